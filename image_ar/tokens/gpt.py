@@ -1,0 +1,244 @@
+"""LlamaGen's autoregressive transformer, class- and text-conditional, with the official parameter names.
+
+Source: LlamaGen (arXiv 2406.06525). Shape letters: R rows (batch, doubled under guidance), T query positions,
+S cached positions, C width, H heads, D head width, V vocabulary, P prefix positions (1 for classes, 120 for text).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a model; ``grid`` is the side of its token raster."""
+
+    dim: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    vocab_size: int = 16384
+    block_size: int = 256
+    model_type: Literal["c2i", "t2i"] = "c2i"
+    num_classes: int = 1000
+    cls_token_num: int = 1
+    caption_dim: int = 2048
+    multiple_of: int = 256
+    ffn_dim_multiplier: float | None = None
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if self.dim % self.n_head or self.head_dim % 4:
+            raise ValueError(f"dim must be n_head times a multiple of 4, got {self.dim} and {self.n_head} heads")
+        if self.grid**2 != self.block_size:
+            raise ValueError(f"block_size must be a square number, got {self.block_size}")
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.dim // self.n_head
+
+    @property
+    def grid(self) -> int:
+        """Tokens along one side of the picture."""
+        return round(self.block_size**0.5)
+
+    @property
+    def ffn_dim(self) -> int:
+        """Inner width of the feed-forward layers: 8C/3 (times a multiplier), rounded up."""
+        wanted = int(8 * self.dim / 3)
+        if self.ffn_dim_multiplier is not None:
+            wanted = int(self.ffn_dim_multiplier * wanted)
+        return -(-wanted // self.multiple_of) * self.multiple_of
+
+
+PUBLISHED = {
+    "GPT-B": dict(n_layer=12, n_head=12, dim=768),
+    "GPT-L": dict(n_layer=24, n_head=16, dim=1024),
+    "GPT-XL": dict(n_layer=36, n_head=20, dim=1280),
+    "GPT-XXL": dict(n_layer=48, n_head=24, dim=1536),
+    "GPT-3B": dict(n_layer=24, n_head=32, dim=3200),
+}
+
+
+def rotary_table(grid: int, head_dim: int, prefix: int, base: float = 10000.0) -> Tensor:
+    """Two-dimensional rotary factors [prefix + grid², D/2, 2] (cos, sin); the prefix rows are all zero.
+
+    Cell (r, c) turns the first half of the pairs by r·f and the second by c·f.
+    """
+    half = head_dim // 2
+    freqs = base ** (-torch.arange(0, half, 2)[: half // 2].float() / half)  # [D/4]
+    angles = torch.outer(torch.arange(grid).float(), freqs)  # [grid, D/4]
+    rows = angles[:, None].expand(grid, grid, -1)
+    cells = torch.cat([rows, rows.transpose(0, 1)], dim=-1).flatten(0, 1)  # [grid², D/2]
+    table = torch.stack([cells.cos(), cells.sin()], dim=-1)
+    return torch.cat([torch.zeros(prefix, half, 2), table])
+
+
+def rotate(x: Tensor, factors: Tensor) -> Tensor:
+    """Turn interleaved pairs of ``x`` [R, T, H, D] by ``factors`` [R or 1, T, 1, D/2] complex, in fp32."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * factors).flatten(-2).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in fp32 and cast back before the weight."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., C] -> [..., C]."""
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Self-attention whose ``wqkv`` rows are [all queries | all keys | all values]."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.n_head
+        self.wqkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, factors: Tensor, bias: Tensor | None, memory: Memory | None) -> Tensor:
+        """Attend ``x`` [R, T, C] to itself (causally, without memory) or to what ``memory`` holds under ``bias``."""
+        rows, steps, _ = x.shape
+        qkv = self.wqkv(x).view(rows, steps, 3 * self.heads, -1)
+        turned = rotate(qkv[:, :, : 2 * self.heads], factors)
+        q = turned[:, :, : self.heads].transpose(1, 2)  # [R, H, T, D]
+        k, v = turned[:, :, self.heads :], qkv[:, :, 2 * self.heads :]  # [R, T, H, D]
+        if memory is not None:
+            k, v = memory.write(k, v)
+        y = F.scaled_dot_product_attention(
+            q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias, is_causal=memory is None and bias is None
+        )
+        return self.wo(y.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., C] -> [..., C]."""
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm attention and feed-forward, each with a residual."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = Attention(config), FeedForward(config)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+
+    def forward(self, x: Tensor, factors: Tensor, bias: Tensor | None, memory: Memory | None) -> Tensor:
+        """[R, T, C] -> [R, T, C]."""
+        x = x + self.attention(self.attention_norm(x), factors, bias, memory)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class LabelEmbedder(nn.Module):
+    """Class ids [R] -> prefix [R, 1, C]; id ``num_classes`` is "no class"."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.embedding_table = nn.Embedding(config.num_classes + 1, config.dim)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look the classes up."""
+        return self.embedding_table(ids)[:, None]
+
+
+class CaptionEmbedder(nn.Module):
+    """T5 features [R, P, caption_dim] -> prefix [R, P, C]; ``uncond_embedding`` stands for "no caption"."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.cap_proj = nn.ModuleDict(
+            {
+                "fc1": nn.Linear(config.caption_dim, config.dim, bias=False),
+                "fc2": nn.Linear(config.dim, config.dim, bias=False),
+            }
+        )
+        self.uncond_embedding = nn.Parameter(torch.randn(config.cls_token_num, config.caption_dim) * 0.01)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Project the features."""
+        return self.cap_proj["fc2"](F.gelu(self.cap_proj["fc1"](features), approximate="tanh"))
+
+
+class Transformer(nn.Module):
+    """The model: a prefix (class or caption), then image tokens in raster order."""
+
+    rotary: Tensor
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.cls_embedding = (LabelEmbedder if config.model_type == "c2i" else CaptionEmbedder)(config)
+        self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layer))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        table = rotary_table(config.grid, config.head_dim, config.cls_token_num, config.rope_base)
+        self.register_buffer("rotary", torch.view_as_complex(table), persistent=False)
+        self.apply(_initialise)
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        bias: Tensor | None = None,
+        memories: list[Memory] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run embeddings ``x`` [R, T, C] through the layers.
+
+        Without ``positions`` [R or 1, T] they are 0 … T-1; without ``memories`` the attention is causal unless an
+        additive ``bias`` [R or 1, 1, T, S] says otherwise. Returns logits [R, T, V] and the hidden states [R, T, C]
+        behind the final norm.
+        """
+        table = self.rotary[None, : x.shape[1]] if positions is None else self.rotary[positions]
+        factors = table[:, :, None]  # [R or 1, T, 1, D/2]
+        for i, layer in enumerate(self.layers):
+            x = layer(x, factors, bias, memories[i] if memories else None)
+        hidden = self.norm(x)
+        return self.output(hidden), hidden
+
+    def embed(self, prefix: Tensor, tokens: Tensor) -> Tensor:
+        """Embeddings [R, P + T, C] of a condition (class ids [R] or features) followed by tokens [R, T]."""
+        return torch.cat([self.cls_embedding(prefix), self.tok_embeddings(tokens)], dim=1)
+
+
+class Memory:
+    """One layer's view of a key/value cache: where new keys and values go and which of them are attended."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values  # [R, S, H, D]
+        self.first = self.stop = 0
+
+    def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store ``k`` and ``v`` [R, T, H, D] from slot ``first`` on; return all slots before ``stop``."""
+        last = self.first + k.shape[1]
+        self.keys[:, self.first : last] = k
+        self.values[:, self.first : last] = v
+        return self.keys[:, : self.stop], self.values[:, : self.stop]
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)

@@ -1,0 +1,56 @@
+"""Uniform numbers from the caller's generators, one generator a sample.
+
+A row's numbers depend on its own generator and on how many it has used, never on the rest of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+BLOCK = 4096  # numbers drawn from a generator at a time: few calls, whatever the rounds ask for
+
+
+class Uniforms:
+    """A stream of uniforms in [0, 1) for each of B rows."""
+
+    def __init__(self, generators: Sequence[torch.Generator], dtype: torch.dtype = torch.float32) -> None:
+        self.generators = list(generators)
+        self.dtype = dtype
+        self._block = torch.empty(len(self.generators), 0, dtype=dtype, device=self.device)
+        self._used = 0
+
+    @classmethod
+    def from_seeds(cls, seeds: Sequence[int]) -> Uniforms:
+        """Streams of fresh CPU generators with these seeds."""
+        return cls([torch.Generator().manual_seed(s) for s in seeds])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the numbers live."""
+        return self.generators[0].device
+
+    def draw(self, count: int) -> Tensor:
+        """The next ``count`` numbers of every row, [B, count]."""
+        left = self._block.shape[1] - self._used
+        if left < count:
+            fresh = [
+                torch.rand(max(BLOCK, count), generator=g, device=g.device, dtype=self.dtype) for g in self.generators
+            ]
+            self._block = torch.cat([self._block[:, self._used :], torch.stack(fresh)], dim=1)
+            self._used = 0
+        taken = self._block[:, self._used : self._used + count]
+        self._used += count
+        return taken
+
+
+def categorical(law: Tensor, uniform: Tensor) -> Tensor:
+    """One index per row of ``law`` [..., V] (any positive total) by the inverse of its cumulative sum.
+
+    ``uniform`` [...] in [0, 1). An index of zero weight is never returned.
+    """
+    cumulative = law.cumsum(-1)
+    wanted = (uniform * cumulative[..., -1]).unsqueeze(-1)
+    return torch.searchsorted(cumulative, wanted, right=True).squeeze(-1).clamp_(max=law.shape[-1] - 1)

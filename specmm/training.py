@@ -1,0 +1,106 @@
+"""One training loop for every model of the suite: resumable, with a progress bar and a loss curve on disk.
+
+``fit`` calls ``step(i)`` for i = 0, 1, …; a step draws its own batch from i alone, so that a resumed run
+continues exactly where the killed one stopped.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+Losses = dict[str, Tensor]  # "loss" is minimised, the others are recorded
+
+
+def warmup_cosine(step: int, steps: int, warmup: int = 100, floor: float = 0.05) -> float:
+    """Learning-rate factor in (0, 1] at ``step``: linear warm-up, then a cosine down to ``floor``."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min((step - warmup) / max(steps - warmup, 1), 1.0)
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def batch_rows(step: int, size: int, total: int, seed: int) -> Tensor:
+    """Rows [size] of the data set used at ``step``: epochs are seeded permutations of ``total`` rows."""
+    first = step * size
+    epochs = range(first // total, (first + size - 1) // total + 1)
+    orders = [torch.randperm(total, generator=torch.Generator().manual_seed(seed * 1000 + e)) for e in epochs]
+    start = first - epochs[0] * total
+    return torch.cat(orders)[start : start + size]
+
+
+def fit(
+    model: nn.Module,
+    step: Callable[[int], Losses],
+    *,
+    out: Path,
+    steps: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.05,
+    clip: float = 1.0,
+    save_every: float = 120.0,
+) -> None:
+    """Minimise ``step(i)["loss"]`` over the parameters of ``model`` and keep ``out/checkpoint.pt`` fresh.
+
+    A checkpoint is written every ``save_every`` seconds and at the end, atomically; a run that finds one resumes.
+    Raises ``ValueError`` when the loss stops being finite.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas)
+    first = _resume(out / "checkpoint.pt", model, optimizer)
+    bar = tqdm(range(first, steps), initial=first, total=steps, desc=out.name, mininterval=5)
+    saved, curve = time.monotonic(), out / "loss.csv"
+    for i in bar:
+        for group in optimizer.param_groups:
+            group["lr"] = lr * warmup_cosine(i, steps)
+        losses = step(i)
+        optimizer.zero_grad(set_to_none=True)
+        losses["loss"].backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        if i % 20 == 0:
+            _record(curve, i, losses)
+            bar.set_postfix(loss=f"{float(losses['loss']):.4f}", refresh=False)
+        if time.monotonic() - saved > save_every:
+            _save(out / "checkpoint.pt", model, optimizer, i + 1)
+            saved = time.monotonic()
+    _save(out / "checkpoint.pt", model, optimizer, steps)
+
+
+def _record(curve: Path, i: int, losses: Losses) -> None:
+    values = {k: float(v.detach()) for k, v in losses.items()}
+    if not math.isfinite(values["loss"]):
+        raise ValueError(f"loss is {values['loss']} at step {i}; the last good checkpoint stays in {curve.parent}")
+    new = not curve.exists()
+    with curve.open("a", newline="") as file:
+        writer = csv.writer(file)
+        if new:
+            writer.writerow(["step", *values])
+        writer.writerow([i, *(f"{v:.5f}" for v in values.values())])
+
+
+def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    part = path.with_suffix(".part")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, part)
+    os.replace(part, path)
+
+
+def _resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    if not path.exists():
+        return 0
+    state = torch.load(path, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["step"])

@@ -1,0 +1,99 @@
+"""What an acceptance rule is, and how its decisions become a verdict.
+
+A rule is deterministic: from the drafts and the target's laws it computes *decisions*, the probability of keeping
+each node and the law of the next token wherever the path may end. ``decide`` then throws the dice. The split is
+what makes exact enumeration of the real code possible (tests/unit/verify).
+
+Shape letters: B batch, N nodes, V vocabulary, D deepest level.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specmm.randomness import Uniforms, categorical
+from specmm.tree import DraftTree, TreeShape
+
+
+@dataclass
+class Decisions:
+    """Probabilities of one round.
+
+    Top-down rules (``order`` is None): ``accept[b, n]`` is the probability that node n is kept given that its parent
+    is and that its earlier siblings were rejected. Bottom-up rules: nodes are tested in ``order`` [M] and the first
+    one accepted ends the path; ``accept[b, n]`` is then given that all before it in the order were rejected.
+    ``next_law`` [B, N, V] is the law (any positive total) of the next token when the path ends at node n.
+    ``excess`` [B, N], when measured, bounds the total variation between what the rule emits after node n and the
+    target's law there: the probability that the relaxed rule and its strict twin, run on the same uniforms, part.
+    """
+
+    accept: Tensor
+    next_law: Tensor
+    order: Tensor | None = None
+    excess: Tensor | None = None
+
+
+@dataclass
+class Verdict:
+    """The outcome of a round.
+
+    ``path`` [B, D + 1] holds the nodes kept, root first, padded with -1; ``kept`` [B] counts them (at least 1);
+    ``next_token`` [B] is the recovered or bonus token; ``excess`` [B] sums the measured excess along the path.
+    """
+
+    path: Tensor
+    kept: Tensor
+    next_token: Tensor
+    excess: Tensor | None = None
+
+
+class Rule(Protocol):
+    """An acceptance rule; ``exact`` says whether it keeps the target's law."""
+
+    name: str
+    exact: bool
+
+    def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
+        """Decisions for the target's processed laws ``p`` [B, N, V]; ``measure`` asks a relaxed rule for its excess."""
+        ...
+
+
+def decide(rule: Rule, tree: DraftTree, p: Tensor, uniforms: Uniforms, *, measure: bool = False) -> Verdict:
+    """Throw the dice for ``rule``: N uniforms a row for the nodes and one for the next token."""
+    decisions = rule.decisions(tree, p, measure=measure)
+    dice = uniforms.draw(tree.shape.size + 1)
+    hit = dice[:, :-1] < decisions.accept  # strict: probability 0 is never accepted
+    hit[:, 0] = True
+    on_path = _walk(tree.shape, hit) if decisions.order is None else _first(tree.shape, hit, decisions.order)
+    reached = on_path * (tree.shape.depths + 1)  # [B, N]
+    kept, last = reached.max(1)
+    row = torch.arange(len(last), device=last.device)
+    next_token = categorical(decisions.next_law[row, last], dice[:, -1])
+    excess = None if decisions.excess is None else (decisions.excess * on_path).sum(1)
+    return Verdict(_path(reached, tree.shape.depth), kept, next_token, excess)
+
+
+def _walk(shape: TreeShape, hit: Tensor) -> Tensor:
+    """Nodes kept [B, N] when siblings are tested in turn from the root down: all of whose ancestors were chosen."""
+    elder_hit = (shape.elders & hit[:, None]).any(-1)
+    missed = ~hit | elder_hit
+    return ~(shape.ancestors & missed[:, None]).any(-1)
+
+
+def _first(shape: TreeShape, hit: Tensor, order: Tensor) -> Tensor:
+    """Nodes kept [B, N] when the first accepted node of ``order`` [M] ends the path; the root if none is."""
+    tested = torch.cat([hit[:, order], hit[:, :1]], dim=1)
+    last = torch.cat([order, order.new_zeros(1)])[tested.int().argmax(1)]  # argmax takes the first of equals
+    row = torch.arange(len(last), device=last.device)
+    return shape.ancestors.expand(len(last), -1, -1)[row, last]
+
+
+def _path(reached: Tensor, depth: int) -> Tensor:
+    """Nodes by depth [B, D + 1], padded with -1, of ``reached`` [B, N]: depth + 1 on the path, 0 off it."""
+    path = reached.new_full((len(reached), depth + 2), -1)
+    nodes = torch.arange(reached.shape[1], device=reached.device).expand_as(reached)
+    return path.scatter_(1, reached, nodes)[:, 1:]  # nodes off the path went to the spare first column
