@@ -1,0 +1,147 @@
+"""Reading model files safely and loading them completely or not at all.
+
+``read_checkpoint`` opens safetensors and PyTorch files (tensors only: a pickle that wants to run code is refused);
+``load_strict`` checks every name, shape and value before the first one is copied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+State = dict[str, Tensor]
+
+NESTING = ("model", "module", "state_dict")
+LEFTOVERS = ("freqs_cis", "kv_cache", "causal_mask")
+FOLDER_NAMES = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
+PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+SHOWN = 3
+
+
+def read_checkpoint(path: str | Path) -> State:
+    """The tensors of a checkpoint by name, on the CPU, in the file's dtypes.
+
+    ``path`` is a ``.safetensors`` or PyTorch file, or a folder that holds one. A PyTorch file may nest its tensors
+    under ``model``, ``module`` or ``state_dict``. Raises ``FileNotFoundError``, and ``ValueError`` for a file that is
+    damaged, holds no tensors, or would have to run code to be read.
+    """
+    file = weights_file(path)
+    if file.suffix == ".safetensors":
+        return _read_safetensors(file)
+    if file.suffix in PICKLED:
+        return _unnest(_read_pickle(file), file)
+    raise ValueError(f"checkpoint must end in .safetensors or one of {', '.join(PICKLED)}, got {file}")
+
+
+def weights_file(path: str | Path) -> Path:
+    """``path`` itself, or the weights inside it when it is a folder. Raises ``FileNotFoundError``."""
+    path = Path(path)
+    candidates = [path / name for name in FOLDER_NAMES] if path.is_dir() else [path]
+    for file in candidates:
+        if file.is_file():
+            return file
+    looked = f" (looked for {', '.join(FOLDER_NAMES)})" if path.is_dir() else ""
+    raise FileNotFoundError(f"no checkpoint at {path}{looked}")
+
+
+def _read_safetensors(file: Path) -> State:
+    file.open("rb").close()  # an unreadable file raises as such
+    try:
+        state: State = load_file(file)
+    except Exception as error:
+        raise _damaged(file) from error
+    return state
+
+
+def _read_pickle(file: Path) -> Any:
+    """Unpickle tensors, containers and the ``argparse.Namespace`` that LlamaGen's training saves beside them."""
+    file.open("rb").close()
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file makes the unpickler fail in any way
+        wanted = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
+        if wanted is None:
+            raise _damaged(file) from error
+        raise ValueError(
+            f"{file} must hold tensors only, got a pickle that asks for {wanted[1]}, "
+            "convert it to safetensors if you trust it"
+        ) from error
+
+
+def _damaged(file: Path) -> ValueError:
+    size = file.stat().st_size
+    return ValueError(f"{file} must be a whole {file.suffix} file, got {size} bytes that are not one, fetch it again")
+
+
+def _unnest(tree: Any, file: Path) -> State:
+    """Descend into the first of ``model``, ``module``, ``state_dict`` that is a dictionary, again and again."""
+    while isinstance(tree, Mapping):
+        inner = next((tree[name] for name in NESTING if isinstance(tree.get(name), Mapping)), None)
+        if inner is None:
+            break
+        tree = inner
+    if not isinstance(tree, Mapping) or not tree or not all(isinstance(t, Tensor) for t in tree.values()):
+        raise ValueError(f"{file} must hold tensors by name (raw or under {', '.join(NESTING)}), got {_kind(tree)}")
+    return dict(tree)
+
+
+def _kind(tree: Any) -> str:
+    if not isinstance(tree, Mapping):
+        return f"a {type(tree).__name__}"
+    others = [str(name) for name, value in tree.items() if not isinstance(value, Tensor)]
+    return f"other things named {_some(others)}" if others else "nothing"
+
+
+def load_strict(
+    module: nn.Module,
+    state: Mapping[str, Tensor],
+    ignore: Collection[str] = LEFTOVERS,
+    source: str | Path = "checkpoint",
+) -> None:
+    """Copy ``state`` into ``module``, or raise one ``ValueError`` that names what is wrong and copy nothing.
+
+    Wrong are missing, unexpected and differently shaped tensors and NaN or infinite weights. Names any of whose dotted
+    components is in ``ignore`` and that the module lacks are passed over.
+    """
+    wanted = module.state_dict()
+    state = {k: v for k, v in state.items() if k in wanted or not set(k.split(".")) & set(ignore)}
+    shapes = [
+        f"{k} {list(state[k].shape)} for {list(v.shape)}"
+        for k, v in wanted.items()
+        if k in state and state[k].shape != v.shape
+    ]
+    problems = {
+        "missing": [k for k in wanted if k not in state],
+        "unexpected": [k for k in state if k not in wanted],
+        "wrong-shaped": shapes,
+    }
+    if any(problems.values()):
+        found = "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names)
+        raise ValueError(f"{source} must hold exactly the weights of the {type(module).__name__}, got {found}")
+    check_weights(state, source)
+    module.load_state_dict(state)
+
+
+def check_weights(state: Mapping[str, Tensor], source: str | Path = "checkpoint") -> None:
+    """Raise ``ValueError`` naming the tensors of ``state`` that hold NaN or infinity."""
+    bad = [k for k, v in state.items() if v.is_floating_point() and v.numel() and not _finite(v)]
+    if bad:
+        raise ValueError(f"{source} must hold finite weights, got NaN or infinity in {_some(bad)}")
+
+
+def _finite(x: Tensor) -> bool:
+    return bool(torch.stack(x.aminmax()).isfinite().all())
+
+
+def _some(names: Collection[str]) -> str:
+    more = len(names) - SHOWN
+    return ", ".join(list(names)[:SHOWN]) + (f" and {more} more" if more > 0 else "")
