@@ -1,0 +1,86 @@
+"""A set of feature vectors that knows what it is: the common currency of the metrics.
+
+The *protocol* says what was measured (features, weights, resize, precision), so that numbers made differently are
+never compared by accident.
+
+Shapes: ``values`` [N, F], N samples of F features.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Protocol = dict[str, Any]  # JSON values
+
+
+@dataclass
+class FeatureSet:
+    """Feature vectors ``values`` [N, F] and the ``protocol`` that made them.
+
+    Raises ``ValueError`` unless ``values`` is a floating-point matrix of finite numbers.
+    """
+
+    values: Tensor
+    protocol: Protocol = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.values.ndim != 2 or not self.values.is_floating_point():
+            got = f"{self.values.dtype} {list(self.values.shape)}"
+            raise ValueError(f"features must be a floating-point matrix [N, F], got {got}; stack one row per sample")
+        bad = ~self.values.isfinite().all(1)
+        if bad.any():
+            raise ValueError(
+                f"features must be finite, got NaN or inf in {int(bad.sum())} of {len(bad)} rows "
+                f"(first: row {int(bad.int().argmax())}); check the pictures or drop these rows"
+            )
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def save(self, path: Path) -> None:
+        """Write ``values`` and ``protocol`` to ``path`` (.npz)."""
+        values = self.values.float() if self.values.dtype == torch.bfloat16 else self.values
+        with path.open("wb") as file:
+            np.savez(file, values=values.cpu().numpy(), protocol=np.array(json.dumps(self.protocol)))
+
+    @classmethod
+    def load(cls, path: Path) -> FeatureSet:
+        """Read what ``save`` wrote; raises ``ValueError`` for any other file."""
+        with np.load(path) as data:
+            if not {"values", "protocol"} <= set(data.files):
+                raise ValueError(f"{path} must hold 'values' and 'protocol', got {data.files}; write it with save()")
+            return cls(torch.from_numpy(data["values"]), json.loads(str(data["protocol"])))
+
+
+def as_features(features: FeatureSet | Tensor | np.ndarray) -> FeatureSet:
+    """Wrap a bare matrix [N, F] as a ``FeatureSet`` of unknown protocol; a ``FeatureSet`` passes through."""
+    if isinstance(features, FeatureSet):
+        return features
+    return FeatureSet(torch.as_tensor(features), {})
+
+
+def joint_protocol(first: Mapping[str, Any], second: Mapping[str, Any]) -> Protocol:
+    """The protocol of two sets that are compared; raises ``ValueError`` naming the first entry that differs."""
+    for key in [k for k in first if k in second]:
+        if first[key] != second[key]:
+            raise ValueError(
+                f"both sets must have the same protocol, got {key}={first[key]!r} and {second[key]!r}; "
+                "extract both with the same settings"
+            )
+    return {**first, **second}
+
+
+def same_width(first: int, second: int) -> None:
+    """Raise ``ValueError`` unless both sets have the same number of features."""
+    if first != second:
+        raise ValueError(
+            f"both sets must have the same width, got {first} and {second} features; extract both with one network"
+        )

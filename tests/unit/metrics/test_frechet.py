@@ -1,0 +1,108 @@
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+
+from specmm.metrics.features import FeatureSet
+from specmm.metrics.frechet import FeatureStatistics, frechet_distance
+
+
+def correlated(n: int, width: int, seed: int, shift: float = 0.0) -> torch.Tensor:
+    """Non-negative, skewed, correlated features with a decaying spectrum, as a network's are: [n, width]."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(width, width, generator=torch.Generator().manual_seed(9)) / torch.arange(1, width + 1)
+    return (torch.randn(n, width, generator=generator) @ mix + shift).relu()
+
+
+def by_square_root(x: torch.Tensor, y: torch.Tensor) -> float:
+    """The definition, with SciPy's matrix square root."""
+    a, b = x.double().numpy(), y.double().numpy()
+    cov_a, cov_b = np.cov(a, rowvar=False), np.cov(b, rowvar=False)
+    root = scipy.linalg.sqrtm(cov_a @ cov_b).real
+    return float(((a.mean(0) - b.mean(0)) ** 2).sum() + np.trace(cov_a + cov_b - 2 * root))
+
+
+def test_agrees_with_scipy_matrix_square_root() -> None:
+    x, y = correlated(800, 64, 0), correlated(700, 64, 1, shift=0.1)
+    assert frechet_distance(x, y).value == pytest.approx(by_square_root(x, y), rel=1e-6)
+
+
+def test_agrees_with_torchmetrics() -> None:
+    fid = pytest.importorskip("torchmetrics.image.fid")
+    x, y = correlated(900, 128, 2), correlated(900, 128, 3, shift=0.05)
+    (m1, s1), (m2, s2) = FeatureStatistics.of(x).moments(), FeatureStatistics.of(y).moments()
+    expected = float(fid._compute_fid(m1, s1, m2, s2))
+    assert frechet_distance(x, y).value == pytest.approx(expected, rel=1e-6)
+
+
+def test_known_gaussians() -> None:
+    x = torch.tensor([[-1.0, 0], [1, 0], [0, -2], [0, 2]], dtype=torch.float64)
+    y = 3 * x + torch.tensor([5.0, 0])
+    variances = np.array([2 / 3, 8 / 3])
+    expected = 25 + ((3 - 1) ** 2 * variances).sum()
+    assert frechet_distance(x, y).value == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("count", [40, 700], ids=["fewer samples than features", "more"])
+def test_zero_for_equal_sets(count: int) -> None:
+    x = correlated(count, 256, 4)
+    assert abs(frechet_distance(x, x).value) < 1e-6
+
+
+def test_symmetric_when_rank_deficient() -> None:
+    x, y = correlated(30, 64, 5), correlated(500, 64, 6)
+    one, two = frechet_distance(x, y), frechet_distance(y, x)
+    assert one.value == pytest.approx(two.value, rel=1e-9)
+    assert one.value == pytest.approx(by_square_root(x, y), rel=1e-4)  # sqrtm itself is poor on singular products
+    assert "30 samples of 64 features" in one.protocol["note"]
+
+
+def test_constant_features() -> None:
+    x, y = torch.ones(5, 3), torch.full((6, 3), 3.0)
+    assert frechet_distance(x, y).value == pytest.approx(12.0)
+
+
+def test_statistics_merge_and_stream() -> None:
+    x, y = correlated(500, 32, 7), correlated(300, 32, 8)
+    whole = FeatureStatistics.of(torch.cat([x, y]))
+    merged = FeatureStatistics.of(x).merge(FeatureStatistics.of(y))
+    streamed = FeatureStatistics.empty(32)
+    for rows in torch.cat([x, y]).split(97):
+        streamed.update(rows)
+    for other in (merged, streamed):
+        assert other.count == 800
+        for ours, theirs in zip(other.moments(), whole.moments(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert whole.moments()[1].numpy() == pytest.approx(np.cov(torch.cat([x, y]).double().numpy(), rowvar=False))
+
+
+def test_nan_is_refused_with_its_row() -> None:
+    x = torch.zeros(4, 3)
+    x[2, 1] = float("nan")
+    with pytest.raises(ValueError, match="1 of 4 rows \\(first: row 2\\)"):
+        FeatureStatistics.empty(3).update(x)
+
+
+def test_one_sample_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 2 samples, got 1"):
+        frechet_distance(torch.zeros(1, 3), torch.zeros(5, 3))
+
+
+def test_widths_must_match() -> None:
+    with pytest.raises(ValueError, match="same width, got 3 and 4"):
+        frechet_distance(torch.zeros(5, 3), torch.zeros(5, 4))
+    with pytest.raises(ValueError, match="same width"):
+        FeatureStatistics.empty(3).update(torch.zeros(5, 4))
+
+
+def test_protocols_must_match() -> None:
+    x = torch.rand(8, 3)
+    with pytest.raises(ValueError, match="dtype='float32' and 'bfloat16'"):
+        frechet_distance(FeatureSet(x, {"dtype": "float32"}), FeatureSet(x, {"dtype": "bfloat16"}))
+    result = frechet_distance(FeatureSet(x, {"dtype": "float32"}), x.numpy())
+    assert result.protocol["dtype"] == "float32" and result.protocol["counts"] == [8, 8]
+
+
+def test_integer_features_are_refused() -> None:
+    with pytest.raises(ValueError, match="floating-point matrix"):
+        FeatureSet(torch.zeros(3, 3, dtype=torch.int64))
