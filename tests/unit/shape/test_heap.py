@@ -1,0 +1,98 @@
+import itertools
+
+import pytest
+import torch
+
+from specmm.shape.eagle2 import finish, start, step
+from specmm.shape.heap import best_first, block_tree, block_tree_heap, opt_stop, opt_value
+
+
+def paths(tree, row=0):
+    """The tree as the set of its token paths."""
+    parents, tokens = tree.shape.parents[row].tolist(), tree.tokens[row].tolist()
+    found = [()]
+    for node in range(1, len(parents)):
+        found.append((*found[parents[node]], tokens[node]))
+    assert len(set(found)) == len(found)
+    return set(found[1:])
+
+
+def brute(law, vocab, depth, count):
+    scored = {}
+    for length in range(1, depth + 1):
+        for path in itertools.product(range(vocab), repeat=length):
+            product = 1.0
+            for i, token in enumerate(path):
+                product *= float(law(path[:i])[token])
+            scored[path] = product
+    return set(sorted(scored, key=scored.__getitem__, reverse=True)[:count])
+
+
+def markov(vocab, seed):
+    table = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (table * 1.5).softmax(-1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_best_first_finds_the_most_probable_paths(seed):
+    table = markov(4, seed)
+
+    def law(path):
+        return table[path[-1] if path else 0]
+
+    tree = best_first(law, 0, total=16, max_depth=4, width=4)
+    assert paths(tree) == brute(law, 4, 4, 15)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_level_by_level_equals_best_first_when_the_beam_is_wide(seed):
+    table = markov(5, seed)
+    heap = best_first(lambda path: table[path[-1] if path else 2], 2, total=6, max_depth=3, width=5)
+    beam = start(table.log()[[2]], 5)
+    for _ in range(2):
+        beam = step(beam, table.log()[beam.tokens])
+    assert paths(finish(beam, torch.tensor([2]), 6)) == paths(heap)
+
+
+@pytest.mark.parametrize(("depth", "vocab", "total"), [(1, 9, 5), (4, 6, 2), (4, 6, 40), (3, 50, 64), (6, 3, 30)])
+def test_block_tree_equals_the_heap(depth, vocab, total):
+    generator = torch.Generator().manual_seed(depth * 100 + total)
+    marginals = torch.randn(3, depth, vocab, generator=generator, dtype=torch.float64).mul(2).softmax(-1)
+    tree = block_tree(marginals, torch.arange(3), total)
+    for row in range(3):
+        assert paths(tree, row) == paths(block_tree_heap(marginals[row], row, total))
+    assert int(tree.shape.depths.max()) <= tree.shape.depth
+    assert int(tree.shape.ranks.max()) < tree.shape.width
+
+
+def test_block_heap_finds_the_most_probable_paths():
+    marginals = torch.randn(3, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64).softmax(-1)
+    tree = block_tree_heap(marginals, 0, 20)
+    assert paths(tree) == brute(lambda path: marginals[len(path)], 4, 3, 19)
+
+
+def test_block_tree_with_certain_tokens_is_a_chain_first():
+    marginals = torch.eye(4)[None, :3]  # probability 1 on tokens 0, 1, 2
+    tree = block_tree(marginals, torch.tensor([9]), 4)
+    assert tree.tokens.tolist() == [[9, 0, 1, 2]]
+    assert tree.shape.parents.tolist() == [[-1, 0, 1, 2]]
+
+
+def test_opt_value_counts_expected_drafts_and_stops_when_it_stalls():
+    table = markov(6, 1).float()
+    beam = start(table.log()[[0]], 3)
+    after = step(beam, table.log()[beam.tokens])
+    tree = finish(after, torch.tensor([0]), 8)
+    scored = [torch.tensor([table[a, b] for a, b in itertools.pairwise((0, *p))]).prod() for p in paths(tree)]
+    torch.testing.assert_close(opt_value(after, 8)[0], torch.stack(scored).sum())
+    gain = float(opt_value(after, 8) - opt_value(beam, 8))
+    assert gain > 0
+    assert opt_stop(beam, after, 8, gain + 1e-3).tolist() == [True]
+    assert opt_stop(beam, after, 8, gain - 1e-3).tolist() == [False]
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="marginals must be"):
+        block_tree(torch.ones(2, 3), torch.tensor([0, 1]), 4)
+    with pytest.raises(ValueError, match="total must be"):
+        block_tree(torch.ones(1, 2, 2) / 2, torch.tensor([0]), 99)

@@ -1,0 +1,59 @@
+import pytest
+import torch
+
+from specmm.shape.delayed import delayed, delayed_candidates
+from specmm.shape.static import MC_SIM_7B_63, NAIVE_EXTEND_57, branching, named, spine
+
+
+@pytest.mark.parametrize(
+    ("choices", "name", "counts"),
+    [(NAIVE_EXTEND_57, "naive_extend_57", [1, 5, 13, 16, 14, 9]), (MC_SIM_7B_63, "mc_sim_7b_63", [1, 4, 8, 8, 3, 2])],
+)
+def test_published_lists(choices, name, counts):
+    shape = named(name)
+    assert shape.size == len(choices) + 1 == len(set(choices)) + 1
+    assert torch.bincount(shape.depths[0]).tolist() == counts
+
+
+def test_unknown_name_lists_the_known():
+    with pytest.raises(ValueError, match=r"mc_sim_7b_63.*got 'medusa'"):
+        named("medusa")
+
+
+def test_branching():
+    shape = branching([4, 2, 1])
+    assert torch.bincount(shape.depths[0]).tolist() == [1, 4, 8, 8]
+    assert shape.parents[0].tolist() == [-1, 0, 0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, *range(5, 13)]
+    assert (shape.width, shape.depth) == (4, 3)
+
+
+def test_branching_of_ones_is_a_chain():
+    assert branching([1, 1, 1]).parents.tolist() == [[-1, 0, 1, 2]]
+
+
+def test_spine_grows_from_rank_zero_only():
+    shape = spine([3, 1, 2])
+    assert shape.parents[0].tolist() == [-1, 0, 0, 0, 1, 4, 4]
+    inner = shape.inner.tolist()
+    assert all(int(shape.ranks[0, n]) == 0 for n in inner)
+
+
+@pytest.mark.parametrize("make", [branching, spine])
+@pytest.mark.parametrize("widths", [[], [2, 0]])
+def test_widths_must_be_positive(make, widths):
+    with pytest.raises(ValueError, match="widths must be"):
+        make(widths)
+
+
+def test_delayed_trunk_then_branches():
+    shape = delayed(2, 3, 2)
+    assert shape.parents[0].tolist() == [-1, 0, 1, 2, 2, 2, 3, 4, 5]
+    assert delayed(0, 2, 2).parents[0].tolist() == [-1, 0, 0, 1, 2]
+    with pytest.raises(ValueError, match="branches must be at least 1, got 0"):
+        delayed(1, 0, 2)
+
+
+def test_delayed_candidates_are_distinct_and_in_budget():
+    shapes = delayed_candidates(total=12, max_depth=4)
+    assert all(s.size <= 12 and s.depth <= 4 for s in shapes)
+    assert len({tuple(s.parents[0].tolist()) for s in shapes}) == len(shapes)
