@@ -18,7 +18,7 @@ def entropy(q: Tensor) -> Tensor:
     return surprise.sum(-1)
 
 
-def acceptance_bound(q: Tensor, gamma: float = 1.0) -> Tensor:
+def acceptance_bound(q: Tensor, gamma: float = 0.2) -> Tensor:
     """AdaEDL's estimate 1 - sqrt(gamma * H(q)) [...] of a lower bound on the acceptance probability, clamped at 0."""
     if gamma <= 0:
         raise ValueError(f"gamma must be positive, got {gamma}")
