@@ -1,0 +1,133 @@
+"""The wheel holds every package under ``specmm``, nothing beside it, and lives next to Hugging Face's ``kernels``."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
+FIVE = {name: folder for name, folder in FOLDERS.items() if name != "specmm"}
+
+
+def sources(suffixes: tuple[str, ...], *names: str) -> set[str]:
+    """Files of the packages ``names`` with these suffixes, as the paths they have in a wheel."""
+    found = set()
+    for name in names:
+        base = ROOT / FOLDERS[name]
+        for folder, below, files in os.walk(base):  # does not follow the links in specmm/
+            below[:] = [b for b in below if b != "__pycache__"]
+            inside = Path(name.replace(".", "/")) / Path(folder).relative_to(base)
+            found |= {(inside / f).as_posix() for f in files if f.endswith(suffixes)}
+    return found
+
+
+def python(executable: Path, code: str, cwd: Path, path: str = "") -> list[str]:
+    """Lines printed by ``code`` in a fresh interpreter, started outside the repository."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | ({"PYTHONPATH": path} if path else {})
+    done = subprocess.run([executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def pip(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree without its links, as a zip download or Windows has it."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, copy)
+    for folder in FOLDERS.values():
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, copy / folder, symlinks=True, ignore=ignore)
+    for link in [p for p in (copy / "specmm").iterdir() if p.is_symlink()]:
+        link.unlink()
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    done = pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", out, checkout)
+    assert done.returncode == 0, done.stderr
+    return next(out.glob("specmm-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def clean_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh environment with the wheel in it that sees our dependencies, but not the editable install."""
+    folder = tmp_path_factory.mktemp("venv")
+    venv.create(folder, with_pip=False, symlinks=True)
+    executable = folder / "bin/python"
+    [site] = python(executable, "import sysconfig; print(sysconfig.get_path('purelib'))", folder)
+    Path(site, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    done = pip("--python", executable, "install", "--no-deps", wheel)
+    assert done.returncode == 0, done.stderr
+    return executable
+
+
+def test_wheel_holds_every_module_and_only_specmm(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"specmm"}
+    assert {n for n in names if n.endswith(".py")} == sources((".py",), *FOLDERS)
+    for package in ("specmm/verify", "specmm/zoo", "specmm/image_ar/tokens/train", "specmm/metrics"):
+        assert any(n.startswith(package + "/") for n in names), package
+
+
+def test_wheel_holds_the_pocket_models(wheel: Path) -> None:
+    data = {s for s in sources((".safetensors", ".json", ".md"), "specmm") if s.startswith("specmm/zoo/")}
+    assert data <= set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_imports_beside_hugging_face_kernels(clean_python: Path, tmp_path: Path) -> None:
+    done = pip("install", "--no-deps", "--target", tmp_path / "hf", "kernels")
+    if done.returncode:
+        pytest.skip(f"Hugging Face's kernels could not be installed: {done.stderr.strip().splitlines()[-1]}")
+    code = """
+import kernels, specmm.kernels, specmm.metrics.frechet, specmm.image_ar.tokens.gpt
+from transformers import LlamaForCausalLM
+print(kernels.__file__, specmm.metrics.frechet.__file__, *specmm.kernels.__path__)
+"""
+    theirs, ours, kernels = python(clean_python, code, tmp_path, path=str(tmp_path / "hf"))
+    assert theirs.startswith(str(tmp_path / "hf" / "kernels"))
+    for path in (ours, kernels):
+        assert path.startswith(str(clean_python.parents[1])), path
+
+
+def test_checkout_without_links_imports(checkout: Path, tmp_path: Path) -> None:
+    code = "import specmm.metrics.frechet as f, specmm.image_ar.tokens.gpt as g; print(f.__file__, g.__file__)"
+    frechet, gpt = python(Path(sys.executable), code, tmp_path, path=str(checkout))
+    assert Path(frechet) == checkout / "metrics/frechet.py"
+    assert Path(gpt) == checkout / "image_ar/tokens/gpt.py"
+
+
+def test_transformers_imports_from_the_root() -> None:
+    code = "from transformers import LlamaForCausalLM; print(LlamaForCausalLM.__name__)"
+    assert python(Path(sys.executable), code, ROOT, path=str(ROOT)) == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("name", FIVE)
+def test_five_folders_are_plain_and_linked(name: str) -> None:
+    assert not (ROOT / FIVE[name] / "__init__.py").exists(), "it would make a top-level package of the folder"
+    link = ROOT / name.replace(".", "/")
+    if link.is_symlink():
+        assert link.resolve() == ROOT / FIVE[name]
+
+
+def test_packages_below_have_an_init() -> None:
+    """``setup.py`` finds packages by their ``__init__.py``; a folder of modules without one would be left out."""
+    modules = sources((".py",), *FOLDERS)
+    roots = {name.replace(".", "/") for name in FOLDERS}
+    folders = {m.rsplit("/", 1)[0] for m in modules} - roots
+    assert {f for f in folders if f"{f}/__init__.py" not in modules} == set()
