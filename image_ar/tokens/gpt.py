@@ -6,8 +6,9 @@ S cached positions, C width, H heads, D head width, V vocabulary, P prefix posit
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -198,6 +199,14 @@ class Transformer(nn.Module):
         table = rotary_table(config.grid, config.head_dim, config.cls_token_num, config.rope_base)
         self.register_buffer("rotary", torch.view_as_complex(table), persistent=False)
         self.apply(_initialise)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or cast the weights; the rotary table is moved only, since a real dtype would drop its sines."""
+        table = self.rotary
+        self._buffers["rotary"] = None  # keeps its place among the buffers
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.rotary = table.to(self.output.weight.device)
+        return self
 
     def forward(
         self,
