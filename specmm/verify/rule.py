@@ -24,8 +24,9 @@ class Decisions:
     """Probabilities of one round.
 
     Top-down rules (``order`` is None): ``accept[b, n]`` is the probability that node n is kept given that its parent
-    is and that its earlier siblings were rejected. Bottom-up rules: nodes are tested in ``order`` [M] and the first
-    one accepted ends the path; ``accept[b, n]`` is then given that all before it in the order were rejected.
+    is and that its earlier siblings were rejected. Bottom-up rules: nodes are tested in ``order`` ([M], or [B, M]
+    when the rows differ) and the first one accepted ends the path; ``accept[b, n]`` is then given that all before it
+    in the order were rejected.
     ``next_law`` [B, N, V] is the law (any positive total) of the next token when the path ends at node n.
     ``excess`` [B, N], when measured, bounds the total variation between what the rule emits after node n and the
     target's law there: the probability that the relaxed rule and its strict twin, run on the same uniforms, part.
@@ -85,9 +86,10 @@ def _walk(shape: TreeShape, hit: Tensor) -> Tensor:
 
 
 def _first(shape: TreeShape, hit: Tensor, order: Tensor) -> Tensor:
-    """Nodes kept [B, N] when the first accepted node of ``order`` [M] ends the path; the root if none is."""
-    tested = torch.cat([hit[:, order], hit[:, :1]], dim=1)
-    last = torch.cat([order, order.new_zeros(1)])[tested.int().argmax(1)]  # argmax takes the first of equals
+    """Nodes kept [B, N] when the first accepted node of ``order`` [M] or [B, M] ends the path; the root if none is."""
+    order = torch.nn.functional.pad(order.expand(len(hit), -1), (0, 1))  # the root (0) comes last
+    first = hit.gather(1, order).int().argmax(1, keepdim=True)  # argmax takes the first of equals
+    last = order.gather(1, first).squeeze(1)
     row = torch.arange(len(last), device=last.device)
     return shape.ancestors.expand(len(last), -1, -1)[row, last]
 

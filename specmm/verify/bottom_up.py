@@ -1,0 +1,131 @@
+"""Exact rules that test nodes from the leaves up: block verification (chains) and traversal verification (trees).
+
+Shape letters: B batch, N nodes, M nodes but the root, P families of one level, V vocabulary. Drafts must be drawn
+from the laws the tree carries, siblings without replacement (or be point masses, without laws).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from specmm.tree import DraftTree, TreeShape
+from specmm.verify.families import Plan, Trial, level_plans, one_hot, take, trials
+from specmm.verify.rule import Decisions
+
+_orders: WeakKeyDictionary[TreeShape, tuple[Tensor, Tensor]] = WeakKeyDictionary()
+
+
+def deepest_first(shape: TreeShape) -> Tensor:
+    """Nodes but the root from the deepest level up, within a level by number: [M], or [B, M] for per-row shapes."""
+    return _both_orders(shape)[0]
+
+
+def leaves_first(shape: TreeShape) -> Tensor:
+    """Nodes but the root in post-order, siblings by rank: [M], or [B, M] for per-row shapes."""
+    return _both_orders(shape)[1]
+
+
+def _both_orders(shape: TreeShape) -> tuple[Tensor, Tensor]:
+    if shape not in _orders:
+        deep = shape.depths.argsort(dim=-1, descending=True, stable=True)[:, :-1]
+        post = _earlier(shape).sum(-1).argsort(dim=-1, stable=True)[:, :-1]
+        _orders[shape] = (deep[0], post[0]) if shape.shared else (deep, post)
+    return _orders[shape]
+
+
+def _earlier(shape: TreeShape) -> Tensor:
+    """Whether node j comes before i in post-order [1 or B, N, N]: below it, or below an elder of i or its ancestors."""
+    up = shape.ancestors.float()
+    aside = (up @ shape.elders.float() @ up.mT) > 0
+    below = shape.ancestors.mT & ~torch.eye(shape.size, dtype=torch.bool, device=up.device)
+    return aside | below
+
+
+@dataclass(frozen=True)
+class Block:
+    """Block verification of a chain (Sun et al. 2025).
+
+    With p_0 = 1 and p_i = min(1, p_{i-1} p/q) at draft i, and S_i = sum((p_i p - q)+) after it: draft i is kept with
+    h_i = S_i / (S_i + 1 - p_i), the last with p_i; the largest i kept ends the path, and the next token is drawn from
+    norm((p_i p - q)+), after the last draft from p.
+    """
+
+    name: str = "block"
+    exact: bool = True
+
+    def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
+        """Decisions for the target's processed laws ``p`` [B, N, V]. Raises ``ValueError`` unless a chain."""
+        if tree.shape.width > 1:
+            raise ValueError(f"tree must be a chain for block verification, got {tree.shape.width} siblings")
+        token, before = tree.tokens[:, 1:], p[:, :-1]  # [B, M], [B, M, V]
+        law = one_hot(token, p) if tree.laws is None else tree.laws[:, 1:]
+        ratio = take(before, token) / take(law, token).clamp(min=torch.finfo(p.dtype).tiny)
+        reach = _running(ratio)  # [B, N]
+        rest = (reach[:, :-1, None] * before - law).clamp_(min=0)
+        total = rest.sum(-1)
+        keep = torch.cat([_raised(reach[:, :-1], total), reach[:, -1:]], dim=1)
+        next_law = torch.cat([torch.where(total[..., None] > 0, rest, before), p[:, -1:]], dim=1)
+        return Decisions(keep, next_law, deepest_first(tree.shape))
+
+
+def _running(ratio: Tensor) -> Tensor:
+    """p_0 = 1, p_i = min(1, p_{i-1} ratio_i) along the chain: [B, M] to [B, M + 1]."""
+    steps = [torch.ones_like(ratio[:, 0]) if ratio.shape[1] else ratio.new_ones(len(ratio))]
+    for step in ratio.unbind(1):
+        steps.append((steps[-1] * step).clamp(max=1))
+    return torch.stack(steps, dim=1)
+
+
+def _raised(reach: Tensor, total: Tensor) -> Tensor:
+    """S / (S + 1 - r), the chance of a node once the draft after it is rejected; 1 stays 1."""
+    return torch.where(reach < 1, total / (total + 1 - reach), 1.0)
+
+
+@dataclass(frozen=True)
+class Traversal:
+    """Traversal verification (Weng et al. 2025) of any tree drawn without replacement; on a chain, block verification.
+
+    A node enters with r_v = min(1, r_u p_u(v) / q(v)), u its parent. Rejecting v, with S = sum((r_u p_u - q)+), sets
+    p_u <- norm((r_u p_u - q)+) and r_u <- S / (S + 1 - r_u), and the next sibling's law is q without v, as the tree
+    records it. Nodes are tested in post-order, each with the r it is left with once its children are gone; an r
+    that was updated is never computed again from the parent.
+    """
+
+    name: str = "traversal"
+    exact: bool = True
+
+    def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
+        """Decisions for the target's processed laws ``p`` [B, N, V]."""
+        reach = p.new_ones(len(p), tree.shape.size + 1)  # missing children (-1) fall into the spare column
+        law = p
+        for walk in level_plans(tree.shape):
+            target, left = law.index_select(1, walk.inner), reach.index_select(1, walk.inner)
+            for trial in trials(tree, walk):
+                kept, target, left = _reject(walk, target, left, trial)
+                child = walk.ranks[trial.rank].expand_as(kept) % reach.shape[1]
+                reach.scatter_(1, child, kept)
+            law = law.index_copy(1, walk.inner, target)
+            reach.index_copy_(1, walk.inner, left)
+        return Decisions(reach[:, :-1], law, leaves_first(tree.shape))
+
+
+def _reject(walk: Plan, target: Tensor, left: Tensor, trial: Trial) -> tuple[Tensor, Tensor, Tensor]:
+    """What a child enters with [B, F], and target [B, P, V] and r [B, P] of its parents once it is rejected."""
+    count = trial.token.shape[1]
+    now, r = target[:, :count], left[:, :count]
+    law = one_hot(trial.token, target) if trial.law is None else trial.law
+    drawn = take(law, trial.token).clamp(min=torch.finfo(target.dtype).tiny)
+    kept = (r * take(now, trial.token) / drawn).clamp(max=1)
+    rest = (r[..., None] * now - law).clamp_(min=0)
+    total = rest.sum(-1)
+    raised, law_after = _raised(r, total), torch.where(total[..., None] > 0, rest / total[..., None], now)
+    if walk.real is not None:
+        real = walk.real[trial.rank]
+        return kept, torch.where(real[..., None], law_after, now), torch.where(real, raised, r)
+    if count == target.shape[1]:
+        return kept, law_after, raised
+    return kept, torch.cat([law_after, target[:, count:]], 1), torch.cat([raised, left[:, count:]], 1)
