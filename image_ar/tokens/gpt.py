@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specmm.cache import Memory
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -83,6 +85,9 @@ def rotary_table(grid: int, head_dim: int, prefix: int, base: float = 10000.0) -
 
 def rotate(x: Tensor, factors: Tensor) -> Tensor:
     """Turn interleaved pairs of ``x`` [R, T, H, D] by ``factors`` [R or 1, T, 1, D/2] complex, in fp32."""
+    if torch.compiler.is_compiling():  # the compiler cannot fuse complex arithmetic
+        (a, b), cos, sin = x.float().unflatten(-1, (-1, 2)).unbind(-1), factors.real, factors.imag
+        return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * factors).flatten(-2).to(x.dtype)
 
@@ -231,21 +236,6 @@ class Transformer(nn.Module):
     def embed(self, prefix: Tensor, tokens: Tensor) -> Tensor:
         """Embeddings [R, P + T, C] of a condition (class ids [R] or features) followed by tokens [R, T]."""
         return torch.cat([self.cls_embedding(prefix), self.tok_embeddings(tokens)], dim=1)
-
-
-class Memory:
-    """One layer's view of a key/value cache: where new keys and values go and which of them are attended."""
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = keys, values  # [R, S, H, D]
-        self.first = self.stop = 0
-
-    def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``k`` and ``v`` [R, T, H, D] from slot ``first`` on; return all slots before ``stop``."""
-        last = self.first + k.shape[1]
-        self.keys[:, self.first : last] = k
-        self.values[:, self.first : last] = v
-        return self.keys[:, : self.stop], self.values[:, : self.stop]
 
 
 def _initialise(module: nn.Module) -> None:

@@ -39,7 +39,7 @@ def ratio_test(target: Tensor, trial: Trial, law: Tensor) -> Tensor:
 
 
 def strict_step(target: Tensor, trial: Trial) -> tuple[Tensor, Tensor]:
-    """Accept with min(1, p / q), else p <- norm((p - q)+): Leviathan et al. 2023, algorithm 1; a point mass has q = 1."""
+    """Accept with min(1, p / q), else p <- norm((p - q)+): Leviathan et al. 2023; a point mass has q = 1."""
     if trial.law is None:
         rest = target.scatter(-1, trial.token.unsqueeze(-1), 0.0)
         return take(target, trial.token), normalised(rest, target)

@@ -27,7 +27,13 @@ STYLES = {
     "twemoji": "CC-BY-4.0",
     "emojione": "CC-BY-4.0",
 }
-SMALLEST_CLASS = 40  # pictures; rarer subgroups cannot be learned and are left out
+CLASSES = (  # subgroups whose pictures look alike enough for a small model to learn what they are
+    "animal-bird", "animal-bug", "animal-mammal", "animal-marine", "arrow", "cat-face", "clothing", "country-flag",
+    "drink", "face-affection", "face-concerned", "face-negative", "face-neutral-skeptical", "face-smiling",
+    "face-unwell", "food-fruit", "food-prepared", "food-vegetable", "geometric", "hand-fingers-open",
+    "hand-fingers-partial", "heart", "person", "person-gesture", "person-role", "plant-flower", "plant-other",
+    "sky-weather", "sport", "time", "transport-ground", "zodiac",
+)  # fmt: skip
 HELD_OUT = 0.05  # share of (name, style) pairs kept from training
 
 
@@ -85,20 +91,11 @@ def build(folder: Path, size: int = 48) -> Path:
     images, labels, names = [], [], []
     for style in STYLES:
         icons = json.loads((folder / f"json/{style}.json").read_text())
-        for name in tqdm([n for n in icons["icons"] if n in subgroup], desc=style):
+        for name in tqdm([n for n in icons["icons"] if subgroup.get(n) in CLASSES], desc=style):
             images.append(_rasterise(icons, name, size))
-            labels.append(subgroup[name])
+            labels.append(CLASSES.index(subgroup[name]))
             names.append(f"{style}/{name}")
-    counts = {c: labels.count(c) for c in sorted(set(labels))}
-    classes = [c for c, n in counts.items() if n >= SMALLEST_CLASS]
-    keep = [i for i, label in enumerate(labels) if label in classes]
-    np.savez(
-        out,
-        images=np.stack([images[i] for i in keep]),
-        labels=np.array([classes.index(labels[i]) for i in keep]),
-        names=np.array([names[i] for i in keep]),
-        classes=np.array(classes),
-    )
+    np.savez(out, images=np.stack(images), labels=np.array(labels), names=np.array(names))
     return out
 
 
@@ -109,7 +106,7 @@ def load(folder: Path, split: str = "train", size: int = 48) -> EmojiSet:
     data = np.load(build(folder, size))
     held = np.array([_fraction(n) < HELD_OUT for n in data["names"]])
     rows = np.flatnonzero(held if split == "test" else ~held)
-    return EmojiSet(data["images"][rows], data["labels"][rows], list(data["names"][rows]), list(data["classes"]))
+    return EmojiSet(data["images"][rows], data["labels"][rows], [str(n) for n in data["names"][rows]], list(CLASSES))
 
 
 def _emoji(folder: Path) -> list[dict]:  # type: ignore[type-arg]

@@ -1,0 +1,67 @@
+"""Training of a class-conditional LlamaGen target on token grids made by its tokenizer.
+
+Shape letters: M pictures, h latent side, T = h² tokens a picture.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import trange
+
+from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
+from specmm.image_ar.tokens.train.tokenizer import to_float
+from specmm.image_ar.tokens.vq import VQModel
+from specmm.training import Losses, batch_rows, fit
+
+CLASS_DROPOUT = 0.1  # share of samples trained as "no class", which guidance needs
+
+
+@torch.no_grad()
+def encode_pictures(tokenizer: VQModel, images: Tensor, batch: int = 64) -> Tensor:
+    """Tokens [M, 2, T] of pictures [M, R, R, 3] uint8 and of their mirror images."""
+    tokenizer.eval()
+    rows = []
+    for first in trange(0, len(images), batch, desc="encode", mininterval=5):
+        x = to_float(images[first : first + batch])
+        both = torch.stack([tokenizer.encode(v).indices.flatten(1) for v in (x, x.flip(-1))], dim=1)
+        rows.append(both)
+    return torch.cat(rows)
+
+
+def train_target(
+    tokens: Tensor,
+    labels: Tensor,
+    config: GPTConfig,
+    out: Path,
+    *,
+    steps: int,
+    batch: int = 32,
+    lr: float = 1e-3,
+    seed: int = 0,
+) -> Transformer:
+    """Train on ``tokens`` [M, 2, T] with ``labels`` [M]; resumes from ``out/checkpoint.pt``."""
+    torch.manual_seed(seed)  # initialisation only
+    model = Transformer(config)
+    loss_of = torch.compile(lambda labels, tokens: token_loss(model, labels, tokens))
+
+    def step(i: int) -> Losses:
+        generator = torch.Generator().manual_seed(seed + i)
+        rows = batch_rows(i, batch, len(tokens), seed)
+        mirrored = torch.randint(2, (batch,), generator=generator)
+        dropped = torch.rand(batch, generator=generator) < CLASS_DROPOUT
+        classes = labels[rows].masked_fill(dropped, config.num_classes)
+        with torch.autocast("cpu", torch.bfloat16):
+            return {"loss": loss_of(classes, tokens[rows, mirrored])}
+
+    fit(model, step, out=out, steps=steps, lr=lr)
+    return model
+
+
+def token_loss(model: Transformer, labels: Tensor, tokens: Tensor) -> Tensor:
+    """Mean cross-entropy (nats a token) of ``tokens`` [B, T] given classes [B]."""
+    logits, _ = model(model.embed(labels, tokens[:, :-1]))
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())

@@ -1,0 +1,107 @@
+"""The preallocated key/value cache: ragged rows, a scratch region for draft trees, commits by one gather.
+
+Shape letters: L layers, G guidance branches (1, or 2 for [cond; uncond]), B batch, R = G·B rows, S slots, H heads,
+D head width, N tree nodes, M most nodes kept a round.
+Slots [0, capacity) hold committed tokens, the next ``scratch`` a round's tree nodes, the last one takes what is
+thrown away (so that every row moves the same number of entries, whatever it accepted).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class Memory:
+    """One layer's slots: where new keys and values go and how many slots are attended."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values  # [R, S, H, D]
+        self.first = self.stop = 0
+
+    def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store ``k`` and ``v`` [R, T, H, D] from slot ``first`` on; return the first ``stop`` slots."""
+        last = self.first + k.shape[1]
+        self.keys[:, self.first : last] = k
+        self.values[:, self.first : last] = v
+        return self.keys[:, : self.stop], self.values[:, : self.stop]
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """Sizes of a cache; ``capacity`` and ``scratch`` in tokens."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    batch: int
+    branches: int
+    capacity: int
+    scratch: int
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        return self.batch * self.branches
+
+
+class Cache:
+    """Keys and values [L, 2, R, S, H, D] with ``lengths`` [B], the number of committed tokens of each row."""
+
+    def __init__(self, size: CacheSize, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        self.size = size
+        self.slots = size.capacity + size.scratch + 1
+        shape = (size.layers, 2, size.rows, self.slots, size.heads, size.head_dim)
+        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.layers = [Memory(layer[0], layer[1]) for layer in self.data]
+        self.lengths = torch.zeros(size.batch, dtype=torch.int64, device=device)
+        self.hidden_prefix: Tensor | None = None  # [R, capacity] bool: padding that no row may attend
+        self._columns = torch.arange(size.capacity, device=device)
+        self._first_slot = torch.arange(size.rows, device=device)[:, None] * self.slots  # [R, 1]
+        self._bias = torch.empty(0)
+        self._bias_of: Tensor | None = None
+
+    def aim(self, first: int, stop: int) -> None:
+        """Make the next forward write from slot ``first`` on and attend the slots before ``stop``."""
+        for layer in self.layers:
+            layer.first, layer.stop = first, stop
+
+    def tree_bias(self, ancestors: Tensor) -> Tensor:
+        """Additive mask [R, 1, N, S] for a tree in the scratch region: its ancestors and every committed token.
+
+        The tree part is written when ``ancestors`` [1 or B, N, N] is another tensor than last time, so a static tree
+        writes it once; each round only the committed part follows the lengths.
+        """
+        if self._bias_of is not ancestors:
+            nodes = ancestors.shape[-1]
+            bias = self.data.new_full((self.size.rows, 1, nodes, self.slots), float("-inf"))
+            seen = ancestors.expand(self.size.batch, -1, -1).repeat(self.size.branches, 1, 1)
+            bias[:, 0, :, self.size.capacity : self.size.capacity + nodes].masked_fill_(seen, 0)
+            self._bias, self._bias_of = bias, ancestors
+        self._bias[:, 0, :, : self.size.capacity] = self.prefix_bias()[:, None]
+        return self._bias
+
+    def prefix_bias(self) -> Tensor:
+        """Additive mask [R, capacity] that opens each row's committed tokens, its padding excepted."""
+        shut = self._columns >= self.lengths.repeat(self.size.branches)[:, None]
+        if self.hidden_prefix is not None:
+            shut = shut | self.hidden_prefix
+        return torch.zeros_like(shut, dtype=self.data.dtype).masked_fill_(shut, float("-inf"))
+
+    def keep(self, path: Tensor, kept: Tensor) -> None:
+        """Move the first ``kept`` [B] nodes of ``path`` [B, M] from the scratch region behind each row's tokens."""
+        order = torch.arange(path.shape[1], device=path.device)
+        source = self.size.capacity + path.clamp(min=0)
+        wanted = torch.where(order < kept[:, None], self.lengths[:, None] + order, self.slots - 1)
+        branches = (self.size.branches, 1)
+        source = (source.repeat(branches) + self._first_slot).flatten()  # [R·M]
+        wanted = (wanted.repeat(branches) + self._first_slot).flatten()
+        flat = self.data.view(-1, self.size.rows * self.slots, self.size.heads * self.size.head_dim)
+        flat.index_copy_(1, wanted, flat.index_select(1, source))
+        self.lengths += kept
+
+    def crop(self, lengths: Tensor) -> None:
+        """Forget every token at or behind ``lengths`` [B]."""
+        self.lengths = torch.minimum(self.lengths, lengths)

@@ -1,0 +1,41 @@
+"""What a run may claim about the law of its output.
+
+``exact``: the output has the target's law. ``bounded``: it differs, and ``tv`` is a measured bound on the total
+variation per token; summed over a sample's tokens it bounds the sample's. ``heuristic``: nothing is claimed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Kind, reason, and the measured total variation per token (0 when exact, None when nothing is claimed)."""
+
+    kind: Literal["exact", "bounded", "heuristic"]
+    reason: str
+    tv: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.kind == "bounded") != (self.tv is not None and self.kind != "exact"):
+            raise ValueError(f"a {self.kind} certificate must {'' if self.kind == 'bounded' else 'not '}hold a tv")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """One line for people."""
+        tv = "" if self.kind != "bounded" else f", at most {self.tv:.4f} total variation a token (measured)"
+        return f"{self.kind}{tv}: {self.reason}"
+
+
+def of_rule(name: str, exact: bool, excess: float | None) -> Certificate:
+    """Certificate of a run verified by a rule; ``excess`` is the mean measured excess per token of a relaxed one."""
+    if exact:
+        return Certificate("exact", f"every token kept or drawn by the {name} rule follows the target's law", 0.0)
+    if excess is None:
+        return Certificate("heuristic", f"the {name} rule is relaxed and no round was measured")
+    return Certificate("bounded", f"the {name} rule is relaxed; measured on the rounds of this run", excess)
