@@ -39,8 +39,9 @@ def weights_path() -> Path:
 class Inception:
     """The 2015-12-05 Inception as a feature extractor.
 
-    ``dtype`` torch.bfloat16 is about twice as fast on CPUs with AMX and moves features by about 2%: fine for a
-    look, not for a published number; the protocol records it, and sets of different precision are not compared.
+    ``dtype`` torch.bfloat16 is twice as fast on CPUs with AMX; it moved the FID of 250 emoji pictures by up to 0.4% and
+    their KID by 1.5%: fine for a look, not for a published number. The protocol records it, and sets of different
+    precision are not compared.
     """
 
     def __init__(
