@@ -59,7 +59,7 @@ class Inception:
         }
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`torch.jit.load` is deprecated", FutureWarning)
-            self._network: Any = torch.jit.load(path, map_location=self.device).eval()  # type: ignore[no-untyped-call]
+            self._network: Any = torch.jit.load(path, map_location=self.device).eval()
 
     def features(self, pictures: np.ndarray | Tensor, *, batch: int = 32, progress: bool = True) -> FeatureSet:
         """Features [N, 2048] float32, on the CPU, of ``pictures`` [N, R, R, 3] uint8.

@@ -98,7 +98,7 @@ def measure(fn: Callable[[], object], repeats: int = 20, warmup: int = 3) -> flo
     """Median seconds of ``fn()`` over ``repeats`` calls after ``warmup`` uncounted ones, waiting for a GPU in use."""
     if repeats < 1 or warmup < 0:
         raise ValueError(f"repeats must be at least 1 and warmup at least 0, got {repeats} and {warmup}")
-    on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    on_gpu: bool = torch.cuda.is_initialized()
     wait = torch.cuda.synchronize if on_gpu else _nothing
     for _ in range(warmup):
         fn()

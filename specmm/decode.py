@@ -80,7 +80,9 @@ def decode(
 
 
 @torch.inference_mode()
-def decode_plain(target: Target, prompt: Any, length: int, uniforms: Uniforms, sync: bool = False) -> Iterator[Progress]:
+def decode_plain(
+    target: Target, prompt: Any, length: int, uniforms: Uniforms, sync: bool = False
+) -> Iterator[Progress]:
     """Generate ``length`` tokens for every row one at a time, on the target's fastest path: the baseline."""
     start, clock = time.perf_counter(), Clock(sync)
     with clock("verify"):

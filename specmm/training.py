@@ -67,7 +67,7 @@ def fit(
             group["lr"] = lr * warmup_cosine(i, steps)
         losses = step(i)
         optimizer.zero_grad(set_to_none=True)
-        losses["loss"].backward()  # type: ignore[no-untyped-call]
+        losses["loss"].backward()
         nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         if i % 20 == 0:

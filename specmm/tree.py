@@ -131,4 +131,6 @@ class DraftTree:
         if self.tokens.ndim != 2 or self.tokens.shape[1] != self.shape.size:
             raise ValueError(f"tokens must be [B, {self.shape.size}], got {list(self.tokens.shape)}")
         if self.laws is not None and self.laws.shape[:2] != self.tokens.shape:
-            raise ValueError(f"laws must be [B, N, V] for tokens {list(self.tokens.shape)}, got {list(self.laws.shape)}")
+            raise ValueError(
+                f"laws must be [B, N, V] for tokens {list(self.tokens.shape)}, got {list(self.laws.shape)}"
+            )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specmm.cache import Cache, CacheSize
-from specmm.image_ar.tokens.gpt import Transformer
+from specmm.image_ar.tokens.gpt import CaptionEmbedder, Transformer
 from specmm.processors import Processor, check_finite
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
@@ -144,6 +144,7 @@ class LlamaGenTarget:
         if self.model.config.model_type == "c2i":
             nothing = torch.full_like(prompt.condition, self.model.config.num_classes)
         else:
+            assert isinstance(embedder, CaptionEmbedder)
             nothing = embedder.uncond_embedding.to(prompt.condition.dtype).expand_as(prompt.condition)
         return torch.cat([prompt.condition, nothing])
 

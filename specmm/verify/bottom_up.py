@@ -104,12 +104,13 @@ class Traversal:
         law = p
         for walk in level_plans(tree.shape):
             target, left = law.index_select(1, walk.inner), reach.index_select(1, walk.inner)
+            entered = []
             for trial in trials(tree, walk):
                 kept, target, left = _reject(walk, target, left, trial)
-                child = walk.ranks[trial.rank].expand_as(kept) % reach.shape[1]
-                reach.scatter_(1, child, kept)
-            law = law.index_copy(1, walk.inner, target)
-            reach.index_copy_(1, walk.inner, left)
+                entered.append(kept)
+            law, reach = law.index_copy(1, walk.inner, target), reach.index_copy(1, walk.inner, left)
+            children = walk.nodes.expand(len(p), -1) % reach.shape[1]
+            reach.scatter_(1, children, torch.cat(entered, dim=1))
         return Decisions(reach[:, :-1], law, leaves_first(tree.shape))
 
 

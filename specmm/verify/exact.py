@@ -54,7 +54,7 @@ class Recursive:
     One rule for many papers, for the tree's laws say how each node was drawn given its earlier siblings: one draft
     (Leviathan et al. 2023), independent siblings (SpecInfer), siblings without replacement (RSD, Sequoia), and, with
     no laws, point masses (EAGLE-2, MSD: accept with p(x), else take x out). Exact if the shape does not depend on
-    the realised draws; for point masses any function of the prefix may choose tokens and shape.
+    the realised draws; for point masses tokens and shape may come about in any way.
     """
 
     name: str = "recursive"
@@ -74,7 +74,7 @@ def single_draft() -> Recursive:
 class PointMass:
     """Drafts taken as chosen, whatever laws the tree carries: accept with p(x), else take x out and renormalise.
 
-    Exact only for trees that are a deterministic function of the prefix.
+    Exact however the drafts came about, for it never asks; where they were drawn, ``Recursive`` keeps more of them.
     """
 
     name: str = "point mass"
@@ -90,9 +90,9 @@ def point_masses(tree: DraftTree, p: Tensor) -> Decisions:
 
     Only sums of positive numbers, no loop over siblings and no cancellation. A repeated sibling has chance 0.
     """
-    inner, children = tree.shape.inner, tree.shape.children  # [P], [1 or B, P, K]
-    if not children.numel():
+    if not tree.shape.width:
         return Decisions(torch.ones_like(p[..., 0]), p)
+    inner, children = tree.shape.inner, tree.shape.children  # [P], [1 or B, P, K]
     target = p.index_select(1, inner)  # [B, P, V]
     wide = children.clamp(min=0).expand(len(p), -1, -1)
     token = tree.tokens.gather(1, wide.flatten(1)).view_as(wide)  # [B, P, K]

@@ -78,7 +78,8 @@ def level_plans(shape: TreeShape) -> list[Plan]:
     """The plan cut by the depth of the inner node, the root's family first."""
     if shape not in _levels:
         cut = _shared_plan if shape.shared else _ragged_plan
-        _levels[shape] = [cut(shape, depth) for depth in range(shape.depth)]
+        plans = [cut(shape, depth) for depth in range(shape.depth)]
+        _levels[shape] = [plan for plan in plans if plan.ranks]  # a bound on the depth may exceed the depth
     return _levels[shape]
 
 

@@ -24,7 +24,7 @@ class KSeq:
     it from above, so the rule is exact however few they are.
     """
 
-    steps: int = 10
+    steps: int = 8
     name: str = "k-seq"
     exact: bool = True
 
@@ -55,13 +55,16 @@ class KSeq:
         high = sizes.clamp(min=1).to(p.dtype).expand(p.shape[:2])
         low = torch.ones_like(high)
         f_low, f_high = _surplus(p, q, low, sizes), _surplus(p, q, high, sizes)
+        side = torch.zeros_like(high)  # +1 where the last point became ``high``, -1 where ``low``
         for _ in range(self.steps):
             gap = (f_high - f_low).clamp(min=torch.finfo(p.dtype).tiny)
             rho = high - (high - low) * (f_high / gap).clamp(0, 1)
             f = _surplus(p, q, rho, sizes)
             above = f >= 0
-            f_low, f_high = torch.where(above, f_low / 2, f), torch.where(above, f, f_high / 2)
+            f_low = torch.where(above, f_low / (1 + side.clamp(min=0)), f)  # an end kept twice counts half: Illinois
+            f_high = torch.where(above, f, f_high / (1 - side.clamp(max=0)))
             low, high = torch.where(above, low, rho), torch.where(above, rho, high)
+            side = above.to(p.dtype) * 2 - 1
         return high
 
 

@@ -9,15 +9,20 @@ Shapes: ``images`` [N, R, R, 3] uint8, ``labels`` [N] int64 (index into ``classe
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import subprocess
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps
 from tqdm import tqdm
 
+Array = npt.NDArray[Any]
 ICONS, NAMES = "@iconify/json@2.2.535", "emojibase-data@17.0.0"
 STYLES = {
     "noto": "Apache-2.0",
@@ -41,8 +46,8 @@ HELD_OUT = 0.05  # share of (name, style) pairs kept from training
 class EmojiSet:
     """Rasterised emoji of one split; see the module docstring for shapes."""
 
-    images: np.ndarray
-    labels: np.ndarray
+    images: Array
+    labels: Array
     names: list[str]  # "style/name" of each picture
     classes: list[str]
 
@@ -109,7 +114,7 @@ def load(folder: Path, split: str = "train", size: int = 48) -> EmojiSet:
     return EmojiSet(data["images"][rows], data["labels"][rows], [str(n) for n in data["names"][rows]], list(CLASSES))
 
 
-def _emoji(folder: Path) -> list[dict]:  # type: ignore[type-arg]
+def _emoji(folder: Path) -> list[dict[str, Any]]:
     return list(json.loads((folder / "en/data.json").read_text()))
 
 
@@ -117,16 +122,14 @@ def _fraction(name: str) -> float:
     return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) / 2**32
 
 
-def _rasterise(icons: dict, name: str, size: int) -> np.ndarray:  # type: ignore[type-arg]
-    import io
-
+def _rasterise(icons: dict[str, Any], name: str, size: int) -> Array:
     import resvg_py
-    from PIL import Image, ImageOps
 
     icon = icons["icons"][name]
     width = icon.get("width", icons.get("width", 16))
     height = icon.get("height", icons.get("height", 16))
-    svg = f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" viewBox="0 0 {width} {height}">{icon["body"]}</svg>'
+    spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    svg = f'<svg {spaces} viewBox="0 0 {width} {height}">{icon["body"]}</svg>'
     png = resvg_py.svg_to_bytes(svg_string=svg, width=size, height=size, background="white")
     picture = Image.open(io.BytesIO(bytes(png))).convert("RGB")
     return np.asarray(ImageOps.pad(picture, (size, size), color="white"))  # a few icons are not square

@@ -1,0 +1,80 @@
+"""Training of the block drafter against its target, on the fly: no feature files.
+
+At random anchors of each picture the drafter's law of level d, given the true token before it, is pulled towards the
+target's law there by the forward cross-entropy, plus the total variation, which is what acceptance loses.
+Shape letters: B batch, T tokens of a picture, A anchors a picture, K levels, C width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
+from specmm.image_ar.tokens.gpt import Transformer
+from specmm.image_ar.tokens.train.target import CLASS_DROPOUT
+from specmm.training import Losses, batch_rows, fit
+
+
+def train_block(
+    target: Transformer,
+    tokens: Tensor,
+    labels: Tensor,
+    config: BlockConfig,
+    out: Path,
+    *,
+    steps: int,
+    batch: int = 16,
+    anchors: int = 32,
+    lr: float = 1e-3,
+    seed: int = 0,
+) -> BlockHead:
+    """Train on ``tokens`` [M, 2, T] with ``labels`` [M]; resumes from ``out/checkpoint.pt``."""
+    torch.manual_seed(seed)  # initialisation only
+    drafter, target = BlockHead(config), target.eval().requires_grad_(False)
+    loss_of = torch.compile(lambda *args: block_loss(target, drafter, *args))
+
+    def step(i: int) -> Losses:
+        generator = torch.Generator().manual_seed(seed + i)
+        rows = batch_rows(i, batch, len(tokens), seed)
+        mirrored = torch.randint(2, (batch,), generator=generator)
+        dropped = torch.rand(batch, generator=generator) < CLASS_DROPOUT * 3  # both guidance branches draft
+        classes = labels[rows].masked_fill(dropped, target.config.num_classes)
+        last = target.config.block_size - config.levels
+        at = torch.rand(batch, last, generator=generator).argsort(1)[:, :anchors]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, overlap = loss_of(classes, tokens[rows, mirrored], at)
+        return {"loss": loss, **{f"overlap_{d + 1}": o for d, o in enumerate(overlap.detach())}}
+
+    fit(drafter, step, out=out, steps=steps, lr=lr, weight_decay=0.01)
+    return drafter
+
+
+def block_loss(
+    target: Transformer, drafter: BlockHead, labels: Tensor, tokens: Tensor, at: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Loss and mean overlap Σ min(p, q) by level [K] for anchors ``at`` [B, A] of ``tokens`` [B, T].
+
+    Anchor a stands for the root token a: the features of positions up to a are seen, tokens a + 1 … a + K drafted.
+    """
+    levels = drafter.config.levels
+    with torch.no_grad():
+        logits, hidden = target(target.embed(labels, tokens[:, :-1]))  # position i predicts token i
+        embedded = target.tok_embeddings(tokens)
+    features = drafter.features(embedded, hidden)  # e_i holds hidden i and token i
+    cells = torch.arange(tokens.shape[1])[None]
+    keys, values = drafter.keys_values(features, cells)
+    wanted = at[..., None] + 1 + torch.arange(levels)  # [B, A, K] tokens drafted
+    seen = cells[None] <= at[..., None]  # [B, A, T]
+    bias = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+    bias = bias.repeat_interleave(levels, dim=1)[:, None].to(keys.dtype)
+    anchor = features.gather(1, at[..., None].expand(-1, -1, features.shape[-1]))
+    states = drafter.levels(anchor, wanted.flatten(1), keys, values, bias)
+    previous = tokens.gather(1, wanted.flatten(1) - 1)
+    drafted = target.output(drafter.read(states, previous)).float().log_softmax(-1)  # [B, A·K, V]
+    p = logits.float().softmax(-1).gather(1, wanted.flatten(1)[..., None].expand_as(drafted))
+    overlap = torch.minimum(p, drafted.exp()).sum(-1).unflatten(1, (-1, levels))
+    cross_entropy = -(p * drafted).sum(-1).mean()
+    return cross_entropy + (1 - overlap).mean(), overlap.mean((0, 1))

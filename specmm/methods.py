@@ -1,0 +1,101 @@
+"""The methods by name and their options: one frozen dataclass each, so that a misspelt option is an error.
+
+Image tokens: ``ar`` (plain), ``sjd`` (draft-free Jacobi), ``speculative`` (exact sampled tree), ``eagle`` (EAGLE-2's
+tree, exact by point masses), ``lantern`` (δ), ``lantern++`` (λ), ``auto`` (the fastest exact choice on this machine).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from specmm.registry import Registry, unknown
+
+Tree = str | tuple[int, ...] | None  # a named tree, a spine's children by level, or the model's own choice
+
+
+@dataclass(frozen=True)
+class AR:
+    """Plain decoding: one token a step."""
+
+    name: ClassVar[str] = "ar"
+
+
+@dataclass(frozen=True)
+class SJD:
+    """Speculative Jacobi decoding (arXiv 2410.01699): no drafter, ``window`` tokens guessed at a time; exact."""
+
+    name: ClassVar[str] = "sjd"
+    window: int = 8
+
+
+@dataclass(frozen=True)
+class Speculative:
+    """The exact sampled tree: siblings drawn without replacement with recorded laws, recursive rejection."""
+
+    name: ClassVar[str] = "speculative"
+    drafter: Literal["block", "eagle"] = "block"
+    tree: Tree = None
+    rule: Literal["recursive", "traversal"] = "recursive"
+
+
+@dataclass(frozen=True)
+class Eagle:
+    """EAGLE-2 (arXiv 2406.16858): a dynamic tree of the most likely tokens, exact as point masses."""
+
+    name: ClassVar[str] = "eagle"
+    total: int = 24
+    depth: int = 4
+    top_k: int = 6
+
+
+@dataclass(frozen=True)
+class Lantern:
+    """LANTERN (arXiv 2410.03355): a token stands for its ``k`` nearest codes while their mass is at most ``delta``."""
+
+    name: ClassVar[str] = "lantern"
+    k: int = 100
+    delta: float = 0.1
+    residual: Literal["official", "corrected"] = "corrected"
+    drafter: Literal["block", "eagle"] = "eagle"
+    total: int = 24
+    depth: int = 4
+    top_k: int = 6
+
+
+@dataclass(frozen=True)
+class LanternPP:
+    """LANTERN++ (arXiv 2502.06352): a static tree; the ``k`` nearest codes add at most (``lambda_`` - 1) times p(x)."""
+
+    name: ClassVar[str] = "lantern++"
+    lambda_: float = 2.0
+    k: int = 10
+    residual: Literal["official", "corrected"] = "corrected"
+    drafter: Literal["block", "eagle"] = "block"
+    tree: Tree = None
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Measures this machine and takes the exact tree that should be fastest, or plain decoding."""
+
+    name: ClassVar[str] = "auto"
+
+
+Method = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Auto
+
+IMAGE_TOKENS = Registry(
+    "method", {m.name: f"specmm.methods:{m.__name__}" for m in (AR, SJD, Speculative, Eagle, Lantern, LanternPP, Auto)}
+)
+
+
+def resolve(method: str | Method, **options: Any) -> Method:
+    """A method object of a name (with ``options``) or of itself; raises ``ValueError`` naming what is possible."""
+    kind = IMAGE_TOKENS.get(method) if isinstance(method, str) else type(method)
+    known = [f.name for f in dataclasses.fields(kind)]
+    for option in options:
+        if option not in known:
+            raise unknown(f"option of {kind.name}", option, known or ["(none)"])
+    made: Method = kind(**options) if isinstance(method, str) else dataclasses.replace(method, **options)
+    return made
