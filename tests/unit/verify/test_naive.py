@@ -1,0 +1,156 @@
+"""The vectorised rules decide as the plain-Python ones, on random trees, shared and per-row, and row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from specmm.tree import DraftTree, TreeShape
+from specmm.verify import (
+    Block,
+    GreedyMatch,
+    GreedyMultiDraft,
+    Grouped,
+    KSeq,
+    Lantern,
+    LanternPP,
+    PointMass,
+    Recursive,
+    Traversal,
+    Typical,
+    naive,
+    neighbour_table,
+)
+from specmm.verify.families import one_hot
+
+VOCAB, TABLE = 7, neighbour_table(torch.randn(7, 3, generator=torch.Generator().manual_seed(1)), 6)
+GROUPS = torch.tensor([0, 1, 1, 2, 0, 2, 2])
+SHAPES = [[-1, 0, 0, 0, 1, 1, 2, 4, 4], [-1, 0, 1, 2, 2, 0, 0, 6, 3], [-1, 0, 0, 1, 0, 1, 1, 1, 5]]
+
+
+def lantern(k: int, bound: float, factor: bool, residual: str) -> tuple[object, Callable[..., naive.Result]]:
+    make = LanternPP if factor else Lantern
+    plain = partial(naive.lantern, table=TABLE.tolist(), k=k, bound=bound, factor=factor, residual=residual)
+    return make(TABLE, k, bound, residual), plain
+
+
+PAIRS = {
+    "greedy match": (GreedyMatch(), naive.greedy_match),
+    "recursive": (Recursive(), naive.recursive),
+    "k-seq": (KSeq(steps=60), naive.k_seq),
+    "traversal": (Traversal(), naive.traversal),
+    "greedy multi-draft": (GreedyMultiDraft(), naive.greedy_multi_draft),
+    "typical": (Typical(), partial(naive.typical, epsilon=0.09, delta=0.3)),
+    "grouped": (Grouped(GROUPS), partial(naive.grouped, groups=GROUPS.tolist())),
+    **{f"lantern {r}": lantern(4, 0.2, False, r) for r in ("corrected", "official", "lumina")},
+    **{f"lantern++ {r}": lantern(3, 2.5, True, r) for r in ("corrected", "official", "lumina")},
+    "lantern, no neighbour": lantern(0, 0.1, False, "corrected"),
+}
+NEED_LAWS = ("k-seq", "greedy multi-draft")
+
+
+def random_laws(generator: torch.Generator, *size: int) -> Tensor:
+    return (torch.randn(*size, VOCAB, generator=generator, dtype=torch.float64) * 1.5).softmax(-1)
+
+
+def random_round(shape: TreeShape, rows: int, *, drawn: bool, seed: int = 0) -> tuple[DraftTree, Tensor]:
+    """Random tokens and laws, siblings distinct; a second sibling's law leaves the first's token out."""
+    generator = torch.Generator().manual_seed(seed)
+    p, q = (random_laws(generator, rows, shape.size) for _ in range(2))
+    tokens = torch.zeros(rows, shape.size, dtype=torch.int64)
+    for node in range(1, shape.size):
+        elders = (shape.elders[:, node].expand(rows, -1)[..., None] * one_hot(tokens, q)).sum(1)
+        q[:, node] *= 1 - elders
+        q[:, node] /= q[:, node].sum(-1, keepdim=True)
+        tokens[:, node] = torch.multinomial(q[:, node], 1, generator=generator)[:, 0]
+    return DraftTree(tokens, shape, q if drawn else None), p
+
+
+def check(decisions, row: int, plain: naive.Result) -> None:
+    accept, next_law, order = plain
+    torch.testing.assert_close(decisions.accept[row, 1:], torch.tensor(accept, dtype=torch.float64)[1:])
+    law = decisions.next_law[row] / decisions.next_law[row].sum(-1, keepdim=True)
+    torch.testing.assert_close(law, torch.tensor(next_law, dtype=torch.float64), atol=1e-12, rtol=1e-9)
+    if order is not None:
+        assert decisions.order.expand(len(decisions.accept), -1)[row].tolist() == order
+
+
+def plainly(rule: Callable[..., naive.Result], tree: DraftTree, p: Tensor, row: int) -> naive.Result:
+    parents = tree.shape.parents.expand(len(p), -1)[row].tolist()
+    laws = None if tree.laws is None else tree.laws[row].tolist()
+    return rule(tree.tokens[row].tolist(), parents, p[row].tolist(), laws)
+
+
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "chosen"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_vectorised_is_naive(name, drawn):
+    if not drawn and name in NEED_LAWS:
+        pytest.skip("needs laws")
+    rule, plain = PAIRS[name]
+    for seed, parents in enumerate(SHAPES):
+        tree, p = random_round(TreeShape.from_parents(parents), 5, drawn=drawn, seed=seed)
+        decisions = rule.decisions(tree, p)
+        for row in range(5):
+            check(decisions, row, plainly(plain, tree, p, row))
+
+
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "chosen"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_per_row_shapes_and_no_row_minds_the_others(name, drawn):
+    if not drawn and name in NEED_LAWS:
+        pytest.skip("needs laws")
+    rule, plain = PAIRS[name]
+    ragged = TreeShape(torch.tensor(SHAPES), depth=5, width=4)
+    tree, p = random_round(ragged, 3, drawn=drawn)
+    decisions = rule.decisions(tree, p)
+    for row in range(3):
+        check(decisions, row, plainly(plain, tree, p, row))
+        alone = TreeShape(ragged.parents[row : row + 1], depth=5, width=4)
+        laws = None if tree.laws is None else tree.laws[row : row + 1]
+        single = rule.decisions(DraftTree(tree.tokens[row : row + 1], alone, laws), p[row : row + 1])
+        torch.testing.assert_close(single.accept[0], decisions.accept[row])
+
+
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "chosen"])
+def test_block_on_chains(drawn):
+    tree, p = random_round(TreeShape.chain(6), 8, drawn=drawn)
+    decisions = Block().decisions(tree, p)
+    for row in range(8):
+        check(decisions, row, plainly(naive.block, tree, p, row))
+    ragged = DraftTree(tree.tokens, TreeShape(tree.shape.parents.expand(8, -1), 6, 1), tree.laws)
+    torch.testing.assert_close(Block().decisions(ragged, p).accept, decisions.accept)
+
+
+def test_point_masses_ignore_laws_and_repeated_siblings():
+    tree, p = random_round(TreeShape.from_parents(SHAPES[0]), 4, drawn=True)
+    tree.tokens[:, 2] = tree.tokens[:, 1]
+    accept = PointMass().decisions(tree, p).accept
+    assert (accept[:, 2] == 0).all()
+    for row in range(4):
+        plain = naive.recursive(tree.tokens[row].tolist(), SHAPES[0], p[row].tolist())
+        torch.testing.assert_close(accept[row, 1:], torch.tensor(plain[0], dtype=torch.float64)[1:])
+
+
+def test_a_root_alone_is_drawn_from_the_target():
+    shape = TreeShape.from_parents([-1])
+    tree, p = DraftTree(torch.zeros(2, 1, dtype=torch.int64), shape), random_laws(torch.Generator(), 2, 1)
+    drawn = DraftTree(tree.tokens, shape, p)
+    for rule in (Recursive(), KSeq(), Block(), Traversal(), Lantern(TABLE, 3)):
+        torch.testing.assert_close(rule.decisions(drawn, p, measure=True).next_law, p)
+    torch.testing.assert_close(PointMass().decisions(tree, p).next_law, p)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_single_precision_is_close_and_stays_inside_the_support(dtype):
+    tree, p = random_round(TreeShape.from_parents(SHAPES[0]), 16, drawn=True)
+    p = (p * (p > 0.05)) / (p * (p > 0.05)).sum(-1, keepdim=True)
+    cast = DraftTree(tree.tokens, tree.shape, tree.laws.to(dtype))
+    rules = [rule for rule, _ in PAIRS.values() if getattr(rule, "residual", "corrected") == "corrected"]
+    for rule in rules:
+        decisions = rule.decisions(cast, p.to(dtype))
+        assert decisions.next_law.isfinite().all() and (decisions.next_law.sum(-1) > 0).all()
+        assert (decisions.next_law[p == 0] == 0).all(), rule.name
