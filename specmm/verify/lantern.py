@@ -18,6 +18,7 @@ Shape letters: B batch, N nodes, F families, V vocabulary, M nodes but the root.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -54,15 +55,16 @@ class Lantern:
         if not 0 <= self.delta <= 1:
             raise ValueError(f"delta must be in [0, 1], got {self.delta}")
         _check(self.residual)
-        self.neighbourhood()
+        Neighbourhood(self.table, self.k, 0.0)  # refuses a table with fewer columns
 
+    @cached_property
     def neighbourhood(self) -> Neighbourhood:
         """What a token may borrow."""
         return Neighbourhood(self.table, self.k, self.delta, offset=self.offset)
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
         """Decisions for the target's processed laws ``p`` [B, N, V]."""
-        return _decisions(self.neighbourhood(), self.residual, self.greedy, tree, p, measure)
+        return _decisions(self.neighbourhood, self.residual, self.greedy, tree, p, measure)
 
 
 @dataclass(frozen=True)
@@ -85,15 +87,16 @@ class LanternPP:
         if self.lambda_ < 1:
             raise ValueError(f"lambda_ must be at least 1, got {self.lambda_}")
         _check(self.residual)
-        self.neighbourhood()
+        Neighbourhood(self.table, self.k, 0.0)  # refuses a table with fewer columns
 
+    @cached_property
     def neighbourhood(self) -> Neighbourhood:
         """What a token may borrow."""
         return Neighbourhood(self.table, self.k, self.lambda_, factor=True, offset=self.offset)
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
         """Decisions for the target's processed laws ``p`` [B, N, V]."""
-        return _decisions(self.neighbourhood(), self.residual, self.greedy, tree, p, measure)
+        return _decisions(self.neighbourhood, self.residual, self.greedy, tree, p, measure)
 
 
 def _check(residual: str) -> None:

@@ -53,10 +53,17 @@ class Verdict:
 
 
 class Rule(Protocol):
-    """An acceptance rule; ``exact`` says whether it keeps the target's law."""
+    """An acceptance rule. Plain attributes or fields serve as ``name`` and ``exact``."""
 
-    name: str
-    exact: bool
+    @property
+    def name(self) -> str:
+        """What it is called in reports."""
+        ...
+
+    @property
+    def exact(self) -> bool:
+        """Whether it keeps the target's law."""
+        ...
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
         """Decisions for the target's processed laws ``p`` [B, N, V]; ``measure`` asks a relaxed rule for its excess."""

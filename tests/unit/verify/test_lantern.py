@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -190,7 +191,7 @@ def test_the_stated_law_is_the_nearest_that_dominates_what_is_kept(rule, tables)
 @pytest.mark.parametrize("scheme", ["without replacement", "independent", "top"])
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: f"{r.name}-{r.k}")
 def test_the_excess_bounds_the_total_variation(rule, scheme, residual, tables):
-    rule = type(rule)(**{**vars(rule), "residual": residual})
+    rule = replace(rule, residual=residual)
     shape = TreeShape.from_parents([-1, 0, 0, 1, 1])
     target, drafter = tables(7, 4, 3), tables(8, 4, 3)
     drawn = draws(shape, drafter, scheme)
