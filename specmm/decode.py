@@ -17,6 +17,7 @@ from specmm.drafter import Drafter, Feedback, committed
 from specmm.randomness import Uniforms, categorical
 from specmm.stats import Clock, Stats
 from specmm.target import Target
+from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import Rule, decide
 
 MEASURE_EVERY = 8  # rounds between two measurements of a relaxed rule's excess: it costs a second recursion
@@ -57,7 +58,7 @@ def decode(
     start, clock = time.perf_counter(), Clock(sync)
     with clock("verify"):
         output = target.prefill(prompt, drafter.max_nodes)
-    token = categorical(output.laws[:, -1], uniforms.draw(1)[:, 0])
+    token = first_token(rule, output.laws[:, -1:], uniforms)
     feedback = Feedback(output, token)
     drafter.begin(feedback, clock)
     progress = _start(token, length + drafter.max_depth + 1)
@@ -99,6 +100,15 @@ def decode_plain(
     tally = torch.tensor([0, (length - 1) * len(token)])
     progress.stats = _stats(tally, length - 1, time.perf_counter() - start, clock)
     yield progress
+
+
+def first_token(rule: Rule, law: Tensor, uniforms: Uniforms) -> Tensor:
+    """The token [B] behind the prefill's ``law`` [B, 1, V]: what ``rule`` emits after a tree without drafts.
+
+    For most rules a draw from the law; for those of greedy decoding, whose laws are softened, its mode.
+    """
+    alone = DraftTree(law.new_zeros(len(law), 1, dtype=torch.int64), TreeShape.chain(0, law.device), law)
+    return categorical(rule.decisions(alone, law).next_law[:, 0], uniforms.draw(1)[:, 0])
 
 
 def _start(token: Tensor, size: int) -> Progress:
