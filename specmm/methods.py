@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from specmm.registry import Registry, unknown
 
-Tree = str | tuple[int, ...] | None  # a named tree, a spine's children by level, or the model's own choice
+Tree = str | tuple[int, ...] | None  # a named tree, parents (-1, 0, …), a spine's children by level, or the model's own
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,55 @@
+"""The pocket models shipped with the package, and where a model name leads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from specmm.registry import unknown
+
+POCKET = Path(__file__).parent / "pocket"
+
+
+def pocket_models() -> dict[str, Path]:
+    """Shipped models by name ("pocket/llamagen")."""
+    return {f"pocket/{f.parent.name}": f.parent for f in sorted(POCKET.glob("*/model_index.json"))}
+
+
+def find(name: str | Path) -> Path:
+    """The folder of a model: a local folder, a pocket name, or a hub id (fetched by huggingface_hub).
+
+    Raises ``ValueError`` saying what was tried when there is none.
+    """
+    folder = Path(name)
+    if (folder / "model_index.json").is_file():
+        return folder
+    shipped = pocket_models()
+    if str(name) in shipped:
+        return shipped[str(name)]
+    if str(name).startswith("pocket/"):
+        raise unknown("pocket model", name, shipped)
+    if folder.exists():
+        raise ValueError(f"{folder} must hold a model_index.json; give the folder that save_pretrained wrote")
+    return _from_hub(str(name))
+
+
+def card(name: str) -> dict[str, Any]:
+    """The measured facts of a pocket model (``card.json``): data, licence, steps, losses, benchmark numbers."""
+    file = find(name) / "card.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return found
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        shipped = ", ".join(pocket_models())
+        raise ValueError(
+            f"model {name!r} is no folder, no pocket model ({shipped}) and could not be fetched from the hub "
+            f"({type(error).__name__}); check the name or the network"
+        ) from error

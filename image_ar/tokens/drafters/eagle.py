@@ -27,9 +27,11 @@ from specmm.shape.sampled import sample_siblings
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 
+__all__ = ["Dynamic", "EagleDrafter", "EagleHead"]
+
 
 @dataclass(frozen=True)
-class DynamicTree:
+class Dynamic:
     """EAGLE-2's tree: beams of ``top_k`` for ``depth`` levels behind the first, then the best ``total`` nodes."""
 
     top_k: int = 10
@@ -65,12 +67,12 @@ class EagleDrafter:
     """Drafts with an :class:`EagleHead`.
 
     ``tree`` is a fixed shape, whose siblings are drawn without replacement from the recorded laws or, with
-    ``sampled=False``, are the most likely tokens (point masses); or a :class:`DynamicTree`, always point masses.
+    ``sampled=False``, are the most likely tokens (point masses); or a :class:`Dynamic`, always point masses.
     Raises ``ValueError`` when the head was made for a target of other sizes.
     """
 
     def __init__(
-        self, head: EagleHead, target: LlamaGenTarget, tree: TreeShape | DynamicTree, sampled: bool = True
+        self, head: EagleHead, target: LlamaGenTarget, tree: TreeShape | Dynamic, sampled: bool = True
     ) -> None:
         if head.config.target != target.model.config:
             raise ValueError(f"head must be made for {target.model.config}, got one for {head.config.target}")
@@ -141,7 +143,7 @@ class EagleDrafter:
             return categorical(law, uniforms.draw(law.shape[1]))[..., None], law[:, :, None]
         return sample_siblings(law, width, uniforms.draw(law[0].numel()).view(law.shape))
 
-    def _dynamic(self, tree: DynamicTree, root: Tensor, state: Tensor) -> DraftTree:
+    def _dynamic(self, tree: Dynamic, root: Tensor, state: Tensor) -> DraftTree:
         k, capacity = tree.top_k, self.cache.size.capacity
         beam = eagle2.start(self._logits(state, 0)[:, 0].log_softmax(-1), k)
         states = state

@@ -27,6 +27,7 @@ from specmm.checkpoints import load_strict, read_checkpoint, weights_file
 from specmm.image_ar.tokens.gpt import GPTConfig, RMSNorm, rotary_table, rotate
 
 LEFTOVERS = ("rotary_emb", "freqs_cis")
+GATE = "layers.0.mlp.gate_proj.weight"
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def load_eagle(
     """
     state = read_checkpoint(path)
     _check_target(path, state, target, fingerprint)
-    gate = state.get("layers.0.mlp.gate_proj.weight")
+    gate = state.get(GATE)
     head = EagleHead(EagleConfig(target, None if gate is None else len(gate)))
     load_strict(head, state, LEFTOVERS, path)
     return head.to(dtype).eval()
@@ -158,7 +159,7 @@ def save_eagle(
         **_sizes(target),
         "num_key_value_heads": target.n_head,
         "num_hidden_layers": 1,
-        "intermediate_size": len(head.layers[0].mlp.gate_proj.weight),
+        "intermediate_size": len(state[GATE]),
         "rms_norm_eps": target.norm_eps,
         "bias": True,
     }
@@ -187,7 +188,7 @@ def _check_target(path: str | Path, state: dict[str, Tensor], target: GPTConfig,
     for name, value in wanted.items():
         if facts.get(name, value) != value:
             raise ValueError(
-                f"drafter must be of this target ({name} {value}), got {facts[name]} in {path}, train one for this target"
+                f"drafter must be of this target ({name} {value}), got {facts[name]} in {path}, train one for it"
             )
 
 

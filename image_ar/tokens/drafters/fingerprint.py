@@ -17,9 +17,9 @@ def target_fingerprint(model: Transformer) -> str:
     Only the signs of some weights of the head and of the first and last layer are hashed, so that a copy in another
     dtype is the same target.
     """
-    layers = model.layers
-    matrices = (model.output.weight, layers[0].attention.wo.weight, layers[-1].feed_forward.w2.weight)
-    return hashlib.sha256(b"".join(map(_signs, matrices))).hexdigest()[:12]
+    weights, last = model.state_dict(), model.config.n_layer - 1
+    names = ("output.weight", "layers.0.attention.wo.weight", f"layers.{last}.feed_forward.w2.weight")
+    return hashlib.sha256(b"".join(_signs(weights[name]) for name in names)).hexdigest()[:12]
 
 
 def _signs(weight: Tensor) -> bytes:
