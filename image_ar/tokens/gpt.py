@@ -92,6 +92,30 @@ def rotate(x: Tensor, factors: Tensor) -> Tensor:
     return torch.view_as_real(pairs * factors).flatten(-2).to(x.dtype)
 
 
+class Rotary(nn.Module):
+    """A table of rotary factors that follows its module from device to device but is never cast."""
+
+    table: Tensor
+
+    def __init__(self, table: Tensor) -> None:
+        """``table`` [positions, D/2, 2] of (cos, sin)."""
+        super().__init__()
+        self.register_buffer("table", torch.view_as_complex(table), persistent=False)
+
+    def first(self, count: int) -> Tensor:
+        """Factors [1, T, 1, D/2] of the first T = ``count`` positions."""
+        return self.table[None, :count, None]
+
+    def at(self, positions: Tensor) -> Tensor:
+        """Factors [R or 1, T, 1, D/2] at ``positions`` [R or 1, T]; those past the end take the last row."""
+        return self.table[positions.clamp(max=len(self.table) - 1)][:, :, None]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move the table; a cast to a real dtype would drop its sines."""
+        self.table = self.table.to(fn(torch.empty(0, device=self.table.device)).device)
+        return self
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm, computed in fp32 and cast back before the weight."""
 
@@ -191,8 +215,6 @@ class CaptionEmbedder(nn.Module):
 class Transformer(nn.Module):
     """The model: a prefix (class or caption), then image tokens in raster order."""
 
-    rotary: Tensor
-
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
@@ -202,16 +224,8 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         table = rotary_table(config.grid, config.head_dim, config.cls_token_num, config.rope_base)
-        self.register_buffer("rotary", torch.view_as_complex(table), persistent=False)
+        self.rotary = Rotary(table)
         self.apply(_initialise)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or cast the weights; the rotary table is moved only, since a real dtype would drop its sines."""
-        table = self.rotary
-        self._buffers["rotary"] = None  # keeps its place among the buffers
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.rotary = table.to(self.output.weight.device)
-        return self
 
     def forward(
         self,
@@ -226,8 +240,7 @@ class Transformer(nn.Module):
         additive ``bias`` [R or 1, 1, T, S] says otherwise. Returns logits [R, T, V] and the hidden states [R, T, C]
         behind the final norm.
         """
-        table = self.rotary[None, : x.shape[1]] if positions is None else self.rotary[positions]
-        factors = table[:, :, None]  # [R or 1, T, 1, D/2]
+        factors = self.rotary.first(x.shape[1]) if positions is None else self.rotary.at(positions)
         for i, layer in enumerate(self.layers):
             x = layer(x, factors, bias, memories[i] if memories else None)
         hidden = self.norm(x)

@@ -90,7 +90,7 @@ class LlamaGenTarget:
     def score(self, tree: DraftTree) -> TargetOutput:
         """One tree-attention forward; see :class:`specmm.target.Target`."""
         self.cache.aim(self.cache.size.capacity, self.cache.slots)
-        positions = (self.cache.lengths[:, None] + tree.shape.depths).clamp_(max=self.cache.size.capacity - 1)
+        positions = self.cache.lengths[:, None] + tree.shape.depths
         bias = self.cache.tree_bias(tree.shape.ancestors)
         return self._score(tree.tokens, positions, bias)
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specmm.drafter import Feedback
-from specmm.image_ar.tokens.gpt import FeedForward, GPTConfig, RMSNorm, rotary_table, rotate
+from specmm.image_ar.tokens.gpt import FeedForward, GPTConfig, RMSNorm, Rotary, rotary_table, rotate
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.randomness import Uniforms, categorical
 from specmm.shape.sampled import sample_siblings
@@ -39,8 +39,6 @@ class BlockConfig:
 class BlockHead(nn.Module):
     """The network; the target's embeddings and output head are used, not copied."""
 
-    rotary: Tensor
-
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         target = config.target
@@ -55,13 +53,7 @@ class BlockHead(nn.Module):
         nn.init.normal_(self.previous.weight, std=0.02)
         # prefix rows must not be zero here: a prefix position is a feature like any other
         table = rotary_table(target.grid, target.head_dim, 0, target.rope_base)
-        self.register_buffer("rotary", torch.view_as_complex(table), persistent=False)
-
-    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        rotary = self.rotary
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.rotary = rotary.to(self.slots.device)  # moved, never cast: a real dtype would drop the sines
-        return self
+        self.rotary = Rotary(table)
 
     def features(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """e_i [R, M, C] of the next token's embedding and the hidden state, both [R, M, C]."""
@@ -91,26 +83,39 @@ class BlockHead(nn.Module):
         return self.norm(states + self.previous(previous))
 
     def _turn(self, x: Tensor, cells: Tensor) -> Tensor:
-        return rotate(x, self.rotary[cells.clamp(max=len(self.rotary) - 1)][:, :, None])
+        return rotate(x, self.rotary.at(cells))
 
 
 @dataclass(frozen=True)
 class Level:
-    """One level of a static tree: ``nodes`` [n], for each the index of its parent in ``parents`` [P] and its rank."""
+    """One level of a static tree of n nodes with P parents, which all get ``width`` children drawn.
+
+    ``parents`` [P] are node numbers and ``above`` [P] their places among the nodes of the level above (None: all of
+    them, in order); ``pick`` [n] finds the nodes among the P·width children drawn (None: all of them, in order).
+    """
 
     nodes: Tensor
     parents: Tensor
+    above: Tensor | None
+    pick: Tensor | None
+    width: int
     parent_index: Tensor
     ranks: Tensor
-    width: int
 
     @classmethod
     def of(cls, shape: TreeShape, depth: int) -> Level:
-        """The nodes of ``shape`` at ``depth`` ≥ 1."""
+        """The nodes of ``shape`` at ``depth`` ≥ 1; raises ``ValueError`` unless nodes are numbered level by level."""
+        if bool((shape.depths[0].diff() < 0).any()):
+            raise ValueError("a drafter's tree must number its nodes level by level")
         nodes = (shape.depths[0] == depth).nonzero()[:, 0]
         parents, index = shape.parents[0, nodes].unique(return_inverse=True)
+        width = int(shape.ranks[0, nodes].max()) + 1
+        first, count = int((shape.depths[0] < depth - 1).sum()), int((shape.depths[0] == depth - 1).sum())
+        pick = index * width + shape.ranks[0, nodes]
+        everything = pick.equal(torch.arange(len(parents) * width, device=pick.device))
+        above = None if len(parents) == count else parents - first
         ranks = shape.ranks[0, nodes]
-        return cls(nodes, parents, index, ranks, int(ranks.max()) + 1)
+        return cls(nodes, parents, above, None if everything else pick, width, index, ranks)
 
 
 class BlockDrafter:
@@ -140,27 +145,33 @@ class BlockDrafter:
         """Draft the tree behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         with self.clock("draft"):
             states = self._levels(feedback)
-        tokens = feedback.token[:, None].repeat(1, self.shape.size)
-        laws = states.new_zeros(len(tokens), self.shape.size, self.head.config.target.vocab_size, dtype=torch.float32)
+        tokens = [feedback.token[:, None]]
+        laws = [states.new_zeros(len(tokens[0]), 1, self.head.config.target.vocab_size, dtype=torch.float32)]
         index = self.lengths[:, None]  # raster index of the first token drafted
         for depth, level in enumerate(self.plan):
+            previous = tokens[-1] if level.above is None else tokens[-1].index_select(1, level.above)
             with self.clock("draft"):
-                logits = self._read(states[:, depth : depth + 1], tokens[:, level.parents])
+                logits = self._read(states[:, depth : depth + 1], previous)
             law = self.target.processor(self.target.guide(logits, self._positions(index + depth)))
             drafts, drawn = self._draw(law, level, uniforms)
-            tokens[:, level.nodes] = drafts[:, level.parent_index, level.ranks]
-            if drawn is not None:
-                laws[:, level.nodes] = drawn[:, level.parent_index, level.ranks]
-        return DraftTree(tokens, self.shape, laws if self.sampled else None)
+            tokens.append(drafts)
+            laws.append(drawn)
+        return DraftTree(torch.cat(tokens, 1), self.shape, torch.cat(laws, 1) if self.sampled else None)
 
-    def _draw(self, law: Tensor, level: Level, uniforms: Uniforms) -> tuple[Tensor, Tensor | None]:
-        """Children [B, P, width] of each parent and the laws [B, P, width, V] they were drawn from."""
+    def _draw(self, law: Tensor, level: Level, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
+        """A level's nodes [B, n] and the laws [B, n, V] they were drawn from, of each parent's ``law`` [B, P, V]."""
         if not self.sampled:
-            return law.topk(level.width).indices, None
-        if level.width == 1:
-            return categorical(law, uniforms.draw(law.shape[1]))[..., None], law[:, :, None]
-        dice = uniforms.draw(law[0].numel()).view(law.shape)
-        return sample_siblings(law, level.width, dice)
+            drafts, drawn = law.topk(level.width).indices, law[:, :0]
+        elif level.width == 1:
+            drafts, drawn = categorical(law, uniforms.draw(law.shape[1])), law
+        else:
+            dice = uniforms.draw(law[0].numel()).view(law.shape)
+            drafts, drawn = sample_siblings(law, level.width, dice)
+            drawn = drawn.flatten(1, 2)
+        drafts = drafts.flatten(1)
+        if level.pick is None:
+            return drafts, drawn
+        return drafts.index_select(1, level.pick), drawn.index_select(1, level.pick) if self.sampled else drawn
 
     def _levels(self, feedback: Feedback) -> Tensor:
         """Store the features of the tokens just committed and return the level states [R, K, C]."""
