@@ -1,9 +1,30 @@
 """specmm: draft-verify acceleration for autoregressive models that are not plain text LLMs."""
 
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specmm import methods as methods
+    from specmm.image_ar.pipeline import ImagePipeline as ImagePipeline
 
 # A checkout without symlinks (a zip download, Windows) lacks the links to the five sibling packages.
 if not (Path(__file__).parent / "image_ar" / "tokens").exists():
     __path__.append(str(Path(__file__).parent.parent))
 
 __version__ = "0.1.0"
+
+_LAZY = {"ImagePipeline": "specmm.image_ar.pipeline"}  # heavy names, imported when asked for
+__all__ = ["ImagePipeline", "__version__", "methods"]  # noqa: F822  (made by __getattr__)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "methods":
+        return import_module("specmm.methods")
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'specmm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
