@@ -225,7 +225,7 @@ class ImagePipeline(DiffusionPipeline):  # type: ignore[misc]
             method = choose_method(target, self.parts, len(generators))
         if isinstance(method, methods.AR):
             return decode_plain(target, prompt, target.length, uniforms), None
-        drafter, rule = assemble(method, target, self.parts)
+        target, drafter, rule = assemble(method, target, self.parts)
         return decode(target, drafter, rule, prompt, target.length, uniforms), rule
 
     def _prompts(self, classes: Sequence[str | int] | None, prompt: str | Sequence[str] | None, repeats: int) -> Prompt:

@@ -51,6 +51,6 @@ def categorical(law: Tensor, uniform: Tensor) -> Tensor:
 
     ``uniform`` [...] in [0, 1). An index of zero weight is never returned.
     """
-    cumulative = law.cumsum(-1)
+    cumulative = law.cumsum(-1, dtype=torch.promote_types(law.dtype, uniform.dtype))
     wanted = (uniform * cumulative[..., -1]).unsqueeze(-1)
     return torch.searchsorted(cumulative, wanted, right=True).squeeze(-1).clamp_(max=law.shape[-1] - 1)

@@ -108,6 +108,8 @@ class TreeShape:
     def children(self) -> Tensor:
         """Children of each inner node by rank [1 or B, P, K], padded with -1."""
         rows = self.parents.shape[0]
+        if self.width == 0:
+            return self.parents.new_empty(rows, len(self.inner), 0)
         table = torch.full((rows, (self.size + 1) * self.width + 1), -1, device=self.parents.device)
         slot = (self.parents + 1) * self.width + self.ranks + 1  # the root's parent -1 takes the first slots
         table.scatter_(1, slot, torch.arange(self.size, device=table.device).expand(rows, -1))

@@ -6,7 +6,7 @@ Shape letters: V codebook size, K neighbours.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from specmm.image_ar.tokens.drafters.block import BlockDrafter
 from specmm.image_ar.tokens.drafters.eagle import Dynamic, EagleDrafter
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.target import LlamaGenTarget
+from specmm.processors import Processor
 from specmm.shape.static import named, spine
 from specmm.tree import TreeShape
 from specmm.verify import GreedyMatch, Lantern, LanternPP, PointMass, Recursive, Rule, Traversal, neighbour_table
@@ -56,33 +57,58 @@ def tree_shape(tree: methods.Tree, method: str, parts: Parts) -> TreeShape:
     return spine(tree if tree is not None else parts.trees.get(method, DEFAULT_TREE))
 
 
-def assemble(method: methods.Method, target: LlamaGenTarget, parts: Parts) -> tuple[Drafter, Rule]:
-    """Drafter and rule of a speculative ``method``; ``ar`` and ``auto`` are not, and are resolved before."""
+class Assembly(NamedTuple):
+    """The three parts of the loop; the target may be another view of the model than the one given."""
+
+    target: LlamaGenTarget
+    drafter: Drafter
+    rule: Rule
+
+
+def assemble(method: methods.Method, target: LlamaGenTarget, parts: Parts) -> Assembly:
+    """The parts of a speculative ``method``; ``ar`` and ``auto`` are not, and are resolved before."""
     greedy = target.processor.greedy
     match method:
         case methods.SJD():
-            return JacobiDrafter(target, method.window), GreedyMatch() if greedy else Recursive()
+            drafter: Drafter = JacobiDrafter(target, method.window)
+            return Assembly(target, drafter, GreedyMatch() if greedy else Recursive())
         case methods.Speculative():
             exact: Rule = Traversal() if method.rule == "traversal" else Recursive()
-            return _static(method, target, parts), GreedyMatch() if greedy else exact
+            return Assembly(target, _static(method, target, parts, greedy), GreedyMatch() if greedy else exact)
         case methods.Eagle():
-            return _dynamic(method, target, parts), GreedyMatch() if greedy else PointMass()
+            return Assembly(target, _dynamic(method, target, parts), GreedyMatch() if greedy else PointMass())
         case methods.Lantern():
-            drafter = _dynamic(method, target, parts) if method.drafter == "eagle" else _static(method, target, parts)
-            table = _neighbours(parts, method.k, target)
-            return drafter, Lantern(table, method.k, method.delta, method.residual, greedy)
+            target, table = _softened(target), _neighbours(parts, method.k, target)
+            dynamic = method.drafter == "eagle"
+            drafter = _dynamic(method, target, parts) if dynamic else _static(method, target, parts, greedy)
+            return Assembly(target, drafter, Lantern(table, method.k, method.delta, method.residual, greedy))
         case methods.LanternPP():
-            table = _neighbours(parts, method.k, target)
-            return _static(method, target, parts), LanternPP(table, method.k, method.lambda_, method.residual, greedy)
+            target, table = _softened(target), _neighbours(parts, method.k, target)
+            rule = LanternPP(table, method.k, method.lambda_, method.residual, greedy)
+            return Assembly(target, _static(method, target, parts, greedy), rule)
         case _:
             raise ValueError(f"method {method.name!r} drafts nothing")
 
 
-def _static(method: methods.Speculative | methods.Lantern | methods.LanternPP, target: Any, parts: Parts) -> Drafter:
+def _softened(target: LlamaGenTarget) -> LlamaGenTarget:
+    """At temperature 0 LANTERN relaxes the softmax of the raw logits and takes the mode of that."""
+    if not target.processor.greedy:
+        return target
+    return LlamaGenTarget(target.model, target.guidance, Processor(), target.name)
+
+
+def _static(
+    method: methods.Speculative | methods.Lantern | methods.LanternPP,
+    target: LlamaGenTarget,
+    parts: Parts,
+    greedy: bool,
+) -> Drafter:
     """A drafter of a fixed tree, sampled unless decoding is greedy."""
     shape = tree_shape(getattr(method, "tree", None), method.name, parts)
-    kind = BlockDrafter if method.drafter == "block" else EagleDrafter
-    return kind(parts.head(method.drafter), target, shape, sampled=not target.processor.greedy)
+    head = parts.head(method.drafter)
+    if method.drafter == "block":
+        return BlockDrafter(head, target, shape, sampled=not greedy)
+    return EagleDrafter(head, target, shape, sampled=not greedy)
 
 
 def _dynamic(method: methods.Eagle | methods.Lantern, target: LlamaGenTarget, parts: Parts) -> Drafter:
