@@ -18,7 +18,6 @@ from torch import Tensor
 
 from specmm.cache import Cache, CacheSize
 from specmm.drafter import Feedback
-from specmm.image_ar.tokens.drafters.block import Level
 from specmm.image_ar.tokens.drafters.eagle_head import EagleHead
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.randomness import Uniforms, categorical
@@ -47,20 +46,34 @@ class Dynamic:
 
 
 @dataclass(frozen=True)
-class Feed:
-    """Inner nodes of one level of a static tree: their ``nodes`` [n], the ``origin`` [n] of each among the inner
-    nodes a level up, and their ``first`` slot in the scratch region.
+class Level:
+    """One level of a static tree: its ``nodes`` [n], for each the index of its parent in ``parents`` [n'] and its rank.
+
+    Of the parents, ``origin`` [n'] is each one's own parent's place among the parents a level up, and ``first`` the
+    slot of the scratch region from which they are stored.
     """
 
     nodes: Tensor
+    parents: Tensor
+    parent_index: Tensor
+    ranks: Tensor
+    width: int
     origin: Tensor
     first: int
 
     @classmethod
-    def of(cls, shape: TreeShape, above: Level, level: Level, first: int) -> Feed:
-        """The parents of ``level``, which hang below the parents of the level ``above``."""
-        grandparents = shape.parents[0, level.parents]
-        return cls(level.parents, torch.searchsorted(above.parents, grandparents), first)
+    def all_of(cls, shape: TreeShape) -> list[Level]:
+        """The levels of a shared ``shape`` from depth 1 down, their nodes numbered in any way."""
+        levels: list[Level] = []
+        first, above = 0, shape.parents[0, :1]  # of the root: -1
+        for depth in range(1, shape.depth + 1):
+            nodes = (shape.depths[0] == depth).nonzero()[:, 0]
+            parents, index = shape.parents[0, nodes].unique(return_inverse=True)
+            ranks = shape.ranks[0, nodes]
+            origin = torch.searchsorted(above, shape.parents[0, parents])
+            levels.append(cls(nodes, parents, index, ranks, int(ranks.max()) + 1, origin, first))
+            first, above = first + (len(parents) if depth > 1 else 0), parents  # the root is not stored as a draft
+        return levels
 
 
 class EagleDrafter:
@@ -80,18 +93,11 @@ class EagleDrafter:
         self.sampled = sampled and isinstance(tree, TreeShape)
         if isinstance(tree, TreeShape):
             self.max_nodes, self.max_depth = tree.size, tree.depth
-            self._plan_static(tree)
+            self.levels = Level.all_of(tree)
+            self.fed = sum(len(level.parents) for level in self.levels[1:])
         else:
             self.max_nodes, self.max_depth, self.fed = tree.total, tree.depth + 1, tree.top_k * tree.depth
         self.chain = TreeShape.chain(self.max_depth, target.model.output.weight.device)
-
-    def _plan_static(self, shape: TreeShape) -> None:
-        self.levels = [Level.of(shape, d) for d in range(1, shape.depth + 1)]
-        self.feeds: list[Feed] = []
-        self.fed = 0
-        for above, level in zip(self.levels, self.levels[1:], strict=False):
-            self.feeds.append(Feed.of(shape, above, level, self.fed))
-            self.fed += len(level.parents)
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
         """Start a batch: a cache for the prefix and every token, and the attention masks of the tree."""
@@ -108,7 +114,7 @@ class EagleDrafter:
         self.cache, self.clock = Cache(size, hidden.dtype, hidden.device), clock
         self.bias = hidden.new_full((size.rows, 1, self.fed, self.cache.slots), float("-inf"))
         if isinstance(self.tree, TreeShape) and self.fed:
-            nodes = torch.cat([feed.nodes for feed in self.feeds])
+            nodes = torch.cat([level.parents for level in self.levels[1:]])
             seen = self.tree.ancestors[0, nodes][:, nodes]  # the root is a committed position
             self.bias[..., size.capacity : size.capacity + self.fed].masked_fill_(seen, 0)
 
@@ -125,13 +131,12 @@ class EagleDrafter:
         if self.sampled:
             laws = states.new_zeros(*tokens.shape, self.head.config.target.vocab_size, dtype=torch.float32)
         for depth, level in enumerate(self.levels):
+            if depth:
+                states = self._feed(tokens[:, level.parents], states[:, level.origin], depth, level.first)
             drafts, drawn = self._draw(self._logits(states, depth), level.width, uniforms)
             tokens[:, level.nodes] = drafts[:, level.parent_index, level.ranks]
             if laws is not None and drawn is not None:
                 laws[:, level.nodes] = drawn[:, level.parent_index, level.ranks]
-            if depth < len(self.feeds):
-                feed = self.feeds[depth]
-                states = self._feed(tokens[:, feed.nodes], states[:, feed.origin], depth + 1, feed.first)
         return DraftTree(tokens, shape, laws)
 
     def _draw(self, logits: Tensor, width: int, uniforms: Uniforms) -> tuple[Tensor, Tensor | None]:
@@ -170,7 +175,7 @@ class EagleDrafter:
         """
         cache, count = self.cache, tokens.shape[1]
         cache.aim(cache.size.capacity + first, cache.slots)
-        positions = (cache.lengths[:, None] + depth - 1).clamp(max=cache.size.capacity - 1).expand(-1, count)
+        positions = (cache.lengths[:, None] + depth - 1).expand(-1, count)
         return self._forward(tokens, states, positions, self.bias[:, :, first : first + count])
 
     def _read_committed(self, feedback: Feedback) -> Tensor:
@@ -180,7 +185,7 @@ class EagleDrafter:
         cache, tokens, kept = self.cache, feedback.tokens, feedback.verdict.kept
         order = torch.arange(tokens.shape[1], device=tokens.device)
         cache.aim(cache.size.capacity, cache.slots)
-        positions = (cache.lengths[:, None] + order).clamp(max=cache.size.capacity - 1)
+        positions = cache.lengths[:, None] + order
         states = self._forward(tokens, feedback.kept_hidden(), positions, cache.tree_bias(self.chain.ancestors))
         cache.keep(order.expand(len(kept), -1), kept)
         last = (kept.clamp(min=1) - 1).repeat(cache.size.branches)

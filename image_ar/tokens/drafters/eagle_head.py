@@ -12,10 +12,9 @@ F inner width, V vocabulary, P prefix positions.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 from specmm.cache import Memory
 from specmm.checkpoints import load_strict, read_checkpoint, weights_file
-from specmm.image_ar.tokens.gpt import GPTConfig, RMSNorm, rotary_table, rotate
+from specmm.image_ar.tokens.gpt import GPTConfig, RMSNorm, Rotary, rotary_table, rotate
 
 LEFTOVERS = ("rotary_emb", "freqs_cis")
 GATE = "layers.0.mlp.gate_proj.weight"
@@ -89,8 +88,6 @@ class EagleLayer(nn.Module):
 class EagleHead(nn.Module):
     """The network; it has its own token embeddings and uses the target's output head."""
 
-    rotary: Tensor
-
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.config, target = config, config.target
@@ -98,15 +95,7 @@ class EagleHead(nn.Module):
         self.fc = nn.Linear(2 * target.dim, target.dim)
         self.layers = nn.ModuleList([EagleLayer(config)])
         table = rotary_table(target.grid, target.head_dim, target.cls_token_num - 1, target.rope_base)
-        self.register_buffer("rotary", torch.view_as_complex(table), persistent=False)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or cast the weights; the rotary table is moved only, since a real dtype would drop its sines."""
-        table = self.rotary
-        self._buffers["rotary"] = None
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.rotary = table.to(self.fc.weight.device)
-        return self
+        self.rotary = Rotary(table)
 
     def forward(
         self,
@@ -121,9 +110,9 @@ class EagleHead(nn.Module):
         ``positions`` [R or 1, T] (0 … T-1 by default) count from the first prefix position; without ``memory`` the
         attention is causal, else it sees what ``memory`` holds under the additive ``bias`` [R or 1, 1, T, S].
         """
-        table = self.rotary[None, : tokens.shape[1]] if positions is None else self.rotary[positions]
+        factors = self.rotary.first(tokens.shape[1]) if positions is None else self.rotary.at(positions)
         x = self.fc(torch.cat([self.embed_tokens(tokens), hidden], dim=-1))
-        return self.layers[0](x, table[:, :, None], bias, memory)
+        return self.layers[0](x, factors, bias, memory)
 
 
 def load_eagle(

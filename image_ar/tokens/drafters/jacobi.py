@@ -4,9 +4,9 @@ The window behind the root is a chain. A round's forward gives the target's law 
 the drafts before it; whatever is not kept is drawn afresh from these newest laws, and the next round verifies it.
 
 Why that is exact: the law of every draft is settled before its number is drawn, as a function of what earlier rounds
-revealed (kept tokens, rejected drafts, the recovered token) and never of the number itself; numbers are never used
-twice, so given all that was revealed the draft has the law the tree records. Keeping a draft over a round would break
-this: the rounds between have told something about it.
+revealed (kept tokens, all drafts, the recovered token), and no number is used twice; so given all that was revealed
+the draft has the law the tree records, under any exact rule. A draft kept over a round would not: rules that work
+bottom-up look at every draft of a round, so the round's outcome tells about it.
 
 Shape letters: B batch, W window, N = W + 1 nodes, T tokens of a picture, V vocabulary.
 """

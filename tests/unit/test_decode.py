@@ -1,0 +1,232 @@
+"""The loop with real (tiny, random) transformers and every drafter: greedy, ragged batches, exact laws, failures.
+
+Shape letters: B batch, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from scipy.stats import chi2
+from torch import nn
+
+from specmm.decode import decode, decode_plain, first_token
+from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
+from specmm.image_ar.tokens.drafters.eagle import Dynamic, EagleDrafter
+from specmm.image_ar.tokens.drafters.eagle_head import EagleConfig, EagleHead
+from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
+from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
+from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
+from specmm.processors import Processor
+from specmm.randomness import Uniforms
+from specmm.shape.static import branching
+from specmm.tree import TreeShape
+from specmm.verify import Block, Lantern, PointMass, Recursive, Traversal, neighbour_table
+
+SMALL = GPTConfig(dim=32, n_layer=2, n_head=2, vocab_size=24, block_size=25, num_classes=5, multiple_of=8)
+CAPTIONED = replace(SMALL, model_type="t2i", cls_token_num=4, caption_dim=6)
+TINY = GPTConfig(dim=16, n_layer=1, n_head=2, vocab_size=3, block_size=9, num_classes=3, multiple_of=8)
+
+
+def random_weights(module, seed=0, std=0.35):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0, std, generator=generator)
+    return module.eval()
+
+
+def target_of(config, processor, guidance=None):
+    model = random_weights(Transformer(config), seed=3, std=0.8 if config is TINY else 0.35)
+    return LlamaGenTarget(model, guidance or Guidance(), processor)
+
+
+def eagle(target, tree, sampled=False):
+    return EagleDrafter(random_weights(EagleHead(EagleConfig(target.model.config)), 1), target, tree, sampled)
+
+
+def block(target, tree, sampled=False):
+    return BlockDrafter(random_weights(BlockHead(BlockConfig(3, target.model.config)), 1), target, tree, sampled)
+
+
+LOPSIDED = TreeShape.from_parents([-1, 0, 0, 1, 0, 1, 3, 2])  # levels are not numbered one after the other
+DRAFTERS = {
+    "block": lambda target: block(target, branching([2, 2, 1])),
+    "block drawn": lambda target: block(target, branching([2, 2, 1]), sampled=True),
+    "eagle static": lambda target: eagle(target, LOPSIDED),
+    "eagle drawn": lambda target: eagle(target, LOPSIDED, sampled=True),
+    "eagle dynamic": lambda target: eagle(target, Dynamic(3, 2, 9)),
+    "eagle one level": lambda target: eagle(target, Dynamic(3, 0, 4)),
+    "jacobi uniform": lambda target: JacobiDrafter(target, 3, "uniform"),
+    "jacobi left": lambda target: JacobiDrafter(target, 3, "left"),
+    "jacobi above": lambda target: JacobiDrafter(target, 3, "above"),
+}
+every_drafter = pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
+
+
+def prompt_of(config, rows):
+    """A batch of ``rows`` (numbers): the same number is the same condition, padded by as many positions."""
+    if config.model_type == "c2i":
+        return Prompt(torch.tensor(rows))
+    features = torch.stack([torch.randn(4, 6, generator=torch.Generator().manual_seed(r)) for r in rows])
+    mask = torch.stack([torch.arange(4) >= r % 4 for r in rows])
+    return Prompt(features * mask[..., None], mask)
+
+
+def last(progress):
+    *_, end = progress
+    return end
+
+
+SETTINGS = {
+    "plain": (SMALL, Guidance()),
+    "guided": (SMALL, Guidance(3.0)),
+    "guided at first": (SMALL, Guidance(3.0, 6)),
+    "captions": (CAPTIONED, Guidance(2.0)),
+}
+
+
+@every_drafter
+@pytest.mark.parametrize(("config", "guidance"), SETTINGS.values(), ids=SETTINGS)
+def test_greedy_decoding_is_plain_decoding(make, config, guidance):
+    target, prompt, seeds = target_of(config, Processor(0), guidance), prompt_of(config, [0, 1, 2]), [0, 1, 2]
+    plain = last(decode_plain(target, prompt, target.length, Uniforms.from_seeds(seeds)))
+    end = last(decode(target, make(target), Recursive(), prompt, target.length, Uniforms.from_seeds(seeds)))
+    assert torch.equal(end.tokens[:, : target.length], plain.tokens)
+    assert end.counts.tolist() == [target.length] * 3
+    assert end.stats.tokens == 3 * (target.length - 1) == sum((i + 1) * n for i, n in enumerate(end.stats.kept))
+    assert end.stats.rounds == sum(end.stats.kept) <= 3 * end.stats.batch_rounds
+
+
+@every_drafter
+@pytest.mark.parametrize("config", [SMALL, CAPTIONED], ids=["classes", "captions"])
+def test_a_row_does_not_depend_on_its_batch(make, config):
+    target, rows, seeds = target_of(config, Processor(1.0, top_k=8), Guidance(2.0)), [3, 1, 4, 1, 2], [7, 8, 9, 10, 11]
+    drafter = make(target)
+
+    def tokens(rows, seeds):
+        end = last(decode(target, drafter, Recursive(), prompt_of(config, rows), 16, Uniforms.from_seeds(seeds)))
+        return end.tokens[:, :16]
+
+    together = tokens(rows, seeds)
+    assert len(together.unique(dim=0)) == 5
+    for i in (0, 3, 4):
+        assert torch.equal(tokens(rows[i : i + 1], seeds[i : i + 1])[0], together[i])
+
+
+class Stream(Uniforms):
+    """One generator for all rows, so that thousands of samples can be drawn at once."""
+
+    def __init__(self, rows, seed):
+        self.rows, self.generator = rows, torch.Generator().manual_seed(seed)
+
+    def draw(self, count):
+        return torch.rand(self.rows, count, generator=self.generator)
+
+
+LENGTH, SAMPLES = 6, 3000
+
+
+@torch.inference_mode()
+def exact_law(target):
+    """Probability of every sequence of LENGTH tokens for class 1, by enumeration, [V ** LENGTH] float64."""
+    sequences = torch.tensor(list(itertools.product(range(TINY.vocab_size), repeat=LENGTH)))
+    classes = torch.full((len(sequences),), 1)
+    model, guidance = target.model, target.guidance
+    cond, uncond = (
+        model(model.embed(c, sequences[:, :-1]))[0] for c in (classes, torch.full_like(classes, TINY.num_classes))
+    )
+    law = target.processor(uncond + guidance.scale * (cond - uncond)).double()
+    return law.gather(-1, sequences[..., None])[..., 0].prod(-1)
+
+
+def p_value(target, drafter, rule):
+    """Of the chi-square test of SAMPLES decoded sequences against the exact law; rare sequences count as one."""
+    prompt = Prompt(torch.full((SAMPLES,), 1))
+    tokens = last(decode(target, drafter, rule, prompt, LENGTH, Stream(SAMPLES, 5))).tokens[:, :LENGTH]
+    cell = (tokens * TINY.vocab_size ** torch.arange(LENGTH).flip(0)).sum(1)
+    law = exact_law(target)
+    found, wanted = cell.bincount(minlength=len(law)).double(), law * SAMPLES
+    assert found[law == 0].sum() == 0
+    common = wanted >= 5
+    found, wanted = (torch.cat([x[common], x[~common].sum()[None]]) for x in (found, wanted))
+    wanted = wanted.clamp(min=1e-9)
+    return chi2.sf(float(((found - wanted) ** 2 / wanted).sum()), len(wanted) - 1)
+
+
+class Misreported:
+    """A drafter whose trees say something else about how they were drawn."""
+
+    def __init__(self, drafter, laws):
+        self.drafter, self.laws, self.begin = drafter, laws, drafter.begin
+        self.max_nodes, self.max_depth = drafter.max_nodes, drafter.max_depth
+
+    def propose(self, feedback, uniforms):
+        tree = self.drafter.propose(feedback, uniforms)
+        return replace(tree, laws=self.laws(tree.laws))
+
+
+DRAWN = {
+    "block": lambda target: block(target, branching([2, 1]), sampled=True),
+    "eagle": lambda target: eagle(target, branching([2, 1]), sampled=True),
+    "jacobi uniform": lambda target: JacobiDrafter(target, 2, "uniform"),
+    "jacobi left": lambda target: JacobiDrafter(target, 2, "left"),
+    "jacobi above": lambda target: JacobiDrafter(target, 2, "above"),
+}
+WAYS = {"plain": (Processor(), Guidance()), "guided, top 2": (Processor(0.9, top_k=2), Guidance(1.6))}
+
+
+@pytest.mark.parametrize(("processor", "guidance"), WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("make", DRAWN.values(), ids=DRAWN)
+def test_drawn_drafts_keep_the_law(make, processor, guidance):
+    target = target_of(TINY, processor, guidance)
+    assert p_value(target, make(target), Recursive()) > 1e-3
+
+
+LIES = {"flat": lambda laws: torch.full_like(laws, 1 / laws.shape[-1]), "rolled": lambda laws: laws.roll(1, -1)}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+@pytest.mark.parametrize("make", DRAWN.values(), ids=DRAWN)
+def test_a_wrong_recorded_law_is_noticed(make, lie):
+    target = target_of(TINY, Processor())
+    assert p_value(target, Misreported(make(target), lie), Recursive()) < 1e-6
+
+
+@pytest.mark.parametrize("rule", [Block(), Traversal(), PointMass()], ids=lambda rule: rule.name)
+def test_other_exact_rules_keep_the_law_of_a_chain(rule):
+    target = target_of(TINY, Processor())
+    assert p_value(target, JacobiDrafter(target, 3, "left"), rule) > 1e-3
+
+
+@pytest.mark.parametrize("make", [lambda t: eagle(t, Dynamic(2, 1, 5)), lambda t: block(t, branching([2, 1]))])
+def test_chosen_drafts_keep_the_law(make):
+    target = target_of(TINY, Processor())
+    assert p_value(target, make(target), PointMass()) > 1e-3
+
+
+def test_the_first_token_obeys_the_rule():
+    law = torch.tensor([[[0.2, 0.5, 0.3]]])
+    greedy = Lantern(neighbour_table(torch.randn(3, 2), 2), 1, 0.1, greedy=True)
+    drawn = [int(first_token(Recursive(), law, Uniforms.from_seeds([s]))) for s in range(20)]
+    assert set(drawn) == {0, 1, 2}
+    assert {int(first_token(greedy, law, Uniforms.from_seeds([s]))) for s in range(20)} == {1}
+
+
+def test_one_token_needs_no_round():
+    target = target_of(SMALL, Processor())
+    end = last(decode(target, JacobiDrafter(target, 3), Recursive(), Prompt(torch.tensor([1])), 1, Stream(1, 0)))
+    assert end.counts.tolist() == [1] and end.stats.rounds == end.stats.tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("cls_embedding.embedding_table.weight", 0), ("tok_embeddings.weight", 1)]
+)
+def test_broken_weights_name_round_and_model(name, number):
+    target = target_of(SMALL, Processor())
+    nn.init.constant_(target.model.get_parameter(name), float("nan"))
+    with pytest.raises(ValueError, match=rf"NaN or infinity from llamagen in round {number}"):
+        last(decode(target, JacobiDrafter(target, 3), Recursive(), Prompt(torch.tensor([1])), 9, Stream(1, 0)))
