@@ -1,0 +1,124 @@
+"""The cache against one that is a list per row.
+
+Shape letters: L layers, G guidance branches, B batch, R = G·B rows, S slots, H heads, D head width, N tree nodes.
+"""
+
+import pytest
+import torch
+
+from specmm.cache import Cache, CacheSize
+from specmm.tree import TreeShape
+
+SIZE = CacheSize(layers=2, heads=2, head_dim=3, batch=3, branches=2, capacity=9, scratch=5)
+
+
+class Lists:
+    """Committed entries of every layer and row, in plain lists."""
+
+    def __init__(self):
+        self.rows = [[[] for _ in range(SIZE.rows)] for _ in range(SIZE.layers)]
+
+    def keep(self, entries, path, kept):
+        """``entries``: for each layer keys and values [R, N, H, D]."""
+        for layer, (keys, values) in zip(self.rows, entries, strict=True):
+            for r, row in enumerate(layer):
+                b = r % SIZE.batch
+                row += [(keys[r, n], values[r, n]) for n in path[b][: kept[b]]]
+
+    def crop(self, lengths):
+        for layer in self.rows:
+            for r, row in enumerate(layer):
+                del row[lengths[r % SIZE.batch] :]
+
+
+def agree(cache, lists):
+    for memory, layer in zip(cache.layers, lists.rows, strict=True):
+        for r, row in enumerate(layer):
+            assert int(cache.lengths[r % SIZE.batch]) == len(row)
+            for slot, (key, value) in enumerate(row):
+                assert torch.equal(memory.keys[r, slot], key) and torch.equal(memory.values[r, slot], value)
+
+
+def write(cache, nodes, generator):
+    """Random entries of a tree of ``nodes`` written to the scratch region of every layer."""
+    cache.aim(SIZE.capacity, cache.slots)
+    entries = [torch.randn(2, SIZE.rows, nodes, 2, 3, generator=generator) for _ in cache.layers]
+    for memory, (keys, values) in zip(cache.layers, entries, strict=True):
+        seen_keys, seen_values = memory.write(keys, values)
+        assert seen_keys.shape[1] == seen_values.shape[1] == cache.slots
+        assert torch.equal(seen_keys[:, SIZE.capacity : SIZE.capacity + nodes], keys)
+    return entries
+
+
+def test_rows_keep_what_they_accepted():
+    cache, lists, generator = Cache(SIZE, torch.float32), Lists(), torch.Generator().manual_seed(0)
+    rounds = [
+        (5, [[0, 1, 3], [0, 2, 4], [0, 4, -1]], [3, 2, 1]),
+        (5, [[0, 3, 4], [0, -1, -1], [0, 1, 2]], [2, 1, 3]),
+        (3, [[0, 2, -1], [0, 1, 2], [0, -1, -1]], [2, 3, 0]),  # a finished row keeps nothing
+    ]
+    for nodes, path, kept in rounds:
+        entries = write(cache, nodes, generator)
+        cache.keep(torch.tensor(path), torch.tensor(kept))
+        lists.keep(entries, path, kept)
+        agree(cache, lists)
+    assert cache.lengths.tolist() == [7, 6, 4]
+    cache.crop(torch.tensor([9, 2, 4]))
+    lists.crop([9, 2, 4])
+    agree(cache, lists)
+    assert cache.lengths.tolist() == [7, 2, 4]
+    entries = write(cache, 2, generator)
+    cache.keep(torch.tensor([[0, 1]] * 3), torch.tensor([2, 2, 1]))  # the first row is full now
+    lists.keep(entries, [[0, 1]] * 3, [2, 2, 1])
+    agree(cache, lists)
+
+
+def test_the_scratch_region_and_the_spare_slot_are_never_attended_as_committed():
+    cache = Cache(SIZE, torch.float32)
+    cache.lengths += torch.tensor([9, 0, 4])
+    bias = cache.prefix_bias()
+    assert bias.shape == (SIZE.rows, SIZE.capacity)
+    assert ((bias == 0).sum(1) == cache.lengths.repeat(2)).all() and bool((bias[bias != 0] == float("-inf")).all())
+
+
+def naive_bias(cache, ancestors, hidden):
+    rows, nodes = SIZE.rows, ancestors.shape[-1]
+    bias = torch.full((rows, 1, nodes, cache.slots), float("-inf"))
+    for r in range(rows):
+        b = r % SIZE.batch
+        for n in range(nodes):
+            for slot in range(int(cache.lengths[b])):
+                if hidden is None or not hidden[r, slot]:
+                    bias[r, 0, n, slot] = 0
+            for m in range(nodes):
+                if ancestors[b if len(ancestors) > 1 else 0, n, m]:
+                    bias[r, 0, n, SIZE.capacity + m] = 0
+    return bias
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_tree_masks(padded):
+    cache = Cache(SIZE, torch.float32)
+    if padded:
+        cache.hidden_prefix = torch.zeros(SIZE.rows, SIZE.capacity, dtype=torch.bool)
+        cache.hidden_prefix[1::3, :2] = True
+    static = TreeShape.from_parents([-1, 0, 0, 1, 1])
+    ragged = TreeShape(torch.tensor([[-1, 0, 1], [-1, 0, 0], [-1, 0, 1]]), depth=2, width=2)
+    for shape, lengths in ((static, [3, 4, 5]), (static, [5, 4, 9]), (ragged, [6, 6, 9]), (static, [2, 3, 4])):
+        cache.lengths = torch.tensor(lengths)  # the mask of a tree seen before must follow the lengths
+        expected = naive_bias(cache, shape.ancestors, cache.hidden_prefix)
+        assert torch.equal(cache.tree_bias(shape.ancestors), expected)
+
+
+def test_plain_writes_show_what_is_there_so_far():
+    cache, generator = Cache(SIZE, torch.float32), torch.Generator().manual_seed(1)
+    entries = torch.randn(4, SIZE.rows, 1, 2, 3, generator=generator)
+    for step, entry in enumerate(entries):
+        cache.aim(step, step + 1)
+        keys, values = cache.layers[1].write(entry, -entry)
+        assert torch.equal(keys, entries[: step + 1].transpose(0, 1).flatten(1, 2)) and torch.equal(values, -keys)
+
+
+def test_bf16_masks_are_bf16():
+    cache = Cache(SIZE, torch.bfloat16)
+    assert cache.tree_bias(TreeShape.chain(2).ancestors).dtype == torch.bfloat16
