@@ -1,0 +1,217 @@
+"""The EAGLE head and its drafter: files, cached states and recorded laws against a naive reading, training.
+
+Shape letters: B batch, T tokens, C width, V vocabulary.
+"""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specmm.decode import decode
+from specmm.image_ar.tokens.drafters.eagle import Dynamic, EagleDrafter
+from specmm.image_ar.tokens.drafters.eagle_head import EagleConfig, EagleHead, load_eagle, save_eagle
+from specmm.image_ar.tokens.drafters.fingerprint import target_fingerprint
+from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
+from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
+from specmm.image_ar.tokens.train.eagle import eagle_loss, train_eagle
+from specmm.processors import Processor
+from specmm.randomness import Uniforms
+from specmm.tree import TreeShape
+from specmm.verify import PointMass, Recursive
+
+CONFIG = GPTConfig(dim=32, n_layer=2, n_head=2, vocab_size=20, block_size=16, num_classes=4, multiple_of=8)
+TREE = TreeShape.from_parents([-1, 0, 0, 1, 0, 1, 3, 2])
+
+
+def random_weights(module, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0, 0.35, generator=generator)
+    return module.eval()
+
+
+@pytest.fixture
+def model():
+    return random_weights(Transformer(CONFIG), 0)
+
+
+@pytest.fixture
+def head():
+    return random_weights(EagleHead(EagleConfig(CONFIG, 24)), 1)
+
+
+class Recorder:
+    """A drafter that remembers what it was told and what it proposed."""
+
+    def __init__(self, drafter):
+        self.drafter, self.begin, self.seen = drafter, drafter.begin, []
+        self.max_nodes, self.max_depth = drafter.max_nodes, drafter.max_depth
+
+    def propose(self, feedback, uniforms):
+        tree = self.drafter.propose(feedback, uniforms)
+        self.seen.append((feedback, tree))
+        return tree
+
+
+def guided_law(target, logits):
+    cond, uncond = logits.chunk(2)
+    return target.processor(uncond + target.guidance.scale * (cond - uncond))
+
+
+def naive_law(target, head, classes, committed, path):
+    """Draft law [V] for one row after its ``committed`` tokens and the drafts of ``path``, without any cache."""
+    model = target.model
+    tokens = torch.tensor([committed + path]).expand(2, -1)
+    classes = torch.tensor([classes, CONFIG.num_classes])
+    hidden = model(model.embed(classes, tokens[:, : len(committed) - 1]))[1]  # position i precedes token i
+    for depth in range(len(path) + 1):
+        predicted = head(tokens[:, : len(committed) + depth], hidden)
+        hidden = torch.cat([hidden, predicted[:, -1:]], dim=1)
+    return guided_law(target, model.output(predicted[:, -1:]))[0, 0]
+
+
+@torch.inference_mode()
+def test_every_law_of_a_ragged_run_is_the_naive_one(model, head):
+    target = LlamaGenTarget(model, Guidance(1.7), Processor(1.0, top_k=9))
+    recorder, classes = Recorder(EagleDrafter(head, target, TREE)), [1, 3, 0]
+    runs = list(
+        decode(target, recorder, Recursive(), Prompt(torch.tensor(classes)), 16, Uniforms.from_seeds([1, 2, 3]))
+    )
+    committed = [[int(recorder.seen[0][0].token[b])] for b in range(3)]
+    lengths = []
+    for feedback, tree in recorder.seen:
+        for b, row in enumerate(committed):
+            if feedback.verdict is not None:
+                row += feedback.tokens[b, : feedback.verdict.kept[b]].tolist()
+            if len(row) + TREE.depth > 16:
+                continue
+            for first_child in (1, 3, 6, 7):  # the eldest of each family has the whole law
+                path, node = [], int(TREE.parents[0, first_child])
+                while node > 0:
+                    path, node = [int(tree.tokens[b, node]), *path], int(TREE.parents[0, node])
+                expected = naive_law(target, head, classes[b], row, path)
+                torch.testing.assert_close(tree.laws[b, first_child], expected, atol=2e-5, rtol=0)
+        lengths.append([len(row) for row in committed])
+    assert any(len(set(row)) == 3 for row in lengths)  # the rows did get out of step
+    assert runs[-1].stats.draft_seconds > 0
+
+
+@torch.inference_mode()
+def test_siblings_are_drawn_without_replacement_from_recorded_laws(model, head):
+    target = LlamaGenTarget(model, Guidance(1.7), Processor(1.0, top_k=9))
+    recorder = Recorder(EagleDrafter(head, target, TREE))
+    list(decode(target, recorder, Recursive(), Prompt(torch.tensor([1])), 16, Uniforms.from_seeds([1])))
+    for _, tree in recorder.seen:
+        for elder, younger in ((1, 2), (2, 4), (3, 5)):
+            token = int(tree.tokens[0, elder])
+            rest = tree.laws[0, elder].clone()
+            rest[token] = 0
+            torch.testing.assert_close(tree.laws[0, younger], rest / rest.sum())
+        assert len(set(tree.tokens[0, [1, 2, 4]].tolist())) == 3
+
+
+@torch.inference_mode()
+def test_chosen_siblings_are_the_most_likely(model, head):
+    target = LlamaGenTarget(model, Guidance(1.7), Processor(0))
+    prompt, seeds = Prompt(torch.tensor([1])), Uniforms.from_seeds([1])
+    recorder = Recorder(EagleDrafter(head, target, TREE, sampled=False))
+    list(decode(target, recorder, PointMass(), prompt, 16, seeds))
+    feedback, tree = recorder.seen[0]
+    soft = LlamaGenTarget(model, target.guidance, Processor())
+    law = naive_law(soft, head, 1, [int(feedback.token)], [])
+    assert tree.laws is None and tree.tokens[0, [1, 2, 4]].tolist() == law.topk(3).indices.tolist()
+
+
+def test_files_round_trip(model, head, tmp_path):
+    fingerprint = target_fingerprint(model)
+    save_eagle(head, tmp_path, fingerprint=fingerprint)
+    again = load_eagle(tmp_path, CONFIG, fingerprint=fingerprint)
+    assert not again.training and again.config == head.config
+    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), head.state_dict().values(), strict=True))
+    facts = json.loads((tmp_path / "config.json").read_text())
+    assert facts["hidden_size"] == 32 and facts["intermediate_size"] == 24 and facts["num_hidden_layers"] == 1
+    save_eagle(head, tmp_path, dtype=torch.bfloat16)
+    assert (
+        load_eagle(tmp_path, CONFIG, fingerprint="of another", dtype=torch.bfloat16).fc.weight.dtype == torch.bfloat16
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dim": 64}, r"\(hidden_size 64\), got 32 in"),
+        ({"vocab_size": 24}, r"\(vocab_size 24\), got 20 in"),
+        ({"block_size": 25}, r"\(block_size 25\), got 16 in"),
+        ({"n_head": 4}, r"\(num_attention_heads 4\), got 2 in"),
+    ],
+)
+def test_a_drafter_of_another_target_is_refused(change, message, head, tmp_path):
+    save_eagle(head, tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_eagle(tmp_path, replace(CONFIG, **change))
+    with pytest.raises(ValueError, match="head must be made for"):
+        EagleDrafter(head, LlamaGenTarget(Transformer(replace(CONFIG, **change)), Guidance(), Processor()), TREE)
+
+
+def test_a_drafter_of_other_weights_is_refused(model, head, tmp_path):
+    save_eagle(head, tmp_path, fingerprint=target_fingerprint(model))
+    other = target_fingerprint(random_weights(Transformer(CONFIG), 5))
+    with pytest.raises(ValueError, match=rf"target_fingerprint {other}\), got {target_fingerprint(model)} in"):
+        load_eagle(tmp_path, CONFIG, fingerprint=other)
+
+
+def test_fingerprints_survive_a_cast(model):
+    fingerprint = target_fingerprint(model)
+    assert len(fingerprint) == 12 and int(fingerprint, 16) >= 0
+    assert target_fingerprint(model.to(torch.bfloat16)) == fingerprint
+    assert target_fingerprint(random_weights(Transformer(CONFIG), 7)) != fingerprint
+
+
+def test_damaged_files_are_named(head, tmp_path):
+    save_eagle(head, tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json must be JSON"):
+        load_eagle(tmp_path, CONFIG)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="must hold an object, got a list"):
+        load_eagle(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 8), (0, 1, 2), (2, -1, 2), (2, 1, 1)])
+def test_trees_out_of_range_are_named(sizes):
+    with pytest.raises(ValueError, match=r"total must be in \[2, "):
+        Dynamic(*sizes)
+
+
+def data():
+    tokens = torch.randint(CONFIG.vocab_size, (12, 2, 16), generator=torch.Generator().manual_seed(4))
+    return tokens, torch.arange(12) % CONFIG.num_classes
+
+
+def loss_of(model, head):
+    tokens, labels = data()
+    with torch.no_grad():
+        return eagle_loss(model, head, labels, tokens[:, 0], torch.zeros(12, 15, CONFIG.dim))
+
+
+def test_training_lowers_the_loss_and_resumes(model, tmp_path):
+    tokens, labels = data()
+    options = dict(batch=8, lr=6e-3, ffn_dim=24, compiled=False)
+    untrained = train_eagle(model, tokens, labels, tmp_path / "none", steps=0, **options)
+    straight = train_eagle(model, tokens, labels, tmp_path / "straight", steps=80, **options)
+    train_eagle(model, tokens, labels, tmp_path / "run", steps=30, **options)
+    assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == 30
+    head = train_eagle(model, tokens, labels, tmp_path / "run", steps=80, **options)
+    assert all(torch.equal(a, b) for a, b in zip(head.parameters(), straight.parameters(), strict=True))
+    first, end = loss_of(model, untrained), loss_of(model, head)
+    assert float(end["loss"]) < 0.8 * float(first["loss"]) and end["overlap"] > first["overlap"]
+    assert torch.equal(head.embed_tokens.weight, model.tok_embeddings.weight)
+
+
+def test_training_wants_classes():
+    captioned = Transformer(replace(CONFIG, model_type="t2i", cls_token_num=3, caption_dim=4))
+    with pytest.raises(ValueError, match="target must be class-conditional"):
+        train_eagle(captioned, *data(), None, steps=1)
