@@ -47,16 +47,15 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class Level:
-    """One level of a static tree: its ``nodes`` [n], for each the index of its parent in ``parents`` [n'] and its rank.
+    """One level of a static tree: its ``nodes`` [n] below ``parents`` [n'], which all get ``width`` children drawn.
 
-    Of the parents, ``origin`` [n'] is each one's own parent's place among the parents a level up, and ``first`` the
-    slot of the scratch region from which they are stored.
+    ``pick`` [n] finds the nodes among the n' · width children. Of the parents, ``origin`` [n'] is each one's own
+    parent's place among the parents a level up, and ``first`` the scratch slot from which they are stored.
     """
 
     nodes: Tensor
     parents: Tensor
-    parent_index: Tensor
-    ranks: Tensor
+    pick: Tensor
     width: int
     origin: Tensor
     first: int
@@ -70,8 +69,9 @@ class Level:
             nodes = (shape.depths[0] == depth).nonzero()[:, 0]
             parents, index = shape.parents[0, nodes].unique(return_inverse=True)
             ranks = shape.ranks[0, nodes]
+            width = int(ranks.max()) + 1
             origin = torch.searchsorted(above, shape.parents[0, parents])
-            levels.append(cls(nodes, parents, index, ranks, int(ranks.max()) + 1, origin, first))
+            levels.append(cls(nodes, parents, index * width + ranks, width, origin, first))
             first, above = first + (len(parents) if depth > 1 else 0), parents  # the root is not stored as a draft
         return levels
 
@@ -134,9 +134,9 @@ class EagleDrafter:
             if depth:
                 states = self._feed(tokens[:, level.parents], states[:, level.origin], depth, level.first)
             drafts, drawn = self._draw(self._logits(states, depth), level.width, uniforms)
-            tokens[:, level.nodes] = drafts[:, level.parent_index, level.ranks]
+            tokens.index_copy_(1, level.nodes, drafts.flatten(1).index_select(1, level.pick))
             if laws is not None and drawn is not None:
-                laws[:, level.nodes] = drawn[:, level.parent_index, level.ranks]
+                laws.index_copy_(1, level.nodes, drawn.flatten(1, 2).index_select(1, level.pick))
         return DraftTree(tokens, shape, laws)
 
     def _draw(self, logits: Tensor, width: int, uniforms: Uniforms) -> tuple[Tensor, Tensor | None]:
