@@ -1,0 +1,175 @@
+"""Which rule keeps most at the same node budget: point-mass trees, sampled trees with every multi-draft rule, and the
+relaxed rules, on the real model. The experiment that facts/verification.md of the design asks for.
+
+Budgets count drafts, the root apart. Every rule plays every shape of a budget; the plot takes each rule's best.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.arithmetic import level_rates
+from benchmarks.common import Budget, Row, balanced_labels, dtype_name, environment, generators, label, load_pipeline
+from benchmarks.common import write_results as write
+from benchmarks.drafting import GreedyDrafter, IndependentDrafter, through_rank_one, widths_for
+from benchmarks.settings import Options
+from benchmarks.single import Recorder, single_position
+from specmm import methods
+from specmm.decode import decode
+from specmm.image_ar.pipeline import ImagePipeline
+from specmm.image_ar.tokens.drafters.block import BlockDrafter
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
+from specmm.randomness import Uniforms
+from specmm.shape.sequoia import best_tree
+from specmm.shape.static import spine
+from specmm.stats import Stats
+from specmm.tree import TreeShape
+from specmm.verify import Block, GreedyMultiDraft, KSeq, Lantern, LanternPP, PointMass, Recursive, Rule, Traversal
+from specmm.verify import neighbour_table as nearest
+
+BATCH = 16
+GUESS = ((0.35, 0.15, 0.08, 0.05, 0.04, 0.03),)  # acceptance by rank where the model's settings hold none
+Maker = Callable[[Any, LlamaGenTarget, TreeShape], BlockDrafter]
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A rule and the drafts it is given. ``method`` names the quality benchmark's samples of this rule."""
+
+    name: str
+    drafts: str
+    rule: Rule
+    make: Maker
+    method: str | None = None
+
+
+@dataclass
+class Outcome:
+    """What a run over all pictures gave."""
+
+    stats: Stats = field(default_factory=Stats)
+    excess: float = 0.0
+    measured: float = 0.0
+
+
+def measure_acceptance(options: Options) -> list[Row]:
+    """Run both experiments; writes ``acceptance`` and ``single_position`` as rows come in."""
+    torch.set_num_threads(options.threads)
+    pipe = load_pipeline(options.model, options.dtype)
+    classes = pipe.transformer.config.num_classes
+    labels = torch.from_numpy(balanced_labels(torch.arange(classes).numpy(), options.pictures))
+    facts = environment(model=str(options.model), dtype=dtype_name(pipe), pictures=options.pictures, batch=BATCH)
+    recorder = Recorder(Recursive())
+    play(pipe, Contest("recorded", "without", recorder, BlockDrafter), spine((1, 1, 1)), labels)
+    table = _table(pipe)
+    write(options.out, "single_position", single_position(*recorder.laws(), table), facts)
+    rows: list[Row] = []
+    budget, runs = Budget(options.minutes), list(schedule(pipe, options.budgets, table))
+    for contest, nodes, form, shape in tqdm(runs, desc="acceptance", unit="run"):
+        if budget.spent:
+            break
+        start = time.perf_counter()
+        outcome = play(pipe, contest, shape, labels)
+        row = _row(contest, nodes, form, shape, outcome)
+        rows.append(row | {"seconds": time.perf_counter() - start, "pictures": len(labels)})
+        write(options.out, "acceptance", rows, facts)
+    return rows
+
+
+def schedule(
+    pipe: ImagePipeline, budgets: tuple[int, ...], table: Tensor | None
+) -> Iterator[tuple[Contest, int, str, TreeShape]]:
+    """(contest, budget, form, shape), smaller budgets first; greedy multi-draft plays spines only."""
+    levels = pipe.parts.head("block").config.levels
+    chain = TreeShape.chain(levels)
+    yield Contest("single draft", "sampled", Recursive(), BlockDrafter), levels, "chain", chain
+    yield Contest("block", "sampled", Block(), BlockDrafter), levels, "chain", chain
+    for budget in budgets:
+        for form, shape in shapes(budget, levels, pipe.parts.acceptance):
+            for contest in contests(table):
+                yield contest, budget, form, shape
+        widths = widths_for(budget, levels, 0.7)
+        greedy = Contest("greedy multi-draft", "top k - 1 and a sample", GreedyMultiDraft(), GreedyDrafter)
+        yield greedy, budget, "spine", spine(widths)
+        yield greedy, budget, "spine below the likeliest", through_rank_one(widths)
+
+
+def shapes(budget: int, levels: int, acceptance: Any) -> list[tuple[str, TreeShape]]:
+    """A spine (top-heavy) and Sequoia's tree of ``budget`` drafts."""
+    tree, _ = best_tree(acceptance or GUESS[0], budget + 1, levels)
+    return [("spine", spine(widths_for(budget, levels, 0.7))), ("sequoia", tree)]
+
+
+def contests(table: Tensor | None) -> list[Contest]:
+    """Every rule on the drafts it is exact for, and the relaxed rules on sampled and on point-mass trees."""
+    exact = [
+        Contest("point mass", "top k", PointMass(), _top),
+        Contest("recursive, without replacement", "sampled", Recursive(), BlockDrafter, "speculative"),
+        Contest("recursive, with replacement", "independent", Recursive(), IndependentDrafter),
+        Contest("k-seq", "independent", KSeq(), IndependentDrafter),
+        Contest("traversal", "sampled", Traversal(), BlockDrafter, "speculative(rule='traversal')"),
+    ]
+    return exact + (relaxed(table) if table is not None else [])
+
+
+def relaxed(table: Tensor) -> list[Contest]:
+    """LANTERN (δ) and LANTERN++ (λ) where the codebook has enough neighbours."""
+    most, found = table.shape[1] - 1, []
+    for method in (methods.LanternPP(lambda_=2.0, k=10), methods.LanternPP(lambda_=3.0, k=10)):
+        rule: Rule = LanternPP(table, min(method.k, most), method.lambda_)
+        name = f"lantern++ λ={method.lambda_:g} k={min(method.k, most)}"
+        found.append(Contest(name, "sampled", rule, BlockDrafter, label(method)))
+    k = min(100, most)
+    found += [
+        Contest(f"lantern δ=0.1 k={k}", drafts, Lantern(table, k, 0.1), make)
+        for drafts, make in (("sampled", BlockDrafter), ("top k", _top))
+    ]
+    return found
+
+
+def _top(head: Any, target: LlamaGenTarget, shape: TreeShape) -> BlockDrafter:
+    return BlockDrafter(head, target, shape, sampled=False)
+
+
+def _table(pipe: ImagePipeline) -> Tensor | None:
+    codebook = pipe.parts.codebook
+    return None if codebook is None else nearest(codebook.float(), min(101, len(codebook) - 1))
+
+
+def play(pipe: ImagePipeline, contest: Contest, shape: TreeShape, labels: Tensor) -> Outcome:
+    """Decode pictures of classes ``labels`` [N] with the contest's drafter and rule; the seeds are 0 … N - 1."""
+    target, outcome = pipe.target(), Outcome()
+    drafter = contest.make(pipe.parts.head("block"), target, shape)
+    for first in range(0, len(labels), BATCH):
+        part = labels[first : first + BATCH]
+        uniforms = Uniforms(generators(range(first, first + len(part))))
+        *_, progress = decode(target, drafter, contest.rule, Prompt(part), target.length, uniforms)
+        outcome.stats.add(progress.stats)
+        outcome.excess += float(progress.excess)
+        outcome.measured += float(progress.measured)
+    return outcome
+
+
+def _row(contest: Contest, nodes: int, form: str, shape: TreeShape, outcome: Outcome) -> Row:
+    tv = 0.0 if contest.rule.exact else (outcome.excess / outcome.measured if outcome.measured else None)
+    rates = level_rates(outcome.stats.kept)
+    return {
+        "rule": contest.name,
+        "drafts": contest.drafts,
+        "exact": contest.rule.exact,
+        "nodes": nodes,
+        "form": form,
+        "depth": shape.depth,
+        "tau": outcome.stats.tau,
+        "tv": tv,
+        "method": contest.method,
+        **{f"level_{d}": rate for d, rate in enumerate(rates, start=1)},
+        "tree": [int(p) for p in shape.parents[0]],
+    }

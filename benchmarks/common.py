@@ -1,0 +1,170 @@
+"""What every benchmark shares: contenders by name, the machine's facts, tables on disk, budgets, seeds."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from specmm import methods
+from specmm.image_ar.pipeline import ImagePipeline
+
+RESULTS = Path("benchmarks/results")
+CACHE = Path("runs/benchmarks")  # ignored by git
+EMOJI = Path.home() / ".cache/specmm/emoji"
+Row = dict[str, Any]
+
+
+def label(method: methods.Method) -> str:
+    """A method as text: its name and the options that tell contenders apart, ``lantern++(lambda_=2.0, k=10)``."""
+    always = {"lantern++": ("lambda_", "k"), "lantern": ("delta", "k")}.get(method.name, ())
+    options = [
+        f"{f.name}={getattr(method, f.name)!r}"
+        for f in dataclasses.fields(method)
+        if f.name in always or getattr(method, f.name) != f.default
+    ]
+    return f"{method.name}({', '.join(options)})" if options else method.name
+
+
+def parse(text: str) -> methods.Method:
+    """The method that ``label`` writes as ``text``; raises ``ValueError`` for anything else."""
+    name, bracket, options = text.partition("(")
+    if not bracket:
+        return methods.resolve(name)
+    try:
+        call = ast.parse(f"f({options}", mode="eval").body
+        assert isinstance(call, ast.Call)
+        found = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except (SyntaxError, AssertionError, ValueError) as error:
+        raise ValueError(f"method must read name(option=value, …), got {text!r}") from error
+    return methods.resolve(name, **found)
+
+
+def load_pipeline(model: str | Path, dtype: torch.dtype | None = None) -> ImagePipeline:
+    """The pipeline of ``model`` without its own progress bar; the dtype defaults to the machine's fastest."""
+    pipe = ImagePipeline.from_pretrained(model, torch_dtype=dtype)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def dtype_name(pipe: ImagePipeline) -> str:
+    """``float32``, ``bfloat16``, …"""
+    return str(pipe.transformer.output.weight.dtype).removeprefix("torch.")
+
+
+def playable(pipe: ImagePipeline, contenders: Iterable[methods.Method]) -> list[methods.Method]:
+    """Those the model can play; says which are left out, and why."""
+    codes, kept = pipe.transformer.config.vocab_size, []
+    for method in contenders:
+        needs = "eagle" if method.name == "eagle" else getattr(method, "drafter", None)
+        if needs is not None and needs not in pipe.parts.drafters:
+            print(f"left out {label(method)}: the model has no {needs!r} drafter", flush=True)
+        elif getattr(method, "k", 0) > codes - 2:
+            print(f"left out {label(method)}: the codebook has {codes} codes only", flush=True)
+        else:
+            kept.append(method)
+    return kept
+
+
+def generators(seeds: Iterable[int]) -> list[torch.Generator]:
+    """One CPU generator a seed."""
+    return [torch.Generator().manual_seed(int(s)) for s in seeds]
+
+
+def balanced_labels(labels: np.ndarray, count: int) -> np.ndarray:
+    """``count`` class ids of which every prefix has nearly the proportions of ``labels`` [N].
+
+    Each place goes to the class that is furthest behind its share; so the first n do not depend on ``count``.
+    """
+    share = np.bincount(labels) / len(labels)
+    given, found = np.zeros(len(share)), np.empty(count, dtype=np.int64)
+    for i in range(count):
+        found[i] = np.argmax(share * (i + 1) - given)
+        given[found[i]] += 1
+    return found
+
+
+class Budget:
+    """Minutes that a benchmark may take (None: no limit), from its making on."""
+
+    def __init__(self, minutes: float | None = None) -> None:
+        self.end = None if minutes is None else time.monotonic() + 60 * minutes
+
+    @property
+    def spent(self) -> bool:
+        """Whether the time is over."""
+        return self.end is not None and time.monotonic() >= self.end
+
+
+def environment(**facts: Any) -> dict[str, Any]:
+    """Machine, versions, date and git SHA, and whatever else is to be recorded (``facts``)."""
+    return {
+        "machine": cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "git": git_sha(),
+        **facts,
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if info.exists() and names else platform.processor() or platform.machine()
+
+
+def git_sha() -> str:
+    """The commit measured, with ``+`` where library code differs from it."""
+    try:
+        sha = _git("rev-parse", "--short=12", "HEAD")
+        paths = ("specmm", "image_ar", "metrics", "kernels", "benchmarks/*.py")
+        return sha + ("+" if _git("status", "--porcelain", "--", *paths) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    here = Path(__file__).parent.parent
+    return subprocess.run(["git", *arguments], cwd=here, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def write_results(out: Path, name: str, rows: Sequence[Row], facts: Mapping[str, Any]) -> None:
+    """``name``.json ({environment, rows}) and ``name``.csv (the rows, lists left out) in ``out``."""
+    out.mkdir(parents=True, exist_ok=True)
+    whole = {"environment": dict(facts), "rows": list(rows)}
+    (out / f"{name}.json").write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+    columns = [k for k in dict.fromkeys(k for row in rows for k in row) if not _nested(rows, k)]
+    with (out / f"{name}.csv").open("w", newline="") as file:
+        for key, value in facts.items():
+            file.write(f"# {key}: {value}\n")
+        table = csv.DictWriter(file, columns, extrasaction="ignore")
+        table.writeheader()
+        table.writerows(rows)
+
+
+def _nested(rows: Sequence[Row], key: str) -> bool:
+    return any(isinstance(row.get(key), list | dict) for row in rows)
+
+
+def read_results(out: Path, name: str) -> dict[str, Any] | None:
+    """What ``write_results`` wrote, or None."""
+    file = out / f"{name}.json"
+    return json.loads(file.read_text()) if file.exists() else None

@@ -1,0 +1,84 @@
+"""Block drafters that draw siblings in the other ways rules ask for: independently, or the top tokens and one sample.
+
+Shape letters: B batch, P parents of a level, k siblings, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specmm.image_ar.tokens.drafters.block import BlockDrafter, Level
+from specmm.randomness import Uniforms, categorical
+from specmm.shape.sampled import sample_siblings, sample_siblings_iid
+from specmm.tree import TreeShape
+
+
+class IndependentDrafter(BlockDrafter):
+    """Siblings drawn with replacement from one law (SpecInfer, SpecTr)."""
+
+    def _draw(self, law: Tensor, level: Level, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
+        return _by_node(level, *draw_siblings("independent", law, level.width, uniforms))
+
+
+class GreedyDrafter(BlockDrafter):
+    """The likeliest tokens and, at rank 0, one sample of the rest (greedy multi-draft); see ``through``."""
+
+    def _draw(self, law: Tensor, level: Level, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
+        return _by_node(level, *draw_siblings("greedy", law, level.width, uniforms))
+
+
+def _by_node(level: Level, tokens: Tensor, laws: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Nodes [B, n] of a level and their laws [B, n, V] from the siblings [B, P, k] of each parent."""
+    assert laws is not None
+    tokens, laws = tokens.flatten(1), laws.flatten(1, 2)
+    if level.pick is None:
+        return tokens, laws
+    return tokens.index_select(1, level.pick), laws.index_select(1, level.pick)
+
+
+def draw_siblings(kind: str, law: Tensor, k: int, uniforms: Uniforms) -> tuple[Tensor, Tensor | None]:
+    """Tokens [B, P, k] and their laws [B, P, k, V] (None: chosen) of ``law`` [B, P, V], drawn as ``kind`` says.
+
+    ``top``: the likeliest; ``without`` or ``independent``: samples without or with replacement; ``greedy``: a sample of
+    what the k - 1 likeliest leave, then those.
+    """
+    parents = law.shape[1]
+    if kind == "top":
+        return law.topk(k).indices, None
+    if kind == "independent":
+        return sample_siblings_iid(law, uniforms.draw(parents * k).view(-1, parents, k))
+    if kind == "without":
+        return sample_siblings(law, k, uniforms.draw(law[0].numel()).view(law.shape))
+    top = law.topk(k - 1).indices
+    rest = law.scatter(-1, top, 0.0)
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, law)  # nothing left: the sample repeats a chosen token
+    rest = rest / rest.sum(-1, keepdim=True)
+    sample = categorical(rest, uniforms.draw(parents))
+    laws = law.new_zeros(*law.shape[:2], k, law.shape[-1])
+    laws[:, :, 0] = rest
+    return torch.cat([sample[..., None], top], dim=-1), laws
+
+
+def through_rank_one(widths: tuple[int, ...]) -> TreeShape:
+    """A spine whose chain goes on below the likeliest token, rank 1 of greedy multi-draft, where there is one."""
+    parents, node = [-1], 0
+    for width in widths:
+        first = len(parents)
+        parents += [node] * width
+        node = first + (width > 1)
+    return TreeShape.from_parents(parents)
+
+
+def widths_for(budget: int, levels: int, ratio: float) -> tuple[int, ...]:
+    """Children by level of a spine of ``budget`` nodes over at most ``levels`` levels, each ``ratio`` of the last.
+
+    Every level has at least one; 1 spreads the nodes evenly, less puts more of them on top.
+    """
+    depth = min(levels, budget)
+    share = [ratio**d for d in range(depth)]
+    spare = budget - depth
+    widths = [1 + int(spare * s / sum(share)) for s in share]
+    for d in range(budget - sum(widths)):
+        widths[d % depth] += 1
+    return tuple(widths)

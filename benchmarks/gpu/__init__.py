@@ -1,0 +1,1 @@
+"""Benchmarks for machines with a GPU."""

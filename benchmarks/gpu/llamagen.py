@@ -1,0 +1,161 @@
+"""LlamaGen on a GPU: plain, exact and LANTERN++ decoding by batch size, eager and with captured or compiled forwards.
+
+``python -m benchmarks.gpu.llamagen --out benchmarks/results``; see README.md here for what to run. Without a GPU it
+runs, too (captured means eager then), which is how it is tested. Writes ``gpu_llamagen.csv`` and ``.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.common import RESULTS, Row, dtype_name, environment, label, load_pipeline, parse
+from benchmarks.common import write_results as write
+from benchmarks.gpu.graphs import GraphTarget
+from benchmarks.static_step import StaticTarget
+from specmm import methods
+from specmm.decode import Progress, decode, decode_plain
+from specmm.drafter import Drafter
+from specmm.image_ar.pipeline import ImagePipeline
+from specmm.image_ar.tokens.assemble import assemble
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
+from specmm.randomness import Uniforms
+from specmm.verify import Rule
+
+METHODS = ("ar", "speculative", "lantern++(lambda_=2.0, k=10)")
+MODES = ("eager", "graph", "compile")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and write."""
+    options = read_arguments(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    pipe = move(load_pipeline(options.model), device)
+    facts = environment(
+        model=str(options.model),
+        dtype=dtype_name(pipe),
+        device=device,
+        cuda=torch.version.cuda,
+        repeats=options.repeats,
+    )
+    rows: list[Row] = []
+    for batch in options.batches:
+        rows += measure(pipe, batch, options)
+        write(options.out, "gpu_llamagen", rows, facts)
+    print(f"written: {options.out / 'gpu_llamagen.csv'}")
+    return 0
+
+
+def move(pipe: ImagePipeline, device: str) -> ImagePipeline:
+    """The pipeline with everything it draws on moved to ``device``."""
+    for module in (pipe.transformer, pipe.vq, *pipe.parts.drafters.values()):
+        module.to(device)
+    if pipe.parts.codebook is not None:
+        pipe.parts.codebook = pipe.parts.codebook.to(device)
+    return pipe
+
+
+def measure(pipe: ImagePipeline, batch: int, options: argparse.Namespace) -> list[Row]:
+    """Rows of every mode and method at ``batch``, runs interleaved; speed-ups over the fastest plain decoding."""
+    runs = [
+        Run.of(pipe, mode, method)
+        for mode in options.modes
+        for method in options.methods
+        if mode != "compile" or isinstance(method, methods.AR)
+    ]
+    for repeat in tqdm(range(options.repeats + 1), desc=f"batch {batch}", unit="repeat"):  # the first warms up
+        for run in runs:
+            run.once(pipe, batch, repeat)
+    plain = min(run.median for run in runs if run.parts is None)
+    return [_row(batch, run, plain) for run in runs]
+
+
+@dataclass
+class Run:
+    """A method in a mode: its own target and, unless it is plain, its own drafter and rule."""
+
+    mode: str
+    name: str
+    target: LlamaGenTarget
+    parts: tuple[Drafter, Rule] | None
+    seconds: list[float] = field(default_factory=list)
+    last: Progress | None = None
+
+    @classmethod
+    def of(cls, pipe: ImagePipeline, mode: str, method: methods.Method) -> Run:
+        """``eager`` is the pipeline's own target; ``graph`` captures its forwards; ``compile`` its plain step."""
+        target = pipe.target()
+        parts = None
+        if not isinstance(method, methods.AR):
+            _, drafter, rule = assemble(method, target, pipe.parts)
+            parts = drafter, rule
+        if mode != "eager":
+            target = GraphTarget(target) if mode == "graph" else StaticTarget(target)
+        return cls(mode, label(method), target, parts)
+
+    @property
+    def median(self) -> float:
+        """Seconds of a batch, the warm-up apart."""
+        return statistics.median(self.seconds[1:])
+
+    def once(self, pipe: ImagePipeline, batch: int, seed: int) -> None:
+        """Decode ``batch`` pictures and note the seconds."""
+        prompt = Prompt(torch.arange(batch, device=pipe.device) % pipe.transformer.config.num_classes)
+        dice = Uniforms([torch.Generator(pipe.device).manual_seed(seed * batch + i) for i in range(batch)])
+        on_gpu, length = pipe.device.type == "cuda", self.target.length
+        start = _now(pipe)
+        if self.parts is None:
+            steps = decode_plain(self.target, prompt, length, dice, on_gpu)
+        else:
+            steps = decode(self.target, *self.parts, prompt, length, dice, on_gpu)
+        *_, self.last = steps
+        self.seconds.append(_now(pipe) - start)
+
+
+def _row(batch: int, run: Run, plain: float) -> Row:
+    assert run.last is not None
+    stats, measured = run.last.stats, float(run.last.measured)
+    rounds = max(stats.batch_rounds, 1)
+    return {
+        "batch": batch,
+        "mode": run.mode,
+        "method": run.name,
+        "seconds": run.median,
+        "pictures_per_second": batch / run.median,
+        "speedup": plain / run.median,
+        "tau": stats.tau,
+        "draft_ms": 1000 * stats.draft_seconds / rounds,
+        "verify_ms": 1000 * stats.verify_seconds / rounds,
+        "host_overhead": stats.host_overhead,
+        "tv": float(run.last.excess) / measured if measured else 0.0,
+    }
+
+
+def _now(pipe: ImagePipeline) -> float:
+    if pipe.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu.llamagen", description="LlamaGen on a GPU")
+    parser.add_argument("--model", default="pocket/llamagen")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--batches", type=int, nargs="+", default=(1, 8, 64))
+    parser.add_argument("--methods", type=parse, nargs="+", default=[parse(m) for m in METHODS])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--repeats", type=int, default=7)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

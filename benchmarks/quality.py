@@ -1,0 +1,194 @@
+"""FID, KID, likelihood and nearest training pictures of every method's samples, against real emoji.
+
+Real pictures: the training set. Floor: random disjoint halves of the training set against one another, at the same
+number of samples (the held-out set is too small for that). Inception runs in bfloat16, for all alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from benchmarks.common import (
+    Budget,
+    Row,
+    balanced_labels,
+    dtype_name,
+    environment,
+    label,
+    load_pipeline,
+    write_results,
+)
+from benchmarks.samples import SampleSet
+from benchmarks.settings import Options
+from specmm import methods
+from specmm.image_ar.pipeline import ImagePipeline
+from specmm.metrics.features import FeatureSet
+from specmm.metrics.frechet import FeatureStatistics, frechet_distance
+from specmm.metrics.kernel import kernel_distance
+from specmm.metrics.neighbours import nearest_neighbours, pixels
+from specmm.zoo import emoji
+
+
+class Network(Protocol):
+    """What turns pictures into features."""
+
+    def features(self, pictures: Any, *, batch: int = 32, progress: bool = True) -> FeatureSet:
+        """Features of pictures [N, R, R, 3] uint8."""
+        ...
+
+
+def measure_quality(options: Options, network: Network | None = None) -> list[Row]:
+    """Make what samples are missing (within the budget), then measure all there are; writes ``quality``."""
+    torch.set_num_threads(options.threads)
+    pipe = load_pipeline(options.model, options.dtype)
+    real = Real(options, network)
+    contenders = options.contenders(pipe, "quality")
+    sets = {label(m): SampleSet.of(options.cache, pipe, options.model, m, options.batch) for m in contenders}
+    make_samples(pipe, contenders, sets, real.labels, options)
+    facts = environment(
+        model=str(options.model),
+        dtype=dtype_name(pipe),
+        train=len(real.train),
+        test=len(real.test),
+        settings=pipe.settings.__dict__,
+        floor="random disjoint halves of the training pictures",
+    )
+    rows: list[Row] = []
+    for name, found in sets.items():
+        if found.count() >= 2:
+            rows.append({"method": name, **assess(found, sets.get("ar"), real)})
+            floor = _floor_row(real, rows)
+            write_results(options.out, "quality", [*rows, floor], facts)
+    return rows
+
+
+def make_samples(
+    pipe: ImagePipeline,
+    contenders: Sequence[methods.Method],
+    sets: dict[str, SampleSet],
+    real_labels: np.ndarray,
+    options: Options,
+) -> None:
+    """Batch by batch, every method in turn, so that an early stop leaves all of them with equally many samples."""
+    count = -(-options.samples // options.batch) * options.batch  # whole batches, so that more can follow
+    labels, budget = balanced_labels(real_labels, count), Budget(options.minutes)
+    with tqdm(total=len(contenders) * count, desc="samples", unit="picture") as bar:
+        for first in range(0, count, options.batch):
+            part = labels[first : first + options.batch]
+            for method in contenders:
+                if budget.spent:
+                    return
+                bar.set_postfix_str(label(method), refresh=False)
+                sets[label(method)].make(pipe, method, part, first)
+                bar.update(len(part))
+
+
+class Real:
+    """The real pictures and their features, which are kept in the cache."""
+
+    def __init__(self, options: Options, network: Network | None = None) -> None:
+        self.options, self.given = options, network
+        train, test = (emoji.load(options.data, split) for split in ("train", "test"))
+        self.train, self.labels, self.test = train.images, train.labels, test.images
+
+    @cached_property
+    def network(self) -> Network:
+        """Loaded only when there is something to measure."""
+        from specmm.metrics.inception import Inception
+
+        return self.given or Inception(dtype=torch.bfloat16)
+
+    @cached_property
+    def features(self) -> FeatureSet:
+        """Of the training pictures."""
+        return cached_features(self.network, self.train, self.options.cache / "features")
+
+    @cached_property
+    def statistics(self) -> FeatureStatistics:
+        """Of the training pictures."""
+        return FeatureStatistics.of(self.features)
+
+    @cached_property
+    def test_distance(self) -> float:
+        """Median pixel distance of a held-out picture to the nearest training picture."""
+        return float(nearest_neighbours(pixels(self.test), pixels(self.train)).distances.median())
+
+    def floor(self, count: int, draws: int = 3) -> tuple[int, float, float]:
+        """Count used, mean FID and mean KID between disjoint random halves, the first cut to ``count`` pictures."""
+        half, fid, kid = len(self.train) // 2, [], []
+        count = min(count, half)
+        for seed in range(draws):
+            order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
+            halves = (order[:count], order[half:])
+            a, b = (FeatureSet(self.features.values[rows], self.features.protocol) for rows in halves)
+            fid.append(frechet_distance(a, b).value)
+            kid.append(kernel_distance(a, b, subsets=1, subset_size=2).full or 0.0)
+        return count, float(np.mean(fid)), float(np.mean(kid))
+
+
+def cached_features(network: Network, pictures: np.ndarray, folder: Path, block: int = 256) -> FeatureSet:
+    """Features of ``pictures`` [N, R, R, 3], each block of them kept in ``folder`` under a hash of its bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found: list[FeatureSet] = []
+    for first in tqdm(range(0, len(pictures), block), desc="features", unit="block", leave=False):
+        part = np.ascontiguousarray(pictures[first : first + block])
+        file = folder / f"{hashlib.sha256(part.tobytes()).hexdigest()[:20]}.npz"
+        if not file.exists():
+            network.features(part, progress=False).save(file.with_suffix(".part"))
+            file.with_suffix(".part").replace(file)
+        found.append(FeatureSet.load(file))
+    return FeatureSet(torch.cat([f.values for f in found]), found[0].protocol)
+
+
+def assess(found: SampleSet, plain: SampleSet | None, real: Real) -> Row:
+    """Everything measured of one method's samples; FID and KID also over plain decoding's at the same count."""
+    count = found.count()
+    features = _features(found, real, count)
+    fid = frechet_distance(features, real.statistics).value
+    kid = kernel_distance(features, real.features)
+    row: Row = {"samples": count, "fid": fid, "kid": kid.full, "kid_subsets": kid.mean, "kid_std": kid.std}
+    if plain is not None and (equal := min(count, plain.count())) >= 2:
+        base, mine = _features(plain, real, equal), _features(found, real, equal)
+        row["compared_at"] = equal
+        row["fid_ratio"] = _fid(mine, real) / _fid(base, real)
+        row["kid_ratio"] = _kid(mine, real) / _kid(base, real)
+    (loglik,) = found.arrays("log_likelihood")
+    counts = found.counts()
+    row |= {"log_likelihood": float(loglik.mean()), "tau": counts["tokens"] / max(counts["rounds"], 1)}
+    row |= {"tv": counts["tv"], "certificate": counts["certificate"], "seconds": counts["seconds"]}
+    return row | _memorised(found.arrays("images")[0], real)
+
+
+def _features(found: SampleSet, real: Real, count: int) -> FeatureSet:
+    (images,) = found.arrays("images", limit=count)
+    return cached_features(real.network, images, found.folder / "features")
+
+
+def _fid(features: FeatureSet, real: Real) -> float:
+    return frechet_distance(features, real.statistics).value
+
+
+def _kid(features: FeatureSet, real: Real) -> float:
+    return kernel_distance(features, real.features, subsets=1, subset_size=2).full or 0.0
+
+
+def _memorised(images: np.ndarray, real: Real) -> Row:
+    distances = nearest_neighbours(pixels(images), pixels(real.train)).distances
+    return {
+        "nearest_train": float(distances.median()),
+        "nearest_train_of_test": real.test_distance,
+        "closer_than_test": float((distances < real.test_distance).double().mean()),
+    }
+
+
+def _floor_row(real: Real, rows: Sequence[Row]) -> Row:
+    count, fid, kid = real.floor(max(r["samples"] for r in rows))
+    return {"method": "real against real", "samples": count, "fid": fid, "kid": kid}

@@ -1,0 +1,176 @@
+"""benchmarks/results/README.md from the result files: bars, tables, plots, machine. No number is written here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bars import bars
+from benchmarks.common import Row, read_results
+from benchmarks.plots import best_by_budget, draw_plots
+
+NAMES = ("speed", "quality", "acceptance", "single_position", "autotune")
+SPEED = {
+    "method": "method",
+    "dtype": "dtype",
+    "seconds": "s / picture",
+    "speedup": "speed-up",
+    "speedup_low": "lower quartile",
+    "speedup_high": "upper quartile",
+    "tau": "τ",
+    "draft_ms": "draft, ms / round",
+    "verify_ms": "verify, ms / round",
+    "host_overhead": "host share",
+    "ideal": "ideal",
+    "loop_speedup": "token loop",
+    "realised": "realised / ideal",
+    "certificate": "certificate",
+    "tv": "TV / token",
+    "log_likelihood": "log p / token",
+}
+QUALITY = {
+    "method": "method",
+    "samples": "samples",
+    "fid": "FID",
+    "fid_ratio": "FID / plain",
+    "kid": "KID",
+    "kid_ratio": "KID / plain",
+    "log_likelihood": "log p / token",
+    "tau": "τ",
+    "tv": "TV / token",
+    "certificate": "certificate",
+    "nearest_train": "nearest training picture",
+    "closer_than_test": "closer than test's median",
+}
+AUTOTUNE = {
+    "batch": "batch",
+    "repeats": "repeats",
+    "plain_seconds": "plain, s",
+    "auto_seconds": "auto, s",
+    "ratio": "ratio",
+    "ratio_low": "lower quartile",
+    "ratio_high": "upper quartile",
+    "plan": "plan",
+}
+TITLES = {
+    "tau.png": "Block efficiency by rule",
+    "single_position.png": "Acceptance of one position",
+    "fid_speed.png": "FID against speed-up",
+}
+
+
+def write_report(out: Path) -> Path:
+    """Draw the plots and write ``README.md`` from whatever results are in ``out``."""
+    plots = [p.name for p in draw_plots(out)]
+    path = out / "README.md"
+    path.write_text(render({name: read_results(out, name) for name in NAMES}, plots))
+    return path
+
+
+def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ()) -> str:
+    """The report as Markdown."""
+    rows = {n: (found or {}).get("rows", []) for n, found in results.items()}
+    rows = {n: rows.get(n, []) for n in NAMES}
+    parts = ["# Measured results", "Written by `python -m benchmarks.run report` from the files beside it."]
+    held = [
+        {"what": b.what, "bar": b.asked, "found": b.found, "": b.verdict}
+        for b in bars(rows["speed"], rows["quality"], rows["autotune"])
+    ]
+    parts += ["## Bars", table(held)]
+    for section in (_speed, _quality, _acceptance, _single, _autotune):
+        parts += section(rows)
+    parts += [f"![{TITLES.get(p, p)}]({p})" for p in plots]
+    parts += ["## Where and when", _provenance(results)]
+    return "\n\n".join(p for p in parts if p) + "\n"
+
+
+def table(rows: Sequence[Row], columns: dict[str, str] | None = None) -> str:
+    """A Markdown table of ``rows``; ``columns`` picks and titles them (default: all, by their keys)."""
+    if not rows:
+        return ""
+    titles = columns or {k: k for k in dict.fromkeys(k for row in rows for k in row)}
+    used = {k: t for k, t in titles.items() if any(row.get(k) is not None for row in rows)}
+    lines = ["| " + " | ".join(used.values()) + " |", "|---" * len(used) + "|"]
+    lines += ["| " + " | ".join(_cell(row.get(k)) for k in used) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4f}" if abs(value) < 0.1 else f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+    return str(value).replace("|", "\\|")
+
+
+def _speed(rows: dict[str, list[Row]]) -> list[str]:
+    if not rows["speed"]:
+        return []
+    plain = next(r for r in rows["speed"] if r["baseline"])
+    text = (
+        f"Batch 1, medians of {plain['pictures']} pictures a method, the same seeds and classes for all, methods in "
+        f"turn in one process. The baseline is the fastest plain decoding here: {plain['method']} in {plain['dtype']}. "
+        "Seconds and speed-up are whole calls, pixels included; host share, ideal (τ · plain step / (draft + verify)), "
+        "and realised / ideal are of the token loop. log p is the target's own, under guidance."
+    )
+    return ["## Speed", text, table(rows["speed"], SPEED)]
+
+
+def _quality(rows: dict[str, list[Row]]) -> list[str]:
+    if not rows["quality"]:
+        return []
+    test = next((r["nearest_train_of_test"] for r in rows["quality"] if "nearest_train_of_test" in r), None)
+    text = (
+        "FID and KID (whole-set unbiased estimate) against the training pictures, Inception in bfloat16 for all; the "
+        "ratios to plain decoding are at equal counts. The last row is the floor: random disjoint halves of the "
+        "training pictures against one another. Emoji are far from what Inception knows: compare rows, not papers. "
+        "Distances to the nearest training picture are root mean squares of pixel differences in [0, 1]"
+    )
+    text += f"; the held-out pictures' median is {_cell(test)}." if test is not None else "."
+    return ["## Quality", text, table(rows["quality"], QUALITY)]
+
+
+def _acceptance(rows: dict[str, list[Row]]) -> list[str]:
+    if not rows["acceptance"]:
+        return []
+    quality = {r["method"]: r for r in rows["quality"]}
+    best = [by_nodes[n] for by_nodes in best_by_budget(rows["acceptance"]).values() for n in sorted(by_nodes)]
+    for row in best:
+        row["fid"] = quality.get(row.get("method"), {}).get("fid")
+    levels = sorted({k for r in best for k in r if k.startswith("level_")})
+    columns = {k: k for k in ("nodes", "rule", "drafts", "exact", "form", "depth", "tau", "tv", "fid")}
+    columns |= {"tau": "τ", "tv": "TV / token", "fid": "FID"} | {k: k.replace("_", " ") for k in levels}
+    text = (
+        f"Block efficiency at equal node budgets, {best[0]['pictures']} pictures; each rule with the better of its "
+        "shapes (all are in acceptance.csv). `level d`: of the rounds that kept level d - 1, the share that kept one "
+        "of the next. FID is the quality benchmark's for the same rule with the model's own tree."
+    )
+    return ["## Acceptance by rule", text, table(sorted(best, key=lambda r: (r["nodes"], -r["tau"])), columns)]
+
+
+def _single(rows: dict[str, list[Row]]) -> list[str]:
+    if not rows["single_position"]:
+        return []
+    text = (
+        "The chance that one of k drafts is kept at one position, on laws recorded from real generations (first level "
+        "of the block drafter). The bound is that of optimal transport for k independent drafts."
+    )
+    return ["## One position", text, table(rows["single_position"])]
+
+
+def _autotune(rows: dict[str, list[Row]]) -> list[str]:
+    if not rows["autotune"]:
+        return []
+    return ["## Autotune", "Seconds of a whole batch, medians, alternating.", table(rows["autotune"], AUTOTUNE)]
+
+
+def _provenance(results: dict[str, dict[str, Any] | None]) -> str:
+    wanted = ("model", "machine", "cores", "threads", "gpu", "torch", "python", "dtype", "date", "git", "load")
+    found = [
+        {"benchmark": name} | {k: result["environment"].get(k) for k in wanted}
+        for name, result in results.items()
+        if result is not None
+    ]
+    note = "A `+` behind the commit: library code differed from it. `load`: the machine's load when it began."
+    return table(found) + f"\n\n{note}" if found else "Nothing was measured."

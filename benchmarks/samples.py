@@ -1,0 +1,123 @@
+"""Samples on disk, made batch by batch: a killed job loses the batch at hand and nothing else.
+
+A batch's file holds ``tokens`` [B, T], ``images`` [B, R, R, 3] uint8, ``labels`` [B], ``log_likelihood`` [B] and the
+run's counts. Sample i has seed i and the same class whatever the method, so methods are compared on equal terms.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common import dtype_name, generators, label
+from benchmarks.likelihood import log_likelihood
+from specmm import methods, zoo
+from specmm.image_ar.pipeline import ImagePipeline
+from specmm.image_ar.tokens.assemble import DEFAULT_TREE
+
+SAMPLING = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
+
+
+def sample_key(pipe: ImagePipeline, model: str | Path, method: methods.Method) -> str:
+    """Hash of all that decides a method's samples, code apart: weights, sampling, tree, dtype."""
+    folder, digest = zoo.find(model), hashlib.sha256()
+    parts = ["transformer", "vq"] + ([] if isinstance(method, methods.AR) else ["drafters"])
+    for file in sorted(f for part in parts for f in (folder / part).rglob("*.safetensors")):
+        digest.update(file.read_bytes())
+    facts: list[Any] = [dtype_name(pipe), *(getattr(pipe.settings, name) for name in SAMPLING)]
+    if not isinstance(method, methods.AR):
+        facts += [label(method), pipe.parts.trees.get(method.name, DEFAULT_TREE)]
+    digest.update(json.dumps(facts).encode())
+    return digest.hexdigest()[:12]
+
+
+@dataclass
+class SampleSet:
+    """The batches of one method in ``folder``."""
+
+    folder: Path
+
+    @classmethod
+    def of(cls, cache: Path, pipe: ImagePipeline, model: str | Path, method: methods.Method, batch: int) -> SampleSet:
+        """That of ``method`` below ``cache``, made ``batch`` at a time."""
+        name = re.sub(r"[^a-z0-9_.=+-]+", "_", label(method)).strip("_")
+        return cls(cache / f"{name}-{sample_key(pipe, model, method)}-{batch}")
+
+    def file(self, first: int) -> Path:
+        """The file of the batch that begins with sample ``first``."""
+        return self.folder / f"samples_{first:06d}.npz"
+
+    def batches(self, limit: int | None = None) -> Iterator[dict[str, np.ndarray]]:
+        """What there is, in order and without gaps, up to ``limit`` samples."""
+        done = 0
+        for file in sorted(self.folder.glob("samples_*.npz")):
+            if int(file.stem.split("_")[1]) != done or (limit is not None and done >= limit):
+                return
+            with np.load(file) as data:
+                batch = {k: data[k] for k in data.files}
+            done += len(batch["labels"])
+            yield batch
+
+    def arrays(self, *names: str, limit: int | None = None) -> list[np.ndarray]:
+        """The arrays called ``names`` of all batches, joined; at most ``limit`` samples. Raises when there are none."""
+        found = list(self.batches(limit))
+        if not found:
+            raise ValueError(f"{self.folder} must hold samples, got none; run the quality benchmark")
+        return [np.concatenate([b[n] for b in found])[:limit] for n in names]
+
+    def count(self) -> int:
+        """How many samples there are."""
+        return sum(len(b["labels"]) for b in self.batches())
+
+    def counts(self) -> dict[str, Any]:
+        """Sums of the runs' counts: tokens, rounds, seconds, kept, and the measured excess a token (or None)."""
+        runs = [json.loads(str(b["run"])) for b in self.batches()]
+        width = max(len(r["kept"]) for r in runs)
+        total: dict[str, Any] = {k: sum(r[k] for r in runs) for k in ("tokens", "rounds", "seconds")}
+        total["kept"] = [sum(r["kept"][i] if i < len(r["kept"]) else 0 for r in runs) for i in range(width)]
+        known = [(r["tv"], r["tokens"]) for r in runs if r["tv"] is not None]
+        total["tv"] = sum(v * n for v, n in known) / sum(n for _, n in known) if known else None
+        return total | {"certificate": runs[-1]["certificate"]}
+
+    def make(self, pipe: ImagePipeline, method: methods.Method, labels: np.ndarray, first: int) -> bool:
+        """Make the batch of classes ``labels`` [B] with seeds from ``first`` on, unless it is there; True if made."""
+        file = self.file(first)
+        if file.exists():
+            return False
+        start = time.perf_counter()
+        out = pipe(
+            classes=[int(c) for c in labels],
+            generator=generators(range(first, first + len(labels))),
+            method=method,
+            batch_size=len(labels),
+            output_type="np",
+        )
+        run = asdict(out.stats) | {"tv": out.certificate.tv, "certificate": out.certificate.kind}
+        found = log_likelihood(pipe, torch.from_numpy(labels), out.tokens)
+        save(
+            file,
+            tokens=out.tokens.to(torch.int32).numpy(),
+            images=out.images,
+            labels=labels,
+            log_likelihood=found.numpy(),
+            run=np.array(json.dumps(run | {"wall": time.perf_counter() - start})),
+        )
+        return True
+
+
+def save(file: Path, **arrays: Any) -> None:
+    """Write a .npz whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    with part.open("wb") as stream:
+        np.savez_compressed(stream, **arrays)
+    part.replace(file)

@@ -1,0 +1,41 @@
+"""The options of a run, shared by the benchmarks and filled from the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from benchmarks.common import CACHE, EMOJI, RESULTS, playable
+from benchmarks.contenders import QUALITY, SPEED
+from specmm import methods
+from specmm.image_ar.pipeline import ImagePipeline
+from specmm.image_ar.settings import choose_dtype
+
+
+@dataclass
+class Options:
+    """``model`` and where things go; ``minutes`` limits each benchmark; the rest belongs to one or another of them."""
+
+    model: str | Path = "pocket/llamagen"
+    out: Path = RESULTS
+    cache: Path = CACHE
+    data: Path = EMOJI
+    minutes: float | None = None
+    threads: int = 2
+    dtype: torch.dtype = field(default_factory=choose_dtype)
+    methods: Sequence[methods.Method] = ()
+    repeats: int = 24  # speed, autotune
+    compile: bool = False  # speed
+    samples: int = 2000  # quality
+    batch: int = 64  # quality
+    pictures: int = 48  # acceptance
+    budgets: tuple[int, ...] = (8, 16, 26)  # acceptance
+    batches: tuple[int, ...] = (1, 4, 16)  # autotune
+
+    def contenders(self, pipe: ImagePipeline, kind: Literal["speed", "quality"]) -> list[methods.Method]:
+        """The methods asked for, else the list of that ``kind``, less those the model has no drafter for."""
+        return playable(pipe, self.methods or {"speed": SPEED, "quality": QUALITY}[kind])

@@ -1,0 +1,100 @@
+"""One position at a time: how often each rule keeps one of k drafts, on contexts recorded from real generations.
+
+Shape letters: M contexts, k drafts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import Row
+from benchmarks.drafting import draw_siblings
+from specmm.randomness import Uniforms
+from specmm.shape.static import spine
+from specmm.tree import DraftTree
+from specmm.verify import GreedyMultiDraft, KSeq, Lantern, LanternPP, PointMass, Recursive, Rule, Traversal, ot_bound
+from specmm.verify.rule import Decisions
+
+DRAWS = 8  # drafts are drawn so many times a context
+DRAFTS = (1, 2, 4, 8)
+
+
+class Recorder:
+    """The rule it is given, which on the way notes the target's law and the drafter's at every root, M at most."""
+
+    name, exact = "recorded", True
+
+    def __init__(self, rule: Rule, most: int = 512, every: int = 5) -> None:
+        self.rule, self.most, self.every, self.rounds = rule, most, every, 0
+        self.p: list[Tensor] = []
+        self.q: list[Tensor] = []
+
+    def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
+        """The rule's; every so many rounds both laws are noted (of trees that have drafts)."""
+        if tree.laws is not None and tree.shape.size > 1:
+            if self.rounds % self.every == 0 and sum(len(x) for x in self.p) < self.most:
+                self.p.append(p[:, 0].clone())
+                self.q.append(tree.laws[:, 1].clone())
+            self.rounds += 1
+        return self.rule.decisions(tree, p, measure=measure)
+
+    def laws(self) -> tuple[Tensor, Tensor]:
+        """p and q [M, V]."""
+        return torch.cat(self.p)[: self.most], torch.cat(self.q)[: self.most]
+
+
+def single_position(p: Tensor, q: Tensor, table: Tensor | None, drafts: Sequence[int] = DRAFTS) -> list[Row]:
+    """Rows of mean acceptance by number of drafts and rule, with the bound of optimal transport for independent ones.
+
+    ``p`` and ``q`` [M, V] are the target's and the drafter's laws; ``table`` the nearest codes, for the relaxed rules.
+    """
+    overlap = float(torch.minimum(p, q).sum(-1).mean())
+    rows = []
+    for k in drafts:
+        bound = float(ot_bound(p, q, k).mean())
+        row: Row = {"drafts": k, "contexts": len(p), "overlap": overlap, "bound (independent drafts)": bound}
+        for name, kind, rule in _rules(table):
+            if k > 1 or kind != "greedy":
+                row[name] = acceptance(rule, kind, p, q, k)
+        rows.append(row)
+    return rows
+
+
+def _rules(table: Tensor | None) -> list[tuple[str, str, Rule]]:
+    found: list[tuple[str, str, Rule]] = [
+        ("point mass", "top", PointMass()),
+        ("recursive, with replacement", "independent", Recursive()),
+        ("k-seq", "independent", KSeq()),
+        ("recursive, without replacement", "without", Recursive()),
+        ("traversal", "without", Traversal()),
+        ("greedy multi-draft", "greedy", GreedyMultiDraft()),
+    ]
+    if table is not None:
+        k = min(10, table.shape[1] - 1)
+        found.append((f"lantern++ λ=2 k={k}", "without", LanternPP(table, k, 2.0)))
+        wide = min(100, table.shape[1] - 1)
+        found.append((f"lantern δ=0.1 k={wide}", "without", Lantern(table, wide, 0.1)))
+        found.append((f"lantern δ=0.1 k={wide}, top k drafts", "top", Lantern(table, wide, 0.1)))
+    return found
+
+
+@torch.inference_mode()
+def acceptance(rule: Rule, kind: str, p: Tensor, q: Tensor, k: int, draws: int = DRAWS) -> float:
+    """Mean chance that ``rule`` keeps one of ``k`` siblings drawn from ``q`` [M, V] as ``kind`` says, target ``p``."""
+    shape = spine((k,))
+    laws_p = p[:, None].expand(-1, shape.size, -1)
+    total = 0.0
+    for draw in range(1 if kind == "top" else draws):
+        seed = torch.Generator().manual_seed(draw)
+        uniforms = Uniforms(
+            [torch.Generator().manual_seed(int(s)) for s in torch.randint(2**40, (len(p),), generator=seed)]
+        )
+        tokens, laws = draw_siblings(kind, q[:, None], k, uniforms)
+        tokens = torch.cat([tokens.new_zeros(len(p), 1), tokens[:, 0]], dim=1)
+        padded = None if laws is None else torch.cat([torch.zeros_like(laws[:, 0, :1]), laws[:, 0]], dim=1)
+        chances = rule.decisions(DraftTree(tokens, shape, padded), laws_p).accept[:, 1:]
+        total += float((1 - (1 - chances.double()).prod(-1)).mean())
+    return total / (1 if kind == "top" else draws)

@@ -1,0 +1,140 @@
+"""Seconds a picture at batch 1: every method against the best plain decoding, interleaved in one process.
+
+Each repeat draws one picture with every contender, all with the same seed and class, so that whatever else the
+machine does falls on all of them alike. Wall clock is a whole call, pixels included.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.arithmetic import quartiles, round_times, speedup
+from benchmarks.common import Budget, Row, dtype_name, environment, generators, label, load_pipeline, write_results
+from benchmarks.likelihood import log_likelihood
+from benchmarks.settings import Options
+from benchmarks.static_step import StaticTarget
+from specmm import methods
+from specmm.certificate import Certificate
+from specmm.decode import decode_plain
+from specmm.image_ar.pipeline import ImageOutput, ImagePipeline
+from specmm.image_ar.settings import choose_dtype
+from specmm.image_ar.tokens.target import Prompt
+from specmm.randomness import Uniforms
+from specmm.stats import Stats
+
+Draw = Callable[[int, int], ImageOutput]  # class and seed to one picture
+
+
+@dataclass
+class Runner:
+    """A contender and what its runs gave so far."""
+
+    name: str
+    dtype: str
+    draw: Draw
+    plain: bool = False
+    seconds: list[float] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    tokens: list[Tensor] = field(default_factory=list)
+    certificates: list[Certificate] = field(default_factory=list)
+
+    def once(self, class_id: int, seed: int) -> None:
+        """Draw one picture and note what it took."""
+        start = time.perf_counter()
+        out = self.draw(class_id, seed)
+        self.seconds.append(time.perf_counter() - start)
+        self.stats.add(out.stats)
+        self.tokens.append(out.tokens)
+        self.certificates.append(out.certificate)
+
+
+def measure_speed(options: Options) -> list[Row]:
+    """Run the benchmark and write ``speed.json`` and ``speed.csv`` after every repeat."""
+    torch.set_num_threads(options.threads)
+    pipes = {d: load_pipeline(options.model, d) for d in dict.fromkeys((options.dtype, torch.float32, torch.bfloat16))}
+    runners = make_runners(pipes, options)
+    budget, rows = Budget(options.minutes), []
+    facts = environment(
+        model=str(options.model), dtype=str(choose_dtype()), batch=1, settings=pipes[options.dtype].settings.__dict__
+    )
+    for runner in runners:  # warm-up: caches, plans, compilation
+        runner.draw(0, 10**6)
+    classes = pipes[options.dtype].transformer.config.num_classes
+    labels = torch.randperm(classes, generator=torch.Generator().manual_seed(0))
+    for repeat in tqdm(range(options.repeats), desc="speed", unit="repeat"):
+        if budget.spent and repeat:
+            break
+        for runner in runners[repeat % len(runners) :] + runners[: repeat % len(runners)]:
+            runner.once(int(labels[repeat % classes]), repeat)
+        drawn = labels[torch.arange(repeat + 1) % classes]
+        rows = tabulate(runners, pipes[torch.float32], drawn)
+        write_results(options.out, "speed", rows, facts)
+    return rows
+
+
+def make_runners(pipes: dict[torch.dtype, ImagePipeline], options: Options) -> list[Runner]:
+    """Plain decoding in both dtypes (and compiled, if asked for), then the other contenders in the chosen dtype.
+
+    The baseline is eager, as all the others are; the compiled rows show what compilation alone would bring.
+    """
+    runners = [Runner("ar", dtype_name(p), _by_pipeline(p, methods.AR()), plain=True) for p in pipes.values()]
+    if options.compile:
+        runners += [Runner("ar compiled", dtype_name(p), compiled(p)) for p in pipes.values()]
+    pipe = pipes[options.dtype]
+    others = [m for m in options.contenders(pipe, "speed") if not isinstance(m, methods.AR)]
+    return runners + [Runner(label(m), dtype_name(pipe), _by_pipeline(pipe, m)) for m in others]
+
+
+def _by_pipeline(pipe: ImagePipeline, method: methods.Method) -> Draw:
+    def draw(class_id: int, seed: int) -> ImageOutput:
+        return pipe(classes=[class_id], generator=generators([seed]), method=method, batch_size=1, output_type="np")
+
+    return draw
+
+
+def compiled(pipe: ImagePipeline, transform: Callable[[Any], Any] = torch.compile) -> Draw:
+    """Plain decoding of a compiled step of static shapes."""
+    target = StaticTarget(pipe.target(), transform)
+
+    def draw(class_id: int, seed: int) -> ImageOutput:
+        prompt = Prompt(torch.tensor([class_id], device=pipe.device))
+        *_, progress = decode_plain(target, prompt, target.length, Uniforms(generators([seed])))
+        pictures = pipe.decode_tokens(progress.tokens).numpy()
+        plain = Certificate("exact", "plain decoding of the target", 0.0)
+        return ImageOutput(pictures, progress.tokens, progress.stats, plain, "ar")
+
+    return draw
+
+
+def tabulate(runners: list[Runner], judge: ImagePipeline, labels: Tensor) -> list[Row]:
+    """One row a contender; the baseline is the plain one with the least median seconds. ``judge`` gives likelihoods."""
+    plain = min((r for r in runners if r.plain), key=lambda r: statistics.median(r.seconds))
+    return [_row(r, plain, judge, labels) for r in runners]
+
+
+def _row(runner: Runner, plain: Runner, judge: ImagePipeline, labels: Tensor) -> Row:
+    low, high = quartiles(plain.seconds, runner.seconds)
+    tv = [c.tv for c in runner.certificates if c.tv is not None]
+    return {
+        "method": runner.name,
+        "dtype": runner.dtype,
+        "baseline": runner is plain,
+        "pictures": len(runner.seconds),
+        "seconds": statistics.median(runner.seconds),
+        "speedup": speedup(plain.seconds, runner.seconds),
+        "speedup_low": low,
+        "speedup_high": high,
+        **round_times(runner.stats, plain.stats.seconds, plain.stats.tokens),
+        "certificate": runner.certificates[-1].kind,
+        "tv": sum(tv) / len(tv) if tv else None,
+        "log_likelihood": float(log_likelihood(judge, labels, torch.cat(runner.tokens)).mean()),
+        "all_seconds": [round(s, 5) for s in runner.seconds],
+    }

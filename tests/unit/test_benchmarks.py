@@ -1,0 +1,223 @@
+"""The benchmarks' own code: arithmetic, names, resumable samples, bars and report, on a tiny random model."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import arithmetic, quality
+from benchmarks.acceptance import measure_acceptance
+from benchmarks.autotune import measure_autotune
+from benchmarks.bars import bars
+from benchmarks.common import balanced_labels, label, load_pipeline, parse, read_results, write_results
+from benchmarks.contenders import QUALITY, SPEED
+from benchmarks.drafting import draw_siblings, through_rank_one, widths_for
+from benchmarks.gpu import llamagen
+from benchmarks.likelihood import log_likelihood
+from benchmarks.report import render, write_report
+from benchmarks.run import main, read_arguments
+from benchmarks.samples import SampleSet
+from benchmarks.settings import Options
+from benchmarks.single import single_position
+from benchmarks.speed import compiled, measure_speed
+from specmm import methods
+from specmm.image_ar.pipeline import ImagePipeline
+from specmm.image_ar.settings import Settings
+from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
+from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
+from specmm.image_ar.tokens.vq import VQConfig, VQModel
+from specmm.metrics.features import FeatureSet
+from specmm.randomness import Uniforms
+from specmm.stats import Stats
+from specmm.zoo.emoji import EmojiSet
+
+GPT = GPTConfig(16, 1, 2, 64, 16, num_classes=3, multiple_of=16)
+
+
+class Thumbnails:
+    """A stand-in for Inception: eight numbers a picture; counts the pictures it is shown."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def features(self, pictures, *, batch=32, progress=True):
+        self.seen += len(pictures)
+        flat = torch.as_tensor(pictures).float().flatten(1) / 255
+        return FeatureSet(flat[:, :8] + flat.mean(1, keepdim=True), {"features": "thumbnails"})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    torch.manual_seed(0)
+    heads = {"block": BlockHead(BlockConfig(3, GPT))}
+    vq = VQModel(VQConfig(64, 8, 32, (1, 2), 1, 16))
+    settings = Settings(
+        cfg=1.5, acceptance=((0.4, 0.2, 0.1),) * 3, trees={"speculative": (2, 1, 1), "lantern++": (2, 1)}
+    )
+    folder = tmp_path_factory.mktemp("model")
+    ImagePipeline(Transformer(GPT), vq, heads, settings).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def options(model, tmp_path):
+    return Options(
+        model=model, out=tmp_path / "out", cache=tmp_path / "cache", threads=1, dtype=torch.float32, repeats=2,
+        samples=6, batch=2, pictures=2, budgets=(4,), batches=(1, 2),
+        methods=(methods.AR(), methods.Speculative(), methods.LanternPP(lambda_=3.0, k=5)),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def emoji(monkeypatch):
+    def load(folder, split="train", size=48):
+        count = {"train": 12, "test": 4}[split]
+        pictures = np.random.default_rng(count).integers(0, 256, (count, 8, 8, 3), dtype=np.uint8)
+        return EmojiSet(pictures, np.arange(count) % 3, [""] * count, ["a", "b", "c"])
+
+    monkeypatch.setattr(quality.emoji, "load", load)
+
+
+def test_ideal_and_realised():
+    stats = Stats(tokens=80, rounds=20, batch_rounds=20, seconds=1.0, draft_seconds=0.2, verify_seconds=0.6)
+    found = arithmetic.round_times(stats, baseline_seconds=3.0, baseline_tokens=100)
+    assert found["tau"] == 4 and found["draft_ms"] == pytest.approx(10) and found["verify_ms"] == pytest.approx(30)
+    assert found["ideal"] == pytest.approx(4 * 0.03 / 0.04)
+    assert found["loop_speedup"] == pytest.approx(0.03 / (1.0 / 80))
+    assert found["realised"] == pytest.approx(0.8) == pytest.approx(1 - found["host_overhead"])
+    assert arithmetic.speedup([2.0, 4.0, 9.0], [1.0, 2.0, 2.0]) == 2
+    assert arithmetic.quartiles([2.0], [1.0]) == (2, 2)
+    assert arithmetic.level_rates([5, 3, 2]) == [0.5, 0.4]
+
+
+def test_methods_as_text():
+    for method in (*SPEED, *QUALITY, methods.Speculative(tree=(3, 2, 1))):
+        assert parse(label(method)) == method
+    with pytest.raises(ValueError, match="read name"):
+        parse("lantern++(lambda_=")
+    with pytest.raises(ValueError, match="did you mean 'lambda_'"):
+        parse("lantern++(lamda_=2)")
+
+
+def test_every_prefix_of_the_labels_is_balanced():
+    real = np.repeat([0, 1, 2], [60, 30, 10])
+    long, short = balanced_labels(real, 50), balanced_labels(real, 20)
+    assert (long[:20] == short).all()
+    for n in range(1, 51):
+        assert np.abs(np.bincount(long[:n], minlength=3) - n * np.array([0.6, 0.3, 0.1])).max() <= 1.5
+
+
+def test_samples_resume_and_are_the_same_whoever_made_them(model, tmp_path):
+    pipe, labels = load_pipeline(model, torch.float32), np.array([0, 1, 2, 0])
+    method = methods.Speculative()
+    found = SampleSet.of(tmp_path, pipe, model, method, 2)
+    assert found.make(pipe, method, labels[:2], 0) and found.make(pipe, method, labels[2:], 2)
+    assert found.count() == 4 and found.counts()["certificate"] == "exact"
+    tokens, loglik = found.arrays("tokens", "log_likelihood")
+    again = log_likelihood(pipe, torch.from_numpy(labels), torch.from_numpy(tokens).long())
+    assert torch.allclose(again, torch.from_numpy(loglik), atol=1e-5)
+    assert not found.make(pipe, method, labels[:2], 0)
+    found.file(0).unlink()
+    assert found.count() == 0  # a gap: what lies behind it waits
+    found.make(pipe, method, labels[:2], 0)
+    assert (found.arrays("tokens")[0] == tokens).all()
+    other = SampleSet.of(tmp_path, pipe, model, methods.Speculative(rule="traversal"), 2)
+    assert other.folder != found.folder
+
+
+def test_quality_stops_in_time_and_goes_on_later(options, emoji):
+    network = Thumbnails()
+    options.minutes = 0.0
+    assert quality.measure_quality(options, network) == []
+    options.minutes = None
+    rows = {r["method"]: r for r in quality.measure_quality(options, network)}
+    assert rows["ar"]["samples"] == 6 and rows["ar"]["fid_ratio"] == 1 and rows["ar"]["compared_at"] == 6
+    assert rows["speculative"]["certificate"] == "exact" and rows["speculative"]["tau"] > 1
+    seen = network.seen
+    quality.measure_quality(options, network)
+    assert network.seen == seen  # everything was kept
+    assert read_results(options.out, "quality")["rows"][-1]["method"] == "real against real"
+
+
+def test_static_step_gives_the_plain_tokens(model):
+    pipe = load_pipeline(model, torch.float32)
+    plain = pipe(classes=[1], generator=[torch.Generator().manual_seed(3)], method="ar", output_type="latent")
+    draw = compiled(pipe, lambda step: step)
+    assert all(torch.equal(draw(1, 3).tokens, plain.tokens) for _ in range(2))
+
+
+def test_speed_acceptance_autotune_and_their_report(options):
+    rows = measure_speed(options)
+    assert [r["method"] for r in rows] == ["ar", "ar", "speculative", "lantern++(lambda_=3.0, k=5)"]
+    assert sum(r["baseline"] for r in rows) == 1 and all(r["pictures"] == 2 for r in rows)
+    assert rows[3]["certificate"] == "bounded" and rows[3]["tv"] >= 0
+    found = measure_acceptance(options)
+    assert {"block", "point mass", "k-seq", "traversal", "greedy multi-draft"} <= {r["rule"] for r in found}
+    assert all(len(r["tree"]) - 1 == r["nodes"] for r in found if r["form"] != "sequoia")
+    assert [r["batch"] for r in measure_autotune(options)] == [1, 2]
+    text = write_report(options.out).read_text()
+    for part in ("## Bars", "## Speed", "## Acceptance by rule", "## One position", "## Autotune", "tau.png"):
+        assert part in text
+
+
+def test_bars():
+    speed = [
+        {"method": "ar", "speedup": 1.0, "certificate": "exact", "baseline": True},
+        {"method": "lantern++(a)", "speedup": 2.5, "certificate": "bounded", "host_overhead": 0.1, "realised": 0.9},
+        {"method": "lantern++(b)", "speedup": 2.1, "certificate": "bounded", "host_overhead": 0.1, "realised": 0.9},
+        {"method": "speculative", "speedup": 1.6, "certificate": "exact", "host_overhead": 0.2, "realised": 0.8},
+    ]
+    good = {"fid_ratio": 1.05, "kid_ratio": 1.0, "compared_at": 2048}
+    qualities = [{"method": "lantern++(a)", **good, "kid_ratio": 1.3}, {"method": "lantern++(b)", **good}]
+    autotune = [{"batch": b, "ratio": 1.0} for b in (1, 4, 16)]
+    assert [b.met for b in bars(speed, qualities, autotune)] == [True, True, False, True, False]
+    few = [{**q, "compared_at": 640} for q in qualities]
+    assert [b.met for b in bars(speed, few, autotune[:2])] == [False, True, False, None, False]
+    assert {b.verdict for b in bars([], [], [])} == {"not measured"}
+    assert "not measured" in render({})
+
+
+def test_single_position_stays_below_the_bound():
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.rand(16, 12, generator=generator).pow(3) for _ in range(2))
+    rows = single_position(p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True), None, drafts=(1, 3))
+    for row in rows:
+        bound = row["bound (independent drafts)"]
+        assert row["k-seq"] <= bound + 0.03 and row["recursive, with replacement"] <= bound + 0.03
+    assert rows[0]["bound (independent drafts)"] == pytest.approx(rows[0]["overlap"], abs=1e-5)
+
+
+def test_greedy_drafts_and_spines():
+    law = torch.tensor([[[0.5, 0.3, 0.2, 0.0]]])
+    tokens, laws = draw_siblings("greedy", law, 3, Uniforms.from_seeds([0]))
+    assert tokens[0, 0].tolist() == [2, 0, 1] and laws[0, 0, 0].tolist() == [0, 0, 1, 0]
+    assert through_rank_one((2, 1)).parents[0].tolist() == [-1, 0, 0, 2]
+    for budget in (4, 8, 16, 26):
+        widths = widths_for(budget, 5, 0.7)
+        assert sum(widths) == budget and list(widths) == sorted(widths, reverse=True) and min(widths) >= 1
+
+
+def test_gpu_benchmark_runs_without_one(model, tmp_path):
+    tiny = ["--model", str(model), "--out", str(tmp_path), "--batches", "2", "--repeats", "1"]
+    wanted = ["--modes", "eager", "graph", "--methods", "ar", "speculative"]
+    assert llamagen.main([*tiny, *wanted]) == 0
+    found = json.loads((tmp_path / "gpu_llamagen.json").read_text())
+    assert len(found["rows"]) == 4 and found["environment"]["device"] == (
+        "cuda" if torch.cuda.is_available() else "cpu"
+    )
+
+
+def test_command_line(tmp_path, capsys):
+    part, found = read_arguments(["quality", "--samples", "64", "--methods", "ar", "lantern++(k=5)", "--dtype", "fp32"])
+    assert part == "quality" and found.samples == 64 and found.dtype == torch.float32 and found.methods[1].k == 5
+    assert main(["report", "--out", str(tmp_path)]) == 0
+    assert main(["speed", "--model", "pocket/nothing", "--out", str(tmp_path)]) == 2
+    assert "unknown pocket model" in capsys.readouterr().err
+
+
+def test_results_read_back(tmp_path):
+    write_results(tmp_path, "x", [{"a": 1, "b": [1, 2]}, {"a": 2, "c": "y"}], {"machine": "m"})
+    assert read_results(tmp_path, "x")["rows"][1] == {"a": 2, "c": "y"}
+    assert (tmp_path / "x.csv").read_text().splitlines() == ["# machine: m", "a,c", "1,", "2,y"]
+    assert read_results(tmp_path, "y") is None
