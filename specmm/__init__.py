@@ -15,7 +15,7 @@ if not (Path(__file__).parent / "image_ar" / "tokens").exists():
 __version__ = "0.1.0"
 
 _LAZY = {"ImagePipeline": "specmm.image_ar.pipeline"}  # heavy names, imported when asked for
-__all__ = ["ImagePipeline", "__version__", "methods"]  # noqa: F822  (made by __getattr__)
+__all__ = ["ImagePipeline", "__version__", "methods"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,77 @@
+"""``specmm bench``: methods against plain decoding, interleaved in one process."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any
+
+import typer
+
+from specmm.cli.generate import Dtype, Json, Model, Seed
+from specmm.cli.output import emit, number, stdout_reserved, table
+
+COLUMNS = ("method", "s/picture", "speed-up", "tau", "host", "ideal", "log-lik", "certificate")
+
+
+def bench(
+    model: Model,
+    methods: Annotated[str, typer.Option(help="Comma separated; options in brackets.")] = "speculative,lantern++",
+    batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 1,
+    n: Annotated[int, typer.Option("-n", min=1, help="Runs of every method; medians are printed.")] = 5,
+    seed: Seed = None,
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Measure speed, block efficiency and likelihood; plain decoding always runs along as the baseline."""
+    from specmm.cli.parse import parse_methods
+
+    contenders = parse_methods(methods)
+    seed = secrets.randbelow(2**31) if seed is None else seed
+    with stdout_reserved():
+        rows = _measure(model, contenders, batch, n, seed, dtype)
+    if as_json:
+        emit(rows)
+        return
+    typer.echo(table([COLUMNS, *(_cells(row) for row in rows)]))
+    typer.echo(f"{n} runs each at batch {batch}, {rows[0]['dtype']}, {rows[0]['threads']} threads, seed {seed}")
+
+
+def _measure(model: str, contenders: list[Any], batch: int, n: int, seed: int, dtype: str) -> list[dict[str, Any]]:
+    import torch
+
+    from specmm.cli.drawing import load
+    from specmm.cli.race import quality, race, summary
+    from specmm.methods import AR
+
+    pipe = load(model, dtype)
+    if pipe.transformer.config.model_type != "c2i":
+        raise ValueError("bench draws classes, give a class-conditional model")
+    classes = pipe.transformer.config.num_classes
+    rounds = [[(i * batch + j) % classes for j in range(batch)] for i in range(n)]
+    lanes = race(pipe, [AR(), *(m for m in contenders if m != AR())], rounds, seed)
+    facts = {
+        "model": model,
+        "seed": seed,
+        "dtype": str(pipe.transformer.output.weight.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "outputs": [],
+    }
+    return [
+        {**summary(lane, lanes[0], batch), "quality": {"log_likelihood": quality(pipe, lane, rounds)}, **facts}
+        for lane in lanes
+    ]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    tv = row["certificate"]["tv"]
+    kind = row["certificate"]["kind"] + (f", tv {tv:.4f}" if tv else "")
+    return [
+        row["label"],
+        number(row["seconds_per_picture"]),
+        f"{row['speedup']:.2f}x",
+        number(row["tau"], ".2f"),
+        f"{row['host_overhead']:.0%}",
+        f"{row['ideal']:.2f}x",
+        number(row["quality"]["log_likelihood"]),
+        kind,
+    ]

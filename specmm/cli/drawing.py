@@ -1,0 +1,177 @@
+"""Pictures drawn batch by batch and saved as soon as a batch is done.
+
+A picture depends on its own seed only, so the batches of a run are calls of their own.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specmm import methods
+from specmm.certificate import Certificate
+from specmm.cli.output import save_picture
+from specmm.cli.parse import label
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+WEAKEST_LAST = ("exact", "bounded", "heuristic")
+
+
+@dataclass
+class Job:
+    """What is to be drawn: ``inputs`` (one a picture) of one ``kind``, "classes" or "prompt"."""
+
+    model: str
+    method: methods.Method
+    kind: str
+    inputs: list[str]
+    seed: int
+    sampling: dict[str, Any]
+    batch_size: int
+    out: Path
+
+
+@dataclass
+class Report:
+    """What was drawn so far."""
+
+    job: Job
+    outputs: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    stats: Any = None
+    certificates: list[tuple[Certificate, int]] = field(default_factory=list)  # with the tokens each is about
+    interrupted: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON of the run."""
+        job, stats = self.job, self.stats
+        found = joint_certificate(self.certificates)
+        return {
+            "model": job.model,
+            "method": job.method.name,
+            "method_options": {k: v for k, v in vars(job.method).items() if v is not None},
+            "seed": job.seed,
+            "seconds": self.seconds,
+            "pictures": len(self.outputs),
+            "tokens": stats.tokens,
+            "rounds": stats.rounds,
+            "tau": stats.tau,
+            "host_overhead": stats.host_overhead,
+            "certificate": found.as_dict() if found else None,
+            "sampling": job.sampling,
+            job.kind: job.inputs,
+            "outputs": self.outputs,
+            "interrupted": self.interrupted,
+        }
+
+    def lines(self) -> str:
+        """A summary for people."""
+        job, found = self.job, joint_certificate(self.certificates)
+        rate = f", {self.seconds / len(self.outputs):.2f} s each" if self.outputs else ""
+        first = (
+            f"{len(self.outputs)} of {len(job.inputs)} pictures by {label(job.method)} in {self.seconds:.1f} s{rate}"
+        )
+        counts = f"{self.stats.tokens} tokens in {self.stats.rounds} rounds, tau {self.stats.tau:.2f}, "
+        return "\n".join(
+            [
+                first + f", seed {job.seed}",
+                counts + f"host overhead {self.stats.host_overhead:.0%}",
+                f"certificate  {found or 'none'}",
+                f"saved in     {job.out}",
+            ]
+        )
+
+
+def joint_certificate(parts: Sequence[tuple[Certificate, int]]) -> Certificate | None:
+    """That of several runs together: the weakest kind; ``tv`` is the mean weighted by tokens."""
+    if not parts:
+        return None
+    weakest = max((c for c, _ in parts), key=lambda c: WEAKEST_LAST.index(c.kind))
+    if weakest.kind != "bounded":
+        return weakest
+    tv = sum((c.tv or 0.0) * n for c, n in parts) / sum(n for _, n in parts)
+    return Certificate("bounded", weakest.reason, tv)
+
+
+def load(model: str, dtype: str = "auto", text_encoder: Path | None = None) -> Any:
+    """The pipeline of ``model`` without a progress bar of its own."""
+    import torch
+
+    from specmm.image_ar.pipeline import ImagePipeline
+    from specmm.registry import unknown
+
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
+    wanted = None if dtype == "auto" else getattr(torch, dtype)
+    pipe = ImagePipeline.from_pretrained(model, torch_dtype=wanted, text_encoder=text_encoder)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def check(pipe: Any, job: Job) -> None:
+    """Raise ``ValueError`` for options and classes that ``pipe`` cannot take, before anything is drawn.
+
+    What was not given is noted down as the model's settings have it.
+    """
+    from specmm.image_ar.settings import class_ids
+
+    pipe.target(**job.sampling)
+    settings = pipe.settings.with_options(**job.sampling)
+    job.sampling = {name: getattr(settings, name) for name in job.sampling}
+    if job.kind == "classes":
+        class_ids(job.inputs, pipe.settings.classes, pipe.transformer.config.num_classes)
+
+
+def draw(pipe: Any, job: Job, callback: Any = None) -> Report:
+    """Draw and save; Ctrl-C ends it early and leaves what is finished. Raises ``OSError`` when the disk is full."""
+    import torch
+    from tqdm import tqdm
+
+    from specmm.image_ar.settings import sample_generators
+    from specmm.stats import Stats
+
+    report = Report(job, stats=Stats())
+    generators = sample_generators(torch.Generator().manual_seed(job.seed), len(job.inputs), pipe.device)
+    try:
+        with tqdm(total=len(job.inputs), unit="picture", disable=None, leave=False) as bar:
+            for first in range(0, len(job.inputs), job.batch_size):
+                rows = range(len(job.inputs))[first : first + job.batch_size]
+                _batch(pipe, report, rows, [generators[i] for i in rows], callback)
+                bar.update(len(rows))
+    except KeyboardInterrupt:
+        report.interrupted = True
+    except OSError as error:
+        done = f"{len(report.outputs)} of {len(job.inputs)} pictures are in {job.out}"
+        raise ValueError(
+            f"writing failed ({error.strerror or error}); {done}, free some space or choose another"
+        ) from error
+    return report
+
+
+def _batch(pipe: Any, report: Report, rows: Sequence[int], generators: list[Any], callback: Any) -> None:
+    job, start = report.job, time.perf_counter()
+    inputs = [job.inputs[i] for i in rows]
+    out = pipe(
+        **{job.kind: inputs},
+        generator=generators,
+        method=job.method,
+        batch_size=len(rows),
+        callback_on_step_end=callback,
+        **job.sampling,
+    )
+    report.seconds += time.perf_counter() - start
+    report.stats.add(out.stats)
+    report.certificates.append((out.certificate, out.tokens.numel()))
+    for i, text, image in zip(rows, inputs, out.images, strict=True):
+        file = job.out / f"{i:04d}-{slug(text)}.png"
+        save_picture(image, file)
+        report.outputs.append(str(file))
+
+
+def slug(text: str) -> str:
+    """``text`` as part of a file's name."""
+    return re.sub(r"[^\w.-]+", "-", text).strip("-.")[:48] or "picture"

@@ -1,0 +1,114 @@
+"""Methods side by side in one process: interleaved runs, so that whatever else the machine does falls on all alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specmm import methods
+from specmm.certificate import Certificate
+from specmm.cli.drawing import joint_certificate
+from specmm.cli.parse import label
+
+
+@dataclass
+class Lane:
+    """One method and what its runs gave: wall seconds of each, summed stats, pictures and tokens."""
+
+    method: methods.Method
+    stats: Any
+    seconds: list[float] = field(default_factory=list)
+    certificates: list[tuple[Certificate, int]] = field(default_factory=list)
+    images: list[Any] = field(default_factory=list)
+    tokens: list[Any] = field(default_factory=list)
+
+    @property
+    def certificate(self) -> Certificate:
+        """That of all runs together."""
+        found = joint_certificate(self.certificates)
+        assert found is not None
+        return found
+
+
+def race(pipe: Any, contenders: Sequence[methods.Method], rounds: Sequence[Sequence[Any]], seed: int) -> list[Lane]:
+    """Every method draws the classes of every round with the same seeds, in turns that rotate.
+
+    Each first draws one batch that is not counted: caches, plans, memory.
+    """
+    from tqdm import tqdm
+
+    from specmm.stats import Stats
+
+    lanes = [Lane(m, Stats()) for m in contenders]
+    with tqdm(total=len(lanes) * (len(rounds) + 1), unit="run", disable=None, leave=False) as bar:
+        for lane in lanes:
+            _draw(pipe, lane.method, rounds[0], seed)
+            bar.update()
+        for i, classes in enumerate(rounds):
+            turn = i % len(lanes)
+            for lane in lanes[turn:] + lanes[:turn]:
+                _once(pipe, lane, classes, seed + i)
+                bar.update()
+    return lanes
+
+
+def _once(pipe: Any, lane: Lane, classes: Sequence[Any], seed: int) -> None:
+    start = time.perf_counter()
+    out = _draw(pipe, lane.method, classes, seed)
+    lane.seconds.append(time.perf_counter() - start)
+    lane.stats.add(out.stats)
+    lane.certificates.append((out.certificate, out.tokens.numel()))
+    lane.images += out.images
+    lane.tokens.append(out.tokens)
+
+
+def _draw(pipe: Any, method: methods.Method, classes: Sequence[Any], seed: int) -> Any:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return pipe(classes=list(classes), generator=generator, method=method, batch_size=len(classes))
+
+
+def quality(pipe: Any, lane: Lane, rounds: Sequence[Sequence[Any]]) -> float:
+    """Mean log-likelihood a token of the lane's pictures under the target."""
+    import torch
+
+    from specmm.image_ar.settings import class_ids
+    from specmm.image_ar.tokens.quality import log_likelihood
+    from specmm.image_ar.tokens.target import Prompt
+
+    target, count = pipe.target(), pipe.transformer.config.num_classes
+    labels = [torch.tensor(class_ids(c, pipe.settings.classes, count), device=pipe.device) for c in rounds]
+    values = [log_likelihood(target, Prompt(c), t) for c, t in zip(labels, lane.tokens, strict=True)]
+    return float(torch.cat(values).mean())
+
+
+def summary(lane: Lane, plain: Lane, batch: int) -> dict[str, Any]:
+    """What a lane says next to plain decoding; seconds are medians of whole calls, pixels included.
+
+    ``ideal`` is the speed-up of the token loop were there no host overhead: tau times plain decoding's seconds a step
+    over the seconds of a round's draft and verify forwards.
+    """
+    stats, median = lane.stats, statistics.median(lane.seconds)
+    baseline = statistics.median(plain.seconds)
+    step = plain.stats.seconds / max(plain.stats.batch_rounds, 1)
+    forwards = (stats.draft_seconds + stats.verify_seconds) / max(stats.batch_rounds, 1)
+    return {
+        "method": lane.method.name,
+        "label": label(lane.method),
+        "batch": batch,
+        "runs": len(lane.seconds),
+        "seconds": median,
+        "seconds_per_picture": median / batch,
+        "baseline_seconds": baseline,
+        "speedup": baseline / median,
+        "tokens": stats.tokens,
+        "rounds": stats.rounds,
+        "tau": stats.tau,
+        "host_overhead": stats.host_overhead,
+        "ideal": stats.tokens / max(stats.batch_rounds, 1) / batch * step / forwards,
+        "certificate": lane.certificate.as_dict(),
+    }
