@@ -98,8 +98,9 @@ class ImagePipeline(DiffusionPipeline):  # type: ignore[misc]
     ) -> ImagePipeline:
         """A pipeline of a folder, a pocket name or a hub id; the dtype defaults to this machine's fastest."""
         resolved, folder = methods.resolve(method), zoo.find(name)
-        dtype = torch_dtype or choose_dtype()
-        transformer = load_gpt(folder / "transformer", dtype=dtype)
+        transformer = load_gpt(folder / "transformer")
+        dtype = torch_dtype or choose_dtype(sum(p.numel() for p in transformer.parameters()))
+        transformer = transformer.to(dtype)
         captions = CaptionEncoder(text_encoder, tokens=transformer.config.cls_token_num) if text_encoder else None
         return cls(
             transformer,

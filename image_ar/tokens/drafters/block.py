@@ -99,8 +99,6 @@ class Level:
     above: Tensor | None
     pick: Tensor | None
     width: int
-    parent_index: Tensor
-    ranks: Tensor
 
     @classmethod
     def of(cls, shape: TreeShape, depth: int) -> Level:
@@ -114,8 +112,7 @@ class Level:
         pick = index * width + shape.ranks[0, nodes]
         everything = pick.equal(torch.arange(len(parents) * width, device=pick.device))
         above = None if len(parents) == count else parents - first
-        ranks = shape.ranks[0, nodes]
-        return cls(nodes, parents, above, None if everything else pick, width, index, ranks)
+        return cls(nodes, parents, above, None if everything else pick, width)
 
 
 class BlockDrafter:
@@ -152,17 +149,18 @@ class BlockDrafter:
             previous = tokens[-1] if level.above is None else tokens[-1].index_select(1, level.above)
             with self.clock("draft"):
                 logits = self._read(states[:, depth : depth + 1], previous)
-            law = self.target.processor(self.target.guide(logits, self._positions(index + depth)))
-            drafts, drawn = self._draw(law, level, uniforms)
+            drafts, drawn = self._draw(self.target.guide(logits, self._positions(index + depth)), level, uniforms)
             tokens.append(drafts)
             laws.append(drawn)
         return DraftTree(torch.cat(tokens, 1), self.shape, torch.cat(laws, 1) if self.sampled else None)
 
-    def _draw(self, law: Tensor, level: Level, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
-        """A level's nodes [B, n] and the laws [B, n, V] they were drawn from, of each parent's ``law`` [B, P, V]."""
-        if not self.sampled:
-            drafts, drawn = law.topk(level.width).indices, law[:, :0]
-        elif level.width == 1:
+    def _draw(self, logits: Tensor, level: Level, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
+        """A level's nodes [B, n] and the laws [B, n, V] they were drawn from, of each parent's ``logits`` [B, P, V]."""
+        if not self.sampled:  # of the raw logits: at temperature 0 all but one token of the law have no mass
+            drafts = logits.topk(level.width).indices.flatten(1)
+            return drafts if level.pick is None else drafts.index_select(1, level.pick), logits[:, :0]
+        law = self.target.processor(logits)
+        if level.width == 1:
             drafts, drawn = categorical(law, uniforms.draw(law.shape[1])), law
         else:
             dice = uniforms.draw(law[0].numel()).view(law.shape)
@@ -171,7 +169,7 @@ class BlockDrafter:
         drafts = drafts.flatten(1)
         if level.pick is None:
             return drafts, drawn
-        return drafts.index_select(1, level.pick), drawn.index_select(1, level.pick) if self.sampled else drawn
+        return drafts.index_select(1, level.pick), drawn.index_select(1, level.pick)
 
     def _levels(self, feedback: Feedback) -> Tensor:
         """Store the features of the tokens just committed and return the level states [R, K, C]."""
