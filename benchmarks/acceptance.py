@@ -66,8 +66,9 @@ def measure_acceptance(options: Options) -> list[Row]:
     classes = pipe.transformer.config.num_classes
     labels = torch.from_numpy(balanced_labels(torch.arange(classes).numpy(), options.pictures))
     facts = environment(model=str(options.model), dtype=dtype_name(pipe), pictures=options.pictures, batch=BATCH)
-    recorder = Recorder(Recursive())
-    play(pipe, Contest("recorded", "without", recorder, BlockDrafter), spine((1, 1, 1)), labels)
+    chain = TreeShape.chain(min(3, pipe.parts.head("block").config.levels))
+    recorder = Recorder(Recursive(), until=(pipe.transformer.config.block_size - 1) // (chain.depth + 1))
+    play(pipe, Contest("recorded", "without", recorder, BlockDrafter), chain, labels)
     table = _table(pipe)
     write(options.out, "single_position", single_position(*recorder.laws(), table), facts)
     rows: list[Row] = []

@@ -32,7 +32,7 @@ from specmm import methods
 from specmm.image_ar.pipeline import ImagePipeline
 from specmm.metrics.features import FeatureSet
 from specmm.metrics.frechet import FeatureStatistics, frechet_distance
-from specmm.metrics.kernel import kernel_distance
+from specmm.metrics.kernel import KernelResult, kernel_distance
 from specmm.metrics.neighbours import nearest_neighbours, pixels
 from specmm.zoo import emoji
 
@@ -96,6 +96,7 @@ class Real:
 
     def __init__(self, options: Options, network: Network | None = None) -> None:
         self.options, self.given = options, network
+        self.known: dict[tuple[Path, int], tuple[float, KernelResult]] = {}
         train, test = (emoji.load(options.data, split) for split in ("train", "test"))
         self.train, self.labels, self.test = train.images, train.labels, test.images
 
@@ -120,6 +121,16 @@ class Real:
     def test_distance(self) -> float:
         """Median pixel distance of a held-out picture to the nearest training picture."""
         return float(nearest_neighbours(pixels(self.test), pixels(self.train)).distances.median())
+
+    def distances(self, found: SampleSet, count: int) -> tuple[float, KernelResult]:
+        """FID and KID of the first ``count`` samples against the training pictures, worked out once."""
+        key = (found.folder, count)
+        if key not in self.known:
+            (images,) = found.arrays("images", limit=count)
+            features = cached_features(self.network, images, found.folder / "features")
+            fid = frechet_distance(features, self.statistics).value
+            self.known[key] = fid, kernel_distance(features, self.features)
+        return self.known[key]
 
     def floor(self, count: int, draws: int = 3) -> tuple[int, float, float]:
         """Count used, mean FID and mean KID between disjoint random halves, the first cut to ``count`` pictures."""
@@ -151,33 +162,20 @@ def cached_features(network: Network, pictures: np.ndarray, folder: Path, block:
 def assess(found: SampleSet, plain: SampleSet | None, real: Real) -> Row:
     """Everything measured of one method's samples; FID and KID also over plain decoding's at the same count."""
     count = found.count()
-    features = _features(found, real, count)
-    fid = frechet_distance(features, real.statistics).value
-    kid = kernel_distance(features, real.features)
+    fid, kid = real.distances(found, count)
     row: Row = {"samples": count, "fid": fid, "kid": kid.full, "kid_subsets": kid.mean, "kid_std": kid.std}
     if plain is not None and (equal := min(count, plain.count())) >= 2:
-        base, mine = _features(plain, real, equal), _features(found, real, equal)
-        row["compared_at"] = equal
-        row["fid_ratio"] = _fid(mine, real) / _fid(base, real)
-        row["kid_ratio"] = _kid(mine, real) / _kid(base, real)
+        (fid, kid), (plain_fid, plain_kid) = real.distances(found, equal), real.distances(plain, equal)
+        row |= {
+            "compared_at": equal,
+            "fid_ratio": fid / plain_fid,
+            "kid_ratio": (kid.full or 0) / (plain_kid.full or 1),
+        }
     (loglik,) = found.arrays("log_likelihood")
     counts = found.counts()
     row |= {"log_likelihood": float(loglik.mean()), "tau": counts["tokens"] / max(counts["rounds"], 1)}
     row |= {"tv": counts["tv"], "certificate": counts["certificate"], "seconds": counts["seconds"]}
     return row | _memorised(found.arrays("images")[0], real)
-
-
-def _features(found: SampleSet, real: Real, count: int) -> FeatureSet:
-    (images,) = found.arrays("images", limit=count)
-    return cached_features(real.network, images, found.folder / "features")
-
-
-def _fid(features: FeatureSet, real: Real) -> float:
-    return frechet_distance(features, real.statistics).value
-
-
-def _kid(features: FeatureSet, real: Real) -> float:
-    return kernel_distance(features, real.features, subsets=1, subset_size=2).full or 0.0
 
 
 def _memorised(images: np.ndarray, real: Real) -> Row:

@@ -23,22 +23,27 @@ DRAFTS = (1, 2, 4, 8)
 
 
 class Recorder:
-    """The rule it is given, which on the way notes the target's law and the drafter's at every root, M at most."""
+    """The rule it is given, which on the way notes the target's law and the drafter's at every root, M at most.
+
+    Of each batch only every third of the first ``until`` rounds is looked at, in which no row can be finished yet.
+    """
 
     name, exact = "recorded", True
 
-    def __init__(self, rule: Rule, most: int = 512, every: int = 5) -> None:
-        self.rule, self.most, self.every, self.rounds = rule, most, every, 0
+    def __init__(self, rule: Rule, until: int, most: int = 512, every: int = 3) -> None:
+        self.rule, self.until, self.most, self.every, self.rounds = rule, until, most, every, 0
         self.p: list[Tensor] = []
         self.q: list[Tensor] = []
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
-        """The rule's; every so many rounds both laws are noted (of trees that have drafts)."""
-        if tree.laws is not None and tree.shape.size > 1:
-            if self.rounds % self.every == 0 and sum(len(x) for x in self.p) < self.most:
-                self.p.append(p[:, 0].clone())
-                self.q.append(tree.laws[:, 1].clone())
-            self.rounds += 1
+        """The rule's; a tree without drafts is the start of a batch."""
+        if tree.laws is None or tree.shape.size == 1:
+            self.rounds = 0
+            return self.rule.decisions(tree, p, measure=measure)
+        if self.rounds < self.until and self.rounds % self.every == 0:
+            self.p.append(p[:, 0].clone())
+            self.q.append(tree.laws[:, 1].clone())
+        self.rounds += 1
         return self.rule.decisions(tree, p, measure=measure)
 
     def laws(self) -> tuple[Tensor, Tensor]:
