@@ -135,7 +135,7 @@ def _train_drafter(
         from specmm.image_ar.tokens.drafters.block import BlockConfig
         from specmm.image_ar.tokens.train.block import train_block
 
-        config = BlockConfig(levels, target.config)
+        config = BlockConfig(levels, 2, target.config)
         head: Any = train_block(target, tokens, labels, config, out, steps=steps, batch=batch, seed=seed)
     else:
         from specmm.image_ar.tokens.train.eagle import train_eagle

@@ -1,5 +1,6 @@
 """A tiny random model in the format of the pocket models."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def tiny_pipeline(seed: int = 0, tokens: int = 36, vocab: int = 64, drafters: bo
     gpt.output.weight.data.normal_(std=0.3)  # laws that are not flat
     vq = VQModel(VQConfig(vocab, 8, 32, (1, 1, 1), 1, 32))
     vq.quantize.embedding.weight.data = torch.nn.functional.normalize(torch.randn(vocab, 8), dim=-1)
-    heads = {"block": BlockHead(BlockConfig(LEVELS, config)), "eagle": EagleHead(EagleConfig(config))}
+    heads = {"block": BlockHead(BlockConfig(LEVELS, 2, config)), "eagle": EagleHead(EagleConfig(config))}
     trees = {"speculative": (2, 1, 1), "lantern++": (2, 2, 1)}
     return ImagePipeline(gpt.eval(), vq.eval(), heads if drafters else {}, Settings(classes=CLASSES, trees=trees))
 
@@ -36,3 +37,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     tiny_pipeline().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def make_tiny() -> Callable[..., ImagePipeline]:
+    """``tiny_pipeline`` itself, for other weights or sizes."""
+    return tiny_pipeline

@@ -1,0 +1,424 @@
+"""The command line on a tiny random model: pictures, JSON, seeds, interruptions, and every user's mistake."""
+
+import errno
+import functools
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from specmm import zoo
+from specmm.cli import app, drawing
+from specmm.image_ar.pipeline import ImagePipeline
+from specmm.image_ar.tokens.drafters.fingerprint import target_fingerprint
+from specmm.image_ar.tokens.loading import load_gpt
+from specmm.methods import Speculative
+from specmm.metrics.features import FeatureSet
+
+MAIN = [sys.executable, "-c", "from specmm.cli import main; main()"]
+Maker = Callable[..., ImagePipeline]
+METHODS = ("ar", "sjd", "speculative", "eagle", "lantern++")
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def run_json(*arguments: object) -> Any:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def refused(*arguments: object) -> str:
+    """The one line of a command that must fail as a user's mistake."""
+    result = run(*arguments)
+    assert result.exit_code == 2, (result.exit_code, result.output, result.exception)
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def pictures(folder: Path) -> list[bytes]:
+    return [f.read_bytes() for f in sorted(folder.glob("*.png"))]
+
+
+@pytest.fixture
+def copy(tiny: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model that may be damaged."""
+    return Path(shutil.copytree(tiny, tmp_path / "copy"))
+
+
+# ---- what it prints
+
+
+def test_help_is_quick_and_light() -> None:
+    start = time.perf_counter()
+    done = subprocess.run([*MAIN, "--help"], capture_output=True, text=True, check=True)
+    assert time.perf_counter() - start < 3  # a tenth of a second on an idle machine
+    assert "generate" in done.stdout
+    light = "import sys, specmm.cli; assert not {'torch', 'numpy', 'diffusers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", light], check=True)
+
+
+def test_json_is_all_there_is_on_stdout(tiny: Path, tmp_path: Path) -> None:
+    command = [*MAIN, "generate", str(tiny), "--class", "heart", "-n", "2", "--method", "lantern++", "--json"]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    found = json.loads(done.stdout)
+    wanted = "model method seed seconds tokens rounds tau certificate outputs host_overhead"
+    assert set(wanted.split()) <= set(found)
+    assert set(found["certificate"]) == {"kind", "reason", "tv"}
+    assert found["certificate"]["kind"] == "bounded" and found["certificate"]["tv"] > 0
+    assert found["tau"] == pytest.approx(found["tokens"] / found["rounds"])
+    assert all(Path(p).is_file() for p in found["outputs"])
+    assert json.loads((tmp_path / "run.json").read_text()) == found
+
+
+def test_a_mistake_is_one_line_in_a_real_process(tiny: Path) -> None:
+    done = subprocess.run([*MAIN, "generate", str(tiny), "--class", "hart"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: unknown class 'hart'; did you mean 'heart'?\n"
+
+
+def test_a_drawn_seed_is_printed_and_repeats_the_run(tiny: Path, tmp_path: Path) -> None:
+    found = run_json("generate", tiny, "--class", 0, "--out", tmp_path / "a")
+    again = run("generate", tiny, "--class", 0, "--seed", found["seed"], "--out", tmp_path / "b")
+    assert f"seed {found['seed']}" in again.stdout and "certificate  exact" in again.stdout
+    assert pictures(tmp_path / "a") == pictures(tmp_path / "b")
+
+
+# ---- pictures
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_picture_is_the_same_whatever_the_batch(tiny: Path, tmp_path: Path, method: str) -> None:
+    common = ("--class", "heart", "--class", 2, "-n", 2, "--method", method, "--seed", 5, "--dtype", "float32")
+    for size in (1, 3):
+        found = run_json("generate", tiny, *common, "--batch-size", size, "--out", tmp_path / str(size))
+    assert found["certificate"]["kind"] == ("bounded" if method == "lantern++" else "exact")
+    assert len(pictures(tmp_path / "1")) == 4
+    assert pictures(tmp_path / "1") == pictures(tmp_path / "3")
+
+
+def test_the_command_draws_what_python_draws(tiny: Path, tmp_path: Path) -> None:
+    common = ("--class", "time", "-n", 3, "--seed", 1, "--batch-size", 2, "--dtype", "float32")
+    found = run_json("generate", tiny, *common, "--out", tmp_path)
+    pipe = ImagePipeline.from_pretrained(tiny, torch_dtype=torch.float32)
+    out = pipe(classes=["time"], num_images_per_prompt=3, generator=torch.Generator().manual_seed(1))
+    names = [drawing.slug(Path(p).name) for p in found["outputs"]]
+    assert names == [f"{i:04d}-time.png" for i in range(3)]
+    for i, image in enumerate(out.images):
+        image.save(tmp_path / f"python{i}.png")
+        assert (tmp_path / f"python{i}.png").read_bytes() == (tmp_path / names[i]).read_bytes()
+
+
+def test_ctrl_c_leaves_the_finished_pictures(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = []
+
+    def interrupt(pipe: Any, step: int, counts: int, state: dict[str, Any]) -> dict[str, Any]:
+        batches.extend([step] if step == 0 else [])
+        if len(batches) == 2 and step == 3:
+            raise KeyboardInterrupt
+        return state
+
+    monkeypatch.setattr(drawing, "draw", functools.partial(drawing.draw, callback=interrupt))
+    common = ("generate", tiny, "--class", "heart", "-n", 5, "--batch-size", 2, "--seed", 3)
+    result = run(*common, "--out", tmp_path / "cut", "--json")
+    assert result.exit_code == 130
+    assert "2 of 5 pictures are finished" in result.stderr
+    found = json.loads(result.stdout)
+    assert found["interrupted"] and len(found["outputs"]) == 2
+    assert json.loads((tmp_path / "cut/run.json").read_text()) == found
+    monkeypatch.undo()
+    run_json(*common, "--out", tmp_path / "whole")
+    assert pictures(tmp_path / "cut") == pictures(tmp_path / "whole")[:2]
+
+
+def test_ctrl_c_before_the_first_batch(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(drawing, "draw", functools.partial(drawing.draw, callback=interrupt))
+    result = run("generate", tiny, "--class", "heart", "--out", tmp_path)
+    assert result.exit_code == 130 and "0 of 1 pictures" in result.stderr
+
+
+def test_a_full_disk(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save, saved = drawing.save_picture, []
+
+    def full(image: Any, file: Path) -> None:
+        saved.append(file)
+        if len(saved) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(image, file)
+
+    monkeypatch.setattr(drawing, "save_picture", full)
+    line = refused("generate", tiny, "--class", "heart", "-n", 4, "--batch-size", 2, "--out", tmp_path)
+    assert "No space left on device" in line and "2 of 4 pictures" in line
+    assert len(pictures(tmp_path)) == 2
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--class hart", "did you mean 'heart'"),
+        ("--class 5", "class id must be below 5"),
+        ("--class heart --method lantern+", "did you mean 'lantern++'"),
+        ("--class heart --method lantern++ -o lambd=2", "did you mean 'lambda_'"),
+        ("--class heart --method lantern++ -o k=ten", "k must be a whole number"),
+        ("--class heart --method lantern++ -o k=64", "k must be in [0, 62]"),
+        ("--class heart --method lantern++ -o lambda=0.5", "lambda"),
+        ("--class heart --method speculative -o tree=oak", "tree name must be one of"),
+        ("--class heart --method speculative -o tree=1,1,1,1,1", "at most the drafter's 4 levels"),
+        ("--class heart --clas heart", "No such option: --clas"),
+        ("--class heart --cfg=-1", "cfg must be at least 0"),
+        ("--class heart --cfg nan", "cfg must be at least 0"),
+        ("--class heart --temperature=-1", "temperature must be"),
+        ("--class heart --top-k 65", "top_k must be at most the codebook size 64"),
+        ("--class heart --top-k=-1", "top_k must be at least 0"),
+        ("--class heart --top-p 0", "top_p must be in (0, 1]"),
+        ("--class heart --dtype fp32", "did you mean 'float32'"),
+        ("--class heart -n 0", "-n"),
+        ("--class heart --batch-size 0", "--batch-size"),
+        ("--class heart --seed many", "--seed"),
+        ("--class heart --seed -1", "--seed"),
+        ("", "give --class or --prompt"),
+        ("--class heart --prompt x", "not both"),
+        ("--prompt heart", "prompt needs a text-to-image model"),
+    ],
+)
+def test_bad_options(tiny: Path, tmp_path: Path, arguments: str, message: str) -> None:
+    assert message in refused("generate", tiny, *arguments.split(), "--out", tmp_path)
+    assert not pictures(tmp_path)
+
+
+def test_bad_models_and_commands(tmp_path: Path) -> None:
+    assert "did you mean 'generate'" in refused("generat").lower()
+    assert "unknown pocket model" in refused("generate", "pocket/lamagen", "--class", 0, "--out", tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert "model_index.json" in refused("generate", tmp_path / "empty", "--class", 0, "--out", tmp_path)
+    assert "missing" in refused("generate").lower()
+
+
+def test_an_unwritable_folder(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for command in (("generate", tiny, "--class", "heart"), ("demo", "--model", tiny)):
+        line = refused(*command, "--out", tmp_path / "file/out")
+        assert f"cannot write to {tmp_path}/file/out" in line and "--out" in line
+
+
+def _drop(state: dict[str, torch.Tensor]) -> None:
+    del state["layers.1.attention.wo.weight"]
+
+
+def _extra(state: dict[str, torch.Tensor]) -> None:
+    state["layers.7.bias"] = torch.zeros(1)
+
+
+def _misshape(state: dict[str, torch.Tensor]) -> None:
+    state["norm.weight"] = torch.ones(65)
+
+
+def _nan(state: dict[str, torch.Tensor]) -> None:
+    state["norm.weight"][3] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("damage", "names"),
+    [
+        (_drop, ["missing", "layers.1.attention.wo.weight"]),
+        (_extra, ["layers.7.bias"]),
+        (_misshape, ["shape", "norm.weight"]),
+        (_nan, ["NaN", "norm.weight"]),
+    ],
+)
+def test_damaged_checkpoints(copy: Path, tmp_path: Path, damage: Callable[..., None], names: list[str]) -> None:
+    file = copy / "transformer/model.safetensors"
+    state = load_file(file)
+    damage(state)
+    save_file(state, file)
+    line = refused("generate", copy, "--class", "heart", "--out", tmp_path / "o")
+    assert all(name in line for name in names)
+
+
+def test_a_truncated_or_absent_checkpoint(copy: Path, tmp_path: Path) -> None:
+    file = copy / "vq/model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    assert str(file) in refused("generate", copy, "--class", "heart", "--out", tmp_path / "o")
+    file.unlink()
+    assert "no checkpoint at" in refused("generate", copy, "--class", "heart", "--out", tmp_path / "o")
+
+
+@pytest.mark.parametrize("method", ["ar", "speculative"])
+def test_logits_that_are_not_finite_name_round_and_model(copy: Path, tmp_path: Path, method: str) -> None:
+    file = copy / "transformer/model.safetensors"
+    state = load_file(file)
+    state["output.weight"].fill_(3e38)
+    save_file(state, file)
+    shutil.rmtree(copy / "drafters/eagle")
+    facts = copy / "drafters/block/config.json"
+    fingerprint = fingerprint_of(copy)
+    facts.write_text(json.dumps({**json.loads(facts.read_text()), "target_fingerprint": fingerprint}))
+    common = ("--class", "heart", "--method", method, "--dtype", "float32")
+    line = refused("generate", copy, *common, "--out", tmp_path / "o")
+    assert "logits must be finite" in line and str(copy) in line and "round 0" in line
+
+
+def fingerprint_of(folder: Path) -> str:
+    return target_fingerprint(load_gpt(folder / "transformer"))
+
+
+def test_a_tokenizer_of_another_codebook(copy: Path, make_tiny: Maker, tmp_path: Path) -> None:
+    make_tiny(vocab=32, drafters=False).save_pretrained(tmp_path / "other")
+    shutil.rmtree(copy / "vq")
+    shutil.copytree(tmp_path / "other/vq", copy / "vq")
+    line = refused("generate", copy, "--class", "heart", "--method", "lantern++", "--out", tmp_path / "o")
+    assert "must share a codebook, got 32 codes and 64 tokens" in line
+
+
+@pytest.mark.parametrize("kind", ["block", "eagle"])
+def test_a_drafter_of_another_target(copy: Path, make_tiny: Maker, tmp_path: Path, kind: str) -> None:
+    make_tiny(seed=1).save_pretrained(tmp_path / "other")
+    shutil.rmtree(copy / "drafters")
+    shutil.copytree(tmp_path / "other/drafters" / kind, copy / "drafters" / kind)
+    line = refused("generate", copy, "--class", "heart", "--out", tmp_path / "o")
+    assert "target" in line and str(copy / "drafters" / kind) in line
+
+
+def test_a_model_without_drafters(copy: Path, tmp_path: Path) -> None:
+    shutil.rmtree(copy / "drafters")
+    line = refused("generate", copy, "--class", "heart", "--method", "lantern++", "--out", tmp_path / "o")
+    assert "no 'block' drafter" in line
+
+
+# ---- the other commands
+
+
+def test_bench_interleaves_and_compares(tiny: Path) -> None:
+    rows = run_json("bench", tiny, "--methods", "lantern++(lambda=3),ar", "-n", 2, "--batch", 2, "--dtype", "float32")
+    assert [r["method"] for r in rows] == ["ar", "lantern++"]
+    wanted = "baseline_seconds speedup tau host_overhead ideal quality seed certificate tokens rounds model outputs"
+    assert all(set(wanted.split()) <= set(r) for r in rows)
+    assert rows[0]["speedup"] == 1 and rows[0]["tau"] == 1
+    assert rows[1]["speedup"] == pytest.approx(rows[0]["seconds"] / rows[1]["seconds"])
+    assert rows[1]["quality"]["log_likelihood"] < 0
+    assert "did you mean" in refused("bench", tiny, "--methods", "ar,lantrn")
+
+
+def test_plan_says_what_it_measured(tiny: Path) -> None:
+    found = run_json("plan", tiny, "--dtype", "float32")
+    assert found["costs"]["step"] > 0 and found["choice"] == "ar" and "measured acceptance" in found["reason"]
+    assert "plain step" in run("plan", tiny).stdout
+
+
+def test_demo_makes_table_sheet_and_page(tiny: Path, tmp_path: Path) -> None:
+    result = run("demo", "--model", tiny, "--out", tmp_path, "-n", 1)
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines[2:5]] == ["ar", "speculative", "lantern++"]
+    assert "1.00x" in lines[2] and "exact" in lines[3] and "bounded, tv" in lines[4]
+    assert str(tmp_path / "side_by_side.png") in lines
+    assert len(pictures(tmp_path)) == 3 * 4 + 1
+    page = (tmp_path / "index.html").read_text()
+    assert "data:image/png;base64," in page and "lantern++" in page and "http" not in page
+
+
+def test_zoo_prints_the_card(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(shutil.copytree(tiny, tmp_path / "some"))
+    row = {"method": "lantern++(lambda_=2.0, k=10)", "samples": 2000, "fid": 12.5, "kid": 0.01}
+    facts = {"data": "emoji", "licence": "CC-BY-4.0", "seed": 0, "metrics": {"quality": [row]}}
+    (folder / "card.json").write_text(json.dumps(facts))
+    monkeypatch.setattr(zoo, "POCKET", tmp_path)
+    text = run("zoo").stdout
+    assert all(word in text for word in ("pocket/some", "MB", "emoji", "CC-BY-4.0", "fid 12.5"))
+    assert run_json("zoo")[0]["name"] == "pocket/some"
+    assert "did you mean 'pocket/some'" in refused("generate", "pocket/som", "--class", 0, "--out", tmp_path / "o")
+    demo = run("demo", "--model", "pocket/some", "--out", tmp_path / "demo", "-n", 1).stdout
+    assert "12.50" in demo and "2,000 samples" in demo
+
+
+def test_eval_of_features_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for name in "ab":
+        FeatureSet(torch.randn(64, 4, generator=generator), {"features": "made up"}).save(tmp_path / f"{name}.npz")
+    found = run_json("eval", "fid", tmp_path / "a.npz", tmp_path / "b.npz")
+    assert found["protocol"]["counts"] == [64, 64] and 0 < found["value"] < 2
+    assert run_json("eval", "fid", tmp_path / "a.npz", tmp_path / "a.npz")["value"] == pytest.approx(0, abs=1e-9)
+    assert "subsets_std" in run_json("eval", "kid", tmp_path / "a.npz", tmp_path / "b.npz", "--subset-size", 32)
+    assert "KID" in run("eval", "kid", tmp_path / "a.npz", tmp_path / "b.npz").stdout
+
+    class Pixels:
+        def features(self, images: Any) -> FeatureSet:
+            return FeatureSet(torch.as_tensor(images).flatten(1)[:, :4].float(), {"features": "pixels"})
+
+    monkeypatch.setattr("specmm.metrics.inception.Inception", Pixels)
+    images = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), np.uint8)
+    np.savez(tmp_path / "pictures.npz", images=images)
+    (tmp_path / "folder").mkdir()
+    for i, image in enumerate(images):
+        drawing.save_picture(as_picture(image), tmp_path / f"folder/{i}.png")
+    same = run_json("eval", "fid", tmp_path / "pictures.npz", tmp_path / "folder")
+    assert same["value"] == pytest.approx(0, abs=1e-6)
+    assert "same protocol" in refused("eval", "fid", tmp_path / "folder", tmp_path / "a.npz")
+
+
+def as_picture(array: np.ndarray) -> Any:
+    return Image.fromarray(array)
+
+
+def test_eval_refuses_what_it_cannot_measure(tmp_path: Path) -> None:
+    assert "there is none" in refused("eval", "fid", tmp_path / "none", tmp_path)
+    assert "at least 2 pictures" in refused("eval", "fid", tmp_path, tmp_path)
+    np.savez(tmp_path / "odd.npz", x=np.zeros(1), y=np.zeros(1))
+    assert "must hold 'images'" in refused("eval", "kid", tmp_path / "odd.npz", tmp_path / "odd.npz")
+    for side in (4, 5):
+        as_picture(np.zeros((side, side, 3), np.uint8)).save(tmp_path / f"{side}.png")
+    assert "must have one size, got 4x4 and 5x5" in refused("eval", "fid", tmp_path, tmp_path)
+
+
+def test_training_makes_a_model_that_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda f, **_: f)
+    data, images = tmp_path / "data", np.random.default_rng(0).integers(0, 256, (12, 48, 48, 3), np.uint8)
+    data.mkdir()
+    np.savez(
+        data / "emoji48.npz", images=images, labels=np.arange(12) % 32, names=np.array([f"n/{i}" for i in range(12)])
+    )
+    common = ("--data", data, "--batch", 2)
+    vq, target = tmp_path / "vq", tmp_path / "target"
+    run_json("train", "tokenizer", *common, "--codes", 32, "--steps", 2, "--out", vq)
+    small = ("--dim", 32, "--heads", 2, "--layers", 1, "--steps", 2)
+    run_json("train", "target", "--tokenizer", vq, *common, *small, "--out", target)
+    model = target / "model"
+    for kind in ("block", "eagle"):
+        train = ("train", "drafter", model, "--kind", kind, *common, "--out", tmp_path / kind, "--levels", 3)
+        assert Path(run_json(*train, "--steps", 2)["outputs"][0]) == model / "drafters" / kind
+        assert "--replace" in refused(*train, "--steps", 4)
+    step = torch.load(tmp_path / "eagle/checkpoint.pt", weights_only=True)["step"]
+    run_json(*train, "--steps", 3, "--replace")  # resumes
+    assert (step, torch.load(tmp_path / "eagle/checkpoint.pt", weights_only=True)["step"]) == (2, 3)
+    pipe = ImagePipeline.from_pretrained(model)
+    assert set(pipe.parts.drafters) == {"block", "eagle"}
+    out = pipe(classes=["zodiac"], method=Speculative(tree=(2, 1, 1)), generator=torch.Generator().manual_seed(0))
+    assert out.images[0].size == (48, 48)
+
+
+def test_training_refuses_unknown_kinds_and_missing_models(tiny: Path, tmp_path: Path) -> None:
+    assert "did you mean 'block'" in refused("train", "drafter", tiny, "--kind", "blok")
+    assert "--replace" in refused("train", "drafter", tiny, "--kind", "block", "--out", tmp_path)
+    assert "no checkpoint" in refused("train", "target", "--tokenizer", tmp_path / "no", "--out", tmp_path / "t")
