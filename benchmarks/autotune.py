@@ -9,7 +9,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.arithmetic import quartiles, speedup
-from benchmarks.common import Budget, Row, environment, generators, load_pipeline, write_results
+from benchmarks.common import Budget, Row, dtype_name, environment, generators, load_pipeline, write_results
 from benchmarks.settings import Options
 from specmm import methods
 from specmm.image_ar.pipeline import ImagePipeline
@@ -19,7 +19,7 @@ def measure_autotune(options: Options) -> list[Row]:
     """Run the benchmark and write ``autotune.json`` and ``autotune.csv`` after every batch size."""
     torch.set_num_threads(options.threads)
     pipe = load_pipeline(options.model, options.dtype)
-    facts = environment(model=str(options.model), dtype=str(options.dtype))
+    facts = environment(model=str(options.model), dtype=dtype_name(pipe))
     rows: list[Row] = []
     for i, batch in enumerate(options.batches):
         minutes = None if options.minutes is None else options.minutes / len(options.batches)

@@ -17,14 +17,16 @@ from specmm.tree import TreeShape
 class IndependentDrafter(BlockDrafter):
     """Siblings drawn with replacement from one law (SpecInfer, SpecTr)."""
 
-    def _draw(self, law: Tensor, level: Level, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
+    def _draw(self, logits: Tensor, level: Level, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
+        law = self.target.processor(logits)
         return _by_node(level, *draw_siblings("independent", law, level.width, uniforms))
 
 
 class GreedyDrafter(BlockDrafter):
     """The likeliest tokens and, at rank 0, one sample of the rest (greedy multi-draft); see ``through``."""
 
-    def _draw(self, law: Tensor, level: Level, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
+    def _draw(self, logits: Tensor, level: Level, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
+        law = self.target.processor(logits)
         return _by_node(level, *draw_siblings("greedy", law, level.width, uniforms))
 
 

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def read_arguments(arguments: Sequence[str] | None = None) -> tuple[str, Options]:
     """The part to run and the options of ``arguments`` (default: the command line's)."""
-    plain = Options(dtype=torch.float32)
+    plain = Options()
     parser = argparse.ArgumentParser(prog="benchmarks.run", description="measure speed, quality and acceptance")
     parser.add_argument("part", nargs="?", default="all", choices=[*PARTS, "report", "all"])
     parser.add_argument("--model", default=plain.model)
@@ -62,7 +62,7 @@ def read_arguments(arguments: Sequence[str] | None = None) -> tuple[str, Options
     parser.add_argument("--data", type=Path, default=plain.data, help="folder of the emoji pictures")
     parser.add_argument("--budget-minutes", dest="minutes", type=float, help="for each part; quality resumes later")
     parser.add_argument("--threads", type=int, default=min(plain.threads, os.cpu_count() or 1))
-    parser.add_argument("--dtype", choices=DTYPES, help="of the speculative methods (default: the machine's)")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: the pipeline's choice; plain is timed in both")
     parser.add_argument("--methods", nargs="+", type=parse, default=(), help='e.g. ar "lantern++(lambda_=3.0, k=10)"')
     parser.add_argument("--repeats", type=int, default=plain.repeats, help="speed: pictures a method")
     parser.add_argument("--compile", action="store_true", help="speed: plain decoding under torch.compile as well")

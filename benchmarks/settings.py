@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +13,6 @@ from benchmarks.common import CACHE, EMOJI, RESULTS, playable
 from benchmarks.contenders import QUALITY, SPEED
 from specmm import methods
 from specmm.image_ar.pipeline import ImagePipeline
-from specmm.image_ar.settings import choose_dtype
 
 
 @dataclass
@@ -26,7 +25,7 @@ class Options:
     data: Path = EMOJI
     minutes: float | None = None
     threads: int = 2
-    dtype: torch.dtype = field(default_factory=choose_dtype)
+    dtype: torch.dtype | None = None  # the pipeline's own choice for this model on this machine
     methods: Sequence[methods.Method] = ()
     repeats: int = 24  # speed, autotune
     compile: bool = False  # speed

@@ -25,7 +25,6 @@ from specmm import methods
 from specmm.certificate import Certificate
 from specmm.decode import decode_plain
 from specmm.image_ar.pipeline import ImageOutput, ImagePipeline
-from specmm.image_ar.settings import choose_dtype
 from specmm.image_ar.tokens.target import Prompt
 from specmm.randomness import Uniforms
 from specmm.stats import Stats
@@ -59,15 +58,14 @@ class Runner:
 def measure_speed(options: Options) -> list[Row]:
     """Run the benchmark and write ``speed.json`` and ``speed.csv`` after every repeat."""
     torch.set_num_threads(options.threads)
-    pipes = {d: load_pipeline(options.model, d) for d in dict.fromkeys((options.dtype, torch.float32, torch.bfloat16))}
-    runners = make_runners(pipes, options)
+    pipe = load_pipeline(options.model, options.dtype)
+    both = [load_pipeline(options.model, d) for d in (torch.float32, torch.bfloat16)]
+    runners = make_runners(pipe, both, options)
     budget, rows = Budget(options.minutes), []
-    facts = environment(
-        model=str(options.model), dtype=str(choose_dtype()), batch=1, settings=pipes[options.dtype].settings.__dict__
-    )
+    facts = environment(model=str(options.model), dtype=dtype_name(pipe), batch=1, settings=pipe.settings.__dict__)
     for runner in runners:  # warm-up: caches, plans, compilation
         runner.draw(0, 10**6)
-    classes = pipes[options.dtype].transformer.config.num_classes
+    classes = pipe.transformer.config.num_classes
     labels = torch.randperm(classes, generator=torch.Generator().manual_seed(0))
     for repeat in tqdm(range(options.repeats), desc="speed", unit="repeat"):
         if budget.spent and repeat:
@@ -75,20 +73,19 @@ def measure_speed(options: Options) -> list[Row]:
         for runner in runners[repeat % len(runners) :] + runners[: repeat % len(runners)]:
             runner.once(int(labels[repeat % classes]), repeat)
         drawn = labels[torch.arange(repeat + 1) % classes]
-        rows = tabulate(runners, pipes[torch.float32], drawn)
+        rows = tabulate(runners, both[0], drawn)
         write_results(options.out, "speed", rows, facts)
     return rows
 
 
-def make_runners(pipes: dict[torch.dtype, ImagePipeline], options: Options) -> list[Runner]:
-    """Plain decoding in both dtypes (and compiled, if asked for), then the other contenders in the chosen dtype.
+def make_runners(pipe: ImagePipeline, plain: list[ImagePipeline], options: Options) -> list[Runner]:
+    """Plain decoding by each of ``plain`` (compiled, too, if asked for), then the other contenders by ``pipe``.
 
     The baseline is eager, as all the others are; the compiled rows show what compilation alone would bring.
     """
-    runners = [Runner("ar", dtype_name(p), _by_pipeline(p, methods.AR()), plain=True) for p in pipes.values()]
+    runners = [Runner("ar", dtype_name(p), _by_pipeline(p, methods.AR()), plain=True) for p in plain]
     if options.compile:
-        runners += [Runner("ar compiled", dtype_name(p), compiled(p)) for p in pipes.values()]
-    pipe = pipes[options.dtype]
+        runners += [Runner("ar compiled", dtype_name(p), compiled(p)) for p in plain]
     others = [m for m in options.contenders(pipe, "speed") if not isinstance(m, methods.AR)]
     return runners + [Runner(label(m), dtype_name(pipe), _by_pipeline(pipe, m)) for m in others]
 

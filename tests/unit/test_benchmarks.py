@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from benchmarks import arithmetic, quality
-from benchmarks.acceptance import measure_acceptance
+from benchmarks.acceptance import Contest, measure_acceptance, play
 from benchmarks.autotune import measure_autotune
 from benchmarks.bars import bars
 from benchmarks.common import balanced_labels, label, load_pipeline, parse, read_results, write_results
 from benchmarks.contenders import QUALITY, SPEED
-from benchmarks.drafting import draw_siblings, through_rank_one, widths_for
+from benchmarks.drafting import GreedyDrafter, IndependentDrafter, draw_siblings, through_rank_one, widths_for
 from benchmarks.gpu import llamagen
 from benchmarks.likelihood import log_likelihood
 from benchmarks.report import render, write_report
@@ -29,7 +29,9 @@ from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.vq import VQConfig, VQModel
 from specmm.metrics.features import FeatureSet
 from specmm.randomness import Uniforms
+from specmm.shape.static import spine
 from specmm.stats import Stats
+from specmm.verify import PointMass, Recursive
 from specmm.zoo.emoji import EmojiSet
 
 GPT = GPTConfig(16, 1, 2, 64, 16, num_classes=3, multiple_of=16)
@@ -50,7 +52,7 @@ class Thumbnails:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     torch.manual_seed(0)
-    heads = {"block": BlockHead(BlockConfig(3, GPT))}
+    heads = {"block": BlockHead(BlockConfig(3, 2, GPT))}
     vq = VQModel(VQConfig(64, 8, 32, (1, 2), 1, 16))
     settings = Settings(
         cfg=1.5, acceptance=((0.4, 0.2, 0.1),) * 3, trees={"speculative": (2, 1, 1), "lantern++": (2, 1)}
@@ -196,6 +198,22 @@ def test_greedy_drafts_and_spines():
     for budget in (4, 8, 16, 26):
         widths = widths_for(budget, 5, 0.7)
         assert sum(widths) == budget and list(widths) == sorted(widths, reverse=True) and min(widths) >= 1
+
+
+@pytest.mark.parametrize("make", [IndependentDrafter, GreedyDrafter])
+def test_recorded_laws_are_laws_and_drafts_are_theirs(model, make):
+    class Spy(Recursive):
+        def decisions(self, tree, p, *, measure=False):
+            if tree.shape.size > 1:
+                drawn = (tree.shape.ranks[0] == 0) & (tree.shape.depths[0] > 0)
+                laws, tokens = tree.laws[:, drawn], tree.tokens[:, drawn]
+                assert (laws >= 0).all() and torch.allclose(laws.sum(-1), torch.ones(laws.shape[:2]), atol=1e-4)
+                assert (laws.gather(-1, tokens[..., None]) > 0).all()
+            return PointMass().decisions(tree, p)
+
+    pipe = load_pipeline(model, torch.float32)
+    outcome = play(pipe, Contest("spy", "", Spy(), make), spine((3, 2, 1)), torch.arange(3))
+    assert outcome.stats.tokens == 3 * (GPT.block_size - 1)
 
 
 def test_gpu_benchmark_runs_without_one(model, tmp_path):
