@@ -18,6 +18,7 @@ from specmm.cli.output import emit, say, stdout_reserved, writable
 app = typer.Typer(no_args_is_help=True, help="Train a tokenizer, a target, a drafter.", rich_markup_mode=None)
 EMOJI = Path("~/.cache/specmm/emoji")
 KINDS = ("block", "eagle")
+DRAWN_AT_ONCE = 96  # pictures
 
 Data = Annotated[Path, typer.Option(help="Folder of the emoji; downloaded from npm and rasterised when empty.")]
 Out = Annotated[Path, typer.Option(help="Folder of checkpoint, loss curve and result.")]
@@ -99,6 +100,10 @@ def drafter(
     batch: Batch = 16,
     seed: Seed = 0,
     levels: Annotated[int, typer.Option(min=1, help="Tokens a block drafter drafts.")] = 8,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of a block drafter.")] = 1,
+    lr: Annotated[float | None, typer.Option(help="Learning rate, 1e-3 (block) or 1e-4 (eagle) if not given.")] = None,
+    drawn: Annotated[int, typer.Option(min=0, help="Pictures the target draws to train on, besides the data.")] = 0,
+    cfg: Annotated[float | None, typer.Option(help="Guidance scale of these pictures.")] = None,
     replace: Annotated[bool, typer.Option(help="Replace a drafter of this kind.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder of checkpoint and loss curve; runs/KIND if not given.")
@@ -117,31 +122,71 @@ def drafter(
     writable(result.parent)
     folder = writable(out or Path("runs") / kind)
     with stdout_reserved():
-        _train_drafter(zoo.find(model), kind, _emoji(data), folder, steps=steps, batch=batch, seed=seed, levels=levels)
+        from specmm.image_ar.tokens.drafters.files import save_drafters
+
+        options: dict[str, Any] = dict(steps=steps, batch=batch, seed=seed, **({"lr": lr} if lr else {}))
+        target, *examples = _examples(zoo.find(model), _emoji(data), folder, drawn, cfg, seed)
+        head = _train_drafter(kind, (target, *examples), (levels, layers), folder, options)
+        save_drafters({kind: head}, result.parent, target, _bfloat16())
     _done({"kind": kind, "model": model, "steps": steps, "outputs": [str(result)]}, as_json)
 
 
 def _train_drafter(
-    model: Path, kind: str, pictures: Any, out: Path, *, steps: int, batch: int, seed: int, levels: int
-) -> None:
+    kind: str, examples: tuple[Any, ...], sizes: tuple[int, int], out: Path, options: dict[str, Any]
+) -> Any:
+    """A head of ``kind`` trained on ``examples`` (target, tokens, labels); ``sizes`` are a block's levels and layers."""
+    if kind == "eagle":
+        from specmm.image_ar.tokens.train.eagle import train_eagle
+
+        return train_eagle(*examples, out, **options)
+    from specmm.image_ar.tokens.drafters.block import BlockConfig
+    from specmm.image_ar.tokens.train.block import train_block
+
+    return train_block(*examples, BlockConfig(*sizes, examples[0].config), out, **options)
+
+
+def _examples(model: Path, pictures: Any, out: Path, drawn: int, cfg: float | None, seed: int) -> tuple[Any, Any, Any]:
+    """The target, tokens [M, 2, T] and labels [M]: the data's, then ``drawn`` pictures of the target itself."""
     import torch
 
-    from specmm.image_ar.tokens.drafters.files import save_drafters
     from specmm.image_ar.tokens.loading import load_gpt, load_vq
 
     target, vq = load_gpt(model / "transformer"), load_vq(model / "vq")
     tokens, labels = _tokens(vq, pictures.images, out), torch.from_numpy(pictures.labels)
-    if kind == "block":
-        from specmm.image_ar.tokens.drafters.block import BlockConfig
-        from specmm.image_ar.tokens.train.block import train_block
+    if drawn:
+        rows = torch.randint(len(labels), (drawn,), generator=torch.Generator().manual_seed(seed))
+        own = _draw(model, target, vq, labels[rows], out / "drawn", cfg, seed)
+        tokens, labels = torch.cat([tokens, own[:, None].repeat(1, 2, 1)]), torch.cat([labels, labels[rows]])
+    return target, tokens, labels
 
-        config = BlockConfig(levels, 2, target.config)
-        head: Any = train_block(target, tokens, labels, config, out, steps=steps, batch=batch, seed=seed)
-    else:
-        from specmm.image_ar.tokens.train.eagle import train_eagle
 
-        head = train_eagle(target, tokens, labels, out, steps=steps, batch=batch, seed=seed)
-    save_drafters({kind: head}, model / "drafters", target, torch.bfloat16)
+def _draw(model: Path, target: Any, vq: Any, labels: Any, out: Path, cfg: float | None, seed: int) -> Any:
+    """Tokens [N, T] that the target draws for ``labels`` [N] by plain decoding, kept in ``out`` batch by batch."""
+    import torch
+    from tqdm import tqdm
+
+    from specmm.image_ar.pipeline import ImagePipeline
+    from specmm.image_ar.settings import Settings
+    from specmm.image_ar.tokens.drafters.fingerprint import target_fingerprint
+
+    pipe = ImagePipeline(target, vq, {}, Settings.read(model))
+    pipe.set_progress_bar_config(disable=True)
+    kept = writable(out / f"{target_fingerprint(target)}-{cfg}-{seed}")
+    found = []
+    for i, part in enumerate(tqdm(labels.split(DRAWN_AT_ONCE), desc="draw")):
+        file = kept / f"{i:04d}-{len(part)}.pt"
+        if not file.exists():
+            generator = torch.Generator().manual_seed(1_000_003 * seed + i)
+            made = pipe(part.tolist(), cfg=cfg, batch_size=len(part), generator=generator, output_type="latent")
+            torch.save(made.tokens, file)
+        found.append(torch.load(file, weights_only=True))
+    return torch.cat(found)
+
+
+def _bfloat16() -> Any:
+    import torch
+
+    return torch.bfloat16
 
 
 def _emoji(folder: Path) -> Any:

@@ -17,7 +17,7 @@ from specmm.processors import Processor
 def parts_and_target():
     torch.manual_seed(0)
     model = Transformer(GPTConfig(32, 2, 2, 24, 36, num_classes=3)).eval()
-    head = BlockHead(BlockConfig(3, model.config)).eval()
+    head = BlockHead(BlockConfig(3, 2, model.config)).eval()
     return Parts({"block": head}), LlamaGenTarget(model, Guidance(1.5), Processor())
 
 
@@ -42,7 +42,7 @@ def test_hopeless_drafts_fall_back_and_certain_ones_are_taken(parts_and_target):
     hopeless = Parts(parts.drafters, acceptance=((0.001,), (0.001,), (0.001,)))
     assert choose_method(target, hopeless, 1) == methods.AR()
     slow = LlamaGenTarget(Transformer(GPTConfig(32, 24, 2, 24, 36, num_classes=3)).eval(), Guidance(), Processor())
-    head = BlockHead(BlockConfig(3, slow.model.config)).eval()
+    head = BlockHead(BlockConfig(3, 2, slow.model.config)).eval()
     certain = Parts({"block": head}, acceptance=((0.99,), (0.99,), (0.99,)))
     chosen = choose_method(slow, certain, 1)
     assert isinstance(chosen, methods.Speculative), "three sure tokens a round against 24 layers a token"

@@ -410,8 +410,9 @@ def test_training_makes_a_model_that_draws(tmp_path: Path, monkeypatch: pytest.M
         assert Path(run_json(*train, "--steps", 2)["outputs"][0]) == model / "drafters" / kind
         assert "--replace" in refused(*train, "--steps", 4)
     step = torch.load(tmp_path / "eagle/checkpoint.pt", weights_only=True)["step"]
-    run_json(*train, "--steps", 3, "--replace")  # resumes
+    run_json(*train, "--steps", 3, "--replace", "--drawn", 3, "--cfg", 1.5)  # resumes, with the target's own pictures
     assert (step, torch.load(tmp_path / "eagle/checkpoint.pt", weights_only=True)["step"]) == (2, 3)
+    assert len(list((tmp_path / "eagle/drawn").rglob("*.pt"))) == 1
     pipe = ImagePipeline.from_pretrained(model)
     assert set(pipe.parts.drafters) == {"block", "eagle"}
     out = pipe(classes=["zodiac"], method=Speculative(tree=(2, 1, 1)), generator=torch.Generator().manual_seed(0))

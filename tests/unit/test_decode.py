@@ -49,7 +49,7 @@ def eagle(target, tree, sampled=False):
 
 
 def block(target, tree, sampled=False):
-    return BlockDrafter(random_weights(BlockHead(BlockConfig(3, target.model.config)), 1), target, tree, sampled)
+    return BlockDrafter(random_weights(BlockHead(BlockConfig(3, 2, target.model.config)), 1), target, tree, sampled)
 
 
 LOPSIDED = TreeShape.from_parents([-1, 0, 0, 1, 0, 1, 3, 2])  # levels are not numbered one after the other

@@ -1,14 +1,14 @@
-"""A drafter that predicts a whole block in one pass: one layer over all levels, then a step per level that costs a
-table look-up and the head.
+"""A drafter that predicts a whole block in one pass: a few layers over all levels at once, then a step per level
+that costs a table look-up and the head.
 
-Each committed position i gives a feature e_i = fc([emb(token_{i+1}); hidden_i]), as in EAGLE (arXiv 2401.15077).
-Level d of the block is a query e_t + slot_d placed at the cell it predicts; all queries attend the features of the
-committed positions in one layer. What a level cannot know, the token drafted just before it, comes in as a row of a
-table added behind the layer (a first-order correction, as in Hydra, arXiv 2402.05109), so siblings get laws of
-their own and the recorded laws are exact.
+Each committed position i gives a feature e_i = fc([emb(token_i); hidden_i]), as in EAGLE (arXiv 2401.15077), where
+hidden_i is the state that token i was drawn from. Level d of the block is a query e_t + slot_d placed at the cell it
+predicts; queries attend the features, and features the ones before them. What a level cannot know, the token drafted
+just before it, comes in as a row of a table added behind the layers (a first-order correction, as in Hydra,
+arXiv 2402.05109), so siblings get laws of their own and the recorded laws are exact.
 
-Shape letters: B batch, G guidance branches, R = G·B rows, M positions committed a round, K levels, S cached
-positions, C width, H heads, D head width, V vocabulary, P prefix positions.
+Shape letters: B batch, G guidance branches, R = G·B rows, M most positions committed a round, K levels, S cache slots,
+C width, P parents of a level, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specmm.cache import Cache, CacheSize, Memory
 from specmm.drafter import Feedback
-from specmm.image_ar.tokens.gpt import FeedForward, GPTConfig, RMSNorm, Rotary, rotary_table, rotate
+from specmm.image_ar.tokens.gpt import GPTConfig, RMSNorm, Rotary, Transformer, TransformerBlock, rotary_table
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.randomness import Uniforms, categorical
 from specmm.shape.sampled import sample_siblings
@@ -30,9 +30,10 @@ from specmm.tree import DraftTree, TreeShape
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """Sizes of a block drafter: ``levels`` K tokens drafted a pass, for a target of ``target`` sizes."""
+    """Sizes of a block drafter: K = ``levels`` tokens drafted a pass through ``layers``, for such a ``target``."""
 
     levels: int
+    layers: int
     target: GPTConfig
 
 
@@ -42,48 +43,43 @@ class BlockHead(nn.Module):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         target = config.target
-        self.config, self.heads = config, target.n_head
+        self.config = config
         self.fc = nn.Linear(2 * target.dim, target.dim)
         self.slots = nn.Parameter(torch.randn(config.levels, target.dim) * 0.02)
-        self.attention_norm, self.ffn_norm = (RMSNorm(target.dim, target.norm_eps) for _ in range(2))
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(target.dim, target.dim, bias=False) for _ in range(4))
-        self.feed_forward = FeedForward(target)
+        self.layers = nn.ModuleList(TransformerBlock(target) for _ in range(config.layers))
         self.previous = nn.Embedding(target.vocab_size, target.dim)
         self.norm = RMSNorm(target.dim, target.norm_eps)
+        self.rotary = Rotary(rotary_table(target.grid, target.head_dim, 0, target.rope_base))
         nn.init.normal_(self.previous.weight, std=0.02)
-        # prefix rows must not be zero here: a prefix position is a feature like any other
-        table = rotary_table(target.grid, target.head_dim, 0, target.rope_base)
-        self.rotary = Rotary(table)
+
+    @torch.no_grad()
+    def start_from(self, target: Transformer) -> None:
+        """Begin training where a feature is the target's hidden state and the final norm is the target's."""
+        width = self.config.target.dim
+        self.fc.weight[:, width:] = torch.eye(width)
+        self.norm.weight.copy_(target.norm.weight)
 
     def features(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """e_i [R, M, C] of the next token's embedding and the hidden state, both [R, M, C]."""
+        """e_i [R, M, C] of the embeddings of the tokens and the states they were drawn from, both [R, M, C]."""
         return self.fc(torch.cat([embedded, hidden], dim=-1))
 
-    def keys_values(self, features: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [R, M, H, D] of ``features`` [R, M, C]; ``cells`` [R or 1, M] of the tokens in them."""
-        normed = self.attention_norm(features)
-        k, v = (f(normed).unflatten(-1, (self.heads, -1)) for f in (self.wk, self.wv))
-        return self._turn(k, cells), v
+    def queries(self, anchor: Tensor) -> Tensor:
+        """Queries [R, A·K, C] of all levels behind A anchors' features [R, A, C]."""
+        return (anchor[:, :, None] + self.slots).flatten(1, 2)
 
-    def levels(self, anchor: Tensor, cells: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-        """Level states [R, A·K, C] for A anchors' features [R, A, C]; ``cells`` [R or 1, A·K] are predicted.
+    def forward(self, x: Tensor, cells: Tensor, bias: Tensor, memories: list[Memory] | None = None) -> Tensor:
+        """States [R, T, C] of features and queries ``x`` [R, T, C] at raster ``cells`` [R or 1, T].
 
-        ``keys`` and ``values`` [R, S, H, D] are attended under the additive ``bias`` [R or 1, 1, A·K, S].
+        ``bias`` [R or 1, 1, T, S] is the additive mask over ``x`` itself, or over what ``memories`` hold.
         """
-        x = (anchor[:, :, None] + self.slots).flatten(1, 2)
-        q = self._turn(self.wq(self.attention_norm(x)).unflatten(-1, (self.heads, -1)), cells)
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=bias
-        )
-        x = x + self.wo(y.transpose(1, 2).flatten(2))
-        return x + self.feed_forward(self.ffn_norm(x))
+        factors = self.rotary.at(cells)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, factors, bias, memories[i] if memories else None)
+        return x
 
     def read(self, states: Tensor, previous: Tensor) -> Tensor:
         """What the target's head reads [..., C]: level ``states`` corrected by the ``previous`` tokens [...]."""
         return self.norm(states + self.previous(previous))
-
-    def _turn(self, x: Tensor, cells: Tensor) -> Tensor:
-        return rotate(x, self.rotary.at(cells))
 
 
 @dataclass(frozen=True)
@@ -128,15 +124,24 @@ class BlockDrafter:
         self.plan = [Level.of(shape, d) for d in range(1, shape.depth + 1)]
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """Start a batch: room for every token's key and value, and one slot for what is thrown away."""
-        hidden = feedback.output.hidden
-        rows, self.slots = len(hidden), self.target.length + 1
-        size = (rows, self.slots, self.head.heads, hidden.shape[-1] // self.head.heads)
-        self.keys, self.values = hidden.new_zeros(size), hidden.new_zeros(size)
-        self.lengths = torch.zeros_like(feedback.token)
-        self.columns = torch.arange(self.slots, device=hidden.device)
-        self.first_slot = torch.arange(rows, device=hidden.device)[:, None] * self.slots
-        self.branches, self.clock = rows // len(feedback.token), clock
+        """Start a batch: a cache for every token's feature, with room for a round's features and queries."""
+        hidden, target = feedback.output.hidden, self.head.config.target
+        self.most = self.max_depth + 1  # M
+        size = CacheSize(
+            layers=len(self.head.layers),
+            heads=target.n_head,
+            head_dim=target.head_dim,
+            batch=len(feedback.token),
+            branches=len(hidden) // len(feedback.token),
+            capacity=target.block_size,
+            scratch=self.most + self.head.config.levels,
+        )
+        self.cache, self.clock = Cache(size, hidden.dtype, hidden.device), clock
+        self.branches = size.branches
+        self.order = torch.arange(size.scratch, device=hidden.device)
+        self.bias = hidden.new_full((size.rows, 1, size.scratch, self.cache.slots), float("-inf"))
+        earlier = self.order[: self.most, None] >= self.order[: self.most]
+        self.bias[:, :, : self.most, size.capacity : size.capacity + self.most].masked_fill_(earlier, 0)
 
     def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
         """Draft the tree behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
@@ -144,7 +149,7 @@ class BlockDrafter:
             states = self._levels(feedback)
         tokens = [feedback.token[:, None]]
         laws = [states.new_zeros(len(tokens[0]), 1, self.head.config.target.vocab_size, dtype=torch.float32)]
-        index = self.lengths[:, None]  # raster index of the first token drafted
+        index = self.cache.lengths[:, None]  # raster index of the first token drafted
         for depth, level in enumerate(self.plan):
             previous = tokens[-1] if level.above is None else tokens[-1].index_select(1, level.above)
             with self.clock("draft"):
@@ -172,33 +177,35 @@ class BlockDrafter:
         return drafts.index_select(1, level.pick), drawn.index_select(1, level.pick)
 
     def _levels(self, feedback: Feedback) -> Tensor:
-        """Store the features of the tokens just committed and return the level states [R, K, C]."""
-        if feedback.verdict is None or feedback.tokens is None:
-            hidden, tokens = feedback.output.hidden[:, -1:], feedback.token[:, None]
-            kept = torch.ones_like(feedback.token)
-        else:
-            hidden, tokens, kept = feedback.kept_hidden(), feedback.tokens, feedback.verdict.kept
+        """Take in the tokens just committed and return the level states [R, K, C]."""
+        hidden, tokens, kept = self._news(feedback)
         embedded = self.target.model.tok_embeddings(tokens).repeat(self.branches, 1, 1)
         features = self.head.features(embedded, hidden)  # [R, M, C]
-        order = self.columns[: tokens.shape[1]]
-        cells = (self.lengths[:, None] + order).repeat(self.branches, 1)
-        self._store(
-            self.head.keys_values(features, cells),
-            torch.where(order < kept.repeat(self.branches)[:, None], cells, self.slots - 1),
-        )
-        self.lengths = self.lengths + kept
-        anchor = features.gather(
-            1, (kept.clamp(min=1) - 1).repeat(self.branches)[:, None, None].expand(-1, 1, features.shape[-1])
-        )
-        ahead = self.lengths[:, None] + self.columns[: self.head.config.levels]
-        shut = self.columns >= self.lengths[:, None]
-        bias = torch.zeros_like(shut, dtype=hidden.dtype).masked_fill_(shut, float("-inf")).repeat(self.branches, 1)
-        return self.head.levels(anchor, ahead.repeat(self.branches, 1), self.keys, self.values, bias[:, None, None])
+        last = (kept.clamp(min=1) - 1).repeat(self.branches)[:, None, None]
+        anchor = features.gather(1, last.expand(-1, 1, features.shape[-1]))
+        x = torch.cat([features, self.head.queries(anchor)], dim=1)
+        ahead = self.order >= self.most  # the queries' cells follow the kept tokens, not all M
+        cells = self.cache.lengths[:, None] + self.order - ahead * (self.most - kept)[:, None]
+        self._aim(kept)
+        states = self.head(x, cells.repeat(self.branches, 1), self.bias, self.cache.layers)
+        self.cache.keep(self.order[: self.most].expand(len(kept), -1), kept)
+        return states[:, self.most :]
 
-    def _store(self, entries: tuple[Tensor, Tensor], slots: Tensor) -> None:
-        wanted = (slots + self.first_slot).flatten()
-        for memory, entry in zip((self.keys, self.values), entries, strict=True):
-            memory.flatten(0, 1).index_copy_(0, wanted, entry.flatten(0, 1))
+    def _news(self, feedback: Feedback) -> tuple[Tensor, Tensor, Tensor]:
+        """States [R, M, C], the tokens drawn from them [B, M] and how many of each row count [B]."""
+        if feedback.verdict is not None and feedback.tokens is not None:
+            return feedback.kept_hidden(), feedback.tokens, feedback.verdict.kept
+        hidden = feedback.output.hidden[:, -1:].expand(-1, self.most, -1)
+        return hidden, feedback.token[:, None].expand(-1, self.most), torch.ones_like(feedback.token)
+
+    def _aim(self, kept: Tensor) -> None:
+        """Write behind the cache's capacity; features see what is before them, queries only what was ``kept`` [B]."""
+        capacity = self.cache.size.capacity
+        self.cache.aim(capacity, self.cache.slots)
+        self.bias[..., :capacity] = self.cache.prefix_bias()[:, None, None]
+        shut = (self.order[: self.most] >= kept[:, None]).repeat(self.branches, 1)
+        seen = torch.zeros_like(shut, dtype=self.bias.dtype).masked_fill_(shut, float("-inf"))
+        self.bias[:, 0, self.most :, capacity : capacity + self.most] = seen[:, None]
 
     def _read(self, states: Tensor, previous: Tensor) -> Tensor:
         """Raw logits [R, P, V] of a level's children of the tokens ``previous`` [B, P]."""

@@ -41,18 +41,23 @@ def load_block(folder: Path, target: Transformer) -> BlockHead:
     found, wanted = facts.get("target_fingerprint"), target_fingerprint(target)
     if found != wanted:
         raise ValueError(f"drafter must be of this target ({wanted}), got one of {found} in {folder}, train a new one")
-    head = BlockHead(BlockConfig(facts["levels"], target.config))
+    head = BlockHead(BlockConfig(facts["levels"], facts["layers"], target.config))
     load_strict(head, read_checkpoint(folder), source=folder)
     weight = target.output.weight
     return head.to(weight.device, weight.dtype).eval()
 
 
 def save_block(head: BlockHead, folder: Path, target: Transformer, dtype: torch.dtype | None = None) -> None:
-    """Write the block drafter with its number of levels and its target's fingerprint."""
+    """Write the block drafter with its sizes and its target's fingerprint."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {k: v.detach().to("cpu", dtype or v.dtype).contiguous() for k, v in head.state_dict().items()}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    facts = {"model": "BlockHead", "levels": head.config.levels, "target_fingerprint": target_fingerprint(target)}
+    facts = {
+        "model": "BlockHead",
+        "levels": head.config.levels,
+        "layers": head.config.layers,
+        "target_fingerprint": target_fingerprint(target),
+    }
     (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 

@@ -34,6 +34,7 @@ def train_block(
     """Train on ``tokens`` [M, 2, T] with ``labels`` [M]; resumes from ``out/checkpoint.pt``."""
     torch.manual_seed(seed)  # initialisation only
     drafter, target = BlockHead(config), target.eval().requires_grad_(False)
+    drafter.start_from(target)
     loss_of = torch.compile(lambda *args: block_loss(target, drafter, *args))
 
     def step(i: int) -> Losses:
@@ -59,19 +60,21 @@ def block_loss(
 
     Anchor a stands for the root token a: the features of positions up to a are seen, tokens a + 1 … a + K drafted.
     """
-    levels = drafter.config.levels
+    levels, count = drafter.config.levels, tokens.shape[1]
     with torch.no_grad():
         logits, hidden = target(target.embed(labels, tokens[:, :-1]))  # position i predicts token i
         embedded = target.tok_embeddings(tokens)
     features = drafter.features(embedded, hidden)  # e_i holds hidden i and token i
-    cells = torch.arange(tokens.shape[1])[None]
-    keys, values = drafter.keys_values(features, cells)
+    order = torch.arange(count)[None]
     wanted = at[..., None] + 1 + torch.arange(levels)  # [B, A, K] tokens drafted
-    seen = cells[None] <= at[..., None]  # [B, A, T]
-    bias = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
-    bias = bias.repeat_interleave(levels, dim=1)[:, None].to(keys.dtype)
     anchor = features.gather(1, at[..., None].expand(-1, -1, features.shape[-1]))
-    states = drafter.levels(anchor, wanted.flatten(1), keys, values, bias)
+    x = torch.cat([features, drafter.queries(anchor)], dim=1)  # [B, T + A·K, C]
+    cells = torch.cat([order.expand(len(at), -1), wanted.flatten(1)], dim=1)
+    latest = torch.cat([order.expand(len(at), -1), at.repeat_interleave(levels, dim=1)], dim=1)
+    seen = order[:, None] <= latest[..., None]  # [B, T + A·K, T]: nothing attends a query
+    bias = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+    bias = torch.nn.functional.pad(bias, (0, wanted[0].numel()), value=float("-inf"))[:, None].to(hidden.dtype)
+    states = drafter(x, cells, bias)[:, count:]
     previous = tokens.gather(1, wanted.flatten(1) - 1)
     drafted = target.output(drafter.read(states, previous)).float().log_softmax(-1)  # [B, A·K, V]
     p = logits.float().softmax(-1).gather(1, wanted.flatten(1)[..., None].expand_as(drafted))
