@@ -127,6 +127,14 @@ class ImagePipeline(DiffusionPipeline):  # type: ignore[misc]
         """Where the transformer lives."""
         return self.transformer.output.weight.device
 
+    def to(self, *args: Any, **kwargs: Any) -> ImagePipeline:
+        """Move transformer, tokenizer and drafters to a device or dtype."""
+        super().to(*args, **kwargs)
+        for head in self.parts.drafters.values():
+            head.to(self.device, self.transformer.dtype)
+        self.parts.codebook = self.vq.quantize.embedding.weight.detach()
+        return self
+
     def __call__(
         self,
         classes: Sequence[str | int] | None = None,

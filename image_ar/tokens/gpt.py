@@ -246,6 +246,11 @@ class Transformer(nn.Module):
         hidden = self.norm(x)
         return self.output(hidden), hidden
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype (diffusers asks)."""
+        return self.output.weight.dtype
+
     def embed(self, prefix: Tensor, tokens: Tensor) -> Tensor:
         """Embeddings [R, P + T, C] of a condition (class ids [R] or features) followed by tokens [R, T]."""
         return torch.cat([self.cls_embedding(prefix), self.tok_embeddings(tokens)], dim=1)

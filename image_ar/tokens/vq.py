@@ -227,6 +227,11 @@ class VQModel(nn.Module):
         self.quant_conv = nn.Conv2d(config.z_channels, config.codebook_embed_dim, 1)
         self.post_quant_conv = nn.Conv2d(config.codebook_embed_dim, config.z_channels, 1)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype (diffusers asks)."""
+        return self.quantize.embedding.weight.dtype
+
     def encode(self, images: Tensor) -> Quantized:
         """Quantise images [B, 3, R, R]."""
         return self.quantize(self.quant_conv(self.encoder(images)))

@@ -147,7 +147,7 @@ def draw(pipe: Any, job: Job, callback: Any = None) -> Report:
     except OSError as error:
         done = f"{len(report.outputs)} of {len(job.inputs)} pictures are in {job.out}"
         raise ValueError(
-            f"writing failed ({error.strerror or error}); {done}, free some space or choose another"
+            f"writing failed ({error.strerror or error}), make room or choose another --out; {done}"
         ) from error
     return report
 

@@ -128,21 +128,24 @@ def drafter(
         target, *examples = _examples(zoo.find(model), _emoji(data), folder, drawn, cfg, seed)
         head = _train_drafter(kind, (target, *examples), (levels, layers), folder, options)
         save_drafters({kind: head}, result.parent, target, _bfloat16())
+        if kind == "block":
+            _note_acceptance(zoo.find(model), target, head)
     _done({"kind": kind, "model": model, "steps": steps, "outputs": [str(result)]}, as_json)
 
 
 def _train_drafter(
     kind: str, examples: tuple[Any, ...], sizes: tuple[int, int], out: Path, options: dict[str, Any]
 ) -> Any:
-    """A head of ``kind`` trained on ``examples`` (target, tokens, labels); ``sizes`` are a block's levels and layers."""
+    """A head of ``kind`` trained on ``examples`` (target, tokens, labels); ``sizes``: levels and layers of a block."""
+    target, tokens, labels = examples
     if kind == "eagle":
         from specmm.image_ar.tokens.train.eagle import train_eagle
 
-        return train_eagle(*examples, out, **options)
+        return train_eagle(target, tokens, labels, out, **options)
     from specmm.image_ar.tokens.drafters.block import BlockConfig
     from specmm.image_ar.tokens.train.block import train_block
 
-    return train_block(*examples, BlockConfig(*sizes, examples[0].config), out, **options)
+    return train_block(target, tokens, labels, BlockConfig(*sizes, target.config), out, **options)
 
 
 def _examples(model: Path, pictures: Any, out: Path, drawn: int, cfg: float | None, seed: int) -> tuple[Any, Any, Any]:
@@ -181,6 +184,25 @@ def _draw(model: Path, target: Any, vq: Any, labels: Any, out: Path, cfg: float 
             torch.save(made.tokens, file)
         found.append(torch.load(file, weights_only=True))
     return torch.cat(found)
+
+
+def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) -> None:
+    """Measure what is accepted by level and rank at the model's sampling, and write it where method auto reads it."""
+    import dataclasses
+
+    import torch
+
+    from specmm.image_ar.settings import Settings
+    from specmm.image_ar.tokens.acceptance import measure_acceptance
+    from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
+    from specmm.processors import Processor
+
+    settings = Settings.read(model)
+    processor = Processor(settings.temperature, settings.top_k, settings.top_p)
+    judge = LlamaGenTarget(target, Guidance(settings.cfg, settings.cfg_interval), processor)
+    prompt = Prompt(torch.arange(pictures) % target.config.num_classes)
+    table = measure_acceptance(head, judge, prompt, range(pictures))
+    dataclasses.replace(settings, acceptance=table).write(model)
 
 
 def _bfloat16() -> Any:

@@ -1,5 +1,6 @@
 """A tiny random model in the format of the pocket models."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,3 +44,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_tiny() -> Callable[..., ImagePipeline]:
     """``tiny_pipeline`` itself, for other weights or sizes."""
     return tiny_pipeline
+
+
+@pytest.fixture
+def copy(tiny: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model that may be damaged."""
+    return Path(shutil.copytree(tiny, tmp_path / "copy"))

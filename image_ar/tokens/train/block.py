@@ -29,9 +29,13 @@ def train_block(
     batch: int = 16,
     anchors: int = 32,
     lr: float = 1e-3,
+    overlap_weight: float = 1.0,
     seed: int = 0,
 ) -> BlockHead:
-    """Train on ``tokens`` [M, 2, T] with ``labels`` [M]; resumes from ``out/checkpoint.pt``."""
+    """Train on ``tokens`` [M, 2, T] with ``labels`` [M]; resumes from ``out/checkpoint.pt``.
+
+    A larger ``overlap_weight`` late in training buys acceptance with calibration.
+    """
     torch.manual_seed(seed)  # initialisation only
     drafter, target = BlockHead(config), target.eval().requires_grad_(False)
     drafter.start_from(target)
@@ -46,7 +50,8 @@ def train_block(
         last = target.config.block_size - config.levels
         at = torch.rand(batch, last, generator=generator).argsort(1)[:, :anchors]
         with torch.autocast("cpu", torch.bfloat16):
-            loss, overlap = loss_of(classes, tokens[rows, mirrored], at)
+            cross_entropy, overlap = loss_of(classes, tokens[rows, mirrored], at)
+        loss = cross_entropy + overlap_weight * (1 - overlap.mean())
         return {"loss": loss, **{f"overlap_{d + 1}": o for d, o in enumerate(overlap.detach())}}
 
     fit(drafter, step, out=out, steps=steps, lr=lr, weight_decay=0.01)
@@ -56,7 +61,7 @@ def train_block(
 def block_loss(
     target: Transformer, drafter: BlockHead, labels: Tensor, tokens: Tensor, at: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Loss and mean overlap Σ min(p, q) by level [K] for anchors ``at`` [B, A] of ``tokens`` [B, T].
+    """Soft cross-entropy and mean overlap Σ min(p, q) by level [K] for anchors ``at`` [B, A] of ``tokens`` [B, T].
 
     Anchor a stands for the root token a: the features of positions up to a are seen, tokens a + 1 … a + K drafted.
     """
@@ -80,4 +85,4 @@ def block_loss(
     p = logits.float().softmax(-1).gather(1, wanted.flatten(1)[..., None].expand_as(drafted))
     overlap = torch.minimum(p, drafted.exp()).sum(-1).unflatten(1, (-1, levels))
     cross_entropy = -(p * drafted).sum(-1).mean()
-    return cross_entropy + (1 - overlap).mean(), overlap.mean((0, 1))
+    return cross_entropy, overlap.mean((0, 1))
