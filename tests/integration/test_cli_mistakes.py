@@ -1,0 +1,161 @@
+"""Every mistake a user can make on the command line is one line on stderr and exit status 2."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from specmm.cli import app
+from specmm.image_ar.pipeline import ImagePipeline
+from specmm.image_ar.tokens.drafters.fingerprint import target_fingerprint
+from specmm.image_ar.tokens.loading import load_gpt
+
+Maker = Callable[..., ImagePipeline]
+
+
+def refused(*arguments: object) -> str:
+    """The one line of a command that must fail as a user's mistake."""
+    result: Any = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == 2, (result.exit_code, result.output, result.exception)
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    return str(result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--class hart", "did you mean 'heart'"),
+        ("--class 5", "class id must be below 5"),
+        ("--class heart --method lantern+", "did you mean 'lantern++'"),
+        ("--class heart --method lantern++ -o lambd=2", "did you mean 'lambda_'"),
+        ("--class heart --method lantern++ -o k=ten", "k must be a whole number"),
+        ("--class heart --method lantern++ -o k=64", "k must be in [0, 62]"),
+        ("--class heart --method lantern++ -o lambda=0.5", "lambda"),
+        ("--class heart --method speculative -o tree=oak", "tree name must be one of"),
+        ("--class heart --method speculative -o tree=1,1,1,1,1", "at most the drafter's 4 levels"),
+        ("--class heart --clas heart", "No such option: --clas"),
+        ("--class heart --cfg=-1", "cfg must be at least 0"),
+        ("--class heart --cfg nan", "cfg must be at least 0"),
+        ("--class heart --temperature=-1", "temperature must be"),
+        ("--class heart --top-k 65", "top_k must be at most the codebook size 64"),
+        ("--class heart --top-k=-1", "top_k must be at least 0"),
+        ("--class heart --top-p 0", "top_p must be in (0, 1]"),
+        ("--class heart --dtype fp32", "did you mean 'float32'"),
+        ("--class heart -n 0", "-n"),
+        ("--class heart --batch-size 0", "--batch-size"),
+        ("--class heart --seed many", "--seed"),
+        ("--class heart --seed -1", "--seed"),
+        ("", "give --class or --prompt"),
+        ("--class heart --prompt x", "not both"),
+        ("--prompt heart", "prompt needs a text-to-image model"),
+    ],
+)
+def test_bad_options(tiny: Path, tmp_path: Path, arguments: str, message: str) -> None:
+    assert message in refused("generate", tiny, *arguments.split(), "--out", tmp_path)
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_bad_models_and_commands(tmp_path: Path) -> None:
+    assert "did you mean 'generate'" in refused("generat").lower()
+    assert "unknown pocket model" in refused("generate", "pocket/lamagen", "--class", 0, "--out", tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert "model_index.json" in refused("generate", tmp_path / "empty", "--class", 0, "--out", tmp_path)
+    assert "missing" in refused("generate").lower()
+
+
+def test_an_unwritable_folder(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for command in (("generate", tiny, "--class", "heart"), ("demo", "--model", tiny)):
+        line = refused(*command, "--out", tmp_path / "file/out")
+        assert f"cannot write to {tmp_path}/file/out" in line and "--out" in line
+
+
+def _drop(state: dict[str, torch.Tensor]) -> None:
+    del state["layers.1.attention.wo.weight"]
+
+
+def _extra(state: dict[str, torch.Tensor]) -> None:
+    state["layers.7.bias"] = torch.zeros(1)
+
+
+def _misshape(state: dict[str, torch.Tensor]) -> None:
+    state["norm.weight"] = torch.ones(65)
+
+
+def _nan(state: dict[str, torch.Tensor]) -> None:
+    state["norm.weight"][3] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("damage", "names"),
+    [
+        (_drop, ["missing", "layers.1.attention.wo.weight"]),
+        (_extra, ["layers.7.bias"]),
+        (_misshape, ["shape", "norm.weight"]),
+        (_nan, ["NaN", "norm.weight"]),
+    ],
+)
+def test_damaged_checkpoints(copy: Path, tmp_path: Path, damage: Callable[..., None], names: list[str]) -> None:
+    file = copy / "transformer/model.safetensors"
+    state = load_file(file)
+    damage(state)
+    save_file(state, file)
+    line = refused("generate", copy, "--class", "heart", "--out", tmp_path / "o")
+    assert all(name in line for name in names)
+
+
+def test_a_truncated_or_absent_checkpoint(copy: Path, tmp_path: Path) -> None:
+    file = copy / "vq/model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    assert str(file) in refused("generate", copy, "--class", "heart", "--out", tmp_path / "o")
+    file.unlink()
+    assert "no checkpoint at" in refused("generate", copy, "--class", "heart", "--out", tmp_path / "o")
+
+
+@pytest.mark.parametrize("method", ["ar", "speculative"])
+def test_logits_that_are_not_finite_name_round_and_model(copy: Path, tmp_path: Path, method: str) -> None:
+    file = copy / "transformer/model.safetensors"
+    state = load_file(file)
+    state["output.weight"].fill_(3e38)
+    save_file(state, file)
+    shutil.rmtree(copy / "drafters/eagle")
+    facts = copy / "drafters/block/config.json"
+    fingerprint = fingerprint_of(copy)
+    facts.write_text(json.dumps({**json.loads(facts.read_text()), "target_fingerprint": fingerprint}))
+    common = ("--class", "heart", "--method", method, "--dtype", "float32")
+    line = refused("generate", copy, *common, "--out", tmp_path / "o")
+    assert "logits must be finite" in line and str(copy) in line and "round 0" in line
+
+
+def fingerprint_of(folder: Path) -> str:
+    return target_fingerprint(load_gpt(folder / "transformer"))
+
+
+def test_a_tokenizer_of_another_codebook(copy: Path, make_tiny: Maker, tmp_path: Path) -> None:
+    make_tiny(vocab=32, drafters=False).save_pretrained(tmp_path / "other")
+    shutil.rmtree(copy / "vq")
+    shutil.copytree(tmp_path / "other/vq", copy / "vq")
+    line = refused("generate", copy, "--class", "heart", "--method", "lantern++", "--out", tmp_path / "o")
+    assert "must share a codebook, got 32 codes and 64 tokens" in line
+
+
+@pytest.mark.parametrize("kind", ["block", "eagle"])
+def test_a_drafter_of_another_target(copy: Path, make_tiny: Maker, tmp_path: Path, kind: str) -> None:
+    make_tiny(seed=1).save_pretrained(tmp_path / "other")
+    shutil.rmtree(copy / "drafters")
+    shutil.copytree(tmp_path / "other/drafters" / kind, copy / "drafters" / kind)
+    line = refused("generate", copy, "--class", "heart", "--out", tmp_path / "o")
+    assert "target" in line and str(copy / "drafters" / kind) in line
+
+
+def test_a_model_without_drafters(copy: Path, tmp_path: Path) -> None:
+    shutil.rmtree(copy / "drafters")
+    line = refused("generate", copy, "--class", "heart", "--method", "lantern++", "--out", tmp_path / "o")
+    assert "no 'block' drafter" in line
