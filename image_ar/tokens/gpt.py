@@ -6,7 +6,7 @@ S cached positions, C width, H heads, D head width, V vocabulary, P prefix posit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -233,18 +233,22 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         bias: Tensor | None = None,
         memories: list[Memory] | None = None,
+        taps: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor]:
         """Run embeddings ``x`` [R, T, C] through the layers.
 
         Without ``positions`` [R or 1, T] they are 0 … T-1; without ``memories`` the attention is causal unless an
-        additive ``bias`` [R or 1, 1, T, S] says otherwise. Returns logits [R, T, V] and the hidden states [R, T, C]
-        behind the final norm.
+        additive ``bias`` [R or 1, 1, T, S] says otherwise. Returns logits [R, T, V] and the hidden states behind the
+        final norm, followed by those in front of each layer of ``taps``: [R, T, C · (1 + len(taps))].
         """
         factors = self.rotary.first(x.shape[1]) if positions is None else self.rotary.at(positions)
+        tapped = []
         for i, layer in enumerate(self.layers):
+            if i in taps:
+                tapped.append(x)
             x = layer(x, factors, bias, memories[i] if memories else None)
         hidden = self.norm(x)
-        return self.output(hidden), hidden
+        return self.output(hidden), torch.cat([hidden, *tapped], dim=-1) if tapped else hidden
 
     @property
     def dtype(self) -> torch.dtype:

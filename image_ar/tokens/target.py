@@ -50,6 +50,7 @@ class LlamaGenTarget:
     def __init__(self, model: Transformer, guidance: Guidance, processor: Processor, name: str = "llamagen") -> None:
         self.model, self.guidance, self.processor, self.name = model.eval(), guidance, processor, name
         processor.check_vocabulary(model.config.vocab_size)
+        self.taps: tuple[int, ...] = ()  # layers whose inputs the drafter reads beside the last hidden state
         self.calls = 0
         self.cache: Cache
 
@@ -120,7 +121,7 @@ class LlamaGenTarget:
         return self._forward(x, positions, bias)
 
     def _forward(self, x: Tensor, positions: Tensor, bias: Tensor | None) -> TargetOutput:
-        logits, hidden = self.model(x, positions, bias, self.cache.layers)
+        logits, hidden = self.model(x, positions, bias, self.cache.layers, self.taps)
         guided = self.guide(logits.float(), positions)
         check_finite(guided, self.calls, self.name)
         self.calls += 1

@@ -30,11 +30,16 @@ from specmm.tree import DraftTree, TreeShape
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """Sizes of a block drafter: K = ``levels`` tokens drafted a pass through ``layers``, for such a ``target``."""
+    """Sizes of a block drafter: K = ``levels`` tokens drafted a pass through ``layers``, for such a ``target``.
+
+    ``taps`` are target layers whose inputs are read beside its last hidden state (as EAGLE-3, arXiv 2503.01840, does):
+    the last state knows most about the token just drawn, earlier ones more about what follows.
+    """
 
     levels: int
     layers: int
     target: GPTConfig
+    taps: tuple[int, ...] = ()
 
 
 class BlockHead(nn.Module):
@@ -44,7 +49,7 @@ class BlockHead(nn.Module):
         super().__init__()
         target = config.target
         self.config = config
-        self.fc = nn.Linear(2 * target.dim, target.dim)
+        self.fc = nn.Linear((2 + len(config.taps)) * target.dim, target.dim)
         self.slots = nn.Parameter(torch.randn(config.levels, target.dim) * 0.02)
         self.layers = nn.ModuleList(TransformerBlock(target) for _ in range(config.layers))
         self.previous = nn.Embedding(target.vocab_size, target.dim)
@@ -56,11 +61,11 @@ class BlockHead(nn.Module):
     def start_from(self, target: Transformer) -> None:
         """Begin training where a feature is the target's hidden state and the final norm is the target's."""
         width = self.config.target.dim
-        self.fc.weight[:, width:] = torch.eye(width)
+        self.fc.weight[:, width : 2 * width] = torch.eye(width)
         self.norm.weight.copy_(target.norm.weight)
 
     def features(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """e_i [R, M, C] of the embeddings of the tokens and the states they were drawn from, both [R, M, C]."""
+        """e_i [R, M, C] of tokens' embeddings [R, M, C] and the states [R, M, C · (1 + taps)] they were drawn from."""
         return self.fc(torch.cat([embedded, hidden], dim=-1))
 
     def queries(self, anchor: Tensor) -> Tensor:
@@ -121,11 +126,16 @@ class BlockDrafter:
             raise ValueError(f"tree depth must be at most the drafter's {head.config.levels} levels, got {shape.depth}")
         self.head, self.target, self.shape, self.sampled = head.eval(), target, shape, sampled
         self.max_nodes, self.max_depth = shape.size, shape.depth
+        target.taps = head.config.taps
         self.plan = [Level.of(shape, d) for d in range(1, shape.depth + 1)]
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
         """Start a batch: a cache for every token's feature, with room for a round's features and queries."""
         hidden, target = feedback.output.hidden, self.head.config.target
+        if hidden.shape[-1] != target.dim * (1 + len(self.head.config.taps)):
+            raise ValueError(
+                f"the target must give the states of layers {self.head.config.taps}, build the drafter first"
+            )
         self.most = self.max_depth + 1  # M
         size = CacheSize(
             layers=len(self.head.layers),

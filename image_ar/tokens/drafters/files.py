@@ -41,7 +41,7 @@ def load_block(folder: Path, target: Transformer) -> BlockHead:
     found, wanted = facts.get("target_fingerprint"), target_fingerprint(target)
     if found != wanted:
         raise ValueError(f"drafter must be of this target ({wanted}), got one of {found} in {folder}, train a new one")
-    head = BlockHead(BlockConfig(facts["levels"], facts["layers"], target.config))
+    head = BlockHead(BlockConfig(facts["levels"], facts["layers"], target.config, tuple(facts["taps"])))
     load_strict(head, read_checkpoint(folder), source=folder)
     weight = target.output.weight
     return head.to(weight.device, weight.dtype).eval()
@@ -56,6 +56,7 @@ def save_block(head: BlockHead, folder: Path, target: Transformer, dtype: torch.
         "model": "BlockHead",
         "levels": head.config.levels,
         "layers": head.config.layers,
+        "taps": list(head.config.taps),
         "target_fingerprint": target_fingerprint(target),
     }
     (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")

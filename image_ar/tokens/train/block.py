@@ -67,7 +67,9 @@ def block_loss(
     """
     levels, count = drafter.config.levels, tokens.shape[1]
     with torch.no_grad():
-        logits, hidden = target(target.embed(labels, tokens[:, :-1]))  # position i predicts token i
+        logits, hidden = target(
+            target.embed(labels, tokens[:, :-1]), taps=drafter.config.taps
+        )  # position i predicts token i
         embedded = target.tok_embeddings(tokens)
     features = drafter.features(embedded, hidden)  # e_i holds hidden i and token i
     order = torch.arange(count)[None]
