@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from benchmarks.common import dtype_name, generators, label
-from benchmarks.likelihood import log_likelihood
 from specmm import methods, zoo
 from specmm.image_ar.pipeline import ImagePipeline
 from specmm.image_ar.tokens.assemble import DEFAULT_TREE
+from specmm.image_ar.tokens.quality import log_likelihood
+from specmm.image_ar.tokens.target import Prompt
 
 SAMPLING = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
 
@@ -102,7 +103,7 @@ class SampleSet:
             output_type="np",
         )
         run = asdict(out.stats) | {"tv": out.certificate.tv, "certificate": out.certificate.kind}
-        found = log_likelihood(pipe, torch.from_numpy(labels), out.tokens)
+        found = log_likelihood(pipe.target(), Prompt(torch.from_numpy(labels)), out.tokens)
         save(
             file,
             tokens=out.tokens.to(torch.int32).numpy(),

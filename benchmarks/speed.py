@@ -18,13 +18,13 @@ from tqdm import tqdm
 
 from benchmarks.arithmetic import quartiles, round_times, speedup
 from benchmarks.common import Budget, Row, dtype_name, environment, generators, label, load_pipeline, write_results
-from benchmarks.likelihood import log_likelihood
 from benchmarks.settings import Options
 from benchmarks.static_step import StaticTarget
 from specmm import methods
 from specmm.certificate import Certificate
 from specmm.decode import decode_plain
 from specmm.image_ar.pipeline import ImageOutput, ImagePipeline
+from specmm.image_ar.tokens.quality import log_likelihood
 from specmm.image_ar.tokens.target import Prompt
 from specmm.randomness import Uniforms
 from specmm.stats import Stats
@@ -132,6 +132,6 @@ def _row(runner: Runner, plain: Runner, judge: ImagePipeline, labels: Tensor) ->
         **round_times(runner.stats, plain.stats.seconds, plain.stats.tokens),
         "certificate": runner.certificates[-1].kind,
         "tv": sum(tv) / len(tv) if tv else None,
-        "log_likelihood": float(log_likelihood(judge, labels, torch.cat(runner.tokens)).mean()),
+        "log_likelihood": float(log_likelihood(judge.target(), Prompt(labels), torch.cat(runner.tokens)).mean()),
         "all_seconds": [round(s, 5) for s in runner.seconds],
     }

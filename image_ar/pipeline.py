@@ -55,6 +55,7 @@ class _Run:
     tokens: list[Tensor] = field(default_factory=list)
     pictures: list[Tensor] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
+    method: str = ""
     excess: float = 0.0
     measured: float = 0.0
 
@@ -159,6 +160,10 @@ class ImagePipeline(DiffusionPipeline):  # type: ignore[misc]
         """
         if output_type not in ("pil", "np", "latent"):
             raise ValueError(f"output_type must be 'pil', 'np' or 'latent', got {output_type!r}")
+        if batch_size < 1 or num_images_per_prompt < 1:
+            raise ValueError(
+                f"batch_size and num_images_per_prompt must be at least 1, got {batch_size} and {num_images_per_prompt}"
+            )
         target = self.target(cfg, cfg_interval, temperature, top_k, top_p)
         prompts = self._prompts(classes, prompt, num_images_per_prompt)
         chosen = self.method if method is None else methods.resolve(method)
@@ -176,7 +181,7 @@ class ImagePipeline(DiffusionPipeline):  # type: ignore[misc]
         pictures: Any = torch.cat(run.pictures).cpu().numpy() if run.pictures else np.empty(0)
         images = [Image.fromarray(p) for p in pictures] if output_type == "pil" else pictures
         return ImageOutput(
-            images=images, tokens=torch.cat(run.tokens), stats=run.stats, certificate=certificate, method=chosen.name
+            images=images, tokens=torch.cat(run.tokens), stats=run.stats, certificate=certificate, method=run.method
         )
 
     def target(
@@ -211,6 +216,10 @@ class ImagePipeline(DiffusionPipeline):  # type: ignore[misc]
         callback: Callback | None,
     ) -> Certificate:
         """Decode one batch into ``run`` and say what the run so far may claim."""
+        run.method = method.name
+        if isinstance(method, methods.Auto):
+            method = choose_method(target, self.parts, len(generators))
+            run.method = f"auto: {method}"
         steps, rule = self._loop(target, prompt, generators, method)
         for i, progress in enumerate(steps):
             if callback is not None:
@@ -230,17 +239,15 @@ class ImagePipeline(DiffusionPipeline):  # type: ignore[misc]
         self, target: LlamaGenTarget, prompt: Prompt, generators: list[torch.Generator], method: methods.Method
     ) -> tuple[Iterator[Progress], Any]:
         uniforms = Uniforms(generators)
-        if isinstance(method, methods.Auto):
-            method = choose_method(target, self.parts, len(generators))
         if isinstance(method, methods.AR):
             return decode_plain(target, prompt, target.length, uniforms), None
         target, drafter, rule = assemble(method, target, self.parts)
         return decode(target, drafter, rule, prompt, target.length, uniforms), rule
 
     def _prompts(self, classes: Sequence[str | int] | None, prompt: str | Sequence[str] | None, repeats: int) -> Prompt:
-        if (classes is None) == (prompt is None):
-            raise ValueError("give either classes or prompt, and not both")
-        if classes is not None:
+        if bool(classes) == bool(prompt):
+            raise ValueError("give either classes or prompt, at least one of them and not both")
+        if classes:
             if self.transformer.config.model_type != "c2i":
                 raise ValueError("this model draws from captions, give prompt='…' instead of classes")
             ids = class_ids(classes, self.settings.classes, self.transformer.config.num_classes)

@@ -38,7 +38,9 @@ class Settings:
         file = folder / FILE
         if not file.exists():
             return cls()
-        found = json.loads(file.read_text())
+        found = read_json(file)
+        for key in found.keys() - {f.name for f in dataclasses.fields(cls)}:
+            raise unknown(f"setting in {file}", key, (f.name for f in dataclasses.fields(cls)))
         found["classes"] = tuple(found.get("classes", ()))
         found["trees"] = {k: tuple(v) for k, v in found.get("trees", {}).items()}
         found["acceptance"] = tuple(tuple(row) for row in found.get("acceptance", ()))
@@ -51,6 +53,17 @@ class Settings:
     def with_options(self, **options: Any) -> Settings:
         """These settings with every option that is not None in place of its own."""
         return dataclasses.replace(self, **{k: v for k, v in options.items() if v is not None})
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in ``file``; raises ``ValueError`` naming the file when it is no JSON object."""
+    try:
+        found = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} must be JSON, got: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} must hold a JSON object, got a {type(found).__name__}")
+    return found
 
 
 def class_ids(wanted: Sequence[str | int], names: Sequence[str], count: int) -> list[int]:

@@ -28,7 +28,7 @@ class Certificate:
 
     def __str__(self) -> str:
         """One line for people."""
-        tv = "" if self.kind != "bounded" else f", at most {self.tv:.4f} total variation a token (measured)"
+        tv = "" if self.kind != "bounded" else f", total variation a token below {self.tv:.4f} on average (measured)"
         return f"{self.kind}{tv}: {self.reason}"
 
 

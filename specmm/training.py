@@ -72,7 +72,7 @@ def fit(
         optimizer.step()
         if i % 20 == 0:
             _record(curve, i, losses)
-            bar.set_postfix(loss=f"{float(losses['loss']):.4f}", refresh=False)
+            bar.set_postfix(loss=f"{float(losses['loss'].detach()):.4f}", refresh=False)
         if time.monotonic() - saved > save_every:
             _save(out / "checkpoint.pt", model, optimizer, i + 1)
             saved = time.monotonic()

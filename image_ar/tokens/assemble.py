@@ -46,15 +46,15 @@ class Parts:
         return self.drafters[kind]
 
 
-def tree_shape(tree: methods.Tree, method: str, parts: Parts) -> TreeShape:
+def tree_shape(tree: methods.Tree, method: str, parts: Parts, levels: int | None = None) -> TreeShape:
     """The shape an option names: a static tree's name, parents (from -1 on), children by level of a spine, or None
-    for what the model recommends.
+    for what the model recommends, cut to the ``levels`` its drafter has.
     """
     if isinstance(tree, str):
         return named(tree)
     if tree is not None and tree[:1] == (-1,):
         return TreeShape.from_parents(tree)
-    return spine(tree if tree is not None else parts.trees.get(method, DEFAULT_TREE))
+    return spine(tree if tree is not None else parts.trees.get(method, DEFAULT_TREE)[:levels])
 
 
 class Assembly(NamedTuple):
@@ -104,11 +104,11 @@ def _static(
     greedy: bool,
 ) -> Drafter:
     """A drafter of a fixed tree, sampled unless decoding is greedy."""
-    shape = tree_shape(getattr(method, "tree", None), method.name, parts)
-    head = parts.head(method.drafter)
+    head, tree = parts.head(method.drafter), getattr(method, "tree", None)
     if method.drafter == "block":
+        shape = tree_shape(tree, method.name, parts, head.config.levels)
         return BlockDrafter(head, target, shape, sampled=not greedy)
-    return EagleDrafter(head, target, shape, sampled=not greedy)
+    return EagleDrafter(head, target, tree_shape(tree, method.name, parts), sampled=not greedy)
 
 
 def _dynamic(method: methods.Eagle | methods.Lantern, target: LlamaGenTarget, parts: Parts) -> Drafter:

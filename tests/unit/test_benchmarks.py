@@ -14,7 +14,6 @@ from benchmarks.common import balanced_labels, label, load_pipeline, parse, read
 from benchmarks.contenders import QUALITY, SPEED
 from benchmarks.drafting import GreedyDrafter, IndependentDrafter, draw_siblings, through_rank_one, widths_for
 from benchmarks.gpu import llamagen
-from benchmarks.likelihood import log_likelihood
 from benchmarks.report import render, write_report
 from benchmarks.run import main, read_arguments
 from benchmarks.samples import SampleSet
@@ -26,6 +25,8 @@ from specmm.image_ar.pipeline import ImagePipeline
 from specmm.image_ar.settings import Settings
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
+from specmm.image_ar.tokens.quality import log_likelihood
+from specmm.image_ar.tokens.target import Prompt
 from specmm.image_ar.tokens.vq import VQConfig, VQModel
 from specmm.metrics.features import FeatureSet
 from specmm.randomness import Uniforms
@@ -117,7 +118,7 @@ def test_samples_resume_and_are_the_same_whoever_made_them(model, tmp_path):
     assert found.make(pipe, method, labels[:2], 0) and found.make(pipe, method, labels[2:], 2)
     assert found.count() == 4 and found.counts()["certificate"] == "exact"
     tokens, loglik = found.arrays("tokens", "log_likelihood")
-    again = log_likelihood(pipe, torch.from_numpy(labels), torch.from_numpy(tokens).long())
+    again = log_likelihood(pipe.target(), Prompt(torch.from_numpy(labels)), torch.from_numpy(tokens).long())
     assert torch.allclose(again, torch.from_numpy(loglik), atol=1e-5)
     assert not found.make(pipe, method, labels[:2], 0)
     found.file(0).unlink()

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from specmm.checkpoints import load_strict, read_checkpoint
+from specmm.image_ar.settings import read_json
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.drafters.eagle_head import EagleHead, load_eagle, save_eagle
 from specmm.image_ar.tokens.drafters.fingerprint import target_fingerprint
@@ -37,7 +38,10 @@ def save_drafters(
 
 def load_block(folder: Path, target: Transformer) -> BlockHead:
     """The block drafter in ``folder``; raises ``ValueError`` when it was trained for another target."""
-    facts = json.loads((folder / "config.json").read_text())
+    facts = read_json(folder / "config.json")
+    missing = [key for key in ("levels", "layers", "taps", "target_fingerprint") if key not in facts]
+    if missing:
+        raise ValueError(f"{folder / 'config.json'} must say {', '.join(missing)}, got {sorted(facts)}")
     found, wanted = facts.get("target_fingerprint"), target_fingerprint(target)
     if found != wanted:
         raise ValueError(f"drafter must be of this target ({wanted}), got one of {found} in {folder}, train a new one")
