@@ -10,7 +10,8 @@ import csv
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -26,6 +27,14 @@ def warmup_cosine(step: int, steps: int, warmup: int = 100, floor: float = 0.05)
         return (step + 1) / warmup
     progress = min((step - warmup) / max(steps - warmup, 1), 1.0)
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Initialise modules from ``seed`` inside; the caller's random state is as before afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def batch_rows(step: int, size: int, total: int, seed: int) -> Tensor:

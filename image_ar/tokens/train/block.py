@@ -15,7 +15,7 @@ from torch import Tensor
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.gpt import Transformer
 from specmm.image_ar.tokens.train.target import CLASS_DROPOUT
-from specmm.training import Losses, batch_rows, fit
+from specmm.training import Losses, batch_rows, fit, seeded
 
 
 def train_block(
@@ -36,8 +36,8 @@ def train_block(
 
     A larger ``overlap_weight`` late in training buys acceptance with calibration.
     """
-    torch.manual_seed(seed)  # initialisation only
-    drafter, target = BlockHead(config), target.eval().requires_grad_(False)
+    with seeded(seed):
+        drafter, target = BlockHead(config), target.eval().requires_grad_(False)
     drafter.start_from(target)
     loss_of = torch.compile(lambda *args: block_loss(target, drafter, *args))
 

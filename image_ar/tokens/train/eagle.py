@@ -16,7 +16,7 @@ from torch import Tensor
 from specmm.image_ar.tokens.drafters.eagle_head import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import Transformer
 from specmm.image_ar.tokens.train.target import CLASS_DROPOUT
-from specmm.training import Losses, batch_rows, fit
+from specmm.training import Losses, batch_rows, fit, seeded
 
 LAW_WEIGHT = 0.1  # of the cross-entropy beside the SmoothL1
 
@@ -43,8 +43,8 @@ def train_eagle(
     """
     if target.config.model_type != "c2i":
         raise ValueError(f"target must be class-conditional (c2i), got {target.config.model_type}")
-    torch.manual_seed(seed)  # initialisation only
-    head, target = EagleHead(EagleConfig(target.config, ffn_dim)), target.eval().requires_grad_(False)
+    with seeded(seed):
+        head, target = EagleHead(EagleConfig(target.config, ffn_dim)), target.eval().requires_grad_(False)
     head.embed_tokens.load_state_dict(target.tok_embeddings.state_dict())
     head.embed_tokens.requires_grad_(False)
     loss_of = torch.compile(eagle_loss) if compiled else eagle_loss

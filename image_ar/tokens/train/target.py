@@ -15,7 +15,7 @@ from tqdm import trange
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.train.tokenizer import to_float
 from specmm.image_ar.tokens.vq import VQModel
-from specmm.training import Losses, batch_rows, fit
+from specmm.training import Losses, batch_rows, fit, seeded
 
 CLASS_DROPOUT = 0.1  # share of samples trained as "no class", which guidance needs
 
@@ -44,8 +44,8 @@ def train_target(
     seed: int = 0,
 ) -> Transformer:
     """Train on ``tokens`` [M, 2, T] with ``labels`` [M]; resumes from ``out/checkpoint.pt``."""
-    torch.manual_seed(seed)  # initialisation only
-    model = Transformer(config)
+    with seeded(seed):
+        model = Transformer(config)
     loss_of = torch.compile(lambda labels, tokens: token_loss(model, labels, tokens))
 
     def step(i: int) -> Losses:

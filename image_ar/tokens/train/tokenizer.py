@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.image_ar.tokens.vq import Quantized, VQConfig, VQModel
-from specmm.training import Losses, batch_rows, fit
+from specmm.training import Losses, batch_rows, fit, seeded
 
 RESTART_EVERY = 200  # steps between two moves of unused codes
 
@@ -40,9 +40,9 @@ def train_tokenizer(
     images: Tensor, config: VQConfig, out: Path, *, steps: int, batch: int = 32, lr: float = 6e-4, seed: int = 0
 ) -> VQModel:
     """Train on ``images`` [N, R, R, 3] uint8 and return the tokenizer; resumes from ``out/checkpoint.pt``."""
-    torch.manual_seed(seed)  # initialisation only
-    model = VQModel(config)
-    model.quantize.embedding.weight.data.normal_()
+    with seeded(seed):
+        model = VQModel(config)
+        model.quantize.embedding.weight.data.normal_()
     used = torch.zeros(config.codebook_size)
     forward = torch.compile(lambda x: _reconstruct(model, x))
 
