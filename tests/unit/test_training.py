@@ -1,0 +1,66 @@
+"""The training loop: it learns, resumes where it was killed, and stops at a loss that is no number."""
+
+import csv
+
+import pytest
+import torch
+from torch import nn
+
+from specmm.training import batch_rows, fit, seeded, warmup_cosine
+
+X = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+Y = X @ torch.tensor([[1.0], [-2.0], [0.5]])
+
+
+def model_and_step(seed=0, stop_at=None):
+    with seeded(seed):
+        model = nn.Linear(3, 1)
+
+    def step(i):
+        if i == stop_at:
+            raise KeyboardInterrupt
+        rows = batch_rows(i, 16, len(X), 0)
+        return {"loss": (model(X[rows]) - Y[rows]).square().mean()}
+
+    return model, step
+
+
+def test_a_killed_run_ends_where_an_unbroken_one_does(tmp_path):
+    whole, step = model_and_step()
+    fit(whole, step, out=tmp_path / "whole", steps=150, lr=0.05)
+    killed, step = model_and_step(stop_at=90)
+    with pytest.raises(KeyboardInterrupt):
+        fit(killed, step, out=tmp_path / "killed", steps=150, lr=0.05, save_every=0.0)
+    resumed, step = model_and_step(seed=1)
+    fit(resumed, step, out=tmp_path / "killed", steps=150, lr=0.05)
+    torch.testing.assert_close(resumed.weight, whole.weight, rtol=0, atol=0)
+    with (tmp_path / "whole" / "loss.csv").open() as file:
+        losses = [float(row["loss"]) for row in csv.DictReader(file)]
+    assert losses[-1] < losses[0] / 10
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
+    model = nn.Linear(3, 1)
+    with pytest.raises(ValueError, match="loss is nan at step 0"):
+        fit(model, lambda i: {"loss": model(X).mean() * float("nan")}, out=tmp_path, steps=3, lr=0.1)
+
+
+def test_batches_are_epochs_of_every_row():
+    rows = torch.cat([batch_rows(i, 5, 12, 3) for i in range(12)])  # five epochs of 12
+    for epoch in rows.view(5, 12):
+        assert sorted(epoch.tolist()) == list(range(12))
+    assert not torch.equal(rows[:12], rows[12:24])
+
+
+def test_learning_rate_warms_up_and_falls():
+    factors = [warmup_cosine(i, 1000) for i in range(1000)]
+    assert factors[0] == 0.01 and factors[99] == 1.0 and 0.05 <= factors[-1] < 0.051
+
+
+def test_seeded_leaves_the_callers_state_alone():
+    before = torch.random.get_rng_state()
+    with seeded(5):
+        first = torch.rand(3)
+    with seeded(5):
+        assert torch.equal(first, torch.rand(3))
+    assert torch.equal(before, torch.random.get_rng_state())
