@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from specmm import methods
@@ -46,15 +47,21 @@ class Parts:
         return self.drafters[kind]
 
 
-def tree_shape(tree: methods.Tree, method: str, parts: Parts, levels: int | None = None) -> TreeShape:
+def tree_shape(
+    tree: methods.Tree,
+    method: str,
+    parts: Parts,
+    levels: int | None = None,
+    device: torch.device | str = "cpu",
+) -> TreeShape:
     """The shape an option names: a static tree's name, parents (from -1 on), children by level of a spine, or None
     for what the model recommends, cut to the ``levels`` its drafter has.
     """
     if isinstance(tree, str):
-        return named(tree)
+        return named(tree, device)
     if tree is not None and tree[:1] == (-1,):
-        return TreeShape.from_parents(tree)
-    return spine(tree if tree is not None else parts.trees.get(method, DEFAULT_TREE)[:levels])
+        return TreeShape.from_parents(tree, device)
+    return spine(tree if tree is not None else parts.trees.get(method, DEFAULT_TREE)[:levels], device)
 
 
 class Assembly(NamedTuple):
@@ -105,10 +112,11 @@ def _static(
 ) -> Drafter:
     """A drafter of a fixed tree, sampled unless decoding is greedy."""
     head, tree = parts.head(method.drafter), getattr(method, "tree", None)
+    levels = head.config.levels if method.drafter == "block" else None
+    shape = tree_shape(tree, method.name, parts, levels, target.model.output.weight.device)
     if method.drafter == "block":
-        shape = tree_shape(tree, method.name, parts, head.config.levels)
         return BlockDrafter(head, target, shape, sampled=not greedy)
-    return EagleDrafter(head, target, tree_shape(tree, method.name, parts), sampled=not greedy)
+    return EagleDrafter(head, target, shape, sampled=not greedy)
 
 
 def _dynamic(method: methods.Eagle | methods.Lantern, target: LlamaGenTarget, parts: Parts) -> Drafter:
