@@ -57,7 +57,7 @@ class Lantern:
     name: ClassVar[str] = "lantern"
     k: int = 100
     delta: float = 0.1
-    residual: Literal["official", "corrected"] = "corrected"
+    residual: Literal["official", "corrected"] = "official"
     drafter: Literal["block", "eagle"] = "eagle"
     total: int = 24
     depth: int = 4
@@ -69,9 +69,9 @@ class LanternPP:
     """LANTERN++ (arXiv 2502.06352): a static tree; the ``k`` nearest codes add at most (``lambda_`` - 1) times p(x)."""
 
     name: ClassVar[str] = "lantern++"
-    lambda_: float = 2.0
+    lambda_: float = 3.0
     k: int = 10
-    residual: Literal["official", "corrected"] = "corrected"
+    residual: Literal["official", "corrected"] = "official"
     drafter: Literal["block", "eagle"] = "block"
     tree: Tree = None
 

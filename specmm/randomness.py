@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-BLOCK = 4096  # numbers drawn from a generator at a time: few calls, whatever the rounds ask for
+BLOCK = 65536  # numbers drawn from a generator at a time: few calls, whatever the rounds ask for
 
 
 class Uniforms:
