@@ -11,8 +11,8 @@ SPEED: tuple[methods.Method, ...] = (
     methods.Speculative(drafter="eagle"),
     methods.LanternPP(),
     methods.LanternPP(residual="corrected"),
-    methods.LanternPP(lambda_=6.0),
     methods.LanternPP(lambda_=6.0, k=40),
+    methods.LanternPP(lambda_=10.0, k=40),
     methods.Eagle(),
     methods.Lantern(),
     methods.Lantern(drafter="block"),
@@ -21,7 +21,7 @@ SPEED: tuple[methods.Method, ...] = (
 
 QUALITY: tuple[methods.Method, ...] = (
     methods.AR(),
+    methods.LanternPP(lambda_=6.0, k=40),
     methods.LanternPP(),
-    methods.LanternPP(lambda_=6.0),
     methods.Speculative(),
 )

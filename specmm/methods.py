@@ -55,9 +55,9 @@ class Lantern:
     """LANTERN (arXiv 2410.03355): a token stands for its ``k`` nearest codes while their mass is at most ``delta``."""
 
     name: ClassVar[str] = "lantern"
-    k: int = 100
+    k: int = 20
     delta: float = 0.1
-    residual: Literal["official", "corrected"] = "official"
+    residual: Literal["official", "corrected"] = "corrected"
     drafter: Literal["block", "eagle"] = "eagle"
     total: int = 24
     depth: int = 4
