@@ -30,7 +30,7 @@ Seed = Annotated[int, typer.Option(min=0, help="Of initialisation and batches.")
 @app.command()
 def tokenizer(
     data: Data = EMOJI,
-    steps: Steps = 6000,
+    steps: Steps = 3600,
     batch: Batch = 32,
     seed: Seed = 0,
     codes: Annotated[int, typer.Option(min=2, help="Codebook size.")] = 1024,
@@ -60,7 +60,7 @@ def tokenizer(
 def target(
     tokenizer: Annotated[Path, typer.Option(help="Folder of the trained tokenizer.")] = Path("runs/vq"),
     data: Data = EMOJI,
-    steps: Steps = 6000,
+    steps: Steps = 2900,
     batch: Batch = 32,
     seed: Seed = 0,
     dim: Annotated[int, typer.Option(min=4, help="Width.")] = 128,
@@ -96,11 +96,14 @@ def drafter(
     model: Annotated[str, typer.Argument(help="Folder of the target's model; the drafter is added to it.")],
     kind: Annotated[str, typer.Option(help="block (one pass drafts all levels) or eagle.")] = "block",
     data: Data = EMOJI,
-    steps: Steps = 3000,
+    steps: Steps = 3600,
     batch: Batch = 16,
     seed: Seed = 0,
-    levels: Annotated[int, typer.Option(min=1, help="Tokens a block drafter drafts.")] = 8,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of a block drafter.")] = 1,
+    levels: Annotated[int, typer.Option(min=1, help="Tokens a block drafter drafts.")] = 6,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of a block drafter.")] = 2,
+    taps: Annotated[str, typer.Option(help="Target layers a block drafter reads besides the last, as in 4,9,14.")] = "",
+    overlap_weight: Annotated[float, typer.Option(min=0, help="Of acceptance in a block drafter's loss.")] = 1.0,
+    noise: Annotated[float, typer.Option(min=0, help="On the states an EAGLE head reads.")] = 0.2,
     lr: Annotated[float | None, typer.Option(help="Learning rate, 1e-3 (block) or 1e-4 (eagle) if not given.")] = None,
     drawn: Annotated[int, typer.Option(min=0, help="Pictures the target draws to train on, besides the data.")] = 0,
     cfg: Annotated[float | None, typer.Option(help="Guidance scale of these pictures.")] = None,
@@ -125,18 +128,28 @@ def drafter(
         from specmm.image_ar.tokens.drafters.files import save_drafters
 
         options: dict[str, Any] = dict(steps=steps, batch=batch, seed=seed, **({"lr": lr} if lr else {}))
+        options |= {"noise": noise} if kind == "eagle" else {"overlap_weight": overlap_weight}
         target, *examples = _examples(zoo.find(model), _emoji(data), folder, drawn, cfg, seed)
-        head = _train_drafter(kind, (target, *examples), (levels, layers), folder, options)
+        sizes = (levels, layers, _layers(taps, target.config.n_layer))
+        head = _train_drafter(kind, (target, *examples), sizes, folder, options)
         save_drafters({kind: head}, result.parent, target, _bfloat16())
         if kind == "block":
             _note_acceptance(zoo.find(model), target, head)
     _done({"kind": kind, "model": model, "steps": steps, "outputs": [str(result)]}, as_json)
 
 
+def _layers(text: str, count: int) -> tuple[int, ...]:
+    """The layers in "4,9,14"; raises ``ValueError`` when one is not among the target's ``count``."""
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdecimal() and int(part) < count for part in found):
+        raise ValueError(f"taps must be layers from 0 to {count - 1} with commas between, got {text!r}")
+    return tuple(map(int, found))
+
+
 def _train_drafter(
-    kind: str, examples: tuple[Any, ...], sizes: tuple[int, int], out: Path, options: dict[str, Any]
+    kind: str, examples: tuple[Any, ...], sizes: tuple[int, int, tuple[int, ...]], out: Path, options: dict[str, Any]
 ) -> Any:
-    """A head of ``kind`` trained on ``examples`` (target, tokens, labels); ``sizes``: levels and layers of a block."""
+    """A head trained on ``examples`` (target, tokens, labels); ``sizes``: levels, layers, taps of a block."""
     target, tokens, labels = examples
     if kind == "eagle":
         from specmm.image_ar.tokens.train.eagle import train_eagle
@@ -145,7 +158,7 @@ def _train_drafter(
     from specmm.image_ar.tokens.drafters.block import BlockConfig
     from specmm.image_ar.tokens.train.block import train_block
 
-    return train_block(target, tokens, labels, BlockConfig(*sizes, target.config), out, **options)
+    return train_block(target, tokens, labels, BlockConfig(sizes[0], sizes[1], target.config, sizes[2]), out, **options)
 
 
 def _examples(model: Path, pictures: Any, out: Path, drawn: int, cfg: float | None, seed: int) -> tuple[Any, Any, Any]:
