@@ -134,6 +134,8 @@ class ImagePipeline(DiffusionPipeline):  # type: ignore[misc]
         for head in self.parts.drafters.values():
             head.to(self.device, self.transformer.dtype)
         self.parts.codebook = self.vq.quantize.embedding.weight.detach()
+        self.parts.made.clear()
+        self.parts.plans.clear()
         return self
 
     def __call__(

@@ -5,8 +5,9 @@ Shape letters: V codebook size, K neighbours.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from specmm.shape.static import named, spine
 from specmm.tree import TreeShape
 from specmm.verify import GreedyMatch, Lantern, LanternPP, PointMass, Recursive, Rule, Traversal, neighbour_table
 
+T = TypeVar("T")
 DEFAULT_TREE = (3, 2, 2, 1, 1)
 
 
@@ -38,6 +40,14 @@ class Parts:
     trees: dict[str, tuple[int, ...]] = field(default_factory=dict)
     acceptance: tuple[tuple[float, ...], ...] = ()
     plans: dict[Any, Plan] = field(default_factory=dict)
+    made: dict[Any, Any] = field(default_factory=dict)  # shapes and rules by what they depend on: calls share them
+
+    def once(self, key: Any, make: Callable[[], T]) -> T:
+        """What ``make`` gives, made at the first call with ``key``."""
+        if key not in self.made:
+            self.made[key] = make()
+        found: T = self.made[key]
+        return found
 
     def head(self, kind: str) -> Any:
         """The drafter called ``kind``; raises ``ValueError`` when the model has none."""
@@ -84,15 +94,14 @@ def assemble(method: methods.Method, target: LlamaGenTarget, parts: Parts) -> As
             return Assembly(target, _static(method, target, parts, greedy), GreedyMatch() if greedy else exact)
         case methods.Eagle():
             return Assembly(target, _dynamic(method, target, parts), GreedyMatch() if greedy else PointMass())
-        case methods.Lantern():
-            target, table = _softened(target), _neighbours(parts, method.k, target)
-            dynamic = method.drafter == "eagle"
-            drafter = _dynamic(method, target, parts) if dynamic else _static(method, target, parts, greedy)
-            return Assembly(target, drafter, Lantern(table, method.k, method.delta, method.residual, greedy))
-        case methods.LanternPP():
-            target, table = _softened(target), _neighbours(parts, method.k, target)
-            rule = LanternPP(table, method.k, method.lambda_, method.residual, greedy)
-            return Assembly(target, _static(method, target, parts, greedy), rule)
+        case methods.Lantern() | methods.LanternPP():
+            target = _softened(target)
+            if isinstance(method, methods.Lantern) and method.drafter == "eagle":
+                drafter = _dynamic(method, target, parts)
+            else:
+                drafter = _static(method, target, parts, greedy)
+            rule = parts.once((method, greedy), lambda: _relaxed(method, parts, target, greedy))
+            return Assembly(target, drafter, rule)
         case _:
             raise ValueError(f"method {method.name!r} drafts nothing")
 
@@ -104,6 +113,13 @@ def _softened(target: LlamaGenTarget) -> LlamaGenTarget:
     return LlamaGenTarget(target.model, target.guidance, Processor(), target.name)
 
 
+def _relaxed(method: methods.Lantern | methods.LanternPP, parts: Parts, target: LlamaGenTarget, greedy: bool) -> Rule:
+    table = _neighbours(parts, method.k, target)
+    if isinstance(method, methods.Lantern):
+        return Lantern(table, method.k, method.delta, method.residual, greedy)
+    return LanternPP(table, method.k, method.lambda_, method.residual, greedy)
+
+
 def _static(
     method: methods.Speculative | methods.Lantern | methods.LanternPP,
     target: LlamaGenTarget,
@@ -113,7 +129,9 @@ def _static(
     """A drafter of a fixed tree, sampled unless decoding is greedy."""
     head, tree = parts.head(method.drafter), getattr(method, "tree", None)
     levels = head.config.levels if method.drafter == "block" else None
-    shape = tree_shape(tree, method.name, parts, levels, target.model.output.weight.device)
+    device = target.model.output.weight.device
+    key = (tree, method.name, levels, device)
+    shape = parts.once(key, lambda: tree_shape(tree, method.name, parts, levels, device))
     if method.drafter == "block":
         return BlockDrafter(head, target, shape, sampled=not greedy)
     return EagleDrafter(head, target, shape, sampled=not greedy)
