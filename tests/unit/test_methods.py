@@ -53,9 +53,9 @@ def test_bad_options_from_text(option: str, message: str) -> None:
 
 
 def test_lists_of_methods() -> None:
-    found = parse_methods("ar, lantern++(lambda_=3, tree=(2,1)),sjd(window=4)")
-    assert found == [methods.AR(), methods.LanternPP(lambda_=3.0, tree=(2, 1)), methods.SJD(4)]
-    assert [label(m) for m in found] == ["ar", "lantern++(lambda_=3.0, tree=(2, 1))", "sjd(window=4)"]
+    found = parse_methods("ar, lantern++(lambda_=4, tree=(2,1)),sjd(window=4)")
+    assert found == [methods.AR(), methods.LanternPP(lambda_=4.0, tree=(2, 1)), methods.SJD(4)]
+    assert [label(m) for m in found] == ["ar", "lantern++(lambda_=4.0, tree=(2, 1))", "sjd(window=4)"]
     for wrong in ("", "lantern++(k=1", "ar,lanturn"):
         with pytest.raises(ValueError):
             parse_methods(wrong)
