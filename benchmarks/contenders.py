@@ -11,8 +11,9 @@ SPEED: tuple[methods.Method, ...] = (
     methods.Speculative(drafter="eagle"),
     methods.LanternPP(),
     methods.LanternPP(residual="corrected"),
-    methods.LanternPP(lambda_=6.0, k=40),
-    methods.LanternPP(lambda_=10.0, k=40),
+    methods.LanternPP(lambda_=3.0, k=10),
+    methods.LanternPP(lambda_=20.0, k=60),
+    methods.LanternPP(lambda_=40.0, k=100),
     methods.Eagle(),
     methods.Lantern(),
     methods.Lantern(drafter="block"),
@@ -21,7 +22,8 @@ SPEED: tuple[methods.Method, ...] = (
 
 QUALITY: tuple[methods.Method, ...] = (
     methods.AR(),
-    methods.LanternPP(lambda_=6.0, k=40),
     methods.LanternPP(),
+    methods.LanternPP(lambda_=20.0, k=60),
+    methods.LanternPP(lambda_=40.0, k=100),
     methods.Speculative(),
 )
