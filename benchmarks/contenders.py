@@ -12,7 +12,7 @@ SPEED: tuple[methods.Method, ...] = (
     methods.LanternPP(),
     methods.LanternPP(residual="corrected"),
     methods.LanternPP(lambda_=3.0, k=10),
-    methods.LanternPP(lambda_=20.0, k=60),
+    methods.LanternPP(lambda_=10.0, k=40),
     methods.LanternPP(lambda_=40.0, k=100),
     methods.Eagle(),
     methods.Lantern(),
@@ -23,7 +23,7 @@ SPEED: tuple[methods.Method, ...] = (
 QUALITY: tuple[methods.Method, ...] = (
     methods.AR(),
     methods.LanternPP(),
-    methods.LanternPP(lambda_=20.0, k=60),
+    methods.LanternPP(lambda_=10.0, k=40),
     methods.LanternPP(lambda_=40.0, k=100),
     methods.Speculative(),
 )

@@ -69,8 +69,8 @@ class LanternPP:
     """LANTERN++ (arXiv 2502.06352): a static tree; the ``k`` nearest codes add at most (``lambda_`` - 1) times p(x)."""
 
     name: ClassVar[str] = "lantern++"
-    lambda_: float = 10.0
-    k: int = 40
+    lambda_: float = 20.0
+    k: int = 60
     residual: Literal["official", "corrected"] = "official"
     drafter: Literal["block", "eagle"] = "block"
     tree: Tree = None
