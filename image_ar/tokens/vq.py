@@ -32,10 +32,6 @@ class VQConfig:
         """Pixels per token along one side."""
         return int(2 ** (len(self.ch_mult) - 1))
 
-    def official_usage(self) -> bool:
-        """Whether published files of this size carry the ``codebook_used`` ring buffer."""
-        return self.codebook_l2_norm
-
 
 VQ_16 = VQConfig()
 VQ_8 = VQConfig(ch_mult=(1, 2, 2, 4))

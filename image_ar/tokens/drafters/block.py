@@ -91,12 +91,10 @@ class BlockHead(nn.Module):
 class Level:
     """One level of a static tree of n nodes with P parents, which all get ``width`` children drawn.
 
-    ``parents`` [P] are node numbers and ``above`` [P] their places among the nodes of the level above (None: all of
-    them, in order); ``pick`` [n] finds the nodes among the P·width children drawn (None: all of them, in order).
+    ``above`` [P] are the parents' places among the nodes of the level above (None: all of them, in order); ``pick`` [n]
+    finds the nodes among the P·width children drawn (None: all of them, in order).
     """
 
-    nodes: Tensor
-    parents: Tensor
     above: Tensor | None
     pick: Tensor | None
     width: int
@@ -113,7 +111,7 @@ class Level:
         pick = index * width + shape.ranks[0, nodes]
         everything = pick.equal(torch.arange(len(parents) * width, device=pick.device))
         above = None if len(parents) == count else parents - first
-        return cls(nodes, parents, above, None if everything else pick, width)
+        return cls(above, None if everything else pick, width)
 
 
 class BlockDrafter:
