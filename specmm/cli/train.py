@@ -103,6 +103,7 @@ def drafter(
     layers: Annotated[int, typer.Option(min=1, help="Layers of a block drafter.")] = 2,
     taps: Annotated[str, typer.Option(help="Target layers a block drafter reads besides the last, as in 4,9,14.")] = "",
     overlap_weight: Annotated[float, typer.Option(min=0, help="Of acceptance in a block drafter's loss.")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0.01, help="That a block drafter's model samples at.")] = 1.0,
     noise: Annotated[float, typer.Option(min=0, help="On the states an EAGLE head reads.")] = 0.2,
     lr: Annotated[float | None, typer.Option(help="Learning rate, 1e-3 (block) or 1e-4 (eagle) if not given.")] = None,
     drawn: Annotated[int, typer.Option(min=0, help="Pictures the target draws to train on, besides the data.")] = 0,
@@ -128,7 +129,7 @@ def drafter(
         from specmm.image_ar.tokens.drafters.files import save_drafters
 
         options: dict[str, Any] = dict(steps=steps, batch=batch, seed=seed, **({"lr": lr} if lr else {}))
-        options |= {"noise": noise} if kind == "eagle" else {"overlap_weight": overlap_weight}
+        options |= {"noise": noise} if kind == "eagle" else dict(overlap_weight=overlap_weight, temperature=temperature)
         target, *examples = _examples(zoo.find(model), _emoji(data), folder, drawn, cfg, seed)
         sizes = (levels, layers, _layers(taps, target.config.n_layer))
         head = _train_drafter(kind, (target, *examples), sizes, folder, options)

@@ -30,16 +30,18 @@ def train_block(
     anchors: int = 32,
     lr: float = 1e-3,
     overlap_weight: float = 1.0,
+    temperature: float = 1.0,
     seed: int = 0,
 ) -> BlockHead:
     """Train on ``tokens`` [M, 2, T] with ``labels`` [M]; resumes from ``out/checkpoint.pt``.
 
-    A larger ``overlap_weight`` late in training buys acceptance with calibration.
+    A larger ``overlap_weight`` late in training buys acceptance with calibration. ``temperature`` is the one that will
+    be sampled at: the laws compared are softened or sharpened by it.
     """
     with seeded(seed):
         drafter, target = BlockHead(config), target.eval().requires_grad_(False)
     drafter.start_from(target)
-    loss_of = torch.compile(lambda *args: block_loss(target, drafter, *args))
+    loss_of = torch.compile(lambda *args: block_loss(target, drafter, *args, temperature))
 
     def step(i: int) -> Losses:
         generator = torch.Generator().manual_seed(seed + i)
@@ -59,7 +61,7 @@ def train_block(
 
 
 def block_loss(
-    target: Transformer, drafter: BlockHead, labels: Tensor, tokens: Tensor, at: Tensor
+    target: Transformer, drafter: BlockHead, labels: Tensor, tokens: Tensor, at: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Soft cross-entropy and mean overlap Σ min(p, q) by level [K] for anchors ``at`` [B, A] of ``tokens`` [B, T].
 
@@ -83,8 +85,8 @@ def block_loss(
     bias = torch.nn.functional.pad(bias, (0, wanted[0].numel()), value=float("-inf"))[:, None].to(hidden.dtype)
     states = drafter(x, cells, bias)[:, count:]
     previous = tokens.gather(1, wanted.flatten(1) - 1)
-    drafted = target.output(drafter.read(states, previous)).float().log_softmax(-1)  # [B, A·K, V]
-    p = logits.float().softmax(-1).gather(1, wanted.flatten(1)[..., None].expand_as(drafted))
+    drafted = (target.output(drafter.read(states, previous)).float() / temperature).log_softmax(-1)  # [B, A·K, V]
+    p = (logits.float() / temperature).softmax(-1).gather(1, wanted.flatten(1)[..., None].expand_as(drafted))
     overlap = torch.minimum(p, drafted.exp()).sum(-1).unflatten(1, (-1, levels))
     cross_entropy = -(p * drafted).sum(-1).mean()
     return cross_entropy, overlap.mean((0, 1))
