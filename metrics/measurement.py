@@ -15,7 +15,7 @@ SAMPLE_FACTS = ("counts", "note")  # entries that say which samples were measure
 
 @dataclass(frozen=True)
 class Interval:
-    """A confidence interval from ``low`` to ``high`` of ``level``, made by ``method`` (such as "bootstrap of 1,000")."""
+    """A confidence interval from ``low`` to ``high`` of ``level``, made by ``method`` (as "bootstrap of 1,000")."""
 
     low: float
     high: float
