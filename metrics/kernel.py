@@ -4,11 +4,12 @@ The unbiased squared maximum mean discrepancy with the cubic kernel k(a, b) = (g
 random subsets (mean and spread, the customary figure) and over the whole sets (the steadier one). One pass over the
 kernel matrix in row blocks serves both, so that memory does not grow with N².
 
-Shapes: features x [N, F], y [M, F]; membership ``wx`` [S, N], ``wy`` [S, M] of S subsets, 0 or 1.
+Shapes: features x [N, F], y [M, F]; weights ``wx`` [S, N], ``wy`` [S, M] of S weighted sets (0 or 1: subsets).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +18,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specmm.metrics.features import FeatureSet, Protocol, as_features, joint_protocol, same_width
+from specmm.metrics.intervals import Bootstrap
+from specmm.metrics.measurement import Interval, Measurement
 
 BLOCK = 1024  # rows of the kernel matrix held at a time
+Picks = Sequence[tuple[Tensor, Tensor]]  # rows of x and of y in each subset
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,13 @@ class KernelResult:
     std: float
     full: float | None
     protocol: Protocol
+    interval: Interval | None = None  # of ``full``
+
+    def measurement(self) -> Measurement:
+        """The whole-set estimate, or the mean over subsets without it; ``protocol["estimate"]`` says which."""
+        parts = {"subsets_mean": self.mean, "subsets_std": self.std}
+        value, estimate = (self.mean, "mean over subsets") if self.full is None else (self.full, "whole sets")
+        return Measurement("kid", value, {**self.protocol, "estimate": estimate}, parts, self.interval)
 
 
 def kernel_distance(
@@ -57,49 +68,71 @@ def kernel_distance(
     subsets: int = 100,
     subset_size: int = 1000,
     seed: int = 0,
+    picks: Picks | None = None,
     full: bool = True,
+    bootstrap: Bootstrap | None = None,
     kernel: PolynomialKernel | None = None,
     progress: bool = False,
 ) -> KernelResult:
     """Unbiased squared MMD between features [N, F] and [M, F], in float64.
 
     Subsets of ``subset_size`` (at most the smaller set) are drawn without replacement from a generator seeded with
-    ``seed``; ``std`` is their population standard deviation. ``full=False`` skips the whole-set estimate, whose cost
-    is (N + M)² F: quicker above roughly 10,000 samples. Raises ``ValueError`` for NaN features, fewer than two
-    samples, different widths or protocols, or a subset of fewer than two.
+    ``seed``, or handed in as ``picks`` (pairs of row indices of equal length, to repeat another library's draw);
+    ``std`` is their population standard deviation. ``full=False`` skips the whole-set estimate, whose cost is
+    (N + M)² F: quicker above roughly 10,000 samples. ``bootstrap`` gives that estimate an interval. Raises
+    ``ValueError`` for NaN features, fewer than two samples, different widths or protocols, a subset of fewer than two,
+    or an interval without the whole-set estimate.
     """
     one, two = as_features(first), as_features(second)
+    kernel = kernel or PolynomialKernel()
+    x, y = common_values(one, two)
+    if bootstrap and not full:
+        raise ValueError("bootstrap belongs to the whole-set estimate, got full=False; set full=True or drop it")
+    protocol = joint_protocol(one.protocol, two.protocol)
+    protocol |= {"counts": [len(x), len(y)], "kernel": repr(kernel)}
+    if picks is None:
+        picks = _picks(len(x), len(y), subsets, min(subset_size, len(x), len(y)), seed)
+    protocol |= {"subsets": len(picks), "subset_size": len(picks[0][0]), "subset_seed": seed}
+    if not full:
+        values = _subset_by_subset(x, y, picks, kernel, progress)
+        return KernelResult(float(values.mean()), float(values.std(correction=0)), None, protocol)
+    values = _in_one_pass(x, y, picks, bootstrap, kernel, progress)
+    mean, std = float(values[: len(picks)].mean()), float(values[: len(picks)].std(correction=0))
+    interval = bootstrap.of_replicates(values[len(picks) + 1 :], "both sets") if bootstrap else None
+    return KernelResult(mean, std, float(values[len(picks)]), protocol, interval)
+
+
+def common_values(one: FeatureSet, two: FeatureSet) -> tuple[Tensor, Tensor]:
+    """Both sets' features in float64 on the first one's device; raises ``ValueError`` unless they can be compared."""
     same_width(one.values.shape[1], two.values.shape[1])
     smaller = min(len(one), len(two))
     if smaller < 2:
         raise ValueError(f"a kernel distance needs at least 2 samples a set, got {smaller}; add more pictures")
-    size = min(subset_size, smaller)
-    if size < 2 or subsets < 1:
-        raise ValueError(f"subsets must be >= 1 of size >= 2, got {subsets} of {size}; raise them")
-    kernel = kernel or PolynomialKernel()
-    x, y = one.values.double(), two.values.double().to(one.values.device)
-    picks = _picks(len(x), len(y), subsets, size, seed)
-    values, whole = (_in_one_pass if full else _subset_by_subset)(x, y, picks, kernel, progress)
-    protocol = joint_protocol(one.protocol, two.protocol)
-    protocol |= {"counts": [len(x), len(y)], "kernel": repr(kernel), "subsets": subsets, "subset_size": size}
-    protocol |= {"subset_seed": seed}
-    return KernelResult(float(values.mean()), float(values.std(correction=0)), whole, protocol)
+    return one.values.double(), two.values.double().to(one.values.device)
 
 
 def mmd_squared(x: Tensor, y: Tensor, wx: Tensor, wy: Tensor, kernel: PolynomialKernel, bar: bool = False) -> Tensor:
-    """Unbiased squared MMD [S] of the subsets of x [N, F] and y [M, F] marked by ``wx`` [S, N] and ``wy`` [S, M]."""
-    n, m = wx.sum(1), wy.sum(1)
+    """Unbiased squared MMD [S] of x [N, F] under weights ``wx`` [S, N] and y [M, F] under ``wy`` [S, M]."""
     with tqdm(total=2 * len(x) + len(y), desc="kernel", disable=not bar) as rows:
-        xx = _weighted_sum(x, x, wx, wx, kernel, rows) - (wx.square() * kernel.diagonal(x)).sum(1)
-        yy = _weighted_sum(y, y, wy, wy, kernel, rows) - (wy.square() * kernel.diagonal(y)).sum(1)
-        xy = _weighted_sum(x, y, wx, wy, kernel, rows)
-    return xx / (n * (n - 1)) + yy / (m * (m - 1)) - 2 * xy / (n * m)
+        within = mean_within(x, wx, kernel, rows) + mean_within(y, wy, kernel, rows)
+        return within - 2 * mean_across(x, y, wx, wy, kernel, rows)
 
 
-Picks = list[tuple[Tensor, Tensor]]  # rows of x and of y in each subset
+def mean_within(x: Tensor, wx: Tensor, kernel: PolynomialKernel, bar: tqdm) -> Tensor:
+    """Weighted mean [S] of k(x_i, x_j) over i != j: what a U-statistic is made of."""
+    squares = wx.square()
+    off_diagonal = _weighted_sum(x, x, wx, wx, kernel, bar) - (squares * kernel.diagonal(x)).sum(1)
+    return off_diagonal / (wx.sum(1).square() - squares.sum(1))
+
+
+def mean_across(x: Tensor, y: Tensor, wx: Tensor, wy: Tensor, kernel: PolynomialKernel, bar: tqdm) -> Tensor:
+    """Weighted mean [S] of k(x_i, y_j) over all i and j."""
+    return _weighted_sum(x, y, wx, wy, kernel, bar) / (wx.sum(1) * wy.sum(1))
 
 
 def _picks(n: int, m: int, subsets: int, size: int, seed: int) -> Picks:
+    if size < 2 or subsets < 1:
+        raise ValueError(f"subsets must be >= 1 of size >= 2, got {subsets} of {size}; raise them")
     generator = torch.Generator().manual_seed(seed)
     return [
         (torch.randperm(n, generator=generator)[:size], torch.randperm(m, generator=generator)[:size])
@@ -107,22 +140,26 @@ def _picks(n: int, m: int, subsets: int, size: int, seed: int) -> Picks:
     ]
 
 
-def _in_one_pass(x: Tensor, y: Tensor, picks: Picks, kernel: PolynomialKernel, bar: bool) -> tuple[Tensor, float]:
-    """Squared MMD of every subset [S] and of the whole sets, from one pass over the kernel matrix."""
-    wx, wy = x.new_zeros(len(picks) + 1, len(x)), x.new_zeros(len(picks) + 1, len(y))
+def _in_one_pass(
+    x: Tensor, y: Tensor, picks: Picks, bootstrap: Bootstrap | None, kernel: PolynomialKernel, bar: bool
+) -> Tensor:
+    """Squared MMD of every subset, then of the whole sets, then of every resample, from one pass over the kernel."""
+    draws = bootstrap.draws if bootstrap else 0
+    wx, wy = x.new_ones(len(picks) + 1 + draws, len(x)), x.new_ones(len(picks) + 1 + draws, len(y))
+    wx[: len(picks)], wy[: len(picks)] = 0, 0
     for s, (i, j) in enumerate(picks):
         wx[s, i.to(x.device)] = 1
         wy[s, j.to(x.device)] = 1
-    wx[-1], wy[-1] = 1, 1
-    values = mmd_squared(x, y, wx, wy, kernel, bar)
-    return values[:-1], float(values[-1])
+    if bootstrap:
+        wx[-draws:], wy[-draws:] = bootstrap.weights(len(x)).to(x), bootstrap.weights(len(y)).to(x)
+    return mmd_squared(x, y, wx, wy, kernel, bar)
 
 
-def _subset_by_subset(x: Tensor, y: Tensor, picks: Picks, kernel: PolynomialKernel, bar: bool) -> tuple[Tensor, None]:
+def _subset_by_subset(x: Tensor, y: Tensor, picks: Picks, kernel: PolynomialKernel, bar: bool) -> Tensor:
     """Squared MMD of every subset [S], each from its own small kernel matrix."""
-    ones = x.new_ones(1, len(picks[0][0]))
     bars = tqdm(picks, desc="kernel", disable=not bar)
-    return torch.cat([mmd_squared(x[i.to(x.device)], y[j.to(x.device)], ones, ones, kernel) for i, j in bars]), None
+    pairs = ((x[i.to(x.device)], y[j.to(x.device)]) for i, j in bars)
+    return torch.cat([mmd_squared(a, b, a.new_ones(1, len(a)), b.new_ones(1, len(b)), kernel) for a, b in pairs])
 
 
 def _weighted_sum(x: Tensor, y: Tensor, wx: Tensor, wy: Tensor, kernel: PolynomialKernel, bar: tqdm) -> Tensor:

@@ -1,0 +1,156 @@
+"""The quality gate: do two sets of features differ by more than the luck of the draw, and by how much.
+
+*Whether*: a permutation test on the squared MMD (Gretton et al. 2012, sec. 2 and 8). If both sets come from one law,
+every relabelling of the pooled samples is as likely as the true one; the p-value counts those that lie at least as far
+apart, with the +1 of Phipson and Smyth (2010) that keeps it exact. *How much*: the difference of both sets' kernel
+distances to a reference, with a bootstrap interval.
+
+Shapes: first [N, F], second [M, F], reference [R, F]; P relabellings, labels [P, N + M] of 0 and 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from specmm.metrics.features import FeatureSet, Protocol, as_features, joint_protocol
+from specmm.metrics.intervals import Bootstrap
+from specmm.metrics.kernel import BLOCK, PolynomialKernel, common_values, mean_across, mean_within
+from specmm.metrics.measurement import Measurement
+
+Features = FeatureSet | Tensor | np.ndarray
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Squared MMD ``distance`` of two sets and the ``p_value`` of its size if both came from one law.
+
+    ``loss`` is KID(first, reference) - KID(second, reference) with its interval: positive where ``first`` is worse.
+    """
+
+    distance: float
+    p_value: float
+    alpha: float
+    protocol: Protocol
+    loss: Measurement | None = None
+
+    @property
+    def differ(self) -> bool:
+        """Whether the test at level ``alpha`` says so; it errs in at most ``alpha`` of all cases of one law."""
+        return self.p_value <= self.alpha
+
+    def to_json(self) -> dict[str, Any]:
+        """A dictionary of JSON values."""
+        return {**asdict(self), "differ": self.differ}
+
+
+def compare(
+    first: Features,
+    second: Features,
+    reference: Features | None = None,
+    *,
+    generator: torch.Generator,
+    permutations: int = 999,
+    alpha: float = 0.05,
+    paired: bool = False,
+    draws: int = 1000,
+    kernel: PolynomialKernel | None = None,
+    progress: bool = False,
+) -> Comparison:
+    """Test whether two sets of features [N, F] and [M, F] differ, and measure how much against ``reference`` [R, F].
+
+    ``paired``: row i of both was made from the same prompt or noise, so that labels are swapped and samples redrawn
+    within pairs; then N must be M. The test costs (N + M)² (F + P) multiplications. Raises ``ValueError`` for NaN
+    features, fewer than two samples, different widths or protocols, unequal pairs, no permutation, or an ``alpha``
+    that so few permutations cannot reach.
+    """
+    one, two = as_features(first), as_features(second)
+    x, y = common_values(one, two)
+    if permutations < 1 or not 1 / (permutations + 1) <= alpha < 1:
+        raise ValueError(f"alpha must be in [1 / (permutations + 1), 1), got {alpha} of {permutations}; permute more")
+    if paired and len(x) != len(y):
+        raise ValueError(f"pairs need sets of one size, got {len(x)} and {len(y)}; set paired=False or cut one")
+    kernel = kernel or PolynomialKernel()
+    labels = torch.cat([_true_labels(len(x), len(y)), relabellings(len(x), len(y), permutations, generator, paired)])
+    distances = labelled_distances(torch.cat([x, y]), labels.to(x), kernel, progress)
+    protocol = joint_protocol(one.protocol, two.protocol) | {"counts": [len(x), len(y)], "kernel": repr(kernel)}
+    facts = {**protocol, "permutations": permutations, "paired": paired}
+    loss = None
+    if reference is not None:
+        third = as_features(reference)
+        joint_protocol(protocol, third.protocol)
+        common = common_values(one, third)[1]
+        loss = _loss((x, y, common), Bootstrap(generator, draws), kernel, paired, protocol)
+    return Comparison(float(distances[0]), permutation_p_value(distances), alpha, facts, loss)
+
+
+def permutation_p_value(distances: Tensor) -> float:
+    """(1 + relabellings at least as far apart) / (1 + all of them); ``distances`` [1 + P], the true one first."""
+    rounding = 1e-12 * float(distances.abs().max())  # equal splits may differ by this
+    return float((distances >= distances[0] - rounding).double().mean())
+
+
+def relabellings(n: int, m: int, count: int, generator: torch.Generator, paired: bool) -> Tensor:
+    """Random labels [P, n + m]: 1 for members of the first set, of which there are n."""
+    if paired:
+        swapped = torch.randint(2, (count, n), generator=generator)
+        return torch.cat([1 - swapped, swapped], dim=1).double()
+    truth = _true_labels(n, m)[0]
+    return torch.stack([truth[torch.randperm(n + m, generator=generator)] for _ in range(count)])
+
+
+def labelled_distances(pool: Tensor, labels: Tensor, kernel: PolynomialKernel, progress: bool = False) -> Tensor:
+    """Unbiased squared MMD [P] of each labelling of the pooled features, from one pass over the kernel matrix.
+
+    With q = wᵀKw and r = wᵀK1 the other sums follow: across r - q, within the second 1ᵀK1 - 2r + q.
+    """
+    quadratic, linear, whole = labels.new_zeros(len(labels)), labels.new_zeros(len(labels)), labels.new_zeros(())
+    for start in tqdm(range(0, len(pool), BLOCK), desc="permutations", disable=not progress):
+        rows = slice(start, start + BLOCK)
+        block = kernel(pool[rows], pool)
+        quadratic += ((labels[:, rows] @ block) * labels).sum(1)
+        sums = block.sum(1)
+        linear += labels[:, rows] @ sums
+        whole += sums.sum()
+    diagonal = kernel.diagonal(pool)
+    own = labels @ diagonal
+    n, m = labels.sum(1), (1 - labels).sum(1)
+    first = (quadratic - own) / (n * (n - 1))
+    second = (whole - 2 * linear + quadratic - (diagonal.sum() - own)) / (m * (m - 1))
+    return first + second - 2 * (linear - quadratic) / (n * m)
+
+
+def _true_labels(n: int, m: int) -> Tensor:
+    return torch.cat([torch.ones(1, n), torch.zeros(1, m)], dim=1).double()
+
+
+def _loss(
+    sets: tuple[Tensor, Tensor, Tensor], bootstrap: Bootstrap, kernel: PolynomialKernel, paired: bool, facts: Protocol
+) -> Measurement:
+    """KID of the first set less that of the second, to the third: its own term is in both, and cancels.
+
+    The first of the weighted sets is the sample itself; the others are resamples, the reference's shared by both.
+    """
+    x, y, reference = sets
+    wx, wr = _itself_and_resamples(x, bootstrap), _itself_and_resamples(reference, bootstrap)
+    wy = wx if paired else _itself_and_resamples(y, bootstrap)
+    with tqdm(disable=True) as bar:
+        one, two = (
+            mean_within(s, w, kernel, bar) - 2 * mean_across(s, reference, w, wr, kernel, bar)
+            for s, w in ((x, wx), (y, wy))
+        )
+    found = one - two
+    what = "pairs and reference" if paired else "all three sets"
+    protocol = {**facts, "reference_count": len(reference)}
+    interval = bootstrap.of_replicates(found[1:], what)
+    return Measurement("kid_difference", float(found[0]), protocol, interval=interval)
+
+
+def _itself_and_resamples(x: Tensor, bootstrap: Bootstrap) -> Tensor:
+    """Weights [1 + B, N]: once each, then those of the resamples."""
+    return torch.cat([x.new_ones(1, len(x)), bootstrap.weights(len(x)).to(x)])

@@ -1,0 +1,217 @@
+"""The metrics as torchmetrics modules (which must be installed): states add up or join across processes.
+
+A thin layer: every number comes from the functional core. States stay as precise as the core wants them whatever
+``set_dtype`` says, since a FID in float32 is wrong in its third digit. ``update`` takes features [N, F], or pictures
+where an extractor was given, and whether they are ``real``; ``measurements()`` tells what ``compute()`` measured.
+
+Shapes: features [N, F]; logits [N, C].
+"""
+
+from __future__ import annotations
+
+import typing
+from abc import abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat
+
+from specmm.metrics.features import FeatureSet, Protocol, as_features, joint_protocol
+from specmm.metrics.frechet import FeatureStatistics, frechet_distance
+from specmm.metrics.inception_score import ScoreStatistics
+from specmm.metrics.kernel import kernel_distance
+from specmm.metrics.manifold import density_coverage, precision_recall
+from specmm.metrics.measurement import Measurement
+from specmm.metrics.memorisation import THRESHOLD, memorisation_distance
+
+SIDES = {True: "real", False: "made"}
+
+
+class Extractor(typing.Protocol):
+    """What turns pictures into features."""
+
+    def features(self, pictures: Any) -> FeatureSet:
+        """Features of pictures."""
+        ...
+
+
+class SampleMetric(Metric):
+    """What the metrics of sets share: extraction, protocols of both sides, keeping the real side, measurements."""
+
+    full_state_update = False
+    is_differentiable = False
+
+    def __init__(self, extractor: Extractor | None = None, *, reset_real_features: bool = True, **options: Any) -> None:
+        super().__init__(**options)
+        self.extractor, self.reset_real_features = extractor, reset_real_features
+        self._protocols: dict[str, Protocol] = {side: {} for side in SIDES.values()}
+        self._found: tuple[Measurement, ...] = ()
+
+    def update(self, samples: FeatureSet | Tensor | np.ndarray, real: bool) -> None:
+        """Add features [N, F], or pictures where there is an extractor, to the real or the made side."""
+        found = self.extractor.features(samples) if self.extractor else as_features(samples)
+        side = SIDES[bool(real)]
+        self._protocols[side] = joint_protocol(self._protocols[side], found.protocol)
+        self._add(FeatureSet(found.values.to(self.device)), side)
+
+    def compute(self) -> Tensor | dict[str, Tensor]:
+        """The value, or where there are several a dictionary of them by name."""
+        self._found = self._measure()
+        values = {m.metric: torch.tensor(m.value, dtype=torch.float64, device=self.device) for m in self._found}
+        return values if len(values) > 1 else next(iter(values.values()))
+
+    def measurements(self) -> tuple[Measurement, ...]:
+        """What ``compute`` measured, over all processes, with parts and protocol."""
+        self.compute()
+        return self._found
+
+    def reset(self) -> None:
+        """Forget the samples; the real ones only if ``reset_real_features``."""
+        kept = {} if self.reset_real_features else {k: getattr(self, k) for k in self._defaults if k.startswith("real")}
+        super().reset()
+        for name, state in kept.items():
+            setattr(self, name, state)
+        self._protocols = {side: {} if not kept or side == "made" else p for side, p in self._protocols.items()}
+
+    def set_dtype(self, dst_type: str | torch.dtype) -> Metric:
+        """Nothing: the states keep the precision they need."""
+        return self
+
+    @abstractmethod
+    def _add(self, found: FeatureSet, side: str) -> None: ...
+
+    @abstractmethod
+    def _measure(self) -> tuple[Measurement, ...]: ...
+
+
+class FrechetDistance(SampleMetric):
+    """FID and its kin (``frechet_distance``) of features of ``width``; memory does not grow with N."""
+
+    higher_is_better = False
+
+    def __init__(self, extractor: Extractor | None = None, *, width: int = 2048, **options: Any) -> None:
+        super().__init__(extractor, **options)
+        for side in SIDES.values():
+            empty = FeatureStatistics.empty(width)
+            self.add_state(f"{side}_count", torch.tensor(0), dist_reduce_fx="sum")
+            self.add_state(f"{side}_total", empty.total, dist_reduce_fx="sum")
+            self.add_state(f"{side}_outer", empty.outer, dist_reduce_fx="sum")
+
+    def _statistics(self, side: str) -> FeatureStatistics:
+        sums = getattr(self, f"{side}_total"), getattr(self, f"{side}_outer")
+        return FeatureStatistics(int(getattr(self, f"{side}_count")), *sums, self._protocols[side])
+
+    def _add(self, found: FeatureSet, side: str) -> None:
+        self._statistics(side).update(found)  # the sums in place
+        setattr(self, f"{side}_count", getattr(self, f"{side}_count") + len(found))
+
+    def _measure(self) -> tuple[Measurement, ...]:
+        return (frechet_distance(self._statistics("real"), self._statistics("made")),)
+
+
+class FeatureMetric(SampleMetric):
+    """Keeps the features of both sides, which metrics of distances between samples need."""
+
+    def __init__(self, extractor: Extractor | None = None, **options: Any) -> None:
+        super().__init__(extractor, **options)
+        for side in SIDES.values():
+            self.add_state(f"{side}_features", [], dist_reduce_fx="cat")
+
+    def _add(self, found: FeatureSet, side: str) -> None:
+        getattr(self, f"{side}_features").append(found.values)
+
+    def _set(self, side: str) -> FeatureSet:
+        parts = getattr(self, f"{side}_features")
+        if isinstance(parts, list) and not parts:
+            raise ValueError(
+                f"both sides need samples, got no {side} ones; call update(samples, real={side == 'real'})"
+            )
+        return FeatureSet(dim_zero_cat(parts), self._protocols[side])
+
+
+class KernelDistance(FeatureMetric):
+    """KID (``kernel_distance``, whose keyword ``options`` it takes as ``kernel_options``)."""
+
+    higher_is_better = False
+
+    def __init__(
+        self, extractor: Extractor | None = None, *, kernel_options: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        super().__init__(extractor, **options)
+        self.kernel_options = kernel_options or {}
+
+    def _measure(self) -> tuple[Measurement, ...]:
+        return (kernel_distance(self._set("real"), self._set("made"), **self.kernel_options).measurement(),)
+
+
+class PrecisionRecall(FeatureMetric):
+    """Improved precision and recall (``precision_recall``)."""
+
+    higher_is_better = True
+
+    def __init__(self, extractor: Extractor | None = None, *, k: int = 3, **options: Any) -> None:
+        super().__init__(extractor, **options)
+        self.k = k
+
+    def _measure(self) -> tuple[Measurement, ...]:
+        return precision_recall(self._set("real"), self._set("made"), k=self.k)
+
+
+class DensityCoverage(FeatureMetric):
+    """Density and coverage (``density_coverage``)."""
+
+    higher_is_better = True
+
+    def __init__(self, extractor: Extractor | None = None, *, k: int = 5, **options: Any) -> None:
+        super().__init__(extractor, **options)
+        self.k = k
+
+    def _measure(self) -> tuple[Measurement, ...]:
+        return density_coverage(self._set("real"), self._set("made"), k=self.k)
+
+
+class MemorisationDistance(FeatureMetric):
+    """MiFID (``memorisation_distance``); the real side is the training set."""
+
+    higher_is_better = False
+
+    def __init__(self, extractor: Extractor | None = None, *, threshold: float = THRESHOLD, **options: Any) -> None:
+        super().__init__(extractor, **options)
+        self.threshold = threshold
+
+    def _measure(self) -> tuple[Measurement, ...]:
+        return (memorisation_distance(self._set("real"), self._set("made"), threshold=self.threshold),)
+
+
+class InceptionScore(SampleMetric):
+    """Inception Score of logits of ``classes``; real samples are passed over. Memory does not grow with N."""
+
+    higher_is_better = True
+    counts: Tensor
+    total: Tensor
+    certainty: Tensor
+
+    def __init__(
+        self, extractor: Extractor | None = None, *, classes: int = 1008, splits: int = 10, **options: Any
+    ) -> None:
+        super().__init__(extractor, **options)
+        empty = ScoreStatistics.empty(classes, splits)
+        for name in ("counts", "total", "certainty"):
+            self.add_state(name, getattr(empty, name), dist_reduce_fx="sum")
+
+    def update(self, samples: FeatureSet | Tensor | np.ndarray, real: bool = False) -> None:
+        """Add logits [N, C], or pictures where there is an extractor, unless they are ``real``."""
+        if not real:
+            super().update(samples, real=False)
+
+    def _statistics(self) -> ScoreStatistics:
+        return ScoreStatistics(self.counts, self.total, self.certainty, self._protocols["made"])
+
+    def _add(self, found: FeatureSet, side: str) -> None:
+        self._statistics().update(found)  # the sums in place
+
+    def _measure(self) -> tuple[Measurement, ...]:
+        return (self._statistics().measurement(),)
