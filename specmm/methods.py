@@ -32,12 +32,16 @@ class SJD:
 
 @dataclass(frozen=True)
 class Speculative:
-    """The exact sampled tree: siblings drawn without replacement with recorded laws, recursive rejection."""
+    """The exact sampled tree: siblings drawn without replacement with recorded laws, recursive rejection.
+
+    ``hindsight`` is the weight, in what a block drafter draws from, of the target's laws behind rejected drafts.
+    """
 
     name: ClassVar[str] = "speculative"
     drafter: Literal["block", "eagle"] = "block"
     tree: Tree = None
     rule: Literal["recursive", "traversal"] = "recursive"
+    hindsight: float = 0.3
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def _static(
     key = (tree, method.name, levels, device)
     shape = parts.once(key, lambda: tree_shape(tree, method.name, parts, levels, device))
     if method.drafter == "block":
-        return BlockDrafter(head, target, shape, sampled=not greedy)
+        return BlockDrafter(head, target, shape, not greedy, getattr(method, "hindsight", 0.0))
     return EagleDrafter(head, target, shape, sampled=not greedy)
 
 

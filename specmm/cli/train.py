@@ -108,6 +108,7 @@ def drafter(
     lr: Annotated[float | None, typer.Option(help="Learning rate, 1e-3 (block) or 1e-4 (eagle) if not given.")] = None,
     drawn: Annotated[int, typer.Option(min=0, help="Pictures the target draws to train on, besides the data.")] = 0,
     cfg: Annotated[float | None, typer.Option(help="Guidance scale of these pictures.")] = None,
+    start: Annotated[Path | None, typer.Option(help="Folder of a block drafter of this model to go on from.")] = None,
     replace: Annotated[bool, typer.Option(help="Replace a drafter of this kind.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder of checkpoint and loss curve; runs/KIND if not given.")
@@ -130,8 +131,15 @@ def drafter(
 
         options: dict[str, Any] = dict(steps=steps, batch=batch, seed=seed, **({"lr": lr} if lr else {}))
         options |= {"noise": noise} if kind == "eagle" else dict(overlap_weight=overlap_weight, temperature=temperature)
+        if start is not None and kind != "block":
+            raise ValueError(f"--start goes with --kind block, got {kind}; leave it out")
         target, *examples = _examples(zoo.find(model), _emoji(data), folder, drawn, cfg, seed)
         sizes = (levels, layers, _layers(taps, target.config.n_layer))
+        if start is not None:
+            from specmm.image_ar.tokens.drafters.files import load_block
+
+            options["start"] = begun = load_block(start, target)
+            sizes = (begun.config.levels, begun.config.layers, begun.config.taps)
         head = _train_drafter(kind, (target, *examples), sizes, folder, options)
         save_drafters({kind: head}, result.parent, target, _bfloat16())
         if kind == "block":

@@ -48,14 +48,16 @@ def eagle(target, tree, sampled=False):
     return EagleDrafter(random_weights(EagleHead(EagleConfig(target.model.config)), 1), target, tree, sampled)
 
 
-def block(target, tree, sampled=False):
-    return BlockDrafter(random_weights(BlockHead(BlockConfig(3, 2, target.model.config)), 1), target, tree, sampled)
+def block(target, tree, sampled=False, hindsight=0.0):
+    head = random_weights(BlockHead(BlockConfig(3, 2, target.model.config)), 1)
+    return BlockDrafter(head, target, tree, sampled, hindsight)
 
 
 LOPSIDED = TreeShape.from_parents([-1, 0, 0, 1, 0, 1, 3, 2])  # levels are not numbered one after the other
 DRAFTERS = {
     "block": lambda target: block(target, branching([2, 2, 1])),
     "block drawn": lambda target: block(target, branching([2, 2, 1]), sampled=True),
+    "block in hindsight": lambda target: block(target, branching([2, 2, 1]), sampled=True, hindsight=0.4),
     "eagle static": lambda target: eagle(target, LOPSIDED),
     "eagle drawn": lambda target: eagle(target, LOPSIDED, sampled=True),
     "eagle dynamic": lambda target: eagle(target, Dynamic(3, 2, 9)),
@@ -171,6 +173,7 @@ class Misreported:
 
 DRAWN = {
     "block": lambda target: block(target, branching([2, 1]), sampled=True),
+    "block in hindsight": lambda target: block(target, branching([2, 1]), sampled=True, hindsight=0.5),
     "eagle": lambda target: eagle(target, branching([2, 1]), sampled=True),
     "jacobi uniform": lambda target: JacobiDrafter(target, 2, "uniform"),
     "jacobi left": lambda target: JacobiDrafter(target, 2, "left"),
@@ -200,6 +203,11 @@ def test_a_wrong_recorded_law_is_noticed(make, lie):
 def test_other_exact_rules_keep_the_law_of_a_chain(rule):
     target = target_of(TINY, Processor())
     assert p_value(target, JacobiDrafter(target, 3, "left"), rule) > 1e-3
+
+
+def test_hindsight_keeps_the_law_under_a_rule_that_looks_at_every_draft():
+    target = target_of(TINY, Processor())
+    assert p_value(target, block(target, branching([2, 1, 1]), sampled=True, hindsight=0.5), Traversal()) > 1e-3
 
 
 @pytest.mark.parametrize("make", [lambda t: eagle(t, Dynamic(2, 1, 5)), lambda t: block(t, branching([2, 1]))])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from specmm.cache import Cache, CacheSize, Memory
 from specmm.drafter import Feedback
+from specmm.image_ar.tokens.drafters.hindsight import Hindsight
 from specmm.image_ar.tokens.gpt import GPTConfig, RMSNorm, Rotary, Transformer, TransformerBlock, rotary_table
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.randomness import Uniforms, categorical
@@ -116,14 +117,18 @@ class Level:
 
 class BlockDrafter:
     """Draws a tree of a fixed shape, siblings without replacement from the recorded laws; or, with
-    ``sampled=False``, takes the most likely tokens (point masses).
+    ``sampled=False``, takes the most likely tokens (point masses). ``hindsight`` is the weight of the target's laws
+    behind the drafts it rejected in what is drawn from.
     """
 
-    def __init__(self, head: BlockHead, target: LlamaGenTarget, shape: TreeShape, sampled: bool = True) -> None:
+    def __init__(
+        self, head: BlockHead, target: LlamaGenTarget, shape: TreeShape, sampled: bool = True, hindsight: float = 0.0
+    ) -> None:
         if shape.depth > head.config.levels:
             raise ValueError(f"tree depth must be at most the drafter's {head.config.levels} levels, got {shape.depth}")
         self.head, self.target, self.shape, self.sampled = head.eval(), target, shape, sampled
         self.max_nodes, self.max_depth = shape.size, shape.depth
+        self.hindsight = Hindsight(shape, hindsight) if hindsight and sampled else None
         target.taps = head.config.taps
         self.plan = [Level.of(shape, d) for d in range(1, shape.depth + 1)]
 
@@ -157,22 +162,27 @@ class BlockDrafter:
             states = self._levels(feedback)
         tokens = [feedback.token[:, None]]
         laws = [states.new_zeros(len(tokens[0]), 1, self.head.config.target.vocab_size, dtype=torch.float32)]
+        if self.hindsight is not None:
+            self.hindsight.read(feedback)
         index = self.cache.lengths[:, None]  # raster index of the first token drafted
         for depth, level in enumerate(self.plan):
             previous = tokens[-1] if level.above is None else tokens[-1].index_select(1, level.above)
             with self.clock("draft"):
                 logits = self._read(states[:, depth : depth + 1], previous)
-            drafts, drawn = self._draw(self.target.guide(logits, self._positions(index + depth)), level, uniforms)
+            guided = self.target.guide(logits, self._positions(index + depth))
+            drafts, drawn = self._draw(guided, depth + 1, level, uniforms)
             tokens.append(drafts)
             laws.append(drawn)
         return DraftTree(torch.cat(tokens, 1), self.shape, torch.cat(laws, 1) if self.sampled else None)
 
-    def _draw(self, logits: Tensor, level: Level, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
+    def _draw(self, logits: Tensor, depth: int, level: Level, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
         """A level's nodes [B, n] and the laws [B, n, V] they were drawn from, of each parent's ``logits`` [B, P, V]."""
         if not self.sampled:  # of the raw logits: at temperature 0 all but one token of the law have no mass
             drafts = logits.topk(level.width).indices.flatten(1)
             return drafts if level.pick is None else drafts.index_select(1, level.pick), logits[:, :0]
         law = self.target.processor(logits)
+        if self.hindsight is not None:
+            law = self.hindsight.mix(law, depth)
         if level.width == 1:
             drafts, drawn = categorical(law, uniforms.draw(law.shape[1])), law
         else:

@@ -32,15 +32,18 @@ def train_block(
     overlap_weight: float = 1.0,
     temperature: float = 1.0,
     seed: int = 0,
+    start: BlockHead | None = None,
 ) -> BlockHead:
     """Train on ``tokens`` [M, 2, T] with ``labels`` [M]; resumes from ``out/checkpoint.pt``.
 
     A larger ``overlap_weight`` late in training buys acceptance with calibration. ``temperature`` is the one that will
-    be sampled at: the laws compared are softened or sharpened by it.
+    be sampled at: the laws compared are softened or sharpened by it. ``start`` is a drafter to go on from.
     """
     with seeded(seed):
         drafter, target = BlockHead(config), target.eval().requires_grad_(False)
     drafter.start_from(target)
+    if start is not None:
+        drafter.load_state_dict(start.state_dict())
     loss_of = torch.compile(lambda *args: block_loss(target, drafter, *args, temperature))
 
     def step(i: int) -> Losses:

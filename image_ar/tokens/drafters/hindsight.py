@@ -1,0 +1,66 @@
+"""What the target already said about places ahead: its laws behind the drafts it rejected, mixed into a drafter's.
+
+The round before scored its whole tree. Behind a rejected draft the target gave a law for the place after it, true but
+for one wrong token, which is what Speculative Jacobi Decoding (arXiv 2410.01699) drafts from. Mixed with a drafter's
+law it costs no forward and overlaps with the target's more than either. Exactness does not depend on it: the mixture
+is settled before the draft is drawn from it, and it is the law the tree records.
+
+Shape letters: B batch, N nodes of the tree, D its depth, P parents of a level, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specmm.drafter import Feedback
+from specmm.tree import TreeShape
+
+
+class Hindsight:
+    """Laws of the tree before, for a drafter whose trees all have one shared ``shape``.
+
+    A mixture is q^(1 - w) s^w, normalised, of the drafter's q and the older law s, with w = ``weight`` in [0, 1).
+    """
+
+    def __init__(self, shape: TreeShape, weight: float) -> None:
+        if not 0 <= weight < 1:
+            raise ValueError(f"hindsight must be in [0, 1), the weight of the target's older laws, got {weight}")
+        self.weight, self.below = weight, first_below(shape)
+
+    def read(self, feedback: Feedback) -> None:
+        """Take the laws behind what ``feedback`` rejected; they serve the tree that is drafted next."""
+        if feedback.verdict is None:
+            self.laws = None
+            return
+        last = feedback.verdict.path.gather(1, (feedback.verdict.kept - 1).clamp(min=0)[:, None])  # [B, 1]
+        source = self.below[last[:, 0]]  # [B, D]
+        laws, place = feedback.output.laws, source.clamp(min=0)[..., None]
+        self.laws = laws.gather(1, place.expand(-1, -1, laws.shape[-1])).clamp_(min=torch.finfo(laws.dtype).tiny)
+        self.share = self.weight * (source >= 0)[..., None].to(laws.dtype)  # [B, D, 1]
+
+    def mix(self, law: Tensor, depth: int) -> Tensor:
+        """The laws [B, P, V] of the parents' children at ``depth`` ≥ 1, mixed where there is an older one."""
+        if self.laws is None:
+            return law
+        share = self.share[:, depth - 1, None]  # [B, 1, 1]
+        mixed = law.pow(1 - share) * self.laws[:, depth - 1, None].pow(share)
+        return mixed.div_(mixed.sum(-1, keepdim=True))
+
+    laws: Tensor | None = None
+
+
+def first_below(shape: TreeShape) -> Tensor:
+    """Node d steps below each node along first children, for d = 1 … D, -1 where there is none: [N, D].
+
+    With the last node kept in row n, the laws of these nodes are those of the places the next tree drafts: the first
+    child stands where the recovered token now does.
+    """
+    child = torch.full((shape.size + 1,), -1, device=shape.parents.device)  # the spare row keeps -1 at -1
+    for node, (parent, rank) in enumerate(zip(shape.parents[0].tolist(), shape.ranks[0].tolist(), strict=True)):
+        if node and rank == 0:
+            child[parent] = node
+    steps = [child[:-1]]
+    for _ in range(shape.depth - 1):
+        steps.append(child[steps[-1]])
+    return torch.stack(steps, dim=1)
