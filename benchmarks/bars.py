@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.common import Row
-from benchmarks.plots import join
+from specmm.metrics.report import join
 
 ENOUGH = 2000  # samples below which FID and KID are not held against the bar
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Row, read_results
+from specmm.metrics.picture import draw_trade
+from specmm.metrics.report import join
 
 NOT_RULES = ("drafts", "contexts", "overlap")
 
@@ -22,16 +24,10 @@ def draw_plots(out: Path) -> list[Path]:
         drawn.append(_tau(rows["acceptance"], out / "tau.png"))
     if rows["single_position"]:
         drawn.append(_single(rows["single_position"], out / "single_position.png"))
-    if joined := join(rows["speed"], rows["quality"]):
+    if both := join(rows["speed"], rows["quality"]):
         floor = next((r["fid"] for r in rows["quality"] if r["method"] == "real against real"), None)
-        drawn.append(_trade(joined, floor, out / "fid_speed.png"))
+        drawn.append(draw_trade(both, out / "fid_speed.png", floor))
     return drawn
-
-
-def join(speed: list[Row], quality: list[Row]) -> list[Row]:
-    """Rows of methods that have both a speed and a quality; of plain decoding, the baseline."""
-    fastest = {r["method"]: r for r in sorted(speed, key=lambda r: r["speedup"])}
-    return [{**fastest[q["method"]], **q} for q in quality if q["method"] in fastest]
 
 
 def best_by_budget(rows: list[Row]) -> dict[str, dict[int, Row]]:
@@ -83,22 +79,4 @@ def _single(rows: list[Row], path: Path) -> Path:
     axes.set_xscale("log", base=2)
     axes.set_xticks([r["drafts"] for r in rows], [str(r["drafts"]) for r in rows])
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    return _save(figure, path)
-
-
-def _trade(rows: list[Row], floor: float | None, path: Path) -> Path:
-    figure, axes = _axes("Quality against speed", "speed-up over plain decoding, batch 1", "FID (lower is better)")
-    plain = next((r["fid"] for r in rows if r["method"] == "ar"), None)
-    for row in rows:
-        exact = row["certificate"] == "exact"
-        axes.scatter(row["speedup"], row["fid"], marker="o" if exact else "^", color="C0" if exact else "C1")
-        name = f"{row['method']} (n = {row['samples']})"
-        axes.annotate(name, (row["speedup"], row["fid"]), xytext=(6, 4), textcoords="offset points", fontsize=8)
-    if plain is not None:
-        axes.axhline(plain, color="C0", linewidth=0.8, label="plain decoding")
-        axes.axhline(1.1 * plain, color="C3", linestyle="--", linewidth=0.8, label="plain decoding + 10%")
-    if floor is not None:
-        axes.axhline(floor, color="gray", linestyle=":", label="real against real (halves)")
-    axes.margins(x=0.25, y=0.15)
-    axes.legend(fontsize=8, title="circles: exact, triangles: relaxed")
     return _save(figure, path)

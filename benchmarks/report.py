@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.bars import bars
 from benchmarks.common import Row, read_results
 from benchmarks.plots import best_by_budget, draw_plots
+from specmm.metrics.report import cell, table
 
 NAMES = ("speed", "quality", "acceptance", "single_position", "autotune")
 SPEED = {
@@ -85,25 +86,6 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
     return "\n\n".join(p for p in parts if p) + "\n"
 
 
-def table(rows: Sequence[Row], columns: dict[str, str] | None = None) -> str:
-    """A Markdown table of ``rows``; ``columns`` picks and titles them (default: all, by their keys)."""
-    if not rows:
-        return ""
-    titles = columns or {k: k for k in dict.fromkeys(k for row in rows for k in row)}
-    used = {k: t for k, t in titles.items() if any(row.get(k) is not None for row in rows)}
-    lines = ["| " + " | ".join(used.values()) + " |", "|---" * len(used) + "|"]
-    lines += ["| " + " | ".join(_cell(row.get(k)) for k in used) + " |" for row in rows]
-    return "\n".join(lines)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.4f}" if abs(value) < 0.1 else f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
-    return str(value).replace("|", "\\|")
-
-
 def _speed(rows: dict[str, list[Row]]) -> list[str]:
     if not rows["speed"]:
         return []
@@ -127,7 +109,7 @@ def _quality(rows: dict[str, list[Row]]) -> list[str]:
         "training pictures against one another. Emoji are far from what Inception knows: compare rows, not papers. "
         "Distances to the nearest training picture are root mean squares of pixel differences in [0, 1]"
     )
-    text += f"; the held-out pictures' median is {_cell(test)}." if test is not None else "."
+    text += f"; the held-out pictures' median is {cell(test)}." if test is not None else "."
     return ["## Quality", text, table(rows["quality"], QUALITY)]
 
 
