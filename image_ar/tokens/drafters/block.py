@@ -69,9 +69,9 @@ class BlockHead(nn.Module):
         """e_i [R, M, C] of tokens' embeddings [R, M, C] and the states [R, M, C · (1 + taps)] they were drawn from."""
         return self.fc(torch.cat([embedded, hidden], dim=-1))
 
-    def queries(self, anchor: Tensor) -> Tensor:
-        """Queries [R, A·K, C] of all levels behind A anchors' features [R, A, C]."""
-        return (anchor[:, :, None] + self.slots).flatten(1, 2)
+    def queries(self, anchor: Tensor, levels: int) -> Tensor:
+        """Queries [R, A·K, C] of the first K = ``levels`` levels behind A anchors' features [R, A, C]."""
+        return (anchor[:, :, None] + self.slots[:levels]).flatten(1, 2)
 
     def forward(self, x: Tensor, cells: Tensor, bias: Tensor, memories: list[Memory] | None = None) -> Tensor:
         """States [R, T, C] of features and queries ``x`` [R, T, C] at raster ``cells`` [R or 1, T].
@@ -147,7 +147,7 @@ class BlockDrafter:
             batch=len(feedback.token),
             branches=len(hidden) // len(feedback.token),
             capacity=target.block_size,
-            scratch=self.most + self.head.config.levels,
+            scratch=self.most + self.max_depth,
         )
         self.cache, self.clock = Cache(size, hidden.dtype, hidden.device), clock
         self.branches = size.branches
@@ -201,7 +201,7 @@ class BlockDrafter:
         features = self.head.features(embedded, hidden)  # [R, M, C]
         last = (kept.clamp(min=1) - 1).repeat(self.branches)[:, None, None]
         anchor = features.gather(1, last.expand(-1, 1, features.shape[-1]))
-        x = torch.cat([features, self.head.queries(anchor)], dim=1)
+        x = torch.cat([features, self.head.queries(anchor, self.max_depth)], dim=1)
         ahead = self.order >= self.most  # the queries' cells follow the kept tokens, not all M
         cells = self.cache.lengths[:, None] + self.order - ahead * (self.most - kept)[:, None]
         self._aim(kept)

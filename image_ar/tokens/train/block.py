@@ -80,7 +80,7 @@ def block_loss(
     order = torch.arange(count)[None]
     wanted = at[..., None] + 1 + torch.arange(levels)  # [B, A, K] tokens drafted
     anchor = features.gather(1, at[..., None].expand(-1, -1, features.shape[-1]))
-    x = torch.cat([features, drafter.queries(anchor)], dim=1)  # [B, T + A·K, C]
+    x = torch.cat([features, drafter.queries(anchor, levels)], dim=1)  # [B, T + A·K, C]
     cells = torch.cat([order.expand(len(at), -1), wanted.flatten(1)], dim=1)
     latest = torch.cat([order.expand(len(at), -1), at.repeat_interleave(levels, dim=1)], dim=1)
     seen = order[:, None] <= latest[..., None]  # [B, T + A·K, T]: nothing attends a query
