@@ -82,9 +82,8 @@ def squared_radii(x: Tensor, k: int) -> Tensor:
 def memberships(points: Tensor, centres: Tensor, radii: Tensor, *, closed: bool) -> Iterator[Tensor]:
     """Whether each point lies in each ball, in blocks [b, N] of the points [M, F]."""
     slack = ROUNDING * max(float(s.square().sum(1).max()) for s in (points, centres))
-    limit = radii + slack if closed else radii - slack
     for near in _distances(points, centres):
-        yield near <= limit
+        yield near <= radii + slack if closed else near < radii - slack
 
 
 def _distances(x: Tensor, y: Tensor) -> Iterator[Tensor]:

@@ -70,8 +70,10 @@ class SampleMetric(Metric):
 
     def reset(self) -> None:
         """Forget the samples; the real ones only if ``reset_real_features``."""
-        kept = {} if self.reset_real_features else {k: getattr(self, k) for k in self._defaults if k.startswith("real")}
-        super().reset()
+        names = [] if self.reset_real_features else [n for n in self._defaults if n.startswith("real")]
+        kept = {name: getattr(self, name) for name in names}
+        kept = {name: list(state) if isinstance(state, list) else state for name, state in kept.items()}
+        super().reset()  # empties lists in place
         for name, state in kept.items():
             setattr(self, name, state)
         self._protocols = {side: {} if not kept or side == "made" else p for side, p in self._protocols.items()}
@@ -113,7 +115,10 @@ class FrechetDistance(SampleMetric):
 
 
 class FeatureMetric(SampleMetric):
-    """Keeps the features of both sides, which metrics of distances between samples need."""
+    """Keeps the features of both sides, which metrics of distances between samples need.
+
+    torchmetrics can join the processes' features only if each of them has seen some of both sides.
+    """
 
     def __init__(self, extractor: Extractor | None = None, **options: Any) -> None:
         super().__init__(extractor, **options)

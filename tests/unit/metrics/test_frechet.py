@@ -43,6 +43,28 @@ def test_agrees_with_torchmetrics() -> None:
     assert frechet_distance(x, y).value == pytest.approx(expected, rel=1e-6)
 
 
+def test_agrees_with_torch_fidelity() -> None:
+    fid = pytest.importorskip("torch_fidelity.metric_fid")
+    x, y = correlated(900, 128, 2), correlated(700, 128, 3, shift=0.05)
+    statistics = [fid.fid_features_to_statistics(s.double()) for s in (x, y)]
+    expected = fid.fid_statistics_to_metric(*statistics, False)["frechet_inception_distance"]
+    assert frechet_distance(x, y).value == pytest.approx(expected, rel=1e-6)
+
+
+def test_parts_add_up_and_order_does_not_matter() -> None:
+    x, y = correlated(300, 16, 2), correlated(200, 16, 3, shift=0.05)
+    one, two = frechet_distance(x, y), frechet_distance(y, x)
+    assert one.value == one.parts["mean_term"] + one.parts["covariance_term"] == pytest.approx(two.value, rel=1e-12)
+    assert (one.protocol["counts"], two.protocol["counts"]) == ([300, 200], [200, 300])
+
+
+def test_singular_covariance_of_many_samples() -> None:
+    x, y = correlated(900, 40, 2), correlated(900, 40, 3, shift=0.05)
+    for same in (x, y):
+        same[:, 7], same[:, 8] = same[:, 6], 2.5  # a copied feature and a constant one
+    assert frechet_distance(x, y).value == pytest.approx(by_nuclear_norm(x, y), rel=1e-9)
+
+
 def test_known_gaussians() -> None:
     x = torch.tensor([[-1.0, 0], [1, 0], [0, -2], [0, 2]], dtype=torch.float64)
     y = 3 * x + torch.tensor([5.0, 0])
@@ -51,7 +73,7 @@ def test_known_gaussians() -> None:
     assert frechet_distance(x, y).value == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("count", [40, 700], ids=["fewer samples than features", "more"])
+@pytest.mark.parametrize("count", [40, 700, 20_000], ids=["fewer samples than features", "more", "many"])
 def test_zero_for_equal_sets(count: int) -> None:
     x = correlated(count, 256, 4)
     assert abs(frechet_distance(x, x).value) < 1e-6

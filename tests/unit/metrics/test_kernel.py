@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from specmm.metrics.features import FeatureSet
+from specmm.metrics.intervals import Bootstrap
 from specmm.metrics.kernel import PolynomialKernel, kernel_distance
 
 
@@ -59,6 +60,30 @@ def test_agrees_with_torchmetrics() -> None:
     assert kernel_distance(x, y).full == pytest.approx(expected, rel=1e-8)
 
 
+def test_agrees_with_torch_fidelity_on_its_own_subsets() -> None:
+    kid = pytest.importorskip("torch_fidelity.metric_kid")
+    x, y = (s.double() for s in sets(80, 70))
+    options = {"kid_subsets": 6, "kid_subset_size": 50, "rng_seed": 3, "verbose": False}
+    theirs = kid.kid_features_to_metric(x, y, **options)
+    random = np.random.RandomState(3)
+    picks = [tuple(torch.from_numpy(random.choice(n, 50, replace=False)) for n in (80, 70)) for _ in range(6)]
+    for full in (True, False):
+        ours = kernel_distance(x, y, picks=picks, full=full)
+        assert ours.mean == pytest.approx(theirs["kernel_inception_distance_mean"], rel=1e-9)
+        assert ours.std == pytest.approx(theirs["kernel_inception_distance_std"], rel=1e-7)
+        assert (ours.protocol["subsets"], ours.protocol["subset_size"]) == (6, 50)
+
+
+def test_measurement_says_which_estimate() -> None:
+    x, y = sets(40, 33)
+    bootstrap = Bootstrap(torch.Generator().manual_seed(0), draws=100)
+    whole = kernel_distance(x, y, bootstrap=bootstrap).measurement()
+    assert whole.interval is not None and whole.interval.low < whole.value < whole.interval.high
+    assert whole.protocol["estimate"] == "whole sets"
+    subsets = kernel_distance(x, y, full=False).measurement()
+    assert subsets.value == subsets.parts["subsets_mean"] and subsets.protocol["estimate"] == "mean over subsets"
+
+
 def test_equal_laws_are_near_zero_and_shift_is_not() -> None:
     generator = torch.Generator().manual_seed(1)
     x, y = torch.rand(400, 8, generator=generator), torch.rand(400, 8, generator=generator)
@@ -92,5 +117,7 @@ def test_bad_input() -> None:
         kernel_distance(x / 0, y)
     with pytest.raises(ValueError, match="size >= 2"):
         kernel_distance(x, y, subset_size=1)
+    with pytest.raises(ValueError, match="bootstrap belongs to the whole-set estimate"):
+        kernel_distance(x, y, full=False, bootstrap=Bootstrap(torch.Generator()))
     with pytest.raises(ValueError, match="same protocol, got weights='a' and 'b'"):
         kernel_distance(FeatureSet(x, {"weights": "a"}), FeatureSet(y, {"weights": "b"}))
