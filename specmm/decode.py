@@ -16,30 +16,47 @@ from torch import Tensor
 from specmm.drafter import Drafter, Feedback, committed
 from specmm.randomness import Uniforms, categorical
 from specmm.stats import Clock, Stats
+from specmm.stopping import Stop
 from specmm.target import Target
 from specmm.tree import DraftTree, TreeShape
-from specmm.verify.rule import Rule, decide
+from specmm.verify.rule import Rule, Verdict, decide
 
 MEASURE_EVERY = 8  # rounds between two measurements of a relaxed rule's excess: it costs a second recursion
 
 
 @dataclass
 class Progress:
-    """The state behind a round: ``tokens`` [B, T + spare] of which each row's first ``counts`` [B] are committed."""
+    """The state behind a round: ``tokens`` [B, T + spare] of which each row's first ``counts`` [B] are committed.
+
+    A row ends at its number of ``limits`` [B], which ``stop`` may lower.
+    """
 
     tokens: Tensor
     counts: Tensor
+    limits: Tensor
     stats: Stats
     excess: Tensor  # summed over the measured rounds of all rows
     measured: Tensor  # tokens of those rounds
+    stop: Stop | None = None
 
-    def observe(self, feedback: Feedback, tally: Tensor) -> None:
-        """Take in a round; ``tally`` [D + 2] counts sample rounds by tokens committed."""
-        assert feedback.verdict is not None and feedback.tokens is not None
-        kept, excess = feedback.verdict.kept, feedback.verdict.excess
-        where = self.counts[:, None] + torch.arange(feedback.tokens.shape[1], device=kept.device)
-        self.tokens.scatter_(1, where, feedback.tokens)
-        self.counts += kept
+    def take(self, tokens: Tensor, kept: Tensor) -> Tensor:
+        """Commit the first ``kept`` [B] of ``tokens`` [B, D + 1]; returns how many of them the row had use for [B]."""
+        where = self.counts[:, None] + torch.arange(tokens.shape[1], device=kept.device)
+        self.tokens.scatter_(1, where, tokens)
+        before, after = self.counts, torch.minimum(self.counts + kept, self.limits)
+        if self.stop is not None:
+            after, done = self.stop(self.tokens, before, after)
+            self.limits = torch.where(done, after, self.limits)
+        self.counts = after
+        return after - before
+
+    def unfinished(self, sure: bool = False) -> bool:
+        """Whether a row lacks tokens; only a stop makes us look when the caller is ``sure`` of it."""
+        return (sure and self.stop is None) or bool((self.counts < self.limits).any())
+
+    def observe(self, verdict: Verdict, tally: Tensor) -> None:
+        """Count a round; ``tally`` [D + 2] counts sample rounds by tokens committed."""
+        kept, excess = verdict.kept, verdict.excess
         tally.scatter_add_(0, kept, torch.ones_like(kept))
         if excess is not None:
             self.excess += (excess * (kept > 0)).sum()
@@ -48,9 +65,16 @@ class Progress:
 
 @torch.inference_mode()
 def decode(
-    target: Target, drafter: Drafter, rule: Rule, prompt: Any, length: int, uniforms: Uniforms, sync: bool = False
+    target: Target,
+    drafter: Drafter,
+    rule: Rule,
+    prompt: Any,
+    length: int,
+    uniforms: Uniforms,
+    sync: bool = False,
+    stop: Stop | None = None,
 ) -> Iterator[Progress]:
-    """Generate ``length`` tokens for every row of ``prompt``, yielding after each round.
+    """Generate ``length`` tokens, or up to ``stop``, for every row of ``prompt``, yielding after each round.
 
     Rows accept different lengths and none waits for another; a finished row keeps nothing further. The stats of the
     last yield are those of the run.
@@ -61,19 +85,19 @@ def decode(
     token = first_token(rule, output.laws[:, -1:], uniforms)
     feedback = Feedback(output, token)
     drafter.begin(feedback, clock)
-    progress = _start(token, length + drafter.max_depth + 1)
+    progress = _start(token, length, drafter.max_depth + 1, stop)
     tally = torch.zeros(drafter.max_depth + 2, dtype=torch.int64, device=token.device)
     rounds = 0
-    while rounds * (drafter.max_depth + 1) < length - 1 or bool((progress.counts < length).any()):
+    while progress.unfinished(sure=rounds * (drafter.max_depth + 1) < length - 1):
         tree = drafter.propose(feedback, uniforms)
         with clock("verify"):
             output = target.score(tree)
         verdict = decide(rule, tree, output.laws, uniforms, measure=not rule.exact and rounds % MEASURE_EVERY == 0)
         tokens = committed(tree, verdict)
-        verdict.kept = torch.minimum(verdict.kept, length - progress.counts)  # a finished row keeps nothing
+        verdict.kept = progress.take(tokens, verdict.kept)  # a finished row keeps nothing
         target.commit(verdict)
         feedback = Feedback(output, verdict.next_token, tree, verdict, tokens)
-        progress.observe(feedback, tally)
+        progress.observe(verdict, tally)
         rounds += 1
         yield progress
     progress.stats = _stats(tally, rounds, time.perf_counter() - start, clock)
@@ -82,23 +106,23 @@ def decode(
 
 @torch.inference_mode()
 def decode_plain(
-    target: Target, prompt: Any, length: int, uniforms: Uniforms, sync: bool = False
+    target: Target, prompt: Any, length: int, uniforms: Uniforms, sync: bool = False, stop: Stop | None = None
 ) -> Iterator[Progress]:
-    """Generate ``length`` tokens for every row one at a time, on the target's fastest path: the baseline."""
+    """Generate ``length`` tokens (or up to ``stop``) one at a time, on the target's fastest path: the baseline."""
     start, clock = time.perf_counter(), Clock(sync)
     with clock("verify"):
         output = target.prefill(prompt, 0)
     token = categorical(output.laws[:, -1], uniforms.draw(1)[:, 0])
-    progress = _start(token, length)
-    for i in range(1, length):
+    progress, one, steps = _start(token, length, 0, stop), torch.ones_like(token), 0
+    while progress.unfinished(sure=True) and steps < length - 1:
         with clock("verify"):
             output = target.step(token)
         token = categorical(output.laws[:, 0], uniforms.draw(1)[:, 0])
-        progress.tokens[:, i] = token
-        progress.counts += 1
+        progress.take(token[:, None], one)
+        steps += 1
         yield progress
-    tally = torch.tensor([0, (length - 1) * len(token)])
-    progress.stats = _stats(tally, length - 1, time.perf_counter() - start, clock)
+    tally = torch.stack([torch.zeros_like(one[0]), progress.counts.sum() - len(token)])
+    progress.stats = _stats(tally, steps, time.perf_counter() - start, clock)
     yield progress
 
 
@@ -111,11 +135,12 @@ def first_token(rule: Rule, law: Tensor, uniforms: Uniforms) -> Tensor:
     return categorical(rule.decisions(alone, law).next_law[:, 0], uniforms.draw(1)[:, 0])
 
 
-def _start(token: Tensor, size: int) -> Progress:
-    tokens = token.new_zeros(len(token), size)
-    tokens[:, 0] = token
-    zero = torch.zeros((), device=token.device)
-    return Progress(tokens, torch.ones_like(token), Stats(), zero.clone(), zero.clone())
+def _start(token: Tensor, length: int, spare: int, stop: Stop | None) -> Progress:
+    tokens, none = token.new_zeros(len(token), length + spare), torch.zeros_like(token)
+    excess = torch.zeros((), device=token.device)
+    progress = Progress(tokens, none, torch.full_like(none, length), Stats(), excess, excess.clone(), stop)
+    progress.take(token[:, None], torch.ones_like(token))
+    return progress
 
 
 def _stats(tally: Tensor, rounds: int, seconds: float, clock: Clock) -> Stats:

@@ -2,6 +2,9 @@
 
 Image tokens: ``ar`` (plain), ``sjd`` (draft-free Jacobi), ``speculative`` (exact sampled tree), ``eagle`` (EAGLE-2's
 tree, exact by point masses), ``lantern`` (δ), ``lantern++`` (λ), ``auto`` (the fastest exact choice on this machine).
+Questions about pictures: ``ar``, ``text-draft`` (a small language model that does not see the picture), ``vlm-draft``
+(a small vision-language model that does), ``msd`` (its own drafter on the target's features), ``prompt-lookup`` (no
+drafter: what the prompt and the answer said before), ``verdict`` (several models answer, one decides).
 """
 
 from __future__ import annotations
@@ -87,19 +90,83 @@ class Auto:
     name: ClassVar[str] = "auto"
 
 
-Method = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Auto
+@dataclass(frozen=True)
+class TextDraft:
+    """A small language model drafts without seeing the picture (arXiv 2404.08856); ``tree`` as children by level."""
 
-IMAGE_TOKENS = Registry(
-    "method", {m.name: f"specmm.methods:{m.__name__}" for m in (AR, SJD, Speculative, Eagle, Lantern, LanternPP, Auto)}
-)
+    name: ClassVar[str] = "text-draft"
+    tree: Tree = (1, 1, 1, 1)
+
+
+@dataclass(frozen=True)
+class VLMDraft:
+    """A small vision-language model drafts, and it is shown the picture; ``tree`` as children by level."""
+
+    name: ClassVar[str] = "vlm-draft"
+    tree: Tree = (1, 1, 1, 1)
+
+
+@dataclass(frozen=True)
+class MSD:
+    """MSD (Lin et al. 2025): an EAGLE-2 tree of ``total`` nodes by a drafter that takes text and picture apart.
+
+    ``sampled`` draws a static ``tree`` with recorded laws instead: exact, too, and better at high temperatures.
+    """
+
+    name: ClassVar[str] = "msd"
+    total: int = 59
+    depth: int = 5
+    top_k: int = 10
+    sampled: bool = False
+    tree: Tree = (3, 2, 2, 1, 1)
+
+
+@dataclass(frozen=True)
+class PromptLookup:
+    """Drafts what followed the last occurrence of the latest ``ngram`` tokens in prompt and answer."""
+
+    name: ClassVar[str] = "prompt-lookup"
+    ngram: int = 3
+    length: int = 8
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Speculative Verdict (arXiv 2510.20812): several models answer, the ``keep`` most agreed upon go to the judge."""
+
+    name: ClassVar[str] = "verdict"
+    keep: int = 3
+
+
+Method = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Auto
+VQAMethod = AR | TextDraft | VLMDraft | MSD | PromptLookup | Verdict
+
+
+def _registry(*kinds: Any) -> Registry:
+    return Registry("method", {m.name: f"specmm.methods:{m.__name__}" for m in kinds})
+
+
+IMAGE_TOKENS = _registry(AR, SJD, Speculative, Eagle, Lantern, LanternPP, Auto)
+VQA = _registry(AR, TextDraft, VLMDraft, MSD, PromptLookup, Verdict)
 
 
 def resolve(method: str | Method, **options: Any) -> Method:
-    """A method object of a name (with ``options``) or of itself; raises ``ValueError`` naming what is possible."""
-    kind = IMAGE_TOKENS.get(method) if isinstance(method, str) else type(method)
+    """An image-token method of a name (with ``options``) or of itself; raises ``ValueError`` with what is possible."""
+    made: Method = make(IMAGE_TOKENS, method, **options)
+    return made
+
+
+def resolve_vqa(method: str | VQAMethod, **options: Any) -> VQAMethod:
+    """The same for questions about pictures."""
+    made: VQAMethod = make(VQA, method, **options)
+    return made
+
+
+def make(registry: Registry, method: Any, **options: Any) -> Any:
+    """The method object of a name in ``registry``, or of itself, with ``options``."""
+    kind = registry.get(method if isinstance(method, str) else method.name)
     known = [f.name for f in dataclasses.fields(kind)]
     for option in options:
         if option not in known:
             raise unknown(f"option of {kind.name}", option, known or ["(none)"])
-    made: Method = kind(**options) if isinstance(method, str) else dataclasses.replace(method, **options)
-    return made
+    return kind(**options) if isinstance(method, str) else dataclasses.replace(method, **options)

@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specmm.history import History
+from specmm.tree import DraftTree
+
 
 def guide(cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
     """Classifier-free guidance u + s(c - u) of logits [..., V]; scale 1 gives ``cond`` itself.
@@ -32,6 +35,8 @@ class Processor:
     the k-th largest are all kept. ``top_p`` 1 is off; a token is kept while the mass above it is at most ``top_p``,
     and so are all that equal a kept one.
     ``top_p_first`` takes the nucleus of the whole law and then the top k, as LANTERN's (transformers') processors do.
+    ``repetition_penalty`` r (CTRL, arXiv 1909.05858; 1 is off) comes first: positive logits of tokens already seen are
+    divided by r, negative ones multiplied; it needs to be told what every node has seen.
     Raises ``ValueError`` on options out of range.
     """
 
@@ -39,8 +44,13 @@ class Processor:
     top_k: int = 0
     top_p: float = 1.0
     top_p_first: bool = False
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ValueError(
+                f"repetition_penalty must be finite and above 0, got {self.repetition_penalty}, use 1 for none"
+            )
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be finite and at least 0, got {self.temperature}, use 0 for greedy")
         if self.top_k < 0:
@@ -53,16 +63,23 @@ class Processor:
         """Whether every law is a point mass by definition."""
         return self.temperature == 0
 
+    @property
+    def stateful(self) -> bool:
+        """Whether laws depend on the tokens seen."""
+        return self.repetition_penalty != 1
+
     def check_vocabulary(self, size: int) -> None:
         """Raise ``ValueError`` when ``top_k`` exceeds the codebook ``size`` V."""
         if self.top_k > size:
             raise ValueError(f"top_k must be at most the codebook size {size}, got {self.top_k}, use 0 to keep all")
 
-    def __call__(self, logits: Tensor) -> Tensor:
-        """Laws [..., V] of ``logits`` [..., V]."""
+    def __call__(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Laws [..., V] of ``logits`` [..., V]; ``seen`` [..., V] bool for the repetition penalty."""
         self.check_vocabulary(logits.shape[-1])
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
+        if seen is not None and self.stateful:
+            logits = penalise(logits, seen, self.repetition_penalty)
         if self.greedy:
             return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         if self.temperature != 1:
@@ -84,6 +101,15 @@ class Processor:
         above = F.pad(pool.softmax(-1).cumsum(-1)[..., :-1], (1, 0))  # mass before each token, 0 for the first
         kept = (above <= self.top_p).sum(-1, keepdim=True)
         return torch.maximum(pool.gather(-1, kept - 1), least)
+
+    def laws(self, logits: Tensor, history: History, tree: DraftTree | None) -> Tensor:
+        """Laws [B, N, V] of the ``logits`` [B, N, V] of a tree's nodes, or of the last tokens of ``history``."""
+        return self(logits, history.seen(tree, logits.shape[-1]) if self.stateful else None)
+
+
+def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Make ``seen`` tokens less likely (``penalty`` above 1): positive logits divided by it, negative multiplied."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def kth_largest(x: Tensor, k: int) -> Tensor:

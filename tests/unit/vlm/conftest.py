@@ -1,0 +1,209 @@
+"""Tiny random models of every class, and ragged batches for them: two pictures, none, one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers as tf
+
+VOCABULARY, IMAGE, VIDEO, START = 40, 36, 37, 38
+TEXT = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+CLIP = dict(
+    model_type="clip_vision_model",
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    image_size=8,
+    patch_size=4,
+    projection_dim=16,
+)
+MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+SLIDING = dict(use_sliding_window=True, sliding_window=5, max_window_layers=1)
+
+
+def llava(text="llama", **extra):
+    config = tf.LlavaConfig(
+        vision_config=CLIP,
+        text_config=dict(model_type=text, **(TEXT | extra)),
+        image_token_index=IMAGE,
+        image_seq_length=4,
+    )
+    return tf.LlavaForConditionalGeneration(config)
+
+
+def llava_next():
+    config = tf.LlavaNextConfig(
+        vision_config=CLIP,
+        text_config=dict(model_type="llama", **TEXT),
+        image_token_index=IMAGE,
+        image_grid_pinpoints=[[8, 16], [16, 8], [16, 16]],
+    )
+    return tf.LlavaNextForConditionalGeneration(config)
+
+
+def qwen(name, vision, text=None):
+    config_class, model_class = getattr(tf, name + "Config"), getattr(tf, name + "ForConditionalGeneration")
+    config = config_class(
+        vision_config=dict(patch_size=4, spatial_merge_size=2, temporal_patch_size=2, num_heads=2, depth=2) | vision,
+        text_config=TEXT | dict(rope_scaling=MROPE, rope_parameters=MROPE) | (text or {}),
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=39,
+    )
+    return model_class(config)
+
+
+def idefics(name):
+    config = getattr(tf, name + "Config")(
+        vision_config=dict(
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=16,
+            patch_size=4,
+        ),
+        text_config=dict(model_type="llama", **TEXT),
+        image_token_id=IMAGE,
+        scale_factor=2,
+        pad_token_id=0,
+    )
+    return getattr(tf, name + "ForConditionalGeneration")(config)
+
+
+QWEN_VISION = dict(embed_dim=16, hidden_size=32, mlp_ratio=2)
+QWEN25_VISION = dict(
+    hidden_size=16, intermediate_size=24, out_hidden_size=32, window_size=16, fullatt_block_indexes=[1]
+)
+QWEN3_VISION = dict(
+    hidden_size=16,
+    intermediate_size=24,
+    out_hidden_size=32,
+    num_position_embeddings=64,
+    deepstack_visual_indexes=[0, 1],
+)
+MODELS = {
+    "llava": llava,
+    "llava on mistral": lambda: llava("mistral", sliding_window=5),
+    "llava on qwen2": lambda: llava("qwen2", **SLIDING),
+    "llava-next": llava_next,
+    "qwen2-vl": lambda: qwen("Qwen2VL", QWEN_VISION),
+    "qwen2-vl sliding": lambda: qwen("Qwen2VL", QWEN_VISION, SLIDING),
+    "qwen2.5-vl": lambda: qwen("Qwen2_5_VL", QWEN25_VISION),
+    "qwen3-vl": lambda: qwen("Qwen3VL", QWEN3_VISION, dict(head_dim=8)),
+    "idefics3": lambda: idefics("Idefics3"),
+    "smolvlm": lambda: idefics("SmolVLM"),
+}
+
+
+def random_model(name, seed=0, std=0.25):
+    torch.manual_seed(seed)
+    model = MODELS[name]().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, std, generator=generator)
+            elif "newline" in key:
+                parameter.normal_(0, 1, generator=generator)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def noise(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(int(seed)))
+
+
+def llava_pictures(rows):
+    seeds = [s for row in rows for s in row]
+    return {s: 4 for s in seeds}, {"pixel_values": [noise(s, 1, 3, 8, 8) for s in seeds]}
+
+
+def next_pictures(rows):
+    """An odd seed is a picture 8 high and 16 wide: the base tile and two more, a newline behind each row."""
+    seeds = [s for row in rows for s in row]
+    sizes = [torch.tensor([[8, 16] if int(s) % 2 else [16, 8]]) for s in seeds]
+    count = {s: 4 + 2 * (4 + 1) if int(s) % 2 else 4 + 4 * (2 + 1) for s in seeds}
+    return count, {"pixel_values": [noise(s, 1, 3, 3, 8, 8) for s in seeds], "image_sizes": sizes}
+
+
+def qwen_pictures(rows):
+    seeds = [s for row in rows for s in row]
+    grids = {s: torch.tensor([[1, 4, 2 + 2 * (int(s) % 3)]]) for s in seeds}
+    pixels = [noise(s, int(grids[s].prod()), 3 * 2 * 16) for s in seeds]
+    vision = {"pixel_values": pixels, "image_grid_thw": [grids[s] for s in seeds]}
+    return {s: int(grids[s].prod()) // 4 for s in seeds}, vision
+
+
+def idefics_pictures(rows):
+    most = max(map(len, rows))
+    tiles = [[noise(s, 3, 16, 16) for s in row] + [torch.zeros(3, 16, 16)] * (most - len(row)) for row in rows]
+    stacked = [torch.stack(row)[None] for row in tiles] if most else []
+    return {s: 4 for row in rows for s in row}, {"pixel_values": stacked}
+
+
+PICTURES = {
+    "llava": llava_pictures,
+    "llava-next": next_pictures,
+    "qwen2": qwen_pictures,
+    "qwen2.5": qwen_pictures,
+    "qwen3": qwen_pictures,
+    "idefics3": idefics_pictures,
+    "smolvlm": idefics_pictures,
+}
+
+
+def pictures(name, rows):
+    """Token ids of each row and what goes with them; ``rows`` lists words (ids) and pictures (seeds, as text)."""
+    kind = max((k for k in PICTURES if name.startswith(k)), key=len)
+    count, vision = PICTURES[kind]([[p for p in row if isinstance(p, str)] for row in rows])
+    ids = [[t for p in row for t in ([IMAGE] * count[p] if isinstance(p, str) else [p])] for row in rows]
+    return ids, {k: torch.cat(v) for k, v in vision.items() if v}
+
+
+def batch(name, rows):
+    """What a processor would give, padded at the left as generate wants it."""
+    ids, vision = pictures(name, rows)
+    width = max(map(len, ids))
+    padded = torch.tensor([[0] * (width - len(row)) + row for row in ids])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
+    inputs = {"input_ids": padded, "attention_mask": mask, **vision}
+    if name.startswith("qwen"):
+        inputs["mm_token_type_ids"] = (padded == IMAGE).int()
+    return inputs
+
+
+ROWS = [[1, 5, "1", 6, "2", 7, 8], [1, 9, 10, 11, 9, 10], ["3", 12, 13, 14]]
+
+
+@pytest.fixture(scope="session")
+def zoo():
+    """``model(name)``, ``batch(name, rows)`` and the standard ``rows``."""
+    made = {}
+
+    def model(name, seed=0, std=0.25):
+        if (name, seed, std) not in made:
+            made[name, seed, std] = random_model(name, seed, std)
+        return made[name, seed, std]
+
+    return SimpleNamespace(model=model, batch=batch, rows=ROWS, names=list(MODELS), image=IMAGE, text=TEXT)
+
+
+@pytest.fixture(params=MODELS)
+def family(request):
+    """The name of each tiny model in turn."""
+    return request.param

@@ -1,0 +1,47 @@
+"""Every class of model behind one target: greedy decoding equals generate, rows do not depend on their batch."""
+
+import torch
+
+from specmm.decode import decode, decode_plain
+from specmm.processors import Processor
+from specmm.randomness import Uniforms
+from specmm.verify import Recursive
+from specmm.vlm.drafters.lookup import PromptLookupDrafter
+from specmm.vlm.target import VLMPrompt, VLMTarget
+
+LENGTH = 14
+
+
+def last(progress):
+    *_, end = progress
+    return end
+
+
+def plain(target, inputs, length=LENGTH, seeds=(0, 1, 2)):
+    uniforms = Uniforms.from_seeds(seeds[: len(inputs["input_ids"])])
+    return last(decode_plain(target, VLMPrompt(inputs, length), length, uniforms)).tokens[:, :length]
+
+
+def lookup(target, inputs, length=LENGTH, seeds=(0, 1, 2)):
+    uniforms = Uniforms.from_seeds(seeds[: len(inputs["input_ids"])])
+    drafter = PromptLookupDrafter(target)
+    return last(decode(target, drafter, Recursive(), VLMPrompt(inputs, length), length, uniforms)).tokens[:, :length]
+
+
+def generated(zoo, model, family):
+    """Each row alone through generate."""
+    rows = []
+    for row in zoo.rows:
+        inputs = zoo.batch(family, [row])
+        out = model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False)
+        rows.append(out[0, inputs["input_ids"].shape[1] :])
+    return torch.stack(rows)
+
+
+def test_greedy_decoding_equals_generate(zoo, family):
+    model = zoo.model(family)
+    target, inputs = VLMTarget(model, Processor(0)), zoo.batch(family, zoo.rows)
+    wanted = generated(zoo, model, family)
+    assert len(wanted.unique()) > 4
+    assert torch.equal(plain(target, inputs), wanted)
+    assert torch.equal(lookup(target, inputs), wanted)

@@ -1,0 +1,1 @@
+"""Drafters of vision-language models."""

@@ -1,0 +1,92 @@
+"""What differs between the transformers families: where the decoder is, its masks, its positions.
+
+Shape letters: B batch, L prompt positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specmm.registry import unknown
+from specmm.vlm.prompt import VLMPrompt
+
+SUPPORTED = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model's parts by their common names; ``image_tokens`` are the ids that stand for picture content."""
+
+    body: Any
+    decoder: Any
+    head: Any
+    config: Any
+    image_tokens: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: Any) -> Family:
+        """Parts of a vision-language model or a text model of transformers; raises ``ValueError`` for others."""
+        body, head, config = model.base_model, model.get_output_embeddings(), model.config
+        sees = hasattr(config, "vision_config")
+        if sees and config.model_type not in SUPPORTED:
+            raise unknown("vision-language model type", config.model_type, SUPPORTED)
+        decoder = model.get_decoder() if sees else body
+        ids = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
+        return cls(body, decoder, head, config.get_text_config(), tuple(i for i in ids if i is not None))
+
+    @property
+    def vocabulary(self) -> int:
+        """V, the width of the logits."""
+        return int(self.config.vocab_size)
+
+    @property
+    def head_dim(self) -> int:
+        """D, the width of an attention head."""
+        return int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads)
+
+    @cached_property
+    def kinds(self) -> set[str]:
+        """The kinds of attention layers: full_attention, sliding_attention or both."""
+        window = getattr(self.config, "sliding_window", None)
+        types = getattr(self.config, "layer_types", None)
+        return set(types or ["sliding_attention" if window else "full_attention"])
+
+    @cached_property
+    def window(self) -> int:
+        """Positions a sliding layer attends, itself included; 0 where no layer slides."""
+        return int(self.config.sliding_window) if "sliding_attention" in self.kinds else 0
+
+    def masks(self, full: Tensor | None, sliding: Tensor | None) -> Any:
+        """The attention mask argument of the decoder: one mask, or one by kind of layer."""
+        if self.kinds == {"full_attention"}:
+            return full
+        if self.kinds == {"sliding_attention"}:
+            return sliding
+        return {"full_attention": full, "sliding_attention": sliding}
+
+    def positions(self, prompt: VLMPrompt) -> tuple[dict[str, Tensor], Tensor]:
+        """What the prefill must be told of positions, and each row's offset [B] of positions behind its prompt.
+
+        M-RoPE gives a picture fewer positions than it has tokens, so positions lag behind lengths.
+        """
+        none = torch.zeros_like(prompt.lengths)
+        if not hasattr(self.body, "get_rope_index"):
+            return {}, none
+        types = prompt.inputs.get("mm_token_type_ids")
+        types = (prompt.input_ids == self.image_tokens[0]).int() if types is None else types
+        grid = prompt.inputs.get("image_grid_thw")
+        if grid is None:
+            return {}, none
+        positions, offsets = self.body.get_rope_index(
+            prompt.input_ids, mm_token_type_ids=types, image_grid_thw=grid, attention_mask=prompt.mask
+        )
+        return {"position_ids": positions}, offsets[:, 0]
+
+    def spread(self, positions: Tensor) -> Tensor:
+        """Positions of text [B, N] in the form the decoder takes: three equal rows under M-RoPE."""
+        return positions.expand(3, -1, -1) if hasattr(self.body, "get_rope_index") else positions

@@ -1,0 +1,70 @@
+"""A ragged batch of prompts as a transformers processor gives it, its padding moved to the right.
+
+On the right, a causal mask hides the padding by itself, row b's token j lies in cache slot j, and a row's numbers do
+not depend on how long the others are.
+
+Shape letters: B batch, L longest prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
+
+
+@dataclass
+class VLMPrompt:
+    """``inputs`` as the processor gives them (``input_ids`` [B, L], ``pixel_values``, ``image_grid_thw``, …) and the
+    number of tokens there must be room for. Raises ``ValueError`` when there is nothing to continue.
+    """
+
+    inputs: dict[str, Any]
+    max_new_tokens: int
+
+    def __post_init__(self) -> None:
+        ids = self.inputs["input_ids"]
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.inputs.get("attention_mask") is None:
+            self.inputs = {**self.inputs, "attention_mask": torch.ones_like(ids)}
+        mask = self.inputs["attention_mask"].bool()
+        if ids.ndim != 2 or not ids.numel() or not bool(mask.any(1).all()):
+            raise ValueError(f"every prompt must hold at least one token, got input_ids of shape {list(ids.shape)}")
+        order = (~mask).to(torch.int8).argsort(dim=1, stable=True)  # tokens first, in their order
+        moved = {k: self.inputs[k].gather(1, order) for k in PER_TOKEN if self.inputs.get(k) is not None}
+        self.inputs = {**self.inputs, **moved}
+
+    @property
+    def input_ids(self) -> Tensor:
+        """Token ids [B, L]; padding at the right."""
+        return self.inputs["input_ids"]
+
+    @property
+    def mask(self) -> Tensor:
+        """Which positions are tokens [B, L] bool."""
+        return self.inputs["attention_mask"].bool()
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """Tokens of each row [B]."""
+        return self.mask.sum(1)
+
+    @cached_property
+    def padded(self) -> bool:
+        """Whether the rows differ in length."""
+        return not bool(self.mask.all())
+
+    @property
+    def vision(self) -> dict[str, Any]:
+        """Everything but the tokens: pixels, grids, sizes."""
+        return {k: v for k, v in self.inputs.items() if k not in PER_TOKEN}
+
+    def rows(self) -> list[list[int]]:
+        """The token ids of each row, without padding."""
+        return [ids[:n] for ids, n in zip(self.input_ids.tolist(), self.lengths.tolist(), strict=True)]

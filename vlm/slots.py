@@ -1,0 +1,64 @@
+"""The core's preallocated cache in the clothes of a transformers ``Cache``, with masks of sliding-window layers.
+
+Shape letters: B batch, N tree nodes, S slots, H heads, D head width, T query rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import CacheLayerMixin
+
+from specmm.cache import Cache, Memory
+from specmm.tree import TreeShape
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer: hands keys and values to the :class:`Memory`, which says where they go and what is attended."""
+
+    is_sliding = False
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__()
+        self.memory, self.is_initialized = memory, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the memory is there."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Store [B, H, T, D] and return what is attended, [B, H, S, D]."""
+        keys, values = self.memory.write(key_states.transpose(1, 2), value_states.transpose(1, 2))
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Slots attended and the first of them."""
+        return self.memory.stop, 0
+
+    def get_seq_length(self) -> int:
+        """Slots before those of the next forward."""
+        return self.memory.first
+
+    def get_max_length(self) -> int:
+        """All slots."""
+        return self.memory.keys.shape[1]
+
+
+def as_transformers(cache: Cache) -> TransformersCache:
+    """``cache`` as ``past_key_values``; both share the memory."""
+    return TransformersCache(layers=[SlotLayer(memory) for memory in cache.layers])
+
+
+def window_bias(bias: Tensor, cache: Cache, shape: TreeShape, window: int) -> Tensor:
+    """``bias`` [B, 1, N, S] of a tree with everything shut that lies ``window`` positions or more behind a node."""
+    depths = shape.depths  # [1 or B, N]
+    committed = cache.lengths[:, None] + depths  # position of each node [B, N]
+    column = torch.arange(cache.size.capacity, device=depths.device)
+    far = (committed[..., None] - column) >= window  # [B, N, capacity]
+    near = (depths[:, :, None] - depths[:, None, :]) >= window  # [1 or B, N, N]
+    bias = bias.clone()
+    bias[:, 0, :, : cache.size.capacity].masked_fill_(far, float("-inf"))
+    bias[:, 0, :, cache.size.capacity : cache.size.capacity + shape.size].masked_fill_(near, float("-inf"))
+    return bias

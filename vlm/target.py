@@ -1,0 +1,220 @@
+"""A transformers vision-language model (or text model), as it is, as a target of the core.
+
+The prompt goes through the model's own forward with its pictures; trees and steps go straight to its decoder with the
+core's cache as ``past_key_values``, additive masks and explicit positions.
+
+Shape letters: B batch, N tree nodes, L prompt positions, S slots, C width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from specmm.cache import Cache, CacheSize
+from specmm.history import History
+from specmm.processors import check_finite
+from specmm.target import TargetOutput
+from specmm.tree import DraftTree
+from specmm.verify.rule import Verdict
+from specmm.vlm.families import Family
+from specmm.vlm.prompt import VLMPrompt as VLMPrompt
+from specmm.vlm.slots import as_transformers, window_bias
+
+
+class Laws(Protocol):
+    """What a target needs of a processor: :class:`specmm.processors.Processor`, or transformers' own wrapped."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every law is a point mass."""
+        ...
+
+    @property
+    def stateful(self) -> bool:
+        """Whether laws depend on the tokens seen."""
+        ...
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raise ``ValueError`` when the options do not suit V."""
+        ...
+
+    def laws(self, logits: Tensor, history: History, tree: DraftTree | None) -> Tensor:
+        """Laws [B, N, V] of logits [B, N, V]."""
+        ...
+
+
+@dataclass
+class Context:
+    """What drafters may read of the prompt: ``hidden`` [B, L, C] post-final-norm states, ``embeddings`` [B, L, C] the
+    decoder's inputs (projected pictures at image positions), ``lengths`` [B] and ``image_mask`` [B, L] bool.
+    """
+
+    hidden: Tensor
+    embeddings: Tensor
+    lengths: Tensor
+    image_mask: Tensor
+
+
+class VLMTarget:
+    """A transformers model with a cache; one instance serves one batch at a time.
+
+    Drafters that read the prompt set ``wants_context``; the prefill then leaves a :class:`Context`.
+    """
+
+    def __init__(self, model: Any, processor: Laws, name: str = "vlm") -> None:
+        self.model, self.processor, self.name = model.eval(), processor, name
+        self.family = Family.of(model)
+        processor.check_vocabulary(self.family.vocabulary)
+        self.wants_context = False
+        self.context: Context | None = None
+        self.calls = 0
+        self.cache: Cache
+        self.prompt: VLMPrompt
+        self.history: History
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self.family.head.weight.device
+
+    @property
+    def image_tokens(self) -> tuple[int, ...]:
+        """Ids that stand for picture content and are never drafted."""
+        return self.family.image_tokens
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [..., C] of text ``tokens`` [...]."""
+        return self.family.decoder.get_input_embeddings()(tokens)
+
+    def head(self, states: Tensor) -> Tensor:
+        """Logits [..., V] of post-final-norm ``states`` [..., C]."""
+        return self.family.head(states)
+
+    @torch.inference_mode()
+    def prefill(self, prompt: VLMPrompt, scratch: int) -> TargetOutput:
+        """Run ``prompt`` through the whole model; see :class:`specmm.target.Target`.
+
+        Raises ``ValueError`` when prompt and answer exceed the model's positions or placeholders do not fit pictures.
+        """
+        self._check_room(prompt)
+        self.prompt, self.calls = prompt, 0
+        rows, width = prompt.input_ids.shape
+        self.cache = self._new_cache(rows, width + prompt.max_new_tokens, scratch)
+        self.past = as_transformers(self.cache)
+        self.cache.aim(0, width)
+        where, self.offsets = self.family.positions(prompt)
+        mask = prompt.inputs["attention_mask"] if prompt.padded else None
+        with self._watch_embeddings(prompt):
+            states = self.family.body(
+                input_ids=prompt.input_ids,
+                attention_mask=mask,
+                past_key_values=self.past,
+                use_cache=True,
+                **prompt.vision,
+                **where,
+            ).last_hidden_state  # [B, L, C]
+        if self.context is not None:
+            self.context.hidden = states
+        self.cache.lengths += prompt.lengths
+        self.history = History(prompt.input_ids, prompt.lengths, prompt.max_new_tokens)
+        last = (prompt.lengths - 1)[:, None, None].expand(-1, 1, states.shape[-1])
+        return self._output(states.gather(1, last), None)
+
+    @torch.inference_mode()
+    def score(self, tree: DraftTree) -> TargetOutput:
+        """One tree-attention forward; see :class:`specmm.target.Target`."""
+        cache, shape = self.cache, tree.shape
+        cache.aim(cache.size.capacity, cache.slots)
+        full = cache.tree_bias(shape.ancestors)
+        sliding = window_bias(full, cache, shape, self.family.window) if self.family.window else None
+        positions = (cache.lengths + self.offsets)[:, None] + shape.depths
+        self.tree = tree
+        return self._forward(tree.tokens, positions, self.family.masks(full, sliding), tree)
+
+    def commit(self, verdict: Verdict) -> None:
+        """Keep the accepted nodes."""
+        self.cache.keep(verdict.path, verdict.kept)
+        if self.processor.stateful:
+            self.history.append(self.tree.tokens.gather(1, verdict.path.clamp(min=0)), verdict.kept)
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor) -> TargetOutput:
+        """One plain step. All rows write the same slot, behind the longest prompt: slices serve, and no mask where
+        the prompts have one length.
+        """
+        slot = self.prompt.input_ids.shape[1] + self.calls - 1
+        self.cache.aim(slot, slot + 1)
+        if self.processor.stateful:
+            self.history.append(tokens[:, None], torch.ones_like(tokens))
+        full, sliding = self._step_bias(slot)
+        positions = (self.prompt.lengths + self.offsets + self.calls - 1)[:, None]
+        return self._forward(tokens[:, None], positions, self.family.masks(full, sliding), None)
+
+    def _forward(self, tokens: Tensor, positions: Tensor, mask: Any, tree: DraftTree | None) -> TargetOutput:
+        states = self.family.decoder(
+            inputs_embeds=self.embed(tokens),
+            attention_mask=mask,
+            position_ids=self.family.spread(positions),
+            past_key_values=self.past,
+            use_cache=True,
+        ).last_hidden_state
+        return self._output(states, tree)
+
+    def _output(self, states: Tensor, tree: DraftTree | None) -> TargetOutput:
+        logits = self.head(states).float()
+        check_finite(logits, self.calls, self.name)
+        self.calls += 1
+        return TargetOutput(self.processor.laws(logits, self.history, tree), states)
+
+    def _step_bias(self, slot: int) -> tuple[Tensor | None, Tensor | None]:
+        """Additive masks [B, 1, 1, slot + 1] of full and sliding layers; None where nothing is hidden."""
+        width, window = self.prompt.input_ids.shape[1], self.family.window
+        if not self.prompt.padded and not window:
+            return None, None
+        column = torch.arange(slot + 1, device=self.device)
+        shut = (column >= self.prompt.lengths[:, None]) & (column < width)  # [B, slot + 1]
+        far = (slot - column) >= window + torch.where(column < width, width - self.prompt.lengths[:, None], 0)
+        full, sliding = (
+            torch.zeros(s.shape, dtype=self.cache.data.dtype, device=s.device).masked_fill_(s, float("-inf"))
+            for s in (shut, shut | far)
+        )
+        return full[:, None, None], sliding[:, None, None]
+
+    def _new_cache(self, batch: int, capacity: int, scratch: int) -> Cache:
+        config = self.family.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = CacheSize(config.num_hidden_layers, heads, self.family.head_dim, batch, 1, capacity, scratch)
+        return Cache(size, self.family.head.weight.dtype, self.device)
+
+    def _check_room(self, prompt: VLMPrompt) -> None:
+        room, longest = int(self.family.config.max_position_embeddings), int(prompt.lengths.max())
+        if longest + prompt.max_new_tokens > room:
+            raise ValueError(
+                f"prompt and answer must fit the {room} positions of {self.name}, got {longest} prompt tokens and "
+                f"max_new_tokens {prompt.max_new_tokens}; shorten one of them or give fewer or smaller pictures"
+            )
+
+    @contextmanager
+    def _watch_embeddings(self, prompt: VLMPrompt) -> Iterator[None]:
+        """Leave a context of ``prompt`` if a drafter wants one: the decoder's inputs are seen by a hook."""
+        self.context = None
+        if not self.wants_context:
+            yield
+            return
+        images = torch.isin(prompt.input_ids, torch.tensor(self.image_tokens, device=self.device)) & prompt.mask
+
+        def see(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            embeddings = kwargs["inputs_embeds"]
+            self.context = Context(embeddings, embeddings, prompt.lengths, images)
+
+        handle = self.family.decoder.register_forward_pre_hook(see, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
