@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from specmm.checkpoints import read_json
 from specmm.registry import unknown
 
 FILE = "settings.json"
@@ -53,17 +54,6 @@ class Settings:
     def with_options(self, **options: Any) -> Settings:
         """These settings with every option that is not None in place of its own."""
         return dataclasses.replace(self, **{k: v for k, v in options.items() if v is not None})
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in ``file``; raises ``ValueError`` naming the file when it is no JSON object."""
-    try:
-        found = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} must be JSON, got: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} must hold a JSON object, got a {type(found).__name__}")
-    return found
 
 
 def class_ids(wanted: Sequence[str | int], names: Sequence[str], count: int) -> list[int]:

@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import pickle
 import re
 from collections.abc import Collection, Mapping
@@ -24,6 +26,7 @@ LEFTOVERS = ("freqs_cis", "kv_cache", "causal_mask")
 FOLDER_NAMES = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 SHOWN = 3
+SIGNS = 2048  # weights read of each tensor of a fingerprint
 
 
 def read_checkpoint(path: str | Path) -> State:
@@ -99,6 +102,31 @@ def _kind(tree: Any) -> str:
         return f"a {type(tree).__name__}"
     others = [str(name) for name, value in tree.items() if not isinstance(value, Tensor)]
     return f"other things named {_some(others)}" if others else "nothing"
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in ``file``; raises ``ValueError`` naming the file when it is no JSON object."""
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} must be JSON, got: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} must hold an object, got a {type(found).__name__}")
+    return found
+
+
+def fingerprint(*weights: Tensor) -> str:
+    """Twelve hexadecimal digits that tell models apart by some of their weights.
+
+    Shapes and the signs of at most SIGNS evenly spaced entries are hashed: a copy in another dtype is the same.
+    """
+    return hashlib.sha256(b"".join(_signs(w) for w in weights)).hexdigest()[:12]
+
+
+def _signs(weight: Tensor) -> bytes:
+    flat = weight.detach().flatten()
+    signs = (flat[:: -(-len(flat) // SIGNS)] < 0).cpu().numpy().tobytes()
+    return f"{list(weight.shape)}".encode() + signs
 
 
 def load_strict(

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specmm.cache import Memory
-from specmm.checkpoints import load_strict, read_checkpoint, weights_file
+from specmm.checkpoints import load_strict, read_checkpoint, read_json, weights_file
 from specmm.image_ar.tokens.gpt import GPTConfig, RMSNorm, Rotary, rotary_table, rotate
 
 LEFTOVERS = ("rotary_emb", "freqs_cis")
@@ -184,12 +184,4 @@ def _check_target(path: str | Path, state: dict[str, Tensor], target: GPTConfig,
 def _read_facts(path: str | Path) -> dict[str, Any]:
     """The ``config.json`` beside the weights; empty when there is none."""
     file = weights_file(path).with_name("config.json")
-    if not file.is_file():
-        return {}
-    try:
-        facts = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} must be JSON, got {error}") from error
-    if not isinstance(facts, dict):
-        raise ValueError(f"{file} must hold an object, got a {type(facts).__name__}")
-    return facts
+    return read_json(file) if file.is_file() else {}

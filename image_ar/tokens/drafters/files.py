@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from specmm.checkpoints import load_strict, read_checkpoint
-from specmm.image_ar.settings import read_json
+from specmm.checkpoints import load_strict, read_checkpoint, read_json
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.drafters.eagle_head import EagleHead, load_eagle, save_eagle
 from specmm.image_ar.tokens.drafters.fingerprint import target_fingerprint

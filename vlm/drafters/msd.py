@@ -1,0 +1,109 @@
+"""Drafting with an MSD head: EAGLE-2's tree of point masses, or a static tree whose laws are recorded.
+
+The prompt's slots are decoupled (see ``msd_head``), wherever and however many its pictures are: the target tells.
+Every round the slots of the committed tokens are run again on the target's own hidden states.
+
+Shape letters: B batch, L prompt positions, n nodes, C width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specmm.cache import Cache, CacheSize
+from specmm.drafter import Feedback
+from specmm.growth import Dynamic, Growth
+from specmm.processors import Processor
+from specmm.randomness import Uniforms
+from specmm.stats import Clock
+from specmm.tree import DraftTree, TreeShape
+from specmm.vlm.drafters.msd_head import MSDHead
+from specmm.vlm.target import Context, VLMTarget
+
+RELEASED = Dynamic(top_k=10, depth=5, total=59)
+
+
+class MSDDrafter:
+    """Drafts with an :class:`MSDHead` for ``target``; ``tree`` and ``sampled`` are those of
+    :class:`specmm.growth.Growth`, and greedy decoding never samples.
+
+    Raises ``ValueError`` when the head's width or vocabulary is not the target's.
+    """
+
+    def __init__(
+        self, head: MSDHead, target: VLMTarget, tree: TreeShape | Dynamic = RELEASED, sampled: bool = True
+    ) -> None:
+        check_sizes(head, target)
+        self.head, self.target = head.eval(), target
+        target.wants_context = True
+        sampled = sampled and not target.processor.greedy
+        self.growth = Growth(tree, sampled, head.config.vocab_size, target.device)
+        self.max_nodes, self.max_depth = self.growth.max_nodes, self.growth.max_depth
+        self.law = target.processor if isinstance(target.processor, Processor) else Processor()
+
+    def begin(self, feedback: Feedback, clock: Clock) -> None:
+        """Start a batch: a cache as roomy as the target's, and the attention masks of the tree."""
+        hidden, config = feedback.output.hidden, self.head.config
+        size = CacheSize(
+            layers=config.num_hidden_layers,
+            heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            batch=len(feedback.token),
+            branches=1,
+            capacity=self.target.cache.size.capacity,
+            scratch=self.growth.scratch,
+        )
+        self.cache, self.clock = Cache(size, hidden.dtype, hidden.device), clock
+        self.growth.begin(self.cache)
+
+    def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
+        """Draft the tree behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        prompt = feedback.verdict is None
+        state = self._read_prompt(feedback.token) if prompt else self.growth.read_committed(self, feedback)
+        return self.growth.grow(self, feedback.token, state, uniforms)
+
+    def logits(self, states: Tensor, depth: int) -> Tensor:
+        """The target's output head [B, n, V] on predicted ``states`` [B, n, C]."""
+        with self.clock("draft"):
+            return self.target.head(states).float()
+
+    def read(self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
+        """One pass of the head over text slots of ``tokens`` [B, n] and ``hidden`` [B, n, C]."""
+        with self.clock("draft"):
+            slots = self.head.text_slots(self.head.embed_tokens(tokens), hidden)
+            return self.head(slots, positions, bias, self.cache.layers)
+
+    def _read_prompt(self, token: Tensor) -> Tensor:
+        """Store the prompt's slots; the state predicted after the first sampled ``token`` [B] is [B, C]."""
+        context, cache = self.target.context, self.cache
+        assert context is not None, "the target keeps a context for drafters that want one"
+        with self.clock("draft"):
+            embeddings, image = next_positions(context, self.head.embed_tokens(token))
+            cache.aim(0, embeddings.shape[1])
+            cache.lengths += context.lengths
+            slots = self.head.prompt_slots(embeddings, context.hidden, image)
+            states = self.head(slots, memory=cache.layers)
+        return states[torch.arange(len(token), device=token.device), context.lengths - 1]
+
+
+def next_positions(context: Context, last: Tensor) -> tuple[Tensor, Tensor]:
+    """What each slot [B, L] reads of the position after it: its embedding [B, L, C], whether it is a picture's.
+
+    The last slot of each row reads ``last`` [B, C], the embedding of the token behind the prompt.
+    """
+    order = torch.arange(context.embeddings.shape[1], device=last.device)
+    ends = order == context.lengths[:, None] - 1  # [B, L]
+    embeddings = torch.where(ends[..., None], last[:, None], context.embeddings.roll(-1, 1))
+    return embeddings, context.image_mask.roll(-1, 1) & ~ends
+
+
+def check_sizes(head: MSDHead, target: VLMTarget) -> None:
+    """Raise ``ValueError`` when width or vocabulary of ``head`` are not those of ``target``'s output head."""
+    vocabulary, width = target.family.head.weight.shape
+    for what, found, wanted in (
+        ("width", head.config.hidden_size, width),
+        ("vocabulary", head.config.vocab_size, vocabulary),
+    ):
+        if found != wanted:
+            raise ValueError(f"drafter must have the target's {what} {wanted}, got {found}; use one trained for it")
