@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 Protocol = dict[str, Any]  # JSON values
+ROWS = 2048  # samples checked at a time: isfinite makes a copy
 
 
 @dataclass
@@ -35,7 +36,7 @@ class FeatureSet:
         if self.values.ndim != 2 or not self.values.is_floating_point():
             got = f"{self.values.dtype} {list(self.values.shape)}"
             raise ValueError(f"features must be a floating-point matrix [N, F], got {got}; stack one row per sample")
-        bad = ~self.values.isfinite().all(1)
+        bad = ~torch.cat([rows.isfinite().all(1) for rows in self.values.split(ROWS)])
         if bad.any():
             raise ValueError(
                 f"features must be finite, got NaN or inf in {int(bad.sum())} of {len(bad)} rows "

@@ -46,7 +46,10 @@ Sample = Gaussian | FeatureSet | Tensor | np.ndarray
 
 @dataclass
 class FeatureStatistics:
-    """Count, sum [F] and sum of outer products [F, F] of the features seen so far, in float64."""
+    """Count, sum [F] and sum of outer products [F, F] of the features seen so far, in float64.
+
+    ``outer`` is symmetric, so it is filled on and above the diagonal only, ``COLUMNS`` rows at a time.
+    """
 
     count: int
     total: Tensor
@@ -90,15 +93,17 @@ class FeatureStatistics:
             raise ValueError(f"a covariance needs at least 2 samples, got {self.count}; add more pictures")
         mean = self.total / self.count
         covariance = self.outer / (self.count - 1)
+        for start in range(0, len(mean), COLUMNS):
+            end = start + COLUMNS
+            covariance[end:, start:end] = covariance[start:end, end:].T
         return mean, covariance.addr_(mean, mean, alpha=-self.count / (self.count - 1))
 
 
 def _add_products(outer: Tensor, rows: Tensor) -> None:
-    """``outer`` [F, F] += rowsᵀ rows, each product of two features taken once and mirrored."""
+    """``outer`` [F, F] += rowsᵀ rows, on and above the diagonal."""
     for start in range(0, len(outer), COLUMNS):
-        end = start + COLUMNS
-        outer[start:end, start:].addmm_(rows[:, start:end].T, rows[:, start:])
-        outer[end:, start:end] = outer[start:end, end:].T
+        block = slice(start, start + COLUMNS)
+        outer[block, start:].addmm_(rows[:, block].T, rows[:, start:])
 
 
 def frechet_distance(first: Sample, second: Sample) -> Measurement:
@@ -113,15 +118,18 @@ def frechet_distance(first: Sample, second: Sample) -> Measurement:
     protocol = {**joint_protocol(one.protocol, two.protocol), "counts": [one.count, two.count]}
     if _known(one) > _known(two):  # the trace of the root does not care which comes first; the smaller rank is safer
         one, two = two, one
-    (mean_1, cov_1), (mean_2, cov_2) = one.moments(), two.moments()
+    mean_1, covariance = one.moments()
+    trace, factor = float(covariance.trace()), _factor(covariance, rank=_known(one) - 1)
+    del covariance  # at 2048 features each matrix less is 34 MB less
+    mean_2, covariance = two.moments()
     same_width(len(mean_1), len(mean_2))
     if _known(one) <= len(mean_1):
         protocol["note"] = f"covariance of rank < {len(mean_1)}: {one.count} samples of {len(mean_1)} features"
     mean_term = float((mean_1 - mean_2.to(mean_1)).square().sum())
-    traces = float(cov_1.trace()) + float(cov_2.trace())
-    factor = _factor(cov_1, rank=_known(one) - 1)
-    del cov_1  # at 2048 features each matrix less is 34 MB less
-    covariance_term = traces - 2 * _trace_of_root(factor, cov_2.to(factor))
+    trace += float(covariance.trace())
+    covariance = _symmetric_product(factor, covariance.to(mean_1))
+    del factor
+    covariance_term = trace - 2 * float(torch.linalg.eigvalsh(covariance).clamp(min=0).sqrt().sum())
     parts = {"mean_term": mean_term, "covariance_term": covariance_term}
     return Measurement("fid", mean_term + covariance_term, protocol, parts)
 
@@ -131,16 +139,33 @@ def _known(found: Gaussian) -> int:
     return 2**62 if found.count is None else found.count
 
 
-def _trace_of_root(factor: Tensor, second: Tensor) -> float:
-    """Tr (S_1 S_2)^½ as the sum of root eigenvalues of the symmetric product AᵀS_2A, where S_1 = A Aᵀ, A [F, r]."""
-    if not factor.shape[1]:
-        return 0.0
-    product = (factor.T @ second) @ factor
-    return float(torch.linalg.eigvalsh(product).clamp(min=0).sqrt().sum())
+@dataclass(frozen=True)
+class _Factor:
+    """A [F, r] with A Aᵀ = S; ``triangular``: square, with nothing above the diagonal."""
+
+    values: Tensor
+    triangular: bool
 
 
-def _factor(covariance: Tensor, rank: int) -> Tensor:
-    """A [F, r] with A Aᵀ = ``covariance`` [F, F], which can have ``rank`` at most.
+def _symmetric_product(factor: _Factor, second: Tensor) -> Tensor:
+    """AᵀS_2A [r, r]: where S_1 = A Aᵀ, the roots of its eigenvalues add up to Tr (S_1 S_2)^½. Overwrites ``second``.
+
+    With A triangular, a block of rows (then of columns) of the product needs only those not yet overwritten.
+    """
+    a = factor.values
+    if not factor.triangular:
+        return (a.T @ second) @ a
+    for start in range(0, len(a), COLUMNS):
+        block = slice(start, start + COLUMNS)
+        second[block] = a[start:, block].T @ second[start:]
+    for start in range(0, len(a), COLUMNS):
+        block = slice(start, start + COLUMNS)
+        second[:, block] = second[:, start:] @ a[start:, block]
+    return second
+
+
+def _factor(covariance: Tensor, rank: int) -> _Factor:
+    """Of ``covariance`` [F, F], which can have ``rank`` at most.
 
     Cholesky's where that is safe, which takes a tenth of the time; else from the eigenvectors, keeping only the
     directions the covariance can have, so that rounding in the empty ones, which the root would magnify, never enters.
@@ -149,8 +174,8 @@ def _factor(covariance: Tensor, rank: int) -> Tensor:
         lower, failed = torch.linalg.cholesky_ex(covariance)
         pivots = lower.diagonal()
         if not failed and pivots.min() ** 2 > WELL_CONDITIONED * pivots.max() ** 2:
-            return lower
+            return _Factor(lower, triangular=True)
     values, vectors = torch.linalg.eigh(covariance)  # ascending
     keep = values > values[-1].clamp(min=0) * len(values) * torch.finfo(values.dtype).eps
     keep[: max(len(values) - rank, 0)] = False
-    return vectors[:, keep] * values[keep].sqrt()
+    return _Factor(vectors[:, keep] * values[keep].sqrt(), triangular=False)
