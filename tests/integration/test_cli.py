@@ -14,14 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from typer.testing import CliRunner
 
 from specmm import zoo
 from specmm.cli import app, drawing
 from specmm.image_ar.pipeline import ImagePipeline
 from specmm.methods import Speculative
-from specmm.metrics.features import FeatureSet
 
 MAIN = [sys.executable, "-c", "from specmm.cli import main; main()"]
 Maker = Callable[..., ImagePipeline]
@@ -206,45 +204,6 @@ def test_zoo_prints_the_card(tiny: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert "did you mean 'pocket/some'" in refused("generate", "pocket/som", "--class", 0, "--out", tmp_path / "o")
     demo = run("demo", "--model", "pocket/some", "--out", tmp_path / "demo", "-n", 1).stdout
     assert "12.50" in demo and "2,000 samples" in demo
-
-
-def test_eval_of_features_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for name in "ab":
-        FeatureSet(torch.randn(64, 4, generator=generator), {"features": "made up"}).save(tmp_path / f"{name}.npz")
-    found = run_json("eval", "fid", tmp_path / "a.npz", tmp_path / "b.npz")
-    assert found["protocol"]["counts"] == [64, 64] and 0 < found["value"] < 2
-    assert run_json("eval", "fid", tmp_path / "a.npz", tmp_path / "a.npz")["value"] == pytest.approx(0, abs=1e-9)
-    assert "subsets_std" in run_json("eval", "kid", tmp_path / "a.npz", tmp_path / "b.npz", "--subset-size", 32)
-    assert "KID" in run("eval", "kid", tmp_path / "a.npz", tmp_path / "b.npz").stdout
-
-    class Pixels:
-        def features(self, images: Any) -> FeatureSet:
-            return FeatureSet(torch.as_tensor(images).flatten(1)[:, :4].float(), {"features": "pixels"})
-
-    monkeypatch.setattr("specmm.metrics.inception.Inception", Pixels)
-    images = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), np.uint8)
-    np.savez(tmp_path / "pictures.npz", images=images)
-    (tmp_path / "folder").mkdir()
-    for i, image in enumerate(images):
-        drawing.save_picture(as_picture(image), tmp_path / f"folder/{i}.png")
-    same = run_json("eval", "fid", tmp_path / "pictures.npz", tmp_path / "folder")
-    assert same["value"] == pytest.approx(0, abs=1e-6)
-    assert "same protocol" in refused("eval", "fid", tmp_path / "folder", tmp_path / "a.npz")
-
-
-def as_picture(array: np.ndarray) -> Any:
-    return Image.fromarray(array)
-
-
-def test_eval_refuses_what_it_cannot_measure(tmp_path: Path) -> None:
-    assert "there is none" in refused("eval", "fid", tmp_path / "none", tmp_path)
-    assert "at least 2 pictures" in refused("eval", "fid", tmp_path, tmp_path)
-    np.savez(tmp_path / "odd.npz", x=np.zeros(1), y=np.zeros(1))
-    assert "must hold 'images'" in refused("eval", "kid", tmp_path / "odd.npz", tmp_path / "odd.npz")
-    for side in (4, 5):
-        as_picture(np.zeros((side, side, 3), np.uint8)).save(tmp_path / f"{side}.png")
-    assert "must have one size, got 4x4 and 5x5" in refused("eval", "fid", tmp_path, tmp_path)
 
 
 def test_training_makes_a_model_that_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

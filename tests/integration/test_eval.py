@@ -1,0 +1,256 @@
+"""``specmm eval`` end to end on a network small enough for a test: what it prints, writes and refuses."""
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from specmm.cli import app
+from specmm.metrics.extractors.base import Extractor
+from specmm.metrics.features import FeatureSet
+from specmm.metrics.measurement import Interval, Measurement
+
+SIDE = 8
+
+
+def evaluate(*arguments: object, status: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["eval", *map(str, arguments)])
+    assert result.exit_code == status, (result.output, result.exception)
+    return result
+
+
+def as_json(*arguments: object) -> Any:
+    result = evaluate(*arguments, "--json")
+    assert result.stdout.count("\n") == 1
+    return json.loads(result.stdout)
+
+
+def refused(*arguments: object) -> str:
+    """The one line of a command that must fail as a user's mistake."""
+    result = evaluate(*arguments, status=2)
+    assert result.stdout == ""
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith("error: ")
+    return str(line)
+
+
+@pytest.fixture(scope="session")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Features: a and b of one law, c of another, other of another network."""
+    folder, generator = tmp_path_factory.mktemp("features"), torch.Generator().manual_seed(0)
+    for name, shift in (("a", 0.0), ("b", 0.0), ("c", 0.7)):
+        values = torch.randn(96, 6, generator=generator) + shift
+        FeatureSet(values, {"features": "made up"}).save(folder / f"{name}.npz")
+    FeatureSet(torch.randn(96, 6, generator=generator), {"features": "another"}).save(folder / "other.npz")
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Twelve pictures."""
+    (tmp_path / "pictures").mkdir()
+    for i, pixels in enumerate(noise()):
+        Image.fromarray(pixels).save(tmp_path / f"pictures/{i:02d}.png")
+    return tmp_path / "pictures"
+
+
+def noise() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (12, SIDE, SIDE, 3), np.uint8)
+
+
+@pytest.fixture
+def tiny_network(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A network of four pixels in place of every other; the names asked for."""
+    asked = []
+
+    def extractor(name: str, **_: Any) -> Extractor:
+        asked.append(name)
+        return Extractor(name, {"features": f"pixels as {name}"}, lambda x: x.flatten(1)[:, :4].float(), lambda x: x)
+
+    monkeypatch.setattr(Extractor, "_run", lambda self, rows, network: network(self.prepare(torch.stack(rows))))
+    monkeypatch.setattr("specmm.metrics.extractors.extractor", extractor)
+    return asked
+
+
+# ---- distances
+
+
+def test_every_distance_of_stored_features(sets: Path) -> None:
+    one, two = sets / "a.npz", sets / "c.npz"
+    found = as_json("fid", one, two)
+    assert found["metric"] == "fid" and found["name"] == "a" and found["protocol"]["counts"] == [96, 96]
+    assert as_json("fid", one, one)["value"] == pytest.approx(0, abs=1e-6)
+    with_interval = as_json("fid", one, two, "--interval", "--name", "mine")
+    assert with_interval["value"] == pytest.approx(found["value"]) and with_interval["name"] == "mine"
+    assert with_interval["interval"]["low"] < found["value"] < with_interval["interval"]["high"]
+    assert as_json("fd", one, two)["metric"] == "fd"
+    kid = as_json("kid", one, two, "--subset-size", 32, "--subsets", 5)
+    assert kid["protocol"]["subset_size"] == 32 and "subsets_std" in kid["parts"]
+    assert [m["metric"] for m in as_json("pr", one, two)["results"]] == ["precision", "recall"]
+    assert [m["metric"] for m in as_json("dc", one, two, "-k", 3)["results"]] == ["density", "coverage"]
+    assert as_json("mifid", one, two)["parts"]["fid"] == pytest.approx(found["value"])
+    assert as_json("is", one, "--splits", 2)["protocol"]["splits"] == 2
+
+
+def test_the_table_says_what_was_measured(sets: Path, tmp_path: Path) -> None:
+    few = FeatureSet.load(sets / "a.npz")
+    FeatureSet(few.values[:5], few.protocol).save(tmp_path / "few.npz")
+    text = evaluate("fid", tmp_path / "few.npz", sets / "b.npz", "--json").stdout
+    assert "5 samples of 6 features" in json.loads(text)["protocol"]["note"]
+    text = evaluate("fid", tmp_path / "few.npz", sets / "b.npz").stdout
+    assert text.startswith("FID ") and "counts    5, 96" in text and "made up" in text
+    assert "note      covariance of rank < 6: 5 samples of 6 features" in text
+    assert "95% bootstrap of 1000" in evaluate("pr", sets / "a.npz", sets / "b.npz").stdout
+
+
+def test_pictures_of_every_kind_are_read_alike(folder: Path, tmp_path: Path, tiny_network: list[str]) -> None:
+    np.savez(tmp_path / "pictures.npz", images=noise())
+    with zipfile.ZipFile(tmp_path / "pictures.zip", "w") as archive:
+        for file in sorted(folder.iterdir()):
+            archive.write(file, file.name)
+    for other in (tmp_path / "pictures.npz", tmp_path / "pictures.zip", f"{folder}/*.png"):
+        found = as_json("fid", folder, other, "--workers", 0)
+        assert found["value"] == pytest.approx(0, abs=1e-5) and found["protocol"]["counts"] == [12, 12]
+    assert tiny_network == ["inception"] * 3  # loaded once for both sides
+    assert as_json("fd", folder, folder, "--features", "efficientnet-lite0")["metric"] == "fd"
+    np.savez(tmp_path / "bare.npz", noise().reshape(12, -1)[:, :4].astype(np.float32))
+    assert as_json("fid", folder, tmp_path / "bare.npz")["value"] == pytest.approx(0, abs=1e-5)
+
+
+def test_bad_pictures_are_named_and_left_out_on_request(folder: Path, tiny_network: list[str]) -> None:
+    (folder / "05.png").write_bytes(b"no picture")
+    assert "05.png" in refused("fid", folder, folder)
+    result = evaluate("fid", folder, folder, "--skip-bad", "--json")
+    found = json.loads(result.stdout)
+    assert found["protocol"]["counts"] == [11, 11] and "could not be read" in found["protocol"]["note"]
+    assert "left out" in result.stderr and "05.png" in result.stderr
+
+
+def test_features_and_statistics_are_written(folder: Path, sets: Path, tmp_path: Path, tiny_network: list[str]) -> None:
+    assert as_json("features", folder, "--out", tmp_path / "f.npz")["width"] == 4
+    assert as_json("fid", folder, tmp_path / "f.npz")["value"] == pytest.approx(0, abs=1e-5)
+    for layout, name in (("ours", "s.npz"), ("clean-fid", "c.npz"), ("torch-fidelity", "t.pt")):
+        facts = as_json("stats", sets / "a.npz", "--out", tmp_path / name, "--format", layout)
+        assert facts["count"] == 96 and facts["width"] == 6
+        assert as_json("fid", sets / "a.npz", tmp_path / name)["value"] == pytest.approx(0, abs=1e-6)
+    assert "96 samples of 6 features" in evaluate("stats", sets / "a.npz", "--out", tmp_path / "x.npz").stderr
+    assert "spatial" in refused("stats", sets / "a.npz", "--out", tmp_path / "y.npz", "--format", "adm")
+    assert "did you mean 'clean-fid'" in refused("stats", folder, "--out", tmp_path / "y.npz", "--format", "cleanfid")
+    assert "written to .npz" in refused("features", folder, "--out", tmp_path / "f.txt")
+
+
+def test_mistakes_about_sources(sets: Path, folder: Path, tmp_path: Path, tiny_network: list[str]) -> None:
+    assert "same protocol, got features='made up' and 'another'" in refused("fid", sets / "a.npz", sets / "other.npz")
+    assert "same width, got 4 and 6" in refused("kid", folder, sets / "a.npz")
+    assert "none" in refused("fid", tmp_path / "nothing", folder)
+    (tmp_path / "empty").mkdir()
+    assert "got none" in refused("fid", tmp_path / "empty", folder)
+    (tmp_path / "broken.npz").write_bytes(b"PK nonsense")
+    assert "damaged" in refused("fid", tmp_path / "broken.npz", folder)
+    assert "use specmm eval fd" in refused("fid", folder, folder, "--features", "dinov2")
+    assert "device must be" in refused("fid", folder, folder, "--device", "tpu9")
+    single = tmp_path / "single"
+    single.mkdir()
+    (folder / "00.png").rename(single / "00.png")
+    assert "at least 2 samples" in refused("fid", single, folder)
+
+
+def test_unknown_networks_are_suggested(folder: Path) -> None:
+    assert "did you mean 'inception'" in refused("kid", folder, folder, "--features", "inceptoin")
+
+
+# ---- comparing
+
+
+def test_compare_tests_and_says_it_in_a_sentence(sets: Path) -> None:
+    a, b, c = (sets / f"{n}.npz" for n in "abc")
+    same = as_json("compare", a, b)
+    assert not same["differ"] and same["p_value"] > 0.05 and same["verdict"].startswith("No difference beyond")
+    worse = as_json("compare", c, a, "--reference", b, "--permutations", 99)
+    assert worse["differ"] and worse["p_value"] == 0.01
+    assert worse["loss"]["interval"]["low"] > 0 and "B is closer to the reference" in worse["verdict"]
+    text = evaluate("compare", a, c, "--reference", b, "--seed", 1).stdout
+    assert text.startswith("The two sets differ by more than sampling noise") and "A is closer" in text
+    assert "permute more" in refused("compare", a, b, "--permutations", 5)
+
+
+def test_compare_of_results(sets: Path, tmp_path: Path) -> None:
+    def result(name: str, value: float, **protocol: Any) -> Path:
+        interval = Interval(value - 1, value + 1, 0.95, "jackknife")
+        found = Measurement("fid", value, {"resize": "none", **protocol}, interval=interval)
+        (tmp_path / name).write_text(json.dumps(found.to_json()))
+        return tmp_path / name
+
+    one, two = result("one.json", 10.0), result("two.json", 13.0)
+    found = as_json("compare", one, two)["differences"][0]
+    assert found["value"] == -3 and found["interval"]["high"] < 0
+    assert "more than sampling noise" in evaluate("compare", one, two).stdout
+    other = result("other.json", 10.0, resize="antialias")
+    assert "same protocol, got resize='none' and 'antialias'" in refused("compare", one, other)
+    assert "two results" in refused("compare", one, sets / "a.npz")
+    (tmp_path / "odd.json").write_text("[]")
+    assert "odd.json must hold one result" in refused("compare", one, tmp_path / "odd.json")
+
+
+# ---- answers
+
+
+def test_answers(tmp_path: Path) -> None:
+    given = [{"question_id": i, "answers": [{"answer": a} for a in ["two"] * 8 + ["3"] * 2]} for i in range(4)]
+    (tmp_path / "answers.json").write_text(json.dumps({"annotations": given}))
+    told = [{"question_id": i, "answer": a} for i, a in enumerate(("2", "Two.", "3", ""))]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, told)))
+    common = ("vqa", tmp_path / "p.jsonl", "--answers", tmp_path / "answers.json")
+    found = as_json(*common)
+    assert found["value"] == pytest.approx((1 + 1 + 0.6 + 0) / 4) and found["name"] == "p"
+    assert as_json(*common, "--metric", "exact")["value"] == 0.25
+    assert as_json(*common, "--metric", "anls")["metric"] == "anls"
+    assert as_json(*common, "--metric", "relaxed")["protocol"]["tolerance"] == 0.05
+    text = evaluate(*common).stdout
+    assert text.startswith("VQA accuracy 0.6500  [") and "1 of 4 predictions are empty" in text
+    assert "did you mean 'anls'" in refused(*common, "--metric", "anl")
+    assert "did you mean 'protocol'" in refused(*common, "--variant", "protocoll")
+    (tmp_path / "p.jsonl").write_text('{"question_id": 0, "answer": "2"}\nnot json')
+    assert "line 2 must be JSON" in refused(*common)
+    assert "No such file" in refused("vqa", tmp_path / "none", "--answers", tmp_path / "answers.json")
+
+
+# ---- the rest
+
+
+def test_report_draws_what_bench_and_eval_said(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [
+        {"method": m, "speedup": s, "certificate": {"kind": k}} for m, s, k in (("ar", 1.0, "exact"), ("x", 2.0, "b"))
+    ]
+    (tmp_path / "bench.json").write_text(json.dumps(rows))
+    for name, value in (("ar", 10.0), ("x", 11.0)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(Measurement("fid", value, {}).to_json()))
+    files = [tmp_path / f"{n}.json" for n in ("bench", "ar", "x")]
+    found = as_json("report", *files, "--out", tmp_path / "out")
+    assert [r["fid_ratio"] for r in found["rows"]] == [1, pytest.approx(1.1)]
+    assert "| x | 2.000 | b | 11.0 | 1.100 |" in (tmp_path / "out/report.md").read_text()
+    assert Image.open(tmp_path / "out/report.png").size == (1080, 660)
+    assert "with --name" in refused("report", files[0], "--out", tmp_path / "out")
+
+
+def test_weights_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECMM_WEIGHTS", str(tmp_path))
+    text = evaluate("weights").stdout
+    assert str(tmp_path) in text and "dinov2" in text and "efficientnet-lite0" in text
+    assert {r["name"] for r in as_json("weights")["weights"]} >= {"inception", "clip", "lpips-vgg"}
+
+
+def test_clip_takes_a_prompt_a_picture(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a\n\nb\n")
+    assert "line 2 must hold a prompt" in refused("clip", folder, "--prompts", tmp_path / "prompts.txt")
+    (tmp_path / "prompts.txt").write_text("a\nb\n")
+    line = refused("clip", folder, "--prompts", tmp_path / "prompts.txt", "--weights", tmp_path)
+    assert "clip" in line and "model.safetensors" in line
+    assert "no other options" in refused("clip", folder, "--prompts", tmp_path / "prompts.txt", "--skip-bad")
