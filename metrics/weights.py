@@ -68,7 +68,7 @@ KNOWN = {
         "model.safetensors",
         f"{HUB}/openai/clip-vit-base-patch32",
         repository="openai/clip-vit-base-patch32",
-        companions=("config.json", "preprocessor_config.json", "tokenizer_config.json"),
+        companions=("config.json", "tokenizer_config.json"),
     ),
     "lpips-alex": Weights(
         "LPIPS v0.1 heads on AlexNet",

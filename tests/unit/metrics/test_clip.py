@@ -1,0 +1,43 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from specmm.metrics.extractors.clip import CLIP
+from specmm.metrics.frechet import frechet_distance
+
+
+def pictures(count: int, seed: int = 0) -> list[np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, 256, (20 + i, 30, 3), dtype=np.uint8) for i in range(count)]
+
+
+def test_features_are_the_models_own(tiny_clip: Path) -> None:
+    from PIL import Image
+    from transformers import CLIPModel, CLIPProcessor
+
+    given = pictures(3)
+    processor = CLIPProcessor.from_pretrained(tiny_clip)
+    inputs = processor(images=[Image.fromarray(p) for p in given], return_tensors="pt")
+    with torch.inference_mode():
+        expected = CLIPModel.from_pretrained(tiny_clip).get_image_features(**inputs).pooler_output
+    found = CLIP(weights=tiny_clip).features(given, progress=False)
+    torch.testing.assert_close(found.values, expected, rtol=1e-5, atol=1e-6)
+    assert found.protocol["features"] == "CLIP ViT patch 8 image 8" and "crop" in found.protocol["resize"]
+
+
+def test_clip_distance(tiny_clip: Path) -> None:
+    network = CLIP(weights=tiny_clip)
+    one, two = (network.features(pictures(12, seed), batch=5, progress=False) for seed in (0, 1))
+    assert abs(frechet_distance(one, one).value) < 1e-6 < frechet_distance(one, two).value
+
+
+def test_long_texts_are_cut(tiny_clip: Path) -> None:
+    found = CLIP(weights=tiny_clip).texts(["a" * 40, "b"])
+    assert found.shape == (2, 8) and found.isfinite().all()
+
+
+def test_missing_weights_say_what_to_put_where(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model\.safetensors, config\.json.* got none; put .*clip-vit-base-patch32"):
+        CLIP(weights=tmp_path)

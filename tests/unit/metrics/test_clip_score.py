@@ -1,0 +1,57 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specmm.metrics.clip_score import clip_score
+from specmm.metrics.extractors.clip import CLIP
+
+TEXTS = ["a cat", "dog", "the green house", "x", "abc def"]
+
+
+def pictures() -> list[np.ndarray]:
+    generator = np.random.default_rng(0)
+    return [generator.integers(0, 256, (32 + 3 * i, 40, 3), dtype=np.uint8) for i in range(len(TEXTS))]
+
+
+class TensorFeatures:
+    """The model as torchmetrics expects it: features as tensors, which transformers 5 wraps."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.config = model, model.config
+
+    def to(self, device: torch.device) -> "TensorFeatures":
+        return self
+
+    def get_image_features(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.model.get_image_features(pixels).pooler_output.detach()
+
+    def get_text_features(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.model.get_text_features(tokens, mask).pooler_output.detach()
+
+
+def test_agrees_with_torchmetrics(tiny_clip: Path) -> None:
+    functional = pytest.importorskip("torchmetrics.functional.multimodal.clip_score")
+    from transformers import AutoProcessor, CLIPModel
+
+    model, processor = CLIPModel.from_pretrained(tiny_clip).eval(), AutoProcessor.from_pretrained(tiny_clip)
+    given = [torch.from_numpy(p).permute(2, 0, 1) for p in pictures()]
+    scores, _ = functional._clip_score_update(given, TEXTS, TensorFeatures(model), processor)
+    found = clip_score(pictures(), TEXTS, CLIP(weights=tiny_clip), batch=2)
+    assert found.value == pytest.approx(float(scores.clamp(min=0).mean()), rel=1e-5)
+    assert found.parts["paper_scale_2.5"] == pytest.approx(found.value / 40)
+    assert found.protocol["counts"] == [5] and found.protocol["scale"] == 100
+    assert found.interval is not None and found.interval.low < found.value < found.interval.high
+
+
+@pytest.mark.parametrize(("texts", "kind"), [(TEXTS[:3], "first"), ([*TEXTS, "more"], "second"), ([], "first")])
+def test_counts_must_match(tiny_clip: Path, texts: list[str], kind: str) -> None:
+    with pytest.raises(ValueError, match=f"of the {kind} only"):
+        clip_score(pictures(), texts, CLIP(weights=tiny_clip))
+
+
+def test_nothing_is_refused(tiny_clip: Path) -> None:
+    with pytest.raises(ValueError, match="at least one pair"):
+        clip_score([], [], CLIP(weights=tiny_clip))
