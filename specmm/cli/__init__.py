@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import specmm
-from specmm.cli import bench, demo, evaluate, generate, plan, train, zoo
+from specmm.cli import bench, demo, evaluate, generate, plan, train, train_vlm, zoo
 from specmm.cli.errors import OneLine
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app = typer.Typer(
 app.command()(generate.generate)
 app.command()(bench.bench)
 app.add_typer(evaluate.app, name="eval")
+train.app.command()(train_vlm.llava)
 app.add_typer(train.app, name="train")
 app.command()(plan.plan)
 app.command()(zoo.zoo)

@@ -123,6 +123,12 @@ def _fraction(name: str) -> float:
 
 
 def _rasterise(icons: dict[str, Any], name: str, size: int) -> Array:
+    picture = cut_out(icons, name, size, background="white").convert("RGB")
+    return np.asarray(ImageOps.pad(picture, (size, size), color="white"))  # a few icons are not square
+
+
+def cut_out(icons: dict[str, Any], name: str, size: int, background: str | None = None) -> Image.Image:
+    """Icon ``name`` of a style's file as an RGBA picture of at most ``size`` pixels a side."""
     import resvg_py
 
     icon = icons["icons"][name]
@@ -130,6 +136,5 @@ def _rasterise(icons: dict[str, Any], name: str, size: int) -> Array:
     height = icon.get("height", icons.get("height", 16))
     spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     svg = f'<svg {spaces} viewBox="0 0 {width} {height}">{icon["body"]}</svg>'
-    png = resvg_py.svg_to_bytes(svg_string=svg, width=size, height=size, background="white")
-    picture = Image.open(io.BytesIO(bytes(png))).convert("RGB")
-    return np.asarray(ImageOps.pad(picture, (size, size), color="white"))  # a few icons are not square
+    png = resvg_py.svg_to_bytes(svg_string=svg, width=size, height=size, background=background)
+    return Image.open(io.BytesIO(bytes(png))).convert("RGBA")

@@ -1,0 +1,120 @@
+from collections import Counter
+from random import Random
+
+import numpy as np
+import pytest
+
+from specmm.vlm.data.facts import fact
+from specmm.vlm.data.kinds import BY_NAME, COLOURS, KINDS
+from specmm.vlm.data.questions import NUMBERS, SHORT, counted, description, joined, name_of, short_questions, tellings
+from specmm.vlm.data.scenes import BACKGROUNDS, CENTRES, PLACES, SIZES, compose
+from specmm.vlm.data.sprites import Sprite, Sprites, held_out, load_sprites
+
+
+@pytest.fixture(scope="module")
+def sprites():
+    square = np.full((64, 64, 4), 255, np.uint8)
+    return Sprites(tuple(Sprite(k.name, colour, square) for k in KINDS for colour in k.icons.values()))
+
+
+@pytest.fixture(scope="module")
+def scenes(sprites):
+    return [compose(sprites, Random(i)) for i in range(200)]
+
+
+def test_same_seed_same_scene(sprites):
+    a, b = (compose(sprites, Random(7)) for _ in range(2))
+    assert a.things == b.things
+    assert np.array_equal(a.image, b.image)
+    assert not np.array_equal(a.image, compose(sprites, Random(8)).image)
+
+
+def test_things_are_where_they_are_said_to_be(scenes):
+    for scene in scenes:
+        for i, thing in enumerate(scene.things):
+            rows, columns = np.nonzero(scene.owner == i)
+            assert abs(rows.mean() - CENTRES[thing.place // 3]) < 7
+            assert abs(columns.mean() - CENTRES[thing.place % 3]) < 7
+            least, most = SIZES[thing.size]
+            assert least - 4 <= max(np.ptp(rows), np.ptp(columns)) + 1 <= most
+
+
+def test_things_come_in_reading_order_at_places_of_their_own(scenes):
+    for scene in scenes:
+        places = [thing.place for thing in scene.things]
+        assert places == sorted(set(places))
+
+
+def test_background_fills_what_no_thing_covers(scenes):
+    scene = scenes[0]
+    found = scene.image[scene.owner < 0].astype(int)
+    assert np.abs(found - BACKGROUNDS[scene.background]).max() <= 12
+
+
+def test_every_sort_of_short_question_is_asked(scenes):
+    asked = {turn.kind for i, scene in enumerate(scenes) for turn in short_questions(scene, Random(i))}
+    assert asked == set(SHORT)
+
+
+def test_answers_are_true(scenes):
+    for i, scene in enumerate(scenes):
+        counts = Counter(thing.kind for thing in scene.things)
+        for turn in short_questions(scene, Random(i)):
+            if turn.kind == "how many" and " things " not in turn.question:
+                (kind,) = (k for k in KINDS if f"many {k.plural} " in turn.question)
+                assert turn.answer == NUMBERS[counts[kind.name]]
+            if turn.kind == "is there":
+                shown = any(f"{BY_NAME[kind].article}" in turn.question for kind in counts)
+                assert turn.answer == ("yes" if shown else "no")
+            if turn.kind == "where":
+                (thing,) = (t for t in scene.things if f"the {t.kind}?" in turn.question)
+                assert turn.answer == PLACES[thing.place]
+
+
+def test_yes_and_no_are_as_frequent(scenes):
+    turns = [t.answer for i, s in enumerate(scenes) for t in short_questions(s, Random(i)) if t.kind == "is there"]
+    assert turns.count("yes") == turns.count("no")
+
+
+def test_a_description_names_everything_and_varies(scenes):
+    told = set()
+    for i, scene in enumerate(scenes):
+        text = description(scene, Random(i)).answer
+        assert scene.background in text
+        for thing in scene.things:
+            assert f"{name_of(thing)[2:]} {PLACES[thing.place]}" in text or PLACES[thing.place][1:] in text
+        told.add(description(scenes[0], Random(i)).answer)
+    assert told == tellings(scenes[0])
+
+
+def test_words():
+    assert joined(["a", "b", "c"]) == "a, b and c"
+    assert joined(["a"]) == "a"
+    assert (counted("octopus", 1), counted("octopus", 2)) == ("an octopus", "two octopuses")
+    assert all(colour in ("", *COLOURS) for kind in KINDS for colour in kind.icons.values())
+
+
+def test_facts_need_no_picture_and_repeat_with_their_seed():
+    turns = [fact(Random(i)) for i in range(50)]
+    assert turns == [fact(Random(i)) for i in range(50)]
+    assert len({turn.answer for turn in turns}) > 20
+
+
+def test_one_style_of_each_icon_is_held_out(tmp_path, monkeypatch):
+    styles = ["a", "b", "c"]
+    icons = [icon for kind in KINDS for icon in kind.icons]
+    names = [f"{style}/{icon}" for style in styles for icon in icons]
+    images = np.arange(len(names), dtype=np.uint8)[:, None, None, None] * np.ones((1, 2, 2, 4), np.uint8)
+    np.savez(tmp_path / "sprites.npz", images=images, names=np.array(names))
+    monkeypatch.setattr("specmm.vlm.data.sprites._build", lambda folder: folder / "sprites.npz")
+    numbers = {
+        split: {int(s.pixels[0, 0, 0]) for s in load_sprites(tmp_path, split).all} for split in ("train", "test")
+    }
+    assert numbers["train"].isdisjoint(numbers["test"])
+    assert numbers["test"] == {names.index(f"{held_out(icon, styles)}/{icon}") for icon in icons}
+    assert len(numbers["train"] | numbers["test"]) == len(names)
+
+
+def test_an_unknown_split_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="split must be one of train, test"):
+        load_sprites(tmp_path, "valid")

@@ -1,0 +1,1 @@
+"""What ``pocket/llava`` is trained and tested on: easy-VQA, composed scenes of emoji, facts without a picture."""

@@ -1,0 +1,131 @@
+"""Conversations as token rows: one after the other as a chat, or side by side behind one picture.
+
+Side by side, each question is a segment that sees the picture and itself only, at the positions it would have alone:
+the row trains many one-question conversations for the price of one picture.
+
+Shape letters: B rows, L tokens, N image tokens, P tokens before the first question, R pixels a side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from specmm.vlm.data.questions import Turn
+from specmm.vlm.data.sprites import Array
+from specmm.vlm.data.tokenizer import ASSISTANT, BOS, EOS, IMAGE, MEAN, PAD, STD, USER
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row. ``answer_mask`` marks the tokens of answers, each answer's end of sequence included.
+
+    Tokens of segment 0 are seen by all later ones, others by their own segment only; a chat is all 0.
+    """
+
+    input_ids: Tensor  # [L]
+    pixel_values: Tensor | None  # [3, R, R]
+    answer_mask: Tensor  # [L] bool
+    segments: Tensor  # [L]
+    position_ids: Tensor  # [L]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of the same length, pictures in all of them or in none."""
+
+    input_ids: Tensor  # [B, L]
+    pixel_values: Tensor | None  # [B, 3, R, R]
+    answer_mask: Tensor  # [B, L] bool
+    segments: Tensor  # [B, L]
+    position_ids: Tensor  # [B, L]
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """Who sees whom, [B, 1, L, L] bool."""
+        seen = (self.segments[:, None] == 0) | (self.segments[:, None] == self.segments[..., None])
+        return (seen & torch.ones_like(seen[0]).tril())[:, None]
+
+    @property
+    def labels(self) -> Tensor:
+        """The token to predict at each place, −100 where none is asked for, [B, L]."""
+        targets = self.input_ids.masked_fill(~self.answer_mask, -100)
+        return torch.nn.functional.pad(targets[:, 1:], (0, 1), value=-100)
+
+
+class Encoder:
+    """Turns conversations into samples for a tokenizer and a number of image tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, image_tokens: int) -> None:
+        ids = tokenizer.get_vocab()
+        self.bos, self.eos, self.pad, self.image = ids[BOS], ids[EOS], ids[PAD], ids[IMAGE]
+        self.user, self.assistant = ids[USER], ids[ASSISTANT]
+        self.tokenizer = tokenizer
+        self.image_tokens = image_tokens
+        self._known: dict[str, list[int]] = {}
+
+    def prefix(self, visual: bool) -> list[int]:
+        """The P tokens before the first question."""
+        return [self.bos, self.user, *[self.image] * (self.image_tokens if visual else 0)]
+
+    def chat(self, turns: Sequence[Turn], image: Array | None = None, length: int | None = None) -> Sample:
+        """Turns one after the other, cut and padded to ``length`` tokens where it is given."""
+        return self._pack(turns, image, length, side_by_side=False)
+
+    def side_by_side(self, turns: Sequence[Turn], image: Array | None, length: int) -> Sample:
+        """As many of ``turns`` as fit into ``length`` tokens, each as if it were alone."""
+        return self._pack(turns, image, length, side_by_side=True)
+
+    def _pack(self, turns: Sequence[Turn], image: Array | None, length: int | None, *, side_by_side: bool) -> Sample:
+        ids = self.prefix(image is not None)
+        start = len(ids)
+        answers, segments, positions = [False] * start, [0] * start, list(range(start))
+        for i, turn in enumerate(turns):
+            question, answer = [*self._encode(turn.question), self.assistant], [*self._encode(turn.answer), self.eos]
+            if not side_by_side and i:
+                question = [self.user, *question]
+            new = question + answer
+            if length is not None and len(ids) + len(new) > length:
+                continue
+            ids += new
+            answers += [False] * len(question) + [True] * len(answer)
+            segments += [(i + 1) * side_by_side] * len(new)
+            first = start if side_by_side else positions[-1] + 1
+            positions += range(first, first + len(new))
+        missing = max((length or 0) - len(ids), 0)
+        return Sample(
+            torch.tensor(ids + [self.pad] * missing),
+            None if image is None else to_pixels(image),
+            torch.tensor(answers + [False] * missing),
+            torch.tensor(segments + [len(turns) + 1] * missing),
+            torch.tensor(positions + [0] * missing),
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        if text not in self._known:
+            if len(self._known) > 50_000:
+                self._known.clear()
+            self._known[text] = self.tokenizer.encode(text, add_special_tokens=False)
+        return self._known[text]
+
+
+def to_pixels(image: Array) -> Tensor:
+    """A picture [R, R, 3] uint8 as the processor prepares it, [3, R, R]."""
+    return torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1))).float().div(255).sub(MEAN).div(STD)
+
+
+def stack(samples: Sequence[Sample]) -> Batch:
+    """Samples of one length as a batch."""
+    pixels = [s.pixel_values for s in samples if s.pixel_values is not None]
+    return Batch(
+        torch.stack([s.input_ids for s in samples]),
+        torch.stack(pixels) if pixels else None,
+        torch.stack([s.answer_mask for s in samples]),
+        torch.stack([s.segments for s in samples]),
+        torch.stack([s.position_ids for s in samples]),
+    )
