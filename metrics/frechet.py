@@ -17,7 +17,7 @@ from torch import Tensor
 from specmm.metrics.features import FeatureSet, Protocol, as_features, joint_protocol, same_width
 from specmm.metrics.measurement import Measurement
 
-ROWS = 2048  # samples converted to float64 at a time
+ROWS = 512  # samples converted to float64 at a time
 COLUMNS = 512  # features whose products are taken at a time: more use less of the symmetry, fewer are slow calls
 WELL_CONDITIONED = 1e-9  # smallest squared Cholesky pivot, relative to the largest, that we trust
 

@@ -90,16 +90,18 @@ def kernel_distance(
         raise ValueError("bootstrap belongs to the whole-set estimate, got full=False; set full=True or drop it")
     protocol = joint_protocol(one.protocol, two.protocol)
     protocol |= {"counts": [len(x), len(y)], "kernel": repr(kernel)}
-    if picks is None:
-        picks = _picks(len(x), len(y), subsets, min(subset_size, len(x), len(y)), seed)
-    protocol |= {"subsets": len(picks), "subset_size": len(picks[0][0]), "subset_seed": seed}
+    chosen = _picks(len(x), len(y), subsets, min(subset_size, len(x), len(y)), seed) if picks is None else picks
+    size = min((len(rows) for pair in chosen for rows in pair), default=0)
+    if size < 2:
+        raise ValueError(f"subsets must be >= 1 of size >= 2, got {len(chosen)} of {size}; raise them")
+    protocol |= {"subsets": len(chosen), "subset_size": size, "subset_seed": seed if picks is None else "given"}
     if not full:
-        values = _subset_by_subset(x, y, picks, kernel, progress)
+        values = _subset_by_subset(x, y, chosen, kernel, progress)
         return KernelResult(float(values.mean()), float(values.std(correction=0)), None, protocol)
-    values = _in_one_pass(x, y, picks, bootstrap, kernel, progress)
-    mean, std = float(values[: len(picks)].mean()), float(values[: len(picks)].std(correction=0))
-    interval = bootstrap.of_replicates(values[len(picks) + 1 :], "both sets") if bootstrap else None
-    return KernelResult(mean, std, float(values[len(picks)]), protocol, interval)
+    values = _in_one_pass(x, y, chosen, bootstrap, kernel, progress)
+    mean, std = float(values[: len(chosen)].mean()), float(values[: len(chosen)].std(correction=0))
+    interval = bootstrap.of_replicates(values[len(chosen) + 1 :], "both sets") if bootstrap else None
+    return KernelResult(mean, std, float(values[len(chosen)]), protocol, interval)
 
 
 def common_values(one: FeatureSet, two: FeatureSet) -> tuple[Tensor, Tensor]:
@@ -131,8 +133,6 @@ def mean_across(x: Tensor, y: Tensor, wx: Tensor, wy: Tensor, kernel: Polynomial
 
 
 def _picks(n: int, m: int, subsets: int, size: int, seed: int) -> Picks:
-    if size < 2 or subsets < 1:
-        raise ValueError(f"subsets must be >= 1 of size >= 2, got {subsets} of {size}; raise them")
     generator = torch.Generator().manual_seed(seed)
     return [
         (torch.randperm(n, generator=generator)[:size], torch.randperm(m, generator=generator)[:size])

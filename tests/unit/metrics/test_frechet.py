@@ -58,6 +58,16 @@ def test_parts_add_up_and_order_does_not_matter() -> None:
     assert (one.protocol["counts"], two.protocol["counts"]) == ([300, 200], [200, 300])
 
 
+@pytest.mark.parametrize("columns", [1, 24, 100])
+def test_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    x, y = correlated(300, 100, 2), correlated(200, 100, 3, shift=0.05)
+    whole = frechet_distance(x, y).value
+    monkeypatch.setattr("specmm.metrics.frechet.COLUMNS", columns)
+    monkeypatch.setattr("specmm.metrics.frechet.ROWS", 37)
+    assert frechet_distance(x, y).value == pytest.approx(whole, rel=1e-10)
+    torch.testing.assert_close(FeatureStatistics.of(x).moments()[1], x.double().T.cov())
+
+
 def test_singular_covariance_of_many_samples() -> None:
     x, y = correlated(900, 40, 2), correlated(900, 40, 3, shift=0.05)
     for same in (x, y):
