@@ -38,12 +38,12 @@ def stream_pictures(path: Path) -> Iterator[np.ndarray]:
 def _array(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
     """The array's data, positioned at its first byte, and its shape."""
     with contextlib.ExitStack() as stack:
+        file = _open(path, stack)
         try:
-            file = _open(path, stack)
             version = np.lib.format.read_magic(file)
             header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, fortran, dtype = header(file)
-        except (zipfile.BadZipFile, OSError, EOFError) as error:
+        except (zipfile.BadZipFile, OSError, EOFError, ValueError) as error:
             raise ValueError(f"{path} must be a numpy file, got a broken one ({error}); write it again") from None
         if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or fortran or not math.prod(shape):
             raise ValueError(
@@ -56,7 +56,10 @@ def _array(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
 def _open(path: Path, stack: contextlib.ExitStack) -> IO[bytes]:
     if path.suffix == ".npy":
         return stack.enter_context(path.open("rb"))
-    archive = stack.enter_context(zipfile.ZipFile(path))
+    try:
+        archive = stack.enter_context(zipfile.ZipFile(path))
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{path} must be a numpy archive, got a broken one ({error}); write it again") from None
     names = [n.removesuffix(".npy") for n in archive.namelist()]
     chosen = next((n for n in NAMES if n in names), names[0] if len(names) == 1 else None)
     if chosen is None:

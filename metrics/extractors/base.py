@@ -18,7 +18,7 @@ from tqdm import tqdm
 import specmm
 from specmm.metrics.features import FeatureSet, Protocol
 
-Pictures = np.ndarray | Tensor | Iterable[np.ndarray]
+Pictures = np.ndarray | Tensor | Iterable[np.ndarray] | Iterable[Tensor]
 T = TypeVar("T")
 Step = Callable[[Tensor], Tensor]
 
