@@ -148,7 +148,10 @@ def test_features_and_statistics_are_written(folder: Path, sets: Path, tmp_path:
 def test_mistakes_about_sources(sets: Path, folder: Path, tmp_path: Path, tiny_network: list[str]) -> None:
     assert "same protocol, got features='made up' and 'another'" in refused("fid", sets / "a.npz", sets / "other.npz")
     assert "same width, got 4 and 6" in refused("kid", folder, sets / "a.npz")
-    assert "none" in refused("fid", tmp_path / "nothing", folder)
+    tiny_network.clear()
+    for sides in ((tmp_path / "nothing", folder), (folder, tmp_path / "nothing")):
+        assert "nothing must be or hold pictures" in refused("fid", *sides)
+    assert not tiny_network  # found out before a network is loaded
     (tmp_path / "empty").mkdir()
     assert "got none" in refused("fid", tmp_path / "empty", folder)
     (tmp_path / "broken.npz").write_bytes(b"PK nonsense")
@@ -254,3 +257,13 @@ def test_clip_takes_a_prompt_a_picture(folder: Path, tmp_path: Path) -> None:
     line = refused("clip", folder, "--prompts", tmp_path / "prompts.txt", "--weights", tmp_path)
     assert "clip" in line and "model.safetensors" in line
     assert "no other options" in refused("clip", folder, "--prompts", tmp_path / "prompts.txt", "--skip-bad")
+
+
+def test_reconstruction_of_pairs(tmp_path: Path, tiny_network: list[str]) -> None:
+    pictures = np.random.default_rng(1).integers(0, 256, (8, 16, 16, 3), np.uint8)
+    for name, images in (("a", pictures), ("b", pictures // 2)):
+        np.savez(tmp_path / f"{name}.npz", images=images)
+    common = ("reconstruction", tmp_path / "b.npz", tmp_path / "a.npz", "--lpips", "none")
+    assert [m["metric"] for m in as_json(*common)["results"]] == ["psnr", "ssim", "rfid"]
+    assert [m["metric"] for m in as_json(*common, "--no-rfid")["results"]] == ["psnr", "ssim"]
+    assert "in pairs" in refused(*common, "--skip-bad")

@@ -96,5 +96,6 @@ def _frechet(reader: Reader, source: str, reference: str, seed: int | None) -> A
 
     if seed is None:
         return frechet_distance(*reader.both(source, reference, statistics=True))
-    made, known = reader.features(source), reader.gaussian(reference)
+    known = reader.gaussian(reference)
+    made = reader.features(source)
     return replace(frechet_distance(made, known), interval=frechet_interval(made, known, generator(seed)))

@@ -29,3 +29,24 @@ def clip(
 
     model: Any = reader.extractor
     return clip_score(reader.pictures(source), lines, model, batch=reader.batch)
+
+
+@measured("inception")
+def reconstruction(
+    source: Source,
+    originals: Annotated[str, typer.Argument(help="The pictures that SOURCE was made from, in the same order.")],
+    reader: Reader,
+    lpips: Annotated[str, typer.Option(help="Network of LPIPS: alex, vgg or none.")] = "alex",
+    rfid: Annotated[
+        bool, typer.Option("--rfid/--no-rfid", help="With the FID of SOURCE against its originals.")
+    ] = True,
+) -> Any:
+    """PSNR, SSIM, LPIPS and rFID of pictures that went through a tokenizer."""
+    if reader.skip_bad:
+        raise ValueError("pictures are compared in pairs, so that none may be left out: drop --skip-bad")
+    made, given = reader.pictures(source), reader.pictures(originals)
+    from specmm.metrics.lpips import LPIPS
+    from specmm.metrics.reconstruction import reconstruction as measure
+
+    judge = None if lpips == "none" else LPIPS(lpips, device=reader.device)
+    return measure(given, made, lpips=judge, extractor=reader.extractor if rfid else None, batch=reader.batch)

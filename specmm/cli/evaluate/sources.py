@@ -44,12 +44,13 @@ class Reader:
         return extractor(self.network, weights=self.weights, device=device)
 
     def both(self, source: str, reference: str, statistics: bool = False) -> tuple[Any, Any]:
-        """Features, or ``statistics``, of both; the reference is tried first where it is quick to read."""
+        """Features, or ``statistics``, of both, once it is known that there is something to read in both."""
         read = self.gaussian if statistics else self.features
-        if is_file_of_numbers(reference):
-            known = read(reference)
-            return read(source), known
-        return read(source), read(reference)
+        known = read(reference) if is_file_of_numbers(reference) else None
+        for each in (source, reference):
+            if not is_file_of_numbers(each):
+                self.pictures(each)
+        return read(source), read(reference) if known is None else known
 
     def features(self, source: str) -> Any:
         """The features in an .npz, or those of pictures, as a ``FeatureSet``."""
@@ -139,7 +140,7 @@ def stored_features(source: str) -> Any:
 
 def is_file_of_numbers(source: str) -> bool:
     """Whether ``source`` is a file of statistics or features, which is read at once."""
-    return is_reference(source) or bool(npz_names(source) & {"values"})
+    return is_reference(source) or stored_features(source) is not None
 
 
 def is_reference(source: str) -> bool:
