@@ -55,7 +55,7 @@ def _train(data: Path, out: Path, sizes: Any, steps: tuple[int, int], batch: int
     from specmm.vlm.data.tokenizer import build_processor
     from specmm.vlm.train.target import build_model, save_model, train_target, train_tower
 
-    world, held_out = _world(data, "train"), _world(data, "test")
+    world, held_out = open_world(data, "train"), open_world(data, "test")
     if not (out / "processor").exists():  # a resumed run goes on with the same tokens
         build_processor(learn_tokenizer(world), R, sizes.patch).save_pretrained(out / "processor")
     processor = AutoProcessor.from_pretrained(out / "processor")
@@ -66,7 +66,7 @@ def _train(data: Path, out: Path, sizes: Any, steps: tuple[int, int], batch: int
     save_model(model, processor, out / "model")
 
 
-def _world(data: Path, split: str) -> Any:
+def open_world(data: Path, split: str) -> Any:
     """Scenes and easy-VQA of a split; raises ``ValueError`` naming the package that is missing."""
     from specmm.vlm.data.stream import load_world
 

@@ -1,33 +1,39 @@
 """MSD's head, trees, acceptance, training losses and whole runs against numbers that its release produced.
 
-``meta.json`` and ``llava576.json`` beside the tensors say which call made which; tokens behind image slot ranges are
-1-based in time: slot j reads position j + 1.
+``meta.json`` and ``llava576.json`` beside the tensors say which call made which.
 """
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
+from specmm.decode import decode
 from specmm.drafter import Feedback
 from specmm.growth import Dynamic
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
 from specmm.target import TargetOutput
+from specmm.tree import DraftTree, TreeShape
+from specmm.verify import GreedyMatch, PointMass
 from specmm.verify.rule import Verdict
 from specmm.vlm.drafters.msd import MSDDrafter
 from specmm.vlm.drafters.msd_head import MSDConfig, MSDHead
-from specmm.vlm.target import Context
+from specmm.vlm.target import Context, VLMPrompt, VLMTarget
+from specmm.vlm.train.msd import Slots, msd_loss, visual_share
 
 PARITY = Path(__file__).parents[1] / "parity" / "msd"
 CASES = {
     k: v for name in ("meta", "llava576") for k, v in json.loads((PARITY / f"{name}.json").read_text())["cases"].items()
 }
 VARIANTS = ("llava", "qwen")
+PLACEHOLDER = 158  # a token the prompt does not hold
 CLOSE = {"rtol": 0, "atol": 3e-5}  # float32 states of size 1 to 10
 
 
@@ -152,3 +158,124 @@ def check_tree(tree, t):
     leaves = set(range(shape.size)) - set(shape.parents[0].tolist())
     paths = {tuple(shape.ancestors[0, leaf].nonzero()[:, 0].tolist()) for leaf in leaves}
     assert paths == {tuple(n for n in row if n >= 0) for row in t["retrieve_indices"].tolist()}
+
+
+def test_training_losses_and_gradients():
+    facts, t = CASES["train"], tensors("train")
+    head = MSDHead(MSDConfig.from_json(facts["config"]))
+    head.load_state_dict(part(t, "weights."), strict=True)
+    image = torch.zeros(2, 25, dtype=torch.bool)
+    image[0, 3:15] = True
+    slots = Slots(
+        t["batch.inputs_embeds"], image, t["batch.hidden_states"], t["batch.target"], t["batch.loss_mask"].bool()
+    )
+    losses = msd_loss(head, lambda x: x @ t["lm_head.weight"].T, slots)
+    found = {"loss": "loss_fp32", "smooth_l1": "vloss_fp32", "cross_entropy": "ploss"}
+    for ours, theirs in found.items():
+        torch.testing.assert_close(losses[ours].detach()[None], t[f"train.{theirs}"], rtol=1e-5, atol=1e-5)
+    losses["loss"].backward()
+    weights = dict(head.named_parameters())
+    for name, gradient in part(t, "grad.").items():
+        torch.testing.assert_close(weights[name].grad, gradient, rtol=1e-3, atol=1e-5)
+    shares = [visual_share(100 * e + 99, 4000) for e in range(40)]
+    assert shares == pytest.approx(facts["visual_ratio_by_epoch_1_to_40"])
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_acceptance(number):
+    """Walks the release's candidate rows with its uniforms through our decisions.
+
+    Its defect is put back here: where nothing was rejected at the last node, its law is softmax of the raw logits.
+    """
+    facts = CASES["posterior"]["records"][number]
+    t = part(tensors("posterior"), f"post{number}.")
+    tree, logits = trie(t["candidates"], t["logits"])
+    greedy = GreedyMatch().decisions(tree, logits)
+    assert walk(tree, 0, lambda child: greedy.accept[0, child] > 0.5)[1] == facts["greedy"]["accept"]
+    for record in facts["sampling"]:
+        check_sampling(tree, logits, record, part(tensors("posterior"), record["sample_p"])[""])
+
+
+def trie(candidates, logits):
+    """The tree of candidate rows [P, D] with -1 behind their ends, and the logits [1, N, V] of its nodes."""
+    number, parents, kept = {}, [], []
+    for row, tokens in enumerate(candidates.tolist()):
+        for depth in range(len(tokens)):
+            prefix = tuple(tokens[: depth + 1])
+            if -1 in prefix or prefix in number:
+                continue
+            number[prefix] = len(parents)
+            parents.append(number.get(prefix[:-1], -1))
+            kept.append((prefix[-1], logits[row, depth]))
+    tree = DraftTree(torch.tensor([[token for token, _ in kept]]), TreeShape.from_parents(parents))
+    return tree, torch.stack([x for _, x in kept])[None]
+
+
+def children(tree, node):
+    return (tree.shape.parents[0] == node).nonzero()[:, 0].tolist()
+
+
+def walk(tree, node, keep):
+    """The last node of the path from ``node`` on, its length, and whether a child of the last node was rejected."""
+    for rejected, child in enumerate(children(tree, node)):
+        if keep(child):
+            last, length, missed = walk(tree, child, keep)
+            return last, length + 1, missed
+        if rejected + 1 == len(children(tree, node)):
+            return node, 0, True
+    return node, 0, False
+
+
+def check_sampling(tree, logits, record, expected):
+    decisions = PointMass().decisions(tree, Processor(record["temperature"])(logits))
+    draws = iter(record["uniform_draws"])
+    node, length, missed = walk(tree, 0, lambda child: next(draws) < float(decisions.accept[0, child]))
+    assert length == record["accept"] and next(draws, None) is None
+    ours = decisions.next_law[0, node]
+    released = ours / ours.sum() if missed else logits[0, node].softmax(-1)
+    torch.testing.assert_close(released, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_whole_run():
+    """A real LLaVA whose language model and picture are the recorded ones, greedy: the same trees and tokens."""
+    facts, t = CASES["e2e_llava"], tensors("e2e_llava")
+    head = MSDHead(MSDConfig.from_json(facts["drafter_config"]))
+    head.load_state_dict(part(t, "drafter."), strict=True)
+    target = VLMTarget(llava_of(facts, t), Processor(0))
+    drafter = MSDDrafter(head, target, Dynamic(facts["top_k"], facts["depth"], facts["total_token"]))
+    expected = t["out.msd_ids"][:, t["in.input_ids"].shape[1] :]
+    trees, propose = [], drafter.propose
+    drafter.propose = lambda *args: trees.append(propose(*args)) or trees[-1]
+    rounds = decode(target, drafter, GreedyMatch(), prompt_of(t), expected.shape[1] + 1, Uniforms.from_seeds([0]))
+    counts = [int(progress.counts[0]) for progress in rounds]
+    called = [tree.tokens[0].tolist() for tree in trees]
+    *_, progress = decode(target, drafter, GreedyMatch(), prompt_of(t), expected.shape[1], Uniforms.from_seeds([0]))
+    assert torch.equal(progress.tokens[:, : expected.shape[1]], expected)
+    assert torch.equal(progress.tokens[:, :49], t["out.naive_ids"][:, 14:])
+    kept = [b - a for a, b in pairwise([1, *counts])]
+    assert kept[: len(facts["steps"])] == [step["accept"] + 1 for step in facts["steps"]]
+    assert len(called) >= len(facts["steps"])
+    assert called == facts["draft_tokens_per_call"][: len(called)]
+
+
+def llava_of(facts, t):
+    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, patch_size=14)
+    text = LlamaConfig(**facts["base_config"], rope_theta=facts["rope_theta"], tie_word_embeddings=False)
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(
+            vision_config=CLIPVisionConfig(**vision, image_size=28), text_config=text, image_token_id=PLACEHOLDER
+        )
+    )
+    weights = part(t, "base.")
+    model.lm_head.weight.data.copy_(weights.pop("lm_head.weight"))
+    model.model.language_model.load_state_dict(part(weights, "model."), strict=True)
+    features = SimpleNamespace(pooler_output=list(t["in.image_features"]))
+    model.model.get_image_features = lambda *args, **kwargs: features
+    return model
+
+
+def prompt_of(t):
+    ids = t["in.input_ids"][0].tolist()
+    place = ids.index(-200)
+    ids[place : place + 1] = [PLACEHOLDER] * t["in.image_features"].shape[1]
+    return VLMPrompt({"input_ids": torch.tensor([ids]), "pixel_values": torch.zeros(1, 3, 28, 28)}, 60)

@@ -76,8 +76,12 @@ class MSDConfig:
     @property
     def feed_forward(self) -> LlamaConfig:
         """What transformers' feed-forward reads."""
-        width, inner = self.hidden_size, self.intermediate_size
-        return LlamaConfig(hidden_size=width, intermediate_size=inner, hidden_act=self.hidden_act)
+        return LlamaConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            hidden_act=self.hidden_act,
+            num_attention_heads=self.num_attention_heads,  # must divide the width; nothing reads it
+        )
 
 
 def _check_rope(facts: Mapping[str, Any], source: object) -> None:

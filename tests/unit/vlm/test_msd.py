@@ -1,0 +1,144 @@
+"""MSD drafting on tiny models of several classes: ragged batches with pictures anywhere, exactness, prompt slots."""
+
+import pytest
+import torch
+
+from specmm.decode import decode, decode_plain
+from specmm.drafter import Feedback
+from specmm.growth import Dynamic
+from specmm.processors import Processor
+from specmm.randomness import Uniforms
+from specmm.shape.static import branching
+from specmm.stats import Clock
+from specmm.verify import GreedyMatch, Recursive
+from specmm.vlm.drafters.msd import MSDDrafter
+from specmm.vlm.drafters.msd_head import MSDConfig, MSDHead
+from specmm.vlm.target import VLMPrompt, VLMTarget
+from specmm.vlm.train.msd import msd_config
+
+LENGTH = 12
+TREE = Dynamic(top_k=3, depth=2, total=10)
+ROWS = [["1", 5, "2", 6, 7], [1, 9, 10, 11], [1, "3", 12, 4, "4", 3]]  # a picture first, none, the last but one
+
+
+def drafter_of(target, tree=TREE, sampled=True, **changes):
+    config = msd_config(target, **changes)
+    torch.manual_seed(1)
+    head = MSDHead(config)
+    head.embed_tokens.weight.data.copy_(target.embed(torch.arange(config.vocab_size)))
+    return MSDDrafter(head, target, tree, sampled)
+
+
+def prompt_of(zoo, family, rows=ROWS):
+    return VLMPrompt(zoo.batch(family, rows), LENGTH)
+
+
+def run(drafter, rule, prompt, seeds):
+    *_, progress = decode(drafter.target, drafter, rule, prompt, LENGTH, Uniforms.from_seeds(seeds))
+    return progress.tokens[:, :LENGTH]
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2-vl", "qwen3-vl", "smolvlm"])
+def test_greedy_drafting_is_plain_decoding(zoo, name):
+    target = VLMTarget(zoo.model(name), Processor(0))
+    *_, plain = decode_plain(target, prompt_of(zoo, name), LENGTH, Uniforms.from_seeds([0, 1, 2]))
+    for tree in (TREE, branching([2, 2])):
+        drafted = run(drafter_of(target, tree), GreedyMatch(), prompt_of(zoo, name), [0, 1, 2])
+        assert torch.equal(drafted, plain.tokens)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_row_does_not_depend_on_its_batch(zoo, layers):
+    target = VLMTarget(zoo.model("llava"), Processor(1.0))
+    drafter = drafter_of(target, branching([3, 2, 1]), num_hidden_layers=layers)
+    together = run(drafter, Recursive(), prompt_of(zoo, "llava"), [4, 5, 6])
+    for row, seed in enumerate([4, 5, 6]):
+        alone = run(drafter, Recursive(), prompt_of(zoo, "llava", ROWS[row : row + 1]), [seed])
+        assert torch.equal(alone[0], together[row])
+
+
+@torch.inference_mode()
+def test_prompt_slots_are_those_of_a_naive_loop(zoo):
+    """Position by position and row by row: pictures raw, text through fc, position 0 without a slot."""
+    target = VLMTarget(zoo.model("llava"), Processor(1.0))
+    drafter = drafter_of(target, branching([2]))
+    prompt, token = prompt_of(zoo, "llava"), torch.tensor([3, 4, 5])
+    drafter.begin(Feedback(target.prefill(prompt, 4), token), Clock())
+    states = drafter._read_prompt(token)
+    head, context = drafter.head, target.context
+    for row, length in enumerate(prompt.lengths.tolist()):
+        slots = []
+        for j in range(length):
+            last = j + 1 == length
+            e = head.embed_tokens(token[row]) if last else context.embeddings[row, j + 1]
+            picture = not last and int(prompt.input_ids[row, j + 1]) in target.image_tokens
+            slots.append(e if picture else head.fc(torch.cat([e, context.hidden[row, j]])))
+        torch.testing.assert_close(states[row], head(torch.stack(slots)[None])[0, -1], rtol=1e-4, atol=1e-5)
+        assert int(context.image_mask[row, :length].sum()) == int((prompt.input_ids[row] == zoo.image).sum())
+
+
+@torch.inference_mode()
+def test_recorded_laws_are_those_drawn_from(zoo):
+    """Siblings without replacement: no mass on elder siblings, all mass kept, the token drawn among it."""
+    target = VLMTarget(zoo.model("llava"), Processor(0.7, top_k=20))
+    drafter = drafter_of(target, branching([3, 2]))
+    token = torch.tensor([3, 4, 5])
+    feedback = Feedback(target.prefill(prompt_of(zoo, "llava"), drafter.max_nodes), token)
+    drafter.begin(feedback, Clock())
+    tree = drafter.propose(feedback, Uniforms.from_seeds([0, 1, 2]))
+    laws = tree.laws[:, 1:]
+    torch.testing.assert_close(laws.sum(-1), torch.ones_like(laws[..., 0]))
+    assert bool((laws.gather(-1, tree.tokens[:, 1:, None]) > 0).all())
+    elder = tree.shape.elders.expand(3, -1, -1)
+    for row, node in (elder.any(-1)).nonzero().tolist():
+        assert float(tree.laws[row, node, tree.tokens[row, elder[row, node]]].sum()) == 0
+
+
+def test_sampling_keeps_the_law(zoo):
+    """Two tokens behind a prompt with a picture, a thousand runs in one batch, against the model's own law."""
+    small = zoo.of_vocabulary(8)
+    target = VLMTarget(small.model("llava"), Processor(0.9, top_p=0.95))
+    rows, runs = [[1, "1", 3, 4]], 1000
+    first = VLMTarget(small.model("llava"), Processor(0.9, top_p=0.95))
+    law = first.prefill(VLMPrompt(small.batch("llava", rows), 3), 0).laws[0, -1]
+    joint = torch.stack([law[a] * first_step(small, rows, a) for a in range(8)]).flatten().double()
+    drafter = drafter_of(target, branching([2, 1]))
+    prompt = VLMPrompt(small.batch("llava", rows * runs), 3)
+    *_, progress = decode(target, drafter, Recursive(), prompt, 2, Uniforms.from_seeds(range(runs)))
+    counts = torch.bincount(progress.tokens[:, 0] * 8 + progress.tokens[:, 1], minlength=64).double()
+    assert float(counts[joint == 0].sum()) == 0
+    expected = joint[joint > 0] * runs
+    statistic = ((counts[joint > 0] - expected) ** 2 / expected).sum()
+    freedom = len(expected) - 1
+    assert float(statistic) < freedom + 5 * (2 * freedom) ** 0.5
+
+
+def first_step(small, rows, token):
+    target = VLMTarget(small.model("llava"), Processor(0.9, top_p=0.95))
+    target.prefill(VLMPrompt(small.batch("llava", rows), 3), 0)
+    return target.step(torch.tensor([token])).laws[0, 0]
+
+
+def test_misfits_are_named(zoo):
+    target = VLMTarget(zoo.model("llava"), Processor(1.0))
+    config = msd_config(target)
+    for changes, message in (
+        ({"hidden_size": 64}, "target's width 32, got 64"),
+        ({"vocab_size": 50}, "target's vocabulary 40, got 50"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            drafter_of_config(target, MSDConfig(**{**vars(config), **changes}))
+    with pytest.raises(ValueError, match="at most 40 children a node"):
+        drafter_of(target, Dynamic(41, 1, 20))
+    with pytest.raises(ValueError, match="total must be in"):
+        Dynamic(2, 1, 90)
+    with pytest.raises(ValueError, match="heads must divide the width"):
+        msd_config(target, num_attention_heads=5)
+    with pytest.raises(ValueError, match="must give vocab_size"):
+        MSDConfig.from_json({"hidden_size": 4})
+    with pytest.raises(ValueError, match="plain rotary positions"):
+        MSDConfig.from_json({**vars(config), "rope_scaling": {"type": "yarn"}})
+
+
+def drafter_of_config(target, config):
+    return MSDDrafter(MSDHead(config), target)

@@ -1,0 +1,92 @@
+"""MSD training on a tiny LLaVA: the loss falls, a killed run goes on bit by bit, the share of pictures rises."""
+
+import pytest
+import torch
+
+from specmm.processors import Processor
+from specmm.vlm.target import VLMTarget
+from specmm.vlm.train.msd import Example, msd_config, read_slots, shaking, train_msd, visual_share
+
+
+@pytest.fixture(scope="module")
+def target(zoo):
+    return VLMTarget(zoo.model("llava"), Processor(1.0))
+
+
+def source(random, visual):
+    """A picture or none, then counting: learnable."""
+    first = random.randrange(3, 20)
+    text = [first + i for i in range(random.randint(6, 10))]
+    ids = [1, *([36] * 4 if visual else []), *text]
+    answers = [i >= len(ids) - 5 for i in range(len(ids))]
+    pixels = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(first))
+    return Example(torch.tensor(ids), torch.tensor(answers), {"pixel_values": pixels} if visual else {})
+
+
+def test_the_loss_falls_and_a_killed_run_goes_on(target, tmp_path):
+    options = dict(batch=4, lr=3e-3, autocast=False)
+    whole = train_msd(target, source, tmp_path / "whole", steps=61, **options)
+    curve = [line.split(",") for line in (tmp_path / "whole" / "loss.csv").read_text().splitlines()]
+    assert curve[0] == ["step", "loss", "smooth_l1", "cross_entropy", "overlap"]
+    assert float(curve[-1][1]) < 0.8 * float(curve[1][1])
+    killed = 0
+
+    def dying(random, visual):
+        nonlocal killed
+        killed += 1
+        if killed > 4 * 30:
+            raise KeyboardInterrupt
+        return source(random, visual)
+
+    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(train_msd.__globals__, "fit", saving_often(train_msd.__globals__["fit"]))
+        train_msd(target, dying, tmp_path / "killed", steps=61, **options)
+    again = train_msd(target, source, tmp_path / "killed", steps=61, **options)
+    for (name, weight), other in zip(whole.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(weight, other), name
+
+
+def saving_often(fit):
+    return lambda *args, **kwargs: fit(*args, **kwargs, save_every=0)
+
+
+def test_only_the_head_learns_and_embeddings_stay(target, tmp_path):
+    before = {k: v.clone() for k, v in target.model.state_dict().items()}
+    head = train_msd(target, source, tmp_path, steps=3, batch=2, config=msd_config(target, num_hidden_layers=2))
+    assert all(torch.equal(v, before[k]) for k, v in target.model.state_dict().items())
+    assert torch.equal(head.embed_tokens.weight, target.embed(torch.arange(40)))
+    assert len(head.layers) == 2
+
+
+def test_slots_are_those_of_each_row_alone(target):
+    from random import Random
+
+    random = Random(0)
+    target.wants_context = True
+    examples = [source(random, visual) for visual in (True, False, True)]
+    slots = read_slots(target, examples)
+    for row, example in enumerate(examples):
+        alone, length = read_slots(target, [example]), len(example.input_ids)
+        for name in ("embeddings", "hidden", "wanted", "image", "mask"):
+            ours = getattr(slots, name)[row, : length - 1]
+            torch.testing.assert_close(ours, getattr(alone, name)[0, : length - 1], rtol=1e-4, atol=1e-5)
+        assert slots.mask[row].sum() == example.answer_mask.sum()
+        assert slots.image[row].sum() == (example.input_ids == 36).sum()
+
+
+def test_noise_is_seeded_uniform_and_shrinks_with_the_row():
+    hidden, lengths = torch.zeros(2, 50, 64), torch.tensor([50, 25])
+    shaken = shaking(0.2, 3)(hidden, lengths)
+    assert torch.equal(shaken, shaking(0.2, 3)(hidden, lengths))
+    for row, length in enumerate((50, 25)):
+        most = 0.1 * 512 / length
+        assert 0.99 * most < float(shaken[row].abs().max()) <= most
+
+
+def test_schedule_and_mistakes(target):
+    assert [visual_share(i, 40) for i in (0, 19, 20, 39)] == [0, 0, 0.05, 1]
+    assert visual_share(0, 1) == 0
+    silent = Example(torch.tensor([1, 3, 4]), torch.tensor([True, False, False]))
+    target.wants_context = True
+    with pytest.raises(ValueError, match="must hold answers"):
+        read_slots(target, [silent])

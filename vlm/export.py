@@ -1,0 +1,139 @@
+"""Drafters for other engines: the MSD layout, and speculators / vLLM folders for the text path where they can say it.
+
+The speculators format knows drafters that read text: every slot goes through the fusion layer. An MSD head takes a
+picture's slots raw, and no field says so; behind text prompts it is an EAGLE-1 head, which the format does know
+(``eagle`` without layer norms). Its ``eagle3`` drafters read [embedding; fused states] of twice the width, which a
+head with ``fc`` in front of a layer of the model's width cannot be.
+
+Shape letters: V vocabulary, C width.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specmm.checkpoints import State, load_strict, read_checkpoint, read_json
+from specmm.vlm.drafters.msd_files import config_json, load_msd, save_msd
+from specmm.vlm.drafters.msd_head import MSDConfig, MSDHead
+
+__all__ = ["Verifier", "export_speculators", "import_speculators", "load_msd", "save_msd", "speculators_config"]
+
+ALGORITHM = "eagle"
+VERSION = "0.1.0"  # of the configuration's schema
+NAMES = {"fc.": "fusion_fc.", "layers.0.": "transformer."}  # ours to theirs; the others are the same
+OUTPUT = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """The target as the format names it: a hub id or folder, and its architectures."""
+
+    name_or_path: str
+    architectures: Sequence[str]
+
+
+def speculators_config(
+    config: MSDConfig, verifier: Verifier, *, tokens: int = 5, algorithm: str = ALGORITHM
+) -> dict[str, Any]:
+    """The ``config.json`` of a text-path drafter that proposes ``tokens`` tokens greedily.
+
+    Raises ``ValueError`` for heads and algorithms that the format cannot bring together.
+    """
+    _check_sayable(config, algorithm)
+    if tokens < 1:
+        raise ValueError(f"tokens must be at least 1, got {tokens}")
+    layer = {k: v for k, v in config_json(config).items() if k not in ("bias", "architectures")}
+    return {
+        "architectures": ["EagleSpeculator"],
+        "speculators_model_type": algorithm,
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
+            "verifier": {"name_or_path": verifier.name_or_path, "architectures": list(verifier.architectures)},
+        },
+        "transformer_layer_architecture": "LlamaDecoderLayer",
+        "transformer_layer_config": layer | {"model_type": "llama"},
+        "layernorms": False,
+        "fusion_bias": config.bias,
+    }
+
+
+def export_speculators(
+    head: MSDHead,
+    output: Tensor,
+    folder: str | Path,
+    verifier: Verifier,
+    *,
+    tokens: int = 5,
+    algorithm: str = ALGORITHM,
+    text_only: bool = False,
+) -> None:
+    """Write ``head`` with the target's ``output`` head [V, C] as a speculators folder for text prompts.
+
+    Raises ``ValueError`` when the format cannot say what the head does, unless ``text_only`` admits that an engine
+    will send pictures through ``fc`` (exact as ever, fewer tokens accepted).
+    """
+    config = head.config
+    if not text_only:
+        raise ValueError(
+            "speculators has no field for MSD's raw image slots, got an MSD head; export the MSD layout with save_msd, "
+            "or give text_only=True to use it behind text prompts"
+        )
+    facts = speculators_config(config, verifier, tokens=tokens, algorithm=algorithm)
+    if tuple(output.shape) != (config.vocab_size, config.hidden_size):
+        wanted = [config.vocab_size, config.hidden_size]
+        raise ValueError(f"output must be the target's head {wanted}, got {list(output.shape)}")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {_renamed(k, NAMES): v for k, v in head.state_dict().items()} | {OUTPUT: output}
+    state: State = {k: v.detach().cpu().clone().contiguous() for k, v in weights.items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def import_speculators(folder: str | Path) -> tuple[MSDHead, Tensor]:
+    """The head of a speculators folder and its output head [V, C].
+
+    Raises ``ValueError`` for drafters an MSD head cannot be and, naming them, for missing or extra weights.
+    """
+    folder = Path(folder)
+    facts, state = read_json(folder / "config.json"), read_checkpoint(folder)
+    layer = facts.get("transformer_layer_config")
+    kind = facts.get("speculators_model_type")
+    if kind != ALGORITHM or not isinstance(layer, Mapping) or facts.get("layernorms"):
+        raise ValueError(
+            f"{folder} must be a speculators {ALGORITHM} folder with a transformer_layer_config and no layernorms, "
+            f"got {kind!r} with layernorms {facts.get('layernorms')}"
+        )
+    output = state.pop(OUTPUT, None)
+    if output is None:
+        raise ValueError(f"{folder} must hold {OUTPUT}, got {len(state)} other tensors")
+    bias = bool(facts.get("fusion_bias"))
+    head = MSDHead(MSDConfig.from_json({**layer, "bias": bias}, folder / "config.json"))
+    theirs = {new: old for old, new in NAMES.items()}
+    load_strict(head, {_renamed(k, theirs): v for k, v in state.items()}, source=folder)
+    return head.eval(), output
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    old = next((prefix for prefix in names if name.startswith(prefix)), "")
+    return names[old] + name[len(old) :] if old else name
+
+
+def _check_sayable(config: MSDConfig, algorithm: str) -> None:
+    if algorithm != ALGORITHM:
+        why = "its layer is as wide as [embedding; fused states]" if algorithm == "eagle3" else "it is another network"
+        raise ValueError(f"an MSD head's text path can be said as {ALGORITHM!r}, got {algorithm!r} ({why})")
+    if config.qwen:
+        raise ValueError(f"{ALGORITHM!r} drafters have no first norm, got a Qwen2-VL head with one; use save_msd")
+    if config.num_hidden_layers != 1:
+        raise ValueError(f"{ALGORITHM!r} drafters have 1 layer, got {config.num_hidden_layers}; use save_msd")

@@ -1,0 +1,166 @@
+"""Training of an MSD head in two stages, text first: the target's features are made on the fly, none are stored.
+
+The head reads the target's states with a little noise and learns the next one (SmoothL1) and the law that the output
+head makes of it (soft cross-entropy), on the tokens of answers only. Stage 1 draws text; in stage 2 the share of
+examples with a picture rises to 1, epoch by epoch. Sources: MSD (arXiv 2505.14260), EAGLE (2401.15077).
+
+Shape letters: B batch, L positions, M answer slots, C width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specmm.training import Losses, fit, seeded
+from specmm.vlm.drafters.msd import next_positions
+from specmm.vlm.drafters.msd_head import MSDConfig, MSDHead
+from specmm.vlm.prompt import VLMPrompt
+from specmm.vlm.target import Context, VLMTarget
+
+LAW_WEIGHT = 0.1  # of the cross-entropy beside the SmoothL1
+EPOCHS = 40  # of the release's schedule, to which any number of steps is scaled
+BETAS, CLIP, DECAY = (0.9, 0.95), 0.5, 0.01
+
+
+@dataclass(frozen=True)
+class Example:
+    """A conversation: ``input_ids`` [L] with its pictures' placeholders, ``answer_mask`` [L] bool, and what the model
+    takes of the pictures (``pixel_values``, ``image_grid_thw``, …), joined along the first axis in a batch.
+    """
+
+    input_ids: Tensor
+    answer_mask: Tensor
+    vision: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+Source = Callable[[Random, bool], Example]  # draws an example, with a picture or without one, from a seeded stream
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What a head is trained on: ``embeddings`` [B, L, C] and ``image`` [B, L] of the next positions, ``hidden``
+    [B, L, C] read, ``wanted`` [B, L, C] to be predicted, and the ``mask`` [B, L] of the slots that count.
+    """
+
+    embeddings: Tensor
+    image: Tensor
+    hidden: Tensor
+    wanted: Tensor
+    mask: Tensor
+
+
+def train_msd(
+    target: VLMTarget,
+    source: Source,
+    out: Path,
+    *,
+    steps: int,
+    config: MSDConfig | None = None,
+    batch: int = 8,
+    lr: float = 5e-5,
+    noise: float = 0.2,
+    seed: int = 0,
+    autocast: bool = True,
+) -> MSDHead:
+    """Train a head for ``target`` on what ``source`` draws; resumes from ``out/checkpoint.pt``.
+
+    ``config`` gives other sizes than the target's own layers (``msd_config``). Token embeddings are the target's and
+    stay so. The noise on the states of a row is uniform in ±``noise`` · 256 / its length.
+    """
+    with seeded(seed):
+        head = MSDHead(config or msd_config(target)).to(target.device)
+    head.embed_tokens.weight.data.copy_(target.embed(torch.arange(head.config.vocab_size, device=target.device)))
+    head.embed_tokens.requires_grad_(False)
+    target.model.requires_grad_(False)
+    target.wants_context = True
+
+    def step(i: int) -> Losses:
+        random = Random(f"msd {seed} {i}")
+        examples = [source(random, random.random() < visual_share(i, steps)) for _ in range(batch)]
+        with torch.autocast(target.device.type, torch.bfloat16, enabled=autocast):
+            slots = read_slots(target, examples, shaking(noise, random.randrange(2**40)))
+            return msd_loss(head, target.head, slots)
+
+    fit(head, step, out=out, steps=steps, lr=lr, betas=BETAS, clip=CLIP, weight_decay=DECAY)
+    return head
+
+
+def visual_share(step: int, steps: int, epochs: int = EPOCHS) -> float:
+    """Share of examples with a picture at ``step`` of ``steps``: 0 in the first half, (e − 20) / 20 in epoch e."""
+    epoch = 1 + step * epochs // steps
+    return max(0.0, (epoch - epochs // 2) / (epochs / 2))
+
+
+def msd_config(target: VLMTarget, **changes: int) -> MSDConfig:
+    """Sizes of a head like one layer of ``target``'s decoder; ``changes`` replace some of them."""
+    facts = target.family.config.to_dict()
+    rope = facts.get("rope_parameters") or {}
+    base = facts.get("rope_theta") or rope.get("rope_theta") or 10000.0
+    kept = {k: v for k, v in facts.items() if k not in ("rope_parameters", "rope_scaling", "num_hidden_layers", "bias")}
+    return replace(MSDConfig.from_json(kept | {"rope_theta": float(base)}, target.name), **changes)
+
+
+def shaking(noise: float, seed: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function that adds noise to states [B, L, C] of rows of ``lengths`` [B]."""
+
+    def shake(hidden: Tensor, lengths: Tensor) -> Tensor:
+        unit = torch.rand(hidden.shape, generator=torch.Generator().manual_seed(seed)) - 0.5
+        return hidden + unit.to(hidden) * (noise * 512 / lengths[:, None, None]).to(hidden)
+
+    return shake
+
+
+def read_slots(
+    target: VLMTarget, examples: Sequence[Example], shake: Callable[[Tensor, Tensor], Tensor] | None = None
+) -> Slots:
+    """Run ``target`` over ``examples``; a slot counts when the token it reads belongs to an answer.
+
+    Raises ``ValueError`` when no token of the batch does.
+    """
+    prompt, answers = collate(examples, target.device)
+    target.prefill(prompt, 0)
+    context = target.context
+    assert context is not None, "train_msd asks for a context"
+    plain = Context(context.hidden.clone(), context.embeddings.clone(), context.lengths, context.image_mask)
+    embeddings, image = next_positions(plain, plain.embeddings.new_zeros(len(examples), plain.embeddings.shape[-1]))
+    hidden = plain.hidden if shake is None else shake(plain.hidden, plain.lengths)
+    mask = F.pad(answers[:, 1:], (0, 1))
+    if not bool(mask.any()):
+        raise ValueError(f"examples must hold answers behind their first token, got none in a batch of {len(examples)}")
+    return Slots(embeddings, image, hidden, plain.hidden.roll(-1, 1), mask)
+
+
+def collate(examples: Sequence[Example], device: torch.device) -> tuple[VLMPrompt, Tensor]:
+    """A prompt of the whole conversations, padded at the right, and their answer masks [B, L]."""
+    ids = torch.nn.utils.rnn.pad_sequence([e.input_ids for e in examples], batch_first=True)
+    answers = torch.nn.utils.rnn.pad_sequence([e.answer_mask for e in examples], batch_first=True)
+    lengths = torch.tensor([len(e.input_ids) for e in examples])
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    names = sorted({name for e in examples for name in e.vision})
+    vision = {name: torch.cat([e.vision[name] for e in examples if name in e.vision]) for name in names}
+    inputs = {"input_ids": ids, "attention_mask": mask} | vision
+    return VLMPrompt({k: v.to(device) for k, v in inputs.items()}, 1), answers.to(device)
+
+
+def msd_loss(head: MSDHead, output: Callable[[Tensor], Tensor], slots: Slots) -> Losses:
+    """SmoothL1 + 0.1 · soft cross-entropy over the slots that count, and its parts; ``output`` is the target's head.
+
+    ``overlap`` is the mean of Σ min(p, q): what a single draft would be accepted with.
+    """
+    states = head(head.prompt_slots(slots.embeddings, slots.hidden, slots.image))
+    predicted, wanted = states[slots.mask].float(), slots.wanted[slots.mask].float()  # [M, C]
+    with torch.no_grad():
+        law = output(wanted).float().softmax(-1)  # [M, V]
+    drafted = output(predicted).float().log_softmax(-1)
+    regression = F.smooth_l1_loss(predicted, wanted)
+    cross_entropy = -(law * drafted).sum(-1).mean()
+    overlap = torch.minimum(law, drafted.detach().exp()).sum(-1).mean()
+    loss = regression + LAW_WEIGHT * cross_entropy
+    return {"loss": loss, "smooth_l1": regression, "cross_entropy": cross_entropy, "overlap": overlap}
