@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specmm import methods as methods
     from specmm.image_ar.pipeline import ImagePipeline as ImagePipeline
+    from specmm.vlm.generate import custom_generate as custom_generate
+    from specmm.vlm.pipeline import VQAPipeline as VQAPipeline
 
 # A checkout without symlinks (a zip download, Windows) lacks the links to the five sibling packages.
 if not (Path(__file__).parent / "image_ar" / "tokens").exists():
@@ -14,8 +16,12 @@ if not (Path(__file__).parent / "image_ar" / "tokens").exists():
 
 __version__ = "0.1.0"
 
-_LAZY = {"ImagePipeline": "specmm.image_ar.pipeline"}  # heavy names, imported when asked for
-__all__ = ["ImagePipeline", "__version__", "methods"]
+_LAZY = {  # heavy names, imported when asked for
+    "ImagePipeline": "specmm.image_ar.pipeline",
+    "VQAPipeline": "specmm.vlm.pipeline",
+    "custom_generate": "specmm.vlm.generate",
+}
+__all__ = ["ImagePipeline", "VQAPipeline", "__version__", "custom_generate", "methods"]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,14 +5,28 @@ Shape letters: none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from specmm import methods
 from specmm.drafter import Drafter
+from specmm.growth import Dynamic
+from specmm.shape.static import named, spine
+from specmm.tree import TreeShape
 from specmm.verify import Recursive, Rule
 from specmm.vlm.drafters.lookup import PromptLookupDrafter
+from specmm.vlm.drafters.model import ModelDrafter, padded, text_only
+from specmm.vlm.prompt import VLMPrompt, on_device
 from specmm.vlm.target import VLMTarget
+from specmm.vlm.translation import Translation
+
+
+@dataclass
+class SmallModel:
+    """A transformers ``model`` that drafts, and its own ``processor`` (a text model's tokenizer), if any."""
+
+    model: Any
+    processor: Any = None
 
 
 class Assembly(NamedTuple):
@@ -22,13 +36,71 @@ class Assembly(NamedTuple):
     rule: Rule
 
 
-def assemble(method: methods.VQAMethod, target: VLMTarget, drafters: Mapping[str, Any]) -> Assembly:
-    """The parts of a speculative ``method``; ``drafters`` are the model's by kind.
+def assemble(method: methods.VQAMethod, target: VLMTarget, drafter: Any = None, tokenizer: Any = None) -> Assembly:
+    """The parts of a speculative ``method``; ``drafter`` is what it drafts with, ``tokenizer`` the target's.
 
-    Raises ``ValueError`` when the model has none of the kind wanted.
+    Raises ``ValueError`` for a method that drafts nothing and for a drafter that does not fit.
     """
+    device = target.device
     match method:
         case methods.PromptLookup():
             return Assembly(PromptLookupDrafter(target, method.ngram, method.length), Recursive())
+        case methods.TextDraft():
+            return Assembly(_blind(_small(drafter), target, _shape(method.tree, device), tokenizer), Recursive())
+        case methods.VLMDraft():
+            return Assembly(_seeing(_small(drafter), target, _shape(method.tree, device), tokenizer), Recursive())
+        case methods.MSD():
+            from specmm.vlm.drafters.msd import MSDDrafter
+
+            tree = _shape(method.tree, device) if method.sampled else Dynamic(method.top_k, method.depth, method.total)
+            return Assembly(MSDDrafter(drafter, target, tree, method.sampled), Recursive())
         case _:
             raise ValueError(f"method {method.name!r} drafts nothing")
+
+
+def _small(drafter: Any) -> SmallModel:
+    return drafter if isinstance(drafter, SmallModel) else SmallModel(drafter)
+
+
+def _shape(tree: methods.Tree, device: Any) -> TreeShape:
+    """A named tree, parents (from -1 on), or children by level of a spine."""
+    if isinstance(tree, str):
+        return named(tree, device)
+    wanted = tree or (1, 1, 1, 1)
+    return TreeShape.from_parents(wanted, device) if wanted[0] == -1 else spine(wanted, device)
+
+
+def _blind(small: SmallModel, target: VLMTarget, shape: TreeShape, tokenizer: Any) -> ModelDrafter:
+    """A language model; with a tokenizer that is not the target's it is shown text and its drafts are translated."""
+    images, own = target.image_tokens, small.processor
+    translation = _translation(own, tokenizer, target)
+    if translation is None:
+        return ModelDrafter(small.model, target, shape, lambda prompt: text_only(prompt, images))
+
+    def read(prompt: VLMPrompt) -> dict[str, Any]:
+        rows = [[t for t in row if t not in images] for row in prompt.rows()]
+        texts = [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+        return padded([own.encode(text) or [0] for text in texts], prompt.input_ids.device)
+
+    return ModelDrafter(small.model, target, shape, read, translation)
+
+
+def _seeing(small: SmallModel, target: VLMTarget, shape: TreeShape, tokenizer: Any) -> ModelDrafter:
+    """A vision-language model, shown pictures and question by its own processor, or the target's inputs."""
+    own = small.processor
+
+    def read(prompt: VLMPrompt) -> dict[str, Any]:
+        if own is None or prompt.source is None:
+            return prompt.inputs
+        return on_device(prompt.source.inputs(own), prompt.input_ids.device)
+
+    return ModelDrafter(
+        small.model, target, shape, read, _translation(getattr(own, "tokenizer", None), tokenizer, target)
+    )
+
+
+def _translation(own: Any, tokenizer: Any, target: VLMTarget) -> Translation | None:
+    """Between the ``tokenizer`` of the target and the drafter's ``own``; None where they are the same or not given."""
+    if own is None or tokenizer is None or own.get_vocab() == tokenizer.get_vocab():
+        return None
+    return Translation.between(tokenizer, own, target.family.vocabulary)

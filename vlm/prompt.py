@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specmm.vlm.asking import Questions
+
 PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
 
@@ -26,6 +28,7 @@ class VLMPrompt:
 
     inputs: dict[str, Any]
     max_new_tokens: int
+    source: Questions | None = None  # what was asked, for drafters that read it with a processor of their own
 
     def __post_init__(self) -> None:
         ids = self.inputs["input_ids"]
@@ -65,6 +68,22 @@ class VLMPrompt:
         """Everything but the tokens: pixels, grids, sizes."""
         return {k: v for k, v in self.inputs.items() if k not in PER_TOKEN}
 
+    def extended(self, tokens: Tensor) -> VLMPrompt:
+        """With one more of ``tokens`` [B] behind each row, and room for one less."""
+        inputs = dict(self.inputs)
+        for key, value in (("input_ids", tokens), ("attention_mask", 1), ("mm_token_type_ids", 0)):
+            if inputs.get(key) is not None:
+                longer = torch.nn.functional.pad(inputs[key], (0, 1))
+                new = torch.as_tensor(value, dtype=longer.dtype, device=longer.device).expand(len(longer))
+                inputs[key] = longer.scatter(1, self.lengths[:, None], new[:, None])
+        return VLMPrompt(inputs, max(self.max_new_tokens - 1, 1), self.source)
+
     def rows(self) -> list[list[int]]:
         """The token ids of each row, without padding."""
         return [ids[:n] for ids, n in zip(self.input_ids.tolist(), self.lengths.tolist(), strict=True)]
+
+
+def on_device(inputs: dict[str, Any], device: torch.device, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """``inputs`` with every tensor on ``device`` and pixels (what is fractional) in ``dtype``."""
+    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    return {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in moved.items()}

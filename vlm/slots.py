@@ -1,17 +1,15 @@
-"""The core's preallocated cache in the clothes of a transformers ``Cache``, with masks of sliding-window layers.
+"""The core's preallocated cache in the clothes of a transformers ``Cache``.
 
-Shape letters: B batch, N tree nodes, S slots, H heads, D head width, T query rows.
+Shape letters: B batch, S slots attended, H heads, D head width, T query rows.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin
 
 from specmm.cache import Cache, Memory
-from specmm.tree import TreeShape
 
 
 class SlotLayer(CacheLayerMixin):
@@ -20,7 +18,7 @@ class SlotLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, memory: Memory) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.memory, self.is_initialized = memory, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -49,16 +47,3 @@ class SlotLayer(CacheLayerMixin):
 def as_transformers(cache: Cache) -> TransformersCache:
     """``cache`` as ``past_key_values``; both share the memory."""
     return TransformersCache(layers=[SlotLayer(memory) for memory in cache.layers])
-
-
-def window_bias(bias: Tensor, cache: Cache, shape: TreeShape, window: int) -> Tensor:
-    """``bias`` [B, 1, N, S] of a tree with everything shut that lies ``window`` positions or more behind a node."""
-    depths = shape.depths  # [1 or B, N]
-    committed = cache.lengths[:, None] + depths  # position of each node [B, N]
-    column = torch.arange(cache.size.capacity, device=depths.device)
-    far = (committed[..., None] - column) >= window  # [B, N, capacity]
-    near = (depths[:, :, None] - depths[:, None, :]) >= window  # [1 or B, N, N]
-    bias = bias.clone()
-    bias[:, 0, :, : cache.size.capacity].masked_fill_(far, float("-inf"))
-    bias[:, 0, :, cache.size.capacity : cache.size.capacity + shape.size].masked_fill_(near, float("-inf"))
-    return bias

@@ -24,7 +24,7 @@ from specmm.tree import DraftTree
 from specmm.verify.rule import Verdict
 from specmm.vlm.families import Family
 from specmm.vlm.prompt import VLMPrompt as VLMPrompt
-from specmm.vlm.slots import as_transformers, window_bias
+from specmm.vlm.slots import as_transformers
 
 
 class Laws(Protocol):
@@ -102,11 +102,12 @@ class VLMTarget:
 
         Raises ``ValueError`` when prompt and answer exceed the model's positions or placeholders do not fit pictures.
         """
-        self._check_room(prompt)
+        self.check(prompt)
         self.prompt, self.calls = prompt, 0
         rows, width = prompt.input_ids.shape
         self.cache = self._new_cache(rows, width + prompt.max_new_tokens, scratch)
         self.past = as_transformers(self.cache)
+        self.places = torch.arange(self.cache.slots, device=self.device).repeat(rows, 1)  # position of each slot
         self.cache.aim(0, width)
         where, self.offsets = self.family.positions(prompt)
         mask = prompt.inputs["attention_mask"] if prompt.padded else None
@@ -129,13 +130,10 @@ class VLMTarget:
     @torch.inference_mode()
     def score(self, tree: DraftTree) -> TargetOutput:
         """One tree-attention forward; see :class:`specmm.target.Target`."""
-        cache, shape = self.cache, tree.shape
+        cache, self.tree = self.cache, tree
         cache.aim(cache.size.capacity, cache.slots)
-        full = cache.tree_bias(shape.ancestors)
-        sliding = window_bias(full, cache, shape, self.family.window) if self.family.window else None
-        positions = (cache.lengths + self.offsets)[:, None] + shape.depths
-        self.tree = tree
-        return self._forward(tree.tokens, positions, self.family.masks(full, sliding), tree)
+        positions = cache.lengths[:, None] + tree.shape.depths
+        return self._output(self.states(tree.tokens, positions, cache.tree_bias(tree.shape.ancestors)), tree)
 
     def commit(self, verdict: Verdict) -> None:
         """Keep the accepted nodes."""
@@ -152,19 +150,31 @@ class VLMTarget:
         self.cache.aim(slot, slot + 1)
         if self.processor.stateful:
             self.history.append(tokens[:, None], torch.ones_like(tokens))
-        full, sliding = self._step_bias(slot)
-        positions = (self.prompt.lengths + self.offsets + self.calls - 1)[:, None]
-        return self._forward(tokens[:, None], positions, self.family.masks(full, sliding), None)
+        positions = (self.prompt.lengths + self.calls - 1)[:, None]
+        return self._output(self.states(tokens[:, None], positions, self._step_bias(slot)), None)
 
-    def _forward(self, tokens: Tensor, positions: Tensor, mask: Any, tree: DraftTree | None) -> TargetOutput:
-        states = self.family.decoder(
+    def states(self, tokens: Tensor, positions: Tensor, bias: Tensor | None) -> Tensor:
+        """Post-final-norm states [B, N, C] of ``tokens`` [B, N], stored where the cache aims.
+
+        ``positions`` [1 or B, N] count tokens; ``bias`` [B, 1, N, S] is the additive mask of full attention.
+        """
+        states: Tensor = self.family.decoder(
             inputs_embeds=self.embed(tokens),
-            attention_mask=mask,
-            position_ids=self.family.spread(positions),
+            attention_mask=self.family.masks(bias, self._within_window(bias, positions)),
+            position_ids=self.family.spread(positions + self.offsets[:, None]),
             past_key_values=self.past,
             use_cache=True,
         ).last_hidden_state
-        return self._output(states, tree)
+        return states
+
+    def _within_window(self, bias: Tensor | None, positions: Tensor) -> Tensor | None:
+        """``bias`` of sliding layers: with every slot shut that lies a window or more behind a node."""
+        if not self.family.window or bias is None:
+            return bias
+        first = self.cache.layers[0].first
+        self.places[:, first : first + positions.shape[1]] = positions
+        far = positions[:, :, None] - self.places[:, None, : bias.shape[-1]] >= self.family.window
+        return bias.masked_fill(far[:, None], float("-inf"))
 
     def _output(self, states: Tensor, tree: DraftTree | None) -> TargetOutput:
         logits = self.head(states).float()
@@ -172,19 +182,14 @@ class VLMTarget:
         self.calls += 1
         return TargetOutput(self.processor.laws(logits, self.history, tree), states)
 
-    def _step_bias(self, slot: int) -> tuple[Tensor | None, Tensor | None]:
-        """Additive masks [B, 1, 1, slot + 1] of full and sliding layers; None where nothing is hidden."""
-        width, window = self.prompt.input_ids.shape[1], self.family.window
-        if not self.prompt.padded and not window:
-            return None, None
+    def _step_bias(self, slot: int) -> Tensor | None:
+        """Additive mask [B, 1, 1, slot + 1] that hides the prompts' padding; None where nothing needs hiding."""
+        if not self.prompt.padded and not self.family.window:
+            return None
         column = torch.arange(slot + 1, device=self.device)
-        shut = (column >= self.prompt.lengths[:, None]) & (column < width)  # [B, slot + 1]
-        far = (slot - column) >= window + torch.where(column < width, width - self.prompt.lengths[:, None], 0)
-        full, sliding = (
-            torch.zeros(s.shape, dtype=self.cache.data.dtype, device=s.device).masked_fill_(s, float("-inf"))
-            for s in (shut, shut | far)
-        )
-        return full[:, None, None], sliding[:, None, None]
+        shut = (column >= self.prompt.lengths[:, None]) & (column < self.prompt.input_ids.shape[1])
+        bias = torch.zeros(shut.shape, dtype=self.cache.data.dtype, device=self.device)
+        return bias.masked_fill_(shut, float("-inf"))[:, None, None]
 
     def _new_cache(self, batch: int, capacity: int, scratch: int) -> Cache:
         config = self.family.config
@@ -192,7 +197,8 @@ class VLMTarget:
         size = CacheSize(config.num_hidden_layers, heads, self.family.head_dim, batch, 1, capacity, scratch)
         return Cache(size, self.family.head.weight.dtype, self.device)
 
-    def _check_room(self, prompt: VLMPrompt) -> None:
+    def check(self, prompt: VLMPrompt) -> None:
+        """Raise ``ValueError`` when ``prompt`` and its answer exceed the model's positions."""
         room, longest = int(self.family.config.max_position_embeddings), int(prompt.lengths.max())
         if longest + prompt.max_new_tokens > room:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The command line: ``specmm generate | bench | eval | train | plan | zoo | demo``.
+"""The command line: ``specmm generate | ask | bench | eval | train | plan | zoo | demo``.
 
 Modules here import nothing heavy at their top, so that ``specmm --help`` is quick.
 """
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import specmm
-from specmm.cli import bench, demo, evaluate, generate, plan, train, train_vlm, zoo
+from specmm.cli import ask, bench, demo, evaluate, generate, plan, train, train_msd, train_vlm, zoo
 from specmm.cli.errors import OneLine
 
 app = typer.Typer(
@@ -23,9 +23,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate.generate)
+app.command()(ask.ask)
 app.command()(bench.bench)
 app.add_typer(evaluate.app, name="eval")
 train.app.command()(train_vlm.llava)
+train.app.command()(train_msd.msd)
 app.add_typer(train.app, name="train")
 app.command()(plan.plan)
 app.command()(zoo.zoo)

@@ -8,12 +8,18 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from specmm import methods
-from specmm.registry import unknown
+from specmm.registry import Registry, unknown
 
 
 def parse_method(name: str, options: Sequence[str] = ()) -> methods.Method:
-    """The method called ``name`` with ``options`` "KEY=VALUE"; raises ``ValueError`` for anything not known."""
-    kind = methods.IMAGE_TOKENS.get(name)
+    """The image-token method called ``name`` with ``options`` "KEY=VALUE"; ``ValueError`` for anything not known."""
+    made: methods.Method = parse(methods.IMAGE_TOKENS, name, options)
+    return made
+
+
+def parse(registry: Registry, name: str, options: Sequence[str] = ()) -> Any:
+    """The method called ``name`` in ``registry`` with ``options`` "KEY=VALUE"."""
+    kind = registry.get(name)
     hints = get_type_hints(kind)
     known = {f.name for f in dataclasses.fields(kind)}
     given: dict[str, Any] = {}
@@ -24,7 +30,7 @@ def parse_method(name: str, options: Sequence[str] = ()) -> methods.Method:
         key = key.strip().replace("-", "_")
         key = f"{key}_" if key not in known and f"{key}_" in known else key  # lambda is lambda_
         given[key] = _value(key, text.strip(), hints[key]) if key in known else text
-    return methods.resolve(name, **given)
+    return methods.make(registry, name, **given)
 
 
 def parse_methods(text: str) -> list[methods.Method]:
@@ -40,7 +46,7 @@ def parse_methods(text: str) -> list[methods.Method]:
     return found
 
 
-def label(method: methods.Method) -> str:
+def label(method: methods.Method | methods.VQAMethod) -> str:
     """The name, and the options that are not the default ones."""
     changed = [f for f in dataclasses.fields(method) if getattr(method, f.name) != f.default]
     options = ", ".join(f"{f.name}={getattr(method, f.name)}" for f in changed)
@@ -64,6 +70,10 @@ def _value(key: str, text: str, kind: Any) -> Any:
         if text not in get_args(kind):
             raise unknown(key, text, get_args(kind))
         return text
+    if kind is bool:
+        if text not in ("true", "false"):
+            raise ValueError(f"{key} must be true or false, got {text!r}")
+        return text == "true"
     if kind in (int, float):
         try:
             return kind(text)

@@ -65,12 +65,16 @@ class PromptLookupDrafter:
         self._extend(feedback.token[:, None].tolist(), [1] * len(self.rows))
 
     def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
-        """A chain as long as the longest guess; shorter ones are filled up with the root's token, as good as any."""
+        """A chain of each row's guess, filled up with the root's token, which is as good as any.
+
+        All rows' chains are as long as the longest guess; but where dice are thrown, always of full length, for a
+        row's dice must not depend on what the others guess.
+        """
         with self.clock("draft"):
             if feedback.verdict is not None and feedback.tokens is not None:
                 self._extend(feedback.tokens.tolist(), feedback.verdict.kept.tolist())
             guesses = [row.guess(self.length) for row in self.rows]
-            longest = max(map(len, guesses))
+            longest = max(map(len, guesses)) if self.target.processor.greedy else self.length
             chains = [[row.tokens[-1], *g] for row, g in zip(self.rows, guesses, strict=True)]
             padded = [chain + chain[:1] * (longest + 1 - len(chain)) for chain in chains]
             tokens = torch.tensor(padded, device=feedback.token.device)

@@ -1,7 +1,5 @@
 """Tiny random models of every class, and ragged batches for them: two pictures, none, one."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import transformers as tf
@@ -33,11 +31,11 @@ MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000
 SLIDING = dict(use_sliding_window=True, sliding_window=5, max_window_layers=1)
 
 
-def llava(text="llama", **extra):
+def llava(text="llama", image=IMAGE, **extra):
     config = tf.LlavaConfig(
         vision_config=CLIP,
         text_config=dict(model_type=text, **(TEXT | extra)),
-        image_token_index=IMAGE,
+        image_token_index=image,
         image_seq_length=4,
     )
     return tf.LlavaForConditionalGeneration(config)
@@ -109,9 +107,9 @@ MODELS = {
 }
 
 
-def random_model(name, seed=0, std=0.25):
+def random_model(name, seed=0, std=0.25, make=None):
     torch.manual_seed(seed)
-    model = MODELS[name]().eval()
+    model = (make or MODELS[name])().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -167,17 +165,17 @@ PICTURES = {
 }
 
 
-def pictures(name, rows):
+def pictures(name, rows, image=IMAGE):
     """Token ids of each row and what goes with them; ``rows`` lists words (ids) and pictures (seeds, as text)."""
     kind = max((k for k in PICTURES if name.startswith(k)), key=len)
     count, vision = PICTURES[kind]([[p for p in row if isinstance(p, str)] for row in rows])
-    ids = [[t for p in row for t in ([IMAGE] * count[p] if isinstance(p, str) else [p])] for row in rows]
+    ids = [[t for p in row for t in ([image] * count[p] if isinstance(p, str) else [p])] for row in rows]
     return ids, {k: torch.cat(v) for k, v in vision.items() if v}
 
 
-def batch(name, rows):
+def batch(name, rows, image=IMAGE):
     """What a processor would give, padded at the left as generate wants it."""
-    ids, vision = pictures(name, rows)
+    ids, vision = pictures(name, rows, image)
     width = max(map(len, ids))
     padded = torch.tensor([[0] * (width - len(row)) + row for row in ids])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
@@ -190,17 +188,32 @@ def batch(name, rows):
 ROWS = [[1, 5, "1", 6, "2", 7, 8], [1, 9, 10, 11, 9, 10], ["3", 12, 13, 14]]
 
 
+class Zoo:
+    """Models by name and seed, made once, and batches for them; ``rows`` are the standard ones."""
+
+    rows = ROWS
+
+    def __init__(self, image=IMAGE, make=None):
+        self.image, self.make, self.made = image, make, {}
+
+    def model(self, name, seed=0, std=0.25):
+        key = name, seed, std
+        if key not in self.made:
+            self.made[key] = random_model(*key, self.make)
+        return self.made[key]
+
+    def batch(self, name, rows):
+        return batch(name, rows, self.image)
+
+    def of_vocabulary(self, size):
+        """LLaVAs of ``size`` tokens, the last of which stands for pictures."""
+        return Zoo(size - 1, lambda: llava(image=size - 1, vocab_size=size))
+
+
 @pytest.fixture(scope="session")
 def zoo():
-    """``model(name)``, ``batch(name, rows)`` and the standard ``rows``."""
-    made = {}
-
-    def model(name, seed=0, std=0.25):
-        if (name, seed, std) not in made:
-            made[name, seed, std] = random_model(name, seed, std)
-        return made[name, seed, std]
-
-    return SimpleNamespace(model=model, batch=batch, rows=ROWS, names=list(MODELS), image=IMAGE, text=TEXT)
+    """Tiny models and batches for them."""
+    return Zoo()
 
 
 @pytest.fixture(params=MODELS)

@@ -1,0 +1,96 @@
+"""``specmm ask``: a question about pictures."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from specmm.cli.output import emit, say, stdout_reserved
+
+Model = Annotated[str, typer.Argument(help="A folder, a pocket model (see specmm zoo) or a hub id.")]
+Images = Annotated[list[Path], typer.Argument(help="Pictures, all shown with the question; none for a text question.")]
+Question = Annotated[str, typer.Option("--question", "-q", help="What to ask.")]
+MethodName = Annotated[str, typer.Option(help="ar, text-draft, vlm-draft, msd, prompt-lookup or verdict.")]
+MethodOptions = Annotated[list[str], typer.Option("--option", "-o", help="KEY=VALUE of the method; may be repeated.")]
+Drafter = Annotated[str | None, typer.Option(help="Folder of the method's drafter, if it is not beside the model.")]
+Seed = Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Without it one is drawn and printed.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout, all else on stderr.")]
+
+
+def ask(
+    model: Model,
+    question: Question,
+    images: Images = [],  # noqa: B006  typer copies it
+    method: MethodName = "ar",
+    option: MethodOptions = [],  # noqa: B006
+    drafter: Drafter = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    seed: Seed = None,
+    as_json: Json = False,
+) -> None:
+    """Answer a question about pictures; the answer is written to stderr as it comes."""
+    from specmm import methods
+    from specmm.cli.parse import label, parse
+
+    chosen = parse(methods.VQA, method, option)
+    seed = secrets.randbelow(2**31) if seed is None else seed
+    sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty)
+    with stdout_reserved():
+        from specmm.vlm.pipeline import VQAPipeline
+
+        pipe = VQAPipeline.from_pretrained(model, chosen, drafter)
+        begin = time.perf_counter()
+        out = pipe(list(images), question, Echo(pipe), max_new_tokens=max_new_tokens, seed=seed, **sampling)
+        seconds = time.perf_counter() - begin
+    report = {
+        "model": model,
+        "method": out.method,
+        "method_options": {k: v for k, v in vars(chosen).items() if v is not None},
+        "seed": seed,
+        "seconds": seconds,
+        "tokens": sum(map(len, out.tokens)),
+        "rounds": out.stats.rounds,
+        "tau": out.stats.tau,
+        "certificate": out.certificate.as_dict(),
+        "sampling": sampling,
+        "question": question,
+        "images": [str(i) for i in images],
+        "outputs": out.answers,
+    }
+    if as_json:
+        emit(report)
+        return
+    typer.echo(out.answers[0])
+    say(f"{report['tokens']} tokens by {label(chosen)} in {seconds:.2f} s, tau {out.stats.tau:.2f}, seed {seed}")
+    say(f"certificate  {out.certificate}")
+
+
+class Echo:
+    """A streamer that writes an answer to stderr as it grows, where someone is watching."""
+
+    def __init__(self, pipe: Any) -> None:
+        self.pipe, self.said = pipe, ""
+        self.ids: list[int] = []
+
+    def put(self, value: Any) -> None:
+        """Take in ids."""
+        self.ids += value.flatten().tolist()
+        text = self.pipe.text(self.ids)
+        if sys.stderr.isatty():
+            sys.stderr.write(text[len(self.said) :])
+            sys.stderr.flush()
+        self.said = text
+
+    def end(self) -> None:
+        """Finish the line."""
+        if sys.stderr.isatty():
+            say("")

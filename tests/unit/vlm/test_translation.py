@@ -1,0 +1,44 @@
+"""Between two tokenizers: what is shared, what is never drafted, what is refused."""
+
+import pytest
+import torch
+
+from specmm.vlm.translation import Translation
+
+
+class Words:
+    """A tokenizer of whole words, the first of which is the end token."""
+
+    bos_token_id = None
+    eos_token_id = 0
+
+    def __init__(self, *words):
+        self.words = words
+
+    def get_vocab(self):
+        return {word: i for i, word in enumerate(self.words)}
+
+    def encode(self, text, add_special_tokens):
+        return [i for i, word in enumerate(self.words) if text.strip().startswith(word.strip("\u0120\u2581"))]
+
+
+def test_shared_tokens_keep_their_logits_and_others_are_never_drafted():
+    target, drafter = Words("<e>", "\u0120a", "\u0120bc", "dog"), Words("</s>", "dog", "\u2581a", "\u2581b", "x")
+    between = Translation.between(target, drafter, 5)
+    between.ban([3])
+    logits = torch.arange(5.0)[None, None]
+    assert between.from_drafter(logits).tolist() == [[[0.0, 2.0, float("-inf"), float("-inf"), float("-inf")]]]
+    assert between.to_drafter(torch.tensor([0, 1, 2, 3])).tolist() == [0, 2, 3, 0]
+
+
+def test_too_little_in_common_is_refused():
+    with pytest.raises(ValueError, match="drafter must share at least 5% of the target's 40 tokens, got 1"):
+        Translation.between(Words("<e>", "a", "b"), Words("</s>", "c"), 40)
+
+
+def test_padded_vocabularies_are_the_same():
+    wider, narrower = Translation.same(6, 4), Translation.same(4, 6)
+    assert wider.from_drafter(torch.arange(6.0)).tolist() == [0, 1, 2, 3]
+    assert narrower.from_drafter(torch.arange(4.0)).tolist() == [0, 1, 2, 3, float("-inf"), float("-inf")]
+    with pytest.raises(ValueError, match="must share the target's vocabulary of 40 tokens, got 4000"):
+        Translation.same(4000, 40)

@@ -1,0 +1,188 @@
+"""``specmm.custom_generate``: the same acceleration from inside ``model.generate(…, custom_generate=…)``.
+
+Shape letters: B batch, L padded prompt length, N tree nodes, T new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from specmm import methods
+from specmm.decode import Progress, decode, decode_plain
+from specmm.history import History
+from specmm.image_ar.settings import sample_generators
+from specmm.randomness import Uniforms
+from specmm.tree import DraftTree
+from specmm.vlm.assemble import assemble
+from specmm.vlm.prompt import VLMPrompt
+from specmm.vlm.streaming import gains
+from specmm.vlm.target import VLMTarget
+
+NOT_INPUTS = {"position_ids", "past_key_values", "logits_to_keep", "use_cache", "cache_position"}
+SCORES_ONLY = (
+    EpsilonLogitsWarper,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+
+def custom_generate(
+    drafter: Any = None,
+    method: str | methods.VQAMethod = "prompt-lookup",
+    tokenizer: Any = None,
+    streamer: Any = None,
+    generator: torch.Generator | None = None,
+) -> Callable[..., Tensor]:
+    """A callable for transformers' ``model.generate(**inputs, custom_generate=…)``, batches included.
+
+    Logits processors and stopping criteria are honoured, whatever they are: they are asked about each path of a tree.
+    generate drops its own ``streamer`` and ``tokenizer`` on the way to a callable, so give them here; ``tokenizer``
+    is the target's, for text drafters with another. Sampling draws from ``generator``, never from torch's global state.
+    """
+    chosen = methods.resolve_vqa(method)
+
+    def run(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        if generation_config.num_beams != 1:
+            raise ValueError(f"num_beams must be 1 for speculative decoding, got {generation_config.num_beams}")
+        inputs = {k: v for k, v in model_kwargs.items() if k not in NOT_INPUTS and v is not None}
+        length = generation_config.max_length - input_ids.shape[1]
+        target = VLMTarget(model, PathProcessor(logits_processor, input_ids, bool(generation_config.do_sample)))
+        prompt = VLMPrompt({**inputs, "input_ids": input_ids}, length)
+        uniforms = Uniforms(sample_generators(generator, len(input_ids), target.device))
+        stop = Criteria(stopping_criteria, input_ids)
+        if isinstance(chosen, methods.AR):
+            steps = decode_plain(target, prompt, length, uniforms, stop=stop)
+        else:
+            parts = assemble(chosen, target, drafter, tokenizer)
+            steps = decode(target, parts.drafter, parts.rule, prompt, length, uniforms, stop=stop)
+        *_, (end, _) = gains(steps, streamer)
+        return _joined(input_ids, end, generation_config)
+
+    return run
+
+
+class PathProcessor:
+    """transformers' logits processors, asked about every path of a tree as if it were a sequence of its own.
+
+    Those that look at the scores only are called once for all nodes. The others see batches of B sequences of one
+    length, each in its own row, for they may know something of a row (what to ignore of its prompt, say).
+    Raises ``ValueError`` for classifier-free guidance.
+    """
+
+    def __init__(self, processors: Any, input_ids: Tensor, sample: bool) -> None:
+        for processor in processors:
+            if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+                raise ValueError("guidance_scale must be 1, got a processor that runs the model itself; leave it out")
+        self.processors, self.input_ids, self.greedy = processors, input_ids, not sample
+        self.stateful = not all(isinstance(p, SCORES_ONLY) for p in processors)
+
+    def check_vocabulary(self, size: int) -> None:
+        """transformers' processors cut their options to the vocabulary by themselves."""
+
+    def laws(self, logits: Tensor, history: History, tree: DraftTree | None) -> Tensor:
+        """Laws [B, N, V] of ``logits`` [B, N, V]."""
+        scores = self._by_path(logits, history, tree) if self.stateful else self._at_once(logits)
+        if self.greedy:
+            return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+        return scores.softmax(-1)
+
+    def _at_once(self, logits: Tensor) -> Tensor:
+        flat = logits.flatten(0, 1)
+        return self.processors(self.input_ids[:1].expand(len(flat), -1), flat).view_as(logits)
+
+    def _by_path(self, logits: Tensor, history: History, tree: DraftTree | None) -> Tensor:
+        scores = torch.empty_like(logits)
+        for batch in self._batches(history, tree):
+            filler, _ = next(iter(batch.values()))
+            ids = torch.stack([batch.get(row, (filler, 0))[0] for row in range(len(logits))])
+            nodes = [batch.get(row, (filler, 0))[1] for row in range(len(logits))]
+            found = self.processors(ids, logits[range(len(logits)), nodes])
+            for row in batch:
+                scores[row, nodes[row]] = found[row]
+        return scores
+
+    def _batches(self, history: History, tree: DraftTree | None) -> Iterator[dict[int, tuple[Tensor, int]]]:
+        """Sequences of one length, at most one a row, with the node each ends at; together all rows' nodes."""
+        waiting: dict[int, dict[int, list[tuple[Tensor, int]]]] = defaultdict(lambda: defaultdict(list))
+        for row in range(len(self.input_ids)):
+            before = self._before(history, row)
+            for node, path in enumerate(_paths(tree, row, before)):
+                ids = torch.cat([before, path])
+                waiting[len(ids)][row].append((ids, node))
+        for rows in waiting.values():
+            while left := {row: found.pop() for row, found in rows.items() if found}:
+                yield left
+
+    def _before(self, history: History, row: int) -> Tensor:
+        """The row as generate has it: its padded prompt and what it has committed."""
+        if not hasattr(self, "prompts"):
+            self.prompts = history.lengths.tolist()  # the first call is the prefill's
+        return torch.cat([self.input_ids[row], history.sequence(row)[self.prompts[row] :]])
+
+
+def _paths(tree: DraftTree | None, row: int, like: Tensor) -> list[Tensor]:
+    """Tokens from the root to each node of a row's tree; one empty path without a tree."""
+    if tree is None:
+        return [like[:0]]
+    ancestors = tree.shape.ancestors[row if len(tree.shape.parents) > 1 else 0]
+    return [tree.tokens[row][on_path] for on_path in ancestors]  # nodes are numbered from the root down
+
+
+class Criteria:
+    """transformers' stopping criteria as a :class:`specmm.stopping.Stop`, asked behind every new token of every row."""
+
+    def __init__(self, criteria: StoppingCriteriaList, input_ids: Tensor) -> None:
+        self.criteria, self.input_ids = criteria, input_ids
+
+    def __call__(self, tokens: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`specmm.stopping.Stop`."""
+        bounds = zip(before.tolist(), after.tolist(), strict=True)
+        ends = [self._end(torch.cat([self.input_ids[b], tokens[b]]), *pair) for b, pair in enumerate(bounds)]
+        done = [end is not None for end in ends]
+        counts = torch.tensor([0 if end is None else end for end in ends], device=after.device)
+        stopped = torch.tensor(done, device=after.device)
+        return torch.where(stopped, counts, after), stopped
+
+    def _end(self, ids: Tensor, before: int, after: int) -> int | None:
+        """The first of the counts above ``before`` up to ``after`` at which the sequence ``ids`` is done."""
+        width = self.input_ids.shape[1]
+        for count in range(before + 1, after + 1):
+            if bool(self.criteria(ids[None, : width + count], None)[0]):
+                return count
+        return None
+
+
+def _joined(input_ids: Tensor, end: Progress, config: GenerationConfig) -> Any:
+    """Prompts and answers [B, L + T], padded as generate does."""
+    width = int(end.counts.max())
+    column = torch.arange(width, device=input_ids.device)
+    pad = 0 if config.pad_token_id is None else int(config.pad_token_id)
+    answers = end.tokens[:, :width].masked_fill(column >= end.counts[:, None], pad)
+    sequences: Any = torch.cat([input_ids, answers], dim=1)
+    return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences

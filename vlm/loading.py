@@ -1,0 +1,81 @@
+"""Models, processors and drafters from folders: a VLM's folder is transformers' own, its drafters lie in ``drafters/``.
+
+``drafters/text`` holds a language model, ``drafters/vlm`` a small vision-language model, ``drafters/msd`` an MSD head,
+``drafters/experts`` a folder for each of the models that Speculative Verdict hears.
+
+Shape letters: none.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+
+from specmm import methods, zoo
+from specmm.vlm.assemble import SmallModel
+
+PLACES = {"text-draft": "text", "vlm-draft": "vlm", "msd": "msd", "verdict": "experts"}  # folder of each's drafter
+
+
+def find(name: str | Path) -> Path:
+    """The folder of a model: a local one, a pocket name or a hub id; ``ValueError`` when there is none."""
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} must hold a config.json; give the folder that save_pretrained wrote")
+    shipped = zoo.POCKET / str(name).removeprefix("pocket/")
+    return next((f for f in (folder, shipped) if (f / "config.json").is_file()), None) or zoo.find(name)
+
+
+def load_model(folder: Path, dtype: torch.dtype | None = None) -> Any:
+    """The vision-language model in ``folder``; ``ValueError`` when it holds something else."""
+    _check_kind(folder)
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype or "auto").eval()
+
+
+def load_processor(folder: Path) -> Any:
+    """The processor beside the model; ``ValueError`` when there is none."""
+    try:
+        found = AutoProcessor.from_pretrained(folder)
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{folder} must hold a processor beside the model ({error})") from error
+    if not hasattr(found, "tokenizer"):
+        raise ValueError(f"{folder} must hold a processor of pictures and text, got a {type(found).__name__}")
+    return found
+
+
+def load_drafter(kind: str, folder: Path, target: Any) -> Any:
+    """What method ``kind`` drafts with for the ``target`` model, from its ``folder``."""
+    dtype, device = target.dtype, target.device
+    if kind == methods.MSD.name:
+        from specmm.vlm.drafters.msd_files import load_msd
+
+        return load_msd(folder, target.get_input_embeddings().weight)
+    if kind == methods.Verdict.name:
+        from specmm.vlm.pipeline import VQAPipeline
+
+        folders = sorted(f.parent for f in folder.glob("*/config.json"))
+        return [VQAPipeline.from_pretrained(f, torch_dtype=dtype, device=device) for f in folders]
+    if kind == methods.TextDraft.name:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+        return SmallModel(model.eval(), _tokenizer(folder))
+    processor = load_processor(folder) if (folder / "processor_config.json").is_file() else None
+    return SmallModel(load_model(folder, dtype).to(device), processor)
+
+
+def _tokenizer(folder: Path) -> Any:
+    """The drafter's own tokenizer, or None: it reads the target's tokens."""
+    own = (folder / "tokenizer_config.json").is_file()
+    return AutoTokenizer.from_pretrained(folder) if own else None
+
+
+def _check_kind(folder: Path) -> None:
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, json.JSONDecodeError) as error:
+        raise ValueError(f"{folder} must hold a transformers model ({error})") from error
+    if not hasattr(config, "vision_config"):
+        raise ValueError(f"{folder} must hold a vision-language model, got model type {config.model_type!r}")

@@ -1,0 +1,77 @@
+"""Between a target's tokens and those of a drafter with another tokenizer.
+
+Drafts are drawn from the drafter's law restricted to the tokens both know and renormalised (token-level intersection,
+Timor et al., arXiv 2502.05202). The recorded law is that one, so verification stays exact, however little they share.
+
+Shape letters: V the target's vocabulary, v the drafter's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MARKS = str.maketrans({"\u2581": " ", "\u0120": " ", "\u010a": "\n"})  # how tokenizers write a space and a line's end
+LEAST = 0.05  # share of the target's tokens that must be known to the drafter to be worth a try
+
+
+class Translation:
+    """The drafter's nearest token of each of the target's, ``ids`` [V], and whether it is the same, ``shared`` [V]."""
+
+    def __init__(self, ids: Tensor, shared: Tensor) -> None:
+        self.ids, self.shared = ids, shared
+
+    @classmethod
+    def same(cls, drafter: int, target: int, most: int = 512) -> Translation:
+        """Of one tokenizer, whose vocabularies differ by padding only; raises ``ValueError`` when they differ more."""
+        if abs(drafter - target) > most:
+            raise ValueError(
+                f"drafter must share the target's vocabulary of {target} tokens, got {drafter}; "
+                "give both tokenizers to translate, or another drafter"
+            )
+        order = torch.arange(target)
+        return cls(order.clamp(max=drafter - 1), order < drafter)
+
+    @classmethod
+    def between(cls, target: Any, drafter: Any, vocabulary: int) -> Translation:
+        """Of two tokenizers of transformers; raises ``ValueError`` when they share too few tokens to draft with."""
+        known = {text: i for i, text in sorted(_texts(drafter).items(), reverse=True)}
+        ids, shared = torch.zeros(vocabulary, dtype=torch.int64), torch.zeros(vocabulary, dtype=torch.bool)
+        for i, text in _texts(target).items():
+            if i < vocabulary and text in known:
+                ids[i], shared[i] = known[text], True
+            elif i < vocabulary:
+                ids[i] = (drafter.encode(text, add_special_tokens=False) or [0])[-1]
+        for name in ("eos_token_id", "bos_token_id"):
+            ours, theirs = getattr(target, name, None), getattr(drafter, name, None)
+            if ours is not None and theirs is not None and ours < vocabulary:
+                ids[ours], shared[ours] = theirs, True
+        found = int(shared.sum())
+        if found < LEAST * vocabulary:
+            raise ValueError(
+                f"drafter must share at least {LEAST:.0%} of the target's {vocabulary} tokens, got {found}; "
+                "use a drafter whose tokenizer splits text alike"
+            )
+        return cls(ids, shared)
+
+    def ban(self, tokens: Sequence[int]) -> None:
+        """Never draft ``tokens`` (picture placeholders), nor show them to the drafter when the target wrote one."""
+        self.shared[list(tokens)] = False
+        self.ids[list(tokens)] = 0
+
+    def to_drafter(self, tokens: Tensor) -> Tensor:
+        """The drafter's ids [...] of the target's ``tokens`` [...]."""
+        return self.ids.to(tokens.device)[tokens]
+
+    def from_drafter(self, logits: Tensor) -> Tensor:
+        """Logits [..., V] over the target's tokens of the drafter's ``logits`` [..., v]."""
+        shared = self.shared.to(logits.device)
+        return logits[..., self.ids.to(logits.device)].masked_fill(~shared, float("-inf"))
+
+
+def _texts(tokenizer: Any) -> dict[int, str]:
+    """The text of every token; special ones by their names."""
+    return {i: token.translate(MARKS) for token, i in tokenizer.get_vocab().items()}
