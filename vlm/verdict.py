@@ -146,7 +146,7 @@ def log_perplexities(expert: VQAPipeline, images: Pictures, prompt: str, answers
     model, tokenizer = expert.model, expert.processor.tokenizer
     inputs = on_device(Questions.of(images, prompt).inputs(expert.processor), model.device, model.dtype)
     end = tokenizer.eos_token_id
-    ids = [tokenizer.encode(f" {a}", add_special_tokens=False) if a else [end] for a in answers]
+    ids = [tokenizer.encode(f" {a}", add_special_tokens=False) if a.strip() else [end] for a in answers]
     rows, start = _append(inputs, ids), inputs["input_ids"].shape[1]
     logits = model(**rows).logits[:, start - 1 : -1].float()  # [U, most tokens, V]
     targets = rows["input_ids"][:, start:]

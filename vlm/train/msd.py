@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -98,7 +99,7 @@ def visual_share(step: int, steps: int, epochs: int = EPOCHS) -> float:
     return max(0.0, (epoch - epochs // 2) / (epochs / 2))
 
 
-def msd_config(target: VLMTarget, **changes: int) -> MSDConfig:
+def msd_config(target: VLMTarget, **changes: Any) -> MSDConfig:
     """Sizes of a head like one layer of ``target``'s decoder; ``changes`` replace some of them."""
     facts = target.family.config.to_dict()
     rope = facts.get("rope_parameters") or {}

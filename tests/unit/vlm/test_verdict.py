@@ -51,7 +51,7 @@ def naive(expert, picture, prompt, answer):
     from specmm.vlm.asking import Questions
 
     inputs = Questions.of(picture, prompt).inputs(expert.processor)
-    ids = expert.processor.tokenizer.encode(f" {answer}", add_special_tokens=False)
+    ids = expert.processor.tokenizer.encode(f" {answer}", add_special_tokens=False) if answer else []
     total, seen = 0.0, inputs["input_ids"]
     for token in ids or [expert.processor.tokenizer.eos_token_id]:
         with torch.no_grad():
