@@ -1,5 +1,7 @@
 """MSD training on a tiny LLaVA: the loss falls, a killed run goes on bit by bit, the share of pictures rises."""
 
+import json
+
 import pytest
 import torch
 
@@ -90,3 +92,23 @@ def test_schedule_and_mistakes(target):
     target.wants_context = True
     with pytest.raises(ValueError, match="must hold answers"):
         read_slots(target, [silent])
+
+
+def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch, capsys):
+    """``specmm train msd``, with other data: the file leaves the target's embeddings out and loads for it."""
+    from specmm.cli import train_msd as command
+    from specmm.vlm import loading
+    from specmm.vlm.drafters.msd_files import load_msd
+
+    model = zoo.model("llava")
+    model.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(loading, "load_processor", lambda folder: None)
+    monkeypatch.setattr(command, "_source", lambda *_: source)
+    options = dict(steps=2, batch=2, width=40, out=tmp_path / "run", as_json=True)
+    options |= dict(data=tmp_path, lr=1e-3, noise=0.2, layers=1, seed=0)
+    command.msd(str(tmp_path / "model"), replace=False, **options)
+    assert json.loads(capsys.readouterr().out)["kind"] == "msd"
+    head = load_msd(tmp_path / "model" / "drafters" / "msd", model.get_input_embeddings().weight)
+    assert head.config.intermediate_size == 40
+    with pytest.raises(ValueError, match="exists, give --replace"):
+        command.msd(str(tmp_path / "model"), replace=False, **options)
