@@ -7,9 +7,12 @@ from specmm import methods
 SPEED: tuple[methods.Method, ...] = (
     methods.AR(),
     methods.Speculative(),
-    methods.Speculative(rule="traversal"),
+    methods.Speculative(tree=(1, 1, 1, 1, 1, 1)),
+    methods.Speculative(rule="recursive"),
+    methods.Speculative(hindsight=0.0),
     methods.Speculative(drafter="eagle"),
     methods.LanternPP(),
+    methods.LanternPP(hindsight=0.0),
     methods.LanternPP(residual="corrected"),
     methods.LanternPP(lambda_=3.0, k=10),
     methods.LanternPP(lambda_=10.0, k=40),
@@ -23,7 +26,7 @@ SPEED: tuple[methods.Method, ...] = (
 QUALITY: tuple[methods.Method, ...] = (
     methods.AR(),
     methods.LanternPP(),
-    methods.LanternPP(lambda_=10.0, k=40),
     methods.LanternPP(lambda_=40.0, k=100),
+    methods.LanternPP(lambda_=10.0, k=40),
     methods.Speculative(),
 )

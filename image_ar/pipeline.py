@@ -26,6 +26,7 @@ from specmm.image_ar.tokens.assemble import Parts, assemble
 from specmm.image_ar.tokens.captions import CaptionEncoder, left_pad
 from specmm.image_ar.tokens.drafters.files import load_drafters, save_drafters
 from specmm.image_ar.tokens.gpt import Transformer
+from specmm.image_ar.tokens.layout import column_major
 from specmm.image_ar.tokens.loading import load_gpt, load_vq, save_gpt, save_vq
 from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
 from specmm.image_ar.tokens.tuning import choose_method
@@ -102,11 +103,14 @@ class ImagePipeline(DiffusionPipeline):  # type: ignore[misc]
         transformer = load_gpt(folder / "transformer")
         dtype = torch_dtype or choose_dtype(sum(p.numel() for p in transformer.parameters()))
         transformer = transformer.to(dtype)
+        drafters = load_drafters(folder / "drafters", transformer)
+        for module in (transformer, *drafters.values()):
+            column_major(module)
         captions = CaptionEncoder(text_encoder, tokens=transformer.config.cls_token_num) if text_encoder else None
         return cls(
             transformer,
             load_vq(folder / "vq"),
-            load_drafters(folder / "drafters", transformer),
+            drafters,
             Settings.read(folder),
             resolved,
             captions,

@@ -35,7 +35,7 @@ class SJD:
 
 @dataclass(frozen=True)
 class Speculative:
-    """The exact sampled tree: siblings drawn without replacement with recorded laws, recursive rejection.
+    """The exact sampled tree: siblings drawn without replacement, with the laws they were drawn from recorded.
 
     ``hindsight`` is the weight, in what a block drafter draws from, of the target's laws behind rejected drafts.
     """
@@ -43,7 +43,7 @@ class Speculative:
     name: ClassVar[str] = "speculative"
     drafter: Literal["block", "eagle"] = "block"
     tree: Tree = None
-    rule: Literal["recursive", "traversal"] = "recursive"
+    rule: Literal["traversal", "recursive"] = "traversal"
     hindsight: float = 0.3
 
 
@@ -81,6 +81,7 @@ class LanternPP:
     residual: Literal["official", "corrected"] = "official"
     drafter: Literal["block", "eagle"] = "block"
     tree: Tree = None
+    hindsight: float = 0.3  # as Speculative's
 
 
 @dataclass(frozen=True)

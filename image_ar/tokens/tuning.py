@@ -6,6 +6,7 @@ machine's, for this batch size, measured once per process.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -24,6 +25,7 @@ from specmm.tree import TreeShape
 from specmm.verify import Recursive, decide
 
 SIZES = (3, 4, 6, 8, 11, 14, 18, 24)  # nodes of the candidate trees, the root included
+PLANNED = methods.Speculative(rule="recursive")  # the rule that acceptance by level and rank describes
 PROBES = ((1,), (1, 1, 1), (2, 2, 1, 1, 1), (4, 4, 3, 3, 2))  # children by level of the trees whose cost is measured
 
 
@@ -32,7 +34,7 @@ def choose_method(target: LlamaGenTarget, parts: Parts, batch: int) -> methods.M
     planned = planned_for(target, parts, batch)
     if planned.shape is None:
         return methods.AR()
-    return methods.Speculative(tree=tuple(int(p) for p in planned.shape.parents[0]))
+    return dataclasses.replace(PLANNED, tree=tuple(int(p) for p in planned.shape.parents[0]))
 
 
 def planned_for(target: LlamaGenTarget, parts: Parts, batch: int) -> Plan:
@@ -76,7 +78,8 @@ def _round(
     target: LlamaGenTarget, parts: Parts, shape: TreeShape, prompt: Prompt, uniforms: Uniforms, repeats: int
 ) -> tuple[float, float, float]:
     """Median seconds of drafting, verifying, and deciding and committing one round with ``shape``."""
-    drafter, rule = BlockDrafter(parts.head("block"), target, shape), Recursive()
+    drafter = BlockDrafter(parts.head("block"), target, shape, hindsight=PLANNED.hindsight)
+    rule = Recursive()
     output = target.prefill(prompt, shape.size)
     feedback = Feedback(output, categorical(output.laws[:, -1], uniforms.draw(1)[:, 0]))
     drafter.begin(feedback, Clock())

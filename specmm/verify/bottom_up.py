@@ -100,6 +100,8 @@ class Traversal:
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
         """Decisions for the target's processed laws ``p`` [B, N, V]."""
+        if tree.shape.shared and tree.shape.width == 1:
+            return Block().decisions(tree, p)  # the same numbers in a quarter of the operations
         reach = p.new_ones(len(p), tree.shape.size + 1)  # missing children (-1) fall into the spare column
         law = p
         for walk in level_plans(tree.shape):
