@@ -45,8 +45,11 @@ def ask(
     seed = secrets.randbelow(2**31) if seed is None else seed
     sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty)
     with stdout_reserved():
+        from transformers.utils.logging import disable_progress_bar
+
         from specmm.vlm.pipeline import VQAPipeline
 
+        disable_progress_bar()
         pipe = VQAPipeline.from_pretrained(model, chosen, drafter)
         begin = time.perf_counter()
         out = pipe(list(images), question, Echo(pipe), max_new_tokens=max_new_tokens, seed=seed, **sampling)

@@ -1,0 +1,138 @@
+"""``model.generate(…, custom_generate=specmm.custom_generate(…))``: processors, criteria, streamers, batches."""
+
+import pytest
+import torch
+import transformers as tf
+from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+import specmm
+
+IMAGE = 36
+TEXT = dict(
+    model_type="llama",
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=128,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+CLIP = dict(
+    model_type="clip_vision_model",
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    image_size=8,
+    patch_size=4,
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = tf.LlavaConfig(vision_config=CLIP, text_config=TEXT, image_token_index=IMAGE, image_seq_length=4)
+    model = tf.LlavaForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.25)
+    model.generation_config.eos_token_id = 2
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@pytest.fixture
+def inputs():
+    rows = [[1, 5, 36, 36, 36, 36, 6, 7], [0, 0, 0, 1, 9, 10, 11, 9]]
+    pixels = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    ids = torch.tensor(rows)
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "pixel_values": pixels}
+
+
+def first_row(inputs):
+    return {k: v[:1] for k, v in inputs.items()}
+
+
+class Enough(StoppingCriteria):
+    """Ends a row when it holds a token twice behind the prompt."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        new = input_ids[:, 8:].tolist()
+        return torch.tensor([len(row) != len(set(row)) for row in new])
+
+
+class NotTwice(tf.LogitsProcessor):
+    """Forbids the last token."""
+
+    def __call__(self, input_ids, scores):
+        return scores.scatter(1, input_ids[:, -1:], float("-inf"))
+
+
+OPTIONS = {
+    "plain": {},
+    "penalties": dict(repetition_penalty=1.4, no_repeat_ngram_size=2, min_new_tokens=9),
+    "own processor": dict(logits_processor=LogitsProcessorList([NotTwice()])),
+    "allowed tokens": dict(prefix_allowed_tokens_fn=lambda row, ids: [3 + row, 7, 9 + int(ids[-1]) % 5]),
+    "own criteria": dict(stopping_criteria=StoppingCriteriaList([Enough()])),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("method", ["ar", "prompt-lookup"])
+def test_greedy_generate_is_the_same(model, inputs, method, options):
+    alone = model.generate(**first_row(inputs), max_new_tokens=16, do_sample=False, **options)
+    fn = specmm.custom_generate(method=method)
+    assert torch.equal(
+        model.generate(**first_row(inputs), max_new_tokens=16, do_sample=False, custom_generate=fn, **options), alone
+    )
+    both = model.generate(**inputs, max_new_tokens=16, do_sample=False, **options)
+    ours = model.generate(**inputs, max_new_tokens=16, do_sample=False, custom_generate=fn, **options)
+    assert torch.equal(ours, both)
+
+
+def test_sampling_follows_the_warpers_and_the_generator(model, inputs):
+    def sample(seed):
+        fn = specmm.custom_generate(generator=torch.Generator().manual_seed(seed))
+        return model.generate(**inputs, max_new_tokens=12, do_sample=True, top_k=2, custom_generate=fn)
+
+    assert torch.equal(sample(0), sample(0))
+    assert not torch.equal(sample(0), sample(1))
+
+
+def test_a_streamer_hears_every_token(model, inputs):
+    class Streamer:
+        def __init__(self):
+            self.heard, self.ended = [], False
+
+        def put(self, value):
+            self.heard += value.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    streamer = Streamer()
+    fn = specmm.custom_generate(streamer=streamer)
+    out = model.generate(**first_row(inputs), max_new_tokens=10, do_sample=False, custom_generate=fn)
+    assert streamer.heard == out[0, 8:].tolist()
+    assert streamer.ended
+    with pytest.raises(ValueError, match="one answer at a time"):
+        model.generate(**inputs, max_new_tokens=4, do_sample=False, custom_generate=fn)
+
+
+def test_beams_and_guidance_are_refused(model, inputs):
+    fn = specmm.custom_generate()
+    with pytest.raises(ValueError, match="num_beams must be 1"):
+        model.generate(**inputs, max_new_tokens=4, num_beams=2, custom_generate=fn)
+    with pytest.raises(ValueError, match="guidance_scale must be 1"):
+        model.generate(**inputs, max_new_tokens=4, do_sample=False, custom_generate=fn, guidance_scale=2.0)
+
+
+def test_the_output_may_be_a_dictionary(model, inputs):
+    fn = specmm.custom_generate()
+    kept = dict(max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
+    wanted = model.generate(**inputs, **kept).sequences
+    assert torch.equal(model.generate(**inputs, **kept, custom_generate=fn).sequences, wanted)
