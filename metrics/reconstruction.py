@@ -79,7 +79,8 @@ def ssim(first: Tensor, second: Tensor) -> Tensor:
         raise ValueError(
             f"SSIM needs pictures of at least {WINDOW} pixels, got {list(first.shape[2:])}; use larger ones"
         )
-    found = structural_similarity_index_measure(second, first, data_range=255.0, reduction="none")
+    pair = second.double(), first.double()  # in float32 flat white areas of equal pictures lose 1e-4
+    found = structural_similarity_index_measure(*pair, data_range=255.0, reduction="none")
     assert isinstance(found, Tensor)
     return found.reshape(-1)
 
