@@ -18,8 +18,8 @@ EMOJI = Path("~/.cache/specmm/emoji")
 
 def llava(
     data: Annotated[Path, typer.Option(help="Folder of the emoji; downloaded from npm when empty.")] = EMOJI,
-    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of the whole model.")] = 2600,
-    tower_steps: Annotated[int, typer.Option(min=0, help="Steps the vision tower learns alone before.")] = 1500,
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of the whole model.")] = 1600,
+    tower_steps: Annotated[int, typer.Option(min=0, help="Steps the vision tower learns alone before.")] = 700,
     batch: Annotated[int, typer.Option(min=1, help="Pictures a step, twice as many for the tower alone.")] = 32,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate.")] = 1e-3,
     seed: Annotated[int, typer.Option(min=0, help="Of initialisation and data.")] = 0,

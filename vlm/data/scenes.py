@@ -34,8 +34,9 @@ PLACES = (
     "on the left", "in the middle", "on the right",
     "at the bottom left", "at the bottom", "at the bottom right",
 )  # fmt: skip
-CENTRES = (11, 32, 53)  # of the three columns and of the three rows
-SIZES = {"small": (15, 18), "big": (24, 28)}
+SIZES = {"small": 16, "big": 24}  # pixels
+STARTS = {"small": ((0, 8), (24,), (40, 48)), "big": ((0,), (16, 24), (40,))}  # of the three columns and rows
+SHIFT = 1  # pixels a thing may be away from its start
 MOST = 4  # things in a scene
 REPEAT = 0.35  # probability that a thing is of the same kind as the one before
 JITTER = 12  # of a background's red, green and blue
@@ -100,8 +101,9 @@ def lay_out(count: int, random: Random) -> list[tuple[int, str, Box]]:
     found: list[tuple[int, str, Box]] = []
     while len(found) < count:
         place, size = random.randrange(9), random.choice(list(SIZES))
-        side = random.randint(*SIZES[size])
-        top, left = (min(max(CENTRES[at] + random.randint(-2, 2) - side // 2, 0), R - side) for at in divmod(place, 3))
+        side = SIZES[size]
+        starts = [random.choice(STARTS[size][at]) + random.randint(-SHIFT, SHIFT) for at in divmod(place, 3)]
+        top, left = (min(max(start, 0), R - side) for start in starts)
         box = (top, left, side)
         if all(place != other and not _overlap(box, b) for other, _, b in found):
             found.append((place, size, box))

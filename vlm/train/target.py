@@ -33,6 +33,7 @@ from specmm.vlm.data.sprites import Array
 from specmm.vlm.data.stream import World
 
 TEXT_EVERY = 12  # steps: one of so many is without pictures
+NOTHING = 0.1  # weight of a patch without a thing
 LENGTH, TEXT_LENGTH = 224, 160  # tokens of a row
 
 
@@ -118,13 +119,15 @@ def train_tower(
     with seeded(seed):
         classifier = PatchClassifier(model.model.vision_tower, vision.hidden_size)
     run = torch.compile(classifier)
+    weights = [torch.ones(count) for count in HEADS.values()]
+    weights[0][0] = NOTHING  # most patches show nothing and would drown the others
 
     def step(i: int) -> Losses:
         pixels, labels = labelled(world, Random(f"tower {seed} {i}"), batch, vision.patch_size)
         with torch.autocast("cpu", torch.bfloat16):
             logits = run(pixels)
         parts = [
-            F.cross_entropy(x.flatten(0, 1).float(), labels[..., k].flatten(), ignore_index=IGNORED)
+            F.cross_entropy(x.flatten(0, 1).float(), labels[..., k].flatten(), weights[k], ignore_index=IGNORED)
             for k, x in enumerate(logits)
         ]
         right = (logits[0].argmax(-1) == labels[..., 0])[labels[..., 0] > 0].float().mean()
