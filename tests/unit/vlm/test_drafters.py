@@ -1,0 +1,223 @@
+"""Every drafter on every class of model: token equal when greedy, the model's law when sampling, broken twins caught.
+
+Shape letters: B batch, T tokens, V vocabulary.
+"""
+
+import itertools
+
+import pytest
+import torch
+import transformers as tf
+from scipy.stats import chi2
+
+from specmm import methods
+from specmm.decode import decode, decode_plain
+from specmm.processors import Processor
+from specmm.randomness import Uniforms
+from specmm.vlm.assemble import SmallModel, assemble
+from specmm.vlm.prompt import VLMPrompt
+from specmm.vlm.target import VLMTarget
+
+LENGTH = 12
+METHODS = {
+    "prompt-lookup": methods.PromptLookup(2, 4),
+    "text-draft": methods.TextDraft((2, 1, 1)),
+    "vlm-draft": methods.VLMDraft((2, 1)),
+}
+
+
+def last(progress):
+    *_, end = progress
+    return end
+
+
+def text_model(vocabulary, seed=5):
+    torch.manual_seed(seed)
+    config = tf.LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+    )
+    model = tf.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.normal_(0, 0.3)
+    return model
+
+
+def drafter_of(zoo, name, method):
+    """Text models are strangers; the small VLM is the target under other weights, or nearly the same ones."""
+    if method.name == "text-draft":
+        return SmallModel(text_model(40))
+    return SmallModel(zoo.model(name, 0, 0.24)) if method.name == "vlm-draft" else None
+
+
+def run(zoo, name, processor, method, rows=None, seeds=(0, 1, 2), length=LENGTH, break_it=None):
+    target = VLMTarget(zoo.model(name), processor)
+    rows = zoo.rows if rows is None else rows
+    prompt = VLMPrompt(zoo.batch(name, rows), length)
+    uniforms = Uniforms.from_seeds(seeds[: len(rows)])
+    if method is None:
+        return last(decode_plain(target, prompt, length, uniforms)), target
+    drafter, rule = assemble(method, target, drafter_of(zoo, name, method))
+    if break_it is not None:
+        break_it(target, drafter)
+    return last(decode(target, drafter, rule, prompt, length, uniforms)), target
+
+
+@pytest.mark.parametrize("method", [METHODS["text-draft"], METHODS["vlm-draft"]], ids=lambda m: m.name)
+def test_greedy_decoding_is_plain_decoding(zoo, family, method):
+    plain, _ = run(zoo, family, Processor(0), None)
+    end, _ = run(zoo, family, Processor(0), method)
+    assert torch.equal(end.tokens[:, :LENGTH], plain.tokens)
+    assert end.counts.tolist() == [LENGTH] * 3
+
+
+class Quiet:
+    """Greedy decoding that never writes the placeholders, which no drafter drafts."""
+
+    greedy, stateful = True, False
+    check_vocabulary = Processor(0).check_vocabulary
+
+    def laws(self, logits, history, tree):
+        return Processor(0)(logits.index_fill(-1, torch.tensor([36, 37]), float("-inf")))
+
+
+def test_a_drafter_that_sees_the_picture_agrees_with_its_twin(zoo, family):
+    target = VLMTarget(zoo.model(family), Quiet())
+    drafter, rule = assemble(methods.VLMDraft((1, 1, 1)), target, SmallModel(zoo.model(family)))
+    drafter.translation.ban([36, 37])
+    prompt = VLMPrompt(zoo.batch(family, zoo.rows), 13)
+    end = last(decode(target, drafter, rule, prompt, 13, Uniforms.from_seeds([0, 1, 2])))
+    assert end.stats.kept == [0, 0, 0, 9]  # an identical copy: all drafts kept in every round
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("name", ["llava", "qwen2-vl sliding"])
+def test_a_row_does_not_depend_on_its_batch(zoo, name, method):
+    processor = Processor(1.0, top_k=8, repetition_penalty=1.3)
+    together, _ = run(zoo, name, processor, method)
+    for i, row in enumerate(zoo.rows):
+        alone, _ = run(zoo, name, processor, method, [row], (i,))
+        assert torch.equal(alone.tokens[0, :LENGTH], together.tokens[i, :LENGTH])
+
+
+SETTINGS = {
+    "hot": Processor(1.3),
+    "top-k and top-p": Processor(0.8, top_k=4, top_p=0.9),
+    "repetition penalty": Processor(1.0, repetition_penalty=1.8),
+}
+T, ROWS = 3, 3000
+
+
+def law_of_sequences(zoo, name, processor, row):
+    """Probability of every sequence [V, V, V] of T tokens, by the model's own uncached forward."""
+    model, inputs = zoo.model(name), zoo.batch(name, [row])
+    prompt, size = inputs["input_ids"], model.config.get_text_config().vocab_size
+    embed = model.get_input_embeddings()
+    with torch.inference_mode():
+        features = torch.cat(list(model.get_image_features(inputs["pixel_values"]).pooler_output))
+        start = embed(prompt).masked_scatter((prompt == zoo.image)[..., None], features)
+    law = torch.ones(1, dtype=torch.float64)
+    for depth in range(T):
+        paths = torch.tensor(list(itertools.product(range(size), repeat=depth)), dtype=torch.int64)
+        paths = paths.view(size**depth, depth)
+        ids = torch.cat([prompt.expand(len(paths), -1), paths], 1)
+        with torch.inference_mode():
+            inputs_embeds = torch.cat([start.expand(len(paths), -1, -1), embed(paths)], 1)
+            logits = model(inputs_embeds=inputs_embeds, logits_to_keep=1).logits[:, -1]
+        seen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, ids, True)
+        law = (law[:, None] * processor(logits.double(), seen)).flatten()
+    return law
+
+
+def fits(law, tokens, size):
+    """Whether the sampled ``tokens`` [n, T] pass a chi-square test at one in a thousand; rare cells are joined."""
+    index = sum(tokens[:, t] * size ** (T - 1 - t) for t in range(T))
+    seen = torch.bincount(index, minlength=size**T).double()
+    assert seen[law == 0].sum() == 0
+    wanted, order = (law * len(tokens)).sort(descending=True)
+    seen, common = seen[order], int((wanted >= 5).sum())
+    cells = [torch.cat([x[:common], x[common:].sum()[None]]) for x in (wanted, seen)]
+    keep = cells[0] > 1e-9
+    statistic = ((cells[1] - cells[0]) ** 2 / cells[0])[keep].sum()
+    return bool(statistic < chi2.ppf(0.999, int(keep.sum()) - 1))
+
+
+@pytest.fixture(scope="module")
+def small_world(zoo):
+    """A LLaVA of six tokens, of which the last stands for pictures."""
+    return zoo.of_vocabulary(6)
+
+
+@pytest.mark.parametrize("method", [None, *METHODS.values()], ids=["ar", *METHODS])
+@pytest.mark.parametrize("processor", SETTINGS.values(), ids=SETTINGS)
+def test_samples_follow_the_models_law(small_world, processor, method):
+    row = [1, 3, "1", 2]
+    tokens = sample(small_world, processor, method, row)
+    assert fits(law_of_sequences(small_world, "llava", processor, row), tokens, 6)
+
+
+class Stream(Uniforms):
+    """One generator for thousands of rows."""
+
+    def __init__(self, rows, seed=0):
+        self.rows, self.generator = rows, torch.Generator().manual_seed(seed)
+
+    @property
+    def device(self):
+        return self.generator.device
+
+    def draw(self, count):
+        return torch.rand(self.rows, count, generator=self.generator)
+
+
+def sample(world, processor, method, row, break_it=None):
+    target = VLMTarget(world.model("llava"), processor)
+    prompt = VLMPrompt(world.batch("llava", [row] * ROWS), T)
+    uniforms = Stream(ROWS)
+    if method is None:
+        return last(decode_plain(target, prompt, T, uniforms)).tokens[:, :T]
+    small = SmallModel(text_model(6)) if method.name == "text-draft" else SmallModel(world.model("llava", 7))
+    drafter, rule = assemble(method, target, small)
+    if break_it is not None:
+        break_it(target, drafter)
+    return last(decode(target, drafter, rule, prompt, T, uniforms)).tokens[:, :T]
+
+
+def forget_ancestors(target, drafter):
+    """The repetition penalty sees what is committed, not the path of a node."""
+    processor = target.processor
+
+    class Forgetful:
+        greedy, stateful = False, True
+
+        def laws(self, logits, history, tree):
+            return processor(logits, history.seen(None, logits.shape[-1]).expand_as(logits))
+
+    target.processor = Forgetful()
+
+
+def draw_from_another_law(target, drafter):
+    """Drafts come from a colder law than the one recorded."""
+    grow = drafter.growth._draw
+
+    def draw(head, logits, width, uniforms):
+        tokens, _ = grow(head, logits * 3, width, uniforms)
+        return tokens, grow(head, logits, width, Stream(len(logits)))[1]
+
+    drafter.growth._draw = draw
+
+
+@pytest.mark.parametrize(
+    ("processor", "break_it"),
+    [("repetition penalty", forget_ancestors), ("hot", draw_from_another_law)],
+)
+def test_the_same_test_rejects_a_broken_twin(small_world, processor, break_it):
+    row, processor = [1, 3, "1", 2], SETTINGS[processor]
+    tokens = sample(small_world, processor, methods.TextDraft((1, 1)), row, break_it)
+    assert not fits(law_of_sequences(small_world, "llava", processor, row), tokens, 6)
