@@ -41,7 +41,7 @@ Maker = Callable[[Any, LlamaGenTarget, TreeShape], BlockDrafter]
 
 @dataclass(frozen=True)
 class Contest:
-    """A rule and the drafts it is given. ``method`` names the quality benchmark's samples of this rule."""
+    """A rule and the drafts it is given. ``method`` names the quality benchmark's samples of the same law."""
 
     name: str
     drafts: str
@@ -90,14 +90,14 @@ def schedule(
     """(contest, budget, form, shape), smaller budgets first; greedy multi-draft plays spines only."""
     levels = pipe.parts.head("block").config.levels
     chain = TreeShape.chain(levels)
-    yield Contest("single draft", "sampled", Recursive(), BlockDrafter), levels, "chain", chain
+    yield Contest("single draft", "sampled", Recursive(), BlockDrafter, "ar"), levels, "chain", chain
     yield Contest("block", "sampled", Block(), BlockDrafter), levels, "chain", chain
     for budget in budgets:
         for form, shape in shapes(budget, levels, pipe.parts.acceptance):
             for contest in contests(table):
                 yield contest, budget, form, shape
         widths = widths_for(budget, levels, 0.7)
-        greedy = Contest("greedy multi-draft", "top k - 1 and a sample", GreedyMultiDraft(), GreedyDrafter)
+        greedy = Contest("greedy multi-draft", "top k - 1 and a sample", GreedyMultiDraft(), GreedyDrafter, "ar")
         yield greedy, budget, "spine", spine(widths)
         yield greedy, budget, "spine below the likeliest", through_rank_one(widths)
 
@@ -111,11 +111,11 @@ def shapes(budget: int, levels: int, acceptance: Any) -> list[tuple[str, TreeSha
 def contests(table: Tensor | None) -> list[Contest]:
     """Every rule on the drafts it is exact for, and the relaxed rules on sampled and on point-mass trees."""
     exact = [
-        Contest("point mass", "top k", PointMass(), _top),
-        Contest("recursive, without replacement", "sampled", Recursive(), BlockDrafter, "speculative"),
-        Contest("recursive, with replacement", "independent", Recursive(), IndependentDrafter),
-        Contest("k-seq", "independent", KSeq(), IndependentDrafter),
-        Contest("traversal", "sampled", Traversal(), BlockDrafter, "speculative(rule='traversal')"),
+        Contest("point mass", "top k", PointMass(), _top, "ar"),
+        Contest("recursive, without replacement", "sampled", Recursive(), BlockDrafter, "ar"),
+        Contest("recursive, with replacement", "independent", Recursive(), IndependentDrafter, "ar"),
+        Contest("k-seq", "independent", KSeq(), IndependentDrafter, "ar"),
+        Contest("traversal", "sampled", Traversal(), BlockDrafter, "ar"),
     ]
     return exact + (relaxed(table) if table is not None else [])
 

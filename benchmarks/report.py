@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bars import bars
+from benchmarks.bars import bars, metric_bars
 from benchmarks.common import Row, read_results
 from benchmarks.plots import best_by_budget, draw_plots
 from specmm.metrics.report import cell, table
 
-NAMES = ("speed", "quality", "acceptance", "single_position", "autotune")
+NAMES = ("speed", "quality", "acceptance", "single_position", "autotune", "cifar_fid", "frechet_speed")
 SPEED = {
     "method": "method",
     "dtype": "dtype",
@@ -54,6 +54,18 @@ AUTOTUNE = {
     "ratio_high": "upper quartile",
     "plan": "plan",
 }
+FRECHET = {
+    "features fed": "features fed",
+    "library": "library",
+    "update_s": "update, s",
+    "compute_s": "compute, s",
+    "compute_speedup": "compute, speed-up",
+    "total_speedup": "both, speed-up",
+    "peak_over_imports_mb": "memory over imports, MB",
+    "memory_ratio": "memory ratio",
+    "peak_mb": "whole process, MB",
+    "fid_relative_error": "relative error of FID",
+}
 TITLES = {
     "tau.png": "Block efficiency by rule",
     "single_position.png": "Acceptance of one position",
@@ -76,10 +88,13 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
     parts = ["# Measured results", "Written by `python -m benchmarks.run report` from the files beside it."]
     held = [
         {"what": b.what, "bar": b.asked, "found": b.found, "": b.verdict}
-        for b in bars(rows["speed"], rows["quality"], rows["autotune"])
+        for b in [
+            *bars(rows["speed"], rows["quality"], rows["autotune"]),
+            *metric_bars(rows["cifar_fid"], rows["frechet_speed"]),
+        ]
     ]
     parts += ["## Bars", table(held)]
-    for section in (_speed, _quality, _acceptance, _single, _autotune):
+    for section in (_speed, _quality, _acceptance, _single, _autotune, _metrics):
         parts += section(rows)
     parts += [f"![{TITLES.get(p, p)}]({p})" for p in plots]
     parts += ["## Where and when", _provenance(results)]
@@ -126,7 +141,8 @@ def _acceptance(rows: dict[str, list[Row]]) -> list[str]:
     text = (
         f"Block efficiency at equal node budgets, {best[0]['pictures']} pictures; each rule with the better of its "
         "shapes (all are in acceptance.csv). `level d`: of the rounds that kept level d - 1, the share that kept one "
-        "of the next. FID is the quality benchmark's for the same rule with the model's own tree."
+        "of the next. FID is the quality benchmark's: plain decoding's for exact rules, whose law it is, and for "
+        "relaxed ones that of the model's own tree."
     )
     return ["## Acceptance by rule", text, table(sorted(best, key=lambda r: (r["nodes"], -r["tau"])), columns)]
 
@@ -145,6 +161,17 @@ def _autotune(rows: dict[str, list[Row]]) -> list[str]:
     if not rows["autotune"]:
         return []
     return ["## Autotune", "Seconds of a whole batch, medians, alternating.", table(rows["autotune"], AUTOTUNE)]
+
+
+def _metrics(rows: dict[str, list[Row]]) -> list[str]:
+    parts = []
+    if rows["cifar_fid"]:
+        text = "CIFAR-10's test pictures against training pictures, by the offline Inception in float32."
+        parts += ["## Real against real", text, table(rows["cifar_fid"])]
+    if rows["frechet_speed"]:
+        text = "50,000 features of width 2048 a side to FID, against torchmetrics; every run a process of its own."
+        parts += ["## Features to FID", text, table(rows["frechet_speed"], FRECHET)]
+    return parts
 
 
 def _provenance(results: dict[str, dict[str, Any] | None]) -> str:

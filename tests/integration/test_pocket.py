@@ -37,7 +37,7 @@ def test_a_picture_has_at_least_144_tokens(pipe):
 
 @pytest.mark.parametrize(
     "method",
-    [methods.SJD(), methods.Speculative(), methods.Speculative(rule="traversal"), methods.Eagle()],
+    [methods.SJD(), methods.Speculative(), methods.Speculative(rule="recursive"), methods.Eagle()],
     ids=lambda m: m.name,
 )
 def test_greedy_equals_plain_token_for_token(pipe, method):

@@ -9,7 +9,7 @@ import torch
 from benchmarks import arithmetic, quality
 from benchmarks.acceptance import Contest, measure_acceptance, play
 from benchmarks.autotune import measure_autotune
-from benchmarks.bars import bars
+from benchmarks.bars import bars, metric_bars
 from benchmarks.common import balanced_labels, label, load_pipeline, parse, read_results, write_results
 from benchmarks.contenders import QUALITY, SPEED
 from benchmarks.drafting import GreedyDrafter, IndependentDrafter, draw_siblings, through_rank_one, widths_for
@@ -125,7 +125,7 @@ def test_samples_resume_and_are_the_same_whoever_made_them(model, tmp_path):
     assert found.count() == 0  # a gap: what lies behind it waits
     found.make(pipe, method, labels[:2], 0)
     assert (found.arrays("tokens")[0] == tokens).all()
-    other = SampleSet.of(tmp_path, pipe, model, methods.Speculative(rule="traversal"), 2)
+    other = SampleSet.of(tmp_path, pipe, model, methods.Speculative(rule="recursive"), 2)
     assert other.folder != found.folder
 
 
@@ -179,6 +179,15 @@ def test_bars():
     assert [b.met for b in bars(speed, few, autotune[:2])] == [False, True, False, None, False]
     assert {b.verdict for b in bars([], [], [])} == {"not measured"}
     assert "not measured" in render({})
+
+
+def test_bars_of_the_metrics():
+    cifar = [{"test": 10_000, "train": 5_000, "fid": 7.9}, {"test": 10_000, "train": 10_000, "fid": 5.24}]
+    ours = {"library": "specmm", "features fed": "batches", "compute_speedup": 2.3, "memory_ratio": 0.46}
+    assert [b.met for b in metric_bars(cifar, [ours])] == [True, True]
+    worse = [{**cifar[1], "fid": 5.4}], [ours, {**ours, "memory_ratio": 0.6}]
+    assert [b.met for b in metric_bars(*worse)] == [False, False]
+    assert [b.met for b in metric_bars(cifar[:1], [])] == [None, None]
 
 
 def test_single_position_stays_below_the_bound():

@@ -90,12 +90,13 @@ class BlockHead(nn.Module):
 
 @dataclass(frozen=True)
 class Level:
-    """One level of a static tree of n nodes with P parents, which all get ``width`` children drawn.
+    """The n nodes at ``depth`` of a static tree; their P parents all get ``width`` children drawn.
 
     ``above`` [P] are the parents' places among the nodes of the level above (None: all of them, in order); ``pick`` [n]
     finds the nodes among the P·width children drawn (None: all of them, in order).
     """
 
+    depth: int
     above: Tensor | None
     pick: Tensor | None
     width: int
@@ -112,7 +113,7 @@ class Level:
         pick = index * width + shape.ranks[0, nodes]
         everything = pick.equal(torch.arange(len(parents) * width, device=pick.device))
         above = None if len(parents) == count else parents - first
-        return cls(above, None if everything else pick, width)
+        return cls(depth, above, None if everything else pick, width)
 
 
 class BlockDrafter:
@@ -170,19 +171,19 @@ class BlockDrafter:
             with self.clock("draft"):
                 logits = self._read(states[:, depth : depth + 1], previous)
             guided = self.target.guide(logits, self._positions(index + depth))
-            drafts, drawn = self._draw(guided, depth + 1, level, uniforms)
+            drafts, drawn = self._draw(guided, level, uniforms)
             tokens.append(drafts)
             laws.append(drawn)
         return DraftTree(torch.cat(tokens, 1), self.shape, torch.cat(laws, 1) if self.sampled else None)
 
-    def _draw(self, logits: Tensor, depth: int, level: Level, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
+    def _draw(self, logits: Tensor, level: Level, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
         """A level's nodes [B, n] and the laws [B, n, V] they were drawn from, of each parent's ``logits`` [B, P, V]."""
         if not self.sampled:  # of the raw logits: at temperature 0 all but one token of the law have no mass
             drafts = logits.topk(level.width).indices.flatten(1)
             return drafts if level.pick is None else drafts.index_select(1, level.pick), logits[:, :0]
         law = self.target.processor(logits)
         if self.hindsight is not None:
-            law = self.hindsight.mix(law, depth)
+            law = self.hindsight.mix(law, level.depth)
         if level.width == 1:
             drafts, drawn = categorical(law, uniforms.draw(law.shape[1])), law
         else:

@@ -10,6 +10,7 @@ from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.shape.static import branching
 from specmm.stats import Clock
+from specmm.tree import DraftTree
 from specmm.verify import GreedyMatch, Recursive
 from specmm.vlm.drafters.msd import MSDDrafter
 from specmm.vlm.drafters.msd_head import MSDConfig, MSDHead
@@ -94,23 +95,32 @@ def test_recorded_laws_are_those_drawn_from(zoo):
         assert float(tree.laws[row, node, tree.tokens[row, elder[row, node]]].sum()) == 0
 
 
-def test_sampling_keeps_the_law(zoo):
-    """Two tokens behind a prompt with a picture, a thousand runs in one batch, against the model's own law."""
-    small = zoo.of_vocabulary(8)
+@pytest.mark.parametrize("broken", [False, True])
+def test_sampling_keeps_the_law(zoo, broken):
+    """Two tokens behind a prompt with a picture, a thousand runs in one batch, against the model's own law.
+
+    A twin that says its drafts were drawn uniformly is found out.
+    """
+    small, rows, runs = zoo.of_vocabulary(8), [[1, "1", 3, 4]], 1000
     target = VLMTarget(small.model("llava"), Processor(0.9, top_p=0.95))
-    rows, runs = [[1, "1", 3, 4]], 1000
-    first = VLMTarget(small.model("llava"), Processor(0.9, top_p=0.95))
-    law = first.prefill(VLMPrompt(small.batch("llava", rows), 3), 0).laws[0, -1]
+    law = target.prefill(VLMPrompt(small.batch("llava", rows), 3), 0).laws[0, -1]
     joint = torch.stack([law[a] * first_step(small, rows, a) for a in range(8)]).flatten().double()
     drafter = drafter_of(target, branching([2, 1]))
+    if broken:
+        propose = drafter.propose
+        drafter.propose = lambda *args: mistaken(propose(*args))
     prompt = VLMPrompt(small.batch("llava", rows * runs), 3)
     *_, progress = decode(target, drafter, Recursive(), prompt, 2, Uniforms.from_seeds(range(runs)))
     counts = torch.bincount(progress.tokens[:, 0] * 8 + progress.tokens[:, 1], minlength=64).double()
     assert float(counts[joint == 0].sum()) == 0
     expected = joint[joint > 0] * runs
-    statistic = ((counts[joint > 0] - expected) ** 2 / expected).sum()
+    statistic = float(((counts[joint > 0] - expected) ** 2 / expected).sum())
     freedom = len(expected) - 1
-    assert float(statistic) < freedom + 5 * (2 * freedom) ** 0.5
+    assert (statistic > freedom + 5 * (2 * freedom) ** 0.5) == broken
+
+
+def mistaken(tree):
+    return DraftTree(tree.tokens, tree.shape, torch.full_like(tree.laws, 1 / 8))
 
 
 def first_step(small, rows, token):
