@@ -207,9 +207,10 @@ class ImagePipeline(DiffusionPipeline):  # type: ignore[misc]
 
     @torch.inference_mode()
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Pictures [B, R, R, 3] uint8 of tokens [B, T]."""
+        """Pictures [B, R, R, 3] uint8 of tokens [B, T], one by one: batches of other sizes round otherwise."""
         side = self.transformer.config.grid
-        return to_uint8(self.vq.decode_code(tokens.unflatten(1, (side, side))))
+        rows = tokens.unflatten(1, (side, side)).split(1)
+        return torch.cat([to_uint8(self.vq.decode_code(row)) for row in rows])
 
     def _batch(
         self,
