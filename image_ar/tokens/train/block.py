@@ -44,7 +44,10 @@ def train_block(
     drafter.start_from(target)
     if start is not None:
         drafter.load_state_dict(start.state_dict())
-    loss_of = torch.compile(lambda *args: block_loss(target, drafter, *args, temperature))
+
+    @torch.compile
+    def loss_of(classes: Tensor, pictures: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        return block_loss(target, drafter, classes, pictures, at, temperature)
 
     def step(i: int) -> Losses:
         generator = torch.Generator().manual_seed(seed + i)
