@@ -55,7 +55,7 @@ def place_names(figure: Any, axes: Any, rows: Sequence[Row]) -> list[Any]:
         text.set(ha="center", va="center")
         size = text.get_window_extent()
         tried = [_shifted(x, y, size, reach * scale, turn) for reach, turn in itertools.product(REACH, TURNS)]
-        best = min(tried, key=lambda box: _trouble(box, taken, frame))  # the nearest of those without trouble
+        best = min(tried, key=lambda box: _trouble(box, taken, frame) + _astray(box, marks, (x, y)))  # nearest first
         centre = (best.x0 + best.x1) / 2, (best.y0 + best.y1) / 2
         text.set_position(((centre[0] - x) / scale, (centre[1] - y) / scale))
         taken.append(best)
@@ -120,6 +120,17 @@ def _trouble(box: Any, taken: Sequence[Any], frame: Any) -> float:
     return sum(_shared(box.padded(2), other) for other in taken) + (10 * outside if outside > 1e-6 * area else 0)
 
 
+def _astray(box: Any, marks: Sequence[Any], own: tuple[float, float]) -> float:
+    """Square pixels of ``box`` if it lies nearer to another of the ``marks`` than to its ``own``, else 0."""
+    reach = math.dist(_edge(box, own), own) * (1 - 1e-9)
+    return float(any(math.dist(_edge(box, m), m) < reach for m in marks) * box.width * box.height)
+
+
+def _edge(box: Any, mark: tuple[float, float]) -> tuple[float, float]:
+    """The point of ``box`` nearest to ``mark``."""
+    return min(max(mark[0], box.x0), box.x1), min(max(mark[1], box.y0), box.y1)
+
+
 def _shared(one: Any, two: Any) -> float:
     width, height = min(one.x1, two.x1) - max(one.x0, two.x0), min(one.y1, two.y1) - max(one.y0, two.y0)
     return max(width, 0) * max(height, 0)
@@ -127,7 +138,7 @@ def _shared(one: Any, two: Any) -> float:
 
 def _leader(axes: Any, mark: tuple[float, float], centre: tuple[float, float], box: Any) -> None:
     """A thin line from the mark to a name that is far off."""
-    edge = min(max(mark[0], box.x0), box.x1), min(max(mark[1], box.y0), box.y1)
+    edge = _edge(box, mark)
     if math.dist(edge, mark) > 20 * axes.figure.dpi / 72:
         ends = axes.transData.inverted().transform([mark, edge])
         axes.plot(*ends.T, color="gray", linewidth=0.6, scalex=False, scaley=False)
