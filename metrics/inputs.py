@@ -94,7 +94,8 @@ def _decoded(files: PictureFiles, skip_bad: bool, workers: int, skipped: list[tu
                 skipped.append((name, picture))
             else:
                 raise ValueError(
-                    f"{name} must be a picture, got {picture}; repair or remove it, or skip bad ones (--skip-bad, skip_bad=True)"
+                    f"{name} must be a picture, got {picture}; repair or remove it, or skip bad ones "
+                    "(--skip-bad, skip_bad=True)"
                 )
 
 
