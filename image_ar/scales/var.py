@@ -1,0 +1,305 @@
+"""VAR, the next-scale transformer, with the official parameter names and buffers.
+
+Source: VAR (arXiv 2404.02905). A forward takes whole scales: tokens of one scale see each other and all coarser
+ones. What depends on the class alone (adaLN, the largest matrices of a block) is computed once by ``condition``.
+Shape letters: R rows (batch, doubled under guidance), T query positions, S attended positions, L all positions,
+C width, H heads, D head width, E code width, V vocabulary, K scales.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specmm.image_ar.scales.ladder import PATCHES_256, Ladder
+
+LOG_MAX_SCALE = math.log(100)  # of attn_l2_norm's learnt temperature
+
+
+@dataclass(frozen=True)
+class VARConfig:
+    """Sizes of a model; the defaults are the published VAR-d16 for 256 px."""
+
+    depth: int = 16
+    embed_dim: int = 1024
+    num_heads: int = 16
+    mlp_ratio: float = 4.0
+    vocab_size: int = 4096
+    z_channels: int = 32
+    num_classes: int = 1000
+    patch_nums: tuple[int, ...] = PATCHES_256
+    shared_aln: bool = False
+    attn_l2_norm: bool = True
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.embed_dim % self.num_heads:
+            raise ValueError(f"embed_dim must be a multiple of num_heads, got {self.embed_dim} and {self.num_heads}")
+        Ladder(self.patch_nums)
+
+    @property
+    def ladder(self) -> Ladder:
+        """The scales."""
+        return Ladder(self.patch_nums)
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.embed_dim // self.num_heads
+
+    @property
+    def hidden_dim(self) -> int:
+        """Inner width of the feed-forward layers."""
+        return round(self.embed_dim * self.mlp_ratio)
+
+
+class Given(NamedTuple):
+    """What a block computes of the class alone: factors [R, 1, C] (1 is added to both scales), the bias [3C] of the
+    fused projection and the temperature [H, 1] of attn_l2_norm's queries.
+    """
+
+    gate1: Tensor
+    gate2: Tensor
+    scale1: Tensor
+    scale2: Tensor
+    shift1: Tensor
+    shift2: Tensor
+    qkv_bias: Tensor
+    q_scale: Tensor | None
+
+
+class Conditioned(NamedTuple):
+    """Everything a model computes of the class alone: its embedding [R, C], blocks, the head's scale and shift."""
+
+    cond: Tensor
+    blocks: list[Given]
+    head: tuple[Tensor, Tensor]
+
+
+class Store(Protocol):
+    """Where a layer's keys and values [R, T, H, D] go; it gives back all those to attend [R, S, H, D]."""
+
+    def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add ``k`` and ``v``."""
+
+
+def modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """Layer norm of ``x`` [R, T, C] without weights, times ``scale``, plus ``shift`` [R, 1, C]."""
+    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=eps), scale)
+
+
+class SelfAttention(nn.Module):
+    """Fused projections without a key bias (``zero_k_bias`` is a buffer of zeros, as in the official files)."""
+
+    zero_k_bias: Tensor
+
+    def __init__(self, config: VARConfig) -> None:
+        super().__init__()
+        width = config.embed_dim
+        self.heads, self.l2_norm = config.num_heads, config.attn_l2_norm
+        self.scale = 1.0 if config.attn_l2_norm else 0.25 / math.sqrt(config.head_dim)
+        if config.attn_l2_norm:
+            self.scale_mul_1H11 = nn.Parameter(torch.full((1, self.heads, 1, 1), math.log(4.0)))
+        self.mat_qkv = nn.Linear(width, 3 * width, bias=False)
+        self.q_bias, self.v_bias = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.zeros(width))
+        self.register_buffer("zero_k_bias", torch.zeros(width))
+        self.proj = nn.Linear(width, width)
+
+    def fixed(self) -> tuple[Tensor, Tensor | None]:
+        """The fused bias [3C] and the queries' factor [H, 1]."""
+        bias = torch.cat([self.q_bias, self.zero_k_bias, self.v_bias])
+        return bias, self.scale_mul_1H11.clamp(max=LOG_MAX_SCALE).exp()[0, :, 0] if self.l2_norm else None
+
+    def forward(self, x: Tensor, given: Given, bias: Tensor | None, store: Store | None, tail: int) -> Tensor:
+        """The last ``tail`` rows of ``x`` [R, T, C] attend; all of it is seen, and what ``store`` holds besides."""
+        qkv = F.linear(x, self.mat_qkv.weight, given.qkv_bias).view(*x.shape[:2], 3, self.heads, -1)
+        q, k, v = qkv.unbind(2)  # [R, T, H, D]
+        q = q[:, -tail:]
+        if given.q_scale is not None:
+            q, k = F.normalize(q, dim=-1) * given.q_scale, F.normalize(k, dim=-1)
+        q = q.to(v.dtype)
+        k, v = store.write(k.to(v.dtype), v) if store is not None else (k.to(v.dtype), v)
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias, scale=self.scale
+        )
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+class FFN(nn.Module):
+    """Two linear layers with a GELU (tanh) between them."""
+
+    def __init__(self, config: VARConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.embed_dim, config.hidden_dim)
+        self.fc2 = nn.Linear(config.hidden_dim, config.embed_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., C] -> [..., C]."""
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each gated, scaled and shifted by the class (adaLN)."""
+
+    def __init__(self, config: VARConfig) -> None:
+        super().__init__()
+        self.eps, width = config.norm_eps, config.embed_dim
+        self.attn, self.ffn = SelfAttention(config), FFN(config)
+        if config.shared_aln:
+            self.ada_gss = nn.Parameter(torch.randn(1, 1, 6, width) / width**0.5)
+        else:
+            self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
+
+    def condition(self, cond: Tensor) -> Given:
+        """What the block makes of the class embedding [R, C], or of the shared adaLN's output [R, 1, 6, C]."""
+        table = self.ada_gss + cond if hasattr(self, "ada_gss") else self.ada_lin(cond).unflatten(-1, (1, 6, -1))
+        gate1, gate2, scale1, scale2, shift1, shift2 = table.unbind(2)
+        return Given(gate1, gate2, scale1 + 1, scale2 + 1, shift1, shift2, *self.attn.fixed())
+
+    def forward(self, x: Tensor, given: Given, bias: Tensor | None, store: Store | None, tail: int) -> Tensor:
+        """[R, T, C] -> the last ``tail`` rows [R, tail, C]; the others only serve as keys and values."""
+        seen = modulate(x, given.scale1, given.shift1, self.eps)
+        x = torch.addcmul(x[:, -tail:], given.gate1, self.attn(seen, given, bias, store, tail))
+        return torch.addcmul(x, given.gate2, self.ffn(modulate(x, given.scale2, given.shift2, self.eps)))
+
+
+class HeadNorm(nn.Module):
+    """The adaLN in front of the head."""
+
+    def __init__(self, config: VARConfig) -> None:
+        super().__init__()
+        self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(config.embed_dim, 2 * config.embed_dim))
+
+    def condition(self, cond: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale (plus 1) and shift [R, 1, C] in float32."""
+        scale, shift = self.ada_lin(cond).float().unflatten(-1, (1, 2, -1)).unbind(2)
+        return scale + 1, shift
+
+
+class VAR(nn.Module):
+    """The model: a start from the class, then scales whose inputs are the picture so far, brought to their size."""
+
+    lvl_1L: Tensor
+    attn_bias_for_masking: Tensor
+
+    def __init__(self, config: VARConfig) -> None:
+        super().__init__()
+        self.config, ladder, width = config, config.ladder, config.embed_dim
+        self.word_embed = nn.Linear(config.z_channels, width)
+        self.class_emb = nn.Embedding(config.num_classes + 1, width)
+        self.pos_start = nn.Parameter(torch.empty(1, ladder.tokens(0), width))
+        self.pos_1LC = nn.Parameter(torch.empty(1, ladder.length, width))
+        self.lvl_embed = nn.Embedding(len(ladder), width)
+        if config.shared_aln:
+            self.shared_ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.head_nm, self.head = HeadNorm(config), nn.Linear(width, config.vocab_size)
+        self.register_buffer("lvl_1L", levels_of(config))
+        self.register_buffer("attn_bias_for_masking", torch.empty(1, 1, ladder.length, ladder.length))
+        self.reset_mask()
+        initialise(self)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype (diffusers asks)."""
+        return self.head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.head.weight.device
+
+    def layers(self) -> list[Block]:
+        """The blocks."""
+        return cast(list[Block], list(self.blocks))
+
+    def reset_mask(self) -> None:
+        """Write the training mask: a position sees its own scale and the coarser ones."""
+        self.attn_bias_for_masking.copy_(scale_bias(self.lvl_1L, self.lvl_1L))
+
+    def condition(self, labels: Tensor) -> Conditioned:
+        """All that depends on the classes ``labels`` [R] alone; ``num_classes`` stands for none."""
+        cond = self.class_emb(labels)  # [R, C]
+        table = self.shared_ada_lin(cond).unflatten(-1, (1, 6, -1)) if self.config.shared_aln else cond
+        return Conditioned(cond, [block.condition(table) for block in self.layers()], self.head_nm.condition(cond))
+
+    def places(self) -> Tensor:
+        """Embeddings [1, L, C] of scale and position."""
+        return self.lvl_embed(self.lvl_1L) + self.pos_1LC
+
+    def begin(self, cond: Tensor, places: Tensor) -> Tensor:
+        """Embeddings [R, T, C] of scale 0, from the class embedding [R, C]."""
+        return cond[:, None] + self.pos_start + places[:, : self.pos_start.shape[1]]
+
+    def run(
+        self,
+        x: Tensor,
+        given: Conditioned,
+        bias: Tensor | None = None,
+        stores: Sequence[Store | None] | None = None,
+        tail: int | None = None,
+    ) -> Tensor:
+        """The blocks over embeddings [R, T, C], scale by scale or several at once under ``bias`` [1, 1, T, S].
+
+        Returns the last ``tail`` rows (all without it): the last block computes no others.
+        """
+        stores, keep, last = stores or [None] * len(self.blocks), tail or x.shape[1], len(self.blocks) - 1
+        for i, (block, factors) in enumerate(zip(self.blocks, given.blocks, strict=True)):
+            rows = keep if i == last else x.shape[1]
+            part = bias if bias is None else bias[:, :, -rows:]
+            x = block(x, factors, part, stores[i], rows)
+        return x
+
+    def logits(self, x: Tensor, head: tuple[Tensor, Tensor]) -> Tensor:
+        """Float32 logits [R, T, V] of ``run``'s output; the norm is in float32 whatever the weights are."""
+        normed = modulate(x.float(), *head, self.config.norm_eps)
+        return self.head(normed.to(self.dtype)).float()
+
+    def forward(self, labels: Tensor, inputs: Tensor) -> Tensor:
+        """Logits [R, T, V] of whole scales at once (teacher forcing; eq. 6 of the paper).
+
+        ``inputs`` [R, T - first scale, E]: what the tokenizer makes of the coarser scales; the finest may be left out.
+        """
+        given, places = self.condition(labels), self.places()
+        start = self.begin(given.cond, places)
+        rest = self.word_embed(inputs.to(self.dtype)) + places[:, start.shape[1] : start.shape[1] + inputs.shape[1]]
+        x = torch.cat([start, rest], dim=1)
+        seen = x.shape[1]
+        return self.logits(self.run(x, given, self.attn_bias_for_masking[:, :, :seen, :seen]), given.head)
+
+
+def levels_of(config: VARConfig) -> Tensor:
+    """The scale of each position [1, L]."""
+    ladder = config.ladder
+    return torch.cat([torch.full((ladder.tokens(k),), k) for k in range(len(ladder))])[None]
+
+
+def scale_bias(queries: Tensor, keys: Tensor) -> Tensor:
+    """Additive mask [1, 1, T, S] of levels [1, T] and [1, S]: a level sees itself and the coarser ones."""
+    hidden = queries[0, :, None] < keys[0]
+    return torch.zeros(hidden.shape, device=keys.device).masked_fill_(hidden, -math.inf)[None, None]
+
+
+@torch.no_grad()
+def initialise(model: VAR) -> None:
+    """Weights to train from: blocks that start near the identity, small logits."""
+    width = model.config.embed_dim
+    std = (3 * width) ** -0.5
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.trunc_normal_(module.weight, std=std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    for place in (model.pos_start, model.pos_1LC):
+        nn.init.trunc_normal_(place, std=std)
+    model.head.weight.mul_(0.02)
+    depth = (2 * len(model.blocks)) ** -0.5
+    for block in model.layers():
+        for layer in (block.attn.proj, block.ffn.fc2):
+            layer.weight.mul_(depth)

@@ -1,0 +1,204 @@
+"""Our VAR, its tokenizer and CoDe against numbers that the official releases produced.
+
+The ``.json`` beside each file in tests/parity/var says which call made which tensor.
+"""
+
+import json
+import zlib
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specmm.checkpoints import load_strict
+from specmm.image_ar.scales.ladder import PATCHES_512, Ladder
+from specmm.image_ar.scales.loading import infer_var_config, infer_vqvae_config, load_var
+from specmm.image_ar.scales.quantizer import MultiScaleQuantizer, phi_of_scale
+from specmm.image_ar.scales.var import VAR, VARConfig
+from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
+
+PARITY = Path(__file__).parents[1] / "parity" / "var"
+VARIANTS = ("noshared", "shared", "nol2")
+
+
+class Case:
+    """One parity file: ``t["out.x"]`` its tensors, ``state(prefix)`` its weights in float32, ``facts`` its json."""
+
+    def __init__(self, name):
+        self.t = load_file(PARITY / f"{name}.safetensors")
+        self.facts = json.loads((PARITY / f"{name}.json").read_text())
+
+    def state(self, prefix="weights."):
+        found = {k.removeprefix(prefix): v for k, v in self.t.items() if k.startswith(prefix)}
+        return {k: v.float() if v.is_floating_point() else v for k, v in found.items()}
+
+    def scales(self, prefix):
+        return [self.t[f"{prefix}.{k}"] for k in range(4)]
+
+
+def close(got, wanted, atol=5e-4):
+    torch.testing.assert_close(got, wanted, atol=atol, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Case("vqvae_tiny")
+
+
+@pytest.fixture(scope="module")
+def vqvae(tokenizer):
+    model = VQVAE(infer_vqvae_config(tokenizer.state(), (1, 2, 3, 4)))
+    load_strict(model, tokenizer.state(), ())
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def var():
+    return Case("var_tiny")
+
+
+@pytest.fixture(scope="module")
+def models(var, tmp_path_factory):
+    found = {}
+    for name in VARIANTS:
+        state = var.state(f"{name}.weights.")
+        file = tmp_path_factory.mktemp(name) / "var.pth"
+        torch.save({"trainer": {"var_wo_ddp": state}}, file)
+        heads = {} if name != "nol2" else {"config": VARConfig(**tiny_sizes(var), attn_l2_norm=False)}
+        found[name] = load_var(file, **heads)
+    return found
+
+
+def tiny_sizes(var):
+    sizes = {k: v for k, v in var.facts["config"].items() if k != "cond_drop_rate"}
+    return sizes | dict(vocab_size=64, z_channels=8, patch_nums=tuple(var.facts["patch_nums"]))
+
+
+# --- tokenizer ---
+
+
+def test_tokenizer_sizes_are_inferred(tokenizer, vqvae):
+    sizes = tokenizer.facts["config"]
+    for name in ("vocab_size", "z_channels", "ch", "num_res_blocks", "share_quant_resi", "quant_resi", "quant_conv_ks"):
+        assert getattr(vqvae.config, name) == sizes[name], name
+    assert vqvae.config.ch_mult == tuple(sizes["ch_mult"]) and vqvae.config.downsampling == sizes["downsample"]
+
+
+@torch.no_grad()
+def test_tokenizer_encodes(tokenizer, vqvae):
+    features = vqvae.features(tokenizer.t["in.image"])
+    close(features, tokenizer.t["out.encoder_f"], 2e-4)
+    tokens = vqvae.quantize.encode(features)
+    for got, wanted in zip(tokens, tokenizer.scales("out.idx"), strict=True):
+        assert torch.equal(got, wanted)
+    quantized = vqvae.quantize(features)
+    assert all(torch.equal(a, b) for a, b in zip(quantized.tokens, tokens, strict=True))
+    close(quantized.f_hat, tokenizer.t["out.fhat.3"], 2e-4)
+
+
+@torch.no_grad()
+def test_tokenizer_by_angle(tokenizer, vqvae):
+    vqvae.quantize.znorm = True
+    tokens = vqvae.encode(tokenizer.t["in.image"])
+    vqvae.quantize.znorm = False
+    for got, wanted in zip(tokens, tokenizer.scales("out.idx_znorm"), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@torch.no_grad()
+def test_tokenizer_decodes(tokenizer, vqvae):
+    tokens, t = tokenizer.scales("out.idx"), tokenizer.t
+    sums = vqvae.quantize.f_hats(tokens)
+    for k in range(4):
+        close(sums[k], t[f"out.fhat.{k}"], 2e-4)
+        close(vqvae.decode(sums[k]), t[f"out.img_upto_scale.{k}"], 2e-4)
+    close(vqvae.decode_tokens(tokens), t["out.image"], 2e-4)
+    close(vqvae.decode(vqvae.quantize.f_hat_by_growth(tokens)), t["out.image_same_shape_false"], 2e-4)
+    close(vqvae.quantize.inputs(tokens), t["out.var_input"], 2e-4)
+
+
+@torch.no_grad()
+def test_tokenizer_of_the_real_layout():
+    case = Case("vqvae_fulllayout")
+    config = VQVAEConfig(
+        ch=32, **{k: tuple(v) if isinstance(v, list) else v for k, v in case.facts["config"].items() if k != "ch"}
+    )
+    model = VQVAE(config)
+    assert {k: list(v.shape) for k, v in model.state_dict().items()} == case.facts["keys"]
+    load_strict(model, {k: by_rule(k, v.shape) for k, v in model.state_dict().items()}, ())
+    model.eval()
+    features = model.features(case.t["in.image"].float())
+    close(features, case.t["out.encoder_f"])
+    tokens = model.quantize.encode(features)
+    for got, wanted in zip(tokens, case.scales("out.idx"), strict=True):
+        assert torch.equal(got, wanted)
+    close(model.quantize.f_hats(tokens)[-1], case.t["out.fhat"])
+    close(model.decode_tokens(tokens), case.t["out.image"])
+
+
+def by_rule(key, shape):
+    """The weights that ``vqvae_fulllayout.json`` describes."""
+    z = np.random.RandomState((zlib.crc32(key.encode()) + 102) % 2**32).standard_normal(tuple(shape))
+    if key.endswith("ema_vocab_hit_SV"):
+        z = 0 * z
+    elif "norm" in key:
+        z = 1 + 0.1 * z if key.endswith("weight") else 0.05 * z
+    elif key != "quantize.embedding.weight":
+        z = z / prod(shape[1:]) ** 0.5 if len(shape) == 4 else 0.05 * z
+    return torch.from_numpy(z).float()
+
+
+def test_phi_of_every_scale():
+    facts = json.loads((PARITY / "phi_table.json").read_text())
+    for name, wanted in facts["table"].items():
+        shared, scales = (int(part.split("=")[1]) for part in name.split(","))
+        assert phi_of_scale(shared, scales) == wanted, name
+    for name, keys in facts["state_dict_keys"].items():
+        quantizer = MultiScaleQuantizer(8, 4, Ladder((1, 2, 3, 4)), int(name.split("=")[1]), 0.5, False, 0.25)
+        assert set(quantizer.state_dict()) == set(keys)
+
+
+def test_names_and_shapes_of_the_published_files():
+    specs = json.loads((PARITY / "state_dict_specs.json").read_text())
+    with torch.device("meta"):
+        vqvae = VQVAE(VQVAEConfig())
+    wanted = specs.pop("vae_ch160v4096z32.pth")
+    assert described(vqvae) == wanted
+    state = {k: torch.empty(s, device="meta") for k, (s, _) in wanted.items()}
+    assert infer_vqvae_config(state) == VQVAEConfig()
+    large = dict(depth=36, embed_dim=2304, num_heads=36, patch_nums=PATCHES_512, shared_aln=True)
+    for spec, config in zip(specs.values(), (VARConfig(), VARConfig(**large)), strict=True):
+        with torch.device("meta"):
+            found = described(VAR(config))
+        wanted = {k: v for k, v in spec["keys"].items() if not k.startswith("blocks.")}
+        for key, value in spec["keys"].items():
+            for i in range(config.depth if key.startswith("blocks.") else 0):
+                wanted[key.replace("blocks.0.", f"blocks.{i}.")] = value
+        assert found == wanted
+
+
+def described(model):
+    return {k: [list(v.shape), str(v.dtype).removeprefix("torch.")] for k, v in model.state_dict().items()}
+
+
+# --- transformer ---
+
+
+def test_transformer_sizes_are_inferred(var, models):
+    for name in ("noshared", "shared"):
+        facts = var.facts["variants"][name]
+        wanted = VARConfig(**tiny_sizes(var), shared_aln=facts["shared_aln"], attn_l2_norm=facts["attn_l2_norm"])
+        assert models[name].config == infer_var_config(var.state(f"{name}.weights.")) == wanted
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", VARIANTS)
+def test_teacher_forcing(var, models, tokenizer, name):
+    model, labels = models[name], torch.tensor(var.facts["labels"])
+    inputs = tokenizer.t["out.var_input"]
+    close(model(labels, inputs), var.t[f"{name}.tf.logits_cond"])
+    close(model(torch.full_like(labels, 10), inputs), var.t[f"{name}.tf.logits_null"])
+    close(model(labels, inputs[:, :4]), var.t[f"{name}.tf.logits_cond"][:, :5])  # the first scales alone
