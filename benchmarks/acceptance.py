@@ -23,8 +23,8 @@ from benchmarks.settings import Options
 from benchmarks.single import Recorder, single_position
 from specmm import methods
 from specmm.decode import decode
-from specmm.image_ar.pipeline import ImagePipeline
 from specmm.image_ar.tokens.drafters.block import BlockDrafter
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.randomness import Uniforms
 from specmm.shape.sequoia import best_tree
@@ -85,7 +85,7 @@ def measure_acceptance(options: Options) -> list[Row]:
 
 
 def schedule(
-    pipe: ImagePipeline, budgets: tuple[int, ...], table: Tensor | None
+    pipe: LlamaGenPipeline, budgets: tuple[int, ...], table: Tensor | None
 ) -> Iterator[tuple[Contest, int, str, TreeShape]]:
     """(contest, budget, form, shape), smaller budgets first; greedy multi-draft plays spines only."""
     levels = pipe.parts.head("block").config.levels
@@ -139,12 +139,12 @@ def _top(head: Any, target: LlamaGenTarget, shape: TreeShape) -> BlockDrafter:
     return BlockDrafter(head, target, shape, sampled=False)
 
 
-def _table(pipe: ImagePipeline) -> Tensor | None:
+def _table(pipe: LlamaGenPipeline) -> Tensor | None:
     codebook = pipe.parts.codebook
     return None if codebook is None else nearest(codebook.float(), min(101, len(codebook) - 1))
 
 
-def play(pipe: ImagePipeline, contest: Contest, shape: TreeShape, labels: Tensor) -> Outcome:
+def play(pipe: LlamaGenPipeline, contest: Contest, shape: TreeShape, labels: Tensor) -> Outcome:
     """Decode pictures of classes ``labels`` [N] with the contest's drafter and rule; the seeds are 0 … N - 1."""
     target, outcome = pipe.target(), Outcome()
     drafter = contest.make(pipe.parts.head("block"), target, shape)

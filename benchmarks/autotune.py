@@ -12,7 +12,7 @@ from benchmarks.arithmetic import quartiles, speedup
 from benchmarks.common import Budget, Row, dtype_name, environment, generators, load_pipeline, write_results
 from benchmarks.settings import Options
 from specmm import methods
-from specmm.image_ar.pipeline import ImagePipeline
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 
 
 def measure_autotune(options: Options) -> list[Row]:
@@ -29,7 +29,7 @@ def measure_autotune(options: Options) -> list[Row]:
     return rows
 
 
-def compare(pipe: ImagePipeline, batch: int, repeats: int, budget: Budget) -> Row:
+def compare(pipe: LlamaGenPipeline, batch: int, repeats: int, budget: Budget) -> Row:
     """One row: seconds of ``auto`` and of plain decoding for ``batch`` pictures at a time, alternately first."""
     contenders: tuple[methods.Method, ...] = (methods.AR(), methods.Auto())
     seconds: list[list[float]] = [[], []]
@@ -58,12 +58,12 @@ def compare(pipe: ImagePipeline, batch: int, repeats: int, budget: Budget) -> Ro
     }
 
 
-def _draw(pipe: ImagePipeline, method: methods.Method, batch: int, seed: int) -> None:
+def _draw(pipe: LlamaGenPipeline, method: methods.Method, batch: int, seed: int) -> None:
     classes = [(seed + i) % pipe.transformer.config.num_classes for i in range(batch)]
     seeds = generators(range(seed * batch, (seed + 1) * batch))
     pipe(classes=classes, generator=seeds, method=method, batch_size=batch, output_type="np")
 
 
-def _plan_of(pipe: ImagePipeline, batch: int) -> str:
+def _plan_of(pipe: LlamaGenPipeline, batch: int) -> str:
     """What ``auto`` chose, in its own words."""
     return next((p.reason for key, p in pipe.parts.plans.items() if key[0] == batch), "unknown")

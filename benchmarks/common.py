@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from specmm import methods
-from specmm.image_ar.pipeline import ImagePipeline
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 
 RESULTS = Path("benchmarks/results")
 CACHE = Path("runs/benchmarks")  # ignored by git
@@ -52,19 +52,19 @@ def parse(text: str) -> methods.Method:
     return methods.resolve(name, **found)
 
 
-def load_pipeline(model: str | Path, dtype: torch.dtype | None = None) -> ImagePipeline:
+def load_pipeline(model: str | Path, dtype: torch.dtype | None = None) -> LlamaGenPipeline:
     """The pipeline of ``model`` without its own progress bar; the dtype defaults to the machine's fastest."""
-    pipe = ImagePipeline.from_pretrained(model, torch_dtype=dtype)
+    pipe = LlamaGenPipeline.from_pretrained(model, torch_dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
-def dtype_name(pipe: ImagePipeline) -> str:
+def dtype_name(pipe: LlamaGenPipeline) -> str:
     """``float32``, ``bfloat16``, …"""
     return str(pipe.transformer.output.weight.dtype).removeprefix("torch.")
 
 
-def playable(pipe: ImagePipeline, contenders: Iterable[methods.Method]) -> list[methods.Method]:
+def playable(pipe: LlamaGenPipeline, contenders: Iterable[methods.Method]) -> list[methods.Method]:
     """Those the model can play; says which are left out, and why."""
     codes, kept = pipe.transformer.config.vocab_size, []
     for method in contenders:

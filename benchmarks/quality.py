@@ -29,7 +29,7 @@ from benchmarks.common import (
 from benchmarks.samples import SampleSet
 from benchmarks.settings import Options
 from specmm import methods
-from specmm.image_ar.pipeline import ImagePipeline
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.metrics.features import FeatureSet
 from specmm.metrics.frechet import FeatureStatistics, frechet_distance
 from specmm.metrics.kernel import KernelResult, kernel_distance
@@ -71,7 +71,7 @@ def measure_quality(options: Options, network: Network | None = None) -> list[Ro
 
 
 def make_samples(
-    pipe: ImagePipeline,
+    pipe: LlamaGenPipeline,
     contenders: Sequence[methods.Method],
     sets: dict[str, SampleSet],
     real_labels: np.ndarray,

@@ -20,15 +20,15 @@ import torch
 
 from benchmarks.common import dtype_name, generators, label
 from specmm import methods, zoo
-from specmm.image_ar.pipeline import ImagePipeline
 from specmm.image_ar.tokens.assemble import DEFAULT_TREE
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.quality import log_likelihood
 from specmm.image_ar.tokens.target import Prompt
 
 SAMPLING = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
 
 
-def sample_key(pipe: ImagePipeline, model: str | Path, method: methods.Method) -> str:
+def sample_key(pipe: LlamaGenPipeline, model: str | Path, method: methods.Method) -> str:
     """Hash of all that decides a method's samples, code apart: weights, sampling, tree, dtype."""
     folder, digest = zoo.find(model), hashlib.sha256()
     parts = ["transformer", "vq"] + ([] if isinstance(method, methods.AR) else ["drafters"])
@@ -48,7 +48,9 @@ class SampleSet:
     folder: Path
 
     @classmethod
-    def of(cls, cache: Path, pipe: ImagePipeline, model: str | Path, method: methods.Method, batch: int) -> SampleSet:
+    def of(
+        cls, cache: Path, pipe: LlamaGenPipeline, model: str | Path, method: methods.Method, batch: int
+    ) -> SampleSet:
         """That of ``method`` below ``cache``, made ``batch`` at a time."""
         name = re.sub(r"[^a-z0-9_.=+-]+", "_", label(method)).strip("_")
         return cls(cache / f"{name}-{sample_key(pipe, model, method)}-{batch}")
@@ -89,7 +91,7 @@ class SampleSet:
         total["tv"] = sum(v * n for v, n in known) / sum(n for _, n in known) if known else None
         return total | {"certificate": runs[-1]["certificate"]}
 
-    def make(self, pipe: ImagePipeline, method: methods.Method, labels: np.ndarray, first: int) -> bool:
+    def make(self, pipe: LlamaGenPipeline, method: methods.Method, labels: np.ndarray, first: int) -> bool:
         """Make the batch of classes ``labels`` [B] with seeds from ``first`` on, unless it is there; True if made."""
         file = self.file(first)
         if file.exists():

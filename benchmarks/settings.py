@@ -12,7 +12,7 @@ import torch
 from benchmarks.common import CACHE, EMOJI, RESULTS, playable
 from benchmarks.contenders import QUALITY, SPEED
 from specmm import methods
-from specmm.image_ar.pipeline import ImagePipeline
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 
 
 @dataclass
@@ -35,6 +35,6 @@ class Options:
     budgets: tuple[int, ...] = (8, 16, 26)  # acceptance
     batches: tuple[int, ...] = (1, 4, 16)  # autotune
 
-    def contenders(self, pipe: ImagePipeline, kind: Literal["speed", "quality"]) -> list[methods.Method]:
+    def contenders(self, pipe: LlamaGenPipeline, kind: Literal["speed", "quality"]) -> list[methods.Method]:
         """The methods asked for, else the list of that ``kind``, less those the model has no drafter for."""
         return playable(pipe, self.methods or {"speed": SPEED, "quality": QUALITY}[kind])

@@ -23,7 +23,8 @@ from benchmarks.static_step import StaticTarget
 from specmm import methods
 from specmm.certificate import Certificate
 from specmm.decode import decode_plain
-from specmm.image_ar.pipeline import ImageOutput, ImagePipeline
+from specmm.image_ar.output import ImageOutput
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.quality import log_likelihood
 from specmm.image_ar.tokens.target import Prompt
 from specmm.randomness import Uniforms
@@ -78,7 +79,7 @@ def measure_speed(options: Options) -> list[Row]:
     return rows
 
 
-def make_runners(pipe: ImagePipeline, plain: list[ImagePipeline], options: Options) -> list[Runner]:
+def make_runners(pipe: LlamaGenPipeline, plain: list[LlamaGenPipeline], options: Options) -> list[Runner]:
     """Plain decoding by each of ``plain`` (compiled, too, if asked for), then the other contenders by ``pipe``.
 
     The baseline is eager, as all the others are; the compiled rows show what compilation alone would bring.
@@ -90,14 +91,14 @@ def make_runners(pipe: ImagePipeline, plain: list[ImagePipeline], options: Optio
     return runners + [Runner(label(m), dtype_name(pipe), _by_pipeline(pipe, m)) for m in others]
 
 
-def _by_pipeline(pipe: ImagePipeline, method: methods.Method) -> Draw:
+def _by_pipeline(pipe: LlamaGenPipeline, method: methods.Method) -> Draw:
     def draw(class_id: int, seed: int) -> ImageOutput:
         return pipe(classes=[class_id], generator=generators([seed]), method=method, batch_size=1, output_type="np")
 
     return draw
 
 
-def compiled(pipe: ImagePipeline, transform: Callable[[Any], Any] = torch.compile) -> Draw:
+def compiled(pipe: LlamaGenPipeline, transform: Callable[[Any], Any] = torch.compile) -> Draw:
     """Plain decoding of a compiled step of static shapes."""
     target = StaticTarget(pipe.target(), transform)
 
@@ -111,13 +112,13 @@ def compiled(pipe: ImagePipeline, transform: Callable[[Any], Any] = torch.compil
     return draw
 
 
-def tabulate(runners: list[Runner], judge: ImagePipeline, labels: Tensor) -> list[Row]:
+def tabulate(runners: list[Runner], judge: LlamaGenPipeline, labels: Tensor) -> list[Row]:
     """One row a contender; the baseline is the plain one with the least median seconds. ``judge`` gives likelihoods."""
     plain = min((r for r in runners if r.plain), key=lambda r: statistics.median(r.seconds))
     return [_row(r, plain, judge, labels) for r in runners]
 
 
-def _row(runner: Runner, plain: Runner, judge: ImagePipeline, labels: Tensor) -> Row:
+def _row(runner: Runner, plain: Runner, judge: LlamaGenPipeline, labels: Tensor) -> Row:
     low, high = quartiles(plain.seconds, runner.seconds)
     tv = [c.tv for c in runner.certificates if c.tv is not None]
     return {

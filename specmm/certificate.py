@@ -6,7 +6,8 @@ variation per token; summed over a sample's tokens it bounds the sample's. ``heu
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 
@@ -39,3 +40,13 @@ def of_rule(name: str, exact: bool, excess: float | None) -> Certificate:
     if excess is None:
         return Certificate("heuristic", f"the {name} rule is relaxed and no round was measured")
     return Certificate("bounded", f"the {name} rule is relaxed; measured on the rounds of this run", excess)
+
+
+def merged(parts: Sequence[tuple[Certificate, float]]) -> Certificate:
+    """What several runs may claim together: the least of them, total variations averaged by the ``parts``' weights."""
+    order = ("exact", "bounded", "heuristic")
+    least = max((part for part, _ in parts), key=lambda part: order.index(part.kind))
+    if least.kind != "bounded":
+        return least
+    total = sum(weight for _, weight in parts)
+    return replace(least, tv=sum((part.tv or 0.0) * weight for part, weight in parts) / total)

@@ -54,3 +54,18 @@ def categorical(law: Tensor, uniform: Tensor) -> Tensor:
     cumulative = law.cumsum(-1, dtype=torch.promote_types(law.dtype, uniform.dtype))
     wanted = (uniform * cumulative[..., -1]).unsqueeze(-1)
     return torch.searchsorted(cumulative, wanted, right=True).squeeze(-1).clamp_(max=law.shape[-1] - 1)
+
+
+def sample_generators(
+    given: torch.Generator | Sequence[torch.Generator] | None, count: int, device: torch.device
+) -> list[torch.Generator]:
+    """One generator a picture: those given, or new ones seeded from the one given (or from fresh entropy)."""
+    if isinstance(given, Sequence):
+        if len(given) != count:
+            raise ValueError(f"generator must be one or one for each of the {count} pictures, got {len(given)}")
+        return list(given)
+    source = given or torch.Generator()
+    if given is None:
+        source.seed()
+    seeds = torch.randint(2**62, (count,), generator=source, device=source.device).tolist()
+    return [torch.Generator(device).manual_seed(s) for s in seeds]

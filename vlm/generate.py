@@ -26,8 +26,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from specmm import methods
 from specmm.decode import Progress, decode, decode_plain
 from specmm.history import History
-from specmm.image_ar.settings import sample_generators
-from specmm.randomness import Uniforms
+from specmm.randomness import Uniforms, sample_generators
 from specmm.tree import DraftTree
 from specmm.vlm.assemble import assemble
 from specmm.vlm.prompt import VLMPrompt

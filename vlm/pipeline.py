@@ -18,9 +18,9 @@ from torch import Tensor
 from specmm import methods
 from specmm.certificate import Certificate, of_rule
 from specmm.decode import Progress, decode, decode_plain
-from specmm.image_ar.settings import choose_dtype, sample_generators
+from specmm.dtypes import choose_dtype
 from specmm.processors import Processor
-from specmm.randomness import Uniforms
+from specmm.randomness import Uniforms, sample_generators
 from specmm.registry import unknown
 from specmm.stats import Stats
 from specmm.stopping import EndTokens

@@ -24,8 +24,8 @@ from benchmarks.static_step import StaticTarget
 from specmm import methods
 from specmm.decode import Progress, decode, decode_plain
 from specmm.drafter import Drafter
-from specmm.image_ar.pipeline import ImagePipeline
 from specmm.image_ar.tokens.assemble import assemble
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.randomness import Uniforms
 from specmm.verify import Rule
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def move(pipe: ImagePipeline, device: str) -> ImagePipeline:
+def move(pipe: LlamaGenPipeline, device: str) -> LlamaGenPipeline:
     """The pipeline with everything it draws on moved to ``device``."""
     for module in (pipe.transformer, pipe.vq, *pipe.parts.drafters.values()):
         module.to(device)
@@ -63,7 +63,7 @@ def move(pipe: ImagePipeline, device: str) -> ImagePipeline:
     return pipe
 
 
-def measure(pipe: ImagePipeline, batch: int, options: argparse.Namespace) -> list[Row]:
+def measure(pipe: LlamaGenPipeline, batch: int, options: argparse.Namespace) -> list[Row]:
     """Rows of every mode and method at ``batch``, runs interleaved; speed-ups over the fastest plain decoding."""
     runs = [
         Run.of(pipe, mode, method)
@@ -90,7 +90,7 @@ class Run:
     last: Progress | None = None
 
     @classmethod
-    def of(cls, pipe: ImagePipeline, mode: str, method: methods.Method) -> Run:
+    def of(cls, pipe: LlamaGenPipeline, mode: str, method: methods.Method) -> Run:
         """``eager`` is the pipeline's own target; ``graph`` captures its forwards; ``compile`` its plain step."""
         target = pipe.target()
         parts = None
@@ -106,7 +106,7 @@ class Run:
         """Seconds of a batch, the warm-up apart."""
         return statistics.median(self.seconds[1:])
 
-    def once(self, pipe: ImagePipeline, batch: int, seed: int) -> None:
+    def once(self, pipe: LlamaGenPipeline, batch: int, seed: int) -> None:
         """Decode ``batch`` pictures and note the seconds."""
         prompt = Prompt(torch.arange(batch, device=pipe.device) % pipe.transformer.config.num_classes)
         dice = Uniforms([torch.Generator(pipe.device).manual_seed(seed * batch + i) for i in range(batch)])
@@ -139,7 +139,7 @@ def _row(batch: int, run: Run, plain: float) -> Row:
     }
 
 
-def _now(pipe: ImagePipeline) -> float:
+def _now(pipe: LlamaGenPipeline) -> float:
     if pipe.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -117,10 +117,10 @@ def check(pipe: Any, job: Job) -> None:
 
     What was not given is noted down as the model's settings have it.
     """
-    from specmm.image_ar.settings import class_ids
+    from specmm.image_ar.settings import class_ids, with_options
 
     pipe.target(**job.sampling)
-    settings = pipe.settings.with_options(**job.sampling)
+    settings = with_options(pipe.settings, **job.sampling)
     job.sampling = {name: getattr(settings, name) for name in job.sampling}
     if job.kind == "classes":
         class_ids(job.inputs, pipe.settings.classes, pipe.transformer.config.num_classes)
@@ -131,7 +131,7 @@ def draw(pipe: Any, job: Job, callback: Any = None) -> Report:
     import torch
     from tqdm import tqdm
 
-    from specmm.image_ar.settings import sample_generators
+    from specmm.randomness import sample_generators
     from specmm.stats import Stats
 
     report = Report(job, stats=Stats())

@@ -74,10 +74,10 @@ def target(
     with stdout_reserved():
         import torch
 
-        from specmm.image_ar.pipeline import ImagePipeline
-        from specmm.image_ar.settings import Settings
         from specmm.image_ar.tokens.gpt import GPTConfig
         from specmm.image_ar.tokens.loading import load_vq
+        from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
+        from specmm.image_ar.tokens.settings import Settings
         from specmm.image_ar.tokens.train.target import train_target
 
         vq, pictures = load_vq(tokenizer), _emoji(data)
@@ -86,7 +86,7 @@ def target(
         config = GPTConfig(vocab_size=vq.config.codebook_size, block_size=tokens.shape[-1], **sizes)
         labels = torch.from_numpy(pictures.labels)
         model = train_target(tokens, labels, config, out, steps=steps, batch=batch, seed=seed)
-        pipe = ImagePipeline(model.eval(), vq, {}, Settings(classes=tuple(pictures.classes)))
+        pipe = LlamaGenPipeline(model.eval(), vq, {}, Settings(classes=tuple(pictures.classes)))
         pipe.save_pretrained(out / "model", torch.bfloat16)
     _done({"kind": "target", "steps": steps, "outputs": [str(out / "model")]}, as_json)
 
@@ -190,11 +190,12 @@ def _draw(model: Path, target: Any, vq: Any, labels: Any, out: Path, cfg: float 
     import torch
     from tqdm import tqdm
 
-    from specmm.image_ar.pipeline import ImagePipeline
-    from specmm.image_ar.settings import Settings
+    from specmm.image_ar.settings import read_settings
     from specmm.image_ar.tokens.drafters.fingerprint import target_fingerprint
+    from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
+    from specmm.image_ar.tokens.settings import Settings
 
-    pipe = ImagePipeline(target, vq, {}, Settings.read(model))
+    pipe = LlamaGenPipeline(target, vq, {}, read_settings(Settings, model))
     pipe.set_progress_bar_config(disable=True)
     kept = writable(out / f"{target_fingerprint(target)}-{cfg}-{seed}")
     found = []
@@ -214,17 +215,18 @@ def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) ->
 
     import torch
 
-    from specmm.image_ar.settings import Settings
+    from specmm.image_ar.settings import read_settings, write_settings
     from specmm.image_ar.tokens.acceptance import measure_acceptance
+    from specmm.image_ar.tokens.settings import Settings
     from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
     from specmm.processors import Processor
 
-    settings = Settings.read(model)
+    settings = read_settings(Settings, model)
     processor = Processor(settings.temperature, settings.top_k, settings.top_p)
     judge = LlamaGenTarget(target, Guidance(settings.cfg, settings.cfg_interval), processor)
     prompt = Prompt(torch.arange(pictures) % target.config.num_classes)
     table = measure_acceptance(head, judge, prompt, range(pictures))
-    dataclasses.replace(settings, acceptance=table).write(model)
+    write_settings(dataclasses.replace(settings, acceptance=table), model)
 
 
 def _bfloat16() -> Any:

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from specmm import methods
-from specmm.image_ar.pipeline import ImagePipeline
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.fixture(scope="module")
 def pipe():
-    made = ImagePipeline.from_pretrained("pocket/llamagen", torch_dtype=torch.float32).to("cuda")
+    made = LlamaGenPipeline.from_pretrained("pocket/llamagen", torch_dtype=torch.float32).to("cuda")
     made.set_progress_bar_config(disable=True)
     return made
 

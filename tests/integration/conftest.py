@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from specmm.image_ar.pipeline import ImagePipeline
-from specmm.image_ar.settings import Settings
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.drafters.eagle_head import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
+from specmm.image_ar.tokens.settings import Settings
 from specmm.image_ar.tokens.vq import VQConfig, VQModel
 
 CLASSES = ("heart", "face-smiling", "food-fruit", "country-flag", "time")
 LEVELS = 4
 
 
-def tiny_pipeline(seed: int = 0, tokens: int = 36, vocab: int = 64, drafters: bool = True) -> ImagePipeline:
+def tiny_pipeline(seed: int = 0, tokens: int = 36, vocab: int = 64, drafters: bool = True) -> LlamaGenPipeline:
     """Random weights: dim 64, 2 layers, pictures of 24 pixels."""
     torch.manual_seed(seed)
     config = GPTConfig(64, 2, 4, vocab, tokens, num_classes=len(CLASSES), multiple_of=32)
@@ -28,7 +28,7 @@ def tiny_pipeline(seed: int = 0, tokens: int = 36, vocab: int = 64, drafters: bo
     vq.quantize.embedding.weight.data = torch.nn.functional.normalize(torch.randn(vocab, 8), dim=-1)
     heads = {"block": BlockHead(BlockConfig(LEVELS, 2, config)), "eagle": EagleHead(EagleConfig(config))}
     trees = {"speculative": (2, 1, 1), "lantern++": (2, 2, 1)}
-    return ImagePipeline(gpt.eval(), vq.eval(), heads if drafters else {}, Settings(classes=CLASSES, trees=trees))
+    return LlamaGenPipeline(gpt.eval(), vq.eval(), heads if drafters else {}, Settings(classes=CLASSES, trees=trees))
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +41,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def make_tiny() -> Callable[..., ImagePipeline]:
+def make_tiny() -> Callable[..., LlamaGenPipeline]:
     """``tiny_pipeline`` itself, for other weights or sizes."""
     return tiny_pipeline
 

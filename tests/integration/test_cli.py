@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 from specmm import zoo
 from specmm.cli import app, drawing
-from specmm.image_ar.pipeline import ImagePipeline
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.methods import Speculative
 
 MAIN = [sys.executable, "-c", "from specmm.cli import main; main()"]
-Maker = Callable[..., ImagePipeline]
+Maker = Callable[..., LlamaGenPipeline]
 METHODS = ("ar", "sjd", "speculative", "eagle", "lantern++")
 
 
@@ -105,7 +105,7 @@ def test_a_picture_is_the_same_whatever_the_batch(tiny: Path, tmp_path: Path, me
 def test_the_command_draws_what_python_draws(tiny: Path, tmp_path: Path) -> None:
     common = ("--class", "time", "-n", 3, "--seed", 1, "--batch-size", 2, "--dtype", "float32")
     found = run_json("generate", tiny, *common, "--out", tmp_path)
-    pipe = ImagePipeline.from_pretrained(tiny, torch_dtype=torch.float32)
+    pipe = LlamaGenPipeline.from_pretrained(tiny, torch_dtype=torch.float32)
     out = pipe(classes=["time"], num_images_per_prompt=3, generator=torch.Generator().manual_seed(1))
     names = [drawing.slug(Path(p).name) for p in found["outputs"]]
     assert names == [f"{i:04d}-time.png" for i in range(3)]
@@ -227,7 +227,7 @@ def test_training_makes_a_model_that_draws(tmp_path: Path, monkeypatch: pytest.M
     run_json(*train, "--steps", 3, "--replace", "--drawn", 3, "--cfg", 1.5)  # resumes, with the target's own pictures
     assert (step, torch.load(tmp_path / "eagle/checkpoint.pt", weights_only=True)["step"]) == (2, 3)
     assert len(list((tmp_path / "eagle/drawn").rglob("*.pt"))) == 1
-    pipe = ImagePipeline.from_pretrained(model)
+    pipe = LlamaGenPipeline.from_pretrained(model)
     assert set(pipe.parts.drafters) == {"block", "eagle"} and len(pipe.settings.acceptance) == 3
     assert run_json("plan", model)["reason"]
     out = pipe(classes=["zodiac"], method=Speculative(tree=(2, 1, 1)), generator=torch.Generator().manual_seed(0))

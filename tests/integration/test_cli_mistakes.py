@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from specmm.cli import app
-from specmm.image_ar.pipeline import ImagePipeline
 from specmm.image_ar.tokens.drafters.fingerprint import target_fingerprint
 from specmm.image_ar.tokens.loading import load_gpt
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 
-Maker = Callable[..., ImagePipeline]
+Maker = Callable[..., LlamaGenPipeline]
 
 
 def refused(*arguments: object) -> str:
@@ -159,3 +159,8 @@ def test_a_model_without_drafters(copy: Path, tmp_path: Path) -> None:
     shutil.rmtree(copy / "drafters")
     line = refused("generate", copy, "--class", "heart", "--method", "lantern++", "--out", tmp_path / "o")
     assert "no 'block' drafter" in line
+
+
+def test_a_model_of_an_unknown_family(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text('{"family": "lamagen"}')
+    assert "did you mean 'llamagen'" in refused("generate", tmp_path, "--class", 1)

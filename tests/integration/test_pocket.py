@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from specmm import methods, zoo
-from specmm.image_ar.pipeline import ImagePipeline
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 
 LIMIT, ALL = 16 * 2**20, 80 * 2**20  # bytes a file and in all (DESIGN.md)
 
 
 @pytest.fixture(scope="module")
 def pipe():
-    made = ImagePipeline.from_pretrained("pocket/llamagen", torch_dtype=torch.float32)
+    made = LlamaGenPipeline.from_pretrained("pocket/llamagen", torch_dtype=torch.float32)
     made.set_progress_bar_config(disable=True)
     return made
 

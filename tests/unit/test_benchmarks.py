@@ -21,11 +21,11 @@ from benchmarks.settings import Options
 from benchmarks.single import single_position
 from benchmarks.speed import compiled, measure_speed
 from specmm import methods
-from specmm.image_ar.pipeline import ImagePipeline
-from specmm.image_ar.settings import Settings
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.quality import log_likelihood
+from specmm.image_ar.tokens.settings import Settings
 from specmm.image_ar.tokens.target import Prompt
 from specmm.image_ar.tokens.vq import VQConfig, VQModel
 from specmm.metrics.features import FeatureSet
@@ -59,7 +59,7 @@ def model(tmp_path_factory):
         cfg=1.5, acceptance=((0.4, 0.2, 0.1),) * 3, trees={"speculative": (2, 1, 1), "lantern++": (2, 1)}
     )
     folder = tmp_path_factory.mktemp("model")
-    ImagePipeline(Transformer(GPT), vq, heads, settings).save_pretrained(folder)
+    LlamaGenPipeline(Transformer(GPT), vq, heads, settings).save_pretrained(folder)
     return folder
 
 

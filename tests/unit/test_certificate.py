@@ -2,7 +2,7 @@
 
 import pytest
 
-from specmm.certificate import Certificate, of_rule
+from specmm.certificate import Certificate, merged, of_rule
 
 
 def test_kinds_follow_the_rule():
@@ -17,3 +17,11 @@ def test_kinds_follow_the_rule():
 def test_contradictions_are_refused(kind, tv):
     with pytest.raises(ValueError, match="certificate must"):
         Certificate(kind, "because", tv)
+
+
+def test_runs_together_may_claim_the_least_of_them():
+    exact, low, high = of_rule("recursive", True, None), of_rule("l", False, 0.01), of_rule("l", False, 0.04)
+    assert merged([(exact, 10), (exact, 3)]) == exact
+    assert merged([(low, 300), (high, 100)]).tv == pytest.approx(0.0175)
+    assert merged([(exact, 100), (high, 100)]).tv == pytest.approx(0.02)
+    assert merged([(exact, 1), (of_rule("l", False, None), 1), (low, 1)]).kind == "heuristic"

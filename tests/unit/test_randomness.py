@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specmm.randomness import BLOCK, Uniforms, categorical
+from specmm.randomness import BLOCK, Uniforms, categorical, sample_generators
+
+CPU = torch.device("cpu")
 
 
 def test_a_row_sees_its_own_generator_only():
@@ -57,3 +59,24 @@ def test_the_largest_uniform_stays_inside_the_support():
     law[:, 600:] = 0
     largest = torch.full((200,), 1 - 2**-24)
     assert (categorical(law, largest) < 600).all()
+
+
+def test_one_generator_a_picture() -> None:
+    first, again = (sample_generators(torch.Generator().manual_seed(0), 3, CPU) for _ in range(2))
+    draws = [torch.rand(4, generator=g) for g in first]
+    assert all(torch.equal(d, torch.rand(4, generator=g)) for d, g in zip(draws, again, strict=True))
+    assert len({tuple(d.tolist()) for d in draws}) == 3
+    longer = sample_generators(torch.Generator().manual_seed(0), 5, CPU)
+    assert torch.equal(draws[2], torch.rand(4, generator=longer[2]))
+
+
+def test_generators_given_are_those_used() -> None:
+    given = [torch.Generator().manual_seed(i) for i in range(2)]
+    assert sample_generators(given, 2, CPU) == given
+    with pytest.raises(ValueError, match="each of the 3 pictures, got 2"):
+        sample_generators(given, 3, CPU)
+
+
+def test_without_a_generator_runs_differ() -> None:
+    one, two = (sample_generators(None, 1, CPU)[0].initial_seed() for _ in range(2))
+    assert one != two

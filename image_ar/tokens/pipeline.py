@@ -1,0 +1,223 @@
+"""``LlamaGenPipeline``: pictures from a token image model, by any of its methods, with a certificate.
+
+Shape letters: B pictures of a batch, h latent side, T = h² tokens a picture.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor
+
+from specmm import __version__, methods, zoo
+from specmm.certificate import Certificate, of_rule
+from specmm.decode import Progress, decode, decode_plain
+from specmm.dtypes import choose_dtype
+from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
+from specmm.image_ar.settings import class_ids, read_settings, with_options, write_settings
+from specmm.image_ar.tokens.assemble import Parts, assemble
+from specmm.image_ar.tokens.captions import CaptionEncoder, left_pad
+from specmm.image_ar.tokens.drafters.files import load_drafters, save_drafters
+from specmm.image_ar.tokens.gpt import Transformer
+from specmm.image_ar.tokens.layout import column_major
+from specmm.image_ar.tokens.loading import load_gpt, load_vq, save_gpt, save_vq
+from specmm.image_ar.tokens.settings import Settings
+from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
+from specmm.image_ar.tokens.tuning import choose_method
+from specmm.image_ar.tokens.vq import VQModel, to_uint8
+from specmm.processors import Processor
+from specmm.randomness import Uniforms, sample_generators
+
+
+class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
+    """A token image model (LlamaGen), its tokenizer and its drafters behind one call.
+
+    >>> pipe = LlamaGenPipeline.from_pretrained("pocket/llamagen", method="lantern++")
+    >>> out = pipe(classes=["heart"], generator=torch.Generator().manual_seed(0))
+    """
+
+    def __init__(
+        self,
+        transformer: Transformer,
+        vq: VQModel,
+        drafters: dict[str, Any] | None = None,
+        settings: Settings | None = None,
+        method: str | methods.Method = "ar",
+        text_encoder: CaptionEncoder | None = None,
+        name: str = "llamagen",
+    ) -> None:
+        super().__init__()
+        self.register_modules(transformer=transformer, vq=vq)
+        if vq.config.codebook_size != transformer.config.vocab_size:
+            raise ValueError(
+                f"tokenizer and transformer must share a codebook, got {vq.config.codebook_size} codes "
+                f"and {transformer.config.vocab_size} tokens"
+            )
+        self.settings, self.text_encoder, self.name = settings or Settings(), text_encoder, name
+        codebook = vq.quantize.embedding.weight.detach()
+        self.parts = Parts(drafters or {}, codebook, self.settings.trees, self.settings.acceptance)
+        self.method = methods.resolve(method)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        method: str | methods.Method = "ar",
+        torch_dtype: torch.dtype | None = None,
+        text_encoder: str | Path | None = None,
+    ) -> LlamaGenPipeline:
+        """A pipeline of a folder, a pocket name or a hub id; the dtype defaults to this machine's fastest."""
+        resolved, folder = methods.resolve(method), zoo.find(name)
+        transformer = load_gpt(folder / "transformer")
+        dtype = torch_dtype or choose_dtype(sum(p.numel() for p in transformer.parameters()))
+        transformer = transformer.to(dtype)
+        drafters = load_drafters(folder / "drafters", transformer)
+        for module in (transformer, *drafters.values()):
+            column_major(module)
+        captions = CaptionEncoder(text_encoder, tokens=transformer.config.cls_token_num) if text_encoder else None
+        return cls(
+            transformer,
+            load_vq(folder / "vq"),
+            drafters,
+            read_settings(Settings, folder),
+            resolved,
+            captions,
+            str(name),
+        )
+
+    def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Write everything ``from_pretrained`` reads, with the official parameter names, in safetensors."""
+        folder = Path(folder)
+        save_gpt(self.transformer, folder / "transformer", dtype)
+        save_vq(self.vq, folder / "vq", dtype)
+        save_drafters(self.parts.drafters, folder / "drafters", self.transformer, dtype)
+        write_settings(self.settings, folder)
+        index = {"_class_name": "LlamaGenPipeline", "_specmm_version": __version__, "family": "llamagen"}
+        (folder / "model_index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+    @property
+    def device(self) -> torch.device:
+        """Where the transformer lives."""
+        return self.transformer.output.weight.device
+
+    def to(self, *args: Any, **kwargs: Any) -> LlamaGenPipeline:
+        """Move transformer, tokenizer and drafters to a device or dtype."""
+        super().to(*args, **kwargs)
+        for head in self.parts.drafters.values():
+            head.to(self.device, self.transformer.dtype)
+        self.parts.codebook = self.vq.quantize.embedding.weight.detach()
+        self.parts.made.clear()
+        self.parts.plans.clear()
+        return self
+
+    def __call__(
+        self,
+        classes: Sequence[str | int] | None = None,
+        prompt: str | Sequence[str] | None = None,
+        num_images_per_prompt: int = 1,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        method: str | methods.Method | None = None,
+        cfg: float | None = None,
+        cfg_interval: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        batch_size: int = 8,
+        output_type: str = "pil",
+        callback_on_step_end: Callback | None = None,
+    ) -> ImageOutput:
+        """Draw ``num_images_per_prompt`` pictures of every class or prompt.
+
+        What is not given comes from the model's settings. ``generator`` is one for all (each picture gets a seed from
+        it) or one a picture; a picture depends on its own seed only, not on the batch. Raises ``ValueError`` for an
+        unknown class or method and for options out of range.
+        """
+        check_call(output_type, batch_size, num_images_per_prompt)
+        target = self.target(cfg, cfg_interval, temperature, top_k, top_p)
+        prompts = self._prompts(classes, prompt, num_images_per_prompt)
+        chosen = self.method if method is None else methods.resolve(method)
+        generators = sample_generators(generator, len(prompts.condition), self.device)
+
+        def draw(rows: slice) -> Drawn:
+            mask = None if prompts.mask is None else prompts.mask[rows]
+            part = Prompt(prompts.condition[rows], mask)
+            return self._batch(target, part, generators[rows], chosen, output_type, callback_on_step_end)
+
+        bar = self.progress_bar(total=len(generators))
+        return draw_batches(draw, len(generators), batch_size, output_type, bar)
+
+    def target(
+        self,
+        cfg: float | None = None,
+        cfg_interval: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+    ) -> LlamaGenTarget:
+        """The transformer as a target under these options, the model's settings standing in for what is None."""
+        chosen = with_options(
+            self.settings, cfg=cfg, cfg_interval=cfg_interval, temperature=temperature, top_k=top_k, top_p=top_p
+        )
+        processor = Processor(chosen.temperature, chosen.top_k, chosen.top_p)
+        return LlamaGenTarget(self.transformer, Guidance(chosen.cfg, chosen.cfg_interval), processor, self.name)
+
+    @torch.inference_mode()
+    def decode_tokens(self, tokens: Tensor) -> Tensor:
+        """Pictures [B, R, R, 3] uint8 of tokens [B, T], one by one: batches of other sizes round otherwise."""
+        side = self.transformer.config.grid
+        rows = tokens.unflatten(1, (side, side)).split(1)
+        return torch.cat([to_uint8(self.vq.decode_code(row)) for row in rows])
+
+    def _batch(
+        self,
+        target: LlamaGenTarget,
+        prompt: Prompt,
+        generators: list[torch.Generator],
+        method: methods.Method,
+        output_type: str,
+        callback: Callback | None,
+    ) -> Drawn:
+        name = method.name
+        if isinstance(method, methods.Auto):
+            method = choose_method(target, self.parts, len(generators))
+            name = f"auto: {method}"
+        steps, rule = self._loop(target, prompt, generators, method)
+        for i, progress in enumerate(steps):
+            if callback is not None:
+                callback(self, i, int(progress.counts.min()), {"tokens": progress.tokens})
+        tokens = progress.tokens[:, : target.length]
+        images = None if output_type == "latent" else self.decode_tokens(tokens)
+        measured, certificate = float(progress.measured), Certificate("exact", "plain decoding of the target", 0.0)
+        if rule is not None:
+            certificate = of_rule(rule.name, rule.exact, float(progress.excess) / measured if measured else None)
+        return Drawn(tokens, images, progress.stats, certificate, name, measured)
+
+    def _loop(
+        self, target: LlamaGenTarget, prompt: Prompt, generators: list[torch.Generator], method: methods.Method
+    ) -> tuple[Iterator[Progress], Any]:
+        uniforms = Uniforms(generators)
+        if isinstance(method, methods.AR):
+            return decode_plain(target, prompt, target.length, uniforms), None
+        target, drafter, rule = assemble(method, target, self.parts)
+        return decode(target, drafter, rule, prompt, target.length, uniforms), rule
+
+    def _prompts(self, classes: Sequence[str | int] | None, prompt: str | Sequence[str] | None, repeats: int) -> Prompt:
+        if bool(classes) == bool(prompt):
+            raise ValueError("give either classes or prompt, at least one of them and not both")
+        if classes:
+            if self.transformer.config.model_type != "c2i":
+                raise ValueError("this model draws from captions, give prompt='…' instead of classes")
+            ids = class_ids(classes, self.settings.classes, self.transformer.config.num_classes)
+            return Prompt(torch.tensor(ids, device=self.device).repeat_interleave(repeats))
+        if self.transformer.config.model_type != "t2i" or self.text_encoder is None:
+            raise ValueError("prompt needs a text-to-image model and from_pretrained(…, text_encoder=T5 folder)")
+        texts = [prompt] if isinstance(prompt, str) else list(prompt or [])
+        batch = self.text_encoder(texts)
+        features, mask = left_pad(batch.features, batch.mask)
+        features = features.to(self.device, self.transformer.output.weight.dtype)
+        return Prompt(features.repeat_interleave(repeats, 0), mask.to(self.device).repeat_interleave(repeats, 0))
