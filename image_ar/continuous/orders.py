@@ -1,0 +1,54 @@
+"""In which order a picture's tokens are made, how many at each iteration, and how much guidance they get.
+
+Source: MAR (arXiv 2406.11838, sections 3.4-3.5 and the release's cosine schedule). Shape letters: B pictures,
+L tokens, n iterations. An order is run from its end: its last entries are made first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+CFGSchedule = Literal["linear", "constant"]
+
+
+def random_orders(generators: Sequence[torch.Generator], length: int) -> Tensor:
+    """One permutation of 0 … L-1 a picture, from its own generator: [B, L] int64."""
+    return torch.stack([torch.randperm(length, generator=g, device=g.device) for g in generators])
+
+
+def mask_lengths(length: int, iterations: int) -> list[int]:
+    """How many tokens are still unknown behind each of n iterations, but the last, which makes all that are left.
+
+    The cosine schedule, where every iteration makes one token at least and leaves one to the last. With more
+    iterations than tokens it stays at 1: such iterations make nothing.
+    """
+    if iterations < 1:
+        raise ValueError(f"num_iter must be at least 1, got {iterations}")
+    lengths, left = [], length
+    for k in range(iterations):
+        wanted = math.floor(length * math.cos(math.pi / 2 * (k + 1) / iterations))
+        left = max(1, min(left - 1, wanted))
+        lengths.append(left)
+    return lengths
+
+
+def slices(length: int, iterations: int) -> list[tuple[int, int]]:
+    """Parts [first, last) of the orders made at each iteration that makes any: from (…, L) down to (0, …)."""
+    bounds = [length, *mask_lengths(length, iterations)[:-1], 0]
+    return [(first, last) for last, first in pairwise(bounds) if first < last]
+
+
+def guidance(schedule: CFGSchedule, cfg: float, length: int, left: int) -> float:
+    """The guidance scale of an iteration that leaves ``left`` tokens by its mask length (1 at the last).
+
+    ``linear`` rises from 1 to nearly ``cfg`` as tokens become known; ``constant`` is ``cfg`` throughout.
+    """
+    if schedule not in ("linear", "constant"):
+        raise ValueError(f"cfg_schedule must be 'linear' or 'constant', got {schedule!r}")
+    return cfg if schedule == "constant" else 1 + (cfg - 1) * (length - left) / length

@@ -1,0 +1,203 @@
+"""MAR, its head, diffusion and autoencoder against numbers that the official release produced.
+
+The ``.json`` beside each file in tests/parity/cspd says which call made which tensor.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specmm.checkpoints import load_strict
+from specmm.image_ar.continuous.diffusion import Schedule
+from specmm.image_ar.continuous.head import guide, sinusoid
+from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
+from specmm.image_ar.continuous.mar import MAR, MARConfig, patchify, unpatchify
+from specmm.image_ar.continuous.orders import guidance, mask_lengths, slices
+
+PARITY = Path(__file__).parents[1] / "parity" / "cspd"
+ONCE = ("norm_eps", "head_ln_eps", "z_proj_ln_eps", "num_sampling_steps", "diffusion_batch_mul")
+
+
+def facts(name):
+    return json.loads((PARITY / f"{name}.json").read_text())
+
+
+def tensors(name):
+    return load_file(PARITY / f"{name}.safetensors")
+
+
+def under(group, prefix):
+    return {k.removeprefix(prefix): v for k, v in group.items() if k.startswith(prefix)}
+
+
+def loaded(module, name):
+    load_strict(module, {k: v.float() for k, v in tensors(name).items()}, ())
+    return module.eval()
+
+
+@pytest.fixture(scope="module")
+def t():
+    return tensors("mar_tiny")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return loaded(MAR(MARConfig(**{k: v for k, v in facts("mar_tiny")["config"].items() if k not in ONCE})),
+                  "mar_tiny_state_fp16")  # fmt: skip
+
+
+def close(got, wanted, relative=1e-5):
+    """Within ``relative`` of the largest wanted magnitude, the README's measure."""
+    assert got.shape == wanted.shape
+    worst = float((got.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+    assert worst < relative, worst
+
+
+# --- transformer ---
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["part", "all", "one", "most"])
+def test_encoder_and_decoder(t, model, case):
+    g = under(t, f"encdec.{case}.")
+    known = (g["mask"] == 0).nonzero()[:, 1].view(3, -1)
+    condition = g["class_embedding"]
+    if "labels" in g:
+        torch.testing.assert_close(model.embed_classes(g["labels"]), condition)
+    else:
+        torch.testing.assert_close(model.embed_classes(None, 3)[1:], condition[1:])
+    encoded = model.encode(g["tokens"], known, condition)
+    close(encoded, g["encoder_out"])
+    close(model.decode(encoded, known), g["z"])
+    wanted = torch.tensor([[3, 0], [1, 2], [15, 7]])
+    close(model(g["tokens"], known, condition, wanted), g["z"].gather(1, wanted[:, :, None].expand(-1, -1, 48)))
+
+
+@torch.no_grad()
+def test_rows_may_know_different_numbers_of_tokens(t, model):
+    g = under(t, "encdec.part.")
+    known = (g["mask"] == 0).nonzero()[:, 1].view(3, -1)
+    valid = torch.arange(known.shape[1]) < torch.tensor([known.shape[1], 4, 0])[:, None]
+    got = model(g["tokens"], known, g["class_embedding"], valid=valid)
+    for row in range(3):
+        alone = slice(row, row + 1)
+        count = int(valid[row].sum())
+        close(got[alone], model(g["tokens"][alone], known[alone, :count], g["class_embedding"][alone]))
+
+
+def test_patches(t):
+    torch.testing.assert_close(patchify(t["patchify.img"]), t["patchify.tokens"])
+    latents = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    tokens = patchify(latents, 2)
+    assert torch.equal(unpatchify(tokens, 2), latents)
+    assert torch.equal(tokens[0, 1], latents[0, :, :2, 2:4].flatten())  # channel, row, column
+
+
+# --- head and diffusion ---
+
+
+@torch.no_grad()
+def test_head(t, model):
+    torch.testing.assert_close(sinusoid(t["head.t"]), t["head.time_embedding_sinusoid"], atol=1e-6, rtol=0)
+    close(model.head.time_embed(t["head.t"]), t["head.time_embed"])
+    close(model.head(t["head.x"], t["head.t"], t["head.z"]), t["head.out"])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cfg", [1.0, 1.75, 4.0])
+def test_guided_head(t, model, cfg):
+    g = under(t, "head_cfg.")
+    half = len(g["x"]) // 2
+    x = g["x"][:half].repeat(2, 1)
+    cond, uncond = model.head(x, g["t"], g["z"]).chunk(2)
+    wanted = g[f"out.cfg{cfg}"]
+    close(guide(cond, uncond, cfg), wanted[:half])
+
+
+@pytest.mark.parametrize("spec", ["8", "50", "100"])
+def test_tables(spec):
+    g, schedule = under(tensors("gaussian_diffusion_tables"), f"{spec}."), Schedule.of(spec)
+    for name in ("timestep_map", "betas", "alphas_cumprod", "alphas_cumprod_prev", "posterior_variance",
+                 "posterior_log_variance_clipped", "posterior_mean_coef1", "posterior_mean_coef2"):  # fmt: skip
+        torch.testing.assert_close(getattr(schedule, name), g[name], atol=1e-12, rtol=1e-11)
+    assert len(schedule) == int(spec)
+
+
+def test_full_tables_and_strides():
+    g, schedule = under(tensors("gaussian_diffusion_tables"), "full1000."), Schedule.of("")
+    for name in ("betas", "alphas_cumprod", "posterior_log_variance_clipped"):
+        torch.testing.assert_close(getattr(schedule, name), g[name], atol=1e-12, rtol=1e-12)
+    assert Schedule.of("ddim8").timestep_map.tolist() == facts("cspd_accept")["timestep_map"]
+
+
+@pytest.mark.parametrize(("spec", "message"), [("ddim600", "strides"), ("2000", "at most 1000"), ("many", "number")])
+def test_steps_that_do_not_fit(spec, message):
+    with pytest.raises(ValueError, match=message):
+        Schedule.of(spec)
+
+
+@torch.no_grad()
+def test_laws(t, model):
+    g, schedule = under(t, "pmv."), Schedule.of("8")
+    for i in range(8):
+        steps = torch.full((6,), i)
+        mean, log_var = schedule.law(model.head(g["x"][i], schedule.timestep_map[steps], g["z"]), g["x"][i], steps)
+        close(mean, g["mean"][i], 1e-4)
+        close(log_var, g["log_variance"][i])
+        close(log_var.exp(), g["variance"][i])
+
+
+@torch.no_grad()
+def test_training_loss(t, model):
+    g, schedule = under(t, "train."), Schedule.of("")
+    x = schedule.noised(g["target"], g["t"], g["noise"])
+    mse, vb = schedule.loss(model.head(x, g["t"], g["z"]), g["target"], x, g["t"], g["noise"])
+    close(mse, g["mse"])
+    close(vb, g["vb"], 1e-4)
+    close(mse + vb, g["loss"], 1e-4)
+
+
+# --- orders ---
+
+
+@pytest.mark.parametrize(("name", "lengths"), facts("cspd_accept")["mask_len_schedules"].items())
+def test_mask_lengths(name, lengths):
+    length, iterations = (int(part[1:]) for part in name.split("."))
+    assert mask_lengths(length, iterations) == lengths
+
+
+@pytest.mark.parametrize("run", facts("mar_tiny")["sample_runs"], ids=lambda run: run["name"])
+def test_iterations_and_guidance(run):
+    left = mask_lengths(16, run["num_iter"])
+    parts = slices(16, run["num_iter"])
+    before = [n for n in run["n_masked_before_step"] if n]
+    assert [last for _, last in parts] == before[: len(parts)]
+    assert sum(last - first for first, last in parts) == 16
+    if "official_raises" not in run:
+        assert [3 * (last - first) for first, last in parts] == run["n_pred_per_step_total"]
+        got = [guidance(run["cfg_schedule"], run["cfg"], 16, n) for n in left]
+        assert got == pytest.approx(run["cfg_iter_per_step"])
+
+
+# --- autoencoder ---
+
+
+@torch.no_grad()
+def test_autoencoder():
+    sizes, t = facts("kl_vae_tiny"), tensors("kl_vae_tiny")
+    names = ("ch", "z_channels", "num_res_blocks", "resolution")
+    lists = {k: tuple(sizes[k]) for k in ("ch_mult", "attn_resolutions")}
+    config = KLConfig(**{k: sizes[k] for k in names}, **lists, scale=sizes["scale_factor"])
+    kl = loaded(AutoencoderKL(config), "kl_vae_tiny_state_fp16")
+    close(kl.encoder(t["x"]), t["encoder_out"])
+    posterior = kl.encode(t["x"])
+    close(posterior.mean, t["mean"])
+    close(posterior.log_var, t["logvar"])
+    close(posterior.sample(t["sample_noise"]), t["sample"])
+    close(posterior.kl(), t["kl"])
+    close(kl.decode(t["decode_in"]), t["decode_out"])
+    close(kl.decode(t["mean"]), t["decode_mean_out"])
+    close(kl.decode_scaled(t["scaled_latent"]), t["decode_scaled_out"])
