@@ -1,67 +1,24 @@
-"""How often the block drafter's child of a level and rank is the one kept: what ``auto`` plans trees from.
-
-Shape letters: B batch, D levels, K ranks.
-"""
+"""How often the block drafter's child of a level and rank is the one kept: what ``auto`` plans trees from."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from specmm.decode import decode
-from specmm.drafter import Feedback
 from specmm.image_ar.tokens.drafters.block import BlockDrafter, BlockHead
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.randomness import Uniforms
 from specmm.shape.static import spine
-from specmm.stats import Clock
-from specmm.tree import DraftTree
+from specmm.tally import WIDEST, Tally
 from specmm.verify import Recursive
-
-WIDEST = (6, 5, 4, 4, 3, 3, 2, 2)  # children by level of the tree that is tried
-
-
-class Tally:
-    """A drafter that counts, by level and rank, which of another's drafts were kept."""
-
-    def __init__(self, drafter: BlockDrafter) -> None:
-        self.drafter = drafter
-        self.max_nodes, self.max_depth = drafter.max_nodes, drafter.max_depth
-        self.kept = torch.zeros(drafter.max_depth, drafter.shape.width)
-        self.visits = torch.zeros(drafter.max_depth, 1)
-
-    def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """Start the drafter."""
-        self.drafter.begin(feedback, clock)
-
-    def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
-        """Count the last round, then let the drafter draft."""
-        if feedback.verdict is not None:
-            self._count(feedback.verdict.path, feedback.verdict.kept)
-        return self.drafter.propose(feedback, uniforms)
-
-    def _count(self, path: Tensor, kept: Tensor) -> None:
-        ranks = self.drafter.shape.ranks[0]
-        for depth in range(1, path.shape[1]):
-            before, node = path[:, depth - 1], path[:, depth]
-            visited = (depth <= kept) & (ranks[before.clamp(min=0)] == 0)  # only the spine has children
-            taken = ranks[node[visited & (depth < kept)]]
-            self.visits[depth - 1] += visited.sum()
-            self.kept[depth - 1] += torch.bincount(taken, minlength=self.kept.shape[1])
-
-    def table(self) -> tuple[tuple[float, ...], ...]:
-        """Shares [D, K], of the times their parent was kept."""
-        shares = (self.kept / self.visits.clamp(min=1) * 1e4).floor() / 1e4  # rounded down: a row sums to at most 1
-        return tuple(tuple(round(v, 4) for v in row) for row in shares.tolist())
 
 
 def measure_acceptance(
     head: BlockHead, target: LlamaGenTarget, prompt: Prompt, seeds: Sequence[int]
 ) -> tuple[tuple[float, ...], ...]:
-    """Acceptance by level and rank [D, K] over one batch of pictures, one seed each, under exact decoding."""
-    tally = Tally(BlockDrafter(head, target, spine(WIDEST[: head.config.levels])))
+    """Acceptance by level and rank over one batch of pictures, one seed each, under exact decoding."""
+    shape = spine(WIDEST[: head.config.levels])
+    tally = Tally(BlockDrafter(head, target, shape), shape)
     for _ in decode(target, tally, Recursive(), prompt, target.length, Uniforms.from_seeds(seeds)):
         pass
     return tally.table()
