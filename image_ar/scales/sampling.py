@@ -1,0 +1,147 @@
+"""From VAR's logits to tokens: guidance by scale, top-k and top-p, temperature, and three ways to throw the dice.
+
+Every way takes one generator a picture, so that a picture does not depend on its batch; ``release`` has the official
+one, which takes a generator for all. Source: VAR (arXiv 2404.02905), released sampler.
+Shape letters: B batch, T tokens of a scale, V vocabulary, K scales.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from specmm.processors import Processor
+from specmm.randomness import Uniforms, categorical
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Options of one run; ``temperature`` may differ by scale, and divides after the filters, not before.
+
+    Guidance grows over the scales: at scale k logits are (1 + t) cond - t null with t = ``cfg`` · k / (K - 1), so 0 is
+    none. ``more_smooth`` feeds soft codes to the next scale: prettier pictures, another law.
+    Raises ``ValueError`` on options out of range.
+    """
+
+    cfg: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    temperature: float | tuple[float, ...] = 1.0
+    more_smooth: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.cfg < float("inf"):
+            raise ValueError(f"cfg must be finite and at least 0, got {self.cfg}, use 0 for no guidance")
+        for value in self.temperature if isinstance(self.temperature, tuple) else (self.temperature,):
+            Processor(value, self.top_k, self.top_p)
+
+    def check(self, vocabulary: int, scales: int) -> None:
+        """Raise ``ValueError`` when these options do not fit a model of V tokens and K scales."""
+        self.filter.check_vocabulary(vocabulary)
+        if isinstance(self.temperature, tuple) and len(self.temperature) != scales:
+            raise ValueError(f"temperature must be one or one for each of {scales} scales, got {self.temperature}")
+
+    @property
+    def filter(self) -> Processor:
+        """Top-k and top-p."""
+        return Processor(1.0, self.top_k, self.top_p)
+
+    def weight(self, k: int, scales: int) -> float:
+        """The guidance weight t at scale ``k``."""
+        return self.cfg * progress(k, scales)
+
+    def heat(self, k: int) -> float:
+        """The temperature at scale ``k``."""
+        return self.temperature[k] if isinstance(self.temperature, tuple) else self.temperature
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """``logits`` [B, T, V] with -inf for what top-k and then top-p take away; equals stay together."""
+        if not self.top_k and self.top_p == 1:
+            return logits
+        return logits.masked_fill(logits < self.filter.threshold(logits), float("-inf"))
+
+    def scores(self, logits: Tensor, k: int) -> Tensor:
+        """Logits [B, T, V] of the law that is sampled at scale ``k`` (temperature above 0)."""
+        kept, heat = self.masked(logits), self.heat(k)
+        return kept if heat == 1 else kept / heat
+
+    def law(self, logits: Tensor, k: int) -> Tensor:
+        """The law [B, T, V] that is sampled at scale ``k``."""
+        if self.heat(k) == 0:
+            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        return self.scores(logits, k).softmax(-1)
+
+
+def progress(k: int, scales: int) -> float:
+    """How far up the ladder scale ``k`` is, in [0, 1]."""
+    return k / max(scales - 1, 1)
+
+
+class Choice(NamedTuple):
+    """Tokens [B, T] of a scale, and the soft weights [B, T, V] over the codebook under ``more_smooth``."""
+
+    tokens: Tensor
+    weights: Tensor | None = None
+
+
+class Sampler(Protocol):
+    """Throws the dice, scale after scale."""
+
+    def draw(self, logits: Tensor, k: int) -> Choice:
+        """Choose the tokens of scale ``k`` from guided ``logits`` [B, T, V]."""
+
+
+def soften(masked: Tensor, noise: Tensor, done: float) -> Tensor:
+    """Weights [B, T, V] of ``more_smooth``: a Gumbel softmax that hardens as ``done`` goes from 0 to 1."""
+    heat = max(0.27 * (1 - 0.95 * done), 0.005)
+    return torch.add(noise, masked, alpha=1 + done).div_(heat).softmax(-1)
+
+
+def gumbel(uniforms: Tensor) -> Tensor:
+    """Standard Gumbel noise of ``uniforms`` in [0, 1)."""
+    return uniforms.log().neg_().log_().neg_()
+
+
+class Inverse:
+    """One uniform number a token, through the inverse of the cumulative law: the fastest way."""
+
+    def __init__(self, sampling: Sampling, uniforms: Uniforms, scales: int) -> None:
+        self.sampling, self.uniforms, self.scales = sampling, uniforms, scales
+
+    def draw(self, logits: Tensor, k: int) -> Choice:
+        """Choose the tokens of scale ``k``."""
+        if self.sampling.more_smooth:
+            masked = self.sampling.masked(logits)
+            noise = gumbel(self.uniforms.draw(logits[0].numel()).view(logits.shape))
+            weights = soften(masked, noise, progress(k, self.scales))
+            return Choice(weights.argmax(-1), weights)
+        if self.sampling.heat(k) == 0:
+            return Choice(logits.argmax(-1))
+        return Choice(categorical(self.sampling.law(logits, k), self.uniforms.draw(logits.shape[1])))
+
+
+class Race:
+    """Gumbel noise for every place and token: the token is the argmax of logits plus noise.
+
+    The noise of a scale stays the same until ``forget``, so that two models that choose with it agree as often as any
+    coupling of this kind allows, and each of them alone follows its own law.
+    """
+
+    def __init__(self, sampling: Sampling, uniforms: Uniforms) -> None:
+        self.sampling, self.uniforms = sampling, uniforms
+        self.noise: dict[int, Tensor] = {}
+
+    def draw(self, logits: Tensor, k: int) -> Choice:
+        """Choose the tokens of scale ``k`` with its noise, made at the first call: scales must first come in order."""
+        if self.sampling.heat(k) == 0:
+            return Choice(logits.argmax(-1))
+        if k not in self.noise:
+            self.noise[k] = gumbel(self.uniforms.draw(logits[0].numel()).view(logits.shape))
+        return Choice((self.sampling.scores(logits, k) + self.noise[k]).argmax(-1))
+
+    def forget(self, k: int) -> None:
+        """Drop the noise of scales below ``k``."""
+        self.noise = {i: noise for i, noise in self.noise.items() if i >= k}

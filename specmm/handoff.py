@@ -1,0 +1,67 @@
+"""Models that take turns over the steps of one sample, without verification: CoDe's schedule (arXiv 2411.17787).
+
+A handoff is no acceptance rule. What the first model has drawn stays, and the second goes on from it, so the output
+follows neither model's law and the certificate is ``heuristic``, unless one model draws everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from specmm.certificate import Certificate
+from specmm.stats import Clock
+
+
+class Worker(Protocol):
+    """A model with its caches, at work on a batch."""
+
+    def step(self, k: int) -> None:
+        """Do step ``k``, having caught up with what others did before it."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Steps one model does: ``open(steps)`` brings it to work when its turn has come; ``part`` names its time."""
+
+    model: str
+    part: str
+    steps: range
+    open: Callable[[range], Worker]
+
+
+def split(total: int, at: int) -> tuple[range, range]:
+    """Steps of the first and the second of two models: the first does ``at`` of ``total``.
+
+    Raises ``ValueError`` unless 0 ≤ ``at`` ≤ ``total``.
+    """
+    if not 0 <= at <= total:
+        raise ValueError(f"n must be from 0 (the second model alone) to {total} (the first alone), got {at}")
+    return range(at), range(at, total)
+
+
+def handoff(turns: Sequence[Turn], clock: Clock) -> Iterator[int]:
+    """Do the steps of ``turns`` one after the other, yielding the number of each.
+
+    A worker is let go, and its memory with it, before the next is opened.
+    """
+    for turn in turns:
+        if not turn.steps:
+            continue
+        with clock(turn.part):
+            worker = turn.open(turn.steps)
+        for k in turn.steps:
+            with clock(turn.part):
+                worker.step(k)
+            yield k
+        del worker
+
+
+def certificate(turns: Sequence[Turn], target: str) -> Certificate:
+    """What a run may claim about the law of the model called ``target``."""
+    steps = {turn.model: len(turn.steps) for turn in turns if turn.steps}
+    if set(steps) == {target}:
+        return Certificate("exact", "plain decoding of the target", 0.0)
+    shares = ", ".join(f"{count} by {model}" for model, count in steps.items())
+    return Certificate("heuristic", f"nothing is verified: steps {shares}")
