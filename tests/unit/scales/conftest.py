@@ -1,0 +1,88 @@
+"""Small random VARs that are sure of nothing in particular, and a tokenizer they share."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from specmm.handoff import handoff
+from specmm.image_ar.scales.canvas import Canvas
+from specmm.image_ar.scales.drawing import turn
+from specmm.image_ar.scales.sampling import Inverse
+from specmm.image_ar.scales.var import VAR, VARConfig
+from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
+from specmm.randomness import Uniforms
+from specmm.stats import Clock
+
+SIDES = (1, 2, 3, 4, 6)
+TINY = VARConfig(depth=2, embed_dim=64, num_heads=4, vocab_size=32, z_channels=8, num_classes=10, patch_nums=SIDES)
+
+
+@torch.no_grad()
+def make_var(seed=0, **sizes):
+    """A VAR whose laws are far from uniform and depend on everything they should."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = VAR(dataclasses.replace(TINY, **sizes)).eval()
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1 or "bias" in name:
+                weight.copy_(torch.randn_like(weight) * (0.5 if "emb" in name else 1.5 / weight.shape[-1] ** 0.5))
+    return model
+
+
+@torch.no_grad()
+def make_vqvae(sides=SIDES, codes=32, seed=0):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = VQVAEConfig(codes, 8, 32, (1, 2), 1, sides, 4)
+        model = VQVAE(config).eval()
+        model.quantize.embedding.weight.normal_()
+    return model
+
+
+@pytest.fixture(scope="session")
+def large():
+    return make_var(0, depth=3)
+
+
+@pytest.fixture(scope="session")
+def small():
+    return make_var(1, embed_dim=32, num_heads=2)
+
+
+@pytest.fixture(scope="session")
+def vqvae():
+    return make_vqvae()
+
+
+@pytest.fixture(scope="session")
+def make():
+    """``make.var(seed, **sizes)`` and ``make.vqvae(sides, codes)``."""
+    return type("Make", (), {"var": staticmethod(make_var), "vqvae": staticmethod(make_vqvae)})
+
+
+@pytest.fixture(scope="session")
+def plain():
+    """``plain(model, vqvae, labels, sampling, seeds)``: tokens by scale of our plain decoding."""
+
+    @torch.inference_mode()
+    def run(model, vqvae, labels, sampling, seeds, sampler=Inverse):
+        canvas = Canvas(vqvae.quantize, len(labels))
+        dice = Inverse(sampling, Uniforms.from_seeds(seeds), len(canvas.ladder)) if sampler is Inverse else sampler
+        steps = range(len(canvas.ladder))
+        list(handoff([turn(model, "large", steps, canvas, labels, sampling, lambda _: dice)], Clock()))
+        return canvas
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def straightforward():
+    """The loop that ours must equal."""
+    file = Path(__file__).with_name("straightforward.py")
+    spec = importlib.util.spec_from_file_location("straightforward", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.straightforward
