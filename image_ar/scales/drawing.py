@@ -60,11 +60,3 @@ def code_turns(
     before, after = split(len(canvas.ladder), n)
     jobs = ((large, LARGE, before), (small, SMALL, after))
     return [turn(model, name, steps, canvas, labels, sampling, sampler) for model, name, steps in jobs]
-
-
-def check_pair(large: VAR, small: VAR) -> None:
-    """Raise ``ValueError`` naming what two models that are to draw one picture do not share."""
-    for name in ("patch_nums", "num_classes", "vocab_size", "z_channels"):
-        ours, theirs = getattr(large.config, name), getattr(small.config, name)
-        if ours != theirs:
-            raise ValueError(f"the two models must share {name}, got {ours} (large) and {theirs} (small)")

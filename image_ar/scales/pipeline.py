@@ -1,0 +1,258 @@
+"""``VARPipeline``: pictures from a next-scale model, alone or with a smaller one, with a certificate.
+
+Shape letters: B pictures of a batch, K scales, L tokens of all scales, R pixels a side.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor
+
+from specmm import __version__, methods, zoo
+from specmm.certificate import Certificate
+from specmm.dtypes import choose_dtype
+from specmm.handoff import certificate, handoff
+from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
+from specmm.image_ar.scales import tuning
+from specmm.image_ar.scales.canvas import Canvas
+from specmm.image_ar.scales.drawing import LARGE, code_turns, turn
+from specmm.image_ar.scales.loading import load_var, load_vqvae, save_var, save_vqvae
+from specmm.image_ar.scales.pair import check_dtype, check_pair, check_tokenizer, load_small
+from specmm.image_ar.scales.sampling import Inverse, Race, Sampling
+from specmm.image_ar.scales.settings import Settings
+from specmm.image_ar.scales.var import VAR
+from specmm.image_ar.scales.verified import Verified, coarse_scales
+from specmm.image_ar.scales.vqvae import VQVAE
+from specmm.image_ar.settings import class_ids, read_settings, with_options, write_settings
+from specmm.image_ar.tokens.vq import to_uint8
+from specmm.randomness import Uniforms, sample_generators
+from specmm.stats import Clock, Stats
+
+
+class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
+    """A next-scale model (VAR), its tokenizer, and perhaps a small model that shares it, behind one call.
+
+    >>> pipe = VARPipeline.from_pretrained("pocket/var", method=specmm.methods.CoDe(n=8))
+    >>> out = pipe(classes=["heart"], generator=torch.Generator().manual_seed(0))
+    """
+
+    def __init__(
+        self,
+        transformer: VAR,
+        vae: VQVAE,
+        small: VAR | None = None,
+        settings: Settings | None = None,
+        method: str | methods.ScalesMethod = "ar",
+        name: str = "var",
+    ) -> None:
+        super().__init__()
+        check_tokenizer(transformer, vae)
+        if small is not None:
+            check_pair(transformer, small)
+        self.register_modules(transformer=transformer, vae=vae, small=small)
+        self.settings, self.name, self.method = settings or Settings(), name, methods.resolve_scales(method)
+        self.plans: dict[Any, tuning.Plan] = {}
+        self.choices: dict[Any, tuple[methods.ScalesMethod, str]] = {}
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        method: str | methods.ScalesMethod = "ar",
+        torch_dtype: torch.dtype | None = None,
+        small: str | Path | None = None,
+        text_encoder: None = None,
+    ) -> VARPipeline:
+        """A pipeline of a folder, a pocket name or a hub id; the dtype defaults to this machine's fastest.
+
+        The small model is that of the folder, or ``small``: another model's folder, name, id, or a weights file.
+        """
+        if text_encoder is not None:
+            raise ValueError("text_encoder must be left out: this model draws classes")
+        resolved, folder = methods.resolve_scales(method), zoo.find(name)
+        transformer, vae = load_var(folder / "transformer"), load_vqvae(folder / "vae")
+        dtype = torch_dtype or choose_dtype(sum(p.numel() for p in transformer.parameters()))
+        check_dtype(dtype, torch.device("cpu") if not torch.cuda.is_available() else torch.device("cuda"))
+        second = load_small(small, vae) if small is not None else None
+        if second is None and (folder / "small").is_dir():
+            second = load_var(folder / "small")
+        models = transformer.to(dtype), None if second is None else second.to(dtype)
+        return cls(models[0], vae, models[1], read_settings(Settings, folder), resolved, str(name))
+
+    def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Write everything ``from_pretrained`` reads, with the official parameter names, in safetensors."""
+        folder = Path(folder)
+        save_var(self.transformer, folder / "transformer", dtype)
+        save_vqvae(self.vae, folder / "vae", dtype)
+        if self.small is not None:
+            save_var(self.small, folder / "small", dtype)
+        write_settings(self.settings, folder)
+        index = {"_class_name": "VARPipeline", "_specmm_version": __version__, "family": "var"}
+        (folder / "model_index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+    @property
+    def device(self) -> torch.device:
+        """Where the transformer lives."""
+        return self.transformer.device
+
+    def to(self, *args: Any, **kwargs: Any) -> VARPipeline:
+        """Move models and tokenizer to a device or dtype; sums of codes stay in float32."""
+        super().to(*args, **kwargs)
+        check_dtype(self.transformer.dtype, self.device)
+        self.vae.quantize.float()
+        self.plans.clear()
+        self.choices.clear()
+        return self
+
+    def __call__(
+        self,
+        classes: Sequence[str | int],
+        num_images_per_prompt: int = 1,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        method: str | methods.ScalesMethod | None = None,
+        cfg: float | None = None,
+        temperature: float | tuple[float, ...] | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        more_smooth: bool | None = None,
+        batch_size: int = 8,
+        output_type: str = "pil",
+        callback_on_step_end: Callback | None = None,
+    ) -> ImageOutput:
+        """Draw ``num_images_per_prompt`` pictures of every class; ``tokens`` are [B, L], coarse to fine.
+
+        What is not given comes from the model's settings. ``generator`` is one for all (each picture gets a seed from
+        it) or one a picture; a picture depends on its own seed only, not on the batch. Raises ``ValueError`` for an
+        unknown class or method, for options out of range and for a method without the small model it needs.
+        """
+        check_call(output_type, batch_size, num_images_per_prompt)
+        sampling = self.target(cfg, temperature, top_k, top_p, more_smooth)
+        chosen = self.method if method is None else methods.resolve_scales(method)
+        if not classes:
+            raise ValueError("classes must name at least one class, got none")
+        ids = class_ids(classes, self.settings.classes, self.transformer.config.num_classes)
+        labels = torch.tensor(ids, device=self.device).repeat_interleave(num_images_per_prompt)
+        generators = sample_generators(generator, len(labels), self.device)
+
+        def draw(rows: slice) -> Drawn:
+            canvas = Canvas(self.vae.quantize, len(labels[rows]))
+            uniforms = Uniforms(generators[rows])
+            return self._batch(canvas, labels[rows], sampling, uniforms, chosen, output_type, callback_on_step_end)
+
+        return draw_batches(draw, len(labels), batch_size, output_type, self.progress_bar(total=len(labels)))
+
+    def target(
+        self,
+        cfg: float | None = None,
+        temperature: float | tuple[float, ...] | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        more_smooth: bool | None = None,
+    ) -> Sampling:
+        """The options of a run, the model's settings standing in for what is None; ``ValueError`` out of range."""
+        given = dict(cfg=cfg, temperature=temperature, top_k=top_k, top_p=top_p, more_smooth=more_smooth)
+        s = with_options(self.settings, **given)
+        sampling = Sampling(s.cfg, s.top_k, s.top_p, s.temperature, s.more_smooth)
+        sampling.check(self.transformer.config.vocab_size, len(self.transformer.config.ladder))
+        return sampling
+
+    def plan(self, batch: int, sampling: Sampling | None = None) -> tuning.Plan:
+        """What ``code`` costs here by N at this batch, measured once, and the N it takes; ``specmm plan`` prints it."""
+        sampling, small = sampling or self.target(), self._small("code")
+        key = (batch, sampling)
+        if key not in self.plans:
+            self.plans[key] = tuning.plan(self.transformer, small, self.vae, batch, sampling, self.settings.fid)
+        return self.plans[key]
+
+    @torch.inference_mode()
+    def decode(self, f_hat: Tensor) -> Tensor:
+        """Pictures [B, R, R, 3] uint8 of sums of codes, one by one: batches of other sizes round otherwise."""
+        return torch.cat([to_uint8(self.vae.decode(row)) for row in f_hat.split(1)])
+
+    @torch.inference_mode()
+    def _batch(
+        self,
+        canvas: Canvas,
+        labels: Tensor,
+        sampling: Sampling,
+        uniforms: Uniforms,
+        method: methods.ScalesMethod,
+        output_type: str,
+        callback: Callback | None,
+    ) -> Drawn:
+        name = method.name
+        method, note = self._settled(method, len(labels), sampling)
+        clock, rounds, begin = Clock(), 0, time.perf_counter()
+        steps, claim = self._steps(method, canvas, labels, sampling, uniforms, clock)
+        for _ in steps:
+            rounds += 1
+            if callback is not None:
+                callback(self, rounds - 1, len(canvas.tokens), {"tokens": canvas.tokens})
+        tokens, seconds = torch.cat(canvas.tokens, dim=1), time.perf_counter() - begin
+        parts = clock.seconds["draft"], clock.seconds["verify"]
+        stats = Stats(tokens.numel(), rounds * len(labels), rounds, seconds, *parts)
+        images = None if output_type == "latent" else self.decode(canvas.sums[-1])
+        return Drawn(tokens, images, stats, claim, f"{name}: {note}" if note else name)
+
+    def _settled(
+        self, method: methods.ScalesMethod, batch: int, sampling: Sampling
+    ) -> tuple[methods.ScalesMethod, str]:
+        """``method`` with what it leaves to this machine decided, and a note of that."""
+        if isinstance(method, methods.CoDe) and method.n == -1:
+            made = self.plan(batch, sampling)
+            return methods.CoDe(made.n), made.reason
+        if not isinstance(method, methods.Auto):
+            return method, ""
+        key = (batch, sampling)
+        if key not in self.choices:
+            self.choices[key] = self._race(batch, sampling)
+        return self.choices[key]
+
+    def _race(self, batch: int, sampling: Sampling) -> tuple[methods.ScalesMethod, str]:
+        """Speculation if it was measured to win here, else plain decoding; only exact methods are candidates."""
+        if self.small is None:
+            return methods.AR(), "plain decoding: no small model"
+        method = methods.ScaleSpeculative()
+        spread = method.window, self._until(method)
+        wins, reason = tuning.speculation_wins(self.transformer, self.small, self.vae, batch, sampling, *spread)
+        return (method if wins else methods.AR()), reason
+
+    def _steps(
+        self,
+        method: methods.ScalesMethod,
+        canvas: Canvas,
+        labels: Tensor,
+        sampling: Sampling,
+        uniforms: Uniforms,
+        clock: Clock,
+    ) -> tuple[Iterator[int], Certificate]:
+        """The rounds of a settled ``method``, and what it may claim."""
+        if isinstance(method, methods.ScaleSpeculative):
+            spread, race = (method.window, self._until(method)), Race(sampling, uniforms)
+            models = self.transformer, self._small(method.name)
+            worker = Verified(*models, canvas, labels, sampling, race, *spread)
+            return worker.rounds(clock), Certificate("exact", "scales kept are the target's own draws", 0.0)
+        dice = Inverse(sampling, uniforms, len(canvas.ladder))
+        sampler: Callable[[range], Inverse] = lambda _: dice  # noqa: E731  both models throw the same dice in turn
+        if isinstance(method, methods.CoDe):
+            models = self.transformer, self._small(method.name)
+            turns = code_turns(*models, method.n, canvas, labels, sampling, sampler)
+        else:
+            turns = [turn(self.transformer, LARGE, range(len(canvas.ladder)), canvas, labels, sampling, sampler)]
+        return handoff(turns, clock), certificate(turns, LARGE)
+
+    def _small(self, method: str) -> VAR:
+        if self.small is None:
+            raise ValueError(f"method {method!r} needs a small model, give from_pretrained(…, small=folder) or use ar")
+        small: VAR = self.small
+        return small
+
+    def _until(self, method: methods.ScaleSpeculative) -> int:
+        return coarse_scales(self.transformer.config.ladder) if method.until == -1 else method.until
