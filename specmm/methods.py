@@ -2,6 +2,7 @@
 
 Image tokens: ``ar`` (plain), ``sjd`` (draft-free Jacobi), ``speculative`` (exact sampled tree), ``eagle`` (EAGLE-2's
 tree, exact by point masses), ``lantern`` (δ), ``lantern++`` (λ), ``auto`` (the fastest exact choice on this machine).
+Scales: ``ar``, ``code`` (two models in turn), ``speculative`` (the small one drafts, the large verifies), ``auto``.
 Questions about pictures: ``ar``, ``text-draft`` (a small language model that does not see the picture), ``vlm-draft``
 (a small vision-language model that does), ``msd`` (its own drafter on the target's features), ``prompt-lookup`` (no
 drafter: what the prompt and the answer said before), ``verdict`` (several models answer, one decides).
@@ -139,8 +140,32 @@ class Verdict:
     keep: int = 3
 
 
+@dataclass(frozen=True)
+class CoDe:
+    """CoDe (arXiv 2411.17787): the large model draws the ``n`` coarsest scales, the small one the rest, unverified.
+
+    ``n`` is from 0 (the small model alone) to the number of scales (the large alone); -1 is the planner's choice.
+    """
+
+    name: ClassVar[str] = "code"
+    n: int = -1
+
+
+@dataclass(frozen=True)
+class ScaleSpeculative:
+    """The small model drafts ``window`` of the ``until`` coarsest scales at a time, the large verifies; exact.
+
+    ``until`` -1 stands for the scales whose tokens cost the large model hardly more together than alone.
+    """
+
+    name: ClassVar[str] = "speculative"
+    window: int = 3
+    until: int = -1
+
+
 Method = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Auto
 VQAMethod = AR | TextDraft | VLMDraft | MSD | PromptLookup | Verdict
+ScalesMethod = AR | CoDe | ScaleSpeculative | Auto
 
 
 def _registry(*kinds: Any) -> Registry:
@@ -149,6 +174,7 @@ def _registry(*kinds: Any) -> Registry:
 
 IMAGE_TOKENS = _registry(AR, SJD, Speculative, Eagle, Lantern, LanternPP, Auto)
 VQA = _registry(AR, TextDraft, VLMDraft, MSD, PromptLookup, Verdict)
+SCALES = _registry(AR, CoDe, ScaleSpeculative, Auto)
 
 
 def resolve(method: str | Method, **options: Any) -> Method:
@@ -160,6 +186,12 @@ def resolve(method: str | Method, **options: Any) -> Method:
 def resolve_vqa(method: str | VQAMethod, **options: Any) -> VQAMethod:
     """The same for questions about pictures."""
     made: VQAMethod = make(VQA, method, **options)
+    return made
+
+
+def resolve_scales(method: str | ScalesMethod, **options: Any) -> ScalesMethod:
+    """The same for models that draw scale by scale."""
+    made: ScalesMethod = make(SCALES, method, **options)
     return made
 
 
