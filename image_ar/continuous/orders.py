@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
@@ -38,10 +39,24 @@ def mask_lengths(length: int, iterations: int) -> list[int]:
     return lengths
 
 
-def slices(length: int, iterations: int) -> list[tuple[int, int]]:
-    """Parts [first, last) of the orders made at each iteration that makes any: from (…, L) down to (0, …)."""
-    bounds = [length, *mask_lengths(length, iterations)[:-1], 0]
-    return [(first, last) for last, first in pairwise(bounds) if first < last]
+@dataclass(frozen=True)
+class Iteration:
+    """The part [``first``, ``last``) of the orders that is made, under the guidance ``scale``."""
+
+    first: int
+    last: int
+    scale: float
+
+
+def iterations(length: int, count: int, cfg: float = 1.0, schedule: CFGSchedule = "linear") -> list[Iteration]:
+    """The iterations that make any tokens, from part (…, L) of the orders down to (0, …)."""
+    left = mask_lengths(length, count)
+    bounds = list(pairwise([length, *left[:-1], 0]))
+    return [
+        Iteration(first, last, guidance(schedule, cfg, length, n))
+        for (last, first), n in zip(bounds, left, strict=True)
+        if first < last
+    ]
 
 
 def guidance(schedule: CFGSchedule, cfg: float, length: int, left: int) -> float:

@@ -15,7 +15,7 @@ from specmm.image_ar.continuous.diffusion import Schedule
 from specmm.image_ar.continuous.head import guide, sinusoid
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
 from specmm.image_ar.continuous.mar import MAR, MARConfig, patchify, unpatchify
-from specmm.image_ar.continuous.orders import guidance, mask_lengths, slices
+from specmm.image_ar.continuous.orders import iterations, mask_lengths
 
 PARITY = Path(__file__).parents[1] / "parity" / "cspd"
 ONCE = ("norm_eps", "head_ln_eps", "z_proj_ln_eps", "num_sampling_steps", "diffusion_batch_mul")
@@ -171,15 +171,13 @@ def test_mask_lengths(name, lengths):
 
 @pytest.mark.parametrize("run", facts("mar_tiny")["sample_runs"], ids=lambda run: run["name"])
 def test_iterations_and_guidance(run):
-    left = mask_lengths(16, run["num_iter"])
-    parts = slices(16, run["num_iter"])
+    got = iterations(16, run["num_iter"], run.get("cfg", 1.0), run.get("cfg_schedule", "linear"))
     before = [n for n in run["n_masked_before_step"] if n]
-    assert [last for _, last in parts] == before[: len(parts)]
-    assert sum(last - first for first, last in parts) == 16
+    assert [i.last for i in got] == before[: len(got)]
+    assert sum(i.last - i.first for i in got) == 16
     if "official_raises" not in run:
-        assert [3 * (last - first) for first, last in parts] == run["n_pred_per_step_total"]
-        got = [guidance(run["cfg_schedule"], run["cfg"], 16, n) for n in left]
-        assert got == pytest.approx(run["cfg_iter_per_step"])
+        assert [3 * (i.last - i.first) for i in got] == run["n_pred_per_step_total"]
+        assert [i.scale for i in got] == pytest.approx(run["cfg_iter_per_step"])
 
 
 # --- autoencoder ---

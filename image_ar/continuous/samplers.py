@@ -1,0 +1,76 @@
+"""Samplers of an iteration's tokens by the target's own head: plainly, deterministically, or speculating.
+
+Shape letters as in ``decode.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from specmm.image_ar.continuous.chain import ChainHead, Condition, Steps, ancestral, deterministic
+from specmm.image_ar.continuous.decode import Sampled
+from specmm.image_ar.continuous.noise import Numbers
+from specmm.image_ar.continuous.speculate import Options, WindowTables, speculate
+
+
+@dataclass
+class Ancestral:
+    """DDPM as published: one head call a step."""
+
+    head: ChainHead
+    normal: Numbers
+    temperature: float = 1.0
+    steps: Steps = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.steps = Steps.ddpm(self.head.schedule)
+
+    def sample(self, condition: Condition, rows: list[int]) -> Sampled:
+        """See ``Sampler``."""
+        count, width = len(self.head.times), self.head.channels
+        noise = self.normal.draw(rows, (count + 1) * width).view(-1, count + 1, width).transpose(0, 1)
+        tokens = ancestral(self.head.bind(condition), self.steps, noise, self.temperature)
+        return Sampled(tokens, count * len(tokens))
+
+
+@dataclass
+class Deterministic:
+    """DDIM: noise at the start only, so that fewer steps do; not the law of DDPM."""
+
+    head: ChainHead
+    normal: Numbers
+    steps: Steps = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.steps = Steps.ddim(self.head.schedule)
+
+    def sample(self, condition: Condition, rows: list[int]) -> Sampled:
+        """See ``Sampler``."""
+        start = self.normal.draw(rows, self.head.channels)
+        tokens = deterministic(self.head.bind(condition), self.steps, start)
+        return Sampled(tokens, len(self.head.times) * len(tokens))
+
+
+@dataclass
+class Speculative:
+    """DDPM's law in fewer sequential head calls (``speculate.py``)."""
+
+    head: ChainHead
+    normal: Numbers
+    log_uniform: Numbers
+    window: int = 16
+    options: Options = field(default_factory=Options)
+    tables: WindowTables = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.window < 2:
+            raise ValueError(f"window must be at least 2 steps, got {self.window}")
+        self.tables = WindowTables(self.head.schedule, self.window, torch.device(self.head.device))
+
+    def sample(self, condition: Condition, rows: list[int]) -> Sampled:
+        """See ``Sampler``."""
+        bound = self.head.bind(condition)
+        made = speculate(bound, self.tables, rows, self.normal, self.log_uniform, self.options)
+        return Sampled(made.tokens, sum(made.row_calls))

@@ -1,0 +1,93 @@
+"""A closed-form head: the exact denoiser of Gaussian tokens, and the tiny model of the parity files."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specmm.image_ar.continuous.chain import ChainHead, Condition
+from specmm.image_ar.continuous.diffusion import Schedule
+from specmm.image_ar.continuous.mar import MAR, MARConfig
+
+PARITY = Path(__file__).parents[2] / "parity" / "cspd"
+
+
+class GaussianHead:
+    """Answers as a perfect head for tokens ~ N(mean, std²) would; ``wide`` adds to v, so that σ is not the posterior's.
+
+    Stands for a ``BoundHead`` of R rows and for the ``head`` behind it.
+    """
+
+    guided = False
+
+    def __init__(self, schedule, mean, std, rows, wide=0.0):
+        self.level = schedule.alphas_cumprod.flip(0).float()
+        self.schedule, self.mean, self.std, self.rows, self.wide = schedule, mean, std, rows, wide
+        self.head, self.channels, self.calls = self, len(mean), 0
+
+    def __len__(self):
+        return self.rows
+
+    def keep(self, rows):
+        self.rows = len(rows)
+
+    def _answer(self, level, x):
+        spread = level * self.std**2 + 1 - level
+        eps = (1 - level).sqrt() * (x - level.sqrt() * self.mean) / spread
+        return eps, torch.full_like(x, self.wide)
+
+    def at(self, k, x):
+        return self._answer(self.level[k], x)
+
+    def window(self, first, x):
+        steps = (torch.tensor(first)[:, None] + torch.arange(x.shape[1])).clamp(max=len(self.level) - 1)
+        return self._answer(self.level[steps][:, :, None], x)
+
+    def law(self):
+        """Mean and standard deviation of the token that the sampled chain ends in, by its linear recursion."""
+        s = self.schedule
+        level, mean, std = s.alphas_cumprod, torch.zeros_like(self.mean).double(), torch.ones_like(self.mean).double()
+        for i in reversed(range(len(level))):
+            spread = level[i] * self.std.double() ** 2 + 1 - level[i]
+            gain = level[i].sqrt() * self.std.double() ** 2 / spread  # x0 predicted = offset + gain · x
+            offset = self.mean.double() * (1 - level[i]) / spread
+            c1, c2 = s.posterior_mean_coef1[i], s.posterior_mean_coef2[i]
+            mean = c1 * (offset + gain * mean) + c2 * mean
+            noise = s.log_variance(torch.full((1, 1), self.wide, dtype=torch.float64), torch.tensor([i])).exp()[0, 0]
+            std = ((c1 * gain + c2) ** 2 * std**2 + (noise if i else 0)).sqrt()
+        return mean, std
+
+
+@pytest.fixture
+def gaussian():
+    return GaussianHead
+
+
+@pytest.fixture(scope="session")
+def tiny_mar():
+    facts = json.loads((PARITY / "mar_tiny.json").read_text())["config"]
+    model = MAR(MARConfig(**{k: v for k, v in facts.items() if k in MARConfig.__dataclass_fields__}))
+    model.load_state_dict({k: v.float() for k, v in load_file(PARITY / "mar_tiny_state_fp16.safetensors").items()})
+    return model.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def conditions():
+    """Conditions z [6, 48] of the parity file and of "no class" beside them."""
+    t = load_file(PARITY / "mar_tiny.safetensors")
+    return t["loop.cfg.z"]
+
+
+@pytest.fixture(scope="session")
+def bind(tiny_mar, conditions):
+    """The tiny head bound to ``rows`` copies of one condition, with guidance ``scale`` (1: none)."""
+
+    def make(rows, scale=1.0, spec="ddim100", row=0):
+        head = ChainHead(tiny_mar.head, Schedule.of(spec))
+        cond, uncond = conditions[row], conditions[row + 6]
+        z = cond[None] if scale == 1.0 else torch.stack([cond, uncond])
+        return head.bind(Condition(z.expand(rows, -1, -1), scale))
+
+    return make
