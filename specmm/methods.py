@@ -5,7 +5,7 @@ tree, exact by point masses), ``lantern`` (δ), ``lantern++`` (λ), ``auto`` (th
 Scales: ``ar``, ``code`` (two models in turn), ``speculative`` (the small one drafts, the large verifies), ``auto``.
 Questions about pictures: ``ar``, ``text-draft`` (a small language model that does not see the picture), ``vlm-draft``
 (a small vision-language model that does), ``msd`` (its own drafter on the target's features), ``prompt-lookup`` (no
-drafter: what the prompt and the answer said before), ``verdict`` (several models answer, one decides).
+drafter: what the prompt and the answer said before), ``verdict`` (several models answer, one decides), ``auto``.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ class ScaleSpeculative:
 
 
 Method = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Auto
-VQAMethod = AR | TextDraft | VLMDraft | MSD | PromptLookup | Verdict
+VQAMethod = AR | TextDraft | VLMDraft | MSD | PromptLookup | Verdict | Auto
+
 ScalesMethod = AR | CoDe | ScaleSpeculative | Auto
 
 
@@ -173,7 +174,7 @@ def _registry(*kinds: Any) -> Registry:
 
 
 IMAGE_TOKENS = _registry(AR, SJD, Speculative, Eagle, Lantern, LanternPP, Auto)
-VQA = _registry(AR, TextDraft, VLMDraft, MSD, PromptLookup, Verdict)
+VQA = _registry(AR, TextDraft, VLMDraft, MSD, PromptLookup, Verdict, Auto)
 SCALES = _registry(AR, CoDe, ScaleSpeculative, Auto)
 
 

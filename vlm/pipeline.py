@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specmm import methods
+from specmm.autotune import Plan
 from specmm.certificate import Certificate, of_rule
 from specmm.decode import Progress, decode, decode_plain
 from specmm.dtypes import choose_dtype
@@ -31,6 +32,7 @@ from specmm.vlm.loading import PLACES, find, load_drafter, load_model, load_proc
 from specmm.vlm.prompt import VLMPrompt, on_device
 from specmm.vlm.streaming import gains
 from specmm.vlm.target import VLMTarget
+from specmm.vlm.tuning import choose_method
 
 
 @dataclass
@@ -90,7 +92,7 @@ class Options:
 class _Run:
     """One batch being answered."""
 
-    method: methods.VQAMethod
+    method: str
     steps: Iterator[Progress]
     rule: Rule | None
 
@@ -120,7 +122,9 @@ class VQAPipeline:
     ) -> None:
         self.model, self.processor, self.folder, self.name = model.eval(), processor, folder, name
         self.method = methods.resolve_vqa(method)
-        self.drafters: dict[str, Any] = {} if drafter is None else {self.method.name: drafter}
+        kind = methods.MSD.name if isinstance(self.method, methods.Auto) else self.method.name
+        self.drafters: dict[str, Any] = {} if drafter is None else {kind: drafter}
+        self.plans: dict[Any, Plan] = {}  # of method auto, by what they depend on
 
     @classmethod
     def from_pretrained(
@@ -141,7 +145,8 @@ class VQAPipeline:
         dtype = torch_dtype or choose_dtype(sum(p.numel() for p in model.parameters()))
         model = model.to(device, dtype)
         if isinstance(drafter, str | Path):
-            drafter = load_drafter(resolved.name, find(drafter), model)
+            kind = methods.MSD.name if isinstance(resolved, methods.Auto) else resolved.name
+            drafter = load_drafter(kind, find(drafter), model)
         return cls(model, load_processor(folder), resolved, drafter, folder, str(name))
 
     def __call__(
@@ -164,7 +169,7 @@ class VQAPipeline:
         *_, (end, _) = gains(run.steps, streamer)
         tokens = _committed(end)
         answers = [self.text(ids).strip() for ids in tokens]
-        return VQAOutput(answers, tokens, end.stats, run.certificate(end), run.method.name)
+        return VQAOutput(answers, tokens, end.stats, run.certificate(end), run.method)
 
     def stream(
         self, images: Pictures | Sequence[Pictures], questions: str | Sequence[str], **options: Any
@@ -209,10 +214,14 @@ class VQAPipeline:
         target.check(prompt)
         uniforms = options.uniforms(len(asked.texts), target.device)
         stop, length = EndTokens(self._ends(), target.device), options.max_new_tokens
+        name = method.name
+        if isinstance(method, methods.Auto):
+            method = choose_method(target, self._drafter(methods.MSD.name), prompt, self.plans)
+            name = f"auto: {method}"
         if isinstance(method, methods.AR):
-            return _Run(method, decode_plain(target, prompt, length, uniforms, stop=stop), None)
+            return _Run(name, decode_plain(target, prompt, length, uniforms, stop=stop), None)
         drafter, rule = assemble(method, target, self._drafter(method.name), self.processor.tokenizer)
-        return _Run(method, decode(target, drafter, rule, prompt, length, uniforms, stop=stop), rule)
+        return _Run(name, decode(target, drafter, rule, prompt, length, uniforms, stop=stop), rule)
 
     def _drafter(self, kind: str) -> Any:
         """What method ``kind`` drafts with, loaded from beside the model at first use; None where it needs nothing."""

@@ -15,7 +15,7 @@ from specmm.cli.output import emit, say, stdout_reserved
 Model = Annotated[str, typer.Argument(help="A folder, a pocket model (see specmm zoo) or a hub id.")]
 Images = Annotated[list[Path], typer.Argument(help="Pictures, all shown with the question; none for a text question.")]
 Question = Annotated[str, typer.Option("--question", "-q", help="What to ask.")]
-MethodName = Annotated[str, typer.Option(help="ar, text-draft, vlm-draft, msd, prompt-lookup or verdict.")]
+MethodName = Annotated[str, typer.Option(help="ar, text-draft, vlm-draft, msd, prompt-lookup, verdict or auto.")]
 MethodOptions = Annotated[list[str], typer.Option("--option", "-o", help="KEY=VALUE of the method; may be repeated.")]
 Drafter = Annotated[str | None, typer.Option(help="Folder of the method's drafter, if it is not beside the model.")]
 Seed = Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Without it one is drawn and printed.")]

@@ -6,25 +6,23 @@ Every run keeps ``checkpoint.pt`` and ``loss.csv`` in its folder and resumes fro
 from __future__ import annotations
 
 import hashlib
-import subprocess
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from specmm.cli.data import EMOJI, Data, Seed, done
+from specmm.cli.data import pictures as pictures_of
 from specmm.cli.generate import Json
-from specmm.cli.output import emit, say, stdout_reserved, writable
+from specmm.cli.output import stdout_reserved, writable
 
 app = typer.Typer(no_args_is_help=True, help="Train a tokenizer, a target, a drafter.", rich_markup_mode=None)
-EMOJI = Path("~/.cache/specmm/emoji")
 KINDS = ("block", "eagle")
 DRAWN_AT_ONCE = 96  # pictures
 
-Data = Annotated[Path, typer.Option(help="Folder of the emoji; downloaded from npm and rasterised when empty.")]
 Out = Annotated[Path, typer.Option(help="Folder of checkpoint, loss curve and result.")]
 Steps = Annotated[int, typer.Option(min=1, help="Optimiser steps in all.")]
 Batch = Annotated[int, typer.Option(min=1, help="Pictures a step.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of initialisation and batches.")]
 
 
 @app.command()
@@ -47,13 +45,13 @@ def tokenizer(
         from specmm.image_ar.tokens.train.tokenizer import train_tokenizer
         from specmm.image_ar.tokens.vq import VQConfig
 
-        images = torch.from_numpy(_emoji(data).images)
+        images = torch.from_numpy(pictures_of(data).images)
         config = VQConfig(codes, 8, 32, (1, 2, 2), 1, 64)
         model = train_tokenizer(images, config, out, steps=steps, batch=batch, seed=seed)
         rows = model.quantize.embedding.weight.data
         rows.copy_(F.normalize(rows, dim=-1))  # the same codes; LANTERN's distances are those of the rows as stored
         save_vq(model, out)
-    _done({"kind": "tokenizer", "steps": steps, "outputs": [str(out)]}, as_json)
+    done({"kind": "tokenizer", "steps": steps, "outputs": [str(out)]}, as_json)
 
 
 @app.command()
@@ -80,7 +78,7 @@ def target(
         from specmm.image_ar.tokens.settings import Settings
         from specmm.image_ar.tokens.train.target import train_target
 
-        vq, pictures = load_vq(tokenizer), _emoji(data)
+        vq, pictures = load_vq(tokenizer), pictures_of(data)
         tokens = _tokens(vq, pictures.images, out)
         sizes: dict[str, Any] = dict(dim=dim, n_layer=layers, n_head=heads, num_classes=len(pictures.classes))
         config = GPTConfig(vocab_size=vq.config.codebook_size, block_size=tokens.shape[-1], **sizes)
@@ -88,7 +86,7 @@ def target(
         model = train_target(tokens, labels, config, out, steps=steps, batch=batch, seed=seed)
         pipe = LlamaGenPipeline(model.eval(), vq, {}, Settings(classes=tuple(pictures.classes)))
         pipe.save_pretrained(out / "model", torch.bfloat16)
-    _done({"kind": "target", "steps": steps, "outputs": [str(out / "model")]}, as_json)
+    done({"kind": "target", "steps": steps, "outputs": [str(out / "model")]}, as_json)
 
 
 @app.command()
@@ -133,7 +131,7 @@ def drafter(
         options |= {"noise": noise} if kind == "eagle" else dict(overlap_weight=overlap_weight, temperature=temperature)
         if start is not None and kind != "block":
             raise ValueError(f"--start goes with --kind block, got {kind}; leave it out")
-        target, *examples = _examples(zoo.find(model), _emoji(data), folder, drawn, cfg, seed)
+        target, *examples = _examples(zoo.find(model), pictures_of(data), folder, drawn, cfg, seed)
         sizes = (levels, layers, _layers(taps, target.config.n_layer))
         if start is not None:
             from specmm.image_ar.tokens.drafters.files import load_block
@@ -144,7 +142,7 @@ def drafter(
         save_drafters({kind: head}, result.parent, target, _bfloat16())
         if kind == "block":
             _note_acceptance(zoo.find(model), target, head)
-    _done({"kind": kind, "model": model, "steps": steps, "outputs": [str(result)]}, as_json)
+    done({"kind": kind, "model": model, "steps": steps, "outputs": [str(result)]}, as_json)
 
 
 def _layers(text: str, count: int) -> tuple[int, ...]:
@@ -235,19 +233,6 @@ def _bfloat16() -> Any:
     return torch.bfloat16
 
 
-def _emoji(folder: Path) -> Any:
-    """The training split; raises ``ValueError`` saying what is missing to make it."""
-    from specmm.zoo.emoji import load
-
-    folder = folder.expanduser()
-    try:
-        return load(folder)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"rasterising emoji needs {error.name}, run: pip install 'specmm[train]'") from error
-    except subprocess.CalledProcessError as error:
-        raise ValueError(f"npm could not fetch the emoji ({error.stderr or error}), fill {folder} by hand") from error
-
-
 def _tokens(vq: Any, images: Any, out: Path) -> Any:
     """Tokens [M, 2, T] of the pictures and their mirror images, kept in ``out`` for the next run."""
     import torch
@@ -264,10 +249,3 @@ def _tokens(vq: Any, images: Any, out: Path) -> Any:
     tokens = encode_pictures(vq, torch.from_numpy(images))
     torch.save({"key": key, "tokens": tokens}, file)
     return tokens
-
-
-def _done(found: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        emit(found)
-    else:
-        say(f"trained {found['kind']}, {found['steps']} steps: {', '.join(found['outputs'])}")

@@ -7,22 +7,24 @@ from typing import Annotated, Any
 
 import typer
 
+from specmm.cli.data import EMOJI, Data, Seed, conversations, done, world
 from specmm.cli.generate import Json
-from specmm.cli.output import emit, say, stdout_reserved, writable
+from specmm.cli.output import stdout_reserved, writable
 
-EMOJI = Path("~/.cache/specmm/emoji")
+LONGEST = 80  # tokens of a description
 
 
 def msd(
     model: Annotated[str, typer.Argument(help="Folder of the target's model; the drafter is added to it.")],
-    data: Annotated[Path, typer.Option(help="Folder of the emoji; downloaded from npm when empty.")] = EMOJI,
+    data: Data = EMOJI,
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps in all; pictures come in the second half.")] = 4000,
     batch: Annotated[int, typer.Option(min=1, help="Conversations a step.")] = 8,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate; 5e-5 for a billion parameters.")] = 1e-3,
-    noise: Annotated[float, typer.Option(min=0, help="On the states the head reads.")] = 0.2,
+    noise: Annotated[float, typer.Option(min=0, help="On the states the head reads.")] = 0.05,
+    law_weight: Annotated[float, typer.Option(min=0, help="Of the laws' cross-entropy; 0.1 for wide targets.")] = 1.0,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the head.")] = 1,
     width: Annotated[int | None, typer.Option(min=1, help="Its inner width, the target's if not given.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of initialisation and data.")] = 0,
+    seed: Seed = 0,
     replace: Annotated[bool, typer.Option(help="Replace the model's MSD drafter.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of checkpoint and loss curve.")] = Path("runs/msd"),
     as_json: Json = False,
@@ -31,6 +33,7 @@ def msd(
     with stdout_reserved():
         import torch
 
+        from specmm.processors import Processor
         from specmm.vlm.drafters.msd_files import save_msd
         from specmm.vlm.loading import PLACES, find, load_model, load_processor
         from specmm.vlm.target import VLMTarget
@@ -41,38 +44,49 @@ def msd(
         if result.exists() and not replace:
             raise ValueError(f"{result} exists, give --replace to train another in its place")
         writable(result.parent)
-        target = VLMTarget(load_model(folder, torch.float32), _processor(), model)
-        source = _source(load_processor(folder), target, data.expanduser())
+        target, processor = VLMTarget(load_model(folder, torch.float32), Processor(), model), load_processor(folder)
         sizes = {"num_hidden_layers": layers, **({"intermediate_size": width} if width else {})}
-        config = msd_config(target, **sizes)
-        options: dict[str, Any] = {"batch": batch, "lr": lr, "noise": noise, "seed": seed}
-        head = train_msd(target, source, writable(out), steps=steps, config=config, **options)
+        options: dict[str, Any] = dict(batch=batch, lr=lr, noise=noise, law_weight=law_weight, seed=seed)
+        options["config"] = msd_config(target, **sizes)
+        head = train_msd(target, _source(processor, target, data), writable(out), steps=steps, **options)
+        head.acceptance = _acceptance(target, head, processor, data)
         save_msd(head, result, dtype=torch.bfloat16, embeddings=False)
-    found = {"kind": "msd", "steps": steps, "outputs": [str(result)]}
-    if as_json:
-        emit(found)
-    else:
-        say(f"trained an MSD drafter, {steps} steps: {result}")
-
-
-def _processor() -> Any:
-    from specmm.processors import Processor
-
-    return Processor()
+    done({"kind": "msd", "model": model, "steps": steps, "outputs": [str(result)]}, as_json)
 
 
 def _source(processor: Any, target: Any, data: Path) -> Any:
-    """Draws the conversations of ``specmm train llava``: about scenes and easy-VQA, or facts without a picture."""
-    from specmm.cli.train_vlm import open_world
-    from specmm.vlm.data.packing import Encoder
+    """Draws training examples of an MSD head."""
     from specmm.vlm.train.msd import Example
 
-    world = open_world(data, "train")
-    encoder = Encoder(processor.tokenizer, target.model.config.image_seq_length)
+    sample_of = conversations(processor.tokenizer, target.model.config.image_seq_length, data)
 
     def draw(random: Any, visual: bool) -> Example:
-        sample = next(world.conversations(encoder, random, float(visual)))
+        sample = sample_of(random, visual)
         vision = {} if sample.pixel_values is None else {"pixel_values": sample.pixel_values[None]}
         return Example(sample.input_ids, sample.answer_mask, vision)
 
     return draw
+
+
+def _acceptance(target: Any, head: Any, processor: Any, data: Path, scenes: int = 32) -> Any:
+    """By temperature, what is accepted of descriptions of held-out scenes: what method auto plans with."""
+    from random import Random
+
+    from PIL import Image
+
+    from specmm.processors import Processor
+    from specmm.vlm.asking import Questions
+    from specmm.vlm.prompt import VLMPrompt
+    from specmm.vlm.target import VLMTarget
+    from specmm.vlm.tuning import measure_acceptance
+
+    held_out, random, found = world(data, "test"), Random(0), {}
+    drawn = [held_out.scene(random) for _ in range(scenes)]
+    asked = Questions.of(
+        [Image.fromarray(scene.image) for scene, _ in drawn], [turns[0].question for _, turns in drawn]
+    )
+    inputs, end = asked.inputs(processor), processor.tokenizer.eos_token_id
+    for temperature in (0.0, 1.0):
+        judge = VLMTarget(target.model, Processor(temperature), target.name)
+        found[temperature] = measure_acceptance(judge, head, [VLMPrompt(inputs, LONGEST, asked)], [end])
+    return found

@@ -18,9 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specmm.checkpoints import State, fingerprint, load_strict, read_checkpoint, read_json, weights_file
-from specmm.vlm.drafters.msd_head import MSDConfig, MSDHead
+from specmm.vlm.drafters.msd_head import Acceptance, MSDConfig, MSDHead
 
 EMBEDDINGS = "embed_tokens.weight"
+ACCEPTANCE = "acceptance.json"  # of the head, by temperature, level and rank; ours only
 LEFTOVERS = ("rotary_emb",)
 SAME = 0.05  # relative distance of two roundings of the same embeddings stays far below, that of others is about 1
 KINDS = {False: ("llava", "LlavaLlamaForCausalLM"), True: ("qwen2_vl", "Qwen2VLForConditionalGeneration")}
@@ -45,6 +46,7 @@ def load_msd(path: str | Path, embeddings: Tensor | None = None, *, dtype: torch
     head = MSDHead(config)
     load_strict(head, state, LEFTOVERS, path)
     wanted = dtype or (torch.float32 if embeddings is None else embeddings.dtype)
+    head.acceptance = read_acceptance(file.with_name(ACCEPTANCE))
     return head.to("cpu" if embeddings is None else embeddings.device, wanted).eval()
 
 
@@ -87,6 +89,15 @@ def save_msd(head: MSDHead, folder: str | Path, *, dtype: torch.dtype | None = N
         facts |= {"target_embeddings": True, "target_fingerprint": fingerprint(state.pop(EMBEDDINGS))}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
+    if head.acceptance:
+        found = {str(temperature): table for temperature, table in head.acceptance.items()}
+        (folder / ACCEPTANCE).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def read_acceptance(file: Path) -> dict[float, Acceptance]:
+    """The tables by temperature in ``file``; none where the drafter was never measured."""
+    found = read_json(file) if file.exists() else {}
+    return {float(temperature): tuple(tuple(row) for row in table) for temperature, table in found.items()}
 
 
 def config_json(config: MSDConfig) -> dict[str, Any]:

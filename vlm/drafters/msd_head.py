@@ -132,11 +132,18 @@ class MSDLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+Acceptance = tuple[tuple[float, ...], ...]  # [levels, ranks]: the chance that this child is the one kept
+
+
 class MSDHead(nn.Module):
-    """The network: frozen token embeddings, ``fc``, the layers; the output head is the target's."""
+    """The network: frozen token embeddings, ``fc``, the layers; the output head is the target's.
+
+    ``acceptance`` by temperature is what its maker measured, for method ``auto``.
+    """
 
     def __init__(self, config: MSDConfig) -> None:
         super().__init__()
+        self.acceptance: dict[float, Acceptance] = {}
         self.config, width = config, config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, width)
         self.fc = nn.Linear(2 * width, width, bias=config.bias)

@@ -67,13 +67,15 @@ def train_msd(
     batch: int = 8,
     lr: float = 5e-5,
     noise: float = 0.2,
+    law_weight: float = LAW_WEIGHT,
     seed: int = 0,
     autocast: bool = True,
 ) -> MSDHead:
     """Train a head for ``target`` on what ``source`` draws; resumes from ``out/checkpoint.pt``.
 
     ``config`` gives other sizes than the target's own layers (``msd_config``). Token embeddings are the target's and
-    stay so. The noise on the states of a row is uniform in ±``noise`` · 256 / its length.
+    stay so. The noise on the states of a row is uniform in ±``noise`` · 256 / its length. ``law_weight`` is that of the
+    cross-entropy: the release's suits states of thousands of channels, small targets want more.
     """
     with seeded(seed):
         head = MSDHead(config or msd_config(target)).to(target.device)
@@ -87,7 +89,7 @@ def train_msd(
         examples = [source(random, random.random() < visual_share(i, steps)) for _ in range(batch)]
         with torch.autocast(target.device.type, torch.bfloat16, enabled=autocast):
             slots = read_slots(target, examples, shaking(noise, random.randrange(2**40)))
-            return msd_loss(head, target.head, slots)
+            return msd_loss(head, target.head, slots, law_weight)
 
     fit(head, step, out=out, steps=steps, lr=lr, betas=BETAS, clip=CLIP, weight_decay=DECAY)
     return head
@@ -150,10 +152,10 @@ def collate(examples: Sequence[Example], device: torch.device) -> tuple[VLMPromp
     return VLMPrompt({k: v.to(device) for k, v in inputs.items()}, 1), answers.to(device)
 
 
-def msd_loss(head: MSDHead, output: Callable[[Tensor], Tensor], slots: Slots) -> Losses:
-    """SmoothL1 + 0.1 · soft cross-entropy over the slots that count, and its parts; ``output`` is the target's head.
+def msd_loss(head: MSDHead, output: Callable[[Tensor], Tensor], slots: Slots, law_weight: float = LAW_WEIGHT) -> Losses:
+    """SmoothL1 + ``law_weight`` · soft cross-entropy over the slots that count, and its parts.
 
-    ``overlap`` is the mean of Σ min(p, q): what a single draft would be accepted with.
+    ``output`` is the target's head; ``overlap`` the mean of Σ min(p, q): what a single draft is accepted with.
     """
     states = head(head.prompt_slots(slots.embeddings, slots.hidden, slots.image))
     predicted, wanted = states[slots.mask].float(), slots.wanted[slots.mask].float()  # [M, C]
@@ -163,5 +165,5 @@ def msd_loss(head: MSDHead, output: Callable[[Tensor], Tensor], slots: Slots) ->
     regression = F.smooth_l1_loss(predicted, wanted)
     cross_entropy = -(law * drafted).sum(-1).mean()
     overlap = torch.minimum(law, drafted.detach().exp()).sum(-1).mean()
-    loss = regression + LAW_WEIGHT * cross_entropy
+    loss = regression + law_weight * cross_entropy
     return {"loss": loss, "smooth_l1": regression, "cross_entropy": cross_entropy, "overlap": overlap}

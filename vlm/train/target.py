@@ -1,4 +1,5 @@
-"""Training of a small LLaVA: first its tower learns what is where, then everything learns to answer.
+"""Training of a small LLaVA: its tower learns what is where, its projector the words for it (``align``), then all
+of it learns to answer.
 
 The result is transformers' own ``LlavaForConditionalGeneration`` with its processor.
 
@@ -77,6 +78,7 @@ def build_model(sizes: Sizes, vocabulary: int, ids: Encoder, seed: int) -> Llava
         bos_token_id=ids.bos,
         eos_token_id=ids.eos,
         pad_token_id=ids.pad,
+        tie_word_embeddings=True,  # what is read in words can be said in the same ones
     )
     config = LlavaConfig(
         vision_config=vision,
@@ -85,7 +87,7 @@ def build_model(sizes: Sizes, vocabulary: int, ids: Encoder, seed: int) -> Llava
         image_seq_length=sizes.image_tokens,
         vision_feature_layer=-1,
         vision_feature_select_strategy="default",
-        tie_word_embeddings=False,
+        tie_word_embeddings=True,
     )
     with seeded(seed):
         model = LlavaForConditionalGeneration(config)

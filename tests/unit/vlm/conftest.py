@@ -209,6 +209,10 @@ class Zoo:
         """LLaVAs of ``size`` tokens, the last of which stands for pictures."""
         return Zoo(size - 1, lambda: llava(image=size - 1, vocab_size=size))
 
+    def of_depth(self, layers):
+        """LLaVAs of so many layers."""
+        return Zoo(self.image, lambda: llava(num_hidden_layers=layers))
+
 
 @pytest.fixture(scope="session")
 def zoo():

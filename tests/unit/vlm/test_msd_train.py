@@ -104,11 +104,12 @@ def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch, c
     model.save_pretrained(tmp_path / "model")
     monkeypatch.setattr(loading, "load_processor", lambda folder: None)
     monkeypatch.setattr(command, "_source", lambda *_: source)
+    monkeypatch.setattr(command, "_acceptance", lambda *_: {0.0: ((0.9, 0.05),)})
     options = dict(steps=2, batch=2, width=40, out=tmp_path / "run", as_json=True)
-    options |= dict(data=tmp_path, lr=1e-3, noise=0.2, layers=1, seed=0)
+    options |= dict(data=tmp_path, lr=1e-3, noise=0.2, law_weight=0.1, layers=1, seed=0)
     command.msd(str(tmp_path / "model"), replace=False, **options)
     assert json.loads(capsys.readouterr().out)["kind"] == "msd"
     head = load_msd(tmp_path / "model" / "drafters" / "msd", model.get_input_embeddings().weight)
-    assert head.config.intermediate_size == 40
+    assert head.config.intermediate_size == 40 and head.acceptance == {0.0: ((0.9, 0.05),)}
     with pytest.raises(ValueError, match="exists, give --replace"):
         command.msd(str(tmp_path / "model"), replace=False, **options)

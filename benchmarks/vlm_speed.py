@@ -1,0 +1,227 @@
+"""Seconds a token of answers about pictures: every method against the faster of ``model.generate`` and our plain loop.
+
+    python -m benchmarks.vlm_speed specmm/zoo/pocket/llava
+
+Each repeat asks every contender the same questions about the same held-out scenes with the same seed, so that whatever
+else the machine does falls on all alike. Wall clock is a whole call: picture, prompt and answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.arithmetic import level_rates, quartiles, round_times, speedup
+from benchmarks.common import EMOJI, RESULTS, Budget, Row, environment, label, write_results
+from specmm import methods
+from specmm.stats import Stats
+from specmm.vlm.asking import Questions
+from specmm.vlm.data.facts import fact
+from specmm.vlm.data.stream import World, load_world
+from specmm.vlm.pipeline import VQAPipeline
+
+LONGEST = 80  # tokens of an answer
+TREES = ((1, 1, 1), (2, 1, 1, 1, 1, 1), (3, 2, 1, 1, 1))  # of the MSD drafter, children by level
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A batch of questions: ``pictures`` holds one each, or None for questions without."""
+
+    pictures: list[Image.Image | None]
+    questions: list[str]
+    seed: int
+
+
+@dataclass
+class Answered:
+    """What a contender's call gave: the ids of each answer, and the loop's statistics where it is ours."""
+
+    tokens: list[Tensor]
+    stats: Stats | None = None
+    kind: str = ""
+
+
+Answer = Callable[[Asked], Answered]
+
+
+@dataclass
+class Runner:
+    """A contender and what its calls gave so far."""
+
+    name: str
+    answer: Answer
+    seconds: list[float] = field(default_factory=list)  # a token
+    answers: list[list[Tensor]] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    certificate: str = ""
+
+    def once(self, asked: Asked) -> None:
+        """Answer and note what it took."""
+        start = time.perf_counter()
+        found = self.answer(asked)
+        seconds = time.perf_counter() - start
+        self.seconds.append(seconds / sum(map(len, found.tokens)))
+        self.answers.append(found.tokens)
+        self.certificate = found.kind
+        if found.stats is not None:
+            self.stats.add(found.stats)
+
+
+def ours(pipe: VQAPipeline, method: methods.VQAMethod, temperature: float) -> Answer:
+    """A method of ours."""
+
+    def answer(asked: Asked) -> Answered:
+        options: dict[str, Any] = dict(method=method, temperature=temperature, seed=asked.seed)
+        out = pipe(asked.pictures, asked.questions, max_new_tokens=LONGEST, **options)
+        return Answered(out.tokens, out.stats, out.certificate.kind)
+
+    return answer
+
+
+def theirs(pipe: VQAPipeline, temperature: float, **options: Any) -> Answer:
+    """transformers' own ``generate``, with ``options`` such as ``assistant_model``."""
+    sampling: dict[str, Any] = dict(do_sample=temperature > 0)
+    if temperature > 0:
+        sampling |= dict(temperature=temperature, top_k=0, top_p=1.0)
+    ends = pipe._ends()
+
+    def answer(asked: Asked) -> Answered:
+        inputs = Questions.of(asked.pictures, asked.questions).inputs(pipe.processor)
+        torch.manual_seed(asked.seed)
+        said = pipe.model.generate(**inputs, max_new_tokens=LONGEST, **sampling, **options)
+        return Answered([cut(row, ends) for row in said[:, inputs["input_ids"].shape[1] :]])
+
+    return answer
+
+
+def cut(ids: Tensor, ends: Sequence[int]) -> Tensor:
+    """``ids`` up to the first end token, which is kept."""
+    found = torch.isin(ids, torch.tensor(list(ends))).nonzero()
+    return ids[: int(found[0]) + 1] if len(found) else ids
+
+
+def contenders(pipe: VQAPipeline, temperature: float, batch: int) -> list[Runner]:
+    """Plain decoding twice first, then everything that drafts; transformers' own assistants at batch 1 only."""
+    found = [Runner("transformers generate", theirs(pipe, temperature))]
+    chosen: list[methods.VQAMethod] = [methods.AR()]
+    if temperature > 0:
+        chosen += [methods.MSD(sampled=True, tree=tree) for tree in TREES]
+        chosen += [methods.MSD(total=12, depth=4, top_k=4)]
+    else:
+        chosen += [methods.MSD(sampled=True, tree=tree) for tree in TREES]
+        chosen += [methods.MSD(total=8, depth=4, top_k=3), methods.MSD(total=24, depth=5, top_k=5)]
+    small = [m for m in (methods.TextDraft(), methods.VLMDraft()) if drafts(pipe, m)]
+    chosen += [*small, methods.PromptLookup(), methods.Auto()]
+    found += [Runner(label(method), ours(pipe, method, temperature)) for method in chosen]  # type: ignore[arg-type]
+    if batch == 1 and drafts(pipe, methods.TextDraft()):
+        assistant = pipe._drafter("text-draft").model
+        found.append(Runner("transformers assisted", theirs(pipe, temperature, assistant_model=assistant)))
+    return found
+
+
+def drafts(pipe: VQAPipeline, method: methods.VQAMethod) -> bool:
+    """Whether ``pipe`` has the drafter of ``method``."""
+    try:
+        return pipe._drafter(method.name) is not None
+    except ValueError:
+        return False
+
+
+def ask(world: World, kind: str, batch: int, seed: int) -> Asked:
+    """``batch`` questions of a ``kind``: descriptions, short ones about pictures, or text without a picture."""
+    random = Random(f"{kind} {seed}")
+    pictures: list[Image.Image | None] = []
+    questions = []
+    for _ in range(batch):
+        if kind == "text":
+            pictures.append(None)
+            questions.append(fact(random).question)
+            continue
+        scene, turns = world.scene(random)
+        pictures.append(Image.fromarray(scene.image))
+        questions.append(turns[0].question if kind == "describe" else random.choice(turns[1:]).question)
+    return Asked(pictures, questions, seed)
+
+
+def measure(pipe: VQAPipeline, world: World, kind: str, temperature: float, batch: int, repeats: int) -> list[Row]:
+    """Every contender over ``repeats`` batches of one kind of question."""
+    runners = contenders(pipe, temperature, batch)
+    for runner in runners[:]:
+        try:
+            runner.answer(ask(world, kind, batch, 10**6))  # warm-up: caches, plans
+        except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
+            print(f"left out {runner.name}: {type(error).__name__}: {error}", flush=True)
+            runners.remove(runner)
+    for repeat in tqdm(range(repeats), desc=f"{kind} T={temperature:g} batch {batch}"):
+        asked = ask(world, kind, batch, repeat)
+        for runner in runners[repeat % len(runners) :] + runners[: repeat % len(runners)]:
+            runner.once(asked)
+    return [row(r, runners, kind, temperature, batch) for r in runners]
+
+
+def row(runner: Runner, runners: list[Runner], kind: str, temperature: float, batch: int) -> Row:
+    """One line of the table; the baseline is the faster of the two plain contenders, which come first."""
+    generate, plain = runners[0], runners[1]
+    best = min((generate, plain), key=lambda r: sorted(r.seconds)[len(r.seconds) // 2])
+    low, high = quartiles(best.seconds, runner.seconds)
+    pairs = zip(chain(*generate.answers), chain(*runner.answers), strict=True)
+    same = [torch.equal(a, b) for a, b in pairs]
+    drafting = runner.stats.rounds > 0 and runner is not plain
+    times = round_times(runner.stats, plain.stats.seconds, plain.stats.tokens) if drafting and batch == 1 else {}
+    return {
+        "questions": kind,
+        "temperature": temperature,
+        "batch": batch,
+        "method": runner.name,
+        "baseline": runner is best,
+        "answers": len(same),
+        "tokens": sum(len(a) for answers in runner.answers for a in answers),
+        "ms_a_token": 1000 * sorted(runner.seconds)[len(runner.seconds) // 2],
+        "speedup": speedup(best.seconds, runner.seconds),
+        "speedup_low": low,
+        "speedup_high": high,
+        "tau": runner.stats.tau if drafting else 1.0,
+        "token_equal": sum(same) / len(same) if temperature == 0 else None,
+        "certificate": runner.certificate,
+        **times,
+        "accepted_by_position": level_rates(runner.stats.kept) if drafting else [],
+    }
+
+
+def main(
+    model: Annotated[Path, typer.Argument(help="Folder of a vision-language model with its drafters.")],
+    repeats: Annotated[int, typer.Option(min=1, help="Calls of every contender.")] = 12,
+    minutes: Annotated[float, typer.Option(min=0, help="No new part begins after so many.")] = 20.0,
+    data: Annotated[Path, typer.Option(help="Folder of the emoji.")] = EMOJI,
+    threads: Annotated[int, typer.Option(min=1, help="Of torch.")] = 2,
+    out: Annotated[Path, typer.Option(help="Folder of the tables.")] = RESULTS,
+) -> None:
+    """Measure and write ``vlm_speed.json`` and ``vlm_speed.csv`` part by part."""
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity_error()
+    world, budget, rows = load_world(data, "test"), Budget(minutes), []
+    pipe = VQAPipeline.from_pretrained(model, torch_dtype=torch.float32)
+    facts = environment(model=str(model), dtype="float32", transformers=transformers.__version__)
+    parts = [("describe", 0.0, 1), ("describe", 1.0, 1), ("describe", 0.0, 8), ("describe", 1.0, 8)]
+    parts += [("text", 0.0, 1), ("short", 0.0, 1)]
+    for kind, temperature, batch in parts:
+        if not budget.spent:
+            rows += measure(pipe, world, kind, temperature, batch, repeats if batch == 1 else -(-repeats // 3))
+            write_results(out, "vlm_speed", rows, facts)
+
+
+if __name__ == "__main__":
+    typer.run(main)
