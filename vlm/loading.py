@@ -22,12 +22,8 @@ PLACES = {"text-draft": "text", "vlm-draft": "vlm", "msd": "msd", "verdict": "ex
 
 
 def find(name: str | Path) -> Path:
-    """The folder of a model: a local one, a pocket name or a hub id; ``ValueError`` when there is none."""
-    folder = Path(name)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} must hold a config.json; give the folder that save_pretrained wrote")
-    shipped = zoo.POCKET / str(name).removeprefix("pocket/")
-    return next((f for f in (folder, shipped) if (f / "config.json").is_file()), None) or zoo.find(name)
+    """The folder of a transformers model: a local one, a pocket name or a hub id; ``ValueError`` when there is none."""
+    return zoo.find(name, zoo.TRANSFORMERS)
 
 
 def load_model(folder: Path, dtype: torch.dtype | None = None) -> Any:

@@ -86,7 +86,7 @@ def test_wheel_holds_every_module_and_only_specmm(wheel: Path) -> None:
 
 
 def test_wheel_holds_the_pocket_models(wheel: Path) -> None:
-    data = {s for s in sources((".safetensors", ".json", ".md"), "specmm") if s.startswith("specmm/zoo/")}
+    data = {s for s in sources((".safetensors", ".json", ".jinja", ".md"), "specmm") if s.startswith("specmm/zoo/")}
     assert data <= set(zipfile.ZipFile(wheel).namelist())
 
 
