@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.image_ar.continuous.diffusion import Schedule
-from specmm.image_ar.continuous.head import SimpleMLPAdaLN
+from specmm.image_ar.continuous.head import SimpleMLPAdaLN, Weights
 
 TABLE_LIMIT = 2**24  # modulations kept at a time (64 MiB); beyond, they are made call by call
 
@@ -36,7 +36,7 @@ class ChainHead:
         self.device, self.dtype = net.input_proj.weight.device, net.input_proj.weight.dtype
         self.weight, self.bias = net.modulation()  # [F, w], [F]
         self.times = net.time_embed(schedule.timestep_map.flip(0).to(self.device))  # [S, w]
-        self.channels = net.input_proj.in_features
+        self.channels, self.weights = net.input_proj.in_features, Weights.of(net)
 
     def bind(self, condition: Condition) -> BoundHead:
         """The head for the tokens of ``condition``."""
@@ -83,7 +83,7 @@ class BoundHead:
         return F.linear(F.silu(times + self.cond), self.head.weight, self.head.bias)
 
     def _predict(self, x: Tensor, modulations: Tensor) -> tuple[Tensor, Tensor]:
-        out = self.head.net.run(x[..., None, :].to(self.head.dtype), modulations).float()  # [..., G, 2C]
+        out = self.head.weights.predict(x[..., None, :].to(self.head.dtype), modulations).float()  # [..., G, 2C]
         eps, v = out[..., 0, : self.head.channels], out[..., 0, self.head.channels :]
         if self.guided:
             eps = torch.lerp(out[..., 1, : self.head.channels], eps, self.scale)

@@ -1,24 +1,25 @@
 """The diffusion head of MAR: a residual MLP that predicts a token's noise, with the official parameter names.
 
 Source: MAR (arXiv 2406.11838, section 3.3 and appendix B). Shape letters: N rows, C token width, w head width, Z width
-of the condition z, F width of the sinusoid.
+of the condition z, F modulations of a row.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 EPS = 1e-6
-FREQUENCIES = 256  # F
+FREQUENCIES = 256
 PERIOD = 10_000.0
 
 
 def sinusoid(t: Tensor, width: int = FREQUENCIES) -> Tensor:
-    """Cosines, then sines, of original timesteps ``t`` [N] (0 … 999) at ``width``/2 frequencies: [N, F] float32."""
+    """Cosines, then sines, of original timesteps ``t`` [N] (0 … 999) at ``width``/2 frequencies: [N, width] float32."""
     half = width // 2
     rates = torch.exp(-math.log(PERIOD) * torch.arange(half, device=t.device) / half)
     angles = t[:, None].float() * rates
@@ -46,11 +47,6 @@ class HeadBlock(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 3 * width))
 
-    def forward(self, h: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
-        """[..., w] -> [..., w]; ``scale`` multiplies the norm as it is (the release's 1 + scale)."""
-        inner = torch.addcmul(shift, self.in_ln(h), scale)
-        return torch.addcmul(h, gate, self.mlp(inner))
-
 
 class FinalLayer(nn.Module):
     """A norm without parameters, shifted and scaled by the condition, and the output projection."""
@@ -59,10 +55,6 @@ class FinalLayer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(width, out)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
-
-    def forward(self, h: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-        """[..., w] -> [..., out]; ``scale`` as in ``HeadBlock``."""
-        return self.linear(torch.addcmul(shift, F.layer_norm(h, h.shape[-1:], eps=EPS), scale))
 
 
 class SimpleMLPAdaLN(nn.Module):
@@ -98,23 +90,51 @@ class SimpleMLPAdaLN(nn.Module):
     def forward(self, x: Tensor, t: Tensor, z: Tensor) -> Tensor:
         """Predict for tokens ``x`` [N, C] at original timesteps ``t`` [N] under ``z`` [N, Z]."""
         y = F.silu(self.time_embed(t) + self.cond_embed(z))
-        return self.run(x, F.linear(y, *self.modulation()))
+        return Weights.of(self).predict(x, F.linear(y, *self.modulation()))
 
     def modulation(self) -> tuple[Tensor, Tensor]:
-        """Weight [3w·depth + 2w, w] and bias of all modulations at once, with 1 added where they scale."""
+        """Weight [F, w] and bias [F] of all modulations at once, with 1 added to the bias where they scale."""
         layers = self._modulators()
         biases = [layer.bias.clone() for layer in layers]
         for bias in biases:
             bias[self.width : 2 * self.width] += 1
         return torch.cat([layer.weight for layer in layers]), torch.cat(biases)
 
-    def run(self, x: Tensor, modulations: Tensor) -> Tensor:
-        """Predict [..., 2C] for tokens ``x`` [..., C] under ``modulations`` [..., 3w·depth + 2w]; they broadcast."""
-        parts = modulations.split(self.width, dim=-1)
-        h = self.input_proj(x)
-        for i, block in enumerate(self.res_blocks):
-            h = block(h, *parts[3 * i : 3 * i + 3])
-        return self.final_layer(h, *parts[-2:])
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights a prediction needs, taken out of their modules: at one token a call, looking them up costs as much as
+    the arithmetic.
+    """
+
+    width: int
+    first: tuple[Tensor, Tensor]
+    blocks: list[
+        tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+    ]  # norm, first and second layer of the MLP: weight and bias each
+    last: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, net: SimpleMLPAdaLN) -> Weights:
+        """The weights of ``net``."""
+        blocks = [(b.in_ln, *_linears(b.mlp)) for b in net.res_blocks if isinstance(b, HeadBlock)]
+        pairs = [(n.weight, n.bias, a.weight, a.bias, b.weight, b.bias) for n, a, b in blocks]
+        last = net.final_layer.linear
+        return cls(net.width, (net.input_proj.weight, net.input_proj.bias), pairs, (last.weight, last.bias))
+
+    def predict(self, x: Tensor, modulations: Tensor) -> Tensor:
+        """Predictions [..., 2C] for tokens ``x`` [..., C] under ``modulations`` [..., F]; the two broadcast.
+
+        F is, block by block, shift, scale (the release's 1 + scale) and gate, then shift and scale of the last layer.
+        """
+        parts, shape = modulations.split(self.width, dim=-1), (self.width,)
+        h = F.linear(x, *self.first)
+        for i, (norm, norm_bias, w1, b1, w2, b2) in enumerate(self.blocks):
+            shift, scale, gate = parts[3 * i : 3 * i + 3]
+            inner = torch.addcmul(shift, F.layer_norm(h, shape, norm, norm_bias, EPS), scale)
+            h = torch.addcmul(h, gate, F.linear(F.silu(F.linear(inner, w1, b1)), w2, b2))
+        shift, scale = parts[-2:]
+        return F.linear(torch.addcmul(shift, F.layer_norm(h, shape, eps=EPS), scale), *self.last)
 
 
 def _linears(layers: nn.Sequential) -> list[nn.Linear]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from specmm.image_ar.continuous.chain import ChainHead, Condition, Steps, ancestral, deterministic
 from specmm.image_ar.continuous.decode import Sampled
 from specmm.image_ar.continuous.noise import Numbers
@@ -67,7 +65,7 @@ class Speculative:
     def __post_init__(self) -> None:
         if self.window < 2:
             raise ValueError(f"window must be at least 2 steps, got {self.window}")
-        self.tables = WindowTables(self.head.schedule, self.window, torch.device(self.head.device))
+        self.tables = WindowTables(self.head.schedule, self.window)
 
     def sample(self, condition: Condition, rows: list[int]) -> Sampled:
         """See ``Sampler``."""

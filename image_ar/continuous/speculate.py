@@ -8,7 +8,8 @@ drafter holds a Gaussian belief N(m, V) about x0, so that a whole window is draw
 form. And V comes with the target's last answer, for free: a learned variance above the posterior's is Δ²·Var(x0) in η,
 which makes the drafts bend as the target's predictions do instead of repeating the last one.
 
-Shape letters: R rows (tokens) still running, S steps, W points of a window, C token width.
+All of this is a few hundred numbers a round, kept in numpy on the host, where a call costs a fifth of torch's; only the
+head runs where it lives. Shape letters: R rows (tokens) still running, S steps, W points of a window, C token width.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specmm.image_ar.continuous.chain import BoundHead, finite
-from specmm.image_ar.continuous.coupling import Normal, counts_by_picture, draw_residual, log_ratio
+from specmm.image_ar.continuous.coupling import Array, Normal, counts_by_picture, draw_residual, log_ratio, take
 from specmm.image_ar.continuous.diffusion import Schedule
 from specmm.image_ar.continuous.noise import Numbers
 
 Belief = Literal["gaussian", "frozen"]
+WIDEST = 80.0  # beyond this float32 has no such variance
 
 
 class WindowTables:
@@ -35,31 +38,24 @@ class WindowTables:
     the shares of η and eps in x0 = a·η - b·eps; half the log of the learned variance's range in the step *out*.
     """
 
-    def __init__(self, schedule: Schedule, window: int, device: torch.device) -> None:
-        level = schedule.alphas_cumprod.flip(0)
+    def __init__(self, schedule: Schedule, window: int) -> None:
+        level = schedule.alphas_cumprod.flip(0).numpy()
         snr, rest = level / (1 - level), 1 - level
-        gain = torch.cat([snr[:1], snr.diff()])
-        spread = (schedule.betas.log() - schedule.posterior_log_variance_clipped).flip(0) / 2
-        columns = [
-            snr,
-            gain,
-            gain.rsqrt(),
-            -gain.log(),
-            rest / level.sqrt(),
-            rest / level,
-            (rest / level).sqrt(),
-            spread,
-        ]
-        table = torch.stack(columns, dim=1)
-        self.rows = torch.cat([table, table[-1:].expand(window, -1)]).float().to(device)[:, :, None]
+        gain = np.diff(snr, prepend=0.0)
+        low, high = schedule.posterior_log_variance_clipped.flip(0), schedule.betas.log().flip(0)
+        spread = (high - low).numpy() / 2
+        shares = [rest / np.sqrt(level), rest / level, np.sqrt(rest / level)]
+        table = np.stack([snr, gain, gain**-0.5, -np.log(gain), *shares, spread], axis=1)
+        self.rows = np.concatenate([table, table[-1:].repeat(window, 0)]).astype(np.float32)[:, :, None]
         self.steps, self.window = len(level), window
 
-    def at(self, k: list[int], width: int) -> list[Tensor]:
+    def at(self, k: list[int], width: int) -> list[Array]:
         """The columns [R or 1, W + 1, 1] for windows of ``width`` points that start at steps ``k`` [R]."""
         if len(set(k)) == 1:
-            return list(self.rows[None, k[0] : k[0] + width + 1].unbind(2))
-        span = torch.arange(width + 1, device=self.rows.device)
-        return list(self.rows[torch.tensor(k, device=self.rows.device)[:, None] + span].unbind(2))
+            rows = self.rows[None, k[0] : k[0] + width + 1]
+        else:
+            rows = self.rows[np.array(k)[:, None] + np.arange(width + 1)]
+        return [rows[:, :, i] for i in range(rows.shape[2])]
 
 
 @dataclass
@@ -100,7 +96,7 @@ def speculate(
     run = _Run(bound, tables, rows, normal, log_uniform, options)
     while run.left:
         run.round()
-    return Speculated(finite(run.tokens), run.row_calls, run.calls)
+    return Speculated(finite(torch.from_numpy(run.tokens).to(run.device)), run.row_calls, run.calls)
 
 
 class _Run:
@@ -117,12 +113,13 @@ class _Run:
     ) -> None:
         self.bound, self.tables, self.options = bound, tables, options
         self.normal, self.log_uniform, self.batch = normal, log_uniform, len(rows)
-        self.heat = options.temperature
-        self.eta = normal.draw(rows, bound.head.channels) / tables.rows[0, 4]
-        self.mean, self.var = torch.zeros_like(self.eta), torch.ones_like(self.eta)  # latents have unit variance
+        self.heat, self.log_heat = options.temperature, 2 * math.log(options.temperature)
+        self.device = bound.head.device
+        self.eta = take(normal, rows, bound.head.channels) / tables.rows[0, 4]
+        self.mean, self.var = np.zeros_like(self.eta), np.ones_like(self.eta)  # latents have unit variance
         self.k = [0] * len(bound)
         self.pictures = [b for b, n in enumerate(rows) for _ in range(n)]
-        self.left, self.tokens = list(range(len(bound))), torch.empty_like(self.eta)
+        self.left, self.tokens = list(range(len(bound))), np.empty_like(self.eta)
         self.calls, self.row_calls = 0, [0] * len(bound)
 
     def round(self) -> None:
@@ -137,78 +134,80 @@ class _Run:
         if through:
             self._finish(through, p.mean, kept)
 
-    def _draft(self, columns: list[Tensor], width: int) -> tuple[Tensor, Tensor, Normal]:
+    def _draft(self, columns: list[Array], width: int) -> tuple[Array, Array, Normal]:
         """Points η [R, W, C], the drafted steps w [R, W-1, C] between them, and their laws q."""
         snr, gain, root, log_gain = (c[:, :-1] for c in columns[:4])
-        noise = self._numbers(self.normal, self.tables.window * self.eta.shape[1])
-        noise = noise.view(len(self.left), -1, self.eta.shape[1])[:, :width]
-        noise = noise if self.heat == 1.0 else noise * self.heat
-        clean = torch.addcmul(self.mean, self.var.sqrt(), noise[:, 0])[:, None]
-        steps = torch.addcmul(clean, root[:, 1:], noise[:, 1:])
-        moved = (gain[:, 1:] * steps).cumsum(1)
-        points = torch.cat([self.eta[:, None], self.eta[:, None] + moved], dim=1)
-        surer = torch.addcmul(torch.ones_like(snr), self.var[:, None], snr - snr[:, :1])  # [R, W, C]
-        seen = torch.addcmul(self.mean[:, None], self.var[:, None], moved[:, :-1])
-        mean = torch.cat([self.mean[:, None], seen / surer[:, 1:-1]], dim=1)
-        log_var = surer.log().diff(dim=1).add_(log_gain[:, 1:] + 2 * math.log(self.heat))
-        return points, steps, Normal(mean, log_var)
+        channels = self.eta.shape[1]
+        noise = self._numbers(self.normal, self.tables.window * channels).reshape(len(self.left), -1, channels)
+        noise = noise[:, :width] if self.heat == 1.0 else noise[:, :width] * self.heat
+        clean = self.mean + np.sqrt(self.var) * noise[:, 0]
+        steps = clean[:, None] + root[:, 1:] * noise[:, 1:]
+        moved = np.zeros_like(noise)
+        np.cumsum(gain[:, 1:] * steps, axis=1, out=moved[:, 1:])
+        surer = 1 + self.var[:, None] * (snr - snr[:, :1])  # [R, W, C]
+        mean = (self.mean[:, None] + self.var[:, None] * moved[:, :-1]) / surer[:, :-1]
+        log_var = np.log(surer[:, 1:] / surer[:, :-1]) + (log_gain[:, 1:] + self.log_heat)
+        return self.eta[:, None] + moved, steps, Normal(mean, log_var)
 
-    def _score(self, points: Tensor, columns: list[Tensor]) -> tuple[Normal, Tensor]:
+    def _score(self, points: Array, columns: list[Array]) -> tuple[Normal, Array]:
         """The target's laws p of the steps out of the points, and the log of how much wider they are than 1/Δ."""
         to_x, x_share, eps_share, spread = (c[:, :-1] for c in columns[4:])
-        eps, v = self.bound.window(self.k, points * to_x)
-        clean = torch.addcmul(points * x_share, eps, eps_share, value=-1)
-        wider = torch.addcmul(spread, spread, v)
+        answer = self.bound.window(self.k, torch.from_numpy(points * to_x).to(self.device))
+        eps, v = (t.cpu().numpy() for t in answer)
+        wider: Array = spread + spread * v
+        if not (np.abs(wider) < WIDEST).all():
+            raise ValueError(
+                f"head's log-variances must be finite and within {WIDEST} of the posterior's, got "
+                f"{float(wider.flat[np.abs(wider).argmax()]):.3g}: its weights or dtype do not suit the chain"
+            )
         self.calls += 1
         for row in self.left:
             self.row_calls[row] += 1
-        return Normal(clean, wider + (columns[3][:, 1:] + 2 * math.log(self.heat))), wider
+        clean: Array = points * x_share - eps * eps_share
+        return Normal(clean, wider + (columns[3][:, 1:] + self.log_heat)), wider
 
-    def _accept(self, steps: Tensor, p: Normal, q: Normal) -> list[int]:
+    def _accept(self, steps: Array, p: Normal, q: Normal) -> list[int]:
         """How many drafted steps of each row are kept."""
         drafted = steps.shape[1]
         luck = self._numbers(self.log_uniform, self.tables.window - 1)[:, :drafted]
-        good = luck < log_ratio(Normal(p.mean[:, :-1], p.log_var[:, :-1]), q, steps)
-        runs: list[int] = good.to(torch.int64).cumprod(1).sum(1).tolist() if drafted else [0] * len(steps)
-        return [min(run, self._drafted(k, drafted)) for run, k in zip(runs, self.k, strict=True)]
+        lost = ~(luck < log_ratio(p[:, :-1], q, steps))  # so that NaN counts as lost, and is found there
+        runs = np.where(lost.any(1), lost.argmax(1), drafted) if drafted else [0] * len(steps)
+        return [min(int(run), self._drafted(k, drafted)) for run, k in zip(runs, self.k, strict=True)]
 
     def _drafted(self, k: int, drafted: int) -> int:
         """Drafted steps of a row at step ``k`` that are not beyond its last point."""
         return min(drafted, self.tables.steps - 1 - k)
 
-    def _advance(self, points: Tensor, p: Normal, wider: Tensor, q: Normal, gain: Tensor, kept: list[int]) -> None:
+    def _advance(self, points: Array, p: Normal, wider: Array, q: Normal, gain: Array, kept: list[int]) -> None:
         """Move every row behind the steps it keeps and one more, of the target's own law or of what q lacks of it."""
-        drafted, device = q.mean.shape[1], points.device
-        where = (torch.arange(len(kept), device=device), torch.tensor(kept, device=device))
-        law = p[where]
+        drafted, rows, at = q.mean.shape[1], np.arange(len(kept)), np.array(kept)
+        law = p[rows, at]
         step = law.sample(self._numbers(self.normal, points.shape[-1]))
-        rejected = [i for i, n in enumerate(kept) if n < self._drafted(self.k[i], drafted)]
-        if rejected and self.options.residual:
-            rows = torch.tensor(rejected, device=device)
-            pictures = [self.pictures[i] for i in rejected]
-            q = q[where[0][rows], where[1][rows]]
-            step[rows] = draw_residual(law[rows], q, pictures, self.batch, self.normal, self.log_uniform)
-        gain = gain.expand(len(kept), -1, -1)[where[0], where[1] + 1]
-        self.eta = torch.addcmul(points[where], gain, step)
+        lost = [i for i, n in enumerate(kept) if n < self._drafted(self.k[i], drafted)]
+        if lost and self.options.residual:
+            pictures = [self.pictures[i] for i in lost]
+            over = q[lost, at[lost]]
+            step[lost] = draw_residual(law[lost], over, pictures, self.batch, self.normal, self.log_uniform)
+        gain = gain.repeat(len(kept), 0)[rows, at + 1] if len(gain) < len(kept) else gain[rows, at + 1]
+        self.eta = points[rows, at] + gain * step
         self.k = [k + n + 1 for k, n in zip(self.k, kept, strict=True)]
-        self.mean, self.var = law.mean, torch.zeros_like(step)
         if self.options.belief == "gaussian":
-            excess = wider[where].expm1().clamp_(min=0)  # Δ·Var(x0) by the target
-            self.mean = torch.addcmul(law.mean, excess, step).div_(1 + excess)
+            excess = np.maximum(np.expm1(wider[rows, at]), 0)  # Δ·Var(x0) by the target
+            self.mean = (law.mean + excess * step) / (1 + excess)
             self.var = excess / (gain * (1 + excess))
+        else:
+            self.mean, self.var = law.mean, np.zeros_like(step)
 
-    def _finish(self, through: list[int], clean: Tensor, kept: list[int]) -> None:
+    def _finish(self, through: list[int], clean: Array, kept: list[int]) -> None:
         """Take rows ``through`` out: their last point's clean token is the token, since the last step adds no noise."""
         for i in through:
             self.tokens[self.left[i]] = clean[i, kept[i]]
-        gone = set(through)
-        stay = [i for i in range(len(kept)) if i not in gone]
+        stay = sorted(set(range(len(kept))) - set(through))
         self.left, self.k, self.pictures = ([v[i] for i in stay] for v in (self.left, self.k, self.pictures))
         if stay:
-            rows = torch.tensor(stay, device=clean.device)
-            self.bound.keep(rows)
-            self.eta, self.mean, self.var = self.eta[rows], self.mean[rows], self.var[rows]
+            self.bound.keep(torch.tensor(stay, device=self.device))
+            self.eta, self.mean, self.var = self.eta[stay], self.mean[stay], self.var[stay]
 
-    def _numbers(self, numbers: Numbers, width: int) -> Tensor:
+    def _numbers(self, numbers: Numbers, width: int) -> Array:
         """The next ``width`` numbers of every row left: [R, width]."""
-        return numbers.draw(counts_by_picture(self.pictures, self.batch), width)
+        return take(numbers, counts_by_picture(self.pictures, self.batch), width)

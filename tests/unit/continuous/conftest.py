@@ -20,7 +20,7 @@ class GaussianHead:
     Stands for a ``BoundHead`` of R rows and for the ``head`` behind it.
     """
 
-    guided = False
+    guided, device = False, torch.device("cpu")
 
     def __init__(self, schedule, mean, std, rows, wide=0.0):
         self.level = schedule.alphas_cumprod.flip(0).float()

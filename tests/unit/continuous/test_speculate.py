@@ -21,7 +21,7 @@ def streams(seed, batch=1):
 
 
 def run(bound, schedule, rows, seed=0, window=8, **options):
-    tables = WindowTables(schedule, window, torch.device("cpu"))
+    tables = WindowTables(schedule, window)
     return speculate(bound, tables, rows, *streams(seed, len(rows)), Options(**options))
 
 
