@@ -3,15 +3,20 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from specmm.vlm.data.easy import Example
 from specmm.vlm.data.kinds import KINDS
 from specmm.vlm.data.packing import Encoder, stack
+from specmm.vlm.data.patches import HEADS, IGNORED, NAMES
 from specmm.vlm.data.questions import Turn
+from specmm.vlm.data.scenes import PLACES
 from specmm.vlm.data.sprites import Sprite, Sprites
 from specmm.vlm.data.stream import World, learn_tokenizer
 from specmm.vlm.data.tokenizer import build_processor
+from specmm.vlm.pipeline import VQAPipeline
+from specmm.vlm.train.align import WORDS, in_words, train_projector, word_counts
 from specmm.vlm.train.target import (
     Sizes,
     answer_logits,
@@ -23,6 +28,7 @@ from specmm.vlm.train.target import (
     train_tower,
     whole_answers,
 )
+from specmm.vlm.train.text import build_text_model, train_text
 
 SIZES = Sizes(dim=32, layers=2, heads=2, tower_dim=32, tower_layers=1, patch=16)
 
@@ -137,3 +143,32 @@ def test_a_saved_model_is_transformers_own(encoder, model, tmp_path):
 def test_heads_must_divide_the_width(encoder):
     with pytest.raises(ValueError, match="multiple of the heads, got 30 and 4"):
         build_model(Sizes(dim=30), 10, encoder, seed=0)
+
+
+def test_the_projector_learns_the_words_of_each_patch(world, encoder, model, tmp_path):
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    train_projector(model, encoder.tokenizer, world, tmp_path, steps=81, batch=4, lr=3e-3)
+    losses = [float(line.split(",")[1]) for line in (tmp_path / "loss.csv").read_text().splitlines()[1:]]
+    assert losses[-1] < 0.8 * losses[0]
+    changed = {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])}
+    assert changed and all("multi_modal_projector" in k for k in changed), "nothing else learns here"
+
+
+def test_labels_in_words(encoder):
+    embeddings = torch.randn(len(encoder.tokenizer), 8, generator=torch.Generator().manual_seed(0))
+    tables = [word_counts(WORDS[head], encoder.tokenizer, len(embeddings)) @ embeddings for head in HEADS]
+    kind, place = NAMES.index("heart"), PLACES.index("at the top left")
+    said = in_words(torch.tensor([[[kind, IGNORED, 1, place]]]), tables)
+    ids = encoder.tokenizer.encode("heart big top left", add_special_tokens=False)
+    torch.testing.assert_close(said[0, 0], embeddings[ids].sum(0))
+
+
+def test_a_text_drafter_learns_and_drafts(world, encoder, model, tmp_path):
+    small = build_text_model(32, 1, 2, len(encoder.tokenizer), encoder, seed=0)
+    train_text(small, encoder, world, tmp_path, steps=41, batch=4, lr=5e-3)
+    losses = [float(line.split(",")[1]) for line in (tmp_path / "loss.csv").read_text().splitlines()[1:]]
+    assert losses[-1] < 0.8 * losses[0]
+    pipe = VQAPipeline(model, build_processor(encoder.tokenizer, 64, SIZES.patch), "text-draft", drafter=small)
+    picture = Image.fromarray(world.scene(Random(3))[0].image)
+    drafted, plain = (pipe(picture, "Where is it?", method=m, max_new_tokens=8) for m in ("text-draft", "ar"))
+    assert drafted.answers == plain.answers and drafted.stats.rounds > 0
