@@ -61,6 +61,7 @@ def draw_batches(
     for part in parts:
         stats.add(part.stats)
     certificate = merged([(part.certificate, part.measured) for part in parts])
+    assert certificate is not None, "there is at least one picture"
     drawn = [part.images for part in parts if part.images is not None]
     pictures: Any = torch.cat(drawn).cpu().numpy() if drawn else np.empty(0)
     images = [Image.fromarray(p) for p in pictures] if output_type == "pil" else pictures

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from specmm import zoo
+from specmm import methods, zoo
 from specmm.checkpoints import read_json
-from specmm.registry import unknown
+from specmm.registry import Registry, unknown
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where a family's pipeline is, and its methods by name."""
+
+    module: str
+    pipeline: str
+    methods: Registry
+
 
 FAMILIES = {  # by the "family" in model_index.json
-    "llamagen": ("specmm.image_ar.tokens.pipeline", "LlamaGenPipeline"),
+    "llamagen": Family("specmm.image_ar.tokens.pipeline", "LlamaGenPipeline", methods.IMAGE_TOKENS),
+    "var": Family("specmm.image_ar.scales.pipeline", "VARPipeline", methods.SCALES),
 }
 
 
@@ -28,9 +40,14 @@ class ImagePipeline:
 
         Raises ``ValueError`` for a model that cannot be found or read.
         """
-        folder = zoo.find(name)
-        family = read_json(folder / "model_index.json").get("family", "llamagen")
-        if family not in FAMILIES:
-            raise unknown(f"family in {folder / 'model_index.json'}", family, FAMILIES)
-        module, kind = FAMILIES[family]
-        return getattr(import_module(module), kind).from_pretrained(name, **options)
+        family = family_of(name)
+        return getattr(import_module(family.module), family.pipeline).from_pretrained(name, **options)
+
+
+def family_of(name: str | Path) -> Family:
+    """The family of a model; raises ``ValueError`` when the model is not found or of none we know."""
+    file = zoo.find(name) / "model_index.json"
+    family = read_json(file).get("family", "llamagen")
+    if family not in FAMILIES:
+        raise unknown(f"family in {file}", family, FAMILIES)
+    return FAMILIES[family]

@@ -42,8 +42,13 @@ def of_rule(name: str, exact: bool, excess: float | None) -> Certificate:
     return Certificate("bounded", f"the {name} rule is relaxed; measured on the rounds of this run", excess)
 
 
-def merged(parts: Sequence[tuple[Certificate, float]]) -> Certificate:
-    """What several runs may claim together: the least of them, total variations averaged by the ``parts``' weights."""
+def merged(parts: Sequence[tuple[Certificate, float]]) -> Certificate | None:
+    """What several runs may claim together: the least of them, total variations averaged by the ``parts``' weights.
+
+    None of no runs.
+    """
+    if not parts:
+        return None
     order = ("exact", "bounded", "heuristic")
     least = max((part for part, _ in parts), key=lambda part: order.index(part.kind))
     if least.kind != "bounded":

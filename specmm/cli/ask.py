@@ -39,9 +39,9 @@ def ask(
 ) -> None:
     """Answer a question about pictures; the answer is written to stderr as it comes."""
     from specmm import methods
-    from specmm.cli.parse import label, parse
+    from specmm.cli.parse import label, parse_method
 
-    chosen = parse(methods.VQA, method, option)
+    chosen = parse_method(methods.VQA, method, option)
     seed = secrets.randbelow(2**31) if seed is None else seed
     sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty)
     with stdout_reserved():

@@ -24,8 +24,9 @@ def bench(
 ) -> None:
     """Measure speed, block efficiency and likelihood; plain decoding always runs along as the baseline."""
     from specmm.cli.parse import parse_methods
+    from specmm.image_ar.pipeline import family_of
 
-    contenders = parse_methods(methods)
+    contenders = parse_methods(family_of(model).methods, methods)
     seed = secrets.randbelow(2**31) if seed is None else seed
     with stdout_reserved():
         rows = _measure(model, contenders, batch, n, seed, dtype)

@@ -40,13 +40,14 @@ def _make(model: str, folder: Path, n: int, seed: int) -> tuple[list[dict[str, A
     from specmm.cli.race import quality, race, summary
     from specmm.cli.sheet import page, side_by_side
     from specmm.cli.zoo import recorded
+    from specmm.methods import IMAGE_TOKENS
     from specmm.zoo import card
 
     pipe, facts = load(model), card(model)
     names = _classes(pipe)
     rounds = [[name] for name in names for _ in range(n)]
     say(f"drawing {len(rounds)} pictures ({', '.join(map(str, names))}) by {len(METHODS)} methods, one at a time")
-    lanes = race(pipe, [parse_method(m) for m in METHODS], rounds, seed)
+    lanes = race(pipe, [parse_method(IMAGE_TOKENS, m) for m in METHODS], rounds, seed)
     rows, saved = [], []
     for lane in lanes:
         row = {**summary(lane, lanes[0], 1), "quality": {"log_likelihood": quality(pipe, lane, rounds)}}

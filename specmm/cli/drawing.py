@@ -5,6 +5,7 @@ A picture depends on its own seed only, so the batches of a run are calls of the
 
 from __future__ import annotations
 
+import inspect
 import re
 import time
 from collections.abc import Sequence
@@ -13,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from specmm import methods
-from specmm.certificate import Certificate
+from specmm.certificate import Certificate, merged
 from specmm.cli.output import save_picture
 from specmm.cli.parse import label
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-WEAKEST_LAST = ("exact", "bounded", "heuristic")
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """The JSON of the run."""
         job, stats = self.job, self.stats
-        found = joint_certificate(self.certificates)
+        found = merged(self.certificates)
         return {
             "model": job.model,
             "method": job.method.name,
@@ -70,7 +70,7 @@ class Report:
 
     def lines(self) -> str:
         """A summary for people."""
-        job, found = self.job, joint_certificate(self.certificates)
+        job, found = self.job, merged(self.certificates)
         rate = f", {self.seconds / len(self.outputs):.2f} s each" if self.outputs else ""
         first = (
             f"{len(self.outputs)} of {len(job.inputs)} pictures by {label(job.method)} in {self.seconds:.1f} s{rate}"
@@ -84,17 +84,6 @@ class Report:
                 f"saved in     {job.out}",
             ]
         )
-
-
-def joint_certificate(parts: Sequence[tuple[Certificate, int]]) -> Certificate | None:
-    """That of several runs together: the weakest kind; ``tv`` is the mean weighted by tokens."""
-    if not parts:
-        return None
-    weakest = max((c for c, _ in parts), key=lambda c: WEAKEST_LAST.index(c.kind))
-    if weakest.kind != "bounded":
-        return weakest
-    tv = sum((c.tv or 0.0) * n for c, n in parts) / sum(n for _, n in parts)
-    return Certificate("bounded", weakest.reason, tv)
 
 
 def load(model: str, dtype: str = "auto", text_encoder: Path | None = None) -> Any:
@@ -118,10 +107,14 @@ def check(pipe: Any, job: Job) -> None:
     What was not given is noted down as the model's settings have it.
     """
     from specmm.image_ar.settings import class_ids, with_options
+    from specmm.registry import unknown
 
+    known = inspect.signature(pipe.target).parameters
+    for name in job.sampling.keys() - known.keys():
+        raise unknown(f"option of {job.model}", name, known)
     pipe.target(**job.sampling)
     settings = with_options(pipe.settings, **job.sampling)
-    job.sampling = {name: getattr(settings, name) for name in job.sampling}
+    job.sampling = {name: getattr(settings, name) for name in known}
     if job.kind == "classes":
         class_ids(job.inputs, pipe.settings.classes, pipe.transformer.config.num_classes)
 

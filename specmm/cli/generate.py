@@ -13,7 +13,12 @@ from specmm.cli.output import emit, say, stdout_reserved, writable, write_text
 
 Class = Annotated[list[str], typer.Option("--class", help="Class name or id; may be repeated.")]
 Prompt = Annotated[list[str], typer.Option("--prompt", help="Caption, for text-to-image models; may be repeated.")]
-MethodName = Annotated[str, typer.Option(help="ar, sjd, speculative, eagle, lantern, lantern++ or auto.")]
+MethodName = Annotated[
+    str,
+    typer.Option(
+        help="LlamaGen: ar, sjd, speculative, eagle, lantern, lantern++, auto. VAR: ar, code, speculative, auto."
+    ),
+]
 Options = Annotated[list[str], typer.Option("--option", "-o", help="KEY=VALUE of the method; may be repeated.")]
 Seed = Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Without it one is drawn and printed.")]
 Model = Annotated[str, typer.Argument(help="A folder, a pocket model (see specmm zoo) or a hub id.")]
@@ -43,13 +48,15 @@ def generate(
     """Draw pictures; each is saved as soon as its batch is done."""
     from specmm.cli.drawing import Job, check, draw, load
     from specmm.cli.parse import parse_method
+    from specmm.image_ar.pipeline import family_of
 
-    chosen = parse_method(method, option)
     if bool(classes) == bool(prompt):
         raise ValueError("give --class or --prompt (either may be repeated), and not both")
+    chosen = parse_method(family_of(model).methods, method, option)
     seed = secrets.randbelow(2**31) if seed is None else seed
     folder = writable(out or Path("out") / f"{method}-{seed}")
     sampling = dict(cfg=cfg, cfg_interval=cfg_interval, temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling = {name: value for name, value in sampling.items() if value is not None}
     kind, inputs = ("classes", classes) if classes else ("prompt", prompt)
     job = Job(model, chosen, kind, [i for i in inputs for _ in range(n)], seed, sampling, batch_size, folder)
     with stdout_reserved():

@@ -11,14 +11,8 @@ from specmm import methods
 from specmm.registry import Registry, unknown
 
 
-def parse_method(name: str, options: Sequence[str] = ()) -> methods.Method:
-    """The image-token method called ``name`` with ``options`` "KEY=VALUE"; ``ValueError`` for anything not known."""
-    made: methods.Method = parse(methods.IMAGE_TOKENS, name, options)
-    return made
-
-
-def parse(registry: Registry, name: str, options: Sequence[str] = ()) -> Any:
-    """The method called ``name`` in ``registry`` with ``options`` "KEY=VALUE"."""
+def parse_method(registry: Registry, name: str, options: Sequence[str] = ()) -> Any:
+    """The method ``name`` of ``registry`` with ``options`` "KEY=VALUE"; ``ValueError`` for anything not known."""
     kind = registry.get(name)
     hints = get_type_hints(kind)
     known = {f.name for f in dataclasses.fields(kind)}
@@ -33,20 +27,20 @@ def parse(registry: Registry, name: str, options: Sequence[str] = ()) -> Any:
     return methods.make(registry, name, **given)
 
 
-def parse_methods(text: str) -> list[methods.Method]:
+def parse_methods(registry: Registry, text: str) -> list[Any]:
     """Methods separated by commas, each a name or name(key=value, …)."""
     found = []
     for item in _split(text):
         name, bracket, rest = item.partition("(")
         if bracket and not rest.endswith(")"):
             raise ValueError(f"a method must read NAME or NAME(KEY=VALUE, …), got {item!r}")
-        found.append(parse_method(name.strip(), _split(rest[:-1]) if bracket else ()))
+        found.append(parse_method(registry, name.strip(), _split(rest[:-1]) if bracket else ()))
     if not found:
         raise ValueError("methods must name at least one, such as ar,lantern++")
     return found
 
 
-def label(method: methods.Method | methods.VQAMethod) -> str:
+def label(method: Any) -> str:
     """The name, and the options that are not the default ones."""
     changed = [f for f in dataclasses.fields(method) if getattr(method, f.name) != f.default]
     options = ", ".join(f"{f.name}={getattr(method, f.name)}" for f in changed)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specmm import methods
-from specmm.certificate import Certificate
-from specmm.cli.drawing import joint_certificate
+from specmm.certificate import Certificate, merged
 from specmm.cli.parse import label
 
 
@@ -28,7 +27,7 @@ class Lane:
     @property
     def certificate(self) -> Certificate:
         """That of all runs together."""
-        found = joint_certificate(self.certificates)
+        found = merged(self.certificates)
         assert found is not None
         return found
 

@@ -28,12 +28,12 @@ def test_unknown_names_are_errors_that_suggest(name: str, options: dict[str, int
 
 
 def test_options_from_text_have_their_types() -> None:
-    assert parse_method("lantern++", ["lambda=3", "k=7"]) == methods.LanternPP(lambda_=3.0, k=7)
-    assert parse_method("lantern++", ["lambda-=3"]) == methods.LanternPP(lambda_=3.0)
-    assert parse_method("speculative", ["rule=traversal", "tree=3,2,1"]).tree == (3, 2, 1)
-    assert parse_method("speculative", ["tree=(3, 2)"]).tree == (3, 2)
-    assert parse_method("speculative", ["tree=4"]).tree == (4,)
-    assert parse_method("speculative", ["tree=mc_sim_7b_63"]).tree == "mc_sim_7b_63"
+    assert parse_method(methods.IMAGE_TOKENS, "lantern++", ["lambda=3", "k=7"]) == methods.LanternPP(lambda_=3.0, k=7)
+    assert parse_method(methods.IMAGE_TOKENS, "lantern++", ["lambda-=3"]) == methods.LanternPP(lambda_=3.0)
+    assert parse_method(methods.IMAGE_TOKENS, "speculative", ["rule=traversal", "tree=3,2,1"]).tree == (3, 2, 1)
+    assert parse_method(methods.IMAGE_TOKENS, "speculative", ["tree=(3, 2)"]).tree == (3, 2)
+    assert parse_method(methods.IMAGE_TOKENS, "speculative", ["tree=4"]).tree == (4,)
+    assert parse_method(methods.IMAGE_TOKENS, "speculative", ["tree=mc_sim_7b_63"]).tree == "mc_sim_7b_63"
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,13 @@ def test_options_from_text_have_their_types() -> None:
 )
 def test_bad_options_from_text(option: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_method("lantern++", [option])
+        parse_method(methods.IMAGE_TOKENS, "lantern++", [option])
 
 
 def test_lists_of_methods() -> None:
-    found = parse_methods("ar, lantern++(lambda_=4, tree=(2,1)),sjd(window=4)")
+    found = parse_methods(methods.IMAGE_TOKENS, "ar, lantern++(lambda_=4, tree=(2,1)),sjd(window=4)")
     assert found == [methods.AR(), methods.LanternPP(lambda_=4.0, tree=(2, 1)), methods.SJD(4)]
     assert [label(m) for m in found] == ["ar", "lantern++(lambda_=4.0, tree=(2, 1))", "sjd(window=4)"]
     for wrong in ("", "lantern++(k=1", "ar,lanturn"):
         with pytest.raises(ValueError):
-            parse_methods(wrong)
+            parse_methods(methods.IMAGE_TOKENS, wrong)
