@@ -25,7 +25,7 @@ class Condition:
     """What the head is asked under: z [R, G, Z] and the guidance ``scale`` of this iteration (unused when G = 1)."""
 
     z: Tensor
-    scale: float = 1.0
+    scale: float | Tensor = 1.0
 
 
 class ChainHead:
@@ -116,19 +116,25 @@ class Steps:
         return cls(keep, noise, [], [])
 
 
-def ancestral(bound: BoundHead, steps: Steps, noise: Tensor, temperature: float = 1.0) -> Tensor:
+def ancestral(
+    bound: BoundHead, steps: Steps, noise: Tensor, temperature: float = 1.0, trace: list[Tensor] | None = None
+) -> Tensor:
     """Tokens [R, C] by DDPM from ``noise`` [S + 1, R, C]: the start, then one for each step but the last.
 
-    ``temperature`` multiplies the standard deviation of every step.
+    ``temperature`` multiplies the standard deviation of every step. ``trace`` is given the steps' log standard
+    deviations [R, C] at temperature 1, the last step's among them.
     """
     x, last = noise[0], len(steps.keep) - 1
     noise = noise if temperature == 1.0 else noise * temperature
     for k in range(last + 1):
         eps, v = bound.at(k, x)
         x = torch.add(x * steps.keep[k], eps, alpha=steps.noise[k])
-        if k < last:
-            std = (v * steps.half[k]).add_(steps.mid[k]).exp_()
-            x = torch.addcmul(x, std, noise[k + 1])
+        if k < last or trace is not None:
+            log_std = (v * steps.half[k]).add_(steps.mid[k])
+            if trace is not None:
+                trace.append(log_std)
+            if k < last:
+                x = torch.addcmul(x, log_std.exp(), noise[k + 1])
     return finite(x)
 
 

@@ -63,17 +63,13 @@ def draw_residual(
         noise = take(normal, counts, tries * found.shape[1]).reshape(len(left), tries, -1)
         y = p[:, None].sample(noise)  # [N, K, C]
         good = take(log_uniform, counts, tries) > -log_ratio(p[:, None], q[:, None], y)  # [N, K]
-        first, hit = good.argmax(1), good.any(1)
-        if tries >= MOST_TRIES:
-            hit[:] = True
+        first: npt.NDArray[np.int64] = good.argmax(1)
+        hit = np.asarray(good.any(1) | (tries >= MOST_TRIES))
         found[left[hit]] = y[np.arange(len(left)), first][hit]
         if hit.all():
             return found
-        left, p, q = left[~hit], p[~hit], q[~hit]
-        pictures, tries = (
-            [b for b, done in zip(pictures, hit.tolist(), strict=True) if not done],
-            min(tries * 4, MOST_TRIES),
-        )
+        left, p, q, tries = left[~hit], p[~hit], q[~hit], min(tries * 4, MOST_TRIES)
+        pictures = [b for b, done in zip(pictures, hit.tolist(), strict=True) if not done]
 
 
 def take(numbers: Numbers, rows: list[int], width: int) -> Array:

@@ -7,6 +7,7 @@ of the condition z, F modulations of a row.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -109,18 +110,19 @@ class Weights:
 
     width: int
     first: tuple[Tensor, Tensor]
-    blocks: list[
-        tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-    ]  # norm, first and second layer of the MLP: weight and bias each
+    blocks: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]  # weight, bias of norm and both layers
     last: tuple[Tensor, Tensor]
 
     @classmethod
     def of(cls, net: SimpleMLPAdaLN) -> Weights:
         """The weights of ``net``."""
-        blocks = [(b.in_ln, *_linears(b.mlp)) for b in net.res_blocks if isinstance(b, HeadBlock)]
-        pairs = [(n.weight, n.bias, a.weight, a.bias, b.weight, b.bias) for n, a, b in blocks]
+        blocks = []
+        for b in net.res_blocks:
+            assert isinstance(b, HeadBlock)
+            w1, w2 = _linears(b.mlp)
+            blocks.append((b.in_ln.weight, b.in_ln.bias, w1.weight, w1.bias, w2.weight, w2.bias))
         last = net.final_layer.linear
-        return cls(net.width, (net.input_proj.weight, net.input_proj.bias), pairs, (last.weight, last.bias))
+        return cls(net.width, (net.input_proj.weight, net.input_proj.bias), blocks, (last.weight, last.bias))
 
     def predict(self, x: Tensor, modulations: Tensor) -> Tensor:
         """Predictions [..., 2C] for tokens ``x`` [..., C] under ``modulations`` [..., F]; the two broadcast.

@@ -153,7 +153,8 @@ class _Run:
         """The target's laws p of the steps out of the points, and the log of how much wider they are than 1/Δ."""
         to_x, x_share, eps_share, spread = (c[:, :-1] for c in columns[4:])
         answer = self.bound.window(self.k, torch.from_numpy(points * to_x).to(self.device))
-        eps, v = (t.cpu().numpy() for t in answer)
+        eps: Array = answer[0].cpu().numpy()
+        v: Array = answer[1].cpu().numpy()
         wider: Array = spread + spread * v
         if not (np.abs(wider) < WIDEST).all():
             raise ValueError(

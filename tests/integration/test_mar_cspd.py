@@ -1,0 +1,191 @@
+"""CSpD between two models against numbers that its official release produced."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specmm.image_ar.continuous.cspd import Side, Window, check_pair, decode_release, settle
+from specmm.image_ar.continuous.decode import Plan
+from specmm.image_ar.continuous.mar import MAR, MARConfig, unpatchify
+from specmm.image_ar.continuous.orders import iterations
+from specmm.image_ar.continuous.ratios import Paper, Release, Trace, accept, resample
+
+PARITY = Path(__file__).parents[1] / "parity" / "cspd"
+FACTS = json.loads((PARITY / "cspd_accept.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def t():
+    return load_file(PARITY / "cspd_accept.safetensors")
+
+
+def load(side):
+    sizes = {**FACTS["config"]["common"], **FACTS["config"][side], "class_num": FACTS["config"]["class_emb_rows"]}
+    made = MAR(MARConfig(**{k: v for k, v in sizes.items() if k in MARConfig.__dataclass_fields__}))
+    made.load_state_dict({k: v.float() for k, v in load_file(PARITY / f"cspd_{side}_state_fp16.safetensors").items()})
+    return made.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return load("target"), load("draft")
+
+
+def close(got, wanted, relative):
+    assert got.shape == wanted.shape
+    got, wanted = torch.as_tensor(got).double(), wanted.double()
+    assert float((got - wanted).abs().max() / wanted.abs().max()) < relative
+
+
+def group(t, prefix):
+    return {k.removeprefix(prefix): v for k, v in t.items() if k.startswith(prefix)}
+
+
+def trace(g, side):
+    return Trace(*(g[f"{side}_{k}"].double().numpy() for k in ("mean", "std", "log_var")))
+
+
+class Dice:
+    """Recorded numbers, handed out in turn."""
+
+    def __init__(self, uniforms, normals):
+        self.uniforms, self.normals = iter(uniforms), iter(normals)
+
+    def uniform(self, rows):
+        return next(self.uniforms).double().numpy()
+
+    def normal(self, rows, width):
+        return next(self.normals).double().numpy()
+
+
+def cases(t):
+    for i, facts in enumerate(FACTS["dp_cases"]):
+        yield group(t, f"dp.{i:02d}."), facts["inner_temperature"]
+    for i in range(len(FACTS["trajectories"])):
+        for tau in (42, 5, 1):
+            yield group(t, f"traj.{i:02d}.tau{tau}."), float(tau)
+
+
+def test_ratios_of_the_release_and_of_the_paper(t):
+    for g, tau in cases(t):
+        x, p, q = g["x"].double().numpy(), trace(g, "x2"), trace(g, "x1")
+        ours = torch.from_numpy(Release(tau).log_ratio(x, p, q))
+        close(ours, g["derived.log_ratio_code"], 1e-4) if g["derived.log_ratio_code"].any() else None
+        sure = (g["ratio"] > 1e-3) & g["ratio"].isfinite()
+        torch.testing.assert_close(ours[sure], g["ratio"][sure].double().log(), atol=2e-3, rtol=1e-3)
+        paper = torch.from_numpy(Paper().log_ratio(x, p, q))
+        torch.testing.assert_close(paper, g["derived.log_ratio_paper_sign_tau1"], atol=1e-3, rtol=1e-4)
+
+
+def test_acceptance_and_resampling_of_the_release(t):
+    for g, tau in cases(t):
+        x, p, q = g["x"].double().numpy(), trace(g, "x2"), trace(g, "x1")
+        kept = accept(Release(tau), x, p, q, Dice([g["uniform"]], []))
+        assert np.array_equal(kept, g["accept"].bool().numpy())
+        if int(g["n_tries"]) in (0, 100):
+            continue
+        made, found = resample(Release(tau), p, q, Dice(g["resample.uniform"], g["resample.noise"]), last=True)
+        close(made, g["resample.output"], 1e-5)
+        assert np.array_equal(found, g["resample.accepted_any"].bool().numpy())
+
+
+class Fresh:
+    """Numbers of a seed."""
+
+    def __init__(self, seed):
+        self.random = np.random.Generator(np.random.PCG64(seed))
+
+    def uniform(self, rows):
+        return self.random.random(rows)
+
+    def normal(self, rows, width):
+        return self.random.standard_normal((rows, width))
+
+
+@pytest.mark.parametrize("i", [11, 28])
+def test_residuals_without_mass_are_told(t, i):
+    g = group(t, f"dp.{i:02d}.")  # the release returns zeros here
+    made, found = resample(Release(), trace(g, "x2"), trace(g, "x1"), Fresh(i), last=True)
+    assert np.array_equal(found, g["resample.accepted_any"].bool().numpy())
+    assert not made[~found].any()
+    settled, kept = settle(Release(), g["x"].double().numpy() + 1, trace(g, "x2"), trace(g, "x1"), Rejecting(), True)
+    assert not kept.any() and settled.any(1).all()  # never silently zero
+
+
+class Rejecting(Fresh):
+    def __init__(self):
+        super().__init__(0)
+
+    def uniform(self, rows):
+        return np.full(rows, 1e9)
+
+
+@pytest.mark.parametrize("std", [0.0, np.inf, np.nan])
+def test_widths_that_no_density_has(std):
+    ends = Trace(np.zeros((1, 2)), np.full((1, 2), std), np.zeros((1, 2)))
+    with pytest.raises(ValueError, match="must be above 0 and finite"):
+        accept(Paper(), np.zeros((1, 2)), ends, ends, Fresh(0))
+
+
+@pytest.mark.parametrize("facts", FACTS["trajectories"], ids=lambda f: f["name"])
+def test_chains_of_both_models(t, pair, facts):
+    for model, name in zip(pair, ("target", "draft"), strict=True):
+        g = group(t, f"traj.{facts['index']:02d}.{name}.")
+        plan = Plan(head_steps="ddim8", cfg=facts["cfg"], temperature=facts["temperature"])
+        side = Side(model, torch.tensor(facts["labels"]), facts["N"], plan)
+        noise = torch.cat([g["x_T"][None], g["inter_noise"].flip(0)])
+        z = g["z"].view(-1, facts["N"], g["z"].shape[-1]).transpose(0, 1)
+        tokens, ends = side.chains(z, facts["cfg"], noise)
+        close(tokens, g["manager.sample"], 1e-4)
+        close(ends.mean, g["manager.mean"], 1e-4)
+        close(ends.log_stds, g["manager.log_var"], 1e-4)
+        close(ends.std, g["std_times_temp"][-1], 1e-4)
+
+
+@pytest.mark.parametrize("run", FACTS["runs"], ids=lambda run: run["name"])
+def test_whole_runs_of_the_release(t, pair, run):
+    g = group(t, f"run.{run['name']}.")
+    plan = Plan(run["num_iter"], "ddim8", run["cfg"], run["cfg_schedule"], run["temperature"])
+    sides = [Side(model, torch.tensor(run["labels"]), run["bsz"], plan) for model in pair]
+    noise = torch.cat([g["noise"][:, :, None], g["inter_noise"].flip(2)], dim=2)
+    verifies = sum("uniform" in k and k.startswith("verify") and "resample" not in k for k in g)
+    dice = []
+    for b in range(run["bsz"]):
+        uniforms, normals = [], []
+        for v in range(verifies):
+            r = group(g, f"verify{v:02d}.")
+            rows = r["index"][0] == b
+            kept = (r["ratio"] > r["uniform"])[rows]
+            uniforms += [r["uniform"][rows]] + ([] if kept.all() else [r["resample_uniform"][0][rows]])
+            normals += [] if kept.all() else [r["resample_noise"][0][rows]]
+        dice.append(Dice(uniforms, normals))
+    window = Window(run["num_draft"], run["ratio"])
+    states = [
+        p.tokens.clone()
+        for p in decode_release(*sides, g["orders"], noise, dice, Release(run["inner_temperature"]), window)
+    ]
+    close(unpatchify(states[-1]), g["result_latent"], 2e-3)
+    assert len(states) == len(iterations(16, run["num_iter"])) + 1
+    *_, last = decode_release(*sides, g["orders"], noise, [AlwaysKeep()] * 3, Release(), window)
+    assert last.stats.drafted == sum(c["n"] for c in run["calls"] if c["kind"] == "verify")
+
+
+class AlwaysKeep:
+    def uniform(self, rows):
+        return np.full(rows, -1.0)
+
+
+def test_pairs_that_do_not_fit(pair):
+    target, draft = pair
+    from dataclasses import replace
+
+    for change, message in ((dict(vae_embed_dim=8), "token width"), (dict(img_size=64), "order's length"),
+                            (dict(img_size=64, vae_stride=16), "VAE stride")):  # fmt: skip
+        other = MAR(replace(draft.config, **change))
+        with pytest.raises(ValueError, match=message):
+            check_pair(target, other)
+    check_pair(target, draft)
