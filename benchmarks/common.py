@@ -135,7 +135,7 @@ def git_sha() -> str:
     """The commit measured, with ``+`` where library code differs from it."""
     try:
         sha = _git("rev-parse", "--short=12", "HEAD")
-        paths = ("specmm", "image_ar", "metrics", "kernels", "benchmarks/*.py")
+        paths = ("specmm", "image_ar", "vlm", "diffusion_drafters", "metrics", "kernels", "benchmarks/*.py")
         return sha + ("+" if _git("status", "--porcelain", "--", *paths) else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

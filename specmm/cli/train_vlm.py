@@ -17,7 +17,8 @@ from specmm.cli.output import stdout_reserved, writable
 
 def llava(
     data: Data = EMOJI,
-    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of the whole model.")] = 2400,
+    steps: Annotated[int, typer.Option(min=1, help="Steps the language model then learns alone.")] = 2000,
+    together_steps: Annotated[int, typer.Option(min=0, help="Steps of all parts at a tenth of the rate.")] = 300,
     tower_steps: Annotated[int, typer.Option(min=0, help="Steps the vision tower learns alone before.")] = 1400,
     align_steps: Annotated[int, typer.Option(min=0, help="Steps the projector learns alone after it.")] = 300,
     batch: Annotated[int, typer.Option(min=1, help="Pictures a step, four times as many for the tower alone.")] = 16,
@@ -39,11 +40,13 @@ def llava(
         from specmm.vlm.train.target import Sizes
 
         sizes = Sizes(dim, layers, heads, tower_dim, tower_layers)
-        _train(data, out, sizes, (tower_steps, align_steps, steps), batch, lr, seed)
+        _train(data, out, sizes, (tower_steps, align_steps, steps, together_steps), batch, lr, seed)
     done({"kind": "llava", "steps": steps, "outputs": [str(out / "model")]}, as_json)
 
 
-def _train(data: Path, out: Path, sizes: Any, steps: tuple[int, int, int], batch: int, lr: float, seed: int) -> None:
+def _train(
+    data: Path, out: Path, sizes: Any, steps: tuple[int, int, int, int], batch: int, lr: float, seed: int
+) -> None:
     from transformers import AutoProcessor
 
     from specmm.vlm.data.packing import Encoder
@@ -61,7 +64,11 @@ def _train(data: Path, out: Path, sizes: Any, steps: tuple[int, int, int], batch
     model = build_model(sizes, len(processor.tokenizer), encoder, seed)
     train_tower(model, training, out / "tower", steps=steps[0], batch=4 * batch, lr=lr / 2, seed=seed)
     train_projector(model, processor.tokenizer, training, out / "align", steps=steps[1], batch=4 * batch, seed=seed)
-    train_target(model, encoder, training, held_out, out / "target", steps=steps[2], batch=batch, lr=lr, seed=seed)
+    options: dict[str, Any] = dict(batch=batch, seed=seed)
+    train_target(model, encoder, training, held_out, out / "target", steps=steps[2], lr=lr, **options)
+    train_target(
+        model, encoder, training, held_out, out / "together", steps=steps[3], lr=lr / 10, vision=True, **options
+    )
     save_model(model, processor, out / "model")
 
 

@@ -91,8 +91,17 @@ def build_model(sizes: Sizes, vocabulary: int, ids: Encoder, seed: int) -> Llava
     )
     with seeded(seed):
         model = LlavaForConditionalGeneration(config)
+    _calm(model.model.language_model.layers)
     model.generation_config.update(bos_token_id=ids.bos, eos_token_id=ids.eos, pad_token_id=ids.pad)
     return model
+
+
+@torch.no_grad()
+def _calm(layers: Any) -> None:
+    """Shrink what each branch adds at first, so that a deep model begins near the identity (as GPT-2 does)."""
+    for layer in layers:
+        for branch in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            branch.weight.mul_((2 * len(layers)) ** -0.5)
 
 
 class PatchClassifier(nn.Module):
@@ -149,13 +158,18 @@ def train_target(
     batch: int = 32,
     lr: float = 1e-3,
     seed: int = 0,
+    vision: bool = False,
     evaluate_every: int = 200,
 ) -> None:
-    """Train ``model`` in place to answer; resumes from ``out/checkpoint.pt``.
+    """Train ``model`` in place to answer, its tower and projector only with ``vision``; resumes from ``out``.
+
+    At the learning rate a language model begins with, Adam's steps would undo in no time what the tower knows.
 
     ``loss.csv`` has the share of wholly right short answers about ``held_out`` beside the loss, measured every
     ``evaluate_every`` steps.
     """
+    for part in (model.model.vision_tower, model.model.multi_modal_projector):
+        part.requires_grad_(vision)
     logits_of = torch.compile(lambda batch: answer_logits(model, batch))
     right: dict[str, Tensor] = {"scenes": torch.zeros(()), "easy": torch.zeros(())}
 

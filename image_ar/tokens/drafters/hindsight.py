@@ -27,6 +27,7 @@ class Hindsight:
         if not 0 <= weight < 1:
             raise ValueError(f"hindsight must be in [0, 1), the weight of the target's older laws, got {weight}")
         self.weight, self.below = weight, first_below(shape)
+        self.laws: Tensor | None = None  # none before the first round
 
     def read(self, feedback: Feedback) -> None:
         """Take the laws behind what ``feedback`` rejected; they serve the tree that is drafted next."""
@@ -46,8 +47,6 @@ class Hindsight:
         share = self.share[:, depth - 1, None]  # [B, 1, 1]
         mixed = law.pow(1 - share) * self.laws[:, depth - 1, None].pow(share)
         return mixed.div_(mixed.sum(-1, keepdim=True))
-
-    laws: Tensor | None = None
 
 
 def first_below(shape: TreeShape) -> Tensor:
