@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
+from torch import Tensor
+
 PATCHES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
 PATCHES_512 = (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)
 
@@ -39,3 +41,8 @@ class Ladder:
     def tokens(self, k: int) -> int:
         """Tokens of scale ``k``."""
         return self.sides[k] ** 2
+
+    def split(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Tokens [..., T] of the first scales, laid end to end, as one tensor [..., p²] a scale."""
+        counts = [self.tokens(k) for k in range(self.starts.index(tokens.shape[-1]))]
+        return tokens.split(counts, dim=-1)

@@ -7,7 +7,7 @@ P full latent side, p side of a scale, K scales, V codebook size, L tokens of al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,8 +98,14 @@ class MultiScaleQuantizer(nn.Module):
         return (book.square().sum(1) - 2 * rows @ book.T).argmin(-1)  # |rows|² is the same for every code
 
     def forward(self, features: Tensor) -> Quantized:
-        """Quantise ``features`` [B, E, P, P] with the gradients and the loss of training (mean over the scales)."""
-        features = features.float()
+        """Quantise ``features`` [B, E, P, P] with the gradients and the loss of training (mean over the scales).
+
+        In float32 whatever the surroundings: what one scale rounds away the next would have to encode.
+        """
+        with torch.autocast(features.device.type, enabled=False):
+            return self._quantise(features.float())
+
+    def _quantise(self, features: Tensor) -> Quantized:
         fixed = features.detach()
         f_hat, tokens, loss = torch.zeros_like(fixed), [], fixed.new_zeros(())
         for k in range(len(self.ladder)):
@@ -108,14 +114,19 @@ class MultiScaleQuantizer(nn.Module):
             loss = loss + F.mse_loss(f_hat, fixed) + self.beta * F.mse_loss(features, f_hat.detach())
         return Quantized(features + (f_hat - features).detach(), tokens, loss / len(self.ladder))
 
+    def residuals(self, features: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Scale by scale, what ``features`` [B, E, P, P] have left to quantise [B, p², E], and its tokens [B, p²]."""
+        rest = features.float()
+        for k in range(len(self.ladder)):
+            rows = self.reduce(rest, k)
+            tokens = self.nearest(rows)
+            yield rows, tokens
+            rest = rest - self.paint(self.codes(tokens), k)
+
     @torch.no_grad()
     def encode(self, features: Tensor) -> list[Tensor]:
         """Tokens [B, p²] of every scale of ``features`` [B, E, P, P]."""
-        rest, tokens = features.float(), []
-        for k in range(len(self.ladder)):
-            tokens.append(self.nearest(self.reduce(rest, k)))
-            rest = rest - self.paint(self.codes(tokens[k]), k)
-        return tokens
+        return [tokens for _, tokens in self.residuals(features)]
 
     def f_hats(self, tokens: Sequence[Tensor]) -> list[Tensor]:
         """The sums [B, E, P, P] behind each of the scales that ``tokens`` holds."""
@@ -136,7 +147,7 @@ class MultiScaleQuantizer(nn.Module):
     def inputs(self, tokens: Sequence[Tensor]) -> Tensor:
         """The transformer's inputs [B, T, E] at scales 1 … that teacher forcing with ``tokens`` needs.
 
-        All K scales' tokens give the inputs of scales 1 … K-1; fewer give one scale more than they are.
+        All K scales' tokens give the inputs of scales 1 … K-1; fewer (at least one) give one scale more than they are.
         """
         last = len(self.ladder) - 1
         return torch.cat([self.reduce(f, k) for k, f in enumerate(self.f_hats(tokens[:last]), 1)], dim=1)

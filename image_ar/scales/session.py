@@ -87,7 +87,7 @@ class Session:
 
     def _allocate(self, capacity: int) -> list[Memory]:
         config, rows = self.model.config, len(self.given.cond)
-        shape = (config.depth, 2, rows, capacity, config.num_heads, config.head_dim)
+        shape = (config.depth, 2, rows, capacity, config.num_heads, config.embed_dim // config.num_heads)
         data = torch.empty(shape, dtype=self.model.dtype, device=self.model.device)
         return [Memory(keys, values) for keys, values in data]
 

@@ -49,11 +49,6 @@ class VARConfig:
         return Ladder(self.patch_nums)
 
     @property
-    def head_dim(self) -> int:
-        """D."""
-        return self.embed_dim // self.num_heads
-
-    @property
     def hidden_dim(self) -> int:
         """Inner width of the feed-forward layers."""
         return round(self.embed_dim * self.mlp_ratio)
@@ -103,7 +98,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         width = config.embed_dim
         self.heads, self.l2_norm = config.num_heads, config.attn_l2_norm
-        self.scale = 1.0 if config.attn_l2_norm else 0.25 / math.sqrt(config.head_dim)
+        self.scale = 1.0 if config.attn_l2_norm else 0.25 / math.sqrt(width // config.num_heads)
         if config.attn_l2_norm:
             self.scale_mul_1H11 = nn.Parameter(torch.full((1, self.heads, 1, 1), math.log(4.0)))
         self.mat_qkv = nn.Linear(width, 3 * width, bias=False)
@@ -140,8 +135,11 @@ class FFN(nn.Module):
         self.fc2 = nn.Linear(config.hidden_dim, config.embed_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., C] -> [..., C]."""
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+        """[..., C] -> [..., C]; on a CPU oneDNN applies the GELU to a product still in its cache."""
+        if torch.is_grad_enabled() or x.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+            return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+        fused = torch.ops.mkldnn._linear_pointwise
+        return self.fc2(fused(x, self.fc1.weight, self.fc1.bias, "gelu", [], "tanh"))
 
 
 class Block(nn.Module):
@@ -163,7 +161,7 @@ class Block(nn.Module):
         return Given(gate1, gate2, scale1 + 1, scale2 + 1, shift1, shift2, *self.attn.fixed())
 
     def forward(self, x: Tensor, given: Given, bias: Tensor | None, store: Store | None, tail: int) -> Tensor:
-        """[R, T, C] -> the last ``tail`` rows [R, tail, C]; the others only serve as keys and values."""
+        """[R, T, C] -> its last ``tail`` rows; the others only serve as keys and values."""
         seen = modulate(x, given.scale1, given.shift1, self.eps)
         x = torch.addcmul(x[:, -tail:], given.gate1, self.attn(seen, given, bias, store, tail))
         return torch.addcmul(x, given.gate2, self.ffn(modulate(x, given.scale2, given.shift2, self.eps)))

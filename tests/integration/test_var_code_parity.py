@@ -1,0 +1,253 @@
+"""VAR's sampling and CoDe's runs against what the official releases drew, greedy and from seeds.
+
+The ``.json`` beside each file in tests/parity/var says which call made which tensor.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specmm.checkpoints import load_strict
+from specmm.handoff import handoff
+from specmm.image_ar.scales.canvas import Canvas
+from specmm.image_ar.scales.drawing import code_turns, turn
+from specmm.image_ar.scales.ladder import Ladder
+from specmm.image_ar.scales.loading import infer_var_config, infer_vqvae_config
+from specmm.image_ar.scales.release import Release, sorted_mask
+from specmm.image_ar.scales.sampling import Sampling, soften
+from specmm.image_ar.scales.var import VAR
+from specmm.image_ar.scales.vqvae import VQVAE
+from specmm.stats import Clock
+
+PARITY = Path(__file__).parents[1] / "parity" / "var"
+VARIANTS = ("noshared", "shared", "nol2")
+
+
+class Case:
+    """One parity file: ``t["x"]`` its tensors, ``state(prefix)`` its weights in float32, ``facts`` its json."""
+
+    def __init__(self, name):
+        self.t = load_file(PARITY / f"{name}.safetensors")
+        self.facts = json.loads((PARITY / f"{name}.json").read_text())
+
+    def state(self, prefix="weights."):
+        found = {k.removeprefix(prefix): v for k, v in self.t.items() if k.startswith(prefix)}
+        return {k: v.float() if v.is_floating_point() else v for k, v in found.items()}
+
+    def scales(self, prefix):
+        return [self.t[f"{prefix}.{k}"] for k in range(4)]
+
+
+def close(got, wanted, atol=5e-4):
+    torch.testing.assert_close(got, wanted, atol=atol, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def vqvae():
+    state = Case("vqvae_tiny").state()
+    model = VQVAE(infer_vqvae_config(state, (1, 2, 3, 4)))
+    load_strict(model, state, ())
+    return model.eval()
+
+
+def load(state, heads):
+    """A VAR of ``state``; its sizes do not tell the heads without attn_l2_norm at this width."""
+    config = infer_var_config(state | {"blocks.0.attn.scale_mul_1H11": torch.zeros(1, heads, 1, 1)})
+    model = VAR(dataclasses.replace(config, attn_l2_norm="blocks.0.attn.scale_mul_1H11" in state))
+    model.load_state_dict(state)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def var():
+    return Case("var_tiny")
+
+
+@pytest.fixture(scope="module")
+def models(var):
+    return {name: load(var.state(f"{name}.weights."), 4) for name in VARIANTS}
+
+
+# --- sampling ---
+
+
+@pytest.mark.parametrize("i", range(36))
+def test_filters_and_draws(i):
+    case = Case("sampling")
+    facts, logits = case.facts["cases"][i], case.t["logits"]
+    top_k, top_p, heat = facts["top_k"], facts["top_p"] or 1.0, float(facts["temp"])
+    sampling = Sampling(0.0, top_k, top_p, heat)
+    kept = case.t[f"case{i}.kept"]
+    assert torch.equal(sorted_mask(logits, top_k, top_p).isfinite(), kept)
+    drawn = Release(sampling, torch.Generator().manual_seed(7), 4).draw(logits, 0)
+    assert torch.equal(drawn.tokens, case.t[f"case{i}.idx"])
+    ours = sampling.masked(logits).isfinite()
+    assert (ours | ~kept).all()  # ours keeps all equals of a kept token, the release some of them
+    least = logits.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
+    assert torch.equal(ours, logits >= least)
+
+
+@pytest.mark.parametrize("i", range(3))
+def test_gumbel_softmax(i):
+    case = Case("sampling")
+    heat, scale = case.facts["gumbel"][i]
+    noise = torch.empty_like(case.t["logits"]).exponential_(generator=torch.Generator().manual_seed(9)).log_().neg_()
+    close(((case.t["logits"] * scale + noise) / heat).softmax(-1), case.t[f"gumbel{i}"], 1e-5)
+    if heat != 0.1:  # the others are heats that go with their scale
+        close(soften(case.t["logits"], noise, scale - 1), case.t[f"gumbel{i}"], 1e-5)
+
+
+# --- decoding ---
+
+
+class Recorder:
+    """A sampler that keeps the logits it is given."""
+
+    def __init__(self, sampler):
+        self.sampler, self.logits = sampler, []
+
+    def draw(self, logits, k):
+        self.logits.append(logits)
+        return self.sampler.draw(logits, k)
+
+
+@torch.no_grad()
+def paint(vqvae, labels, turns_of, cfg, sampler):
+    """The canvas, and the logits of every scale, of a run by the turns that ``turns_of(canvas, sampler)`` makes."""
+    canvas, recorder = Canvas(vqvae.quantize, len(labels)), Recorder(sampler)
+    list(handoff(turns_of(canvas, recorder), Clock()))
+    return canvas, recorder.logits
+
+
+def alone(model, vqvae, labels, cfg, sampler=None):
+    labels, sampling = torch.tensor(labels), Sampling(cfg, 1)
+    sampler = sampler or Release(sampling, torch.Generator().manual_seed(0), 4)
+
+    def turns(canvas, sampler):
+        return [turn(model, "large", range(4), canvas, labels, sampling, lambda steps: sampler)]
+
+    return paint(vqvae, labels, turns, cfg, sampler)
+
+
+def image(vqvae, canvas):
+    with torch.no_grad():
+        return (vqvae.decode(canvas.sums[-1]) + 1) / 2
+
+
+def same_tokens(canvas, wanted):
+    assert len(canvas.tokens) == len(wanted)
+    assert all(torch.equal(a, b) for a, b in zip(canvas.tokens, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_greedy(var, models, vqvae, name):
+    canvas, logits = alone(models[name], vqvae, var.facts["labels"], 1.5)
+    same_tokens(canvas, var.scales(f"{name}.greedy.idx"))
+    for k in range(4):
+        close(logits[k], var.t[f"{name}.greedy.cfg_logits.{k}"])
+        close(canvas.sums[k], var.t[f"{name}.greedy.fhat.{k}"])
+    close(image(vqvae, canvas), var.t[f"{name}.greedy.image01"])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    ("run", "labels", "cfg"),
+    [("greedy_cfg0", None, 0.0), ("greedy_cfg4", None, 4.0), ("int_label4", [4, 4], 1.5), ("null_label", [10], 1.5)],
+)
+def test_greedy_at_other_options(var, models, vqvae, name, run, labels, cfg):
+    canvas, _ = alone(models[name], vqvae, labels or var.facts["labels"], cfg)
+    same_tokens(canvas, var.scales(f"{name}.{run}.idx"))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_seeded_runs(var, models, vqvae, name):
+    for run, smooth in (("stoch", False), ("smooth", True)):
+        sampler = Release(Sampling(1.5, 20, 0.9, 1.0, smooth), torch.Generator().manual_seed(123), 4)
+        canvas, _ = alone(models[name], vqvae, var.facts["labels"], 1.5, sampler)
+        same_tokens(canvas, var.scales(f"{name}.{run}.idx"))
+        close(image(vqvae, canvas), var.t[f"{name}.{run}.image01"])
+
+
+@torch.no_grad()
+def test_soft_codes(var, models, vqvae):
+    sampler = Release(Sampling(1.5, 20, 0.9, 1.0, True), torch.Generator().manual_seed(123), 4)
+    blended, draw = [], sampler.draw
+
+    def keep(logits, k):
+        choice = draw(logits, k)
+        blended.append(choice.weights @ vqvae.quantize.embedding.weight)
+        return choice
+
+    sampler.draw = keep
+    alone(models["noshared"], vqvae, var.facts["labels"], 1.5, sampler)
+    for k, codes in enumerate(blended):
+        close(codes.transpose(1, 2), var.t[f"noshared.smooth.h_BChw.{k}"].flatten(2))
+
+
+# --- CoDe ---
+
+
+@pytest.fixture(scope="module")
+def code():
+    return Case("code_tiny")
+
+
+@pytest.fixture(scope="module")
+def pair(code):
+    return [
+        load(code.state(f"{role}.weights."), code.facts[f"{role}_config"]["num_heads"]) for role in ("draft", "refine")
+    ]
+
+
+def collaborate(code, pair, vqvae, n, samplers):
+    """A run of CoDe whose two models have a sampler each."""
+    labels, large, small = torch.tensor(code.facts["labels"]), *pair
+
+    def turns(canvas, _):
+        made = iter(samplers)
+        return code_turns(large, small, n, canvas, labels, Sampling(1.5), lambda steps: next(made))
+
+    return paint(vqvae, labels, turns, 1.5, None)[0]
+
+
+def release(seed, *options):
+    return Release(Sampling(1.5, *options), torch.Generator().manual_seed(seed), 4)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_code_greedy(code, pair, vqvae, n):
+    samplers = [Recorder(release(0, 1, 1.0, 1.1)) for _ in range(2)]
+    canvas = collaborate(code, pair, vqvae, n, samplers)
+    same_tokens(canvas, code.scales(f"N{n}.idx"))
+    for k, logits in enumerate(samplers[0].logits + samplers[1].logits):
+        close(logits, code.t[f"N{n}.cfg_logits.{k}"])
+    close(canvas.inputs(1, n), code.t[f"N{n}.draft_token_hub"])
+    close(canvas.sums[n - 1], code.t[f"N{n}.draft_fhat"])
+    close(canvas.sums[-1], code.t[f"N{n}.final_fhat"])
+    close(image(vqvae, canvas), code.t[f"N{n}.image01"])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_code_seeded(code, pair, vqvae, n):
+    samplers = [release(42, 20, 0.95, 1.1) for _ in range(2)]
+    samplers[1].burn(Ladder((1, 2, 3, 4)), 3, 64, n)
+    canvas = collaborate(code, pair, vqvae, n, samplers)
+    same_tokens(canvas, code.scales(f"N{n}.stoch.idx"))
+    close(image(vqvae, canvas), code.t[f"N{n}.stoch.image01"])
+
+
+@pytest.mark.parametrize(("n", "run"), [(0, "plain_refine"), (4, "plain_draft")])
+def test_code_at_its_ends_is_plain_decoding(code, pair, vqvae, n, run):
+    canvas = collaborate(code, pair, vqvae, n, [release(0, 1, 1.0, 1.1)])
+    same_tokens(canvas, code.scales(f"{run}.idx"))
+    close(image(vqvae, canvas), code.t[f"{run}.image01"])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_code_of_one_model_is_plain_decoding(code, pair, vqvae, n):
+    canvas = collaborate(code, [pair[0], pair[0]], vqvae, n, [release(0, 1, 1.0, 1.1) for _ in range(2)])
+    same_tokens(canvas, code.scales("plain_draft.idx"))
