@@ -2,6 +2,7 @@
 
 Image tokens: ``ar`` (plain), ``sjd`` (draft-free Jacobi), ``speculative`` (exact sampled tree), ``eagle`` (EAGLE-2's
 tree, exact by point masses), ``lantern`` (δ), ``lantern++`` (λ), ``auto`` (the fastest exact choice on this machine).
+Continuous tokens: ``ar``, ``cspd`` (its variant ``exact`` speculates along the head's own denoising chain).
 Scales: ``ar``, ``code`` (two models in turn), ``speculative`` (the small one drafts, the large verifies), ``auto``.
 Questions about pictures: ``ar``, ``text-draft`` (a small language model that does not see the picture), ``vlm-draft``
 (a small vision-language model that does), ``msd`` (its own drafter on the target's features), ``prompt-lookup`` (no
@@ -163,10 +164,28 @@ class ScaleSpeculative:
     until: int = -1
 
 
+@dataclass(frozen=True)
+class CSpD:
+    """Continuous speculative decoding (arXiv 2411.11925) of a MAR: by the ``paper``, as its ``release``, or ``exact``.
+
+    ``exact`` drafts ``window`` steps (16) of a token's denoising chain and needs no second model; ``belief`` is what it
+    drafts from. The others draft ``window`` iterations (8) with the small model, after the share ``prefill`` of the
+    target's own; ``relax`` widens the release's densities.
+    """
+
+    name: ClassVar[str] = "cspd"
+    variant: Literal["exact", "paper", "release"] = "exact"
+    window: int | None = None
+    belief: Literal["gaussian", "frozen"] = "gaussian"
+    prefill: float = 0.05
+    relax: float = 42.0
+
+
 Method = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Auto
 VQAMethod = AR | TextDraft | VLMDraft | MSD | PromptLookup | Verdict | Auto
 
 ScalesMethod = AR | CoDe | ScaleSpeculative | Auto
+ContinuousMethod = AR | CSpD
 
 
 def _registry(*kinds: Any) -> Registry:
@@ -176,6 +195,7 @@ def _registry(*kinds: Any) -> Registry:
 IMAGE_TOKENS = _registry(AR, SJD, Speculative, Eagle, Lantern, LanternPP, Auto)
 VQA = _registry(AR, TextDraft, VLMDraft, MSD, PromptLookup, Verdict, Auto)
 SCALES = _registry(AR, CoDe, ScaleSpeculative, Auto)
+CONTINUOUS = _registry(AR, CSpD)
 
 
 def resolve(method: str | Method, **options: Any) -> Method:
@@ -193,6 +213,12 @@ def resolve_vqa(method: str | VQAMethod, **options: Any) -> VQAMethod:
 def resolve_scales(method: str | ScalesMethod, **options: Any) -> ScalesMethod:
     """The same for models that draw scale by scale."""
     made: ScalesMethod = make(SCALES, method, **options)
+    return made
+
+
+def resolve_continuous(method: str | ContinuousMethod, **options: Any) -> ContinuousMethod:
+    """The same for models of continuous tokens."""
+    made: ContinuousMethod = make(CONTINUOUS, method, **options)
     return made
 
 
