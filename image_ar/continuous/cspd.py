@@ -62,15 +62,6 @@ class Side:
         return tokens, Trace(*(t.double().cpu().numpy() for t in ends))
 
 
-def check_pair(target: MAR, draft: MAR) -> None:
-    """Raise ``ValueError`` when ``draft`` makes other tokens than ``target``: another width, grid or autoencoder."""
-    for what, name in (("token_dim", "token width"), ("seq_len", "order's length"), ("vae_stride", "VAE stride"),
-                       ("patch_size", "patch size"), ("class_num", "number of classes")):  # fmt: skip
-        ours, theirs = getattr(target.config, what), getattr(draft.config, what)
-        if ours != theirs:
-            raise ValueError(f"drafter's {name} must be the target's {ours}, got {theirs}")
-
-
 class StreamDice:
     """Numbers for picture ``b`` of a batch from its streams."""
 

@@ -50,6 +50,11 @@ class MARConfig:
             )
 
     @property
+    def num_classes(self) -> int:
+        """Classes, as other families call them."""
+        return self.class_num
+
+    @property
     def grid(self) -> int:
         """Tokens along one side of the picture."""
         return self.img_size // self.vae_stride // self.patch_size

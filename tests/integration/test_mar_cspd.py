@@ -1,6 +1,7 @@
 """CSpD between two models against numbers that its official release produced."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specmm.image_ar.continuous.cspd import Side, Window, check_pair, decode_release, settle
+from specmm.image_ar.continuous.cspd import Side, Window, decode_release, settle
 from specmm.image_ar.continuous.decode import Plan
 from specmm.image_ar.continuous.mar import MAR, MARConfig, unpatchify
 from specmm.image_ar.continuous.orders import iterations
+from specmm.image_ar.continuous.pair import check_pair
 from specmm.image_ar.continuous.ratios import Paper, Release, Trace, accept, resample
 
 PARITY = Path(__file__).parents[1] / "parity" / "cspd"
@@ -181,8 +183,6 @@ class AlwaysKeep:
 
 def test_pairs_that_do_not_fit(pair):
     target, draft = pair
-    from dataclasses import replace
-
     for change, message in ((dict(vae_embed_dim=8), "token width"), (dict(img_size=64), "order's length"),
                             (dict(img_size=64, vae_stride=16), "VAE stride")):  # fmt: skip
         other = MAR(replace(draft.config, **change))

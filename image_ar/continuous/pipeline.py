@@ -1,0 +1,177 @@
+"""``MARPipeline``: pictures from a model of continuous tokens, by any of its methods, with a certificate.
+
+Shape letters: B pictures of a batch, L tokens a picture, C token width, R pixels a side.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor
+
+from specmm import __version__, methods, zoo
+from specmm.dtypes import choose_dtype
+from specmm.image_ar.continuous.assemble import Draw, Models, assemble
+from specmm.image_ar.continuous.decode import ChainStats
+from specmm.image_ar.continuous.kl import AutoencoderKL
+from specmm.image_ar.continuous.loading import load_kl, load_mar, save_kl, save_mar
+from specmm.image_ar.continuous.mar import MAR, unpatchify
+from specmm.image_ar.continuous.orders import CFGSchedule
+from specmm.image_ar.continuous.pair import check_pair, check_vae, load_small, save_small
+from specmm.image_ar.continuous.settings import Settings, Solver
+from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
+from specmm.image_ar.settings import class_ids, read_settings, with_options, write_settings
+from specmm.image_ar.tokens.vq import to_uint8
+from specmm.randomness import sample_generators
+
+
+class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
+    """A model of continuous tokens (MAR), its autoencoder, and perhaps a small model that shares it.
+
+    >>> pipe = MARPipeline.from_pretrained("pocket/mar", method="cspd")
+    >>> out = pipe(classes=["heart"], generator=torch.Generator().manual_seed(0))
+    """
+
+    def __init__(
+        self,
+        transformer: MAR,
+        vae: AutoencoderKL,
+        small: MAR | None = None,
+        settings: Settings | None = None,
+        method: str | methods.ContinuousMethod = "ar",
+        name: str = "mar",
+    ) -> None:
+        super().__init__()
+        check_vae(transformer, vae)
+        if small is not None:
+            check_pair(transformer, small)
+        self.register_modules(transformer=transformer, vae=vae, small=small)
+        self.settings, self.name = settings or Settings(), name
+        self.method, self.models = methods.resolve_continuous(method), Models(transformer, small)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        method: str | methods.ContinuousMethod = "ar",
+        torch_dtype: torch.dtype | None = None,
+        small: str | Path | None = None,
+        text_encoder: None = None,
+    ) -> MARPipeline:
+        """A pipeline of a folder, a pocket name or a hub id; the dtype defaults to this machine's fastest.
+
+        The small model is that of the folder, or ``small``: another model's folder, name or id.
+        """
+        if text_encoder is not None:
+            raise ValueError("text_encoder must be left out: this model draws classes")
+        resolved, folder = methods.resolve_continuous(method), zoo.find(name)
+        transformer, vae = load_mar(folder / "transformer"), load_kl(folder / "vae")
+        dtype = torch_dtype or choose_dtype(sum(p.numel() for p in transformer.parameters()))
+        second = load_small(folder, vae) if small is None else load_small(zoo.find(small), vae, whole=True)
+        models = transformer.to(dtype), None if second is None else second.to(dtype)
+        return cls(models[0], vae, models[1], read_settings(Settings, folder), resolved, str(name))
+
+    def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Write everything ``from_pretrained`` reads, with the official parameter names, in safetensors."""
+        folder = Path(folder)
+        save_mar(self.transformer, folder / "transformer", dtype)
+        save_kl(self.vae, folder / "vae", dtype)
+        if self.small is not None:
+            save_small(self.small, folder, self.vae, dtype)
+        write_settings(self.settings, folder)
+        index = {"_class_name": "MARPipeline", "_specmm_version": __version__, "family": "mar"}
+        (folder / "model_index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+    @property
+    def device(self) -> torch.device:
+        """Where the transformer lives."""
+        return self.transformer.mask_token.device
+
+    def to(self, *args: Any, **kwargs: Any) -> MARPipeline:
+        """Move models and autoencoder to a device or dtype."""
+        super().to(*args, **kwargs)
+        self.models.heads.clear()
+        return self
+
+    def __call__(
+        self,
+        classes: Sequence[str | int],
+        num_images_per_prompt: int = 1,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        method: str | methods.ContinuousMethod | None = None,
+        cfg: float | None = None,
+        temperature: float | None = None,
+        num_iter: int | None = None,
+        head_steps: str | int | None = None,
+        cfg_schedule: CFGSchedule | None = None,
+        solver: Solver | None = None,
+        batch_size: int = 8,
+        output_type: str = "pil",
+        callback_on_step_end: Callback | None = None,
+    ) -> ImageOutput:
+        """Draw ``num_images_per_prompt`` pictures of every class; ``tokens`` are [B, L, C] in raster order.
+
+        What is not given comes from the model's settings. ``generator`` is one for all (each picture gets a seed from
+        it) or one a picture; a picture depends on its own seed only, not on the batch. Raises ``ValueError`` for an
+        unknown class or method, for options out of range and for a method without the small model it needs.
+        """
+        check_call(output_type, batch_size, num_images_per_prompt)
+        settings = self.target(cfg, temperature, num_iter, head_steps, cfg_schedule, solver)
+        chosen = self.method if method is None else methods.resolve_continuous(method)
+        if not classes:
+            raise ValueError("classes must name at least one class, got none")
+        ids = class_ids(classes, self.settings.classes, self.transformer.config.num_classes)
+        labels = torch.tensor(ids, device=self.device).repeat_interleave(num_images_per_prompt)
+        generators = sample_generators(generator, len(labels), self.device)
+        stats = ChainStats()
+
+        def draw(rows: slice) -> Drawn:
+            what = Draw(labels[rows], generators[rows], settings.plan(), settings.solver)
+            drawn = self._batch(what, chosen, output_type, callback_on_step_end)
+            stats.add(drawn.stats)
+            return drawn
+
+        out = draw_batches(draw, len(labels), batch_size, output_type, self.progress_bar(total=len(labels)))
+        out.stats = stats  # with the counts of head calls, which only this family has
+        return out
+
+    def target(
+        self,
+        cfg: float | None = None,
+        temperature: float | None = None,
+        num_iter: int | None = None,
+        head_steps: str | int | None = None,
+        cfg_schedule: CFGSchedule | None = None,
+        solver: Solver | None = None,
+    ) -> Settings:
+        """How the model is sampled under these options, its settings standing in for what is None."""
+        steps = None if head_steps is None else str(head_steps)
+        options: dict[str, Any] = dict(cfg=cfg, temperature=temperature, num_iter=num_iter, head_steps=steps)
+        chosen = with_options(self.settings, **options, cfg_schedule=cfg_schedule, solver=solver)
+        plan = chosen.plan()
+        if plan.cfg != 1.0:
+            self.transformer.embed_classes(None, 1)
+        self.models.head(plan.head_steps)
+        return chosen
+
+    @torch.inference_mode()
+    def decode_tokens(self, tokens: Tensor) -> Tensor:
+        """Pictures [B, R, R, 3] uint8 of tokens [B, L, C], one by one: batches of other sizes round otherwise."""
+        latents = unpatchify(tokens, self.transformer.config.patch_size)
+        return torch.cat([to_uint8(self.vae.decode_scaled(row)) for row in latents.split(1)])
+
+    def _batch(
+        self, what: Draw, method: methods.ContinuousMethod, output_type: str, callback: Callback | None
+    ) -> Drawn:
+        steps, certificate = assemble(method, self.models, what)
+        for i, progress in enumerate(steps):
+            if callback is not None:
+                callback(self, i, progress.count, {"tokens": progress.tokens})
+        tokens = progress.tokens
+        images = None if output_type == "latent" else self.decode_tokens(tokens)
+        return Drawn(tokens, images, progress.stats, certificate, method.name)
