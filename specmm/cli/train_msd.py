@@ -22,6 +22,7 @@ def msd(
     lr: Annotated[float, typer.Option(min=0, help="Learning rate; 5e-5 for a billion parameters.")] = 1e-3,
     noise: Annotated[float, typer.Option(min=0, help="On the states the head reads.")] = 0.05,
     law_weight: Annotated[float, typer.Option(min=0, help="Of the laws' cross-entropy; 0.1 for wide targets.")] = 1.0,
+    passes: Annotated[int, typer.Option(min=1, help="From the second on it reads its own states.")] = 2,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the head.")] = 1,
     width: Annotated[int | None, typer.Option(min=1, help="Its inner width, the target's if not given.")] = None,
     seed: Seed = 0,
@@ -46,7 +47,7 @@ def msd(
         writable(result.parent)
         target, processor = VLMTarget(load_model(folder, torch.float32), Processor(), model), load_processor(folder)
         sizes = {"num_hidden_layers": layers, **({"intermediate_size": width} if width else {})}
-        options: dict[str, Any] = dict(batch=batch, lr=lr, noise=noise, law_weight=law_weight, seed=seed)
+        options: dict[str, Any] = dict(batch=batch, lr=lr, noise=noise, law_weight=law_weight, passes=passes, seed=seed)
         options["config"] = msd_config(target, **sizes)
         head = train_msd(target, _source(processor, target, data), writable(out), steps=steps, **options)
         head.acceptance = _acceptance(target, head, processor, data)

@@ -68,6 +68,7 @@ def train_msd(
     lr: float = 5e-5,
     noise: float = 0.2,
     law_weight: float = LAW_WEIGHT,
+    passes: int = 1,
     seed: int = 0,
     autocast: bool = True,
 ) -> MSDHead:
@@ -75,7 +76,8 @@ def train_msd(
 
     ``config`` gives other sizes than the target's own layers (``msd_config``). Token embeddings are the target's and
     stay so. The noise on the states of a row is uniform in ±``noise`` · 256 / its length. ``law_weight`` is that of the
-    cross-entropy: the release's suits states of thousands of channels, small targets want more.
+    cross-entropy: the release's suits states of thousands of channels, small targets want more; for ``passes``
+    see ``msd_loss``.
     """
     with seeded(seed):
         head = MSDHead(config or msd_config(target)).to(target.device)
@@ -89,7 +91,7 @@ def train_msd(
         examples = [source(random, random.random() < visual_share(i, steps)) for _ in range(batch)]
         with torch.autocast(target.device.type, torch.bfloat16, enabled=autocast):
             slots = read_slots(target, examples, shaking(noise, random.randrange(2**40)))
-            return msd_loss(head, target.head, slots, law_weight)
+            return msd_loss(head, target.head, slots, law_weight, passes)
 
     fit(head, step, out=out, steps=steps, lr=lr, betas=BETAS, clip=CLIP, weight_decay=DECAY)
     return head
@@ -152,18 +154,38 @@ def collate(examples: Sequence[Example], device: torch.device) -> tuple[VLMPromp
     return VLMPrompt({k: v.to(device) for k, v in inputs.items()}, 1), answers.to(device)
 
 
-def msd_loss(head: MSDHead, output: Callable[[Tensor], Tensor], slots: Slots, law_weight: float = LAW_WEIGHT) -> Losses:
-    """SmoothL1 + ``law_weight`` · soft cross-entropy over the slots that count, and its parts.
+def msd_loss(
+    head: MSDHead,
+    output: Callable[[Tensor], Tensor],
+    slots: Slots,
+    law_weight: float = LAW_WEIGHT,
+    passes: int = 1,
+) -> Losses:
+    """SmoothL1 + ``law_weight`` · soft cross-entropy over the slots that count, mean of ``passes``; and its parts.
 
-    ``output`` is the target's head; ``overlap`` the mean of Σ min(p, q): what a single draft is accepted with.
+    ``output`` is the target's head; ``overlap`` the mean of Σ min(p, q): what a single draft is accepted with. From the
+    second pass on the head reads its own states on answers, as it will when it drafts (as in EAGLE-3, arXiv
+    2503.01840); ``overlap`` is the first pass's, ``overlap_last`` the last's.
     """
-    states = head(head.prompt_slots(slots.embeddings, slots.hidden, slots.image))
-    predicted, wanted = states[slots.mask].float(), slots.wanted[slots.mask].float()  # [M, C]
+    wanted = slots.wanted[slots.mask].float()  # [M, C]
     with torch.no_grad():
         law = output(wanted).float().softmax(-1)  # [M, V]
-    drafted = output(predicted).float().log_softmax(-1)
-    regression = F.smooth_l1_loss(predicted, wanted)
-    cross_entropy = -(law * drafted).sum(-1).mean()
-    overlap = torch.minimum(law, drafted.detach().exp()).sum(-1).mean()
+    hidden, found = slots.hidden, []
+    for _ in range(passes):
+        states = head(head.prompt_slots(slots.embeddings, hidden, slots.image))
+        found.append(_pass_losses(states[slots.mask].float(), wanted, law, output))
+        own = F.pad(slots.mask[:, :-1], (1, 0))[..., None]  # slots whose state an answer's slot before predicts
+        hidden = torch.where(own, F.pad(states.detach()[:, :-1], (0, 0, 1, 0)).to(hidden), hidden)
+    regression, cross_entropy = (torch.stack([f[i] for f in found]).mean() for i in (0, 1))
     loss = regression + law_weight * cross_entropy
-    return {"loss": loss, "smooth_l1": regression, "cross_entropy": cross_entropy, "overlap": overlap}
+    overlaps = {"overlap": found[0][2], "overlap_last": found[-1][2]}
+    return {"loss": loss, "smooth_l1": regression, "cross_entropy": cross_entropy, **overlaps}
+
+
+def _pass_losses(
+    predicted: Tensor, wanted: Tensor, law: Tensor, output: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """SmoothL1, cross-entropy and overlap of ``predicted`` states [M, C]."""
+    drafted = output(predicted).float().log_softmax(-1)
+    overlap = torch.minimum(law, drafted.detach().exp()).sum(-1).mean()
+    return F.smooth_l1_loss(predicted, wanted), -(law * drafted).sum(-1).mean(), overlap

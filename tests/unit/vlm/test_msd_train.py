@@ -1,13 +1,14 @@
 """MSD training on a tiny LLaVA: the loss falls, a killed run goes on bit by bit, the share of pictures rises."""
 
 import json
+from random import Random
 
 import pytest
 import torch
 
 from specmm.processors import Processor
 from specmm.vlm.target import VLMTarget
-from specmm.vlm.train.msd import Example, msd_config, read_slots, shaking, train_msd, visual_share
+from specmm.vlm.train.msd import Example, msd_config, msd_loss, read_slots, shaking, train_msd, visual_share
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def test_the_loss_falls_and_a_killed_run_goes_on(target, tmp_path):
     options = dict(batch=4, lr=3e-3, autocast=False)
     whole = train_msd(target, source, tmp_path / "whole", steps=61, **options)
     curve = [line.split(",") for line in (tmp_path / "whole" / "loss.csv").read_text().splitlines()]
-    assert curve[0] == ["step", "loss", "smooth_l1", "cross_entropy", "overlap"]
+    assert curve[0] == ["step", "loss", "smooth_l1", "cross_entropy", "overlap", "overlap_last"]
     assert float(curve[-1][1]) < 0.8 * float(curve[1][1])
     killed = 0
 
@@ -106,10 +107,29 @@ def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch, c
     monkeypatch.setattr(command, "_source", lambda *_: source)
     monkeypatch.setattr(command, "_acceptance", lambda *_: {0.0: ((0.9, 0.05),)})
     options = dict(steps=2, batch=2, width=40, out=tmp_path / "run", as_json=True)
-    options |= dict(data=tmp_path, lr=1e-3, noise=0.2, law_weight=0.1, layers=1, seed=0)
+    options |= dict(data=tmp_path, lr=1e-3, noise=0.2, law_weight=0.1, passes=2, layers=1, seed=0)
     command.msd(str(tmp_path / "model"), replace=False, **options)
     assert json.loads(capsys.readouterr().out)["kind"] == "msd"
     head = load_msd(tmp_path / "model" / "drafters" / "msd", model.get_input_embeddings().weight)
     assert head.config.intermediate_size == 40 and head.acceptance == {0.0: ((0.9, 0.05),)}
     with pytest.raises(ValueError, match="exists, give --replace"):
         command.msd(str(tmp_path / "model"), replace=False, **options)
+
+
+def test_later_passes_read_the_head_s_own_states_on_answers(target):
+    slots = read_slots(target, [source(Random(0), True), source(Random(1), False)])
+    read = []
+
+    class Oracle:
+        def prompt_slots(self, embeddings, hidden, image):
+            read.append(hidden)
+            return hidden
+
+        def __call__(self, x):
+            return slots.wanted if len(read) == 1 else slots.wanted + 1.0
+
+    losses = msd_loss(Oracle(), target.head, slots, passes=3)
+    assert losses["overlap"] == pytest.approx(1.0, abs=1e-5) and losses["overlap_last"] < losses["overlap"]
+    torch.testing.assert_close(read[1], slots.hidden)  # what is predicted rightly changes nothing
+    changed = (read[2] != slots.hidden).any(-1)
+    assert torch.equal(changed, torch.nn.functional.pad(slots.mask[:, :-1], (1, 0))), "only behind an answer's slot"
