@@ -23,6 +23,7 @@ class Family:
 
 FAMILIES = {  # by the "family" in model_index.json
     "llamagen": Family("specmm.image_ar.tokens.pipeline", "LlamaGenPipeline", methods.IMAGE_TOKENS),
+    "mar": Family("specmm.image_ar.continuous.pipeline", "MARPipeline", methods.CONTINUOUS),
     "var": Family("specmm.image_ar.scales.pipeline", "VARPipeline", methods.SCALES),
 }
 

@@ -16,7 +16,8 @@ Prompt = Annotated[list[str], typer.Option("--prompt", help="Caption, for text-t
 MethodName = Annotated[
     str,
     typer.Option(
-        help="LlamaGen: ar, sjd, speculative, eagle, lantern, lantern++, auto. VAR: ar, code, speculative, auto."
+        help="LlamaGen: ar, sjd, speculative, eagle, lantern, lantern++, auto; VAR: ar, code, speculative, auto; "
+        "MAR: ar, cspd."
     ),
 ]
 Options = Annotated[list[str], typer.Option("--option", "-o", help="KEY=VALUE of the method; may be repeated.")]
