@@ -44,6 +44,13 @@ def check_vae(target: MAR, vae: AutoencoderKL) -> None:
             raise ValueError(f"autoencoder's {name} must be the transformer's {ours}, got {theirs}")
 
 
+def check_same_vae(vae: AutoencoderKL, found: str, source: Path) -> None:
+    """Raise ``ValueError`` when a drafter's autoencoder, known by the fingerprint ``found``, is not ``vae``."""
+    wanted = kl_fingerprint(vae)
+    if found != wanted:
+        raise ValueError(f"drafter's VAE must be the target's {wanted}, got {found} for {source}")
+
+
 def load_small(folder: Path, vae: AutoencoderKL, whole: bool = False) -> MAR | None:
     """The small model in ``folder/small``, or that of a ``whole`` model's folder; None when there is none.
 
@@ -53,8 +60,7 @@ def load_small(folder: Path, vae: AutoencoderKL, whole: bool = False) -> MAR | N
     if not place.is_dir():
         return None
     found = kl_fingerprint(load_kl(folder / "vae")) if whole else str(read_json(place / PAIR).get("vae"))
-    if found != kl_fingerprint(vae):
-        raise ValueError(f"drafter's VAE must be the target's {kl_fingerprint(vae)}, got {found} in {folder}")
+    check_same_vae(vae, found, folder)
     return load_mar(place)
 
 

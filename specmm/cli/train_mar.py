@@ -110,8 +110,8 @@ def _save(model: Any, vae: Any, classes: tuple[str, ...], out: Path, beside: Pat
     """Write a whole model, or the small model of the one in ``beside``; returns where."""
     import torch
 
-    from specmm.image_ar.continuous.loading import load_kl, load_mar
-    from specmm.image_ar.continuous.pair import check_pair, load_small, save_small
+    from specmm.image_ar.continuous.loading import kl_fingerprint, load_kl, load_mar
+    from specmm.image_ar.continuous.pair import check_pair, check_same_vae, save_small
     from specmm.image_ar.continuous.pipeline import MARPipeline
     from specmm.image_ar.continuous.settings import Settings
 
@@ -120,6 +120,6 @@ def _save(model: Any, vae: Any, classes: tuple[str, ...], out: Path, beside: Pat
         MARPipeline(model.eval(), vae, None, Settings(classes=classes)).save_pretrained(folder, torch.bfloat16)
         return folder
     check_pair(load_mar(beside / "transformer"), model)
+    check_same_vae(load_kl(beside / "vae"), kl_fingerprint(vae), beside)
     save_small(model.eval(), beside, vae, torch.bfloat16)
-    load_small(beside, load_kl(beside / "vae"))
     return beside / "small"

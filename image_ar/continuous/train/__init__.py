@@ -1,0 +1,1 @@
+"""Training of MAR and of its autoencoder."""
