@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specmm import __version__, methods, zoo
 from specmm.certificate import Certificate
+from specmm.dtypes import LARGE as MANY
 from specmm.dtypes import choose_dtype
 from specmm.handoff import certificate, handoff
 from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
@@ -25,7 +26,7 @@ from specmm.image_ar.scales.canvas import Canvas
 from specmm.image_ar.scales.drawing import LARGE, code_turns, turn
 from specmm.image_ar.scales.loading import load_var, load_vqvae, save_var, save_vqvae
 from specmm.image_ar.scales.pair import check_dtype, check_pair, check_tokenizer, load_small
-from specmm.image_ar.scales.sampling import Inverse, Race, Sampling
+from specmm.image_ar.scales.sampling import Inverse, Sampling
 from specmm.image_ar.scales.settings import Settings
 from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.verified import Verified, coarse_scales
@@ -72,13 +73,14 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
     ) -> VARPipeline:
         """A pipeline of a folder, a pocket name or a hub id; the dtype defaults to this machine's fastest.
 
-        The small model is that of the folder, or ``small``: another model's folder, name, id, or a weights file.
+        A scale has so many rows that half precision pays at any size of model where the processor has it. The small
+        model is that of the folder, or ``small``: another model's folder, name, id, or a weights file.
         """
         if text_encoder is not None:
             raise ValueError("text_encoder must be left out: this model draws classes")
         resolved, folder = methods.resolve_scales(method), zoo.find(name)
         transformer, vae = load_var(folder / "transformer"), load_vqvae(folder / "vae")
-        dtype = torch_dtype or choose_dtype(sum(p.numel() for p in transformer.parameters()))
+        dtype = torch_dtype or choose_dtype(MANY)
         check_dtype(dtype, torch.device("cpu") if not torch.cuda.is_available() else torch.device("cuda"))
         second = load_small(small, vae) if small is not None else None
         if second is None and (folder / "small").is_dir():
@@ -235,9 +237,8 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
     ) -> tuple[Iterator[int], Certificate]:
         """The rounds of a settled ``method``, and what it may claim."""
         if isinstance(method, methods.ScaleSpeculative):
-            spread, race = (method.window, self._until(method)), Race(sampling, uniforms)
-            models = self.transformer, self._small(method.name)
-            worker = Verified(*models, canvas, labels, sampling, race, *spread)
+            models, until = (self.transformer, self._small(method.name)), self._until(method)
+            worker = Verified(*models, canvas, labels, sampling, uniforms, method.window, until)
             return worker.rounds(clock), Certificate("exact", "scales kept are the target's own draws", 0.0)
         dice = Inverse(sampling, uniforms, len(canvas.ladder))
         sampler: Callable[[range], Inverse] = lambda _: dice  # noqa: E731  both models throw the same dice in turn

@@ -127,11 +127,12 @@ class Race:
     """Gumbel noise for every place and token: the token is the argmax of logits plus noise.
 
     The noise of a scale stays the same until ``forget``, so that two models that choose with it agree as often as any
-    coupling of this kind allows, and each of them alone follows its own law.
+    coupling of this kind allows, and each of them alone follows its own law. Scales from ``coupled`` on, which one
+    model alone draws, take a uniform number a token instead, as ``Inverse`` does.
     """
 
-    def __init__(self, sampling: Sampling, uniforms: Uniforms) -> None:
-        self.sampling, self.uniforms = sampling, uniforms
+    def __init__(self, sampling: Sampling, uniforms: Uniforms, coupled: int) -> None:
+        self.sampling, self.uniforms, self.coupled = sampling, uniforms, coupled
         self.noise: dict[int, Tensor] = {}
 
     def draw(self, logits: Tensor, k: int) -> Choice:
@@ -139,8 +140,16 @@ class Race:
         if self.sampling.heat(k) == 0:
             return Choice(logits.argmax(-1))
         if k not in self.noise:
-            self.noise[k] = gumbel(self.uniforms.draw(logits[0].numel()).view(logits.shape))
+            self.noise[k] = self._fresh(logits, k)
+        if k >= self.coupled:
+            return Choice(categorical(self.sampling.law(logits, k), self.noise[k]))
         return Choice((self.sampling.scores(logits, k) + self.noise[k]).argmax(-1))
+
+    def _fresh(self, logits: Tensor, k: int) -> Tensor:
+        """Gumbel noise [B, T, V], or uniforms [B, T] where nothing is coupled."""
+        if k >= self.coupled:
+            return self.uniforms.draw(logits.shape[1])
+        return gumbel(self.uniforms.draw(logits[0].numel()).view(logits.shape))
 
     def forget(self, k: int) -> None:
         """Drop the noise of scales below ``k``."""

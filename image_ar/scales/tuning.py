@@ -15,7 +15,7 @@ from torch import Tensor
 from specmm.image_ar.scales.canvas import Canvas
 from specmm.image_ar.scales.drawing import Painter
 from specmm.image_ar.scales.planner import Draw, Forecast, Machine, Work, choose_n, fit, forecast, model_work
-from specmm.image_ar.scales.sampling import Inverse, Race, Sampler, Sampling
+from specmm.image_ar.scales.sampling import Inverse, Sampler, Sampling
 from specmm.image_ar.scales.session import Session
 from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.verified import Verified
@@ -116,8 +116,7 @@ def speculation_wins(
             begin, canvas = _now(large.device), Canvas(vqvae.quantize, batch)
             uniforms = _uniforms(batch, large.device)
             if name == "speculative":
-                race = Race(sampling, uniforms)
-                list(Verified(large, small, canvas, labels, sampling, race, window, until).rounds(Clock()))
+                list(Verified(large, small, canvas, labels, sampling, uniforms, window, until).rounds(Clock()))
             else:
                 dice = Inverse(sampling, uniforms, len(canvas.ladder))
                 _paint(large, labels, sampling, canvas, dice, range(len(canvas.ladder)))

@@ -120,9 +120,8 @@ class SelfAttention(nn.Module):
             q, k = F.normalize(q, dim=-1) * given.q_scale, F.normalize(k, dim=-1)
         q = q.to(v.dtype)
         k, v = store.write(k.to(v.dtype), v) if store is not None else (k.to(v.dtype), v)
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias, scale=self.scale
-        )
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale)
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
@@ -136,10 +135,11 @@ class FFN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., C] -> [..., C]; on a CPU oneDNN applies the GELU to a product still in its cache."""
-        if torch.is_grad_enabled() or x.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        weight, bias = self.fc1.weight, self.fc1.bias
+        there = x.device.type == "cpu" and x.dtype == weight.dtype and torch.backends.mkldnn.is_available()
+        if torch.is_grad_enabled() or not there:
             return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
-        fused = torch.ops.mkldnn._linear_pointwise
-        return self.fc2(fused(x, self.fc1.weight, self.fc1.bias, "gelu", [], "tanh"))
+        return self.fc2(torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], "tanh"))
 
 
 class Block(nn.Module):
@@ -213,10 +213,6 @@ class VAR(nn.Module):
         """Where the weights are."""
         return self.head.weight.device
 
-    def layers(self) -> list[Block]:
-        """The blocks."""
-        return cast(list[Block], list(self.blocks))
-
     def reset_mask(self) -> None:
         """Write the training mask: a position sees its own scale and the coarser ones."""
         self.attn_bias_for_masking.copy_(scale_bias(self.lvl_1L, self.lvl_1L))
@@ -225,7 +221,8 @@ class VAR(nn.Module):
         """All that depends on the classes ``labels`` [R] alone; ``num_classes`` stands for none."""
         cond = self.class_emb(labels)  # [R, C]
         table = self.shared_ada_lin(cond).unflatten(-1, (1, 6, -1)) if self.config.shared_aln else cond
-        return Conditioned(cond, [block.condition(table) for block in self.layers()], self.head_nm.condition(cond))
+        blocks = [cast(Block, block).condition(table) for block in self.blocks]
+        return Conditioned(cond, blocks, self.head_nm.condition(cond))
 
     def places(self) -> Tensor:
         """Embeddings [1, L, C] of scale and position."""
@@ -298,6 +295,6 @@ def initialise(model: VAR) -> None:
         nn.init.trunc_normal_(place, std=std)
     model.head.weight.mul_(0.02)
     depth = (2 * len(model.blocks)) ** -0.5
-    for block in model.layers():
-        for layer in (block.attn.proj, block.ffn.fc2):
-            layer.weight.mul_(depth)
+    for name, weight in model.named_parameters():
+        if name.endswith(("attn.proj.weight", "ffn.fc2.weight")):
+            weight.mul_(depth)

@@ -5,8 +5,9 @@ make every later one worthless. Here both models choose with the same Gumbel noi
 
 Why the output has exactly the large model's law. Let G_k be the noise of scale k, drawn once per picture, and
 F_k(x_<k, G_k) = argmax(scores of the large model given x_<k + G_k) its choice. Plain decoding with this noise is the
-recursion x_k = F_k(x_<k, G_k); since the G_k are independent and F_k(x_<k, ·) has the model's law, so has x. A round
-starts from right scales x_<a. The small model proposes d_a, d_a+1, …, and one block-causal pass of the large one gives
+recursion x_k = F_k(x_<k, G_k); since the G_k are independent and F_k(x_<k, ·) has the model's law, so has x. (Behind
+the scales that are drafted, G_k is a uniform number a token and F_k inverts the cumulative law.) A round starts from
+right scales x_<a. The small model proposes d_a, d_a+1, …, and one block-causal pass of the large one gives
 y_k = F_k(x_<a, d_a … d_k-1, G_k) for all of them at once. y_a = x_a always; and as long as d_j = y_j for a ≤ j < k the
 condition of y_k was right, so y_k = x_k. Keeping the drafts up to the first that differs and y there follows the
 recursion to the letter: the same tokens as plain decoding with the same noise, whatever the small model is. What is
@@ -30,6 +31,7 @@ from specmm.image_ar.scales.ladder import Ladder
 from specmm.image_ar.scales.sampling import Choice, Race, Sampling
 from specmm.image_ar.scales.session import Session
 from specmm.image_ar.scales.var import VAR
+from specmm.randomness import Uniforms
 from specmm.stats import Clock
 
 COARSE = 91  # tokens: scales up to here cost a large model about one launch each, as many at once do
@@ -50,7 +52,7 @@ class Verified:
         canvas: Canvas,
         labels: Tensor,
         sampling: Sampling,
-        race: Race,
+        uniforms: Uniforms,
         window: int,
         until: int,
     ) -> None:
@@ -59,7 +61,8 @@ class Verified:
             raise ValueError(f"window must be at least 1 and until from 1 to {scales}, got {window} and {until}")
         if sampling.more_smooth:
             raise ValueError("more_smooth must be off: soft codes of two models never agree")
-        self.canvas, self.race, self.window, self.until, self.scales = canvas, race, window, until, scales
+        self.canvas, self.window, self.until, self.scales = canvas, window, until, scales
+        self.race = Race(sampling, uniforms, until)
         # a session that may be cropped must have stored every scale it ran
         self.large = Session(large, labels, sampling, scales - 1 if until < scales - 1 else scales)
         self.small = Session(small, labels, sampling, until)

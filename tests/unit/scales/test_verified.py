@@ -19,7 +19,7 @@ LABELS = torch.tensor([3, 0, 7])
 @torch.inference_mode()
 def run(kind, large, small, vqvae, labels, sampling, seeds, window, until):
     canvas = Canvas(vqvae.quantize, len(labels))
-    worker = kind(large, small, canvas, labels, sampling, Race(sampling, Uniforms.from_seeds(seeds)), window, until)
+    worker = kind(large, small, canvas, labels, sampling, Uniforms.from_seeds(seeds), window, until)
     return worker, list(worker.rounds(Clock()))
 
 
@@ -27,7 +27,7 @@ def run(kind, large, small, vqvae, labels, sampling, seeds, window, until):
 def test_tokens_are_those_of_plain_decoding_with_the_same_noise(large, small, vqvae, plain, window, until):
     for seed, sampling in enumerate((Sampling(1.5, 20, 0.95), Sampling(0.0, 4), Sampling(3.0, temperature=0.0))):
         seeds = [seed, seed + 10, seed + 20]
-        race = Race(sampling, Uniforms.from_seeds(seeds))
+        race = Race(sampling, Uniforms.from_seeds(seeds), until)
         wanted = plain(large, vqvae, LABELS, sampling, seeds, race)
         worker, rounds = run(Verified, large, small, vqvae, LABELS, sampling, seeds, window, until)
         assert all(torch.equal(a, b) for a, b in zip(worker.canvas.tokens, wanted.tokens, strict=True))
