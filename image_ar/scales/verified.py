@@ -104,6 +104,8 @@ class Verified:
             session.crop(self.done)
         if drafts:
             self.agreed.append(right)
+        if not right:
+            self.until = 0  # finer scales have more tokens to agree on; what is drafted never changes what comes out
 
 
 def agreement(drafts: list[Tensor], chosen: list[Choice]) -> int:

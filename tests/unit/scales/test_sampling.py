@@ -1,0 +1,101 @@
+"""Dice: every way follows the law, filters and temperature act in the release's order, noise is shared."""
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from specmm.image_ar.scales.release import Release, sorted_mask
+from specmm.image_ar.scales.sampling import Inverse, Race, Sampling, gumbel, soften
+from specmm.randomness import Uniforms
+
+LOGITS = torch.randn(1, 1, 12, generator=torch.Generator().manual_seed(0)) * 1.5
+SAMPLING = Sampling(0.0, 8, 0.9, 1.3)
+ROWS, PLACES = 40, 100
+
+
+def law():
+    return (sorted_mask(LOGITS, 8, 0.9) / 1.3).softmax(-1)[0, 0].double()
+
+
+@pytest.mark.parametrize("kind", ["inverse", "race", "uncoupled", "release"])
+def test_every_way_follows_the_law(kind):
+    uniforms = Uniforms.from_seeds(range(ROWS))
+    sampler = {
+        "inverse": lambda: Inverse(SAMPLING, uniforms, 4),
+        "race": lambda: Race(SAMPLING, uniforms, 4),
+        "uncoupled": lambda: Race(SAMPLING, uniforms, 0),
+        "release": lambda: Release(SAMPLING, torch.Generator().manual_seed(0), 4),
+    }[kind]()
+    tokens = sampler.draw(LOGITS.expand(ROWS, PLACES, 12), 0).tokens
+    assert tokens.shape == (ROWS, PLACES)
+    kept = law() > 0
+    counts = tokens.flatten().bincount(minlength=12)
+    assert counts[~kept].sum() == 0 and 2 < kept.sum() < 8
+    expected = law()[kept] / law()[kept].sum()
+    assert chisquare(counts[kept].numpy(), (expected * tokens.numel()).numpy()).pvalue > 1e-4
+
+
+def test_laws_of_sampling():
+    torch.testing.assert_close(SAMPLING.law(LOGITS, 0)[0, 0].double(), law())
+    assert SAMPLING.law(LOGITS, 0).sum() == pytest.approx(1)
+    greedy = Sampling(temperature=(0.0, 1.0))
+    assert greedy.law(LOGITS, 0).argmax() == LOGITS.argmax() and greedy.law(LOGITS, 0).max() == 1
+    torch.testing.assert_close(greedy.law(LOGITS, 1), LOGITS.softmax(-1))
+    assert Sampling().masked(LOGITS) is LOGITS
+
+
+def test_weights_grow_over_the_scales():
+    assert [Sampling(4.0).weight(k, 5) for k in range(5)] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert Sampling(4.0).weight(0, 1) == 0
+
+
+def test_shared_noise_makes_models_agree():
+    logits = LOGITS.expand(ROWS, PLACES, 12)
+    others = logits + 0.3 * torch.randn(12, generator=torch.Generator().manual_seed(1))
+    race = Race(Sampling(), Uniforms.from_seeds(range(ROWS)), 4)
+    shared = (race.draw(logits, 0).tokens == race.draw(others, 0).tokens).float().mean()
+    fresh = Race(Sampling(), Uniforms.from_seeds(range(100, 100 + ROWS)), 4)
+    alone = (race.draw(logits, 0).tokens == fresh.draw(others, 0).tokens).float().mean()
+    overlap = float(torch.minimum(logits.softmax(-1), others.softmax(-1))[0, 0].sum())
+    assert alone < overlap - 0.2 and overlap - 0.15 < shared <= overlap + 0.02
+
+
+def test_noise_lasts_until_forgotten():
+    race, logits = Race(Sampling(), Uniforms.from_seeds([0, 1]), 2), LOGITS.expand(2, 9, 12)
+    first = [race.draw(logits, k).tokens for k in (0, 1, 2)]
+    assert all(torch.equal(race.draw(logits, k).tokens, tokens) for k, tokens in enumerate(first))
+    assert race.noise[1].shape == (2, 9, 12) and race.noise[2].shape == (2, 9)
+    race.forget(1)
+    assert set(race.noise) == {1, 2}
+    race.forget(3)
+    assert not torch.equal(torch.stack([race.draw(logits, k).tokens for k in (0, 1, 2)]), torch.stack(first))
+
+
+def test_rows_have_their_own_dice():
+    logits = LOGITS.expand(2, 50, 12)
+    for make in (lambda u: Inverse(Sampling(), u, 4), lambda u: Race(Sampling(), u, 4)):
+        both = make(Uniforms.from_seeds([5, 6])).draw(logits, 0).tokens
+        single = make(Uniforms.from_seeds([6])).draw(logits[:1], 0).tokens
+        assert torch.equal(both[1:], single) and not torch.equal(both[0], both[1])
+
+
+def test_soft_codes_harden():
+    noise = gumbel(torch.rand(1, 1, 12, generator=torch.Generator().manual_seed(0)))
+    early, late = soften(LOGITS, noise, 0.0), soften(LOGITS, noise, 1.0)
+    assert early.sum() == pytest.approx(1) and early.max() < late.max()
+    choice = Inverse(Sampling(more_smooth=True), Uniforms.from_seeds([0]), 4).draw(LOGITS, 3)
+    assert choice.weights.shape == (1, 1, 12) and choice.tokens == choice.weights.argmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(cfg=float("nan")), "cfg must be finite and at least 0, got nan"),
+        (dict(top_k=-1), "top_k must be at least 0"),
+        (dict(top_p=1.5), r"top_p must be in \(0, 1\]"),
+        (dict(temperature=(1.0, -1.0)), "temperature must be finite and at least 0, got -1.0"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)
