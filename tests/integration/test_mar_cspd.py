@@ -171,9 +171,26 @@ def test_whole_runs_of_the_release(t, pair, run):
         for p in decode_release(*sides, g["orders"], noise, dice, Release(run["inner_temperature"]), window)
     ]
     close(unpatchify(states[-1]), g["result_latent"], 2e-3)
+    follow(g, run, states)
     assert len(states) == len(iterations(16, run["num_iter"])) + 1
     *_, last = decode_release(*sides, g["orders"], noise, [AlwaysKeep()] * 3, Release(), window)
     assert last.stats.drafted == sum(c["n"] for c in run["calls"] if c["kind"] == "verify")
+
+
+def follow(g, run, states):
+    """Every recorded state: behind each call that no verification follows, and what each verification wrote."""
+    made = verified = 0
+    for k, call in enumerate(run["calls"]):
+        if call["kind"] == "verify":
+            r = group(g, f"verify{verified:02d}.")
+            kept = (r["ratio"] > r["uniform"])[:, None]
+            where = tuple(r["index"])
+            close(states[made - 1][where], torch.where(kept, r["draft_samples"], r["output"]), 2e-3)
+            verified += 1
+            continue
+        if k + 1 == len(run["calls"]) or run["calls"][k + 1]["kind"] != "verify":
+            close(states[made], g[f"call{k:02d}.tokens_after"], 2e-3)
+        made += 1
 
 
 class AlwaysKeep:

@@ -140,14 +140,19 @@ def test_steps_that_do_not_fit(spec, message):
 
 
 @torch.no_grad()
-def test_laws(t, model):
-    g, schedule = under(t, "pmv."), Schedule.of("8")
+@pytest.mark.parametrize(("name", "cfg"), [("pmv", 1.0), ("pmv_cfg", facts("mar_tiny")["p_mean_variance_cfg"])])
+def test_laws(t, model, name, cfg):
+    g, schedule, rows = under(t, f"{name}."), Schedule.of("8"), 6
+    branches = g["z"].split(rows)
     for i in range(8):
-        steps = torch.full((6,), i)
-        mean, log_var = schedule.law(model.head(g["x"][i], schedule.timestep_map[steps], g["z"]), g["x"][i], steps)
-        close(mean, g["mean"][i], 1e-4)
-        close(log_var, g["log_variance"][i])
-        close(log_var.exp(), g["variance"][i])
+        x, steps = g["x"][i][:rows], torch.full((rows,), i)
+        outs = [model.head(x, schedule.timestep_map[steps], z) for z in branches]
+        out = guide(*outs, cfg) if len(outs) == 2 else outs[0]
+        mean, log_var = schedule.law(out, x, steps)
+        close(mean, g["mean"][i][:rows], 1e-4)
+        close(log_var, g["log_variance"][i][:rows])
+        close(log_var.exp(), g["variance"][i][:rows])
+        close(schedule.x_start(x, steps, out.chunk(2, dim=-1)[0]), g["pred_xstart"][i][:rows], 1e-4)
 
 
 @torch.no_grad()

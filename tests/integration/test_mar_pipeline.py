@@ -86,6 +86,14 @@ def test_a_picture_does_not_depend_on_its_batch(pipe, method):
     torch.testing.assert_close(together.tokens, apart.tokens, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("method", VARIANTS, ids=lambda m: getattr(m, "variant", m.name))
+def test_half_precision(folder, method):
+    half = MARPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)
+    half.set_progress_bar_config(disable=True)
+    out = half(["heart"], generator=seeds(1), method=method, cfg=2.0, output_type="np")
+    assert out.tokens.dtype == torch.float32 and out.images.shape == (1, 12, 12, 3)
+
+
 def test_folders_go_round(pipe, folder):
     again = MARPipeline.from_pretrained(folder, method="cspd", torch_dtype=torch.float32)
     assert again.settings == FAST and again.small is not None and again.method == methods.CSpD()
