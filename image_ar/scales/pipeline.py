@@ -108,7 +108,6 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
     def to(self, *args: Any, **kwargs: Any) -> VARPipeline:
         """Move models and tokenizer to a device or dtype; sums of codes stay in float32."""
         super().to(*args, **kwargs)
-        check_dtype(self.transformer.dtype, self.device)
         self.vae.quantize.float()
         self.plans.clear()
         self.choices.clear()
@@ -136,6 +135,7 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
         unknown class or method, for options out of range and for a method without the small model it needs.
         """
         check_call(output_type, batch_size, num_images_per_prompt)
+        check_dtype(self.transformer.dtype, self.device)
         sampling = self.target(cfg, temperature, top_k, top_p, more_smooth)
         chosen = self.method if method is None else methods.resolve_scales(method)
         if not classes:

@@ -16,6 +16,7 @@ from specmm.image_ar.scales.var import VARConfig
 
 LAUNCHES_OF_LAYER, LAUNCHES_AROUND = 18, 40  # kernels of a block; of embedding, head, sampling and painting
 PASSES = 12  # over a layer's activations; and over the logits when they are filtered and sampled
+ALIVE = 9  # rows of a layer at once: itself, normed, fused projection, queries and keys normalised
 SPEEDUP_WANTED, FID_ALLOWED, MARGIN = 1.7, 1.1, 1.05
 
 
@@ -115,16 +116,22 @@ def model_work(config: VARConfig, draw: Draw, scales: range) -> list[Work]:
 
 
 def model_memory(config: VARConfig, draw: Draw, scales: range) -> float:
-    """Peak bytes beside the weights: keys and values of all but the last scale, and a layer or the logits."""
+    """Peak bytes beside the weights: keys and values of all but the last scale, and a layer or the logits.
+
+    A layer holds about ``ALIVE`` times its rows at its busiest, in attention; in the last scale, whose keys and values
+    are not stored, those of its own layer once more.
+    """
     if not scales:
         return 0.0
-    ladder = config.ladder
-    stored = 0 if len(scales) == 1 else ladder.starts[scales[-1]]
-    widest = max(ladder.starts[scales.start + 1], ladder.tokens(scales[-1]))  # the first catches up
-    cache = 2 * config.depth * draw.rows * stored * config.embed_dim * draw.width
-    layer = draw.rows * widest * (4 * config.embed_dim + config.hidden_dim) * draw.width
-    logits = 4 * (draw.rows + 2 * draw.batch) * ladder.tokens(scales[-1]) * config.vocab_size
-    return float(cache + max(layer, logits))
+    starts, width = config.ladder.starts, config.embed_dim
+    stored = 0 if len(scales) == 1 else starts[scales[-1]]
+    first, last = starts[scales.start + 1], config.ladder.tokens(scales[-1])
+    joined = starts[scales[-1] + 1] if stored else 0
+    cache = 2 * config.depth * draw.rows * stored * width * draw.width
+    layer = draw.rows * width * draw.width * max(ALIVE * first, ALIVE * last + 2 * joined)
+    logits = 4 * (draw.rows + 3 * draw.batch) * last * config.vocab_size
+    given = draw.rows * 6 * config.depth * width * draw.width
+    return float(cache + given + max(layer, logits))
 
 
 def forecast(large: VARConfig, small: VARConfig, draw: Draw, machine: Machine) -> list[Forecast]:

@@ -142,6 +142,9 @@ def test_half_precision(pipe, tmp_path):
         assert draw(half, method, output_type="np").images.shape == (3, 12, 12, 3)
     with pytest.raises(ValueError, match="float16 must run on a GPU"):
         VARPipeline.from_pretrained(tmp_path / "model", torch_dtype=torch.float16)
+    with pytest.raises(ValueError, match="float16 must run on a GPU"):
+        draw(half.to(torch.float16), "ar")
+    assert half.to(torch.bfloat16).vae.quantize.embedding.weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
