@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,6 +60,7 @@ def load_vqvae(
     """
     state = _read(path, VQVAEConfig)
     config = config or read_config(path, VQVAEConfig) or infer_vqvae_config(state, patch_nums, path)
+    config = replace(config, patch_nums=patch_nums or config.patch_nums)
     model = VQVAE(config)
     load_strict(model, state, (), path)
     return model.to(dtype).eval()

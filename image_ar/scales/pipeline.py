@@ -89,6 +89,24 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
         models = transformer.to(dtype), None if second is None else second.to(dtype)
         return cls(models[0], vae, models[1], read_settings(Settings, folder), resolved, str(name))
 
+    @classmethod
+    def from_files(
+        cls,
+        transformer: str | Path,
+        vae: str | Path,
+        small: str | Path | None = None,
+        settings: Settings | None = None,
+        method: str | methods.ScalesMethod = "ar",
+        torch_dtype: torch.dtype = torch.float32,
+    ) -> VARPipeline:
+        """A pipeline of published files (``var_d30.pth``, ``vae_ch160v4096z32.pth``); CoDe's pairs load likewise.
+
+        The published tokenizer serves every resolution: its scales are those of the transformer.
+        """
+        large = load_var(transformer, dtype=torch_dtype)
+        second = None if small is None else load_var(small, dtype=torch_dtype)
+        return cls(large, load_vqvae(vae, patch_nums=large.config.patch_nums), second, settings, method)
+
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write everything ``from_pretrained`` reads, with the official parameter names, in safetensors."""
         folder = Path(folder)
@@ -209,6 +227,8 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
     ) -> tuple[methods.ScalesMethod, str]:
         """``method`` with what it leaves to this machine decided, and a note of that."""
         if isinstance(method, methods.CoDe) and method.n == -1:
+            if self.settings.n != -1:
+                return methods.CoDe(self.settings.n), f"n {self.settings.n}: what the models were specialised for"
             made = self.plan(batch, sampling)
             return methods.CoDe(made.n), made.reason
         if not isinstance(method, methods.Auto):

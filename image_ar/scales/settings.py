@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Settings:
-    """Recommended sampling (``cfg`` 0 is no guidance), class names by id, and FID by CoDe's N (as text) if measured."""
+    """Recommended sampling (``cfg`` 0 is no guidance), class names by id, FID by CoDe's N (as text) if measured, and
+    the ``n`` that the two models were specialised for, -1 if none.
+    """
 
     cfg: float = 1.5
     temperature: float | tuple[float, ...] = 1.0
@@ -16,3 +18,4 @@ class Settings:
     more_smooth: bool = False
     classes: tuple[str, ...] = ()
     fid: dict[str, float] = field(default_factory=dict)
+    n: int = -1

@@ -5,6 +5,7 @@ Every run keeps ``checkpoint.pt`` and ``loss.csv`` in its folder and resumes fro
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -123,7 +124,7 @@ def code(
         options: dict[str, Any] = dict(steps=steps, batch=batch, seed=seed, compiled=compiled)
         drafter = train_drafter(pipe.transformer, examples, at, out / "drafter", **options)
         refiner = train_refiner(pipe.small, pipe.transformer, examples, at, out / "refiner", **options)
-        pair = VARPipeline(drafter, pipe.vae, refiner, pipe.settings)
+        pair = VARPipeline(drafter, pipe.vae, refiner, replace(pipe.settings, n=at))
         pair.save_pretrained(out / "model", torch.bfloat16)
     done({"kind": "code", "n": at, "steps": steps, "outputs": [str(out / "model")]}, as_json)
 

@@ -134,6 +134,14 @@ def test_files(pipe, large, vqvae, small, tmp_path):
     assert VARPipeline.from_pretrained(tmp_path / "model", small=tmp_path / "weights").small.config == small.config
 
 
+def test_published_files(pipe, large, small, vqvae, tmp_path):
+    for name, model in (("var", large), ("vae", vqvae), ("refiner", small)):
+        torch.save(model.state_dict(), tmp_path / f"{name}.pth")
+    files = [tmp_path / f"{name}.pth" for name in ("var", "vae", "refiner")]
+    made = VARPipeline.from_files(*files, settings=pipe.settings, method=methods.CoDe(2))
+    assert torch.equal(draw(made, None).tokens, draw(pipe, methods.CoDe(2)).tokens)
+
+
 def test_half_precision(pipe, tmp_path):
     pipe.save_pretrained(tmp_path / "model")
     half = VARPipeline.from_pretrained(tmp_path / "model", torch_dtype=torch.bfloat16)

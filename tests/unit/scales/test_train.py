@@ -128,8 +128,9 @@ def test_commands(pictures, tmp_path, monkeypatch, capsys):
     del run["tokenizer"]
     commands.code(model, small, n=-1, out=tmp_path / "code", **run)
     pipe = VARPipeline.from_pretrained(tmp_path / "code/model", method="code")
-    assert pipe.small is not None and pipe.settings == Settings(classes=("x", "y", "z"))
-    assert pipe(classes=["y"], method="ar").images[0].size == (6, 6)
+    assert pipe.small is not None and pipe.settings == Settings(classes=("x", "y", "z"), n=1)
+    drawn = pipe(classes=["y"])
+    assert drawn.images[0].size == (6, 6) and drawn.method == "code: n 1: what the models were specialised for"
     assert '"n": 1' in capsys.readouterr().out
     with pytest.raises(ValueError, match="n must leave scales to both models, from 1 to 2, got 3"):
         commands.code(model, small, n=3, out=tmp_path / "code", **run)
