@@ -14,14 +14,14 @@ from torch import Tensor
 from specmm.certificate import Certificate
 from specmm.image_ar.continuous.chain import ChainHead
 from specmm.image_ar.continuous.cspd import Side, StreamDice, Window, decode_release
-from specmm.image_ar.continuous.decode import ChainStats, Plan, Progress, Sampler, decode_mar
+from specmm.image_ar.continuous.decode import ChainStats, Plan, Progress, Sampler, conditions, decode_mar
 from specmm.image_ar.continuous.diffusion import Schedule
 from specmm.image_ar.continuous.mar import MAR
 from specmm.image_ar.continuous.noise import Stream, log_uniforms, normals
 from specmm.image_ar.continuous.orders import random_orders
 from specmm.image_ar.continuous.paper import decode_paper
 from specmm.image_ar.continuous.ratios import Release
-from specmm.image_ar.continuous.samplers import Ancestral, Deterministic, Speculative
+from specmm.image_ar.continuous.samplers import Ancestral, Deterministic, SmallHead, Speculative
 from specmm.image_ar.continuous.settings import Solver
 from specmm.image_ar.continuous.speculate import Options
 from specmm.methods import AR, ContinuousMethod, CSpD
@@ -89,9 +89,18 @@ def _sampler(method: ContinuousMethod, models: Models, draw: Draw) -> tuple[Samp
     _check_solver(draw)
     if heat == 0:  # a chain without noise has nothing to couple
         return Ancestral(head, normal, heat), PLAIN
-    options = Options(heat, method.belief)
+    small = _small_head(models, draw) if method.belief == "small" else None
     window = STEPS if method.window is None else method.window
-    return Speculative(head, normal, log_uniforms(draw.generators), window, options), EXACT
+    luck = log_uniforms(draw.generators)
+    return Speculative(head, normal, luck, window, Options(heat, method.belief), small), EXACT
+
+
+@torch.inference_mode()
+def _small_head(models: Models, draw: Draw) -> SmallHead:
+    if models.small is None:
+        raise ValueError("cspd's belief 'small' needs a small model beside the target, there is none")
+    head = ChainHead(models.small.head, Schedule.of(draw.plan.head_steps))
+    return SmallHead(models.small, head, conditions(models.small, draw.labels, len(draw.labels), draw.plan.cfg))
 
 
 def _check_solver(draw: Draw) -> None:

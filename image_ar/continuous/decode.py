@@ -77,11 +77,20 @@ class Sampled:
     head_calls: int
 
 
+@dataclass
+class View:
+    """What an iteration sees: ``tokens`` [B, L, C], of which those at ``known`` [B, K], to make those at ``wanted``."""
+
+    tokens: Tensor
+    known: Tensor
+    wanted: Tensor
+
+
 class Sampler(Protocol):
     """Draws the tokens of one iteration."""
 
-    def sample(self, condition: Condition, rows: list[int]) -> Sampled:
-        """Tokens [R, C] under ``condition``; ``rows[b]`` of them belong to picture b."""
+    def sample(self, condition: Condition, view: View) -> Sampled:
+        """Tokens [B · n, C] at ``view.wanted`` under ``condition``, which the target made of ``view``."""
         ...
 
 
@@ -106,11 +115,11 @@ def decode_mar(model: MAR, labels: Tensor | None, orders: Tensor, sampler: Sampl
     tokens = torch.zeros(batch, length, model.config.token_dim, device=orders.device)
     progress, calls, passes = Progress(tokens, 0), 0, 0
     for part in iterations(length, plan.num_iter, plan.cfg, plan.cfg_schedule):
-        wanted = orders[:, part.first : part.last].sort(-1).values
+        wanted, known = orders[:, part.first : part.last].sort(-1).values, orders[:, part.last :]
         with clock("verify"):
-            z = ask(model, tokens, orders[:, part.last :], condition, wanted)
+            z = ask(model, tokens, known, condition, wanted)
         with clock("head"):
-            made = sampler.sample(Condition(z, part.scale), [wanted.shape[1]] * batch)
+            made = sampler.sample(Condition(z, part.scale), View(tokens, known, wanted))
         put(tokens, wanted, made.tokens)
         progress.count += wanted.shape[1]
         calls, passes = calls + made.head_calls, passes + 1

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from specmm.image_ar.continuous.coupling import Array, Normal, counts_by_picture
 from specmm.image_ar.continuous.diffusion import Schedule
 from specmm.image_ar.continuous.noise import Numbers
 
-Belief = Literal["gaussian", "frozen"]
+Belief = Literal["gaussian", "frozen", "small"]
 WIDEST = 80.0  # beyond this float32 has no such variance
 
 
@@ -84,16 +85,18 @@ def speculate(
     normal: Numbers,
     log_uniform: Numbers,
     options: Options | None = None,
+    small: BoundHead | None = None,
 ) -> Speculated:
     """Tokens [R, C] with the law of ``chain.ancestral``, in fewer sequential head calls.
 
-    ``rows[b]`` of the R tokens belong to picture b and take their numbers from its streams. Raises ``ValueError`` when
-    a chain leaves the finite numbers, and for a temperature that is not above 0: such a chain has no laws to couple.
+    ``rows[b]`` of the R tokens belong to picture b and take their numbers from its streams. ``small`` is a smaller
+    model's head, bound to the same tokens: it then drafts, step by step. Raises ``ValueError`` when a chain leaves the
+    finite numbers, and for a temperature that is not above 0: such a chain has no laws to couple.
     """
     options = options or Options()
     if options.temperature <= 0:
         raise ValueError(f"temperature must be above 0 to speculate, got {options.temperature}: run the chain plainly")
-    run = _Run(bound, tables, rows, normal, log_uniform, options)
+    run = _Run(bound, tables, rows, normal, log_uniform, options, small)
     while run.left:
         run.round()
     return Speculated(finite(torch.from_numpy(run.tokens).to(run.device)), run.row_calls, run.calls)
@@ -110,8 +113,9 @@ class _Run:
         normal: Numbers,
         log_uniform: Numbers,
         options: Options,
+        small: BoundHead | None = None,
     ) -> None:
-        self.bound, self.tables, self.options = bound, tables, options
+        self.bound, self.tables, self.options, self.small = bound, tables, options, small
         self.normal, self.log_uniform, self.batch = normal, log_uniform, len(rows)
         self.heat, self.log_heat = options.temperature, 2 * math.log(options.temperature)
         self.device = bound.head.device
@@ -126,7 +130,9 @@ class _Run:
         """Draft, one head call, accept; rows that are through leave."""
         width = min(self.tables.window, self.tables.steps - min(self.k))
         columns = self.tables.at(self.k, width)
-        points, steps, q = self._draft(columns, width)
+        noise = self._numbers(self.normal, self.tables.window * self.eta.shape[1])
+        noise = noise.reshape(len(self.left), -1, self.eta.shape[1])[:, :width]
+        points, steps, q = self._draft(columns, noise) if self.small is None else self._ask(self.small, columns, noise)
         p, wider = self._score(points, columns)
         kept = self._accept(steps, p, q)
         through = [i for i, (k, n) in enumerate(zip(self.k, kept, strict=True)) if k + n == self.tables.steps - 1]
@@ -134,12 +140,10 @@ class _Run:
         if through:
             self._finish(through, p.mean, kept)
 
-    def _draft(self, columns: list[Array], width: int) -> tuple[Array, Array, Normal]:
-        """Points η [R, W, C], the drafted steps w [R, W-1, C] between them, and their laws q."""
+    def _draft(self, columns: list[Array], noise: Array) -> tuple[Array, Array, Normal]:
+        """Points η [R, W, C], the drafted steps w [R, W-1, C] between, and their laws q, from ``noise`` [R, W, C]."""
         snr, gain, root, log_gain = (c[:, :-1] for c in columns[:4])
-        channels = self.eta.shape[1]
-        noise = self._numbers(self.normal, self.tables.window * channels).reshape(len(self.left), -1, channels)
-        noise = noise[:, :width] if self.heat == 1.0 else noise[:, :width] * self.heat
+        noise = noise if self.heat == 1.0 else noise * self.heat
         clean = self.mean + np.sqrt(self.var) * noise[:, 0]
         steps = clean[:, None] + root[:, 1:] * noise[:, 1:]
         moved = np.zeros_like(noise)
@@ -149,21 +153,36 @@ class _Run:
         log_var = np.log(surer[:, 1:] / surer[:, :-1]) + (log_gain[:, 1:] + self.log_heat)
         return self.eta[:, None] + moved, steps, Normal(mean, log_var)
 
+    def _ask(self, small: BoundHead, columns: list[Array], noise: Array) -> tuple[Array, Array, Normal]:
+        """The same by the small head, one call a step."""
+        points, steps, laws = [self.eta[:, None]], [], []
+        for j in range(noise.shape[1] - 1):
+            here = [c[:, j : j + 2] for c in columns]
+            law, _ = self._laws(small, [k + j for k in self.k], points[-1], here)
+            laws.append(law)
+            steps.append(law.sample(noise[:, j : j + 1]))
+            points.append(points[-1] + here[1][:, 1:] * steps[-1])
+        if not laws:
+            return points[0], noise[:, :0], Normal(noise[:, :0], noise[:, :0])
+        mean, log_var = (np.concatenate([getattr(law, name) for law in laws], axis=1) for name in ("mean", "log_var"))
+        return np.concatenate(points, axis=1), np.concatenate(steps, axis=1), Normal(mean, log_var)
+
     def _score(self, points: Array, columns: list[Array]) -> tuple[Normal, Array]:
         """The target's laws p of the steps out of the points, and the log of how much wider they are than 1/Δ."""
+        self.calls += 1
+        for row in self.left:
+            self.row_calls[row] += 1
+        return self._laws(self.bound, self.k, points, columns)
+
+    def _laws(self, head: BoundHead, k: list[int], points: Array, columns: list[Array]) -> tuple[Normal, Array]:
+        """Laws of the steps out of ``points`` [R, W, C] from steps ``k`` on, and how much wider than 1/Δ (log)."""
         to_x, x_share, eps_share, spread = (c[:, :-1] for c in columns[4:])
-        answer = self.bound.window(self.k, torch.from_numpy(points * to_x).to(self.device))
+        answer = head.window(k, torch.from_numpy(points * to_x).to(self.device))
         eps: Array = answer[0].cpu().numpy()
         v: Array = answer[1].cpu().numpy()
         wider: Array = spread + spread * v
         if not (np.abs(wider) < WIDEST).all():
-            raise ValueError(
-                f"head's log-variances must be finite and within {WIDEST} of the posterior's, got "
-                f"{float(wider.flat[np.abs(wider).argmax()]):.3g}: its weights or dtype do not suit the chain"
-            )
-        self.calls += 1
-        for row in self.left:
-            self.row_calls[row] += 1
+            _check_widths(wider, np.array(k)[:, None] + np.arange(wider.shape[1]) < self.tables.steps)
         clean: Array = points * x_share - eps * eps_share
         return Normal(clean, wider + (columns[3][:, 1:] + self.log_heat)), wider
 
@@ -206,9 +225,22 @@ class _Run:
         stay = sorted(set(range(len(kept))) - set(through))
         self.left, self.k, self.pictures = ([v[i] for i in stay] for v in (self.left, self.k, self.pictures))
         if stay:
-            self.bound.keep(torch.tensor(stay, device=self.device))
+            rows = torch.tensor(stay, device=self.device)
+            self.bound.keep(rows)
+            if self.small is not None:
+                self.small.keep(rows)
             self.eta, self.mean, self.var = self.eta[stay], self.mean[stay], self.var[stay]
 
     def _numbers(self, numbers: Numbers, width: int) -> Array:
         """The next ``width`` numbers of every row left: [R, width]."""
         return take(numbers, counts_by_picture(self.pictures, self.batch), width)
+
+
+def _check_widths(wider: Array, inside: npt.NDArray[np.bool_]) -> None:
+    """Raise ``ValueError`` when a log-variance [R, W, C] at a point ``inside`` [R, W] the chain is out of bounds."""
+    worst = np.abs(wider[inside])
+    if not (worst < WIDEST).all():
+        raise ValueError(
+            f"head's log-variances must be finite and within {WIDEST} of the posterior's, got "
+            f"{float(worst.max()):.3g}: its weights or dtype do not suit the chain"
+        )

@@ -54,6 +54,7 @@ def seeds(*numbers):
     return [torch.Generator().manual_seed(n) for n in numbers]
 
 
+SMALL = methods.CSpD(belief="small", window=4)
 VARIANTS = [methods.AR(), *(methods.CSpD(variant=v) for v in ("exact", "release", "paper"))]
 
 
@@ -66,6 +67,13 @@ def test_methods_and_their_certificates(pipe, method, cfg):
     wanted = "heuristic" if getattr(method, "variant", "") in ("release", "paper") else "exact"
     assert out.certificate.kind == wanted and len(out.certificate.reason) > 20
     assert out.stats.head_calls > 0 and out.stats.tau > 1
+
+
+def test_the_small_models_head_may_draft(pipe):
+    out = pipe(["heart", 3], generator=seeds(1, 2), method=SMALL, cfg=2.0, output_type="latent")
+    assert out.certificate.kind == "exact" and out.stats.head_calls_per_token < 12
+    alone = pipe([3], generator=seeds(2), method=SMALL, cfg=2.0, output_type="latent")
+    torch.testing.assert_close(out.tokens[1:], alone.tokens, atol=1e-3, rtol=1e-3)
 
 
 def test_speculation_makes_fewer_head_calls(pipe):
@@ -171,10 +179,10 @@ def test_guidance_needs_fake_latent():
         pipeline(small=False, fake_latent=False)(["heart"], cfg=2.0)
 
 
-@pytest.mark.parametrize("variant", ["paper", "release"])
-def test_variants_that_need_a_small_model(variant):
+@pytest.mark.parametrize("method", [methods.CSpD(variant="paper"), methods.CSpD(variant="release"), SMALL])
+def test_methods_that_need_a_small_model(method):
     with pytest.raises(ValueError, match="needs a small model"):
-        pipeline(small=False)(["heart"], method=methods.CSpD(variant=variant))
+        pipeline(small=False)(["heart"], method=method)
 
 
 def test_models_that_do_not_go_together(folder, tmp_path):

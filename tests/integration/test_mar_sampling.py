@@ -55,8 +55,8 @@ class Watching:
     def __init__(self, sampler):
         self.sampler, self.asked, self.made = sampler, [], []
 
-    def sample(self, condition, rows):
-        made = self.sampler.sample(condition, rows)
+    def sample(self, condition, view):
+        made = self.sampler.sample(condition, view)
         self.asked.append(condition.z)
         self.made.append(made.tokens)
         return made

@@ -106,6 +106,26 @@ def test_the_broken_twin_is_seen_on_the_tiny_model(bind, belief, seen):
     assert min(pvalues(made.tokens, wanted)) < seen
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_drafts_of_a_smaller_head_leave_the_law_alone(bind, scale):
+    """Another condition's head stands for the smaller model's: wrong enough to be rejected often."""
+    schedule, rows = Schedule.of("ddim10"), 6000
+    tables, given = WindowTables(schedule, 5), (bind(rows, scale, "ddim10"), bind(rows, scale, "ddim10", row=3))
+    wanted = plain(bind(rows, scale, "ddim10"), schedule, rows, 3)
+    made = speculate(given[0], tables, [rows], *streams(4), Options(belief="small"), given[1])
+    assert min(pvalues(made.tokens, wanted)) > 1e-3
+    broken = bind(rows, scale, "ddim10"), bind(rows, scale, "ddim10", row=3)
+    twin = speculate(broken[0], tables, [rows], *streams(4), Options(1.0, "small", False), broken[1])
+    assert min(pvalues(twin.tokens, wanted)) < 1e-4
+
+
+def test_a_smaller_head_that_is_the_target_is_always_kept(bind):
+    schedule = Schedule.of("ddim50")
+    tables = WindowTables(schedule, 10)
+    made = speculate(bind(4, spec="ddim50"), tables, [4], *streams(1), Options(), bind(4, spec="ddim50"))
+    assert max(made.row_calls) <= 6  # 5 windows of 10 points
+
+
 def test_few_head_calls_are_made_one_after_another(bind):
     schedule = Schedule.of("ddim100")
     calls = [run(bind(1), schedule, [1], seed, window=16).calls for seed in range(8)]
