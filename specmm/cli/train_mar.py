@@ -58,12 +58,14 @@ def mar(
     batch: Batch = 32,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate.")] = 8e-4,
     seed: Seed = 0,
-    dim: Annotated[int, typer.Option(min=4, help="Width of encoder and decoder.")] = 192,
-    depth: Annotated[int, typer.Option(min=1, help="Blocks of each.")] = 5,
-    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 6,
-    buffer: Annotated[int, typer.Option(min=1, help="Slots in front that hold the class.")] = 8,
-    head_width: Annotated[int, typer.Option(min=4, help="Width of the diffusion head.")] = 160,
-    head_depth: Annotated[int, typer.Option(min=1, help="Blocks of the diffusion head.")] = 4,
+    dim: Annotated[int, typer.Option(min=4, help="Width of encoder and decoder.")] = 160,
+    depth: Annotated[int, typer.Option(min=1, help="Blocks of each.")] = 4,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 5,
+    buffer: Annotated[int, typer.Option(min=1, help="Slots in front that hold the class.")] = 4,
+    head_width: Annotated[int, typer.Option(min=4, help="Width of the diffusion head.")] = 128,
+    head_depth: Annotated[
+        int, typer.Option(min=1, help="Blocks of the diffusion head: narrow and deep makes speculation pay.")
+    ] = 6,
     beside: Annotated[
         Path | None, typer.Option(help="A MAR's model folder: the result becomes its small model instead of a model.")
     ] = None,
