@@ -168,15 +168,15 @@ class ScaleSpeculative:
 class CSpD:
     """Continuous speculative decoding (arXiv 2411.11925) of a MAR: by the ``paper``, as its ``release``, or ``exact``.
 
-    ``exact`` drafts ``window`` steps (16) of a token's denoising chain by ``belief``: the target's last answer and how
-    it should change (``gaussian``), that answer alone (``frozen``), or the small model's head. The others draft
-    ``window`` iterations (8) with the small model, after the share ``prefill`` of the target's own; ``relax`` widens
+    ``exact`` drafts ``window`` steps of a token's denoising chain by ``belief``: the target's last answer and how it
+    should change (``gaussian``), that answer alone (``frozen``), or the small model's head. The others draft
+    ``window`` iterations with the small model, after the share ``prefill`` of the target's own; ``relax`` widens
     the release's densities.
     """
 
     name: ClassVar[str] = "cspd"
     variant: Literal["exact", "paper", "release"] = "exact"
-    window: int | None = None
+    window: int = 0  # the variant's own: 16 steps or 8 iterations
     belief: Literal["gaussian", "frozen", "small"] = "gaussian"
     prefill: float = 0.05
     relax: float = 42.0

@@ -90,7 +90,7 @@ def _sampler(method: ContinuousMethod, models: Models, draw: Draw) -> tuple[Samp
     if heat == 0:  # a chain without noise has nothing to couple
         return Ancestral(head, normal, heat), PLAIN
     small = _small_head(models, draw) if method.belief == "small" else None
-    window = STEPS if method.window is None else method.window
+    window = method.window or STEPS
     luck = log_uniforms(draw.generators)
     return Speculative(head, normal, luck, window, Options(heat, method.belief), small), EXACT
 
@@ -114,7 +114,7 @@ def _between_models(method: CSpD, models: Models, draw: Draw, orders: Tensor) ->
     _check_solver(draw)
     if draw.plan.temperature == 0:
         raise ValueError(f"temperature must be above 0 for variant {method.variant!r}, got 0: its σ would be 0")
-    window = Window(ITERATIONS if method.window is None else method.window, method.prefill)
+    window = Window(method.window or ITERATIONS, method.prefill)
     normal, luck = normals(draw.generators), log_uniforms(draw.generators)
     noise, batch = _noise(normal, models, draw.plan, orders), len(orders)
     dice = [StreamDice(normal, luck, b, batch) for b in range(batch)]

@@ -64,7 +64,7 @@ def mar(
     buffer: Annotated[int, typer.Option(min=1, help="Slots in front that hold the class.")] = 4,
     head_width: Annotated[int, typer.Option(min=4, help="Width of the diffusion head.")] = 128,
     head_depth: Annotated[
-        int, typer.Option(min=1, help="Blocks of the diffusion head: narrow and deep makes speculation pay.")
+        int, typer.Option(min=1, help="Blocks of the head: narrow and deep makes speculation pay.")
     ] = 6,
     beside: Annotated[
         Path | None, typer.Option(help="A MAR's model folder: the result becomes its small model instead of a model.")

@@ -1,6 +1,7 @@
 """``MARPipeline``: methods and certificates, seeds and batches, folders, and the mistakes that are named."""
 
 import dataclasses
+import json
 import shutil
 
 import numpy as np
@@ -8,10 +9,12 @@ import pytest
 import torch
 
 from specmm import methods
+from specmm.cli.generate import generate
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
 from specmm.image_ar.continuous.mar import MAR, MARConfig
 from specmm.image_ar.continuous.pipeline import MARPipeline
 from specmm.image_ar.continuous.settings import Settings
+from specmm.image_ar.pipeline import ImagePipeline
 from specmm.training import seeded
 
 KL = KLConfig(ch=32, ch_mult=(1, 2), num_res_blocks=1, z_channels=3, resolution=12, attn_resolutions=(), scale=1.0)
@@ -141,6 +144,17 @@ def test_more_iterations_than_tokens(pipe):
     assert out.stats.batch_rounds == 36 and out.tokens.isfinite().all()
 
 
+def test_the_command_line_draws(folder, tmp_path):
+    for i, options in enumerate(([], ["variant=paper", "window=4"], ["belief=small", "window=5"])):
+        place = tmp_path / str(i)
+        generate(str(folder), ["heart", "2"], method="cspd", option=options, seed=1, out=place)
+        run = json.loads((place / "run.json").read_text())
+        assert run["tokens"] == 72 and run["certificate"]["kind"] == ("heuristic" if i == 1 else "exact")
+    with pytest.raises(ValueError, match="unknown option"):
+        generate(str(folder), ["heart"], top_k=3, seed=1, out=tmp_path / "x")
+    assert isinstance(ImagePipeline.from_pretrained(folder, method="cspd"), MARPipeline)
+
+
 def test_callbacks_see_every_iteration(pipe):
     seen = []
     pipe(["heart"], generator=seeds(1), output_type="latent",
@@ -159,7 +173,7 @@ def test_callbacks_see_every_iteration(pipe):
         (dict(solver="euler"), "solver must be"),
         (dict(method="cspdd"), "did you mean 'cspd'"),
         (dict(method=methods.CSpD(window=1)), "window must be at least 2"),
-        (dict(method=methods.CSpD(variant="paper", window=0)), "window must be at least 1"),
+        (dict(method=methods.CSpD(variant="paper", window=-1)), "window must be at least 1"),
     ],
 )
 def test_options_out_of_range(pipe, options, message):
