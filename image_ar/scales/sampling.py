@@ -45,6 +45,11 @@ class Sampling:
             raise ValueError(f"temperature must be one or one for each of {scales} scales, got {self.temperature}")
 
     @property
+    def filters(self) -> bool:
+        """Whether top-k or top-p take anything away."""
+        return self.top_k > 0 or self.top_p < 1
+
+    @property
     def filter(self) -> Processor:
         """Top-k and top-p."""
         return Processor(1.0, self.top_k, self.top_p)
@@ -59,20 +64,25 @@ class Sampling:
 
     def masked(self, logits: Tensor) -> Tensor:
         """``logits`` [B, T, V] with -inf for what top-k and then top-p take away; equals stay together."""
-        if not self.top_k and self.top_p == 1:
+        if not self.filters:
             return logits
         return logits.masked_fill(logits < self.filter.threshold(logits), float("-inf"))
 
-    def scores(self, logits: Tensor, k: int) -> Tensor:
-        """Logits [B, T, V] of the law that is sampled at scale ``k`` (temperature above 0)."""
-        kept, heat = self.masked(logits), self.heat(k)
-        return kept if heat == 1 else kept / heat
+    def weights(self, logits: Tensor, k: int) -> Tensor:
+        """The law of scale ``k`` up to a factor, [B, T, V]: what is taken away is multiplied by 0.
+
+        (A CPU multiplies twice as fast as it fills by a mask.)
+        """
+        heat = self.heat(k)
+        if heat == 0:
+            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        law = (logits if heat == 1 else logits / heat).softmax(-1)
+        return law * torch.ge(logits, self.filter.threshold(logits)) if self.filters else law
 
     def law(self, logits: Tensor, k: int) -> Tensor:
         """The law [B, T, V] that is sampled at scale ``k``."""
-        if self.heat(k) == 0:
-            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        return self.scores(logits, k).softmax(-1)
+        weights = self.weights(logits, k)
+        return weights / weights.sum(-1, keepdim=True)
 
 
 def progress(k: int, scales: int) -> float:
@@ -120,7 +130,7 @@ class Inverse:
             return Choice(weights.argmax(-1), weights)
         if self.sampling.heat(k) == 0:
             return Choice(logits.argmax(-1))
-        return Choice(categorical(self.sampling.law(logits, k), self.uniforms.draw(logits.shape[1])))
+        return Choice(categorical(self.sampling.weights(logits, k), self.uniforms.draw(logits.shape[1])))
 
 
 class Race:
@@ -142,8 +152,8 @@ class Race:
         if k not in self.noise:
             self.noise[k] = self._fresh(logits, k)
         if k >= self.coupled:
-            return Choice(categorical(self.sampling.law(logits, k), self.noise[k]))
-        return Choice((self.sampling.scores(logits, k) + self.noise[k]).argmax(-1))
+            return Choice(categorical(self.sampling.weights(logits, k), self.noise[k]))
+        return Choice((self.sampling.masked(logits) / self.sampling.heat(k) + self.noise[k]).argmax(-1))
 
     def _fresh(self, logits: Tensor, k: int) -> Tensor:
         """Gumbel noise [B, T, V], or uniforms [B, T] where nothing is coupled."""
