@@ -133,10 +133,10 @@ class Weights:
         h = F.linear(x, *self.first)
         for i, (norm, norm_bias, w1, b1, w2, b2) in enumerate(self.blocks):
             shift, scale, gate = parts[3 * i : 3 * i + 3]
-            inner = torch.addcmul(shift, F.layer_norm(h, shape, norm, norm_bias, EPS), scale)
+            inner = torch.addcmul(shift, torch.layer_norm(h, shape, norm, norm_bias, EPS), scale)
             h = torch.addcmul(h, gate, F.linear(F.silu(F.linear(inner, w1, b1)), w2, b2))
         shift, scale = parts[-2:]
-        return F.linear(torch.addcmul(shift, F.layer_norm(h, shape, eps=EPS), scale), *self.last)
+        return F.linear(torch.addcmul(shift, torch.layer_norm(h, shape, eps=EPS), scale), *self.last)
 
 
 def _linears(layers: nn.Sequential) -> list[nn.Linear]:

@@ -31,7 +31,7 @@ class Stream:
     def __init__(self, generators: Sequence[torch.Generator], fill: Fill) -> None:
         self.generators, self.fill = list(generators), fill
         self._blocks = [fill(0, g) for g in self.generators]
-        self._used = [0] * len(self.generators)
+        self._used, self._held = [0] * len(self.generators), [0] * len(self.generators)
 
     def draw(self, rows: Sequence[int], width: int) -> Tensor:
         """See ``Numbers``."""
@@ -39,10 +39,10 @@ class Stream:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(-1, width)
 
     def _take(self, b: int, count: int) -> Tensor:
-        if len(self._blocks[b]) - self._used[b] < count:
+        if self._held[b] - self._used[b] < count:
             fresh = self.fill(max(BLOCK, count), self.generators[b])
             self._blocks[b] = torch.cat([self._blocks[b][self._used[b] :], fresh])
-            self._used[b] = 0
+            self._used[b], self._held[b] = 0, len(self._blocks[b])
         first = self._used[b]
         self._used[b] += count
         return self._blocks[b][first : first + count]
