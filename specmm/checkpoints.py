@@ -11,7 +11,7 @@ import hashlib
 import json
 import pickle
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +29,18 @@ SHOWN = 3
 SIGNS = 2048  # weights read of each tensor of a fingerprint
 
 
-def read_checkpoint(path: str | Path) -> State:
+def read_checkpoint(path: str | Path, nesting: Sequence[str] = NESTING) -> State:
     """The tensors of a checkpoint by name, on the CPU, in the file's dtypes.
 
     ``path`` is a ``.safetensors`` or PyTorch file, or a folder that holds one. A PyTorch file may nest its tensors
-    under ``model``, ``module`` or ``state_dict``. Raises ``FileNotFoundError``, and ``ValueError`` for a file that is
-    damaged, holds no tensors, or would have to run code to be read.
+    under names of ``nesting``, the first that is there. Raises ``FileNotFoundError``, and ``ValueError`` for a file
+    that is damaged, holds no tensors, or would have to run code to be read.
     """
     file = weights_file(path)
     if file.suffix == ".safetensors":
         return _read_safetensors(file)
     if file.suffix in PICKLED:
-        return _unnest(_read_pickle(file), file)
+        return _unnest(_read_pickle(file), file, nesting)
     raise ValueError(f"checkpoint must end in .safetensors or one of {', '.join(PICKLED)}, got {file}")
 
 
@@ -85,15 +85,15 @@ def _damaged(file: Path) -> ValueError:
     return ValueError(f"{file} must be a whole {file.suffix} file, got {size} bytes that are not one, fetch it again")
 
 
-def _unnest(tree: Any, file: Path) -> State:
-    """Descend into the first of ``model``, ``module``, ``state_dict`` that is a dictionary, again and again."""
+def _unnest(tree: Any, file: Path, nesting: Sequence[str]) -> State:
+    """Descend into the first of ``nesting`` that is a dictionary, again and again."""
     while isinstance(tree, Mapping):
-        inner = next((tree[name] for name in NESTING if isinstance(tree.get(name), Mapping)), None)
+        inner = next((tree[name] for name in nesting if isinstance(tree.get(name), Mapping)), None)
         if inner is None:
             break
         tree = inner
     if not isinstance(tree, Mapping) or not tree or not all(isinstance(t, Tensor) for t in tree.values()):
-        raise ValueError(f"{file} must hold tensors by name (raw or under {', '.join(NESTING)}), got {_kind(tree)}")
+        raise ValueError(f"{file} must hold tensors by name (raw or under {', '.join(nesting)}), got {_kind(tree)}")
     return dict(tree)
 
 

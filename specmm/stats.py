@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -59,6 +60,10 @@ class Stats:
     def host_overhead(self) -> float:
         """Share of the time outside model forwards."""
         return 1 - (self.draft_seconds + self.verify_seconds) / self.seconds if self.seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """What a report says, for JSON."""
+        return {"tokens": self.tokens, "rounds": self.rounds, "tau": self.tau, "host_overhead": self.host_overhead}
 
     def add(self, other: Stats) -> None:
         """Add another run's counts."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,11 @@ class ChainStats(Stats):
     def acceptance(self) -> float:
         """Share of drafted tokens that were kept; 0 when none were drafted."""
         return self.accepted / max(self.drafted, 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What a report says, for JSON."""
+        own = {"head_calls_per_token": self.head_calls_per_token, "acceptance": self.acceptance}
+        return super().as_dict() | own
 
     def add(self, other: Stats) -> None:
         """Add another run's counts."""

@@ -5,23 +5,19 @@ Sizes come from a ``config.json`` beside the weights, else from the shapes of th
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from specmm.checkpoints import PICKLED, State, _read_pickle, load_strict, read_checkpoint, read_json, weights_file
+from specmm.checkpoints import NESTING, State, load_strict, read_checkpoint
+from specmm.image_ar.files import count, read_config, save_module, shape_of
 from specmm.image_ar.scales.ladder import PATCHES_256
 from specmm.image_ar.scales.var import VAR, VARConfig, levels_of
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 
-Config = TypeVar("Config", VARConfig, VQVAEConfig)
 MASK = "attn_bias_for_masking"  # holds -inf by design
 PUBLISHED_HEAD_DIM = 64
 TRAINED = {VARConfig: ("var_wo_ddp", "var"), VQVAEConfig: ("vae_local", "vae_wo_ddp", "vae")}  # names in a trainer
@@ -68,33 +64,17 @@ def load_vqvae(
 
 def save_var(model: VAR, folder: str | Path, dtype: torch.dtype | None = None) -> None:
     """Write ``folder/model.safetensors`` (official names; ``dtype`` such as bf16 halves it) and ``config.json``."""
-    _save(model, model.config, Path(folder), dtype)
+    save_module(model, model.config, folder, dtype)
 
 
 def save_vqvae(model: VQVAE, folder: str | Path, dtype: torch.dtype | None = None) -> None:
     """Write ``folder/model.safetensors`` and ``folder/config.json`` as ``save_var`` does."""
-    _save(model, model.config, Path(folder), dtype)
-
-
-def _save(model: nn.Module, config: VARConfig | VQVAEConfig, folder: Path, dtype: torch.dtype | None) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
-    if dtype is not None:
-        state = {k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items()}
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({"model": type(config).__name__, **asdict(config)}, indent=2) + "\n")
+    save_module(model, model.config, folder, dtype)
 
 
 def _read(path: str | Path, kind: type[VARConfig] | type[VQVAEConfig]) -> State:
     """The tensors of ``path``; of a training checkpoint those under ``trainer`` and one of ``kind``'s names."""
-    file = weights_file(path)
-    if file.suffix in PICKLED:
-        found = _read_pickle(file)
-        trainer = found.get("trainer") if isinstance(found, Mapping) else None
-        for name in TRAINED[kind] if isinstance(trainer, Mapping) else ():
-            if isinstance(trainer, Mapping) and isinstance(trainer.get(name), Mapping):
-                return dict(trainer[name])
-    state = read_checkpoint(path)
+    state = read_checkpoint(path, ("trainer", *TRAINED[kind], *NESTING))
     for name in TRAINED[kind]:
         start = f"trainer.{name}."
         if any(key.startswith(start) for key in state):
@@ -102,32 +82,11 @@ def _read(path: str | Path, kind: type[VARConfig] | type[VQVAEConfig]) -> State:
     return state
 
 
-def read_config(path: str | Path, kind: type[Config]) -> Config | None:
-    """The ``kind`` of configuration in the ``config.json`` beside ``path``'s weights; None when there is none of ours.
-
-    Raises ``ValueError`` when it describes another kind of model or holds unknown names.
-    """
-    file = weights_file(path).with_name("config.json")
-    if not file.is_file():
-        return None
-    sizes = read_json(file)
-    made_for = sizes.pop("model", None)
-    if made_for is None:
-        return None
-    if made_for != kind.__name__:
-        raise ValueError(f"{file} must describe a {kind.__name__}, got {made_for}, point to the right folder")
-    extra = sizes.keys() - {field.name for field in fields(kind)}
-    if extra:
-        raise ValueError(f"{file} must hold sizes of {kind.__name__}, got {', '.join(sorted(extra))}")
-    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in sizes.items()}
-    return kind(**given)
-
-
 def infer_var_config(state: Mapping[str, Tensor], source: str | Path = "") -> VARConfig:
     """Sizes of a VAR ``state`` by its shapes and its levels; heads of 64 where attn_l2_norm does not tell them."""
-    width, codes = _shape(state, "word_embed.weight", source)
-    depth = _count(state, r"blocks\.(\d+)\.")
-    _shape(state, "lvl_1L", source)
+    width, codes = shape_of(state, "word_embed.weight", source)
+    depth = count(state, r"blocks\.(\d+)\.")
+    shape_of(state, "lvl_1L", source)
     counts = state["lvl_1L"].flatten().bincount().tolist()
     l2_norm = "blocks.0.attn.scale_mul_1H11" in state
     heads = state["blocks.0.attn.scale_mul_1H11"].shape[1] if l2_norm else width // PUBLISHED_HEAD_DIM
@@ -137,10 +96,10 @@ def infer_var_config(state: Mapping[str, Tensor], source: str | Path = "") -> VA
         depth=depth,
         embed_dim=width,
         num_heads=heads,
-        mlp_ratio=_shape(state, "blocks.0.ffn.fc1.weight", source)[0] / width,
-        vocab_size=_shape(state, "head.weight", source)[0],
+        mlp_ratio=shape_of(state, "blocks.0.ffn.fc1.weight", source)[0] / width,
+        vocab_size=shape_of(state, "head.weight", source)[0],
         z_channels=codes,
-        num_classes=_shape(state, "class_emb.weight", source)[0] - 1,
+        num_classes=shape_of(state, "class_emb.weight", source)[0] - 1,
         patch_nums=tuple(round(n**0.5) for n in counts),
         shared_aln="shared_ada_lin.1.weight" in state,
         attn_l2_norm=l2_norm,
@@ -151,35 +110,23 @@ def infer_vqvae_config(
     state: Mapping[str, Tensor], patch_nums: tuple[int, ...] | None = None, source: str | Path = ""
 ) -> VQVAEConfig:
     """Sizes of a VQVAE ``state`` by its shapes; ``patch_nums`` must be given unless there are ten scales."""
-    vocab_size, width = _shape(state, "quantize.embedding.weight", source)
-    scales = _shape(state, "quantize.ema_vocab_hit_SV", source)[0]
+    vocab_size, width = shape_of(state, "quantize.embedding.weight", source)
+    scales = shape_of(state, "quantize.ema_vocab_hit_SV", source)[0]
     sides = patch_nums or (PATCHES_256 if scales == len(PATCHES_256) else ())
     if len(sides) != scales:
         raise ValueError(f"patch_nums must be the sides of the {scales} scales of {source}, got {patch_nums}")
-    ch = _shape(state, "encoder.conv_in.weight", source)[0]
-    levels = _count(state, r"encoder\.down\.(\d+)\.")
-    widths = [_shape(state, f"encoder.down.{i}.block.0.conv1.weight", source)[0] for i in range(levels)]
+    ch = shape_of(state, "encoder.conv_in.weight", source)[0]
+    levels = count(state, r"encoder\.down\.(\d+)\.")
+    widths = [shape_of(state, f"encoder.down.{i}.block.0.conv1.weight", source)[0] for i in range(levels)]
     one = "quantize.quant_resi.qresi.weight" in state
-    shared = 1 if one else _count(state, r"quantize\.quant_resi\.qresi_ls\.(\d+)")
+    shared = 1 if one else count(state, r"quantize\.quant_resi\.qresi_ls\.(\d+)")
     return VQVAEConfig(
         vocab_size=vocab_size,
         z_channels=width,
         ch=ch,
         ch_mult=tuple(w // ch for w in widths),
-        num_res_blocks=_count(state, r"encoder\.down\.0\.block\.(\d+)\."),
+        num_res_blocks=count(state, r"encoder\.down\.0\.block\.(\d+)\."),
         patch_nums=tuple(sides),
         share_quant_resi=shared,
-        quant_conv_ks=_shape(state, "quant_conv.weight", source)[-1],
+        quant_conv_ks=shape_of(state, "quant_conv.weight", source)[-1],
     )
-
-
-def _shape(state: Mapping[str, Tensor], key: str, source: str | Path) -> torch.Size:
-    if key not in state:
-        raise ValueError(f"{source} must hold {key}, got a file without it: is it another model's?")
-    return state[key].shape
-
-
-def _count(state: Mapping[str, Tensor], pattern: str) -> int:
-    """One more than the largest number that ``pattern`` finds at the start of a name."""
-    found = (re.match(pattern, key) for key in state)
-    return 1 + max((int(match[1]) for match in found if match), default=-1)

@@ -5,12 +5,26 @@ Modules here import nothing heavy at their top, so that ``specmm --help`` is qui
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 import specmm
-from specmm.cli import ask, bench, demo, evaluate, generate, plan, train, train_msd, train_vlm, zoo
+from specmm.cli import (
+    ask,
+    bench,
+    demo,
+    evaluate,
+    generate,
+    plan,
+    train,
+    train_mar,
+    train_msd,
+    train_var,
+    train_vlm,
+    zoo,
+)
 from specmm.cli.errors import OneLine
 
 app = typer.Typer(
@@ -26,9 +40,13 @@ app.command()(generate.generate)
 app.command()(ask.ask)
 app.command()(bench.bench)
 app.add_typer(evaluate.app, name="eval")
-train.app.command()(train_vlm.llava)
-train.app.command()(train_vlm.text)
-train.app.command()(train_msd.msd)
+TRAINED: tuple[Callable[..., None], ...] = (
+    *(train_mar.kl, train_mar.mar),
+    *(train_var.vqvae, train_var.var, train_var.code),
+    *(train_vlm.llava, train_vlm.text, train_msd.msd),
+)
+for command in TRAINED:
+    train.app.command()(command)
 app.add_typer(train.app, name="train")
 app.command()(plan.plan)
 app.command()(zoo.zoo)

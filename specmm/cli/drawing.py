@@ -57,10 +57,7 @@ class Report:
             "seed": job.seed,
             "seconds": self.seconds,
             "pictures": len(self.outputs),
-            "tokens": stats.tokens,
-            "rounds": stats.rounds,
-            "tau": stats.tau,
-            "host_overhead": stats.host_overhead,
+            **stats.as_dict(),
             "certificate": found.as_dict() if found else None,
             "sampling": job.sampling,
             job.kind: job.inputs,
@@ -157,6 +154,7 @@ def _batch(pipe: Any, report: Report, rows: Sequence[int], generators: list[Any]
         **job.sampling,
     )
     report.seconds += time.perf_counter() - start
+    report.stats = report.stats if report.outputs else type(out.stats)()  # a family may count more than others
     report.stats.add(out.stats)
     report.certificates.append((out.certificate, out.tokens.numel()))
     for i, text, image in zip(rows, inputs, out.images, strict=True):
