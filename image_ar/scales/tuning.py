@@ -82,10 +82,7 @@ def time_steps(model: VAR, vqvae: VQVAE, batch: int, sampling: Sampling, steps: 
         if steps.start:
             _paint(model, labels, sampling, canvas, dice, range(steps.start))
         begin, marks = _now(model.device), list[float]()
-        painter = Painter(Session(model, labels, sampling, steps[-1]), canvas, dice)
-        for k in steps:
-            painter.step(k)
-            marks.append(_now(model.device))
+        _paint(model, labels, sampling, canvas, dice, steps, marks)
         runs.append([b - a for a, b in zip([begin, *marks], marks, strict=False)])
     return [min(times) for times in zip(*runs[1:], strict=True)]
 
