@@ -38,8 +38,8 @@ def read_config(path: str | Path, kind: type[T]) -> T | None:
     sizes = read_json(file) if file.is_file() else {}
     if not str(sizes.get("model", "")).endswith("Config"):
         return None
-    if sizes.pop("model") != kind.__name__:
-        raise ValueError(f"{file} must describe a {kind.__name__}, got another model's, point to the right folder")
+    if (found := sizes.pop("model")) != kind.__name__:
+        raise ValueError(f"{file} must describe a {kind.__name__}, got a {found}, point to the right folder")
     unknown = set(sizes) - {field.name for field in fields(kind)}  # type: ignore[arg-type]
     if unknown:
         raise ValueError(f"{file} must hold sizes of {kind.__name__}, got {', '.join(sorted(unknown))}")

@@ -87,7 +87,7 @@ def test_heads_that_nobody_tells(make, tmp_path):
 
 def test_configs_that_do_not_fit(large, tmp_path):
     save_var(large, tmp_path)
-    with pytest.raises(ValueError, match="must describe a VQVAEConfig, got VARConfig"):
+    with pytest.raises(ValueError, match="must describe a VQVAEConfig, got a VARConfig"):
         load_vqvae(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"layers": 3}))
