@@ -19,7 +19,7 @@ SIDES = "1,2,3,4,6,8,12"
 
 Steps = Annotated[int, typer.Option(min=1, help="Optimiser steps in all.")]
 Batch = Annotated[int, typer.Option(min=1, help="Pictures a step.")]
-Compiled = Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the step: takes minutes, pays in long runs.")]
+Compiled = Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the step; pays in long runs.")]
 
 
 def vqvae(
