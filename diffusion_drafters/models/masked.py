@@ -1,0 +1,79 @@
+"""What a diffusion language model is to us: it fills in masks, all at once, seeing both sides.
+
+``block_logits`` is the one forward of a draft: [tokens | masks], and only the rows that score the masks meet the head.
+
+Shape letters: B batch, P prefix positions, L all positions, K masks (the block), C width, v the drafter's vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class DiffusionLM(Protocol):
+    """A masked diffusion model. Plain attributes serve: ``vocabulary`` v, the ids ``mask`` and ``end`` (None where
+    it has none), ``room`` in positions, and ``shift``: 1 where row i scores token i + 1 (Dream), 0 where it scores
+    token i.
+    """
+
+    vocabulary: int
+    mask: int
+    end: int | None
+    room: int
+    shift: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        ...
+
+    def states(self, tokens: Tensor, valid: Tensor | None = None) -> Tensor:
+        """States [B, L, C] of ``tokens`` [B, L]; nobody attends where ``valid`` [B, L] bool is false."""
+        ...
+
+    def head(self, states: Tensor) -> Tensor:
+        """Logits [..., v] of ``states`` [..., C]."""
+        ...
+
+
+@torch.inference_mode()
+def block_logits(model: DiffusionLM, tokens: Tensor, block: int, lengths: Tensor | None = None) -> Tensor:
+    """Logits [B, K, v] of the ``block`` = K positions behind each row of ``tokens`` [B, P], float32, by one forward.
+
+    ``lengths`` [B] are the rows' own where they differ; tokens behind them do not matter. The mask is never proposed:
+    its logit is -inf. Raises ``ValueError`` for an empty prefix or block and for one that the model has no room for.
+    """
+    check_block(model, tokens.shape[1], block)
+    place = torch.arange(block, device=tokens.device)
+    if lengths is None:
+        first, ids = tokens.shape[1], F.pad(tokens, (0, block), value=model.mask)
+        states = model.states(ids)[:, first - model.shift : first - model.shift + block]
+    else:
+        masks = lengths[:, None] + place  # [B, K]
+        ids = F.pad(tokens, (0, block)).scatter(1, masks, model.mask)
+        valid = torch.arange(ids.shape[1], device=ids.device) <= masks[:, -1:]
+        states = model.states(ids, valid)
+        states = states.gather(1, (masks - model.shift)[..., None].expand(-1, -1, states.shape[-1]))
+    logits = model.head(states).float()
+    logits[..., model.mask] = float("-inf")
+    return logits
+
+
+def check_block(model: DiffusionLM, prefix: int, block: int) -> None:
+    """Raise ``ValueError`` unless ``block`` masks behind ``prefix`` tokens are something ``model`` can read."""
+    if prefix < 1 or block < 1:
+        raise ValueError(f"prefix and block must hold at least one token each, got {prefix} and {block}")
+    if prefix + block > model.room:
+        raise ValueError(
+            f"prefix and block must fit the drafter's {model.room} positions, got {prefix} and {block}; "
+            "give a shorter prompt or block"
+        )
+
+
+def places(valid: Tensor) -> Tensor:
+    """Each token's position [B, L] among the valid ones of its row; 0 before the first."""
+    return (valid.long().cumsum(1) - 1).clamp(min=0)
