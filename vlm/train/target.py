@@ -91,17 +91,25 @@ def build_model(sizes: Sizes, vocabulary: int, ids: Encoder, seed: int) -> Llava
     )
     with seeded(seed):
         model = LlavaForConditionalGeneration(config)
-    _calm(model.model.language_model.layers)
+    _ready_to_match(model.model.language_model.layers)
     model.generation_config.update(bos_token_id=ids.bos, eos_token_id=ids.eos, pad_token_id=ids.pad)
     return model
 
 
 @torch.no_grad()
-def _calm(layers: Any) -> None:
-    """Shrink what each branch adds at first, so that a deep model begins near the identity (as GPT-2 does)."""
+def _ready_to_match(layers: Any) -> None:
+    """Let attention begin by looking for what is alike (keys as queries) and copying it (outputs undo values).
+
+    Pictures in words and questions share embeddings, so this finds the patch that is asked about from the start; from
+    random weights a model this deep and narrow learns it late. What each branch adds is small at first (as in GPT-2).
+    """
+    small = (2 * len(layers)) ** -0.5
     for layer in layers:
-        for branch in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            branch.weight.mul_((2 * len(layers)) ** -0.5)
+        attention = layer.self_attn
+        attention.q_proj.weight.mul_(2)
+        attention.k_proj.weight.copy_(attention.q_proj.weight)
+        attention.o_proj.weight.copy_(attention.v_proj.weight.T * (4 * small))
+        layer.mlp.down_proj.weight.mul_(small)
 
 
 class PatchClassifier(nn.Module):

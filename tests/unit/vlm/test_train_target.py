@@ -172,3 +172,13 @@ def test_a_text_drafter_learns_and_drafts(world, encoder, model, tmp_path):
     picture = Image.fromarray(world.scene(Random(3))[0].image)
     drafted, plain = (pipe(picture, "Where is it?", method=m, max_new_tokens=8) for m in ("text-draft", "ar"))
     assert drafted.answers == plain.answers and drafted.stats.rounds > 0
+
+
+@torch.no_grad()
+def test_attention_begins_by_matching_and_copying(model):
+    layer, x = model.model.language_model.layers[0], torch.randn(200, SIZES.dim)
+    attention = layer.self_attn
+    scores = attention.q_proj(x) @ attention.k_proj(x).T
+    assert scores.diag().mean() > 3 * scores.std(), "what is alike is found"
+    copied = attention.o_proj(attention.v_proj(x))
+    assert torch.cosine_similarity(copied, x).min() > 0.5, "and said again"
