@@ -181,4 +181,4 @@ def test_attention_begins_by_matching_and_copying(model):
     scores = attention.q_proj(x) @ attention.k_proj(x).T
     assert scores.diag().mean() > 3 * scores.std(), "what is alike is found"
     copied = attention.o_proj(attention.v_proj(x))
-    assert torch.cosine_similarity(copied, x).min() > 0.5, "and said again"
+    assert torch.cosine_similarity(copied, x, dim=-1).mean() > 0.6, "and said again"
