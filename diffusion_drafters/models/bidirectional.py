@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from specmm.checkpoints import State
 from specmm.diffusion_drafters.models.masked import places
 
-DREAM_SIZES = {
+QWEN_SIZES = {
     name: name
     for name in (
         "vocab_size",
@@ -90,11 +90,9 @@ class FullAttention:
 
 
 def dream_config(facts: Mapping[str, Any]) -> Qwen2Config:
-    """Dream's ``config.json`` as Qwen2's; raises ``ValueError`` for what Qwen2 cannot be."""
-    if facts.get("rope_scaling") or facts.get("use_sliding_window"):
-        raise ValueError("a Dream model must have plain rotary positions and no sliding window, got others")
+    """Dream's ``config.json`` as Qwen2's; raises ``ValueError`` for sizes not given and layers it cannot have."""
     tied = bool(facts.get("tie_word_embeddings", False))
-    return Qwen2Config(**_sizes(facts, DREAM_SIZES, "Dream"), **_rope(facts, 10000.0), tie_word_embeddings=tied)
+    return Qwen2Config(**read_sizes(facts, QWEN_SIZES, "Dream"), **plain_rope(facts, 10000.0), tie_word_embeddings=tied)
 
 
 def llada_config(facts: Mapping[str, Any]) -> LlamaConfig:
@@ -107,7 +105,7 @@ def llada_config(facts: Mapping[str, Any]) -> LlamaConfig:
     if full.get("n_kv_heads") is None:
         full["n_kv_heads"] = facts.get("n_heads")
     tied = bool(facts.get("weight_tying", False))
-    return LlamaConfig(**_sizes(full, LLADA_SIZES, "LLaDA"), **_rope(facts, 10000.0), tie_word_embeddings=tied)
+    return LlamaConfig(**read_sizes(full, LLADA_SIZES, "LLaDA"), **plain_rope(facts, 10000.0), tie_word_embeddings=tied)
 
 
 def llada_state(state: State) -> State:
@@ -131,12 +129,23 @@ def _llama_name(name: str) -> str:
     return f"model.layers.{layer}.{LLADA_NAMES.get(f'blocks.{part}', LLADA_NAMES.get(part, part))}.weight"
 
 
-def _sizes(facts: Mapping[str, Any], names: Mapping[str, str], kind: str) -> dict[str, Any]:
+def read_sizes(facts: Mapping[str, Any], names: Mapping[str, str], kind: str) -> dict[str, Any]:
+    """Sizes by transformers' names from ``facts`` that call them ``names``; ``ValueError`` for those not given."""
     missing = [theirs for theirs in names.values() if not isinstance(facts.get(theirs), int | float)]
     if missing:
         raise ValueError(f"the config of a {kind} model must give numbers, got none for {', '.join(missing)}")
     return {ours: facts[theirs] for ours, theirs in names.items()}
 
 
-def _rope(facts: Mapping[str, Any], base: float) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": float(facts.get("rope_theta", base))}}
+def plain_rope(facts: Mapping[str, Any], base: float) -> dict[str, Any]:
+    """Plain rotary positions as transformers 5 is told of them, whichever version wrote ``facts``.
+
+    Raises ``ValueError`` for scaled positions and for sliding windows.
+    """
+    kept = facts.get("rope_parameters") or {}
+    if facts.get("rope_scaling") or kept.get("rope_type", "default") != "default":
+        raise ValueError(f"positions must be plain rotary ones, got {facts.get('rope_scaling') or kept}")
+    if facts.get("use_sliding_window") or "sliding_attention" in (facts.get("layer_types") or ()):
+        raise ValueError("every layer must attend everything, got layers with a sliding window")
+    given = {"rope_theta": base, **kept, **facts}["rope_theta"]
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": float(given)}}

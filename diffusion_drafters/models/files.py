@@ -56,6 +56,13 @@ def read_state(folder: str | Path) -> State:
     return {name: t for file in files for name, t in read_checkpoint(index.parent / Path(file).name).items()}
 
 
+def cast(module: Any, dtype: torch.dtype) -> Any:
+    """``module`` with its weights in ``dtype``; its buffers, the rotary frequencies, would not survive rounding."""
+    for weight in module.parameters():
+        weight.data = weight.data.to(dtype)
+    return module
+
+
 def _kind(facts: Mapping[str, Any]) -> str:
     """The model type; MDLM's training configs say it by their parameterization."""
     return str(facts.get("model_type") or ("mdlm" if facts.get("parameterization") == "subs" else None)).lower()
@@ -77,7 +84,7 @@ def _full(
         state = {HEAD: state[TOKENS], **state}
     load_strict(model, state, LEFTOVERS, source)
     mask = facts.get("mask_token_id") if facts.get("mask_token_id") is not None else mask
-    return FullAttention(model.to(dtype), mask, facts.get("eos_token_id"), shift)
+    return FullAttention(cast(model, dtype), mask, facts.get("eos_token_id"), shift)
 
 
 def _ddit(facts: Mapping[str, Any], state: State, source: str | Path, dtype: torch.dtype) -> DiffusionLM:
@@ -86,7 +93,7 @@ def _ddit(facts: Mapping[str, Any], state: State, source: str | Path, dtype: tor
     state = {name.removeprefix("backbone."): tensor for name, tensor in state.items()}
     network = DDiT(_ddit_config(facts, state, source))
     load_strict(network, state, LEFTOVERS, source)
-    return MaskedDDiT(network.to(dtype), network.config.vocabulary - 1, facts.get("eos_token_id"))
+    return MaskedDDiT(cast(network, dtype), network.config.vocabulary - 1, facts.get("eos_token_id"))
 
 
 def _ddit_config(facts: Mapping[str, Any], state: State, source: str | Path) -> DDiTConfig:

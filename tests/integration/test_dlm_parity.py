@@ -88,7 +88,7 @@ def test_the_block_behind_a_prefix(name):
 
 
 def test_a_row_of_a_ragged_batch_is_read_alone(any_model):
-    name, model, _, _ = any_model
+    _, model, _, _ = any_model
     tokens = torch.randint(3, 150, (3, 9), generator=torch.Generator().manual_seed(0))
     lengths = torch.tensor([9, 4, 6])
     together = block_logits(model, tokens, 5, lengths)

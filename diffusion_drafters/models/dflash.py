@@ -1,0 +1,169 @@
+"""DFlash: a block drafter that reads the target's hidden states as keys and values of every layer.
+
+One bidirectional pass over [anchor | masks] drafts a block. The context is what the target's chosen layers said of each
+committed token, mixed by ``fc`` and normed; its keys and values are all that is cached, and rejected drafts leave no
+trace. Embeddings and head are the target's. Names are z-lab's; transformers' layout is renamed.
+Source: DFlash (arXiv 2602.06036).
+
+Shape letters: B batch, M new context positions, K block (anchor included), S slots, F target layers read, C width,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3DecoderLayer,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from specmm.cache import Cache, CacheSize, Memory
+from specmm.checkpoints import State, load_strict, read_json
+from specmm.diffusion_drafters.models.bidirectional import QWEN_SIZES, plain_rope, read_sizes
+from specmm.diffusion_drafters.models.files import LEFTOVERS, cast, read_state
+from specmm.vlm.slots import as_transformers
+
+TRANSFORMERS_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """``sizes`` of the layers, the ``block`` K, the ``mask`` id and the target ``layers`` read, counted from 0.
+
+    Raises ``ValueError`` for a block without a mask, a mask outside the vocabulary and no or repeated layers.
+    """
+
+    sizes: Qwen3Config
+    block: int
+    mask: int
+    layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.block < 2:
+            raise ValueError(f"block_size must be at least 2 (the anchor and a mask), got {self.block}")
+        if not 0 <= self.mask < self.sizes.vocab_size:
+            raise ValueError(f"mask_token_id must be in [0, {self.sizes.vocab_size}), got {self.mask}")
+        if not self.layers or min(self.layers) < 0 or len(set(self.layers)) < len(self.layers):
+            raise ValueError(f"target_layer_ids must be different layers counted from 0, got {list(self.layers)}")
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any], source: object = "config.json") -> DFlashConfig:
+        """From a drafter's ``config.json``: z-lab nests under ``dflash_config`` what transformers has at the top."""
+        given = {**facts, **(facts.get("dflash_config") or {})}
+        missing = [n for n in ("block_size", "mask_token_id", "target_layer_ids") if given.get(n) is None]
+        if missing:
+            raise ValueError(f"{source} must describe a DFlash drafter, got no {', '.join(missing)}")
+        return cls(
+            Qwen3Config(
+                **read_sizes(facts, QWEN_SIZES, "DFlash"),
+                **plain_rope(facts, 1e6),
+                head_dim=facts.get("head_dim") or facts["hidden_size"] // facts["num_attention_heads"],
+                attention_bias=bool(facts.get("attention_bias")),
+                attn_implementation="sdpa",
+            ),
+            given["block_size"],
+            given["mask_token_id"],
+            tuple(given["target_layer_ids"]),
+        )
+
+
+class DFlash(nn.Module):
+    """The drafter's own weights; ``begin`` a batch, ``read`` context as it is committed, ``draft`` blocks."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        sizes = config.sizes
+        width: int = sizes.hidden_size
+        self.config = config
+        self.layers: Any = nn.ModuleList(Qwen3DecoderLayer(sizes, i) for i in range(sizes.num_hidden_layers))
+        self.fc = nn.Linear(len(config.layers) * width, width, bias=False)
+        self.hidden_norm, self.norm = (Qwen3RMSNorm(width, sizes.rms_norm_eps) for _ in range(2))
+        self.turns = Qwen3RotaryEmbedding(sizes)  # its buffers are never saved
+
+    def begin(self, batch: int, capacity: int, commit: int) -> None:
+        """Make room for ``capacity`` positions a row and for rounds that commit at most ``commit`` tokens."""
+        sizes, weight = self.config.sizes, self.fc.weight
+        scratch = max(self.config.block, commit)
+        size = CacheSize(len(self.layers), sizes.num_key_value_heads, sizes.head_dim, batch, 1, capacity, scratch)
+        self.cache = Cache(size, weight.dtype, weight.device)
+        self.past = as_transformers(self.cache)
+        self.everyone = torch.ones(1, self.config.block, self.config.block, dtype=torch.bool, device=weight.device)
+
+    def read_prompt(self, context: Tensor, lengths: Tensor) -> None:
+        """Remember what the target's layers said, ``context`` [B, M, F·C], of prompts of ``lengths`` [B]."""
+        self.cache.aim(0, context.shape[1])
+        self._remember(context, torch.arange(context.shape[1], device=lengths.device)[None])
+        self.cache.lengths += lengths
+
+    def read(self, context: Tensor, kept: Tensor) -> None:
+        """Remember the first ``kept`` [B] of the committed positions' ``context`` [B, M, F·C]."""
+        cache, order = self.cache, torch.arange(context.shape[1], device=kept.device)
+        cache.aim(cache.size.capacity, cache.slots)
+        self._remember(context, cache.lengths[:, None] + order)
+        cache.keep(order.expand(len(kept), -1), kept)
+
+    def draft(self, embeddings: Tensor) -> Tensor:
+        """States [B, K, C] of blocks whose anchors follow the context; ``embeddings`` [B, K, C] are the target's of
+        [anchor, mask, mask, …]. Row i scores the token at its own position, so the anchor's scores nothing.
+        """
+        cache = self.cache
+        cache.aim(cache.size.capacity, cache.slots)
+        positions = cache.lengths[:, None] + torch.arange(embeddings.shape[1], device=embeddings.device)
+        turns, bias = self.turns(embeddings, positions), cache.tree_bias(self.everyone)
+        x = embeddings
+        for layer in self.layers:
+            x = layer(x, attention_mask=bias, past_key_values=self.past, position_embeddings=turns)
+        return self.norm(x)
+
+    def _remember(self, context: Tensor, positions: Tensor) -> None:
+        mixed = self.hidden_norm(self.fc(context))  # [B, M, C]
+        turns = self.turns(mixed, positions)
+        for layer, memory in zip(self.layers, self.cache.layers, strict=True):
+            _write(layer.self_attn, memory, mixed, turns)
+
+
+def _write(attention: Any, memory: Memory, states: Tensor, turns: tuple[Tensor, Tensor]) -> None:
+    """Keys and values of ``states`` [B, M, C] by a layer's own projections."""
+    split = (*states.shape[:2], -1, attention.head_dim)
+    keys = attention.k_norm(attention.k_proj(states).view(split))
+    _, keys = apply_rotary_pos_emb(keys, keys, *turns, unsqueeze_dim=2)
+    memory.write(keys, attention.v_proj(states).view(split))
+
+
+def load_dflash(folder: str | Path, dtype: torch.dtype | None = None) -> DFlash:
+    """The drafter in ``folder``, z-lab's or transformers' layout, in evaluation mode, in ``dtype`` or the file's.
+
+    Raises ``ValueError`` naming sizes that are missing and missing, extra, misshapen or non-finite weights.
+    """
+    config = DFlashConfig.from_json(read_json(Path(folder) / "config.json"), folder)
+    state, model = zlab_names(read_state(folder)), DFlash(config)
+    load_strict(model, state, LEFTOVERS, folder)
+    cast(model, dtype or state["fc.weight"].dtype)
+    return model.eval()
+
+
+def zlab_names(state: State) -> State:
+    """Tensors of either layout under z-lab's names."""
+    return {_zlab_name(name): tensor for name, tensor in state.items()}
+
+
+def _zlab_name(name: str) -> str:
+    name = name.removeprefix("model.")
+    for theirs, ours in TRANSFORMERS_NAMES.items():
+        name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
+    return name
+
+
+def check_layers(layers: Sequence[int], count: int) -> None:
+    """Raise ``ValueError`` unless a target of ``count`` layers has those that the drafter reads."""
+    if max(layers) >= count:
+        raise ValueError(f"drafter must read layers of the target's {count}, got {list(layers)}; use its own drafter")
