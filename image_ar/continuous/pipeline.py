@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specmm import __version__, methods, zoo
 from specmm.dtypes import choose_dtype
+from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.continuous.assemble import Draw, Models, assemble
 from specmm.image_ar.continuous.decode import ChainStats
 from specmm.image_ar.continuous.kl import AutoencoderKL
@@ -26,7 +27,6 @@ from specmm.image_ar.continuous.pair import check_pair, check_vae, load_small, s
 from specmm.image_ar.continuous.settings import Settings, Solver
 from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
 from specmm.image_ar.settings import class_ids, read_settings, with_options, write_settings
-from specmm.image_ar.tokens.vq import to_uint8
 from specmm.randomness import sample_generators
 
 

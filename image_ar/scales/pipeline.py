@@ -20,6 +20,7 @@ from specmm.certificate import Certificate
 from specmm.dtypes import LARGE as MANY
 from specmm.dtypes import choose_dtype
 from specmm.handoff import certificate, handoff
+from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
 from specmm.image_ar.scales import tuning
 from specmm.image_ar.scales.canvas import Canvas
@@ -32,7 +33,6 @@ from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.verified import Verified, coarse_scales
 from specmm.image_ar.scales.vqvae import VQVAE
 from specmm.image_ar.settings import class_ids, read_settings, with_options, write_settings
-from specmm.image_ar.tokens.vq import to_uint8
 from specmm.randomness import Uniforms, sample_generators
 from specmm.stats import Clock, Stats
 

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specmm.image_ar.autoencoder import Decoder, Encoder, Stack, norm
 from specmm.image_ar.scales.ladder import PATCHES_256, Ladder
 from specmm.image_ar.scales.quantizer import MultiScaleQuantizer, Quantized
-from specmm.image_ar.tokens.vq import Downsample, ResBlock, Upsample
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class AttnBlock(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.norm, self.qkv = _norm(channels), nn.Conv2d(channels, 3 * channels, 1)
+        self.norm, self.qkv = norm(channels), nn.Conv2d(channels, 3 * channels, 1)
         self.proj_out = nn.Conv2d(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,99 +63,15 @@ class AttnBlock(nn.Module):
         return x + self.proj_out(y)
 
 
-def _norm(channels: int) -> nn.GroupNorm:
-    return nn.GroupNorm(32, channels, eps=1e-6)
-
-
-class Level(nn.Module):
-    """Residual blocks of one resolution, each followed by attention at the lowest one, then a resampling."""
-
-    def __init__(self, c_in: int, c_out: int, blocks: int, attention: bool) -> None:
-        super().__init__()
-        self.block = nn.ModuleList(ResBlock(c_in if i == 0 else c_out, c_out) for i in range(blocks))
-        self.attn = nn.ModuleList(AttnBlock(c_out) for _ in range(blocks if attention else 0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, C_in, h, h] -> [B, C_out, h', h']."""
-        for i, block in enumerate(self.block):
-            x = block(x)
-            if len(self.attn):
-                x = self.attn[i](x)
-        for resample in ("downsample", "upsample"):
-            if hasattr(self, resample):
-                x = getattr(self, resample)(x)
-        return x
-
-
-class Middle(nn.Module):
-    """Residual block, attention, residual block at the lowest resolution."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.block_1, self.attn_1 = ResBlock(channels, channels), AttnBlock(channels)
-        self.block_2 = ResBlock(channels, channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, C, P, P] -> [B, C, P, P]."""
-        return self.block_2(self.attn_1(self.block_1(x)))
-
-
-class Encoder(nn.Module):
-    """Images [B, 3, R, R] -> features [B, E, P, P]."""
-
-    def __init__(self, config: VQVAEConfig) -> None:
-        super().__init__()
-        widths = [config.ch * m for m in (1, *config.ch_mult)]
-        last = len(config.ch_mult) - 1
-        self.conv_in = nn.Conv2d(3, config.ch, 3, padding=1)
-        self.down = nn.ModuleList()
-        for level in range(last + 1):
-            block = Level(widths[level], widths[level + 1], config.num_res_blocks, level == last)
-            if level != last:
-                block.downsample = Downsample(widths[level + 1])
-            self.down.append(block)
-        self.mid, self.norm_out = Middle(widths[-1]), _norm(widths[-1])
-        self.conv_out = nn.Conv2d(widths[-1], config.z_channels, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the encoder."""
-        x = self.conv_in(x)
-        for block in (*self.down, self.mid):
-            x = block(x)
-        return self.conv_out(F.silu(self.norm_out(x)))
-
-
-class Decoder(nn.Module):
-    """Features [B, E, P, P] -> images [B, 3, R, R]; ``up[0]`` is the level of full resolution."""
-
-    def __init__(self, config: VQVAEConfig) -> None:
-        super().__init__()
-        widths = [config.ch * m for m in (*config.ch_mult, config.ch_mult[-1])]
-        last = len(config.ch_mult) - 1
-        self.conv_in = nn.Conv2d(config.z_channels, widths[-1], 3, padding=1)
-        self.mid, self.up = Middle(widths[-1]), nn.ModuleList()
-        for level in range(last + 1):
-            block = Level(widths[level + 1], widths[level], config.num_res_blocks + 1, level == last)
-            if level > 0:
-                block.upsample = Upsample(widths[level])
-            self.up.append(block)
-        self.norm_out, self.conv_out = _norm(widths[0]), nn.Conv2d(widths[0], 3, 3, padding=1)
-
-    def forward(self, z: Tensor) -> Tensor:
-        """Apply the decoder."""
-        z = self.conv_in(z)
-        for block in (self.mid, *list(self.up)[::-1]):
-            z = block(z)
-        return self.conv_out(F.silu(self.norm_out(z)))
-
-
 class VQVAE(nn.Module):
     """The tokenizer: pictures to token grids of every scale and back."""
 
     def __init__(self, config: VQVAEConfig) -> None:
         super().__init__()
         self.config = config
-        self.encoder, self.decoder = Encoder(config), Decoder(config)
+        sizes, lowest = (config.ch, config.ch_mult), [len(config.ch_mult) - 1]
+        self.encoder = Encoder(Stack(*sizes, config.num_res_blocks, config.z_channels, lowest, AttnBlock))
+        self.decoder = Decoder(Stack(*sizes, config.num_res_blocks + 1, config.z_channels, lowest, AttnBlock))
         self.quantize = MultiScaleQuantizer(
             config.vocab_size,
             config.z_channels,

@@ -18,6 +18,7 @@ from specmm import __version__, methods, zoo
 from specmm.certificate import Certificate, of_rule
 from specmm.decode import Progress, decode, decode_plain
 from specmm.dtypes import choose_dtype
+from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
 from specmm.image_ar.settings import class_ids, read_settings, with_options, write_settings
 from specmm.image_ar.tokens.assemble import Parts, assemble
@@ -29,7 +30,7 @@ from specmm.image_ar.tokens.loading import load_gpt, load_vq, save_gpt, save_vq
 from specmm.image_ar.tokens.settings import Settings
 from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
 from specmm.image_ar.tokens.tuning import choose_method
-from specmm.image_ar.tokens.vq import VQModel, to_uint8
+from specmm.image_ar.tokens.vq import VQModel
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
 

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specmm.image_ar.autoencoder import AttnBlock, Downsample, Level, ResBlock, Upsample, norm
+
 
 @dataclass(frozen=True)
 class VQConfig:
@@ -37,87 +39,6 @@ VQ_16 = VQConfig()
 VQ_8 = VQConfig(ch_mult=(1, 2, 2, 4))
 
 
-def _norm(channels: int) -> nn.GroupNorm:
-    return nn.GroupNorm(32, channels, eps=1e-6)
-
-
-class ResBlock(nn.Module):
-    """Two 3x3 convolutions with a shortcut: [B, C_in, h, h] -> [B, C_out, h, h]."""
-
-    def __init__(self, c_in: int, c_out: int) -> None:
-        super().__init__()
-        self.norm1, self.conv1 = _norm(c_in), nn.Conv2d(c_in, c_out, 3, padding=1)
-        self.norm2, self.conv2 = _norm(c_out), nn.Conv2d(c_out, c_out, 3, padding=1)
-        if c_in != c_out:
-            self.nin_shortcut = nn.Conv2d(c_in, c_out, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the block."""
-        y = self.conv1(F.silu(self.norm1(x)))
-        y = self.conv2(F.silu(self.norm2(y)))
-        return y + (self.nin_shortcut(x) if hasattr(self, "nin_shortcut") else x)
-
-
-class AttnBlock(nn.Module):
-    """Single-head self-attention over the h*h cells: [B, C, h, h] -> [B, C, h, h]."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.norm = _norm(channels)
-        self.q, self.k, self.v, self.proj_out = (nn.Conv2d(channels, channels, 1) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the block."""
-        y = self.norm(x)
-        q, k, v = (f(y).flatten(2).transpose(1, 2) for f in (self.q, self.k, self.v))  # [B, h*h, C]
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
-        return x + self.proj_out(y)
-
-
-class Downsample(nn.Module):
-    """Halve the side, padding right and bottom only."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, stride=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, C, h, h] -> [B, C, h/2, h/2]."""
-        return self.conv(F.pad(x, (0, 1, 0, 1)))
-
-
-class Upsample(nn.Module):
-    """Double the side: nearest neighbour, then a convolution."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, C, h, h] -> [B, C, 2h, 2h]."""
-        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
-
-
-class Level(nn.Module):
-    """Residual blocks of one resolution, each followed by attention at the lowest one, then a resampling."""
-
-    def __init__(self, c_in: int, c_out: int, blocks: int, attention: bool) -> None:
-        super().__init__()
-        self.res = nn.ModuleList(ResBlock(c_in if i == 0 else c_out, c_out) for i in range(blocks))
-        self.attn = nn.ModuleList(AttnBlock(c_out) for _ in range(blocks if attention else 0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, C_in, h, h] -> [B, C_out, h', h']."""
-        for i, block in enumerate(self.res):
-            x = block(x)
-            if len(self.attn):
-                x = self.attn[i](x)
-        for resample in ("downsample", "upsample"):
-            if hasattr(self, resample):
-                x = getattr(self, resample)(x)
-        return x
-
-
 def _mid(channels: int) -> nn.ModuleList:
     return nn.ModuleList([ResBlock(channels, channels), AttnBlock(channels), ResBlock(channels, channels)])
 
@@ -132,12 +53,12 @@ class Encoder(nn.Module):
         self.conv_in = nn.Conv2d(3, config.ch, 3, padding=1)
         self.conv_blocks = nn.ModuleList()
         for level in range(last + 1):
-            block = Level(widths[level], widths[level + 1], config.num_res_blocks, level == last)
+            block = Level(widths[level], widths[level + 1], config.num_res_blocks, level == last, name="res")
             if level != last:
                 block.downsample = Downsample(widths[level + 1])
             self.conv_blocks.append(block)
         self.mid = _mid(widths[-1])
-        self.norm_out = _norm(widths[-1])
+        self.norm_out = norm(widths[-1])
         self.conv_out = nn.Conv2d(widths[-1], config.z_channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,11 +80,11 @@ class Decoder(nn.Module):
         self.mid = _mid(widths[0])
         self.conv_blocks = nn.ModuleList()
         for level, width in enumerate(widths):
-            block = Level(widths[max(level - 1, 0)], width, config.num_res_blocks + 1, level == 0)
+            block = Level(widths[max(level - 1, 0)], width, config.num_res_blocks + 1, level == 0, name="res")
             if level != last:
                 block.upsample = Upsample(width)
             self.conv_blocks.append(block)
-        self.norm_out = _norm(widths[-1])
+        self.norm_out = norm(widths[-1])
         self.conv_out = nn.Conv2d(widths[-1], 3, 3, padding=1)
 
     def forward(self, z: Tensor) -> Tensor:
@@ -240,8 +161,3 @@ class VQModel(nn.Module):
         """Images [B, 3, R, R] in about [-1, 1] of token grids [B, h, h]."""
         codes = self.quantize.codebook()[indices].permute(0, 3, 1, 2)
         return self.decode(codes.to(self.post_quant_conv.weight.dtype))
-
-
-def to_uint8(images: Tensor) -> Tensor:
-    """Pictures [B, R, R, 3] uint8 of decoder outputs [B, 3, R, R] (LlamaGen's rounding)."""
-    return (127.5 * images.float() + 128).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
