@@ -64,7 +64,7 @@ class NoiseLevel(nn.Module):
         speeds = torch.exp(-math.log(10000) * torch.arange(half, device=sigma.device) / half)
         angle = sigma.float()[:, None] * speeds
         waves = torch.cat([angle.cos(), angle.sin()], dim=-1)
-        return F.silu(self.mlp(waves.to(self.mlp[0].weight.dtype)))
+        return F.silu(self.mlp(waves.to(next(self.parameters()).dtype)))
 
 
 class Rotary(nn.Module):

@@ -62,8 +62,9 @@ class DFlashConfig:
         missing = [n for n in ("block_size", "mask_token_id", "target_layer_ids") if given.get(n) is None]
         if missing:
             raise ValueError(f"{source} must describe a DFlash drafter, got no {', '.join(missing)}")
+        kind: Any = Qwen3Config
         return cls(
-            Qwen3Config(
+            kind(
                 **read_sizes(facts, QWEN_SIZES, "DFlash"),
                 **plain_rope(facts, 1e6),
                 head_dim=facts.get("head_dim") or facts["hidden_size"] // facts["num_attention_heads"],
@@ -91,7 +92,8 @@ class DFlash(nn.Module):
 
     def begin(self, batch: int, capacity: int, commit: int) -> None:
         """Make room for ``capacity`` positions a row and for rounds that commit at most ``commit`` tokens."""
-        sizes, weight = self.config.sizes, self.fc.weight
+        sizes: Any = self.config.sizes
+        weight = self.fc.weight
         scratch = max(self.config.block, commit)
         size = CacheSize(len(self.layers), sizes.num_key_value_heads, sizes.head_dim, batch, 1, capacity, scratch)
         self.cache = Cache(size, weight.dtype, weight.device)

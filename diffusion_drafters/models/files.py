@@ -83,8 +83,8 @@ def _full(
     if config.tie_word_embeddings and TOKENS in state:
         state = {HEAD: state[TOKENS], **state}
     load_strict(model, state, LEFTOVERS, source)
-    mask = facts.get("mask_token_id") if facts.get("mask_token_id") is not None else mask
-    return FullAttention(cast(model, dtype), mask, facts.get("eos_token_id"), shift)
+    said = facts.get("mask_token_id")
+    return FullAttention(cast(model, dtype), mask if said is None else said, facts.get("eos_token_id"), shift)
 
 
 def _ddit(facts: Mapping[str, Any], state: State, source: str | Path, dtype: torch.dtype) -> DiffusionLM:

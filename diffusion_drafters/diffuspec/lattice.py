@@ -1,0 +1,83 @@
+"""The pruned lattice of a block: at each position the likeliest tokens, as many as carry the mass ``tau``.
+
+Source: DiffuSpec (arXiv 2510.02358), equations 7 and 9.
+
+Shape letters: K block, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Lattice:
+    """For each position its candidate ``tokens``, likeliest first, their ``scores`` (log-probabilities, nats), and
+    ``likeliest``, the token that the block alone would put there.
+    """
+
+    tokens: list[list[int]]
+    scores: list[list[float]]
+    likeliest: list[int]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def first(self, length: int) -> Lattice:
+        """The lattice of the first ``length`` positions."""
+        return Lattice(self.tokens[:length], self.scores[:length], self.likeliest[:length])
+
+    def without(self, token: int) -> Lattice:
+        """The lattice up to the first position that has no candidate but ``token``, which no position offers."""
+        kept = [[i for i, t in enumerate(row) if t != token] for row in self.tokens]
+        stop = next((i for i, row in enumerate(kept) if not row), len(kept))
+        tokens = [[self.tokens[i][j] for j in kept[i]] for i in range(stop)]
+        scores = [[self.scores[i][j] for j in kept[i]] for i in range(stop)]
+        return Lattice(tokens, scores, self.likeliest[:stop])
+
+    def before(self, end: int | None) -> int:
+        """Positions in front of the first whose likeliest token is ``end`` (all if there is none): equation 9."""
+        return self.likeliest.index(end) if end in self.likeliest else len(self)
+
+
+def prune(log_probs: Tensor, tau: float = 0.8, most: int = 15, keep: int | None = None) -> Lattice:
+    """The lattice of a block's ``log_probs`` [K, V]: the fewest likeliest tokens with mass ``tau``, at most ``most``.
+
+    Equal tokens are taken by their number. ``tau`` 1 keeps ``most`` everywhere. ``keep`` is a token that every
+    position offers (the paper keeps the end token). Tokens of no probability are never offered, and the lattice ends
+    in front of a position that has no others. Raises ``ValueError`` for options out of range.
+    """
+    if not 0 < tau <= 1 or most < 1:
+        raise ValueError(f"tau must be in (0, 1] and most at least 1, got {tau} and {most}")
+    if log_probs.ndim != 2:
+        raise ValueError(f"log_probs must be [K, V], got {list(log_probs.shape)}")
+    values, ids = _likeliest(log_probs, min(most, log_probs.shape[1]))
+    before = values.exp().cumsum(1) - values.exp()  # the mass in front of each token
+    offered = torch.isfinite(values) & ((before < tau) | (tau == 1))
+    stop = int(offered[:, 0].long().cumprod(0).sum())
+    tokens = [row[:n] for row, n in zip(ids.tolist(), offered.sum(1).tolist(), strict=True)][:stop]
+    scores = [row[:n] for row, n in zip(values.tolist(), offered.sum(1).tolist(), strict=True)][:stop]
+    if keep is not None:
+        _offer(tokens, scores, keep, log_probs[:stop, keep].tolist())
+    return Lattice(tokens, scores, ids[:stop, 0].tolist())
+
+
+def _likeliest(log_probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest of each row and their ids, equal ones by id: a full sort only where a tie asks for it."""
+    best = log_probs.topk(min(count + 1, log_probs.shape[1]))
+    if not bool((best.values[:, 1:] == best.values[:, :-1]).any()):
+        return best.values[:, :count], best.indices[:, :count]
+    ordered = log_probs.sort(dim=1, descending=True, stable=True)
+    return ordered.values[:, :count], ordered.indices[:, :count]
+
+
+def _offer(tokens: list[list[int]], scores: list[list[float]], token: int, given: list[float]) -> None:
+    """Add ``token`` with its log-probability to every position that lacks it and gives it any chance."""
+    for row, score, value in zip(tokens, scores, given, strict=True):
+        if token not in row and value > -math.inf:
+            row.append(token)
+            score.append(value)

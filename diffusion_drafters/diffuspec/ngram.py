@@ -1,0 +1,85 @@
+"""An n-gram model as causal proxy: counts of token sequences, smoothed so that everything stays possible.
+
+p(w | h) = (c(h w) + T(h) p(w | h')) / (c(h) + T(h)), T(h) the number of different tokens seen behind h and h' one
+token less: Witten and Bell's interpolation (IEEE Trans. Inf. Theory 37, 1991); below the unigrams, every token alike.
+
+Shape letters: G n-grams of one order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+Gram = tuple[int, ...]
+
+
+class NGram:
+    """Counts by n-gram, of every length up to ``order``, over ``vocabulary`` tokens; see :func:`fit`."""
+
+    def __init__(self, order: int, vocabulary: int, counts: dict[Gram, int]) -> None:
+        if order < 1 or vocabulary < 1:
+            raise ValueError(f"order and vocabulary must be at least 1, got {order} and {vocabulary}")
+        self.order, self.vocabulary, self.counts = order, vocabulary, counts
+        self.totals: Counter[Gram] = Counter()  # c(h)
+        self.followers: Counter[Gram] = Counter()  # T(h)
+        for gram, count in counts.items():
+            self.totals[gram[:-1]] += count
+            self.followers[gram[:-1]] += 1
+
+    def log_probs(self, context: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        """Natural log-probabilities of each of ``tokens`` behind ``context``, of which the last tokens are read."""
+        read = tuple(context[max(len(context) - self.order + 1, 0) :])
+        found = [1 / self.vocabulary] * len(tokens)
+        for start in range(len(read), -1, -1):
+            known = read[start:]
+            total, kinds = self.totals.get(known, 0), self.followers.get(known, 0)
+            if not total:
+                break  # nor was anything longer seen
+            seen = [self.counts.get((*known, token), 0) for token in tokens]
+            found = [(count + kinds * less) / (total + kinds) for count, less in zip(seen, found, strict=True)]
+        return [math.log(p) for p in found]
+
+    def save(self, file: str | Path) -> None:
+        """Write one safetensors file: n-grams [G, n] and counts [G] for each length n."""
+        tensors = {}
+        for n in range(1, self.order + 1):
+            grams = sorted(gram for gram in self.counts if len(gram) == n)
+            tensors[f"grams.{n}"] = torch.tensor(grams, dtype=torch.int32).view(-1, n)
+            tensors[f"counts.{n}"] = torch.tensor([self.counts[gram] for gram in grams], dtype=torch.int32)
+        save_file(tensors, file, {"order": str(self.order), "vocabulary": str(self.vocabulary)})
+
+    @classmethod
+    def load(cls, file: str | Path) -> NGram:
+        """Read what ``save`` wrote; raises ``ValueError`` for another file."""
+        with safe_open(file, "pt") as opened:
+            facts = opened.metadata() or {}
+            if not facts.keys() >= {"order", "vocabulary"}:
+                raise ValueError(f"{file} must hold an n-gram model, got a file without order and vocabulary")
+            order, counts = int(facts["order"]), dict[Gram, int]()
+            for n in range(1, order + 1):
+                grams, seen = (opened.get_tensor(f"{name}.{n}").tolist() for name in ("grams", "counts"))
+                counts.update(zip(map(tuple, grams), seen, strict=True))
+        return cls(order, int(facts["vocabulary"]), counts)
+
+
+def fit(texts: Iterable[Sequence[int]], vocabulary: int, order: int = 3, least: int = 1) -> NGram:
+    """The model of order ``order`` of ``texts`` (token ids below ``vocabulary``).
+
+    N-grams of two and more tokens seen fewer than ``least`` times are dropped, for size. Raises ``ValueError`` for a
+    token that is none and for sizes below 1.
+    """
+    counts: Counter[Gram] = Counter()
+    for text in texts:
+        ids = list(text)
+        if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+            raise ValueError(f"tokens must be in [0, {vocabulary}), got {min(ids)} to {max(ids)}")
+        for n in range(1, order + 1):
+            counts.update(zip(*(ids[i:] for i in range(n)), strict=False))
+    return NGram(order, vocabulary, {g: c for g, c in counts.items() if len(g) == 1 or c >= least})

@@ -1,0 +1,124 @@
+"""Causal-consistency path search: the path of a lattice that both the block and a causal proxy believe in.
+
+S(path) = sum over positions of weight * log q_i(token) + (1 - weight) * log p_proxy(token | prefix, path before).
+Paths are a deterministic function of the prefix, or drawn from nothing: verify them as point masses.
+Source: DiffuSpec (arXiv 2510.02358), equation 8. Its objective is a raw sum of negative terms, so that with an end
+token on offer the best path often is to end at once; ``search`` therefore takes the end token from the block's own
+draft, and looks for the best path of exactly the tokens in front of it.
+
+Shape letters: none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from specmm.diffusion_drafters.diffuspec.lattice import Lattice
+
+SAME = 11  # decimals of a score; paths that agree so far are equal, and the one with smaller tokens is taken
+
+
+class CausalProxy(Protocol):
+    """A cheap causal model that reads ``order`` - 1 tokens."""
+
+    order: int
+
+    def log_probs(self, context: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        """Natural log-probabilities of each of ``tokens`` behind ``context`` (its last ``order`` - 1 at least)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Path:
+    """Tokens chosen, their score S in nats, and whether nothing can follow."""
+
+    tokens: tuple[int, ...] = ()
+    score: float = 0.0
+    finished: bool = False
+
+    @property
+    def rank(self) -> tuple[float, tuple[int, ...]]:
+        """Sorts better paths first."""
+        return -round(self.score, SAME), self.tokens
+
+    @property
+    def rate(self) -> tuple[float, tuple[int, ...]]:
+        """Sorts paths of more score a token first."""
+        return -round(self.score / max(len(self.tokens), 1), SAME), self.tokens
+
+
+@dataclass(frozen=True)
+class Objective:
+    """S for one prefix: the ``proxy``, the ``weight`` of the block (the paper's lambda), and the token that ends a
+    path. Raises ``ValueError`` for a weight outside [0, 1].
+    """
+
+    proxy: CausalProxy
+    prefix: Sequence[int]
+    weight: float = 0.5
+    end: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.weight <= 1:
+            raise ValueError(f"weight must be in [0, 1], got {self.weight}")
+
+    def extend(self, lattice: Lattice, path: Path) -> list[Path]:
+        """``path`` with every candidate of the next position behind it."""
+        place, last = len(path.tokens), len(path.tokens) + 1 == len(lattice)
+        tokens, scores = lattice.tokens[place], lattice.scores[place]
+        causal = self.proxy.log_probs(self.context(path), tokens) if self.weight < 1 else scores
+        return [
+            Path(
+                (*path.tokens, token),
+                path.score + self.weight * score + (1 - self.weight) * proxy,
+                last or token == self.end,
+            )
+            for token, score, proxy in zip(tokens, scores, causal, strict=True)
+        ]
+
+    def context(self, path: Path) -> tuple[int, ...]:
+        """What the proxy reads behind ``path``."""
+        count = self.proxy.order - 1
+        lacking = max(count - len(path.tokens), 0)
+        before = tuple(self.prefix[len(self.prefix) - min(lacking, len(self.prefix)) :])
+        return before + path.tokens[max(len(path.tokens) - count, 0) :]
+
+
+def beam_path(lattice: Lattice, objective: Objective, width: int = 3) -> Path:
+    """The best of the paths that a beam of ``width`` finds; finished ones stay in it and compete.
+
+    Raises ``ValueError`` for a width below 1. An empty lattice has the empty path.
+    """
+    if width < 1:
+        raise ValueError(f"width must be at least 1, got {width}")
+    beam = [Path(finished=not len(lattice))]
+    while not all(path.finished for path in beam):
+        grown = (p for path in beam for p in ([path] if path.finished else objective.extend(lattice, path)))
+        beam = sorted(grown, key=lambda path: path.rank)[:width]
+    return beam[0]
+
+
+def best_path(lattice: Lattice, objective: Objective, per_token: bool = False) -> Path:
+    """The best path of all, exactly: of those that the proxy cannot tell apart, only the best is followed.
+
+    With M candidates a position and a proxy of order n that is K·M^n steps: for small lattices and low orders.
+    ``per_token`` maximises S over the path's length instead, which does not favour short paths.
+    """
+    open_paths, done = [Path(finished=not len(lattice))], list[Path]()
+    while open_paths:
+        done += [path for path in open_paths if path.finished]
+        grown = (p for path in open_paths if not path.finished for p in objective.extend(lattice, path))
+        open_paths = _leaders(objective, grown)
+    return min(done, key=lambda path: path.rate if per_token else path.rank)
+
+
+def _leaders(objective: Objective, paths: Iterable[Path]) -> list[Path]:
+    """The best of ``paths`` (equally long) for each context of the proxy, and the best of those finished."""
+    best: dict[tuple[int, ...] | None, Path] = {}
+    for path in paths:
+        key = None if path.finished else objective.context(path)
+        if key not in best or path.rank < best[key].rank:
+            best[key] = path
+    return list(best.values())

@@ -1,0 +1,115 @@
+"""DiffuSpec's lattice, paths and lengths against the published cases.
+
+Shape letters: K block, V vocabulary.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from specmm.diffusion_drafters.diffuspec.draft import Search, draft
+from specmm.diffusion_drafters.diffuspec.lattice import prune
+from specmm.diffusion_drafters.diffuspec.length import AdaptiveLength
+from specmm.diffusion_drafters.diffuspec.naive import every_path
+from specmm.diffusion_drafters.diffuspec.search import Objective, beam_path, best_path
+
+PARITY = Path(__file__).parents[1] / "parity" / "dlm"
+CPS = json.loads((PARITY / "cps_cases.json").read_text())["cases"]
+ADL = json.loads((PARITY / "adl_cases.json").read_text())["cases"]
+
+
+class Table:
+    """The case's n-gram model."""
+
+    def __init__(self, order, log_probs):
+        self.order, self.table = order, log_probs
+
+    def log_probs(self, context, tokens):
+        row = self.table
+        for token in context[len(context) - self.order + 1 :]:
+            row = row[token]
+        return [row[token] for token in tokens]
+
+
+@pytest.fixture(params=CPS, ids=lambda case: case["id"])
+def case(request):
+    return request.param
+
+
+def parts(case):
+    """The block, its lattice with the end token kept, and the objectives with and without an end."""
+    log_probs = torch.tensor(case["dlm_logprobs"], dtype=torch.float64)
+    proxy = Table(case["ngram"]["order"], case["ngram"]["logprobs"])
+    ending, endless = (Objective(proxy, case["prefix"], case["lam"], end) for end in (case["eos"], None))
+    return log_probs, prune(log_probs, case["tau"], case["M_max"], case["eos"]), ending, endless
+
+
+def same(found, wanted, score=None):
+    assert list(found.tokens) == wanted["path"]
+    assert (found.score if score is None else score) == pytest.approx(wanted["score"], abs=2e-6)
+
+
+def test_the_lattice(case):
+    log_probs, lattice, _, _ = parts(case)
+    wanted, bare = case["expected"], prune(log_probs, case["tau"], case["M_max"])
+    assert lattice.tokens == wanted["candidate_sets"]
+    assert [len(row) for row in bare.tokens] == wanted["n_by_mass"]
+    assert lattice.likeliest == wanted["raw_argmax"]
+    assert lattice.before(case["eos"]) == wanted["L_gen"]
+    first = wanted["first_eos_index_1based"]
+    assert (first or case["k"] + 1) == lattice.before(case["eos"]) + 1
+
+
+@pytest.mark.parametrize("finder", [best_path, lambda *a: every_path(*a)[0]], ids=["exact", "naive"])
+def test_the_best_paths(case, finder):
+    log_probs, lattice, ending, endless = parts(case)
+    wanted, end = case["expected"], case["eos"]
+    same(finder(lattice, ending), wanted["literal"])
+    same(finder(prune(log_probs, case["tau"], case["M_max"]), ending), wanted["literal_no_forced_eos"])
+    same(finder(lattice.first(lattice.before(end) + 1), ending), wanted["truncated_at_raw_eos"])
+    same(finder(prune(log_probs, 1, case["V"]), ending), wanted["literal_unpruned"])
+    same(finder(lattice.without(end).first(lattice.before(end)), endless), wanted["no_eos_up_to_L_gen"])
+
+
+def test_the_best_path_a_token(case):
+    _, lattice, ending, _ = parts(case)
+    found = best_path(lattice, ending, per_token=True)
+    same(found, case["expected"]["length_normalised"], found.score / len(found.tokens))
+
+
+def test_beams(case):
+    _, lattice, ending, _ = parts(case)
+    wanted, paths = case["expected"], every_path(lattice, ending)
+    for name in (name for name in wanted if name.startswith("beam_") and name != "beam_B_is_optimal"):
+        width = len(paths) if name == "beam_inf" else int(name.removeprefix("beam_"))
+        found = beam_path(lattice, ending, width)
+        same(found, wanted[name])
+        assert (found.tokens[-1] == case["eos"]) == wanted[name]["finished"]
+    best = beam_path(lattice, ending, case["B"]).rank == paths[0].rank
+    assert best == wanted["beam_B_is_optimal"]
+    assert len(paths) == wanted["n_paths"]
+    assert paths[0].score - paths[1].score == pytest.approx(wanted["margin"], abs=3e-6)
+
+
+def test_a_draft_says_what_is_in_front_of_the_end_and_then_the_end(case):
+    log_probs, _, ending, _ = parts(case)
+    search = Search(case["tau"], case["M_max"], case["lam"], width=0)
+    found = draft(log_probs, case["prefix"], case["eos"], ending.proxy, search)
+    wanted = case["expected"]
+    ends = [case["eos"]] if wanted["L_gen"] < case["k"] else []
+    assert list(found.tokens) == wanted["no_eos_up_to_L_gen"]["path"] + ends
+    assert found.generated == wanted["L_gen"]
+
+
+@pytest.mark.parametrize("case", ADL, ids=lambda case: case["id"])
+def test_lengths(case):
+    control = AdaptiveLength(case["k_min"], case["k_max"], case["delta"], case["rho"])
+    assert control.length == case["rows"][0]["k_next"]
+    for row in case["rows"][1:]:
+        control.observe(row["L_gen"], row["L_acc"])
+        assert math.isclose(control.generated, row["ema_gen"], abs_tol=1e-8)
+        assert math.isclose(control.accepted, row["ema_acc"], abs_tol=1e-8)
+        assert control.length == row["k_next_floor_of_real"]
