@@ -91,7 +91,8 @@ def test_beams(case):
     best = beam_path(lattice, ending, case["B"]).rank == paths[0].rank
     assert best == wanted["beam_B_is_optimal"]
     assert len(paths) == wanted["n_paths"]
-    assert paths[0].score - paths[1].score == pytest.approx(wanted["margin"], abs=3e-6)
+    if wanted["margin"] is not None:  # there is a second path
+        assert paths[0].score - paths[1].score == pytest.approx(wanted["margin"], abs=3e-6)
 
 
 def test_a_draft_says_what_is_in_front_of_the_end_and_then_the_end(case):

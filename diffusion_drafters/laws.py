@@ -1,0 +1,86 @@
+"""The laws drafts are drawn from, recorded node by node, so that verification is exact at any temperature.
+
+Three ways of drafting a chain from a block keep the target's law: tokens drawn from the marginals independently, each
+with its marginal (DEER, arXiv 2512.15176); tokens drawn left to right from the lattice's renormalised scores without
+looking ahead, each with that row; and any path chosen in whatever way, as point masses (no laws). A searched path
+with the marginals as its laws does not: nobody drew it from them.
+
+Shape letters: B batch, K block, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specmm.diffusion_drafters.diffuspec.lattice import Lattice
+from specmm.diffusion_drafters.diffuspec.search import Objective, Path
+from specmm.randomness import Uniforms, categorical
+from specmm.tree import DraftTree, TreeShape
+
+
+def marginal_chain(root: Tensor, laws: Tensor, uniforms: Uniforms, shape: TreeShape | None = None) -> DraftTree:
+    """A chain behind ``root`` [B]: token i drawn from row i of ``laws`` [B, K, V], whatever the others are.
+
+    ``laws`` must be what is drawn from: after temperature, filters and barred tokens.
+    """
+    drafts = categorical(laws, uniforms.draw(laws.shape[1]))
+    tokens = torch.cat([root[:, None], drafts], dim=1)
+    return DraftTree(tokens, shape or TreeShape.chain(laws.shape[1], root.device), with_root(laws))
+
+
+def with_root(laws: Tensor) -> Tensor:
+    """``laws`` [B, K, V] as those of a chain's nodes [B, K + 1, V]; the root's is never read."""
+    return torch.cat([torch.zeros_like(laws[:, :1]), laws], dim=1)
+
+
+def point_chain(root: Tensor, paths: Sequence[Sequence[int]], length: int) -> DraftTree:
+    """Chains of chosen ``paths`` [B], as point masses, behind ``root`` [B], filled up with the root's token."""
+    rows = [list(path)[:length] for path in paths]
+    filled = [row + [first] * (length - len(row)) for row, first in zip(rows, root.tolist(), strict=True)]
+    drafts = torch.tensor(filled, dtype=root.dtype, device=root.device).view(len(root), length)
+    return DraftTree(torch.cat([root[:, None], drafts], dim=1), TreeShape.chain(length, root.device))
+
+
+def next_law(lattice: Lattice, objective: Objective, path: Path, temperature: float = 1.0) -> tuple[list[Path], Tensor]:
+    """The continuations of ``path`` by one token and their probabilities, proportional to exp(gain / temperature).
+
+    Raises ``ValueError`` for a temperature that is not positive.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}; search a path at temperature 0")
+    grown = objective.extend(lattice, path)
+    gains = torch.tensor([longer.score - path.score for longer in grown], dtype=torch.float64)
+    return grown, (gains / temperature).softmax(0)
+
+
+def lattice_chain(
+    root: Tensor,
+    lattices: Sequence[Lattice],
+    objectives: Sequence[Objective],
+    vocabulary: int,
+    uniforms: Uniforms,
+    length: int,
+    temperature: float = 1.0,
+) -> DraftTree:
+    """Chains of ``length`` = K drawn left to right from each row's lattice, with the law of every draw.
+
+    Behind the end of a row's lattice or path comes the root's token, with certainty. K uniforms a row.
+    """
+    dice = uniforms.draw(length)
+    tokens = root[:, None].repeat(1, length + 1)
+    laws = dice.new_zeros(len(root), length + 1, vocabulary)
+    laws.scatter_(2, tokens[..., None], 1.0)
+    for row, (lattice, objective) in enumerate(zip(lattices, objectives, strict=True)):
+        path = Path(finished=not len(lattice))
+        for place in range(length):
+            if path.finished:
+                break
+            grown, chances = next_law(lattice, objective, path, temperature)
+            law = laws[row, place + 1].zero_()
+            law[[longer.tokens[-1] for longer in grown]] = chances.to(law)
+            path = grown[int(categorical(chances.to(law), dice[row, place]))]
+            tokens[row, place + 1] = path.tokens[-1]
+    return DraftTree(tokens, TreeShape.chain(length, root.device), laws)
