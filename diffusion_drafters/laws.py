@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.diffusion_drafters.diffuspec.lattice import Lattice
@@ -33,7 +34,7 @@ def marginal_chain(root: Tensor, laws: Tensor, uniforms: Uniforms, shape: TreeSh
 
 def with_root(laws: Tensor) -> Tensor:
     """``laws`` [B, K, V] as those of a chain's nodes [B, K + 1, V]; the root's is never read."""
-    return torch.cat([torch.zeros_like(laws[:, :1]), laws], dim=1)
+    return F.pad(laws, (0, 0, 1, 0))
 
 
 def point_chain(root: Tensor, paths: Sequence[Sequence[int]], length: int) -> DraftTree:

@@ -1,0 +1,1 @@
+"""Drafters of the core loop that draft a block in one forward: chains, trees, DiffuSpec's paths."""

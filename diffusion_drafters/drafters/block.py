@@ -1,0 +1,110 @@
+"""Chains and trees from a block's marginals.
+
+A chain's tokens are drawn independently, each recorded with its marginal; when the target is greedy they are the
+likeliest ones, as point masses. A tree holds the most probable paths under a budget of nodes, as point masses.
+Sources: DEER (arXiv 2512.15176), DDTree, and for the cut AdaEDL (arXiv 2410.18351).
+
+Shape letters: B batch, K block, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specmm.diffusion_drafters.drafters.sources import BlockSource
+from specmm.diffusion_drafters.laws import marginal_chain
+from specmm.drafter import Feedback
+from specmm.processors import Processor
+from specmm.randomness import Uniforms
+from specmm.shape.heap import block_tree
+from specmm.shape.length import adaedl_stop
+from specmm.stats import Clock
+from specmm.tree import DraftTree, TreeShape
+from specmm.vlm.target import VLMTarget
+
+
+class ChainDrafter:
+    """Chains of ``length`` drafts (None: the source's longest), with independent draws from the block's marginals.
+
+    ``sure`` above 0 cuts a block in front of the first token whose marginal promises less acceptance than that
+    (AdaEDL's bound), before anything is drawn. All rows of a batch stay as long as the longest; where dice are thrown
+    a batch of several rows is never cut, for a row's dice must not depend on the others.
+    Raises ``ValueError`` for a length that the source cannot draft and a bound outside [0, 1].
+    """
+
+    def __init__(self, source: BlockSource, target: VLMTarget, length: int | None = None, sure: float = 0.0) -> None:
+        if not 0 <= sure <= 1:
+            raise ValueError(f"sure must be in [0, 1], got {sure}")
+        self.source, self.target, self.sure = source, target, sure
+        self.max_depth = block_length(source, length)
+        self.max_nodes = self.max_depth + 1
+        self.greedy, self.law = target.processor.greedy, drafting_law(target)
+        self.shapes = [TreeShape.chain(n, target.device) for n in range(self.max_nodes)]
+
+    def begin(self, feedback: Feedback, clock: Clock) -> None:
+        """Let the source read the prompt."""
+        self.clock = clock
+        with clock("draft"):
+            self.source.begin(feedback, self.max_depth)
+
+    def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
+        """The chain behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        with self.clock("draft"):
+            laws = self.law(self.source.logits(feedback, self.max_depth))  # [B, K, V]
+            laws = laws[:, : self._length(laws)]
+        shape = self.shapes[laws.shape[1]]
+        if not self.greedy:
+            return marginal_chain(feedback.token, laws, uniforms, shape)
+        return DraftTree(torch.cat([feedback.token[:, None], laws.argmax(-1)], dim=1), shape)
+
+    def _length(self, laws: Tensor) -> int:
+        if not self.sure or (len(laws) > 1 and not self.greedy):
+            return laws.shape[1]
+        going = ~adaedl_stop(laws, self.sure)
+        return int(going.long().cumprod(1).sum(1).max())
+
+
+class TreeDrafter:
+    """The ``total``-node tree (root included) of the most probable paths of ``depth`` tokens at most.
+
+    Raises ``ValueError`` for a depth that the source cannot draft and a budget without a draft.
+    """
+
+    def __init__(self, source: BlockSource, target: VLMTarget, total: int = 32, depth: int | None = None) -> None:
+        if total < 2:
+            raise ValueError(f"total must be at least 2 nodes (the root and a draft), got {total}")
+        self.source, self.target = source, target
+        self.max_depth, self.max_nodes = block_length(source, depth), total
+        self.law = drafting_law(target)
+
+    def begin(self, feedback: Feedback, clock: Clock) -> None:
+        """Let the source read the prompt."""
+        self.clock = clock
+        with clock("draft"):
+            self.source.begin(feedback, self.max_depth)
+
+    def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
+        """The tree behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        with self.clock("draft"):
+            return block_tree(self.law(self.source.logits(feedback, self.max_depth)), feedback.token, self.max_nodes)
+
+
+def drafting_law(target: VLMTarget) -> Processor:
+    """The processor of drafts: the target's own, which agrees best; the plain softmax of a greedy or foreign one.
+
+    What a target makes of tokens already seen is left to the target.
+    """
+    own = target.processor
+    if not isinstance(own, Processor) or own.greedy:
+        return Processor()
+    return Processor(own.temperature, own.top_k, own.top_p, own.top_p_first)
+
+
+def block_length(source: BlockSource, wanted: int | None) -> int:
+    """Drafts a round; raises ``ValueError`` for none, and for more than ``source`` has."""
+    length = source.longest if wanted is None else wanted
+    if length is None or length < 1 or (source.longest is not None and length > source.longest):
+        limit = "" if source.longest is None else f" and at most the drafter's {source.longest}"
+        raise ValueError(f"length must be at least 1{limit}, got {length}")
+    return length

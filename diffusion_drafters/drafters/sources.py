@@ -1,0 +1,156 @@
+"""Where blocks come from: a diffusion language model that reads the tokens, or a drafter that reads hidden states.
+
+A source gives logits over the target's vocabulary; tokens that the two do not share are barred before any softmax.
+
+Shape letters: B batch, K block, M committed tokens of a round, N tree nodes, L prompt positions, F layers read,
+C width, v the drafter's vocabulary, V the target's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from specmm.diffusion_drafters.models.dflash import DFlash, check_layers
+from specmm.diffusion_drafters.models.masked import DiffusionLM, block_logits
+from specmm.drafter import Feedback
+from specmm.history import History
+from specmm.vlm.target import VLMTarget
+from specmm.vlm.translation import Translation
+
+
+class BlockSource(Protocol):
+    """Predicts the tokens behind the root, all at once. ``longest`` is the most it can (None: no limit), ``end`` the
+    target's id of the token that ends a text for it.
+    """
+
+    longest: int | None
+    end: int | None
+
+    def begin(self, feedback: Feedback, most: int) -> None:
+        """Start a batch behind the target's prefill, with rounds of at most ``most`` drafts."""
+        ...
+
+    def logits(self, feedback: Feedback, block: int) -> Tensor:
+        """Logits [B, K, V] of the ``block`` positions behind ``feedback.token``; to be called once a round."""
+        ...
+
+
+class DiffusionSource:
+    """A diffusion language model for ``target``: it reads all tokens afresh each round, or the last it has room for.
+
+    ``translation`` maps the target's tokens to the model's (None: the same ones); without one, a ``ValueError`` is
+    raised when the vocabularies differ by more than padding.
+    """
+
+    longest: int | None = None
+
+    def __init__(self, model: DiffusionLM, target: VLMTarget, translation: Translation | None = None) -> None:
+        self.model, self.target = model, target
+        self.translation = translation or Translation.same(model.vocabulary, target.family.vocabulary)
+        strangers = (self.translation.ids == model.mask).nonzero()[:, 0].tolist()
+        self.translation.ban([*strangers, *target.image_tokens])
+        self.end = self._end()
+
+    def begin(self, feedback: Feedback, most: int) -> None:
+        """Read the prompts."""
+        if most >= self.model.room:
+            raise ValueError(f"block must be shorter than the drafter's {self.model.room} positions, got {most}")
+        prompt = self.target.prompt
+        self.history = History(prompt.input_ids, prompt.lengths, prompt.max_new_tokens + most)
+        self.history.append(feedback.token[:, None], torch.ones_like(feedback.token))
+
+    def logits(self, feedback: Feedback, block: int) -> Tensor:
+        """Logits [B, K, V] of the block; see :class:`BlockSource`."""
+        if feedback.verdict is not None and feedback.tokens is not None:
+            self.history.append(feedback.tokens, feedback.verdict.kept)
+        tokens, lengths = self._window(self.model.room - block)
+        ragged = bool((lengths != tokens.shape[1]).any())
+        found = block_logits(self.model, self.translation.to_drafter(tokens), block, lengths if ragged else None)
+        return self.translation.from_drafter(found)
+
+    def latest(self, row: int, count: int) -> list[int]:
+        """The last ``count`` tokens of a row at most, the root last."""
+        stop = int(self.history.lengths[row])
+        return self.history.tokens[row, max(stop - count, 0) : stop].tolist()
+
+    def _window(self, most: int) -> tuple[Tensor, Tensor]:
+        """The last ``most`` tokens of each row at most [B, P], padded at the right, and how many those are [B]."""
+        lengths = self.history.lengths.clamp(max=most)
+        first = self.history.lengths - lengths
+        order = torch.arange(int(lengths.max()), device=lengths.device)
+        return self.history.tokens.gather(1, first[:, None] + order), lengths
+
+    def _end(self) -> int | None:
+        """The target's token that the model ends a text with."""
+        if self.model.end is None:
+            return None
+        same = ((self.translation.ids == self.model.end) & self.translation.shared).nonzero()
+        return int(same[0]) if len(same) else None
+
+
+class DFlashSource:
+    """A DFlash drafter of ``target``: its context is what chosen layers of the target said of the committed tokens.
+
+    Raises ``ValueError`` for a target that has not the layers, the width or the mask token's embedding.
+    """
+
+    longest: int | None
+    end: int | None = None
+
+    def __init__(self, model: DFlash, target: VLMTarget) -> None:
+        layers, width = target.family.decoder.layers, model.fc.weight.shape[0]
+        check_layers(model.config.layers, len(layers))
+        found = (target.family.config.hidden_size, target.family.vocabulary)
+        if found[0] != width or found[1] <= model.config.mask:
+            raise ValueError(
+                f"drafter must have the target's width {found[0]} and a mask among its {found[1]} tokens, "
+                f"got width {width} and mask {model.config.mask}"
+            )
+        self.model, self.target, self.longest = model, target, model.config.block - 1
+        self.taps = Taps([layers[i] for i in model.config.layers])
+        self.barred = [model.config.mask, *target.image_tokens]
+
+    def begin(self, feedback: Feedback, most: int) -> None:
+        """Read what the target's layers said of the prompts."""
+        prompt = self.target.prompt
+        capacity = prompt.input_ids.shape[1] + prompt.max_new_tokens
+        self.model.begin(len(prompt.lengths), capacity, most + 1)
+        self.model.read_prompt(self.taps.context(), prompt.lengths)
+
+    def logits(self, feedback: Feedback, block: int) -> Tensor:
+        """Logits [B, K, V] of the block; see :class:`BlockSource`."""
+        if feedback.verdict is not None:
+            path = feedback.verdict.path.clamp(min=0)
+            context = self.taps.context()  # [B, N, F·C]
+            kept = context.gather(1, path[..., None].expand(-1, -1, context.shape[-1]))
+            self.model.read(kept, feedback.verdict.kept)
+        masks = feedback.token.new_full((len(feedback.token), self.model.config.block - 1), self.model.config.mask)
+        states = self.model.draft(self.target.embed(torch.cat([feedback.token[:, None], masks], dim=1)))
+        logits = self.target.head(states[:, 1 : block + 1]).float()
+        logits[..., self.barred] = float("-inf")
+        return logits
+
+
+class Taps:
+    """What ``layers`` gave in their latest forward, seen by hooks that go when this object goes."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.seen: list[Tensor | None] = [None] * len(layers)
+        for place, layer in enumerate(layers):
+            handle = layer.register_forward_hook(_recorder(self.seen, place))
+            weakref.finalize(self, handle.remove)
+
+    def context(self) -> Tensor:
+        """The layers' outputs side by side, [B, L or N, F·C]."""
+        return torch.cat([states for states in self.seen if states is not None], dim=-1)
+
+
+def _recorder(seen: list[Tensor | None], place: int) -> Any:
+    def record(_: Any, args: Any, output: Any) -> None:
+        seen[place] = output if isinstance(output, Tensor) else output[0]
+
+    return record

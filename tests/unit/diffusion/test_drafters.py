@@ -1,0 +1,253 @@
+"""Block drafters in the loop: token equal when greedy, the target's law when sampling, a broken twin caught.
+
+Shape letters: B batch, T tokens, V vocabulary.
+"""
+
+import itertools
+
+import pytest
+import torch
+import transformers as tf
+from scipy.stats import chi2
+
+from specmm.decode import decode, decode_plain
+from specmm.diffusion_drafters.diffuspec.ngram import fit
+from specmm.diffusion_drafters.drafters.block import ChainDrafter, TreeDrafter
+from specmm.diffusion_drafters.drafters.diffuspec import DiffuSpecDrafter
+from specmm.diffusion_drafters.drafters.sources import DFlashSource, DiffusionSource
+from specmm.diffusion_drafters.models.bidirectional import FullAttention
+from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
+from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig
+from specmm.processors import Processor
+from specmm.randomness import Uniforms
+from specmm.tree import DraftTree
+from specmm.verify import Recursive
+from specmm.vlm.prompt import VLMPrompt
+from specmm.vlm.target import VLMTarget
+
+LENGTH, V, SMALL = 14, 30, 6
+SURE = 0.55  # in the middle of what AdaEDL expects of the tiny drafter
+SIZES = dict(
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+)
+
+
+def shaken(model, seed, std=0.3):
+    generator = torch.Generator().manual_seed(seed)
+    for weight in model.parameters():
+        weight.requires_grad_(False)
+        if weight.ndim > 1:
+            weight.normal_(0, std, generator=generator)
+    return model.eval()
+
+
+def target_model(vocabulary, seed=0):
+    return shaken(tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=vocabulary, **SIZES)), seed)
+
+
+def dream(vocabulary, room=128):
+    """The target's own weights read on both sides: it often agrees. One more token than the target: the mask."""
+    config = tf.LlamaConfig(vocab_size=vocabulary + 1, **(SIZES | {"max_position_embeddings": room}))
+    return FullAttention(shaken(tf.LlamaForCausalLM(config), 0), vocabulary, 2, shift=1)
+
+
+def mdlm(vocabulary):
+    torch.manual_seed(3)  # of its biases
+    config = DDiTConfig(vocabulary + 1, 16, 8, 2, 2, 128, block=4)
+    return MaskedDDiT(shaken(DDiT(config), 3), vocabulary, 2)
+
+
+def dflash(vocabulary):
+    sizes = tf.Qwen3Config(vocab_size=vocabulary, head_dim=8, attn_implementation="sdpa", **SIZES)
+    return shaken(DFlash(DFlashConfig(sizes, 5, vocabulary - 1, (0, 2))), 4)
+
+
+def proxy(vocabulary):
+    return fit([torch.randint(vocabulary, (60,), generator=torch.Generator().manual_seed(1)).tolist()], vocabulary)
+
+
+DRAFTERS = {
+    "chain of dream": lambda t: ChainDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, 4),
+    "chain of mdlm": lambda t: ChainDrafter(DiffusionSource(mdlm(t.family.vocabulary), t), t, 4),
+    "chain of dflash": lambda t: ChainDrafter(DFlashSource(dflash(t.family.vocabulary), t), t),
+    "sure chain": lambda t: ChainDrafter(DFlashSource(dflash(t.family.vocabulary), t), t, sure=SURE),
+    "tree of dream": lambda t: TreeDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, 9, 3),
+    "tree of dflash": lambda t: TreeDrafter(DFlashSource(dflash(t.family.vocabulary), t), t, 7),
+    "diffuspec": lambda t: DiffuSpecDrafter(
+        DiffusionSource(dream(t.family.vocabulary), t), proxy(t.family.vocabulary), least=2, most=5, step=2
+    ),
+    "diffuspec, likeliest tokens": lambda t: DiffuSpecDrafter(
+        DiffusionSource(dream(t.family.vocabulary, room=12), t), None, least=3, most=3
+    ),
+}
+ROWS = [[3, 4, 5, 6, 7, 3, 4, 5], [9], [8, 7, 6]]
+
+
+def batch(rows):
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def run(make, processor, uniforms, rows=ROWS, vocabulary=V, length=LENGTH):
+    target = VLMTarget(target_model(vocabulary), processor, "tiny")
+    prompt = VLMPrompt(batch(rows), length)
+    if make is None:
+        *_, end = decode_plain(target, prompt, length, uniforms)
+    else:
+        *_, end = decode(target, make(target), Recursive(), prompt, length, uniforms)
+    return end
+
+
+@pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
+def test_greedy_decoding_is_plain_decoding(make):
+    plain = run(None, Processor(0), Uniforms.from_seeds([0, 1, 2]))
+    end = run(make, Processor(0), Uniforms.from_seeds([0, 1, 2]))
+    assert torch.equal(end.tokens[:, :LENGTH], plain.tokens)
+
+
+def test_some_drafts_are_kept():
+    for name in ("chain of dream", "tree of dream", "diffuspec"):
+        assert run(DRAFTERS[name], Processor(0), Uniforms.from_seeds([0, 1, 2])).stats.tau > 1, name
+
+
+@pytest.mark.parametrize("name", ["chain of mdlm", "chain of dflash", "tree of dflash", "diffuspec"])
+def test_a_row_does_not_depend_on_its_batch(name):
+    processor, make = Processor(1.0, top_k=8), DRAFTERS[name]
+    together = run(make, processor, Uniforms.from_seeds([0, 1, 2]))
+    for i, row in enumerate(ROWS):
+        alone = run(make, processor, Uniforms.from_seeds([i]), [row])
+        assert torch.equal(alone.tokens[0, :LENGTH], together.tokens[i, :LENGTH])
+
+
+class Stream(Uniforms):
+    """One generator for thousands of rows."""
+
+    def __init__(self, rows):
+        self.rows, self.generator = rows, torch.Generator().manual_seed(0)
+
+    @property
+    def device(self):
+        return self.generator.device
+
+    def draw(self, count):
+        return torch.rand(self.rows, count, generator=self.generator)
+
+
+def law_of_sequences(processor, row, length):
+    model, law = target_model(SMALL), torch.ones(1, dtype=torch.float64)
+    for depth in range(length):
+        paths = torch.tensor(list(itertools.product(range(SMALL), repeat=depth)), dtype=torch.int64)
+        ids = torch.cat([torch.tensor([row]).expand(SMALL**depth, -1), paths.view(SMALL**depth, depth)], 1)
+        logits = model(ids).logits[:, -1]
+        law = (law[:, None] * processor(logits.double())).flatten()
+    return law
+
+
+def fits(law, tokens):
+    """Whether ``tokens`` [n, T] pass a chi-square test at one in a thousand; rare cells are joined."""
+    length = tokens.shape[1]
+    index = sum(tokens[:, t] * SMALL ** (length - 1 - t) for t in range(length))
+    seen = torch.bincount(index, minlength=len(law)).double()
+    wanted, order = (law * len(tokens)).sort(descending=True)
+    common = int((wanted >= 5).sum())
+    cells = [torch.cat([x[:common], x[common:].sum()[None]]) for x in (wanted, seen[order])]
+    keep = cells[0] > 1e-9
+    statistic = ((cells[1] - cells[0]) ** 2 / cells[0])[keep].sum()
+    return bool(statistic < chi2.ppf(0.999, int(keep.sum()) - 1))
+
+
+def samples(make, processor, rows):
+    end = run(make, processor, Stream(rows), [[1, 3, 2]] * rows, SMALL, 3)
+    return end.tokens[:, :3]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_samples_follow_the_targets_law(name):
+    processor = Processor(1.3)
+    tokens = samples(DRAFTERS[name], processor, 600 if "diffuspec" in name else 3000)
+    assert fits(law_of_sequences(processor, [1, 3, 2], 3), tokens)
+
+
+class LikeliestWithMarginals:
+    """A broken twin: the likeliest tokens, recorded as if they had been drawn."""
+
+    def __init__(self, whole):
+        self.whole, self.max_nodes, self.max_depth = whole, whole.max_nodes, whole.max_depth
+        self.begin = whole.begin
+
+    def propose(self, feedback, uniforms):
+        tree = self.whole.propose(feedback, uniforms)
+        return DraftTree(
+            tree.laws.argmax(-1).index_copy(1, torch.tensor([0]), tree.tokens[:, :1]), tree.shape, tree.laws
+        )
+
+
+def test_a_chosen_path_with_marginals_is_caught():
+    tokens = samples(lambda t: LikeliestWithMarginals(DRAFTERS["chain of dream"](t)), Processor(1.3), 3000)
+    assert not fits(law_of_sequences(Processor(1.3), [1, 3, 2], 3), tokens)
+
+
+def test_a_sure_chain_is_cut_before_it_is_drawn():
+    lengths = []
+
+    class Watch(LikeliestWithMarginals):
+        def propose(self, feedback, uniforms):
+            tree = self.whole.propose(feedback, uniforms)
+            lengths.append(tree.shape.depth)
+            return tree
+
+    def sample(seed):
+        uniforms = Uniforms.from_seeds([seed])
+        return run(lambda t: Watch(DRAFTERS["sure chain"](t)), Processor(1.3), uniforms, [[1, 3, 2]], SMALL, 3)
+
+    tokens = torch.cat([sample(seed).tokens[:, :2] for seed in range(250)])
+    assert min(lengths) < max(lengths) <= 4
+    assert fits(law_of_sequences(Processor(1.3), [1, 3, 2], 2), tokens)
+
+
+def test_the_controller_hears_of_every_round():
+    seen = []
+
+    def make(target):
+        seen.append(DRAFTERS["diffuspec"](target))
+        return seen[0]
+
+    end = run(make, Processor(0), Uniforms.from_seeds([0]), ROWS[:1])
+    trace = seen[0].rows[0].trace
+    assert len(trace) == end.stats.rounds - 1  # the last round needs no further draft
+    assert all(0 <= accepted <= generated <= 5 for generated, accepted in trace)
+    assert 2 <= seen[0].rows[0].control.length <= 5
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda t: ChainDrafter(DFlashSource(dflash(V), t), t, 5), "drafter's 4, got 5"),
+        (lambda t: ChainDrafter(DiffusionSource(dream(V), t), t), "got None"),
+        (lambda t: ChainDrafter(DFlashSource(dflash(V), t), t, sure=2), "sure"),
+        (lambda t: TreeDrafter(DFlashSource(dflash(V), t), t, 1), "at least 2 nodes"),
+        (lambda t: DiffuSpecDrafter(DiffusionSource(dream(V), t), None, least=0), "least"),
+        (lambda t: DiffusionSource(dream(V + 600), t), "share the target's vocabulary"),
+        (lambda t: DFlashSource(dflash(V + 9), t), "mask among its 30"),
+        (lambda t: run(DRAFTERS["chain of dream"], Processor(), None, [[1]], V, 200), "128 positions"),
+    ],
+)
+def test_mistakes(make, message):
+    with pytest.raises(ValueError, match=message):
+        make(VLMTarget(target_model(V), Processor(), "tiny"))
+
+
+def test_hooks_go_with_their_drafter():
+    target = VLMTarget(target_model(V), Processor(), "tiny")
+    source = DFlashSource(dflash(V), target)
+    layer = target.family.decoder.layers[0]
+    assert len(layer._forward_hooks) == 1
+    del source
+    assert not layer._forward_hooks
