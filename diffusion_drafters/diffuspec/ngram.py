@@ -26,33 +26,37 @@ class NGram:
     def __init__(self, order: int, vocabulary: int, counts: dict[Gram, int]) -> None:
         if order < 1 or vocabulary < 1:
             raise ValueError(f"order and vocabulary must be at least 1, got {order} and {vocabulary}")
-        self.order, self.vocabulary, self.counts = order, vocabulary, counts
-        self.totals: Counter[Gram] = Counter()  # c(h)
-        self.followers: Counter[Gram] = Counter()  # T(h)
+        self.order, self.vocabulary = order, vocabulary
+        self.behind: dict[Gram, dict[int, int]] = {}  # c(h w) by h and w
         for gram, count in counts.items():
-            self.totals[gram[:-1]] += count
-            self.followers[gram[:-1]] += 1
+            self.behind.setdefault(gram[:-1], {})[gram[-1]] = count
+        self.totals = {context: sum(found.values()) for context, found in self.behind.items()}  # c(h)
+
+    @property
+    def counts(self) -> dict[Gram, int]:
+        """Counts by n-gram."""
+        return {(*context, token): n for context, found in self.behind.items() for token, n in found.items()}
 
     def log_probs(self, context: Sequence[int], tokens: Sequence[int]) -> list[float]:
         """Natural log-probabilities of each of ``tokens`` behind ``context``, of which the last tokens are read."""
         read = tuple(context[max(len(context) - self.order + 1, 0) :])
         found = [1 / self.vocabulary] * len(tokens)
         for start in range(len(read), -1, -1):
-            known = read[start:]
-            total, kinds = self.totals.get(known, 0), self.followers.get(known, 0)
-            if not total:
+            known = self.behind.get(read[start:])
+            if known is None:
                 break  # nor was anything longer seen
-            seen = [self.counts.get((*known, token), 0) for token in tokens]
-            found = [(count + kinds * less) / (total + kinds) for count, less in zip(seen, found, strict=True)]
+            share = 1 / (self.totals[read[start:]] + len(known))
+            back, seen = share * len(known), known.get
+            found = [seen(token, 0) * share + back * less for token, less in zip(tokens, found, strict=True)]
         return [math.log(p) for p in found]
 
     def save(self, file: str | Path) -> None:
         """Write one safetensors file: n-grams [G, n] and counts [G] for each length n."""
-        tensors = {}
+        tensors, counts = {}, self.counts
         for n in range(1, self.order + 1):
-            grams = sorted(gram for gram in self.counts if len(gram) == n)
+            grams = sorted(gram for gram in counts if len(gram) == n)
             tensors[f"grams.{n}"] = torch.tensor(grams, dtype=torch.int32).view(-1, n)
-            tensors[f"counts.{n}"] = torch.tensor([self.counts[gram] for gram in grams], dtype=torch.int32)
+            tensors[f"counts.{n}"] = torch.tensor([counts[gram] for gram in grams], dtype=torch.int32)
         save_file(tensors, file, {"order": str(self.order), "vocabulary": str(self.vocabulary)})
 
     @classmethod

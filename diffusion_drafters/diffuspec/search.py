@@ -11,6 +11,8 @@ Shape letters: none.
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -64,18 +66,27 @@ class Objective:
         if not 0 <= self.weight <= 1:
             raise ValueError(f"weight must be in [0, 1], got {self.weight}")
 
+    def scores(self, lattice: Lattice, path: Path) -> list[float]:
+        """S of ``path`` with each candidate of the next position behind it."""
+        place, own = len(path.tokens), self.weight
+        found = lattice.scores[place]
+        if own == 1:
+            return [path.score + score for score in found]
+        causal, rest = self.proxy.log_probs(self.context(path), lattice.tokens[place]), 1 - own
+        return [path.score + own * score + rest * proxy for score, proxy in zip(found, causal, strict=True)]
+
     def extend(self, lattice: Lattice, path: Path) -> list[Path]:
         """``path`` with every candidate of the next position behind it."""
-        place, last = len(path.tokens), len(path.tokens) + 1 == len(lattice)
-        tokens, scores = lattice.tokens[place], lattice.scores[place]
-        causal = self.proxy.log_probs(self.context(path), tokens) if self.weight < 1 else scores
+        return self.grow(lattice, path, self.scores(lattice, path))
+
+    def grow(self, lattice: Lattice, path: Path, scores: Sequence[float], worst: float = -math.inf) -> list[Path]:
+        """Those of the continuations with ``scores`` that score ``worst`` at least."""
+        place = len(path.tokens)
+        last = place + 1 == len(lattice)
         return [
-            Path(
-                (*path.tokens, token),
-                path.score + self.weight * score + (1 - self.weight) * proxy,
-                last or token == self.end,
-            )
-            for token, score, proxy in zip(tokens, scores, causal, strict=True)
+            Path((*path.tokens, token), score, last or token == self.end)
+            for token, score in zip(lattice.tokens[place], scores, strict=True)
+            if score >= worst
         ]
 
     def context(self, path: Path) -> tuple[int, ...]:
@@ -95,8 +106,12 @@ def beam_path(lattice: Lattice, objective: Objective, width: int = 3) -> Path:
         raise ValueError(f"width must be at least 1, got {width}")
     beam = [Path(finished=not len(lattice))]
     while not all(path.finished for path in beam):
-        grown = (p for path in beam for p in ([path] if path.finished else objective.extend(lattice, path)))
-        beam = sorted(grown, key=lambda path: path.rank)[:width]
+        done = [path for path in beam if path.finished]
+        scored = [(path, objective.scores(lattice, path)) for path in beam if not path.finished]
+        every = [score for _, scores in scored for score in scores] + [path.score for path in done]
+        worst = heapq.nlargest(width, every)[-1] - 10.0**-SAME  # paths that cannot stay are never made
+        grown = [p for path, scores in scored for p in objective.grow(lattice, path, scores, worst)]
+        beam = sorted(grown + done, key=lambda path: path.rank)[:width]
     return beam[0]
 
 
