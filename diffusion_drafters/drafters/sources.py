@@ -12,6 +12,7 @@ import weakref
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.diffusion_drafters.models.dflash import DFlash, check_layers
@@ -67,7 +68,14 @@ class DiffusionSource:
         """Logits [B, K, V] of the block; see :class:`BlockSource`."""
         if feedback.verdict is not None and feedback.tokens is not None:
             self.history.append(feedback.tokens, feedback.verdict.kept)
-        tokens, lengths = self._window(self.model.room - block)
+        return self.behind(feedback.token.new_empty(len(feedback.token), 0), block)
+
+    def behind(self, drafted: Tensor, block: int) -> Tensor:
+        """Logits [B, K, V] of the ``block`` positions behind the tokens so far and ``drafted`` [B, M] ones."""
+        count = drafted.shape[1]
+        tokens, lengths = self._window(self.model.room - block - count)
+        where = lengths[:, None] + torch.arange(count, device=lengths.device)
+        tokens, lengths = F.pad(tokens, (0, count)).scatter(1, where, drafted), lengths + count
         ragged = bool((lengths != tokens.shape[1]).any())
         found = block_logits(self.model, self.translation.to_drafter(tokens), block, lengths if ragged else None)
         return self.translation.from_drafter(found)

@@ -15,15 +15,19 @@ from specmm.diffusion_drafters.diffuspec.ngram import fit
 from specmm.diffusion_drafters.drafters.block import ChainDrafter, TreeDrafter
 from specmm.diffusion_drafters.drafters.diffuspec import DiffuSpecDrafter
 from specmm.diffusion_drafters.drafters.sources import DFlashSource, DiffusionSource
+from specmm.diffusion_drafters.drafters.specdiff import StepsDrafter
 from specmm.diffusion_drafters.models.bidirectional import FullAttention
 from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
 from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig
+from specmm.diffusion_drafters.models.masked import block_logits
+from specmm.drafter import Feedback
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.tree import DraftTree
 from specmm.verify import Recursive
 from specmm.vlm.prompt import VLMPrompt
 from specmm.vlm.target import VLMTarget
+from specmm.vlm.translation import Translation
 
 LENGTH, V, SMALL = 14, 30, 6
 SURE = 0.55  # in the middle of what AdaEDL expects of the tiny drafter
@@ -78,6 +82,7 @@ DRAFTERS = {
     "sure chain": lambda t: ChainDrafter(DFlashSource(dflash(t.family.vocabulary), t), t, sure=SURE),
     "tree of dream": lambda t: TreeDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, 9, 3),
     "tree of dflash": lambda t: TreeDrafter(DFlashSource(dflash(t.family.vocabulary), t), t, 7),
+    "steps of dream": lambda t: StepsDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, 5, 3),
     "diffuspec": lambda t: DiffuSpecDrafter(
         DiffusionSource(dream(t.family.vocabulary), t), proxy(t.family.vocabulary), least=2, most=5, step=2
     ),
@@ -117,7 +122,7 @@ def test_some_drafts_are_kept():
         assert run(DRAFTERS[name], Processor(0), Uniforms.from_seeds([0, 1, 2])).stats.tau > 1, name
 
 
-@pytest.mark.parametrize("name", ["chain of mdlm", "chain of dflash", "tree of dflash", "diffuspec"])
+@pytest.mark.parametrize("name", ["chain of mdlm", "chain of dflash", "tree of dflash", "steps of dream", "diffuspec"])
 def test_a_row_does_not_depend_on_its_batch(name):
     processor, make = Processor(1.0, top_k=8), DRAFTERS[name]
     together = run(make, processor, Uniforms.from_seeds([0, 1, 2]))
@@ -207,7 +212,7 @@ def test_a_sure_chain_is_cut_before_it_is_drawn():
         uniforms = Uniforms.from_seeds([seed])
         return run(lambda t: Watch(DRAFTERS["sure chain"](t)), Processor(1.3), uniforms, [[1, 3, 2]], SMALL, 3)
 
-    tokens = torch.cat([sample(seed).tokens[:, :2] for seed in range(250)])
+    tokens = torch.cat([sample(seed).tokens[:, :2] for seed in range(100)])
     assert min(lengths) < max(lengths) <= 4
     assert fits(law_of_sequences(Processor(1.3), [1, 3, 2], 2), tokens)
 
@@ -233,6 +238,7 @@ def test_the_controller_hears_of_every_round():
         (lambda t: ChainDrafter(DiffusionSource(dream(V), t), t), "got None"),
         (lambda t: ChainDrafter(DFlashSource(dflash(V), t), t, sure=2), "sure"),
         (lambda t: TreeDrafter(DFlashSource(dflash(V), t), t, 1), "at least 2 nodes"),
+        (lambda t: StepsDrafter(DiffusionSource(dream(V), t), t, 3, 4), "got 4 for 3"),
         (lambda t: DiffuSpecDrafter(DiffusionSource(dream(V), t), None, least=0), "least"),
         (lambda t: DiffusionSource(dream(V + 600), t), "share the target's vocabulary"),
         (lambda t: DFlashSource(dflash(V + 9), t), "mask among its 30"),
@@ -242,6 +248,52 @@ def test_the_controller_hears_of_every_round():
 def test_mistakes(make, message):
     with pytest.raises(ValueError, match=message):
         make(VLMTarget(target_model(V), Processor(), "tiny"))
+
+
+def test_one_step_is_a_chain():
+    chain = run(DRAFTERS["chain of dream"], Processor(1.0), Uniforms.from_seeds([0, 1, 2]))
+    steps = run(
+        lambda t: StepsDrafter(DiffusionSource(dream(V), t), t, 4, 1), Processor(1.0), Uniforms.from_seeds([0, 1, 2])
+    )
+    assert torch.equal(chain.tokens, steps.tokens)
+
+
+def test_later_steps_read_earlier_drafts():
+    target = VLMTarget(target_model(V), Processor(0), "tiny")
+    source, prompt = DiffusionSource(dream(V), target), VLMPrompt(batch(ROWS), LENGTH)
+    target.prefill(prompt, 8)
+    feedback = Feedback(None, torch.tensor([1, 2, 3]))
+    source.begin(feedback, 4)
+    drafted = torch.tensor([[5, 6], [7, 8], [9, 4]])
+    together = source.behind(drafted, 3)
+    for row, tokens in enumerate(ROWS):
+        whole = torch.tensor([[*tokens, row + 1, *drafted[row].tolist()]])
+        torch.testing.assert_close(together[row], block_logits(source.model, whole, 3)[0, :, :V], rtol=0, atol=1e-4)
+
+
+def test_a_drafter_of_other_tokens_drafts_shared_ones_only():
+    model, order = dream(V), torch.randperm(V, generator=torch.Generator().manual_seed(2))
+    shared = torch.arange(V) % 3 > 0
+    target = VLMTarget(target_model(V), Processor(), "tiny")
+    ids = order.where(shared, model.mask)  # what it does not know must not look like a mask to it either
+    source, prompt = DiffusionSource(model, target, Translation(ids, shared)), VLMPrompt(batch(ROWS[:1]), LENGTH)
+    target.prefill(prompt, 8)
+    source.begin(feedback := Feedback(None, torch.tensor([4])), 4)
+    logits, read = source.logits(feedback, 4), [int(order[t]) if t % 3 else 0 for t in [*ROWS[0], 4]]
+    assert torch.equal(torch.isfinite(logits), shared.expand_as(logits))
+    wanted = block_logits(model, torch.tensor([read]), 4)
+    assert torch.equal(logits[..., shared], wanted[..., order[shared]])
+    law = logits.softmax(-1)
+    torch.testing.assert_close(law.sum(-1), torch.ones(1, 4))
+
+
+def test_the_end_of_a_text_is_the_targets_own():
+    target = VLMTarget(target_model(V), Processor(), "tiny")
+    assert DiffusionSource(dream(V), target).end == 2
+    shifted = Translation((torch.arange(V) + 1) % V, torch.ones(V, dtype=torch.bool))
+    assert DiffusionSource(dream(V), target, shifted).end == 1
+    unknown = Translation(torch.arange(V), torch.arange(V) != 2)
+    assert DiffusionSource(dream(V), target, unknown).end is None
 
 
 def test_hooks_go_with_their_drafter():
