@@ -77,7 +77,7 @@ class FullAttention:
     def states(self, tokens: Tensor, valid: Tensor | None = None) -> Tensor:
         """States [B, L, C] of ``tokens`` [B, L]; nobody attends where ``valid`` [B, L] bool is false."""
         width, dtype = tokens.shape[1], self.model.lm_head.weight.dtype
-        bias = torch.zeros(1, 1, width, width, dtype=dtype, device=tokens.device)
+        bias = torch.zeros(1, 1, 1, width, dtype=dtype, device=tokens.device)  # not None: that would be causal
         if valid is not None:
             bias = bias.masked_fill(~valid[:, None, None], float("-inf"))
         order = None if valid is None else places(valid)

@@ -25,6 +25,7 @@ from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.tree import DraftTree
 from specmm.verify import Recursive
+from specmm.vlm.drafters.model import padded
 from specmm.vlm.prompt import VLMPrompt
 from specmm.vlm.target import VLMTarget
 from specmm.vlm.translation import Translation
@@ -93,16 +94,9 @@ DRAFTERS = {
 ROWS = [[3, 4, 5, 6, 7, 3, 4, 5], [9], [8, 7, 6]]
 
 
-def batch(rows):
-    width = max(map(len, rows))
-    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 def run(make, processor, uniforms, rows=ROWS, vocabulary=V, length=LENGTH):
     target = VLMTarget(target_model(vocabulary), processor, "tiny")
-    prompt = VLMPrompt(batch(rows), length)
+    prompt = VLMPrompt(padded(rows, "cpu"), length)
     if make is None:
         *_, end = decode_plain(target, prompt, length, uniforms)
     else:
@@ -260,7 +254,7 @@ def test_one_step_is_a_chain():
 
 def test_later_steps_read_earlier_drafts():
     target = VLMTarget(target_model(V), Processor(0), "tiny")
-    source, prompt = DiffusionSource(dream(V), target), VLMPrompt(batch(ROWS), LENGTH)
+    source, prompt = DiffusionSource(dream(V), target), VLMPrompt(padded(ROWS, "cpu"), LENGTH)
     target.prefill(prompt, 8)
     feedback = Feedback(None, torch.tensor([1, 2, 3]))
     source.begin(feedback, 4)
@@ -276,7 +270,10 @@ def test_a_drafter_of_other_tokens_drafts_shared_ones_only():
     shared = torch.arange(V) % 3 > 0
     target = VLMTarget(target_model(V), Processor(), "tiny")
     ids = order.where(shared, model.mask)  # what it does not know must not look like a mask to it either
-    source, prompt = DiffusionSource(model, target, Translation(ids, shared)), VLMPrompt(batch(ROWS[:1]), LENGTH)
+    source, prompt = (
+        DiffusionSource(model, target, Translation(ids, shared)),
+        VLMPrompt(padded(ROWS[:1], "cpu"), LENGTH),
+    )
     target.prefill(prompt, 8)
     source.begin(feedback := Feedback(None, torch.tensor([4])), 4)
     logits, read = source.logits(feedback, 4), [int(order[t]) if t % 3 else 0 for t in [*ROWS[0], 4]]
