@@ -1,0 +1,67 @@
+"""The shipped vision-language model: it loads as transformers has it, sees, and keeps the methods' promises."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image, ImageDraw
+from transformers import AutoModelForImageTextToText, AutoProcessor
+from typer.testing import CliRunner
+
+from specmm import methods, zoo
+from specmm.cli import app
+from specmm.vlm.pipeline import VQAPipeline
+
+POCKET = zoo.POCKET / "llava"
+DESCRIBE = "Describe the picture."
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return VQAPipeline.from_pretrained("pocket/llava", torch_dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def rectangle():
+    picture = Image.new("RGB", (64, 64), (236, 236, 236))
+    ImageDraw.Draw(picture).rectangle((14, 20, 46, 44), fill=(232, 24, 30))
+    return picture
+
+
+def test_it_has_a_card():
+    card = zoo.card("pocket/llava")
+    assert {"description", "data", "licence", "seed", "steps", "loss", "command", "metrics"} <= card.keys()
+    assert (POCKET / "README.md").is_file()
+
+
+def test_it_sees(pipe, rectangle):
+    asked = ["what shape is in the image?", "what is the color of the shape?", "is there a red shape?"]
+    assert pipe([rectangle] * 3, asked).answers == ["rectangle", "red", "yes"]
+
+
+@torch.no_grad()
+def test_plain_and_drafted_answers_are_those_of_transformers(pipe, rectangle):
+    model, processor = AutoModelForImageTextToText.from_pretrained(POCKET, dtype=torch.float32), AutoProcessor
+    processor = processor.from_pretrained(POCKET)
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": DESCRIBE}]}]
+    prompt = processor.apply_chat_template(chat, add_generation_prompt=True)
+    inputs = processor(images=[rectangle], text=prompt, return_tensors="pt", add_special_tokens=False)
+    said = model.generate(**inputs, do_sample=False, max_new_tokens=48)[0, inputs.input_ids.shape[1] :]
+    for method in ("ar", "msd", "text-draft", "prompt-lookup", methods.MSD(sampled=True, tree=(2, 1, 1, 1))):
+        out = pipe(rectangle, DESCRIBE, method=method, max_new_tokens=48)
+        assert out.tokens[0].tolist() == said.tolist(), method
+        assert out.certificate.kind == "exact"
+
+
+def test_msd_drafts_well_and_the_picture_helps(pipe, rectangle):
+    taus = {m: pipe(rectangle, DESCRIBE, method=m, max_new_tokens=48).stats.tau for m in ("msd", "text-draft")}
+    assert taus["msd"] > 2 and taus["msd"] > taus["text-draft"]
+
+
+def test_auto_and_the_command_line(rectangle, tmp_path):
+    rectangle.save(tmp_path / "red.png")
+    result = CliRunner().invoke(
+        app, ["ask", "pocket/llava", str(tmp_path / "red.png"), "-q", DESCRIBE, "--method", "auto", "--json"]
+    )
+    found = json.loads(result.stdout)
+    assert found["outputs"][0] and found["certificate"]["kind"] == "exact" and found["method"].startswith("auto")
