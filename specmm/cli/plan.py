@@ -17,30 +17,48 @@ def plan(
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Measure draft, verify and host costs here, and say which tree method auto takes."""
+    """Measure this machine, and say which tree method auto takes, or how many scales the large model of code draws."""
     with stdout_reserved():
-        found = _measure(model, batch, cfg, dtype)
+        from specmm.cli.drawing import load
+
+        pipe = load(model, dtype)
+        planned = _scales if hasattr(pipe, "plan") else _tokens if hasattr(pipe, "parts") else None
+        if planned is None:
+            raise ValueError(f"plan must be asked about a model of tokens or of scales, got {model}")
+        found, lines = planned(pipe, model, batch, cfg)
     if as_json:
         emit(found)
-        return
-    typer.echo(f"{found['model']}, {found['batch']} at a time, {found['dtype']}, {found['threads']} threads")
+    else:
+        typer.echo("\n".join(lines))
+
+
+def _scales(pipe: Any, model: str, batch: int, cfg: float | None) -> tuple[dict[str, Any], list[str]]:
+    """CoDe by N: predicted seconds and memory, and the N that method code takes."""
+    made = pipe.plan(batch, pipe.target(cfg=cfg))
+    facts = {"model": model, "batch": batch, "dtype": str(pipe.transformer.dtype).removeprefix("torch.")}
+    return {**facts, **made.as_dict()}, [f"{model}, {batch} at a time, {facts['dtype']}", *made.lines()]
+
+
+def _tokens(pipe: Any, model: str, batch: int, cfg: float | None) -> tuple[dict[str, Any], list[str]]:
+    """What method auto measures and takes."""
+    found = _measure(pipe, model, batch, cfg)
+    lines = [f"{found['model']}, {found['batch']} at a time, {found['dtype']}, {found['threads']} threads"]
     if found["costs"]:
         costs = found["costs"]
-        typer.echo(f"plain step  {1000 * costs['step']:.2f} ms, host {1000 * costs['host']:.2f} ms a round")
-        typer.echo("draft       " + _row(costs["draft"], "levels"))
-        typer.echo("verify      " + _row(costs["verify"], "nodes"))
-    typer.echo(f"choice      {found['choice']}: {found['reason']}")
+        lines.append(f"plain step  {1000 * costs['step']:.2f} ms, host {1000 * costs['host']:.2f} ms a round")
+        lines.append("draft       " + _row(costs["draft"], "levels"))
+        lines.append("verify      " + _row(costs["verify"], "nodes"))
+    lines.append(f"choice      {found['choice']}: {found['reason']}")
     if found["parents"]:
-        typer.echo(f"tree        parents {found['parents']}, tau {number(found['tau'], '.2f')} expected")
+        lines.append(f"tree        parents {found['parents']}, tau {number(found['tau'], '.2f')} expected")
+    return found, lines
 
 
-def _measure(model: str, batch: int, cfg: float | None, dtype: str) -> dict[str, Any]:
+def _measure(pipe: Any, model: str, batch: int, cfg: float | None) -> dict[str, Any]:
     import torch
 
-    from specmm.cli.drawing import load
     from specmm.image_ar.tokens.tuning import measure_costs, planned_for
 
-    pipe = load(model, dtype)
     target = pipe.target(cfg=cfg)
     made = planned_for(target, pipe.parts, batch)
     costs = None

@@ -5,8 +5,10 @@ import json
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from specmm import methods
+from specmm.cli import app
 from specmm.image_ar.scales.loading import save_var
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.settings import Settings
@@ -208,3 +210,14 @@ def test_missing_small_model(large, vqvae):
             draw(alone, method)
     with pytest.raises(ValueError, match="text_encoder must be left out"):
         VARPipeline.from_pretrained("anything", text_encoder="t5")
+
+
+def test_plan_on_the_command_line(pipe, tmp_path):
+    pipe.save_pretrained(tmp_path / "model")
+    result = CliRunner().invoke(app, ["plan", str(tmp_path / "model"), "--batch", "2", "--dtype", "float32", "--json"])
+    found = json.loads(result.stdout)
+    scales = len(pipe.transformer.config.ladder)
+    assert [row["n"] for row in found["by_n"]] == list(range(scales + 1)) and found["choice"] in range(scales + 1)
+    assert all(row["seconds"] > 0 for row in found["by_n"])
+    shown = CliRunner().invoke(app, ["plan", str(tmp_path / "model"), "--dtype", "float32"])
+    assert shown.exit_code == 0 and "choice" in shown.stdout
