@@ -96,7 +96,7 @@ def theirs(pipe: VQAPipeline, temperature: float, **options: Any) -> Answer:
     sampling: dict[str, Any] = dict(do_sample=temperature > 0)
     if temperature > 0:
         sampling |= dict(temperature=temperature, top_k=0, top_p=1.0)
-    ends = pipe._ends()
+    ends = pipe.ends()
 
     def answer(asked: Asked) -> Answered:
         inputs = Questions.of(asked.pictures, asked.questions).inputs(pipe.processor)
@@ -127,7 +127,7 @@ def contenders(pipe: VQAPipeline, temperature: float, batch: int) -> list[Runner
     chosen += [*small, methods.PromptLookup(), methods.Auto()]
     found += [Runner(label(method), ours(pipe, method, temperature)) for method in chosen]  # type: ignore[arg-type]
     if batch == 1 and drafts(pipe, methods.TextDraft()):
-        assistant = pipe._drafter("text-draft").model
+        assistant = pipe.drafter("text-draft").model
         found.append(Runner("transformers assisted", theirs(pipe, temperature, assistant_model=assistant)))
     return found
 
@@ -135,7 +135,7 @@ def contenders(pipe: VQAPipeline, temperature: float, batch: int) -> list[Runner
 def drafts(pipe: VQAPipeline, method: methods.VQAMethod) -> bool:
     """Whether ``pipe`` has the drafter of ``method``."""
     try:
-        return pipe._drafter(method.name) is not None
+        return pipe.drafter(method.name) is not None
     except ValueError:
         return False
 

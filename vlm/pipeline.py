@@ -195,7 +195,7 @@ class VQAPipeline:
 
         if not isinstance(question, str):
             raise ValueError(f"method 'verdict' takes one question at a time, got {len(question)}")
-        judge, experts = VQAPipeline(self.model, self.processor, name=self.name), self._drafter(method.name)
+        judge, experts = VQAPipeline(self.model, self.processor, name=self.name), self.drafter(method.name)
         asked = {k: v for k, v in options.items() if k != "method"}
         begin = time.perf_counter()
         ruling = SpeculativeVerdict(experts, judge, hear=min(method.keep, len(experts)))(images, question, **asked)
@@ -213,17 +213,17 @@ class VQAPipeline:
         prompt = VLMPrompt(inputs, options.max_new_tokens, asked)
         target.check(prompt)
         uniforms = options.uniforms(len(asked.texts), target.device)
-        stop, length = EndTokens(self._ends(), target.device), options.max_new_tokens
+        stop, length = EndTokens(self.ends(), target.device), options.max_new_tokens
         name = method.name
         if isinstance(method, methods.Auto):
-            method = choose_method(target, self._drafter(methods.MSD.name), prompt, self.plans)
+            method = choose_method(target, self.drafter(methods.MSD.name), prompt, self.plans)
             name = f"auto: {method}"
         if isinstance(method, methods.AR):
             return _Run(name, decode_plain(target, prompt, length, uniforms, stop=stop), None)
-        drafter, rule = assemble(method, target, self._drafter(method.name), self.processor.tokenizer)
+        drafter, rule = assemble(method, target, self.drafter(method.name), self.processor.tokenizer)
         return _Run(name, decode(target, drafter, rule, prompt, length, uniforms, stop=stop), rule)
 
-    def _drafter(self, kind: str) -> Any:
+    def drafter(self, kind: str) -> Any:
         """What method ``kind`` drafts with, loaded from beside the model at first use; None where it needs nothing."""
         if kind in PLACES and kind not in self.drafters:
             folder = None if self.folder is None else self.folder / "drafters" / PLACES[kind]
@@ -235,7 +235,7 @@ class VQAPipeline:
             self.drafters[kind] = load_drafter(kind, folder, self.model)
         return self.drafters.get(kind)
 
-    def _ends(self) -> list[int]:
+    def ends(self) -> list[int]:
         """The model's end tokens."""
         found = self.model.generation_config.eos_token_id
         found = self.model.config.get_text_config().eos_token_id if found is None else found
