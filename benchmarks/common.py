@@ -19,11 +19,12 @@ import numpy as np
 import torch
 
 from specmm import methods
+from specmm.cli import data
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 
 RESULTS = Path("benchmarks/results")
 CACHE = Path("runs/benchmarks")  # ignored by git
-EMOJI = Path.home() / ".cache/specmm/emoji"
+EMOJI = data.EMOJI.expanduser()
 Row = dict[str, Any]
 
 

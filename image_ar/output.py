@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from specmm.certificate import Certificate, merged
-from specmm.stats import Stats
+from specmm.stats import Stats, total
 
 OUTPUT_TYPES = ("pil", "np", "latent")
 Callback = Callable[[Any, int, int, dict[str, Any]], dict[str, Any]]
@@ -57,9 +57,7 @@ def draw_batches(
         for first in range(0, count, batch_size):
             parts.append(draw(slice(first, first + batch_size)))
             bar.update(len(parts[-1].tokens))
-    stats = Stats()
-    for part in parts:
-        stats.add(part.stats)
+    stats = total([part.stats for part in parts])
     certificate = merged([(part.certificate, part.measured) for part in parts])
     assert certificate is not None, "there is at least one picture"
     drawn = [part.images for part in parts if part.images is not None]

@@ -11,6 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
+from specmm import __version__
 from specmm.checkpoints import read_json
 from specmm.registry import unknown
 
@@ -32,6 +36,12 @@ def read_settings(kind: type[T], folder: Path) -> T:
 def write_settings(settings: Any, folder: Path) -> None:
     """Write settings beside a model."""
     (folder / FILE).write_text(json.dumps(dataclasses.asdict(settings), indent=1) + "\n")
+
+
+def write_index(pipeline: str, family: str, folder: Path) -> None:
+    """Write down beside a model which ``pipeline`` it was saved by, and its ``family``, by which it is opened."""
+    index = {"_class_name": pipeline, "_specmm_version": __version__, "family": family}
+    (folder / "model_index.json").write_text(json.dumps(index, indent=1) + "\n")
 
 
 def with_options(settings: T, **options: Any) -> T:
@@ -60,3 +70,10 @@ def class_ids(wanted: Sequence[str | int], names: Sequence[str], count: int) -> 
         else:
             raise unknown("class", item, names)
     return ids
+
+
+def class_labels(wanted: Sequence[str | int], names: Sequence[str], count: int, repeats: int) -> Tensor:
+    """Labels of the pictures to draw, ``repeats`` of each of ``wanted``; raises ``ValueError`` as ``class_ids``."""
+    if not wanted:
+        raise ValueError("classes must name at least one class, got none")
+    return torch.tensor(class_ids(wanted, names, count)).repeat_interleave(repeats)

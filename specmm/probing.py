@@ -5,16 +5,17 @@ Shape letters: B batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from specmm.autotune import measure
+from specmm.autotune import Costs, measure
 from specmm.drafter import Drafter, Feedback, committed
 from specmm.randomness import Uniforms, categorical
 from specmm.stats import Clock
 from specmm.target import Target
+from specmm.tree import TreeShape
 from specmm.verify.rule import Rule, decide
 
 
@@ -62,3 +63,20 @@ def time_round(
         settle,
     ]
     return RoundSeconds(*(measure(part, repeats=repeats, warmup=2) for part in parts))
+
+
+def measure_costs(
+    target: Target,
+    drafter_of: Callable[[TreeShape], Drafter],
+    shapes: Sequence[TreeShape],
+    rule: Rule,
+    prompt: Any,
+    uniforms: Uniforms,
+    repeats: int = 7,
+) -> Costs:
+    """Seconds of a plain step, and of rounds with each of ``shapes``: drafting by depth, scoring by nodes, the rest."""
+    step, draft, verify, host = time_step(target, prompt, uniforms, 2 * repeats), {}, {}, 0.0
+    for shape in shapes:
+        found = time_round(target, drafter_of(shape), rule, prompt, uniforms, repeats)
+        draft[shape.depth], verify[shape.size], host = found
+    return Costs(draft, verify, step, host)

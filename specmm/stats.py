@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,3 +72,11 @@ class Stats:
         width = max(len(self.kept), len(other.kept))
         pad = [list(k) + [0] * (width - len(k)) for k in (self.kept, other.kept)]
         self.kept = [a + b for a, b in zip(*pad, strict=True)]
+
+
+def total(parts: Sequence[Stats]) -> Stats:
+    """The counts of all ``parts`` (one at least) together, of their kind: a family may count more than others."""
+    found = type(parts[0])()
+    for part in parts:
+        found.add(part)
+    return found

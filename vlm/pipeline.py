@@ -122,8 +122,7 @@ class VQAPipeline:
     ) -> None:
         self.model, self.processor, self.folder, self.name = model.eval(), processor, folder, name
         self.method = methods.resolve_vqa(method)
-        kind = methods.MSD.name if isinstance(self.method, methods.Auto) else self.method.name
-        self.drafters: dict[str, Any] = {} if drafter is None else {kind: drafter}
+        self.drafters: dict[str, Any] = {} if drafter is None else {_drafter_kind(self.method): drafter}
         self.plans: dict[Any, Plan] = {}  # of method auto, by what they depend on
 
     @classmethod
@@ -145,8 +144,7 @@ class VQAPipeline:
         dtype = torch_dtype or choose_dtype(sum(p.numel() for p in model.parameters()))
         model = model.to(device, dtype)
         if isinstance(drafter, str | Path):
-            kind = methods.MSD.name if isinstance(resolved, methods.Auto) else resolved.name
-            drafter = load_drafter(kind, find(drafter), model)
+            drafter = load_drafter(_drafter_kind(resolved), find(drafter), model)
         return cls(model, load_processor(folder), resolved, drafter, folder, str(name))
 
     def __call__(
@@ -216,7 +214,7 @@ class VQAPipeline:
         stop, length = EndTokens(self.ends(), target.device), options.max_new_tokens
         name = method.name
         if isinstance(method, methods.Auto):
-            method = choose_method(target, self.drafter(methods.MSD.name), prompt, self.plans)
+            method = choose_method(target, self.drafter(_drafter_kind(method)), prompt, self.plans)
             name = f"auto: {method}"
         if isinstance(method, methods.AR):
             return _Run(name, decode_plain(target, prompt, length, uniforms, stop=stop), None)
@@ -245,3 +243,8 @@ class VQAPipeline:
 def _committed(progress: Progress) -> list[Tensor]:
     """The ids of each row so far."""
     return [ids[:n].clone() for ids, n in zip(progress.tokens, progress.counts.tolist(), strict=True)]
+
+
+def _drafter_kind(method: methods.VQAMethod) -> str:
+    """The method whose drafter ``method`` uses: auto plans trees for MSD's."""
+    return methods.MSD.name if isinstance(method, methods.Auto) else method.name

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from specmm import methods
-from specmm.autotune import Costs, Plan, plan
+from specmm.autotune import Plan, plan
 from specmm.decode import decode
-from specmm.probing import time_round, time_step
+from specmm.probing import measure_costs
 from specmm.randomness import Uniforms
 from specmm.shape.sequoia import best_tree
 from specmm.shape.static import spine
@@ -56,12 +56,8 @@ def _plan(target: VLMTarget, head: MSDHead, prompt: VLMPrompt) -> Plan:
     table = acceptance[min(acceptance) if target.processor.greedy else max(acceptance)]
     shapes = [best_tree(table, n, len(table))[0] for n in SIZES]
     uniforms = Uniforms([torch.Generator(target.device).manual_seed(i) for i in range(len(prompt.lengths))])
-    seconds, draft, verify, host = time_step(target, longer, uniforms), {}, {}, 0.0
-    for shape in shapes:
-        drafter = MSDDrafter(head, target, shape)
-        found = time_round(target, drafter, Recursive(), longer, uniforms)
-        draft[shape.depth], verify[shape.size], host = found
-    return plan(Costs(draft, verify, seconds, host), table, shapes)
+    costs = measure_costs(target, lambda shape: MSDDrafter(head, target, shape), shapes, Recursive(), longer, uniforms)
+    return plan(costs, table, shapes)
 
 
 def measure_acceptance(

@@ -5,7 +5,6 @@ Shape letters: B pictures of a batch, L tokens a picture, C token width, R pixel
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,10 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from specmm import __version__, methods, zoo
+from specmm import methods, zoo
 from specmm.dtypes import choose_dtype
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.continuous.assemble import Draw, Models, assemble
-from specmm.image_ar.continuous.decode import ChainStats
 from specmm.image_ar.continuous.kl import AutoencoderKL
 from specmm.image_ar.continuous.loading import load_kl, load_mar, save_kl, save_mar
 from specmm.image_ar.continuous.mar import MAR, unpatchify
@@ -26,7 +24,7 @@ from specmm.image_ar.continuous.orders import CFGSchedule
 from specmm.image_ar.continuous.pair import check_pair, check_vae, load_small, save_small
 from specmm.image_ar.continuous.settings import Settings, Solver
 from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
-from specmm.image_ar.settings import class_ids, read_settings, with_options, write_settings
+from specmm.image_ar.settings import class_labels, read_settings, with_options, write_index, write_settings
 from specmm.randomness import sample_generators
 
 
@@ -84,8 +82,7 @@ class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
         if self.small is not None:
             save_small(self.small, folder, self.vae, dtype)
         write_settings(self.settings, folder)
-        index = {"_class_name": "MARPipeline", "_specmm_version": __version__, "family": "mar"}
-        (folder / "model_index.json").write_text(json.dumps(index, indent=1) + "\n")
+        write_index("MARPipeline", "mar", folder)
 
     @property
     def device(self) -> torch.device:
@@ -123,22 +120,15 @@ class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
         check_call(output_type, batch_size, num_images_per_prompt)
         settings = self.target(cfg, temperature, num_iter, head_steps, cfg_schedule, solver)
         chosen = self.method if method is None else methods.resolve_continuous(method)
-        if not classes:
-            raise ValueError("classes must name at least one class, got none")
-        ids = class_ids(classes, self.settings.classes, self.transformer.config.num_classes)
-        labels = torch.tensor(ids, device=self.device).repeat_interleave(num_images_per_prompt)
+        names, count = self.settings.classes, self.transformer.config.num_classes
+        labels = class_labels(classes, names, count, num_images_per_prompt).to(self.device)
         generators = sample_generators(generator, len(labels), self.device)
-        stats = ChainStats()
 
         def draw(rows: slice) -> Drawn:
             what = Draw(labels[rows], generators[rows], settings.plan(), settings.solver)
-            drawn = self._batch(what, chosen, output_type, callback_on_step_end)
-            stats.add(drawn.stats)
-            return drawn
+            return self._batch(what, chosen, output_type, callback_on_step_end)
 
-        out = draw_batches(draw, len(labels), batch_size, output_type, self.progress_bar(total=len(labels)))
-        out.stats = stats  # with the counts of head calls, which only this family has
-        return out
+        return draw_batches(draw, len(labels), batch_size, output_type, self.progress_bar(total=len(labels)))
 
     def target(
         self,

@@ -5,7 +5,6 @@ Shape letters: B pictures of a batch, K scales, L tokens of all scales, R pixels
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from specmm import __version__, methods, zoo
+from specmm import methods, zoo
 from specmm.certificate import Certificate
 from specmm.dtypes import LARGE as MANY
 from specmm.dtypes import choose_dtype
@@ -32,7 +31,7 @@ from specmm.image_ar.scales.settings import Settings
 from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.verified import Verified, coarse_scales
 from specmm.image_ar.scales.vqvae import VQVAE
-from specmm.image_ar.settings import class_ids, read_settings, with_options, write_settings
+from specmm.image_ar.settings import class_labels, read_settings, with_options, write_index, write_settings
 from specmm.randomness import Uniforms, sample_generators
 from specmm.stats import Clock, Stats
 
@@ -115,8 +114,7 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
         if self.small is not None:
             save_var(self.small, folder / "small", dtype)
         write_settings(self.settings, folder)
-        index = {"_class_name": "VARPipeline", "_specmm_version": __version__, "family": "var"}
-        (folder / "model_index.json").write_text(json.dumps(index, indent=1) + "\n")
+        write_index("VARPipeline", "var", folder)
 
     @property
     def device(self) -> torch.device:
@@ -156,10 +154,8 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
         check_dtype(self.transformer.dtype, self.device)
         sampling = self.target(cfg, temperature, top_k, top_p, more_smooth)
         chosen = self.method if method is None else methods.resolve_scales(method)
-        if not classes:
-            raise ValueError("classes must name at least one class, got none")
-        ids = class_ids(classes, self.settings.classes, self.transformer.config.num_classes)
-        labels = torch.tensor(ids, device=self.device).repeat_interleave(num_images_per_prompt)
+        names, count = self.settings.classes, self.transformer.config.num_classes
+        labels = class_labels(classes, names, count, num_images_per_prompt).to(self.device)
         generators = sample_generators(generator, len(labels), self.device)
 
         def draw(rows: slice) -> Drawn:

@@ -5,7 +5,6 @@ Shape letters: B pictures of a batch, h latent side, T = h² tokens a picture.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,13 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from specmm import __version__, methods, zoo
+from specmm import methods, zoo
 from specmm.certificate import Certificate, of_rule
 from specmm.decode import Progress, decode, decode_plain
 from specmm.dtypes import choose_dtype
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
-from specmm.image_ar.settings import class_ids, read_settings, with_options, write_settings
+from specmm.image_ar.settings import class_labels, read_settings, with_options, write_index, write_settings
 from specmm.image_ar.tokens.assemble import Parts, assemble
 from specmm.image_ar.tokens.captions import CaptionEncoder, left_pad
 from specmm.image_ar.tokens.drafters.files import load_drafters, save_drafters
@@ -98,8 +97,7 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         save_vq(self.vq, folder / "vq", dtype)
         save_drafters(self.parts.drafters, folder / "drafters", self.transformer, dtype)
         write_settings(self.settings, folder)
-        index = {"_class_name": "LlamaGenPipeline", "_specmm_version": __version__, "family": "llamagen"}
-        (folder / "model_index.json").write_text(json.dumps(index, indent=1) + "\n")
+        write_index("LlamaGenPipeline", "llamagen", folder)
 
     @property
     def device(self) -> torch.device:
@@ -213,8 +211,8 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         if classes:
             if self.transformer.config.model_type != "c2i":
                 raise ValueError("this model draws from captions, give prompt='…' instead of classes")
-            ids = class_ids(classes, self.settings.classes, self.transformer.config.num_classes)
-            return Prompt(torch.tensor(ids, device=self.device).repeat_interleave(repeats))
+            names, count = self.settings.classes, self.transformer.config.num_classes
+            return Prompt(class_labels(classes, names, count, repeats).to(self.device))
         if self.transformer.config.model_type != "t2i" or self.text_encoder is None:
             raise ValueError("prompt needs a text-to-image model and from_pretrained(…, text_encoder=T5 folder)")
         texts = [prompt] if isinstance(prompt, str) else list(prompt or [])

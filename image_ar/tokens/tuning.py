@@ -10,12 +10,11 @@ import dataclasses
 
 import torch
 
-from specmm import methods
+from specmm import methods, probing
 from specmm.autotune import Costs, Plan, plan
 from specmm.image_ar.tokens.assemble import Parts
 from specmm.image_ar.tokens.drafters.block import BlockDrafter
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
-from specmm.probing import time_round, time_step
 from specmm.randomness import Uniforms
 from specmm.shape.sequoia import best_tree
 from specmm.shape.static import spine
@@ -61,13 +60,12 @@ def measure_costs(target: LlamaGenTarget, parts: Parts, batch: int, repeats: int
     """Seconds of a plain step, of drafting by depth, of verifying by nodes and of the host's share of a round."""
     prompt = _any_prompt(target, batch)
     uniforms = Uniforms([torch.Generator().manual_seed(i) for i in range(batch)])
-    seconds = time_step(target, prompt, uniforms, 2 * repeats)
-    draft, verify, host = {}, {}, 0.0
-    for shape in candidates(parts):
-        drafter = BlockDrafter(parts.head("block"), target, shape, hindsight=PLANNED.hindsight)
-        found = time_round(target, drafter, Recursive(), prompt, uniforms, repeats)
-        draft[shape.depth], verify[shape.size], host = found
-    return Costs(draft, verify, seconds, host)
+    head = parts.head("block")
+
+    def drafter_of(shape: TreeShape) -> BlockDrafter:
+        return BlockDrafter(head, target, shape, hindsight=PLANNED.hindsight)
+
+    return probing.measure_costs(target, drafter_of, candidates(parts), Recursive(), prompt, uniforms, repeats)
 
 
 def _any_prompt(target: LlamaGenTarget, batch: int) -> Prompt:

@@ -14,6 +14,9 @@ from specmm.cli.output import emit, say
 
 EMOJI = Path("~/.cache/specmm/emoji")
 Data = Annotated[Path, typer.Option(help="Folder of the emoji; downloaded from npm and rasterised when empty.")]
+Steps = Annotated[int, typer.Option(min=1, help="Optimiser steps in all.")]
+Batch = Annotated[int, typer.Option(min=1, help="Pictures a step.")]
+Out = Annotated[Path, typer.Option(help="Folder of checkpoint, loss curve and result.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of initialisation and batches.")]
 
 

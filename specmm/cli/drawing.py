@@ -143,6 +143,8 @@ def draw(pipe: Any, job: Job, callback: Any = None) -> Report:
 
 
 def _batch(pipe: Any, report: Report, rows: Sequence[int], generators: list[Any], callback: Any) -> None:
+    from specmm.stats import total
+
     job, start = report.job, time.perf_counter()
     inputs = [job.inputs[i] for i in rows]
     out = pipe(
@@ -154,8 +156,7 @@ def _batch(pipe: Any, report: Report, rows: Sequence[int], generators: list[Any]
         **job.sampling,
     )
     report.seconds += time.perf_counter() - start
-    report.stats = report.stats if report.outputs else type(out.stats)()  # a family may count more than others
-    report.stats.add(out.stats)
+    report.stats = total([out.stats, report.stats] if report.outputs else [out.stats])
     report.certificates.append((out.certificate, out.tokens.numel()))
     for i, text, image in zip(rows, inputs, out.images, strict=True):
         file = job.out / f"{i:04d}-{slug(text)}.png"

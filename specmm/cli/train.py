@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specmm.cli.data import EMOJI, Data, Seed, done
+from specmm.cli.data import EMOJI, Batch, Data, Out, Seed, Steps, done
 from specmm.cli.data import pictures as pictures_of
 from specmm.cli.generate import Json
 from specmm.cli.output import stdout_reserved, writable
@@ -19,10 +19,6 @@ from specmm.cli.output import stdout_reserved, writable
 app = typer.Typer(no_args_is_help=True, help="Train a tokenizer, a target, a drafter.", rich_markup_mode=None)
 KINDS = ("block", "eagle")
 DRAWN_AT_ONCE = 96  # pictures
-
-Out = Annotated[Path, typer.Option(help="Folder of checkpoint, loss curve and result.")]
-Steps = Annotated[int, typer.Option(min=1, help="Optimiser steps in all.")]
-Batch = Annotated[int, typer.Option(min=1, help="Pictures a step.")]
 
 
 @app.command()

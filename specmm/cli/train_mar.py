@@ -10,14 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from specmm.cli.data import EMOJI, Data, Seed, done, pictures
+from specmm.cli.data import EMOJI, Batch, Data, Out, Seed, Steps, done, pictures
 from specmm.cli.generate import Json
 from specmm.cli.output import stdout_reserved, writable
 
 HEAD_STEPS = "ddim100"  # "100" begins at t = 999, where a small model's error in eps is multiplied by 20,000
-
-Steps = Annotated[int, typer.Option(min=1, help="Optimiser steps in all.")]
-Batch = Annotated[int, typer.Option(min=1, help="Pictures a step.")]
 
 
 def kl(
@@ -29,7 +26,7 @@ def kl(
     halvings: Annotated[int, typer.Option(min=1, max=4, help="Pixels a token's side are 2 to this power.")] = 3,
     kl_weight: Annotated[float, typer.Option(min=0, help="Of the divergence from the standard normal.")] = 1e-3,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the step.")] = True,
-    out: Annotated[Path, typer.Option(help="Folder of checkpoint, loss curve and result.")] = Path("runs/kl"),
+    out: Out = Path("runs/kl"),
     as_json: Json = False,
 ) -> None:
     """Train the KL autoencoder; the result is OUT/model.safetensors."""

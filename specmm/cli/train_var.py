@@ -11,14 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from specmm.cli.data import EMOJI, Data, Seed, done, pictures
+from specmm.cli.data import EMOJI, Batch, Data, Out, Seed, Steps, done, pictures
 from specmm.cli.generate import Json
 from specmm.cli.output import stdout_reserved, writable
 
 SIDES = "1,2,3,4,6,8,12"
 
-Steps = Annotated[int, typer.Option(min=1, help="Optimiser steps in all.")]
-Batch = Annotated[int, typer.Option(min=1, help="Pictures a step.")]
 Compiled = Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the step; pays in long runs.")]
 
 
@@ -31,7 +29,7 @@ def vqvae(
     width: Annotated[int, typer.Option(min=1, help="Numbers a code.")] = 16,
     sides: Annotated[str, typer.Option(help="Tokens along the sides of the scales, coarse to fine.")] = SIDES,
     compiled: Compiled = True,
-    out: Annotated[Path, typer.Option(help="Folder of checkpoint, loss curve and result.")] = Path("runs/vqvae"),
+    out: Out = Path("runs/vqvae"),
     as_json: Json = False,
 ) -> None:
     """Train the multi-scale tokenizer; the result is OUT/model.safetensors."""

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from specmm.image_ar.continuous.diffusion import Schedule
 from specmm.image_ar.continuous.mar import MAR, MARConfig, patchify, pick
+from specmm.image_ar.training import CLASS_DROPOUT
 from specmm.training import Losses, batch_rows, fit, seeded
 
-CLASS_DROPOUT = 0.1  # share of samples trained as "no class", which guidance needs
 MASK_MEAN, MASK_STD, MASK_LEAST = 1.0, 0.25, 0.7  # of the share of tokens that are masked, cut at 1
 TIMES = 4  # U
 AVERAGE = 0.9995

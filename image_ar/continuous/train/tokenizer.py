@@ -13,10 +13,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import trange
 
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig, Posterior
-from specmm.image_ar.tokens.train.tokenizer import flip_some, reconstruction_loss, to_float
+from specmm.image_ar.training import encode_views, flip_some, reconstruction_loss, to_float
 from specmm.training import Losses, batch_rows, fit, seeded
 
 
@@ -68,15 +67,14 @@ def _reconstruct(model: AutoencoderKL, x: Tensor, noise: Tensor) -> tuple[Tensor
     return model.decode(posterior.sample(noise)), posterior.mean, posterior.log_var
 
 
-@torch.no_grad()
 def encode_moments(model: AutoencoderKL, images: Tensor, batch: int = 64) -> Tensor:
     """Unscaled means and log variances [M, 2, 2, C, h, h] (mirrored or not, mean or log variance) of M pictures."""
-    rows = []
-    for first in trange(0, len(images), batch, desc="encode", mininterval=5):
-        x = to_float(images[first : first + batch])
-        both = [model.encode(view) for view in (x, x.flip(-1))]
-        rows.append(torch.stack([torch.stack([p.mean, p.log_var], dim=1) for p in both], dim=1))
-    return torch.cat(rows)
+
+    def moments(x: Tensor) -> Tensor:
+        posterior = model.encode(x)
+        return torch.stack([posterior.mean, posterior.log_var], dim=1)
+
+    return encode_views(moments, images, batch)
 
 
 def latent_std(moments: Tensor) -> float:

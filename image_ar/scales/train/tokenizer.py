@@ -11,11 +11,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import trange
 
 from specmm.image_ar.scales.quantizer import Quantized
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
-from specmm.image_ar.tokens.train.tokenizer import RESTART_EVERY, flip_some, reconstruction_loss, to_float
+from specmm.image_ar.training import RESTART_EVERY, encode_views, flip_some, reconstruction_loss, to_float
 from specmm.training import Losses, batch_rows, fit, seeded
 
 
@@ -68,12 +67,7 @@ def _restart_unused(model: VQVAE, used: Tensor, x: Tensor, generator: torch.Gene
     used.zero_()
 
 
-@torch.no_grad()
 def encode_pictures(vqvae: VQVAE, images: Tensor, batch: int = 64) -> Tensor:
     """Tokens [M, 2, L], all scales laid end to end, of pictures [M, R, R, 3] uint8 and of their mirror images."""
     vqvae.eval()
-    rows = []
-    for first in trange(0, len(images), batch, desc="encode", mininterval=5):
-        x = to_float(images[first : first + batch])
-        rows.append(torch.stack([torch.cat(vqvae.encode(v), dim=1) for v in (x, x.flip(-1))], dim=1))
-    return torch.cat(rows)
+    return encode_views(lambda x: torch.cat(vqvae.encode(x), dim=1), images, batch)

@@ -7,6 +7,7 @@ Shape letters: M pictures, B batch, L tokens of all scales, V vocabulary, K scal
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from specmm.image_ar.scales.quantizer import MultiScaleQuantizer
 from specmm.image_ar.scales.var import VAR, VARConfig
-from specmm.training import Losses, batch_rows, fit, seeded
+from specmm.image_ar.training import labelled_batch
+from specmm.training import Losses, fit, seeded
 
-CLASS_DROPOUT = 0.1  # share of samples trained as "no class", which guidance needs
 FIRST_STAGE = 0.5  # share of the refiner's steps that look at all scales
 
 Loss = Callable[[VAR, Tensor, Tensor, Tensor, range], Tensor]
@@ -32,11 +33,7 @@ class Examples:
 
     def batch(self, i: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
         """Labels [B], some dropped, and tokens [B, L], half of them mirrored, of step ``i``."""
-        generator = torch.Generator().manual_seed(seed + i)
-        rows = batch_rows(i, size, len(self.tokens), seed)
-        mirrored = torch.randint(2, (size,), generator=generator)
-        dropped = torch.rand(size, generator=generator) < CLASS_DROPOUT
-        return self.labels[rows].masked_fill(dropped, self.nothing), self.tokens[rows, mirrored]
+        return labelled_batch(self.tokens, self.labels, i, size, seed, self.nothing)
 
     @torch.no_grad()
     def inputs(self, tokens: Tensor, scales: int) -> Tensor:
@@ -102,7 +99,7 @@ def train_drafter(
     compiled: bool = True,
 ) -> VAR:
     """A copy of ``large`` trained further on the ``n`` coarsest scales only, CoDe's specialised drafter."""
-    return _train(_copy(large), examples, token_loss, lambda i: range(n), out, steps, batch, lr, seed, compiled)
+    return _train(copy.deepcopy(large), examples, token_loss, lambda i: range(n), out, steps, batch, lr, seed, compiled)
 
 
 def train_refiner(
@@ -124,7 +121,9 @@ def train_refiner(
     def stage(i: int) -> range:
         return range(scales) if i < turn else range(n, scales)
 
-    return _train(_copy(small), examples, distil_from(large.eval()), stage, out, steps, batch, lr, seed, compiled)
+    return _train(
+        copy.deepcopy(small), examples, distil_from(large.eval()), stage, out, steps, batch, lr, seed, compiled
+    )
 
 
 def _train(
@@ -151,9 +150,3 @@ def _train(
 
     fit(model.train(), step, out=out, steps=steps, lr=lr)
     return model.eval()
-
-
-def _copy(model: VAR) -> VAR:
-    twin = VAR(model.config)
-    twin.load_state_dict(model.state_dict())
-    return twin

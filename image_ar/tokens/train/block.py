@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.gpt import Transformer
-from specmm.image_ar.tokens.train.target import CLASS_DROPOUT
+from specmm.image_ar.training import CLASS_DROPOUT
 from specmm.training import Losses, batch_rows, fit, seeded
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specmm.image_ar.tokens.drafters.eagle_head import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import Transformer
-from specmm.image_ar.tokens.train.target import CLASS_DROPOUT
+from specmm.image_ar.training import CLASS_DROPOUT
 from specmm.training import Losses, batch_rows, fit, seeded
 
 LAW_WEIGHT = 0.1  # of the cross-entropy beside the SmoothL1

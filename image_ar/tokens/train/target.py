@@ -10,26 +10,17 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import trange
 
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
-from specmm.image_ar.tokens.train.tokenizer import to_float
 from specmm.image_ar.tokens.vq import VQModel
-from specmm.training import Losses, batch_rows, fit, seeded
+from specmm.image_ar.training import encode_views, labelled_batch
+from specmm.training import Losses, fit, seeded
 
-CLASS_DROPOUT = 0.1  # share of samples trained as "no class", which guidance needs
 
-
-@torch.no_grad()
 def encode_pictures(tokenizer: VQModel, images: Tensor, batch: int = 64) -> Tensor:
     """Tokens [M, 2, T] of pictures [M, R, R, 3] uint8 and of their mirror images."""
     tokenizer.eval()
-    rows = []
-    for first in trange(0, len(images), batch, desc="encode", mininterval=5):
-        x = to_float(images[first : first + batch])
-        both = torch.stack([tokenizer.encode(v).indices.flatten(1) for v in (x, x.flip(-1))], dim=1)
-        rows.append(both)
-    return torch.cat(rows)
+    return encode_views(lambda x: tokenizer.encode(x).indices.flatten(1), images, batch)
 
 
 def train_target(
@@ -49,13 +40,9 @@ def train_target(
     loss_of = torch.compile(lambda labels, tokens: token_loss(model, labels, tokens))
 
     def step(i: int) -> Losses:
-        generator = torch.Generator().manual_seed(seed + i)
-        rows = batch_rows(i, batch, len(tokens), seed)
-        mirrored = torch.randint(2, (batch,), generator=generator)
-        dropped = torch.rand(batch, generator=generator) < CLASS_DROPOUT
-        classes = labels[rows].masked_fill(dropped, config.num_classes)
+        classes, drawn = labelled_batch(tokens, labels, i, batch, seed, config.num_classes)
         with torch.autocast("cpu", torch.bfloat16):
-            return {"loss": loss_of(classes, tokens[rows, mirrored])}
+            return {"loss": loss_of(classes, drawn)}
 
     fit(model, step, out=out, steps=steps, lr=lr)
     return model

@@ -13,27 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.image_ar.tokens.vq import Quantized, VQConfig, VQModel
+from specmm.image_ar.training import RESTART_EVERY, flip_some, reconstruction_loss, to_float
 from specmm.training import Losses, batch_rows, fit, seeded
-
-RESTART_EVERY = 200  # steps between two moves of unused codes
-
-
-def to_float(images: Tensor) -> Tensor:
-    """Pictures [B, R, R, 3] uint8 -> [B, 3, R, R] float in [-1, 1]."""
-    return images.permute(0, 3, 1, 2).float() / 127.5 - 1
-
-
-def flip_some(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Mirror each picture [B, 3, R, R] left to right with probability one half."""
-    mirrored = torch.rand(len(images), generator=generator) < 0.5
-    return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
-
-
-def reconstruction_loss(made: Tensor, wanted: Tensor) -> Tensor:
-    """L1 on pixels plus L1 on horizontal and vertical differences, of [B, 3, R, R]."""
-    pixels = (made - wanted).abs().mean()
-    edges = sum((made.diff(dim=d) - wanted.diff(dim=d)).abs().mean() for d in (-1, -2))
-    return pixels + edges
 
 
 def train_tokenizer(
