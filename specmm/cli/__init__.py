@@ -19,6 +19,7 @@ from specmm.cli import (
     generate,
     plan,
     train,
+    train_coder,
     train_mar,
     train_msd,
     train_var,
@@ -44,6 +45,7 @@ TRAINED: tuple[Callable[..., None], ...] = (
     *(train_mar.kl, train_mar.mar),
     *(train_var.vqvae, train_var.var, train_var.code),
     *(train_vlm.llava, train_vlm.text, train_msd.msd),
+    train_coder.coder,
 )
 for command in TRAINED:
     train.app.command()(command)

@@ -27,16 +27,8 @@ TEMPLATE = (
 
 def build_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
     """Learn at most ``vocabulary`` tokens from ``texts``."""
-    bpe = Tokenizer(models.BPE())
     # a space before every text, so that a word is the same token at the beginning and in the middle
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    bpe.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
-    special = [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator(texts, trainer)
+    bpe = byte_pairs(texts, vocabulary, SPECIAL, prefix_space=True)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         bos_token=BOS,
@@ -46,6 +38,22 @@ def build_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> PreTr
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
+
+
+def byte_pairs(texts: Iterable[str], vocabulary: int, special: Iterable[str], prefix_space: bool = False) -> Tokenizer:
+    """A byte-level BPE of at most ``vocabulary`` tokens learnt from ``texts``, its ``special`` tokens first."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    plain = decoders.ByteLevel()
+    bpe.decoder = decoders.Sequence([plain, decoders.Strip(" ", 1, 0)]) if prefix_space else plain
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in special],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return bpe
 
 
 def build_processor(tokenizer: PreTrainedTokenizerFast, size: int, patch: int) -> LlavaProcessor:

@@ -1,0 +1,98 @@
+"""Source code to learn from: the Python standard library and installed packages, split into files to learn from and
+files held out.
+
+Whether a file is held out depends on its own name only, so every command and every machine splits alike.
+
+Shape letters: T tokens of all files, B rows, L tokens of a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from specmm.vlm.data.tokenizer import byte_pairs
+
+END, PAD, MASK = "<|end|>", "<|pad|>", "<|mask|>"
+PACKAGES = ("networkx", "jinja2", "fsspec", "huggingface_hub", "typer", "rich", "click", "packaging", "filelock")
+SKIPPED = {"test", "tests", "testing", "idle_test", "lib2to3", "encodings", "pydoc_data", "site-packages", "_vendor"}
+HELD_OUT = 40  # one file of so many
+LONGEST = 200_000  # characters; longer files are tables
+VOCABULARY = 4096
+
+
+def find_files(packages: Sequence[str] = PACKAGES) -> dict[str, Path]:
+    """The standard library's and the ``packages``' Python files by name ("json/decoder.py"), without their tests.
+
+    Raises ``ValueError`` for a package that is not installed.
+    """
+    roots = [Path(sysconfig.get_paths()["stdlib"])]
+    found = {path.relative_to(roots[0]).as_posix(): path for path in _python(roots[0])}
+    for package in packages:
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise ValueError(f"package {package!r} must be installed to learn from it, got none of that name")
+        root = Path(spec.submodule_search_locations[0])
+        found |= {f"{package}/{path.relative_to(root).as_posix()}": path for path in _python(root)}
+    return found
+
+
+def _python(root: Path) -> Iterator[Path]:
+    for path in sorted(root.rglob("*.py")):
+        if not SKIPPED.intersection(path.relative_to(root).parts):
+            yield path
+
+
+def is_held_out(name: str) -> bool:
+    """Whether the file ``name`` is kept for measuring."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) % HELD_OUT == 0
+
+
+def read_files(held_out: bool, packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """The texts of one side of the split by name; no text twice, neither empty, overlong nor undecodable ones."""
+    found: dict[str, str] = {}
+    seen = set[str]()
+    for name, path in find_files(packages).items():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        if text.strip() and len(text) <= LONGEST and text not in seen:
+            seen.add(text)
+            found[name] = text
+    return {name: text for name, text in found.items() if is_held_out(name) == held_out}
+
+
+def build_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
+    """Learn at most ``vocabulary`` byte-level tokens from ``texts``; line breaks and the spaces behind them are one."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=byte_pairs(texts, vocabulary, (END, PAD, MASK)),
+        eos_token=END,
+        pad_token=PAD,
+        mask_token=MASK,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def token_stream(texts: Iterable[str], tokenizer: Any) -> Tensor:
+    """All ``texts`` as one row of ids [T], int32, an end token behind each."""
+    batch = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    return torch.tensor([i for ids in batch for i in (*ids, tokenizer.eos_token_id)], dtype=torch.int32)
+
+
+def windows(stream: Tensor, step: int, batch: int, length: int, seed: int) -> Tensor:
+    """Rows [B, L] of ``stream`` [T] from anywhere, those of ``step``. Raises ``ValueError`` for a stream too short."""
+    if len(stream) < length:
+        raise ValueError(f"texts must hold at least {length} tokens, got {len(stream)}; give more text")
+    dice = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    starts = torch.randint(len(stream) - length + 1, (batch, 1), generator=dice)
+    return stream[starts + torch.arange(length)].long()

@@ -1,0 +1,1 @@
+"""Training of a text target and of the drafters for it."""
