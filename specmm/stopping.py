@@ -36,3 +36,16 @@ class EndTokens:
         ends = torch.isin(tokens, self.ids) & fresh
         done = ends.any(1)
         return torch.where(done, ends.int().argmax(1) + 1, after), done
+
+
+def all_of(*stops: Stop) -> Stop:
+    """Ends a row where the first of ``stops`` does."""
+
+    def both(tokens: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+        done = torch.zeros_like(after, dtype=torch.bool)
+        for stop in stops:
+            after, ended = stop(tokens, before, after)
+            done = done | ended
+        return after, done
+
+    return both

@@ -5,7 +5,6 @@ Shape letters: B questions of a batch, T tokens of an answer.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,20 +16,17 @@ from torch import Tensor
 
 from specmm import methods
 from specmm.autotune import Plan
-from specmm.certificate import Certificate, of_rule
-from specmm.decode import Progress, decode, decode_plain
+from specmm.certificate import Certificate
+from specmm.decode import decode, decode_plain
 from specmm.dtypes import choose_dtype
-from specmm.processors import Processor
-from specmm.randomness import Uniforms, sample_generators
-from specmm.registry import unknown
 from specmm.stats import Stats
-from specmm.stopping import EndTokens
-from specmm.verify import Rule
 from specmm.vlm.asking import Pictures, Questions
 from specmm.vlm.assemble import assemble
 from specmm.vlm.loading import PLACES, find, load_drafter, load_model, load_processor
 from specmm.vlm.prompt import VLMPrompt, on_device
-from specmm.vlm.streaming import gains
+from specmm.vlm.running import Options as Options
+from specmm.vlm.running import Run, Shelf, end_tokens, stopping
+from specmm.vlm.streaming import StopStrings
 from specmm.vlm.target import VLMTarget
 from specmm.vlm.tuning import choose_method
 
@@ -47,61 +43,6 @@ class VQAOutput:
     certificate: Certificate
     method: str
     ruling: Any = None
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to answer: ``temperature`` 0 is greedy, ``top_k`` 0, ``top_p`` 1 and ``repetition_penalty`` 1 are off.
-
-    ``seed`` or ``generator`` (one for all, or one a question) make sampling repeatable. ``method`` None is the
-    pipeline's. With ``chat`` off the questions are raw prompts with picture placeholders.
-    """
-
-    max_new_tokens: int = 64
-    method: str | methods.VQAMethod | None = None
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    generator: torch.Generator | Sequence[torch.Generator] | None = None
-    chat: bool = True
-
-    @classmethod
-    def of(cls, given: dict[str, Any]) -> Options:
-        """The options ``given`` by name; raises ``ValueError`` with a suggestion for one that is not known."""
-        known = [f.name for f in dataclasses.fields(cls)]
-        for name in given.keys() - set(known):
-            raise unknown("option", name, known)
-        return cls(**given)
-
-    @property
-    def processor(self) -> Processor:
-        """From logits to laws."""
-        return Processor(self.temperature, self.top_k, self.top_p, repetition_penalty=self.repetition_penalty)
-
-    def uniforms(self, count: int, device: torch.device) -> Uniforms:
-        """A stream for each of ``count`` questions."""
-        if self.seed is not None and self.generator is not None:
-            raise ValueError("give seed or generator, not both")
-        seeded = None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
-        return Uniforms(sample_generators(seeded or self.generator, count, device))
-
-
-@dataclass
-class _Run:
-    """One batch being answered."""
-
-    method: str
-    steps: Iterator[Progress]
-    rule: Rule | None
-
-    def certificate(self, end: Progress) -> Certificate:
-        """What the run may claim at its ``end``."""
-        if self.rule is None:
-            return Certificate("exact", "plain decoding of the target", 0.0)
-        measured = float(end.measured)
-        return of_rule(self.rule.name, self.rule.exact, float(end.excess) / measured if measured else None)
 
 
 class VQAPipeline:
@@ -123,6 +64,7 @@ class VQAPipeline:
         self.model, self.processor, self.folder, self.name = model.eval(), processor, folder, name
         self.method = methods.resolve_vqa(method)
         self.drafters: dict[str, Any] = {} if drafter is None else {_drafter_kind(self.method): drafter}
+        self.shelf = Shelf(folder, name, PLACES, lambda kind, place: load_drafter(kind, place, model), self.drafters)
         self.plans: dict[Any, Plan] = {}  # of method auto, by what they depend on
 
     @classmethod
@@ -164,21 +106,14 @@ class VQAPipeline:
         if isinstance(method := self._method(given), methods.Verdict):
             return self._rule(method, images, questions, options)
         run = self._start(images, questions, given)
-        *_, (end, _) = gains(run.steps, streamer)
-        tokens = _committed(end)
-        answers = [self.text(ids).strip() for ids in tokens]
-        return VQAOutput(answers, tokens, end.stats, run.certificate(end), run.method)
+        answers, tokens, end = run.finish(streamer)
+        return VQAOutput([a.strip() for a in answers], tokens, end.stats, run.certificate(end), run.method)
 
     def stream(
         self, images: Pictures | Sequence[Pictures], questions: str | Sequence[str], **options: Any
     ) -> Iterator[list[str]]:
         """The new text of every answer after each round; joined they are the answers. Options as for a call."""
-        run = self._start(images, questions, Options.of(options))
-        said: list[str] = []
-        for progress in run.steps:
-            whole = [self.text(ids) for ids in _committed(progress)]
-            yield [text[len(old) :] for text, old in zip(whole, said or [""] * len(whole), strict=True)]
-            said = whole
+        yield from self._start(images, questions, Options.of(options)).stream()
 
     def text(self, ids: Tensor | list[int]) -> str:
         """The text of ``ids``, without a character whose bytes have not all come."""
@@ -202,7 +137,7 @@ class VQAPipeline:
         claim = Certificate("heuristic", "the answer is the verdict model's once it has heard the others")
         return VQAOutput([ruling.answer], [ids], stats, claim, method.name, ruling)
 
-    def _start(self, images: Any, questions: Any, options: Options) -> _Run:
+    def _start(self, images: Any, questions: Any, options: Options) -> Run:
         """Prepare a batch; nothing runs before the first round is asked for."""
         method = self._method(options)
         target = VLMTarget(self.model, options.processor, self.name)
@@ -210,39 +145,25 @@ class VQAPipeline:
         inputs = on_device(asked.inputs(self.processor), target.device, self.model.dtype)
         prompt = VLMPrompt(inputs, options.max_new_tokens, asked)
         target.check(prompt)
-        uniforms = options.uniforms(len(asked.texts), target.device)
-        stop, length = EndTokens(self.ends(), target.device), options.max_new_tokens
-        name = method.name
+        uniforms, length = options.uniforms(len(asked.texts), target.device), options.max_new_tokens
+        stops, name = StopStrings(options.stops, self.text), method.name
+        stop = stopping(self.model, stops)
         if isinstance(method, methods.Auto):
             method = choose_method(target, self.drafter(_drafter_kind(method)), prompt, self.plans)
             name = f"auto: {method}"
         if isinstance(method, methods.AR):
-            return _Run(name, decode_plain(target, prompt, length, uniforms, stop=stop), None)
+            return Run(name, decode_plain(target, prompt, length, uniforms, stop=stop), None, self.text, stops)
         drafter, rule = assemble(method, target, self.drafter(method.name), self.processor.tokenizer)
-        return _Run(name, decode(target, drafter, rule, prompt, length, uniforms, stop=stop), rule)
+        steps = decode(target, drafter, rule, prompt, length, uniforms, stop=stop)
+        return Run(name, steps, rule, self.text, stops)
 
     def drafter(self, kind: str) -> Any:
         """What method ``kind`` drafts with, loaded from beside the model at first use; None where it needs nothing."""
-        if kind in PLACES and kind not in self.drafters:
-            folder = None if self.folder is None else self.folder / "drafters" / PLACES[kind]
-            if folder is None or not folder.is_dir():
-                raise ValueError(
-                    f"method {kind!r} needs a drafter and {self.name} has none in drafters/{PLACES[kind]}; "
-                    "give one with from_pretrained(…, drafter=…) or use prompt-lookup or ar"
-                )
-            self.drafters[kind] = load_drafter(kind, folder, self.model)
-        return self.drafters.get(kind)
+        return self.shelf.get(kind)
 
     def ends(self) -> list[int]:
         """The model's end tokens."""
-        found = self.model.generation_config.eos_token_id
-        found = self.model.config.get_text_config().eos_token_id if found is None else found
-        return [found] if isinstance(found, int) else list(found or [])
-
-
-def _committed(progress: Progress) -> list[Tensor]:
-    """The ids of each row so far."""
-    return [ids[:n].clone() for ids, n in zip(progress.tokens, progress.counts.tolist(), strict=True)]
+        return end_tokens(self.model)
 
 
 def _drafter_kind(method: methods.VQAMethod) -> str:

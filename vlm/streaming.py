@@ -1,13 +1,14 @@
-"""A decoding run as it goes: the tokens each row gained, and transformers' streamers.
+"""A decoding run as it goes: the tokens each row gained, transformers' streamers, and texts that end a row.
 
-Shape letters: B batch.
+Shape letters: B batch, T room for tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specmm.decode import Progress
@@ -34,3 +35,44 @@ def tell(streamer: Any, new: list[Tensor]) -> None:
         raise ValueError(f"a streamer takes one answer at a time, got {len(new)} questions; use stream() instead")
     for token in new[0].cpu():
         streamer.put(token[None])
+
+
+class StopStrings:
+    """Ends a row at the token that completes one of ``texts``; a :class:`specmm.stopping.Stop`.
+
+    ``decode`` gives the text of a row's ids. Every round reads the whole row: a token may say half a letter only.
+    """
+
+    def __init__(self, texts: Sequence[str], decode: Callable[[Tensor], str]) -> None:
+        self.texts, self.decode = tuple(texts), decode
+
+    def __call__(self, tokens: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`specmm.stopping.Stop`."""
+        bounds = zip(before.tolist(), after.tolist(), strict=True)
+        ends = [self._end(ids, *pair) for ids, pair in zip(tokens, bounds, strict=True)]
+        counts = torch.tensor([0 if end is None else end for end in ends], device=after.device)
+        done = torch.tensor([end is not None for end in ends], device=after.device)
+        return torch.where(done, counts, after), done
+
+    def cut(self, text: str) -> str:
+        """``text`` up to the first of the stops."""
+        places = [text.find(stop) for stop in self.texts]
+        return text[: min((place for place in places if place >= 0), default=len(text))]
+
+    def sure(self, text: str) -> str:
+        """What of a growing ``text`` cannot belong to a stop."""
+        cut = self.cut(text)
+        for stop in self.texts if cut == text else ():
+            held = next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+            cut = min(cut, text[: len(text) - held], key=len)
+        return cut
+
+    def _end(self, ids: Tensor, before: int, after: int) -> int | None:
+        """The first of the counts above ``before`` up to ``after`` whose text holds a stop."""
+        if before < after and not self._stops(ids[:after]):
+            return None
+        return next((n for n in range(before + 1, after + 1) if self._stops(ids[:n])), None)
+
+    def _stops(self, ids: Tensor) -> bool:
+        text = self.decode(ids)
+        return any(stop in text for stop in self.texts)

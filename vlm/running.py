@@ -1,0 +1,155 @@
+"""What pipelines of questions and of text share: options of a call, a run as it goes, drafters beside a model.
+
+Shape letters: B rows of a batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specmm.certificate import Certificate, of_rule
+from specmm.decode import Progress
+from specmm.processors import Processor
+from specmm.randomness import Uniforms, sample_generators
+from specmm.registry import unknown
+from specmm.stopping import EndTokens, Stop, all_of
+from specmm.verify import Rule
+from specmm.vlm.streaming import StopStrings, gains
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to answer: ``temperature`` 0 is greedy, ``top_k`` 0, ``top_p`` 1 and ``repetition_penalty`` 1 are off.
+
+    ``seed`` or ``generator`` (one for all, or one a row) make sampling repeatable. ``method`` None is the pipeline's.
+    ``chat`` puts what is asked into the model's chat template; off, it is a raw prompt. An answer ends in front of the
+    first of the texts ``stop``.
+    """
+
+    max_new_tokens: int = 64
+    method: Any = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int | Sequence[int] | None = None
+    generator: torch.Generator | Sequence[torch.Generator] | None = None
+    chat: bool = True
+    stop: str | Sequence[str] = ()
+
+    @classmethod
+    def of(cls, given: dict[str, Any], **defaults: Any) -> Options:
+        """The options ``given`` by name; raises ``ValueError`` with a suggestion for one that is not known."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in given.keys() - set(known):
+            raise unknown("option", name, known)
+        return cls(**{**defaults, **given})
+
+    @property
+    def processor(self) -> Processor:
+        """From logits to laws."""
+        return Processor(self.temperature, self.top_k, self.top_p, repetition_penalty=self.repetition_penalty)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts that end an answer; raises ``ValueError`` for an empty one."""
+        found = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(found):
+            raise ValueError("stop must be texts of one letter at least, got an empty one; leave it out")
+        return found
+
+    def uniforms(self, count: int, device: torch.device) -> Uniforms:
+        """A stream for each of ``count`` rows; raises ``ValueError`` for numbers of seeds that do not match."""
+        if self.seed is not None and self.generator is not None:
+            raise ValueError("give seed or generator, not both")
+        if isinstance(self.seed, Sequence):
+            if len(self.seed) != count:
+                raise ValueError(f"seed must be one or one for each of the {count} rows, got {len(self.seed)}")
+            return Uniforms([torch.Generator(device).manual_seed(seed) for seed in self.seed])
+        seeded = None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
+        return Uniforms(sample_generators(seeded or self.generator, count, device))
+
+
+@dataclass
+class Run:
+    """One batch being answered; ``text`` decodes ids, ``stops`` end answers."""
+
+    method: str
+    steps: Iterator[Progress]
+    rule: Rule | None
+    text: Callable[[Tensor], str]
+    stops: StopStrings
+
+    def finish(self, streamer: Any = None) -> tuple[list[str], list[Tensor], Progress]:
+        """Texts and ids of all rows, and the last progress; ``streamer`` is told the ids as they come."""
+        *_, (end, _) = gains(self.steps, streamer)
+        tokens = committed(end)
+        return [self.stops.cut(self.text(ids)) for ids in tokens], tokens, end
+
+    def stream(self) -> Iterator[list[str]]:
+        """The new text of every row after each round, none that may turn out to be the beginning of a stop."""
+        said: list[str] = []
+        for progress in self.steps:
+            ended = (progress.counts >= progress.limits).tolist()
+            texts = [self.text(ids) for ids in committed(progress)]
+            whole = [self.stops.cut(t) if done else self.stops.sure(t) for t, done in zip(texts, ended, strict=True)]
+            yield [text[len(old) :] for text, old in zip(whole, said or [""] * len(whole), strict=True)]
+            said = whole
+
+    def certificate(self, end: Progress) -> Certificate:
+        """What the run may claim at its ``end``."""
+        if self.rule is None:
+            return Certificate("exact", "plain decoding of the target", 0.0)
+        measured = float(end.measured)
+        return of_rule(self.rule.name, self.rule.exact, float(end.excess) / measured if measured else None)
+
+
+def stopping(model: Any, stops: StopStrings) -> Stop:
+    """Ends rows behind the ``model``'s end tokens and where a text of ``stops`` is complete."""
+    ends = EndTokens(end_tokens(model), model.device)
+    return all_of(ends, stops) if stops.texts else ends
+
+
+def end_tokens(model: Any) -> list[int]:
+    """The end tokens of a transformers ``model``."""
+    found = model.generation_config.eos_token_id
+    found = model.config.get_text_config().eos_token_id if found is None else found
+    return [found] if isinstance(found, int) else list(found or [])
+
+
+def committed(progress: Progress) -> list[Tensor]:
+    """The ids of each row so far."""
+    return [ids[:n].clone() for ids, n in zip(progress.tokens, progress.counts.tolist(), strict=True)]
+
+
+@dataclass
+class Shelf:
+    """The drafters of a model, by method: those ``given``, others loaded at first use from ``folder``/drafters.
+
+    ``places`` names each method's folder there, ``load`` reads it; ``name`` is the model's, for messages.
+    """
+
+    folder: Path | None
+    name: str
+    places: Mapping[str, str]
+    load: Callable[[str, Path], Any]
+    given: dict[str, Any]
+
+    def get(self, kind: str) -> Any:
+        """What method ``kind`` drafts with; None where it needs nothing. Raises ``ValueError`` where it is missing."""
+        if kind in self.places and kind not in self.given:
+            folder = None if self.folder is None else self.folder / "drafters" / self.places[kind]
+            if folder is None or not folder.is_dir():
+                raise ValueError(
+                    f"method {kind!r} needs a drafter and {self.name} has none in drafters/{self.places[kind]}; "
+                    "give one with from_pretrained(…, drafter=…) or use prompt-lookup or ar"
+                )
+            self.given[kind] = self.load(kind, folder)
+        return self.given.get(kind)
