@@ -13,10 +13,11 @@ import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 
 from specmm import methods
 from specmm.cli import data
@@ -26,6 +27,11 @@ RESULTS = Path("benchmarks/results")
 CACHE = Path("runs/benchmarks")  # ignored by git
 EMOJI = data.EMOJI.expanduser()
 Row = dict[str, Any]
+
+DataFolder = Annotated[Path, typer.Option(help="Folder of the emoji.")]
+CacheFolder = Annotated[Path, typer.Option(help="Where samples are kept.")]
+Out = Annotated[Path, typer.Option(help="Folder of the tables.")]
+Threads = Annotated[int, typer.Option(min=1, help="Of torch.")]
 
 
 def label(method: methods.Method) -> str:

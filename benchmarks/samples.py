@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,20 @@ SAMPLING = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
 
 def sample_key(pipe: LlamaGenPipeline, model: str | Path, method: methods.Method) -> str:
     """Hash of all that decides a method's samples, code apart: weights, sampling, tree, dtype."""
-    folder, digest = zoo.find(model), hashlib.sha256()
+    folder = zoo.find(model)
     parts = ["transformer", "vq"] + ([] if isinstance(method, methods.AR) else ["drafters"])
-    for file in sorted(f for part in parts for f in (folder / part).rglob("*.safetensors")):
-        digest.update(file.read_bytes())
+    files = [f for part in parts for f in (folder / part).rglob("*.safetensors")]
     facts: list[Any] = [dtype_name(pipe), *(getattr(pipe.settings, name) for name in SAMPLING)]
     if not isinstance(method, methods.AR):
         facts += [label(method), pipe.parts.trees.get(method.name, DEFAULT_TREE)]
+    return weights_key(files, facts)
+
+
+def weights_key(files: Iterable[Path], facts: Any) -> str:
+    """Hash of the contents of ``files``, in the order of their names, and of ``facts`` as JSON."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(file.read_bytes())
     digest.update(json.dumps(facts).encode())
     return digest.hexdigest()[:12]
 

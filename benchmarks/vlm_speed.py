@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.arithmetic import level_rates, quartiles, round_times, speedup
-from benchmarks.common import EMOJI, RESULTS, Budget, Row, environment, label, write_results
+from benchmarks.common import EMOJI, RESULTS, Budget, DataFolder, Out, Row, Threads, environment, label, write_results
 from specmm import methods
 from specmm.stats import Stats
 from specmm.vlm.asking import Questions
@@ -205,9 +205,9 @@ def main(
     model: Annotated[Path, typer.Argument(help="Folder of a vision-language model with its drafters.")],
     repeats: Annotated[int, typer.Option(min=1, help="Calls of every contender.")] = 12,
     minutes: Annotated[float, typer.Option(min=0, help="No new part begins after so many.")] = 20.0,
-    data: Annotated[Path, typer.Option(help="Folder of the emoji.")] = EMOJI,
-    threads: Annotated[int, typer.Option(min=1, help="Of torch.")] = 2,
-    out: Annotated[Path, typer.Option(help="Folder of the tables.")] = RESULTS,
+    data: DataFolder = EMOJI,
+    threads: Threads = 2,
+    out: Out = RESULTS,
 ) -> None:
     """Measure and write ``vlm_speed.json`` and ``vlm_speed.csv`` part by part."""
     torch.set_num_threads(threads)

@@ -168,6 +168,7 @@ class ScaleSpeculative:
 class CSpD:
     """Continuous speculative decoding (arXiv 2411.11925) of a MAR: by the ``paper``, as its ``release``, or ``exact``.
 
+    ``aligned``, the baseline of ``release``, takes the target's sample of the draft's noise wherever it looks.
     ``exact`` drafts ``window`` steps of a token's denoising chain by ``belief``: the target's last answer and how it
     should change (``gaussian``), that answer alone (``frozen``), or the small model's head. The others draft
     ``window`` iterations with the small model, after the share ``prefill`` of the target's own; ``relax`` widens
@@ -175,7 +176,7 @@ class CSpD:
     """
 
     name: ClassVar[str] = "cspd"
-    variant: Literal["exact", "paper", "release"] = "exact"
+    variant: Literal["exact", "paper", "release", "aligned"] = "exact"
     window: int = 0  # the variant's own: 16 steps or 8 iterations
     belief: Literal["gaussian", "frozen", "small"] = "gaussian"
     prefill: float = 0.05

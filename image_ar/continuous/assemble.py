@@ -20,7 +20,7 @@ from specmm.image_ar.continuous.mar import MAR
 from specmm.image_ar.continuous.noise import Stream, log_uniforms, normals
 from specmm.image_ar.continuous.orders import random_orders
 from specmm.image_ar.continuous.paper import decode_paper
-from specmm.image_ar.continuous.ratios import Release
+from specmm.image_ar.continuous.ratios import Aligned, Release, Version
 from specmm.image_ar.continuous.samplers import Ancestral, Deterministic, SmallHead, Speculative
 from specmm.image_ar.continuous.settings import Solver
 from specmm.image_ar.continuous.speculate import Options
@@ -41,6 +41,9 @@ RELEASE = Certificate(
     "heuristic",
     "the release's rule: the target does not see the drafts of a window, the factor of the spreads is upside down, "
     "densities are widened, and what follows a rejection is kept",
+)
+ALIGNED = Certificate(
+    "heuristic", "the target does not see the drafts of a window, and what follows a replaced draft is kept"
 )
 
 
@@ -118,9 +121,11 @@ def _between_models(method: CSpD, models: Models, draw: Draw, orders: Tensor) ->
     normal, luck = normals(draw.generators), log_uniforms(draw.generators)
     noise, batch = _noise(normal, models, draw.plan, orders), len(orders)
     dice = [StreamDice(normal, luck, b, batch) for b in range(batch)]
-    if method.variant == "release":
+    if method.variant != "paper":
+        version: Version
+        version, claim = (Aligned(), ALIGNED) if method.variant == "aligned" else (Release(method.relax), RELEASE)
         target, small = (Side(m, draw.labels, batch, draw.plan) for m in (models.target, models.small))
-        return decode_release(target, small, orders, noise, dice, Release(method.relax), window), RELEASE
+        return decode_release(target, small, orders, noise, dice, version, window), claim
     runs = []
     for b in range(batch):
         one = slice(b, b + 1)

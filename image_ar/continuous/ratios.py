@@ -45,7 +45,9 @@ def check_widths(*traces: Trace) -> None:
 
 
 class Version(Protocol):
-    """One way to compare a drafted token with the target's law."""
+    """One way to compare a drafted token with the target's law; ``turns`` proposals are made for a rejected one."""
+
+    turns: int
 
     def log_ratio(self, x: Array, p: Trace, q: Trace) -> Array:
         """log r [N] of drafted tokens ``x`` [N, C]: they are kept with probability min(1, r)."""
@@ -58,6 +60,8 @@ class Version(Protocol):
 
 class Paper:
     """r = Π √|Σq|/√|Σp| · p(x)/q(x): the spreads of the steps before, then the last Gaussians."""
+
+    turns = TURNS
 
     def log_ratio(self, x: Array, p: Trace, q: Trace) -> Array:
         """See ``Version``."""
@@ -74,6 +78,7 @@ class Release:
     """The same with the factor of the spreads upside down, and standard deviations ``relax`` times too wide in r."""
 
     relax: float = RELAX
+    turns: int = TURNS
 
     def log_ratio(self, x: Array, p: Trace, q: Trace) -> Array:
         """See ``Version``."""
@@ -86,6 +91,23 @@ class Release:
     def _spreads(self, p: Trace, q: Trace) -> Array:
         factor: Array = (p.log_stds - q.log_stds).sum(-1)
         return factor
+
+
+class Aligned:
+    """No draft is kept and nothing proposed in its place, which leaves the target's sample of the draft's noise.
+
+    The baseline that a rule between two models must beat: as many passes of the target, and no question of acceptance.
+    """
+
+    turns = 0
+
+    def log_ratio(self, x: Array, p: Trace, q: Trace) -> Array:
+        """See ``Version``."""
+        return np.full(len(x), -np.inf)
+
+    def log_residual(self, y: Array, p: Trace, q: Trace) -> Array:
+        """See ``Version``; never asked."""
+        return np.zeros(len(y))
 
 
 class Dice(Protocol):
@@ -109,13 +131,13 @@ def accept(version: Version, x: Array, p: Trace, q: Trace, dice: Dice) -> npt.ND
 
 
 def resample(version: Version, p: Trace, q: Trace, dice: Dice, last: bool) -> tuple[Array, npt.NDArray[np.bool_]]:
-    """Tokens [N, C] of what p has more of than q, and which of them were found within ``TURNS`` proposals [N].
+    """Tokens [N, C] of what p has more of than q, and which of them were found within the version's turns [N].
 
     Proposals go on until every row has one; ``last`` says that a row takes the last of its own (the release), not the
     first. Rows without any are zero: what to do with them is the caller's.
     """
     made, found = np.zeros_like(p.mean), np.zeros(len(p.mean), dtype=bool)
-    for _ in range(TURNS):
+    for _ in range(version.turns):
         y = p.mean + p.std * dice.normal(*p.mean.shape)
         with np.errstate(over="ignore"):
             taken = dice.uniform(len(y)) < 1 - np.exp(version.log_residual(y, p, q))

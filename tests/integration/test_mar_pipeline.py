@@ -58,7 +58,7 @@ def seeds(*numbers):
 
 
 SMALL = methods.CSpD(belief="small", window=4)
-VARIANTS = [methods.AR(), *(methods.CSpD(variant=v) for v in ("exact", "release", "paper"))]
+VARIANTS = [methods.AR(), *(methods.CSpD(variant=v) for v in ("exact", "release", "aligned", "paper"))]
 
 
 @pytest.mark.parametrize("method", VARIANTS, ids=lambda m: getattr(m, "variant", m.name))
@@ -67,9 +67,18 @@ def test_methods_and_their_certificates(pipe, method, cfg):
     out = pipe(["heart", 3], generator=seeds(1, 2), method=method, cfg=cfg)
     assert [image.size for image in out.images] == [(12, 12)] * 2
     assert out.tokens.shape == (2, 36, 3) and out.stats.tokens == 72 and out.method == method.name
-    wanted = "heuristic" if getattr(method, "variant", "") in ("release", "paper") else "exact"
+    wanted = "exact" if getattr(method, "variant", "exact") == "exact" else "heuristic"
     assert out.certificate.kind == wanted and len(out.certificate.reason) > 20
     assert out.stats.head_calls > 0 and out.stats.tau > 1
+
+
+def test_the_aligned_baseline_owes_nothing_to_the_small_model(pipe):
+    method = methods.CSpD(variant="aligned", window=5)
+    with seeded(9):
+        other = MARPipeline(pipe.transformer, pipe.vae, transformer(8, 1), pipe.settings)
+    runs = [p(["heart"], generator=seeds(4), method=method) for p in (pipe, other)]
+    assert torch.equal(runs[0].tokens, runs[1].tokens)
+    assert runs[0].stats.accepted == 0 and runs[0].stats.drafted > 0
 
 
 def test_the_small_models_head_may_draft(pipe):

@@ -1,8 +1,6 @@
 """Small random VARs that are sure of nothing in particular, and a tokenizer they share."""
 
 import dataclasses
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
@@ -76,13 +74,3 @@ def plain():
         return canvas
 
     return run
-
-
-@pytest.fixture(scope="session")
-def straightforward():
-    """The loop that ours must equal."""
-    file = Path(__file__).with_name("straightforward.py")
-    spec = importlib.util.spec_from_file_location("straightforward", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.straightforward

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks.straightforward_var import straightforward
 from specmm.image_ar.scales.canvas import Canvas
 from specmm.image_ar.scales.sampling import Choice, Sampling
 from specmm.image_ar.scales.session import Session
@@ -13,7 +14,7 @@ LABELS = torch.tensor([3, 0, 7])
 
 @pytest.mark.parametrize("shape", [{}, {"shared_aln": True}, {"attn_l2_norm": False}])
 @pytest.mark.parametrize("options", [(3.0, 0, 1.0), (3.0, 10, 0.9), (0.0, 5, 1.0)])
-def test_equals_a_straightforward_loop(make, vqvae, plain, straightforward, shape, options):
+def test_equals_a_straightforward_loop(make, vqvae, plain, shape, options):
     model, sampling = make.var(5, **shape), Sampling(*options)
     canvas = plain(model, vqvae, LABELS, sampling, [1, 2, 3])
     tokens, f_hat = straightforward(model, vqvae.quantize, LABELS, *options, Uniforms.from_seeds([1, 2, 3]))

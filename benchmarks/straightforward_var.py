@@ -4,14 +4,22 @@ adaLN is computed at every scale, keys and values grow by ``cat`` (those of the 
 guided batch go through the head at every scale, and the filters sort.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from specmm.image_ar.scales.quantizer import MultiScaleQuantizer
 from specmm.image_ar.scales.release import sorted_mask
-from specmm.randomness import categorical
+from specmm.image_ar.scales.var import VAR
+from specmm.randomness import Uniforms, categorical
 
 
-def block_step(block, x, table, cache, l2_norm, heads):
+def block_step(block: Any, x: Tensor, table: Tensor, cache: list[Tensor], l2_norm: bool, heads: int) -> Tensor:
+    """One layer on rows ``x`` [R, T, C], its keys and values [R, H, S, D] appended to ``cache``."""
     gate1, gate2, scale1, scale2, shift1, shift2 = table.unbind(2)
     attn, (rows, steps, width) = block.attn, x.shape
     y = F.layer_norm(x, (width,), eps=block.eps) * (1 + scale1) + shift1
@@ -32,12 +40,20 @@ def block_step(block, x, table, cache, l2_norm, heads):
 
 
 @torch.inference_mode()
-def straightforward(model, quantizer, labels, cfg, top_k, top_p, uniforms):
+def straightforward(
+    model: VAR,
+    quantizer: MultiScaleQuantizer,
+    labels: Tensor,
+    cfg: float,
+    top_k: int,
+    top_p: float,
+    uniforms: Uniforms,
+) -> tuple[list[Tensor], Tensor]:
     """Tokens [B, p²] of every scale, and the last f_hat; ``top_k`` 0 and ``top_p`` 1 are off."""
     config, ladder = model.config, model.config.ladder
     cond = model.class_emb(torch.cat([labels, torch.full_like(labels, config.num_classes)]))
     places = model.lvl_embed(model.lvl_1L) + model.pos_1LC
-    caches = [[] for _ in model.blocks]
+    caches: list[list[Tensor]] = [[] for _ in model.blocks]
     f_hat, tokens = torch.zeros(len(labels), config.z_channels, ladder.sides[-1], ladder.sides[-1]), []
     x = cond[:, None] + model.pos_start + places[:, : ladder.tokens(0)]
     for k in range(len(ladder)):

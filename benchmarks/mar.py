@@ -1,0 +1,115 @@
+"""MAR and CSpD by setting: seconds, FID, acceptance, claim, and who is on the front of FID against time.
+
+    python -m benchmarks.mar pocket/mar
+
+Beside our methods stand the baselines that published speed-ups are silent about: fewer iterations, fewer head steps,
+the large model alone with as many passes as the release takes, and always keeping the target's aligned sample.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Annotated
+
+import torch
+import typer
+
+from benchmarks.common import (
+    CACHE,
+    EMOJI,
+    RESULTS,
+    Budget,
+    CacheFolder,
+    DataFolder,
+    Out,
+    Row,
+    Threads,
+    environment,
+    write_results,
+)
+from benchmarks.quality import Real
+from benchmarks.settings import Options
+from benchmarks.sweep import Setting, draw_samples, on_front, plot, quality, time_settings, timing
+from specmm import methods, zoo
+from specmm.image_ar.continuous.pipeline import MARPipeline
+
+WINDOWS = (4, 8)  # of the variants between two models, in iterations
+
+
+def passes(iterations: int, window: int, prefill: float) -> int:
+    """Passes of the large model in the release's run: its own iterations, then one for every window."""
+    own = math.floor(prefill * iterations) + 1
+    return own + len([k for k in range(own, iterations) if k % window == 0 or k == iterations - 1])
+
+
+def settings_of(pipe: MARPipeline) -> list[Setting]:
+    """The lines of the table; plain decoding first."""
+    whole, steps = pipe.settings.num_iter, int("".join(filter(str.isdigit, pipe.settings.head_steps)))
+    kind = pipe.settings.head_steps.rstrip("0123456789")
+    exact = methods.CSpD()
+    found = [Setting("ar", pipe)]
+    found += [Setting(f"ar, {n} iterations", pipe, dict(num_iter=n)) for n in (whole // 2, whole // 4)]
+    found += [Setting(f"ar, {n} head steps", pipe, dict(head_steps=f"{kind}{n}")) for n in (steps // 2, steps // 4)]
+    found += [
+        Setting(f"ar, DDIM, {steps // 4} steps", pipe, dict(head_steps=f"{kind}{steps // 4}", solver="ddim")),
+        Setting("exact", pipe, dict(method=exact)),
+        Setting("exact, window 8", pipe, dict(method=methods.CSpD(window=8))),
+        Setting("exact, frozen belief", pipe, dict(method=methods.CSpD(belief="frozen"))),
+        Setting(f"exact, {whole // 2} iterations", pipe, dict(method=exact, num_iter=whole // 2)),
+        Setting(f"exact, {whole // 4} iterations", pipe, dict(method=exact, num_iter=whole // 4)),
+    ]
+    if pipe.small is None:
+        return found
+    found.append(Setting("exact, small head drafts", pipe, dict(method=methods.CSpD(belief="small"))))
+    for window in WINDOWS:
+        release = methods.CSpD(variant="release", window=window)
+        rules = [release, replace(release, variant="aligned"), replace(release, variant="paper")]
+        equal = passes(whole, window, release.prefill)
+        found += [Setting(f"{m.variant}, window {window}", pipe, dict(method=m)) for m in rules]
+        found.append(Setting(f"ar, {equal} iterations", pipe, dict(num_iter=equal)))
+    return list({s.name: s for s in found}.values())
+
+
+def row(setting: Setting, plain: Setting) -> Row:
+    """Times and counts of one setting."""
+    counts = setting.total
+    return timing(setting, plain) | {
+        "target_passes": counts.rounds / len(setting.stats),
+        "head_calls_per_token": counts.head_calls_per_token,
+        "acceptance": counts.acceptance if counts.drafted else None,
+        "head_share": counts.head_seconds / counts.seconds if counts.head_seconds else None,
+    }
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="A MAR with its small model.")] = "pocket/mar",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed pictures of every setting.")] = 12,
+    samples: Annotated[int, typer.Option(min=2, help="Samples of every setting for FID.")] = 1000,
+    batch: Annotated[int, typer.Option(min=1, help="Samples at a time.")] = 50,
+    minutes: Annotated[float, typer.Option(min=0, help="For timing, and again for samples.")] = 30.0,
+    data: DataFolder = EMOJI,
+    cache: CacheFolder = CACHE,
+    threads: Threads = 2,
+    out: Out = RESULTS,
+) -> None:
+    """Measure and write ``mar.json``, ``mar.csv`` and ``mar.png``."""
+    torch.set_num_threads(threads)
+    pipe = MARPipeline.from_pretrained(model)
+    pipe.set_progress_bar_config(disable=True)
+    settings, folder = settings_of(pipe), zoo.find(model)
+    time_settings(settings, pipe.transformer.config.num_classes, 1, repeats, Budget(minutes))
+    rows = [row(s, settings[0]) for s in settings]
+    facts = environment(model=model, batch=1, settings=vars(pipe.settings) | {"classes": len(pipe.settings.classes)})
+    write_results(out, "mar", rows, facts)
+    real = Real(Options(data=data, cache=cache))
+    found = draw_samples(settings, cache / "mar", folder, real, samples, batch, Budget(minutes))
+    rows = [r | quality(found[s.name], found["ar"], real) for r, s in zip(rows, settings, strict=True)]
+    if all("fid" in r for r in rows):
+        rows = [r | {"front": front} for r, front in zip(rows, on_front(rows), strict=True)]
+    write_results(out, "mar", rows, facts)
+    plot(rows, real, out / "mar.png")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,161 @@
+"""VAR and CoDe by N: seconds, memory, FID, training-free and specialised; and our plain VAR over a first loop.
+
+    python -m benchmarks.var pocket/var [--specialised FOLDER]
+
+The FLOP ideal of an N is the arithmetic of the large model alone over that of both in turn, pixels left out on both
+sides; ``realised`` is the measured speed-up of drawing tokens over it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import torch
+import typer
+
+from benchmarks.common import (
+    CACHE,
+    EMOJI,
+    RESULTS,
+    Budget,
+    CacheFolder,
+    DataFolder,
+    Out,
+    Row,
+    Threads,
+    environment,
+    generators,
+    write_results,
+)
+from benchmarks.quality import Real
+from benchmarks.settings import Options
+from benchmarks.straightforward_var import straightforward
+from benchmarks.sweep import Setting, draw_samples, plot, quality, time_settings, timing
+from specmm import methods, zoo
+from specmm.image_ar.scales import tuning
+from specmm.image_ar.scales.memory import measured_peak
+from specmm.image_ar.scales.pipeline import VARPipeline
+from specmm.image_ar.scales.planner import model_work
+from specmm.randomness import Uniforms
+
+
+def settings_of(pipe: VARPipeline, special: VARPipeline | None) -> list[Setting]:
+    """Plain decoding, CoDe by N and the exact variant; then CoDe by specialised models at the N of theirs."""
+    scales = len(pipe.transformer.config.ladder)
+    found = [Setting("ar", pipe, dict(method="ar"))]
+    if pipe.small is not None:
+        found += [Setting(f"code, N = {n}", pipe, dict(method=methods.CoDe(n))) for n in range(scales - 1, -1, -1)]
+        found.append(Setting("speculative", pipe, dict(method="speculative")))
+        found.append(Setting("code, planner's N", pipe, dict(method="code")))
+    if special is not None:
+        n = special.settings.n
+        found.append(Setting(f"code, N = {n}, specialised", special, dict(method=methods.CoDe(n))))
+    return found
+
+
+def ideal(pipe: VARPipeline, n: int, batch: int) -> float:
+    """Arithmetic of the large model alone over that of CoDe with the first ``n`` scales by it."""
+    setup, large, small = tuning.setup_of(pipe.transformer, batch, pipe.target()), pipe.transformer, pipe.small
+    scales = len(large.config.ladder)
+    whole = sum(w.flops for w in model_work(large.config, setup, range(scales)))
+    parts = model_work(large.config, setup, range(n)) + model_work(small.config, setup, range(n, scales))
+    return whole / sum(w.flops for w in parts)
+
+
+def row(setting: Setting, plain: Setting, batch: int) -> Row:
+    """Times, memory and the arithmetic's ideal of one setting."""
+    method, loop = setting.call["method"], _loop(setting)
+    classes = [0] * batch
+    peak = measured_peak(lambda: setting.draw(classes, range(batch)), setting.pipe.device)
+    found = timing(setting, plain) | {"batch": batch, "peak_mib": peak / 2**20, "token_seconds": loop}
+    if isinstance(method, methods.CoDe) and method.n != -1:
+        best = ideal(setting.pipe, method.n, batch)
+        found |= {"n": method.n, "ideal": best, "realised": _loop(plain) / loop / best}
+    return found
+
+
+def _loop(setting: Setting) -> float:
+    """Median seconds of a batch's tokens, pixels left out."""
+    return statistics.median(s.seconds for s in setting.stats)
+
+
+def against_straightforward(pipe: VARPipeline, batch: int, repeats: int) -> Row:
+    """Our plain decoding over the loop one writes at first, in float32, tokens compared."""
+    model, sampling = pipe.transformer, pipe.target()
+    labels = torch.arange(batch) % model.config.num_classes
+    cut = sampling.cfg, sampling.top_k, sampling.top_p
+
+    def theirs(seeds: Sequence[int]) -> torch.Tensor:
+        tokens, _ = straightforward(model, pipe.vae.quantize, labels, *cut, Uniforms(generators(seeds)))
+        return torch.cat(tokens, dim=1)
+
+    def ours(seeds: Sequence[int]) -> torch.Tensor:
+        options = dict(method="ar", batch_size=batch, output_type="latent")
+        return pipe(classes=labels.tolist(), generator=generators(seeds), **options).tokens
+
+    times: dict[str, list[float]] = {"theirs": [], "ours": []}
+    equal = []
+    for repeat in range(-1, repeats):
+        seeds = range((repeat + 1) * batch, (repeat + 2) * batch)
+        made = [_timed(draw, seeds, times[name]) for name, draw in (("theirs", theirs), ("ours", ours))]
+        equal.append(torch.equal(*made))
+    first, second = (statistics.median(t[1:]) for t in times.values())
+    return {
+        "method": "plain over a straightforward loop",
+        "batch": batch,
+        "seconds": second / batch,
+        "speedup": first / second,
+        "token_equal": sum(equal) / len(equal),
+        "certificate": "exact",
+    }
+
+
+def _timed(draw: Callable[[Sequence[int]], torch.Tensor], seeds: Sequence[int], times: list[float]) -> torch.Tensor:
+    start = time.perf_counter()
+    made = draw(seeds)
+    times.append(time.perf_counter() - start)
+    return made
+
+
+def load(model: str, dtype: torch.dtype | None = None) -> VARPipeline:
+    """A pipeline without progress bars."""
+    pipe = VARPipeline.from_pretrained(model, torch_dtype=dtype)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="A VAR with its small model.")] = "pocket/var",
+    specialised: Annotated[str | None, typer.Option(help="The pair that `specmm train code` made of it.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed batches of every setting.")] = 8,
+    samples: Annotated[int, typer.Option(min=2, help="Samples of every setting for FID.")] = 1000,
+    minutes: Annotated[float, typer.Option(min=0, help="For each batch size, and again for samples.")] = 15.0,
+    data: DataFolder = EMOJI,
+    cache: CacheFolder = CACHE,
+    threads: Threads = 2,
+    out: Out = RESULTS,
+) -> None:
+    """Measure and write ``var.json``, ``var.csv`` and ``var.png``."""
+    torch.set_num_threads(threads)
+    pipe, special = load(model), None if specialised is None else load(specialised)
+    facts = environment(model=model, dtype=str(pipe.transformer.dtype), cfg=pipe.settings.cfg)
+    slow, rows = load(model, torch.float32), list[Row]()
+    for batch in (1, 16):
+        settings = settings_of(pipe, special)
+        time_settings(settings, pipe.transformer.config.num_classes, batch, repeats, Budget(minutes))
+        rows += [row(s, settings[0], batch) for s in settings]
+        rows.append(against_straightforward(slow, batch, repeats))
+        write_results(out, "var", rows, facts)
+    real = Real(Options(data=data, cache=cache))
+    found = draw_samples(settings, cache / "var", zoo.find(model), real, samples, 50, Budget(minutes))
+    known = {name: quality(made, found["ar"], real) for name, made in found.items()}
+    rows = [r | known.get(r["method"], {}) for r in rows]
+    write_results(out, "var", rows, facts)
+    plot([r for r in rows if r["batch"] == 16 and "fid" in r], real, out / "var.png")
+
+
+if __name__ == "__main__":
+    typer.run(main)

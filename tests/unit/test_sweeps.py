@@ -1,0 +1,90 @@
+"""The tables of MAR and VAR: what is timed, compared with and kept on disk; on tiny random models."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from benchmarks import mar, sweep, var
+from benchmarks.common import Budget
+from benchmarks.samples import SampleSet
+from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
+from specmm.image_ar.continuous.mar import MAR, MARConfig
+from specmm.image_ar.continuous.pipeline import MARPipeline
+from specmm.image_ar.continuous.settings import Settings
+from specmm.image_ar.scales.pipeline import VARPipeline
+from specmm.image_ar.scales.var import VAR, VARConfig
+from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
+from specmm.training import seeded
+
+SMALL = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in
+         (("embed_dim", 16), ("depth", 1), ("num_heads", 2))}  # fmt: skip
+MAR_SIZES = MARConfig(img_size=8, vae_stride=2, vae_embed_dim=3, class_num=4, buffer_size=2, diffloss_d=1,
+                      diffloss_w=16, **SMALL)  # fmt: skip
+VAR_SIZES = VARConfig(depth=2, embed_dim=32, num_heads=2, vocab_size=32, z_channels=8, num_classes=4,
+                      patch_nums=(1, 2, 4))  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def continuous():
+    vae = KLConfig(32, (1, 2), 1, 3, 8, (), 1.0)
+    with seeded(0):
+        made = MARPipeline(MAR(MAR_SIZES).eval(), AutoencoderKL(vae).eval(), MAR(MAR_SIZES).eval(), Settings(8, "8"))
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def scales():
+    with seeded(0):
+        vae = VQVAE(VQVAEConfig(32, 8, 32, (1, 2), 1, (1, 2, 4))).eval()
+        made = VARPipeline(VAR(VAR_SIZES).eval(), vae, VAR(dataclasses.replace(VAR_SIZES, depth=1)).eval())
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def test_every_setting_of_mar_runs_and_is_counted(continuous):
+    settings = mar.settings_of(continuous)
+    sweep.time_settings(settings, 4, 1, 1, Budget())
+    rows = {s.name: mar.row(s, settings[0]) for s in settings}
+    assert rows["ar"]["head_calls_per_token"] == 8 and rows["ar"]["target_passes"] == 8
+    assert rows["ar"]["speedup"] == 1 and rows["exact"]["certificate"] == "exact"
+    assert rows["ar, 4 iterations"]["target_passes"] == 4
+    for window in mar.WINDOWS:
+        assert rows[f"release, window {window}"]["target_passes"] == mar.passes(8, window, 0.05)
+        assert rows[f"aligned, window {window}"]["acceptance"] == 0
+
+
+def test_every_setting_of_var_runs_and_has_its_ideal(scales):
+    settings = var.settings_of(scales, None)
+    sweep.time_settings(settings, 4, 2, 1, Budget())
+    rows = {s.name: var.row(s, settings[0], 2) for s in settings}
+    ideals = [rows[f"code, N = {n}"]["ideal"] for n in range(3)]
+    assert ideals == sorted(ideals, reverse=True) and ideals[-1] > 1  # more scales by the small model, less arithmetic
+    assert all(r["peak_mib"] > 0 for r in rows.values()) and rows["speculative"]["certificate"] == "exact"
+
+
+def test_the_first_loop_gives_the_same_tokens(scales):
+    row = var.against_straightforward(scales, 2, 1)
+    assert row["token_equal"] == 1 and row["speedup"] > 0
+
+
+def test_samples_are_made_once(scales, tmp_path):
+    (tmp_path / "model").mkdir()
+    real = type("Real", (), {"labels": torch.tensor([0, 1, 2, 3]).numpy()})
+    settings = var.settings_of(scales, None)[:2]
+
+    def draw():
+        return sweep.draw_samples(settings, tmp_path, tmp_path / "model", real, 5, 3, Budget())
+
+    found = draw()
+    first = {f: f.stat().st_mtime_ns for made in found.values() for f in made.folder.iterdir()}
+    assert [found[s.name].count() for s in settings] == [5, 5]
+    draw()
+    assert {f: f.stat().st_mtime_ns for f in first} == first
+    assert isinstance(found["ar"], SampleSet)
+
+
+def test_the_front():
+    rows = [dict(seconds=s, fid=f) for s, f in ((1, 9), (2, 5), (3, 6), (4, 4), (1, 10))]
+    assert sweep.on_front(rows) == [True, True, False, True, False]
