@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specmm import methods as methods
+    from specmm.diffusion_drafters.pipeline import TextPipeline as TextPipeline
     from specmm.image_ar.pipeline import ImagePipeline as ImagePipeline
     from specmm.vlm.generate import custom_generate as custom_generate
     from specmm.vlm.pipeline import VQAPipeline as VQAPipeline
@@ -18,10 +19,11 @@ __version__ = "0.1.0"
 
 _LAZY = {  # heavy names, imported when asked for
     "ImagePipeline": "specmm.image_ar.pipeline",
+    "TextPipeline": "specmm.diffusion_drafters.pipeline",
     "VQAPipeline": "specmm.vlm.pipeline",
     "custom_generate": "specmm.vlm.generate",
 }
-__all__ = ["ImagePipeline", "VQAPipeline", "__version__", "custom_generate", "methods"]
+__all__ = ["ImagePipeline", "TextPipeline", "VQAPipeline", "__version__", "custom_generate", "methods"]
 
 
 def __getattr__(name: str) -> Any:

@@ -87,20 +87,21 @@ def decode(
     drafter.begin(feedback, clock)
     progress = _start(token, length, drafter.max_depth + 1, stop)
     tally = torch.zeros(drafter.max_depth + 2, dtype=torch.int64, device=token.device)
-    rounds = 0
-    while progress.unfinished(sure=rounds * (drafter.max_depth + 1) < length - 1):
+    depths: list[int] = []
+    while progress.unfinished(sure=len(depths) * (drafter.max_depth + 1) < length - 1):
         tree = drafter.propose(feedback, uniforms)
         with clock("verify"):
             output = target.score(tree)
-        verdict = decide(rule, tree, output.laws, uniforms, measure=not rule.exact and rounds % MEASURE_EVERY == 0)
+        verdict = decide(rule, tree, output.laws, uniforms, measure=not rule.exact and len(depths) % MEASURE_EVERY == 0)
         tokens = committed(tree, verdict)
         verdict.kept = progress.take(tokens, verdict.kept)  # a finished row keeps nothing
         target.commit(verdict)
         feedback = Feedback(output, verdict.next_token, tree, verdict, tokens)
         progress.observe(verdict, tally)
-        rounds += 1
+        depths.append(tree.shape.depth)
         yield progress
-    progress.stats = _stats(tally, rounds, time.perf_counter() - start, clock)
+    progress.stats = _stats(tally, len(depths), time.perf_counter() - start, clock)
+    progress.stats.depths = depths
     yield progress
 
 

@@ -7,6 +7,9 @@ Scales: ``ar``, ``code`` (two models in turn), ``speculative`` (the small one dr
 Questions about pictures: ``ar``, ``text-draft`` (a small language model that does not see the picture), ``vlm-draft``
 (a small vision-language model that does), ``msd`` (its own drafter on the target's features), ``prompt-lookup`` (no
 drafter: what the prompt and the answer said before), ``verdict`` (several models answer, one decides), ``auto``.
+Text: ``ar``, ``diffuspec`` (a diffusion language model nobody trained for it, its block searched for a causal path),
+``specdiff`` (one in several denoising steps), ``deer`` (one trained to draft a block in one step), ``block`` (DFlash,
+on the target's hidden states), ``text-draft``, ``prompt-lookup``, ``auto``.
 """
 
 from __future__ import annotations
@@ -183,11 +186,71 @@ class CSpD:
     relax: float = 42.0
 
 
+@dataclass(frozen=True)
+class DiffuSpec:
+    """DiffuSpec (arXiv 2510.02358): a diffusion model's block, pruned and searched for a causal path; point masses.
+
+    ``search`` off takes the likeliest tokens; ``adaptive`` off drafts ``most`` tokens every round. ``step`` and
+    ``rate`` are the controller's, ``beam`` 0 searches the exact optimum. The paper's models want ``least`` 20,
+    ``most`` 30 and ``step`` 10.
+    """
+
+    name: ClassVar[str] = "diffuspec"
+    search: bool = True
+    adaptive: bool = True
+    least: int = 3
+    most: int = 12
+    step: float = 4.0
+    rate: float = 0.5
+    tau: float = 0.8
+    candidates: int = 15
+    weight: float = 0.5
+    beam: int = 3
+
+
+@dataclass(frozen=True)
+class SpecDiff:
+    """SpecDiff (arXiv 2408.05636): ``length`` drafts in ``steps`` denoising steps, with their true law.
+
+    ``point`` verifies them as point masses instead: exact, too, but fewer are kept.
+    """
+
+    name: ClassVar[str] = "specdiff"
+    length: int = 10
+    steps: int = 2
+    point: bool = False
+
+
+@dataclass(frozen=True)
+class DEER:
+    """DEER (arXiv 2512.15176): a block in one step, the product of its marginals as law.
+
+    ``length`` 0 is the drafter's own. ``sure`` above 0 cuts a block before the first token that promises less
+    acceptance; ``tree`` above 0 verifies that many nodes of the most probable paths, as point masses.
+    """
+
+    name: ClassVar[str] = "deer"
+    length: int = 0
+    sure: float = 0.0
+    tree: int = 0
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block drafter that reads the target's hidden states (DFlash, arXiv 2602.06036); options as :class:`DEER`'s."""
+
+    name: ClassVar[str] = "block"
+    length: int = 0
+    sure: float = 0.0
+    tree: int = 0
+
+
 Method = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Auto
 VQAMethod = AR | TextDraft | VLMDraft | MSD | PromptLookup | Verdict | Auto
 
 ScalesMethod = AR | CoDe | ScaleSpeculative | Auto
 ContinuousMethod = AR | CSpD
+TextMethod = AR | DiffuSpec | SpecDiff | DEER | Block | TextDraft | PromptLookup | Auto
 
 
 def _registry(*kinds: Any) -> Registry:
@@ -198,6 +261,8 @@ IMAGE_TOKENS = _registry(AR, SJD, Speculative, Eagle, Lantern, LanternPP, Auto)
 VQA = _registry(AR, TextDraft, VLMDraft, MSD, PromptLookup, Verdict, Auto)
 SCALES = _registry(AR, CoDe, ScaleSpeculative, Auto)
 CONTINUOUS = _registry(AR, CSpD)
+TEXT = _registry(AR, DiffuSpec, SpecDiff, DEER, Block, TextDraft, PromptLookup, Auto)
+GENERATE = _registry(AR, TextDraft, VLMDraft, MSD, PromptLookup, DiffuSpec, SpecDiff, DEER, Block)
 
 
 def resolve(method: str | Method, **options: Any) -> Method:

@@ -50,11 +50,18 @@ class Stats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     kept: list[int] = field(default_factory=list)  # kept[i]: sample rounds that committed i + 1 tokens
+    depths: list[int] = field(default_factory=list)  # by batch round, the tree's depth: drafts a row at most
 
     @property
     def tau(self) -> float:
         """Block efficiency: tokens committed per round."""
         return self.tokens / max(self.rounds, 1)
+
+    @property
+    def accepted_by_position(self) -> list[float]:
+        """By position of a draft, the share of sample rounds that accepted it and all before it."""
+        behind = [sum(self.kept[i:]) for i in range(1, len(self.kept))]
+        return [count / max(sum(self.kept), 1) for count in behind]
 
     @property
     def host_overhead(self) -> float:
@@ -72,6 +79,7 @@ class Stats:
         width = max(len(self.kept), len(other.kept))
         pad = [list(k) + [0] * (width - len(k)) for k in (self.kept, other.kept)]
         self.kept = [a + b for a, b in zip(*pad, strict=True)]
+        self.depths = self.depths + other.depths
 
 
 def total(parts: Sequence[Stats]) -> Stats:

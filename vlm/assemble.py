@@ -73,7 +73,7 @@ def _shape(tree: methods.Tree, device: Any) -> TreeShape:
 def _blind(small: SmallModel, target: VLMTarget, shape: TreeShape, tokenizer: Any) -> ModelDrafter:
     """A language model; with a tokenizer that is not the target's it is shown text and its drafts are translated."""
     images, own = target.image_tokens, small.processor
-    translation = _translation(own, tokenizer, target)
+    translation = translated(own, tokenizer, target)
     if translation is None:
         return ModelDrafter(small.model, target, shape, lambda prompt: text_only(prompt, images))
 
@@ -95,11 +95,11 @@ def _seeing(small: SmallModel, target: VLMTarget, shape: TreeShape, tokenizer: A
         return on_device(prompt.source.inputs(own), prompt.input_ids.device)
 
     return ModelDrafter(
-        small.model, target, shape, read, _translation(getattr(own, "tokenizer", None), tokenizer, target)
+        small.model, target, shape, read, translated(getattr(own, "tokenizer", None), tokenizer, target)
     )
 
 
-def _translation(own: Any, tokenizer: Any, target: VLMTarget) -> Translation | None:
+def translated(own: Any, tokenizer: Any, target: VLMTarget) -> Translation | None:
     """Between the ``tokenizer`` of the target and the drafter's ``own``; None where they are the same or not given."""
     if own is None or tokenizer is None or own.get_vocab() == tokenizer.get_vocab():
         return None

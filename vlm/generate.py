@@ -28,7 +28,6 @@ from specmm.decode import Progress, decode, decode_plain
 from specmm.history import History
 from specmm.randomness import Uniforms, sample_generators
 from specmm.tree import DraftTree
-from specmm.vlm.assemble import assemble
 from specmm.vlm.prompt import VLMPrompt
 from specmm.vlm.streaming import gains
 from specmm.vlm.target import VLMTarget
@@ -46,7 +45,7 @@ SCORES_ONLY = (
 
 def custom_generate(
     drafter: Any = None,
-    method: str | methods.VQAMethod = "prompt-lookup",
+    method: str | methods.VQAMethod | methods.TextMethod = "prompt-lookup",
     tokenizer: Any = None,
     streamer: Any = None,
     generator: torch.Generator | None = None,
@@ -57,7 +56,9 @@ def custom_generate(
     generate drops its own ``streamer`` and ``tokenizer`` on the way to a callable, so give them here; ``tokenizer``
     is the target's, for text drafters with another. Sampling draws from ``generator``, never from torch's global state.
     """
-    chosen = methods.resolve_vqa(method)
+    from specmm.diffusion_drafters.assemble import assemble  # it knows this package's methods, too
+
+    chosen = methods.make(methods.GENERATE, method)
 
     def run(
         model: Any,

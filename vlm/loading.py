@@ -57,12 +57,12 @@ def load_drafter(kind: str, folder: Path, target: Any) -> Any:
         return [VQAPipeline.from_pretrained(f, torch_dtype=dtype, device=device) for f in folders]
     if kind == methods.TextDraft.name:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
-        return SmallModel(model.eval(), _tokenizer(folder))
+        return SmallModel(model.eval(), own_tokenizer(folder))
     processor = load_processor(folder) if (folder / "processor_config.json").is_file() else None
     return SmallModel(load_model(folder, dtype).to(device), processor)
 
 
-def _tokenizer(folder: Path) -> Any:
+def own_tokenizer(folder: Path) -> Any:
     """The drafter's own tokenizer, or None: it reads the target's tokens."""
     own = (folder / "tokenizer_config.json").is_file()
     return AutoTokenizer.from_pretrained(folder) if own else None

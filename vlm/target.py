@@ -132,7 +132,8 @@ class VLMTarget:
         """One tree-attention forward; see :class:`specmm.target.Target`."""
         cache, self.tree = self.cache, tree
         cache.aim(cache.size.capacity, cache.slots)
-        positions = cache.lengths[:, None] + tree.shape.depths
+        last = int(self.family.config.max_position_embeddings) - 1  # a block may reach beyond the text's end
+        positions = (cache.lengths[:, None] + tree.shape.depths).clamp(max=last)
         return self._output(self.states(tree.tokens, positions, cache.tree_bias(tree.shape.ancestors)), tree)
 
     def commit(self, verdict: Verdict) -> None:

@@ -51,10 +51,8 @@ class DiffusionSource:
 
     def __init__(self, model: DiffusionLM, target: VLMTarget, translation: Translation | None = None) -> None:
         self.model, self.target = model, target
-        self.translation = translation or Translation.same(model.vocabulary, target.family.vocabulary)
-        strangers = (self.translation.ids == model.mask).nonzero()[:, 0].tolist()
-        self.translation.ban([*strangers, *target.image_tokens])
-        self.end = self._end()
+        self.translation = shared_tokens(translation, model.vocabulary, model.mask, target)
+        self.end = ends_with(self.translation, model.end)
 
     def begin(self, feedback: Feedback, most: int) -> None:
         """Read the prompts."""
@@ -92,12 +90,24 @@ class DiffusionSource:
         order = torch.arange(int(lengths.max()), device=lengths.device)
         return self.history.tokens.gather(1, first[:, None] + order), lengths
 
-    def _end(self) -> int | None:
-        """The target's token that the model ends a text with."""
-        if self.model.end is None:
-            return None
-        same = ((self.translation.ids == self.model.end) & self.translation.shared).nonzero()
-        return int(same[0]) if len(same) else None
+
+def shared_tokens(translation: Translation | None, vocabulary: int, mask: int, target: VLMTarget) -> Translation:
+    """``translation``, or that of a drafter with ``target``'s tokens; whatever stands for ``mask`` is never drafted.
+
+    Raises ``ValueError`` when there is none and the vocabularies differ by more than padding.
+    """
+    found = translation or Translation.same(vocabulary, target.family.vocabulary)
+    strangers = (found.ids == mask).nonzero()[:, 0].tolist()
+    found.ban([*strangers, *target.image_tokens])
+    return found
+
+
+def ends_with(translation: Translation, end: int | None) -> int | None:
+    """The target's token for the drafter's ``end``; None where there is none."""
+    if end is None:
+        return None
+    same = ((translation.ids == end) & translation.shared).nonzero()
+    return int(same[0]) if len(same) else None
 
 
 class DFlashSource:

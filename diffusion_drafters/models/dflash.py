@@ -27,9 +27,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from specmm.cache import Cache, CacheSize, Memory
-from specmm.checkpoints import State, load_strict, read_json
+from specmm.checkpoints import State, fingerprint, load_strict, read_json
 from specmm.diffusion_drafters.models.bidirectional import QWEN_SIZES, plain_rope, read_sizes
-from specmm.diffusion_drafters.models.files import LEFTOVERS, cast, read_state
+from specmm.diffusion_drafters.models.files import LEFTOVERS, cast, read_state, write_model
 from specmm.vlm.slots import as_transformers
 
 TRANSFORMERS_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
@@ -151,6 +151,22 @@ def load_dflash(folder: str | Path, dtype: torch.dtype | None = None) -> DFlash:
     load_strict(model, state, LEFTOVERS, folder)
     cast(model, dtype or state["fc.weight"].dtype)
     return model.eval()
+
+
+def save_dflash(model: DFlash, folder: str | Path, embeddings: Tensor, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write z-lab's layout, with the fingerprint of the target's ``embeddings`` [V, C]."""
+    sizes: Any = model.config.sizes
+    facts = {name: getattr(sizes, name) for name in QWEN_SIZES} | {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "head_dim": sizes.head_dim,
+        "attention_bias": sizes.attention_bias,
+        "rope_parameters": sizes.rope_parameters,
+        "block_size": model.config.block,
+        "dflash_config": {"mask_token_id": model.config.mask, "target_layer_ids": list(model.config.layers)},
+        "target_fingerprint": fingerprint(embeddings),
+    }
+    write_model(model.state_dict(), facts, folder, dtype)
 
 
 def zlab_names(state: State) -> State:

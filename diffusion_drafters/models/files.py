@@ -8,11 +8,13 @@ Shape letters: none.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from specmm.checkpoints import State, load_strict, read_checkpoint, read_json
 from specmm.diffusion_drafters.models.bidirectional import (
@@ -61,6 +63,15 @@ def cast(module: Any, dtype: torch.dtype) -> Any:
     for weight in module.parameters():
         weight.data = weight.data.to(dtype)
     return module
+
+
+def write_model(state: State, facts: dict[str, Any], folder: str | Path, dtype: torch.dtype) -> None:
+    """Write tensors, in ``dtype``, and the config of a drafter."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in state.items()}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
 def _kind(facts: Mapping[str, Any]) -> str:

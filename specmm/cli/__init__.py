@@ -1,4 +1,4 @@
-"""The command line: ``specmm generate | ask | bench | eval | train | plan | zoo | demo``.
+"""The command line: ``specmm generate | ask | complete | bench | eval | train | plan | zoo | demo``.
 
 Modules here import nothing heavy at their top, so that ``specmm --help`` is quick.
 """
@@ -14,6 +14,7 @@ import specmm
 from specmm.cli import (
     ask,
     bench,
+    complete,
     demo,
     evaluate,
     generate,
@@ -40,6 +41,7 @@ app = typer.Typer(
 app.command()(generate.generate)
 app.command()(ask.ask)
 app.command()(bench.bench)
+app.command()(complete.complete)
 app.add_typer(evaluate.app, name="eval")
 TRAINED: tuple[Callable[..., None], ...] = (
     *(train_mar.kl, train_mar.mar),

@@ -54,10 +54,17 @@ def ask(
         begin = time.perf_counter()
         out = pipe(list(images), question, Echo(pipe), max_new_tokens=max_new_tokens, seed=seed, **sampling)
         seconds = time.perf_counter() - begin
-    report = {
+    asked = {"question": question, "images": [str(i) for i in images]}
+    report = report_of(model, chosen, out, seed, seconds, sampling) | asked | {"outputs": out.answers}
+    show(report, out, label(chosen), as_json)
+
+
+def report_of(model: str, method: Any, out: Any, seed: int, seconds: float, sampling: dict[str, Any]) -> dict[str, Any]:
+    """What was done and how long it took, for JSON; ``out`` is what the pipeline gave."""
+    return {
         "model": model,
         "method": out.method,
-        "method_options": {k: v for k, v in vars(chosen).items() if v is not None},
+        "method_options": {k: v for k, v in vars(method).items() if v is not None},
         "seed": seed,
         "seconds": seconds,
         "tokens": sum(map(len, out.tokens)),
@@ -65,15 +72,18 @@ def ask(
         "tau": out.stats.tau,
         "certificate": out.certificate.as_dict(),
         "sampling": sampling,
-        "question": question,
-        "images": [str(i) for i in images],
-        "outputs": out.answers,
     }
+
+
+def show(report: dict[str, Any], out: Any, method: str, as_json: bool) -> None:
+    """Print the ``report`` as JSON, or the texts and what they took."""
     if as_json:
         emit(report)
         return
-    typer.echo(out.answers[0])
-    say(f"{report['tokens']} tokens by {label(chosen)} in {seconds:.2f} s, tau {out.stats.tau:.2f}, seed {seed}")
+    for text in report["outputs"]:
+        typer.echo(text)
+    seconds, seed = report["seconds"], report["seed"]
+    say(f"{report['tokens']} tokens by {method} in {seconds:.2f} s, tau {out.stats.tau:.2f}, seed {seed}")
     say(f"certificate  {out.certificate}")
 
 

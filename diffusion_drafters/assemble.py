@@ -1,0 +1,104 @@
+"""From a text method to the parts of the loop: drafter and rule for a target.
+
+Shape letters: none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from specmm import methods
+from specmm.diffusion_drafters.diffuspec.draft import Search
+from specmm.diffusion_drafters.diffuspec.search import CausalProxy
+from specmm.diffusion_drafters.drafters.block import ChainDrafter, TreeDrafter
+from specmm.diffusion_drafters.drafters.cached import CausalSource
+from specmm.diffusion_drafters.drafters.diffuspec import DiffuSpecDrafter
+from specmm.diffusion_drafters.drafters.sources import BlockSource, DFlashSource, DiffusionSource
+from specmm.diffusion_drafters.drafters.specdiff import StepsDrafter
+from specmm.diffusion_drafters.models.causal import CausalPrefix
+from specmm.diffusion_drafters.models.dflash import DFlash
+from specmm.drafter import Drafter
+from specmm.verify import PointMass, Recursive
+from specmm.vlm.assemble import Assembly, translated
+from specmm.vlm.assemble import assemble as assemble_vlm
+from specmm.vlm.target import VLMTarget
+
+LENGTH = 12  # drafts a round of a diffusion model, which has no block of its own
+
+
+@dataclass
+class Diffusion:
+    """A diffusion language ``model``, its own ``tokenizer`` where it is not the target's, and DiffuSpec's ``proxy``."""
+
+    model: Any
+    tokenizer: Any = None
+    proxy: CausalProxy | None = None
+
+
+def assemble(method: Any, target: VLMTarget, drafter: Any = None, tokenizer: Any = None) -> Assembly:
+    """The parts of a speculative ``method``; ``drafter`` is what it drafts with, ``tokenizer`` the target's.
+
+    Raises ``ValueError`` for a method that drafts nothing and for a drafter that does not fit.
+    """
+    match method:
+        case methods.DiffuSpec():
+            return Assembly(_diffuspec(method, target, drafter, tokenizer), Recursive())
+        case methods.SpecDiff():
+            source = _diffusion_source(_diffusion(drafter), target, tokenizer)
+            made = StepsDrafter(source, target, method.length, method.steps)
+            return Assembly(made, PointMass() if method.point else Recursive())
+        case methods.DEER() | methods.Block():
+            return Assembly(_block(method, _source(method, drafter, target, tokenizer), target), Recursive())
+        case _:
+            return assemble_vlm(method, target, drafter, tokenizer)
+
+
+def _diffusion(drafter: Any) -> Diffusion:
+    if isinstance(drafter, Diffusion):
+        return drafter
+    if not hasattr(drafter, "mask"):
+        raise ValueError(f"drafter must be a diffusion language model, got {type(drafter).__name__}; load one first")
+    return Diffusion(drafter)
+
+
+def _diffusion_source(drafter: Diffusion, target: VLMTarget, tokenizer: Any) -> DiffusionSource:
+    return DiffusionSource(drafter.model, target, translated(drafter.tokenizer, tokenizer, target))
+
+
+def _diffuspec(method: methods.DiffuSpec, target: VLMTarget, drafter: Any, tokenizer: Any) -> Drafter:
+    found = _diffusion(drafter)
+    if method.search and found.proxy is None:
+        raise ValueError(
+            "method 'diffuspec' needs an n-gram proxy beside its drafter, got none; make one from text with "
+            "specmm train proxy, or give search=false"
+        )
+    return DiffuSpecDrafter(
+        _diffusion_source(found, target, tokenizer),
+        found.proxy if method.search else None,
+        Search(method.tau, method.candidates, method.weight, method.beam),
+        method.least if method.adaptive else method.most,
+        method.most,
+        method.step,
+        method.rate,
+    )
+
+
+def _source(method: methods.DEER | methods.Block, drafter: Any, target: VLMTarget, tokenizer: Any) -> BlockSource:
+    """Where a block comes from: a network on the target's states, one that reads the text, any diffusion model."""
+    if isinstance(method, methods.Block):
+        if not isinstance(drafter, DFlash):
+            raise ValueError(f"method 'block' needs a DFlash drafter, got {type(drafter).__name__}; use method 'deer'")
+        return DFlashSource(drafter, target)
+    if isinstance(drafter, CausalPrefix):
+        return CausalSource(drafter, target)
+    return _diffusion_source(_diffusion(drafter), target, tokenizer)
+
+
+def _block(method: methods.DEER | methods.Block, source: BlockSource, target: VLMTarget) -> Drafter:
+    length = method.length or source.longest or LENGTH
+    if not method.tree:
+        return ChainDrafter(source, target, length, method.sure)
+    if method.sure:
+        raise ValueError(f"give tree or sure, not both, got {method.tree} and {method.sure}")
+    return TreeDrafter(source, target, method.tree, length)

@@ -1,0 +1,52 @@
+"""Text models and their drafters from folders: a target's folder is transformers' own, drafters lie in ``drafters/``.
+
+``drafters/diffusion`` holds a diffusion language model (with ``ngram.safetensors``, DiffuSpec's proxy, and a tokenizer
+where it has its own), ``drafters/deer`` a DEER drafter, ``drafters/block`` a DFlash one, ``drafters/text`` a small
+autoregressive model.
+
+Shape letters: none.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specmm import methods
+from specmm.checkpoints import read_json
+from specmm.diffusion_drafters.assemble import Diffusion
+from specmm.diffusion_drafters.diffuspec.ngram import NGram
+from specmm.diffusion_drafters.models.causal import KIND, check_target, load_deer
+from specmm.diffusion_drafters.models.dflash import load_dflash
+from specmm.diffusion_drafters.models.files import load_diffusion_lm
+from specmm.vlm.loading import load_drafter as load_vlm_drafter
+from specmm.vlm.loading import own_tokenizer
+
+PLACES = {"diffuspec": "diffusion", "specdiff": "diffusion", "deer": "deer", "block": "block", "text-draft": "text"}
+PROXY = "ngram.safetensors"
+
+
+def load_target(folder: Path, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+    """The causal language model in ``folder`` and its tokenizer; ``ValueError`` when it holds something else."""
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder} must hold a causal language model and its tokenizer ({error})") from error
+    return model.eval(), tokenizer
+
+
+def load_drafter(kind: str, folder: Path, target: Any) -> Any:
+    """What method ``kind`` drafts with for the ``target`` model, from its ``folder``."""
+    if kind == methods.Block.name:
+        check_target(read_json(folder / "config.json"), target, folder)
+        return load_dflash(folder, target.dtype).to(target.device)
+    if kind == methods.TextDraft.name:
+        return load_vlm_drafter(kind, folder, target)
+    if kind == methods.DEER.name and read_json(folder / "config.json").get("model_type") == KIND:
+        return load_deer(folder, target)
+    proxy = NGram.load(folder / PROXY) if (folder / PROXY).is_file() else None
+    return Diffusion(load_diffusion_lm(folder, target.dtype), own_tokenizer(folder), proxy)

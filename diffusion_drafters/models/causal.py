@@ -1,0 +1,96 @@
+"""DEER drafters that read a text once: causally up to its end, and a block of masks behind it all at once.
+
+A Qwen2 whose keys and values of the text serve every later round, for no mask changes them. A row scores the token
+behind it (as in Dream), so the last token and K - 1 masks predict a block of K. Embedding and head may be the
+target's, frozen; then only the layers between are the drafter's own.
+Source of the drafting: DEER (arXiv 2512.15176); reading the text causally is ours, for the cache's sake.
+
+Shape letters: K block, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specmm.checkpoints import fingerprint, load_strict, read_json
+from specmm.diffusion_drafters.models.bidirectional import QWEN_SIZES, dream_config, empty
+from specmm.diffusion_drafters.models.files import HEAD, LEFTOVERS, TOKENS, read_state, write_model
+
+KIND = "deer"
+SHARED = (TOKENS, HEAD)
+
+
+class CausalPrefix:
+    """A drafter: the Qwen2 ``model``, its ``mask`` token, the longest ``block`` and the ``end`` token, if it has one.
+
+    ``shared`` tells that embedding and head are a target's. Raises ``ValueError`` for a mask that is no token of the
+    model and a block without a draft.
+    """
+
+    def __init__(self, model: Any, mask: int, block: int, end: int | None = None, shared: bool = False) -> None:
+        self.model, self.mask, self.block, self.end, self.shared = model.eval(), mask, block, end, shared
+        self.vocabulary, self.room = int(model.config.vocab_size), int(model.config.max_position_embeddings)
+        if mask is None or not 0 <= mask < self.vocabulary:
+            raise ValueError(f"mask token must be one of the {self.vocabulary} of the model, got {mask}")
+        if block < 1:
+            raise ValueError(f"block_size must be at least 1, got {block}")
+
+
+def share(model: Any, target: Any) -> None:
+    """Give ``model`` the embedding and the head of the ``target`` model, the same tensors."""
+    model.model.embed_tokens.weight = target.get_input_embeddings().weight
+    model.lm_head.weight = target.get_output_embeddings().weight
+
+
+def load_deer(folder: str | Path, target: Any, dtype: torch.dtype | None = None) -> CausalPrefix:
+    """The drafter in ``folder`` for the ``target`` model, in ``dtype`` or the target's.
+
+    Raises ``ValueError`` for another kind of drafter, one of another target, and naming missing, extra, misshapen or
+    non-finite weights.
+    """
+    facts, state = read_json(Path(folder) / "config.json"), read_state(folder)
+    missing = [n for n in ("block_size", "mask_token_id") if not isinstance(facts.get(n), int)]
+    if facts.get("model_type") != KIND or missing:
+        raise ValueError(f"{folder} must describe a DEER drafter with a block_size and a mask_token_id, got {missing}")
+    model = empty(dream_config(facts))
+    if facts.get("target_embeddings"):
+        check_target(facts, target, folder)
+        share(model, target)
+        state |= {TOKENS: model.model.embed_tokens.weight, HEAD: model.lm_head.weight}
+    load_strict(model, state, LEFTOVERS, folder)
+    for name, weight in model.named_parameters():
+        if not (facts.get("target_embeddings") and name in SHARED):
+            weight.data = weight.data.to(target.device, dtype or target.dtype)
+    model.model.rotary_emb.to(target.device)
+    return CausalPrefix(
+        model, facts["mask_token_id"], facts["block_size"], facts.get("eos_token_id"), bool(facts["target_embeddings"])
+    )
+
+
+def check_target(facts: dict[str, Any], target: Any, source: object) -> None:
+    """Raise ``ValueError`` unless the drafter that ``facts`` describe was trained with this ``target`` model."""
+    said, found = facts.get("target_fingerprint"), fingerprint(target.get_input_embeddings().weight)
+    if said is not None and said != found:
+        raise ValueError(
+            f"drafter must be of this target ({found}), got one of {said} in {source}; use its own drafter"
+        )
+
+
+def save_deer(drafter: CausalPrefix, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write ``config.json`` and ``model.safetensors``; what is the target's is left out and its fingerprint noted."""
+    model, config = drafter.model, drafter.model.config
+    state = {k: v for k, v in model.state_dict().items() if not (drafter.shared and k in SHARED)}
+    facts = {name: getattr(config, name) for name in QWEN_SIZES} | {
+        "model_type": KIND,
+        "rope_parameters": config.rope_parameters,
+        "block_size": drafter.block,
+        "mask_token_id": drafter.mask,
+        "eos_token_id": drafter.end,
+        "target_embeddings": drafter.shared,
+    }
+    if drafter.shared:
+        facts["target_fingerprint"] = fingerprint(model.model.embed_tokens.weight)
+    write_model(state, facts, folder, dtype)

@@ -1,0 +1,149 @@
+"""``TextPipeline``: text continued by a transformers causal language model, by any method, certified.
+
+Shape letters: B prompts of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specmm import methods
+from specmm.autotune import Plan
+from specmm.certificate import Certificate
+from specmm.decode import decode, decode_plain
+from specmm.diffusion_drafters.assemble import assemble
+from specmm.diffusion_drafters.loading import PLACES, load_drafter, load_target
+from specmm.dtypes import choose_dtype
+from specmm.stats import Stats
+from specmm.vlm.drafters.model import padded
+from specmm.vlm.loading import find
+from specmm.vlm.prompt import VLMPrompt
+from specmm.vlm.running import Options, Run, Shelf, end_tokens, stopping
+from specmm.vlm.streaming import StopStrings
+from specmm.vlm.target import VLMTarget
+
+
+@dataclass
+class TextOutput:
+    """``texts`` [B] behind the prompts, ``tokens`` [B] of ids (an end token included), ``stats``, ``certificate``,
+    ``method``; of DiffuSpec also the ``trace`` of each row's controller: (drafted, accepted) by round.
+    """
+
+    texts: list[str]
+    tokens: list[Tensor]
+    stats: Stats
+    certificate: Certificate
+    method: str
+    trace: list[list[tuple[int, int]]] = field(default_factory=list)
+
+
+class TextPipeline:
+    """A causal language model, its tokenizer and its drafters behind one call.
+
+    >>> pipe = TextPipeline.from_pretrained("pocket/coder", method="deer")
+    >>> pipe("def add(a, b):", max_new_tokens=64).texts
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        method: str | methods.TextMethod = "ar",
+        drafter: Any = None,
+        folder: Path | None = None,
+        name: str = "text",
+    ) -> None:
+        self.model, self.tokenizer, self.name = model.eval(), tokenizer, name
+        self.method: methods.TextMethod = methods.make(methods.TEXT, method)
+        given = {} if drafter is None else {drafter_kind(self.method): drafter}
+        self.shelf = Shelf(folder, name, PLACES, lambda kind, place: load_drafter(kind, place, model), given)
+        self.plans: dict[Any, Plan] = {}  # of method auto, by what they depend on
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        method: str | methods.TextMethod = "ar",
+        drafter: str | Path | Any = None,
+        torch_dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> TextPipeline:
+        """A pipeline of a folder, a pocket name or a hub id; the dtype defaults to this machine's fastest.
+
+        ``drafter`` is a loaded one, or the folder, pocket name or hub id of the method's drafter where it is not
+        beside the model.
+        """
+        resolved, folder = methods.make(methods.TEXT, method), find(name)
+        model, tokenizer = load_target(folder, torch_dtype)
+        model = model.to(device, torch_dtype or choose_dtype(sum(p.numel() for p in model.parameters())))
+        if isinstance(drafter, str | Path):
+            drafter = load_drafter(drafter_kind(resolved), find(drafter), model)
+        return cls(model, tokenizer, resolved, drafter, folder, str(name))
+
+    def __call__(self, prompts: str | Sequence[str], streamer: Any = None, **options: Any) -> TextOutput:
+        """Continue one prompt or a batch of them, whatever their lengths.
+
+        ``options`` are those of :class:`specmm.vlm.running.Options`; ``chat`` is off unless given. A text depends on
+        its own random stream, not on the batch. ``streamer`` is told a single text's ids, as transformers' streamers
+        are. Raises ``ValueError`` for prompts, options and methods that do not fit.
+        """
+        run, drafter = self._start(prompts, Options.of(options, chat=False))
+        texts, tokens, end = run.finish(streamer)
+        trace = [row.trace for row in getattr(drafter, "rows", []) if hasattr(row, "trace")]
+        return TextOutput(texts, tokens, end.stats, run.certificate(end), run.method, trace)
+
+    def stream(self, prompts: str | Sequence[str], **options: Any) -> Iterator[list[str]]:
+        """The new text of every row after each round; joined they are the texts. Options as for a call."""
+        yield from self._start(prompts, Options.of(options, chat=False))[0].stream()
+
+    def text(self, ids: Tensor | list[int]) -> str:
+        """The text of ``ids``, without a character whose bytes have not all come."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True)).rstrip("\ufffd")
+
+    def encode(self, prompts: str | Sequence[str], chat: bool = False) -> list[list[int]]:
+        """Ids of each prompt, with ``chat`` in the model's template. Raises ``ValueError`` for an empty prompt."""
+        given = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not given or not all(given):
+            raise ValueError("prompt must not be empty, got nothing to continue; give some text")
+        if not chat:
+            return [self.tokenizer(text)["input_ids"] for text in given]
+        if not self.tokenizer.chat_template:
+            raise ValueError(f"{self.name} must have a chat template for chat, got none; leave chat out")
+        said = [[{"role": "user", "content": text}] for text in given]
+        asked = [self.tokenizer.apply_chat_template(s, add_generation_prompt=True, tokenize=False) for s in said]
+        return [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in asked]
+
+    def drafter(self, kind: str) -> Any:
+        """What method ``kind`` drafts with, loaded from beside the model at first use; None where it needs nothing."""
+        return self.shelf.get(kind)
+
+    def ends(self) -> list[int]:
+        """The model's end tokens."""
+        return end_tokens(self.model)
+
+    def _start(self, prompts: str | Sequence[str], options: Options) -> tuple[Run, Any]:
+        """Prepare a batch; nothing runs before the first round is asked for. The drafter, if any, comes with it."""
+        method = self.method if options.method is None else methods.make(methods.TEXT, options.method)
+        target = VLMTarget(self.model, options.processor, self.name)
+        prompt = VLMPrompt(padded(self.encode(prompts, options.chat), target.device), options.max_new_tokens)
+        target.check(prompt)
+        uniforms, length = options.uniforms(len(prompt.lengths), target.device), options.max_new_tokens
+        stops, name = StopStrings(options.stops, self.text), method.name
+        stop = stopping(self.model, stops)
+        if isinstance(method, methods.AR):
+            steps = decode_plain(target, prompt, length, uniforms, stop=stop)
+            return Run(name, steps, None, self.text, stops), None
+        drafter, rule = assemble(method, target, self.drafter(method.name), self.tokenizer)
+        steps = decode(target, drafter, rule, prompt, length, uniforms, stop=stop)
+        return Run(name, steps, rule, self.text, stops), drafter
+
+
+def drafter_kind(method: methods.TextMethod) -> str:
+    """The method whose drafter ``method`` uses: auto plans lengths for the block drafter's."""
+    return methods.Block.name if isinstance(method, methods.Auto) else method.name
