@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -46,9 +47,9 @@ def find_files(packages: Sequence[str] = PACKAGES) -> dict[str, Path]:
 
 
 def _python(root: Path) -> Iterator[Path]:
-    for path in sorted(root.rglob("*.py")):
-        if not SKIPPED.intersection(path.relative_to(root).parts):
-            yield path
+    for folder, below, files in os.walk(root):
+        below[:] = sorted(set(below) - SKIPPED)
+        yield from (Path(folder) / name for name in sorted(files) if name.endswith(".py"))
 
 
 def is_held_out(name: str) -> bool:
@@ -56,16 +57,29 @@ def is_held_out(name: str) -> bool:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) % HELD_OUT == 0
 
 
-def read_files(held_out: bool, packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """The texts of one side of the split by name; no text twice, neither empty, overlong nor undecodable ones."""
+def given_files(places: Sequence[Path]) -> dict[str, Path]:
+    """Files and those in folders, by name; raises ``ValueError`` for a place where there is nothing."""
+    found: dict[str, Path] = {}
+    for place in places:
+        files = sorted(p for p in place.rglob("*") if p.is_file()) if place.is_dir() else [place]
+        if not files or not files[0].exists():
+            raise ValueError(f"text must be a file or a folder of files, got nothing at {place}")
+        found |= {file.relative_to(place.parent).as_posix(): file for file in files}
+    return found
+
+
+def read_files(held_out: bool, given: Sequence[Path] = ()) -> dict[str, str]:
+    """The texts of one side of the split by name, of source code or of the places ``given``; no text twice, neither
+    empty nor undecodable ones, nor overlong ones of code.
+    """
     found: dict[str, str] = {}
     seen = set[str]()
-    for name, path in find_files(packages).items():
+    for name, path in (given_files(given) if given else find_files()).items():
         try:
             text = path.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):
             continue
-        if text.strip() and len(text) <= LONGEST and text not in seen:
+        if text.strip() and (given or len(text) <= LONGEST) and text not in seen:
             seen.add(text)
             found[name] = text
     return {name: text for name, text in found.items() if is_held_out(name) == held_out}

@@ -6,7 +6,7 @@ trace. Embeddings and head are the target's. Names are z-lab's; transformers' la
 Source: DFlash (arXiv 2602.06036).
 
 Shape letters: B batch, M new context positions, K block (anchor included), S slots, F target layers read, C width,
-V vocabulary.
+H heads, D head width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from specmm.cache import Cache, CacheSize, Memory
+from specmm.cache import Cache, CacheSize
 from specmm.checkpoints import State, fingerprint, load_strict, read_json
 from specmm.diffusion_drafters.models.bidirectional import QWEN_SIZES, plain_rope, read_sizes
 from specmm.diffusion_drafters.models.files import LEFTOVERS, cast, read_state, write_model
@@ -127,18 +127,23 @@ class DFlash(nn.Module):
         return self.norm(x)
 
     def _remember(self, context: Tensor, positions: Tensor) -> None:
-        mixed = self.hidden_norm(self.fc(context))  # [B, M, C]
-        turns = self.turns(mixed, positions)
-        for layer, memory in zip(self.layers, self.cache.layers, strict=True):
-            _write(layer.self_attn, memory, mixed, turns)
+        for (keys, values), memory in zip(context_keys(self, context, positions), self.cache.layers, strict=True):
+            memory.write(keys.transpose(1, 2), values.transpose(1, 2))
 
 
-def _write(attention: Any, memory: Memory, states: Tensor, turns: tuple[Tensor, Tensor]) -> None:
+def context_keys(model: DFlash, context: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values [B, H, M, D] of each layer for ``context`` [B, M, F·C] at ``positions`` [1 or B, M]."""
+    mixed = model.hidden_norm(model.fc(context))  # [B, M, C]
+    turns = model.turns(mixed, positions)
+    return [_keys(layer.self_attn, mixed, turns) for layer in model.layers]
+
+
+def _keys(attention: Any, states: Tensor, turns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Keys and values of ``states`` [B, M, C] by a layer's own projections."""
     split = (*states.shape[:2], -1, attention.head_dim)
-    keys = attention.k_norm(attention.k_proj(states).view(split))
-    _, keys = apply_rotary_pos_emb(keys, keys, *turns, unsqueeze_dim=2)
-    memory.write(keys, attention.v_proj(states).view(split))
+    keys = attention.k_norm(attention.k_proj(states).view(split)).transpose(1, 2)
+    _, keys = apply_rotary_pos_emb(keys, keys, *turns)
+    return keys, attention.v_proj(states).view(split).transpose(1, 2)
 
 
 def load_dflash(folder: str | Path, dtype: torch.dtype | None = None) -> DFlash:

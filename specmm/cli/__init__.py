@@ -21,6 +21,7 @@ from specmm.cli import (
     plan,
     train,
     train_coder,
+    train_drafters,
     train_mar,
     train_msd,
     train_var,
@@ -47,7 +48,8 @@ TRAINED: tuple[Callable[..., None], ...] = (
     *(train_mar.kl, train_mar.mar),
     *(train_var.vqvae, train_var.var, train_var.code),
     *(train_vlm.llava, train_vlm.text, train_msd.msd),
-    train_coder.coder,
+    *(train_coder.coder, train_drafters.deer, train_drafters.dflash),
+    *(train_drafters.diffusion, train_drafters.proxy),
 )
 for command in TRAINED:
     train.app.command()(command)

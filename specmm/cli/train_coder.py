@@ -5,6 +5,7 @@ Other sizes with its tokenizer make a small autoregressive model to compare draf
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,7 +42,7 @@ def coder(
 
         sizes = Sizes(dim, layers, heads)
         words = _tokenizer(out, tokenizer, vocabulary)
-        learnt, held_out = (code_stream(words, out, side) for side in (False, True))
+        learnt, held_out = (text_stream(words, out, side) for side in (False, True))
         model = build_model(sizes, words, seed)
         train_target(model, learnt, held_out, out, steps=steps, batch=batch, lr=lr, seed=seed)
         loss = float(evaluate(model, held_out, 128))
@@ -63,15 +64,15 @@ def _tokenizer(out: Path, given: Path | None, vocabulary: int) -> Any:
     return AutoTokenizer.from_pretrained(given or own)
 
 
-def code_stream(tokenizer: Any, out: Path, held_out: bool) -> Any:
-    """The tokens [T] of one side of the split of source code, kept in ``out`` for the next run."""
+def text_stream(tokenizer: Any, out: Path, held_out: bool, given: Sequence[Path] = ()) -> Any:
+    """The tokens [T] of one side of the split of ``given`` texts or of source code, kept in ``out`` for later runs."""
     import hashlib
 
     import torch
 
     from specmm.diffusion_drafters.data.code import read_files, token_stream
 
-    texts = read_files(held_out)
+    texts = read_files(held_out, given)
     key = hashlib.sha256(repr((sorted(tokenizer.get_vocab().items()), list(texts.items()))).encode()).hexdigest()
     file = out / f"{'held-out' if held_out else 'tokens'}.pt"
     if file.exists() and (kept := torch.load(file, weights_only=True))["key"] == key:

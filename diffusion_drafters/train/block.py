@@ -1,0 +1,123 @@
+"""Training of a DFlash block drafter on the frozen target's hidden states.
+
+Blocks lie at random anchors, see the target's states of the text before them, and count by exp(-(k - 1) / fade).
+Source: DFlash (arXiv 2602.06036), learning laws where it learns tokens.
+
+Shape letters: B batch, L tokens of a row, A anchors, K block (anchor included), F layers read, C width.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen3Config
+
+from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig, context_keys
+from specmm.diffusion_drafters.train.blocks import Anchors, fading, law_loss
+from specmm.diffusion_drafters.train.deer import ANCHORS
+from specmm.diffusion_drafters.train.rows import Batch, Rows
+from specmm.diffusion_drafters.train.target import compile_layers
+from specmm.training import Losses, fit, seeded
+from specmm.vlm.target import VLMTarget
+
+FADE = 4.0
+
+
+def build_block(target: VLMTarget, layers: int, block: int, mask: int, read: int = 4, inner: int = 0) -> DFlash:
+    """A drafter of ``layers`` for rounds of ``block`` - 1 drafts that reads ``read`` of the target's layers.
+
+    They lie evenly between the second and the third last (as in the release). ``inner`` is the width of its
+    feed-forward layers where it is not the target's. Raises ``ValueError`` for more layers to read than there are.
+    """
+    config, depth = target.family.config, len(target.family.decoder.layers)
+    if not 1 <= read <= depth:
+        raise ValueError(f"read must be 1 to the target's {depth} layers, got {read}")
+    places = torch.linspace(min(1, depth - 1), max(depth - 3, 0), read) if depth > read else torch.arange(read)
+    kind: Any = Qwen3Config
+    sizes = kind(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=inner or config.intermediate_size,
+        num_hidden_layers=layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
+        head_dim=target.family.head_dim,
+        max_position_embeddings=config.max_position_embeddings + block,
+        rms_norm_eps=1e-6,
+        initializer_range=0.04 if config.hidden_size < 512 else 0.02,
+        attn_implementation="sdpa",
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    with seeded(0):
+        model = DFlash(DFlashConfig(sizes, block, mask, tuple(dict.fromkeys(places.round().int().tolist()))))
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                torch.nn.init.normal_(weight, 0, sizes.initializer_range)
+    return model.to(target.device)
+
+
+def train_block(
+    target: VLMTarget,
+    model: DFlash,
+    rows: Rows,
+    out: Path,
+    *,
+    steps: int,
+    batch: int = 8,
+    lr: float = 2e-3,
+    fade: float = FADE,
+    anchors: int = ANCHORS,
+    seed: int = 0,
+    compiled: bool = True,
+) -> None:
+    """Train ``model`` in place; ``rows`` must have been made with its layers. Resumes from ``out``."""
+    target.model.requires_grad_(False)
+    compile_layers(model.layers, compiled)
+
+    def step(i: int) -> Losses:
+        data = rows.batch(i, batch, seed)
+        with torch.autocast(target.device.type, torch.bfloat16):
+            return block_loss(model, target, data, anchors, fade, seed * 1_000_003 + i)
+
+    fit(model, step, out=out, steps=steps, lr=lr)
+    model.eval()
+
+
+def block_loss(model: DFlash, target: VLMTarget, data: Batch, anchors: int, fade: float, seed: int) -> Losses:
+    """Loss of the rows' blocks."""
+    (rows, length), device, size = data.tokens.shape, data.tokens.device, model.config.block
+    drawn = Anchors.draw(rows, length - 1, anchors, size - 1, size, seed)
+    drawn = Anchors(drawn.places.to(device) + 1, size)  # an anchor needs a context
+    ids = torch.full((rows, anchors, size), model.config.mask, device=device)
+    ids[..., 0] = data.tokens.gather(1, drawn.places)
+    states = _forward(model, data.context, target.embed(ids.flatten(1)), drawn)[:, :, 1:]  # [B, A, K - 1, C]
+    behind = drawn.behind(size - 1).flatten(1)  # the target's law of the next token stands at the one before
+    wanted = data.hidden.gather(1, behind[..., None].expand(-1, -1, data.hidden.shape[-1]))
+    return law_loss(states, wanted.view_as(states), fading(size - 1, fade).to(device), target.head)
+
+
+def _forward(model: DFlash, context: Tensor, embeddings: Tensor, drawn: Anchors) -> Tensor:
+    """States [B, A, K, C] of blocks of ``embeddings`` [B, A·K, C] behind ``context`` [B, L, F·C]."""
+    length = context.shape[1]
+    place = torch.arange(length, device=context.device)[None]
+    behind = _Behind(context_keys(model, context, place))
+    turns = model.turns(embeddings, drawn.behind(drawn.size).flatten(1))
+    bias, x = drawn.bias(length, -1), embeddings
+    for layer in model.layers:
+        x = layer(x, attention_mask=bias.to(x.dtype), past_key_values=behind, position_embeddings=turns)
+    return model.norm(x).unflatten(1, (-1, drawn.size))
+
+
+class _Behind:
+    """A cache that puts each layer's ``pairs`` of context keys and values [B, H, L, D] before the blocks' own."""
+
+    def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        self.pairs = pairs
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
+        """See transformers' ``Cache``."""
+        before = self.pairs[layer]
+        return torch.cat([before[0], keys], dim=2), torch.cat([before[1].to(values.dtype), values], dim=2)

@@ -1,0 +1,205 @@
+"""``specmm train deer | dflash | diffusion | proxy``: drafters of a text model, written to its ``drafters/``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from specmm.cli.data import Seed, done
+from specmm.cli.generate import Json
+from specmm.cli.output import stdout_reserved, writable
+from specmm.cli.train_coder import text_stream
+
+Model = Annotated[str, typer.Argument(help="Folder of the target's model; the drafter is added to it.")]
+Text = Annotated[
+    list[Path],
+    typer.Option(help="File or folder of texts to learn from, may be repeated; else Python source as for train coder."),
+]
+Steps = Annotated[int, typer.Option(min=1, help="Optimiser steps in all.")]
+Rows = Annotated[int, typer.Option(min=1, help="Rows of text to learn from.")]
+Drawn = Annotated[float, typer.Option(min=0, max=1, help="Share of them that the target itself continues.")]
+Layers = Annotated[int, typer.Option(min=1, help="Layers of the drafter.")]
+Block = Annotated[int, typer.Option(min=2, help="Drafts a round.")]
+Mask = Annotated[int | None, typer.Option(min=0, help="Id of the mask, where the tokenizer names none.")]
+Inner = Annotated[int, typer.Option(min=0, help="Width of its feed-forward layers, 0 for the target's.")]
+Batch = Annotated[int, typer.Option(min=1, help="Rows a step.")]
+Rate = Annotated[float, typer.Option(min=0, help="Learning rate.")]
+Replace = Annotated[bool, typer.Option(help="Replace the model's drafter of this kind.")]
+
+
+def deer(
+    model: Model,
+    text: Text = [],  # noqa: B006  typer copies it
+    steps: Steps = 1500,
+    rows: Rows = 1536,
+    drawn: Drawn = 0.75,
+    layers: Layers = 4,
+    block: Block = 8,
+    mask: Mask = None,
+    inner: Inner = 0,
+    batch: Batch = 8,
+    lr: Rate = 2e-3,
+    first_stage: Annotated[float, typer.Option(min=0, max=1, help="Share of the steps in stage 1.")] = 0.25,
+    alpha: Annotated[float, typer.Option(min=1, help="How much nearer drafts count more in stage 2.")] = 1.02,
+    seed: Seed = 0,
+    replace: Replace = False,
+    out: Annotated[Path, typer.Option(help="Folder of checkpoint and loss curve.")] = Path("runs/deer"),
+    as_json: Json = False,
+) -> None:
+    """Train a DEER drafter: its own layers between the target's embedding and head; the result is drafters/deer."""
+    with stdout_reserved():
+        from specmm.diffusion_drafters.models.causal import save_deer
+        from specmm.diffusion_drafters.train.deer import build_deer, train_deer
+        from specmm.diffusion_drafters.train.rows import Rows
+
+        place, target, tokenizer = _begin(model, "deer", replace)
+        drafter = build_deer(target, layers, block, _mask(tokenizer, mask), tokenizer.eos_token_id, inner)
+        data = Rows(target, _rows(target, tokenizer, text, rows, drawn, writable(out), seed))
+        options: dict[str, Any] = dict(first_stage=first_stage, alpha=alpha, seed=seed)
+        train_deer(target, drafter, data, out, steps=steps, batch=batch, lr=lr, **options)
+        save_deer(drafter, place)
+    done({"kind": "deer", "model": model, "steps": steps, "outputs": [str(place)]}, as_json)
+
+
+def dflash(
+    model: Model,
+    text: Text = [],  # noqa: B006
+    steps: Steps = 1500,
+    rows: Rows = 1536,
+    drawn: Drawn = 0.75,
+    layers: Layers = 2,
+    block: Block = 8,
+    mask: Mask = None,
+    inner: Inner = 0,
+    read: Annotated[int, typer.Option(min=1, help="Layers of the target that it reads.")] = 4,
+    batch: Batch = 8,
+    lr: Rate = 2e-3,
+    fade: Annotated[float, typer.Option(min=0.1, help="Drafts over which a draft's weight falls to 1/e.")] = 4.0,
+    seed: Seed = 0,
+    replace: Replace = False,
+    out: Annotated[Path, typer.Option(help="Folder of checkpoint and loss curve.")] = Path("runs/dflash"),
+    as_json: Json = False,
+) -> None:
+    """Train a DFlash block drafter on the target's hidden states; the result is drafters/block."""
+    with stdout_reserved():
+        from specmm.diffusion_drafters.models.dflash import save_dflash
+        from specmm.diffusion_drafters.train.block import build_block, train_block
+        from specmm.diffusion_drafters.train.rows import Rows
+
+        place, target, tokenizer = _begin(model, "block", replace)
+        drafter = build_block(target, layers, block + 1, _mask(tokenizer, mask), read, inner)
+        tokens = _rows(target, tokenizer, text, rows, drawn, writable(out), seed)
+        data = Rows(target, tokens, drafter.config.layers)
+        train_block(target, drafter, data, out, steps=steps, batch=batch, lr=lr, fade=fade, seed=seed)
+        save_dflash(drafter, place, target.model.get_input_embeddings().weight)
+    done({"kind": "block", "model": model, "steps": steps, "outputs": [str(place)]}, as_json)
+
+
+def diffusion(
+    model: Model,
+    text: Text = [],  # noqa: B006
+    steps: Steps = 3000,
+    layers: Layers = 6,
+    mask: Mask = None,
+    dim: Annotated[int, typer.Option(min=4, help="Width.")] = 128,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of 128 tokens a step.")] = 16,
+    lr: Rate = 2e-3,
+    seed: Seed = 0,
+    replace: Replace = False,
+    out: Annotated[Path, typer.Option(help="Folder of checkpoint and loss curve.")] = Path("runs/diffusion"),
+    as_json: Json = False,
+) -> None:
+    """Train a diffusion language model in Dream's format with the model's tokens, on text alone: drafters/diffusion."""
+    with stdout_reserved():
+        from transformers import AutoTokenizer
+
+        from specmm.diffusion_drafters.models.bidirectional import FullAttention
+        from specmm.diffusion_drafters.train.diffusion import save_dream, train_diffusion
+        from specmm.diffusion_drafters.train.target import Sizes, build_model
+        from specmm.vlm.loading import find
+
+        folder = find(model)
+        place, tokenizer = _place(folder, "diffuspec", replace), AutoTokenizer.from_pretrained(folder)
+        made = build_model(Sizes(dim, layers, heads), tokenizer, seed)
+        drafter = FullAttention(made, _mask(tokenizer, mask), tokenizer.eos_token_id, shift=1)
+        stream = text_stream(tokenizer, writable(out), False, text)
+        train_diffusion(drafter, stream, out, steps=steps, batch=batch, lr=lr, seed=seed)
+        save_dream(drafter, place)
+    done({"kind": "diffusion", "model": model, "steps": steps, "outputs": [str(place)]}, as_json)
+
+
+def proxy(
+    model: Model,
+    text: Text = [],  # noqa: B006
+    order: Annotated[int, typer.Option(min=1, help="Tokens of the longest n-grams.")] = 3,
+    least: Annotated[int, typer.Option(min=1, help="Drop n-grams seen fewer times.")] = 3,
+    out: Annotated[Path, typer.Option(help="Folder that keeps the texts' tokens.")] = Path("runs/proxy"),
+    as_json: Json = False,
+) -> None:
+    """Fit DiffuSpec's n-gram proxy to texts: one pass, no compiler; the result lies beside the diffusion drafter."""
+    with stdout_reserved():
+        from transformers import AutoConfig, AutoTokenizer
+
+        from specmm.diffusion_drafters.diffuspec.ngram import fit
+        from specmm.diffusion_drafters.loading import PLACES, PROXY
+        from specmm.vlm.loading import find
+
+        folder = find(model)
+        stream = text_stream(AutoTokenizer.from_pretrained(folder), writable(out), False, text)
+        size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+        made = fit([stream.tolist()], size, order, least)
+        file = writable(folder / "drafters" / PLACES["diffuspec"]) / PROXY
+        made.save(file)
+    done({"kind": "proxy", "model": model, "steps": 1, "outputs": [str(file)]}, as_json)
+
+
+def _begin(model: str, kind: str, replace: bool) -> tuple[Path, Any, Any]:
+    """Where the drafter goes, the target in float32 and its tokenizer."""
+    import torch
+
+    from specmm.diffusion_drafters.loading import load_target
+    from specmm.processors import Processor
+    from specmm.vlm.loading import find
+    from specmm.vlm.target import VLMTarget
+
+    folder = find(model)
+    place = _place(folder, kind, replace)
+    network, tokenizer = load_target(folder, torch.float32)
+    return place, VLMTarget(network, Processor(), model), tokenizer
+
+
+def _place(folder: Path, kind: str, replace: bool) -> Path:
+    from specmm.diffusion_drafters.loading import PLACES
+
+    place = folder / "drafters" / PLACES[kind]
+    if (place / "config.json").exists() and not replace:
+        raise ValueError(f"{place} exists, give --replace to train another in its place")
+    writable(place.parent)
+    return place
+
+
+def _mask(tokenizer: Any, given: int | None) -> int:
+    found = tokenizer.mask_token_id if given is None else given
+    if found is None:
+        raise ValueError(
+            "tokenizer must have a mask token for a block drafter, got none; give one of its ids with --mask"
+        )
+    return int(found)
+
+
+def _rows(target: Any, tokenizer: Any, text: list[Path], count: int, drawn: float, out: Path, seed: int) -> Any:
+    """Rows [R, 256] of the text, a share of them continued by the target behind 64 tokens, half greedily."""
+    import torch
+
+    from specmm.diffusion_drafters.data.code import windows
+    from specmm.diffusion_drafters.train.rows import drawn_rows
+    from specmm.diffusion_drafters.train.target import LENGTH
+
+    rows = windows(text_stream(tokenizer, out, False, text), 0, count, LENGTH, seed)
+    own = round(drawn * count)
+    if not own:
+        return rows
+    return torch.cat([drawn_rows(target, rows[:own, : LENGTH // 4], LENGTH, (0.0, 1.0), out, seed), rows[own:]])

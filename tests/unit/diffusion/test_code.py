@@ -1,0 +1,52 @@
+"""Source code as data: the split by file, the tokens, where rows come from."""
+
+import pytest
+import torch
+
+from specmm.diffusion_drafters.data.code import (
+    build_tokenizer,
+    find_files,
+    given_files,
+    is_held_out,
+    read_files,
+    token_stream,
+    windows,
+)
+
+CODE = "def add(a, b):\n    return a + b\n\n\nclass A:\n    def f(self):\n        return None\n"
+
+
+def test_the_split_is_by_name_and_complete(tmp_path):
+    for i in range(200):
+        (tmp_path / f"{i}.py").write_text(f"x = {i}\n")
+    (tmp_path / "same.py").write_text("x = 0\n")
+    (tmp_path / "empty.py").write_text(" \n")
+    (tmp_path / "bytes.py").write_bytes(b"\xff\xfe\x00")
+    learnt, held_out = read_files(False, [tmp_path]), read_files(True, [tmp_path])
+    assert len(learnt) + len(held_out) == 200 and 0 < len(held_out) < 20
+    assert all(map(is_held_out, held_out)) and not any(map(is_held_out, learnt))
+
+
+def test_files_of_the_standard_library():
+    found = find_files(["packaging"])
+    assert "json/decoder.py" in found and "packaging/version.py" in found
+    assert not any("test" in name.split("/") for name in found)
+    with pytest.raises(ValueError, match="'nonesuch' must be installed"):
+        find_files(["nonesuch"])
+    with pytest.raises(ValueError, match="got nothing at"):
+        given_files([find_files([])["json/decoder.py"].with_name("nothing")])
+
+
+def test_tokens_give_the_text_back():
+    words = build_tokenizer([CODE] * 3, 400)
+    assert words.decode(words(CODE)["input_ids"]) == CODE and words.mask_token_id is not None
+    assert any(set(t) == {"\u010a", "\u0120"} for t in words.get_vocab())  # a line's end with the indentation behind it
+    stream = token_stream([CODE, CODE], words)
+    assert (stream == words.eos_token_id).sum() == 2 and stream[-1] == words.eos_token_id
+
+
+def test_rows_depend_on_seed_and_step_only():
+    stream = torch.arange(100)
+    rows = windows(stream, 3, 4, 10, 1)
+    assert rows.shape == (4, 10) and torch.equal(rows.diff(dim=1), torch.ones(4, 9, dtype=torch.int64))
+    assert torch.equal(rows, windows(stream, 3, 4, 10, 1)) and not torch.equal(rows, windows(stream, 4, 4, 10, 1))

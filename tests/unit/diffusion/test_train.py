@@ -1,0 +1,173 @@
+"""Training of block drafters: what is trained is what drafts, on tiny random models."""
+
+import pytest
+import torch
+import transformers as tf
+
+from specmm.decode import decode_plain
+from specmm.diffusion_drafters.data.code import windows
+from specmm.diffusion_drafters.drafters.cached import CausalSource
+from specmm.diffusion_drafters.drafters.sources import DFlashSource
+from specmm.diffusion_drafters.models.bidirectional import FullAttention
+from specmm.diffusion_drafters.train import block, deer
+from specmm.diffusion_drafters.train.blocks import Anchors, fading, law_loss
+from specmm.diffusion_drafters.train.diffusion import denoising_loss, hide, train_diffusion
+from specmm.diffusion_drafters.train.rows import Rows, drawn_rows
+from specmm.drafter import Feedback
+from specmm.processors import Processor
+from specmm.randomness import Uniforms
+from specmm.vlm.prompt import VLMPrompt
+from specmm.vlm.target import VLMTarget
+
+V, MASK, L, K = 23, 22, 20, 4
+
+
+def model(layers=3, seed=0):
+    config = tf.Qwen2Config(
+        vocab_size=V,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    made = tf.Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for weight in made.parameters():
+            if weight.ndim > 1:
+                weight.normal_(0, 0.3, generator=generator)
+    return made
+
+
+@pytest.fixture
+def target():
+    return VLMTarget(model(), Processor(), "tiny")
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(0, V - 1, (2, L), generator=torch.Generator().manual_seed(1))
+
+
+@torch.inference_mode()
+def first_round(target, source, tokens, place):
+    """Logits of a source behind the tokens up to ``place``, the last of them the root."""
+    output = target.prefill(VLMPrompt({"input_ids": tokens[:, :place]}, 8), 8)
+    feedback = Feedback(output, tokens[:, place])
+    source.begin(feedback, K)
+    return source.logits(feedback, K)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("place", [1, 7, 13])
+def test_deer_drafts_what_it_is_trained_on(target, tokens, place):
+    drafter = deer.build_deer(target, 2, K, MASK, None)
+    drafted = first_round(target, CausalSource(drafter, target), tokens, place)
+    anchors = Anchors(torch.tensor([[3, place], [place, 5]]), K - 1)
+    ids = torch.full((2, 2, K - 1), MASK)
+    states = deer._forward(drafter, tokens, ids, anchors, torch.ones(2, 2, K - 1, dtype=torch.bool))
+    chosen = states[:, L:].unflatten(1, (2, K - 1))[[0, 1], [1, 0]]
+    trained = target.head(torch.cat([states[:, place : place + 1], chosen], dim=1))
+    torch.testing.assert_close(drafted[..., :MASK], trained[..., :MASK], rtol=0, atol=1e-4)
+    assert drafted[..., MASK].max() == float("-inf")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("place", [1, 7, 13])
+def test_a_block_drafter_drafts_what_it_is_trained_on(target, tokens, place):
+    drafter = block.build_block(target, 2, K + 1, MASK, read=2)
+    data = Rows(target, tokens, drafter.config.layers)
+    drafted = first_round(target, DFlashSource(drafter, target), tokens, place)
+    target.family.decoder(input_ids=tokens, use_cache=False)
+    context = data.taps.context()
+    anchors = Anchors(torch.tensor([[3, place], [place, 5]]), K + 1)
+    ids = torch.full((2, 2, K + 1), MASK)
+    ids[..., 0] = tokens.gather(1, anchors.places)
+    states = block._forward(drafter, context, target.embed(ids.flatten(1)), anchors)[[0, 1], [1, 0], 1:]
+    torch.testing.assert_close(drafted[..., :MASK], target.head(states)[..., :MASK], rtol=0, atol=1e-4)
+
+
+def test_absent_positions_change_nothing(target, tokens):
+    drafter = deer.build_deer(target, 2, K, MASK, None)
+    anchors, ids = Anchors(torch.tensor([[4], [9]]), K - 1), torch.full((2, 1, K - 1), MASK)
+    present = torch.tensor([[[True, True, False]]] * 2)
+    with torch.no_grad():
+        some = deer._forward(drafter, tokens, ids, anchors, present)[:, L : L + 2]
+        ids[..., 2] = 3
+        torch.testing.assert_close(some, deer._forward(drafter, tokens, ids, anchors, present)[:, L : L + 2])
+
+
+def test_stages_hide_and_weigh():
+    dice = torch.Generator().manual_seed(0)
+    hidden, weights = deer._hide(3, 5, 6, dice, False, 1.5)
+    assert bool(hidden.all())
+    for row in weights.flatten(0, 1):
+        reach = int((row > 0).sum())
+        assert reach >= 1 and row[:reach].tolist() == pytest.approx([1.5 ** (reach - 1 - i) for i in range(reach)])
+    hidden, weights = deer._hide(3, 5, 6, dice, True, 1.5)
+    assert torch.equal(weights[..., :-1] > 0, hidden[..., 1:]) and bool((weights[..., -1] > 0).all())
+
+
+def test_the_law_itself_is_the_least_loss():
+    states, head = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0)), torch.nn.Linear(8, V)
+    best = law_loss(states, states, fading(4, 2.0), head)
+    assert best["loss"] < law_loss(states + 0.5 * states.sign(), states, fading(4, 2.0), head)["loss"]
+    assert float(best["first"]) == pytest.approx(1) == float(best["last"])
+
+
+@pytest.mark.parametrize("kind", ["deer", "block"])
+def test_training_learns_and_resumes(target, kind, tmp_path):
+    tokens = (torch.arange(L) % 5 + torch.arange(8)[:, None] % 3).repeat(2, 1)
+
+    def train(steps, out):
+        options = dict(steps=steps, batch=4, lr=1e-2, anchors=3, compiled=False)
+        if kind == "deer":
+            made = deer.build_deer(target, 1, K, MASK, None)
+            deer.train_deer(target, made, Rows(target, tokens), out, **options)
+            return made.model.model.norm.weight
+        made = block.build_block(target, 1, K + 1, MASK, read=2)
+        block.train_block(target, made, Rows(target, tokens, made.config.layers), out, **options)
+        return made.norm.weight
+
+    before = [p.clone() for p in target.model.parameters()]
+    once = train(41, tmp_path / "a")
+    train(20, tmp_path / "b")
+    losses = [float(line.split(",")[1]) for line in (tmp_path / "a" / "loss.csv").read_text().splitlines()[1:]]
+    assert losses[-1] < losses[0]
+    assert torch.isfinite(train(41, tmp_path / "b")).all() and once.shape == (16,)
+    assert all(torch.equal(a, b) for a, b in zip(before, target.model.parameters(), strict=True))
+
+
+def test_rows_drawn_by_the_target(target, tmp_path, tokens):
+    prompts = tokens[:, :4]
+    rows = drawn_rows(target, prompts, 10, (0.0,), tmp_path)
+    prompt = VLMPrompt({"input_ids": prompts}, 6)
+    greedy = VLMTarget(target.model, Processor(0))
+    *_, end = decode_plain(greedy, prompt, 6, Uniforms.from_seeds([0, 1]))
+    assert torch.equal(rows.long(), torch.cat([prompts, end.tokens[:, :6]], dim=1))
+    assert torch.equal(rows, drawn_rows(target, prompts, 10, (0.0,), tmp_path)) and len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_is_hidden_from_a_diffusion_model():
+    hidden, weights = hide(64, 32, 0)
+    assert not bool(hidden[:, 0].any()) and torch.equal(weights > 0, hidden)
+    ends = hidden[::2]
+    assert bool((ends.long().diff(dim=1) >= 0).all()) and int(ends.sum(1).max()) <= 16 and int(ends.sum(1).min()) >= 1
+
+
+def test_a_diffusion_model_learns(tmp_path):
+    stream = (torch.arange(400) % 7).int()
+    lm = FullAttention(model(1), MASK, None, shift=1)
+    rows = windows(stream, 0, 8, 40, 0)
+    before = denoising_loss(lm, rows, 0)
+    train_diffusion(lm, stream, tmp_path, steps=12, batch=4, lr=1e-2, compiled=False)
+    assert denoising_loss(lm, rows, 0) < before
+
+
+def test_windows_and_rows_too_short():
+    with pytest.raises(ValueError, match="at least 9 tokens, got 4"):
+        windows(torch.arange(4), 0, 2, 9, 0)
+    with pytest.raises(ValueError, match="longer than a block of 8, got 8"):
+        Anchors.draw(2, 8, 3, 8, 8, 0)
