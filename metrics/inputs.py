@@ -50,10 +50,10 @@ class PictureSource:
 def open_pictures(source: Source, *, skip_bad: bool = False, workers: int | None = None) -> PictureSource:
     """The pictures of ``source``.
 
-    A folder (with its subfolders), a glob, a .zip or .tar (as webdataset writes it), an .npz or .npy of pictures
-    [N, H, W, 3] uint8 (``images``, ``arr_0`` as ADM writes it, or its only array), one picture's file; an array, an
-    iterable of arrays, PIL pictures or pipeline outputs, or a callable that gives one of them, such as
-    ``lambda: pipe(classes)``. ``workers`` processes decode files (default: one a core, none for a few files).
+    A folder (with its subfolders and .tar archives), a glob, a .zip or .tar (as webdataset writes it), an .npz or
+    .npy of pictures [N, H, W, 3] uint8 (``images``, ``arr_0`` as ADM writes it, or its only array), one picture's
+    file; an array, an iterable of arrays, PIL pictures or pipeline outputs, or a callable that gives one of them, such
+    as ``lambda: pipe(classes)``. ``workers`` processes decode files (default: one a core, none for a few files).
 
     Bad pictures raise ``ValueError`` naming the file, or with ``skip_bad`` are left out and listed in ``skipped``.
     Raises ``ValueError`` where there is nothing to read.
@@ -71,8 +71,8 @@ def open_pictures(source: Source, *, skip_bad: bool = False, workers: int | None
 def _entries(source: str, path: Path) -> list[Entry]:
     """The picture files of a folder, an archive, a glob or a single file; raises ``ValueError`` for none."""
     if path.is_dir():
-        files = sorted(f for f in path.rglob("*") if f.suffix.lower() in SUFFIXES and f.is_file())
-        found = [Entry(f) for f in files]
+        files = sorted(f for f in path.rglob("*") if f.suffix.lower() in (*SUFFIXES, ".tar") and f.is_file())
+        found = [entry for f in files for entry in (archive_entries(f) if f.suffix == ".tar" else [Entry(f)])]
     elif path.is_file():
         found = archive_entries(path) if path.suffix in (".zip", ".tar") else [Entry(path)]
     else:

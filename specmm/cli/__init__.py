@@ -1,4 +1,4 @@
-"""The command line: ``specmm generate | ask | complete | bench | eval | train | plan | zoo | demo``.
+"""The command line: ``specmm generate | ask | complete | batch | bench | eval | train | plan | zoo | demo``.
 
 Modules here import nothing heavy at their top, so that ``specmm --help`` is quick.
 """
@@ -13,6 +13,7 @@ import typer
 import specmm
 from specmm.cli import (
     ask,
+    batch,
     bench,
     complete,
     demo,
@@ -41,6 +42,7 @@ app = typer.Typer(
 )
 app.command()(generate.generate)
 app.command()(ask.ask)
+app.command()(batch.batch)
 app.command()(bench.bench)
 app.command()(complete.complete)
 app.add_typer(evaluate.app, name="eval")

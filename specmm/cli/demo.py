@@ -35,11 +35,12 @@ def demo(
 
 
 def _make(model: str, folder: Path, n: int, seed: int) -> tuple[list[dict[str, Any]], list[str]]:
-    from specmm.cli.drawing import load, slug
+    from specmm.cli.drawing import load
     from specmm.cli.parse import parse_method
     from specmm.cli.race import quality, race, summary
     from specmm.cli.sheet import page, side_by_side
     from specmm.cli.zoo import recorded
+    from specmm.files import slug
     from specmm.methods import IMAGE_TOKENS
     from specmm.zoo import card
 

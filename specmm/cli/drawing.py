@@ -6,9 +6,8 @@ A picture depends on its own seed only, so the batches of a run are calls of the
 from __future__ import annotations
 
 import inspect
-import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from specmm import methods
 from specmm.certificate import Certificate, merged
 from specmm.cli.output import save_picture
 from specmm.cli.parse import label
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+from specmm.files import slug
 
 
 @dataclass
@@ -83,17 +81,12 @@ class Report:
         )
 
 
-def load(model: str, dtype: str = "auto", text_encoder: Path | None = None) -> Any:
+def load(model: str, dtype: str = "auto", text_encoder: str | Path | None = None) -> Any:
     """The pipeline of ``model`` without a progress bar of its own."""
-    import torch
-
+    from specmm.dtypes import named_dtype
     from specmm.image_ar.pipeline import ImagePipeline
-    from specmm.registry import unknown
 
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
-    wanted = None if dtype == "auto" else getattr(torch, dtype)
-    pipe = ImagePipeline.from_pretrained(model, torch_dtype=wanted, text_encoder=text_encoder)
+    pipe = ImagePipeline.from_pretrained(model, torch_dtype=named_dtype(dtype), text_encoder=text_encoder)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -104,16 +97,23 @@ def check(pipe: Any, job: Job) -> None:
     What was not given is noted down as the model's settings have it.
     """
     from specmm.image_ar.settings import class_ids, with_options
-    from specmm.registry import unknown
 
-    known = inspect.signature(pipe.target).parameters
-    for name in job.sampling.keys() - known.keys():
-        raise unknown(f"option of {job.model}", name, known)
-    pipe.target(**job.sampling)
+    known = check_sampling(pipe, job.model, job.sampling)
     settings = with_options(pipe.settings, **job.sampling)
     job.sampling = {name: getattr(settings, name) for name in known}
     if job.kind == "classes":
         class_ids(job.inputs, pipe.settings.classes, pipe.transformer.config.num_classes)
+
+
+def check_sampling(pipe: Any, model: str, sampling: dict[str, Any]) -> Mapping[str, Any]:
+    """Raise ``ValueError`` for options that ``pipe``, of ``model``, cannot take; returns all it knows."""
+    from specmm.registry import unknown
+
+    known = inspect.signature(pipe.target).parameters
+    for name in sampling.keys() - known.keys():
+        raise unknown(f"option of {model}", name, known)
+    pipe.target(**sampling)
+    return known
 
 
 def draw(pipe: Any, job: Job, callback: Any = None) -> Report:
@@ -162,8 +162,3 @@ def _batch(pipe: Any, report: Report, rows: Sequence[int], generators: list[Any]
         file = job.out / f"{i:04d}-{slug(text)}.png"
         save_picture(image, file)
         report.outputs.append(str(file))
-
-
-def slug(text: str) -> str:
-    """``text`` as part of a file's name."""
-    return re.sub(r"[^\w.-]+", "-", text).strip("-.")[:48] or "picture"

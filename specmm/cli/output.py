@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import typer
+
+from specmm.files import write_whole
 
 
 @contextlib.contextmanager
@@ -56,17 +59,11 @@ def writable(folder: Path) -> Path:
 
 def write_text(file: Path, text: str) -> None:
     """Write ``file`` whole or not at all."""
-    part = file.with_name(file.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, file)
+    write_whole(file, text.encode())
 
 
 def save_picture(image: Any, file: Path) -> None:
     """Write a PIL picture as PNG, whole or not at all."""
-    part = file.with_name(file.name + ".part")
-    try:
-        image.save(part, format="PNG")
-        os.replace(part, file)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    packed = io.BytesIO()
+    image.save(packed, format="PNG")
+    write_whole(file, packed.getvalue())

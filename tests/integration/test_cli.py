@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from specmm import zoo
 from specmm.cli import app, drawing
+from specmm.files import slug
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.methods import Speculative
 
@@ -107,7 +108,7 @@ def test_the_command_draws_what_python_draws(tiny: Path, tmp_path: Path) -> None
     found = run_json("generate", tiny, *common, "--out", tmp_path)
     pipe = LlamaGenPipeline.from_pretrained(tiny, torch_dtype=torch.float32)
     out = pipe(classes=["time"], num_images_per_prompt=3, generator=torch.Generator().manual_seed(1))
-    names = [drawing.slug(Path(p).name) for p in found["outputs"]]
+    names = [slug(Path(p).name) for p in found["outputs"]]
     assert names == [f"{i:04d}-time.png" for i in range(3)]
     for i, image in enumerate(out.images):
         image.save(tmp_path / f"python{i}.png")

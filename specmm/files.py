@@ -1,0 +1,41 @@
+"""Files that are whole or not there, whatever happens while they are written, and names for them.
+
+Shape letters: none.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+
+def write_whole(file: Path, data: bytes, durable: bool = False) -> None:
+    """Write ``file`` whole or not at all; ``durable``: it is on the disk when this returns (the folder entry as well
+    after ``sync_folder``). Raises ``OSError`` and leaves no part of it behind.
+    """
+    part = file.with_name(file.name + ".part")
+    try:
+        with part.open("wb") as stream:
+            stream.write(data)
+            if durable:
+                stream.flush()
+                os.fsync(stream.fileno())
+        os.replace(part, file)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the entries of ``folder`` (new names, renames) on the disk when this returns."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def slug(text: str) -> str:
+    """``text`` as part of a file's name."""
+    return re.sub(r"[^\w.-]+", "-", text).strip("-.")[:48] or "picture"

@@ -1,0 +1,153 @@
+"""What a job leaves for others to read: the index, the items set aside, archives, and what the run was.
+
+All of it is made anew from the journals whenever a process finishes, under a lock, so that the last one to finish sees
+everything and a killed one leaves nothing half made.
+
+Shape letters: none.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import tarfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from specmm.files import sync_folder, write_whole
+from specmm.jobs.items import Item
+from specmm.jobs.journal import Record, ledger
+from specmm.jobs.spec import Spec
+from specmm.jobs.store import ARCHIVES, JOURNALS
+
+INDEX, FAILED, RUN = "index.jsonl", "failed.jsonl", "run.json"
+HIDDEN = ("state", "item", "bytes")  # of a journal's record, of no use in an index
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process finishes the job in ``folder``."""
+    with (folder / JOURNALS / "finish.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def finish(folder: Path, spec: Spec, items: Sequence[Item], shard: int, parquet: bool = False) -> dict[str, Any]:
+    """Write index, failures, archives and summary of what is done so far; returns the summary.
+
+    Raises ``OSError`` when the disk will not take them; running the job again makes them then.
+    """
+    with alone(folder):
+        known = ledger(folder / JOURNALS)
+        rows = [known[i.id] for i in items if i.id in known]
+        done = [row for row in rows if row["state"] == "done"]
+        if spec.layout == "tar":
+            archive(folder, items, known, shard)
+        index = [_indexed(folder, spec, row, n, shard) for n, row in _numbered(items, known)]
+        _write_lines(folder / INDEX, index)
+        _write_lines(folder / FAILED, [row for row in rows if row["state"] == "failed"])
+        if parquet:
+            _write_parquet(folder / "index.parquet", index)
+        summary = _summary(spec, len(items), done, len(rows) - len(done))
+        write_whole(folder / RUN, (json.dumps(summary, indent=1, ensure_ascii=False) + "\n").encode(), durable=True)
+        sync_folder(folder)
+    return summary
+
+
+def _numbered(items: Sequence[Item], known: dict[str, Record]) -> Iterator[tuple[int, Record]]:
+    """The records of items done, with their place in the job."""
+    for number, item in enumerate(items):
+        record = known.get(item.id)
+        if record is not None and record["state"] == "done":
+            yield number, record
+
+
+def _indexed(folder: Path, spec: Spec, record: Record, number: int, shard: int) -> Record:
+    row = {k: v for k, v in record.items() if k not in HIDDEN}
+    if spec.layout == "tar":
+        row |= {"file": f"{ARCHIVES}/{_archive(number, shard)}", "member": Path(record["file"]).name}
+    return row
+
+
+def _summary(spec: Spec, items: int, done: Sequence[Record], failed: int) -> dict[str, Any]:
+    seconds = sum(row["stats"]["seconds"] for row in done)
+    return {
+        "model": spec.model,
+        "method": spec.method,
+        "method_options": list(spec.options),
+        "seed": spec.seed,
+        "items": items,
+        "done": len(done),
+        "failed": failed,
+        "tokens": sum(row["stats"]["tokens"] for row in done),
+        "seconds": seconds,
+        "certificates": dict(Counter(row["certificate"]["kind"] for row in done)),
+        "sampling": spec.sampling,
+    }
+
+
+def _write_lines(file: Path, rows: Sequence[Record]) -> None:
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_whole(file, text.encode(), durable=True)
+
+
+def _write_parquet(file: Path, rows: Sequence[Record]) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    packed = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), packed)
+    write_whole(file, packed.getvalue(), durable=True)
+
+
+def _archive(number: int, shard: int) -> str:
+    return f"shard-{number // shard:05d}.tar"
+
+
+def archive(folder: Path, items: Sequence[Item], known: dict[str, Record], shard: int) -> None:
+    """Move finished results into webdataset archives of ``shard`` items each, in the order of the job.
+
+    An archive is written whole before the files in it are removed, so that a result is always somewhere. The bytes of
+    an archive depend on its items only.
+    """
+    for first in range(0, len(items), shard):
+        records = [known[i.id] for i in items[first : first + shard] if i.id in known]
+        wanted = {Path(r["file"]).name: folder / r["file"] for r in records if r["state"] == "done"}
+        loose = {name: file for name, file in wanted.items() if file.exists()}
+        target = folder / ARCHIVES / _archive(first, shard)
+        if loose:
+            packed = _members(target)
+            missing = [name for name in wanted if name not in loose and name not in packed]
+            if missing:
+                raise ValueError(f"{folder} lacks results the journal speaks of, such as {missing[0]}; see --verify")
+            _write_archive(target, wanted, packed)
+            for file in loose.values():
+                os.unlink(file)
+
+
+def _members(file: Path) -> dict[str, bytes]:
+    """The files of an archive by name; none where there is no archive."""
+    if not file.exists():
+        return {}
+    with tarfile.open(file) as found:
+        return {m.name: found.extractfile(m).read() for m in found.getmembers()}  # type: ignore[union-attr]
+
+
+def _write_archive(target: Path, wanted: dict[str, Path], packed: dict[str, bytes]) -> None:
+    part = target.with_name(target.name + ".part")
+    with part.open("wb") as stream:
+        with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as made:
+            for name, file in wanted.items():
+                data = file.read_bytes() if file.exists() else packed[name]
+                member = tarfile.TarInfo(name)  # its time is 0, its owner nobody
+                member.size = len(data)
+                made.addfile(member, io.BytesIO(data))
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(part, target)
+    sync_folder(target.parent)

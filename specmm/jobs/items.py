@@ -1,0 +1,182 @@
+"""What a job is to make: items from JSON lines, CSV, Parquet or a list of classes.
+
+An item's random seed comes from its id, so its result depends on no other item, on no order and on no batch.
+
+Shape letters: none.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from specmm.registry import unknown
+
+FIELDS = ("id", "class", "prompt", "image", "question", "seed", "method")
+MOST_ID = 512  # characters
+Kind = Literal["class", "prompt", "question"]
+Row = tuple[str, dict[str, Any]]  # where it stands, for messages, and its fields
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing to make: ``text`` is the class, prompt or question, ``images`` the question's pictures."""
+
+    id: str
+    kind: Kind
+    text: str
+    seed: int
+    images: tuple[str, ...] = ()
+    method: str | None = None
+
+    @property
+    def digest(self) -> str:
+        """What tells this item from another of the same id."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def seed_of(identity: str, base: int) -> int:
+    """The seed in [0, 2**62) of the item called ``identity`` in a job of seed ``base``."""
+    return int.from_bytes(hashlib.sha256(f"{base}\0{identity}".encode()).digest()[:8], "big") >> 2
+
+
+def read_items(path: Path, base: int = 0) -> list[Item]:
+    """The items of a ``.jsonl``, ``.csv`` or ``.parquet`` file, or of a text file with one class a line.
+
+    Paths of pictures are relative to the file. Raises ``ValueError`` naming the line for anything that is no item, for
+    an id given twice and for a file without items.
+    """
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise unknown("kind of job file", path.suffix or path.name, READERS)
+    if not path.is_file():
+        raise ValueError(f"JOBS must be a file, got {path}, which is not there")
+    found: dict[str, Item] = {}
+    for where, row in reader(path):
+        item = parse(where, row, base, path.parent)
+        if item.id in found:
+            raise ValueError(f"{where}: ids must differ, got {item.id!r} twice; rename one")
+        found[item.id] = item
+    if not found:
+        raise ValueError(f"{path} must hold at least one item, got none")
+    return list(found.values())
+
+
+def parse(where: str, row: dict[str, Any], base: int, folder: Path) -> Item:
+    """The item of a ``row``; raises ``ValueError`` beginning with ``where``."""
+    row = {k: v for k, v in row.items() if v is not None and v != ""}
+    for name in row.keys() - set(FIELDS):
+        raise ValueError(f"{where}: {unknown('field', name, FIELDS)}")
+    identity = _text(where, row, "id")
+    kinds = [k for k in ("class", "prompt", "question") if k in row]
+    if len(kinds) != 1:
+        got = " and ".join(kinds) or "none of them"
+        raise ValueError(f"{where}: an item must hold one of class, prompt or question, got {got}")
+    if "image" in row and kinds != ["question"]:
+        raise ValueError(f"{where}: image must come with a question, got a {kinds[0]}")
+    seed = _seed(where, row["seed"]) if "seed" in row else seed_of(identity, base)
+    method = _text(where, row, "method") if "method" in row else None
+    kind: Any = kinds[0]
+    return Item(identity, kind, _text(where, row, kind), seed, _images(where, row.get("image"), folder), method)
+
+
+def _text(where: str, row: dict[str, Any], name: str) -> str:
+    """A field as text; numbers are taken as they are written, since a class may be an id."""
+    value = row.get(name)
+    value = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{where}: {name} must be text that is not empty, got {value!r}")
+    if name == "id" and (len(value) > MOST_ID or not value.isprintable()):
+        raise ValueError(f"{where}: id must be at most {MOST_ID} printable characters, got {value[:40]!r}…")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{where}: {name} must be Unicode text, got half a surrogate pair in {value!r}") from None
+    return value
+
+
+def _seed(where: str, value: Any) -> int:
+    number = int(value) if isinstance(value, str) and value.strip().isdecimal() and len(value) < 20 else value
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 2**63:
+        raise ValueError(f"{where}: seed must be a whole number from 0 to 2**63 - 1, got {str(value)[:40]!r}")
+    return number
+
+
+def _images(where: str, value: Any, folder: Path) -> tuple[str, ...]:
+    given = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(v, str) and v and "\0" not in v for v in given):
+        raise ValueError(f"{where}: image must be a path or a list of paths, got {value!r}")
+    return tuple(str(folder / v) for v in given)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Lines that are not blank, with the words that say where they stand."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"{path} line {number}", line
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be UTF-8 text, got byte {error.object[error.start]:#x}; convert it") from None
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    for where, line in _lines(path):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where}: must be a JSON object, got: {' '.join(str(error).split())}") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: must be a JSON object, got a {type(row).__name__}")
+        yield where, row
+
+
+def _csv(path: Path) -> Iterator[Row]:
+    texts = (line for _, line in _lines(path))
+    try:
+        reader = csv.DictReader(texts, restkey="", strict=True)
+        for number, row in enumerate(reader, start=1):
+            where = f"{path} row {number}"
+            if row.pop("", None) is not None:
+                raise ValueError(f"{where}: must have {len(reader.fieldnames or ())} fields, got more")
+            yield where, row
+    except csv.Error as error:
+        raise ValueError(f"{path} must be CSV with a header, got: {error}") from None
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ModuleNotFoundError as error:
+        raise ValueError("reading Parquet needs pyarrow, run: pip install 'specmm[batch]'") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path} row {number}", row
+    except (ArrowException, OSError, ValueError) as error:
+        if isinstance(error, FileNotFoundError | PermissionError):
+            raise
+        raise ValueError(f"{path} must be a Parquet file, got: {' '.join(str(error).split())[:200]}") from None
+
+
+def _classes(path: Path) -> Iterator[Row]:
+    """One picture a line; the id is the line's number among those with a class."""
+    for number, (where, line) in enumerate(_lines(path)):
+        yield where, {"id": f"{number:06d}", "class": line.strip()}
+
+
+READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _jsonl,
+    ".ndjson": _jsonl,
+    ".csv": _csv,
+    ".parquet": _parquet,
+    ".txt": _classes,
+}

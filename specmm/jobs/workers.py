@@ -1,0 +1,168 @@
+"""From items to results by a pipeline: pictures, answers to questions about pictures, texts behind prompts.
+
+An item's generator is seeded by the item, so its result does not depend on what it is batched with.
+
+Shape letters: none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from specmm import methods, zoo
+from specmm.certificate import Certificate
+from specmm.cli.parse import label, parse_method
+from specmm.jobs.items import Item
+from specmm.jobs.spec import Spec
+from specmm.jobs.store import Result
+from specmm.registry import Registry, unknown
+from specmm.stats import Stats
+
+
+class Worker(Protocol):
+    """Makes results of items; raises what the pipeline raises."""
+
+    def check(self, item: Item) -> None:
+        """Raise ``ValueError`` for an item that this model cannot make."""
+        ...
+
+    def key(self, item: Item) -> Hashable:
+        """Items with the same key may be in one batch."""
+        ...
+
+    def run(self, items: Sequence[Item]) -> list[Result]:
+        """The results of a batch, in its order."""
+        ...
+
+
+def open_worker(spec: Spec, items: Sequence[Item], device: str = "cpu") -> Worker:
+    """The worker of ``spec``'s model for the kinds of ``items``; raises ``ValueError`` where they do not fit."""
+    kinds = {item.kind for item in items}
+    if "question" in kinds and len(kinds) > 1:
+        raise ValueError("a job must hold questions, or classes and prompts, got both; make two jobs of it")
+    if "question" in kinds or ("prompt" in kinds and not draws(spec.model)):
+        return AnswerWorker(spec, "question" in kinds, device)
+    return ImageWorker(spec, device)
+
+
+def draws(model: str) -> bool:
+    """Whether ``model`` is an image model."""
+    try:
+        zoo.find(model)
+    except ValueError:
+        return False
+    return True
+
+
+def methods_for(model: str, items: Sequence[Item]) -> Registry:
+    """The methods that ``items`` may be made by."""
+    from specmm.image_ar.pipeline import family_of
+
+    if items[0].kind == "question":
+        return methods.VQA
+    return methods.TEXT if items[0].kind == "prompt" and not draws(model) else family_of(model).methods
+
+
+class Methods:
+    """The methods of a job by name, each looked up once; ``options`` belong to the job's own method."""
+
+    def __init__(self, registry: Registry, spec: Spec) -> None:
+        self.registry, self.own = registry, parse_method(registry, spec.method, spec.options)
+        self._known: dict[str | None, Any] = {None: self.own}
+
+    def of(self, item: Item) -> Any:
+        """The item's method; raises ``ValueError`` for an unknown one, and for one that looks at the clock."""
+        if item.method not in self._known:
+            self._known[item.method] = parse_method(self.registry, str(item.method))
+        found = self._known[item.method]
+        if isinstance(found, methods.Auto):
+            raise ValueError(
+                "a job's method must not depend on measured seconds, got auto; name the one that specmm plan prints"
+            )
+        return found
+
+
+class ImageWorker:
+    """Pictures of classes or prompts. All rows of a batch end together, so plain batches leave no slot idle."""
+
+    def __init__(self, spec: Spec, device: str = "cpu", pipe: Any = None) -> None:
+        from specmm.cli.drawing import check_sampling, load
+        from specmm.image_ar.pipeline import family_of
+
+        self.spec = spec
+        self.methods = Methods(family_of(spec.model).methods, spec)
+        self.pipe = pipe or load(spec.model, spec.dtype, spec.text_encoder).to(device)
+        check_sampling(self.pipe, spec.model, spec.sampling)
+
+    def check(self, item: Item) -> None:
+        """See :class:`Worker`; classes are checked here, so that a batch does not fail by one of them."""
+        from specmm.image_ar.settings import class_ids
+
+        planned = getattr(self.methods.of(item), "n", 0) == -1 and getattr(self.pipe.settings, "n", -1) == -1
+        if planned:
+            raise ValueError("a job's method must not depend on measured seconds, got code; give its n, as in -o n=8")
+        if item.kind == "class":
+            class_ids([item.text], self.pipe.settings.classes, self.pipe.transformer.config.num_classes)
+
+    def key(self, item: Item) -> Hashable:
+        """See :class:`Worker`."""
+        return item.kind, item.method
+
+    def run(self, items: Sequence[Item]) -> list[Result]:
+        """See :class:`Worker`."""
+        first, start = items[0], time.perf_counter()
+        method = self.methods.of(first)
+        given = {"classes" if first.kind == "class" else "prompt": [i.text for i in items]}
+        generators = [torch.Generator(self.pipe.device).manual_seed(item.seed) for item in items]
+        out = self.pipe(**given, generator=generators, method=method, batch_size=len(items), **self.spec.sampling)
+        facts = _facts(label(method), out.certificate, out.stats, len(items), time.perf_counter() - start)
+        return [Result(item, {**facts}, image=image) for item, image in zip(items, out.images, strict=True)]
+
+
+class AnswerWorker:
+    """Answers to questions about pictures, or texts behind prompts: transformers models."""
+
+    def __init__(self, spec: Spec, questions: bool, device: str = "cpu", pipe: Any = None) -> None:
+        from specmm.diffusion_drafters.pipeline import TextPipeline
+        from specmm.dtypes import named_dtype
+        from specmm.vlm.pipeline import VQAPipeline
+        from specmm.vlm.running import Options
+
+        self.spec, self.questions = spec, questions
+        self.methods = Methods(methods.VQA if questions else methods.TEXT, spec)
+        Options.of(dict(spec.sampling))
+        family: Any = VQAPipeline if questions else TextPipeline
+        given = spec.drafter, named_dtype(spec.dtype), device
+        self.pipe = pipe or family.from_pretrained(spec.model, self.methods.own, *given)
+
+    def check(self, item: Item) -> None:
+        """See :class:`Worker`."""
+        if isinstance(self.methods.of(item), methods.Verdict):
+            raise unknown("method of a job", "verdict", ("ar", "msd", "text-draft", "prompt-lookup"))
+
+    def key(self, item: Item) -> Hashable:
+        """See :class:`Worker`."""
+        return item.method, len(item.images)
+
+    def run(self, items: Sequence[Item]) -> list[Result]:
+        """See :class:`Worker`. The batch ends with its longest answer."""
+        method, start = self.methods.of(items[0]), time.perf_counter()
+        shown = ([list(i.images) for i in items],) if self.questions else ()
+        seeds = [i.seed for i in items]
+        out = self.pipe(*shown, [i.text for i in items], seed=seeds, method=method, **self.spec.sampling)
+        facts = _facts(label(method), out.certificate, out.stats, len(items), time.perf_counter() - start)
+        answers = out.answers if self.questions else out.texts
+        return [
+            Result(item, {**facts, "stats": {**facts["stats"], "tokens": len(ids)}}, answer=answer)
+            for item, answer, ids in zip(items, answers, out.tokens, strict=True)
+        ]
+
+
+def _facts(method: str, certificate: Certificate, stats: Stats, count: int, seconds: float) -> dict[str, Any]:
+    """For the index. Tokens and seconds are an item's share; ``tau`` and the certificate are its batch's."""
+    shares = {"tokens": round(stats.tokens / count), "tau": stats.tau, "seconds": seconds / count, "batch": count}
+    return {"method": method, "certificate": certificate.as_dict(), "stats": shares}

@@ -1,0 +1,352 @@
+"""``specmm batch`` on a tiny random model: every item once, the same whatever the batch, and every mistake named."""
+
+import errno
+import json
+import os
+import resource
+import signal
+import tarfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from specmm.cli import app
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
+from specmm.jobs import store
+from specmm.jobs.engines import run_local, run_rank, share
+from specmm.jobs.finish import finish
+from specmm.jobs.items import Item, read_items
+from specmm.jobs.run import Tally, pending
+from specmm.jobs.spec import Limits, Spec, prepare
+from specmm.jobs.store import Result, description
+from specmm.jobs.verify import verify
+from specmm.jobs.workers import AnswerWorker, ImageWorker
+
+CLASSES = ("heart", "time", "2")
+Saved = dict[str, bytes]
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def refused(*arguments: object) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 2, (result.exit_code, result.output, result.exception)
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    return str(result.stderr)
+
+
+def jobs(folder: Path, count: int, **fields: Any) -> Path:
+    file = folder / f"jobs-{count}.jsonl"
+    rows = [{"id": f"set/{i}", "class": CLASSES[i % 3], **fields} for i in range(count)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def results(folder: Path) -> Saved:
+    return {f.name: f.read_bytes() for f in (folder / "results").rglob("*.*")}
+
+
+def names(archive: Path) -> list[str]:
+    with tarfile.open(archive) as found:
+        return found.getnames()
+
+
+@pytest.fixture(scope="session")
+def worker(tiny: Path, make_tiny: Callable[..., LlamaGenPipeline]) -> ImageWorker:
+    pipe = make_tiny(tokens=16)
+    pipe.set_progress_bar_config(disable=True)
+    return ImageWorker(Spec(str(tiny), "speculative", dtype="float32"), pipe=pipe)
+
+
+@pytest.fixture
+def make(worker: ImageWorker, tmp_path: Path) -> Callable[..., Tally]:
+    """Runs items of a job with the tiny model, already loaded."""
+
+    def call(items: Sequence[Item], name: str = "out", runner: Any = run_local, by: Any = worker, **limits: Any) -> Any:
+        folder, spec = tmp_path / name, worker.spec
+        prepare(folder, spec)
+        tally = runner(folder, spec, Limits(**{"batch": 4, **limits}), pending(folder, items), opener=lambda: by)
+        finish(folder, spec, items, 1000)
+        return tally
+
+    return call
+
+
+class Faulty:
+    """The tiny model's worker, with a fault for some items."""
+
+    def __init__(self, worker: ImageWorker, fault: Callable[[Sequence[Item]], None]) -> None:
+        self.worker, self.fault, self.sizes = worker, fault, []
+        self.check, self.key = worker.check, worker.key
+
+    def run(self, items: Sequence[Item]) -> list[Result]:
+        self.sizes.append(len(items))
+        self.fault(items)
+        return self.worker.run(items)
+
+
+# ---- from the command line
+
+
+def test_a_job_from_end_to_end(tiny: Path, tmp_path: Path) -> None:
+    file, out = jobs(tmp_path, 5), tmp_path / "out"
+    file.write_text(file.read_text() + '{"id": "bad", "class": "hart"}\n')
+    common = ("batch", file, "--model", tiny, "--method", "speculative", "--out", out, "--batch-size", 3)
+    result = run(*common, "--json", "--parquet", "--price", 36)
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert (found["items"], found["done"], found["failed"], found["done_now"]) == (6, 5, 1, 5)
+    assert found["cost"] == pytest.approx(found["wall_seconds"] / 100)
+    assert "did you mean 'heart'" in json.loads((out / "failed.jsonl").read_text())["error"]
+    index = [json.loads(line) for line in (out / "index.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in index] == [f"set/{i}" for i in range(5)]
+    assert set(index[0]) >= {"seed", "method", "certificate", "stats", "file", "class"}
+    told = description(out / index[0]["file"])
+    assert told["id"] == "set/0" and told["seed"] == index[0]["seed"] and told["certificate"]["kind"] == "exact"
+    from pyarrow import parquet
+
+    assert parquet.read_table(out / "index.parquet")["id"].to_pylist() == [row["id"] for row in index]
+    before = results(out)
+    again = json.loads(run(*common, "--json").stdout)
+    assert (again["done"], again["done_now"]) == (5, 0) and results(out) == before
+    checked = run("batch", file, "--out", out, "--verify")
+    assert checked.exit_code == 0 and "5 of 6 items done, 1 set aside, 0 left" in checked.stdout
+
+
+def test_python_draws_the_same_picture(worker: ImageWorker, make: Callable[..., Tally], tmp_path: Path) -> None:
+    items = read_items(jobs(tmp_path, 2))
+    make(items)
+    generator = torch.Generator().manual_seed(items[1].seed)
+    image = worker.pipe(classes=["time"], generator=[generator], method="speculative").images[0]
+    (saved,) = (tmp_path / "out/results").rglob("set-1-*.png")
+    with Image.open(saved) as found:
+        assert found.tobytes() == image.tobytes()
+
+
+@pytest.mark.parametrize(("kind", "suffix"), [("webp", ".webp"), ("jpeg", ".jpeg")])
+def test_formats_carry_their_description(worker: ImageWorker, tmp_path: Path, kind: str, suffix: str) -> None:
+    (item,) = read_items(jobs(tmp_path, 1))
+    (tmp_path / "results").mkdir()
+    (record,) = store.Store(tmp_path, kind, "tiny").save(worker.run([item]))
+    assert record["file"].endswith(suffix) and description(tmp_path / record["file"])["id"] == "set/0"
+
+
+def test_archives_are_webdataset_and_read_by_eval(tiny: Path, tmp_path: Path) -> None:
+    from specmm.metrics.inputs import open_pictures
+
+    out = tmp_path / "out"
+    common = ("--model", tiny, "--out", out, "--layout", "tar", "--shard-size", 2, "--batch-size", 4)
+    assert run("batch", jobs(tmp_path, 3), *common).exit_code == 0
+    assert run("batch", jobs(tmp_path, 5), *common).exit_code == 0  # the job has grown: a shard is made anew
+    shards = sorted((out / "archives").iterdir())
+    assert [len(names(s)) for s in shards] == [2, 2, 1]
+    assert not results(out) and len(list(open_pictures(out))) == 5
+    checked = run("batch", jobs(tmp_path, 5), "--out", out, "--verify")
+    assert checked.exit_code == 0, checked.stdout
+    shards[0].write_bytes(shards[0].read_bytes()[:1000])
+    checked = run("batch", jobs(tmp_path, 5), "--out", out, "--verify", "--json")
+    assert checked.exit_code == 1 and len(json.loads(checked.stdout)["problems"]) >= 2
+
+
+def test_mistakes_are_one_line(tiny: Path, tmp_path: Path) -> None:
+    file, out = jobs(tmp_path, 2), tmp_path / "out"
+    common = ("batch", file, "--model", tiny, "--out", out)
+    assert "did you mean 'speculative'" in refused(*common, "--method", "speculativ")
+    assert "did you mean 'local'" in refused(*common, "--engine", "loca")
+    assert "did you mean 'webp'" in refused(*common, "--format", "wepb")
+    assert "torchrun" in refused(*common, "--engine", "accelerate")
+    assert "give --model" in refused("batch", file, "--out", out)
+    assert "unknown option" in refused(*common, "--max-new-tokens", 4)
+    assert "not there" in refused("batch", tmp_path / "no.jsonl", "--model", tiny, "--out", out)
+    assert run(*common[:4], "--out", tmp_path / "made").exit_code == 0
+    assert "seed 0 and not 1" in refused(*common[:4], "--out", tmp_path / "made", "--seed", 1)
+    file.write_text('{"id": "set/0", "class": "time"}\n')
+    assert "has changed" in refused(*common[:4], "--out", tmp_path / "made")
+
+
+def test_a_method_that_looks_at_the_clock_is_refused(make: Callable[..., Tally], tmp_path: Path) -> None:
+    make(read_items(jobs(tmp_path, 1, method="auto")))
+    assert "measured seconds" in (tmp_path / "out/failed.jsonl").read_text()
+
+
+# ---- the same whatever the batch, the order, the workers
+
+
+def test_bit_equal_across_batches_orders_workers_and_restarts(
+    make: Callable[..., Tally], worker: ImageWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = read_items(jobs(tmp_path, 12))
+    for size in (1, 4, 16):
+        make(items, f"b{size}", batch=size)
+    make(items[:5], "restarted")
+    make(list(reversed(items)), "restarted")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for rank in ("2", "0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        make(share(items), "ranks", run_rank, batch=3)
+    first = results(tmp_path / "b1")
+    assert len(first) == 12
+    assert all(results(tmp_path / name) == first for name in ("b4", "b16", "restarted", "ranks"))
+    assert verify(tmp_path / "ranks", items).as_dict() == {
+        "items": 12, "done": 12, "failed": 0, "left": 0, "problems": []
+    }  # fmt: skip
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
+    from specmm.jobs.journal import Journal, occupied
+
+    held = Journal(tmp_path, "local")
+    with pytest.raises(ValueError, match="another process"):
+        Journal(tmp_path, "local")
+    held.close()
+    with occupied(tmp_path, shared=True), occupied(tmp_path, shared=True), pytest.raises(ValueError, match="another"):
+        occupied(tmp_path, shared=False).__enter__()
+
+
+# ---- faults
+
+
+def test_a_poisoned_item_is_set_aside_and_may_be_taken_up_again(
+    make: Callable[..., Tally], worker: ImageWorker, tmp_path: Path
+) -> None:
+    items = read_items(jobs(tmp_path, 6))
+
+    def fault(batch: Sequence[Item]) -> None:
+        if any(i.id == "set/3" for i in batch):
+            raise RuntimeError("the model does not like three")
+
+    tally = make(items, by=Faulty(worker, fault), retries=2)
+    assert len(tally.done) == 5 and tally.failed == ["set/3"]
+    record = json.loads((tmp_path / "out/failed.jsonl").read_text())
+    assert record["tries"] == 3 and "does not like three" in record["error"]
+    assert pending(tmp_path / "out", items) == []
+    (left,) = pending(tmp_path / "out", items, retry_failed=True)
+    assert make([left]).done == ["set/3"] or left.id == "set/3"
+
+
+def test_memory_that_runs_out_halves_the_batch(make: Callable[..., Tally], worker: ImageWorker, tmp_path: Path) -> None:
+    def fault(batch: Sequence[Item]) -> None:
+        if len(batch) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    faulty = Faulty(worker, fault)
+    assert len(make(read_items(jobs(tmp_path, 12)), by=faulty, batch=8).done) == 12
+    assert faulty.sizes == [8, 4, 2, 2, 4, 2, 2, 2, 2]  # eight were asked for, then it knows
+
+
+def test_ctrl_c_keeps_what_is_done(make: Callable[..., Tally], worker: ImageWorker, tmp_path: Path) -> None:
+    calls = []
+
+    def fault(batch: Sequence[Item]) -> None:
+        calls.append(batch)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    items = read_items(jobs(tmp_path, 6))
+    tally = make(items, by=Faulty(worker, fault), batch=2)
+    assert tally.interrupted and len(tally.done) == 2
+    assert len(make(items).done) == 4 and verify(tmp_path / "out", items).done == 6
+
+
+@pytest.mark.parametrize("when", range(1, 12))
+def test_a_full_disk_loses_nothing(
+    make: Callable[..., Tally], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: int
+) -> None:
+    """Every write and sync fails once, and the job goes on behind it."""
+    items, calls, sync = read_items(jobs(tmp_path, 4)), [], os.fsync
+
+    def full(handle: int) -> None:
+        calls.append(handle)
+        if len(calls) == when:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(handle)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        try:
+            make(items, batch=2)
+        except (ValueError, OSError) as error:
+            assert "No space left" in str(error)
+    make(items, batch=2)
+    assert verify(tmp_path / "out", items).as_dict() == {
+        "items": 4, "done": 4, "failed": 0, "left": 0, "problems": []
+    }  # fmt: skip
+
+
+def test_a_file_limit_is_a_clear_error(make: Callable[..., Tally], tmp_path: Path) -> None:
+    """A real limit of the system: in a child process no file may grow beyond a few bytes, the journal included."""
+    items = read_items(jobs(tmp_path, 2))
+    told, say = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            prepare(tmp_path / "out", Spec("any"))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
+            make(items)
+        except ValueError as error:
+            os.write(say, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert b"File too large" in (line := os.read(told, 4096)) and b"run the same command again" in line
+    make(items)
+    assert verify(tmp_path / "out", items).as_dict()["done"] == 2
+
+
+def test_read_only_output(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "cannot write to" in refused("batch", jobs(tmp_path, 1), "--model", tiny, "--out", tmp_path / "file/out")
+
+
+def test_the_clock_may_jump(make: Callable[..., Tally], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    items, jumps = read_items(jobs(tmp_path, 4)), iter(range(10**6))
+    make(items, "steady")
+    monkeypatch.setattr(time, "time", lambda: 4e9 - 1e8 * next(jumps))
+    make(items, "jumping")
+    assert results(tmp_path / "steady") == results(tmp_path / "jumping")
+
+
+def test_metrics_are_served_while_it_works(tmp_path: Path) -> None:
+    from specmm.jobs.watch import Bar, Metrics
+
+    metrics = Metrics(0)
+    with Bar(3, 0, metrics) as bar:
+        bar.observe(2, 1, 2, 0.5)
+    text = urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics").read().decode()
+    metrics.close()
+    assert "specmm_items_done_total 2.0" in text and "specmm_items_failed_total 1.0" in text
+    assert threading.active_count() < 50
+
+
+# ---- answers
+
+
+def test_answers_are_bit_equal_and_read_by_eval(tmp_path: Path) -> None:
+    Image.new("RGB", (96, 96), "red").save(tmp_path / "red.png")
+    rows = [{"id": str(i), "image": "red.png", "question": q} for i, q in enumerate(("What is it?", "How many?") * 2)]
+    rows.append({"id": "missing", "image": "no.png", "question": "What is it?"})
+    file = tmp_path / "jobs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    items, spec = read_items(file), Spec("pocket/llava", sampling={"max_new_tokens": 8}, dtype="float32")
+    worker = AnswerWorker(spec, questions=True)
+    for size in (1, 4):
+        prepare(folder := tmp_path / str(size), spec)
+        run_local(folder, spec, Limits(size), pending(folder, items), opener=lambda: worker)
+        finish(folder, spec, items, 1000)
+    assert results(tmp_path / "1") == results(tmp_path / "4") and len(results(tmp_path / "1")) == 4
+    assert "no.png" in (tmp_path / "1/failed.jsonl").read_text()
+    index = [json.loads(line) for line in (tmp_path / "4/index.jsonl").read_text().splitlines()]
+    truth = tmp_path / "truth.jsonl"
+    truth.write_text("".join(json.dumps({"id": row["id"], "answer": row["answer"]}) + "\n" for row in index))
+    scored = run("eval", "vqa", tmp_path / "4/index.jsonl", "--answers", truth, "--metric", "exact", "--json")
+    assert scored.exit_code == 0 and json.loads(scored.stdout)["value"] == 1
