@@ -52,7 +52,7 @@ def train_diffusion(
 
 def denoising_loss(model: FullAttention, rows: Tensor, seed: int) -> Tensor:
     """Cross-entropy (nats) of the hidden tokens of ``rows`` [B, L] by the rows that score them."""
-    hidden, weights = (x.to(rows.device) for x in hide(*rows.shape, seed))
+    hidden, weights = (x.to(rows.device) for x in hide(len(rows), rows.shape[1], seed))
     states = model.states(rows.masked_fill(hidden, model.mask))
     wanted, weights = rows[:, model.shift :], weights[:, model.shift :]
     asked = weights > 0

@@ -1,12 +1,21 @@
-"""A tiny random model in the format of the pocket models."""
+"""Tiny random models in the format of the pocket models: one of pictures, one of text."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import transformers as tf
+from safetensors.torch import save_file
 
+from specmm.diffusion_drafters.data.code import build_tokenizer
+from specmm.diffusion_drafters.diffuspec.ngram import fit
+from specmm.diffusion_drafters.loading import PROXY
+from specmm.diffusion_drafters.models.causal import CausalPrefix, save_deer, share
+from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig, save_dflash
+from specmm.diffusion_drafters.pipeline import TextPipeline
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.drafters.eagle_head import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
@@ -14,6 +23,14 @@ from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.settings import Settings
 from specmm.image_ar.tokens.vq import VQConfig, VQModel
 
+TEXT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n" * 3
+TEXT_SIZES = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=160,
+)
 CLASSES = ("heart", "face-smiling", "food-fruit", "country-flag", "time")
 LEVELS = 4
 
@@ -50,3 +67,62 @@ def make_tiny() -> Callable[..., LlamaGenPipeline]:
 def copy(tiny: Path, tmp_path: Path) -> Path:
     """A copy of the tiny model that may be damaged."""
     return Path(shutil.copytree(tiny, tmp_path / "copy"))
+
+
+def shaken(model, seed, std=0.3):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.normal_(0, std, generator=generator)
+    return model
+
+
+def qwen2(vocabulary, seed, layers=2, **changes):
+    config = tf.Qwen2Config(vocab_size=vocabulary, num_hidden_layers=layers, **(TEXT_SIZES | changes))
+    model = shaken(tf.Qwen2ForCausalLM(config), seed)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = 0, 1
+    return model
+
+
+def write_drafters(folder, target, words):
+    """A diffusion model with its proxy, a DEER and a DFlash drafter, a language model; some are the target itself, so
+    that something is accepted."""
+    size, mask = len(words), words.mask_token_id
+    near = qwen2(size, 0)
+    near.save_pretrained(folder / "text")
+    facts = near.config.to_dict() | {"model_type": "Dream", "mask_token_id": mask, "eos_token_id": 0}
+    (folder / "diffusion").mkdir()
+    (folder / "diffusion" / "config.json").write_text(json.dumps(facts))
+    save_file({k: v for k, v in near.state_dict().items()}, folder / "diffusion" / "model.safetensors")
+    fit([words(TEXT)["input_ids"]], size).save(folder / "diffusion" / PROXY)
+    inner = qwen2(size, 5, layers=1)
+    share(inner, target)
+    save_deer(CausalPrefix(inner, mask, 5, 0, shared=True), folder / "deer", torch.float32)
+    sizes = tf.Qwen3Config(vocab_size=size, num_hidden_layers=1, head_dim=8, attn_implementation="sdpa", **TEXT_SIZES)
+    block = shaken(DFlash(DFlashConfig(sizes, 5, mask, (0, 1))), 4)
+    save_dflash(block, folder / "block", target.get_input_embeddings().weight, torch.float32)
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory):
+    """Folder of a tiny Qwen2 with a tokenizer and every drafter beside it; copy it before changing anything in it."""
+    folder = tmp_path_factory.mktemp("text")
+    words = build_tokenizer([TEXT], 280)
+    target = qwen2(len(words), 0)
+    target.save_pretrained(folder)
+    words.save_pretrained(folder)
+    write_drafters(folder / "drafters", target, words)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text_pipe(text_folder):
+    """Its pipeline."""
+    return TextPipeline.from_pretrained(text_folder, torch_dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def make_qwen2():
+    """``qwen2`` itself, for other weights or sizes."""
+    return qwen2

@@ -1,0 +1,189 @@
+"""What a text drafter cannot be or do is refused in a sentence; what merely goes badly changes no token."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import specmm
+from specmm import methods
+from specmm.decode import decode, decode_plain
+from specmm.diffusion_drafters.assemble import Diffusion
+from specmm.diffusion_drafters.data.code import build_tokenizer
+from specmm.diffusion_drafters.diffuspec.ngram import fit
+from specmm.diffusion_drafters.drafters.diffuspec import DiffuSpecDrafter
+from specmm.diffusion_drafters.loading import load_drafter
+from specmm.diffusion_drafters.models.bidirectional import FullAttention
+from specmm.processors import Processor
+from specmm.randomness import Uniforms
+from specmm.verify import Recursive
+from specmm.vlm.drafters.model import padded
+from specmm.vlm.prompt import VLMPrompt
+from specmm.vlm.target import VLMTarget
+
+GREEK = "αβγδεζηθικλμνξοπρστυφχψω" * 4
+TEXT = "def bdd(b, b):\n    return b + b\n" * 9
+PROMPTS = ["def add(a, b):\n", "x", "    return a + b + a"]
+
+
+def changed(text_folder, place, into, **facts):
+    """A copy of a drafter with other facts in its config."""
+    shutil.copytree(text_folder / "drafters" / place, into)
+    config = json.loads((into / "config.json").read_text())
+    (into / "config.json").write_text(json.dumps({k: v for k, v in (config | facts).items() if v is not ...}))
+    return into
+
+
+@pytest.mark.parametrize(
+    ("place", "facts", "message"),
+    [
+        ("deer", {"mask_token_id": ...}, r"got \['mask_token_id'\]"),
+        ("deer", {"mask_token_id": 9999}, "mask token must be one of"),
+        ("deer", {"block_size": 0}, "block_size must be at least 1, got 0"),
+        ("deer", {"target_fingerprint": "0" * 12}, "must be of this target"),
+        ("block", {"target_fingerprint": "0" * 12}, "must be of this target"),
+        ("block", {"dflash_config": {"target_layer_ids": [0, 1]}}, "got no mask_token_id"),
+        ("diffusion", {"mask_token_id": ...}, "mask token must be one of"),
+        ("diffusion", {"model_type": "bert"}, "bert"),
+    ],
+)
+def test_drafters_that_cannot_be(text_folder, text_pipe, tmp_path, place, facts, message):
+    kind = {"diffusion": "diffuspec"}.get(place, place)
+    with pytest.raises(ValueError, match=message):
+        load_drafter(kind, changed(text_folder, place, tmp_path / place, **facts), text_pipe.model)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (methods.SpecDiff(length=0), "length must be at least 1"),
+        (methods.SpecDiff(length=3, steps=4), "at most the length"),
+        (methods.DiffuSpec(least=0), "least"),
+        (methods.DiffuSpec(most=0), "least <= most"),
+        (methods.DEER(length=9), "at most the drafter's 5"),
+        (methods.DEER(length=-1), "at least 1"),
+        (methods.Block(tree=1), "at least 2 nodes"),
+        (methods.Block(tree=4, sure=0.2), "not both"),
+        (methods.DEER(sure=1.5), r"in \[0, 1\]"),
+    ],
+    ids=str,
+)
+def test_options_out_of_range(text_pipe, method, message):
+    with pytest.raises(ValueError, match=message):
+        text_pipe(PROMPTS[0], method=method, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("", {}, "prompt must not be empty"),
+        ([], {}, "prompt must not be empty"),
+        ("a", {"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ("a", {"max_new_tokens": 500}, "160 positions"),
+        ("a", {"max_new_tokens": 155, "method": "deer"}, "fit the drafter's 160 positions"),
+        (["a", "b"], {"seed": [1]}, "each of the 2 rows, got 1"),
+        ("a", {"stop": [""]}, "stop must be texts"),
+        ("a", {"chat": True}, "chat template"),
+        ("a", {"method": "deeer"}, "did you mean 'deer'"),
+        ("a", {"temprature": 1}, "did you mean 'temperature'"),
+    ],
+)
+def test_calls_that_cannot_be(text_pipe, prompt, options, message):
+    with pytest.raises(ValueError, match=message):
+        text_pipe(prompt, **options)
+
+
+def test_a_model_without_drafters(text_folder, tmp_path):
+    for file in text_folder.iterdir():
+        if file.is_file():
+            shutil.copy(file, tmp_path)
+    bare = specmm.TextPipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
+    with pytest.raises(ValueError, match="has none in drafters/deer"):
+        bare("a", method="deer")
+    given = specmm.TextPipeline.from_pretrained(tmp_path, "deer", text_folder / "drafters" / "deer", torch.float32)
+    assert given("a", max_new_tokens=4).texts == bare("a", max_new_tokens=4).texts
+    with pytest.raises(ValueError, match="needs a DFlash drafter"):
+        specmm.TextPipeline(bare.model, bare.tokenizer, "block", given.drafter("deer"))("a")
+    with pytest.raises(ValueError, match="must hold a causal language model"):
+        specmm.TextPipeline.from_pretrained(text_folder / "drafters" / "deer")
+
+
+def test_other_tokenizers_draft_what_both_know_or_are_refused(text_pipe, make_qwen2):
+    own = build_tokenizer([TEXT], 275)
+    lm = FullAttention(make_qwen2(len(own), 3), own.mask_token_id, own.eos_token_id, shift=1)
+    some = specmm.TextPipeline(text_pipe.model, text_pipe.tokenizer, "specdiff", Diffusion(lm, own))
+    assert some(PROMPTS, max_new_tokens=10).texts == text_pipe(PROMPTS, max_new_tokens=10).texts
+    alike = some(PROMPTS, max_new_tokens=6, temperature=1.0, seed=1)
+    assert alike.certificate.kind == "exact"
+    foreign = specmm.TextPipeline(text_pipe.model, text_pipe.tokenizer, "specdiff", Diffusion(lm, _Words(GREEK)))
+    with pytest.raises(ValueError, match="share at least 5%"):
+        foreign(PROMPTS, max_new_tokens=4)
+    no_proxy = specmm.TextPipeline(text_pipe.model, text_pipe.tokenizer, "diffuspec", lm)
+    with pytest.raises(ValueError, match="specmm train proxy"):
+        no_proxy(PROMPTS[0])
+
+
+class _Words:
+    """A tokenizer that knows other letters only."""
+
+    def __init__(self, letters):
+        self.letters = dict.fromkeys(letters)
+
+    def get_vocab(self):
+        return {letter: i for i, letter in enumerate(self.letters)}
+
+    def encode(self, text, **_):
+        return []
+
+
+class _Says:
+    """A source whose every position says the same ``row`` of logits [V]."""
+
+    longest = None
+
+    def __init__(self, target, row, end):
+        self.target, self.row, self.end = target, row, end
+
+    def begin(self, feedback, most):
+        pass
+
+    def logits(self, feedback, block):
+        return self.row.expand(len(feedback.token), block, -1)
+
+    def latest(self, row, count):
+        return []
+
+
+@pytest.mark.parametrize("says", ["nothing but the end", "nothing at all"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_blocks_without_a_word(text_pipe, says, temperature):
+    """All-end blocks draft the end alone, an empty lattice drafts nothing; no token changes."""
+    size, end = len(text_pipe.tokenizer), text_pipe.tokenizer.eos_token_id
+    row = torch.full((size,), float("-inf"))
+    if says == "nothing but the end":
+        row[end] = 0.0
+    prompt = VLMPrompt(padded(text_pipe.encode(PROMPTS), "cpu"), 8)
+    target = VLMTarget(text_pipe.model, Processor(temperature))
+    drafter = DiffuSpecDrafter(_Says(target, row, end), fit([[1, 2, 3]], size), least=2, most=4)
+    *_, got = decode(target, drafter, Recursive(), prompt, 8, Uniforms.from_seeds([1, 2, 3]))
+    assert all(drafted == 0 for r in drafter.rows for drafted, _ in r.trace)
+    if temperature == 0:
+        *_, plain = decode_plain(target, prompt, 8, Uniforms.from_seeds([1, 2, 3]))
+        assert torch.equal(got.tokens[:, :8], plain.tokens[:, :8])
+        wanted = {"nothing but the end": 1, "nothing at all": 0}[says]
+        assert set(got.stats.depths) == {wanted}
+
+
+def test_weights_that_are_missing_or_broken(text_folder, text_pipe, tmp_path):
+    place = changed(text_folder, "deer", tmp_path / "deer")
+    state = load_file(place / "model.safetensors")
+    lost = {k: v for k, v in state.items() if k != "model.norm.weight"}
+    save_file(lost, place / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+        load_drafter("deer", place, text_pipe.model)
+    state["model.norm.weight"][0] = float("nan")
+    save_file(state, place / "model.safetensors")
+    with pytest.raises(ValueError, match=r"NaN|infinite|finite"):
+        load_drafter("deer", place, text_pipe.model)
