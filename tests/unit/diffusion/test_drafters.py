@@ -13,10 +13,12 @@ from scipy.stats import chi2
 from specmm.decode import decode, decode_plain
 from specmm.diffusion_drafters.diffuspec.ngram import fit
 from specmm.diffusion_drafters.drafters.block import ChainDrafter, TreeDrafter
+from specmm.diffusion_drafters.drafters.cached import CausalSource
 from specmm.diffusion_drafters.drafters.diffuspec import DiffuSpecDrafter
 from specmm.diffusion_drafters.drafters.sources import DFlashSource, DiffusionSource
 from specmm.diffusion_drafters.drafters.specdiff import StepsDrafter
 from specmm.diffusion_drafters.models.bidirectional import FullAttention
+from specmm.diffusion_drafters.models.causal import CausalPrefix
 from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
 from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig
 from specmm.diffusion_drafters.models.masked import block_logits
@@ -32,14 +34,8 @@ from specmm.vlm.translation import Translation
 
 LENGTH, V, SMALL = 14, 30, 6
 SURE = 0.55  # in the middle of what AdaEDL expects of the tiny drafter
-SIZES = dict(
-    hidden_size=32,
-    intermediate_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-)
+SIZES = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4)
+SIZES |= dict(num_key_value_heads=2, max_position_embeddings=128)
 
 
 def shaken(model, seed, std=0.3):
@@ -72,6 +68,12 @@ def dflash(vocabulary):
     return shaken(DFlash(DFlashConfig(sizes, 5, vocabulary - 1, (0, 2))), 4)
 
 
+def deer(vocabulary, end=None):
+    """Two layers of its own, for blocks of four; one more token than the target: the mask."""
+    config = tf.Qwen2Config(vocab_size=vocabulary + 1, **(SIZES | {"num_hidden_layers": 2}))
+    return CausalPrefix(shaken(tf.Qwen2ForCausalLM(config), 6), vocabulary, 4, end)
+
+
 def proxy(vocabulary):
     return fit([torch.randint(vocabulary, (60,), generator=torch.Generator().manual_seed(1)).tolist()], vocabulary)
 
@@ -80,6 +82,8 @@ DRAFTERS = {
     "chain of dream": lambda t: ChainDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, 4),
     "chain of mdlm": lambda t: ChainDrafter(DiffusionSource(mdlm(t.family.vocabulary), t), t, 4),
     "chain of dflash": lambda t: ChainDrafter(DFlashSource(dflash(t.family.vocabulary), t), t),
+    "chain of deer": lambda t: ChainDrafter(CausalSource(deer(t.family.vocabulary), t), t),
+    "tree of deer": lambda t: TreeDrafter(CausalSource(deer(t.family.vocabulary), t), t, 7, 3),
     "sure chain": lambda t: ChainDrafter(DFlashSource(dflash(t.family.vocabulary), t), t, sure=SURE),
     "tree of dream": lambda t: TreeDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, 9, 3),
     "tree of dflash": lambda t: TreeDrafter(DFlashSource(dflash(t.family.vocabulary), t), t, 7),
@@ -116,7 +120,9 @@ def test_some_drafts_are_kept():
         assert run(DRAFTERS[name], Processor(0), Uniforms.from_seeds([0, 1, 2])).stats.tau > 1, name
 
 
-@pytest.mark.parametrize("name", ["chain of mdlm", "chain of dflash", "tree of dflash", "steps of dream", "diffuspec"])
+@pytest.mark.parametrize(
+    "name", ["chain of mdlm", "chain of dflash", "chain of deer", "tree of deer", "steps of dream", "diffuspec"]
+)
 def test_a_row_does_not_depend_on_its_batch(name):
     processor, make = Processor(1.0, top_k=8), DRAFTERS[name]
     together = run(make, processor, Uniforms.from_seeds([0, 1, 2]))

@@ -1,0 +1,80 @@
+"""A DEER drafter's cache: after rounds of a ragged batch it says what one says that reads everything anew."""
+
+import torch
+import transformers as tf
+
+from specmm.decode import decode
+from specmm.diffusion_drafters.drafters.block import ChainDrafter
+from specmm.diffusion_drafters.drafters.cached import CausalSource
+from specmm.diffusion_drafters.models.causal import CausalPrefix
+from specmm.drafter import Feedback
+from specmm.processors import Processor
+from specmm.randomness import Uniforms
+from specmm.verify import Recursive
+from specmm.vlm.drafters.model import padded
+from specmm.vlm.prompt import VLMPrompt
+from specmm.vlm.target import VLMTarget
+
+V, K, LENGTH = 12, 3, 14
+ROWS = [[3, 4, 5, 6, 7, 3, 4, 5], [9], [8, 7, 6]]
+
+
+def model(vocabulary, layers, seed):
+    config = tf.Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(seed)
+    made = tf.Qwen2ForCausalLM(config)
+    for weight in made.parameters():
+        torch.nn.init.normal_(weight, 0, 0.4) if weight.ndim > 1 else None
+    return made
+
+
+class Anew:
+    """Keeps each row's tokens and compares every block with that of a source that has just begun."""
+
+    def __init__(self, drafter, target):
+        self.source, self.target = CausalSource(drafter, target), target
+        self.fresh = CausalSource(drafter, VLMTarget(target.model, Processor(0)))
+        self.longest, self.end, self.furthest, self.apart = self.source.longest, None, 0.0, 0
+
+    def begin(self, feedback, most):
+        self.texts = [[*row, int(token)] for row, token in zip(ROWS, feedback.token, strict=True)]
+        self.source.begin(feedback, most)
+
+    def logits(self, feedback, block):
+        if feedback.verdict is not None:
+            for text, new, kept in zip(self.texts, feedback.tokens.tolist(), feedback.verdict.kept, strict=True):
+                text += new[: int(kept)]
+            self.apart += int(feedback.verdict.kept.unique().numel() > 1)
+        found = self.source.logits(feedback, block)
+        for row, text in enumerate(self.texts):
+            if feedback.verdict is None or feedback.verdict.kept[row]:
+                self.furthest = max(
+                    self.furthest, float((found[row] - self.read(text, block)).nan_to_num(0).abs().max())
+                )
+        return found
+
+    def read(self, text, block):
+        target = self.fresh.target
+        output = target.prefill(VLMPrompt({"input_ids": torch.tensor([text[:-1]])}, 8), 0)
+        feedback = Feedback(output, torch.tensor([text[-1]]))
+        self.fresh.begin(feedback, block)
+        return self.fresh.logits(feedback, block)[0]
+
+
+def test_reading_a_text_once_is_reading_it_anew():
+    network = model(V, 2, 0)
+    target, drafter = VLMTarget(network, Processor(1.0)), CausalPrefix(model(V + 1, 2, 1), V, K)
+    source = Anew(drafter, target)
+    prompt = VLMPrompt(padded(ROWS, "cpu"), LENGTH)
+    dice = Uniforms.from_seeds([0, 1, 2])
+    *_, end = decode(target, ChainDrafter(source, target), Recursive(), prompt, LENGTH, dice)
+    assert end.stats.rounds > 6 and source.apart > 1  # rows did accept different numbers
+    assert source.furthest < 1e-4
