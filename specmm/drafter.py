@@ -5,16 +5,17 @@ Shape letters: B batch, R rows (both guidance branches), N nodes, D deepest leve
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
 from specmm.target import TargetOutput
-from specmm.tree import DraftTree
+from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import Verdict
 
 
@@ -59,3 +60,30 @@ class Drafter(Protocol):
     def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
         """The next tree, its root ``feedback.token``."""
         ...
+
+
+class Late:
+    """``inner``, begun behind a first round without drafts: an answer of two tokens never pays for its prompt."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner, self.max_nodes, self.max_depth = inner, inner.max_nodes, inner.max_depth
+
+    def begin(self, feedback: Feedback, clock: Clock) -> None:
+        """Only note what the drafter is to begin with."""
+        self._start: tuple[Feedback, Clock] | None = (feedback, clock)
+
+    def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
+        """The root alone at first, then what ``inner`` proposes."""
+        if feedback.verdict is None:
+            return DraftTree(feedback.token[:, None], TreeShape.chain(0, feedback.token.device))
+        if self._start is not None:
+            self.inner.begin(*self._start)
+            self._start, feedback = None, _widened(feedback, self.max_depth)
+        return self.inner.propose(feedback, uniforms)
+
+
+def _widened(feedback: Feedback, depth: int) -> Feedback:
+    """``feedback`` of a round without drafts, shaped like that of a tree ``depth`` deep."""
+    assert feedback.verdict is not None and feedback.tokens is not None
+    verdict = replace(feedback.verdict, path=F.pad(feedback.verdict.path, (0, depth), value=-1))
+    return replace(feedback, verdict=verdict, tokens=F.pad(feedback.tokens, (0, depth)))

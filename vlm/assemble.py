@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from specmm import methods
-from specmm.drafter import Drafter
+from specmm.drafter import Drafter, Late
 from specmm.growth import Dynamic
 from specmm.shape.static import named, spine
 from specmm.tree import TreeShape
@@ -39,6 +39,8 @@ class Assembly(NamedTuple):
 def assemble(method: methods.VQAMethod, target: VLMTarget, drafter: Any = None, tokenizer: Any = None) -> Assembly:
     """The parts of a speculative ``method``; ``drafter`` is what it drafts with, ``tokenizer`` the target's.
 
+    A drafter that must read the prompt begins late: many answers about a picture are one word.
+
     Raises ``ValueError`` for a method that drafts nothing and for a drafter that does not fit.
     """
     device = target.device
@@ -46,14 +48,16 @@ def assemble(method: methods.VQAMethod, target: VLMTarget, drafter: Any = None, 
         case methods.PromptLookup():
             return Assembly(PromptLookupDrafter(target, method.ngram, method.length), Recursive())
         case methods.TextDraft():
-            return Assembly(_blind(_small(drafter), target, _shape(method.tree, device), tokenizer), Recursive())
+            blind = _blind(_small(drafter), target, _shape(method.tree, device), tokenizer)
+            return Assembly(Late(blind), Recursive())
         case methods.VLMDraft():
-            return Assembly(_seeing(_small(drafter), target, _shape(method.tree, device), tokenizer), Recursive())
+            seeing = _seeing(_small(drafter), target, _shape(method.tree, device), tokenizer)
+            return Assembly(Late(seeing), Recursive())
         case methods.MSD():
             from specmm.vlm.drafters.msd import MSDDrafter
 
             tree = _shape(method.tree, device) if method.sampled else Dynamic(method.top_k, method.depth, method.total)
-            return Assembly(MSDDrafter(drafter, target, tree, method.sampled), Recursive())
+            return Assembly(Late(MSDDrafter(drafter, target, tree, method.sampled)), Recursive())
         case _:
             raise ValueError(f"method {method.name!r} drafts nothing")
 

@@ -43,7 +43,7 @@ class MSDDrafter:
         self.law = target.processor if isinstance(target.processor, Processor) else Processor()
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """Start a batch: a cache as roomy as the target's, and the attention masks of the tree."""
+        """Start a batch: a cache as roomy as the target's, the attention masks of the tree, and the prompt read."""
         hidden, config = feedback.output.hidden, self.head.config
         size = CacheSize(
             layers=config.num_hidden_layers,
@@ -56,11 +56,11 @@ class MSDDrafter:
         )
         self.cache, self.clock = Cache(size, hidden.dtype, hidden.device), clock
         self.growth.begin(self.cache)
+        self.state = self._read_prompt(feedback.token)  # [B, C]
 
     def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
         """Draft the tree behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
-        prompt = feedback.verdict is None
-        state = self._read_prompt(feedback.token) if prompt else self.growth.read_committed(self, feedback)
+        state = self.state if feedback.verdict is None else self.growth.read_committed(self, feedback)
         return self.growth.grow(self, feedback.token, state, uniforms)
 
     def logits(self, states: Tensor, depth: int) -> Tensor:

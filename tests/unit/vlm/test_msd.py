@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specmm.decode import decode, decode_plain
-from specmm.drafter import Feedback
+from specmm.drafter import Feedback, Late
 from specmm.growth import Dynamic
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
@@ -65,7 +65,7 @@ def test_prompt_slots_are_those_of_a_naive_loop(zoo):
     drafter = drafter_of(target, branching([2]))
     prompt, token = prompt_of(zoo, "llava"), torch.tensor([3, 4, 5])
     drafter.begin(Feedback(target.prefill(prompt, 4), token), Clock())
-    states = drafter._read_prompt(token)
+    states = drafter.state
     head, context = drafter.head, target.context
     for row, length in enumerate(prompt.lengths.tolist()):
         slots = []
@@ -152,3 +152,23 @@ def test_misfits_are_named(zoo):
 
 def drafter_of_config(target, config):
     return MSDDrafter(MSDHead(config), target)
+
+
+def test_a_late_drafter_never_begins_for_an_answer_of_two_tokens(zoo):
+    target = VLMTarget(zoo.model("llava"), Processor(0.0))
+    early = drafter_of(target, branching([2, 1]))
+    prompt, began = prompt_of(zoo, "llava"), []
+
+    class Watched(MSDDrafter):
+        def begin(self, feedback, clock):
+            began.append(1)
+            super().begin(feedback, clock)
+
+    late = Late(Watched(early.head, target, branching([2, 1])))
+    for length, begins in ((2, 0), (9, 1)):
+        tokens = []
+        for drafter in (early, late):
+            began.clear()
+            *_, progress = decode(target, drafter, Recursive(), prompt, length, Uniforms.from_seeds([1, 2, 3]))
+            tokens.append(progress.tokens[:, :length])
+        assert torch.equal(*tokens) and len(began) == begins
