@@ -14,17 +14,20 @@ from specmm.registry import Registry, unknown
 
 @dataclass(frozen=True)
 class Family:
-    """Where a family's pipeline is, and its methods by name."""
+    """Where a family's pipeline is, its methods by name, and those that ``specmm bench`` compares unless told."""
 
     module: str
     pipeline: str
     methods: Registry
+    compared: str
 
 
 FAMILIES = {  # by the "family" in model_index.json
-    "llamagen": Family("specmm.image_ar.tokens.pipeline", "LlamaGenPipeline", methods.IMAGE_TOKENS),
-    "mar": Family("specmm.image_ar.continuous.pipeline", "MARPipeline", methods.CONTINUOUS),
-    "var": Family("specmm.image_ar.scales.pipeline", "VARPipeline", methods.SCALES),
+    "llamagen": Family(
+        "specmm.image_ar.tokens.pipeline", "LlamaGenPipeline", methods.IMAGE_TOKENS, "speculative,lantern++"
+    ),
+    "mar": Family("specmm.image_ar.continuous.pipeline", "MARPipeline", methods.CONTINUOUS, "cspd"),
+    "var": Family("specmm.image_ar.scales.pipeline", "VARPipeline", methods.SCALES, "code,speculative"),
 }
 
 

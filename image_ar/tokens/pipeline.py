@@ -26,6 +26,7 @@ from specmm.image_ar.tokens.drafters.files import load_drafters, save_drafters
 from specmm.image_ar.tokens.gpt import Transformer
 from specmm.image_ar.tokens.layout import column_major
 from specmm.image_ar.tokens.loading import load_gpt, load_vq, save_gpt, save_vq
+from specmm.image_ar.tokens.quality import log_likelihood
 from specmm.image_ar.tokens.settings import Settings
 from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
 from specmm.image_ar.tokens.tuning import choose_method
@@ -149,6 +150,12 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
 
         bar = self.progress_bar(total=len(generators))
         return draw_batches(draw, len(generators), batch_size, output_type, bar)
+
+    def log_likelihood(self, classes: Sequence[str | int], tokens: Tensor) -> Tensor:
+        """Mean log-probability a token [B] of ``tokens`` [B, T] of ``classes``; see ``quality.log_likelihood``."""
+        names, count = self.settings.classes, self.transformer.config.num_classes
+        labels = class_labels(classes, names, count, 1).to(self.device)
+        return log_likelihood(self.target(), Prompt(labels), tokens)
 
     def target(
         self,

@@ -15,7 +15,9 @@ COLUMNS = ("method", "s/picture", "speed-up", "tau", "host", "ideal", "log-lik",
 
 def bench(
     model: Model,
-    methods: Annotated[str, typer.Option(help="Comma separated; options in brackets.")] = "speculative,lantern++",
+    methods: Annotated[
+        str | None, typer.Option(help="Comma separated, options in brackets; the family's own if left out.")
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 1,
     n: Annotated[int, typer.Option("-n", min=1, help="Runs of every method; medians are printed.")] = 5,
     seed: Seed = None,
@@ -26,7 +28,8 @@ def bench(
     from specmm.cli.parse import parse_methods
     from specmm.image_ar.pipeline import family_of
 
-    contenders = parse_methods(family_of(model).methods, methods)
+    family = family_of(model)
+    contenders = parse_methods(family.methods, methods or family.compared)
     seed = secrets.randbelow(2**31) if seed is None else seed
     with stdout_reserved():
         rows = _measure(model, contenders, batch, n, seed, dtype)
@@ -41,11 +44,11 @@ def _measure(model: str, contenders: list[Any], batch: int, n: int, seed: int, d
     import torch
 
     from specmm.cli.drawing import load
-    from specmm.cli.race import quality, race, summary
+    from specmm.cli.race import likelihood, race, summary
     from specmm.methods import AR
 
     pipe = load(model, dtype)
-    if pipe.transformer.config.model_type != "c2i":
+    if getattr(pipe.transformer.config, "model_type", "c2i") != "c2i":
         raise ValueError("bench draws classes, give a class-conditional model")
     classes = pipe.transformer.config.num_classes
     rounds = [[(i * batch + j) % classes for j in range(batch)] for i in range(n)]
@@ -53,18 +56,19 @@ def _measure(model: str, contenders: list[Any], batch: int, n: int, seed: int, d
     facts = {
         "model": model,
         "seed": seed,
-        "dtype": str(pipe.transformer.output.weight.dtype).removeprefix("torch."),
+        "dtype": str(next(pipe.transformer.parameters()).dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "outputs": [],
     }
     return [
-        {**summary(lane, lanes[0], batch), "quality": {"log_likelihood": quality(pipe, lane, rounds)}, **facts}
+        {**summary(lane, lanes[0], batch), "quality": {"log_likelihood": likelihood(pipe, lane, rounds)}, **facts}
         for lane in lanes
     ]
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     tv = row["certificate"]["tv"]
+    likelihood = row["quality"]["log_likelihood"]
     kind = row["certificate"]["kind"] + (f", tv {tv:.4f}" if tv else "")
     return [
         row["label"],
@@ -73,6 +77,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
         number(row["tau"], ".2f"),
         f"{row['host_overhead']:.0%}",
         f"{row['ideal']:.2f}x",
-        number(row["quality"]["log_likelihood"]),
+        number(likelihood) if likelihood is not None else "-",
         kind,
     ]

@@ -71,30 +71,25 @@ def _draw(pipe: Any, method: methods.Method, classes: Sequence[Any], seed: int) 
     return pipe(classes=list(classes), generator=generator, method=method, batch_size=len(classes))
 
 
-def quality(pipe: Any, lane: Lane, rounds: Sequence[Sequence[Any]]) -> float:
-    """Mean log-likelihood a token of the lane's pictures under the target."""
+def likelihood(pipe: Any, lane: Lane, rounds: Sequence[Sequence[Any]]) -> float | None:
+    """Mean log-likelihood a token of the lane's pictures under the target; None for tokens that are no codes."""
     import torch
 
-    from specmm.image_ar.settings import class_ids
-    from specmm.image_ar.tokens.quality import log_likelihood
-    from specmm.image_ar.tokens.target import Prompt
-
-    target, count = pipe.target(), pipe.transformer.config.num_classes
-    labels = [torch.tensor(class_ids(c, pipe.settings.classes, count), device=pipe.device) for c in rounds]
-    values = [log_likelihood(target, Prompt(c), t) for c, t in zip(labels, lane.tokens, strict=True)]
+    if not hasattr(pipe, "log_likelihood"):
+        return None
+    values = [pipe.log_likelihood(list(c), t) for c, t in zip(rounds, lane.tokens, strict=True)]
     return float(torch.cat(values).mean())
 
 
 def summary(lane: Lane, plain: Lane, batch: int) -> dict[str, Any]:
     """What a lane says next to plain decoding; seconds are medians of whole calls, pixels included.
 
-    ``ideal`` is the speed-up of the token loop were there no host overhead: tau times plain decoding's seconds a step
-    over the seconds of a round's draft and verify forwards.
+    ``ideal`` is the speed-up of the token loop were there no host overhead: plain decoding's seconds a token times
+    the tokens, over the seconds of their draft and verify forwards.
     """
     stats, median = lane.stats, statistics.median(lane.seconds)
     baseline = statistics.median(plain.seconds)
-    step = plain.stats.seconds / max(plain.stats.batch_rounds, 1)
-    forwards = (stats.draft_seconds + stats.verify_seconds) / max(stats.batch_rounds, 1)
+    token_seconds = plain.stats.seconds / max(plain.stats.tokens, 1)
     return {
         "method": lane.method.name,
         "label": label(lane.method),
@@ -108,6 +103,6 @@ def summary(lane: Lane, plain: Lane, batch: int) -> dict[str, Any]:
         "rounds": stats.rounds,
         "tau": stats.tau,
         "host_overhead": stats.host_overhead,
-        "ideal": stats.tokens / max(stats.batch_rounds, 1) / batch * step / forwards,
+        "ideal": stats.tokens * token_seconds / (stats.draft_seconds + stats.verify_seconds),
         "certificate": lane.certificate.as_dict(),
     }

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specmm import methods
+from specmm.cli.bench import bench
 from specmm.cli.generate import generate
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
 from specmm.image_ar.continuous.mar import MAR, MARConfig
@@ -162,6 +163,15 @@ def test_the_command_line_draws(folder, tmp_path):
     with pytest.raises(ValueError, match="unknown option"):
         generate(str(folder), ["heart"], top_k=3, seed=1, out=tmp_path / "x")
     assert isinstance(ImagePipeline.from_pretrained(folder, method="cspd"), MARPipeline)
+
+
+def test_bench_on_the_command_line(folder, capsys):
+    bench(str(folder), n=1, seed=1, as_json=True)
+    rows = json.loads(capsys.readouterr().out)
+    assert [r["method"] for r in rows] == ["ar", "cspd"]
+    assert all(r["quality"]["log_likelihood"] is None for r in rows)  # continuous tokens have densities at most
+    bench(str(folder), n=1, seed=1)
+    assert "cspd" in capsys.readouterr().out
 
 
 def test_callbacks_see_every_iteration(pipe):

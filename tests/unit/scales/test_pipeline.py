@@ -221,3 +221,11 @@ def test_plan_on_the_command_line(pipe, tmp_path):
     assert all(row["seconds"] > 0 for row in found["by_n"])
     shown = CliRunner().invoke(app, ["plan", str(tmp_path / "model"), "--dtype", "float32"])
     assert shown.exit_code == 0 and "choice" in shown.stdout
+
+
+def test_bench_on_the_command_line(pipe, tmp_path):
+    pipe.save_pretrained(tmp_path / "model")
+    arguments = ["bench", str(tmp_path / "model"), "--methods", "code(n=2)", "-n", "1", "--dtype", "float32", "--json"]
+    rows = json.loads(CliRunner().invoke(app, arguments).stdout)
+    assert [r["label"] for r in rows] == ["ar", "code(n=2)"]
+    assert all(r["quality"]["log_likelihood"] < 0 and r["ideal"] > 0 for r in rows)

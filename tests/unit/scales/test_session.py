@@ -5,6 +5,7 @@ import torch
 
 from benchmarks.straightforward_var import straightforward
 from specmm.image_ar.scales.canvas import Canvas
+from specmm.image_ar.scales.quality import log_likelihood
 from specmm.image_ar.scales.sampling import Choice, Sampling
 from specmm.image_ar.scales.session import Session
 from specmm.randomness import Uniforms
@@ -82,3 +83,16 @@ def painted(vqvae, labels, seed=0):
         shape = (len(labels), canvas.ladder.tokens(k))
         canvas.add(Choice(torch.randint(vqvae.config.vocab_size, shape, generator=generator)))
     return canvas
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("cfg", [0.0, 1.5])
+def test_likelihood_is_that_of_teacher_forcing(large, vqvae, cfg):
+    canvas, sampling = painted(vqvae, LABELS), Sampling(cfg, temperature=0.7)
+    tokens = torch.cat(canvas.tokens, 1)
+    own, null = (large(rows, canvas.inputs(1, 4)) for rows in (LABELS, torch.full_like(LABELS, 10)))
+    levels = large.lvl_1L[0][:, None] / 4 * cfg
+    laws = (((1 + levels) * own - levels * null) / 0.7).log_softmax(-1)
+    wanted = laws.gather(-1, tokens[..., None])[..., 0].mean(1)
+    found = log_likelihood(large, vqvae.quantize, LABELS, tokens, sampling)
+    torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
