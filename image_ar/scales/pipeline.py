@@ -26,6 +26,7 @@ from specmm.image_ar.scales.canvas import Canvas
 from specmm.image_ar.scales.drawing import LARGE, code_turns, turn
 from specmm.image_ar.scales.loading import load_var, load_vqvae, save_var, save_vqvae
 from specmm.image_ar.scales.pair import check_dtype, check_pair, check_tokenizer, load_small
+from specmm.image_ar.scales.quality import log_likelihood
 from specmm.image_ar.scales.sampling import Inverse, Sampling
 from specmm.image_ar.scales.settings import Settings
 from specmm.image_ar.scales.var import VAR
@@ -179,6 +180,12 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
         sampling = Sampling(s.cfg, s.top_k, s.top_p, s.temperature, s.more_smooth)
         sampling.check(self.transformer.config.vocab_size, len(self.transformer.config.ladder))
         return sampling
+
+    def log_likelihood(self, classes: Sequence[str | int], tokens: Tensor) -> Tensor:
+        """Mean log-probability a token [B] of ``tokens`` [B, L] of ``classes``; see ``quality.log_likelihood``."""
+        names, count = self.settings.classes, self.transformer.config.num_classes
+        labels = class_labels(classes, names, count, 1).to(self.device)
+        return log_likelihood(self.transformer, self.vae.quantize, labels, tokens, self.target())
 
     def plan(self, batch: int, sampling: Sampling | None = None) -> tuning.Plan:
         """What ``code`` costs here by N at this batch, measured once, and the N it takes; ``specmm plan`` prints it."""

@@ -1,0 +1,33 @@
+"""How likely the large model finds tokens it did or did not draw: what a handoff costs, in nats a token.
+
+Shape letters: B batch, L tokens of all scales, T tokens of a scale, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specmm.image_ar.scales.canvas import Canvas
+from specmm.image_ar.scales.quantizer import MultiScaleQuantizer
+from specmm.image_ar.scales.sampling import Choice, Sampling
+from specmm.image_ar.scales.session import Session
+from specmm.image_ar.scales.var import VAR
+
+
+@torch.inference_mode()
+def log_likelihood(
+    model: VAR, quantizer: MultiScaleQuantizer, labels: Tensor, tokens: Tensor, sampling: Sampling
+) -> Tensor:
+    """Mean log-probability a token [B] of ``tokens`` [B, L] of classes ``labels`` [B] under ``model``, scale by scale.
+
+    Guidance and temperature are those of ``sampling`` (temperature 1 where it is greedy); top-k and top-p are not
+    applied, since the small model may draw a token that they would exclude.
+    """
+    canvas = Canvas(quantizer, len(labels))
+    session, found = Session(model, labels, sampling, len(canvas.ladder) - 1), []
+    for k, part in enumerate(canvas.ladder.split(tokens)):
+        laws = (session.advance(canvas, k).float() / (sampling.heat(k) or 1.0)).log_softmax(-1)  # [B, T, V]
+        found.append(laws.gather(-1, part[..., None])[..., 0])
+        canvas.add(Choice(part))
+    return torch.cat(found, dim=1).mean(1)
