@@ -1,9 +1,9 @@
-"""The preallocated key/value cache: ragged rows, a scratch region for draft trees, commits by one gather.
+"""The preallocated key/value cache: ragged rows, a scratch region for draft trees, commits at once.
 
 Shape letters: L layers, G guidance branches (1, or 2 for [cond; uncond]), B batch, R = G·B rows, S slots, H heads,
 D head width, N tree nodes, M most nodes kept a round.
-Slots [0, capacity) hold committed tokens, the next ``scratch`` a round's tree nodes, the last one takes what is
-thrown away (so that every row moves the same number of entries, whatever it accepted).
+Slots [0, capacity) hold committed tokens, the last ``scratch`` a round's tree nodes. Moves and, where Triton runs, tree
+attention are :mod:`specmm.kernels`'.
 """
 
 from __future__ import annotations
@@ -12,6 +12,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from specmm.kernels.backend import backend
+from specmm.kernels.kv_commit import commit
+from specmm.kernels.tree_attention import TreeMask
+from specmm.tree import TreeShape
 
 
 class Memory:
@@ -52,14 +57,13 @@ class Cache:
 
     def __init__(self, size: CacheSize, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self.size = size
-        self.slots = size.capacity + size.scratch + 1
+        self.slots = size.capacity + size.scratch
         shape = (size.layers, 2, size.rows, self.slots, size.heads, size.head_dim)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.layers = [Memory(layer[0], layer[1]) for layer in self.data]
         self.lengths = torch.zeros(size.batch, dtype=torch.int64, device=device)
         self.hidden_prefix: Tensor | None = None  # [R, capacity] bool: padding that no row may attend
         self._columns = torch.arange(size.capacity, device=device)
-        self._first_slot = torch.arange(size.rows, device=device)[:, None] * self.slots  # [R, 1]
         self._bias = torch.empty(0)
         self._bias_of: Tensor | None = None
 
@@ -67,6 +71,12 @@ class Cache:
         """Make the next forward write from slot ``first`` on and attend the slots before ``stop``."""
         for layer in self.layers:
             layer.first, layer.stop = first, stop
+
+    def tree_mask(self, shape: TreeShape) -> Tensor | TreeMask:
+        """What a tree of ``shape`` in the scratch region attends: a dense bias, or for Triton words and lengths."""
+        if backend(self.data.device) == "torch":
+            return self.tree_bias(shape.ancestors)
+        return TreeMask(shape.ancestor_words, self.lengths, self.size.capacity, self.hidden_prefix)
 
     def tree_bias(self, ancestors: Tensor) -> Tensor:
         """Additive mask [R, 1, N, S] for a tree in the scratch region: its ancestors and every committed token.
@@ -92,16 +102,9 @@ class Cache:
 
     def keep(self, path: Tensor, kept: Tensor) -> None:
         """Move the first ``kept`` [B] nodes of ``path`` [B, M] from the scratch region behind each row's tokens."""
-        order = torch.arange(path.shape[1], device=path.device)
-        source = self.size.capacity + path.clamp(min=0)
-        wanted = torch.where(order < kept[:, None], self.lengths[:, None] + order, self.slots - 1)
-        branches = (self.size.branches, 1)
-        source = (source.repeat(branches) + self._first_slot).flatten()  # [R·M]
-        wanted = (wanted.repeat(branches) + self._first_slot).flatten()
-        flat = self.data.view(-1, self.size.rows * self.slots, self.size.heads * self.size.head_dim)
-        flat.index_copy_(1, wanted, flat.index_select(1, source))
+        commit(self.data.flatten(0, 1), path, kept, self.lengths, self.size.capacity)
         self.lengths += kept
 
     def crop(self, lengths: Tensor) -> None:
         """Forget every token at or behind ``lengths`` [B]."""
-        self.lengths = torch.minimum(self.lengths, lengths)
+        self.lengths.clamp_(max=lengths)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specmm.kernels.tree_attention.interface import NAME as TREES
 from specmm.registry import unknown
 from specmm.vlm.prompt import VLMPrompt
 
@@ -60,6 +61,11 @@ class Family:
     def window(self) -> int:
         """Positions a sliding layer attends, itself included; 0 where no layer slides."""
         return int(self.config.sliding_window) if "sliding_attention" in self.kinds else 0
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether attention layers take a tree's mask: loaded with ``specmm_tree``, and none of them slides."""
+        return self.config._attn_implementation == TREES and not self.window
 
     def masks(self, full: Tensor | None, sliding: Tensor | None) -> Any:
         """The attention mask argument of the decoder: one mask, or one by kind of layer."""

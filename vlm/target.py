@@ -18,6 +18,8 @@ from torch import Tensor
 
 from specmm.cache import Cache, CacheSize
 from specmm.history import History
+from specmm.kernels.tree_attention import Mask, TreeMask
+from specmm.kernels.tree_attention.interface import PLACEHOLDER
 from specmm.processors import check_finite
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
@@ -134,7 +136,9 @@ class VLMTarget:
         cache.aim(cache.size.capacity, cache.slots)
         last = int(self.family.config.max_position_embeddings) - 1  # a block may reach beyond the text's end
         positions = (cache.lengths[:, None] + tree.shape.depths).clamp(max=last)
-        return self._output(self.states(tree.tokens, positions, cache.tree_bias(tree.shape.ancestors)), tree)
+        whole = self.family.takes_trees
+        mask = cache.tree_mask(tree.shape) if whole else cache.tree_bias(tree.shape.ancestors)
+        return self._output(self.states(tree.tokens, positions, mask), tree)
 
     def commit(self, verdict: Verdict) -> None:
         """Keep the accepted nodes."""
@@ -154,14 +158,19 @@ class VLMTarget:
         positions = (self.prompt.lengths + self.calls - 1)[:, None]
         return self._output(self.states(tokens[:, None], positions, self._step_bias(slot)), None)
 
-    def states(self, tokens: Tensor, positions: Tensor, bias: Tensor | None) -> Tensor:
+    def states(self, tokens: Tensor, positions: Tensor, bias: Mask) -> Tensor:
         """Post-final-norm states [B, N, C] of ``tokens`` [B, N], stored where the cache aims.
 
-        ``positions`` [1 or B, N] count tokens; ``bias`` [B, 1, N, S] is the additive mask of full attention.
+        ``positions`` [1 or B, N] count tokens; ``bias`` [B, 1, N, S] is the additive mask of full attention, or a
+        tree's mask for models that take it.
         """
+        if isinstance(bias, TreeMask):
+            masks: dict[str, Any] = {"attention_mask": PLACEHOLDER, "tree_mask": bias}
+        else:
+            masks = {"attention_mask": self.family.masks(bias, self._within_window(bias, positions))}
         states: Tensor = self.family.decoder(
             inputs_embeds=self.embed(tokens),
-            attention_mask=self.family.masks(bias, self._within_window(bias, positions)),
+            **masks,
             position_ids=self.family.spread(positions + self.offsets[:, None]),
             past_key_values=self.past,
             use_cache=True,

@@ -1,6 +1,7 @@
-"""A target whose forwards are captured CUDA graphs: plain steps and tree scoring without launch overhead.
+"""Targets whose forwards are captured CUDA graphs: plain steps and tree scoring without launch overhead.
 
-Shape letters: B batch, R rows, N tree nodes, V vocabulary.
+Trees of one size share a graph, whatever their shape, for words and depths are inputs of it. The finiteness check,
+which waits for the GPU, is left out. Shape letters: B batch, R rows, N tree nodes, W words, C width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.static_step import StaticTarget
+from specmm.cache import Cache
 from specmm.image_ar.tokens.target import LlamaGenTarget
+from specmm.kernels.tree_attention import TreeMask
 from specmm.target import TargetOutput
-from specmm.tree import DraftTree
+from specmm.tree import DraftTree, TreeShape
+from specmm.vlm.target import VLMTarget
 
 
 class Graph:
@@ -51,34 +55,92 @@ class Graph:
             self.outputs = self.function(*self.inputs)
 
 
-class GraphTarget(StaticTarget):
-    """A class-conditional target with captured forwards; one batch size and one static tree an instance.
+class TreeGraphs:
+    """``function`` of (tokens [B, N], depths [B, N], words [B, N, W], …), one graph for each number of nodes."""
 
-    The finiteness check, which waits for the GPU, is left out in scoring.
-    """
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
+        self.function = function
+        self.by_size: dict[int, Graph] = {}
+
+    def __call__(self, tree: DraftTree, *others: Tensor) -> tuple[Tensor, ...]:
+        """The function's results for ``tree`` and ``others``."""
+        batch, nodes = tree.tokens.shape
+        graph = self.by_size.setdefault(nodes, Graph(self.function))
+        words = tree.shape.ancestor_words.expand(batch, -1, -1).contiguous()
+        return graph(tree.tokens, tree.shape.depths.expand(batch, -1), words, *others)
+
+
+def mask_of(cache: Cache, words: Tensor) -> TreeMask:
+    """The mask of a tree of ``words`` [B, N, W] in the cache's scratch region."""
+    return TreeMask(words, cache.lengths, cache.size.capacity, cache.hidden_prefix)
+
+
+class GraphTarget(StaticTarget):
+    """LlamaGen, class-conditional, with captured forwards; one batch size an instance."""
 
     def __init__(self, plain: LlamaGenTarget) -> None:
         super().__init__(plain, Graph)
-        self.shape: Any = None
-        self.tree_graph = Graph(self._tree_forward)
+        self.graphs = TreeGraphs(self._tree_forward)
 
     @torch.inference_mode()
     def score(self, tree: DraftTree) -> TargetOutput:
-        """One captured tree-attention forward; raises ``ValueError`` when the shape is another than before."""
-        if self.shape is None:
-            self.shape = tree.shape
-        if tree.shape is not self.shape:
-            raise ValueError("tree must have the same static shape in every round to be captured, got another")
-        self.cache.aim(self.cache.size.capacity, self.cache.slots)
-        laws, hidden = self.tree_graph(tree.tokens)
+        """One captured tree-attention forward."""
+        self.cache.aim(self.cache.size.capacity, self.cache.size.capacity + tree.shape.size)
         self.calls += 1
-        return TargetOutput(laws, hidden)
+        return TargetOutput(*self.graphs(tree))
 
-    def _tree_forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _tree_forward(self, tokens: Tensor, depths: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
         """Laws [B, N, V] and hidden states [R, N, C] of drafts ``tokens`` [B, N] behind the cache's lengths."""
-        positions = (self.cache.lengths[:, None] + self.shape.depths).clamp(max=self.cache.size.capacity - 1)
-        bias = self.cache.tree_bias(self.shape.ancestors)
+        positions = (self.cache.lengths[:, None] + depths).clamp(max=self.cache.size.capacity - 1)
         branches = self.guidance.branches
         x, positions = self.model.tok_embeddings(tokens).repeat(branches, 1, 1), positions.repeat(branches, 1)
-        logits, hidden = self.model(x, positions, bias, self.cache.layers)
+        logits, hidden = self.model(x, positions, mask_of(self.cache, words), self.cache.layers, self.taps)
         return self.processor(self.guide(logits.float(), positions)), hidden
+
+
+class VLMGraphTarget(VLMTarget):
+    """A transformers model loaded with ``specmm_tree``, with captured forwards; one batch and one cache size.
+
+    A plain step is a tree of one node, scored by the graph of that size and kept, as any tree is.
+    """
+
+    def __init__(self, plain: VLMTarget) -> None:
+        super().__init__(plain.model, plain.processor, plain.name)
+        if not self.family.takes_trees or self.processor.stateful:
+            raise ValueError(
+                f"{self.name} must be loaded with attn_implementation='specmm_tree', have no sliding layers and no "
+                "repetition penalty to be captured"
+            )
+        self.memory: Cache | None = None
+        self.graphs = TreeGraphs(self._tree_forward)
+        self.alone = TreeShape.chain(0, self.device)
+
+    @torch.inference_mode()
+    def score(self, tree: DraftTree) -> TargetOutput:
+        """One captured tree-attention forward."""
+        self.cache.aim(self.cache.size.capacity, self.cache.size.capacity + tree.shape.size)
+        self.tree, self.calls = tree, self.calls + 1
+        return TargetOutput(*self.graphs(tree, self.offsets))
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor) -> TargetOutput:
+        """One plain step."""
+        output = self.score(DraftTree(tokens[:, None], self.alone))
+        one = torch.ones_like(tokens)
+        self.cache.keep(torch.zeros_like(tokens)[:, None], one)
+        return output
+
+    def _tree_forward(self, tokens: Tensor, depths: Tensor, words: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Laws [B, N, V] and states [B, N, C] of drafts ``tokens`` [B, N] behind the cache's lengths."""
+        given, self.offsets = self.offsets, offsets  # of the graph's own memory
+        states = self.states(tokens, self.cache.lengths[:, None] + depths, mask_of(self.cache, words))
+        self.offsets = given
+        return self.processor.laws(self.head(states).float(), self.history, None), states
+
+    def _new_cache(self, batch: int, capacity: int, scratch: int) -> Cache:
+        """The memory of the first call, which graphs go on using; a larger one forgets them."""
+        wanted = super()._new_cache(batch, capacity, max(scratch, 1))
+        if self.memory is None or self.memory.size != wanted.size:
+            self.memory, self.graphs.by_size = wanted, {}
+        self.memory.lengths.zero_()
+        return self.memory

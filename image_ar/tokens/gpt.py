@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specmm.cache import Memory
+from specmm.kernels.tree_attention import Mask, attend
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class Attention(nn.Module):
         self.wqkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, factors: Tensor, bias: Tensor | None, memory: Memory | None) -> Tensor:
+    def forward(self, x: Tensor, factors: Tensor, bias: Mask, memory: Memory | None) -> Tensor:
         """Attend ``x`` [R, T, C] to itself (causally, without memory) or to what ``memory`` holds under ``bias``."""
         rows, steps, _ = x.shape
         qkv = self.wqkv(x).view(rows, steps, 3 * self.heads, -1)
@@ -147,9 +148,7 @@ class Attention(nn.Module):
         k, v = turned[:, :, self.heads :], qkv[:, :, 2 * self.heads :]  # [R, T, H, D]
         if memory is not None:
             k, v = memory.write(k, v)
-        y = F.scaled_dot_product_attention(
-            q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias, is_causal=memory is None and bias is None
-        )
+        y = attend(q, k.transpose(1, 2), v.transpose(1, 2), bias, causal=memory is None and bias is None)
         return self.wo(y.transpose(1, 2).flatten(2))
 
 
@@ -176,7 +175,7 @@ class TransformerBlock(nn.Module):
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
 
-    def forward(self, x: Tensor, factors: Tensor, bias: Tensor | None, memory: Memory | None) -> Tensor:
+    def forward(self, x: Tensor, factors: Tensor, bias: Mask, memory: Memory | None) -> Tensor:
         """[R, T, C] -> [R, T, C]."""
         x = x + self.attention(self.attention_norm(x), factors, bias, memory)
         return x + self.feed_forward(self.ffn_norm(x))
@@ -231,15 +230,15 @@ class Transformer(nn.Module):
         self,
         x: Tensor,
         positions: Tensor | None = None,
-        bias: Tensor | None = None,
+        bias: Mask = None,
         memories: list[Memory] | None = None,
         taps: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor]:
         """Run embeddings ``x`` [R, T, C] through the layers.
 
         Without ``positions`` [R or 1, T] they are 0 … T-1; without ``memories`` the attention is causal unless an
-        additive ``bias`` [R or 1, 1, T, S] says otherwise. Returns logits [R, T, V] and the hidden states behind the
-        final norm, followed by those in front of each layer of ``taps``: [R, T, C · (1 + len(taps))].
+        additive ``bias`` [R or 1, 1, T, S] or a tree's mask says otherwise. Returns logits [R, T, V] and the hidden
+        states behind the final norm, followed by those in front of each layer of ``taps``: [R, T, C · (1 + len(taps))].
         """
         factors = self.rotary.first(x.shape[1]) if positions is None else self.rotary.at(positions)
         tapped = []

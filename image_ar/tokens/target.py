@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specmm.cache import Cache, CacheSize
 from specmm.image_ar.tokens.gpt import CaptionEmbedder, Transformer
+from specmm.kernels.tree_attention import Mask
 from specmm.processors import Processor, check_finite
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
@@ -92,8 +93,7 @@ class LlamaGenTarget:
         """One tree-attention forward; see :class:`specmm.target.Target`."""
         self.cache.aim(self.cache.size.capacity, self.cache.slots)
         positions = self.cache.lengths[:, None] + tree.shape.depths
-        bias = self.cache.tree_bias(tree.shape.ancestors)
-        return self._score(tree.tokens, positions, bias)
+        return self._score(tree.tokens, positions, self.cache.tree_mask(tree.shape))
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> TargetOutput:
@@ -113,14 +113,14 @@ class LlamaGenTarget:
         """Keep the accepted nodes."""
         self.cache.keep(verdict.path, verdict.kept)
 
-    def _score(self, tokens: Tensor, positions: Tensor, bias: Tensor | None) -> TargetOutput:
+    def _score(self, tokens: Tensor, positions: Tensor, bias: Mask) -> TargetOutput:
         x = self.model.tok_embeddings(tokens)
         if self.guidance.branches == 2:
             x = x.repeat(2, 1, 1)
             positions = positions if len(positions) == 1 else positions.repeat(2, 1)
         return self._forward(x, positions, bias)
 
-    def _forward(self, x: Tensor, positions: Tensor, bias: Tensor | None) -> TargetOutput:
+    def _forward(self, x: Tensor, positions: Tensor, bias: Mask) -> TargetOutput:
         logits, hidden = self.model(x, positions, bias, self.cache.layers, self.taps)
         guided = self.guide(logits.float(), positions)
         check_finite(guided, self.calls, self.name)

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specmm.kernels.backend import backend
 from specmm.randomness import Uniforms, categorical
 from specmm.tree import DraftTree, TreeShape
 
@@ -71,18 +72,31 @@ class Rule(Protocol):
 
 
 def decide(rule: Rule, tree: DraftTree, p: Tensor, uniforms: Uniforms, *, measure: bool = False) -> Verdict:
-    """Throw the dice for ``rule``: N uniforms a row for the nodes and one for the next token."""
+    """Throw the dice for ``rule``: N uniforms a row for the nodes and one for the next token.
+
+    On a GPU the rules that ``specmm.kernels.acceptance`` knows are one launch.
+    """
+    if not measure and backend(p.device) == "triton":
+        from specmm.kernels.acceptance import decide_fused
+
+        verdict = decide_fused(rule, tree, p, uniforms)
+        if verdict is not None:
+            return verdict
     decisions = rule.decisions(tree, p, measure=measure)
-    dice = uniforms.draw(tree.shape.size + 1)
+    return settle(decisions, tree.shape, uniforms.draw(tree.shape.size + 1))
+
+
+def settle(decisions: Decisions, shape: TreeShape, dice: Tensor) -> Verdict:
+    """The verdict of ``decisions`` on a tree of ``shape`` under the uniforms ``dice`` [B, N + 1]."""
     hit = dice[:, :-1] < decisions.accept  # strict: probability 0 is never accepted
     hit[:, 0] = True
-    on_path = _walk(tree.shape, hit) if decisions.order is None else _first(tree.shape, hit, decisions.order)
-    reached = on_path * (tree.shape.depths + 1)  # [B, N]
+    on_path = _walk(shape, hit) if decisions.order is None else _first(shape, hit, decisions.order)
+    reached = on_path * (shape.depths + 1)  # [B, N]
     kept, last = reached.max(1)
     row = torch.arange(len(last), device=last.device)
     next_token = categorical(decisions.next_law[row, last], dice[:, -1])
     excess = None if decisions.excess is None else (decisions.excess * on_path).sum(1)
-    return Verdict(_path(reached, tree.shape.depth), kept, next_token, excess)
+    return Verdict(_path(reached, shape.depth), kept, next_token, excess)
 
 
 def _walk(shape: TreeShape, hit: Tensor) -> Tensor:

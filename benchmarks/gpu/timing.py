@@ -1,0 +1,39 @@
+"""Times of captured calls: what a kernel costs inside a CUDA graph, with caches too large to stay in L2."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+REPLAYS = 12
+COLD = 512 * 2**20  # bytes that one replay goes through, so that L2 holds none of the next call's
+
+
+def copies_of(size: int) -> int:
+    """How many inputs of ``size`` bytes a replay needs to be cold."""
+    return max(2, min(32, COLD // max(size, 1)))
+
+
+def milliseconds(calls: Sequence[Callable[[], object]]) -> float:
+    """Median time of one of ``calls``, which are captured together and replayed; events, no host in between."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls[:2]:  # compiles, and warms up
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(REPLAYS + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / len(calls))
+    return statistics.median(times[2:])

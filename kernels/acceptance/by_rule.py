@@ -1,0 +1,45 @@
+"""Fused acceptance by the core's own rules and PyTorch's operators: for CPUs, and where Triton does not run.
+
+Shape letters: B batch, N nodes, V vocabulary, D deepest level, W codes, J columns of the neighbour table.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from specmm.processors import Processor
+from specmm.tree import DraftTree, TreeShape
+from specmm.verify.exact import Recursive
+from specmm.verify.lantern import Lantern, LanternPP
+from specmm.verify.rule import Rule, settle
+
+
+def accept(
+    laws: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    dice: Tensor,
+    depth: int,
+    drafts: Tensor | None,
+    table: Tensor | None,
+    near: int,
+    bound: float,
+    factor: bool,
+    offset: int,
+    processing: list[float] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Path, kept and next token; for the arguments see ``op.accept``."""
+    if processing is not None:
+        temperature, top_k, top_p, top_p_first = processing
+        laws = Processor(temperature, int(top_k), top_p, bool(top_p_first))(laws)
+    tree = DraftTree(tokens, TreeShape(parents, depth, tokens.shape[1]), drafts)
+    verdict = settle(_rule(table, near, bound, factor, offset).decisions(tree, laws), tree.shape, dice)
+    return verdict.path, verdict.kept, verdict.next_token
+
+
+def _rule(table: Tensor | None, near: int, bound: float, factor: bool, offset: int) -> Rule:
+    if table is None:
+        return Recursive()
+    if factor:
+        return LanternPP(table, near, bound, offset=offset)
+    return Lantern(table, near, bound, offset=offset)

@@ -1,0 +1,27 @@
+"""Fused acceptance, one row in plain Python: the naive rules' chances, then the dice.
+
+Shape letters: N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from specmm.verify.naive import Result
+
+
+def accept(result: Result, parents: Sequence[int], dice: Sequence[float]) -> tuple[list[int], int]:
+    """Nodes kept, root first, and the next token, from a top-down ``result`` of ``specmm.verify.naive``.
+
+    ``dice`` [N + 1]: one uniform for each node, the last for the next token.
+    """
+    chances, following, _ = result
+    path = [0]
+    for node in range(1, len(parents)):  # siblings by rank, and every node after its parent
+        if parents[node] == path[-1] and dice[node] < chances[node]:
+            path.append(node)
+    law = following[path[-1]]
+    reached = list(accumulate(law))
+    wanted = dice[-1] * reached[-1]
+    return path, next(token for token, mass in enumerate(law) if mass > 0 and reached[token] > wanted)

@@ -1,0 +1,50 @@
+"""Which of the core's rules the fused acceptance serves, and how.
+
+Shape letters: B batch, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from specmm.kernels.acceptance.op import accept
+from specmm.randomness import Uniforms
+from specmm.tree import DraftTree
+from specmm.verify.exact import GreedyMatch, PointMass, Recursive
+from specmm.verify.lantern import Lantern, LanternPP
+from specmm.verify.rule import Rule, Verdict
+
+GREEDY = [0.0, 0.0, 1.0, 0.0]  # processing that leaves the argmax
+
+
+def decide_fused(rule: Rule, tree: DraftTree, p: Tensor, uniforms: Uniforms) -> Verdict | None:
+    """The verdict of ``decide`` by one launch, on the same uniforms; None for rules the kernel does not know.
+
+    It knows those that test siblings from the root down: greedy match, recursive, point mass, LANTERN and LANTERN++
+    with the corrected residual. It measures no excess.
+    """
+    options = _options(rule, tree)
+    if options is None:
+        return None
+    laws = p.float() if "processing" in options else p
+    dice = uniforms.draw(tree.shape.size + 1)
+    path, kept, following = accept(laws, tree.tokens, tree.shape.parents, dice, tree.shape.depth, **options)
+    return Verdict(path, kept, following)
+
+
+def _options(rule: Rule, tree: DraftTree) -> dict[str, Any] | None:
+    match rule:
+        case GreedyMatch():
+            return {"processing": GREEDY}
+        case PointMass():
+            return {}
+        case Recursive():
+            return {"drafts": tree.laws}
+        case Lantern(residual="corrected", greedy=False) | LanternPP(residual="corrected", greedy=False):
+            factor = isinstance(rule, LanternPP)
+            bound = rule.lambda_ if isinstance(rule, LanternPP) else rule.delta
+            near = {"table": rule.table, "near": rule.k, "bound": bound, "factor": factor, "offset": rule.offset}
+            return {"drafts": tree.laws, **near}
+    return None

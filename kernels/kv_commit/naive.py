@@ -1,0 +1,18 @@
+"""KV commit, one entry at a time: what the other implementations are tested against.
+
+Shape letters: A arrays (keys and values of all layers), R rows, B rows of lengths, M moves, S slots, H heads,
+D head width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def kv_commit(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: int) -> None:
+    """As ``op.kv_commit``, in place."""
+    for array in data:
+        for r, row in enumerate(array):
+            b = r % len(path)
+            for i in range(int(kept[b])):
+                row[int(lengths[b]) + i] = row[first + int(path[b, i])].clone()

@@ -1,0 +1,44 @@
+"""Tree attention, one query at a time in float64: what the other implementations are tested against.
+
+Shape letters: R rows, B rows of lengths (R a multiple of B; row r takes length r % B), H query heads, K key/value
+heads, T tree nodes, S slots, D head width, W = ceil(T / 64) words.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def tree_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    words: Tensor,
+    lengths: Tensor,
+    first: int,
+    scale: float,
+    hidden: Tensor | None = None,
+) -> Tensor:
+    """Attention [R, T, H, D] in float64; for the arguments see ``op.tree_attention``.
+
+    A query that may attend nothing gives zeros.
+    """
+    rows, heads, nodes, _ = q.shape
+    out = q.new_zeros(rows, nodes, heads, q.shape[-1], dtype=torch.float64)
+    group = heads // keys.shape[1]
+    for r in range(rows):
+        for t in range(nodes):
+            slots = seen_slots(words[r % len(words), t], int(lengths[r % len(lengths)]), nodes, first)
+            if hidden is not None:
+                slots = [s for s in slots if s >= hidden.shape[1] or not hidden[r, s]]
+            for h in range(heads):
+                k, v = keys[r, h // group, slots].double(), values[r, h // group, slots].double()
+                out[r, t, h] = (k @ q[r, h, t].double() * scale).softmax(0) @ v
+    return out
+
+
+def seen_slots(words: Tensor, length: int, nodes: int, first: int) -> list[int]:
+    """Slots that a query of ancestors ``words`` [W] attends: the prefix, then its ancestors from slot ``first`` on."""
+    bits = [int(words[n // 64]) >> (n % 64) & 1 for n in range(nodes)]
+    return [*range(length), *(first + n for n in range(nodes) if bits[n])]

@@ -1,0 +1,187 @@
+"""Fused acceptance against the core's rules on the same uniforms, and against plain Python.
+
+Shape letters: B batch, N nodes, V vocabulary, W codes.
+"""
+
+import pytest
+import torch
+
+from specmm.kernels.acceptance import accept, decide_fused, naive
+from specmm.processors import Processor
+from specmm.randomness import Uniforms
+from specmm.tree import DraftTree
+from specmm.verify import naive as rules
+from specmm.verify.exact import GreedyMatch, PointMass, Recursive
+from specmm.verify.lantern import Lantern, LanternPP
+from specmm.verify.neighbours import neighbour_table
+from specmm.verify.rule import decide
+
+V, OFFSET = 63, 2
+
+
+def table(device):
+    return neighbour_table(torch.randn(V - 5, 3, generator=torch.Generator().manual_seed(0)), 20).to(device)
+
+
+def draft_tree(shape, drawn, device, batch, seed=0, dtype=torch.float64):
+    """Drafts the target likes or not, laws they might come from, target laws with zeros among them, as top-k leaves."""
+    generator = torch.Generator().manual_seed(seed)
+    laws = torch.randn(2, batch, shape.size, V, generator=generator, dtype=dtype).mul(2).softmax(-1)
+    laws = torch.where(laws > 0.003, laws, 0.0)
+    laws /= laws.sum(-1, keepdim=True)
+    tokens = laws[1].flatten(0, 1).multinomial(1, generator=generator).view(batch, -1)
+    likely = laws[0].argmax(-1).gather(1, shape.parents.cpu().clamp(min=0).expand(batch, -1))
+    tokens = torch.where(torch.rand(batch, shape.size, generator=generator) < 0.5, likely, tokens)
+    return DraftTree(tokens.to(device), shape, laws[1].to(device) if drawn else None), laws[0].to(device)
+
+
+def uniforms(batch, device, dtype=torch.float64):
+    return Uniforms([torch.Generator(device).manual_seed(100 + b) for b in range(batch)], dtype)
+
+
+RULES = {
+    "greedy match": lambda near: GreedyMatch(),
+    "recursive": lambda near: Recursive(),
+    "point mass": lambda near: PointMass(),
+    "lantern": lambda near: Lantern(near, k=7, delta=0.2, offset=OFFSET),
+    "lantern++": lambda near: LanternPP(near, k=20, lambda_=12.0, offset=OFFSET),
+}
+
+
+def agreement(verdict, other):
+    """The share of rows with the same verdict."""
+    same = (verdict.path == other.path).all(1) & (verdict.kept == other.kept)
+    return float((same & (verdict.next_token == other.next_token)).double().mean())
+
+
+@pytest.mark.parametrize(("drawn", "shared"), [(False, True), (True, False)], ids=["chosen", "drawn"])
+@pytest.mark.parametrize("name", RULES)
+def test_fused_verdicts_are_the_rules_own(name, drawn, shared, random_shape, device, monkeypatch):
+    batch, rule = 10, RULES[name](table(device))
+    shape = random_shape(1 if shared else batch, 9, torch.Generator().manual_seed(4))
+    tree, p = draft_tree(shape, drawn, device, batch)
+    dice = uniforms(batch, device), uniforms(batch, device)
+    monkeypatch.setenv("SPECMM_KERNELS", "torch")
+    expected = decide(rule, tree, p, dice[0])
+    monkeypatch.setenv("SPECMM_KERNELS", "triton")
+    found = decide(rule, tree, p, dice[1])
+    assert agreement(found, expected) == 1
+    assert torch.equal(dice[0].draw(1), dice[1].draw(1))  # as many uniforms used
+    if name != "greedy match":
+        assert expected.kept.unique().numel() > 1  # rows end at different depths, or the test says little
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda tree, near: (Recursive(), DraftTree(tree.tokens, tree.shape)),  # q forgotten
+        lambda tree, near: (LanternPP(near, k=20, lambda_=12.0), tree),  # neighbours of other tokens
+        lambda tree, near: (LanternPP(near, k=20, lambda_=4.0, offset=OFFSET), tree),
+        lambda tree, near: (Recursive(), tree),  # nothing borrowed
+    ],
+    ids=["point masses", "wrong offset", "wrong lambda", "exact"],
+)
+def test_broken_twins_are_rejected(broken, random_shape, device, on_triton, monkeypatch):
+    near = table(device)
+    tree, p = draft_tree(random_shape(1, 9, torch.Generator().manual_seed(4)), True, device, 10)
+    found = decide_fused(*broken(tree, near), p, uniforms(10, device))
+    monkeypatch.setenv("SPECMM_KERNELS", "torch")
+    expected = decide(RULES["lantern++"](near), tree, p, uniforms(10, device))
+    assert agreement(found, expected) < 1
+
+
+def test_the_rules_the_kernel_does_not_know_are_left_to_others(random_shape, device, on_triton):
+    tree, p = draft_tree(random_shape(1, 5, torch.Generator().manual_seed(4)), True, device, 2)
+    assert decide_fused(Lantern(table(device), k=7, residual="official"), tree, p, uniforms(2, device)) is None
+    assert decide(Lantern(table(device), k=7), tree, p, uniforms(2, device), measure=True).excess is not None
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
+def test_fused_equals_plain_python(drawn, random_shape, device, on_triton):
+    near, shape = table(device), random_shape(1, 7, torch.Generator().manual_seed(1))
+    tree, p = draft_tree(shape, drawn, device, 8, seed=3)
+    dice = torch.rand(8, 8, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(device)
+    path, kept, following = accept(p, tree.tokens, shape.parents, dice, shape.depth, tree.laws, near, 5, 0.3)
+    shifted = [[0] * 5] * OFFSET + near.tolist() + [[0] * 5] * (V - len(near) - OFFSET)
+    path0, _, following0 = accept(p, tree.tokens, shape.parents, dice, shape.depth, tree.laws)
+    parents, laws = shape.parents[0].tolist(), [None] * 8 if tree.laws is None else tree.laws.tolist()
+    for b in range(8):
+        given = tree.tokens[b].tolist(), parents, p[b].tolist(), laws[b]
+        nodes, token = naive.accept(rules.recursive(*given), parents, dice[b].tolist())
+        assert path0[b, : len(nodes)].tolist() == nodes and int(following0[b]) == token
+        if int(tree.tokens[b].max()) < len(near) and not drawn:
+            loose = rules.lantern(*given, shifted[OFFSET:], 5, 0.3, False, "corrected")
+            nodes, token = naive.accept(loose, parents, dice[b].tolist())
+            assert path[b, : int(kept[b])].tolist() == nodes and int(following[b]) == token
+
+
+@pytest.mark.parametrize(
+    ("options", "first"),
+    [((0.7, 10, 1.0), False), ((1.3, 30, 0.6), False), ((1.3, 30, 0.6), True), ((0.0, 0, 1.0), False)],
+)
+def test_logits_are_processed_on_the_way(options, first, random_shape, device, monkeypatch):
+    shape, generator = random_shape(1, 6, torch.Generator().manual_seed(2)), torch.Generator().manual_seed(6)
+    tree, _ = draft_tree(shape, True, device, 5, dtype=torch.float32)
+    logits = torch.randn(5, 6, V, generator=generator).mul(2).round(decimals=1).to(device)  # with ties
+    dice = torch.rand(5, 7, generator=generator).to(device)
+    given = tree.tokens, shape.parents, dice, shape.depth, tree.laws
+    law = Processor(*options, top_p_first=first)(logits)
+    found = {}
+    for name in ("triton", "torch"):
+        monkeypatch.setenv("SPECMM_KERNELS", name)
+        found[name] = accept(logits, *given, processing=[*options, float(first)])
+    for one, other, same in zip(found["triton"], found["torch"], accept(law, *given), strict=True):
+        assert torch.equal(one, other) and torch.equal(other, same)
+
+
+def test_the_vocabulary_may_exceed_a_block(random_shape, device, on_triton, monkeypatch):
+    """Residuals, draws and gathers across blocks: the next token of a leaf of a wide law."""
+    from specmm.kernels.acceptance import triton as fast
+
+    shape = random_shape(1, 9, torch.Generator().manual_seed(4))
+    tree, p = draft_tree(shape, True, device, 6)
+    dice = uniforms(6, device).draw(10)
+    given = p, tree.tokens, shape.parents, dice, shape.depth, tree.laws, table(device), 7, 3.0, True, OFFSET
+    whole = accept(*given)
+    monkeypatch.setattr(fast, "BLOCK", 16)
+    assert all(torch.equal(a, b) for a, b in zip(whole, accept(*given), strict=True))
+
+
+def test_a_token_without_mass_is_never_emitted(device, on_triton):
+    laws = torch.zeros(3, 1, V, device=device)
+    laws[:, :, 5] = laws[:, :, 40] = 0.5
+    none = torch.zeros(3, 1, dtype=torch.int64, device=device)
+    dice = torch.tensor([0.0, 0.5, 1 - 2**-24], device=device)[:, None].repeat(1, 2)
+    assert accept(laws, none, none[:1] - 1, dice, 0)[2].tolist() == [5, 40, 40]
+
+
+def test_no_graph_break(random_shape, device, on_triton):
+    shape = random_shape(1, 5, torch.Generator().manual_seed(4))
+    tree, p = draft_tree(shape, True, device, 4)
+    given = p, tree.tokens, shape.parents, uniforms(4, device).draw(6), shape.depth, tree.laws
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def verify(*arguments):
+        path, kept, following = accept(*arguments)
+        return path, kept + 0, following
+
+    assert all(torch.equal(a, b) for a, b in zip(verify(*given), accept(*given), strict=True))
+    torch.library.opcheck(accept, given, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({0: torch.zeros(1, 3, 4)}, "laws must be"),
+        ({3: torch.zeros(1, 2)}, "dice must be"),
+        ({0: torch.zeros(1, 2, 4).half()}, "float32 or float64"),
+        ({7: 3}, "near must be"),
+    ],
+)
+def test_mistakes_are_one_line(change, message):
+    tokens = torch.zeros(1, 2, dtype=torch.int64)
+    given = [torch.zeros(1, 2, 4), tokens, tokens - 1, torch.zeros(1, 3), 1, None, None, 0]
+    for place, value in change.items():
+        given[place] = value
+    with pytest.raises(ValueError, match=message):
+        accept(*given)
