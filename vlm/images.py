@@ -33,7 +33,7 @@ def open_image(source: Source) -> Image.Image:
         )
     try:
         return _rgb(ImageOps.exif_transpose(image))
-    except (OSError, SyntaxError, ValueError) as error:
+    except Exception as error:  # a damaged file makes a decoder fail in any way
         raise ValueError(f"{name} must be a whole picture, got a damaged or truncated one ({error})") from error
 
 
@@ -45,7 +45,9 @@ def _open(name: str) -> Image.Image:
             return Image.open(name)
     except Image.DecompressionBombError as error:
         raise ValueError(f"{name} must have 1 to {MOST_PIXELS:,} pixels ({error}); scale it down") from error
-    except (UnidentifiedImageError, SyntaxError) as error:
+    except Exception as error:  # a damaged header likewise; a file that is not there speaks for itself
+        if isinstance(error, OSError) and not isinstance(error, UnidentifiedImageError):
+            raise
         raise ValueError(f"{name} must be a picture, got a file of another kind or an empty one") from error
 
 

@@ -1,4 +1,7 @@
-"""``specmm demo``: the same pictures by plain decoding, exactly accelerated and relaxed, side by side, offline."""
+"""``specmm demo``: the same pictures by plain decoding, exactly accelerated and relaxed, side by side, offline.
+
+With ``--app`` it opens the app in a browser instead.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import typer
 from specmm.cli.generate import Json
 from specmm.cli.output import emit, number, save_picture, say, stdout_reserved, table, writable, write_text
 
+DEFAULT = "pocket/llamagen"
 METHODS = ("ar", "speculative", "lantern++")
 FAVOURITES = ("face-smiling", "heart", "food-fruit", "country-flag")
 COLUMNS = ("method", "s/picture", "speed-up", "tau", "log-lik/token", "FID", "KID", "certificate")
@@ -17,12 +21,19 @@ COLUMNS = ("method", "s/picture", "speed-up", "tau", "log-lik/token", "FID", "KI
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder of what is made.")] = Path("out/demo"),
-    model: Annotated[str, typer.Option(help="A folder or pocket model.")] = "pocket/llamagen",
+    model: Annotated[str, typer.Option(help="A folder or pocket model.")] = DEFAULT,
     n: Annotated[int, typer.Option("-n", min=1, help="Pictures of each of four classes.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same pictures.")] = 0,
+    app: Annotated[bool, typer.Option("--app", help="Open the app in a browser instead of making a page.")] = False,
+    host: Annotated[str, typer.Option(help="Of the app: 0.0.0.0 opens it to the network.")] = "127.0.0.1",
+    port: Annotated[int | None, typer.Option(min=0, help="Of the app; a free one if not given.")] = None,
+    share: Annotated[bool, typer.Option("--share", help="Give the app a public address, by gradio.live.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Draw a few classes by three methods, one picture at a time, and compare them."""
+    """Draw a few classes by three methods, one picture at a time, and compare them; or open the app."""
+    if app:
+        _open(model, host, port, share)
+        return
     folder = writable(out)
     with stdout_reserved():
         rows, paths = _make(model, folder, n, seed)
@@ -32,6 +43,19 @@ def demo(
     typer.echo(text(rows))
     typer.echo(notes(rows))
     typer.echo("\n".join(paths[:2]))
+
+
+def _open(model: str, host: str, port: int | None, share: bool) -> None:
+    """Serve the app until Ctrl-C; raises ``ValueError`` without gradio and for a port that is taken."""
+    from specmm.app.models import Models
+
+    models = Models((model,) if model != DEFAULT else ())
+    try:
+        from specmm.app.page import build, serve
+    except ModuleNotFoundError as error:
+        raise ValueError(f"the app needs {error.name}, run: pip install 'specmm[app]'") from error
+    say("loading the models and opening the app; Ctrl-C ends it")
+    serve(build(models), host, port, share)
 
 
 def _make(model: str, folder: Path, n: int, seed: int) -> tuple[list[dict[str, Any]], list[str]]:

@@ -1,0 +1,110 @@
+"""What a batch job gains and what its engines cost: ``python -m benchmarks.jobs --model pocket/llamagen``.
+
+Throughput of ``specmm batch`` against a plain loop of ``pipe()`` at batch 1 (bar: 2x), interleaved, in one process; and
+the seconds of one rank under a launcher's environment and of one Ray actor over those of the local engine (bars: 1.05
+and 1.15), loading and starting Ray left out. Every picture is compared: all must be bit-equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import environment
+from specmm.jobs.engines import run_local, run_rank
+from specmm.jobs.finish import finish
+from specmm.jobs.items import Item, seed_of
+from specmm.jobs.spec import Limits, Spec, prepare
+from specmm.jobs.store import RESULTS
+from specmm.jobs.workers import ImageWorker
+
+Runner = Callable[..., Any]
+
+
+def items_of(count: int, classes: int) -> list[Item]:
+    return [Item(f"bench/{i}", "class", str(i % classes), seed_of(f"bench/{i}", 0)) for i in range(count)]
+
+
+def loop(worker: ImageWorker, items: Sequence[Item], folder: Path) -> float:
+    """Seconds of what a person would write: one call a picture, saved as PNG."""
+    begin = time.perf_counter()
+    for number, item in enumerate(items):
+        generator = [torch.Generator().manual_seed(item.seed)]
+        out = worker.pipe(classes=[item.text], generator=generator, method=worker.methods.own)
+        out.images[0].save(folder / f"{number}.png")
+    return time.perf_counter() - begin
+
+
+def job(worker: ImageWorker, items: Sequence[Item], folder: Path, runner: Runner, batch: int) -> float:
+    """Seconds of a whole job: every file synced, journal and index written."""
+    begin = time.perf_counter()
+    prepare(folder, worker.spec)
+    runner(folder, worker.spec, Limits(batch), items, opener=lambda: worker)
+    finish(folder, worker.spec, items, 1000)
+    return time.perf_counter() - begin
+
+
+def pictures(folder: Path) -> dict[str, bytes]:
+    return {f.name: f.read_bytes() for f in (folder / RESULTS).rglob("*.png")}
+
+
+def measure(worker: ImageWorker, items: Sequence[Item], rounds: int, batches: Sequence[int]) -> list[dict[str, Any]]:
+    """Rows of seconds: the loop, jobs by batch size, a rank; in turns."""
+    os.environ.update(RANK="0", WORLD_SIZE="1")
+    ways: dict[str, Callable[[Path], float]] = {"loop": lambda folder: loop(worker, items, folder)}
+    for size in batches:
+        ways[f"local, batch {size or 'auto'}"] = lambda folder, size=size: job(worker, items, folder, run_local, size)
+    ways["accelerate, one rank"] = lambda folder: job(worker, items, folder, run_rank, batches[-1])
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    made: dict[str, dict[str, bytes]] = {}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            with tempfile.TemporaryDirectory() as place:
+                seconds[name].append(way(Path(place)))
+                made[name] = pictures(Path(place)) if name != "loop" else {}
+    whole = made[f"local, batch {batches[0] or 'auto'}"]
+    base = statistics.median(seconds["loop"])
+    return [
+        {
+            "way": name,
+            "items_a_second": len(items) / statistics.median(taken),
+            "over_loop": base / statistics.median(taken),
+            "seconds": taken,
+            "bit_equal": name == "loop" or made[name] == whole,
+        }
+        for name, taken in seconds.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="pocket/llamagen")
+    parser.add_argument("--method", default="speculative")
+    parser.add_argument("--items", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batches", default="1,4,16,0")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    worker = ImageWorker(Spec(given.model, given.method, dtype="float32"))
+    items = items_of(given.items, worker.pipe.transformer.config.num_classes)
+    loop(worker, items[:2], Path(tempfile.mkdtemp()))  # warm
+    rows = measure(worker, items, given.rounds, [int(b) for b in given.batches.split(",")])
+    text = json.dumps(
+        {"model": given.model, "method": given.method, "environment": environment(), "rows": rows}, indent=1
+    )
+    print(text)
+    if given.out:
+        given.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Kill -9 at random moments: ``python -m benchmarks.soak.kills --kills 60 --out benchmarks/results/kills.json``.
+
+A parent loads a tiny random model once and forks; each child works on the same job and is killed after a random
+delay. When the job is finished every item must be done exactly once, with the bytes of an undisturbed run. Jobs are
+started until there were enough kills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specmm.jobs.engines import run_local
+from specmm.jobs.finish import finish
+from specmm.jobs.items import Item, seed_of
+from specmm.jobs.run import pending
+from specmm.jobs.spec import Limits, Spec, prepare
+from specmm.jobs.store import ARCHIVES, RESULTS
+from specmm.jobs.verify import verify
+from specmm.jobs.workers import ImageWorker
+
+
+def items_of(count: int) -> list[Item]:
+    return [Item(f"set/{i}", "class", str(i % 5), seed_of(f"set/{i}", 0)) for i in range(count)]
+
+
+def go(folder: Path, worker: ImageWorker, items: Sequence[Item]) -> None:
+    """The whole job, as the command runs it."""
+    prepare(folder, worker.spec)
+    run_local(folder, worker.spec, Limits(batch=2, shard=4), pending(folder, items), opener=lambda: worker)
+    finish(folder, worker.spec, items, 4)
+
+
+def struck(folder: Path, worker: ImageWorker, items: Sequence[Item], delay: float) -> bool:
+    """Work on the job in a child and kill it after ``delay`` seconds; False when it had finished by then."""
+    child = os.fork()
+    if not child:
+        go(folder, worker, items)
+        os._exit(0)
+    time.sleep(delay)
+    os.kill(child, signal.SIGKILL)  # a child that has finished waits for its parent, so the number is still its own
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = [*(folder / RESULTS).rglob("*.*"), *(folder / ARCHIVES).glob("*.*")]
+    return {f.name: f.read_bytes() for f in files}
+
+
+def trial(worker: ImageWorker, items: Sequence[Item], longest: float, wanted: dict[str, bytes], dice: Any) -> int:
+    """Kill a fresh job until it is finished; returns the number of kills. Raises when anything is lost or doubled."""
+    folder, kills = Path(tempfile.mkdtemp()), 0
+    while struck(folder, worker, items, dice.uniform(0, longest)):
+        kills += 1
+    found = verify(folder, items)
+    if (found.done, found.left, found.failed, found.problems) != (len(items), 0, 0, []):
+        raise AssertionError(f"after {kills} kills: {found}")
+    if contents(folder) != wanted:
+        raise AssertionError(f"after {kills} kills the output differs from an undisturbed run's")
+    index = [json.loads(line)["id"] for line in (folder / "index.jsonl").read_text().splitlines()]
+    if index != [item.id for item in items]:
+        raise AssertionError(f"after {kills} kills the index holds {index}")
+    shutil.rmtree(folder)
+    return kills
+
+
+def campaign(worker: ImageWorker, kills: int, count: int, seed: int = 0) -> dict[str, Any]:
+    """Trials over jobs of ``count`` items until there were ``kills`` kills."""
+    dice, items, whole = random.Random(seed), items_of(count), Path(tempfile.mkdtemp())
+    begin = time.perf_counter()
+    go(whole, worker, items)
+    seconds, done, trials = time.perf_counter() - begin, 0, 0
+    while done < kills:
+        done += trial(worker, items, seconds * 1.2, contents(whole), dice)
+        trials += 1
+    shutil.rmtree(whole)
+    return {"kills": done, "jobs": trials, "items_a_job": count, "lost": 0, "doubled": 0, "torn": 0, "seed": seed}
+
+
+def main() -> None:
+    from specmm.image_ar.pipeline import ImagePipeline
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--items", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", required=True, help="folder of an image model, the smaller the better")
+    parser.add_argument("--layout", default="folders")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    pipe = ImagePipeline.from_pretrained(given.model)
+    pipe.set_progress_bar_config(disable=True)
+    worker = ImageWorker(Spec(given.model, "ar", layout=given.layout), pipe=pipe)
+    text = json.dumps(campaign(worker, given.kills, given.items, given.seed) | {"layout": given.layout}, indent=1)
+    print(text)
+    if given.out:
+        given.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""The app's page: tabs, their inputs with limits, and what happens on a click.
+
+One request runs the models at a time; others wait in a queue of bounded length and are told their place in it.
+
+Shape letters: none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from specmm.app.drawing import Easel, grid_of, saved, shown_of
+from specmm.app.examples import scenes
+from specmm.app.measuring import COLUMNS, MOST_RUNS, measured
+from specmm.app.models import Models, in_sentences
+from specmm.app.writing import DRAFT, written
+
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when gradio is imported
+
+import gradio as gr
+
+WAITING = 20  # requests in the queue; more are turned away with a sentence
+LONGEST = 500  # letters of a question or a prompt
+LARGEST = "10mb"  # of an upload
+KEEP = (600, 3600)  # seconds: how often to look for old files, how old they get
+FAVOURITES = ("heart", "food-fruit", "country-flag", "face-smiling")
+ONE: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "models"}
+FONTS: dict[str, Any] = {"font": ["system-ui", "sans-serif"], "font_mono": ["monospace"]}  # none from the network
+CSS = ".grid img, .picture img {image-rendering: pixelated} footer {display: none !important}"
+
+
+def build(models: Models) -> gr.Blocks:
+    """The app over ``models``; call ``serve`` to open it."""
+    with gr.Blocks(title="specmm", analytics_enabled=False, delete_cache=KEEP) as app:
+        gr.Markdown("# specmm\nPlain decoding and drafts that are verified, side by side, on this machine.")
+        if models.names["images"]:
+            with gr.Tab("Pictures"):
+                _pictures(models)
+        if models.names["questions"]:
+            with gr.Tab("Questions"):
+                _questions(models)
+        if models.names["text"]:
+            with gr.Tab("Completion"):
+                _completion(models)
+        if models.names["images"]:
+            with gr.Tab("Benchmark"):
+                _benchmark(models)
+    app.queue(max_size=WAITING, default_concurrency_limit=1, api_open=False)
+    return app
+
+
+def serve(
+    app: gr.Blocks, host: str = "127.0.0.1", port: int | None = None, share: bool = False, wait: bool = True
+) -> str:
+    """Open ``app`` and return its address; ``wait`` until Ctrl-C."""
+    _, address, shared = app.launch(
+        server_name=host,
+        server_port=port,
+        share=share,
+        prevent_thread_lock=not wait,
+        quiet=not wait,
+        max_file_size=LARGEST,
+        theme=gr.themes.Default(**FONTS),
+        css=CSS,
+        ssr_mode=False,
+        footer_links=[],
+        enable_monitoring=False,
+    )
+    return shared or address
+
+
+def _seed() -> gr.Number:
+    return gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**31)
+
+
+def _model(models: Models, kind: str) -> gr.Dropdown:
+    names = models.names[kind]
+    return gr.Dropdown(names, value=names[0], label="Model", visible=len(names) > 1)
+
+
+def _method(models: Models, kind: str, preferred: str) -> gr.Dropdown:
+    known = models.methods(kind, models.names[kind][0])
+    return gr.Dropdown(known, value=preferred if preferred in known else known[-1], label="Method")
+
+
+def _pictures(models: Models) -> None:
+    classes = _classes(models, models.names["images"][0])
+    with gr.Row():
+        model = _model(models, "images")
+        name = gr.Dropdown(classes, value=classes[0], label="Class", filterable=True)
+        method = _method(models, "images", "lantern++")
+        seed = _seed()
+    button = gr.Button("Draw", variant="primary")
+    with gr.Row():
+        shown = [out for title in ("Plain decoding", "Accelerated") for out in _easel(title)]
+    gr.Markdown(
+        "Tokens: blue the model's own, green accepted drafts, grey still to come. Rejected drafts leave no trace."
+    )
+    gr.Examples([c for c in FAVOURITES if c in classes], name, cache_examples=False)
+
+    @in_sentences
+    def draw(model: str, name: str, method: str, seed: float) -> Iterator[list[Any]]:
+        pipe, view = models.get("images", model), [None, None, "", None] * 2
+        for place, each in ((0, "ar"), (4, method)):
+            try:
+                for frame in Easel(pipe, each, str(name), int(seed)).run():
+                    view[place : place + 3] = shown_of(frame, each, grid_of(pipe))
+                    if frame.out is not None:
+                        view[place + 3] = saved(frame.out, model, str(name), int(seed))
+                    yield view
+            except ValueError as error:  # the other side is still worth looking at
+                view[place + 2] = f"**{each}** could not draw this: {error}"
+                yield view
+
+    def renew(model: str) -> list[Any]:
+        classes = _classes(models, model)
+        known = models.methods("images", model)
+        return [gr.Dropdown(classes, value=classes[0]), gr.Dropdown(known, value=known[-1])]
+
+    button.click(draw, [model, name, method, seed], shown, **ONE)
+    model.change(in_sentences(renew), model, [name, method], **ONE)
+
+
+def _easel(title: str) -> list[Any]:
+    """Picture, token grid, line and file of one method."""
+    with gr.Column(min_width=300):
+        picture = gr.Image(label=title, interactive=False, elem_classes="picture", height=360, format="png")
+        line = gr.Markdown("Not drawn yet.", height=90)
+        grid = gr.Image(label="Tokens as they land", interactive=False, elem_classes="grid", height=260, format="png")
+        file = gr.File(label="PNG with its description", interactive=False)
+    return [picture, grid, line, file]
+
+
+def _classes(models: Models, model: str) -> list[str]:
+    pipe = models.get("images", model)
+    return list(pipe.settings.classes) or [str(i) for i in range(pipe.transformer.config.num_classes)]
+
+
+def _questions(models: Models) -> None:
+    with gr.Row():
+        with gr.Column(min_width=300):
+            file = gr.File(label=f"Picture (at most {LARGEST})", file_types=["image"], height=140)
+            preview = gr.Image(label="What the model sees", interactive=False, height=240)
+        with gr.Column(min_width=300):
+            model = _model(models, "questions")
+            question = gr.Textbox("What do you see in the picture?", label="Question", max_length=LONGEST)
+            method = _method(models, "questions", "msd")
+            length = gr.Slider(1, 128, 48, step=1, label="Most tokens of the answer")
+            button = gr.Button("Ask", variant="primary")
+            answer, line = _text()
+    gr.Examples(scenes(), file, cache_examples=False, label="Example pictures")
+
+    @in_sentences
+    def look(file: str | None) -> Any:
+        from specmm.vlm.images import open_image
+
+        return None if file is None else open_image(file)
+
+    @in_sentences
+    def ask(model: str, file: str | None, question: str, method: str, length: float) -> Iterator[Any]:
+        from specmm.vlm.images import open_image
+
+        if file is None:
+            raise ValueError("a question needs a picture: upload one or click an example")
+        pipe = models.get("questions", model)
+        rounds = pipe.stream(open_image(file), _short(question), method=method, max_new_tokens=int(length))
+        yield from written(rounds, pipe.processor.tokenizer)
+
+    file.change(look, file, preview)
+    button.click(ask, [model, file, question, method, length], [answer, line], **ONE)
+    question.submit(ask, [model, file, question, method, length], [answer, line], **ONE)
+
+
+def _completion(models: Models) -> None:
+    model = _model(models, "text")
+    prompt = gr.Textbox("def add(a, b):", label="Text to continue", lines=4, max_length=LONGEST)
+    with gr.Row():
+        method = _method(models, "text", "deer")
+        length = gr.Slider(1, 256, 96, step=1, label="Most tokens")
+    button = gr.Button("Continue", variant="primary")
+    answer, line = _text()
+
+    @in_sentences
+    def go(model: str, prompt: str, method: str, length: float) -> Iterator[Any]:
+        pipe = models.get("text", model)
+        rounds = pipe.stream(_short(prompt), method=method, max_new_tokens=int(length))
+        yield from written(rounds, pipe.tokenizer)
+
+    button.click(go, [model, prompt, method, length], [answer, line], **ONE)
+
+
+def _text() -> tuple[gr.HighlightedText, gr.Markdown]:
+    """Where an answer appears, and the line about it."""
+    text = gr.HighlightedText(label="Answer", color_map={DRAFT: "green"}, show_legend=True, combine_adjacent=True)
+    return text, gr.Markdown()
+
+
+def _short(text: str) -> str:
+    if not text.strip() or len(text) > LONGEST:
+        raise ValueError(f"write 1 to {LONGEST} letters, got {len(text.strip())}")
+    return text
+
+
+def _benchmark(models: Models) -> None:
+    known = [m for m in models.methods("images", models.names["images"][0]) if m != "ar"]
+    with gr.Row():
+        model = _model(models, "images")
+        names = gr.CheckboxGroup(known, value=known[1:2], label="Methods, against plain decoding")
+        runs = gr.Slider(1, MOST_RUNS, 2, step=1, label="Pictures of each method")
+    button = gr.Button("Measure here", variant="primary")
+    plot = gr.BarPlot(x="method", y="speed-up", title="Speed-up over plain decoding, medians", height=300)
+    table = gr.Dataframe(headers=list(COLUMNS), interactive=False)
+
+    @in_sentences
+    def go(model: str, names: list[str], runs: float) -> tuple[Any, Any]:
+        found = measured(models.get("images", model), names, int(runs), 0)
+        return found, found
+
+    button.click(go, [model, names, runs], [plot, table], **ONE)

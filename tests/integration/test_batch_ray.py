@@ -1,0 +1,60 @@
+"""``--engine ray`` on this machine: an item that kills its worker is set aside, everything else is done once."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specmm.jobs.cluster import run_ray
+from specmm.jobs.finish import finish
+from specmm.jobs.items import Item, seed_of
+from specmm.jobs.run import pending
+from specmm.jobs.spec import Limits, Spec, prepare
+from specmm.jobs.verify import verify
+
+
+@pytest.fixture
+def one_core(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A cluster of one core, gone behind the test."""
+    import ray
+
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield
+    ray.shutdown()
+
+
+def test_a_worker_that_dies_takes_nothing_with_it(one_core: Any, tmp_path: Path) -> None:
+    def opener() -> Any:
+        """Draws flat pictures, and dies at the third item; defined here, so that it travels to the actor."""
+        from PIL import Image
+
+        from specmm.jobs.store import Result
+
+        class Fatal:
+            def check(self, item: Item) -> None:
+                pass
+
+            def key(self, item: Item) -> int:
+                return 0
+
+            def run(self, items: list[Item]) -> list[Result]:
+                if any(i.id == "set/3" for i in items):
+                    os._exit(1)
+                stats = {"tokens": 1, "tau": 1.0, "seconds": 0.1, "batch": len(items)}
+                facts = {"method": "ar", "certificate": {"kind": "exact", "reason": "", "tv": 0.0}, "stats": stats}
+                return [Result(i, facts, image=Image.new("RGB", (4, 4), i.seed % 2**24)) for i in items]
+
+        return Fatal()
+
+    items = [Item(f"set/{i}", "class", "heart", seed_of(str(i), 0)) for i in range(6)]
+    prepare(tmp_path, spec := Spec("any"))
+    tally = run_ray(tmp_path, spec, Limits(batch=2, retries=0), pending(tmp_path, items), opener=opener, actors=1)
+    finish(tmp_path, spec, items, 1000)
+    assert sorted(tally.done) == [f"set/{i}" for i in (0, 1, 2, 4, 5)] and tally.failed == ["set/3"]
+    assert "worker died" in json.loads((tmp_path / "failed.jsonl").read_text())["error"]
+    found = verify(tmp_path, items)
+    assert (found.done, found.failed, found.left, found.problems) == (5, 1, 0, [])
+    assert pending(tmp_path, items) == []

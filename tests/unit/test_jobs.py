@@ -1,0 +1,231 @@
+"""Journals, items and batch sizes: any bytes, any rows, any order."""
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.soak.fuzz import fuzz
+from specmm.cache import Cache, CacheSize
+from specmm.jobs.items import Item, parse, read_items, seed_of
+from specmm.jobs.journal import Journal, ledger, pack, unpack
+from specmm.jobs.sizing import BatchSizer, out_of_memory
+from specmm.jobs.store import name_of, place_of
+from specmm.randomness import Uniforms
+from specmm.tree import DraftTree, TreeShape
+from specmm.verify import Recursive, Traversal, decide
+
+QUICK = settings(max_examples=60, deadline=None)
+TEXT = st.text(max_size=20)
+RECORDS = st.dictionaries(TEXT, st.one_of(TEXT, st.integers(), st.booleans()), max_size=4)
+
+
+def item(identity: str) -> Item:
+    return Item(identity, "class", "heart", seed_of(identity, 0))
+
+
+# ---- journals
+
+
+@settings(max_examples=15, deadline=None)  # each waits for the disk
+@given(st.lists(RECORDS, max_size=5), st.binary(max_size=12))
+def test_a_torn_tail_is_cut_off(tmp_path_factory: pytest.TempPathFactory, records: list[dict], torn: bytes) -> None:
+    folder = tmp_path_factory.mktemp("journal")
+    data = b"".join(map(pack, records))
+    (folder / "a.log").write_bytes(data + torn)
+    journal = Journal(folder, "a")
+    journal.append([{"id": "x", "state": "done"}])
+    journal.close()
+    assert (folder / "a.log").read_bytes() == data + pack({"id": "x", "state": "done"})
+    assert ledger(folder)["x"]["state"] == "done"
+
+
+@QUICK
+@given(RECORDS, st.integers(0, 10**6), st.integers(0, 7))
+def test_a_flipped_bit_is_noticed(record: dict, place: int, bit: int) -> None:
+    line = bytearray(pack(record))
+    assert unpack(bytes(line)) == record
+    line[place % len(line)] ^= 1 << bit
+    assert unpack(bytes(line)) in (None, record)  # a letter of the checksum may change case
+
+
+def test_a_line_that_was_cut_anywhere_is_no_line() -> None:
+    line = pack({"id": "x", "state": "done"})
+    assert all(unpack(line[:n]) is None for n in range(len(line)))
+
+
+def test_done_stands_against_failed_in_any_order(tmp_path: Path) -> None:
+    for name, state in (("b", "failed"), ("a", "done"), ("c", "failed")):
+        journal = Journal(tmp_path, name)
+        journal.append([{"id": "x", "state": state}])
+        journal.close()
+    assert ledger(tmp_path)["x"]["state"] == "done"
+
+
+# ---- items
+
+
+@QUICK
+@given(st.dictionaries(st.sampled_from(["id", "class", "prompt", "image", "question", "seed", "method", "idd"]),
+                       st.one_of(TEXT, st.integers(), st.none(), st.lists(TEXT, max_size=2), st.floats())))  # fmt: skip
+def test_a_row_is_an_item_or_a_sentence(row: dict) -> None:
+    try:
+        found = parse("row 1", row, 0, Path())
+    except ValueError as error:
+        assert str(error).startswith("row 1: ")
+        return
+    assert found.id and 0 <= found.seed < 2**63 and found.text
+    assert parse("row 1", row, 0, Path()).digest == found.digest
+
+
+@QUICK
+@given(st.lists(st.text(min_size=1, max_size=600), min_size=2, max_size=6, unique=True))
+def test_places_differ_and_stay_inside(ids: list[str]) -> None:
+    ids = [i for i in ids if i.isascii() or i.encode("utf-8", "ignore").decode() == i]
+    places = [place_of(item(i), "png") for i in ids]
+    assert len(set(places)) == len(places)
+    assert all(p.startswith("results/") and p.count("/") == 2 and ".." not in p for p in places)
+    assert all(len(name_of(item(i)).encode()) < 250 for i in ids)
+
+
+def test_seeds_come_from_ids(tmp_path: Path) -> None:
+    rows = [{"id": f"{i}", "class": "heart"} for i in range(50)]
+    random.Random(0).shuffle(rows)
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    items = read_items(tmp_path / "a.jsonl", base=3)
+    assert all(i.seed == seed_of(i.id, 3) for i in items) and len({i.seed for i in items}) == 50
+    assert seed_of("1", 0) != seed_of("1", 3)
+
+
+def test_csv_parquet_and_class_lists(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    (tmp_path / "a.csv").write_text("id,class,seed\na,heart,7\nb,time,\n")
+    parquet.write_table(pyarrow.table({"id": ["a", "b"], "class": ["heart", "time"], "seed": [7, None]}),
+                        tmp_path / "a.parquet")  # fmt: skip
+    assert read_items(tmp_path / "a.csv") == read_items(tmp_path / "a.parquet")
+    (tmp_path / "a.txt").write_text("heart\n\ntime\n")
+    assert [(i.id, i.text) for i in read_items(tmp_path / "a.txt")] == [("000000", "heart"), ("000001", "time")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", "", "at least one item"),
+        ("a.jsonl", '{"id": "a", "class": "x"}\n{"id": "a", "class": "x"}', "'a' twice"),
+        ("a.jsonl", '{"id": "a", "clas": "x"}', "did you mean 'class'"),
+        ("a.jsonl", "[1]", "JSON object, got a list"),
+        ("a.jsonl", '{"id": "a"', "line 1: must be a JSON object"),
+        ("a.jsonl", '{"id": "a", "class": "x", "prompt": "y"}', "class and prompt"),
+        ("a.jsonl", '{"id": "a", "class": "x", "image": "y"}', "with a question"),
+        ("a.jsonl", '{"id": "a", "class": "x", "seed": -1}', "seed must be"),
+        ("a.csv", "id,class\na,b,c\n", "got more"),
+        ("a.parquet", "no", "must be a Parquet file"),
+        ("a.xml", "", "unknown kind of job file"),
+    ],
+)
+def test_mistakes_in_job_files(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_items(tmp_path / name)
+
+
+# ---- batch sizes
+
+
+def test_the_batch_grows_while_it_pays() -> None:
+    sizer = BatchSizer()
+    for _ in range(20):
+        sizer.observe(sizer.size, 1 + sizer.size / 16)  # saturates
+    assert sizer.settled and 16 <= sizer.size <= 256
+    sizer.shrink(sizer.size)
+    assert sizer.size <= 128
+
+
+@QUICK
+@given(st.lists(st.tuples(st.integers(1, 300), st.floats(0, 100), st.booleans()), max_size=30), st.integers(0, 64))
+def test_the_batch_never_leaves_its_bounds(steps: list[tuple[int, float, bool]], fixed: int) -> None:
+    sizer = BatchSizer(fixed)
+    for items, seconds, full in steps:
+        if full:
+            sizer.shrink(items)
+        else:
+            sizer.observe(items, seconds)
+        assert 1 <= sizer.size <= max(sizer.ceiling, fixed)
+
+
+def test_memory_errors_are_known() -> None:
+    assert all(
+        map(
+            out_of_memory,
+            (MemoryError(), torch.OutOfMemoryError(), RuntimeError("DefaultCPUAllocator: not enough memory")),
+        )
+    )
+    assert not out_of_memory(RuntimeError("shape")) and not out_of_memory(ValueError("out of memory"))
+
+
+# ---- trees, caches and rules, whatever their shape
+
+
+@st.composite
+def parents(draw: st.DrawFn) -> list[int]:
+    count = draw(st.integers(1, 12))
+    return [-1, *(draw(st.integers(0, n - 1)) for n in range(1, count))]
+
+
+@QUICK
+@given(parents())
+def test_trees_agree_with_their_parents(listed: list[int]) -> None:
+    shape = TreeShape.from_parents(listed)
+    for node, parent in enumerate(listed):
+        line = [node]
+        while line[-1] > 0:
+            line.append(listed[line[-1]])
+        assert sorted(line) == shape.ancestors[0, node].nonzero().flatten().tolist()
+        assert shape.depths[0, node] == len(line) - 1
+        assert shape.ranks[0, node] == listed[:node].count(parent)
+        assert sum(int(shape.ancestor_words[0, node, 0]) >> a & 1 for a in line) == len(line)
+
+
+@QUICK
+@given(parents(), st.integers(0, 2**31), st.sampled_from([Recursive(), Traversal()]))
+def test_verdicts_are_paths_of_the_tree(listed: list[int], seed: int, rule: Recursive | Traversal) -> None:
+    dice, shape = torch.Generator().manual_seed(seed), TreeShape.from_parents(listed)
+    laws = torch.rand(2, shape.size, 5, generator=dice).softmax(-1)
+    tokens = torch.stack([torch.randperm(5, generator=dice)[torch.arange(shape.size) % 5] for _ in range(2)])
+    verdict = decide(rule, DraftTree(tokens, shape), laws, Uniforms([dice, dice]))
+    for path, kept in zip(verdict.path.tolist(), verdict.kept.tolist(), strict=True):
+        assert 1 <= kept <= shape.depth + 1 and path[0] == 0 and set(path[kept:]) <= {-1}
+        assert all(listed[node] == before for before, node in itertools.pairwise(path[:kept]))
+    assert ((verdict.next_token >= 0) & (verdict.next_token < 5)).all()
+
+
+@QUICK
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True), min_size=1, max_size=4))
+def test_a_cache_keeps_what_was_kept(rounds: list[list[int]]) -> None:
+    """Rows that keep different nodes hold, in order, just what they kept."""
+    cache, told = Cache(CacheSize(1, 1, 1, 2, 1, 16, 4), torch.float32), [[], []]
+    for number, kept in enumerate(rounds):
+        values = torch.arange(4.0) + 10 * number + torch.tensor([[0.0], [100.0]])  # [B, N]
+        cache.aim(cache.size.capacity, cache.slots)
+        cache.layers[0].write(values[..., None, None], -values[..., None, None])
+        counts = torch.tensor([len(kept), len(kept) // 2])
+        cache.keep(torch.tensor([kept, kept]), counts)
+        for row, count in enumerate(counts.tolist()):
+            told[row] += [float(values[row, node]) for node in kept[:count]]
+    assert [cache.layers[0].keys[r, : len(told[r]), 0, 0].tolist() for r in (0, 1)] == told
+    assert cache.lengths.tolist() == [len(t) for t in told]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+def test_broken_files_are_named_errors() -> None:
+    """A quick round of what benchmarks/soak does a hundred thousand times."""
+    found = fuzz(600, seed=1)
+    assert sum(found["outcomes"].values()) == 600
+    assert {key.split(": ")[1] for key in found["outcomes"]} <= {"read", "ValueError", "OSError", "FileNotFoundError"}
