@@ -54,7 +54,7 @@ class Answered:
     kind: str = ""
 
 
-Answer = Callable[[Asked], Answered]
+Answer = Callable[[Any], Answered]
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Runner:
     stats: Stats = field(default_factory=Stats)
     certificate: str = ""
 
-    def once(self, asked: Asked) -> None:
+    def once(self, asked: Any) -> None:
         """Answer and note what it took."""
         start = time.perf_counter()
         found = self.answer(asked)
@@ -132,7 +132,7 @@ def contenders(pipe: VQAPipeline, temperature: float, batch: int) -> list[Runner
     return found
 
 
-def drafts(pipe: VQAPipeline, method: methods.VQAMethod) -> bool:
+def drafts(pipe: Any, method: Any) -> bool:
     """Whether ``pipe`` has the drafter of ``method``."""
     try:
         return pipe.drafter(method.name) is not None
@@ -158,18 +158,28 @@ def ask(world: World, kind: str, batch: int, seed: int) -> Asked:
 
 def measure(pipe: VQAPipeline, world: World, kind: str, temperature: float, batch: int, repeats: int) -> list[Row]:
     """Every contender over ``repeats`` batches of one kind of question."""
-    runners = contenders(pipe, temperature, batch)
+    runners = race(
+        contenders(pipe, temperature, batch),
+        lambda seed: ask(world, kind, batch, seed),
+        repeats,
+        f"{kind} T={temperature:g} batch {batch}",
+    )
+    return [row(r, runners, kind, temperature, batch) for r in runners]
+
+
+def race(runners: list[Runner], ask: Callable[[int], Any], repeats: int, title: str) -> list[Runner]:
+    """Every one of ``runners`` on what ``ask`` gives for each of ``repeats`` seeds; those that cannot are left out."""
     for runner in runners[:]:
         try:
-            runner.answer(ask(world, kind, batch, 10**6))  # warm-up: caches, plans
+            runner.answer(ask(10**6))  # warm-up: caches, plans
         except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
             print(f"left out {runner.name}: {type(error).__name__}: {error}", flush=True)
             runners.remove(runner)
-    for repeat in tqdm(range(repeats), desc=f"{kind} T={temperature:g} batch {batch}"):
-        asked = ask(world, kind, batch, repeat)
+    for repeat in tqdm(range(repeats), desc=title):
+        asked = ask(repeat)
         for runner in runners[repeat % len(runners) :] + runners[: repeat % len(runners)]:
             runner.once(asked)
-    return [row(r, runners, kind, temperature, batch) for r in runners]
+    return runners
 
 
 def row(runner: Runner, runners: list[Runner], kind: str, temperature: float, batch: int) -> Row:

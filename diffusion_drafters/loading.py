@@ -15,22 +15,30 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specmm import methods
+from specmm import methods, zoo
 from specmm.checkpoints import read_json
 from specmm.diffusion_drafters.assemble import Diffusion
 from specmm.diffusion_drafters.diffuspec.ngram import NGram
 from specmm.diffusion_drafters.models.causal import KIND, check_target, load_deer
 from specmm.diffusion_drafters.models.dflash import load_dflash
 from specmm.diffusion_drafters.models.files import load_diffusion_lm
+from specmm.diffusion_drafters.packaged import is_packaged, unpacked
+from specmm.vlm.loading import find, own_tokenizer
 from specmm.vlm.loading import load_drafter as load_vlm_drafter
-from specmm.vlm.loading import own_tokenizer
 
 PLACES = {"diffuspec": "diffusion", "specdiff": "diffusion", "deer": "deer", "block": "block", "text-draft": "text"}
 PROXY = "ngram.safetensors"
 
 
+def find_target(name: str | Path) -> Path:
+    """The folder of a text model: a local one, a pocket name or a hub id; ``ValueError`` when there is none."""
+    folder = zoo.pocket_models().get(str(name), Path(name))
+    return folder if is_packaged(folder) else find(name)
+
+
 def load_target(folder: Path, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
     """The causal language model in ``folder`` and its tokenizer; ``ValueError`` when it holds something else."""
+    folder = unpacked(folder) if is_packaged(folder) else folder
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
         tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -18,7 +18,7 @@ from specmm.autotune import Plan
 from specmm.certificate import Certificate
 from specmm.decode import decode, decode_plain
 from specmm.diffusion_drafters.assemble import assemble
-from specmm.diffusion_drafters.loading import PLACES, load_drafter, load_target
+from specmm.diffusion_drafters.loading import PLACES, find_target, load_drafter, load_target
 from specmm.dtypes import choose_dtype
 from specmm.stats import Stats
 from specmm.vlm.drafters.model import padded
@@ -79,7 +79,7 @@ class TextPipeline:
         ``drafter`` is a loaded one, or the folder, pocket name or hub id of the method's drafter where it is not
         beside the model.
         """
-        resolved, folder = methods.make(methods.TEXT, method), find(name)
+        resolved, folder = methods.make(methods.TEXT, method), find_target(name)
         model, tokenizer = load_target(folder, torch_dtype)
         model = model.to(device, torch_dtype or choose_dtype(sum(p.numel() for p in model.parameters())))
         if isinstance(drafter, str | Path):

@@ -153,5 +153,6 @@ def _stats(tally: Tensor, rounds: int, seconds: float, clock: Clock) -> Stats:
         seconds=seconds,
         draft_seconds=clock.seconds["draft"],
         verify_seconds=clock.seconds["verify"],
+        search_seconds=clock.seconds["search"],
         kept=kept,
     )

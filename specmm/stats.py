@@ -15,6 +15,9 @@ from typing import Any
 import torch
 
 
+TIMES = ("seconds", "draft_seconds", "verify_seconds", "search_seconds")
+
+
 class Clock:
     """Adds up seconds by name: ``with clock("verify"): …``."""
 
@@ -40,7 +43,8 @@ class Stats:
     """Counts of one run over a batch.
 
     ``tokens`` and ``rounds`` are summed over samples (a round counts for a sample only while it is unfinished);
-    ``seconds`` is the wall clock of the whole run, ``draft_seconds`` and ``verify_seconds`` the model forwards in it.
+    ``seconds`` is the wall clock of the whole run, ``draft_seconds`` and ``verify_seconds`` the model forwards in it,
+    ``search_seconds`` what of the drafting was a search for paths.
     """
 
     tokens: int = 0
@@ -49,6 +53,7 @@ class Stats:
     seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    search_seconds: float = 0.0
     kept: list[int] = field(default_factory=list)  # kept[i]: sample rounds that committed i + 1 tokens
     depths: list[int] = field(default_factory=list)  # by batch round, the tree's depth: drafts a row at most
 
@@ -74,7 +79,7 @@ class Stats:
 
     def add(self, other: Stats) -> None:
         """Add another run's counts."""
-        for name in ("tokens", "rounds", "batch_rounds", "seconds", "draft_seconds", "verify_seconds"):
+        for name in ("tokens", "rounds", "batch_rounds", *TIMES):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         width = max(len(self.kept), len(other.kept))
         pad = [list(k) + [0] * (width - len(k)) for k in (self.kept, other.kept)]

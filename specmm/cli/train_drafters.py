@@ -160,12 +160,11 @@ def _begin(model: str, kind: str, replace: bool) -> tuple[Path, Any, Any]:
     """Where the drafter goes, the target in float32 and its tokenizer."""
     import torch
 
-    from specmm.diffusion_drafters.loading import load_target
+    from specmm.diffusion_drafters.loading import find_target, load_target
     from specmm.processors import Processor
-    from specmm.vlm.loading import find
     from specmm.vlm.target import VLMTarget
 
-    folder = find(model)
+    folder = find_target(model)
     place = _place(folder, kind, replace)
     network, tokenizer = load_target(folder, torch.float32)
     return place, VLMTarget(network, Processor(), model), tokenizer

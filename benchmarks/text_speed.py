@@ -1,0 +1,159 @@
+"""Seconds a token of continued text: every method against the faster of ``model.generate`` and our plain loop.
+
+    python -m benchmarks.text_speed pocket/coder
+
+Prompts are places in files that no model was trained on. Each repeat asks every contender to continue the same ones
+with the same seed, so that whatever else the machine does falls on all alike. Wall clock is a whole call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+
+from benchmarks.common import RESULTS, Budget, Out, Row, Threads, environment, label, write_results
+from benchmarks.vlm_speed import Answer, Answered, Runner, cut, drafts, race, row
+from specmm import methods
+from specmm.diffusion_drafters.data.code import read_files
+from specmm.diffusion_drafters.pipeline import TextPipeline
+
+PROMPT, LONGEST = 96, 128  # tokens read and tokens written
+LENGTHS = (3, 5, 8)  # of a block
+DIFFUSPEC = ((True, True), (True, False), (False, True), (False, False))  # path search, adaptive length
+PROSE = (
+    "Explain in a few sentences why the sky is blue.",
+    "Write a short story about a lighthouse keeper and a storm.",
+    "What is photosynthesis? Describe the steps.",
+    "Give three tips for writing clear emails.",
+    "Summarise the plot of a fairy tale of your choice.",
+    "How does a bicycle stay upright?",
+)
+TASKS = (
+    "Write a Python function that returns the factorial of n.",
+    "Write a Python class for a stack with push and pop.",
+    "Write a Python function that reads a CSV file and prints each row.",
+    "Write a Python function that checks whether a word is a palindrome.",
+    "Show how to sort a list of dictionaries by a key in Python.",
+    "Write a Python function that computes the first n prime numbers.",
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A batch of prompts; with ``chat`` they are questions."""
+
+    prompts: list[str]
+    seed: int
+    chat: bool = False
+
+
+def ours(pipe: TextPipeline, method: Any, temperature: float) -> Answer:
+    """A method of ours."""
+
+    def answer(asked: Asked) -> Answered:
+        options: dict[str, Any] = dict(method=method, temperature=temperature, seed=asked.seed, chat=asked.chat)
+        out = pipe(asked.prompts, max_new_tokens=LONGEST, **options)
+        return Answered(out.tokens, out.stats, out.certificate.kind)
+
+    return answer
+
+
+def theirs(pipe: TextPipeline, temperature: float, **options: Any) -> Answer:
+    """transformers' own ``generate``, with ``options`` such as ``assistant_model`` or ``prompt_lookup_num_tokens``."""
+    sampling: dict[str, Any] = dict(do_sample=temperature > 0)
+    if temperature > 0:
+        sampling |= dict(temperature=temperature, top_k=0, top_p=1.0)
+    ends = pipe.ends()
+
+    def answer(asked: Asked) -> Answered:
+        rows = [{"input_ids": ids} for ids in pipe.encode(asked.prompts, asked.chat)]
+        inputs = pipe.tokenizer.pad(rows, padding_side="left", return_tensors="pt")
+        torch.manual_seed(asked.seed)
+        said = pipe.model.generate(**inputs, max_new_tokens=LONGEST, **sampling, **options)
+        return Answered([cut(ids, ends) for ids in said[:, inputs["input_ids"].shape[1] :]])
+
+    return answer
+
+
+def contenders(pipe: TextPipeline, temperature: float, batch: int) -> list[Runner]:
+    """Plain decoding twice first, then everything that drafts; transformers' own assistants at batch 1 only."""
+    chosen: list[Any] = [methods.AR()]
+    for kind in (methods.DEER, methods.Block):
+        if drafts(pipe, kind()):
+            chosen += [kind(length=n) for n in LENGTHS] + [kind(tree=n) for n in (8, 16)] + [kind(sure=0.3)]
+    if drafts(pipe, methods.DiffuSpec()):
+        chosen += [methods.DiffuSpec(search=search, adaptive=adaptive) for search, adaptive in DIFFUSPEC]
+        chosen += [methods.SpecDiff(steps=1), methods.SpecDiff(steps=2)]
+    chosen += [methods.PromptLookup()]
+    chosen += [methods.TextDraft()] if drafts(pipe, methods.TextDraft()) else []
+    found = [Runner("transformers generate", theirs(pipe, temperature))]
+    found += [Runner(label(method), ours(pipe, method, temperature)) for method in chosen]
+    if batch == 1:
+        found.append(Runner("transformers prompt lookup", theirs(pipe, temperature, prompt_lookup_num_tokens=8)))
+        if drafts(pipe, methods.TextDraft()):
+            assistant = pipe.drafter("text-draft").model
+            found.append(Runner("transformers assisted", theirs(pipe, temperature, assistant_model=assistant)))
+    return found
+
+
+def places(pipe: TextPipeline, texts: Sequence[str], batch: int, seed: int) -> Asked:
+    """``batch`` prompts of the held-out ``texts``, each the lines before a random one of them."""
+    random, prompts = Random(f"places {seed}"), []
+    for _ in range(batch):
+        lines = random.choice(texts).splitlines(keepends=True)
+        ids = pipe.tokenizer("".join(lines[: random.randrange(4, len(lines))]))["input_ids"]
+        prompts.append(pipe.tokenizer.decode(ids[-PROMPT:]))
+    return Asked(prompts, seed)
+
+
+def measure(pipe: TextPipeline, kind: str, temperature: float, batch: int, repeats: int) -> list[Row]:
+    """Every contender over ``repeats`` batches of a ``kind``: held-out ``code``, or questions: ``prose``, ``tasks``."""
+    texts = [text for text in read_files(True).values() if text.count("\n") > 30] if kind == "code" else []
+
+    def ask(seed: int) -> Asked:
+        if kind == "code":
+            return places(pipe, texts, batch, seed)
+        said = PROSE if kind == "prose" else TASKS
+        return Asked([said[(seed + i) % len(said)] for i in range(batch)], seed, chat=True)
+
+    title = f"{kind} T={temperature:g} batch {batch}"
+    runners = race(contenders(pipe, temperature, batch), ask, repeats, title)
+    return [row(r, runners, kind, temperature, batch) | searched(r) for r in runners]
+
+
+def searched(runner: Runner) -> Row:
+    """The share of a round that DiffuSpec's path search takes."""
+    stats = runner.stats
+    return {"search_share": stats.search_seconds / stats.seconds if stats.seconds else None}
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="Folder or name of a text model with its drafters.")] = "pocket/coder",
+    repeats: Annotated[int, typer.Option(min=1, help="Calls of every contender.")] = 12,
+    minutes: Annotated[float, typer.Option(min=0, help="No new part begins after so many.")] = 20.0,
+    kinds: Annotated[str, typer.Option(help="code, prose, tasks, with commas between.")] = "code",
+    threads: Threads = 2,
+    out: Out = RESULTS,
+) -> None:
+    """Measure and write ``text_speed_NAME.json`` and ``.csv`` part by part."""
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity_error()
+    budget, rows = Budget(minutes), list[Row]()
+    pipe = TextPipeline.from_pretrained(model, torch_dtype=torch.float32)
+    facts = environment(model=model, dtype="float32", transformers=transformers.__version__)
+    for kind in kinds.split(","):
+        for temperature, batch in ((0.0, 1), (1.0, 1), (0.0, 8)):
+            if not budget.spent:
+                rows += measure(pipe, kind, temperature, batch, repeats if batch == 1 else -(-repeats // 3))
+                write_results(out, f"text_speed_{Path(model).name}", rows, facts)
+
+
+if __name__ == "__main__":
+    typer.run(main)
