@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-
 TIMES = ("seconds", "draft_seconds", "verify_seconds", "search_seconds")
 
 
