@@ -49,7 +49,7 @@ def assemble(method: Any, target: VLMTarget, drafter: Any = None, tokenizer: Any
             made = StepsDrafter(source, target, method.length, method.steps)
             return Assembly(made, PointMass() if method.point else Recursive())
         case methods.DEER() | methods.Block():
-            return Assembly(_block(method, _source(method, drafter, target, tokenizer), target), Recursive())
+            return Assembly(_block(method, block_source(method, drafter, target, tokenizer), target), Recursive())
         case _:
             return assemble_vlm(method, target, drafter, tokenizer)
 
@@ -84,7 +84,9 @@ def _diffuspec(method: methods.DiffuSpec, target: VLMTarget, drafter: Any, token
     )
 
 
-def _source(method: methods.DEER | methods.Block, drafter: Any, target: VLMTarget, tokenizer: Any) -> BlockSource:
+def block_source(
+    method: methods.DEER | methods.Block, drafter: Any, target: VLMTarget, tokenizer: Any = None
+) -> BlockSource:
     """Where a block comes from: a network on the target's states, one that reads the text, any diffusion model."""
     if isinstance(method, methods.Block):
         if not isinstance(drafter, DFlash):

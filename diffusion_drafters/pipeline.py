@@ -6,6 +6,7 @@ Shape letters: B prompts of a batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from specmm.certificate import Certificate
 from specmm.decode import decode, decode_plain
 from specmm.diffusion_drafters.assemble import assemble
 from specmm.diffusion_drafters.loading import PLACES, find_target, load_drafter, load_target
+from specmm.diffusion_drafters.tuning import choose_method
 from specmm.dtypes import choose_dtype
 from specmm.stats import Stats
 from specmm.vlm.drafters.model import padded
@@ -127,6 +129,14 @@ class TextPipeline:
         """The model's end tokens."""
         return end_tokens(self.model)
 
+    def _best_kind(self) -> methods.DEER | methods.Block:
+        """What method auto plans with: the drafter on the target's states, or the one that reads the text."""
+        for kind in (methods.Block(), methods.DEER()):
+            with suppress(ValueError):
+                self.drafter(kind.name)
+                return kind
+        raise ValueError(f"method 'auto' needs a block or deer drafter beside {self.name}, got neither; use ar")
+
     def _start(self, prompts: str | Sequence[str], options: Options) -> tuple[Run, Any]:
         """Prepare a batch; nothing runs before the first round is asked for. The drafter, if any, comes with it."""
         method = self.method if options.method is None else methods.make(methods.TEXT, options.method)
@@ -136,6 +146,10 @@ class TextPipeline:
         uniforms, length = options.uniforms(len(prompt.lengths), target.device), options.max_new_tokens
         stops, name = StopStrings(options.stops, self.text), method.name
         stop = stopping(self.model, stops)
+        if isinstance(method, methods.Auto):
+            kind = self._best_kind()
+            method = choose_method(target, kind, self.drafter(kind.name), prompt, self.plans)
+            name = f"auto: {method}"
         if isinstance(method, methods.AR):
             steps = decode_plain(target, prompt, length, uniforms, stop=stop)
             return Run(name, steps, None, self.text, stops), None

@@ -77,6 +77,16 @@ def test_generate_with_drafters_of_text(text_pipe):
         assert torch.equal(got, wanted), method
 
 
+def test_auto_plans_once_a_batch_size(text_pipe):
+    out = text_pipe(PROMPTS, method="auto", max_new_tokens=12)
+    assert out.texts == text_pipe(PROMPTS, max_new_tokens=12).texts and out.method.startswith("auto: ")
+    planned = dict(text_pipe.plans)
+    text_pipe(PROMPTS, method="auto", max_new_tokens=12)
+    assert text_pipe.plans == planned and len(planned) == 1
+    (found,) = planned.values()
+    assert found.reason and (found.shape is None or 2 <= found.shape.depth <= 4)
+
+
 def test_the_controller_leaves_a_trace(text_pipe):
     out = text_pipe(PROMPTS, method=methods.DiffuSpec(least=2, most=4, step=1), max_new_tokens=12)
     assert len(out.trace) == 3 and all(kept <= drafted for row in out.trace for drafted, kept in row)

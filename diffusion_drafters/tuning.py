@@ -1,0 +1,72 @@
+"""Method ``auto`` for text: the length of block that should be fastest for this batch on this machine, or none.
+
+Acceptance by position is measured on the first prompt of each batch size, seconds as well; so a plan costs about what
+answering that prompt once does.
+
+Shape letters: B batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from specmm import methods
+from specmm.autotune import Plan, plan
+from specmm.decode import decode
+from specmm.diffusion_drafters.assemble import block_source
+from specmm.diffusion_drafters.drafters.block import ChainDrafter, block_length
+from specmm.probing import measure_costs
+from specmm.randomness import Uniforms
+from specmm.tally import Tally
+from specmm.tree import TreeShape
+from specmm.verify import Recursive
+from specmm.vlm.prompt import VLMPrompt
+from specmm.vlm.target import VLMTarget
+
+LENGTHS = (2, 3, 4, 6, 8, 12, 16)  # of the candidate blocks
+ROOM = 48  # tokens of text that measuring needs
+
+
+def choose_method(
+    target: VLMTarget, kind: methods.DEER | methods.Block, drafter: Any, prompt: VLMPrompt, plans: dict[Any, Plan]
+) -> methods.TextMethod:
+    """``kind`` with the planned length, or plain decoding where that should be as fast; ``plans`` keeps the plans."""
+    key = (kind.name, len(prompt.lengths), target.processor.greedy, torch.get_num_threads())
+    if key not in plans:
+        plans[key] = _plan(target, kind, drafter, prompt)
+    shape = plans[key].shape
+    return methods.AR() if shape is None else dataclasses.replace(kind, length=shape.depth)
+
+
+def _plan(target: VLMTarget, kind: methods.DEER | methods.Block, drafter: Any, prompt: VLMPrompt) -> Plan:
+    longer = dataclasses.replace(prompt, max_new_tokens=max(prompt.max_new_tokens, ROOM))
+    try:
+        target.check(longer)
+        table = _acceptance(target, kind, drafter, dataclasses.replace(prompt, max_new_tokens=ROOM))
+    except ValueError as error:
+        return Plan(None, 1.0, 1.0, f"no room to measure ({error})")
+    shapes = [TreeShape.chain(n, target.device) for n in LENGTHS if n <= len(table)]
+
+    def make(shape: TreeShape) -> ChainDrafter:
+        return ChainDrafter(block_source(kind, drafter, target), target, shape.depth)
+
+    return plan(measure_costs(target, make, shapes, Recursive(), longer, _dice(prompt)), table, shapes)
+
+
+def _acceptance(
+    target: VLMTarget, kind: methods.DEER | methods.Block, drafter: Any, prompt: VLMPrompt
+) -> tuple[tuple[float, ...], ...]:
+    """Of drafts whose predecessors were kept, the share kept, by position [D, 1]."""
+    source = block_source(kind, drafter, target)
+    length = block_length(source, source.longest or LENGTHS[-1])
+    tally = Tally(ChainDrafter(source, target, length), TreeShape.chain(length, target.device))
+    for _ in decode(target, tally, Recursive(), prompt, prompt.max_new_tokens, _dice(prompt)):
+        pass
+    return tally.table()
+
+
+def _dice(prompt: VLMPrompt) -> Uniforms:
+    return Uniforms([torch.Generator(prompt.input_ids.device).manual_seed(i) for i in range(len(prompt.lengths))])
