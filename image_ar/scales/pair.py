@@ -11,7 +11,7 @@ import torch
 
 from specmm import zoo
 from specmm.checkpoints import fingerprint
-from specmm.image_ar.scales.loading import load_var, load_vqvae
+from specmm.image_ar.scales.loading import load_var, load_vqvae, save_var
 from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.vqvae import VQVAE
 
@@ -52,10 +52,21 @@ def load_small(name: str | Path, vqvae: VQVAE) -> VAR:
         return load_var(file)
     folder = zoo.find(name)
     if (folder / "vae").is_dir():
-        theirs = load_vqvae(folder / "vae")
-        if tokenizer_fingerprint(theirs) != tokenizer_fingerprint(vqvae):
-            raise ValueError(f"the two models must share their tokenizer, got another one in {folder / 'vae'}")
+        _check_same(load_vqvae(folder / "vae"), vqvae, folder)
     return load_var(folder / "transformer")
+
+
+def save_small(small: VAR, folder: Path, vqvae: VQVAE, dtype: torch.dtype | None = None) -> Path:
+    """Write ``small`` beside the large model in ``folder`` and say where; the two must fit, tokenizer and all."""
+    check_pair(load_var(folder / "transformer"), small)
+    _check_same(load_vqvae(folder / "vae"), vqvae, folder)
+    save_var(small, folder / "small", dtype)
+    return folder / "small"
+
+
+def _check_same(theirs: VQVAE, ours: VQVAE, folder: Path) -> None:
+    if tokenizer_fingerprint(theirs) != tokenizer_fingerprint(ours):
+        raise ValueError(f"the two models must share their tokenizer, got another one in {folder / 'vae'}")
 
 
 def tokenizer_fingerprint(vqvae: VQVAE) -> str:

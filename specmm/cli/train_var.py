@@ -61,17 +61,21 @@ def var(
     heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 6,
     shared_aln: Annotated[bool, typer.Option(help="One adaLN for all blocks: a third fewer weights.")] = False,
     compiled: Compiled = True,
+    beside: Annotated[
+        Path | None, typer.Option(help="A VAR's model folder: the result becomes its small model instead of a model.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of checkpoint and loss curve; the model is OUT/model.")] = Path(
         "runs/var"
     ),
     as_json: Json = False,
 ) -> None:
-    """Train a VAR on the tokenizer's tokens; the result is a whole model in OUT/model."""
+    """Train a VAR on the tokenizer's tokens; the result is a whole model in OUT/model, or BESIDE/small."""
     writable(out)
     with stdout_reserved():
         import torch
 
         from specmm.image_ar.scales.loading import load_vqvae
+        from specmm.image_ar.scales.pair import save_small
         from specmm.image_ar.scales.pipeline import VARPipeline
         from specmm.image_ar.scales.settings import Settings
         from specmm.image_ar.scales.train.var import train_var
@@ -83,9 +87,13 @@ def var(
         config = VARConfig(num_classes=len(found.classes), **sizes, **shared)
         examples = _examples(vae, found, out)
         model = train_var(examples, config, out, steps=steps, batch=batch, seed=seed, compiled=compiled)
-        pipe = VARPipeline(model, vae, None, Settings(classes=tuple(found.classes)))
-        pipe.save_pretrained(out / "model", torch.bfloat16)
-    done({"kind": "var", "steps": steps, "outputs": [str(out / "model")]}, as_json)
+        if beside is None:
+            place = out / "model"
+            settings = Settings(classes=tuple(found.classes))
+            VARPipeline(model, vae, None, settings).save_pretrained(place, torch.bfloat16)
+        else:
+            place = save_small(model, beside, vae, torch.bfloat16)
+    done({"kind": "var", "steps": steps, "outputs": [str(place)]}, as_json)
 
 
 def code(

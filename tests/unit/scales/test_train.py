@@ -1,5 +1,7 @@
 """Training for a few steps: losses fall, runs resume where they stopped, CoDe's pair learns what it should."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -122,11 +124,12 @@ def test_commands(pictures, tmp_path, monkeypatch, capsys):
     commands.vqvae(codes=16, width=4, sides="1,2,3", out=tmp_path / "vq", **run)
     run["tokenizer"] = tmp_path / "vq"
     commands.var(depth=2, dim=32, heads=2, out=tmp_path / "var", **run)
-    commands.var(depth=1, dim=32, heads=2, shared_aln=True, out=tmp_path / "small", **run)
+    model, small = str(tmp_path / "var/model"), str(tmp_path / "pair/small")
+    shutil.copytree(model, tmp_path / "pair")
+    commands.var(depth=1, dim=32, heads=2, beside=tmp_path / "pair", out=tmp_path / "small", **run)
     assert len(list((tmp_path / "var").glob("tokens-*.pt"))) == 1
-    model, small = str(tmp_path / "var/model"), str(tmp_path / "small/model")
     del run["tokenizer"]
-    commands.code(model, small, n=-1, out=tmp_path / "code", **run)
+    commands.code(str(tmp_path / "pair"), None, n=-1, out=tmp_path / "code", **run)
     pipe = VARPipeline.from_pretrained(tmp_path / "code/model", method="code")
     assert pipe.small is not None and pipe.settings == Settings(classes=("x", "y", "z"), n=1)
     drawn = pipe(classes=["y"])
