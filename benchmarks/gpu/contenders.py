@@ -5,7 +5,7 @@ Shape letters: R rows, H query heads, K key/value heads, T tree nodes, S committ
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -31,8 +31,9 @@ def sdpa(given: Inputs) -> Call:
     return partial(F.scaled_dot_product_attention, given.q, given.keys, given.values, given.dense(), enable_gqa=grouped)
 
 
-def flex(given: Inputs) -> Call:
+def flex(given: Inputs) -> partial[Tensor]:
     """flex_attention, compiled, with the tree as its mask; the block mask is made beforehand."""
+    torch._dynamo.reset()  # every shape and tree is a compilation, and there is a limit to them
     first, ancestors = given.mask.first, given.ancestors[0]
 
     def seen(row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
@@ -54,6 +55,14 @@ def copy(given: Inputs) -> Call:
 
 def _apart(given: Inputs) -> int:
     return given.values.storage_offset() - given.keys.storage_offset()
+
+
+def calls(name: str, inputs: Sequence[Inputs]) -> list[Call]:
+    """A call for each of ``inputs``; flex_attention is compiled once and takes the first one's tree for all."""
+    if name != "flex":
+        return [CONTENDERS[name](given) for given in inputs]
+    one = flex(inputs[0])
+    return [partial(one.func, x.q, x.keys, x.values, **one.keywords) for x in inputs]
 
 
 CONTENDERS: dict[str, Callable[[Inputs], Call]] = {"ours": ours, "sdpa": sdpa, "copy": copy, "flex": flex}

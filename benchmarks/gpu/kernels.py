@@ -19,7 +19,7 @@ import torch
 import triton
 
 from benchmarks.gpu import checks
-from benchmarks.gpu.contenders import CONTENDERS
+from benchmarks.gpu.contenders import CONTENDERS, calls
 from benchmarks.gpu.shapes import BATCHES, LENGTHS, MODELS, NODES, Inputs, Shape, every_shape
 from benchmarks.gpu.timing import copies_of, milliseconds
 
@@ -69,8 +69,7 @@ def measure(times: Times, names: Iterable[str], device: torch.device, end: float
         count = copies_of(shape.bytes)
         inputs = [Inputs.random(shape, device, seed=i) for i in range(count)]
         for name in names:
-            calls = [CONTENDERS[name](given) for given in (inputs[:2] if name == "flex" else inputs)]
-            times[shape, name] = milliseconds(calls)
+            times[shape, name] = milliseconds(calls(name, inputs))
         del inputs
 
 
