@@ -1,8 +1,9 @@
 """What a batch job gains and what its engines cost: ``python -m benchmarks.jobs --model pocket/llamagen``.
 
-Throughput of ``specmm batch`` against a plain loop of ``pipe()`` at batch 1 (bar: 2x), interleaved, in one process; and
-the seconds of one rank under a launcher's environment and of one Ray actor over those of the local engine (bars: 1.05
-and 1.15), loading and starting Ray left out. Every picture is compared: all must be bit-equal.
+Throughput of ``specmm batch`` against a plain loop of ``pipe()`` at batch 1 (bar: 2x) and of one rank under a
+launcher's environment (bar: 1.05 of the local engine), interleaved, in one process. With ``--ray`` one actor, too (bar:
+1.15): the seconds of all items less those of one, since an actor loads the model itself. Every picture is compared: all
+must be bit-equal.
 """
 
 from __future__ import annotations
@@ -85,6 +86,25 @@ def measure(worker: ImageWorker, items: Sequence[Item], rounds: int, batches: Se
     ]
 
 
+def cluster(worker: ImageWorker, items: Sequence[Item], batch: int) -> dict[str, Any]:
+    """One Ray actor against the local engine, by the seconds that more items cost."""
+    from specmm.jobs.cluster import run_ray
+
+    def by_ray(folder: Path, spec: Spec, limits: Limits, some: Sequence[Item], opener: Any) -> Any:
+        return run_ray(folder, spec, limits, some, actors=1)
+
+    def more(runner: Runner) -> float:
+        taken = []
+        for some in (items[:1], items):
+            with tempfile.TemporaryDirectory() as place:
+                taken.append(job(worker, some, Path(place), runner, batch))
+        return taken[1] - taken[0]
+
+    more(by_ray)  # starts the cluster
+    ray, local = more(by_ray), more(run_local)
+    return {"way": "ray, one actor", "over_local": ray / local, "seconds": [ray], "local_seconds": [local]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="pocket/llamagen")
@@ -92,12 +112,14 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", default="1,4,16,0")
+    parser.add_argument("--ray", action="store_true", help="measure a Ray actor, too")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     worker = ImageWorker(Spec(given.model, given.method, dtype="float32"))
     items = items_of(given.items, worker.pipe.transformer.config.num_classes)
     loop(worker, items[:2], Path(tempfile.mkdtemp()))  # warm
-    rows = measure(worker, items, given.rounds, [int(b) for b in given.batches.split(",")])
+    batches = [int(b) for b in given.batches.split(",")]
+    rows = measure(worker, items, given.rounds, batches) + ([cluster(worker, items, 16)] if given.ray else [])
     text = json.dumps(
         {"model": given.model, "method": given.method, "environment": environment(), "rows": rows}, indent=1
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from specmm.app.drawing import Easel, grid_of, saved, shown_of
@@ -27,6 +28,7 @@ LARGEST = "10mb"  # of an upload
 KEEP = (600, 3600)  # seconds: how often to look for old files, how old they get
 FAVOURITES = ("heart", "food-fruit", "country-flag", "face-smiling")
 ONE: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "models"}
+PLAIN: dict[str, Any] = {"format": "png", "buttons": ["download", "fullscreen"]}  # no button that shares a picture
 FONTS: dict[str, Any] = {"font": ["system-ui", "sans-serif"], "font_mono": ["monospace"]}  # none from the network
 CSS = ".grid img, .picture img {image-rendering: pixelated} footer {display: none !important}"
 
@@ -126,9 +128,9 @@ def _pictures(models: Models) -> None:
 def _easel(title: str) -> list[Any]:
     """Picture, token grid, line and file of one method."""
     with gr.Column(min_width=300):
-        picture = gr.Image(label=title, interactive=False, elem_classes="picture", height=360, format="png")
-        line = gr.Markdown("Not drawn yet.", height=90)
-        grid = gr.Image(label="Tokens as they land", interactive=False, elem_classes="grid", height=260, format="png")
+        picture = gr.Image(label=title, interactive=False, elem_classes="picture", height=360, **PLAIN)
+        line = gr.Markdown("Not drawn yet.", min_height=90)
+        grid = gr.Image(label="Tokens as they land", interactive=False, elem_classes="grid", height=260, **PLAIN)
         file = gr.File(label="PNG with its description", interactive=False)
     return [picture, grid, line, file]
 
@@ -142,7 +144,7 @@ def _questions(models: Models) -> None:
     with gr.Row():
         with gr.Column(min_width=300):
             file = gr.File(label=f"Picture (at most {LARGEST})", file_types=["image"], height=140)
-            preview = gr.Image(label="What the model sees", interactive=False, height=240)
+            preview = gr.Image(label="What the model sees", interactive=False, height=240, **PLAIN)
         with gr.Column(min_width=300):
             model = _model(models, "questions")
             question = gr.Textbox("What do you see in the picture?", label="Question", max_length=LONGEST)
@@ -154,23 +156,29 @@ def _questions(models: Models) -> None:
 
     @in_sentences
     def look(file: str | None) -> Any:
-        from specmm.vlm.images import open_image
-
-        return None if file is None else open_image(file)
+        return None if file is None else _opened(file)
 
     @in_sentences
     def ask(model: str, file: str | None, question: str, method: str, length: float) -> Iterator[Any]:
-        from specmm.vlm.images import open_image
-
         if file is None:
             raise ValueError("a question needs a picture: upload one or click an example")
         pipe = models.get("questions", model)
-        rounds = pipe.stream(open_image(file), _short(question), method=method, max_new_tokens=int(length))
+        rounds = pipe.stream(_opened(file), _short(question), method=method, max_new_tokens=int(length))
         yield from written(rounds, pipe.processor.tokenizer)
 
     file.change(look, file, preview)
     button.click(ask, [model, file, question, method, length], [answer, line], **ONE)
     question.submit(ask, [model, file, question, method, length], [answer, line], **ONE)
+
+
+def _opened(file: str) -> Any:
+    """An uploaded picture; an error names it as its owner does."""
+    from specmm.vlm.images import open_image
+
+    try:
+        return open_image(file)
+    except ValueError as error:
+        raise ValueError(str(error).replace(file, Path(file).name)) from error
 
 
 def _completion(models: Models) -> None:

@@ -77,6 +77,7 @@ def test_pictures_side_by_side_and_a_reload(page: Any, tmp_path: Path) -> None:
     page.get_by_role("button", name="Draw").click()
     drawn(page)
     look(page, "pictures")
+    assert page.get_by_label("Share").count() == 0  # which would send the picture away
     with page.expect_download() as download:
         page.locator("a[download]").last.click()
     download.value.save_as(tmp_path / "saved.png")
@@ -94,7 +95,7 @@ def test_a_question_and_a_bad_file(page: Any, tmp_path: Path) -> None:
     page.get_by_text("a question needs a picture").first.wait_for()
     upload = page.locator("input[type=file]").first
     upload.set_input_files(tmp_path / "bad.png")
-    page.get_by_text("must be a picture, got a file of another kind").first.wait_for()
+    page.get_by_text("bad.png must be a picture, got a file of another kind").first.wait_for()
     assert page.get_by_text("Traceback").count() == 0
     look(page, "bad-file")
     page.reload()

@@ -21,7 +21,12 @@ def one_core(monkeypatch: pytest.MonkeyPatch) -> Any:
     import ray
 
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
+    try:
+        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
+    except Exception as error:  # ray raises a bare one
+        if "timed out during startup" not in str(error):
+            raise
+        pytest.skip("ray gives its own processes half a minute to start, and this machine is too busy for that")
     yield
     ray.shutdown()
 
