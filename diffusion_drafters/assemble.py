@@ -68,19 +68,20 @@ def _diffusion_source(drafter: Diffusion, target: VLMTarget, tokenizer: Any) -> 
 
 def _diffuspec(method: methods.DiffuSpec, target: VLMTarget, drafter: Any, tokenizer: Any) -> Drafter:
     found = _diffusion(drafter)
-    if method.search and found.proxy is None:
+    if (method.search or method.sampled) and found.proxy is None:
         raise ValueError(
             "method 'diffuspec' needs an n-gram proxy beside its drafter, got none; make one from text with "
             "specmm train proxy, or give search=false"
         )
     return DiffuSpecDrafter(
         _diffusion_source(found, target, tokenizer),
-        found.proxy if method.search else None,
+        found.proxy if method.search or method.sampled else None,
         Search(method.tau, method.candidates, method.weight, method.beam),
         method.least if method.adaptive else method.most,
         method.most,
         method.step,
         method.rate,
+        method.sampled,
     )
 
 

@@ -190,13 +190,14 @@ class CSpD:
 class DiffuSpec:
     """DiffuSpec (arXiv 2510.02358): a diffusion model's block, pruned and searched for a causal path; point masses.
 
-    ``search`` off takes the likeliest tokens; ``adaptive`` off drafts ``most`` tokens every round. ``step`` and
-    ``rate`` are the controller's, ``beam`` 0 searches the exact optimum. The paper's models want ``least`` 20,
-    ``most`` 30 and ``step`` 10.
+    ``search`` off takes the likeliest tokens, ``sampled`` draws a path left to right, with its law; ``adaptive`` off
+    drafts ``most`` tokens a round. ``step`` and ``rate`` are the controller's (the paper: ``least`` 20, ``most`` 30,
+    ``step`` 10); ``beam`` 0 searches the exact optimum.
     """
 
     name: ClassVar[str] = "diffuspec"
     search: bool = True
+    sampled: bool = False
     adaptive: bool = True
     least: int = 3
     most: int = 12

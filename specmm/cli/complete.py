@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -30,6 +31,7 @@ def complete(
     repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     stop: Annotated[list[str], typer.Option(help="A text to end in front of; may be repeated.")] = [],  # noqa: B006
     chat: Annotated[bool, typer.Option(help="Put the prompt into the model's chat template.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw acceptance and lengths into this .png, .pdf or .svg.")] = None,
     seed: Seed = None,
     as_json: Json = False,
 ) -> None:
@@ -52,6 +54,10 @@ def complete(
         out = pipe(prompt, Echo(pipe) if len(prompt) == 1 else None, **options)
         seconds = time.perf_counter() - begin
     report = report_of(model, chosen, out, seed, seconds, sampling) | {"prompts": prompt, "outputs": out.texts}
+    if plot is not None:
+        from specmm.cli.course import plot_course
+
+        plot_course(out.stats.accepted_by_position, out.stats.depths, out.trace, plot)
     show(report | _course(out), out, label(chosen), as_json)
     if not as_json:
         _tell(out)

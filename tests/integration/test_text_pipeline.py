@@ -107,8 +107,10 @@ def test_models_with_learnt_positions_stand_the_last_block(text_pipe, text_folde
         other(PROMPTS[0], max_new_tokens=length + 1)
 
 
-def test_complete_prints_texts_and_how_drafting_went(text_folder):
-    run = CliRunner().invoke(app, ["complete", str(text_folder), "-p", PROMPTS[0], "--method", "diffuspec", "--json"])
+def test_complete_prints_and_plots_how_drafting_went(text_folder, tmp_path):
+    one = ["-p", PROMPTS[0], "--method", "diffuspec", "--json", "--plot", str(tmp_path / "a" / "course.png")]
+    run = CliRunner().invoke(app, ["complete", str(text_folder), *one])
+    assert (tmp_path / "a" / "course.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads(run.stdout)
     wanted = "model method seed seconds tokens rounds tau certificate outputs accepted_by_position controller"
     assert run.exit_code == 0 and set(wanted.split()) <= set(found) and found["certificate"]["kind"] == "exact"

@@ -78,6 +78,11 @@ def proxy(vocabulary):
     return fit([torch.randint(vocabulary, (60,), generator=torch.Generator().manual_seed(1)).tolist()], vocabulary)
 
 
+def searching(target, **options):
+    v = target.family.vocabulary
+    return DiffuSpecDrafter(DiffusionSource(dream(v), target), proxy(v), least=2, **options)
+
+
 DRAFTERS = {
     "chain of dream": lambda t: ChainDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, 4),
     "chain of mdlm": lambda t: ChainDrafter(DiffusionSource(mdlm(t.family.vocabulary), t), t, 4),
@@ -88,9 +93,8 @@ DRAFTERS = {
     "tree of dream": lambda t: TreeDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, 9, 3),
     "tree of dflash": lambda t: TreeDrafter(DFlashSource(dflash(t.family.vocabulary), t), t, 7),
     "steps of dream": lambda t: StepsDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, 5, 3),
-    "diffuspec": lambda t: DiffuSpecDrafter(
-        DiffusionSource(dream(t.family.vocabulary), t), proxy(t.family.vocabulary), least=2, most=5, step=2
-    ),
+    "diffuspec": lambda t: searching(t, most=5, step=2),
+    "diffuspec, sampled": lambda t: searching(t, most=4, sampled=True),
     "diffuspec, likeliest tokens": lambda t: DiffuSpecDrafter(
         DiffusionSource(dream(t.family.vocabulary, room=12), t), None, least=3, most=3
     ),

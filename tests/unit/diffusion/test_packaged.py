@@ -1,0 +1,32 @@
+"""Targets whose weights a package brings: found by folder, unpacked once, or told what to install."""
+
+import json
+
+import pytest
+
+from specmm.diffusion_drafters.loading import find_target
+from specmm.diffusion_drafters.packaged import is_packaged, unpacked
+from specmm.zoo import POCKET
+
+
+def test_a_missing_package_is_named_with_what_to_run(tmp_path):
+    facts = {"package": "no_such_package", "file": "a.gguf", "mask_token": "<m>", "install": "pip install it"}
+    (tmp_path / "package.json").write_text(json.dumps(facts))
+    assert is_packaged(tmp_path) and find_target(tmp_path) == tmp_path
+    with pytest.raises(ValueError, match=r"needs no_such_package.*run: pip install it"):
+        unpacked(tmp_path, tmp_path / "cache")
+
+
+def test_what_is_unpacked_needs_no_package(tmp_path):
+    folder = tmp_path / "a.gguf"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    facts = {"package": "no_such_package", "file": "a.gguf", "mask_token": "<m>", "install": ""}
+    (tmp_path / "package.json").write_text(json.dumps(facts))
+    assert unpacked(tmp_path, tmp_path) == folder
+
+
+def test_smollm2_comes_that_way():
+    assert is_packaged(POCKET / "smollm2")
+    with pytest.raises(ValueError, match=r"pocket/llamagen is a model of another kind"):
+        find_target("pocket/llamagen")
