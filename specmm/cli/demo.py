@@ -61,7 +61,7 @@ def _open(model: str, host: str, port: int | None, share: bool) -> None:
 def _make(model: str, folder: Path, n: int, seed: int) -> tuple[list[dict[str, Any]], list[str]]:
     from specmm.cli.drawing import load
     from specmm.cli.parse import parse_method
-    from specmm.cli.race import quality, race, summary
+    from specmm.cli.race import likelihood, race, summary
     from specmm.cli.sheet import page, side_by_side
     from specmm.cli.zoo import recorded
     from specmm.files import slug
@@ -75,7 +75,7 @@ def _make(model: str, folder: Path, n: int, seed: int) -> tuple[list[dict[str, A
     lanes = race(pipe, [parse_method(IMAGE_TOKENS, m) for m in METHODS], rounds, seed)
     rows, saved = [], []
     for lane in lanes:
-        row = {**summary(lane, lanes[0], 1), "quality": {"log_likelihood": quality(pipe, lane, rounds)}}
+        row = {**summary(lane, lanes[0], 1), "quality": {"log_likelihood": likelihood(pipe, lane, rounds)}}
         rows.append({**row, "recorded": recorded(facts, lane.method.name)})
         for i, (image, (name,)) in enumerate(zip(lane.images, rounds, strict=True)):
             saved.append(str(folder / f"{slug(lane.method.name)}-{i:02d}-{slug(str(name))}.png"))
