@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 MOST_RUNS = 5
-COLUMNS = ("method", "speed-up", "seconds a picture", "tau", "certificate")
+COLUMNS = ("method", "speedup", "seconds a picture", "tau", "certificate")
 
 
 def measured(pipe: Any, names: list[str], runs: int, seed: int) -> Any:

@@ -218,7 +218,9 @@ def _benchmark(models: Models) -> None:
         names = gr.CheckboxGroup(known, value=known[1:2], label="Methods, against plain decoding")
         runs = gr.Slider(1, MOST_RUNS, 2, step=1, label="Pictures of each method")
     button = gr.Button("Measure here", variant="primary")
-    plot = gr.BarPlot(x="method", y="speed-up", title="Speed-up over plain decoding, medians", height=300)
+    plot = gr.BarPlot(
+        x="method", y="speedup", y_title="speed-up", title="Speed-up over plain decoding, medians", height=300
+    )
     table = gr.Dataframe(headers=list(COLUMNS), interactive=False)
 
     @in_sentences
