@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from specmm.jobs.engines import run_local
 from specmm.jobs.finish import finish
 from specmm.jobs.items import Item, seed_of
@@ -75,7 +77,19 @@ def trial(worker: ImageWorker, items: Sequence[Item], longest: float, wanted: di
 
 
 def campaign(worker: ImageWorker, kills: int, count: int, seed: int = 0) -> dict[str, Any]:
-    """Trials over jobs of ``count`` items until there were ``kills`` kills."""
+    """Trials over jobs of ``count`` items until there were ``kills`` kills.
+
+    On one thread, in the parent too: a forked process has no thread pool, and other pools may round otherwise.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _campaign(worker, kills, count, seed)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _campaign(worker: ImageWorker, kills: int, count: int, seed: int) -> dict[str, Any]:
     dice, items, whole = random.Random(seed), items_of(count), Path(tempfile.mkdtemp())
     begin = time.perf_counter()
     go(whole, worker, items)

@@ -290,6 +290,7 @@ def test_a_file_limit_is_a_clear_error(make: Callable[..., Tally], tmp_path: Pat
     told, say = os.pipe()
     child = os.fork()
     if not child:
+        torch.set_num_threads(1)  # a forked process has no thread pool
         try:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             prepare(tmp_path / "out", Spec("any"))

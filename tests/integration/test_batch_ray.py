@@ -1,5 +1,7 @@
 """``--engine ray`` on this machine: an item that kills its worker is set aside, everything else is done once."""
 
+from __future__ import annotations  # what is defined in a test travels to the actor without the names in its hints
+
 import json
 import os
 from pathlib import Path

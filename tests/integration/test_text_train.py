@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+import torch._dynamo.config
 from typer.testing import CliRunner
 
 import specmm
@@ -30,8 +32,7 @@ def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("coder")
     (place / "text.py").write_text(TEXT)
     (place / "held-out.py").write_text(TEXT.upper())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch._dynamo.config.disable", True)
+    with pytest.MonkeyPatch.context() as patch, torch._dynamo.config.patch(disable=True):
         patch.setattr(code, "find_files", lambda: {name: place / name for name in ("text.py", "held-out.py")})
         patch.setattr(code, "is_held_out", lambda name: name == "held-out.py")
         sizes = ["--dim", "16", "--layers", "3", "--heads", "2", "--vocabulary", "300", "--batch", "2"]
