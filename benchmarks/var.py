@@ -83,8 +83,8 @@ def _loop(setting: Setting) -> float:
 
 
 def against_straightforward(pipe: VARPipeline, batch: int, repeats: int) -> Row:
-    """Our plain decoding over the loop one writes at first, in float32, tokens compared."""
-    model, sampling = pipe.transformer, pipe.target()
+    """Our plain decoding over the loop one writes at first, in float32 at temperature 1, tokens compared."""
+    model, sampling = pipe.transformer, pipe.target(temperature=1.0)
     labels = torch.arange(batch) % model.config.num_classes
     cut = sampling.cfg, sampling.top_k, sampling.top_p
 
@@ -93,7 +93,7 @@ def against_straightforward(pipe: VARPipeline, batch: int, repeats: int) -> Row:
         return torch.cat(tokens, dim=1)
 
     def ours(seeds: Sequence[int]) -> torch.Tensor:
-        options = dict(method="ar", batch_size=batch, output_type="latent")
+        options = dict(method="ar", temperature=1.0, batch_size=batch, output_type="latent")
         return pipe(classes=labels.tolist(), generator=generators(seeds), **options).tokens
 
     times: dict[str, list[float]] = {"theirs": [], "ours": []}
