@@ -43,6 +43,39 @@ def metric_bars(cifar: Sequence[Row], frechet: Sequence[Row]) -> list[Bar]:
     return [_cifar(cifar), _frechet(frechet)]
 
 
+def mar_bars(rows: Sequence[Row]) -> list[Bar]:
+    """The bars of continuous tokens."""
+    exact = next((r for r in rows if r["method"] == "exact"), None)
+    speed, calls = "exact CSpD over plain MAR, batch 1", "sequential head calls a token, exact CSpD"
+    if exact is None:
+        return [Bar(speed, "≥ 1.8×", "", None), Bar(calls, "≤ 35", "", None)]
+    found = exact["speedup"], exact["head_calls_per_token"]
+    return [
+        Bar(speed, "≥ 1.8×", f"{found[0]:.2f}×", found[0] >= 1.8),
+        Bar(calls, "≤ 35", f"{found[1]:.1f}", found[1] <= 35),
+    ]
+
+
+def var_bars(rows: Sequence[Row]) -> list[Bar]:
+    """The bars of next-scale models; of CoDe the fastest that keeps the FID counts, else the planner's."""
+    loops = [r for r in rows if "token_equal" in r]
+    text = ", ".join(f"{r['speedup']:.2f}× at batch {r['batch']}" for r in loops)
+    plain = Bar(
+        "plain VAR over a first loop", "≥ 1.3×", text, all(r["speedup"] >= 1.3 for r in loops) if loops else None
+    )
+    pairs = [r for r in rows if r["batch"] == 16 and r["method"].startswith("code") and r.get("fid_ratio")]
+    if not pairs:
+        return [plain, Bar("CoDe at batch 16", "≥ 1.7×, FID ≤ 1.10 of the large model's", "", None)]
+    good = [r for r in pairs if r["fid_ratio"] <= 1.1]
+    best = max(good or pairs, key=lambda r: r["speedup"] if good else -abs(r["speedup"] - 1.7))
+    found = f"{best['speedup']:.2f}× with {best['method']}, FID {best['fid_ratio']:.3f} at {best['samples']} samples"
+    held = best["speedup"] >= 1.7 and best["fid_ratio"] <= 1.1
+    bars = [plain, Bar("CoDe at batch 16", "≥ 1.7×, FID ≤ 1.10 of the large model's", found, held)]
+    if "realised" in best:
+        bars.append(Bar("CoDe over its FLOP ideal", "≥ 0.9", f"{best['realised']:.2f}", best["realised"] >= 0.9))
+    return bars
+
+
 def good_enough(row: Row) -> bool:
     """Whether FID and KID are at most a tenth above plain decoding, on enough samples of both."""
     ratios = row.get("fid_ratio"), row.get("kid_ratio")

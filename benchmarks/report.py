@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bars import bars, metric_bars
+from benchmarks.bars import bars, mar_bars, metric_bars, var_bars
 from benchmarks.common import Row, read_results
 from benchmarks.plots import best_by_budget, draw_plots
 from specmm.metrics.report import cell, table
 
-NAMES = ("speed", "quality", "acceptance", "single_position", "autotune", "cifar_fid", "frechet_speed")
+NAMES = ("speed", "quality", "acceptance", "single_position", "autotune", "cifar_fid", "frechet_speed", "mar", "var")
 SPEED = {
     "method": "method",
     "dtype": "dtype",
@@ -66,7 +66,34 @@ FRECHET = {
     "peak_mb": "whole process, MB",
     "fid_relative_error": "relative error of FID",
 }
+SETTING = {
+    "method": "setting",
+    "batch": "batch",
+    "seconds": "s / picture",
+    "speedup": "speed-up",
+    "speedup_low": "lower quartile",
+    "speedup_high": "upper quartile",
+}
+SAMPLED = {"samples": "samples", "fid": "FID", "fid_ratio": "FID / plain", "kid": "KID", "certificate": "certificate"}
+MAR = {
+    **SETTING,
+    "target_passes": "target passes",
+    "head_calls_per_token": "head calls / token",
+    "acceptance": "acceptance",
+    **SAMPLED,
+    "front": "on the front",
+}
+VAR = {
+    **SETTING,
+    "peak_mib": "peak, MiB",
+    "ideal": "ideal",
+    "realised": "realised / ideal",
+    **SAMPLED,
+    "token_equal": "token-equal",
+}
 TITLES = {
+    "mar.png": "MAR: FID against speed-up",
+    "var.png": "VAR and CoDe: FID against speed-up",
     "tau.png": "Block efficiency by rule",
     "single_position.png": "Acceptance of one position",
     "fid_speed.png": "FID against speed-up",
@@ -75,7 +102,7 @@ TITLES = {
 
 def write_report(out: Path) -> Path:
     """Draw the plots and write ``README.md`` from whatever results are in ``out``."""
-    plots = [p.name for p in draw_plots(out)]
+    plots = [p.name for p in draw_plots(out)] + [n for n in ("mar.png", "var.png") if (out / n).exists()]
     path = out / "README.md"
     path.write_text(render({name: read_results(out, name) for name in NAMES}, plots))
     return path
@@ -91,10 +118,12 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
         for b in [
             *bars(rows["speed"], rows["quality"], rows["autotune"]),
             *metric_bars(rows["cifar_fid"], rows["frechet_speed"]),
+            *mar_bars(rows["mar"]),
+            *var_bars(rows["var"]),
         ]
     ]
     parts += ["## Bars", table(held)]
-    for section in (_speed, _quality, _acceptance, _single, _autotune, _metrics):
+    for section in (_speed, _quality, _acceptance, _single, _autotune, _metrics, _families):
         parts += section(rows)
     parts += [f"![{TITLES.get(p, p)}]({p})" for p in plots]
     parts += ["## Where and when", _provenance(results)]
@@ -112,6 +141,20 @@ def _speed(rows: dict[str, list[Row]]) -> list[str]:
         "and realised / ideal are of the token loop. log p is the target's own, under guidance."
     )
     return ["## Speed", text, table(rows["speed"], SPEED)]
+
+
+def _families(rows: dict[str, list[Row]]) -> list[str]:
+    """MAR by setting and VAR by N."""
+    found = []
+    if rows["mar"]:
+        text = (
+            "Batch 1, whole calls; `release`, `aligned` and `paper` are CSpD's between two models, unverified in law."
+        )
+        found += ["## Continuous tokens: pocket/mar", text, table(rows["mar"], MAR)]
+    if rows["var"]:
+        text = "Whole calls; ideal: the arithmetic of the large model alone over that of both in turn."
+        found += ["## Next scales: pocket/var", text, table(rows["var"], VAR)]
+    return found
 
 
 def _quality(rows: dict[str, list[Row]]) -> list[str]:
