@@ -90,7 +90,10 @@ def draw_samples(
     settings: Sequence[Setting], folder: Path, model: Path, real: Real, count: int, batch: int, budget: Budget
 ) -> dict[str, SampleSet]:
     """``count`` samples of every setting below ``folder``, batch by batch in turn; what is there is not made again."""
-    made = {s.name: SampleSet(folder / weights_key(model.rglob("*.safetensors"), [s.name, batch])) for s in settings}
+    made = {}
+    for s in settings:
+        facts = [s.name, batch, {k: str(v) for k, v in vars(s.pipe.settings).items()}]
+        made[s.name] = SampleSet(folder / weights_key(model.rglob("*.safetensors"), facts))
     labels = balanced_labels(real.labels, count)
     with tqdm(total=len(settings) * count, desc="samples", unit="picture") as bar:
         for first in range(0, count, batch):
