@@ -21,6 +21,7 @@ import typer
 
 from specmm import methods
 from specmm.cli import data
+from specmm.image_ar.pipeline import ImagePipeline
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 
 RESULTS = Path("benchmarks/results")
@@ -59,9 +60,9 @@ def parse(text: str) -> methods.Method:
     return methods.resolve(name, **found)
 
 
-def load_pipeline(model: str | Path, dtype: torch.dtype | None = None) -> LlamaGenPipeline:
-    """The pipeline of ``model`` without its own progress bar; the dtype defaults to the machine's fastest."""
-    pipe = LlamaGenPipeline.from_pretrained(model, torch_dtype=dtype)
+def load_pipeline(model: str | Path, dtype: torch.dtype | None = None) -> Any:
+    """The pipeline of ``model``'s family without a progress bar; the dtype defaults to the machine's fastest."""
+    pipe = ImagePipeline.from_pretrained(model, torch_dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

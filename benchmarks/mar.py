@@ -26,6 +26,7 @@ from benchmarks.common import (
     Row,
     Threads,
     environment,
+    load_pipeline,
     write_results,
 )
 from benchmarks.quality import Real
@@ -95,8 +96,7 @@ def main(
 ) -> None:
     """Measure and write ``mar.json``, ``mar.csv`` and ``mar.png``."""
     torch.set_num_threads(threads)
-    pipe = MARPipeline.from_pretrained(model)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = load_pipeline(model)
     settings, folder = settings_of(pipe), zoo.find(model)
     time_settings(settings, pipe.transformer.config.num_classes, 1, repeats, Budget(minutes))
     rows = [row(s, settings[0]) for s in settings]

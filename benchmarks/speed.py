@@ -22,6 +22,7 @@ from benchmarks.settings import Options
 from benchmarks.static_step import StaticTarget
 from specmm import methods
 from specmm.certificate import Certificate
+from specmm.cli.race import in_turn
 from specmm.decode import decode_plain
 from specmm.image_ar.output import ImageOutput
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
@@ -71,7 +72,7 @@ def measure_speed(options: Options) -> list[Row]:
     for repeat in tqdm(range(options.repeats), desc="speed", unit="repeat"):
         if budget.spent and repeat:
             break
-        for runner in runners[repeat % len(runners) :] + runners[: repeat % len(runners)]:
+        for runner in in_turn(runners, repeat):
             runner.once(int(labels[repeat % classes]), repeat)
         drawn = labels[torch.arange(repeat + 1) % classes]
         rows = tabulate(runners, both[0], drawn)

@@ -23,6 +23,7 @@ from benchmarks.common import Budget, Row, balanced_labels, generators
 from benchmarks.quality import Real
 from benchmarks.samples import SampleSet, save, weights_key
 from specmm.certificate import Certificate
+from specmm.cli.race import in_turn
 from specmm.image_ar.output import ImageOutput
 from specmm.metrics.picture import draw_trade
 from specmm.stats import Stats, total
@@ -65,9 +66,8 @@ def time_settings(settings: Sequence[Setting], classes: int, batch: int, repeats
     for repeat in tqdm(range(repeats), desc=f"timing, batch {batch}", unit="repeat"):
         if budget.spent and repeat:
             return
-        turn = repeat % len(settings)
         chosen = torch.randint(classes, (batch,), generator=torch.Generator().manual_seed(repeat)).tolist()
-        for setting in [*settings[turn:], *settings[:turn]]:
+        for setting in in_turn(settings, repeat):
             setting.once(chosen, range(repeat * batch, (repeat + 1) * batch))
 
 

@@ -28,6 +28,7 @@ from benchmarks.common import (
     Threads,
     environment,
     generators,
+    load_pipeline,
     write_results,
 )
 from benchmarks.quality import Real
@@ -120,13 +121,6 @@ def _timed(draw: Callable[[Sequence[int]], torch.Tensor], seeds: Sequence[int], 
     return made
 
 
-def load(model: str, dtype: torch.dtype | None = None) -> VARPipeline:
-    """A pipeline without progress bars."""
-    pipe = VARPipeline.from_pretrained(model, torch_dtype=dtype)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 def main(
     model: Annotated[str, typer.Argument(help="A VAR with its small model.")] = "pocket/var",
     specialised: Annotated[str | None, typer.Option(help="The pair that `specmm train code` made of it.")] = None,
@@ -140,9 +134,9 @@ def main(
 ) -> None:
     """Measure and write ``var.json``, ``var.csv`` and ``var.png``."""
     torch.set_num_threads(threads)
-    pipe, special = load(model), None if specialised is None else load(specialised)
+    pipe, special = load_pipeline(model), None if specialised is None else load_pipeline(specialised)
     facts = environment(model=model, dtype=str(pipe.transformer.dtype), cfg=pipe.settings.cfg)
-    slow, rows = load(model, torch.float32), list[Row]()
+    slow, rows = load_pipeline(model, torch.float32), list[Row]()
     for batch in (1, 16):
         settings = settings_of(pipe, special)
         time_settings(settings, pipe.transformer.config.num_classes, batch, repeats, Budget(minutes))

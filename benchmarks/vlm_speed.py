@@ -26,6 +26,7 @@ from tqdm import tqdm
 from benchmarks.arithmetic import level_rates, quartiles, round_times, speedup
 from benchmarks.common import EMOJI, RESULTS, Budget, DataFolder, Out, Row, Threads, environment, label, write_results
 from specmm import methods
+from specmm.cli.race import in_turn
 from specmm.stats import Stats
 from specmm.vlm.asking import Questions
 from specmm.vlm.data.facts import fact
@@ -177,7 +178,7 @@ def race(runners: list[Runner], ask: Callable[[int], Any], repeats: int, title: 
             runners.remove(runner)
     for repeat in tqdm(range(repeats), desc=title):
         asked = ask(repeat)
-        for runner in runners[repeat % len(runners) :] + runners[: repeat % len(runners)]:
+        for runner in in_turn(runners, repeat):
             runner.once(asked)
     return runners
 

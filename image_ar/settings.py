@@ -72,8 +72,9 @@ def class_ids(wanted: Sequence[str | int], names: Sequence[str], count: int) -> 
     return ids
 
 
-def class_labels(wanted: Sequence[str | int], names: Sequence[str], count: int, repeats: int) -> Tensor:
-    """Labels of the pictures to draw, ``repeats`` of each of ``wanted``; raises ``ValueError`` as ``class_ids``."""
+def class_labels(pipe: Any, wanted: Sequence[str | int], repeats: int = 1) -> Tensor:
+    """Labels of what ``pipe`` is to draw, ``repeats`` of each of ``wanted``; ``ValueError`` as of ``class_ids``."""
     if not wanted:
         raise ValueError("classes must name at least one class, got none")
-    return torch.tensor(class_ids(wanted, names, count)).repeat_interleave(repeats)
+    ids = class_ids(wanted, pipe.settings.classes, pipe.transformer.config.num_classes)
+    return torch.tensor(ids, device=pipe.device).repeat_interleave(repeats)

@@ -61,10 +61,10 @@ class VQAPipeline:
         folder: Path | None = None,
         name: str = "vlm",
     ) -> None:
-        self.model, self.processor, self.folder, self.name = model.eval(), processor, folder, name
+        self.model, self.processor, self.name = model.eval(), processor, name
         self.method = methods.resolve_vqa(method)
-        self.drafters: dict[str, Any] = {} if drafter is None else {_drafter_kind(self.method): drafter}
-        self.shelf = Shelf(folder, name, PLACES, lambda kind, place: load_drafter(kind, place, model), self.drafters)
+        given = {} if drafter is None else {_drafter_kind(self.method): drafter}
+        self.shelf = Shelf(folder, name, PLACES, lambda kind, place: load_drafter(kind, place, model), given)
         self.plans: dict[Any, Plan] = {}  # of method auto, by what they depend on
 
     @classmethod

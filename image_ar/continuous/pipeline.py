@@ -120,8 +120,7 @@ class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
         check_call(output_type, batch_size, num_images_per_prompt)
         settings = self.target(cfg, temperature, num_iter, head_steps, cfg_schedule, solver)
         chosen = self.method if method is None else methods.resolve_continuous(method)
-        names, count = self.settings.classes, self.transformer.config.num_classes
-        labels = class_labels(classes, names, count, num_images_per_prompt).to(self.device)
+        labels = class_labels(self, classes, num_images_per_prompt)
         generators = sample_generators(generator, len(labels), self.device)
 
         def draw(rows: slice) -> Drawn:

@@ -155,8 +155,7 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
         check_dtype(self.transformer.dtype, self.device)
         sampling = self.target(cfg, temperature, top_k, top_p, more_smooth)
         chosen = self.method if method is None else methods.resolve_scales(method)
-        names, count = self.settings.classes, self.transformer.config.num_classes
-        labels = class_labels(classes, names, count, num_images_per_prompt).to(self.device)
+        labels = class_labels(self, classes, num_images_per_prompt)
         generators = sample_generators(generator, len(labels), self.device)
 
         def draw(rows: slice) -> Drawn:
@@ -183,8 +182,7 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
 
     def log_likelihood(self, classes: Sequence[str | int], tokens: Tensor) -> Tensor:
         """Mean log-probability a token [B] of ``tokens`` [B, L] of ``classes``; see ``quality.log_likelihood``."""
-        names, count = self.settings.classes, self.transformer.config.num_classes
-        labels = class_labels(classes, names, count, 1).to(self.device)
+        labels = class_labels(self, classes)
         return log_likelihood(self.transformer, self.vae.quantize, labels, tokens, self.target())
 
     def plan(self, batch: int, sampling: Sampling | None = None) -> tuning.Plan:

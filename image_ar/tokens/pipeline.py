@@ -153,8 +153,7 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
 
     def log_likelihood(self, classes: Sequence[str | int], tokens: Tensor) -> Tensor:
         """Mean log-probability a token [B] of ``tokens`` [B, T] of ``classes``; see ``quality.log_likelihood``."""
-        names, count = self.settings.classes, self.transformer.config.num_classes
-        labels = class_labels(classes, names, count, 1).to(self.device)
+        labels = class_labels(self, classes)
         return log_likelihood(self.target(), Prompt(labels), tokens)
 
     def target(
@@ -218,8 +217,7 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         if classes:
             if self.transformer.config.model_type != "c2i":
                 raise ValueError("this model draws from captions, give prompt='…' instead of classes")
-            names, count = self.settings.classes, self.transformer.config.num_classes
-            return Prompt(class_labels(classes, names, count, repeats).to(self.device))
+            return Prompt(class_labels(self, classes, repeats))
         if self.transformer.config.model_type != "t2i" or self.text_encoder is None:
             raise ValueError("prompt needs a text-to-image model and from_pretrained(…, text_encoder=T5 folder)")
         texts = [prompt] if isinstance(prompt, str) else list(prompt or [])

@@ -6,11 +6,13 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from specmm import methods
 from specmm.certificate import Certificate, merged
 from specmm.cli.parse import label
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -47,11 +49,16 @@ def race(pipe: Any, contenders: Sequence[methods.Method], rounds: Sequence[Seque
             _draw(pipe, lane.method, rounds[0], seed)
             bar.update()
         for i, classes in enumerate(rounds):
-            turn = i % len(lanes)
-            for lane in lanes[turn:] + lanes[:turn]:
+            for lane in in_turn(lanes, i):
                 _once(pipe, lane, classes, seed + i)
                 bar.update()
     return lanes
+
+
+def in_turn(contenders: Sequence[T], i: int) -> list[T]:
+    """All of ``contenders``, round ``i`` beginning with another one than the round before."""
+    first = i % len(contenders)
+    return [*contenders[first:], *contenders[:first]]
 
 
 def _once(pipe: Any, lane: Lane, classes: Sequence[Any], seed: int) -> None:

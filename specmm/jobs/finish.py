@@ -44,30 +44,23 @@ def finish(folder: Path, spec: Spec, items: Sequence[Item], shard: int, parquet:
     """
     with alone(folder):
         known = ledger(folder / JOURNALS)
-        rows = [known[i.id] for i in items if i.id in known]
-        done = [row for row in rows if row["state"] == "done"]
+        rows = {n: known[i.id] for n, i in enumerate(items) if i.id in known}  # by place in the job
+        done = {n: row for n, row in rows.items() if row["state"] == "done"}
+        failed = [row for row in rows.values() if row["state"] == "failed"]
         if spec.layout == "tar":
             archive(folder, items, known, shard)
-        index = [_indexed(folder, spec, row, n, shard) for n, row in _numbered(items, known)]
+        index = [_indexed(spec, row, n, shard) for n, row in done.items()]
         _write_lines(folder / INDEX, index)
-        _write_lines(folder / FAILED, [row for row in rows if row["state"] == "failed"])
+        _write_lines(folder / FAILED, failed)
         if parquet:
             _write_parquet(folder / "index.parquet", index)
-        summary = _summary(spec, len(items), done, len(rows) - len(done))
+        summary = _summary(spec, len(items), list(done.values()), len(failed))
         write_whole(folder / RUN, (json.dumps(summary, indent=1, ensure_ascii=False) + "\n").encode(), durable=True)
         sync_folder(folder)
     return summary
 
 
-def _numbered(items: Sequence[Item], known: dict[str, Record]) -> Iterator[tuple[int, Record]]:
-    """The records of items done, with their place in the job."""
-    for number, item in enumerate(items):
-        record = known.get(item.id)
-        if record is not None and record["state"] == "done":
-            yield number, record
-
-
-def _indexed(folder: Path, spec: Spec, record: Record, number: int, shard: int) -> Record:
+def _indexed(spec: Spec, record: Record, number: int, shard: int) -> Record:
     row = {k: v for k, v in record.items() if k not in HIDDEN}
     if spec.layout == "tar":
         row |= {"file": f"{ARCHIVES}/{_archive(number, shard)}", "member": Path(record["file"]).name}
@@ -121,7 +114,7 @@ def archive(folder: Path, items: Sequence[Item], known: dict[str, Record], shard
         loose = {name: file for name, file in wanted.items() if file.exists()}
         target = folder / ARCHIVES / _archive(first, shard)
         if loose:
-            packed = _members(target)
+            packed = dict(members(target)) if target.exists() else {}
             missing = [name for name in wanted if name not in loose and name not in packed]
             if missing:
                 raise ValueError(f"{folder} lacks results the journal speaks of, such as {missing[0]}; see --verify")
@@ -130,12 +123,11 @@ def archive(folder: Path, items: Sequence[Item], known: dict[str, Record], shard
                 os.unlink(file)
 
 
-def _members(file: Path) -> dict[str, bytes]:
-    """The files of an archive by name; none where there is no archive."""
-    if not file.exists():
-        return {}
-    with tarfile.open(file) as found:
-        return {m.name: found.extractfile(m).read() for m in found.getmembers()}  # type: ignore[union-attr]
+def members(file: Path) -> Iterator[tuple[str, bytes]]:
+    """Names and bytes of the files in an archive, one after the other."""
+    with tarfile.open(file) as archive:
+        for member in archive:
+            yield member.name, archive.extractfile(member).read()  # type: ignore[union-attr]
 
 
 def _write_archive(target: Path, wanted: dict[str, Path], packed: dict[str, bytes]) -> None:

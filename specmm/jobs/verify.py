@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import io
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specmm.jobs.finish import members
 from specmm.jobs.items import Item
 from specmm.jobs.journal import Record, ledger
 from specmm.jobs.store import ARCHIVES, JOURNALS, RESULTS, description
@@ -59,22 +60,16 @@ def _files(folder: Path) -> dict[str, Path]:
 
 def _packed(folder: Path, found: Findings) -> dict[str, bytes]:
     """The members of all archives; a damaged archive is a problem."""
-    members: dict[str, bytes] = {}
+    packed: dict[str, bytes] = {}
     for file in sorted((folder / ARCHIVES).glob("*.tar")):
         try:
-            for name, data in _members(file):
-                if name in members:
+            for name, data in members(file):
+                if name in packed:
                     found.problems.append(f"{file.name}: {name} is in two archives")
-                members[name] = data
+                packed[name] = data
         except (tarfile.TarError, OSError) as error:
             found.problems.append(f"{file.name}: is no whole archive ({error})")
-    return members
-
-
-def _members(file: Path) -> Iterator[tuple[str, bytes]]:
-    with tarfile.open(file) as archive:
-        for member in archive:
-            yield member.name, archive.extractfile(member).read()  # type: ignore[union-attr]
+    return packed
 
 
 def _problem(item: Item, record: Record, files: dict[str, Path], packed: dict[str, bytes]) -> str:
