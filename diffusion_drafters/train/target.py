@@ -21,6 +21,7 @@ from specmm.training import Losses, fit, seeded
 
 LENGTH = 256  # tokens of a row
 ROOM = 1024  # positions
+MUON = 1e-2  # learning rate of the layers' matrices
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def train_target(
     *,
     steps: int,
     batch: int = 8,
-    lr: float = 3e-3,
+    lr: float = 6e-3,
     seed: int = 0,
     compiled: bool = True,
     evaluate_every: int = 200,
@@ -96,7 +97,7 @@ def train_target(
         with torch.autocast(model.device.type, torch.bfloat16):
             return {"loss": next_token_loss(model, windows(stream, i, batch, LENGTH + 1, seed)), **found}
 
-    fit(model, step, out=out, steps=steps, lr=lr)
+    fit(model, step, out=out, steps=steps, lr=lr, muon=MUON)
 
 
 def compile_layers(layers: Any, compiled: bool = True) -> None:

@@ -19,9 +19,9 @@ Rows = Annotated[int, typer.Option(min=1, help="Rows of 256 tokens a step.")]
 
 
 def coder(
-    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps in all.")] = 2400,
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps in all.")] = 3000,
     batch: Rows = 8,
-    lr: Annotated[float, typer.Option(min=0, help="Learning rate.")] = 3e-3,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate of what Muon does not take.")] = 6e-3,
     seed: Seed = 0,
     dim: Annotated[int, typer.Option(min=4, help="Width.")] = 128,
     layers: Annotated[int, typer.Option(min=1, help="Layers: deep and narrow makes drafting pay.")] = 20,

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from specmm.training import batch_rows, fit, seeded, warmup_cosine
+from specmm.training import _optimizers, batch_rows, fit, seeded, warmup_cosine
 
 X = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
 Y = X @ torch.tensor([[1.0], [-2.0], [0.5]])
 
 
-def model_and_step(seed=0, stop_at=None):
+def model_and_step(seed=0, stop_at=None, layers=0):
     with seeded(seed):
-        model = nn.Linear(3, 1)
+        model = nn.Sequential(nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers))), nn.Linear(3, 1))
 
     def step(i):
         if i == stop_at:
@@ -25,15 +25,18 @@ def model_and_step(seed=0, stop_at=None):
     return model, step
 
 
-def test_a_killed_run_ends_where_an_unbroken_one_does(tmp_path):
-    whole, step = model_and_step()
-    fit(whole, step, out=tmp_path / "whole", steps=150, lr=0.05)
-    killed, step = model_and_step(stop_at=90)
+@pytest.mark.parametrize("muon", [0.0, 0.02], ids=["AdamW", "Muon"])
+def test_a_killed_run_ends_where_an_unbroken_one_does(muon, tmp_path):
+    rates = {"steps": 150, "lr": 0.05, "muon": muon}
+    whole, step = model_and_step(layers=2)
+    fit(whole, step, out=tmp_path / "whole", **rates)
+    killed, step = model_and_step(stop_at=90, layers=2)
     with pytest.raises(KeyboardInterrupt):
-        fit(killed, step, out=tmp_path / "killed", steps=150, lr=0.05, save_every=0.0)
-    resumed, step = model_and_step(seed=1)
-    fit(resumed, step, out=tmp_path / "killed", steps=150, lr=0.05)
-    torch.testing.assert_close(resumed.weight, whole.weight, rtol=0, atol=0)
+        fit(killed, step, out=tmp_path / "killed", save_every=0.0, **rates)
+    resumed, step = model_and_step(seed=1, layers=2)
+    fit(resumed, step, out=tmp_path / "killed", **rates)
+    for found, expected in zip(resumed.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
     with (tmp_path / "whole" / "loss.csv").open() as file:
         losses = [float(row["loss"]) for row in csv.DictReader(file)]
     assert losses[-1] < losses[0] / 10
@@ -64,3 +67,12 @@ def test_seeded_leaves_the_callers_state_alone():
     with seeded(5):
         assert torch.equal(first, torch.rand(3))
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_muon_takes_the_matrices_of_the_layers_only():
+    model, _ = model_and_step(layers=2)
+    adamw, muon = _optimizers(model, 0.1, (0.9, 0.95), 0.0, 0.01)
+    taken = {id(p) for p in muon.param_groups[0]["params"]}
+    assert taken == {id(layer.weight) for layer in model[0]}
+    left = {id(p) for group in adamw.param_groups for p in group["params"]}
+    assert left | taken == set(map(id, model.parameters())) and not left & taken

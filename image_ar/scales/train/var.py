@@ -21,6 +21,7 @@ from specmm.image_ar.training import labelled_batch
 from specmm.training import Losses, fit, seeded
 
 FIRST_STAGE = 0.5  # share of the refiner's steps that look at all scales
+MUON = 3.0  # times the learning rate of the rest, for a model from nothing
 
 Loss = Callable[[VAR, Tensor, Tensor, Tensor, range], Tensor]
 
@@ -83,7 +84,7 @@ def train_var(
     with seeded(seed):
         model = VAR(config)
     everything = range(len(config.ladder))
-    return _train(model, examples, token_loss, lambda i: everything, out, steps, batch, lr, seed, compiled)
+    return _train(model, examples, token_loss, lambda i: everything, out, steps, batch, lr, seed, compiled, MUON * lr)
 
 
 def train_drafter(
@@ -137,6 +138,7 @@ def _train(
     lr: float,
     seed: int,
     compiled: bool,
+    muon: float = 0.0,
 ) -> VAR:
     """Minimise ``loss`` over the scales that ``stage`` names at each step."""
     loss = torch.compile(loss) if compiled else loss
@@ -148,5 +150,5 @@ def _train(
         with torch.autocast("cpu", torch.bfloat16):
             return {"loss": loss(model, labels, tokens, inputs, scales)}
 
-    fit(model.train(), step, out=out, steps=steps, lr=lr)
+    fit(model.train(), step, out=out, steps=steps, lr=lr, muon=muon)
     return model.eval()
