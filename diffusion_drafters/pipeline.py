@@ -148,7 +148,7 @@ class TextPipeline:
         stop = stopping(self.model, stops)
         if isinstance(method, methods.Auto):
             kind = self._best_kind()
-            method = choose_method(target, kind, self.drafter(kind.name), prompt, self.plans)
+            method = choose_method(target, self.drafter(kind.name), prompt, self.plans, kind)
             name = f"auto: {method}"
         if isinstance(method, methods.AR):
             steps = decode_plain(target, prompt, length, uniforms, stop=stop)

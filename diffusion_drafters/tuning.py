@@ -31,7 +31,7 @@ ROOM = 48  # tokens of text that measuring needs
 
 
 def choose_method(
-    target: VLMTarget, kind: methods.DEER | methods.Block, drafter: Any, prompt: VLMPrompt, plans: dict[Any, Plan]
+    target: VLMTarget, drafter: Any, prompt: VLMPrompt, plans: dict[Any, Plan], kind: methods.DEER | methods.Block
 ) -> methods.TextMethod:
     """``kind`` with the planned length, or plain decoding where that should be as fast; ``plans`` keeps the plans."""
     key = (kind.name, len(prompt.lengths), target.processor.greedy, torch.get_num_threads())

@@ -263,7 +263,7 @@ VQA = _registry(AR, TextDraft, VLMDraft, MSD, PromptLookup, Verdict, Auto)
 SCALES = _registry(AR, CoDe, ScaleSpeculative, Auto)
 CONTINUOUS = _registry(AR, CSpD)
 TEXT = _registry(AR, DiffuSpec, SpecDiff, DEER, Block, TextDraft, PromptLookup, Auto)
-GENERATE = _registry(AR, TextDraft, VLMDraft, MSD, PromptLookup, DiffuSpec, SpecDiff, DEER, Block)
+GENERATE = _registry(AR, TextDraft, VLMDraft, MSD, PromptLookup, DiffuSpec, SpecDiff, DEER, Block, Auto)
 
 
 def resolve(method: str | Method, **options: Any) -> Method:

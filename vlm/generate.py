@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +25,14 @@ from transformers.generation.logits_process import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from specmm import methods
+from specmm.autotune import Plan
 from specmm.decode import Progress, decode, decode_plain
 from specmm.history import History
+from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
 from specmm.tree import DraftTree
+from specmm.vlm import tuning as pictures
+from specmm.vlm.drafters.msd_head import MSDHead
 from specmm.vlm.prompt import VLMPrompt
 from specmm.vlm.streaming import gains
 from specmm.vlm.target import VLMTarget
@@ -55,10 +60,14 @@ def custom_generate(
     Logits processors and stopping criteria are honoured, whatever they are: they are asked about each path of a tree.
     generate drops its own ``streamer`` and ``tokenizer`` on the way to a callable, so give them here; ``tokenizer``
     is the target's, for text drafters with another. Sampling draws from ``generator``, never from torch's global state.
+    Method ``auto`` plans for an MSD, DEER or block ``drafter``, once for each batch size. Raises ``ValueError`` for
+    beams and guidance, and for auto with another drafter or none.
     """
     from specmm.diffusion_drafters.assemble import assemble  # it knows this package's methods, too
 
-    chosen = methods.make(methods.GENERATE, method)
+    asked, plans = methods.make(methods.GENERATE, method), dict[Any, Plan]()
+    if isinstance(asked, methods.Auto):
+        planner_of(drafter)
 
     def run(
         model: Any,
@@ -76,6 +85,10 @@ def custom_generate(
         prompt = VLMPrompt({**inputs, "input_ids": input_ids}, length)
         uniforms = Uniforms(sample_generators(generator, len(input_ids), target.device))
         stop = Criteria(stopping_criteria, input_ids)
+        chosen = asked
+        if isinstance(asked, methods.Auto):  # measured without the processors, which may remember what they are asked
+            plain = VLMTarget(model, Processor(float(bool(generation_config.do_sample))))
+            chosen = planner_of(drafter)(plain, drafter, prompt, plans)
         if isinstance(chosen, methods.AR):
             steps = decode_plain(target, prompt, length, uniforms, stop=stop)
         else:
@@ -85,6 +98,21 @@ def custom_generate(
         return _joined(input_ids, end, generation_config)
 
     return run
+
+
+def planner_of(drafter: Any) -> Callable[[VLMTarget, Any, VLMPrompt, dict[Any, Plan]], Any]:
+    """What chooses the method for ``drafter``; raises ``ValueError`` for one that nothing plans with."""
+    from specmm.diffusion_drafters import tuning as text
+    from specmm.diffusion_drafters.models.causal import CausalPrefix
+    from specmm.diffusion_drafters.models.dflash import DFlash
+
+    if isinstance(drafter, MSDHead):
+        return pictures.choose_method
+    kinds: dict[type, methods.DEER | methods.Block] = {CausalPrefix: methods.DEER(), DFlash: methods.Block()}
+    if type(drafter) not in kinds:
+        given = "none" if drafter is None else f"a {type(drafter).__name__}"
+        raise ValueError(f"method 'auto' plans for an MSD, DEER or block drafter, got {given}; name another method")
+    return partial(text.choose_method, kind=kinds[type(drafter)])
 
 
 class PathProcessor:

@@ -6,6 +6,16 @@ import transformers as tf
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import specmm
+from specmm import methods
+from specmm.autotune import Plan
+from specmm.diffusion_drafters.train.block import build_block
+from specmm.processors import Processor
+from specmm.tree import TreeShape
+from specmm.vlm.drafters.msd_head import MSDHead
+from specmm.vlm.generate import planner_of
+from specmm.vlm.prompt import VLMPrompt
+from specmm.vlm.target import VLMTarget
+from specmm.vlm.train.msd import msd_config
 
 IMAGE = 36
 TEXT = dict(
@@ -43,6 +53,13 @@ def model():
     model.generation_config.eos_token_id = 2
     model.generation_config.pad_token_id = 0
     return model
+
+
+def msd_of(model):
+    torch.manual_seed(1)
+    head = MSDHead(msd_config(VLMTarget(model, Processor(0.0)))).eval()
+    head.acceptance = {0.0: ((0.9,), (0.9,))}
+    return head
 
 
 @pytest.fixture
@@ -136,3 +153,29 @@ def test_the_output_may_be_a_dictionary(model, inputs):
     kept = dict(max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
     wanted = model.generate(**inputs, **kept).sequences
     assert torch.equal(model.generate(**inputs, **kept, custom_generate=fn).sequences, wanted)
+
+
+@pytest.mark.parametrize("kind", ["msd", "block"])
+def test_auto_plans_for_the_drafter_and_changes_nothing(model, inputs, kind):
+    drafter = build_block(VLMTarget(model, Processor(0.0)), 1, 4, 39, read=2) if kind == "block" else msd_of(model)
+    fn = specmm.custom_generate(drafter, "auto")
+    options = dict(max_new_tokens=12, do_sample=False, no_repeat_ngram_size=2)
+    wanted = model.generate(**first_row(inputs), **options)
+    for _ in range(2):  # the second call goes by what the first one planned
+        assert torch.equal(model.generate(**first_row(inputs), custom_generate=fn, **options), wanted)
+
+
+def test_auto_wants_a_drafter_that_can_be_planned_with():
+    with pytest.raises(ValueError, match="MSD, DEER or block drafter, got none"):
+        specmm.custom_generate(method="auto")
+
+
+def test_auto_uses_the_plan(model, inputs):
+    """A drafter as good as the target itself, and far cheaper than the clock says: drafts are taken."""
+    plans = {(1, True, torch.get_num_threads()): Plan(TreeShape.chain(2), 2.0, 2.0, "made up")}
+    target = VLMTarget(model, Processor(0.0))
+    prompt = VLMPrompt(first_row(inputs), 8)
+    assert planner_of(msd_of(model))(target, msd_of(model), prompt, plans) == methods.MSD(sampled=True, tree=(-1, 0, 1))
+    block = build_block(target, 1, 4, 39, read=2)
+    kept = {("block", *key): plan for key, plan in plans.items()}
+    assert planner_of(block)(target, block, prompt, kept) == methods.Block(length=2)
