@@ -72,6 +72,7 @@ def fit(
     rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     first = _resume(out / "checkpoint.pt", model, optimizers)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    _forget(out / "loss.csv", first)
     bar = tqdm(range(first, steps), initial=first, total=steps, desc=out.name, mininterval=5)
     saved, curve = time.monotonic(), out / "loss.csv"
     for i in bar:
@@ -111,12 +112,22 @@ def _record(curve: Path, i: int, losses: Losses) -> None:
     values = {k: float(v.detach()) for k, v in losses.items()}
     if not math.isfinite(values["loss"]):
         raise ValueError(f"loss is {values['loss']} at step {i}; the last good checkpoint stays in {curve.parent}")
-    new = not curve.exists()
+    new = not curve.exists() or not curve.stat().st_size
     with curve.open("a", newline="") as file:
         writer = csv.writer(file)
         if new:
             writer.writerow(["step", *values])
         writer.writerow([i, *(f"{v:.5f}" for v in values.values())])
+
+
+def _forget(curve: Path, first: int) -> None:
+    """Drop what a killed run recorded at or behind step ``first``, which comes again, a torn last line included."""
+    if curve.exists():
+        head, *rows = curve.read_text().splitlines(keepends=True) or [""]
+        kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) < first]
+        part = curve.with_suffix(".part")
+        part.write_text("".join([head, *kept]) if head.endswith("\n") and first else "")
+        os.replace(part, curve)
 
 
 def _save(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], step: int) -> None:

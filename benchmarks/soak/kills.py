@@ -15,7 +15,8 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,11 @@ def go(folder: Path, worker: ImageWorker, items: Sequence[Item]) -> None:
     finish(folder, worker.spec, items, 4)
 
 
-def struck(folder: Path, worker: ImageWorker, items: Sequence[Item], delay: float) -> bool:
-    """Work on the job in a child and kill it after ``delay`` seconds; False when it had finished by then."""
+def struck(work: Callable[[], None], delay: float) -> bool:
+    """Do ``work`` in a child and kill it after ``delay`` seconds; False when it had finished by then."""
     child = os.fork()
     if not child:
-        go(folder, worker, items)
+        work()
         os._exit(0)
     time.sleep(delay)
     os.kill(child, signal.SIGKILL)  # a child that has finished waits for its parent, so the number is still its own
@@ -62,7 +63,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def trial(worker: ImageWorker, items: Sequence[Item], longest: float, wanted: dict[str, bytes], dice: Any) -> int:
     """Kill a fresh job until it is finished; returns the number of kills. Raises when anything is lost or doubled."""
     folder, kills = Path(tempfile.mkdtemp()), 0
-    while struck(folder, worker, items, dice.uniform(0, longest)):
+    while struck(lambda: go(folder, worker, items), dice.uniform(0, longest)):
         kills += 1
     found = verify(folder, items)
     if (found.done, found.left, found.failed, found.problems) != (len(items), 0, 0, []):
@@ -77,14 +78,18 @@ def trial(worker: ImageWorker, items: Sequence[Item], longest: float, wanted: di
 
 
 def campaign(worker: ImageWorker, kills: int, count: int, seed: int = 0) -> dict[str, Any]:
-    """Trials over jobs of ``count`` items until there were ``kills`` kills.
+    """Trials over jobs of ``count`` items until there were ``kills`` kills."""
+    with one_thread():
+        return _campaign(worker, kills, count, seed)
 
-    On one thread, in the parent too: a forked process has no thread pool, and other pools may round otherwise.
-    """
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch on one thread: a forked process has no pool of them, and its parent must round alike."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _campaign(worker, kills, count, seed)
+        yield
     finally:
         torch.set_num_threads(threads)
 

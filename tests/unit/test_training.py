@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.soak.trainings import campaign
 from specmm.training import _optimizers, batch_rows, fit, seeded, warmup_cosine
 
 X = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
@@ -76,3 +77,18 @@ def test_muon_takes_the_matrices_of_the_layers_only():
     assert taken == {id(layer.weight) for layer in model[0]}
     left = {id(p) for group in adamw.param_groups for p in group["params"]}
     assert left | taken == set(map(id, model.parameters())) and not left & taken
+
+
+def test_killed_trainings_end_bit_by_bit_where_unbroken_ones_do():
+    """A few; benchmarks/soak/trainings.py does sixty."""
+    assert campaign(kills=3)["kills"] >= 3
+
+
+def test_a_curve_has_every_step_once_and_no_torn_line(tmp_path):
+    model, step = model_and_step()
+    fit(model, step, out=tmp_path, steps=61, lr=0.05)
+    with (tmp_path / "loss.csv").open("a") as file:
+        file.write("80,0.2\n100,0.1\n12")  # what a run killed behind its last checkpoint leaves
+    fit(model, step, out=tmp_path, steps=101, lr=0.05)
+    with (tmp_path / "loss.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["0", "20", "40", "60", "80", "100"]
