@@ -17,7 +17,6 @@ from torch import Tensor
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.certificate import Certificate
-from specmm.decode import decode, decode_plain
 from specmm.diffusion_drafters.assemble import assemble
 from specmm.diffusion_drafters.loading import PLACES, find_target, load_drafter, load_target
 from specmm.diffusion_drafters.tuning import choose_method
@@ -26,8 +25,7 @@ from specmm.stats import Stats
 from specmm.vlm.drafters.model import padded
 from specmm.vlm.loading import find
 from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.running import Options, Run, Shelf, end_tokens, stopping
-from specmm.vlm.streaming import StopStrings
+from specmm.vlm.running import Options, Pipeline, Run, Shelf
 from specmm.vlm.target import VLMTarget
 
 
@@ -45,7 +43,7 @@ class TextOutput:
     trace: list[list[tuple[int, int]]] = field(default_factory=list)
 
 
-class TextPipeline:
+class TextPipeline(Pipeline):
     """A causal language model, its tokenizer and its drafters behind one call.
 
     >>> pipe = TextPipeline.from_pretrained("pocket/coder", method="deer")
@@ -104,10 +102,6 @@ class TextPipeline:
         """The new text of every row after each round; joined they are the texts. Options as for a call."""
         yield from self._start(prompts, Options.of(options, chat=False))[0].stream()
 
-    def text(self, ids: Tensor | list[int]) -> str:
-        """The text of ``ids``, without a character whose bytes have not all come."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True)).rstrip("\ufffd")
-
     def encode(self, prompts: str | Sequence[str], chat: bool = False) -> list[list[int]]:
         """Ids of each prompt, with ``chat`` in the model's template. Raises ``ValueError`` for an empty prompt."""
         given = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -120,14 +114,6 @@ class TextPipeline:
         said = [[{"role": "user", "content": text}] for text in given]
         asked = [self.tokenizer.apply_chat_template(s, add_generation_prompt=True, tokenize=False) for s in said]
         return [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in asked]
-
-    def drafter(self, kind: str) -> Any:
-        """What method ``kind`` drafts with, loaded from beside the model at first use; None where it needs nothing."""
-        return self.shelf.get(kind)
-
-    def ends(self) -> list[int]:
-        """The model's end tokens."""
-        return end_tokens(self.model)
 
     def _best_kind(self) -> methods.DEER | methods.Block:
         """What method auto plans with: the drafter on the target's states, or the one that reads the text."""
@@ -143,19 +129,15 @@ class TextPipeline:
         target = VLMTarget(self.model, options.processor, self.name)
         prompt = VLMPrompt(padded(self.encode(prompts, options.chat), target.device), options.max_new_tokens)
         target.check(prompt)
-        uniforms, length = options.uniforms(len(prompt.lengths), target.device), options.max_new_tokens
-        stops, name = StopStrings(options.stops, self.text), method.name
-        stop = stopping(self.model, stops)
+        name = method.name
         if isinstance(method, methods.Auto):
             kind = self._best_kind()
             method = choose_method(target, self.drafter(kind.name), prompt, self.plans, kind)
             name = f"auto: {method}"
         if isinstance(method, methods.AR):
-            steps = decode_plain(target, prompt, length, uniforms, stop=stop)
-            return Run(name, steps, None, self.text, stops), None
-        drafter, rule = assemble(method, target, self.drafter(method.name), self.tokenizer)
-        steps = decode(target, drafter, rule, prompt, length, uniforms, stop=stop)
-        return Run(name, steps, rule, self.text, stops), drafter
+            return self._run(name, target, prompt, options, None), None
+        parts = assemble(method, target, self.drafter(method.name), self.tokenizer)
+        return self._run(name, target, prompt, options, parts), parts.drafter
 
 
 def drafter_kind(method: methods.TextMethod) -> str:

@@ -17,7 +17,6 @@ from torch import Tensor
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.certificate import Certificate
-from specmm.decode import decode, decode_plain
 from specmm.dtypes import choose_dtype
 from specmm.stats import Stats
 from specmm.vlm.asking import Pictures, Questions
@@ -25,8 +24,7 @@ from specmm.vlm.assemble import assemble
 from specmm.vlm.loading import PLACES, find, load_drafter, load_model, load_processor
 from specmm.vlm.prompt import VLMPrompt, on_device
 from specmm.vlm.running import Options as Options
-from specmm.vlm.running import Run, Shelf, end_tokens, stopping
-from specmm.vlm.streaming import StopStrings
+from specmm.vlm.running import Pipeline, Run, Shelf
 from specmm.vlm.target import VLMTarget
 from specmm.vlm.tuning import choose_method
 
@@ -45,7 +43,7 @@ class VQAOutput:
     ruling: Any = None
 
 
-class VQAPipeline:
+class VQAPipeline(Pipeline):
     """A vision-language model, its processor and its drafters behind one call.
 
     >>> pipe = VQAPipeline.from_pretrained("pocket/llava", method="msd")
@@ -62,6 +60,7 @@ class VQAPipeline:
         name: str = "vlm",
     ) -> None:
         self.model, self.processor, self.name = model.eval(), processor, name
+        self.tokenizer = processor.tokenizer
         self.method = methods.resolve_vqa(method)
         given = {} if drafter is None else {_drafter_kind(self.method): drafter}
         self.shelf = Shelf(folder, name, PLACES, lambda kind, place: load_drafter(kind, place, model), given)
@@ -115,10 +114,6 @@ class VQAPipeline:
         """The new text of every answer after each round; joined they are the answers. Options as for a call."""
         yield from self._start(images, questions, Options.of(options)).stream()
 
-    def text(self, ids: Tensor | list[int]) -> str:
-        """The text of ``ids``, without a character whose bytes have not all come."""
-        return str(self.processor.tokenizer.decode(ids, skip_special_tokens=True)).rstrip("\ufffd")
-
     def _method(self, options: Options) -> methods.VQAMethod:
         return self.method if options.method is None else methods.resolve_vqa(options.method)
 
@@ -132,7 +127,7 @@ class VQAPipeline:
         asked = {k: v for k, v in options.items() if k != "method"}
         begin = time.perf_counter()
         ruling = SpeculativeVerdict(experts, judge, hear=min(method.keep, len(experts)))(images, question, **asked)
-        ids = torch.tensor(self.processor.tokenizer.encode(ruling.answer, add_special_tokens=False))
+        ids = torch.tensor(self.tokenizer.encode(ruling.answer, add_special_tokens=False))
         stats = Stats(tokens=len(ids), rounds=len(ids), seconds=time.perf_counter() - begin)
         claim = Certificate("heuristic", "the answer is the verdict model's once it has heard the others")
         return VQAOutput([ruling.answer], [ids], stats, claim, method.name, ruling)
@@ -145,25 +140,13 @@ class VQAPipeline:
         inputs = on_device(asked.inputs(self.processor), target.device, self.model.dtype)
         prompt = VLMPrompt(inputs, options.max_new_tokens, asked)
         target.check(prompt)
-        uniforms, length = options.uniforms(len(asked.texts), target.device), options.max_new_tokens
-        stops, name = StopStrings(options.stops, self.text), method.name
-        stop = stopping(self.model, stops)
+        name = method.name
         if isinstance(method, methods.Auto):
             method = choose_method(target, self.drafter(_drafter_kind(method)), prompt, self.plans)
             name = f"auto: {method}"
-        if isinstance(method, methods.AR):
-            return Run(name, decode_plain(target, prompt, length, uniforms, stop=stop), None, self.text, stops)
-        drafter, rule = assemble(method, target, self.drafter(method.name), self.processor.tokenizer)
-        steps = decode(target, drafter, rule, prompt, length, uniforms, stop=stop)
-        return Run(name, steps, rule, self.text, stops)
-
-    def drafter(self, kind: str) -> Any:
-        """What method ``kind`` drafts with, loaded from beside the model at first use; None where it needs nothing."""
-        return self.shelf.get(kind)
-
-    def ends(self) -> list[int]:
-        """The model's end tokens."""
-        return end_tokens(self.model)
+        plain = isinstance(method, methods.AR)
+        parts = None if plain else assemble(method, target, self.drafter(method.name), self.tokenizer)
+        return self._run(name, target, prompt, options, parts)
 
 
 def _drafter_kind(method: methods.VQAMethod) -> str:

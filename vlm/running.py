@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 from specmm.certificate import Certificate, of_rule
-from specmm.decode import Progress
+from specmm.decode import Progress, decode, decode_plain
+from specmm.drafter import Drafter
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
 from specmm.registry import unknown
-from specmm.stopping import EndTokens, Stop, all_of
+from specmm.stopping import EndTokens, all_of
+from specmm.target import Target
 from specmm.verify import Rule
+from specmm.vlm.prompt import VLMPrompt
 from specmm.vlm.streaming import StopStrings, gains
 
 
@@ -111,12 +114,6 @@ class Run:
         return of_rule(self.rule.name, self.rule.exact, float(end.excess) / measured if measured else None)
 
 
-def stopping(model: Any, stops: StopStrings) -> Stop:
-    """Ends rows behind the ``model``'s end tokens and where a text of ``stops`` is complete."""
-    ends = EndTokens(end_tokens(model), model.device)
-    return all_of(ends, stops) if stops.texts else ends
-
-
 def end_tokens(model: Any) -> list[int]:
     """The end tokens of a transformers ``model``."""
     found = model.generation_config.eos_token_id
@@ -153,3 +150,35 @@ class Shelf:
                 )
             self.given[kind] = self.load(kind, folder)
         return self.given.get(kind)
+
+
+class Pipeline:
+    """What pipelines of questions and of text share: ``model``, ``tokenizer`` and the ``shelf`` of its drafters."""
+
+    model: Any
+    tokenizer: Any
+    shelf: Shelf
+
+    def text(self, ids: Tensor | list[int]) -> str:
+        """The text of ``ids``, without a character whose bytes have not all come."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True)).rstrip("\ufffd")
+
+    def drafter(self, kind: str) -> Any:
+        """What method ``kind`` drafts with, loaded from beside the model at first use; None where it needs nothing."""
+        return self.shelf.get(kind)
+
+    def ends(self) -> list[int]:
+        """The model's end tokens."""
+        return end_tokens(self.model)
+
+    def _run(
+        self, name: str, target: Target, prompt: VLMPrompt, options: Options, parts: tuple[Drafter, Rule] | None
+    ) -> Run:
+        """``prompt`` to be answered with a drafter and a rule, or plainly without ``parts``; nothing runs yet."""
+        uniforms, length = options.uniforms(len(prompt.lengths), self.model.device), options.max_new_tokens
+        stops, ends = StopStrings(options.stops, self.text), EndTokens(self.ends(), self.model.device)
+        stop = all_of(ends, stops) if stops.texts else ends
+        if parts is None:
+            return Run(name, decode_plain(target, prompt, length, uniforms, stop=stop), None, self.text, stops)
+        drafter, rule = parts
+        return Run(name, decode(target, drafter, rule, prompt, length, uniforms, stop=stop), rule, self.text, stops)
