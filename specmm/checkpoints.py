@@ -123,6 +123,12 @@ def fingerprint(*weights: Tensor) -> str:
     return hashlib.sha256(b"".join(_signs(w) for w in weights)).hexdigest()[:12]
 
 
+def check_fingerprint(said: str | None, wanted: str, source: object) -> None:
+    """Raise ``ValueError`` unless ``said``, the target of the drafter in ``source``, is the target ``wanted``."""
+    if said != wanted:
+        raise ValueError(f"drafter must be of this target ({wanted}), got one of {said} in {source}; use its own")
+
+
 def _signs(weight: Tensor) -> bytes:
     flat = weight.detach().flatten()
     signs = (flat[:: -(-len(flat) // SIGNS)] < 0).cpu().numpy().tobytes()

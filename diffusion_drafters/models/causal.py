@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from specmm.checkpoints import fingerprint, load_strict, read_json
+from specmm.checkpoints import check_fingerprint, fingerprint, load_strict, read_json
 from specmm.diffusion_drafters.models.bidirectional import QWEN_SIZES, dream_config, empty
 from specmm.diffusion_drafters.models.files import HEAD, LEFTOVERS, TOKENS, read_state, write_model
 
@@ -72,11 +72,9 @@ def load_deer(folder: str | Path, target: Any, dtype: torch.dtype | None = None)
 
 def check_target(facts: dict[str, Any], target: Any, source: object) -> None:
     """Raise ``ValueError`` unless the drafter that ``facts`` describe was trained with this ``target`` model."""
-    said, found = facts.get("target_fingerprint"), fingerprint(target.get_input_embeddings().weight)
-    if said is not None and said != found:
-        raise ValueError(
-            f"drafter must be of this target ({found}), got one of {said} in {source}; use its own drafter"
-        )
+    said = facts.get("target_fingerprint")
+    if said is not None:
+        check_fingerprint(said, fingerprint(target.get_input_embeddings().weight), source)
 
 
 def save_deer(drafter: CausalPrefix, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -17,7 +17,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specmm.checkpoints import State, fingerprint, load_strict, read_checkpoint, read_json, weights_file
+from specmm.checkpoints import (
+    State,
+    check_fingerprint,
+    fingerprint,
+    load_strict,
+    read_checkpoint,
+    read_json,
+    weights_file,
+)
 from specmm.vlm.drafters.msd_head import Acceptance, MSDConfig, MSDHead
 
 EMBEDDINGS = "embed_tokens.weight"
@@ -69,11 +77,7 @@ def check_target(
 def _check_fingerprint(facts: dict[str, Any], wanted: str, path: str | Path) -> None:
     if not facts.get("target_embeddings"):
         raise ValueError(f"{path} must hold {EMBEDDINGS}, or say target_embeddings in its config.json, got neither")
-    if facts.get("target_fingerprint") != wanted:
-        found = facts.get("target_fingerprint")
-        raise ValueError(
-            f"drafter must be of this target ({wanted}), got one of {found} in {path}, use its own drafter"
-        )
+    check_fingerprint(facts.get("target_fingerprint"), wanted, path)
 
 
 def save_msd(head: MSDHead, folder: str | Path, *, dtype: torch.dtype | None = None, embeddings: bool = True) -> None:

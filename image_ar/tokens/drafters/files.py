@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from specmm.checkpoints import load_strict, read_checkpoint, read_json
+from specmm.checkpoints import check_fingerprint, load_strict, read_checkpoint, read_json
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.drafters.eagle_head import EagleHead, load_eagle, save_eagle
 from specmm.image_ar.tokens.drafters.fingerprint import target_fingerprint
@@ -41,9 +41,7 @@ def load_block(folder: Path, target: Transformer) -> BlockHead:
     missing = [key for key in ("levels", "layers", "taps", "target_fingerprint") if key not in facts]
     if missing:
         raise ValueError(f"{folder / 'config.json'} must say {', '.join(missing)}, got {sorted(facts)}")
-    found, wanted = facts.get("target_fingerprint"), target_fingerprint(target)
-    if found != wanted:
-        raise ValueError(f"drafter must be of this target ({wanted}), got one of {found} in {folder}, train a new one")
+    check_fingerprint(facts["target_fingerprint"], target_fingerprint(target), folder)
     head = BlockHead(BlockConfig(facts["levels"], facts["layers"], target.config, tuple(facts["taps"])))
     load_strict(head, read_checkpoint(folder), source=folder)
     weight = target.output.weight
