@@ -17,14 +17,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specmm.checkpoints import read_json
+from specmm.zoo import PACKAGE
 
-FACTS = "package.json"
+HELPERS = ("gguf", "accelerate")  # that transformers unpacks with
 CACHE = Path("~/.cache/specmm/unpacked")
 
 
 def is_packaged(folder: Path) -> bool:
     """Whether ``folder`` names a package in place of weights."""
-    return (folder / FACTS).is_file()
+    return (folder / PACKAGE).is_file()
 
 
 def unpacked(folder: Path, cache: Path | None = None) -> Path:
@@ -32,15 +33,21 @@ def unpacked(folder: Path, cache: Path | None = None) -> Path:
 
     Raises ``ValueError`` saying what to install where the package is missing.
     """
-    facts = read_json(folder / FACTS)
+    facts = read_json(folder / PACKAGE)
     found = (cache or CACHE.expanduser()) / str(facts["file"])
     if not (found / "config.json").is_file():
-        _unpack(_package_folder(facts), facts, found)
+        _unpack(_package_folder(folder, facts), facts, found)
     return found
 
 
-def _package_folder(facts: dict[str, Any]) -> Path:
-    missing = [n for n in (facts["package"], "gguf", "accelerate") if importlib.util.find_spec(n) is None]
+def missing_packages(folder: Path) -> list[str]:
+    """What must be installed before the model of ``folder`` can be unpacked."""
+    facts = read_json(folder / PACKAGE)
+    return [n for n in (facts["package"], *HELPERS) if importlib.util.find_spec(n) is None]
+
+
+def _package_folder(folder: Path, facts: dict[str, Any]) -> Path:
+    missing = missing_packages(folder)
     spec = None if missing else importlib.util.find_spec(facts["package"])
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(f"this model needs {', '.join(missing)}, run: {facts['install']}")

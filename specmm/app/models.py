@@ -23,7 +23,7 @@ class Models:
 
     def __init__(self, extra: tuple[str, ...] = ()) -> None:
         self.names: dict[str, list[str]] = {kind: [] for kind in KINDS}
-        for name in (*extra, *zoo.pocket_models()):
+        for name in (*extra, *(name for name, folder in zoo.pocket_models().items() if _is_here(folder))):
             self.names[_kind(name)].append(name)
         self._loaded: dict[tuple[str, str], Any] = {}
 
@@ -41,11 +41,20 @@ class Models:
         return [m for m in registry if m != methods.Verdict.name]
 
 
+def _is_here(folder: Path) -> bool:
+    """Whether the weights are: some come in packages of their own."""
+    from specmm.diffusion_drafters.packaged import is_packaged, missing_packages
+
+    return not (is_packaged(folder) and missing_packages(folder))
+
+
 def _kind(name: str) -> str:
     """What a model does; raises ``ValueError`` when it is not found."""
     folder = zoo.pocket_models().get(name, Path(name))
     if (folder / zoo.PIPELINE).is_file():
         return "images"
+    if (folder / zoo.PACKAGE).is_file():
+        return "text"
     if not (folder / zoo.TRANSFORMERS).is_file():
         raise ValueError(
             f"model must be a folder or a pocket model, got {name!r}; specmm zoo lists those that are here"

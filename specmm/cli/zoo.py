@@ -37,7 +37,7 @@ def _size(folder: Path) -> int:
 
 def _lines(model: dict[str, Any]) -> str:
     lines = [f"{model['name']}  {model['bytes'] / 2**20:.1f} MB  {model.get('description', '')}".rstrip()]
-    for key in ("data", "licence", "seed", "steps", "loss", "command"):
+    for key in ("data", "licence", "seed", "steps", "loss", "command", "install"):
         if key in model:
             lines.append(f"  {key:9}{_text(model[key])}")
     metrics = model.get("metrics", {})

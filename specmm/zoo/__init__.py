@@ -10,6 +10,7 @@ from specmm.registry import unknown
 
 POCKET = Path(__file__).parent / "pocket"
 PIPELINE, TRANSFORMERS = "model_index.json", "config.json"  # what an image model and a transformers model hold
+PACKAGE = "package.json"  # what a model holds whose weights come in a package of their own
 
 
 def pocket_models() -> dict[str, Path]:

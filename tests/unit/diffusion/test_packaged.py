@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from specmm import zoo
+from specmm.app.models import Models
 from specmm.diffusion_drafters.loading import find_target
 from specmm.diffusion_drafters.packaged import is_packaged, unpacked
 from specmm.zoo import POCKET
@@ -27,6 +29,16 @@ def test_what_is_unpacked_needs_no_package(tmp_path):
 
 
 def test_smollm2_comes_that_way():
-    assert is_packaged(POCKET / "smollm2")
+    assert find_target("pocket/smollm2") == POCKET / "smollm2" and is_packaged(POCKET / "smollm2")
     with pytest.raises(ValueError, match=r"pocket/llamagen is a model of another kind"):
         find_target("pocket/llamagen")
+
+
+def test_the_app_lists_only_what_is_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(zoo, "POCKET", tmp_path)
+    for name, package in (("here", "json"), ("elsewhere", "no_such_package")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "card.json").write_text("{}")
+        (tmp_path / name / "package.json").write_text(json.dumps({"package": package, "file": "a.gguf"}))
+    monkeypatch.setattr("specmm.diffusion_drafters.packaged.HELPERS", ())
+    assert Models().names["text"] == ["pocket/here"]
