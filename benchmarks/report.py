@@ -8,10 +8,14 @@ from typing import Any
 
 from benchmarks.bars import bars, mar_bars, metric_bars, var_bars
 from benchmarks.common import Row, read_results
+from benchmarks.language_bars import text_bars, vlm_bars
 from benchmarks.plots import best_by_budget, draw_plots
 from specmm.metrics.report import cell, table
 
-NAMES = ("speed", "quality", "acceptance", "single_position", "autotune", "cifar_fid", "frechet_speed", "mar", "var")
+NAMES = (
+    *("speed", "quality", "acceptance", "single_position", "autotune", "cifar_fid", "frechet_speed", "mar", "var"),
+    *("vlm_speed", "text_speed_coder", "text_speed_smollm2"),
+)
 SPEED = {
     "method": "method",
     "dtype": "dtype",
@@ -91,6 +95,20 @@ VAR = {
     **SAMPLED,
     "token_equal": "token-equal",
 }
+LANGUAGE = {
+    "questions": "what",
+    "temperature": "T",
+    "batch": "batch",
+    "method": "method",
+    "ms_a_token": "ms / token",
+    "speedup": "speed-up",
+    "speedup_low": "lower quartile",
+    "speedup_high": "upper quartile",
+    "tau": "τ",
+    "token_equal": "token-equal",
+    "certificate": "certificate",
+}
+TEXT = {**LANGUAGE, "search_share": "search"}
 TITLES = {
     "mar.png": "MAR: FID against speed-up",
     "var.png": "VAR and CoDe: FID against speed-up",
@@ -120,10 +138,13 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
             *metric_bars(rows["cifar_fid"], rows["frechet_speed"]),
             *mar_bars(rows["mar"]),
             *var_bars(rows["var"]),
+            *vlm_bars(rows["vlm_speed"]),
+            *text_bars(rows["text_speed_coder"], "pocket/coder", ("code",), 2.5, 1.7),
+            *text_bars(rows["text_speed_smollm2"], "SmolLM2-135M", ("prose", "tasks"), 2.0),
         ]
     ]
     parts += ["## Bars", table(held)]
-    for section in (_speed, _quality, _acceptance, _single, _autotune, _metrics, _families):
+    for section in (_speed, _quality, _acceptance, _single, _autotune, _metrics, _families, _languages):
         parts += section(rows)
     parts += [f"![{TITLES.get(p, p)}]({p})" for p in plots]
     parts += ["## Where and when", _provenance(results)]
@@ -154,6 +175,17 @@ def _families(rows: dict[str, list[Row]]) -> list[str]:
     if rows["var"]:
         text = "Whole calls; ideal: the arithmetic of the large model alone over that of both in turn."
         found += ["## Next scales: pocket/var", text, table(rows["var"], VAR)]
+    return found
+
+
+def _languages(rows: dict[str, list[Row]]) -> list[str]:
+    """Answers about pictures and continued text, by method."""
+    found = []
+    if rows["vlm_speed"]:
+        found += ["## Questions about pictures: pocket/llava", table(rows["vlm_speed"], LANGUAGE)]
+    for name, title in (("text_speed_coder", "pocket/coder"), ("text_speed_smollm2", "SmolLM2-135M")):
+        if rows[name]:
+            found += [f"## Continued text: {title}", table(rows[name], TEXT)]
     return found
 
 

@@ -1,0 +1,93 @@
+"""The bars of questions about pictures and of continued text: functions of ``vlm_speed`` and ``text_speed`` rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from benchmarks.bars import Bar
+from benchmarks.common import Row
+
+LONE, PLAIN_NAMES = "describe", ("ar", "transformers generate")
+
+
+def vlm_bars(rows: Sequence[Row]) -> list[Bar]:
+    """The bars of MSD, on descriptions."""
+    greedy, sampled, together = (_part(rows, LONE, *at) for at in ((0, 1), (1, 1), (0, 8)))
+    auto = [r for at in ((0, 8), (1, 8)) for r in _part(rows, LONE, *at) if r["method"] == "auto"]
+    others = ("text-draft", "prompt-lookup", "transformers assisted")
+    return [
+        _fastest(greedy, ("msd",), "MSD, greedy descriptions", 2.0, equal=True),
+        _fastest(sampled, ("msd",), "MSD, descriptions at temperature 1", 1.6),
+        _ahead(greedy, ("msd",), others, "MSD ahead of the other drafts, greedy"),
+        _fastest(together, ("msd",), "MSD, ragged batch of 8", 1.2, equal=True),
+        _never_below(auto, "auto at batch 8", 0.97),
+    ]
+
+
+def text_bars(rows: Sequence[Row], name: str, kinds: Sequence[str], greedy: float, sampled: float = 0.0) -> list[Bar]:
+    """The bars of text drafters on ``kinds`` of prompts of the model ``name``; without ``sampled`` the greedy one."""
+    cold = [r for kind in kinds for r in _part(rows, kind, 0, 1)]
+    bars = [_fastest(cold, ("deer", "block"), f"{name}: DEER or block, greedy", greedy, equal=True)]
+    if not sampled:
+        return bars
+    warm = [r for kind in kinds for r in _part(rows, kind, 1, 1)]
+    others = ("prompt-lookup", "transformers prompt lookup", "text-draft", "transformers assisted")
+    return [
+        *bars,
+        _fastest(warm, ("deer", "block"), f"{name}: DEER or block at temperature 1", sampled),
+        _ahead(cold, ("deer", "block"), others, f"{name}: ahead of lookup and of an AR drafter, greedy"),
+        _diffuspec(cold, name),
+        _search(cold, name),
+    ]
+
+
+def _part(rows: Sequence[Row], kind: str, temperature: float, batch: int) -> list[Row]:
+    return [r for r in rows if (r["questions"], r["temperature"], r["batch"]) == (kind, temperature, batch)]
+
+
+def _of(rows: Iterable[Row], names: Sequence[str]) -> list[Row]:
+    """The rows of methods of these names, whatever their options."""
+    return [r for r in rows if r["method"].split("(")[0] in names]
+
+
+def _fastest(rows: Sequence[Row], names: Sequence[str], what: str, least: float, equal: bool = False) -> Bar:
+    """The fastest of these methods against ``least``; with ``equal`` only what gave the plain tokens counts."""
+    asked = f"≥ {least:.1f}×" + (", token-equal" if equal else ", certificate exact")
+    pool = [r for r in _of(rows, names) if (r["token_equal"] == 1 if equal else r["certificate"] == "exact")]
+    if not pool:
+        return Bar(what, asked, "", None)
+    best = max(pool, key=lambda r: r["speedup"])
+    return Bar(what, asked, f"{best['speedup']:.2f}× with {best['method']}", best["speedup"] >= least)
+
+
+def _ahead(rows: Sequence[Row], names: Sequence[str], others: Sequence[str], what: str) -> Bar:
+    asked, ours, theirs = "ahead of each", _of(rows, names), _of(rows, others)
+    if not ours or not theirs:
+        return Bar(what, asked, "", None)
+    best = max(r["speedup"] for r in ours)
+    found = ", ".join(f"{r['speedup']:.2f}× {r['method']}" for r in theirs)
+    return Bar(what, asked, f"{best:.2f}× against {found}", all(best > r["speedup"] for r in theirs))
+
+
+def _never_below(rows: Sequence[Row], what: str, least: float) -> Bar:
+    asked = f"≥ {least:.2f}× of plain"
+    found = ", ".join(f"{r['speedup']:.2f}× at temperature {r['temperature']:g}" for r in rows)
+    return Bar(what, asked, found, all(r["speedup"] >= least for r in rows) if rows else None)
+
+
+def _diffuspec(rows: Sequence[Row], name: str) -> Bar:
+    what, asked = f"{name}: DiffuSpec with search and adaptive length against neither", "τ and speed higher"
+    both = next((r for r in rows if r["method"] == "diffuspec"), None)
+    neither = next(
+        (r for r in _of(rows, ("diffuspec",)) if "search=False" in r["method"] and "adapt" in r["method"]), None
+    )
+    if both is None or neither is None:
+        return Bar(what, asked, "", None)
+    found = f"τ {both['tau']:.2f} and {both['speedup']:.2f}× against {neither['tau']:.2f} and {neither['speedup']:.2f}×"
+    return Bar(what, asked, found, both["tau"] > neither["tau"] and both["speedup"] > neither["speedup"])
+
+
+def _search(rows: Sequence[Row], name: str) -> Bar:
+    shares = [r["search_share"] for r in _of(rows, ("diffuspec",)) if r.get("search_share")]
+    found = f"{max(shares):.3f}" if shares else ""
+    return Bar(f"{name}: path search's share of a round", "≤ 0.03", found, max(shares) <= 0.03 if shares else None)
