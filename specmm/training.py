@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 Losses = dict[str, Tensor]  # "loss" is minimised, the others are recorded
+MUON = 3.0  # times the learning rate of the rest is a good one for it
 NUMBERED = re.compile(r"\.\d+\.")  # in the name of what belongs to one of several layers
 
 

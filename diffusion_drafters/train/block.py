@@ -20,7 +20,7 @@ from specmm.diffusion_drafters.train.blocks import Anchors, fading, law_loss
 from specmm.diffusion_drafters.train.deer import ANCHORS
 from specmm.diffusion_drafters.train.rows import Batch, Rows
 from specmm.diffusion_drafters.train.target import compile_layers
-from specmm.training import Losses, fit, seeded
+from specmm.training import MUON, Losses, fit, seeded
 from specmm.vlm.target import VLMTarget
 
 FADE = 4.0
@@ -82,7 +82,7 @@ def train_block(
         with torch.autocast(target.device.type, torch.bfloat16):
             return block_loss(model, target, data, anchors, fade, seed * 1_000_003 + i)
 
-    fit(model, step, out=out, steps=steps, lr=lr)
+    fit(model, step, out=out, steps=steps, lr=lr, muon=MUON * lr)
     model.eval()
 
 

@@ -22,7 +22,7 @@ from specmm.diffusion_drafters.models.causal import CausalPrefix, share
 from specmm.diffusion_drafters.train.blocks import Anchors, law_loss
 from specmm.diffusion_drafters.train.rows import Batch, Rows
 from specmm.diffusion_drafters.train.target import compile_layers
-from specmm.training import Losses, fit, seeded
+from specmm.training import MUON, Losses, fit, seeded
 from specmm.vlm.target import VLMTarget
 
 ANCHORS = 16  # blocks a row
@@ -84,7 +84,7 @@ def train_deer(
         with torch.autocast(target.device.type, torch.bfloat16):
             return deer_loss(drafter, target, data, anchors, i < first_stage * steps, alpha, seed * 1_000_003 + i)
 
-    fit(_Own(drafter.model), step, out=out, steps=steps, lr=lr)
+    fit(_Own(drafter.model), step, out=out, steps=steps, lr=lr, muon=MUON * lr)
     drafter.model.eval()
 
 

@@ -20,7 +20,7 @@ from specmm.diffusion_drafters.data.code import windows
 from specmm.diffusion_drafters.models.bidirectional import FullAttention
 from specmm.diffusion_drafters.models.files import HEAD, write_model
 from specmm.diffusion_drafters.train.target import compile_layers
-from specmm.training import Losses, fit
+from specmm.training import MUON, Losses, fit
 
 LENGTH = 128  # tokens of a row
 BLOCK = 16  # most tokens hidden at a row's end
@@ -46,7 +46,7 @@ def train_diffusion(
         with torch.autocast(model.device.type, torch.bfloat16):
             return {"loss": denoising_loss(model, rows, seed * 1_000_003 + i)}
 
-    fit(model.model, step, out=out, steps=steps, lr=lr)
+    fit(model.model, step, out=out, steps=steps, lr=lr, muon=MUON * lr)
     model.model.eval()
 
 

@@ -18,10 +18,9 @@ from torch import Tensor
 from specmm.image_ar.scales.quantizer import MultiScaleQuantizer
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.training import labelled_batch
-from specmm.training import Losses, fit, seeded
+from specmm.training import MUON, Losses, fit, seeded
 
 FIRST_STAGE = 0.5  # share of the refiner's steps that look at all scales
-MUON = 3.0  # times the learning rate of the rest, for a model from nothing
 
 Loss = Callable[[VAR, Tensor, Tensor, Tensor, range], Tensor]
 
