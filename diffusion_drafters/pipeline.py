@@ -17,8 +17,10 @@ from torch import Tensor
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.certificate import Certificate
+from specmm.checkpoints import read_json
 from specmm.diffusion_drafters.assemble import assemble
 from specmm.diffusion_drafters.loading import PLACES, find_target, load_drafter, load_target
+from specmm.diffusion_drafters.models.causal import KIND, CausalPrefix
 from specmm.diffusion_drafters.tuning import choose_method
 from specmm.dtypes import choose_dtype
 from specmm.stats import Stats
@@ -61,7 +63,7 @@ class TextPipeline(Pipeline):
     ) -> None:
         self.model, self.tokenizer, self.name = model.eval(), tokenizer, name
         self.method: methods.TextMethod = methods.make(methods.TEXT, method)
-        given = {} if drafter is None else {drafter_kind(self.method): drafter}
+        given = {} if drafter is None else {drafter_kind(self.method, drafter): drafter}
         self.shelf = Shelf(folder, name, PLACES, lambda kind, place: load_drafter(kind, place, model), given)
         self.plans: dict[Any, Plan] = {}  # of method auto, by what they depend on
 
@@ -83,15 +85,17 @@ class TextPipeline(Pipeline):
         model, tokenizer = load_target(folder, torch_dtype)
         model = model.to(device, torch_dtype or choose_dtype(sum(p.numel() for p in model.parameters())))
         if isinstance(drafter, str | Path):
-            drafter = load_drafter(drafter_kind(resolved), find(drafter), model)
+            place = find(drafter)
+            drafter = load_drafter(drafter_kind(resolved, place), place, model)
         return cls(model, tokenizer, resolved, drafter, folder, str(name))
 
     def __call__(self, prompts: str | Sequence[str], streamer: Any = None, **options: Any) -> TextOutput:
         """Continue one prompt or a batch of them, whatever their lengths.
 
         ``options`` are those of :class:`specmm.vlm.running.Options`; ``chat`` is off unless given. A text depends on
-        its own random stream, not on the batch. ``streamer`` is told a single text's ids, as transformers' streamers
-        are. Raises ``ValueError`` for prompts, options and methods that do not fit.
+        its own random stream, not on the batch, but for auto's plan and, where dice are thrown, blocks cut by ``sure``.
+        ``streamer`` is told a single text's ids, as transformers' are, but not the prompt's: leave its ``skip_prompt``
+        off. Raises ``ValueError`` for prompts, options and methods that do not fit.
         """
         run, drafter = self._start(prompts, Options.of(options, chat=False))
         texts, tokens, end = run.finish(streamer)
@@ -117,7 +121,8 @@ class TextPipeline(Pipeline):
 
     def _best_kind(self) -> methods.DEER | methods.Block:
         """What method auto plans with: the drafter on the target's states, or the one that reads the text."""
-        for kind in (methods.Block(), methods.DEER()):
+        kinds: list[methods.DEER | methods.Block] = [methods.Block(), methods.DEER()]
+        for kind in sorted(kinds, key=lambda kind: kind.name not in self.shelf.given):  # what was given comes first
             with suppress(ValueError):
                 self.drafter(kind.name)
                 return kind
@@ -140,6 +145,12 @@ class TextPipeline(Pipeline):
         return self._run(name, target, prompt, options, parts), parts.drafter
 
 
-def drafter_kind(method: methods.TextMethod) -> str:
-    """The method whose drafter ``method`` uses: auto plans lengths for the block drafter's."""
-    return methods.Block.name if isinstance(method, methods.Auto) else method.name
+def drafter_kind(method: methods.TextMethod, drafter: Any) -> str:
+    """The method whose ``drafter`` (or the folder of one) ``method`` uses: auto takes a block drafter or a DEER one."""
+    if not isinstance(method, methods.Auto):
+        return method.name
+    if isinstance(drafter, Path):
+        deer = read_json(drafter / "config.json").get("model_type") == KIND
+    else:
+        deer = isinstance(drafter, CausalPrefix)
+    return methods.DEER.name if deer else methods.Block.name

@@ -18,6 +18,7 @@ from specmm.autotune import Plan, plan
 from specmm.decode import decode
 from specmm.diffusion_drafters.assemble import block_source
 from specmm.diffusion_drafters.drafters.block import ChainDrafter, block_length
+from specmm.diffusion_drafters.drafters.sources import BlockSource
 from specmm.probing import measure_costs
 from specmm.randomness import Uniforms
 from specmm.tally import Tally
@@ -43,11 +44,12 @@ def choose_method(
 
 def _plan(target: VLMTarget, kind: methods.DEER | methods.Block, drafter: Any, prompt: VLMPrompt) -> Plan:
     longer = dataclasses.replace(prompt, max_new_tokens=max(prompt.max_new_tokens, ROOM))
+    source = block_source(kind, drafter, target)  # a drafter that does not fit is the user's to know of
     try:
         target.check(longer)
-        table = _acceptance(target, kind, drafter, dataclasses.replace(prompt, max_new_tokens=ROOM))
     except ValueError as error:
         return Plan(None, 1.0, 1.0, f"no room to measure ({error})")
+    table = _acceptance(target, source, dataclasses.replace(prompt, max_new_tokens=ROOM))
     shapes = [TreeShape.chain(n, target.device) for n in LENGTHS if n <= len(table)]
 
     def make(shape: TreeShape) -> ChainDrafter:
@@ -56,11 +58,8 @@ def _plan(target: VLMTarget, kind: methods.DEER | methods.Block, drafter: Any, p
     return plan(measure_costs(target, make, shapes, Recursive(), longer, _dice(prompt)), table, shapes)
 
 
-def _acceptance(
-    target: VLMTarget, kind: methods.DEER | methods.Block, drafter: Any, prompt: VLMPrompt
-) -> tuple[tuple[float, ...], ...]:
+def _acceptance(target: VLMTarget, source: BlockSource, prompt: VLMPrompt) -> tuple[tuple[float, ...], ...]:
     """Of drafts whose predecessors were kept, the share kept, by position [D, 1]."""
-    source = block_source(kind, drafter, target)
     length = block_length(source, source.longest or LENGTHS[-1])
     tally = Tally(ChainDrafter(source, target, length), TreeShape.chain(length, target.device))
     for _ in decode(target, tally, Recursive(), prompt, prompt.max_new_tokens, _dice(prompt)):

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from specmm import methods
 from specmm.drafter import Drafter, Late
 from specmm.growth import Dynamic
@@ -19,6 +21,8 @@ from specmm.vlm.drafters.model import ModelDrafter, padded, text_only
 from specmm.vlm.prompt import VLMPrompt, on_device
 from specmm.vlm.target import VLMTarget
 from specmm.vlm.translation import Translation
+
+ENCODED = "mm_encoder_outputs"  # generate's own reading of the pictures, handed to a custom_generate
 
 
 @dataclass
@@ -63,6 +67,8 @@ def assemble(method: methods.VQAMethod, target: VLMTarget, drafter: Any = None, 
 
 
 def _small(drafter: Any) -> SmallModel:
+    if not isinstance(drafter, SmallModel) and not isinstance(drafter, torch.nn.Module):
+        raise ValueError(f"drafter must be a transformers model, got {type(drafter).__name__}; load one and give it")
     return drafter if isinstance(drafter, SmallModel) else SmallModel(drafter)
 
 
@@ -95,6 +101,11 @@ def _seeing(small: SmallModel, target: VLMTarget, shape: TreeShape, tokenizer: A
 
     def read(prompt: VLMPrompt) -> dict[str, Any]:
         if own is None or prompt.source is None:
+            if ENCODED in prompt.inputs:
+                raise ValueError(
+                    "method 'vlm-draft' needs the pictures, got the target's own reading of them: generate encodes "
+                    "them before it calls us; use VQAPipeline, or msd or text-draft here"
+                )
             return prompt.inputs
         return on_device(prompt.source.inputs(own), prompt.input_ids.device)
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from specmm.kernels.tree_attention.interface import NAME as TREES
 from specmm.registry import unknown
-from specmm.vlm.prompt import VLMPrompt
+from specmm.vlm.prompt import POSITIONS, VLMPrompt
 
+GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")  # what M-RoPE counts pictures and videos by
 SUPPORTED = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm")
 
 
@@ -62,6 +63,23 @@ class Family:
         """Positions a sliding layer attends, itself included; 0 where no layer slides."""
         return int(self.config.sliding_window) if "sliding_attention" in self.kinds else 0
 
+    @cached_property
+    def turning_point(self) -> int | None:
+        """Positions up to which "longrope" turns by its short factors; a longer text turns all of them by others."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") != "longrope":
+            return None
+        found = rope.get("original_max_position_embeddings") or self.config.original_max_position_embeddings
+        return int(found)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits [..., V] of the decoder's ``states`` [..., C]: the head, and what some classes do behind it."""
+        logits: Tensor = self.head(states)
+        scale = (getattr(self.config, "logit_scale", None) or 1) / (getattr(self.config, "logits_scaling", None) or 1)
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        logits = logits if scale == 1 else logits * scale
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
     @property
     def takes_trees(self) -> bool:
         """Whether attention layers take a tree's mask: loaded with ``specmm_tree``, and none of them slides."""
@@ -83,13 +101,16 @@ class Family:
         none = torch.zeros_like(prompt.lengths)
         if not hasattr(self.body, "get_rope_index"):
             return {}, none
+        if prompt.inputs.get(POSITIONS) is not None:
+            return {POSITIONS: prompt.inputs[POSITIONS]}, prompt.next_positions() - prompt.lengths
         types = prompt.inputs.get("mm_token_type_ids")
-        types = (prompt.input_ids == self.image_tokens[0]).int() if types is None else types
-        grid = prompt.inputs.get("image_grid_thw")
-        if grid is None:
+        if types is None:  # 1 stands for a picture's token, 2 for a video's
+            types = sum((prompt.input_ids == token).int() * (i + 1) for i, token in enumerate(self.image_tokens))
+        grids = {name: prompt.inputs[name] for name in GRIDS if prompt.inputs.get(name) is not None}
+        if not grids:
             return {}, none
         positions, offsets = self.body.get_rope_index(
-            prompt.input_ids, mm_token_type_ids=types, image_grid_thw=grid, attention_mask=prompt.mask
+            prompt.input_ids, mm_token_type_ids=types, attention_mask=prompt.mask, **grids
         )
         return {"position_ids": positions}, offsets[:, 0]
 

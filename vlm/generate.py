@@ -33,11 +33,11 @@ from specmm.randomness import Uniforms, sample_generators
 from specmm.tree import DraftTree
 from specmm.vlm import tuning as pictures
 from specmm.vlm.drafters.msd_head import MSDHead
-from specmm.vlm.prompt import VLMPrompt
+from specmm.vlm.prompt import POSITIONS, VLMPrompt
 from specmm.vlm.streaming import gains
 from specmm.vlm.target import VLMTarget
 
-NOT_INPUTS = {"position_ids", "past_key_values", "logits_to_keep", "use_cache", "cache_position"}
+NOT_INPUTS = {"past_key_values", "logits_to_keep", "use_cache", "cache_position"}
 SCORES_ONLY = (
     EpsilonLogitsWarper,
     MinPLogitsWarper,
@@ -80,6 +80,8 @@ def custom_generate(
         if generation_config.num_beams != 1:
             raise ValueError(f"num_beams must be 1 for speculative decoding, got {generation_config.num_beams}")
         inputs = {k: v for k, v in model_kwargs.items() if k not in NOT_INPUTS and v is not None}
+        if inputs.get(POSITIONS) is not None and inputs[POSITIONS].ndim < 3:  # those of text, which we count ourselves
+            del inputs[POSITIONS]
         length = generation_config.max_length - input_ids.shape[1]
         target = VLMTarget(model, PathProcessor(logits_processor, input_ids, bool(generation_config.do_sample)))
         prompt = VLMPrompt({**inputs, "input_ids": input_ids}, length)
@@ -94,6 +96,8 @@ def custom_generate(
         else:
             parts = assemble(chosen, target, drafter, tokenizer)
             steps = decode(target, parts.drafter, parts.rule, prompt, length, uniforms, stop=stop)
+        if streamer is not None and len(input_ids) == 1:
+            streamer.put(input_ids.cpu())  # as generate does: streamers may skip it
         *_, (end, _) = gains(steps, streamer)
         return _joined(input_ids, end, generation_config)
 
@@ -210,7 +214,8 @@ def _joined(input_ids: Tensor, end: Progress, config: GenerationConfig) -> Any:
     """Prompts and answers [B, L + T], padded as generate does."""
     width = int(end.counts.max())
     column = torch.arange(width, device=input_ids.device)
-    pad = 0 if config.pad_token_id is None else int(config.pad_token_id)
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    pad = next((int(token) for token in (config.pad_token_id, *ends) if token is not None), 0)
     answers = end.tokens[:, :width].masked_fill(column >= end.counts[:, None], pad)
     sequences: Any = torch.cat([input_ids, answers], dim=1)
     return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences

@@ -25,6 +25,7 @@ from specmm.vlm.loading import PLACES, find, load_drafter, load_model, load_proc
 from specmm.vlm.prompt import VLMPrompt, on_device
 from specmm.vlm.running import Options as Options
 from specmm.vlm.running import Pipeline, Run, Shelf
+from specmm.vlm.streaming import tell
 from specmm.vlm.target import VLMTarget
 from specmm.vlm.tuning import choose_method
 
@@ -97,13 +98,14 @@ class VQAPipeline(Pipeline):
     ) -> VQAOutput:
         """Answer one question about a picture, several or none, or a list of questions about a list of those.
 
-        ``options`` are those of :class:`Options`. An answer depends on its own random stream, not on the batch.
-        ``streamer`` is told a single answer's ids, as transformers' streamers are. Raises ``ValueError`` for pictures,
-        questions, options and methods that do not fit.
+        ``options`` are those of :class:`Options`. An answer depends on its own random stream, not on the batch (auto
+        plans for the batch, though). ``streamer`` is told a single answer's ids, as transformers' streamers are, but
+        not the prompt's: leave its ``skip_prompt`` off. Raises ``ValueError`` for pictures, questions, options and
+        methods that do not fit.
         """
         given = Options.of(options)
         if isinstance(method := self._method(given), methods.Verdict):
-            return self._rule(method, images, questions, options)
+            return self._rule(method, images, questions, options, streamer)
         run = self._start(images, questions, given)
         answers, tokens, end = run.finish(streamer)
         return VQAOutput([a.strip() for a in answers], tokens, end.stats, run.certificate(end), run.method)
@@ -112,22 +114,30 @@ class VQAPipeline(Pipeline):
         self, images: Pictures | Sequence[Pictures], questions: str | Sequence[str], **options: Any
     ) -> Iterator[list[str]]:
         """The new text of every answer after each round; joined they are the answers. Options as for a call."""
-        yield from self._start(images, questions, Options.of(options)).stream()
+        given = Options.of(options)
+        if isinstance(self._method(given), methods.Verdict):
+            raise ValueError("method 'verdict' answers at once, when all models have spoken; call the pipeline instead")
+        yield from self._start(images, questions, given).stream()
 
     def _method(self, options: Options) -> methods.VQAMethod:
         return self.method if options.method is None else methods.resolve_vqa(options.method)
 
-    def _rule(self, method: methods.Verdict, images: Any, question: Any, options: dict[str, Any]) -> VQAOutput:
+    def _rule(
+        self, method: methods.Verdict, images: Any, question: Any, options: dict[str, Any], streamer: Any
+    ) -> VQAOutput:
         """Speculative Verdict by the experts (pipelines) this pipeline was given, this model being the judge."""
         from specmm.vlm.verdict import SpeculativeVerdict
 
         if not isinstance(question, str):
             raise ValueError(f"method 'verdict' takes one question at a time, got {len(question)}")
         judge, experts = VQAPipeline(self.model, self.processor, name=self.name), self.drafter(method.name)
-        asked = {k: v for k, v in options.items() if k != "method"}
+        asked = {k: v for k, v in options.items() if k != "method" and not (k == "seed" and v is None)}
         begin = time.perf_counter()
         ruling = SpeculativeVerdict(experts, judge, hear=min(method.keep, len(experts)))(images, question, **asked)
         ids = torch.tensor(self.tokenizer.encode(ruling.answer, add_special_tokens=False))
+        if streamer is not None:  # the others must have spoken before there is anything to tell
+            tell(streamer, [ids])
+            streamer.end()
         stats = Stats(tokens=len(ids), rounds=len(ids), seconds=time.perf_counter() - begin)
         claim = Certificate("heuristic", "the answer is the verdict model's once it has heard the others")
         return VQAOutput([ruling.answer], [ids], stats, claim, method.name, ruling)

@@ -18,6 +18,7 @@ from torch import Tensor
 from specmm.vlm.asking import Questions
 
 PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
+POSITIONS = "position_ids"  # of M-RoPE [3 or 4, B, L], the last three rows count
 
 
 @dataclass
@@ -41,6 +42,8 @@ class VLMPrompt:
             raise ValueError(f"every prompt must hold at least one token, got input_ids of shape {list(ids.shape)}")
         order = (~mask).to(torch.int8).argsort(dim=1, stable=True)  # tokens first, in their order
         moved = {k: self.inputs[k].gather(1, order) for k in PER_TOKEN if self.inputs.get(k) is not None}
+        if self.inputs.get(POSITIONS) is not None:
+            moved[POSITIONS] = self.inputs[POSITIONS][-3:].gather(2, order.expand(3, -1, -1))
         self.inputs = {**self.inputs, **moved}
 
     @property
@@ -66,12 +69,22 @@ class VLMPrompt:
     @property
     def vision(self) -> dict[str, Any]:
         """Everything but the tokens: pixels, grids, sizes."""
-        return {k: v for k, v in self.inputs.items() if k not in PER_TOKEN}
+        return {k: v for k, v in self.inputs.items() if k not in (*PER_TOKEN, POSITIONS)}
+
+    def next_positions(self) -> Tensor:
+        """Under M-RoPE with given positions: that of the token behind each row [B]."""
+        given: Tensor = self.inputs[POSITIONS]
+        return given.amax(0).masked_fill(~self.mask, -1).amax(1) + 1
 
     def extended(self, tokens: Tensor) -> VLMPrompt:
         """With one more of ``tokens`` [B] behind each row, and room for one less."""
         inputs = dict(self.inputs)
-        for key, value in (("input_ids", tokens), ("attention_mask", 1), ("mm_token_type_ids", 0)):
+        if inputs.get(POSITIONS) is not None:
+            where = self.lengths.expand(3, -1)[..., None]
+            longer = torch.nn.functional.pad(inputs[POSITIONS], (0, 1))
+            inputs[POSITIONS] = longer.scatter(2, where, self.next_positions().expand(3, -1)[..., None])
+        new_values = ("input_ids", tokens), ("attention_mask", 1), ("mm_token_type_ids", 0), ("token_type_ids", 0)
+        for key, value in new_values:
             if inputs.get(key) is not None:
                 longer = torch.nn.functional.pad(inputs[key], (0, 1))
                 new = torch.as_tensor(value, dtype=longer.dtype, device=longer.device).expand(len(longer))

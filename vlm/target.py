@@ -25,6 +25,7 @@ from specmm.target import TargetOutput
 from specmm.tree import DraftTree
 from specmm.verify.rule import Verdict
 from specmm.vlm.families import Family
+from specmm.vlm.probe import check_model
 from specmm.vlm.prompt import VLMPrompt as VLMPrompt
 from specmm.vlm.slots import as_transformers
 
@@ -72,10 +73,13 @@ class VLMTarget:
     def __init__(self, model: Any, processor: Laws, name: str = "vlm") -> None:
         self.model, self.processor, self.name = model.eval(), processor, name
         self.family = Family.of(model)
+        if not hasattr(model.config, "vision_config"):
+            check_model(model)
         processor.check_vocabulary(self.family.vocabulary)
         self.wants_context = False
         self.context: Context | None = None
         self.calls = 0
+        self.running = False  # a forward of this target, not of another on the same model
         self.cache: Cache
         self.prompt: VLMPrompt
         self.history: History
@@ -96,7 +100,7 @@ class VLMTarget:
 
     def head(self, states: Tensor) -> Tensor:
         """Logits [..., V] of post-final-norm ``states`` [..., C]."""
-        return self.family.head(states)
+        return self.family.logits(states)
 
     @torch.inference_mode()
     def prefill(self, prompt: VLMPrompt, scratch: int) -> TargetOutput:
@@ -110,10 +114,11 @@ class VLMTarget:
         self.cache = self._new_cache(rows, width + prompt.max_new_tokens, scratch)
         self.past = as_transformers(self.cache)
         self.places = torch.arange(self.cache.slots, device=self.device).repeat(rows, 1)  # position of each slot
+        self.last = self._last_position(width + prompt.max_new_tokens)
         self.cache.aim(0, width)
         where, self.offsets = self.family.positions(prompt)
         mask = prompt.inputs["attention_mask"] if prompt.padded else None
-        with self._watch_embeddings(prompt):
+        with self._watch_embeddings(prompt), self._runs():
             states = self.family.body(
                 input_ids=prompt.input_ids,
                 attention_mask=mask,
@@ -134,8 +139,7 @@ class VLMTarget:
         """One tree-attention forward; see :class:`specmm.target.Target`."""
         cache, self.tree = self.cache, tree
         cache.aim(cache.size.capacity, cache.slots)
-        last = int(self.family.config.max_position_embeddings) - 1  # a block may reach beyond the text's end
-        positions = (cache.lengths[:, None] + tree.shape.depths).clamp(max=last)
+        positions = (cache.lengths[:, None] + tree.shape.depths).clamp(max=self.last)
         whole = self.family.takes_trees
         mask = cache.tree_mask(tree.shape) if whole else cache.tree_bias(tree.shape.ancestors)
         return self._output(self.states(tree.tokens, positions, mask), tree)
@@ -168,14 +172,23 @@ class VLMTarget:
             masks: dict[str, Any] = {"attention_mask": PLACEHOLDER, "tree_mask": bias}
         else:
             masks = {"attention_mask": self.family.masks(bias, self._within_window(bias, positions))}
-        states: Tensor = self.family.decoder(
-            inputs_embeds=self.embed(tokens),
-            **masks,
-            position_ids=self.family.spread(positions + self.offsets[:, None]),
-            past_key_values=self.past,
-            use_cache=True,
-        ).last_hidden_state
+        with self._runs():
+            states: Tensor = self.family.decoder(
+                inputs_embeds=self.embed(tokens),
+                **masks,
+                position_ids=self.family.spread(positions + self.offsets[:, None]),
+                past_key_values=self.past,
+                use_cache=True,
+            ).last_hidden_state
         return states
+
+    @contextmanager
+    def _runs(self) -> Iterator[None]:
+        self.running = True
+        try:
+            yield
+        finally:
+            self.running = False
 
     def _within_window(self, bias: Tensor | None, positions: Tensor) -> Tensor | None:
         """``bias`` of sliding layers: with every slot shut that lies a window or more behind a node."""
@@ -215,6 +228,19 @@ class VLMTarget:
                 f"prompt and answer must fit the {room} positions of {self.name}, got {longest} prompt tokens and "
                 f"max_new_tokens {prompt.max_new_tokens}; shorten one of them or give fewer or smaller pictures"
             )
+
+        turn, longest = self.family.turning_point, longest + prompt.max_new_tokens
+        if turn is not None and int(prompt.lengths.min()) <= turn < longest:
+            raise ValueError(
+                f"prompt and answer must lie on one side of {self.name}'s {turn} positions, got {longest}: behind them "
+                "its positions turn by other factors, the prompt's too; give fewer max_new_tokens"
+            )
+
+    def _last_position(self, total: int) -> int:
+        """The last position of a text of ``total`` tokens that a block may use, which may reach beyond its end."""
+        turn = self.family.turning_point
+        room = int(self.family.config.max_position_embeddings)
+        return (room if turn is None or total > turn else turn) - 1
 
     @contextmanager
     def _watch_embeddings(self, prompt: VLMPrompt) -> Iterator[None]:

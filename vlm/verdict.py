@@ -101,7 +101,9 @@ class SpeculativeVerdict:
         """Answer one question about ``images``; ``seed`` breaks ties and seeds sampling, ``options`` are those of a
         pipeline's call. Raises ``ValueError`` as pipelines do.
         """
-        asked, prompts = {"seed": seed, **options}, self.prompts
+        if not isinstance(seed, int):
+            raise ValueError(f"seed must be one whole number, got {seed!r}: every model is asked once")
+        asked, prompts = options if "generator" in options else {"seed": seed, **options}, self.prompts
         text = prompts.answer.format(question=question)
         answers = [e(images, text, max_new_tokens=max_new_tokens, **asked).answers[0] for e in self.experts]
         table = self.score(images, question, answers)

@@ -8,7 +8,9 @@ C width, v the drafter's vocabulary, V the target's.
 
 from __future__ import annotations
 
+import copy
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -128,8 +130,9 @@ class DFlashSource:
                 f"drafter must have the target's width {found[0]} and a mask among its {found[1]} tokens, "
                 f"got width {width} and mask {model.config.mask}"
             )
-        self.model, self.target, self.longest = model, target, model.config.block - 1
-        self.taps = Taps([layers[i] for i in model.config.layers])
+        self.model = copy.copy(model)  # the same weights, but a cache of its own: several runs may go on in turn
+        self.target, self.longest = target, model.config.block - 1
+        self.taps = Taps([layers[i] for i in model.config.layers], lambda: target.running)
         self.barred = [model.config.mask, *target.image_tokens]
 
     def begin(self, feedback: Feedback, most: int) -> None:
@@ -154,12 +157,15 @@ class DFlashSource:
 
 
 class Taps:
-    """What ``layers`` gave in their latest forward, seen by hooks that go when this object goes."""
+    """What ``layers`` gave in their latest forward, seen by hooks that go when this object goes.
 
-    def __init__(self, layers: list[Any]) -> None:
+    ``listens`` says whether a forward counts: others may use the same layers.
+    """
+
+    def __init__(self, layers: list[Any], listens: Callable[[], bool] = lambda: True) -> None:
         self.seen: list[Tensor | None] = [None] * len(layers)
         for place, layer in enumerate(layers):
-            handle = layer.register_forward_hook(_recorder(self.seen, place))
+            handle = layer.register_forward_hook(_recorder(self.seen, place, listens))
             weakref.finalize(self, handle.remove)
 
     def context(self) -> Tensor:
@@ -167,8 +173,9 @@ class Taps:
         return torch.cat([states for states in self.seen if states is not None], dim=-1)
 
 
-def _recorder(seen: list[Tensor | None], place: int) -> Any:
+def _recorder(seen: list[Tensor | None], place: int, listens: Callable[[], bool]) -> Any:
     def record(_: Any, args: Any, output: Any) -> None:
-        seen[place] = output if isinstance(output, Tensor) else output[0]
+        if listens():
+            seen[place] = output if isinstance(output, Tensor) else output[0]
 
     return record

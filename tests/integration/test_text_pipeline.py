@@ -1,5 +1,6 @@
 """``TextPipeline`` and ``specmm complete`` on a tiny random Qwen2 with every drafter beside it."""
 
+import itertools
 import json
 
 import pytest
@@ -118,3 +119,22 @@ def test_complete_prints_and_plots_how_drafting_went(text_folder, tmp_path):
         app, ["complete", str(text_folder), "-p", "a", "-p", "b", "--method", "deer", "-o", "tree=5"]
     )
     assert run.exit_code == 0 and "accepted by position" in run.stderr and "draft " in run.stderr
+
+
+@pytest.mark.parametrize("method", ["deer", "block", "diffuspec"])
+def test_runs_of_one_pipeline_may_go_on_in_turn(text_pipe, method):
+    alone = [text_pipe(prompt, method=method, max_new_tokens=12).texts[0] for prompt in PROMPTS[:2]]
+    streams = [text_pipe.stream(prompt, method=method, max_new_tokens=12) for prompt in PROMPTS[:2]]
+    said = ["", ""]
+    for parts in itertools.zip_longest(*streams, fillvalue=[""]):
+        said = [text + part[0] for text, part in zip(said, parts, strict=True)]
+    assert said == alone
+
+
+def test_auto_plans_for_the_drafter_it_was_given(text_pipe, text_folder):
+    for kind in ("deer", "block"):
+        given = text_pipe.drafter(kind)
+        pipe = specmm.TextPipeline(text_pipe.model, text_pipe.tokenizer, "auto", given)
+        assert pipe._best_kind().name == kind and pipe(PROMPTS[0], max_new_tokens=8).method.startswith("auto")
+        named = specmm.TextPipeline.from_pretrained(text_folder, "auto", text_folder / "drafters" / kind)
+        assert type(named.drafter(kind)) is type(given)

@@ -100,6 +100,11 @@ def next_positions(context: Context, last: Tensor) -> tuple[Tensor, Tensor]:
 
 def check_sizes(head: MSDHead, target: VLMTarget) -> None:
     """Raise ``ValueError`` when width or vocabulary of ``head`` are not those of ``target``'s output head."""
+    if not isinstance(head, MSDHead):
+        raise ValueError(f"drafter must be an MSD head, got {type(head).__name__}; load one with load_msd")
+    weights = head.embed_tokens.weight.dtype, target.family.head.weight.dtype
+    if weights[0] != weights[1]:
+        raise ValueError(f"drafter must have the target's dtype {weights[1]}, got {weights[0]}; head.to({weights[1]})")
     vocabulary, width = target.family.head.weight.shape
     for what, found, wanted in (
         ("width", head.config.hidden_size, width),

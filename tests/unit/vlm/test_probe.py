@@ -1,0 +1,97 @@
+"""Which causal language models may be targets: those whose trees score as their own forwards do."""
+
+import pytest
+import torch
+import transformers as tf
+
+import specmm
+from specmm.processors import Processor
+from specmm.vlm.prompt import VLMPrompt
+from specmm.vlm.target import VLMTarget
+
+SIZES = dict(vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+SHORT = dict(max_position_embeddings=64, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+IDS = torch.tensor([[7, 8, 9, 12, 14, 9]])
+
+
+def made(name, model="ForCausalLM", **config):
+    torch.manual_seed(0)
+    found = getattr(tf, f"{name}{model}")(getattr(tf, f"{name}Config")(**config)).eval()
+    with torch.no_grad():
+        for parameter in found.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.25)
+    found.generation_config.eos_token_id = None
+    found.generation_config.pad_token_id = 0
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("Llama", {}),
+        ("Gemma2", dict(head_dim=8, final_logit_softcapping=2.0)),
+        ("Granite", dict(logits_scaling=8.0)),
+        ("Cohere", dict(logit_scale=0.25)),
+    ],
+)
+@torch.no_grad()
+def test_the_law_is_the_class_s_own(name, config):
+    """Some classes scale or cap their logits behind the head."""
+    model = made(name, **SIZES, **SHORT, **config)
+    found = VLMTarget(model, Processor(1.0)).prefill(VLMPrompt({"input_ids": IDS}, 4), 2).laws[0, 0]
+    torch.testing.assert_close(found, model(IDS).logits[0, -1].softmax(-1), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "config"),
+    [
+        ("Bert", "LMHeadModel", SIZES | dict(is_decoder=True)),  # layers between decoder and head
+        ("Bloom", "ForCausalLM", dict(vocab_size=60, hidden_size=32, n_layer=2, n_head=4)),  # alibi
+        ("Mamba", "ForCausalLM", dict(vocab_size=60, hidden_size=32, num_hidden_layers=2)),  # no attention
+        (
+            "GPTNeo",
+            "ForCausalLM",
+            dict(vocab_size=60, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]),
+        ),
+    ],
+)
+def test_others_are_refused_by_name(name, model, config):
+    with pytest.raises(ValueError, match=r"model type .* cannot be accelerated"):
+        VLMTarget(made(name, model, **config), Processor())
+
+
+def test_a_model_of_no_numbers_is_left_to_its_user():
+    model = made("Llama", **SIZES, **SHORT)
+    model.lm_head.weight.data.fill_(float("nan"))
+    VLMTarget(model, Processor())
+
+
+def test_longrope_does_not_cross_its_turning_point():
+    rope = dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, rope_theta=10000.0)
+    rope |= dict(original_max_position_embeddings=12, factor=4.0)
+    model = made("Phi3", **SIZES, **SHORT, original_max_position_embeddings=12, rope_parameters=rope)
+    fn = specmm.custom_generate()
+    for count, ids in ((6, IDS), (6, IDS.repeat(1, 3))):  # below and above it
+        wanted = model.generate(ids, max_new_tokens=count, do_sample=False)
+        assert torch.equal(model.generate(ids, max_new_tokens=count, do_sample=False, custom_generate=fn), wanted)
+    with pytest.raises(ValueError, match=r"one side of .* 12 positions, got 16"):
+        model.generate(IDS, max_new_tokens=10, do_sample=False, custom_generate=fn)
+
+
+def test_a_drafter_with_learnt_positions_serves_to_the_last_one():
+    sizes = dict(vocab_size=60, n_embd=32, n_layer=2, n_head=4, n_positions=16)
+    model, small = made("GPT2", "LMHeadModel", **sizes), made("GPT2", "LMHeadModel", **sizes)
+    wanted = model.generate(IDS, max_new_tokens=10, do_sample=False)
+    fn = specmm.custom_generate(small, "text-draft")
+    assert torch.equal(model.generate(IDS, max_new_tokens=10, do_sample=False, custom_generate=fn), wanted)
+
+
+def test_short_rows_are_padded_with_the_end_where_nothing_is_named():
+    model, ids = made("Llama", **SIZES, **SHORT), torch.cat([IDS, IDS.flip(1)])
+    model.generation_config.pad_token_id = None
+    first = model.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0)[0, -1]
+    model.generation_config.eos_token_id = int(first)
+    wanted = model.generate(ids, max_new_tokens=8, do_sample=False)
+    fn = specmm.custom_generate()
+    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, custom_generate=fn), wanted)
