@@ -72,8 +72,9 @@ def class_ids(wanted: Sequence[str | int], names: Sequence[str], count: int) -> 
     return ids
 
 
-def class_labels(pipe: Any, wanted: Sequence[str | int], repeats: int = 1) -> Tensor:
-    """Labels of what ``pipe`` is to draw, ``repeats`` of each of ``wanted``; ``ValueError`` as of ``class_ids``."""
+def class_labels(pipe: Any, wanted: str | int | Sequence[str | int], repeats: int = 1) -> Tensor:
+    """Labels of what ``pipe`` is to draw, ``repeats`` of each of ``wanted`` ; ``ValueError`` as of ``class_ids``."""
+    wanted = [wanted] if isinstance(wanted, str | int) else wanted
     if not wanted:
         raise ValueError("classes must name at least one class, got none")
     ids = class_ids(wanted, pipe.settings.classes, pipe.transformer.config.num_classes)

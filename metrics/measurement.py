@@ -10,6 +10,7 @@ from typing import Any
 
 from specmm.metrics.features import Protocol, joint_protocol
 
+BIASED = ("fid", "fd", "rfid", "mifid")
 SAMPLE_FACTS = ("counts", "note")  # entries that say which samples were measured, not how
 
 
@@ -46,6 +47,14 @@ class Measurement:
         interval = found.get("interval")
         known = {k: found[k] for k in ("metric", "value", "protocol")} | {"parts": found.get("parts", {})}
         return cls(**known, interval=Interval(**interval) if interval else None)
+
+
+def unequal_counts(first: Measurement, second: Measurement) -> str:
+    """A warning where a metric that falls with the number of pictures was measured on other numbers of them."""
+    counts = [m.protocol.get("counts") for m in (first, second)]
+    if first.metric not in BIASED or None in counts or counts[0] == counts[1]:
+        return ""
+    return f"{first.metric} falls with the number of pictures, and these had {counts[0]} and {counts[1]}: no comparison"
 
 
 def difference(first: Measurement, second: Measurement) -> float:

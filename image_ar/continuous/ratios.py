@@ -80,6 +80,10 @@ class Release:
     relax: float = RELAX
     turns: int = TURNS
 
+    def __post_init__(self) -> None:
+        if not self.relax > 0:
+            raise ValueError(f"relax must be above 0 (it widens a standard deviation), got {self.relax}")
+
     def log_ratio(self, x: Array, p: Trace, q: Trace) -> Array:
         """See ``Version``."""
         return self._spreads(p, q) + p.log_density(x, self.relax) - q.log_density(x, self.relax)

@@ -132,7 +132,7 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
 
     def __call__(
         self,
-        classes: Sequence[str | int],
+        classes: str | int | Sequence[str | int],
         num_images_per_prompt: int = 1,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         method: str | methods.ScalesMethod | None = None,
@@ -148,7 +148,7 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
         """Draw ``num_images_per_prompt`` pictures of every class; ``tokens`` are [B, L], coarse to fine.
 
         What is not given comes from the model's settings. ``generator`` is one for all (each picture gets a seed from
-        it) or one a picture; a picture depends on its own seed only, not on the batch. Raises ``ValueError`` for an
+        it) or one a picture; its dice depend on its own seed only, not on the batch. Raises ``ValueError`` for an
         unknown class or method, for options out of range and for a method without the small model it needs.
         """
         check_call(output_type, batch_size, num_images_per_prompt)

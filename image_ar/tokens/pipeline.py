@@ -117,7 +117,7 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
 
     def __call__(
         self,
-        classes: Sequence[str | int] | None = None,
+        classes: str | int | Sequence[str | int] | None = None,
         prompt: str | Sequence[str] | None = None,
         num_images_per_prompt: int = 1,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
@@ -134,7 +134,7 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         """Draw ``num_images_per_prompt`` pictures of every class or prompt.
 
         What is not given comes from the model's settings. ``generator`` is one for all (each picture gets a seed from
-        it) or one a picture; a picture depends on its own seed only, not on the batch. Raises ``ValueError`` for an
+        it) or one a picture; its dice depend on its own seed only, not on the batch. Raises ``ValueError`` for an
         unknown class or method and for options out of range.
         """
         check_call(output_type, batch_size, num_images_per_prompt)
@@ -211,7 +211,10 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         target, drafter, rule = assemble(method, target, self.parts)
         return decode(target, drafter, rule, prompt, target.length, uniforms), rule
 
-    def _prompts(self, classes: Sequence[str | int] | None, prompt: str | Sequence[str] | None, repeats: int) -> Prompt:
+    def _prompts(
+        self, classes: str | int | Sequence[str | int] | None, prompt: str | Sequence[str] | None, repeats: int
+    ) -> Prompt:
+        classes = [classes] if isinstance(classes, str | int) else classes
         if bool(classes) == bool(prompt):
             raise ValueError("give either classes or prompt, at least one of them and not both")
         if classes:

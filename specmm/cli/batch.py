@@ -36,7 +36,7 @@ def batch(
     shard_size: Annotated[int, typer.Option(min=1, help="Items an archive.")] = 1000,
     workers: Annotated[int, typer.Option(min=0, help="Actors of engine ray; 0 is one a GPU or core.")] = 0,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="With an item's id it makes the item's seed.")] = 0,
-    cfg: Annotated[Real, typer.Option(help="Guidance scale, 1 for none.")] = None,
+    cfg: Annotated[Real, typer.Option(help="Guidance scale; none is 1, of VAR 0.")] = None,
     temperature: Annotated[Real, typer.Option(help="0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="0 is off.")] = None,
     top_p: Annotated[Real, typer.Option(help="1 is off.")] = None,

@@ -14,7 +14,7 @@ from typing import Any
 
 from specmm import methods
 from specmm.certificate import Certificate, merged
-from specmm.cli.output import save_picture
+from specmm.cli.output import save_picture, say
 from specmm.cli.parse import label
 from specmm.files import slug
 
@@ -125,6 +125,8 @@ def draw(pipe: Any, job: Job, callback: Any = None) -> Report:
     from specmm.stats import Stats
 
     report = Report(job, stats=Stats())
+    if old := sum(1 for file in job.out.glob("*.png")):
+        say(f"note: {job.out} holds {old} pictures already; those of other names stay beside the new ones")
     generators = sample_generators(torch.Generator().manual_seed(job.seed), len(job.inputs), pipe.device)
     try:
         with tqdm(total=len(job.inputs), unit="picture", disable=None, leave=False) as bar:

@@ -53,4 +53,6 @@ class OneLine(TyperGroup):
             if os.environ.get(DEBUG):
                 raise
             fail(explain(error))
+        if status == 130:  # how typer reports Ctrl-C itself
+            fail("interrupted", 130)
         sys.exit(status if isinstance(status, int) else 0)

@@ -35,7 +35,7 @@ def generate(
     option: Options = [],  # noqa: B006
     n: Annotated[int, typer.Option("-n", min=1, help="Pictures of every class or prompt.")] = 1,
     seed: Seed = None,
-    cfg: Annotated[float | None, typer.Option(help="Guidance scale, 1 for none.")] = None,
+    cfg: Annotated[float | None, typer.Option(help="Guidance scale; none is 1, of VAR 0.")] = None,
     cfg_interval: Annotated[int | None, typer.Option(help="Guide only this many tokens, -1 for all.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="0 is off.")] = None,

@@ -13,7 +13,9 @@ from specmm.cli.output import emit, number, stdout_reserved
 def plan(
     model: Model,
     batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 1,
-    cfg: Annotated[float | None, typer.Option(help="Guidance scale; above 1 a step has twice the rows.")] = None,
+    cfg: Annotated[
+        float | None, typer.Option(help="Guidance scale: twice the rows a step; none is 1, of VAR 0.")
+    ] = None,
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:

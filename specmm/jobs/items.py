@@ -25,7 +25,9 @@ Row = tuple[str, dict[str, Any]]  # where it stands, for messages, and its field
 
 @dataclass(frozen=True)
 class Item:
-    """One thing to make: ``text`` is the class, prompt or question, ``images`` the question's pictures."""
+    """One thing to make: ``text`` is the class, prompt or question, ``images`` the question's pictures as the job file
+    names them, from its ``folder``.
+    """
 
     id: str
     kind: Kind
@@ -33,11 +35,18 @@ class Item:
     seed: int
     images: tuple[str, ...] = ()
     method: str | None = None
+    folder: str = ""
 
     @property
     def digest(self) -> str:
-        """What tells this item from another of the same id."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        """What tells this item from another of the same id, wherever the job file lies."""
+        fields = {name: value for name, value in asdict(self).items() if name != "folder"}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def pictures(self) -> list[str]:
+        """Paths of ``images``."""
+        return [str(Path(self.folder) / name) for name in self.images]
 
 
 def seed_of(identity: str, base: int) -> int:
@@ -82,7 +91,8 @@ def parse(where: str, row: dict[str, Any], base: int, folder: Path) -> Item:
     seed = _seed(where, row["seed"]) if "seed" in row else seed_of(identity, base)
     method = _text(where, row, "method") if "method" in row else None
     kind: Any = kinds[0]
-    return Item(identity, kind, _text(where, row, kind), seed, _images(where, row.get("image"), folder), method)
+    images = _images(where, row.get("image"))
+    return Item(identity, kind, _text(where, row, kind), seed, images, method, str(folder) if images else "")
 
 
 def _text(where: str, row: dict[str, Any], name: str) -> str:
@@ -107,22 +117,26 @@ def _seed(where: str, value: Any) -> int:
     return number
 
 
-def _images(where: str, value: Any, folder: Path) -> tuple[str, ...]:
+def _images(where: str, value: Any) -> tuple[str, ...]:
     given = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(v, str) and v and "\0" not in v for v in given):
         raise ValueError(f"{where}: image must be a path or a list of paths, got {value!r}")
-    return tuple(str(folder / v) for v in given)
+    return tuple(given)
+
+
+def _all_lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            yield from file
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be UTF-8 text, got byte {error.object[error.start]:#x}; convert it") from None
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
     """Lines that are not blank, with the words that say where they stand."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"{path} line {number}", line
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must be UTF-8 text, got byte {error.object[error.start]:#x}; convert it") from None
+    for number, line in enumerate(_all_lines(path), start=1):
+        if line.strip():
+            yield f"{path} line {number}", line
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
@@ -137,9 +151,8 @@ def _jsonl(path: Path) -> Iterator[Row]:
 
 
 def _csv(path: Path) -> Iterator[Row]:
-    texts = (line for _, line in _lines(path))
     try:
-        reader = csv.DictReader(texts, restkey="", strict=True)
+        reader = csv.DictReader(_all_lines(path), restkey="", strict=True)  # blank lines belong to it: some are quoted
         for number, row in enumerate(reader, start=1):
             where = f"{path} row {number}"
             if row.pop("", None) is not None:

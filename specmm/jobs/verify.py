@@ -74,11 +74,11 @@ def _packed(folder: Path, found: Findings) -> dict[str, bytes]:
 
 def _problem(item: Item, record: Record, files: dict[str, Path], packed: dict[str, bytes]) -> str:
     """What is wrong with a result, "" if nothing; takes it out of ``files`` or ``packed``."""
-    if record["item"] != item.digest:
-        return "was made from other fields than the job file has now"
     place, name = record["file"], Path(record["file"]).name
     data = packed.pop(name, None)
     file = files.pop(place, None)
+    if record["item"] != item.digest:
+        return "was made from other fields than the job file has now"
     data = file.read_bytes() if file is not None else data
     if data is None:
         return f"{place} is missing"

@@ -151,7 +151,7 @@ class AnswerWorker:
     def run(self, items: Sequence[Item]) -> list[Result]:
         """See :class:`Worker`. The batch ends with its longest answer."""
         method, start = self.methods.of(items[0]), time.perf_counter()
-        shown = ([list(i.images) for i in items],) if self.questions else ()
+        shown = ([i.pictures for i in items],) if self.questions else ()
         seeds = [i.seed for i in items]
         out = self.pipe(*shown, [i.text for i in items], seed=seeds, method=method, **self.spec.sampling)
         facts = _facts(label(method), out.certificate, out.stats, len(items), time.perf_counter() - start)

@@ -46,7 +46,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, generator = tmp_path_factory.mktemp("features"), torch.Generator().manual_seed(0)
     for name, shift in (("a", 0.0), ("b", 0.0), ("c", 0.7)):
         values = torch.randn(96, 6, generator=generator) + shift
-        FeatureSet(values, {"features": "made up"}).save(folder / f"{name}.npz")
+        FeatureSet(values, {"features": "inception made up"}).save(folder / f"{name}.npz")
     FeatureSet(torch.randn(96, 6, generator=generator), {"features": "another"}).save(folder / "other.npz")
     return folder
 
@@ -71,7 +71,7 @@ def tiny_network(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def extractor(name: str, **_: Any) -> Extractor:
         asked.append(name)
-        return Extractor(name, {"features": f"pixels as {name}"}, lambda x: x.flatten(1)[:, :4].float(), lambda x: x)
+        return Extractor(name, {"features": f"{name} pixels"}, lambda x: x.flatten(1)[:, :4].float(), lambda x: x)
 
     monkeypatch.setattr(Extractor, "_run", lambda self, rows, network: network(self.prepare(torch.stack(rows))))
     monkeypatch.setattr("specmm.metrics.extractors.extractor", extractor)
@@ -95,7 +95,8 @@ def test_every_distance_of_stored_features(sets: Path) -> None:
     assert [m["metric"] for m in as_json("pr", one, two)["results"]] == ["precision", "recall"]
     assert [m["metric"] for m in as_json("dc", one, two, "-k", 3)["results"]] == ["density", "coverage"]
     assert as_json("mifid", one, two)["parts"]["fid"] == pytest.approx(found["value"])
-    assert as_json("is", one, "--splits", 2)["protocol"]["splits"] == 2
+    np.savez(sets / "logits.npz", FeatureSet.load(one).values.numpy())
+    assert as_json("is", sets / "logits.npz", "--splits", 2)["protocol"]["splits"] == 2
 
 
 def test_the_table_says_what_was_measured(sets: Path, tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_the_table_says_what_was_measured(sets: Path, tmp_path: Path) -> None:
     text = evaluate("fid", tmp_path / "few.npz", sets / "b.npz", "--json").stdout
     assert "5 samples of 6 features" in json.loads(text)["protocol"]["note"]
     text = evaluate("fid", tmp_path / "few.npz", sets / "b.npz").stdout
-    assert text.startswith("FID ") and "counts    5, 96" in text and "made up" in text
+    assert text.startswith("FID ") and "counts    5, 96" in text and "inception made up" in text
     assert "note      covariance of rank < 6: 5 samples of 6 features" in text
     assert "95% bootstrap of 1000" in evaluate("pr", sets / "a.npz", sets / "b.npz").stdout
 
@@ -146,7 +147,7 @@ def test_features_and_statistics_are_written(folder: Path, sets: Path, tmp_path:
 
 
 def test_mistakes_about_sources(sets: Path, folder: Path, tmp_path: Path, tiny_network: list[str]) -> None:
-    assert "same protocol, got features='made up' and 'another'" in refused("fid", sets / "a.npz", sets / "other.npz")
+    assert "same protocol, got features='inception made up' and 'another'" in refused("fid", sets / "a.npz", sets / "other.npz")
     assert "same width, got 4 and 6" in refused("kid", folder, sets / "a.npz")
     tiny_network.clear()
     for sides in ((tmp_path / "nothing", folder), (folder, tmp_path / "nothing")):
@@ -267,3 +268,9 @@ def test_reconstruction_of_pairs(tmp_path: Path, tiny_network: list[str]) -> Non
     assert [m["metric"] for m in as_json(*common)["results"]] == ["psnr", "ssim", "rfid"]
     assert [m["metric"] for m in as_json(*common, "--no-rfid")["results"]] == ["psnr", "ssim"]
     assert "in pairs" in refused(*common, "--skip-bad")
+
+
+def test_fid_and_is_refuse_what_they_are_not_of(sets: Path) -> None:
+    assert "use specmm eval fd" in refused("fid", sets / "other.npz", sets / "other.npz")
+    assert "must hold class logits" in refused("is", sets / "a.npz")
+    assert "would shift the pairs" in refused("compare", sets / "a.npz", sets / "b.npz", "--paired", "--skip-bad")

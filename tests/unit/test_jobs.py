@@ -229,3 +229,17 @@ def test_broken_files_are_named_errors() -> None:
     found = fuzz(600, seed=1)
     assert sum(found["outcomes"].values()) == 600
     assert {key.split(": ")[1] for key in found["outcomes"]} <= {"read", "ValueError", "OSError", "FileNotFoundError"}
+
+
+def test_an_item_is_the_same_wherever_the_job_file_lies(tmp_path, monkeypatch):
+    (tmp_path / "jobs").mkdir()
+    file = tmp_path / "jobs" / "q.jsonl"
+    file.write_text('{"id": "a", "question": "what?", "image": "one.png"}\n')
+    monkeypatch.chdir(tmp_path)
+    near, far = read_items(Path("jobs/q.jsonl"))[0], read_items(file)[0]
+    assert near.digest == far.digest and far.pictures == [str(tmp_path / "jobs" / "one.png")]
+
+
+def test_blank_lines_within_quotes_stay(tmp_path):
+    (tmp_path / "a.csv").write_text('id,prompt\n\na,"def f():\n\n    return 1"\n\n')
+    assert read_items(tmp_path / "a.csv")[0].text == "def f():\n\n    return 1"

@@ -22,7 +22,11 @@ def fid(source: Source, reference: Statistics, reader: Reader, interval: WithInt
         raise ValueError(
             f"FID is of Inception's features, got {reader.network!r}; use specmm eval fd for other networks"
         )
-    return _frechet(reader, source, reference, seed if interval else None)
+    found = _frechet(reader, source, reference, seed if interval else None)
+    named = str(found.protocol.get("features", "inception"))
+    if not named.startswith("inception"):
+        raise ValueError(f"FID is of Inception's features, these files hold {named}; use specmm eval fd")
+    return found
 
 
 @measured("dinov2")

@@ -12,7 +12,7 @@ from specmm.cli.evaluate.options import PICTURES, Seed
 from specmm.cli.evaluate.show import TITLES, interval, line, protocol_lines
 from specmm.cli.evaluate.sources import Reader, generator
 from specmm.cli.generate import Json
-from specmm.cli.output import emit, stdout_reserved
+from specmm.cli.output import emit, say, stdout_reserved
 
 First = Annotated[str, typer.Argument(help=f"{PICTURES}; or a result that --json printed (.json).", metavar="A")]
 Second = Annotated[str, typer.Argument(help="The other one, likewise.", metavar="B")]
@@ -37,6 +37,8 @@ def compare(
             raise ValueError("compare takes two results (.json) and no reference, or two sets of pictures or features")
         _results(Path(first), Path(second), as_json)
         return
+    if paired and reader.skip_bad:
+        raise ValueError("--paired must see every picture, got --skip-bad, which would shift the pairs; leave one out")
     with stdout_reserved():
         from specmm.metrics.compare import compare as test
 
@@ -72,12 +74,15 @@ def verdict(found: Any) -> str:
 
 def _results(first: Path, second: Path, as_json: bool) -> None:
     with stdout_reserved():
+        from specmm.metrics.measurement import unequal_counts
         from specmm.metrics.results import compare_results, read_measurements
 
         one, two = read_measurements(first), read_measurements(second)
         if len(one) != len(two):
             raise ValueError(f"both results must hold the same metrics, got {len(one)} and {len(two)}")
         found = [compare_results(a, b) for a, b in zip(one, two, strict=True)]
+        for warning in filter(None, map(unequal_counts, one, two)):
+            say(f"note: {warning}")
     if as_json:
         emit({"differences": [{**vars(d), "interval": d.interval and vars(d.interval)} for d in found]})
         return

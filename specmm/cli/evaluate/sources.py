@@ -85,6 +85,10 @@ class Reader:
         """Class logits of pictures as a ``FeatureSet``, or those stored in an .npz."""
         stored = stored_features(source)
         if stored is not None:
+            if "features" in stored.protocol:
+                raise ValueError(
+                    f"{source} must hold class logits, got features of {stored.protocol['features']}; give the pictures"
+                )
             return stored
         network, pictures = self.extractor, self.pictures(source)
         found = network.logits(pictures, batch=self.batch, progress=sys.stderr.isatty())
