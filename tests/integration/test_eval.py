@@ -147,7 +147,8 @@ def test_features_and_statistics_are_written(folder: Path, sets: Path, tmp_path:
 
 
 def test_mistakes_about_sources(sets: Path, folder: Path, tmp_path: Path, tiny_network: list[str]) -> None:
-    assert "same protocol, got features='inception made up' and 'another'" in refused("fid", sets / "a.npz", sets / "other.npz")
+    told = refused("fid", sets / "a.npz", sets / "other.npz")
+    assert "same protocol, got features='inception made up' and 'another'" in told
     assert "same width, got 4 and 6" in refused("kid", folder, sets / "a.npz")
     tiny_network.clear()
     for sides in ((tmp_path / "nothing", folder), (folder, tmp_path / "nothing")):
