@@ -7,13 +7,14 @@ from collections.abc import Iterable, Sequence
 from benchmarks.bars import Bar
 from benchmarks.common import Row
 
-LONE, PLAIN_NAMES = "describe", ("ar", "transformers generate")
+DESCRIBE = "describe"  # the questions that the bars are about
+NEITHER = "diffuspec(search=False, adaptive=False)"
 
 
 def vlm_bars(rows: Sequence[Row]) -> list[Bar]:
     """The bars of MSD, on descriptions."""
-    greedy, sampled, together = (_part(rows, LONE, *at) for at in ((0, 1), (1, 1), (0, 8)))
-    auto = [r for at in ((0, 8), (1, 8)) for r in _part(rows, LONE, *at) if r["method"] == "auto"]
+    greedy, sampled, together = (_part(rows, DESCRIBE, *at) for at in ((0, 1), (1, 1), (0, 8)))
+    auto = [r for at in ((0, 8), (1, 8)) for r in _part(rows, DESCRIBE, *at) if r["method"] == "auto"]
     others = ("text-draft", "prompt-lookup", "transformers assisted")
     return [
         _fastest(greedy, ("msd",), "MSD, greedy descriptions", 2.0, equal=True),
@@ -78,9 +79,7 @@ def _never_below(rows: Sequence[Row], what: str, least: float) -> Bar:
 def _diffuspec(rows: Sequence[Row], name: str) -> Bar:
     what, asked = f"{name}: DiffuSpec with search and adaptive length against neither", "τ and speed higher"
     both = next((r for r in rows if r["method"] == "diffuspec"), None)
-    neither = next(
-        (r for r in _of(rows, ("diffuspec",)) if "search=False" in r["method"] and "adapt" in r["method"]), None
-    )
+    neither = next((r for r in rows if r["method"] == NEITHER), None)
     if both is None or neither is None:
         return Bar(what, asked, "", None)
     found = f"τ {both['tau']:.2f} and {both['speedup']:.2f}× against {neither['tau']:.2f} and {neither['speedup']:.2f}×"

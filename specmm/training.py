@@ -113,7 +113,7 @@ def _record(curve: Path, i: int, losses: Losses) -> None:
     values = {k: float(v.detach()) for k, v in losses.items()}
     if not math.isfinite(values["loss"]):
         raise ValueError(f"loss is {values['loss']} at step {i}; the last good checkpoint stays in {curve.parent}")
-    new = not curve.exists() or not curve.stat().st_size
+    new = not curve.exists()
     with curve.open("a", newline="") as file:
         writer = csv.writer(file)
         if new:
@@ -123,12 +123,14 @@ def _record(curve: Path, i: int, losses: Losses) -> None:
 
 def _forget(curve: Path, first: int) -> None:
     """Drop what a killed run recorded at or behind step ``first``, which comes again, a torn last line included."""
-    if curve.exists():
-        head, *rows = curve.read_text().splitlines(keepends=True) or [""]
-        kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) < first]
-        part = curve.with_suffix(".part")
-        part.write_text("".join([head, *kept]) if head.endswith("\n") and first else "")
-        os.replace(part, curve)
+    head, *rows = curve.read_text().splitlines(keepends=True) if first and curve.exists() else [""]
+    kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) < first]
+    if not kept:  # the next record begins a new curve
+        curve.unlink(missing_ok=True)
+        return
+    part = curve.with_suffix(".part")
+    part.write_text("".join([head, *kept]))
+    os.replace(part, curve)
 
 
 def _save(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], step: int) -> None:

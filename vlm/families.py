@@ -75,10 +75,16 @@ class Family:
     def logits(self, states: Tensor) -> Tensor:
         """Logits [..., V] of the decoder's ``states`` [..., C]: the head, and what some classes do behind it."""
         logits: Tensor = self.head(states)
-        scale = (getattr(self.config, "logit_scale", None) or 1) / (getattr(self.config, "logits_scaling", None) or 1)
-        cap = getattr(self.config, "final_logit_softcapping", None)
+        scale, cap = self._behind_head
         logits = logits if scale == 1 else logits * scale
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    @cached_property
+    def _behind_head(self) -> tuple[float, float | None]:
+        """The factor and the cap of logits."""
+        config = self.config
+        scale = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
+        return scale, getattr(config, "final_logit_softcapping", None)
 
     @property
     def takes_trees(self) -> bool:

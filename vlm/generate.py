@@ -66,8 +66,7 @@ def custom_generate(
     from specmm.diffusion_drafters.assemble import assemble  # it knows this package's methods, too
 
     asked, plans = methods.make(methods.GENERATE, method), dict[Any, Plan]()
-    if isinstance(asked, methods.Auto):
-        planner_of(drafter)
+    choose = planner_of(drafter) if isinstance(asked, methods.Auto) else None
 
     def run(
         model: Any,
@@ -88,9 +87,9 @@ def custom_generate(
         uniforms = Uniforms(sample_generators(generator, len(input_ids), target.device))
         stop = Criteria(stopping_criteria, input_ids)
         chosen = asked
-        if isinstance(asked, methods.Auto):  # measured without the processors, which may remember what they are asked
+        if choose is not None:  # measured without the processors, which may remember what they are asked
             plain = VLMTarget(model, Processor(float(bool(generation_config.do_sample))))
-            chosen = planner_of(drafter)(plain, drafter, prompt, plans)
+            chosen = choose(plain, drafter, prompt, plans)
         if isinstance(chosen, methods.AR):
             steps = decode_plain(target, prompt, length, uniforms, stop=stop)
         else:

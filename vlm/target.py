@@ -139,7 +139,7 @@ class VLMTarget:
         """One tree-attention forward; see :class:`specmm.target.Target`."""
         cache, self.tree = self.cache, tree
         cache.aim(cache.size.capacity, cache.slots)
-        positions = (cache.lengths[:, None] + tree.shape.depths).clamp(max=self.last)
+        positions = cache.lengths[:, None] + tree.shape.depths
         whole = self.family.takes_trees
         mask = cache.tree_mask(tree.shape) if whole else cache.tree_bias(tree.shape.ancestors)
         return self._output(self.states(tree.tokens, positions, mask), tree)
@@ -165,9 +165,10 @@ class VLMTarget:
     def states(self, tokens: Tensor, positions: Tensor, bias: Mask) -> Tensor:
         """Post-final-norm states [B, N, C] of ``tokens`` [B, N], stored where the cache aims.
 
-        ``positions`` [1 or B, N] count tokens; ``bias`` [B, 1, N, S] is the additive mask of full attention, or a
-        tree's mask for models that take it.
+        ``positions`` [1 or B, N] count tokens, those beyond the last one count as it; ``bias`` [B, 1, N, S] is the
+        additive mask of full attention, or a tree's mask for models that take it.
         """
+        positions = positions.clamp(max=self.last)  # a block may reach beyond the text's end
         if isinstance(bias, TreeMask):
             masks: dict[str, Any] = {"attention_mask": PLACEHOLDER, "tree_mask": bias}
         else:

@@ -45,6 +45,11 @@ def share(model: Any, target: Any) -> None:
     model.lm_head.weight = target.get_output_embeddings().weight
 
 
+def is_deer(folder: Path) -> bool:
+    """Whether ``folder`` holds a DEER drafter."""
+    return read_json(folder / "config.json").get("model_type") == KIND
+
+
 def load_deer(folder: str | Path, target: Any, dtype: torch.dtype | None = None) -> CausalPrefix:
     """The drafter in ``folder`` for the ``target`` model, in ``dtype`` or the target's.
 

@@ -75,8 +75,7 @@ class ModelDrafter:
     def read(self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
         """The drafter's states [B, n, C] at ``tokens`` [B, n]; the target's ``hidden`` states say nothing to it."""
         with self.clock("draft"):
-            last = int(self.small.family.config.max_position_embeddings) - 1  # a tree may reach beyond the text's end
-            return self.small.states(self.translation.to_drafter(tokens), positions.clamp(max=last), bias)
+            return self.small.states(self.translation.to_drafter(tokens), positions, bias)
 
 
 def text_only(prompt: VLMPrompt, image_tokens: tuple[int, ...]) -> dict[str, Any]:
