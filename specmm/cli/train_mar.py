@@ -63,6 +63,9 @@ def mar(
     head_depth: Annotated[
         int, typer.Option(min=1, help="Blocks of the head: narrow and deep makes speculation pay.")
     ] = 6,
+    start: Annotated[
+        Path | None, typer.Option(help="Folder of a MAR of these sizes (`model/transformer`) to begin with.")
+    ] = None,
     beside: Annotated[
         Path | None, typer.Option(help="A MAR's model folder: the result becomes its small model instead of a model.")
     ] = None,
@@ -76,7 +79,7 @@ def mar(
     with stdout_reserved():
         import torch
 
-        from specmm.image_ar.continuous.loading import load_kl
+        from specmm.image_ar.continuous.loading import load_kl, load_mar
         from specmm.image_ar.continuous.train.target import train_mar
         from specmm.image_ar.continuous.train.tokenizer import encode_moments
 
@@ -85,7 +88,8 @@ def mar(
         sizes = {"embed_dim": dim, "depth": depth, "num_heads": heads}
         config = _config(vae, images.shape[1], len(emoji.classes), sizes, (buffer, head_depth, head_width))
         moments = encode_moments(vae, images)
-        model = train_mar(moments, labels, vae.config.scale, config, out, steps=steps, batch=batch, lr=lr, seed=seed)
+        begun, rates = load_mar(start) if start else None, {"steps": steps, "batch": batch, "seed": seed}
+        model = train_mar(moments, labels, vae.config.scale, config, out, start=begun, lr=lr, **rates)
         place = _save(model, vae, tuple(emoji.classes), out, beside)
     done({"kind": "mar", "steps": steps, "outputs": [str(place)]}, as_json)
 

@@ -1,7 +1,7 @@
 """The loop of a job: batches of what is left, results on the disk, then a line in the journal.
 
 An item is done when the journal says so, and the journal says so only behind the item's file. What a killed process
-left undone is made again under the same name, with the same bytes as long as batches keep their size: exactly once.
+left undone is made again under the same name, with the same bytes on a CPU in float32: exactly once.
 
 Shape letters: none.
 """

@@ -1,6 +1,7 @@
 """From items to results by a pipeline: pictures, answers to questions about pictures, texts behind prompts.
 
-An item's generator is seeded by the item, so its result does not depend on what it is batched with.
+An item's generator is seeded by the item, and rounding does not depend on the batch (``steady``), so neither does the
+result.
 
 Shape letters: none.
 """
@@ -21,6 +22,7 @@ from specmm.jobs.spec import Spec
 from specmm.jobs.store import Result
 from specmm.registry import Registry, unknown
 from specmm.stats import Stats
+from specmm.steady import steady
 
 
 class Worker(Protocol):
@@ -118,7 +120,8 @@ class ImageWorker:
         method = self.methods.of(first)
         given = {"classes" if first.kind == "class" else "prompt": [i.text for i in items]}
         generators = [torch.Generator(self.pipe.device).manual_seed(item.seed) for item in items]
-        out = self.pipe(**given, generator=generators, method=method, batch_size=len(items), **self.spec.sampling)
+        with steady():
+            out = self.pipe(**given, generator=generators, method=method, batch_size=len(items), **self.spec.sampling)
         facts = _facts(label(method), out.certificate, out.stats, len(items), time.perf_counter() - start)
         return [Result(item, {**facts}, image=image) for item, image in zip(items, out.images, strict=True)]
 
@@ -153,7 +156,8 @@ class AnswerWorker:
         method, start = self.methods.of(items[0]), time.perf_counter()
         shown = ([i.pictures for i in items],) if self.questions else ()
         seeds = [i.seed for i in items]
-        out = self.pipe(*shown, [i.text for i in items], seed=seeds, method=method, **self.spec.sampling)
+        with steady():
+            out = self.pipe(*shown, [i.text for i in items], seed=seeds, method=method, **self.spec.sampling)
         facts = _facts(label(method), out.certificate, out.stats, len(items), time.perf_counter() - start)
         answers = out.answers if self.questions else out.texts
         return [

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from specmm.image_ar.continuous.diffusion import Schedule
 from specmm.image_ar.continuous.mar import MAR, MARConfig, patchify, pick
 from specmm.image_ar.training import CLASS_DROPOUT
-from specmm.training import Losses, batch_rows, fit, seeded
+from specmm.training import MUON, Losses, batch_rows, fit, seeded
 
 MASK_MEAN, MASK_STD, MASK_LEAST = 1.0, 0.25, 0.7  # of the share of tokens that are masked, cut at 1
 TIMES = 4  # U
@@ -52,13 +52,17 @@ def train_mar(
     lr: float = 8e-4,
     seed: int = 0,
     decay: float = AVERAGE,
+    start: MAR | None = None,
 ) -> MAR:
     """Train on ``moments`` [M, 2, 2, c, h, h] (``encode_moments``), drawn anew at each use and multiplied by ``scale``.
 
-    ``labels`` [M] are classes. Resumes from ``out/checkpoint.pt``; returns the averaged model.
+    ``labels`` [M] are classes. Begins with the weights of ``start``, a model of the same ``config``, where one is
+    given. Resumes from ``out/checkpoint.pt``; returns the averaged model. Raises ``ValueError`` for another ``start``.
     """
+    if start is not None and start.config != config:
+        raise ValueError(f"the model to start from must have the sizes {config}, got {start.config}")
     with seeded(seed):
-        both = Averaged(MAR(config), decay)
+        both = Averaged(start or MAR(config), decay)
     schedule = Schedule.of("")
 
     def step(i: int) -> Losses:
@@ -71,7 +75,7 @@ def train_mar(
         both.update(i)
         return mar_loss(both.model, schedule, tokens, labels[rows], generator)
 
-    fit(both, step, out=out, steps=steps, lr=lr, weight_decay=0.02)
+    fit(both, step, out=out, steps=steps, lr=lr, weight_decay=0.02, muon=MUON * lr)
     both.update(steps)
     return both.average
 

@@ -1,0 +1,48 @@
+"""Batches of the shipped models: an item's bits do not depend on what it is batched with (float32, CPU).
+
+Greedy decoding hides most rounding; samplers at their default temperature do not.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from specmm.jobs.items import Item, seed_of
+from specmm.jobs.spec import Spec
+from specmm.jobs.workers import ImageWorker
+
+NAMES = ("heart", "face-smiling", "heart", "time", "country-flag")
+CASES = [
+    ("pocket/llamagen", "ar"),
+    ("pocket/llamagen", "speculative"),
+    ("pocket/llamagen", "lantern++"),
+    ("pocket/llamagen", "sjd"),
+    ("pocket/var", "ar"),
+    ("pocket/var", "speculative"),
+    ("pocket/mar", "ar"),
+    ("pocket/mar", "cspd"),
+]
+
+
+def pixels(worker: ImageWorker, items: Sequence[Item], size: int) -> list[bytes]:
+    batches = [items[i : i + size] for i in range(0, len(items), size)]
+    return [found.image.tobytes() for batch in batches for found in worker.run(batch)]
+
+
+@pytest.mark.parametrize(("model", "method"), CASES, ids=[f"{m.split('/')[1]}-{how}" for m, how in CASES])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_pictures_are_bit_equal_across_batch_sizes(model: str, method: str, threads: int) -> None:
+    worker = ImageWorker(Spec(model, method, dtype="float32"))
+    worker.pipe.set_progress_bar_config(disable=True)
+    items = [Item(f"e/{i}", "class", NAMES[i % len(NAMES)], seed_of(f"e/{i}", 0)) for i in range(16)]
+    kept = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = pixels(worker, items, 16)
+        assert pixels(worker, items[:5], 5) == whole[:5]
+        assert pixels(worker, items[:2], 1) == whole[:2]
+        assert pixels(worker, items[5:9], 4) == whole[5:9]
+    finally:
+        torch.set_num_threads(kept)
+    assert len(set(whole)) > 8

@@ -1,0 +1,54 @@
+"""Rounding that does not depend on the batch: same values as PyTorch's, same bits for a row alone and among others."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specmm.steady import steady
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 7, 11, 64])
+@pytest.mark.parametrize("sizes", [(160, 640), (640, 160), (16, 128)])
+def test_rows_of_products(rows: int, sizes: tuple[int, int]) -> None:
+    x, weight, bias = normal(64, sizes[0]), normal(sizes[1], sizes[0], seed=1), normal(sizes[1], seed=2)
+    with steady():
+        whole, some = F.linear(x, weight, bias), F.linear(x[:rows, None], weight, bias)
+    torch.testing.assert_close(whole, F.linear(x, weight, bias))
+    assert some.shape == (rows, 1, sizes[1]) and torch.equal(some[:, 0], whole[:rows])
+
+
+@pytest.mark.parametrize("queries", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("mask", ["none", "causal", "float", "bool", "broadcast"])
+def test_attention_of_few_queries(queries: int, mask: str) -> None:
+    q, k, v = normal(8, 5, queries, 32), normal(8, 5, 37, 32, seed=1), normal(8, 5, 37, 32, seed=2)
+    shut = normal(8, 1, 1 if mask == "broadcast" else queries, 37, seed=3) > 1
+    bias = torch.zeros(shut.shape).masked_fill_(shut, -torch.inf)
+    given = {"none": None, "causal": None, "float": bias, "bool": ~shut, "broadcast": bias}[mask]
+    options = {"is_causal": mask == "causal", "scale": 0.3}
+    with steady():
+        whole = F.scaled_dot_product_attention(q, k, v, given, **options)
+        own = given if given is None else given[5:6]
+        alone = F.scaled_dot_product_attention(*(x[5:6] for x in (q, k, v)), own, **options)
+    torch.testing.assert_close(whole, F.scaled_dot_product_attention(q, k, v, given, **options))
+    assert torch.equal(alone, whole[5:6])
+
+
+def test_convolutions_take_pictures_one_by_one() -> None:
+    x, weight = normal(5, 16, 12, 12), normal(16, 16, 3, 3, seed=1)
+    with steady():
+        whole, one = F.conv2d(x, weight, padding=1), F.conv2d(x[2:3], weight, padding=1)
+        single = F.conv2d(x[2], weight, padding=1)
+    torch.testing.assert_close(whole, F.conv2d(x, weight, padding=1), atol=1e-4, rtol=1e-3)
+    assert torch.equal(one[0], whole[2]) and single.shape == (16, 12, 12)
+
+
+def test_other_dtypes_are_left_alone() -> None:
+    x, weight = normal(3, 64).bfloat16(), normal(32, 64, seed=1).bfloat16()
+    plain = F.linear(x, weight)
+    with steady():
+        assert torch.equal(F.linear(x, weight), plain)
