@@ -105,6 +105,14 @@ class Cache:
         commit(self.data.flatten(0, 1), path, kept, self.lengths, self.size.capacity)
         self.lengths += kept
 
+    def take(self, row: int, other: Cache) -> None:
+        """What the only sample of ``other``, a cache of this capacity, has committed takes the place of ``row``'s."""
+        rows, slots = slice(row, None, self.size.batch), self.size.capacity
+        self.data[:, :, rows, :slots] = other.data[:, :, :, :slots]
+        self.lengths[row] = other.lengths[0]
+        if self.hidden_prefix is not None and other.hidden_prefix is not None:
+            self.hidden_prefix[rows] = other.hidden_prefix
+
     def crop(self, lengths: Tensor) -> None:
         """Forget every token at or behind ``lengths`` [B]."""
         self.lengths.clamp_(max=lengths)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specmm.drafter import Drafter, Feedback, committed
 from specmm.randomness import Uniforms, categorical
+from specmm.refill import Queue, begin_anew
 from specmm.stats import Clock, Stats
 from specmm.stopping import Stop
 from specmm.target import Target
@@ -38,6 +39,11 @@ class Progress:
     excess: Tensor  # summed over the measured rounds of all rows
     measured: Tensor  # tokens of those rounds
     stop: Stop | None = None
+    length: int = 0  # T
+
+    def restart(self, row: int, token: Tensor) -> None:
+        """A new sample begins in ``row`` with ``token`` [1]."""
+        self.tokens[row, 0], self.counts[row], self.limits[row] = token[0], 1, self.length
 
     def take(self, tokens: Tensor, kept: Tensor) -> Tensor:
         """Commit the first ``kept`` [B] of ``tokens`` [B, D + 1]; returns how many of them the row had use for [B]."""
@@ -73,16 +79,18 @@ def decode(
     uniforms: Uniforms,
     sync: bool = False,
     stop: Stop | None = None,
+    queue: Queue | None = None,
 ) -> Iterator[Progress]:
     """Generate ``length`` tokens, or up to ``stop``, for every row of ``prompt``, yielding after each round.
 
-    Rows accept different lengths and none waits for another; a finished row keeps nothing further. The stats of the
-    last yield are those of the run.
+    Rows accept different lengths and none waits for another; a finished row keeps nothing further, unless a sample of
+    the ``queue`` takes it over (which needs a target and a drafter that admit). The stats of the last yield are those
+    of the run.
     """
     start, clock = time.perf_counter(), Clock(sync)
     with clock("verify"):
         output = target.prefill(prompt, drafter.max_nodes)
-    token = first_token(rule, output.laws[:, -1:], uniforms)
+    token = first_token(rule, output.laws[:, -1:], uniforms.draw(1)[:, 0])
     feedback = Feedback(output, token)
     drafter.begin(feedback, clock)
     progress = _start(token, length, drafter.max_depth + 1, stop)
@@ -99,7 +107,13 @@ def decode(
         feedback = Feedback(output, verdict.next_token, tree, verdict, tokens)
         progress.observe(verdict, tally)
         depths.append(tree.shape.depth)
+        if queue is not None:
+            with clock("verify"):
+                _refill(queue, progress, feedback, (target, drafter, rule), uniforms)
         yield progress
+    if queue is not None:
+        for row in range(len(token)):
+            queue.collect(row, progress.tokens[row, :length])
     progress.stats = _stats(tally, len(depths), time.perf_counter() - start, clock)
     progress.stats.depths = depths
     yield progress
@@ -127,19 +141,36 @@ def decode_plain(
     yield progress
 
 
-def first_token(rule: Rule, law: Tensor, uniforms: Uniforms) -> Tensor:
+def _refill(
+    queue: Queue, progress: Progress, feedback: Feedback, parts: tuple[Any, Any, Rule], uniforms: Uniforms
+) -> None:
+    """Let samples of the ``queue`` take over the rows that are finished; ``parts``: target, drafter and rule."""
+    if not queue.waiting:
+        return
+    target, drafter, rule = parts
+    for row in (progress.counts >= progress.limits).nonzero()[:, 0].tolist():
+        if queue.waiting:
+            queue.collect(row, progress.tokens[row, : progress.length])
+            output, dice = queue.admit(row, target, drafter, uniforms)
+            token = first_token(rule, output.laws[:, -1:], dice)
+            begin_anew(feedback, row, output, token)
+            progress.restart(row, token)
+
+
+def first_token(rule: Rule, law: Tensor, dice: Tensor) -> Tensor:
     """The token [B] behind the prefill's ``law`` [B, 1, V]: what ``rule`` emits after a tree without drafts.
 
-    For most rules a draw from the law; for those of greedy decoding, whose laws are softened, its mode.
+    ``dice`` [B] are uniforms. For most rules a draw from the law; for those of greedy decoding, whose laws are
+    softened, its mode.
     """
     alone = DraftTree(law.new_zeros(len(law), 1, dtype=torch.int64), TreeShape.chain(0, law.device), law)
-    return categorical(rule.decisions(alone, law).next_law[:, 0], uniforms.draw(1)[:, 0])
+    return categorical(rule.decisions(alone, law).next_law[:, 0], dice)
 
 
 def _start(token: Tensor, length: int, spare: int, stop: Stop | None) -> Progress:
     tokens, none = token.new_zeros(len(token), length + spare), torch.zeros_like(token)
     excess = torch.zeros((), device=token.device)
-    progress = Progress(tokens, none, torch.full_like(none, length), Stats(), excess, excess.clone(), stop)
+    progress = Progress(tokens, none, torch.full_like(none, length), Stats(), excess, excess.clone(), stop, length)
     progress.take(token[:, None], torch.ones_like(token))
     return progress
 

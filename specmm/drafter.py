@@ -23,7 +23,7 @@ from specmm.verify.rule import Verdict
 class Feedback:
     """What a round gave: the target's ``output``, the new root ``token`` [B], and, behind the prefill, the ``tree``
     that was scored, its ``verdict`` and the ``tokens`` [B, D + 1] committed (junk past ``verdict.kept``).
-    Rejected positions are in it, so a draft-free method is just a drafter.
+    Rejected positions are in it, so a draft-free method is just a drafter. Rows that are ``fresh`` [B] have just begun.
     """
 
     output: TargetOutput
@@ -31,6 +31,7 @@ class Feedback:
     tree: DraftTree | None = None
     verdict: Verdict | None = None
     tokens: Tensor | None = None
+    fresh: Tensor | None = None
 
     def kept_hidden(self) -> Tensor:
         """Hidden states of the nodes kept [R, D + 1, C], the root first; past ``verdict.kept`` they are junk."""

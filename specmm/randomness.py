@@ -21,6 +21,7 @@ class Uniforms:
         self.dtype = dtype
         self._block = torch.empty(len(self.generators), 0, dtype=dtype, device=self.device)
         self._used = 0
+        self._rest = [self._block[row] for row in range(len(self._block))]  # drawn, but not yet in the block
 
     @classmethod
     def from_seeds(cls, seeds: Sequence[int]) -> Uniforms:
@@ -36,13 +37,27 @@ class Uniforms:
         """The next ``count`` numbers of every row, [B, count]."""
         left = self._block.shape[1] - self._used
         if left < count:
-            fresh = [
-                torch.rand(max(BLOCK, count), generator=g, device=g.device, dtype=self.dtype) for g in self.generators
-            ]
+            fresh = [self._next(row, max(BLOCK, count)) for row in range(len(self.generators))]
             self._block = torch.cat([self._block[:, self._used :], torch.stack(fresh)], dim=1)
             self._used = 0
         taken = self._block[:, self._used : self._used + count]
         self._used += count
+        return taken
+
+    def admit(self, row: int, generator: torch.Generator) -> Tensor:
+        """From here on ``row`` draws from ``generator``, whose first number [1] is returned."""
+        self.generators[row], self._rest[row] = generator, self._rest[row][:0]
+        first = self._next(row, 1)
+        self._block[row, self._used :] = self._next(row, self._block.shape[1] - self._used)
+        return first
+
+    def _next(self, row: int, count: int) -> Tensor:
+        """The next ``count`` numbers of a row's stream."""
+        g = self.generators[row]
+        while len(self._rest[row]) < count:
+            more = torch.rand(max(BLOCK, count), generator=g, device=g.device, dtype=self.dtype)
+            self._rest[row] = torch.cat([self._rest[row], more])
+        taken, self._rest[row] = self._rest[row].split([count, len(self._rest[row]) - count])
         return taken
 
 

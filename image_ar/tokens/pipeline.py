@@ -6,6 +6,7 @@ Shape letters: B pictures of a batch, h latent side, T = h² tokens a picture.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,30 @@ from specmm.image_ar.tokens.tuning import choose_method
 from specmm.image_ar.tokens.vq import VQModel
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
+from specmm.refill import Queue
+
+TURNS = 8  # batches' worth of pictures that one loop draws where rows can be refilled
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What one loop draws: pictures of ``prompt``, ``batch_size`` at a time."""
+
+    prompt: Prompt
+    generators: list[torch.Generator]
+    batch_size: int
+
+    def queue(self) -> Queue | None:
+        """The pictures by number where there are more than rows."""
+        if len(self.generators) <= self.batch_size:
+            return None
+        return Queue(lambda i: self.prompt.rows(slice(i, i + 1)), self.generators, self.batch_size)
+
+
+def flows(method: methods.Method) -> bool:
+    """Whether the rows of a batch end apart and may be refilled (EAGLE's drafter cannot; plain rows end together)."""
+    apart = isinstance(method, methods.SJD | methods.Speculative | methods.Lantern | methods.LanternPP)
+    return apart and getattr(method, "drafter", "block") == "block"
 
 
 class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
@@ -143,13 +168,13 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         chosen = self.method if method is None else methods.resolve(method)
         generators = sample_generators(generator, len(prompts.condition), self.device)
 
-        def draw(rows: slice) -> Drawn:
-            mask = None if prompts.mask is None else prompts.mask[rows]
-            part = Prompt(prompts.condition[rows], mask)
-            return self._batch(target, part, generators[rows], chosen, output_type, callback_on_step_end)
+        def draw(part: slice) -> Drawn:
+            what = Draw(prompts.rows(part), generators[part], batch_size)
+            return self._batch(target, what, chosen, output_type, callback_on_step_end)
 
+        at_once = batch_size * (TURNS if flows(chosen) and callback_on_step_end is None else 1)
         bar = self.progress_bar(total=len(generators))
-        return draw_batches(draw, len(generators), batch_size, output_type, bar)
+        return draw_batches(draw, len(generators), at_once, output_type, bar)
 
     def log_likelihood(self, classes: Sequence[str | int], tokens: Tensor) -> Tensor:
         """Mean log-probability a token [B] of ``tokens`` [B, T] of ``classes``; see ``quality.log_likelihood``."""
@@ -181,21 +206,21 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
     def _batch(
         self,
         target: LlamaGenTarget,
-        prompt: Prompt,
-        generators: list[torch.Generator],
+        what: Draw,
         method: methods.Method,
         output_type: str,
         callback: Callback | None,
     ) -> Drawn:
         name = method.name
         if isinstance(method, methods.Auto):
-            method = choose_method(target, self.parts, len(generators))
+            method = choose_method(target, self.parts, len(what.generators))
             name = f"auto: {method}"
-        steps, rule = self._loop(target, prompt, generators, method)
+        queue = what.queue()
+        steps, rule = self._loop(target, what, method, queue)
         for i, progress in enumerate(steps):
             if callback is not None:
                 callback(self, i, int(progress.counts.min()), {"tokens": progress.tokens})
-        tokens = progress.tokens[:, : target.length]
+        tokens = progress.tokens[:, : target.length] if queue is None else torch.stack(queue.tokens)
         images = None if output_type == "latent" else self.decode_tokens(tokens)
         measured, certificate = float(progress.measured), Certificate("exact", "plain decoding of the target", 0.0)
         if rule is not None:
@@ -203,13 +228,14 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         return Drawn(tokens, images, progress.stats, certificate, name, measured)
 
     def _loop(
-        self, target: LlamaGenTarget, prompt: Prompt, generators: list[torch.Generator], method: methods.Method
+        self, target: LlamaGenTarget, what: Draw, method: methods.Method, queue: Queue | None
     ) -> tuple[Iterator[Progress], Any]:
-        uniforms = Uniforms(generators)
+        first = slice(what.batch_size)
+        prompt, uniforms = what.prompt.rows(first), Uniforms(what.generators[first])
         if isinstance(method, methods.AR):
             return decode_plain(target, prompt, target.length, uniforms), None
         target, drafter, rule = assemble(method, target, self.parts)
-        return decode(target, drafter, rule, prompt, target.length, uniforms), rule
+        return decode(target, drafter, rule, prompt, target.length, uniforms, queue=queue), rule
 
     def _prompts(
         self, classes: str | int | Sequence[str | int] | None, prompt: str | Sequence[str] | None, repeats: int

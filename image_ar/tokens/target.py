@@ -27,6 +27,10 @@ class Prompt:
     condition: Tensor
     mask: Tensor | None = None
 
+    def rows(self, some: slice) -> Prompt:
+        """``some`` of them."""
+        return Prompt(self.condition[some], None if self.mask is None else self.mask[some])
+
 
 @dataclass(frozen=True)
 class Guidance:
@@ -86,6 +90,15 @@ class LlamaGenTarget:
         self.cache.aim(0, config.cls_token_num)
         output = self._forward(x, torch.arange(x.shape[1], device=x.device)[None], bias)
         self.cache.lengths += config.cls_token_num
+        return output
+
+    @torch.inference_mode()
+    def admit(self, row: int, prompt: Prompt) -> TargetOutput:
+        """Begin ``prompt``, of one picture, in ``row``; see :class:`specmm.refill.AdmittingTarget`."""
+        alone = LlamaGenTarget(self.model, self.guidance, self.processor, self.name)
+        alone.taps = self.taps
+        output = alone.prefill(prompt, 0)
+        self.cache.take(row, alone.cache)
         return output
 
     @torch.inference_mode()

@@ -95,22 +95,23 @@ class Runner:
 
     def _next(self, queue: deque[Item]) -> list[Item]:
         batch = [queue.popleft()]
-        while queue and len(batch) < self.sizer.size and self.worker.key(queue[0]) == self.worker.key(batch[0]):
+        most = self.sizer.size * self.worker.turns(batch[0])
+        while queue and len(batch) < most and self.worker.key(queue[0]) == self.worker.key(batch[0]):
             batch.append(queue.popleft())
         return batch
 
     def _attempt(self, batch: list[Item], queue: deque[Item]) -> None:
         """Make a batch; one that fails is taken apart until the item at fault is alone."""
-        start = time.perf_counter()
+        start, rows = time.perf_counter(), min(self.sizer.size, len(batch))
         try:
-            results = self.worker.run(batch)
+            results = self.worker.run(batch, rows)
         except Exception as error:  # whatever a model does with an item, the others go on
             if len(batch) == 1:
                 self._failed(batch[0], error, queue)
                 return
             if out_of_memory(error):
-                self.sizer.shrink(len(batch))
-                log.warning("memory ran out at %d items, going on with %d at a time", len(batch), self.sizer.size)
+                self.sizer.shrink(rows)
+                log.warning("memory ran out at %d items, going on with %d at a time", rows, self.sizer.size)
             middle = len(batch) // 2
             self._attempt(batch[:middle], queue)
             self._attempt(batch[middle:], queue)
@@ -119,7 +120,7 @@ class Runner:
         self._write(lambda: self.journal.append(self.store.save(results)))
         self.tally.done += [item.id for item in batch]
         self.sizer.observe(len(batch), seconds)
-        self._tell(len(batch), 0, len(batch), seconds)
+        self._tell(len(batch), 0, rows, seconds)
 
     def _failed(self, item: Item, error: Exception, queue: deque[Item]) -> None:
         """Try again later, unless the item itself is at fault or was tried often enough."""

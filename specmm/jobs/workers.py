@@ -24,6 +24,8 @@ from specmm.registry import Registry, unknown
 from specmm.stats import Stats
 from specmm.steady import steady
 
+TURNS = 4  # a killed job makes at most so many batches again
+
 
 class Worker(Protocol):
     """Makes results of items; raises what the pipeline raises."""
@@ -36,8 +38,12 @@ class Worker(Protocol):
         """Items with the same key may be in one batch."""
         ...
 
-    def run(self, items: Sequence[Item]) -> list[Result]:
-        """The results of a batch, in its order."""
+    def turns(self, item: Item) -> int:
+        """How many batches' worth of items like ``item`` one ``run`` takes: several where rows are refilled."""
+        ...
+
+    def run(self, items: Sequence[Item], rows: int = 0) -> list[Result]:
+        """The results of ``items``, in their order, ``rows`` at a time (0: all at once)."""
         ...
 
 
@@ -89,7 +95,7 @@ class Methods:
 
 
 class ImageWorker:
-    """Pictures of classes or prompts. All rows of a batch end together, so plain batches leave no slot idle."""
+    """Pictures of classes or prompts. Rows of plain batches end together; those of drafts are refilled as they end."""
 
     def __init__(self, spec: Spec, device: str = "cpu", pipe: Any = None) -> None:
         from specmm.cli.drawing import check_sampling, load
@@ -114,15 +120,22 @@ class ImageWorker:
         """See :class:`Worker`."""
         return item.kind, item.method
 
-    def run(self, items: Sequence[Item]) -> list[Result]:
+    def turns(self, item: Item) -> int:
         """See :class:`Worker`."""
-        first, start = items[0], time.perf_counter()
+        from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, flows
+
+        return TURNS if isinstance(self.pipe, LlamaGenPipeline) and flows(self.methods.of(item)) else 1
+
+    def run(self, items: Sequence[Item], rows: int = 0) -> list[Result]:
+        """See :class:`Worker`."""
+        first, start, rows = items[0], time.perf_counter(), rows or len(items)
         method = self.methods.of(first)
         given = {"classes" if first.kind == "class" else "prompt": [i.text for i in items]}
         generators = [torch.Generator(self.pipe.device).manual_seed(item.seed) for item in items]
         with steady():
-            out = self.pipe(**given, generator=generators, method=method, batch_size=len(items), **self.spec.sampling)
+            out = self.pipe(**given, generator=generators, method=method, batch_size=rows, **self.spec.sampling)
         facts = _facts(label(method), out.certificate, out.stats, len(items), time.perf_counter() - start)
+        facts["stats"]["batch"] = min(rows, len(items))
         return [Result(item, {**facts}, image=image) for item, image in zip(items, out.images, strict=True)]
 
 
@@ -151,8 +164,12 @@ class AnswerWorker:
         """See :class:`Worker`."""
         return item.method, len(item.images)
 
-    def run(self, items: Sequence[Item]) -> list[Result]:
-        """See :class:`Worker`. The batch ends with its longest answer."""
+    def turns(self, item: Item) -> int:
+        """See :class:`Worker`."""
+        return 1
+
+    def run(self, items: Sequence[Item], rows: int = 0) -> list[Result]:
+        """See :class:`Worker`. A batch ends with its longest answer, and ``rows`` are all of it."""
         method, start = self.methods.of(items[0]), time.perf_counter()
         shown = ([i.pictures for i in items],) if self.questions else ()
         seeds = [i.seed for i in items]

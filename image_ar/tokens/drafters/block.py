@@ -157,6 +157,10 @@ class BlockDrafter:
         earlier = self.order[: self.most, None] >= self.order[: self.most]
         self.bias[:, :, : self.most, size.capacity : size.capacity + self.most].masked_fill_(earlier, 0)
 
+    def admit(self, row: int) -> None:
+        """See :class:`specmm.refill.AdmittingDrafter`."""
+        self.cache.lengths[row] = 0
+
     def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
         """Draft the tree behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         with self.clock("draft"):

@@ -39,6 +39,7 @@ class Hindsight:
         laws, place = feedback.output.laws, source.clamp(min=0)[..., None]
         self.laws = laws.gather(1, place.expand(-1, -1, laws.shape[-1])).clamp_(min=torch.finfo(laws.dtype).tiny)
         self.share = self.weight * (source >= 0)[..., None].to(laws.dtype)  # [B, D, 1]
+        self.fresh = feedback.fresh
 
     def mix(self, law: Tensor, depth: int) -> Tensor:
         """The laws [B, P, V] of the parents' children at ``depth`` ≥ 1, mixed where there is an older one."""
@@ -46,7 +47,8 @@ class Hindsight:
             return law
         share = self.share[:, depth - 1, None]  # [B, 1, 1]
         mixed = law.pow(1 - share) * self.laws[:, depth - 1, None].pow(share)
-        return mixed.div_(mixed.sum(-1, keepdim=True))
+        mixed.div_(mixed.sum(-1, keepdim=True))
+        return mixed if self.fresh is None else torch.where(self.fresh[:, None, None], law, mixed)
 
 
 def first_below(shape: TreeShape) -> Tensor:

@@ -52,6 +52,10 @@ class JacobiDrafter:
         self.counts = torch.zeros_like(feedback.token)  # tokens committed
         self.tokens = feedback.token.new_zeros(batch, self.length + self.window + 1)
 
+    def admit(self, row: int) -> None:
+        """See :class:`specmm.refill.AdmittingDrafter`."""
+        self.counts[row] = 0
+
     def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
         """Draw the window behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         newest = feedback.output.laws

@@ -1,0 +1,85 @@
+"""Continuous batching: a row that has finished its sample takes up the next one that waits.
+
+Rows accept different lengths, so a batch that waits for its slowest row leaves the others idle. A sample that takes
+up a row is prefilled alone; what the last round gave is rewritten for it, as if the batch had just begun there, so
+its tokens are those it would have had from the start (each sample has its own generator).
+
+Shape letters: B rows, G guidance branches, N nodes, V vocabulary, C width, T tokens wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from specmm.drafter import Feedback
+from specmm.randomness import Uniforms
+from specmm.target import TargetOutput
+
+
+@runtime_checkable
+class AdmittingTarget(Protocol):
+    """A target whose rows can begin anew while the others go on."""
+
+    def admit(self, row: int, prompt: Any) -> TargetOutput:
+        """Prefill ``prompt``, of one sample, in place of what ``row`` held; its own laws and hidden states."""
+        ...
+
+
+@runtime_checkable
+class AdmittingDrafter(Protocol):
+    """A drafter whose rows can begin anew; the feedback that follows says ``fresh`` of them."""
+
+    def admit(self, row: int) -> None:
+        """Forget what ``row`` held."""
+        ...
+
+
+class Queue:
+    """Samples by number: the first B are the batch's, the others wait. ``tokens`` holds those of finished ones.
+
+    ``prompt(i)`` is what sample i is prefilled with, ``generators[i]`` its dice.
+    """
+
+    def __init__(self, prompt: Callable[[int], Any], generators: Sequence[torch.Generator], rows: int) -> None:
+        self.prompt, self.generators = prompt, generators
+        self.holds = list(range(min(rows, len(generators))))  # the sample in each row
+        self.tokens: list[Tensor] = [torch.empty(0)] * len(generators)
+        self.next = len(self.holds)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a sample has no row yet."""
+        return self.next < len(self.generators)
+
+    def collect(self, row: int, tokens: Tensor) -> None:
+        """Keep the ``tokens`` [T] of the sample in ``row``."""
+        self.tokens[self.holds[row]] = tokens.clone()
+
+    def admit(
+        self, row: int, target: AdmittingTarget, drafter: AdmittingDrafter, uniforms: Uniforms
+    ) -> tuple[TargetOutput, Tensor]:
+        """Begin the next sample in ``row``: its prefill's output and the uniform [1] for its first token."""
+        self.holds[row] = self.next
+        dice = uniforms.admit(row, self.generators[self.next])
+        drafter.admit(row)
+        output = target.admit(row, self.prompt(self.next))
+        self.next += 1
+        return output, dice
+
+
+def begin_anew(feedback: Feedback, row: int, output: TargetOutput, token: Tensor) -> None:
+    """Rewrite ``feedback`` for ``row``, in place: its round was the prefill ``output``, which gave ``token`` [1]."""
+    verdict, batch = feedback.verdict, len(feedback.token)
+    assert verdict is not None and feedback.tokens is not None
+    verdict.path[row], verdict.kept[row] = -1, 1
+    verdict.path[row, 0], verdict.next_token[row] = 0, token[0]
+    feedback.token[row] = feedback.tokens[row, 0] = token[0]
+    feedback.output.laws[row] = output.laws[0, -1]
+    feedback.output.hidden[row::batch] = output.hidden[:, -1:]
+    if feedback.fresh is None:
+        feedback.fresh = torch.zeros(batch, dtype=torch.bool, device=token.device)
+    feedback.fresh[row] = True
