@@ -8,33 +8,23 @@ Shape letters: none.
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import os
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from specmm.files import sync_folder, write_whole
 from specmm.jobs.items import Item
 from specmm.jobs.journal import Record, ledger
-from specmm.jobs.spec import Spec
+from specmm.jobs.spec import Spec, alone
 from specmm.jobs.store import ARCHIVES, JOURNALS
 
 INDEX, FAILED, RUN = "index.jsonl", "failed.jsonl", "run.json"
 HIDDEN = ("state", "item", "bytes")  # of a journal's record, of no use in an index
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process finishes the job in ``folder``."""
-    with (folder / JOURNALS / "finish.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def finish(folder: Path, spec: Spec, items: Sequence[Item], shard: int, parquet: bool = False) -> dict[str, Any]:

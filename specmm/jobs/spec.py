@@ -5,8 +5,10 @@ Shape letters: none.
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,14 @@ class Limits:
     device: str = "cpu"
 
 
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process prepares or finishes the job in ``folder``."""
+    with (folder / JOURNALS / "folder.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def prepare(folder: Path, spec: Spec) -> None:
     """Make the output ``folder``, or check that it is of the same job, as soon as there is a result in it.
 
@@ -65,6 +75,11 @@ def prepare(folder: Path, spec: Spec) -> None:
     """
     for name in (JOURNALS, RESULTS, *([ARCHIVES] if spec.layout == "tar" else [])):
         (folder / name).mkdir(parents=True, exist_ok=True)
+    with alone(folder):
+        _check_in(folder, spec)
+
+
+def _check_in(folder: Path, spec: Spec) -> None:
     file, wanted = folder / FILE, json.loads(json.dumps(asdict(spec)))
     if not file.exists() or not any(True for _ in read_journals(folder / JOURNALS)):
         write_whole(file, (json.dumps(wanted, indent=1, ensure_ascii=False) + "\n").encode(), durable=True)

@@ -47,7 +47,10 @@ def test_a_worker_that_dies_takes_nothing_with_it(one_core: Any, tmp_path: Path)
             def key(self, item: Item) -> int:
                 return 0
 
-            def run(self, items: list[Item]) -> list[Result]:
+            def turns(self, item: Item) -> int:
+                return 1
+
+            def run(self, items: list[Item], rows: int = 0) -> list[Result]:
                 if any(i.id == "set/3" for i in items):
                     os._exit(1)
                 stats = {"tokens": 1, "tau": 1.0, "seconds": 0.1, "batch": len(items)}
