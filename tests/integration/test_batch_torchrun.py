@@ -1,0 +1,32 @@
+"""``torchrun … specmm batch``: two real processes share a job, and the results are those of one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+
+
+def call(*command: object) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    return subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=300, env=environment)
+
+
+def pictures(folder: Path) -> dict[str, bytes]:
+    return {f.name: f.read_bytes() for f in (folder / "results").rglob("*.png")}
+
+
+def test_two_ranks_make_every_item_once(tiny: Path, tmp_path: Path) -> None:
+    jobs, out, alone = tmp_path / "jobs.jsonl", tmp_path / "shared", tmp_path / "alone"
+    jobs.write_text("".join(json.dumps({"id": f"i{n}", "class": "heart"}) + "\n" for n in range(5)))
+    given = ("batch", jobs, "--model", tiny, "--method", "speculative", "--dtype", "float32")
+    ranks = ("torchrun", "--nproc-per-node", 2, "--no-python")
+    launched = call(*ranks, "specmm", *given, "--engine", "accelerate", "--out", out)
+    assert launched.returncode == 0, launched.stderr
+    assert sorted(f.stem for f in (out / "journal").glob("rank-*")) == ["rank-00000", "rank-00001"]
+    checked = call("specmm", "batch", jobs, "--out", out, "--verify", "--json")
+    assert json.loads(checked.stdout) == {"items": 5, "done": 5, "failed": 0, "left": 0, "problems": []}
+    assert call("specmm", *given, "--out", alone).returncode == 0
+    assert len(pictures(alone)) == 5 and pictures(out) == pictures(alone)
