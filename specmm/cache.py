@@ -64,7 +64,10 @@ class Cache:
         self.lengths = torch.zeros(size.batch, dtype=torch.int64, device=device)
         self.hidden_prefix: Tensor | None = None  # [R, capacity] bool: padding that no row may attend
         self._columns = torch.arange(size.capacity, device=device)
-        self._bias = torch.empty(0)
+        self._shown, self._shut = (torch.tensor(x, dtype=dtype, device=device) for x in (0.0, float("-inf")))
+        self._bias = self._committed = torch.empty(
+            0
+        )  # the mask of the last tree, and its part before the scratch region
         self._bias_of: Tensor | None = None
 
     def aim(self, first: int, stop: int) -> None:
@@ -89,16 +92,16 @@ class Cache:
             bias = self.data.new_full((self.size.rows, 1, nodes, self.slots), float("-inf"))
             seen = ancestors.expand(self.size.batch, -1, -1).repeat(self.size.branches, 1, 1)
             bias[:, 0, :, self.size.capacity : self.size.capacity + nodes].masked_fill_(seen, 0)
-            self._bias, self._bias_of = bias, ancestors
-        self._bias[:, 0, :, : self.size.capacity] = self.prefix_bias()[:, None]
+            self._bias, self._bias_of, self._committed = bias, ancestors, bias[:, 0, :, : self.size.capacity]
+        self._committed.copy_(self.prefix_bias()[:, None])
         return self._bias
 
     def prefix_bias(self) -> Tensor:
         """Additive mask [R, capacity] that opens each row's committed tokens, its padding excepted."""
-        shut = self._columns >= self.lengths.repeat(self.size.branches)[:, None]
+        shown = self._columns < self.lengths.repeat(self.size.branches)[:, None]
         if self.hidden_prefix is not None:
-            shut = shut | self.hidden_prefix
-        return torch.zeros_like(shut, dtype=self.data.dtype).masked_fill_(shut, float("-inf"))
+            shown = shown & ~self.hidden_prefix
+        return torch.where(shown, self._shown, self._shut)
 
     def keep(self, path: Tensor, kept: Tensor) -> None:
         """Move the first ``kept`` [B] nodes of ``path`` [B, M] from the scratch region behind each row's tokens."""
