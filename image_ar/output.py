@@ -51,12 +51,14 @@ class Drawn:
 def draw_batches(
     draw: Callable[[slice], Drawn], count: int, batch_size: int, output_type: str, bar: Any
 ) -> ImageOutput:
-    """``draw`` the rows of ``count`` pictures, ``batch_size`` at a time, under a progress ``bar``."""
+    """``draw`` the rows of ``count`` pictures, ``batch_size`` at a time, under a progress ``bar`` (which ``draw`` may
+    move for those that are finished before the others).
+    """
     parts = []
     with bar:
         for first in range(0, count, batch_size):
             parts.append(draw(slice(first, first + batch_size)))
-            bar.update(len(parts[-1].tokens))
+            bar.update(first + len(parts[-1].tokens) - bar.n)
     stats = total([part.stats for part in parts])
     certificate = merged([(part.certificate, part.measured) for part in parts])
     assert certificate is not None, "there is at least one picture"

@@ -41,11 +41,18 @@ class AdmittingDrafter(Protocol):
 class Queue:
     """Samples by number: the first B are the batch's, the others wait. ``tokens`` holds those of finished ones.
 
-    ``prompt(i)`` is what sample i is prefilled with, ``generators[i]`` its dice.
+    ``prompt(i)`` is what sample i is prefilled with, ``generators[i]`` its dice; ``tell(1)`` is called for every
+    sample that is finished.
     """
 
-    def __init__(self, prompt: Callable[[int], Any], generators: Sequence[torch.Generator], rows: int) -> None:
-        self.prompt, self.generators = prompt, generators
+    def __init__(
+        self,
+        prompt: Callable[[int], Any],
+        generators: Sequence[torch.Generator],
+        rows: int,
+        tell: Callable[[int], Any] = lambda done: None,
+    ) -> None:
+        self.prompt, self.generators, self.tell = prompt, generators, tell
         self.holds = list(range(min(rows, len(generators))))  # the sample in each row
         self.tokens: list[Tensor] = [torch.empty(0)] * len(generators)
         self.next = len(self.holds)
@@ -58,6 +65,7 @@ class Queue:
     def collect(self, row: int, tokens: Tensor) -> None:
         """Keep the ``tokens`` [T] of the sample in ``row``."""
         self.tokens[self.holds[row]] = tokens.clone()
+        self.tell(1)
 
     def admit(
         self, row: int, target: AdmittingTarget, drafter: AdmittingDrafter, uniforms: Uniforms

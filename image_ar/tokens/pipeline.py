@@ -5,7 +5,7 @@ Shape letters: B pictures of a batch, h latent side, T = h² tokens a picture.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,17 +41,18 @@ TURNS = 8  # batches' worth of pictures that one loop draws where rows can be re
 
 @dataclass(frozen=True)
 class Draw:
-    """What one loop draws: pictures of ``prompt``, ``batch_size`` at a time."""
+    """What one loop draws: pictures of ``prompt``, ``batch_size`` at a time; ``tell(1)`` of each that is finished."""
 
     prompt: Prompt
     generators: list[torch.Generator]
     batch_size: int
+    tell: Callable[[int], Any]
 
     def queue(self) -> Queue | None:
         """The pictures by number where there are more than rows."""
         if len(self.generators) <= self.batch_size:
             return None
-        return Queue(lambda i: self.prompt.rows(slice(i, i + 1)), self.generators, self.batch_size)
+        return Queue(lambda i: self.prompt.rows(slice(i, i + 1)), self.generators, self.batch_size, self.tell)
 
 
 def flows(method: methods.Method) -> bool:
@@ -169,11 +170,11 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         generators = sample_generators(generator, len(prompts.condition), self.device)
 
         def draw(part: slice) -> Drawn:
-            what = Draw(prompts.rows(part), generators[part], batch_size)
+            what = Draw(prompts.rows(part), generators[part], batch_size, bar.update)
             return self._batch(target, what, chosen, output_type, callback_on_step_end)
 
-        at_once = batch_size * (TURNS if flows(chosen) and callback_on_step_end is None else 1)
         bar = self.progress_bar(total=len(generators))
+        at_once = batch_size * (TURNS if flows(chosen) and callback_on_step_end is None else 1)
         return draw_batches(draw, len(generators), at_once, output_type, bar)
 
     def log_likelihood(self, classes: Sequence[str | int], tokens: Tensor) -> Tensor:

@@ -51,6 +51,27 @@ def test_pictures_are_those_of_fresh_batches(
     assert flowing.stats.batch_rounds < apart.stats.batch_rounds
 
 
+def test_the_bar_moves_with_every_picture(make_tiny: Callable[..., LlamaGenPipeline]) -> None:
+    pipe, moves = make_tiny(), []
+
+    class Bar:
+        n = 0
+
+        def update(self, more: int) -> None:
+            self.n += more
+            moves.append(more)
+
+        def __enter__(self) -> "Bar":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    pipe.progress_bar = lambda total: Bar()
+    drawn(pipe, 7, 2, method="speculative")
+    assert moves == [1] * 7 + [0]
+
+
 def test_what_cannot_flow_is_drawn_batch_by_batch(make_tiny: Callable[..., LlamaGenPipeline]) -> None:
     pipe = make_tiny()
     pipe.set_progress_bar_config(disable=True)
