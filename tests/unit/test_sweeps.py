@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks import mar, sweep, var
+from benchmarks.bars import mar_bars
 from benchmarks.common import Budget
 from benchmarks.samples import SampleSet
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
@@ -88,3 +89,18 @@ def test_samples_are_made_once(scales, tmp_path):
 def test_the_front():
     rows = [dict(seconds=s, fid=f) for s, f in ((1, 9), (2, 5), (3, 6), (4, 4), (1, 10))]
     assert sweep.on_front(rows) == [True, True, False, True, False]
+
+
+def test_the_front_bar_of_mar_names_what_is_on_it():
+    common = {"head_calls_per_token": 12.0}
+    rows = [
+        {"method": "ar", "speedup": 1.0, "fid": 100.0, "front": True, **common},
+        {"method": "exact", "speedup": 1.9, "fid": 100.5, "front": True, **common},
+        {"method": "exact, window 8", "speedup": 1.7, "fid": 101.0, "front": False, **common},
+        {"method": "paper, window 4", "speedup": 0.3, **common},
+    ]
+    held = mar_bars(rows)[-1]
+    assert held.met and held.found == "exact (1.90×, FID 100.5)"
+    rows[1]["front"] = False
+    assert mar_bars(rows)[-1].met is False and mar_bars(rows)[-1].found == "none of it"
+    assert mar_bars([{k: v for k, v in r.items() if k != "fid"} for r in rows])[-1].met is None
