@@ -23,6 +23,7 @@ CASES = [
     ("pocket/mar", "ar"),
     ("pocket/mar", "cspd"),
 ]
+TWO_THREADS = [("pocket/llamagen", "speculative", 2), ("pocket/var", "speculative", 2), ("pocket/mar", "ar", 2)]
 
 
 def pixels(worker: ImageWorker, items: Sequence[Item], size: int) -> list[bytes]:
@@ -30,19 +31,18 @@ def pixels(worker: ImageWorker, items: Sequence[Item], size: int) -> list[bytes]
     return [found.image.tobytes() for batch in batches for found in worker.run(batch)]
 
 
-@pytest.mark.parametrize(("model", "method"), CASES, ids=[f"{m.split('/')[1]}-{how}" for m, how in CASES])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("model", "method", "threads"), [(*case, 1) for case in CASES] + TWO_THREADS)
 def test_pictures_are_bit_equal_across_batch_sizes(model: str, method: str, threads: int) -> None:
     worker = ImageWorker(Spec(model, method, dtype="float32"))
     worker.pipe.set_progress_bar_config(disable=True)
-    items = [Item(f"e/{i}", "class", NAMES[i % len(NAMES)], seed_of(f"e/{i}", 0)) for i in range(16)]
+    items = [Item(f"e/{i}", "class", NAMES[i % len(NAMES)], seed_of(f"e/{i}", 0)) for i in range(8)]
     kept = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        whole = pixels(worker, items, 16)
-        assert pixels(worker, items[:5], 5) == whole[:5]
-        assert pixels(worker, items[:2], 1) == whole[:2]
-        assert pixels(worker, items[5:9], 4) == whole[5:9]
+        whole = pixels(worker, items, 8)
+        assert pixels(worker, items[:3], 3) == whole[:3]
+        assert pixels(worker, items[1:2], 1) == whole[1:2]
+        assert pixels(worker, items[4:], 4) == whole[4:]
     finally:
         torch.set_num_threads(kept)
-    assert len(set(whole)) > 8
+    assert len(set(whole)) > 4
