@@ -1,9 +1,9 @@
 """Rounding on a CPU that does not depend on the batch: a row has the same bits alone and among others.
 
-MKL sums a row of a product in one order, but for the last rows of a block of fewer than four, and so does PyTorch's
-attention with its queries. Within ``steady()`` products and attentions are filled up to such blocks, and convolutions
-take one picture at a time (float32; found on x86 for 1 and 2 threads, tests/integration/test_batch_equal.py). It costs
-some microseconds an operation.
+MKL sums a row of a product in an order that depends on how many rows there are, on the threads and on the processor;
+oneDNN's order depends on none of them, except that a lone row has its own. Within ``steady()`` products are oneDNN's,
+PyTorch's attention is filled up to four queries, and convolutions take one picture at a time (float32; found on two
+kinds of x86 with AVX-512 for 1 and 2 threads, tests/integration/test_batch_equal.py). A product costs some 20 us more.
 
 Shape letters: M rows, K inputs and N outputs of a product; T queries, S keys, D head width.
 """
@@ -22,7 +22,7 @@ TILE = 4
 
 
 class steady(TorchFunctionMode):
-    """Fill up what is computed within the block, whichever model computes it."""
+    """Compute what is within the block so, whichever model computes it."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -32,11 +32,8 @@ class steady(TorchFunctionMode):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` of ``x`` [..., K]; M is filled up to a multiple of ``TILE``."""
-    rows = x.reshape(-1, x.shape[-1])
-    missing = -len(rows) % TILE if _concerned(x) else 0
-    y = F.linear(F.pad(rows, (0, 0, 0, missing)) if missing else rows, weight, bias)
-    return y[: len(rows)].view(*x.shape[:-1], len(weight))
+    """``F.linear`` of ``x`` [..., K], as oneDNN sums it."""
+    return fused(x, weight, bias, "none", [], "") if _concerned(x) else F.linear(x, weight, bias)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *given: Any, **options: Any) -> Tensor:
@@ -51,10 +48,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, 
 
 
 def fused(x: Tensor, weight: Tensor, *given: Any) -> Tensor:
-    """oneDNN's product with an activation, whose only odd case is a lone row."""
-    if len(x.reshape(-1, x.shape[-1])) > 1 or not _concerned(x):
+    """oneDNN's product of ``x`` [..., K], with an activation perhaps; a lone row goes in twice."""
+    if x.shape[:-1].numel() != 1 or not _concerned(x):
         return POINTWISE(x, weight, *given)
-    return POINTWISE(torch.cat([x, x]), weight, *given)[: len(x)]
+    return POINTWISE(x.expand(2, *x.shape), weight, *given)[0]
 
 
 def convolution(x: Tensor, *given: Any, **options: Any) -> Tensor:
@@ -65,7 +62,7 @@ def convolution(x: Tensor, *given: Any, **options: Any) -> Tensor:
 
 
 def _concerned(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.device.type == "cpu"
+    return x.dtype == torch.float32 and x.device.type == "cpu" and torch.backends.mkldnn.is_available()
 
 
 POINTWISE = torch.ops.mkldnn._linear_pointwise

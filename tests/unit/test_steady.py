@@ -12,13 +12,13 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 7, 11, 64])
-@pytest.mark.parametrize("sizes", [(160, 640), (640, 160), (16, 128)])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 7, 11, 16, 64])
+@pytest.mark.parametrize("sizes", [(160, 640), (640, 160), (192, 768), (768, 192), (1280, 320), (16, 128), (192, 1)])
 def test_rows_of_products(rows: int, sizes: tuple[int, int]) -> None:
     x, weight, bias = normal(64, sizes[0]), normal(sizes[1], sizes[0], seed=1), normal(sizes[1], seed=2)
     with steady():
         whole, some = F.linear(x, weight, bias), F.linear(x[:rows, None], weight, bias)
-    torch.testing.assert_close(whole, F.linear(x, weight, bias))
+    torch.testing.assert_close(whole, F.linear(x, weight, bias), atol=1e-4, rtol=1e-4)
     assert some.shape == (rows, 1, sizes[1]) and torch.equal(some[:, 0], whole[:rows])
 
 
@@ -52,3 +52,14 @@ def test_other_dtypes_are_left_alone() -> None:
     plain = F.linear(x, weight)
     with steady():
         assert torch.equal(F.linear(x, weight), plain)
+
+
+def test_threads_do_not_matter() -> None:
+    x, weight, kept = normal(40, 1280), normal(320, 1280, seed=1), torch.get_num_threads()
+    found = []
+    with steady():
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(F.linear(x, weight))
+    torch.set_num_threads(kept)
+    assert torch.equal(*found)
