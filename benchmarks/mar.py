@@ -35,7 +35,6 @@ from benchmarks.sweep import Setting, draw_samples, on_front, plot, quality, tim
 from specmm import methods, zoo
 from specmm.image_ar.continuous.pipeline import MARPipeline
 
-SINGLE = "paper"  # draws picture by picture, seconds each: it is timed, but there are no samples of it
 WINDOWS = (4, 8)  # of the variants between two models, in iterations
 
 
@@ -104,8 +103,7 @@ def main(
     facts = environment(model=model, batch=1, settings=vars(pipe.settings) | {"classes": len(pipe.settings.classes)})
     write_results(out, "mar", rows, facts)
     real = Real(Options(data=data, cache=cache))
-    drawn = [s for s in settings if not s.name.startswith(SINGLE)]
-    found = draw_samples(drawn, cache / "mar", folder, real, samples, batch, Budget(minutes))
+    found = draw_samples(settings, cache / "mar", folder, real, samples, batch, Budget(minutes))
     for r in rows:
         r |= quality(found[r["method"]], found["ar"], real) if r["method"] in found else {}
     scored = [r for r in rows if "fid" in r]

@@ -5,8 +5,8 @@ Shape letters: B pictures, L tokens a picture, S head steps, C token width.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from specmm.certificate import Certificate
 from specmm.image_ar.continuous.chain import ChainHead
 from specmm.image_ar.continuous.cspd import Side, StreamDice, Window, decode_release
-from specmm.image_ar.continuous.decode import ChainStats, Plan, Progress, Sampler, conditions, decode_mar
+from specmm.image_ar.continuous.decode import Plan, Progress, Sampler, conditions, decode_mar
 from specmm.image_ar.continuous.diffusion import Schedule
 from specmm.image_ar.continuous.mar import MAR
 from specmm.image_ar.continuous.noise import Stream, log_uniforms, normals
@@ -121,17 +121,12 @@ def _between_models(method: CSpD, models: Models, draw: Draw, orders: Tensor) ->
     normal, luck = normals(draw.generators), log_uniforms(draw.generators)
     noise, batch = _noise(normal, models, draw.plan, orders), len(orders)
     dice = [StreamDice(normal, luck, b, batch) for b in range(batch)]
+    target, small = (Side(m, draw.labels, batch, draw.plan) for m in (models.target, models.small))
     if method.variant != "paper":
         version: Version
         version, claim = (Aligned(), ALIGNED) if method.variant == "aligned" else (Release(method.relax), RELEASE)
-        target, small = (Side(m, draw.labels, batch, draw.plan) for m in (models.target, models.small))
         return decode_release(target, small, orders, noise, dice, version, window), claim
-    runs = []
-    for b in range(batch):
-        one = slice(b, b + 1)
-        target, small = (Side(m, draw.labels[one], 1, draw.plan) for m in (models.target, models.small))
-        runs.append(decode_paper(target, small, orders[one], noise[one], dice[b], window))
-    return _one_after_another(runs), PAPER
+    return decode_paper(target, small, orders, noise, dice, window), PAPER
 
 
 def _noise(normal: Stream, models: Models, plan: Plan, orders: Tensor) -> Tensor:
@@ -139,19 +134,3 @@ def _noise(normal: Stream, models: Models, plan: Plan, orders: Tensor) -> Tensor
     batch, length = orders.shape
     steps, width = len(Schedule.of(plan.head_steps)) + 1, models.target.config.token_dim
     return normal.draw([length] * batch, steps * width).view(batch, length, steps, width)
-
-
-def _one_after_another(runs: Sequence[Iterator[Progress]]) -> Iterator[Progress]:
-    """The pictures of ``runs`` as one batch: the last progress holds them all."""
-    stats, tokens = ChainStats(), []
-    for run in runs:
-        progress = yield from _drained(run)
-        tokens.append(progress.tokens)
-        stats.add(progress.stats)
-    yield replace(progress, tokens=torch.cat(tokens), stats=stats)
-
-
-def _drained(run: Iterator[Progress]) -> Generator[Progress, None, Progress]:
-    for progress in run:
-        yield progress
-    return progress

@@ -20,6 +20,7 @@ Text = Annotated[
 Steps = Annotated[int, typer.Option(min=1, help="Optimiser steps in all.")]
 Rows = Annotated[int, typer.Option(min=1, help="Rows of text to learn from.")]
 Drawn = Annotated[float, typer.Option(min=0, max=1, help="Share of them that the target itself continues.")]
+Chats = Annotated[bool, typer.Option(help="Learn from conversations that the target makes up, in place of text.")]
 Layers = Annotated[int, typer.Option(min=1, help="Layers of the drafter.")]
 Block = Annotated[int, typer.Option(min=2, help="Drafts a round.")]
 Mask = Annotated[int | None, typer.Option(min=0, help="Id of the mask, where the tokenizer names none.")]
@@ -35,6 +36,7 @@ def deer(
     steps: Steps = 1500,
     rows: Rows = 1536,
     drawn: Drawn = 0.75,
+    chats: Chats = False,
     layers: Layers = 4,
     block: Block = 8,
     mask: Mask = None,
@@ -56,7 +58,7 @@ def deer(
 
         place, target, tokenizer = _begin(model, "deer", replace)
         drafter = build_deer(target, layers, block, _mask(tokenizer, mask), tokenizer.eos_token_id, inner)
-        data = Rows(target, _rows(target, tokenizer, text, rows, drawn, writable(out), seed))
+        data = Rows(target, _rows(target, tokenizer, text, rows, None if chats else drawn, writable(out), seed))
         options: dict[str, Any] = dict(first_stage=first_stage, alpha=alpha, seed=seed)
         train_deer(target, drafter, data, out, steps=steps, batch=batch, lr=lr, **options)
         save_deer(drafter, place)
@@ -69,6 +71,7 @@ def dflash(
     steps: Steps = 1500,
     rows: Rows = 1536,
     drawn: Drawn = 0.75,
+    chats: Chats = False,
     layers: Layers = 2,
     block: Block = 8,
     mask: Mask = None,
@@ -90,7 +93,7 @@ def dflash(
 
         place, target, tokenizer = _begin(model, "block", replace)
         drafter = build_block(target, layers, block + 1, _mask(tokenizer, mask), read, inner)
-        tokens = _rows(target, tokenizer, text, rows, drawn, writable(out), seed)
+        tokens = _rows(target, tokenizer, text, rows, None if chats else drawn, writable(out), seed)
         data = Rows(target, tokens, drafter.config.layers)
         train_block(target, drafter, data, out, steps=steps, batch=batch, lr=lr, fade=fade, seed=seed)
         save_dflash(drafter, place, target.model.get_input_embeddings().weight)
@@ -189,14 +192,22 @@ def _mask(tokenizer: Any, given: int | None) -> int:
     return int(found)
 
 
-def _rows(target: Any, tokenizer: Any, text: list[Path], count: int, drawn: float, out: Path, seed: int) -> Any:
-    """Rows [R, 256] of the text, a share of them continued by the target behind 64 tokens, half greedily."""
+def _rows(target: Any, tokenizer: Any, text: list[Path], count: int, drawn: float | None, out: Path, seed: int) -> Any:
+    """Rows [R, 256] of the text, a share of them continued by the target behind 64 tokens, half greedily; without
+    ``drawn`` conversations that the target makes up.
+    """
     import torch
 
     from specmm.diffusion_drafters.data.code import windows
+    from specmm.diffusion_drafters.pipeline import TextPipeline
+    from specmm.diffusion_drafters.train.chats import drawn_chats
     from specmm.diffusion_drafters.train.rows import drawn_rows
     from specmm.diffusion_drafters.train.target import LENGTH
 
+    if drawn is None:
+        if text:
+            raise ValueError("give --text or --chats, not both")
+        return drawn_chats(TextPipeline.from_pretrained(target.name), count, LENGTH, out, seed)
     rows = windows(text_stream(tokenizer, out, False, text), 0, count, LENGTH, seed)
     own = round(drawn * count)
     if not own:

@@ -9,7 +9,7 @@ from specmm.image_ar.continuous.cspd import Side, StreamDice, Window
 from specmm.image_ar.continuous.decode import Plan
 from specmm.image_ar.continuous.noise import log_uniforms, normals
 from specmm.image_ar.continuous.orders import iterations
-from specmm.image_ar.continuous.paper import _Paper, decode_paper
+from specmm.image_ar.continuous.paper import _Run, decode_paper
 
 ORDER = torch.randperm(16, generator=torch.Generator().manual_seed(0))[None]
 
@@ -45,21 +45,42 @@ class Scripted:
         return np.zeros((rows, width))
 
 
+def make(model, how, scale=1.0, numbers=None):
+    return _Run(*sides(model, how, scale), ORDER, noise(), [numbers or dice()], Window(4, 0.05))
+
+
+def play(run, part):
+    """Run a coroutine of picture 0 to its end; what it returned."""
+    found = []
+
+    def noted():
+        found.append((yield from part))
+
+    list(run.play({0: noted()}))
+    return found[0]
+
+
 @pytest.mark.parametrize("cfg", [1.0, 2.5])
 def test_the_target_sees_the_drafts_before_each_position(tiny_mar, cfg):
-    how = plan(cfg=cfg)
-    run = _Paper(*sides(tiny_mar, how), ORDER, noise(), dice())
+    run, seen = make(tiny_mar, plan(cfg=cfg)), []
+    answer = run._answer
+    run._answer = lambda side, asked: seen.append((side, answer(side, asked))) or seen[-1][1]
     parts = iterations(16, 6, cfg)
-    run.target_makes(parts[0])
-    drafts = [run._make(run.draft, part) for part in parts[1:4]]
-    for part, made, ends in zip(parts[1:4], drafts, run._score(parts[1:4], [d.wanted for d in drafts]), strict=True):
-        alone = run.target.ask(run.tokens, ORDER[:, part.last :], made.wanted)
-        tokens, _ = run.target.chains(alone, part.scale, noise()[0, made.wanted[0]].transpose(0, 1))
-        np.testing.assert_allclose(ends.mean, tokens.numpy(), atol=1e-4, rtol=1e-4)
+    before = run.tokens.clone()
+    assert play(run, run.round(0, parts[:3])) == 3
+    for side, [drafted] in seen[:3]:
+        assert side is run.draft
+        before[0, drafted[0].where] = drafted[0].tokens
+    side, [checked] = seen[3]
+    assert side is run.target and len(seen) == 4
+    for part, made in zip(parts, checked, strict=False):
+        alone = run.target.ask(before, ORDER[:, part.last :], made.where[None])
+        tokens, _ = run.target.chains(alone, part.scale, noise()[0, made.where].transpose(0, 1))
+        np.testing.assert_allclose(made.ends.mean, tokens.numpy(), atol=1e-4, rtol=1e-4)
 
 
 def test_a_drafter_that_is_the_target_is_always_kept(tiny_mar):
-    *_, last = decode_paper(*sides(tiny_mar, plan()), ORDER, noise(), dice(), Window(2, 0.2))
+    *_, last = decode_paper(*sides(tiny_mar, plan()), ORDER, noise(), [dice()], Window(2, 0.2))
     assert last.stats.acceptance == 1
     assert last.stats.rounds == 2 + 2  # two of the target's own, four drafted two at a time
     assert last.count == 16 and last.tokens.isfinite().all()
@@ -67,17 +88,38 @@ def test_a_drafter_that_is_the_target_is_always_kept(tiny_mar):
 
 def test_a_rejection_discards_what_was_drafted_behind_it(tiny_mar):
     parts = iterations(16, 6)
-    run = _Paper(*sides(tiny_mar, plan(), 2.0), ORDER, noise(), Scripted(-1.0, 1e30))
-    assert run.round(parts[:4]) == 2
-    again = _Paper(*sides(tiny_mar, plan(), 2.0), ORDER, noise(), Scripted())
-    assert again.round(parts[:4]) == 4
+    run = make(tiny_mar, plan(), 2.0, Scripted(-1.0, 1e30))
+    assert play(run, run.round(0, parts[:4])) == 2
+    again = make(tiny_mar, plan(), 2.0, Scripted())
+    assert play(again, again.round(0, parts[:4])) == 4
 
 
 def test_rejected_tokens_are_replaced_and_never_zero(tiny_mar):
-    how = plan()
-    *_, last = decode_paper(*sides(tiny_mar, how, 2.0), ORDER, noise(), dice(1), Window(4, 0.05))
+    *_, last = decode_paper(*sides(tiny_mar, plan(), 2.0), ORDER, noise(), [dice(1)], Window(4, 0.05))
     assert last.stats.acceptance < 1
     assert last.tokens.abs().sum(-1).min() > 0
+
+
+@pytest.mark.parametrize("cfg", [1.0, 2.5])
+def test_pictures_of_a_batch_are_those_alone(tiny_mar, cfg):
+    how, window = plan(cfg=cfg), Window(3, 0.2)
+    labels, wrong = torch.tensor([3, 5, 1]), torch.tensor([5, 5, 2])
+    orders = torch.stack([torch.randperm(16, generator=torch.Generator().manual_seed(b)) for b in range(3)])
+    start = torch.cat([noise(b) for b in range(3)])
+
+    def draw(rows):
+        random = [torch.Generator().manual_seed(b) for b in rows]
+        streams = normals(random), log_uniforms(random)
+        numbers = [StreamDice(*streams, b, len(rows)) for b in range(len(rows))]
+        both = (Side(tiny_mar, of[rows], len(rows), how) for of in (labels, wrong))
+        *_, last = decode_paper(*both, orders[rows], start[rows], numbers, window)
+        return last
+
+    whole, alone = draw([0, 1, 2]), [draw([b]) for b in range(3)]
+    torch.testing.assert_close(whole.tokens, torch.cat([one.tokens for one in alone]), atol=1e-4, rtol=1e-4)
+    assert whole.stats.rounds == sum(one.stats.rounds for one in alone)
+    assert whole.stats.accepted == sum(one.stats.accepted for one in alone)
+    assert len({one.stats.rounds for one in alone}) > 1
 
 
 @pytest.mark.parametrize(("size", "prefill"), [(0, 0.05), (4, -0.1), (4, 1.5)])

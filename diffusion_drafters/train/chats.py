@@ -1,0 +1,60 @@
+"""Conversations that an instructed model makes up itself, for its drafters to learn from: no other data is needed.
+
+The model continues its chat template where a question would stand, then answers what it asked.
+Source: Magpie (arXiv 2406.08464).
+
+Shape letters: R rows, L tokens of a row.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from specmm.checkpoints import fingerprint
+from specmm.diffusion_drafters.pipeline import TextPipeline
+
+AT_ONCE = 64  # conversations drawn together
+QUESTION, ANSWER = 48, 192  # tokens at most
+ASKING, ANSWERING = 0.7, (0.0, 0.7)  # temperatures; the answers' by turns
+MARK = "\0"
+
+
+def drawn_chats(pipe: TextPipeline, rows: int, length: int, out: Path, seed: int = 0) -> Tensor:
+    """Rows [R, L] full of conversations, one behind the other.
+
+    Kept in ``out`` batch by batch, so that a killed run goes on. Raises ``ValueError`` for a model without a chat
+    template and for one that asks nothing.
+    """
+    kept = out / f"chats-{fingerprint(pipe.model.get_input_embeddings().weight)}-{seed}"
+    kept.mkdir(parents=True, exist_ok=True)
+    found, wanted = torch.empty(0, dtype=torch.int32), rows * length
+    with tqdm(total=wanted, desc="draw", unit="token") as bar:
+        for turn in range(wanted // AT_ONCE + 1):  # a conversation has a token at least
+            file = kept / f"{turn:04d}.pt"
+            if not file.exists():
+                torch.save(_conversations(pipe, turn, seed), file)
+            found = torch.cat([found, torch.load(file, weights_only=True)])
+            bar.update(min(len(found), wanted) - bar.n)
+            if len(found) >= wanted:
+                return found[:wanted].view(rows, length)
+    raise ValueError(f"{pipe.name} must ask questions of its own, got none; give --text in place of --chats")
+
+
+def _conversations(pipe: TextPipeline, turn: int, seed: int) -> Tensor:
+    """Ids of the conversations of a ``turn``, one behind the other."""
+    seeds = [(seed * 1_000_003 + turn) * AT_ONCE + i for i in range(AT_ONCE)]
+    before = pipe.tokenizer.decode(pipe.encode(MARK, chat=True)[0]).split(MARK)[0]
+    asked = pipe([before] * AT_ONCE, max_new_tokens=QUESTION, temperature=ASKING, seed=seeds).texts
+    pairs = [(text.strip(), i) for text, i in zip(asked, seeds, strict=True) if text.strip()]
+    if not pairs:
+        return torch.empty(0, dtype=torch.int32)
+    questions, seeds = [text for text, _ in pairs], [i for _, i in pairs]
+    temperature = ANSWERING[turn % len(ANSWERING)]
+    said = pipe(questions, chat=True, max_new_tokens=ANSWER, temperature=temperature, seed=seeds).tokens
+    whole = zip(pipe.encode(questions, chat=True), (ids.tolist() for ids in said), strict=True)
+    return torch.tensor(list(chain.from_iterable(chain(*pair) for pair in whole)), dtype=torch.int32)
