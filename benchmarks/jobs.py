@@ -86,8 +86,8 @@ def measure(worker: ImageWorker, items: Sequence[Item], rounds: int, batches: Se
     ]
 
 
-def cluster(worker: ImageWorker, items: Sequence[Item], batch: int) -> dict[str, Any]:
-    """One Ray actor against the local engine, by the seconds that more items cost."""
+def cluster(worker: ImageWorker, items: Sequence[Item], batch: int, rounds: int) -> dict[str, Any]:
+    """One Ray actor against the local engine, by the seconds that more items cost, in turns."""
     from specmm.jobs.cluster import run_ray
 
     def by_ray(folder: Path, spec: Spec, limits: Limits, some: Sequence[Item], opener: Any) -> Any:
@@ -101,8 +101,10 @@ def cluster(worker: ImageWorker, items: Sequence[Item], batch: int) -> dict[str,
         return taken[1] - taken[0]
 
     more(by_ray)  # starts the cluster
-    ray, local = more(by_ray), more(run_local)
-    return {"way": "ray, one actor", "over_local": ray / local, "seconds": [ray], "local_seconds": [local]}
+    pairs = [(more(by_ray), more(run_local)) for _ in range(rounds)]
+    ray, local = ([pair[i] for pair in pairs] for i in (0, 1))
+    over = statistics.median(ray) / statistics.median(local)
+    return {"way": "ray, one actor", "over_local": over, "seconds": ray, "local_seconds": local}
 
 
 def main() -> None:
@@ -119,7 +121,9 @@ def main() -> None:
     items = items_of(given.items, worker.pipe.transformer.config.num_classes)
     loop(worker, items[:2], Path(tempfile.mkdtemp()))  # warm
     batches = [int(b) for b in given.batches.split(",")]
-    rows = measure(worker, items, given.rounds, batches) + ([cluster(worker, items, 16)] if given.ray else [])
+    rows = measure(worker, items, given.rounds, batches) + (
+        [cluster(worker, items, 16, given.rounds)] if given.ray else []
+    )
     text = json.dumps(
         {"model": given.model, "method": given.method, "environment": environment(), "rows": rows}, indent=1
     )

@@ -26,7 +26,7 @@ from specmm.stats import Stats
 from specmm.vlm.drafters.model import padded
 from specmm.vlm.loading import find
 from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.running import Options, Pipeline, Run, Shelf
+from specmm.vlm.running import Asked, Options, Pipeline, Run, Shelf, check_flow
 from specmm.vlm.target import VLMTarget
 
 
@@ -131,17 +131,19 @@ class TextPipeline(Pipeline):
         """Prepare a batch; nothing runs before the first round is asked for. The drafter, if any, comes with it."""
         method = self.method if options.method is None else methods.make(methods.TEXT, options.method)
         target = VLMTarget(self.model, options.processor, self.name)
-        prompt = VLMPrompt(padded(self.encode(prompts, options.chat), target.device), options.max_new_tokens)
-        target.check(prompt)
-        name = method.name
+        check_flow(method, options.batch_size)
+        ids = self.encode(prompts, options.chat)
+        room, device = options.max_new_tokens, target.device
+        asked = Asked(lambda some: VLMPrompt(padded(ids[some], device), room), len(ids), options.batch_size)
+        prompt, name = asked.first(target), method.name
         if isinstance(method, methods.Auto):
             kind = self._best_kind()
             method = choose_method(target, self.drafter(kind.name), prompt, self.plans, kind)
             name = f"auto: {method}"
         if isinstance(method, methods.AR):
-            return self._run(name, target, prompt, options, None), None
+            return self._run(name, target, prompt, options, None, asked), None
         parts = assemble(method, target, self.drafter(method.name), self.tokenizer)
-        return self._run(name, target, prompt, options, parts), parts.drafter
+        return self._run(name, target, prompt, options, parts, asked), parts.drafter
 
 
 def drafter_kind(method: methods.TextMethod, drafter: Any) -> str:

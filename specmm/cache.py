@@ -109,12 +109,17 @@ class Cache:
         self.lengths += kept
 
     def take(self, row: int, other: Cache) -> None:
-        """What the only sample of ``other``, a cache of this capacity, has committed takes the place of ``row``'s."""
-        rows, slots = slice(row, None, self.size.batch), self.size.capacity
+        """What the only sample of ``other`` has committed takes the place of ``row``'s.
+
+        Raises ``ValueError`` when ``other`` has more capacity than there is here.
+        """
+        rows, slots = slice(row, None, self.size.batch), other.size.capacity
+        if slots > self.size.capacity:
+            raise ValueError(f"a sample must fit the {self.size.capacity} slots of its row, got {slots}")
         self.data[:, :, rows, :slots] = other.data[:, :, :, :slots]
         self.lengths[row] = other.lengths[0]
         if self.hidden_prefix is not None and other.hidden_prefix is not None:
-            self.hidden_prefix[rows] = other.hidden_prefix
+            self.hidden_prefix[rows, :slots] = other.hidden_prefix
 
     def crop(self, lengths: Tensor) -> None:
         """Forget every token at or behind ``lengths`` [B]."""

@@ -42,8 +42,21 @@ class Progress:
     length: int = 0  # T
 
     def restart(self, row: int, token: Tensor) -> None:
-        """A new sample begins in ``row`` with ``token`` [1]."""
-        self.tokens[row, 0], self.counts[row], self.limits[row] = token[0], 1, self.length
+        """A new sample begins in ``row`` with ``token`` [1], which may end it."""
+        before = self.counts.clone()
+        self.tokens[row, 0], self.counts[row], self.limits[row], before[row] = token[0], 1, self.length, 0
+        if self.stop is not None:
+            self.counts, done = self.stop(self.tokens, before, self.counts)
+            self.limits = torch.where(done, self.counts, self.limits)
+
+    def row(self, row: int) -> Tensor:
+        """The tokens of ``row`` so far."""
+        return self.tokens[row, : int(self.counts[row])]
+
+    def ended(self) -> list[int]:
+        """The rows that have all their tokens."""
+        found: list[int] = (self.counts >= self.limits).nonzero()[:, 0].tolist()
+        return found
 
     def take(self, tokens: Tensor, kept: Tensor) -> Tensor:
         """Commit the first ``kept`` [B] of ``tokens`` [B, D + 1]; returns how many of them the row had use for [B]."""
@@ -113,7 +126,7 @@ def decode(
         yield progress
     if queue is not None:
         for row in range(len(token)):
-            queue.collect(row, progress.tokens[row, :length])
+            queue.collect(row, progress.row(row))
     progress.stats = _stats(tally, len(depths), time.perf_counter() - start, clock)
     progress.stats.depths = depths
     yield progress
@@ -145,12 +158,10 @@ def _refill(
     queue: Queue, progress: Progress, feedback: Feedback, parts: tuple[Any, Any, Rule], uniforms: Uniforms
 ) -> None:
     """Let samples of the ``queue`` take over the rows that are finished; ``parts``: target, drafter and rule."""
-    if not queue.waiting:
-        return
     target, drafter, rule = parts
-    for row in (progress.counts >= progress.limits).nonzero()[:, 0].tolist():
-        if queue.waiting:
-            queue.collect(row, progress.tokens[row, : progress.length])
+    while queue.left and (ended := progress.ended()):  # again: a sample may end with its first token
+        for row in ended[: queue.left]:
+            queue.collect(row, progress.row(row))
             output, dice = queue.admit(row, target, drafter, uniforms)
             token = first_token(rule, output.laws[:, -1:], dice)
             begin_anew(feedback, row, output, token)

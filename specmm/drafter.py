@@ -63,6 +63,23 @@ class Drafter(Protocol):
         ...
 
 
+class NoDrafts:
+    """Roots alone: plain decoding for rows that begin anew while others go on, which the plain loop's cannot."""
+
+    max_nodes, max_depth = 1, 0
+
+    def begin(self, feedback: Feedback, clock: Clock) -> None:
+        """Lay out the tree of one node."""
+        self.shape = TreeShape.chain(0, feedback.token.device)
+
+    def admit(self, row: int) -> None:
+        """See :class:`specmm.refill.AdmittingDrafter`."""
+
+    def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
+        """The root."""
+        return DraftTree(feedback.token[:, None], self.shape)
+
+
 class Late:
     """``inner``, begun behind a first round without drafts: an answer of two tokens never pays for its prompt."""
 

@@ -20,6 +20,11 @@ class History:
         self.tokens = torch.nn.functional.pad(tokens, (0, room + 1))  # the last column takes what does not count
         self.lengths = lengths.clone()
 
+    def take(self, row: int, other: History) -> None:
+        """What the only row of ``other``, which must fit, has committed takes the place of ``row``'s."""
+        self.tokens[row, : other.tokens.shape[1]] = other.tokens[0]
+        self.lengths[row] = other.lengths[0]
+
     def append(self, tokens: Tensor, kept: Tensor) -> None:
         """Take in the first ``kept`` [B] of ``tokens`` [B, M]."""
         order = torch.arange(tokens.shape[1], device=tokens.device)

@@ -31,10 +31,13 @@ class AdmittingTarget(Protocol):
 
 @runtime_checkable
 class AdmittingDrafter(Protocol):
-    """A drafter whose rows can begin anew; the feedback that follows says ``fresh`` of them."""
+    """A drafter whose rows can begin anew.
+
+    The feedback that follows says ``fresh`` of them, and that their round committed one token, the first.
+    """
 
     def admit(self, row: int) -> None:
-        """Forget what ``row`` held."""
+        """Forget what ``row`` held and read the prompt that the target has just admitted, if any."""
         ...
 
 
@@ -58,9 +61,9 @@ class Queue:
         self.next = len(self.holds)
 
     @property
-    def waiting(self) -> bool:
-        """Whether a sample has no row yet."""
-        return self.next < len(self.generators)
+    def left(self) -> int:
+        """How many samples have no row yet."""
+        return len(self.generators) - self.next
 
     def collect(self, row: int, tokens: Tensor) -> None:
         """Keep the ``tokens`` [T] of the sample in ``row``."""
@@ -73,8 +76,8 @@ class Queue:
         """Begin the next sample in ``row``: its prefill's output and the uniform [1] for its first token."""
         self.holds[row] = self.next
         dice = uniforms.admit(row, self.generators[self.next])
-        drafter.admit(row)
         output = target.admit(row, self.prompt(self.next))
+        drafter.admit(row)
         self.next += 1
         return output, dice
 

@@ -35,6 +35,10 @@ class Questions:
             raise ValueError("question must not be empty, got nothing to ask; say what you want to know")
         return cls(texts, [[open_image(source) for source in _as_list(item)] for item in each], chat)
 
+    def rows(self, some: slice) -> Questions:
+        """``some`` of them."""
+        return Questions(self.texts[some], self.pictures[some], self.chat)
+
     def inputs(self, processor: Any) -> dict[str, Any]:
         """What ``processor`` makes of them: ``input_ids`` [B, L] and the rest, as tensors."""
         prompts = [self._prompt(processor, i) for i in range(len(self.texts))]

@@ -23,8 +23,8 @@ from specmm.vlm.asking import Pictures, Questions
 from specmm.vlm.assemble import assemble
 from specmm.vlm.loading import PLACES, find, load_drafter, load_model, load_processor
 from specmm.vlm.prompt import VLMPrompt, on_device
+from specmm.vlm.running import Asked, Pipeline, Run, Shelf, check_flow
 from specmm.vlm.running import Options as Options
-from specmm.vlm.running import Pipeline, Run, Shelf
 from specmm.vlm.streaming import tell
 from specmm.vlm.target import VLMTarget
 from specmm.vlm.tuning import choose_method
@@ -146,17 +146,22 @@ class VQAPipeline(Pipeline):
         """Prepare a batch; nothing runs before the first round is asked for."""
         method = self._method(options)
         target = VLMTarget(self.model, options.processor, self.name)
-        asked = Questions.of(images, questions, options.chat)
-        inputs = on_device(asked.inputs(self.processor), target.device, self.model.dtype)
-        prompt = VLMPrompt(inputs, options.max_new_tokens, asked)
-        target.check(prompt)
-        name = method.name
+        check_flow(method, options.batch_size)
+        all_asked = Questions.of(images, questions, options.chat)
+
+        def prepared(some: slice) -> VLMPrompt:
+            part = all_asked.rows(some)
+            inputs = on_device(part.inputs(self.processor), target.device, self.model.dtype)
+            return VLMPrompt(inputs, options.max_new_tokens, part)
+
+        asked = Asked(prepared, len(all_asked.texts), options.batch_size)
+        prompt, name = asked.first(target), method.name
         if isinstance(method, methods.Auto):
             method = choose_method(target, self.drafter(_drafter_kind(method)), prompt, self.plans)
             name = f"auto: {method}"
         plain = isinstance(method, methods.AR)
         parts = None if plain else assemble(method, target, self.drafter(method.name), self.tokenizer)
-        return self._run(name, target, prompt, options, parts)
+        return self._run(name, target, prompt, options, parts, asked)
 
 
 def _drafter_kind(method: methods.VQAMethod) -> str:

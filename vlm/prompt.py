@@ -30,6 +30,7 @@ class VLMPrompt:
     inputs: dict[str, Any]
     max_new_tokens: int
     source: Questions | None = None  # what was asked, for drafters that read it with a processor of their own
+    longest: int = 0  # tokens of the longest prompt that a row may begin anew with
 
     def __post_init__(self) -> None:
         ids = self.inputs["input_ids"]
@@ -60,6 +61,11 @@ class VLMPrompt:
     def lengths(self) -> Tensor:
         """Tokens of each row [B]."""
         return self.mask.sum(1)
+
+    @property
+    def room(self) -> int:
+        """Tokens that a row may come to hold."""
+        return max(self.input_ids.shape[1], self.longest) + self.max_new_tokens
 
     @cached_property
     def padded(self) -> bool:

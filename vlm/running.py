@@ -14,17 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specmm import methods
 from specmm.certificate import Certificate, of_rule
 from specmm.decode import Progress, decode, decode_plain
-from specmm.drafter import Drafter
+from specmm.drafter import Drafter, Late, NoDrafts
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
+from specmm.refill import Queue
 from specmm.registry import unknown
 from specmm.stopping import EndTokens, all_of
 from specmm.target import Target
-from specmm.verify import Rule
+from specmm.verify import Recursive, Rule
 from specmm.vlm.prompt import VLMPrompt
 from specmm.vlm.streaming import StopStrings, gains
+from specmm.vlm.target import VLMTarget
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class Options:
 
     ``seed`` or ``generator`` (one for all, or one a row) make sampling repeatable. ``method`` None is the pipeline's.
     ``chat`` puts what is asked into the model's chat template; off, it is a raw prompt. An answer ends in front of the
-    first of the texts ``stop``.
+    first of the texts ``stop``. With ``batch_size`` so many rows are answered at a time, and one that ends takes up
+    the next (the methods that ``flows`` names); 0 answers all at once.
     """
 
     max_new_tokens: int = 64
@@ -46,6 +50,7 @@ class Options:
     generator: torch.Generator | Sequence[torch.Generator] | None = None
     chat: bool = True
     stop: str | Sequence[str] = ()
+    batch_size: int = 0
 
     @classmethod
     def of(cls, given: dict[str, Any], **defaults: Any) -> Options:
@@ -53,7 +58,10 @@ class Options:
         known = [f.name for f in dataclasses.fields(cls)]
         for name in given.keys() - set(known):
             raise unknown("option", name, known)
-        return cls(**{**defaults, **given})
+        found = cls(**{**defaults, **given})
+        if found.batch_size < 0:
+            raise ValueError(f"batch_size must be at least 0, got {found.batch_size}")
+        return found
 
     @property
     def processor(self) -> Processor:
@@ -68,36 +76,83 @@ class Options:
             raise ValueError("stop must be texts of one letter at least, got an empty one; leave it out")
         return found
 
-    def uniforms(self, count: int, device: torch.device) -> Uniforms:
-        """A stream for each of ``count`` rows; raises ``ValueError`` for numbers of seeds that do not match."""
+    def generators(self, count: int, device: torch.device) -> list[torch.Generator]:
+        """One for each of ``count`` rows; raises ``ValueError`` for numbers of seeds that do not match."""
         if self.seed is not None and self.generator is not None:
             raise ValueError("give seed or generator, not both")
         if isinstance(self.seed, Sequence):
             if len(self.seed) != count:
                 raise ValueError(f"seed must be one or one for each of the {count} rows, got {len(self.seed)}")
-            return Uniforms([torch.Generator(device).manual_seed(seed) for seed in self.seed])
+            return [torch.Generator(device).manual_seed(seed) for seed in self.seed]
         seeded = None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
-        return Uniforms(sample_generators(seeded or self.generator, count, device))
+        return sample_generators(seeded or self.generator, count, device)
+
+
+def flows(method: Any) -> bool:
+    """Whether rows that end may take up the next question while others go on."""
+    kinds = methods.AR | methods.PromptLookup | methods.MSD | methods.Block | methods.DEER
+    return isinstance(method, kinds)
+
+
+def check_flow(method: Any, batch_size: int) -> None:
+    """Raise ``ValueError`` for a ``batch_size`` with a method whose rows cannot take up others."""
+    if batch_size and not flows(method):
+        raise ValueError(
+            f"batch_size must be 0 for method {method.name!r}, which answers all at once; or use msd or ar"
+        )
+
+
+@dataclass
+class Asked:
+    """The ``count`` prompts of a call; ``of`` prepares some of them, ``batch_size`` are answered at a time (0: all)."""
+
+    of: Callable[[slice], VLMPrompt]
+    count: int
+    batch_size: int = 0
+
+    def first(self, target: VLMTarget) -> VLMPrompt:
+        """The prompts that rows begin with, and room for those that wait.
+
+        Raises ``ValueError`` for prompts that ``target`` cannot hold.
+        """
+        rows = min(self.batch_size or self.count, self.count)
+        prompt = self.of(slice(rows))
+        self.waiting = {i: self.of(slice(i, i + 1)) for i in range(rows, self.count)}
+        prompt.longest = max((len(p.input_ids[0]) for p in self.waiting.values()), default=0)
+        for one in (prompt, *self.waiting.values()):
+            target.check(one)
+        if self.waiting and target.family.turning_point is not None:
+            raise ValueError(
+                f"batch_size must be 0 for {target.name}, whose positions depend on a batch's longest text"
+            )
+        return prompt
+
+    def queue(self, generators: Sequence[torch.Generator]) -> Queue | None:
+        """The prompts by number; None where all are answered at once."""
+        return Queue(self.waiting.__getitem__, generators, self.batch_size) if self.batch_size else None
 
 
 @dataclass
 class Run:
-    """One batch being answered; ``text`` decodes ids, ``stops`` end answers."""
+    """One batch being answered; ``text`` decodes ids, ``stops`` end answers, rows take up those of the ``queue``."""
 
     method: str
     steps: Iterator[Progress]
     rule: Rule | None
     text: Callable[[Tensor], str]
     stops: StopStrings
+    queue: Queue | None = None
 
     def finish(self, streamer: Any = None) -> tuple[list[str], list[Tensor], Progress]:
         """Texts and ids of all rows, and the last progress; ``streamer`` is told the ids as they come."""
         *_, (end, _) = gains(self.steps, streamer)
-        tokens = committed(end)
+        tokens = committed(end) if self.queue is None else self.queue.tokens
         return [self.stops.cut(self.text(ids)) for ids in tokens], tokens, end
 
     def stream(self) -> Iterator[list[str]]:
         """The new text of every row after each round, none that may turn out to be the beginning of a stop."""
+        if self.queue is not None:
+            raise ValueError("batch_size must be 0 for a stream, which shows all answers as they grow")
         said: list[str] = []
         for progress in self.steps:
             ended = (progress.counts >= progress.limits).tolist()
@@ -172,13 +227,25 @@ class Pipeline:
         return end_tokens(self.model)
 
     def _run(
-        self, name: str, target: Target, prompt: VLMPrompt, options: Options, parts: tuple[Drafter, Rule] | None
+        self,
+        name: str,
+        target: Target,
+        prompt: VLMPrompt,
+        options: Options,
+        parts: tuple[Drafter, Rule] | None,
+        asked: Asked,
     ) -> Run:
-        """``prompt`` to be answered with a drafter and a rule, or plainly without ``parts``; nothing runs yet."""
-        uniforms, length = options.uniforms(len(prompt.lengths), self.model.device), options.max_new_tokens
+        """What was ``asked``, beginning with ``prompt``, to be answered with a drafter and a rule, or plainly without
+        ``parts``; nothing runs yet.
+        """
+        generators, length = options.generators(asked.count, self.model.device), options.max_new_tokens
+        queue, uniforms = asked.queue(generators), Uniforms(generators[: len(prompt.lengths)])
         stops, ends = StopStrings(options.stops, self.text), EndTokens(self.ends(), self.model.device)
         stop = all_of(ends, stops) if stops.texts else ends
-        if parts is None:
+        if parts is None and queue is None:
             return Run(name, decode_plain(target, prompt, length, uniforms, stop=stop), None, self.text, stops)
-        drafter, rule = parts
-        return Run(name, decode(target, drafter, rule, prompt, length, uniforms, stop=stop), rule, self.text, stops)
+        drafter, rule = parts or (NoDrafts(), Recursive())
+        if queue is not None and isinstance(drafter, Late):
+            drafter = drafter.inner  # dice of a sample must not depend on whether it was the first of its row
+        steps = decode(target, drafter, rule, prompt, length, uniforms, stop=stop, queue=queue)
+        return Run(name, steps, rule if parts else None, self.text, stops, queue)

@@ -8,6 +8,7 @@ Shape letters: B batch, N tree nodes, L prompt positions, S slots, C width, V vo
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,6 +81,8 @@ class VLMTarget:
         self.context: Context | None = None
         self.calls = 0
         self.running = False  # a forward of this target, not of another on the same model
+        self.admitting = False  # that of a row that begins anew
+        self.admitted: VLMTarget  # the latest such row by itself, for drafters to read
         self.cache: Cache
         self.prompt: VLMPrompt
         self.history: History
@@ -111,10 +114,10 @@ class VLMTarget:
         self.check(prompt)
         self.prompt, self.calls = prompt, 0
         rows, width = prompt.input_ids.shape
-        self.cache = self._new_cache(rows, width + prompt.max_new_tokens, scratch)
+        self.cache = self._new_cache(rows, prompt.room, scratch)
         self.past = as_transformers(self.cache)
         self.places = torch.arange(self.cache.slots, device=self.device).repeat(rows, 1)  # position of each slot
-        self.last = self._last_position(width + prompt.max_new_tokens)
+        self.last = self._last_position(prompt.room)
         self.cache.aim(0, width)
         where, self.offsets = self.family.positions(prompt)
         mask = prompt.inputs["attention_mask"] if prompt.padded else None
@@ -130,9 +133,23 @@ class VLMTarget:
         if self.context is not None:
             self.context.hidden = states
         self.cache.lengths += prompt.lengths
-        self.history = History(prompt.input_ids, prompt.lengths, prompt.max_new_tokens)
+        self.history = History(prompt.input_ids, prompt.lengths, prompt.room - width)
         last = (prompt.lengths - 1)[:, None, None].expand(-1, 1, states.shape[-1])
         return self._output(states.gather(1, last), None)
+
+    @torch.inference_mode()
+    def admit(self, row: int, prompt: VLMPrompt) -> TargetOutput:
+        """Begin ``prompt``, of one sample, in ``row``; see :class:`specmm.refill.AdmittingTarget`."""
+        self.admitted = alone = copy.copy(self)
+        self.admitting = True
+        try:
+            output = alone.prefill(prompt, 0)
+        finally:
+            self.admitting = False
+        self.cache.take(row, alone.cache)
+        self.history.take(row, alone.history)
+        self.offsets[row] = alone.offsets[0]
+        return output
 
     @torch.inference_mode()
     def score(self, tree: DraftTree) -> TargetOutput:

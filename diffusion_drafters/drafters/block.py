@@ -48,6 +48,11 @@ class ChainDrafter:
         with clock("draft"):
             self.source.begin(feedback, self.max_depth)
 
+    def admit(self, row: int) -> None:
+        """Let the source read the prompt admitted."""
+        with self.clock("draft"):
+            self.source.admit(row)
+
     def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
         """The chain behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         with self.clock("draft"):
@@ -83,6 +88,11 @@ class TreeDrafter:
         self.clock = clock
         with clock("draft"):
             self.source.begin(feedback, self.max_depth)
+
+    def admit(self, row: int) -> None:
+        """Let the source read the prompt admitted."""
+        with self.clock("draft"):
+            self.source.admit(row)
 
     def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
         """The tree behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""

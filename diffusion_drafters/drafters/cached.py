@@ -35,15 +35,17 @@ class CausalSource:
     def begin(self, feedback: Feedback, most: int) -> None:
         """Read the prompts. Raises ``ValueError`` when they and the answer exceed the drafter's positions."""
         prompt = self.target.prompt
-        needed = int(prompt.lengths.max()) + prompt.max_new_tokens + most
+        needed = prompt.room + most
         if needed > self.model.room:
             raise ValueError(
                 f"prompt, answer and block must fit the drafter's {self.model.room} positions, got {needed}; "
                 "shorten one of them or use another method"
             )
-        ids = self.translation.to_drafter(prompt.input_ids)
-        inputs = {"input_ids": ids, "attention_mask": prompt.inputs["attention_mask"]}
-        self.small.prefill(VLMPrompt(inputs, prompt.max_new_tokens), 2 * most + 1)
+        self.small.prefill(self._own(prompt), 2 * most + 1)
+
+    def admit(self, row: int) -> None:
+        """Read the prompt admitted."""
+        self.small.admit(row, self._own(self.target.admitted.prompt))
 
     def logits(self, feedback: Feedback, block: int) -> Tensor:
         """Logits [B, K, V] of the block; see :class:`BlockSource`."""
@@ -53,6 +55,12 @@ class CausalSource:
             tokens = feedback.tokens[:, : int(kept.max().clamp(min=1))]
         states = self._read(self.translation.to_drafter(tokens), kept, block)
         return self.translation.from_drafter(self.small.head(states).float())
+
+    def _own(self, prompt: VLMPrompt) -> VLMPrompt:
+        """``prompt`` in the drafter's tokens."""
+        ids = self.translation.to_drafter(prompt.input_ids)
+        inputs = {"input_ids": ids, "attention_mask": prompt.inputs["attention_mask"]}
+        return VLMPrompt(inputs, prompt.max_new_tokens, longest=prompt.longest)
 
     def _read(self, tokens: Tensor, kept: Tensor, block: int) -> Tensor:
         """States [B, K, C] of the last of ``kept`` [B] of ``tokens`` [B, M] and of the masks behind it."""

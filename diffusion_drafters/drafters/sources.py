@@ -37,6 +37,10 @@ class BlockSource(Protocol):
         """Start a batch behind the target's prefill, with rounds of at most ``most`` drafts."""
         ...
 
+    def admit(self, row: int) -> None:
+        """Read the prompt that the target has just admitted to ``row``."""
+        ...
+
     def logits(self, feedback: Feedback, block: int) -> Tensor:
         """Logits [B, K, V] of the ``block`` positions behind ``feedback.token``; to be called once a round."""
         ...
@@ -61,8 +65,12 @@ class DiffusionSource:
         if most >= self.model.room:
             raise ValueError(f"block must be shorter than the drafter's {self.model.room} positions, got {most}")
         prompt = self.target.prompt
-        self.history = History(prompt.input_ids, prompt.lengths, prompt.max_new_tokens + most)
+        self.history = History(prompt.input_ids, prompt.lengths, prompt.room - prompt.input_ids.shape[1] + most)
         self.history.append(feedback.token[:, None], torch.ones_like(feedback.token))
+
+    def admit(self, row: int) -> None:
+        """Read the prompt admitted."""
+        self.history.take(row, self.target.admitted.history)
 
     def logits(self, feedback: Feedback, block: int) -> Tensor:
         """Logits [B, K, V] of the block; see :class:`BlockSource`."""
@@ -132,21 +140,33 @@ class DFlashSource:
             )
         self.model = copy.copy(model)  # the same weights, but a cache of its own: several runs may go on in turn
         self.target, self.longest = target, model.config.block - 1
-        self.taps = Taps([layers[i] for i in model.config.layers], lambda: target.running)
+        read = [layers[i] for i in model.config.layers]
+        self.taps, self.newcomer = Taps(read, lambda: target.running), Taps(read, lambda: target.admitting)
+        self.lasts: dict[int, Tensor] = {}  # of rows that begin anew: the context [F·C] of the prompt's last token
         self.barred = [model.config.mask, *target.image_tokens]
 
     def begin(self, feedback: Feedback, most: int) -> None:
         """Read what the target's layers said of the prompts."""
         prompt = self.target.prompt
-        capacity = prompt.input_ids.shape[1] + prompt.max_new_tokens
-        self.model.begin(len(prompt.lengths), capacity, most + 1)
+        self.model.begin(len(prompt.lengths), prompt.room, most + 1)
         self.model.read_prompt(self.taps.context(), prompt.lengths)
+
+    def admit(self, row: int) -> None:
+        """Read the prompt admitted, but for its last token: the next round reads that as what it committed."""
+        context, alone = self.newcomer.context(), copy.copy(self.model)
+        alone.begin(1, context.shape[1], 1)
+        alone.read_prompt(context, self.target.admitted.prompt.lengths)
+        alone.cache.lengths -= 1
+        self.model.cache.take(row, alone.cache)
+        self.lasts[row] = context[0, -1]
 
     def logits(self, feedback: Feedback, block: int) -> Tensor:
         """Logits [B, K, V] of the block; see :class:`BlockSource`."""
         if feedback.verdict is not None:
             path = feedback.verdict.path.clamp(min=0)
             context = self.taps.context()  # [B, N, F·C]
+            for row in list(self.lasts):
+                context[row, 0] = self.lasts.pop(row)
             kept = context.gather(1, path[..., None].expand(-1, -1, context.shape[-1]))
             self.model.read(kept, feedback.verdict.kept)
         masks = feedback.token.new_full((len(feedback.token), self.model.config.block - 1), self.model.config.mask)

@@ -14,7 +14,7 @@ from specmm.randomness import Uniforms
 from specmm.tree import DraftTree
 from specmm.verify.exact import GreedyMatch, PointMass, Recursive
 from specmm.verify.lantern import Lantern, LanternPP
-from specmm.verify.rule import Rule, Verdict
+from specmm.verify.rule import Rule, Verdict, throw
 
 GREEDY = [0.0, 0.0, 1.0, 0.0]  # processing that leaves the argmax
 
@@ -29,7 +29,7 @@ def decide_fused(rule: Rule, tree: DraftTree, p: Tensor, uniforms: Uniforms) -> 
     if options is None:
         return None
     laws = p.float() if "processing" in options else p
-    dice = uniforms.draw(tree.shape.size + 1)
+    dice = throw(tree.shape, uniforms)
     path, kept, following = accept(laws, tree.tokens, tree.shape.parents, dice, tree.shape.depth, **options)
     return Verdict(path, kept, following)
 

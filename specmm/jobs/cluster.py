@@ -63,7 +63,8 @@ def run_ray(
     with occupied(folder / JOURNALS, shared=False):
         gpus = int(ray.cluster_resources().get("GPU", 0))
         count = min(actors or gpus or int(ray.cluster_resources()["CPU"]), max(len(items), 1))
-        kind: Any = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(Actor)
+        threads = 1 if gpus else max(1, int(ray.cluster_resources()["CPU"]) // count)  # Ray gives torch so many
+        kind: Any = ray.remote(num_cpus=threads, num_gpus=1 if gpus else 0)(Actor)
         arguments = (str(folder.absolute()), spec, limits, opener)
         return Pool(lambda: kind.remote(*arguments), count, folder, limits.retries, watch).run(items)
 

@@ -140,7 +140,7 @@ class ImageWorker:
 
 
 class AnswerWorker:
-    """Answers to questions about pictures, or texts behind prompts: transformers models."""
+    """Answers to questions about pictures, or texts behind prompts: transformers models. Rows are refilled, too."""
 
     def __init__(self, spec: Spec, questions: bool, device: str = "cpu", pipe: Any = None) -> None:
         from specmm.diffusion_drafters.pipeline import TextPipeline
@@ -166,16 +166,21 @@ class AnswerWorker:
 
     def turns(self, item: Item) -> int:
         """See :class:`Worker`."""
-        return 1
+        from specmm.vlm.running import flows
+
+        return TURNS if flows(self.methods.of(item)) else 1
 
     def run(self, items: Sequence[Item], rows: int = 0) -> list[Result]:
-        """See :class:`Worker`. A batch ends with its longest answer, and ``rows`` are all of it."""
-        method, start = self.methods.of(items[0]), time.perf_counter()
+        """See :class:`Worker`. Where rows are not refilled a batch ends with its longest answer."""
+        from specmm.vlm.running import flows
+
+        method, start, rows = self.methods.of(items[0]), time.perf_counter(), rows or len(items)
         shown = ([i.pictures for i in items],) if self.questions else ()
-        seeds = [i.seed for i in items]
+        options = {"seed": [i.seed for i in items], "method": method, "batch_size": rows if flows(method) else 0}
         with steady():
-            out = self.pipe(*shown, [i.text for i in items], seed=seeds, method=method, **self.spec.sampling)
+            out = self.pipe(*shown, [i.text for i in items], **options, **self.spec.sampling)
         facts = _facts(label(method), out.certificate, out.stats, len(items), time.perf_counter() - start)
+        facts["stats"]["batch"] = min(rows, len(items))
         answers = out.answers if self.questions else out.texts
         return [
             Result(item, {**facts, "stats": {**facts["stats"], "tokens": len(ids)}}, answer=answer)

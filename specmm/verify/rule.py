@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.kernels.backend import backend
@@ -72,7 +73,7 @@ class Rule(Protocol):
 
 
 def decide(rule: Rule, tree: DraftTree, p: Tensor, uniforms: Uniforms, *, measure: bool = False) -> Verdict:
-    """Throw the dice for ``rule``: N uniforms a row for the nodes and one for the next token.
+    """Throw the dice for ``rule``: N uniforms a row for the nodes and one for the next token (see ``throw``).
 
     On a GPU the rules that ``specmm.kernels.acceptance`` knows are one launch.
     """
@@ -83,7 +84,14 @@ def decide(rule: Rule, tree: DraftTree, p: Tensor, uniforms: Uniforms, *, measur
         if verdict is not None:
             return verdict
     decisions = rule.decisions(tree, p, measure=measure)
-    return settle(decisions, tree.shape, uniforms.draw(tree.shape.size + 1))
+    return settle(decisions, tree.shape, throw(tree.shape, uniforms))
+
+
+def throw(shape: TreeShape, uniforms: Uniforms) -> Tensor:
+    """The dice [B, N + 1] of a round; a root without drafts draws one number, as plain decoding does."""
+    if shape.size == 1:
+        return F.pad(uniforms.draw(1), (1, 0))
+    return uniforms.draw(shape.size + 1)
 
 
 def settle(decisions: Decisions, shape: TreeShape, dice: Tensor) -> Verdict:
@@ -108,7 +116,7 @@ def _walk(shape: TreeShape, hit: Tensor) -> Tensor:
 
 def _first(shape: TreeShape, hit: Tensor, order: Tensor) -> Tensor:
     """Nodes kept [B, N] when the first accepted node of ``order`` [M] or [B, M] ends the path; the root if none is."""
-    order = torch.nn.functional.pad(order.expand(len(hit), -1), (0, 1))  # the root (0) comes last
+    order = F.pad(order.expand(len(hit), -1), (0, 1))  # the root (0) comes last
     first = hit.gather(1, order).int().argmax(1, keepdim=True)  # argmax takes the first of equals
     last = order.gather(1, first).squeeze(1)
     row = torch.arange(len(last), device=last.device)

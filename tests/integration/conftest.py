@@ -22,6 +22,7 @@ from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.settings import Settings
 from specmm.image_ar.tokens.vq import VQConfig, VQModel
+from specmm.vlm.pipeline import VQAPipeline
 
 TEXT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n" * 3
 TEXT_SIZES = dict(
@@ -126,3 +127,9 @@ def text_pipe(text_folder):
 def make_qwen2():
     """``qwen2`` itself, for other weights or sizes."""
     return qwen2
+
+
+@pytest.fixture(scope="session")
+def llava_pipe():
+    """The shipped vision-language model's pipeline."""
+    return VQAPipeline.from_pretrained("pocket/llava", torch_dtype=torch.float32)

@@ -59,10 +59,13 @@ class PromptLookupDrafter:
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
         """Index the prompts and the first tokens."""
-        banned = frozenset(self.target.image_tokens)
         self.clock = clock
-        self.rows = [Row(tokens, self.ngram, banned) for tokens in self.target.prompt.rows()]
+        self.rows = self._rows(self.target)
         self._extend(feedback.token[:, None].tolist(), [1] * len(self.rows))
+
+    def admit(self, row: int) -> None:
+        """Index the prompt admitted."""
+        [self.rows[row]] = self._rows(self.target.admitted)
 
     def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
         """A chain of each row's guess, filled up with the root's token, which is as good as any.
@@ -80,6 +83,10 @@ class PromptLookupDrafter:
             tokens = torch.tensor(padded, device=feedback.token.device)
         tokens[:, 0] = feedback.token  # a finished row's log stands still
         return DraftTree(tokens, self.shapes[longest])
+
+    def _rows(self, target: VLMTarget) -> list[Row]:
+        banned = frozenset(target.image_tokens)
+        return [Row(tokens, self.ngram, banned) for tokens in target.prompt.rows()]
 
     def _extend(self, tokens: list[list[int]], kept: list[int]) -> None:
         for row, new, count in zip(self.rows, tokens, kept, strict=True):

@@ -8,6 +8,8 @@ Shape letters: B batch, L prompt positions, n nodes, C width, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -56,7 +58,15 @@ class MSDDrafter:
         )
         self.cache, self.clock = Cache(size, hidden.dtype, hidden.device), clock
         self.growth.begin(self.cache)
-        self.state = self._read_prompt(feedback.token)  # [B, C]
+        self.state = self._read_prompt(self.target, feedback.token, self.cache)  # [B, C]
+
+    def admit(self, row: int) -> None:
+        """Read the prompt admitted, but for its last slot: the next round reads that with the first token."""
+        alone, size = self.target.admitted, replace(self.cache.size, batch=1, scratch=0)
+        slots = Cache(replace(size, capacity=alone.prompt.input_ids.shape[1]), self.cache.data.dtype, alone.device)
+        self._read_prompt(alone, alone.prompt.input_ids[:, -1], slots)
+        slots.lengths -= 1
+        self.cache.take(row, slots)
 
     def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
         """Draft the tree behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
@@ -74,9 +84,9 @@ class MSDDrafter:
             slots = self.head.text_slots(self.head.embed_tokens(tokens), hidden)
             return self.head(slots, positions, bias, self.cache.layers)
 
-    def _read_prompt(self, token: Tensor) -> Tensor:
+    def _read_prompt(self, target: VLMTarget, token: Tensor, cache: Cache) -> Tensor:
         """Store the prompt's slots; the state predicted after the first sampled ``token`` [B] is [B, C]."""
-        context, cache = self.target.context, self.cache
+        context = target.context
         assert context is not None, "the target keeps a context for drafters that want one"
         with self.clock("draft"):
             embeddings, image = next_positions(context, self.head.embed_tokens(token))

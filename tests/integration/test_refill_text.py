@@ -1,0 +1,72 @@
+"""Texts and answers whose rows are refilled: each is what it is alone, whichever method, and mistakes are told."""
+
+import pytest
+import torch
+from PIL import Image
+
+from specmm import methods
+from specmm.steady import steady
+from specmm.vlm.running import flows
+
+PROMPTS = ["def add(a, b):\n", "x", "    return a + b + a", "def", "sub(a", "return", "\n\n"]
+SEEDS = [3, 4, 5, 6, 7, 8, 9]
+FLOWING = (
+    methods.AR(),
+    methods.PromptLookup(),
+    methods.Block(),
+    methods.Block(length=2),
+    methods.DEER(),
+    methods.DEER(tree=7),
+)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", FLOWING, ids=str)
+def test_texts_are_those_alone(text_pipe, method, temperature):
+    assert flows(method)
+    options = dict(method=method, temperature=temperature, max_new_tokens=14, stop=list("dsnr("))
+    with steady():
+        flowing = text_pipe(PROMPTS, seed=SEEDS, batch_size=2, **options)
+        alone = [text_pipe(p, seed=[s], batch_size=1, **options) for p, s in zip(PROMPTS, SEEDS, strict=True)]
+    assert flowing.texts == [one.texts[0] for one in alone]
+    assert all(torch.equal(a, b.tokens[0]) for a, b in zip(flowing.tokens, alone, strict=True))
+    assert flowing.stats.rounds == sum(one.stats.rounds for one in alone) > flowing.stats.batch_rounds
+    assert flowing.certificate == alone[0].certificate and flowing.certificate.kind == "exact"
+    assert len({len(ids) for ids in flowing.tokens}) > 1
+
+
+def test_a_diffusion_model_behind_deer_flows_too(text_pipe, text_folder):
+    model = text_pipe.drafter("specdiff")
+    pipe = type(text_pipe)(text_pipe.model, text_pipe.tokenizer, methods.DEER(length=3), model)
+    with steady():
+        flowing = pipe(PROMPTS, batch_size=3, max_new_tokens=9, temperature=1.0, seed=SEEDS)
+        whole = pipe(PROMPTS, batch_size=7, max_new_tokens=9, temperature=1.0, seed=SEEDS)
+    assert flowing.texts == whole.texts
+
+
+@pytest.mark.parametrize("method", ["diffuspec", "specdiff", "text-draft", "auto"])
+def test_methods_whose_rows_wait(text_pipe, method):
+    with pytest.raises(ValueError, match=f"batch_size must be 0 for method '{method}'"):
+        text_pipe(PROMPTS, method=method, batch_size=2)
+
+
+def test_mistakes(text_pipe):
+    with pytest.raises(ValueError, match="batch_size must be at least 0, got -1"):
+        text_pipe(PROMPTS, batch_size=-1)
+    with pytest.raises(ValueError, match="batch_size must be 0 for a stream"):
+        list(text_pipe.stream(PROMPTS, batch_size=2))
+    with pytest.raises(ValueError, match="one for each of the 7 rows, got 2"):
+        text_pipe(PROMPTS, batch_size=2, seed=[1, 2])
+
+
+@pytest.mark.parametrize("method", ["ar", "msd", "prompt-lookup"])
+def test_answers_of_the_shipped_model(llava_pipe, method):
+    colours = ["red", "blue", "green", "white", "black"]
+    pictures = [Image.new("RGB", (96, 96), colour) for colour in colours]
+    asked = ["What is it?", "Describe the picture.", "How many?", "Describe the picture.", "Where is it?"]
+    options = dict(method=method, temperature=1.0, max_new_tokens=24)
+    with steady():
+        flowing = llava_pipe(pictures, asked, seed=SEEDS[:5], batch_size=2, **options)
+        whole = llava_pipe(pictures, asked, seed=SEEDS[:5], batch_size=5, **options)
+    assert flowing.answers == whole.answers and flowing.stats.rounds == whole.stats.rounds
+    assert len({len(ids) for ids in flowing.tokens}) > 1
