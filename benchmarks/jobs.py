@@ -121,9 +121,8 @@ def main() -> None:
     items = items_of(given.items, worker.pipe.transformer.config.num_classes)
     loop(worker, items[:2], Path(tempfile.mkdtemp()))  # warm
     batches = [int(b) for b in given.batches.split(",")]
-    rows = measure(worker, items, given.rounds, batches) + (
-        [cluster(worker, items, 16, given.rounds)] if given.ray else []
-    )
+    rows = measure(worker, items, given.rounds, batches)
+    rows += [cluster(worker, items, 16, given.rounds)] if given.ray else []
     text = json.dumps(
         {"model": given.model, "method": given.method, "environment": environment(), "rows": rows}, indent=1
     )

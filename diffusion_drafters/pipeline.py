@@ -112,11 +112,14 @@ class TextPipeline(Pipeline):
             raise ValueError("prompt must not be empty, got nothing to continue; give some text")
         if not chat:
             return [self.tokenizer(text)["input_ids"] for text in given]
+        return [self.tokenizer(self.templated(text), add_special_tokens=False)["input_ids"] for text in given]
+
+    def templated(self, question: str) -> str:
+        """``question`` in the model's chat template; raises ``ValueError`` where it has none."""
         if not self.tokenizer.chat_template:
             raise ValueError(f"{self.name} must have a chat template for chat, got none; leave chat out")
-        said = [[{"role": "user", "content": text}] for text in given]
-        asked = [self.tokenizer.apply_chat_template(s, add_generation_prompt=True, tokenize=False) for s in said]
-        return [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in asked]
+        said = [{"role": "user", "content": question}]
+        return str(self.tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False))
 
     def _best_kind(self) -> methods.DEER | methods.Block:
         """What method auto plans with: the drafter on the target's states, or the one that reads the text."""

@@ -48,7 +48,7 @@ def drawn_chats(pipe: TextPipeline, rows: int, length: int, out: Path, seed: int
 def _conversations(pipe: TextPipeline, turn: int, seed: int) -> Tensor:
     """Ids of the conversations of a ``turn``, one behind the other."""
     seeds = [(seed * 1_000_003 + turn) * AT_ONCE + i for i in range(AT_ONCE)]
-    before = pipe.tokenizer.decode(pipe.encode(MARK, chat=True)[0]).split(MARK)[0]
+    before = pipe.templated(MARK).split(MARK)[0].removeprefix(pipe.tokenizer.bos_token or "")
     asked = pipe([before] * AT_ONCE, max_new_tokens=QUESTION, temperature=ASKING, seed=seeds).texts
     pairs = [(text.strip(), i) for text, i in zip(asked, seeds, strict=True) if text.strip()]
     if not pairs:

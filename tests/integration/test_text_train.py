@@ -1,15 +1,18 @@
 """The training commands of text models from end to end: a target, its drafters, and what they draft."""
 
 import json
+import shutil
 
 import pytest
 import torch
 import torch._dynamo.config
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import specmm
 from specmm.cli import app
 from specmm.diffusion_drafters.data import code
+from specmm.diffusion_drafters.train import chats
 
 TEXT = "".join(f"def add_{i}(a, b):\n    return a + b + {i}\n\n\n" for i in range(300))
 DRAFTERS = {
@@ -52,6 +55,40 @@ def test_what_was_trained_drafts(folder, method):
     assert out.texts == pipe("def add(", max_new_tokens=8).texts and out.certificate.kind == "exact"
 
 
+@pytest.fixture
+def talker(folder, tmp_path):
+    """The model with a chat template, its folder."""
+    place = shutil.copytree(folder, tmp_path / "talker")
+    shutil.rmtree(place / "drafters")
+    words = AutoTokenizer.from_pretrained(place)
+    words.chat_template = "{% for m in messages %}def {{ m['content'] }}\n{% endfor %}"
+    words.save_pretrained(place)
+    return place
+
+
+def test_conversations_are_questions_and_answers_of_the_models_own(talker, tmp_path, monkeypatch):
+    for name, value in {"AT_ONCE": 3, "QUESTION": 6, "ANSWER": 8}.items():
+        monkeypatch.setattr(chats, name, value)
+    pipe = specmm.TextPipeline.from_pretrained(talker)
+    rows = chats.drawn_chats(pipe, 2, 40, tmp_path)
+    asked = pipe(["def "] * 3, max_new_tokens=6, temperature=chats.ASKING, seed=[0, 1, 2]).texts[0].strip()
+    wanted = pipe.encode(asked, chat=True)[0] + pipe(asked, chat=True, max_new_tokens=8).tokens[0].tolist()
+    assert rows.shape == (2, 40) and rows.flatten()[: len(wanted)].tolist() == wanted
+    files = sorted(tmp_path.glob("chats-*/*.pt"))
+    assert len(files) > 1
+    files[-1].unlink()
+    assert torch.equal(chats.drawn_chats(pipe, 2, 40, tmp_path), rows)  # goes on where it was
+    assert not torch.equal(chats.drawn_chats(pipe, 2, 40, tmp_path, seed=1), rows)
+
+
+def test_a_drafter_learns_from_conversations(talker, tmp_path):
+    with torch._dynamo.config.patch(disable=True):
+        options = ["--layers", "1", "--block", "3", "--rows", "2", "--batch", "2", "--read", "1", "--steps", "1"]
+        run("train", "dflash", talker, "--chats", *options, "--out", tmp_path / "run")
+    pipe = specmm.TextPipeline.from_pretrained(talker)
+    assert pipe("x", chat=True, method="block", max_new_tokens=6).texts == pipe("x", chat=True, max_new_tokens=6).texts
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -59,6 +96,8 @@ def test_what_was_trained_drafts(folder, method):
         (["deer", "--replace", "--mask", "4000"], "mask token must be one of the"),
         (["proxy", "--text", "nowhere"], "got nothing at nowhere"),
         (["dflash", "--replace", "--read", "9"], "1 to the target's 3 layers, got 9"),
+        (["dflash", "--replace", "--chats", "--read", "2"], "must have a chat template for chat, got none"),
+        (["deer", "--replace", "--chats", "--text", "."], "give --text or --chats, not both"),
     ],
 )
 def test_mistakes(folder, args, message, tmp_path):
