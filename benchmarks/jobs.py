@@ -1,9 +1,10 @@
-"""What a batch job gains and what its engines cost: ``python -m benchmarks.jobs --model pocket/llamagen``.
+"""What a batch job gains and what its engines cost: ``python -m benchmarks.jobs --ray --answers``.
 
 Throughput of ``specmm batch`` against a plain loop of ``pipe()`` at batch 1 (bar: 2x) and of one rank under a
 launcher's environment (bar: 1.05 of the local engine), interleaved, in one process. With ``--ray`` one actor, too (bar:
 1.15): the seconds of all items less those of one, since an actor loads the model itself. Every picture is compared: all
-must be bit-equal.
+must be bit-equal. With ``--answers`` questions about pictures, too, whose answers have one word or forty, in batches
+that wait for their longest answer and in rows that are refilled.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import environment
+from benchmarks.common import EMOJI, environment
+from benchmarks.vlm_speed import ask
 from specmm.jobs.engines import run_local, run_rank
 from specmm.jobs.finish import finish
 from specmm.jobs.items import Item, seed_of
 from specmm.jobs.spec import Limits, Spec, prepare
 from specmm.jobs.store import RESULTS
-from specmm.jobs.workers import ImageWorker
+from specmm.jobs.workers import AnswerWorker, ImageWorker
+from specmm.vlm.data.stream import load_world
 
 Runner = Callable[..., Any]
 
@@ -45,13 +48,63 @@ def loop(worker: ImageWorker, items: Sequence[Item], folder: Path) -> float:
     return time.perf_counter() - begin
 
 
-def job(worker: ImageWorker, items: Sequence[Item], folder: Path, runner: Runner, batch: int) -> float:
+def job(worker: Any, items: Sequence[Item], folder: Path, runner: Runner, batch: int) -> float:
     """Seconds of a whole job: every file synced, journal and index written."""
     begin = time.perf_counter()
     prepare(folder, worker.spec)
     runner(folder, worker.spec, Limits(batch), items, opener=lambda: worker)
     finish(folder, worker.spec, items, 1000)
     return time.perf_counter() - begin
+
+
+class Waiting(AnswerWorker):
+    """Answers in batches that end with their longest."""
+
+    def turns(self, item: Item) -> int:
+        """One batch at a time."""
+        return 1
+
+
+def questions(count: int, folder: Path) -> list[Item]:
+    """Every other one asks for a description of a held-out scene."""
+    world, items = load_world(EMOJI, "test"), list[Item]()
+    for number in range(count):
+        asked = ask(world, "describe" if number % 2 else "short", 1, number)
+        shown = asked.pictures[0]
+        assert shown is not None
+        shown.save(folder / f"{number}.png")
+        identity = f"bench/{number}"
+        seed = seed_of(identity, 0)
+        items.append(Item(identity, "question", asked.questions[0], seed, (f"{number}.png",), folder=str(folder)))
+    return items
+
+
+def answers(method: str, count: int, batch: int, rounds: int) -> list[dict[str, Any]]:
+    """Rows of seconds of a job of ``count`` questions: waiting and refilled, in turns."""
+    spec = Spec("pocket/llava", method, sampling={"max_new_tokens": 64}, dtype="float32")
+    ways = {"waiting": Waiting(spec, questions=True), "refilled": AnswerWorker(spec, questions=True)}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    said: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as place:
+        items = questions(count, Path(place))
+        for turn in range(rounds + 1):
+            for way, worker in ways.items():
+                folder = Path(place) / f"{way}-{turn}"
+                taken = job(worker, items, folder, run_local, batch)
+                seconds[way] += [taken] if turn else []  # the first warms up
+                index = map(json.loads, (folder / "index.jsonl").read_text().splitlines())
+                said[way] = {row["id"]: row["answer"] for row in index}
+    base = statistics.median(seconds["waiting"])
+    return [
+        {
+            "way": f"answers by {method}, batch {batch}, {way}",
+            "items_a_second": count / statistics.median(taken),
+            "over_waiting": base / statistics.median(taken),
+            "seconds": taken,
+            "equal": said[way] == said["waiting"],
+        }
+        for way, taken in seconds.items()
+    ]
 
 
 def pictures(folder: Path) -> dict[str, bytes]:
@@ -115,6 +168,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", default="1,4,16,0")
     parser.add_argument("--ray", action="store_true", help="measure a Ray actor, too")
+    parser.add_argument("--answers", action="store_true", help="measure answers about pictures, too")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     worker = ImageWorker(Spec(given.model, given.method, dtype="float32"))
@@ -123,6 +177,8 @@ def main() -> None:
     batches = [int(b) for b in given.batches.split(",")]
     rows = measure(worker, items, given.rounds, batches)
     rows += [cluster(worker, items, 16, given.rounds)] if given.ray else []
+    for method in ("ar", "msd") if given.answers else ():
+        rows += answers(method, 48, 8, given.rounds)
     text = json.dumps(
         {"model": given.model, "method": given.method, "environment": environment(), "rows": rows}, indent=1
     )
