@@ -101,7 +101,8 @@ def block_source(
 def _block(method: methods.DEER | methods.Block, source: BlockSource, target: VLMTarget) -> Drafter:
     length = method.length or source.longest or LENGTH
     if not method.tree:
-        return ChainDrafter(source, target, length, method.sure)
-    if method.sure:
-        raise ValueError(f"give tree or sure, not both, got {method.tree} and {method.sure}")
+        return ChainDrafter(source, target, length, method.sure, method.recall)
+    if method.sure or method.recall:
+        given = method.sure or method.recall
+        raise ValueError(f"tree takes neither sure nor recall, got {method.tree} and {given}")
     return TreeDrafter(source, target, method.tree, length)

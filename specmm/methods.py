@@ -227,13 +227,15 @@ class DEER:
     """DEER (arXiv 2512.15176): a block in one step, the product of its marginals as law.
 
     ``length`` 0 is the drafter's own. ``sure`` above 0 cuts a block before the first token that promises less
-    acceptance; ``tree`` above 0 verifies that many nodes of the most probable paths, as point masses.
+    acceptance; ``recall`` above 0 drafts what followed that many latest tokens when they stood in the text before;
+    ``tree`` above 0 verifies that many nodes of the most probable paths, as point masses.
     """
 
     name: ClassVar[str] = "deer"
     length: int = 0
     sure: float = 0.0
     tree: int = 0
+    recall: int = 0
 
 
 @dataclass(frozen=True)
@@ -244,6 +246,7 @@ class Block:
     length: int = 0
     sure: float = 0.0
     tree: int = 0
+    recall: int = 0
 
 
 Method = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Auto

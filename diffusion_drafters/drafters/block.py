@@ -10,6 +10,7 @@ Shape letters: B batch, K block, N nodes, V vocabulary.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.diffusion_drafters.drafters.sources import BlockSource
@@ -21,42 +22,56 @@ from specmm.shape.heap import block_tree
 from specmm.shape.length import adaedl_stop
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
+from specmm.vlm.drafters.lookup import Recall
 from specmm.vlm.target import VLMTarget
 
 
 class ChainDrafter:
     """Chains of ``length`` drafts (None: the source's longest), with independent draws from the block's marginals.
 
-    ``sure`` above 0 cuts a block in front of the first token whose marginal promises less acceptance than that
-    (AdaEDL's bound), before anything is drawn. All rows of a batch stay as long as the longest; where dice are thrown
-    a batch of several rows is never cut, for a row's dice must not depend on the others.
-    Raises ``ValueError`` for a length that the source cannot draft and a bound outside [0, 1].
+    ``recall`` above 0 drafts, where that many of a row's latest tokens stood before, what followed them there (as point
+    masses), and the block elsewhere. ``sure`` above 0 cuts a block in front of the first token whose marginal promises
+    less acceptance than that (AdaEDL's bound), before anything is drawn. All rows of a batch stay as long as the
+    longest; where dice are thrown a batch of several rows is never cut, for a row's dice must not depend on the others.
+    Raises ``ValueError`` for a length that the source cannot draft, a bound outside [0, 1] and a negative ``recall``.
     """
 
-    def __init__(self, source: BlockSource, target: VLMTarget, length: int | None = None, sure: float = 0.0) -> None:
+    def __init__(
+        self, source: BlockSource, target: VLMTarget, length: int | None = None, sure: float = 0.0, recall: int = 0
+    ) -> None:
         if not 0 <= sure <= 1:
             raise ValueError(f"sure must be in [0, 1], got {sure}")
+        if recall < 0:
+            raise ValueError(f"recall must be at least 0 tokens, got {recall}")
         self.source, self.target, self.sure = source, target, sure
         self.max_depth = block_length(source, length)
         self.max_nodes = self.max_depth + 1
         self.greedy, self.law = target.processor.greedy, drafting_law(target)
         self.shapes = [TreeShape.chain(n, target.device) for n in range(self.max_nodes)]
+        self.recall = Recall(target, recall) if recall else None
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
         """Let the source read the prompt."""
         self.clock = clock
         with clock("draft"):
             self.source.begin(feedback, self.max_depth)
+            if self.recall is not None:
+                self.recall.begin(feedback.token)
 
     def admit(self, row: int) -> None:
         """Let the source read the prompt admitted."""
         with self.clock("draft"):
             self.source.admit(row)
+            if self.recall is not None:
+                self.recall.admit(row)
 
     def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
         """The chain behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         with self.clock("draft"):
             laws = self.law(self.source.logits(feedback, self.max_depth))  # [B, K, V]
+            if self.recall is not None:
+                self.recall.extend(feedback)
+                _recall(self.recall, laws)
             laws = laws[:, : self._length(laws)]
         shape = self.shapes[laws.shape[1]]
         if not self.greedy:
@@ -68,6 +83,14 @@ class ChainDrafter:
             return laws.shape[1]
         going = ~adaedl_stop(laws, self.sure)
         return int(going.long().cumprod(1).sum(1).max())
+
+
+def _recall(recall: Recall, laws: Tensor) -> None:
+    """Put point masses into the ``laws`` [B, K, V] of rows that find their latest tokens further up."""
+    for row, (log, law) in enumerate(zip(recall.rows, laws, strict=True)):
+        if guess := log.guess(laws.shape[1], recall.ngram):
+            tokens = torch.tensor(guess, device=laws.device)
+            laws[row, : len(guess)] = F.one_hot(tokens, law.shape[-1]).to(law.dtype)
 
 
 class TreeDrafter:

@@ -17,6 +17,7 @@ FLOWING = (
     methods.Block(length=2),
     methods.DEER(),
     methods.DEER(tree=7),
+    methods.DEER(recall=1),
 )
 
 

@@ -42,6 +42,8 @@ def test_a_row_has_its_own_dice_whatever_its_batch(text_pipe, method):
         methods.DEER(sure=0.3),
         methods.Block(tree=6),
         methods.Block(sure=0.3),
+        methods.Block(recall=2),
+        methods.DEER(recall=1),
         methods.DiffuSpec(search=False),
         methods.DiffuSpec(adaptive=False, beam=0, most=4),
         methods.SpecDiff(length=4, steps=4),

@@ -7,7 +7,10 @@ Shape letters: B batch, N nodes.
 
 from __future__ import annotations
 
+from itertools import cycle, islice
+
 import torch
+from torch import Tensor
 
 from specmm.drafter import Feedback
 from specmm.randomness import Uniforms
@@ -33,18 +36,52 @@ class Row:
                 self.places[tuple(self.tokens[end - n :])] = end
             self.tokens.append(token)
 
-    def guess(self, length: int) -> list[int]:
-        """Up to ``length`` tokens that may follow, by the longest n-gram that was there before."""
-        for n in range(min(self.ngram, len(self.tokens)), 0, -1):
+    def guess(self, length: int, least: int = 1) -> list[int]:
+        """Up to ``length`` tokens that may follow, by the longest n-gram that was there before, of ``least`` tokens.
+
+        A guess that reaches the latest token goes on with itself, so that what repeats is drafted at full length.
+        """
+        for n in range(min(self.ngram, len(self.tokens)), least - 1, -1):
             latest = tuple(self.tokens[-n:])
             place = self.places.get(latest)
             if place is not None and not self.banned.intersection(latest):
-                return self._until_banned(self.tokens[place : place + length])
+                period = self.tokens[place : place + length]
+                return self._until_banned(list(islice(cycle(period), length)))
         return []
 
     def _until_banned(self, tokens: list[int]) -> list[int]:
         stop = next((i for i, token in enumerate(tokens) if token in self.banned), len(tokens))
         return tokens[:stop]
+
+
+class Recall:
+    """What rows of ``target`` have read and written, looked up by n-grams of at most ``ngram`` tokens."""
+
+    def __init__(self, target: VLMTarget, ngram: int) -> None:
+        self.target, self.ngram = target, ngram
+        self.rows: list[Row] = []
+
+    def begin(self, token: Tensor) -> None:
+        """Index the prompts and the first tokens [B]."""
+        self.rows = self._read(self.target)
+        self._extend(token[:, None].tolist(), [1] * len(self.rows))
+
+    def admit(self, row: int) -> None:
+        """Index the prompt that the target has just admitted."""
+        [self.rows[row]] = self._read(self.target.admitted)
+
+    def extend(self, feedback: Feedback) -> None:
+        """Index what a round committed."""
+        if feedback.verdict is not None and feedback.tokens is not None:
+            self._extend(feedback.tokens.tolist(), feedback.verdict.kept.tolist())
+
+    def _read(self, target: VLMTarget) -> list[Row]:
+        banned = frozenset(target.image_tokens)
+        return [Row(tokens, self.ngram, banned) for tokens in target.prompt.rows()]
+
+    def _extend(self, tokens: list[list[int]], kept: list[int]) -> None:
+        for row, new, count in zip(self.rows, tokens, kept, strict=True):
+            row.extend(new[:count])
 
 
 class PromptLookupDrafter:
@@ -53,19 +90,18 @@ class PromptLookupDrafter:
     def __init__(self, target: VLMTarget, ngram: int = 3, length: int = 8) -> None:
         if ngram < 1 or length < 1:
             raise ValueError(f"ngram and length must be at least 1, got {ngram} and {length}")
-        self.target, self.ngram, self.length = target, ngram, length
+        self.target, self.length, self.recall = target, length, Recall(target, ngram)
         self.max_nodes, self.max_depth = length + 1, length
         self.shapes = [TreeShape.chain(n, target.device) for n in range(length + 1)]
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
         """Index the prompts and the first tokens."""
         self.clock = clock
-        self.rows = self._rows(self.target)
-        self._extend(feedback.token[:, None].tolist(), [1] * len(self.rows))
+        self.recall.begin(feedback.token)
 
     def admit(self, row: int) -> None:
         """Index the prompt admitted."""
-        [self.rows[row]] = self._rows(self.target.admitted)
+        self.recall.admit(row)
 
     def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
         """A chain of each row's guess, filled up with the root's token, which is as good as any.
@@ -74,20 +110,12 @@ class PromptLookupDrafter:
         row's dice must not depend on what the others guess.
         """
         with self.clock("draft"):
-            if feedback.verdict is not None and feedback.tokens is not None:
-                self._extend(feedback.tokens.tolist(), feedback.verdict.kept.tolist())
-            guesses = [row.guess(self.length) for row in self.rows]
+            self.recall.extend(feedback)
+            rows = self.recall.rows
+            guesses = [row.guess(self.length) for row in rows]
             longest = max(map(len, guesses)) if self.target.processor.greedy else self.length
-            chains = [[row.tokens[-1], *g] for row, g in zip(self.rows, guesses, strict=True)]
+            chains = [[row.tokens[-1], *g] for row, g in zip(rows, guesses, strict=True)]
             padded = [chain + chain[:1] * (longest + 1 - len(chain)) for chain in chains]
             tokens = torch.tensor(padded, device=feedback.token.device)
         tokens[:, 0] = feedback.token  # a finished row's log stands still
         return DraftTree(tokens, self.shapes[longest])
-
-    def _rows(self, target: VLMTarget) -> list[Row]:
-        banned = frozenset(target.image_tokens)
-        return [Row(tokens, self.ngram, banned) for tokens in target.prompt.rows()]
-
-    def _extend(self, tokens: list[list[int]], kept: list[int]) -> None:
-        for row, new, count in zip(self.rows, tokens, kept, strict=True):
-            row.extend(new[:count])

@@ -87,6 +87,7 @@ DRAFTERS = {
     "chain of dream": lambda t: ChainDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, 4),
     "chain of mdlm": lambda t: ChainDrafter(DiffusionSource(mdlm(t.family.vocabulary), t), t, 4),
     "chain of dflash": lambda t: ChainDrafter(DFlashSource(dflash(t.family.vocabulary), t), t),
+    "recalling chain": lambda t: ChainDrafter(DFlashSource(dflash(t.family.vocabulary), t), t, recall=1),
     "chain of deer": lambda t: ChainDrafter(CausalSource(deer(t.family.vocabulary), t), t),
     "tree of deer": lambda t: TreeDrafter(CausalSource(deer(t.family.vocabulary), t), t, 7, 3),
     "sure chain": lambda t: ChainDrafter(DFlashSource(dflash(t.family.vocabulary), t), t, sure=SURE),
@@ -221,6 +222,23 @@ def test_a_sure_chain_is_cut_before_it_is_drawn():
     assert fits(law_of_sequences(Processor(1.3), [1, 3, 2], 2), tokens)
 
 
+def test_what_stood_before_is_recalled():
+    seen = []
+
+    def make(target):
+        drafter = DRAFTERS["recalling chain"](target)
+        propose = drafter.propose
+        drafter.propose = lambda *given: seen.append(propose(*given)) or seen[-1]
+        return drafter
+
+    run(make, Processor(1.0), Uniforms.from_seeds([0]), [[1, 3, 1, 3, 1, 3]], V, 6)
+    for tree in seen:
+        log = [1, 3, 1, 3, 1, 3]
+        assert tree.laws.shape[1] == 5 and tree.laws[0, 1:].sum(-1).allclose(torch.ones(4)), log
+    known = [tree for tree in seen if int(tree.tokens[0, 0]) in (1, 3)]
+    assert all((tree.laws[0, 1:].max(-1).values == 1).all() for tree in known)
+
+
 def test_the_controller_hears_of_every_round():
     seen = []
 
@@ -239,6 +257,7 @@ def test_the_controller_hears_of_every_round():
     ("make", "message"),
     [
         (lambda t: ChainDrafter(DFlashSource(dflash(V), t), t, 5), "drafter's 4, got 5"),
+        (lambda t: ChainDrafter(DFlashSource(dflash(V), t), t, recall=-1), "recall must be at least 0 tokens, got -1"),
         (lambda t: ChainDrafter(DiffusionSource(dream(V), t), t), "got None"),
         (lambda t: ChainDrafter(DFlashSource(dflash(V), t), t, sure=2), "sure"),
         (lambda t: TreeDrafter(DFlashSource(dflash(V), t), t, 1), "at least 2 nodes"),

@@ -15,7 +15,13 @@ def test_the_longest_match_wins():
 
 
 def test_a_guess_may_run_into_what_was_just_written():
-    assert Row([5, 5, 5], 2, NONE).guess(4) == [5]
+    assert Row([5, 5, 5], 2, NONE).guess(4) == [5] * 4
+    assert Row([7, 1, 2, 3, 1, 2, 3], 2, NONE).guess(5) == [1, 2, 3, 1, 2]
+
+
+def test_short_matches_may_not_count():
+    row = Row([1, 2, 3, 9, 2, 3], 3, NONE)
+    assert row.guess(2, least=2) == [9, 2] and row.guess(2, least=3) == []
 
 
 def test_placeholders_neither_match_nor_are_drafted():
