@@ -136,8 +136,8 @@ class TextPipeline(Pipeline):
         target = VLMTarget(self.model, options.processor, self.name)
         check_flow(method, options.batch_size)
         ids = self.encode(prompts, options.chat)
-        room, device = options.max_new_tokens, target.device
-        asked = Asked(lambda some: VLMPrompt(padded(ids[some], device), room), len(ids), options.batch_size)
+        room, cpu = options.max_new_tokens, torch.device("cpu")
+        asked = Asked(lambda some: VLMPrompt(padded(ids[some], cpu), room), len(ids), options.batch_size)
         prompt, name = asked.first(target), method.name
         if isinstance(method, methods.Auto):
             kind = self._best_kind()

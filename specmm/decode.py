@@ -109,7 +109,7 @@ def decode(
     progress = _start(token, length, drafter.max_depth + 1, stop)
     tally = torch.zeros(drafter.max_depth + 2, dtype=torch.int64, device=token.device)
     depths: list[int] = []
-    while progress.unfinished(sure=len(depths) * (drafter.max_depth + 1) < length - 1):
+    while progress.unfinished(sure=len(depths) * (drafter.max_depth + 1) < length - 1) or (queue and queue.left):
         tree = drafter.propose(feedback, uniforms)
         with clock("verify"):
             output = target.score(tree)
@@ -121,8 +121,7 @@ def decode(
         progress.observe(verdict, tally)
         depths.append(tree.shape.depth)
         if queue is not None:
-            with clock("verify"):
-                _refill(queue, progress, feedback, (target, drafter, rule), uniforms)
+            _refill(queue, progress, feedback, (target, drafter, rule), uniforms, clock)
         yield progress
     if queue is not None:
         for row in range(len(token)):
@@ -155,14 +154,14 @@ def decode_plain(
 
 
 def _refill(
-    queue: Queue, progress: Progress, feedback: Feedback, parts: tuple[Any, Any, Rule], uniforms: Uniforms
+    queue: Queue, progress: Progress, feedback: Feedback, parts: tuple[Any, Any, Rule], uniforms: Uniforms, clock: Clock
 ) -> None:
     """Let samples of the ``queue`` take over the rows that are finished; ``parts``: target, drafter and rule."""
     target, drafter, rule = parts
     while queue.left and (ended := progress.ended()):  # again: a sample may end with its first token
         for row in ended[: queue.left]:
             queue.collect(row, progress.row(row))
-            output, dice = queue.admit(row, target, drafter, uniforms)
+            output, dice = queue.admit(row, target, drafter, uniforms, clock)
             token = first_token(rule, output.laws[:, -1:], dice)
             begin_anew(feedback, row, output, token)
             progress.restart(row, token)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specmm.drafter import Feedback
 from specmm.randomness import Uniforms
+from specmm.stats import Clock
 from specmm.target import TargetOutput
 
 
@@ -44,8 +45,8 @@ class AdmittingDrafter(Protocol):
 class Queue:
     """Samples by number: the first B are the batch's, the others wait. ``tokens`` holds those of finished ones.
 
-    ``prompt(i)`` is what sample i is prefilled with, ``generators[i]`` its dice; ``tell(1)`` is called for every
-    sample that is finished.
+    ``prompt(i)`` is what sample i is prefilled with, asked for once; ``generators[i]`` its dice; ``tell(1)`` is called
+    for every sample that is finished.
     """
 
     def __init__(
@@ -71,12 +72,13 @@ class Queue:
         self.tell(1)
 
     def admit(
-        self, row: int, target: AdmittingTarget, drafter: AdmittingDrafter, uniforms: Uniforms
+        self, row: int, target: AdmittingTarget, drafter: AdmittingDrafter, uniforms: Uniforms, clock: Clock
     ) -> tuple[TargetOutput, Tensor]:
         """Begin the next sample in ``row``: its prefill's output and the uniform [1] for its first token."""
         self.holds[row] = self.next
         dice = uniforms.admit(row, self.generators[self.next])
-        output = target.admit(row, self.prompt(self.next))
+        with clock("verify"):
+            output = target.admit(row, self.prompt(self.next))
         drafter.admit(row)
         self.next += 1
         return output, dice

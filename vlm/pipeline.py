@@ -22,7 +22,7 @@ from specmm.stats import Stats
 from specmm.vlm.asking import Pictures, Questions
 from specmm.vlm.assemble import assemble
 from specmm.vlm.loading import PLACES, find, load_drafter, load_model, load_processor
-from specmm.vlm.prompt import VLMPrompt, on_device
+from specmm.vlm.prompt import VLMPrompt
 from specmm.vlm.running import Asked, Pipeline, Run, Shelf, check_flow
 from specmm.vlm.running import Options as Options
 from specmm.vlm.streaming import tell
@@ -151,8 +151,7 @@ class VQAPipeline(Pipeline):
 
         def prepared(some: slice) -> VLMPrompt:
             part = all_asked.rows(some)
-            inputs = on_device(part.inputs(self.processor), target.device, self.model.dtype)
-            return VLMPrompt(inputs, options.max_new_tokens, part)
+            return VLMPrompt(part.inputs(self.processor), options.max_new_tokens, part)
 
         asked = Asked(prepared, len(all_asked.texts), options.batch_size)
         prompt, name = asked.first(target), method.name

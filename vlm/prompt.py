@@ -97,6 +97,10 @@ class VLMPrompt:
                 inputs[key] = longer.scatter(1, self.lengths[:, None], new[:, None])
         return VLMPrompt(inputs, max(self.max_new_tokens - 1, 1), self.source)
 
+    def to(self, device: torch.device, dtype: torch.dtype) -> VLMPrompt:
+        """The same on ``device``, pixels in ``dtype``."""
+        return VLMPrompt(on_device(self.inputs, device, dtype), self.max_new_tokens, self.source, self.longest)
+
     def rows(self) -> list[list[int]]:
         """The token ids of each row, without padding."""
         return [ids[:n] for ids, n in zip(self.input_ids.tolist(), self.lengths.tolist(), strict=True)]

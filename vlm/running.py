@@ -20,10 +20,9 @@ from specmm.decode import Progress, decode, decode_plain
 from specmm.drafter import Drafter, Late, NoDrafts
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
-from specmm.refill import Queue
+from specmm.refill import AdmittingDrafter, Queue
 from specmm.registry import unknown
 from specmm.stopping import EndTokens, all_of
-from specmm.target import Target
 from specmm.verify import Recursive, Rule
 from specmm.vlm.prompt import VLMPrompt
 from specmm.vlm.streaming import StopStrings, gains
@@ -98,7 +97,7 @@ def check_flow(method: Any, batch_size: int) -> None:
     """Raise ``ValueError`` for a ``batch_size`` with a method whose rows cannot take up others."""
     if batch_size and not flows(method):
         raise ValueError(
-            f"batch_size must be 0 for method {method.name!r}, which answers all at once; or use msd or ar"
+            f"batch_size must be 0 for method {method.name!r}, which answers all at once; or use ar or prompt-lookup"
         )
 
 
@@ -106,7 +105,7 @@ def check_flow(method: Any, batch_size: int) -> None:
 class Asked:
     """The ``count`` prompts of a call; ``of`` prepares some of them, ``batch_size`` are answered at a time (0: all)."""
 
-    of: Callable[[slice], VLMPrompt]
+    of: Callable[[slice], VLMPrompt]  # on the CPU: those that wait need no room elsewhere
     count: int
     batch_size: int = 0
 
@@ -116,20 +115,24 @@ class Asked:
         Raises ``ValueError`` for prompts that ``target`` cannot hold.
         """
         rows = min(self.batch_size or self.count, self.count)
+        if rows < self.count and target.family.turning_point is not None:
+            raise ValueError(
+                f"batch_size must be 0 for {target.name}, whose positions depend on a batch's longest text"
+            )
         prompt = self.of(slice(rows))
         self.waiting = {i: self.of(slice(i, i + 1)) for i in range(rows, self.count)}
         prompt.longest = max((len(p.input_ids[0]) for p in self.waiting.values()), default=0)
         for one in (prompt, *self.waiting.values()):
             target.check(one)
-        if self.waiting and target.family.turning_point is not None:
-            raise ValueError(
-                f"batch_size must be 0 for {target.name}, whose positions depend on a batch's longest text"
-            )
-        return prompt
+        return prompt.to(target.device, target.dtype)
 
-    def queue(self, generators: Sequence[torch.Generator]) -> Queue | None:
+    def queue(self, target: VLMTarget, generators: Sequence[torch.Generator]) -> Queue | None:
         """The prompts by number; None where all are answered at once."""
-        return Queue(self.waiting.__getitem__, generators, self.batch_size) if self.batch_size else None
+
+        def prompt(number: int) -> VLMPrompt:
+            return self.waiting.pop(number).to(target.device, target.dtype)
+
+        return Queue(prompt, generators, self.batch_size) if self.batch_size else None
 
 
 @dataclass
@@ -145,6 +148,8 @@ class Run:
 
     def finish(self, streamer: Any = None) -> tuple[list[str], list[Tensor], Progress]:
         """Texts and ids of all rows, and the last progress; ``streamer`` is told the ids as they come."""
+        if streamer is not None and self.queue is not None and len(self.queue.generators) > 1:
+            raise ValueError(f"a streamer takes one answer at a time, got {len(self.queue.generators)} questions")
         *_, (end, _) = gains(self.steps, streamer)
         tokens = committed(end) if self.queue is None else self.queue.tokens
         return [self.stops.cut(self.text(ids)) for ids in tokens], tokens, end
@@ -229,7 +234,7 @@ class Pipeline:
     def _run(
         self,
         name: str,
-        target: Target,
+        target: VLMTarget,
         prompt: VLMPrompt,
         options: Options,
         parts: tuple[Drafter, Rule] | None,
@@ -239,13 +244,14 @@ class Pipeline:
         ``parts``; nothing runs yet.
         """
         generators, length = options.generators(asked.count, self.model.device), options.max_new_tokens
-        queue, uniforms = asked.queue(generators), Uniforms(generators[: len(prompt.lengths)])
+        queue, uniforms = asked.queue(target, generators), Uniforms(generators[: len(prompt.lengths)])
         stops, ends = StopStrings(options.stops, self.text), EndTokens(self.ends(), self.model.device)
         stop = all_of(ends, stops) if stops.texts else ends
         if parts is None and queue is None:
             return Run(name, decode_plain(target, prompt, length, uniforms, stop=stop), None, self.text, stops)
         drafter, rule = parts or (NoDrafts(), Recursive())
-        if queue is not None and isinstance(drafter, Late):
-            drafter = drafter.inner  # dice of a sample must not depend on whether it was the first of its row
+        inner = drafter.inner if isinstance(drafter, Late) else None
+        if isinstance(inner, AdmittingDrafter) and (queue is not None or not options.processor.greedy):
+            drafter = inner  # a sample's dice must not depend on whether it is the first of its row
         steps = decode(target, drafter, rule, prompt, length, uniforms, stop=stop, queue=queue)
         return Run(name, steps, rule if parts else None, self.text, stops, queue)

@@ -93,6 +93,11 @@ class VLMTarget:
         return self.family.head.weight.device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype."""
+        return self.family.head.weight.dtype
+
+    @property
     def image_tokens(self) -> tuple[int, ...]:
         """Ids that stand for picture content and are never drafted."""
         return self.family.image_tokens
@@ -140,7 +145,9 @@ class VLMTarget:
     @torch.inference_mode()
     def admit(self, row: int, prompt: VLMPrompt) -> TargetOutput:
         """Begin ``prompt``, of one sample, in ``row``; see :class:`specmm.refill.AdmittingTarget`."""
-        self.admitted = alone = copy.copy(self)
+        alone = copy.copy(self)
+        alone.__dict__.pop("admitted", None)  # or every row that ever began would be kept
+        self.admitted = alone
         self.admitting = True
         try:
             output = alone.prefill(prompt, 0)

@@ -8,7 +8,7 @@ Shape letters: R rows, L tokens of a row.
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from specmm.checkpoints import fingerprint
 from specmm.diffusion_drafters.pipeline import TextPipeline
+from specmm.diffusion_drafters.train.rows import save_whole
 
 AT_ONCE = 64  # conversations drawn together
 QUESTION, ANSWER = 48, 192  # tokens at most
@@ -28,31 +29,35 @@ def drawn_chats(pipe: TextPipeline, rows: int, length: int, out: Path, seed: int
     """Rows [R, L] full of conversations, one behind the other.
 
     Kept in ``out`` batch by batch, so that a killed run goes on. Raises ``ValueError`` for a model without a chat
-    template and for one that asks nothing.
+    template, a template that begins with the question, and a model that asks nothing.
     """
     kept = out / f"chats-{fingerprint(pipe.model.get_input_embeddings().weight)}-{seed}"
     kept.mkdir(parents=True, exist_ok=True)
     found, wanted = torch.empty(0, dtype=torch.int32), rows * length
     with tqdm(total=wanted, desc="draw", unit="token") as bar:
-        for turn in range(wanted // AT_ONCE + 1):  # a conversation has a token at least
+        for turn in count():
             file = kept / f"{turn:04d}.pt"
             if not file.exists():
-                torch.save(_conversations(pipe, turn, seed), file)
+                save_whole(file, _conversations(pipe, turn, seed))
             found = torch.cat([found, torch.load(file, weights_only=True)])
             bar.update(min(len(found), wanted) - bar.n)
             if len(found) >= wanted:
-                return found[:wanted].view(rows, length)
-    raise ValueError(f"{pipe.name} must ask questions of its own, got none; give --text in place of --chats")
+                break
+    return found[:wanted].view(rows, length)
 
 
 def _conversations(pipe: TextPipeline, turn: int, seed: int) -> Tensor:
     """Ids of the conversations of a ``turn``, one behind the other."""
     seeds = [(seed * 1_000_003 + turn) * AT_ONCE + i for i in range(AT_ONCE)]
-    before = pipe.templated(MARK).split(MARK)[0].removeprefix(pipe.tokenizer.bos_token or "")
-    asked = pipe([before] * AT_ONCE, max_new_tokens=QUESTION, temperature=ASKING, seed=seeds).texts
+    before, behind = pipe.templated(MARK).split(MARK)
+    before = before.removeprefix(pipe.tokenizer.bos_token or "")
+    if not before:
+        raise ValueError(f"{pipe.name}'s chat template must begin with more than the question; give --text")
+    stop = [word for word in behind.split()[:1] if word not in pipe.tokenizer.all_special_tokens]
+    asked = pipe([before] * AT_ONCE, max_new_tokens=QUESTION, temperature=ASKING, seed=seeds, stop=stop).texts
     pairs = [(text.strip(), i) for text, i in zip(asked, seeds, strict=True) if text.strip()]
     if not pairs:
-        return torch.empty(0, dtype=torch.int32)
+        raise ValueError(f"{pipe.name} must ask questions of its own, got none in {AT_ONCE}; give --text, not --chats")
     questions, seeds = [text for text, _ in pairs], [i for _, i in pairs]
     temperature = ANSWERING[turn % len(ANSWERING)]
     said = pipe(questions, chat=True, max_new_tokens=ANSWER, temperature=temperature, seed=seeds).tokens

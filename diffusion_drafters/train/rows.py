@@ -7,6 +7,7 @@ Shape letters: R rows, B batch, L tokens of a row, F layers read, C width, V voc
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from tqdm import tqdm
 from specmm.checkpoints import fingerprint
 from specmm.decode import decode_plain
 from specmm.diffusion_drafters.drafters.sources import Taps
+from specmm.files import write_whole
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.training import batch_rows
@@ -66,6 +68,13 @@ class Rows:
         self.known[rows] = True
 
 
+def save_whole(file: Path, tokens: Tensor) -> None:
+    """Write ``tokens`` to ``file`` whole or not at all."""
+    buffer = io.BytesIO()
+    torch.save(tokens, buffer)
+    write_whole(file, buffer.getvalue())
+
+
 def drawn_rows(
     target: VLMTarget, prompts: Tensor, length: int, temperatures: Sequence[float], out: Path, seed: int = 0
 ) -> Tensor:
@@ -84,6 +93,6 @@ def drawn_rows(
             wanted = length - part.shape[1]
             prompt = VLMPrompt({"input_ids": part.to(own.device)}, wanted)
             *_, end = decode_plain(own, prompt, wanted, dice)
-            torch.save(torch.cat([part, end.tokens[:, :wanted].cpu()], dim=1).int(), file)
+            save_whole(file, torch.cat([part, end.tokens[:, :wanted].cpu()], dim=1).int())
         found.append(torch.load(file, weights_only=True))
     return torch.cat(found)

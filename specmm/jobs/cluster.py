@@ -8,11 +8,14 @@ Shape letters: none.
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from specmm.jobs.engines import opener_of
 from specmm.jobs.items import Item
@@ -28,10 +31,11 @@ CHUNK = 32  # items an actor is given at a time, in batches of its own
 class Actor:
     """One worker of the cluster; it loads the model when the first items come."""
 
-    def __init__(self, folder: str, spec: Spec, limits: Limits, opener: Opener | None = None) -> None:
+    def __init__(self, folder: str, spec: Spec, limits: Limits, opener: Opener | None = None, threads: int = 1) -> None:
         self.folder, self.spec, self.limits = Path(folder), spec, limits
         self.opener, self.name = opener, f"ray-{uuid.uuid4().hex[:12]}"
         self.worker: Worker | None = None
+        torch.set_num_threads(min(threads, os.cpu_count() or 1))  # Ray leaves torch one, however few the actors
 
     def make(self, items: list[Item]) -> tuple[list[str], list[str]]:
         """Ids done and set aside."""
@@ -63,9 +67,9 @@ def run_ray(
     with occupied(folder / JOURNALS, shared=False):
         gpus = int(ray.cluster_resources().get("GPU", 0))
         count = min(actors or gpus or int(ray.cluster_resources()["CPU"]), max(len(items), 1))
-        threads = 1 if gpus else max(1, int(ray.cluster_resources()["CPU"]) // count)  # Ray gives torch so many
-        kind: Any = ray.remote(num_cpus=threads, num_gpus=1 if gpus else 0)(Actor)
-        arguments = (str(folder.absolute()), spec, limits, opener)
+        threads = max(1, int(ray.cluster_resources()["CPU"]) // count)
+        kind: Any = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(Actor)
+        arguments = (str(folder.absolute()), spec, limits, opener, threads)
         return Pool(lambda: kind.remote(*arguments), count, folder, limits.retries, watch).run(items)
 
 

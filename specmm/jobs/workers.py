@@ -157,8 +157,11 @@ class AnswerWorker:
 
     def check(self, item: Item) -> None:
         """See :class:`Worker`."""
-        if isinstance(self.methods.of(item), methods.Verdict):
+        method = self.methods.of(item)
+        if isinstance(method, methods.Verdict):
             raise unknown("method of a job", "verdict", ("ar", "msd", "text-draft", "prompt-lookup"))
+        if getattr(method, "sure", 0) and self.spec.sampling.get("temperature", 0):
+            raise ValueError(f"a job's {method.name} must not be cut by sure at temperature above 0: leave sure out")
 
     def key(self, item: Item) -> Hashable:
         """See :class:`Worker`."""
@@ -166,9 +169,11 @@ class AnswerWorker:
 
     def turns(self, item: Item) -> int:
         """See :class:`Worker`."""
+        from specmm.vlm.families import Family
         from specmm.vlm.running import flows
 
-        return TURNS if flows(self.methods.of(item)) else 1
+        turns = Family.of(self.pipe.model).turning_point is not None  # its positions depend on the batch's longest text
+        return TURNS if flows(self.methods.of(item)) and not turns else 1
 
     def run(self, items: Sequence[Item], rows: int = 0) -> list[Result]:
         """See :class:`Worker`. Where rows are not refilled a batch ends with its longest answer."""

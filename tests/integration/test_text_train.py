@@ -81,6 +81,18 @@ def test_conversations_are_questions_and_answers_of_the_models_own(talker, tmp_p
     assert not torch.equal(chats.drawn_chats(pipe, 2, 40, tmp_path, seed=1), rows)
 
 
+def test_models_that_cannot_converse(talker, tmp_path, monkeypatch):
+    pipe = specmm.TextPipeline.from_pretrained(talker)
+    pipe.tokenizer.chat_template = "{{ messages[0]['content'] }}!"
+    with pytest.raises(ValueError, match="chat template must begin with more than the question"):
+        chats.drawn_chats(pipe, 1, 8, tmp_path)
+    pipe.tokenizer.chat_template = "Q {{ messages[0]['content'] }}"
+    monkeypatch.setattr(chats, "QUESTION", 1)
+    monkeypatch.setattr(pipe, "text", lambda ids: "")
+    with pytest.raises(ValueError, match="must ask questions of its own, got none in 64"):
+        chats.drawn_chats(pipe, 1, 8, tmp_path)
+
+
 def test_a_drafter_learns_from_conversations(talker, tmp_path):
     with torch._dynamo.config.patch(disable=True):
         options = ["--layers", "1", "--block", "3", "--rows", "2", "--batch", "2", "--read", "1", "--steps", "1"]

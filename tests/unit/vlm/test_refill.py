@@ -41,14 +41,14 @@ DRAFTERS = {
 }
 
 
-def answered(target, drafter, prompts, seeds, rows):
+def answered(target, drafter, prompts, seeds, rows, length=LENGTH):
     """The tokens of each prompt, ``rows`` answered at a time, and the rounds of the batch."""
     asked = Asked(lambda some: prompts(some), len(seeds), rows)
     first = asked.first(target)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    queue, dice = asked.queue(generators), Uniforms(generators[: len(first.lengths)])
+    queue, dice = asked.queue(target, generators), Uniforms(generators[: len(first.lengths)])
     with steady():
-        *_, end = decode(target, drafter, Recursive(), first, LENGTH, dice, stop=STOP, queue=queue)
+        *_, end = decode(target, drafter, Recursive(), first, length, dice, stop=STOP, queue=queue)
     return queue.tokens, end.stats.batch_rounds
 
 
@@ -82,6 +82,20 @@ def test_a_first_token_may_end_its_sample(zoo):
     target, prompts = VLMTarget(zoo.model("llava"), Processor(1.0)), prompts_of(zoo, "llava", ASKED * 4)
     found, _ = answered(target, NoDrafts(), prompts, list(range(24)), 2)
     assert min(map(len, found)) == 1 and all(len(tokens) for tokens in found)
+
+
+@pytest.mark.parametrize("drafting", DRAFTERS)
+def test_none_is_lost_when_all_rows_end_at_once(zoo, drafting):
+    target, prompts = VLMTarget(zoo.model("llava"), Processor(1.0)), prompts_of(zoo, "llava", ASKED)
+    found, _ = answered(target, DRAFTERS[drafting](target), prompts, SEEDS, 2, length=1)
+    whole, _ = answered(target, NoDrafts(), prompts, SEEDS, 6)
+    assert [int(tokens) for tokens in found] == [int(tokens[0]) for tokens in whole]
+
+
+def test_rows_that_are_done_leave_nothing_behind(zoo):
+    target = VLMTarget(zoo.model("llava"), Processor(1.0))
+    answered(target, NoDrafts(), prompts_of(zoo, "llava", ASKED), SEEDS, 2)
+    assert not hasattr(target.admitted, "admitted")
 
 
 def test_what_does_not_fit_a_row_is_refused(zoo):
