@@ -87,7 +87,8 @@ def contenders(pipe: TextPipeline, temperature: float, batch: int) -> list[Runne
     chosen: list[Any] = [methods.AR()]
     for kind in (methods.DEER, methods.Block):
         if drafts(pipe, kind()):
-            chosen += [kind(length=n) for n in LENGTHS] + [kind(tree=n) for n in (8, 16)] + [kind(sure=0.3)]
+            chosen += [kind(length=n) for n in LENGTHS] + [kind(tree=n) for n in (8, 16)]
+            chosen += [kind(sure=0.3), kind(recall=3)]
     if drafts(pipe, methods.DiffuSpec()):
         chosen += [methods.DiffuSpec(search=search, adaptive=adaptive) for search, adaptive in DIFFUSPEC]
         chosen += [methods.SpecDiff(steps=1), methods.SpecDiff(steps=2)]
