@@ -23,7 +23,7 @@ def draw_trade(rows: Sequence[Row], path: Path, floor: float | None = None) -> P
     Circles are exact, triangles relaxed; bars are the intervals ``fid_low`` to ``fid_high``. Lines mark plain decoding
     and a tenth above it, and ``floor``, the FID of real against real. Raises ``ValueError`` without matplotlib.
     """
-    figure, axes = _axes()
+    figure, axes = _axes(rows)
     for row in rows:
         axes.errorbar(row["speedup"], row["fid"], _reach(row), **_mark(row), elinewidth=1, capsize=3)
     plain = next((r["fid"] for r in rows if r["method"] == PLAIN), None)
@@ -32,7 +32,7 @@ def draw_trade(rows: Sequence[Row], path: Path, floor: float | None = None) -> P
         axes.axhline(1.1 * plain, color="C3", linestyle="--", linewidth=0.8, label="plain decoding + 10%")
     if floor is not None:
         axes.axhline(floor, color="gray", linestyle=":", label="real against real (halves)")
-    axes.margins(x=0.3, y=0.2)
+    axes.margins(x=0.2, y=0.2)
     if axes.get_legend_handles_labels()[0]:
         figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     place_names(figure, axes, rows)
@@ -50,8 +50,8 @@ def place_names(figure: Any, axes: Any, rows: Sequence[Row]) -> list[Any]:
     taken = [_box(x, y, 12 * scale, 12 * scale) for x, y in marks]
     taken += [_box(frame.x0 + frame.width / 2, y, frame.width, 2) for y in _heights(axes)]
     names = []
-    for row, (x, y) in zip(rows, marks, strict=True):
-        text = axes.annotate(_name(row), (row["speedup"], row["fid"]), (0, 0), textcoords="offset points", fontsize=8)
+    for row, name, (x, y) in zip(rows, _names(rows), marks, strict=True):
+        text = axes.annotate(name, (row["speedup"], row["fid"]), (0, 0), textcoords="offset points", fontsize=8)
         text.set(ha="center", va="center")
         size = text.get_window_extent()
         tried = [_shifted(x, y, size, reach * scale, turn) for reach, turn in itertools.product(REACH, TURNS)]
@@ -64,7 +64,7 @@ def place_names(figure: Any, axes: Any, rows: Sequence[Row]) -> list[Any]:
     return names
 
 
-def _axes() -> tuple[Any, Any]:
+def _axes(rows: Sequence[Row]) -> tuple[Any, Any]:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -73,7 +73,8 @@ def _axes() -> tuple[Any, Any]:
     figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")  # no pyplot: no global state
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.set(title="Quality against speed: circles exact, triangles relaxed")
+    each = f" ({rows[0]['samples']} samples each)" if _same_count(rows) else ""
+    axes.set(title=f"Quality against speed: circles exact, triangles relaxed{each}")
     axes.set(xlabel="speed-up over plain decoding", ylabel="FID (lower is better)")
     axes.grid(alpha=0.3)
     return figure, axes
@@ -91,8 +92,14 @@ def _reach(row: Row) -> list[list[float]] | None:
     return [[max(row["fid"] - row["fid_low"], 0)], [max(row["fid_high"] - row["fid"], 0)]]
 
 
-def _name(row: Row) -> str:
-    return f"{row['method']}\nn = {row['samples']}" if row.get("samples") else str(row["method"])
+def _names(rows: Sequence[Row]) -> list[str]:
+    """Methods, with their counts of samples where these differ (else the title says it once)."""
+    told = not _same_count(rows)
+    return [f"{r['method']}\nn = {r['samples']}" if told and r.get("samples") else str(r["method"]) for r in rows]
+
+
+def _same_count(rows: Sequence[Row]) -> bool:
+    return len({row.get("samples") for row in rows}) == 1 and bool(rows[0].get("samples"))
 
 
 def _box(x: float, y: float, width: float, height: float) -> Any:

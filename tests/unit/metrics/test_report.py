@@ -91,7 +91,7 @@ ROWS = [
 
 def test_no_name_lies_on_another_or_leaves_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    figure, axes = _axes()
+    figure, axes = _axes(ROWS)
     for row in ROWS:
         axes.scatter(row["speedup"], row["fid"])
     boxes = place_names(figure, axes, ROWS)
