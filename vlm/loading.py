@@ -51,10 +51,9 @@ def load_drafter(kind: str, folder: Path, target: Any) -> Any:
 
         return load_msd(folder, target.get_input_embeddings().weight)
     if kind == methods.Verdict.name:
-        from specmm.vlm.pipeline import VQAPipeline
+        from specmm.vlm.verdict import Experts
 
-        folders = sorted(f.parent for f in folder.glob("*/config.json"))
-        return [VQAPipeline.from_pretrained(f, torch_dtype=dtype, device=device) for f in folders]
+        return Experts.load(folder, dtype, device)
     if kind == methods.TextDraft.name:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
         return SmallModel(model.eval(), own_tokenizer(folder))

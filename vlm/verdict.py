@@ -9,8 +9,10 @@ Shape letters: K experts (and answers), U different answers, L positions, V voca
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from string import Formatter
 from typing import Any
 
@@ -28,12 +30,16 @@ FIELDS = {
     "expert": {"number", "reasoning", "answer"},
     "verdict": {"question", "experts"},
 }
+OPTIONAL = {"number", "reasoning"}
+PROMPTS = "prompts.json"  # beside the experts of a model that was taught other words
 
 
 @dataclass(frozen=True)
 class Prompts:
     """What the models are asked: for an answer, for its plausibility, for reasons, and for the verdict, into which
-    ``expert`` puts what each expert said. Raises ``ValueError`` when a text lacks a field it needs.
+    ``expert`` puts what each expert said; without ``{reasoning}`` in it nobody is asked for reasons.
+
+    Raises ``ValueError`` when a text lacks a field it needs.
     """
 
     answer: str = "{question}"
@@ -48,8 +54,40 @@ class Prompts:
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self)):
             found = {field for _, field, _, _ in Formatter().parse(getattr(self, name)) if field is not None}
-            if found != FIELDS[name]:
+            if not FIELDS[name] - OPTIONAL <= found <= FIELDS[name]:
                 raise ValueError(f"prompt {name!r} must use {sorted(FIELDS[name])}, got {sorted(found)}; add or remove")
+
+    @property
+    def reasoned(self) -> bool:
+        """Whether experts are asked for reasons."""
+        return "{reasoning}" in self.expert
+
+    def ask(self, question: str, answers: Sequence[str], reasons: Sequence[str] | None = None) -> str:
+        """What the verdict model is asked once it knows the experts' ``answers`` and ``reasons``, best first."""
+        said = zip(answers, reasons or [""] * len(answers), strict=True)
+        lines = [self.expert.format(number=n + 1, answer=a, reasoning=r) for n, (a, r) in enumerate(said)]
+        return self.verdict.format(question=question, experts="\n".join(lines))
+
+
+class Experts(list[VQAPipeline]):
+    """The models that are heard, and in which words they and the judge are asked."""
+
+    prompts: Prompts = Prompts()
+
+    @classmethod
+    def load(cls, folder: Path, dtype: torch.dtype, device: torch.device | str) -> Experts:
+        """The models in the folders of ``folder``, asked as its ``prompts.json`` says where there is one.
+
+        Raises ``ValueError`` when that file holds something else.
+        """
+        folders = sorted(f.parent for f in folder.glob("*/config.json"))
+        found = cls(VQAPipeline.from_pretrained(f, torch_dtype=dtype, device=device) for f in folders)
+        if (file := folder / PROMPTS).is_file():
+            try:
+                found.prompts = Prompts(**json.loads(file.read_text()))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{file} must hold texts for {sorted(FIELDS)} as JSON ({error}); mend it") from error
+        return found
 
 
 @dataclass(frozen=True)
@@ -86,7 +124,7 @@ class SpeculativeVerdict:
         if not 1 <= hear <= len(experts):
             raise ValueError(f"hear must be in [1, {len(experts)}] (the experts), got {hear}")
         self.experts, self.verdict, self.hear = list(experts), verdict, hear
-        self.prompts = prompts or Prompts()
+        self.prompts = prompts or (experts.prompts if isinstance(experts, Experts) else Prompts())
 
     def __call__(
         self,
@@ -109,14 +147,9 @@ class SpeculativeVerdict:
         table = self.score(images, question, answers)
         scores = consensus(table)
         heard = best(scores, self.hear, torch.Generator().manual_seed(seed))
-        text = prompts.reason.format(question=question)
-        reasons = [self.experts[i](images, text, max_new_tokens=reason_tokens, **asked).answers[0] for i in heard]
-        said = zip(heard, reasons, strict=True)
-        lines = [
-            prompts.expert.format(number=n + 1, reasoning=reason, answer=answers[i])
-            for n, (i, reason) in enumerate(said)
-        ]
-        text = prompts.verdict.format(question=question, experts="\n".join(lines))
+        text, asking = prompts.reason.format(question=question), heard if prompts.reasoned else []
+        reasons = [self.experts[i](images, text, max_new_tokens=reason_tokens, **asked).answers[0] for i in asking]
+        text = prompts.ask(question, [answers[i] for i in heard], reasons)
         final = self.verdict(images, text, max_new_tokens=max_new_tokens, **asked).answers[0]
         return Ruling(final, answers, scores, table, heard, reasons)
 

@@ -62,7 +62,7 @@ def _train(
     processor = AutoProcessor.from_pretrained(out / "processor")
     encoder = Encoder(processor.tokenizer, sizes.image_tokens)
     model = build_model(sizes, len(processor.tokenizer), encoder, seed)
-    train_tower(model, training, out / "tower", steps=steps[0], batch=4 * batch, lr=lr / 2, seed=seed)
+    train_tower(model, training, held_out, out / "tower", steps=steps[0], batch=4 * batch, lr=lr / 2, seed=seed)
     train_projector(model, processor.tokenizer, training, out / "align", steps=steps[1], batch=4 * batch, seed=seed)
     options: dict[str, Any] = dict(batch=batch, seed=seed)
     train_target(model, encoder, training, held_out, out / "target", steps=steps[2], lr=lr, **options)

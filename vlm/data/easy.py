@@ -1,6 +1,6 @@
 """easy-VQA (PyPI ``easy-vqa``, MIT): pictures of one shape, questions with thirteen answers, its own split.
 
-Shapes: a picture is [64, 64, 3] uint8.
+Shapes: a picture is [R, R, 3] uint8, enlarged from the package's 64 pixels as the processor does.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from PIL import Image
 
 from specmm.vlm.data.kinds import SHAPES
 from specmm.vlm.data.questions import Turn
+from specmm.vlm.data.scenes import R
 from specmm.vlm.data.sprites import Array
 
 
@@ -48,7 +49,7 @@ def read_easy(folder: Path) -> Iterator[Example]:
         turns.setdefault(picture, []).append(Turn(question, answer, f"easy {_sort(answer)}"))
     for picture, asked in sorted(turns.items()):
         image = Image.open(folder / f"images/{picture}.png").convert("RGB")
-        yield Example(np.asarray(image), tuple(asked))
+        yield Example(np.asarray(image.resize((R, R), Image.Resampling.BICUBIC)), tuple(asked))
 
 
 def _sort(answer: str) -> str:

@@ -24,8 +24,16 @@ class Kind:
 
 def _kind(name: str, icons: str, group: str, looks: str, use: str, plural: str = "") -> Kind:
     """``icons`` is "icon:colour icon …", the colour optional."""
-    parts = [icon.partition(":") for icon in icons.split()]
-    return Kind(name, plural or f"{name}s", {icon: colour for icon, _, colour in parts}, group, looks, use)
+    return Kind(name, plural or f"{name}s", _coloured(icons), group, looks, use)
+
+
+def _coloured(icons: str) -> dict[str, str]:
+    return {icon: colour for icon, _, colour in (part.partition(":") for part in icons.split())}
+
+
+def relatives(kind: str) -> dict[str, str]:
+    """Icons of ``kind`` that only training sees, with their colours; see ``RELATIVES``."""
+    return _coloured(RELATIVES.get(kind, ""))
 
 
 KINDS = (
@@ -61,6 +69,23 @@ KINDS = (
     _kind("tree", "deciduous-tree evergreen-tree", "a plant", "It is tall and green.", "Birds build nests in it."),
     _kind("umbrella", "umbrella", "a useful thing", "It is round and has a handle.", "It keeps the rain away."),
 )  # fmt: skip
+RELATIVES = {  # icons of a kind that only training sees, in every style: what makes it one is not its one picture
+    "bag": "clutch-bag shopping-bags briefcase",
+    "book": "notebook notebook-with-decorative-cover ledger books",
+    "car": "oncoming-automobile taxi racing-car police-car",
+    "cat": "cat black-cat cat-with-wry-smile weary-cat kissing-cat grinning-cat-with-smiling-eyes",
+    "fish": "blowfish",
+    "flower": "tulip rose blossom wilted-flower",
+    "heart": "black-heart:black white-heart:white brown-heart:brown orange-heart:orange growing-heart",
+    "house": "house-with-garden derelict-house",
+    "key": "old-key",
+    "moon": "first-quarter-moon-face last-quarter-moon-face waxing-crescent-moon",
+    "mushroom": "brown-mushroom",
+    "pig": "pig",
+    "star": "glowing-star",
+    "tree": "palm-tree christmas-tree",
+    "umbrella": "umbrella-with-rain-drops closed-umbrella",
+}
 BY_NAME = {kind.name: kind for kind in KINDS}
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "gray", "white", "black", "teal")
 SHAPES = ("circle", "rectangle", "triangle")  # what easy-VQA draws

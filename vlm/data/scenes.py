@@ -2,7 +2,7 @@
 
 A scene is drawn from a ``random.Random`` alone, so that the same seed gives the same scene on every machine.
 
-Shapes: R = 64 pixels a side; ``image`` [R, R, 3] uint8; ``owner`` [R, R] int8, the number of the thing that covers a
+Shapes: R = 96 pixels a side; ``image`` [R, R, 3] uint8; ``owner`` [R, R] int8, the number of the thing that covers a
 pixel, −1 for the background.
 """
 
@@ -17,8 +17,9 @@ import numpy.typing as npt
 from PIL import Image
 
 from specmm.vlm.data.sprites import Array, Sprite, Sprites
+from specmm.vlm.data.variation import vary
 
-R = 64
+R = 96
 BACKGROUNDS = {
     "white": (245, 245, 245),
     "gray": (150, 150, 150),
@@ -34,13 +35,14 @@ PLACES = (
     "on the left", "in the middle", "on the right",
     "at the bottom left", "at the bottom", "at the bottom right",
 )  # fmt: skip
-SIZES = {"small": 16, "big": 24}  # pixels
-STARTS = {"small": ((0, 8), (24,), (40, 48)), "big": ((0,), (16, 24), (40,))}  # of the three columns and rows
-SHIFT = 1  # pixels a thing may be away from its start
+SIZES = {"small": 24, "big": 36}  # pixels
+STARTS = {"small": ((0, 12), (36,), (60, 72)), "big": ((0,), (24, 36), (60,))}  # of the three columns and rows
+SHIFT = 2  # pixels a thing may be away from its start
 MOST = 4  # things in a scene
 REPEAT = 0.35  # probability that a thing is of the same kind as the one before
 JITTER = 12  # of a background's red, green and blue
-OVERLAP = 3  # pixels two things may share along an axis
+VARIATIONS = 64  # of a thing's picture at each size, where pictures vary
+OVERLAP = 4  # pixels two things may share along an axis
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ def compose(sprites: Sprites, random: Random) -> Scene:
     owner = blank()[1]
     things = []
     for i, (sprite, (place, size, box)) in enumerate(zip(chosen, laid_out, strict=True)):
-        _paste(image, owner, i, sprite, box, mirrored=random.random() < 0.5)
+        pixels = _scaled(sprite, box[2], random.randrange(VARIATIONS) if sprites.varied else None)
+        _paste(image, owner, i, pixels, box, mirrored=random.random() < 0.5)
         things.append(Thing(sprite.kind, sprite.colour, size, place))
     return Scene(image.round().astype(np.uint8), owner, background, tuple(things))
 
@@ -117,10 +120,9 @@ def _overlap(a: Box, b: Box) -> bool:
 
 
 def _paste(
-    image: npt.NDArray[np.float32], owner: npt.NDArray[np.int8], i: int, sprite: Sprite, box: Box, mirrored: bool
+    image: npt.NDArray[np.float32], owner: npt.NDArray[np.int8], i: int, pixels: Array, box: Box, mirrored: bool
 ) -> None:
     top, left, side = box
-    pixels = _scaled(sprite, side)
     if mirrored:
         pixels = pixels[:, ::-1]
     window = np.s_[top : top + side, left : left + side]
@@ -129,6 +131,9 @@ def _paste(
     owner[window][pixels[..., 3] > 127] = i
 
 
-@lru_cache(maxsize=8192)
-def _scaled(sprite: Sprite, side: int) -> Array:
-    return np.asarray(Image.fromarray(sprite.pixels).resize((side, side), Image.Resampling.LANCZOS))
+@lru_cache(maxsize=1 << 16)
+def _scaled(sprite: Sprite, side: int, variation: int | None) -> Array:
+    picture = Image.fromarray(sprite.pixels)
+    if variation is not None:
+        picture = vary(picture, Random(f"{variation} {side}"), bool(sprite.colour))
+    return np.asarray(picture.resize((side, side), Image.Resampling.LANCZOS))

@@ -1,5 +1,7 @@
 """Cut-out emoji pictures, each (icon, style) pair wholly in training or wholly in test.
 
+Training sees relatives of the kinds too, and every picture a little otherwise each time (``variation``).
+
 Shapes: a sprite is [R, R, 4] uint8, red, green, blue and opacity.
 """
 
@@ -14,9 +16,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from PIL import ImageOps
 from tqdm import tqdm
 
-from specmm.vlm.data.kinds import KINDS
+from specmm.vlm.data.kinds import KINDS, relatives
 from specmm.zoo import emoji
 
 Array = npt.NDArray[np.uint8]
@@ -38,6 +41,7 @@ class Sprites:
     """The sprites of one split."""
 
     all: tuple[Sprite, ...]
+    varied: bool = False  # drawn a little otherwise each time
 
     @cached_property
     def of_kind(self) -> dict[str, list[Sprite]]:
@@ -74,11 +78,14 @@ def load_sprites(folder: Path, split: str = "train") -> Sprites:
             test = held_out(icon, styles)
             rows = [i for i, (style, name) in enumerate(pairs) if name == icon and (style == test) == (split == "test")]
             found += [Sprite(kind.name, colour, data["images"][i]) for i in rows]
-    return Sprites(tuple(found))
+        for icon, colour in relatives(kind.name).items() if split == "train" else ():
+            rows = [i for i, (_, name) in enumerate(pairs) if name == icon]
+            found += [Sprite(kind.name, colour, data["images"][i]) for i in rows]
+    return Sprites(tuple(found), varied=split == "train")
 
 
 def _build(folder: Path) -> Path:
-    icons = [icon for kind in KINDS for icon in kind.icons]
+    icons = [icon for kind in KINDS for icon in (kind.icons | relatives(kind.name))]
     out = folder / f"sprites-{hashlib.sha256(' '.join(icons).encode()).hexdigest()[:8]}.npz"
     if out.exists():
         return out
@@ -87,7 +94,8 @@ def _build(folder: Path) -> Path:
     for style in tqdm(emoji.STYLES, desc="sprites"):
         drawn: dict[str, Any] = json.loads((folder / f"json/{style}.json").read_text())
         for icon in (i for i in icons if i in drawn["icons"]):
-            images.append(np.asarray(emoji.cut_out(drawn, icon, SIZE)))
+            picture = emoji.cut_out(drawn, icon, SIZE)
+            images.append(np.asarray(ImageOps.pad(picture, (SIZE, SIZE))))  # a few icons are not square
             names.append(f"{style}/{icon}")
     part = out.with_suffix(".part.npz")
     np.savez(part, images=np.stack(images), names=np.array(names))

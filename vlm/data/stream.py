@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from random import Random
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specmm.vlm.data.easy import Example, load_easy
 from specmm.vlm.data.facts import fact
+from specmm.vlm.data.opinions import weighed
 from specmm.vlm.data.packing import Encoder, Sample
 from specmm.vlm.data.questions import Turn, description, short_questions
 from specmm.vlm.data.scenes import Scene, compose
@@ -19,6 +21,7 @@ from specmm.vlm.data.tokenizer import build_tokenizer
 
 EASY = 0.3  # share of easy-VQA among pictures
 CHATS = 0.2  # share of rows whose turns follow each other, as in a conversation
+OPINIONS = 0.15  # share of pictures whose questions come with what others answered
 CORPUS = 1000  # scenes, facts and easy-VQA pictures the tokenizer learns from
 
 
@@ -28,6 +31,14 @@ class World:
 
     sprites: Sprites
     easy: Sequence[Example]
+
+    @cached_property
+    def answers(self) -> dict[str, list[str]]:
+        """Answers that occur, by kind of question."""
+        random, found = Random(0), dict[str, set[str]]()
+        for turn in (turn for _ in range(CORPUS) for turn in self.example(random)[1]):
+            found.setdefault(turn.kind, set()).add(turn.answer)
+        return {kind: sorted(answers) for kind, answers in found.items()}
 
     def scene(self, random: Random) -> tuple[Scene, list[Turn]]:
         """A new scene and its questions, the description first."""
@@ -45,6 +56,8 @@ class World:
     def row(self, encoder: Encoder, random: Random, length: int, visual: bool = True) -> Sample:
         """A training row of ``length`` tokens full of questions about one picture, or about none."""
         image, turns = self.example(random) if visual else (None, [fact(random) for _ in range(length // 12)])
+        if visual and random.random() < OPINIONS:
+            turns = [weighed(turn, self.answers, random) for turn in turns]
         if random.random() < CHATS:
             random.shuffle(turns)
             return encoder.chat(turns, image, length)

@@ -1,4 +1,5 @@
 import json
+from collections import Counter
 from itertools import islice
 from random import Random
 
@@ -10,10 +11,11 @@ from transformers import AutoProcessor
 
 from specmm.vlm.data.easy import Example, load_easy, read_easy
 from specmm.vlm.data.kinds import KINDS
+from specmm.vlm.data.opinions import weighed
 from specmm.vlm.data.packing import Encoder, stack, to_pixels
 from specmm.vlm.data.patches import NAMES, example_labels, labelled, scene_labels
 from specmm.vlm.data.questions import Turn
-from specmm.vlm.data.scenes import compose
+from specmm.vlm.data.scenes import R, compose
 from specmm.vlm.data.sprites import Sprite, Sprites
 from specmm.vlm.data.stream import World, learn_tokenizer
 from specmm.vlm.data.tokenizer import build_processor
@@ -25,8 +27,8 @@ TURNS = [Turn("What is it?", "a cat", "what"), Turn("Where is the cat?", "on the
 def world():
     square = np.full((64, 64, 4), 255, np.uint8)
     sprites = Sprites(tuple(Sprite(k.name, colour, square) for k in KINDS for colour in k.icons.values()))
-    picture = np.full((64, 64, 3), 250, np.uint8)
-    picture[8:24, 8:24] = (0, 0, 255)
+    picture = np.full((R, R, 3), 250, np.uint8)
+    picture[12:36, 12:36] = (0, 0, 255)
     turns = (
         Turn("what is the blue shape?", "rectangle", "easy shape"),
         Turn("what color is it?", "blue", "easy colour"),
@@ -130,24 +132,47 @@ def test_rows_and_conversations_repeat_with_their_seed(world, encoder):
 
 def test_patches_are_labelled_by_what_they_show(world):
     scene = compose(world.sprites, Random(0))
-    labels = scene_labels(scene, 8)
+    labels = scene_labels(scene, 12)
     assert set(labels[:, 0]) == {0, *(NAMES.index(thing.kind) for thing in scene.things)}
     thing = scene.things[0]
-    centre = (10, 32, 53)[thing.place // 3] // 8 * 8 + (10, 32, 53)[thing.place % 3] // 8
+    centre = (15, 48, 80)[thing.place // 3] // 12 * 8 + (15, 48, 80)[thing.place % 3] // 12
     assert labels[centre, 0] == NAMES.index(thing.kind)
     assert labels[centre, 3] == thing.place
 
 
 def test_patches_of_easy_pictures_are_labelled_from_their_answers(world):
-    labels = example_labels(world.easy[0], 8)[:, 0].reshape(8, 8)
+    labels = example_labels(world.easy[0], 12)[:, 0].reshape(8, 8)
     assert (labels[1:3, 1:3] == NAMES.index("rectangle")).all()
     assert (labels > 0).sum() == 4
 
 
 def test_labelled_batches(world):
-    pixels, labels = labelled(world, Random(0), 3, 8)
-    assert pixels.shape == (3, 3, 64, 64)
+    pixels, labels = labelled(world, Random(0), 3, 12)
+    assert pixels.shape == (3, 3, R, R)
     assert labels.shape == (3, 64, 4)
+
+
+def test_opinions_come_before_the_question_and_some_are_wrong():
+    asked = Turn("What is it?", "a cat", "what")
+    said = Counter[str]()
+    for seed in range(200):
+        turn = weighed(asked, {"what": ["a cat", "a dog", "a pig"]}, Random(seed))
+        *opinions, question = turn.question.split("\n")
+        assert question == " What is it?" and turn.answer == "a cat" and 1 <= len(opinions) <= 3
+        assert [line[:3] for line in opinions] == [f"{i + 1}. " for i in range(len(opinions))]
+        said.update(line[3:] for line in opinions)
+    assert set(said) == {"a cat", "a dog", "a pig"} and 0.5 < said["a cat"] / said.total() < 0.75
+
+
+def test_no_opinions_where_nothing_else_could_be_said():
+    for kind, answers in (("what", ["a cat"]), ("what", []), ("describe", ["a", "b"])):
+        turn = Turn("What is it?", "a cat", kind)
+        assert weighed(turn, {kind: answers}, Random(0)) is turn
+
+
+def test_some_training_rows_hold_opinions(world, encoder):
+    rows = [encoder.tokenizer.decode(world.row(encoder, Random(i), 200).input_ids) for i in range(60)]
+    assert 1 <= sum("1. " in row for row in rows) < 30
 
 
 def test_easy_vqa_is_read_by_picture(tmp_path):
@@ -157,7 +182,7 @@ def test_easy_vqa_is_read_by_picture(tmp_path):
     (tmp_path / "questions.json").write_text(json.dumps(rows))
     (example,) = read_easy(tmp_path)
     assert [(t.answer, t.kind) for t in example.turns] == [("no", "easy yes/no"), ("circle", "easy shape")]
-    assert tuple(example.image[0, 0]) == (9, 8, 7)
+    assert example.image.shape == (R, R, 3) and tuple(example.image[0, 0]) == (9, 8, 7)
     assert to_pixels(example.image)[0, 0, 0] == pytest.approx((9 / 255 - 0.5) / 0.5)
 
 

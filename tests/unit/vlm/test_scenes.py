@@ -3,12 +3,14 @@ from random import Random
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from specmm.vlm.data.facts import fact
-from specmm.vlm.data.kinds import BY_NAME, COLOURS, KINDS
+from specmm.vlm.data.kinds import BY_NAME, COLOURS, KINDS, RELATIVES, relatives
 from specmm.vlm.data.questions import NUMBERS, SHORT, counted, description, joined, name_of, short_questions, tellings
 from specmm.vlm.data.scenes import BACKGROUNDS, PLACES, SIZES, compose
 from specmm.vlm.data.sprites import Sprite, Sprites, held_out, load_sprites
+from specmm.vlm.data.variation import vary
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +35,9 @@ def test_things_are_where_they_are_said_to_be(scenes):
     for scene in scenes:
         for i, thing in enumerate(scene.things):
             rows, columns = np.nonzero(scene.owner == i)
-            assert abs(rows.mean() - (11, 32, 53)[thing.place // 3]) < 7
-            assert abs(columns.mean() - (11, 32, 53)[thing.place % 3]) < 7
-            assert SIZES[thing.size] - 4 <= max(np.ptp(rows), np.ptp(columns)) + 1 <= SIZES[thing.size]
+            assert abs(rows.mean() - (16, 48, 80)[thing.place // 3]) < 11
+            assert abs(columns.mean() - (16, 48, 80)[thing.place % 3]) < 11
+            assert SIZES[thing.size] - 5 <= max(np.ptp(rows), np.ptp(columns)) + 1 <= SIZES[thing.size]
 
 
 def test_things_come_in_reading_order_at_places_of_their_own(scenes):
@@ -112,6 +114,50 @@ def test_one_style_of_each_icon_is_held_out(tmp_path, monkeypatch):
     assert numbers["train"].isdisjoint(numbers["test"])
     assert numbers["test"] == {names.index(f"{held_out(icon, styles)}/{icon}") for icon in icons}
     assert len(numbers["train"] | numbers["test"]) == len(names)
+
+
+def test_relatives_of_a_kind_are_for_training_only(tmp_path, monkeypatch):
+    names = [f"{style}/{icon}" for style in "ab" for icon in ("banana", "blowfish", "white-heart")]
+    images = np.arange(len(names), dtype=np.uint8)[:, None, None, None] * np.ones((1, 2, 2, 4), np.uint8)
+    np.savez(tmp_path / "sprites.npz", images=images, names=np.array(names))
+    monkeypatch.setattr("specmm.vlm.data.sprites._build", lambda folder: folder / "sprites.npz")
+    monkeypatch.setattr("specmm.vlm.data.sprites.KINDS", [k for k in KINDS if k.name in ("banana", "fish", "heart")])
+    monkeypatch.setattr("specmm.vlm.data.sprites.held_out", lambda icon, styles: styles[0] if styles else "")
+    train, test = (load_sprites(tmp_path, split) for split in ("train", "test"))
+    assert Counter(s.kind for s in train.all) == {"banana": 1, "fish": 2, "heart": 2}
+    assert {s.colour for s in train.of_kind["heart"]} == {"white"}
+    assert [s.kind for s in test.all] == ["banana"]
+    assert (train.varied, test.varied) == (True, False)
+
+
+def test_relatives_are_of_kinds_there_are():
+    assert set(RELATIVES) <= set(BY_NAME)
+    icons = [icon for kind in KINDS for icon in (*kind.icons, *relatives(kind.name))]
+    assert len(icons) == len(set(icons))
+
+
+def test_training_draws_a_thing_a_little_otherwise_each_time():
+    one = Sprite("fish", "", np.full((64, 64, 4), (200, 120, 40, 255), np.uint8))
+    looks = {
+        varied: {_centre(compose(Sprites((one,), varied), Random(i))) for i in range(30)} for varied in (True, False)
+    }
+    assert looks[False] == {(200, 120, 40)} and len(looks[True]) > 20
+
+
+def _centre(scene):
+    """The colour in the middle of the last thing, which nothing covers."""
+    rows, columns = np.nonzero(scene.owner == len(scene.things) - 1)
+    return tuple(scene.image[int(rows.mean()), int(columns.mean())].tolist())
+
+
+def test_the_colour_asked_for_stays():
+    red = Image.new("RGBA", (16, 16), (220, 20, 30, 255))
+    for seed in range(50):
+        kept, free = (np.asarray(vary(red, Random(seed), coloured)).astype(int) for coloured in (True, False))
+        assert kept.shape == free.shape == (16, 16, 4)
+        r, g, b = kept[8, 8, :3]
+        assert r > 1.3 * g and r > 1.3 * b
+        assert np.array_equal(kept, np.asarray(vary(red, Random(seed), True)))
 
 
 def test_an_unknown_split_is_refused(tmp_path):

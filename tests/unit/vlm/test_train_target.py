@@ -11,7 +11,7 @@ from specmm.vlm.data.kinds import KINDS
 from specmm.vlm.data.packing import Encoder, stack
 from specmm.vlm.data.patches import HEADS, IGNORED, NAMES
 from specmm.vlm.data.questions import Turn
-from specmm.vlm.data.scenes import PLACES
+from specmm.vlm.data.scenes import PLACES, R
 from specmm.vlm.data.sprites import Sprite, Sprites
 from specmm.vlm.data.stream import World, learn_tokenizer
 from specmm.vlm.data.tokenizer import build_processor
@@ -30,14 +30,16 @@ from specmm.vlm.train.target import (
 )
 from specmm.vlm.train.text import build_text_model, train_text
 
-SIZES = Sizes(dim=32, layers=2, heads=2, tower_dim=32, tower_layers=1, patch=16)
+SIZES = Sizes(dim=32, layers=2, heads=2, tower_dim=32, tower_layers=1, patch=24)
 
 
 @pytest.fixture(scope="module")
 def world():
     square = np.full((64, 64, 4), 255, np.uint8)
     sprites = Sprites(tuple(Sprite(k.name, colour, square) for k in KINDS for colour in k.icons.values()))
-    return World(sprites, [Example(square[..., :3], (Turn("what color is it?", "red", "easy colour"),))])
+    return World(
+        sprites, [Example(np.full((R, R, 3), 255, np.uint8), (Turn("what color is it?", "red", "easy colour"),))]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +116,9 @@ def test_training_learns_and_a_finished_run_is_taken_up_as_it_is(world, encoder,
 
 def test_a_tower_learns_in_place(world, encoder, model, tmp_path):
     before = model.model.vision_tower.state_dict()["embeddings.patch_embedding.weight"].clone()
-    train_tower(model, world, tmp_path, steps=2, batch=2, lr=1e-3, seed=0)
+    train_tower(model, world, world, tmp_path, steps=2, batch=2, lr=1e-3, seed=0)
+    columns, first = (tmp_path / "loss.csv").read_text().splitlines()
+    assert columns == "step,loss,kind,held out" and 0 <= float(first.split(",")[3]) <= 1
     assert not torch.equal(before, model.model.vision_tower.state_dict()["embeddings.patch_embedding.weight"])
 
 
@@ -133,7 +137,7 @@ def test_loss_counts_answers_only(world, encoder, model):
 
 
 def test_a_saved_model_is_transformers_own(encoder, model, tmp_path):
-    save_model(model, build_processor(encoder.tokenizer, 64, 16), tmp_path)
+    save_model(model, build_processor(encoder.tokenizer, R, SIZES.patch), tmp_path)
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path)
     assert type(loaded).__name__ == "LlavaForConditionalGeneration"
     assert loaded.dtype == torch.bfloat16
@@ -168,7 +172,7 @@ def test_a_text_drafter_learns_and_drafts(world, encoder, model, tmp_path):
     train_text(small, encoder, world, tmp_path, steps=41, batch=4, lr=5e-3)
     losses = [float(line.split(",")[1]) for line in (tmp_path / "loss.csv").read_text().splitlines()[1:]]
     assert losses[-1] < 0.8 * losses[0]
-    pipe = VQAPipeline(model, build_processor(encoder.tokenizer, 64, SIZES.patch), "text-draft", drafter=small)
+    pipe = VQAPipeline(model, build_processor(encoder.tokenizer, R, SIZES.patch), "text-draft", drafter=small)
     picture = Image.fromarray(world.scene(Random(3))[0].image)
     drafted, plain = (pipe(picture, "Where is it?", method=m, max_new_tokens=8) for m in ("text-draft", "ar"))
     assert drafted.answers == plain.answers and drafted.stats.rounds > 0

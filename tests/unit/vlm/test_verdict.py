@@ -1,11 +1,14 @@
 """Speculative Verdict on tiny random VLMs: its scores against one forward an answer, ties, prompts, who is heard."""
 
+import json
+
 import pytest
 import torch
 import transformers as tf
 from PIL import Image
 
 from specmm.vlm.data.tokenizer import build_processor, build_tokenizer
+from specmm.vlm.loading import load_drafter
 from specmm.vlm.pipeline import VQAPipeline
 from specmm.vlm.verdict import Prompts, SpeculativeVerdict, best, consensus, log_perplexities
 
@@ -114,6 +117,24 @@ def test_equal_answers_are_scored_once(experts, picture, monkeypatch):
     )
     table = SpeculativeVerdict(experts, experts[0]).score(picture, QUESTION, ["cat"] * 3 + ["a dog"])
     assert counts == [2] * 4 and torch.equal(table[:, 0], table[:, 2])
+
+
+def test_experts_of_a_folder_are_asked_in_their_own_words(experts, picture, tmp_path):
+    for i, one in enumerate(experts[:2]):
+        one.model.save_pretrained(tmp_path / str(i))
+        one.processor.save_pretrained(tmp_path / str(i))
+    load = lambda: load_drafter("verdict", tmp_path, experts[0].model)  # noqa: E731
+    assert load().prompts == Prompts()
+    words = {"score": "{question}", "expert": "{number}. {answer}", "verdict": "{experts} {question}"}
+    (tmp_path / "prompts.json").write_text(json.dumps(words))
+    found = SpeculativeVerdict(load(), experts[0])
+    assert found.prompts == Prompts(**words) and not found.prompts.reasoned
+    ruling = found(picture, QUESTION, max_new_tokens=3)
+    assert ruling.reasons == [] and len(ruling.heard) == 2, "nobody is asked for reasons that are not passed on"
+    for wrong in ('{"score": 1', '{"scores": "{question}"}', '{"score": "what?"}', "[]"):
+        (tmp_path / "prompts.json").write_text(wrong)
+        with pytest.raises(ValueError, match=r"prompts\.json must hold texts"):
+            load()
 
 
 def test_mistakes_are_named(experts):
