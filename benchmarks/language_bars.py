@@ -25,6 +25,35 @@ def vlm_bars(rows: Sequence[Row]) -> list[Bar]:
     ]
 
 
+def answer_bars(accuracy: Sequence[Row], verdict: Sequence[Row]) -> list[Bar]:
+    """The bars of what the pocket model knows, and of Speculative Verdict."""
+    shares = {r["kind"]: r["accuracy"] for r in accuracy}
+    bars = [
+        Bar(what, f"≥ {least:.0%}", f"{shares[kind]:.1%}" if kind in shares else "", _at_least(shares.get(kind), least))
+        for what, kind, least in (
+            ("pocket/llava on easy-VQA's test questions", "easy all", 0.95),
+            ("pocket/llava on short questions about held-out scenes", "scenes all", 0.85),
+        )
+    ]
+    return bars + [_verdict(verdict, about) for about in dict.fromkeys(r["questions about"] for r in verdict)]
+
+
+def _at_least(found: float | None, least: float) -> bool | None:
+    return None if found is None else found >= least
+
+
+def _verdict(rows: Sequence[Row], about: str) -> Bar:
+    who = {r["who"]: r for r in rows if r["questions about"] == about}
+    heard, alone = who["verdict"], who["judge alone"]
+    expert = max((r for name, r in who.items() if name.startswith("expert")), key=lambda r: r["accuracy"])
+    found = f"{heard['accuracy']:.1%} against {expert['accuracy']:.1%} and {alone['accuracy']:.1%}"
+    interval = f"gain {heard['gain']:+.1%} ({heard['gain_low']:+.1%} to {heard['gain_high']:+.1%})"
+    held = heard["accuracy"] > max(expert["accuracy"], alone["accuracy"])
+    return Bar(
+        f"Verdict on {about} over the best expert and the judge alone", "above both", f"{found}, {interval}", held
+    )
+
+
 def text_bars(rows: Sequence[Row], name: str, kinds: Sequence[str], greedy: float, sampled: float = 0.0) -> list[Bar]:
     """The bars of text drafters on ``kinds`` of prompts of the model ``name``; without ``sampled`` the greedy one."""
     cold = [r for kind in kinds for r in _part(rows, kind, 0, 1)]
@@ -32,11 +61,11 @@ def text_bars(rows: Sequence[Row], name: str, kinds: Sequence[str], greedy: floa
     if not sampled:
         return bars
     warm = [r for kind in kinds for r in _part(rows, kind, 1, 1)]
-    others = ("prompt-lookup", "transformers prompt lookup", "text-draft", "transformers assisted")
+    others = ("transformers prompt lookup", "text-draft", "transformers assisted")
     return [
         *bars,
         _fastest(warm, ("deer", "block"), f"{name}: DEER or block at temperature 1", sampled),
-        _ahead(cold, ("deer", "block"), others, f"{name}: ahead of lookup and of an AR drafter, greedy"),
+        _ahead(cold, ("deer", "block"), others, f"{name}: ahead of transformers' lookup and of an AR drafter, greedy"),
         _diffuspec(cold, name),
         _search(cold, name),
     ]

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bars import bars, mar_bars, metric_bars, var_bars
+from benchmarks.bars import bars, job_bars, mar_bars, metric_bars, var_bars
 from benchmarks.common import Row, read_results
-from benchmarks.language_bars import text_bars, vlm_bars
+from benchmarks.language_bars import answer_bars, text_bars, vlm_bars
 from benchmarks.plots import best_by_budget, draw_plots
 from specmm.metrics.report import cell, table
 
 NAMES = (
     *("speed", "quality", "acceptance", "single_position", "autotune", "cifar_fid", "frechet_speed", "mar", "var"),
-    *("vlm_speed", "text_speed_coder", "text_speed_smollm2"),
+    *("vlm_speed", "vqa_accuracy", "verdict", "text_speed_coder", "text_speed_smollm2", "jobs"),
 )
 SPEED = {
     "method": "method",
@@ -139,8 +139,10 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
             *mar_bars(rows["mar"]),
             *var_bars(rows["var"]),
             *vlm_bars(rows["vlm_speed"]),
+            *answer_bars(rows["vqa_accuracy"], rows["verdict"]),
             *text_bars(rows["text_speed_coder"], "pocket/coder", ("code",), 2.5, 1.7),
             *text_bars(rows["text_speed_smollm2"], "SmolLM2-135M", ("prose", "tasks"), 2.0),
+            *job_bars(rows["jobs"]),
         ]
     ]
     parts += ["## Bars", table(held)]
@@ -183,6 +185,10 @@ def _languages(rows: dict[str, list[Row]]) -> list[str]:
     found = []
     if rows["vlm_speed"]:
         found += ["## Questions about pictures: pocket/llava", table(rows["vlm_speed"], LANGUAGE)]
+    if rows["vqa_accuracy"]:
+        found += ["## Answers that are right, pocket/llava", table(rows["vqa_accuracy"])]
+    if rows["verdict"]:
+        found += ["## Speculative Verdict, pocket/llava and its experts", table(rows["verdict"])]
     for name, title in (("text_speed_coder", "pocket/coder"), ("text_speed_smollm2", "SmolLM2-135M")):
         if rows[name]:
             found += [f"## Continued text: {title}", table(rows[name], TEXT)]

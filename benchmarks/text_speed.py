@@ -8,6 +8,7 @@ with the same seed, so that whatever else the machine does falls on all alike. W
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,8 +100,15 @@ def contenders(pipe: TextPipeline, temperature: float, batch: int) -> list[Runne
     if batch == 1:
         found.append(Runner("transformers prompt lookup", theirs(pipe, temperature, prompt_lookup_num_tokens=8)))
         if drafts(pipe, methods.TextDraft()):
-            assistant = pipe.drafter("text-draft").model
+            assistant = _of_size(pipe.drafter("text-draft").model, len(pipe.model.get_input_embeddings().weight))
             found.append(Runner("transformers assisted", theirs(pipe, temperature, assistant_model=assistant)))
+    return found
+
+
+def _of_size(assistant: Any, vocabulary: int) -> Any:
+    """A copy without the tokens only the drafter has (a mask), since transformers asks for equal vocabularies."""
+    found = copy.deepcopy(assistant)
+    found.resize_token_embeddings(vocabulary)
     return found
 
 

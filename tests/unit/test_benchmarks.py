@@ -9,13 +9,11 @@ import torch
 from benchmarks import arithmetic, quality
 from benchmarks.acceptance import Contest, measure_acceptance, play
 from benchmarks.autotune import measure_autotune
-from benchmarks.bars import bars, metric_bars
 from benchmarks.common import balanced_labels, label, load_pipeline, parse, read_results, write_results
 from benchmarks.contenders import QUALITY, SPEED
 from benchmarks.drafting import GreedyDrafter, IndependentDrafter, draw_siblings, through_rank_one, widths_for
 from benchmarks.gpu import llamagen
-from benchmarks.language_bars import text_bars, vlm_bars
-from benchmarks.report import render, write_report
+from benchmarks.report import write_report
 from benchmarks.run import main, read_arguments
 from benchmarks.samples import SampleSet
 from benchmarks.settings import Options
@@ -163,59 +161,6 @@ def test_speed_acceptance_autotune_and_their_report(options):
     text = write_report(options.out).read_text()
     for part in ("## Bars", "## Speed", "## Acceptance by rule", "## One position", "## Autotune", "tau.png"):
         assert part in text
-
-
-def test_bars():
-    speed = [
-        {"method": "ar", "speedup": 1.0, "certificate": "exact", "baseline": True},
-        {"method": "lantern++(a)", "speedup": 2.5, "certificate": "bounded", "host_overhead": 0.1, "realised": 0.9},
-        {"method": "lantern++(b)", "speedup": 2.1, "certificate": "bounded", "host_overhead": 0.1, "realised": 0.9},
-        {"method": "speculative", "speedup": 1.6, "certificate": "exact", "host_overhead": 0.2, "realised": 0.8},
-    ]
-    good = {"fid_ratio": 1.05, "kid_ratio": 1.0, "compared_at": 2048}
-    qualities = [{"method": "lantern++(a)", **good, "kid_ratio": 1.3}, {"method": "lantern++(b)", **good}]
-    autotune = [{"batch": b, "ratio": 1.0} for b in (1, 4, 16)]
-    assert [b.met for b in bars(speed, qualities, autotune)] == [True, True, False, True, False]
-    few = [{**q, "compared_at": 640} for q in qualities]
-    assert [b.met for b in bars(speed, few, autotune[:2])] == [False, True, False, None, False]
-    assert {b.verdict for b in bars([], [], [])} == {"not measured"}
-    assert "not measured" in render({})
-
-
-def test_bars_of_the_metrics():
-    cifar = [{"test": 10_000, "train": 5_000, "fid": 7.9}, {"test": 10_000, "train": 10_000, "fid": 5.24}]
-    ours = {"library": "specmm", "features fed": "batches", "compute_speedup": 2.3, "memory_ratio": 0.46}
-    assert [b.met for b in metric_bars(cifar, [ours])] == [True, True]
-    worse = [{**cifar[1], "fid": 5.4}], [ours, {**ours, "memory_ratio": 0.6}]
-    assert [b.met for b in metric_bars(*worse)] == [False, False]
-    assert [b.met for b in metric_bars(cifar[:1], [])] == [None, None]
-
-
-def language_row(kind, temperature, batch, method, speedup, **more):
-    equal = None if temperature else 1.0
-    facts = dict(questions=kind, temperature=temperature, batch=batch, method=method, speedup=speedup, tau=2.0)
-    return {**facts, "token_equal": equal, "certificate": "exact", **more}
-
-
-def test_bars_of_questions():
-    rows = [language_row("describe", 0.0, 1, m, s) for m, s in (("msd(total=8)", 2.1), ("text-draft", 1.5))]
-    rows += [language_row("describe", 1.0, 1, "msd", 1.5), language_row("text", 1.0, 1, "msd", 3.0)]
-    rows += [language_row("describe", 0.0, 8, m, s) for m, s in (("msd", 1.3), ("auto", 0.9))]
-    assert [b.met for b in vlm_bars(rows)] == [True, False, True, True, False]
-    unequal = [{**r, "token_equal": 0.9} if r["temperature"] == 0 else r for r in rows]
-    assert [b.met for b in vlm_bars(unequal)] == [None, False, True, None, False]
-    assert {b.met for b in vlm_bars([])} == {None}
-
-
-def test_bars_of_text():
-    cold = (("deer(length=3)", 2.6), ("prompt-lookup", 1.2), ("diffuspec", 1.4))
-    rows = [language_row("code", 0.0, 1, m, s, search_share=0.02) for m, s in cold]
-    rows.append(language_row("code", 0.0, 1, "diffuspec(search=False, adaptive=False)", 1.3, tau=1.5))
-    rows.append(language_row("code", 1.0, 1, "block", 1.6))
-    assert [b.met for b in text_bars(rows, "it", ("code",), 2.5, 1.7)] == [True, False, True, True, True]
-    rows[1]["speedup"], rows[2]["search_share"], rows[3]["tau"] = 2.7, 0.04, 2.1
-    assert [b.met for b in text_bars(rows, "it", ("code",), 2.5, 1.7)] == [True, False, False, False, False]
-    assert [b.met for b in text_bars(rows, "it", ("prose",), 2.0)] == [None]
 
 
 def test_single_position_stays_below_the_bound():

@@ -1,0 +1,105 @@
+"""The bars of the issues: what counts as met, as missed and as not measured."""
+
+import numpy as np
+import pytest
+
+from benchmarks.bars import bars, job_bars, metric_bars, var_bars
+from benchmarks.language_bars import answer_bars, text_bars, vlm_bars
+from benchmarks.report import render
+from benchmarks.verdict import ALONE, HEARD, Tally, majority
+from benchmarks.vqa_accuracy import Asked
+
+
+def test_bars():
+    speed = [
+        {"method": "ar", "speedup": 1.0, "certificate": "exact", "baseline": True},
+        {"method": "lantern++(a)", "speedup": 2.5, "certificate": "bounded", "host_overhead": 0.1, "realised": 0.9},
+        {"method": "lantern++(b)", "speedup": 2.1, "certificate": "bounded", "host_overhead": 0.1, "realised": 0.9},
+        {"method": "speculative", "speedup": 1.6, "certificate": "exact", "host_overhead": 0.2, "realised": 0.8},
+    ]
+    good = {"fid_ratio": 1.05, "kid_ratio": 1.0, "compared_at": 2048}
+    qualities = [{"method": "lantern++(a)", **good, "kid_ratio": 1.3}, {"method": "lantern++(b)", **good}]
+    autotune = [{"batch": b, "ratio": 1.0} for b in (1, 4, 16)]
+    assert [b.met for b in bars(speed, qualities, autotune)] == [True, True, False, True, False]
+    few = [{**q, "compared_at": 640} for q in qualities]
+    assert [b.met for b in bars(speed, few, autotune[:2])] == [False, True, False, None, False]
+    assert {b.verdict for b in bars([], [], [])} == {"not measured"}
+    assert "not measured" in render({})
+
+
+def test_bars_of_the_metrics():
+    cifar = [{"test": 10_000, "train": 5_000, "fid": 7.9}, {"test": 10_000, "train": 10_000, "fid": 5.24}]
+    ours = {"library": "specmm", "features fed": "batches", "compute_speedup": 2.3, "memory_ratio": 0.46}
+    assert [b.met for b in metric_bars(cifar, [ours])] == [True, True]
+    worse = [{**cifar[1], "fid": 5.4}], [ours, {**ours, "memory_ratio": 0.6}]
+    assert [b.met for b in metric_bars(*worse)] == [False, False]
+    assert [b.met for b in metric_bars(cifar[:1], [])] == [None, None]
+
+
+def language_row(kind, temperature, batch, method, speedup, **more):
+    equal = None if temperature else 1.0
+    facts = dict(questions=kind, temperature=temperature, batch=batch, method=method, speedup=speedup, tau=2.0)
+    return {**facts, "token_equal": equal, "certificate": "exact", **more}
+
+
+def test_bars_of_questions():
+    rows = [language_row("describe", 0.0, 1, m, s) for m, s in (("msd(total=8)", 2.1), ("text-draft", 1.5))]
+    rows += [language_row("describe", 1.0, 1, "msd", 1.5), language_row("text", 1.0, 1, "msd", 3.0)]
+    rows += [language_row("describe", 0.0, 8, m, s) for m, s in (("msd", 1.3), ("auto", 0.9))]
+    assert [b.met for b in vlm_bars(rows)] == [True, False, True, True, False]
+    unequal = [{**r, "token_equal": 0.9} if r["temperature"] == 0 else r for r in rows]
+    assert [b.met for b in vlm_bars(unequal)] == [None, False, True, None, False]
+    assert {b.met for b in vlm_bars([])} == {None}
+
+
+def test_bars_of_text():
+    cold = (("deer(length=3)", 2.6), ("transformers prompt lookup", 1.2), ("diffuspec", 1.4))
+    rows = [language_row("code", 0.0, 1, m, s, search_share=0.02) for m, s in cold]
+    rows.append(language_row("code", 0.0, 1, "diffuspec(search=False, adaptive=False)", 1.3, tau=1.5))
+    rows.append(language_row("code", 1.0, 1, "block", 1.6))
+    assert [b.met for b in text_bars(rows, "it", ("code",), 2.5, 1.7)] == [True, False, True, True, True]
+    rows[1]["speedup"], rows[2]["search_share"], rows[3]["tau"] = 2.7, 0.04, 2.1
+    assert [b.met for b in text_bars(rows, "it", ("code",), 2.5, 1.7)] == [True, False, False, False, False]
+    assert [b.met for b in text_bars(rows, "it", ("prose",), 2.0)] == [None]
+
+
+def test_bars_of_jobs():
+    rows = [
+        {"way": "local, batch 1", "over_loop": 0.6, "items_a_second": 1.0, "bit_equal": True},
+        {"way": "local, batch 16", "over_loop": 2.5, "items_a_second": 4.0, "bit_equal": True},
+        {"way": "accelerate, one rank", "items_a_second": 3.7, "bit_equal": True},
+        {"way": "ray, one actor", "over_local": 1.1},
+    ]
+    assert [b.met for b in job_bars(rows)] == [True, False, True, True]
+    rows[0]["bit_equal"] = False
+    assert [b.met for b in job_bars([rows[0], rows[3]])] == [False, None, True, False]
+    assert [b.met for b in job_bars([])] == [None] * 4
+
+
+def test_the_bar_of_code_s_ideal_shows_the_worst_and_the_best():
+    rows = [
+        {"method": f"code, N = {n}", "batch": 16, "speedup": 1.8, "fid_ratio": 1.0, "samples": 9, "realised": x}
+        for n, x in ((2, 0.5), (5, 0.95))
+    ]
+    found = var_bars(
+        [*rows, {"method": "code, planner's N", "batch": 16, "speedup": 2.0, "fid_ratio": 1, "samples": 9}]
+    )
+    assert [b.met for b in found] == [None, True, False]
+    assert found[2].found == "0.50 with code, N = 2 to 0.95 with code, N = 5"
+
+
+def test_accuracy_and_verdict():
+    tally, asked = Tally(), Asked(np.zeros((2, 2, 3), np.uint8), "?", {"a cat"}, "what")
+    for judge, heard, expert in [("a cat", "a cat", "a cat")] * 6 + [("a dog", " a cat", "a cat"), ("a cat", "", "x")]:
+        tally.add(ALONE, asked, judge, 1.0)
+        tally.add(HEARD, asked, heard, 2.0)
+        tally.add("expert 1", asked, expert)
+    rows = {r["who"]: r for r in tally.rows("scenes")}
+    assert [rows[who]["right"] for who in (ALONE, HEARD, "expert 1")] == [7, 7, 7]
+    assert rows[HEARD]["gain"] == 0 and rows[HEARD]["gain_high"] == pytest.approx(1.96 * 2**0.5 / 8)
+    assert rows[HEARD]["seconds"] == 2 and "seconds" not in rows["expert 1"]
+    accuracy = [{"kind": "easy all", "accuracy": 0.96}, {"kind": "scenes all", "accuracy": 0.8}]
+    assert [b.met for b in answer_bars(accuracy, list(rows.values()))] == [True, False, False]
+    rows[HEARD]["accuracy"] = 0.99
+    assert [b.met for b in answer_bars([], list(rows.values()))] == [None, None, True]
+    assert majority(["a", "b", "b"]) == "b" and majority(["b", "a"]) == "b"
