@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -61,6 +61,10 @@ class Prompts:
     def reasoned(self) -> bool:
         """Whether experts are asked for reasons."""
         return "{reasoning}" in self.expert
+
+    def save(self, folder: Path) -> None:
+        """Write them beside the experts in ``folder``, where :meth:`Experts.load` finds them."""
+        (folder / PROMPTS).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     def ask(self, question: str, answers: Sequence[str], reasons: Sequence[str] | None = None) -> str:
         """What the verdict model is asked once it knows the experts' ``answers`` and ``reasons``, best first."""

@@ -29,6 +29,12 @@ def llava(
     heads: Annotated[int, typer.Option(min=1, help="Its attention heads.")] = 4,
     tower_dim: Annotated[int, typer.Option(min=32, help="Width of the vision tower, a multiple of 32.")] = 192,
     tower_layers: Annotated[int, typer.Option(min=1, help="Layers of the vision tower.")] = 4,
+    drafts_for: Annotated[
+        Path | None, typer.Option(help="Folder of a larger model: this one becomes its drafters/vlm.")
+    ] = None,
+    expert_of: Annotated[
+        Path | None, typer.Option(help="Folder of a larger model: this one becomes its drafters/experts/SEED.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of checkpoints and loss curves; the model is OUT/model.")] = Path(
         "runs/llava"
     ),
@@ -36,16 +42,33 @@ def llava(
 ) -> None:
     """Train a small LLaVA that transformers loads as it is."""
     writable(out)
+    place = _place(out, drafts_for, expert_of, seed)
     with stdout_reserved():
         from specmm.vlm.train.target import Sizes
 
         sizes = Sizes(dim, layers, heads, tower_dim, tower_layers)
-        _train(data, out, sizes, (tower_steps, align_steps, steps, together_steps), batch, lr, seed)
-    done({"kind": "llava", "steps": steps, "outputs": [str(out / "model")]}, as_json)
+        _train(data, out, place, sizes, (tower_steps, align_steps, steps, together_steps), batch, lr, seed)
+        if expert_of is not None:
+            from specmm.vlm.data.opinions import PROMPTS
+
+            PROMPTS.save(place.parent)
+    done({"kind": "llava", "steps": steps, "outputs": [str(place)]}, as_json)
+
+
+def _place(out: Path, drafts_for: Path | None, expert_of: Path | None, seed: int) -> Path:
+    """Where the trained model goes."""
+    if drafts_for is not None and expert_of is not None:
+        raise ValueError(f"give --drafts-for or --expert-of, not both, got {drafts_for} and {expert_of}")
+    larger = drafts_for or expert_of
+    if larger is None:
+        return out / "model"
+    if not (larger / "config.json").is_file():
+        raise ValueError(f"{larger} must hold a model (config.json), train that one first")
+    return writable(larger / "drafters" / ("vlm" if drafts_for else f"experts/{seed}"))
 
 
 def _train(
-    data: Path, out: Path, sizes: Any, steps: tuple[int, int, int, int], batch: int, lr: float, seed: int
+    data: Path, out: Path, place: Path, sizes: Any, steps: tuple[int, int, int, int], batch: int, lr: float, seed: int
 ) -> None:
     from transformers import AutoProcessor
 
@@ -69,7 +92,7 @@ def _train(
     train_target(
         model, encoder, training, held_out, out / "together", steps=steps[3], lr=lr / 10, vision=True, **options
     )
-    save_model(model, processor, out / "model")
+    save_model(model, processor, place)
 
 
 def text(

@@ -70,6 +70,13 @@ def test_bad_models_and_commands(tmp_path: Path) -> None:
     assert "missing" in refused("generate").lower()
 
 
+def test_a_small_model_beside_none(tmp_path: Path) -> None:
+    train = ("train", "llava", "--out", tmp_path / "out")
+    assert "not both" in refused(*train, "--drafts-for", tmp_path, "--expert-of", tmp_path)
+    assert "must hold a model (config.json)" in refused(*train, "--expert-of", tmp_path)
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
 def test_an_unwritable_folder(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for command in (("generate", tiny, "--class", "heart"), ("demo", "--model", tiny)):

@@ -1,7 +1,5 @@
 """Speculative Verdict on tiny random VLMs: its scores against one forward an answer, ties, prompts, who is heard."""
 
-import json
-
 import pytest
 import torch
 import transformers as tf
@@ -126,7 +124,7 @@ def test_experts_of_a_folder_are_asked_in_their_own_words(experts, picture, tmp_
     load = lambda: load_drafter("verdict", tmp_path, experts[0].model)  # noqa: E731
     assert load().prompts == Prompts()
     words = {"score": "{question}", "expert": "{number}. {answer}", "verdict": "{experts} {question}"}
-    (tmp_path / "prompts.json").write_text(json.dumps(words))
+    Prompts(**words).save(tmp_path)
     found = SpeculativeVerdict(load(), experts[0])
     assert found.prompts == Prompts(**words) and not found.prompts.reasoned
     ruling = found(picture, QUESTION, max_new_tokens=3)
