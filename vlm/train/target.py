@@ -214,7 +214,7 @@ def train_target(
             logits = logits_of(rows)
         return {"loss": answer_loss(logits, rows), **right}
 
-    fit(model, step, out=out, steps=steps, lr=lr)
+    fit(model, step, out=out, steps=steps, lr=lr, muon=MUON * lr)
 
 
 def answer_logits(model: LlavaForConditionalGeneration, batch: Batch) -> Tensor:
