@@ -107,6 +107,12 @@ class Ruling:
     heard: list[int]
     reasons: list[str]
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: experts are numbered from 0."""
+        table, scores = self.log_perplexities.tolist(), self.scores.tolist()
+        said = {"answers": self.answers, "scores": scores, "heard": self.heard, "reasons": self.reasons}
+        return said | {"log_perplexities": table}
+
 
 class SpeculativeVerdict:
     """``experts`` (two or more) and the model of the ``verdict``, which may be one of them; ``hear`` m of the experts.

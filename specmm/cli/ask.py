@@ -55,8 +55,18 @@ def ask(
         out = pipe(list(images), question, Echo(pipe), max_new_tokens=max_new_tokens, seed=seed, **sampling)
         seconds = time.perf_counter() - begin
     asked = {"question": question, "images": [str(i) for i in images]}
-    report = report_of(model, chosen, out, seed, seconds, sampling) | asked | {"outputs": out.answers}
+    ruled = {} if out.ruling is None else {"ruling": out.ruling.as_dict()}
+    report = report_of(model, chosen, out, seed, seconds, sampling) | asked | {"outputs": out.answers} | ruled
     show(report, out, label(chosen), as_json)
+    if ruled and not as_json:
+        say_who_spoke(out.ruling)
+
+
+def say_who_spoke(ruling: Any) -> None:
+    """A line for every expert of Speculative Verdict."""
+    for i, (answer, score) in enumerate(zip(ruling.answers, ruling.scores.tolist(), strict=True)):
+        heard = f"heard as number {ruling.heard.index(i) + 1}" if i in ruling.heard else "not heard"
+        say(f"expert {i + 1}     {answer!r}, consensus {score:.2f} (lower is better), {heard}")
 
 
 def report_of(model: str, method: Any, out: Any, seed: int, seconds: float, sampling: dict[str, Any]) -> dict[str, Any]:
