@@ -79,7 +79,8 @@ def var_bars(rows: Sequence[Row]) -> list[Bar]:
         return [plain, Bar(what, asked, "", None)]
     good = [r for r in pairs if r["fid_ratio"] <= 1.1]
     best = max(good or pairs, key=lambda r: r["speedup"] if good else -abs(r["speedup"] - 1.7))
-    found = f"{best['speedup']:.2f}× with {best['method']}, FID {best['fid_ratio']:.3f} at {best['samples']} samples"
+    which = f"{best['method']} ({best['n']})" if "N =" not in best["method"] and "n" in best else best["method"]
+    found = f"{best['speedup']:.2f}× with {which}, FID {best['fid_ratio']:.3f} at {best['samples']} samples"
     held = best["speedup"] >= 1.7 and best["fid_ratio"] <= 1.1
     return [plain, Bar(what, asked, found, held), *_ideal(pairs)]
 

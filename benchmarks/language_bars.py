@@ -35,7 +35,7 @@ def answer_bars(accuracy: Sequence[Row], verdict: Sequence[Row]) -> list[Bar]:
             ("pocket/llava on short questions about held-out scenes", "scenes all", 0.85),
         )
     ]
-    return bars + [_verdict(verdict, about) for about in dict.fromkeys(r["questions about"] for r in verdict)]
+    return bars + [_verdict(verdict, about) for about in ("scenes", "easy-VQA")]
 
 
 def _at_least(found: float | None, least: float) -> bool | None:
@@ -43,15 +43,16 @@ def _at_least(found: float | None, least: float) -> bool | None:
 
 
 def _verdict(rows: Sequence[Row], about: str) -> Bar:
+    what, asked = f"Verdict on {about} over the best expert and the judge alone", "above both"
     who = {r["who"]: r for r in rows if r["questions about"] == about}
+    if not who:
+        return Bar(what, asked, "", None)
     heard, alone = who["verdict"], who["judge alone"]
     expert = max((r for name, r in who.items() if name.startswith("expert")), key=lambda r: r["accuracy"])
     found = f"{heard['accuracy']:.1%} against {expert['accuracy']:.1%} and {alone['accuracy']:.1%}"
-    interval = f"gain {heard['gain']:+.1%} ({heard['gain_low']:+.1%} to {heard['gain_high']:+.1%})"
+    interval = f"over the judge {heard['gain']:+.1%} ({heard['gain_low']:+.1%} to {heard['gain_high']:+.1%})"
     held = heard["accuracy"] > max(expert["accuracy"], alone["accuracy"])
-    return Bar(
-        f"Verdict on {about} over the best expert and the judge alone", "above both", f"{found}, {interval}", held
-    )
+    return Bar(what, asked, f"{found}; {interval}", held)
 
 
 def text_bars(rows: Sequence[Row], name: str, kinds: Sequence[str], greedy: float, sampled: float = 0.0) -> list[Bar]:

@@ -75,6 +75,8 @@ def row(setting: Setting, plain: Setting, batch: int) -> Row:
     if isinstance(method, methods.CoDe) and method.n != -1:
         best = ideal(setting.pipe, method.n, batch)
         found |= {"n": method.n, "ideal": best, "realised": _loop(plain) / loop / best}
+    elif method == "code":
+        found["n"] = setting.pipe.plan(batch).n
     return found
 
 

@@ -144,7 +144,17 @@ def _resume(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer
     if not path.exists():
         return 0
     saved = torch.load(path, weights_only=True)
-    model.load_state_dict(saved["model"])
+    try:
+        model.load_state_dict(saved["model"])
+    except RuntimeError as error:
+        raise ValueError(
+            f"{path} is of another model ({str(error).splitlines()[-1].strip()}), use another folder"
+        ) from error
+    if len(saved["optimizers"]) != len(optimizers):
+        counts = f"{len(saved['optimizers'])} optimizers, this one has {len(optimizers)}"
+        raise ValueError(
+            f"{path} is of a training with {counts}: finish it with the version it was begun with, or remove it"
+        )
     for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
         optimizer.load_state_dict(state)
     return int(saved["step"])

@@ -2,7 +2,7 @@
 
 Its gain is accuracy, not speed. Every expert scores every answer in one forward; answers on which the experts'
 perplexities agree with those of their own answers make the consensus (cross-perplexity), and the best few experts
-reason again for the verdict model. Source: Speculative Verdict (arXiv 2510.20812).
+are heard by the verdict model, with reasons if it wants them. Source: Speculative Verdict (arXiv 2510.20812).
 
 Shape letters: K experts (and answers), U different answers, L positions, V vocabulary.
 """
@@ -30,8 +30,13 @@ FIELDS = {
     "expert": {"number", "reasoning", "answer"},
     "verdict": {"question", "experts"},
 }
-OPTIONAL = {"number", "reasoning"}
+OPTIONAL = {"number", "reasoning"}  # of an expert's line
 PROMPTS = "prompts.json"  # beside the experts of a model that was taught other words
+
+
+def fields_of(text: str) -> set[str]:
+    """What ``str.format`` fills into ``text``; raises ``ValueError`` where a brace is left open."""
+    return {field for _, field, _, _ in Formatter().parse(text) if field is not None}
 
 
 @dataclass(frozen=True)
@@ -53,14 +58,16 @@ class Prompts:
 
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self)):
-            found = {field for _, field, _, _ in Formatter().parse(getattr(self, name)) if field is not None}
-            if not FIELDS[name] - OPTIONAL <= found <= FIELDS[name]:
-                raise ValueError(f"prompt {name!r} must use {sorted(FIELDS[name])}, got {sorted(found)}; add or remove")
+            found, needed = fields_of(getattr(self, name)), FIELDS[name] - OPTIONAL
+            if not needed <= found <= FIELDS[name]:
+                may = sorted(FIELDS[name] - needed)
+                wanted = f"{sorted(needed)}" + (f" and may use {may}" if may else "")
+                raise ValueError(f"prompt {name!r} must use {wanted}, got {sorted(found)}; add or remove")
 
     @property
     def reasoned(self) -> bool:
         """Whether experts are asked for reasons."""
-        return "{reasoning}" in self.expert
+        return "reasoning" in fields_of(self.expert)
 
     def save(self, folder: Path) -> None:
         """Write them beside the experts in ``folder``, where :meth:`Experts.load` finds them."""
@@ -97,7 +104,8 @@ class Experts(list[VQAPipeline]):
 @dataclass(frozen=True)
 class Ruling:
     """``answer`` of the verdict model; ``answers`` of the K experts with their ``scores`` [K] (lower: more plausible
-    to all), ``log_perplexities`` [K, K] (model by answer), and who was ``heard``, best first, with what ``reasons``.
+    to all), ``log_perplexities`` [K, K] (model by answer), and who was ``heard``, best first, with what
+    ``reasons`` (none where the judge is not told any).
     """
 
     answer: str

@@ -57,8 +57,14 @@ def msd(
 
 def _source(processor: Any, target: Any, data: Path) -> Any:
     """Draws training examples of an MSD head."""
+    from specmm.vlm.data.scenes import R
     from specmm.vlm.train.msd import Example
 
+    sees = target.model.config.vision_config.image_size
+    if sees != R:
+        raise ValueError(
+            f"the target must see {R} pixels a side, as the training pictures have, got {sees}; train it anew"
+        )
     sample_of = conversations(processor.tokenizer, target.model.config.image_seq_length, data)
 
     def draw(random: Any, visual: bool) -> Example:

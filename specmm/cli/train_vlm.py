@@ -5,6 +5,7 @@ Other sizes and seeds make the small models that draft for it or answer beside i
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,9 +36,10 @@ def llava(
     expert_of: Annotated[
         Path | None, typer.Option(help="Folder of a larger model: this one becomes its drafters/experts/SEED.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of checkpoints and loss curves; the model is OUT/model.")] = Path(
-        "runs/llava"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder of checkpoints and loss curves, and of the model (OUT/model) if it stands alone."),
+    ] = Path("runs/llava"),
     as_json: Json = False,
 ) -> None:
     """Train a small LLaVA that transformers loads as it is."""
@@ -47,6 +49,7 @@ def llava(
         from specmm.vlm.train.target import Sizes
 
         sizes = Sizes(dim, layers, heads, tower_dim, tower_layers)
+        _check_same(out, {**vars(sizes), "seed": seed, "model": str(place)})
         _train(data, out, place, sizes, (tower_steps, align_steps, steps, together_steps), batch, lr, seed)
         if expert_of is not None:
             from specmm.vlm.data.opinions import PROMPTS
@@ -62,9 +65,24 @@ def _place(out: Path, drafts_for: Path | None, expert_of: Path | None, seed: int
     larger = drafts_for or expert_of
     if larger is None:
         return out / "model"
+    from specmm.vlm.loading import PLACES
+
     if not (larger / "config.json").is_file():
         raise ValueError(f"{larger} must hold a model (config.json), train that one first")
-    return writable(larger / "drafters" / ("vlm" if drafts_for else f"experts/{seed}"))
+    place = larger / "drafters" / (PLACES["vlm-draft"] if drafts_for else f"{PLACES['verdict']}/{seed}")
+    if (place / "config.json").exists():
+        raise ValueError(f"{place} holds a model already, remove it or give another --seed")
+    return place
+
+
+def _check_same(out: Path, run: dict[str, Any]) -> None:
+    """Note in ``out`` what is trained there; a folder in which something else was begun cannot be gone on with."""
+    note = out / "run.json"
+    if not note.exists():
+        note.write_text(json.dumps(run, indent=1) + "\n")
+    elif (found := json.loads(note.read_text())) != run:
+        other = ", ".join(f"{k} {found.get(k)}" for k in run if found.get(k) != run[k])
+        raise ValueError(f"{out} holds the training of another model ({other}), give this one its own --out")
 
 
 def _train(

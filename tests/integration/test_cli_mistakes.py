@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from specmm.cli import app
+from specmm.cli.train_vlm import _check_same, _place
 from specmm.image_ar.tokens.drafters.fingerprint import target_fingerprint
 from specmm.image_ar.tokens.loading import load_gpt
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
@@ -75,6 +76,22 @@ def test_a_small_model_beside_none(tmp_path: Path) -> None:
     assert "not both" in refused(*train, "--drafts-for", tmp_path, "--expert-of", tmp_path)
     assert "must hold a model (config.json)" in refused(*train, "--expert-of", tmp_path)
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+    for role, place in (("--drafts-for", "drafters/vlm"), ("--expert-of", "drafters/experts/7")):
+        larger = tmp_path / role
+        (larger / place).mkdir(parents=True)
+        (larger / "config.json").write_text("{}")
+        assert str(larger / place) in str(
+            _place(tmp_path, *((larger, None) if "drafts" in role else (None, larger)), 7)
+        )
+        (larger / place / "config.json").write_text("{}")
+        assert f"{larger / place} holds a model already" in refused(*train, "--seed", 7, role, larger)
+
+
+def test_a_folder_in_which_another_model_was_begun(tmp_path: Path) -> None:
+    _check_same(tmp_path, {"seed": 1, "dim": 8})
+    _check_same(tmp_path, {"seed": 1, "dim": 8})
+    with pytest.raises(ValueError, match=r"another model \(seed 1\), give this one its own --out"):
+        _check_same(tmp_path, {"seed": 2, "dim": 8})
 
 
 def test_an_unwritable_folder(tiny: Path, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_accuracy_and_verdict():
     assert rows[HEARD]["gain"] == 0 and rows[HEARD]["gain_high"] == pytest.approx(1.96 * 2**0.5 / 8)
     assert rows[HEARD]["seconds"] == 2 and "seconds" not in rows["expert 1"]
     accuracy = [{"kind": "easy all", "accuracy": 0.96}, {"kind": "scenes all", "accuracy": 0.8}]
-    assert [b.met for b in answer_bars(accuracy, list(rows.values()))] == [True, False, False]
+    assert [b.met for b in answer_bars(accuracy, list(rows.values()))] == [True, False, False, None]
     rows[HEARD]["accuracy"] = 0.99
-    assert [b.met for b in answer_bars([], list(rows.values()))] == [None, None, True]
+    assert [b.met for b in answer_bars([], list(rows.values()))] == [None, None, True, None]
     assert majority(["a", "b", "b"]) == "b" and majority(["b", "a"]) == "b"

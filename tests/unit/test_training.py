@@ -92,3 +92,13 @@ def test_a_curve_has_every_step_once_and_no_torn_line(tmp_path):
     fit(model, step, out=tmp_path, steps=101, lr=0.05)
     with (tmp_path / "loss.csv").open() as file:
         assert [row["step"] for row in csv.DictReader(file)] == ["0", "20", "40", "60", "80", "100"]
+
+
+def test_a_checkpoint_of_another_training_is_refused(tmp_path):
+    model, step = model_and_step(layers=2)
+    fit(model, step, out=tmp_path, steps=3, lr=0.05)
+    with pytest.raises(ValueError, match="of a training with 1 optimizers, this one has 2"):
+        fit(model, step, out=tmp_path, steps=5, lr=0.05, muon=0.01)
+    other, step = model_and_step(layers=3)
+    with pytest.raises(ValueError, match="of another model"):
+        fit(other, step, out=tmp_path, steps=5, lr=0.05)

@@ -69,7 +69,7 @@ KINDS = (
     _kind("tree", "deciduous-tree evergreen-tree", "a plant", "It is tall and green.", "Birds build nests in it."),
     _kind("umbrella", "umbrella", "a useful thing", "It is round and has a handle.", "It keeps the rain away."),
 )  # fmt: skip
-RELATIVES = {  # icons of a kind that only training sees, in every style: what makes it one is not its one picture
+RELATIVES = {  # icons of a kind for training only, in styles that no icon of the kind is held out in
     "bag": "clutch-bag shopping-bags briefcase",
     "book": "notebook notebook-with-decorative-cover ledger books",
     "car": "oncoming-automobile taxi racing-car police-car",

@@ -73,13 +73,14 @@ def load_sprites(folder: Path, split: str = "train") -> Sprites:
     pairs = [str(name).split("/") for name in data["names"]]
     found = []
     for kind in KINDS:
+        shown = {icon: sorted(style for style, name in pairs if name == icon) for icon in kind.icons}
+        unseen = {icon: held_out(icon, styles) for icon, styles in shown.items()}
         for icon, colour in kind.icons.items():
-            styles = sorted(style for style, name in pairs if name == icon)
-            test = held_out(icon, styles)
-            rows = [i for i, (style, name) in enumerate(pairs) if name == icon and (style == test) == (split == "test")]
-            found += [Sprite(kind.name, colour, data["images"][i]) for i in rows]
+            rows = [i for i, (style, name) in enumerate(pairs) if name == icon]
+            own = [i for i in rows if (pairs[i][0] == unseen[icon]) == (split == "test")]
+            found += [Sprite(kind.name, colour, data["images"][i]) for i in own]
         for icon, colour in relatives(kind.name).items() if split == "train" else ():
-            rows = [i for i, (_, name) in enumerate(pairs) if name == icon]
+            rows = [i for i, (style, name) in enumerate(pairs) if name == icon and style not in unseen.values()]
             found += [Sprite(kind.name, colour, data["images"][i]) for i in rows]
     return Sprites(tuple(found), varied=split == "train")
 

@@ -1,6 +1,6 @@
 """Pictures drawn a little otherwise each time, so that a kind is known by its shape in styles never seen.
 
-Where a thing has no colour of its own its hue moves freely; where its colour is asked for, hardly.
+Where its colour is asked for, a thing's colours change little.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as F
 
 TURN, SHEAR, SIZES = 15.0, 8.0, (0.8, 1.05)  # degrees, degrees, factors
-HUE, HUE_OF_COLOURED = 0.08, 0.01  # of the whole circle
-LIGHT, CONTRAST, SATURATION = (0.75, 1.2), (0.7, 1.3), (0.5, 1.4)
+HUE, LIGHT, CONTRAST, SATURATION = 0.08, (0.75, 1.2), (0.7, 1.3), (0.5, 1.4)  # of the circle, factors
+KEPT = 0.2  # of these ranges where the colour is asked for
 GREY, BLURRED, SHARPENED = 0.05, 0.15, 0.15  # probabilities
 BLUR = 1.2  # pixels at most
 
@@ -32,9 +32,14 @@ def vary(picture: Image.Image, random: Random, coloured: bool) -> Image.Image:
 
 
 def _recoloured(picture: Image.Image, random: Random, coloured: bool) -> Image.Image:
-    hue = HUE_OF_COLOURED if coloured else HUE
-    picture = F.adjust_hue(picture, random.uniform(-hue, hue))
-    picture = F.adjust_brightness(picture, random.uniform(*LIGHT))
-    picture = F.adjust_contrast(picture, random.uniform(*CONTRAST))
+    share = KEPT if coloured else 1.0
+    picture = F.adjust_hue(picture, share * random.uniform(-HUE, HUE))
+    picture = F.adjust_brightness(picture, _factor(LIGHT, share, random))
+    picture = F.adjust_contrast(picture, _factor(CONTRAST, share, random))
     grey = not coloured and random.random() < GREY
-    return F.adjust_saturation(picture, 0.0 if grey else random.uniform(*SATURATION))
+    return F.adjust_saturation(picture, 0.0 if grey else _factor(SATURATION, share, random))
+
+
+def _factor(bounds: tuple[float, float], share: float, random: Random) -> float:
+    """A factor within ``share`` of the way from 1 to the ``bounds``."""
+    return 1 + share * (random.uniform(*bounds) - 1)

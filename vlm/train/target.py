@@ -153,7 +153,7 @@ def train_tower(
     run = torch.compile(classifier)
     weights = [torch.ones(count) for count in HEADS.values()]
     weights[0][0] = NOTHING  # most patches show nothing and would drown the others
-    seen: dict[str, Tensor] = {}
+    seen = {"held out": torch.zeros(())} if held_out is not None else {}
 
     def step(i: int) -> Losses:
         if held_out is not None and i % evaluate_every == 0:

@@ -1,4 +1,5 @@
 from collections import Counter
+from colorsys import rgb_to_hsv
 from random import Random
 
 import numpy as np
@@ -125,6 +126,11 @@ def test_relatives_of_a_kind_are_for_training_only(tmp_path, monkeypatch):
     monkeypatch.setattr("specmm.vlm.data.sprites.held_out", lambda icon, styles: styles[0] if styles else "")
     train, test = (load_sprites(tmp_path, split) for split in ("train", "test"))
     assert Counter(s.kind for s in train.all) == {"banana": 1, "fish": 2, "heart": 2}
+    monkeypatch.setattr("specmm.vlm.data.sprites.held_out", lambda icon, styles: "a")
+    unseen = load_sprites(tmp_path, "train")
+    assert Counter(s.kind for s in unseen.all) == {"banana": 1, "fish": 1, "heart": 1}, (
+        "in no style held out for a kind"
+    )
     assert {s.colour for s in train.of_kind["heart"]} == {"white"}
     assert [s.kind for s in test.all] == ["banana"]
     assert (train.varied, test.varied) == (True, False)
@@ -150,14 +156,19 @@ def _centre(scene):
     return tuple(scene.image[int(rows.mean()), int(columns.mean())].tolist())
 
 
-def test_the_colour_asked_for_stays():
-    red = Image.new("RGBA", (16, 16), (220, 20, 30, 255))
+@pytest.mark.parametrize("colour", [(220, 20, 30), (245, 150, 40), (250, 215, 60), (60, 170, 70)])
+def test_the_colour_asked_for_stays(colour):
+    plain = Image.new("RGBA", (16, 16), (*colour, 255))
+    hue = rgb_to_hsv(*(c / 255 for c in colour))[0]
+    moved = {True: [], False: []}
     for seed in range(50):
-        kept, free = (np.asarray(vary(red, Random(seed), coloured)).astype(int) for coloured in (True, False))
-        assert kept.shape == free.shape == (16, 16, 4)
-        r, g, b = kept[8, 8, :3]
-        assert r > 1.3 * g and r > 1.3 * b
-        assert np.array_equal(kept, np.asarray(vary(red, Random(seed), True)))
+        for coloured in (True, False):
+            found = np.asarray(vary(plain, Random(seed), coloured))
+            assert found.shape == (16, 16, 4)
+            assert np.array_equal(found, np.asarray(vary(plain, Random(seed), coloured)))
+            away = abs(rgb_to_hsv(*(found[8, 8, :3] / 255))[0] - hue)
+            moved[coloured].append(min(away, 1 - away))
+    assert max(moved[True]) < 0.03 < 0.06 < max(moved[False])
 
 
 def test_an_unknown_split_is_refused(tmp_path):

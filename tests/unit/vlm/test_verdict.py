@@ -127,6 +127,7 @@ def test_experts_of_a_folder_are_asked_in_their_own_words(experts, picture, tmp_
     Prompts(**words).save(tmp_path)
     found = SpeculativeVerdict(load(), experts[0])
     assert found.prompts == Prompts(**words) and not found.prompts.reasoned
+    assert Prompts(expert="{answer} {reasoning!s}").reasoned and not Prompts(expert="{{reasoning}} {answer}").reasoned
     ruling = found(picture, QUESTION, max_new_tokens=3)
     assert ruling.reasons == [] and len(ruling.heard) == 2, "nobody is asked for reasons that are not passed on"
     for wrong in ('{"score": 1', '{"scores": "{question}"}', '{"score": "what?"}', "[]"):
