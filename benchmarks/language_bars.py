@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from benchmarks.bars import Bar
 from benchmarks.common import Row
 
+ALONE, HEARD, EXPERT = "judge alone", "verdict", "expert"  # who answered, in the rows of ``verdict``
 DESCRIBE = "describe"  # the questions that the bars are about
 NEITHER = "diffuspec(search=False, adaptive=False)"
 
@@ -47,8 +48,8 @@ def _verdict(rows: Sequence[Row], about: str) -> Bar:
     who = {r["who"]: r for r in rows if r["questions about"] == about}
     if not who:
         return Bar(what, asked, "", None)
-    heard, alone = who["verdict"], who["judge alone"]
-    expert = max((r for name, r in who.items() if name.startswith("expert")), key=lambda r: r["accuracy"])
+    heard, alone = who[HEARD], who[ALONE]
+    expert = max((r for name, r in who.items() if name.startswith(EXPERT)), key=lambda r: r["accuracy"])
     found = f"{heard['accuracy']:.1%} against {expert['accuracy']:.1%} and {alone['accuracy']:.1%}"
     interval = f"over the judge {heard['gain']:+.1%} ({heard['gain_low']:+.1%} to {heard['gain_high']:+.1%})"
     held = heard["accuracy"] > max(expert["accuracy"], alone["accuracy"])

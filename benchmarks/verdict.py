@@ -24,11 +24,12 @@ from PIL import Image
 from tqdm import tqdm
 
 from benchmarks.common import EMOJI, RESULTS, Out, Row, Threads, environment, write_results
+from benchmarks.language_bars import ALONE, EXPERT, HEARD
 from benchmarks.vqa_accuracy import Asked, easy_questions, row, scene_questions
 from specmm.vlm.data.stream import World, load_world
 from specmm.vlm.pipeline import VQAPipeline
 
-ALONE, HEARD, MAJORITY = "judge alone", "verdict", "majority of the experts"
+MAJORITY = "majority of the experts"
 LONGEST = 24  # tokens of a short answer
 
 
@@ -92,7 +93,7 @@ def measure(pipe: VQAPipeline, asked: Sequence[Asked]) -> Tally:
         tally.add(HEARD, one, heard.answers[0], time.perf_counter() - start)
         tally.add(MAJORITY, one, majority(heard.ruling.answers))
         for i, answer in enumerate(heard.ruling.answers):
-            tally.add(f"expert {i + 1}", one, answer)
+            tally.add(f"{EXPERT} {i + 1}", one, answer)
     return tally
 
 

@@ -1,7 +1,8 @@
 """Models, processors and drafters from folders: a VLM's folder is transformers' own, its drafters lie in ``drafters/``.
 
 ``drafters/text`` holds a language model, ``drafters/vlm`` a small vision-language model, ``drafters/msd`` an MSD head,
-``drafters/experts`` a folder for each of the models that Speculative Verdict hears.
+``drafters/experts`` a folder for each of the models that Speculative Verdict hears, and ``prompts.json`` where they are
+asked in other words than the usual.
 
 Shape letters: none.
 """

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from benchmarks.bars import bars, job_bars, metric_bars, var_bars
-from benchmarks.language_bars import answer_bars, text_bars, vlm_bars
+from benchmarks.language_bars import ALONE, HEARD, answer_bars, text_bars, vlm_bars
 from benchmarks.report import render
-from benchmarks.verdict import ALONE, HEARD, Tally, majority
+from benchmarks.verdict import Tally, majority
 from benchmarks.vqa_accuracy import Asked
 
 
