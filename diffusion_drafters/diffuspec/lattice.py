@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
-import torch
 from torch import Tensor
 
 
@@ -55,24 +55,37 @@ def prune(log_probs: Tensor, tau: float = 0.8, most: int = 15, keep: int | None 
         raise ValueError(f"tau must be in (0, 1] and most at least 1, got {tau} and {most}")
     if log_probs.ndim != 2:
         raise ValueError(f"log_probs must be [K, V], got {list(log_probs.shape)}")
-    values, ids = _likeliest(log_probs, min(most, log_probs.shape[1]))
-    before = values.exp().cumsum(1) - values.exp()  # the mass in front of each token
-    offered = torch.isfinite(values) & ((before < tau) | (tau == 1))
-    stop = int(offered[:, 0].long().cumprod(0).sum())
-    tokens = [row[:n] for row, n in zip(ids.tolist(), offered.sum(1).tolist(), strict=True)][:stop]
-    scores = [row[:n] for row, n in zip(values.tolist(), offered.sum(1).tolist(), strict=True)][:stop]
+    tokens, scores = [], []
+    for values, ids in zip(*_likeliest(log_probs, min(most, log_probs.shape[1])), strict=True):
+        count = _carrying(values, tau)
+        if not count:
+            break
+        tokens.append(ids[:count])
+        scores.append(values[:count])
+    likeliest = [row[0] for row in tokens]
     if keep is not None:
-        _offer(tokens, scores, keep, log_probs[:stop, keep].tolist())
-    return Lattice(tokens, scores, ids[:stop, 0].tolist())
+        _offer(tokens, scores, keep, log_probs[: len(tokens), keep].tolist())
+    return Lattice(tokens, scores, likeliest)
 
 
-def _likeliest(log_probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _carrying(values: list[float], tau: float) -> int:
+    """How many of the likeliest tokens with log-probabilities ``values`` carry the mass ``tau`` (all if it is 1)."""
+    mass = 0.0
+    for count, value in enumerate(values):
+        if value == -math.inf or (mass >= tau < 1):
+            return count
+        mass += math.exp(value)
+    return len(values)
+
+
+def _likeliest(log_probs: Tensor, count: int) -> tuple[list[list[float]], list[list[int]]]:
     """The ``count`` largest of each row and their ids, equal ones by id: a full sort only where a tie asks for it."""
     best = log_probs.topk(min(count + 1, log_probs.shape[1]))
-    if not bool((best.values[:, 1:] == best.values[:, :-1]).any()):
-        return best.values[:, :count], best.indices[:, :count]
-    ordered = log_probs.sort(dim=1, descending=True, stable=True)
-    return ordered.values[:, :count], ordered.indices[:, :count]
+    values, ids = best.values.tolist(), best.indices.tolist()
+    if any(a == b for row in values for a, b in pairwise(row)):
+        ordered = log_probs.sort(dim=1, descending=True, stable=True)
+        values, ids = ordered.values[:, :count].tolist(), ordered.indices[:, :count].tolist()
+    return [row[:count] for row in values], [row[:count] for row in ids]
 
 
 def _offer(tokens: list[list[int]], scores: list[list[float]], token: int, given: list[float]) -> None:

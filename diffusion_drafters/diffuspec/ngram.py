@@ -31,6 +31,7 @@ class NGram:
         for gram, count in counts.items():
             self.behind.setdefault(gram[:-1], {})[gram[-1]] = count
         self.totals = {context: sum(found.values()) for context, found in self.behind.items()}  # c(h)
+        self.unigrams = self._behind((), [1 / vocabulary] * vocabulary, range(vocabulary))  # of every token
 
     @property
     def counts(self) -> dict[Gram, int]:
@@ -40,15 +41,19 @@ class NGram:
     def log_probs(self, context: Sequence[int], tokens: Sequence[int]) -> list[float]:
         """Natural log-probabilities of each of ``tokens`` behind ``context``, of which the last tokens are read."""
         read = tuple(context[max(len(context) - self.order + 1, 0) :])
-        found = [1 / self.vocabulary] * len(tokens)
-        for start in range(len(read), -1, -1):
-            known = self.behind.get(read[start:])
-            if known is None:
+        found = [self.unigrams[token] for token in tokens]
+        for start in range(len(read) - 1, -1, -1):
+            if read[start:] not in self.behind:
                 break  # nor was anything longer seen
-            share = 1 / (self.totals[read[start:]] + len(known))
-            back, seen = share * len(known), known.get
-            found = [seen(token, 0) * share + back * less for token, less in zip(tokens, found, strict=True)]
+            found = self._behind(read[start:], found, tokens)
         return [math.log(p) for p in found]
+
+    def _behind(self, context: Gram, shorter: Sequence[float], tokens: Sequence[int]) -> list[float]:
+        """p(w | h) of ``tokens`` behind ``context`` from those of the ``shorter`` context."""
+        known = self.behind.get(context, {})
+        share = 1 / (self.totals.get(context, 0) + len(known)) if known else 0.0
+        back, seen = share * len(known) if known else 1.0, known.get
+        return [seen(token, 0) * share + back * less for token, less in zip(tokens, shorter, strict=True)]
 
     def save(self, file: str | Path) -> None:
         """Write one safetensors file: n-grams [G, n] and counts [G] for each length n."""
