@@ -56,21 +56,20 @@ def msd(
 
 
 def _source(processor: Any, target: Any, data: Path) -> Any:
-    """Draws training examples of an MSD head."""
-    from specmm.vlm.data.scenes import R
+    """Draws training examples of an MSD head, pictures in the size that the target sees."""
+    from torch.nn.functional import interpolate
+
     from specmm.vlm.train.msd import Example
 
     sees = target.model.config.vision_config.image_size
-    if sees != R:
-        raise ValueError(
-            f"the target must see {R} pixels a side, as the training pictures have, got {sees}; train it anew"
-        )
     sample_of = conversations(processor.tokenizer, target.model.config.image_seq_length, data)
 
     def draw(random: Any, visual: bool) -> Example:
         sample = sample_of(random, visual)
-        vision = {} if sample.pixel_values is None else {"pixel_values": sample.pixel_values[None]}
-        return Example(sample.input_ids, sample.answer_mask, vision)
+        if sample.pixel_values is None:
+            return Example(sample.input_ids, sample.answer_mask, {})
+        pixels = interpolate(sample.pixel_values[None], (sees, sees), mode="bicubic", antialias=True)
+        return Example(sample.input_ids, sample.answer_mask, {"pixel_values": pixels})
 
     return draw
 

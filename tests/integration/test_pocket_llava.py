@@ -47,7 +47,8 @@ def test_plain_and_drafted_answers_are_those_of_transformers(pipe, rectangle):
     prompt = processor.apply_chat_template(chat, add_generation_prompt=True)
     inputs = processor(images=[rectangle], text=prompt, return_tensors="pt", add_special_tokens=False)
     said = model.generate(**inputs, do_sample=False, max_new_tokens=48)[0, inputs.input_ids.shape[1] :]
-    for method in ("ar", "msd", "text-draft", "prompt-lookup", methods.MSD(sampled=True, tree=(2, 1, 1, 1))):
+    sampled = methods.MSD(sampled=True, tree=(2, 1, 1, 1))
+    for method in ("ar", "msd", "text-draft", "prompt-lookup", sampled):
         out = pipe(rectangle, DESCRIBE, method=method, max_new_tokens=48)
         assert out.tokens[0].tolist() == said.tolist(), method
         assert out.certificate.kind == "exact"
