@@ -72,7 +72,7 @@ def _carrying(values: list[float], tau: float) -> int:
     """How many of the likeliest tokens with log-probabilities ``values`` carry the mass ``tau`` (all if it is 1)."""
     mass = 0.0
     for count, value in enumerate(values):
-        if value == -math.inf or (mass >= tau < 1):
+        if not math.isfinite(value) or (mass >= tau < 1):
             return count
         mass += math.exp(value)
     return len(values)
