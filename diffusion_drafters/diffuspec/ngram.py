@@ -31,7 +31,10 @@ class NGram:
         for gram, count in counts.items():
             self.behind.setdefault(gram[:-1], {})[gram[-1]] = count
         self.totals = {context: sum(found.values()) for context, found in self.behind.items()}  # c(h)
-        self.unigrams = self._behind((), [1 / vocabulary] * vocabulary, range(vocabulary))  # of every token
+        seen = self.behind.get((), {})
+        share, back = self._shares(()) if seen else (0.0, 1.0)
+        self.unseen = back * (1 / vocabulary)  # p of a token that no text has
+        self.unigrams = {token: count * share + self.unseen for token, count in seen.items()}
 
     @property
     def counts(self) -> dict[Gram, int]:
@@ -41,19 +44,20 @@ class NGram:
     def log_probs(self, context: Sequence[int], tokens: Sequence[int]) -> list[float]:
         """Natural log-probabilities of each of ``tokens`` behind ``context``, of which the last tokens are read."""
         read = tuple(context[max(len(context) - self.order + 1, 0) :])
-        found = [self.unigrams[token] for token in tokens]
+        found = [self.unigrams.get(token, self.unseen) for token in tokens]
         for start in range(len(read) - 1, -1, -1):
-            if read[start:] not in self.behind:
+            known = self.behind.get(read[start:])
+            if known is None:
                 break  # nor was anything longer seen
-            found = self._behind(read[start:], found, tokens)
+            (share, back), seen = self._shares(read[start:]), known.get
+            found = [seen(token, 0) * share + back * less for token, less in zip(tokens, found, strict=True)]
         return [math.log(p) for p in found]
 
-    def _behind(self, context: Gram, shorter: Sequence[float], tokens: Sequence[int]) -> list[float]:
-        """p(w | h) of ``tokens`` behind ``context`` from those of the ``shorter`` context."""
-        known = self.behind.get(context, {})
-        share = 1 / (self.totals.get(context, 0) + len(known)) if known else 0.0
-        back, seen = share * len(known) if known else 1.0, known.get
-        return [seen(token, 0) * share + back * less for token, less in zip(tokens, shorter, strict=True)]
+    def _shares(self, context: Gram) -> tuple[float, float]:
+        """What one count behind ``context`` weighs, and what the shorter context does."""
+        different = len(self.behind[context])
+        share = 1 / (self.totals[context] + different)
+        return share, share * different
 
     def save(self, file: str | Path) -> None:
         """Write one safetensors file: n-grams [G, n] and counts [G] for each length n."""

@@ -83,6 +83,7 @@ def test_witten_and_bell_by_hand():
     unigram = (2 + 3 / 4) / (6 + 3)  # token 1, seen twice; three kinds among six tokens
     assert proxy.log_probs([0], [1]) == pytest.approx([math.log((2 + 2 * unigram) / (3 + 2))])
     assert proxy.log_probs([], [3]) == pytest.approx([math.log(3 / 4 / 9)])
+    assert proxy.log_probs([0], [4]) == proxy.log_probs([0], [3]), "models pad their vocabularies"
 
 
 def test_the_proxy_is_saved_as_tensors(tmp_path):
