@@ -101,9 +101,9 @@ def job_bars(rows: Sequence[Row]) -> list[Bar]:
     bits = [r["bit_equal"] for r in rows if "bit_equal" in r]
     over = rank and local and local["items_a_second"] / rank["items_a_second"]
     return [
-        _measured("a job over a loop of pipe()", "≥ 2×", batched and batched["over_loop"], lambda x: x >= 2),
-        _measured("accelerate over local, one rank", "≤ 1.05", over, lambda x: x <= 1.05),
-        _measured("Ray over local, one actor", "≤ 1.15", actor and actor["over_local"], lambda x: x <= 1.15),
+        measured("a job over a loop of pipe()", "≥ 2×", batched and batched["over_loop"], lambda x: x >= 2),
+        measured("accelerate over local, one rank", "≤ 1.05", over, lambda x: x <= 1.05),
+        measured("Ray over local, one actor", "≤ 1.15", actor and actor["over_local"], lambda x: x <= 1.15),
         Bar(
             "results bit-equal at batch 1, 4, 16",
             "100%",
@@ -113,8 +113,9 @@ def job_bars(rows: Sequence[Row]) -> list[Bar]:
     ]
 
 
-def _measured(what: str, asked: str, found: float | None, holds: Callable[[float], bool]) -> Bar:
-    return Bar(what, asked, "" if found is None else f"{found:.2f}", None if found is None else holds(found))
+def measured(what: str, asked: str, found: float | None, holds: Callable[[float], bool], form: str = ".2f") -> Bar:
+    """The bar of one number, written in ``form``; None is not measured."""
+    return Bar(what, asked, "" if found is None else format(found, form), None if found is None else holds(found))
 
 
 def good_enough(row: Row) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
+from functools import partial
 
-from benchmarks.bars import Bar
+from benchmarks.bars import Bar, measured
 from benchmarks.common import Row
 
 ALONE, HEARD, EXPERT = "judge alone", "verdict", "expert"  # who answered, in the rows of ``verdict``
@@ -30,17 +32,13 @@ def answer_bars(accuracy: Sequence[Row], verdict: Sequence[Row]) -> list[Bar]:
     """The bars of what the pocket model knows, and of Speculative Verdict."""
     shares = {r["kind"]: r["accuracy"] for r in accuracy}
     bars = [
-        Bar(what, f"≥ {least:.0%}", f"{shares[kind]:.1%}" if kind in shares else "", _at_least(shares.get(kind), least))
+        measured(what, f"≥ {least:.0%}", shares.get(kind), partial(operator.le, least), ".1%")
         for what, kind, least in (
             ("pocket/llava on easy-VQA's test questions", "easy all", 0.95),
             ("pocket/llava on short questions about held-out scenes", "scenes all", 0.85),
         )
     ]
     return bars + [_verdict(verdict, about) for about in ("scenes", "easy-VQA")]
-
-
-def _at_least(found: float | None, least: float) -> bool | None:
-    return None if found is None else found >= least
 
 
 def _verdict(rows: Sequence[Row], about: str) -> Bar:

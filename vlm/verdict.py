@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specmm.files import write_whole
 from specmm.vlm.asking import Pictures, Questions
 from specmm.vlm.pipeline import VQAPipeline
 from specmm.vlm.prompt import PER_TOKEN, on_device
@@ -71,7 +72,7 @@ class Prompts:
 
     def save(self, folder: Path) -> None:
         """Write them beside the experts in ``folder``, where :meth:`Experts.load` finds them."""
-        (folder / PROMPTS).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        write_whole(folder / PROMPTS, (json.dumps(asdict(self), indent=1) + "\n").encode())
 
     def ask(self, question: str, answers: Sequence[str], reasons: Sequence[str] | None = None) -> str:
         """What the verdict model is asked once it knows the experts' ``answers`` and ``reasons``, best first."""

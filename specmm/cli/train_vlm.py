@@ -13,7 +13,7 @@ import typer
 
 from specmm.cli.data import EMOJI, Data, Seed, done, world
 from specmm.cli.generate import Json
-from specmm.cli.output import stdout_reserved, writable
+from specmm.cli.output import stdout_reserved, writable, write_text
 
 
 def llava(
@@ -79,7 +79,7 @@ def _check_same(out: Path, run: dict[str, Any]) -> None:
     """Note in ``out`` what is trained there; a folder in which something else was begun cannot be gone on with."""
     note = out / "run.json"
     if not note.exists():
-        note.write_text(json.dumps(run, indent=1) + "\n")
+        write_text(note, json.dumps(run, indent=1) + "\n")
     elif (found := json.loads(note.read_text())) != run:
         other = ", ".join(f"{k} {found.get(k)}" for k in run if found.get(k) != run[k])
         raise ValueError(f"{out} holds the training of another model ({other}), give this one its own --out")

@@ -70,18 +70,18 @@ def load_sprites(folder: Path, split: str = "train") -> Sprites:
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
     data = np.load(_build(folder))
-    pairs = [str(name).split("/") for name in data["names"]]
+    rows: dict[str, dict[str, int]] = {}  # of each icon, by style
+    for i, (style, icon) in enumerate(str(name).split("/") for name in data["names"]):
+        rows.setdefault(icon, {})[style] = i
     found = []
     for kind in KINDS:
-        shown = {icon: sorted(style for style, name in pairs if name == icon) for icon in kind.icons}
-        unseen = {icon: held_out(icon, styles) for icon, styles in shown.items()}
+        unseen = {icon: held_out(icon, sorted(rows.get(icon, ()))) for icon in kind.icons}
         for icon, colour in kind.icons.items():
-            rows = [i for i, (style, name) in enumerate(pairs) if name == icon]
-            own = [i for i in rows if (pairs[i][0] == unseen[icon]) == (split == "test")]
+            own = [i for style, i in rows.get(icon, {}).items() if (style == unseen[icon]) == (split == "test")]
             found += [Sprite(kind.name, colour, data["images"][i]) for i in own]
         for icon, colour in relatives(kind.name).items() if split == "train" else ():
-            rows = [i for i, (style, name) in enumerate(pairs) if name == icon and style not in unseen.values()]
-            found += [Sprite(kind.name, colour, data["images"][i]) for i in rows]
+            own = [i for style, i in rows.get(icon, {}).items() if style not in unseen.values()]
+            found += [Sprite(kind.name, colour, data["images"][i]) for i in own]
     return Sprites(tuple(found), varied=split == "train")
 
 
