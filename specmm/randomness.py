@@ -6,11 +6,19 @@ A row's numbers depend on its own generator and on how many it has used, never o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 BLOCK = 65536  # numbers drawn from a generator at a time: few calls, whatever the rounds ask for
+
+
+class Dice(Protocol):
+    """Uniforms in [0, 1) for each of B rows, drawn as they are needed or dealt beforehand."""
+
+    def draw(self, count: int) -> Tensor:
+        """The next ``count`` numbers of every row, [B, count]."""
 
 
 class Uniforms:

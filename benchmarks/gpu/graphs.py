@@ -1,11 +1,13 @@
 """Targets whose forwards are captured CUDA graphs: plain steps and tree scoring without launch overhead.
 
 Trees of one size share a graph, whatever their shape, for words and depths are inputs of it. The finiteness check,
-which waits for the GPU, is left out. Shape letters: B batch, R rows, N tree nodes, W words, C width, V vocabulary.
+which waits for the GPU, is left out. A next-scale model's pictures are one graph from the label to the sum of codes.
+Shape letters: B batch, R rows, N tree nodes, W words, C width, V vocabulary, L tokens of a picture, E code width.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +16,14 @@ from torch import Tensor
 
 from benchmarks.static_step import StaticTarget
 from specmm.cache import Cache
+from specmm.handoff import handoff
+from specmm.image_ar.scales.canvas import Canvas
+from specmm.image_ar.scales.drawing import code_turns
+from specmm.image_ar.scales.pipeline import VARPipeline
+from specmm.image_ar.scales.sampling import Inverse, Sampling
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.kernels.tree_attention import TreeMask
+from specmm.stats import Clock
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree, TreeShape
 from specmm.vlm.target import VLMTarget
@@ -144,3 +152,41 @@ class VLMGraphTarget(VLMTarget):
             self.memory, self.graphs.by_size = wanted, {}
         self.memory.lengths.zero_()
         return self.memory
+
+
+class Dealt:
+    """Dice: uniform numbers [B, L] drawn beforehand, handed out in order."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers, self.used = numbers, 0
+
+    def draw(self, count: int) -> Tensor:
+        """The next ``count`` numbers of every row, [B, count]."""
+        self.used += count
+        return self.numbers[:, self.used - count : self.used]
+
+
+class PictureGraph:
+    """VAR alone, or CoDe, as one captured graph: scales have fixed sizes and nothing is decided on the way.
+
+    The first ``n`` scales are the large model's, the others the small one's.
+    """
+
+    def __init__(self, pipe: VARPipeline, n: int, sampling: Sampling) -> None:
+        self.pipe, self.n, self.sampling = pipe, n, sampling
+        self.graph = Graph(self.eager)
+
+    @torch.inference_mode()
+    def __call__(self, labels: Tensor, numbers: Tensor) -> tuple[Tensor, ...]:
+        """Tokens [B, L] and sums of codes [B, E, P, P] of ``labels`` [B], with the dice ``numbers`` [B, L]."""
+        return self.graph(labels, numbers)
+
+    @torch.inference_mode()
+    def eager(self, labels: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, launch by launch."""
+        canvas = Canvas(self.pipe.vae.quantize, len(labels))
+        dice = Inverse(self.sampling, Dealt(numbers), len(canvas.ladder))
+        models = self.pipe.transformer, self.pipe.small
+        turns = code_turns(*models, self.n, canvas, labels, self.sampling, lambda _: dice)
+        deque(handoff(turns, Clock()), maxlen=0)
+        return torch.cat(canvas.tokens, dim=1), canvas.sums[-1]

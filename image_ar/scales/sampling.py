@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specmm.processors import Processor
-from specmm.randomness import Uniforms, categorical
+from specmm.randomness import Dice, Uniforms, categorical
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def gumbel(uniforms: Tensor) -> Tensor:
 class Inverse:
     """One uniform number a token, through the inverse of the cumulative law: the fastest way."""
 
-    def __init__(self, sampling: Sampling, uniforms: Uniforms, scales: int) -> None:
+    def __init__(self, sampling: Sampling, uniforms: Dice, scales: int) -> None:
         self.sampling, self.uniforms, self.scales = sampling, uniforms, scales
 
     def draw(self, logits: Tensor, k: int) -> Choice:

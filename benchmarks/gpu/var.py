@@ -1,0 +1,114 @@
+"""VAR and CoDe on a GPU by batch size: eager, and with the whole picture as one captured graph.
+
+``python -m benchmarks.gpu.var --out benchmarks/results``; see README.md here. Without a GPU it runs, too (captured
+means eager then), which is how it is tested. Writes ``gpu_var.csv`` and ``.json``. Seconds are of tokens and sums of
+codes; pixels, which are the same for all, have a column of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.common import RESULTS, Row, environment, load_pipeline
+from benchmarks.common import write_results as write
+from benchmarks.gpu.graphs import PictureGraph
+from specmm.image_ar.scales.pipeline import VARPipeline
+from specmm.randomness import Uniforms
+from specmm.stats import Clock
+
+MODES = ("eager", "graph")
+
+
+@dataclass
+class Run:
+    """The first ``n`` scales by the large model, the rest by the small one, in a mode; seconds by part and repeat."""
+
+    mode: str
+    n: int
+    picture: PictureGraph
+    tokens: list[float] = field(default_factory=list)
+    pixels: list[float] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Of a batch's tokens, the median, the warm-up apart."""
+        return statistics.median(self.tokens[1:])
+
+    def once(self, labels: Tensor, numbers: Tensor) -> None:
+        """Draw one batch and note the seconds."""
+        pipe, clock = self.picture.pipe, Clock(labels.is_cuda)
+        draw = self.picture if self.mode == "graph" else self.picture.eager
+        with clock("tokens"):
+            _, sums = draw(labels, numbers)
+        with clock("pixels"):
+            pipe.decode(sums)
+        self.tokens.append(clock.seconds["tokens"])
+        self.pixels.append(clock.seconds["pixels"])
+
+
+def measure(pipe: VARPipeline, batch: int, options: argparse.Namespace) -> list[Row]:
+    """Rows of every mode and N at ``batch``, runs interleaved; speed-ups over the fastest plain decoding."""
+    scales = len(pipe.transformer.config.ladder)
+    shares = [scales] + [n for n in options.n if pipe.small is not None and n < scales]
+    runs = [Run(mode, n, PictureGraph(pipe, n, pipe.target())) for mode in options.modes for n in shares]
+    labels = torch.arange(batch, device=pipe.device) % pipe.transformer.config.num_classes
+    for repeat in tqdm(range(options.repeats + 1), desc=f"batch {batch}", unit="repeat"):  # the first warms up
+        generators = [torch.Generator(pipe.device).manual_seed(repeat * batch + i) for i in range(batch)]
+        numbers = Uniforms(generators).draw(pipe.transformer.config.ladder.length)
+        for run in runs:
+            run.once(labels, numbers)
+    plain = min(run.seconds for run in runs if run.n == scales)
+    return [_row(batch, run, scales, plain) for run in runs]
+
+
+def _row(batch: int, run: Run, scales: int, plain: float) -> Row:
+    return {
+        "batch": batch,
+        "mode": run.mode,
+        "method": "ar" if run.n == scales else f"code, N = {run.n}",
+        "seconds": run.seconds,
+        "pixels": statistics.median(run.pixels[1:]),
+        "speedup": plain / run.seconds,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and write."""
+    options = read_arguments(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    pipe = load_pipeline(options.model).to(device)
+    dtype = str(pipe.transformer.dtype).removeprefix("torch.")
+    facts = environment(
+        model=options.model, dtype=dtype, device=device, cuda=torch.version.cuda, repeats=options.repeats
+    )
+    rows: list[Row] = []
+    for batch in options.batches:
+        rows += measure(pipe, batch, options)
+        write(options.out, "gpu_var", rows, facts)
+    print(f"written: {options.out / 'gpu_var.csv'}")
+    return 0
+
+
+def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu.var", description="VAR and CoDe on a GPU")
+    parser.add_argument("--model", default="pocket/var")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--batches", type=int, nargs="+", default=(1, 16, 64))
+    parser.add_argument("--n", type=int, nargs="+", default=(5, 3, 0), help="scales the large model draws")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--repeats", type=int, default=7)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
