@@ -127,10 +127,15 @@ def descending(x: Tensor) -> Tensor:
     return torch.from_numpy(np.sort(x.numpy(), axis=-1)).flip(-1)
 
 
-def check_finite(logits: Tensor, round_number: int, model_name: str) -> None:
-    """Raise ``ValueError`` naming round and model when ``logits`` hold NaN or infinity (one pass, one answer)."""
+def check_finite(logits: Tensor, round_number: int, model_name: str, step: str = "round") -> None:
+    """Raise ``ValueError`` naming round and model when ``logits`` hold NaN or infinity (one pass, one answer).
+
+    A CUDA graph being captured cannot answer; the runs that warm it up can. ``step`` is the word for a round.
+    """
+    if logits.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
     if not bool(torch.stack(logits.detach().aminmax()).isfinite().all()):  # NaN travels through both
         raise ValueError(
-            f"logits must be finite, got NaN or infinity from {model_name} in round {round_number}, "
+            f"logits must be finite, got NaN or infinity from {model_name} in {step} {round_number}, "
             "check its weights or run it in float32"
         )

@@ -16,6 +16,7 @@ from specmm.cache import Memory
 from specmm.image_ar.scales.canvas import Canvas
 from specmm.image_ar.scales.sampling import Sampling
 from specmm.image_ar.scales.var import VAR, Conditioned, Store, scale_bias
+from specmm.processors import check_finite
 
 
 class Unkept:
@@ -47,7 +48,7 @@ class Session:
         """Guided logits [B, T, V] of scales ``first`` … ``k`` (of ``k`` alone without ``first``).
 
         All scales since the last call are run at once, each seeing itself and the coarser ones; nothing of the others
-        than keys and values is computed in the last layer.
+        than keys and values is computed in the last layer. Raises ``ValueError`` for logits that are not finite.
         """
         first, starts = k if first is None else first, self.ladder.starts
         x = self._embed(canvas, k)
@@ -56,7 +57,9 @@ class Session:
             bias = scale_bias(levels[:, starts[self.filled] :], levels).to(x.dtype)
         x = self.model.run(x, self.given, bias, self._stores(k), starts[k + 1] - starts[first])
         self.filled = k + 1
-        return self._guided(x, first, k)
+        logits = self._guided(x, first, k)
+        check_finite(logits, k, f"VAR of depth {self.model.config.depth}", "scale")
+        return logits
 
     def crop(self, scales: int) -> None:
         """Forget what was stored of scale ``scales`` and the finer ones."""

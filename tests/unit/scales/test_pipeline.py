@@ -49,6 +49,16 @@ def test_a_picture_depends_on_its_seed_only(pipe, method):
     assert torch.equal(together, split) and torch.equal(together[2:], last)
 
 
+@pytest.mark.parametrize("method, scale", [("ar", 0), (methods.CoDe(2), 2), (methods.ScaleSpeculative(2, 4), 2)])
+def test_logits_that_are_not_finite_stop_the_run(pipe, make, method, scale):
+    broken = make.var(0, depth=4)
+    broken.head.bias.data[3] = float("nan")
+    models = (pipe.transformer, broken) if method == methods.CoDe(2) else (broken, pipe.small)
+    poisoned = VARPipeline(models[0], pipe.vae, models[1], pipe.settings)
+    with pytest.raises(ValueError, match=f"NaN or infinity from VAR of depth 4 in scale {scale}, check its weights"):
+        draw(poisoned, method)
+
+
 def test_code_certificates_and_ends(pipe, large, small, vqvae):
     plain = draw(pipe, "ar").tokens
     for n in range(6):
