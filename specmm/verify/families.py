@@ -39,6 +39,9 @@ class Trial:
 Step: TypeAlias = Callable[[Tensor, Trial], tuple[Tensor, Tensor]]
 """(target [B, F, V] of total 1, trial) -> (chance of keeping the draft [B, F], target once it is rejected)."""
 
+Chance: TypeAlias = Callable[[Tensor, Trial], Tensor]
+"""The first of what a step gives."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -157,15 +160,35 @@ def finished(
     return Decisions(accept, p.index_copy(1, walk.inner, target), excess=excess)
 
 
-def top_down(tree: DraftTree, p: Tensor, step: Step) -> Decisions:
-    """Decisions of the rule made of ``step`` for the target's laws ``p`` [B, N, V]."""
+def top_down(tree: DraftTree, p: Tensor, step: Step, chance: Chance | None = None) -> Decisions:
+    """Decisions of the rule made of ``step`` for the target's laws ``p`` [B, N, V].
+
+    With ``chance``, which is ``step`` without its residual, a chain's residual is left until its path has ended.
+    """
+    if chance is not None and tree.shape.shared and tree.shape.width == 1:
+        return _one_by_one(tree, p, step, chance)
     walk = plan(tree.shape)
     target = p.index_select(1, walk.inner)  # [B, P, V]
     chances = []
     for trial in trials(tree, walk):
-        chance, target = _try(walk, target, trial, step)
-        chances.append(chance)
+        kept, target = _try(walk, target, trial, step)
+        chances.append(kept)
     return finished(tree, p, chances, target)
+
+
+def _one_by_one(tree: DraftTree, p: Tensor, step: Step, chance: Chance) -> Decisions:
+    """``top_down`` on a chain: nobody faces a draft's residual but the token that is drawn in its place."""
+    sizes, laws = plan(tree.shape).sizes, tree.laws
+    drafts = Trial(tree.tokens[:, 1:], None if laws is None else laws[:, 1:], 0, sizes)
+    accept = torch.nn.functional.pad(chance(p[:, :-1], drafts), (1, 0), value=1.0)
+
+    def after(node: Tensor) -> Tensor:
+        row, draft = torch.arange(len(node), device=node.device), (node + 1).clamp(max=tree.shape.size - 1)
+        law, before = None if laws is None else laws[row, draft, None], p[row, node]
+        _, rest = step(before[:, None], Trial(tree.tokens[row, draft, None], law, 0, sizes[:, :1]))
+        return torch.where((draft == node)[:, None], before, rest[:, 0])  # behind the last draft there is none
+
+    return Decisions(accept, after)
 
 
 def _try(walk: Plan, target: Tensor, trial: Trial, step: Step) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ Shape letters: B batch, N nodes, F families, V vocabulary, M nodes but the root.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -109,8 +109,11 @@ def _decisions(
 ) -> Decisions:
     if greedy:
         return _greedy(near, tree, p, measure)
-    step: Step = _corrected(near) if residual == "corrected" else _official(near, lumina=residual == "lumina")
-    return top_down_measured(tree, p, step, strict_step) if measure else top_down(tree, p, step)
+    corrected = residual == "corrected"
+    step: Step = _corrected(near) if corrected else _official(near, lumina=residual == "lumina")
+    if measure:
+        return top_down_measured(tree, p, step, strict_step)
+    return top_down(tree, p, step, partial(_relaxed_chance, near) if corrected else None)
 
 
 def _chance(relaxed: Tensor, trial: Trial) -> Tensor:
@@ -120,15 +123,19 @@ def _chance(relaxed: Tensor, trial: Trial) -> Tensor:
     return (relaxed / take(trial.law, trial.token).clamp(min=torch.finfo(relaxed.dtype).tiny)).clamp(max=1)
 
 
+def _relaxed_chance(near: Neighbourhood, target: Tensor, trial: Trial) -> Tensor:
+    """min(1, relaxed / q) [B, F] of the drafts, with what they borrow of ``target`` [B, F, V]."""
+    own = take(target, trial.token)
+    return _chance(own + near.borrowed(target, trial.token, own)[0], trial)
+
+
 def _corrected(near: Neighbourhood) -> Step:
     def step(target: Tensor, trial: Trial) -> tuple[Tensor, Tensor]:
-        own = take(target, trial.token)
-        relaxed = own + near.borrowed(target, trial.token, own)[0]
         if trial.law is None:
             kept = one_hot(trial.token, target)
         else:
             kept = torch.minimum(trial.law, target + near.borrowed_by_all(target))
-        return _chance(relaxed, trial), normalised((target - kept).clamp_(min=0), target)
+        return _relaxed_chance(near, target, trial), normalised((target - kept).clamp_(min=0), target)
 
     return step
 

@@ -9,6 +9,7 @@ Shape letters: B batch, N nodes, V vocabulary, D deepest level.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,15 +30,31 @@ class Decisions:
     is and that its earlier siblings were rejected. Bottom-up rules: nodes are tested in ``order`` ([M], or [B, M]
     when the rows differ) and the first one accepted ends the path; ``accept[b, n]`` is then given that all before it
     in the order were rejected.
-    ``next_law`` [B, N, V] is the law (any positive total) of the next token when the path ends at node n.
-    ``excess`` [B, N], when measured, bounds the total variation between what the rule emits after node n and the
+    ``after`` is the law (any positive total) of the next token when the path ends at node n, [B, N, V], or a function
+    from where the paths end, nodes [B], to their laws [B, V]: a residual costs a rule most, and one of them is drawn
+    from. ``excess`` [B, N], when measured, bounds the total variation between what the rule emits after node n and the
     target's law there: the probability that the relaxed rule and its strict twin, run on the same uniforms, part.
     """
 
     accept: Tensor
-    next_law: Tensor
+    after: Tensor | Callable[[Tensor], Tensor]
     order: Tensor | None = None
     excess: Tensor | None = None
+
+    def law_after(self, node: Tensor) -> Tensor:
+        """The next token's law [B, V] where the paths end at ``node`` [B]."""
+        if isinstance(self.after, Tensor):
+            return self.after[torch.arange(len(node), device=node.device), node]
+        return self.after(node)
+
+    @property
+    def next_law(self) -> Tensor:
+        """The next token's laws behind every node [B, N, V]."""
+        if isinstance(self.after, Tensor):
+            return self.after
+        rows, nodes = self.accept.shape
+        every = torch.arange(nodes, device=self.accept.device).expand(rows, -1)
+        return torch.stack([self.after(node) for node in every.unbind(1)], dim=1)
 
 
 @dataclass
@@ -101,8 +118,7 @@ def settle(decisions: Decisions, shape: TreeShape, dice: Tensor) -> Verdict:
     on_path = _walk(shape, hit) if decisions.order is None else _first(shape, hit, decisions.order)
     reached = on_path * (shape.depths + 1)  # [B, N]
     kept, last = reached.max(1)
-    row = torch.arange(len(last), device=last.device)
-    next_token = categorical(decisions.next_law[row, last], dice[:, -1])
+    next_token = categorical(decisions.law_after(last), dice[:, -1])
     excess = None if decisions.excess is None else (decisions.excess * on_path).sum(1)
     return Verdict(_path(reached, shape.depth), kept, next_token, excess)
 

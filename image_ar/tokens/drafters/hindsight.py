@@ -27,7 +27,7 @@ class Hindsight:
         if not 0 <= weight < 1:
             raise ValueError(f"hindsight must be in [0, 1), the weight of the target's older laws, got {weight}")
         self.weight, self.below = weight, first_below(shape)
-        self.laws: Tensor | None = None  # none before the first round
+        self.laws: tuple[Tensor, ...] | None = None  # s^w by level [B, 1, V]; none before the first round
 
     def read(self, feedback: Feedback) -> None:
         """Take the laws behind what ``feedback`` rejected; they serve the tree that is drafted next."""
@@ -37,16 +37,17 @@ class Hindsight:
         last = feedback.verdict.path.gather(1, (feedback.verdict.kept - 1).clamp(min=0)[:, None])  # [B, 1]
         source = self.below[last[:, 0]]  # [B, D]
         laws, place = feedback.output.laws, source.clamp(min=0)[..., None]
-        self.laws = laws.gather(1, place.expand(-1, -1, laws.shape[-1])).clamp_(min=torch.finfo(laws.dtype).tiny)
-        self.share = self.weight * (source >= 0)[..., None].to(laws.dtype)  # [B, D, 1]
+        share = self.weight * (source >= 0)[..., None].to(laws.dtype)  # [B, D, 1]
+        older = laws.gather(1, place.expand(-1, -1, laws.shape[-1])).clamp_(min=torch.finfo(laws.dtype).tiny)
+        self.laws = older.pow_(share).split(1, dim=1)
+        self.rest = (1 - share).split(1, dim=1)
         self.fresh = feedback.fresh
 
     def mix(self, law: Tensor, depth: int) -> Tensor:
         """The laws [B, P, V] of the parents' children at ``depth`` ≥ 1, mixed where there is an older one."""
         if self.laws is None:
             return law
-        share = self.share[:, depth - 1, None]  # [B, 1, 1]
-        mixed = law.pow(1 - share) * self.laws[:, depth - 1, None].pow(share)
+        mixed = law.pow(self.rest[depth - 1]).mul_(self.laws[depth - 1])
         mixed.div_(mixed.sum(-1, keepdim=True))
         return mixed if self.fresh is None else torch.where(self.fresh[:, None, None], law, mixed)
 

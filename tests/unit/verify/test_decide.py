@@ -47,7 +47,7 @@ class Forgetful:
         self.rule = rule
 
     def decisions(self, tree: DraftTree, p: torch.Tensor, *, measure: bool = False) -> Decisions:
-        return replace(self.rule.decisions(tree, p), next_law=p)
+        return replace(self.rule.decisions(tree, p), after=p)
 
 
 def sampled(drawn: Draws, seed: int) -> Draws:

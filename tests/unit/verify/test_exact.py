@@ -100,7 +100,7 @@ class Broken:
 
 def forgets_the_residual(rule):
     """The recovered token is drawn from p."""
-    return Broken(lambda tree, p: replace(rule.decisions(tree, p), next_law=p))
+    return Broken(lambda tree, p: replace(rule.decisions(tree, p), after=p))
 
 
 def forgets_to_renormalise(rule):
