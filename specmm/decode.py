@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specmm.drafter import Drafter, Feedback, committed
+from specmm.processors import check_finite
 from specmm.randomness import Uniforms, categorical
 from specmm.refill import Queue, begin_anew
 from specmm.stats import Clock, Stats
@@ -98,7 +99,7 @@ def decode(
 
     Rows accept different lengths and none waits for another; a finished row keeps nothing further, unless a sample of
     the ``queue`` takes it over (which needs a target and a drafter that admit). The stats of the last yield are those
-    of the run.
+    of the run. Raises ``ValueError`` when the target's logits or the drafter's laws are not finite.
     """
     start, clock = time.perf_counter(), Clock(sync)
     with clock("verify"):
@@ -111,6 +112,8 @@ def decode(
     depths: list[int] = []
     while progress.unfinished(sure=len(depths) * (drafter.max_depth + 1) < length - 1) or (queue and queue.left):
         tree = drafter.propose(feedback, uniforms)
+        if tree.laws is not None and tree.shape.size > 1:  # a rule would take ratios of laws that are none
+            check_finite(tree.laws[:, 1:], len(depths), "the drafter")
         with clock("verify"):
             output = target.score(tree)
         verdict = decide(rule, tree, output.laws, uniforms, measure=not rule.exact and len(depths) % MEASURE_EVERY == 0)

@@ -238,3 +238,23 @@ def test_broken_weights_name_round_and_model(name, number):
     nn.init.constant_(target.model.get_parameter(name), float("nan"))
     with pytest.raises(ValueError, match=rf"NaN or infinity from llamagen in round {number}"):
         last(decode(target, JacobiDrafter(target, 3), Recursive(), Prompt(torch.tensor([1])), 9, Stream(1, 0)))
+
+
+@pytest.mark.parametrize("tree", [TreeShape.chain(3), branching([2, 2, 1])])
+@pytest.mark.parametrize("hindsight", [0.0, 0.4])
+def test_a_broken_drafter_stops_the_run_instead_of_spoiling_it(tree, hindsight):
+    target = target_of(SMALL, Processor())
+    drafter = block(target, tree, sampled=True, hindsight=hindsight)
+    nn.init.constant_(drafter.head.previous.weight, float("nan"))
+    with pytest.raises(ValueError, match="NaN or infinity from the drafter in round 0, check its weights"):
+        last(decode(target, drafter, Traversal(), Prompt(torch.tensor([1])), 9, Stream(1, 0)))
+
+
+def test_drafts_that_are_chosen_may_come_from_anywhere():
+    """Point masses have no laws a rule would ask: even of NaN, and exact."""
+    target = target_of(SMALL, Processor(temperature=0))
+    drafter = block(target, TreeShape.chain(3))
+    nn.init.constant_(drafter.head.previous.weight, float("nan"))
+    prompt = Prompt(torch.tensor([1]))
+    drafted = last(decode(target, drafter, PointMass(), prompt, 25, Stream(1, 0))).tokens[:, :25]
+    assert torch.equal(drafted, last(decode_plain(target, prompt, 25, Stream(1, 0))).tokens)
