@@ -48,7 +48,7 @@ def test_plain_and_drafted_answers_are_those_of_transformers(pipe, rectangle):
     inputs = processor(images=[rectangle], text=prompt, return_tensors="pt", add_special_tokens=False)
     said = model.generate(**inputs, do_sample=False, max_new_tokens=48)[0, inputs.input_ids.shape[1] :]
     sampled = methods.MSD(sampled=True, tree=(2, 1, 1, 1))
-    for method in ("ar", "msd", "text-draft", "prompt-lookup", sampled):
+    for method in ("ar", "msd", "text-draft", "vlm-draft", "prompt-lookup", sampled):
         out = pipe(rectangle, DESCRIBE, method=method, max_new_tokens=48)
         assert out.tokens[0].tolist() == said.tolist(), method
         assert out.certificate.kind == "exact"
@@ -66,3 +66,12 @@ def test_auto_and_the_command_line(rectangle, tmp_path):
     )
     found = json.loads(result.stdout)
     assert found["outputs"][0] and found["certificate"]["kind"] == "exact" and found["method"].startswith("auto")
+
+
+def test_the_experts_are_heard(rectangle, tmp_path):
+    rectangle.save(tmp_path / "red.png")
+    asked = ["ask", "pocket/llava", str(tmp_path / "red.png"), "-q", "what shape is in the image?", "--method", "verdict"]
+    found = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
+    assert found["outputs"] == ["rectangle"] and found["certificate"]["kind"] == "heuristic"
+    said = CliRunner().invoke(app, asked)
+    assert said.exit_code == 0 and said.stderr.count("heard") >= 1
