@@ -17,13 +17,16 @@ LONGEST = 80  # tokens of a description
 def msd(
     model: Annotated[str, typer.Argument(help="Folder of the target's model; the drafter is added to it.")],
     data: Data = EMOJI,
-    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps in all; pictures come in the second half.")] = 4000,
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps; pictures come in the second half.")] = 4000,
     batch: Annotated[int, typer.Option(min=1, help="Conversations a step.")] = 8,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate; 5e-5 for a billion parameters.")] = 1e-3,
     noise: Annotated[float, typer.Option(min=0, help="On the states the head reads.")] = 0.05,
     law_weight: Annotated[float, typer.Option(min=0, help="Of the laws' cross-entropy; 0.1 for wide targets.")] = 1.0,
     passes: Annotated[int, typer.Option(min=1, help="From the second on it reads its own states.")] = 2,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the head.")] = 1,
+    ramp: Annotated[
+        int | None, typer.Option(min=1, help="Steps in which pictures become most there is, instead of two stages.")
+    ] = None,
     width: Annotated[int | None, typer.Option(min=1, help="Its inner width, the target's if not given.")] = None,
     seed: Seed = 0,
     replace: Annotated[bool, typer.Option(help="Replace the model's MSD drafter.")] = False,
@@ -48,7 +51,7 @@ def msd(
         target, processor = VLMTarget(load_model(folder, torch.float32), Processor(), model), load_processor(folder)
         sizes = {"num_hidden_layers": layers, **({"intermediate_size": width} if width else {})}
         options: dict[str, Any] = dict(batch=batch, lr=lr, noise=noise, law_weight=law_weight, passes=passes, seed=seed)
-        options["config"] = msd_config(target, **sizes)
+        options |= dict(config=msd_config(target, **sizes), ramp=ramp)
         head = train_msd(target, _source(processor, target, data), writable(out), steps=steps, **options)
         head.acceptance = _acceptance(target, head, processor, data)
         save_msd(head, result, dtype=torch.bfloat16, embeddings=False)

@@ -70,7 +70,8 @@ def test_auto_and_the_command_line(rectangle, tmp_path):
 
 def test_the_experts_are_heard(rectangle, tmp_path):
     rectangle.save(tmp_path / "red.png")
-    asked = ["ask", "pocket/llava", str(tmp_path / "red.png"), "-q", "what shape is in the image?", "--method", "verdict"]
+    question = "what shape is in the image?"
+    asked = ["ask", "pocket/llava", str(tmp_path / "red.png"), "-q", question, "--method", "verdict"]
     found = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
     assert found["outputs"] == ["rectangle"] and found["certificate"]["kind"] == "heuristic"
     said = CliRunner().invoke(app, asked)

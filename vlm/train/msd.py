@@ -26,6 +26,7 @@ from specmm.vlm.prompt import VLMPrompt
 from specmm.vlm.target import Context, VLMTarget
 
 LAW_WEIGHT = 0.1  # of the cross-entropy beside the SmoothL1
+MOSTLY = 0.8  # the share of pictures a ramp leads to: with none of it left, text would be forgotten
 EPOCHS = 40  # of the release's schedule, to which any number of steps is scaled
 BETAS, CLIP, DECAY = (0.9, 0.95), 0.5, 0.01
 
@@ -70,10 +71,13 @@ def train_msd(
     law_weight: float = LAW_WEIGHT,
     passes: int = 1,
     seed: int = 0,
+    ramp: int | None = None,
     autocast: bool = True,
 ) -> MSDHead:
     """Train a head for ``target`` on what ``source`` draws; resumes from ``out/checkpoint.pt``.
 
+    With ``ramp`` the share of pictures rises to ``MOSTLY`` in so many steps and stays there, instead of the release's
+    two stages, which leave few steps to pictures alone.
     ``config`` gives other sizes than the target's own layers (``msd_config``). Token embeddings are the target's and
     stay so. The noise on the states of a row is uniform in ±``noise`` · 256 / its length. ``law_weight`` is that of the
     cross-entropy: the release's suits states of thousands of channels, small targets want more; for ``passes``
@@ -88,7 +92,8 @@ def train_msd(
 
     def step(i: int) -> Losses:
         random = Random(f"msd {seed} {i}")
-        examples = [source(random, random.random() < visual_share(i, steps)) for _ in range(batch)]
+        share = MOSTLY * min(1.0, i / ramp) if ramp else visual_share(i, steps)
+        examples = [source(random, random.random() < share) for _ in range(batch)]
         with torch.autocast(target.device.type, torch.bfloat16, enabled=autocast):
             slots = read_slots(target, examples, shaking(noise, random.randrange(2**40)))
             return msd_loss(head, target.head, slots, law_weight, passes)

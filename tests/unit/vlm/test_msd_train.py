@@ -95,6 +95,18 @@ def test_schedule_and_mistakes(target):
         read_slots(target, [silent])
 
 
+def test_a_ramp_brings_the_pictures_early(target, tmp_path):
+    shown = []
+
+    def watched(random, visual):
+        shown.append(visual)
+        return source(random, visual)
+
+    train_msd(target, watched, tmp_path, steps=8, batch=16, ramp=4, autocast=False)
+    shares = [sum(shown[16 * i : 16 * i + 16]) / 16 for i in range(8)]
+    assert shares[0] == 0 and 0 < shares[2] < 0.8 and 0.6 < sum(shares[4:]) / 4 < 1
+
+
 def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch, capsys):
     """``specmm train msd``, with other data: the file leaves the target's embeddings out and loads for it."""
     from specmm.cli import train_msd as command
@@ -107,7 +119,7 @@ def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch, c
     monkeypatch.setattr(command, "_source", lambda *_: source)
     monkeypatch.setattr(command, "_acceptance", lambda *_: {0.0: ((0.9, 0.05),)})
     options = dict(steps=2, batch=2, width=40, out=tmp_path / "run", as_json=True)
-    options |= dict(data=tmp_path, lr=1e-3, noise=0.2, law_weight=0.1, passes=2, layers=1, seed=0)
+    options |= dict(data=tmp_path, lr=1e-3, noise=0.2, law_weight=0.1, passes=2, layers=1, seed=0, ramp=None)
     command.msd(str(tmp_path / "model"), replace=False, **options)
     assert json.loads(capsys.readouterr().out)["kind"] == "msd"
     head = load_msd(tmp_path / "model" / "drafters" / "msd", model.get_input_embeddings().weight)
