@@ -1,6 +1,6 @@
 """Accuracy of a vision-language model by kind of question, with transformers' own ``generate``.
 
-    python -m benchmarks.vqa_accuracy specmm/zoo/pocket/llava
+    python -m benchmarks.vqa_accuracy pocket/llava
 
 Short answers count when they are right to the letter; a description counts when everything in it is true and nothing
 is left out. Pictures are easy-VQA's test split and scenes of emoji pictures that were held out from training.
@@ -24,6 +24,7 @@ from benchmarks.common import EMOJI, RESULTS, Row, environment, write_results
 from specmm.vlm.data.questions import description, short_questions, tellings
 from specmm.vlm.data.sprites import Array
 from specmm.vlm.data.stream import World, load_world
+from specmm.vlm.loading import find
 
 LONGEST = 80  # tokens of an answer
 
@@ -94,7 +95,7 @@ def measure(model: Any, processor: Any, asked: list[Asked], batch: int) -> list[
 
 
 def main(
-    model: Annotated[Path, typer.Argument(help="Folder of a vision-language model.")],
+    model: Annotated[str, typer.Argument(help="A vision-language model: folder, pocket name or hub id.")],
     scenes: Annotated[int, typer.Option(min=1, help="Held-out scenes.")] = 300,
     easy: Annotated[
         int | None, typer.Option(min=1, help="Questions of easy-VQA's test split, all if not given.")
@@ -108,11 +109,12 @@ def main(
     """Measure and write ``vqa_accuracy.json`` and ``vqa_accuracy.csv``."""
     torch.set_num_threads(threads)
     world = load_world(data, "test")
-    loaded = transformers.AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
-    processor = transformers.AutoProcessor.from_pretrained(model)
+    folder = find(model)
+    loaded = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    processor = transformers.AutoProcessor.from_pretrained(folder)
     asked = [*scene_questions(world, scenes, seed), *easy_questions(world, easy)]
     rows = measure(loaded, processor, asked, batch)
-    facts = environment(model=str(model), dtype="float32", seed=seed, transformers=transformers.__version__)
+    facts = environment(model=model, dtype="float32", seed=seed, transformers=transformers.__version__)
     write_results(out, "vqa_accuracy", rows, facts)
 
 
