@@ -67,9 +67,9 @@ def load_pipeline(model: str | Path, dtype: torch.dtype | None = None) -> Any:
     return pipe
 
 
-def dtype_name(pipe: LlamaGenPipeline) -> str:
+def dtype_name(pipe: Any) -> str:
     """``float32``, ``bfloat16``, …"""
-    return str(pipe.transformer.output.weight.dtype).removeprefix("torch.")
+    return str(next(pipe.transformer.parameters()).dtype).removeprefix("torch.")
 
 
 def playable(pipe: LlamaGenPipeline, contenders: Iterable[methods.Method]) -> list[methods.Method]:

@@ -24,7 +24,7 @@ from benchmarks.common import EMOJI, RESULTS, Row, environment, write_results
 from specmm.vlm.data.questions import description, short_questions, tellings
 from specmm.vlm.data.sprites import Array
 from specmm.vlm.data.stream import World, load_world
-from specmm.vlm.loading import find
+from specmm.vlm.loading import find, load_model, load_processor
 
 LONGEST = 80  # tokens of an answer
 
@@ -110,10 +110,8 @@ def main(
     torch.set_num_threads(threads)
     world = load_world(data, "test")
     folder = find(model)
-    loaded = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    processor = transformers.AutoProcessor.from_pretrained(folder)
     asked = [*scene_questions(world, scenes, seed), *easy_questions(world, easy)]
-    rows = measure(loaded, processor, asked, batch)
+    rows = measure(load_model(folder, torch.float32), load_processor(folder), asked, batch)
     facts = environment(model=model, dtype="float32", seed=seed, transformers=transformers.__version__)
     write_results(out, "vqa_accuracy", rows, facts)
 

@@ -112,10 +112,10 @@ def decode(
     depths: list[int] = []
     while progress.unfinished(sure=len(depths) * (drafter.max_depth + 1) < length - 1) or (queue and queue.left):
         tree = drafter.propose(feedback, uniforms)
-        if tree.laws is not None and tree.shape.size > 1:  # a rule would take ratios of laws that are none
-            check_finite(tree.laws[:, 1:], len(depths), "the drafter")
         with clock("verify"):
             output = target.score(tree)
+        if tree.laws is not None and tree.shape.size > 1:  # before a rule takes ratios, behind what a GPU had to score
+            check_finite(tree.laws[:, 1:], len(depths), "the drafter")
         verdict = decide(rule, tree, output.laws, uniforms, measure=not rule.exact and len(depths) % MEASURE_EVERY == 0)
         tokens = committed(tree, verdict)
         verdict.kept = progress.take(tokens, verdict.kept)  # a finished row keeps nothing

@@ -9,16 +9,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from benchmarks.common import RESULTS, Row, dtype_name, environment, label, load_pipeline, parse
-from benchmarks.common import write_results as write
+from benchmarks.common import Row, label, load_pipeline, parse
+from benchmarks.gpu.batches import measure_batches, parser_of
 from benchmarks.gpu.graphs import GraphTarget
 from benchmarks.static_step import StaticTarget
 from specmm import methods
@@ -28,6 +26,7 @@ from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.randomness import Uniforms
+from specmm.stats import Clock
 from specmm.verify import Rule
 
 METHODS = ("ar", "speculative", "lantern++(lambda_=2.0, k=10)")
@@ -37,21 +36,8 @@ MODES = ("eager", "graph", "compile")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write."""
     options = read_arguments(arguments)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    pipe = move(load_pipeline(options.model), device)
-    facts = environment(
-        model=str(options.model),
-        dtype=dtype_name(pipe),
-        device=device,
-        cuda=torch.version.cuda,
-        repeats=options.repeats,
-    )
-    rows: list[Row] = []
-    for batch in options.batches:
-        rows += measure(pipe, batch, options)
-        write(options.out, "gpu_llamagen", rows, facts)
-    print(f"written: {options.out / 'gpu_llamagen.csv'}")
-    return 0
+    pipe = move(load_pipeline(options.model), "cuda" if torch.cuda.is_available() else "cpu")
+    return measure_batches("gpu_llamagen", pipe, options, measure)
 
 
 def move(pipe: LlamaGenPipeline, device: str) -> LlamaGenPipeline:
@@ -111,13 +97,14 @@ class Run:
         prompt = Prompt(torch.arange(batch, device=pipe.device) % pipe.transformer.config.num_classes)
         dice = Uniforms([torch.Generator(pipe.device).manual_seed(seed * batch + i) for i in range(batch)])
         on_gpu, length = pipe.device.type == "cuda", self.target.length
-        start = _now(pipe)
-        if self.parts is None:
-            steps = decode_plain(self.target, prompt, length, dice, on_gpu)
-        else:
-            steps = decode(self.target, *self.parts, prompt, length, dice, on_gpu)
-        *_, self.last = steps
-        self.seconds.append(_now(pipe) - start)
+        clock = Clock(on_gpu)
+        with clock("run"):
+            if self.parts is None:
+                steps = decode_plain(self.target, prompt, length, dice, on_gpu)
+            else:
+                steps = decode(self.target, *self.parts, prompt, length, dice, on_gpu)
+            *_, self.last = steps
+        self.seconds.append(clock.seconds["run"])
 
 
 def _row(batch: int, run: Run, plain: float) -> Row:
@@ -139,21 +126,10 @@ def _row(batch: int, run: Run, plain: float) -> Row:
     }
 
 
-def _now(pipe: LlamaGenPipeline) -> float:
-    if pipe.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu.llamagen", description="LlamaGen on a GPU")
-    parser.add_argument("--model", default="pocket/llamagen")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--batches", type=int, nargs="+", default=(1, 8, 64))
+    parser = parser_of("benchmarks.gpu.llamagen", "LlamaGen on a GPU", "pocket/llamagen", (1, 8, 64), MODES)
     parser.add_argument("--methods", type=parse, nargs="+", default=[parse(m) for m in METHODS])
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--repeats", type=int, default=7)
     return parser.parse_args(arguments)
 
 

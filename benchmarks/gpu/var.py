@@ -12,14 +12,13 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.common import RESULTS, Row, environment, load_pipeline
-from benchmarks.common import write_results as write
+from benchmarks.common import Row, load_pipeline
+from benchmarks.gpu.batches import measure_batches, parser_of
 from benchmarks.gpu.graphs import PictureGraph
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.randomness import Uniforms
@@ -84,29 +83,14 @@ def _row(batch: int, run: Run, scales: int, plain: float) -> Row:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write."""
     options = read_arguments(arguments)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    pipe = load_pipeline(options.model).to(device)
-    dtype = str(pipe.transformer.dtype).removeprefix("torch.")
-    facts = environment(
-        model=options.model, dtype=dtype, device=device, cuda=torch.version.cuda, repeats=options.repeats
-    )
-    rows: list[Row] = []
-    for batch in options.batches:
-        rows += measure(pipe, batch, options)
-        write(options.out, "gpu_var", rows, facts)
-    print(f"written: {options.out / 'gpu_var.csv'}")
-    return 0
+    pipe = load_pipeline(options.model).to("cuda" if torch.cuda.is_available() else "cpu")
+    return measure_batches("gpu_var", pipe, options, measure)
 
 
 def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu.var", description="VAR and CoDe on a GPU")
-    parser.add_argument("--model", default="pocket/var")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--batches", type=int, nargs="+", default=(1, 16, 64))
+    parser = parser_of("benchmarks.gpu.var", "VAR and CoDe on a GPU", "pocket/var", (1, 16, 64), MODES)
     parser.add_argument("--n", type=int, nargs="+", default=(5, 3, 0), help="scales the large model draws")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--repeats", type=int, default=7)
     return parser.parse_args(arguments)
 
 
