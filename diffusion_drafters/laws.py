@@ -1,16 +1,16 @@
 """The laws drafts are drawn from, recorded node by node, so that verification is exact at any temperature.
 
-Three ways of drafting a chain from a block keep the target's law: tokens drawn from the marginals independently, each
-with its marginal (DEER, arXiv 2512.15176); tokens drawn left to right from the lattice's renormalised scores without
-looking ahead, each with that row; and any path chosen in whatever way, as point masses (no laws). A searched path
-with the marginals as its laws does not: nobody drew it from them.
+These ways of drafting a chain from a block keep the target's law: tokens drawn from the marginals independently, each
+with its marginal (DEER, arXiv 2512.15176); tokens drawn left to right, each with the law behind the one drawn before
+it (a drafter with a table of pairs, or the lattice's renormalised scores without looking ahead); and any path chosen in
+whatever way, as point masses (no laws). A searched path with the marginals as its laws does not: nobody drew it.
 
 Shape letters: B batch, K block, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ from specmm.diffusion_drafters.diffuspec.search import Objective, Path
 from specmm.randomness import Uniforms, categorical
 from specmm.tree import DraftTree, TreeShape
 
+Law = Callable[[Tensor], Tensor]  # from logits [..., V] to probabilities
+Follow = Callable[[Tensor, Tensor], Tensor]  # from logits [B, V] to those behind tokens [B]
+
 
 def marginal_chain(root: Tensor, laws: Tensor, uniforms: Uniforms, shape: TreeShape | None = None) -> DraftTree:
     """A chain behind ``root`` [B]: token i drawn from row i of ``laws`` [B, K, V], whatever the others are.
@@ -30,6 +33,39 @@ def marginal_chain(root: Tensor, laws: Tensor, uniforms: Uniforms, shape: TreeSh
     drafts = categorical(laws, uniforms.draw(laws.shape[1]))
     tokens = torch.cat([root[:, None], drafts], dim=1)
     return DraftTree(tokens, shape or TreeShape.chain(laws.shape[1], root.device), with_root(laws))
+
+
+def followed_chain(
+    root: Tensor, logits: Tensor, law: Law, follow: Follow, uniforms: Uniforms | None, fixed: Tensor, shape: TreeShape
+) -> DraftTree:
+    """A chain behind ``root`` [B]: token i drawn from the ``law`` of row i of ``logits`` [B, K, V] behind token i - 1.
+
+    Where ``fixed`` [B, K] holds a token (not -1) it is taken, as a point mass. Without ``uniforms`` every token is the
+    likeliest one and no laws are recorded.
+    """
+    tokens, laws = [root], []
+    dice = None if uniforms is None else uniforms.draw(logits.shape[1])
+    for i, given in enumerate(fixed.unbind(1)):
+        drawn = with_points(law(follow(logits[:, i], tokens[-1])), given)
+        tokens.append(drawn.argmax(-1) if dice is None else categorical(drawn, dice[:, i]))
+        laws.append(drawn)
+    return DraftTree(torch.stack(tokens, 1), shape, None if dice is None else with_root(torch.stack(laws, 1)))
+
+
+def followed_marginals(root: Tensor, logits: Tensor, law: Law, follow: Follow, width: int = 4) -> Tensor:
+    """Marginals [B, K, V] of what :func:`followed_chain` draws, over the ``width`` likeliest tokens before each."""
+    found = [law(follow(logits[:, 0], root))]
+    for scores in logits[:, 1:].unbind(1):
+        before = found[-1].topk(min(width, logits.shape[-1]))  # [B, W]
+        behind = torch.stack([law(follow(scores, token)) for token in before.indices.unbind(1)], dim=1)
+        found.append((behind * (before.values / before.values.sum(1, keepdim=True))[..., None]).sum(1))
+    return torch.stack(found, dim=1)
+
+
+def with_points(laws: Tensor, fixed: Tensor) -> Tensor:
+    """``laws`` [..., V] with point masses in place of those whose token in ``fixed`` [...] is settled (not -1)."""
+    points = F.one_hot(fixed.clamp(min=0), laws.shape[-1]).to(laws.dtype)
+    return torch.where((fixed >= 0)[..., None], points, laws)
 
 
 def with_root(laws: Tensor) -> Tensor:

@@ -1,15 +1,17 @@
 """What differs between the transformers families: where the decoder is, its masks, its positions.
 
-Shape letters: B batch, L prompt positions.
+Shape letters: B batch, L prompt positions, C width, V vocabulary, v some of its tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.kernels.tree_attention.interface import NAME as TREES
@@ -74,7 +76,15 @@ class Family:
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [..., V] of the decoder's ``states`` [..., C]: the head, and what some classes do behind it."""
-        logits: Tensor = self.head(states)
+        return self._scaled(self.head(states))
+
+    def logits_of(self, ids: Tensor) -> Callable[[Tensor], Tensor]:
+        """A head for the tokens ``ids`` [v] alone, from states [..., C] to logits [..., v], on a copy of its rows."""
+        weight = self.head.weight[ids].detach().clone()
+        bias = None if self.head.bias is None else self.head.bias[ids].detach().clone()
+        return lambda states: self._scaled(F.linear(states, weight, bias))
+
+    def _scaled(self, logits: Tensor) -> Tensor:
         scale, cap = self._behind_head
         logits = logits if scale == 1 else logits * scale
         return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -17,7 +17,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from specmm import methods, zoo
+from specmm.checkpoints import read_json
 from specmm.vlm.assemble import SmallModel
+from specmm.vlm.composed import build_processor, compose, is_composed
 
 PLACES = {"text-draft": "text", "vlm-draft": "vlm", "msd": "msd", "verdict": "experts"}  # folder of each's drafter
 
@@ -29,12 +31,16 @@ def find(name: str | Path) -> Path:
 
 def load_model(folder: Path, dtype: torch.dtype | None = None) -> Any:
     """The vision-language model in ``folder``; ``ValueError`` when it holds something else."""
+    if is_composed(folder):
+        return compose(folder, dtype)
     _check_kind(folder)
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype or "auto").eval()
 
 
 def load_processor(folder: Path) -> Any:
     """The processor beside the model; ``ValueError`` when there is none."""
+    if is_composed(folder):
+        return build_processor(read_json(folder / "config.json")["language_model"])
     try:
         found = AutoProcessor.from_pretrained(folder)
     except (OSError, ValueError, TypeError) as error:

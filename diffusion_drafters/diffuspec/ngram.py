@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 Gram = tuple[int, ...]
 
@@ -64,8 +65,8 @@ class NGram:
         tensors, counts = {}, self.counts
         for n in range(1, self.order + 1):
             grams = sorted(gram for gram in counts if len(gram) == n)
-            tensors[f"grams.{n}"] = torch.tensor(grams, dtype=torch.int32).view(-1, n)
-            tensors[f"counts.{n}"] = torch.tensor([counts[gram] for gram in grams], dtype=torch.int32)
+            tensors[f"grams.{n}"] = _small(torch.tensor(grams).view(-1, n))
+            tensors[f"counts.{n}"] = _small(torch.tensor([counts[gram] for gram in grams]))
         save_file(tensors, file, {"order": str(self.order), "vocabulary": str(self.vocabulary)})
 
     @classmethod
@@ -80,6 +81,12 @@ class NGram:
                 grams, seen = (opened.get_tensor(f"{name}.{n}").tolist() for name in ("grams", "counts"))
                 counts.update(zip(map(tuple, grams), seen, strict=True))
         return cls(order, int(facts["vocabulary"]), counts)
+
+
+def _small(numbers: Tensor) -> Tensor:
+    """``numbers`` in the narrowest dtype that holds them."""
+    most = int(numbers.max()) if numbers.numel() else 0
+    return numbers.to(next(d for d in (torch.int16, torch.int32, torch.int64) if most <= torch.iinfo(d).max))
 
 
 def fit(texts: Iterable[Sequence[int]], vocabulary: int, order: int = 3, least: int = 1) -> NGram:

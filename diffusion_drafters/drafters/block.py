@@ -1,7 +1,8 @@
 """Chains and trees from a block's marginals.
 
-A chain's tokens are drawn independently, each recorded with its marginal; when the target is greedy they are the
-likeliest ones, as point masses. A tree holds the most probable paths under a budget of nodes, as point masses.
+A chain's tokens are drawn independently, each recorded with its marginal, or each behind the one before where the
+source has a table of pairs; when the target is greedy they are the likeliest ones, as point masses. A tree holds the
+most probable paths under a budget of nodes, as point masses.
 Sources: DEER (arXiv 2512.15176), DDTree, and for the cut AdaEDL (arXiv 2410.18351).
 
 Shape letters: B batch, K block, N nodes, V vocabulary.
@@ -10,11 +11,10 @@ Shape letters: B batch, K block, N nodes, V vocabulary.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.diffusion_drafters.drafters.sources import BlockSource
-from specmm.diffusion_drafters.laws import marginal_chain
+from specmm.diffusion_drafters.laws import followed_chain, followed_marginals, marginal_chain, with_points
 from specmm.drafter import Feedback
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
@@ -27,7 +27,7 @@ from specmm.vlm.target import VLMTarget
 
 
 class ChainDrafter:
-    """Chains of ``length`` drafts (None: the source's longest), with independent draws from the block's marginals.
+    """Chains of ``length`` drafts (None: the source's longest), drawn from what the block says.
 
     ``recall`` above 0 drafts, where that many of a row's latest tokens stood before, what followed them there (as point
     masses), and the block elsewhere. ``sure`` above 0 cuts a block in front of the first token whose marginal promises
@@ -67,16 +67,31 @@ class ChainDrafter:
 
     def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
         """The chain behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        root, follow = feedback.token, self.source.follow
         with self.clock("draft"):
-            laws = self.law(self.source.logits(feedback, self.max_depth))  # [B, K, V]
-            if self.recall is not None:
-                self.recall.extend(feedback)
-                _recall(self.recall, laws)
-            laws = laws[:, : self._length(laws)]
-        shape = self.shapes[laws.shape[1]]
-        if not self.greedy:
-            return marginal_chain(feedback.token, laws, uniforms, shape)
-        return DraftTree(torch.cat([feedback.token[:, None], laws.argmax(-1)], dim=1), shape)
+            logits = self.source.logits(feedback, self.max_depth)  # [B, K, V]
+            fixed = self._recalled(feedback)
+            if follow is None or self.sure:
+                laws = marginals(self.source, logits, root, self.law)
+                laws = laws if self.recall is None else with_points(laws, fixed)
+                count = self._length(laws)
+                logits, laws, fixed = logits[:, :count], laws[:, :count], fixed[:, :count]
+            shape, dice = self.shapes[logits.shape[1]], None if self.greedy else uniforms
+            if follow is not None:
+                return followed_chain(root, logits, self.law, follow, dice, fixed, shape)
+            if dice is not None:
+                return marginal_chain(root, laws, dice, shape)
+            return DraftTree(torch.cat([root[:, None], laws.argmax(-1)], dim=1), shape)
+
+    def _recalled(self, feedback: Feedback) -> Tensor:
+        """The tokens [B, K] that rows find behind their latest ones further up; -1 where there is none."""
+        fixed = feedback.token.new_full((len(feedback.token), self.max_depth), -1)
+        if self.recall is not None:
+            self.recall.extend(feedback)
+            for row, log in enumerate(self.recall.rows):
+                if guess := log.guess(self.max_depth, self.recall.ngram):
+                    fixed[row, : len(guess)] = torch.tensor(guess, device=fixed.device)
+        return fixed
 
     def _length(self, laws: Tensor) -> int:
         if not self.sure or (len(laws) > 1 and not self.greedy):
@@ -85,12 +100,9 @@ class ChainDrafter:
         return int(going.long().cumprod(1).sum(1).max())
 
 
-def _recall(recall: Recall, laws: Tensor) -> None:
-    """Put point masses into the ``laws`` [B, K, V] of rows that find their latest tokens further up."""
-    for row, (log, law) in enumerate(zip(recall.rows, laws, strict=True)):
-        if guess := log.guess(laws.shape[1], recall.ngram):
-            tokens = torch.tensor(guess, device=laws.device)
-            laws[row, : len(guess)] = F.one_hot(tokens, law.shape[-1]).to(law.dtype)
+def marginals(source: BlockSource, logits: Tensor, root: Tensor, law: Processor) -> Tensor:
+    """Laws [B, K, V] of each of a block's tokens by itself, from the source's ``logits`` behind ``root`` [B]."""
+    return law(logits) if source.follow is None else followed_marginals(root, logits, law, source.follow)
 
 
 class TreeDrafter:
@@ -120,7 +132,8 @@ class TreeDrafter:
     def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
         """The tree behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         with self.clock("draft"):
-            return block_tree(self.law(self.source.logits(feedback, self.max_depth)), feedback.token, self.max_nodes)
+            logits = self.source.logits(feedback, self.max_depth)
+            return block_tree(marginals(self.source, logits, feedback.token, self.law), feedback.token, self.max_nodes)
 
 
 def drafting_law(target: VLMTarget) -> Processor:

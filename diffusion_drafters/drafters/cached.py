@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specmm.diffusion_drafters.drafters.sources import ends_with, shared_tokens
+from specmm.diffusion_drafters.laws import Follow
 from specmm.diffusion_drafters.models.causal import CausalPrefix
 from specmm.drafter import Feedback
 from specmm.processors import Processor
@@ -24,6 +25,7 @@ class CausalSource:
     """Blocks of a :class:`CausalPrefix` for ``target``; ``translation`` as for a diffusion language model."""
 
     longest: int | None
+    follow: Follow | None = None
 
     def __init__(self, model: CausalPrefix, target: VLMTarget, translation: Translation | None = None) -> None:
         self.model, self.target, self.longest = model, target, model.block

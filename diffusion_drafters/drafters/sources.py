@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specmm.diffusion_drafters.laws import Follow
 from specmm.diffusion_drafters.models.dflash import DFlash, check_layers
 from specmm.diffusion_drafters.models.masked import DiffusionLM, block_logits
 from specmm.drafter import Feedback
@@ -27,11 +28,13 @@ from specmm.vlm.translation import Translation
 
 class BlockSource(Protocol):
     """Predicts the tokens behind the root, all at once. ``longest`` is the most it can (None: no limit), ``end`` the
-    target's id of the token that ends a text for it.
+    target's id of the token that ends a text for it. ``follow``, where there is one, makes of a position's logits [B,
+    V] those behind the token [B] that was drafted before it.
     """
 
     longest: int | None
     end: int | None
+    follow: Follow | None
 
     def begin(self, feedback: Feedback, most: int) -> None:
         """Start a batch behind the target's prefill, with rounds of at most ``most`` drafts."""
@@ -54,6 +57,7 @@ class DiffusionSource:
     """
 
     longest: int | None = None
+    follow: Follow | None = None
 
     def __init__(self, model: DiffusionLM, target: VLMTarget, translation: Translation | None = None) -> None:
         self.model, self.target = model, target
@@ -128,6 +132,7 @@ class DFlashSource:
 
     longest: int | None
     end: int | None = None
+    follow: Follow | None = None
 
     def __init__(self, model: DFlash, target: VLMTarget) -> None:
         layers, width = target.family.decoder.layers, model.fc.weight.shape[0]
@@ -143,7 +148,11 @@ class DFlashSource:
         read = [layers[i] for i in model.config.layers]
         self.taps, self.newcomer = Taps(read, lambda: target.running), Taps(read, lambda: target.admitting)
         self.lasts: dict[int, Tensor] = {}  # of rows that begin anew: the context [F·C] of the prompt's last token
-        self.barred = [model.config.mask, *target.image_tokens]
+        self.tokens = Translation(model.t2d.clamp(max=model.known - 1), model.t2d < model.known)
+        self.tokens.ban([model.config.mask, *target.image_tokens])
+        self.head = target.head if model.ids is None else target.family.logits_of(model.ids)
+        if model.markov is not None:
+            self.follow = self._behind
 
     def begin(self, feedback: Feedback, most: int) -> None:
         """Read what the target's layers said of the prompts."""
@@ -171,9 +180,11 @@ class DFlashSource:
             self.model.read(kept, feedback.verdict.kept)
         masks = feedback.token.new_full((len(feedback.token), self.model.config.block - 1), self.model.config.mask)
         states = self.model.draft(self.target.embed(torch.cat([feedback.token[:, None], masks], dim=1)))
-        logits = self.target.head(states[:, 1 : block + 1]).float()
-        logits[..., self.barred] = float("-inf")
-        return logits
+        return self.tokens.from_drafter(self.head(states[:, 1 : block + 1]).float())
+
+    def _behind(self, logits: Tensor, previous: Tensor) -> Tensor:
+        """``logits`` [B, V] behind the tokens ``previous`` [B]."""
+        return logits + self.tokens.from_drafter(self.model.pairs(previous).float())
 
 
 class Taps:

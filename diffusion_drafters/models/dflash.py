@@ -5,8 +5,12 @@ committed token, mixed by ``fc`` and normed; its keys and values are all that is
 trace. Embeddings and head are the target's. Names are z-lab's; transformers' layout is renamed.
 Source: DFlash (arXiv 2602.06036).
 
+Two things may be added. ``draft_vocab_size`` v: the drafter knows only v of the target's tokens, and draft token i is
+the target's i + d2t[i] (EAGLE-3's convention), which makes its head cheaper. ``markov_rank``: a token's logits depend
+on the token before it in the block, too (see :mod:`specmm.diffusion_drafters.models.markov`).
+
 Shape letters: B batch, M new context positions, K block (anchor included), S slots, F target layers read, C width,
-H heads, D head width, V vocabulary.
+H heads, D head width, V vocabulary, v the drafter's.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from specmm.cache import Cache, CacheSize
 from specmm.checkpoints import State, fingerprint, load_strict, read_json
 from specmm.diffusion_drafters.models.bidirectional import QWEN_SIZES, plain_rope, read_sizes
 from specmm.diffusion_drafters.models.files import LEFTOVERS, cast, read_state, write_model
+from specmm.diffusion_drafters.models.markov import Markov
 from specmm.vlm.slots import as_transformers
 
 TRANSFORMERS_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
@@ -39,13 +44,17 @@ TRANSFORMERS_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_
 class DFlashConfig:
     """``sizes`` of the layers, the ``block`` K, the ``mask`` id and the target ``layers`` read, counted from 0.
 
-    Raises ``ValueError`` for a block without a mask, a mask outside the vocabulary and no or repeated layers.
+    ``tokens`` is the size v of the drafter's own vocabulary (0: the target's), ``markov`` the rank of its table of
+    pairs (0: none). Raises ``ValueError`` for a block without a mask, a mask outside the vocabulary, no or repeated
+    layers and sizes that cannot be.
     """
 
     sizes: Qwen3Config
     block: int
     mask: int
     layers: tuple[int, ...]
+    tokens: int = 0
+    markov: int = 0
 
     def __post_init__(self) -> None:
         if self.block < 2:
@@ -54,6 +63,10 @@ class DFlashConfig:
             raise ValueError(f"mask_token_id must be in [0, {self.sizes.vocab_size}), got {self.mask}")
         if not self.layers or min(self.layers) < 0 or len(set(self.layers)) < len(self.layers):
             raise ValueError(f"target_layer_ids must be different layers counted from 0, got {list(self.layers)}")
+        if not 0 <= self.tokens <= self.sizes.vocab_size:
+            raise ValueError(f"draft_vocab_size must be 0 to vocab_size {self.sizes.vocab_size}, got {self.tokens}")
+        if self.markov < 0:
+            raise ValueError(f"markov_rank must be at least 0, got {self.markov}")
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any], source: object = "config.json") -> DFlashConfig:
@@ -74,11 +87,16 @@ class DFlashConfig:
             given["block_size"],
             given["mask_token_id"],
             tuple(given["target_layer_ids"]),
+            given.get("draft_vocab_size") or 0,
+            given.get("markov_rank") or 0,
         )
 
 
 class DFlash(nn.Module):
     """The drafter's own weights; ``begin`` a batch, ``read`` context as it is committed, ``draft`` blocks."""
+
+    d2t: Tensor
+    t2d: Tensor
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -89,6 +107,34 @@ class DFlash(nn.Module):
         self.fc = nn.Linear(len(config.layers) * width, width, bias=False)
         self.hidden_norm, self.norm = (Qwen3RMSNorm(width, sizes.rms_norm_eps) for _ in range(2))
         self.turns = Qwen3RotaryEmbedding(sizes)  # its buffers are never saved
+        if config.tokens:
+            self.register_buffer("d2t", torch.zeros(config.tokens, dtype=torch.int64))
+        self.known = config.tokens or sizes.vocab_size  # v
+        self.register_buffer("t2d", torch.arange(sizes.vocab_size), persistent=False)  # v: a token it does not know
+        self.markov = Markov(self.known, config.markov) if config.markov else None
+
+    @property
+    def ids(self) -> Tensor | None:
+        """The target's ids [v] of the drafter's tokens; None where they are all of the target's."""
+        return None if not self.config.tokens else self.d2t + torch.arange(self.config.tokens, device=self.d2t.device)
+
+    def know(self, ids: Tensor) -> None:
+        """Let ``ids`` [v] of the target's be the drafter's tokens.
+
+        Raises ``ValueError`` for ids that repeat, that the target lacks or that are not as many as the config says.
+        """
+        count, vocabulary = self.config.tokens, self.config.sizes.vocab_size
+        if len(ids.unique()) != count or len(ids) != count or not bool(((ids >= 0) & (ids < vocabulary)).all()):
+            raise ValueError(f"d2t must name {count} different tokens in [0, {vocabulary}), got others or some twice")
+        order = torch.arange(count, device=ids.device)
+        self.d2t.copy_(ids - order)
+        self.t2d.fill_(count)[ids] = order
+
+    def pairs(self, previous: Tensor) -> Tensor:
+        """What is added to the logits [..., v] behind the target's tokens ``previous`` [...]; needs ``markov``."""
+        assert self.markov is not None
+        found: Tensor = self.markov(self.t2d[previous])
+        return found
 
     def begin(self, batch: int, capacity: int, commit: int) -> None:
         """Make room for ``capacity`` positions a row and for rounds that commit at most ``commit`` tokens."""
@@ -154,6 +200,8 @@ def load_dflash(folder: str | Path, dtype: torch.dtype | None = None) -> DFlash:
     config = DFlashConfig.from_json(read_json(Path(folder) / "config.json"), folder)
     state, model = zlab_names(read_state(folder)), DFlash(config)
     load_strict(model, state, LEFTOVERS, folder)
+    if model.ids is not None:
+        model.know(model.ids)
     cast(model, dtype or state["fc.weight"].dtype)
     return model.eval()
 
@@ -171,6 +219,8 @@ def save_dflash(model: DFlash, folder: str | Path, embeddings: Tensor, dtype: to
         "dflash_config": {"mask_token_id": model.config.mask, "target_layer_ids": list(model.config.layers)},
         "target_fingerprint": fingerprint(embeddings),
     }
+    facts |= {"draft_vocab_size": model.config.tokens} if model.config.tokens else {}
+    facts |= {"markov_rank": model.config.markov} if model.config.markov else {}
     write_model(model.state_dict(), facts, folder, dtype)
 
 

@@ -66,10 +66,11 @@ def cast(module: Any, dtype: torch.dtype) -> Any:
 
 
 def write_model(state: State, facts: dict[str, Any], folder: str | Path, dtype: torch.dtype) -> None:
-    """Write tensors, in ``dtype``, and the config of a drafter."""
+    """Write tensors, numbers in ``dtype`` and ids as they are, and the config of a drafter."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    kept = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in state.items()}
+    dtypes = {name: dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in state.items()}
+    kept = {name: tensor.detach().to("cpu", dtypes[name]).contiguous() for name, tensor in state.items()}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig, context_keys
-from specmm.diffusion_drafters.train.blocks import Anchors, fading, law_loss
+from specmm.diffusion_drafters.train.blocks import Anchors, Head, fading, law_loss
 from specmm.diffusion_drafters.train.deer import ANCHORS
 from specmm.diffusion_drafters.train.rows import Batch, Rows
 from specmm.diffusion_drafters.train.target import compile_layers
@@ -26,11 +26,22 @@ from specmm.vlm.target import VLMTarget
 FADE = 4.0
 
 
-def build_block(target: VLMTarget, layers: int, block: int, mask: int, read: int = 4, inner: int = 0) -> DFlash:
+def build_block(
+    target: VLMTarget,
+    layers: int,
+    block: int,
+    mask: int,
+    read: int = 4,
+    inner: int = 0,
+    markov: int = 0,
+    known: Tensor | None = None,
+) -> DFlash:
     """A drafter of ``layers`` for rounds of ``block`` - 1 drafts that reads ``read`` of the target's layers.
 
     They lie evenly between the second and the third last (as in the release). ``inner`` is the width of its
-    feed-forward layers where it is not the target's. Raises ``ValueError`` for more layers to read than there are.
+    feed-forward layers where it is not the target's, ``markov`` the rank of its table of pairs (0: none), ``known`` the
+    ids [v] of the target's tokens that it drafts (None: all). Raises ``ValueError`` for more layers to read than there
+    are.
     """
     config, depth = target.family.config, len(target.family.decoder.layers)
     if not 1 <= read <= depth:
@@ -52,10 +63,15 @@ def build_block(target: VLMTarget, layers: int, block: int, mask: int, read: int
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
     with seeded(0):
-        model = DFlash(DFlashConfig(sizes, block, mask, tuple(dict.fromkeys(places.round().int().tolist()))))
+        chosen = tuple(dict.fromkeys(places.round().int().tolist()))
+        model = DFlash(DFlashConfig(sizes, block, mask, chosen, 0 if known is None else len(known), markov))
         for weight in model.parameters():
             if weight.ndim > 1:
                 torch.nn.init.normal_(weight, 0, sizes.initializer_range)
+        if model.markov is not None:
+            model.markov.start(sizes.initializer_range)
+    if known is not None:
+        model.know(known.sort().values)
     return model.to(target.device)
 
 
@@ -76,18 +92,21 @@ def train_block(
     """Train ``model`` in place; ``rows`` must have been made with its layers. Resumes from ``out``."""
     target.model.requires_grad_(False)
     compile_layers(model.layers, compiled)
+    head = target.head if model.ids is None else target.family.logits_of(model.ids)
 
     def step(i: int) -> Losses:
         data = rows.batch(i, batch, seed)
         with torch.autocast(target.device.type, torch.bfloat16):
-            return block_loss(model, target, data, anchors, fade, seed * 1_000_003 + i)
+            return block_loss(model, target, head, data, anchors, fade, seed * 1_000_003 + i)
 
     fit(model, step, out=out, steps=steps, lr=lr, muon=MUON * lr)
     model.eval()
 
 
-def block_loss(model: DFlash, target: VLMTarget, data: Batch, anchors: int, fade: float, seed: int) -> Losses:
-    """Loss of the rows' blocks."""
+def block_loss(
+    model: DFlash, target: VLMTarget, head: Head, data: Batch, anchors: int, fade: float, seed: int
+) -> Losses:
+    """Loss of the rows' blocks; ``head`` gives the logits of the drafter's tokens, of which alone both laws are."""
     (rows, length), device, size = data.tokens.shape, data.tokens.device, model.config.block
     drawn = Anchors.draw(rows, length - 1, anchors, size - 1, size, seed)
     drawn = Anchors(drawn.places.to(device) + 1, size)  # an anchor needs a context
@@ -96,7 +115,8 @@ def block_loss(model: DFlash, target: VLMTarget, data: Batch, anchors: int, fade
     states = _forward(model, data.context, target.embed(ids.flatten(1)), drawn)[:, :, 1:]  # [B, A, K - 1, C]
     behind = drawn.behind(size - 1).flatten(1)  # the target's law of the next token stands at the one before
     wanted = data.hidden.gather(1, behind[..., None].expand(-1, -1, data.hidden.shape[-1]))
-    return law_loss(states, wanted.view_as(states), fading(size - 1, fade).to(device), target.head)
+    pairs = None if model.markov is None else model.pairs(data.tokens.gather(1, behind)).view(*states.shape[:3], -1)
+    return law_loss(states, wanted.view_as(states), fading(size - 1, fade).to(device), head, pairs)
 
 
 def _forward(model: DFlash, context: Tensor, embeddings: Tensor, drawn: Anchors) -> Tensor:

@@ -51,15 +51,20 @@ class Anchors:
         return torch.zeros(open_.shape, device=owner.device).masked_fill_(~open_, float("-inf"))[:, None]
 
 
-def law_loss(states: Tensor, wanted: Tensor, weights: Tensor, output: Callable[[Tensor], Tensor]) -> Losses:
+Head = Callable[[Tensor], Tensor]  # from states [..., C] to logits [..., V]
+
+
+def law_loss(states: Tensor, wanted: Tensor, weights: Tensor, output: Head, pairs: Tensor | None = None) -> Losses:
     """Cross-entropy (nats) of the laws of ``states`` [B, A, K, C] against those of the target's ``wanted`` states.
 
-    ``weights`` [K] or [B, A, K] say how much each position counts. ``output`` is the head. Beside the
-    loss: ``first`` and ``last``, the overlaps Σ min(p, q) at the block's ends, what a draft there is accepted with.
+    ``weights`` [K] or [B, A, K] say how much each position counts. ``output`` is the head; ``pairs`` [B, A, K, V] is
+    added to the logits of ``states``. Beside the loss: ``first`` and ``last``, the overlaps Σ min(p, q) at the block's
+    ends, what a draft there is accepted with.
     """
     with torch.no_grad():
         law = output(wanted).float().softmax(-1)  # [B, A, K, V]
-    drafted = output(states).float().log_softmax(-1)
+    logits = output(states).float()
+    drafted = (logits if pairs is None else logits + pairs).log_softmax(-1)
     surprise = -(law * drafted).sum(-1)  # [B, A, K]
     weights = weights.expand_as(surprise)
     with torch.no_grad():

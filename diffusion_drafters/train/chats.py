@@ -19,9 +19,10 @@ from specmm.checkpoints import fingerprint
 from specmm.diffusion_drafters.pipeline import TextPipeline
 from specmm.diffusion_drafters.train.rows import save_whole
 
-AT_ONCE = 64  # conversations drawn together
+AT_ONCE = 256  # conversations drawn together
 QUESTION, ANSWER = 48, 192  # tokens at most
 ASKING, ANSWERING = 0.7, (0.0, 0.7)  # temperatures; the answers' by turns
+OPENINGS = ("", "", "", "Write a Python")  # of questions, by turns: left alone a model seldom asks for code
 MARK = "\0"
 
 
@@ -54,12 +55,15 @@ def _conversations(pipe: TextPipeline, turn: int, seed: int) -> Tensor:
     if not before:
         raise ValueError(f"{pipe.name}'s chat template must begin with more than the question; give --text")
     stop = [word for word in behind.split()[:1] if word not in pipe.tokenizer.all_special_tokens]
-    asked = pipe([before] * AT_ONCE, max_new_tokens=QUESTION, temperature=ASKING, seed=seeds, stop=stop).texts
-    pairs = [(text.strip(), i) for text, i in zip(asked, seeds, strict=True) if text.strip()]
+    openings = [OPENINGS[i % len(OPENINGS)] for i in range(AT_ONCE)]
+    given = [before + opening for opening in openings]
+    asked = pipe(given, max_new_tokens=QUESTION, temperature=ASKING, seed=seeds, stop=stop).texts
+    said = [opening + text if text.strip() else "" for opening, text in zip(openings, asked, strict=True)]
+    pairs = [(text.strip(), i) for text, i in zip(said, seeds, strict=True) if text]
     if not pairs:
         raise ValueError(f"{pipe.name} must ask questions of its own, got none in {AT_ONCE}; give --text, not --chats")
     questions, seeds = [text for text, _ in pairs], [i for _, i in pairs]
     temperature = ANSWERING[turn % len(ANSWERING)]
-    said = pipe(questions, chat=True, max_new_tokens=ANSWER, temperature=temperature, seed=seeds).tokens
-    whole = zip(pipe.encode(questions, chat=True), (ids.tolist() for ids in said), strict=True)
-    return torch.tensor(list(chain.from_iterable(chain(*pair) for pair in whole)), dtype=torch.int32)
+    answers = pipe(questions, chat=True, max_new_tokens=ANSWER, temperature=temperature, seed=seeds).tokens
+    chats = zip(pipe.encode(questions, chat=True), (ids.tolist() for ids in answers), strict=True)
+    return torch.tensor(list(chain.from_iterable(chain(*pair) for pair in chats)), dtype=torch.int32)

@@ -68,6 +68,14 @@ class Rows:
         self.known[rows] = True
 
 
+def frequent(tokens: Tensor, count: int) -> Tensor:
+    """The ``count`` ids that stand most often in ``tokens``; raises ``ValueError`` where there are not as many."""
+    seen = torch.bincount(tokens.flatten())
+    if not 1 <= count <= int((seen > 0).sum()):
+        raise ValueError(f"vocabulary must be 1 to the text's {int((seen > 0).sum())} different tokens, got {count}")
+    return seen.topk(count).indices
+
+
 def save_whole(file: Path, tokens: Tensor) -> None:
     """Write ``tokens`` to ``file`` whole or not at all."""
     buffer = io.BytesIO()

@@ -34,7 +34,7 @@ class EfficientNetLite0(Extractor):
         weights: Path | None = None,
     ) -> None:
         path = locate("efficientnet-lite0", weights)
-        self._model = _load(path).to(device, dtype)
+        self._model = load_network(path).to(device, dtype)
         protocol = {
             "features": "efficientnet-lite0 pooled 1280",
             "weights": fingerprint(path),
@@ -52,13 +52,19 @@ def network_input(pictures: Tensor) -> Tensor:
     return (pillow_bicubic(channels_first(pictures), SIDE) - 127) / 128
 
 
-def _load(path: Path) -> Any:
+def load_network(path: Path) -> Any:
+    """The classifier with the weights of the file ``path``, in evaluation mode."""
+    model = new_network()
+    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    return model.eval()
+
+
+def new_network() -> Any:
+    """The classifier with random weights; raises ``ValueError`` where the package of its code is missing."""
     try:
         package = importlib.import_module("efficientnet_lite_pytorch")
     except ImportError:
         raise ValueError(
             "EfficientNet-lite0 needs the package efficientnet-lite-pytorch, got none; run: pip install 'specmm[fid]'"
         ) from None
-    model = package.EfficientNet.from_name("efficientnet-lite0")
-    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    return model.eval()
+    return package.EfficientNet.from_name("efficientnet-lite0")

@@ -49,7 +49,7 @@ app.add_typer(evaluate.app, name="eval")
 TRAINED: tuple[Callable[..., None], ...] = (
     *(train_mar.kl, train_mar.mar),
     *(train_var.vqvae, train_var.var, train_var.code),
-    *(train_vlm.llava, train_vlm.text, train_msd.msd),
+    *(train_vlm.llava, train_vlm.projector, train_vlm.text, train_msd.msd),
     *(train_coder.coder, train_drafters.deer, train_drafters.dflash),
     *(train_drafters.diffusion, train_drafters.proxy),
 )

@@ -77,6 +77,8 @@ def dflash(
     mask: Mask = None,
     inner: Inner = 0,
     read: Annotated[int, typer.Option(min=1, help="Layers of the target that it reads.")] = 4,
+    markov: Annotated[int, typer.Option(min=0, help="Rank of its table of pairs of tokens, 0 for none.")] = 0,
+    vocabulary: Annotated[int, typer.Option(min=0, help="Most frequent tokens that it drafts, 0 for all.")] = 0,
     batch: Batch = 8,
     lr: Rate = 2e-3,
     fade: Annotated[float, typer.Option(min=0.1, help="Drafts over which a draft's weight falls to 1/e.")] = 4.0,
@@ -89,11 +91,12 @@ def dflash(
     with stdout_reserved():
         from specmm.diffusion_drafters.models.dflash import save_dflash
         from specmm.diffusion_drafters.train.block import build_block, train_block
-        from specmm.diffusion_drafters.train.rows import Rows
+        from specmm.diffusion_drafters.train.rows import Rows, frequent
 
         place, target, tokenizer = _begin(model, "block", replace)
-        drafter = build_block(target, layers, block + 1, _mask(tokenizer, mask), read, inner)
         tokens = _rows(target, tokenizer, text, rows, None if chats else drawn, writable(out), seed)
+        known = frequent(tokens, vocabulary) if vocabulary else None
+        drafter = build_block(target, layers, block + 1, _mask(tokenizer, mask), read, inner, markov, known)
         data = Rows(target, tokens, drafter.config.layers)
         train_block(target, drafter, data, out, steps=steps, batch=batch, lr=lr, fade=fade, seed=seed)
         save_dflash(drafter, place, target.model.get_input_embeddings().weight)

@@ -115,6 +115,43 @@ def _train(
     save_model(model, processor, place)
 
 
+def projector(
+    data: Data = EMOJI,
+    align_steps: Annotated[int, typer.Option(min=0, help="Steps it first learns the words for patches.")] = 600,
+    steps: Annotated[int, typer.Option(min=1, help="Steps it then learns to make the model answer.")] = 1500,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures a step, four times as many for patches.")] = 8,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate.")] = 1e-3,
+    seed: Seed = 0,
+    out: Annotated[Path, typer.Option(help="Folder of checkpoints, loss curves and model (OUT/model).")] = Path(
+        "runs/projector"
+    ),
+    as_json: Json = False,
+) -> None:
+    """Train what joins EfficientNet-lite0 to SmolLM2-135M-Instruct, both from their packages and left as they are."""
+    writable(out)
+    with stdout_reserved():
+        from specmm.vlm.composed import MARKS, build_processor, save_composed, untrained
+        from specmm.vlm.data.packing import Encoder, to_pixels
+        from specmm.vlm.data.scenes import R
+        from specmm.vlm.tower import prepared
+        from specmm.vlm.train.align import train_projector
+        from specmm.vlm.train.projector import tower_features, train_between
+
+        model, tokenizer = untrained(seed=seed), build_processor().tokenizer
+        vision: Any = model.config.vision_config
+        side, tokens = vision.image_size, model.config.image_seq_length
+        encoder = Encoder(tokenizer, tokens, MARKS, lambda image: prepared(to_pixels(image)[None], side)[0])
+        options: dict[str, Any] = dict(
+            features=lambda tower, pixels: tower_features(tower, prepared(pixels, side)), patch=R // round(tokens**0.5)
+        )
+        training, held_out = world(data, "train"), world(data, "test")
+        align: dict[str, Any] = dict(steps=align_steps, batch=4 * batch, seed=seed)
+        train_projector(model, tokenizer, training, out / "align", **align, **options)
+        train_between(model, encoder, training, held_out, out / "answers", steps=steps, batch=batch, lr=lr, seed=seed)
+        save_composed(model, out / "model")
+    done({"kind": "projector", "steps": steps, "outputs": [str(out / "model")]}, as_json)
+
+
 def text(
     model: Annotated[str, typer.Argument(help="Folder of the target's model; the drafter is added to it.")],
     data: Data = EMOJI,

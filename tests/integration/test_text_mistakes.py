@@ -141,7 +141,7 @@ class _Words:
 class _Says:
     """A source whose every position says the same ``row`` of logits [V]."""
 
-    longest = None
+    longest, follow = None, None
 
     def __init__(self, target, row, end):
         self.target, self.row, self.end = target, row, end

@@ -8,17 +8,17 @@ Shape letters: B rows, L tokens, N image tokens, P tokens before the first quest
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from specmm.vlm.data.questions import Turn
 from specmm.vlm.data.sprites import Array
-from specmm.vlm.data.tokenizer import ASSISTANT, BOS, EOS, IMAGE, MEAN, PAD, STD, USER
+from specmm.vlm.data.tokenizer import ASSISTANT, BOS, EOS, IMAGE, MEAN, STD, USER
 
 
 @dataclass(frozen=True)
@@ -58,20 +58,44 @@ class Batch:
         return torch.nn.functional.pad(targets[:, 1:], (0, 1), value=-100)
 
 
-class Encoder:
-    """Turns conversations into samples for a tokenizer and a number of image tokens."""
+@dataclass(frozen=True)
+class Marks:
+    """What stands around questions and answers: before the picture, before each later question, between a question and
+    its answer, behind the answer; and the picture's own placeholder.
+    """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, image_tokens: int) -> None:
-        ids = tokenizer.get_vocab()
-        self.bos, self.eos, self.pad, self.image = ids[BOS], ids[EOS], ids[PAD], ids[IMAGE]
-        self.user, self.assistant = ids[USER], ids[ASSISTANT]
-        self.tokenizer = tokenizer
-        self.image_tokens = image_tokens
+    opening: str = BOS + USER
+    again: str = USER
+    reply: str = ASSISTANT
+    end: str = EOS
+    image: str = IMAGE
+
+
+class Encoder:
+    """Turns conversations into samples for a tokenizer and a number of image tokens.
+
+    ``marks`` are those of the model's chat template; ``pixels`` makes of a picture [R, R, 3] what the tower sees.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        image_tokens: int,
+        marks: Marks = Marks(),
+        pixels: Callable[[Array], Tensor] | None = None,
+    ) -> None:
+        self.tokenizer, self.image_tokens, self.pixels = tokenizer, image_tokens, pixels or to_pixels
+        self.bos, self.eos, self.pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+        self.image: int = tokenizer.convert_tokens_to_ids(marks.image)
+        self.opening, self.again, self.reply, self.end = (
+            tokenizer.encode(mark, add_special_tokens=False)
+            for mark in (marks.opening, marks.again, marks.reply, marks.end)
+        )
         self._known: dict[str, list[int]] = {}
 
     def prefix(self, visual: bool) -> list[int]:
         """The P tokens before the first question."""
-        return [self.bos, self.user, *[self.image] * (self.image_tokens if visual else 0)]
+        return [*self.opening, *[self.image] * (self.image_tokens if visual else 0)]
 
     def chat(self, turns: Sequence[Turn], image: Array | None = None, length: int | None = None) -> Sample:
         """Turns one after the other, cut and padded to ``length`` tokens where it is given."""
@@ -86,9 +110,9 @@ class Encoder:
         start = len(ids)
         answers, segments, positions = [False] * start, [0] * start, list(range(start))
         for i, turn in enumerate(turns):
-            question, answer = [*self._encode(turn.question), self.assistant], [*self._encode(turn.answer), self.eos]
+            question, answer = [*self._encode(turn.question), *self.reply], [*self._encode(turn.answer), *self.end]
             if not side_by_side and i:
-                question = [self.user, *question]
+                question = [*self.again, *question]
             new = question + answer
             if length is not None and len(ids) + len(new) > length:
                 continue
@@ -100,7 +124,7 @@ class Encoder:
         missing = max((length or 0) - len(ids), 0)
         return Sample(
             torch.tensor(ids + [self.pad] * missing),
-            None if image is None else to_pixels(image),
+            None if image is None else self.pixels(image),
             torch.tensor(answers + [False] * missing),
             torch.tensor(segments + [len(turns) + 1] * missing),
             torch.tensor(positions + [0] * missing),

@@ -8,6 +8,7 @@ Shape letters: B pictures, N patches, C width of the language model, V vocabular
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -42,19 +43,26 @@ def train_projector(
     batch: int = 64,
     lr: float = 2e-3,
     seed: int = 0,
+    features: Callable[[Any, Tensor], Tensor] = image_features,
+    patch: int = 0,
 ) -> None:
-    """Teach the model's projector, in place, the words of each patch; resumes from ``out``."""
+    """Teach the model's projector, in place, the words of each patch; resumes from ``out``.
+
+    ``features`` makes of the tower and scenes [B, 3, R, R] what the projector reads, ``patch`` are a patch's pixels
+    where they are not those of the tower's config.
+    """
     projector, tower = model.model.multi_modal_projector, model.model.vision_tower
     vision: Any = model.config.vision_config
+    patch = patch or vision.patch_size
     embeddings: Tensor = model.get_input_embeddings().weight.detach()  # type: ignore[operator]
     tables = [word_counts(WORDS[head], tokenizer, len(embeddings)) @ embeddings for head in HEADS]  # [K, C] each
     scale = embeddings.std()
 
     def step(i: int) -> Losses:
-        pixels, labels = labelled(world, Random(f"align {seed} {i}"), batch, vision.patch_size)
+        pixels, labels = labelled(world, Random(f"align {seed} {i}"), batch, patch)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            features = image_features(tower, pixels)
-        said = projector(features.float())
+            seen = features(tower, pixels)
+        said = projector(seen.float())
         return {"loss": F.mse_loss(said / scale, in_words(labels, tables) / scale)}
 
     fit(projector, step, out=out, steps=steps, lr=lr)

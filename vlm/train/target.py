@@ -8,7 +8,7 @@ Shape letters: B rows, L tokens, N image tokens, P tokens before the first quest
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -225,20 +225,30 @@ def train_target(
 
 def answer_logits(model: LlavaForConditionalGeneration, batch: Batch) -> Tensor:
     """Logits [B, L − P + 1, V] at the last token before the questions and at all after it."""
-    embedded = model.get_input_embeddings()(batch.input_ids)  # [B, L, D]
-    start = 2
+    return model.lm_head(answer_states(model, batch, image_features, 2))
+
+
+def answer_states(
+    model: LlavaForConditionalGeneration, batch: Batch, features: Callable[[Any, Tensor], Tensor], opening: int
+) -> Tensor:
+    """The language model's states [B, L − P + 1, C] at the last token before the questions and at all after it.
+
+    ``features`` makes of the tower and pictures what the projector reads; ``opening`` tokens stand before a picture.
+    """
+    embedded = model.get_input_embeddings()(batch.input_ids)  # [B, L, C]
+    start = opening
     if batch.pixel_values is not None:
-        features = image_features(model.model.vision_tower, batch.pixel_values)
-        image = model.model.multi_modal_projector(features).to(embedded.dtype)  # [B, N, D]
+        seen = features(model.model.vision_tower, batch.pixel_values)
+        image = model.model.multi_modal_projector(seen).to(embedded.dtype)  # [B, N, C]
         start += image.shape[1]
-        embedded = torch.cat([embedded[:, :2], image, embedded[:, start:]], dim=1)
+        embedded = torch.cat([embedded[:, :opening], image, embedded[:, start:]], dim=1)
     hidden = model.model.language_model(
         inputs_embeds=embedded,
         attention_mask=batch.attention_mask,
         position_ids=batch.position_ids,
         use_cache=False,
     ).last_hidden_state
-    return model.lm_head(hidden[:, start - 1 :])
+    return hidden[:, start - 1 :]
 
 
 def answer_loss(logits: Tensor, batch: Batch) -> Tensor:

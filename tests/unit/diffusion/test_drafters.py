@@ -17,10 +17,11 @@ from specmm.diffusion_drafters.drafters.cached import CausalSource
 from specmm.diffusion_drafters.drafters.diffuspec import DiffuSpecDrafter
 from specmm.diffusion_drafters.drafters.sources import DFlashSource, DiffusionSource
 from specmm.diffusion_drafters.drafters.specdiff import StepsDrafter
+from specmm.diffusion_drafters.laws import followed_marginals, with_root
 from specmm.diffusion_drafters.models.bidirectional import FullAttention
 from specmm.diffusion_drafters.models.causal import CausalPrefix
 from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
-from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig
+from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig, load_dflash, save_dflash
 from specmm.diffusion_drafters.models.masked import block_logits
 from specmm.drafter import Feedback
 from specmm.processors import Processor
@@ -68,6 +69,16 @@ def dflash(vocabulary):
     return shaken(DFlash(DFlashConfig(sizes, 5, vocabulary - 1, (0, 2))), 4)
 
 
+def paired(vocabulary, known=None):
+    """A DFlash drafter with a table of pairs, that knows all tokens or ``known`` of them."""
+    sizes = tf.Qwen3Config(vocab_size=vocabulary, head_dim=8, attn_implementation="sdpa", **SIZES)
+    model = DFlash(DFlashConfig(sizes, 5, vocabulary - 1, (0, 2), 0 if known is None else len(known), 3))
+    if known is not None:
+        model.know(torch.tensor(known))
+    shaken(model, 4, 0.3).markov.before.weight.mul_(12)  # pairs that say much
+    return model
+
+
 def deer(vocabulary, end=None):
     """Two layers of its own, for blocks of four; one more token than the target: the mask."""
     config = tf.Qwen2Config(vocab_size=vocabulary + 1, **(SIZES | {"num_hidden_layers": 2}))
@@ -87,6 +98,11 @@ DRAFTERS = {
     "chain of dream": lambda t: ChainDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, 4),
     "chain of mdlm": lambda t: ChainDrafter(DiffusionSource(mdlm(t.family.vocabulary), t), t, 4),
     "chain of dflash": lambda t: ChainDrafter(DFlashSource(dflash(t.family.vocabulary), t), t),
+    "chain of pairs": lambda t: ChainDrafter(DFlashSource(paired(t.family.vocabulary), t), t),
+    "chain of few tokens": lambda t: ChainDrafter(DFlashSource(paired(t.family.vocabulary, [4, 1, 2]), t), t),
+    "recalling chain of pairs": lambda t: ChainDrafter(DFlashSource(paired(t.family.vocabulary), t), t, recall=1),
+    "sure chain of pairs": lambda t: ChainDrafter(DFlashSource(paired(t.family.vocabulary), t), t, sure=SURE),
+    "tree of pairs": lambda t: TreeDrafter(DFlashSource(paired(t.family.vocabulary, [4, 1, 2]), t), t, 7),
     "recalling chain": lambda t: ChainDrafter(DFlashSource(dflash(t.family.vocabulary), t), t, recall=1),
     "chain of deer": lambda t: ChainDrafter(CausalSource(deer(t.family.vocabulary), t), t),
     "tree of deer": lambda t: TreeDrafter(CausalSource(deer(t.family.vocabulary), t), t, 7, 3),
@@ -126,7 +142,16 @@ def test_some_drafts_are_kept():
 
 
 @pytest.mark.parametrize(
-    "name", ["chain of mdlm", "chain of dflash", "chain of deer", "tree of deer", "steps of dream", "diffuspec"]
+    "name",
+    [
+        "chain of mdlm",
+        "chain of dflash",
+        "chain of pairs",
+        "chain of deer",
+        "tree of deer",
+        "steps of dream",
+        "diffuspec",
+    ],
 )
 def test_a_row_does_not_depend_on_its_batch(name):
     processor, make = Processor(1.0, top_k=8), DRAFTERS[name]
@@ -204,6 +229,46 @@ def test_a_chosen_path_with_marginals_is_caught():
     assert not fits(law_of_sequences(Processor(1.3), [1, 3, 2], 3), tokens)
 
 
+class ForgetsPairs(LikeliestWithMarginals):
+    """A broken twin: tokens drawn behind one another, recorded with what the block says of them by themselves."""
+
+    def propose(self, feedback, uniforms):
+        tree = self.whole.propose(feedback, uniforms)
+        target, tokens = self.whole.target, feedback.token
+        laws = followed_marginals(tokens, self.logits, self.whole.law, self.whole.source.follow)
+        assert target.processor == self.whole.law
+        return DraftTree(tree.tokens, tree.shape, with_root(laws))
+
+    def __init__(self, whole):
+        super().__init__(whole)
+        logits = whole.source.logits
+
+        def kept(*given):
+            self.logits = logits(*given)
+            return self.logits
+
+        whole.source.logits = kept
+
+
+def test_pairs_recorded_as_marginals_are_caught():
+    law, many = law_of_sequences(Processor(1.3), [1, 3, 2], 3), 20_000  # few rows keep two drafts
+    assert fits(law, samples(DRAFTERS["chain of pairs"], Processor(1.3), many))
+    assert not fits(law, samples(lambda t: ForgetsPairs(DRAFTERS["chain of pairs"](t)), Processor(1.3), many))
+
+
+@torch.inference_mode()
+def test_pairs_marginals_are_those_of_their_chains():
+    """Over all tokens before, not the likeliest few: Σ p(a) p(b | a) by enumeration."""
+    logits, root = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 4])
+    table = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
+    found = followed_marginals(root, logits, Processor(), lambda x, previous: x + table[previous], 5)
+    law = (logits[:, 0] + table[root]).softmax(-1)
+    for place in range(3):
+        torch.testing.assert_close(found[:, place], law)
+        if place < 2:
+            law = torch.einsum("ba,bac->bc", law, (logits[:, place + 1, None] + table).softmax(-1))
+
+
 def test_a_sure_chain_is_cut_before_it_is_drawn():
     lengths = []
 
@@ -265,6 +330,10 @@ def test_the_controller_hears_of_every_round():
         (lambda t: DiffuSpecDrafter(DiffusionSource(dream(V), t), None, least=0), "least"),
         (lambda t: DiffusionSource(dream(V + 600), t), "share the target's vocabulary"),
         (lambda t: DFlashSource(dflash(V + 9), t), "mask among its 30"),
+        (lambda t: paired(V, [1, 1, 2]), "d2t must name 3 different tokens"),
+        (lambda t: paired(V, [1, V]), r"tokens in \[0, 30\)"),
+        (lambda t: DFlashConfig(dflash(V).config.sizes, 5, 1, (0,), V + 1), "draft_vocab_size must be 0 to"),
+        (lambda t: DFlashConfig(dflash(V).config.sizes, 5, 1, (0,), 0, -1), "markov_rank must be at least 0"),
         (lambda t: run(DRAFTERS["chain of dream"], Processor(), None, [[1]], V, 200), "128 positions"),
     ],
 )
@@ -324,3 +393,13 @@ def test_hooks_go_with_their_drafter():
     assert len(layer._forward_hooks) == 2  # of its rows, and of one that begins anew
     del source
     assert not layer._forward_hooks
+
+
+def test_a_drafter_of_few_tokens_is_read_back(tmp_path):
+    drafter = paired(V, [7, 1, 22])
+    save_dflash(drafter, tmp_path, torch.randn(V, 32), torch.float32)
+    found = load_dflash(tmp_path)
+    assert found.ids.tolist() == [7, 1, 22] and found.config == drafter.config
+    assert torch.equal(found.t2d, drafter.t2d) and found.t2d[22] == 2 and found.t2d[0] == 3
+    previous = torch.tensor([7, 0])
+    assert torch.equal(found.pairs(previous), drafter.pairs(previous))
