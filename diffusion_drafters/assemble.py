@@ -19,7 +19,8 @@ from specmm.diffusion_drafters.drafters.specdiff import StepsDrafter
 from specmm.diffusion_drafters.models.causal import CausalPrefix
 from specmm.diffusion_drafters.models.dflash import DFlash
 from specmm.drafter import Drafter
-from specmm.verify import PointMass, Recursive
+from specmm.verify import Block as BlockVerification
+from specmm.verify import PointMass, Recursive, Rule
 from specmm.vlm.assemble import Assembly, translated
 from specmm.vlm.assemble import assemble as assemble_vlm
 from specmm.vlm.target import VLMTarget
@@ -43,15 +44,22 @@ def assemble(method: Any, target: VLMTarget, drafter: Any = None, tokenizer: Any
     """
     match method:
         case methods.DiffuSpec():
-            return Assembly(_diffuspec(method, target, drafter, tokenizer), Recursive())
+            rule = chain_rule(target) if method.sampled else Recursive()
+            return Assembly(_diffuspec(method, target, drafter, tokenizer), rule)
         case methods.SpecDiff():
             source = _diffusion_source(_diffusion(drafter), target, tokenizer)
             made = StepsDrafter(source, target, method.length, method.steps)
-            return Assembly(made, PointMass() if method.point else Recursive())
+            return Assembly(made, PointMass() if method.point else chain_rule(target))
         case methods.DEER() | methods.Block():
-            return Assembly(_block(method, block_source(method, drafter, target, tokenizer), target), Recursive())
+            block = _block(method, block_source(method, drafter, target, tokenizer), target)
+            return Assembly(block, Recursive() if method.tree else chain_rule(target))
         case _:
             return assemble_vlm(method, target, drafter, tokenizer)
+
+
+def chain_rule(target: VLMTarget) -> Rule:
+    """How a drawn chain is verified: as a block, which keeps more of it, and token by token where nothing is drawn."""
+    return Recursive() if target.processor.greedy else BlockVerification()
 
 
 def _diffusion(drafter: Any) -> Diffusion:

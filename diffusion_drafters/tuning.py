@@ -16,14 +16,13 @@ import torch
 from specmm import methods
 from specmm.autotune import Plan, plan
 from specmm.decode import decode
-from specmm.diffusion_drafters.assemble import block_source
+from specmm.diffusion_drafters.assemble import block_source, chain_rule
 from specmm.diffusion_drafters.drafters.block import ChainDrafter, block_length
 from specmm.diffusion_drafters.drafters.sources import BlockSource
 from specmm.probing import measure_costs
 from specmm.randomness import Uniforms
 from specmm.tally import Tally
 from specmm.tree import TreeShape
-from specmm.verify import Recursive
 from specmm.vlm.prompt import VLMPrompt
 from specmm.vlm.target import VLMTarget
 
@@ -55,14 +54,14 @@ def _plan(target: VLMTarget, kind: methods.DEER | methods.Block, drafter: Any, p
     def make(shape: TreeShape) -> ChainDrafter:
         return ChainDrafter(block_source(kind, drafter, target), target, shape.depth)
 
-    return plan(measure_costs(target, make, shapes, Recursive(), longer, _dice(prompt)), table, shapes)
+    return plan(measure_costs(target, make, shapes, chain_rule(target), longer, _dice(prompt)), table, shapes)
 
 
 def _acceptance(target: VLMTarget, source: BlockSource, prompt: VLMPrompt) -> tuple[tuple[float, ...], ...]:
     """Of drafts whose predecessors were kept, the share kept, by position [D, 1]."""
     length = block_length(source, source.longest or LENGTHS[-1])
     tally = Tally(ChainDrafter(source, target, length), TreeShape.chain(length, target.device))
-    for _ in decode(target, tally, Recursive(), prompt, prompt.max_new_tokens, _dice(prompt)):
+    for _ in decode(target, tally, chain_rule(target), prompt, prompt.max_new_tokens, _dice(prompt)):
         pass
     return tally.table()
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import CLIPImageProcessor, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
 from specmm.checkpoints import check_fingerprint, fingerprint, load_strict, read_checkpoint, read_json
-from specmm.vlm.data.packing import Marks
+from specmm.vlm.data.packing import Encoder, Marks, to_pixels
 
 PROJECTOR = "projector.safetensors"
 LANGUAGE = "pocket/smollm2"
@@ -121,6 +121,16 @@ def build_processor(language: str = LANGUAGE) -> LlavaProcessor:
         num_additional_image_tokens=0,
         image_token=IMAGE,
         chat_template=TEMPLATE,
+    )
+
+
+def encoder(model: Any, tokenizer: Any) -> Encoder:
+    """What turns conversations about scenes into rows for such a model."""
+    from specmm.vlm.tower import prepared
+
+    side = model.config.vision_config.image_size
+    return Encoder(
+        tokenizer, model.config.image_seq_length, MARKS, lambda image: prepared(to_pixels(image)[None], side)[0]
     )
 
 

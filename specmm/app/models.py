@@ -44,7 +44,10 @@ class Models:
 def _is_here(folder: Path) -> bool:
     """Whether the weights are: some come in packages of their own."""
     from specmm.diffusion_drafters.packaged import is_packaged, missing_packages
+    from specmm.vlm.composed import is_composed, missing_parts
 
+    if is_composed(folder):
+        return not missing_parts(folder)
     return not (is_packaged(folder) and missing_packages(folder))
 
 

@@ -49,11 +49,9 @@ def world(folder: Path, split: str) -> Any:
         return load_world(folder, split)
 
 
-def conversations(tokenizer: Any, image_tokens: int, folder: Path) -> Callable[[Any, bool], Any]:
+def conversations(encoder: Any, folder: Path) -> Callable[[Any, bool], Any]:
     """Draws samples of what ``specmm train llava`` trains on: about pictures, or facts without one."""
-    from specmm.vlm.data.packing import Encoder
-
-    drawn, encoder = world(folder, "train"), Encoder(tokenizer, image_tokens)
+    drawn = world(folder, "train")
     return lambda random, visual: next(drawn.conversations(encoder, random, float(visual)))
 
 

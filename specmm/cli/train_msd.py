@@ -60,21 +60,33 @@ def msd(
 
 def _source(processor: Any, target: Any, data: Path) -> Any:
     """Draws training examples of an MSD head, pictures in the size that the target sees."""
-    from torch.nn.functional import interpolate
-
     from specmm.vlm.train.msd import Example
 
-    sees = target.model.config.vision_config.image_size
-    sample_of = conversations(processor.tokenizer, target.model.config.image_seq_length, data)
+    sample_of = conversations(_encoder(processor, target), data)
 
     def draw(random: Any, visual: bool) -> Example:
         sample = sample_of(random, visual)
-        if sample.pixel_values is None:
-            return Example(sample.input_ids, sample.answer_mask, {})
-        pixels = interpolate(sample.pixel_values[None], (sees, sees), mode="bicubic", antialias=True)
-        return Example(sample.input_ids, sample.answer_mask, {"pixel_values": pixels})
+        vision = {} if sample.pixel_values is None else {"pixel_values": sample.pixel_values[None]}
+        return Example(sample.input_ids, sample.answer_mask, vision)
 
     return draw
+
+
+def _encoder(processor: Any, target: Any) -> Any:
+    from torch.nn.functional import interpolate
+
+    from specmm.vlm.composed import encoder, is_composed
+    from specmm.vlm.data.packing import Encoder, to_pixels
+    from specmm.vlm.loading import find
+
+    if is_composed(find(target.name)):
+        return encoder(target.model, processor.tokenizer)
+    sees = target.model.config.vision_config.image_size
+
+    def pixels(image: Any) -> Any:
+        return interpolate(to_pixels(image)[None], (sees, sees), mode="bicubic", antialias=True)[0]
+
+    return Encoder(processor.tokenizer, target.model.config.image_seq_length, pixels=pixels)
 
 
 def _acceptance(target: Any, head: Any, processor: Any, data: Path, scenes: int = 32) -> Any:

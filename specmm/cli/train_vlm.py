@@ -130,8 +130,7 @@ def projector(
     """Train what joins EfficientNet-lite0 to SmolLM2-135M-Instruct, both from their packages and left as they are."""
     writable(out)
     with stdout_reserved():
-        from specmm.vlm.composed import MARKS, build_processor, save_composed, untrained
-        from specmm.vlm.data.packing import Encoder, to_pixels
+        from specmm.vlm.composed import build_processor, encoder, save_composed, untrained
         from specmm.vlm.data.scenes import R
         from specmm.vlm.tower import prepared
         from specmm.vlm.train.align import train_projector
@@ -140,14 +139,14 @@ def projector(
         model, tokenizer = untrained(seed=seed), build_processor().tokenizer
         vision: Any = model.config.vision_config
         side, tokens = vision.image_size, model.config.image_seq_length
-        encoder = Encoder(tokenizer, tokens, MARKS, lambda image: prepared(to_pixels(image)[None], side)[0])
         options: dict[str, Any] = dict(
             features=lambda tower, pixels: tower_features(tower, prepared(pixels, side)), patch=R // round(tokens**0.5)
         )
         training, held_out = world(data, "train"), world(data, "test")
         align: dict[str, Any] = dict(steps=align_steps, batch=4 * batch, seed=seed)
         train_projector(model, tokenizer, training, out / "align", **align, **options)
-        train_between(model, encoder, training, held_out, out / "answers", steps=steps, batch=batch, lr=lr, seed=seed)
+        answers: dict[str, Any] = dict(steps=steps, batch=batch, lr=lr, seed=seed)
+        train_between(model, encoder(model, tokenizer), training, held_out, out / "answers", **answers)
         save_composed(model, out / "model")
     done({"kind": "projector", "steps": steps, "outputs": [str(out / "model")]}, as_json)
 

@@ -11,6 +11,7 @@ import transformers as tf
 from scipy.stats import chi2
 
 from specmm.decode import decode, decode_plain
+from specmm.diffusion_drafters.assemble import chain_rule
 from specmm.diffusion_drafters.diffuspec.ngram import fit
 from specmm.diffusion_drafters.drafters.block import ChainDrafter, TreeDrafter
 from specmm.diffusion_drafters.drafters.cached import CausalSource
@@ -125,7 +126,10 @@ def run(make, processor, uniforms, rows=ROWS, vocabulary=V, length=LENGTH):
     if make is None:
         *_, end = decode_plain(target, prompt, length, uniforms)
     else:
-        *_, end = decode(target, make(target), Recursive(), prompt, length, uniforms)
+        drafter = make(target)
+        drawn = isinstance(drafter, ChainDrafter | StepsDrafter) or getattr(drafter, "sampled", False)
+        rule = chain_rule(target) if drawn else Recursive()
+        *_, end = decode(target, drafter, rule, prompt, length, uniforms)
     return end
 
 
