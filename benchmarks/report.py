@@ -14,7 +14,8 @@ from specmm.metrics.report import cell, table
 
 NAMES = (
     *("speed", "quality", "acceptance", "single_position", "autotune", "cifar_fid", "frechet_speed", "mar", "var"),
-    *("vlm_speed", "vqa_accuracy", "verdict", "text_speed_coder", "text_speed_smollm2", "jobs"),
+    *("vlm_speed_llava", "vqa_accuracy_llava", "verdict", "vlm_speed_smollava", "vqa_accuracy_smollava"),
+    *("text_speed_coder", "text_speed_smollm2", "jobs"),
 )
 SPEED = {
     "method": "method",
@@ -138,8 +139,8 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
             *metric_bars(rows["cifar_fid"], rows["frechet_speed"]),
             *mar_bars(rows["mar"]),
             *var_bars(rows["var"]),
-            *vlm_bars(rows["vlm_speed"]),
-            *answer_bars(rows["vqa_accuracy"], rows["verdict"]),
+            *vlm_bars(rows["vlm_speed_llava"]),
+            *answer_bars(rows["vqa_accuracy_llava"], rows["verdict"]),
             *text_bars(rows["text_speed_coder"], "pocket/coder", ("code",), 2.5, 1.7),
             *text_bars(rows["text_speed_smollm2"], "SmolLM2-135M", ("prose", "tasks"), 2.0),
             *job_bars(rows["jobs"]),
@@ -183,10 +184,11 @@ def _families(rows: dict[str, list[Row]]) -> list[str]:
 def _languages(rows: dict[str, list[Row]]) -> list[str]:
     """Answers about pictures and continued text, by method."""
     found = []
-    if rows["vlm_speed"]:
-        found += ["## Questions about pictures: pocket/llava", table(rows["vlm_speed"], LANGUAGE)]
-    if rows["vqa_accuracy"]:
-        found += ["## Answers that are right, pocket/llava", table(rows["vqa_accuracy"])]
+    for name in ("llava", "smollava"):
+        if rows[f"vlm_speed_{name}"]:
+            found += [f"## Questions about pictures: pocket/{name}", table(rows[f"vlm_speed_{name}"], LANGUAGE)]
+        if rows[f"vqa_accuracy_{name}"]:
+            found += [f"## Answers that are right, pocket/{name}", table(rows[f"vqa_accuracy_{name}"])]
     if rows["verdict"]:
         found += ["## Speculative Verdict, pocket/llava and its experts", table(rows["verdict"])]
     for name, title in (("text_speed_coder", "pocket/coder"), ("text_speed_smollm2", "SmolLM2-135M")):

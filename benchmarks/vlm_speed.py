@@ -1,6 +1,6 @@
 """Seconds a token of answers about pictures: every method against the faster of ``model.generate`` and our plain loop.
 
-    python -m benchmarks.vlm_speed specmm/zoo/pocket/llava
+    python -m benchmarks.vlm_speed pocket/llava
 
 Each repeat asks every contender the same questions about the same held-out scenes with the same seed, so that whatever
 else the machine does falls on all alike. Wall clock is a whole call: picture, prompt and answer.
@@ -213,25 +213,25 @@ def row(runner: Runner, runners: list[Runner], kind: str, temperature: float, ba
 
 
 def main(
-    model: Annotated[Path, typer.Argument(help="Folder of a vision-language model with its drafters.")],
+    model: Annotated[str, typer.Argument(help="A vision-language model with drafters: folder or pocket name.")],
     repeats: Annotated[int, typer.Option(min=1, help="Calls of every contender.")] = 12,
     minutes: Annotated[float, typer.Option(min=0, help="No new part begins after so many.")] = 20.0,
     data: DataFolder = EMOJI,
     threads: Threads = 2,
     out: Out = RESULTS,
 ) -> None:
-    """Measure and write ``vlm_speed.json`` and ``vlm_speed.csv`` part by part."""
+    """Measure and write ``vlm_speed_NAME.json`` and ``.csv`` part by part."""
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
     world, budget, rows = load_world(data, "test"), Budget(minutes), []
     pipe = VQAPipeline.from_pretrained(model, torch_dtype=torch.float32)
-    facts = environment(model=str(model), dtype="float32", transformers=transformers.__version__)
+    facts = environment(model=model, dtype="float32", transformers=transformers.__version__)
     parts = [("describe", 0.0, 1), ("describe", 1.0, 1), ("describe", 0.0, 8), ("describe", 1.0, 8)]
     parts += [("text", 0.0, 1), ("short", 0.0, 1)]
     for kind, temperature, batch in parts:
         if not budget.spent:
             rows += measure(pipe, world, kind, temperature, batch, repeats if batch == 1 else -(-repeats // 3))
-            write_results(out, "vlm_speed", rows, facts)
+            write_results(out, f"vlm_speed_{Path(model).name}", rows, facts)
 
 
 if __name__ == "__main__":

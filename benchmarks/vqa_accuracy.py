@@ -106,14 +106,14 @@ def main(
     threads: Annotated[int, typer.Option(min=1, help="Of torch.")] = 2,
     out: Annotated[Path, typer.Option(help="Folder of the tables.")] = RESULTS,
 ) -> None:
-    """Measure and write ``vqa_accuracy.json`` and ``vqa_accuracy.csv``."""
+    """Measure and write ``vqa_accuracy_NAME.json`` and ``.csv``."""
     torch.set_num_threads(threads)
     world = load_world(data, "test")
     folder = find(model)
     asked = [*scene_questions(world, scenes, seed), *easy_questions(world, easy)]
     rows = measure(load_model(folder, torch.float32), load_processor(folder), asked, batch)
     facts = environment(model=model, dtype="float32", seed=seed, transformers=transformers.__version__)
-    write_results(out, "vqa_accuracy", rows, facts)
+    write_results(out, f"vqa_accuracy_{folder.name}", rows, facts)
 
 
 if __name__ == "__main__":

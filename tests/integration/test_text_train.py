@@ -17,7 +17,10 @@ from specmm.diffusion_drafters.train import chats
 TEXT = "".join(f"def add_{i}(a, b):\n    return a + b + {i}\n\n\n" for i in range(300))
 DRAFTERS = {
     "deer": ["--layers", "1", "--block", "4", "--rows", "8", "--batch", "2", "--drawn", "0.5"],
-    "dflash": ["--layers", "1", "--block", "4", "--rows", "8", "--batch", "2", "--drawn", "0.5", "--read", "2"],
+    "dflash": [
+        *("--layers", "1", "--block", "4", "--rows", "8", "--batch", "2", "--drawn", "0.5", "--read", "2"),
+        *("--markov", "4", "--vocabulary", "12"),
+    ],
     "diffusion": ["--layers", "1", "--dim", "16", "--heads", "2", "--batch", "2"],
     "proxy": ["--least", "1"],
 }

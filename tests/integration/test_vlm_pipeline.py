@@ -101,6 +101,17 @@ def pictures():
     return [Image.effect_noise((20, 12), 80 + 40 * i).convert("RGB") for i in range(3)]
 
 
+def test_an_expert_drafts_where_no_other_small_model_does(folder, pictures, tmp_path):
+    place = shutil.copytree(folder, tmp_path / "model")
+    (place / "drafters" / "experts").mkdir()
+    (place / "drafters" / "vlm").rename(place / "drafters" / "experts" / "1")
+    found = specmm.VQAPipeline.from_pretrained(place, torch_dtype=torch.float32)
+    asked = (pictures[0], "how many red dog")
+    out = found(*asked, max_new_tokens=12, method="vlm-draft")
+    assert torch.equal(out.tokens[0], found(*asked, max_new_tokens=12).tokens[0])
+    assert isinstance(found.drafter("vlm-draft").model, tf.LlavaForConditionalGeneration)
+
+
 SPECULATIVE = ["prompt-lookup", "text-draft", "vlm-draft"]
 
 

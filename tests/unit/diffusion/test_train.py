@@ -12,7 +12,7 @@ from specmm.diffusion_drafters.models.bidirectional import FullAttention
 from specmm.diffusion_drafters.train import block, deer
 from specmm.diffusion_drafters.train.blocks import Anchors, fading, law_loss
 from specmm.diffusion_drafters.train.diffusion import denoising_loss, hide, train_diffusion
-from specmm.diffusion_drafters.train.rows import Rows, drawn_rows
+from specmm.diffusion_drafters.train.rows import Batch, Rows, drawn_rows, frequent
 from specmm.drafter import Feedback
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
@@ -89,6 +89,34 @@ def test_a_block_drafter_drafts_what_it_is_trained_on(target, tokens, place):
     torch.testing.assert_close(drafted[..., :MASK], target.head(states)[..., :MASK], rtol=0, atol=1e-4)
 
 
+@torch.no_grad()
+def test_pairs_and_few_tokens_draft_what_they_are_trained_on(target, tokens):
+    place, known = 7, frequent(tokens, 6)
+    drafter = block.build_block(target, 1, K + 1, MASK, read=2, markov=3, known=known)
+    drafter.markov.after.weight.normal_(generator=torch.Generator().manual_seed(2))
+    assert torch.equal(drafter.ids, known.sort().values)
+    source = DFlashSource(drafter, target)
+    drafted = first_round(target, source, tokens, place)
+    target.family.decoder(input_ids=tokens, use_cache=False)
+    data = Batch(tokens, source.taps.context(), torch.zeros(2, L, 16))
+    anchors = Anchors(torch.full((2, 1), place), K + 1)
+    ids = torch.full((2, 1, K + 1), MASK)
+    ids[..., 0] = tokens.gather(1, anchors.places)
+    states = block._forward(drafter, data.context, target.embed(ids.flatten(1)), anchors)[:, 0, 1:]
+    for depth in range(K):
+        before = tokens[:, place + depth]
+        wanted = target.family.logits_of(drafter.ids)(states[:, depth]) + drafter.pairs(before)
+        found = source.follow(drafted[:, depth], before)
+        torch.testing.assert_close(found[:, drafter.ids], wanted, rtol=0, atol=1e-4)
+        assert found.exp().count_nonzero() == 2 * len(known)  # nothing else is ever drafted
+
+
+def test_the_most_frequent_tokens_are_known():
+    assert frequent(torch.tensor([[3, 3, 1], [5, 5, 5]]), 2).tolist() == [5, 3]
+    with pytest.raises(ValueError, match="1 to the text's 3 different tokens, got 4"):
+        frequent(torch.tensor([[3, 3, 1], [5, 5, 5]]), 4)
+
+
 def test_absent_positions_change_nothing(target, tokens):
     drafter = deer.build_deer(target, 2, K, MASK, None)
     anchors, ids = Anchors(torch.tensor([[4], [9]]), K - 1), torch.full((2, 1, K - 1), MASK)
@@ -112,7 +140,9 @@ def test_stages_hide_and_weigh():
 
 def test_the_law_itself_is_the_least_loss():
     states, head = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0)), torch.nn.Linear(8, V)
-    best = law_loss(states, states, fading(4, 2.0), head)
+    best = law_loss(states, states, fading(4, 2.0), head, torch.zeros(V))
+    worse = law_loss(states, states, fading(4, 2.0), head, torch.arange(V) / V)
+    assert best["loss"] < worse["loss"]
     assert best["loss"] < law_loss(states + 0.5 * states.sign(), states, fading(4, 2.0), head)["loss"]
     assert float(best["first"]) == pytest.approx(1) == float(best["last"])
 
