@@ -26,7 +26,8 @@ from specmm.diffusion_drafters.data.code import read_files
 from specmm.diffusion_drafters.pipeline import TextPipeline
 
 PROMPT, LONGEST = 96, 128  # tokens read and tokens written
-LENGTHS = (3, 5, 8)  # of a block
+LENGTHS = (2, 3, 4, 5, 8)  # of a block
+TREES = (4, 8, 16)  # nodes
 DIFFUSPEC = ((True, True), (True, False), (False, True), (False, False))  # path search, adaptive length
 PROSE = (
     "Explain in a few sentences why the sky is blue.",
@@ -88,7 +89,7 @@ def contenders(pipe: TextPipeline, temperature: float, batch: int) -> list[Runne
     chosen: list[Any] = [methods.AR()]
     for kind in (methods.DEER, methods.Block):
         if drafts(pipe, kind()):
-            chosen += [kind(length=n) for n in LENGTHS] + [kind(tree=n) for n in (8, 16)]
+            chosen += [kind(length=n) for n in LENGTHS] + [kind(tree=n) for n in TREES]
             chosen += [kind(sure=0.3), kind(recall=3)]
     if drafts(pipe, methods.DiffuSpec()):
         chosen += [methods.DiffuSpec(search=search, adaptive=adaptive) for search, adaptive in DIFFUSPEC]
@@ -157,8 +158,8 @@ def main(
     budget, rows = Budget(minutes), list[Row]()
     pipe = TextPipeline.from_pretrained(model, torch_dtype=torch.float32)
     facts = environment(model=model, dtype="float32", transformers=transformers.__version__)
-    for kind in kinds.split(","):
-        for temperature, batch in ((0.0, 1), (1.0, 1), (0.0, 8)):
+    for temperature, batch in ((0.0, 1), (1.0, 1), (0.0, 8)):
+        for kind in kinds.split(","):
             if not budget.spent:
                 rows += measure(pipe, kind, temperature, batch, repeats if batch == 1 else -(-repeats // 3))
                 write_results(out, f"text_speed_{Path(model).name}", rows, facts)
