@@ -24,6 +24,7 @@ from benchmarks.vlm_speed import Answer, Answered, Runner, cut, drafts, race, ro
 from specmm import methods
 from specmm.diffusion_drafters.data.code import read_files
 from specmm.diffusion_drafters.pipeline import TextPipeline
+from specmm.dtypes import named_dtype
 
 PROMPT, LONGEST = 96, 128  # tokens read and tokens written
 LENGTHS = (2, 3, 4, 5, 8)  # of a block
@@ -149,6 +150,9 @@ def main(
     repeats: Annotated[int, typer.Option(min=1, help="Calls of every contender.")] = 12,
     minutes: Annotated[float, typer.Option(min=0, help="No new part begins after so many.")] = 20.0,
     kinds: Annotated[str, typer.Option(help="code, prose, tasks, with commas between.")] = "code",
+    dtype: Annotated[
+        str, typer.Option(help="Of model and drafters; greedy texts are token-equal in float32.")
+    ] = "float32",
     threads: Threads = 2,
     out: Out = RESULTS,
 ) -> None:
@@ -156,8 +160,8 @@ def main(
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
     budget, rows = Budget(minutes), list[Row]()
-    pipe = TextPipeline.from_pretrained(model, torch_dtype=torch.float32)
-    facts = environment(model=model, dtype="float32", transformers=transformers.__version__)
+    pipe = TextPipeline.from_pretrained(model, torch_dtype=named_dtype(dtype))
+    facts = environment(model=model, dtype=dtype, transformers=transformers.__version__)
     for temperature, batch in ((0.0, 1), (1.0, 1), (0.0, 8)):
         for kind in kinds.split(","):
             if not budget.spent:
