@@ -124,6 +124,18 @@ def ends_with(translation: Translation, end: int | None) -> int | None:
     return int(same[0]) if len(same) else None
 
 
+def known_tokens(model: DFlash, vocabulary: int) -> Translation:
+    """Which of the target's ``vocabulary`` tokens a DFlash drafter knows by which of its own.
+
+    Raises ``ValueError`` for one that has tokens or pairs of its own, of another vocabulary.
+    """
+    if model.ids is None and model.markov is None:
+        return Translation.same(vocabulary, vocabulary)
+    if len(model.t2d) != vocabulary:
+        raise ValueError(f"drafter must be of the target's {vocabulary} tokens, got one of {len(model.t2d)}")
+    return Translation(model.t2d.clamp(max=model.known - 1), model.t2d < model.known)
+
+
 class DFlashSource:
     """A DFlash drafter of ``target``: its context is what chosen layers of the target said of the committed tokens.
 
@@ -148,7 +160,7 @@ class DFlashSource:
         read = [layers[i] for i in model.config.layers]
         self.taps, self.newcomer = Taps(read, lambda: target.running), Taps(read, lambda: target.admitting)
         self.lasts: dict[int, Tensor] = {}  # of rows that begin anew: the context [F·C] of the prompt's last token
-        self.tokens = Translation(model.t2d.clamp(max=model.known - 1), model.t2d < model.known)
+        self.tokens = known_tokens(model, found[1])
         self.tokens.ban([model.config.mask, *target.image_tokens])
         self.head = target.head if model.ids is None else target.family.logits_of(model.ids)
         if model.markov is not None:

@@ -334,6 +334,7 @@ def test_the_controller_hears_of_every_round():
         (lambda t: DiffuSpecDrafter(DiffusionSource(dream(V), t), None, least=0), "least"),
         (lambda t: DiffusionSource(dream(V + 600), t), "share the target's vocabulary"),
         (lambda t: DFlashSource(dflash(V + 9), t), "mask among its 30"),
+        (lambda t: DFlashSource(paired(V - 1), t), "must be of the target's 30 tokens, got one of 29"),
         (lambda t: paired(V, [1, 1, 2]), "d2t must name 3 different tokens"),
         (lambda t: paired(V, [1, V]), r"tokens in \[0, 30\)"),
         (lambda t: DFlashConfig(dflash(V).config.sizes, 5, 1, (0,), V + 1), "draft_vocab_size must be 0 to"),
