@@ -78,10 +78,12 @@ class Family:
         """Logits [..., V] of the decoder's ``states`` [..., C]: the head, and what some classes do behind it."""
         return self._scaled(self.head(states))
 
-    def logits_of(self, ids: Tensor) -> Callable[[Tensor], Tensor]:
-        """A head for the tokens ``ids`` [v] alone, from states [..., C] to logits [..., v], on a copy of its rows."""
-        weight = self.head.weight[ids].detach().clone()
-        bias = None if self.head.bias is None else self.head.bias[ids].detach().clone()
+    def logits_of(self, ids: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """A head for the tokens ``ids`` [v] alone (None: all), from states [..., C] to logits [..., v]."""
+        if ids is None:
+            return self.logits
+        weight = self.head.weight.detach()[ids]
+        bias = None if self.head.bias is None else self.head.bias.detach()[ids]
         return lambda states: self._scaled(F.linear(states, weight, bias))
 
     def _scaled(self, logits: Tensor) -> Tensor:

@@ -162,7 +162,7 @@ class DFlashSource:
         self.lasts: dict[int, Tensor] = {}  # of rows that begin anew: the context [F·C] of the prompt's last token
         self.tokens = known_tokens(model, found[1])
         self.tokens.ban([model.config.mask, *target.image_tokens])
-        self.head = target.head if model.ids is None else target.family.logits_of(model.ids)
+        self.head = target.family.logits_of(model.ids)
         if model.markov is not None:
             self.follow = self._behind
 

@@ -92,7 +92,7 @@ def train_block(
     """Train ``model`` in place; ``rows`` must have been made with its layers. Resumes from ``out``."""
     target.model.requires_grad_(False)
     compile_layers(model.layers, compiled)
-    head = target.head if model.ids is None else target.family.logits_of(model.ids)
+    head = target.family.logits_of(model.ids)
 
     def step(i: int) -> Losses:
         data = rows.batch(i, batch, seed)
