@@ -23,6 +23,7 @@ from specmm.diffusion_drafters.models.causal import check_target, is_deer, load_
 from specmm.diffusion_drafters.models.dflash import load_dflash
 from specmm.diffusion_drafters.models.files import load_diffusion_lm
 from specmm.diffusion_drafters.packaged import is_packaged, unpacked
+from specmm.layout import lay_weights
 from specmm.vlm.loading import find, own_tokenizer
 from specmm.vlm.loading import load_drafter as load_vlm_drafter
 
@@ -51,10 +52,10 @@ def load_drafter(kind: str, folder: Path, target: Any) -> Any:
     """What method ``kind`` drafts with for the ``target`` model, from its ``folder``."""
     if kind == methods.Block.name:
         check_target(read_json(folder / "config.json"), target, folder)
-        return load_dflash(folder, target.dtype).to(target.device)
+        return lay_weights(load_dflash(folder, target.dtype).to(target.device))
     if kind == methods.TextDraft.name:
         return load_vlm_drafter(kind, folder, target)
     if kind == methods.DEER.name and is_deer(folder):
         return load_deer(folder, target)
     proxy = NGram.load(folder / PROXY) if (folder / PROXY).is_file() else None
-    return Diffusion(load_diffusion_lm(folder, target.dtype), own_tokenizer(folder), proxy)
+    return Diffusion(lay_weights(load_diffusion_lm(folder, target.dtype)), own_tokenizer(folder), proxy)

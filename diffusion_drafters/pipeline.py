@@ -22,6 +22,7 @@ from specmm.diffusion_drafters.loading import PLACES, find_target, load_drafter,
 from specmm.diffusion_drafters.models.causal import CausalPrefix, is_deer
 from specmm.diffusion_drafters.tuning import choose_method
 from specmm.dtypes import choose_dtype
+from specmm.layout import lay_weights
 from specmm.stats import Stats
 from specmm.vlm.drafters.model import padded
 from specmm.vlm.loading import find
@@ -83,6 +84,7 @@ class TextPipeline(Pipeline):
         resolved, folder = methods.make(methods.TEXT, method), find_target(name)
         model, tokenizer = load_target(folder, torch_dtype)
         model = model.to(device, torch_dtype or choose_dtype(sum(p.numel() for p in model.parameters())))
+        lay_weights(model)
         if isinstance(drafter, str | Path):
             place = find(drafter)
             drafter = load_drafter(drafter_kind(resolved, place), place, model)

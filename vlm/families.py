@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from specmm.kernels.tree_attention.interface import NAME as TREES
+from specmm.layout import lay_weights
 from specmm.registry import unknown
 from specmm.vlm.prompt import POSITIONS, VLMPrompt
 
@@ -82,9 +82,11 @@ class Family:
         """A head for the tokens ``ids`` [v] alone (None: all), from states [..., C] to logits [..., v]."""
         if ids is None:
             return self.logits
-        weight = self.head.weight.detach()[ids]
-        bias = None if self.head.bias is None else self.head.bias.detach()[ids]
-        return lambda states: self._scaled(F.linear(states, weight, bias))
+        few = nn.Linear(self.head.in_features, len(ids), bias=self.head.bias is not None, device="meta")
+        for name, weight in self.head.named_parameters():
+            setattr(few, name, nn.Parameter(weight.detach()[ids], requires_grad=False))
+        lay_weights(few)
+        return lambda states: self._scaled(few(states))
 
     def _scaled(self, logits: Tensor) -> Tensor:
         scale, cap = self._behind_head

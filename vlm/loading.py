@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from specmm import methods, zoo
 from specmm.checkpoints import read_json
+from specmm.layout import lay_weights
 from specmm.vlm.assemble import SmallModel
 from specmm.vlm.composed import build_processor, compose, is_composed
 
@@ -57,16 +58,16 @@ def load_drafter(kind: str, folder: Path, target: Any) -> Any:
     if kind == methods.MSD.name:
         from specmm.vlm.drafters.msd_files import load_msd
 
-        return load_msd(folder, target.get_input_embeddings().weight)
+        return lay_weights(load_msd(folder, target.get_input_embeddings().weight))
     if kind == methods.Verdict.name:
         from specmm.vlm.verdict import Experts
 
         return Experts.load(folder, dtype, device)
     if kind == methods.TextDraft.name:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
-        return SmallModel(model.eval(), own_tokenizer(folder))
+        return SmallModel(lay_weights(model.eval()), own_tokenizer(folder))
     processor = load_processor(folder) if (folder / "processor_config.json").is_file() else None
-    return SmallModel(load_model(folder, dtype).to(device), processor)
+    return SmallModel(lay_weights(load_model(folder, dtype).to(device)), processor)
 
 
 def own_tokenizer(folder: Path) -> Any:

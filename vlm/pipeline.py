@@ -18,6 +18,7 @@ from specmm import methods
 from specmm.autotune import Plan
 from specmm.certificate import Certificate
 from specmm.dtypes import choose_dtype
+from specmm.layout import lay_weights
 from specmm.stats import Stats
 from specmm.vlm.asking import Pictures, Questions
 from specmm.vlm.assemble import assemble
@@ -85,6 +86,7 @@ class VQAPipeline(Pipeline):
         model = load_model(folder, torch_dtype)
         dtype = torch_dtype or choose_dtype(sum(p.numel() for p in model.parameters()))
         model = model.to(device, dtype)
+        lay_weights(model)
         if isinstance(drafter, str | Path):
             drafter = load_drafter(_drafter_kind(resolved), find(drafter), model)
         return cls(model, load_processor(folder), resolved, drafter, folder, str(name))

@@ -33,6 +33,7 @@ from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.verified import Verified, coarse_scales
 from specmm.image_ar.scales.vqvae import VQVAE
 from specmm.image_ar.settings import class_labels, read_settings, with_options, write_index, write_settings
+from specmm.layout import lay_weights
 from specmm.randomness import Uniforms, sample_generators
 from specmm.stats import Clock, Stats
 
@@ -86,7 +87,7 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
         second = load_small(small, vae) if small is not None else None
         if second is None and (folder / "small").is_dir():
             second = load_var(folder / "small")
-        models = transformer.to(dtype), None if second is None else second.to(dtype)
+        models = lay_weights(transformer.to(dtype)), None if second is None else lay_weights(second.to(dtype))
         return cls(models[0], vae, models[1], read_settings(Settings, folder), resolved, str(name))
 
     @classmethod

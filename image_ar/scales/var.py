@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specmm.image_ar.scales.ladder import PATCHES_256, Ladder
+from specmm.layout import product
 
 LOG_MAX_SCALE = math.log(100)  # of attn_l2_norm's learnt temperature
 
@@ -113,7 +114,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, given: Given, bias: Tensor | None, store: Store | None, tail: int) -> Tensor:
         """The last ``tail`` rows of ``x`` [R, T, C] attend; all of it is seen, and what ``store`` holds besides."""
-        qkv = F.linear(x, self.mat_qkv.weight, given.qkv_bias).view(*x.shape[:2], 3, self.heads, -1)
+        qkv = product(self.mat_qkv, x, given.qkv_bias).view(*x.shape[:2], 3, self.heads, -1)
         q, k, v = qkv.unbind(2)  # [R, T, H, D]
         q = q[:, -tail:]
         if given.q_scale is not None:
@@ -134,12 +135,8 @@ class FFN(nn.Module):
         self.fc2 = nn.Linear(config.hidden_dim, config.embed_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., C] -> [..., C]; on a CPU oneDNN applies the GELU to a product still in its cache."""
-        weight, bias = self.fc1.weight, self.fc1.bias
-        there = x.device.type == "cpu" and x.dtype == weight.dtype and torch.backends.mkldnn.is_available()
-        if torch.is_grad_enabled() or not there:
-            return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
-        return self.fc2(torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], "tanh"))
+        """[..., C] -> [..., C]."""
+        return self.fc2(product(self.fc1, x, self.fc1.bias, gelu=True))
 
 
 class Block(nn.Module):

@@ -153,13 +153,13 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """SwiGLU of width ``inner``."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, dim: int, inner: int) -> None:
         super().__init__()
-        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w1 = nn.Linear(dim, inner, bias=False)
+        self.w3 = nn.Linear(dim, inner, bias=False)
+        self.w2 = nn.Linear(inner, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., C] -> [..., C]."""
@@ -167,11 +167,11 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and feed-forward, each with a residual."""
+    """Pre-norm attention and feed-forward, each with a residual; the latter ``inner`` wide (0: as C says)."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, inner: int = 0) -> None:
         super().__init__()
-        self.attention, self.feed_forward = Attention(config), FeedForward(config)
+        self.attention, self.feed_forward = Attention(config), FeedForward(config.dim, inner or config.ffn_dim)
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
 

@@ -25,13 +25,13 @@ from specmm.image_ar.tokens.assemble import Parts, assemble
 from specmm.image_ar.tokens.captions import CaptionEncoder, left_pad
 from specmm.image_ar.tokens.drafters.files import load_drafters, save_drafters
 from specmm.image_ar.tokens.gpt import Transformer
-from specmm.image_ar.tokens.layout import column_major
 from specmm.image_ar.tokens.loading import load_gpt, load_vq, save_gpt, save_vq
 from specmm.image_ar.tokens.quality import log_likelihood
 from specmm.image_ar.tokens.settings import Settings
 from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
 from specmm.image_ar.tokens.tuning import choose_method
 from specmm.image_ar.tokens.vq import VQModel
+from specmm.layout import lay_weights
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
 from specmm.refill import Queue
@@ -105,7 +105,7 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         transformer = transformer.to(dtype)
         drafters = load_drafters(folder / "drafters", transformer)
         for module in (transformer, *drafters.values()):
-            column_major(module)
+            lay_weights(module)
         captions = CaptionEncoder(text_encoder, tokens=transformer.config.cls_token_num) if text_encoder else None
         return cls(
             transformer,

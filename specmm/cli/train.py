@@ -96,6 +96,7 @@ def drafter(
     levels: Annotated[int, typer.Option(min=1, help="Tokens a block drafter drafts.")] = 6,
     layers: Annotated[int, typer.Option(min=1, help="Layers of a block drafter.")] = 2,
     taps: Annotated[str, typer.Option(help="Target layers a block drafter reads besides the last, as in 4,9,14.")] = "",
+    inner: Annotated[int, typer.Option(min=0, help="Width of its feed-forward layers, 0 for the target's.")] = 0,
     overlap_weight: Annotated[float, typer.Option(min=0, help="Of acceptance in a block drafter's loss.")] = 1.0,
     temperature: Annotated[float, typer.Option(min=0.01, help="That a block drafter's model samples at.")] = 1.0,
     noise: Annotated[float, typer.Option(min=0, help="On the states an EAGLE head reads.")] = 0.2,
@@ -128,12 +129,13 @@ def drafter(
         if start is not None and kind != "block":
             raise ValueError(f"--start goes with --kind block, got {kind}; leave it out")
         target, *examples = _examples(zoo.find(model), pictures_of(data), folder, drawn, cfg, seed)
-        sizes = (levels, layers, _layers(taps, target.config.n_layer))
+        read = _layers(taps, target.config.n_layer)
+        sizes = dict(levels=levels, layers=layers, taps=read, inner=inner)
         if start is not None:
             from specmm.image_ar.tokens.drafters.files import load_block
 
             options["start"] = begun = load_block(start, target)
-            sizes = (begun.config.levels, begun.config.layers, begun.config.taps)
+            sizes = vars(begun.config) | ({"inner": inner} if inner else {})
         head = _train_drafter(kind, (target, *examples), sizes, folder, options)
         save_drafters({kind: head}, result.parent, target, _bfloat16())
         if kind == "block":
@@ -150,9 +152,9 @@ def _layers(text: str, count: int) -> tuple[int, ...]:
 
 
 def _train_drafter(
-    kind: str, examples: tuple[Any, ...], sizes: tuple[int, int, tuple[int, ...]], out: Path, options: dict[str, Any]
+    kind: str, examples: tuple[Any, ...], sizes: dict[str, Any], out: Path, options: dict[str, Any]
 ) -> Any:
-    """A head trained on ``examples`` (target, tokens, labels); ``sizes``: levels, layers, taps of a block."""
+    """A head trained on ``examples`` (target, tokens, labels); ``sizes`` are those of a block."""
     target, tokens, labels = examples
     if kind == "eagle":
         from specmm.image_ar.tokens.train.eagle import train_eagle
@@ -161,7 +163,7 @@ def _train_drafter(
     from specmm.image_ar.tokens.drafters.block import BlockConfig
     from specmm.image_ar.tokens.train.block import train_block
 
-    return train_block(target, tokens, labels, BlockConfig(sizes[0], sizes[1], target.config, sizes[2]), out, **options)
+    return train_block(target, tokens, labels, BlockConfig(**sizes | {"target": target.config}), out, **options)
 
 
 def _examples(model: Path, pictures: Any, out: Path, drawn: int, cfg: float | None, seed: int) -> tuple[Any, Any, Any]:

@@ -34,13 +34,15 @@ class BlockConfig:
     """Sizes of a block drafter: K = ``levels`` tokens drafted a pass through ``layers``, for such a ``target``.
 
     ``taps`` are target layers whose inputs are read beside its last hidden state (as EAGLE-3, arXiv 2503.01840, does):
-    the last state knows most about the token just drawn, earlier ones more about what follows.
+    the last state knows most about the token just drawn, earlier ones more about what follows. ``inner`` is the width
+    of the feed-forward layers, 0 for the target's.
     """
 
     levels: int
     layers: int
     target: GPTConfig
     taps: tuple[int, ...] = ()
+    inner: int = 0
 
 
 class BlockHead(nn.Module):
@@ -52,7 +54,7 @@ class BlockHead(nn.Module):
         self.config = config
         self.fc = nn.Linear((2 + len(config.taps)) * target.dim, target.dim)
         self.slots = nn.Parameter(torch.randn(config.levels, target.dim) * 0.02)
-        self.layers = nn.ModuleList(TransformerBlock(target) for _ in range(config.layers))
+        self.layers = nn.ModuleList(TransformerBlock(target, config.inner) for _ in range(config.layers))
         self.previous = nn.Embedding(target.vocab_size, target.dim)
         self.norm = RMSNorm(target.dim, target.norm_eps)
         self.rotary = Rotary(rotary_table(target.grid, target.head_dim, 0, target.rope_base))
@@ -64,6 +66,15 @@ class BlockHead(nn.Module):
         width = self.config.target.dim
         self.fc.weight[:, width : 2 * width] = torch.eye(width)
         self.norm.weight.copy_(target.norm.weight)
+
+    @torch.no_grad()
+    def go_on_from(self, other: BlockHead) -> None:
+        """Begin training as ``other``; units that its feed-forward layers do not have add nothing yet."""
+        own = self.state_dict()
+        for name, old in other.state_dict().items():
+            if name.endswith("feed_forward.w2.weight"):
+                own[name].zero_()
+            own[name][tuple(slice(size) for size in old.shape)] = old
 
     def features(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """e_i [R, M, C] of tokens' embeddings [R, M, C] and the states [R, M, C · (1 + taps)] they were drawn from."""

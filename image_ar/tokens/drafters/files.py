@@ -42,7 +42,8 @@ def load_block(folder: Path, target: Transformer) -> BlockHead:
     if missing:
         raise ValueError(f"{folder / 'config.json'} must say {', '.join(missing)}, got {sorted(facts)}")
     check_fingerprint(facts["target_fingerprint"], target_fingerprint(target), folder)
-    head = BlockHead(BlockConfig(facts["levels"], facts["layers"], target.config, tuple(facts["taps"])))
+    sizes = (tuple(facts["taps"]), facts.get("inner", 0))
+    head = BlockHead(BlockConfig(facts["levels"], facts["layers"], target.config, *sizes))
     load_strict(head, read_checkpoint(folder), source=folder)
     weight = target.output.weight
     return head.to(weight.device, weight.dtype).eval()
@@ -58,6 +59,7 @@ def save_block(head: BlockHead, folder: Path, target: Transformer, dtype: torch.
         "levels": head.config.levels,
         "layers": head.config.layers,
         "taps": list(head.config.taps),
+        "inner": head.config.inner,
         "target_fingerprint": target_fingerprint(target),
     }
     (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")

@@ -37,13 +37,14 @@ def train_block(
     """Train on ``tokens`` [M, 2, T] with ``labels`` [M]; resumes from ``out/checkpoint.pt``.
 
     A larger ``overlap_weight`` late in training buys acceptance with calibration. ``temperature`` is the one that will
-    be sampled at: the laws compared are softened or sharpened by it. ``start`` is a drafter to go on from.
+    be sampled at: the laws compared are softened or sharpened by it. ``start`` is a drafter to go on from, with as many
+    layers, levels and taps, and feed-forward layers no wider.
     """
     with seeded(seed):
         drafter, target = BlockHead(config), target.eval().requires_grad_(False)
     drafter.start_from(target)
     if start is not None:
-        drafter.load_state_dict(start.state_dict())
+        drafter.go_on_from(start)
 
     @torch.compile
     def loss_of(classes: Tensor, pictures: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:

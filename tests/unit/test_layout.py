@@ -1,0 +1,86 @@
+"""Weights laid out for a CPU: the same values under the same names, and the same products up to rounding."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from specmm.layout import PackedLinear, lay_weights, product
+
+PACKS = pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs a processor with bfloat16 products")
+
+
+def network(dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 96), nn.GELU(approximate="tanh"), nn.Linear(96, 24, bias=False)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("rows", [1, 2, 17, 100])
+def test_products_are_the_same_up_to_rounding(dtype: torch.dtype, near: float, rows: int) -> None:
+    plain, laid = network(dtype), lay_weights(network(dtype))
+    x = torch.randn(2, rows, 24, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    with torch.inference_mode():
+        wanted, found = plain.double()(x.double()), laid(x)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), wanted, atol=near, rtol=near)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_names_shapes_and_values_stay(dtype: torch.dtype) -> None:
+    plain, laid = network(dtype).state_dict(), lay_weights(network(dtype)).state_dict()
+    assert list(plain) == list(laid)
+    assert all(torch.equal(plain[name], laid[name]) for name in plain)
+
+
+def test_float32_lies_column_by_column() -> None:
+    wide, narrow = lay_weights(network(torch.float32))[0::2]
+    assert wide.weight.stride() == (1, 96) and narrow.weight.stride() == (1, 24)
+    large = lay_weights(nn.Linear(2048, 256))  # many more inputs than outputs: left as it is
+    assert large.weight.stride() == (2048, 1)
+
+
+@PACKS
+def test_bfloat16_is_held_twice_and_follows_its_layer() -> None:
+    laid = lay_weights(network(torch.bfloat16))
+    assert isinstance(laid[0], PackedLinear) and laid[0].packed is not None
+    assert laid.float()[0].packed is None, "another dtype has no copy"
+    assert laid.bfloat16()[0].packed is not None
+    with torch.no_grad():
+        laid[0].weight.zero_(), laid[0].bias.zero_()
+    x = torch.ones(3, 24, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        assert bool((laid.to(torch.bfloat16)(x) == 0).all()), "a move makes the copy anew"
+
+
+@PACKS
+def test_a_packed_layer_learns_and_is_copied() -> None:
+    laid = lay_weights(network(torch.bfloat16))
+    twin, x = copy.deepcopy(laid), torch.randn(3, 24).bfloat16()
+    laid(x).float().sum().backward()
+    assert laid[0].weight.grad is not None and bool(laid[0].weight.grad.abs().sum() > 0)
+    with torch.inference_mode():
+        assert torch.equal(twin(x), laid(x))
+
+
+@PACKS
+def test_a_network_too_large_to_be_held_twice_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specmm.layout.MOST", 24 * 96)
+    assert type(lay_weights(network(torch.bfloat16))[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_product_takes_another_bias_and_a_gelu(dtype: torch.dtype, near: float, packed: bool) -> None:
+    layer, bias = network(dtype)[0], torch.randn(96, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(2)).to(dtype)
+    wanted = nn.functional.linear(x.double(), layer.weight.double(), bias.double())
+    with torch.inference_mode():
+        laid = lay_weights(layer) if packed else layer
+        for gelu in (False, True):
+            found = product(laid, x, bias, gelu)
+            exact = nn.functional.gelu(wanted, approximate="tanh") if gelu else wanted
+            torch.testing.assert_close(found.double(), exact, atol=4 * near, rtol=near)
