@@ -5,12 +5,14 @@ with its marginal (DEER, arXiv 2512.15176); tokens drawn left to right, each wit
 it (a drafter with a table of pairs, or the lattice's renormalised scores without looking ahead); and any path chosen in
 whatever way, as point masses (no laws). A searched path with the marginals as its laws does not: nobody drew it.
 
-Shape letters: B batch, K block, V vocabulary.
+Shape letters: B batch, K block, V vocabulary, v tokens a drafter knows, W beam width.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +21,30 @@ from torch import Tensor
 from specmm.diffusion_drafters.diffuspec.lattice import Lattice
 from specmm.diffusion_drafters.diffuspec.search import Objective, Path
 from specmm.randomness import Uniforms, categorical
+from specmm.shape import eagle2
 from specmm.tree import DraftTree, TreeShape
 
-Law = Callable[[Tensor], Tensor]  # from logits [..., V] to probabilities
-Follow = Callable[[Tensor, Tensor], Tensor]  # from logits [B, V] to those behind tokens [B]
+Law = Callable[[Tensor], Tensor]  # from logits [..., v] to probabilities
+Follow = Callable[[Tensor, Tensor], Tensor]  # from logits [..., v] to those behind the target's tokens [...]
+BEAM = 8  # paths that a tree goes on from at every level, at least
+
+
+@dataclass(frozen=True)
+class Known:
+    """Which of a target's V = ``size`` tokens the v of a drafter are: ``ids`` [v], None where they are all of them."""
+
+    size: int
+    ids: Tensor | None = None
+
+    def name(self, drafts: Tensor) -> Tensor:
+        """The target's ids [...] of the drafter's."""
+        return drafts if self.ids is None else self.ids[drafts]
+
+    def spread(self, laws: Tensor) -> Tensor:
+        """Laws [..., V] over the target's tokens of ``laws`` [..., v]."""
+        if self.ids is None:
+            return laws
+        return laws.new_zeros(*laws.shape[:-1], self.size).index_copy_(-1, self.ids, laws)
 
 
 def marginal_chain(root: Tensor, laws: Tensor, uniforms: Uniforms, shape: TreeShape | None = None) -> DraftTree:
@@ -40,30 +62,53 @@ def followed_chain(
     logits: Tensor,
     law: Law,
     follow: Follow,
+    known: Known,
     uniforms: Uniforms | None,
     fixed: Tensor | None,
     shape: TreeShape,
 ) -> DraftTree:
-    """A chain behind ``root`` [B]: token i drawn from the ``law`` of row i of ``logits`` [B, K, V] behind token i - 1.
+    """A chain behind ``root`` [B]: token i drawn from the ``law`` of row i of ``logits`` [B, K, v] behind token i - 1.
 
     Where ``fixed`` [B, ≥ K] holds a token (not -1) it is taken, as a point mass. Without ``uniforms`` every token is
     the likeliest one and no laws are recorded.
     """
     tokens, laws = [root], []
     dice = None if uniforms is None else uniforms.draw(logits.shape[1])
-    for i, scores in enumerate(logits.unbind(1)):
-        drawn = with_points(law(follow(scores, tokens[-1])), None if fixed is None else fixed[:, i])
-        tokens.append(drawn.argmax(-1) if dice is None else categorical(drawn, dice[:, i]))
-        laws.append(drawn)
+    settled = [None] * logits.shape[1] if fixed is None else fixed[:, : logits.shape[1]].unbind(1)
+    for i, (scores, point) in enumerate(zip(logits.unbind(1), settled, strict=True)):
+        scores = follow(scores, tokens[-1])
+        if dice is None:
+            draft = known.name(scores.argmax(-1))
+        else:
+            drawn = law(scores)
+            draft = known.name(categorical(drawn, dice[:, i]))
+            laws.append(with_points(known.spread(drawn), point))
+        tokens.append(draft if point is None else torch.where(point >= 0, point, draft))
     return DraftTree(torch.stack(tokens, 1), shape, None if dice is None else with_root(torch.stack(laws, 1)))
 
 
-def followed_marginals(root: Tensor, logits: Tensor, law: Law, follow: Follow, width: int = 4) -> Tensor:
-    """Marginals [B, K, V] of what :func:`followed_chain` draws, over the ``width`` likeliest tokens before each."""
+def followed_tree(root: Tensor, logits: Tensor, law: Law, follow: Follow, known: Known, total: int) -> DraftTree:
+    """The tree of the ``total`` likeliest paths (root included) of what :func:`followed_chain` draws, as point masses.
+
+    They are found by EAGLE-2's beams over ``logits`` [B, K, v], each node's children by the law behind its own token.
+    """
+    levels, tokens = logits.shape[1], logits.shape[2]
+    enough = math.ceil(math.sqrt((total - 1) / (levels - 1))) if levels > 1 else total - 1
+    width = min(max(min(BEAM, total - 1), enough), tokens)
+    shift = None if known.ids is None else known.ids - torch.arange(tokens, device=logits.device)
+    beam = eagle2.start(law(follow(logits[:, 0], root)).log(), width, shift)
+    for scores in logits[:, 1:].unbind(1):
+        behind = law(follow(scores[:, None].expand(-1, width, -1), beam.tokens))  # [B, W, v]
+        beam = eagle2.step(beam, behind.log(), shift)
+    return eagle2.finish(beam, root, total)
+
+
+def followed_marginals(root: Tensor, logits: Tensor, law: Law, follow: Follow, known: Known, width: int = 4) -> Tensor:
+    """Marginals [B, K, v] of what :func:`followed_chain` draws, over the ``width`` likeliest tokens before each."""
     found = [law(follow(logits[:, 0], root))]
     for scores in logits[:, 1:].unbind(1):
         before = found[-1].topk(min(width, logits.shape[-1]))  # [B, W]
-        behind = torch.stack([law(follow(scores, token)) for token in before.indices.unbind(1)], dim=1)
+        behind = law(follow(scores[:, None].expand(-1, before.indices.shape[1], -1), known.name(before.indices)))
         found.append((behind * (before.values / before.values.sum(1, keepdim=True))[..., None]).sum(1))
     return torch.stack(found, dim=1)
 

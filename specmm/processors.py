@@ -73,15 +73,21 @@ class Processor:
         if self.top_k > size:
             raise ValueError(f"top_k must be at most the codebook size {size}, got {self.top_k}, use 0 to keep all")
 
-    def __call__(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Laws [..., V] of ``logits`` [..., V]; ``seen`` [..., V] bool for the repetition penalty."""
+    def __call__(self, logits: Tensor, seen: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Laws [..., V] of ``logits`` [..., V]; ``seen`` [..., V] bool for the repetition penalty.
+
+        Greedy laws are written to ``out``, if given: fresh memory for a large vocabulary takes longer than the rest.
+        """
         self.check_vocabulary(logits.shape[-1])
-        if logits.dtype not in (torch.float32, torch.float64):
-            logits = logits.float()
-        if seen is not None and self.stateful:
+        penalised = seen is not None and self.stateful
+        kind = torch.promote_types(logits.dtype, torch.float32)
+        if not self.greedy or penalised:
+            logits = logits.to(kind)
+        if seen is not None and penalised:
             logits = penalise(logits, seen, self.repetition_penalty)
         if self.greedy:
-            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+            laws = torch.zeros_like(logits, dtype=kind) if out is None else out.zero_()
+            return laws.scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         if self.temperature != 1:
             logits = logits / max(self.temperature, 1e-5)
         law = logits.softmax(-1)
@@ -102,9 +108,9 @@ class Processor:
         kept = (above <= self.top_p).sum(-1, keepdim=True)
         return torch.maximum(pool.gather(-1, kept - 1), least)
 
-    def laws(self, logits: Tensor, history: History, tree: DraftTree | None) -> Tensor:
+    def laws(self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None) -> Tensor:
         """Laws [B, N, V] of the ``logits`` [B, N, V] of a tree's nodes, or of the last tokens of ``history``."""
-        return self(logits, history.seen(tree, logits.shape[-1]) if self.stateful else None)
+        return self(logits, history.seen(tree, logits.shape[-1]) if self.stateful else None, out)
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

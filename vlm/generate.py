@@ -136,8 +136,9 @@ class PathProcessor:
     def check_vocabulary(self, size: int) -> None:
         """transformers' processors cut their options to the vocabulary by themselves."""
 
-    def laws(self, logits: Tensor, history: History, tree: DraftTree | None) -> Tensor:
+    def laws(self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None) -> Tensor:
         """Laws [B, N, V] of ``logits`` [B, N, V]."""
+        logits = logits.float()
         scores = self._by_path(logits, history, tree) if self.stateful else self._at_once(logits)
         if self.greedy:
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)

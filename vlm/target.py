@@ -48,8 +48,8 @@ class Laws(Protocol):
         """Raise ``ValueError`` when the options do not suit V."""
         ...
 
-    def laws(self, logits: Tensor, history: History, tree: DraftTree | None) -> Tensor:
-        """Laws [B, N, V] of logits [B, N, V]."""
+    def laws(self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None) -> Tensor:
+        """Laws [B, N, V] of logits [B, N, V] in any dtype; ``out`` may be written to in place of fresh memory."""
         ...
 
 
@@ -83,6 +83,7 @@ class VLMTarget:
         self.running = False  # a forward of this target, not of another on the same model
         self.admitting = False  # that of a row that begins anew
         self.admitted: VLMTarget  # the latest such row by itself, for drafters to read
+        self.spent: Tensor | None = None  # greedy laws of the forward before, which nobody reads any more
         self.cache: Cache
         self.prompt: VLMPrompt
         self.history: History
@@ -117,7 +118,7 @@ class VLMTarget:
         Raises ``ValueError`` when prompt and answer exceed the model's positions or placeholders do not fit pictures.
         """
         self.check(prompt)
-        self.prompt, self.calls = prompt, 0
+        self.prompt, self.calls, self.spent = prompt, 0, None
         rows, width = prompt.input_ids.shape
         self.cache = self._new_cache(rows, prompt.room, scratch)
         self.past = as_transformers(self.cache)
@@ -225,10 +226,13 @@ class VLMTarget:
         return bias.masked_fill(far[:, None], float("-inf"))
 
     def _output(self, states: Tensor, tree: DraftTree | None) -> TargetOutput:
-        logits = self.head(states).float()
+        logits = self.head(states)
         check_finite(logits, self.calls, self.name)
         self.calls += 1
-        return TargetOutput(self.processor.laws(logits, self.history, tree), states)
+        spent = self.spent if self.spent is not None and self.spent.shape == logits.shape else None
+        laws = self.processor.laws(logits, self.history, tree, spent)
+        self.spent = laws if self.processor.greedy else None
+        return TargetOutput(laws, states)
 
     def _step_bias(self, slot: int) -> Tensor | None:
         """Additive mask [B, 1, 1, slot + 1] that hides the prompts' padding; None where nothing needs hiding."""

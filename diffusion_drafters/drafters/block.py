@@ -2,7 +2,7 @@
 
 A chain's tokens are drawn independently, each recorded with its marginal, or each behind the one before where the
 source has a table of pairs; when the target is greedy they are the likeliest ones, as point masses. A tree holds the
-most probable paths under a budget of nodes, as point masses.
+most probable paths under a budget of nodes (with a table, each token behind the one before it), as point masses.
 Sources: DEER (arXiv 2512.15176), DDTree, and for the cut AdaEDL (arXiv 2410.18351).
 
 Shape letters: B batch, K block, N nodes, V vocabulary.
@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from specmm.diffusion_drafters.drafters.sources import BlockSource
-from specmm.diffusion_drafters.laws import followed_chain, followed_marginals, marginal_chain, with_points
+from specmm.diffusion_drafters.laws import (
+    followed_chain,
+    followed_marginals,
+    followed_tree,
+    marginal_chain,
+    with_points,
+)
 from specmm.drafter import Feedback
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
@@ -67,17 +73,20 @@ class ChainDrafter:
 
     def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
         """The chain behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
-        root, follow = feedback.token, self.source.follow
+        root, source, follow = feedback.token, self.source, self.source.follow
         with self.clock("draft"):
-            logits = self.source.logits(feedback, self.max_depth)  # [B, K, V]
-            fixed = self._recalled(feedback)
-            if follow is None or self.sure:
-                laws = with_points(marginals(self.source, logits, root, self.law), fixed)
-                count = self._length(laws)
-                logits, laws = logits[:, :count], laws[:, :count]
-            shape, dice = self.shapes[logits.shape[1]], None if self.greedy else uniforms
+            logits = source.logits(feedback, self.max_depth)  # [B, K, v]
+            fixed, dice = self._recalled(feedback), None if self.greedy else uniforms
             if follow is not None:
-                return followed_chain(root, logits, self.law, follow, dice, fixed, shape)
+                if self.sure:
+                    laws = followed_marginals(root, logits, self.law, follow, source.known)
+                    sure = None if fixed is None else fixed.clamp(max=0)  # as sure as a point mass on any token
+                    logits = logits[:, : self._length(with_points(laws, sure))]
+                shape = self.shapes[logits.shape[1]]
+                return followed_chain(root, logits, self.law, follow, source.known, dice, fixed, shape)
+            laws = with_points(source.known.spread(self.law(logits)), fixed)
+            laws = laws[:, : self._length(laws)]
+            shape = self.shapes[laws.shape[1]]
             if dice is not None:
                 return marginal_chain(root, laws, dice, shape)
             return DraftTree(torch.cat([root[:, None], laws.argmax(-1)], dim=1), shape)
@@ -98,11 +107,6 @@ class ChainDrafter:
             return laws.shape[1]
         going = ~adaedl_stop(laws, self.sure)
         return int(going.long().cumprod(1).sum(1).max())
-
-
-def marginals(source: BlockSource, logits: Tensor, root: Tensor, law: Processor) -> Tensor:
-    """Laws [B, K, V] of each of a block's tokens by itself, from the source's ``logits`` behind ``root`` [B]."""
-    return law(logits) if source.follow is None else followed_marginals(root, logits, law, source.follow)
 
 
 class TreeDrafter:
@@ -132,8 +136,11 @@ class TreeDrafter:
     def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
         """The tree behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         with self.clock("draft"):
-            logits = self.source.logits(feedback, self.max_depth)
-            return block_tree(marginals(self.source, logits, feedback.token, self.law), feedback.token, self.max_nodes)
+            root, source = feedback.token, self.source
+            logits = source.logits(feedback, self.max_depth)  # [B, K, v]
+            if source.follow is not None:
+                return followed_tree(root, logits, self.law, source.follow, source.known, self.max_nodes)
+            return block_tree(source.known.spread(self.law(logits)), root, self.max_nodes)
 
 
 def drafting_law(target: VLMTarget) -> Processor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specmm.diffusion_drafters.drafters.sources import ends_with, shared_tokens
-from specmm.diffusion_drafters.laws import Follow
+from specmm.diffusion_drafters.laws import Follow, Known
 from specmm.diffusion_drafters.models.causal import CausalPrefix
 from specmm.drafter import Feedback
 from specmm.processors import Processor
@@ -30,7 +30,7 @@ class CausalSource:
     def __init__(self, model: CausalPrefix, target: VLMTarget, translation: Translation | None = None) -> None:
         self.model, self.target, self.longest = model, target, model.block
         self.translation = shared_tokens(translation, model.vocabulary, model.mask, target)
-        self.end = ends_with(self.translation, model.end)
+        self.end, self.known = ends_with(self.translation, model.end), Known(target.family.vocabulary)
         self.small = VLMTarget(model.model, Processor(), "drafter")
         self.seen: dict[tuple[int, int], Tensor] = {}  # masks of forwards whose rows committed alike
 

@@ -1,6 +1,7 @@
 """Where blocks come from: a diffusion language model that reads the tokens, or a drafter that reads hidden states.
 
-A source gives logits over the target's vocabulary; tokens that the two do not share are barred before any softmax.
+A source gives logits over the target's vocabulary, or over the tokens it knows of it; tokens that the two do not share
+are barred before any softmax.
 
 Shape letters: B batch, K block, M committed tokens of a round, N tree nodes, L prompt positions, F layers read,
 C width, v the drafter's vocabulary, V the target's.
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specmm.diffusion_drafters.laws import Follow
+from specmm.diffusion_drafters.laws import Follow, Known
 from specmm.diffusion_drafters.models.dflash import DFlash, check_layers
 from specmm.diffusion_drafters.models.masked import DiffusionLM, block_logits
 from specmm.drafter import Feedback
@@ -28,12 +29,13 @@ from specmm.vlm.translation import Translation
 
 class BlockSource(Protocol):
     """Predicts the tokens behind the root, all at once. ``longest`` is the most it can (None: no limit), ``end`` the
-    target's id of the token that ends a text for it. ``follow``, where there is one, makes of a position's logits [B,
-    V] those behind the token [B] that was drafted before it.
+    target's id of the token that ends a text for it, ``known`` says what its v tokens are. ``follow``, where there is
+    one, makes of a position's logits [..., v] those behind the target's token [...] that was drafted before it.
     """
 
     longest: int | None
     end: int | None
+    known: Known
     follow: Follow | None
 
     def begin(self, feedback: Feedback, most: int) -> None:
@@ -45,7 +47,7 @@ class BlockSource(Protocol):
         ...
 
     def logits(self, feedback: Feedback, block: int) -> Tensor:
-        """Logits [B, K, V] of the ``block`` positions behind ``feedback.token``; to be called once a round."""
+        """Logits [B, K, v] of the ``block`` positions behind ``feedback.token``; to be called once a round."""
         ...
 
 
@@ -62,7 +64,7 @@ class DiffusionSource:
     def __init__(self, model: DiffusionLM, target: VLMTarget, translation: Translation | None = None) -> None:
         self.model, self.target = model, target
         self.translation = shared_tokens(translation, model.vocabulary, model.mask, target)
-        self.end = ends_with(self.translation, model.end)
+        self.end, self.known = ends_with(self.translation, model.end), Known(target.family.vocabulary)
 
     def begin(self, feedback: Feedback, most: int) -> None:
         """Read the prompts."""
@@ -124,16 +126,14 @@ def ends_with(translation: Translation, end: int | None) -> int | None:
     return int(same[0]) if len(same) else None
 
 
-def known_tokens(model: DFlash, vocabulary: int) -> Translation:
-    """Which of the target's ``vocabulary`` tokens a DFlash drafter knows by which of its own.
+def known_tokens(model: DFlash, vocabulary: int) -> Known:
+    """Which of the target's ``vocabulary`` tokens a DFlash drafter knows.
 
     Raises ``ValueError`` for one that has tokens or pairs of its own, of another vocabulary.
     """
-    if model.ids is None and model.markov is None:
-        return Translation.same(vocabulary, vocabulary)
-    if len(model.t2d) != vocabulary:
+    if len(model.t2d) != vocabulary and (model.ids is not None or model.markov is not None):
         raise ValueError(f"drafter must be of the target's {vocabulary} tokens, got one of {len(model.t2d)}")
-    return Translation(model.t2d.clamp(max=model.known - 1), model.t2d < model.known)
+    return Known(vocabulary, model.ids)
 
 
 class DFlashSource:
@@ -160,8 +160,10 @@ class DFlashSource:
         read = [layers[i] for i in model.config.layers]
         self.taps, self.newcomer = Taps(read, lambda: target.running), Taps(read, lambda: target.admitting)
         self.lasts: dict[int, Tensor] = {}  # of rows that begin anew: the context [F·C] of the prompt's last token
-        self.tokens = known_tokens(model, found[1])
-        self.tokens.ban([model.config.mask, *target.image_tokens])
+        self.known = known_tokens(model, found[1])
+        ids = torch.arange(found[1], device=target.device) if model.ids is None else model.ids
+        never = torch.tensor([model.config.mask, *target.image_tokens], device=ids.device)
+        self.barred = torch.isin(ids, never).nonzero()[:, 0]  # of the drafter's tokens
         self.head = target.family.logits_of(model.ids)
         if model.markov is not None:
             self.follow = self._behind
@@ -182,7 +184,7 @@ class DFlashSource:
         self.lasts[row] = context[0, -1]
 
     def logits(self, feedback: Feedback, block: int) -> Tensor:
-        """Logits [B, K, V] of the block; see :class:`BlockSource`."""
+        """Logits [B, K, v] of the block; see :class:`BlockSource`."""
         if feedback.verdict is not None:
             path = feedback.verdict.path.clamp(min=0)
             context = self.taps.context()  # [B, N, F·C]
@@ -192,12 +194,11 @@ class DFlashSource:
             self.model.read(kept, feedback.verdict.kept)
         masks = feedback.token.new_full((len(feedback.token), self.model.config.block - 1), self.model.config.mask)
         states = self.model.draft(self.target.embed(torch.cat([feedback.token[:, None], masks], dim=1)))
-        return self.tokens.from_drafter(self.head(states[:, 1 : block + 1]).float())
+        return self.head(states[:, 1 : block + 1]).float().index_fill_(-1, self.barred, float("-inf"))
 
     def _behind(self, logits: Tensor, previous: Tensor) -> Tensor:
-        """``logits`` [B, V], -inf where nothing may be drafted, behind the tokens ``previous`` [B]."""
-        pairs = self.model.pairs(previous).float()
-        return logits + (pairs if self.model.ids is None else pairs[..., self.tokens.ids])
+        """``logits`` [..., v], -inf where nothing may be drafted, behind the tokens ``previous`` [...]."""
+        return logits + self.model.pairs(previous).float()
 
 
 class Taps:

@@ -43,6 +43,7 @@ class Anew:
         self.source, self.target = CausalSource(drafter, target), target
         self.fresh = CausalSource(drafter, VLMTarget(target.model, Processor(0)))
         self.longest, self.end, self.follow, self.furthest, self.apart = self.source.longest, None, None, 0.0, 0
+        self.known = self.source.known
 
     def begin(self, feedback, most):
         self.texts = [[*row, int(token)] for row, token in zip(ROWS, feedback.token, strict=True)]

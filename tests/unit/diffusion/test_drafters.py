@@ -239,7 +239,8 @@ class ForgetsPairs(LikeliestWithMarginals):
     def propose(self, feedback, uniforms):
         tree = self.whole.propose(feedback, uniforms)
         target, tokens = self.whole.target, feedback.token
-        laws = followed_marginals(tokens, self.logits, self.whole.law, self.whole.source.follow)
+        source = self.whole.source
+        laws = followed_marginals(tokens, self.logits, self.whole.law, source.follow, source.known)
         assert target.processor == self.whole.law
         return DraftTree(tree.tokens, tree.shape, with_root(laws))
 
@@ -258,19 +259,6 @@ def test_pairs_recorded_as_marginals_are_caught():
     law, many = law_of_sequences(Processor(1.3), [1, 3, 2], 3), 20_000  # few rows keep two drafts
     assert fits(law, samples(DRAFTERS["chain of pairs"], Processor(1.3), many))
     assert not fits(law, samples(lambda t: ForgetsPairs(DRAFTERS["chain of pairs"](t)), Processor(1.3), many))
-
-
-@torch.inference_mode()
-def test_pairs_marginals_are_those_of_their_chains():
-    """Over all tokens before, not the likeliest few: Σ p(a) p(b | a) by enumeration."""
-    logits, root = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 4])
-    table = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
-    found = followed_marginals(root, logits, Processor(), lambda x, previous: x + table[previous], 5)
-    law = (logits[:, 0] + table[root]).softmax(-1)
-    for place in range(3):
-        torch.testing.assert_close(found[:, place], law)
-        if place < 2:
-            law = torch.einsum("ba,bac->bc", law, (logits[:, place + 1, None] + table).softmax(-1))
 
 
 def test_a_sure_chain_is_cut_before_it_is_drawn():

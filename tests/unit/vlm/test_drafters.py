@@ -83,7 +83,7 @@ class Quiet:
     greedy, stateful = True, False
     check_vocabulary = Processor(0).check_vocabulary
 
-    def laws(self, logits, history, tree):
+    def laws(self, logits, history, tree, out=None):
         return Processor(0)(logits.index_fill(-1, torch.tensor([36, 37]), float("-inf")))
 
 
@@ -197,7 +197,7 @@ def forget_ancestors(target, drafter):
     class Forgetful:
         greedy, stateful = False, True
 
-        def laws(self, logits, history, tree):
+        def laws(self, logits, history, tree, out=None):
             return processor(logits, history.seen(None, logits.shape[-1]).expand_as(logits))
 
     target.processor = Forgetful()

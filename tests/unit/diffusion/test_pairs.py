@@ -1,0 +1,94 @@
+"""Drafts behind one another: marginals, chains and trees of a block with a table of pairs, against enumeration.
+
+Shape letters: B batch, K block, v tokens of the drafter.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specmm.diffusion_drafters.laws import Known, followed_chain, followed_marginals, followed_tree
+from specmm.processors import Processor
+from specmm.randomness import Uniforms
+from specmm.shape.heap import best_first
+from specmm.tree import TreeShape
+
+TABLE = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))  # of the drafter's tokens
+FEW = Known(9, torch.tensor([1, 2, 4, 7, 8]))
+ALL = Known(5)
+
+
+def block(rows, places=3):
+    return torch.randn(rows, places, 5, generator=torch.Generator().manual_seed(0))
+
+
+def follow(known):
+    """Behind the target's tokens, of which the drafter may not know all."""
+    place = torch.zeros(known.size, dtype=torch.int64)
+    place[known.ids if known.ids is not None else torch.arange(5)] = torch.arange(5)
+    return lambda logits, previous: logits + TABLE[place[previous]]
+
+
+def paths(tree):
+    """Of one row: the drafts from the root down to every node."""
+    seen = tree.shape.ancestors[0]
+    return {tuple(tree.tokens[0, row][1:].tolist()) for row in seen}
+
+
+@torch.inference_mode()
+def test_pairs_marginals_are_those_of_their_chains():
+    """Over all tokens before, not the likeliest few: Σ p(a) p(b | a) by enumeration."""
+    logits, root, table = block(2), torch.tensor([1, 4]), TABLE
+    found = followed_marginals(root, logits, Processor(), follow(ALL), ALL, 5)
+    law = (logits[:, 0] + table[root]).softmax(-1)
+    for place in range(3):
+        torch.testing.assert_close(found[:, place], law)
+        if place < 2:
+            law = torch.einsum("ba,bac->bc", law, (logits[:, place + 1, None] + table).softmax(-1))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("known", [ALL, FEW])
+@pytest.mark.parametrize("total", [2, 4, 6])
+def test_a_tree_of_pairs_holds_the_likeliest_paths(known, total):
+    logits, behind = block(1), follow(known)
+    root = known.name(torch.tensor([3]))
+
+    def law(path):
+        return known.spread(Processor()(behind(logits[0, len(path)], torch.tensor((int(root), *path)[-1]))))
+
+    found = followed_tree(root, logits, Processor(), behind, known, total)
+    assert found.shape.size == total and found.laws is None
+    assert paths(found) == paths(best_first(law, int(root), total, 3, 5))
+
+
+@torch.inference_mode()
+def test_a_tree_of_one_level_and_one_of_many_nodes():
+    root = torch.tensor([1])
+    level = followed_tree(root, block(1, 1), Processor(), follow(ALL), ALL, 5)
+    assert level.shape.depth == 1 and len(set(level.tokens[0, 1:].tolist())) == 4
+    assert followed_tree(root, block(1, 4), Processor(), follow(ALL), ALL, 50).shape.size == 50
+    with pytest.raises(ValueError, match=r"total must be in \[2, 6\]"):
+        followed_tree(root, block(1, 1), Processor(), follow(ALL), ALL, 9)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("known", [ALL, FEW])
+def test_a_chain_records_the_law_of_every_draw(known):
+    logits, root, behind = block(2), known.name(torch.tensor([1, 4])), follow(known)
+    uniforms, shape = Uniforms.from_seeds([0, 1]), TreeShape.chain(3, "cpu")
+    tree = followed_chain(root, logits, Processor(0.7), behind, known, uniforms, None, shape)
+    for place in range(3):
+        law = known.spread(Processor(0.7)(behind(logits[:, place], tree.tokens[:, place])))
+        torch.testing.assert_close(tree.laws[:, place + 1], law, rtol=0, atol=0)
+        assert bool((law.gather(1, tree.tokens[:, place + 1 : place + 2]) > 0).all())
+
+
+@torch.inference_mode()
+def test_a_greedy_chain_takes_the_likeliest_and_what_is_settled():
+    logits, root, behind = block(1), torch.tensor([7]), follow(FEW)
+    fixed = torch.tensor([[-1, 3, -1]])  # a token that the drafter does not know
+    tree = followed_chain(root, logits, Processor(), behind, FEW, None, fixed, TreeShape.chain(3, "cpu"))
+    first, last = (FEW.name(behind(logits[:, i], tree.tokens[:, i]).argmax(-1)) for i in (0, 2))
+    assert tree.laws is None and tree.tokens[0].tolist() == [7, int(first), 3, int(last)]
