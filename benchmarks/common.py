@@ -33,6 +33,7 @@ DataFolder = Annotated[Path, typer.Option(help="Folder of the emoji.")]
 CacheFolder = Annotated[Path, typer.Option(help="Where samples are kept.")]
 Out = Annotated[Path, typer.Option(help="Folder of the tables.")]
 Threads = Annotated[int, typer.Option(min=1, help="Of torch.")]
+Dtype = Annotated[str, typer.Option(help="Of model and drafters; greedy texts are token-equal in float32.")]
 
 
 def label(method: methods.Method) -> str:

@@ -19,7 +19,7 @@ import torch
 import transformers
 import typer
 
-from benchmarks.common import RESULTS, Budget, Out, Row, Threads, environment, label, write_results
+from benchmarks.common import RESULTS, Budget, Dtype, Out, Row, Threads, environment, label, write_results
 from benchmarks.vlm_speed import Answer, Answered, Runner, cut, drafts, race, row
 from specmm import methods
 from specmm.diffusion_drafters.data.code import read_files
@@ -150,9 +150,7 @@ def main(
     repeats: Annotated[int, typer.Option(min=1, help="Calls of every contender.")] = 12,
     minutes: Annotated[float, typer.Option(min=0, help="No new part begins after so many.")] = 20.0,
     kinds: Annotated[str, typer.Option(help="code, prose, tasks, with commas between.")] = "code",
-    dtype: Annotated[
-        str, typer.Option(help="Of model and drafters; greedy texts are token-equal in float32.")
-    ] = "float32",
+    dtype: Dtype = "float32",
     threads: Threads = 2,
     out: Out = RESULTS,
 ) -> None:

@@ -24,9 +24,22 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.arithmetic import level_rates, quartiles, round_times, speedup
-from benchmarks.common import EMOJI, RESULTS, Budget, DataFolder, Out, Row, Threads, environment, label, write_results
+from benchmarks.common import (
+    EMOJI,
+    RESULTS,
+    Budget,
+    DataFolder,
+    Dtype,
+    Out,
+    Row,
+    Threads,
+    environment,
+    label,
+    write_results,
+)
 from specmm import methods
 from specmm.cli.race import in_turn
+from specmm.dtypes import named_dtype
 from specmm.stats import Stats
 from specmm.vlm.asking import Questions
 from specmm.vlm.data.facts import fact
@@ -216,6 +229,7 @@ def main(
     model: Annotated[str, typer.Argument(help="A vision-language model with drafters: folder or pocket name.")],
     repeats: Annotated[int, typer.Option(min=1, help="Calls of every contender.")] = 12,
     minutes: Annotated[float, typer.Option(min=0, help="No new part begins after so many.")] = 20.0,
+    dtype: Dtype = "float32",
     data: DataFolder = EMOJI,
     threads: Threads = 2,
     out: Out = RESULTS,
@@ -224,8 +238,8 @@ def main(
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
     world, budget, rows = load_world(data, "test"), Budget(minutes), []
-    pipe = VQAPipeline.from_pretrained(model, torch_dtype=torch.float32)
-    facts = environment(model=model, dtype="float32", transformers=transformers.__version__)
+    pipe = VQAPipeline.from_pretrained(model, torch_dtype=named_dtype(dtype))
+    facts = environment(model=model, dtype=dtype, transformers=transformers.__version__)
     parts = [("describe", 0.0, 1), ("describe", 1.0, 1), ("describe", 0.0, 8), ("describe", 1.0, 8)]
     parts += [("text", 0.0, 1), ("short", 0.0, 1)]
     for kind, temperature, batch in parts:

@@ -69,8 +69,16 @@ class BlockHead(nn.Module):
 
     @torch.no_grad()
     def go_on_from(self, other: BlockHead) -> None:
-        """Begin training as ``other``; units that its feed-forward layers do not have add nothing yet."""
-        own = self.state_dict()
+        """Begin training as ``other``; units that its feed-forward layers do not have add nothing yet.
+
+        Raises ``ValueError`` where they are wider than this drafter's.
+        """
+        own, (wide, given) = (
+            self.state_dict(),
+            (head.config.inner or head.config.target.ffn_dim for head in (self, other)),
+        )
+        if given > wide:
+            raise ValueError(f"inner must be at least the {given} of the drafter to go on from, got {wide}")
         for name, old in other.state_dict().items():
             if name.endswith("feed_forward.w2.weight"):
                 own[name].zero_()
