@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 ROWS = 16  # of the products that weights are packed for; others are right, and as fast for all that we could measure
-SMALL = 2**18  # weights that stay in a core's cache: then their order does not matter to anything else
+SMALL = 2**19  # entries of a float32 weight that stays in a core's cache
 MOST = 2**30  # weights of a network that are held twice
 Network = TypeVar("Network")
 
@@ -25,8 +25,8 @@ Network = TypeVar("Network")
 def lay_weights(network: Network) -> Network:
     """``network``, the weights of its linear layers laid out for products of a few rows where they are on a CPU.
 
-    float32: column by column, so that a product with Wᵀ reads memory in order (20-50% faster for 1 to 18 rows and K, N
-    up to 1024), but for large weights with N < K. bfloat16: a second copy in oneDNN's blocks, for which 9 rows of
+    float32: column by column, so that a product with Wᵀ reads memory in order (20-50% faster for 1 to 18 rows while a
+    weight stays in a core's cache; larger ones are left, 2 rows of them would be slower). bfloat16: a second copy in oneDNN's blocks, for which 9 rows of
     SmolLM2-135M cost 1.23 times as much as one, not 1.56 times, and VAR's hundreds of rows 20-40% less (two cores with
     AMX); networks too large to be held twice are left as they are.
     """
@@ -40,7 +40,7 @@ def lay_weights(network: Network) -> Network:
 
 def _lay(layer: nn.Linear, twice: bool) -> None:
     if layer.weight.dtype == torch.float32:
-        if layer.out_features >= layer.in_features or layer.weight.numel() <= SMALL:
+        if layer.weight.numel() <= SMALL:
             layer.weight.data = layer.weight.data.t().contiguous().t()
     elif layer.weight.dtype == torch.bfloat16 and twice:
         layer.__class__ = PackedLinear  # a module's parents hold it by reference: it must stay the same object
