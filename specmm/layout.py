@@ -26,9 +26,9 @@ def lay_weights(network: Network) -> Network:
     """``network``, the weights of its linear layers laid out for products of a few rows where they are on a CPU.
 
     float32: column by column, so that a product with Wᵀ reads memory in order (20-50% faster for 1 to 18 rows while a
-    weight stays in a core's cache; larger ones are left, 2 rows of them would be slower). bfloat16: a second copy in oneDNN's blocks, for which 9 rows of
-    SmolLM2-135M cost 1.23 times as much as one, not 1.56 times, and VAR's hundreds of rows 20-40% less (two cores with
-    AMX); networks too large to be held twice are left as they are.
+    weight stays in a core's cache; larger ones are left, 2 rows of them would be slower). bfloat16: a second copy in
+    oneDNN's blocks, for which 9 rows of SmolLM2-135M cost 1.23 times as much as one, not 1.56 times, and VAR's hundreds
+    of rows 20-40% less (two cores with AMX); networks too large to be held twice are left as they are.
     """
     found = nn.Module.modules(network) if isinstance(network, nn.Module) else ()
     layers = [m for m in found if type(m) is nn.Linear and m.weight.device.type == "cpu"]
