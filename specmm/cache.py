@@ -19,6 +19,11 @@ from specmm.kernels.tree_attention import TreeMask
 from specmm.tree import TreeShape
 
 
+def branched(x: Tensor, branches: int) -> Tensor:
+    """``x`` [B, ...] for every guidance branch, [G·B, ...]: a copy where there are two, which takes its time."""
+    return x if branches == 1 else x.repeat(branches, *[1] * (x.ndim - 1))
+
+
 class Memory:
     """One layer's slots: where new keys and values go and how many slots are attended."""
 
@@ -90,7 +95,7 @@ class Cache:
         if self._bias_of is not ancestors:
             nodes = ancestors.shape[-1]
             bias = self.data.new_full((self.size.rows, 1, nodes, self.slots), float("-inf"))
-            seen = ancestors.expand(self.size.batch, -1, -1).repeat(self.size.branches, 1, 1)
+            seen = branched(ancestors.expand(self.size.batch, -1, -1), self.size.branches)
             bias[:, 0, :, self.size.capacity : self.size.capacity + nodes].masked_fill_(seen, 0)
             self._bias, self._bias_of, self._committed = bias, ancestors, bias[:, 0, :, : self.size.capacity]
         self._committed.copy_(self.prefix_bias()[:, None])
@@ -98,7 +103,7 @@ class Cache:
 
     def prefix_bias(self) -> Tensor:
         """Additive mask [R, capacity] that opens each row's committed tokens, its padding excepted."""
-        shown = self._columns < self.lengths.repeat(self.size.branches)[:, None]
+        shown = self._columns < branched(self.lengths, self.size.branches)[:, None]
         if self.hidden_prefix is not None:
             shown = shown & ~self.hidden_prefix
         return torch.where(shown, self._shown, self._shut)

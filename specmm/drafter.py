@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specmm.cache import branched
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
 from specmm.target import TargetOutput
@@ -37,7 +38,7 @@ class Feedback:
         """Hidden states of the nodes kept [R, D + 1, C], the root first; past ``verdict.kept`` they are junk."""
         assert self.verdict is not None
         hidden = self.output.hidden
-        path = self.verdict.path.clamp(min=0).repeat(len(hidden) // len(self.token), 1)
+        path = branched(self.verdict.path.clamp(min=0), len(hidden) // len(self.token))
         return hidden.gather(1, path[..., None].expand(-1, -1, hidden.shape[-1]))
 
 

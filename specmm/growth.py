@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specmm.cache import Cache
+from specmm.cache import Cache, branched
 from specmm.drafter import Feedback
 from specmm.randomness import Uniforms, categorical
 from specmm.shape import eagle2
@@ -135,7 +135,7 @@ class Growth:
         positions = cache.lengths[:, None] + order
         states = head.read(tokens, feedback.kept_hidden(), positions, cache.tree_bias(self.chain.ancestors))
         cache.keep(order.expand(len(kept), -1), kept)
-        last = (kept.clamp(min=1) - 1).repeat(cache.size.branches)
+        last = branched(kept.clamp(min=1) - 1, cache.size.branches)
         return states[torch.arange(len(states), device=last.device), last]
 
     def grow(self, head: FeatureHead, root: Tensor, state: Tensor, uniforms: Uniforms) -> DraftTree:
@@ -175,10 +175,10 @@ class Growth:
         states = state
         for depth in range(1, tree.depth + 1):
             first = (depth - 1) * k
-            seen = beam.mask.repeat(branches, 1, 1)  # [R, k, k · depth]
+            seen = branched(beam.mask, branches)  # [R, k, k · depth]
             scratch = self.bias[:, 0, first : first + k, capacity : capacity + k * depth]
             scratch.copy_(torch.zeros_like(seen, dtype=state.dtype).masked_fill_(~seen, float("-inf")))
-            origin = beam.origin.repeat(branches, 1)[..., None].expand(-1, -1, state.shape[-1])
+            origin = branched(beam.origin, branches)[..., None].expand(-1, -1, state.shape[-1])
             states = self._feed(head, beam.tokens, states.gather(1, origin), depth, first)
             beam = eagle2.step(beam, head.logits(states, depth).log_softmax(-1))
         return eagle2.finish(beam, root, tree.total)

@@ -15,10 +15,15 @@ def kv_commit(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: 
     order = torch.arange(path.shape[1], device=path.device)
     source = first + path.clamp(min=0)  # [B, M]
     wanted = torch.where(order < kept[:, None], lengths[:, None] + order, source)
-    repeats, rows = (data.shape[1] // len(path), 1), torch.arange(data.shape[1], device=path.device)[:, None]
-    source, wanted = source.repeat(repeats), wanted.repeat(repeats)  # [R, M]
-    if data.is_contiguous():  # two thirds of the time
-        flat, first_slot = data.flatten(1, 2), rows * data.shape[2]
-        flat.index_copy_(1, (wanted + first_slot).flatten(), flat.index_select(1, (source + first_slot).flatten()))
-    else:
-        data[:, rows, wanted] = data[:, rows, source]
+    rows, slots = data.shape[1:3]
+    if rows > len(path):  # guidance branches keep the same nodes
+        source, wanted = (places.repeat(rows // len(path), 1) for places in (source, wanted))  # [R, M]
+    if not data.is_contiguous():
+        each = torch.arange(rows, device=path.device)[:, None]
+        data[:, each, wanted] = data[:, each, source]
+        return
+    if rows > 1:
+        first_slot = torch.arange(0, rows * slots, slots, device=path.device)[:, None]
+        source, wanted = source + first_slot, wanted + first_slot
+    flat = data.flatten(1, 2)  # two thirds of the time
+    flat.index_copy_(1, wanted.flatten(), flat.index_select(1, source.flatten()))

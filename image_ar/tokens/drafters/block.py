@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from specmm.cache import Cache, CacheSize, Memory
+from specmm.cache import Cache, CacheSize, Memory, branched
 from specmm.drafter import Feedback
 from specmm.image_ar.tokens.drafters.hindsight import Hindsight
 from specmm.image_ar.tokens.gpt import GPTConfig, RMSNorm, Rotary, Transformer, TransformerBlock, rotary_table
@@ -221,15 +221,15 @@ class BlockDrafter:
     def _levels(self, feedback: Feedback) -> Tensor:
         """Take in the tokens just committed and return the level states [R, K, C]."""
         hidden, tokens, kept = self._news(feedback)
-        embedded = self.target.model.tok_embeddings(tokens).repeat(self.branches, 1, 1)
+        embedded = branched(self.target.model.tok_embeddings(tokens), self.branches)
         features = self.head.features(embedded, hidden)  # [R, M, C]
-        last = (kept.clamp(min=1) - 1).repeat(self.branches)[:, None, None]
+        last = branched(kept.clamp(min=1) - 1, self.branches)[:, None, None]
         anchor = features.gather(1, last.expand(-1, 1, features.shape[-1]))
         x = torch.cat([features, self.head.queries(anchor, self.max_depth)], dim=1)
         ahead = self.order >= self.most  # the queries' cells follow the kept tokens, not all M
         cells = self.cache.lengths[:, None] + self.order - ahead * (self.most - kept)[:, None]
         self._aim(kept)
-        states = self.head(x, cells.repeat(self.branches, 1), self.bias, self.cache.layers)
+        states = self.head(x, branched(cells, self.branches), self.bias, self.cache.layers)
         self.cache.keep(self.order[: self.most].expand(len(kept), -1), kept)
         return states[:, self.most :]
 
@@ -245,13 +245,13 @@ class BlockDrafter:
         capacity = self.cache.size.capacity
         self.cache.aim(capacity, self.cache.slots)
         self.bias[..., :capacity] = self.cache.prefix_bias()[:, None, None]
-        shut = (self.order[: self.most] >= kept[:, None]).repeat(self.branches, 1)
+        shut = branched(self.order[: self.most] >= kept[:, None], self.branches)
         seen = torch.zeros_like(shut, dtype=self.bias.dtype).masked_fill_(shut, float("-inf"))
         self.bias[:, 0, self.most :, capacity : capacity + self.most] = seen[:, None]
 
     def _read(self, states: Tensor, previous: Tensor) -> Tensor:
         """Raw logits [R, P, V] of a level's children of the tokens ``previous`` [B, P]."""
-        return self.target.model.output(self.head.read(states, previous.repeat(self.branches, 1))).float()
+        return self.target.model.output(self.head.read(states, branched(previous, self.branches))).float()
 
     def _positions(self, index: Tensor) -> Tensor:
         """Position of the node whose logits predict raster ``index`` [B, 1] (guidance may depend on it)."""

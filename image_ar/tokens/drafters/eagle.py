@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specmm.cache import Cache, CacheSize
+from specmm.cache import Cache, CacheSize, branched
 from specmm.drafter import Feedback
 from specmm.growth import Dynamic, Growth
 from specmm.image_ar.tokens.drafters.eagle_head import EagleHead
@@ -76,7 +76,7 @@ class EagleDrafter:
         if len(positions) > 1:
             positions = positions.repeat(branches, 1)
         with self.clock("draft"):
-            return self.head(tokens.repeat(branches, 1), hidden, positions, bias, self.cache.layers[0])
+            return self.head(branched(tokens, branches), hidden, positions, bias, self.cache.layers[0])
 
     def _read_prompt(self, feedback: Feedback) -> Tensor:
         hidden, cache = feedback.output.hidden, self.cache
