@@ -29,6 +29,8 @@ def lay_weights(network: Network) -> Network:
     weight stays in a core's cache; larger ones are left, 2 rows of them would be slower). bfloat16: a second copy in
     oneDNN's blocks, for which 9 rows of SmolLM2-135M cost 1.23 times as much as one, not 1.56 times, and VAR's hundreds
     of rows 20-40% less (two cores with AMX); networks too large to be held twice are left as they are.
+
+    A column-major weight is not contiguous, which safetensors asks for when a state dict is saved by hand.
     """
     found = nn.Module.modules(network) if isinstance(network, nn.Module) else ()
     layers = [m for m in found if type(m) is nn.Linear and m.weight.device.type == "cpu"]
@@ -52,7 +54,7 @@ def product(layer: nn.Linear, x: Tensor, bias: Tensor | None, gelu: bool = False
 
     With ``gelu`` (tanh) behind it, which oneDNN applies on a CPU to what is still in the cache.
     """
-    packed = getattr(layer, "packed", None)
+    packed = layer.current(x) if isinstance(layer, PackedLinear) else None
     if torch.is_grad_enabled() or not (packed is not None or (gelu and _fuses(layer, x))):
         plain = F.linear(x, layer.weight, bias)
         return F.gelu(plain, approximate="tanh") if gelu else plain
@@ -66,14 +68,31 @@ def _fuses(layer: nn.Linear, x: Tensor) -> bool:
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer that multiplies by a copy of its weight in oneDNN's blocks; without one, as any other."""
+    """A linear layer that multiplies by a copy of its weight in oneDNN's blocks; without one, as any other.
+
+    The copy follows the weight wherever PyTorch counts that it changed (optimizers, ``load_state_dict``, ``copy_``);
+    writing to ``weight.data`` goes uncounted: call :meth:`pack` then.
+    """
 
     packed: Tensor | None
+    of: tuple[int, int]  # where the weight lay and how often it had changed
 
     def pack(self) -> None:
         """Make the copy, where there is a kernel for it."""
-        ready = self.weight.device.type == "cpu" and self.weight.dtype == torch.bfloat16
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), ROWS) if ready else None
+        weight = self.weight.detach()
+        ready = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS) if ready else None
+        self.of = self._state()
+
+    def current(self, x: Tensor) -> Tensor | None:
+        """The copy, made anew if the weight is not what it was; None where ``x`` is of another dtype."""
+        if self.packed is not None and self.of != self._state():
+            self.pack()
+        return self.packed if x.dtype == self.weight.dtype else None
+
+    def _state(self) -> tuple[int, int]:
+        weight = self.weight
+        return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
@@ -87,7 +106,7 @@ class PackedLinear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the copy, which cannot be copied or written: it is made anew."""
-        return {name: value for name, value in self.__dict__.items() if name != "packed"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("packed", "of")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

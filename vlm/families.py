@@ -83,8 +83,9 @@ class Family:
         if ids is None:
             return self.logits
         few = nn.Linear(self.head.in_features, len(ids), bias=self.head.bias is not None, device="meta")
-        for name, weight in self.head.named_parameters():
-            setattr(few, name, nn.Parameter(weight.detach()[ids], requires_grad=False))
+        few.weight = nn.Parameter(self.head.weight.detach()[ids], requires_grad=False)
+        if self.head.bias is not None:
+            few.bias = nn.Parameter(self.head.bias.detach()[ids], requires_grad=False)
         lay_weights(few)
         return lambda states: self._scaled(few(states))
 

@@ -21,7 +21,7 @@ from specmm.cache import Cache, CacheSize
 from specmm.history import History
 from specmm.kernels.tree_attention import Mask, TreeMask
 from specmm.kernels.tree_attention.interface import PLACEHOLDER
-from specmm.processors import check_finite
+from specmm.processors import Processor, check_finite
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
 from specmm.verify.rule import Verdict
@@ -231,7 +231,7 @@ class VLMTarget:
         self.calls += 1
         spent = self.spent if self.spent is not None and self.spent.shape == logits.shape else None
         laws = self.processor.laws(logits, self.history, tree, spent)
-        self.spent = laws if self.processor.greedy else None
+        self.spent = laws if isinstance(self.processor, Processor) and self.processor.greedy else None
         return TargetOutput(laws, states)
 
     def _step_bias(self, slot: int) -> Tensor | None:

@@ -5,7 +5,7 @@ source has a table of pairs; when the target is greedy they are the likeliest on
 most probable paths under a budget of nodes (with a table, each token behind the one before it), as point masses.
 Sources: DEER (arXiv 2512.15176), DDTree, and for the cut AdaEDL (arXiv 2410.18351).
 
-Shape letters: B batch, K block, N nodes, V vocabulary.
+Shape letters: B batch, K block, N nodes, V vocabulary, v tokens that the source knows of it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specmm.diffusion_drafters.drafters.sources import BlockSource
 from specmm.diffusion_drafters.laws import (
+    Known,
     followed_chain,
     followed_marginals,
     followed_tree,
@@ -52,7 +53,7 @@ class ChainDrafter:
         self.source, self.target, self.sure = source, target, sure
         self.max_depth = block_length(source, length)
         self.max_nodes = self.max_depth + 1
-        self.greedy, self.law = target.processor.greedy, drafting_law(target)
+        self.greedy, self.law = target.processor.greedy, drafting_law(target, source.known)
         self.shapes = [TreeShape.chain(n, target.device) for n in range(self.max_nodes)]
         self.recall = Recall(target, recall) if recall else None
 
@@ -112,6 +113,8 @@ class ChainDrafter:
 class TreeDrafter:
     """The ``total``-node tree (root included) of the most probable paths of ``depth`` tokens at most.
 
+    With a table of pairs nodes have eight children at most, so that a larger tree only nearly holds the most probable.
+
     Raises ``ValueError`` for a depth that the source cannot draft and a budget without a draft.
     """
 
@@ -120,7 +123,7 @@ class TreeDrafter:
             raise ValueError(f"total must be at least 2 nodes (the root and a draft), got {total}")
         self.source, self.target = source, target
         self.max_depth, self.max_nodes = block_length(source, depth), total
-        self.law = drafting_law(target)
+        self.law = drafting_law(target, source.known)
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
         """Let the source read the prompt."""
@@ -143,15 +146,15 @@ class TreeDrafter:
             return block_tree(source.known.spread(self.law(logits)), root, self.max_nodes)
 
 
-def drafting_law(target: VLMTarget) -> Processor:
+def drafting_law(target: VLMTarget, known: Known) -> Processor:
     """The processor of drafts: the target's own, which agrees best; the plain softmax of a greedy or foreign one.
 
-    What a target makes of tokens already seen is left to the target.
+    What a target makes of tokens already seen is left to the target; ``known`` tokens may be fewer than its top k.
     """
     own = target.processor
     if not isinstance(own, Processor) or own.greedy:
         return Processor()
-    return Processor(own.temperature, own.top_k, own.top_p, own.top_p_first)
+    return Processor(own.temperature, min(own.top_k, known.count), own.top_p, own.top_p_first)
 
 
 def block_length(source: BlockSource, wanted: int | None) -> int:

@@ -29,7 +29,7 @@ class StepsDrafter:
     """
 
     def __init__(self, source: DiffusionSource, target: VLMTarget, length: int = 12, steps: int = 4) -> None:
-        self.source, self.greedy, self.law = source, target.processor.greedy, drafting_law(target)
+        self.source, self.greedy, self.law = source, target.processor.greedy, drafting_law(target, source.known)
         self.max_depth = block_length(source, length)
         self.max_nodes = self.max_depth + 1
         if not 1 <= steps <= length:

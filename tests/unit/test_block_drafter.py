@@ -36,8 +36,10 @@ def test_a_wider_drafter_begins_as_the_one_it_goes_on_from() -> None:
     assert not torch.allclose(states(wide), states(narrow), atol=1e-2)
     wide.go_on_from(narrow)
     torch.testing.assert_close(states(wide), states(narrow))
-    with pytest.raises(ValueError, match="inner must be at least the 160 of the drafter to go on from, got 96"):
+    with pytest.raises(ValueError, match="at most 96 wide, got one with 3 levels"):
         narrow.go_on_from(wide)
+    with pytest.raises(ValueError, match="got one with 2 levels"):
+        wide.go_on_from(BlockHead(BlockConfig(2, 2, GPT, (1,))))
 
 
 def test_its_new_units_learn() -> None:

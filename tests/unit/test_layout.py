@@ -48,11 +48,30 @@ def test_bfloat16_is_held_twice_and_follows_its_layer() -> None:
     assert isinstance(laid[0], PackedLinear) and laid[0].packed is not None
     assert laid.float()[0].packed is None, "another dtype has no copy"
     assert laid.bfloat16()[0].packed is not None
-    with torch.no_grad():
-        laid[0].weight.zero_(), laid[0].bias.zero_()
-    x = torch.ones(3, 24, dtype=torch.bfloat16)
+
+
+@PACKS
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_copy_follows_its_weight(assign: bool) -> None:
+    laid, x = lay_weights(network(torch.bfloat16)), torch.ones(3, 24, dtype=torch.bfloat16)
     with torch.inference_mode():
-        assert bool((laid.to(torch.bfloat16)(x) == 0).all()), "a move makes the copy anew"
+        assert bool((laid(x) != 0).any())
+    laid.load_state_dict({name: torch.zeros_like(w) for name, w in laid.state_dict().items()}, assign=assign)
+    with torch.inference_mode():
+        assert bool((laid(x) == 0).all())
+    with torch.no_grad():
+        laid[2].weight.fill_(1), laid[0].bias.fill_(1)
+    with torch.inference_mode():
+        assert bool((laid(x) > 0).all())
+
+
+@PACKS
+def test_inputs_of_another_dtype_are_treated_as_by_any_layer() -> None:
+    laid, x = lay_weights(network(torch.bfloat16)), torch.ones(3, 24)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="dtype"):
+        laid(x)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        assert laid(x).dtype == torch.bfloat16
 
 
 @PACKS

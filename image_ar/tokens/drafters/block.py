@@ -13,7 +13,7 @@ C width, P parents of a level, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -71,14 +71,15 @@ class BlockHead(nn.Module):
     def go_on_from(self, other: BlockHead) -> None:
         """Begin training as ``other``; units that its feed-forward layers do not have add nothing yet.
 
-        Raises ``ValueError`` where they are wider than this drafter's.
+        Raises ``ValueError`` where these are wider than this drafter's, or the drafters differ in anything else.
         """
-        own, (wide, given) = (
-            self.state_dict(),
-            (head.config.inner or head.config.target.ffn_dim for head in (self, other)),
-        )
-        if given > wide:
-            raise ValueError(f"inner must be at least the {given} of the drafter to go on from, got {wide}")
+        wide, given = (head.config.inner or head.config.target.ffn_dim for head in (self, other))
+        if given > wide or replace(other.config, inner=self.config.inner) != self.config:
+            raise ValueError(
+                f"drafter must go on from one of its levels, layers and taps, at most {wide} wide, got one with "
+                f"{other.config.levels} levels, {other.config.layers} layers, taps {other.config.taps}, {given} wide"
+            )
+        own = self.state_dict()
         for name, old in other.state_dict().items():
             if name.endswith("feed_forward.w2.weight"):
                 own[name].zero_()

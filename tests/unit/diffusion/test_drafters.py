@@ -151,6 +151,8 @@ def test_some_drafts_are_kept():
         "chain of mdlm",
         "chain of dflash",
         "chain of pairs",
+        "chain of few tokens",
+        "tree of pairs",
         "chain of deer",
         "tree of deer",
         "steps of dream",
@@ -377,6 +379,28 @@ def test_the_end_of_a_text_is_the_targets_own():
     assert DiffusionSource(dream(V), target, shifted).end == 1
     unknown = Translation(torch.arange(V), torch.arange(V) != 2)
     assert DiffusionSource(dream(V), target, unknown).end is None
+
+
+def test_a_chain_of_pairs_may_be_sure_of_nothing():
+    def unsure(target):
+        return ChainDrafter(DFlashSource(paired(V), target), target, sure=0.9)
+
+    end = run(unsure, Processor(1.3), Uniforms.from_seeds([0]), [ROWS[0]])
+    assert 0 in end.stats.depths and end.tokens.shape[1] >= LENGTH
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("known", [None, [4, V - 1, 2]])
+def test_a_mask_is_never_drafted(known):
+    target = VLMTarget(target_model(V), Processor(), "tiny")
+    source = DFlashSource(paired(V, known), target)  # its mask is V - 1
+    output = target.prefill(VLMPrompt(padded(ROWS[:1], "cpu"), 8), 5)
+    feedback = Feedback(output, torch.tensor([4]))
+    source.begin(feedback, 4)
+    logits = source.follow(source.logits(feedback, 4), torch.tensor([[4, 2, 4, 2]]))
+    mask = V - 1 if known is None else 1
+    assert bool((logits[..., mask] == float("-inf")).all())
+    assert int(logits.isinf().sum()) == 4
 
 
 def test_hooks_go_with_their_drafter():
