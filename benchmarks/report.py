@@ -96,6 +96,7 @@ VAR = {
     **SAMPLED,
     "token_equal": "token-equal",
 }
+KINDS = ("prose", "tasks")  # of prompts of SmolLM2
 LANGUAGE = {
     "questions": "what",
     "temperature": "T",
@@ -142,7 +143,11 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
             *vlm_bars(rows["vlm_speed_llava"]),
             *answer_bars(rows["vqa_accuracy_llava"], rows["verdict"]),
             *text_bars(rows["text_speed_coder"], "pocket/coder", ("code",), 2.5, 1.7),
-            *text_bars(rows["text_speed_smollm2"], "SmolLM2-135M", ("prose", "tasks"), 2.0),
+            *(
+                bar
+                for kind in KINDS
+                for bar in text_bars(rows["text_speed_smollm2"], f"SmolLM2-135M, {kind}", (kind,), 2.0)
+            ),
             *job_bars(rows["jobs"]),
         ]
     ]

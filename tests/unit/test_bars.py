@@ -48,7 +48,7 @@ def test_bars_of_questions():
     rows += [language_row("describe", 0.0, 8, m, s) for m, s in (("msd", 1.3), ("auto", 0.9))]
     assert [b.met for b in vlm_bars(rows)] == [True, False, True, True, False]
     unequal = [{**r, "token_equal": 0.9} if r["temperature"] == 0 else r for r in rows]
-    assert [b.met for b in vlm_bars(unequal)] == [None, False, True, None, False]
+    assert [b.met for b in vlm_bars(unequal)] == [False, False, True, False, False]
     assert {b.met for b in vlm_bars([])} == {None}
 
 
