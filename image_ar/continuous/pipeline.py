@@ -25,7 +25,6 @@ from specmm.image_ar.continuous.pair import check_pair, check_vae, load_small, s
 from specmm.image_ar.continuous.settings import Settings, Solver
 from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
 from specmm.image_ar.settings import class_labels, read_settings, with_options, write_index, write_settings
-from specmm.layout import lay_weights
 from specmm.randomness import sample_generators
 
 
@@ -72,7 +71,7 @@ class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
         transformer, vae = load_mar(folder / "transformer"), load_kl(folder / "vae")
         dtype = torch_dtype or choose_dtype(sum(p.numel() for p in transformer.parameters()))
         second = load_small(folder, vae) if small is None else load_small(zoo.find(small), vae, whole=True)
-        models = lay_weights(transformer.to(dtype)), None if second is None else lay_weights(second.to(dtype))
+        models = transformer.to(dtype), None if second is None else second.to(dtype)
         return cls(models[0], vae, models[1], read_settings(Settings, folder), resolved, str(name))
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
