@@ -58,4 +58,4 @@ def load_drafter(kind: str, folder: Path, target: Any) -> Any:
     if kind == methods.DEER.name and is_deer(folder):
         return load_deer(folder, target)
     proxy = NGram.load(folder / PROXY) if (folder / PROXY).is_file() else None
-    return Diffusion(lay_weights(load_diffusion_lm(folder, target.dtype)), own_tokenizer(folder), proxy)
+    return Diffusion(load_diffusion_lm(folder, target.dtype), own_tokenizer(folder), proxy)

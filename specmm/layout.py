@@ -18,7 +18,7 @@ from torch import Tensor, nn
 ROWS = 16  # of the products that weights are packed for; others are right, and as fast for all that we could measure
 SMALL = 2**19  # entries of a float32 weight that stays in a core's cache
 MOST = 2**30  # weights of a network that are held twice
-Network = TypeVar("Network")
+Network = TypeVar("Network", bound=nn.Module)
 
 
 @torch.no_grad()
@@ -32,8 +32,7 @@ def lay_weights(network: Network) -> Network:
 
     A column-major weight is not contiguous, which safetensors asks for when a state dict is saved by hand.
     """
-    found = nn.Module.modules(network) if isinstance(network, nn.Module) else ()
-    layers = [m for m in found if type(m) is nn.Linear and m.weight.device.type == "cpu"]
+    layers = [m for m in network.modules() if type(m) is nn.Linear and m.weight.device.type == "cpu"]
     twice = torch.cpu._is_avx512_bf16_supported() and sum(layer.weight.numel() for layer in layers) <= MOST
     for layer in layers:
         _lay(layer, twice)

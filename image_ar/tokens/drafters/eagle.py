@@ -74,7 +74,7 @@ class EagleDrafter:
         """One pass of the head over ``tokens`` [B, n] and ``hidden`` [R, n, C] of both branches."""
         branches = self.cache.size.branches
         if len(positions) > 1:
-            positions = positions.repeat(branches, 1)
+            positions = branched(positions, branches)
         with self.clock("draft"):
             return self.head(branched(tokens, branches), hidden, positions, bias, self.cache.layers[0])
 
