@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,16 +18,13 @@ from tqdm import tqdm
 from benchmarks.arithmetic import quartiles, round_times, speedup
 from benchmarks.common import Budget, Row, dtype_name, environment, generators, label, load_pipeline, write_results
 from benchmarks.settings import Options
-from benchmarks.static_step import StaticTarget
 from specmm import methods
 from specmm.certificate import Certificate
 from specmm.cli.race import in_turn
-from specmm.decode import decode_plain
 from specmm.image_ar.output import ImageOutput
-from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, flows
 from specmm.image_ar.tokens.quality import log_likelihood
 from specmm.image_ar.tokens.target import Prompt
-from specmm.randomness import Uniforms
 from specmm.stats import Stats
 
 Draw = Callable[[int, int], ImageOutput]  # class and seed to one picture
@@ -58,7 +54,7 @@ class Runner:
 
 
 def measure_speed(options: Options) -> list[Row]:
-    """Run the benchmark and write ``speed.json`` and ``speed.csv`` after every repeat."""
+    """Run the benchmark and write ``speed`` (``speed_compiled``) as JSON and CSV after every repeat."""
     torch.set_num_threads(options.threads)
     pipe = load_pipeline(options.model, options.dtype)
     both = [load_pipeline(options.model, d) for d in (torch.float32, torch.bfloat16)]
@@ -76,39 +72,34 @@ def measure_speed(options: Options) -> list[Row]:
             runner.once(int(labels[repeat % classes]), repeat)
         drawn = labels[torch.arange(repeat + 1) % classes]
         rows = tabulate(runners, both[0], drawn)
-        write_results(options.out, "speed", rows, facts)
+        write_results(options.out, "speed_compiled" if options.compile else "speed", rows, facts)
     return rows
 
 
 def make_runners(pipe: LlamaGenPipeline, plain: list[LlamaGenPipeline], options: Options) -> list[Runner]:
-    """Plain decoding by each of ``plain`` (compiled, too, if asked for), then the other contenders by ``pipe``.
+    """Plain decoding by each of ``plain``, then the other contenders by ``pipe``; all compiled if asked for.
 
-    The baseline is eager, as all the others are; the compiled rows show what compilation alone would bring.
+    Then plain decoding runs uncompiled, too, and the baseline is the fastest of them all.
     """
-    runners = [Runner("ar", dtype_name(p), _by_pipeline(p, methods.AR()), plain=True) for p in plain]
-    if options.compile:
-        runners += [Runner("ar compiled", dtype_name(p), compiled(p)) for p in plain]
+    ways = (False, True) if options.compile else (False,)
+    runners = [
+        Runner("ar", _kind(p, way), _by_pipeline(p, methods.AR(), way), plain=True) for way in ways for p in plain
+    ]
     others = [m for m in options.contenders(pipe, "speed") if not isinstance(m, methods.AR)]
-    return runners + [Runner(label(m), dtype_name(pipe), _by_pipeline(pipe, m)) for m in others]
+    if options.compile:
+        others = [m for m in others if flows(m)]
+    way = options.compile
+    return runners + [Runner(label(m), _kind(pipe, way), _by_pipeline(pipe, m, way)) for m in others]
 
 
-def _by_pipeline(pipe: LlamaGenPipeline, method: methods.Method) -> Draw:
+def _kind(pipe: LlamaGenPipeline, compiled: bool) -> str:
+    return dtype_name(pipe) + (", compiled" if compiled else "")
+
+
+def _by_pipeline(pipe: LlamaGenPipeline, method: methods.Method, compiled: bool) -> Draw:
     def draw(class_id: int, seed: int) -> ImageOutput:
-        return pipe(classes=[class_id], generator=generators([seed]), method=method, batch_size=1, output_type="np")
-
-    return draw
-
-
-def compiled(pipe: LlamaGenPipeline, transform: Callable[[Any], Any] = torch.compile) -> Draw:
-    """Plain decoding of a compiled step of static shapes."""
-    target = StaticTarget(pipe.target(), transform)
-
-    def draw(class_id: int, seed: int) -> ImageOutput:
-        prompt = Prompt(torch.tensor([class_id], device=pipe.device))
-        *_, progress = decode_plain(target, prompt, target.length, Uniforms(generators([seed])))
-        pictures = pipe.decode_tokens(progress.tokens).numpy()
-        plain = Certificate("exact", "plain decoding of the target", 0.0)
-        return ImageOutput(pictures, progress.tokens, progress.stats, plain, "ar")
+        given = dict(generator=generators([seed]), method=method, batch_size=1, output_type="np", compiled=compiled)
+        return pipe(classes=[class_id], **given)
 
     return draw
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specmm.diffusion_drafters.diffuspec.lattice import Lattice
 from specmm.diffusion_drafters.diffuspec.search import Objective, Path
-from specmm.randomness import Uniforms, categorical
+from specmm.randomness import Dice, categorical
 from specmm.shape import eagle2
 from specmm.tree import DraftTree, TreeShape
 
@@ -52,7 +52,7 @@ class Known:
         return laws.new_zeros(*laws.shape[:-1], self.size).index_copy_(-1, self.ids, laws)
 
 
-def marginal_chain(root: Tensor, laws: Tensor, uniforms: Uniforms, shape: TreeShape | None = None) -> DraftTree:
+def marginal_chain(root: Tensor, laws: Tensor, uniforms: Dice, shape: TreeShape | None = None) -> DraftTree:
     """A chain behind ``root`` [B]: token i drawn from row i of ``laws`` [B, K, V], whatever the others are.
 
     ``laws`` must be what is drawn from: after temperature, filters and barred tokens.
@@ -68,7 +68,7 @@ def followed_chain(
     law: Law,
     follow: Follow,
     known: Known,
-    uniforms: Uniforms | None,
+    uniforms: Dice | None,
     fixed: Tensor | None,
     shape: TreeShape,
 ) -> DraftTree:
@@ -158,7 +158,7 @@ def lattice_chain(
     lattices: Sequence[Lattice],
     objectives: Sequence[Objective],
     vocabulary: int,
-    uniforms: Uniforms,
+    uniforms: Dice,
     length: int,
     temperature: float = 1.0,
 ) -> DraftTree:

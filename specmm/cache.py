@@ -64,9 +64,10 @@ class Cache:
         self.size = size
         self.slots = size.capacity + size.scratch
         shape = (size.layers, 2, size.rows, self.slots, size.heads, size.head_dim)
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
-        self.layers = [Memory(layer[0], layer[1]) for layer in self.data]
-        self.lengths = torch.zeros(size.batch, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # compiled programs write only to tensors whose views are followed
+            self.data = torch.zeros(shape, dtype=dtype, device=device)
+            self.layers = [Memory(layer[0], layer[1]) for layer in self.data]
+            self.lengths = torch.zeros(size.batch, dtype=torch.int64, device=device)
         self.hidden_prefix: Tensor | None = None  # [R, capacity] bool: padding that no row may attend
         self._columns = torch.arange(size.capacity, device=device)
         self._shown, self._shut = (torch.tensor(x, dtype=dtype, device=device) for x in (0.0, float("-inf")))

@@ -6,16 +6,16 @@ Shape letters: B batch, T tokens wanted, N nodes, D deepest level.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from specmm.drafter import Drafter, Feedback, committed
 from specmm.processors import check_finite
-from specmm.randomness import Uniforms, categorical
+from specmm.randomness import Dice, Uniforms, categorical
 from specmm.refill import Queue, begin_anew
 from specmm.stats import Clock, Stats
 from specmm.stopping import Stop
@@ -83,6 +83,29 @@ class Progress:
             self.measured += kept.sum()
 
 
+Parts: TypeAlias = tuple[Any, Any, Rule]
+"""Target, drafter, rule."""
+Play: TypeAlias = Callable[[Parts, Feedback, Progress, Dice, Clock, bool], Feedback]
+
+
+def one_round(
+    parts: Parts, feedback: Feedback, progress: Progress, dice: Dice, clock: Clock, measure: bool
+) -> Feedback:
+    """Draft behind ``feedback``, score, keep what the rule accepts; returns what the next round begins with.
+
+    ``measure`` asks a relaxed rule for its excess.
+    """
+    target, drafter, rule = parts
+    tree = drafter.propose(feedback, dice)
+    with clock("verify"):
+        output = target.score(tree)
+    verdict = decide(rule, tree, output.laws, dice, measure=measure)
+    tokens = committed(tree, verdict)
+    verdict.kept = progress.take(tokens, verdict.kept)  # a finished row keeps nothing
+    target.commit(verdict)
+    return Feedback(output, verdict.next_token, tree, verdict, tokens)
+
+
 @torch.inference_mode()
 def decode(
     target: Target,
@@ -94,12 +117,14 @@ def decode(
     sync: bool = False,
     stop: Stop | None = None,
     queue: Queue | None = None,
+    play: Play = one_round,
 ) -> Iterator[Progress]:
     """Generate ``length`` tokens, or up to ``stop``, for every row of ``prompt``, yielding after each round.
 
     Rows accept different lengths and none waits for another; a finished row keeps nothing further, unless a sample of
     the ``queue`` takes it over (which needs a target and a drafter that admit). The stats of the last yield are those
-    of the run. Raises ``ValueError`` when the target's logits or the drafter's laws are not finite.
+    of the run. ``play`` is what plays a round. Raises ``ValueError`` when the target's logits or the drafter's laws are
+    not finite.
     """
     start, clock = time.perf_counter(), Clock(sync)
     with clock("verify"):
@@ -110,21 +135,17 @@ def decode(
     progress = _start(token, length, drafter.max_depth + 1, stop)
     tally = torch.zeros(drafter.max_depth + 2, dtype=torch.int64, device=token.device)
     depths: list[int] = []
+    parts = target, drafter, rule
     while progress.unfinished(sure=len(depths) * (drafter.max_depth + 1) < length - 1) or (queue and queue.left):
-        tree = drafter.propose(feedback, uniforms)
-        with clock("verify"):
-            output = target.score(tree)
-        if tree.laws is not None and tree.shape.size > 1:  # before a rule takes ratios, behind what a GPU had to score
+        measure = not rule.exact and len(depths) % MEASURE_EVERY == 0
+        feedback = play(parts, feedback, progress, uniforms, clock, measure)
+        tree, verdict = feedback.drafted
+        if tree.laws is not None and tree.shape.size > 1:
             check_finite(tree.laws[:, 1:], len(depths), "the drafter")
-        verdict = decide(rule, tree, output.laws, uniforms, measure=not rule.exact and len(depths) % MEASURE_EVERY == 0)
-        tokens = committed(tree, verdict)
-        verdict.kept = progress.take(tokens, verdict.kept)  # a finished row keeps nothing
-        target.commit(verdict)
-        feedback = Feedback(output, verdict.next_token, tree, verdict, tokens)
         progress.observe(verdict, tally)
         depths.append(tree.shape.depth)
         if queue is not None:
-            _refill(queue, progress, feedback, (target, drafter, rule), uniforms, clock)
+            _refill(queue, progress, feedback, parts, uniforms, clock)
         yield progress
     if queue is not None:
         for row in range(len(token)):
@@ -157,9 +178,9 @@ def decode_plain(
 
 
 def _refill(
-    queue: Queue, progress: Progress, feedback: Feedback, parts: tuple[Any, Any, Rule], uniforms: Uniforms, clock: Clock
+    queue: Queue, progress: Progress, feedback: Feedback, parts: Parts, uniforms: Uniforms, clock: Clock
 ) -> None:
-    """Let samples of the ``queue`` take over the rows that are finished; ``parts``: target, drafter and rule."""
+    """Let samples of the ``queue`` take over the rows that are finished."""
     target, drafter, rule = parts
     while queue.left and (ended := progress.ended()):  # again: a sample may end with its first token
         for row in ended[: queue.left]:
@@ -181,7 +202,9 @@ def first_token(rule: Rule, law: Tensor, dice: Tensor) -> Tensor:
 
 
 def _start(token: Tensor, length: int, spare: int, stop: Stop | None) -> Progress:
-    tokens, none = token.new_zeros(len(token), length + spare), torch.zeros_like(token)
+    with torch.inference_mode(False):  # as a cache's: a compiled round writes them
+        tokens = token.new_zeros(len(token), length + spare)
+    none = torch.zeros_like(token)
     excess = torch.zeros((), device=token.device)
     progress = Progress(tokens, none, torch.full_like(none, length), Stats(), excess, excess.clone(), stop, length)
     progress.take(token[:, None], torch.ones_like(token))

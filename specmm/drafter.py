@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.cache import branched
-from specmm.randomness import Uniforms
+from specmm.randomness import Dice
 from specmm.stats import Clock
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree, TreeShape
@@ -33,6 +33,12 @@ class Feedback:
     verdict: Verdict | None = None
     tokens: Tensor | None = None
     fresh: Tensor | None = None
+
+    @property
+    def drafted(self) -> tuple[DraftTree, Verdict]:
+        """The tree and its verdict, behind a round."""
+        assert self.tree is not None and self.verdict is not None
+        return self.tree, self.verdict
 
     def kept_hidden(self) -> Tensor:
         """Hidden states of the nodes kept [R, D + 1, C], the root first; past ``verdict.kept`` they are junk."""
@@ -59,7 +65,7 @@ class Drafter(Protocol):
         """Start a batch behind the target's prefill."""
         ...
 
-    def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
+    def propose(self, feedback: Feedback, uniforms: Dice) -> DraftTree:
         """The next tree, its root ``feedback.token``."""
         ...
 
@@ -76,7 +82,7 @@ class NoDrafts:
     def admit(self, row: int) -> None:
         """See :class:`specmm.refill.AdmittingDrafter`."""
 
-    def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
+    def propose(self, feedback: Feedback, uniforms: Dice) -> DraftTree:
         """The root."""
         return DraftTree(feedback.token[:, None], self.shape)
 
@@ -91,7 +97,7 @@ class Late:
         """Only note what the drafter is to begin with."""
         self._start: tuple[Feedback, Clock] | None = (feedback, clock)
 
-    def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
+    def propose(self, feedback: Feedback, uniforms: Dice) -> DraftTree:
         """The root alone at first, then what ``inner`` proposes."""
         if feedback.verdict is None:
             return DraftTree(feedback.token[:, None], TreeShape.chain(0, feedback.token.device))

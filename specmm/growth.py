@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specmm.cache import Cache, branched
 from specmm.drafter import Feedback
-from specmm.randomness import Uniforms, categorical
+from specmm.randomness import Dice, categorical
 from specmm.shape import eagle2
 from specmm.shape.sampled import sample_siblings
 from specmm.tree import DraftTree, TreeShape
@@ -138,16 +138,14 @@ class Growth:
         last = branched(kept.clamp(min=1) - 1, cache.size.branches)
         return states[torch.arange(len(states), device=last.device), last]
 
-    def grow(self, head: FeatureHead, root: Tensor, state: Tensor, uniforms: Uniforms) -> DraftTree:
+    def grow(self, head: FeatureHead, root: Tensor, state: Tensor, uniforms: Dice) -> DraftTree:
         """The tree below ``root`` [B], behind which the head predicted ``state`` [R, C]."""
         self.bias[..., : self.cache.size.capacity] = self.cache.prefix_bias()[:, None, None]
         if isinstance(self.tree, TreeShape):
             return self._static(head, self.tree, root, state[:, None], uniforms)
         return self._dynamic(head, self.tree, root, state[:, None])
 
-    def _static(
-        self, head: FeatureHead, shape: TreeShape, root: Tensor, states: Tensor, uniforms: Uniforms
-    ) -> DraftTree:
+    def _static(self, head: FeatureHead, shape: TreeShape, root: Tensor, states: Tensor, uniforms: Dice) -> DraftTree:
         tokens, laws = root[:, None].repeat(1, shape.size), None
         if self.sampled:
             laws = states.new_zeros(*tokens.shape, self.vocabulary, dtype=torch.float32)
@@ -160,7 +158,7 @@ class Growth:
                 laws.index_copy_(1, level.nodes, drawn.flatten(1, 2).index_select(1, level.pick))
         return DraftTree(tokens, shape, laws)
 
-    def _draw(self, head: FeatureHead, logits: Tensor, width: int, uniforms: Uniforms) -> tuple[Tensor, Tensor | None]:
+    def _draw(self, head: FeatureHead, logits: Tensor, width: int, uniforms: Dice) -> tuple[Tensor, Tensor | None]:
         """Children [B, n, width] of each parent and the laws [B, n, width, V] they were drawn from."""
         if not self.sampled:
             return logits.topk(width).indices, None

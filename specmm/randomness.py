@@ -21,6 +21,30 @@ class Dice(Protocol):
         """The next ``count`` numbers of every row, [B, count]."""
 
 
+class Dealt:
+    """Dice: uniform ``numbers`` [B, L] drawn beforehand, handed out in order."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers, self.used = numbers, 0
+
+    def draw(self, count: int) -> Tensor:
+        """The next ``count`` numbers of every row, [B, count]."""
+        self.used += count
+        return self.numbers[:, self.used - count : self.used]
+
+
+class Counted:
+    """Dice that count what is drawn of ``inner``."""
+
+    def __init__(self, inner: Dice) -> None:
+        self.inner, self.used = inner, 0
+
+    def draw(self, count: int) -> Tensor:
+        """The next ``count`` numbers of every row, [B, count]."""
+        self.used += count
+        return self.inner.draw(count)
+
+
 class Uniforms:
     """A stream of uniforms in [0, 1) for each of B rows."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specmm.drafter import Drafter, Feedback
-from specmm.randomness import Uniforms
+from specmm.randomness import Dice
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 
@@ -29,7 +29,7 @@ class Tally:
         """Start the drafter."""
         self.drafter.begin(feedback, clock)
 
-    def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
+    def propose(self, feedback: Feedback, uniforms: Dice) -> DraftTree:
         """Count the last round, then let the drafter draft."""
         if feedback.verdict is not None:
             self._count(feedback.verdict.path, feedback.verdict.kept)

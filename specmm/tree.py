@@ -6,12 +6,15 @@ Shape letters: B batch, N nodes (node 0 is the root, the last committed token), 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class TreeShape:
@@ -23,6 +26,14 @@ class TreeShape:
 
     def __init__(self, parents: Tensor, depth: int, width: int) -> None:
         self.parents, self.depth, self.width = parents, depth, width
+        self.made: dict[str, Any] = {}
+
+    def once(self, name: str, make: Callable[[TreeShape], T]) -> T:
+        """What ``make`` gives of this shape, made at the first call with ``name``."""
+        if name not in self.made:
+            self.made[name] = make(self)
+        found: T = self.made[name]
+        return found
 
     @classmethod
     def from_parents(cls, parents: Sequence[int], device: torch.device | str = "cpu") -> TreeShape:

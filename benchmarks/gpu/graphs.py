@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.static_step import StaticTarget
 from specmm.cache import Cache
 from specmm.handoff import handoff
 from specmm.image_ar.scales.canvas import Canvas
 from specmm.image_ar.scales.drawing import code_turns
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import Inverse, Sampling
+from specmm.image_ar.tokens.static import StaticTarget
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.kernels.tree_attention import TreeMask
+from specmm.randomness import Dealt
 from specmm.stats import Clock
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree, TreeShape
@@ -152,18 +153,6 @@ class VLMGraphTarget(VLMTarget):
             self.memory, self.graphs.by_size = wanted, {}
         self.memory.lengths.zero_()
         return self.memory
-
-
-class Dealt:
-    """Dice: uniform numbers [B, L] drawn beforehand, handed out in order."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        self.numbers, self.used = numbers, 0
-
-    def draw(self, count: int) -> Tensor:
-        """The next ``count`` numbers of every row, [B, count]."""
-        self.used += count
-        return self.numbers[:, self.used - count : self.used]
 
 
 class PictureGraph:

@@ -18,12 +18,12 @@ from tqdm import tqdm
 from benchmarks.common import Row, label, load_pipeline, parse
 from benchmarks.gpu.batches import measure_batches, parser_of
 from benchmarks.gpu.graphs import GraphTarget
-from benchmarks.static_step import StaticTarget
 from specmm import methods
 from specmm.decode import Progress, decode, decode_plain
 from specmm.drafter import Drafter
 from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
+from specmm.image_ar.tokens.static import StaticTarget
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.randomness import Uniforms
 from specmm.stats import Clock

@@ -24,7 +24,7 @@ from specmm.diffusion_drafters.laws import (
 )
 from specmm.drafter import Feedback
 from specmm.processors import Processor
-from specmm.randomness import Uniforms
+from specmm.randomness import Dice
 from specmm.shape.heap import block_tree
 from specmm.shape.length import adaedl_stop
 from specmm.stats import Clock
@@ -72,7 +72,7 @@ class ChainDrafter:
             if self.recall is not None:
                 self.recall.admit(row)
 
-    def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
+    def propose(self, feedback: Feedback, uniforms: Dice) -> DraftTree:
         """The chain behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         root, source, follow = feedback.token, self.source, self.source.follow
         with self.clock("draft"):
@@ -136,7 +136,7 @@ class TreeDrafter:
         with self.clock("draft"):
             self.source.admit(row)
 
-    def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
+    def propose(self, feedback: Feedback, uniforms: Dice) -> DraftTree:
         """The tree behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         with self.clock("draft"):
             root, source = feedback.token, self.source

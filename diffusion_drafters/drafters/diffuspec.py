@@ -19,7 +19,7 @@ from specmm.diffusion_drafters.diffuspec.search import CausalProxy, Objective
 from specmm.diffusion_drafters.drafters.sources import DiffusionSource
 from specmm.diffusion_drafters.laws import lattice_chain, point_chain
 from specmm.drafter import Feedback
-from specmm.randomness import Uniforms
+from specmm.randomness import Dice
 from specmm.stats import Clock
 from specmm.tree import DraftTree
 
@@ -75,7 +75,7 @@ class DiffuSpecDrafter:
         self.rows = [Row(AdaptiveLength(*self.bounds)) for _ in feedback.token]
         self.source.begin(feedback, self.max_depth)
 
-    def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
+    def propose(self, feedback: Feedback, uniforms: Dice) -> DraftTree:
         """Each row's path behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         if feedback.verdict is not None:
             for row, kept in zip(self.rows, feedback.verdict.kept.tolist(), strict=True):
@@ -97,7 +97,7 @@ class DiffuSpecDrafter:
         own.latest = draft(block, before, self.source.end, self.proxy, self.search)
         return own.latest.tokens
 
-    def _drawn(self, root: Tensor, log_probs: Tensor, uniforms: Uniforms) -> DraftTree:
+    def _drawn(self, root: Tensor, log_probs: Tensor, uniforms: Dice) -> DraftTree:
         """Each row's path drawn from its lattice, no longer than its controller says."""
         found, objectives = [], []
         for i, own in enumerate(self.rows):

@@ -16,7 +16,7 @@ from specmm.diffusion_drafters.drafters.block import block_length, drafting_law
 from specmm.diffusion_drafters.drafters.sources import DiffusionSource
 from specmm.diffusion_drafters.laws import with_root
 from specmm.drafter import Feedback
-from specmm.randomness import Uniforms, categorical
+from specmm.randomness import Dice, categorical
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 from specmm.vlm.target import VLMTarget
@@ -43,7 +43,7 @@ class StepsDrafter:
         with clock("draft"):
             self.source.begin(feedback, self.max_depth)
 
-    def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
+    def propose(self, feedback: Feedback, uniforms: Dice) -> DraftTree:
         """The chain behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         with self.clock("draft"):
             logits = self.source.logits(feedback, self.max_depth)

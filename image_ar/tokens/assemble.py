@@ -6,6 +6,7 @@ Shape letters: V codebook size, K neighbours.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -110,7 +111,9 @@ def _softened(target: LlamaGenTarget) -> LlamaGenTarget:
     """At temperature 0 LANTERN relaxes the softmax of the raw logits and takes the mode of that."""
     if not target.processor.greedy:
         return target
-    return LlamaGenTarget(target.model, target.guidance, Processor(), target.name)
+    softened = copy(target)
+    softened.processor = Processor()
+    return softened
 
 
 def _relaxed(method: methods.Lantern | methods.LanternPP, parts: Parts, target: LlamaGenTarget, greedy: bool) -> Rule:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from specmm import methods, zoo
 from specmm.certificate import Certificate, of_rule
-from specmm.decode import Progress, decode, decode_plain
+from specmm.compiled import CompiledRound, prepare_compiler
+from specmm.decode import Progress, decode, decode_plain, one_round
 from specmm.dtypes import choose_dtype
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
@@ -28,6 +29,7 @@ from specmm.image_ar.tokens.gpt import Transformer
 from specmm.image_ar.tokens.loading import load_gpt, load_vq, save_gpt, save_vq
 from specmm.image_ar.tokens.quality import log_likelihood
 from specmm.image_ar.tokens.settings import Settings
+from specmm.image_ar.tokens.static import StaticTarget
 from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
 from specmm.image_ar.tokens.tuning import choose_method
 from specmm.image_ar.tokens.vq import VQModel
@@ -156,22 +158,28 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         batch_size: int = 8,
         output_type: str = "pil",
         callback_on_step_end: Callback | None = None,
+        compiled: bool = False,
     ) -> ImageOutput:
         """Draw ``num_images_per_prompt`` pictures of every class or prompt.
 
         What is not given comes from the model's settings. ``generator`` is one for all (each picture gets a seed from
-        it) or one a picture; its dice depend on its own seed only, not on the batch. Raises ``ValueError`` for an
-        unknown class or method and for options out of range.
+        it) or one a picture; its dice depend on its own seed only, not on the batch. ``compiled`` runs steps and rounds
+        as programs of ``torch.compile``, twice as fast on a CPU behind some tens of seconds at the first call for a
+        method and batch size. Raises ``ValueError`` for an unknown class or method, for options out of range
+        and where there is no compiler.
         """
         check_call(output_type, batch_size, num_images_per_prompt)
         target = self.target(cfg, cfg_interval, temperature, top_k, top_p)
         prompts = self._prompts(classes, prompt, num_images_per_prompt)
         chosen = self.method if method is None else methods.resolve(method)
         generators = sample_generators(generator, len(prompts.condition), self.device)
+        rows = min(batch_size, len(generators))
+        static = self._static(target, chosen, rows) if compiled else target
 
         def draw(part: slice) -> Drawn:
             what = Draw(prompts.rows(part), generators[part], batch_size, bar.update)
-            return self._batch(target, what, chosen, output_type, callback_on_step_end)
+            fitting = static if len(what.generators) >= rows else target  # a program for the rest would not pay
+            return self._batch(fitting, what, chosen, output_type, callback_on_step_end)
 
         bar = self.progress_bar(total=len(generators))
         at_once = batch_size * (TURNS if flows(chosen) and callback_on_step_end is None else 1)
@@ -236,7 +244,18 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         if isinstance(method, methods.AR):
             return decode_plain(target, prompt, target.length, uniforms), None
         target, drafter, rule = assemble(method, target, self.parts)
-        return decode(target, drafter, rule, prompt, target.length, uniforms, queue=queue), rule
+        play = self.parts.once("round", CompiledRound) if isinstance(target, StaticTarget) else one_round
+        return decode(target, drafter, rule, prompt, target.length, uniforms, queue=queue, play=play), rule
+
+    def _static(self, target: LlamaGenTarget, method: methods.Method, batch: int) -> StaticTarget:
+        """``target`` for compiled steps and rounds of ``batch`` pictures; calls with the same options share it."""
+        if not (isinstance(method, methods.AR) or flows(method)):
+            raise ValueError(
+                f"compiled=True needs ar, sjd or a method with a block drafter (rounds all alike), got {method}"
+            )
+        prepare_compiler()
+        key = ("static", target.guidance, target.processor, batch)
+        return self.parts.once(key, lambda: StaticTarget(target))
 
     def _prompts(
         self, classes: str | int | Sequence[str | int] | None, prompt: str | Sequence[str] | None, repeats: int

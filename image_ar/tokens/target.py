@@ -104,6 +104,9 @@ class LlamaGenTarget:
     @torch.inference_mode()
     def score(self, tree: DraftTree) -> TargetOutput:
         """One tree-attention forward; see :class:`specmm.target.Target`."""
+        return self._scored(tree)
+
+    def _scored(self, tree: DraftTree) -> TargetOutput:
         self.cache.aim(self.cache.size.capacity, self.cache.slots)
         positions = self.cache.lengths[:, None] + tree.shape.depths
         return self._score(tree.tokens, positions, self.cache.tree_mask(tree.shape))
@@ -136,9 +139,13 @@ class LlamaGenTarget:
     def _forward(self, x: Tensor, positions: Tensor, bias: Mask) -> TargetOutput:
         logits, hidden = self.model(x, positions, bias, self.cache.layers, self.taps)
         guided = self.guide(logits.float(), positions)
+        self._count(guided)
+        return TargetOutput(self.processor(guided), hidden)
+
+    def _count(self, guided: Tensor) -> None:
+        """Another forward gave these logits."""
         check_finite(guided, self.calls, self.name)
         self.calls += 1
-        return TargetOutput(self.processor(guided), hidden)
 
     def guide(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Logits [B, N, V] of both branches' [R, N, V] at ``positions`` [1 or R, N]."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specmm.processors import Processor
 from specmm.tree import DraftTree, TreeShape
+from specmm.verify.bottom_up import Traversal
 from specmm.verify.exact import Recursive
 from specmm.verify.lantern import Lantern, LanternPP
 from specmm.verify.rule import Rule, settle
@@ -27,13 +28,15 @@ def accept(
     factor: bool,
     offset: int,
     processing: list[float] | None,
+    leaves_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Path, kept and next token; for the arguments see ``op.accept``."""
     if processing is not None:
         temperature, top_k, top_p, top_p_first = processing
         laws = Processor(temperature, int(top_k), top_p, bool(top_p_first))(laws)
     tree = DraftTree(tokens, TreeShape(parents, depth, tokens.shape[1]), drafts)
-    verdict = settle(_rule(table, near, bound, factor, offset).decisions(tree, laws), tree.shape, dice)
+    rule = Traversal() if leaves_first else _rule(table, near, bound, factor, offset)
+    verdict = settle(rule.decisions(tree, laws), tree.shape, dice)
     return verdict.path, verdict.kept, verdict.next_token
 
 

@@ -12,16 +12,28 @@ from specmm.verify.naive import Result
 
 
 def accept(result: Result, parents: Sequence[int], dice: Sequence[float]) -> tuple[list[int], int]:
-    """Nodes kept, root first, and the next token, from a top-down ``result`` of ``specmm.verify.naive``.
+    """Nodes kept, root first, and the next token, from a ``result`` of ``specmm.verify.naive``.
 
     ``dice`` [N + 1]: one uniform for each node, the last for the next token.
     """
-    chances, following, _ = result
-    path = [0]
-    for node in range(1, len(parents)):  # siblings by rank, and every node after its parent
-        if parents[node] == path[-1] and dice[node] < chances[node]:
-            path.append(node)
+    chances, following, order = result
+    hit = [u < chance for u, chance in zip(dice, chances, strict=False)]
+    path = _down(parents, hit) if order is None else _up(parents, next(filter(hit.__getitem__, order), 0))
     law = following[path[-1]]
     reached = list(accumulate(law))
     wanted = dice[-1] * reached[-1]
     return path, next(token for token, mass in enumerate(law) if mass > 0 and reached[token] > wanted)
+
+
+def _down(parents: Sequence[int], hit: Sequence[bool]) -> list[int]:
+    """From the root on, the first child ``hit`` of the node reached so far."""
+    path = [0]
+    for node in range(1, len(parents)):  # siblings by rank, and every node after its parent
+        if parents[node] == path[-1] and hit[node]:
+            path.append(node)
+    return path
+
+
+def _up(parents: Sequence[int], last: int) -> list[int]:
+    """From the root to ``last``."""
+    return [*_up(parents, parents[last]), last] if last > 0 else [0]

@@ -26,6 +26,7 @@ def accept(
     factor: bool = False,
     offset: int = 0,
     processing: list[float] | None = None,
+    leaves_first: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Path [B, D + 1] padded with -1, nodes kept [B] and next token [B], as ``specmm.verify.rule.decide`` has them.
 
@@ -37,13 +38,15 @@ def accept(
     Siblings are tested in turn: min(1, p / q), then p <- norm((p - q)+) (``specmm.verify.exact.Recursive``). With a
     neighbour ``table`` [W, J], a token borrows from its ``near`` nearest codes up to ``bound`` (delta) or, with
     ``factor``, (``bound`` - 1) p(x): LANTERN and LANTERN++ with the corrected residual; ``offset`` is code 0's id.
+    With ``leaves_first`` nodes are tested in post-order instead (``specmm.verify.bottom_up.Traversal``; on a chain that
+    is block verification), and nothing is borrowed.
     Raises ``ValueError`` on sizes and types that do not fit together.
     """
-    check(laws, tokens, parents, dice, drafts, table, near, processing)
+    check(laws, tokens, parents, dice, drafts, table, near, processing, leaves_first)
     run = by_rule
     if backend(laws.device) == "triton":
         from specmm.kernels.acceptance.triton import accept as run
-    return run(laws, tokens, parents, dice, depth, drafts, table, near, bound, factor, offset, processing)
+    return run(laws, tokens, parents, dice, depth, drafts, table, near, bound, factor, offset, processing, leaves_first)
 
 
 @accept.register_fake
@@ -63,6 +66,7 @@ def check(
     table: Tensor | None,
     near: int,
     processing: list[float] | None,
+    leaves_first: bool,
 ) -> None:
     """Raise ``ValueError`` when the arguments of ``accept`` do not fit together."""
     batch, nodes = tokens.shape
@@ -80,6 +84,8 @@ def check(
         raise ValueError(f"laws must be float32 or float64, and logits float32, got {laws.dtype}; convert them")
     if processing is not None and len(processing) != 4:
         raise ValueError(f"processing must be [temperature, top_k, top_p, top_p_first], got {processing}")
+    if leaves_first and table is not None:
+        raise ValueError("no rule that tests leaves first borrows from neighbours: leave the table out")
     if near > (0 if table is None else table.shape[1]):
         raise ValueError(f"near must be at most the columns of the table, got {near} for {_shape(table)}")
 

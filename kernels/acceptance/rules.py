@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from specmm.kernels.acceptance.op import accept
-from specmm.randomness import Uniforms
+from specmm.randomness import Dice
 from specmm.tree import DraftTree
+from specmm.verify.bottom_up import Block, Traversal
 from specmm.verify.exact import GreedyMatch, PointMass, Recursive
 from specmm.verify.lantern import Lantern, LanternPP
 from specmm.verify.rule import Rule, Verdict, throw
@@ -19,11 +20,11 @@ from specmm.verify.rule import Rule, Verdict, throw
 GREEDY = [0.0, 0.0, 1.0, 0.0]  # processing that leaves the argmax
 
 
-def decide_fused(rule: Rule, tree: DraftTree, p: Tensor, uniforms: Uniforms) -> Verdict | None:
+def decide_fused(rule: Rule, tree: DraftTree, p: Tensor, uniforms: Dice) -> Verdict | None:
     """The verdict of ``decide`` by one launch, on the same uniforms; None for rules the kernel does not know.
 
-    It knows those that test siblings from the root down: greedy match, recursive, point mass, LANTERN and LANTERN++
-    with the corrected residual. It measures no excess.
+    It knows greedy match, recursive, point mass, LANTERN and LANTERN++ with the corrected residual, block and traversal
+    verification. It measures no excess.
     """
     options = _options(rule, tree)
     if options is None:
@@ -42,6 +43,8 @@ def _options(rule: Rule, tree: DraftTree) -> dict[str, Any] | None:
             return {}
         case Recursive():
             return {"drafts": tree.laws}
+        case Block() | Traversal():
+            return {"drafts": tree.laws, "leaves_first": True}
         case Lantern(residual="corrected", greedy=False) | LanternPP(residual="corrected", greedy=False):
             factor = isinstance(rule, LanternPP)
             bound = rule.lambda_ if isinstance(rule, LanternPP) else rule.delta

@@ -30,6 +30,7 @@ from specmm.kernels.tree_attention.dense import unpacked
 INVARIANT_SPLIT = 1024  # positions a split of the row-invariant mode
 WAVES = 2  # programs wanted for each multiprocessor before the prefix is split no further
 LEAST_SPLIT = 256  # slots below which a split costs more than it saves
+AMPLE = 140 * 1024  # bytes of shared memory that hold three stages of the largest tile
 
 
 @triton.jit
@@ -225,7 +226,9 @@ def tree_attention(
     rows, heads, nodes, width = q.shape
     kv, slots = keys.shape[1:3]
     group, block_d = heads // kv, max(16, triton.next_power_of_2(width))
-    block_m = 16 if row_invariant else min(64, max(16, triton.next_power_of_2(group * nodes)))
+    shared = shared_memory(q.device)
+    held = triton.next_power_of_2(shared // 2 // (block_d * q.element_size()) + 1) // 2  # queries in half of it
+    block_m = 16 if row_invariant else min(64, held, max(16, triton.next_power_of_2(group * nodes)))
     tiles = triton.cdiv(group * nodes, block_m)
     if row_invariant:
         splits = triton.cdiv(slots, INVARIANT_SPLIT)
@@ -241,7 +244,7 @@ def tree_attention(
     tile = dict(
         KV=kv, GROUP=group, D=width, BLOCK_M=block_m, BLOCK_D=block_d, HIDDEN=hidden is not None,
         BLOCK_N=min(64, max(16, 16384 // (block_d * q.element_size()))),
-        UPCAST=q.dtype == torch.bfloat16 and q.device.type == "cpu",
+        UPCAST=q.dtype == torch.bfloat16 and q.device.type == "cpu", num_stages=3 if shared >= AMPLE else 2,
     )  # fmt: skip
     grid = (rows * kv, tiles, splits)
     if row_invariant:
@@ -254,6 +257,13 @@ def tree_attention(
     if splits > 1:
         _merge[(rows * nodes * heads,)](parts, lse, out, splits, D=width, BLOCK_D=block_d)
     return out
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory a program may take: 64 KiB on AMD's GPUs, 99 on NVIDIA's for consumers, 163 on an A100."""
+    if device.type != "cuda":
+        return AMPLE
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def _splits(programs: int, slots: int, device: torch.device) -> int:

@@ -31,6 +31,7 @@ class Job:
     sampling: dict[str, Any]
     batch_size: int
     out: Path
+    compiled: bool = False
 
 
 @dataclass
@@ -98,6 +99,8 @@ def check(pipe: Any, job: Job) -> None:
     """
     from specmm.image_ar.settings import class_ids, with_options
 
+    if job.compiled and "compiled" not in inspect.signature(pipe.__call__).parameters:
+        raise ValueError(f"--compile serves token image models such as pocket/llamagen, not {job.model}; leave it out")
     known = check_sampling(pipe, job.model, job.sampling)
     settings = with_options(pipe.settings, **job.sampling)
     job.sampling = {name: getattr(settings, name) for name in known}
@@ -127,6 +130,8 @@ def draw(pipe: Any, job: Job, callback: Any = None) -> Report:
     report = Report(job, stats=Stats())
     if old := sum(1 for file in job.out.glob("*.png")):
         say(f"note: {job.out} holds {old} pictures already; those of other names stay beside the new ones")
+    if job.compiled:
+        say("note: the first round is compiled first, half a minute where it never was before")
     generators = sample_generators(torch.Generator().manual_seed(job.seed), len(job.inputs), pipe.device)
     try:
         with tqdm(total=len(job.inputs), unit="picture", disable=None, leave=False) as bar:
@@ -156,6 +161,7 @@ def _batch(pipe: Any, report: Report, rows: Sequence[int], generators: list[Any]
         batch_size=len(rows),
         callback_on_step_end=callback,
         **job.sampling,
+        **({"compiled": True} if job.compiled and len(rows) == min(job.batch_size, len(job.inputs)) else {}),
     )
     report.seconds += time.perf_counter() - start
     report.stats = total([out.stats, report.stats] if report.outputs else [out.stats])

@@ -42,6 +42,9 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="1 is off.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Pictures drawn at a time.")] = 8,
     dtype: Dtype = "auto",
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile rounds: twice as fast, after half a minute.")
+    ] = False,
     text_encoder: Annotated[Path | None, typer.Option(help="Folder of the T5 encoder, for --prompt.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the pictures; out/METHOD-SEED if not given.")] = None,
     as_json: Json = False,
@@ -59,7 +62,7 @@ def generate(
     sampling = dict(cfg=cfg, cfg_interval=cfg_interval, temperature=temperature, top_k=top_k, top_p=top_p)
     sampling = {name: value for name, value in sampling.items() if value is not None}
     kind, inputs = ("classes", classes) if classes else ("prompt", prompt)
-    job = Job(model, chosen, kind, [i for i in inputs for _ in range(n)], seed, sampling, batch_size, folder)
+    job = Job(model, chosen, kind, [i for i in inputs for _ in range(n)], seed, sampling, batch_size, folder, compiled)
     with stdout_reserved():
         pipe = load(model, dtype, text_encoder)
         check(pipe, job)

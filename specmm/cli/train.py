@@ -102,6 +102,7 @@ def drafter(
     noise: Annotated[float, typer.Option(min=0, help="On the states an EAGLE head reads.")] = 0.2,
     lr: Annotated[float | None, typer.Option(help="Learning rate, 1e-3 (block) or 1e-4 (eagle) if not given.")] = None,
     drawn: Annotated[int, typer.Option(min=0, help="Pictures the target draws to train on, besides the data.")] = 0,
+    only_drawn: Annotated[bool, typer.Option("--only-drawn", help="Train a block drafter on these alone.")] = False,
     cfg: Annotated[float | None, typer.Option(help="Guidance scale of these pictures.")] = None,
     start: Annotated[Path | None, typer.Option(help="Folder of a block drafter of this model to go on from.")] = None,
     replace: Annotated[bool, typer.Option(help="Replace a drafter of this kind.")] = False,
@@ -125,10 +126,14 @@ def drafter(
         from specmm.image_ar.tokens.drafters.files import save_drafters
 
         options: dict[str, Any] = dict(steps=steps, batch=batch, seed=seed, **({"lr": lr} if lr else {}))
-        options |= {"noise": noise} if kind == "eagle" else dict(overlap_weight=overlap_weight, temperature=temperature)
-        if start is not None and kind != "block":
-            raise ValueError(f"--start goes with --kind block, got {kind}; leave it out")
+        if kind != "block" and (start is not None or only_drawn):
+            raise ValueError(f"--start and --only-drawn go with --kind block, got {kind}; leave them out")
+        if only_drawn and not drawn:
+            raise ValueError("--only-drawn needs pictures that the target draws: give --drawn N")
+        block = dict(overlap_weight=overlap_weight, temperature=temperature, dropout=_dropout(zoo.find(model), cfg))
+        options |= {"noise": noise} if kind == "eagle" else block
         target, *examples = _examples(zoo.find(model), pictures_of(data), folder, drawn, cfg, seed)
+        examples = [part[-drawn:] if only_drawn else part for part in examples]
         read = _layers(taps, target.config.n_layer)
         sizes = dict(levels=levels, layers=layers, taps=read, inner=inner)
         if start is not None:
@@ -141,6 +146,16 @@ def drafter(
         if kind == "block":
             _note_acceptance(zoo.find(model), target, head)
     done({"kind": kind, "model": model, "steps": steps, "outputs": [str(result)]}, as_json)
+
+
+def _dropout(model: Path, cfg: float | None) -> float:
+    """The share of pictures a block drafter sees without their class: none where the model is not guided."""
+    from specmm.image_ar.settings import read_settings
+    from specmm.image_ar.tokens.settings import Settings
+    from specmm.image_ar.training import CLASS_DROPOUT
+
+    guided = (read_settings(Settings, model).cfg if cfg is None else cfg) > 1
+    return 3 * CLASS_DROPOUT if guided else 0.0  # more than the model's, for both guidance branches draft
 
 
 def _layers(text: str, count: int) -> tuple[int, ...]:

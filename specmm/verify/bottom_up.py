@@ -7,7 +7,6 @@ from the laws the tree carries, siblings without replacement (or be point masses
 from __future__ import annotations
 
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,25 +15,21 @@ from specmm.tree import DraftTree, TreeShape
 from specmm.verify.families import Plan, Trial, level_plans, one_hot, take, trials
 from specmm.verify.rule import Decisions
 
-_orders: WeakKeyDictionary[TreeShape, tuple[Tensor, Tensor]] = WeakKeyDictionary()
-
 
 def deepest_first(shape: TreeShape) -> Tensor:
     """Nodes but the root from the deepest level up, within a level by number: [M], or [B, M] for per-row shapes."""
-    return _both_orders(shape)[0]
+    return shape.once("orders", _both_orders)[0]
 
 
 def leaves_first(shape: TreeShape) -> Tensor:
     """Nodes but the root in post-order, siblings by rank: [M], or [B, M] for per-row shapes."""
-    return _both_orders(shape)[1]
+    return shape.once("orders", _both_orders)[1]
 
 
 def _both_orders(shape: TreeShape) -> tuple[Tensor, Tensor]:
-    if shape not in _orders:
-        deep = shape.depths.argsort(dim=-1, descending=True, stable=True)[:, :-1]
-        post = _earlier(shape).sum(-1).argsort(dim=-1, stable=True)[:, :-1]
-        _orders[shape] = (deep[0], post[0]) if shape.shared else (deep, post)
-    return _orders[shape]
+    deep = shape.depths.argsort(dim=-1, descending=True, stable=True)[:, :-1]
+    post = _earlier(shape).sum(-1).argsort(dim=-1, stable=True)[:, :-1]
+    return (deep[0], post[0]) if shape.shared else (deep, post)
 
 
 def _earlier(shape: TreeShape) -> Tensor:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -66,24 +65,20 @@ class Plan:
             yield first, end
 
 
-_plans: WeakKeyDictionary[TreeShape, Plan] = WeakKeyDictionary()
-_levels: WeakKeyDictionary[TreeShape, list[Plan]] = WeakKeyDictionary()
-
-
 def plan(shape: TreeShape) -> Plan:
     """The plan of ``shape``, made once for each shape object."""
-    if shape not in _plans:
-        _plans[shape] = _shared_plan(shape) if shape.shared else _ragged_plan(shape)
-    return _plans[shape]
+    return shape.once("plan", _shared_plan if shape.shared else _ragged_plan)
 
 
 def level_plans(shape: TreeShape) -> list[Plan]:
     """The plan cut by the depth of the inner node, the root's family first."""
-    if shape not in _levels:
-        cut = _shared_plan if shape.shared else _ragged_plan
-        plans = [cut(shape, depth) for depth in range(shape.depth)]
-        _levels[shape] = [plan for plan in plans if plan.ranks]  # a bound on the depth may exceed the depth
-    return _levels[shape]
+    return shape.once("level plans", _cut)
+
+
+def _cut(shape: TreeShape) -> list[Plan]:
+    cut = _shared_plan if shape.shared else _ragged_plan
+    plans = [cut(shape, depth) for depth in range(shape.depth)]
+    return [plan for plan in plans if plan.ranks]  # a bound on the depth may exceed the depth
 
 
 def _shared_plan(shape: TreeShape, level: int | None = None) -> Plan:

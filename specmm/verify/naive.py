@@ -112,7 +112,7 @@ def block(tokens: Sequence[int], parents: Sequence[int], p: Laws, laws: Laws | N
     for node in range(last + 1):
         if node:
             law = _point(tokens[node], size) if laws is None else laws[node]
-            reach = min(1.0, reach * p[node - 1][tokens[node]] / law[tokens[node]])
+            reach = _ratio(reach * p[node - 1][tokens[node]], law[tokens[node]])
         accept[node] = reach
         if node < last:
             after = _point(tokens[node + 1], size) if laws is None else laws[node + 1]
@@ -130,7 +130,7 @@ def traversal(tokens: Sequence[int], parents: Sequence[int], p: Laws, laws: Laws
     def visit(node: int) -> None:
         for child in _children(parents, node):
             law = _point(tokens[child], len(p[0])) if laws is None else laws[child]
-            accept[child] = min(1.0, accept[node] * next_law[node][tokens[child]] / law[tokens[child]])
+            accept[child] = _ratio(accept[node] * next_law[node][tokens[child]], law[tokens[child]])
             visit(child)
             order.append(child)
             rest = _minus([accept[node] * x for x in next_law[node]], law)

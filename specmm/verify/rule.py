@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.kernels.backend import backend
-from specmm.randomness import Uniforms, categorical
+from specmm.randomness import Dice, categorical
 from specmm.tree import DraftTree, TreeShape
 
 
@@ -89,7 +89,7 @@ class Rule(Protocol):
         ...
 
 
-def decide(rule: Rule, tree: DraftTree, p: Tensor, uniforms: Uniforms, *, measure: bool = False) -> Verdict:
+def decide(rule: Rule, tree: DraftTree, p: Tensor, uniforms: Dice, *, measure: bool = False) -> Verdict:
     """Throw the dice for ``rule``: N uniforms a row for the nodes and one for the next token (see ``throw``).
 
     On a GPU the rules that ``specmm.kernels.acceptance`` knows are one launch.
@@ -104,7 +104,7 @@ def decide(rule: Rule, tree: DraftTree, p: Tensor, uniforms: Uniforms, *, measur
     return settle(decisions, tree.shape, throw(tree.shape, uniforms))
 
 
-def throw(shape: TreeShape, uniforms: Uniforms) -> Tensor:
+def throw(shape: TreeShape, uniforms: Dice) -> Tensor:
     """The dice [B, N + 1] of a round; a root without drafts draws one number, as plain decoding does."""
     if shape.size == 1:
         return F.pad(uniforms.draw(1), (1, 0))

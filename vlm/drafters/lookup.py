@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specmm.drafter import Feedback
-from specmm.randomness import Uniforms
+from specmm.randomness import Dice
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 from specmm.vlm.target import VLMTarget
@@ -103,7 +103,7 @@ class PromptLookupDrafter:
         """Index the prompt admitted."""
         self.recall.admit(row)
 
-    def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
+    def propose(self, feedback: Feedback, uniforms: Dice) -> DraftTree:
         """A chain of each row's guess, filled up with the root's token, which is as good as any.
 
         All rows' chains are as long as the longest guess; but where dice are thrown, always of full length, for a

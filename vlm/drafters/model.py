@@ -16,7 +16,7 @@ from torch import Tensor
 from specmm.drafter import Feedback
 from specmm.growth import Dynamic, Growth
 from specmm.processors import Processor
-from specmm.randomness import Uniforms
+from specmm.randomness import Dice
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 from specmm.vlm.prompt import VLMPrompt
@@ -62,7 +62,7 @@ class ModelDrafter:
         self.state = output.hidden[:, -1]  # [B, C]
         self.growth.begin(self.small.cache)
 
-    def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
+    def propose(self, feedback: Feedback, uniforms: Dice) -> DraftTree:
         """The tree behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         state = self.state if feedback.verdict is None else self.growth.read_committed(self, feedback)
         return self.growth.grow(self, feedback.token, state, uniforms)

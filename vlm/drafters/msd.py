@@ -17,7 +17,7 @@ from specmm.cache import Cache, CacheSize
 from specmm.drafter import Feedback
 from specmm.growth import Dynamic, Growth
 from specmm.processors import Processor
-from specmm.randomness import Uniforms
+from specmm.randomness import Dice
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 from specmm.vlm.drafters.msd_head import MSDHead
@@ -68,7 +68,7 @@ class MSDDrafter:
         slots.lengths -= 1
         self.cache.take(row, slots)
 
-    def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
+    def propose(self, feedback: Feedback, uniforms: Dice) -> DraftTree:
         """Draft the tree behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         state = self.state if feedback.verdict is None else self.growth.read_committed(self, feedback)
         return self.growth.grow(self, feedback.token, state, uniforms)

@@ -23,7 +23,7 @@ from specmm.drafter import Feedback
 from specmm.image_ar.tokens.drafters.hindsight import Hindsight
 from specmm.image_ar.tokens.gpt import GPTConfig, RMSNorm, Rotary, Transformer, TransformerBlock, rotary_table
 from specmm.image_ar.tokens.target import LlamaGenTarget
-from specmm.randomness import Uniforms, categorical
+from specmm.randomness import Dice, categorical
 from specmm.shape.sampled import sample_siblings
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
@@ -181,7 +181,7 @@ class BlockDrafter:
         """See :class:`specmm.refill.AdmittingDrafter`."""
         self.cache.lengths[row] = 0
 
-    def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
+    def propose(self, feedback: Feedback, uniforms: Dice) -> DraftTree:
         """Draft the tree behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         with self.clock("draft"):
             states = self._levels(feedback)
@@ -200,7 +200,7 @@ class BlockDrafter:
             laws.append(drawn)
         return DraftTree(torch.cat(tokens, 1), self.shape, torch.cat(laws, 1) if self.sampled else None)
 
-    def _draw(self, logits: Tensor, level: Level, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
+    def _draw(self, logits: Tensor, level: Level, uniforms: Dice) -> tuple[Tensor, Tensor]:
         """A level's nodes [B, n] and the laws [B, n, V] they were drawn from, of each parent's ``logits`` [B, P, V]."""
         if not self.sampled:  # of the raw logits: at temperature 0 all but one token of the law have no mass
             drafts = logits.topk(level.width).indices.flatten(1)

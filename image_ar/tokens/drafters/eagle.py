@@ -16,7 +16,7 @@ from specmm.drafter import Feedback
 from specmm.growth import Dynamic, Growth
 from specmm.image_ar.tokens.drafters.eagle_head import EagleHead
 from specmm.image_ar.tokens.target import LlamaGenTarget
-from specmm.randomness import Uniforms
+from specmm.randomness import Dice
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 
@@ -54,7 +54,7 @@ class EagleDrafter:
         self.cache, self.clock = Cache(size, hidden.dtype, hidden.device), clock
         self.growth.begin(self.cache)
 
-    def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
+    def propose(self, feedback: Feedback, uniforms: Dice) -> DraftTree:
         """Draft the tree behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         prompt = feedback.verdict is None
         state = self._read_prompt(feedback) if prompt else self.growth.read_committed(self, feedback)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specmm.drafter import Feedback
 from specmm.image_ar.tokens.target import LlamaGenTarget
-from specmm.randomness import Uniforms, categorical
+from specmm.randomness import Dice, categorical
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify.families import one_hot
@@ -56,7 +56,7 @@ class JacobiDrafter:
         """See :class:`specmm.refill.AdmittingDrafter`."""
         self.counts[row] = 0
 
-    def propose(self, feedback: Feedback, uniforms: Uniforms) -> DraftTree:
+    def propose(self, feedback: Feedback, uniforms: Dice) -> DraftTree:
         """Draw the window behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         newest = feedback.output.laws
         laws = newest.new_zeros(len(newest), self.window + 1, newest.shape[-1])

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.gpt import Transformer
-from specmm.image_ar.training import CLASS_DROPOUT
 from specmm.training import Losses, batch_rows, fit, seeded
 
 
@@ -31,14 +30,16 @@ def train_block(
     lr: float = 1e-3,
     overlap_weight: float = 1.0,
     temperature: float = 1.0,
+    dropout: float = 0.0,
     seed: int = 0,
     start: BlockHead | None = None,
 ) -> BlockHead:
     """Train on ``tokens`` [M, 2, T] with ``labels`` [M]; resumes from ``out/checkpoint.pt``.
 
     A larger ``overlap_weight`` late in training buys acceptance with calibration. ``temperature`` is the one that will
-    be sampled at: the laws compared are softened or sharpened by it. ``start`` is a drafter to go on from, with as many
-    layers, levels and taps, and feed-forward layers no wider.
+    be sampled at: the laws compared are softened or sharpened by it. ``dropout`` is the share of pictures shown without
+    their class, which a drafter needs where guidance has it draft for both branches. ``start`` is a drafter to go on
+    from, with as many layers, levels and taps, and feed-forward layers no wider.
     """
     with seeded(seed):
         drafter, target = BlockHead(config), target.eval().requires_grad_(False)
@@ -54,7 +55,7 @@ def train_block(
         generator = torch.Generator().manual_seed(seed + i)
         rows = batch_rows(i, batch, len(tokens), seed)
         mirrored = torch.randint(2, (batch,), generator=generator)
-        dropped = torch.rand(batch, generator=generator) < CLASS_DROPOUT * 3  # both guidance branches draft
+        dropped = torch.rand(batch, generator=generator) < dropout
         classes = labels[rows].masked_fill(dropped, target.config.num_classes)
         last = target.config.block_size - config.levels
         at = torch.rand(batch, last, generator=generator).argsort(1)[:, :anchors]

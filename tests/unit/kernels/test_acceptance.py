@@ -9,8 +9,9 @@ import torch
 from specmm.kernels.acceptance import accept, decide_fused, naive
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.tree import DraftTree
+from specmm.tree import DraftTree, TreeShape
 from specmm.verify import naive as rules
+from specmm.verify.bottom_up import Block, Traversal
 from specmm.verify.exact import GreedyMatch, PointMass, Recursive
 from specmm.verify.lantern import Lantern, LanternPP
 from specmm.verify.neighbours import neighbour_table
@@ -43,6 +44,7 @@ RULES = {
     "greedy match": lambda near: GreedyMatch(),
     "recursive": lambda near: Recursive(),
     "point mass": lambda near: PointMass(),
+    "traversal": lambda near: Traversal(),
     "lantern": lambda near: Lantern(near, k=7, delta=0.2, offset=OFFSET),
     "lantern++": lambda near: LanternPP(near, k=20, lambda_=12.0, offset=OFFSET),
 }
@@ -69,6 +71,33 @@ def test_fused_verdicts_are_the_rules_own(name, drawn, shared, random_shape, dev
     assert torch.equal(dice[0].draw(1), dice[1].draw(1))  # as many uniforms used
     if name != "greedy match":
         assert expected.kept.unique().numel() > 1  # rows end at different depths, or the test says little
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
+def test_fused_block_verification(drawn, device, monkeypatch):
+    tree, p = draft_tree(TreeShape.chain(5, device), drawn, device, 24)
+    found = {}
+    for name in ("torch", "triton"):
+        monkeypatch.setenv("SPECMM_KERNELS", name)
+        found[name] = decide(Block(), tree, p, uniforms(24, device))
+    assert agreement(found["triton"], found["torch"]) == 1
+    assert found["torch"].kept.unique().numel() > 2
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda tree: (Traversal(), DraftTree(tree.tokens, tree.shape)),  # q forgotten
+        lambda tree: (Recursive(), tree),  # from the root down
+        lambda tree: (Traversal(), DraftTree(tree.tokens, tree.shape, tree.laws.roll(1, 0))),  # another row's q
+    ],
+    ids=["point masses", "recursive", "another row's laws"],
+)
+def test_broken_twins_of_traversal_are_rejected(broken, random_shape, device, on_triton, monkeypatch):
+    tree, p = draft_tree(random_shape(1, 9, torch.Generator().manual_seed(4)), True, device, 10)
+    found = decide_fused(*broken(tree), p, uniforms(10, device))
+    monkeypatch.setenv("SPECMM_KERNELS", "torch")
+    assert agreement(found, decide(Traversal(), tree, p, uniforms(10, device))) < 1
 
 
 @pytest.mark.parametrize(
@@ -104,11 +133,14 @@ def test_fused_equals_plain_python(drawn, random_shape, device, on_triton):
     path, kept, following = accept(p, tree.tokens, shape.parents, dice, shape.depth, tree.laws, near, 5, 0.3)
     shifted = [[0] * 5] * OFFSET + near.tolist() + [[0] * 5] * (V - len(near) - OFFSET)
     path0, _, following0 = accept(p, tree.tokens, shape.parents, dice, shape.depth, tree.laws)
+    path1, kept1, following1 = accept(p, tree.tokens, shape.parents, dice, shape.depth, tree.laws, leaves_first=True)
     parents, laws = shape.parents[0].tolist(), [None] * 8 if tree.laws is None else tree.laws.tolist()
     for b in range(8):
         given = tree.tokens[b].tolist(), parents, p[b].tolist(), laws[b]
         nodes, token = naive.accept(rules.recursive(*given), parents, dice[b].tolist())
         assert path0[b, : len(nodes)].tolist() == nodes and int(following0[b]) == token
+        nodes, token = naive.accept(rules.traversal(*given), parents, dice[b].tolist())
+        assert path1[b, : int(kept1[b])].tolist() == nodes and int(following1[b]) == token
         if int(tree.tokens[b].max()) < len(near) and not drawn:
             loose = rules.lantern(*given, shifted[OFFSET:], 5, 0.3, False, "corrected")
             nodes, token = naive.accept(loose, parents, dice[b].tolist())
@@ -119,7 +151,8 @@ def test_fused_equals_plain_python(drawn, random_shape, device, on_triton):
     ("options", "first"),
     [((0.7, 10, 1.0), False), ((1.3, 30, 0.6), False), ((1.3, 30, 0.6), True), ((0.0, 0, 1.0), False)],
 )
-def test_logits_are_processed_on_the_way(options, first, random_shape, device, monkeypatch):
+@pytest.mark.parametrize("leaves_first", [False, True], ids=["from the root", "from the leaves"])
+def test_logits_are_processed_on_the_way(options, first, leaves_first, random_shape, device, monkeypatch):
     shape, generator = random_shape(1, 6, torch.Generator().manual_seed(2)), torch.Generator().manual_seed(6)
     tree, _ = draft_tree(shape, True, device, 5, dtype=torch.float32)
     logits = torch.randn(5, 6, V, generator=generator).mul(2).round(decimals=1).to(device)  # with ties
@@ -129,8 +162,9 @@ def test_logits_are_processed_on_the_way(options, first, random_shape, device, m
     found = {}
     for name in ("triton", "torch"):
         monkeypatch.setenv("SPECMM_KERNELS", name)
-        found[name] = accept(logits, *given, processing=[*options, float(first)])
-    for one, other, same in zip(found["triton"], found["torch"], accept(law, *given), strict=True):
+        found[name] = accept(logits, *given, processing=[*options, float(first)], leaves_first=leaves_first)
+    done = accept(law, *given, leaves_first=leaves_first)
+    for one, other, same in zip(found["triton"], found["torch"], done, strict=True):
         assert torch.equal(one, other) and torch.equal(other, same)
 
 
@@ -142,9 +176,10 @@ def test_the_vocabulary_may_exceed_a_block(random_shape, device, on_triton, monk
     tree, p = draft_tree(shape, True, device, 6)
     dice = uniforms(6, device).draw(10)
     given = p, tree.tokens, shape.parents, dice, shape.depth, tree.laws, table(device), 7, 3.0, True, OFFSET
-    whole = accept(*given)
+    upwards = (*given[:6], None, 0, 0.0, False, 0, None, True)
+    whole = *accept(*given), *accept(*upwards)
     monkeypatch.setattr(fast, "BLOCK", 16)
-    assert all(torch.equal(a, b) for a, b in zip(whole, accept(*given), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(whole, (*accept(*given), *accept(*upwards)), strict=True))
 
 
 def test_a_token_without_mass_is_never_emitted(device, on_triton):
@@ -176,11 +211,12 @@ def test_no_graph_break(random_shape, device, on_triton):
         ({3: torch.zeros(1, 2)}, "dice must be"),
         ({0: torch.zeros(1, 2, 4).half()}, "float32 or float64"),
         ({7: 3}, "near must be"),
+        ({6: torch.zeros(2, 2, dtype=torch.int64), 12: True}, "leave the table out"),
     ],
 )
 def test_mistakes_are_one_line(change, message):
     tokens = torch.zeros(1, 2, dtype=torch.int64)
-    given = [torch.zeros(1, 2, 4), tokens, tokens - 1, torch.zeros(1, 3), 1, None, None, 0]
+    given = [torch.zeros(1, 2, 4), tokens, tokens - 1, torch.zeros(1, 3), 1, None, None, 0, 0.0, False, 0, None, False]
     for place, value in change.items():
         given[place] = value
     with pytest.raises(ValueError, match=message):

@@ -1,5 +1,9 @@
 """The core on Triton: LlamaGen's target, a transformers model, the choice of implementation."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import transformers as tf
@@ -73,3 +77,13 @@ def test_the_variable_overrides_and_is_checked(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ValueError, match="needs tensors on a GPU, got cpu"):
         backend(cpu)
+
+
+def test_kernels_compile_for_gpus_that_are_not_here(tmp_path):
+    """Some of them; ``python -m benchmarks.gpu.compiles`` has all."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "benchmarks.gpu.compiles", "sm_86", "gfx942", "--each", "9"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sm_86: ") == done.stdout.count("gfx942: ") >= 5

@@ -1,7 +1,7 @@
-"""Plain decoding with static shapes, so that a compiler or a captured graph serves every step: the strongest baseline.
+"""LlamaGen with static shapes, so that a compiler or a captured graph serves every step and every round.
 
-Every step attends all slots of the cache under a mask and writes by index, where the library's own eager step attends
-the committed slots only and needs no mask. Shape letters: R rows, S slots, H heads, D head width, V vocabulary.
+A plain step attends all slots of the cache under a mask and writes by index, where the eager one attends the committed
+slots only and needs no mask. Shape letters: R rows, S slots, H heads, D head width, N tree nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from specmm.cache import Cache
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
-from specmm.processors import check_finite
 from specmm.target import TargetOutput
+from specmm.tree import DraftTree
 
 
 class StaticMemory:
@@ -34,10 +34,13 @@ class StaticMemory:
 class StaticTarget(LlamaGenTarget):
     """A class-conditional target whose plain step has the same shapes, and the same memory, at every call.
 
-    ``transform`` turns the step's function into a faster one, e.g. ``torch.compile``.
+    ``transform`` turns the step's function into a faster one, e.g. ``torch.compile``. What ``score`` finds is not
+    checked to be finite, for a program that is compiled cannot stop: its caller looks (``specmm.compiled``).
     """
 
     def __init__(self, plain: LlamaGenTarget, transform: Callable[[Any], Any] = torch.compile) -> None:
+        if plain.model.config.model_type != "c2i":
+            raise ValueError("steps and rounds of static shapes serve class-conditional models only")
         super().__init__(plain.model, plain.guidance, plain.processor, plain.name)
         self.kept: Cache | None = None
         self.run = transform(self.logits_of)
@@ -63,10 +66,13 @@ class StaticTarget(LlamaGenTarget):
         """One plain step of static shapes."""
         self.place.fill_(self.model.config.cls_token_num + self.calls - 1)
         guided, hidden = self.run(tokens)
-        check_finite(guided, self.calls, self.name)
-        self.calls += 1
+        self._count(guided)
         self.cache.lengths += 1
         return TargetOutput(self.processor(guided), hidden)
+
+    def score(self, tree: DraftTree) -> TargetOutput:
+        """One tree-attention forward, in whatever mode it is called: one that begins in a program breaks it."""
+        return self._scored(tree)
 
     def logits_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Guided logits [B, 1, V] and hidden states [R, 1, C] behind ``tokens`` [B] at ``place``."""
@@ -75,3 +81,7 @@ class StaticTarget(LlamaGenTarget):
         bias = torch.zeros_like(shut, dtype=x.dtype).masked_fill(shut, float("-inf"))[None, None, None]
         logits, hidden = self.model(x, self.place[None], bias, self.memories)
         return self.guide(logits.float(), self.place[None]), hidden
+
+    def _count(self, guided: Tensor) -> None:
+        if not torch.compiler.is_compiling():
+            super()._count(guided)

@@ -1,0 +1,62 @@
+"""A round of the loop as one compiled program: drafting, scoring, acceptance and commit without an overhead a call.
+
+For models whose steps are many small operators, which is where that overhead is most of the time. It needs what
+``torch.compile`` needs (on a CPU a C++ compiler), some tens of seconds at the first call of a machine for each method
+and batch size, and a drafter whose trees have one shape and draw as many uniforms every round.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+
+import torch
+
+from specmm.decode import Parts, Progress, one_round
+from specmm.drafter import Feedback
+from specmm.processors import check_finite
+from specmm.randomness import Counted, Dealt, Dice
+from specmm.stats import Clock
+
+PROGRAMS = 64  # of one function, by method and batch size, before PyTorch would run the rest uncompiled
+
+
+class CompiledRound:
+    """Plays rounds as :func:`specmm.decode.one_round` does, on the same uniforms, as one program.
+
+    The first round behind a prefill runs as it is, for it has less to read. The clock's "verify" is the whole program,
+    so that a run's host overhead is what is left outside it.
+    """
+
+    def __init__(self) -> None:
+        self.program = torch.compile(one_round, dynamic=False)
+        self.dice = 0  # uniforms of a row and round
+
+    def __call__(
+        self, parts: Parts, feedback: Feedback, progress: Progress, dice: Dice, clock: Clock, measure: bool
+    ) -> Feedback:
+        """One round; see :func:`specmm.decode.one_round`. Raises ``ValueError`` where laws are not finite."""
+        if feedback.verdict is None:
+            counted = Counted(dice)
+            first = one_round(parts, feedback, progress, counted, clock, measure)
+            self.dice = counted.used
+            return first
+        if feedback.fresh is None:  # rows that begin anew are told by values, so that one program serves
+            feedback.fresh = torch.zeros_like(feedback.token, dtype=torch.bool)
+        dealt = Dealt(dice.draw(self.dice).clone())
+        with clock("verify"):
+            done = self.program(parts, feedback, progress, dealt, clock, not parts[2].exact)
+        check_finite(done.output.laws, len(progress.tokens), parts[0].name)
+        return done
+
+
+def prepare_compiler() -> None:
+    """Make room for a program a method and batch size. Raises ``ValueError`` where there is no C++ compiler."""
+    wanted = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "cl"]
+    if not any(map(shutil.which, wanted)):
+        raise ValueError(
+            f"compiled programs need a C++ compiler ({' or '.join(wanted)}), found none: install one, or run without"
+        )
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, PROGRAMS)
+    warnings.filterwarnings("ignore", "Torchinductor does not support code generation for complex")  # a look-up is left
