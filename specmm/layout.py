@@ -51,10 +51,12 @@ def _lay(layer: nn.Linear, twice: bool) -> None:
 def product(layer: nn.Linear, x: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
     """``x`` [..., K] times the layer's weight, and a ``bias`` [N] in place of its own: [..., N].
 
-    With ``gelu`` (tanh) behind it, which oneDNN applies on a CPU to what is still in the cache.
+    With ``gelu`` (tanh) behind it, which oneDNN applies on a CPU to what is still in the cache. A compiler gets the
+    plain operators, and the weight as it is.
     """
-    packed = layer.current(x) if isinstance(layer, PackedLinear) else None
-    if torch.is_grad_enabled() or not (packed is not None or (gelu and _fuses(layer, x))):
+    compiling = torch.compiler.is_compiling()
+    packed = layer.current(x) if isinstance(layer, PackedLinear) and not compiling else None
+    if compiling or torch.is_grad_enabled() or not (packed is not None or (gelu and _fuses(layer, x))):
         plain = F.linear(x, layer.weight, bias)
         return F.gelu(plain, approximate="tanh") if gelu else plain
     weight, behind = layer.weight if packed is None else packed, ("gelu", "tanh") if gelu else ("none", "")

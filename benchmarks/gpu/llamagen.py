@@ -19,7 +19,8 @@ from benchmarks.common import Row, label, load_pipeline, parse
 from benchmarks.gpu.batches import measure_batches, parser_of
 from benchmarks.gpu.graphs import GraphTarget
 from specmm import methods
-from specmm.decode import Progress, decode, decode_plain
+from specmm.compiled import CompiledRound, prepare_compiler
+from specmm.decode import Play, Progress, decode, decode_plain, one_round
 from specmm.drafter import Drafter
 from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
@@ -51,12 +52,8 @@ def move(pipe: LlamaGenPipeline, device: str) -> LlamaGenPipeline:
 
 def measure(pipe: LlamaGenPipeline, batch: int, options: argparse.Namespace) -> list[Row]:
     """Rows of every mode and method at ``batch``, runs interleaved; speed-ups over the fastest plain decoding."""
-    runs = [
-        Run.of(pipe, mode, method)
-        for mode in options.modes
-        for method in options.methods
-        if mode != "compile" or isinstance(method, methods.AR)
-    ]
+    prepare_compiler()
+    runs = [Run.of(pipe, mode, method) for mode in options.modes for method in options.methods]
     for repeat in tqdm(range(options.repeats + 1), desc=f"batch {batch}", unit="repeat"):  # the first warms up
         for run in runs:
             run.once(pipe, batch, repeat)
@@ -72,20 +69,20 @@ class Run:
     name: str
     target: LlamaGenTarget
     parts: tuple[Drafter, Rule] | None
+    play: Play = one_round
     seconds: list[float] = field(default_factory=list)
     last: Progress | None = None
 
     @classmethod
     def of(cls, pipe: LlamaGenPipeline, mode: str, method: methods.Method) -> Run:
-        """``eager`` is the pipeline's own target; ``graph`` captures its forwards; ``compile`` its plain step."""
+        """``eager`` is the pipeline's own target; ``graph`` captures its forwards; ``compile`` its steps and rounds."""
         target = pipe.target()
-        parts = None
-        if not isinstance(method, methods.AR):
-            _, drafter, rule = assemble(method, target, pipe.parts)
-            parts = drafter, rule
         if mode != "eager":
             target = GraphTarget(target) if mode == "graph" else StaticTarget(target)
-        return cls(mode, label(method), target, parts)
+        if isinstance(method, methods.AR):
+            return cls(mode, label(method), target, None)
+        target, drafter, rule = assemble(method, target, pipe.parts)
+        return cls(mode, label(method), target, (drafter, rule), CompiledRound() if mode == "compile" else one_round)
 
     @property
     def median(self) -> float:
@@ -102,7 +99,7 @@ class Run:
             if self.parts is None:
                 steps = decode_plain(self.target, prompt, length, dice, on_gpu)
             else:
-                steps = decode(self.target, *self.parts, prompt, length, dice, on_gpu)
+                steps = decode(self.target, *self.parts, prompt, length, dice, on_gpu, play=self.play)
             *_, self.last = steps
         self.seconds.append(clock.seconds["run"])
 

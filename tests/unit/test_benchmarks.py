@@ -54,7 +54,7 @@ class Thumbnails:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     torch.manual_seed(0)
-    heads = {"block": BlockHead(BlockConfig(3, 2, GPT))}
+    heads = {"block": BlockHead(BlockConfig(3, 2, GPT, taps=(0,)))}
     vq = VQModel(VQConfig(64, 8, 32, (1, 2), 1, 16))
     settings = Settings(
         cfg=1.5, acceptance=((0.4, 0.2, 0.1),) * 3, trees={"speculative": (2, 1, 1), "lantern++": (2, 1)}

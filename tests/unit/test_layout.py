@@ -102,3 +102,17 @@ def test_a_product_takes_another_bias_and_a_gelu(dtype: torch.dtype, near: float
             found = product(laid, x, bias, gelu)
             exact = nn.functional.gelu(wanted, approximate="tanh") if gelu else wanted
             torch.testing.assert_close(found.double(), exact, atol=4 * near, rtol=near)
+
+
+def test_a_compiler_gets_plain_operators():
+    layer = torch.nn.Linear(32, 16, bias=False).bfloat16()
+    network = lay_weights(torch.nn.Sequential(layer))
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.extend(node.target for node in graph.graph.nodes)
+        return graph.forward
+
+    with torch.no_grad():
+        torch.compile(network, backend=keep, fullgraph=True)(torch.randn(3, 32).bfloat16())
+    assert not any("mkldnn" in str(target) for target in graphs)
