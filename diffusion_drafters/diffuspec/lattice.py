@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 
 from torch import Tensor
 
@@ -33,6 +32,8 @@ class Lattice:
 
     def without(self, token: int) -> Lattice:
         """The lattice up to the first position that has no candidate but ``token``, which no position offers."""
+        if not any(token in row for row in self.tokens):
+            return self
         kept = [[i for i, t in enumerate(row) if t != token] for row in self.tokens]
         stop = next((i for i, row in enumerate(kept) if not row), len(kept))
         tokens = [[self.tokens[i][j] for j in kept[i]] for i in range(stop)]
@@ -82,7 +83,7 @@ def _likeliest(log_probs: Tensor, count: int) -> tuple[list[list[float]], list[l
     """The ``count`` largest of each row and their ids, equal ones by id: a full sort only where a tie asks for it."""
     best = log_probs.topk(min(count + 1, log_probs.shape[1]))
     values, ids = best.values.tolist(), best.indices.tolist()
-    if any(a == b for row in values for a, b in pairwise(row)):
+    if any(len(set(row)) < len(row) for row in values):
         ordered = log_probs.sort(dim=1, descending=True, stable=True)
         values, ids = ordered.values[:, :count].tolist(), ordered.indices[:, :count].tolist()
     return [row[:count] for row in values], [row[:count] for row in ids]

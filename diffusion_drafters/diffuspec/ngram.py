@@ -8,10 +8,11 @@ Shape letters: G n-grams of one order.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from math import exp, log
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -21,44 +22,56 @@ from torch import Tensor
 Gram = tuple[int, ...]
 
 
+class Behind(NamedTuple):
+    """What was seen behind a context: the tokens' natural log-probabilities, and what others lose against theirs behind
+    the shorter context (a logarithm, too).
+    """
+
+    logs: dict[int, float]
+    less: float
+
+
 class NGram:
-    """Counts by n-gram, of every length up to ``order``, over ``vocabulary`` tokens; see :func:`fit`."""
+    """Counts by n-gram, of every length up to ``order``, over ``vocabulary`` tokens; see :func:`fit`.
+
+    Every n-gram's logarithm is taken beforehand: a path search asks for tens of thousands a second.
+    """
 
     def __init__(self, order: int, vocabulary: int, counts: dict[Gram, int]) -> None:
         if order < 1 or vocabulary < 1:
             raise ValueError(f"order and vocabulary must be at least 1, got {order} and {vocabulary}")
-        self.order, self.vocabulary = order, vocabulary
-        self.behind: dict[Gram, dict[int, int]] = {}  # c(h w) by h and w
+        self.order, self.vocabulary, self.counts = order, vocabulary, counts
+        self.unseen = -log(vocabulary)  # of a token that no text has, below the unigrams
+        self.behind: dict[Gram, Behind] = {}
+        seen: dict[Gram, dict[int, int]] = {}
         for gram, count in counts.items():
-            self.behind.setdefault(gram[:-1], {})[gram[-1]] = count
-        self.totals = {context: sum(found.values()) for context, found in self.behind.items()}  # c(h)
-        seen = self.behind.get((), {})
-        share, back = self._shares(()) if seen else (0.0, 1.0)
-        self.unseen = back * (1 / vocabulary)  # p of a token that no text has
-        self.unigrams = {token: count * share + self.unseen for token, count in seen.items()}
+            seen.setdefault(gram[:-1], {})[gram[-1]] = count
+        for context in sorted(seen, key=len):
+            self.behind[context] = self._interpolated(context, seen[context])
 
-    @property
-    def counts(self) -> dict[Gram, int]:
-        """Counts by n-gram."""
-        return {(*context, token): n for context, found in self.behind.items() for token, n in found.items()}
+    def _interpolated(self, context: Gram, counts: dict[int, int]) -> Behind:
+        """Of ``counts`` by token behind ``context``, and of the shorter context."""
+        share = 1 / (sum(counts.values()) + len(counts))
+        back = share * len(counts)
+        shorter = self._behind(context[1:], list(counts)) if context else [self.unseen] * len(counts)
+        found = zip(counts.items(), shorter, strict=True)
+        return Behind({token: log(count * share + back * exp(less)) for (token, count), less in found}, log(back))
 
-    def log_probs(self, context: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        """Natural log-probabilities of each of ``tokens`` behind ``context``, of which the last tokens are read."""
-        read = tuple(context[max(len(context) - self.order + 1, 0) :])
-        found = [self.unigrams.get(token, self.unseen) for token in tokens]
-        for start in range(len(read) - 1, -1, -1):
-            known = self.behind.get(read[start:])
-            if known is None:
+    def log_probs(self, contexts: Sequence[Sequence[int]], tokens: Sequence[int]) -> list[list[float]]:
+        """Natural log-probabilities of each of ``tokens`` behind each of ``contexts``, whose last tokens are read."""
+        alone, count = self._behind((), tokens), self.order - 1
+        return [self._behind(tuple(c[max(len(c) - count, 0) :]), tokens, alone) for c in contexts]
+
+    def _behind(self, read: Gram, tokens: Sequence[int], alone: list[float] | None = None) -> list[float]:
+        """The log-probabilities of ``tokens`` behind ``read``; ``alone`` are those behind nothing, if known."""
+        found = [self.unseen] * len(tokens) if alone is None else alone
+        for start in range(len(read) if alone is None else len(read) - 1, -1, -1):
+            behind = self.behind.get(read[start:])
+            if behind is None:
                 break  # nor was anything longer seen
-            (share, back), seen = self._shares(read[start:]), known.get
-            found = [seen(token, 0) * share + back * less for token, less in zip(tokens, found, strict=True)]
-        return [math.log(p) for p in found]
-
-    def _shares(self, context: Gram) -> tuple[float, float]:
-        """What one count behind ``context`` weighs, and what the shorter context does."""
-        different = len(self.behind[context])
-        share = 1 / (self.totals[context] + different)
-        return share, share * different
+            logs, less = behind
+            found = [logs[t] if t in logs else less + shorter for t, shorter in zip(tokens, found, strict=True)]
+        return found
 
     def save(self, file: str | Path) -> None:
         """Write one safetensors file: n-grams [G, n] and counts [G] for each length n."""

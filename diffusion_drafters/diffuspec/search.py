@@ -11,11 +11,12 @@ Shape letters: none.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple, Protocol
 
 from specmm.diffusion_drafters.diffuspec.lattice import Lattice
 
@@ -27,13 +28,12 @@ class CausalProxy(Protocol):
 
     order: int
 
-    def log_probs(self, context: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        """Natural log-probabilities of each of ``tokens`` behind ``context`` (its last ``order`` - 1 at least)."""
+    def log_probs(self, contexts: Sequence[Sequence[int]], tokens: Sequence[int]) -> list[list[float]]:
+        """Natural log-probabilities of each of ``tokens`` behind each of ``contexts``, ``order`` - 1 tokens at least."""
         ...
 
 
-@dataclass(frozen=True)
-class Path:
+class Path(NamedTuple):
     """Tokens chosen, their score S in nats, and whether nothing can follow."""
 
     tokens: tuple[int, ...] = ()
@@ -66,21 +66,31 @@ class Objective:
         if not 0 <= self.weight <= 1:
             raise ValueError(f"weight must be in [0, 1], got {self.weight}")
 
-    def scores(self, lattice: Lattice, path: Path) -> list[float]:
-        """S of ``path`` with each candidate of the next position behind it."""
-        place, own = len(path.tokens), self.weight
-        found = lattice.scores[place]
-        if own == 1:
-            return [path.score + score for score in found]
-        causal, rest = self.proxy.log_probs(self.context(path), lattice.tokens[place]), 1 - own
-        return [path.score + own * score + rest * proxy for score, proxy in zip(found, causal, strict=True)]
+    @cached_property
+    def before(self) -> tuple[int, ...]:
+        """What the proxy reads of the prefix, at most."""
+        return tuple(self.prefix[max(len(self.prefix) - self.proxy.order + 1, 0) :])
+
+    def scores(self, lattice: Lattice, paths: Sequence[Path]) -> list[list[float]]:
+        """S of each of the equally long ``paths`` with each candidate of the next position behind it."""
+        place, own, rest = len(paths[0].tokens), self.weight, 1 - self.weight
+        found = [own * score for score in lattice.scores[place]]
+        if not rest:
+            return [[path.score + score for score in found] for path in paths]
+        causal = self.proxy.log_probs([self.context(path) for path in paths], lattice.tokens[place])
+        return [
+            [before + score + rest * proxy for score, proxy in zip(found, row, strict=True)]
+            for before, row in zip((path.score for path in paths), causal, strict=True)
+        ]
 
     def extend(self, lattice: Lattice, path: Path) -> list[Path]:
         """``path`` with every candidate of the next position behind it."""
-        return self.grow(lattice, path, self.scores(lattice, path))
+        return self.grow(lattice, path, self.scores(lattice, [path])[0])
 
     def grow(self, lattice: Lattice, path: Path, scores: Sequence[float], worst: float = -math.inf) -> list[Path]:
         """Those of the continuations with ``scores`` that score ``worst`` at least."""
+        if max(scores) < worst:
+            return []
         place = len(path.tokens)
         last = place + 1 == len(lattice)
         return [
@@ -91,10 +101,8 @@ class Objective:
 
     def context(self, path: Path) -> tuple[int, ...]:
         """What the proxy reads behind ``path``."""
-        count = self.proxy.order - 1
-        lacking = max(count - len(path.tokens), 0)
-        before = tuple(self.prefix[len(self.prefix) - min(lacking, len(self.prefix)) :])
-        return before + path.tokens[max(len(path.tokens) - count, 0) :]
+        read = self.before + path.tokens
+        return read[max(len(read) - self.proxy.order + 1, 0) :]
 
 
 def beam_path(lattice: Lattice, objective: Objective, width: int = 3) -> Path:
@@ -106,11 +114,11 @@ def beam_path(lattice: Lattice, objective: Objective, width: int = 3) -> Path:
         raise ValueError(f"width must be at least 1, got {width}")
     beam = [Path(finished=not len(lattice))]
     while not all(path.finished for path in beam):
-        done = [path for path in beam if path.finished]
-        scored = [(path, objective.scores(lattice, path)) for path in beam if not path.finished]
-        every = [score for _, scores in scored for score in scores] + [path.score for path in done]
-        worst = heapq.nlargest(width, every)[-1] - 10.0**-SAME  # paths that cannot stay are never made
-        grown = [p for path, scores in scored for p in objective.grow(lattice, path, scores, worst)]
+        done, going = ([path for path in beam if path.finished is ended] for ended in (True, False))
+        scored = objective.scores(lattice, going)
+        every = sorted([*chain.from_iterable(scored), *(path.score for path in done)])
+        worst = every[-width:][0] - 10.0**-SAME  # paths that cannot stay are never made
+        grown = [p for path, row in zip(going, scored, strict=True) for p in objective.grow(lattice, path, row, worst)]
         beam = sorted(grown + done, key=lambda path: path.rank)[:width]
     return beam[0]
 

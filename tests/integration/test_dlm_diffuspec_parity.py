@@ -27,11 +27,14 @@ class Table:
     def __init__(self, order, log_probs):
         self.order, self.table = order, log_probs
 
-    def log_probs(self, context, tokens):
-        row = self.table
-        for token in context[len(context) - self.order + 1 :]:
-            row = row[token]
-        return [row[token] for token in tokens]
+    def log_probs(self, contexts, tokens):
+        found = []
+        for context in contexts:
+            row = self.table
+            for token in context[len(context) - self.order + 1 :]:
+                row = row[token]
+            found.append([row[token] for token in tokens])
+        return found
 
 
 @pytest.fixture(params=CPS, ids=lambda case: case["id"])
