@@ -29,7 +29,7 @@ class CausalProxy(Protocol):
     order: int
 
     def log_probs(self, contexts: Sequence[Sequence[int]], tokens: Sequence[int]) -> list[list[float]]:
-        """Natural log-probabilities of each of ``tokens`` behind each of ``contexts``, ``order`` - 1 tokens at least."""
+        """Log-probabilities (nats) of each of ``tokens`` behind each of ``contexts``, ``order`` - 1 tokens at least."""
         ...
 
 
