@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -36,15 +36,20 @@ class _Watch(TorchDispatchMode):
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        given = {_key(x) for x in tree_leaves((args, kwargs)) if _stored(x)}
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
-            if isinstance(x, Tensor) and _key(x) not in given:
+            if _stored(x) and _key(x) not in given:
                 storage = x.untyped_storage()
                 self._alive[_key(x)] = StorageWeakRef(storage), storage.nbytes()
         self._alive = {k: (ref, size) for k, (ref, size) in self._alive.items() if not ref.expired()}
         self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
         return out
+
+
+def _stored(x: object) -> TypeGuard[Tensor]:
+    """Whether ``x`` is a tensor with a storage: weights in oneDNN's blocks (``specmm.layout``) have none to be seen."""
+    return isinstance(x, Tensor) and x.layout == torch.strided
 
 
 def _key(x: Tensor) -> int:

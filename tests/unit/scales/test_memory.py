@@ -9,6 +9,7 @@ from specmm.image_ar.scales.drawing import code_turns
 from specmm.image_ar.scales.memory import measured_peak
 from specmm.image_ar.scales.planner import Draw, model_memory
 from specmm.image_ar.scales.sampling import Inverse, Sampling
+from specmm.layout import lay_weights
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
 
@@ -26,6 +27,13 @@ def test_what_counts():
 
     assert measured_peak(run, CPU) == 12000
     assert measured_peak(lambda: None, CPU) == 0
+
+
+def test_packed_weights_are_no_hindrance():
+    layer = lay_weights(torch.nn.Linear(64, 32, bias=False).bfloat16())
+    x = torch.randn(16, 64).bfloat16()
+    with torch.no_grad():
+        assert measured_peak(lambda: layer(x), CPU) == 2 * 16 * 32
 
 
 @pytest.mark.parametrize("n", [0, 3, 5])
