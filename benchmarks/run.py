@@ -65,7 +65,7 @@ def read_arguments(arguments: Sequence[str] | None = None) -> tuple[str, Options
     parser.add_argument("--dtype", choices=DTYPES, help="default: the pipeline's choice; plain is timed in both")
     parser.add_argument("--methods", nargs="+", type=parse, default=(), help='e.g. ar "lantern++(lambda_=3.0, k=10)"')
     parser.add_argument("--repeats", type=int, default=plain.repeats, help="speed: pictures a method")
-    parser.add_argument("--compile", action="store_true", help="speed: every method compiled")
+    parser.add_argument("--compile", action="store_true", help="speed: every method compiled that can be")
     parser.add_argument("--samples", type=int, default=plain.samples, help="quality: samples a method")
     parser.add_argument("--batch", type=int, default=plain.batch, help="quality: pictures at a time")
     parser.add_argument("--pictures", type=int, default=plain.pictures, help="acceptance: pictures a rule")

@@ -87,6 +87,7 @@ def make_runners(pipe: LlamaGenPipeline, plain: list[LlamaGenPipeline], options:
     ]
     others = [m for m in options.contenders(pipe, "speed") if not isinstance(m, methods.AR)]
     if options.compile:
+        print("not compiled, left out:", ", ".join(label(m) for m in others if not flows(m)) or "none")
         others = [m for m in others if flows(m)]
     way = options.compile
     return runners + [Runner(label(m), _kind(pipe, way), _by_pipeline(pipe, m, way)) for m in others]

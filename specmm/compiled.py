@@ -8,14 +8,13 @@ and batch size, and a drafter whose trees have one shape and draw as many unifor
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
 
 import torch
+from torch._inductor.cpp_builder import get_cpp_compiler
 
 from specmm.decode import Parts, Progress, one_round
 from specmm.drafter import Feedback
-from specmm.processors import check_finite
 from specmm.randomness import Counted, Dealt, Dice
 from specmm.stats import Clock
 
@@ -26,7 +25,8 @@ class CompiledRound:
     """Plays rounds as :func:`specmm.decode.one_round` does, on the same uniforms, as one program.
 
     The first round behind a prefill runs as it is, for it has less to read. The clock's "verify" is the whole program,
-    so that a run's host overhead is what is left outside it.
+    so that a run's host overhead is what is left outside it. A relaxed rule's excess is measured in every round, for
+    which one program does. The target must have ``check_round``, as ``image_ar.tokens.static.StaticTarget`` has.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class CompiledRound:
     def __call__(
         self, parts: Parts, feedback: Feedback, progress: Progress, dice: Dice, clock: Clock, measure: bool
     ) -> Feedback:
-        """One round; see :func:`specmm.decode.one_round`. Raises ``ValueError`` where laws are not finite."""
+        """One round; see :func:`specmm.decode.one_round`. Raises ``ValueError`` where logits are not finite."""
         if feedback.verdict is None:
             counted = Counted(dice)
             first = one_round(parts, feedback, progress, counted, clock, measure)
@@ -47,16 +47,22 @@ class CompiledRound:
         dealt = Dealt(dice.draw(self.dice).clone())
         with clock("verify"):
             done = self.program(parts, feedback, progress, dealt, clock, not parts[2].exact)
-        check_finite(done.output.laws, len(progress.tokens), parts[0].name)
+        parts[0].check_round()
         return done
 
 
-def prepare_compiler() -> None:
-    """Make room for a program a method and batch size. Raises ``ValueError`` where there is no C++ compiler."""
-    wanted = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "cl"]
-    if not any(map(shutil.which, wanted)):
-        raise ValueError(
-            f"compiled programs need a C++ compiler ({' or '.join(wanted)}), found none: install one, or run without"
-        )
+def prepare_compiler(device: torch.device) -> None:
+    """Make room for a program a method, its options and a batch size.
+
+    Raises ``ValueError`` where there is no C++ compiler, which programs for a CPU need.
+    """
+    if device.type == "cpu":
+        try:
+            get_cpp_compiler()
+        except RuntimeError as error:
+            wanted = os.environ.get("CXX", "g++")
+            raise ValueError(
+                f"compiled programs need a C++ compiler, {wanted} is none: install one, or run without"
+            ) from error
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, PROGRAMS)
     warnings.filterwarnings("ignore", "Torchinductor does not support code generation for complex")  # a look-up is left

@@ -140,7 +140,7 @@ def decode(
         measure = not rule.exact and len(depths) % MEASURE_EVERY == 0
         feedback = play(parts, feedback, progress, uniforms, clock, measure)
         tree, verdict = feedback.drafted
-        if tree.laws is not None and tree.shape.size > 1:
+        if tree.laws is not None and tree.shape.size > 1:  # a rule took ratios of them, but nothing has left yet
             check_finite(tree.laws[:, 1:], len(depths), "the drafter")
         progress.observe(verdict, tally)
         depths.append(tree.shape.depth)

@@ -120,7 +120,7 @@ def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 def kth_largest(x: Tensor, k: int) -> Tensor:
     """The ``k``-th largest of ``x`` [..., V] as [..., 1]; on the CPU by numpy, whose selection is ten times faster."""
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
         return x.topk(k, dim=-1).values[..., -1:]
     place = x.shape[-1] - k
     return torch.from_numpy(np.partition(x.numpy(), place, axis=-1)[..., place : place + 1])
@@ -128,7 +128,7 @@ def kth_largest(x: Tensor, k: int) -> Tensor:
 
 def descending(x: Tensor) -> Tensor:
     """``x`` [..., V] sorted along the last axis, largest first; on the CPU by numpy, which is far faster."""
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
         return x.sort(dim=-1, descending=True).values
     return torch.from_numpy(np.sort(x.numpy(), axis=-1)).flip(-1)
 

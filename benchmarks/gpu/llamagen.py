@@ -52,7 +52,8 @@ def move(pipe: LlamaGenPipeline, device: str) -> LlamaGenPipeline:
 
 def measure(pipe: LlamaGenPipeline, batch: int, options: argparse.Namespace) -> list[Row]:
     """Rows of every mode and method at ``batch``, runs interleaved; speed-ups over the fastest plain decoding."""
-    prepare_compiler()
+    if "compile" in options.modes:
+        prepare_compiler(pipe.device)
     runs = [Run.of(pipe, mode, method) for mode in options.modes for method in options.methods]
     for repeat in tqdm(range(options.repeats + 1), desc=f"batch {batch}", unit="repeat"):  # the first warms up
         for run in runs:

@@ -89,7 +89,7 @@ class Objective:
 
     def grow(self, lattice: Lattice, path: Path, scores: Sequence[float], worst: float = -math.inf) -> list[Path]:
         """Those of the continuations with ``scores`` that score ``worst`` at least."""
-        if max(scores) < worst:
+        if max(scores, default=worst) < worst:
             return []
         place = len(path.tokens)
         last = place + 1 == len(lattice)

@@ -6,7 +6,6 @@ Shape letters: V codebook size, K neighbours.
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -86,6 +85,7 @@ class Assembly(NamedTuple):
 def assemble(method: methods.Method, target: LlamaGenTarget, parts: Parts) -> Assembly:
     """The parts of a speculative ``method``; ``ar`` and ``auto`` are not, and are resolved before."""
     greedy = target.processor.greedy
+    target.taps = ()  # a drafter says which it reads
     match method:
         case methods.SJD():
             drafter: Drafter = JacobiDrafter(target, method.window)
@@ -111,9 +111,7 @@ def _softened(target: LlamaGenTarget) -> LlamaGenTarget:
     """At temperature 0 LANTERN relaxes the softmax of the raw logits and takes the mode of that."""
     if not target.processor.greedy:
         return target
-    softened = copy(target)
-    softened.processor = Processor()
-    return softened
+    return target.with_processor(Processor())
 
 
 def _relaxed(method: methods.Lantern | methods.LanternPP, parts: Parts, target: LlamaGenTarget, greedy: bool) -> Rule:

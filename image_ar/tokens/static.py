@@ -14,8 +14,14 @@ from torch import Tensor
 
 from specmm.cache import Cache
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
+from specmm.processors import Processor
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
+
+
+def compiled(function: Any) -> Any:
+    """``function`` as a program for each shape of its arguments."""
+    return torch.compile(function, dynamic=False)
 
 
 class StaticMemory:
@@ -34,11 +40,11 @@ class StaticMemory:
 class StaticTarget(LlamaGenTarget):
     """A class-conditional target whose plain step has the same shapes, and the same memory, at every call.
 
-    ``transform`` turns the step's function into a faster one, e.g. ``torch.compile``. What ``score`` finds is not
-    checked to be finite, for a program that is compiled cannot stop: its caller looks (``specmm.compiled``).
+    ``transform`` turns the step's function into a faster one. A compiled program cannot stop at logits that are not
+    finite: behind a round the caller looks (``check_round``).
     """
 
-    def __init__(self, plain: LlamaGenTarget, transform: Callable[[Any], Any] = torch.compile) -> None:
+    def __init__(self, plain: LlamaGenTarget, transform: Callable[[Any], Any] = compiled) -> None:
         if plain.model.config.model_type != "c2i":
             raise ValueError("steps and rounds of static shapes serve class-conditional models only")
         super().__init__(plain.model, plain.guidance, plain.processor, plain.name)
@@ -82,6 +88,16 @@ class StaticTarget(LlamaGenTarget):
         logits, hidden = self.model(x, self.place[None], bias, self.memories)
         return self.guide(logits.float(), self.place[None]), hidden
 
+    def with_processor(self, processor: Processor) -> StaticTarget:
+        """The same model under another processor, with memory and programs of its own."""
+        return type(self)(super().with_processor(processor))
+
+    def check_round(self) -> None:
+        """Raise ``ValueError`` unless the logits of the last round that a program played are finite."""
+        super()._count(self.extremes)
+
     def _count(self, guided: Tensor) -> None:
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            self.extremes = torch.stack(guided.aminmax())
+        else:
             super()._count(guided)

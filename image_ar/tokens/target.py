@@ -59,6 +59,10 @@ class LlamaGenTarget:
         self.calls = 0
         self.cache: Cache
 
+    def with_processor(self, processor: Processor) -> LlamaGenTarget:
+        """The same model under another processor."""
+        return LlamaGenTarget(self.model, self.guidance, processor, self.name)
+
     @property
     def length(self) -> int:
         """T, the tokens of a picture."""

@@ -43,6 +43,8 @@ def _options(rule: Rule, tree: DraftTree) -> dict[str, Any] | None:
             return {}
         case Recursive():
             return {"drafts": tree.laws}
+        case Block() if tree.shape.width > 1:
+            return None  # it refuses trees
         case Block() | Traversal():
             return {"drafts": tree.laws, "leaves_first": True}
         case Lantern(residual="corrected", greedy=False) | LanternPP(residual="corrected", greedy=False):

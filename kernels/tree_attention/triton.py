@@ -31,6 +31,7 @@ INVARIANT_SPLIT = 1024  # positions a split of the row-invariant mode
 WAVES = 2  # programs wanted for each multiprocessor before the prefix is split no further
 LEAST_SPLIT = 256  # slots below which a split costs more than it saves
 AMPLE = 140 * 1024  # bytes of shared memory that hold three stages of the largest tile
+SCANT = 64 * 1024  # what every GPU has
 
 
 @triton.jit
@@ -228,7 +229,7 @@ def tree_attention(
     group, block_d = heads // kv, max(16, triton.next_power_of_2(width))
     shared = shared_memory(q.device)
     held = triton.next_power_of_2(shared // 2 // (block_d * q.element_size()) + 1) // 2  # queries in half of it
-    block_m = 16 if row_invariant else min(64, held, max(16, triton.next_power_of_2(group * nodes)))
+    block_m = 16 if row_invariant else min(64, max(16, held), max(16, triton.next_power_of_2(group * nodes)))
     tiles = triton.cdiv(group * nodes, block_m)
     if row_invariant:
         splits = triton.cdiv(slots, INVARIANT_SPLIT)
@@ -263,7 +264,8 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory a program may take: 64 KiB on AMD's GPUs, 99 on NVIDIA's for consumers, 163 on an A100."""
     if device.type != "cuda":
         return AMPLE
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", SCANT))  # ROCm does not say
 
 
 def _splits(programs: int, slots: int, device: torch.device) -> int:

@@ -1,6 +1,6 @@
 """Pictures drawn batch by batch and saved as soon as a batch is done.
 
-A picture depends on its own seed only, so the batches of a run are calls of their own.
+A picture's dice depend on its own seed only, so the batches of a run are calls of their own.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def draw(pipe: Any, job: Job, callback: Any = None) -> Report:
     if old := sum(1 for file in job.out.glob("*.png")):
         say(f"note: {job.out} holds {old} pictures already; those of other names stay beside the new ones")
     if job.compiled:
-        say("note: the first round is compiled first, half a minute where it never was before")
+        say("note: rounds are compiled at first, which takes half a minute")
     generators = sample_generators(torch.Generator().manual_seed(job.seed), len(job.inputs), pipe.device)
     try:
         with tqdm(total=len(job.inputs), unit="picture", disable=None, leave=False) as bar:

@@ -43,7 +43,7 @@ def generate(
     batch_size: Annotated[int, typer.Option(min=1, help="Pictures drawn at a time.")] = 8,
     dtype: Dtype = "auto",
     compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile rounds: twice as fast, after half a minute.")
+        bool, typer.Option("--compile", help="Compile rounds: about twice as fast, after half a minute.")
     ] = False,
     text_encoder: Annotated[Path | None, typer.Option(help="Folder of the T5 encoder, for --prompt.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the pictures; out/METHOD-SEED if not given.")] = None,

@@ -103,7 +103,7 @@ def drafter(
     lr: Annotated[float | None, typer.Option(help="Learning rate, 1e-3 (block) or 1e-4 (eagle) if not given.")] = None,
     drawn: Annotated[int, typer.Option(min=0, help="Pictures the target draws to train on, besides the data.")] = 0,
     only_drawn: Annotated[bool, typer.Option("--only-drawn", help="Train a block drafter on these alone.")] = False,
-    cfg: Annotated[float | None, typer.Option(help="Guidance scale of these pictures.")] = None,
+    cfg: Annotated[float | None, typer.Option(help="Guidance scale it is to serve, and of these pictures.")] = None,
     start: Annotated[Path | None, typer.Option(help="Folder of a block drafter of this model to go on from.")] = None,
     replace: Annotated[bool, typer.Option(help="Replace a drafter of this kind.")] = False,
     out: Annotated[
@@ -132,8 +132,7 @@ def drafter(
             raise ValueError("--only-drawn needs pictures that the target draws: give --drawn N")
         block = dict(overlap_weight=overlap_weight, temperature=temperature, dropout=_dropout(zoo.find(model), cfg))
         options |= {"noise": noise} if kind == "eagle" else block
-        target, *examples = _examples(zoo.find(model), pictures_of(data), folder, drawn, cfg, seed)
-        examples = [part[-drawn:] if only_drawn else part for part in examples]
+        target, *examples = _examples(zoo.find(model), pictures_of(data), folder, (drawn, only_drawn), cfg, seed)
         read = _layers(taps, target.config.n_layer)
         sizes = dict(levels=levels, layers=layers, taps=read, inner=inner)
         if start is not None:
@@ -181,18 +180,22 @@ def _train_drafter(
     return train_block(target, tokens, labels, BlockConfig(**sizes | {"target": target.config}), out, **options)
 
 
-def _examples(model: Path, pictures: Any, out: Path, drawn: int, cfg: float | None, seed: int) -> tuple[Any, Any, Any]:
-    """The target, tokens [M, 2, T] and labels [M]: the data's, then ``drawn`` pictures of the target itself."""
+def _examples(
+    model: Path, pictures: Any, out: Path, drawn: tuple[int, bool], cfg: float | None, seed: int
+) -> tuple[Any, Any, Any]:
+    """The target, tokens [M, 2, T] and labels [M]: the data's, then so many ``drawn`` of the target, or these alone."""
     import torch
 
     from specmm.image_ar.tokens.loading import load_gpt, load_vq
 
     target, vq = load_gpt(model / "transformer"), load_vq(model / "vq")
-    tokens, labels = _tokens(vq, pictures.images, out), torch.from_numpy(pictures.labels)
-    if drawn:
-        rows = torch.randint(len(labels), (drawn,), generator=torch.Generator().manual_seed(seed))
+    (count, alone), labels = drawn, torch.from_numpy(pictures.labels)
+    parts = [] if alone else [(_tokens(vq, pictures.images, out), labels)]
+    if count:
+        rows = torch.randint(len(labels), (count,), generator=torch.Generator().manual_seed(seed))
         own = _draw(model, target, vq, labels[rows], out / "drawn", cfg, seed)
-        tokens, labels = torch.cat([tokens, own[:, None].repeat(1, 2, 1)]), torch.cat([labels, labels[rows]])
+        parts.append((own[:, None].repeat(1, 2, 1), labels[rows]))
+    tokens, labels = (torch.cat(part) for part in zip(*parts, strict=True))
     return target, tokens, labels
 
 

@@ -1,6 +1,7 @@
 """Compiled rounds and steps: the tokens of the eager ones, the same errors, and what they do not serve."""
 
 import dataclasses
+import functools
 import shutil
 
 import pytest
@@ -16,11 +17,11 @@ from specmm.randomness import Uniforms
 from tests.integration.conftest import tiny_pipeline
 
 NAMES = ("heart", "time", "heart")
-OPTIONS = {
-    "ar": (methods.AR(), 1.0),
-    "guided tree": (methods.Speculative(tree=(2, 1, 1), hindsight=0.3), 1.5),
-    "lantern++": (methods.LanternPP(lambda_=5.0, k=10), 1.0),
-    "sjd": (methods.SJD(window=4), 1.0),
+OPTIONS = {  # method, guidance, top k
+    "ar": (methods.AR(), 1.0, 0),
+    "guided tree": (methods.Speculative(tree=(2, 1, 1), hindsight=0.3), 1.5, 30),
+    "lantern++": (methods.LanternPP(lambda_=5.0, k=10), 1.0, 0),
+    "sjd": (methods.SJD(window=4), 1.0, 20),
 }
 
 
@@ -29,46 +30,78 @@ def pipe():
     return tiny_pipeline(tokens=16)
 
 
-def draw(pipe, method, cfg, compiled, batch_size=2, count=3):
-    generators = [torch.Generator().manual_seed(i) for i in range(count)]
+def draw(pipe, method, cfg, compiled, top_k=0, **options):
+    """Three pictures in two rows: rows end apart, and the third takes over one of them."""
+    generators = [torch.Generator().manual_seed(i) for i in range(3)]
     return pipe(
-        NAMES[:count], generator=generators, method=method, cfg=cfg, batch_size=batch_size, compiled=compiled,
-        output_type="latent", temperature=0.8,
+        NAMES, generator=generators, method=method, cfg=cfg, top_k=top_k, batch_size=2, compiled=compiled,
+        output_type="latent", **{"temperature": 0.8} | options,
     )  # fmt: skip
 
 
-compiles = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler here")
-
-
-@compiles
-@pytest.mark.parametrize("name", OPTIONS)
-def test_tokens_are_those_of_eager_rounds(pipe, name):
-    """Three pictures in two rows: rows end apart, and the third takes over one of them."""
-    method, cfg = OPTIONS[name]
-    eager, compiled = draw(pipe, method, cfg, False), draw(pipe, method, cfg, True)
+def same(pipe, method, cfg=1.0, top_k=0, **options):
+    """What is drawn compiled, which must be what is drawn without."""
+    eager, compiled = (draw(pipe, method, cfg, way, top_k, **options) for way in (False, True))
     assert torch.equal(eager.tokens, compiled.tokens)
     assert (eager.stats.tokens, eager.stats.rounds) == (compiled.stats.tokens, compiled.stats.rounds)
     assert eager.certificate.kind == compiled.certificate.kind
-    assert (compiled.certificate.tv or 0) > 0 or name != "lantern++"
+    return compiled
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Programs are traced as for a compiler, and not built: seconds instead of half a minute."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+compiles = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
 
 
 @compiles
-def test_greedy_tokens_are_those_of_plain_decoding(pipe):
+@pytest.mark.parametrize("name", ["ar", "guided tree"])
+def test_tokens_are_those_of_eager_rounds(pipe, name):
+    same(pipe, *OPTIONS[name])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_traced_tokens_are_those_of_eager_rounds(name, traced):
+    found = same(tiny_pipeline(tokens=16), *OPTIONS[name])
+    assert (found.certificate.tv or 0) > 0 or name != "lantern++"
+
+
+def test_one_pipeline_serves_several_methods_options_and_dtypes(traced):
+    pipe, seen = tiny_pipeline(tokens=16), []
+    same(pipe, methods.LanternPP(lambda_=5.0, k=10), temperature=0)
+    same(pipe, methods.Speculative(tree=(1, 1)), top_k=9, top_p=0.9)
+    same(pipe, methods.AR(), callback_on_step_end=lambda pipe, i, step, given: seen.append(step))
+    assert seen[-1] == 16
+    static = pipe.parts.made["static"]
+    draw(pipe, methods.Speculative(tree=(1, 1)), 1.0, True)
+    assert pipe.parts.made["static"] is static  # its options are those of the call before
+    pipe.to(torch.bfloat16)
+    assert draw(pipe, methods.Speculative(tree=(1, 1)), 1.0, True).tokens.shape == (3, 16)
+
+
+def test_greedy_tokens_are_those_of_plain_decoding(traced):
+    pipe = tiny_pipeline(tokens=16)
     plain = pipe(["heart"], method="ar", temperature=0, output_type="latent")
     fast = pipe(["heart"], method="speculative", temperature=0, output_type="latent", compiled=True)
     assert torch.equal(plain.tokens, fast.tokens)
 
 
-@compiles
-def test_nan_logits_stop_a_compiled_round():
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nan_logits_stop_a_compiled_round(temperature, traced):
     pipe = tiny_pipeline(tokens=16)
-    target, drafter, rule = assemble(methods.Speculative(tree=(1,)), StaticTarget(pipe.target()), pipe.parts)
-    rounds = decode(
-        target, drafter, rule, Prompt(torch.tensor([1])), 16, Uniforms.from_seeds([0]), play=CompiledRound()
-    )
-    next(rounds)
+    plain = pipe.target(temperature=temperature)
+    target, drafter, rule = assemble(methods.Speculative(tree=(1,)), StaticTarget(plain), pipe.parts)
+    prompt, dice = Prompt(torch.tensor([1])), Uniforms.from_seeds([0])
+    rounds = decode(target, drafter, rule, prompt, 16, dice, play=CompiledRound())
+    next(rounds), next(rounds)
     pipe.transformer.output.weight.data[3] = float("nan")
-    with pytest.raises(ValueError, match="must be finite, got NaN"):
+    with pytest.raises(ValueError, match="must be finite, got NaN or infinity from llamagen in round 3"):
         list(rounds)
 
 
@@ -80,7 +113,8 @@ def test_methods_whose_rounds_differ_are_refused(pipe, method):
 
 def test_no_compiler_is_one_line(pipe, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ValueError, match=r"need a C\+\+ compiler \(no-such-compiler\)"):
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))  # as it is read at import
+    with pytest.raises(ValueError, match=r"need a C\+\+ compiler, no-such-compiler is none"):
         draw(pipe, methods.AR(), 1.0, True)
 
 

@@ -121,6 +121,8 @@ def test_broken_twins_are_rejected(broken, random_shape, device, on_triton, monk
 
 def test_the_rules_the_kernel_does_not_know_are_left_to_others(random_shape, device, on_triton):
     tree, p = draft_tree(random_shape(1, 5, torch.Generator().manual_seed(4)), True, device, 2)
+    with pytest.raises(ValueError, match="must be a chain"):
+        decide(Block(), tree, p, uniforms(2, device))
     assert decide_fused(Lantern(table(device), k=7, residual="official"), tree, p, uniforms(2, device)) is None
     assert decide(Lantern(table(device), k=7), tree, p, uniforms(2, device), measure=True).excess is not None
 
