@@ -228,6 +228,10 @@ def test_training_makes_a_model_that_draws(tmp_path: Path, monkeypatch: pytest.M
     run_json(*train, "--steps", 3, "--replace", "--drawn", 3, "--cfg", 1.5)  # resumes, with the target's own pictures
     assert (step, torch.load(tmp_path / "eagle/checkpoint.pt", weights_only=True)["step"]) == (2, 3)
     assert len(list((tmp_path / "eagle/drawn").rglob("*.pt"))) == 1
+    alone = ("--kind", "block", *common, "--steps", 1, "--levels", 3, "--replace", "--out", tmp_path / "alone")
+    assert "--drawn N" in refused("train", "drafter", model, *alone, "--only-drawn")
+    run_json("train", "drafter", model, *alone, "--only-drawn", "--drawn", 3)
+    assert not (tmp_path / "alone/tokens.pt").exists()  # the data was not looked at
     pipe = LlamaGenPipeline.from_pretrained(model)
     assert set(pipe.parts.drafters) == {"block", "eagle"} and len(pipe.settings.acceptance) == 3
     assert run_json("plan", model)["reason"]
@@ -238,4 +242,6 @@ def test_training_makes_a_model_that_draws(tmp_path: Path, monkeypatch: pytest.M
 def test_training_refuses_unknown_kinds_and_missing_models(tiny: Path, tmp_path: Path) -> None:
     assert "did you mean 'block'" in refused("train", "drafter", tiny, "--kind", "blok")
     assert "--replace" in refused("train", "drafter", tiny, "--kind", "block", "--out", tmp_path)
+    eagle = ("--kind", "eagle", "--replace", "--out", tmp_path, "--only-drawn", "--drawn", 2)
+    assert "go with --kind block" in refused("train", "drafter", tiny, *eagle)
     assert "no checkpoint" in refused("train", "target", "--tokenizer", tmp_path / "no", "--out", tmp_path / "t")

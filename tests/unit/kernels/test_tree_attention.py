@@ -4,6 +4,7 @@ Shape letters: R rows, B rows of lengths, H query heads, K key/value heads, T no
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -224,3 +225,12 @@ def test_dense_masks_follow_the_lengths_of_each_row():
     mask = dense.dense_mask(words, torch.tensor([2, 0]), 4, 2, 8, hidden)
     assert mask[0, 0].int().tolist() == [[0, 1, 0, 0, 1, 0, 0, 0], [0, 1, 0, 0, 1, 1, 0, 0], [0, 1, 0, 0, 1, 0, 1, 0]]
     assert mask[1, 0].int().tolist() == [[0, 0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 0, 1, 0]]
+
+
+@pytest.mark.parametrize(("said", "found"), [({}, 65536), ({"shared_memory_per_block_optin": 101376}, 101376)])
+def test_shared_memory_is_what_the_gpu_says(said, found, monkeypatch):
+    """ROCm's properties say nothing of it."""
+    from specmm.kernels.tree_attention.triton import shared_memory
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**said))
+    assert shared_memory(torch.device("cuda")) == found
