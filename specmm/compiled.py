@@ -1,8 +1,8 @@
 """A round of the loop as one compiled program: drafting, scoring, acceptance and commit without an overhead a call.
 
 For models whose steps are many small operators, which is where that overhead is most of the time. It needs what
-``torch.compile`` needs (on a CPU a C++ compiler), some tens of seconds at the first call of a machine for each method
-and batch size, and a drafter whose trees have one shape and draw as many uniforms every round.
+``torch.compile`` needs (on a CPU a C++ compiler), some tens of seconds at the first call of a machine for each method,
+its options and batch size, and a drafter whose trees have one shape and draw as many uniforms every round.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import warnings
 
 import torch
-from torch._inductor.cpp_builder import get_cpp_compiler
 
 from specmm.decode import Parts, Progress, one_round
 from specmm.drafter import Feedback
@@ -57,6 +56,8 @@ def prepare_compiler(device: torch.device) -> None:
     Raises ``ValueError`` where there is no C++ compiler, which programs for a CPU need.
     """
     if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler  # a second that uncompiled calls need not wait
+
         try:
             get_cpp_compiler()
         except RuntimeError as error:
