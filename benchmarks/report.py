@@ -17,7 +17,7 @@ NAMES = (
     *("speed", "speed_compiled", "quality", "acceptance", "single_position", "autotune"),
     *("cifar_fid", "frechet_speed", "mar", "var"),
     *("vlm_speed_llava", "vqa_accuracy_llava", "verdict", "vlm_speed_smollava", "vqa_accuracy_smollava"),
-    *("text_speed_coder", "text_speed_smollm2", "jobs"),
+    *("text_speed_coder", "text_speed_coder_compiled", "text_speed_smollm2", "jobs"),
 )
 COMPILED = (
     " A round is one compiled program here, all of it under verify; host is what is left outside. The first calls, "
@@ -150,6 +150,7 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
             *vlm_bars(rows["vlm_speed_llava"]),
             *answer_bars(rows["vqa_accuracy_llava"], rows["verdict"]),
             *text_bars(rows["text_speed_coder"], "pocket/coder", ("code",), 2.5, 1.7),
+            *text_bars(rows["text_speed_coder_compiled"], "pocket/coder, compiled", ("code",), 2.5, 1.7)[:2],
             *(
                 bar
                 for kind in KINDS
@@ -208,7 +209,8 @@ def _languages(rows: dict[str, list[Row]]) -> list[str]:
             found += [f"## Answers that are right, pocket/{name}", table(rows[f"vqa_accuracy_{name}"])]
     if rows["verdict"]:
         found += ["## Speculative Verdict, pocket/llava and its experts", table(rows["verdict"])]
-    for name, title in (("text_speed_coder", "pocket/coder"), ("text_speed_smollm2", "SmolLM2-135M")):
+    titles = ("pocket/coder", "pocket/coder, compiled", "SmolLM2-135M")
+    for name, title in zip(NAMES[-4:-1], titles, strict=True):
         if rows[name]:
             found += [f"## Continued text: {title}", table(rows[name], TEXT)]
     return found

@@ -27,8 +27,9 @@ from specmm.diffusion_drafters.pipeline import TextPipeline
 from specmm.dtypes import named_dtype
 
 PROMPT, LONGEST = 96, 128  # tokens read and tokens written
-LENGTHS = (2, 3, 4, 5, 8)  # of a block
-TREES = (4, 8, 16)  # nodes
+LENGTHS = (2, 3, 4, 5, 6, 8)  # of a block
+TREES = (4, 8, 16, (2, 1, 1, 1, 1, 1))  # nodes of the likeliest paths, and a fixed one
+COMPILED = (methods.AR(), methods.Block(length=6), methods.Block(), methods.Block(tree=TREES[-1]))
 DIFFUSPEC = ((True, True), (True, False), (False, True), (False, False))  # path search, adaptive length
 PROSE = (
     "Explain in a few sentences why the sky is blue.",
@@ -57,11 +58,12 @@ class Asked:
     chat: bool = False
 
 
-def ours(pipe: TextPipeline, method: Any, temperature: float) -> Answer:
+def ours(pipe: TextPipeline, method: Any, temperature: float, compiled: bool = False) -> Answer:
     """A method of ours."""
 
     def answer(asked: Asked) -> Answered:
         options: dict[str, Any] = dict(method=method, temperature=temperature, seed=asked.seed, chat=asked.chat)
+        options["compiled"] = compiled
         out = pipe(asked.prompts, max_new_tokens=LONGEST, **options)
         return Answered(out.tokens, out.stats, out.certificate.kind)
 
@@ -107,6 +109,15 @@ def contenders(pipe: TextPipeline, temperature: float, batch: int) -> list[Runne
     return found
 
 
+def compiled_contenders(pipe: TextPipeline, temperature: float) -> list[Runner]:
+    """Plain decoding and a block drafter as compiled programs, made here, and plain decoding without."""
+    found = [Runner(f"{label(method)}, compiled", ours(pipe, method, temperature, True)) for method in COMPILED]
+    for runner in found:
+        for seed in (0, 1):  # the second call compiles what the first began
+            runner.answer(places(pipe, ["\n".join("abcdefgh")], 1, seed))
+    return [found[0], Runner(label(methods.AR()), ours(pipe, methods.AR(), temperature)), *found[1:]]
+
+
 def _of_size(assistant: Any, vocabulary: int) -> Any:
     """A copy without the tokens only the drafter has (a mask), since transformers asks for equal vocabularies."""
     found = copy.deepcopy(assistant)
@@ -124,8 +135,13 @@ def places(pipe: TextPipeline, texts: Sequence[str], batch: int, seed: int) -> A
     return Asked(prompts, seed)
 
 
-def measure(pipe: TextPipeline, kind: str, temperature: float, batch: int, repeats: int) -> list[Row]:
-    """Every contender over ``repeats`` batches of a ``kind``: held-out ``code``, or questions: ``prose``, ``tasks``."""
+def measure(
+    pipe: TextPipeline, kind: str, temperature: float, batch: int, repeats: int, compiled: bool = False
+) -> list[Row]:
+    """Every contender (with ``compiled`` those that are programs) over ``repeats`` batches of a ``kind``.
+
+    It is held-out ``code``, or questions: ``prose``, ``tasks``.
+    """
     texts = [text for text in read_files(True).values() if text.count("\n") > 30] if kind == "code" else []
 
     def ask(seed: int) -> Asked:
@@ -135,7 +151,8 @@ def measure(pipe: TextPipeline, kind: str, temperature: float, batch: int, repea
         return Asked([said[(seed + i) % len(said)] for i in range(batch)], seed, chat=True)
 
     title = f"{kind} T={temperature:g} batch {batch}"
-    runners = race(contenders(pipe, temperature, batch), ask, repeats, title)
+    chosen = compiled_contenders(pipe, temperature) if compiled else contenders(pipe, temperature, batch)
+    runners = race(chosen, ask, repeats, title)
     return [row(r, runners, kind, temperature, batch) | searched(r) for r in runners]
 
 
@@ -151,20 +168,22 @@ def main(
     minutes: Annotated[float, typer.Option(min=0, help="No new part begins after so many.")] = 20.0,
     kinds: Annotated[str, typer.Option(help="code, prose, tasks, with commas between.")] = "code",
     dtype: Dtype = "float32",
+    compiled: Annotated[bool, typer.Option("--compile", help="Compiled programs against one another.")] = False,
     threads: Threads = 2,
     out: Out = RESULTS,
 ) -> None:
-    """Measure and write ``text_speed_NAME.json`` and ``.csv`` part by part."""
+    """Measure and write ``text_speed_NAME.json`` and ``.csv`` (``…_compiled`` with --compile) part by part."""
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
     budget, rows = Budget(minutes), list[Row]()
     pipe = TextPipeline.from_pretrained(model, torch_dtype=named_dtype(dtype))
     facts = environment(model=model, dtype=dtype, transformers=transformers.__version__)
-    for temperature, batch in ((0.0, 1), (1.0, 1), (0.0, 8)):
+    name = f"text_speed_{Path(model).name}" + ("_compiled" if compiled else "")
+    for temperature, batch in ((0.0, 1), (1.0, 1), *([] if compiled else [(0.0, 8)])):
         for kind in kinds.split(","):
             if not budget.spent:
-                rows += measure(pipe, kind, temperature, batch, repeats if batch == 1 else -(-repeats // 3))
-                write_results(out, f"text_speed_{Path(model).name}", rows, facts)
+                rows += measure(pipe, kind, temperature, batch, repeats if batch == 1 else -(-repeats // 3), compiled)
+                write_results(out, name, rows, facts)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,15 @@ from specmm.diffusion_drafters.diffuspec.search import CausalProxy
 from specmm.diffusion_drafters.drafters.block import ChainDrafter, TreeDrafter
 from specmm.diffusion_drafters.drafters.cached import CausalSource
 from specmm.diffusion_drafters.drafters.diffuspec import DiffuSpecDrafter
+from specmm.diffusion_drafters.drafters.drawn import DrawnTreeDrafter
 from specmm.diffusion_drafters.drafters.sources import BlockSource, DFlashSource, DiffusionSource
 from specmm.diffusion_drafters.drafters.specdiff import StepsDrafter
 from specmm.diffusion_drafters.models.causal import CausalPrefix
 from specmm.diffusion_drafters.models.dflash import DFlash
 from specmm.drafter import Drafter
 from specmm.verify import Block as BlockVerification
-from specmm.verify import PointMass, Recursive, Rule
-from specmm.vlm.assemble import Assembly, translated
+from specmm.verify import PointMass, Recursive, Rule, Traversal
+from specmm.vlm.assemble import Assembly, static_shape, translated
 from specmm.vlm.assemble import assemble as assemble_vlm
 from specmm.vlm.target import VLMTarget
 
@@ -51,8 +52,7 @@ def assemble(method: Any, target: VLMTarget, drafter: Any = None, tokenizer: Any
             made = StepsDrafter(source, target, method.length, method.steps)
             return Assembly(made, PointMass() if method.point else chain_rule(target))
         case methods.DEER() | methods.Block():
-            block = _block(method, block_source(method, drafter, target, tokenizer), target)
-            return Assembly(block, Recursive() if method.tree else chain_rule(target))
+            return _block(method, block_source(method, drafter, target, tokenizer), target)
         case _:
             return assemble_vlm(method, target, drafter, tokenizer)
 
@@ -106,11 +106,16 @@ def block_source(
     return _diffusion_source(_diffusion(drafter), target, tokenizer)
 
 
-def _block(method: methods.DEER | methods.Block, source: BlockSource, target: VLMTarget) -> Drafter:
-    length = method.length or source.longest or LENGTH
-    if not method.tree:
-        return ChainDrafter(source, target, length, method.sure, method.recall)
+def _block(method: methods.DEER | methods.Block, source: BlockSource, target: VLMTarget) -> Assembly:
+    """A chain, the tree of the likeliest paths, or a fixed tree that is drawn."""
+    length, tree = method.length or source.longest or LENGTH, method.tree
+    if not tree:
+        return Assembly(ChainDrafter(source, target, length, method.sure, method.recall), chain_rule(target))
     if method.sure or method.recall:
-        given = method.sure or method.recall
-        raise ValueError(f"tree takes neither sure nor recall, got {method.tree} and {given}")
-    return TreeDrafter(source, target, method.tree, length)
+        raise ValueError(f"tree takes neither sure nor recall, got {tree} and {method.sure or method.recall}")
+    if isinstance(tree, int):
+        return Assembly(TreeDrafter(source, target, tree, length), Recursive())
+    if method.length:
+        raise ValueError(f"a tree of fixed shape has a depth of its own, got {tree} and length {method.length}")
+    drawn = DrawnTreeDrafter(source, target, static_shape(tree, target.device))
+    return Assembly(drawn, Recursive() if target.processor.greedy else Traversal())

@@ -17,17 +17,21 @@ from torch import Tensor
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.certificate import Certificate
+from specmm.compiled import CompiledRound, prepare_compiler
 from specmm.diffusion_drafters.assemble import assemble
 from specmm.diffusion_drafters.loading import PLACES, find_target, load_drafter, load_target
 from specmm.diffusion_drafters.models.causal import CausalPrefix, is_deer
 from specmm.diffusion_drafters.tuning import choose_method
 from specmm.dtypes import choose_dtype
 from specmm.layout import lay_weights
+from specmm.processors import Processor
 from specmm.stats import Stats
+from specmm.vlm.assemble import Assembly
 from specmm.vlm.drafters.model import padded
 from specmm.vlm.loading import find
 from specmm.vlm.prompt import VLMPrompt
 from specmm.vlm.running import Asked, Options, Pipeline, Run, Shelf, check_flow
+from specmm.vlm.static import StaticVLMTarget
 from specmm.vlm.target import VLMTarget
 
 
@@ -43,6 +47,15 @@ class TextOutput:
     certificate: Certificate
     method: str
     trace: list[list[tuple[int, int]]] = field(default_factory=list)
+
+
+@dataclass
+class Compiled:
+    """A method's ``target`` and ``parts`` (None: plain decoding) with the programs that ``play`` keeps of them."""
+
+    target: StaticVLMTarget
+    parts: Assembly | None
+    play: CompiledRound
 
 
 class TextPipeline(Pipeline):
@@ -66,6 +79,7 @@ class TextPipeline(Pipeline):
         given = {} if drafter is None else {drafter_kind(self.method, drafter): drafter}
         self.shelf = Shelf(folder, name, PLACES, lambda kind, place: load_drafter(kind, place, model), given)
         self.plans: dict[Any, Plan] = {}  # of method auto, by what they depend on
+        self.made: dict[tuple[methods.TextMethod, Processor], Compiled] = {}
 
     @classmethod
     def from_pretrained(
@@ -145,10 +159,37 @@ class TextPipeline(Pipeline):
             kind = self._best_kind()
             method = choose_method(target, self.drafter(kind.name), prompt, self.plans, kind)
             name = f"auto: {method}"
+        if options.compiled:
+            made = self._compiled(method, options)
+            return self._run(name, made.target, prompt, options, made.parts, asked, made.play), None
         if isinstance(method, methods.AR):
             return self._run(name, target, prompt, options, None, asked), None
         parts = assemble(method, target, self.drafter(method.name), self.tokenizer)
         return self._run(name, target, prompt, options, parts, asked), parts.drafter
+
+    def _compiled(self, method: methods.TextMethod, options: Options) -> Compiled:
+        """What plays ``method``'s compiled rounds; calls with the same options share it."""
+        check_compiled(method, options)
+        prepare_compiler(self.model.device)
+        key = (method, options.processor)
+        if key not in self.made:
+            target, plain = StaticVLMTarget(self.model, options.processor, self.name), isinstance(method, methods.AR)
+            parts = None if plain else assemble(method, target, self.drafter(method.name), self.tokenizer)
+            self.made[key] = Compiled(target, parts, CompiledRound(same_modules=True))
+        return self.made[key]
+
+
+def check_compiled(method: methods.TextMethod, options: Options) -> None:
+    """Raise ``ValueError`` for what compiled rounds do not serve."""
+    fixed = isinstance(method, methods.Block) and not (method.sure or method.recall)
+    if isinstance(method, methods.Block) and isinstance(method.tree, int):
+        fixed = fixed and not method.tree
+    if not (fixed or isinstance(method, methods.AR)):
+        raise ValueError(
+            f"compiled=True needs ar or a block drafter's chains or fixed trees (rounds all alike), got {method}"
+        )
+    if options.stops or options.batch_size:
+        raise ValueError("compiled=True looks for end tokens only and answers all at once: give no stop or batch_size")
 
 
 def drafter_kind(method: methods.TextMethod, drafter: Any) -> str:

@@ -39,6 +39,20 @@ class Memory:
         return self.keys[:, : self.stop], self.values[:, : self.stop]
 
 
+class StaticMemory:
+    """One layer's slots [R, S, H, D], written at a tensor ``place`` [1] and attended whole."""
+
+    def __init__(self, keys: Tensor, values: Tensor, place: Tensor) -> None:
+        self.keys, self.values, self.place = keys, values, place
+        self.first, self.stop = 0, keys.shape[1]
+
+    def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store ``k`` and ``v`` [R, 1, H, D]; return all slots."""
+        self.keys.index_copy_(1, self.place, k)
+        self.values.index_copy_(1, self.place, v)
+        return self.keys, self.values
+
+
 @dataclass(frozen=True)
 class CacheSize:
     """Sizes of a cache; ``capacity`` and ``scratch`` in tokens."""

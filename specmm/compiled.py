@@ -8,7 +8,10 @@ its options and batch size, and a drafter whose trees have one shape and draw as
 from __future__ import annotations
 
 import os
+import types
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -20,16 +23,32 @@ from specmm.stats import Clock
 PROGRAMS = 64  # of one function, by method and batch size, before PyTorch would run the rest uncompiled
 
 
+def compiled(function: Callable[..., Any], same_modules: bool = False) -> Any:
+    """``function`` as a program for each shape of its arguments.
+
+    With ``same_modules`` every call must meet the same networks, unchanged but for their weights' values: PyTorch then
+    need not look at them each time, which takes a millisecond for a transformers model of 20 layers.
+    """
+    if not same_modules:
+        return torch.compile(function, dynamic=False)
+    own = types.FunctionType(function.__code__.replace(), function.__globals__)  # programs are filed by code
+    own.__kwdefaults__, own.__defaults__ = function.__kwdefaults__, function.__defaults__
+    return torch.compile(
+        own, dynamic=False, options={"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    )
+
+
 class CompiledRound:
     """Plays rounds as :func:`specmm.decode.one_round` does, on the same uniforms, as one program.
 
     The first round behind a prefill runs as it is, for it has less to read. The clock's "verify" is the whole program,
     so that a run's host overhead is what is left outside it. A relaxed rule's excess is measured in every round, for
     which one program does. The target must have ``check_round``, as ``image_ar.tokens.static.StaticTarget`` has.
+    ``same_modules`` as in :func:`compiled`.
     """
 
-    def __init__(self) -> None:
-        self.program = torch.compile(one_round, dynamic=False)
+    def __init__(self, same_modules: bool = False) -> None:
+        self.program = compiled(one_round, same_modules)
         self.dice = 0  # uniforms of a row and round
 
     def __call__(

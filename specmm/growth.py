@@ -18,9 +18,9 @@ from torch import Tensor
 
 from specmm.cache import Cache, branched
 from specmm.drafter import Feedback
-from specmm.randomness import Dice, categorical
+from specmm.randomness import Dice
 from specmm.shape import eagle2
-from specmm.shape.sampled import sample_siblings
+from specmm.shape.sampled import draw_siblings
 from specmm.tree import DraftTree, TreeShape
 
 
@@ -162,10 +162,7 @@ class Growth:
         """Children [B, n, width] of each parent and the laws [B, n, width, V] they were drawn from."""
         if not self.sampled:
             return logits.topk(width).indices, None
-        law = head.law(logits)
-        if width == 1:
-            return categorical(law, uniforms.draw(law.shape[1]))[..., None], law[:, :, None]
-        return sample_siblings(law, width, uniforms.draw(law[0].numel()).view(law.shape))
+        return draw_siblings(head.law(logits), width, uniforms)
 
     def _dynamic(self, head: FeatureHead, tree: Dynamic, root: Tensor, state: Tensor) -> DraftTree:
         k, capacity, branches = tree.top_k, self.cache.size.capacity, self.cache.size.branches

@@ -228,13 +228,14 @@ class DEER:
 
     ``length`` 0 is the drafter's own. ``sure`` above 0 cuts a block before the first token that promises less
     acceptance; ``recall`` above 0 drafts what followed that many latest tokens when they stood in the text before;
-    ``tree`` above 0 verifies that many nodes of the most probable paths, as point masses.
+    ``tree`` above 0 verifies that many nodes of the most probable paths, as point masses, and a fixed one, as
+    :class:`MSD`'s, is drawn with recorded laws, which keeps more where dice are thrown.
     """
 
     name: ClassVar[str] = "deer"
     length: int = 0
     sure: float = 0.0
-    tree: int = 0
+    tree: int | str | tuple[int, ...] = 0
     recall: int = 0
 
 
@@ -245,7 +246,7 @@ class Block:
     name: ClassVar[str] = "block"
     length: int = 0
     sure: float = 0.0
-    tree: int = 0
+    tree: int | str | tuple[int, ...] = 0
     recall: int = 0
 
 

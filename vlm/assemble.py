@@ -52,15 +52,19 @@ def assemble(method: methods.VQAMethod, target: VLMTarget, drafter: Any = None, 
         case methods.PromptLookup():
             return Assembly(PromptLookupDrafter(target, method.ngram, method.length), Recursive())
         case methods.TextDraft():
-            blind = _blind(_small(drafter), target, _shape(method.tree, device), tokenizer)
+            blind = _blind(_small(drafter), target, static_shape(method.tree, device), tokenizer)
             return Assembly(Late(blind), Recursive())
         case methods.VLMDraft():
-            seeing = _seeing(_small(drafter), target, _shape(method.tree, device), tokenizer)
+            seeing = _seeing(_small(drafter), target, static_shape(method.tree, device), tokenizer)
             return Assembly(Late(seeing), Recursive())
         case methods.MSD():
             from specmm.vlm.drafters.msd import MSDDrafter
 
-            tree = _shape(method.tree, device) if method.sampled else Dynamic(method.top_k, method.depth, method.total)
+            tree = (
+                static_shape(method.tree, device)
+                if method.sampled
+                else Dynamic(method.top_k, method.depth, method.total)
+            )
             return Assembly(Late(MSDDrafter(drafter, target, tree, method.sampled)), Recursive())
         case _:
             raise ValueError(f"method {method.name!r} drafts nothing")
@@ -72,7 +76,7 @@ def _small(drafter: Any) -> SmallModel:
     return drafter if isinstance(drafter, SmallModel) else SmallModel(drafter)
 
 
-def _shape(tree: methods.Tree, device: Any) -> TreeShape:
+def static_shape(tree: methods.Tree, device: Any) -> TreeShape:
     """A named tree, parents (from -1 on), or children by level of a spine."""
     if isinstance(tree, str):
         return named(tree, device)

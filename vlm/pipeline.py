@@ -147,6 +147,8 @@ class VQAPipeline(Pipeline):
     def _start(self, images: Any, questions: Any, options: Options) -> Run:
         """Prepare a batch; nothing runs before the first round is asked for."""
         method = self._method(options)
+        if options.compiled:
+            raise ValueError("compiled=True serves text (TextPipeline), not questions about pictures; leave it out")
         target = VLMTarget(self.model, options.processor, self.name)
         check_flow(method, options.batch_size)
         all_asked = Questions.of(images, questions, options.chat)

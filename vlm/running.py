@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specmm import methods
 from specmm.certificate import Certificate, of_rule
-from specmm.decode import Progress, decode, decode_plain
+from specmm.decode import Play, Progress, decode, decode_plain, one_round
 from specmm.drafter import Drafter, Late, NoDrafts
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
@@ -36,7 +36,8 @@ class Options:
     ``seed`` or ``generator`` (one for all, or one a row) make sampling repeatable. ``method`` None is the pipeline's.
     ``chat`` puts what is asked into the model's chat template; off, it is a raw prompt. An answer ends in front of the
     first of the texts ``stop``. With ``batch_size`` so many rows are answered at a time, and one that ends takes up
-    the next (the methods that ``flows`` names); 0 answers all at once.
+    the next (the methods that ``flows`` names); 0 answers all at once. ``compiled`` runs steps and rounds of text as
+    programs of ``torch.compile``, which are made at the first call of a method, batch and length.
     """
 
     max_new_tokens: int = 64
@@ -50,6 +51,7 @@ class Options:
     chat: bool = True
     stop: str | Sequence[str] = ()
     batch_size: int = 0
+    compiled: bool = False
 
     @classmethod
     def of(cls, given: dict[str, Any], **defaults: Any) -> Options:
@@ -246,9 +248,10 @@ class Pipeline:
         options: Options,
         parts: tuple[Drafter, Rule] | None,
         asked: Asked,
+        play: Play = one_round,
     ) -> Run:
         """What was ``asked``, beginning with ``prompt``, to be answered with a drafter and a rule, or plainly without
-        ``parts``; nothing runs yet.
+        ``parts``; nothing runs yet. ``play`` is what plays a round.
         """
         generators, length = options.generators(asked.count, self.model.device), options.max_new_tokens
         queue, uniforms = asked.queue(target, generators), Uniforms(generators[: len(prompt.lengths)])
@@ -260,5 +263,5 @@ class Pipeline:
         inner = drafter.inner if isinstance(drafter, Late) else None
         if isinstance(inner, AdmittingDrafter) and (queue is not None or not options.processor.greedy):
             drafter = inner  # a sample's dice must not depend on whether it is the first of its row
-        steps = decode(target, drafter, rule, prompt, length, uniforms, stop=stop, queue=queue)
+        steps = decode(target, drafter, rule, prompt, length, uniforms, stop=stop, queue=queue, play=play)
         return Run(name, steps, rule if parts else None, self.text, stops, queue)

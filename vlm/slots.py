@@ -5,11 +5,13 @@ Shape letters: B batch, S slots attended, H heads, D head width, T query rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin
 
-from specmm.cache import Cache, Memory
+from specmm.cache import Cache, Memory, StaticMemory
 
 
 class SlotLayer(CacheLayerMixin):
@@ -17,7 +19,7 @@ class SlotLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory | StaticMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory, self.is_initialized = memory, True
 
@@ -46,4 +48,9 @@ class SlotLayer(CacheLayerMixin):
 
 def as_transformers(cache: Cache) -> TransformersCache:
     """``cache`` as ``past_key_values``; both share the memory."""
-    return TransformersCache(layers=[SlotLayer(memory) for memory in cache.layers])
+    return with_memories(cache.layers)
+
+
+def with_memories(layers: Sequence[Memory | StaticMemory]) -> TransformersCache:
+    """The memories of all ``layers`` as ``past_key_values``."""
+    return TransformersCache(layers=[SlotLayer(memory) for memory in layers])

@@ -159,9 +159,8 @@ class VLMTarget:
         self.offsets[row] = alone.offsets[0]
         return output
 
-    @torch.inference_mode()
     def score(self, tree: DraftTree) -> TargetOutput:
-        """One tree-attention forward; see :class:`specmm.target.Target`."""
+        """One tree-attention forward, in whatever mode it is called: one that begins in a program breaks it."""
         cache, self.tree = self.cache, tree
         cache.aim(cache.size.capacity, cache.slots)
         positions = cache.lengths[:, None] + tree.shape.depths
@@ -227,12 +226,18 @@ class VLMTarget:
 
     def _output(self, states: Tensor, tree: DraftTree | None) -> TargetOutput:
         logits = self.head(states)
+        self._count(logits)
+        return TargetOutput(self._laws(logits, tree), states)
+
+    def _count(self, logits: Tensor) -> None:
         check_finite(logits, self.calls, self.name)
         self.calls += 1
+
+    def _laws(self, logits: Tensor, tree: DraftTree | None) -> Tensor:
         spent = self.spent if self.spent is not None and self.spent.shape == logits.shape else None
         laws = self.processor.laws(logits, self.history, tree, spent)
         self.spent = laws if isinstance(self.processor, Processor) and self.processor.greedy else None
-        return TargetOutput(laws, states)
+        return laws
 
     def _step_bias(self, slot: int) -> Tensor | None:
         """Additive mask [B, 1, 1, slot + 1] that hides the prompts' padding; None where nothing needs hiding."""

@@ -12,29 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmm.cache import Cache
+from specmm.cache import Cache, StaticMemory
+from specmm.compiled import compiled
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
-
-
-def compiled(function: Any) -> Any:
-    """``function`` as a program for each shape of its arguments."""
-    return torch.compile(function, dynamic=False)
-
-
-class StaticMemory:
-    """One layer's slots [R, S, H, D], written at a tensor ``place`` [1] and attended whole."""
-
-    def __init__(self, keys: Tensor, values: Tensor, place: Tensor) -> None:
-        self.keys, self.values, self.place = keys, values, place
-
-    def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``k`` and ``v`` [R, 1, H, D]; return all slots."""
-        self.keys.index_copy_(1, self.place, k)
-        self.values.index_copy_(1, self.place, v)
-        return self.keys, self.values
 
 
 class StaticTarget(LlamaGenTarget):

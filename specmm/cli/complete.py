@@ -31,6 +31,9 @@ def complete(
     repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     stop: Annotated[list[str], typer.Option(help="A text to end in front of; may be repeated.")] = [],  # noqa: B006
     chat: Annotated[bool, typer.Option(help="Put the prompt into the model's chat template.")] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile rounds: small models are twice as fast, after half a minute.")
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw acceptance and lengths into this .png, .pdf or .svg.")] = None,
     seed: Seed = None,
     as_json: Json = False,
@@ -50,6 +53,7 @@ def complete(
         disable_progress_bar()
         pipe = TextPipeline.from_pretrained(model, chosen, drafter)
         options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, seed=seed, stop=stop, chat=chat, **sampling)
+        options["compiled"] = compiled
         begin = time.perf_counter()
         out = pipe(prompt, Echo(pipe) if len(prompt) == 1 else None, **options)
         seconds = time.perf_counter() - begin

@@ -74,6 +74,8 @@ def _value(key: str, text: str, kind: Any) -> Any:
         except ValueError:
             wanted = "a whole number" if kind is int else "a number"
             raise ValueError(f"{key} must be {wanted}, got {text!r}") from None
+    if int in get_args(kind) and text.isdigit():
+        return int(text)
     return _tree(text)
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specmm.randomness import Dice, categorical
+
 
 def sample_siblings(law: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens [B, P, k] drawn without replacement from ``law`` [B, P, V], and each sibling's law [B, P, k, V].
@@ -27,6 +29,13 @@ def sample_siblings(law: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Tens
     keys = torch.where(law > 0, law / race, -race)  # zero-probability tokens run after all others, among equals
     tokens = keys.topk(k).indices
     return tokens, sibling_laws(law, tokens)
+
+
+def draw_siblings(law: Tensor, k: int, uniforms: Dice) -> tuple[Tensor, Tensor]:
+    """As :func:`sample_siblings`, drawing the uniforms that it takes: one a parent where there is one child."""
+    if k == 1:
+        return categorical(law, uniforms.draw(law.shape[1]))[..., None], law[:, :, None]
+    return sample_siblings(law, k, uniforms.draw(law[0].numel()).view(law.shape))
 
 
 def sample_siblings_iid(law: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

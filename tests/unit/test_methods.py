@@ -34,6 +34,8 @@ def test_options_from_text_have_their_types() -> None:
     assert parse_method(methods.IMAGE_TOKENS, "speculative", ["tree=(3, 2)"]).tree == (3, 2)
     assert parse_method(methods.IMAGE_TOKENS, "speculative", ["tree=4"]).tree == (4,)
     assert parse_method(methods.IMAGE_TOKENS, "speculative", ["tree=mc_sim_7b_63"]).tree == "mc_sim_7b_63"
+    assert parse_method(methods.TEXT, "block", ["tree=8"]).tree == 8
+    assert parse_method(methods.TEXT, "block", ["tree=2,1,1"]).tree == (2, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from specmm.drafter import Feedback
 from specmm.image_ar.tokens.drafters.hindsight import Hindsight
 from specmm.image_ar.tokens.gpt import GPTConfig, RMSNorm, Rotary, Transformer, TransformerBlock, rotary_table
 from specmm.image_ar.tokens.target import LlamaGenTarget
-from specmm.randomness import Dice, categorical
-from specmm.shape.sampled import sample_siblings
+from specmm.randomness import Dice
+from specmm.shape.sampled import draw_siblings
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 
@@ -208,13 +208,8 @@ class BlockDrafter:
         law = self.target.processor(logits)
         if self.hindsight is not None:
             law = self.hindsight.mix(law, level.depth)
-        if level.width == 1:
-            drafts, drawn = categorical(law, uniforms.draw(law.shape[1])), law
-        else:
-            dice = uniforms.draw(law[0].numel()).view(law.shape)
-            drafts, drawn = sample_siblings(law, level.width, dice)
-            drawn = drawn.flatten(1, 2)
-        drafts = drafts.flatten(1)
+        children, laws = draw_siblings(law, level.width, uniforms)
+        drafts, drawn = children.flatten(1), laws.flatten(1, 2)
         if level.pick is None:
             return drafts, drawn
         return drafts.index_select(1, level.pick), drawn.index_select(1, level.pick)

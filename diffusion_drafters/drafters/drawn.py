@@ -1,0 +1,72 @@
+"""Trees of a fixed shape from a block: the children of a node drawn without replacement from the law behind its token.
+
+Every node's law is recorded, so that verification is exact at any temperature; with a greedy target the children are
+the likeliest tokens, as point masses. All levels come from one forward of the source, and what they do not know of one
+another from its table of pairs, where it has one.
+
+Shape letters: B batch, K block, N nodes, P parents of a level, V vocabulary, v tokens that the source knows of it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from specmm.diffusion_drafters.drafters.block import block_length, drafting_law
+from specmm.diffusion_drafters.drafters.sources import BlockSource
+from specmm.drafter import Feedback
+from specmm.growth import Level
+from specmm.randomness import Dice
+from specmm.shape.sampled import draw_siblings
+from specmm.stats import Clock
+from specmm.tree import DraftTree, TreeShape
+from specmm.vlm.target import VLMTarget
+
+
+class DrawnTreeDrafter:
+    """Trees of ``shape``; see the module.
+
+    Raises ``ValueError`` for a tree deeper than the source's blocks or with more children than there are tokens.
+    """
+
+    def __init__(self, source: BlockSource, target: VLMTarget, shape: TreeShape) -> None:
+        if shape.width > source.known.count:
+            raise ValueError(f"tree must have at most {source.known.count} children a node, got {shape.width}")
+        self.source, self.shape = source, shape
+        self.max_depth, self.max_nodes = block_length(source, shape.depth), shape.size
+        self.greedy, self.law = target.processor.greedy, drafting_law(target, source.known)
+        self.levels = Level.all_of(shape)
+
+    def begin(self, feedback: Feedback, clock: Clock) -> None:
+        """Let the source read the prompt."""
+        self.clock = clock
+        with clock("draft"):
+            self.source.begin(feedback, self.max_depth)
+
+    def admit(self, row: int) -> None:
+        """Let the source read the prompt admitted."""
+        with self.clock("draft"):
+            self.source.admit(row)
+
+    def propose(self, feedback: Feedback, uniforms: Dice) -> DraftTree:
+        """The tree behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        with self.clock("draft"):
+            logits = self.source.logits(feedback, self.max_depth)  # [B, K, v]
+            tokens = feedback.token[:, None].repeat(1, self.max_nodes)
+            laws = None if self.greedy else logits.new_zeros(*tokens.shape, self.source.known.size)
+            for scores, level in zip(logits.unbind(1), self.levels, strict=True):
+                drafts, drawn = self._draw(scores, tokens[:, level.parents], level.width, uniforms)
+                tokens.index_copy_(1, level.nodes, drafts.flatten(1).index_select(1, level.pick))
+                if laws is not None and drawn is not None:
+                    recorded = drawn.flatten(1, 2).index_select(1, level.pick)
+                    laws.index_copy_(1, level.nodes, self.source.known.spread(recorded))
+            return DraftTree(tokens, self.shape, laws)
+
+    def _draw(self, scores: Tensor, parents: Tensor, width: int, uniforms: Dice) -> tuple[Tensor, Tensor | None]:
+        """Children [B, P, width] of the tokens ``parents`` [B, P] by a level's ``scores`` [B, v], and their laws."""
+        behind = scores[:, None].expand(-1, parents.shape[1], -1)
+        if self.source.follow is not None:
+            behind = self.source.follow(behind, parents)
+        if self.greedy:
+            return self.source.known.name(behind.topk(width).indices), None
+        drafts, laws = draw_siblings(self.law(behind), width, uniforms)
+        return self.source.known.name(drafts), laws

@@ -1,0 +1,175 @@
+"""Tiny block drafters, and the loop with each of them.
+
+Shape letters: B batch, T tokens, V vocabulary.
+"""
+
+import itertools
+
+import torch
+import transformers as tf
+from scipy.stats import chi2
+
+from specmm.decode import decode, decode_plain
+from specmm.diffusion_drafters.assemble import chain_rule
+from specmm.diffusion_drafters.diffuspec.ngram import fit
+from specmm.diffusion_drafters.drafters.block import ChainDrafter, TreeDrafter
+from specmm.diffusion_drafters.drafters.cached import CausalSource
+from specmm.diffusion_drafters.drafters.diffuspec import DiffuSpecDrafter
+from specmm.diffusion_drafters.drafters.drawn import DrawnTreeDrafter
+from specmm.diffusion_drafters.drafters.sources import DFlashSource, DiffusionSource
+from specmm.diffusion_drafters.drafters.specdiff import StepsDrafter
+from specmm.diffusion_drafters.models.bidirectional import FullAttention
+from specmm.diffusion_drafters.models.causal import CausalPrefix
+from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
+from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig
+from specmm.randomness import Uniforms
+from specmm.tree import TreeShape
+from specmm.verify import Recursive, Traversal
+from specmm.vlm.drafters.model import padded
+from specmm.vlm.prompt import VLMPrompt
+from specmm.vlm.target import VLMTarget
+
+LENGTH, V, SMALL = 14, 30, 6
+SURE = 0.55  # in the middle of what AdaEDL expects of the tiny drafter
+BUSH = TreeShape.from_parents([-1, 0, 0, 1, 1, 2, 3, 3, 3])
+SIZES = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4)
+SIZES |= dict(num_key_value_heads=2, max_position_embeddings=128)
+
+
+def shaken(model, seed, std=0.3):
+    generator = torch.Generator().manual_seed(seed)
+    for weight in model.parameters():
+        weight.requires_grad_(False)
+        if weight.ndim > 1:
+            weight.normal_(0, std, generator=generator)
+    return model.eval()
+
+
+def target_model(vocabulary, seed=0):
+    return shaken(tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=vocabulary, **SIZES)), seed)
+
+
+def dream(vocabulary, room=128):
+    """The target's own weights read on both sides: it often agrees. One more token than the target: the mask."""
+    config = tf.LlamaConfig(vocab_size=vocabulary + 1, **(SIZES | {"max_position_embeddings": room}))
+    return FullAttention(shaken(tf.LlamaForCausalLM(config), 0), vocabulary, 2, shift=1)
+
+
+def mdlm(vocabulary):
+    torch.manual_seed(3)  # of its biases
+    config = DDiTConfig(vocabulary + 1, 16, 8, 2, 2, 128, block=4)
+    return MaskedDDiT(shaken(DDiT(config), 3), vocabulary, 2)
+
+
+def dflash(vocabulary):
+    sizes = tf.Qwen3Config(vocab_size=vocabulary, head_dim=8, attn_implementation="sdpa", **SIZES)
+    return shaken(DFlash(DFlashConfig(sizes, 5, vocabulary - 1, (0, 2))), 4)
+
+
+def paired(vocabulary, known=None):
+    """A DFlash drafter with a table of pairs, that knows all tokens or ``known`` of them."""
+    sizes = tf.Qwen3Config(vocab_size=vocabulary, head_dim=8, attn_implementation="sdpa", **SIZES)
+    model = DFlash(DFlashConfig(sizes, 5, vocabulary - 1, (0, 2), 0 if known is None else len(known), 3))
+    if known is not None:
+        model.know(torch.tensor(known))
+    shaken(model, 4, 0.3).markov.before.weight.mul_(12)  # pairs that say much
+    return model
+
+
+def deer(vocabulary, end=None):
+    """Two layers of its own, for blocks of four; one more token than the target: the mask."""
+    config = tf.Qwen2Config(vocab_size=vocabulary + 1, **(SIZES | {"num_hidden_layers": 2}))
+    return CausalPrefix(shaken(tf.Qwen2ForCausalLM(config), 6), vocabulary, 4, end)
+
+
+def proxy(vocabulary):
+    return fit([torch.randint(vocabulary, (60,), generator=torch.Generator().manual_seed(1)).tolist()], vocabulary)
+
+
+def searching(target, **options):
+    v = target.family.vocabulary
+    return DiffuSpecDrafter(DiffusionSource(dream(v), target), proxy(v), least=2, **options)
+
+
+DRAFTERS = {
+    "chain of dream": lambda t: ChainDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, 4),
+    "chain of mdlm": lambda t: ChainDrafter(DiffusionSource(mdlm(t.family.vocabulary), t), t, 4),
+    "chain of dflash": lambda t: ChainDrafter(DFlashSource(dflash(t.family.vocabulary), t), t),
+    "chain of pairs": lambda t: ChainDrafter(DFlashSource(paired(t.family.vocabulary), t), t),
+    "chain of few tokens": lambda t: ChainDrafter(DFlashSource(paired(t.family.vocabulary, [4, 1, 2]), t), t),
+    "recalling chain of pairs": lambda t: ChainDrafter(DFlashSource(paired(t.family.vocabulary), t), t, recall=1),
+    "sure chain of pairs": lambda t: ChainDrafter(DFlashSource(paired(t.family.vocabulary), t), t, sure=SURE),
+    "tree of pairs": lambda t: TreeDrafter(DFlashSource(paired(t.family.vocabulary, [4, 1, 2]), t), t, 7),
+    "drawn tree of pairs": lambda t: DrawnTreeDrafter(DFlashSource(paired(t.family.vocabulary, [4, 1, 2]), t), t, BUSH),
+    "drawn tree of dream": lambda t: DrawnTreeDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, BUSH),
+    "recalling chain": lambda t: ChainDrafter(DFlashSource(dflash(t.family.vocabulary), t), t, recall=1),
+    "chain of deer": lambda t: ChainDrafter(CausalSource(deer(t.family.vocabulary), t), t),
+    "tree of deer": lambda t: TreeDrafter(CausalSource(deer(t.family.vocabulary), t), t, 7, 3),
+    "sure chain": lambda t: ChainDrafter(DFlashSource(dflash(t.family.vocabulary), t), t, sure=SURE),
+    "tree of dream": lambda t: TreeDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, 9, 3),
+    "tree of dflash": lambda t: TreeDrafter(DFlashSource(dflash(t.family.vocabulary), t), t, 7),
+    "steps of dream": lambda t: StepsDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, 5, 3),
+    "diffuspec": lambda t: searching(t, most=5, step=2),
+    "diffuspec, sampled": lambda t: searching(t, most=4, sampled=True),
+    "diffuspec, likeliest tokens": lambda t: DiffuSpecDrafter(
+        DiffusionSource(dream(t.family.vocabulary, room=12), t), None, least=3, most=3
+    ),
+}
+ROWS = [[3, 4, 5, 6, 7, 3, 4, 5], [9], [8, 7, 6]]
+
+
+def run(make, processor, uniforms, rows=ROWS, vocabulary=V, length=LENGTH):
+    target = VLMTarget(target_model(vocabulary), processor, "tiny")
+    prompt = VLMPrompt(padded(rows, "cpu"), length)
+    if make is None:
+        *_, end = decode_plain(target, prompt, length, uniforms)
+    else:
+        drafter = make(target)
+        drawn = isinstance(drafter, ChainDrafter | StepsDrafter) or getattr(drafter, "sampled", False)
+        rule = chain_rule(target) if drawn else Recursive()
+        if isinstance(drafter, DrawnTreeDrafter) and not processor.greedy:
+            rule = Traversal()
+        *_, end = decode(target, drafter, rule, prompt, length, uniforms)
+    return end
+
+
+class Stream(Uniforms):
+    """One generator for thousands of rows."""
+
+    def __init__(self, rows):
+        self.rows, self.generator = rows, torch.Generator().manual_seed(0)
+
+    @property
+    def device(self):
+        return self.generator.device
+
+    def draw(self, count):
+        return torch.rand(self.rows, count, generator=self.generator)
+
+
+def law_of_sequences(processor, row, length):
+    model, law = target_model(SMALL), torch.ones(1, dtype=torch.float64)
+    for depth in range(length):
+        paths = torch.tensor(list(itertools.product(range(SMALL), repeat=depth)), dtype=torch.int64)
+        ids = torch.cat([torch.tensor([row]).expand(SMALL**depth, -1), paths.view(SMALL**depth, depth)], 1)
+        logits = model(ids).logits[:, -1]
+        law = (law[:, None] * processor(logits.double())).flatten()
+    return law
+
+
+def fits(law, tokens):
+    """Whether ``tokens`` [n, T] pass a chi-square test at one in a thousand; rare cells are joined."""
+    length = tokens.shape[1]
+    index = sum(tokens[:, t] * SMALL ** (length - 1 - t) for t in range(length))
+    seen = torch.bincount(index, minlength=len(law)).double()
+    wanted, order = (law * len(tokens)).sort(descending=True)
+    common = int((wanted >= 5).sum())
+    cells = [torch.cat([x[:common], x[common:].sum()[None]]) for x in (wanted, seen[order])]
+    keep = cells[0] > 1e-9
+    statistic = ((cells[1] - cells[0]) ** 2 / cells[0])[keep].sum()
+    return bool(statistic < chi2.ppf(0.999, int(keep.sum()) - 1))
+
+
+def samples(make, processor, rows):
+    end = run(make, processor, Stream(rows), [[1, 3, 2]] * rows, SMALL, 3)
+    return end.tokens[:, :3]

@@ -1,0 +1,150 @@
+"""Compiled text: the tokens of eager steps and rounds, whatever the prompts' lengths, and what is not served."""
+
+import functools
+import shutil
+
+import pytest
+import torch
+import transformers as tf
+
+from specmm import methods
+from specmm.compiled import CompiledRound
+from specmm.decode import decode, decode_plain
+from specmm.diffusion_drafters.assemble import assemble
+from specmm.diffusion_drafters.pipeline import TextPipeline, check_compiled
+from specmm.processors import Processor
+from specmm.randomness import Uniforms
+from specmm.vlm.drafters.model import padded
+from specmm.vlm.pipeline import VQAPipeline
+from specmm.vlm.prompt import VLMPrompt
+from specmm.vlm.running import Options
+from specmm.vlm.static import ROOM, StaticVLMTarget
+from specmm.vlm.target import VLMTarget
+from tests.unit.diffusion.conftest import LENGTH, ROWS, SIZES, V, paired, shaken, target_model
+
+CHAIN, TREE = methods.Block(length=3), methods.Block(tree=(-1, 0, 0, 1, 1, 2))
+WAYS = {"ar": None, "chain": CHAIN, "tree": TREE}
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Programs are traced as for a compiler, and not built: seconds instead of half a minute."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Run:
+    """A method on a tiny model, compiled or not, which keeps its programs."""
+
+    def __init__(self, method, processor, compiled, model=None):
+        kind = StaticVLMTarget if compiled else VLMTarget
+        self.target = kind(model or target_model(V), processor, "tiny")
+        self.parts = None if method is None else assemble(method, self.target, paired(V, [4, 1, 2, 7]))
+        self.options = {"play": CompiledRound(same_modules=True)} if compiled else {}
+
+    def __call__(self, rows=ROWS):
+        *_, end = self.steps(rows)
+        return end.tokens[:, :LENGTH].tolist(), end.stats.rounds
+
+    def steps(self, rows=ROWS):
+        prompt, dice = VLMPrompt(padded(rows, "cpu"), LENGTH), Uniforms.from_seeds(range(len(rows)))
+        if self.parts is None:
+            return decode_plain(self.target, prompt, LENGTH, dice)
+        return decode(self.target, *self.parts, prompt, LENGTH, dice, **self.options)
+
+
+PROCESSORS = {
+    "greedy": Processor(0),
+    "drawn": Processor(1.0, top_k=9),
+    "penalised": Processor(0.7, repetition_penalty=1.3),
+}
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize("name", WAYS)
+def test_tokens_are_those_of_eager_rounds(name, processor, traced):
+    eager, compiled = (Run(WAYS[name], PROCESSORS[processor], way) for way in (False, True))
+    for rows in (ROWS, ROWS[::-1]):
+        assert compiled(rows) == eager(rows)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
+def test_built_programs_give_the_same_tokens():
+    assert Run(CHAIN, Processor(0), True)() == Run(CHAIN, Processor(0), False)()
+
+
+@pytest.mark.parametrize("name", ["ar", "tree"])
+def test_prompts_of_any_length_share_a_program(name, traced):
+    """Up to the room that texts are given: a longer one gets another program, and the same tokens."""
+    eager, compiled = (Run(WAYS[name], Processor(1.0), way, roomy_model()) for way in (False, True))
+    rows = [[3, 4, 5], [6]]
+    compiled(rows)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for longer in ([[3, 4, 5, 6], [8, 7]], [[5] * 40, [9] * 33]):
+            assert compiled(longer) == eager(longer)
+    assert compiled([[3, 4] * (ROOM // 2), [9]]) == eager([[3, 4] * (ROOM // 2), [9]])
+
+
+def roomy_model():
+    return shaken(tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=V, **SIZES | {"max_position_embeddings": 1024})), 0)
+
+
+def test_other_runs_on_the_model_leave_programs_as_they_were(traced):
+    model = target_model(V)
+    first, other = (Run(method, Processor(0), True, model) for method in (CHAIN, methods.Block(length=2)))
+    wanted = Run(CHAIN, Processor(0), False)()
+    assert first() == wanted
+    assert other()[0] == Run(TREE, Processor(0), False, model)()[0] == wanted[0]
+    assert first() == wanted
+
+
+@pytest.mark.parametrize("name", ["ar", "chain"])
+def test_logits_that_are_not_finite_stop_the_run(name, traced):
+    run = Run(WAYS[name], Processor(0), True)
+    run()
+    steps = run.steps()
+    next(steps)
+    run.target.model.lm_head.weight.data.fill_(float("nan"))
+    with pytest.raises(ValueError, match="finite"):
+        list(steps)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        (methods.PromptLookup(), {}, "needs ar or a block drafter's chains"),
+        (methods.DEER(), {}, "needs ar or a block drafter's chains"),
+        (methods.Block(tree=8), {}, r"rounds all alike\), got Block"),
+        (methods.Block(recall=3), {}, "rounds all alike"),
+        (methods.Block(sure=0.3, tree=(1, 1)), {}, "rounds all alike"),
+        (methods.AR(), {"stop": "\n"}, "give no stop or batch_size"),
+        (CHAIN, {"batch_size": 1}, "give no stop or batch_size"),
+    ],
+)
+def test_what_is_not_served(method, options, message):
+    with pytest.raises(ValueError, match=message):
+        check_compiled(method, Options(**options))
+
+
+def test_models_with_windows_are_not_served():
+    config = tf.MistralConfig(vocab_size=V, sliding_window=8, **SIZES)
+    with pytest.raises(ValueError, match="needs full attention"):
+        StaticVLMTarget(tf.MistralForCausalLM(config), Processor())
+
+
+def test_pictures_are_not_served():
+    with pytest.raises(ValueError, match="serves text"):
+        VQAPipeline.from_pretrained("pocket/llava")([], "What is it?", compiled=True)
+
+
+def test_the_pipeline_keeps_its_programs(traced):
+    pipe = TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float32)
+    options = dict(max_new_tokens=6, compiled=True)
+    texts = [pipe("def add(a, b):", method="ar", **options).texts, pipe("def add(a, b):", max_new_tokens=6).texts]
+    kept = dict(pipe.made)
+    assert texts[0] == texts[1] and pipe("import", method="ar", **options) and pipe.made == kept
+    with pytest.raises(ValueError, match="rounds all alike"):
+        pipe("import", method="deer", **options)
+    assert pipe.made == kept
