@@ -252,7 +252,6 @@ class Block:
 
 Method = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Auto
 VQAMethod = AR | TextDraft | VLMDraft | MSD | PromptLookup | Verdict | Auto
-
 ScalesMethod = AR | CoDe | ScaleSpeculative | Auto
 ContinuousMethod = AR | CSpD
 TextMethod = AR | DiffuSpec | SpecDiff | DEER | Block | TextDraft | PromptLookup | Auto
