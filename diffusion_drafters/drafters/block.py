@@ -110,7 +110,25 @@ class ChainDrafter:
         return int(going.long().cumprod(1).sum(1).max())
 
 
-class TreeDrafter:
+class BlockReader:
+    """What drafters of trees share: a ``source`` that reads prompts, for blocks of ``max_depth`` drafts."""
+
+    source: BlockSource
+    max_depth: int
+
+    def begin(self, feedback: Feedback, clock: Clock) -> None:
+        """Let the source read the prompt."""
+        self.clock = clock
+        with clock("draft"):
+            self.source.begin(feedback, self.max_depth)
+
+    def admit(self, row: int) -> None:
+        """Let the source read the prompt admitted."""
+        with self.clock("draft"):
+            self.source.admit(row)
+
+
+class TreeDrafter(BlockReader):
     """The ``total``-node tree (root included) of the most probable paths of ``depth`` tokens at most.
 
     With a table of pairs nodes have eight children at most, so that a larger tree only nearly holds the most probable.
@@ -124,17 +142,6 @@ class TreeDrafter:
         self.source, self.target = source, target
         self.max_depth, self.max_nodes = block_length(source, depth), total
         self.law = drafting_law(target, source.known)
-
-    def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """Let the source read the prompt."""
-        self.clock = clock
-        with clock("draft"):
-            self.source.begin(feedback, self.max_depth)
-
-    def admit(self, row: int) -> None:
-        """Let the source read the prompt admitted."""
-        with self.clock("draft"):
-            self.source.admit(row)
 
     def propose(self, feedback: Feedback, uniforms: Dice) -> DraftTree:
         """The tree behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from specmm.diffusion_drafters.drafters.block import block_length, drafting_law
+from specmm.diffusion_drafters.drafters.block import BlockReader, block_length, drafting_law
 from specmm.diffusion_drafters.drafters.sources import BlockSource
 from specmm.drafter import Feedback
 from specmm.growth import Level
 from specmm.randomness import Dice
 from specmm.shape.sampled import draw_siblings
-from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 from specmm.vlm.target import VLMTarget
 
 
-class DrawnTreeDrafter:
+class DrawnTreeDrafter(BlockReader):
     """Trees of ``shape``; see the module.
 
     Raises ``ValueError`` for a tree deeper than the source's blocks or with more children than there are tokens.
@@ -35,17 +34,6 @@ class DrawnTreeDrafter:
         self.max_depth, self.max_nodes = block_length(source, shape.depth), shape.size
         self.greedy, self.law = target.processor.greedy, drafting_law(target, source.known)
         self.levels = Level.all_of(shape)
-
-    def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """Let the source read the prompt."""
-        self.clock = clock
-        with clock("draft"):
-            self.source.begin(feedback, self.max_depth)
-
-    def admit(self, row: int) -> None:
-        """Let the source read the prompt admitted."""
-        with self.clock("draft"):
-            self.source.admit(row)
 
     def propose(self, feedback: Feedback, uniforms: Dice) -> DraftTree:
         """The tree behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""

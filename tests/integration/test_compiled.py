@@ -1,7 +1,6 @@
 """Compiled rounds and steps: the tokens of the eager ones, the same errors, and what they do not serve."""
 
 import dataclasses
-import functools
 import shutil
 
 import pytest
@@ -46,15 +45,6 @@ def same(pipe, method, cfg=1.0, top_k=0, **options):
     assert (eager.stats.tokens, eager.stats.rounds) == (compiled.stats.tokens, compiled.stats.rounds)
     assert eager.certificate.kind == compiled.certificate.kind
     return compiled
-
-
-@pytest.fixture
-def traced(monkeypatch):
-    """Programs are traced as for a compiler, and not built: seconds instead of half a minute."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 compiles = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")

@@ -1,6 +1,5 @@
 """Compiled text: the tokens of eager steps and rounds, whatever the prompts' lengths, and what is not served."""
 
-import functools
 import shutil
 
 import pytest
@@ -24,15 +23,6 @@ from tests.unit.diffusion.conftest import LENGTH, ROWS, SIZES, V, paired, shaken
 
 CHAIN, TREE = methods.Block(length=3), methods.Block(tree=(-1, 0, 0, 1, 1, 2))
 WAYS = {"ar": None, "chain": CHAIN, "tree": TREE}
-
-
-@pytest.fixture
-def traced(monkeypatch):
-    """Programs are traced as for a compiler, and not built: seconds instead of half a minute."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Run:
