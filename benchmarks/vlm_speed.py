@@ -45,6 +45,7 @@ from specmm.vlm.asking import Questions
 from specmm.vlm.data.facts import fact
 from specmm.vlm.data.stream import World, load_world
 from specmm.vlm.pipeline import VQAPipeline
+from specmm.vlm.prompt import on_device
 
 LONGEST = 80  # tokens of an answer
 TREES = ((1, 1, 1), (2, 1, 1, 1, 1, 1), (3, 2, 1, 1, 1))  # of the MSD drafter, children by level
@@ -114,6 +115,7 @@ def theirs(pipe: VQAPipeline, temperature: float, **options: Any) -> Answer:
 
     def answer(asked: Asked) -> Answered:
         inputs = Questions.of(asked.pictures, asked.questions).inputs(pipe.processor)
+        inputs = on_device(inputs, pipe.model.device, pipe.model.dtype)
         torch.manual_seed(asked.seed)
         said = pipe.model.generate(**inputs, max_new_tokens=LONGEST, **sampling, **options)
         return Answered([cut(row, ends) for row in said[:, inputs["input_ids"].shape[1] :]])

@@ -103,8 +103,8 @@ def test_methods_whose_rounds_differ_are_refused(pipe, method):
 
 def test_no_compiler_is_one_line(pipe, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))  # as it is read at import
-    with pytest.raises(ValueError, match=r"need a C\+\+ compiler, no-such-compiler is none"):
+    without = torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")})  # as it is read at import
+    with without, pytest.raises(ValueError, match=r"need a C\+\+ compiler, no-such-compiler is none"):
         draw(pipe, methods.AR(), 1.0, True)
 
 
