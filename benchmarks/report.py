@@ -209,8 +209,11 @@ def _languages(rows: dict[str, list[Row]]) -> list[str]:
             found += [f"## Answers that are right, pocket/{name}", table(rows[f"vqa_accuracy_{name}"])]
     if rows["verdict"]:
         found += ["## Speculative Verdict, pocket/llava and its experts", table(rows["verdict"])]
-    titles = ("pocket/coder", "pocket/coder, compiled", "SmolLM2-135M")
-    for name, title in zip(NAMES[-4:-1], titles, strict=True):
+    for name, title in (
+        ("text_speed_coder", "pocket/coder"),
+        ("text_speed_coder_compiled", "pocket/coder, compiled"),
+        ("text_speed_smollm2", "SmolLM2-135M"),
+    ):
         if rows[name]:
             found += [f"## Continued text: {title}", table(rows[name], TEXT)]
     return found

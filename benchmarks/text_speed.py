@@ -63,8 +63,7 @@ def ours(pipe: TextPipeline, method: Any, temperature: float, compiled: bool = F
 
     def answer(asked: Asked) -> Answered:
         options: dict[str, Any] = dict(method=method, temperature=temperature, seed=asked.seed, chat=asked.chat)
-        options["compiled"] = compiled
-        out = pipe(asked.prompts, max_new_tokens=LONGEST, **options)
+        out = pipe(asked.prompts, max_new_tokens=LONGEST, compiled=compiled, **options)
         return Answered(out.tokens, out.stats, out.certificate.kind)
 
     return answer

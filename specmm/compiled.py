@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specmm.decode import Parts, Progress, one_round
 from specmm.drafter import Feedback
@@ -38,12 +39,28 @@ def compiled(function: Callable[..., Any], same_modules: bool = False) -> Any:
     )
 
 
+class ChecksLater:
+    """A target's mixin: a program cannot stop at logits that are not finite, so behind it the caller looks."""
+
+    extremes: Tensor
+
+    def check_round(self) -> None:
+        """Raise ``ValueError`` unless the logits of the last round that a program played are finite."""
+        super()._count(self.extremes)  # type: ignore[misc]  # the target's own
+
+    def _count(self, logits: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            self.extremes = torch.stack(logits.aminmax())
+        else:
+            super()._count(logits)  # type: ignore[misc]
+
+
 class CompiledRound:
     """Plays rounds as :func:`specmm.decode.one_round` does, on the same uniforms, as one program.
 
     The first round behind a prefill runs as it is, for it has less to read. The clock's "verify" is the whole program,
     so that a run's host overhead is what is left outside it. A relaxed rule's excess is measured in every round, for
-    which one program does. The target must have ``check_round``, as ``image_ar.tokens.static.StaticTarget`` has.
+    which one program does. The target must have ``check_round``, as :class:`ChecksLater` has.
     ``same_modules`` as in :func:`compiled`.
     """
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specmm.cache import StaticMemory
-from specmm.compiled import compiled
+from specmm.compiled import ChecksLater, compiled
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
 from specmm.vlm.prompt import VLMPrompt
@@ -25,7 +25,7 @@ from specmm.vlm.target import Laws, VLMTarget
 ROOM = 256  # the least that a text's tokens are given; twice as much for longer ones, and so on
 
 
-class StaticVLMTarget(VLMTarget):
+class StaticVLMTarget(ChecksLater, VLMTarget):
     """A text model whose plain steps, and rounds on trees of one shape, have the same shapes at every call.
 
     A compiled round cannot stop at logits that are not finite: behind it the caller looks (``check_round``). Raises
@@ -66,16 +66,6 @@ class StaticVLMTarget(VLMTarget):
         self._count(logits)
         self.positions += 1
         return output
-
-    def check_round(self) -> None:
-        """Raise ``ValueError`` unless the logits of the last round that a program played are finite."""
-        super()._count(self.extremes)
-
-    def _count(self, logits: Tensor) -> None:
-        if torch.compiler.is_compiling():
-            self.extremes = torch.stack(logits.aminmax())
-        else:
-            super()._count(logits)
 
     def _laws(self, logits: Tensor, tree: DraftTree | None) -> Tensor:
         return self.processor.laws(logits, self.history, tree)

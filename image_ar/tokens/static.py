@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from specmm.cache import Cache, StaticMemory
-from specmm.compiled import compiled
+from specmm.compiled import ChecksLater, compiled
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
 
 
-class StaticTarget(LlamaGenTarget):
+class StaticTarget(ChecksLater, LlamaGenTarget):
     """A class-conditional target whose plain step has the same shapes, and the same memory, at every call.
 
     ``transform`` turns the step's function into a faster one. A compiled program cannot stop at logits that are not
@@ -74,13 +74,3 @@ class StaticTarget(LlamaGenTarget):
     def with_processor(self, processor: Processor) -> StaticTarget:
         """The same model under another processor, with memory and programs of its own."""
         return type(self)(super().with_processor(processor))
-
-    def check_round(self) -> None:
-        """Raise ``ValueError`` unless the logits of the last round that a program played are finite."""
-        super()._count(self.extremes)
-
-    def _count(self, guided: Tensor) -> None:
-        if torch.compiler.is_compiling():
-            self.extremes = torch.stack(guided.aminmax())
-        else:
-            super()._count(guided)
