@@ -2,10 +2,12 @@
 
 These ways of drafting a chain from a block keep the target's law: tokens drawn from the marginals independently, each
 with its marginal (DEER, arXiv 2512.15176); tokens drawn left to right, each with the law behind the one drawn before
-it (a drafter with a table of pairs, or the lattice's renormalised scores without looking ahead); and any path chosen in
-whatever way, as point masses (no laws). A searched path with the marginals as its laws does not: nobody drew it.
+it (a drafter with a table of pairs or a memory, or the lattice's renormalised scores without looking ahead); and any
+path chosen in whatever way, as point masses (no laws). A searched path with the marginals as its laws does not: nobody
+drew it.
 
-Shape letters: B batch, K block, V vocabulary, v tokens a drafter knows, W beam width.
+Shape letters: B batch, K block, V vocabulary, v tokens a drafter knows, S what a block says of a place (its logits, v,
+or what logits are made of), W beam width, R size of a memory.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +28,17 @@ from specmm.shape import eagle2
 from specmm.tree import DraftTree, TreeShape
 
 Law = Callable[[Tensor], Tensor]  # from logits [..., v] to probabilities
-Follow = Callable[[Tensor, Tensor], Tensor]  # from logits [..., v] to those behind the target's tokens [...]
 BEAM = 8  # paths that a tree goes on from at every level, at least
+
+
+class Follow(Protocol):
+    """Makes of what a block says of a place its logits behind the token drafted before it."""
+
+    def __call__(self, place: Tensor, before: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Logits [..., v] of ``place`` [..., S] behind the target's tokens ``before`` [...], and the memory [..., R] to
+        hand on, if the drafter has one; ``memory`` is what came of those tokens' own place (None: the block's first).
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,7 @@ def marginal_chain(root: Tensor, laws: Tensor, uniforms: Dice, shape: TreeShape 
 
 def followed_chain(
     root: Tensor,
-    logits: Tensor,
+    block: Tensor,
     law: Law,
     follow: Follow,
     known: Known,
@@ -72,16 +84,16 @@ def followed_chain(
     fixed: Tensor | None,
     shape: TreeShape,
 ) -> DraftTree:
-    """A chain behind ``root`` [B]: token i drawn from the ``law`` of row i of ``logits`` [B, K, v] behind token i - 1.
+    """A chain behind ``root`` [B]: token i drawn from the ``law`` of place i of ``block`` [B, K, S] and those before.
 
     Where ``fixed`` [B, ≥ K] holds a token (not -1) it is taken, as a point mass. Without ``uniforms`` every token is
     the likeliest one and no laws are recorded.
     """
-    tokens, laws = [root], []
-    dice = None if uniforms is None else uniforms.draw(logits.shape[1])
-    settled = [None] * logits.shape[1] if fixed is None else fixed[:, : logits.shape[1]].unbind(1)
-    for i, (scores, point) in enumerate(zip(logits.unbind(1), settled, strict=True)):
-        scores = follow(scores, tokens[-1])
+    tokens, laws, memory = [root], [], None
+    dice = None if uniforms is None else uniforms.draw(block.shape[1])
+    settled = [None] * block.shape[1] if fixed is None else fixed[:, : block.shape[1]].unbind(1)
+    for i, (place, point) in enumerate(zip(block.unbind(1), settled, strict=True)):
+        scores, memory = follow(place, tokens[-1], memory)
         if dice is None:
             draft = known.name(scores.argmax(-1))
         else:
@@ -93,30 +105,40 @@ def followed_chain(
     return DraftTree(torch.stack(tokens, 1), shape, drawn_laws)
 
 
-def followed_tree(root: Tensor, logits: Tensor, law: Law, follow: Follow, known: Known, total: int) -> DraftTree:
+def followed_tree(root: Tensor, block: Tensor, law: Law, follow: Follow, known: Known, total: int) -> DraftTree:
     """The tree of the ``total`` likeliest paths (root included) of what :func:`followed_chain` draws, as point masses.
 
-    They are found by EAGLE-2's beams over ``logits`` [B, K, v], each node's children by the law behind its own token:
+    They are found by EAGLE-2's beams over ``block`` [B, K, S], each node's children by the law behind its own path:
     the likeliest indeed up to BEAM + 1 nodes, nearly so beyond (5% less is expected of 32 nodes of flat laws).
     """
-    levels, tokens = logits.shape[1:]
+    levels, tokens = block.shape[1], known.count
     enough = math.ceil(math.sqrt((total - 1) / (levels - 1))) if levels > 1 else total - 1
     width = min(max(min(BEAM, total - 1), enough), tokens)
-    shift = None if known.ids is None else known.ids - torch.arange(tokens, device=logits.device)
-    beam = eagle2.start(law(follow(logits[:, 0], root)).log(), width, shift)
-    for scores in logits[:, 1:].unbind(1):
-        behind = law(follow(scores[:, None].expand(-1, width, -1), beam.tokens))  # [B, W, v]
-        beam = eagle2.step(beam, behind.log(), shift)
+    shift = None if known.ids is None else known.ids - torch.arange(tokens, device=block.device)
+    scores, memory = follow(block[:, 0], root, None)
+    beam = eagle2.start(law(scores).log(), width, shift)
+    memory = None if memory is None else memory[:, None]
+    for place in block[:, 1:].unbind(1):
+        above = None if memory is None else memory.gather(1, beam.origin[..., None].expand(-1, -1, memory.shape[-1]))
+        behind, memory = follow(place[:, None].expand(-1, width, -1), beam.tokens, above)  # [B, W, v]
+        beam = eagle2.step(beam, law(behind).log(), shift)
     return eagle2.finish(beam, root, total)
 
 
-def followed_marginals(root: Tensor, logits: Tensor, law: Law, follow: Follow, known: Known, width: int = 4) -> Tensor:
-    """Marginals [B, K, v] of what :func:`followed_chain` draws, over the ``width`` likeliest tokens before each."""
-    found = [law(follow(logits[:, 0], root))]
-    for scores in logits[:, 1:].unbind(1):
-        before = found[-1].topk(min(width, logits.shape[-1]))  # [B, W]
-        behind = law(follow(scores[:, None].expand(-1, before.indices.shape[1], -1), known.name(before.indices)))
-        found.append((behind * (before.values / before.values.sum(1, keepdim=True))[..., None]).sum(1))
+def followed_marginals(root: Tensor, block: Tensor, law: Law, follow: Follow, known: Known, width: int = 4) -> Tensor:
+    """Marginals [B, K, v] of what :func:`followed_chain` draws, over the ``width`` likeliest tokens before each.
+
+    Nearly so with a memory: the mean of those behind the tokens is what goes on from a place.
+    """
+    scores, memory = follow(block[:, 0], root, None)
+    found = [law(scores)]
+    for place in block[:, 1:].unbind(1):
+        before = found[-1].topk(min(width, known.count))  # [B, W]
+        share = (before.values / before.values.sum(1, keepdim=True))[..., None]
+        above = None if memory is None else memory[:, None].expand(-1, before.indices.shape[1], -1)
+        behind, memory = follow(place[:, None].expand(-1, share.shape[1], -1), known.name(before.indices), above)
+        found.append((law(behind) * share).sum(1))
+        memory = None if memory is None else (memory * share).sum(1)
     return torch.stack(found, dim=1)
 
 

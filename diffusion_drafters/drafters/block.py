@@ -1,11 +1,12 @@
 """Chains and trees from a block's marginals.
 
-A chain's tokens are drawn independently, each recorded with its marginal, or each behind the one before where the
-source has a table of pairs; when the target is greedy they are the likeliest ones, as point masses. A tree holds the
-most probable paths under a budget of nodes (with a table, each token behind the one before it), as point masses.
+A chain's tokens are drawn independently, each recorded with its marginal, or each behind those before where the source
+has a table of pairs or a memory; when the target is greedy they are the likeliest ones, as point masses. A tree holds
+the most probable paths under a budget of nodes (with a table, each token behind the one before it), as point masses.
 Sources: DEER (arXiv 2512.15176), DDTree, and for the cut AdaEDL (arXiv 2410.18351).
 
-Shape letters: B batch, K block, N nodes, V vocabulary, v tokens that the source knows of it.
+Shape letters: B batch, K block, S what the source says of a place, N nodes, V vocabulary, v tokens that the source
+knows of it.
 """
 
 from __future__ import annotations
@@ -76,16 +77,16 @@ class ChainDrafter:
         """The chain behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         root, source, follow = feedback.token, self.source, self.source.follow
         with self.clock("draft"):
-            logits = source.logits(feedback, self.max_depth)  # [B, K, v]
+            block = source.logits(feedback, self.max_depth)  # [B, K, S]
             fixed, dice = self._recalled(feedback), None if self.greedy else uniforms
             if follow is not None:
                 if self.sure:
-                    laws = followed_marginals(root, logits, self.law, follow, source.known)
+                    laws = followed_marginals(root, block, self.law, follow, source.known)
                     sure = None if fixed is None else fixed.clamp(max=0)  # as sure as a point mass on any token
-                    logits = logits[:, : self._length(with_points(laws, sure))]
-                shape = self.shapes[logits.shape[1]]
-                return followed_chain(root, logits, self.law, follow, source.known, dice, fixed, shape)
-            laws = with_points(source.known.spread(self.law(logits)), fixed)
+                    block = block[:, : self._length(with_points(laws, sure))]
+                shape = self.shapes[block.shape[1]]
+                return followed_chain(root, block, self.law, follow, source.known, dice, fixed, shape)
+            laws = with_points(source.known.spread(self.law(block)), fixed)
             laws = laws[:, : self._length(laws)]
             shape = self.shapes[laws.shape[1]]
             if dice is not None:
@@ -131,7 +132,8 @@ class BlockReader:
 class TreeDrafter(BlockReader):
     """The ``total``-node tree (root included) of the most probable paths of ``depth`` tokens at most.
 
-    With a table of pairs nodes have eight children at most, so that a larger tree only nearly holds the most probable.
+    With a table of pairs or a memory nodes have eight children at most, so that a larger tree only nearly holds the
+    most probable.
 
     Raises ``ValueError`` for a depth that the source cannot draft and a budget without a draft.
     """
@@ -147,10 +149,10 @@ class TreeDrafter(BlockReader):
         """The tree behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         with self.clock("draft"):
             root, source = feedback.token, self.source
-            logits = source.logits(feedback, self.max_depth)  # [B, K, v]
+            block = source.logits(feedback, self.max_depth)  # [B, K, S]
             if source.follow is not None:
-                return followed_tree(root, logits, self.law, source.follow, source.known, self.max_nodes)
-            return block_tree(source.known.spread(self.law(logits)), root, self.max_nodes)
+                return followed_tree(root, block, self.law, source.follow, source.known, self.max_nodes)
+            return block_tree(source.known.spread(self.law(block)), root, self.max_nodes)
 
 
 def drafting_law(target: VLMTarget, known: Known) -> Processor:

@@ -2,9 +2,10 @@
 
 Every node's law is recorded, so that verification is exact at any temperature; with a greedy target the children are
 the likeliest tokens, as point masses. All levels come from one forward of the source, and what they do not know of one
-another from its table of pairs, where it has one.
+another from its table of pairs or its memory, where it has one.
 
-Shape letters: B batch, K block, N nodes, P parents of a level, V vocabulary, v tokens that the source knows of it.
+Shape letters: B batch, K block, S what the source says of a place, N nodes, P parents of a level, V vocabulary, v
+tokens that the source knows of it.
 """
 
 from __future__ import annotations
@@ -38,23 +39,31 @@ class DrawnTreeDrafter(BlockReader):
     def propose(self, feedback: Feedback, uniforms: Dice) -> DraftTree:
         """The tree behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         with self.clock("draft"):
-            logits = self.source.logits(feedback, self.max_depth)  # [B, K, v]
+            block = self.source.logits(feedback, self.max_depth)  # [B, K, S]
             tokens = feedback.token[:, None].repeat(1, self.max_nodes)
-            laws = None if self.greedy else logits.new_zeros(*tokens.shape, self.source.known.size)
-            for scores, level in zip(logits.unbind(1), self.levels, strict=True):
-                drafts, drawn = self._draw(scores, tokens[:, level.parents], level.width, uniforms)
+            laws = None if self.greedy else block.new_zeros(*tokens.shape, self.source.known.size)
+            memory = None
+            for place, level in zip(block.unbind(1), self.levels, strict=True):
+                scores, memory = self._scores(place, tokens[:, level.parents], memory, level)
+                drafts, drawn = self._draw(scores, level.width, uniforms)
                 tokens.index_copy_(1, level.nodes, drafts.flatten(1).index_select(1, level.pick))
                 if laws is not None and drawn is not None:
                     recorded = drawn.flatten(1, 2).index_select(1, level.pick)
                     laws.index_copy_(1, level.nodes, self.source.known.spread(recorded))
             return DraftTree(tokens, self.shape, laws)
 
-    def _draw(self, scores: Tensor, parents: Tensor, width: int, uniforms: Dice) -> tuple[Tensor, Tensor | None]:
-        """Children [B, P, width] of the tokens ``parents`` [B, P] by a level's ``scores`` [B, v], and their laws."""
-        behind = scores[:, None].expand(-1, parents.shape[1], -1)
-        if self.source.follow is not None:
-            behind = self.source.follow(behind, parents)
+    def _scores(
+        self, place: Tensor, parents: Tensor, memory: Tensor | None, level: Level
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [B, P, v] behind the tokens ``parents`` [B, P] of a level, and the memory of what they say."""
+        places = place[:, None].expand(-1, parents.shape[1], -1)
+        if self.source.follow is None:
+            return places, None
+        return self.source.follow(places, parents, None if memory is None else memory[:, level.origin])
+
+    def _draw(self, scores: Tensor, width: int, uniforms: Dice) -> tuple[Tensor, Tensor | None]:
+        """Children [B, P, width] of a level's parents by ``scores`` [B, P, v], and their laws."""
         if self.greedy:
-            return self.source.known.name(behind.topk(width).indices), None
-        drafts, laws = draw_siblings(self.law(behind), width, uniforms)
+            return self.source.known.name(scores.topk(width).indices), None
+        drafts, laws = draw_siblings(self.law(scores), width, uniforms)
         return self.source.known.name(drafts), laws

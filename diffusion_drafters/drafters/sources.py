@@ -3,8 +3,9 @@
 A source gives logits over the target's vocabulary, or over the tokens it knows of it; tokens that the two do not share
 are barred before any softmax.
 
-Shape letters: B batch, K block, M committed tokens of a round, N tree nodes, L prompt positions, F layers read,
-C width, v the drafter's vocabulary, V the target's.
+Shape letters: B batch, K block, S what is said of a place (logits or what they are made of), M committed tokens of a
+round, N tree nodes, L prompt positions, F layers read, C width, R size of a memory, v the drafter's vocabulary, V the
+target's.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from specmm.vlm.translation import Translation
 class BlockSource(Protocol):
     """Predicts the tokens behind the root, all at once. ``longest`` is the most it can (None: no limit), ``end`` the
     target's id of the token that ends a text for it, ``known`` says what its v tokens are. ``follow``, where there is
-    one, makes of a position's logits [..., v] those behind the target's token [...] that was drafted before it.
+    one, makes of what the source says of a position the logits behind the tokens that were drafted before it.
     """
 
     longest: int | None
@@ -47,7 +48,9 @@ class BlockSource(Protocol):
         ...
 
     def logits(self, feedback: Feedback, block: int) -> Tensor:
-        """Logits [B, K, v] of the ``block`` positions behind ``feedback.token``; to be called once a round."""
+        """Logits [B, K, v] of the ``block`` positions behind ``feedback.token``, or what ``follow`` makes logits of
+        [B, K, S]; to be called once a round.
+        """
         ...
 
 
@@ -129,9 +132,10 @@ def ends_with(translation: Translation, end: int | None) -> int | None:
 def known_tokens(model: DFlash, vocabulary: int) -> Known:
     """Which of the target's ``vocabulary`` tokens a DFlash drafter knows.
 
-    Raises ``ValueError`` for one that has tokens or pairs of its own, of another vocabulary.
+    Raises ``ValueError`` for one that has tokens, pairs or a memory of its own, of another vocabulary.
     """
-    if len(model.t2d) != vocabulary and (model.ids is not None or model.markov is not None):
+    own = any(part is not None for part in (model.ids, model.markov, model.recurrent))
+    if len(model.t2d) != vocabulary and own:
         raise ValueError(f"drafter must be of the target's {vocabulary} tokens, got one of {len(model.t2d)}")
     return Known(vocabulary, model.ids)
 
@@ -165,8 +169,11 @@ class DFlashSource:
         never = torch.tensor([model.config.mask, *target.image_tokens], device=ids.device)
         self.barred = torch.isin(ids, never).nonzero()[:, 0]  # of the drafter's tokens
         self.head = target.family.logits_of(model.ids)
-        if model.markov is not None:
+        if model.markov is not None or model.recurrent is not None:
             self.follow = self._behind
+        if model.recurrent is not None:
+            with torch.no_grad():
+                self.read = model.recurrent.read(target.embed(torch.arange(found[1], device=target.device)))  # [V, R]
 
     def begin(self, feedback: Feedback, most: int) -> None:
         """Read what the target's layers said of the prompts."""
@@ -184,7 +191,7 @@ class DFlashSource:
         self.lasts[row] = context[0, -1]
 
     def logits(self, feedback: Feedback, block: int) -> Tensor:
-        """Logits [B, K, v] of the block; see :class:`BlockSource`."""
+        """What is said of the block [B, K, S]; see :class:`BlockSource`."""
         if feedback.verdict is not None:
             path = feedback.verdict.path.clamp(min=0)
             context = self.taps.context()  # [B, N, F·C]
@@ -194,11 +201,19 @@ class DFlashSource:
             self.model.read(kept, feedback.verdict.kept)
         masks = feedback.token.new_full((len(feedback.token), self.model.config.block - 1), self.model.config.mask)
         states = self.model.draft(self.target.embed(torch.cat([feedback.token[:, None], masks], dim=1)))
-        return self.head(states[:, 1 : block + 1]).float().index_fill_(-1, self.barred, float("-inf"))
+        states = states[:, 1 : block + 1]
+        return self._scored(states) if self.model.recurrent is None else self.model.recurrent.places(states)
 
-    def _behind(self, logits: Tensor, previous: Tensor) -> Tensor:
-        """``logits`` [..., v], -inf where nothing may be drafted, behind the tokens ``previous`` [...]."""
-        return logits + self.model.pairs(previous).float()
+    def _scored(self, states: Tensor) -> Tensor:
+        """Logits [..., v] of ``states`` [..., C], -inf where nothing may be drafted."""
+        return self.head(states).float().index_fill_(-1, self.barred, float("-inf"))
+
+    def _behind(self, place: Tensor, before: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See :class:`Follow`: with a memory ``place`` holds a state, without one logits."""
+        if self.model.recurrent is not None:
+            state, memory = self.model.recurrent(place, self.read[before], memory)
+            place = self._scored(state)
+        return (place if self.model.markov is None else place + self.model.pairs(before).float()), memory
 
 
 class Taps:

@@ -5,9 +5,10 @@ committed token, mixed by ``fc`` and normed; its keys and values are all that is
 trace. Embeddings and head are the target's. Names are z-lab's; transformers' layout is renamed.
 Source: DFlash (arXiv 2602.06036).
 
-Two things may be added. ``draft_vocab_size`` v: the drafter knows only v of the target's tokens, and draft token i is
+Three things may be added. ``draft_vocab_size`` v: the drafter knows only v of the target's tokens, and draft token i is
 the target's i + d2t[i] (EAGLE-3's convention), which makes its head cheaper. ``markov_rank``: a token's logits depend
-on the token before it in the block, too (see :mod:`specmm.diffusion_drafters.models.markov`).
+on the token before it in the block, too (see :mod:`specmm.diffusion_drafters.models.markov`). ``recurrent_size``: and
+on all before it (see :mod:`specmm.diffusion_drafters.models.recurrent`).
 
 Shape letters: B batch, M new context positions, K block (anchor included), S slots, F target layers read, C width,
 H heads, D head width, V vocabulary, v the drafter's.
@@ -35,6 +36,7 @@ from specmm.checkpoints import State, fingerprint, load_strict, read_json
 from specmm.diffusion_drafters.models.bidirectional import QWEN_SIZES, plain_rope, read_sizes
 from specmm.diffusion_drafters.models.files import LEFTOVERS, cast, read_state, write_model
 from specmm.diffusion_drafters.models.markov import Markov
+from specmm.diffusion_drafters.models.recurrent import Recurrent
 from specmm.vlm.slots import as_transformers
 
 TRANSFORMERS_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
@@ -45,8 +47,8 @@ class DFlashConfig:
     """``sizes`` of the layers, the ``block`` K, the ``mask`` id and the target ``layers`` read, counted from 0.
 
     ``tokens`` is the size v of the drafter's own vocabulary (0: the target's), ``markov`` the rank of its table of
-    pairs (0: none). Raises ``ValueError`` for a block without a mask, a mask outside the vocabulary, no or repeated
-    layers and sizes that cannot be.
+    pairs (0: none), ``recurrent`` the size of its memory along a block (0: none). Raises ``ValueError`` for a block
+    without a mask, a mask outside the vocabulary, no or repeated layers and sizes that cannot be.
     """
 
     sizes: Qwen3Config
@@ -55,6 +57,7 @@ class DFlashConfig:
     layers: tuple[int, ...]
     tokens: int = 0
     markov: int = 0
+    recurrent: int = 0
 
     def __post_init__(self) -> None:
         if self.block < 2:
@@ -65,8 +68,10 @@ class DFlashConfig:
             raise ValueError(f"target_layer_ids must be different layers counted from 0, got {list(self.layers)}")
         if not 0 <= self.tokens <= self.sizes.vocab_size:
             raise ValueError(f"draft_vocab_size must be 0 to vocab_size {self.sizes.vocab_size}, got {self.tokens}")
-        if self.markov < 0:
-            raise ValueError(f"markov_rank must be at least 0, got {self.markov}")
+        if min(self.markov, self.recurrent) < 0:
+            raise ValueError(
+                f"markov_rank and recurrent_size must be at least 0, got {self.markov} and {self.recurrent}"
+            )
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any], source: object = "config.json") -> DFlashConfig:
@@ -89,6 +94,7 @@ class DFlashConfig:
             tuple(given["target_layer_ids"]),
             given.get("draft_vocab_size") or 0,
             given.get("markov_rank") or 0,
+            given.get("recurrent_size") or 0,
         )
 
 
@@ -112,6 +118,7 @@ class DFlash(nn.Module):
         self.known = config.tokens or sizes.vocab_size  # v
         self.register_buffer("t2d", torch.arange(sizes.vocab_size), persistent=False)  # v: a token it does not know
         self.markov = Markov(self.known, config.markov) if config.markov else None
+        self.recurrent = Recurrent(width, config.recurrent) if config.recurrent else None
 
     @property
     def ids(self) -> Tensor | None:
@@ -221,6 +228,7 @@ def save_dflash(model: DFlash, folder: str | Path, embeddings: Tensor, dtype: to
     }
     facts |= {"draft_vocab_size": model.config.tokens} if model.config.tokens else {}
     facts |= {"markov_rank": model.config.markov} if model.config.markov else {}
+    facts |= {"recurrent_size": model.config.recurrent} if model.config.recurrent else {}
     write_model(model.state_dict(), facts, folder, dtype)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
-from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig, context_keys
+from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig, context_keys, load_dflash
 from specmm.diffusion_drafters.train.blocks import Anchors, Head, fading, law_loss
 from specmm.diffusion_drafters.train.deer import ANCHORS
 from specmm.diffusion_drafters.train.rows import Batch, Rows
@@ -34,14 +34,15 @@ def build_block(
     read: int = 4,
     inner: int = 0,
     markov: int = 0,
+    recurrent: int = 0,
     known: Tensor | None = None,
 ) -> DFlash:
     """A drafter of ``layers`` for rounds of ``block`` - 1 drafts that reads ``read`` of the target's layers.
 
     They lie evenly between the second and the third last (as in the release). ``inner`` is the width of its
-    feed-forward layers where it is not the target's, ``markov`` the rank of its table of pairs (0: none), ``known`` the
-    ids [v] of the target's tokens that it drafts (None: all). Raises ``ValueError`` for more layers to read than there
-    are.
+    feed-forward layers where it is not the target's, ``markov`` the rank of its table of pairs and ``recurrent`` the
+    size of its memory (0: none), ``known`` the ids [v] of the target's tokens that it drafts (None: all). Raises
+    ``ValueError`` for more layers to read than there are.
     """
     config, depth = target.family.config, len(target.family.decoder.layers)
     if not 1 <= read <= depth:
@@ -64,15 +65,36 @@ def build_block(
     )
     with seeded(0):
         chosen = tuple(dict.fromkeys(places.round().int().tolist()))
-        model = DFlash(DFlashConfig(sizes, block, mask, chosen, 0 if known is None else len(known), markov))
+        count = 0 if known is None else len(known)
+        model = DFlash(DFlashConfig(sizes, block, mask, chosen, count, markov, recurrent))
         for weight in model.parameters():
             if weight.ndim > 1:
                 torch.nn.init.normal_(weight, 0, sizes.initializer_range)
         if model.markov is not None:
             model.markov.start(sizes.initializer_range)
+        if model.recurrent is not None:
+            model.recurrent.start()
     if known is not None:
         model.know(known.sort().values)
     return model.to(target.device)
+
+
+def begin_with(model: DFlash, folder: Path) -> None:
+    """Give ``model`` the weights of the drafter in ``folder``; a part that that one lacks begins to learn from nothing.
+
+    Raises ``ValueError`` for weights that the model has no place for.
+    """
+    before, own = load_dflash(folder, torch.float32), model.state_dict()
+    state = before.state_dict()
+    strange = [name for name, weight in state.items() if name not in own or own[name].shape != weight.shape]
+    if strange or not same_tokens(model.ids, before.ids):
+        raise ValueError(f"{folder} must hold a drafter of the sizes asked for, got other {strange or 'tokens'}")
+    model.load_state_dict(state, strict=False)
+
+
+def same_tokens(ids: Tensor | None, others: Tensor | None) -> bool:
+    """Whether two drafters draft the same of the target's tokens."""
+    return others is None if ids is None else others is not None and torch.equal(ids.cpu(), others.cpu())
 
 
 def train_block(
@@ -115,7 +137,10 @@ def block_loss(
     states = _forward(model, data.context, target.embed(ids.flatten(1)), drawn)[:, :, 1:]  # [B, A, K - 1, C]
     behind = drawn.behind(size - 1).flatten(1)  # the target's law of the next token stands at the one before
     wanted = data.hidden.gather(1, behind[..., None].expand(-1, -1, data.hidden.shape[-1]))
-    pairs = None if model.markov is None else model.pairs(data.tokens.gather(1, behind)).view(*states.shape[:3], -1)
+    before = data.tokens.gather(1, behind).view(states.shape[:3])
+    if model.recurrent is not None:
+        states = model.recurrent.along(states, target.embed(before))
+    pairs = None if model.markov is None else model.pairs(before)
     return law_loss(states, wanted.view_as(states), fading(size - 1, fade).to(device), head, pairs)
 
 

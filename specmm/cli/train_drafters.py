@@ -78,9 +78,11 @@ def dflash(
     inner: Inner = 0,
     read: Annotated[int, typer.Option(min=1, help="Layers of the target that it reads.")] = 4,
     markov: Annotated[int, typer.Option(min=0, help="Rank of its table of pairs of tokens, 0 for none.")] = 0,
+    recurrent: Annotated[int, typer.Option(min=0, help="Size of its memory along a block, 0 for none.")] = 0,
     vocabulary: Annotated[int, typer.Option(min=0, help="Most frequent tokens that it drafts, 0 for all.")] = 0,
     batch: Batch = 8,
     lr: Rate = 2e-3,
+    start: Annotated[Path | None, typer.Option(help="Drafter's folder whose weights it begins with.")] = None,
     fade: Annotated[float, typer.Option(min=0.1, help="Drafts over which a draft's weight falls to 1/e.")] = 4.0,
     seed: Seed = 0,
     replace: Replace = False,
@@ -90,13 +92,16 @@ def dflash(
     """Train a DFlash block drafter on the target's hidden states; the result is drafters/block."""
     with stdout_reserved():
         from specmm.diffusion_drafters.models.dflash import save_dflash
-        from specmm.diffusion_drafters.train.block import build_block, train_block
+        from specmm.diffusion_drafters.train.block import begin_with, build_block, train_block
         from specmm.diffusion_drafters.train.rows import Rows, frequent
 
         place, target, tokenizer = _begin(model, "block", replace)
         tokens = _rows(target, tokenizer, text, rows, None if chats else drawn, writable(out), seed)
         known = frequent(tokens, vocabulary) if vocabulary else None
-        drafter = build_block(target, layers, block + 1, _mask(tokenizer, mask), read, inner, markov, known)
+        parts: dict[str, Any] = dict(read=read, inner=inner, markov=markov, recurrent=recurrent, known=known)
+        drafter = build_block(target, layers, block + 1, _mask(tokenizer, mask), **parts)
+        if start is not None:
+            begin_with(drafter, start)
         data = Rows(target, tokens, drafter.config.layers)
         train_block(target, drafter, data, out, steps=steps, batch=batch, lr=lr, fade=fade, seed=seed)
         save_dflash(drafter, place, target.model.get_input_embeddings().weight)

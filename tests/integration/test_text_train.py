@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import specmm
 from specmm.cli import app
 from specmm.diffusion_drafters.data import code
+from specmm.diffusion_drafters.models.dflash import load_dflash
 from specmm.diffusion_drafters.train import chats
 
 TEXT = "".join(f"def add_{i}(a, b):\n    return a + b + {i}\n\n\n" for i in range(300))
@@ -56,6 +57,24 @@ def test_what_was_trained_drafts(folder, method):
     pipe = specmm.TextPipeline.from_pretrained(folder)
     out = pipe("def add(", method=method, max_new_tokens=8)
     assert out.texts == pipe("def add(", max_new_tokens=8).texts and out.certificate.kind == "exact"
+
+
+def test_a_drafter_begins_with_another(folder, tmp_path):
+    place = shutil.copytree(folder, tmp_path / "model")
+    before = place / "drafters" / "block"
+    options = ["--text", folder.parents[1] / "text.py", *DRAFTERS["dflash"], "--steps", "1", "--replace"]
+    begun = shutil.copytree(before, tmp_path / "before")
+    with torch._dynamo.config.patch(disable=True):
+        run(
+            "train", "dflash", place, *options, "--recurrent", 4, "--start", begun, "--out", tmp_path / "run", "--lr", 0
+        )
+        args = [*options, "--inner", "24", "--start", begun, "--out", tmp_path / "other"]
+        wrong = CliRunner().invoke(app, [str(arg) for arg in ("train", "dflash", place, *args)])
+    assert wrong.exit_code == 2 and "must hold a drafter of the sizes asked for, got other" in wrong.stderr
+    old, new = (load_dflash(at, torch.float32).state_dict() for at in (begun, before))
+    assert all(torch.equal(new[name], weight) for name, weight in old.items()) and "recurrent.out.weight" in new
+    pipe = specmm.TextPipeline.from_pretrained(place)
+    assert pipe("def a", method="block", max_new_tokens=8).texts == pipe("def a", max_new_tokens=8).texts
 
 
 @pytest.fixture

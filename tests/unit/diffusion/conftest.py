@@ -66,13 +66,16 @@ def dflash(vocabulary):
     return shaken(DFlash(DFlashConfig(sizes, 5, vocabulary - 1, (0, 2))), 4)
 
 
-def paired(vocabulary, known=None):
-    """A DFlash drafter with a table of pairs, that knows all tokens or ``known`` of them."""
+def paired(vocabulary, known=None, recurrent=0):
+    """A DFlash drafter with a table of pairs, and perhaps a memory, that knows all tokens or ``known`` of them."""
     sizes = tf.Qwen3Config(vocab_size=vocabulary, head_dim=8, attn_implementation="sdpa", **SIZES)
-    model = DFlash(DFlashConfig(sizes, 5, vocabulary - 1, (0, 2), 0 if known is None else len(known), 3))
+    model = DFlash(DFlashConfig(sizes, 5, vocabulary - 1, (0, 2), 0 if known is None else len(known), 3, recurrent))
     if known is not None:
         model.know(torch.tensor(known))
     shaken(model, 4, 0.3).markov.before.weight.mul_(12)  # pairs that say much
+    if recurrent:
+        model.recurrent.place.bias.zero_()
+        model.recurrent.out.weight.mul_(4)
     return model
 
 
@@ -97,10 +100,15 @@ DRAFTERS = {
     "chain of dflash": lambda t: ChainDrafter(DFlashSource(dflash(t.family.vocabulary), t), t),
     "chain of pairs": lambda t: ChainDrafter(DFlashSource(paired(t.family.vocabulary), t), t),
     "chain of few tokens": lambda t: ChainDrafter(DFlashSource(paired(t.family.vocabulary, [4, 1, 2]), t), t),
+    "chain with a memory": lambda t: ChainDrafter(DFlashSource(paired(t.family.vocabulary, None, 6), t), t),
     "recalling chain of pairs": lambda t: ChainDrafter(DFlashSource(paired(t.family.vocabulary), t), t, recall=1),
     "sure chain of pairs": lambda t: ChainDrafter(DFlashSource(paired(t.family.vocabulary), t), t, sure=SURE),
     "tree of pairs": lambda t: TreeDrafter(DFlashSource(paired(t.family.vocabulary, [4, 1, 2]), t), t, 7),
     "drawn tree of pairs": lambda t: DrawnTreeDrafter(DFlashSource(paired(t.family.vocabulary, [4, 1, 2]), t), t, BUSH),
+    "drawn tree with a memory": lambda t: DrawnTreeDrafter(
+        DFlashSource(paired(t.family.vocabulary, [4, 1, 2], 6), t), t, BUSH
+    ),
+    "tree with a memory": lambda t: TreeDrafter(DFlashSource(paired(t.family.vocabulary, None, 6), t), t, 7),
     "drawn tree of dream": lambda t: DrawnTreeDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, BUSH),
     "recalling chain": lambda t: ChainDrafter(DFlashSource(dflash(t.family.vocabulary), t), t, recall=1),
     "chain of deer": lambda t: ChainDrafter(CausalSource(deer(t.family.vocabulary), t), t),

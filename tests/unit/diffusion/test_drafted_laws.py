@@ -65,10 +65,25 @@ class ForgetsPairs(LikeliestWithMarginals):
         whole.source.logits = kept
 
 
+class ForgetsMemory(ForgetsPairs):
+    """A broken twin: tokens drawn behind all before them, recorded with the laws behind the latest alone."""
+
+    def propose(self, feedback, uniforms):
+        tree = self.whole.propose(feedback, uniforms)
+        scores, _ = self.whole.source.follow(self.logits, tree.tokens[:, :-1], None)
+        return DraftTree(tree.tokens, tree.shape, with_root(self.whole.law(scores)))
+
+
 def test_pairs_recorded_as_marginals_are_caught():
     law, many = law_of_sequences(Processor(1.3), [1, 3, 2], 3), 20_000  # few rows keep two drafts
     assert fits(law, samples(DRAFTERS["chain of pairs"], Processor(1.3), many))
     assert not fits(law, samples(lambda t: ForgetsPairs(DRAFTERS["chain of pairs"](t)), Processor(1.3), many))
+
+
+def test_a_memory_that_records_forget_is_caught():
+    law, many = law_of_sequences(Processor(1.3), [1, 3, 2], 3), 20_000
+    assert fits(law, samples(DRAFTERS["chain with a memory"], Processor(1.3), many))
+    assert not fits(law, samples(lambda t: ForgetsMemory(DRAFTERS["chain with a memory"](t)), Processor(1.3), many))
 
 
 class Independent(LikeliestWithMarginals):

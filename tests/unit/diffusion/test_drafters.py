@@ -119,7 +119,7 @@ def test_the_controller_hears_of_every_round():
         (lambda t: paired(V, [1, 1, 2]), "d2t must name 3 different tokens"),
         (lambda t: paired(V, [1, V]), r"tokens in \[0, 30\)"),
         (lambda t: DFlashConfig(dflash(V).config.sizes, 5, 1, (0,), V + 1), "draft_vocab_size must be 0 to"),
-        (lambda t: DFlashConfig(dflash(V).config.sizes, 5, 1, (0,), 0, -1), "markov_rank must be at least 0"),
+        (lambda t: DFlashConfig(dflash(V).config.sizes, 5, 1, (0,), 0, -1), "recurrent_size must be at least 0"),
         (lambda t: run(DRAFTERS["chain of dream"], Processor(), None, [[1]], V, 200), "128 positions"),
     ],
 )
@@ -182,13 +182,14 @@ def test_a_chain_of_pairs_may_be_sure_of_nothing():
 
 @torch.inference_mode()
 @pytest.mark.parametrize("known", [None, [4, V - 1, 2]])
-def test_a_mask_is_never_drafted(known):
+@pytest.mark.parametrize("recurrent", [0, 6])
+def test_a_mask_is_never_drafted(known, recurrent):
     target = VLMTarget(target_model(V), Processor(), "tiny")
-    source = DFlashSource(paired(V, known), target)  # its mask is V - 1
+    source = DFlashSource(paired(V, known, recurrent), target)  # its mask is V - 1
     output = target.prefill(VLMPrompt(padded(ROWS[:1], "cpu"), 8), 5)
     feedback = Feedback(output, torch.tensor([4]))
     source.begin(feedback, 4)
-    logits = source.follow(source.logits(feedback, 4), torch.tensor([[4, 2, 4, 2]]))
+    logits, _ = source.follow(source.logits(feedback, 4), torch.tensor([[4, 2, 4, 2]]), None)
     mask = V - 1 if known is None else 1
     assert bool((logits[..., mask] == float("-inf")).all())
     assert int(logits.isinf().sum()) == 4
@@ -204,10 +205,11 @@ def test_hooks_go_with_their_drafter():
 
 
 def test_a_drafter_of_few_tokens_is_read_back(tmp_path):
-    drafter = paired(V, [7, 1, 22])
+    drafter = paired(V, [7, 1, 22], recurrent=6)
     save_dflash(drafter, tmp_path, torch.randn(V, 32), torch.float32)
     found = load_dflash(tmp_path)
     assert found.ids.tolist() == [7, 1, 22] and found.config == drafter.config
     assert torch.equal(found.t2d, drafter.t2d) and found.t2d[22] == 2 and found.t2d[0] == 3
     previous = torch.tensor([7, 0])
     assert torch.equal(found.pairs(previous), drafter.pairs(previous))
+    assert torch.equal(found.recurrent.out.weight, drafter.recurrent.out.weight)

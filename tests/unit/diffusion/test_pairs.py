@@ -1,4 +1,4 @@
-"""Drafts behind one another: marginals, chains and trees of a block with a table of pairs, against enumeration.
+"""Drafts behind one another: marginals, chains and trees of a block with pairs or a memory, against enumeration.
 
 Shape letters: B batch, K block, v tokens of the drafter.
 """
@@ -23,11 +23,28 @@ def block(rows, places=3):
     return torch.randn(rows, places, 5, generator=torch.Generator().manual_seed(0))
 
 
-def follow(known):
-    """Behind the target's tokens, of which the drafter may not know all."""
+def follow(known, remembers=False):
+    """Behind the target's tokens, of which the drafter may not know all; the latest alone or all of a block."""
     place = torch.zeros(known.size, dtype=torch.int64)
     place[known.ids if known.ids is not None else torch.arange(5)] = torch.arange(5)
-    return lambda logits, previous: logits + TABLE[place[previous]]
+
+    def behind(logits, before, memory):
+        said = TABLE[place[before]]
+        if not remembers:
+            return logits + said, None
+        memory = said if memory is None else said - 0.7 * memory.flip(-1)
+        return logits + memory, memory
+
+    return behind
+
+
+def along(behind, logits, path):
+    """Logits [v] behind every token of ``path``, one after another, for one row."""
+    memory, found = None, []
+    for place, token in enumerate(path):
+        scores, memory = behind(logits[place], torch.tensor(token), memory)
+        found.append(scores)
+    return found
 
 
 def paths(tree):
@@ -51,12 +68,13 @@ def test_pairs_marginals_are_those_of_their_chains():
 @torch.inference_mode()
 @pytest.mark.parametrize("known", [ALL, FEW])
 @pytest.mark.parametrize("total", [2, 4, 6])
-def test_a_tree_of_pairs_holds_the_likeliest_paths(known, total):
-    logits, behind = block(1), follow(known)
+@pytest.mark.parametrize("remembers", [False, True])
+def test_a_tree_of_pairs_holds_the_likeliest_paths(known, total, remembers):
+    logits, behind = block(1), follow(known, remembers)
     root = known.name(torch.tensor([3]))
 
     def law(path):
-        return known.spread(Processor()(behind(logits[0, len(path)], torch.tensor((int(root), *path)[-1]))))
+        return known.spread(Processor()(along(behind, logits[0], (int(root), *path))[-1]))
 
     found = followed_tree(root, logits, Processor(), behind, known, total)
     assert found.shape.size == total and found.laws is None
@@ -75,14 +93,16 @@ def test_a_tree_of_one_level_and_one_of_many_nodes():
 
 @torch.inference_mode()
 @pytest.mark.parametrize("known", [ALL, FEW])
-def test_a_chain_records_the_law_of_every_draw(known):
-    logits, root, behind = block(2), known.name(torch.tensor([1, 4])), follow(known)
+@pytest.mark.parametrize("remembers", [False, True])
+def test_a_chain_records_the_law_of_every_draw(known, remembers):
+    logits, root, behind = block(2), known.name(torch.tensor([1, 4])), follow(known, remembers)
     uniforms, shape = Uniforms.from_seeds([0, 1]), TreeShape.chain(3, "cpu")
     tree = followed_chain(root, logits, Processor(0.7), behind, known, uniforms, None, shape)
-    for place in range(3):
-        law = known.spread(Processor(0.7)(behind(logits[:, place], tree.tokens[:, place])))
-        torch.testing.assert_close(tree.laws[:, place + 1], law, rtol=0, atol=0)
-        assert bool((law.gather(1, tree.tokens[:, place + 1 : place + 2]) > 0).all())
+    for row in range(2):
+        for place, scores in enumerate(along(behind, logits[row], tree.tokens[row, :3].tolist())):
+            law = known.spread(Processor(0.7)(scores))
+            torch.testing.assert_close(tree.laws[row, place + 1], law, rtol=0, atol=1e-7)
+            assert float(law[tree.tokens[row, place + 1]]) > 0
 
 
 @torch.inference_mode()
@@ -90,5 +110,5 @@ def test_a_greedy_chain_takes_the_likeliest_and_what_is_settled():
     logits, root, behind = block(1), torch.tensor([7]), follow(FEW)
     fixed = torch.tensor([[-1, 3, -1]])  # a token that the drafter does not know
     tree = followed_chain(root, logits, Processor(), behind, FEW, None, fixed, TreeShape.chain(3, "cpu"))
-    first, last = (FEW.name(behind(logits[:, i], tree.tokens[:, i]).argmax(-1)) for i in (0, 2))
+    first, last = (FEW.name(behind(logits[:, i], tree.tokens[:, i], None)[0].argmax(-1)) for i in (0, 2))
     assert tree.laws is None and tree.tokens[0].tolist() == [7, int(first), 3, int(last)]

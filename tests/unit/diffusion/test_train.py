@@ -90,10 +90,12 @@ def test_a_block_drafter_drafts_what_it_is_trained_on(target, tokens, place):
 
 
 @torch.no_grad()
-def test_pairs_and_few_tokens_draft_what_they_are_trained_on(target, tokens):
+@pytest.mark.parametrize("recurrent", [0, 5])
+def test_pairs_memory_and_few_tokens_draft_what_they_are_trained_on(target, tokens, recurrent):
     place, known = 7, frequent(tokens, 6)
-    drafter = block.build_block(target, 1, K + 1, MASK, read=2, markov=3, known=known)
-    drafter.markov.after.weight.normal_(generator=torch.Generator().manual_seed(2))
+    drafter = block.build_block(target, 1, K + 1, MASK, read=2, markov=3, recurrent=recurrent, known=known)
+    for weight in (drafter.markov.after.weight, *([drafter.recurrent.out.weight] if recurrent else [])):
+        weight.normal_(generator=torch.Generator().manual_seed(2))
     assert torch.equal(drafter.ids, known.sort().values)
     source = DFlashSource(drafter, target)
     assert torch.equal(source.known.ids, drafter.ids)
@@ -103,11 +105,14 @@ def test_pairs_and_few_tokens_draft_what_they_are_trained_on(target, tokens):
     anchors = Anchors(torch.full((2, 1), place), K + 1)
     ids = torch.full((2, 1, K + 1), MASK)
     ids[..., 0] = tokens.gather(1, anchors.places)
-    states = block._forward(drafter, data.context, target.embed(ids.flatten(1)), anchors)[:, 0, 1:]
+    states = block._forward(drafter, data.context, target.embed(ids.flatten(1)), anchors)[:, :, 1:]
+    if recurrent:
+        states = drafter.recurrent.along(states, target.embed(tokens[:, None, place : place + K]))
+    memory = None
     for depth in range(K):
         before = tokens[:, place + depth]
-        wanted = target.family.logits_of(drafter.ids)(states[:, depth]) + drafter.pairs(before)
-        found = source.follow(drafted[:, depth], before)
+        wanted = target.family.logits_of(drafter.ids)(states[:, 0, depth]) + drafter.pairs(before)
+        found, memory = source.follow(drafted[:, depth], before, memory)
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
