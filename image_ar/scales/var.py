@@ -21,6 +21,7 @@ from specmm.image_ar.scales.ladder import PATCHES_256, Ladder
 from specmm.layout import product
 
 LOG_MAX_SCALE = math.log(100)  # of attn_l2_norm's learnt temperature
+NORM_EPS = 1e-12  # the least that a query or a key is divided by
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class VARConfig:
 
 class Given(NamedTuple):
     """What a block computes of the class alone: factors [R, 1, C] (1 is added to both scales), the bias [3C] of the
-    fused projection and the temperature [H, 1] of attn_l2_norm's queries.
+    fused projection and the factors [2, H, 1] of attn_l2_norm's queries (a temperature) and keys (1).
     """
 
     gate1: Tensor
@@ -67,7 +68,7 @@ class Given(NamedTuple):
     shift1: Tensor
     shift2: Tensor
     qkv_bias: Tensor
-    q_scale: Tensor | None
+    qk_scale: Tensor | None
 
 
 class Conditioned(NamedTuple):
@@ -108,22 +109,25 @@ class SelfAttention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def fixed(self) -> tuple[Tensor, Tensor | None]:
-        """The fused bias [3C] and the queries' factor [H, 1]."""
+        """The fused bias [3C] and the factors [2, H, 1] of normed queries and keys."""
         bias = torch.cat([self.q_bias, self.zero_k_bias, self.v_bias])
-        return bias, self.scale_mul_1H11.clamp(max=LOG_MAX_SCALE).exp()[0, :, 0] if self.l2_norm else None
+        if not self.l2_norm:
+            return bias, None
+        heat = self.scale_mul_1H11.clamp(max=LOG_MAX_SCALE).exp()[0, :, 0]
+        return bias, torch.stack([heat, torch.ones_like(heat)])
 
     def forward(self, x: Tensor, given: Given, bias: Tensor | None, store: Store | None, tail: int) -> Tensor:
         """The last ``tail`` rows of ``x`` [R, T, C] attend; all of it is seen, and what ``store`` holds besides."""
         qkv = product(self.mat_qkv, x, given.qkv_bias).view(*x.shape[:2], 3, self.heads, -1)
-        q, k, v = qkv.unbind(2)  # [R, T, H, D]
-        q = q[:, -tail:]
-        if given.q_scale is not None:
-            q, k = F.normalize(q, dim=-1) * given.q_scale, F.normalize(k, dim=-1)
-        q = q.to(v.dtype)
-        k, v = store.write(k.to(v.dtype), v) if store is not None else (k.to(v.dtype), v)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        qk, v = qkv[:, :, :2], qkv[:, :, 2]  # [R, T, 2, H, D], [R, T, H, D]
+        if given.qk_scale is not None:  # both at once, and the factors on the norms: a third of the memory's traffic
+            norms = torch.linalg.vector_norm(qk, dim=-1, keepdim=True)
+            qk = (qk * (given.qk_scale / norms.clamp_min(NORM_EPS))).to(v.dtype)
+        q, k = qk.unbind(2)
+        k, v = store.write(k, v) if store is not None else (k, v)
+        q, k, v = (part.transpose(1, 2) for part in (q[:, -tail:], k, v))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale)
-        return self.proj(y.transpose(1, 2).flatten(2))
+        return product(self.proj, y.transpose(1, 2).flatten(2), self.proj.bias)
 
 
 class FFN(nn.Module):
@@ -138,7 +142,7 @@ class FFN(nn.Module):
         """[..., C] -> [..., C]."""
         if torch.is_grad_enabled():  # what hangs on the layer learns, too
             return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
-        return self.fc2(product(self.fc1, x, self.fc1.bias, gelu=True))
+        return product(self.fc2, product(self.fc1, x, self.fc1.bias, gelu=True), self.fc2.bias)
 
 
 class Block(nn.Module):
