@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 ROWS = 16  # of the products that weights are packed for; others are right, and as fast for all that we could measure
-MANY = 512  # rows from which oneDNN's products of float32 are not slower than MKL's
 SMALL = 2**19  # entries of a float32 weight that stays in a core's cache
 MOST = 2**30  # weights of a network that are held twice
 Network = TypeVar("Network", bound=nn.Module)
@@ -52,13 +51,12 @@ def _lay(layer: nn.Linear, twice: bool) -> None:
 def product(layer: nn.Linear, x: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
     """``x`` [..., K] times the layer's weight, and a ``bias`` [N] in place of its own: [..., N].
 
-    With ``gelu`` (tanh) behind it, which oneDNN applies on a CPU to what is still in the cache; as it adds biases,
-    which pays from some hundreds of rows on. A compiler gets the plain operators, and the weight as it is.
+    With ``gelu`` (tanh) behind it, which oneDNN applies on a CPU to what is still in the cache. A compiler gets the
+    plain operators, and the weight as it is.
     """
     compiling = torch.compiler.is_compiling()
     packed = layer.current(x) if isinstance(layer, PackedLinear) and not compiling else None
-    fused = (gelu or x.numel() >= MANY * x.shape[-1]) and _fuses(layer, x)
-    if compiling or torch.is_grad_enabled() or not (packed is not None or fused):
+    if compiling or torch.is_grad_enabled() or not (packed is not None or (gelu and _fuses(layer, x))):
         plain = F.linear(x, layer.weight, bias)
         return F.gelu(plain, approximate="tanh") if gelu else plain
     weight, behind = layer.weight if packed is None else packed, ("gelu", "tanh") if gelu else ("none", "")

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-BLOCK = 65536  # numbers drawn from a generator at a time: few calls, whatever the rounds ask for
+BLOCK = 4096  # numbers drawn from a generator at a time: few calls, and a picture of few tokens wastes few
 
 
 class Dice(Protocol):

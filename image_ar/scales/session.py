@@ -95,16 +95,19 @@ class Session:
         return [Memory(keys, values) for keys, values in data]
 
     def _guided(self, x: Tensor, first: int, k: int) -> Tensor:
-        """Logits of the hidden states ``x`` [R, T, C] of scales ``first`` … ``k``; the null half waits for weight."""
+        """Logits of the hidden states ``x`` [R, T, C] of scales ``first`` … ``k``; the null half waits for weight.
+
+        The head is linear, so guidance mixes what it reads: half the products, and none of two laws over V tokens.
+        """
         weights = [self.sampling.weight(i, len(self.ladder)) for i in range(first, k + 1)]
         if not any(weights):
             return self.model.logits(x[: self.batch], _rows(self.given, self.batch))
-        cond, null = self.model.logits(x, self.given.head).chunk(2)
+        cond, null = self.model.normed(x, self.given.head).chunk(2)
         if len(weights) == 1:
-            return torch.lerp(null, cond, 1 + weights[0])
+            return self.model.scores(torch.lerp(null, cond, 1 + weights[0]))
         counts = [self.ladder.tokens(i) for i in range(first, k + 1)]
         spread = [w for w, n in zip(weights, counts, strict=True) for _ in range(n)]
-        return torch.lerp(null, cond, 1 + torch.tensor(spread, device=x.device)[:, None])
+        return self.model.scores(torch.lerp(null, cond, 1 + torch.tensor(spread, device=x.device)[:, None]))
 
 
 def _rows(given: Conditioned, count: int) -> tuple[Tensor, Tensor]:

@@ -127,7 +127,7 @@ class SelfAttention(nn.Module):
         k, v = store.write(k, v) if store is not None else (k, v)
         q, k, v = (part.transpose(1, 2) for part in (q[:, -tail:], k, v))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale)
-        return product(self.proj, y.transpose(1, 2).flatten(2), self.proj.bias)
+        return self.proj(y.transpose(1, 2).flatten(2))
 
 
 class FFN(nn.Module):
@@ -142,7 +142,7 @@ class FFN(nn.Module):
         """[..., C] -> [..., C]."""
         if torch.is_grad_enabled():  # what hangs on the layer learns, too
             return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
-        return product(self.fc2, product(self.fc1, x, self.fc1.bias, gelu=True), self.fc2.bias)
+        return self.fc2(product(self.fc1, x, self.fc1.bias, gelu=True))
 
 
 class Block(nn.Module):
@@ -255,8 +255,15 @@ class VAR(nn.Module):
         return x
 
     def logits(self, x: Tensor, head: tuple[Tensor, Tensor]) -> Tensor:
-        """Float32 logits [R, T, V] of ``run``'s output; the norm is in float32 whatever the weights are."""
-        normed = modulate(x.float(), *head, self.config.norm_eps)
+        """Float32 logits [R, T, V] of ``run``'s output."""
+        return self.scores(self.normed(x, head))
+
+    def normed(self, x: Tensor, head: tuple[Tensor, Tensor]) -> Tensor:
+        """What the head reads of ``run``'s output, in float32 whatever the weights are."""
+        return modulate(x.float(), *head, self.config.norm_eps)
+
+    def scores(self, normed: Tensor) -> Tensor:
+        """Float32 logits [R, T, V] of ``normed`` states [R, T, C]."""
         return self.head(normed.to(self.dtype)).float()
 
     def forward(self, labels: Tensor, inputs: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def test_code_works_only_where_needed(pipe, large, small):
     draw(pipe, methods.CoDe(3))
     for hook in hooks:
         hook.remove()
-    assert heads[large] == [(3, 1), (6, 4), (6, 9)] and heads[small] == [(6, 16), (6, 36)]
+    assert heads[large] == [(3, 1), (3, 4), (3, 9)] and heads[small] == [(3, 16), (3, 36)]
 
 
 def test_speculation_is_exact_and_greedy_equals_plain(pipe):
