@@ -98,8 +98,7 @@ def forward_work(config: VARConfig, draw: Draw, first: int, k: int) -> Work:
     token_layers = (config.depth - 1) * steps + shown
     keys = 2 * 3 * width**2 * (steps - shown)  # of the rows that the last layer only looks at
     flops = draw.rows * (2 * matrices * token_layers + 4 * seen * width * token_layers + keys)
-    shown_rows = draw.rows if k else draw.batch
-    head = 2 * shown_rows * shown * width * config.vocab_size
+    head = 2 * draw.batch * shown * width * config.vocab_size  # guidance mixes what it reads
     traffic = config.depth * (matrices + 2 * draw.rows * seen * width + PASSES * draw.rows * steps * width)
     logits = 4 * PASSES * draw.batch * shown * config.vocab_size
     launches = LAUNCHES_OF_LAYER * config.depth + LAUNCHES_AROUND
