@@ -2,14 +2,13 @@
 
 Image tokens: ``ar`` (plain), ``sjd`` (draft-free Jacobi), ``speculative`` (exact sampled tree), ``eagle`` (EAGLE-2's
 tree, exact by point masses), ``lantern`` (δ), ``lantern++`` (λ), ``auto`` (the fastest exact choice on this machine).
-Continuous tokens: ``ar``, ``cspd`` (its variant ``exact`` speculates along the head's own denoising chain).
-Scales: ``ar``, ``code`` (two models in turn), ``speculative`` (the small one drafts, the large verifies), ``auto``.
-Questions about pictures: ``ar``, ``text-draft`` (a small language model that does not see the picture), ``vlm-draft``
-(a small vision-language model that does), ``msd`` (its own drafter on the target's features), ``prompt-lookup`` (no
-drafter: what the prompt and the answer said before), ``verdict`` (several models answer, one decides), ``auto``.
+Continuous tokens: ``ar``, ``cspd`` (its variant ``exact`` speculates along the head's own denoising chain). Scales:
+``ar``, ``code`` (two models in turn), ``speculative`` (the small one drafts, the large verifies), ``auto``.
+Questions about pictures: ``ar``, ``text-draft`` (a language model that sees no picture), ``vlm-draft`` (one that does),
+``msd`` (a drafter on the target's features), ``prompt-lookup``, ``verdict`` (several answer, one decides), ``auto``.
 Text: ``ar``, ``diffuspec`` (a diffusion language model nobody trained for it, its block searched for a causal path),
-``specdiff`` (one in several denoising steps), ``deer`` (one trained to draft a block in one step), ``block`` (DFlash,
-on the target's hidden states), ``text-draft``, ``prompt-lookup``, ``auto``.
+``specdiff`` (one in several denoising steps), ``deer`` (one trained to draft a block at once), ``block`` (DFlash, on
+the target's hidden states), ``text-draft``, ``prompt-lookup``, ``auto``.
 """
 
 from __future__ import annotations
@@ -224,12 +223,11 @@ class SpecDiff:
 
 @dataclass(frozen=True)
 class DEER:
-    """DEER (arXiv 2512.15176): a block in one step, the product of its marginals as law.
+    """DEER (arXiv 2512.15176): a block of ``length`` (0: the drafter's own) in one step, its marginals' product as law.
 
-    ``length`` 0 is the drafter's own. ``sure`` above 0 cuts a block before the first token that promises less
-    acceptance; ``recall`` above 0 drafts what followed that many latest tokens when they stood in the text before;
-    ``tree`` above 0 verifies that many nodes of the most probable paths, as point masses, and a fixed one, as
-    :class:`MSD`'s, is drawn with recorded laws, which keeps more where dice are thrown.
+    ``sure`` above 0 cuts a block before the first token that promises less acceptance; ``recall`` above 0 drafts what
+    followed that many latest tokens where they stood before; ``tree`` above 0 verifies that many nodes of the most
+    probable paths, as point masses; a fixed one, as :class:`MSD`'s, is drawn with recorded laws.
     """
 
     name: ClassVar[str] = "deer"
@@ -297,7 +295,6 @@ def make(registry: Registry, method: Any, **options: Any) -> Any:
     """The method object of a name in ``registry``, or of itself, with ``options``."""
     kind = registry.get(method if isinstance(method, str) else method.name)
     known = [f.name for f in dataclasses.fields(kind)]
-    for option in options:
-        if option not in known:
-            raise unknown(f"option of {kind.name}", option, known or ["(none)"])
+    if strange := [option for option in options if option not in known]:
+        raise unknown(f"option of {kind.name}", strange[0], known or ["(none)"])
     return kind(**options) if isinstance(method, str) else dataclasses.replace(method, **options)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
-from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig, context_keys, load_dflash
+from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig, context_keys
 from specmm.diffusion_drafters.train.blocks import Anchors, Head, fading, law_loss
 from specmm.diffusion_drafters.train.deer import ANCHORS
 from specmm.diffusion_drafters.train.rows import Batch, Rows
@@ -79,22 +79,16 @@ def build_block(
     return model.to(target.device)
 
 
-def begin_with(model: DFlash, folder: Path) -> None:
-    """Give ``model`` the weights of the drafter in ``folder``; a part that that one lacks begins to learn from nothing.
+def begin_with(model: DFlash, before: DFlash) -> None:
+    """Give ``model`` the weights of ``before``; a part that that one lacks begins to learn from nothing.
 
     Raises ``ValueError`` for weights that the model has no place for.
     """
-    before, own = load_dflash(folder, torch.float32), model.state_dict()
-    state = before.state_dict()
+    state, own = before.state_dict(), model.state_dict()
     strange = [name for name, weight in state.items() if name not in own or own[name].shape != weight.shape]
-    if strange or not same_tokens(model.ids, before.ids):
-        raise ValueError(f"{folder} must hold a drafter of the sizes asked for, got other {strange or 'tokens'}")
+    if strange:
+        raise ValueError(f"the drafter begun with must be of the sizes asked for, got other {', '.join(strange)}")
     model.load_state_dict(state, strict=False)
-
-
-def same_tokens(ids: Tensor | None, others: Tensor | None) -> bool:
-    """Whether two drafters draft the same of the target's tokens."""
-    return others is None if ids is None else others is not None and torch.equal(ids.cpu(), others.cpu())
 
 
 def train_block(

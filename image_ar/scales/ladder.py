@@ -1,13 +1,15 @@
 """The ladder of scales a next-scale model climbs: grids of growing sides, their tokens one after the other.
 
-Shape letters: K scales, L tokens of all scales together.
+Shape letters: K scales, L tokens of all scales together, T queries, S keys.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 PATCHES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
@@ -42,7 +44,18 @@ class Ladder:
         """Tokens of scale ``k``."""
         return self.sides[k] ** 2
 
+    @property
+    def levels(self) -> Tensor:
+        """The scale of each position [1, L]."""
+        return torch.cat([torch.full((self.tokens(k),), k) for k in range(len(self))])[None]
+
     def split(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Tokens [..., T] of the first scales, laid end to end, as one tensor [..., p²] a scale."""
         counts = [self.tokens(k) for k in range(self.starts.index(tokens.shape[-1]))]
         return tokens.split(counts, dim=-1)
+
+
+def scale_bias(queries: Tensor, keys: Tensor) -> Tensor:
+    """Additive mask [1, 1, T, S] of levels [1, T] and [1, S]: a level sees itself and the coarser ones."""
+    hidden = queries[0, :, None] < keys[0]
+    return torch.zeros(hidden.shape, device=keys.device).masked_fill_(hidden, -math.inf)[None, None]

@@ -15,7 +15,7 @@ from torch import Tensor
 from specmm.checkpoints import NESTING, State, load_strict, read_checkpoint
 from specmm.image_ar.files import count, read_config, save_module, shape_of
 from specmm.image_ar.scales.ladder import PATCHES_256
-from specmm.image_ar.scales.var import VAR, VARConfig, levels_of
+from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 
 MASK = "attn_bias_for_masking"  # holds -inf by design
@@ -36,7 +36,7 @@ def load_var(path: str | Path, config: VARConfig | None = None, *, dtype: torch.
     if MASK in state:
         state[MASK] = state[MASK].nan_to_num(neginf=0.0)
     load_strict(model, state, (), path)
-    if not torch.equal(model.lvl_1L, levels_of(config)):
+    if not torch.equal(model.lvl_1L, config.ladder.levels):
         raise ValueError(f"{path} must hold the levels of patch_nums {config.patch_nums} in lvl_1L, got others")
     model.reset_mask()
     return model.to(dtype).eval()

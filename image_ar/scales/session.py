@@ -14,8 +14,9 @@ from torch import Tensor
 
 from specmm.cache import Memory
 from specmm.image_ar.scales.canvas import Canvas
+from specmm.image_ar.scales.ladder import scale_bias
 from specmm.image_ar.scales.sampling import Sampling
-from specmm.image_ar.scales.var import VAR, Conditioned, Store, scale_bias
+from specmm.image_ar.scales.var import VAR, Conditioned, Store
 from specmm.processors import check_finite
 
 

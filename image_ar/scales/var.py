@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specmm.image_ar.scales.ladder import PATCHES_256, Ladder
+from specmm.image_ar.scales.ladder import PATCHES_256, Ladder, scale_bias
 from specmm.layout import product
 
 LOG_MAX_SCALE = math.log(100)  # of attn_l2_norm's learnt temperature
@@ -201,7 +201,7 @@ class VAR(nn.Module):
             self.shared_ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.head_nm, self.head = HeadNorm(config), nn.Linear(width, config.vocab_size)
-        self.register_buffer("lvl_1L", levels_of(config))
+        self.register_buffer("lvl_1L", ladder.levels)
         self.register_buffer("attn_bias_for_masking", torch.empty(1, 1, ladder.length, ladder.length))
         self.reset_mask()
         initialise(self)
@@ -277,18 +277,6 @@ class VAR(nn.Module):
         x = torch.cat([start, rest], dim=1)
         seen = x.shape[1]
         return self.logits(self.run(x, given, self.attn_bias_for_masking[:, :, :seen, :seen]), given.head)
-
-
-def levels_of(config: VARConfig) -> Tensor:
-    """The scale of each position [1, L]."""
-    ladder = config.ladder
-    return torch.cat([torch.full((ladder.tokens(k),), k) for k in range(len(ladder))])[None]
-
-
-def scale_bias(queries: Tensor, keys: Tensor) -> Tensor:
-    """Additive mask [1, 1, T, S] of levels [1, T] and [1, S]: a level sees itself and the coarser ones."""
-    hidden = queries[0, :, None] < keys[0]
-    return torch.zeros(hidden.shape, device=keys.device).masked_fill_(hidden, -math.inf)[None, None]
 
 
 @torch.no_grad()

@@ -82,7 +82,7 @@ def dflash(
     vocabulary: Annotated[int, typer.Option(min=0, help="Most frequent tokens that it drafts, 0 for all.")] = 0,
     batch: Batch = 8,
     lr: Rate = 2e-3,
-    start: Annotated[Path | None, typer.Option(help="Drafter's folder whose weights it begins with.")] = None,
+    start: Annotated[Path | None, typer.Option(help="Drafter whose weights and tokens it begins with.")] = None,
     fade: Annotated[float, typer.Option(min=0.1, help="Drafts over which a draft's weight falls to 1/e.")] = 4.0,
     seed: Seed = 0,
     replace: Replace = False,
@@ -91,17 +91,22 @@ def dflash(
 ) -> None:
     """Train a DFlash block drafter on the target's hidden states; the result is drafters/block."""
     with stdout_reserved():
-        from specmm.diffusion_drafters.models.dflash import save_dflash
+        import torch
+
+        from specmm.diffusion_drafters.models.dflash import load_dflash, save_dflash
         from specmm.diffusion_drafters.train.block import begin_with, build_block, train_block
         from specmm.diffusion_drafters.train.rows import Rows, frequent
 
         place, target, tokenizer = _begin(model, "block", replace)
         tokens = _rows(target, tokenizer, text, rows, None if chats else drawn, writable(out), seed)
+        before = None if start is None else load_dflash(start, torch.float32)
         known = frequent(tokens, vocabulary) if vocabulary else None
+        if before is not None and not vocabulary:
+            known = before.ids
         parts: dict[str, Any] = dict(read=read, inner=inner, markov=markov, recurrent=recurrent, known=known)
         drafter = build_block(target, layers, block + 1, _mask(tokenizer, mask), **parts)
-        if start is not None:
-            begin_with(drafter, start)
+        if before is not None:
+            begin_with(drafter, before)
         data = Rows(target, tokens, drafter.config.layers)
         train_block(target, drafter, data, out, steps=steps, batch=batch, lr=lr, fade=fade, seed=seed)
         save_dflash(drafter, place, target.model.get_input_embeddings().weight)

@@ -70,7 +70,7 @@ def test_a_drafter_begins_with_another(folder, tmp_path):
         )
         args = [*options, "--inner", "24", "--start", begun, "--out", tmp_path / "other"]
         wrong = CliRunner().invoke(app, [str(arg) for arg in ("train", "dflash", place, *args)])
-    assert wrong.exit_code == 2 and "must hold a drafter of the sizes asked for, got other" in wrong.stderr
+    assert wrong.exit_code == 2 and "must be of the sizes asked for, got other layers.0.mlp" in wrong.stderr
     old, new = (load_dflash(at, torch.float32).state_dict() for at in (begun, before))
     assert all(torch.equal(new[name], weight) for name, weight in old.items()) and "recurrent.out.weight" in new
     pipe = specmm.TextPipeline.from_pretrained(place)
