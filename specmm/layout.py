@@ -68,6 +68,11 @@ def _fuses(layer: nn.Linear, x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == layer.weight.dtype and torch.backends.mkldnn.is_available()
 
 
+def state_of(weight: Tensor) -> tuple[int, int]:
+    """Tells whether ``weight`` is what it was: another tensor, or one that was written to, has another."""
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
 class PackedLinear(nn.Linear):
     """A linear layer that multiplies by a copy of its weight in oneDNN's blocks; without one, as any other.
 
@@ -83,17 +88,13 @@ class PackedLinear(nn.Linear):
         weight = self.weight.detach()
         ready = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS) if ready else None
-        self.of = self._state()
+        self.of = state_of(self.weight)
 
     def current(self, x: Tensor) -> Tensor | None:
         """The copy, made anew if the weight is not what it was; None where ``x`` is of another dtype."""
-        if self.packed is not None and self.of != self._state():
+        if self.packed is not None and self.of != state_of(self.weight):
             self.pack()
         return self.packed if x.dtype == self.weight.dtype else None
-
-    def _state(self) -> tuple[int, int]:
-        weight = self.weight
-        return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""

@@ -172,8 +172,7 @@ class DFlashSource:
         if model.markov is not None or model.recurrent is not None:
             self.follow = self._behind
         if model.recurrent is not None:
-            with torch.no_grad():
-                self.read = model.recurrent.read(target.embed(torch.arange(found[1], device=target.device)))  # [V, R]
+            self.said = model.recurrent.table(target.family.decoder.get_input_embeddings().weight)  # [V, R]
 
     def begin(self, feedback: Feedback, most: int) -> None:
         """Read what the target's layers said of the prompts."""
@@ -211,7 +210,7 @@ class DFlashSource:
     def _behind(self, place: Tensor, before: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """See :class:`Follow`: with a memory ``place`` holds a state, without one logits."""
         if self.model.recurrent is not None:
-            state, memory = self.model.recurrent(place, self.read[before], memory)
+            state, memory = self.model.recurrent(place, F.embedding(before, self.said), memory)
             place = self._scored(state)
         return (place if self.model.markov is None else place + self.model.pairs(before).float()), memory
 

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specmm.layout import state_of
+
 
 class Recurrent(nn.Module):
     """A memory of ``size`` R for states of ``width`` C."""
@@ -22,11 +24,20 @@ class Recurrent(nn.Module):
         super().__init__()
         self.token, self.place = nn.Linear(width, size, bias=False), nn.Linear(width, size)
         self.memory, self.out = nn.Linear(size, size, bias=False), nn.Linear(size, width, bias=False)
+        self._table, self._of = torch.empty(0), list[tuple[int, int]]()
 
     def read(self, embeddings: Tensor) -> Tensor:
         """What drafted tokens say to the memory, [..., R], from the target's ``embeddings`` [..., C] of them."""
         found: Tensor = self.token(F.rms_norm(embeddings, embeddings.shape[-1:]))
         return found
+
+    @torch.no_grad()
+    def table(self, embeddings: Tensor) -> Tensor:
+        """What every token of ``embeddings`` [V, C] says, [V, R]; made anew where they or their reader have changed."""
+        state = [state_of(embeddings), state_of(self.token.weight)]
+        if self._of != state:
+            self._table, self._of = self.read(embeddings), state
+        return self._table
 
     def places(self, states: Tensor) -> Tensor:
         """The block's ``states`` [..., C] and what they say to the memory, side by side [..., C + R]."""

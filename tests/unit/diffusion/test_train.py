@@ -9,6 +9,7 @@ from specmm.diffusion_drafters.data.code import windows
 from specmm.diffusion_drafters.drafters.cached import CausalSource
 from specmm.diffusion_drafters.drafters.sources import DFlashSource
 from specmm.diffusion_drafters.models.bidirectional import FullAttention
+from specmm.diffusion_drafters.models.recurrent import Recurrent
 from specmm.diffusion_drafters.train import block, deer
 from specmm.diffusion_drafters.train.blocks import Anchors, fading, law_loss
 from specmm.diffusion_drafters.train.diffusion import denoising_loss, hide, train_diffusion
@@ -206,3 +207,14 @@ def test_windows_and_rows_too_short():
         windows(torch.arange(4), 0, 2, 9, 0)
     with pytest.raises(ValueError, match="longer than a block of 8, got 8"):
         Anchors.draw(2, 8, 3, 8, 8, 0)
+
+
+def test_a_memorys_table_follows_its_weights():
+    memory, embeddings = Recurrent(6, 4), torch.randn(9, 6)
+    kept = memory.table(embeddings)
+    torch.testing.assert_close(kept, memory.read(embeddings))
+    assert memory.table(embeddings) is kept
+    embeddings[2] += 1
+    with torch.no_grad():
+        memory.token.weight.mul_(2)
+        torch.testing.assert_close(memory.table(embeddings), memory.read(embeddings))
