@@ -85,10 +85,10 @@ class Uniforms:
 
     def _next(self, row: int, count: int) -> Tensor:
         """The next ``count`` numbers of a row's stream."""
-        g = self.generators[row]
-        while len(self._rest[row]) < count:
-            more = torch.rand(max(BLOCK, count), generator=g, device=g.device, dtype=self.dtype)
-            self._rest[row] = torch.cat([self._rest[row], more])
+        g, blocks = self.generators[row], -(-max(count - len(self._rest[row]), 0) // BLOCK)
+        if blocks:  # always whole ones: on a GPU a stream depends on how many numbers are drawn at a time
+            more = [torch.rand(BLOCK, generator=g, device=g.device, dtype=self.dtype) for _ in range(blocks)]
+            self._rest[row] = torch.cat([self._rest[row], *more])
         taken, self._rest[row] = self._rest[row].split([count, len(self._rest[row]) - count])
         return taken
 

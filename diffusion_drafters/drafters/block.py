@@ -2,7 +2,7 @@
 
 A chain's tokens are drawn independently, each recorded with its marginal, or each behind those before where the source
 has a table of pairs or a memory; when the target is greedy they are the likeliest ones, as point masses. A tree holds
-the most probable paths under a budget of nodes (with a table, each token behind the one before it), as point masses.
+the most probable paths under a budget of nodes (each token behind those before it likewise), as point masses.
 Sources: DEER (arXiv 2512.15176), DDTree, and for the cut AdaEDL (arXiv 2410.18351).
 
 Shape letters: B batch, K block, S what the source says of a place, N nodes, V vocabulary, v tokens that the source
@@ -132,8 +132,7 @@ class BlockReader:
 class TreeDrafter(BlockReader):
     """The ``total``-node tree (root included) of the most probable paths of ``depth`` tokens at most.
 
-    With a table of pairs or a memory nodes have eight children at most, so that a larger tree only nearly holds the
-    most probable.
+    With a table of pairs or a memory it is found by beams, so that a larger tree only nearly holds the most probable.
 
     Raises ``ValueError`` for a depth that the source cannot draft and a budget without a draft.
     """

@@ -1,4 +1,4 @@
-"""Trees of a fixed shape from a block: the children of a node drawn without replacement from the law behind its token.
+"""Trees of a fixed shape from a block: the children of a node drawn without replacement from the law behind it.
 
 Every node's law is recorded, so that verification is exact at any temperature; with a greedy target the children are
 the likeliest tokens, as point masses. All levels come from one forward of the source, and what they do not know of one
@@ -10,6 +10,7 @@ tokens that the source knows of it.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from specmm.diffusion_drafters.drafters.block import BlockReader, block_length, drafting_law
@@ -41,7 +42,9 @@ class DrawnTreeDrafter(BlockReader):
         with self.clock("draft"):
             block = self.source.logits(feedback, self.max_depth)  # [B, K, S]
             tokens = feedback.token[:, None].repeat(1, self.max_nodes)
-            laws = None if self.greedy else block.new_zeros(*tokens.shape, self.source.known.size)
+            laws = None
+            if not self.greedy:
+                laws = block.new_zeros(*tokens.shape, self.source.known.size, dtype=torch.float32)
             memory = None
             for place, level in zip(block.unbind(1), self.levels, strict=True):
                 scores, memory = self._scores(place, tokens[:, level.parents], memory, level)

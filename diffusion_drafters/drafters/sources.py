@@ -1,7 +1,7 @@
 """Where blocks come from: a diffusion language model that reads the tokens, or a drafter that reads hidden states.
 
-A source gives logits over the target's vocabulary, or over the tokens it knows of it; tokens that the two do not share
-are barred before any softmax.
+A source gives logits over the target's vocabulary, over the tokens it knows of it, or what ``follow`` makes such logits
+of; tokens that the two do not share are barred before any softmax.
 
 Shape letters: B batch, K block, S what is said of a place (logits or what they are made of), M committed tokens of a
 round, N tree nodes, L prompt positions, F layers read, C width, R size of a memory, v the drafter's vocabulary, V the

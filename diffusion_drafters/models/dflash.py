@@ -80,6 +80,10 @@ class DFlashConfig:
         missing = [n for n in ("block_size", "mask_token_id", "target_layer_ids") if given.get(n) is None]
         if missing:
             raise ValueError(f"{source} must describe a DFlash drafter, got no {', '.join(missing)}")
+        names = ("block_size", "mask_token_id", "draft_vocab_size", "markov_rank", "recurrent_size")
+        counts = {name: given.get(name) or 0 for name in names}
+        if strange := [f"{name} {value!r}" for name, value in counts.items() if type(value) is not int]:
+            raise ValueError(f"{source} must give whole numbers, got {', '.join(strange)}")
         kind: Any = Qwen3Config
         return cls(
             kind(
@@ -89,12 +93,12 @@ class DFlashConfig:
                 attention_bias=bool(facts.get("attention_bias")),
                 attn_implementation="sdpa",
             ),
-            given["block_size"],
-            given["mask_token_id"],
+            counts["block_size"],
+            counts["mask_token_id"],
             tuple(given["target_layer_ids"]),
-            given.get("draft_vocab_size") or 0,
-            given.get("markov_rank") or 0,
-            given.get("recurrent_size") or 0,
+            counts["draft_vocab_size"],
+            counts["markov_rank"],
+            counts["recurrent_size"],
         )
 
 

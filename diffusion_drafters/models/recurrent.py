@@ -2,19 +2,25 @@
 
     h_k = silu(token e(x_{k-1}) + place s_k + memory h_{k-1}),   logits_k = head(s_k + out h_k)
 
-with the block's states s, the target's normed embeddings e and its head: a few small products a draft, and no table of
-its own. Source: DSpark's sequential head, by the facts page's description; the cell and its names are our own.
+with the block's states s, the target's normed embeddings e and its head: a few small products a draft. What tokens say
+to it is worked out once for all of them. Source: DSpark's sequential head, by the facts page's description; the cell
+and its names are our own.
 
 Shape letters: B batch, A blocks, K drafts of a block, C width, R size of the memory, V vocabulary.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specmm.layout import state_of
+
+NORM_EPS = 1e-6  # beside an embedding's mean square
+ROWS = 8192  # of the embeddings normed at a time
 
 
 class Recurrent(nn.Module):
@@ -24,19 +30,21 @@ class Recurrent(nn.Module):
         super().__init__()
         self.token, self.place = nn.Linear(width, size, bias=False), nn.Linear(width, size)
         self.memory, self.out = nn.Linear(size, size, bias=False), nn.Linear(size, width, bias=False)
-        self._table, self._of = torch.empty(0), list[tuple[int, int]]()
+        self._table, self._of = torch.empty(0), tuple[Any, ...]()
 
     def read(self, embeddings: Tensor) -> Tensor:
         """What drafted tokens say to the memory, [..., R], from the target's ``embeddings`` [..., C] of them."""
-        found: Tensor = self.token(F.rms_norm(embeddings, embeddings.shape[-1:]))
+        found: Tensor = self.token(F.rms_norm(embeddings, embeddings.shape[-1:], eps=NORM_EPS))
         return found
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def table(self, embeddings: Tensor) -> Tensor:
         """What every token of ``embeddings`` [V, C] says, [V, R]; made anew where they or their reader have changed."""
-        state = [state_of(embeddings), state_of(self.token.weight)]
-        if self._of != state:
-            self._table, self._of = self.read(embeddings), state
+        state = state_of(embeddings), state_of(self.token.weight)
+        if self._of[:2] != state:
+            parts = [self.read(part) for part in embeddings.split(ROWS)]
+            self._table, self._of = torch.cat(parts), (*state, embeddings)  # held, or its place could be another's
         return self._table
 
     def places(self, states: Tensor) -> Tensor:

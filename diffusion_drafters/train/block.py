@@ -8,6 +8,7 @@ Shape letters: B batch, L tokens of a row, A anchors, K block (anchor included),
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +80,22 @@ def build_block(
     return model.to(target.device)
 
 
-def begin_with(model: DFlash, before: DFlash) -> None:
-    """Give ``model`` the weights of ``before``; a part that that one lacks begins to learn from nothing.
+def with_memory(before: DFlash, size: int) -> DFlash:
+    """A drafter that drafts as ``before`` does, with a memory of ``size`` that has yet to learn (0: as it is).
 
-    Raises ``ValueError`` for weights that the model has no place for.
+    Raises ``ValueError`` for one that has a memory of another size.
     """
-    state, own = before.state_dict(), model.state_dict()
-    strange = [name for name, weight in state.items() if name not in own or own[name].shape != weight.shape]
-    if strange:
-        raise ValueError(f"the drafter begun with must be of the sizes asked for, got other {', '.join(strange)}")
-    model.load_state_dict(state, strict=False)
+    config = before.config
+    if size and config.recurrent not in (0, size):
+        raise ValueError(f"recurrent must be the drafter's own {config.recurrent} or 0, got {size}")
+    with seeded(0):
+        model = DFlash(dataclasses.replace(config, recurrent=size or config.recurrent))
+    if model.recurrent is not None and before.recurrent is None:
+        model.recurrent.start()
+    model.load_state_dict(before.state_dict(), strict=False)
+    if model.ids is not None:
+        model.know(model.ids)
+    return model.to(before.fc.weight.device)
 
 
 def train_block(

@@ -128,7 +128,7 @@ def model_memory(config: VARConfig, draw: Draw, scales: range) -> float:
     joined = starts[scales[-1] + 1] if stored else 0
     cache = 2 * config.depth * draw.rows * stored * width * draw.width
     layer = draw.rows * width * draw.width * max(ALIVE * first, ALIVE * last + 2 * joined)
-    logits = 4 * (draw.rows + 3 * draw.batch) * last * config.vocab_size
+    logits = 4 * 4 * draw.batch * last * config.vocab_size
     given = draw.rows * 6 * config.depth * width * draw.width
     return float(cache + given + max(layer, logits))
 

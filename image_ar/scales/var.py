@@ -121,7 +121,8 @@ class SelfAttention(nn.Module):
         qkv = product(self.mat_qkv, x, given.qkv_bias).view(*x.shape[:2], 3, self.heads, -1)
         qk, v = qkv[:, :, :2], qkv[:, :, 2]  # [R, T, 2, H, D], [R, T, H, D]
         if given.qk_scale is not None:  # both at once, and the factors on the norms: a third of the memory's traffic
-            norms = torch.linalg.vector_norm(qk, dim=-1, keepdim=True)
+            wide = torch.float32 if qk.dtype == torch.float16 else None  # float16 cannot divide by short vectors
+            norms = torch.linalg.vector_norm(qk, dim=-1, keepdim=True, dtype=wide)
             qk = (qk * (given.qk_scale / norms.clamp_min(NORM_EPS))).to(v.dtype)
         q, k = qk.unbind(2)
         k, v = store.write(k, v) if store is not None else (k, v)

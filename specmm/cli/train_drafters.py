@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from click.core import ParameterSource
 
 from specmm.cli.data import Seed, done
 from specmm.cli.generate import Json
@@ -28,6 +29,7 @@ Inner = Annotated[int, typer.Option(min=0, help="Width of its feed-forward layer
 Batch = Annotated[int, typer.Option(min=1, help="Rows a step.")]
 Rate = Annotated[float, typer.Option(min=0, help="Learning rate.")]
 Replace = Annotated[bool, typer.Option(help="Replace the model's drafter of this kind.")]
+SIZES = ("layers", "block", "mask", "inner", "read", "markov", "vocabulary")  # of a block drafter, which --start brings
 
 
 def deer(
@@ -66,6 +68,7 @@ def deer(
 
 
 def dflash(
+    context: typer.Context,
     model: Model,
     text: Text = [],  # noqa: B006
     steps: Steps = 1500,
@@ -82,31 +85,38 @@ def dflash(
     vocabulary: Annotated[int, typer.Option(min=0, help="Most frequent tokens that it drafts, 0 for all.")] = 0,
     batch: Batch = 8,
     lr: Rate = 2e-3,
-    start: Annotated[Path | None, typer.Option(help="Drafter whose weights and tokens it begins with.")] = None,
+    start: Annotated[Path | None, typer.Option(help="Drafter it begins with, sizes and all.")] = None,
     fade: Annotated[float, typer.Option(min=0.1, help="Drafts over which a draft's weight falls to 1/e.")] = 4.0,
     seed: Seed = 0,
     replace: Replace = False,
     out: Annotated[Path, typer.Option(help="Folder of checkpoint and loss curve.")] = Path("runs/dflash"),
     as_json: Json = False,
 ) -> None:
-    """Train a DFlash block drafter on the target's hidden states; the result is drafters/block."""
+    """Train a DFlash block drafter on the target's hidden states; the result is drafters/block.
+
+    With --start it begins with another drafter's weights, sizes and tokens; --recurrent then adds a memory.
+    """
     with stdout_reserved():
         import torch
 
+        from specmm.checkpoints import read_json
+        from specmm.diffusion_drafters.models.causal import check_target
         from specmm.diffusion_drafters.models.dflash import load_dflash, save_dflash
-        from specmm.diffusion_drafters.train.block import begin_with, build_block, train_block
+        from specmm.diffusion_drafters.train.block import build_block, train_block, with_memory
         from specmm.diffusion_drafters.train.rows import Rows, frequent
 
         place, target, tokenizer = _begin(model, "block", replace)
+        if start is not None:
+            if given := [name for name in SIZES if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]:
+                raise ValueError(f"--start brings the drafter's own sizes, leave out --{given[0]}")
+            check_target(read_json(start / "config.json"), target.model, start)
+            drafter = with_memory(load_dflash(start, torch.float32).to(target.device), recurrent)
+        else:
+            hidden = _mask(tokenizer, mask)
         tokens = _rows(target, tokenizer, text, rows, None if chats else drawn, writable(out), seed)
-        before = None if start is None else load_dflash(start, torch.float32)
-        known = frequent(tokens, vocabulary) if vocabulary else None
-        if before is not None and not vocabulary:
-            known = before.ids
-        parts: dict[str, Any] = dict(read=read, inner=inner, markov=markov, recurrent=recurrent, known=known)
-        drafter = build_block(target, layers, block + 1, _mask(tokenizer, mask), **parts)
-        if before is not None:
-            begin_with(drafter, before)
+        if start is None:
+            known = frequent(tokens, vocabulary) if vocabulary else None
+            drafter = build_block(target, layers, block + 1, hidden, read, inner, markov, recurrent, known)
         data = Rows(target, tokens, drafter.config.layers)
         train_block(target, drafter, data, out, steps=steps, batch=batch, lr=lr, fade=fade, seed=seed)
         save_dflash(drafter, place, target.model.get_input_embeddings().weight)

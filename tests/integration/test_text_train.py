@@ -62,17 +62,21 @@ def test_what_was_trained_drafts(folder, method):
 def test_a_drafter_begins_with_another(folder, tmp_path):
     place = shutil.copytree(folder, tmp_path / "model")
     before = place / "drafters" / "block"
-    options = ["--text", folder.parents[1] / "text.py", *DRAFTERS["dflash"], "--steps", "1", "--replace"]
-    begun = shutil.copytree(before, tmp_path / "before")
+    begun, texts = shutil.copytree(before, tmp_path / "before"), folder.parents[1] / "text.py"
+    common = ["--text", texts, "--rows", 8, "--batch", 2, "--steps", 1, "--lr", 0, "--replace", "--start", begun]
     with torch._dynamo.config.patch(disable=True):
-        run(
-            "train", "dflash", place, *options, "--recurrent", 4, "--start", begun, "--out", tmp_path / "run", "--lr", 0
-        )
-        args = [*options, "--inner", "24", "--start", begun, "--out", tmp_path / "other"]
-        wrong = CliRunner().invoke(app, [str(arg) for arg in ("train", "dflash", place, *args)])
-    assert wrong.exit_code == 2 and "must be of the sizes asked for, got other layers.0.mlp" in wrong.stderr
-    old, new = (load_dflash(at, torch.float32).state_dict() for at in (begun, before))
-    assert all(torch.equal(new[name], weight) for name, weight in old.items()) and "recurrent.out.weight" in new
+        run("train", "dflash", place, *common, "--recurrent", 4, "--out", tmp_path / "run")
+    old, new = load_dflash(begun, torch.float32), load_dflash(before, torch.float32)
+    weights = new.state_dict()
+    assert all(torch.equal(weights[name], weight) for name, weight in old.state_dict().items())
+    assert new.config.recurrent == 4 and torch.equal(new.t2d, old.t2d) and new.config.layers == old.config.layers
+    for added, message in (
+        (["--inner", 24], "--start brings the drafter's own sizes, leave out --inner"),
+        (["--recurrent", 5, "--start", before], "recurrent must be the drafter's own 4 or 0, got 5"),
+    ):
+        args = ["train", "dflash", place, *common, *added, "--out", tmp_path / "other"]
+        wrong = CliRunner().invoke(app, [str(arg) for arg in args])
+        assert wrong.exit_code == 2 and message in wrong.stderr
     pipe = specmm.TextPipeline.from_pretrained(place)
     assert pipe("def a", method="block", max_new_tokens=8).texts == pipe("def a", max_new_tokens=8).texts
 

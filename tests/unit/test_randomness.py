@@ -17,11 +17,11 @@ def test_a_row_sees_its_own_generator_only():
 
 
 def test_numbers_do_not_depend_on_how_they_are_asked_for():
-    asked = [1, 7, BLOCK - 3, 11, 100]
+    asked = [1, 7, BLOCK - 3, 11, 100, 2 * BLOCK + 5, 3]
     stream = Uniforms.from_seeds([4])
     pieces = torch.cat([stream.draw(count) for count in asked], dim=1)
     generator = torch.Generator().manual_seed(4)
-    blocks = torch.cat([torch.rand(BLOCK, generator=generator) for _ in range(2)])
+    blocks = torch.cat([torch.rand(BLOCK, generator=generator) for _ in range(4)])
     assert torch.equal(pieces[0], blocks[: sum(asked)])
 
 

@@ -105,6 +105,12 @@ DRAFTERS = {
     "sure chain of pairs": lambda t: ChainDrafter(DFlashSource(paired(t.family.vocabulary), t), t, sure=SURE),
     "tree of pairs": lambda t: TreeDrafter(DFlashSource(paired(t.family.vocabulary, [4, 1, 2]), t), t, 7),
     "drawn tree of pairs": lambda t: DrawnTreeDrafter(DFlashSource(paired(t.family.vocabulary, [4, 1, 2]), t), t, BUSH),
+    "sure chain with a memory": lambda t: ChainDrafter(
+        DFlashSource(paired(t.family.vocabulary, None, 6), t), t, sure=SURE
+    ),
+    "recalling chain with a memory": lambda t: ChainDrafter(
+        DFlashSource(paired(t.family.vocabulary, None, 6), t), t, recall=1
+    ),
     "drawn tree with a memory": lambda t: DrawnTreeDrafter(
         DFlashSource(paired(t.family.vocabulary, [4, 1, 2], 6), t), t, BUSH
     ),

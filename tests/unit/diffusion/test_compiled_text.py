@@ -31,7 +31,8 @@ class Run:
     def __init__(self, method, processor, compiled, model=None):
         kind = StaticVLMTarget if compiled else VLMTarget
         self.target = kind(model or target_model(V), processor, "tiny")
-        self.parts = None if method is None else assemble(method, self.target, paired(V, [4, 1, 2, 7]))
+        drafter = paired(V, [4, 1, 2, 7], 0 if method == TREE else 6)  # with a memory along chains
+        self.parts = None if method is None else assemble(method, self.target, drafter)
         self.options = {"play": CompiledRound(same_modules=True)} if compiled else {}
 
     def __call__(self, rows=ROWS):

@@ -3,9 +3,12 @@
 Shape letters: V vocabulary.
 """
 
+import json
+
 import pytest
 import torch
 
+from specmm.decode import decode
 from specmm.diffusion_drafters.drafters.block import ChainDrafter, TreeDrafter
 from specmm.diffusion_drafters.drafters.diffuspec import DiffuSpecDrafter
 from specmm.diffusion_drafters.drafters.drawn import DrawnTreeDrafter
@@ -17,6 +20,8 @@ from specmm.drafter import Feedback
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.tree import TreeShape
+from specmm.verify import Block as BlockVerification
+from specmm.verify import Recursive, Traversal
 from specmm.vlm.drafters.model import padded
 from specmm.vlm.prompt import VLMPrompt
 from specmm.vlm.target import VLMTarget
@@ -119,7 +124,8 @@ def test_the_controller_hears_of_every_round():
         (lambda t: paired(V, [1, 1, 2]), "d2t must name 3 different tokens"),
         (lambda t: paired(V, [1, V]), r"tokens in \[0, 30\)"),
         (lambda t: DFlashConfig(dflash(V).config.sizes, 5, 1, (0,), V + 1), "draft_vocab_size must be 0 to"),
-        (lambda t: DFlashConfig(dflash(V).config.sizes, 5, 1, (0,), 0, -1), "recurrent_size must be at least 0"),
+        (lambda t: DFlashConfig(dflash(V).config.sizes, 5, 1, (0,), 0, -1), "at least 0, got -1 and 0"),
+        (lambda t: DFlashConfig(dflash(V).config.sizes, 5, 1, (0,), 0, 0, -1), "at least 0, got 0 and -1"),
         (lambda t: run(DRAFTERS["chain of dream"], Processor(), None, [[1]], V, 200), "128 positions"),
     ],
 )
@@ -213,3 +219,26 @@ def test_a_drafter_of_few_tokens_is_read_back(tmp_path):
     previous = torch.tensor([7, 0])
     assert torch.equal(found.pairs(previous), drafter.pairs(previous))
     assert torch.equal(found.recurrent.out.weight, drafter.recurrent.out.weight)
+
+
+@pytest.mark.parametrize("kind", ["chain", "drawn tree", "likeliest tree"])
+def test_memories_draft_in_half_precision(kind):
+    target = VLMTarget(target_model(V).bfloat16(), Processor(1.0), "tiny")
+    source = DFlashSource(paired(V, None, 6).bfloat16(), target)
+    drafter, rule = {
+        "chain": (ChainDrafter(source, target), BlockVerification()),
+        "drawn tree": (DrawnTreeDrafter(source, target, BUSH), Traversal()),
+        "likeliest tree": (TreeDrafter(source, target, 7), Recursive()),
+    }[kind]
+    prompt = VLMPrompt(padded(ROWS, "cpu"), LENGTH)
+    *_, end = decode(target, drafter, rule, prompt, LENGTH, Uniforms.from_seeds([0, 1, 2]))
+    assert end.counts.tolist() == [LENGTH] * 3
+
+
+@pytest.mark.parametrize("key", ["block_size", "markov_rank", "recurrent_size"])
+def test_sizes_of_a_file_are_whole_numbers(tmp_path, key):
+    save_dflash(paired(V, None, 6), tmp_path, torch.randn(V, 32), torch.float32)
+    facts = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(facts | {key: "5"}))
+    with pytest.raises(ValueError, match=f"must give whole numbers, got {key} '5'"):
+        load_dflash(tmp_path)
