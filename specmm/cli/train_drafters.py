@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from click.core import ParameterSource
 
 from specmm.cli.data import Seed, done
 from specmm.cli.generate import Json
@@ -107,7 +106,8 @@ def dflash(
 
         place, target, tokenizer = _begin(model, "block", replace)
         if start is not None:
-            if given := [name for name in SIZES if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]:
+            sources = {name: context.get_parameter_source(name) for name in SIZES}
+            if given := [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]:
                 raise ValueError(f"--start brings the drafter's own sizes, leave out --{given[0]}")
             check_target(read_json(start / "config.json"), target.model, start)
             drafter = with_memory(load_dflash(start, torch.float32).to(target.device), recurrent)
