@@ -39,10 +39,10 @@ def follow(known, remembers=False):
 
 
 def along(behind, logits, path):
-    """Logits [v] behind every token of ``path``, one after another, for one row."""
+    """Logits [..., v] behind every token [...] of ``path``, one after another; ``logits`` are those of each place."""
     memory, found = None, []
     for place, token in enumerate(path):
-        scores, memory = behind(logits[place], torch.tensor(token), memory)
+        scores, memory = behind(logits[place], torch.as_tensor(token), memory)
         found.append(scores)
     return found
 
@@ -98,11 +98,10 @@ def test_a_chain_records_the_law_of_every_draw(known, remembers):
     logits, root, behind = block(2), known.name(torch.tensor([1, 4])), follow(known, remembers)
     uniforms, shape = Uniforms.from_seeds([0, 1]), TreeShape.chain(3, "cpu")
     tree = followed_chain(root, logits, Processor(0.7), behind, known, uniforms, None, shape)
-    for row in range(2):
-        for place, scores in enumerate(along(behind, logits[row], tree.tokens[row, :3].tolist())):
-            law = known.spread(Processor(0.7)(scores))
-            torch.testing.assert_close(tree.laws[row, place + 1], law, rtol=0, atol=1e-7)
-            assert float(law[tree.tokens[row, place + 1]]) > 0
+    for place, scores in enumerate(along(behind, logits.unbind(1), tree.tokens[:, :3].unbind(1))):
+        law = known.spread(Processor(0.7)(scores))
+        torch.testing.assert_close(tree.laws[:, place + 1], law, rtol=0, atol=0)
+        assert bool((law.gather(1, tree.tokens[:, place + 1 : place + 2]) > 0).all())
 
 
 @torch.inference_mode()
