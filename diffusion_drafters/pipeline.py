@@ -175,7 +175,7 @@ class TextPipeline(Pipeline):
         if key not in self.made:
             target, plain = StaticVLMTarget(self.model, options.processor, self.name), isinstance(method, methods.AR)
             parts = None if plain else assemble(method, target, self.drafter(method.name), self.tokenizer)
-            self.made[key] = Compiled(target, parts, CompiledRound(same_modules=True))
+            self.made[key] = Compiled(target, parts, CompiledRound(same_parts=True))
         return self.made[key]
 
 

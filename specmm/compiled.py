@@ -20,33 +20,52 @@ from specmm.decode import Parts, Progress, one_round
 from specmm.drafter import Feedback
 from specmm.randomness import Counted, Dealt, Dice
 from specmm.stats import Clock
+from specmm.verify.rule import Verdict
 
 PROGRAMS = 64  # of one function, by method and batch size, before PyTorch would run the rest uncompiled
+WATCHED = {"TENSOR_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "SEQUENCE_LENGTH"}  # PyTorch's names of its guards
 
 
-def compiled(function: Callable[..., Any], same_modules: bool = False) -> Any:
+def compiled(function: Callable[..., Any], same_parts: bool = False) -> Any:
     """``function`` as a program for each shape of its arguments.
 
-    With ``same_modules`` every call must meet the same networks, unchanged but for their weights' values: PyTorch then
-    need not look at them each time, which takes a millisecond for a transformers model of 20 layers.
+    With ``same_parts`` every call must meet the same networks, unchanged but for their weights' values, and objects of
+    the same classes: PyTorch then looks at tensors, numbers and flags only, not at some 4,000 things besides, which
+    takes a millisecond and a half for a transformers model of 20 layers.
     """
-    if not same_modules:
+    if not same_parts:
         return torch.compile(function, dynamic=False)
     own = types.FunctionType(function.__code__.replace(), function.__globals__)  # programs are filed by code
     own.__kwdefaults__, own.__defaults__ = function.__kwdefaults__, function.__defaults__
-    return torch.compile(
-        own, dynamic=False, options={"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
-    )
+    return torch.compile(own, dynamic=False, options={"guard_filter_fn": _watched})
 
 
-class ChecksLater:
-    """A target's mixin: a program cannot stop at logits that are not finite, so behind it the caller looks."""
+def _watched(guards: Any) -> list[bool]:
+    """Which of ``guards`` to keep: those on PyTorch's own state, and on what may differ among the same parts."""
+    outside = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
+    return [
+        kept and (not guard.name or (guard.guard_type in WATCHED and not guard.is_global))
+        for guard, kept in zip(guards, outside, strict=True)
+    ]
+
+
+class EndsLater:
+    """A target's mixin: what a program leaves to its caller, who ends the round.
+
+    A program cannot stop at logits that are not finite, and it would copy the whole cache where keys and values move.
+    """
 
     extremes: Tensor
 
-    def check_round(self) -> None:
-        """Raise ``ValueError`` unless the logits of the last round that a program played are finite."""
-        super()._count(self.extremes)  # type: ignore[misc]  # the target's own
+    def commit(self, verdict: Verdict) -> None:
+        """As the target's own, outside programs."""
+        if not torch.compiler.is_compiling():
+            super().commit(verdict)  # type: ignore[misc]  # the target's own
+
+    def end_round(self, verdict: Verdict) -> None:
+        """Commit what a program kept; raise ``ValueError`` unless the logits of its round are finite."""
+        super()._count(self.extremes)  # type: ignore[misc]
+        super().commit(verdict)  # type: ignore[misc]
 
     def _count(self, logits: Tensor) -> None:
         if torch.compiler.is_compiling():
@@ -60,12 +79,12 @@ class CompiledRound:
 
     The first round behind a prefill runs as it is, for it has less to read. The clock's "verify" is the whole program,
     so that a run's host overhead is what is left outside it. A relaxed rule's excess is measured in every round, for
-    which one program does. The target must have ``check_round``, as :class:`ChecksLater` has.
-    ``same_modules`` as in :func:`compiled`.
+    which one program does. The target must have ``end_round``, as :class:`EndsLater` has.
+    ``same_parts`` as in :func:`compiled`.
     """
 
-    def __init__(self, same_modules: bool = False) -> None:
-        self.program = compiled(one_round, same_modules)
+    def __init__(self, same_parts: bool = False) -> None:
+        self.program = compiled(one_round, same_parts)
         self.dice = 0  # uniforms of a row and round
 
     def __call__(
@@ -82,7 +101,7 @@ class CompiledRound:
         dealt = Dealt(dice.draw(self.dice).clone())
         with clock("verify"):
             done = self.program(parts, feedback, progress, dealt, clock, not parts[2].exact)
-        parts[0].check_round()
+            parts[0].end_round(done.drafted[1])
         return done
 
 

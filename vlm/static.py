@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specmm.cache import StaticMemory
-from specmm.compiled import ChecksLater, compiled
+from specmm.compiled import EndsLater, compiled
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
 from specmm.vlm.prompt import VLMPrompt
@@ -25,10 +25,10 @@ from specmm.vlm.target import Laws, VLMTarget
 ROOM = 256  # the least that a text's tokens are given; twice as much for longer ones, and so on
 
 
-class StaticVLMTarget(ChecksLater, VLMTarget):
+class StaticVLMTarget(EndsLater, VLMTarget):
     """A text model whose plain steps, and rounds on trees of one shape, have the same shapes at every call.
 
-    A compiled round cannot stop at logits that are not finite: behind it the caller looks (``check_round``). Raises
+    A compiled round cannot stop at logits that are not finite: behind it the caller looks (``end_round``). Raises
     ``ValueError`` for models whose positions depend on a text's length.
     """
 
@@ -36,7 +36,7 @@ class StaticVLMTarget(ChecksLater, VLMTarget):
         super().__init__(model, processor, name)
         if self.family.turning_point is not None or self.family.window:
             raise ValueError(f"compiled=True needs full attention and one set of positions, {name} has others")
-        self.program = compiled(_next, same_modules=True)
+        self.program = compiled(_next, same_parts=True)
 
     @torch.inference_mode()
     def prefill(self, prompt: VLMPrompt, scratch: int) -> TargetOutput:

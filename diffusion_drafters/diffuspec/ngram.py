@@ -53,24 +53,24 @@ class NGram:
         """Of ``counts`` by token behind ``context``, and of the shorter context."""
         share = 1 / (sum(counts.values()) + len(counts))
         back = share * len(counts)
-        shorter = self._behind(context[1:], list(counts)) if context else [self.unseen] * len(counts)
+        unseen = [self.unseen] * len(counts)
+        shorter = self._behind(context[1:], list(counts), unseen, 0) if context else unseen
         found = zip(counts.items(), shorter, strict=True)
         return Behind({token: log(count * share + back * exp(less)) for (token, count), less in found}, log(back))
 
     def log_probs(self, contexts: Sequence[Sequence[int]], tokens: Sequence[int]) -> list[list[float]]:
         """Natural log-probabilities of each of ``tokens`` behind each of ``contexts``, whose last tokens are read."""
-        alone, count = self._behind((), tokens), self.order - 1
-        return [self._behind(tuple(c[max(len(c) - count, 0) :]), tokens, alone) for c in contexts]
+        alone, count = self._behind((), tokens, [self.unseen] * len(tokens), 0), self.order - 1
+        return [self._behind(tuple(c[-count:]) if count else (), tokens, alone) for c in contexts]
 
-    def _behind(self, read: Gram, tokens: Sequence[int], alone: list[float] | None = None) -> list[float]:
-        """The log-probabilities of ``tokens`` behind ``read``; ``alone`` are those behind nothing, if known."""
-        found = [self.unseen] * len(tokens) if alone is None else alone
-        for start in range(len(read) if alone is None else len(read) - 1, -1, -1):
+    def _behind(self, read: Gram, tokens: Sequence[int], found: list[float], shortest: int = 1) -> list[float]:
+        """The log-probabilities of ``tokens`` behind ``read``, from those behind less than its ``shortest`` end."""
+        for start in range(len(read) - shortest, -1, -1):
             behind = self.behind.get(read[start:])
             if behind is None:
                 break  # nor was anything longer seen
             logs, less = behind
-            found = [logs[t] if t in logs else less + shorter for t, shorter in zip(tokens, found, strict=True)]
+            found = list(map(logs.get, tokens, [less + shorter for shorter in found]))
         return found
 
     def save(self, file: str | Path) -> None:

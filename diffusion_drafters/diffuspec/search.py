@@ -11,7 +11,6 @@ Shape letters: none.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -79,25 +78,25 @@ class Objective:
             return [[path.score + score for score in found] for path in paths]
         causal = self.proxy.log_probs([self.context(path) for path in paths], lattice.tokens[place])
         return [
-            [before + score + rest * proxy for score, proxy in zip(found, row, strict=True)]
-            for before, row in zip((path.score for path in paths), causal, strict=True)
+            [path.score + score + rest * proxy for score, proxy in zip(found, row, strict=True)]
+            for path, row in zip(paths, causal, strict=True)
         ]
+
+    def best(self, lattice: Lattice, paths: Sequence[Path], count: int) -> list[Path]:
+        """The ``count`` best of all continuations of the equally long ``paths``, and those as good as the last."""
+        tokens = lattice.tokens[len(paths[0].tokens)]
+        scores = list(chain.from_iterable(self.scores(lattice, paths)))
+        worst = sorted(scores)[-count:][0] - 10.0**-SAME  # paths that cannot stay are never made
+        chosen = [(i, score) for i, score in enumerate(scores) if score >= worst]
+        return [self._longer(lattice, paths[i // len(tokens)], tokens[i % len(tokens)], score) for i, score in chosen]
 
     def extend(self, lattice: Lattice, path: Path) -> list[Path]:
         """``path`` with every candidate of the next position behind it."""
-        return self.grow(lattice, path, self.scores(lattice, [path])[0])
+        return self.best(lattice, [path], len(lattice.tokens[len(path.tokens)]))
 
-    def grow(self, lattice: Lattice, path: Path, scores: Sequence[float], worst: float = -math.inf) -> list[Path]:
-        """Those of the continuations with ``scores`` that score ``worst`` at least."""
-        if max(scores, default=worst) < worst:
-            return []
-        place = len(path.tokens)
-        last = place + 1 == len(lattice)
-        return [
-            Path((*path.tokens, token), score, last or token == self.end)
-            for token, score in zip(lattice.tokens[place], scores, strict=True)
-            if score >= worst
-        ]
+    def _longer(self, lattice: Lattice, path: Path, token: int, score: float) -> Path:
+        last = len(path.tokens) + 1 == len(lattice)
+        return Path((*path.tokens, token), score, last or token == self.end)
 
     def context(self, path: Path) -> tuple[int, ...]:
         """What the proxy reads behind ``path``."""
@@ -115,11 +114,7 @@ def beam_path(lattice: Lattice, objective: Objective, width: int = 3) -> Path:
     beam = [Path(finished=not len(lattice))]
     while not all(path.finished for path in beam):
         done, going = ([path for path in beam if path.finished is ended] for ended in (True, False))
-        scored = objective.scores(lattice, going)
-        every = sorted([*chain.from_iterable(scored), *(path.score for path in done)])
-        worst = every[-width:][0] - 10.0**-SAME  # paths that cannot stay are never made
-        grown = [p for path, row in zip(going, scored, strict=True) for p in objective.grow(lattice, path, row, worst)]
-        beam = sorted(grown + done, key=lambda path: path.rank)[:width]
+        beam = sorted(done + objective.best(lattice, going, width), key=lambda path: path.rank)[:width]
     return beam[0]
 
 

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from specmm.cache import Cache, StaticMemory
-from specmm.compiled import ChecksLater, compiled
+from specmm.compiled import EndsLater, compiled
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
 
 
-class StaticTarget(ChecksLater, LlamaGenTarget):
+class StaticTarget(EndsLater, LlamaGenTarget):
     """A class-conditional target whose plain step has the same shapes, and the same memory, at every call.
 
     ``transform`` turns the step's function into a faster one. A compiled program cannot stop at logits that are not
-    finite: behind a round the caller looks (``check_round``).
+    finite: behind a round the caller looks (``end_round``).
     """
 
     def __init__(self, plain: LlamaGenTarget, transform: Callable[[Any], Any] = compiled) -> None:

@@ -33,7 +33,7 @@ class Run:
         self.target = kind(model or target_model(V), processor, "tiny")
         drafter = paired(V, [4, 1, 2, 7], 0 if method == TREE else 6)  # with a memory along chains
         self.parts = None if method is None else assemble(method, self.target, drafter)
-        self.options = {"play": CompiledRound(same_modules=True)} if compiled else {}
+        self.options = {"play": CompiledRound(same_parts=True)} if compiled else {}
 
     def __call__(self, rows=ROWS):
         *_, end = self.steps(rows)
