@@ -1,0 +1,88 @@
+"""CoDe over its FLOP ideal at the published sizes: VAR-d30 refined by VAR-d16, which took thousands of GPU hours.
+
+    python -m benchmarks.var_published
+
+Their weights cannot be had here and are random: what a step costs does not depend on them. Tokens only are timed, for
+the tokenizer is a small one. Under the paper's pair a picture takes half a minute of two cores and 9 GiB of memory.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Annotated
+
+import torch
+import typer
+from tqdm import tqdm
+
+from benchmarks.common import RESULTS, Budget, Dtype, Out, Threads, environment, generators, write_results
+from benchmarks.var import ideal
+from specmm import methods
+from specmm.dtypes import named_dtype
+from specmm.image_ar.scales.ladder import PATCHES_256
+from specmm.image_ar.scales.pipeline import VARPipeline
+from specmm.image_ar.scales.settings import Settings
+from specmm.image_ar.scales.var import VAR, VARConfig
+from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
+from specmm.layout import lay_weights
+
+RELEASE = Settings(cfg=4.0, temperature=1.0, top_k=900, top_p=0.96)
+
+
+def published(depth: int, dtype: torch.dtype) -> VAR:
+    """A model of the sizes of VAR-d``depth``."""
+    return lay_weights(VAR(VARConfig(depth=depth, embed_dim=64 * depth, num_heads=depth)).to(dtype).eval())
+
+
+def pair(large: int, small: int, dtype: torch.dtype) -> VARPipeline:
+    """Both models behind a tokenizer of their sizes but for its decoder, which is not used."""
+    vae = VQVAE(VQVAEConfig(vocab_size=4096, z_channels=32, ch=32, ch_mult=(1, 2, 2), patch_nums=PATCHES_256))
+    pipe = VARPipeline(published(large, dtype), vae.eval(), published(small, dtype), RELEASE)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def seconds(pipe: VARPipeline, method: methods.ScalesMethod, batch: int, repeat: int) -> float:
+    """What the tokens of a batch take."""
+    dice = generators(range(repeat * batch, (repeat + 1) * batch))
+    options = dict(generator=dice, method=method, batch_size=batch, output_type="latent")
+    return float(pipe(classes=list(range(batch)), **options).stats.seconds)
+
+
+def main(
+    large: Annotated[int, typer.Option(min=1, help="Depth of the large model.")] = 30,
+    small: Annotated[int, typer.Option(min=1, help="Depth of the small one.")] = 16,
+    by: Annotated[str, typer.Option(help="CoDe's N, with commas between.")] = "9,8,7,6,0",
+    batch: Annotated[int, typer.Option(min=1, help="Pictures at once.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each setting.")] = 3,
+    minutes: Annotated[float, typer.Option(min=0, help="No new repeat begins after so many.")] = 9.0,
+    dtype: Dtype = "bfloat16",
+    threads: Threads = 2,
+    out: Out = RESULTS,
+) -> None:
+    """Measure and write ``var_published.json`` and ``.csv``."""
+    torch.set_num_threads(threads)
+    pipe, ways = pair(large, small, named_dtype(dtype)), [int(n) for n in by.split(",")]
+    settings: dict[str, methods.ScalesMethod] = {"ar": methods.AR()} | {f"code, N = {n}": methods.CoDe(n) for n in ways}
+    times: dict[str, list[float]] = {name: [] for name in settings}
+    budget = Budget(minutes)
+    for repeat in tqdm(range(repeats), unit="repeat"):
+        if budget.spent and repeat:
+            break
+        for name, method in settings.items():
+            times[name].append(seconds(pipe, method, batch, repeat))
+    plain = statistics.median(times["ar"])
+    rows = []
+    for name, method in settings.items():
+        found = statistics.median(times[name])
+        row = {"method": name, "batch": batch, "token_seconds": found / batch, "speedup": plain / found}
+        if isinstance(method, methods.CoDe):
+            best = ideal(pipe, method.n, batch)
+            row |= {"ideal": best, "realised": plain / found / best}
+        rows.append(row | {"repeats": len(times[name])})
+    sizes = f"VAR-d{large} and VAR-d{small}, random weights"
+    write_results(out, "var_published", rows, environment(model=sizes, dtype=dtype))
+
+
+if __name__ == "__main__":
+    typer.run(main)
