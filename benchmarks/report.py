@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bars import bars, job_bars, mar_bars, metric_bars, round_bars, var_bars
+from benchmarks.bars import bars, ideal_bars, job_bars, mar_bars, metric_bars, round_bars, var_bars
 from benchmarks.common import Row, read_results
 from benchmarks.language_bars import answer_bars, text_bars, vlm_bars
 from benchmarks.plots import best_by_budget, draw_plots
@@ -15,7 +15,7 @@ from specmm.metrics.report import cell, table
 
 NAMES = (
     *("speed", "speed_compiled", "quality", "acceptance", "single_position", "autotune"),
-    *("cifar_fid", "frechet_speed", "mar", "var"),
+    *("cifar_fid", "frechet_speed", "mar", "var", "var_published"),
     *("vlm_speed_llava", "vqa_accuracy_llava", "verdict", "vlm_speed_smollava", "vqa_accuracy_smollava"),
     *("text_speed_coder", "text_speed_coder_compiled", "text_speed_smollm2", "jobs"),
 )
@@ -147,6 +147,7 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
             *metric_bars(rows["cifar_fid"], rows["frechet_speed"]),
             *mar_bars(rows["mar"]),
             *var_bars(rows["var"]),
+            *ideal_bars(rows["var_published"], ", published sizes"),
             *vlm_bars(rows["vlm_speed_llava"]),
             *answer_bars(rows["vqa_accuracy_llava"], rows["verdict"]),
             *text_bars(rows["text_speed_coder"], "pocket/coder", ("code",), 2.5, 1.7),
@@ -196,6 +197,9 @@ def _families(rows: dict[str, list[Row]]) -> list[str]:
     if rows["var"]:
         text = "Whole calls; ideal: the arithmetic of the large model alone over that of both in turn."
         found += ["## Next scales: pocket/var", text, table(rows["var"], VAR)]
+    if rows["var_published"]:
+        text = "VAR-d30 refined by VAR-d16, batch 1, tokens only; random weights, on which time does not depend."
+        found += ["## Next scales: published sizes", text, table(rows["var_published"], VAR)]
     return found
 
 

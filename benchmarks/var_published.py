@@ -75,7 +75,7 @@ def main(
     rows = []
     for name, method in settings.items():
         found = statistics.median(times[name])
-        row = {"method": name, "batch": batch, "token_seconds": found / batch, "speedup": plain / found}
+        row = {"method": name, "batch": batch, "seconds": found / batch, "speedup": plain / found}
         if isinstance(method, methods.CoDe):
             best = ideal(pipe, method.n, batch)
             row |= {"ideal": best, "realised": plain / found / best}
