@@ -198,7 +198,7 @@ def _families(rows: dict[str, list[Row]]) -> list[str]:
         text = "Whole calls; ideal: the arithmetic of the large model alone over that of both in turn."
         found += ["## Next scales: pocket/var", text, table(rows["var"], VAR)]
     if rows["var_published"]:
-        text = "VAR-d30 refined by VAR-d16, batch 1, tokens only; random weights, on which time does not depend."
+        text = "Tokens only; random weights, on which time does not depend. The depths are under Where and when."
         found += ["## Next scales: published sizes", text, table(rows["var_published"], VAR)]
     return found
 

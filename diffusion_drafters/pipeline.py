@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from specmm import methods
 from specmm.autotune import Plan
 from specmm.certificate import Certificate
 from specmm.compiled import CompiledRound, prepare_compiler
+from specmm.decode import Progress
 from specmm.diffusion_drafters.assemble import assemble
 from specmm.diffusion_drafters.loading import PLACES, find_target, load_drafter, load_target
 from specmm.diffusion_drafters.models.causal import CausalPrefix, is_deer
@@ -56,6 +57,16 @@ class Compiled:
     target: StaticVLMTarget
     parts: Assembly | None
     play: CompiledRound
+    runs: int = 0
+
+    def alone(self, steps: Iterator[Progress]) -> Iterator[Progress]:
+        """``steps`` of a run; raises ``ValueError`` where another has begun meanwhile, for they share a cache."""
+        self.runs += 1
+        mine = self.runs
+        for progress in steps:
+            yield progress
+            if self.runs != mine:
+                raise ValueError("a compiled run must end before the next of its method begins, got two at once")
 
 
 class TextPipeline(Pipeline):
@@ -161,7 +172,8 @@ class TextPipeline(Pipeline):
             name = f"auto: {method}"
         if options.compiled:
             made = self._compiled(method, options)
-            return self._run(name, made.target, prompt, options, made.parts, asked, made.play), None
+            run = self._run(name, made.target, prompt, options, made.parts, asked, made.play)
+            return replace(run, steps=made.alone(run.steps)), None
         if isinstance(method, methods.AR):
             return self._run(name, target, prompt, options, None, asked), None
         parts = assemble(method, target, self.drafter(method.name), self.tokenizer)
@@ -172,10 +184,10 @@ class TextPipeline(Pipeline):
         check_compiled(method, options)
         prepare_compiler(self.model.device)
         key = (method, options.processor)
-        if key not in self.made:
+        if key not in self.made or self.made[key].target.model is not self.model:
             target, plain = StaticVLMTarget(self.model, options.processor, self.name), isinstance(method, methods.AR)
             parts = None if plain else assemble(method, target, self.drafter(method.name), self.tokenizer)
-            self.made[key] = Compiled(target, parts, CompiledRound(same_parts=True))
+            self.made[key] = Compiled(target, parts, CompiledRound(True, target.device))
         return self.made[key]
 
 

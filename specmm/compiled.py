@@ -1,7 +1,7 @@
-"""A round of the loop as one compiled program: drafting, scoring, acceptance and commit without an overhead a call.
+"""A round of the loop as one compiled program: drafting, scoring and acceptance without an overhead a call.
 
 For models whose steps are many small operators, which is where that overhead is most of the time. It needs what
-``torch.compile`` needs (on a CPU a C++ compiler), some tens of seconds at the first call of a machine for each method,
+``torch.compile`` needs (on a CPU a C++ compiler), half a minute to two at the first call of a machine for each method,
 its options and batch size, and a drafter whose trees have one shape and draw as many uniforms every round.
 """
 
@@ -23,30 +23,35 @@ from specmm.stats import Clock
 from specmm.verify.rule import Verdict
 
 PROGRAMS = 64  # of one function, by method and batch size, before PyTorch would run the rest uncompiled
-WATCHED = {"TENSOR_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "SEQUENCE_LENGTH"}  # PyTorch's names of its guards
+CPU = torch.device("cpu")
+SAME = {  # PyTorch's names of guards on what no two calls with the same parts differ in: classes, functions, attributes
+    *("TYPE_MATCH", "CLASS_MATCH", "MODULE_MATCH", "FUNCTION_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "ID_MATCH"),
+    *("HASATTR", "NOT_PRESENT_IN_GENERIC_DICT", "DICT_CONTAINS", "DICT_NOT_CONTAINS", "DICT_KEYS_MATCH"),
+}
 
 
-def compiled(function: Callable[..., Any], same_parts: bool = False) -> Any:
+def compiled(function: Callable[..., Any], same_parts: bool = False, device: torch.device = CPU) -> Any:
     """``function`` as a program for each shape of its arguments.
 
-    With ``same_parts`` every call must meet the same networks, unchanged but for their weights' values, and objects of
-    the same classes: PyTorch then looks at tensors, numbers and flags only, not at some 4,000 things besides, which
-    takes a millisecond and a half for a transformers model of 20 layers. On a CPU what calls the program's parts is
-    compiled as well: a tenth less a step, for twice the time to compile.
+    With ``same_parts`` every call must meet the same networks, unchanged but for their weights' values (no other hooks,
+    caches of another size only where a tensor outside of them tells), and objects of the same classes: PyTorch then
+    looks at other tensors, numbers and flags, not at some 4,000 things besides, which takes a millisecond and a half
+    for a transformers model of 20 layers. Where the ``device`` is a CPU, what calls the program's parts is compiled as
+    well: less time a step, twice the time to compile.
     """
     if not same_parts:
         return torch.compile(function, dynamic=False)
     own = types.FunctionType(function.__code__.replace(), function.__globals__)  # programs are filed by code
     own.__kwdefaults__, own.__defaults__ = function.__kwdefaults__, function.__defaults__
-    options: dict[str, Any] = {"guard_filter_fn": _watched, "cpp_wrapper": not torch.cuda.is_available()}
+    options: dict[str, Any] = {"guard_filter_fn": watched, "cpp_wrapper": device.type == "cpu"}
     return torch.compile(own, dynamic=False, options=options)
 
 
-def _watched(guards: Any) -> list[bool]:
-    """Which of ``guards`` to keep: those on PyTorch's own state, and on what may differ among the same parts."""
+def watched(guards: Any) -> list[bool]:
+    """Which of PyTorch's ``guards`` to keep: those on its own state, which have no name, and on what may differ."""
     outside = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
     return [
-        kept and (not guard.name or (guard.guard_type in WATCHED and not guard.is_global))
+        kept and (not guard.name or not (guard.guard_type in SAME or guard.is_global))
         for guard, kept in zip(guards, outside, strict=True)
     ]
 
@@ -54,14 +59,16 @@ def _watched(guards: Any) -> list[bool]:
 class EndsLater:
     """A target's mixin: what a program leaves to its caller, who ends the round.
 
-    A program cannot stop at logits that are not finite, and it would copy the whole cache where keys and values move.
+    A program cannot stop at logits that are not finite, and it would copy the target's whole cache where keys and
+    values move. ``later`` is set while a program plays.
     """
 
+    later = False
     extremes: Tensor
 
     def commit(self, verdict: Verdict) -> None:
         """As the target's own, outside programs."""
-        if not torch.compiler.is_compiling():
+        if not self.later:
             super().commit(verdict)  # type: ignore[misc]  # the target's own
 
     def end_round(self, verdict: Verdict) -> None:
@@ -70,7 +77,7 @@ class EndsLater:
         super().commit(verdict)  # type: ignore[misc]
 
     def _count(self, logits: Tensor) -> None:
-        if torch.compiler.is_compiling():
+        if self.later:
             self.extremes = torch.stack(logits.aminmax())
         else:
             super()._count(logits)  # type: ignore[misc]
@@ -79,14 +86,14 @@ class EndsLater:
 class CompiledRound:
     """Plays rounds as :func:`specmm.decode.one_round` does, on the same uniforms, as one program.
 
-    The first round behind a prefill runs as it is, for it has less to read. The clock's "verify" is the whole program,
-    so that a run's host overhead is what is left outside it. A relaxed rule's excess is measured in every round, for
-    which one program does. The target must have ``end_round``, as :class:`EndsLater` has.
-    ``same_parts`` as in :func:`compiled`.
+    The first round behind a prefill runs as it is, for it has less to read. The clock's "verify" is the whole program
+    and the round's end, so that a run's host overhead is what is left outside them. A relaxed rule's excess is measured
+    in every round, for which one program does. The target must have ``end_round``, as :class:`EndsLater` has.
+    ``same_parts`` and ``device`` as in :func:`compiled`.
     """
 
-    def __init__(self, same_parts: bool = False) -> None:
-        self.program = compiled(one_round, same_parts)
+    def __init__(self, same_parts: bool = False, device: torch.device = CPU) -> None:
+        self.program = compiled(one_round, same_parts, device)
         self.dice = 0  # uniforms of a row and round
 
     def __call__(
@@ -102,7 +109,11 @@ class CompiledRound:
             feedback.fresh = torch.zeros_like(feedback.token, dtype=torch.bool)
         dealt = Dealt(dice.draw(self.dice).clone())
         with clock("verify"):
-            done = self.program(parts, feedback, progress, dealt, clock, not parts[2].exact)
+            parts[0].later = True
+            try:
+                done = self.program(parts, feedback, progress, dealt, clock, not parts[2].exact)
+            finally:
+                parts[0].later = False
             parts[0].end_round(done.drafted[1])
         return done
 

@@ -23,12 +23,13 @@ from specmm.target import Target
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import Rule, Verdict, decide
 
+ROOM = 256  # the least that a row's tokens are given where programs may be compiled; twice as much for more, and so on
 MEASURE_EVERY = 8  # rounds between two measurements of a relaxed rule's excess: it costs a second recursion
 
 
 @dataclass
 class Progress:
-    """The state behind a round: ``tokens`` [B, T + spare] of which each row's first ``counts`` [B] are committed.
+    """The state behind a round: ``tokens`` [B, T or more] of which each row's first ``counts`` [B] are committed.
 
     A row ends at its number of ``limits`` [B], which ``stop`` may lower.
     """
@@ -201,9 +202,17 @@ def first_token(rule: Rule, law: Tensor, dice: Tensor) -> Tensor:
     return categorical(rule.decisions(alone, law).next_law[:, 0], dice)
 
 
+def room(tokens: int) -> int:
+    """Room for ``tokens``, rounded up so that texts of many lengths share a program."""
+    found = ROOM
+    while found < tokens:
+        found *= 2
+    return found
+
+
 def _start(token: Tensor, length: int, spare: int, stop: Stop | None) -> Progress:
     with torch.inference_mode(False):  # as a cache's: a compiled round writes them
-        tokens = token.new_zeros(len(token), length + spare)
+        tokens = token.new_zeros(len(token), room(length + spare) if spare else length)
     none = torch.zeros_like(token)
     excess = torch.zeros((), device=token.device)
     progress = Progress(tokens, none, torch.full_like(none, length), Stats(), excess, excess.clone(), stop, length)

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from specmm.cache import StaticMemory
 from specmm.compiled import EndsLater, compiled
+from specmm.decode import room
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
 from specmm.vlm.prompt import VLMPrompt
 from specmm.vlm.slots import with_memories
 from specmm.vlm.target import Laws, VLMTarget
-
-ROOM = 256  # the least that a text's tokens are given; twice as much for longer ones, and so on
 
 
 class StaticVLMTarget(EndsLater, VLMTarget):
@@ -36,7 +35,7 @@ class StaticVLMTarget(EndsLater, VLMTarget):
         super().__init__(model, processor, name)
         if self.family.turning_point is not None or self.family.window:
             raise ValueError(f"compiled=True needs full attention and one set of positions, {name} has others")
-        self.program = compiled(_next, same_parts=True)
+        self.program = compiled(_next, True, self.device)
 
     @torch.inference_mode()
     def prefill(self, prompt: VLMPrompt, scratch: int) -> TargetOutput:
@@ -81,8 +80,5 @@ def _next(target: StaticVLMTarget, tokens: Tensor) -> tuple[Tensor, TargetOutput
 
 
 def roomy(prompt: VLMPrompt) -> VLMPrompt:
-    """``prompt`` with room rounded up to ROOM, twice as much, four times…"""
-    room = ROOM
-    while room < prompt.room:
-        room *= 2
-    return dataclasses.replace(prompt, longest=room - prompt.max_new_tokens)
+    """``prompt`` with room rounded up."""
+    return dataclasses.replace(prompt, longest=room(prompt.room) - prompt.max_new_tokens)

@@ -32,7 +32,7 @@ def complete(
     stop: Annotated[list[str], typer.Option(help="A text to end in front of; may be repeated.")] = [],  # noqa: B006
     chat: Annotated[bool, typer.Option(help="Put the prompt into the model's chat template.")] = False,
     compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile rounds: small models are twice as fast, after half a minute.")
+        bool, typer.Option("--compile", help="Compile rounds: small models are twice as fast, after a minute or two.")
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw acceptance and lengths into this .png, .pdf or .svg.")] = None,
     seed: Seed = None,

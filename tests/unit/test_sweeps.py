@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks import mar, sweep, var
+from benchmarks import mar, sweep, var, var_published
 from benchmarks.bars import mar_bars
-from benchmarks.common import Budget
+from benchmarks.common import Budget, read_results
+from benchmarks.report import render
 from benchmarks.samples import SampleSet
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
 from specmm.image_ar.continuous.mar import MAR, MARConfig
@@ -104,3 +105,14 @@ def test_the_front_bar_of_mar_names_what_is_on_it():
     rows[1]["front"] = False
     assert mar_bars(rows)[-1].met is False and mar_bars(rows)[-1].found == "none of it"
     assert mar_bars([{k: v for k, v in r.items() if k != "fid"} for r in rows])[-1].met is None
+
+
+def test_published_sizes(tmp_path):
+    """On tiny depths: a row of plain decoding and one of each N, their share of the arithmetic in the report."""
+    var_published.main(large=2, small=1, by="9,0", repeats=1, dtype="float32", out=tmp_path)
+    found = read_results(tmp_path, "var_published")
+    plain, coarse, small = found["rows"]
+    assert (plain["speedup"], coarse["method"], small["method"]) == (1.0, "code, N = 9", "code, N = 0")
+    assert 1 < coarse["ideal"] < small["ideal"]
+    assert small["realised"] == pytest.approx(plain["seconds"] / small["seconds"] / small["ideal"])
+    assert "CoDe over its FLOP ideal, published sizes" in render({"var_published": found})

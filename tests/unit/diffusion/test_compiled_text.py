@@ -7,8 +7,8 @@ import torch
 import transformers as tf
 
 from specmm import methods
-from specmm.compiled import CompiledRound
-from specmm.decode import decode, decode_plain
+from specmm.compiled import CompiledRound, compiled
+from specmm.decode import ROOM, decode, decode_plain
 from specmm.diffusion_drafters.assemble import assemble
 from specmm.diffusion_drafters.pipeline import TextPipeline, check_compiled
 from specmm.processors import Processor
@@ -17,7 +17,7 @@ from specmm.vlm.drafters.model import padded
 from specmm.vlm.pipeline import VQAPipeline
 from specmm.vlm.prompt import VLMPrompt
 from specmm.vlm.running import Options
-from specmm.vlm.static import ROOM, StaticVLMTarget
+from specmm.vlm.static import StaticVLMTarget
 from specmm.vlm.target import VLMTarget
 from tests.unit.diffusion.conftest import LENGTH, ROWS, SIZES, V, paired, shaken, target_model
 
@@ -35,15 +35,15 @@ class Run:
         self.parts = None if method is None else assemble(method, self.target, drafter)
         self.options = {"play": CompiledRound(same_parts=True)} if compiled else {}
 
-    def __call__(self, rows=ROWS):
-        *_, end = self.steps(rows)
-        return end.tokens[:, :LENGTH].tolist(), end.stats.rounds
+    def __call__(self, rows=ROWS, length=LENGTH):
+        *_, end = self.steps(rows, length)
+        return end.tokens[:, :length].tolist(), end.stats.rounds
 
-    def steps(self, rows=ROWS):
-        prompt, dice = VLMPrompt(padded(rows, "cpu"), LENGTH), Uniforms.from_seeds(range(len(rows)))
+    def steps(self, rows=ROWS, length=LENGTH):
+        prompt, dice = VLMPrompt(padded(rows, "cpu"), length), Uniforms.from_seeds(range(len(rows)))
         if self.parts is None:
-            return decode_plain(self.target, prompt, LENGTH, dice)
-        return decode(self.target, *self.parts, prompt, LENGTH, dice, **self.options)
+            return decode_plain(self.target, prompt, length, dice)
+        return decode(self.target, *self.parts, prompt, length, dice, **self.options)
 
 
 PROCESSORS = {
@@ -62,8 +62,44 @@ def test_tokens_are_those_of_eager_rounds(name, processor, traced):
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
-def test_built_programs_give_the_same_tokens():
-    assert Run(CHAIN, Processor(0), True)() == Run(CHAIN, Processor(0), False)()
+@pytest.mark.parametrize(("name", "processor"), [("ar", "penalised"), ("chain", "greedy"), ("tree", "penalised")])
+def test_built_programs_give_the_same_tokens(name, processor):
+    eager, built = (Run(WAYS[name], PROCESSORS[processor], way) for way in (False, True))
+    for rows in (ROWS, ROWS[::-1]):
+        assert built(rows) == eager(rows)
+
+
+def test_a_program_that_is_not_built_after_all_commits_once(traced):
+    """As where PyTorch has made as many as it may, and runs the rest as they are."""
+    eager, compiled = (Run(CHAIN, PROCESSORS["penalised"], way) for way in (False, True))
+    wanted = eager()
+    assert compiled() == wanted
+    with torch.compiler.set_stance("force_eager"):
+        assert compiled() == wanted
+    assert compiled() == wanted
+
+
+class Parts:
+    """What a program may be asked to look at."""
+
+    def __init__(self, x):
+        self.x, self.number, self.flag, self.maybe, self.items = x, 2, True, None, [1.0]
+
+
+def worked(parts):
+    out = parts.x * parts.number + (1 if parts.flag else 0) + len(parts.items)
+    return out if parts.maybe is None else out + parts.maybe
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"number": 3}, {"flag": False}, {"maybe": torch.ones(2)}, {"items": [1.0, 2.0]}, {"x": torch.ones(3)}],
+)
+def test_programs_of_the_same_parts_follow_what_may_change(change, traced):
+    parts, program = Parts(torch.arange(2.0)), compiled(worked, same_parts=True)
+    assert torch.equal(program(parts), worked(parts))
+    vars(parts).update(change)
+    assert torch.equal(program(parts), worked(parts))
 
 
 @pytest.mark.parametrize("name", ["ar", "tree"])
@@ -75,6 +111,7 @@ def test_prompts_of_any_length_share_a_program(name, traced):
     with torch._dynamo.config.patch(error_on_recompile=True):
         for longer in ([[3, 4, 5, 6], [8, 7]], [[5] * 40, [9] * 33]):
             assert compiled(longer) == eager(longer)
+        assert compiled(rows, LENGTH + 5) == eager(rows, LENGTH + 5)
     for others in ([[3, 4] * (ROOM // 2), [9]], [[8, 7, 6]], rows):
         assert compiled(others) == eager(others)
 
@@ -129,6 +166,16 @@ def test_models_with_windows_are_not_served():
 def test_pictures_are_not_served():
     with pytest.raises(ValueError, match="serves text"):
         VQAPipeline.from_pretrained("pocket/llava")([], "What is it?", compiled=True)
+
+
+def test_two_runs_at_once_of_the_same_programs_are_refused(traced):
+    pipe = TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float32)
+    options = dict(method="ar", max_new_tokens=8, compiled=True)
+    first = pipe.stream("def add(a, b):", **options)
+    next(first)
+    pipe("import", **options)
+    with pytest.raises(ValueError, match="two at once"):
+        list(first)
 
 
 def test_the_pipeline_keeps_its_programs(traced):

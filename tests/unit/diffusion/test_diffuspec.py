@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from specmm.diffusion_drafters.diffuspec import naive
 from specmm.diffusion_drafters.diffuspec.draft import Search, draft
 from specmm.diffusion_drafters.diffuspec.lattice import prune
 from specmm.diffusion_drafters.diffuspec.length import AdaptiveLength
@@ -35,6 +36,17 @@ def test_the_exact_search_is_the_best_of_every_path(order, seed):
     assert best_path(lattice, objective, per_token=True) == rate
     assert beam_path(lattice, objective, 10**4) == best
     assert beam_path(lattice, objective, 1).rank >= best.rank
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_beam_is_that_of_one_that_makes_every_path(seed, width, weight):
+    laws = block(seed, 5)
+    laws[2] = -math.log(6)  # paths as good as one another
+    objective = Objective(fit(TEXTS, 6, 2), [0, 1], weight, END if seed % 2 else None)
+    found, wanted = (search(prune(laws, 1, 6), objective, width) for search in (beam_path, naive.beam_path))
+    assert found.tokens == wanted.tokens and found.score == pytest.approx(wanted.score)
 
 
 def test_equal_tokens_are_taken_by_number():
