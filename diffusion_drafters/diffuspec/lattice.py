@@ -8,7 +8,9 @@ Shape letters: K block, V vocabulary.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -71,12 +73,11 @@ def prune(log_probs: Tensor, tau: float = 0.8, most: int = 15, keep: int | None 
 
 def _carrying(values: list[float], tau: float) -> int:
     """How many of the likeliest tokens with log-probabilities ``values`` carry the mass ``tau`` (all if it is 1)."""
-    mass = 0.0
-    for count, value in enumerate(values):
-        if not math.isfinite(value) or (mass >= tau < 1):
-            return count
-        mass += math.exp(value)
-    return len(values)
+    possible = values if math.isfinite(values[-1]) else [value for value in values if math.isfinite(value)]
+    if tau == 1:
+        return len(possible)
+    masses = list(accumulate(map(math.exp, possible)))
+    return min(bisect_left(masses, tau) + 1, len(masses))
 
 
 def _likeliest(log_probs: Tensor, count: int) -> tuple[list[list[float]], list[list[int]]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from math import exp, log
 from pathlib import Path
 from typing import NamedTuple
@@ -41,31 +42,36 @@ class NGram:
         if order < 1 or vocabulary < 1:
             raise ValueError(f"order and vocabulary must be at least 1, got {order} and {vocabulary}")
         self.order, self.vocabulary, self.counts = order, vocabulary, counts
-        self.unseen = -log(vocabulary)  # of a token that no text has, below the unigrams
+        self.alone, self.unseen = dict[int, float](), -log(vocabulary)  # behind nothing: of tokens seen, of any other
         self.behind: dict[Gram, Behind] = {}
         seen: dict[Gram, dict[int, int]] = {}
         for gram, count in counts.items():
             seen.setdefault(gram[:-1], {})[gram[-1]] = count
         for context in sorted(seen, key=len):
             self.behind[context] = self._interpolated(context, seen[context])
+            if not context:
+                logs, less = self.behind[context]
+                self.alone, self.unseen = logs, less + self.unseen
 
     def _interpolated(self, context: Gram, counts: dict[int, int]) -> Behind:
         """Of ``counts`` by token behind ``context``, and of the shorter context."""
         share = 1 / (sum(counts.values()) + len(counts))
         back = share * len(counts)
-        unseen = [self.unseen] * len(counts)
-        shorter = self._behind(context[1:], list(counts), unseen, 0) if context else unseen
+        shorter = self._behind(context[1:], list(counts), self._behind_nothing(counts))
         found = zip(counts.items(), shorter, strict=True)
         return Behind({token: log(count * share + back * exp(less)) for (token, count), less in found}, log(back))
 
     def log_probs(self, contexts: Sequence[Sequence[int]], tokens: Sequence[int]) -> list[list[float]]:
         """Natural log-probabilities of each of ``tokens`` behind each of ``contexts``, whose last tokens are read."""
-        alone, count = self._behind((), tokens, [self.unseen] * len(tokens), 0), self.order - 1
+        alone, count = self._behind_nothing(tokens), self.order - 1
         return [self._behind(tuple(c[-count:]) if count else (), tokens, alone) for c in contexts]
 
-    def _behind(self, read: Gram, tokens: Sequence[int], found: list[float], shortest: int = 1) -> list[float]:
-        """The log-probabilities of ``tokens`` behind ``read``, from those behind less than its ``shortest`` end."""
-        for start in range(len(read) - shortest, -1, -1):
+    def _behind_nothing(self, tokens: Iterable[int]) -> list[float]:
+        return list(map(self.alone.get, tokens, repeat(self.unseen)))
+
+    def _behind(self, read: Gram, tokens: Sequence[int], found: list[float]) -> list[float]:
+        """The log-probabilities of ``tokens`` behind ``read``, from those ``found`` behind nothing."""
+        for start in range(len(read) - 1, -1, -1):
             behind = self.behind.get(read[start:])
             if behind is None:
                 break  # nor was anything longer seen

@@ -100,8 +100,9 @@ class Objective:
 
     def context(self, path: Path) -> tuple[int, ...]:
         """What the proxy reads behind ``path``."""
-        read = self.before + path.tokens
-        return read[max(len(read) - self.proxy.order + 1, 0) :]
+        count = self.proxy.order - 1
+        read = path.tokens if len(path.tokens) >= count else self.before + path.tokens
+        return read[max(len(read) - count, 0) :]
 
 
 def beam_path(lattice: Lattice, objective: Objective, width: int = 3) -> Path:
@@ -112,10 +113,11 @@ def beam_path(lattice: Lattice, objective: Objective, width: int = 3) -> Path:
     if width < 1:
         raise ValueError(f"width must be at least 1, got {width}")
     beam = [Path(finished=not len(lattice))]
-    while not all(path.finished for path in beam):
-        done, going = ([path for path in beam if path.finished is ended] for ended in (True, False))
-        beam = sorted(done + objective.best(lattice, going, width), key=lambda path: path.rank)[:width]
-    return beam[0]
+    while going := [path for path in beam if not path.finished]:
+        beam = [path for path in beam if path.finished] + objective.best(lattice, going, width)
+        if len(beam) > width:
+            beam = sorted(beam, key=lambda path: path.rank)[:width]
+    return min(beam, key=lambda path: path.rank)
 
 
 def best_path(lattice: Lattice, objective: Objective, per_token: bool = False) -> Path:
