@@ -1,4 +1,4 @@
-"""CoDe over its FLOP ideal at the published sizes: VAR-d30 refined by VAR-d16, which took thousands of GPU hours.
+"""CoDe over its FLOP ideal at the published sizes: VAR-d30 refined by VAR-d16, the pair of CoDe's release.
 
     python -m benchmarks.var_published
 
@@ -26,7 +26,7 @@ from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 from specmm.layout import lay_weights
 
-RELEASE = Settings(cfg=4.0, temperature=1.0, top_k=900, top_p=0.96)
+DEMO = Settings(cfg=4.0, temperature=1.0, top_k=900, top_p=0.95)
 
 
 def published(depth: int, dtype: torch.dtype) -> VAR:
@@ -37,7 +37,7 @@ def published(depth: int, dtype: torch.dtype) -> VAR:
 def pair(large: int, small: int, dtype: torch.dtype) -> VARPipeline:
     """Both models behind a tokenizer of their sizes but for its decoder, which is not used."""
     vae = VQVAE(VQVAEConfig(vocab_size=4096, z_channels=32, ch=32, ch_mult=(1, 2, 2), patch_nums=PATCHES_256))
-    pipe = VARPipeline(published(large, dtype), vae.eval(), published(small, dtype), RELEASE)
+    pipe = VARPipeline(published(large, dtype), vae.eval(), published(small, dtype), DEMO)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
