@@ -57,6 +57,7 @@ class Compiled:
     target: StaticVLMTarget
     parts: Assembly | None
     play: CompiledRound
+    drafter: Any  # what ``parts`` draft with
     runs: int = 0
 
     def alone(self, steps: Iterator[Progress]) -> Iterator[Progress]:
@@ -183,12 +184,13 @@ class TextPipeline(Pipeline):
         """What plays ``method``'s compiled rounds; calls with the same options share it."""
         check_compiled(method, options)
         prepare_compiler(self.model.device)
-        key = (method, options.processor)
-        if key not in self.made or self.made[key].target.model is not self.model:
-            target, plain = StaticVLMTarget(self.model, options.processor, self.name), isinstance(method, methods.AR)
-            parts = None if plain else assemble(method, target, self.drafter(method.name), self.tokenizer)
-            self.made[key] = Compiled(target, parts, CompiledRound(True, target.device))
-        return self.made[key]
+        plain, key = isinstance(method, methods.AR), (method, options.processor)
+        drafter, made = None if plain else self.drafter(method.name), self.made.get(key)
+        if made is None or made.target.model is not self.model or made.drafter is not drafter:
+            target = StaticVLMTarget(self.model, options.processor, self.name)
+            parts = None if plain else assemble(method, target, drafter, self.tokenizer)
+            made = self.made[key] = Compiled(target, parts, CompiledRound(True, target.device), drafter)
+        return made
 
 
 def check_compiled(method: methods.TextMethod, options: Options) -> None:

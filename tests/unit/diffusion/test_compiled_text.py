@@ -1,5 +1,6 @@
 """Compiled text: the tokens of eager steps and rounds, whatever the prompts' lengths, and what is not served."""
 
+import copy
 import shutil
 
 import pytest
@@ -187,3 +188,11 @@ def test_the_pipeline_keeps_its_programs(traced):
     with pytest.raises(ValueError, match="rounds all alike"):
         pipe("import", method="deer", **options)
     assert pipe.made == kept
+
+
+def test_programs_are_those_of_the_drafter_at_hand():
+    pipe = TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float32)
+    kept = pipe._compiled(CHAIN, Options())
+    assert pipe._compiled(CHAIN, Options()) is kept
+    pipe.shelf.given["block"] = copy.copy(pipe.drafter("block"))
+    assert pipe._compiled(CHAIN, Options()) is not kept
