@@ -70,19 +70,25 @@ def ideal(pipe: VARPipeline, n: int, batch: int) -> float:
 
 def row(setting: Setting, plain: Setting, batch: int) -> Row:
     """Times, memory and the arithmetic's ideal of one setting."""
-    method, loop = setting.call["method"], _loop(setting)
+    method = setting.call["method"]
     classes = [0] * batch
     peak = measured_peak(lambda: setting.draw(classes, range(batch)), setting.pipe.device)
-    found = timing(setting, plain) | {"batch": batch, "peak_mib": peak / 2**20, "token_seconds": loop}
-    if isinstance(method, methods.CoDe) and method.n != -1:
-        best = ideal(setting.pipe, method.n, batch)
-        found |= {"n": method.n, "ideal": best, "realised": _loop(plain) / loop / best}
-    elif method == "code":
+    found = timing(setting, plain) | {"batch": batch, "peak_mib": peak / 2**20, "token_seconds": loop(setting)}
+    if method == "code":
         found["n"] = setting.pipe.plan(batch).n
-    return found
+    return found | over_ideal(setting, plain, batch)
 
 
-def _loop(setting: Setting) -> float:
+def over_ideal(setting: Setting, plain: Setting, batch: int) -> Row:
+    """The N of a setting of CoDe, the arithmetic's ideal and how much of it came out as time; nothing of others."""
+    method = setting.call["method"]
+    if not isinstance(method, methods.CoDe) or method.n == -1:
+        return {}
+    best = ideal(setting.pipe, method.n, batch)
+    return {"n": method.n, "ideal": best, "realised": loop(plain) / loop(setting) / best}
+
+
+def loop(setting: Setting) -> float:
     """Median seconds of a batch's tokens, pixels left out."""
     return statistics.median(s.seconds for s in setting.stats)
 

@@ -2,21 +2,20 @@
 
     python -m benchmarks.var_published
 
-Their weights cannot be had here and are random: what a step costs does not depend on them. Tokens only are timed, for
+Their weights cannot be had here and are random: what a step costs does not depend on them. Tokens only are counted, for
 the tokenizer is a small one. Under the paper's pair a picture takes half a minute of two cores and 9 GiB of memory.
 """
 
 from __future__ import annotations
 
-import statistics
 from typing import Annotated
 
 import torch
 import typer
-from tqdm import tqdm
 
-from benchmarks.common import RESULTS, Budget, Dtype, Out, Threads, environment, generators, write_results
-from benchmarks.var import ideal
+from benchmarks.common import RESULTS, Budget, Dtype, Out, Threads, environment, write_results
+from benchmarks.sweep import Setting, time_settings
+from benchmarks.var import loop, over_ideal
 from specmm import methods
 from specmm.dtypes import named_dtype
 from specmm.image_ar.scales.ladder import PATCHES_256
@@ -35,18 +34,11 @@ def published(depth: int, dtype: torch.dtype) -> VAR:
 
 
 def pair(large: int, small: int, dtype: torch.dtype) -> VARPipeline:
-    """Both models behind a tokenizer of their sizes but for its decoder, which is not used."""
+    """Both models behind a tokenizer of their sizes but for its decoder, whose time is not counted."""
     vae = VQVAE(VQVAEConfig(vocab_size=4096, z_channels=32, ch=32, ch_mult=(1, 2, 2), patch_nums=PATCHES_256))
     pipe = VARPipeline(published(large, dtype), vae.eval(), published(small, dtype), DEMO)
     pipe.set_progress_bar_config(disable=True)
     return pipe
-
-
-def seconds(pipe: VARPipeline, method: methods.ScalesMethod, batch: int, repeat: int) -> float:
-    """What the tokens of a batch take."""
-    dice = generators(range(repeat * batch, (repeat + 1) * batch))
-    options = dict(generator=dice, method=method, batch_size=batch, output_type="latent")
-    return float(pipe(classes=list(range(batch)), **options).stats.seconds)
 
 
 def main(
@@ -62,24 +54,17 @@ def main(
 ) -> None:
     """Measure and write ``var_published.json`` and ``.csv``."""
     torch.set_num_threads(threads)
-    pipe, ways = pair(large, small, named_dtype(dtype)), [int(n) for n in by.split(",")]
-    settings: dict[str, methods.ScalesMethod] = {"ar": methods.AR()} | {f"code, N = {n}": methods.CoDe(n) for n in ways}
-    times: dict[str, list[float]] = {name: [] for name in settings}
-    budget = Budget(minutes)
-    for repeat in tqdm(range(repeats), unit="repeat"):
-        if budget.spent and repeat:
-            break
-        for name, method in settings.items():
-            times[name].append(seconds(pipe, method, batch, repeat))
-    plain = statistics.median(times["ar"])
-    rows = []
-    for name, method in settings.items():
-        found = statistics.median(times[name])
-        row = {"method": name, "batch": batch, "seconds": found / batch, "speedup": plain / found}
-        if isinstance(method, methods.CoDe):
-            best = ideal(pipe, method.n, batch)
-            row |= {"ideal": best, "realised": plain / found / best}
-        rows.append(row | {"repeats": len(times[name])})
+    pipe = pair(large, small, named_dtype(dtype))
+    settings = [Setting("ar", pipe, dict(method="ar"))]
+    settings += [Setting(f"code, N = {n}", pipe, dict(method=methods.CoDe(int(n)))) for n in by.split(",")]
+    time_settings(settings, pipe.transformer.config.num_classes, batch, repeats, Budget(minutes))
+    plain = settings[0]
+    rows = [
+        {"method": s.name, "batch": batch, "seconds": loop(s) / batch, "speedup": loop(plain) / loop(s)}
+        | over_ideal(s, plain, batch)
+        | {"repeats": len(s.stats)}
+        for s in settings
+    ]
     sizes = f"VAR-d{large} and VAR-d{small}, random weights"
     write_results(out, "var_published", rows, environment(model=sizes, dtype=dtype))
 
