@@ -43,11 +43,11 @@ def compiled(function: Callable[..., Any], same_parts: bool = False, device: tor
         return torch.compile(function, dynamic=False)
     own = types.FunctionType(function.__code__.replace(), function.__globals__)  # programs are filed by code
     own.__kwdefaults__, own.__defaults__ = function.__kwdefaults__, function.__defaults__
-    options: dict[str, Any] = {"guard_filter_fn": watched, "cpp_wrapper": device.type == "cpu"}
+    options: dict[str, Any] = {"guard_filter_fn": _watched, "cpp_wrapper": device.type == "cpu"}
     return torch.compile(own, dynamic=False, options=options)
 
 
-def watched(guards: Any) -> list[bool]:
+def _watched(guards: Any) -> list[bool]:
     """Which of PyTorch's ``guards`` to keep: those on its own state, which have no name, and on what may differ."""
     outside = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
     return [

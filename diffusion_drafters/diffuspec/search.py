@@ -92,7 +92,8 @@ class Objective:
 
     def extend(self, lattice: Lattice, path: Path) -> list[Path]:
         """``path`` with every candidate of the next position behind it."""
-        return self.best(lattice, [path], len(lattice.tokens[len(path.tokens)]))
+        found = zip(lattice.tokens[len(path.tokens)], self.scores(lattice, [path])[0], strict=True)
+        return [self._longer(lattice, path, token, score) for token, score in found]
 
     def _longer(self, lattice: Lattice, path: Path, token: int, score: float) -> Path:
         last = len(path.tokens) + 1 == len(lattice)
