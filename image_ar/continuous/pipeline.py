@@ -69,7 +69,7 @@ class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
             raise ValueError("text_encoder must be left out: this model draws classes")
         resolved, folder = methods.resolve_continuous(method), zoo.find(name)
         transformer, vae = load_mar(folder / "transformer"), load_kl(folder / "vae")
-        dtype = torch_dtype or choose_dtype(sum(p.numel() for p in transformer.parameters()))
+        dtype = torch_dtype or choose_dtype(sum(p.numel() for p in transformer.parameters()), long=True)
         second = load_small(folder, vae) if small is None else load_small(zoo.find(small), vae, whole=True)
         models = transformer.to(dtype), None if second is None else second.to(dtype)
         return cls(models[0], vae, models[1], read_settings(Settings, folder), resolved, str(name))

@@ -75,20 +75,21 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
     ) -> VARPipeline:
         """A pipeline of a folder, a pocket name or a hub id; the dtype defaults to this machine's fastest.
 
-        A scale has so many rows that half precision pays at any size of model where the processor has it. The small
-        model is that of the folder, or ``small``: another model's folder, name, id, or a weights file.
+        A scale has so many rows that bfloat16 pays at any size of model on a processor with AMX, and on no other. The
+        small model is that of the folder, or ``small``: another model's folder, name, id, or a weights file.
         """
         if text_encoder is not None:
             raise ValueError("text_encoder must be left out: this model draws classes")
         resolved, folder = methods.resolve_scales(method), zoo.find(name)
         transformer, vae = load_var(folder / "transformer"), load_vqvae(folder / "vae")
-        dtype = torch_dtype or choose_dtype(MANY)
+        dtype = torch_dtype or choose_dtype(MANY, long=True)
         check_dtype(dtype, torch.device("cpu") if not torch.cuda.is_available() else torch.device("cuda"))
         second = load_small(small, vae) if small is not None else None
         if second is None and (folder / "small").is_dir():
             second = load_var(folder / "small")
-        models = lay_weights(transformer.to(dtype)), None if second is None else lay_weights(second.to(dtype))
-        return cls(models[0], vae, models[1], read_settings(Settings, folder), resolved, str(name))
+        large = lay_weights(transformer.to(dtype), long=True)
+        second = None if second is None else lay_weights(second.to(dtype), long=True)
+        return cls(large, vae, second, read_settings(Settings, folder), resolved, str(name))
 
     @classmethod
     def from_files(

@@ -50,6 +50,21 @@ def test_bfloat16_is_held_twice_and_follows_its_layer() -> None:
     assert laid.bfloat16()[0].packed is not None
 
 
+def test_networks_of_long_inputs_hold_float32_twice_and_use_it_by_tokens_not_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    laid = lay_weights(network(torch.float32), long=True)
+    assert isinstance(laid[0], PackedLinear) and laid[0].packed is not None and laid[0].weight.stride() == (1, 96)
+    used = lambda *shape: laid[2].current(torch.zeros(*shape, 96), gelu=False) is not None  # noqa: E731
+    assert used(1, 64) and used(32, 64) and not used(1, 63) and not used(32, 16) and not used()
+    assert laid[0].current(torch.zeros(1, 2, 24), gelu=True) is not None, "a GELU is applied in the cache at any length"
+    x = torch.randn(4, 64, 24, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        assert all(torch.equal(laid(x)[i : i + 1], laid(x[i : i + 1])) for i in range(4))
+        monkeypatch.setattr("specmm.layout.LONG", 65)
+        torch.testing.assert_close(laid(x), lay_weights(network(torch.float32))(x), atol=1e-6, rtol=1e-6)
+
+
 @PACKS
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_copy_follows_its_weight(assign: bool) -> None:

@@ -1,0 +1,20 @@
+"""Which dtype a model is given where nobody names one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specmm.dtypes import LARGE, choose_dtype
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about processors")
+@pytest.mark.parametrize("products, tiles", [(False, False), (True, False), (True, True)])
+def test_long_steps_want_tiles_and_few_rows_of_large_weights_products(
+    monkeypatch: pytest.MonkeyPatch, products: bool, tiles: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: products)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    assert choose_dtype(LARGE) == (torch.bfloat16 if products else torch.float32)
+    assert choose_dtype(LARGE, long=True) == (torch.bfloat16 if tiles else torch.float32)
+    assert choose_dtype(LARGE - 1) == choose_dtype(LARGE - 1, long=True) == torch.float32
