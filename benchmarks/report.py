@@ -100,7 +100,8 @@ VAR = {
     "ideal": "ideal",
     "realised": "realised / ideal",
     **SAMPLED,
-    "token_equal": "token-equal",
+    "token_equal": "token-equal, greedy",
+    "drawn_equal": "equal pictures, drawn",
 }
 KINDS = ("prose", "tasks")  # of prompts of SmolLM2
 LANGUAGE = {

@@ -31,6 +31,10 @@ class Memory:
         self.keys, self.values = keys, values  # [R, S, H, D]
         self.first = self.stop = 0
 
+    def before(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [R, ``first``, H, D] of the slots before those that are written next."""
+        return self.keys[:, : self.first], self.values[:, : self.first]
+
     def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store ``k`` and ``v`` [R, T, H, D] from slot ``first`` on; return the first ``stop`` slots."""
         last = self.first + k.shape[1]

@@ -23,13 +23,17 @@ from specmm.processors import check_finite
 class Unkept:
     """A store for the last scale run: its keys and values are attended once and not written."""
 
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values  # [R, S, H, D]
+
+    def before(self) -> tuple[Tensor, Tensor]:
+        """What was stored."""
+        return self.keys, self.values
 
     def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Behind what is stored, ``k`` and ``v`` [R, T, H, D]."""
-        first = self.memory.first
-        return torch.cat([self.memory.keys[:, :first], k], 1), torch.cat([self.memory.values[:, :first], v], 1)
+        self.fresh = k, v
+        return torch.cat([self.keys, k], 1), torch.cat([self.values, v], 1)
 
 
 class Session:
@@ -87,7 +91,7 @@ class Session:
             self.memories = self._allocate(self.ladder.starts[self.last])
         for memory in self.memories:
             memory.first, memory.stop = first, stop
-        return [Unkept(m) for m in self.memories] if k >= self.last else self.memories
+        return [Unkept(*m.before()) for m in self.memories] if k >= self.last else self.memories
 
     def _allocate(self, capacity: int) -> list[Memory]:
         config, rows = self.model.config, len(self.given.cond)

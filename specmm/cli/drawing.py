@@ -100,7 +100,7 @@ def check(pipe: Any, job: Job) -> None:
     from specmm.image_ar.settings import class_ids, with_options
 
     if job.compiled and "compiled" not in inspect.signature(pipe.__call__).parameters:
-        raise ValueError(f"--compile serves token image models such as pocket/llamagen, not {job.model}; leave it out")
+        raise ValueError(f"--compile serves pocket/llamagen, pocket/var and the like, not {job.model}; leave it out")
     known = check_sampling(pipe, job.model, job.sampling)
     settings = with_options(pipe.settings, **job.sampling)
     job.sampling = {name: getattr(settings, name) for name in known}
@@ -131,7 +131,7 @@ def draw(pipe: Any, job: Job, callback: Any = None) -> Report:
     if old := sum(1 for file in job.out.glob("*.png")):
         say(f"note: {job.out} holds {old} pictures already; those of other names stay beside the new ones")
     if job.compiled:
-        say("note: rounds are compiled at first, which takes half a minute")
+        say("note: rounds, or scales, are compiled at first, which takes half a minute to two")
     generators = sample_generators(torch.Generator().manual_seed(job.seed), len(job.inputs), pipe.device)
     try:
         with tqdm(total=len(job.inputs), unit="picture", disable=None, leave=False) as bar:
