@@ -32,7 +32,6 @@ class Unkept:
 
     def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Behind what is stored, ``k`` and ``v`` [R, T, H, D]."""
-        self.fresh = k, v
         return torch.cat([self.keys, k], 1), torch.cat([self.values, v], 1)
 
 

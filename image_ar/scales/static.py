@@ -48,6 +48,15 @@ class CompiledVAR:
         return cast(Tensor, found)
 
 
+class Noted(Unkept):
+    """A store inside a program, of which the caller keeps what is new."""
+
+    def write(self, k: Tensor, v: Tensor) -> Part:
+        """Behind what is stored, ``k`` and ``v`` [R, T, H, D], noted as ``fresh``."""
+        self.fresh = k, v
+        return super().write(k, v)
+
+
 def run_blocks(
     model: VAR, x: Tensor, given: Conditioned, bias: Tensor | None, before: Sequence[Part], tail: int, kept: bool
 ) -> tuple[Tensor, list[Part]]:
@@ -55,7 +64,7 @@ def run_blocks(
 
     ``before``: what each layer stored [R, S, H, D].
     """
-    stores = [Unkept(*part) for part in before]
+    stores = [Noted(*part) for part in before]
     found = model.run(x, given, bias, stores, tail)
     return found, [store.fresh for store in stores] if kept else []
 

@@ -1,4 +1,4 @@
-"""Scales as compiled programs: the same pictures, CoDe's catching up included; large scales and other methods without."""
+"""Scales as compiled programs: the same pictures, CoDe's catching up included; large scales run as they are."""
 
 from __future__ import annotations
 
