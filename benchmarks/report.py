@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bars import bars, ideal_bars, job_bars, mar_bars, metric_bars, round_bars, var_bars
+from benchmarks.bars import bars, ideal_bars, job_bars, loop_bars, mar_bars, metric_bars, round_bars, var_bars
 from benchmarks.common import Row, read_results
 from benchmarks.language_bars import answer_bars, text_bars, vlm_bars
 from benchmarks.plots import best_by_budget, draw_plots
@@ -15,7 +15,7 @@ from specmm.metrics.report import cell, table
 
 NAMES = (
     *("speed", "speed_compiled", "quality", "acceptance", "single_position", "autotune"),
-    *("cifar_fid", "frechet_speed", "mar", "var", "var_published"),
+    *("cifar_fid", "frechet_speed", "mar", "var", "var_loop", "var_published"),
     *("vlm_speed_llava", "vqa_accuracy_llava", "verdict", "vlm_speed_smollava", "vqa_accuracy_smollava"),
     *("text_speed_coder", "text_speed_coder_compiled", "text_speed_smollm2", "jobs"),
 )
@@ -100,6 +100,12 @@ VAR = {
     "ideal": "ideal",
     "realised": "realised / ideal",
     **SAMPLED,
+}
+LOOP = {
+    "method": "method",
+    "batch": "batch",
+    "seconds": "s / picture",
+    "speedup": "speed-up",
     "token_equal": "token-equal, greedy",
     "drawn_equal": "equal pictures, drawn",
 }
@@ -147,6 +153,7 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
             *(replace(b, what=f"{b.what}, compiled") for b in round_bars(rows["speed_compiled"], rows["quality"])),
             *metric_bars(rows["cifar_fid"], rows["frechet_speed"]),
             *mar_bars(rows["mar"]),
+            *loop_bars(rows["var_loop"]),
             *var_bars(rows["var"]),
             *ideal_bars(rows["var_published"], ", published sizes"),
             *vlm_bars(rows["vlm_speed_llava"]),
@@ -198,6 +205,12 @@ def _families(rows: dict[str, list[Row]]) -> list[str]:
     if rows["var"]:
         text = "Whole calls; ideal: the arithmetic of the large model alone over that of both in turn."
         found += ["## Next scales: pocket/var", text, table(rows["var"], VAR)]
+    if rows["var_loop"]:
+        text = (
+            "Tokens in float32 at temperature 1. Drawn with the same dice, rounding decides between two tokens now and "
+            "then; greedily all must be equal."
+        )
+        found += ["## Next scales: plain decoding over a first loop", text, table(rows["var_loop"], LOOP)]
     if rows["var_published"]:
         text = "Tokens only; random weights, on which time does not depend. The depths are under Where and when."
         found += ["## Next scales: published sizes", text, table(rows["var_published"], VAR)]

@@ -148,17 +148,19 @@ def main(
     threads: Threads = 2,
     out: Out = RESULTS,
 ) -> None:
-    """Measure and write ``var.json``, ``var.csv`` and ``var.png``."""
+    """Measure and write ``var.json``, ``var.csv`` and ``var.png``; ``var_loop`` for the first loop."""
     torch.set_num_threads(threads)
     pipe, special = load_pipeline(model), None if specialised is None else load_pipeline(specialised)
     facts = environment(model=model, dtype=str(pipe.transformer.dtype), cfg=pipe.settings.cfg)
     single, rows = load_pipeline(model, torch.float32), list[Row]()
+    loops = list[Row]()
     first = load_var(zoo.find(model) / "transformer")
     for batch in (1, 16):
         settings = settings_of(pipe, special)
         time_settings(settings, pipe.transformer.config.num_classes, batch, repeats, Budget(minutes))
         rows += [row(s, settings[0], batch) for s in settings]
-        rows += [against_straightforward(single, first, batch, repeats, compiled) for compiled in (False, True)]
+        loops += [against_straightforward(single, first, batch, repeats, compiled) for compiled in (False, True)]
+        write_results(out, "var_loop", loops, facts)
         write_results(out, "var", rows, facts)
     real = Real(Options(data=data, cache=cache))
     found = draw_samples(settings, cache / "var", zoo.find(model), real, samples, 50, Budget(minutes))

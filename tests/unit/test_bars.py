@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.bars import bars, job_bars, metric_bars, var_bars
+from benchmarks.bars import bars, job_bars, loop_bars, metric_bars, var_bars
 from benchmarks.language_bars import ALONE, HEARD, answer_bars, text_bars, vlm_bars
 from benchmarks.report import render
 from benchmarks.verdict import Tally, majority
@@ -84,8 +84,18 @@ def test_the_bar_of_code_s_ideal_shows_the_worst_and_the_best():
     found = var_bars(
         [*rows, {"method": "code, planner's N", "batch": 16, "speedup": 2.0, "fid_ratio": 1, "samples": 9}]
     )
-    assert [b.met for b in found] == [None, True, False]
-    assert found[2].found == "0.50 with code, N = 2 to 0.95 with code, N = 5"
+    assert [b.met for b in found] == [True, False]
+    assert found[1].found == "0.50 with code, N = 2 to 0.95 with code, N = 5"
+
+
+def test_the_first_loop_must_be_beaten_at_every_batch_with_equal_tokens():
+    rows = [{"method": m, "batch": b, "speedup": s, "token_equal": 1.0} for m, b, s in (
+        ("plain", 1, 1.1), ("plain", 16, 1.4), ("plain, compiled", 1, 1.4), ("plain, compiled", 16, 1.3)
+    )]  # fmt: skip
+    assert [b.met for b in loop_bars(rows)] == [False, True]
+    rows[3]["token_equal"] = 0.9
+    assert [b.met for b in loop_bars(rows)] == [False, False] and "not token-equal" in loop_bars(rows)[1].found
+    assert [b.met for b in loop_bars(rows[:2])] == [False] and [b.met for b in loop_bars([])] == [None]
 
 
 def test_accuracy_and_verdict():
