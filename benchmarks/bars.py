@@ -90,11 +90,11 @@ def loop_bars(rows: Sequence[Row]) -> list[Bar]:
     found = []
     for kind in ("", ", compiled"):
         loops = [r for r in rows if r["method"].endswith("compiled") == bool(kind)]
-        text = ", ".join(f"{r['speedup']:.2f}× at batch {r['batch']}" for r in loops)
-        equal = all(r["token_equal"] == 1 for r in loops)
-        held = equal and all(r["speedup"] >= 1.3 for r in loops)
         if kind and not loops:
             continue
+        equal = all(r["token_equal"] == 1 for r in loops)
+        held = equal and all(r["speedup"] >= 1.3 for r in loops)
+        text = ", ".join(f"{r['speedup']:.2f}× at batch {r['batch']}" for r in loops)
         text += "" if equal else ", not token-equal"
         found.append(Bar(f"plain VAR over a first loop{kind}", "≥ 1.3×, token-equal", text, held if loops else None))
     return found

@@ -164,7 +164,7 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
         What is not given comes from the model's settings. ``generator`` is one for all (each picture gets a seed from
         it) or one a picture; its dice depend on its own seed only, not on the batch. ``compiled`` runs scales of few
         rows (up to 320, batches of one or a few) as programs of ``torch.compile``: pocket/var draws one picture in
-        three quarters of the time, behind a quarter of a minute a scale at the first call for a batch size. Raises
+        four fifths of the time, behind a quarter of a minute a scale at the first call for a batch size. Raises
         ``ValueError`` for an unknown class or method, for options out of range, for a method without the small model it
         needs and where there is no compiler.
         """

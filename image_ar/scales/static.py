@@ -43,8 +43,9 @@ class CompiledVAR:
             return self.model.run(x, given, bias, stores, tail)
         kept = isinstance(some[0], Memory)
         found, fresh = self.program(self.model, x, given, bias, [store.before() for store in some], tail, kept)
-        for store, part in zip(some, fresh, strict=kept):
-            store.write(*part)
+        if kept:
+            for store, part in zip(some, fresh, strict=True):
+                store.write(*part)
         return cast(Tensor, found)
 
 
