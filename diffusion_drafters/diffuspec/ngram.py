@@ -69,15 +69,15 @@ class NGram:
     def _behind_nothing(self, tokens: Iterable[int]) -> list[float]:
         return list(map(self.alone.get, tokens, repeat(self.unseen)))
 
-    def _behind(self, read: Gram, tokens: Sequence[int], found: list[float]) -> list[float]:
+    def _behind(self, read: Gram, tokens: Sequence[int], found: Iterable[float]) -> list[float]:
         """The log-probabilities of ``tokens`` behind ``read``, from those ``found`` behind nothing."""
         for start in range(len(read) - 1, -1, -1):
             behind = self.behind.get(read[start:])
             if behind is None:
                 break  # nor was anything longer seen
             logs, less = behind
-            found = list(map(logs.get, tokens, [less + shorter for shorter in found]))
-        return found
+            found = map(logs.get, tokens, [less + shorter for shorter in found])
+        return list(found)
 
     def save(self, file: str | Path) -> None:
         """Write one safetensors file: n-grams [G, n] and counts [G] for each length n."""

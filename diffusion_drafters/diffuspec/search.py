@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple, Protocol
 
 from specmm.diffusion_drafters.diffuspec.lattice import Lattice
@@ -70,33 +69,34 @@ class Objective:
         """What the proxy reads of the prefix, at most."""
         return tuple(self.prefix[max(len(self.prefix) - self.proxy.order + 1, 0) :])
 
-    def scores(self, lattice: Lattice, paths: Sequence[Path]) -> list[list[float]]:
-        """S of each of the equally long ``paths`` with each candidate of the next position behind it."""
+    def scores(self, lattice: Lattice, paths: Sequence[Path]) -> list[float]:
+        """S of each of the equally long ``paths`` with each candidate of the next position behind it, in turn."""
         place, own, rest = len(paths[0].tokens), self.weight, 1 - self.weight
-        found = [own * score for score in lattice.scores[place]]
+        block = [own * score for score in lattice.scores[place]]
         if not rest:
-            return [[path.score + score for score in found] for path in paths]
+            return [path.score + score for path in paths for score in block]
         causal = self.proxy.log_probs([self.context(path) for path in paths], lattice.tokens[place])
-        return [
-            [path.score + score + rest * proxy for score, proxy in zip(found, row, strict=True)]
-            for path, row in zip(paths, causal, strict=True)
-        ]
+        found: list[float] = []
+        for (_, before, _), row in zip(paths, causal, strict=True):
+            found += [before + score + rest * proxy for score, proxy in zip(block, row, strict=True)]
+        return found
 
     def best(self, lattice: Lattice, paths: Sequence[Path], count: int) -> list[Path]:
         """The ``count`` best of all continuations of the equally long ``paths``, and those as good as the last."""
-        tokens = lattice.tokens[len(paths[0].tokens)]
-        scores = list(chain.from_iterable(self.scores(lattice, paths)))
+        place = len(paths[0].tokens)
+        tokens, last = lattice.tokens[place], place + 1 == len(lattice)
+        scores = self.scores(lattice, paths)
         worst = sorted(scores)[-count:][0] - 10.0**-SAME  # paths that cannot stay are never made
-        chosen = [(i, score) for i, score in enumerate(scores) if score >= worst]
-        return [self._longer(lattice, paths[i // len(tokens)], tokens[i % len(tokens)], score) for i, score in chosen]
+        chosen = [(*divmod(i, len(tokens)), score) for i, score in enumerate(scores) if score >= worst]
+        return [self._longer(paths[i], tokens[j], score, last) for i, j, score in chosen]
 
     def extend(self, lattice: Lattice, path: Path) -> list[Path]:
         """``path`` with every candidate of the next position behind it."""
-        found = zip(lattice.tokens[len(path.tokens)], self.scores(lattice, [path])[0], strict=True)
-        return [self._longer(lattice, path, token, score) for token, score in found]
+        place = len(path.tokens)
+        found = zip(lattice.tokens[place], self.scores(lattice, [path]), strict=True)
+        return [self._longer(path, token, score, place + 1 == len(lattice)) for token, score in found]
 
-    def _longer(self, lattice: Lattice, path: Path, token: int, score: float) -> Path:
-        last = len(path.tokens) + 1 == len(lattice)
+    def _longer(self, path: Path, token: int, score: float, last: bool) -> Path:
         return Path((*path.tokens, token), score, last or token == self.end)
 
     def context(self, path: Path) -> tuple[int, ...]:

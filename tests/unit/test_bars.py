@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.bars import bars, job_bars, loop_bars, metric_bars, var_bars
+from benchmarks.bars import bars, ideal_bars, job_bars, loop_bars, metric_bars, var_bars
 from benchmarks.language_bars import ALONE, HEARD, answer_bars, text_bars, vlm_bars
 from benchmarks.report import render
 from benchmarks.verdict import Tally, majority
@@ -86,6 +86,8 @@ def test_the_bar_of_code_s_ideal_shows_the_worst_and_the_best():
     )
     assert [b.met for b in found] == [True, False]
     assert found[1].found == "0.50 with code, N = 2 to 0.95 with code, N = 5"
+    more = ideal_bars([*rows, {"method": "code, N = 0", "batch": 1, "realised": 0.97}, {"method": "ar", "batch": 1}])
+    assert [b.met for b in more] == [True, False] and [b.what[-2:] for b in more] == [" 1", "16"]
 
 
 def test_the_first_loop_must_be_beaten_at_every_batch_with_equal_tokens():

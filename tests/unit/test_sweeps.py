@@ -108,11 +108,12 @@ def test_the_front_bar_of_mar_names_what_is_on_it():
 
 
 def test_published_sizes(tmp_path):
-    """On tiny depths: a row of plain decoding and one of each N, their share of the arithmetic in the report."""
-    var_published.main(large=2, small=1, by="9,0", repeats=1, dtype="float32", out=tmp_path)
+    """On tiny depths: a row of plain decoding and one of each N a batch, their share of the arithmetic in the report."""
+    var_published.main(large=2, small=1, by="9,0", batches="1,2", repeats=1, dtype="float32", out=tmp_path)
     found = read_results(tmp_path, "var_published")
-    plain, coarse, small = found["rows"]
+    plain, coarse, small = found["rows"][:3]
+    assert [r["batch"] for r in found["rows"]] == [1, 1, 1, 2, 2, 2] and {r["repeats"] for r in found["rows"]} == {1}
     assert (plain["speedup"], coarse["method"], small["method"]) == (1.0, "code, N = 9", "code, N = 0")
     assert 1 < coarse["ideal"] < small["ideal"]
     assert small["realised"] == pytest.approx(plain["seconds"] / small["seconds"] / small["ideal"])
-    assert "CoDe over its FLOP ideal, published sizes" in render({"var_published": found})
+    assert "CoDe over its FLOP ideal, published sizes, batch 2" in render({"var_published": found})
