@@ -96,6 +96,7 @@ MAR = {
 }
 VAR = {
     **SETTING,
+    "predicted": "predicted s",
     "peak_mib": "peak, MiB",
     "ideal": "ideal",
     "realised": "realised / ideal",

@@ -1,6 +1,6 @@
 """VAR and CoDe by N: seconds, memory, FID, training-free and specialised; and our plain VAR over a first loop.
 
-    python -m benchmarks.var pocket/var [--specialised FOLDER]
+    python -m benchmarks.var pocket/var [--specialised FOLDER …]
 
 The FLOP ideal of an N is the arithmetic of the large model alone over that of both in turn, pixels left out on both
 sides; ``realised`` is the measured speed-up of drawing tokens over it.
@@ -45,15 +45,15 @@ from specmm.image_ar.scales.var import VAR
 from specmm.randomness import Uniforms
 
 
-def settings_of(pipe: VARPipeline, special: VARPipeline | None) -> list[Setting]:
-    """Plain decoding, CoDe by N and the exact variant; then CoDe by specialised models at the N of theirs."""
+def settings_of(pipe: VARPipeline, specials: Sequence[VARPipeline]) -> list[Setting]:
+    """Plain decoding, CoDe by N and the exact variant; then CoDe by specialised pairs, each at its own N."""
     scales = len(pipe.transformer.config.ladder)
     found = [Setting("ar", pipe, dict(method="ar"))]
     if pipe.small is not None:
         found += [Setting(f"code, N = {n}", pipe, dict(method=methods.CoDe(n))) for n in range(scales - 1, -1, -1)]
         found.append(Setting("speculative", pipe, dict(method="speculative")))
         found.append(Setting("code, planner's N", pipe, dict(method="code")))
-    if special is not None:
+    for special in specials:
         n = special.settings.n
         found.append(Setting(f"code, N = {n}, specialised", special, dict(method=methods.CoDe(n))))
     return found
@@ -70,13 +70,21 @@ def ideal(pipe: VARPipeline, n: int, batch: int) -> float:
 
 def row(setting: Setting, plain: Setting, batch: int) -> Row:
     """Times, memory and the arithmetic's ideal of one setting."""
-    method = setting.call["method"]
     classes = [0] * batch
     peak = measured_peak(lambda: setting.draw(classes, range(batch)), setting.pipe.device)
     found = timing(setting, plain) | {"batch": batch, "peak_mib": peak / 2**20, "token_seconds": loop(setting)}
-    if method == "code":
-        found["n"] = setting.pipe.plan(batch).n
+    found |= forecast(setting, batch)
     return found | over_ideal(setting, plain, batch)
+
+
+def forecast(setting: Setting, batch: int) -> Row:
+    """The N of a setting and the planner's seconds a picture for it; nothing of those it does not plan."""
+    method = setting.call["method"]
+    if setting.pipe.small is None or method == "speculative":
+        return {}
+    made = setting.pipe.plan(batch)
+    n = method.n if isinstance(method, methods.CoDe) else made.n if method == "code" else len(made.forecasts) - 1
+    return {"n": n, "predicted": made.forecasts[n].seconds / batch}
 
 
 def over_ideal(setting: Setting, plain: Setting, batch: int) -> Row:
@@ -139,7 +147,9 @@ def _timed(draw: Callable[[Sequence[int]], torch.Tensor], seeds: Sequence[int], 
 
 def main(
     model: Annotated[str, typer.Argument(help="A VAR with its small model.")] = "pocket/var",
-    specialised: Annotated[str | None, typer.Option(help="The pair that `specmm train code` made of it.")] = None,
+    specialised: Annotated[
+        list[str], typer.Option(help="A pair that `specmm train code` made of it; may be repeated.")
+    ] = [],  # noqa: B006  typer copies it
     repeats: Annotated[int, typer.Option(min=1, help="Timed batches of every setting.")] = 8,
     samples: Annotated[int, typer.Option(min=2, help="Samples of every setting for FID.")] = 1000,
     minutes: Annotated[float, typer.Option(min=0, help="For each batch size, and again for samples.")] = 15.0,
@@ -150,13 +160,13 @@ def main(
 ) -> None:
     """Measure and write ``var.json``, ``var.csv`` and ``var.png``; ``var_loop`` for the first loop."""
     torch.set_num_threads(threads)
-    pipe, special = load_pipeline(model), None if specialised is None else load_pipeline(specialised)
+    pipe, specials = load_pipeline(model), [load_pipeline(folder) for folder in specialised]
     facts = environment(model=model, dtype=str(pipe.transformer.dtype), cfg=pipe.settings.cfg)
     single, rows = load_pipeline(model, torch.float32), list[Row]()
     loops = list[Row]()
     first = load_var(zoo.find(model) / "transformer")
     for batch in (1, 16):
-        settings = settings_of(pipe, special)
+        settings = settings_of(pipe, specials)
         time_settings(settings, pipe.transformer.config.num_classes, batch, repeats, Budget(minutes))
         rows += [row(s, settings[0], batch) for s in settings]
         loops += [against_straightforward(single, first, batch, repeats, compiled) for compiled in (False, True)]

@@ -109,7 +109,7 @@ class TextPipeline(Pipeline):
         """
         resolved, folder = methods.make(methods.TEXT, method), find_target(name)
         model, tokenizer = load_target(folder, torch_dtype)
-        model = model.to(device, torch_dtype or choose_dtype(sum(p.numel() for p in model.parameters())))
+        model = model.to(device, torch_dtype or choose_dtype(sum(p.numel() for p in model.parameters()), device=device))
         lay_weights(model)
         if isinstance(drafter, str | Path):
             place = find(drafter)

@@ -34,10 +34,10 @@ class Turn:
 def split(total: int, at: int) -> tuple[range, range]:
     """Steps of the first and the second of two models: the first does ``at`` of ``total``.
 
-    Raises ``ValueError`` unless 0 ≤ ``at`` ≤ ``total``.
+    Raises ``ValueError`` unless 0 ≤ ``at`` ≤ ``total``, a whole number.
     """
-    if not 0 <= at <= total:
-        raise ValueError(f"n must be from 0 (the second model alone) to {total} (the first alone), got {at}")
+    if not isinstance(at, int) or not 0 <= at <= total:
+        raise ValueError(f"n must be a whole number from 0 (the second model alone) to {total} (the first), got {at!r}")
     return range(at), range(at, total)
 
 

@@ -31,8 +31,8 @@ def lay_weights(network: Network, long: bool = False) -> Network:
     oneDNN's blocks, for which 9 rows of SmolLM2-135M cost 1.23 times as much as one, not 1.56 times, and VAR's hundreds
     of rows 20-40% less (two cores with AMX); networks too large to be held twice are left as they are. A network that
     takes ``long`` inputs, as VAR takes whole scales, holds float32 twice as well: from ``LONG`` tokens a row on its
-    products are of oneDNN's blocks, 5-15% less for thousands of rows. Tokens decide, not rows: no result depends on
-    the batch.
+    products are of oneDNN's blocks, 5-15% less for thousands of rows. Tokens decide, not rows: those
+    products do not depend on the batch.
 
     A column-major weight is not contiguous, which safetensors asks for when a state dict is saved by hand.
     """
@@ -91,7 +91,7 @@ class PackedLinear(nn.Linear):
     """A linear layer that multiplies by a copy of its weight in oneDNN's blocks; without one, as any other.
 
     The copy follows the weight wherever PyTorch counts that it changed (optimizers, ``load_state_dict``, ``copy_``);
-    writing to ``weight.data`` goes uncounted: call :meth:`pack` then.
+    writing to ``weight.data``, or to weights made in inference mode, goes uncounted: call :meth:`pack` then.
     """
 
     packed: Tensor | None

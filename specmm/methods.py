@@ -148,10 +148,13 @@ class CoDe:
     """CoDe (arXiv 2411.17787): the large model draws the ``n`` coarsest scales, the small one the rest, unverified.
 
     ``n`` is from 0 (the small model alone) to the number of scales (the large alone); -1 is the planner's choice.
+    ``release`` draws as the released code does, to the same seed the same tokens: one generator a batch, for both
+    models alike.
     """
 
     name: ClassVar[str] = "code"
     n: int = -1
+    release: bool = False
 
 
 @dataclass(frozen=True)

@@ -106,13 +106,21 @@ def categorical(law: Tensor, uniform: Tensor) -> Tensor:
 def sample_generators(
     given: torch.Generator | Sequence[torch.Generator] | None, count: int, device: torch.device
 ) -> list[torch.Generator]:
-    """One generator a picture: those given, or new ones seeded from the one given (or from fresh entropy)."""
+    """One generator a picture, on ``device``: those given, or new ones seeded from the one given (or fresh entropy).
+
+    Of those given, one on another kind of device seeds one that takes its place.
+    """
     if isinstance(given, Sequence):
         if len(given) != count:
             raise ValueError(f"generator must be one or one for each of the {count} pictures, got {len(given)}")
-        return list(given)
+        return [g if g.device.type == device.type else _seeded(g, 1, device)[0] for g in given]
     source = given or torch.Generator()
     if given is None:
         source.seed()
+    return _seeded(source, count, device)
+
+
+def _seeded(source: torch.Generator, count: int, device: torch.device) -> list[torch.Generator]:
+    """``count`` generators on ``device``, their seeds drawn from ``source``."""
     seeds = torch.randint(2**62, (count,), generator=source, device=source.device).tolist()
     return [torch.Generator(device).manual_seed(s) for s in seeds]

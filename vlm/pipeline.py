@@ -84,7 +84,7 @@ class VQAPipeline(Pipeline):
         """
         resolved, folder = methods.resolve_vqa(method), find(name)
         model = load_model(folder, torch_dtype)
-        dtype = torch_dtype or choose_dtype(sum(p.numel() for p in model.parameters()))
+        dtype = torch_dtype or choose_dtype(sum(p.numel() for p in model.parameters()), device=device)
         model = model.to(device, dtype)
         lay_weights(model)
         if isinstance(drafter, str | Path):

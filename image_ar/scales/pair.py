@@ -11,6 +11,7 @@ import torch
 
 from specmm import zoo
 from specmm.checkpoints import fingerprint
+from specmm.dtypes import gpu_has_bfloat16
 from specmm.image_ar.scales.loading import load_var, load_vqvae, save_var
 from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.vqvae import VQVAE
@@ -38,7 +39,7 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
     """Raise ``ValueError`` when ``device`` cannot compute in the half precision ``dtype``."""
     if dtype == torch.float16 and device.type == "cpu":
         raise ValueError("float16 must run on a GPU, got a CPU, use bfloat16 or float32")
-    if dtype == torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+    if dtype == torch.bfloat16 and device.type == "cuda" and not gpu_has_bfloat16():
         raise ValueError("bfloat16 must run on a GPU that has it, got one without, use float16 or float32")
 
 
@@ -48,12 +49,17 @@ def load_small(name: str | Path, vqvae: VQVAE) -> VAR:
     Raises ``ValueError`` when a tokenizer lies beside it that is not ``vqvae``.
     """
     file = Path(name)
-    if file.is_file() or (file / "model.safetensors").is_file():
+    ours = file if file.name == "model.safetensors" else file / "model.safetensors"
+    if ours.is_file():
+        file, folder = ours.parent, ours.resolve().parents[1]  # of a whole model, if it lies in one
+    elif file.is_file():
         return load_var(file)
-    folder = zoo.find(name)
+    else:
+        folder = zoo.find(name)
+        file = folder / "transformer"
     if (folder / "vae").is_dir():
         _check_same(load_vqvae(folder / "vae"), vqvae, folder)
-    return load_var(folder / "transformer")
+    return load_var(file)
 
 
 def save_small(small: VAR, folder: Path, vqvae: VQVAE, dtype: torch.dtype | None = None) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -23,15 +24,17 @@ from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
 from specmm.image_ar.scales import tuning
 from specmm.image_ar.scales.canvas import Canvas
+from specmm.image_ar.scales.chooser import Chooser, needed
 from specmm.image_ar.scales.drawing import LARGE, code_turns, turn
 from specmm.image_ar.scales.loading import load_var, load_vqvae, save_var, save_vqvae
 from specmm.image_ar.scales.pair import check_dtype, check_pair, check_tokenizer, load_small
 from specmm.image_ar.scales.quality import log_likelihood
-from specmm.image_ar.scales.sampling import Inverse, Sampling
+from specmm.image_ar.scales.release import in_turn, state_of
+from specmm.image_ar.scales.sampling import Inverse, Sampler, Sampling
 from specmm.image_ar.scales.settings import Settings
 from specmm.image_ar.scales.static import CompiledVAR, check_method
 from specmm.image_ar.scales.var import VAR
-from specmm.image_ar.scales.verified import Verified, coarse_scales
+from specmm.image_ar.scales.verified import Verified
 from specmm.image_ar.scales.vqvae import VQVAE
 from specmm.image_ar.settings import class_labels, read_settings, with_options, write_index, write_settings
 from specmm.layout import lay_weights
@@ -40,18 +43,21 @@ from specmm.stats import Clock, Stats
 
 
 class Job(NamedTuple):
-    """A batch: labels [B] of its pictures, how they are sampled, their dice, and whether programs run the scales."""
+    """A batch: labels [B] of its pictures, how they are sampled, their dice, whether programs run the scales, and
+    the state of the generator that the release's sampler begins with, if it is to draw.
+    """
 
     labels: Tensor
     sampling: Sampling
     uniforms: Uniforms
     compiled: bool
+    state: Tensor | None
 
 
 class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
     """A next-scale model (VAR), its tokenizer, and perhaps a small model that shares it, behind one call.
 
-    >>> pipe = VARPipeline.from_pretrained("pocket/var", method=specmm.methods.CoDe(n=8))
+    >>> pipe = VARPipeline.from_pretrained("pocket/var", method=specmm.methods.CoDe(n=2))
     >>> out = pipe(classes=["heart"], generator=torch.Generator().manual_seed(0))
     """
 
@@ -71,8 +77,7 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
         vae.decoder.to(memory_format=torch.channels_last)  # a tenth faster, and the same values
         self.register_modules(transformer=transformer, vae=vae, small=small)
         self.settings, self.name, self.method = settings or Settings(), name, methods.resolve_scales(method)
-        self.plans: dict[Any, tuning.Plan] = {}
-        self.choices: dict[Any, tuple[methods.ScalesMethod, str]] = {}
+        self.chooser = Chooser(transformer, small, vae, self.settings)
         self.programs: dict[VAR, CompiledVAR] = {}
 
     @classmethod
@@ -87,7 +92,8 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
         """A pipeline of a folder, a pocket name or a hub id; the dtype defaults to this machine's fastest.
 
         A scale has so many rows that bfloat16 pays at any size of model on a processor with AMX, and on no other. The
-        small model is that of the folder, or ``small``: another model's folder, name, id, or a weights file.
+        small model is that of the folder, or ``small``: another model's folder, name, id, or a weights file. What was
+        measured of the folder's own pair, FID by N and the N they are specialised for, is not taken for another.
         """
         if text_encoder is not None:
             raise ValueError("text_encoder must be left out: this model draws classes")
@@ -100,7 +106,9 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
             second = load_var(folder / "small")
         large = lay_weights(transformer.to(dtype), long=True)
         second = None if second is None else lay_weights(second.to(dtype), long=True)
-        return cls(large, vae, second, read_settings(Settings, folder), resolved, str(name))
+        settings = read_settings(Settings, folder)
+        settings = settings if small is None else replace(settings, fid={}, n=-1)
+        return cls(large, vae, second, settings, resolved, str(name))
 
     @classmethod
     def from_files(
@@ -139,8 +147,8 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
         """Move models and tokenizer to a device or dtype; sums of codes stay in float32."""
         super().to(*args, **kwargs)
         self.vae.quantize.float()
-        for made in (self.plans, self.choices, self.programs):
-            made.clear()
+        self.chooser.clear()
+        self.programs.clear()
         return self
 
     def __call__(
@@ -150,7 +158,7 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         method: str | methods.ScalesMethod | None = None,
         cfg: float | None = None,
-        temperature: float | tuple[float, ...] | None = None,
+        temperature: float | Sequence[float] | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         more_smooth: bool | None = None,
@@ -162,37 +170,44 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
         """Draw ``num_images_per_prompt`` pictures of every class; ``tokens`` are [B, L], coarse to fine.
 
         What is not given comes from the model's settings. ``generator`` is one for all (each picture gets a seed from
-        it) or one a picture; its dice depend on its own seed only, not on the batch. ``compiled`` runs scales of few
-        rows (up to 320, batches of one or a few) as programs of ``torch.compile``: pocket/var draws one picture in
-        four fifths of the time, behind a quarter of a minute a scale at the first call for a batch size. Raises
-        ``ValueError`` for an unknown class or method, for options out of range, for a method without the small model it
-        needs and where there is no compiler.
+        it) or one a picture; its dice depend on its own seed only, not on the batch (neither does its rounding, in
+        float32 on a CPU within ``specmm.steady.steady()``, which takes a quarter to a half longer). ``compiled`` runs
+        scales of few rows (up to 320, batches of one or a few) as programs of ``torch.compile``: pocket/var draws one
+        picture in four fifths of the time, behind a quarter of a minute a scale at the first call for a batch size.
+        Raises ``ValueError`` for an unknown class or method, for options out of range, for a method without the small
+        model it needs, for ``release`` with several generators or batches, and where there is no compiler.
         """
         check_call(output_type, batch_size, num_images_per_prompt)
         check_dtype(self.transformer.dtype, self.device)
         sampling = self.target(cfg, temperature, top_k, top_p, more_smooth)
         chosen = self.method if method is None else methods.resolve_scales(method)
         labels = class_labels(self, classes, num_images_per_prompt)
-        generators = sample_generators(generator, len(labels), self.device)
+        at_once, state = min(batch_size, len(labels)), None
+        if isinstance(chosen, methods.CoDe) and chosen.release:
+            state = state_of(generator, self.device, len(labels), batch_size)
+        generators = sample_generators(generator if state is None else None, len(labels), self.device)
         if compiled:
             check_method(chosen)
+        settled, note = self.chooser.settle(chosen, at_once, sampling)
+        name = f"{chosen.name}: {note}" if note else chosen.name
 
         def draw(rows: slice) -> Drawn:
-            full = len(labels[rows]) == min(batch_size, len(labels))  # programs for the rest would not pay
-            job = Job(labels[rows], sampling, Uniforms(generators[rows]), compiled and full)
-            return self._batch(job, chosen, output_type, callback_on_step_end)
+            full = len(labels[rows]) == at_once  # programs for the rest would not pay
+            job = Job(labels[rows], sampling, Uniforms(generators[rows]), compiled and full, state)
+            return self._batch(job, settled, name, output_type, callback_on_step_end)
 
         return draw_batches(draw, len(labels), batch_size, output_type, self.progress_bar(total=len(labels)))
 
     def target(
         self,
         cfg: float | None = None,
-        temperature: float | tuple[float, ...] | None = None,
+        temperature: float | Sequence[float] | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         more_smooth: bool | None = None,
     ) -> Sampling:
         """The options of a run, the model's settings standing in for what is None; ``ValueError`` out of range."""
+        temperature = tuple(temperature) if isinstance(temperature, Sequence) else temperature
         given = dict(cfg=cfg, temperature=temperature, top_k=top_k, top_p=top_p, more_smooth=more_smooth)
         s = with_options(self.settings, **given)
         sampling = Sampling(s.cfg, s.top_k, s.top_p, s.temperature, s.more_smooth)
@@ -206,11 +221,7 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
 
     def plan(self, batch: int, sampling: Sampling | None = None) -> tuning.Plan:
         """What ``code`` costs here by N at this batch, measured once, and the N it takes; ``specmm plan`` prints it."""
-        sampling, small = sampling or self.target(), self._small("code")
-        key = (batch, sampling)
-        if key not in self.plans:
-            self.plans[key] = tuning.plan(self.transformer, small, self.vae, batch, sampling, self.settings.fid)
-        return self.plans[key]
+        return self.chooser.plan(batch, sampling or self.target())
 
     @torch.inference_mode()
     def decode(self, f_hat: Tensor) -> Tensor:
@@ -218,9 +229,10 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
         return torch.cat([to_uint8(self.vae.decode(row)) for row in f_hat.split(1)])
 
     @torch.inference_mode()
-    def _batch(self, job: Job, method: methods.ScalesMethod, output_type: str, callback: Callback | None) -> Drawn:
-        name, canvas = method.name, Canvas(self.vae.quantize, len(job.labels))
-        method, note = self._settled(method, len(job.labels), job.sampling)
+    def _batch(
+        self, job: Job, method: methods.ScalesMethod, name: str, output_type: str, callback: Callback | None
+    ) -> Drawn:
+        canvas = Canvas(self.vae.quantize, len(job.labels))
         clock, rounds, begin = Clock(), 0, time.perf_counter()
         steps, claim = self._steps(method, canvas, job, clock)
         for _ in steps:
@@ -231,51 +243,33 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
         parts = clock.seconds["draft"], clock.seconds["verify"]
         stats = Stats(tokens.numel(), rounds * len(job.labels), rounds, seconds, *parts)
         images = None if output_type == "latent" else self.decode(canvas.sums[-1])
-        return Drawn(tokens, images, stats, claim, f"{name}: {note}" if note else name)
-
-    def _settled(
-        self, method: methods.ScalesMethod, batch: int, sampling: Sampling
-    ) -> tuple[methods.ScalesMethod, str]:
-        """``method`` with what it leaves to this machine decided, and a note of that."""
-        if isinstance(method, methods.CoDe) and method.n == -1:
-            if self.settings.n != -1:
-                return methods.CoDe(self.settings.n), f"n {self.settings.n}: what the models were specialised for"
-            made = self.plan(batch, sampling)
-            return methods.CoDe(made.n), made.reason
-        if not isinstance(method, methods.Auto):
-            return method, ""
-        key = (batch, sampling)
-        if key not in self.choices:
-            self.choices[key] = self._race(batch, sampling)
-        return self.choices[key]
-
-    def _race(self, batch: int, sampling: Sampling) -> tuple[methods.ScalesMethod, str]:
-        """Speculation if it was measured to win here, else plain decoding; only exact methods are candidates."""
-        if self.small is None:
-            return methods.AR(), "plain decoding: no small model"
-        method = methods.ScaleSpeculative()
-        spread = method.window, self._until(method)
-        wins, reason = tuning.speculation_wins(self.transformer, self.small, self.vae, batch, sampling, *spread)
-        return (method if wins else methods.AR()), reason
+        return Drawn(tokens, images, stats, claim, name)
 
     def _steps(
         self, method: methods.ScalesMethod, canvas: Canvas, job: Job, clock: Clock
     ) -> tuple[Iterator[int], Certificate]:
         """The rounds of a settled ``method``, and what it may claim."""
-        labels, sampling, uniforms, _ = job
+        labels, sampling = job.labels, job.sampling
         if isinstance(method, methods.ScaleSpeculative):
-            models, until = (self.transformer, self._small(method.name)), self._until(method)
-            worker = Verified(*models, canvas, labels, sampling, uniforms, method.window, until)
+            models = self.transformer, needed(self.small, method.name)
+            worker = Verified(*models, canvas, labels, sampling, job.uniforms, method.window, method.until)
             return worker.rounds(clock), Certificate("exact", "scales kept are the target's own draws", 0.0)
-        dice = Inverse(sampling, uniforms, len(canvas.ladder))
-        sampler: Callable[[range], Inverse] = lambda _: dice  # noqa: E731  both models throw the same dice in turn
-        large = self._quick(self.transformer, job)
+        large, sampler = self._quick(self.transformer, job), self._sampler(job, canvas)
         if isinstance(method, methods.CoDe):
-            models = large, self._quick(self._small(method.name), job)
-            turns = code_turns(*models, method.n, canvas, labels, sampling, sampler)
+            whole = method.n == len(canvas.ladder)  # which is the large model's alone
+            small = large if whole else self._quick(needed(self.small, method.name), job)
+            turns = code_turns(large, small, method.n, canvas, labels, sampling, sampler)
         else:
             turns = [turn(large, LARGE, range(len(canvas.ladder)), canvas, labels, sampling, sampler)]
         return handoff(turns, clock), certificate(turns, LARGE)
+
+    def _sampler(self, job: Job, canvas: Canvas) -> Callable[[range], Sampler]:
+        """Who throws the dice in a turn: the same for both models, but where each draws as the release does."""
+        if job.state is not None:
+            sizes = canvas.ladder, len(job.labels), self.transformer.config.vocab_size
+            return in_turn(job.sampling, job.state, self.device, *sizes)
+        dice = Inverse(job.sampling, job.uniforms, len(canvas.ladder))
+        return lambda _: dice
 
     def _quick(self, model: VAR, job: Job) -> VAR:
         """``model``, with programs for its scales if ``job`` asks for them."""
@@ -284,12 +278,3 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
         if model not in self.programs:
             self.programs[model] = CompiledVAR(model)
         return cast(VAR, self.programs[model])
-
-    def _small(self, method: str) -> VAR:
-        if self.small is None:
-            raise ValueError(f"method {method!r} needs a small model, give from_pretrained(…, small=folder) or use ar")
-        small: VAR = self.small
-        return small
-
-    def _until(self, method: methods.ScaleSpeculative) -> int:
-        return coarse_scales(self.transformer.config.ladder) if method.until == -1 else method.until

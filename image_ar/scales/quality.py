@@ -22,8 +22,12 @@ def log_likelihood(
     """Mean log-probability a token [B] of ``tokens`` [B, L] of classes ``labels`` [B] under ``model``, scale by scale.
 
     Guidance and temperature are those of ``sampling`` (temperature 1 where it is greedy); top-k and top-p are not
-    applied, since the small model may draw a token that they would exclude.
+    applied, since the small model may draw a token that they would exclude. Raises ``ValueError`` for another number of
+    tokens than the model's.
     """
+    wanted = model.config.ladder.starts[-1]
+    if tokens.ndim != 2 or tokens.shape[1] != wanted:
+        raise ValueError(f"tokens must be [pictures, {wanted}], got {list(tokens.shape)}")
     canvas = Canvas(quantizer, len(labels))
     session, found = Session(model, labels, sampling, len(canvas.ladder) - 1), []
     for k, part in enumerate(canvas.ladder.split(tokens)):

@@ -1,9 +1,11 @@
 """The release's own sampler, draw for draw: one generator for the whole batch, for comparisons with recorded runs.
 
-Shape letters: B batch, T tokens of a scale, V vocabulary.
+Shape letters: B batch, T tokens of a scale, V vocabulary, K scales.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,9 +15,14 @@ from specmm.image_ar.scales.sampling import Choice, Sampling, progress, soften
 
 
 class Release:
-    """Top-k, top-p by sorting, multinomial; a picture drawn so changes with its batch."""
+    """Top-k, top-p by sorting, multinomial; a picture drawn so changes with its batch.
+
+    Raises ``ValueError`` for a temperature of 0, by which the release divides.
+    """
 
     def __init__(self, sampling: Sampling, generator: torch.Generator, scales: int) -> None:
+        if not all(map(sampling.heat, range(scales))):
+            raise ValueError("temperature must be above 0 for the release's sampler, got 0; top_k=1 is its greedy")
         self.sampling, self.generator, self.scales = sampling, generator, scales
 
     def draw(self, logits: Tensor, k: int) -> Choice:
@@ -31,10 +38,49 @@ class Release:
     def burn(self, ladder: Ladder, batch: int, vocabulary: int, scales: int) -> None:
         """Use the numbers that the released refiner draws for the first ``scales`` scales and throws away.
 
-        A draw of ``multinomial`` is a race of exponentials, one a token, so no logits are needed for that.
+        A draw of ``multinomial`` is a race of exponentials, one a token, so no logits are needed for that. Raises
+        ``ValueError`` under ``more_smooth``, of which no run was recorded that would tell what is thrown away.
         """
+        if scales and self.sampling.more_smooth:
+            raise ValueError("more_smooth must be off where the release's two models take turns, got it on")
         for k in range(scales):
-            torch.empty(batch * ladder.tokens(k), vocabulary).exponential_(generator=self.generator)
+            shape = batch * ladder.tokens(k), vocabulary
+            torch.empty(shape, device=self.generator.device).exponential_(generator=self.generator)
+
+
+def in_turn(
+    sampling: Sampling, state: Tensor, device: torch.device, ladder: Ladder, batch: int, vocabulary: int
+) -> Callable[[range], Release]:
+    """A sampler for each model's turn: all begin with a generator in ``state``, as the release seeds both alike."""
+
+    def sampler(steps: range) -> Release:
+        generator = torch.Generator(device)
+        generator.set_state(state)
+        dice = Release(sampling, generator, len(ladder))
+        dice.burn(ladder, batch, vocabulary, steps.start)
+        return dice
+
+    return sampler
+
+
+def state_of(
+    generator: torch.Generator | Sequence[torch.Generator] | None, device: torch.device, pictures: int, at_once: int
+) -> Tensor:
+    """Where the numbers of a run begin: the state of the one generator, which is left as it is.
+
+    Raises ``ValueError`` unless there is one, on ``device``, and all ``pictures`` are drawn ``at_once``.
+    """
+    if isinstance(generator, Sequence) or pictures > at_once:
+        raise ValueError(
+            f"release draws one batch from one generator: give one and a batch_size of at least {pictures}, "
+            f"got batch_size {at_once}"
+        )
+    if generator is None:
+        generator = torch.Generator(device)
+        generator.seed()
+    if generator.device.type != device.type:
+        raise ValueError(f"release needs a generator on {device}, where the models are, got one on {generator.device}")
+    return generator.get_state()
 
 
 def sorted_mask(logits: Tensor, top_k: int, top_p: float) -> Tensor:

@@ -1,7 +1,7 @@
 """From VAR's logits to tokens: guidance by scale, top-k and top-p, temperature, and three ways to throw the dice.
 
-Every way takes one generator a picture, so that a picture does not depend on its batch; ``release`` has the official
-one, which takes a generator for all. Source: VAR (arXiv 2404.02905), released sampler.
+Every way takes one generator a picture, so that a picture's dice do not depend on its batch; ``release`` has the
+official one, which takes a generator for all. Source: VAR (arXiv 2404.02905), released sampler.
 Shape letters: B batch, T tokens of a scale, V vocabulary, K scales.
 """
 
@@ -22,8 +22,8 @@ class Sampling:
     """Options of one run; ``temperature`` may differ by scale, and divides after the filters, not before.
 
     Guidance grows over the scales: at scale k logits are (1 + t) cond - t null with t = ``cfg`` · k / (K - 1), so 0 is
-    none. ``more_smooth`` feeds soft codes to the next scale: prettier pictures, another law.
-    Raises ``ValueError`` on options out of range.
+    none. ``more_smooth`` feeds soft codes to the next scale: prettier pictures, another law, that no temperature
+    changes. Raises ``ValueError`` on options out of range.
     """
 
     cfg: float = 0.0
@@ -37,6 +37,10 @@ class Sampling:
             raise ValueError(f"cfg must be finite and at least 0, got {self.cfg}, use 0 for no guidance")
         for value in self.temperature if isinstance(self.temperature, tuple) else (self.temperature,):
             Processor(value, self.top_k, self.top_p)
+            if self.more_smooth and value == 0:
+                raise ValueError(
+                    "more_smooth must be off at temperature 0: its soft codes are drawn at any temperature"
+                )
 
     def check(self, vocabulary: int, scales: int) -> None:
         """Raise ``ValueError`` when these options do not fit a model of V tokens and K scales."""

@@ -32,6 +32,8 @@ class CompiledVAR:
         self.model, self.program = model, compiled(run_blocks, same_parts=True, device=model.device)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "model":  # asked for by copying, before there is one
+            raise AttributeError(name)
         return getattr(self.model, name)
 
     def run(

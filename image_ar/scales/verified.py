@@ -38,8 +38,8 @@ COARSE = 91  # tokens: scales up to here cost a large model about one launch eac
 
 
 def coarse_scales(ladder: Ladder) -> int:
-    """How many scales hold at most COARSE tokens together."""
-    return sum(end <= COARSE for end in ladder.starts[1:])
+    """How many scales hold at most COARSE tokens together; the first at least."""
+    return max(sum(end <= COARSE for end in ladder.starts[1:]), 1)
 
 
 class Verified:

@@ -42,6 +42,8 @@ class Report:
     outputs: list[str] = field(default_factory=list)
     seconds: float = 0.0
     stats: Any = None
+    ran: str = ""  # the method with what it left to this machine decided
+    reason: str = ""  # why so
     certificates: list[tuple[Certificate, int]] = field(default_factory=list)  # with the tokens each is about
     interrupted: bool = False
 
@@ -53,6 +55,8 @@ class Report:
             "model": job.model,
             "method": job.method.name,
             "method_options": {k: v for k, v in vars(job.method).items() if v is not None},
+            "ran": self.ran,
+            "reason": self.reason,
             "seed": job.seed,
             "seconds": self.seconds,
             "pictures": len(self.outputs),
@@ -69,12 +73,14 @@ class Report:
         job, found = self.job, merged(self.certificates)
         rate = f", {self.seconds / len(self.outputs):.2f} s each" if self.outputs else ""
         first = (
-            f"{len(self.outputs)} of {len(job.inputs)} pictures by {label(job.method)} in {self.seconds:.1f} s{rate}"
+            f"{len(self.outputs)} of {len(job.inputs)} pictures by {self.ran or label(job.method)} "
+            f"in {self.seconds:.1f} s{rate}"
         )
         counts = f"{self.stats.tokens} tokens in {self.stats.rounds} rounds, tau {self.stats.tau:.2f}, "
         return "\n".join(
             [
                 first + f", seed {job.seed}",
+                *([f"chosen       {self.reason}"] if self.reason else []),
                 counts + f"host overhead {self.stats.host_overhead:.0%}",
                 f"certificate  {found or 'none'}",
                 f"saved in     {job.out}",
@@ -132,12 +138,15 @@ def draw(pipe: Any, job: Job, callback: Any = None) -> Report:
         say(f"note: {job.out} holds {old} pictures already; those of other names stay beside the new ones")
     if job.compiled:
         say("note: rounds, or scales, are compiled at first, which takes half a minute to two")
-    generators = sample_generators(torch.Generator().manual_seed(job.seed), len(job.inputs), pipe.device)
+    method = _settled(pipe, job, report)
+    source = torch.Generator().manual_seed(job.seed)
+    one = getattr(method, "release", False)  # all pictures from one generator, in one batch
+    generators = [] if one else sample_generators(source, len(job.inputs), pipe.device)
     try:
         with tqdm(total=len(job.inputs), unit="picture", disable=None, leave=False) as bar:
             for first in range(0, len(job.inputs), job.batch_size):
                 rows = range(len(job.inputs))[first : first + job.batch_size]
-                _batch(pipe, report, rows, [generators[i] for i in rows], callback)
+                _batch(pipe, report, rows, method, source if one else [generators[i] for i in rows], callback)
                 bar.update(len(rows))
     except KeyboardInterrupt:
         report.interrupted = True
@@ -149,20 +158,33 @@ def draw(pipe: Any, job: Job, callback: Any = None) -> Report:
     return report
 
 
-def _batch(pipe: Any, report: Report, rows: Sequence[int], generators: list[Any], callback: Any) -> None:
+def _settled(pipe: Any, job: Job, report: Report) -> Any:
+    """The job's method, decided for its full batches where it leaves something to this machine; noted in ``report``."""
+    at_once, found, note = min(job.batch_size, len(job.inputs)), job.method, ""
+    if hasattr(pipe, "chooser"):
+        found, note = pipe.chooser.settle(job.method, at_once, pipe.target(**job.sampling))
+    if getattr(found, "release", False) and at_once < len(job.inputs):
+        raise ValueError(f"release draws one batch, give --batch-size {len(job.inputs)}, got {job.batch_size}")
+    report.ran, report.reason = label(found), note
+    return found
+
+
+def _batch(pipe: Any, report: Report, rows: Sequence[int], method: Any, generator: Any, callback: Any) -> None:
     from specmm.stats import total
 
     job, start = report.job, time.perf_counter()
     inputs = [job.inputs[i] for i in rows]
     out = pipe(
         **{job.kind: inputs},
-        generator=generators,
-        method=job.method,
+        generator=generator,
+        method=method,
         batch_size=len(rows),
         callback_on_step_end=callback,
         **job.sampling,
         **({"compiled": True} if job.compiled and len(rows) == min(job.batch_size, len(job.inputs)) else {}),
     )
+    if method.name == "auto" and not report.outputs:
+        report.reason = out.method.partition(": ")[2]
     report.seconds += time.perf_counter() - start
     report.stats = total([out.stats, report.stats] if report.outputs else [out.stats])
     report.certificates.append((out.certificate, out.tokens.numel()))

@@ -161,7 +161,8 @@ def _examples(vae: Any, found: Any, out: Path) -> Any:
     from specmm.image_ar.scales.train.tokenizer import encode_pictures
     from specmm.image_ar.scales.train.var import Examples
 
-    file = out / f"tokens-{tokenizer_fingerprint(vae)}-{len(found.images)}.pt"
+    sides = "-".join(map(str, vae.config.patch_nums))
+    file = out / f"tokens-{tokenizer_fingerprint(vae)}-{sides}-{len(found.images)}.pt"
     if not file.exists():
         torch.save(encode_pictures(vae, torch.from_numpy(found.images)), file)
     tokens = torch.load(file, weights_only=True)

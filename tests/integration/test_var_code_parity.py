@@ -15,12 +15,14 @@ from specmm.checkpoints import load_strict
 from specmm.handoff import handoff
 from specmm.image_ar.scales.canvas import Canvas
 from specmm.image_ar.scales.drawing import code_turns, turn
-from specmm.image_ar.scales.ladder import Ladder
 from specmm.image_ar.scales.loading import infer_var_config, infer_vqvae_config
+from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.release import Release, sorted_mask
 from specmm.image_ar.scales.sampling import Sampling, soften
+from specmm.image_ar.scales.settings import Settings
 from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.vqvae import VQVAE
+from specmm.methods import CoDe
 from specmm.stats import Clock
 
 PARITY = Path(__file__).parents[1] / "parity" / "var"
@@ -170,10 +172,17 @@ def test_seeded_runs(var, models, vqvae, name):
         canvas, _ = alone(models[name], vqvae, var.facts["labels"], 1.5, sampler)
         same_tokens(canvas, var.scales(f"{name}.{run}.idx"))
         close(image(vqvae, canvas), var.t[f"{name}.{run}.image01"])
+    pipe = VARPipeline(models[name], vqvae, None, Settings(1.5, 1.0, 20, 0.9))
+    released = dict(generator=torch.Generator().manual_seed(123), method=CoDe(4, release=True), output_type="latent")
+    wanted = torch.cat(var.scales(f"{name}.stoch.idx"), dim=1)
+    assert torch.equal(pipe(var.facts["labels"], **released).tokens, wanted), (
+        "no small model is needed for the large one"
+    )
 
 
+@pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
-def test_soft_codes(var, models, vqvae):
+def test_soft_codes(var, models, vqvae, name):
     sampler = Release(Sampling(1.5, 20, 0.9, 1.0, True), torch.Generator().manual_seed(123), 4)
     blended, draw = [], sampler.draw
 
@@ -183,9 +192,9 @@ def test_soft_codes(var, models, vqvae):
         return choice
 
     sampler.draw = keep
-    alone(models["noshared"], vqvae, var.facts["labels"], 1.5, sampler)
+    alone(models[name], vqvae, var.facts["labels"], 1.5, sampler)
     for k, codes in enumerate(blended):
-        close(codes.transpose(1, 2), var.t[f"noshared.smooth.h_BChw.{k}"].flatten(2))
+        close(codes.transpose(1, 2), var.t[f"{name}.smooth.h_BChw.{k}"].flatten(2))
 
 
 # --- CoDe ---
@@ -233,11 +242,15 @@ def test_code_greedy(code, pair, vqvae, n):
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_code_seeded(code, pair, vqvae, n):
-    samplers = [release(42, 20, 0.95, 1.1) for _ in range(2)]
-    samplers[1].burn(Ladder((1, 2, 3, 4)), 3, 64, n)
-    canvas = collaborate(code, pair, vqvae, n, samplers)
-    same_tokens(canvas, code.scales(f"N{n}.stoch.idx"))
-    close(image(vqvae, canvas), code.t[f"N{n}.stoch.image01"])
+    """As anyone would ask for it: the pipeline with the release's seed."""
+    pipe = VARPipeline(pair[0], vqvae, pair[1], Settings(1.5, 1.1, 20, 0.95))
+    pipe.set_progress_bar_config(disable=True)
+    seeded, method = torch.Generator().manual_seed(42), CoDe(n, release=True)
+    drawn = [pipe(code.facts["labels"], generator=seeded, method=method, output_type="np") for _ in range(2)]
+    wanted = torch.cat(code.scales(f"N{n}.stoch.idx"), dim=1)
+    assert all(torch.equal(made.tokens, wanted) for made in drawn), "the generator is left as it was"
+    apart = code.t[f"N{n}.stoch.image01"].permute(0, 2, 3, 1) * 255 - drawn[0].images.astype("float32")
+    assert apart.abs().max() < 1
 
 
 @pytest.mark.parametrize(("n", "run"), [(0, "plain_refine"), (4, "plain_draft")])

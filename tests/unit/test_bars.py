@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.bars import bars, ideal_bars, job_bars, loop_bars, metric_bars, var_bars
+from benchmarks.bars import Bar, bars, ideal_bars, job_bars, loop_bars, metric_bars, var_bars
 from benchmarks.language_bars import ALONE, HEARD, answer_bars, text_bars, vlm_bars
 from benchmarks.report import render
 from benchmarks.verdict import Tally, majority
@@ -81,10 +81,13 @@ def test_the_bar_of_code_s_ideal_shows_the_worst_and_the_best():
         {"method": f"code, N = {n}", "batch": 16, "speedup": 1.8, "fid_ratio": 1.0, "samples": 9, "realised": x}
         for n, x in ((2, 0.5), (5, 0.95))
     ]
-    found = var_bars(
-        [*rows, {"method": "code, planner's N", "batch": 16, "speedup": 2.0, "fid_ratio": 1, "samples": 9}]
+    planned = {"method": "code, planner's N", "n": 5, "batch": 16, "speedup": 1.75, "fid_ratio": 1.02, "samples": 9}
+    found = var_bars([*rows, planned])
+    assert [b.met for b in found] == [True, False, None] and found[0].found.startswith("1.75× with N = 5, FID 1.020")
+    special = {"method": "code, N = 2, specialised", "n": 2, "batch": 16, "fid": 9.0}
+    assert var_bars([planned, special])[-1] == Bar(
+        "table by N, specialised pairs", "time, memory, FID", "for N = 2", True
     )
-    assert [b.met for b in found] == [True, False]
     assert found[1].found == "0.50 with code, N = 2 to 0.95 with code, N = 5"
     more = ideal_bars([*rows, {"method": "code, N = 0", "batch": 1, "realised": 0.97}, {"method": "ar", "batch": 1}])
     assert [b.met for b in more] == [True, False] and [b.what[-2:] for b in more] == [" 1", "16"]

@@ -58,7 +58,7 @@ def test_every_setting_of_mar_runs_and_is_counted(continuous):
 
 
 def test_every_setting_of_var_runs_and_has_its_ideal(scales):
-    settings = var.settings_of(scales, None)
+    settings = var.settings_of(scales, [])
     sweep.time_settings(settings, 4, 2, 1, Budget())
     rows = {s.name: var.row(s, settings[0], 2) for s in settings}
     ideals = [rows[f"code, N = {n}"]["ideal"] for n in range(3)]
@@ -74,7 +74,7 @@ def test_the_first_loop_gives_the_same_tokens(scales):
 def test_samples_are_made_once(scales, tmp_path):
     (tmp_path / "model").mkdir()
     real = type("Real", (), {"labels": torch.tensor([0, 1, 2, 3]).numpy()})
-    settings = var.settings_of(scales, None)[:2]
+    settings = var.settings_of(scales, [])[:2]
 
     def draw():
         return sweep.draw_samples(settings, tmp_path, tmp_path / "model", real, 5, 3, Budget())
@@ -108,7 +108,7 @@ def test_the_front_bar_of_mar_names_what_is_on_it():
 
 
 def test_published_sizes(tmp_path):
-    """On tiny depths: a row of plain decoding and one of each N a batch, their share of the arithmetic in the report."""
+    """On tiny depths: plain decoding and every N at each batch, and their share of the arithmetic in the report."""
     var_published.main(large=2, small=1, by="9,0", batches="1,2", repeats=1, dtype="float32", out=tmp_path)
     found = read_results(tmp_path, "var_published")
     plain, coarse, small = found["rows"][:3]

@@ -62,7 +62,7 @@ def test_an_interrupted_run_does_no_more():
 
 @pytest.mark.parametrize("at", [-1, 5])
 def test_out_of_range(at):
-    with pytest.raises(ValueError, match=rf"n must be from 0 .* to 4 .*, got {at}"):
+    with pytest.raises(ValueError, match=rf"n must be a whole number from 0 .* to 4 .*, got {at}"):
         split(4, at)
 
 

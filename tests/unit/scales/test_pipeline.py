@@ -119,11 +119,36 @@ def test_temperature_by_scale_and_smooth(pipe):
 
 def test_code_without_n_takes_the_planners(pipe):
     out = draw(pipe, "code")
-    made = pipe.plans[3, pipe.target()]
+    made = pipe.chooser.plans[3, pipe.target()]
     assert isinstance(made, Plan) and out.method == f"code: {made.reason}"
     assert torch.equal(out.tokens, draw(pipe, methods.CoDe(made.n)).tokens)
     found = made.as_dict()
     assert len(found["by_n"]) == 6 and json.dumps(found) and len(made.lines()) == 7
+
+
+def test_one_call_takes_one_n(pipe):
+    out = draw(pipe, "code", batch_size=2)
+    assert list(pipe.chooser.plans) == [(2, pipe.target())], "the batch left over is not planned for"
+    n = pipe.chooser.plans[2, pipe.target()].n
+    assert torch.equal(out.tokens, draw(pipe, methods.CoDe(n), batch_size=2).tokens)
+
+
+def test_specialised_models_are_planned_as_they_are_run(pipe, vqvae, large, small, tmp_path):
+    special = VARPipeline(large, vqvae, small, dataclasses.replace(pipe.settings, n=1, fid={"1": 3.0}))
+    made = special.plan(3)
+    assert made.n == 1 and "specialised" in made.reason and draw(special, "code").method == f"code: {made.reason}"
+    special.save_pretrained(tmp_path / "model")
+    save_var(small, tmp_path / "other")
+    again = VARPipeline.from_pretrained(tmp_path / "model", small=tmp_path / "other")
+    assert again.settings == dataclasses.replace(special.settings, n=-1, fid={}), "they were another small model's"
+
+
+def test_ladders_that_begin_with_many_tokens(make):
+    models = [make.var(seed, depth=1, patch_nums=(10, 12)) for seed in (0, 1)]
+    made = VARPipeline(models[0], make.vqvae((10, 12)), models[1], Settings())
+    plain = draw(made, "ar", [3], temperature=0.0).tokens
+    for method in ("auto", "speculative"):
+        assert torch.equal(draw(made, method, [3], temperature=0.0).tokens, plain)
 
 
 def test_auto_measures_exact_methods(pipe, large, vqvae):
@@ -170,7 +195,20 @@ def test_half_precision(pipe, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(method=methods.CoDe(6)), r"n must be from 0 .* to 5 .*, got 6"),
+        (dict(method=methods.CoDe(6)), r"n must be a whole number from 0 .* to 5 .*, got 6"),
+        (dict(method=methods.CoDe(1.5)), r"n must be a whole number from 0 .* to 5 .*, got 1.5"),
+        (dict(temperature=0.0, more_smooth=True), "more_smooth must be off at temperature 0"),
+        (dict(temperature=[1.0, 1.0]), "temperature must be one or one for each of 5 scales"),
+        (dict(method=methods.CoDe(2, release=True), temperature=0.0), "temperature must be above 0"),
+        (dict(method=methods.CoDe(2, release=True), more_smooth=True), "more_smooth must be off"),
+        (
+            dict(method=methods.CoDe(2, release=True), num_images_per_prompt=9),
+            "batch_size of at least 9, got batch_size 8",
+        ),
+        (
+            dict(method=methods.CoDe(2, release=True), generator=[seeded()]),
+            "release draws one batch from one generator",
+        ),
         (dict(method=methods.CoDe(-2)), "got -2"),
         (dict(top_k=33), "top_k must be at most the codebook size 32, got 33"),
         (dict(top_p=0.0), r"top_p must be in \(0, 1\], got 0.0"),
@@ -209,8 +247,11 @@ def test_tokenizers_that_do_not_fit(make, large, small, vqvae, pipe, tmp_path):
         VARPipeline(large, make.vqvae(codes=16))
     pipe.save_pretrained(tmp_path / "large")
     VARPipeline(small, make.vqvae(seed=1), None).save_pretrained(tmp_path / "small")
-    with pytest.raises(ValueError, match="two models must share their tokenizer"):
-        VARPipeline.from_pretrained(tmp_path / "large", small=tmp_path / "small")
+    for given in ("small", "small/transformer", "small/transformer/model.safetensors"):
+        with pytest.raises(ValueError, match="two models must share their tokenizer"):
+            VARPipeline.from_pretrained(tmp_path / "large", small=tmp_path / given)
+    own = tmp_path / "large" / "small" / "model.safetensors"
+    assert VARPipeline.from_pretrained(tmp_path / "large", small=own).small.config == small.config
 
 
 def test_missing_small_model(large, vqvae):
@@ -231,6 +272,27 @@ def test_plan_on_the_command_line(pipe, tmp_path):
     assert all(row["seconds"] > 0 for row in found["by_n"])
     shown = CliRunner().invoke(app, ["plan", str(tmp_path / "model"), "--dtype", "float32"])
     assert shown.exit_code == 0 and "choice" in shown.stdout
+
+
+def test_a_run_tells_what_it_left_to_the_machine(pipe, tmp_path):
+    pipe.save_pretrained(tmp_path / "model")
+    arguments = [
+        "generate",
+        str(tmp_path / "model"),
+        "--class",
+        "class3",
+        "-n",
+        "3",
+        "--batch-size",
+        "2",
+        "--seed",
+        "1",
+    ]
+    run = CliRunner().invoke(app, [*arguments, "--method", "code", "--out", str(tmp_path / "out"), "--json"])
+    found = json.loads(run.stdout)
+    assert found["ran"].startswith("code(n=") and "expected" in found["reason"] and found["method"] == "code"
+    refused = CliRunner().invoke(app, [*arguments, "--method", "code", "-o", "n=2", "-o", "release=true"])
+    assert refused.exit_code == 2 and "give --batch-size 3, got 2" in refused.output
 
 
 def test_bench_on_the_command_line(pipe, tmp_path):
