@@ -9,6 +9,7 @@ float32; in batches the first scales' weights, read for a few rows each, weigh l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import torch
@@ -19,33 +20,33 @@ from benchmarks.sweep import Setting, time_settings
 from benchmarks.var import loop, over_ideal
 from specmm import methods
 from specmm.dtypes import LARGE, choose_dtype, named_dtype
-from specmm.image_ar.scales.ladder import PATCHES_256
 from specmm.image_ar.scales.pipeline import VARPipeline
+from specmm.image_ar.scales.planner import Forecast
+from specmm.image_ar.scales.sampling import Sampling
 from specmm.image_ar.scales.settings import Settings
-from specmm.image_ar.scales.var import VAR, VARConfig
-from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
-from specmm.layout import lay_weights
+from specmm.image_ar.scales.sizes import foresee, published, random_var, random_vqvae
 
 DEMO = Settings(cfg=4.0, temperature=1.0, top_k=900, top_p=0.95)
 
 
-def published(depth: int, dtype: torch.dtype) -> VAR:
-    """A model of the sizes of VAR-d``depth``."""
-    return lay_weights(VAR(VARConfig(depth=depth, embed_dim=64 * depth, num_heads=depth)).to(dtype).eval(), long=True)
-
-
 def pair(large: int, small: int, dtype: torch.dtype) -> VARPipeline:
     """Both models behind a tokenizer of their sizes but for its decoder, whose time is not counted."""
-    vae = VQVAE(VQVAEConfig(vocab_size=4096, z_channels=32, ch=32, ch_mult=(1, 2, 2), patch_nums=PATCHES_256))
-    pipe = VARPipeline(published(large, dtype), vae.eval(), published(small, dtype), DEMO)
+    models = [random_var(published(depth), dtype) for depth in (large, small)]
+    pipe = VARPipeline(models[0], random_vqvae(models[0].config), models[1], DEMO)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
-def row(setting: Setting, plain: Setting, batch: int) -> Row:
-    """A setting's seconds a picture, its speed-up, and how much of the arithmetic's ideal that is."""
-    seconds = loop(setting)
-    times = {"batch": batch, "seconds": seconds / batch, "speedup": loop(plain) / seconds}
+def row(setting: Setting, plain: Setting, batch: int, forecasts: Sequence[Forecast]) -> Row:
+    """A setting's seconds a picture, those forecast, its speed-up, and how much of the arithmetic's ideal that is."""
+    seconds, method = loop(setting), setting.call["method"]
+    expected = forecasts[method.n if isinstance(method, methods.CoDe) else -1].seconds
+    times = {
+        "batch": batch,
+        "seconds": seconds / batch,
+        "predicted": expected / batch,
+        "speedup": loop(plain) / seconds,
+    }
     return {"method": setting.name} | times | over_ideal(setting, plain, batch) | {"repeats": len(setting.stats)}
 
 
@@ -63,14 +64,17 @@ def main(
     """Measure and write ``var_published.json`` and ``.csv``."""
     torch.set_num_threads(threads)
     held = named_dtype(dtype) or choose_dtype(LARGE, long=True)
-    pipe = pair(large, small, held)
-    rows, sizes = list[Row](), f"VAR-d{large} and VAR-d{small}, random weights"
-    for batch in map(int, batches.split(",")):
+    counts = [int(batch) for batch in batches.split(",")]
+    sizes, sampling = (published(large), published(small)), Sampling(DEMO.cfg, DEMO.top_k, DEMO.top_p)
+    planned = {batch: foresee(*sizes, batch, sampling, held).forecasts for batch in counts}
+    pipe, rows = pair(large, small, held), list[Row]()
+    what = f"VAR-d{large} and VAR-d{small}, random weights"
+    for batch in counts:
         settings = [Setting("ar", pipe, dict(method="ar"))]
         settings += [Setting(f"code, N = {n}", pipe, dict(method=methods.CoDe(int(n)))) for n in by.split(",")]
         time_settings(settings, pipe.transformer.config.num_classes, batch, repeats, Budget(minutes))
-        rows += [row(s, settings[0], batch) for s in settings]
-        write_results(out, "var_published", rows, environment(model=sizes, dtype=str(held)))
+        rows += [row(s, settings[0], batch, planned[batch]) for s in settings]
+        write_results(out, "var_published", rows, environment(model=what, dtype=str(held)))
 
 
 if __name__ == "__main__":

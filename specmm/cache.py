@@ -142,8 +142,11 @@ class Cache:
             raise ValueError(f"a sample must fit the {self.size.capacity} slots of its row, got {slots}")
         self.data[:, :, rows, :slots] = other.data[:, :, :, :slots]
         self.lengths[row] = other.lengths[0]
-        if self.hidden_prefix is not None and other.hidden_prefix is not None:
-            self.hidden_prefix[rows, :slots] = other.hidden_prefix
+        hidden = other.hidden_prefix
+        if self.hidden_prefix is None and hidden is not None:
+            self.hidden_prefix = hidden.new_zeros(self.size.rows, self.size.capacity)
+        if self.hidden_prefix is not None:
+            self.hidden_prefix[rows, :slots] = False if hidden is None else hidden
 
     def crop(self, lengths: Tensor) -> None:
         """Forget every token at or behind ``lengths`` [B]."""

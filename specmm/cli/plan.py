@@ -2,43 +2,81 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 import typer
 
-from specmm.cli.generate import Dtype, Json, Model
+from specmm.cli.generate import Dtype, Json
 from specmm.cli.output import emit, number, stdout_reserved
+
+PAIR = re.compile(r"d(\d+),d(\d+)")  # depths of a large and a small VAR of published sizes
 
 
 def plan(
-    model: Model,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A folder, a pocket model (see specmm zoo) or a hub id; or two published sizes of VAR, as d30,d16: no "
+            "weights are needed."
+        ),
+    ],
     batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 1,
     cfg: Annotated[
         float | None, typer.Option(help="Guidance scale: twice the rows a step; none is 1, of VAR 0.")
     ] = None,
+    resolution: Annotated[int, typer.Option(help="Pixels a side of published sizes: 256 or 512.")] = 256,
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
     """Measure this machine, and say which tree method auto takes, or how many scales the large model of code draws."""
     with stdout_reserved():
-        from specmm.cli.drawing import load
-
-        pipe = load(model, dtype)
-        planned = _scales if hasattr(pipe, "plan") else _tokens if hasattr(pipe, "parts") else None
-        if planned is None:
-            raise ValueError(f"plan must be asked about a model of tokens or of scales, got {model}")
-        found, lines = planned(pipe, model, batch, cfg)
+        if pair := PAIR.fullmatch(model):
+            large, small = map(int, pair.groups())
+            found, lines = _sizes(large, small, resolution, batch, cfg, dtype)
+        else:
+            found, lines = _loaded(model, batch, cfg, dtype)
     if as_json:
         emit(found)
     else:
         typer.echo("\n".join(lines))
 
 
+def _sizes(
+    large: int, small: int, resolution: int, batch: int, cfg: float | None, dtype: str
+) -> tuple[dict[str, Any], list[str]]:
+    """CoDe by N for two published sizes: tokens only, for the tokenizer's decoder is not among the sizes."""
+    from specmm.dtypes import LARGE, choose_dtype, named_dtype
+    from specmm.image_ar.scales.sampling import Sampling
+    from specmm.image_ar.scales.sizes import foresee, published
+
+    held = named_dtype(dtype) or choose_dtype(LARGE, long=True, device="cpu")
+    sampling = Sampling(1.5 if cfg is None else cfg, 900, 0.95)
+    made = foresee(published(large, resolution), published(small, resolution), batch, sampling, held)
+    facts = {"model": f"VAR-d{large} and VAR-d{small} at {resolution} px, tokens only", "batch": batch}
+    return _by_n(facts | {"dtype": str(held).removeprefix("torch.")}, made)
+
+
+def _loaded(model: str, batch: int, cfg: float | None, dtype: str) -> tuple[dict[str, Any], list[str]]:
+    """What is planned for a model that is here."""
+    from specmm.cli.drawing import load
+
+    pipe = load(model, dtype)
+    planned = _scales if hasattr(pipe, "plan") else _tokens if hasattr(pipe, "parts") else None
+    if planned is None:
+        raise ValueError(f"plan must be asked about a model of tokens or of scales, got {model}")
+    return planned(pipe, model, batch, cfg)
+
+
 def _scales(pipe: Any, model: str, batch: int, cfg: float | None) -> tuple[dict[str, Any], list[str]]:
     """CoDe by N: predicted seconds and memory, and the N that method code takes."""
-    made = pipe.plan(batch, pipe.target(cfg=cfg))
     facts = {"model": model, "batch": batch, "dtype": str(pipe.transformer.dtype).removeprefix("torch.")}
-    return {**facts, **made.as_dict()}, [f"{model}, {batch} at a time, {facts['dtype']}", *made.lines()]
+    return _by_n(facts, pipe.plan(batch, pipe.target(cfg=cfg)))
+
+
+def _by_n(facts: dict[str, Any], made: Any) -> tuple[dict[str, Any], list[str]]:
+    head = f"{facts['model']}, {facts['batch']} at a time, {facts['dtype']}"
+    return {**facts, **made.as_dict()}, [head, *made.lines()]
 
 
 def _tokens(pipe: Any, model: str, batch: int, cfg: float | None) -> tuple[dict[str, Any], list[str]]:

@@ -3,6 +3,8 @@
 Shape letters: L layers, G guidance branches, B batch, R = G·B rows, S slots, H heads, D head width, N tree nodes.
 """
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -108,6 +110,19 @@ def test_tree_masks(padded):
         cache.lengths = torch.tensor(lengths)  # the mask of a tree seen before must follow the lengths
         expected = naive_bias(cache, shape.ancestors, cache.hidden_prefix)
         assert torch.equal(cache.tree_bias(shape.ancestors), expected)
+
+
+@pytest.mark.parametrize("here, there", [(False, True), (True, False), (True, True)])
+def test_a_row_that_is_taken_brings_its_padding(here, there):
+    cache, other = Cache(SIZE, torch.float32), Cache(dataclasses.replace(SIZE, batch=1, capacity=4), torch.float32)
+    padding = {cache: here, other: there}
+    for made, hidden in padding.items():
+        if hidden:
+            made.hidden_prefix = torch.zeros(made.size.rows, made.size.capacity, dtype=torch.bool)
+            made.hidden_prefix[:, : 1 if made is cache else 2] = True
+    cache.take(1, other)
+    rows = cache.hidden_prefix[1 :: SIZE.batch].sum(1).unique().tolist()
+    assert rows == [2 if there else 0] and cache.hidden_prefix[0].sum() == here
 
 
 def test_plain_writes_show_what_is_there_so_far():

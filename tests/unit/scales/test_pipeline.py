@@ -274,6 +274,16 @@ def test_plan_on_the_command_line(pipe, tmp_path):
     assert shown.exit_code == 0 and "choice" in shown.stdout
 
 
+def test_published_sizes_are_planned_without_weights():
+    arguments = ["plan", "d2,d1", "--batch", "2", "--dtype", "float32"]
+    found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    seconds = [row["seconds"] for row in found["by_n"]]
+    assert len(seconds) == 11 and 0 < seconds[0] < seconds[-1], "deeper, wider and slower"
+    assert "VAR-d2 and VAR-d1 at 256 px" in found["model"]
+    refused = CliRunner().invoke(app, [*arguments, "--resolution", "300"])
+    assert refused.exit_code == 2 and "resolution 256 or 512, got 2 and 300" in refused.output
+
+
 def test_a_run_tells_what_it_left_to_the_machine(pipe, tmp_path):
     pipe.save_pretrained(tmp_path / "model")
     arguments = [
