@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class Job:
     batch_size: int
     out: Path
     compiled: bool = False
+    steady: bool = False
 
 
 @dataclass
@@ -103,10 +105,14 @@ def check(pipe: Any, job: Job) -> None:
 
     What was not given is noted down as the model's settings have it.
     """
+    import torch
+
     from specmm.image_ar.settings import class_ids, with_options
 
     if job.compiled and "compiled" not in inspect.signature(pipe.__call__).parameters:
         raise ValueError(f"--compile serves pocket/llamagen, pocket/var and the like, not {job.model}; leave it out")
+    if job.steady and (job.compiled or pipe.transformer.dtype != torch.float32 or pipe.device.type != "cpu"):
+        raise ValueError("--steady needs float32 on a CPU, uncompiled; give --dtype float32 and leave --compile out")
     known = check_sampling(pipe, job.model, job.sampling)
     settings = with_options(pipe.settings, **job.sampling)
     job.sampling = {name: getattr(settings, name) for name in known}
@@ -171,18 +177,20 @@ def _settled(pipe: Any, job: Job, report: Report) -> Any:
 
 def _batch(pipe: Any, report: Report, rows: Sequence[int], method: Any, generator: Any, callback: Any) -> None:
     from specmm.stats import total
+    from specmm.steady import steady
 
     job, start = report.job, time.perf_counter()
     inputs = [job.inputs[i] for i in rows]
-    out = pipe(
-        **{job.kind: inputs},
-        generator=generator,
-        method=method,
-        batch_size=len(rows),
-        callback_on_step_end=callback,
-        **job.sampling,
-        **({"compiled": True} if job.compiled and len(rows) == min(job.batch_size, len(job.inputs)) else {}),
-    )
+    with steady() if job.steady else nullcontext():
+        out = pipe(
+            **{job.kind: inputs},
+            generator=generator,
+            method=method,
+            batch_size=len(rows),
+            callback_on_step_end=callback,
+            **job.sampling,
+            **({"compiled": True} if job.compiled and len(rows) == min(job.batch_size, len(job.inputs)) else {}),
+        )
     if method.name == "auto" and not report.outputs:
         report.reason = out.method.partition(": ")[2]
     report.seconds += time.perf_counter() - start

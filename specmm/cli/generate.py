@@ -45,6 +45,9 @@ def generate(
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile rounds: about twice as fast, after half a minute.")
     ] = False,
+    steady: Annotated[
+        bool, typer.Option("--steady", help="Pictures do not depend on --batch-size, to the last bit (float32, CPU).")
+    ] = False,
     text_encoder: Annotated[Path | None, typer.Option(help="Folder of the T5 encoder, for --prompt.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the pictures; out/METHOD-SEED if not given.")] = None,
     as_json: Json = False,
@@ -62,7 +65,8 @@ def generate(
     sampling = dict(cfg=cfg, cfg_interval=cfg_interval, temperature=temperature, top_k=top_k, top_p=top_p)
     sampling = {name: value for name, value in sampling.items() if value is not None}
     kind, inputs = ("classes", classes) if classes else ("prompt", prompt)
-    job = Job(model, chosen, kind, [i for i in inputs for _ in range(n)], seed, sampling, batch_size, folder, compiled)
+    asked = model, chosen, kind, [i for i in inputs for _ in range(n)], seed, sampling
+    job = Job(*asked, batch_size, folder, compiled, steady)
     with stdout_reserved():
         pipe = load(model, dtype, text_encoder)
         check(pipe, job)

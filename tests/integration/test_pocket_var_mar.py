@@ -5,8 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from specmm import methods
+from specmm.cli import app
 from specmm.cli.generate import generate
 from specmm.image_ar.pipeline import ImagePipeline
 
@@ -29,6 +31,31 @@ def mar():
 
 def draw(pipe, method, classes=("heart", 3), seed=0, **options):
     return pipe(list(classes), generator=torch.Generator().manual_seed(seed), method=method, **options)
+
+
+def test_steady_pictures_do_not_depend_on_the_batch(tmp_path):
+    """Sixteen, of which rounding would tell one or two apart."""
+    arguments = [
+        "generate",
+        "pocket/var",
+        "--class",
+        "heart",
+        "-n",
+        "16",
+        "--seed",
+        "3",
+        "--dtype",
+        "float32",
+        "--steady",
+    ]
+    made = []
+    for batch in ("1", "5", "16"):
+        run = CliRunner().invoke(app, [*arguments, "--batch-size", batch, "--out", str(tmp_path / batch)])
+        assert run.exit_code == 0, run.output
+        made.append([file.read_bytes() for file in sorted((tmp_path / batch).glob("*.png"))])
+    assert len(made[0]) == 16 and made[0] == made[1] == made[2]
+    refused = CliRunner().invoke(app, [*arguments, "--compile", "--out", str(tmp_path)])
+    assert refused.exit_code == 2 and "--steady needs float32 on a CPU, uncompiled" in refused.output
 
 
 @pytest.mark.parametrize("method", ["ar", methods.CoDe(5), "speculative"], ids=str)
