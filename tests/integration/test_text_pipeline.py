@@ -11,6 +11,9 @@ from typer.testing import CliRunner
 import specmm
 from specmm import methods
 from specmm.cli import app
+from specmm.diffusion_drafters.train.block import build_block
+from specmm.processors import Processor
+from specmm.vlm.target import VLMTarget
 
 DRAFTING = ["diffuspec", "specdiff", "deer", "block", "text-draft", "prompt-lookup"]
 PROMPTS = ["def add(a, b):\n", "x", "    return a + b + a"]
@@ -123,10 +126,12 @@ def test_models_with_learnt_positions_stand_the_last_block(text_pipe, text_folde
     torch.manual_seed(2)
     model = tf.GPT2LMHeadModel(config)
     model.generation_config.eos_token_id = 0
-    other = specmm.TextPipeline(model, text_pipe.tokenizer)
+    block = build_block(VLMTarget(model, Processor()), 1, 5, text_pipe.tokenizer.mask_token_id, read=1)
+    other = specmm.TextPipeline(model, text_pipe.tokenizer, "block", block)
     length = 24 - len(other.encode(PROMPTS[0])[0])
-    plain = other(PROMPTS[0], max_new_tokens=length)
-    assert other(PROMPTS[0], method="prompt-lookup", max_new_tokens=length).texts == plain.texts
+    plain = other(PROMPTS[0], method="ar", max_new_tokens=length)
+    for method in ("prompt-lookup", "block"):
+        assert other(PROMPTS[0], method=method, max_new_tokens=length).texts == plain.texts
     with pytest.raises(ValueError, match="24 positions"):
         other(PROMPTS[0], max_new_tokens=length + 1)
 
