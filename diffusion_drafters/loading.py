@@ -37,9 +37,14 @@ def find_target(name: str | Path) -> Path:
     return folder if is_packaged(folder) else find(name)
 
 
+def weights_folder(folder: Path) -> Path:
+    """Where transformers finds the target of ``folder``: there, or where its package's weights are unpacked."""
+    return unpacked(folder) if is_packaged(folder) else folder
+
+
 def load_target(folder: Path, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
     """The causal language model in ``folder`` and its tokenizer; ``ValueError`` when it holds something else."""
-    folder = unpacked(folder) if is_packaged(folder) else folder
+    folder = weights_folder(folder)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
         tokenizer = AutoTokenizer.from_pretrained(folder)

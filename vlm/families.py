@@ -19,6 +19,8 @@ from specmm.registry import unknown
 from specmm.vlm.prompt import POSITIONS, VLMPrompt
 
 GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")  # what M-RoPE counts pictures and videos by
+LAYERS = ("layers", "h")  # what decoders call their layers
+INNER = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")  # what configs call a feed-forward layer's width
 SUPPORTED = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm")
 
 
@@ -52,6 +54,22 @@ class Family:
     def head_dim(self) -> int:
         """D, the width of an attention head."""
         return int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads)
+
+    @property
+    def inner(self) -> int:
+        """The width of a feed-forward layer."""
+        return int(next(filter(None, (getattr(self.config, n, None) for n in INNER)), 4 * self.config.hidden_size))
+
+    @property
+    def layers(self) -> Any:
+        """The decoder's layers in order; raises ``ValueError`` where they go by no known name."""
+        found = next((getattr(self.decoder, name) for name in LAYERS if hasattr(self.decoder, name)), None)
+        if found is None:
+            raise ValueError(
+                f"target must name its decoder's layers {' or '.join(LAYERS)}, got a {type(self.decoder).__name__}; "
+                "use a method that reads none of them, such as prompt-lookup or text-draft"
+            )
+        return found
 
     @cached_property
     def kinds(self) -> set[str]:

@@ -6,13 +6,13 @@ Shape letters: B batch, L padded prompt length, N tree nodes, T new tokens, V vo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.logits_process import (
     EpsilonLogitsWarper,
     MinPLogitsWarper,
@@ -34,10 +34,11 @@ from specmm.tree import DraftTree
 from specmm.vlm import tuning as pictures
 from specmm.vlm.drafters.msd_head import MSDHead
 from specmm.vlm.prompt import POSITIONS, VLMPrompt
-from specmm.vlm.streaming import gains
+from specmm.vlm.streaming import gains, stop_texts
 from specmm.vlm.target import VLMTarget
 
 NOT_INPUTS = {"past_key_values", "logits_to_keep", "use_cache", "cache_position"}
+NOT_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 SCORES_ONLY = (
     EpsilonLogitsWarper,
     MinPLogitsWarper,
@@ -54,19 +55,23 @@ def custom_generate(
     tokenizer: Any = None,
     streamer: Any = None,
     generator: torch.Generator | None = None,
+    stop: str | Sequence[str] = (),
 ) -> Callable[..., Tensor]:
     """A callable for transformers' ``model.generate(**inputs, custom_generate=…)``, batches included.
 
     Logits processors and stopping criteria are honoured, whatever they are: they are asked about each path of a tree.
     generate drops its own ``streamer`` and ``tokenizer`` on the way to a callable, so give them here; ``tokenizer``
-    is the target's, for text drafters with another. Sampling draws from ``generator``, never from torch's global state.
-    Method ``auto`` plans for an MSD, DEER or block ``drafter``, once for each batch size. Raises ``ValueError`` for
-    beams and guidance, and for auto with another drafter or none.
+    is the target's, for text drafters with another and for ``stop``, texts that end a row as generate's
+    ``stop_strings`` do: it replaces them, for they cannot work behind a callable. Sampling draws from ``generator``,
+    never from torch's global state. Method ``auto`` plans for an MSD, DEER or block ``drafter``, once for each batch
+    size. Raises ``ValueError`` for beams, guidance and dictionaries with scores, logits, attentions or hidden states,
+    for ``stop`` without a tokenizer, and for auto with another drafter or none.
     """
     from specmm.diffusion_drafters.assemble import assemble  # it knows this package's methods, too
 
     asked, plans = methods.make(methods.GENERATE, method), dict[Any, Plan]()
     choose = planner_of(drafter) if isinstance(asked, methods.Auto) else None
+    ends = _stop_criteria(stop, tokenizer)
 
     def run(
         model: Any,
@@ -76,8 +81,7 @@ def custom_generate(
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Tensor:
-        if generation_config.num_beams != 1:
-            raise ValueError(f"num_beams must be 1 for speculative decoding, got {generation_config.num_beams}")
+        _check(generation_config)
         inputs = {k: v for k, v in model_kwargs.items() if k not in NOT_INPUTS and v is not None}
         if inputs.get(POSITIONS) is not None and inputs[POSITIONS].ndim < 3:  # those of text, which we count ourselves
             del inputs[POSITIONS]
@@ -85,22 +89,42 @@ def custom_generate(
         target = VLMTarget(model, PathProcessor(logits_processor, input_ids, bool(generation_config.do_sample)))
         prompt = VLMPrompt({**inputs, "input_ids": input_ids}, length)
         uniforms = Uniforms(sample_generators(generator, len(input_ids), target.device))
-        stop = Criteria(stopping_criteria, input_ids)
+        criteria = Criteria(StoppingCriteriaList([*stopping_criteria, *ends]), input_ids)
         chosen = asked
         if choose is not None:  # measured without the processors, which may remember what they are asked
             plain = VLMTarget(model, Processor(float(bool(generation_config.do_sample))))
             chosen = choose(plain, drafter, prompt, plans)
         if isinstance(chosen, methods.AR):
-            steps = decode_plain(target, prompt, length, uniforms, stop=stop)
+            steps = decode_plain(target, prompt, length, uniforms, stop=criteria)
         else:
             parts = assemble(chosen, target, drafter, tokenizer)
-            steps = decode(target, parts.drafter, parts.rule, prompt, length, uniforms, stop=stop)
+            steps = decode(target, parts.drafter, parts.rule, prompt, length, uniforms, stop=criteria)
         if streamer is not None and len(input_ids) == 1:
             streamer.put(input_ids.cpu())  # as generate does: streamers may skip it
         *_, (end, _) = gains(steps, streamer)
         return _joined(input_ids, end, generation_config)
 
     return run
+
+
+def _stop_criteria(stop: str | Sequence[str], tokenizer: Any) -> list[StopStringCriteria]:
+    """generate's own criterion for the texts ``stop``, if there are any."""
+    texts = stop_texts(stop)
+    if texts and tokenizer is None:
+        raise ValueError("stop needs the model's tokenizer, got none; give custom_generate(…, tokenizer=…), too")
+    return [StopStringCriteria(tokenizer, list(texts))] if texts else []
+
+
+def _check(config: GenerationConfig) -> None:
+    """Raise ``ValueError`` for what generate would do and a callable of ours cannot."""
+    if config.num_beams != 1:
+        raise ValueError(f"num_beams must be 1 for speculative decoding, got {config.num_beams}")
+    asked = [name for name in NOT_OUTPUTS if getattr(config, name)]
+    if asked and config.return_dict_in_generate:  # without a dictionary generate does not return them either
+        raise ValueError(
+            f"{asked[0]} must be off, got {getattr(config, asked[0])}: rounds score trees, so there is not one forward "
+            "a token to return; leave it out, or score the sequences with one forward of the model"
+        )
 
 
 def planner_of(drafter: Any) -> Callable[[VLMTarget, Any, VLMPrompt, dict[Any, Plan]], Any]:

@@ -25,7 +25,7 @@ from specmm.registry import unknown
 from specmm.stopping import EndTokens, all_of
 from specmm.verify import Recursive, Rule
 from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.streaming import StopStrings, gains
+from specmm.vlm.streaming import StopStrings, gains, stop_texts
 from specmm.vlm.target import VLMTarget
 
 
@@ -72,10 +72,7 @@ class Options:
     @property
     def stops(self) -> tuple[str, ...]:
         """The texts that end an answer; raises ``ValueError`` for an empty one."""
-        found = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if not all(found):
-            raise ValueError("stop must be texts of one letter at least, got an empty one; leave it out")
-        return found
+        return stop_texts(self.stop)
 
     def generators(self, count: int, device: torch.device) -> list[torch.Generator]:
         """One for each of ``count`` rows; raises ``ValueError`` for numbers of seeds that do not match."""

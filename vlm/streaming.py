@@ -37,6 +37,14 @@ def tell(streamer: Any, new: list[Tensor]) -> None:
         streamer.put(token[None])
 
 
+def stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """One text or several as several; raises ``ValueError`` for an empty one."""
+    found = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(found):
+        raise ValueError("stop must be texts of one letter at least, got an empty one; leave it out")
+    return found
+
+
 class StopStrings:
     """Ends a row at the token that completes one of ``texts``; a :class:`specmm.stopping.Stop`.
 

@@ -1,5 +1,5 @@
-"""Source code to learn from: the Python standard library and installed packages, split into files to learn from and
-files held out.
+"""Texts to learn from: the Python standard library and installed packages, split into files to learn from and files
+held out, or whatever a user names, all of it.
 
 Whether a file is held out depends on its own name only, so every command and every machine splits alike.
 
@@ -12,7 +12,7 @@ import hashlib
 import importlib.util
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,32 +57,42 @@ def is_held_out(name: str) -> bool:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) % HELD_OUT == 0
 
 
-def given_files(places: Sequence[Path]) -> dict[str, Path]:
-    """Files and those in folders, by name; raises ``ValueError`` for a place where there is nothing."""
-    found: dict[str, Path] = {}
+def read_files(held_out: bool) -> dict[str, str]:
+    """The texts of one side of the split of source code by name; no text twice, neither empty, undecodable nor
+    overlong ones.
+    """
+    found = _texts(find_files())
+    return {n: text for text, n in found.items() if len(text) <= LONGEST and is_held_out(n) == held_out}
+
+
+def given_texts(places: Sequence[Path]) -> dict[str, str]:
+    """The texts of the files and in the folders that a user names, by path, none of them held out; no text twice.
+
+    Empty and undecodable files are left out. Raises ``ValueError`` for a place where that leaves nothing.
+    """
+    found: dict[str, str] = {}
     for place in places:
         files = sorted(p for p in place.rglob("*") if p.is_file()) if place.is_dir() else [place]
         if not files or not files[0].exists():
             raise ValueError(f"text must be a file or a folder of files, got nothing at {place}")
-        found |= {file.relative_to(place.parent).as_posix(): file for file in files}
-    return found
+        read = _texts({file.as_posix(): file for file in files})
+        if not read:
+            raise ValueError(f"text must be readable as UTF-8 and not empty, got none at {place}; give other text")
+        found |= read
+    return {name: text for text, name in found.items()}
 
 
-def read_files(held_out: bool, given: Sequence[Path] = ()) -> dict[str, str]:
-    """The texts of one side of the split by name, of source code or of the places ``given``; no text twice, neither
-    empty nor undecodable ones, nor overlong ones of code.
-    """
+def _texts(files: Mapping[str, Path]) -> dict[str, str]:
+    """The names of ``files`` by their text, of equal ones the first; neither empty nor undecodable ones."""
     found: dict[str, str] = {}
-    seen = set[str]()
-    for name, path in (given_files(given) if given else find_files()).items():
+    for name, path in files.items():
         try:
             text = path.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):
             continue
-        if text.strip() and (given or len(text) <= LONGEST) and text not in seen:
-            seen.add(text)
-            found[name] = text
-    return {name: text for name, text in found.items() if is_held_out(name) == held_out}
+        if text.strip():
+            found.setdefault(text, name)
+    return found
 
 
 def build_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:

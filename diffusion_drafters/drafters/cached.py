@@ -32,6 +32,7 @@ class CausalSource:
         self.translation = shared_tokens(translation, model.vocabulary, model.mask, target)
         self.end, self.known = ends_with(self.translation, model.end), Known(target.family.vocabulary)
         self.small = VLMTarget(model.model, Processor(), "drafter")
+        self.head = target.head if model.shared else self.small.head  # as trained: some targets scale or cap logits
         self.seen: dict[tuple[int, int], Tensor] = {}  # masks of forwards whose rows committed alike
 
     def begin(self, feedback: Feedback, most: int) -> None:
@@ -56,7 +57,7 @@ class CausalSource:
             kept = feedback.verdict.kept
             tokens = feedback.tokens[:, : int(kept.max().clamp(min=1))]
         states = self._read(self.translation.to_drafter(tokens), kept, block)
-        return self.translation.from_drafter(self.small.head(states).float())
+        return self.translation.from_drafter(self.head(states).float())
 
     def _own(self, prompt: VLMPrompt) -> VLMPrompt:
         """``prompt`` in the drafter's tokens."""

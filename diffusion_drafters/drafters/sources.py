@@ -151,7 +151,7 @@ class DFlashSource:
     follow: Follow | None = None
 
     def __init__(self, model: DFlash, target: VLMTarget) -> None:
-        layers, width = target.family.decoder.layers, model.fc.weight.shape[0]
+        layers, width = target.family.layers, model.fc.weight.shape[0]
         check_layers(model.config.layers, len(layers))
         found = (target.family.config.hidden_size, target.family.vocabulary)
         if found[0] != width or found[1] <= model.config.mask:

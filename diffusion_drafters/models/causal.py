@@ -26,8 +26,9 @@ SHARED = (TOKENS, HEAD)
 class CausalPrefix:
     """A drafter: the Qwen2 ``model``, its ``mask`` token, the longest ``block`` and the ``end`` token, if it has one.
 
-    ``shared`` tells that embedding and head are a target's. Raises ``ValueError`` for a mask that is no token of the
-    model and a block without a draft.
+    ``shared`` tells that embedding and head are a target's: its logits are then what the target makes of its states,
+    scaled or capped where the target's are. Raises ``ValueError`` for a mask that is no token of the model and a block
+    without a draft.
     """
 
     def __init__(self, model: Any, mask: int, block: int, end: int | None = None, shared: bool = False) -> None:

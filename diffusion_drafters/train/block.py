@@ -43,9 +43,9 @@ def build_block(
     They lie evenly between the second and the third last (as in the release). ``inner`` is the width of its
     feed-forward layers where it is not the target's, ``markov`` the rank of its table of pairs and ``recurrent`` the
     size of its memory (0: none), ``known`` the ids [v] of the target's tokens that it drafts (None: all). Raises
-    ``ValueError`` for more layers to read than there are.
+    ``ValueError`` for more layers to read than there are, and for a target whose layers go by no known name.
     """
-    config, depth = target.family.config, len(target.family.decoder.layers)
+    config, depth = target.family.config, len(target.family.layers)
     if not 1 <= read <= depth:
         raise ValueError(f"read must be 1 to the target's {depth} layers, got {read}")
     places = torch.linspace(min(1, depth - 1), max(depth - 3, 0), read) if depth > read else torch.arange(read)
@@ -53,7 +53,7 @@ def build_block(
     sizes = kind(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=inner or config.intermediate_size,
+        intermediate_size=inner or target.family.inner,
         num_hidden_layers=layers,
         num_attention_heads=config.num_attention_heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from specmm.diffusion_drafters.models.bidirectional import QWEN_SIZES
 from specmm.diffusion_drafters.models.causal import CausalPrefix, share
 from specmm.diffusion_drafters.train.blocks import Anchors, law_loss
 from specmm.diffusion_drafters.train.rows import Batch, Rows
@@ -35,21 +36,28 @@ def build_deer(target: VLMTarget, layers: int, block: int, mask: int, end: int |
     ``inner`` is the width of its feed-forward layers where it is not the target's. Raises ``ValueError`` for a target
     whose layers are not a Qwen2's or Llama's.
     """
-    config = target.family.config
-    if not hasattr(config, "num_key_value_heads") or not hasattr(config, "rope_parameters"):
-        raise ValueError(f"target must have a Qwen2's or Llama's layers, got {config.model_type!r}")
-    names = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
-    sizes: dict[str, Any] = {name: getattr(config, name) for name in names}
-    sizes |= {"max_position_embeddings": config.max_position_embeddings + block, "num_hidden_layers": layers}
-    rope = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
+    sizes = _sizes(target.family.config)
+    sizes["max_position_embeddings"] += block
+    sizes |= {"num_hidden_layers": layers, "intermediate_size": inner or sizes["intermediate_size"]}
     with seeded(0):
-        model: Any = Qwen2ForCausalLM(
-            Qwen2Config(**sizes, intermediate_size=inner or config.intermediate_size, rope_parameters=rope)
-        )
-    _begin_as(model.model.layers, target.family.decoder.layers)
+        model: Any = Qwen2ForCausalLM(Qwen2Config(**sizes))
+    _begin_as(model.model.layers, target.family.layers)
     model.model.norm.load_state_dict(target.family.decoder.norm.state_dict())
     share(model, target.model)
     return CausalPrefix(model, mask, block, end, shared=True)
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    """Sizes and rotary base of a target; raises ``ValueError`` where it has not all that a Qwen2 has."""
+    base = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")  # by kind of layer, where kinds differ
+    sizes = {name: getattr(config, name, None) for name in QWEN_SIZES} | {"rope_theta": base}
+    if missing := [name for name, size in sizes.items() if size is None]:
+        raise ValueError(
+            f"target must have a Qwen2's or Llama's layers, got {config.model_type!r} with no {missing[0]} for all; "
+            "train a block drafter (dflash) instead"
+        )
+    del sizes["rope_theta"]
+    return sizes | {"rope_parameters": {"rope_type": "default", "rope_theta": base}}
 
 
 @torch.no_grad()

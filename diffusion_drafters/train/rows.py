@@ -43,8 +43,7 @@ class Rows:
 
     def __init__(self, target: VLMTarget, tokens: Tensor, layers: Sequence[int] = ()) -> None:
         self.target, self.tokens = target, tokens.long()
-        decoder = target.family.decoder
-        self.taps = Taps([decoder.layers[i] for i in layers])
+        self.taps = Taps([target.family.layers[i] for i in layers])
         width = target.family.config.hidden_size
         self.states = torch.empty(*tokens.shape, (len(layers) + 1) * width, dtype=torch.bfloat16)
         self.known = torch.zeros(len(tokens), dtype=torch.bool)

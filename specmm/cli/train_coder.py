@@ -42,7 +42,7 @@ def coder(
 
         sizes = Sizes(dim, layers, heads)
         words = _tokenizer(out, tokenizer, vocabulary)
-        learnt, held_out = (text_stream(words, out, side) for side in (False, True))
+        learnt, held_out = (text_stream(words, out, held_out=side) for side in (False, True))
         model = build_model(sizes, words, seed)
         train_target(model, learnt, held_out, out, steps=steps, batch=batch, lr=lr, seed=seed)
         loss = float(evaluate(model, held_out, 128))
@@ -64,15 +64,18 @@ def _tokenizer(out: Path, given: Path | None, vocabulary: int) -> Any:
     return AutoTokenizer.from_pretrained(given or own)
 
 
-def text_stream(tokenizer: Any, out: Path, held_out: bool, given: Sequence[Path] = ()) -> Any:
-    """The tokens [T] of one side of the split of ``given`` texts or of source code, kept in ``out`` for later runs."""
+def text_stream(tokenizer: Any, out: Path, given: Sequence[Path] = (), held_out: bool = False) -> Any:
+    """The tokens [T] of the ``given`` texts, or of one side of the split of source code; kept in ``out`` for later use.
+
+    Raises ``ValueError`` for a given place without text.
+    """
     import hashlib
 
     import torch
 
-    from specmm.diffusion_drafters.data.code import read_files, token_stream
+    from specmm.diffusion_drafters.data.code import given_texts, read_files, token_stream
 
-    texts = read_files(held_out, given)
+    texts = given_texts(given) if given else read_files(held_out)
     key = hashlib.sha256(repr((sorted(tokenizer.get_vocab().items()), list(texts.items()))).encode()).hexdigest()
     file = out / f"{'held-out' if held_out else 'tokens'}.pt"
     if file.exists() and (kept := torch.load(file, weights_only=True))["key"] == key:

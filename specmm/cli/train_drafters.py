@@ -142,16 +142,17 @@ def diffusion(
     with stdout_reserved():
         from transformers import AutoTokenizer
 
+        from specmm.diffusion_drafters.loading import find_target, weights_folder
         from specmm.diffusion_drafters.models.bidirectional import FullAttention
         from specmm.diffusion_drafters.train.diffusion import save_dream, train_diffusion
         from specmm.diffusion_drafters.train.target import Sizes, build_model
-        from specmm.vlm.loading import find
 
-        folder = find(model)
-        place, tokenizer = _place(folder, "diffuspec", replace), AutoTokenizer.from_pretrained(folder)
+        folder = find_target(model)
+        place = _place(folder, "diffuspec", replace)
+        tokenizer = AutoTokenizer.from_pretrained(weights_folder(folder))
         made = build_model(Sizes(dim, layers, heads), tokenizer, seed)
         drafter = FullAttention(made, _mask(tokenizer, mask), tokenizer.eos_token_id, shift=1)
-        stream = text_stream(tokenizer, writable(out), False, text)
+        stream = text_stream(tokenizer, writable(out), text)
         train_diffusion(drafter, stream, out, steps=steps, batch=batch, lr=lr, seed=seed)
         save_dream(drafter, place)
     done({"kind": "diffusion", "model": model, "steps": steps, "outputs": [str(place)]}, as_json)
@@ -170,12 +171,12 @@ def proxy(
         from transformers import AutoConfig, AutoTokenizer
 
         from specmm.diffusion_drafters.diffuspec.ngram import fit
-        from specmm.diffusion_drafters.loading import PLACES, PROXY
-        from specmm.vlm.loading import find
+        from specmm.diffusion_drafters.loading import PLACES, PROXY, find_target, weights_folder
 
-        folder = find(model)
-        stream = text_stream(AutoTokenizer.from_pretrained(folder), writable(out), False, text)
-        size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+        folder = find_target(model)
+        weights = weights_folder(folder)
+        stream = text_stream(AutoTokenizer.from_pretrained(weights), writable(out), text)
+        size = AutoConfig.from_pretrained(weights).get_text_config().vocab_size
         made = fit([stream.tolist()], size, order, least)
         file = writable(folder / "drafters" / PLACES["diffuspec"]) / PROXY
         made.save(file)
@@ -231,7 +232,7 @@ def _rows(target: Any, tokenizer: Any, text: list[Path], count: int, drawn: floa
         if text:
             raise ValueError("give --text or --chats, not both")
         return drawn_chats(TextPipeline.from_pretrained(target.name), count, LENGTH, out, seed)
-    rows = windows(text_stream(tokenizer, out, False, text), 0, count, LENGTH, seed)
+    rows = windows(text_stream(tokenizer, out, text), 0, count, LENGTH, seed)
     own = round(drawn * count)
     if not own:
         return rows

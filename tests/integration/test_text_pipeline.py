@@ -11,6 +11,9 @@ from typer.testing import CliRunner
 import specmm
 from specmm import methods
 from specmm.cli import app
+from specmm.diffusion_drafters.train.block import build_block
+from specmm.processors import Processor
+from specmm.vlm.target import VLMTarget
 
 DRAFTING = ["diffuspec", "specdiff", "deer", "block", "text-draft", "prompt-lookup"]
 PROMPTS = ["def add(a, b):\n", "x", "    return a + b + a"]
@@ -80,6 +83,27 @@ def test_generate_with_drafters_of_text(text_pipe):
         assert torch.equal(got, wanted), method
 
 
+@pytest.mark.parametrize("method", ["ar", "deer", "prompt-lookup"])
+def test_texts_end_generate_as_its_stop_strings_do(text_pipe, method):
+    words, model = text_pipe.tokenizer, text_pipe.model
+    inputs = words(PROMPTS, return_tensors="pt", padding=True)
+    options = dict(max_new_tokens=12, do_sample=False)
+    whole = model.generate(**inputs, **options)
+    stops = [words.decode(whole[0, -11:-9]), words.decode(whole[1, -9]).strip()]
+    wanted = model.generate(**inputs, **options, stop_strings=stops, tokenizer=words)
+    assert (wanted != whole).any(1).tolist() == [True, True, False]
+    drafter = text_pipe.drafter(method) if method == "deer" else None
+    how = specmm.custom_generate(drafter, method, words, stop=stops)
+    assert torch.equal(model.generate(**inputs, **options, custom_generate=how), wanted)
+
+
+def test_texts_that_cannot_end_generate(text_pipe):
+    with pytest.raises(ValueError, match="stop needs the model's tokenizer, got none"):
+        specmm.custom_generate(stop="a")
+    with pytest.raises(ValueError, match="stop must be texts of one letter at least"):
+        specmm.custom_generate(tokenizer=text_pipe.tokenizer, stop=["a", ""])
+
+
 def test_auto_plans_once_a_batch_size(text_pipe):
     out = text_pipe(PROMPTS, method="auto", max_new_tokens=12)
     assert out.texts == text_pipe(PROMPTS, max_new_tokens=12).texts and out.method.startswith("auto: ")
@@ -102,10 +126,12 @@ def test_models_with_learnt_positions_stand_the_last_block(text_pipe, text_folde
     torch.manual_seed(2)
     model = tf.GPT2LMHeadModel(config)
     model.generation_config.eos_token_id = 0
-    other = specmm.TextPipeline(model, text_pipe.tokenizer)
+    block = build_block(VLMTarget(model, Processor()), 1, 5, text_pipe.tokenizer.mask_token_id, read=1)
+    other = specmm.TextPipeline(model, text_pipe.tokenizer, "block", block)
     length = 24 - len(other.encode(PROMPTS[0])[0])
-    plain = other(PROMPTS[0], max_new_tokens=length)
-    assert other(PROMPTS[0], method="prompt-lookup", max_new_tokens=length).texts == plain.texts
+    plain = other(PROMPTS[0], method="ar", max_new_tokens=length)
+    for method in ("prompt-lookup", "block"):
+        assert other(PROMPTS[0], method=method, max_new_tokens=length).texts == plain.texts
     with pytest.raises(ValueError, match="24 positions"):
         other(PROMPTS[0], max_new_tokens=length + 1)
 

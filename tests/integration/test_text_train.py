@@ -1,6 +1,7 @@
 """The training commands of text models from end to end: a target, its drafters, and what they draft."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 import specmm
 from specmm.cli import app
 from specmm.diffusion_drafters.data import code
+from specmm.diffusion_drafters.diffuspec.ngram import NGram
 from specmm.diffusion_drafters.models.dflash import load_dflash
 from specmm.diffusion_drafters.train import chats
 
@@ -82,6 +84,31 @@ def test_a_drafter_begins_with_another(folder, tmp_path):
 
 
 @pytest.fixture
+def packaged(text_folder, tmp_path, monkeypatch):
+    """A folder that names a package in place of weights, which lie unpacked already."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    unpacked, place = tmp_path / ".cache" / "specmm" / "unpacked" / "tiny.gguf", tmp_path / "packaged"
+    shutil.copytree(text_folder, unpacked, ignore=shutil.ignore_patterns("drafters"))
+    place.mkdir()
+    facts = {"package": "no_such_package", "file": unpacked.name, "mask_token": "<|mask|>", "install": ""}
+    (place / "package.json").write_text(json.dumps(facts))
+    return place
+
+
+def test_packaged_targets_get_proxies_and_diffusion_drafters(packaged, tmp_path):
+    text = tmp_path / next(name for i in range(200) if code.is_held_out(name := f"{i}.txt"))
+    text.write_text(TEXT)
+    with torch._dynamo.config.patch(disable=True):
+        kept = run("train", "proxy", packaged, *DRAFTERS["proxy"], "--text", text, "--out", tmp_path / "a")
+        options = [*DRAFTERS["diffusion"], "--steps", 1, "--text", text, "--out", tmp_path / "b"]
+        run("train", "diffusion", packaged, *options)
+    file = packaged / "drafters" / "diffusion" / "ngram.safetensors"
+    assert kept["outputs"] == [str(file)] and len(NGram.load(file).counts) > 20
+    plain, drafted = (run("complete", packaged, "-p", "def", "--method", m) for m in ("ar", "diffuspec"))
+    assert drafted["outputs"] == plain["outputs"] and drafted["rounds"] > 0
+
+
+@pytest.fixture
 def talker(folder, tmp_path):
     """The model with a chat template, its folder."""
     place = shutil.copytree(folder, tmp_path / "talker")
@@ -133,6 +160,7 @@ def test_a_drafter_learns_from_conversations(talker, tmp_path):
         (["deer"], "give --replace"),
         (["deer", "--replace", "--mask", "4000"], "mask token must be one of the"),
         (["proxy", "--text", "nowhere"], "got nothing at nowhere"),
+        (["proxy", "--text", os.devnull], "readable as UTF-8 and not empty, got none at"),
         (["dflash", "--replace", "--read", "9"], "1 to the target's 3 layers, got 9"),
         (["dflash", "--replace", "--chats", "--read", "2"], "must have a chat template for chat, got none"),
         (["deer", "--replace", "--chats", "--text", "."], "give --text or --chats, not both"),

@@ -155,6 +155,15 @@ def test_the_output_may_be_a_dictionary(model, inputs):
     assert torch.equal(model.generate(**inputs, **kept, custom_generate=fn).sequences, wanted)
 
 
+@pytest.mark.parametrize("name", ["output_scores", "output_logits", "output_attentions", "output_hidden_states"])
+def test_what_a_dictionary_cannot_hold_is_refused(model, inputs, name):
+    fn, asked = specmm.custom_generate(), {"max_new_tokens": 4, "do_sample": False, name: True}
+    with pytest.raises(ValueError, match=f"{name} must be off, got True"):
+        model.generate(**inputs, **asked, return_dict_in_generate=True, custom_generate=fn)
+    wanted = model.generate(**inputs, **asked)  # without a dictionary generate leaves it out, too
+    assert torch.equal(model.generate(**inputs, **asked, custom_generate=fn), wanted)
+
+
 @pytest.mark.parametrize("kind", ["msd", "block"])
 def test_auto_plans_for_the_drafter_and_changes_nothing(model, inputs, kind):
     drafter = build_block(VLMTarget(model, Processor(0.0)), 1, 4, 39, read=2) if kind == "block" else msd_of(model)

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from specmm.diffusion_drafters.data import code
 from specmm.diffusion_drafters.data.code import (
     build_tokenizer,
     find_files,
-    given_files,
+    given_texts,
     is_held_out,
     read_files,
     token_stream,
@@ -16,15 +17,35 @@ from specmm.diffusion_drafters.data.code import (
 CODE = "def add(a, b):\n    return a + b\n\n\nclass A:\n    def f(self):\n        return None\n"
 
 
-def test_the_split_is_by_name_and_complete(tmp_path):
+def test_the_split_is_by_name_and_complete(tmp_path, monkeypatch):
     for i in range(200):
         (tmp_path / f"{i}.py").write_text(f"x = {i}\n")
     (tmp_path / "same.py").write_text("x = 0\n")
     (tmp_path / "empty.py").write_text(" \n")
     (tmp_path / "bytes.py").write_bytes(b"\xff\xfe\x00")
-    learnt, held_out = read_files(False, [tmp_path]), read_files(True, [tmp_path])
+    monkeypatch.setattr(code, "find_files", lambda: {path.name: path for path in sorted(tmp_path.iterdir())})
+    learnt, held_out = read_files(False), read_files(True)
     assert len(learnt) + len(held_out) == 200 and 0 < len(held_out) < 20
     assert all(map(is_held_out, held_out)) and not any(map(is_held_out, learnt))
+
+
+def test_what_a_user_names_is_never_held_out(tmp_path):
+    names = [name for i in range(200) if is_held_out(name := f"{i}.txt")]
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / names[0]).write_text(f"text of {folder}\n")
+    (tmp_path / "a" / "more.bin").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "again.txt").write_text("text of b\n")
+    given = [tmp_path / "a", tmp_path / "b" / names[0], tmp_path / "again.txt"]
+    assert list(given_texts(given).values()) == ["text of a\n", "text of b\n"]
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", b"\xff\xfe\x00"])
+def test_a_place_without_text_is_refused(tmp_path, content):
+    (tmp_path / "good.txt").write_text("text")
+    (tmp_path / "bad.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"readable as UTF-8 and not empty, got none at .*bad\.txt"):
+        given_texts([tmp_path / "good.txt", tmp_path / "bad.txt"])
 
 
 def test_files_of_the_standard_library():
@@ -34,7 +55,7 @@ def test_files_of_the_standard_library():
     with pytest.raises(ValueError, match="'nonesuch' must be installed"):
         find_files(["nonesuch"])
     with pytest.raises(ValueError, match="got nothing at"):
-        given_files([find_files([])["json/decoder.py"].with_name("nothing")])
+        given_texts([find_files([])["json/decoder.py"].with_name("nothing")])
 
 
 def test_tokens_give_the_text_back():

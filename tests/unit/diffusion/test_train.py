@@ -42,6 +42,21 @@ def model(layers=3, seed=0):
     return made
 
 
+SIZES = dict(vocab_size=V, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, max_position_embeddings=64)
+GATED = SIZES | dict(intermediate_size=24, num_key_value_heads=1)
+
+
+def other(name, **config):
+    """A target of another class than Qwen2."""
+    torch.manual_seed(0)
+    made = getattr(tf, f"{name}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}")(
+        getattr(tf, f"{name}Config")(**config, pad_token_id=0)
+    )
+    for weight in made.parameters():
+        weight.detach().normal_(float(weight.ndim == 1), 0.3)
+    return VLMTarget(made, Processor(), "tiny")
+
+
 @pytest.fixture
 def target():
     return VLMTarget(model(), Processor(), "tiny")
@@ -61,6 +76,17 @@ def first_round(target, source, tokens, place):
     return source.logits(feedback, K)
 
 
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("Granite", dict(logits_scaling=8.0)),
+        ("Gemma2", dict(final_logit_softcapping=2.0, head_dim=8)),
+    ],
+)
+def test_deer_drafts_what_it_is_trained_on_behind_scaled_logits(name, config, tokens):
+    test_deer_drafts_what_it_is_trained_on(other(name, **GATED, **config), tokens, 7)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("place", [1, 7, 13])
 def test_deer_drafts_what_it_is_trained_on(target, tokens, place):
@@ -73,6 +99,33 @@ def test_deer_drafts_what_it_is_trained_on(target, tokens, place):
     trained = target.head(torch.cat([states[:, place : place + 1], chosen], dim=1))
     torch.testing.assert_close(drafted[..., :MASK], trained[..., :MASK], rtol=0, atol=1e-4)
     assert drafted[..., MASK].max() == float("-inf")
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "what"),
+    [
+        ("Phi", GATED, "'phi' with no rms_norm_eps"),
+        ("Cohere", GATED, "'cohere' with no rms_norm_eps"),
+        ("Olmo3", GATED, "'olmo3' with no rope_theta"),
+        ("GPT2", SIZES, "'gpt2' with no intermediate_size"),
+    ],
+)
+def test_deer_refuses_targets_of_other_layers(name, config, what):
+    with pytest.raises(ValueError, match=f"a Qwen2's or Llama's layers, got {what} for all"):
+        deer.build_deer(other(name, **config), 1, K, MASK, None)
+
+
+@pytest.mark.parametrize(("name", "config"), [("GPT2", SIZES), ("Falcon", SIZES), ("Granite", GATED)])
+def test_block_drafters_of_targets_that_name_their_parts_otherwise(name, config, tokens):
+    target = other(name, **config)
+    assert len(target.family.layers) == 3 and target.family.inner == config.get("intermediate_size", 64)
+    test_a_block_drafter_drafts_what_it_is_trained_on(target, tokens, 7)
+
+
+def test_layers_of_no_known_name_are_refused():
+    opt = other("OPT", **SIZES, word_embed_proj_dim=16, ffn_dim=24)
+    with pytest.raises(ValueError, match="name its decoder's layers layers or h, got a OPTModel"):
+        block.build_block(opt, 1, K, MASK)
 
 
 @torch.no_grad()
