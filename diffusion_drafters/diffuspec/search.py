@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 from specmm.diffusion_drafters.diffuspec.lattice import Lattice
 
 SAME = 11  # decimals of a score; paths that agree so far are equal, and the one with smaller tokens is taken
+TIE = 10.0**-SAME
 
 
 class CausalProxy(Protocol):
@@ -75,20 +76,23 @@ class Objective:
         block = [own * score for score in lattice.scores[place]]
         if not rest:
             return [path.score + score for path in paths for score in block]
-        causal = self.proxy.log_probs([self.context(path) for path in paths], lattice.tokens[place])
+        causal = self.proxy.log_probs(self.contexts(paths), lattice.tokens[place])
         found: list[float] = []
         for (_, before, _), row in zip(paths, causal, strict=True):
-            found += [before + score + rest * proxy for score, proxy in zip(block, row, strict=True)]
+            found += [before + score + rest * proxy for score, proxy in zip(block, row)]  # noqa: B905  half its time
         return found
 
     def best(self, lattice: Lattice, paths: Sequence[Path], count: int) -> list[Path]:
         """The ``count`` best of all continuations of the equally long ``paths``, and those as good as the last."""
-        place = len(paths[0].tokens)
+        place, found = len(paths[0].tokens), []
         tokens, last = lattice.tokens[place], place + 1 == len(lattice)
         scores = self.scores(lattice, paths)
-        worst = sorted(scores)[-count:][0] - 10.0**-SAME  # paths that cannot stay are never made
-        chosen = [(*divmod(i, len(tokens)), score) for i, score in enumerate(scores) if score >= worst]
-        return [self._longer(paths[i], tokens[j], score, last) for i, j, score in chosen]
+        worst = sorted(scores)[-count:][0] - TIE  # paths that cannot stay are never made
+        for i, score in enumerate(scores):
+            if score >= worst:
+                path, token = paths[i // len(tokens)], tokens[i % len(tokens)]
+                found.append(Path((*path.tokens, token), score, last or token == self.end))
+        return found
 
     def extend(self, lattice: Lattice, path: Path) -> list[Path]:
         """``path`` with every candidate of the next position behind it."""
@@ -101,9 +105,14 @@ class Objective:
 
     def context(self, path: Path) -> tuple[int, ...]:
         """What the proxy reads behind ``path``."""
+        return self.contexts([path])[0]
+
+    def contexts(self, paths: Sequence[Path]) -> list[tuple[int, ...]]:
+        """What the proxy reads behind each of the equally long ``paths``."""
         count = self.proxy.order - 1
-        read = path.tokens if len(path.tokens) >= count else self.before + path.tokens
-        return read[max(len(read) - count, 0) :]
+        if 0 < count <= len(paths[0].tokens):
+            return [path.tokens[-count:] for path in paths]
+        return [(self.before + path.tokens)[-count:] if count else () for path in paths]
 
 
 def beam_path(lattice: Lattice, objective: Objective, width: int = 3) -> Path:
