@@ -9,12 +9,20 @@ from typing import Annotated, Any
 
 import typer
 
-from specmm.cli.ask import Drafter, Echo, Json, MethodOptions, Model, Seed, report_of, show
+from specmm.cli.ask import Drafter, Echo, Json, Model, Seed, report_of, show
 from specmm.cli.output import say, stdout_reserved
 
 Prompts = Annotated[list[str], typer.Option("--prompt", "-p", help="Text to continue; may be repeated for a batch.")]
 MethodName = Annotated[
     str, typer.Option(help="ar, diffuspec, specdiff, deer, block, text-draft, prompt-lookup or auto.")
+]
+CompleteOptions = Annotated[
+    list[str],
+    typer.Option(
+        "--option",
+        "-o",
+        help="KEY=VALUE of the method; may be repeated. sure=… counts for a single prompt or at temperature 0 only.",
+    ),
 ]
 
 
@@ -22,7 +30,7 @@ def complete(
     model: Model,
     prompt: Prompts,
     method: MethodName = "ar",
-    option: MethodOptions = [],  # noqa: B006  typer copies it
+    option: CompleteOptions = [],  # noqa: B006  typer copies it
     drafter: Drafter = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a text.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -55,7 +63,7 @@ def complete(
         options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, seed=seed, stop=stop, chat=chat, **sampling)
         options["compiled"] = compiled
         begin = time.perf_counter()
-        out = pipe(prompt, Echo(pipe) if len(prompt) == 1 else None, **options)
+        out = pipe(prompt, Echo(pipe, stop) if len(prompt) == 1 else None, **options)
         seconds = time.perf_counter() - begin
     report = report_of(model, chosen, out, seed, seconds, sampling) | {"prompts": prompt, "outputs": out.texts}
     if plot is not None:

@@ -36,6 +36,7 @@ from tests.unit.diffusion.conftest import (
     dream,
     paired,
     run,
+    searching,
     target_model,
 )
 
@@ -104,6 +105,29 @@ def test_the_controller_hears_of_every_round():
     assert len(trace) == end.stats.rounds - 1  # the last round needs no further draft
     assert all(0 <= accepted <= generated <= 5 for generated, accepted in trace)
     assert 2 <= seen[0].rows[0].control.length <= 5
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("rows", [ROWS[:1], ROWS])
+def test_filler_is_not_counted_as_drafted(sampled, rows):
+    asked = []
+
+    def make(target):
+        drafter = searching(target, most=6, step=0, sampled=sampled)
+        propose = drafter.propose
+
+        def listen(*given):
+            tree = propose(*given)
+            asked.append(max(row.control.length for row in drafter.rows))
+            assert tree.shape.depth == 6  # a row's dice do not depend on the others
+            return tree
+
+        drafter.propose = listen
+        return drafter
+
+    end = run(make, Processor(1.0), Uniforms.from_seeds(range(len(rows))), rows, length=40)
+    assert min(asked) < 6 and len(asked) == len(end.stats.depths)
+    assert all(depth <= most for depth, most in zip(end.stats.depths, asked, strict=True))
 
 
 @pytest.mark.parametrize(
