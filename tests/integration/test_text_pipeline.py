@@ -15,6 +15,7 @@ from specmm import methods
 from specmm.cli import app
 from specmm.cli.ask import Echo
 from specmm.cli.complete import complete
+from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
 
 DRAFTING = ["diffuspec", "specdiff", "deer", "block", "text-draft", "prompt-lookup"]
 PROMPTS = ["def add(a, b):\n", "x", "    return a + b + a"]
@@ -100,16 +101,34 @@ def test_the_controller_leaves_a_trace(text_pipe):
     assert max(out.stats.depths) <= 5 and len(out.stats.accepted_by_position) >= 4
 
 
-def test_models_with_learnt_positions_stand_the_last_block(text_pipe, text_folder):
+def mdlm_of(words):
+    """An MDLM of random weights that knows ``words``."""
+    torch.manual_seed(4)
+    network = DDiT(DDiTConfig(len(words), 16, 8, 2, 2, 160))
+    for weight in network.requires_grad_(False).parameters():
+        weight.normal_(0, 0.3)
+    return MaskedDDiT(network, words.mask_token_id, words.eos_token_id)
+
+
+@pytest.mark.parametrize("kind", ["prompt-lookup", "dream", "mdlm", "diffuspec", "deer", "mdlm as deer"])
+def test_models_with_learnt_positions_stand_the_last_block(text_pipe, kind):
     """A block drafted close to the end of the target's context reaches beyond it."""
     config = tf.GPT2Config(vocab_size=len(text_pipe.tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=24)
     torch.manual_seed(2)
     model = tf.GPT2LMHeadModel(config)
     model.generation_config.eos_token_id = 0
-    other = specmm.TextPipeline(model, text_pipe.tokenizer)
+    method, drafter = {
+        "prompt-lookup": ("prompt-lookup", None),
+        "dream": ("specdiff", text_pipe.drafter("specdiff")),
+        "mdlm": ("specdiff", mdlm_of(text_pipe.tokenizer)),
+        "diffuspec": ("diffuspec", text_pipe.drafter("diffuspec")),
+        "deer": ("deer", text_pipe.drafter("deer")),
+        "mdlm as deer": ("deer", mdlm_of(text_pipe.tokenizer)),
+    }[kind]
+    other = specmm.TextPipeline(model, text_pipe.tokenizer, method, drafter)
     length = 24 - len(other.encode(PROMPTS[0])[0])
-    plain = other(PROMPTS[0], max_new_tokens=length)
-    assert other(PROMPTS[0], method="prompt-lookup", max_new_tokens=length).texts == plain.texts
+    plain = other(PROMPTS[0], method="ar", max_new_tokens=length)
+    assert torch.equal(other(PROMPTS[0], max_new_tokens=length).tokens[0], plain.tokens[0])
     with pytest.raises(ValueError, match="24 positions"):
         other(PROMPTS[0], max_new_tokens=length + 1)
 

