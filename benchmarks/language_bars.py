@@ -89,7 +89,19 @@ def _fastest(rows: Sequence[Row], names: Sequence[str], what: str, least: float,
         return Bar(what, asked, "", None)
     best = max(pool or all_of_them, key=lambda r: r["speedup"])
     found = f"{best['speedup']:.2f}× with {best['method']}" + ("" if pool else f", not{asked.split(',')[1]}")
+    found += _equality(best, all_of_them) if equal else ""
     return Bar(what, asked, found, bool(pool) and best["speedup"] >= least)
+
+
+def _equality(best: Row, rows: Sequence[Row]) -> str:
+    """On how many answers ``best`` rests, and how many of the other ``rows`` gave other tokens than plain decoding."""
+    answers, others = best.get("answers"), [r["token_equal"] for r in rows if r is not best]
+    told = "" if answers is None else f" ({best['token_equal']:.0%} of {answers} answers equal)"
+    unequal = [share for share in others if share < 1]
+    if not unequal:
+        return told
+    shares = f"{min(unequal):.0%} to {max(unequal):.0%} of answers equal"
+    return f"{told}; {len(unequal)} of the {len(others)} other settings are not token-equal ({shares})"
 
 
 def _ahead(rows: Sequence[Row], names: Sequence[str], others: Sequence[str], what: str) -> Bar:

@@ -146,6 +146,8 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
     """The report as Markdown."""
     rows = {n: (found or {}).get("rows", []) for n, found in results.items()}
     rows = {n: rows.get(n, []) for n in NAMES}
+    measured = (results.get("text_speed_smollm2") or {}).get("environment", {})
+    smol = f" in {measured['dtype']}" if "dtype" in measured else ""
     parts = ["# Measured results", "Written by `python -m benchmarks.run report` from the files beside it."]
     held = [
         {"what": b.what, "bar": b.asked, "found": b.found, "": b.verdict}
@@ -164,7 +166,7 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
             *(
                 bar
                 for kind in KINDS
-                for bar in text_bars(rows["text_speed_smollm2"], f"SmolLM2-135M, {kind}", (kind,), 2.0)
+                for bar in text_bars(rows["text_speed_smollm2"], f"SmolLM2-135M{smol}, {kind}", (kind,), 2.0)
             ),
             *job_bars(rows["jobs"]),
         ]

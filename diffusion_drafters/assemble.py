@@ -10,6 +10,7 @@ from typing import Any
 
 from specmm import methods
 from specmm.diffusion_drafters.diffuspec.draft import Search
+from specmm.diffusion_drafters.diffuspec.ngram import NGram
 from specmm.diffusion_drafters.diffuspec.search import CausalProxy
 from specmm.diffusion_drafters.drafters.block import ChainDrafter, TreeDrafter
 from specmm.diffusion_drafters.drafters.cached import CausalSource
@@ -25,6 +26,7 @@ from specmm.verify import PointMass, Recursive, Rule, Traversal
 from specmm.vlm.assemble import Assembly, static_shape, translated
 from specmm.vlm.assemble import assemble as assemble_vlm
 from specmm.vlm.target import VLMTarget
+from specmm.vlm.translation import PADDING
 
 LENGTH = 12  # drafts a round of a diffusion model, which has no block of its own
 
@@ -71,7 +73,8 @@ def _diffusion(drafter: Any) -> Diffusion:
 
 
 def _diffusion_source(drafter: Diffusion, target: VLMTarget, tokenizer: Any) -> DiffusionSource:
-    return DiffusionSource(drafter.model, target, translated(drafter.tokenizer, tokenizer, target))
+    model = drafter.model
+    return DiffusionSource(model, target, translated(drafter.tokenizer, tokenizer, target, model.vocabulary))
 
 
 def _diffuspec(method: methods.DiffuSpec, target: VLMTarget, drafter: Any, tokenizer: Any) -> Drafter:
@@ -81,6 +84,7 @@ def _diffuspec(method: methods.DiffuSpec, target: VLMTarget, drafter: Any, token
             "method 'diffuspec' needs an n-gram proxy beside its drafter, got none; make one from text with "
             "specmm train proxy, or give search=false"
         )
+    _check_proxy(found.proxy, target)
     return DiffuSpecDrafter(
         _diffusion_source(found, target, tokenizer),
         found.proxy if method.search or method.sampled else None,
@@ -91,6 +95,16 @@ def _diffuspec(method: methods.DiffuSpec, target: VLMTarget, drafter: Any, token
         method.rate,
         method.sampled,
     )
+
+
+def _check_proxy(proxy: CausalProxy | None, target: VLMTarget) -> None:
+    """Raise ``ValueError`` for n-grams of other tokens than ``target``'s, which may differ by padding."""
+    wanted = target.family.vocabulary
+    if isinstance(proxy, NGram) and abs(proxy.vocabulary - wanted) > PADDING:
+        raise ValueError(
+            f"the n-gram proxy must be of the target's {wanted} tokens, got one of {proxy.vocabulary}; "
+            "make one with specmm train proxy"
+        )
 
 
 def block_source(

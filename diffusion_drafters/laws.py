@@ -160,7 +160,8 @@ def point_chain(root: Tensor, paths: Sequence[Sequence[int]], length: int) -> Dr
     rows = [list(path)[:length] for path in paths]
     filled = [row + [first] * (length - len(row)) for row, first in zip(rows, root.tolist(), strict=True)]
     drafts = torch.tensor(filled, dtype=root.dtype, device=root.device).view(len(root), length)
-    return DraftTree(torch.cat([root[:, None], drafts], dim=1), TreeShape.chain(length, root.device))
+    tokens, drafted = torch.cat([root[:, None], drafts], dim=1), max(map(len, rows))
+    return DraftTree(tokens, TreeShape.chain(length, root.device), drafted=drafted)
 
 
 def next_law(lattice: Lattice, objective: Objective, path: Path, temperature: float = 1.0) -> tuple[list[Path], Tensor]:
@@ -192,6 +193,7 @@ def lattice_chain(
     tokens = root[:, None].repeat(1, length + 1)
     laws = dice.new_zeros(len(root), length + 1, vocabulary)
     laws.scatter_(2, tokens[..., None], 1.0)
+    drafted = 0
     for row, (lattice, objective) in enumerate(zip(lattices, objectives, strict=True)):
         path = Path(finished=not len(lattice))
         for place in range(length):
@@ -202,4 +204,5 @@ def lattice_chain(
             law[[longer.tokens[-1] for longer in grown]] = chances.to(law)
             path = grown[int(categorical(chances.to(law), dice[row, place]))]
             tokens[row, place + 1] = path.tokens[-1]
-    return DraftTree(tokens, TreeShape.chain(length, root.device), laws)
+        drafted = max(drafted, len(path.tokens))
+    return DraftTree(tokens, TreeShape.chain(length, root.device), laws, drafted)

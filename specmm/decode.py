@@ -144,7 +144,7 @@ def decode(
         if tree.laws is not None and tree.shape.size > 1:  # a rule took ratios of them, but nothing has left yet
             check_finite(tree.laws[:, 1:], len(depths), "the drafter")
         progress.observe(verdict, tally)
-        depths.append(tree.shape.depth)
+        depths.append(tree.levels)
         if queue is not None:
             _refill(queue, progress, feedback, parts, uniforms, clock)
         yield progress

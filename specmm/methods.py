@@ -228,9 +228,9 @@ class SpecDiff:
 class DEER:
     """DEER (arXiv 2512.15176): a block of ``length`` (0: the drafter's own) in one step, its marginals' product as law.
 
-    ``sure`` above 0 cuts a block before the first token that promises less acceptance; ``recall`` above 0 drafts what
-    followed that many latest tokens where they stood before; ``tree`` above 0 verifies that many nodes of the most
-    probable paths, as point masses; a fixed one, as :class:`MSD`'s, is drawn with recorded laws.
+    ``sure`` above 0 cuts a block before the first token that promises less acceptance (ignored in a batch of several at
+    T > 0); ``recall`` above 0 drafts what followed that many latest tokens where they stood before; ``tree`` above 0
+    verifies that many nodes of the likeliest paths, as point masses; a fixed one, as MSD's, is drawn with laws.
     """
 
     name: ClassVar[str] = "deer"

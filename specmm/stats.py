@@ -57,7 +57,7 @@ class Stats:
     verify_seconds: float = 0.0
     search_seconds: float = 0.0
     kept: list[int] = field(default_factory=list)  # kept[i]: sample rounds that committed i + 1 tokens
-    depths: list[int] = field(default_factory=list)  # by batch round, the tree's depth: drafts a row at most
+    depths: list[int] = field(default_factory=list)  # by batch round, drafts of the longest row
 
     @property
     def tau(self) -> float:

@@ -134,11 +134,13 @@ class DraftTree:
     ``tokens`` [B, N] int64, ``tokens[:, 0]`` the root. ``laws`` [B, N, V] holds for each node the law it was drawn
     from *given its earlier siblings* (row 0 is unused); ``None`` means every node is a point mass, chosen and not
     drawn. That one convention covers independent siblings, sampling without replacement and top-k trees.
+    ``drafted`` counts the levels of a chain that any row asked for, where filler stands behind them (None: all).
     """
 
     tokens: Tensor
     shape: TreeShape
     laws: Tensor | None = None
+    drafted: int | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 2 or self.tokens.shape[1] != self.shape.size:
@@ -147,3 +149,8 @@ class DraftTree:
             raise ValueError(
                 f"laws must be [B, N, V] for tokens {list(self.tokens.shape)}, got {list(self.laws.shape)}"
             )
+
+    @property
+    def levels(self) -> int:
+        """Drafts of the longest row, filler not counted."""
+        return self.shape.depth if self.drafted is None else self.drafted

@@ -32,6 +32,11 @@ class SmallModel:
     model: Any
     processor: Any = None
 
+    @property
+    def vocabulary(self) -> int:
+        """Its tokens, padding included."""
+        return int(self.model.config.get_text_config().vocab_size)
+
 
 class Assembly(NamedTuple):
     """Drafter and rule of the loop."""
@@ -87,9 +92,9 @@ def static_shape(tree: methods.Tree, device: Any) -> TreeShape:
 def _blind(small: SmallModel, target: VLMTarget, shape: TreeShape, tokenizer: Any) -> ModelDrafter:
     """A language model; with a tokenizer that is not the target's it is shown text and its drafts are translated."""
     images, own = target.image_tokens, small.processor
-    translation = translated(own, tokenizer, target)
-    if translation is None:
-        return ModelDrafter(small.model, target, shape, lambda prompt: text_only(prompt, images))
+    translation = translated(own, tokenizer, target, small.vocabulary)
+    if translation is None or not translation.foreign:
+        return ModelDrafter(small.model, target, shape, lambda prompt: text_only(prompt, images), translation)
 
     def read(prompt: VLMPrompt) -> dict[str, Any]:
         rows = [[t for t in row if t not in images] for row in prompt.rows()]
@@ -113,13 +118,22 @@ def _seeing(small: SmallModel, target: VLMTarget, shape: TreeShape, tokenizer: A
             return prompt.inputs
         return on_device(prompt.source.inputs(own), prompt.input_ids.device)
 
-    return ModelDrafter(
-        small.model, target, shape, read, translated(getattr(own, "tokenizer", None), tokenizer, target)
-    )
+    translation = translated(getattr(own, "tokenizer", None), tokenizer, target, small.vocabulary)
+    return ModelDrafter(small.model, target, shape, read, translation)
 
 
-def translated(own: Any, tokenizer: Any, target: VLMTarget) -> Translation | None:
-    """Between the ``tokenizer`` of the target and the drafter's ``own``; None where they are the same or not given."""
-    if own is None or tokenizer is None or own.get_vocab() == tokenizer.get_vocab():
+def translated(own: Any, tokenizer: Any, target: VLMTarget, vocabulary: int) -> Translation | None:
+    """Between the ``tokenizer`` of the target and a drafter's ``own`` of ``vocabulary`` tokens; None where it has none.
+
+    Raises ``ValueError`` for a drafter with its own tokenizer where the target's is not given.
+    """
+    if own is None:
         return None
+    if tokenizer is None:
+        raise ValueError(
+            "a drafter with a tokenizer of its own needs the target's, got none; give tokenizer=…, or the drafter "
+            "without its own if it reads the target's tokens"
+        )
+    if own.get_vocab() == tokenizer.get_vocab():
+        return Translation.same(vocabulary, target.family.vocabulary, padding=None)
     return Translation.between(tokenizer, own, target.family.vocabulary)

@@ -86,17 +86,20 @@ class Options:
         return sample_generators(seeded or self.generator, count, device)
 
 
+FLOWING = (methods.AR, methods.PromptLookup, methods.MSD, methods.Block, methods.DEER)
+
+
 def flows(method: Any) -> bool:
     """Whether rows that end may take up the next question while others go on."""
-    kinds = methods.AR | methods.PromptLookup | methods.MSD | methods.Block | methods.DEER
-    return isinstance(method, kinds)
+    return isinstance(method, FLOWING)
 
 
 def check_flow(method: Any, batch_size: int) -> None:
     """Raise ``ValueError`` for a ``batch_size`` with a method whose rows cannot take up others."""
     if batch_size and not flows(method):
+        others = ", ".join(kind.name for kind in FLOWING)
         raise ValueError(
-            f"batch_size must be 0 for method {method.name!r}, which answers all at once; or use ar or prompt-lookup"
+            f"batch_size must be 0 for method {method.name!r}, which answers all at once; or use one of {others}"
         )
 
 

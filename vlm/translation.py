@@ -15,25 +15,32 @@ import torch
 from torch import Tensor
 
 MARKS = str.maketrans({"\u2581": " ", "\u0120": " ", "\u010a": "\n"})  # how tokenizers write a space and a line's end
+PADDING = 512  # tokens that models of one tokenizer may differ by: they pad their vocabularies
 LEAST = 0.05  # share of the target's tokens that must be known to the drafter to be worth a try
 
 
 class Translation:
-    """The drafter's nearest token of each of the target's, ``ids`` [V], and whether it is the same, ``shared`` [V]."""
+    """The drafter's nearest token of each of the target's, ``ids`` [V], and whether it is the same, ``shared`` [V].
 
-    def __init__(self, ids: Tensor, shared: Tensor) -> None:
-        self.ids, self.shared = ids, shared
+    ``foreign`` says whether the drafter's tokenizer is another, which splits text in its own way.
+    """
+
+    def __init__(self, ids: Tensor, shared: Tensor, foreign: bool = True) -> None:
+        self.ids, self.shared, self.foreign = ids, shared, foreign
 
     @classmethod
-    def same(cls, drafter: int, target: int, most: int = 512) -> Translation:
-        """Of one tokenizer, whose vocabularies differ by padding only; raises ``ValueError`` when they differ more."""
-        if abs(drafter - target) > most:
+    def same(cls, drafter: int, target: int, padding: int | None = PADDING) -> Translation:
+        """Of one tokenizer, whose vocabularies differ by ``padding`` at most (None: known to be one tokenizer).
+
+        Raises ``ValueError`` when they differ more.
+        """
+        if padding is not None and abs(drafter - target) > padding:
             raise ValueError(
                 f"drafter must share the target's vocabulary of {target} tokens, got {drafter}; "
                 "give both tokenizers to translate, or another drafter"
             )
         order = torch.arange(target)
-        return cls(order.clamp(max=drafter - 1), order < drafter)
+        return cls(order.clamp(max=drafter - 1), order < drafter, foreign=False)
 
     @classmethod
     def between(cls, target: Any, drafter: Any, vocabulary: int) -> Translation:

@@ -44,8 +44,8 @@ class DiffuSpecDrafter:
     """Drafts for ``source.target``; ``proxy`` None takes the likeliest tokens (no path search), ``least`` and
     ``most`` bound the drafts' length, equal ones fix it. ``sampled`` draws paths where dice are thrown.
 
-    Where dice are thrown every block is ``most`` long and a row's path cut to its own length, for a row's dice must
-    not depend on the others. Raises ``ValueError`` for bounds that are none.
+    Where dice are thrown every block is ``most`` long and a row's path cut to its own length, filler behind it, for a
+    row's dice must not depend on the others. Raises ``ValueError`` for bounds that are none.
     """
 
     def __init__(

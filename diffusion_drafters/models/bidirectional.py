@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from specmm.checkpoints import State
-from specmm.diffusion_drafters.models.masked import places
+from specmm.diffusion_drafters.models.masked import check_mask, places
 
 QWEN_SIZES = {
     name: name
@@ -61,13 +61,15 @@ LLADA_OFF = ("alibi", "include_bias", "include_qkv_bias", "scale_logits", "input
 
 
 class FullAttention:
-    """A causal transformers model read without its causal mask; see :class:`DiffusionLM`."""
+    """A causal transformers model read without its causal mask; see :class:`DiffusionLM`.
+
+    Raises ``ValueError`` for a mask that is no token of the model and for one that ends a text.
+    """
 
     def __init__(self, model: Any, mask: int, end: int | None, shift: int) -> None:
-        self.model, self.mask, self.end, self.shift = model.eval(), mask, end, shift
+        self.model, self.end, self.shift = model.eval(), end, shift
         self.vocabulary, self.room = int(model.config.vocab_size), int(model.config.max_position_embeddings)
-        if not 0 <= mask < self.vocabulary:
-            raise ValueError(f"mask token must be one of the {self.vocabulary} of the model, got {mask}")
+        self.mask = check_mask(mask, self.vocabulary, end)
 
     @property
     def device(self) -> torch.device:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specmm.diffusion_drafters.models.masked import places
+from specmm.diffusion_drafters.models.masked import check_mask, places
 
 WAVES = 256  # width of the sinusoidal embedding of the noise level
 NEVER = -1e6  # the log-probability SUBS gives what cannot be
@@ -163,13 +163,17 @@ class DDiT(nn.Module):
 
 
 class MaskedDDiT:
-    """A :class:`DDiT` without time conditioning as :class:`DiffusionLM`: no shift, the mask its last token."""
+    """A :class:`DDiT` without time conditioning as :class:`DiffusionLM`: no shift, its mask the last token, or another.
+
+    Raises ``ValueError`` for a mask that is no token of the model and for one that ends a text.
+    """
 
     shift = 0
 
-    def __init__(self, network: DDiT, mask: int, end: int | None = None) -> None:
-        self.network, self.mask, self.end = network.eval(), mask, end
+    def __init__(self, network: DDiT, mask: int | None = None, end: int | None = None) -> None:
+        self.network, self.end = network.eval(), end
         self.vocabulary, self.room = network.config.vocabulary, network.config.length
+        self.mask = check_mask(self.vocabulary - 1 if mask is None else mask, self.vocabulary, end)
 
     @property
     def device(self) -> torch.device:

@@ -249,6 +249,12 @@ def _zlab_name(name: str) -> str:
 
 
 def check_layers(layers: Sequence[int], count: int) -> None:
-    """Raise ``ValueError`` unless a target of ``count`` layers has those that the drafter reads."""
-    if max(layers) >= count:
-        raise ValueError(f"drafter must read layers of the target's {count}, got {list(layers)}; use its own drafter")
+    """Raise ``ValueError`` unless a target of ``count`` layers has those that the drafter reads, in front of its last.
+
+    Of the last one releases read transformers' states, which are behind the final norm, and ours are not.
+    """
+    if max(layers) >= count - 1:
+        raise ValueError(
+            f"drafter must read layers in front of the last of the target's {count}, got {list(layers)} counted "
+            "from 0; use its own drafter, or train one that reads others"
+        )

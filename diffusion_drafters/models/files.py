@@ -32,6 +32,7 @@ INDEX = "model.safetensors.index.json"
 EMBEDDING = "vocab_embed.embedding"
 LEFTOVERS = ("inv_freq", "sampling_eps_min", "sampling_eps_max")
 DREAM_MASK, LLADA_MASK = 151666, 126336  # of the released models, where a config does not say
+MASKS = ("mask_token_id", "mask_index")  # what the configs of MDLM and BD3LM may call theirs
 HEAD, TOKENS = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -105,7 +106,8 @@ def _ddit(facts: Mapping[str, Any], state: State, source: str | Path, dtype: tor
     state = {name.removeprefix("backbone."): tensor for name, tensor in state.items()}
     network = DDiT(_ddit_config(facts, state, source))
     load_strict(network, state, LEFTOVERS, source)
-    return MaskedDDiT(cast(network, dtype), network.config.vocabulary - 1, facts.get("eos_token_id"))
+    said = next((facts[name] for name in MASKS if facts.get(name) is not None), None)
+    return MaskedDDiT(cast(network, dtype), said, facts.get("eos_token_id"))
 
 
 def _ddit_config(facts: Mapping[str, Any], state: State, source: str | Path) -> DDiTConfig:

@@ -7,7 +7,7 @@ Shape letters: B batch, P prefix positions, L all positions, K masks (the block)
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -72,6 +72,15 @@ def check_block(model: DiffusionLM, prefix: int, block: int) -> None:
             f"prefix and block must fit the drafter's {model.room} positions, got {prefix} and {block}; "
             "give a shorter prompt or block"
         )
+
+
+def check_mask(mask: Any, vocabulary: int, end: int | None) -> int:
+    """``mask``, one of ``vocabulary`` tokens; raises ``ValueError`` if it is none of them or the ``end`` of a text."""
+    if type(mask) is not int or not 0 <= mask < vocabulary:
+        raise ValueError(f"mask token must be one of the {vocabulary} of the model, got {mask!r}; give its id")
+    if mask == end:
+        raise ValueError(f"mask token must not be the token that ends a text, got {mask} for both; give the mask's id")
+    return mask
 
 
 def places(valid: Tensor) -> Tensor:

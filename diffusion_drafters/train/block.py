@@ -43,12 +43,13 @@ def build_block(
     They lie evenly between the second and the third last (as in the release). ``inner`` is the width of its
     feed-forward layers where it is not the target's, ``markov`` the rank of its table of pairs and ``recurrent`` the
     size of its memory (0: none), ``known`` the ids [v] of the target's tokens that it drafts (None: all). Raises
-    ``ValueError`` for more layers to read than there are, and for a target whose layers go by no known name.
+    ``ValueError`` for more layers to read than there are in front of the last, and for a target whose layers go by no
+    known name.
     """
     config, depth = target.family.config, len(target.family.layers)
-    if not 1 <= read <= depth:
-        raise ValueError(f"read must be 1 to the target's {depth} layers, got {read}")
-    places = torch.linspace(min(1, depth - 1), max(depth - 3, 0), read) if depth > read else torch.arange(read)
+    if not 1 <= read < depth:
+        raise ValueError(f"read must be 1 to {depth - 1}, the target's layers in front of its last, got {read}")
+    places = torch.linspace(1, max(depth - 3, 0), read) if depth - 1 > read else torch.arange(read)
     kind: Any = Qwen3Config
     sizes = kind(
         vocab_size=config.vocab_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -98,22 +99,28 @@ def show(report: dict[str, Any], out: Any, method: str, as_json: bool) -> None:
 
 
 class Echo:
-    """A streamer that writes an answer to stderr as it grows, where someone is watching."""
+    """A streamer that writes an answer to stderr as it grows, where someone is watching; none of the texts ``stop``."""
 
-    def __init__(self, pipe: Any) -> None:
-        self.pipe, self.said = pipe, ""
+    def __init__(self, pipe: Any, stop: Sequence[str] = ()) -> None:
+        from specmm.vlm.streaming import StopStrings
+
+        self.pipe, self.said, self.stops = pipe, "", StopStrings(stop, pipe.text)
         self.ids: list[int] = []
 
     def put(self, value: Any) -> None:
         """Take in ids."""
         self.ids += value.flatten().tolist()
-        text = self.pipe.text(self.ids)
+        self._say(self.stops.sure(self.pipe.text(self.ids)))
+
+    def end(self) -> None:
+        """Say what was held back, for it might have become a stop, and finish the line."""
+        self._say(self.stops.cut(self.pipe.text(self.ids)))
+        if sys.stderr.isatty():
+            say("")
+
+    def _say(self, text: str) -> None:
+        """Write what ``text`` has gained."""
         if sys.stderr.isatty():
             sys.stderr.write(text[len(self.said) :])
             sys.stderr.flush()
         self.said = text
-
-    def end(self) -> None:
-        """Finish the line."""
-        if sys.stderr.isatty():
-            say("")

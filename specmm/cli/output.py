@@ -45,15 +45,15 @@ def number(value: Any, form: str = ".3f") -> str:
     return "-" if value is None else format(value, form)
 
 
-def writable(folder: Path) -> Path:
-    """``folder``, made and tried out; raises ``ValueError`` when nothing can be written there."""
+def writable(folder: Path, option: str = "--out") -> Path:
+    """``folder``, given by ``option``, made and tried out; raises ``ValueError`` when nothing can be written there."""
     probe = folder / f".specmm-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ValueError(f"cannot write to {folder} ({error.strerror}), choose another folder with --out") from error
+        raise ValueError(f"cannot write to {folder} ({error.strerror}), choose another folder with {option}") from error
     return folder
 
 

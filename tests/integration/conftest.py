@@ -101,7 +101,7 @@ def write_drafters(folder, target, words):
     share(inner, target)
     save_deer(CausalPrefix(inner, mask, 5, 0, shared=True), folder / "deer", torch.float32)
     sizes = tf.Qwen3Config(vocab_size=size, num_hidden_layers=1, head_dim=8, attn_implementation="sdpa", **TEXT_SIZES)
-    block = shaken(DFlash(DFlashConfig(sizes, 5, mask, (0, 1))), 4)
+    block = shaken(DFlash(DFlashConfig(sizes, 5, mask, (0,))), 4)
     save_dflash(block, folder / "block", target.get_input_embeddings().weight, torch.float32)
 
 

@@ -19,6 +19,7 @@ from specmm.diffusion_drafters.models.bidirectional import FullAttention
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.verify import Recursive
+from specmm.vlm.assemble import SmallModel
 from specmm.vlm.drafters.model import padded
 from specmm.vlm.prompt import VLMPrompt
 from specmm.vlm.target import VLMTarget
@@ -123,6 +124,41 @@ def test_other_tokenizers_draft_what_both_know_or_are_refused(text_pipe, make_qw
     no_proxy = specmm.TextPipeline(text_pipe.model, text_pipe.tokenizer, "diffuspec", lm)
     with pytest.raises(ValueError, match="specmm train proxy"):
         no_proxy(PROMPTS[0])
+
+
+def test_a_drafter_with_a_tokenizer_asks_for_the_targets(text_pipe, make_qwen2):
+    own = build_tokenizer([TEXT], 275)  # sizes that differ like padded ones, yet other tokens
+    lm = FullAttention(make_qwen2(len(own), 3), own.mask_token_id, own.eos_token_id, shift=1)
+    small = SmallModel(make_qwen2(len(own), 3), own)
+    one = text_pipe.tokenizer(PROMPTS[0], return_tensors="pt")
+    for drafter, method in ((Diffusion(lm, own), "specdiff"), (small, "text-draft")):
+        options = dict(max_new_tokens=6, do_sample=False)
+        with pytest.raises(ValueError, match="needs the target's, got none; give tokenizer="):
+            text_pipe.model.generate(**one, **options, custom_generate=specmm.custom_generate(drafter, method))
+        fn = specmm.custom_generate(drafter, method, text_pipe.tokenizer)
+        wanted = text_pipe.model.generate(**one, **options)
+        assert torch.equal(text_pipe.model.generate(**one, **options, custom_generate=fn), wanted)
+
+
+def test_one_tokenizer_serves_models_of_other_padding(text_pipe, make_qwen2):
+    words = text_pipe.tokenizer
+    wide = make_qwen2(len(words) + 900, 3)
+    for drafter, method in (
+        (Diffusion(FullAttention(wide, words.mask_token_id, 0, shift=1), words), "specdiff"),
+        (SmallModel(wide, words), "text-draft"),
+    ):
+        pipe = specmm.TextPipeline(text_pipe.model, words, method, drafter)
+        assert pipe(PROMPTS, max_new_tokens=8).texts == text_pipe(PROMPTS, max_new_tokens=8).texts
+
+
+def test_a_proxy_of_other_tokens_is_refused(text_pipe):
+    model, words = text_pipe.drafter("diffuspec").model, text_pipe.tokenizer
+    padded_one = Diffusion(model, proxy=fit([[1, 2, 3]], len(words) + 9))
+    pipe = specmm.TextPipeline(text_pipe.model, words, "diffuspec", padded_one)
+    assert pipe(PROMPTS, max_new_tokens=6).texts == text_pipe(PROMPTS, max_new_tokens=6).texts
+    pipe = specmm.TextPipeline(text_pipe.model, words, "diffuspec", Diffusion(model, proxy=fit([[1, 2, 3]], 1000)))
+    with pytest.raises(ValueError, match=r"of the target's \d+ tokens, got one of 1000; make one with"):
+        pipe(PROMPTS)
 
 
 class _Words:

@@ -1,7 +1,9 @@
 """``TextPipeline`` and ``specmm complete`` on a tiny random Qwen2 with every drafter beside it."""
 
+import io
 import itertools
 import json
+import sys
 
 import pytest
 import torch
@@ -11,6 +13,9 @@ from typer.testing import CliRunner
 import specmm
 from specmm import methods
 from specmm.cli import app
+from specmm.cli.ask import Echo
+from specmm.cli.complete import complete
+from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
 from specmm.diffusion_drafters.train.block import build_block
 from specmm.processors import Processor
 from specmm.vlm.target import VLMTarget
@@ -120,18 +125,35 @@ def test_the_controller_leaves_a_trace(text_pipe):
     assert max(out.stats.depths) <= 5 and len(out.stats.accepted_by_position) >= 4
 
 
-def test_models_with_learnt_positions_stand_the_last_block(text_pipe, text_folder):
+def mdlm_of(words):
+    """An MDLM of random weights that knows ``words``."""
+    torch.manual_seed(4)
+    network = DDiT(DDiTConfig(len(words), 16, 8, 2, 2, 160))
+    for weight in network.requires_grad_(False).parameters():
+        weight.normal_(0, 0.3)
+    return MaskedDDiT(network, words.mask_token_id, words.eos_token_id)
+
+
+@pytest.mark.parametrize("kind", ["prompt-lookup", "dream", "mdlm", "diffuspec", "deer", "mdlm as deer", "block"])
+def test_models_with_learnt_positions_stand_the_last_block(text_pipe, kind):
     """A block drafted close to the end of the target's context reaches beyond it."""
     config = tf.GPT2Config(vocab_size=len(text_pipe.tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=24)
     torch.manual_seed(2)
     model = tf.GPT2LMHeadModel(config)
     model.generation_config.eos_token_id = 0
-    block = build_block(VLMTarget(model, Processor()), 1, 5, text_pipe.tokenizer.mask_token_id, read=1)
-    other = specmm.TextPipeline(model, text_pipe.tokenizer, "block", block)
+    method, drafter = {
+        "prompt-lookup": ("prompt-lookup", None),
+        "dream": ("specdiff", text_pipe.drafter("specdiff")),
+        "mdlm": ("specdiff", mdlm_of(text_pipe.tokenizer)),
+        "diffuspec": ("diffuspec", text_pipe.drafter("diffuspec")),
+        "deer": ("deer", text_pipe.drafter("deer")),
+        "mdlm as deer": ("deer", mdlm_of(text_pipe.tokenizer)),
+        "block": ("block", build_block(VLMTarget(model, Processor()), 1, 5, text_pipe.tokenizer.mask_token_id, read=1)),
+    }[kind]
+    other = specmm.TextPipeline(model, text_pipe.tokenizer, method, drafter)
     length = 24 - len(other.encode(PROMPTS[0])[0])
     plain = other(PROMPTS[0], method="ar", max_new_tokens=length)
-    for method in ("prompt-lookup", "block"):
-        assert other(PROMPTS[0], method=method, max_new_tokens=length).texts == plain.texts
+    assert torch.equal(other(PROMPTS[0], max_new_tokens=length).tokens[0], plain.tokens[0])
     with pytest.raises(ValueError, match="24 positions"):
         other(PROMPTS[0], max_new_tokens=length + 1)
 
@@ -142,11 +164,54 @@ def test_complete_prints_and_plots_how_drafting_went(text_folder, tmp_path):
     assert (tmp_path / "a" / "course.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads(run.stdout)
     wanted = "model method seed seconds tokens rounds tau certificate outputs accepted_by_position controller"
+    wanted += " drafted_by_round draft_seconds search_seconds verify_seconds"
     assert run.exit_code == 0 and set(wanted.split()) <= set(found) and found["certificate"]["kind"] == "exact"
     run = CliRunner().invoke(
         app, ["complete", str(text_folder), "-p", "a", "-p", "b", "--method", "deer", "-o", "tree=5"]
     )
     assert run.exit_code == 0 and "accepted by position" in run.stderr and "draft " in run.stderr
+
+
+@pytest.mark.parametrize("count", [1, 2])  # no round at all, and one whose controller is not told
+def test_texts_of_a_token_or_two_are_drawn_too(text_folder, tmp_path, count):
+    how = ["-p", PROMPTS[0], "-p", PROMPTS[1], "--method", "diffuspec", "--max-new-tokens", str(count)]
+    run = CliRunner().invoke(app, ["complete", str(text_folder), *how, "--plot", str(tmp_path / "a.svg")])
+    assert run.exit_code == 0 and (tmp_path / "a.svg").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("course.jpg", r"plot must be a file that ends in \.png, \.pdf or \.svg, got course\.jpg"),
+        ("folder.png", r"plot must be a file .*, got a folder"),
+        ("folder.png/file/a.png", "cannot write to .* with --plot"),
+    ],
+)
+def test_where_nothing_can_be_drawn_nothing_is_loaded(text_folder, tmp_path, place, message):
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "folder.png" / "file").touch()
+    with pytest.raises(ValueError, match=message):
+        complete("no/such/model", ["a"], plot=tmp_path / place)
+
+
+def test_a_text_is_not_lost_with_its_picture(text_folder, tmp_path, capsys):
+    place = tmp_path / "course.png"
+    place.with_suffix(".svg").symlink_to(tmp_path / "gone" / "a.svg")
+    with pytest.raises(FileNotFoundError):
+        complete(str(text_folder), [PROMPTS[0]], max_new_tokens=4, plot=place.with_suffix(".svg"), as_json=True)
+    assert len(json.loads(capsys.readouterr().out)["outputs"]) == 1
+
+
+def test_stops_are_not_shown_on_a_terminal(text_pipe, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    whole = text_pipe(PROMPTS[0], max_new_tokens=16).texts[0]
+    for stop in ([whole[3:8]], [whole[-2:] + "\0"]):  # one that comes, one that begins with the last letters
+        monkeypatch.setattr("sys.stderr", Terminal())
+        text = text_pipe(PROMPTS[0], Echo(text_pipe, stop), max_new_tokens=16, stop=stop).texts[0]
+        assert sys.stderr.getvalue() == text + "\n"
 
 
 @pytest.mark.parametrize("method", ["deer", "block", "diffuspec"])

@@ -161,7 +161,7 @@ def test_a_drafter_learns_from_conversations(talker, tmp_path):
         (["deer", "--replace", "--mask", "4000"], "mask token must be one of the"),
         (["proxy", "--text", "nowhere"], "got nothing at nowhere"),
         (["proxy", "--text", os.devnull], "readable as UTF-8 and not empty, got none at"),
-        (["dflash", "--replace", "--read", "9"], "1 to the target's 3 layers, got 9"),
+        (["dflash", "--replace", "--read", "9"], "1 to 2, the target's layers in front of its last, got 9"),
         (["dflash", "--replace", "--chats", "--read", "2"], "must have a chat template for chat, got none"),
         (["deer", "--replace", "--chats", "--text", "."], "give --text or --chats, not both"),
     ],

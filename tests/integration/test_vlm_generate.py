@@ -166,7 +166,7 @@ def test_what_a_dictionary_cannot_hold_is_refused(model, inputs, name):
 
 @pytest.mark.parametrize("kind", ["msd", "block"])
 def test_auto_plans_for_the_drafter_and_changes_nothing(model, inputs, kind):
-    drafter = build_block(VLMTarget(model, Processor(0.0)), 1, 4, 39, read=2) if kind == "block" else msd_of(model)
+    drafter = build_block(VLMTarget(model, Processor(0.0)), 1, 4, 39, read=1) if kind == "block" else msd_of(model)
     fn = specmm.custom_generate(drafter, "auto")
     options = dict(max_new_tokens=12, do_sample=False, no_repeat_ngram_size=2)
     wanted = model.generate(**first_row(inputs), **options)
@@ -185,6 +185,6 @@ def test_auto_uses_the_plan(model, inputs):
     target = VLMTarget(model, Processor(0.0))
     prompt = VLMPrompt(first_row(inputs), 8)
     assert planner_of(msd_of(model))(target, msd_of(model), prompt, plans) == methods.MSD(sampled=True, tree=(-1, 0, 1))
-    block = build_block(target, 1, 4, 39, read=2)
+    block = build_block(target, 1, 4, 39, read=1)
     kept = {("block", *key): plan for key, plan in plans.items()}
     assert planner_of(block)(target, block, prompt, kept) == methods.Block(length=2)

@@ -63,6 +63,20 @@ def test_bars_of_text():
     assert [b.met for b in text_bars(rows, "it", ("prose",), 2.0)] == [None]
 
 
+def test_equal_tokens_are_told_with_the_answers_they_rest_on():
+    shares = (("block(tree=8)", 2.0, 1.0), ("block(length=2)", 1.7, 0.75), ("block(tree=16)", 2.1, 0.5))
+    rows = [language_row("tasks", 0.0, 1, m, s, token_equal=e, answers=4) for m, s, e in shares]
+    [bar] = text_bars(rows, "it", ("tasks",), 2.0)
+    assert bar.met and bar.found == (
+        "2.00× with block(tree=8) (100% of 4 answers equal); "
+        "2 of the 2 other settings are not token-equal (50% to 75% of answers equal)"
+    )
+    [bar] = text_bars(rows[1:], "it", ("tasks",), 2.0)
+    assert not bar.met and bar.found.startswith("2.10× with block(tree=16), not token-equal (50% of 4 answers")
+    [bar] = text_bars(rows[:1], "it", ("tasks",), 2.0)
+    assert bar.found == "2.00× with block(tree=8) (100% of 4 answers equal)"
+
+
 def test_bars_of_jobs():
     rows = [
         {"way": "local, batch 1", "over_loop": 0.6, "items_a_second": 1.0, "bit_equal": True},

@@ -113,9 +113,10 @@ class PromptLookupDrafter:
             self.recall.extend(feedback)
             rows = self.recall.rows
             guesses = [row.guess(self.length) for row in rows]
-            longest = max(map(len, guesses)) if self.target.processor.greedy else self.length
+            drafted = max(map(len, guesses))
+            longest = drafted if self.target.processor.greedy else self.length
             chains = [[row.tokens[-1], *g] for row, g in zip(rows, guesses, strict=True)]
             padded = [chain + chain[:1] * (longest + 1 - len(chain)) for chain in chains]
             tokens = torch.tensor(padded, device=feedback.token.device)
         tokens[:, 0] = feedback.token  # a finished row's log stands still
-        return DraftTree(tokens, self.shapes[longest])
+        return DraftTree(tokens, self.shapes[longest], drafted=drafted)

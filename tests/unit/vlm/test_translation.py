@@ -42,3 +42,10 @@ def test_padded_vocabularies_are_the_same():
     assert narrower.from_drafter(torch.arange(4.0)).tolist() == [0, 1, 2, 3, float("-inf"), float("-inf")]
     with pytest.raises(ValueError, match="must share the target's vocabulary of 40 tokens, got 4000"):
         Translation.same(4000, 40)
+
+
+def test_one_tokenizer_may_be_padded_at_will():
+    """The caller who knows both tokenizers to be equal sets no limit."""
+    wider, narrower = Translation.same(4000, 40, padding=None), Translation.same(40, 4000, padding=None)
+    assert bool(wider.shared.all()) and int(narrower.shared.sum()) == 40 and int(narrower.ids.max()) == 39
+    assert not wider.foreign and not narrower.foreign
