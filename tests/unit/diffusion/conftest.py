@@ -45,10 +45,11 @@ def shaken(model, seed, std=0.3):
     return model.eval()
 
 
-def target_model(vocabulary, seed=0):
+def target_model(vocabulary, seed=0, room=128):
     """Three layers that say something, and a last one, which no block drafter may read, that adds nothing."""
-    said = shaken(tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=vocabulary, **SIZES)), seed).state_dict()
-    model = tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=vocabulary, **(SIZES | {"num_hidden_layers": 4})))
+    sizes = {**SIZES, "vocab_size": vocabulary, "max_position_embeddings": room}
+    said = shaken(tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)), seed).state_dict()
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**(sizes | {"num_hidden_layers": 4})))
     model.load_state_dict(said, strict=False)
     for weight in model.requires_grad_(False).model.layers[3].parameters():
         weight.zero_()

@@ -20,7 +20,7 @@ from specmm.vlm.prompt import VLMPrompt
 from specmm.vlm.running import Options
 from specmm.vlm.static import StaticVLMTarget
 from specmm.vlm.target import VLMTarget
-from tests.unit.diffusion.conftest import LENGTH, ROWS, SIZES, V, paired, shaken, target_model
+from tests.unit.diffusion.conftest import LENGTH, ROWS, SIZES, V, paired, target_model
 
 CHAIN, TREE = methods.Block(length=3), methods.Block(tree=(-1, 0, 0, 1, 1, 2))
 WAYS = {"ar": None, "chain": CHAIN, "tree": TREE}
@@ -118,7 +118,7 @@ def test_prompts_of_any_length_share_a_program(name, traced):
 
 
 def roomy_model():
-    return shaken(tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=V, **SIZES | {"max_position_embeddings": 1024})), 0)
+    return target_model(V, room=1024)
 
 
 def test_other_runs_on_the_model_leave_programs_as_they_were(traced):
