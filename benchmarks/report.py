@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bars import bars, ideal_bars, job_bars, loop_bars, mar_bars, metric_bars, round_bars, var_bars
+from benchmarks.columns import AUTOTUNE, FRECHET, LANGUAGE, LOOP, MAR, QUALITY, SPEED, TEXT, VAR
 from benchmarks.common import Row, read_results
 from benchmarks.language_bars import answer_bars, text_bars, vlm_bars
 from benchmarks.plots import best_by_budget, draw_plots
@@ -23,108 +24,7 @@ COMPILED = (
     " A round is one compiled program here, all of it under verify; host is what is left outside. The first calls, "
     "which compile, are not timed."
 )
-SPEED = {
-    "method": "method",
-    "dtype": "dtype",
-    "seconds": "s / picture",
-    "speedup": "speed-up",
-    "speedup_low": "lower quartile",
-    "speedup_high": "upper quartile",
-    "tau": "τ",
-    "draft_ms": "draft, ms / round",
-    "verify_ms": "verify, ms / round",
-    "host_overhead": "host share",
-    "ideal": "ideal",
-    "loop_speedup": "token loop",
-    "realised": "realised / ideal",
-    "certificate": "certificate",
-    "tv": "TV / token",
-    "log_likelihood": "log p / token",
-}
-QUALITY = {
-    "method": "method",
-    "samples": "samples",
-    "fid": "FID",
-    "fid_ratio": "FID / plain",
-    "kid": "KID",
-    "kid_ratio": "KID / plain",
-    "log_likelihood": "log p / token",
-    "tau": "τ",
-    "tv": "TV / token",
-    "certificate": "certificate",
-    "nearest_train": "nearest training picture",
-    "closer_than_test": "closer than test's median",
-}
-AUTOTUNE = {
-    "batch": "batch",
-    "repeats": "repeats",
-    "plain_seconds": "plain, s",
-    "auto_seconds": "auto, s",
-    "ratio": "ratio",
-    "ratio_low": "lower quartile",
-    "ratio_high": "upper quartile",
-    "plan": "plan",
-}
-FRECHET = {
-    "features fed": "features fed",
-    "library": "library",
-    "update_s": "update, s",
-    "compute_s": "compute, s",
-    "compute_speedup": "compute, speed-up",
-    "total_speedup": "both, speed-up",
-    "peak_over_imports_mb": "memory over imports, MB",
-    "memory_ratio": "memory ratio",
-    "peak_mb": "whole process, MB",
-    "fid_relative_error": "relative error of FID",
-}
-SETTING = {
-    "method": "setting",
-    "batch": "batch",
-    "seconds": "s / picture",
-    "speedup": "speed-up",
-    "speedup_low": "lower quartile",
-    "speedup_high": "upper quartile",
-}
-SAMPLED = {"samples": "samples", "fid": "FID", "fid_ratio": "FID / plain", "kid": "KID", "certificate": "certificate"}
-MAR = {
-    **SETTING,
-    "target_passes": "target passes",
-    "head_calls_per_token": "head calls / token",
-    "acceptance": "acceptance",
-    **SAMPLED,
-    "front": "on the front",
-}
-VAR = {
-    **SETTING,
-    "predicted": "predicted s",
-    "peak_mib": "peak, MiB",
-    "ideal": "ideal",
-    "realised": "realised / ideal",
-    **SAMPLED,
-}
-LOOP = {
-    "method": "method",
-    "batch": "batch",
-    "seconds": "s / picture",
-    "speedup": "speed-up",
-    "token_equal": "token-equal, greedy",
-    "drawn_equal": "equal pictures, drawn",
-}
 KINDS = ("prose", "tasks")  # of prompts of SmolLM2
-LANGUAGE = {
-    "questions": "what",
-    "temperature": "T",
-    "batch": "batch",
-    "method": "method",
-    "ms_a_token": "ms / token",
-    "speedup": "speed-up",
-    "speedup_low": "lower quartile",
-    "speedup_high": "upper quartile",
-    "tau": "τ",
-    "token_equal": "token-equal",
-    "certificate": "certificate",
-}
-TEXT = {**LANGUAGE, "search_share": "search"}
 TITLES = {
     "mar.png": "MAR: FID against speed-up",
     "var.png": "VAR and CoDe: FID against speed-up",

@@ -6,9 +6,9 @@ Continuous tokens: ``ar``, ``cspd`` (its variant ``exact`` speculates along the 
 ``ar``, ``code`` (two models in turn), ``speculative`` (the small one drafts, the large verifies), ``auto``.
 Questions about pictures: ``ar``, ``text-draft`` (a language model that sees no picture), ``vlm-draft`` (one that does),
 ``msd`` (a drafter on the target's features), ``prompt-lookup``, ``verdict`` (several answer, one decides), ``auto``.
-Text: ``ar``, ``diffuspec`` (a diffusion language model nobody trained for it, its block searched for a causal path),
-``specdiff`` (one in several denoising steps), ``deer`` (one trained to draft a block at once), ``block`` (DFlash, on
-the target's hidden states), ``text-draft``, ``prompt-lookup``, ``auto``.
+Text: ``ar``, ``diffuspec`` (a diffusion model nobody trained for it, its block searched for a causal path), ``specdiff``
+(one in several denoising steps), ``deer`` (one trained to draft a block at once), ``block`` (DFlash, on the target's
+hidden states), ``text-draft``, ``prompt-lookup``, ``auto``.
 """
 
 from __future__ import annotations
@@ -147,9 +147,7 @@ class Verdict:
 class CoDe:
     """CoDe (arXiv 2411.17787): the large model draws the ``n`` coarsest scales, the small one the rest, unverified.
 
-    ``n`` is from 0 (the small model alone) to the number of scales (the large alone); -1 is the planner's choice.
-    ``release`` draws as the released code does, to the same seed the same tokens: one generator a batch, for both
-    models alike.
+    ``n``: 0 (the small model alone) to all scales, or -1, the planner's; ``release`` draws the released code's tokens.
     """
 
     name: ClassVar[str] = "code"
@@ -213,9 +211,8 @@ class DiffuSpec:
 
 @dataclass(frozen=True)
 class SpecDiff:
-    """SpecDiff (arXiv 2408.05636): ``length`` drafts in ``steps`` denoising steps, with their true law.
-
-    ``point`` verifies them as point masses instead: exact, too, but fewer are kept.
+    """SpecDiff (arXiv 2408.05636): ``length`` drafts in ``steps`` denoising steps, with their true law; or as ``point``
+    masses, exact, too, but fewer are kept.
     """
 
     name: ClassVar[str] = "specdiff"

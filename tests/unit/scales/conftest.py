@@ -8,7 +8,9 @@ import torch
 from specmm.handoff import handoff
 from specmm.image_ar.scales.canvas import Canvas
 from specmm.image_ar.scales.drawing import turn
+from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import Inverse
+from specmm.image_ar.scales.settings import Settings
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 from specmm.randomness import Uniforms
@@ -53,6 +55,13 @@ def small():
 @pytest.fixture(scope="session")
 def vqvae():
     return make_vqvae()
+
+
+@pytest.fixture
+def pipe(large, small, vqvae):
+    made = VARPipeline(large, vqvae, small, Settings(2.0, 1.0, 20, 0.95, classes=tuple(f"class{i}" for i in range(10))))
+    made.set_progress_bar_config(disable=True)
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -5,23 +5,12 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from specmm import methods
-from specmm.cli import app
 from specmm.image_ar.scales.loading import save_var
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.settings import Settings
 from specmm.image_ar.scales.tuning import Plan
-
-NAMES = tuple(f"class{i}" for i in range(10))
-
-
-@pytest.fixture
-def pipe(large, small, vqvae):
-    made = VARPipeline(large, vqvae, small, Settings(2.0, 1.0, 20, 0.95, classes=NAMES))
-    made.set_progress_bar_config(disable=True)
-    return made
 
 
 def seeded(seed=0):
@@ -254,60 +243,10 @@ def test_tokenizers_that_do_not_fit(make, large, small, vqvae, pipe, tmp_path):
     assert VARPipeline.from_pretrained(tmp_path / "large", small=own).small.config == small.config
 
 
-def test_missing_small_model(large, vqvae):
-    alone = VARPipeline(large, vqvae, None, dataclasses.replace(Settings(), classes=NAMES))
+def test_missing_small_model(pipe, large, vqvae):
+    alone = VARPipeline(large, vqvae, None, dataclasses.replace(Settings(), classes=pipe.settings.classes))
     for method in ("code", methods.CoDe(2), "speculative"):
         with pytest.raises(ValueError, match="needs a small model"):
             draw(alone, method)
     with pytest.raises(ValueError, match="text_encoder must be left out"):
         VARPipeline.from_pretrained("anything", text_encoder="t5")
-
-
-def test_plan_on_the_command_line(pipe, tmp_path):
-    pipe.save_pretrained(tmp_path / "model")
-    result = CliRunner().invoke(app, ["plan", str(tmp_path / "model"), "--batch", "2", "--dtype", "float32", "--json"])
-    found = json.loads(result.stdout)
-    scales = len(pipe.transformer.config.ladder)
-    assert [row["n"] for row in found["by_n"]] == list(range(scales + 1)) and found["choice"] in range(scales + 1)
-    assert all(row["seconds"] > 0 for row in found["by_n"])
-    shown = CliRunner().invoke(app, ["plan", str(tmp_path / "model"), "--dtype", "float32"])
-    assert shown.exit_code == 0 and "choice" in shown.stdout
-
-
-def test_published_sizes_are_planned_without_weights():
-    arguments = ["plan", "d2,d1", "--batch", "2", "--dtype", "float32"]
-    found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
-    seconds = [row["seconds"] for row in found["by_n"]]
-    assert len(seconds) == 11 and 0 < seconds[0] < seconds[-1], "deeper, wider and slower"
-    assert "VAR-d2 and VAR-d1 at 256 px" in found["model"]
-    refused = CliRunner().invoke(app, [*arguments, "--resolution", "300"])
-    assert refused.exit_code == 2 and "resolution 256 or 512, got 2 and 300" in refused.output
-
-
-def test_a_run_tells_what_it_left_to_the_machine(pipe, tmp_path):
-    pipe.save_pretrained(tmp_path / "model")
-    arguments = [
-        "generate",
-        str(tmp_path / "model"),
-        "--class",
-        "class3",
-        "-n",
-        "3",
-        "--batch-size",
-        "2",
-        "--seed",
-        "1",
-    ]
-    run = CliRunner().invoke(app, [*arguments, "--method", "code", "--out", str(tmp_path / "out"), "--json"])
-    found = json.loads(run.stdout)
-    assert found["ran"].startswith("code(n=") and "expected" in found["reason"] and found["method"] == "code"
-    refused = CliRunner().invoke(app, [*arguments, "--method", "code", "-o", "n=2", "-o", "release=true"])
-    assert refused.exit_code == 2 and "give --batch-size 3, got 2" in refused.output
-
-
-def test_bench_on_the_command_line(pipe, tmp_path):
-    pipe.save_pretrained(tmp_path / "model")
-    arguments = ["bench", str(tmp_path / "model"), "--methods", "code(n=2)", "-n", "1", "--dtype", "float32", "--json"]
-    rows = json.loads(CliRunner().invoke(app, arguments).stdout)
-    assert [r["label"] for r in rows] == ["ar", "code(n=2)"]
-    assert all(r["quality"]["log_likelihood"] < 0 and r["ideal"] > 0 for r in rows)

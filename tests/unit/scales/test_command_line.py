@@ -1,0 +1,57 @@
+"""``specmm plan``, ``generate`` and ``bench`` of next-scale models."""
+
+import json
+
+from typer.testing import CliRunner
+
+from specmm.cli import app
+
+
+def test_plan_on_the_command_line(pipe, tmp_path):
+    pipe.save_pretrained(tmp_path / "model")
+    result = CliRunner().invoke(app, ["plan", str(tmp_path / "model"), "--batch", "2", "--dtype", "float32", "--json"])
+    found = json.loads(result.stdout)
+    scales = len(pipe.transformer.config.ladder)
+    assert [row["n"] for row in found["by_n"]] == list(range(scales + 1)) and found["choice"] in range(scales + 1)
+    assert all(row["seconds"] > 0 for row in found["by_n"])
+    shown = CliRunner().invoke(app, ["plan", str(tmp_path / "model"), "--dtype", "float32"])
+    assert shown.exit_code == 0 and "choice" in shown.stdout
+
+
+def test_published_sizes_are_planned_without_weights():
+    arguments = ["plan", "d2,d1", "--batch", "2", "--dtype", "float32"]
+    found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    seconds = [row["seconds"] for row in found["by_n"]]
+    assert len(seconds) == 11 and 0 < seconds[0] < seconds[-1], "deeper, wider and slower"
+    assert "VAR-d2 and VAR-d1 at 256 px" in found["model"]
+    refused = CliRunner().invoke(app, [*arguments, "--resolution", "300"])
+    assert refused.exit_code == 2 and "resolution 256 or 512, got 2 and 300" in refused.output
+
+
+def test_a_run_tells_what_it_left_to_the_machine(pipe, tmp_path):
+    pipe.save_pretrained(tmp_path / "model")
+    arguments = [
+        "generate",
+        str(tmp_path / "model"),
+        "--class",
+        "class3",
+        "-n",
+        "3",
+        "--batch-size",
+        "2",
+        "--seed",
+        "1",
+    ]
+    run = CliRunner().invoke(app, [*arguments, "--method", "code", "--out", str(tmp_path / "out"), "--json"])
+    found = json.loads(run.stdout)
+    assert found["ran"].startswith("code(n=") and "expected" in found["reason"] and found["method"] == "code"
+    refused = CliRunner().invoke(app, [*arguments, "--method", "code", "-o", "n=2", "-o", "release=true"])
+    assert refused.exit_code == 2 and "give --batch-size 3, got 2" in refused.output
+
+
+def test_bench_on_the_command_line(pipe, tmp_path):
+    pipe.save_pretrained(tmp_path / "model")
+    arguments = ["bench", str(tmp_path / "model"), "--methods", "code(n=2)", "-n", "1", "--dtype", "float32", "--json"]
+    rows = json.loads(CliRunner().invoke(app, arguments).stdout)
+    assert [r["label"] for r in rows] == ["ar", "code(n=2)"]
+    assert all(r["quality"]["log_likelihood"] < 0 and r["ideal"] > 0 for r in rows)
