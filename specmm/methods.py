@@ -6,7 +6,7 @@ Continuous tokens: ``ar``, ``cspd`` (its variant ``exact`` speculates along the 
 ``ar``, ``code`` (two models in turn), ``speculative`` (the small one drafts, the large verifies), ``auto``.
 Questions about pictures: ``ar``, ``text-draft`` (a language model that sees no picture), ``vlm-draft`` (one that does),
 ``msd`` (a drafter on the target's features), ``prompt-lookup``, ``verdict`` (several answer, one decides), ``auto``.
-Text: ``ar``, ``diffuspec`` (a diffusion model nobody trained for it, its block searched for a causal path), ``specdiff``
+Text: ``ar``, ``diffuspec`` (a diffusion model not trained for it, its block searched for a causal path), ``specdiff``
 (one in several denoising steps), ``deer`` (one trained to draft a block at once), ``block`` (DFlash, on the target's
 hidden states), ``text-draft``, ``prompt-lookup``, ``auto``.
 """
