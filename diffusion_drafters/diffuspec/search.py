@@ -50,6 +50,9 @@ class Path(NamedTuple):
         return -round(self.score / max(len(self.tokens), 1), SAME), self.tokens
 
 
+Open = tuple[float, tuple[int, ...], tuple[int, ...]]  # of a path in a beam: its score, tokens, what the proxy reads
+
+
 @dataclass(frozen=True)
 class Objective:
     """S for one prefix: the ``proxy``, the ``weight`` of the block (the paper's lambda), and the token that ends a
@@ -70,49 +73,29 @@ class Objective:
         """What the proxy reads of the prefix, at most."""
         return tuple(self.prefix[max(len(self.prefix) - self.proxy.order + 1, 0) :])
 
-    def scores(self, lattice: Lattice, paths: Sequence[Path]) -> list[float]:
-        """S of each of the equally long ``paths`` with each candidate of the next position behind it, in turn."""
-        place, own, rest = len(paths[0].tokens), self.weight, 1 - self.weight
-        block = [own * score for score in lattice.scores[place]]
+    def scores(self, going: Sequence[Open], tokens: Sequence[int], block: Sequence[float]) -> list[float]:
+        """S of each of ``going`` with each of ``tokens`` behind it, in turn; ``block`` are the tokens' own scores."""
+        own, rest = self.weight, 1 - self.weight
+        block = [own * score for score in block]
         if not rest:
-            return [path.score + score for path in paths for score in block]
-        causal = self.proxy.log_probs(self.contexts(paths), lattice.tokens[place])
-        found: list[float] = []
-        for (_, before, _), row in zip(paths, causal, strict=True):
-            found += [before + score + rest * proxy for score, proxy in zip(block, row)]  # noqa: B905  half its time
-        return found
-
-    def best(self, lattice: Lattice, paths: Sequence[Path], count: int) -> list[Path]:
-        """The ``count`` best of all continuations of the equally long ``paths``, and those as good as the last."""
-        place, found = len(paths[0].tokens), []
-        tokens, last = lattice.tokens[place], place + 1 == len(lattice)
-        scores = self.scores(lattice, paths)
-        worst = sorted(scores)[-count:][0] - TIE  # paths that cannot stay are never made
-        for i, score in enumerate(scores):
-            if score >= worst:
-                path, token = paths[i // len(tokens)], tokens[i % len(tokens)]
-                found.append(Path((*path.tokens, token), score, last or token == self.end))
+            return [before + score for before, _, _ in going for score in block]
+        causal, found = self.proxy.log_probs([read for _, _, read in going], tokens), list[float]()
+        for (before, _, _), row in zip(going, causal, strict=True):
+            found += [before + score + rest * proxy for score, proxy in zip(block, row, strict=True)]
         return found
 
     def extend(self, lattice: Lattice, path: Path) -> list[Path]:
         """``path`` with every candidate of the next position behind it."""
         place = len(path.tokens)
-        found = zip(lattice.tokens[place], self.scores(lattice, [path]), strict=True)
-        return [self._longer(path, token, score, place + 1 == len(lattice)) for token, score in found]
-
-    def _longer(self, path: Path, token: int, score: float, last: bool) -> Path:
-        return Path((*path.tokens, token), score, last or token == self.end)
+        tokens, last = lattice.tokens[place], place + 1 == len(lattice)
+        scores = self.scores([(path.score, path.tokens, self.context(path))], tokens, lattice.scores[place])
+        found = zip(tokens, scores, strict=True)
+        return [Path((*path.tokens, token), score, last or token == self.end) for token, score in found]
 
     def context(self, path: Path) -> tuple[int, ...]:
         """What the proxy reads behind ``path``."""
-        return self.contexts([path])[0]
-
-    def contexts(self, paths: Sequence[Path]) -> list[tuple[int, ...]]:
-        """What the proxy reads behind each of the equally long ``paths``."""
         count = self.proxy.order - 1
-        if 0 < count <= len(paths[0].tokens):
-            return [path.tokens[-count:] for path in paths]
-        return [(self.before + path.tokens)[-count:] if count else () for path in paths]
+        return (self.before + path.tokens)[-count:] if count else ()
 
 
 def beam_path(lattice: Lattice, objective: Objective, width: int = 3) -> Path:
@@ -122,12 +105,40 @@ def beam_path(lattice: Lattice, objective: Objective, width: int = 3) -> Path:
     """
     if width < 1:
         raise ValueError(f"width must be at least 1, got {width}")
-    beam = [Path(finished=not len(lattice))]
-    while going := [path for path in beam if not path.finished]:
-        beam = [path for path in beam if path.finished] + objective.best(lattice, going, width)
+    going: list[Open] = [(0.0, (), objective.before)]
+    done: list[Open] = []
+    for tokens, block in zip(lattice.tokens, lattice.scores, strict=True):
+        beam = done + _grown(objective, going, tokens, block, width)
         if len(beam) > width:
-            beam = sorted(beam, key=lambda path: path.rank)[:width]
-    return min(beam, key=lambda path: path.rank)
+            beam = sorted(beam, key=_rank)[:width]
+        if objective.end is None:
+            going = beam
+        else:
+            done = [path for path in beam if path[1][-1] == objective.end]
+            going = [path for path in beam if path[1][-1] != objective.end]
+        if not going:
+            break
+    score, path, _ = min(going + done, key=_rank)
+    return Path(path, score, True)
+
+
+def _grown(
+    objective: Objective, going: Sequence[Open], tokens: Sequence[int], block: Sequence[float], count: int
+) -> list[Open]:
+    """The ``count`` best of ``going`` with one of ``tokens`` behind, and those as good as the last."""
+    scores, read, size = objective.scores(going, tokens, block), objective.proxy.order - 1, len(tokens)
+    worst, found = sorted(scores)[-count:][0] - TIE, list[Open]()  # paths that cannot stay are never made
+    for i, score in enumerate(scores):
+        if score >= worst:
+            _, path, context = going[i // size]
+            token = tokens[i % size]
+            found.append((score, (*path, token), (*context, token)[-read:] if read else ()))
+    return found
+
+
+def _rank(path: Open) -> tuple[float, tuple[int, ...]]:
+    """As :attr:`Path.rank`."""
+    return -round(path[0], SAME), path[1]
 
 
 def best_path(lattice: Lattice, objective: Objective, per_token: bool = False) -> Path:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from specmm.diffusion_drafters.diffuspec import naive
 from specmm.diffusion_drafters.diffuspec.draft import Search, draft
-from specmm.diffusion_drafters.diffuspec.lattice import prune
+from specmm.diffusion_drafters.diffuspec.lattice import LARGE, prune
 from specmm.diffusion_drafters.diffuspec.length import AdaptiveLength
 from specmm.diffusion_drafters.diffuspec.naive import every_path
 from specmm.diffusion_drafters.diffuspec.ngram import NGram, fit
@@ -63,6 +63,16 @@ def test_tokens_of_no_probability_are_never_offered():
     assert all(sorted(row) == [0, 1] for row in lattice.tokens)
     barred[2] = -math.inf
     assert len(prune(barred, 0.8)) == 2
+
+
+@pytest.mark.parametrize("vocabulary", [LARGE, LARGE + 1, 3 * LARGE])
+def test_large_vocabularies_are_pruned_as_small_ones(vocabulary):
+    laws = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(0)).mul(3).log_softmax(-1)
+    laws[1, 100:] = -math.inf
+    laws[2, 7] = laws[2, 9000] = 0.5  # a tie
+    best = laws.sort(dim=1, descending=True, stable=True)
+    found = prune(laws, 1.0, 15)
+    assert found.tokens == best.indices[:, :15].tolist() and found.scores == best.values[:, :15].tolist()
 
 
 def test_drafts_of_odd_blocks():
