@@ -95,6 +95,7 @@ def contenders(pipe: TextPipeline, temperature: float, batch: int) -> list[Runne
             chosen += [kind(sure=0.3), kind(recall=3)]
     if drafts(pipe, methods.DiffuSpec()):
         chosen += [methods.DiffuSpec(search=search, adaptive=adaptive) for search, adaptive in DIFFUSPEC]
+        chosen.append(methods.DiffuSpec(reuse=True))
         chosen += [methods.SpecDiff(steps=1), methods.SpecDiff(steps=2)]
     chosen += [methods.PromptLookup()]
     chosen += [methods.TextDraft()] if drafts(pipe, methods.TextDraft()) else []

@@ -13,11 +13,12 @@ from specmm.diffusion_drafters.diffuspec.draft import Search
 from specmm.diffusion_drafters.diffuspec.ngram import NGram
 from specmm.diffusion_drafters.diffuspec.search import CausalProxy
 from specmm.diffusion_drafters.drafters.block import ChainDrafter, TreeDrafter
-from specmm.diffusion_drafters.drafters.cached import CausalSource
+from specmm.diffusion_drafters.drafters.cached import CausalSource, KeptSource
 from specmm.diffusion_drafters.drafters.diffuspec import DiffuSpecDrafter
 from specmm.diffusion_drafters.drafters.drawn import DrawnTreeDrafter
 from specmm.diffusion_drafters.drafters.sources import BlockSource, DFlashSource, DiffusionSource
 from specmm.diffusion_drafters.drafters.specdiff import StepsDrafter
+from specmm.diffusion_drafters.models.bidirectional import FullAttention
 from specmm.diffusion_drafters.models.causal import CausalPrefix
 from specmm.diffusion_drafters.models.dflash import DFlash
 from specmm.drafter import Drafter
@@ -72,9 +73,14 @@ def _diffusion(drafter: Any) -> Diffusion:
     return Diffusion(drafter)
 
 
-def _diffusion_source(drafter: Diffusion, target: VLMTarget, tokenizer: Any) -> DiffusionSource:
+def _diffusion_source(drafter: Diffusion, target: VLMTarget, tokenizer: Any, reuse: bool = False) -> DiffusionSource:
     model = drafter.model
-    return DiffusionSource(model, target, translated(drafter.tokenizer, tokenizer, target, model.vocabulary))
+    translation = translated(drafter.tokenizer, tokenizer, target, model.vocabulary)
+    if not reuse:
+        return DiffusionSource(model, target, translation)
+    if not isinstance(model, FullAttention):
+        raise ValueError(f"reuse needs a Dream or LLaDA as drafter, got a {type(model).__name__}; leave it out")
+    return KeptSource(model, target, translation)
 
 
 def _diffuspec(method: methods.DiffuSpec, target: VLMTarget, drafter: Any, tokenizer: Any) -> Drafter:
@@ -86,7 +92,7 @@ def _diffuspec(method: methods.DiffuSpec, target: VLMTarget, drafter: Any, token
         )
     _check_proxy(found.proxy, target)
     return DiffuSpecDrafter(
-        _diffusion_source(found, target, tokenizer),
+        _diffusion_source(found, target, tokenizer, method.reuse),
         found.proxy if method.search or method.sampled else None,
         Search(method.tau, method.candidates, method.weight, method.beam),
         method.least if method.adaptive else method.most,

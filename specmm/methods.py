@@ -190,9 +190,8 @@ class CSpD:
 class DiffuSpec:
     """DiffuSpec (arXiv 2510.02358): a diffusion model's block, pruned and searched for a causal path; point masses.
 
-    ``search`` off takes the likeliest tokens, ``sampled`` draws a path left to right, with its law; ``adaptive`` off
-    drafts ``most`` tokens a round. ``step`` and ``rate`` are the controller's (the paper: ``least`` 20, ``most`` 30,
-    ``step`` 10); ``beam`` 0 searches the exact optimum.
+    Without ``search`` the likeliest tokens, ``sampled`` draws a path with its law; ``most`` drafts, or ``adaptive``, by
+    ``step`` and ``rate``; ``beam`` 0 finds the optimum; ``reuse`` keeps keys and values (other drafts, but quicker).
     """
 
     name: ClassVar[str] = "diffuspec"
@@ -207,6 +206,7 @@ class DiffuSpec:
     candidates: int = 15
     weight: float = 0.5
     beam: int = 3
+    reuse: bool = False
 
 
 @dataclass(frozen=True)

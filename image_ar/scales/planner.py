@@ -62,7 +62,9 @@ class Draw:
 
 @dataclass(frozen=True)
 class Forecast:
-    """CoDe with the first ``n`` scales by the large model: seconds a batch, peak bytes, speedup over n = K."""
+    """CoDe with the first ``n`` scales by the large model: seconds a batch, peak bytes (without the tokenizer's, the
+    same for all n), speedup over n = K.
+    """
 
     n: int
     seconds: float

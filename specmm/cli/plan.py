@@ -75,7 +75,7 @@ def _scales(pipe: Any, model: str, batch: int, cfg: float | None) -> tuple[dict[
 
 
 def _by_n(facts: dict[str, Any], made: Any) -> tuple[dict[str, Any], list[str]]:
-    head = f"{facts['model']}, {facts['batch']} at a time, {facts['dtype']}"
+    head = f"{facts['model']}, {facts['batch']} at a time, {facts['dtype']}; memory without the tokenizer's"
     return {**facts, **made.as_dict()}, [head, *made.lines()]
 
 

@@ -13,7 +13,7 @@ from specmm.decode import decode, decode_plain
 from specmm.diffusion_drafters.assemble import chain_rule
 from specmm.diffusion_drafters.diffuspec.ngram import fit
 from specmm.diffusion_drafters.drafters.block import ChainDrafter, TreeDrafter
-from specmm.diffusion_drafters.drafters.cached import CausalSource
+from specmm.diffusion_drafters.drafters.cached import CausalSource, KeptSource
 from specmm.diffusion_drafters.drafters.diffuspec import DiffuSpecDrafter
 from specmm.diffusion_drafters.drafters.drawn import DrawnTreeDrafter
 from specmm.diffusion_drafters.drafters.sources import DFlashSource, DiffusionSource
@@ -56,10 +56,11 @@ def target_model(vocabulary, seed=0, room=128):
     return model.eval()
 
 
-def dream(vocabulary, room=128):
+def dream(vocabulary, room=128, layers=3, shift=1):
     """The target's own weights read on both sides: it often agrees. One more token than the target: the mask."""
-    config = tf.LlamaConfig(vocab_size=vocabulary + 1, **(SIZES | {"max_position_embeddings": room}))
-    return FullAttention(shaken(tf.LlamaForCausalLM(config), 0), vocabulary, 2, shift=1)
+    sizes = SIZES | {"max_position_embeddings": room, "num_hidden_layers": layers}
+    model = shaken(tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=vocabulary + 1, **sizes)), 0)
+    return FullAttention(model, vocabulary, 2, shift)
 
 
 def mdlm(vocabulary):
@@ -131,6 +132,10 @@ DRAFTERS = {
     "tree of dflash": lambda t: TreeDrafter(DFlashSource(dflash(t.family.vocabulary), t), t, 7),
     "steps of dream": lambda t: StepsDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, 5, 3),
     "diffuspec": lambda t: searching(t, most=5, step=2),
+    "chain of kept dream": lambda t: ChainDrafter(KeptSource(dream(t.family.vocabulary), t), t, 4),
+    "diffuspec, kept": lambda t: DiffuSpecDrafter(
+        KeptSource(dream(t.family.vocabulary), t), proxy(t.family.vocabulary), least=2, most=5, step=2
+    ),
     "diffuspec, sampled": lambda t: searching(t, most=4, sampled=True),
     "diffuspec, likeliest tokens": lambda t: DiffuSpecDrafter(
         DiffusionSource(dream(t.family.vocabulary, room=12), t), None, least=3, most=3

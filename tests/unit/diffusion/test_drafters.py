@@ -10,6 +10,7 @@ import torch
 
 from specmm.decode import decode
 from specmm.diffusion_drafters.drafters.block import ChainDrafter, TreeDrafter
+from specmm.diffusion_drafters.drafters.cached import KeptSource
 from specmm.diffusion_drafters.drafters.diffuspec import DiffuSpecDrafter
 from specmm.diffusion_drafters.drafters.drawn import DrawnTreeDrafter
 from specmm.diffusion_drafters.drafters.sources import DFlashSource, DiffusionSource
@@ -35,6 +36,7 @@ from tests.unit.diffusion.conftest import (
     dflash,
     dream,
     paired,
+    proxy,
     run,
     searching,
     target_model,
@@ -48,8 +50,34 @@ def test_greedy_decoding_is_plain_decoding(make):
     assert torch.equal(end.tokens[:, :LENGTH], plain.tokens)
 
 
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("rows", [ROWS, *([row] for row in ROWS)], ids=len)
+def test_what_is_kept_is_what_would_be_read_afresh_where_layers_do_not_mix_it(rows, shift):
+    """So of a model of one layer; of three layers in the first round, when nothing has been kept."""
+    for layers in (1, 3):
+        seen = [recorded(kind, dream(V, layers=layers, shift=shift), rows) for kind in (DiffusionSource, KeptSource)]
+        same = list(zip(*seen, strict=False))[: 1 if layers == 3 or len(rows) > 1 else None]
+        assert len(same) > 2 or layers == 3 or len(rows) > 1
+        for afresh, kept in same:
+            torch.testing.assert_close(kept, afresh, atol=1e-4, rtol=1e-4)
+
+
+def recorded(kind, model, rows):
+    """The logits of each round of a greedy run with a source of ``kind``."""
+    seen = []
+
+    def make(target):
+        source = kind(model, target)
+        inner = source.logits
+        source.logits = lambda feedback, block: seen.append(inner(feedback, block)) or seen[-1]
+        return DiffuSpecDrafter(source, proxy(V), least=4, most=4)
+
+    run(make, Processor(0), Uniforms.from_seeds(range(len(rows))), rows)
+    return seen
+
+
 def test_some_drafts_are_kept():
-    for name in ("chain of dream", "tree of dream", "diffuspec"):
+    for name in ("chain of dream", "tree of dream", "diffuspec", "diffuspec, kept"):
         assert run(DRAFTERS[name], Processor(0), Uniforms.from_seeds([0, 1, 2])).stats.tau > 1, name
 
 
@@ -66,6 +94,7 @@ def test_some_drafts_are_kept():
         "tree of deer",
         "steps of dream",
         "diffuspec",
+        "diffuspec, kept",
     ],
 )
 def test_a_row_does_not_depend_on_its_batch(name):
