@@ -8,13 +8,16 @@ Shape letters: V the target's vocabulary, v the drafter's.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-MARKS = str.maketrans({"\u2581": " ", "\u0120": " ", "\u010a": "\n"})  # how tokenizers write a space and a line's end
+SPACE, BYTE = "\u2581", re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's space, and its tokens of one byte
+BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}  # byte-level tokenizers write every byte so
 PADDING = 512  # tokens that models of one tokenizer may differ by: they pad their vocabularies
 LEAST = 0.05  # share of the target's tokens that must be known to the drafter to be worth a try
 
@@ -51,7 +54,7 @@ class Translation:
             if i < vocabulary and text in known:
                 ids[i], shared[i] = known[text], True
             elif i < vocabulary:
-                ids[i] = (drafter.encode(text, add_special_tokens=False) or [0])[-1]
+                ids[i] = (drafter.encode(text.decode("utf-8", "ignore"), add_special_tokens=False) or [0])[-1]
         for name in ("eos_token_id", "bos_token_id"):
             ours, theirs = getattr(target, name, None), getattr(drafter, name, None)
             if ours is not None and theirs is not None and ours < vocabulary:
@@ -79,6 +82,17 @@ class Translation:
         return logits[..., self.ids.to(logits.device)].masked_fill(~shared, float("-inf"))
 
 
-def _texts(tokenizer: Any) -> dict[int, str]:
-    """The text of every token; special ones by their names."""
-    return {i: token.translate(MARKS) for token, i in tokenizer.get_vocab().items()}
+def _texts(tokenizer: Any) -> dict[int, bytes]:
+    """The bytes of every token, which may be a part of a letter; of special ones their names."""
+    vocabulary = tokenizer.get_vocab()
+    spell = _spelled_in_bytes if any("\u0120" in token for token in vocabulary) else _spelled_in_letters
+    return {i: spell(token) for token, i in vocabulary.items()}
+
+
+def _spelled_in_bytes(token: str) -> bytes:
+    return bytes(BYTES[letter] for letter in token) if BYTES.keys() >= set(token) else token.encode()
+
+
+def _spelled_in_letters(token: str) -> bytes:
+    found = BYTE.fullmatch(token)
+    return bytes.fromhex(found[1]) if found else token.replace(SPACE, " ").encode()

@@ -31,6 +31,15 @@ def test_shared_tokens_keep_their_logits_and_others_are_never_drafted():
     assert between.to_drafter(torch.tensor([0, 1, 2, 3])).tolist() == [0, 2, 3, 0]
 
 
+def test_tokens_are_compared_as_bytes():
+    """A space, a tab, a line's end, a letter of two bytes and its first byte alone, written in two ways."""
+    target = Words("<e>", "\u0120", "\u0109", "\u010a", "\u00c3\u00a9", "\u00c3", "\u0120x")
+    drafter = Words("</s>", "<0xC3>", "\u00e9", "<0x0A>", "<0x09>", "\u2581")
+    between = Translation.between(target, drafter, 7)
+    assert between.shared.tolist() == [True] * 6 + [False]
+    assert between.ids[:6].tolist() == [0, 5, 4, 3, 2, 1]
+
+
 def test_too_little_in_common_is_refused():
     with pytest.raises(ValueError, match="drafter must share at least 5% of the target's 40 tokens, got 1"):
         Translation.between(Words("<e>", "a", "b"), Words("</s>", "c"), 40)
