@@ -117,15 +117,8 @@ class VLMTarget:
 
         Raises ``ValueError`` when prompt and answer exceed the model's positions or placeholders do not fit pictures.
         """
-        self.check(prompt)
-        self.prompt, self.calls, self.spent = prompt, 0, None
-        rows, width = prompt.input_ids.shape
-        self.cache = self._new_cache(rows, prompt.room, scratch)
-        self.past = as_transformers(self.cache)
-        self.places = torch.arange(self.cache.slots, device=self.device).repeat(rows, 1)  # position of each slot
-        self.last = self._last_position(prompt.room)
+        where, width = self.make_room(prompt, scratch), prompt.input_ids.shape[1]
         self.cache.aim(0, width)
-        where, self.offsets = self.family.positions(prompt)
         mask = prompt.inputs["attention_mask"] if prompt.padded else None
         with self._watch_embeddings(prompt), self._runs():
             states = self.family.body(
@@ -142,6 +135,17 @@ class VLMTarget:
         self.history = History(prompt.input_ids, prompt.lengths, prompt.room - width)
         last = (prompt.lengths - 1)[:, None, None].expand(-1, 1, states.shape[-1])
         return self._output(states.gather(1, last), None)
+
+    def make_room(self, prompt: VLMPrompt, scratch: int) -> dict[str, Any]:
+        """An empty cache for ``prompt``, its answer and ``scratch``; the prompt's positions as the model takes them."""
+        self.check(prompt)
+        self.prompt, self.calls, self.spent = prompt, 0, None
+        self.cache = self._new_cache(len(prompt.input_ids), prompt.room, scratch)
+        self.past = as_transformers(self.cache)
+        self.places = torch.arange(self.cache.slots, device=self.device).repeat(len(prompt.input_ids), 1)  # by slot
+        self.last = self._last_position(prompt.room)
+        where, self.offsets = self.family.positions(prompt)
+        return where
 
     @torch.inference_mode()
     def admit(self, row: int, prompt: VLMPrompt) -> TargetOutput:

@@ -42,7 +42,7 @@ class Path(NamedTuple):
     @property
     def rank(self) -> tuple[float, tuple[int, ...]]:
         """Sorts better paths first."""
-        return -round(self.score, SAME), self.tokens
+        return _rank((self.score, self.tokens, ()))
 
     @property
     def rate(self) -> tuple[float, tuple[int, ...]]:
@@ -137,7 +137,7 @@ def _grown(
 
 
 def _rank(path: Open) -> tuple[float, tuple[int, ...]]:
-    """As :attr:`Path.rank`."""
+    """Sorts better paths first."""
     return -round(path[0], SAME), path[1]
 
 

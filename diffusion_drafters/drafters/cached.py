@@ -132,8 +132,7 @@ class KeptSource(DiffusionSource):
         prompt = self.target.prompt
         check_room(prompt, most, self.model.room)
         whole = prompt.input_ids.shape[1] + 1 + most  # what the first round reads
-        self.reader.small.prefill(own_tokens(prompt, self.translation), max(whole, 2 * most + 1))
-        self.reader.small.cache.lengths.zero_()  # it was read from the left only
+        self.reader.small.make_room(own_tokens(prompt, self.translation), max(whole, 2 * most + 1))
 
     def logits(self, feedback: Feedback, block: int) -> Tensor:
         """Logits [B, K, V] of the block; see :class:`BlockSource`."""
@@ -145,6 +144,5 @@ class KeptSource(DiffusionSource):
         where = (first[:, None] + order).clamp(max=self.history.tokens.shape[1] - 1)
         tokens = self.translation.to_drafter(self.history.tokens.gather(1, where))
         states = self.reader.read(tokens, kept, block)
-        logits = self.model.head(behind(states, kept, tokens.shape[1], block, self.model.shift)).float()
-        logits[..., self.model.mask] = float("-inf")
-        return self.translation.from_drafter(logits)
+        states = behind(states, kept, tokens.shape[1], block, self.model.shift)
+        return self.translation.from_drafter(self.model.head(states).float())

@@ -18,6 +18,7 @@ import torch
 from specmm.checkpoints import check_fingerprint, fingerprint, load_strict, read_json
 from specmm.diffusion_drafters.models.bidirectional import QWEN_SIZES, dream_config, empty
 from specmm.diffusion_drafters.models.files import HEAD, LEFTOVERS, TOKENS, read_state, write_model
+from specmm.diffusion_drafters.models.masked import check_mask
 
 KIND = "deer"
 SHARED = (TOKENS, HEAD)
@@ -32,10 +33,9 @@ class CausalPrefix:
     """
 
     def __init__(self, model: Any, mask: int, block: int, end: int | None = None, shared: bool = False) -> None:
-        self.model, self.mask, self.block, self.end, self.shared = model.eval(), mask, block, end, shared
+        self.model, self.block, self.end, self.shared = model.eval(), block, end, shared
         self.vocabulary, self.room = int(model.config.vocab_size), int(model.config.max_position_embeddings)
-        if mask is None or not 0 <= mask < self.vocabulary:
-            raise ValueError(f"mask token must be one of the {self.vocabulary} of the model, got {mask}")
+        self.mask = check_mask(mask, self.vocabulary, None)
         if block < 1:
             raise ValueError(f"block_size must be at least 1, got {block}")
 

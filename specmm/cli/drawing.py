@@ -74,10 +74,7 @@ class Report:
         """A summary for people."""
         job, found = self.job, merged(self.certificates)
         rate = f", {self.seconds / len(self.outputs):.2f} s each" if self.outputs else ""
-        first = (
-            f"{len(self.outputs)} of {len(job.inputs)} pictures by {self.ran or label(job.method)} "
-            f"in {self.seconds:.1f} s{rate}"
-        )
+        first = f"{len(self.outputs)} of {len(job.inputs)} pictures by {self.ran} in {self.seconds:.1f} s{rate}"
         counts = f"{self.stats.tokens} tokens in {self.stats.rounds} rounds, tau {self.stats.tau:.2f}, "
         return "\n".join(
             [
