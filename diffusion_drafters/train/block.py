@@ -43,13 +43,9 @@ def build_block(
     They lie evenly between the second and the third last (as in the release). ``inner`` is the width of its
     feed-forward layers where it is not the target's, ``markov`` the rank of its table of pairs and ``recurrent`` the
     size of its memory (0: none), ``known`` the ids [v] of the target's tokens that it drafts (None: all). Raises
-    ``ValueError`` for more layers to read than there are in front of the last, and for a target whose layers go by no
-    known name.
+    ``ValueError`` as ``layers_read`` does, and for a target whose layers go by no known name.
     """
-    config, depth = target.family.config, len(target.family.layers)
-    if not 1 <= read < depth:
-        raise ValueError(f"read must be 1 to {depth - 1}, the target's layers in front of its last, got {read}")
-    places = torch.linspace(1, max(depth - 3, 0), read) if depth - 1 > read else torch.arange(read)
+    config, chosen = target.family.config, layers_read(target, read)
     kind: Any = Qwen3Config
     sizes = kind(
         vocab_size=config.vocab_size,
@@ -66,7 +62,6 @@ def build_block(
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
     with seeded(0):
-        chosen = tuple(dict.fromkeys(places.round().int().tolist()))
         count = 0 if known is None else len(known)
         model = DFlash(DFlashConfig(sizes, block, mask, chosen, count, markov, recurrent))
         for weight in model.parameters():
@@ -79,6 +74,18 @@ def build_block(
     if known is not None:
         model.know(known.sort().values)
     return model.to(target.device)
+
+
+def layers_read(target: VLMTarget, read: int) -> tuple[int, ...]:
+    """The ``read`` layers of the target whose states a drafter reads, lowest first.
+
+    Raises ``ValueError`` for more than there are before the last one.
+    """
+    depth = len(target.family.layers)
+    if not 1 <= read < depth:
+        raise ValueError(f"read must be 1 to {depth - 1}, the target's layers in front of its last, got {read}")
+    places = torch.linspace(1, max(depth - 3, 0), read) if depth - 1 > read else torch.arange(read)
+    return tuple(dict.fromkeys(places.round().int().tolist()))
 
 
 def with_memory(before: DFlash, size: int) -> DFlash:

@@ -101,7 +101,7 @@ def dflash(
         from specmm.checkpoints import read_json
         from specmm.diffusion_drafters.models.causal import check_target
         from specmm.diffusion_drafters.models.dflash import load_dflash, save_dflash
-        from specmm.diffusion_drafters.train.block import build_block, train_block, with_memory
+        from specmm.diffusion_drafters.train.block import build_block, layers_read, train_block, with_memory
         from specmm.diffusion_drafters.train.rows import Rows, frequent
 
         place, target, tokenizer = _begin(model, "block", replace)
@@ -113,6 +113,7 @@ def dflash(
             drafter = with_memory(load_dflash(start, torch.float32).to(target.device), recurrent)
         else:
             hidden = _mask(tokenizer, mask)
+            layers_read(target, read)  # a mistake is told before rows are drawn, which takes minutes
         tokens = _rows(target, tokenizer, text, rows, None if chats else drawn, writable(out), seed)
         if start is None:
             known = frequent(tokens, vocabulary) if vocabulary else None
