@@ -4,20 +4,34 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.specmm-installed
 ARGS ?=
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quality format bench
+.PHONY: help setup demo test test-all test-portable quality format bench
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 setup: $(STAMP)  ## create .venv and install everything
 
 demo: $(STAMP)  ## real pictures, plain and accelerated, side by side in out/demo
 	$(BIN)/specmm demo $(ARGS)
 
-test: $(STAMP)  ## the whole test suite (ARGS="-k name" for a part)
-	$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP)  ## what to run before each commit, minutes (ARGS="-k name" for a part)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(STAMP)  ## everything: also compilers, processes, long samples, other processors
+	$(PYTEST) $(ARGS)
+	$(MAKE) test-portable
+
+# What of the processor PyTorch, oneDNN, MKL, OpenBLAS (NumPy's) and NumPy may use: a machine can hide what it has.
+AVX512 := ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE DNNL_MAX_CPU_ISA=AVX512_CORE MKL_ENABLE_INSTRUCTIONS=AVX512
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 DNNL_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 OPENBLAS_CORETYPE=Haswell
+
+test-portable: $(STAMP)  ## the numerical tests as on other processors, with one thread and with two
+	$(AVX2) $(PYTEST) -m "not slow and not process" $(ARGS)
+	$(AVX512) $(PYTEST) -m "not slow and not process" $(ARGS)
+	$(AVX2) OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "not slow and not process" $(ARGS)
 
 quality: $(STAMP)  ## ruff check, ruff format --check, mypy --strict
 	$(BIN)/ruff check .

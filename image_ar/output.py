@@ -5,7 +5,7 @@ Shape letters: B pictures, R pixels a side.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,10 +49,15 @@ class Drawn:
 
 
 def draw_batches(
-    draw: Callable[[slice], Drawn], count: int, batch_size: int, output_type: str, bar: Any
+    draw: Callable[[slice], Drawn],
+    count: int,
+    batch_size: int,
+    output_type: str,
+    bar: Any,
+    settings: Mapping[str, Any],
 ) -> ImageOutput:
     """``draw`` the rows of ``count`` pictures, ``batch_size`` at a time, under a progress ``bar`` (which ``draw`` may
-    move for those that are finished before the others).
+    move for those that are finished before the others). ``settings`` are those the certificate is about.
     """
     parts = []
     with bar:
@@ -66,7 +71,8 @@ def draw_batches(
     pictures: Any = torch.cat(drawn).cpu().numpy() if drawn else np.empty(0)
     images = [Image.fromarray(p) for p in pictures] if output_type == "pil" else pictures
     tokens = torch.cat([part.tokens for part in parts])
-    return ImageOutput(images=images, tokens=tokens, stats=stats, certificate=certificate, method=parts[-1].method)
+    claim = certificate.under(settings)
+    return ImageOutput(images=images, tokens=tokens, stats=stats, certificate=claim, method=parts[-1].method)
 
 
 def check_call(output_type: str, batch_size: int, num_images_per_prompt: int) -> None:

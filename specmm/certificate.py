@@ -6,22 +6,31 @@ variation per token; summed over a sample's tokens it bounds the sample's. ``heu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """Kind, reason, and the measured total variation per token (0 when exact, None when nothing is claimed)."""
+    """Kind, reason, and the measured total variation per token (0 when exact, None when nothing is claimed).
+
+    ``settings`` name the distribution that is meant: the model's under these options (temperature, guidance,
+    filters, iterations …). With other settings the model has another one.
+    """
 
     kind: Literal["exact", "bounded", "heuristic"]
     reason: str
     tv: float | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if (self.kind == "bounded") != (self.tv is not None and self.kind != "exact"):
             raise ValueError(f"a {self.kind} certificate must {'' if self.kind == 'bounded' else 'not '}hold a tv")
+
+    def under(self, settings: Mapping[str, Any]) -> Certificate:
+        """The same claim about the model's distribution under ``settings``."""
+        return replace(self, settings=dict(settings))
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""
@@ -30,7 +39,8 @@ class Certificate:
     def __str__(self) -> str:
         """One line for people."""
         tv = "" if self.kind != "bounded" else f", total variation a token below {self.tv:.4f} on average (measured)"
-        return f"{self.kind}{tv}: {self.reason}"
+        named = ", ".join(f"{name} {value}" for name, value in self.settings.items())
+        return f"{self.kind}{tv}: {self.reason}" + (f" (the model at {named})" if named else "")
 
 
 def of_rule(name: str, exact: bool, excess: float | None) -> Certificate:

@@ -80,7 +80,8 @@ class Progress:
         kept, excess = verdict.kept, verdict.excess
         tally.scatter_add_(0, kept, torch.ones_like(kept))
         if excess is not None:
-            self.excess += (excess * (kept > 0)).sum()
+            counted = torch.arange(excess.shape[1], device=kept.device) < kept[:, None]
+            self.excess += (excess * counted).sum()
             self.measured += kept.sum()
 
 

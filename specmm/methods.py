@@ -22,6 +22,12 @@ from specmm.registry import Registry, unknown
 Tree = str | tuple[int, ...] | None  # a named tree, parents (-1, 0, …), a spine's children by level, or the model's own
 
 
+def check_hindsight(weight: float) -> None:
+    """Raise ``ValueError`` for a weight of the target's older distributions that is not in [0, 1)."""
+    if not 0 <= weight < 1:
+        raise ValueError(f"hindsight must be in [0, 1), the weight of the target's older laws, got {weight}")
+
+
 @dataclass(frozen=True)
 class AR:
     """Plain decoding: one token a step."""
@@ -49,6 +55,9 @@ class Speculative:
     tree: Tree = None
     rule: Literal["traversal", "recursive"] = "traversal"
     hindsight: float = 0.3
+
+    def __post_init__(self) -> None:
+        check_hindsight(self.hindsight)
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,9 @@ class LanternPP:
     drafter: Literal["block", "eagle"] = "block"
     tree: Tree = None
     hindsight: float = 0.3  # as Speculative's
+
+    def __post_init__(self) -> None:
+        check_hindsight(self.hindsight)
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,16 @@ class Processor:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}, use 1 to keep all tokens")
 
     @property
+    def settings(self) -> dict[str, float]:
+        """The options that shape the distribution, for certificates: temperature, and the others that are on."""
+        on = {
+            "top_k": self.top_k > 0,
+            "top_p": self.top_p < 1,
+            "repetition_penalty": self.repetition_penalty != 1,
+        }
+        return {"temperature": self.temperature} | {k: getattr(self, k) for k, used in on.items() if used}
+
+    @property
     def greedy(self) -> bool:
         """Whether every law is a point mass by definition."""
         return self.temperature == 0

@@ -1,7 +1,13 @@
-"""Kernels are tested through Triton's interpreter where there is no GPU; Triton reads the variable when imported."""
+"""What must be said before torch is imported: the interpreter of kernels where there is no GPU, and the threads.
+
+Tests run in two processes (``make test``): with one thread each they do not wait for one another.
+"""
 
 import functools
 import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

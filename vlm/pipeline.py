@@ -142,6 +142,7 @@ class VQAPipeline(Pipeline):
             streamer.end()
         stats = Stats(tokens=len(ids), rounds=len(ids), seconds=time.perf_counter() - begin)
         claim = Certificate("heuristic", "the answer is the verdict model's once it has heard the others")
+        claim = claim.under(Options.of(options).processor.settings)
         return VQAOutput([ruling.answer], [ids], stats, claim, method.name, ruling)
 
     def _start(self, images: Any, questions: Any, options: Options) -> Run:

@@ -139,13 +139,17 @@ class Asked:
 
 @dataclass
 class Run:
-    """One batch being answered; ``text`` decodes ids, ``stops`` end answers, rows take up those of the ``queue``."""
+    """One batch being answered; ``text`` decodes ids, ``stops`` end answers, rows take up those of the ``queue``.
+
+    ``settings`` are those the certificate is about.
+    """
 
     method: str
     steps: Iterator[Progress]
     rule: Rule | None
     text: Callable[[Tensor], str]
     stops: StopStrings
+    settings: Mapping[str, Any]
     queue: Queue | None = None
 
     def finish(self, streamer: Any = None) -> tuple[list[str], list[Tensor], Progress]:
@@ -171,9 +175,10 @@ class Run:
     def certificate(self, end: Progress) -> Certificate:
         """What the run may claim at its ``end``."""
         if self.rule is None:
-            return Certificate("exact", "plain decoding of the target", 0.0)
+            return Certificate("exact", "plain decoding of the target", 0.0, self.settings)
         measured = float(end.measured)
-        return of_rule(self.rule.name, self.rule.exact, float(end.excess) / measured if measured else None)
+        excess = float(end.excess) / measured if measured else None
+        return of_rule(self.rule.name, self.rule.exact, excess).under(self.settings)
 
 
 def end_tokens(model: Any) -> list[int]:
@@ -258,10 +263,11 @@ class Pipeline:
         stops, ends = StopStrings(options.stops, self.text), EndTokens(self.ends(), self.model.device)
         stop = all_of(ends, stops) if stops.texts else ends
         if parts is None and queue is None:
-            return Run(name, decode_plain(target, prompt, length, uniforms, stop=stop), None, self.text, stops)
+            steps = decode_plain(target, prompt, length, uniforms, stop=stop)
+            return Run(name, steps, None, self.text, stops, options.processor.settings)
         drafter, rule = parts or (NoDrafts(), Recursive())
         inner = drafter.inner if isinstance(drafter, Late) else None
         if isinstance(inner, AdmittingDrafter) and (queue is not None or not options.processor.greedy):
             drafter = inner  # a sample's dice must not depend on whether it is the first of its row
         steps = decode(target, drafter, rule, prompt, length, uniforms, stop=stop, queue=queue, play=play)
-        return Run(name, steps, rule if parts else None, self.text, stops, queue)
+        return Run(name, steps, rule if parts else None, self.text, stops, options.processor.settings, queue)

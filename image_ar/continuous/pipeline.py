@@ -127,7 +127,8 @@ class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
             what = Draw(labels[rows], generators[rows], settings.plan(), settings.solver)
             return self._batch(what, chosen, output_type, callback_on_step_end)
 
-        return draw_batches(draw, len(labels), batch_size, output_type, self.progress_bar(total=len(labels)))
+        bar = self.progress_bar(total=len(labels))
+        return draw_batches(draw, len(labels), batch_size, output_type, bar, settings.claimed)
 
     def target(
         self,

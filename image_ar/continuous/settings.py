@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from specmm.image_ar.continuous.decode import Plan
 from specmm.image_ar.continuous.orders import CFGSchedule
@@ -22,6 +22,14 @@ class Settings:
     temperature: float = 1.0
     solver: Solver = "ddpm"
     classes: tuple[str, ...] = ()
+
+    @property
+    def claimed(self) -> dict[str, Any]:
+        """The options that shape the distribution, for certificates."""
+        solver = {"solver": self.solver} if self.solver != "ddpm" else {}
+        guided = {"cfg_schedule": self.cfg_schedule} if self.cfg != 1 else {}
+        steps = {"num_iter": self.num_iter, "head_steps": self.head_steps}
+        return steps | {"temperature": self.temperature, "cfg": self.cfg} | guided | solver
 
     def plan(self) -> Plan:
         """What the decoding loop needs; raises ``ValueError`` for options out of range."""

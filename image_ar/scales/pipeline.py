@@ -41,6 +41,8 @@ from specmm.layout import lay_weights
 from specmm.randomness import Uniforms, sample_generators
 from specmm.stats import Clock, Stats
 
+SOFT = Certificate("heuristic", "as released, tokens are drawn beside the soft codes that the picture is made of")
+
 
 class Job(NamedTuple):
     """A batch: labels [B] of its pictures, how they are sampled, their dice, whether programs run the scales, and
@@ -196,7 +198,8 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
             job = Job(labels[rows], sampling, Uniforms(generators[rows]), compiled and full, state)
             return self._batch(job, settled, name, output_type, callback_on_step_end)
 
-        return draw_batches(draw, len(labels), batch_size, output_type, self.progress_bar(total=len(labels)))
+        bar = self.progress_bar(total=len(labels))
+        return draw_batches(draw, len(labels), batch_size, output_type, bar, sampling.settings)
 
     def target(
         self,
@@ -261,6 +264,8 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
             turns = code_turns(large, small, method.n, canvas, labels, sampling, sampler)
         else:
             turns = [turn(large, LARGE, range(len(canvas.ladder)), canvas, labels, sampling, sampler)]
+        if job.state is not None and sampling.more_smooth:
+            return handoff(turns, clock), SOFT
         return handoff(turns, clock), certificate(turns, LARGE)
 
     def _sampler(self, job: Job, canvas: Canvas) -> Callable[[range], Sampler]:

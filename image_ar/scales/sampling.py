@@ -8,7 +8,7 @@ Shape letters: B batch, T tokens of a scale, V vocabulary, K scales.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +47,12 @@ class Sampling:
         self.filter.check_vocabulary(vocabulary)
         if isinstance(self.temperature, tuple) and len(self.temperature) != scales:
             raise ValueError(f"temperature must be one or one for each of {scales} scales, got {self.temperature}")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options that shape the distribution, for certificates: those of the filters that are on."""
+        smooth = {"more_smooth": True} if self.more_smooth else {}
+        return self.filter.settings | {"temperature": self.temperature, "cfg": self.cfg} | smooth
 
     @property
     def filters(self) -> bool:

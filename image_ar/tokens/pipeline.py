@@ -183,7 +183,8 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
 
         bar = self.progress_bar(total=len(generators))
         at_once = batch_size * (TURNS if flows(chosen) and callback_on_step_end is None else 1)
-        return draw_batches(draw, len(generators), at_once, output_type, bar)
+        settings = target.processor.settings | target.guidance.settings
+        return draw_batches(draw, len(generators), at_once, output_type, bar, settings)
 
     def log_likelihood(self, classes: Sequence[str | int], tokens: Tensor) -> Tensor:
         """Mean log-probability a token [B] of ``tokens`` [B, T] of ``classes``; see ``quality.log_likelihood``."""

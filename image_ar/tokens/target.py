@@ -48,6 +48,12 @@ class Guidance:
         """G: LlamaGen guides only above scale 1."""
         return 2 if self.scale > 1 else 1
 
+    @property
+    def settings(self) -> dict[str, float]:
+        """The options that shape the distribution, for certificates."""
+        last = {"cfg_interval": self.interval} if self.branches > 1 and self.interval > -1 else {}
+        return {"cfg": self.scale} | last
+
 
 class LlamaGenTarget:
     """A :class:`Transformer` with a cache; one instance serves one batch at a time."""

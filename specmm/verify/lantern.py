@@ -4,8 +4,10 @@
 
 ``"corrected"`` (default): drafts of law q are kept with mass ``a(x) = min(q(x), relaxed(x))`` and the rest is drawn
     from ``norm((p - a)+)``. The law emitted is *stated*: ``r = a + (1 - sum a) norm((p - a)+)``, of all laws that
-    dominate a the nearest to p in total variation. A point mass has a = relaxed(x) at x only, hence p without x.
-    Needs S of every token, V * k numbers a family, for drawn drafts; nothing extra for point masses.
+    dominate a the nearest to p in total variation. Its residual is the strict rule's, ``norm((p - q)+)``: where
+    q <= p + S, a is q; elsewhere q > p + S >= p and a = p + S >= p, so that ``(p - a)+`` and ``(p - q)+`` are both 0.
+    Relaxation raises the chance of a draft and leaves what follows a rejection as it is; a point mass leaves p
+    without x. The residual needs no S, and an excluded token (p = 0) never comes out of it.
 ``"official"``: as released. Point masses: x and, if any neighbour qualified, x's first k + 1 neighbours leave the
     target. Drawn drafts: ``(p - q)+`` with those neighbours taken out of q. Zero mass: uniform over the whole
     vocabulary, which can emit a token the processor excluded. No residual of any relaxed law; for comparisons.
@@ -131,11 +133,8 @@ def _relaxed_chance(near: Neighbourhood, target: Tensor, trial: Trial) -> Tensor
 
 def _corrected(near: Neighbourhood) -> Step:
     def step(target: Tensor, trial: Trial) -> tuple[Tensor, Tensor]:
-        if trial.law is None:
-            kept = one_hot(trial.token, target)
-        else:
-            kept = torch.minimum(trial.law, target + near.borrowed_by_all(target))
-        return _relaxed_chance(near, target, trial), normalised((target - kept).clamp_(min=0), target)
+        _, rest = strict_step(target, trial)
+        return _relaxed_chance(near, target, trial), rest
 
     return step
 

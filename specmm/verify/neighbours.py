@@ -7,12 +7,11 @@ Shape letters: B batch, F families, V vocabulary, W codes in the table, C code w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 23  # numbers gathered at a time when every token's neighbourhood is summed
+CHUNK = 1 << 23  # distances between codes at a time
 
 
 def neighbour_table(codebook: Tensor, columns: int) -> Tensor:
@@ -52,11 +51,6 @@ class Neighbourhood:
         if not 0 <= self.k <= columns:
             raise ValueError(f"k must be in [0, {columns}] for a table of {codes} x {columns}, got {self.k}")
 
-    @cached_property
-    def columns(self) -> Tensor:
-        """The k nearest tokens of each code, one row a rank: [k, W]."""
-        return (self.table[:, : self.k] + self.offset).t().contiguous()
-
     def borrowed(self, target: Tensor, token: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
         """S of ``token`` [B, F] under ``target`` [B, F, V], and whether any neighbour qualifies: [B, F] both.
 
@@ -69,21 +63,6 @@ class Neighbourhood:
         bound = (self.bound - 1) * own[..., None] if self.factor else self.bound
         over = (total > bound) | ~is_code[..., None]
         return total.masked_fill_(over, 0.0).amax(-1), ~over[..., 0]
-
-    def borrowed_by_all(self, target: Tensor) -> Tensor:
-        """S of every token of the vocabulary [B, F, V]: V * k numbers a family, in slices of bounded size."""
-        if not self.k:
-            return torch.zeros_like(target)
-        rows = target.flatten(0, 1).t().contiguous()  # [V, B F]: neighbours are gathered as whole rows
-        lent = torch.zeros_like(rows)
-        step = max(1, CHUNK // (self.k * rows.shape[1]))
-        for start in range(self.offset, self.offset + len(self.table), step):
-            stop = min(start + step, self.offset + len(self.table))
-            near = self.columns[:, start - self.offset : stop - self.offset]
-            total = torch.nn.functional.embedding(near, rows).cumsum(0)  # [k, slice, B F]
-            bound = (self.bound - 1) * rows[start:stop] if self.factor else self.bound
-            lent[start:stop] = total.masked_fill_(total > bound, 0.0).amax(0)
-        return lent.t().contiguous().view_as(target)  # a transposed result would slow down all that follows
 
     def near(self, token: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The first neighbours (ids [..., count]) of ``token`` [...], and whether it is a code at all [...]."""

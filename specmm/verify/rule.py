@@ -62,7 +62,8 @@ class Verdict:
     """The outcome of a round.
 
     ``path`` [B, D + 1] holds the nodes kept, root first, padded with -1; ``kept`` [B] counts them (at least 1);
-    ``next_token`` [B] is the recovered or bonus token; ``excess`` [B] sums the measured excess along the path.
+    ``next_token`` [B] is the recovered or bonus token; ``excess`` [B, D + 1] is the measured excess of the token after
+    each node of the path (0 past its end), so that a round cut short counts what it kept alone.
     """
 
     path: Tensor
@@ -119,8 +120,10 @@ def settle(decisions: Decisions, shape: TreeShape, dice: Tensor) -> Verdict:
     reached = on_path * (shape.depths + 1)  # [B, N]
     kept, last = reached.max(1)
     next_token = categorical(decisions.law_after(last), dice[:, -1])
-    excess = None if decisions.excess is None else (decisions.excess * on_path).sum(1)
-    return Verdict(_path(reached, shape.depth), kept, next_token, excess)
+    path, excess = _path(reached, shape.depth), None
+    if decisions.excess is not None:
+        excess = decisions.excess.gather(1, path.clamp(min=0)).masked_fill(path < 0, 0.0)
+    return Verdict(path, kept, next_token, excess)
 
 
 def _walk(shape: TreeShape, hit: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 Greedy decoding hides most rounding; samplers at their default temperature do not.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -23,7 +24,10 @@ CASES = [
     ("pocket/mar", "ar"),
     ("pocket/mar", "cspd"),
 ]
-TWO_THREADS = [("pocket/llamagen", "speculative", 2), ("pocket/var", "speculative", 2), ("pocket/mar", "ar", 2)]
+TWO_THREADS = [  # slow beside another test process: threads wait for one another
+    pytest.param(*case, 2, marks=pytest.mark.slow)
+    for case in (("pocket/llamagen", "speculative"), ("pocket/var", "speculative"), ("pocket/mar", "ar"))
+]
 
 
 def pixels(worker: ImageWorker, items: Sequence[Item], size: int) -> list[bytes]:
@@ -35,6 +39,8 @@ def pixels(worker: ImageWorker, items: Sequence[Item], size: int) -> list[bytes]
 def test_pictures_are_bit_equal_across_batch_sizes(model: str, method: str, threads: int) -> None:
     worker = ImageWorker(Spec(model, method, dtype="float32"))
     worker.pipe.set_progress_bar_config(disable=True)
+    if model == "pocket/mar":  # every head step makes the same products: fewer of them show as much
+        worker.pipe.settings = dataclasses.replace(worker.pipe.settings, head_steps="12")
     items = [Item(f"e/{i}", "class", NAMES[i % len(NAMES)], seed_of(f"e/{i}", 0)) for i in range(8)]
     kept = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -33,6 +33,7 @@ def one_core(monkeypatch: pytest.MonkeyPatch) -> Any:
     ray.shutdown()
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_takes_nothing_with_it(one_core: Any, tmp_path: Path) -> None:
     def opener() -> Any:
         """Draws flat pictures, and dies at the third item; defined here, so that it travels to the actor."""

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BIN = Path(sys.executable).parent
 
 
@@ -18,6 +20,7 @@ def pictures(folder: Path) -> dict[str, bytes]:
     return {f.name: f.read_bytes() for f in (folder / "results").rglob("*.png")}
 
 
+@pytest.mark.slow
 def test_two_ranks_make_every_item_once(tiny: Path, tmp_path: Path) -> None:
     jobs, out, alone = tmp_path / "jobs.jsonl", tmp_path / "shared", tmp_path / "alone"
     jobs.write_text("".join(json.dumps({"id": f"i{n}", "class": "heart"}) + "\n" for n in range(5)))

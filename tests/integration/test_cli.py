@@ -70,7 +70,7 @@ def test_json_is_all_there_is_on_stdout(tiny: Path, tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     wanted = "model method seed seconds tokens rounds tau certificate outputs host_overhead"
     assert set(wanted.split()) <= set(found)
-    assert set(found["certificate"]) == {"kind", "reason", "tv"}
+    assert set(found["certificate"]) == {"kind", "reason", "tv", "settings"}
     assert found["certificate"]["kind"] == "bounded" and found["certificate"]["tv"] > 0
     assert found["tau"] == pytest.approx(found["tokens"] / found["rounds"])
     assert all(Path(p).is_file() for p in found["outputs"])

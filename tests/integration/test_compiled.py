@@ -50,6 +50,7 @@ def same(pipe, method, cfg=1.0, top_k=0, **options):
 compiles = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
 
 
+@pytest.mark.slow
 @compiles
 @pytest.mark.parametrize("name", ["ar", "guided tree"])
 def test_tokens_are_those_of_eager_rounds(pipe, name):

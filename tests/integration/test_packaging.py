@@ -77,6 +77,7 @@ def clean_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return executable
 
 
+@pytest.mark.slow
 def test_wheel_holds_every_module_and_only_specmm(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"specmm"}
@@ -85,11 +86,13 @@ def test_wheel_holds_every_module_and_only_specmm(wheel: Path) -> None:
         assert any(n.startswith(package + "/") for n in names), package
 
 
+@pytest.mark.slow
 def test_wheel_holds_the_pocket_models(wheel: Path) -> None:
     data = {s for s in sources((".safetensors", ".json", ".jinja", ".md"), "specmm") if s.startswith("specmm/zoo/")}
     assert data <= set(zipfile.ZipFile(wheel).namelist())
 
 
+@pytest.mark.slow
 def test_imports_beside_hugging_face_kernels(clean_python: Path, tmp_path: Path) -> None:
     done = pip("install", "--no-deps", "--target", tmp_path / "hf", "kernels")
     if done.returncode:

@@ -3,6 +3,7 @@
 import pytest
 
 from specmm.certificate import Certificate, merged, of_rule
+from specmm.processors import Processor
 
 
 def test_kinds_follow_the_rule():
@@ -25,3 +26,10 @@ def test_runs_together_may_claim_the_least_of_them():
     assert merged([(low, 300), (high, 100)]).tv == pytest.approx(0.0175)
     assert merged([(exact, 100), (high, 100)]).tv == pytest.approx(0.02)
     assert merged([(exact, 1), (of_rule("l", False, None), 1), (low, 1)]).kind == "heuristic"
+
+
+def test_a_claim_names_the_settings_it_is_about():
+    claim = of_rule("recursive", True, None).under(Processor(0.7, top_k=9).settings)
+    assert claim.as_dict()["settings"] == {"temperature": 0.7, "top_k": 9}
+    assert str(claim).endswith("(the model at temperature 0.7, top_k 9)")
+    assert merged([(claim, 1), (claim, 2)]).settings == claim.settings

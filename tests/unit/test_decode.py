@@ -224,6 +224,27 @@ def test_the_first_token_obeys_the_rule():
     assert {int(first_token(greedy, law, Uniforms.from_seeds([s]).draw(1)[:, 0])) for s in range(20)} == {1}
 
 
+def test_a_round_cut_short_counts_the_excess_of_what_it_kept():
+    """Two tokens of a chain of three drafts: only what the rule emits after the root is in the text."""
+    target, seen = target_of(TINY, Processor()), []
+    rule = Lantern(neighbour_table(torch.randn(3, 2, generator=torch.Generator().manual_seed(0)), 2), 1, 0.9)
+
+    class Watched:
+        name, exact = rule.name, rule.exact
+
+        def decisions(self, tree, p, *, measure=False):
+            found = rule.decisions(tree, p, measure=measure)
+            seen.append(found.excess)
+            return found
+
+    prompt, drafter = Prompt(torch.full((200,), 1)), block(target, branching([1, 1, 1]), sampled=True)
+    end = last(decode(target, drafter, Watched(), prompt, 2, Stream(200, 0)))
+    measured = [excess for excess in seen if excess is not None]
+    assert end.stats.rounds == 200 == float(end.measured) and len(measured) == 1
+    assert float(end.excess) == pytest.approx(float(measured[0][:, 0].sum()), rel=1e-5)
+    assert measured[0][:, 1:].sum() > 0
+
+
 def test_one_token_needs_no_round():
     target = target_of(SMALL, Processor())
     end = last(decode(target, JacobiDrafter(target, 3), Recursive(), Prompt(torch.tensor([1])), 1, Stream(1, 0)))

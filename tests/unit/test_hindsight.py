@@ -8,6 +8,7 @@ import torch
 
 from specmm.drafter import Feedback
 from specmm.image_ar.tokens.drafters.hindsight import Hindsight, first_below
+from specmm.methods import LanternPP, Speculative
 from specmm.target import TargetOutput
 from specmm.tree import TreeShape
 from specmm.verify import Verdict
@@ -52,3 +53,6 @@ def test_nothing_is_known_after_the_prefill_and_zeros_stay_zero():
 def test_the_weight_is_a_share(weight):
     with pytest.raises(ValueError, match=r"hindsight must be in \[0, 1\)"):
         Hindsight(SHAPE, weight)
+    for method in (Speculative, LanternPP):  # at any temperature: greedy rounds, too, which have no use for it
+        with pytest.raises(ValueError, match=r"hindsight must be in \[0, 1\)"):
+            method(hindsight=weight)

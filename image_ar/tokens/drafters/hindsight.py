@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specmm.drafter import Feedback
+from specmm.methods import check_hindsight
 from specmm.tree import TreeShape
 
 
@@ -24,8 +25,7 @@ class Hindsight:
     """
 
     def __init__(self, shape: TreeShape, weight: float) -> None:
-        if not 0 <= weight < 1:
-            raise ValueError(f"hindsight must be in [0, 1), the weight of the target's older laws, got {weight}")
+        check_hindsight(weight)
         self.weight, self.below = weight, first_below(shape)
         self.laws: tuple[Tensor, ...] | None = None  # s^w by level [B, 1, V]; none before the first round
 

@@ -54,20 +54,29 @@ PROCESSORS = {
 }
 
 
-@pytest.mark.parametrize("processor", PROCESSORS)
-@pytest.mark.parametrize("name", WAYS)
-def test_tokens_are_those_of_eager_rounds(name, processor, traced):
+def check_compiled_tokens(name, processor):
     eager, compiled = (Run(WAYS[name], PROCESSORS[processor], way) for way in (False, True))
     for rows in (ROWS, ROWS[::-1]):
         assert compiled(rows) == eager(rows)
 
 
+@pytest.mark.parametrize(("name", "processor"), zip(WAYS, PROCESSORS, strict=True))
+def test_tokens_are_those_of_eager_rounds(name, processor, traced):
+    check_compiled_tokens(name, processor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize("name", WAYS)
+def test_tokens_are_those_of_eager_rounds_with_every_processor(name, processor, traced):
+    check_compiled_tokens(name, processor)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
 @pytest.mark.parametrize(("name", "processor"), [("ar", "penalised"), ("chain", "greedy"), ("tree", "penalised")])
 def test_built_programs_give_the_same_tokens(name, processor):
-    eager, built = (Run(WAYS[name], PROCESSORS[processor], way) for way in (False, True))
-    for rows in (ROWS, ROWS[::-1]):
-        assert built(rows) == eager(rows)
+    check_compiled_tokens(name, processor)
 
 
 def test_a_program_that_is_not_built_after_all_commits_once(traced):
@@ -103,7 +112,7 @@ def test_programs_of_the_same_parts_follow_what_may_change(change, traced):
     assert torch.equal(program(parts), worked(parts))
 
 
-@pytest.mark.parametrize("name", ["ar", "tree"])
+@pytest.mark.parametrize("name", ["ar", pytest.param("tree", marks=pytest.mark.slow)])
 def test_prompts_of_any_length_share_a_program(name, traced):
     """Up to the room that texts are given: a longer one gets another program, as do more rows, and the same tokens."""
     eager, compiled = (Run(WAYS[name], Processor(1.0), way, roomy_model()) for way in (False, True))
@@ -121,6 +130,7 @@ def roomy_model():
     return target_model(V, room=1024)
 
 
+@pytest.mark.slow
 def test_other_runs_on_the_model_leave_programs_as_they_were(traced):
     model = target_model(V)
     first, other = (Run(method, Processor(0), True, model) for method in (CHAIN, methods.Block(length=2)))

@@ -79,6 +79,7 @@ def test_the_variable_overrides_and_is_checked(monkeypatch):
         backend(cpu)
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_gpus_that_are_not_here(tmp_path):
     """Some of them; ``python -m benchmarks.gpu.compiles`` has all."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -33,6 +33,7 @@ def pair(make):
     return make.var(0, patch_nums=(1, 2, 3)), make.var(1, embed_dim=32, num_heads=2, patch_nums=(1, 2, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
 def test_programs_draw_the_same_pictures(pair, make, monkeypatch):
     vqvae, quick, calls = make.vqvae((1, 2, 3)), [CompiledVAR(model) for model in pair], []

@@ -112,6 +112,10 @@ def test_agreement():
     assert agreement(tokens, [Choice(t) for t in tokens] + [Choice(torch.zeros(2, 9))]) == 2
     assert agreement(tokens, [Choice(tokens[0]), Choice(torch.ones(2, 4))]) == 1
     assert agreement([], [Choice(tokens[0])]) == 0
+    for row in (0, 1):  # every picture of the batch must agree, not the first alone
+        other = tokens[1].clone()
+        other[row, 2] = 1
+        assert agreement(tokens, [Choice(tokens[0]), Choice(other)]) == 1
 
 
 def test_what_it_cannot_do(large, small, vqvae):

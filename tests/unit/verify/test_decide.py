@@ -158,7 +158,7 @@ def test_probability_zero_is_never_accepted():
     assert verdict.kept.tolist() == [1] and verdict.next_token.tolist() == [0]
 
 
-def test_the_excess_of_a_verdict_sums_along_its_path():
+def test_the_excess_of_a_verdict_is_that_of_its_path():
     class Relaxed:
         name, exact = "relaxed", False
 
@@ -167,7 +167,7 @@ def test_the_excess_of_a_verdict_sums_along_its_path():
 
     tree = DraftTree(torch.zeros(1, 4, dtype=torch.int64), TreeShape.from_parents([-1, 0, 1, 0]))
     verdict = decide(Relaxed(), tree, torch.full((1, 4, 2), 0.5), Uniforms.from_seeds([0]), measure=True)
-    assert verdict.path.tolist() == [[0, 1, -1]] and verdict.excess.tolist() == [pytest.approx(0.3)]
+    assert verdict.path.tolist() == [[0, 1, -1]] and verdict.excess.tolist() == [pytest.approx([0.1, 0.2, 0])]
 
 
 def test_the_sampled_law_is_the_enumerated_one(tables):

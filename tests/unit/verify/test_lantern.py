@@ -167,6 +167,17 @@ def test_the_corrected_rule_emits_the_law_it_states(rule, tables):
     assert total_variation(first, sequence_law(target, 2)) > 1e-3
 
 
+def test_the_corrected_residual_is_the_strict_one():
+    """(p - min(q, p + S))+ and (p - q)+ have the same bits for every S >= 0; with S < 0 they have not."""
+    generator = torch.Generator().manual_seed(0)
+    p, q, lent = (torch.rand(64, 300, generator=generator) ** 8 for _ in range(3))
+    p[:, ::7], q[:, ::5], lent[:, ::3] = 0.0, 0.0, 0.0
+    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+    strict = (p - q).clamp(min=0)
+    assert torch.equal((p - torch.minimum(q, p + lent)).clamp(min=0), strict)
+    assert not torch.equal((p - torch.minimum(q, p - lent)).clamp(min=0), strict)
+
+
 def relaxed_tables(rule, target: list[Tensor], drafter: list[Tensor]) -> list[Tensor]:
     return [
         torch.stack([stated(rule, p, q) for p, q in zip(t, d, strict=True)])

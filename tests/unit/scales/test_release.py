@@ -1,0 +1,59 @@
+"""All scales by the large model with the release's random numbers: plain decoding's distribution, picture by picture.
+
+Shape letters: B pictures.
+"""
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from specmm import methods
+from specmm.image_ar.scales.pipeline import VARPipeline
+from specmm.image_ar.scales.sampling import Sampling
+from specmm.image_ar.scales.settings import Settings
+from tests.unit.scales.test_verified import exact_law
+
+PICTURES = 4000
+
+
+@pytest.fixture(scope="module")
+def two_codes(make):
+    """A pipeline of two codes on 1 + 4 tokens, and the chance of each of its 32 pictures."""
+    model = make.var(3, depth=1, vocab_size=2, patch_nums=(1, 2), embed_dim=32, num_heads=2)
+    vqvae = make.vqvae((1, 2), 2)
+    return VARPipeline(model, vqvae, None, Settings(1.0, 1.5)), exact_law(model, vqvae, Sampling(1.0, temperature=1.5))
+
+
+def p_value(pipe, law):
+    out = pipe(
+        [3] * PICTURES,
+        generator=torch.Generator().manual_seed(0),
+        method=methods.CoDe(2, release=True),
+        batch_size=PICTURES,
+        output_type="latent",
+    )
+    counts = (out.tokens * 2 ** torch.arange(4, -1, -1)).sum(1).bincount(minlength=32).double()
+    wanted = law * PICTURES
+    common = wanted >= 5
+    observed = [*counts[common].tolist(), float(counts[~common].sum())]
+    expected = [*wanted[common].tolist(), max(float(wanted[~common].sum()), 1e-9)]
+    return chisquare(observed, expected).pvalue, out.certificate
+
+
+def test_the_large_model_alone_has_its_own_distribution(two_codes):
+    found, certificate = p_value(*two_codes)
+    assert found > 1e-3
+    assert certificate.kind == "exact" and certificate.settings["cfg"] == 1.0
+
+
+def test_a_temperature_left_out_of_the_last_scale_is_caught(two_codes, monkeypatch):
+    """A broken twin."""
+    monkeypatch.setattr(Sampling, "heat", lambda self, k: 1.0 if k else 1.5)
+    assert p_value(*two_codes)[0] < 1e-9
+
+
+def test_soft_codes_claim_nothing(two_codes):
+    """The release draws tokens beside the soft codes that the picture is made of."""
+    pipe, _ = two_codes
+    out = pipe([3], method=methods.CoDe(2, release=True), more_smooth=True, output_type="latent")
+    assert out.certificate.kind == "heuristic" and "soft codes" in out.certificate.reason
