@@ -68,13 +68,14 @@ class Context:
 class VLMTarget:
     """A transformers model with a cache; one instance serves one batch at a time.
 
-    Drafters that read the prompt set ``wants_context``; the prefill then leaves a :class:`Context`.
+    Drafters that read the prompt set ``wants_context``; the prefill then leaves a :class:`Context`. Raises
+    ``ValueError`` for a model that cannot be one, unless it has been ``checked`` (see ``probe``).
     """
 
-    def __init__(self, model: Any, processor: Laws, name: str = "vlm") -> None:
+    def __init__(self, model: Any, processor: Laws, name: str = "vlm", checked: bool = False) -> None:
         self.model, self.processor, self.name = model.eval(), processor, name
         self.family = Family.of(model)
-        if not hasattr(model.config, "vision_config"):
+        if not checked:
             check_model(model)
         processor.check_vocabulary(self.family.vocabulary)
         self.wants_context = False
