@@ -288,10 +288,13 @@ class VLMTarget:
         if not self.wants_context:
             yield
             return
-        images = torch.isin(prompt.input_ids, torch.tensor(self.image_tokens, device=self.device)) & prompt.mask
+        stand_ins = torch.tensor(self.image_tokens, dtype=torch.int64, device=self.device)
+        images = torch.isin(prompt.input_ids, stand_ins) & prompt.mask
 
         def see(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            embeddings = kwargs["inputs_embeds"]
+            embeddings = kwargs.get("inputs_embeds")
+            if embeddings is None:  # a model without pictures embeds its tokens itself
+                embeddings = self.embed(prompt.input_ids)
             self.context = Context(embeddings, embeddings, prompt.lengths, images)
 
         handle = self.family.decoder.register_forward_pre_hook(see, with_kwargs=True)
