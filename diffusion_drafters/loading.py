@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from specmm import methods, zoo
+from specmm import methods, pretrained, zoo
 from specmm.checkpoints import read_json
 from specmm.diffusion_drafters.assemble import Diffusion
 from specmm.diffusion_drafters.diffuspec.ngram import NGram
@@ -46,8 +46,8 @@ def load_target(folder: Path, dtype: torch.dtype | None = None) -> tuple[Any, An
     """The causal language model in ``folder`` and its tokenizer; ``ValueError`` when it holds something else."""
     folder = weights_folder(folder)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = pretrained.load_model(AutoModelForCausalLM, folder, dtype=dtype or "auto")
+        tokenizer = pretrained.load_tokenizer(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{folder} must hold a causal language model and its tokenizer ({error})") from error
     return model.eval(), tokenizer

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
+from specmm import pretrained
 from specmm.checkpoints import read_json
 from specmm.zoo import PACKAGE
 
@@ -61,13 +62,13 @@ def _unpack(source: Path, facts: dict[str, Any], into: Path) -> None:
     """Write the model whole or not at all: another process may be at it, too."""
     part = into.with_name(f"{into.name}.{os.getpid()}.part")
     kind: Any = AutoModelForCausalLM
-    read = kind.from_pretrained(source, gguf_file=facts["file"], dtype=torch.float32)
+    read = pretrained.load_model(kind, source, gguf_file=facts["file"], dtype=torch.float32)
     if hasattr(read.config, "quantization_config"):
         del read.config.quantization_config
     model = kind.from_config(read.config)  # one that does not think itself quantised, and can be written
     model.load_state_dict(read.state_dict())
     model.generation_config = read.generation_config
-    tokenizer: Any = AutoTokenizer.from_pretrained(source, gguf_file=facts["file"])
+    tokenizer = pretrained.load_tokenizer(source, gguf_file=facts["file"])
     tokenizer.mask_token = facts["mask_token"]
     model.save_pretrained(part)
     tokenizer.save_pretrained(part)

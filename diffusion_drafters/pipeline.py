@@ -33,6 +33,7 @@ from specmm.vlm.loading import find
 from specmm.vlm.prompt import VLMPrompt
 from specmm.vlm.running import Asked, Options, Pipeline, Run, Shelf, check_flow
 from specmm.vlm.static import StaticVLMTarget
+from specmm.vlm.streaming import ending
 from specmm.vlm.target import VLMTarget
 
 
@@ -124,8 +125,9 @@ class TextPipeline(Pipeline):
         ``streamer`` is told a single text's ids, as transformers' are, but not the prompt's: leave its ``skip_prompt``
         off. Raises ``ValueError`` for prompts, options and methods that do not fit.
         """
-        run, drafter = self._start(prompts, Options.of(options, chat=False))
-        texts, tokens, end = run.finish(streamer)
+        with ending(streamer):
+            run, drafter = self._start(prompts, Options.of(options, chat=False))
+            texts, tokens, end = run.finish(streamer)
         trace = [row.trace for row in getattr(drafter, "rows", []) if hasattr(row, "trace")]
         return TextOutput(texts, tokens, end.stats, run.certificate(end), run.method, trace)
 

@@ -101,7 +101,7 @@ def _kind(tree: Any) -> str:
     if not isinstance(tree, Mapping):
         return f"a {type(tree).__name__}"
     others = [str(name) for name, value in tree.items() if not isinstance(value, Tensor)]
-    return f"other things named {_some(others)}" if others else "nothing"
+    return f"other things named {some_names(others)}" if others else "nothing"
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -158,24 +158,32 @@ def load_strict(
         "unexpected": [k for k in state if k not in wanted],
         "wrong-shaped": shapes,
     }
-    if any(problems.values()):
-        found = "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names)
-        raise ValueError(f"{source} must hold exactly the weights of the {type(module).__name__}, got {found}")
+    check_names(problems, type(module).__name__, source)
     check_weights(state, source)
     module.load_state_dict(state)
+
+
+def check_names(
+    problems: Mapping[str, Sequence[str]], kind: str, source: str | Path, advice: str = "use the file of this model"
+) -> None:
+    """Raise one ``ValueError`` for weights of a ``kind`` of model that ``problems`` lists by what is wrong, if any."""
+    if any(problems.values()):
+        found = "; ".join(f"{len(names)} {what}: {some_names(names)}" for what, names in problems.items() if names)
+        raise ValueError(f"{source} must hold exactly the weights of the {kind}, got {found}; {advice}")
 
 
 def check_weights(state: Mapping[str, Tensor], source: str | Path = "checkpoint") -> None:
     """Raise ``ValueError`` naming the tensors of ``state`` that hold NaN or infinity."""
     bad = [k for k, v in state.items() if v.is_floating_point() and v.numel() and not _finite(v)]
     if bad:
-        raise ValueError(f"{source} must hold finite weights, got NaN or infinity in {_some(bad)}")
+        raise ValueError(f"{source} must hold finite weights, got NaN or infinity in {some_names(bad)}")
 
 
 def _finite(x: Tensor) -> bool:
     return bool(torch.stack(x.aminmax()).isfinite().all())
 
 
-def _some(names: Collection[str]) -> str:
+def some_names(names: Collection[str]) -> str:
+    """The first of ``names``, and how many more there are."""
     more = len(names) - SHOWN
     return ", ".join(list(names)[:SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from transformers import CLIPImageProcessor, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
 from specmm.checkpoints import check_fingerprint, fingerprint, load_strict, read_checkpoint, read_json
+from specmm.pretrained import load_tokenizer
 from specmm.vlm.data.packing import Encoder, Marks, to_pixels
 
 PROJECTOR = "projector.safetensors"
@@ -101,15 +102,13 @@ def untrained(language: str = LANGUAGE, seed: int = 0) -> LlavaForConditionalGen
 
 def build_processor(language: str = LANGUAGE) -> LlavaProcessor:
     """The processor of such a model, its tokens those of the language model."""
-    from transformers import AutoTokenizer
-
     from specmm.diffusion_drafters.loading import find_target
     from specmm.diffusion_drafters.packaged import is_packaged, unpacked
     from specmm.vlm.tower import MEAN, STD, TowerConfig
 
     sizes, folder = TowerConfig(), find_target(language)
     place = unpacked(folder) if is_packaged(folder) else folder
-    tokenizer = AutoTokenizer.from_pretrained(
+    tokenizer = load_tokenizer(
         place, extra_special_tokens={"image_token": IMAGE}, padding_side="left", clean_up_tokenization_spaces=False
     )
     square = {"height": sizes.image_size, "width": sizes.image_size}

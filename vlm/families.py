@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from specmm.kernels.tree_attention.interface import NAME as TREES
 from specmm.layout import lay_weights
 from specmm.registry import unknown
+from specmm.vlm.after_head import AfterHead, after_head
 from specmm.vlm.prompt import POSITIONS, VLMPrompt
 
 GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")  # what M-RoPE counts pictures and videos by
@@ -33,6 +34,7 @@ class Family:
     head: Any
     config: Any
     image_tokens: tuple[int, ...]
+    model: Any
 
     @classmethod
     def of(cls, model: Any) -> Family:
@@ -43,7 +45,7 @@ class Family:
             raise unknown("vision-language model type", config.model_type, SUPPORTED)
         decoder = model.get_decoder() if sees else body
         ids = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
-        return cls(body, decoder, head, config.get_text_config(), tuple(i for i in ids if i is not None))
+        return cls(body, decoder, head, config.get_text_config(), tuple(i for i in ids if i is not None), model)
 
     @property
     def vocabulary(self) -> int:
@@ -93,8 +95,8 @@ class Family:
         return int(found)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits [..., V] of the decoder's ``states`` [..., C]: the head, and what some classes do behind it."""
-        return self._scaled(self.head(states))
+        """Logits [..., V] of the decoder's ``states`` [..., C]: the head, and what some classes do after it."""
+        return self.after_head(self.head(states))
 
     def logits_of(self, ids: Tensor | None) -> Callable[[Tensor], Tensor]:
         """A head for the tokens ``ids`` [v] alone (None: all), from states [..., C] to logits [..., v]."""
@@ -105,19 +107,12 @@ class Family:
         if self.head.bias is not None:
             few.bias = nn.Parameter(self.head.bias.detach()[ids], requires_grad=False)
         lay_weights(few)
-        return lambda states: self._scaled(few(states))
-
-    def _scaled(self, logits: Tensor) -> Tensor:
-        scale, cap = self._behind_head
-        logits = logits if scale == 1 else logits * scale
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return lambda states: self.after_head(few(states))
 
     @cached_property
-    def _behind_head(self) -> tuple[float, float | None]:
-        """The factor and the cap of logits."""
-        config = self.config
-        scale = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
-        return scale, getattr(config, "final_logit_softcapping", None)
+    def after_head(self) -> AfterHead:
+        """What the model's class does to logits after the head, measured on its own forward."""
+        return after_head(self.model)
 
     @property
     def takes_trees(self) -> bool:

@@ -5,6 +5,7 @@ Shape letters: B batch, L padded prompt length, N tree nodes, T new tokens, V vo
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import (
     EpsilonLogitsWarper,
     MinPLogitsWarper,
@@ -22,7 +24,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from specmm import methods
 from specmm.autotune import Plan
@@ -34,11 +36,22 @@ from specmm.tree import DraftTree
 from specmm.vlm import tuning as pictures
 from specmm.vlm.drafters.msd_head import MSDHead
 from specmm.vlm.prompt import POSITIONS, VLMPrompt
-from specmm.vlm.streaming import gains, stop_texts
+from specmm.vlm.streaming import ending, gains, stop_texts
 from specmm.vlm.target import VLMTarget
 
 NOT_INPUTS = {"past_key_values", "logits_to_keep", "use_cache", "cache_position"}
 NOT_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+INSTEAD = {  # of options that make generate decode otherwise
+    "assistant_model": "give custom_generate(drafter=…, method='text-draft')",
+    "prompt_lookup_num_tokens": "give custom_generate(method='prompt-lookup')",
+    "use_mtp": "use the method of a drafter that you have",
+    "assistant_early_exit": "use the method of a drafter that you have",
+    "penalty_alpha": "call generate without custom_generate",
+    "dola_layers": "call generate without custom_generate",
+    "constraints": "call generate without custom_generate",
+    "force_words_ids": "call generate without custom_generate",
+}
 SCORES_ONLY = (
     EpsilonLogitsWarper,
     MinPLogitsWarper,
@@ -60,12 +73,14 @@ def custom_generate(
     """A callable for transformers' ``model.generate(**inputs, custom_generate=…)``, batches included.
 
     Logits processors and stopping criteria are honoured, whatever they are: they are asked about each path of a tree.
-    generate drops its own ``streamer`` and ``tokenizer`` on the way to a callable, so give them here; ``tokenizer``
-    is the target's, for text drafters with another and for ``stop``, texts that end a row as generate's
-    ``stop_strings`` do: it replaces them, for they cannot work behind a callable. Sampling draws from ``generator``,
-    never from torch's global state. Method ``auto`` plans for an MSD, DEER or block ``drafter``, once for each batch
-    size. Raises ``ValueError`` for beams, guidance and dictionaries with scores, logits, attentions or hidden states,
-    for ``stop`` without a tokenizer, and for auto with another drafter or none.
+    A ``streamer`` may be given here or to generate, for one row; it hears of the end of a run that fails, too.
+    generate drops its ``tokenizer`` on the way to a callable, so give it here: it is the target's, for text drafters
+    with another and for ``stop``, texts that end a row as generate's ``stop_strings`` do, which it replaces, for they
+    cannot work with a callable. Sampling draws from ``generator``, never from torch's global state. Method ``auto``
+    plans for an MSD, DEER or block ``drafter``, once for each batch size. Raises ``ValueError`` for whatever makes
+    generate decode otherwise than token by token (beams, an assistant, contrastive search and the like), for guidance,
+    for ``inputs_embeds``, for dictionaries with scores, logits, attentions or hidden states, for ``stop`` without a
+    tokenizer, and for auto with another drafter or none.
     """
     from specmm.diffusion_drafters.assemble import assemble  # it knows this package's methods, too
 
@@ -81,7 +96,25 @@ def custom_generate(
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Tensor:
-        _check(generation_config)
+        asked_of_generate = _locals_of_generate()
+        told = _one_streamer(streamer, asked_of_generate.get("streamer"))
+        with ending(told):
+            _check(generation_config, asked_of_generate.get("assistant_model"), model_kwargs)
+            if streamer is not None and len(input_ids) == 1:
+                streamer.put(input_ids.cpu())  # as generate does with its own: streamers may skip it
+            return answered(
+                model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, told
+            )
+
+    def answered(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        told: Any,
+    ) -> Tensor:
         inputs = {k: v for k, v in model_kwargs.items() if k not in NOT_INPUTS and v is not None}
         if inputs.get(POSITIONS) is not None and inputs[POSITIONS].ndim < 3:  # those of text, which we count ourselves
             del inputs[POSITIONS]
@@ -99,10 +132,8 @@ def custom_generate(
         else:
             parts = assemble(chosen, target, drafter, tokenizer)
             steps = decode(target, parts.drafter, parts.rule, prompt, length, uniforms, stop=criteria)
-        if streamer is not None and len(input_ids) == 1:
-            streamer.put(input_ids.cpu())  # as generate does: streamers may skip it
-        *_, (end, _) = gains(steps, streamer)
-        return _joined(input_ids, end, generation_config)
+        *_, (end, _) = gains(steps, told)
+        return _joined(input_ids, end, criteria.width, generation_config)
 
     return run
 
@@ -115,10 +146,33 @@ def _stop_criteria(stop: str | Sequence[str], tokenizer: Any) -> list[StopString
     return [StopStringCriteria(tokenizer, list(texts))] if texts else []
 
 
-def _check(config: GenerationConfig) -> None:
+def _locals_of_generate() -> dict[str, Any]:
+    """The arguments of the generate that called us: it does not hand on its streamer, nor its assistant."""
+    code, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return {} if frame is None else dict(frame.f_locals)
+
+
+def _one_streamer(ours: Any, theirs: Any) -> Any:
+    if ours is not None and theirs is not None:
+        for one in {id(ours): ours, id(theirs): theirs}.values():
+            one.end()
+        raise ValueError("streamer must be given once, got one for generate and one for custom_generate; leave one out")
+    return theirs if ours is None else ours
+
+
+def _check(config: GenerationConfig, assistant: Any, inputs: dict[str, Any]) -> None:
     """Raise ``ValueError`` for what generate would do and a callable of ours cannot."""
     if config.num_beams != 1:
         raise ValueError(f"num_beams must be 1 for speculative decoding, got {config.num_beams}")
+    mode = config.get_generation_mode(assistant)
+    if mode not in PLAIN:
+        given = {name: getattr(config, name, None) for name in INSTEAD} | {"assistant_model": assistant}
+        name = next(name for name in INSTEAD if given[name] is not None)
+        raise ValueError(f"{name} must be off, got generation mode {mode.value!r}; {INSTEAD[name]}")
+    if inputs.get("inputs_embeds") is not None:
+        raise ValueError("prompts must be input_ids, got inputs_embeds, whose tokens drafters cannot read; give ids")
     asked = [name for name in NOT_OUTPUTS if getattr(config, name)]
     if asked and config.return_dict_in_generate:  # without a dictionary generate does not return them either
         raise ValueError(
@@ -211,19 +265,33 @@ def _paths(tree: DraftTree | None, row: int, like: Tensor) -> list[Tensor]:
 
 
 class Criteria:
-    """transformers' stopping criteria as a :class:`specmm.stopping.Stop`, asked behind every new token of every row."""
+    """transformers' stopping criteria as a :class:`specmm.stopping.Stop`, asked after every new token of every row.
+
+    Rows that end are padded where one of the criteria knows an end token; where none does, generate lets them go on
+    until the last of them ends, and so do we.
+    """
 
     def __init__(self, criteria: StoppingCriteriaList, input_ids: Tensor) -> None:
         self.criteria, self.input_ids = criteria, input_ids
+        self.together = not any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self.ends: list[int | None] = [None] * len(input_ids)
+
+    @property
+    def width(self) -> int | None:
+        """Where all rows end that end together; None where they do not, or not yet."""
+        ends = [end for end in self.ends if end is not None]
+        return max(ends) if self.together and len(ends) == len(self.ends) else None
 
     def __call__(self, tokens: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`specmm.stopping.Stop`."""
         bounds = zip(before.tolist(), after.tolist(), strict=True)
-        ends = [self._end(torch.cat([self.input_ids[b], tokens[b]]), *pair) for b, pair in enumerate(bounds)]
-        done = [end is not None for end in ends]
-        counts = torch.tensor([0 if end is None else end for end in ends], device=after.device)
-        stopped = torch.tensor(done, device=after.device)
-        return torch.where(stopped, counts, after), stopped
+        for row, pair in enumerate(bounds):
+            if self.ends[row] is None:
+                self.ends[row] = self._end(torch.cat([self.input_ids[row], tokens[row]]), *pair)
+        ends = [self.width] * len(self.ends) if self.together else self.ends
+        counts = torch.tensor([-1 if end is None else end for end in ends], device=after.device)
+        done = (counts >= 0) & (counts <= after)
+        return torch.where(done, counts.maximum(before), after), done
 
     def _end(self, ids: Tensor, before: int, after: int) -> int | None:
         """The first of the counts above ``before`` up to ``after`` at which the sequence ``ids`` is done."""
@@ -234,9 +302,9 @@ class Criteria:
         return None
 
 
-def _joined(input_ids: Tensor, end: Progress, config: GenerationConfig) -> Any:
-    """Prompts and answers [B, L + T], padded as generate does."""
-    width = int(end.counts.max())
+def _joined(input_ids: Tensor, end: Progress, width: int | None, config: GenerationConfig) -> Any:
+    """Prompts and answers [B, L + T], padded as generate does; T is ``width``, or that of the longest answer."""
+    width = int(end.counts.max()) if width is None else width
     column = torch.arange(width, device=input_ids.device)
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     pad = next((int(token) for token in (config.pad_token_id, *ends) if token is not None), 0)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from specmm import methods, zoo
+from specmm import methods, pretrained, zoo
 from specmm.checkpoints import read_json
 from specmm.layout import lay_weights
 from specmm.vlm.assemble import SmallModel
@@ -36,7 +36,7 @@ def load_model(folder: Path, dtype: torch.dtype | None = None) -> Any:
     if is_composed(folder):
         return compose(folder, dtype)
     _check_kind(folder)
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype or "auto").eval()
+    return pretrained.load_model(AutoModelForImageTextToText, folder, dtype=dtype or "auto").eval()
 
 
 def load_processor(folder: Path) -> Any:
@@ -44,7 +44,7 @@ def load_processor(folder: Path) -> Any:
     if is_composed(folder):
         return build_processor(read_json(folder / "config.json")["language_model"])
     try:
-        found = AutoProcessor.from_pretrained(folder)
+        found = pretrained.load_processor(folder)
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{folder} must hold a processor beside the model ({error})") from error
     if not hasattr(found, "tokenizer"):
@@ -64,7 +64,7 @@ def load_drafter(kind: str, folder: Path, target: Any) -> Any:
 
         return Experts.load(folder, dtype, device)
     if kind == methods.TextDraft.name:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+        model = pretrained.load_model(AutoModelForCausalLM, folder, dtype=dtype).to(device)
         return SmallModel(lay_weights(model.eval()), own_tokenizer(folder))
     processor = load_processor(folder) if (folder / "processor_config.json").is_file() else None
     return SmallModel(lay_weights(load_model(folder, dtype).to(device)), processor)
@@ -73,12 +73,12 @@ def load_drafter(kind: str, folder: Path, target: Any) -> Any:
 def own_tokenizer(folder: Path) -> Any:
     """The drafter's own tokenizer, or None: it reads the target's tokens."""
     own = (folder / "tokenizer_config.json").is_file()
-    return AutoTokenizer.from_pretrained(folder) if own else None
+    return pretrained.load_tokenizer(folder) if own else None
 
 
 def _check_kind(folder: Path) -> None:
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = pretrained.load_config(folder)
     except (OSError, ValueError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder} must hold a transformers model ({error})") from error
     if not hasattr(config, "vision_config"):

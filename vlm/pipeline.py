@@ -26,7 +26,7 @@ from specmm.vlm.loading import INSTEAD, PLACES, find, load_drafter, load_model, 
 from specmm.vlm.prompt import VLMPrompt
 from specmm.vlm.running import Asked, Pipeline, Run, Shelf, check_flow
 from specmm.vlm.running import Options as Options
-from specmm.vlm.streaming import tell
+from specmm.vlm.streaming import ending, tell
 from specmm.vlm.target import VLMTarget
 from specmm.vlm.tuning import choose_method
 
@@ -105,11 +105,12 @@ class VQAPipeline(Pipeline):
         not the prompt's: leave its ``skip_prompt`` off. Raises ``ValueError`` for pictures, questions, options and
         methods that do not fit.
         """
-        given = Options.of(options)
-        if isinstance(method := self._method(given), methods.Verdict):
-            return self._rule(method, images, questions, options, streamer)
-        run = self._start(images, questions, given)
-        answers, tokens, end = run.finish(streamer)
+        with ending(streamer):
+            given = Options.of(options)
+            if isinstance(method := self._method(given), methods.Verdict):
+                return self._rule(method, images, questions, options, streamer)
+            run = self._start(images, questions, given)
+            answers, tokens, end = run.finish(streamer)
         return VQAOutput([a.strip() for a in answers], tokens, end.stats, run.certificate(end), run.method)
 
     def stream(
@@ -139,7 +140,6 @@ class VQAPipeline(Pipeline):
         ids = torch.tensor(self.tokenizer.encode(ruling.answer, add_special_tokens=False))
         if streamer is not None:  # the others must have spoken before there is anything to tell
             tell(streamer, [ids])
-            streamer.end()
         stats = Stats(tokens=len(ids), rounds=len(ids), seconds=time.perf_counter() - begin)
         claim = Certificate("heuristic", "the answer is the verdict model's once it has heard the others")
         claim = claim.under(Options.of(options).processor.settings)

@@ -6,6 +6,7 @@ Shape letters: B batch, T room for tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,8 +26,16 @@ def gains(steps: Iterator[Progress], streamer: Any = None) -> Iterator[tuple[Pro
             tell(streamer, new)
         yield progress, new
         before = counts
-    if streamer is not None:
-        streamer.end()
+
+
+@contextmanager
+def ending(streamer: Any) -> Iterator[None]:
+    """Tells a ``streamer`` of the end, whatever the end is: somebody may be waiting at it."""
+    try:
+        yield
+    finally:
+        if streamer is not None:
+            streamer.end()
 
 
 def tell(streamer: Any, new: list[Tensor]) -> None:

@@ -68,13 +68,14 @@ class Context:
 class VLMTarget:
     """A transformers model with a cache; one instance serves one batch at a time.
 
-    Drafters that read the prompt set ``wants_context``; the prefill then leaves a :class:`Context`.
+    Drafters that read the prompt set ``wants_context``; the prefill then leaves a :class:`Context`. Raises
+    ``ValueError`` for a model that cannot be one, unless it has been ``checked`` (see ``probe``).
     """
 
-    def __init__(self, model: Any, processor: Laws, name: str = "vlm") -> None:
+    def __init__(self, model: Any, processor: Laws, name: str = "vlm", checked: bool = False) -> None:
         self.model, self.processor, self.name = model.eval(), processor, name
         self.family = Family.of(model)
-        if not hasattr(model.config, "vision_config"):
+        if not checked:
             check_model(model)
         processor.check_vocabulary(self.family.vocabulary)
         self.wants_context = False
@@ -287,10 +288,13 @@ class VLMTarget:
         if not self.wants_context:
             yield
             return
-        images = torch.isin(prompt.input_ids, torch.tensor(self.image_tokens, device=self.device)) & prompt.mask
+        stand_ins = torch.tensor(self.image_tokens, dtype=torch.int64, device=self.device)
+        images = torch.isin(prompt.input_ids, stand_ins) & prompt.mask
 
         def see(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            embeddings = kwargs["inputs_embeds"]
+            embeddings = kwargs.get("inputs_embeds")
+            if embeddings is None:  # a model without pictures embeds its tokens itself
+                embeddings = self.embed(prompt.input_ids)
             self.context = Context(embeddings, embeddings, prompt.lengths, images)
 
         handle = self.family.decoder.register_forward_pre_hook(see, with_kwargs=True)

@@ -36,14 +36,17 @@ class CaptionEncoder:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
     ) -> None:
-        from transformers import AutoTokenizer, T5EncoderModel
+        from transformers import T5EncoderModel
+
+        from specmm.pretrained import load_model, load_tokenizer
 
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(folder)
-            self.model = T5EncoderModel.from_pretrained(folder, dtype=dtype).train(False).to(torch.device(device))
+            self.tokenizer = load_tokenizer(folder)
+            model = load_model(T5EncoderModel, folder, dtype=dtype)
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(f"text encoder must be a T5 folder or hub name, got {folder}: {reason}") from error
+        self.model = model.train(False).to(torch.device(device))
         self.tokens = tokens
 
     @torch.no_grad()

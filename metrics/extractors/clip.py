@@ -31,11 +31,13 @@ class CLIP(Extractor):
         dtype: torch.dtype = torch.float32,
         weights: Path | None = None,
     ) -> None:
-        from transformers import AutoProcessor, CLIPModel
+        from transformers import CLIPModel
+
+        from specmm.pretrained import load_model, load_processor
 
         folder = locate("clip", weights)
-        self._processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True)
-        model: Any = CLIPModel.from_pretrained(folder, local_files_only=True, dtype=dtype)
+        self._processor: Any = load_processor(folder, local_files_only=True)
+        model = load_model(CLIPModel, folder, local_files_only=True, dtype=dtype)
         self.model = model.to(device).eval()
         settings = self._processor.image_processor
         protocol = {

@@ -54,14 +54,13 @@ def coder(
 
 def _tokenizer(out: Path, given: Path | None, vocabulary: int) -> Any:
     """The tokenizer in ``given``, or that of an earlier run in ``out``, or one learnt now."""
-    from transformers import AutoTokenizer
-
     from specmm.diffusion_drafters.data.code import build_tokenizer, read_files
+    from specmm.pretrained import load_tokenizer
 
     own = out / "tokenizer"
     if given is None and not own.exists():  # a resumed run goes on with the same tokens
         build_tokenizer(read_files(False).values(), vocabulary).save_pretrained(own)
-    return AutoTokenizer.from_pretrained(given or own)
+    return load_tokenizer(given or own)
 
 
 def text_stream(tokenizer: Any, out: Path, given: Sequence[Path] = (), held_out: bool = False) -> Any:

@@ -141,16 +141,15 @@ def diffusion(
 ) -> None:
     """Train a diffusion language model in Dream's format with the model's tokens, on text alone: drafters/diffusion."""
     with stdout_reserved():
-        from transformers import AutoTokenizer
-
         from specmm.diffusion_drafters.loading import find_target, weights_folder
         from specmm.diffusion_drafters.models.bidirectional import FullAttention
         from specmm.diffusion_drafters.train.diffusion import save_dream, train_diffusion
         from specmm.diffusion_drafters.train.target import Sizes, build_model
+        from specmm.pretrained import load_tokenizer
 
         folder = find_target(model)
         place = _place(folder, "diffuspec", replace)
-        tokenizer = AutoTokenizer.from_pretrained(weights_folder(folder))
+        tokenizer = load_tokenizer(weights_folder(folder))
         made = build_model(Sizes(dim, layers, heads), tokenizer, seed)
         drafter = FullAttention(made, _mask(tokenizer, mask), tokenizer.eos_token_id, shift=1)
         stream = text_stream(tokenizer, writable(out), text)
@@ -169,15 +168,14 @@ def proxy(
 ) -> None:
     """Fit DiffuSpec's n-gram proxy to texts: one pass, no compiler; the result lies beside the diffusion drafter."""
     with stdout_reserved():
-        from transformers import AutoConfig, AutoTokenizer
-
         from specmm.diffusion_drafters.diffuspec.ngram import fit
         from specmm.diffusion_drafters.loading import PLACES, PROXY, find_target, weights_folder
+        from specmm.pretrained import load_config, load_tokenizer
 
         folder = find_target(model)
         weights = weights_folder(folder)
-        stream = text_stream(AutoTokenizer.from_pretrained(weights), writable(out), text)
-        size = AutoConfig.from_pretrained(weights).get_text_config().vocab_size
+        stream = text_stream(load_tokenizer(weights), writable(out), text)
+        size = load_config(weights).get_text_config().vocab_size
         made = fit([stream.tolist()], size, order, least)
         file = writable(folder / "drafters" / PLACES["diffuspec"]) / PROXY
         made.save(file)

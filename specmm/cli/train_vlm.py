@@ -90,8 +90,7 @@ def _check_same(out: Path, run: dict[str, Any]) -> None:
 def _train(
     data: Path, out: Path, place: Path, sizes: Any, steps: tuple[int, int, int, int], batch: int, lr: float, seed: int
 ) -> None:
-    from transformers import AutoProcessor
-
+    from specmm.pretrained import load_processor
     from specmm.vlm.data.packing import Encoder
     from specmm.vlm.data.scenes import R
     from specmm.vlm.data.stream import learn_tokenizer
@@ -102,7 +101,7 @@ def _train(
     training, held_out = world(data, "train"), world(data, "test")
     if not (out / "processor").exists():  # a resumed run goes on with the same tokens
         build_processor(learn_tokenizer(training), R, sizes.patch).save_pretrained(out / "processor")
-    processor = AutoProcessor.from_pretrained(out / "processor")
+    processor = load_processor(out / "processor")
     encoder = Encoder(processor.tokenizer, sizes.image_tokens)
     model = build_model(sizes, len(processor.tokenizer), encoder, seed)
     train_tower(model, training, held_out, out / "tower", steps=steps[0], batch=4 * batch, lr=lr / 2, seed=seed)

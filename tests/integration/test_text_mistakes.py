@@ -37,6 +37,30 @@ def changed(text_folder, place, into, **facts):
     return into
 
 
+class Ends:
+    """A streamer that counts how often it hears of the end."""
+
+    def __init__(self):
+        self.ends = 0
+
+    def put(self, value):
+        pass
+
+    def end(self):
+        self.ends += 1
+
+
+@pytest.mark.parametrize("prompts", ["x", "", ["x", "y"]])
+def test_a_streamer_hears_of_one_end_whatever_happens(text_pipe, prompts):
+    streamer = Ends()
+    if prompts == "x":
+        text_pipe(prompts, streamer, max_new_tokens=4)
+    else:
+        with pytest.raises(ValueError, match=r"must not be empty|takes one answer at a time"):
+            text_pipe(prompts, streamer, max_new_tokens=4)
+    assert streamer.ends == 1
+
+
 @pytest.mark.parametrize(
     ("place", "facts", "message"),
     [

@@ -1,8 +1,11 @@
 """``model.generate(…, custom_generate=specmm.custom_generate(…))``: processors, criteria, streamers, batches."""
 
+from threading import Thread
+
 import pytest
 import torch
 import transformers as tf
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import specmm
@@ -111,6 +114,24 @@ def test_greedy_generate_is_the_same(model, inputs, method, options):
     assert torch.equal(ours, both)
 
 
+class Fifth(StoppingCriteria):
+    """Ends a row at every token that 5 divides."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -1] % 5 == 0
+
+
+@pytest.mark.parametrize("method", ["ar", "prompt-lookup"])
+def test_without_an_end_token_rows_go_on_until_the_last_ends(model, inputs, method):
+    options = dict(max_new_tokens=16, do_sample=False, eos_token_id=None)
+    options["stopping_criteria"] = StoppingCriteriaList([Fifth()])
+    wanted = model.generate(**inputs, **options)[:, 8:]
+    first = (wanted % 5 == 0).int().argmax(1)
+    assert wanted.shape[1] < 16 and len(set(first.tolist())) == 2  # one row ends, the other later
+    fn = specmm.custom_generate(method=method)
+    assert torch.equal(model.generate(**inputs, **options, custom_generate=fn)[:, 8:], wanted)
+
+
 def test_sampling_follows_the_warpers_and_the_generator(model, inputs):
     def sample(seed):
         fn = specmm.custom_generate(generator=torch.Generator().manual_seed(seed))
@@ -138,6 +159,88 @@ def test_a_streamer_hears_every_token(model, inputs):
     assert streamer.ended
     with pytest.raises(ValueError, match="one answer at a time"):
         model.generate(**inputs, max_new_tokens=4, do_sample=False, custom_generate=fn)
+
+
+@pytest.fixture
+def text():
+    """A tiny text model that never ends, and its words."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(40)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    torch.manual_seed(0)
+    made = tf.LlamaForCausalLM(tf.LlamaConfig(**{k: v for k, v in TEXT.items() if k != "model_type"})).eval()
+    made.generation_config.eos_token_id, made.generation_config.pad_token_id = None, 0
+    return made, tf.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
+
+
+def heard(made, words, **options):
+    """What a waiting reader hears, what generate returns or raises."""
+    streamer = tf.TextIteratorStreamer(words, skip_prompt=True, timeout=20)
+    got = []
+
+    def run():
+        try:
+            got.append(made.generate(torch.tensor([[5, 6, 7, 5, 6]]), streamer=streamer, **options))
+        except ValueError as error:
+            got.append(error)
+
+    thread = Thread(target=run)
+    thread.start()
+    said = "".join(streamer)  # raises when nothing is heard in time
+    thread.join()
+    return said, got[0]
+
+
+@pytest.mark.parametrize("method", ["ar", "prompt-lookup"])
+def test_a_streamer_given_to_generate_hears_the_answer_and_its_end(text, method):
+    made, words = text
+    options = dict(max_new_tokens=12, do_sample=False)
+    wanted, _ = heard(made, words, **options)
+    said, out = heard(made, words, custom_generate=specmm.custom_generate(method=method), **options)
+    assert said == wanted == words.decode(out[0, 5:])
+
+
+def test_a_streamer_hears_the_end_of_what_fails(text):
+    made, words = text
+    fn, options = specmm.custom_generate(), dict(max_new_tokens=300, do_sample=False)
+    said, error = heard(made, words, custom_generate=fn, **options)  # more than the model's positions
+    assert said == "" and "max_new_tokens" in str(error)
+    twice = specmm.custom_generate(streamer=tf.TextIteratorStreamer(words))
+    said, error = heard(made, words, custom_generate=twice, **options)
+    assert said == "" and "streamer must be given once" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"assistant_model": ...}, r"assistant_model must be off, .*assisted.*method='text-draft'"),
+        ({"prompt_lookup_num_tokens": 3}, r"prompt_lookup_num_tokens must be off, .*method='prompt-lookup'"),
+        ({"use_mtp": True}, "use_mtp must be off"),
+        ({"assistant_early_exit": 1}, "assistant_early_exit must be off"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha must be off, .*contrastive_search.*without"),
+        ({"dola_layers": "high"}, "dola_layers must be off, .*dola_generation.*without"),
+    ],
+)
+def test_what_makes_generate_decode_otherwise_is_refused(text, options, sentence):
+    made, fn = text[0], specmm.custom_generate()
+    given = {k: made if v is ... else v for k, v in options.items()}
+    with pytest.raises(ValueError, match=sentence):
+        made.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False, custom_generate=fn, **given)
+
+
+def test_embeddings_in_place_of_ids_are_refused(text):
+    made, fn = text[0], specmm.custom_generate()
+    embeds = made.get_input_embeddings()(torch.tensor([[5, 6, 7]]))
+    for ids in ({}, {"input_ids": torch.tensor([[5, 6, 7]])}):
+        with pytest.raises(ValueError, match="prompts must be input_ids, got inputs_embeds"):
+            made.generate(inputs_embeds=embeds, **ids, max_new_tokens=4, do_sample=False, custom_generate=fn)
+
+
+def test_msd_drafts_for_a_model_without_pictures(text):
+    made, ids = text[0], torch.tensor([[5, 6, 7, 5, 6], [0, 0, 9, 8, 7]])
+    inputs = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    wanted = made.generate(**inputs, max_new_tokens=12, do_sample=False)
+    fn = specmm.custom_generate(msd_of(made), "msd")
+    assert torch.equal(made.generate(**inputs, max_new_tokens=12, do_sample=False, custom_generate=fn), wanted)
 
 
 def test_beams_and_guidance_are_refused(model, inputs):

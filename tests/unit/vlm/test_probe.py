@@ -33,6 +33,7 @@ def made(name, model="ForCausalLM", **config):
         ("Gemma2", dict(head_dim=8, final_logit_softcapping=2.0)),
         ("Granite", dict(logits_scaling=8.0)),
         ("Cohere", dict(logit_scale=0.25)),
+        ("HyperCLOVAX", dict(logits_scaling=0.25)),  # multiplies by what Granite divides by
     ],
 )
 @torch.no_grad()
@@ -41,6 +42,87 @@ def test_the_law_is_the_class_s_own(name, config):
     model = made(name, **SIZES, **SHORT, **config)
     found = VLMTarget(model, Processor(1.0)).prefill(VLMPrompt({"input_ids": IDS}, 4), 2).laws[0, 0]
     torch.testing.assert_close(found, model(IDS).logits[0, -1].softmax(-1), atol=1e-5, rtol=1e-4)
+
+
+SCALED = {
+    "granite": dict(logits_scaling=8.0),
+    "granitemoe": dict(logits_scaling=8.0, num_local_experts=4, num_experts_per_tok=2),
+    "cohere": dict(logit_scale=0.25),
+    "gemma2": dict(head_dim=8, final_logit_softcapping=2.0),
+}
+VISION = dict(model_type="clip_vision_model", hidden_size=16, intermediate_size=24, num_hidden_layers=2)
+VISION |= dict(num_attention_heads=2, image_size=8, patch_size=4)
+
+
+def seeing(text, kind=tf.LlavaForConditionalGeneration, **extra):
+    config = dict(model_type=text, **SIZES, **SHORT, **extra)
+    torch.manual_seed(0)
+    model = kind(kind.config_class(vision_config=VISION, text_config=config, image_token_index=59)).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, 0, 0.25)
+    return model
+
+
+@pytest.mark.parametrize("kind", [tf.LlavaForConditionalGeneration, tf.LlavaNextForConditionalGeneration])
+@pytest.mark.parametrize("text", SCALED)
+@torch.no_grad()
+def test_a_language_model_s_factor_is_not_the_vision_model_s(kind, text):
+    """LLaVA's classes leave logits as they are, whatever its language model's config says."""
+    model = seeing(text, kind, **SCALED[text])
+    found = VLMTarget(model, Processor(1.0)).prefill(VLMPrompt({"input_ids": IDS}, 4), 2).laws[0, 0]
+    wanted = model(input_ids=IDS).logits[0, -1].softmax(-1)
+    assert 0.5 * (found - wanted).abs().sum() < 1e-5
+
+
+class Squared(tf.LlavaForConditionalGeneration):
+    def forward(self, **inputs):
+        output = super().forward(**inputs)
+        output.logits = output.logits.square()
+        return output
+
+
+class Masked(tf.LlavaForConditionalGeneration):
+    def forward(self, **inputs):
+        output = super().forward(**inputs)
+        output.logits[..., 3] = -100.0
+        return output
+
+
+class Apart(tf.LlavaForConditionalGeneration):
+    def forward(self, input_ids, **inputs):
+        apart = 3 * torch.arange(input_ids.shape[1])[None]
+        return super().forward(input_ids=input_ids, position_ids=apart, **inputs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [(Squared, "more to its logits"), (Masked, "more to its logits"), (Apart, "are off by")],
+)
+def test_a_vision_model_that_does_otherwise_is_refused(kind, fault):
+    with pytest.raises(ValueError, match=rf"model type 'llava' cannot be accelerated here: .*{fault}.*own generate"):
+        VLMTarget(seeing("llama", kind), Processor())
+
+
+def test_an_interrupted_probe_has_not_passed():
+    model = made("Bert", "LMHeadModel", **SIZES, is_decoder=True)
+    handle = model.base_model.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        VLMTarget(model, Processor())
+    handle.remove()
+    with pytest.raises(ValueError, match="cannot be accelerated"):
+        VLMTarget(model, Processor())
+
+
+def test_positions_may_be_said_by_the_text_config():
+    text = dict(**SIZES, **SHORT, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    quantizer = dict(codebook_size=8, embed_dim=4, latent_channels=4, base_channels=32, num_res_blocks=1)
+    quantizer |= dict(channel_multiplier=[1, 1], attn_resolutions=[], double_latent=False)
+    config = dict(text_config=text, vq_config=quantizer, vocabulary_map={"<image>": 59})
+    model = made("Emu3", "ForConditionalGeneration", **config)
+    wanted = model.generate(IDS, max_new_tokens=8, do_sample=False)
+    fn = specmm.custom_generate()
+    assert torch.equal(model.generate(IDS, max_new_tokens=8, do_sample=False, custom_generate=fn), wanted)
 
 
 @pytest.mark.parametrize(
