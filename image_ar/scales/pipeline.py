@@ -42,6 +42,7 @@ from specmm.randomness import Uniforms, sample_generators
 from specmm.stats import Clock, Stats
 
 SOFT = Certificate("heuristic", "as released, tokens are drawn beside the soft codes that the picture is made of")
+TIES = Certificate("heuristic", "as released, a sort decides which equals of the nucleus's last token are left out")
 
 
 class Job(NamedTuple):
@@ -264,8 +265,8 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
             turns = code_turns(large, small, method.n, canvas, labels, sampling, sampler)
         else:
             turns = [turn(large, LARGE, range(len(canvas.ladder)), canvas, labels, sampling, sampler)]
-        if job.state is not None and sampling.more_smooth:
-            return handoff(turns, clock), SOFT
+        if job.state is not None and (sampling.more_smooth or sampling.top_p < 1):
+            return handoff(turns, clock), SOFT if sampling.more_smooth else TIES
         return handoff(turns, clock), certificate(turns, LARGE)
 
     def _sampler(self, job: Job, canvas: Canvas) -> Callable[[range], Sampler]:

@@ -35,34 +35,14 @@ def _borrowed(now, scale, token, own, table, codes, columns, offset, bound,
 
 
 @triton.jit
-def _borrowed_by(v, target, now, scale, table, codes, columns, offset, bound,
-                 FACTOR: tl.constexpr, NEAR: tl.constexpr):  # fmt: skip
-    """LANTERN's S of the tokens ``v`` [BLOCK], whose masses are ``target``."""
-    code = v.to(tl.int64) - offset
-    live = (code >= 0) & (code < codes)
-    total, lent = tl.zeros_like(target), tl.zeros_like(target)
-    limit = (bound - 1) * target if FACTOR else tl.zeros_like(target) + bound
-    for j in range(NEAR):
-        near = tl.load(table + code * columns + j, mask=live, other=0) + offset
-        total += tl.load(now + near, mask=live, other=0.0) * scale
-        lent = tl.where(live & (total <= limit), total, lent)
-    return lent
-
-
-@triton.jit
-def _reject(now, out, scale, token, draft, V, table, codes, columns, offset, bound,
-            DRAWN: tl.constexpr, FACTOR: tl.constexpr, NEAR: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _reject(now, out, scale, token, draft, V, DRAWN: tl.constexpr, BLOCK: tl.constexpr):
     """Store what is left of the target once ``token`` is rejected; returns its total."""
     total = tl.full([], 0.0, now.dtype.element_ty)
     for start in range(0, V, BLOCK):
         v = start + tl.arange(0, BLOCK)
         target = tl.load(now + v, mask=v < V, other=0.0) * scale
         if DRAWN:
-            kept = tl.load(draft + v, mask=v < V, other=0.0)
-            if NEAR > 0:
-                lent = _borrowed_by(v, target, now, scale, table, codes, columns, offset, bound, FACTOR, NEAR)
-                kept = tl.minimum(kept, target + lent)
-            rest = tl.maximum(target - kept, 0.0)
+            rest = tl.maximum(target - tl.load(draft + v, mask=v < V, other=0.0), 0.0)
         else:
             rest = tl.where(v == token, 0.0, target)
         tl.store(out + v, rest, mask=v < V)
@@ -109,10 +89,7 @@ def walk(
                     now = scratch
             else:
                 out = scratch + (1 + turn) * V
-                total = _reject(
-                    now, out, scale, token, draft, V, table_ptr, codes, columns, offset, bound,
-                    DRAWN, FACTOR, NEAR, BLOCK,
-                )  # fmt: skip
+                total = _reject(now, out, scale, token, draft, V, DRAWN, BLOCK)
                 if total > 0:  # else the target stays as it is, which keeps the processed support
                     now, scale, turn = out, 1 / total, 1 - turn
     tl.store(kept_ptr + row, kept)

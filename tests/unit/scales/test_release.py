@@ -9,6 +9,7 @@ from scipy.stats import chisquare
 
 from specmm import methods
 from specmm.image_ar.scales.pipeline import VARPipeline
+from specmm.image_ar.scales.release import sorted_mask
 from specmm.image_ar.scales.sampling import Sampling
 from specmm.image_ar.scales.settings import Settings
 from tests.unit.scales.test_verified import exact_law
@@ -57,3 +58,12 @@ def test_soft_codes_claim_nothing(two_codes):
     pipe, _ = two_codes
     out = pipe([3], method=methods.CoDe(2, release=True), more_smooth=True, output_type="latent")
     assert out.certificate.kind == "heuristic" and "soft codes" in out.certificate.reason
+
+
+def test_a_nucleus_claims_nothing(two_codes):
+    """Of equal logits at its edge the release's sort leaves some out, where plain decoding keeps them all."""
+    pipe, _ = two_codes
+    out = pipe([3], method=methods.CoDe(2, release=True), top_p=0.9, output_type="latent")
+    assert out.certificate.kind == "heuristic" and "equals" in out.certificate.reason
+    logits, kept = torch.tensor([[[2.0, 1, 1, 1, 0]]]), Sampling(top_p=0.7)
+    assert sorted_mask(logits, 0, 0.7).isfinite().sum() < kept.masked(logits).isfinite().sum()
