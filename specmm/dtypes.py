@@ -1,4 +1,4 @@
-"""Which dtype a model is fastest in on this machine."""
+"""Which dtype a model is fastest in on this machine, and which devices it has."""
 
 from __future__ import annotations
 
@@ -37,3 +37,13 @@ def named_dtype(name: str) -> torch.dtype | None:
     if name not in NAMES:
         raise unknown("dtype", name, NAMES)
     return None if name == "auto" else getattr(torch, name)
+
+
+def named_device(name: str) -> torch.device:
+    """The device called ``name``; raises ``ValueError`` for one that this machine has not, or has no driver for."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device must be one of this machine's, such as cpu, got {name!r}") from error
+    return device

@@ -48,9 +48,16 @@ def batch(
     price: Annotated[Real, typer.Option(min=0, help="Of an hour of this machine: the cost is printed.")] = None,
     metrics_port: Annotated[int | None, typer.Option(min=0, help="Serve Prometheus metrics on 127.0.0.1.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Check OUT instead of working on it.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Make results that are damaged or missing again, bit for bit.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Make every item of JOBS once; killed at any moment and started again, it goes on where it was."""
+    """Make every item of JOBS once; killed at any moment and started again, it goes on where it was.
+
+    The exit status is 0 when every item is done, 1 when items failed (under --engine accelerate 0, or the launcher
+    would end the other ranks), 2 for a mistake in the arguments and 130 after Ctrl-C.
+    """
     from specmm.jobs.items import read_items
 
     if verify:
@@ -66,12 +73,27 @@ def batch(
         from specmm.jobs.spec import Limits, Spec
         from specmm.jobs.workers import methods_for
 
+        _check_machine(parquet, device, engine)
         parse_method(methods_for(model, items), method, option)
         spec = Spec(model, method, tuple(option), sampling, seed, dtype, image_format, layout, drafter, text_encoder)
         limits = Limits(batch_size, retries, shard_size, device)
-        asked = Asked(items, writable(out), spec, limits, engine, workers, parquet, retry_failed, metrics_port)
+        asked = Asked(items, writable(out), spec, limits, engine, workers, parquet, retry_failed, repair, metrics_port)
         summary, tally, seconds = asked.run()
     _report(summary, tally, seconds, price, out, as_json)
+    if summary["failed"] and engine != "accelerate":
+        raise typer.Exit(1)
+
+
+def _check_machine(parquet: bool, device: str, engine: str) -> None:
+    """Raise ``ValueError`` before any work for what this machine lacks."""
+    from importlib.util import find_spec
+
+    from specmm.dtypes import named_device
+
+    if parquet and find_spec("pyarrow") is None:
+        raise ValueError("--parquet needs pyarrow, run: pip install 'specmm[batch]'")
+    if engine == "local":
+        named_device(device)
 
 
 @dataclass
@@ -86,6 +108,7 @@ class Asked:
     workers: int
     parquet: bool
     retry_failed: bool
+    repair: bool
     metrics_port: int | None
 
     def __post_init__(self) -> None:
@@ -105,7 +128,8 @@ class Asked:
 
         prepare(self.out, self.spec)
         mine = share(self.items) if self.engine == "accelerate" else list(self.items)
-        left = pending(self.out, mine, self.retry_failed)
+        damaged = self._damaged()
+        left = pending(self.out, mine, self.retry_failed, damaged)
         metrics = None if self.metrics_port is None else Metrics(self.metrics_port)
         if metrics is not None:
             say(f"metrics at http://127.0.0.1:{metrics.port}/metrics")
@@ -115,7 +139,29 @@ class Asked:
         seconds = time.perf_counter() - begin
         if metrics is not None:
             metrics.close()
-        return finish(self.out, self.spec, self.items, self.limits.shard, self.parquet), tally, seconds
+        summary = finish(self.out, self.spec, self.items, self.limits.shard, self.parquet)
+        return summary | self._repaired(damaged, {item.id for item in mine}), tally, seconds
+
+    def _damaged(self) -> dict[str, Any]:
+        """What a repair is to make again, by id."""
+        from specmm.jobs.verify import damage, unpack_torn
+
+        if not self.repair:
+            return {}
+        unpack_torn(self.out)
+        return damage(self.out)
+
+    def _repaired(self, damaged: dict[str, Any], mine: set[str]) -> dict[str, int]:
+        """How many results were made again, and how many of them have other bytes than before."""
+        from specmm.jobs.journal import ledger
+        from specmm.jobs.store import JOURNALS
+
+        if not self.repair:
+            return {}
+        now = ledger(self.out / JOURNALS)
+        again = [i for i in damaged if i in mine]
+        other = [i for i in again if now[i].get("sha256") != damaged[i].sha256]
+        return {"repaired": len(again), "repaired_otherwise": len(other)}
 
     def _work(self, left: list[Any], bar: Any) -> Any:
         from specmm.jobs.cluster import run_ray
@@ -139,6 +185,8 @@ def _verify(jobs: Path, out: Path, as_json: bool) -> None:
     else:
         typer.echo(f"{found.done} of {found.items} items done, {found.failed} set aside, {found.left} left")
         typer.echo("\n".join(found.problems) or "every file is whole and belongs to one item")
+        if found.problems:
+            say("the same command as the job's, with --repair, makes damaged and missing results again")
     raise typer.Exit(1 if found.problems else 0)
 
 
@@ -153,8 +201,18 @@ def _report(summary: dict[str, Any], tally: Any, wall: float, price: float | Non
         rate = f", {len(tally.done) / wall:.2f} a second" if tally.done else ""
         cost = f", cost {now['cost']:.4f}" if price is not None else ""
         typer.echo(f"{len(tally.done)} of them now in {wall:.1f} s{rate}{cost}")
+        if "repaired" in summary:
+            typer.echo(_told(summary["repaired"], summary["repaired_otherwise"]))
     if tally.interrupted:
         say("interrupted: everything finished is kept; run the same command again to go on")
         raise typer.Exit(130)
     if summary["failed"]:
         say(f"{summary['failed']} items failed, see {out / 'failed.jsonl'}; --retry-failed tries them again")
+
+
+def _told(repaired: int, otherwise: int) -> str:
+    """What a repair did."""
+    if not repaired:
+        return "nothing was damaged or missing"
+    same = "bit for bit" if not otherwise else f"{otherwise} of them with other bytes: this machine rounds otherwise"
+    return f"{repaired} damaged or missing results made again, {same}"

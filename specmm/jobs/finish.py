@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import tarfile
 from collections import Counter
@@ -24,7 +25,8 @@ from specmm.jobs.spec import Spec, alone
 from specmm.jobs.store import ARCHIVES, JOURNALS
 
 INDEX, FAILED, RUN = "index.jsonl", "failed.jsonl", "run.json"
-HIDDEN = ("state", "item", "bytes")  # of a journal's record, of no use in an index
+log = logging.getLogger(__name__)
+HIDDEN = ("state", "at", "item", "bytes")  # of a journal's record, of no use in an index
 
 
 def finish(folder: Path, spec: Spec, items: Sequence[Item], shard: int, parquet: bool = False) -> dict[str, Any]:
@@ -106,8 +108,9 @@ def archive(folder: Path, items: Sequence[Item], known: dict[str, Record], shard
         if loose:
             packed = dict(members(target)) if target.exists() else {}
             missing = [name for name in wanted if name not in loose and name not in packed]
-            if missing:
-                raise ValueError(f"{folder} lacks results the journal speaks of, such as {missing[0]}; see --verify")
+            if missing:  # lost, or being made again by another process
+                log.warning("%s lacks %s: the shard is left open; see --verify, --repair", target, missing[0])
+                continue
             _write_archive(target, wanted, packed)
             for file in loose.values():
                 os.unlink(file)

@@ -111,10 +111,19 @@ def read_journals(folder: Path) -> Iterator[Record]:
 
 
 def ledger(folder: Path) -> dict[str, Record]:
-    """The last word on every item by id: "done" stands against "failed", and the first "done" against later ones."""
+    """The last word on every item by id: "done" stands against "failed", and the latest "done" against others.
+
+    A result that was repaired has two: journals are read in no order of time, so a record says when it was written.
+    """
     found: dict[str, Record] = {}
     for record in read_journals(folder):
-        known = found.get(record.get("id", ""))
-        if "id" in record and (known is None or known["state"] != "done"):
+        if "id" in record and _stands(record, found.get(record["id"])):
             found[record["id"]] = record
     return found
+
+
+def _stands(record: Record, known: Record | None) -> bool:
+    """Whether ``record`` takes the place of what was ``known`` of its item."""
+    if known is None or known["state"] != "done":
+        return True
+    return bool(record["state"] == "done" and record.get("at", 0) > known.get("at", 0))

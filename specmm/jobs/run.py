@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,14 +44,17 @@ class Tally:
     interrupted: bool = False
 
 
-def pending(folder: Path, items: Sequence[Item], retry_failed: bool = False) -> list[Item]:
-    """The items neither done nor set aside (which ``retry_failed`` takes up again).
+def pending(
+    folder: Path, items: Sequence[Item], retry_failed: bool = False, damaged: Container[str] = ()
+) -> list[Item]:
+    """The items neither done nor set aside (which ``retry_failed`` takes up again), and those of the ids ``damaged``.
 
     Raises ``ValueError`` for an item that is done and has changed since.
     """
     known = ledger(folder / JOURNALS)
     check_same(items, known)
-    return [i for i in items if i.id not in known or (retry_failed and known[i.id]["state"] == "failed")]
+    again = {i for i, record in known.items() if retry_failed and record["state"] == "failed"}
+    return [i for i in items if i.id not in known or i.id in again or i.id in damaged]
 
 
 @dataclass

@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,6 +115,7 @@ def _done(result: Result, place: str, data: bytes) -> dict[str, Any]:
     return {
         "id": item.id,
         "state": "done",
+        "at": time.time(),
         "item": item.digest,
         item.kind: item.text,
         "seed": item.seed,

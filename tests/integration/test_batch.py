@@ -25,6 +25,7 @@ from specmm.jobs import store
 from specmm.jobs.engines import run_local, run_rank, share
 from specmm.jobs.finish import finish
 from specmm.jobs.items import Item, read_items
+from specmm.jobs.journal import pack, unpack
 from specmm.jobs.run import Tally, pending
 from specmm.jobs.spec import Limits, Spec, prepare
 from specmm.jobs.store import Result, description
@@ -104,7 +105,7 @@ def test_a_job_from_end_to_end(tiny: Path, tmp_path: Path) -> None:
     file.write_text(file.read_text() + '{"id": "bad", "class": "hart"}\n')
     common = ("batch", file, "--model", tiny, "--method", "speculative", "--out", out, "--batch-size", 3)
     result = run(*common, "--json", "--parquet", "--price", 36)
-    assert result.exit_code == 0, result.stderr
+    assert result.exit_code == 1, "an item failed"
     found = json.loads(result.stdout)
     assert (found["items"], found["done"], found["failed"], found["done_now"]) == (6, 5, 1, 5)
     assert found["cost"] == pytest.approx(found["wall_seconds"] / 100)
@@ -140,6 +141,72 @@ def test_formats_carry_their_description(worker: ImageWorker, tmp_path: Path, ki
     (tmp_path / "results").mkdir()
     (record,) = store.Store(tmp_path, kind, "tiny").save(worker.run([item]))
     assert record["file"].endswith(suffix) and description(tmp_path / record["file"])["id"] == "set/0"
+
+
+@pytest.mark.parametrize("layout", ["folders", "tar", "torn tar"])
+def test_damaged_and_missing_results_are_made_again(tiny: Path, tmp_path: Path, layout: str) -> None:
+    out, kind = tmp_path / "out", layout.split()[-1]
+    common = ("batch", jobs(tmp_path, 4), "--model", tiny, "--dtype", "float32", "--out", out, "--shard-size", 2)
+    common += ("--layout", kind)
+    assert run(*common).exit_code == 0
+    before = contents(out)
+    spoil(out, layout)
+    assert run("batch", jobs(tmp_path, 4), "--out", out, "--verify").exit_code == 1
+    assert contents(out) != before
+    refusal = refused("eval", "fid", out, out)
+    assert "damaged or missing results, such as set/" in refusal and "--repair" in refusal
+    assert json.loads(run(*common, "--json").stdout)["done_now"] == 0, "a plain run trusts the journal"
+    found = json.loads(run(*common, "--repair", "--json").stdout)
+    assert found["repaired"] == found["done_now"] >= 1 and found["repaired_otherwise"] == 0
+    assert contents(out) == before
+    assert run("batch", jobs(tmp_path, 4), "--out", out, "--verify").exit_code == 0
+    assert "nothing was damaged or missing" in run(*common, "--repair").stdout
+
+
+def contents(folder: Path) -> Saved:
+    """The bytes of results and archives."""
+    files = [f for place in ("results", "archives") for f in (folder / place).rglob("*.*")]
+    return {str(f.relative_to(folder)): f.read_bytes() for f in files}
+
+
+def spoil(out: Path, layout: str) -> None:
+    """Alter one result and remove another, in files or in archives."""
+    if layout == "folders":
+        first, second, *_ = sorted((out / "results").rglob("*.png"))
+        first.write_bytes(first.read_bytes()[:-9] + b"other bits")
+        second.unlink()
+        return
+    first, second = sorted((out / "archives").iterdir())
+    if layout == "torn tar":
+        first.write_bytes(first.read_bytes()[:1000])
+        second.unlink()
+        return
+    data = bytearray(first.read_bytes())
+    data[700] ^= 1
+    first.write_bytes(bytes(data))
+
+
+def test_a_repair_with_other_bytes_says_so(tiny: Path, tmp_path: Path) -> None:
+    """As on a machine that rounds otherwise: here another dtype's pixels, under the first one's name."""
+    out = tmp_path / "out"
+    common = ("batch", jobs(tmp_path, 2), "--model", tiny, "--out", out)
+    assert run(*common).exit_code == 0
+    for file in (out / "journal").glob("*.log"):
+        lines = [unpack(line) for line in file.read_bytes().splitlines(keepends=True)]
+        file.write_bytes(b"".join(pack(line | {"sha256": "0" * 64}) for line in lines if line))
+    assert "2 damaged or missing results made again, 2 of them with other bytes" in run(*common, "--repair").stdout
+    assert run("batch", jobs(tmp_path, 2), "--out", out, "--verify").exit_code == 0
+
+
+def test_what_the_machine_lacks_is_said_before_any_work(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = ("batch", jobs(tmp_path, 2), "--model", tiny, "--out", tmp_path / "out")
+    if not torch.cuda.is_available():
+        assert "device must be one of this machine's" in refused(*common, "--device", "cuda")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'specmm[batch]'" in refused(*common, "--parquet")
+    assert not (tmp_path / "out" / "results").exists()
 
 
 def test_archives_are_webdataset_and_read_by_eval(tiny: Path, tmp_path: Path) -> None:

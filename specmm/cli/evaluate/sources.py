@@ -28,20 +28,15 @@ class Reader:
     batch: int = 32
     device: str = "cpu"
     skipped: list[tuple[str, str]] = field(default_factory=list)  # (name, reason) of pictures left out
+    checked: set[str] = field(default_factory=set)  # sources that were compared with their job's journal
 
     @cached_property
     def extractor(self) -> Any:
         """The network; raises ``ValueError`` for an unknown name or device, and for missing weights."""
-        import torch
-
+        from specmm.dtypes import named_device
         from specmm.metrics.extractors import extractor
 
-        try:
-            device = torch.device(self.device)
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"device must be one of this machine's, such as cpu, got {self.device!r}") from error
-        return extractor(self.network, weights=self.weights, device=device)
+        return extractor(self.network, weights=self.weights, device=named_device(self.device))
 
     def both(self, source: str, reference: str, statistics: bool = False) -> tuple[Any, Any]:
         """Features, or ``statistics``, of both, once it is known that there is something to read in both."""
@@ -96,9 +91,16 @@ class Reader:
         return found
 
     def pictures(self, source: str) -> Any:
-        """The pictures of ``source``, decoded by ``workers`` processes; raises ``ValueError`` where there are none."""
+        """The pictures of ``source``, decoded by ``workers`` processes.
+
+        Raises ``ValueError`` where there are none, and for a job's output with a damaged or missing result.
+        """
+        from specmm.jobs.verify import check_whole
         from specmm.metrics.inputs import open_pictures
 
+        if source not in self.checked:
+            check_whole(Path(source))
+            self.checked.add(source)
         return open_pictures(source, skip_bad=self.skip_bad, workers=self.workers)
 
     def noted(self, found: Any) -> Any:
