@@ -1,4 +1,4 @@
-"""Models, tokenizers, processors and configs from folders of transformers: whole, without their code.
+"""Models, tokenizers, processors and configs from transformers' folders: whole, without their code.
 
 ``from_pretrained`` itself makes weights up where a folder lacks them, and asks whether to run the
 Python files that a folder names under ``auto_map``. Here a weight that is missing is an error, and
