@@ -1,8 +1,9 @@
-"""Models, tokenizers, processors and configs from folders of transformers: whole, and without code that they bring.
+"""Models, tokenizers, processors and configs from transformers' folders: whole, without their code.
 
-``from_pretrained`` itself makes weights up where a folder lacks them, and asks whether to run the Python files that a
-folder names under ``auto_map``. Here a weight that is missing is an error, and nothing of a folder ever runs: what
-needs its own code is refused, unless transformers has a class that reads the same files.
+``from_pretrained`` itself makes weights up where a folder lacks them, and asks whether to run the
+Python files that a folder names under ``auto_map``. Here a weight that is missing is an error, and
+nothing of a folder ever runs: what needs its own code is refused, unless transformers has a class
+that reads the same files.
 
 Shape letters: none.
 """
@@ -26,29 +27,35 @@ LOGGER = logging.getLogger(__name__)
 REPORTS = "transformers.modeling_utils"  # the logger of loading reports
 CODE = "auto_map"  # where a config names Python files
 TOKENIZER, WHOLE_TOKENIZER = "tokenizer_config.json", "tokenizer.json"
-SAME_TOKENIZERS = {"DreamTokenizer": "Qwen2Tokenizer"}  # a class of a folder, one that reads its files alike
+SAME_TOKENIZERS = {"DreamTokenizer": "Qwen2Tokenizer"}  # a folder's class, one that reads alike
 TEMPLATES = "additional_chat_templates"
 ADVICE = "fetch it again, or name its weights as save_pretrained does"
 
 
 def load_model(kind: Any, folder: str | Path, **options: Any) -> Any:
-    """The model in ``folder`` by ``kind``, a model class of transformers or one of its auto classes.
+    """The model in ``folder`` by ``kind``, a model class of transformers or an auto class.
 
-    ``options`` are those of ``from_pretrained``. Raises ``ValueError`` naming weights that are missing, of another
-    shape or unreadable, or those of further layers than the config counts. Missing are none that the class ties to
-    others. Weights of other kinds than the class has (a head for another task, say) are left out with a warning.
+    ``options`` are those of ``from_pretrained``. Raises ``ValueError`` naming weights that are
+    missing, of another shape or unreadable, or those of further layers than the config counts.
+    Missing are none that the class ties to others. Weights of other kinds than the class has (a
+    head for another task, say) are left out with a warning.
     """
     from safetensors import SafetensorError
 
     try:
         with _no_reports():
             model, told = kind.from_pretrained(
-                folder, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True, **options
+                folder,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **options,
             )
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, SafetensorError) as error:  # files that are damaged, weights that cannot be put together
-        raise ValueError(f"{folder} must hold readable weights, got: {_first_line(error)}; {ADVICE}") from error
+    except (RuntimeError, SafetensorError) as error:  # damaged files, weights that do not join
+        found = _first_line(error)
+        raise ValueError(f"{folder} must hold readable weights, got: {found}; {ADVICE}") from error
     except ValueError as error:
         raise _explained(error, folder) from error
     _check_loaded(model, told, folder)
@@ -56,7 +63,7 @@ def load_model(kind: Any, folder: str | Path, **options: Any) -> Any:
 
 
 def load_config(folder: str | Path) -> Any:
-    """The config in ``folder``; raises ``ValueError`` for a model type that only the folder's code knows."""
+    """The config in ``folder``; ``ValueError`` for a model type that only its code knows."""
     from transformers import AutoConfig
 
     try:
@@ -68,8 +75,9 @@ def load_config(folder: str | Path) -> Any:
 def load_tokenizer(folder: str | Path, **options: Any) -> Any:
     """The tokenizer in ``folder``; ``options`` are those of ``from_pretrained``.
 
-    A class that the folder brings is not used: its ``tokenizer.json`` says the same, or a class of transformers is
-    known to read its files alike (Dream's are Qwen 2's). Raises ``ValueError`` where neither is so.
+    A class that the folder brings is not used: its ``tokenizer.json`` says the same, or a class of
+    transformers is known to read its files alike (Dream's are Qwen 2's). Raises ``ValueError``
+    where neither is so.
     """
     from transformers import AutoTokenizer
 
@@ -122,7 +130,7 @@ def _stripped(facts: Any) -> Any:
 
 
 def _known_classes(facts: dict[str, Any], folder: Path, tokenizer: bool) -> dict[str, Any]:
-    """``facts`` of a config with classes of transformers; ``ValueError`` where none is known to be the same."""
+    """``facts`` of a config with classes of transformers; ``ValueError`` where none is the same."""
     import transformers
 
     processor, said = facts.get("processor_class"), facts.get("tokenizer_class")
@@ -135,13 +143,13 @@ def _known_classes(facts: dict[str, Any], folder: Path, tokenizer: bool) -> dict
     if said in SAME_TOKENIZERS:
         return facts | {"tokenizer_class": SAME_TOKENIZERS[said]}
     raise ValueError(
-        f"{folder} must hold a tokenizer that transformers has a class for, got {said} in Python files, which never "
-        f"run here; put a {WHOLE_TOKENIZER} of the same vocabulary beside them"
+        f"{folder} must hold a tokenizer that transformers has a class for, got {said} in Python "
+        f"files, which never run here; put a {WHOLE_TOKENIZER} of the same vocabulary beside them"
     )
 
 
 def _explained(error: Exception, folder: str | Path, brought: bool = False) -> Exception:
-    """``error`` itself; where code was ``brought`` or wanted to run, what to do in place of running it."""
+    """``error`` itself; where code was ``brought`` or wanted to run, what to do instead."""
     if not brought and "trust_remote_code" not in str(error):
         return error
     return _brought(folder, "one")
@@ -149,15 +157,17 @@ def _explained(error: Exception, folder: str | Path, brought: bool = False) -> E
 
 def _brought(folder: str | Path, what: str) -> ValueError:
     return ValueError(
-        f"{folder} must be of a kind that transformers has classes for, got {what} with Python files of its own "
-        "(auto_map), which never run here; use a conversion whose configs name classes of transformers"
+        f"{folder} must be of a kind that transformers has classes for, got {what} with Python "
+        "files of its own (auto_map), which never run here; use a conversion whose configs name "
+        "classes of transformers"
     )
 
 
 def _check_loaded(model: Any, told: dict[str, Any], folder: str | Path) -> None:
     """Raise ``ValueError`` naming weights of ``model`` that are not those of the ``folder``."""
     missing, extra = sorted(told["missing_keys"]), sorted(told["unexpected_keys"])
-    shapes = [f"{name} {list(theirs)} for {list(ours)}" for name, theirs, ours in sorted(told["mismatched_keys"])]
+    other = sorted(told["mismatched_keys"])
+    shapes = [f"{name} {list(theirs)} for {list(ours)}" for name, theirs, ours in other]
     kinds = {_numberless(name) for name in model.state_dict()}
     layers = [name for name in extra if missing or _numberless(name) in kinds]
     problems = {"missing": missing, "unexpected": layers, "wrong-shaped": shapes}

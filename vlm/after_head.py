@@ -1,8 +1,8 @@
-"""What a model's class does to its logits after the output head: nothing, or it scales them, caps them, or both.
+"""What a model's class does to its logits after the output head: nothing, a scale, a cap, or both.
 
-The config does not tell: the same name divides in one class and multiplies in the next, and a vision-language class
-may ignore what its text model heeds. So the model's own forward is asked: its head's output is replaced by numbers
-that we know, and what comes out is read.
+The config does not tell: the same name divides in one class and multiplies in the next, and a
+vision-language class may ignore what its text model heeds. So the model's own forward is asked:
+numbers that we know are put beside its head's output, and what becomes of them is read.
 
 Shape letters: B batch, T positions, P known numbers, V vocabulary.
 """
@@ -28,7 +28,7 @@ _measured: WeakKeyDictionary[Any, AfterHead] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class AfterHead:
-    """Logits times ``scale``, then held within plus and minus ``cap`` by a tanh (None: they are not)."""
+    """Logits times ``scale``, then held within ``cap`` of 0 by a tanh (None: they are not)."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -50,7 +50,7 @@ def after_head(model: Any) -> AfterHead:
 
 
 def forward(model: Any, input_ids: Tensor) -> Tensor:
-    """The model's own logits [B, T, V] of ``input_ids`` [B, T]; what it does after its head is measured on the way.
+    """The model's own logits [B, T, V] of ``input_ids`` [B, T]; ``after_head`` is measured, too.
 
     Raises ``ValueError`` when that is neither a factor nor a cap.
     """
@@ -99,7 +99,7 @@ def _fitted(known: Tensor, found: Tensor) -> AfterHead:
     cap = large if abs(large) < abs(small) / SMALL * LARGE / 2 else None
     scale = (small if cap is None else cap * float(torch.atanh(values[0] / cap))) / SMALL
     fitted = AfterHead(1.0 if abs(scale - 1) <= rounding else scale, cap)
-    wanted = fitted(known)[:, None].expand_as(found)
-    if not torch.allclose(found.double(), wanted, rtol=rounding, atol=rounding):
+    wanted = fitted(known).to(found.dtype)[:, None].expand_as(found)
+    if not torch.allclose(found, wanted, rtol=rounding, atol=rounding):
         raise ValueError("it does more to its logits after the head than to scale and to cap them")
     return fitted

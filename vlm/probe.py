@@ -1,8 +1,8 @@
-"""Whether a model of transformers can be a target at all: the distributions after a few tokens, ours and its own.
+"""Whether a model of transformers can be a target: distributions after a few tokens, ours and its own.
 
-Classes differ in what stands after the decoder, in how positions and masks are told and in what is cached; a target
-that gets one of them wrong would answer wrongly without a word. Which vision-language models are tried at all is said
-in ``families``; they are asked about text alone.
+Classes differ in what stands after the decoder, in how positions and masks are told and in what is
+cached; a target that gets one of them wrong would answer wrongly without a word. Which
+vision-language models are tried at all is said in ``families``; they are asked about text alone.
 
 Shape letters: N tokens, V vocabulary.
 """
@@ -31,7 +31,7 @@ _found: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # what is wrong with 
 def check_model(model: Any) -> None:
     """Raise ``ValueError`` naming the model's type unless trees on it score as its own forwards do.
 
-    Asked once a model, of text alone; a model whose logits are not finite is left to those who use it.
+    Asked once a model, of text alone; one whose logits are not finite is left to those who use it.
     """
     if model not in _found:
         _found[model] = _fault(model)

@@ -115,7 +115,7 @@ class Echo:
     def end(self) -> None:
         """Say what was held back, for it might have become a stop, and finish the line."""
         self._say(self.stops.cut(self.pipe.text(self.ids)))
-        if sys.stderr.isatty():
+        if self.ids and sys.stderr.isatty():  # nothing was said of a call that was refused
             say("")
 
     def _say(self, text: str) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from PIL import Image
+from transformers import TextIteratorStreamer
 
 from specmm import methods
 from specmm.jobs.items import Item
@@ -63,7 +64,7 @@ def test_mistakes(text_pipe):
     with pytest.raises(ValueError, match="one for each of the 7 rows, got 2"):
         text_pipe(PROMPTS, batch_size=2, seed=[1, 2])
     with pytest.raises(ValueError, match="a streamer takes one answer at a time, got 7"):
-        text_pipe(PROMPTS, batch_size=1, streamer=object())
+        text_pipe(PROMPTS, batch_size=1, streamer=TextIteratorStreamer(text_pipe.tokenizer))
 
 
 def test_none_is_lost_when_first_tokens_end_texts(text_pipe):

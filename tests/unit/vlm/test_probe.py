@@ -6,6 +6,7 @@ import transformers as tf
 
 import specmm
 from specmm.processors import Processor
+from specmm.vlm.after_head import AfterHead, after_head
 from specmm.vlm.prompt import VLMPrompt
 from specmm.vlm.target import VLMTarget
 
@@ -73,6 +74,19 @@ def test_a_language_model_s_factor_is_not_the_vision_model_s(kind, text):
     found = VLMTarget(model, Processor(1.0)).prefill(VLMPrompt({"input_ids": IDS}, 4), 2).laws[0, 0]
     wanted = model(input_ids=IDS).logits[0, -1].softmax(-1)
     assert 0.5 * (found - wanted).abs().sum() < 1e-5
+
+
+class Rounded(tf.LlavaForConditionalGeneration):
+    """Hands out logits that cannot hold the largest numbers."""
+
+    def forward(self, **inputs):
+        output = super().forward(**inputs)
+        output.logits = (output.logits / 4).half()
+        return output
+
+
+def test_what_is_done_after_the_head_is_measured_in_half_precision():
+    assert after_head(seeing("llama", Rounded)) == AfterHead(0.25, None)
 
 
 class Squared(tf.LlavaForConditionalGeneration):
