@@ -31,6 +31,7 @@ from specmm.history import History
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
 from specmm.tree import DraftTree
+from specmm.turns import in_its_turn
 from specmm.vlm import tuning as pictures
 from specmm.vlm.drafters.msd_head import MSDHead
 from specmm.vlm.prompt import POSITIONS, VLMPrompt
@@ -63,9 +64,10 @@ def custom_generate(
     generate drops its own ``streamer`` and ``tokenizer`` on the way to a callable, so give them here; ``tokenizer``
     is the target's, for text drafters with another and for ``stop``, texts that end a row as generate's
     ``stop_strings`` do: it replaces them, for they cannot work behind a callable. Sampling draws from ``generator``,
-    never from torch's global state. Method ``auto`` plans for an MSD, DEER or block ``drafter``, once for each batch
-    size. Raises ``ValueError`` for beams, guidance and dictionaries with scores, logits, attentions or hidden states,
-    for ``stop`` without a tokenizer, and for auto with another drafter or none.
+    never from torch's global state. Several threads may share a model: they are served in the order
+    they come. Method ``auto`` plans for an MSD, DEER or block ``drafter``, once for each batch
+    size. Raises ``ValueError`` for beams, guidance and dictionaries with scores, logits, attentions
+    or hidden states, for ``stop`` without a tokenizer, and for auto with another drafter or none.
     """
     from specmm.diffusion_drafters.assemble import assemble  # it knows this package's methods, too
 
@@ -73,6 +75,7 @@ def custom_generate(
     choose = planner_of(drafter) if isinstance(asked, methods.Auto) else None
     ends = _stop_criteria(stop, tokenizer)
 
+    @in_its_turn(lambda model: model)
     def run(
         model: Any,
         input_ids: Tensor,
