@@ -27,6 +27,7 @@ from specmm.dtypes import choose_dtype
 from specmm.layout import lay_weights
 from specmm.processors import Processor
 from specmm.stats import Stats
+from specmm.turns import in_its_turn, turns_of
 from specmm.vlm.assemble import Assembly
 from specmm.vlm.drafters.model import padded
 from specmm.vlm.loading import find
@@ -59,20 +60,21 @@ class Compiled:
     parts: Assembly | None
     play: CompiledRound
     drafter: Any  # what ``parts`` draft with
-    runs: int = 0
+    busy: bool = False  # with a stream that has not ended: it owns the cache
 
     def alone(self, steps: Iterator[Progress]) -> Iterator[Progress]:
-        """``steps`` of a run; raises ``ValueError`` where another has begun meanwhile, for they share a cache."""
-        self.runs += 1
-        mine = self.runs
-        for progress in steps:
-            yield progress
-            if self.runs != mine:
-                raise ValueError("a compiled run must end before the next of its method begins, got two at once")
+        """``steps`` of a run, which is not ``busy`` any more when they have ended or nobody wants the rest."""
+        self.busy = True
+        try:
+            yield from steps
+        finally:
+            self.busy = False
 
 
 class TextPipeline(Pipeline):
     """A causal language model, its tokenizer and its drafters behind one call.
+
+    Several threads may share one: calls are answered in the order they come, and streams take turns round by round.
 
     >>> pipe = TextPipeline.from_pretrained("pocket/coder", method="deer")
     >>> pipe("def add(a, b):", max_new_tokens=64).texts
@@ -117,6 +119,7 @@ class TextPipeline(Pipeline):
             drafter = load_drafter(drafter_kind(resolved, place), place, model)
         return cls(model, tokenizer, resolved, drafter, folder, str(name))
 
+    @in_its_turn(lambda pipe: pipe.model)
     def __call__(self, prompts: str | Sequence[str], streamer: Any = None, **options: Any) -> TextOutput:
         """Continue one prompt or a batch of them, whatever their lengths.
 
@@ -133,7 +136,10 @@ class TextPipeline(Pipeline):
 
     def stream(self, prompts: str | Sequence[str], **options: Any) -> Iterator[list[str]]:
         """The new text of every row after each round; joined they are the texts. Options as for a call."""
-        yield from self._start(prompts, Options.of(options, chat=False))[0].stream()
+        yield from turns_of(self.model).each(self._pieces(prompts, Options.of(options, chat=False)))
+
+    def _pieces(self, prompts: str | Sequence[str], options: Options) -> Iterator[list[str]]:
+        yield from self._start(prompts, options)[0].stream()
 
     def encode(self, prompts: str | Sequence[str], chat: bool = False) -> list[list[int]]:
         """Ids of each prompt, with ``chat`` in the model's template. Raises ``ValueError`` for an empty prompt."""
@@ -173,8 +179,7 @@ class TextPipeline(Pipeline):
             kind = self._best_kind()
             method = choose_method(target, self.drafter(kind.name), prompt, self.plans, kind)
             name = f"auto: {method}"
-        if options.compiled:
-            made = self._compiled(method, options)
+        if options.compiled and not (made := self._compiled(method, options)).busy:
             run = self._run(name, made.target, prompt, options, made.parts, asked, made.play)
             return replace(run, steps=made.alone(run.steps)), None
         if isinstance(method, methods.AR):

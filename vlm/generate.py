@@ -33,6 +33,7 @@ from specmm.history import History
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
 from specmm.tree import DraftTree
+from specmm.turns import in_its_turn
 from specmm.vlm import tuning as pictures
 from specmm.vlm.drafters.msd_head import MSDHead
 from specmm.vlm.prompt import POSITIONS, VLMPrompt
@@ -76,7 +77,8 @@ def custom_generate(
     A ``streamer`` may be given here or to generate, for one row; it hears of the end of a run that fails, too.
     generate drops its ``tokenizer`` on the way to a callable, so give it here: it is the target's, for text drafters
     with another and for ``stop``, texts that end a row as generate's ``stop_strings`` do, which it replaces, for they
-    cannot work with a callable. Sampling draws from ``generator``, never from torch's global state. Method ``auto``
+    cannot work with a callable. Sampling draws from ``generator``, never from torch's global state. Several threads may
+    share a model: they are served in the order they come. Method ``auto``
     plans for an MSD, DEER or block ``drafter``, once for each batch size. Raises ``ValueError`` for whatever makes
     generate decode otherwise than token by token (beams, an assistant, contrastive search and the like), for guidance,
     for ``inputs_embeds``, for dictionaries with scores, logits, attentions or hidden states, for ``stop`` without a
@@ -88,6 +90,7 @@ def custom_generate(
     choose = planner_of(drafter) if isinstance(asked, methods.Auto) else None
     ends = _stop_criteria(stop, tokenizer)
 
+    @in_its_turn(lambda model: model)
     def run(
         model: Any,
         input_ids: Tensor,

@@ -20,6 +20,7 @@ from specmm.certificate import Certificate
 from specmm.dtypes import choose_dtype
 from specmm.layout import lay_weights
 from specmm.stats import Stats
+from specmm.turns import in_its_turn, turns_of
 from specmm.vlm.asking import Pictures, Questions
 from specmm.vlm.assemble import assemble
 from specmm.vlm.loading import INSTEAD, PLACES, find, load_drafter, load_model, load_processor
@@ -47,6 +48,8 @@ class VQAOutput:
 
 class VQAPipeline(Pipeline):
     """A vision-language model, its processor and its drafters behind one call.
+
+    Several threads may share one: calls are answered in the order they come, and streams take turns round by round.
 
     >>> pipe = VQAPipeline.from_pretrained("pocket/llava", method="msd")
     >>> pipe("street.png", "How many bags are there?", max_new_tokens=64).answers
@@ -91,6 +94,7 @@ class VQAPipeline(Pipeline):
             drafter = load_drafter(_drafter_kind(resolved), find(drafter), model)
         return cls(model, load_processor(folder), resolved, drafter, folder, str(name))
 
+    @in_its_turn(lambda pipe: pipe.model)
     def __call__(
         self,
         images: Pictures | Sequence[Pictures],
@@ -120,7 +124,10 @@ class VQAPipeline(Pipeline):
         given = Options.of(options)
         if isinstance(self._method(given), methods.Verdict):
             raise ValueError("method 'verdict' answers at once, when all models have spoken; call the pipeline instead")
-        yield from self._start(images, questions, given).stream()
+        yield from turns_of(self.model).each(self._pieces(images, questions, given))
+
+    def _pieces(self, images: Any, questions: Any, options: Options) -> Iterator[list[str]]:
+        yield from self._start(images, questions, options).stream()
 
     def _method(self, options: Options) -> methods.VQAMethod:
         return self.method if options.method is None else methods.resolve_vqa(options.method)

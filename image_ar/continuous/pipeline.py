@@ -26,10 +26,13 @@ from specmm.image_ar.continuous.settings import Settings, Solver
 from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
 from specmm.image_ar.settings import class_labels, read_settings, with_options, write_index, write_settings
 from specmm.randomness import sample_generators
+from specmm.turns import in_its_turn
 
 
 class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
     """A model of continuous tokens (MAR), its autoencoder, and perhaps a small model that shares it.
+
+    Several threads may share one: calls are answered in the order they come.
 
     >>> pipe = MARPipeline.from_pretrained("pocket/mar", method="cspd")
     >>> out = pipe(classes=["heart"], generator=torch.Generator().manual_seed(0))
@@ -95,6 +98,7 @@ class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
         self.models.heads.clear()
         return self
 
+    @in_its_turn(lambda pipe: pipe.transformer)
     def __call__(
         self,
         classes: str | int | Sequence[str | int],

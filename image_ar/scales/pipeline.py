@@ -40,6 +40,7 @@ from specmm.image_ar.settings import class_labels, read_settings, with_options, 
 from specmm.layout import lay_weights
 from specmm.randomness import Uniforms, sample_generators
 from specmm.stats import Clock, Stats
+from specmm.turns import in_its_turn
 
 SOFT = Certificate("heuristic", "as released, tokens are drawn beside the soft codes that the picture is made of")
 TIES = Certificate("heuristic", "as released, a sort decides which equals of the nucleus's last token are left out")
@@ -59,6 +60,8 @@ class Job(NamedTuple):
 
 class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
     """A next-scale model (VAR), its tokenizer, and perhaps a small model that shares it, behind one call.
+
+    Several threads may share one: calls are answered in the order they come.
 
     >>> pipe = VARPipeline.from_pretrained("pocket/var", method=specmm.methods.CoDe(n=2))
     >>> out = pipe(classes=["heart"], generator=torch.Generator().manual_seed(0))
@@ -154,6 +157,7 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
         self.programs.clear()
         return self
 
+    @in_its_turn(lambda pipe: pipe.transformer)
     def __call__(
         self,
         classes: str | int | Sequence[str | int],
@@ -223,6 +227,7 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
         labels = class_labels(self, classes)
         return log_likelihood(self.transformer, self.vae.quantize, labels, tokens, self.target())
 
+    @in_its_turn(lambda pipe: pipe.transformer)
     def plan(self, batch: int, sampling: Sampling | None = None) -> tuning.Plan:
         """What ``code`` costs here by N at this batch, measured once, and the N it takes; ``specmm plan`` prints it."""
         return self.chooser.plan(batch, sampling or self.target())

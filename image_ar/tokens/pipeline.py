@@ -37,6 +37,7 @@ from specmm.layout import lay_weights
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
 from specmm.refill import Queue
+from specmm.turns import in_its_turn
 
 TURNS = 8  # batches' worth of pictures that one loop draws where rows can be refilled
 
@@ -65,6 +66,8 @@ def flows(method: methods.Method) -> bool:
 
 class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
     """A token image model (LlamaGen), its tokenizer and its drafters behind one call.
+
+    Several threads may share one: calls are answered in the order they come.
 
     >>> pipe = LlamaGenPipeline.from_pretrained("pocket/llamagen", method="lantern++")
     >>> out = pipe(classes=["heart"], generator=torch.Generator().manual_seed(0))
@@ -143,6 +146,7 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         self.parts.plans.clear()
         return self
 
+    @in_its_turn(lambda pipe: pipe.transformer)
     def __call__(
         self,
         classes: str | int | Sequence[str | int] | None = None,

@@ -179,14 +179,20 @@ def test_pictures_are_not_served():
         VQAPipeline.from_pretrained("pocket/llava")([], "What is it?", compiled=True)
 
 
-def test_two_runs_at_once_of_the_same_programs_are_refused(traced):
+def test_a_call_in_the_middle_of_a_compiled_stream_leaves_it_its_cache(traced):
     pipe = TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float32)
     options = dict(method="ar", max_new_tokens=8, compiled=True)
+    wanted = [pipe(text, **options).texts[0] for text in ("def add(a, b):", "import")]
     first = pipe.stream("def add(a, b):", **options)
-    next(first)
-    pipe("import", **options)
-    with pytest.raises(ValueError, match="two at once"):
-        list(first)
+    begin = next(first)[0]
+    (made,) = pipe.made.values()
+    assert made.busy and pipe("import", **options).texts == wanted[1:]
+    assert begin + "".join(piece for (piece,) in first) == wanted[0] and not made.busy
+    abandoned = pipe.stream("import", **options)
+    next(abandoned)
+    assert made.busy
+    abandoned.close()
+    assert not made.busy
 
 
 def test_the_pipeline_keeps_its_programs(traced):

@@ -1,0 +1,105 @@
+"""Turns: threads that share a model run one after the other, in the order of their arrival.
+
+What a run changes besides its own state (hooks on the model's layers, a processor's settings, drafters with a cache,
+compiled programs) belongs to the model, so its turns are kept by model: pipelines and ``custom_generate`` of one model
+wait for each other, those of different models do not.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Turns:
+    """A lock with a queue: whoever came first goes first, and whoever has the turn may take it again."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()  # of what follows; never held while anything runs
+        self._thread: int | None = None  # whose turn it is
+        self._depth = 0  # how often that thread has taken it
+        self._waiting: deque[tuple[int, threading.Event]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """How many threads wait."""
+        return len(self._waiting)
+
+    @contextmanager
+    def take(self) -> Iterator[None]:
+        """Wait for the turn, keep it for the block, and give it to the next, whatever the block raises."""
+        self._wait()
+        try:
+            yield
+        finally:
+            self._give()
+
+    def each(self, items: Iterator[R]) -> Iterator[R]:
+        """``items``, each made in a turn of its own: between two of them others have theirs."""
+        while True:
+            with self.take():
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item
+
+    def _wait(self) -> None:
+        me, called = threading.get_ident(), threading.Event()
+        with self._guard:
+            if self._thread in (None, me):
+                self._thread, self._depth = me, self._depth + 1
+                return
+            self._waiting.append((me, called))
+        try:
+            called.wait()
+        except BaseException:  # interrupted: leave the queue, or pass on the turn that has just come
+            with self._guard:
+                if not called.is_set():
+                    self._waiting.remove((me, called))
+                    raise
+            self._give()
+            raise
+
+    def _give(self) -> None:
+        with self._guard:
+            self._depth -= 1
+            if self._depth:
+                return
+            self._thread = None
+            if self._waiting:
+                self._thread, called = self._waiting.popleft()
+                self._depth = 1
+                called.set()
+
+
+_turns: WeakKeyDictionary[Any, Turns] = WeakKeyDictionary()
+_guard = threading.Lock()
+
+
+def turns_of(model: Any) -> Turns:
+    """The turns of ``model``, the same for all who ask as long as it lives."""
+    with _guard:
+        return _turns.setdefault(model, Turns())
+
+
+def in_its_turn(model: Callable[[Any], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function run in a turn of the ``model`` of its first argument: calls from several threads queue up."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            with turns_of(model(args[0])).take():
+                return function(*args, **kwargs)
+
+        return run
+
+    return decorate
