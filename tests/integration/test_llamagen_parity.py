@@ -13,12 +13,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from specmm.checkpoints import load_strict
+from specmm.decode import decode_plain
 from specmm.image_ar.tokens.captions import additive, left_pad, prefix_mask
 from specmm.image_ar.tokens.convert import from_lantern, to_lantern
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer, rotary_table
 from specmm.image_ar.tokens.loading import infer_gpt_config
+from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
 from specmm.image_ar.tokens.vq import VQConfig, VQModel
 from specmm.processors import Processor, guide
+from specmm.randomness import Uniforms
 
 PARITY = Path(__file__).parents[1] / "parity"
 
@@ -139,13 +142,25 @@ def test_c2i_plain_decoding(c2i, c2i_model):
     assert torch.equal(greedy(cond), c2i.t["out.gen_cfg1.tokens"])
 
 
-def test_c2i_guidance_interval(c2i, c2i_model):
-    t, interval = c2i.t, 4
-    cond, uncond = forced_c2i(c2i, c2i_model, t["out.gen_cfg3.5_interval4.tokens"]).chunk(2, dim=1)
-    guided = guide(cond, uncond, 3.5)
-    guided[interval + 2 :] = cond[interval + 2 :]  # the prefill and decode steps 0 … interval are guided
-    close(guided, t["out.gen_cfg3.5_interval4.logits"])
-    assert torch.equal(greedy(guided), t["out.gen_cfg3.5_interval4.tokens"])
+@pytest.mark.parametrize("rows", [1, 2], ids=["shared positions", "positions by row"])
+def test_c2i_guidance_interval(c2i, c2i_model, rows):
+    """The prefill and decode steps 0 … interval are guided, the others are not."""
+    t, first = c2i.t, c2i_model.config.cls_token_num
+    wanted, tokens = (t[f"out.gen_cfg3.5_interval4.{name}"] for name in ("logits", "tokens"))
+    raw = forced_c2i(c2i, c2i_model, tokens).transpose(0, 1)  # [R, block, V]
+    positions = torch.arange(raw.shape[1])[None] + first - 1  # of what predicts each token
+    target = LlamaGenTarget(c2i_model, Guidance(3.5, interval=4), Processor())
+    guided = target.guide(raw, positions if rows == 1 else positions.repeat(len(raw), 1)).transpose(0, 1)
+    close(guided, wanted)
+    assert torch.equal(greedy(guided), tokens)
+
+
+def test_c2i_guidance_interval_step_by_step(c2i, c2i_model):
+    wanted = c2i.t["out.gen_cfg3.5_interval4.tokens"]
+    target = LlamaGenTarget(c2i_model, Guidance(3.5, interval=4), Processor(0))
+    prompt, dice = Prompt(c2i.t["in.gen_class_ids"]), Uniforms.from_seeds(range(len(wanted)))
+    *_, end = decode_plain(target, prompt, target.length, dice)
+    assert torch.equal(end.tokens, wanted)
 
 
 @pytest.mark.parametrize("combo", range(5))

@@ -36,7 +36,9 @@ def naive_top_p(logits, p):
 
 GRID = [
     Processor(temperature=t, top_k=k, top_p=p, top_p_first=first)
-    for t, k, p, first in itertools.product((0.6, 1.0, 1.7), (0, 1, 5, 40), (0.05, 0.7, 0.95, 1.0), (False, True))
+    for t in (0.3, 0.6, 1.0, 1.7)
+    for k, p in itertools.product((0, 1, 5, 40), (0.05, 0.7, 0.95, 1.0))
+    for first in (False, True)
 ]
 
 
