@@ -113,3 +113,6 @@ def test_a_row_draws_from_the_generator_it_is_given(monkeypatch: pytest.MonkeyPa
         row.append(both[0])
         seen.append(both[1])
     assert torch.equal(torch.cat(row), fresh[1:29]) and torch.equal(torch.cat(seen), other[:35])
+    again = torch.rand(20, generator=torch.Generator().manual_seed(4))
+    first = uniforms.admit(0, torch.Generator().manual_seed(4))  # nothing is left of the sample before
+    assert torch.equal(torch.cat([first, uniforms.draw(19)[0]]), again)

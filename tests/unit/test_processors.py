@@ -66,6 +66,15 @@ def test_order_of_top_p_and_top_k_matters():
     assert int((Processor(top_k=2, top_p=0.5, top_p_first=True)(logits) > 0).sum()) == 2
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_a_token_stays_while_the_mass_above_it_is_at_most_top_p(first):
+    logits = torch.tensor([3.0, 2.0, 1.0, 0.0])
+    above = logits.softmax(-1).cumsum(-1).tolist()
+    for count in (1, 2, 3):  # the mass above the token behind the first ``count``, to the last bit
+        law = Processor(top_p=above[count - 1], top_p_first=first)(logits)
+        assert (law > 0).tolist() == [place <= count for place in range(4)]
+
+
 def test_full_size_options_change_nothing():
     logits = torch.randn(4, 16)
     assert torch.equal(Processor(top_k=16, top_p=1.0)(logits), logits.softmax(-1))
