@@ -155,12 +155,16 @@ def test_c2i_guidance_interval(c2i, c2i_model, rows):
     assert torch.equal(greedy(guided), tokens)
 
 
-def test_c2i_guidance_interval_step_by_step(c2i, c2i_model):
-    wanted = c2i.t["out.gen_cfg3.5_interval4.tokens"]
-    target = LlamaGenTarget(c2i_model, Guidance(3.5, interval=4), Processor(0))
-    prompt, dice = Prompt(c2i.t["in.gen_class_ids"]), Uniforms.from_seeds(range(len(wanted)))
+def decoded(model, guidance, prompt):
+    """The tokens of greedy decoding, step by step."""
+    target, dice = LlamaGenTarget(model, guidance, Processor(0)), Uniforms.from_seeds(range(len(prompt.condition)))
     *_, end = decode_plain(target, prompt, target.length, dice)
-    assert torch.equal(end.tokens, wanted)
+    return end.tokens
+
+
+def test_c2i_guidance_interval_step_by_step(c2i, c2i_model):
+    found = decoded(c2i_model, Guidance(3.5, interval=4), Prompt(c2i.t["in.gen_class_ids"]))
+    assert torch.equal(found, c2i.t["out.gen_cfg3.5_interval4.tokens"])
 
 
 @pytest.mark.parametrize("combo", range(5))
@@ -233,6 +237,14 @@ def test_t2i_plain_decoding(t2i, t2i_model):
     cond = forced_t2i(t2i, t2i_model, t2i.t["out.gen_cfg1.tokens"]).chunk(2, dim=1)[0]
     close(cond, t2i.t["out.gen_cfg1.logits"])
     assert torch.equal(greedy(cond), t2i.t["out.gen_cfg1.tokens"])
+
+
+@pytest.mark.parametrize("name", ["gen_cfg2", "gen_cfg1", "gen_cfg2_nomask"])
+def test_t2i_step_by_step(t2i, t2i_model, name):
+    mask = None if "nomask" in name else t2i.t["in.mask_left_padded"]
+    prompt = Prompt(t2i.t["in.cond_left_padded"], mask)
+    found = decoded(t2i_model, Guidance(2.0 if "cfg2" in name else 1.0), prompt)
+    assert torch.equal(found, t2i.t[f"out.{name}.tokens"])
 
 
 def test_t2i_decoding_without_masks(t2i, t2i_model):

@@ -25,6 +25,7 @@ FLOWING = (
     methods.Speculative(tree=(2, 2, 1), rule="recursive", hindsight=0.0),
     methods.LanternPP(),
     methods.SJD(window=5),
+    methods.SJD(window=5, initial="above"),
 )
 
 
