@@ -37,8 +37,7 @@ HERE = Path(__file__).parent
 NEEDED = ("specmm", "vlm", "image_ar", "diffusion_drafters", "kernels", "metrics", "benchmarks")
 NEEDED += ("tests", "pyproject.toml")
 QUIET = ("-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib")
-LEAST = 30.0  # seconds before a mutation's tests count as hanging, and
-PATIENCE = 10  # times what they take unmutated
+PATIENCE = 10  # times what its tests take unmutated a mutation may take, beside --least
 
 
 @dataclass(frozen=True)
@@ -325,11 +324,11 @@ def verdict(mutation: Mutation, found: Found | None) -> tuple[str, str]:
     return ("killed", found.failed) if found.failed else ("survived", "by " + ", ".join(mutation.tests))
 
 
-def judged(pool: Pool, mutations: Sequence[Mutation], seconds: dict[str, float]) -> dict[str, int]:
+def judged(pool: Pool, mutations: Sequence[Mutation], seconds: dict[str, float], least: float) -> dict[str, int]:
     """Try every one of ``mutations``, say what became of it, and count."""
     tasks = []
     for number, mutation in enumerate(mutations, start=1):
-        limit = LEAST + PATIENCE * taken(seconds, mutation.tests)[0]
+        limit = least + PATIENCE * taken(seconds, mutation.tests)[0]
         tasks.append(Task(mutation.tests, mutation, number, limit))
     counts: dict[str, int] = {}
     with tqdm(total=len(tasks), desc="mutations") as bar:
@@ -347,6 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="mutations whose file or description has TEXT")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutations tried at a time")
+    parser.add_argument("--least", type=float, default=30.0, help="seconds that any mutation's tests may take")
     parser.add_argument("--root", type=Path, default=HERE.parents[1], help="the tree to mutate a copy of")
     parser.add_argument("lists", nargs="*", type=Path, default=sorted(HERE.glob("*.toml")), help="of mutations")
     options = parser.parse_args(arguments)
@@ -364,7 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             copy_tree(root, copy)
         pool = Pool(root, copies)
         try:
-            counts = judged(pool, mutations, unmutated(pool, mutations))
+            counts = judged(pool, mutations, unmutated(pool, mutations), options.least)
         except ValueError as error:
             tqdm.write(str(error), file=sys.stderr)
             return 2
