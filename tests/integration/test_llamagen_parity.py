@@ -13,12 +13,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from specmm.checkpoints import load_strict
+from specmm.decode import decode_plain
 from specmm.image_ar.tokens.captions import additive, left_pad, prefix_mask
 from specmm.image_ar.tokens.convert import from_lantern, to_lantern
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer, rotary_table
 from specmm.image_ar.tokens.loading import infer_gpt_config
+from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
 from specmm.image_ar.tokens.vq import VQConfig, VQModel
 from specmm.processors import Processor, guide
+from specmm.randomness import Uniforms
 
 PARITY = Path(__file__).parents[1] / "parity"
 
@@ -139,13 +142,29 @@ def test_c2i_plain_decoding(c2i, c2i_model):
     assert torch.equal(greedy(cond), c2i.t["out.gen_cfg1.tokens"])
 
 
-def test_c2i_guidance_interval(c2i, c2i_model):
-    t, interval = c2i.t, 4
-    cond, uncond = forced_c2i(c2i, c2i_model, t["out.gen_cfg3.5_interval4.tokens"]).chunk(2, dim=1)
-    guided = guide(cond, uncond, 3.5)
-    guided[interval + 2 :] = cond[interval + 2 :]  # the prefill and decode steps 0 … interval are guided
-    close(guided, t["out.gen_cfg3.5_interval4.logits"])
-    assert torch.equal(greedy(guided), t["out.gen_cfg3.5_interval4.tokens"])
+@pytest.mark.parametrize("rows", [1, 2], ids=["shared positions", "positions by row"])
+def test_c2i_guidance_interval(c2i, c2i_model, rows):
+    """The prefill and decode steps 0 … interval are guided, the others are not."""
+    t, first = c2i.t, c2i_model.config.cls_token_num
+    wanted, tokens = (t[f"out.gen_cfg3.5_interval4.{name}"] for name in ("logits", "tokens"))
+    raw = forced_c2i(c2i, c2i_model, tokens).transpose(0, 1)  # [R, block, V]
+    positions = torch.arange(raw.shape[1])[None] + first - 1  # of what predicts each token
+    target = LlamaGenTarget(c2i_model, Guidance(3.5, interval=4), Processor())
+    guided = target.guide(raw, positions if rows == 1 else positions.repeat(len(raw), 1)).transpose(0, 1)
+    close(guided, wanted)
+    assert torch.equal(greedy(guided), tokens)
+
+
+def decoded(model, guidance, prompt):
+    """The tokens of greedy decoding, step by step."""
+    target, dice = LlamaGenTarget(model, guidance, Processor(0)), Uniforms.from_seeds(range(len(prompt.condition)))
+    *_, end = decode_plain(target, prompt, target.length, dice)
+    return end.tokens
+
+
+def test_c2i_guidance_interval_step_by_step(c2i, c2i_model):
+    found = decoded(c2i_model, Guidance(3.5, interval=4), Prompt(c2i.t["in.gen_class_ids"]))
+    assert torch.equal(found, c2i.t["out.gen_cfg3.5_interval4.tokens"])
 
 
 @pytest.mark.parametrize("combo", range(5))
@@ -218,6 +237,14 @@ def test_t2i_plain_decoding(t2i, t2i_model):
     cond = forced_t2i(t2i, t2i_model, t2i.t["out.gen_cfg1.tokens"]).chunk(2, dim=1)[0]
     close(cond, t2i.t["out.gen_cfg1.logits"])
     assert torch.equal(greedy(cond), t2i.t["out.gen_cfg1.tokens"])
+
+
+@pytest.mark.parametrize("name", ["gen_cfg2", "gen_cfg1", "gen_cfg2_nomask"])
+def test_t2i_step_by_step(t2i, t2i_model, name):
+    mask = None if "nomask" in name else t2i.t["in.mask_left_padded"]
+    prompt = Prompt(t2i.t["in.cond_left_padded"], mask)
+    found = decoded(t2i_model, Guidance(2.0 if "cfg2" in name else 1.0), prompt)
+    assert torch.equal(found, t2i.t[f"out.{name}.tokens"])
 
 
 def test_t2i_decoding_without_masks(t2i, t2i_model):

@@ -9,7 +9,7 @@ import torch
 from specmm import methods, randomness
 from specmm.decode import decode
 from specmm.image_ar.tokens import pipeline
-from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
+from specmm.image_ar.tokens.drafters.jacobi import Initial, JacobiDrafter
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, flows
 from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
@@ -80,7 +80,8 @@ def test_what_cannot_flow_is_drawn_batch_by_batch(make_tiny: Callable[..., Llama
     assert len(out.images) == 5 and len(out.tokens) == 5
 
 
-def test_padded_captions() -> None:
+@pytest.mark.parametrize("initial", ["left", "above"])
+def test_padded_captions(initial: Initial) -> None:
     torch.manual_seed(0)
     config = GPTConfig(32, 2, 2, 24, 16, model_type="t2i", cls_token_num=3, caption_dim=4, multiple_of=8)
     model = Transformer(config)
@@ -90,7 +91,7 @@ def test_padded_captions() -> None:
 
     def run(first: slice, queue: Queue | None, seeds: list[int]) -> torch.Tensor:
         target = LlamaGenTarget(model, Guidance(2.0), Processor())
-        drafter, dice = JacobiDrafter(target, 4), Uniforms.from_seeds(seeds)
+        drafter, dice = JacobiDrafter(target, 4, initial), Uniforms.from_seeds(seeds)
         *_, end = decode(target, drafter, Recursive(), prompt.rows(first), 16, dice, queue=queue)
         return torch.stack(queue.tokens) if queue else end.tokens[:, :16]
 
@@ -113,3 +114,6 @@ def test_a_row_draws_from_the_generator_it_is_given(monkeypatch: pytest.MonkeyPa
         row.append(both[0])
         seen.append(both[1])
     assert torch.equal(torch.cat(row), fresh[1:29]) and torch.equal(torch.cat(seen), other[:35])
+    again = torch.rand(20, generator=torch.Generator().manual_seed(4))
+    first = uniforms.admit(0, torch.Generator().manual_seed(4))  # nothing is left of the sample before
+    assert torch.equal(torch.cat([first, uniforms.draw(19)[0]]), again)

@@ -14,6 +14,7 @@ from scipy.stats import chi2
 from torch import nn
 
 from specmm.decode import decode, decode_plain, first_token
+from specmm.drafter import Feedback
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
 from specmm.image_ar.tokens.drafters.eagle import Dynamic, EagleDrafter
 from specmm.image_ar.tokens.drafters.eagle_head import EagleConfig, EagleHead
@@ -23,6 +24,7 @@ from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.shape.static import branching
+from specmm.stats import Clock
 from specmm.tree import TreeShape
 from specmm.verify import Block, Lantern, PointMass, Recursive, Traversal, neighbour_table
 
@@ -187,6 +189,24 @@ WAYS = {"plain": (Processor(), Guidance()), "guided, top 2": (Processor(0.9, top
 def test_drawn_drafts_keep_the_law(make, processor, guidance):
     target = target_of(TINY, processor, guidance)
     assert p_value(target, make(target), Recursive()) > 1e-3
+
+
+UNEVEN = TreeShape.from_parents([-1, 0, 0, 1, 2, 2, 4, 5, 5])  # a later parent has more children than an earlier one
+
+
+@pytest.mark.parametrize("make", [eagle, block], ids=["eagle", "block"])
+def test_every_node_records_the_law_it_was_drawn_from(make):
+    """Where not every child that is drawn has a place: elders have no mass, the token has some, and all is 1."""
+    target = target_of(SMALL, Processor(0.8, top_k=6))
+    drafter, token = make(target, UNEVEN, sampled=True), torch.tensor([3, 7])
+    feedback = Feedback(target.prefill(Prompt(torch.tensor([1, 2])), UNEVEN.size), token)
+    drafter.begin(feedback, Clock())
+    with torch.inference_mode():
+        tree = drafter.propose(feedback, Uniforms.from_seeds([0, 1]))
+    torch.testing.assert_close(tree.laws[:, 1:].sum(-1), torch.ones(2, UNEVEN.size - 1))
+    mass = tree.laws.gather(2, tree.tokens[:, None].expand(-1, UNEVEN.size, -1))  # [B, N, N], of each in each's law
+    assert bool((mass.diagonal(dim1=1, dim2=2)[:, 1:] > 0).all())
+    assert float(mass[UNEVEN.elders.expand(2, -1, -1)].sum()) == 0
 
 
 LIES = {"flat": lambda laws: torch.full_like(laws, 1 / laws.shape[-1]), "rolled": lambda laws: laws.roll(1, -1)}

@@ -7,7 +7,7 @@ import torch
 
 from specmm.history import History
 from specmm.processors import Processor, penalise
-from specmm.stopping import EndTokens
+from specmm.stopping import EndTokens, all_of
 from specmm.tree import DraftTree, TreeShape
 
 V = 9
@@ -56,3 +56,11 @@ def test_a_row_ends_behind_its_first_end_token():
     counts, done = EndTokens([2, 3])(tokens, torch.tensor([1, 0, 1]), torch.tensor([4, 2, 3]))
     assert counts.tolist() == [2, 2, 3]
     assert done.tolist() == [True, False, False]
+
+
+def test_of_several_stops_the_first_to_end_a_row_does():
+    tokens = torch.tensor([[5, 2, 4, 3], [5, 3, 4, 2], [5, 4, 3, 4], [5, 4, 4, 4]])
+    before, after = torch.ones(4, dtype=torch.int64), torch.full((4,), 4)
+    for stop in (all_of(EndTokens([2]), EndTokens([3])), all_of(EndTokens([3]), EndTokens([2]))):
+        counts, done = stop(tokens, before, after)
+        assert counts.tolist() == [2, 2, 3, 4] and done.tolist() == [True, True, True, False]

@@ -36,7 +36,9 @@ def naive_top_p(logits, p):
 
 GRID = [
     Processor(temperature=t, top_k=k, top_p=p, top_p_first=first)
-    for t, k, p, first in itertools.product((0.6, 1.0, 1.7), (0, 1, 5, 40), (0.05, 0.7, 0.95, 1.0), (False, True))
+    for t in (0.3, 0.6, 1.0, 1.7)
+    for k, p in itertools.product((0, 1, 5, 40), (0.05, 0.7, 0.95, 1.0))
+    for first in (False, True)
 ]
 
 
@@ -62,6 +64,15 @@ def test_order_of_top_p_and_top_k_matters():
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     assert int((Processor(top_k=2, top_p=0.5)(logits) > 0).sum()) == 1  # 0.4 is 0.57 of the two kept
     assert int((Processor(top_k=2, top_p=0.5, top_p_first=True)(logits) > 0).sum()) == 2
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_token_stays_while_the_mass_above_it_is_at_most_top_p(first):
+    logits = torch.tensor([3.0, 2.0, 1.0, 0.0])
+    above = logits.softmax(-1).cumsum(-1).tolist()
+    for count in (1, 2, 3):  # the mass above the token behind the first ``count``, to the last bit
+        law = Processor(top_p=above[count - 1], top_p_first=first)(logits)
+        assert (law > 0).tolist() == [place <= count for place in range(4)]
 
 
 def test_full_size_options_change_nothing():

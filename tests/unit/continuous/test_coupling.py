@@ -18,9 +18,9 @@ def law(mean, std, count=N, width=1):
     return Normal(np.full(shape, mean, np.float32), np.full(shape, 2 * np.log(std), np.float32))
 
 
-def streams(seed, batch=1):
+def streams(seed, pictures=(0,)):
     def make(offset):
-        return [torch.Generator().manual_seed(100 * seed + 10 * b + offset) for b in range(batch)]
+        return [torch.Generator().manual_seed(100 * seed + 10 * b + offset) for b in pictures]
 
     return normals(make(0)), log_uniforms(make(1))
 
@@ -95,7 +95,9 @@ def test_laws_that_are_no_numbers(bad):
 
 
 def test_a_pictures_draws_do_not_depend_on_the_batch():
-    p, q = law(0.0, 1.0, 6), law(0.4, 1.2, 6)
-    together = draw_residual(p, q, [0, 0, 1, 1, 1, 1], 2, *streams(4, 2))
-    alone = draw_residual(p[:2], q[:2], [0, 0], 1, *streams(4, 1))
-    assert np.array_equal(together[:2], alone)
+    p, q = law(0.0, 1.0, 60), law(0.4, 1.2, 60)  # many, so that some go on looking and others do not
+    together = draw_residual(p, q, [0] * 20 + [1] * 40, 2, *streams(4, (0, 1)))
+    for picture, rows in enumerate((slice(20), slice(20, 60))):
+        count = len(together[rows])
+        alone = draw_residual(p[rows], q[rows], [0] * count, 1, *streams(4, (picture,)))
+        assert np.array_equal(together[rows], alone)

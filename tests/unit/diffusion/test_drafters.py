@@ -20,6 +20,7 @@ from specmm.diffusion_drafters.models.masked import block_logits
 from specmm.drafter import Feedback
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
+from specmm.stats import Clock
 from specmm.tree import TreeShape
 from specmm.verify import Block as BlockVerification
 from specmm.verify import Recursive, Traversal
@@ -32,6 +33,7 @@ from tests.unit.diffusion.conftest import (
     DRAFTERS,
     LENGTH,
     ROWS,
+    SMALL,
     V,
     dflash,
     dream,
@@ -76,6 +78,30 @@ def recorded(kind, model, rows):
     return seen
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("recurrent", [0, 6], ids=["pairs", "memory"])
+def test_every_node_of_a_drawn_tree_records_the_law_it_was_drawn_from(recurrent):
+    """Also where not every child that is drawn has a place, and levels whose nodes have different grandparents."""
+    shape = TreeShape.from_parents([-1, 0, 0, 1, 2, 2, 3, 5, 5])
+    target = VLMTarget(target_model(V), Processor(1.0), "tiny")
+    source = DFlashSource(paired(V, None, recurrent), target)
+    drafter, token = DrawnTreeDrafter(source, target, shape), torch.tensor([3, 4, 5])
+    output = target.prefill(VLMPrompt(padded(ROWS, "cpu"), LENGTH), shape.size)
+    drafter.begin(feedback := Feedback(output, token), Clock())
+    blocks, inner = [], source.logits
+    source.logits = lambda *given: blocks.append(inner(*given)) or blocks[-1]
+    tree, [block] = drafter.propose(feedback, Uniforms.from_seeds([0, 1, 2])), blocks
+    memories = {0: None}
+    for node, parent in enumerate(shape.parents[0].tolist()[1:], start=1):
+        place, before = block[:, int(shape.depths[0, parent])], tree.tokens[:, parent]
+        scores, memories[node] = source.follow(place, before, memories[parent])
+        law = drafter.law(scores)
+        for elder in shape.elders[0, node].nonzero()[:, 0].tolist():
+            law = law.scatter(1, tree.tokens[:, elder, None], 0.0)
+        torch.testing.assert_close(tree.laws[:, node], law / law.sum(-1, keepdim=True))
+        assert bool((tree.laws[:, node].gather(1, tree.tokens[:, node, None]) > 0).all())
+
+
 def test_some_drafts_are_kept():
     for name in ("chain of dream", "tree of dream", "diffuspec", "diffuspec, kept"):
         assert run(DRAFTERS[name], Processor(0), Uniforms.from_seeds([0, 1, 2])).stats.tau > 1, name
@@ -90,11 +116,13 @@ def test_some_drafts_are_kept():
         "chain of few tokens",
         "tree of pairs",
         "drawn tree of pairs",
+        "recalling chain",
         "chain of deer",
         "tree of deer",
         "steps of dream",
         "diffuspec",
         "diffuspec, kept",
+        "diffuspec, sampled",
     ],
 )
 def test_a_row_does_not_depend_on_its_batch(name):
@@ -103,6 +131,31 @@ def test_a_row_does_not_depend_on_its_batch(name):
     for i, row in enumerate(ROWS):
         alone = run(make, processor, Uniforms.from_seeds([i]), [row])
         assert torch.equal(alone.tokens[0, :LENGTH], together.tokens[i, :LENGTH])
+
+
+@pytest.mark.parametrize("name", ["sure chain", "sure chain of pairs"])
+def test_a_sure_row_does_not_depend_on_the_others_of_a_batch(name):
+    """Which is never cut, where a lone row is."""
+    rows, seeds = [[1, 3, 2], [4], [2, 5, 1, 3], [5, 2]], [0, 1, 2, 3]
+    whole = run(DRAFTERS[name], Processor(1.3), Uniforms.from_seeds(seeds), rows, SMALL)
+    for part in (slice(2), slice(2, 4)):
+        some = run(DRAFTERS[name], Processor(1.3), Uniforms.from_seeds(seeds[part]), rows[part], SMALL)
+        assert torch.equal(some.tokens[:, :LENGTH], whole.tokens[part, :LENGTH])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["sure chain", "sure chain of pairs"])
+def test_how_long_a_sure_chain_is_does_not_depend_on_what_is_drawn(name):
+    depths = []
+    for row in ([1, 3, 2], [4], [2, 5, 1, 3], [5, 2]):
+        target = VLMTarget(target_model(SMALL), Processor(1.3), "tiny")
+        drafter = DRAFTERS[name](target)
+        output = target.prefill(VLMPrompt(padded([row], "cpu"), LENGTH), 5)
+        drafter.begin(feedback := Feedback(output, torch.tensor([4])), Clock())
+        trees = [drafter.propose(feedback, Uniforms.from_seeds([seed])) for seed in range(20)]
+        assert len({tree.shape.depth for tree in trees}) == 1
+        depths.append(trees[0].shape.depth)
+    assert len(set(depths)) > 1
 
 
 def test_what_stood_before_is_recalled():

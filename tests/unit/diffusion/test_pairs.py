@@ -8,7 +8,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specmm.diffusion_drafters.laws import Known, followed_chain, followed_marginals, followed_tree
+from specmm.diffusion_drafters.laws import (
+    Known,
+    followed_chain,
+    followed_marginals,
+    followed_tree,
+    with_points,
+)
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.shape.heap import best_first
@@ -111,3 +117,10 @@ def test_a_greedy_chain_takes_the_likeliest_and_what_is_settled():
     tree = followed_chain(root, logits, Processor(), behind, FEW, None, fixed, TreeShape.chain(3, "cpu"))
     first, last = (FEW.name(behind(logits[:, i], tree.tokens[:, i], None)[0].argmax(-1)) for i in (0, 2))
     assert tree.laws is None and tree.tokens[0].tolist() == [7, int(first), 3, int(last)]
+
+
+def test_what_is_settled_is_a_point_mass_whatever_its_number():
+    laws = block(1).softmax(-1)
+    found = with_points(laws, torch.tensor([[0, -1, 4]]))
+    assert found[0, 0].tolist() == [1, 0, 0, 0, 0] and found[0, 2].tolist() == [0, 0, 0, 0, 1]
+    assert torch.equal(found[0, 1], laws[0, 1]) and with_points(laws, None) is laws

@@ -27,7 +27,9 @@ def table(device):
 def draft_tree(shape, drawn, device, batch, seed=0, dtype=torch.float64):
     """Drafts the target likes or not, laws they might come from, target laws with zeros among them, as top-k leaves."""
     generator = torch.Generator().manual_seed(seed)
-    laws = torch.randn(2, batch, shape.size, V, generator=generator, dtype=dtype).mul(2).softmax(-1)
+    logits = torch.randn(2, batch, shape.size, V, generator=generator, dtype=dtype).mul(2)
+    logits[1] = logits[0] + 0.6 * logits[1]  # a drafter that often agrees: what a rejection leaves is then another law
+    laws = logits.softmax(-1)
     laws = torch.where(laws > 0.003, laws, 0.0)
     laws /= laws.sum(-1, keepdim=True)
     tokens = laws[1].flatten(0, 1).multinomial(1, generator=generator).view(batch, -1)
@@ -46,7 +48,7 @@ RULES = {
     "point mass": lambda near: PointMass(),
     "traversal": lambda near: Traversal(),
     "lantern": lambda near: Lantern(near, k=7, delta=0.2, offset=OFFSET),
-    "lantern++": lambda near: LanternPP(near, k=20, lambda_=12.0, offset=OFFSET),
+    "lantern++": lambda near: LanternPP(near, k=20, lambda_=3.0, offset=OFFSET),
 }
 
 
@@ -59,7 +61,7 @@ def agreement(verdict, other):
 @pytest.mark.parametrize(("drawn", "shared"), [(False, True), (True, False)], ids=["chosen", "drawn"])
 @pytest.mark.parametrize("name", RULES)
 def test_fused_verdicts_are_the_rules_own(name, drawn, shared, random_shape, device, monkeypatch):
-    batch, rule = 10, RULES[name](table(device))
+    batch, rule = 16, RULES[name](table(device))
     shape = random_shape(1 if shared else batch, 9, torch.Generator().manual_seed(4))
     tree, p = draft_tree(shape, drawn, device, batch)
     dice = uniforms(batch, device), uniforms(batch, device)
@@ -104,8 +106,8 @@ def test_broken_twins_of_traversal_are_rejected(broken, random_shape, device, on
     "broken",
     [
         lambda tree, near: (Recursive(), DraftTree(tree.tokens, tree.shape)),  # q forgotten
-        lambda tree, near: (LanternPP(near, k=20, lambda_=12.0), tree),  # neighbours of other tokens
-        lambda tree, near: (LanternPP(near, k=20, lambda_=4.0, offset=OFFSET), tree),
+        lambda tree, near: (LanternPP(near, k=20, lambda_=3.0), tree),  # neighbours of other tokens
+        lambda tree, near: (LanternPP(near, k=20, lambda_=12.0, offset=OFFSET), tree),
         lambda tree, near: (Recursive(), tree),  # nothing borrowed
     ],
     ids=["point masses", "wrong offset", "wrong lambda", "exact"],
@@ -168,6 +170,34 @@ def test_logits_are_processed_on_the_way(options, first, leaves_first, random_sh
     done = accept(law, *given, leaves_first=leaves_first)
     for one, other, same in zip(found["triton"], found["torch"], done, strict=True):
         assert torch.equal(one, other) and torch.equal(other, same)
+
+
+@pytest.mark.parametrize("name", ["triton", "torch"])
+def test_filters_keep_the_tokens_they_should(name, device, monkeypatch):
+    """Logits that fall from token to token: the largest uniform draws the last one that is kept."""
+    monkeypatch.setenv("SPECMM_KERNELS", name)
+    logits = torch.linspace(5, 0, V, device=device).view(1, 1, V)
+    root, dice = torch.zeros(1, 1, dtype=torch.int64, device=device), torch.full((1, 2), 1 - 2**-24, device=device)
+    last = []
+    for options in ((0.7, 10, 1.0, False), (1.3, 30, 0.6, False), (1.3, 30, 0.6, True), (1.0, 0, 0.9, False)):
+        token = accept(logits, root, root - 1, dice, 0, processing=[float(x) for x in options])[2]
+        assert int(token) == int((Processor(*options)(logits) > 0).sum()) - 1
+        last.append(int(token))
+    assert last[0] == 9 and len(set(last)) == 4
+
+
+@pytest.mark.parametrize("name", ["triton", "torch"])
+@pytest.mark.parametrize("leaves_first", [False, True], ids=["from the root", "from the leaves"])
+@pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
+def test_a_draft_without_mass_is_never_kept(drawn, leaves_first, name, device, monkeypatch):
+    monkeypatch.setenv("SPECMM_KERNELS", name)
+    laws = torch.zeros(1, 3, V, device=device)
+    laws[:, :, 5] = 1
+    tokens, parents = torch.tensor([[5, 7, 8]], device=device), torch.tensor([[-1, 0, 0]], device=device)
+    drafts = torch.full((1, 3, V), 1 / V, device=device) if drawn else None
+    dice = torch.zeros(1, 4, device=device)
+    path, kept, following = accept(laws, tokens, parents, dice, 1, drafts, leaves_first=leaves_first)
+    assert path.tolist() == [[0, -1]] and kept.tolist() == [1] and following.tolist() == [5]
 
 
 def test_the_vocabulary_may_exceed_a_block(random_shape, device, on_triton, monkeypatch):

@@ -49,6 +49,7 @@ CASES = [
     Case(5, 140, (100, 64), heads=2, kv=2, width=100, dtype=torch.float16, hidden=True, branches=2),
     Case(33, 40, (0, 0), heads=2, kv=2, width=128, dtype=torch.float16, splits=2),
     Case(65, 130, (65, 1), heads=2, kv=1, width=72, shared=False, hidden=True),
+    Case(12, 90, (60, 33), heads=2, kv=1, width=16, shared=False, branches=2),
 ]
 
 

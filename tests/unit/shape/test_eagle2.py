@@ -75,9 +75,10 @@ def test_a_certain_child_never_comes_without_its_parent(certain):
     beam = start(logprobs[:1], 2)
     for _ in range(3):
         beam = step(beam, logprobs[beam.tokens])
-    tree = finish(beam, torch.tensor([0]), 5)
-    assert tree.tokens.tolist() == [[0, 1, 2, 3, 0]]
-    assert tree.shape.parents.tolist() == [[-1, 0, 1, 2, 3]]
+    for total in (2, 3, 4, 5):
+        tree = finish(beam, torch.tensor([0]), total)
+        assert tree.tokens.tolist() == [[0, 1, 2, 3, 0][:total]]
+        assert tree.shape.parents.tolist() == [[-1, 0, 1, 2, 3][:total]]
 
 
 def test_expand_adds_the_path():

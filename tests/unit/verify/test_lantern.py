@@ -241,6 +241,15 @@ def test_greedy_excess_marks_tokens_other_than_the_argmax():
     assert strict.accept.tolist() == [[1.0, 0.0, 1.0]] and strict.excess.sum() == 0
 
 
+def test_of_equals_the_smaller_token_wins_when_greedy():
+    """A draft whose relaxed mass is that of the likeliest token is kept where the argmax would take it."""
+    laws = torch.tensor([[0.25, 0.5, 0.25, 0.0], [0.5, 0.25, 0.25, 0.0]])  # a half is borrowed from token 2
+    tree = DraftTree(torch.tensor([[3, 0], [3, 1]]), TreeShape.chain(1))
+    rule = Lantern(torch.tensor([[2], [2], [0], [0]]), 1, 0.3, greedy=True)
+    accept = rule.decisions(tree, laws[:, None].expand(-1, 2, -1)).accept
+    assert accept[:, 1].tolist() == [1.0, 0.0]
+
+
 def test_options_out_of_range_are_named():
     with pytest.raises(ValueError, match=r"delta must be in \[0, 1\], got 2"):
         Lantern(CODES, 2, 2.0)

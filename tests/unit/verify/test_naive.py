@@ -115,6 +115,32 @@ def test_per_row_shapes_and_no_row_minds_the_others(name, drawn):
         torch.testing.assert_close(single.accept[0], decisions.accept[row])
 
 
+def plain_excess(loose: naive.Result, strict: naive.Result, parents: list[int]) -> list[float]:
+    """The chance that the two part behind each node: at a child, or once both have rejected all of them."""
+    found = [0.0] * len(parents)
+    for node in range(len(parents)):
+        both = 1.0  # the chance that no child was kept by either
+        for child in (n for n, parent in enumerate(parents) if parent == node):
+            a, s = loose[0][child], strict[0][child]
+            found[node] += both * abs(a - s)
+            both *= 1 - max(a, s)
+        pairs = zip(loose[1][node], strict[1][node], strict=True)
+        found[node] += both * sum(abs(x - y) for x, y in pairs) / 2
+    return found
+
+
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "chosen"])
+@pytest.mark.parametrize("name", [n for n in PAIRS if n[:4] in ("typi", "grou", "lant")])
+def test_the_excess_is_that_of_plain_python(name, drawn):
+    rule, plain = PAIRS[name]
+    for seed, parents in enumerate(SHAPES):
+        tree, p = random_round(TreeShape.from_parents(parents), 5, drawn=drawn, seed=seed)
+        excess = rule.decisions(tree, p, measure=True).excess
+        for row in range(5):
+            results = [plainly(one, tree, p, row) for one in (plain, naive.recursive)]
+            assert excess[row].tolist() == pytest.approx(plain_excess(*results, parents))
+
+
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "chosen"])
 def test_block_on_chains(drawn):
     tree, p = random_round(TreeShape.chain(6), 8, drawn=drawn)

@@ -1,6 +1,16 @@
 """Prompt lookup: what it finds, and what it must not draft."""
 
-from specmm.vlm.drafters.lookup import Row
+import torch
+
+from specmm.drafter import Feedback
+from specmm.processors import Processor
+from specmm.stats import Clock
+from specmm.target import TargetOutput
+from specmm.tree import DraftTree, TreeShape
+from specmm.verify import Verdict
+from specmm.vlm.drafters.lookup import PromptLookupDrafter, Row
+from specmm.vlm.prompt import VLMPrompt
+from specmm.vlm.target import VLMTarget
 
 NONE = frozenset()
 
@@ -29,3 +39,18 @@ def test_placeholders_neither_match_nor_are_drafted():
     assert Row([1, 99, 99, 2, 99], 2, banned).guess(3) == []
     assert Row([1, 2, 99, 99, 3, 1, 2], 2, banned).guess(3) == []
     assert Row([1, 2, 4, 99, 3, 1, 2], 2, banned).guess(3) == [4]
+
+
+def test_only_what_was_committed_is_looked_up(zoo):
+    target = VLMTarget(zoo.model("llava"), Processor(0))
+    output = target.prefill(VLMPrompt(zoo.batch("llava", [[1, 5], [7]]), 8), 4)
+    drafter, first = PromptLookupDrafter(target), torch.tensor([9, 9])
+    drafter.begin(Feedback(output, first), Clock())
+    tree = DraftTree(torch.tensor([[9, 4, 6], [9, 4, 6]]), TreeShape.chain(2))
+    verdict = Verdict(torch.tensor([[0, 1, -1], [0, -1, -1]]), torch.tensor([2, 0]), torch.tensor([8, 9]))
+    laws = torch.empty(0)
+    feedback = Feedback(
+        TargetOutput(laws, laws), verdict.next_token, tree, verdict, torch.tensor([[4, 8, 6], [9, 0, 0]])
+    )
+    drafter.propose(feedback, None)
+    assert [row.tokens for row in drafter.recall.rows] == [[1, 5, 9, 4, 8], [7, 9]]

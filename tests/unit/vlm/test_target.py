@@ -1,11 +1,14 @@
 """Every class of model behind one target: greedy decoding equals generate, rows do not depend on their batch."""
 
+import pytest
 import torch
 
+from specmm import methods
 from specmm.decode import decode, decode_plain
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.verify import Recursive
+from specmm.vlm.assemble import SmallModel, assemble
 from specmm.vlm.drafters.lookup import PromptLookupDrafter
 from specmm.vlm.target import VLMPrompt, VLMTarget
 
@@ -45,3 +48,20 @@ def test_greedy_decoding_equals_generate(zoo, family):
     assert len(wanted.unique()) > 4
     assert torch.equal(plain(target, inputs), wanted)
     assert torch.equal(lookup(target, inputs), wanted)
+
+
+@pytest.mark.parametrize("penalty", [0.9, 1.1, 1.3])
+def test_penalties_see_every_token_of_a_round(zoo, penalty):
+    """Behind runs of many accepted drafts, too: the target is its own drafter, with a chain of four."""
+    world = zoo.of_vocabulary(200)
+    model, kept = world.model("llava"), [0] * 5
+    target = VLMTarget(model, Processor(0, repetition_penalty=penalty))
+    for row in zoo.rows:
+        inputs = world.batch("llava", [row])
+        wanted = model.generate(**inputs, max_new_tokens=40, repetition_penalty=penalty, do_sample=False)
+        drafter, rule = assemble(methods.VLMDraft((1, 1, 1, 1)), target, SmallModel(model))
+        prompt, dice = VLMPrompt(inputs, 40), Uniforms.from_seeds([0])
+        end = last(decode(target, drafter, rule, prompt, 40, dice))
+        assert torch.equal(end.tokens[0, :40], wanted[0, inputs["input_ids"].shape[1] :])
+        kept = [a + b for a, b in zip(kept, end.stats.kept, strict=True)]
+    assert sum(kept[2:]) > 5, "few rounds committed three tokens or more: the test says little"
