@@ -7,7 +7,7 @@ ARGS ?=
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-portable quality format bench
+.PHONY: help setup demo test test-all test-portable mutants quality format bench
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -20,18 +20,27 @@ demo: $(STAMP)  ## real pictures, plain and accelerated, side by side in out/dem
 test: $(STAMP)  ## what to run before each commit, minutes (ARGS="-k name" for a part)
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: $(STAMP)  ## everything: also compilers, processes, long samples, other processors
+test-all: $(STAMP)  ## everything: also compilers, processes, long samples, other processors, mutants
 	$(PYTEST) $(ARGS)
 	$(MAKE) test-portable
+	$(MAKE) mutants
 
-# What of the processor PyTorch, oneDNN, MKL, OpenBLAS (NumPy's) and NumPy may use: a machine can hide what it has.
-AVX512 := ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE DNNL_MAX_CPU_ISA=AVX512_CORE MKL_ENABLE_INSTRUCTIONS=AVX512
-AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 DNNL_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 OPENBLAS_CORETYPE=Haswell
+# A machine can hide what its processor has from PyTorch, oneDNN, MKL and NumPy's OpenBLAS.
+AVX512 := ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE DNNL_MAX_CPU_ISA=AVX512_CORE \
+	MKL_ENABLE_INSTRUCTIONS=AVX512 OPENBLAS_CORETYPE=SkylakeX
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 DNNL_MAX_CPU_ISA=AVX2 \
+	MKL_ENABLE_INSTRUCTIONS=AVX2 OPENBLAS_CORETYPE=Haswell
+NUMERICAL := tests/unit $(wildcard tests/integration/test_*parity.py tests/integration/test_batch_equal.py \
+	tests/integration/test_dlm_*.py tests/integration/test_mar_[cps]*.py tests/integration/test_pocket*.py \
+	tests/integration/test_refill*.py tests/integration/test_vlm_*.py tests/integration/test_compiled.py)
 
-test-portable: $(STAMP)  ## the numerical tests as on other processors, with one thread and with two
-	$(AVX2) $(PYTEST) -m "not slow and not process" $(ARGS)
-	$(AVX512) $(PYTEST) -m "not slow and not process" $(ARGS)
-	$(AVX2) OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "not slow and not process" $(ARGS)
+test-portable: $(STAMP)  ## the numerical tests as on processors with less, with one thread and with two
+	$(AVX2) $(PYTEST) -m "not slow" $(NUMERICAL)
+	$(AVX512) $(PYTEST) -m "not slow" $(NUMERICAL)
+	$(AVX2) OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "not slow" $(filter tests/integration/%,$(NUMERICAL))
+
+mutants: $(STAMP)  ## break lines that exactness rests on, one at a time: the tests named for each must fail
+	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 quality: $(STAMP)  ## ruff check, ruff format --check, mypy --strict
 	$(BIN)/ruff check .
