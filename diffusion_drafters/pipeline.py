@@ -6,7 +6,6 @@ Shape letters: B prompts of a batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -157,14 +156,14 @@ class TextPipeline(Pipeline):
         said = [{"role": "user", "content": question}]
         return str(self.tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False))
 
-    def _best_kind(self) -> methods.DEER | methods.Block:
-        """What method auto plans with: the drafter on the target's states, or the one that reads the text."""
+    def _best_kind(self) -> methods.DEER | methods.Block | None:
+        """What method auto plans with: the drafter on the target's states, or the one that reads the text.
+
+        None where there is neither.
+        """
         kinds: list[methods.DEER | methods.Block] = [methods.Block(), methods.DEER()]
-        for kind in sorted(kinds, key=lambda kind: kind.name not in self.shelf.given):  # what was given comes first
-            with suppress(ValueError):
-                self.drafter(kind.name)
-                return kind
-        raise ValueError(f"method 'auto' needs a block or deer drafter beside {self.name}, got neither; use ar")
+        kinds.sort(key=lambda kind: kind.name not in self.shelf.given)  # what was given comes first
+        return next((kind for kind in kinds if self.shelf.has(kind.name)), None)
 
     def _start(self, prompts: str | Sequence[str], options: Options) -> tuple[Run, Any]:
         """Prepare a batch; nothing runs before the first round is asked for. The drafter, if any, comes with it."""
@@ -176,9 +175,10 @@ class TextPipeline(Pipeline):
         asked = Asked(lambda some: VLMPrompt(padded(ids[some], cpu), room), len(ids), options.batch_size)
         prompt, name = asked.first(target), method.name
         if isinstance(method, methods.Auto):
-            kind = self._best_kind()
-            method = choose_method(target, self.drafter(kind.name), prompt, self.plans, kind)
-            name = f"auto: {method}"
+            kind, method = self._best_kind(), methods.AR()
+            if kind is not None:
+                method = choose_method(target, self.drafter(kind.name), prompt, self.plans, kind)
+            name = f"auto: {method}" + ("" if kind else ", for there is no block or deer drafter")
         if options.compiled and not (made := self._compiled(method, options)).busy:
             run = self._run(name, made.target, prompt, options, made.parts, asked, made.play)
             return replace(run, steps=made.alone(run.steps)), None

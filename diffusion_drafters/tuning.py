@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from specmm import methods
-from specmm.autotune import Plan, plan
+from specmm.autotune import Plan
 from specmm.decode import decode
 from specmm.diffusion_drafters.assemble import block_source, chain_rule
 from specmm.diffusion_drafters.drafters.block import ChainDrafter, block_length
 from specmm.diffusion_drafters.drafters.sources import BlockSource
-from specmm.probing import measure_costs
+from specmm.probing import planned
 from specmm.randomness import Uniforms
 from specmm.tally import Tally
 from specmm.tree import TreeShape
@@ -54,7 +54,7 @@ def _plan(target: VLMTarget, kind: methods.DEER | methods.Block, drafter: Any, p
     def make(shape: TreeShape) -> ChainDrafter:
         return ChainDrafter(block_source(kind, drafter, target), target, shape.depth)
 
-    return plan(measure_costs(target, make, shapes, chain_rule(target), longer, _dice(prompt)), table, shapes)
+    return planned(target, make, shapes, chain_rule(target), longer, _dice(prompt), table)
 
 
 def _acceptance(target: VLMTarget, source: BlockSource, prompt: VLMPrompt) -> tuple[tuple[float, ...], ...]:

@@ -11,13 +11,16 @@ import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from specmm.shape.expected import Acceptance, expected_tau
 from specmm.tree import TreeShape
 
+NOISE = 1.03  # speedups nearer to one another than this are taken for equal
+UNSETTLED = "its seconds and those of rounds changed places from pass to pass"
 Table = Mapping[int, float] | Callable[[int], float]
 
 
@@ -48,33 +51,99 @@ class Costs:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run: ``shape`` (None for plain decoding), what it should bring, and why in words."""
+    """What to run: ``shape`` (None for plain decoding), what it should bring, and why in words.
+
+    ``costs`` are the measured seconds that it was decided on, None where nothing was measured. ``draft_free`` is a
+    method without a tree that is to run in place of plain decoding, None for none.
+    """
 
     shape: TreeShape | None
     expected_tau: float
     expected_speedup: float
     reason: str
+    costs: Costs | None = None
+    draft_free: Any = None
 
 
 def plan(costs: Costs, rank_acceptance: Acceptance, candidates: Sequence[TreeShape], margin: float = 0.05) -> Plan:
-    """The candidate with the largest expected speedup, or plain decoding if none is above 1 + ``margin``.
+    """The candidate that should be fastest, or plain decoding if none is above 1 + ``margin``.
 
-    ``rank_acceptance`` [K] or [D, K] is positional (``specmm.shape.expected``). Equal speedups go to the earlier one.
+    Of those within ``NOISE`` of the largest expected speedup the one with the fewest nodes: measured again, either
+    might come first. ``rank_acceptance`` [K] or [D, K] is positional (``specmm.shape.expected``). Equal ones go to the
+    earlier.
     """
     if margin < 0:
         raise ValueError(f"margin must be at least 0, got {margin}")
-    best: Plan | None = None
-    for shape in candidates:
-        tau = float(expected_tau(shape, rank_acceptance).mean())
-        speedup = tau * costs.step / costs.round(shape.size, shape.depth)
-        if best is None or speedup > best.expected_speedup:
-            text = f"{shape.size} nodes, depth {shape.depth}: tau {tau:.2f}, {speedup:.2f}x plain decoding expected"
-            best = Plan(shape, tau, speedup, text)
-    if best is None:
-        return Plan(None, 1.0, 1.0, "plain decoding: no candidate tree")
+    made = [_expected(costs, rank_acceptance, shape) for shape in candidates]
+    if not made:
+        return Plan(None, 1.0, 1.0, "plain decoding: no candidate tree", costs)
+    most = max(one.expected_speedup for one in made)
+    near = [i for i, one in enumerate(made) if one.expected_speedup * NOISE >= most]
+    best = made[min(near, key=lambda i: candidates[i].size)]
     if best.expected_speedup <= 1 + margin:
-        return Plan(None, 1.0, 1.0, f"plain decoding: best candidate ({best.reason}) does not exceed {1 + margin:.2f}x")
+        reason = f"plain decoding: best candidate ({best.reason}) does not exceed {1 + margin:.2f}x"
+        return Plan(None, 1.0, 1.0, reason, costs)
     return best
+
+
+def _expected(costs: Costs, rank_acceptance: Acceptance, shape: TreeShape) -> Plan:
+    """What a round of ``shape`` should bring."""
+    tau = float(expected_tau(shape, rank_acceptance).mean())
+    speedup = tau * costs.step / costs.round(shape.size, shape.depth)
+    text = f"{shape.size} nodes, depth {shape.depth}: tau {tau:.2f}, {speedup:.2f}x plain decoding expected"
+    return Plan(shape, tau, speedup, text, costs)
+
+
+@dataclass
+class Passes:
+    """Costs measured again and again, plain step and rounds in turn, until the choice that follows from them is stable.
+
+    A machine's speed drifts, and the plain step's time is in every forecast: so seconds of rounds are taken over the
+    plain step's of the same pass, and medians of these ratios count.
+    """
+
+    steps: list[float]
+    drafts: dict[int, list[float]]
+    verifies: dict[int, list[float]]
+    hosts: list[float]
+
+    @classmethod
+    def none(cls) -> Passes:
+        """Before the first pass."""
+        return cls([], {}, {}, [])
+
+    def add(self, step: float, rounds: Sequence[tuple[TreeShape, tuple[float, float, float]]]) -> None:
+        """A pass: seconds of a plain step, and (draft, verify, host) of a round by shape."""
+        self.steps.append(step)
+        for shape, (draft, verify, host) in rounds:
+            self.drafts.setdefault(shape.depth, []).append(draft / step)
+            self.verifies.setdefault(shape.size, []).append(verify / step)
+            self.hosts.append(host / step)
+
+    def costs(self) -> Costs:
+        """The seconds that all passes together say."""
+        step, median = statistics.median(self.steps), statistics.median
+        draft, verify = ({k: step * median(v) for k, v in t.items()} for t in (self.drafts, self.verifies))
+        return Costs(draft, verify, step, step * median(self.hosts) if self.hosts else 0.0)
+
+
+def until_stable(
+    one_pass: Callable[[Passes], None], decide: Callable[[Costs], Plan], least: int = 3, most: int = 9
+) -> Plan:
+    """Measure, pass by pass, until three passes in a row lead to the same shape, or ``most`` have been made.
+
+    A choice that never settles falls to plain decoding: candidates and plain steps are too near to tell apart.
+    """
+    measured, chosen = Passes.none(), list[TreeShape | None]()
+    for _ in range(most):
+        one_pass(measured)
+        made = decide(measured.costs())
+        chosen.append(made.shape)
+        if len(chosen) >= least and all(shape is made.shape for shape in chosen[-3:]):
+            return made
+    if None in chosen[-3:]:
+        return replace(made, shape=None, expected_tau=1.0, expected_speedup=1.0, reason=f"plain decoding: {UNSETTLED}")
+    return made
 
 
 def lookup(table: Table, size: int) -> float:

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specmm.autotune import Costs, measure
+from specmm.autotune import Passes, Plan, measure, plan, until_stable
 from specmm.drafter import Drafter, Feedback, committed
 from specmm.randomness import Uniforms, categorical
+from specmm.shape.expected import Acceptance
 from specmm.stats import Clock
 from specmm.target import Target
 from specmm.tree import TreeShape
@@ -65,22 +66,26 @@ def time_round(
     return RoundSeconds(*(measure(part, repeats=repeats, warmup=2) for part in parts))
 
 
-def measure_costs(
+def planned(
     target: Target,
     drafter_of: Callable[[TreeShape], Drafter],
     shapes: Sequence[TreeShape],
     rule: Rule,
     prompt: Any,
     uniforms: Uniforms,
-    repeats: int = 7,
-) -> Costs:
-    """Seconds of a plain step, and of rounds with each of ``shapes``: drafting by depth, scoring by nodes, the rest.
+    acceptance: Acceptance,
+    repeats: int = 4,
+) -> Plan:
+    """The plan of ``shapes`` by ``acceptance`` on measured seconds, which it holds.
 
-    The plain step is timed before and after the rounds and the lesser counts: what else runs on the machine for a
-    moment would make it look slow, and drafting worth while.
+    In each pass the plain step is timed before and after the rounds of all shapes; passes go on until the choice is
+    stable (see :func:`specmm.autotune.until_stable`).
     """
-    before, draft, verify, host = time_step(target, prompt, uniforms, repeats), {}, {}, 0.0
-    for shape in shapes:
-        found = time_round(target, drafter_of(shape), rule, prompt, uniforms, repeats)
-        draft[shape.depth], verify[shape.size], host = found
-    return Costs(draft, verify, min(before, time_step(target, prompt, uniforms, repeats)), host)
+
+    def one_pass(measured: Passes) -> None:
+        before = time_step(target, prompt, uniforms, repeats)
+        rounds = [(shape, time_round(target, drafter_of(shape), rule, prompt, uniforms, repeats)) for shape in shapes]
+        after = time_step(target, prompt, uniforms, repeats)
+        measured.add((before + after) / 2, rounds)
+
+    return until_stable(one_pass, lambda costs: plan(costs, acceptance, shapes))

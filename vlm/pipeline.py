@@ -168,8 +168,10 @@ class VQAPipeline(Pipeline):
         asked = Asked(prepared, len(all_asked.texts), options.batch_size)
         prompt, name = asked.first(target), method.name
         if isinstance(method, methods.Auto):
-            method = choose_method(target, self.drafter(_drafter_kind(method)), prompt, self.plans)
-            name = f"auto: {method}"
+            kind = _drafter_kind(method)
+            head = self.drafter(kind) if self.shelf.has(kind) else None
+            method = choose_method(target, head, prompt, self.plans)
+            name = f"auto: {method}" + ("" if head else f", for there is no {kind} drafter")
         plain = isinstance(method, methods.AR)
         parts = None if plain else assemble(method, target, self.drafter(method.name), self.tokenizer)
         return self._run(name, target, prompt, options, parts, asked)

@@ -220,6 +220,10 @@ class Shelf:
             self.given[kind] = self.load(kind, folder)
         return self.given.get(kind)
 
+    def has(self, kind: str) -> bool:
+        """Whether method ``kind`` finds what it drafts with."""
+        return kind not in self.places or kind in self.given or self._folder(kind) is not None
+
     def _folder(self, kind: str) -> Path | None:
         places = [self.places[kind], *([self.instead[kind]] if kind in self.instead else [])]
         folders = [] if self.folder is None else [self.folder / "drafters" / place for place in places]

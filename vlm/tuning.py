@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from specmm import methods
-from specmm.autotune import Plan, plan
+from specmm.autotune import Plan
 from specmm.decode import decode
-from specmm.probing import measure_costs
+from specmm.probing import planned
 from specmm.randomness import Uniforms
 from specmm.shape.sequoia import best_tree
 from specmm.shape.static import spine
@@ -33,8 +33,15 @@ SIZES = (3, 4, 8, 12, 16, 24)  # nodes of the candidate trees, the root included
 ROOM = 24  # tokens of answer that measuring needs
 
 
-def choose_method(target: VLMTarget, head: MSDHead, prompt: VLMPrompt, plans: dict[Any, Plan]) -> methods.VQAMethod:
-    """MSD with the planned tree, or plain decoding where that should be as fast; ``plans`` keeps what was planned."""
+def choose_method(
+    target: VLMTarget, head: MSDHead | None, prompt: VLMPrompt, plans: dict[Any, Plan]
+) -> methods.VQAMethod:
+    """MSD with the planned tree, or plain decoding where that should be as fast; ``plans`` keeps what was planned.
+
+    Without a ``head`` answers are decoded plainly.
+    """
+    if head is None:
+        return methods.AR()
     key = (len(prompt.lengths), target.processor.greedy, torch.get_num_threads())
     if key not in plans:
         plans[key] = _plan(target, head, prompt)
@@ -56,8 +63,7 @@ def _plan(target: VLMTarget, head: MSDHead, prompt: VLMPrompt) -> Plan:
     table = acceptance[min(acceptance) if target.processor.greedy else max(acceptance)]
     shapes = [best_tree(table, n, len(table))[0] for n in SIZES]
     uniforms = Uniforms([torch.Generator(target.device).manual_seed(i) for i in range(len(prompt.lengths))])
-    costs = measure_costs(target, lambda shape: MSDDrafter(head, target, shape), shapes, Recursive(), longer, uniforms)
-    return plan(costs, table, shapes)
+    return planned(target, lambda shape: MSDDrafter(head, target, shape), shapes, Recursive(), longer, uniforms, table)
 
 
 def measure_acceptance(

@@ -32,7 +32,7 @@ def bench(
     contenders = parse_methods(family.methods, methods or family.compared)
     seed = secrets.randbelow(2**31) if seed is None else seed
     with stdout_reserved():
-        rows = _measure(model, contenders, batch, n, seed, dtype)
+        rows = _measure(model, contenders, methods is None, batch, n, seed, dtype)
     if as_json:
         emit(rows)
         return
@@ -40,7 +40,19 @@ def bench(
     typer.echo(f"{n} runs each at batch {batch}, {rows[0]['dtype']}, {rows[0]['threads']} threads, seed {seed}")
 
 
-def _measure(model: str, contenders: list[Any], batch: int, n: int, seed: int, dtype: str) -> list[dict[str, Any]]:
+def _runnable(pipe: Any, usual: list[Any]) -> list[Any]:
+    """Those of the family's ``usual`` methods that this model has a drafter or a small model for."""
+    from specmm.methods import SJD, CoDe
+
+    if hasattr(pipe, "parts"):
+        found = [m for m in usual if getattr(m, "drafter", None) in (None, *pipe.parts.drafters)]
+        return found or [SJD()]
+    return [m for m in usual if not isinstance(m, CoDe) or pipe.small is not None]
+
+
+def _measure(
+    model: str, contenders: list[Any], usual: bool, batch: int, n: int, seed: int, dtype: str
+) -> list[dict[str, Any]]:
     import torch
 
     from specmm.cli.drawing import load
@@ -50,6 +62,7 @@ def _measure(model: str, contenders: list[Any], batch: int, n: int, seed: int, d
     pipe = load(model, dtype)
     if getattr(pipe.transformer.config, "model_type", "c2i") != "c2i":
         raise ValueError("bench draws classes, give a class-conditional model")
+    contenders = _runnable(pipe, contenders) if usual else contenders
     classes = pipe.transformer.config.num_classes
     rounds = [[(i * batch + j) % classes for j in range(batch)] for i in range(n)]
     lanes = race(pipe, [AR(), *(m for m in contenders if m != AR())], rounds, seed)

@@ -97,13 +97,12 @@ def _tokens(pipe: Any, model: str, batch: int, cfg: float | None) -> tuple[dict[
 def _measure(pipe: Any, model: str, batch: int, cfg: float | None) -> dict[str, Any]:
     import torch
 
-    from specmm.image_ar.tokens.tuning import measure_costs, planned_for
+    from specmm.image_ar.tokens.tuning import choose_method, planned_for
 
     target = pipe.target(cfg=cfg)
-    made = planned_for(target, pipe.parts, batch)
-    costs = None
-    if "block" in pipe.parts.drafters:
-        cost = measure_costs(target, pipe.parts, batch)
+    made, costs = planned_for(target, pipe.parts, batch), None
+    if made.costs is not None:  # the very seconds that it was decided on
+        cost = made.costs
         costs = {"step": cost.step, "host": cost.host, "draft": cost.draft, "verify": cost.verify}
     return {
         "model": model,
@@ -111,7 +110,7 @@ def _measure(pipe: Any, model: str, batch: int, cfg: float | None) -> dict[str, 
         "dtype": str(target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "costs": costs,
-        "choice": "ar" if made.shape is None else "speculative",
+        "choice": choose_method(target, pipe.parts, batch).name,
         "parents": None if made.shape is None else made.shape.parents[0].tolist(),
         "tau": made.expected_tau,
         "speedup": made.expected_speedup,

@@ -1,16 +1,25 @@
 """Method ``auto``: acceptance measured on a real loop, a plan from real seconds, plain decoding where it loses."""
 
+import json
+import shutil
+
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from specmm import methods
+from specmm.autotune import plan
+from specmm.cli import app
+from specmm.diffusion_drafters.pipeline import TextPipeline
+from specmm.image_ar.tokens import tuning
 from specmm.image_ar.tokens.acceptance import measure_acceptance
 from specmm.image_ar.tokens.assemble import Parts, tree_shape
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
-from specmm.image_ar.tokens.tuning import choose_method, measure_costs, planned_for
+from specmm.image_ar.tokens.tuning import choose_method, planned_for
 from specmm.processors import Processor
+from specmm.vlm.pipeline import VQAPipeline
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +38,24 @@ def test_acceptance_is_a_law_over_ranks(parts_and_target):
     assert table[0].sum() > 0.3, "an untrained head and an untrained target are both nearly uniform"
 
 
-def test_costs_are_positive_and_without_acceptance_nothing_is_drafted(parts_and_target):
+def test_a_plan_is_decided_on_the_seconds_it_holds(parts_and_target):
     parts, target = parts_and_target
-    costs = measure_costs(target, parts, batch=2, repeats=2)
+    known = Parts(parts.drafters, acceptance=((0.5, 0.2), (0.5, 0.2), (0.5, 0.2)))
+    made = planned_for(target, known, 2)
+    costs = made.costs
     assert costs.step > 0 and costs.host > 0 and costs.round(4, 2) > 0
-    assert choose_method(target, parts, 2) == methods.AR()
-    assert "no measured acceptance" in planned_for(target, parts, 2).reason
+    again = plan(costs, known.acceptance, tuning.candidates(known))
+    assert made.shape is None or (made.expected_speedup, made.reason) == (again.expected_speedup, again.reason)
+
+
+@pytest.mark.parametrize(("gain", "method"), [(-1.0, methods.SJD()), (10.0, methods.AR())])
+def test_without_a_drafter_jacobi_rounds_are_tried(parts_and_target, gain, method, monkeypatch):
+    """They are taken where they gained more than the margin, here put below and above whatever they gain."""
+    _, target = parts_and_target
+    monkeypatch.setattr(tuning, "MARGIN", gain)
+    alone = Parts({})
+    assert choose_method(target, alone, 2) == method
+    assert "no block drafter" in planned_for(target, alone, 2).reason and "sjd" in planned_for(target, alone, 2).reason
 
 
 def test_hopeless_drafts_fall_back_and_certain_ones_are_taken(parts_and_target):
@@ -47,3 +68,23 @@ def test_hopeless_drafts_fall_back_and_certain_ones_are_taken(parts_and_target):
     chosen = choose_method(slow, certain, 1)
     assert isinstance(chosen, methods.Speculative), "three sure tokens a round against 24 layers a token"
     assert tree_shape(chosen.tree, "auto", certain).depth >= 2
+
+
+def test_auto_without_a_drafter_is_plain_decoding(text_folder, llava_pipe, tmp_path):
+    bare = shutil.copytree(text_folder, tmp_path / "bare", ignore=shutil.ignore_patterns("drafters"))
+    pipe = TextPipeline.from_pretrained(bare, torch_dtype=torch.float32)
+    out = pipe("def add(", method="auto", max_new_tokens=6)
+    assert "there is no block or deer drafter" in out.method and out.certificate.kind == "exact"
+    assert out.texts == pipe("def add(", max_new_tokens=6).texts
+    alone = VQAPipeline(llava_pipe.model, llava_pipe.processor)
+    out = alone([], "What is it?", method="auto", max_new_tokens=4)
+    assert "there is no msd drafter" in out.method and out.answers == alone([], "What is it?", max_new_tokens=4).answers
+
+
+def test_bench_and_plan_of_a_model_without_drafters(make_tiny, tmp_path):
+    make_tiny(tokens=16, drafters=False).save_pretrained(tmp_path)
+    done = CliRunner().invoke(app, ["bench", str(tmp_path), "-n", "1", "--json"])
+    assert done.exit_code == 0, done.stderr
+    assert [row["method"] for row in json.loads(done.stdout)] == ["ar", "sjd"]
+    done = CliRunner().invoke(app, ["plan", str(tmp_path), "--json"])
+    assert done.exit_code == 0 and json.loads(done.stdout)["choice"] in ("ar", "sjd")

@@ -175,10 +175,19 @@ def test_bench_interleaves_and_compares(tiny: Path) -> None:
     assert "did you mean" in refused("bench", tiny, "--methods", "ar,lantrn")
 
 
-def test_plan_says_what_it_measured(tiny: Path) -> None:
-    found = run_json("plan", tiny, "--dtype", "float32")
-    assert found["costs"]["step"] > 0 and found["choice"] == "ar" and "measured acceptance" in found["reason"]
-    assert "plain step" in run("plan", tiny).stdout
+def test_plan_says_what_it_measured(copy: Path) -> None:
+    without = run_json("plan", copy, "--dtype", "float32")
+    assert without["costs"] is None and "measured acceptance" in without["reason"]
+    settings = json.loads((copy / "settings.json").read_text())
+    (copy / "settings.json").write_text(json.dumps(settings | {"acceptance": [[0.9, 0.05]] * 4}))
+    found = run_json("plan", copy, "--dtype", "float32")
+    assert found["costs"]["step"] > 0 and found["choice"] in ("ar", "speculative")
+    if found["parents"]:  # what is printed implies what is chosen
+        costs, nodes = found["costs"], len(found["parents"])
+        depth = max(int(size) for size in costs["draft"]) if nodes > 4 else nodes - 1
+        seconds = [costs["verify"][str(nodes)], costs["host"], costs["draft"][str(depth)]]
+        assert found["speedup"] == pytest.approx(found["tau"] * costs["step"] / sum(seconds), rel=1e-6)
+    assert "plain step" in run("plan", copy).stdout
 
 
 def test_demo_makes_table_sheet_and_page(tiny: Path, tmp_path: Path) -> None:

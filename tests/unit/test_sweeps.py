@@ -107,6 +107,7 @@ def test_the_front_bar_of_mar_names_what_is_on_it():
     assert mar_bars([{k: v for k, v in r.items() if k != "fid"} for r in rows])[-1].met is None
 
 
+@pytest.mark.slow
 def test_published_sizes(tmp_path):
     """On tiny depths: plain decoding and every N at each batch, and their share of the arithmetic in the report."""
     var_published.main(large=2, small=1, by="9,0", batches="1,2", repeats=1, dtype="float32", out=tmp_path)

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from specmm.autotune import Costs, lookup, measure, plan
+from specmm.autotune import Costs, Plan, lookup, measure, plan, until_stable
 from specmm.shape.static import branching
 from specmm.tree import TreeShape
 
@@ -84,3 +84,54 @@ def test_measure_is_a_median_after_warmup():
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_of_equals_within_the_noise_the_smaller_tree_is_taken():
+    acceptance, small, large = [0.5, 0.1], branching([2]), branching([3])
+    costs = Costs(draft={1: 0.0}, verify={3: 1.0, 4: 0.99}, step=1.0)  # the larger is 1% faster
+    assert plan(costs, acceptance, [large, small]).shape is small
+    costs = Costs(draft={1: 0.0}, verify={3: 1.0, 4: 0.8}, step=1.0)
+    assert plan(costs, acceptance, [large, small]).shape is large
+    assert plan(costs, acceptance, [large, small]).costs is costs
+
+
+CHAIN, TREE = TreeShape.chain(2), branching([3, 2])
+
+
+def settled(passes, acceptance=(0.6, 0.15, 0.05)):
+    """What is planned when the passes find these seconds of (plain step, round of CHAIN, round of TREE)."""
+    left = iter(passes)
+
+    def one_pass(measured):
+        step, *rounds = next(left)
+        shapes = zip((CHAIN, TREE), rounds, strict=True)
+        measured.add(step, [(shape, (0.2 * s, 0.7 * s, 0.1 * s)) for shape, s in shapes])
+
+    made = until_stable(one_pass, lambda costs: plan(costs, acceptance, [CHAIN, TREE]))
+    return made, len(passes) - len(list(left))
+
+
+def test_a_steady_machine_needs_three_passes():
+    made, passes = settled([(1.0, 1.1, 1.5)] * 9)
+    assert made.shape is CHAIN and passes == 3
+    assert made.costs.step == 1.0
+
+
+def test_a_machine_that_slows_down_changes_no_forecast():
+    steady, _ = settled([(1.0, 1.1, 1.5)] * 9)
+    slower, _ = settled([(k, 1.1 * k, 1.5 * k) for k in (1.0, 2.0, 5.0)])
+    assert slower.shape is CHAIN and slower.expected_speedup == pytest.approx(steady.expected_speedup)
+
+
+def test_one_pass_that_something_else_disturbed_decides_nothing():
+    steady, _ = settled([(1.0, 1.1, 1.5)] * 9)
+    made, passes = settled([(9.0, 1.1, 1.5), *[(1.0, 1.1, 1.5)] * 8])
+    assert made.expected_speedup == pytest.approx(steady.expected_speedup, rel=0.1) and passes >= 3
+
+
+def test_a_choice_that_never_settles_is_plain_decoding():
+    passes = iter([CHAIN, None] * 9)
+    made = until_stable(
+        lambda measured: measured.add(1.0, []), lambda costs: Plan(next(passes), 2.0, 2.0, "so it seems", costs)
+    )
+    assert made.shape is None and made.expected_speedup == 1.0 and "pass to pass" in made.reason
