@@ -31,7 +31,7 @@ from specmm.vlm.assemble import Assembly
 from specmm.vlm.drafters.model import padded
 from specmm.vlm.loading import find
 from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.running import Asked, Options, Pipeline, Run, Shelf, check_flow
+from specmm.vlm.running import Asked, Options, Pipeline, Run, Said, Shelf, check_flow
 from specmm.vlm.static import StaticVLMTarget
 from specmm.vlm.streaming import ending
 from specmm.vlm.target import VLMTarget
@@ -135,10 +135,15 @@ class TextPipeline(Pipeline):
 
     def stream(self, prompts: str | Sequence[str], **options: Any) -> Iterator[list[str]]:
         """The new text of every row after each round; joined they are the texts. Options as for a call."""
-        yield from turns_of(self.model).each(self._pieces(prompts, Options.of(options, chat=False)))
+        for round_ in turns_of(self.model).each(self._rounds(prompts, options, False)):
+            yield [said.text for said in round_]
 
-    def _pieces(self, prompts: str | Sequence[str], options: Options) -> Iterator[list[str]]:
-        yield from self._start(prompts, options)[0].stream()
+    def rounds(self, prompts: str | Sequence[str], **options: Any) -> Iterator[list[Said]]:
+        """As ``stream``, with the tokens of each round, and its accepted drafts set apart."""
+        yield from turns_of(self.model).each(self._rounds(prompts, options, True))
+
+    def _rounds(self, prompts: str | Sequence[str], options: dict[str, Any], apart: bool) -> Iterator[list[Said]]:
+        yield from self._start(prompts, Options.of(options, chat=False))[0].rounds(apart)
 
     def encode(self, prompts: str | Sequence[str], chat: bool = False) -> list[list[int]]:
         """Ids of each prompt, with ``chat`` in the model's template. Raises ``ValueError`` for an empty prompt."""

@@ -42,6 +42,7 @@ class Progress:
     measured: Tensor  # tokens of those rounds
     stop: Stop | None = None
     length: int = 0  # T
+    gained: tuple[Tensor, Tensor] | None = None  # of the last round, tokens taken and accepted drafts among them [B]
 
     def restart(self, row: int, token: Tensor) -> None:
         """A new sample begins in ``row`` with ``token`` [1], which may end it."""
@@ -69,7 +70,9 @@ class Progress:
             after, done = self.stop(self.tokens, before, after)
             self.limits = torch.where(done, after, self.limits)
         self.counts = after
-        return after - before
+        taken = after - before
+        self.gained = taken, torch.minimum(taken, kept - 1)  # the last of all kept is the target's own
+        return taken
 
     def unfinished(self, sure: bool = False) -> bool:
         """Whether a row lacks tokens; only a stop makes us look when the caller is ``sure`` of it."""

@@ -10,18 +10,18 @@ NAMES = ("auto", "float32", "bfloat16", "float16")
 LARGE = 50_000_000  # parameters: their float32 weights no longer stay in a processor's caches
 
 
-def choose_dtype(parameters: int = 0, long: bool = False, device: torch.device | str | None = None) -> torch.dtype:
+def choose_dtype(parameters: int = 0, long: bool = False, device: torch.device | str = "cpu") -> torch.dtype:
     """The dtype a step is fastest in here, for a model of so many ``parameters``; ``long``: of hundreds of rows a step.
 
-    Without a ``device`` it is taken to be this machine's GPU if there is one. GPUs that have no bfloat16 get float32:
-    float16 must be asked for, since models trained in bfloat16 may overflow in it.
+    ``device`` is where the model is put, not where it might be: pipelines stay on the CPU until they are moved. GPUs
+    that have no bfloat16 get float32: float16 must be asked for, since models trained in bfloat16 may overflow in it.
 
     On a CPU bfloat16 pays once a step is bound by reading the weights; below that its matrix kernels cost more a call
     than float32's (pocket/llamagen on two cores with AMX: 4.9 ms a step against 2.9 ms). Long steps are bound by
     arithmetic, which AMX alone makes faster: a Xeon whose AMX is hidden has bfloat16 products, but from 16 rows on they
     take 1.3 to 1.7 times as long as float32's (1024 x 4096), and VAR-d16 4.1 s a picture in place of 3.3.
     """
-    if torch.cuda.is_available() if device is None else torch.device(device).type == "cuda":
+    if torch.device(device).type == "cuda":
         return torch.bfloat16 if gpu_has_bfloat16() else torch.float32
     kernels = torch.cpu._is_amx_tile_supported() if long else torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if kernels and parameters >= LARGE else torch.float32

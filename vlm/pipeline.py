@@ -25,7 +25,7 @@ from specmm.vlm.asking import Pictures, Questions
 from specmm.vlm.assemble import assemble
 from specmm.vlm.loading import INSTEAD, PLACES, find, load_drafter, load_model, load_processor
 from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.running import Asked, Pipeline, Run, Shelf, check_flow
+from specmm.vlm.running import Asked, Pipeline, Run, Said, Shelf, check_flow
 from specmm.vlm.running import Options as Options
 from specmm.vlm.streaming import ending, tell
 from specmm.vlm.target import VLMTarget
@@ -124,10 +124,15 @@ class VQAPipeline(Pipeline):
         given = Options.of(options)
         if isinstance(self._method(given), methods.Verdict):
             raise ValueError("method 'verdict' answers at once, when all models have spoken; call the pipeline instead")
-        yield from turns_of(self.model).each(self._pieces(images, questions, given))
+        for round_ in turns_of(self.model).each(self._rounds(images, questions, given, False)):
+            yield [said.text for said in round_]
 
-    def _pieces(self, images: Any, questions: Any, options: Options) -> Iterator[list[str]]:
-        yield from self._start(images, questions, options).stream()
+    def rounds(self, images: Any, questions: Any, **options: Any) -> Iterator[list[Said]]:
+        """As ``stream``, with the tokens of each round, and its accepted drafts set apart."""
+        yield from turns_of(self.model).each(self._rounds(images, questions, Options.of(options), True))
+
+    def _rounds(self, images: Any, questions: Any, options: Options, apart: bool) -> Iterator[list[Said]]:
+        yield from self._start(images, questions, options).rounds(apart)
 
     def _method(self, options: Options) -> methods.VQAMethod:
         return self.method if options.method is None else methods.resolve_vqa(options.method)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,19 @@ class Asked:
         return Queue(prompt, generators, self.batch_size) if self.batch_size else None
 
 
+@dataclass(frozen=True)
+class Said:
+    """What a round added: ``pieces`` of text, each with whether it is of accepted drafts, and how many ``tokens``."""
+
+    pieces: list[tuple[str, bool]]
+    tokens: int
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(text for text, _ in self.pieces)
+
+
 @dataclass
 class Run:
     """One batch being answered; ``text`` decodes ids, ``stops`` end answers, rows take up those of the ``queue``.
@@ -160,17 +174,37 @@ class Run:
         tokens = committed(end) if self.queue is None else self.queue.tokens
         return [self.stops.cut(self.text(ids)) for ids in tokens], tokens, end
 
-    def stream(self) -> Iterator[list[str]]:
-        """The new text of every row after each round, none that may turn out to be the beginning of a stop."""
+    def rounds(self, apart: bool = True) -> Iterator[list[Said]]:
+        """What every row gained by each round, no text that may turn out to be the beginning of a stop.
+
+        With ``apart`` accepted drafts are set apart from the target's own tokens.
+        """
         if self.queue is not None:
             raise ValueError("batch_size must be 0 for a stream, which shows all answers as they grow")
-        said: list[str] = []
+        told: list[int] = []  # letters of each row
+        counted: list[int] = []  # and tokens
         for progress in self.steps:
-            ended = (progress.counts >= progress.limits).tolist()
-            texts = [self.text(ids) for ids in committed(progress)]
-            whole = [self.stops.cut(t) if done else self.stops.sure(t) for t, done in zip(texts, ended, strict=True)]
-            yield [text[len(old) :] for text, old in zip(whole, said or [""] * len(whole), strict=True)]
-            said = whole
+            rows, ended = committed(progress), (progress.counts >= progress.limits).tolist()
+            told, counted = told or [0] * len(rows), counted or [0] * len(rows)
+            if (made := [len(ids) for ids in rows]) == counted:
+                continue  # the loop's last word, which adds the counts of the run
+            gained = _gained(progress) if apart else [(0, 0)] * len(rows)
+            found = []
+            for row, ids in enumerate(rows):
+                pieces = self._pieces(ids, ended[row], told[row], *gained[row])
+                found.append(Said(pieces, made[row] - counted[row]))
+                told[row] += len(found[-1].text)
+            counted = made
+            yield found
+
+    def _pieces(self, ids: Tensor, ended: bool, told: int, taken: int, drafted: int) -> list[tuple[str, bool]]:
+        """The text of ``ids`` beyond its first ``told`` letters, parted where the last round's drafts begin and end."""
+        whole = self.stops.cut(self.text(ids)) if ended else self.stops.sure(self.text(ids))
+        first = len(ids) - taken
+        ends = [len(self.text(ids[:n])) for n in (first, first + drafted)] if drafted else []
+        bounds = [told, *(min(max(end, told), len(whole)) for end in ends), len(whole)]
+        pieces = [(whole[a:b], i == 1 and drafted > 0) for i, (a, b) in enumerate(pairwise(bounds))]
+        return [piece for piece in pieces if piece[0]]
 
     def certificate(self, end: Progress) -> Certificate:
         """What the run may claim at its ``end``."""
@@ -179,6 +213,13 @@ class Run:
         measured = float(end.measured)
         excess = float(end.excess) / measured if measured else None
         return of_rule(self.rule.name, self.rule.exact, excess).under(self.settings)
+
+
+def _gained(progress: Progress) -> list[tuple[int, int]]:
+    """By row, tokens of the last round and accepted drafts among them."""
+    assert progress.gained is not None
+    taken, drafted = (part.tolist() for part in progress.gained)
+    return list(zip(taken, drafted, strict=True))
 
 
 def end_tokens(model: Any) -> list[int]:

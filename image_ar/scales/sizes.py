@@ -16,6 +16,7 @@ from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 from specmm.layout import MOST, lay_weights
 
 LADDERS = {256: PATCHES_256, 512: PATCHES_512}
+DEPTHS = {256: (16, 20, 24, 30), 512: (36,)}  # by resolution
 PROBE = 2  # blocks that are measured in place of all
 
 
@@ -25,6 +26,17 @@ def published(depth: int, resolution: int = 256) -> VARConfig:
         raise ValueError(f"depth must be at least 1 and resolution 256 or 512, got {depth} and {resolution}")
     width = PUBLISHED_HEAD_DIM * depth
     return VARConfig(depth, width, depth, patch_nums=LADDERS[resolution], shared_aln=resolution == 512)
+
+
+def check_published(large: int, small: int, resolution: int) -> None:
+    """Raise ``ValueError`` unless both depths were published at ``resolution`` and the larger model comes first."""
+    known = DEPTHS.get(resolution, ())
+    for depth in (large, small):
+        if depth not in known:
+            every = "; ".join(f"{', '.join(f'd{d}' for d in of)} at {size}" for size, of in DEPTHS.items())
+            raise ValueError(f"published sizes are {every}, got d{depth} at {resolution}")
+    if large < small:
+        raise ValueError(f"the larger model comes first, got d{large},d{small}; give d{small},d{large}")
 
 
 def random_var(config: VARConfig, dtype: torch.dtype, whole: VARConfig | None = None) -> VAR:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from specmm.cli.errors import Interrupted
 from specmm.cli.generate import Dtype, Json, Options
 from specmm.cli.output import emit, say, stdout_reserved, writable
 
@@ -204,8 +205,7 @@ def _report(summary: dict[str, Any], tally: Any, wall: float, price: float | Non
         if "repaired" in summary:
             typer.echo(_told(summary["repaired"], summary["repaired_otherwise"]))
     if tally.interrupted:
-        say("interrupted: everything finished is kept; run the same command again to go on")
-        raise typer.Exit(130)
+        raise Interrupted("everything finished is kept; run the same command again to go on")
     if summary["failed"]:
         say(f"{summary['failed']} items failed, see {out / 'failed.jsonl'}; --retry-failed tries them again")
 

@@ -27,6 +27,10 @@ def explain(error: Exception) -> str:
     return str(error)
 
 
+class Interrupted(Exception):
+    """Ctrl-C, once everything finished is safe; its text says where that is."""
+
+
 class OneLine(TyperGroup):
     """The group of all commands; it turns the errors of users into one line."""
 
@@ -49,6 +53,9 @@ class OneLine(TyperGroup):
             fail(error.format_message())
         except typer.Abort:
             fail("interrupted", 130)
+        except Interrupted as stop:  # said once: the line of typer's own Ctrl-C would be a second
+            typer.echo(f"interrupted: {stop}", err=True)
+            sys.exit(130)
         except (ValueError, OSError) as error:
             if os.environ.get(DEBUG):
                 raise

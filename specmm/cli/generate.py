@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from specmm.cli.output import emit, say, stdout_reserved, writable, write_text
+from specmm.cli.errors import Interrupted
+from specmm.cli.output import emit, stdout_reserved, writable, write_text
 
 Class = Annotated[list[str], typer.Option("--class", help="Class name or id; may be repeated.")]
 Prompt = Annotated[list[str], typer.Option("--prompt", help="Caption, for text-to-image models; may be repeated.")]
@@ -77,5 +78,4 @@ def generate(
     else:
         typer.echo(report.lines())
     if report.interrupted:
-        say(f"interrupted: {len(report.outputs)} of {len(job.inputs)} pictures are finished and in {folder}")
-        raise typer.Exit(130)
+        raise Interrupted(f"{len(report.outputs)} of {len(job.inputs)} pictures are finished and in {folder}")

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,20 @@ def writable(folder: Path, option: str = "--out") -> Path:
         probe.unlink()
     except OSError as error:
         raise ValueError(f"cannot write to {folder} ({error.strerror}), choose another folder with {option}") from error
+    return folder
+
+
+def beside(model: str, folder: Path) -> Path:
+    """``folder`` of a model that a training adds a drafter to.
+
+    Raises ``ValueError`` for a shipped model, by name or where the package is installed: its files are everybody's.
+    """
+    shared = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    if model.startswith("pocket/") or any(folder.resolve().is_relative_to(place) for place in shared):
+        raise ValueError(
+            f"{model} is shipped with the package and is not written to; copy it (cp -r {folder} my-model) and give "
+            "the copy"
+        )
     return folder
 
 

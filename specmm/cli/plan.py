@@ -48,8 +48,9 @@ def _sizes(
     """CoDe by N for two published sizes: tokens only, for the tokenizer's decoder is not among the sizes."""
     from specmm.dtypes import LARGE, choose_dtype, named_dtype
     from specmm.image_ar.scales.sampling import Sampling
-    from specmm.image_ar.scales.sizes import foresee, published
+    from specmm.image_ar.scales.sizes import check_published, foresee, published
 
+    check_published(large, small, resolution)
     held = named_dtype(dtype) or choose_dtype(LARGE, long=True, device="cpu")
     sampling = Sampling(1.5 if cfg is None else cfg, 900, 0.95)
     made = foresee(published(large, resolution), published(small, resolution), batch, sampling, held)

@@ -14,7 +14,7 @@ import typer
 from specmm.cli.data import EMOJI, Batch, Data, Out, Seed, Steps, done
 from specmm.cli.data import pictures as pictures_of
 from specmm.cli.generate import Json
-from specmm.cli.output import stdout_reserved, writable
+from specmm.cli.output import beside, stdout_reserved, writable
 
 app = typer.Typer(no_args_is_help=True, help="Train a tokenizer, a target, a drafter.", rich_markup_mode=None)
 KINDS = ("block", "eagle")
@@ -117,7 +117,7 @@ def drafter(
 
     if kind not in KINDS:
         raise unknown("kind", kind, KINDS)
-    result = zoo.find(model) / "drafters" / kind
+    result = beside(model, zoo.find(model)) / "drafters" / kind
     if result.exists() and not replace:
         raise ValueError(f"{result} exists, give --replace to train another in its place")
     writable(result.parent)

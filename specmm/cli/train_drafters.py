@@ -9,7 +9,7 @@ import typer
 
 from specmm.cli.data import Seed, done
 from specmm.cli.generate import Json
-from specmm.cli.output import stdout_reserved, writable
+from specmm.cli.output import beside, stdout_reserved, writable
 from specmm.cli.train_coder import text_stream
 
 Model = Annotated[str, typer.Argument(help="Folder of the target's model; the drafter is added to it.")]
@@ -147,7 +147,7 @@ def diffusion(
         from specmm.diffusion_drafters.train.target import Sizes, build_model
         from specmm.pretrained import load_tokenizer
 
-        folder = find_target(model)
+        folder = beside(model, find_target(model))
         place = _place(folder, "diffuspec", replace)
         tokenizer = load_tokenizer(weights_folder(folder))
         made = build_model(Sizes(dim, layers, heads), tokenizer, seed)
@@ -172,7 +172,7 @@ def proxy(
         from specmm.diffusion_drafters.loading import PLACES, PROXY, find_target, weights_folder
         from specmm.pretrained import load_config, load_tokenizer
 
-        folder = find_target(model)
+        folder = beside(model, find_target(model))
         weights = weights_folder(folder)
         stream = text_stream(load_tokenizer(weights), writable(out), text)
         size = load_config(weights).get_text_config().vocab_size
@@ -190,7 +190,7 @@ def _begin(model: str, kind: str, replace: bool) -> tuple[Path, Any, Any]:
     from specmm.processors import Processor
     from specmm.vlm.target import VLMTarget
 
-    folder = find_target(model)
+    folder = beside(model, find_target(model))
     place = _place(folder, kind, replace)
     network, tokenizer = load_target(folder, torch.float32)
     return place, VLMTarget(network, Processor(), model), tokenizer

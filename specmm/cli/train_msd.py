@@ -9,7 +9,7 @@ import typer
 
 from specmm.cli.data import EMOJI, Data, Seed, conversations, done, world
 from specmm.cli.generate import Json
-from specmm.cli.output import stdout_reserved, writable
+from specmm.cli.output import beside, stdout_reserved, writable
 
 LONGEST = 80  # tokens of a description
 
@@ -44,7 +44,7 @@ def msd(
         from specmm.vlm.target import VLMTarget
         from specmm.vlm.train.msd import msd_config, train_msd
 
-        folder = find(model)
+        folder = beside(model, find(model))
         result = folder / "drafters" / PLACES["msd"]
         if result.exists() and not replace:
             raise ValueError(f"{result} exists, give --replace to train another in its place")

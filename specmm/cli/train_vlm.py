@@ -13,7 +13,7 @@ import typer
 
 from specmm.cli.data import EMOJI, Data, Seed, done, world
 from specmm.cli.generate import Json
-from specmm.cli.output import stdout_reserved, writable, write_text
+from specmm.cli.output import beside, stdout_reserved, writable, write_text
 
 TOGETHER = 0.15  # of the learning rate once the tower learns, too: at 0.3 the loss doubled in fifty steps
 
@@ -171,7 +171,7 @@ def text(
         from specmm.vlm.loading import PLACES, find, load_processor
         from specmm.vlm.train.text import build_text_model, train_text
 
-        folder = find(model)
+        folder = beside(model, find(model))
         result = writable(folder / "drafters" / PLACES["text-draft"])
         tokenizer = load_processor(folder).tokenizer
         encoder = Encoder(tokenizer, 0)

@@ -13,7 +13,8 @@ from PIL import Image
 from specmm import zoo
 from specmm.app.drawing import Easel, Frame
 from specmm.app.models import Models
-from specmm.app.writing import DRAFT, parted, written
+from specmm.app.writing import DRAFT, written
+from specmm.vlm.running import Said
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 PATIENCE = 60_000  # milliseconds, for a busy machine
@@ -148,18 +149,10 @@ def test_a_drawing_that_is_left_stops(tiny: Path) -> None:
         list(Easel(pipe, "specualtive", "heart", 0).run())
 
 
-class Words:
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[str]:
-        return [text[i : i + 3] for i in range(0, len(text), 3)]
-
-    def decode(self, ids: list[str]) -> str:
-        return "".join(ids)
-
-
 def test_answers_set_accepted_drafts_apart() -> None:
-    *_, (pieces, line) = written(iter([["abcdef"], [""], ["xyz"]]), Words())
-    assert pieces == [("abc", DRAFT), ("def", None), ("xyz", None)] and line.startswith("3 tokens in 2 rounds")
-    assert parted("abc", Words()) == ("", "abc", 1)
+    rounds = [Said([("abc", True), ("def", False)], 3), Said([], 1), Said([("xyz", False)], 1)]
+    *_, (pieces, line) = written(iter([[said] for said in rounds]))
+    assert pieces == [("abc", DRAFT), ("def", None), ("xyz", None)] and line.startswith("5 tokens in 3 rounds")
 
 
 def test_only_listed_models_are_loaded() -> None:

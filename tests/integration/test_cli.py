@@ -4,6 +4,7 @@ import errno
 import functools
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -254,3 +255,38 @@ def test_training_refuses_unknown_kinds_and_missing_models(tiny: Path, tmp_path:
     eagle = ("--kind", "eagle", "--replace", "--out", tmp_path, "--only-drawn", "--drawn", 2)
     assert "go with --kind block" in refused("train", "drafter", tiny, *eagle)
     assert "no checkpoint" in refused("train", "target", "--tokenizer", tmp_path / "no", "--out", tmp_path / "t")
+
+
+def test_ctrl_c_says_one_thing(tiny: Path, tmp_path: Path) -> None:
+    """A real process, stopped once its first picture lies there."""
+    command = [
+        *MAIN,
+        "generate",
+        str(tiny),
+        "--class",
+        "heart",
+        "-n",
+        "3000",
+        "--batch-size",
+        "1",
+        "--dtype",
+        "float32",
+    ]
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while not any(tmp_path.glob("*.png")) and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert [line for line in told.splitlines() if "interrupted" in line] == [told.splitlines()[-1]]
+    assert "of 3000 pictures are finished" in told
+
+
+def test_training_does_not_write_into_a_shipped_model() -> None:
+    for command in ("drafter", "deer", "dflash", "diffusion", "proxy", "msd", "text"):
+        model = {"drafter": "pocket/llamagen", "msd": "pocket/llava", "text": "pocket/llava"}.get(
+            command, "pocket/coder"
+        )
+        assert "is shipped with the package and is not written to; copy it" in refused("train", command, model)

@@ -241,3 +241,15 @@ def test_auto_plans_for_the_drafter_it_was_given(text_pipe, text_folder):
         assert pipe._best_kind().name == kind and pipe(PROMPTS[0], max_new_tokens=8).method.startswith("auto")
         named = specmm.TextPipeline.from_pretrained(text_folder, "auto", text_folder / "drafters" / kind)
         assert type(named.drafter(kind)) is type(given)
+
+
+@pytest.mark.parametrize("method", ["block", "ar", "prompt-lookup"])
+def test_rounds_tell_what_was_gained_and_drafted(text_pipe, method):
+    """Of a run itself: as many tokens as were asked for, and each round's drafts, to the letter."""
+    options = dict(method=method, max_new_tokens=24)
+    out, rounds = text_pipe("def add(", **options), [said for (said,) in text_pipe.rounds("def add(", **options)]
+    assert sum(said.tokens for said in rounds) == len(out.tokens[0]) == 24
+    assert "".join(said.text for said in rounds) == out.texts[0]
+    assert "".join(text for (text,) in text_pipe.stream("def add(", **options)) == out.texts[0]
+    drafted = [any(is_draft for _, is_draft in said.pieces) for said in rounds]
+    assert drafted == [said.tokens > (2 if i == 0 else 1) and method != "ar" for i, said in enumerate(rounds)]

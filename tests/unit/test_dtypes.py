@@ -18,3 +18,11 @@ def test_long_steps_want_tiles_and_few_rows_of_large_weights_products(
     assert choose_dtype(LARGE) == (torch.bfloat16 if products else torch.float32)
     assert choose_dtype(LARGE, long=True) == (torch.bfloat16 if tiles else torch.float32)
     assert choose_dtype(LARGE - 1) == choose_dtype(LARGE - 1, long=True) == torch.float32
+
+
+def test_the_dtype_is_of_the_device_a_model_is_put_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU nearby changes nothing for a model that stays on the CPU."""
+    wanted = [choose_dtype(size, long) for size in (0, LARGE) for long in (False, True)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [choose_dtype(size, long) for size in (0, LARGE) for long in (False, True)] == wanted
+    assert choose_dtype() == torch.float32

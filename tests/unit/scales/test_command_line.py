@@ -2,9 +2,11 @@
 
 import json
 
+import pytest
 from typer.testing import CliRunner
 
 from specmm.cli import app
+from specmm.image_ar.scales import sizes
 
 
 def test_plan_on_the_command_line(pipe, tmp_path):
@@ -18,14 +20,27 @@ def test_plan_on_the_command_line(pipe, tmp_path):
     assert shown.exit_code == 0 and "choice" in shown.stdout
 
 
-def test_published_sizes_are_planned_without_weights():
+def test_published_sizes_are_planned_without_weights(monkeypatch):
+    monkeypatch.setattr(sizes, "DEPTHS", {256: (1, 2)})  # as if small ones had been published
     arguments = ["plan", "d2,d1", "--batch", "2", "--dtype", "float32"]
     found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     seconds = [row["seconds"] for row in found["by_n"]]
     assert len(seconds) == 11 and 0 < seconds[0] < seconds[-1], "deeper, wider and slower"
     assert "VAR-d2 and VAR-d1 at 256 px" in found["model"]
-    refused = CliRunner().invoke(app, [*arguments, "--resolution", "300"])
-    assert refused.exit_code == 2 and "resolution 256 or 512, got 2 and 300" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("pair", "resolution", "message"),
+    [
+        ("d999,d1", "256", "published sizes are d16, d20, d24, d30 at 256; d36 at 512, got d999 at 256"),
+        ("d17,d16", "256", "got d17 at 256"),
+        ("d16,d30", "256", "the larger model comes first, got d16,d30; give d30,d16"),
+        ("d30,d16", "300", "got d30 at 300"),
+    ],
+)
+def test_sizes_nobody_published_are_refused(pair, resolution, message):
+    refused = CliRunner().invoke(app, ["plan", pair, "--resolution", resolution])
+    assert refused.exit_code == 2 and message in refused.output
 
 
 def test_a_run_tells_what_it_left_to_the_machine(pipe, tmp_path):
