@@ -1,13 +1,15 @@
-"""Do the tests fail when the code is wrong? Mutations of the lines that exactness rests on: ``make mutants``.
+"""Do the tests fail when the code is wrong? What ``make mutants`` runs.
 
-The ``.toml`` files beside this one list the mutations: a piece of text that occurs once in a file, what to put in
-its place, and the tests that must then fail. The tests first run on the unchanged tree, where all must pass; then
-each mutation is made in a copy of the tree and its tests run there, in a process forked from this one, which has
-imported PyTorch and transformers once for all of them (and never ``specmm``).
+The ``.toml`` files beside this one list the mutations: a piece of text that occurs once in a file,
+what to put in its place, and the tests that must then fail. The tests first run on the unchanged
+tree, where all must pass; then each mutation is made in a copy of the tree and its tests run there,
+in a process forked from this one, which has imported PyTorch and transformers once for all of them
+(and never ``specmm``).
 
-A mutation is killed by a test that fails, or that runs on and on (``timeout``). Tests that cannot even be collected
-or set up kill nothing: such a mutation is an error. One that is called ``equivalent``, with its reason, must survive.
-The exit status is 1 unless all others are killed, and 2 for a list that does not fit the tree.
+A mutation is killed by a test that fails, or that runs on and on (``timeout``). Tests that cannot
+even be collected or set up kill nothing: such a mutation is an error. One that is called
+``equivalent``, with its reason, must survive. The exit status is 1 unless all others are killed,
+and 2 for a list that does not fit the tree or tests that fail on it as it is.
 """
 
 from __future__ import annotations
@@ -34,15 +36,27 @@ import pytest
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
-NEEDED = ("specmm", "vlm", "image_ar", "diffusion_drafters", "kernels", "metrics", "benchmarks")
-NEEDED += ("tests", "pyproject.toml")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--only": dict(default="", metavar="TEXT", help="mutations whose file or description has TEXT"),
+    "--jobs": dict(type=int, default=os.cpu_count(), help="mutations tried at a time"),
+    "--least": dict(type=float, default=30.0, help="seconds that any mutation's tests may take"),
+    "--root": dict(type=Path, default=HERE.parents[1], help="the tree to mutate a copy of"),
+    "lists": dict(nargs="*", type=Path, default=sorted(HERE.glob("*.toml")), help="of mutations"),
+}
+NEEDED = (
+    *("specmm", "vlm", "image_ar", "diffusion_drafters", "kernels", "metrics", "benchmarks"),
+    *("tests", "pyproject.toml"),
+)
 QUIET = ("-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib")
 PATIENCE = 10  # times what its tests take unmutated a mutation may take, beside --least
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """``before``, which occurs once in ``file``, becomes ``after``; ``what`` is then wrong, and ``tests`` must fail."""
+    """``before``, which occurs once in ``file``, becomes ``after``.
+
+    ``what`` is then wrong, and ``tests`` must fail.
+    """
 
     file: str
     what: str
@@ -57,7 +71,10 @@ class Mutation:
 
 @dataclass
 class Found:
-    """What tests did: seconds of those that passed, the first that failed and why, what kept others from running."""
+    """What tests did: seconds of those that passed, the first that failed and why.
+
+    ``broken`` is what kept others from running.
+    """
 
     passed: dict[str, float] = field(default_factory=dict)
     failed: str = ""
@@ -76,23 +93,31 @@ class Task:
 
 
 def read(lists: Iterable[Path]) -> list[Mutation]:
-    """The mutations of ``lists``. Raises ``ValueError`` for an entry with other fields than :class:`Mutation` has."""
+    """The mutations of ``lists``.
+
+    Raises ``ValueError`` for an entry with other fields than :class:`Mutation` has.
+    """
     found = []
     names = {f.name for f in fields(Mutation)}
     for file in lists:
         for number, entry in enumerate(tomllib.loads(file.read_text())["mutation"], start=1):
             if not names - {"equivalent"} <= entry.keys() <= names:
-                raise ValueError(f"{file.name}: mutation {number} must have {sorted(names)}, got {sorted(entry)}")
+                wanted, got = sorted(names), sorted(entry)
+                raise ValueError(f"{file.name}: mutation {number} must have {wanted}, got {got}")
             found.append(Mutation(**(entry | {"tests": tuple(entry["tests"])})))
     return found
 
 
 def mutated(root: Path, mutation: Mutation) -> str:
-    """The text of the mutated file. Raises ``ValueError`` where it does not fit or is no Python any more."""
+    """The text of the mutated file.
+
+    Raises ``ValueError`` where the mutation does not fit or leaves no Python.
+    """
     text = (root / mutation.file).read_text()
     count = text.count(mutation.before)
     if count != 1:
-        raise ValueError(f"{mutation}: the text before must occur once, found {count} times: {mutation.before!r}")
+        found = f"found {count} times: {mutation.before!r}"
+        raise ValueError(f"{mutation}: the text before must occur once, {found}")
     if mutation.before == mutation.after:
         raise ValueError(f"{mutation}: the text after is the text before")
     changed = text.replace(mutation.before, mutation.after)
@@ -111,8 +136,9 @@ def misfits(root: Path, mutations: Sequence[Mutation]) -> list[str]:
             mutated(root, mutation)
         except (ValueError, OSError) as error:
             found.append(str(error))
-        files = {test.partition("::")[0] for test in mutation.tests}
-        found += [f"{mutation}: there is no {file}" for file in sorted(files) if not (root / file).is_file()]
+        files = sorted({test.partition("::")[0] for test in mutation.tests})
+        missing = [file for file in files if not (root / file).is_file()]
+        found += [f"{mutation}: there is no {file}" for file in missing]
         if not mutation.tests:
             found.append(f"{mutation}: names no tests")
     return found
@@ -131,8 +157,9 @@ def copy_tree(root: Path, to: Path) -> None:
 
 @contextlib.contextmanager
 def applied(copy: Path, task: Task) -> Iterator[None]:
-    """The task's mutation in ``copy`` while the block runs. No two have the same time, by which Python tells whether
-    a file was compiled before.
+    """The task's mutation in ``copy`` while the block runs.
+
+    No two have the same time, by which Python tells whether a file was compiled before.
     """
     if task.mutation is None:
         yield
@@ -187,7 +214,8 @@ def work(root: Path, copy: Path, tests: Sequence[str], answer: Connection) -> No
     code = pytest.main([*QUIET, *tests], plugins=[watch])
     found = watch.found
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not found.broken:
-        found.broken = f"pytest ended with {pytest.ExitCode(code).name}: do all the tests named exist?"
+        ending = pytest.ExitCode(code).name
+        found.broken = f"pytest ended with {ending}: do all the tests named exist?"
     own = [m for name, m in sys.modules.items() if name.split(".")[0] == "specmm"]
     strays = {f for m in own if (f := getattr(m, "__file__", None)) and not f.startswith(str(copy))}
     if strays:
@@ -213,6 +241,7 @@ class Running:
 
     def stop(self) -> None:
         """End it, and what its tests have started."""
+        assert self.process.pid is not None, "it was started"
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
@@ -228,13 +257,14 @@ class Pool:
         self.fork = multiprocessing.get_context("fork")
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Found | None, float]]:
-        """Each of ``tasks`` as it is done: what was found (None: it ran too long) and after how many seconds."""
+        """Each of ``tasks`` as it is done, what was found (None: it ran too long), its seconds."""
         left, running = list(reversed(tasks)), list[Running]()
         try:
             while left or running:
                 while left and self.free:
                     running.append(self._start(left.pop(), self.free.pop()))
-                wait([one.answer for one in running], timeout=1)  # a process that dies closes its end
+                # a process that dies closes its end
+                wait([one.answer for one in running], timeout=1)
                 for one in [r for r in running if r.answer.poll() or r.late()]:
                     running.remove(one)
                     found = self._end(one)
@@ -248,8 +278,8 @@ class Pool:
         cleanup = contextlib.ExitStack()
         cleanup.enter_context(applied(copy, task))
         here, there = self.fork.Pipe(duplex=False)
-        stop = ["-x"] if task.mutation else []
-        process = self.fork.Process(target=work, args=(self.root, copy, [*stop, *task.tests], there))
+        tests = ["-x", *task.tests] if task.mutation else task.tests
+        process = self.fork.Process(target=work, args=(self.root, copy, tests, there))
         process.start()
         there.close()
         return Running(task, copy, process, here, cleanup, time.monotonic())
@@ -272,9 +302,10 @@ def by_file(mutations: Iterable[Mutation]) -> list[Task]:
 
 
 def unmutated(pool: Pool, mutations: Sequence[Mutation]) -> dict[str, float]:
-    """Seconds of every test of ``mutations`` on the tree as it is. Raises ``ValueError`` unless all of them pass.
+    """Seconds of every test of ``mutations`` on the tree as it is.
 
     What they import this process imports, too, so that the processes forked later need not.
+    Raises ``ValueError`` unless all of them pass.
     """
     seconds: dict[str, float] = {}
     wrong = []
@@ -285,23 +316,25 @@ def unmutated(pool: Pool, mutations: Sequence[Mutation]) -> dict[str, float]:
         seconds |= found.passed
         preload(found.modules)
     tests = {test for mutation in mutations for test in mutation.tests}
-    wrong += [f"{test}: nothing of it ran" for test in sorted(tests) if not taken(seconds, [test])[1]]
+    idle = [test for test in sorted(tests) if not taken(seconds, [test])[1]]
+    wrong += [f"{test}: nothing of it ran" for test in idle]
     if wrong:
         raise ValueError("the tests must pass on the unmutated tree:\n" + "\n".join(wrong))
     return seconds
 
 
 def preload(modules: Iterable[str]) -> None:
-    """Import those of ``modules`` that are neither ours nor start processes when they are imported."""
-    ours = ("specmm", "tests", "benchmarks", "conftest", "torch._inductor", "__main__", "__mp_main__")
+    """Import those of ``modules`` that are not ours and start no processes when imported."""
+    ours = ("specmm", "tests", "benchmarks", "conftest", "__main__", "__mp_main__")
+    left = (*ours, "torch._inductor")  # which would start a pool
     for name in modules:
-        if name not in sys.modules and not name.startswith(ours) and "test_" not in name:
+        if name not in sys.modules and not name.startswith(left) and "test_" not in name:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
 
 
 def taken(seconds: dict[str, float], tests: Sequence[str]) -> tuple[float, int]:
-    """Of ``tests``, whose names may stand for several: how long they take unmutated, and how many they are."""
+    """Of ``tests``, whose names may stand for several: unmutated seconds, and how many they are."""
     meant = [s for name, s in seconds.items() if any(_stands_for(test, name) for test in tests)]
     return sum(meant), len(meant)
 
@@ -321,10 +354,17 @@ def verdict(mutation: Mutation, found: Found | None) -> tuple[str, str]:
         return "equivalent", mutation.equivalent
     if found is None:
         return "timeout", "its tests run on and on"
-    return ("killed", found.failed) if found.failed else ("survived", "by " + ", ".join(mutation.tests))
+    if found.failed:
+        return "killed", found.failed
+    return "survived", "by " + ", ".join(mutation.tests)
 
 
-def judged(pool: Pool, mutations: Sequence[Mutation], seconds: dict[str, float], least: float) -> dict[str, int]:
+def judged(
+    pool: Pool,
+    mutations: Sequence[Mutation],
+    seconds: dict[str, float],
+    least: float,
+) -> dict[str, int]:
     """Try every one of ``mutations``, say what became of it, and count."""
     tasks = []
     for number, mutation in enumerate(mutations, start=1):
@@ -336,7 +376,8 @@ def judged(pool: Pool, mutations: Sequence[Mutation], seconds: dict[str, float],
             assert task.mutation is not None
             status, why = verdict(task.mutation, found)
             counts[status] = counts.get(status, 0) + 1
-            bar.write(f"{status:10} {task.mutation}\n           {why}, {took:.1f} s", file=sys.stdout)
+            bar.write(f"{status:10} {task.mutation}", file=sys.stdout)
+            bar.write(f"{'':10} {why}, {took:.1f} s", file=sys.stdout)
             bar.update()
     return counts
 
@@ -344,22 +385,21 @@ def judged(pool: Pool, mutations: Sequence[Mutation], seconds: dict[str, float],
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", metavar="TEXT", help="mutations whose file or description has TEXT")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutations tried at a time")
-    parser.add_argument("--least", type=float, default=30.0, help="seconds that any mutation's tests may take")
-    parser.add_argument("--root", type=Path, default=HERE.parents[1], help="the tree to mutate a copy of")
-    parser.add_argument("lists", nargs="*", type=Path, default=sorted(HERE.glob("*.toml")), help="of mutations")
+    for name, about in OPTIONS.items():
+        parser.add_argument(name, **about)
     options = parser.parse_args(arguments)
     root = options.root.resolve()
     mutations = [m for m in read(options.lists) if options.only in str(m)]
-    if wrong := misfits(root, mutations) or ([] if mutations else [f"no mutation has {options.only!r}"]):
+    wrong = misfits(root, mutations) if mutations else [f"no mutation has {options.only!r}"]
+    if wrong:
         tqdm.write("\n".join(wrong), file=sys.stderr)
         return 2
     start = time.monotonic()
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
     tqdm.monitor_interval = 0  # its thread would not survive a fork
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copies = [Path(folder).resolve() / str(i) for i in range(max(1, min(options.jobs, len(mutations))))]
+        count = max(1, min(options.jobs, len(mutations)))
+        copies = [Path(folder).resolve() / str(i) for i in range(count)]
         for copy in copies:
             copy_tree(root, copy)
         pool = Pool(root, copies)
@@ -369,7 +409,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tqdm.write(str(error), file=sys.stderr)
             return 2
     told = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-    tqdm.write(f"{len(mutations)} mutations in {time.monotonic() - start:.0f} s: {told}", file=sys.stdout)
+    seconds = time.monotonic() - start
+    tqdm.write(f"{len(mutations)} mutations in {seconds:.0f} s: {told}", file=sys.stdout)
     return int(bool(counts.keys() & {"survived", "error"}))
 
 
