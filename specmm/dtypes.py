@@ -23,8 +23,14 @@ def choose_dtype(parameters: int = 0, long: bool = False, device: torch.device |
     """
     if torch.device(device).type == "cuda":
         return torch.bfloat16 if gpu_has_bfloat16() else torch.float32
-    kernels = torch.cpu._is_amx_tile_supported() if long else torch.cpu._is_avx512_bf16_supported()
+    kernels = bfloat16_products() and (not long or torch.cpu._is_amx_tile_supported())
     return torch.bfloat16 if kernels and parameters >= LARGE else torch.float32
+
+
+def bfloat16_products() -> bool:
+    """Whether this processor multiplies in bfloat16, and oneDNN uses it: ``ONEDNN_MAX_CPU_ISA`` may hide it."""
+    mkldnn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return bool(mkldnn and torch.cpu._is_avx512_bf16_supported())
 
 
 def gpu_has_bfloat16() -> bool:

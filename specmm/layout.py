@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specmm.dtypes import bfloat16_products
+
 ROWS = 16  # of the products that weights are packed for; others are right, and as fast for all that we could measure
 SMALL = 2**19  # entries of a float32 weight that stays in a core's cache
 LONG = 64  # tokens a row from which oneDNN's float32 products are ahead of MKL's, for one row or many
@@ -54,7 +56,7 @@ def _packs(dtype: torch.dtype, long: bool) -> bool:
     """Whether this processor is faster with weights of ``dtype`` in oneDNN's blocks."""
     if dtype == torch.float32:
         return long and torch.backends.mkldnn.is_available()
-    return dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
+    return dtype == torch.bfloat16 and bfloat16_products()
 
 
 def product(layer: nn.Linear, x: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:

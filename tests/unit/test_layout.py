@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from specmm.dtypes import bfloat16_products
 from specmm.layout import PackedLinear, lay_weights, product
 
-PACKS = pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs a processor with bfloat16 products")
+PACKS = pytest.mark.skipif(not bfloat16_products(), reason="needs a processor with bfloat16 products")
 
 
 def network(dtype: torch.dtype) -> nn.Sequential:
