@@ -8,6 +8,7 @@ Shape letters: N outputs, K inputs of a linear layer.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Self, TypeVar, cast
 
@@ -81,7 +82,19 @@ def _plain(layer: nn.Linear, x: Tensor, bias: Tensor | None, gelu: bool) -> Tens
 
 
 def _fuses(layer: nn.Linear, x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype == layer.weight.dtype and torch.backends.mkldnn.is_available()
+    return x.device.type == "cpu" and x.dtype == layer.weight.dtype and _multiplies(x.dtype)
+
+
+@functools.cache
+def _multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has products of ``dtype`` on this processor: those of half precision need more than AVX2."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return dtype == torch.float32
 
 
 def state_of(weight: Tensor) -> tuple[int, int]:
