@@ -63,6 +63,7 @@ def test_traced_tokens_are_those_of_eager_rounds(name, traced):
     assert (found.certificate.tv or 0) > 0 or name != "lantern++"
 
 
+@pytest.mark.slow
 def test_one_pipeline_serves_several_methods_options_and_dtypes(traced):
     pipe, seen = tiny_pipeline(tokens=16), []
     same(pipe, methods.LanternPP(lambda_=5.0, k=10), temperature=0)

@@ -74,12 +74,14 @@ class ForgetsMemory(ForgetsPairs):
         return DraftTree(tree.tokens, tree.shape, with_root(self.whole.law(scores)))
 
 
+@pytest.mark.slow  # 20,000 samples twice
 def test_pairs_recorded_as_marginals_are_caught():
     law, many = law_of_sequences(Processor(1.3), [1, 3, 2], 3), 20_000  # few rows keep two drafts
     assert fits(law, samples(DRAFTERS["chain of pairs"], Processor(1.3), many))
     assert not fits(law, samples(lambda t: ForgetsPairs(DRAFTERS["chain of pairs"](t)), Processor(1.3), many))
 
 
+@pytest.mark.slow  # 20,000 samples twice
 def test_a_memory_that_records_forget_is_caught():
     law, many = law_of_sequences(Processor(1.3), [1, 3, 2], 3), 20_000
     assert fits(law, samples(DRAFTERS["chain with a memory"], Processor(1.3), many))
