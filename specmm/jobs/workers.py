@@ -94,6 +94,16 @@ class Methods:
         return found
 
 
+def moved(pipe: Any, device: str, dtype: str) -> Any:
+    """``pipe`` on ``device``; with ``dtype`` auto in that which is fastest there, not where it was loaded."""
+    from specmm.dtypes import choose_dtype
+
+    if dtype != "auto" or device == "cpu":
+        return pipe.to(device)
+    size = sum(weight.numel() for weight in pipe.transformer.parameters())
+    return pipe.to(device, choose_dtype(size, device=device))
+
+
 class ImageWorker:
     """Pictures of classes or prompts. Rows of plain batches end together; those of drafts are refilled as they end."""
 
@@ -103,7 +113,7 @@ class ImageWorker:
 
         self.spec = spec
         self.methods = Methods(family_of(spec.model).methods, spec)
-        self.pipe = pipe or load(spec.model, spec.dtype, spec.text_encoder).to(device)
+        self.pipe = pipe or moved(load(spec.model, spec.dtype, spec.text_encoder), device, spec.dtype)
         check_sampling(self.pipe, spec.model, spec.sampling)
 
     def check(self, item: Item) -> None:
