@@ -42,7 +42,7 @@ class Progress:
     measured: Tensor  # tokens of those rounds
     stop: Stop | None = None
     length: int = 0  # T
-    gained: tuple[Tensor, Tensor] | None = None  # of the last round, tokens taken and accepted drafts among them [B]
+    gained: tuple[Tensor, Tensor] | None = None  # of the last round, tokens taken and tokens the rule kept [B]
 
     def restart(self, row: int, token: Tensor) -> None:
         """A new sample begins in ``row`` with ``token`` [1], which may end it."""
@@ -71,7 +71,7 @@ class Progress:
             self.limits = torch.where(done, after, self.limits)
         self.counts = after
         taken = after - before
-        self.gained = taken, torch.minimum(taken, kept - 1)  # the last of all kept is the target's own
+        self.gained = taken, kept
         return taken
 
     def unfinished(self, sure: bool = False) -> bool:

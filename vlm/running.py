@@ -218,8 +218,8 @@ class Run:
 def _gained(progress: Progress) -> list[tuple[int, int]]:
     """By row, tokens of the last round and accepted drafts among them."""
     assert progress.gained is not None
-    taken, drafted = (part.tolist() for part in progress.gained)
-    return list(zip(taken, drafted, strict=True))
+    taken, kept = (part.tolist() for part in progress.gained)
+    return [(t, min(t, k - 1)) for t, k in zip(taken, kept, strict=True)]  # the last of all kept is the target's own
 
 
 def end_tokens(model: Any) -> list[int]:
