@@ -4,7 +4,9 @@ Tests run in two processes (``make test``): with one thread each they do not wai
 """
 
 import functools
+import gc
 import os
+from collections.abc import Iterator
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,6 +16,21 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def same_threads() -> Iterator[None]:
+    """A test that takes more threads (a benchmark does) gives them back."""
+    threads = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import multiprocessing
 import random
 import shutil
 import signal
@@ -44,15 +44,18 @@ def go(folder: Path, worker: ImageWorker, items: Sequence[Item]) -> None:
 
 
 def struck(work: Callable[[], None], delay: float) -> bool:
-    """Do ``work`` in a child and kill it after ``delay`` seconds; False when it had finished by then."""
-    child = os.fork()
-    if not child:
-        work()
-        os._exit(0)
+    """Do ``work`` in a child and kill it after ``delay`` seconds; False when it had finished by then.
+
+    Raises ChildProcessError when the work itself failed: its traceback is on stderr.
+    """
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
     time.sleep(delay)
-    os.kill(child, signal.SIGKILL)  # a child that has finished waits for its parent, so the number is still its own
-    _, status = os.waitpid(child, 0)
-    return os.WIFSIGNALED(status)
+    child.kill()
+    child.join()
+    if child.exitcode not in (0, -signal.SIGKILL):
+        raise ChildProcessError(f"the job ended with exit status {child.exitcode}, its own and no kill's")
+    return child.exitcode != 0
 
 
 def contents(folder: Path) -> dict[str, bytes]:

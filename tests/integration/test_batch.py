@@ -2,14 +2,17 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import resource
 import signal
+import sys
 import tarfile
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any
 
@@ -351,23 +354,30 @@ def test_a_full_disk_loses_nothing(
     }  # fmt: skip
 
 
+def without_room(work: Callable[[], object], folder: Path, answers: SimpleQueue[str]) -> None:
+    """In a child process: no file may grow beyond a few bytes, the journal included."""
+    torch.set_num_threads(1)  # a forked process has no thread pool
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # pytest keeps what is said in a file, too
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    prepare(folder, Spec("any"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
+    try:
+        work()
+        answers.put("no error")
+    except ValueError as error:
+        answers.put(str(error))
+
+
 def test_a_file_limit_is_a_clear_error(make: Callable[..., Tally], tmp_path: Path) -> None:
-    """A real limit of the system: in a child process no file may grow beyond a few bytes, the journal included."""
-    items = read_items(jobs(tmp_path, 2))
-    told, say = os.pipe()
-    child = os.fork()
-    if not child:
-        torch.set_num_threads(1)  # a forked process has no thread pool
-        try:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            prepare(tmp_path / "out", Spec("any"))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
-            make(items)
-        except ValueError as error:
-            os.write(say, str(error).encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert b"File too large" in (line := os.read(told, 4096)) and b"run the same command again" in line
+    """A real limit of the system, in a process of its own."""
+    items, context = read_items(jobs(tmp_path, 2)), multiprocessing.get_context("fork")
+    answers: SimpleQueue[str] = context.SimpleQueue()
+    child = context.Process(target=without_room, args=(lambda: make(items), tmp_path / "out", answers))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    line = answers.get()
+    assert "File too large" in line and "run the same command again" in line
     make(items)
     assert verify(tmp_path / "out", items).as_dict()["done"] == 2
 

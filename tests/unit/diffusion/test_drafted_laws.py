@@ -97,6 +97,7 @@ class Independent(LikeliestWithMarginals):
         return DraftTree(tree.tokens, tree.shape, tree.laws[:, eldest])
 
 
+@pytest.mark.slow  # 20,000 samples twice
 def test_siblings_recorded_as_independent_are_caught():
     law, many = law_of_sequences(Processor(1.3), [1, 3, 2], 3), 20_000
     assert fits(law, samples(DRAFTERS["drawn tree of pairs"], Processor(1.3), many))
