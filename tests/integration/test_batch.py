@@ -1,6 +1,7 @@
 """``specmm batch`` on a tiny random model: every item once, the same whatever the batch, and every mistake named."""
 
 import errno
+import io
 import json
 import multiprocessing
 import os
@@ -357,7 +358,7 @@ def test_a_full_disk_loses_nothing(
 def without_room(work: Callable[[], object], folder: Path, answers: SimpleQueue[str]) -> None:
     """In a child process: no file may grow beyond a few bytes, the journal included."""
     torch.set_num_threads(1)  # a forked process has no thread pool
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # pytest keeps what is said in a file, too
+    sys.stdout = sys.stderr = io.StringIO()  # pytest keeps what is said in a file, too
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     prepare(folder, Spec("any"))
     resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
