@@ -273,7 +273,12 @@ def test_ctrl_c_says_one_thing(tiny: Path, tmp_path: Path) -> None:
         "float32",
     ]
     process = subprocess.Popen(
-        [*command, "--out", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--out", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # where tests run in the background a shell has them ignore Ctrl-C, and children inherit that
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     while not any(tmp_path.glob("*.png")) and process.poll() is None:
         time.sleep(0.05)

@@ -1,0 +1,151 @@
+"""The calls whose tokens are kept: every method of every family, drawn and greedy, on the pocket models.
+
+Double precision, so that no processor's rounding decides a token. ``python tests/golden/calls.py``
+records them in tokens.json, after a change that is meant.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageDraw
+
+from specmm.diffusion_drafters.pipeline import TextPipeline
+from specmm.image_ar.pipeline import ImagePipeline
+from specmm.methods import (
+    DEER,
+    MSD,
+    Block,
+    CoDe,
+    CSpD,
+    DiffuSpec,
+    Eagle,
+    Lantern,
+    LanternPP,
+    ScaleSpeculative,
+    Speculative,
+)
+from specmm.vlm.pipeline import VQAPipeline
+
+CODE = ["def mean(values):\n    total = 0\n    for value in values:\n        total", "import os\n"]
+QUESTION = "How many shapes are there, and which colours do they have?"
+KEPT = Path(__file__).parent / "tokens.json"
+Call = Callable[[], list[Any]]
+
+
+@cache
+def images(name: str) -> Any:
+    return ImagePipeline.from_pretrained(name, torch_dtype=torch.float64)
+
+
+@cache
+def answers() -> VQAPipeline:
+    return VQAPipeline.from_pretrained("pocket/llava", torch_dtype=torch.float64)
+
+
+@cache
+def texts() -> TextPipeline:
+    return TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float64)
+
+
+@cache
+def picture() -> Image.Image:
+    """A square and a circle."""
+    image = Image.new("RGB", (64, 64), "white")
+    drawing = ImageDraw.Draw(image)
+    drawing.rectangle((6, 8, 26, 28), fill="red")
+    drawing.ellipse((34, 34, 58, 58), fill="blue")
+    return image
+
+
+def drawn(name: str, method: Any, **options: Any) -> list[Any]:
+    """The tokens of two pictures."""
+    generators = [torch.Generator().manual_seed(seed) for seed in range(2)]
+    out = images(name)(classes=[0, 1], generator=generators, method=method, output_type="latent", **options)
+    found: list[Any] = out.tokens.tolist()
+    return found
+
+
+def said(method: Any, temperature: float) -> list[Any]:
+    """The tokens of an answer."""
+    options = {"method": method, "temperature": temperature, "seed": 5, "max_new_tokens": 24}
+    return [row.tolist() for row in answers()(picture(), QUESTION, **options).tokens]
+
+
+def written(method: Any, temperature: float) -> list[Any]:
+    """The tokens of two texts."""
+    options = {"method": method, "temperature": temperature, "seed": [5, 6], "max_new_tokens": 24}
+    return [row.tolist() for row in texts()(CODE, **options).tokens]
+
+
+IMAGES: dict[str, Any] = {
+    "ar": "ar",
+    "sjd": "sjd",
+    "speculative": "speculative",
+    "speculative, token by token": Speculative(rule="recursive", tree=(2, 2, 1)),
+    "speculative, eagle": Speculative(drafter="eagle", tree=(2, 1)),
+    "eagle": Eagle(total=8, depth=3, top_k=3),
+    "lantern": Lantern(total=8, depth=3, top_k=3),
+    "lantern, block": Lantern(drafter="block"),
+    "lantern++, official": LanternPP(residual="official"),
+    "lantern++, corrected": LanternPP(residual="corrected", lambda_=4.0),
+}
+SCALES = {"ar": "ar", "code": CoDe(2), "speculative": ScaleSpeculative()}
+CONTINUOUS = {"ar": "ar"} | {v: CSpD(v) for v in ("exact", "paper", "release", "aligned")}
+ANSWERS = {m: m for m in ("ar", "text-draft", "vlm-draft", "msd", "prompt-lookup")} | {"msd, drawn": MSD(sampled=True)}
+TEXTS: dict[str, Any] = {
+    **{m: m for m in ("ar", "diffuspec", "specdiff", "deer", "block", "text-draft")},
+    "prompt-lookup": "prompt-lookup",
+    "diffuspec, drawn": DiffuSpec(sampled=True),
+    "diffuspec, likeliest": DiffuSpec(search=False),
+    "diffuspec, reuse": DiffuSpec(reuse=True),
+    "deer, tree": DEER(tree=6),
+    "block, drawn tree": Block(tree=(2, 2, 1)),
+    "block, sure": Block(sure=0.3),
+    "block, recall": Block(recall=3),
+}
+
+
+def calls() -> dict[str, Call]:
+    """Every call by its name."""
+    found: dict[str, Call] = {}
+    for label, method in IMAGES.items():
+        found[f"tokens: {label}"] = partial(drawn, "pocket/llamagen", method)
+    for label in ("ar", "speculative", "lantern++, official"):
+        greedy = partial(drawn, "pocket/llamagen", IMAGES[label], temperature=0.0)
+        found[f"tokens, greedy: {label}"] = greedy
+    for label, method in SCALES.items():
+        found[f"scales: {label}"] = partial(drawn, "pocket/var", method)
+    for label, method in CONTINUOUS.items():
+        found[f"continuous: {label}"] = partial(drawn, "pocket/mar", method)
+    for temperature in (0.0, 1.0):
+        for label, method in ANSWERS.items():
+            found[f"answer at {temperature}: {label}"] = partial(said, method, temperature)
+        for label, method in TEXTS.items():
+            found[f"text at {temperature}: {label}"] = partial(written, method, temperature)
+    return found
+
+
+def shortened(found: Any) -> Any:
+    """Vectors to four decimals, tokens as they are."""
+    return [shortened(x) for x in found] if isinstance(found, list) else round(found, 4)
+
+
+def main() -> None:
+    kept = {}
+    for name, call in calls().items():
+        begin = time.perf_counter()
+        kept[name] = shortened(call())
+        print(f"{time.perf_counter() - begin:6.1f} s  {name}")  # noqa: T201
+    rows = (f"{json.dumps(name)}: {json.dumps(found)}" for name, found in kept.items())
+    KEPT.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()
