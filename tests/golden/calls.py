@@ -1,6 +1,8 @@
 """The calls whose tokens are kept: every method of every family, drawn and greedy, on the pocket models.
 
-Double precision, so that no processor's rounding decides a token. ``python tests/golden/calls.py``
+Double precision, so that a processor's rounding hardly ever decides a token (transformers' norms
+and rotations are computed in float32 whatever is asked; the seeds are some with which AVX2 and
+AVX-512 agree). ``python tests/golden/calls.py``
 records them in tokens.json, after a change that is meant.
 """
 
@@ -80,7 +82,7 @@ def said(method: Any, temperature: float) -> list[Any]:
 
 def written(method: Any, temperature: float) -> list[Any]:
     """The tokens of two texts."""
-    options = {"method": method, "temperature": temperature, "seed": [5, 6], "max_new_tokens": 24}
+    options = {"method": method, "temperature": temperature, "seed": [7, 8], "max_new_tokens": 24}
     return [row.tolist() for row in texts()(CODE, **options).tokens]
 
 
