@@ -22,7 +22,7 @@ from specmm import methods
 from specmm.certificate import Certificate
 from specmm.cli.race import in_turn
 from specmm.image_ar.output import ImageOutput
-from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, flows
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.quality import log_likelihood
 from specmm.image_ar.tokens.target import Prompt
 from specmm.stats import Stats
@@ -87,8 +87,8 @@ def make_runners(pipe: LlamaGenPipeline, plain: list[LlamaGenPipeline], options:
     ]
     others = [m for m in options.contenders(pipe, "speed") if not isinstance(m, methods.AR)]
     if options.compile:
-        print("not compiled, left out:", ", ".join(label(m) for m in others if not flows(m)) or "none")
-        others = [m for m in others if flows(m)]
+        print("not compiled, left out:", ", ".join(label(m) for m in others if not m.static_shapes) or "none")
+        others = [m for m in others if m.static_shapes]
     way = options.compile
     return runners + [Runner(label(m), _kind(pipe, way), _by_pipeline(pipe, m, way)) for m in others]
 

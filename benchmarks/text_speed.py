@@ -23,8 +23,8 @@ from benchmarks.common import RESULTS, Budget, Dtype, Out, Row, Threads, environ
 from benchmarks.vlm_speed import Answer, Answered, Runner, cut, drafts, race, row
 from specmm import methods
 from specmm.diffusion_drafters.data.code import read_files
-from specmm.diffusion_drafters.pipeline import TextPipeline
 from specmm.dtypes import named_dtype
+from specmm.text.pipeline import TextPipeline
 
 PROMPT, LONGEST = 96, 128  # tokens read and tokens written
 LENGTHS = (2, 3, 4, 5, 6, 8)  # of a block

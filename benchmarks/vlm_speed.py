@@ -40,12 +40,12 @@ from benchmarks.common import (
 from specmm import methods
 from specmm.cli.race import in_turn
 from specmm.dtypes import named_dtype
+from specmm.hf.prompt import on_device
 from specmm.stats import Stats
 from specmm.vlm.asking import Questions
 from specmm.vlm.data.facts import fact
 from specmm.vlm.data.stream import World, load_world
 from specmm.vlm.pipeline import VQAPipeline
-from specmm.vlm.prompt import on_device
 
 LONGEST = 80  # tokens of an answer
 TREES = ((1, 1, 1), (2, 1, 1, 1, 1, 1), (3, 2, 1, 1, 1))  # of the MSD drafter, children by level

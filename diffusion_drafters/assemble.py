@@ -21,13 +21,11 @@ from specmm.diffusion_drafters.drafters.specdiff import StepsDrafter
 from specmm.diffusion_drafters.models.bidirectional import FullAttention
 from specmm.diffusion_drafters.models.causal import CausalPrefix
 from specmm.diffusion_drafters.models.dflash import DFlash
-from specmm.drafter import Drafter
+from specmm.hf.parts import Assembly, static_shape, translated
+from specmm.hf.target import VLMTarget
+from specmm.hf.translation import PADDING
 from specmm.verify import Block as BlockVerification
 from specmm.verify import PointMass, Recursive, Rule, Traversal
-from specmm.vlm.assemble import Assembly, static_shape, translated
-from specmm.vlm.assemble import assemble as assemble_vlm
-from specmm.vlm.target import VLMTarget
-from specmm.vlm.translation import PADDING
 
 LENGTH = 12  # drafts a round of a diffusion model, which has no block of its own
 
@@ -41,23 +39,16 @@ class Diffusion:
     proxy: CausalProxy | None = None
 
 
-def assemble(method: Any, target: VLMTarget, drafter: Any = None, tokenizer: Any = None) -> Assembly:
-    """The parts of a speculative ``method``; ``drafter`` is what it drafts with, ``tokenizer`` the target's.
+def make_specdiff(method: methods.SpecDiff, target: VLMTarget, drafter: Any, tokenizer: Any) -> Assembly:
+    """The parts of method ``specdiff``."""
+    source = _diffusion_source(_diffusion(drafter), target, tokenizer)
+    made = StepsDrafter(source, target, method.length, method.steps)
+    return Assembly(made, PointMass() if method.point else chain_rule(target))
 
-    Raises ``ValueError`` for a method that drafts nothing and for a drafter that does not fit.
-    """
-    match method:
-        case methods.DiffuSpec():
-            rule = chain_rule(target) if method.sampled else Recursive()
-            return Assembly(_diffuspec(method, target, drafter, tokenizer), rule)
-        case methods.SpecDiff():
-            source = _diffusion_source(_diffusion(drafter), target, tokenizer)
-            made = StepsDrafter(source, target, method.length, method.steps)
-            return Assembly(made, PointMass() if method.point else chain_rule(target))
-        case methods.DEER() | methods.Block():
-            return _block(method, block_source(method, drafter, target, tokenizer), target)
-        case _:
-            return assemble_vlm(method, target, drafter, tokenizer)
+
+def make_block(method: methods.DEER | methods.Block, target: VLMTarget, drafter: Any, tokenizer: Any) -> Assembly:
+    """The parts of methods ``deer`` and ``block``."""
+    return _block(method, block_source(method, drafter, target, tokenizer), target)
 
 
 def chain_rule(target: VLMTarget) -> Rule:
@@ -83,7 +74,8 @@ def _diffusion_source(drafter: Diffusion, target: VLMTarget, tokenizer: Any, reu
     return KeptSource(model, target, translation)
 
 
-def _diffuspec(method: methods.DiffuSpec, target: VLMTarget, drafter: Any, tokenizer: Any) -> Drafter:
+def make_diffuspec(method: methods.DiffuSpec, target: VLMTarget, drafter: Any, tokenizer: Any) -> Assembly:
+    """The parts of method ``diffuspec``."""
     found = _diffusion(drafter)
     if (method.search or method.sampled) and found.proxy is None:
         raise ValueError(
@@ -91,7 +83,7 @@ def _diffuspec(method: methods.DiffuSpec, target: VLMTarget, drafter: Any, token
             "specmm train proxy, or give search=false"
         )
     _check_proxy(found.proxy, target)
-    return DiffuSpecDrafter(
+    made = DiffuSpecDrafter(
         _diffusion_source(found, target, tokenizer, method.reuse),
         found.proxy if method.search or method.sampled else None,
         Search(method.tau, method.candidates, method.weight, method.beam),
@@ -101,6 +93,7 @@ def _diffuspec(method: methods.DiffuSpec, target: VLMTarget, drafter: Any, token
         method.rate,
         method.sampled,
     )
+    return Assembly(made, chain_rule(target) if method.sampled else Recursive())
 
 
 def _check_proxy(proxy: CausalProxy | None, target: VLMTarget) -> None:

@@ -19,12 +19,12 @@ from specmm.decode import decode
 from specmm.diffusion_drafters.assemble import block_source, chain_rule
 from specmm.diffusion_drafters.drafters.block import ChainDrafter, block_length
 from specmm.diffusion_drafters.drafters.sources import BlockSource
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
 from specmm.probing import planned
 from specmm.randomness import Uniforms
 from specmm.tally import Tally
 from specmm.tree import TreeShape
-from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.target import VLMTarget
 
 LENGTHS = (2, 3, 4, 6, 8, 12, 16)  # of the candidate blocks
 ROOM = 48  # tokens of text that measuring needs

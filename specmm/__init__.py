@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specmm import methods as methods
-    from specmm.diffusion_drafters.pipeline import TextPipeline as TextPipeline
+    from specmm.hf.generate import custom_generate as custom_generate
     from specmm.image_ar.pipeline import ImagePipeline as ImagePipeline
-    from specmm.vlm.generate import custom_generate as custom_generate
+    from specmm.text.pipeline import TextPipeline as TextPipeline
     from specmm.vlm.pipeline import VQAPipeline as VQAPipeline
 
 # A checkout without symlinks (a zip download, Windows) lacks the links to the five sibling packages.
@@ -19,9 +19,9 @@ __version__ = "0.1.0"
 
 _LAZY = {  # heavy names, imported when asked for
     "ImagePipeline": "specmm.image_ar.pipeline",
-    "TextPipeline": "specmm.diffusion_drafters.pipeline",
+    "TextPipeline": "specmm.text.pipeline",
     "VQAPipeline": "specmm.vlm.pipeline",
-    "custom_generate": "specmm.vlm.generate",
+    "custom_generate": "specmm.hf.generate",
 }
 __all__ = ["ImagePipeline", "TextPipeline", "VQAPipeline", "__version__", "custom_generate", "methods"]
 

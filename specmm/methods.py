@@ -28,23 +28,67 @@ def check_hindsight(weight: float) -> None:
         raise ValueError(f"hindsight must be in [0, 1), the weight of the target's older laws, got {weight}")
 
 
+class Declared:
+    """What a method says of itself, so that nobody asks its type."""
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it drafts at all."""
+        return True
+
+    @property
+    def can_refill(self) -> bool:
+        """Whether rows that end may take up the next sample while others go on."""
+        return False
+
+    @property
+    def static_shapes(self) -> bool:
+        """Whether its rounds are all alike, so that they can be compiled into programs."""
+        return False
+
+
 @dataclass(frozen=True)
-class AR:
+class AR(Declared):
     """Plain decoding: one token a step."""
 
     name: ClassVar[str] = "ar"
 
+    @property
+    def drafts(self) -> bool:
+        """It does not."""
+        return False
+
+    @property
+    def can_refill(self) -> bool:
+        """Of answers and texts: the plain rows of pictures end together."""
+        return True
+
+    @property
+    def static_shapes(self) -> bool:
+        """One token a step."""
+        return True
+
 
 @dataclass(frozen=True)
-class SJD:
+class SJD(Declared):
     """Speculative Jacobi decoding (arXiv 2410.01699): no drafter, ``window`` tokens guessed at a time; exact."""
 
     name: ClassVar[str] = "sjd"
     window: int = 8
 
+    @property
+    def can_refill(self) -> bool:
+        """Its rows do not wait for one another."""
+        return True
+
+    @property
+    def static_shapes(self) -> bool:
+        """A fixed tree a round."""
+        return True
+
 
 @dataclass(frozen=True)
-class Speculative:
+class Speculative(Declared):
     """The exact sampled tree: siblings drawn without replacement, with the laws they were drawn from recorded.
 
     ``hindsight`` is the weight, in what a block drafter draws from, of the target's laws behind rejected drafts.
@@ -59,9 +103,19 @@ class Speculative:
     def __post_init__(self) -> None:
         check_hindsight(self.hindsight)
 
+    @property
+    def can_refill(self) -> bool:
+        """With a block drafter; EAGLE's reads its rows together."""
+        return self.drafter == "block"
+
+    @property
+    def static_shapes(self) -> bool:
+        """As for rows that are refilled."""
+        return self.drafter == "block"
+
 
 @dataclass(frozen=True)
-class Eagle:
+class Eagle(Declared):
     """EAGLE-2 (arXiv 2406.16858): a dynamic tree of the most likely tokens, exact as point masses."""
 
     name: ClassVar[str] = "eagle"
@@ -71,7 +125,7 @@ class Eagle:
 
 
 @dataclass(frozen=True)
-class Lantern:
+class Lantern(Declared):
     """LANTERN (arXiv 2410.03355): a token stands for its ``k`` nearest codes while their mass is at most ``delta``."""
 
     name: ClassVar[str] = "lantern"
@@ -83,9 +137,19 @@ class Lantern:
     depth: int = 4
     top_k: int = 6
 
+    @property
+    def can_refill(self) -> bool:
+        """With a block drafter; EAGLE's reads its rows together."""
+        return self.drafter == "block"
+
+    @property
+    def static_shapes(self) -> bool:
+        """As for rows that are refilled."""
+        return self.drafter == "block"
+
 
 @dataclass(frozen=True)
-class LanternPP:
+class LanternPP(Declared):
     """LANTERN++ (arXiv 2502.06352): a static tree; the ``k`` nearest codes add at most (``lambda_`` - 1) times p(x)."""
 
     name: ClassVar[str] = "lantern++"
@@ -99,16 +163,26 @@ class LanternPP:
     def __post_init__(self) -> None:
         check_hindsight(self.hindsight)
 
+    @property
+    def can_refill(self) -> bool:
+        """With a block drafter; EAGLE's reads its rows together."""
+        return self.drafter == "block"
+
+    @property
+    def static_shapes(self) -> bool:
+        """As for rows that are refilled."""
+        return self.drafter == "block"
+
 
 @dataclass(frozen=True)
-class Auto:
+class Auto(Declared):
     """Measures this machine and takes the exact tree that should be fastest, or plain decoding."""
 
     name: ClassVar[str] = "auto"
 
 
 @dataclass(frozen=True)
-class TextDraft:
+class TextDraft(Declared):
     """A small language model drafts without seeing the picture (arXiv 2404.08856); ``tree`` as children by level."""
 
     name: ClassVar[str] = "text-draft"
@@ -116,7 +190,7 @@ class TextDraft:
 
 
 @dataclass(frozen=True)
-class VLMDraft:
+class VLMDraft(Declared):
     """A small vision-language model drafts, and it is shown the picture; ``tree`` as children by level."""
 
     name: ClassVar[str] = "vlm-draft"
@@ -124,7 +198,7 @@ class VLMDraft:
 
 
 @dataclass(frozen=True)
-class MSD:
+class MSD(Declared):
     """MSD (Lin et al. 2025): an EAGLE-2 tree of ``total`` nodes by a drafter that takes text and picture apart.
 
     ``sampled`` draws a static ``tree`` with recorded laws instead: exact, too, and better at high temperatures.
@@ -137,18 +211,28 @@ class MSD:
     sampled: bool = False
     tree: Tree = (3, 2, 2, 1, 1)
 
+    @property
+    def can_refill(self) -> bool:
+        """Its rows do not wait for one another."""
+        return True
+
 
 @dataclass(frozen=True)
-class PromptLookup:
+class PromptLookup(Declared):
     """Drafts what followed the last occurrence of the latest ``ngram`` tokens in prompt and answer."""
 
     name: ClassVar[str] = "prompt-lookup"
     ngram: int = 3
     length: int = 8
 
+    @property
+    def can_refill(self) -> bool:
+        """Its rows do not wait for one another."""
+        return True
+
 
 @dataclass(frozen=True)
-class Verdict:
+class Verdict(Declared):
     """Speculative Verdict (arXiv 2510.20812): several models answer, the ``keep`` most agreed upon go to the judge."""
 
     name: ClassVar[str] = "verdict"
@@ -156,7 +240,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class CoDe:
+class CoDe(Declared):
     """CoDe (arXiv 2411.17787): the large model draws the ``n`` coarsest scales, the small one the rest, unverified.
 
     ``n``: 0 (the small model alone) to all scales, or -1, the planner's; ``release`` draws the released code's tokens.
@@ -166,9 +250,14 @@ class CoDe:
     n: int = -1
     release: bool = False
 
+    @property
+    def static_shapes(self) -> bool:
+        """A scale a pass."""
+        return True
+
 
 @dataclass(frozen=True)
-class ScaleSpeculative:
+class ScaleSpeculative(Declared):
     """The small model drafts ``window`` of the ``until`` coarsest scales at a time, the large verifies; exact.
 
     ``until`` -1 stands for the scales whose tokens cost the large model hardly more together than alone.
@@ -180,7 +269,7 @@ class ScaleSpeculative:
 
 
 @dataclass(frozen=True)
-class CSpD:
+class CSpD(Declared):
     """Continuous speculative decoding (arXiv 2411.11925) of a MAR: by the ``paper``, as its ``release``, or ``exact``.
 
     ``aligned``, the baseline of ``release``, takes the target's sample of the draft's noise wherever it looks.
@@ -199,7 +288,7 @@ class CSpD:
 
 
 @dataclass(frozen=True)
-class DiffuSpec:
+class DiffuSpec(Declared):
     """DiffuSpec (arXiv 2510.02358): a diffusion model's block, pruned and searched for a causal path; point masses.
 
     Without ``search`` the likeliest tokens, ``sampled`` draws a path with its law; ``most`` drafts, or ``adaptive``, by
@@ -222,7 +311,7 @@ class DiffuSpec:
 
 
 @dataclass(frozen=True)
-class SpecDiff:
+class SpecDiff(Declared):
     """SpecDiff (arXiv 2408.05636): ``length`` drafts in ``steps`` denoising steps, with their true law; or as ``point``
     masses, exact, too, but fewer are kept.
     """
@@ -234,7 +323,7 @@ class SpecDiff:
 
 
 @dataclass(frozen=True)
-class DEER:
+class DEER(Declared):
     """DEER (arXiv 2512.15176): a block of ``length`` (0: the drafter's own) in one step, its marginals' product as law.
 
     ``sure`` above 0 cuts a block before the first token that promises less acceptance (ignored in a batch of several at
@@ -248,9 +337,14 @@ class DEER:
     tree: int | str | tuple[int, ...] = 0
     recall: int = 0
 
+    @property
+    def can_refill(self) -> bool:
+        """Its rows do not wait for one another."""
+        return True
+
 
 @dataclass(frozen=True)
-class Block:
+class Block(Declared):
     """A block drafter that reads the target's hidden states (DFlash, arXiv 2602.06036); options as :class:`DEER`'s."""
 
     name: ClassVar[str] = "block"
@@ -258,6 +352,17 @@ class Block:
     sure: float = 0.0
     tree: int | str | tuple[int, ...] = 0
     recall: int = 0
+
+    @property
+    def can_refill(self) -> bool:
+        """Its rows do not wait for one another."""
+        return True
+
+    @property
+    def static_shapes(self) -> bool:
+        """Chains of one length and drawn trees of a fixed shape."""
+        likeliest = isinstance(self.tree, int) and self.tree > 0
+        return not (self.sure or self.recall or likeliest)
 
 
 Method = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Auto

@@ -16,6 +16,12 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:
     return ValueError(f"unknown {kind} {name!r}; {hint}")
 
 
+def named(place: str) -> Any:
+    """What ``place`` names, ``"module:attribute"``, imported now."""
+    module, attribute = place.split(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
 class Registry:
     """Names of one kind of thing, each ``"module:attribute"``, imported on first use."""
 
@@ -29,5 +35,4 @@ class Registry:
         """The thing called ``name``; raises ``ValueError`` with a suggestion."""
         if name not in self.entries:
             raise unknown(self.kind, name, self.entries)
-        module, attribute = self.entries[name].split(":")
-        return getattr(importlib.import_module(module), attribute)
+        return named(self.entries[name])

@@ -14,21 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
-from specmm import methods, pretrained, zoo
 from specmm.checkpoints import read_json
+from specmm.hf import pretrained
+from specmm.hf.drafters.small_model import SmallModel
 from specmm.layout import lay_weights
-from specmm.vlm.assemble import SmallModel
 from specmm.vlm.composed import build_processor, compose, is_composed
-
-PLACES = {"text-draft": "text", "vlm-draft": "vlm", "msd": "msd", "verdict": "experts"}  # folder of each's drafter
-INSTEAD = {"vlm-draft": "experts/1"}  # a small model that may be heard may draft
-
-
-def find(name: str | Path) -> Path:
-    """The folder of a transformers model: a local one, a pocket name or a hub id; ``ValueError`` when there is none."""
-    return zoo.find(name, zoo.TRANSFORMERS)
 
 
 def load_model(folder: Path, dtype: torch.dtype | None = None) -> Any:
@@ -52,28 +44,10 @@ def load_processor(folder: Path) -> Any:
     return found
 
 
-def load_drafter(kind: str, folder: Path, target: Any) -> Any:
-    """What method ``kind`` drafts with for the ``target`` model, from its ``folder``."""
-    dtype, device = target.dtype, target.device
-    if kind == methods.MSD.name:
-        from specmm.vlm.drafters.msd_files import load_msd
-
-        return lay_weights(load_msd(folder, target.get_input_embeddings().weight))
-    if kind == methods.Verdict.name:
-        from specmm.vlm.verdict import Experts
-
-        return Experts.load(folder, dtype, device)
-    if kind == methods.TextDraft.name:
-        model = pretrained.load_model(AutoModelForCausalLM, folder, dtype=dtype).to(device)
-        return SmallModel(lay_weights(model.eval()), own_tokenizer(folder))
+def load_small(folder: Path, target: Any, method: str) -> SmallModel:
+    """The small vision-language model in ``folder``, as the ``target`` model is, with its processor."""
     processor = load_processor(folder) if (folder / "processor_config.json").is_file() else None
-    return SmallModel(lay_weights(load_model(folder, dtype).to(device)), processor)
-
-
-def own_tokenizer(folder: Path) -> Any:
-    """The drafter's own tokenizer, or None: it reads the target's tokens."""
-    own = (folder / "tokenizer_config.json").is_file()
-    return pretrained.load_tokenizer(folder) if own else None
+    return SmallModel(lay_weights(load_model(folder, target.dtype).to(target.device)), processor)
 
 
 def _check_kind(folder: Path) -> None:

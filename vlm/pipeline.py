@@ -18,18 +18,18 @@ from specmm import methods
 from specmm.autotune import Plan
 from specmm.certificate import Certificate
 from specmm.dtypes import choose_dtype
+from specmm.hf.drafting import Drafters, assemble, load_drafter
+from specmm.hf.loading import find
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.running import Asked, Pipeline, Run, Said, check_refill
+from specmm.hf.running import Options as Options
+from specmm.hf.streaming import ending, tell
+from specmm.hf.target import VLMTarget
 from specmm.layout import lay_weights
 from specmm.stats import Stats
 from specmm.turns import in_its_turn, turns_of
 from specmm.vlm.asking import Pictures, Questions
-from specmm.vlm.assemble import assemble
-from specmm.vlm.loading import INSTEAD, PLACES, find, load_drafter, load_model, load_processor
-from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.running import Asked, Pipeline, Run, Said, Shelf, check_flow
-from specmm.vlm.running import Options as Options
-from specmm.vlm.streaming import ending, tell
-from specmm.vlm.target import VLMTarget
-from specmm.vlm.tuning import choose_method
+from specmm.vlm.loading import load_model, load_processor
 
 
 @dataclass
@@ -55,6 +55,8 @@ class VQAPipeline(Pipeline):
     >>> pipe("street.png", "How many bags are there?", max_new_tokens=64).answers
     """
 
+    planned = ("msd",)
+
     def __init__(
         self,
         model: Any,
@@ -67,9 +69,9 @@ class VQAPipeline(Pipeline):
         self.model, self.processor, self.name = model.eval(), processor, name
         self.tokenizer = processor.tokenizer
         self.method = methods.resolve_vqa(method)
-        given = {} if drafter is None else {_drafter_kind(self.method): drafter}
-        self.shelf = Shelf(folder, name, PLACES, lambda kind, place: load_drafter(kind, place, model), given, INSTEAD)
-        self.plans: dict[Any, Plan] = {}  # of method auto, by what they depend on
+        given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
+        self.drafters = Drafters(folder, name, model, given)
+        self.plans: dict[Any, Plan] = {}
 
     @classmethod
     def from_pretrained(
@@ -91,7 +93,7 @@ class VQAPipeline(Pipeline):
         model = model.to(device, dtype)
         lay_weights(model)
         if isinstance(drafter, str | Path):
-            drafter = load_drafter(_drafter_kind(resolved), find(drafter), model)
+            drafter = load_drafter(cls.drafter_kind(resolved), find(drafter), model)
         return cls(model, load_processor(folder), resolved, drafter, folder, str(name))
 
     @in_its_turn(lambda pipe: pipe.model)
@@ -163,7 +165,7 @@ class VQAPipeline(Pipeline):
         if options.compiled:
             raise ValueError("compiled=True serves text (TextPipeline), not questions about pictures; leave it out")
         target = VLMTarget(self.model, options.processor, self.name)
-        check_flow(method, options.batch_size)
+        check_refill(method, options.batch_size)
         all_asked = Questions.of(images, questions, options.chat)
 
         def prepared(some: slice) -> VLMPrompt:
@@ -171,17 +173,9 @@ class VQAPipeline(Pipeline):
             return VLMPrompt(part.inputs(self.processor), options.max_new_tokens, part)
 
         asked = Asked(prepared, len(all_asked.texts), options.batch_size)
-        prompt, name = asked.first(target), method.name
-        if isinstance(method, methods.Auto):
-            kind = _drafter_kind(method)
-            head = self.drafter(kind) if self.shelf.has(kind) else None
-            method = choose_method(target, head, prompt, self.plans)
-            name = f"auto: {method}" + ("" if head else f", for there is no {kind} drafter")
-        plain = isinstance(method, methods.AR)
-        parts = None if plain else assemble(method, target, self.drafter(method.name), self.tokenizer)
+        prompt = asked.first(target)
+        method, name = self.chosen(method, target, prompt)
+        parts = None
+        if method.drafts:
+            parts = assemble(method, target, self.drafter(method.name), self.tokenizer)
         return self._run(name, target, prompt, options, parts, asked)
-
-
-def _drafter_kind(method: methods.VQAMethod) -> str:
-    """The method whose drafter ``method`` uses: auto plans trees for MSD's."""
-    return methods.MSD.name if isinstance(method, methods.Auto) else method.name

@@ -17,6 +17,8 @@ import torch
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.decode import decode
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
 from specmm.probing import planned
 from specmm.randomness import Uniforms
 from specmm.shape.sequoia import best_tree
@@ -26,29 +28,29 @@ from specmm.tally import WIDEST, Tally
 from specmm.verify import Recursive
 from specmm.vlm.drafters.msd import MSDDrafter
 from specmm.vlm.drafters.msd_head import Acceptance, MSDHead
-from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.target import VLMTarget
 
 SIZES = (3, 4, 8, 12, 16, 24)  # nodes of the candidate trees, the root included
 ROOM = 24  # tokens of answer that measuring needs
 
 
 def choose_method(
-    target: VLMTarget, head: MSDHead | None, prompt: VLMPrompt, plans: dict[Any, Plan]
+    target: VLMTarget,
+    head: MSDHead,
+    prompt: VLMPrompt,
+    plans: dict[Any, Plan],
+    kind: methods.MSD,
 ) -> methods.VQAMethod:
-    """MSD with the planned tree, or plain decoding where that should be as fast; ``plans`` keeps what was planned.
+    """MSD with the planned tree, or plain decoding where that should be as fast.
 
-    Without a ``head`` answers are decoded plainly.
+    ``plans`` keeps what was planned.
     """
-    if head is None:
-        return methods.AR()
     key = (len(prompt.lengths), target.processor.greedy, torch.get_num_threads())
     if key not in plans:
         plans[key] = _plan(target, head, prompt)
     shape = plans[key].shape
     if shape is None:
         return methods.AR()
-    return methods.MSD(sampled=True, tree=tuple(int(p) for p in shape.parents[0]))
+    return dataclasses.replace(kind, sampled=True, tree=tuple(int(p) for p in shape.parents[0]))
 
 
 def _plan(target: VLMTarget, head: MSDHead, prompt: VLMPrompt) -> Plan:

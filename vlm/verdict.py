@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from specmm.files import write_whole
+from specmm.hf.prompt import PER_TOKEN, on_device
 from specmm.vlm.asking import Pictures, Questions
 from specmm.vlm.pipeline import VQAPipeline
-from specmm.vlm.prompt import PER_TOKEN, on_device
 
 FIELDS = {
     "answer": {"question"},
@@ -100,6 +100,11 @@ class Experts(list[VQAPipeline]):
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{file} must hold texts for {sorted(FIELDS)} as JSON ({error}); mend it") from error
         return found
+
+
+def load_experts(folder: Path, target: Any, method: str) -> Experts:
+    """The experts in ``folder``, in the dtype and on the device of the ``target`` model."""
+    return Experts.load(folder, target.dtype, target.device)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specmm.cache import Cache
 from specmm.handoff import handoff
+from specmm.hf.target import VLMTarget
 from specmm.image_ar.scales.canvas import Canvas
 from specmm.image_ar.scales.drawing import code_turns
 from specmm.image_ar.scales.pipeline import VARPipeline
@@ -27,7 +28,6 @@ from specmm.randomness import Dealt
 from specmm.stats import Clock
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree, TreeShape
-from specmm.vlm.target import VLMTarget
 
 
 class Graph:

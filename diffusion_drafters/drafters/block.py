@@ -24,14 +24,14 @@ from specmm.diffusion_drafters.laws import (
     with_points,
 )
 from specmm.drafter import Feedback
+from specmm.hf.drafters.prompt_lookup import Recall
+from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Dice
 from specmm.shape.heap import block_tree
 from specmm.shape.length import adaedl_stop
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
-from specmm.vlm.drafters.lookup import Recall
-from specmm.vlm.target import VLMTarget
 
 
 class ChainDrafter:

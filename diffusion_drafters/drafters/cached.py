@@ -19,10 +19,10 @@ from specmm.diffusion_drafters.laws import Follow, Known
 from specmm.diffusion_drafters.models.bidirectional import FullAttention
 from specmm.diffusion_drafters.models.causal import CausalPrefix
 from specmm.drafter import Feedback
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
+from specmm.hf.translation import Translation
 from specmm.processors import Processor
-from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.target import VLMTarget
-from specmm.vlm.translation import Translation
 
 
 class Reader:

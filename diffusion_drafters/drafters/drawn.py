@@ -17,10 +17,10 @@ from specmm.diffusion_drafters.drafters.block import BlockReader, block_length, 
 from specmm.diffusion_drafters.drafters.sources import BlockSource
 from specmm.drafter import Feedback
 from specmm.growth import Level
+from specmm.hf.target import VLMTarget
 from specmm.randomness import Dice
 from specmm.shape.sampled import draw_siblings
 from specmm.tree import DraftTree, TreeShape
-from specmm.vlm.target import VLMTarget
 
 
 class DrawnTreeDrafter(BlockReader):

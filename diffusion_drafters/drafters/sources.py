@@ -23,9 +23,9 @@ from specmm.diffusion_drafters.laws import Follow, Known
 from specmm.diffusion_drafters.models.dflash import DFlash, check_layers
 from specmm.diffusion_drafters.models.masked import DiffusionLM, block_logits
 from specmm.drafter import Feedback
+from specmm.hf.target import VLMTarget
+from specmm.hf.translation import Translation
 from specmm.history import History
-from specmm.vlm.target import VLMTarget
-from specmm.vlm.translation import Translation
 
 
 class BlockSource(Protocol):

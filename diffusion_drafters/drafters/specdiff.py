@@ -16,10 +16,10 @@ from specmm.diffusion_drafters.drafters.block import block_length, drafting_law
 from specmm.diffusion_drafters.drafters.sources import DiffusionSource
 from specmm.diffusion_drafters.laws import with_root
 from specmm.drafter import Feedback
+from specmm.hf.target import VLMTarget
 from specmm.randomness import Dice, categorical
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
-from specmm.vlm.target import VLMTarget
 
 
 class StepsDrafter:

@@ -11,7 +11,7 @@ Shape letters: K block, V vocabulary.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,6 +31,8 @@ class CausalPrefix:
     scaled or capped where the target's are. Raises ``ValueError`` for a mask that is no token of the model and a block
     without a draft.
     """
+
+    method: ClassVar[str] = "deer"
 
     def __init__(self, model: Any, mask: int, block: int, end: int | None = None, shared: bool = False) -> None:
         self.model, self.block, self.end, self.shared = model.eval(), block, end, shared

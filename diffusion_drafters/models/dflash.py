@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from specmm.diffusion_drafters.models.bidirectional import QWEN_SIZES, plain_rop
 from specmm.diffusion_drafters.models.files import LEFTOVERS, cast, read_state, write_model
 from specmm.diffusion_drafters.models.markov import Markov
 from specmm.diffusion_drafters.models.recurrent import Recurrent
-from specmm.vlm.slots import as_transformers
+from specmm.hf.cache_slots import as_transformers
 
 TRANSFORMERS_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
@@ -105,6 +105,7 @@ class DFlashConfig:
 class DFlash(nn.Module):
     """The drafter's own weights; ``begin`` a batch, ``read`` context as it is committed, ``draft`` blocks."""
 
+    method: ClassVar[str] = "block"
     d2t: Tensor
     t2d: Tensor
 

@@ -21,8 +21,8 @@ from specmm.diffusion_drafters.train.blocks import Anchors, Head, fading, law_lo
 from specmm.diffusion_drafters.train.deer import ANCHORS
 from specmm.diffusion_drafters.train.rows import Batch, Rows
 from specmm.diffusion_drafters.train.target import compile_layers
+from specmm.hf.target import VLMTarget
 from specmm.training import MUON, Losses, fit, seeded
-from specmm.vlm.target import VLMTarget
 
 FADE = 4.0
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specmm.checkpoints import fingerprint
-from specmm.diffusion_drafters.pipeline import TextPipeline
 from specmm.diffusion_drafters.train.rows import save_whole
+from specmm.text.pipeline import TextPipeline
 
 AT_ONCE = 256  # conversations drawn together
 QUESTION, ANSWER = 48, 192  # tokens at most

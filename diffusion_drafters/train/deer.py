@@ -23,8 +23,8 @@ from specmm.diffusion_drafters.models.causal import CausalPrefix, share
 from specmm.diffusion_drafters.train.blocks import Anchors, law_loss
 from specmm.diffusion_drafters.train.rows import Batch, Rows
 from specmm.diffusion_drafters.train.target import compile_layers
+from specmm.hf.target import VLMTarget
 from specmm.training import MUON, Losses, fit, seeded
-from specmm.vlm.target import VLMTarget
 
 ANCHORS = 16  # blocks a row
 ALPHA = 1.02

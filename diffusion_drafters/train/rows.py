@@ -20,11 +20,11 @@ from specmm.checkpoints import fingerprint
 from specmm.decode import decode_plain
 from specmm.diffusion_drafters.drafters.sources import Taps
 from specmm.files import write_whole
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.training import batch_rows
-from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.target import VLMTarget
 
 AT_ONCE = 32  # rows the target continues together
 

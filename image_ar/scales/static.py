@@ -74,5 +74,5 @@ def run_blocks(
 
 def check_method(method: methods.ScalesMethod) -> None:
     """Raise ``ValueError`` for a method whose passes are of too many shapes for programs."""
-    if not isinstance(method, methods.AR | methods.CoDe):
+    if not method.static_shapes:
         raise ValueError(f"compiled=True needs ar or code (a scale a pass, always the same), got {method}")

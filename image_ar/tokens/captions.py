@@ -38,7 +38,7 @@ class CaptionEncoder:
     ) -> None:
         from transformers import T5EncoderModel
 
-        from specmm.pretrained import load_model, load_tokenizer
+        from specmm.hf.pretrained import load_model, load_tokenizer
 
         try:
             self.tokenizer = load_tokenizer(folder)

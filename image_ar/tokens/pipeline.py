@@ -58,12 +58,6 @@ class Draw:
         return Queue(lambda i: self.prompt.rows(slice(i, i + 1)), self.generators, self.batch_size, self.tell)
 
 
-def flows(method: methods.Method) -> bool:
-    """Whether the rows of a batch end apart and may be refilled (EAGLE's drafter cannot; plain rows end together)."""
-    apart = isinstance(method, methods.SJD | methods.Speculative | methods.Lantern | methods.LanternPP)
-    return apart and getattr(method, "drafter", "block") == "block"
-
-
 class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
     """A token image model (LlamaGen), its tokenizer and its drafters behind one call.
 
@@ -186,7 +180,8 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
             return self._batch(fitting, what, chosen, output_type, callback_on_step_end)
 
         bar = self.progress_bar(total=len(generators))
-        at_once = batch_size * (TURNS if flows(chosen) and callback_on_step_end is None else 1)
+        refilled = chosen.drafts and chosen.can_refill and callback_on_step_end is None
+        at_once = batch_size * (TURNS if refilled else 1)
         settings = target.processor.settings | target.guidance.settings
         return draw_batches(draw, len(generators), at_once, output_type, bar, settings)
 
@@ -254,7 +249,7 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
 
     def _static(self, target: LlamaGenTarget, method: methods.Method, batch: int) -> StaticTarget:
         """``target`` for compiled steps and rounds of ``batch`` pictures; calls with the same options share it."""
-        if not (isinstance(method, methods.AR) or flows(method)):
+        if not method.static_shapes:
             raise ValueError(
                 f"compiled=True needs ar, sjd or a method with a block drafter (rounds all alike), got {method}"
             )

@@ -43,7 +43,7 @@ class Models:
 
 def _is_here(folder: Path) -> bool:
     """Whether the weights are: some come in packages of their own."""
-    from specmm.diffusion_drafters.packaged import is_packaged, missing_packages
+    from specmm.hf.packaged import is_packaged, missing_packages
     from specmm.vlm.composed import is_composed, missing_parts
 
     if is_composed(folder):
@@ -87,7 +87,7 @@ def _open(kind: str, name: str) -> Any:
         from specmm.vlm.pipeline import VQAPipeline
 
         return VQAPipeline.from_pretrained(name)
-    from specmm.diffusion_drafters.pipeline import TextPipeline
+    from specmm.text.pipeline import TextPipeline
 
     return TextPipeline.from_pretrained(name)
 

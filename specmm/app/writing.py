@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 from specmm.app.models import MOST_SECONDS
-from specmm.vlm.running import Said
+from specmm.hf.running import Said
 
 DRAFT = "accepted draft"
 Pieces = list[tuple[str, str | None]]

@@ -102,7 +102,7 @@ class Echo:
     """A streamer that writes an answer to stderr as it grows, where someone is watching; none of the texts ``stop``."""
 
     def __init__(self, pipe: Any, stop: Sequence[str] = ()) -> None:
-        from specmm.vlm.streaming import StopStrings
+        from specmm.hf.streaming import StopStrings
 
         self.pipe, self.said, self.stops = pipe, "", StopStrings(stop, pipe.text)
         self.ids: list[int] = []

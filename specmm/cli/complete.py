@@ -61,7 +61,7 @@ def complete(
     with stdout_reserved():
         from transformers.utils.logging import disable_progress_bar
 
-        from specmm.diffusion_drafters.pipeline import TextPipeline
+        from specmm.text.pipeline import TextPipeline
 
         disable_progress_bar()
         pipe = TextPipeline.from_pretrained(model, chosen, drafter)

@@ -55,7 +55,7 @@ def coder(
 def _tokenizer(out: Path, given: Path | None, vocabulary: int) -> Any:
     """The tokenizer in ``given``, or that of an earlier run in ``out``, or one learnt now."""
     from specmm.diffusion_drafters.data.code import build_tokenizer, read_files
-    from specmm.pretrained import load_tokenizer
+    from specmm.hf.pretrained import load_tokenizer
 
     own = out / "tokenizer"
     if given is None and not own.exists():  # a resumed run goes on with the same tokens

@@ -141,11 +141,11 @@ def diffusion(
 ) -> None:
     """Train a diffusion language model in Dream's format with the model's tokens, on text alone: drafters/diffusion."""
     with stdout_reserved():
-        from specmm.diffusion_drafters.loading import find_target, weights_folder
         from specmm.diffusion_drafters.models.bidirectional import FullAttention
         from specmm.diffusion_drafters.train.diffusion import save_dream, train_diffusion
         from specmm.diffusion_drafters.train.target import Sizes, build_model
-        from specmm.pretrained import load_tokenizer
+        from specmm.hf.loading import find_target, weights_folder
+        from specmm.hf.pretrained import load_tokenizer
 
         folder = beside(model, find_target(model))
         place = _place(folder, "diffuspec", replace)
@@ -169,15 +169,17 @@ def proxy(
     """Fit DiffuSpec's n-gram proxy to texts: one pass, no compiler; the result lies beside the diffusion drafter."""
     with stdout_reserved():
         from specmm.diffusion_drafters.diffuspec.ngram import fit
-        from specmm.diffusion_drafters.loading import PLACES, PROXY, find_target, weights_folder
-        from specmm.pretrained import load_config, load_tokenizer
+        from specmm.diffusion_drafters.loading import PROXY
+        from specmm.hf.drafting import KINDS
+        from specmm.hf.loading import find_target, weights_folder
+        from specmm.hf.pretrained import load_config, load_tokenizer
 
         folder = beside(model, find_target(model))
         weights = weights_folder(folder)
         stream = text_stream(load_tokenizer(weights), writable(out), text)
         size = load_config(weights).get_text_config().vocab_size
         made = fit([stream.tolist()], size, order, least)
-        file = writable(folder / "drafters" / PLACES["diffuspec"]) / PROXY
+        file = writable(folder / "drafters" / KINDS["diffuspec"].place) / PROXY
         made.save(file)
     done({"kind": "proxy", "model": model, "steps": 1, "outputs": [str(file)]}, as_json)
 
@@ -186,9 +188,9 @@ def _begin(model: str, kind: str, replace: bool) -> tuple[Path, Any, Any]:
     """Where the drafter goes, the target in float32 and its tokenizer."""
     import torch
 
-    from specmm.diffusion_drafters.loading import find_target, load_target
+    from specmm.hf.loading import find_target, load_target
+    from specmm.hf.target import VLMTarget
     from specmm.processors import Processor
-    from specmm.vlm.target import VLMTarget
 
     folder = beside(model, find_target(model))
     place = _place(folder, kind, replace)
@@ -197,9 +199,9 @@ def _begin(model: str, kind: str, replace: bool) -> tuple[Path, Any, Any]:
 
 
 def _place(folder: Path, kind: str, replace: bool) -> Path:
-    from specmm.diffusion_drafters.loading import PLACES
+    from specmm.hf.drafting import KINDS
 
-    place = folder / "drafters" / PLACES[kind]
+    place = folder / "drafters" / KINDS[kind].place
     if (place / "config.json").exists() and not replace:
         raise ValueError(f"{place} exists, give --replace to train another in its place")
     writable(place.parent)
@@ -222,10 +224,10 @@ def _rows(target: Any, tokenizer: Any, text: list[Path], count: int, drawn: floa
     import torch
 
     from specmm.diffusion_drafters.data.code import windows
-    from specmm.diffusion_drafters.pipeline import TextPipeline
     from specmm.diffusion_drafters.train.chats import drawn_chats
     from specmm.diffusion_drafters.train.rows import drawn_rows
     from specmm.diffusion_drafters.train.target import LENGTH
+    from specmm.text.pipeline import TextPipeline
 
     if drawn is None:
         if text:

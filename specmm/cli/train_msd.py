@@ -38,14 +38,16 @@ def msd(
     with stdout_reserved():
         import torch
 
+        from specmm.hf.drafting import KINDS
+        from specmm.hf.loading import find
+        from specmm.hf.target import VLMTarget
         from specmm.processors import Processor
         from specmm.vlm.drafters.msd_files import save_msd
-        from specmm.vlm.loading import PLACES, find, load_model, load_processor
-        from specmm.vlm.target import VLMTarget
+        from specmm.vlm.loading import load_model, load_processor
         from specmm.vlm.train.msd import msd_config, train_msd
 
         folder = beside(model, find(model))
-        result = folder / "drafters" / PLACES["msd"]
+        result = folder / "drafters" / KINDS["msd"].place
         if result.exists() and not replace:
             raise ValueError(f"{result} exists, give --replace to train another in its place")
         writable(result.parent)
@@ -76,9 +78,9 @@ def _source(processor: Any, target: Any, data: Path) -> Any:
 def _encoder(processor: Any, target: Any) -> Any:
     from torch.nn.functional import interpolate
 
+    from specmm.hf.loading import find
     from specmm.vlm.composed import encoder, is_composed
     from specmm.vlm.data.packing import Encoder, to_pixels
-    from specmm.vlm.loading import find
 
     if is_composed(find(target.name)):
         return encoder(target.model, processor.tokenizer)
@@ -96,10 +98,10 @@ def _acceptance(target: Any, head: Any, processor: Any, data: Path, scenes: int)
 
     from PIL import Image
 
+    from specmm.hf.prompt import VLMPrompt
+    from specmm.hf.target import VLMTarget
     from specmm.processors import Processor
     from specmm.vlm.asking import Questions
-    from specmm.vlm.prompt import VLMPrompt
-    from specmm.vlm.target import VLMTarget
     from specmm.vlm.tuning import measure_acceptance
 
     held_out, random, found = world(data, "test"), Random(0), {}

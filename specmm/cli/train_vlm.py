@@ -67,11 +67,11 @@ def _place(out: Path, drafts_for: Path | None, expert_of: Path | None, seed: int
     larger = drafts_for or expert_of
     if larger is None:
         return out / "model"
-    from specmm.vlm.loading import PLACES
+    from specmm.hf.drafting import KINDS
 
     if not (larger / "config.json").is_file():
         raise ValueError(f"{larger} must hold a model (config.json), train that one first")
-    place = larger / "drafters" / (PLACES["vlm-draft"] if drafts_for else f"{PLACES['verdict']}/{seed}")
+    place = larger / "drafters" / (KINDS["vlm-draft"].place if drafts_for else f"{KINDS['verdict'].place}/{seed}")
     if (place / "config.json").exists():
         raise ValueError(f"{place} holds a model already, remove it or give another --seed")
     return place
@@ -90,7 +90,7 @@ def _check_same(out: Path, run: dict[str, Any]) -> None:
 def _train(
     data: Path, out: Path, place: Path, sizes: Any, steps: tuple[int, int, int, int], batch: int, lr: float, seed: int
 ) -> None:
-    from specmm.pretrained import load_processor
+    from specmm.hf.pretrained import load_processor
     from specmm.vlm.data.packing import Encoder
     from specmm.vlm.data.scenes import R
     from specmm.vlm.data.stream import learn_tokenizer
@@ -167,12 +167,14 @@ def text(
     with stdout_reserved():
         import torch
 
+        from specmm.hf.drafting import KINDS
+        from specmm.hf.loading import find
         from specmm.vlm.data.packing import Encoder
-        from specmm.vlm.loading import PLACES, find, load_processor
+        from specmm.vlm.loading import load_processor
         from specmm.vlm.train.text import build_text_model, train_text
 
         folder = beside(model, find(model))
-        result = writable(folder / "drafters" / PLACES["text-draft"])
+        result = writable(folder / "drafters" / KINDS["text-draft"].place)
         tokenizer = load_processor(folder).tokenizer
         encoder = Encoder(tokenizer, 0)
         small = build_text_model(dim, layers, heads, len(tokenizer), encoder, seed)

@@ -132,9 +132,8 @@ class ImageWorker:
 
     def turns(self, item: Item) -> int:
         """See :class:`Worker`."""
-        from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, flows
-
-        return TURNS if isinstance(self.pipe, LlamaGenPipeline) and flows(self.methods.of(item)) else 1
+        method = self.methods.of(item)
+        return TURNS if method.drafts and method.can_refill else 1
 
     def run(self, items: Sequence[Item], rows: int = 0) -> list[Result]:
         """See :class:`Worker`."""
@@ -153,10 +152,10 @@ class AnswerWorker:
     """Answers to questions about pictures, or texts behind prompts: transformers models. Rows are refilled, too."""
 
     def __init__(self, spec: Spec, questions: bool, device: str = "cpu", pipe: Any = None) -> None:
-        from specmm.diffusion_drafters.pipeline import TextPipeline
         from specmm.dtypes import named_dtype
+        from specmm.hf.running import Options
+        from specmm.text.pipeline import TextPipeline
         from specmm.vlm.pipeline import VQAPipeline
-        from specmm.vlm.running import Options
 
         self.spec, self.questions = spec, questions
         self.methods = Methods(methods.VQA if questions else methods.TEXT, spec)
@@ -179,19 +178,16 @@ class AnswerWorker:
 
     def turns(self, item: Item) -> int:
         """See :class:`Worker`."""
-        from specmm.vlm.families import Family
-        from specmm.vlm.running import flows
+        from specmm.hf.families import Family
 
         turns = Family.of(self.pipe.model).turning_point is not None  # its positions depend on the batch's longest text
-        return TURNS if flows(self.methods.of(item)) and not turns else 1
+        return TURNS if self.methods.of(item).can_refill and not turns else 1
 
     def run(self, items: Sequence[Item], rows: int = 0) -> list[Result]:
         """See :class:`Worker`. Where rows are not refilled a batch ends with its longest answer."""
-        from specmm.vlm.running import flows
-
         method, start, rows = self.methods.of(items[0]), time.perf_counter(), rows or len(items)
         shown = ([i.pictures for i in items],) if self.questions else ()
-        options = {"seed": [i.seed for i in items], "method": method, "batch_size": rows if flows(method) else 0}
+        options = {"seed": [i.seed for i in items], "method": method, "batch_size": rows if method.can_refill else 0}
         with steady():
             out = self.pipe(*shown, [i.text for i in items], **options, **self.spec.sampling)
         facts = _facts(label(method), out.certificate, out.stats, len(items), time.perf_counter() - start)

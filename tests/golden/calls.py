@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from PIL import Image, ImageDraw
 
-from specmm.diffusion_drafters.pipeline import TextPipeline
 from specmm.image_ar.pipeline import ImagePipeline
 from specmm.methods import (
     DEER,
@@ -33,6 +32,7 @@ from specmm.methods import (
     ScaleSpeculative,
     Speculative,
 )
+from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline
 
 CODE = ["def mean(values):\n    total = 0\n    for value in values:\n        total", "import os\n"]

@@ -15,13 +15,13 @@ from specmm.diffusion_drafters.diffuspec.ngram import fit
 from specmm.diffusion_drafters.loading import PROXY
 from specmm.diffusion_drafters.models.causal import CausalPrefix, save_deer, share
 from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig, save_dflash
-from specmm.diffusion_drafters.pipeline import TextPipeline
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.drafters.eagle_head import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.settings import Settings
 from specmm.image_ar.tokens.vq import VQConfig, VQModel
+from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline
 
 TEXT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n" * 3

@@ -14,7 +14,7 @@ from specmm import zoo
 from specmm.app.drawing import Easel, Frame
 from specmm.app.models import Models
 from specmm.app.writing import DRAFT, written
-from specmm.vlm.running import Said
+from specmm.hf.running import Said
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 PATIENCE = 60_000  # milliseconds, for a busy machine

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 from specmm import methods
 from specmm.autotune import plan
 from specmm.cli import app
-from specmm.diffusion_drafters.pipeline import TextPipeline
 from specmm.image_ar.tokens import tuning
 from specmm.image_ar.tokens.acceptance import measure_acceptance
 from specmm.image_ar.tokens.assemble import Parts, tree_shape
@@ -19,6 +18,7 @@ from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
 from specmm.image_ar.tokens.tuning import choose_method, planned_for
 from specmm.processors import Processor
+from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline
 
 

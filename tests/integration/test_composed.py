@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import specmm
-from specmm.diffusion_drafters.packaged import is_packaged
+from specmm.hf.packaged import is_packaged
 from specmm.vlm import composed, loading
 from specmm.vlm.data.tokenizer import byte_pairs
 from specmm.vlm.tower import Tower, prepared

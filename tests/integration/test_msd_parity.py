@@ -16,6 +16,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 from specmm.decode import decode
 from specmm.drafter import Feedback
 from specmm.growth import Dynamic
+from specmm.hf.target import Context, VLMPrompt, VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
@@ -25,7 +26,6 @@ from specmm.verify import GreedyMatch, PointMass
 from specmm.verify.rule import Verdict
 from specmm.vlm.drafters.msd import MSDDrafter
 from specmm.vlm.drafters.msd_head import MSDConfig, MSDHead
-from specmm.vlm.target import Context, VLMPrompt, VLMTarget
 from specmm.vlm.train.msd import Slots, msd_loss, visual_share
 
 PARITY = Path(__file__).parents[1] / "parity" / "msd"

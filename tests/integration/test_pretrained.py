@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from specmm.cli import app
-from specmm.diffusion_drafters.loading import load_drafter, load_target
+from specmm.hf.drafting import load_drafter
+from specmm.hf.loading import load_target
+from specmm.hf.pretrained import load_config, load_model, load_processor, load_tokenizer
 from specmm.image_ar.tokens.captions import CaptionEncoder
-from specmm.pretrained import load_config, load_model, load_processor, load_tokenizer
-from specmm.vlm.loading import load_drafter as load_drafter_of_pictures
 from specmm.vlm.verdict import Experts
 
 MATRICES = ["model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"]
@@ -128,7 +128,7 @@ def test_experts_and_small_models_that_lack_a_weight_are_refused(llava_folder, t
         Experts.load(experts, torch.float32, "cpu")
     target = tf.LlavaForConditionalGeneration.from_pretrained(llava_folder)
     with pytest.raises(ValueError, match=r"1 missing: model\.language_model\.layers\.0\.mlp"):
-        load_drafter_of_pictures("vlm-draft", experts / "1", target)
+        load_drafter("vlm-draft", experts / "1", target)
 
 
 def test_a_text_encoder_that_lacks_a_weight_is_refused(text_folder, tmp_path):

@@ -14,15 +14,14 @@ from specmm.diffusion_drafters.assemble import Diffusion
 from specmm.diffusion_drafters.data.code import build_tokenizer
 from specmm.diffusion_drafters.diffuspec.ngram import fit
 from specmm.diffusion_drafters.drafters.diffuspec import DiffuSpecDrafter
-from specmm.diffusion_drafters.loading import load_drafter
 from specmm.diffusion_drafters.models.bidirectional import FullAttention
+from specmm.hf.drafters.small_model import SmallModel, padded
+from specmm.hf.drafting import load_drafter
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.verify import Recursive
-from specmm.vlm.assemble import SmallModel
-from specmm.vlm.drafters.model import padded
-from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.target import VLMTarget
 
 GREEK = "αβγδεζηθικλμνξοπρστυφχψω" * 4
 TEXT = "def bdd(b, b):\n    return b + b\n" * 9

@@ -17,8 +17,8 @@ from specmm.cli.ask import Echo
 from specmm.cli.complete import complete
 from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
 from specmm.diffusion_drafters.train.block import build_block
+from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
-from specmm.vlm.target import VLMTarget
 
 DRAFTING = ["diffuspec", "specdiff", "deer", "block", "text-draft", "prompt-lookup"]
 PROMPTS = ["def add(a, b):\n", "x", "    return a + b + a"]
@@ -238,7 +238,8 @@ def test_auto_plans_for_the_drafter_it_was_given(text_pipe, text_folder):
     for kind in ("deer", "block"):
         given = text_pipe.drafter(kind)
         pipe = specmm.TextPipeline(text_pipe.model, text_pipe.tokenizer, "auto", given)
-        assert pipe._best_kind().name == kind and pipe(PROMPTS[0], max_new_tokens=8).method.startswith("auto")
+        assert pipe(PROMPTS[0], max_new_tokens=8).method.startswith("auto")
+        assert [key[0] for key in pipe.plans] == [kind]
         named = specmm.TextPipeline.from_pretrained(text_folder, "auto", text_folder / "drafters" / kind)
         assert type(named.drafter(kind)) is type(given)
 

@@ -12,12 +12,12 @@ import specmm
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.diffusion_drafters.train.block import build_block
+from specmm.hf.drafting import choose, planned_by
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.tree import TreeShape
 from specmm.vlm.drafters.msd_head import MSDHead
-from specmm.vlm.generate import planner_of
-from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.target import VLMTarget
 from specmm.vlm.train.msd import msd_config
 
 IMAGE = 36
@@ -287,7 +287,9 @@ def test_auto_uses_the_plan(model, inputs):
     plans = {(1, True, torch.get_num_threads()): Plan(TreeShape.chain(2), 2.0, 2.0, "made up")}
     target = VLMTarget(model, Processor(0.0))
     prompt = VLMPrompt(first_row(inputs), 8)
-    assert planner_of(msd_of(model))(target, msd_of(model), prompt, plans) == methods.MSD(sampled=True, tree=(-1, 0, 1))
+    assert choose(target, msd_of(model), prompt, plans, planned_by(msd_of(model))) == methods.MSD(
+        sampled=True, tree=(-1, 0, 1)
+    )
     block = build_block(target, 1, 4, 39, read=1)
     kept = {("block", *key): plan for key, plan in plans.items()}
-    assert planner_of(block)(target, block, prompt, kept) == methods.Block(length=2)
+    assert choose(target, block, prompt, kept, planned_by(block)) == methods.Block(length=2)

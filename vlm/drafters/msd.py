@@ -9,19 +9,23 @@ Shape letters: B batch, L prompt positions, n nodes, C width, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from specmm import methods
 from specmm.cache import Cache, CacheSize
-from specmm.drafter import Feedback
+from specmm.drafter import Feedback, Late
 from specmm.growth import Dynamic, Growth
+from specmm.hf.parts import Assembly, static_shape
+from specmm.hf.target import Context, VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Dice
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
+from specmm.verify import Recursive
 from specmm.vlm.drafters.msd_head import MSDHead
-from specmm.vlm.target import Context, VLMTarget
 
 RELEASED = Dynamic(top_k=10, depth=5, total=59)
 
@@ -122,3 +126,11 @@ def check_sizes(head: MSDHead, target: VLMTarget) -> None:
     ):
         if found != wanted:
             raise ValueError(f"drafter must have the target's {what} {wanted}, got {found}; use one trained for it")
+
+
+def make(method: methods.MSD, target: VLMTarget, drafter: Any, tokenizer: Any) -> Assembly:
+    """The parts of method ``msd``: EAGLE-2's tree, or one of fixed shape that is drawn."""
+    tree: TreeShape | Dynamic = Dynamic(method.top_k, method.depth, method.total)
+    if method.sampled:
+        tree = static_shape(method.tree, target.device)
+    return Assembly(Late(MSDDrafter(drafter, target, tree, method.sampled)), Recursive())

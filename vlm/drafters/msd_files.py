@@ -26,6 +26,7 @@ from specmm.checkpoints import (
     read_json,
     weights_file,
 )
+from specmm.layout import lay_weights
 from specmm.vlm.drafters.msd_head import Acceptance, MSDConfig, MSDHead
 
 EMBEDDINGS = "embed_tokens.weight"
@@ -33,6 +34,11 @@ ACCEPTANCE = "acceptance.json"  # of the head, by temperature, level and rank; o
 LEFTOVERS = ("rotary_emb",)
 SAME = 0.05  # relative distance of two roundings of the same embeddings stays far below, that of others is about 1
 KINDS = {False: ("llava", "LlavaLlamaForCausalLM"), True: ("qwen2_vl", "Qwen2VLForConditionalGeneration")}
+
+
+def load_for(folder: Path, target: Any, method: str) -> MSDHead:
+    """The head in ``folder`` for the ``target`` model, its weights as its products read them."""
+    return lay_weights(load_msd(folder, target.get_input_embeddings().weight))
 
 
 def load_msd(path: str | Path, embeddings: Tensor | None = None, *, dtype: torch.dtype | None = None) -> MSDHead:

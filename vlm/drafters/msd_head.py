@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -140,6 +140,8 @@ class MSDHead(nn.Module):
 
     ``acceptance`` by temperature is what its maker measured, for method ``auto``.
     """
+
+    method: ClassVar[str] = "msd"
 
     def __init__(self, config: MSDConfig) -> None:
         super().__init__()

@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import Context, VLMTarget
 from specmm.training import Losses, fit, seeded
 from specmm.vlm.drafters.msd import next_positions
 from specmm.vlm.drafters.msd_head import MSDConfig, MSDHead
-from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.target import Context, VLMTarget
 
 LAW_WEIGHT = 0.1  # of the cross-entropy beside the SmoothL1
 MOSTLY = 0.8  # the share of pictures a ramp leads to: with none of it left, text would be forgotten

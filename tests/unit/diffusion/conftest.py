@@ -22,12 +22,12 @@ from specmm.diffusion_drafters.models.bidirectional import FullAttention
 from specmm.diffusion_drafters.models.causal import CausalPrefix
 from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
 from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig
+from specmm.hf.drafters.small_model import padded
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
 from specmm.randomness import Uniforms
 from specmm.tree import TreeShape
 from specmm.verify import Recursive, Traversal
-from specmm.vlm.drafters.model import padded
-from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.target import VLMTarget
 
 LENGTH, V, SMALL = 14, 30, 6
 SURE = 0.55  # in the middle of what AdaEDL expects of the tiny drafter

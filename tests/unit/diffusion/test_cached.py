@@ -8,12 +8,12 @@ from specmm.diffusion_drafters.drafters.block import ChainDrafter
 from specmm.diffusion_drafters.drafters.cached import CausalSource
 from specmm.diffusion_drafters.models.causal import CausalPrefix
 from specmm.drafter import Feedback
+from specmm.hf.drafters.small_model import padded
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.verify import Recursive
-from specmm.vlm.drafters.model import padded
-from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.target import VLMTarget
 
 V, K, LENGTH = 12, 3, 14
 ROWS = [[3, 4, 5, 6, 7, 3, 4, 5], [9], [8, 7, 6]]

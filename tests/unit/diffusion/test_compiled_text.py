@@ -10,16 +10,16 @@ import transformers as tf
 from specmm import methods
 from specmm.compiled import CompiledRound, compiled
 from specmm.decode import ROOM, decode, decode_plain
-from specmm.diffusion_drafters.assemble import assemble
-from specmm.diffusion_drafters.pipeline import TextPipeline, check_compiled
+from specmm.hf.drafters.small_model import padded
+from specmm.hf.drafting import assemble
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.running import Options
+from specmm.hf.static import StaticVLMTarget
+from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.vlm.drafters.model import padded
+from specmm.text.pipeline import TextPipeline, check_compiled
 from specmm.vlm.pipeline import VQAPipeline
-from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.running import Options
-from specmm.vlm.static import StaticVLMTarget
-from specmm.vlm.target import VLMTarget
 from tests.unit.diffusion.conftest import LENGTH, ROWS, SIZES, V, paired, target_model
 
 CHAIN, TREE = methods.Block(length=3), methods.Block(tree=(-1, 0, 0, 1, 1, 2))
@@ -210,5 +210,5 @@ def test_programs_are_those_of_the_drafter_at_hand():
     pipe = TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float32)
     kept = pipe._compiled(CHAIN, Options())
     assert pipe._compiled(CHAIN, Options()) is kept
-    pipe.shelf.given["block"] = copy.copy(pipe.drafter("block"))
+    pipe.drafters.given["block"] = copy.copy(pipe.drafter("block"))
     assert pipe._compiled(CHAIN, Options()) is not kept

@@ -18,16 +18,16 @@ from specmm.diffusion_drafters.drafters.specdiff import StepsDrafter
 from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig, load_dflash, save_dflash
 from specmm.diffusion_drafters.models.masked import block_logits
 from specmm.drafter import Feedback
+from specmm.hf.drafters.small_model import padded
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
+from specmm.hf.translation import Translation
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
 from specmm.tree import TreeShape
 from specmm.verify import Block as BlockVerification
 from specmm.verify import Recursive, Traversal
-from specmm.vlm.drafters.model import padded
-from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.target import VLMTarget
-from specmm.vlm.translation import Translation
 from tests.unit.diffusion.conftest import (
     BUSH,
     DRAFTERS,

@@ -8,10 +8,10 @@ import torch
 
 from specmm import zoo
 from specmm.app.models import Models
-from specmm.diffusion_drafters.loading import find_target
 from specmm.diffusion_drafters.models.dflash import load_dflash
-from specmm.diffusion_drafters.packaged import is_packaged, missing_packages, unpacked
-from specmm.diffusion_drafters.pipeline import TextPipeline
+from specmm.hf.loading import find_target
+from specmm.hf.packaged import is_packaged, missing_packages, unpacked
+from specmm.text.pipeline import TextPipeline
 from specmm.zoo import POCKET
 
 
@@ -64,5 +64,5 @@ def test_the_app_lists_only_what_is_installed(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         (tmp_path / name / "card.json").write_text("{}")
         (tmp_path / name / "package.json").write_text(json.dumps({"package": package, "file": "a.gguf"}))
-    monkeypatch.setattr("specmm.diffusion_drafters.packaged.HELPERS", ())
+    monkeypatch.setattr("specmm.hf.packaged.HELPERS", ())
     assert Models().names["text"] == ["pocket/here"]

@@ -15,10 +15,10 @@ from specmm.diffusion_drafters.train.blocks import Anchors, fading, law_loss
 from specmm.diffusion_drafters.train.diffusion import denoising_loss, hide, train_diffusion
 from specmm.diffusion_drafters.train.rows import Batch, Rows, drawn_rows, frequent
 from specmm.drafter import Feedback
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.target import VLMTarget
 
 V, MASK, L, K = 23, 22, 20, 4
 

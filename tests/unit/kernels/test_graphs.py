@@ -5,13 +5,13 @@ import transformers as tf
 
 from benchmarks.gpu import kernels
 from benchmarks.gpu.graphs import GraphTarget, VLMGraphTarget
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import Verdict
-from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.target import VLMTarget
 
 PARENTS = [[-1, 0, 0, 1], [-1, 0, 1, 1], [-1, 0, 0, 1, 1, 2]]  # two shapes of one size, and another size
 

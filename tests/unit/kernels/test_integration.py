@@ -8,6 +8,8 @@ import pytest
 import torch
 import transformers as tf
 
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
 from specmm.kernels.backend import backend
@@ -15,8 +17,6 @@ from specmm.kernels.tree_attention import interface
 from specmm.processors import Processor
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import Verdict
-from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.target import VLMTarget
 
 
 @torch.inference_mode()

@@ -12,11 +12,12 @@ from scipy.stats import chi2
 
 from specmm import methods
 from specmm.decode import decode, decode_plain
+from specmm.hf.drafters.small_model import SmallModel
+from specmm.hf.drafting import assemble
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.vlm.assemble import SmallModel, assemble
-from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.target import VLMTarget
 
 LENGTH = 12
 METHODS = {

@@ -3,14 +3,14 @@
 import torch
 
 from specmm.drafter import Feedback
+from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter, Row
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.stats import Clock
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Verdict
-from specmm.vlm.drafters.lookup import PromptLookupDrafter, Row
-from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.target import VLMTarget
 
 NONE = frozenset()
 

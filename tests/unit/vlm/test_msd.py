@@ -6,6 +6,7 @@ import torch
 from specmm.decode import decode, decode_plain
 from specmm.drafter import Feedback, Late
 from specmm.growth import Dynamic
+from specmm.hf.target import VLMPrompt, VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.shape.static import branching
@@ -14,7 +15,6 @@ from specmm.tree import DraftTree
 from specmm.verify import GreedyMatch, Recursive
 from specmm.vlm.drafters.msd import MSDDrafter
 from specmm.vlm.drafters.msd_head import MSDConfig, MSDHead
-from specmm.vlm.target import VLMPrompt, VLMTarget
 from specmm.vlm.train.msd import msd_config
 
 LENGTH = 12

@@ -6,8 +6,8 @@ from random import Random
 import pytest
 import torch
 
+from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
-from specmm.vlm.target import VLMTarget
 from specmm.vlm.train.msd import Example, msd_config, msd_loss, read_slots, shaking, train_msd, visual_share
 
 

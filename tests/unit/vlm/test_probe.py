@@ -5,10 +5,10 @@ import torch
 import transformers as tf
 
 import specmm
+from specmm.hf.after_head import AfterHead, after_head
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
-from specmm.vlm.after_head import AfterHead, after_head
-from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.target import VLMTarget
 
 SIZES = dict(vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
 SHORT = dict(max_position_embeddings=64, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)

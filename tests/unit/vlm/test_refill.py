@@ -6,6 +6,9 @@ import torch
 from specmm.decode import decode, decode_plain
 from specmm.drafter import NoDrafts
 from specmm.growth import Dynamic
+from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
+from specmm.hf.running import Asked
+from specmm.hf.target import VLMPrompt, VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.refill import Queue
@@ -13,11 +16,8 @@ from specmm.shape.static import branching
 from specmm.steady import steady
 from specmm.stopping import EndTokens
 from specmm.verify import Recursive
-from specmm.vlm.drafters.lookup import PromptLookupDrafter
 from specmm.vlm.drafters.msd import MSDDrafter
 from specmm.vlm.drafters.msd_head import MSDHead
-from specmm.vlm.running import Asked
-from specmm.vlm.target import VLMPrompt, VLMTarget
 from specmm.vlm.train.msd import msd_config
 
 LENGTH = 12

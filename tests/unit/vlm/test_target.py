@@ -5,12 +5,13 @@ import torch
 
 from specmm import methods
 from specmm.decode import decode, decode_plain
+from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
+from specmm.hf.drafters.small_model import SmallModel
+from specmm.hf.drafting import assemble
+from specmm.hf.target import VLMPrompt, VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.verify import Recursive
-from specmm.vlm.assemble import SmallModel, assemble
-from specmm.vlm.drafters.lookup import PromptLookupDrafter
-from specmm.vlm.target import VLMPrompt, VLMTarget
 
 LENGTH = 14
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specmm.vlm.translation import Translation
+from specmm.hf.translation import Translation
 
 
 class Words:

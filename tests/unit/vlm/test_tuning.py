@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from specmm import methods
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.vlm.drafters.msd_files import load_msd, save_msd
 from specmm.vlm.drafters.msd_head import MSDHead
-from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.target import VLMTarget
 from specmm.vlm.train.msd import msd_config
 from specmm.vlm.tuning import choose_method, measure_acceptance
 
@@ -45,20 +45,20 @@ def test_acceptance_survives_the_disk(target, head, tmp_path):
 
 def test_hopeless_or_unknown_acceptance_means_plain_decoding(target, head, prompt):
     head.acceptance = {}
-    assert choose_method(target, head, prompt, {}) == methods.AR()
+    assert choose_method(target, head, prompt, {}, methods.MSD()) == methods.AR()
     head.acceptance = {1.0: ((0.001,), (0.001,))}
     plans = {}
-    assert choose_method(target, head, prompt, plans) == methods.AR()
-    assert choose_method(target, head, prompt, plans) == methods.AR() and len(plans) == 1, "planned once"
+    assert choose_method(target, head, prompt, plans, methods.MSD()) == methods.AR()
+    assert choose_method(target, head, prompt, plans, methods.MSD()) == methods.AR() and len(plans) == 1, "planned once"
 
 
 def test_certain_drafts_are_taken_from_a_deep_target(zoo, prompt):
     deep = VLMTarget(zoo.of_depth(16).model("llava"), Processor(0.0))
     made = MSDHead(msd_config(deep)).eval()
     made.acceptance = {0.0: ((0.99,),) * 4, 1.0: ((0.001,),) * 4}
-    chosen = choose_method(deep, made, prompt, {})
+    chosen = choose_method(deep, made, prompt, {}, methods.MSD())
     assert isinstance(chosen, methods.MSD) and chosen.sampled, "four sure tokens a round against sixteen layers a token"
     full = VLMPrompt({"input_ids": torch.ones(1, 250, dtype=torch.int64)}, 5)
     plans = {}
-    assert choose_method(deep, made, full, plans) == methods.AR()
+    assert choose_method(deep, made, full, plans, methods.MSD()) == methods.AR()
     assert "no room to measure" in next(iter(plans.values())).reason

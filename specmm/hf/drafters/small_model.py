@@ -8,22 +8,55 @@ Shape letters: B batch, n nodes of a level, L prompt positions, C the drafter's 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from specmm.drafter import Feedback
+from specmm import methods
+from specmm.drafter import Feedback, Late
 from specmm.growth import Dynamic, Growth
+from specmm.hf import pretrained
+from specmm.hf.loading import own_tokenizer
+from specmm.hf.parts import Assembly, static_shape, translated
+from specmm.hf.prompt import VLMPrompt, on_device
+from specmm.hf.target import VLMTarget
+from specmm.hf.translation import Translation
+from specmm.layout import lay_weights
 from specmm.processors import Processor
 from specmm.randomness import Dice
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
-from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.target import VLMTarget
-from specmm.vlm.translation import Translation
+from specmm.verify import Recursive
 
 Inputs = Callable[[VLMPrompt], dict[str, Any]]
+ENCODED = "mm_encoder_outputs"  # generate's own reading of the pictures, handed to a custom_generate
+
+
+@dataclass
+class SmallModel:
+    """A transformers ``model`` that drafts, and its own ``processor`` (a text model's tokenizer)."""
+
+    model: Any
+    processor: Any = None
+
+    @property
+    def vocabulary(self) -> int:
+        """Its tokens, padding included."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+    @classmethod
+    def of(cls, drafter: Any) -> SmallModel:
+        """``drafter``, or a bare model with what goes with it; ``ValueError`` for anything else."""
+        if isinstance(drafter, cls):
+            return drafter
+        if not isinstance(drafter, torch.nn.Module):
+            given = type(drafter).__name__
+            raise ValueError(f"drafter must be a transformers model, got {given}; load one and give it")
+        return cls(drafter)
 
 
 class ModelDrafter:
@@ -90,3 +123,52 @@ def padded(rows: list[list[int]], device: torch.device) -> dict[str, Any]:
     ids = [row + [0] * (width - len(row)) for row in rows]
     mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
     return {"input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(mask, device=device)}
+
+
+def load_language_model(folder: Path, target: Any, method: str) -> SmallModel:
+    """The language model in ``folder``, in the dtype and on the device of the ``target`` model."""
+    model = pretrained.load_model(AutoModelForCausalLM, folder, dtype=target.dtype)
+    return SmallModel(lay_weights(model.to(target.device).eval()), own_tokenizer(folder))
+
+
+def make_blind(method: methods.TextDraft, target: VLMTarget, drafter: Any, tokenizer: Any) -> Assembly:
+    """The parts of method ``text-draft``: a language model, which sees no picture.
+
+    With a tokenizer that is not the target's it is shown text, and its drafts are translated. It
+    begins late, as every drafter that must read the prompt: many answers are one word.
+    """
+    small, shape = SmallModel.of(drafter), static_shape(method.tree, target.device)
+    images, own = target.image_tokens, small.processor
+    translation = translated(own, tokenizer, target, small.vocabulary)
+
+    def read(prompt: VLMPrompt) -> dict[str, Any]:
+        if translation is None or not translation.foreign:
+            return text_only(prompt, images)
+        rows = [[t for t in row if t not in images] for row in prompt.rows()]
+        texts = [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+        return padded([own.encode(text) or [0] for text in texts], prompt.input_ids.device)
+
+    return Assembly(Late(ModelDrafter(small.model, target, shape, read, translation)), Recursive())
+
+
+def make_seeing(method: methods.VLMDraft, target: VLMTarget, drafter: Any, tokenizer: Any) -> Assembly:
+    """The parts of method ``vlm-draft``: a small vision-language model.
+
+    It is shown pictures and question by its own processor, or the target's inputs.
+    """
+    small, shape = SmallModel.of(drafter), static_shape(method.tree, target.device)
+    own = small.processor
+
+    def read(prompt: VLMPrompt) -> dict[str, Any]:
+        if own is None or prompt.source is None:
+            if ENCODED in prompt.inputs:
+                raise ValueError(
+                    "method 'vlm-draft' needs the pictures, got the target's own reading of them: "
+                    "generate encodes them before it calls us; use VQAPipeline, or msd or "
+                    "text-draft here"
+                )
+            return prompt.inputs
+        return on_device(prompt.source.inputs(own), prompt.input_ids.device)
+
+    translation = translated(getattr(own, "tokenizer", None), tokenizer, target, small.vocabulary)
+    return Assembly(Late(ModelDrafter(small.model, target, shape, read, translation)), Recursive())

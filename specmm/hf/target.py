@@ -18,6 +18,10 @@ import torch
 from torch import Tensor
 
 from specmm.cache import Cache, CacheSize
+from specmm.hf.cache_slots import as_transformers
+from specmm.hf.families import Family
+from specmm.hf.probe import check_model
+from specmm.hf.prompt import VLMPrompt as VLMPrompt
 from specmm.history import History
 from specmm.kernels.tree_attention import Mask, TreeMask
 from specmm.kernels.tree_attention.interface import PLACEHOLDER
@@ -25,10 +29,6 @@ from specmm.processors import Processor, check_finite
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
 from specmm.verify.rule import Verdict
-from specmm.vlm.families import Family
-from specmm.vlm.probe import check_model
-from specmm.vlm.prompt import VLMPrompt as VLMPrompt
-from specmm.vlm.slots import as_transformers
 
 
 class Laws(Protocol):

@@ -17,11 +17,11 @@ from torch import Tensor
 from specmm.cache import StaticMemory
 from specmm.compiled import EndsLater, compiled
 from specmm.decode import room
+from specmm.hf.cache_slots import with_memories
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import Laws, VLMTarget
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
-from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.slots import with_memories
-from specmm.vlm.target import Laws, VLMTarget
 
 
 class StaticVLMTarget(EndsLater, VLMTarget):

@@ -7,27 +7,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from specmm import methods
+from specmm.autotune import Plan
 from specmm.certificate import Certificate, of_rule
 from specmm.decode import Play, Progress, decode, decode_plain, one_round
 from specmm.drafter import Drafter, Late, NoDrafts
+from specmm.hf.drafting import Drafters, choose, said_by
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.streaming import StopStrings, gains, stop_texts
+from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
 from specmm.refill import AdmittingDrafter, Queue
 from specmm.registry import unknown
 from specmm.stopping import EndTokens, all_of
 from specmm.verify import Recursive, Rule
-from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.streaming import StopStrings, gains, stop_texts
-from specmm.vlm.target import VLMTarget
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Options:
     ``seed`` or ``generator`` (one for all, or one a row) make sampling repeatable. ``method`` None is the pipeline's.
     ``chat`` puts what is asked into the model's chat template; off, it is a raw prompt. An answer ends in front of the
     first of the texts ``stop``. With ``batch_size`` so many rows are answered at a time, and one that ends takes up
-    the next (the methods that ``flows`` names); 0 answers all at once. ``compiled`` runs steps and rounds of text as
+    the next, by methods that can refill; 0 answers all at once. ``compiled`` runs steps and rounds of text as
     programs of ``torch.compile``, which are made at the first call of a method, batch and length.
     """
 
@@ -87,18 +88,11 @@ class Options:
         return sample_generators(seeded or self.generator, count, device)
 
 
-FLOWING = (methods.AR, methods.PromptLookup, methods.MSD, methods.Block, methods.DEER)
-
-
-def flows(method: Any) -> bool:
-    """Whether rows that end may take up the next question while others go on."""
-    return isinstance(method, FLOWING)
-
-
-def check_flow(method: Any, batch_size: int) -> None:
+def check_refill(method: Any, batch_size: int) -> None:
     """Raise ``ValueError`` for a ``batch_size`` with a method whose rows cannot take up others."""
-    if batch_size and not flows(method):
-        others = ", ".join(kind.name for kind in FLOWING)
+    if batch_size and not method.can_refill:
+        kinds = [methods.make(methods.GENERATE, name) for name in methods.GENERATE]
+        others = ", ".join(kind.name for kind in kinds if kind.can_refill)
         raise ValueError(
             f"batch_size must be 0 for method {method.name!r}, which answers all at once; or use one of {others}"
         )
@@ -234,49 +228,18 @@ def committed(progress: Progress) -> list[Tensor]:
     return [ids[:n].clone() for ids, n in zip(progress.tokens, progress.counts.tolist(), strict=True)]
 
 
-@dataclass
-class Shelf:
-    """The drafters of a model, by method: those ``given``, others loaded at first use from ``folder``/drafters.
-
-    ``places`` names each method's folder there, ``load`` reads it; ``name`` is the model's, for messages. Where a
-    folder is missing, that of ``instead`` serves.
-    """
-
-    folder: Path | None
-    name: str
-    places: Mapping[str, str]
-    load: Callable[[str, Path], Any]
-    given: dict[str, Any]
-    instead: Mapping[str, str] = field(default_factory=dict)
-
-    def get(self, kind: str) -> Any:
-        """What method ``kind`` drafts with; None where it needs nothing. Raises ``ValueError`` where it is missing."""
-        if kind in self.places and kind not in self.given:
-            folder = self._folder(kind)
-            if folder is None:
-                raise ValueError(
-                    f"method {kind!r} needs a drafter and {self.name} has none in drafters/{self.places[kind]}; "
-                    "give one with from_pretrained(…, drafter=…) or use prompt-lookup or ar"
-                )
-            self.given[kind] = self.load(kind, folder)
-        return self.given.get(kind)
-
-    def has(self, kind: str) -> bool:
-        """Whether method ``kind`` finds what it drafts with."""
-        return kind not in self.places or kind in self.given or self._folder(kind) is not None
-
-    def _folder(self, kind: str) -> Path | None:
-        places = [self.places[kind], *([self.instead[kind]] if kind in self.instead else [])]
-        folders = [] if self.folder is None else [self.folder / "drafters" / place for place in places]
-        return next((folder for folder in folders if folder.is_dir()), None)
-
-
 class Pipeline:
-    """What pipelines of questions and of text share: ``model``, ``tokenizer`` and the ``shelf`` of its drafters."""
+    """What pipelines of questions and of text share.
+
+    ``model``, ``tokenizer``, the ``drafters`` beside it, the ``plans`` made for method ``auto`` by
+    what they depend on; ``planned``: the methods that ``auto`` chooses among, the best first.
+    """
 
     model: Any
     tokenizer: Any
-    shelf: Shelf
+    drafters: Drafters
+    plans: dict[Any, Plan]
+    planned: ClassVar[tuple[str, ...]]
 
     def text(self, ids: Tensor | list[int]) -> str:
         """The text of ``ids``, without a character whose bytes have not all come."""
@@ -284,7 +247,28 @@ class Pipeline:
 
     def drafter(self, kind: str) -> Any:
         """What method ``kind`` drafts with, loaded from beside the model at first use; None where it needs nothing."""
-        return self.shelf.get(kind)
+        return self.drafters.get(kind)
+
+    @classmethod
+    def drafter_kind(cls, method: Any, drafter: Any = None) -> str:
+        """The method whose ``drafter`` (a loaded one or a folder) ``method`` uses."""
+        if method.name != methods.Auto.name:
+            return str(method.name)
+        kind = said_by(drafter)
+        return kind if kind in cls.planned else cls.planned[0]
+
+    def chosen(self, method: Any, target: VLMTarget, prompt: VLMPrompt) -> tuple[Any, str]:
+        """What runs for ``method``, and its name: ``auto`` plans for the best drafter there is."""
+        if method.name != methods.Auto.name:
+            return method, method.name
+        kinds = sorted(self.planned, key=lambda kind: kind not in self.drafters.given)
+        kind = next((kind for kind in kinds if self.drafters.has(kind)), None)
+        if kind is None:
+            lacking = " or ".join(self.planned)
+            return methods.AR(), f"auto: {methods.AR()}, for there is no {lacking} drafter"
+        asked = methods.make(methods.GENERATE, kind)
+        found = choose(target, self.drafter(kind), prompt, self.plans, asked)
+        return found, f"auto: {found}"
 
     def ends(self) -> list[int]:
         """The model's end tokens."""

@@ -8,15 +8,19 @@ Shape letters: B batch, N nodes.
 from __future__ import annotations
 
 from itertools import cycle, islice
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from specmm import methods
 from specmm.drafter import Feedback
+from specmm.hf.parts import Assembly
+from specmm.hf.target import VLMTarget
 from specmm.randomness import Dice
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
-from specmm.vlm.target import VLMTarget
+from specmm.verify import Recursive
 
 
 class Row:
@@ -120,3 +124,8 @@ class PromptLookupDrafter:
             tokens = torch.tensor(padded, device=feedback.token.device)
         tokens[:, 0] = feedback.token  # a finished row's log stands still
         return DraftTree(tokens, self.shapes[longest], drafted=drafted)
+
+
+def make(method: methods.PromptLookup, target: VLMTarget, drafter: Any, tokenizer: Any) -> Assembly:
+    """The parts of method ``prompt-lookup``."""
+    return Assembly(PromptLookupDrafter(target, method.ngram, method.length), Recursive())

@@ -18,23 +18,20 @@ from specmm.autotune import Plan
 from specmm.certificate import Certificate
 from specmm.compiled import CompiledRound, prepare_compiler
 from specmm.decode import Progress
-from specmm.diffusion_drafters.assemble import assemble
-from specmm.diffusion_drafters.loading import PLACES, find_target, load_drafter, load_target
-from specmm.diffusion_drafters.models.causal import CausalPrefix, is_deer
-from specmm.diffusion_drafters.tuning import choose_method
 from specmm.dtypes import choose_dtype
+from specmm.hf.drafters.small_model import padded
+from specmm.hf.drafting import Drafters, assemble, load_drafter
+from specmm.hf.loading import find, find_target, load_target
+from specmm.hf.parts import Assembly
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.running import Asked, Options, Pipeline, Run, Said, check_refill
+from specmm.hf.static import StaticVLMTarget
+from specmm.hf.streaming import ending
+from specmm.hf.target import VLMTarget
 from specmm.layout import lay_weights
 from specmm.processors import Processor
 from specmm.stats import Stats
 from specmm.turns import in_its_turn, turns_of
-from specmm.vlm.assemble import Assembly
-from specmm.vlm.drafters.model import padded
-from specmm.vlm.loading import find
-from specmm.vlm.prompt import VLMPrompt
-from specmm.vlm.running import Asked, Options, Pipeline, Run, Said, Shelf, check_flow
-from specmm.vlm.static import StaticVLMTarget
-from specmm.vlm.streaming import ending
-from specmm.vlm.target import VLMTarget
 
 
 @dataclass
@@ -79,6 +76,8 @@ class TextPipeline(Pipeline):
     >>> pipe("def add(a, b):", max_new_tokens=64).texts
     """
 
+    planned = ("block", "deer")  # on the target's states; reading the text
+
     def __init__(
         self,
         model: Any,
@@ -90,9 +89,9 @@ class TextPipeline(Pipeline):
     ) -> None:
         self.model, self.tokenizer, self.name = model.eval(), tokenizer, name
         self.method: methods.TextMethod = methods.make(methods.TEXT, method)
-        given = {} if drafter is None else {drafter_kind(self.method, drafter): drafter}
-        self.shelf = Shelf(folder, name, PLACES, lambda kind, place: load_drafter(kind, place, model), given)
-        self.plans: dict[Any, Plan] = {}  # of method auto, by what they depend on
+        given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
+        self.drafters = Drafters(folder, name, model, given)
+        self.plans: dict[Any, Plan] = {}
         self.made: dict[tuple[methods.TextMethod, Processor], Compiled] = {}
 
     @classmethod
@@ -115,14 +114,14 @@ class TextPipeline(Pipeline):
         lay_weights(model)
         if isinstance(drafter, str | Path):
             place = find(drafter)
-            drafter = load_drafter(drafter_kind(resolved, place), place, model)
+            drafter = load_drafter(cls.drafter_kind(resolved, place), place, model)
         return cls(model, tokenizer, resolved, drafter, folder, str(name))
 
     @in_its_turn(lambda pipe: pipe.model)
     def __call__(self, prompts: str | Sequence[str], streamer: Any = None, **options: Any) -> TextOutput:
         """Continue one prompt or a batch of them, whatever their lengths.
 
-        ``options`` are those of :class:`specmm.vlm.running.Options`; ``chat`` is off unless given. A text depends on
+        ``options`` are those of :class:`specmm.hf.running.Options`; ``chat`` is off unless given. A text depends on
         its own random stream, not on the batch, but for auto's plan and, where dice are thrown, blocks cut by ``sure``.
         ``streamer`` is told a single text's ids, as transformers' are, but not the prompt's: leave its ``skip_prompt``
         off. Raises ``ValueError`` for prompts, options and methods that do not fit.
@@ -161,33 +160,20 @@ class TextPipeline(Pipeline):
         said = [{"role": "user", "content": question}]
         return str(self.tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False))
 
-    def _best_kind(self) -> methods.DEER | methods.Block | None:
-        """What method auto plans with: the drafter on the target's states, or the one that reads the text.
-
-        None where there is neither.
-        """
-        kinds: list[methods.DEER | methods.Block] = [methods.Block(), methods.DEER()]
-        kinds.sort(key=lambda kind: kind.name not in self.shelf.given)  # what was given comes first
-        return next((kind for kind in kinds if self.shelf.has(kind.name)), None)
-
     def _start(self, prompts: str | Sequence[str], options: Options) -> tuple[Run, Any]:
         """Prepare a batch; nothing runs before the first round is asked for. The drafter, if any, comes with it."""
         method = self.method if options.method is None else methods.make(methods.TEXT, options.method)
         target = VLMTarget(self.model, options.processor, self.name)
-        check_flow(method, options.batch_size)
+        check_refill(method, options.batch_size)
         ids = self.encode(prompts, options.chat)
         room, cpu = options.max_new_tokens, torch.device("cpu")
         asked = Asked(lambda some: VLMPrompt(padded(ids[some], cpu), room), len(ids), options.batch_size)
-        prompt, name = asked.first(target), method.name
-        if isinstance(method, methods.Auto):
-            kind, method = self._best_kind(), methods.AR()
-            if kind is not None:
-                method = choose_method(target, self.drafter(kind.name), prompt, self.plans, kind)
-            name = f"auto: {method}" + ("" if kind else ", for there is no block or deer drafter")
+        prompt = asked.first(target)
+        method, name = self.chosen(method, target, prompt)
         if options.compiled and not (made := self._compiled(method, options)).busy:
             run = self._run(name, made.target, prompt, options, made.parts, asked, made.play)
             return replace(run, steps=made.alone(run.steps)), None
-        if isinstance(method, methods.AR):
+        if not method.drafts:
             return self._run(name, target, prompt, options, None, asked), None
         parts = assemble(method, target, self.drafter(method.name), self.tokenizer)
         return self._run(name, target, prompt, options, parts, asked), parts.drafter
@@ -196,7 +182,7 @@ class TextPipeline(Pipeline):
         """What plays ``method``'s compiled rounds; calls with the same options share it."""
         check_compiled(method, options)
         prepare_compiler(self.model.device)
-        plain, key = isinstance(method, methods.AR), (method, options.processor)
+        plain, key = not method.drafts, (method, options.processor)
         drafter, made = None if plain else self.drafter(method.name), self.made.get(key)
         if made is None or made.target.model is not self.model or made.drafter is not drafter:
             target = StaticVLMTarget(self.model, options.processor, self.name)
@@ -207,20 +193,9 @@ class TextPipeline(Pipeline):
 
 def check_compiled(method: methods.TextMethod, options: Options) -> None:
     """Raise ``ValueError`` for what compiled rounds do not serve."""
-    fixed = isinstance(method, methods.Block) and not (method.sure or method.recall)
-    if isinstance(method, methods.Block) and isinstance(method.tree, int):
-        fixed = fixed and not method.tree
-    if not (fixed or isinstance(method, methods.AR)):
+    if not method.static_shapes:
         raise ValueError(
             f"compiled=True needs ar or a block drafter's chains or fixed trees (rounds all alike), got {method}"
         )
     if options.stops or options.batch_size:
         raise ValueError("compiled=True looks for end tokens only and answers all at once: give no stop or batch_size")
-
-
-def drafter_kind(method: methods.TextMethod, drafter: Any) -> str:
-    """The method whose ``drafter`` (or the folder of one) ``method`` uses: auto takes a block drafter or a DEER one."""
-    if not isinstance(method, methods.Auto):
-        return method.name
-    deer = is_deer(drafter) if isinstance(drafter, Path) else isinstance(drafter, CausalPrefix)
-    return methods.DEER.name if deer else methods.Block.name

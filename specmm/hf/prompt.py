@@ -10,15 +10,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from specmm.vlm.asking import Questions
-
 PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 POSITIONS = "position_ids"  # of M-RoPE [3 or 4, B, L], the last three rows count
+
+
+class Source(Protocol):
+    """What was asked, which another processor can read as well."""
+
+    def inputs(self, processor: Any) -> dict[str, Any]:
+        """What ``processor`` makes of it: ``input_ids`` [B, L] and the rest, as tensors."""
+        ...
 
 
 @dataclass
@@ -29,7 +35,7 @@ class VLMPrompt:
 
     inputs: dict[str, Any]
     max_new_tokens: int
-    source: Questions | None = None  # what was asked, for drafters that read it with a processor of their own
+    source: Source | None = None  # for drafters with a processor of their own
     longest: int = 0  # tokens of the longest prompt that a row may begin anew with
 
     def __post_init__(self) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specmm.hf.after_head import AfterHead, after_head
+from specmm.hf.prompt import POSITIONS, VLMPrompt
 from specmm.kernels.tree_attention.interface import NAME as TREES
 from specmm.layout import lay_weights
 from specmm.registry import unknown
-from specmm.vlm.after_head import AfterHead, after_head
-from specmm.vlm.prompt import POSITIONS, VLMPrompt
 
 GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")  # what M-RoPE counts pictures and videos by
 LAYERS = ("layers", "h")  # what decoders call their layers

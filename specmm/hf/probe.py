@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from specmm.vlm.after_head import forward, plain_tokens
+from specmm.hf.after_head import forward, plain_tokens
 
 PATHS = ((0,), (0, 1), (0, 2), (0, 1, 3))  # from the root of the tree to each of its nodes
 PARENTS = (-1, 0, 0, 1)
@@ -81,10 +81,10 @@ def _own(model: Any, tokens: Tensor) -> Tensor:
 @torch.inference_mode()
 def _ours(model: Any, tokens: Tensor) -> Tensor:
     """The same by one pass over the tree."""
+    from specmm.hf.prompt import VLMPrompt
+    from specmm.hf.target import VLMTarget
     from specmm.processors import Processor
     from specmm.tree import DraftTree, TreeShape
-    from specmm.vlm.prompt import VLMPrompt
-    from specmm.vlm.target import VLMTarget
 
     target = VLMTarget(model, Processor(1.0), "probe", checked=True)
     target.prefill(VLMPrompt({"input_ids": tokens[None, :PROMPT].to(model.device)}, 1), len(PARENTS))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,16 +28,15 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.decode import Progress, decode, decode_plain
+from specmm.hf.drafting import assemble, choose, planned_by
+from specmm.hf.prompt import POSITIONS, VLMPrompt
+from specmm.hf.streaming import ending, gains, stop_texts
+from specmm.hf.target import VLMTarget
 from specmm.history import History
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
 from specmm.tree import DraftTree
 from specmm.turns import in_its_turn
-from specmm.vlm import tuning as pictures
-from specmm.vlm.drafters.msd_head import MSDHead
-from specmm.vlm.prompt import POSITIONS, VLMPrompt
-from specmm.vlm.streaming import ending, gains, stop_texts
-from specmm.vlm.target import VLMTarget
 
 NOT_INPUTS = {"past_key_values", "logits_to_keep", "use_cache", "cache_position"}
 NOT_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -84,10 +82,8 @@ def custom_generate(
     for ``inputs_embeds``, for dictionaries with scores, logits, attentions or hidden states, for ``stop`` without a
     tokenizer, and for auto with another drafter or none.
     """
-    from specmm.diffusion_drafters.assemble import assemble  # it knows this package's methods, too
-
     asked, plans = methods.make(methods.GENERATE, method), dict[Any, Plan]()
-    choose = planner_of(drafter) if isinstance(asked, methods.Auto) else None
+    planned = planned_by(drafter) if asked.name == methods.Auto.name else None
     ends = _stop_criteria(stop, tokenizer)
 
     @in_its_turn(lambda model: model)
@@ -127,10 +123,10 @@ def custom_generate(
         uniforms = Uniforms(sample_generators(generator, len(input_ids), target.device))
         criteria = Criteria(StoppingCriteriaList([*stopping_criteria, *ends]), input_ids)
         chosen = asked
-        if choose is not None:  # measured without the processors, which may remember what they are asked
+        if planned is not None:  # measured without the processors, which may remember what they are asked
             plain = VLMTarget(model, Processor(float(bool(generation_config.do_sample))))
-            chosen = choose(plain, drafter, prompt, plans)
-        if isinstance(chosen, methods.AR):
+            chosen = choose(plain, drafter, prompt, plans, planned)
+        if not chosen.drafts:
             steps = decode_plain(target, prompt, length, uniforms, stop=criteria)
         else:
             parts = assemble(chosen, target, drafter, tokenizer)
@@ -182,21 +178,6 @@ def _check(config: GenerationConfig, assistant: Any, inputs: dict[str, Any]) -> 
             f"{asked[0]} must be off, got {getattr(config, asked[0])}: rounds score trees, so there is not one forward "
             "a token to return; leave it out, or score the sequences with one forward of the model"
         )
-
-
-def planner_of(drafter: Any) -> Callable[[VLMTarget, Any, VLMPrompt, dict[Any, Plan]], Any]:
-    """What chooses the method for ``drafter``; raises ``ValueError`` for one that nothing plans with."""
-    from specmm.diffusion_drafters import tuning as text
-    from specmm.diffusion_drafters.models.causal import CausalPrefix
-    from specmm.diffusion_drafters.models.dflash import DFlash
-
-    if isinstance(drafter, MSDHead):
-        return pictures.choose_method
-    kinds: dict[type, methods.DEER | methods.Block] = {CausalPrefix: methods.DEER(), DFlash: methods.Block()}
-    if type(drafter) not in kinds:
-        given = "none" if drafter is None else f"a {type(drafter).__name__}"
-        raise ValueError(f"method 'auto' plans for an MSD, DEER or block drafter, got {given}; name another method")
-    return partial(text.choose_method, kind=kinds[type(drafter)])
 
 
 class PathProcessor:

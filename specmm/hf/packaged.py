@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from specmm import pretrained
 from specmm.checkpoints import read_json
+from specmm.hf import pretrained
 from specmm.zoo import PACKAGE
 
 HELPERS = ("gguf", "accelerate")  # that transformers unpacks with

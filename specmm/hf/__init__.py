@@ -1,0 +1,1 @@
+"""Transformers models as targets, whatever they read: their caches, positions, drafters, runs."""

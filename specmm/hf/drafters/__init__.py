@@ -1,0 +1,1 @@
+"""Drafters of any transformers target: prompt lookup and small models."""

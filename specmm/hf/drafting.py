@@ -1,0 +1,158 @@
+"""The drafters of transformers' targets: what makes each, reads it from a folder, and plans for it.
+
+Functions are named, not imported: a drafter's package is imported when it is asked for, and knows
+nothing of the others. A new drafter is one entry here and its options in ``specmm/methods.py``.
+
+Shape letters: none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specmm import methods
+from specmm.autotune import Plan
+from specmm.checkpoints import read_json
+from specmm.hf.parts import Assembly
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
+from specmm.registry import named
+
+VLM, BLOCKS, SMALL = "specmm.vlm", "specmm.diffusion_drafters", "specmm.hf.drafters.small_model"
+
+
+@dataclass(frozen=True)
+class DrafterKind:
+    """What the drafter of one method takes, functions as ``"module:name"``.
+
+    ``make(method, target, drafter, tokenizer)`` gives drafter and rule, ``load(folder, target
+    model, method)`` what it drafts with. A model's own lies in its folder ``drafters/place``, or
+    ``instead``. ``plan(target, drafter, prompt, plans, method)`` is method ``auto`` for it, and
+    ``model_type`` what its config says where that tells it apart.
+    """
+
+    make: str
+    load: str = ""
+    place: str = ""
+    instead: str = ""
+    plan: str = ""
+    model_type: str = ""
+
+
+KINDS: Mapping[str, DrafterKind] = {
+    "prompt-lookup": DrafterKind("specmm.hf.drafters.prompt_lookup:make"),
+    "text-draft": DrafterKind(f"{SMALL}:make_blind", f"{SMALL}:load_language_model", "text"),
+    # a small model that Speculative Verdict hears may draft, too
+    "vlm-draft": DrafterKind(f"{SMALL}:make_seeing", f"{VLM}.loading:load_small", "vlm", "experts/1"),
+    "msd": DrafterKind(
+        f"{VLM}.drafters.msd:make",
+        f"{VLM}.drafters.msd_files:load_for",
+        "msd",
+        plan=f"{VLM}.tuning:choose_method",
+    ),
+    "verdict": DrafterKind("", f"{VLM}.verdict:load_experts", "experts"),
+    "diffuspec": DrafterKind(f"{BLOCKS}.assemble:make_diffuspec", f"{BLOCKS}.loading:load_diffusion", "diffusion"),
+    "specdiff": DrafterKind(f"{BLOCKS}.assemble:make_specdiff", f"{BLOCKS}.loading:load_diffusion", "diffusion"),
+    "deer": DrafterKind(
+        f"{BLOCKS}.assemble:make_block",
+        f"{BLOCKS}.loading:load_deer_or_diffusion",
+        "deer",
+        plan=f"{BLOCKS}.tuning:choose_method",
+        model_type="deer",
+    ),
+    "block": DrafterKind(
+        f"{BLOCKS}.assemble:make_block",
+        f"{BLOCKS}.loading:load_block",
+        "block",
+        plan=f"{BLOCKS}.tuning:choose_method",
+    ),
+}
+
+
+def assemble(method: Any, target: VLMTarget, drafter: Any = None, tokenizer: Any = None) -> Assembly:
+    """The parts of a speculative ``method``.
+
+    ``drafter`` is what it drafts with, ``tokenizer`` the target's. Raises ``ValueError`` for a
+    method that drafts nothing and for a drafter that does not fit.
+    """
+    kind = KINDS.get(method.name)
+    if kind is None or not kind.make:
+        raise ValueError(f"method {method.name!r} drafts nothing")
+    made: Assembly = named(kind.make)(method, target, drafter, tokenizer)
+    return made
+
+
+def load_drafter(method: str, folder: Path, target: Any) -> Any:
+    """What ``method`` drafts with for the ``target`` model, from its ``folder``."""
+    return named(KINDS[method].load)(folder, target, method)
+
+
+def choose(target: VLMTarget, drafter: Any, prompt: VLMPrompt, plans: dict[Any, Plan], method: Any) -> Any:
+    """``method`` as it should be fastest here, or plain decoding; ``plans`` keeps the plans made."""
+    return named(KINDS[method.name].plan)(target, drafter, prompt, plans, method)
+
+
+def said_by(drafter: Any) -> str:
+    """The method that a ``drafter`` is for, a loaded one or its folder; empty where neither says."""
+    if isinstance(drafter, Path):
+        types = {kind.model_type: name for name, kind in KINDS.items() if kind.model_type}
+        return types.get(str(read_json(drafter / "config.json").get("model_type")), "")
+    return str(getattr(drafter, "method", ""))
+
+
+def planned_by(drafter: Any) -> Any:
+    """The method that ``auto`` plans for a loaded ``drafter``.
+
+    Raises ``ValueError`` for one that nothing plans with.
+    """
+    name = said_by(drafter)
+    if name not in KINDS or not KINDS[name].plan:
+        given = "none" if drafter is None else f"a {type(drafter).__name__}"
+        raise ValueError(f"method 'auto' plans for an MSD, DEER or block drafter, got {given}; name another method")
+    return methods.make(methods.GENERATE, name)
+
+
+@dataclass
+class Drafters:
+    """The drafters of a model by method: those ``given``, others read at first use.
+
+    ``folder`` is the model's, ``name`` what messages call it, ``target`` its model.
+    """
+
+    folder: Path | None
+    name: str
+    target: Any
+    given: dict[str, Any]
+
+    def get(self, method: str) -> Any:
+        """What ``method`` drafts with; None where it needs nothing.
+
+        Raises ``ValueError`` where it is missing.
+        """
+        place = KINDS[method].place if method in KINDS else ""
+        if place and method not in self.given:
+            folder = self._folder(method)
+            if folder is None:
+                raise ValueError(
+                    f"method {method!r} needs a drafter and {self.name} has none in "
+                    f"drafters/{place}; give one with from_pretrained(…, drafter=…) or use "
+                    "prompt-lookup or ar"
+                )
+            self.given[method] = load_drafter(method, folder, self.target)
+        return self.given.get(method)
+
+    def has(self, method: str) -> bool:
+        """Whether ``method`` finds what it drafts with."""
+        kind = KINDS.get(method)
+        needs = kind is not None and bool(kind.place)
+        return not needs or method in self.given or self._folder(method) is not None
+
+    def _folder(self, method: str) -> Path | None:
+        if self.folder is None:
+            return None
+        kind = KINDS[method]
+        folders = [self.folder / "drafters" / place for place in (kind.place, kind.instead) if place]
+        return next((folder for folder in folders if folder.is_dir()), None)

@@ -1,0 +1,1 @@
+"""Text continued by causal language models."""
