@@ -21,11 +21,12 @@ from specmm.diffusion_drafters.drafters.specdiff import StepsDrafter
 from specmm.diffusion_drafters.models.bidirectional import FullAttention
 from specmm.diffusion_drafters.models.causal import CausalPrefix
 from specmm.diffusion_drafters.models.dflash import DFlash
-from specmm.hf.parts import Assembly, static_shape, translated
+from specmm.hf.parts import Assembly, Verification, translated
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import PADDING
+from specmm.shape.names import static_tree
 from specmm.verify import Block as BlockVerification
-from specmm.verify import PointMass, Recursive, Rule, Traversal
+from specmm.verify import PointMass, Recursive, Rule
 
 LENGTH = 12  # drafts a round of a diffusion model, which has no block of its own
 
@@ -130,5 +131,6 @@ def _block(method: methods.DEER | methods.Block, source: BlockSource, target: VL
         return Assembly(TreeDrafter(source, target, tree, length), Recursive())
     if method.length:
         raise ValueError(f"a tree of fixed shape has a depth of its own, got {tree} and length {method.length}")
-    drawn = DrawnTreeDrafter(source, target, static_shape(tree, target.device))
-    return Assembly(drawn, Recursive() if target.processor.greedy else Traversal())
+    verification = Verification.of(method.rule or "traversal", target)
+    shape = static_tree(tree, target.device)
+    return Assembly(DrawnTreeDrafter(source, target, shape, *verification.drawn), verification.rule)

@@ -20,7 +20,7 @@ from specmm.cache import Cache, branched
 from specmm.drafter import Feedback
 from specmm.randomness import Dice
 from specmm.shape import eagle2
-from specmm.shape.sampled import draw_siblings
+from specmm.shape.sampled import Siblings, draw_siblings
 from specmm.tree import DraftTree, TreeShape
 
 
@@ -92,13 +92,19 @@ class Growth:
 
     ``tree`` is a fixed shape, whose siblings are drawn without replacement from the recorded laws or, with
     ``sampled=False``, are the most likely tokens (point masses); or a :class:`Dynamic`, always point masses.
+    ``siblings`` says how they are drawn instead.
     Raises ``ValueError`` when a node would have more children than there are tokens.
     """
 
     def __init__(
-        self, tree: TreeShape | Dynamic, sampled: bool, vocabulary: int, device: torch.device | str = "cpu"
+        self,
+        tree: TreeShape | Dynamic,
+        sampled: bool,
+        vocabulary: int,
+        device: torch.device | str = "cpu",
+        siblings: Siblings = "distinct",
     ) -> None:
-        self.tree, self.vocabulary = tree, vocabulary
+        self.tree, self.vocabulary, self.siblings = tree, vocabulary, siblings
         self.sampled = sampled and isinstance(tree, TreeShape)
         if isinstance(tree, TreeShape):
             self.max_nodes, self.max_depth = tree.size, tree.depth
@@ -162,7 +168,7 @@ class Growth:
         """Children [B, n, width] of each parent and the laws [B, n, width, V] they were drawn from."""
         if not self.sampled:
             return logits.topk(width).indices, None
-        return draw_siblings(head.law(logits), width, uniforms)
+        return draw_siblings(head.law(logits), width, uniforms, self.siblings)
 
     def _dynamic(self, head: FeatureHead, tree: Dynamic, root: Tensor, state: Tensor) -> DraftTree:
         k, capacity, branches = tree.top_k, self.cache.size.capacity, self.cache.size.branches

@@ -19,7 +19,18 @@ from typing import Any, ClassVar, Literal
 
 from specmm.registry import Registry, unknown
 
-Tree = str | tuple[int, ...] | None  # a named tree, parents (-1, 0, …), a spine's children by level, or the model's own
+TreeName = str | tuple[int, ...]  # see specmm/shape/names.py
+Tree = TreeName | None  # None: the one that the model's maker recommends
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Drafter, tree and rule of a method of image tokens, by name, and options of the drafter."""
+
+    drafter: str
+    tree: Tree
+    rule: str
+    hindsight: float = 0.0
 
 
 def check_hindsight(weight: float) -> None:
@@ -77,6 +88,11 @@ class SJD(Declared):
     window: int = 8
 
     @property
+    def choice(self) -> Choice:
+        """Target's own older distributions, a chain, strict."""
+        return Choice("jacobi", f"chain({self.window})", "recursive")
+
+    @property
     def can_refill(self) -> bool:
         """Its rows do not wait for one another."""
         return True
@@ -97,11 +113,16 @@ class Speculative(Declared):
     name: ClassVar[str] = "speculative"
     drafter: Literal["block", "eagle"] = "block"
     tree: Tree = None
-    rule: Literal["traversal", "recursive"] = "traversal"
+    rule: str = "traversal"
     hindsight: float = 0.3
 
     def __post_init__(self) -> None:
         check_hindsight(self.hindsight)
+
+    @property
+    def choice(self) -> Choice:
+        """As its options say."""
+        return Choice(self.drafter, self.tree, self.rule, self.hindsight)
 
     @property
     def can_refill(self) -> bool:
@@ -123,6 +144,11 @@ class Eagle(Declared):
     depth: int = 4
     top_k: int = 6
 
+    @property
+    def choice(self) -> Choice:
+        """EAGLE's head and the likeliest tokens."""
+        return Choice("eagle", _dynamic(self), "point-mass")
+
 
 @dataclass(frozen=True)
 class Lantern(Declared):
@@ -136,6 +162,12 @@ class Lantern(Declared):
     total: int = 24
     depth: int = 4
     top_k: int = 6
+
+    @property
+    def choice(self) -> Choice:
+        """EAGLE-2's tree, or the block drafter's own."""
+        rule = f"lantern(k={self.k}, delta={self.delta}, residual={self.residual})"
+        return Choice(self.drafter, _dynamic(self) if self.drafter == "eagle" else None, rule)
 
     @property
     def can_refill(self) -> bool:
@@ -164,6 +196,12 @@ class LanternPP(Declared):
         check_hindsight(self.hindsight)
 
     @property
+    def choice(self) -> Choice:
+        """A tree of fixed shape, bounded relaxation."""
+        rule = f"lantern++(k={self.k}, lambda_={self.lambda_}, residual={self.residual})"
+        return Choice(self.drafter, self.tree, rule, self.hindsight)
+
+    @property
     def can_refill(self) -> bool:
         """With a block drafter; EAGLE's reads its rows together."""
         return self.drafter == "block"
@@ -172,6 +210,43 @@ class LanternPP(Declared):
     def static_shapes(self) -> bool:
         """As for rows that are refilled."""
         return self.drafter == "block"
+
+
+@dataclass(frozen=True)
+class Draft(Declared):
+    """Any drafter, tree and rule together (``specmm methods`` lists them); other methods are such choices.
+
+    ``tree`` None is the one that the model's maker recommends. Answers and texts are drafted by the
+    drafters of their methods: ``msd``, ``text-draft``, ``block`` and so on.
+    """
+
+    name: ClassVar[str] = "draft"
+    drafter: str = "block"
+    tree: Tree = None
+    rule: str = "recursive"
+    hindsight: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_hindsight(self.hindsight)
+
+    @property
+    def choice(self) -> Choice:
+        """As its options say."""
+        return Choice(self.drafter, self.tree, self.rule, self.hindsight)
+
+    @property
+    def can_refill(self) -> bool:
+        """But for EAGLE's head and models that draft, which read their rows together."""
+        return self.drafter in ("block", "jacobi", "msd", "deer")
+
+    @property
+    def static_shapes(self) -> bool:
+        """With a block drafter or none."""
+        return self.drafter in ("block", "jacobi")
+
+
+def _dynamic(method: Any) -> str:
+    return f"dynamic(total={method.total}, depth={method.depth}, top_k={method.top_k})"
 
 
 @dataclass(frozen=True)
@@ -186,7 +261,8 @@ class TextDraft(Declared):
     """A small language model drafts without seeing the picture (arXiv 2404.08856); ``tree`` as children by level."""
 
     name: ClassVar[str] = "text-draft"
-    tree: Tree = (1, 1, 1, 1)
+    tree: TreeName = (1, 1, 1, 1)
+    rule: str = "recursive"
 
 
 @dataclass(frozen=True)
@@ -194,7 +270,8 @@ class VLMDraft(Declared):
     """A small vision-language model drafts, and it is shown the picture; ``tree`` as children by level."""
 
     name: ClassVar[str] = "vlm-draft"
-    tree: Tree = (1, 1, 1, 1)
+    tree: TreeName = (1, 1, 1, 1)
+    rule: str = "recursive"
 
 
 @dataclass(frozen=True)
@@ -209,7 +286,8 @@ class MSD(Declared):
     depth: int = 5
     top_k: int = 10
     sampled: bool = False
-    tree: Tree = (3, 2, 2, 1, 1)
+    tree: TreeName = (3, 2, 2, 1, 1)
+    rule: str = "recursive"
 
     @property
     def can_refill(self) -> bool:
@@ -336,6 +414,7 @@ class DEER(Declared):
     sure: float = 0.0
     tree: int | str | tuple[int, ...] = 0
     recall: int = 0
+    rule: str = ""  # of a tree of fixed shape
 
     @property
     def can_refill(self) -> bool:
@@ -352,6 +431,7 @@ class Block(Declared):
     sure: float = 0.0
     tree: int | str | tuple[int, ...] = 0
     recall: int = 0
+    rule: str = ""  # of a tree of fixed shape
 
     @property
     def can_refill(self) -> bool:
@@ -365,23 +445,23 @@ class Block(Declared):
         return not (self.sure or self.recall or likeliest)
 
 
-Method = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Auto
-VQAMethod = AR | TextDraft | VLMDraft | MSD | PromptLookup | Verdict | Auto
+Method = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Draft | Auto
+VQAMethod = AR | TextDraft | VLMDraft | MSD | PromptLookup | Verdict | Draft | Auto
 ScalesMethod = AR | CoDe | ScaleSpeculative | Auto
 ContinuousMethod = AR | CSpD
-TextMethod = AR | DiffuSpec | SpecDiff | DEER | Block | TextDraft | PromptLookup | Auto
+TextMethod = AR | DiffuSpec | SpecDiff | DEER | Block | TextDraft | PromptLookup | Draft | Auto
 
 
 def _registry(*kinds: Any) -> Registry:
     return Registry("method", {m.name: f"specmm.methods:{m.__name__}" for m in kinds})
 
 
-IMAGE_TOKENS = _registry(AR, SJD, Speculative, Eagle, Lantern, LanternPP, Auto)
-VQA = _registry(AR, TextDraft, VLMDraft, MSD, PromptLookup, Verdict, Auto)
+IMAGE_TOKENS = _registry(AR, SJD, Speculative, Eagle, Lantern, LanternPP, Draft, Auto)
+VQA = _registry(AR, TextDraft, VLMDraft, MSD, PromptLookup, Verdict, Draft, Auto)
 SCALES = _registry(AR, CoDe, ScaleSpeculative, Auto)
 CONTINUOUS = _registry(AR, CSpD)
-TEXT = _registry(AR, DiffuSpec, SpecDiff, DEER, Block, TextDraft, PromptLookup, Auto)
-GENERATE = _registry(AR, TextDraft, VLMDraft, MSD, PromptLookup, DiffuSpec, SpecDiff, DEER, Block, Auto)
+TEXT = _registry(AR, DiffuSpec, SpecDiff, DEER, Block, TextDraft, PromptLookup, Draft, Auto)
+GENERATE = _registry(AR, TextDraft, VLMDraft, MSD, PromptLookup, DiffuSpec, SpecDiff, DEER, Block, Draft, Auto)
 
 
 def resolve(method: str | Method, **options: Any) -> Method:

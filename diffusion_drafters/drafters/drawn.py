@@ -19,7 +19,7 @@ from specmm.drafter import Feedback
 from specmm.growth import Level
 from specmm.hf.target import VLMTarget
 from specmm.randomness import Dice
-from specmm.shape.sampled import draw_siblings
+from specmm.shape.sampled import Siblings, draw_siblings
 from specmm.tree import DraftTree, TreeShape
 
 
@@ -29,12 +29,20 @@ class DrawnTreeDrafter(BlockReader):
     Raises ``ValueError`` for a tree deeper than the source's blocks or with more children than there are tokens.
     """
 
-    def __init__(self, source: BlockSource, target: VLMTarget, shape: TreeShape) -> None:
+    def __init__(
+        self,
+        source: BlockSource,
+        target: VLMTarget,
+        shape: TreeShape,
+        sampled: bool = True,
+        siblings: Siblings = "distinct",
+    ) -> None:
         if shape.width > source.known.count:
             raise ValueError(f"tree must have at most {source.known.count} children a node, got {shape.width}")
-        self.source, self.shape = source, shape
+        self.source, self.shape, self.siblings = source, shape, siblings
         self.max_depth, self.max_nodes = block_length(source, shape.depth), shape.size
-        self.greedy, self.law = target.processor.greedy, drafting_law(target, source.known)
+        self.greedy = target.processor.greedy or not sampled
+        self.law = drafting_law(target, source.known)
         self.levels = Level.all_of(shape)
 
     def propose(self, feedback: Feedback, uniforms: Dice) -> DraftTree:
@@ -68,5 +76,5 @@ class DrawnTreeDrafter(BlockReader):
         """Children [B, P, width] of a level's parents by ``scores`` [B, P, v], and their laws."""
         if self.greedy:
             return self.source.known.name(scores.topk(width).indices), None
-        drafts, laws = draw_siblings(self.law(scores), width, uniforms)
+        drafts, laws = draw_siblings(self.law(scores), width, uniforms, self.siblings)
         return self.source.known.name(drafts), laws

@@ -9,20 +9,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.drafter import Drafter
 from specmm.image_ar.tokens.drafters.block import BlockDrafter
-from specmm.image_ar.tokens.drafters.eagle import Dynamic, EagleDrafter
+from specmm.image_ar.tokens.drafters.eagle import EagleDrafter
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.processors import Processor
-from specmm.shape.static import named, spine
-from specmm.tree import TreeShape
-from specmm.verify import GreedyMatch, Lantern, LanternPP, PointMass, Recursive, Rule, Traversal, neighbour_table
+from specmm.registry import unknown
+from specmm.shape.names import make_tree, static_tree
+from specmm.spec import parse_spec
+from specmm.verify import GreedyMatch, Rule, neighbour_table
+from specmm.verify.names import RuleKind, make_rule, rule_kind
 
 T = TypeVar("T")
 DEFAULT_TREE = (3, 2, 2, 1, 1)
@@ -57,23 +58,6 @@ class Parts:
         return self.drafters[kind]
 
 
-def tree_shape(
-    tree: methods.Tree,
-    method: str,
-    parts: Parts,
-    levels: int | None = None,
-    device: torch.device | str = "cpu",
-) -> TreeShape:
-    """The shape an option names: a static tree's name, parents (from -1 on), children by level of a spine, or None
-    for what the model recommends, cut to the ``levels`` its drafter has.
-    """
-    if isinstance(tree, str):
-        return named(tree, device)
-    if tree is not None and tree[:1] == (-1,):
-        return TreeShape.from_parents(tree, device)
-    return spine(tree if tree is not None else parts.trees.get(method, DEFAULT_TREE)[:levels], device)
-
-
 class Assembly(NamedTuple):
     """The three parts of the loop; the target may be another view of the model than the one given."""
 
@@ -84,27 +68,26 @@ class Assembly(NamedTuple):
 
 def assemble(method: methods.Method, target: LlamaGenTarget, parts: Parts) -> Assembly:
     """The parts of a speculative ``method``; ``ar`` and ``auto`` are not, and are resolved before."""
-    greedy = target.processor.greedy
+    choice: methods.Choice | None = getattr(method, "choice", None)
+    if choice is None:
+        raise ValueError(f"method {method.name!r} drafts nothing")
+    if choice.drafter not in DRAFTERS:
+        raise unknown("drafter", choice.drafter, DRAFTERS)
+    kind, greedy = rule_kind(choice.rule), target.processor.greedy
     target.taps = ()  # a drafter says which it reads
-    match method:
-        case methods.SJD():
-            drafter: Drafter = JacobiDrafter(target, method.window)
-            return Assembly(target, drafter, GreedyMatch() if greedy else Recursive())
-        case methods.Speculative():
-            exact: Rule = Traversal() if method.rule == "traversal" else Recursive()
-            return Assembly(target, _static(method, target, parts, greedy), GreedyMatch() if greedy else exact)
-        case methods.Eagle():
-            return Assembly(target, _dynamic(method, target, parts), GreedyMatch() if greedy else PointMass())
-        case methods.Lantern() | methods.LanternPP():
-            target = _softened(target)
-            if isinstance(method, methods.Lantern) and method.drafter == "eagle":
-                drafter = _dynamic(method, target, parts)
-            else:
-                drafter = _static(method, target, parts, greedy)
-            rule = parts.once((method, greedy), lambda: _relaxed(method, parts, target, greedy))
-            return Assembly(target, drafter, rule)
-        case _:
-            raise ValueError(f"method {method.name!r} drafts nothing")
+    if kind.relaxed:
+        target = _softened(target)
+    sampled = kind.siblings is not None and not greedy
+    drafter = DRAFTERS[choice.drafter](choice, method.name, target, parts, sampled)
+    rule = parts.once((choice.rule, greedy), lambda: _rule(choice.rule, kind, target, parts, greedy))
+    return Assembly(target, drafter, rule)
+
+
+def _rule(spec: str, kind: RuleKind, target: LlamaGenTarget, parts: Parts, greedy: bool) -> Rule:
+    if not kind.relaxed:
+        return GreedyMatch() if greedy else make_rule(spec)
+    k = int(parse_spec(spec)[2].get("k", kind.rule.k))
+    return make_rule(spec, table=_neighbours(parts, k, target), greedy=greedy)
 
 
 def _softened(target: LlamaGenTarget) -> LlamaGenTarget:
@@ -114,33 +97,33 @@ def _softened(target: LlamaGenTarget) -> LlamaGenTarget:
     return target.with_processor(Processor())
 
 
-def _relaxed(method: methods.Lantern | methods.LanternPP, parts: Parts, target: LlamaGenTarget, greedy: bool) -> Rule:
-    table = _neighbours(parts, method.k, target)
-    if isinstance(method, methods.Lantern):
-        return Lantern(table, method.k, method.delta, method.residual, greedy)
-    return LanternPP(table, method.k, method.lambda_, method.residual, greedy)
+def _block(choice: methods.Choice, name: str, target: LlamaGenTarget, parts: Parts, sampled: bool) -> Drafter:
+    """The block drafter on a tree of fixed shape, cut to the levels it has."""
+    head, device = parts.head("block"), target.model.output.weight.device
+    tree = choice.tree or parts.trees.get(name, DEFAULT_TREE)[: head.config.levels]
+    acceptance = parts.acceptance
+    shape = parts.once((tree, device), lambda: static_tree(tree, device, acceptance))
+    siblings = rule_kind(choice.rule).siblings or "distinct"
+    return BlockDrafter(head, target, shape, sampled, choice.hindsight, siblings)
 
 
-def _static(
-    method: methods.Speculative | methods.Lantern | methods.LanternPP,
-    target: LlamaGenTarget,
-    parts: Parts,
-    greedy: bool,
-) -> Drafter:
-    """A drafter of a fixed tree, sampled unless decoding is greedy."""
-    head, tree = parts.head(method.drafter), getattr(method, "tree", None)
-    levels = head.config.levels if method.drafter == "block" else None
+def _eagle(choice: methods.Choice, name: str, target: LlamaGenTarget, parts: Parts, sampled: bool) -> Drafter:
+    """EAGLE's head on a tree of fixed shape, or on one of another shape every round."""
     device = target.model.output.weight.device
-    key = (tree, method.name, levels, device)
-    shape = parts.once(key, lambda: tree_shape(tree, method.name, parts, levels, device))
-    if method.drafter == "block":
-        return BlockDrafter(head, target, shape, not greedy, getattr(method, "hindsight", 0.0))
-    return EagleDrafter(head, target, shape, sampled=not greedy)
+    tree = make_tree(choice.tree or parts.trees.get(name, DEFAULT_TREE), device)
+    siblings = rule_kind(choice.rule).siblings or "distinct"
+    return EagleDrafter(parts.head("eagle"), target, tree, sampled, siblings)
 
 
-def _dynamic(method: methods.Eagle | methods.Lantern, target: LlamaGenTarget, parts: Parts) -> Drafter:
-    """EAGLE-2's tree, a new shape every round."""
-    return EagleDrafter(parts.head("eagle"), target, Dynamic(method.top_k, method.depth, method.total))
+def _jacobi(choice: methods.Choice, name: str, target: LlamaGenTarget, parts: Parts, sampled: bool) -> Drafter:
+    """The target itself, on a chain."""
+    shape = static_tree(choice.tree or "chain(8)")
+    if shape.width > 1:
+        raise ValueError(f"drafter jacobi needs a chain, as chain(8), got {choice.tree}")
+    return JacobiDrafter(target, shape.depth)
+
+
+DRAFTERS = {"block": _block, "eagle": _eagle, "jacobi": _jacobi}
 
 
 def _neighbours(parts: Parts, k: int, target: LlamaGenTarget) -> Tensor:

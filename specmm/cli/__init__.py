@@ -1,4 +1,4 @@
-"""The command line: ``specmm generate | ask | complete | batch | bench | eval | train | plan | zoo | demo``.
+"""The command line: ``specmm generate | ask | complete | batch | bench | eval | train | methods | plan | zoo | demo``.
 
 Modules here import nothing heavy at their top, so that ``specmm --help`` is quick.
 """
@@ -19,6 +19,7 @@ from specmm.cli import (
     demo,
     evaluate,
     generate,
+    methods,
     plan,
     train,
     train_coder,
@@ -56,6 +57,7 @@ TRAINED: tuple[Callable[..., None], ...] = (
 for command in TRAINED:
     train.app.command()(command)
 app.add_typer(train.app, name="train")
+app.command("methods")(methods.methods_command)
 app.command()(plan.plan)
 app.command()(zoo.zoo)
 app.command()(demo.demo)

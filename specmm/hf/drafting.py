@@ -8,6 +8,7 @@ Shape letters: none.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from specmm.checkpoints import read_json
 from specmm.hf.parts import Assembly
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.registry import named
+from specmm.registry import named, unknown
 
 VLM, BLOCKS, SMALL = "specmm.vlm", "specmm.diffusion_drafters", "specmm.hf.drafters.small_model"
 
@@ -83,6 +84,27 @@ def assemble(method: Any, target: VLMTarget, drafter: Any = None, tokenizer: Any
         raise ValueError(f"method {method.name!r} drafts nothing")
     made: Assembly = named(kind.make)(method, target, drafter, tokenizer)
     return made
+
+
+def preset_of(method: methods.Draft) -> Any:
+    """The method of the drafter that ``method`` names, with its tree and its rule.
+
+    Raises ``ValueError`` for drafters whose trees and rules belong together.
+    """
+    own = methods.make(methods.GENERATE, method.drafter)
+    options = {f.name for f in dataclasses.fields(own)}
+    if "rule" not in options:
+        able = [n for n in methods.GENERATE if "rule" in fields_of(n)]
+        raise unknown("drafter that takes any tree and rule", method.drafter, able)
+    given: dict[str, Any] = {"rule": method.rule, "tree": method.tree or own.tree}
+    if not given["tree"]:
+        raise ValueError(f"drafter {method.drafter} needs a tree of fixed shape, as spine(2, 2, 1)")
+    return dataclasses.replace(own, **given, **({"sampled": True} if "sampled" in options else {}))
+
+
+def fields_of(name: str) -> set[str]:
+    """The options of the method ``name``."""
+    return {f.name for f in dataclasses.fields(methods.GENERATE.get(name))}
 
 
 def load_drafter(method: str, folder: Path, target: Any) -> Any:

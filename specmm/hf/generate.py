@@ -28,7 +28,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.decode import Progress, decode, decode_plain
-from specmm.hf.drafting import assemble, choose, planned_by
+from specmm.hf.drafting import assemble, choose, planned_by, preset_of
 from specmm.hf.prompt import POSITIONS, VLMPrompt
 from specmm.hf.streaming import ending, gains, stop_texts
 from specmm.hf.target import VLMTarget
@@ -122,7 +122,7 @@ def custom_generate(
         prompt = VLMPrompt({**inputs, "input_ids": input_ids}, length)
         uniforms = Uniforms(sample_generators(generator, len(input_ids), target.device))
         criteria = Criteria(StoppingCriteriaList([*stopping_criteria, *ends]), input_ids)
-        chosen = asked
+        chosen = preset_of(asked) if asked.name == methods.Draft.name else asked
         if planned is not None:  # measured without the processors, which may remember what they are asked
             plain = VLMTarget(model, Processor(float(bool(generation_config.do_sample))))
             chosen = choose(plain, drafter, prompt, plans, planned)

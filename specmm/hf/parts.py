@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from specmm import methods
 from specmm.drafter import Drafter
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
-from specmm.shape.static import named, spine
-from specmm.tree import TreeShape
-from specmm.verify import Rule
+from specmm.shape.sampled import Siblings
+from specmm.verify import Recursive, Rule
+from specmm.verify.names import make_rule, rule_kind
 
 
 class Assembly(NamedTuple):
@@ -23,12 +22,24 @@ class Assembly(NamedTuple):
     rule: Rule
 
 
-def static_shape(tree: methods.Tree, device: Any) -> TreeShape:
-    """A named tree, parents (from -1 on), or children by level of a spine."""
-    if isinstance(tree, str):
-        return named(tree, device)
-    wanted = tree or (1, 1, 1, 1)
-    return TreeShape.from_parents(wanted, device) if wanted[0] == -1 else spine(wanted, device)
+class Verification(NamedTuple):
+    """A ``rule``, and how drafts are ``drawn`` for it: sampled or the likeliest, and siblings how."""
+
+    rule: Rule
+    drawn: tuple[bool, Siblings]
+
+    @classmethod
+    def of(cls, spec: str, target: VLMTarget) -> Verification:
+        """By the rule that ``spec`` names; where the ``target`` is greedy nothing is drawn.
+
+        Raises ``ValueError`` for rules of image codes, and names that are not known.
+        """
+        kind = rule_kind(spec)
+        if kind.relaxed:
+            raise ValueError(f"rule {spec} is about the codes of pictures; use recursive or typical")
+        if target.processor.greedy:
+            return cls(Recursive(), (False, "distinct"))
+        return cls(make_rule(spec), (kind.siblings is not None, kind.siblings or "distinct"))
 
 
 def translated(own: Any, tokenizer: Any, target: VLMTarget, vocabulary: int) -> Translation | None:

@@ -19,7 +19,7 @@ from specmm.autotune import Plan
 from specmm.certificate import Certificate, of_rule
 from specmm.decode import Play, Progress, decode, decode_plain, one_round
 from specmm.drafter import Drafter, Late, NoDrafts
-from specmm.hf.drafting import Drafters, choose, said_by
+from specmm.hf.drafting import Drafters, choose, preset_of, said_by
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.streaming import StopStrings, gains, stop_texts
 from specmm.hf.target import VLMTarget
@@ -252,6 +252,8 @@ class Pipeline:
     @classmethod
     def drafter_kind(cls, method: Any, drafter: Any = None) -> str:
         """The method whose ``drafter`` (a loaded one or a folder) ``method`` uses."""
+        if method.name == methods.Draft.name:
+            return str(method.drafter)
         if method.name != methods.Auto.name:
             return str(method.name)
         kind = said_by(drafter)
@@ -259,6 +261,8 @@ class Pipeline:
 
     def chosen(self, method: Any, target: VLMTarget, prompt: VLMPrompt) -> tuple[Any, str]:
         """What runs for ``method``, and its name: ``auto`` plans for the best drafter there is."""
+        if method.name == methods.Draft.name:
+            return preset_of(method), method.name
         if method.name != methods.Auto.name:
             return method, method.name
         kinds = sorted(self.planned, key=lambda kind: kind not in self.drafters.given)

@@ -9,10 +9,14 @@ Shape letters: B batch, P parents, k siblings, V vocabulary. Leading shapes are 
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import torch
 from torch import Tensor
 
 from specmm.randomness import Dice, categorical
+
+Siblings: TypeAlias = Literal["distinct", "independent", "likeliest and one"]
 
 
 def sample_siblings(law: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,11 +35,38 @@ def sample_siblings(law: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Tens
     return tokens, sibling_laws(law, tokens)
 
 
-def draw_siblings(law: Tensor, k: int, uniforms: Dice) -> tuple[Tensor, Tensor]:
-    """As :func:`sample_siblings`, drawing the uniforms that it takes: one a parent where there is one child."""
+def draw_siblings(law: Tensor, k: int, uniforms: Dice, how: Siblings = "distinct") -> tuple[Tensor, Tensor]:
+    """Tokens [B, P, k] drawn from ``law`` [B, P, V] and their laws [B, P, k, V], as a rule wants them.
+
+    ``"distinct"`` as :func:`sample_siblings`, ``"independent"`` as :func:`sample_siblings_iid`,
+    ``"likeliest and one"`` as :func:`likeliest_and_one`. A parent with one child takes one uniform.
+    """
+    parents = law.shape[1]
     if k == 1:
-        return categorical(law, uniforms.draw(law.shape[1]))[..., None], law[:, :, None]
+        return categorical(law, uniforms.draw(parents))[..., None], law[:, :, None]
+    if how == "independent":
+        return sample_siblings_iid(law, uniforms.draw(parents * k).view(-1, parents, k))
+    if how == "likeliest and one":
+        return likeliest_and_one(law, k, uniforms.draw(parents))
     return sample_siblings(law, k, uniforms.draw(law[0].numel()).view(law.shape))
+
+
+def likeliest_and_one(law: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """One token drawn outside the k - 1 likeliest of ``law`` [B, P, V], then those: [B, P, k].
+
+    The laws [B, P, k, V] hold at rank 0 what is left of ``law`` without the likeliest, renormalised
+    (uniform over the others where nothing is left); the rows of the others say nothing, for they
+    are chosen (greedy multi-draft, Hu et al. 2025). ``uniforms`` [B, P] in [0, 1).
+    """
+    _check(law, k)
+    likeliest = law.topk(k - 1).indices
+    rest = law.scatter(-1, likeliest, 0.0)
+    others = torch.ones_like(law).scatter_(-1, likeliest, 0.0)
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, others)
+    rest = rest / rest.sum(-1, keepdim=True)
+    one = categorical(rest, uniforms)
+    laws = rest.unsqueeze(-2).expand(*law.shape[:-1], k, law.shape[-1])
+    return torch.cat([one.unsqueeze(-1), likeliest], dim=-1), laws
 
 
 def sample_siblings_iid(law: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

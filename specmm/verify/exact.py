@@ -120,7 +120,7 @@ class GreedyMultiDraft:
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
         """Decisions for the target's processed laws ``p`` [B, N, V]; ``tree.laws`` must hold q' at rank 0."""
-        if tree.laws is None:
+        if tree.laws is None and tree.shape.width:
             raise ValueError("laws must hold the law of each rank-0 sibling for greedy multi-draft, got None")
         return top_down(tree, p, _greedy_step)
 

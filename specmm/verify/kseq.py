@@ -30,11 +30,11 @@ class KSeq:
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
         """Decisions for the target's processed laws ``p`` [B, N, V]; siblings share the law of their rank 0."""
-        if tree.laws is None:
-            raise ValueError("laws must hold the law of the siblings for K-SEQ, got None")
         walk = plan(tree.shape)
         if not walk.ranks:
             return finished(tree, p, [], p[:, :0])
+        if tree.laws is None:
+            raise ValueError("laws must hold the law of the siblings for K-SEQ, got None")
         target, tiny = p.index_select(1, walk.inner), torch.finfo(p.dtype).tiny
         drafts = list(trials(tree, walk))
         law = tree.laws[:, :0] if drafts[0].law is None else drafts[0].law  # [B, P, V]

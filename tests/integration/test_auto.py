@@ -12,12 +12,13 @@ from specmm.autotune import plan
 from specmm.cli import app
 from specmm.image_ar.tokens import tuning
 from specmm.image_ar.tokens.acceptance import measure_acceptance
-from specmm.image_ar.tokens.assemble import Parts, tree_shape
+from specmm.image_ar.tokens.assemble import Parts
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
 from specmm.image_ar.tokens.tuning import choose_method, planned_for
 from specmm.processors import Processor
+from specmm.shape.names import static_tree
 from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline
 
@@ -67,7 +68,7 @@ def test_hopeless_drafts_fall_back_and_certain_ones_are_taken(parts_and_target):
     certain = Parts({"block": head}, acceptance=((0.99,), (0.99,), (0.99,)))
     chosen = choose_method(slow, certain, 1)
     assert isinstance(chosen, methods.Speculative), "three sure tokens a round against 24 layers a token"
-    assert tree_shape(chosen.tree, "auto", certain).depth >= 2
+    assert static_tree(chosen.tree).depth >= 2
 
 
 def test_auto_without_a_drafter_is_plain_decoding(text_folder, llava_pipe, tmp_path):

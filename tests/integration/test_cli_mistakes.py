@@ -39,7 +39,7 @@ def refused(*arguments: object) -> str:
         ("--class heart --method lantern++ -o k=ten", "k must be a whole number"),
         ("--class heart --method lantern++ -o k=64", "k must be in [0, 62]"),
         ("--class heart --method lantern++ -o lambda=0.5", "lambda"),
-        ("--class heart --method speculative -o tree=oak", "tree name must be one of"),
+        ("--class heart --method speculative -o tree=oak", "unknown tree 'oak'"),
         ("--class heart --method speculative -o tree=1,1,1,1,1", "at most the drafter's 4 levels"),
         ("--class heart --clas heart", "No such option: --clas"),
         ("--class heart --cfg=-1", "cfg must be at least 0"),

@@ -17,7 +17,7 @@ def test_names_lead_to_methods() -> None:
     ("name", "options", "message"),
     [
         ("lantern+", {}, "did you mean 'lantern\\+\\+'"),
-        ("qqqq", {}, "choose from: ar, auto, eagle"),
+        ("qqqq", {}, "choose from: ar, auto, draft, eagle"),
         ("lantern++", {"lambd": 2}, "unknown option of lantern\\+\\+ 'lambd'; did you mean 'lambda_'"),
         ("ar", {"k": 2}, "unknown option of ar"),
     ],

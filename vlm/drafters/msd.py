@@ -18,10 +18,12 @@ from specmm import methods
 from specmm.cache import Cache, CacheSize
 from specmm.drafter import Feedback, Late
 from specmm.growth import Dynamic, Growth
-from specmm.hf.parts import Assembly, static_shape
+from specmm.hf.parts import Assembly, Verification
 from specmm.hf.target import Context, VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Dice
+from specmm.shape.names import static_tree
+from specmm.shape.sampled import Siblings
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
@@ -31,20 +33,25 @@ RELEASED = Dynamic(top_k=10, depth=5, total=59)
 
 
 class MSDDrafter:
-    """Drafts with an :class:`MSDHead` for ``target``; ``tree`` and ``sampled`` are those of
+    """Drafts with an :class:`MSDHead` for ``target``; ``tree``, ``sampled`` and ``siblings`` are those of
     :class:`specmm.growth.Growth`, and greedy decoding never samples.
 
     Raises ``ValueError`` when the head's width or vocabulary is not the target's.
     """
 
     def __init__(
-        self, head: MSDHead, target: VLMTarget, tree: TreeShape | Dynamic = RELEASED, sampled: bool = True
+        self,
+        head: MSDHead,
+        target: VLMTarget,
+        tree: TreeShape | Dynamic = RELEASED,
+        sampled: bool = True,
+        siblings: Siblings = "distinct",
     ) -> None:
         check_sizes(head, target)
         self.head, self.target = head.eval(), target
         target.wants_context = True
         sampled = sampled and not target.processor.greedy
-        self.growth = Growth(tree, sampled, head.config.vocab_size, target.device)
+        self.growth = Growth(tree, sampled, head.config.vocab_size, target.device, siblings)
         self.max_nodes, self.max_depth = self.growth.max_nodes, self.growth.max_depth
         self.law = target.processor if isinstance(target.processor, Processor) else Processor()
 
@@ -130,7 +137,9 @@ def check_sizes(head: MSDHead, target: VLMTarget) -> None:
 
 def make(method: methods.MSD, target: VLMTarget, drafter: Any, tokenizer: Any) -> Assembly:
     """The parts of method ``msd``: EAGLE-2's tree, or one of fixed shape that is drawn."""
-    tree: TreeShape | Dynamic = Dynamic(method.top_k, method.depth, method.total)
-    if method.sampled:
-        tree = static_shape(method.tree, target.device)
-    return Assembly(Late(MSDDrafter(drafter, target, tree, method.sampled)), Recursive())
+    if not method.sampled:
+        tree = Dynamic(method.top_k, method.depth, method.total)
+        return Assembly(Late(MSDDrafter(drafter, target, tree, False)), Recursive())
+    verification = Verification.of(method.rule, target)
+    made = MSDDrafter(drafter, target, static_tree(method.tree, target.device), *verification.drawn)
+    return Assembly(Late(made), verification.rule)

@@ -24,7 +24,7 @@ from specmm.image_ar.tokens.drafters.hindsight import Hindsight
 from specmm.image_ar.tokens.gpt import GPTConfig, RMSNorm, Rotary, Transformer, TransformerBlock, rotary_table
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.randomness import Dice
-from specmm.shape.sampled import draw_siblings
+from specmm.shape.sampled import Siblings, draw_siblings
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 
@@ -139,16 +139,22 @@ class Level:
 class BlockDrafter:
     """Draws a tree of a fixed shape, siblings without replacement from the recorded laws; or, with
     ``sampled=False``, takes the most likely tokens (point masses). ``hindsight`` is the weight of the target's laws
-    behind the drafts it rejected in what is drawn from.
+    behind the drafts it rejected in what is drawn from; ``siblings`` says how they are drawn instead.
     """
 
     def __init__(
-        self, head: BlockHead, target: LlamaGenTarget, shape: TreeShape, sampled: bool = True, hindsight: float = 0.0
+        self,
+        head: BlockHead,
+        target: LlamaGenTarget,
+        shape: TreeShape,
+        sampled: bool = True,
+        hindsight: float = 0.0,
+        siblings: Siblings = "distinct",
     ) -> None:
         if shape.depth > head.config.levels:
             raise ValueError(f"tree depth must be at most the drafter's {head.config.levels} levels, got {shape.depth}")
         self.head, self.target, self.shape, self.sampled = head.eval(), target, shape, sampled
-        self.max_nodes, self.max_depth = shape.size, shape.depth
+        self.max_nodes, self.max_depth, self.siblings = shape.size, shape.depth, siblings
         self.hindsight = Hindsight(shape, hindsight) if hindsight and sampled else None
         target.taps = head.config.taps
         self.plan = [Level.of(shape, d) for d in range(1, shape.depth + 1)]
@@ -208,7 +214,7 @@ class BlockDrafter:
         law = self.target.processor(logits)
         if self.hindsight is not None:
             law = self.hindsight.mix(law, level.depth)
-        children, laws = draw_siblings(law, level.width, uniforms)
+        children, laws = draw_siblings(law, level.width, uniforms, self.siblings)
         drafts, drawn = children.flatten(1), laws.flatten(1, 2)
         if level.pick is None:
             return drafts, drawn

@@ -17,6 +17,7 @@ from specmm.growth import Dynamic, Growth
 from specmm.image_ar.tokens.drafters.eagle_head import EagleHead
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.randomness import Dice
+from specmm.shape.sampled import Siblings
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 
@@ -24,19 +25,25 @@ __all__ = ["Dynamic", "EagleDrafter", "EagleHead"]
 
 
 class EagleDrafter:
-    """Drafts with an :class:`EagleHead`; ``tree`` and ``sampled`` are those of :class:`specmm.growth.Growth`.
+    """Drafts with an :class:`EagleHead`.
 
+    ``tree``, ``sampled`` and ``siblings`` are those of :class:`specmm.growth.Growth`.
     Raises ``ValueError`` when the head was made for a target of other sizes.
     """
 
     def __init__(
-        self, head: EagleHead, target: LlamaGenTarget, tree: TreeShape | Dynamic, sampled: bool = True
+        self,
+        head: EagleHead,
+        target: LlamaGenTarget,
+        tree: TreeShape | Dynamic,
+        sampled: bool = True,
+        siblings: Siblings = "distinct",
     ) -> None:
         if head.config.target != target.model.config:
             raise ValueError(f"head must be made for {target.model.config}, got one for {head.config.target}")
         self.head, self.target = head.eval(), target
         weight = target.model.output.weight
-        self.growth = Growth(tree, sampled, target.model.config.vocab_size, weight.device)
+        self.growth = Growth(tree, sampled, target.model.config.vocab_size, weight.device, siblings)
         self.max_nodes, self.max_depth = self.growth.max_nodes, self.growth.max_depth
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:

@@ -21,16 +21,17 @@ from specmm.drafter import Feedback, Late
 from specmm.growth import Dynamic, Growth
 from specmm.hf import pretrained
 from specmm.hf.loading import own_tokenizer
-from specmm.hf.parts import Assembly, static_shape, translated
+from specmm.hf.parts import Assembly, Verification, translated
 from specmm.hf.prompt import VLMPrompt, on_device
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
 from specmm.layout import lay_weights
 from specmm.processors import Processor
 from specmm.randomness import Dice
+from specmm.shape.names import static_tree
+from specmm.shape.sampled import Siblings
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
-from specmm.verify import Recursive
 
 Inputs = Callable[[VLMPrompt], dict[str, Any]]
 ENCODED = "mm_encoder_outputs"  # generate's own reading of the pictures, handed to a custom_generate
@@ -60,8 +61,9 @@ class SmallModel:
 
 
 class ModelDrafter:
-    """Drafts with the transformers ``model`` for ``target``; ``tree`` and ``sampled`` as in :class:`Growth`.
+    """Drafts with the transformers ``model`` for ``target``.
 
+    ``tree``, ``sampled`` and ``siblings`` are those of :class:`Growth`.
     ``inputs`` says what the drafter is shown of a prompt; ``translation`` maps the target's tokens to the drafter's
     (None: the same ones). Raises ``ValueError`` when vocabularies differ and there is no translation.
     """
@@ -74,6 +76,7 @@ class ModelDrafter:
         inputs: Inputs,
         translation: Translation | None = None,
         sampled: bool = True,
+        siblings: Siblings = "distinct",
     ) -> None:
         self.target, self.inputs = target, inputs
         sampled = sampled and not target.processor.greedy
@@ -82,7 +85,7 @@ class ModelDrafter:
         vocabulary = target.family.vocabulary
         self.translation = translation or Translation.same(self.small.family.vocabulary, vocabulary)
         self.translation.ban(target.image_tokens)
-        self.growth = Growth(tree, sampled, vocabulary, target.device)
+        self.growth = Growth(tree, sampled, vocabulary, target.device, siblings)
         self.max_nodes, self.max_depth = self.growth.max_nodes, self.growth.max_depth
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
@@ -137,7 +140,7 @@ def make_blind(method: methods.TextDraft, target: VLMTarget, drafter: Any, token
     With a tokenizer that is not the target's it is shown text, and its drafts are translated. It
     begins late, as every drafter that must read the prompt: many answers are one word.
     """
-    small, shape = SmallModel.of(drafter), static_shape(method.tree, target.device)
+    small, verification = SmallModel.of(drafter), Verification.of(method.rule, target)
     images, own = target.image_tokens, small.processor
     translation = translated(own, tokenizer, target, small.vocabulary)
 
@@ -148,7 +151,9 @@ def make_blind(method: methods.TextDraft, target: VLMTarget, drafter: Any, token
         texts = [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
         return padded([own.encode(text) or [0] for text in texts], prompt.input_ids.device)
 
-    return Assembly(Late(ModelDrafter(small.model, target, shape, read, translation)), Recursive())
+    shape = static_tree(method.tree, target.device)
+    made = ModelDrafter(small.model, target, shape, read, translation, *verification.drawn)
+    return Assembly(Late(made), verification.rule)
 
 
 def make_seeing(method: methods.VLMDraft, target: VLMTarget, drafter: Any, tokenizer: Any) -> Assembly:
@@ -156,7 +161,7 @@ def make_seeing(method: methods.VLMDraft, target: VLMTarget, drafter: Any, token
 
     It is shown pictures and question by its own processor, or the target's inputs.
     """
-    small, shape = SmallModel.of(drafter), static_shape(method.tree, target.device)
+    small, verification = SmallModel.of(drafter), Verification.of(method.rule, target)
     own = small.processor
 
     def read(prompt: VLMPrompt) -> dict[str, Any]:
@@ -171,4 +176,6 @@ def make_seeing(method: methods.VLMDraft, target: VLMTarget, drafter: Any, token
         return on_device(prompt.source.inputs(own), prompt.input_ids.device)
 
     translation = translated(getattr(own, "tokenizer", None), tokenizer, target, small.vocabulary)
-    return Assembly(Late(ModelDrafter(small.model, target, shape, read, translation)), Recursive())
+    shape = static_tree(method.tree, target.device)
+    made = ModelDrafter(small.model, target, shape, read, translation, *verification.drawn)
+    return Assembly(Late(made), verification.rule)

@@ -1,0 +1,61 @@
+"""``specmm methods``: what there is to choose from, and what each claims."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import typer
+
+from specmm import methods
+from specmm.cli.generate import Json
+from specmm.cli.output import emit
+from specmm.registry import Registry
+
+FAMILIES: dict[str, Registry] = {
+    "image tokens": methods.IMAGE_TOKENS,
+    "scales": methods.SCALES,
+    "continuous tokens": methods.CONTINUOUS,
+    "questions about pictures": methods.VQA,
+    "text": methods.TEXT,
+}
+
+
+def methods_command(as_json: Json = False) -> None:
+    """List methods by family, and the drafters, trees and rules that method draft puts together."""
+    from specmm.image_ar.tokens.assemble import DRAFTERS
+    from specmm.shape.names import TREES
+    from specmm.verify.names import RULES, is_exact
+
+    found: dict[str, Any] = {
+        "methods": {family: _described(kinds) for family, kinds in FAMILIES.items()},
+        "drafters of image tokens": list(DRAFTERS),
+        "drafters of answers and texts": [
+            name for name in methods.GENERATE if "rule" in _options(methods.GENERATE.get(name))
+        ],
+        "trees": {kind.spelling: kind.what for kind in TREES.values()},
+        "rules": {
+            name: f"{'exact' if is_exact(name) else 'relaxed, measured'}: {kind.what}" for name, kind in RULES.items()
+        },
+    }
+    if as_json:
+        emit(found)
+        return
+    for family, kinds in found.pop("methods").items():
+        typer.echo(family)
+        for name, what in kinds.items():
+            typer.echo(f"  {name:15} {what}")
+    typer.echo("method draft: any drafter, tree and rule, as")
+    typer.echo("  draft(drafter=block, tree=delayed(1, 3, 2), rule=k-seq)")
+    for kind, entries in found.items():
+        typer.echo(kind)
+        for entry in entries:
+            typer.echo(f"  {entry:36} {entries[entry]}" if isinstance(entries, dict) else f"  {entry}")
+
+
+def _described(kinds: Registry) -> dict[str, str]:
+    return {name: (kinds.get(name).__doc__ or "").splitlines()[0] for name in kinds}
+
+
+def _options(method: Any) -> set[str]:
+    return {f.name for f in dataclasses.fields(method)} - {"drafter"}

@@ -1,0 +1,98 @@
+"""Method ``draft``: any drafter, tree and rule, in every family and from the command line."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import specmm
+from specmm.cli import app
+from specmm.methods import Draft
+
+PICTURES = [
+    Draft("block", "branching(2, 1)", "k-seq"),
+    Draft("block", "spine(3, 2)", "greedy-multi-draft"),
+    Draft("block", "delayed(1, 2, 1)", "recursive"),
+    Draft("block", "chain(3)", "block"),
+    Draft("jacobi", "chain(3)", "block"),
+    Draft("eagle", "spine(2, 1)", "k-seq"),
+    Draft("eagle", "dynamic(total=6, depth=2, top_k=3)", "point-mass"),
+]
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    pipe = specmm.ImagePipeline.from_pretrained("pocket/llamagen", torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return specmm.TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("method", PICTURES, ids=str)
+def test_pictures(pictures, method):
+    """Greedily those of plain decoding; drawn, the certificate says exact and drafts are kept."""
+    options = dict(classes=[0], output_type="latent")
+    plain = pictures(**options, method="ar", temperature=0.0).tokens
+    assert torch.equal(pictures(**options, method=method, temperature=0.0).tokens, plain)
+    out = pictures(**options, method=method, generator=torch.Generator().manual_seed(0))
+    assert out.certificate.kind == "exact" and out.stats.tau > 1.2
+
+
+def test_a_relaxed_rule_says_what_it_costs(pictures):
+    method = Draft("block", rule="typical(epsilon=0.2)")
+    out = pictures(classes=[0], method=method, generator=torch.Generator().manual_seed(0))
+    assert out.certificate.kind == "bounded" and 0 < out.certificate.tv < 1
+
+
+@pytest.mark.parametrize("method", ["block", "deer", "text-draft"])
+@pytest.mark.parametrize("rule", ["k-seq", "greedy-multi-draft", "point-mass"])
+def test_texts(texts, method, rule):
+    prompt, draft = "def add(a, b):\n", Draft(method, (2, 1), rule)
+    plain = texts(prompt, max_new_tokens=16).texts
+    assert texts(prompt, max_new_tokens=16, method=draft).texts == plain
+    out = texts(prompt, max_new_tokens=16, method=draft, temperature=1.0, seed=0)
+    assert out.certificate.kind == "exact" and out.method == "draft"
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        (Draft("blok"), "unknown drafter 'blok'; did you mean 'block'"),
+        (Draft("block", "chain(99)"), "at most the drafter's"),
+        (Draft("jacobi", (2, 1)), "jacobi needs a chain"),
+        (Draft("block", (2, 1), "block"), "must be a chain"),
+        (Draft("block", "dynamic(total=6)", "point-mass"), "fixed shape"),
+    ],
+)
+def test_what_does_not_go_together(pictures, method, said):
+    with pytest.raises(ValueError, match=said):
+        pictures(classes=[0], method=method)
+
+
+def test_texts_that_do_not_go_together(texts):
+    for method, said in (
+        (Draft("diffuspec"), "takes any tree and rule 'diffuspec'; choose from: block, deer"),
+        (Draft("block"), "needs a tree of fixed shape"),
+        (Draft("block", (2, 1), "lantern++"), "about the codes of pictures"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            texts("a", method=method)
+
+
+def test_the_command_line_lists_and_takes_them(tmp_path):
+    listed = json.loads(CliRunner().invoke(app, ["methods", "--json"]).stdout)
+    assert listed["rules"]["k-seq"].startswith("exact")
+    assert listed["rules"]["typical"].startswith("relaxed")
+    assert {"block", "eagle", "jacobi"} == set(listed["drafters of image tokens"])
+    assert "draft" in listed["methods"]["text"] and "lantern++" in listed["methods"]["image tokens"]
+    assert "delayed(trunk=2" in CliRunner().invoke(app, ["methods"]).stdout
+    command = ["generate", "pocket/llamagen", "--class", "heart", "--method", "draft"]
+    options = ["-o", "tree=delayed(1, 2, 2)", "-o", "rule=k-seq", "--out", str(tmp_path), "--json"]
+    result = CliRunner().invoke(app, [*command, *options])
+    assert result.exit_code == 0, result.output
+    assert "exact" in json.dumps(json.loads(result.stdout)["certificate"])
