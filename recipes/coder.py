@@ -30,7 +30,8 @@ def coder(
     writable(out)
     import torch
 
-    from specmm.diffusion_drafters.train.target import Sizes, build_model, evaluate, train_target
+    from recipes.training.coder import evaluate, train_target
+    from specmm.diffusion_drafters.train.target import Sizes, build_model
 
     sizes = Sizes(dim, layers, heads)
     words = _tokenizer(out, tokenizer, vocabulary)
@@ -46,7 +47,8 @@ def coder(
 
 def _tokenizer(out: Path, given: Path | None, vocabulary: int) -> Any:
     """The tokenizer in ``given``, or that of an earlier run in ``out``, or one learnt now."""
-    from specmm.diffusion_drafters.data.code import build_tokenizer, read_files
+    from recipes.training.coder import build_tokenizer
+    from specmm.diffusion_drafters.train.texts import read_files
     from specmm.hf.pretrained import load_tokenizer
 
     own = out / "tokenizer"

@@ -29,7 +29,7 @@ def making(folder: Path) -> Iterator[None]:
 
 def emoji(folder: Path) -> Any:
     """The training split of the emoji with their classes."""
-    from specmm.zoo.emoji import load
+    from recipes.emoji import load
 
     with making(folder):
         return load(folder)
@@ -43,7 +43,7 @@ def emoji_pictures(place: str, names: Sequence[str], count: int, side: int) -> P
 
 def world(folder: Path, split: str) -> Any:
     """Scenes and easy-VQA of a split."""
-    from specmm.vlm.data.stream import load_world
+    from recipes.scenes.stream import load_world
 
     with making(folder):
         return load_world(folder, split)
@@ -67,9 +67,10 @@ def scene_conversations(place: str, target: Any, processor: Any) -> Conversation
 def _encoder(processor: Any, target: Any) -> Any:
     from torch.nn.functional import interpolate
 
+    from recipes.scenes.composed import encoder
+    from recipes.scenes.packing import Encoder, to_pixels
     from specmm.hf.loading import find
-    from specmm.vlm.composed import encoder, is_composed
-    from specmm.vlm.data.packing import Encoder, to_pixels
+    from specmm.vlm.composed import is_composed
 
     if is_composed(find(target.name)):
         return encoder(target.model, processor.tokenizer)

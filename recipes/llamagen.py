@@ -25,8 +25,8 @@ def tokenizer(
     import torch
     import torch.nn.functional as F
 
+    from recipes.training.vq import train_tokenizer
     from specmm.image_ar.tokens.loading import save_vq
-    from specmm.image_ar.tokens.train.tokenizer import train_tokenizer
     from specmm.image_ar.tokens.vq import VQConfig
 
     images = torch.from_numpy(emoji(data).images)
@@ -54,11 +54,11 @@ def target(
     writable(out)
     import torch
 
+    from recipes.training.llamagen import train_target
     from specmm.image_ar.tokens.gpt import GPTConfig
     from specmm.image_ar.tokens.loading import load_vq
     from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
     from specmm.image_ar.tokens.settings import Settings
-    from specmm.image_ar.tokens.train.target import train_target
 
     vq, pictures = load_vq(tokenizer), emoji(data)
     tokens = picture_tokens(vq, pictures.images, out)

@@ -37,13 +37,13 @@ def llava(
     """Train a small LLaVA that transformers loads as it is."""
     writable(out)
     place = _place(out, drafts_for, expert_of, seed)
-    from specmm.vlm.train.target import Sizes
+    from recipes.training.llava import Sizes
 
     sizes = Sizes(dim, layers, heads, tower_dim, tower_layers)
     _check_same(out, {**vars(sizes), "seed": seed, "model": str(place)})
     _train(data, out, place, sizes, (tower_steps, align_steps, steps, together_steps), batch, lr, seed)
     if expert_of is not None:
-        from specmm.vlm.data.opinions import PROMPTS
+        from recipes.scenes.opinions import PROMPTS
 
         PROMPTS.save(place.parent)
     return {"kind": "llava", "steps": steps, "outputs": [str(place)]}
@@ -79,13 +79,13 @@ def _check_same(out: Path, run: dict[str, Any]) -> None:
 def _train(
     data: Path, out: Path, place: Path, sizes: Any, steps: tuple[int, int, int, int], batch: int, lr: float, seed: int
 ) -> None:
+    from recipes.scenes.packing import Encoder
+    from recipes.scenes.scenes import R
+    from recipes.scenes.stream import learn_tokenizer
+    from recipes.scenes.tokenizer import build_processor
+    from recipes.training.align import train_projector
+    from recipes.training.llava import build_model, save_model, train_target, train_tower
     from specmm.hf.pretrained import load_processor
-    from specmm.vlm.data.packing import Encoder
-    from specmm.vlm.data.scenes import R
-    from specmm.vlm.data.stream import learn_tokenizer
-    from specmm.vlm.data.tokenizer import build_processor
-    from specmm.vlm.train.align import train_projector
-    from specmm.vlm.train.target import build_model, save_model, train_target, train_tower
 
     training, held_out = world(data, "train"), world(data, "test")
     if not (out / "processor").exists():  # a resumed run goes on with the same tokens
@@ -115,11 +115,11 @@ def projector(
 ) -> Found:
     """Train what joins EfficientNet-lite0 to SmolLM2-135M-Instruct, both from their packages and left as they are."""
     writable(out)
-    from specmm.vlm.composed import build_processor, encoder, save_composed, untrained
-    from specmm.vlm.data.scenes import R
-    from specmm.vlm.tower import prepared
-    from specmm.vlm.train.align import train_projector
-    from specmm.vlm.train.projector import tower_features, train_between
+    from recipes.scenes.composed import encoder, prepared
+    from recipes.scenes.scenes import R
+    from recipes.training.align import train_projector
+    from recipes.training.projector import tower_features, train_between
+    from specmm.vlm.composed import build_processor, save_composed, untrained
 
     model, tokenizer = untrained(seed=seed), build_processor().tokenizer
     vision: Any = model.config.vision_config
@@ -152,11 +152,11 @@ def text(
     """Train a language model that drafts without seeing the picture; the result is MODEL/drafters/text."""
     import torch
 
+    from recipes.scenes.packing import Encoder
+    from recipes.training.words import build_text_model, train_text
     from specmm.hf.drafting import KINDS
     from specmm.hf.loading import find
-    from specmm.vlm.data.packing import Encoder
     from specmm.vlm.loading import load_processor
-    from specmm.vlm.train.text import build_text_model, train_text
 
     folder = beside(model, find(model))
     result = writable(folder / "drafters" / KINDS["text-draft"].place)

@@ -28,9 +28,9 @@ def kl(
     writable(out)
     import torch
 
+    from recipes.training.kl import train_kl
     from specmm.image_ar.continuous.kl import KLConfig
     from specmm.image_ar.continuous.loading import save_kl
-    from specmm.image_ar.continuous.train.tokenizer import train_kl
 
     images = torch.from_numpy(emoji(data).images)
     side, widths = images.shape[1], (1, 2, 2, 2, 2)[: halvings + 1]
@@ -64,9 +64,9 @@ def mar(
     writable(out)
     import torch
 
+    from recipes.training.kl import encode_moments
+    from recipes.training.mar import train_mar
     from specmm.image_ar.continuous.loading import load_kl, load_mar
-    from specmm.image_ar.continuous.train.target import train_mar
-    from specmm.image_ar.continuous.train.tokenizer import encode_moments
 
     vae, found = load_kl(tokenizer), emoji(data)
     images, labels = torch.from_numpy(found.images), torch.from_numpy(found.labels)

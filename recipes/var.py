@@ -30,8 +30,8 @@ def vqvae(
     ladder = _sides(sides)
     import torch
 
+    from recipes.training.vqvae import train_vqvae
     from specmm.image_ar.scales.loading import save_vqvae
-    from specmm.image_ar.scales.train.tokenizer import train_vqvae
     from specmm.image_ar.scales.vqvae import VQVAEConfig
 
     images = torch.from_numpy(emoji(data).images)
@@ -61,11 +61,11 @@ def var(
     writable(out)
     import torch
 
+    from recipes.training.var import train_var
     from specmm.image_ar.scales.loading import load_vqvae
     from specmm.image_ar.scales.pair import save_small
     from specmm.image_ar.scales.pipeline import VARPipeline
     from specmm.image_ar.scales.settings import Settings
-    from specmm.image_ar.scales.train.var import train_var
     from specmm.image_ar.scales.var import VARConfig
 
     vae, found = load_vqvae(tokenizer), emoji(data)
@@ -99,9 +99,9 @@ def code(
     writable(out)
     import torch
 
+    from recipes.training.var import train_drafter, train_refiner
     from specmm.handoff import split
     from specmm.image_ar.scales.pipeline import VARPipeline
-    from specmm.image_ar.scales.train.var import train_drafter, train_refiner
 
     pipe = VARPipeline.from_pretrained(model, "ar", torch.float32, small)
     if pipe.small is None:
@@ -141,9 +141,9 @@ def _examples(vae: Any, found: Any, out: Path) -> Any:
     """The pictures' tokens, kept in ``out`` for the next run, with their labels."""
     import torch
 
+    from recipes.training.var import Examples
+    from recipes.training.vqvae import encode_pictures
     from specmm.image_ar.scales.pair import tokenizer_fingerprint
-    from specmm.image_ar.scales.train.tokenizer import encode_pictures
-    from specmm.image_ar.scales.train.var import Examples
 
     sides = "-".join(map(str, vae.config.patch_nums))
     file = out / f"tokens-{tokenizer_fingerprint(vae)}-{sides}-{len(found.images)}.pt"

@@ -177,7 +177,7 @@ def picture_tokens(vq: Any, images: Any, out: Path) -> Any:
     """Tokens [M, 2, T] of the pictures and their mirror images, kept in ``out`` for the next run."""
     import torch
 
-    from specmm.image_ar.tokens.train.target import encode_pictures
+    from specmm.image_ar.training import encode_views
 
     weights = b"".join(v.detach().float().numpy().tobytes() for v in vq.state_dict().values())
     key = hashlib.sha256(weights + images.tobytes()).hexdigest()
@@ -186,6 +186,7 @@ def picture_tokens(vq: Any, images: Any, out: Path) -> Any:
         kept = torch.load(file, weights_only=True)
         if kept["key"] == key:
             return kept["tokens"]
-    tokens = encode_pictures(vq, torch.from_numpy(images))
+    vq.eval()
+    tokens = encode_views(lambda x: vq.encode(x).indices.flatten(1), torch.from_numpy(images))
     torch.save({"key": key, "tokens": tokens}, file)
     return tokens

@@ -192,10 +192,10 @@ def _rows(target: Any, tokenizer: Any, text: list[Path], count: int, drawn: floa
     """
     import torch
 
-    from specmm.diffusion_drafters.data.code import windows
     from specmm.diffusion_drafters.train.chats import drawn_chats
     from specmm.diffusion_drafters.train.rows import drawn_rows
     from specmm.diffusion_drafters.train.target import LENGTH
+    from specmm.diffusion_drafters.train.texts import windows
     from specmm.text.pipeline import TextPipeline
 
     if drawn is None:
@@ -216,7 +216,7 @@ def text_stream(tokenizer: Any, out: Path, given: Sequence[Path] = (), held_out:
     """
     import torch
 
-    from specmm.diffusion_drafters.data.code import given_texts, read_files, token_stream
+    from specmm.diffusion_drafters.train.texts import given_texts, read_files, token_stream
 
     texts = given_texts(given) if given else read_files(held_out)
     key = hashlib.sha256(repr((sorted(tokenizer.get_vocab().items()), list(texts.items()))).encode()).hexdigest()

@@ -9,11 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
+from recipes.scenes.packing import Encoder
+from recipes.scenes.questions import Turn
 from specmm import VQAPipeline, zoo
 from specmm.recipes.conversations import Line, conversations, example
 from specmm.recipes.recipe import train
-from specmm.vlm.data.packing import Encoder
-from specmm.vlm.data.questions import Turn
 from specmm.vlm.loading import load_processor
 
 LLAVA = zoo.POCKET / "llava"

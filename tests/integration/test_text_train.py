@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 import specmm
 from specmm.cli import app
-from specmm.diffusion_drafters.data import code
 from specmm.diffusion_drafters.diffuspec.ngram import NGram
 from specmm.diffusion_drafters.models.dflash import load_dflash
 from specmm.diffusion_drafters.train import chats
+from specmm.diffusion_drafters.train import texts as code
 from specmm.recipes.recipe import train
 
 TEXT = "".join(f"def add_{i}(a, b):\n    return a + b + {i}\n\n\n" for i in range(300))

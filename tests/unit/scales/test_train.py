@@ -7,12 +7,8 @@ import pytest
 import torch
 
 from recipes import var as recipe
-from specmm.image_ar.scales.ladder import Ladder
-from specmm.image_ar.scales.pipeline import VARPipeline
-from specmm.image_ar.scales.quantizer import MultiScaleQuantizer
-from specmm.image_ar.scales.settings import Settings
-from specmm.image_ar.scales.train.tokenizer import encode_pictures, train_vqvae
-from specmm.image_ar.scales.train.var import (
+from recipes.emoji import EmojiSet
+from recipes.training.var import (
     Examples,
     distil_from,
     token_loss,
@@ -20,11 +16,15 @@ from specmm.image_ar.scales.train.var import (
     train_refiner,
     train_var,
 )
+from recipes.training.vqvae import encode_pictures, train_vqvae
+from specmm.image_ar.scales.ladder import Ladder
+from specmm.image_ar.scales.pipeline import VARPipeline
+from specmm.image_ar.scales.quantizer import MultiScaleQuantizer
+from specmm.image_ar.scales.settings import Settings
 from specmm.image_ar.scales.var import VARConfig
 from specmm.image_ar.scales.vqvae import VQVAEConfig
 from specmm.recipes.recipe import train
 from specmm.training import seeded
-from specmm.zoo.emoji import EmojiSet
 
 SIDES = (1, 2, 3)
 CONFIG = VARConfig(1, 32, 2, vocab_size=16, z_channels=4, num_classes=3, patch_nums=SIDES)

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from specmm.vlm.data.sprites import Array, Sprite, Sprites
-from specmm.vlm.data.variation import vary
+from recipes.scenes.sprites import Array, Sprite, Sprites
+from recipes.scenes.variation import vary
 
 R = 96
 BACKGROUNDS = {

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
+from recipes.scenes.kinds import COLOURS
+from recipes.scenes.patches import HEADS, IGNORED, NAMES, labelled
+from recipes.scenes.scenes import PLACES, SIZES
+from recipes.scenes.stream import World
+from recipes.training.llava import image_features
 from specmm.training import Losses, fit
-from specmm.vlm.data.kinds import COLOURS
-from specmm.vlm.data.patches import HEADS, IGNORED, NAMES, labelled
-from specmm.vlm.data.scenes import PLACES, SIZES
-from specmm.vlm.data.stream import World
-from specmm.vlm.train.target import image_features
 
 WORDS: dict[str, tuple[str, ...]] = {
     "kind": ("background", *NAMES[1:]),

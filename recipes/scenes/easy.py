@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from specmm.vlm.data.kinds import SHAPES
-from specmm.vlm.data.questions import Turn
-from specmm.vlm.data.scenes import R
-from specmm.vlm.data.sprites import Array
+from recipes.scenes.kinds import SHAPES
+from recipes.scenes.questions import Turn
+from recipes.scenes.scenes import R
+from recipes.scenes.sprites import Array
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from PIL import ImageOps
 from tqdm import tqdm
 
-from specmm.vlm.data.kinds import KINDS, relatives
-from specmm.zoo import emoji
+from recipes import emoji
+from recipes.scenes.kinds import KINDS, relatives
 
 Array = npt.NDArray[np.uint8]
 SIZE = 64

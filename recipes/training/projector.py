@@ -1,6 +1,6 @@
 """Training of the projector alone, between a tower and a language model that stay as they are.
 
-It first learns the words for each patch (:mod:`specmm.vlm.train.align`), then what makes the frozen language model
+It first learns the words for each patch (:mod:`recipes.training.align`), then what makes the frozen language model
 answer as it should: gradients go through it, not into it. Source: LLaVA's first stage (arXiv 2304.08485).
 
 Shape letters: M tokens of answers, C width.
@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlavaForConditionalGeneration
 
+from recipes.scenes.packing import Batch, Encoder, stack
+from recipes.scenes.stream import World
+from recipes.training.llava import answer_states
 from specmm.training import Losses, fit
-from specmm.vlm.data.packing import Batch, Encoder, stack
-from specmm.vlm.data.stream import World
-from specmm.vlm.train.target import answer_states
 
 LENGTH = 224  # tokens of a row
 
@@ -73,7 +73,7 @@ def train_between(
 def token_losses(model: LlavaForConditionalGeneration, rows: Batch, states: Tensor) -> Losses:
     """Mean cross-entropy (nats) of the M tokens of answers, and the share of them that are the likeliest.
 
-    ``states`` are those of :func:`specmm.vlm.train.target.answer_states`.
+    ``states`` are those of :func:`recipes.training.llava.answer_states`.
     """
     labels = rows.labels[:, -states.shape[1] :]
     asked = labels >= 0

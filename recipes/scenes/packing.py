@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specmm.vlm.data.questions import Turn
-from specmm.vlm.data.sprites import Array
-from specmm.vlm.data.tokenizer import ASSISTANT, BOS, EOS, IMAGE, MEAN, STD, USER
+from recipes.scenes.questions import Turn
+from recipes.scenes.sprites import Array
+from recipes.scenes.tokenizer import ASSISTANT, BOS, EOS, IMAGE, MEAN, STD, USER
 
 
 @dataclass(frozen=True)

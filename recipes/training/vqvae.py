@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recipes.training.pictures import RESTART_EVERY, flip_some, reconstruction_loss
 from specmm.image_ar.scales.quantizer import Quantized
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
-from specmm.image_ar.training import RESTART_EVERY, encode_views, flip_some, reconstruction_loss, to_float
+from specmm.image_ar.training import encode_views, to_float
 from specmm.training import Losses, batch_rows, fit, seeded
 
 

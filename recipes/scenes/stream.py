@@ -10,14 +10,14 @@ from random import Random
 
 from transformers import PreTrainedTokenizerFast
 
-from specmm.vlm.data.easy import Example, load_easy
-from specmm.vlm.data.facts import fact
-from specmm.vlm.data.opinions import weighed
-from specmm.vlm.data.packing import Encoder, Sample
-from specmm.vlm.data.questions import Turn, description, short_questions
-from specmm.vlm.data.scenes import Scene, compose
-from specmm.vlm.data.sprites import Array, Sprites, load_sprites
-from specmm.vlm.data.tokenizer import build_tokenizer
+from recipes.scenes.easy import Example, load_easy
+from recipes.scenes.facts import fact
+from recipes.scenes.opinions import weighed
+from recipes.scenes.packing import Encoder, Sample
+from recipes.scenes.questions import Turn, description, short_questions
+from recipes.scenes.scenes import Scene, compose
+from recipes.scenes.sprites import Array, Sprites, load_sprites
+from recipes.scenes.tokenizer import build_tokenizer
 
 EASY = 0.3  # share of easy-VQA among pictures
 CHATS = 0.2  # share of rows whose turns follow each other, as in a conversation

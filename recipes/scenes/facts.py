@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
-from specmm.vlm.data.kinds import KINDS, Kind
-from specmm.vlm.data.questions import Turn, capital, description
-from specmm.vlm.data.scenes import BACKGROUNDS, Scene, Thing, blank, lay_out
+from recipes.scenes.kinds import KINDS, Kind
+from recipes.scenes.questions import Turn, capital, description
+from recipes.scenes.scenes import BACKGROUNDS, Scene, Thing, blank, lay_out
 
 
 def fact(random: Random) -> Turn:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from specmm.vlm.data.kinds import BY_NAME, KINDS
-from specmm.vlm.data.scenes import PLACES, Scene, Thing
+from recipes.scenes.kinds import BY_NAME, KINDS
+from recipes.scenes.scenes import PLACES, Scene, Thing
 
 NUMBERS = ("zero", "one", "two", "three", "four")
 SHORT = ("what", "where", "how many", "colour", "size", "is there", "list")

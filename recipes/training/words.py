@@ -13,10 +13,10 @@ from random import Random
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from recipes.scenes.packing import Encoder, stack
+from recipes.scenes.stream import World
+from recipes.training.llava import TEXT_LENGTH, answer_loss
 from specmm.training import Losses, fit, seeded
-from specmm.vlm.data.packing import Encoder, stack
-from specmm.vlm.data.stream import World
-from specmm.vlm.train.target import TEXT_LENGTH, answer_loss
 
 
 def build_text_model(dim: int, layers: int, heads: int, vocabulary: int, ids: Encoder, seed: int) -> LlamaForCausalLM:

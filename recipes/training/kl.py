@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recipes.training.pictures import flip_some, reconstruction_loss
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig, Posterior
-from specmm.image_ar.training import encode_views, flip_some, reconstruction_loss, to_float
+from specmm.image_ar.training import encode_views, to_float
 from specmm.training import Losses, batch_rows, fit, seeded
 
 

@@ -18,16 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
-from specmm.vlm.data.tokenizer import byte_pairs
-
-END, PAD, MASK = "<|end|>", "<|pad|>", "<|mask|>"
 PACKAGES = ("networkx", "jinja2", "fsspec", "huggingface_hub", "typer", "rich", "click", "packaging", "filelock")
 SKIPPED = {"test", "tests", "testing", "idle_test", "lib2to3", "encodings", "pydoc_data", "site-packages", "_vendor"}
 HELD_OUT = 40  # one file of so many
 LONGEST = 200_000  # characters; longer files are tables
-VOCABULARY = 4096
 
 
 def find_files(packages: Sequence[str] = PACKAGES) -> dict[str, Path]:
@@ -93,18 +88,6 @@ def _texts(files: Mapping[str, Path]) -> dict[str, str]:
         if text.strip():
             found.setdefault(text, name)
     return found
-
-
-def build_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
-    """Learn at most ``vocabulary`` byte-level tokens from ``texts``; line breaks and the spaces behind them are one."""
-    return PreTrainedTokenizerFast(
-        tokenizer_object=byte_pairs(texts, vocabulary, (END, PAD, MASK)),
-        eos_token=END,
-        pad_token=PAD,
-        mask_token=MASK,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
 
 
 def token_stream(texts: Iterable[str], tokenizer: Any) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
 
-from specmm.vlm.data.questions import Turn
+from recipes.scenes.questions import Turn
 from specmm.vlm.verdict import Prompts
 
 PROMPTS = Prompts(score="{question}", expert="{number}. {answer}", verdict="{experts}\n {question}")

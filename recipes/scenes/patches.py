@@ -12,12 +12,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specmm.vlm.data.easy import Example
-from specmm.vlm.data.kinds import COLOURS, KINDS, SHAPES
-from specmm.vlm.data.packing import to_pixels
-from specmm.vlm.data.scenes import PLACES, SIZES, Scene
-from specmm.vlm.data.sprites import Array
-from specmm.vlm.data.stream import EASY, World
+from recipes.scenes.easy import Example
+from recipes.scenes.kinds import COLOURS, KINDS, SHAPES
+from recipes.scenes.packing import to_pixels
+from recipes.scenes.scenes import PLACES, SIZES, Scene
+from recipes.scenes.sprites import Array
+from recipes.scenes.stream import EASY, World
 
 IGNORED = -100
 NAMES = ("nothing", *(kind.name for kind in KINDS), *SHAPES)

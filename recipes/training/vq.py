@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recipes.training.pictures import RESTART_EVERY, flip_some, reconstruction_loss
 from specmm.image_ar.tokens.vq import Quantized, VQConfig, VQModel
-from specmm.image_ar.training import RESTART_EVERY, flip_some, reconstruction_loss, to_float
+from specmm.image_ar.training import to_float
 from specmm.training import Losses, batch_rows, fit, seeded
 
 

@@ -26,13 +26,13 @@ from transformers import (
     LlavaProcessor,
 )
 
+from recipes.scenes.packing import Batch, Encoder, stack
+from recipes.scenes.patches import HEADS, IGNORED, labelled
+from recipes.scenes.questions import Turn
+from recipes.scenes.scenes import R
+from recipes.scenes.sprites import Array
+from recipes.scenes.stream import World
 from specmm.training import MUON, Losses, fit, seeded
-from specmm.vlm.data.packing import Batch, Encoder, stack
-from specmm.vlm.data.patches import HEADS, IGNORED, labelled
-from specmm.vlm.data.questions import Turn
-from specmm.vlm.data.scenes import R
-from specmm.vlm.data.sprites import Array
-from specmm.vlm.data.stream import World
 
 TEXT_EVERY = 12  # steps: one of so many is without pictures
 NOTHING = 0.1  # weight of a patch without a thing

@@ -11,16 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recipes.training.pictures import labelled_batch
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
-from specmm.image_ar.tokens.vq import VQModel
-from specmm.image_ar.training import encode_views, labelled_batch
 from specmm.training import Losses, fit, seeded
-
-
-def encode_pictures(tokenizer: VQModel, images: Tensor, batch: int = 64) -> Tensor:
-    """Tokens [M, 2, T] of pictures [M, R, R, 3] uint8 and of their mirror images."""
-    tokenizer.eval()
-    return encode_views(lambda x: tokenizer.encode(x).indices.flatten(1), images, batch)
 
 
 def train_target(
