@@ -19,14 +19,14 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[RECIPE] [MODEL]",
-        help="A recipe's name or config file, and the folder of the model that gets a drafter, where "
-        "one does. Without them: the names of all recipes.",
+        help="A recipe's name or config file, and the folder of the model that gets a drafter, where one "
+        "does. Without them: the names of all recipes.",
         show_default=False,
     ),
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A setting of it, may be repeated."),
+    typer.Option("--set", metavar="KEY=VALUE", help="A setting of it; more of them may follow."),
 ]
 OutFolder = Annotated[
     Path | None, typer.Option(help="Folder of checkpoint, loss curve and result, the recipe's if not given.")
@@ -53,7 +53,7 @@ def train(
     if any(word.startswith("-") for word in rest) and OLD.get(name) in recipes():
         name = OLD[name]
     recipe = load(name)
-    settings = _rest(recipe, rest) | _pairs(given or []) | ({"out": str(out)} if out else {})
+    settings = _pairs([*(given or []), *_rest(recipe, rest), *([f"out={out}"] if out else [])])
     with stdout_reserved():
         found = recipe.having(settings).run()
     _done(found, as_json)
@@ -75,24 +75,23 @@ def _pairs(given: list[str]) -> dict[str, str | list[str]]:
     return {name: values[0] if len(values) == 1 else values for name, values in found.items()}
 
 
-def _rest(recipe: Recipe, words: list[str]) -> dict[str, Any]:
-    """The settings in what follows the recipe's name: the model, and options as they were spelt before recipes."""
-    kinds, found, pairs = recipe.kinds(), {}, []
+def _rest(recipe: Recipe, words: list[str]) -> list[str]:
+    """What follows the recipe's name as KEY=VALUE: more settings, the model, options as they were spelt before."""
+    kinds, pairs, old = recipe.kinds(), [], []
     left = iter(words)
     for word in left:
-        if not word.startswith("--"):
-            found["model"] = word
-            continue
         option, equals, value = word.removeprefix("--").partition("=")
         name = option.replace("-", "_")
         flag = name.removeprefix("no_")
-        if kinds.get(flag) is bool:  # --flag or --no-flag
-            pairs.append(f"{flag}={str(name == flag).lower()}")
+        if not word.startswith("--"):
+            pairs.append(word if equals and option.isidentifier() else f"model={word}")
+        elif kinds.get(flag) is bool:
+            old.append(f"{flag}={str(name == flag).lower()}")
         else:
-            pairs.append(f"{name}={value if equals else next(left, '')}")
-    if pairs:
-        say("deprecated: write " + " ".join(f"--set {pair}" for pair in pairs) + f" after specmm train {recipe.name}")
-    return found | _pairs(pairs)
+            old.append(f"{name}={value if equals else next(left, '')}")
+    if old:
+        say(f"deprecated: write specmm train {recipe.name} … --set {' '.join(old)}")
+    return pairs + old
 
 
 def _done(found: dict[str, Any], as_json: bool) -> None:

@@ -27,7 +27,7 @@ import specmm
 from specmm.registry import named, unknown
 
 SHIPPED = Path(__file__).parent
-CHECKOUT = Path(specmm.__file__).parents[1] / "recipes"  # what made the pocket models; not in the wheel
+CHECKOUT = Path(specmm.__file__).resolve().parents[1] / "recipes"  # what made the pocket models; not in the wheel
 Count = Annotated[int, 1]
 Width = Annotated[int, 4]
 Share = Annotated[float, 0, 1]

@@ -173,11 +173,11 @@ def test_options_as_they_were_spelt_before_recipes(folder, tmp_path):
     args = ["train", "proxy", model, "--text", text, "--least", "1", "--text", text, "--out", tmp_path / "a", "--json"]
     done = CliRunner().invoke(app, [str(arg) for arg in args])
     assert done.exit_code == 0 and json.loads(done.stdout)["kind"] == "proxy"
-    new = f"--set text={text} --set least=1 --set text={text}"
-    assert done.stderr == f"deprecated: write {new} after specmm train proxy\n"
+    new = f"--set text={text} least=1 text={text}"
+    assert done.stderr == f"deprecated: write specmm train proxy … {new}\n"
     old, now = (NGram.load(place / "drafters/diffusion/ngram.safetensors") for place in (folder, model))
     assert old.counts == now.counts
     flags = ["train", "dflash", folder, "--replace", "--no-chats", "--read=9", "--out", tmp_path / "b"]
     done = CliRunner().invoke(app, [str(arg) for arg in flags])
     assert done.exit_code == 2 and "layers in front of its last, got 9" in done.stderr
-    assert "--set replace=true --set chats=false --set read=9" in done.stderr
+    assert "--set replace=true chats=false read=9" in done.stderr

@@ -1,6 +1,9 @@
 """Recipes: every config file fits what it trains, settings are checked, data of one's own are read."""
 
 import json
+import os
+import subprocess
+import sys
 import typing
 from pathlib import Path
 
@@ -51,7 +54,8 @@ def test_every_recipe_sets_what_its_function_takes(name):
     kinds = found.kinds()
     missing = {n for n, kind in kinds.items() if n not in found.settings and type(None) not in typing.get_args(kind)}
     assert set(found.settings) <= set(kinds) and missing <= {"model", "data"}
-    assert {**found.settings, "out": None}.keys() - kinds.keys() == set()
+    text = recipes.recipes()[name].read_text()
+    assert "\nrecipe = " in text or all(f"{setting} = " in text for setting in kinds)  # what may be left out, too
 
 
 def test_settings_are_read_as_they_are_annotated(own):
@@ -81,8 +85,11 @@ def test_a_config_file_of_ones_own_stands_on_a_recipe(own):
     file = own / "mine" / "m.toml"
     file.parent.mkdir()
     file.write_text('recipe = "some"\n[settings]\nmodel = "mine"\nsteps = 9\n')
-    done = CliRunner().invoke(app, ["train", str(file), "--set", "steps=7", "--json"])
-    assert json.loads(done.stdout)["steps"] == 7 and done.stderr == ""
+    done = CliRunner().invoke(app, ["train", str(file), "--set", "steps=7", "share=0.5", "--json"])
+    found = json.loads(done.stdout)
+    assert found["steps"] == 7 and found["all"][0] == 0.5 and done.stderr == ""
+    twice = CliRunner().invoke(app, ["train", "some", "m", "--set", "text=a", "text=b", "--json"])
+    assert json.loads(twice.stdout)["all"][2] == ["a", "b"]
     assert train(str(file))["all"][-1] == ["model", "steps"]
     for text, message in (
         ("[", "must be TOML"),
@@ -107,6 +114,27 @@ def test_without_a_checkout_its_recipes_are_not_there(tmp_path, monkeypatch):
     assert {"coder", "emoji-drafter", "deer"} <= set(recipes.recipes())
     monkeypatch.setattr(recipes, "CHECKOUT", tmp_path)
     assert set(recipes.recipes()) == {"deer", "dflash", "diffusion", "drafter", "msd", "proxy"}
+
+
+def test_those_of_the_checkout_run_from_anywhere(tmp_path):
+    """Only ``specmm`` is on the path there."""
+    (tmp_path / "specmm").symlink_to(Path(recipes.specmm.__file__).parent)
+    code = "from specmm.recipes.recipe import load; print(load('coder').function().__module__)"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "recipes.coder\n", done.stderr
+
+
+def test_old_options_of_image_drafters_mean_those_on_emoji(tmp_path):
+    done = CliRunner().invoke(app, ["train", "drafter", "pocket/llamagen", "--kind", "blok"])
+    deprecated, error = done.stderr.splitlines()
+    assert deprecated == "deprecated: write specmm train emoji-drafter … --set kind=blok"
+    assert done.exit_code == 2 and "did you mean 'block'" in error
 
 
 def test_pictures_in_folders_of_their_class(tmp_path):
