@@ -8,7 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
+
+from recipes.training.coder import build_tokenizer, evaluate, train_target
+from specmm.diffusion_drafters.train.target import Sizes, build_model
+from specmm.diffusion_drafters.train.texts import read_files
 from specmm.files import writable
+from specmm.hf.pretrained import load_tokenizer
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Width
 from specmm.recipes.text import text_stream
 
@@ -28,11 +34,6 @@ def coder(
 ) -> Found:
     """Train a Qwen2 on the Python standard library and installed packages; transformers loads it as it is."""
     writable(out)
-    import torch
-
-    from recipes.training.coder import evaluate, train_target
-    from specmm.diffusion_drafters.train.target import Sizes, build_model
-
     sizes = Sizes(dim, layers, heads)
     words = _tokenizer(out, tokenizer, vocabulary)
     learnt, held_out = (text_stream(words, out, held_out=side) for side in (False, True))
@@ -47,10 +48,6 @@ def coder(
 
 def _tokenizer(out: Path, given: Path | None, vocabulary: int) -> Any:
     """The tokenizer in ``given``, or that of an earlier run in ``out``, or one learnt now."""
-    from recipes.training.coder import build_tokenizer
-    from specmm.diffusion_drafters.train.texts import read_files
-    from specmm.hf.pretrained import load_tokenizer
-
     own = out / "tokenizer"
     if given is None and not own.exists():  # a resumed run goes on with the same tokens
         build_tokenizer(read_files(False).values(), vocabulary).save_pretrained(own)

@@ -9,8 +9,18 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from PIL import Image
+from torch.nn.functional import interpolate
+
+from recipes.emoji import load
+from recipes.scenes.composed import encoder
+from recipes.scenes.packing import Encoder, to_pixels
+from recipes.scenes.stream import load_world
+from specmm.hf.loading import find
 from specmm.recipes.conversations import Conversations
 from specmm.recipes.pictures import Pictures
+from specmm.vlm.asking import Questions
+from specmm.vlm.composed import is_composed
 from specmm.vlm.train.msd import Example
 
 EMOJI = Path("~/.cache/specmm/emoji")  # downloaded from npm and rasterised when it is empty
@@ -29,8 +39,6 @@ def making(folder: Path) -> Iterator[None]:
 
 def emoji(folder: Path) -> Any:
     """The training split of the emoji with their classes."""
-    from recipes.emoji import load
-
     with making(folder):
         return load(folder)
 
@@ -43,8 +51,6 @@ def emoji_pictures(place: str, names: Sequence[str], count: int, side: int) -> P
 
 def world(folder: Path, split: str) -> Any:
     """Scenes and easy-VQA of a split."""
-    from recipes.scenes.stream import load_world
-
     with making(folder):
         return load_world(folder, split)
 
@@ -65,13 +71,6 @@ def scene_conversations(place: str, target: Any, processor: Any) -> Conversation
 
 
 def _encoder(processor: Any, target: Any) -> Any:
-    from torch.nn.functional import interpolate
-
-    from recipes.scenes.composed import encoder
-    from recipes.scenes.packing import Encoder, to_pixels
-    from specmm.hf.loading import find
-    from specmm.vlm.composed import is_composed
-
     if is_composed(find(target.name)):
         return encoder(target.model, processor.tokenizer)
     sees = target.model.config.vision_config.image_size
@@ -84,10 +83,6 @@ def _encoder(processor: Any, target: Any) -> Any:
 
 def _described(held_out: Any, count: int) -> Any:
     """Questions for descriptions of ``count`` scenes."""
-    from PIL import Image
-
-    from specmm.vlm.asking import Questions
-
     random = Random(0)
     drawn = [held_out.scene(random) for _ in range(count)]
     return Questions.of([Image.fromarray(scene.image) for scene, _ in drawn], [turns[0].question for _, turns in drawn])

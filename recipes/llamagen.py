@@ -5,8 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
+import torch.nn.functional as F
+
 from recipes.data import emoji
+from recipes.training.llamagen import train_target
+from recipes.training.vq import train_tokenizer
 from specmm.files import writable
+from specmm.image_ar.tokens.gpt import GPTConfig
+from specmm.image_ar.tokens.loading import load_vq, save_vq
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
+from specmm.image_ar.tokens.settings import Settings
+from specmm.image_ar.tokens.vq import VQConfig
 from specmm.recipes.drafter import picture_tokens
 from specmm.recipes.recipe import Count, Found, Seed, Width
 
@@ -22,13 +32,6 @@ def tokenizer(
 ) -> Found:
     """Train the VQ tokenizer; the result is OUT/model.safetensors."""
     writable(out)
-    import torch
-    import torch.nn.functional as F
-
-    from recipes.training.vq import train_tokenizer
-    from specmm.image_ar.tokens.loading import save_vq
-    from specmm.image_ar.tokens.vq import VQConfig
-
     images = torch.from_numpy(emoji(data).images)
     config = VQConfig(codes, 8, 32, (1, 2, 2), 1, 64)
     model = train_tokenizer(images, config, out, steps=steps, batch=batch, seed=seed)
@@ -52,14 +55,6 @@ def target(
 ) -> Found:
     """Train the transformer on the tokenizer's tokens; the result is a whole model in OUT/model."""
     writable(out)
-    import torch
-
-    from recipes.training.llamagen import train_target
-    from specmm.image_ar.tokens.gpt import GPTConfig
-    from specmm.image_ar.tokens.loading import load_vq
-    from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
-    from specmm.image_ar.tokens.settings import Settings
-
     vq, pictures = load_vq(tokenizer), emoji(data)
     tokens = picture_tokens(vq, pictures.images, out)
     sizes: dict[str, Any] = dict(dim=dim, n_layer=layers, n_head=heads, num_classes=len(pictures.classes))

@@ -8,9 +8,25 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
+
 from recipes.data import world
+from recipes.scenes.composed import encoder, prepared
+from recipes.scenes.opinions import PROMPTS
+from recipes.scenes.packing import Encoder
+from recipes.scenes.scenes import R
+from recipes.scenes.stream import learn_tokenizer
+from recipes.scenes.tokenizer import build_processor
+from recipes.training.align import train_projector
+from recipes.training.llava import Sizes, build_model, save_model, train_target, train_tower
+from recipes.training.projector import tower_features, train_between
+from recipes.training.words import build_text_model, train_text
 from specmm.files import writable, write_whole
+from specmm.hf.drafting import KINDS
+from specmm.hf.loading import find
+from specmm.hf.pretrained import load_processor
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Size, Width, beside
+from specmm.vlm import composed, loading
 
 TOGETHER = 0.15  # of the learning rate once the tower learns, too: at 0.3 the loss doubled in fifty steps
 
@@ -37,14 +53,10 @@ def llava(
     """Train a small LLaVA that transformers loads as it is."""
     writable(out)
     place = _place(out, drafts_for, expert_of, seed)
-    from recipes.training.llava import Sizes
-
     sizes = Sizes(dim, layers, heads, tower_dim, tower_layers)
     _check_same(out, {**vars(sizes), "seed": seed, "model": str(place)})
     _train(data, out, place, sizes, (tower_steps, align_steps, steps, together_steps), batch, lr, seed)
     if expert_of is not None:
-        from recipes.scenes.opinions import PROMPTS
-
         PROMPTS.save(place.parent)
     return {"kind": "llava", "steps": steps, "outputs": [str(place)]}
 
@@ -56,8 +68,6 @@ def _place(out: Path, drafts_for: Path | None, expert_of: Path | None, seed: int
     larger = drafts_for or expert_of
     if larger is None:
         return out / "model"
-    from specmm.hf.drafting import KINDS
-
     if not (larger / "config.json").is_file():
         raise ValueError(f"{larger} must hold a model (config.json), train that one first")
     place = larger / "drafters" / (KINDS["vlm-draft"].place if drafts_for else f"{KINDS['verdict'].place}/{seed}")
@@ -79,14 +89,6 @@ def _check_same(out: Path, run: dict[str, Any]) -> None:
 def _train(
     data: Path, out: Path, place: Path, sizes: Any, steps: tuple[int, int, int, int], batch: int, lr: float, seed: int
 ) -> None:
-    from recipes.scenes.packing import Encoder
-    from recipes.scenes.scenes import R
-    from recipes.scenes.stream import learn_tokenizer
-    from recipes.scenes.tokenizer import build_processor
-    from recipes.training.align import train_projector
-    from recipes.training.llava import build_model, save_model, train_target, train_tower
-    from specmm.hf.pretrained import load_processor
-
     training, held_out = world(data, "train"), world(data, "test")
     if not (out / "processor").exists():  # a resumed run goes on with the same tokens
         build_processor(learn_tokenizer(training), R, sizes.patch).save_pretrained(out / "processor")
@@ -115,13 +117,7 @@ def projector(
 ) -> Found:
     """Train what joins EfficientNet-lite0 to SmolLM2-135M-Instruct, both from their packages and left as they are."""
     writable(out)
-    from recipes.scenes.composed import encoder, prepared
-    from recipes.scenes.scenes import R
-    from recipes.training.align import train_projector
-    from recipes.training.projector import tower_features, train_between
-    from specmm.vlm.composed import build_processor, save_composed, untrained
-
-    model, tokenizer = untrained(seed=seed), build_processor().tokenizer
+    model, tokenizer = composed.untrained(seed=seed), composed.build_processor().tokenizer
     vision: Any = model.config.vision_config
     side, tokens = vision.image_size, model.config.image_seq_length
     options: dict[str, Any] = dict(
@@ -132,7 +128,7 @@ def projector(
     train_projector(model, tokenizer, training, out / "align", **align, **options)
     answers: dict[str, Any] = dict(steps=steps, batch=batch, lr=lr, seed=seed)
     train_between(model, encoder(model, tokenizer), training, held_out, out / "answers", **answers)
-    save_composed(model, out / "model")
+    composed.save_composed(model, out / "model")
     return {"kind": "projector", "steps": steps, "outputs": [str(out / "model")]}
 
 
@@ -150,17 +146,9 @@ def text(
     out: Path,
 ) -> Found:
     """Train a language model that drafts without seeing the picture; the result is MODEL/drafters/text."""
-    import torch
-
-    from recipes.scenes.packing import Encoder
-    from recipes.training.words import build_text_model, train_text
-    from specmm.hf.drafting import KINDS
-    from specmm.hf.loading import find
-    from specmm.vlm.loading import load_processor
-
     folder = beside(model, find(model))
     result = writable(folder / "drafters" / KINDS["text-draft"].place)
-    tokenizer = load_processor(folder).tokenizer
+    tokenizer = loading.load_processor(folder).tokenizer
     encoder = Encoder(tokenizer, 0)
     small = build_text_model(dim, layers, heads, len(tokenizer), encoder, seed)
     train_text(small, encoder, world(data, "train"), writable(out), steps=steps, batch=batch, lr=lr, seed=seed)

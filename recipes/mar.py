@@ -5,8 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
+
 from recipes.data import emoji
+from recipes.training.kl import encode_moments, train_kl
+from recipes.training.mar import train_mar
 from specmm.files import writable
+from specmm.image_ar.continuous.kl import KLConfig
+from specmm.image_ar.continuous.loading import kl_fingerprint, load_kl, load_mar, save_kl
+from specmm.image_ar.continuous.mar import MARConfig
+from specmm.image_ar.continuous.pair import check_pair, check_same_vae, save_small
+from specmm.image_ar.continuous.pipeline import MARPipeline
+from specmm.image_ar.continuous.settings import Settings
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Width
 
 HEAD_STEPS = "ddim100"  # "100" begins at t = 999, where a small model's error in eps is multiplied by 20,000
@@ -26,12 +36,6 @@ def kl(
 ) -> Found:
     """Train the KL autoencoder; the result is OUT/model.safetensors."""
     writable(out)
-    import torch
-
-    from recipes.training.kl import train_kl
-    from specmm.image_ar.continuous.kl import KLConfig
-    from specmm.image_ar.continuous.loading import save_kl
-
     images = torch.from_numpy(emoji(data).images)
     side, widths = images.shape[1], (1, 2, 2, 2, 2)[: halvings + 1]
     if side % 2**halvings:
@@ -62,12 +66,6 @@ def mar(
 ) -> Found:
     """Train a MAR on the autoencoder's latents; the result is a whole model in OUT/model, or BESIDE/small."""
     writable(out)
-    import torch
-
-    from recipes.training.kl import encode_moments
-    from recipes.training.mar import train_mar
-    from specmm.image_ar.continuous.loading import load_kl, load_mar
-
     vae, found = load_kl(tokenizer), emoji(data)
     images, labels = torch.from_numpy(found.images), torch.from_numpy(found.labels)
     sizes = {"embed_dim": dim, "depth": depth, "num_heads": heads}
@@ -81,8 +79,6 @@ def mar(
 
 def _config(vae: Any, side: int, classes: int, sizes: dict[str, int], rest: tuple[int, int, int]) -> Any:
     """The configuration of a MAR for ``vae``; ``rest``: buffer slots, depth and width of the head."""
-    from specmm.image_ar.continuous.mar import MARConfig
-
     both: dict[str, Any] = {f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in sizes.items()}
     return MARConfig(
         img_size=side,
@@ -98,13 +94,6 @@ def _config(vae: Any, side: int, classes: int, sizes: dict[str, int], rest: tupl
 
 def _save(model: Any, vae: Any, classes: tuple[str, ...], out: Path, beside: Path | None) -> Path:
     """Write a whole model, or the small model of the one in ``beside``; returns where."""
-    import torch
-
-    from specmm.image_ar.continuous.loading import kl_fingerprint, load_kl, load_mar
-    from specmm.image_ar.continuous.pair import check_pair, check_same_vae, save_small
-    from specmm.image_ar.continuous.pipeline import MARPipeline
-    from specmm.image_ar.continuous.settings import Settings
-
     if beside is None:
         folder = writable(out / "model")
         settings = Settings(min(64, model.config.seq_len), HEAD_STEPS, classes=classes)

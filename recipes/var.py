@@ -8,8 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
+
 from recipes.data import emoji
+from recipes.training.var import Examples, train_drafter, train_refiner, train_var
+from recipes.training.vqvae import encode_pictures, train_vqvae
 from specmm.files import writable
+from specmm.handoff import split
+from specmm.image_ar.scales.ladder import Ladder
+from specmm.image_ar.scales.loading import load_vqvae, save_vqvae
+from specmm.image_ar.scales.pair import save_small, tokenizer_fingerprint
+from specmm.image_ar.scales.pipeline import VARPipeline
+from specmm.image_ar.scales.settings import Settings
+from specmm.image_ar.scales.var import VARConfig
+from specmm.image_ar.scales.vqvae import VQVAEConfig
 from specmm.recipes.recipe import Count, Found, Seed, Width
 
 
@@ -28,12 +40,6 @@ def vqvae(
     """Train the multi-scale tokenizer; the result is OUT/model.safetensors."""
     writable(out)
     ladder = _sides(sides)
-    import torch
-
-    from recipes.training.vqvae import train_vqvae
-    from specmm.image_ar.scales.loading import save_vqvae
-    from specmm.image_ar.scales.vqvae import VQVAEConfig
-
     images = torch.from_numpy(emoji(data).images)
     levels = _levels(images.shape[1], ladder[-1])
     config = VQVAEConfig(codes, width, 32, (1, 2, 2, 2)[:levels], 1, ladder)
@@ -59,15 +65,6 @@ def var(
 ) -> Found:
     """Train a VAR on the tokenizer's tokens; the result is a whole model in OUT/model, or BESIDE/small."""
     writable(out)
-    import torch
-
-    from recipes.training.var import train_var
-    from specmm.image_ar.scales.loading import load_vqvae
-    from specmm.image_ar.scales.pair import save_small
-    from specmm.image_ar.scales.pipeline import VARPipeline
-    from specmm.image_ar.scales.settings import Settings
-    from specmm.image_ar.scales.var import VARConfig
-
     vae, found = load_vqvae(tokenizer), emoji(data)
     shared: dict[str, Any] = {n: getattr(vae.config, n) for n in ("vocab_size", "z_channels", "patch_nums")}
     sizes: dict[str, Any] = dict(depth=depth, embed_dim=dim, num_heads=heads, shared_aln=shared_aln)
@@ -97,12 +94,6 @@ def code(
 ) -> Found:
     """Specialise two models for CoDe at one N: the large on its coarse scales, the small distilled on its fine ones."""
     writable(out)
-    import torch
-
-    from recipes.training.var import train_drafter, train_refiner
-    from specmm.handoff import split
-    from specmm.image_ar.scales.pipeline import VARPipeline
-
     pipe = VARPipeline.from_pretrained(model, "ar", torch.float32, small)
     if pipe.small is None:
         raise ValueError(f"{model} must hold a small model, got none, give one as small")
@@ -124,8 +115,6 @@ def _sides(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise ValueError(f"sides must be whole numbers with commas between, got {text!r}")
-    from specmm.image_ar.scales.ladder import Ladder
-
     return Ladder(tuple(map(int, parts))).sides
 
 
@@ -139,12 +128,6 @@ def _levels(pixels: int, tokens: int) -> int:
 
 def _examples(vae: Any, found: Any, out: Path) -> Any:
     """The pictures' tokens, kept in ``out`` for the next run, with their labels."""
-    import torch
-
-    from recipes.training.var import Examples
-    from recipes.training.vqvae import encode_pictures
-    from specmm.image_ar.scales.pair import tokenizer_fingerprint
-
     sides = "-".join(map(str, vae.config.patch_nums))
     file = out / f"tokens-{tokenizer_fingerprint(vae)}-{sides}-{len(found.images)}.pt"
     if not file.exists():

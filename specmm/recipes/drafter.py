@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
+from tqdm import tqdm
+
+from specmm import zoo
 from specmm.files import writable
+from specmm.image_ar.settings import read_settings, write_settings
+from specmm.image_ar.tokens.acceptance import measure_acceptance
+from specmm.image_ar.tokens.drafters.block import BlockConfig
+from specmm.image_ar.tokens.drafters.files import load_block, save_drafters
+from specmm.image_ar.tokens.drafters.fingerprint import target_fingerprint
+from specmm.image_ar.tokens.loading import load_gpt, load_vq
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
+from specmm.image_ar.tokens.settings import Settings
+from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
+from specmm.image_ar.tokens.train.block import train_block
+from specmm.image_ar.tokens.train.eagle import train_eagle
+from specmm.image_ar.training import CLASS_DROPOUT, encode_views
+from specmm.processors import Processor
 from specmm.recipes.recipe import Amount, Count, Found, Open, Seed, Size, beside
 from specmm.registry import unknown
 
@@ -38,11 +56,6 @@ def drafter(
     out: Path | None,
 ) -> Found:
     """Train a drafter for a model; the result is MODEL/drafters/KIND."""
-    import torch
-
-    from specmm import zoo
-    from specmm.image_ar.tokens.drafters.files import load_block, save_drafters
-
     if kind not in KINDS:
         raise unknown("kind", kind, KINDS)
     place = zoo.find(model)
@@ -73,10 +86,6 @@ def drafter(
 
 def _dropout(model: Path, cfg: float | None) -> float:
     """The share of pictures a block drafter sees without their class: none where the model is not guided."""
-    from specmm.image_ar.settings import read_settings
-    from specmm.image_ar.tokens.settings import Settings
-    from specmm.image_ar.training import CLASS_DROPOUT
-
     guided = (read_settings(Settings, model).cfg if cfg is None else cfg) > 1
     return 3 * CLASS_DROPOUT if guided else 0.0  # more than the model's, for both guidance branches draft
 
@@ -95,12 +104,7 @@ def _train_drafter(
     """A head trained on ``examples`` (target, tokens, labels); ``sizes`` are those of a block."""
     target, tokens, labels = examples
     if kind == "eagle":
-        from specmm.image_ar.tokens.train.eagle import train_eagle
-
         return train_eagle(target, tokens, labels, out, **options)
-    from specmm.image_ar.tokens.drafters.block import BlockConfig
-    from specmm.image_ar.tokens.train.block import train_block
-
     return train_block(target, tokens, labels, BlockConfig(**sizes | {"target": target.config}), out, **options)
 
 
@@ -108,12 +112,6 @@ def _examples(
     model: Path, data: Open, out: Path, drawn: tuple[int, bool], cfg: float | None, seed: int
 ) -> tuple[Any, Any, Any]:
     """The target, tokens [M, 2, T] and labels [M]: the data's, then so many ``drawn`` of the target, or these alone."""
-    import torch
-
-    from specmm.image_ar.settings import read_settings
-    from specmm.image_ar.tokens.loading import load_gpt, load_vq
-    from specmm.image_ar.tokens.settings import Settings
-
     target, vq = load_gpt(model / "transformer"), load_vq(model / "vq")
     side = round(target.config.block_size**0.5) * vq.config.downsampling
     pictures = data(read_settings(Settings, model).classes, target.config.num_classes, side)
@@ -131,14 +129,6 @@ def _examples(
 
 def _draw(model: Path, target: Any, vq: Any, labels: Any, out: Path, cfg: float | None, seed: int) -> Any:
     """Tokens [N, T] that the target draws for ``labels`` [N] by plain decoding, kept in ``out`` batch by batch."""
-    import torch
-    from tqdm import tqdm
-
-    from specmm.image_ar.settings import read_settings
-    from specmm.image_ar.tokens.drafters.fingerprint import target_fingerprint
-    from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
-    from specmm.image_ar.tokens.settings import Settings
-
     pipe = LlamaGenPipeline(target, vq, {}, read_settings(Settings, model))
     pipe.set_progress_bar_config(disable=True)
     kept = writable(out / f"{target_fingerprint(target)}-{cfg}-{seed}")
@@ -155,16 +145,6 @@ def _draw(model: Path, target: Any, vq: Any, labels: Any, out: Path, cfg: float 
 
 def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) -> None:
     """Measure what is accepted by level and rank at the model's sampling, and write it where method auto reads it."""
-    import dataclasses
-
-    import torch
-
-    from specmm.image_ar.settings import read_settings, write_settings
-    from specmm.image_ar.tokens.acceptance import measure_acceptance
-    from specmm.image_ar.tokens.settings import Settings
-    from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
-    from specmm.processors import Processor
-
     settings = read_settings(Settings, model)
     processor = Processor(settings.temperature, settings.top_k, settings.top_p)
     judge = LlamaGenTarget(target, Guidance(settings.cfg, settings.cfg_interval), processor)
@@ -175,10 +155,6 @@ def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) ->
 
 def picture_tokens(vq: Any, images: Any, out: Path) -> Any:
     """Tokens [M, 2, T] of the pictures and their mirror images, kept in ``out`` for the next run."""
-    import torch
-
-    from specmm.image_ar.training import encode_views
-
     weights = b"".join(v.detach().float().numpy().tobytes() for v in vq.state_dict().values())
     key = hashlib.sha256(weights + images.tobytes()).hexdigest()
     file = out / "tokens.pt"

@@ -5,8 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from specmm.files import writable
+from specmm.hf.drafting import KINDS
+from specmm.hf.loading import find
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
+from specmm.processors import Processor
 from specmm.recipes.recipe import Amount, Count, Found, Open, Seed, beside
+from specmm.vlm.drafters.msd_files import save_msd
+from specmm.vlm.loading import load_model, load_processor
+from specmm.vlm.train.msd import msd_config, train_msd
+from specmm.vlm.tuning import measure_acceptance
 
 LONGEST = 80  # tokens of an answer that acceptance is measured on
 
@@ -30,16 +41,6 @@ def msd(
     out: Path,
 ) -> Found:
     """Train an MSD drafter in two stages, text first; the result is MODEL/drafters/msd."""
-    import torch
-
-    from specmm.hf.drafting import KINDS
-    from specmm.hf.loading import find
-    from specmm.hf.target import VLMTarget
-    from specmm.processors import Processor
-    from specmm.vlm.drafters.msd_files import save_msd
-    from specmm.vlm.loading import load_model, load_processor
-    from specmm.vlm.train.msd import msd_config, train_msd
-
     folder = beside(model, find(model))
     result = folder / "drafters" / KINDS["msd"].place
     if result.exists() and not replace:
@@ -58,11 +59,6 @@ def msd(
 
 def _acceptance(target: Any, head: Any, processor: Any, asked: Any) -> Any:
     """By temperature, what is accepted of the answers to held-out questions: what method auto plans with."""
-    from specmm.hf.prompt import VLMPrompt
-    from specmm.hf.target import VLMTarget
-    from specmm.processors import Processor
-    from specmm.vlm.tuning import measure_acceptance
-
     inputs, end = asked.inputs(processor), processor.tokenizer.eos_token_id
     found = {}
     for temperature in (0.0, 1.0):

@@ -7,8 +7,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
+
+from specmm.checkpoints import read_json
+from specmm.diffusion_drafters.diffuspec.ngram import fit
+from specmm.diffusion_drafters.loading import PROXY
+from specmm.diffusion_drafters.models.bidirectional import FullAttention
+from specmm.diffusion_drafters.models.causal import check_target, save_deer
+from specmm.diffusion_drafters.models.dflash import load_dflash, save_dflash
+from specmm.diffusion_drafters.train.block import build_block, layers_read, train_block, with_memory
+from specmm.diffusion_drafters.train.chats import drawn_chats
+from specmm.diffusion_drafters.train.deer import build_deer, train_deer
+from specmm.diffusion_drafters.train.diffusion import save_dream, train_diffusion
+from specmm.diffusion_drafters.train.rows import Rows, drawn_rows, frequent
+from specmm.diffusion_drafters.train.target import LENGTH, Sizes, build_model
+from specmm.diffusion_drafters.train.texts import given_texts, read_files, token_stream, windows
 from specmm.files import writable
+from specmm.hf.drafting import KINDS
+from specmm.hf.loading import find_target, load_target, weights_folder
+from specmm.hf.pretrained import load_config, load_tokenizer
+from specmm.hf.target import VLMTarget
+from specmm.processors import Processor
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Share, Size, beside
+from specmm.text.pipeline import TextPipeline
 
 SIZES = ("layers", "block", "mask", "inner", "read", "markov", "vocabulary")  # of a block drafter, which start brings
 Block = Annotated[int, 2]  # drafts a round
@@ -35,10 +56,6 @@ def deer(
     out: Path,
 ) -> Found:
     """Train a DEER drafter: its own layers between the target's embedding and head; the result is drafters/deer."""
-    from specmm.diffusion_drafters.models.causal import save_deer
-    from specmm.diffusion_drafters.train.deer import build_deer, train_deer
-    from specmm.diffusion_drafters.train.rows import Rows
-
     place, target, tokenizer = _begin(model, "deer", replace)
     drafter = build_deer(target, layers, block, _mask(tokenizer, mask), tokenizer.eos_token_id, inner)
     data = Rows(target, _rows(target, tokenizer, text, rows, None if chats else drawn, writable(out), seed))
@@ -77,14 +94,6 @@ def dflash(
 
     With ``start`` it begins with another drafter's weights, sizes and tokens; ``recurrent`` then adds a memory.
     """
-    import torch
-
-    from specmm.checkpoints import read_json
-    from specmm.diffusion_drafters.models.causal import check_target
-    from specmm.diffusion_drafters.models.dflash import load_dflash, save_dflash
-    from specmm.diffusion_drafters.train.block import build_block, layers_read, train_block, with_memory
-    from specmm.diffusion_drafters.train.rows import Rows, frequent
-
     place, target, tokenizer = _begin(model, "block", replace)
     if start is not None:
         if given := [name for name in SIZES if name in chosen]:
@@ -120,12 +129,6 @@ def diffusion(
     out: Path,
 ) -> Found:
     """Train a diffusion language model in Dream's format with the model's tokens, on text alone: drafters/diffusion."""
-    from specmm.diffusion_drafters.models.bidirectional import FullAttention
-    from specmm.diffusion_drafters.train.diffusion import save_dream, train_diffusion
-    from specmm.diffusion_drafters.train.target import Sizes, build_model
-    from specmm.hf.loading import find_target, weights_folder
-    from specmm.hf.pretrained import load_tokenizer
-
     folder = beside(model, find_target(model))
     place = _place(folder, "diffuspec", replace)
     tokenizer = load_tokenizer(weights_folder(folder))
@@ -139,12 +142,6 @@ def diffusion(
 
 def proxy(*, model: str, text: list[Path], order: Count, least: Count, out: Path) -> Found:
     """Fit DiffuSpec's n-gram proxy to texts: one pass, no compiler; the result lies beside the diffusion drafter."""
-    from specmm.diffusion_drafters.diffuspec.ngram import fit
-    from specmm.diffusion_drafters.loading import PROXY
-    from specmm.hf.drafting import KINDS
-    from specmm.hf.loading import find_target, weights_folder
-    from specmm.hf.pretrained import load_config, load_tokenizer
-
     folder = beside(model, find_target(model))
     weights = weights_folder(folder)
     stream = text_stream(load_tokenizer(weights), writable(out), text)
@@ -157,12 +154,6 @@ def proxy(*, model: str, text: list[Path], order: Count, least: Count, out: Path
 
 def _begin(model: str, kind: str, replace: bool) -> tuple[Path, Any, Any]:
     """Where the drafter goes, the target in float32 and its tokenizer."""
-    import torch
-
-    from specmm.hf.loading import find_target, load_target
-    from specmm.hf.target import VLMTarget
-    from specmm.processors import Processor
-
     folder = beside(model, find_target(model))
     place = _place(folder, kind, replace)
     network, tokenizer = load_target(folder, torch.float32)
@@ -170,8 +161,6 @@ def _begin(model: str, kind: str, replace: bool) -> tuple[Path, Any, Any]:
 
 
 def _place(folder: Path, kind: str, replace: bool) -> Path:
-    from specmm.hf.drafting import KINDS
-
     place = folder / "drafters" / KINDS[kind].place
     if (place / "config.json").exists() and not replace:
         raise ValueError(f"{place} exists, give --set replace=true to train another in its place")
@@ -190,14 +179,6 @@ def _rows(target: Any, tokenizer: Any, text: list[Path], count: int, drawn: floa
     """Rows [R, 256] of the text, a share of them continued by the target behind 64 tokens, half greedily; without
     ``drawn`` conversations that the target makes up.
     """
-    import torch
-
-    from specmm.diffusion_drafters.train.chats import drawn_chats
-    from specmm.diffusion_drafters.train.rows import drawn_rows
-    from specmm.diffusion_drafters.train.target import LENGTH
-    from specmm.diffusion_drafters.train.texts import windows
-    from specmm.text.pipeline import TextPipeline
-
     if drawn is None:
         if text:
             raise ValueError("give text or chats, not both")
@@ -214,10 +195,6 @@ def text_stream(tokenizer: Any, out: Path, given: Sequence[Path] = (), held_out:
 
     Raises ``ValueError`` for a given place without text.
     """
-    import torch
-
-    from specmm.diffusion_drafters.train.texts import given_texts, read_files, token_stream
-
     texts = given_texts(given) if given else read_files(held_out)
     key = hashlib.sha256(repr((sorted(tokenizer.get_vocab().items()), list(texts.items()))).encode()).hexdigest()
     file = out / f"{'held-out' if held_out else 'tokens'}.pt"

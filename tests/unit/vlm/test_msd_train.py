@@ -109,12 +109,11 @@ def test_a_ramp_brings_the_pictures_early(target, tmp_path):
 def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch):
     """The recipe ``msd``, with other data: the file leaves the target's embeddings out and loads for it."""
     from specmm.recipes import conversations, msd, recipe
-    from specmm.vlm import loading
     from specmm.vlm.drafters.msd_files import load_msd
 
     model = zoo.model("llava")
     model.save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(loading, "load_processor", lambda folder: None)
+    monkeypatch.setattr(msd, "load_processor", lambda folder: None)
     opened = conversations.Conversations(source, lambda count: None)
     monkeypatch.setattr(conversations, "conversations", lambda *_: opened)
     monkeypatch.setattr(msd, "_acceptance", lambda *_: {0.0: ((0.9, 0.05),)})
