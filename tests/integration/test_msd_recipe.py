@@ -9,11 +9,16 @@ import pytest
 import torch
 from PIL import Image
 
+from recipes import data
+from recipes.scenes.kinds import KINDS
 from recipes.scenes.packing import Encoder
 from recipes.scenes.questions import Turn
+from recipes.scenes.sprites import Sprite, Sprites
+from recipes.scenes.stream import World
 from specmm import VQAPipeline, zoo
 from specmm.recipes.conversations import Line, conversations, example
 from specmm.recipes.recipe import train
+from specmm.vlm.drafters.msd_files import ACCEPTANCE, read_acceptance
 from specmm.vlm.loading import load_processor
 
 LLAVA = zoo.POCKET / "llava"
@@ -64,6 +69,17 @@ def test_the_recipe(lines, tmp_path):
     pipe = VQAPipeline.from_pretrained(model, method="msd", torch_dtype=torch.float32)
     asked = (Image.open(lines.parent / "a.png"), "What is it?")
     assert pipe(*asked, max_new_tokens=6).answers == pipe(*asked, method="ar", max_new_tokens=6).answers
+
+
+def test_the_recipe_on_scenes(tmp_path, monkeypatch):
+    """As pocket/llava's drafter was made, with squares in place of emoji."""
+    square = np.full((64, 64, 4), 255, np.uint8)
+    sprites = Sprites(tuple(Sprite(k.name, colour, square) for k in KINDS for colour in k.icons.values()))
+    monkeypatch.setattr(data, "load_world", lambda folder, split: World(sprites, ()))
+    model = shutil.copytree(LLAVA, tmp_path / "model", ignore=shutil.ignore_patterns("drafters"))
+    train("scenes-msd", model=model, steps=2, batch=2, width=32, scenes=1, ramp=1, out=tmp_path / "run")
+    measured = read_acceptance(model / "drafters" / "msd" / ACCEPTANCE)
+    assert measured.keys() == {0.0, 1.0}
 
 
 @pytest.mark.parametrize(
