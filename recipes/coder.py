@@ -32,7 +32,9 @@ def coder(
     tokenizer: Path | None,
     out: Path,
 ) -> Found:
-    """Train a Qwen2 on the Python standard library and installed packages; transformers loads it as it is."""
+    """Train a Qwen2 on the Python standard library and installed packages; transformers loads it as
+    it is.
+    """
     writable(out)
     sizes = Sizes(dim, layers, heads)
     words = _tokenizer(out, tokenizer, vocabulary)

@@ -56,8 +56,8 @@ def world(folder: Path, split: str) -> Any:
 
 
 def scene_conversations(place: str, target: Any, processor: Any) -> Conversations:
-    """What ``llava`` trains on, about pictures (in the size that the target sees) or facts without one; descriptions of
-    held-out scenes are asked for.
+    """What ``llava`` trains on, about pictures (in the size that the target sees) or facts without
+    one; descriptions of held-out scenes are asked for.
     """
     folder = Path(place).expanduser()
     encoder, drawn = _encoder(processor, target), world(folder, "train")

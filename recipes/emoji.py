@@ -1,7 +1,8 @@
 """Emoji pictures with Unicode subgroups as classes: the data set the pocket image models share.
 
-Pictures come from freely licensed SVG sets inside the npm package ``@iconify/json`` and their names and
-subgroups from ``emojibase-data``; nothing is downloaded from a model hub. Each picture is rasterised on white.
+Pictures come from freely licensed SVG sets inside the npm package ``@iconify/json`` and their names
+and subgroups from ``emojibase-data``; nothing is downloaded from a model hub. Each picture is
+rasterised on white.
 
 Shapes: ``images`` [N, R, R, 3] uint8, ``labels`` [N] int64 (index into ``classes``).
 """
@@ -105,7 +106,9 @@ def build(folder: Path, size: int = 48) -> Path:
 
 
 def load(folder: Path, split: str = "train", size: int = 48) -> EmojiSet:
-    """Load a split: ``train`` or ``test`` (whole (name, style) pairs held out by a hash of the name)."""
+    """Load a split: ``train`` or ``test`` (whole (name, style) pairs held out by a hash of the
+    name).
+    """
     if split not in ("train", "test"):
         raise ValueError(f"split must be 'train' or 'test', got {split!r}")
     data = np.load(build(folder, size))

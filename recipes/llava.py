@@ -1,5 +1,5 @@
-"""``llava``, ``projector`` and ``text``: a small LLaVA on easy-VQA and scenes of emoji, what joins two models from
-packages, and a drafter of words, as pocket/llava and pocket/smollava were made.
+"""``llava``, ``projector`` and ``text``: a small LLaVA on easy-VQA and scenes of emoji, what joins
+two models from packages, and a drafter of words, as pocket/llava and pocket/smollava were made.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def _place(out: Path, drafts_for: Path | None, expert_of: Path | None, seed: int
 
 
 def _check_same(out: Path, run: dict[str, Any]) -> None:
-    """Note in ``out`` what is trained there; a folder in which something else was begun cannot be gone on with."""
+    """Note in ``out`` what is trained there; a folder in which something else was begun cannot be
+    gone on with.
+    """
     note = out / "run.json"
     if not note.exists():
         write_whole(note, (json.dumps(run, indent=1) + "\n").encode())
@@ -115,7 +117,9 @@ def projector(
     seed: Seed,
     out: Path,
 ) -> Found:
-    """Train what joins EfficientNet-lite0 to SmolLM2-135M-Instruct, both from their packages and left as they are."""
+    """Train what joins EfficientNet-lite0 to SmolLM2-135M-Instruct, both from their packages and
+    left as they are.
+    """
     writable(out)
     model, tokenizer = composed.untrained(seed=seed), composed.build_processor().tokenizer
     vision: Any = model.config.vision_config
@@ -145,7 +149,9 @@ def text(
     heads: Count,
     out: Path,
 ) -> Found:
-    """Train a language model that drafts without seeing the picture; the result is MODEL/drafters/text."""
+    """Train a language model that drafts without seeing the picture; the result is
+    MODEL/drafters/text.
+    """
     folder = beside(model, find(model))
     result = writable(folder / "drafters" / KINDS["text-draft"].place)
     tokenizer = loading.load_processor(folder).tokenizer

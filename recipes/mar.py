@@ -64,7 +64,9 @@ def mar(
     beside: Path | None,
     out: Path,
 ) -> Found:
-    """Train a MAR on the autoencoder's latents; the result is a whole model in OUT/model, or BESIDE/small."""
+    """Train a MAR on the autoencoder's latents; the result is a whole model in OUT/model, or
+    BESIDE/small.
+    """
     writable(out)
     vae, found = load_kl(tokenizer), emoji(data)
     images, labels = torch.from_numpy(found.images), torch.from_numpy(found.labels)

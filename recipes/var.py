@@ -1,5 +1,5 @@
-"""``vqvae``, ``var`` and ``code``: a VAR on emoji with a small model beside it, as pocket/var was made, and CoDe's
-specialised pair.
+"""``vqvae``, ``var`` and ``code``: a VAR on emoji with a small model beside it, as pocket/var was
+made, and CoDe's specialised pair.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def var(
     beside: Path | None,
     out: Path,
 ) -> Found:
-    """Train a VAR on the tokenizer's tokens; the result is a whole model in OUT/model, or BESIDE/small."""
+    """Train a VAR on the tokenizer's tokens; the result is a whole model in OUT/model, or
+    BESIDE/small.
+    """
     writable(out)
     vae, found = load_vqvae(tokenizer), emoji(data)
     shared: dict[str, Any] = {n: getattr(vae.config, n) for n in ("vocab_size", "z_channels", "patch_nums")}
@@ -92,7 +94,9 @@ def code(
     compile: bool,
     out: Path,
 ) -> Found:
-    """Specialise two models for CoDe at one N: the large on its coarse scales, the small distilled on its fine ones."""
+    """Specialise two models for CoDe at one N: the large on its coarse scales, the small distilled
+    on its fine ones.
+    """
     writable(out)
     pipe = VARPipeline.from_pretrained(model, "ar", torch.float32, small)
     if pipe.small is None:

@@ -1,4 +1,5 @@
-"""Scenes and conversations as a model of two packages' parts takes them (:mod:`specmm.vlm.composed`).
+"""Scenes and conversations as a model of two packages' parts takes them
+(:mod:`specmm.vlm.composed`).
 
 Shape letters: B pictures, R pixels a side.
 """
@@ -34,7 +35,9 @@ def encoder(model: Any, tokenizer: Any) -> Encoder:
 
 
 def prepared(scenes: Tensor, side: int) -> Tensor:
-    """Scenes as a small LLaVA is trained on, [B, 3, R, R], as the tower sees them, [B, 3, ``side``, ``side``]."""
+    """Scenes as a small LLaVA is trained on, [B, 3, R, R], as the tower sees them, [B, 3, ``side``,
+    ``side``].
+    """
     pixels = scenes * SCENE_STD + SCENE_MEAN
     larger = F.interpolate(pixels, (side, side), mode="bicubic", antialias=True).clamp(0, 1)  # as PIL resizes
     return (larger - MEAN) / STD

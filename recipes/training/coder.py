@@ -1,4 +1,5 @@
-"""Training of a small language model of source code: transformers' own Qwen2, deep and narrow, from nothing.
+"""Training of a small language model of source code: transformers' own Qwen2, deep and narrow, from
+nothing.
 
 Deep and narrow, for one token then takes long for what it computes, and several take hardly longer.
 
@@ -27,7 +28,9 @@ MUON = 1e-2  # learning rate of the layers' matrices
 
 
 def build_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
-    """Learn at most ``vocabulary`` byte-level tokens from ``texts``; line breaks and the spaces behind them are one."""
+    """Learn at most ``vocabulary`` byte-level tokens from ``texts``; line breaks and the spaces
+    behind them are one.
+    """
     return PreTrainedTokenizerFast(
         tokenizer_object=byte_pairs(texts, vocabulary, (END, PAD, MASK)),
         eos_token=END,
@@ -57,7 +60,9 @@ def train_target(
     compiled: bool = True,
     evaluate_every: int = 200,
 ) -> None:
-    """Train ``model`` in place on ``stream`` [T]; resumes from ``out``; ``loss.csv`` has the held-out loss, too."""
+    """Train ``model`` in place on ``stream`` [T]; resumes from ``out``; ``loss.csv`` has the
+    held-out loss, too.
+    """
     compile_layers(model.model.layers, compiled)
     found = {"held_out": torch.zeros(())}
 

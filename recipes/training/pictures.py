@@ -1,4 +1,5 @@
-"""What the training of every family of image models shares: mirror images, how like two pictures are, labelled batches.
+"""What the training of every family of image models shares: mirror images, how like two pictures
+are, labelled batches.
 
 Shape letters: B batch, M pictures, R pixels a side.
 """

@@ -19,8 +19,8 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[RECIPE] [MODEL]",
-        help="A recipe's name or config file, and the folder of the model that gets a drafter, where one "
-        "does. Without them: the names of all recipes.",
+        help="A recipe's name or config file, and the folder of the model that gets a drafter, "
+        "where one does. Without them: the names of all recipes.",
         show_default=False,
     ),
 ]
@@ -76,7 +76,9 @@ def _pairs(given: list[str]) -> dict[str, str | list[str]]:
 
 
 def _rest(recipe: Recipe, words: list[str]) -> list[str]:
-    """What follows the recipe's name as KEY=VALUE: more settings, the model, options as they were spelt before."""
+    """What follows the recipe's name as KEY=VALUE: more settings, the model, options as they were
+    spelt before.
+    """
     kinds, pairs, old = recipe.kinds(), [], []
     left = iter(words)
     for word in left:

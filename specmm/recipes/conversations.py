@@ -1,6 +1,8 @@
-"""Conversations of your own for an MSD drafter: lines of JSON, read through the model's own processor.
+"""Conversations of your own for an MSD drafter: lines of JSON, read through the model's own
+processor.
 
-A line holds ``question``, ``answer`` and, where there is one, ``image``: a file, relative to the lines'.
+A line holds ``question``, ``answer`` and, where there is one, ``image``: a file, relative to the
+lines'.
 
 Shape letters: L tokens.
 """
@@ -25,7 +27,9 @@ PER_TOKEN = ("attention_mask", "token_type_ids", "mm_token_type_ids")  # which t
 
 @dataclass(frozen=True)
 class Conversations:
-    """``draw`` gives examples to train on; ``questions`` are some that were held out, to measure acceptance on."""
+    """``draw`` gives examples to train on; ``questions`` are some that were held out, to measure
+    acceptance on.
+    """
 
     draw: Callable[[Random, bool], Example]
     questions: Callable[[int], Questions]
@@ -45,9 +49,11 @@ class Line:
 
 
 def conversations(place: str, target: Any, processor: Any) -> Conversations:
-    """Those in the file ``place``. Without a line of the wanted sort (with a picture or none) the other is drawn.
+    """Those in the file ``place``. Without a line of the wanted sort (with a picture or none) the
+    other is drawn.
 
-    Raises ``ValueError`` for a line that is none, and where no line with a picture is left to train on.
+    Raises ``ValueError`` for a line that is none, and where no line with a picture is left to train
+    on.
     """
     lines = _lines(Path(place).expanduser())
     visual, text = [line for line in lines if line.image], [line for line in lines if not line.image]
@@ -66,7 +72,9 @@ def conversations(place: str, target: Any, processor: Any) -> Conversations:
 
 
 def example(line: Line, processor: Any) -> Example:
-    """``line`` as the model reads it: its question in the chat template, then the answer and its end."""
+    """``line`` as the model reads it: its question in the chat template, then the answer and its
+    end.
+    """
     inputs = line.asked().inputs(processor)
     words = processor.tokenizer
     answer = [*words.encode(line.answer, add_special_tokens=False), words.eos_token_id]

@@ -85,7 +85,9 @@ def drafter(
 
 
 def _dropout(model: Path, cfg: float | None) -> float:
-    """The share of pictures a block drafter sees without their class: none where the model is not guided."""
+    """The share of pictures a block drafter sees without their class: none where the model is not
+    guided.
+    """
     guided = (read_settings(Settings, model).cfg if cfg is None else cfg) > 1
     return 3 * CLASS_DROPOUT if guided else 0.0  # more than the model's, for both guidance branches draft
 
@@ -111,7 +113,9 @@ def _train_drafter(
 def _examples(
     model: Path, data: Open, out: Path, drawn: tuple[int, bool], cfg: float | None, seed: int
 ) -> tuple[Any, Any, Any]:
-    """The target, tokens [M, 2, T] and labels [M]: the data's, then so many ``drawn`` of the target, or these alone."""
+    """The target, tokens [M, 2, T] and labels [M]: the data's, then so many ``drawn`` of the
+    target, or these alone.
+    """
     target, vq = load_gpt(model / "transformer"), load_vq(model / "vq")
     side = round(target.config.block_size**0.5) * vq.config.downsampling
     pictures = data(read_settings(Settings, model).classes, target.config.num_classes, side)
@@ -128,7 +132,9 @@ def _examples(
 
 
 def _draw(model: Path, target: Any, vq: Any, labels: Any, out: Path, cfg: float | None, seed: int) -> Any:
-    """Tokens [N, T] that the target draws for ``labels`` [N] by plain decoding, kept in ``out`` batch by batch."""
+    """Tokens [N, T] that the target draws for ``labels`` [N] by plain decoding, kept in ``out``
+    batch by batch.
+    """
     pipe = LlamaGenPipeline(target, vq, {}, read_settings(Settings, model))
     pipe.set_progress_bar_config(disable=True)
     kept = writable(out / f"{target_fingerprint(target)}-{cfg}-{seed}")
@@ -144,7 +150,9 @@ def _draw(model: Path, target: Any, vq: Any, labels: Any, out: Path, cfg: float 
 
 
 def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) -> None:
-    """Measure what is accepted by level and rank at the model's sampling, and write it where method auto reads it."""
+    """Measure what is accepted by level and rank at the model's sampling, and write it where method
+    auto reads it.
+    """
     settings = read_settings(Settings, model)
     processor = Processor(settings.temperature, settings.top_k, settings.top_p)
     judge = LlamaGenTarget(target, Guidance(settings.cfg, settings.cfg_interval), processor)

@@ -1,4 +1,6 @@
-"""MSD drafters, which see the picture, of vision-language models (``msd``): written to the model's ``drafters/``."""
+"""MSD drafters, which see the picture, of vision-language models (``msd``): written to the model's
+``drafters/``.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def msd(
 
 
 def _acceptance(target: Any, head: Any, processor: Any, asked: Any) -> Any:
-    """By temperature, what is accepted of the answers to held-out questions: what method auto plans with."""
+    """By temperature, what is accepted of the answers to held-out questions: what method auto plans
+    with.
+    """
     inputs, end = asked.inputs(processor), processor.tokenizer.eos_token_id
     found = {}
     for temperature in (0.0, 1.0):

@@ -21,17 +21,21 @@ from specmm.vlm.images import open_image
 
 @dataclass(frozen=True)
 class Pictures:
-    """``images`` [M, R, R, 3] uint8 and ``labels`` [M], or labels alone, of which the target draws its own."""
+    """``images`` [M, R, R, 3] uint8 and ``labels`` [M], or labels alone, of which the target draws
+    its own.
+    """
 
     images: npt.NDArray[Any] | None
     labels: npt.NDArray[Any]
 
 
 def pictures(place: str, names: Sequence[str], count: int, side: int) -> Pictures:
-    """Those in ``place``, cut to squares of ``side`` pixels, whose folders are called as the ``count`` classes of a
-    model are (``names``, or ids); without a place every class once and no pictures.
+    """Those in ``place``, cut to squares of ``side`` pixels, whose folders are called as the
+    ``count`` classes of a model are (``names``, or ids); without a place every class once and no
+    pictures.
 
-    Raises ``ValueError`` for a folder that is no class, for a file that is no picture, and where there is none.
+    Raises ``ValueError`` for a folder that is no class, for a file that is no picture, and where
+    there is none.
     """
     if not place:
         return Pictures(None, np.arange(count))

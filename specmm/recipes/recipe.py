@@ -1,12 +1,13 @@
 """A recipe: a config file that names what is trained and holds its settings.
 
-    train = "specmm.recipes.text:deer"   # a function; or recipe = "deer", for settings of your own on top of that one
+    train = "specmm.recipes.text:deer"  # a function; or, for settings of your own, recipe = "deer"
 
     [settings]
     steps = 1500
 
-The function's annotations say what a setting must be. ``Annotated[int, 1]`` is at least 1, ``Annotated[float, 0, 1]``
-at most 1, too; a setting that may be ``None`` can be left out. ``open`` names the function that reads ``data``.
+The function's annotations say what a setting must be. ``Annotated[int, 1]`` is at least 1,
+``Annotated[float, 0, 1]`` at most 1, too; a setting that may be ``None`` can be left out. ``open``
+names the function that reads ``data``.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ BOOLEANS = {"true": True, "false": False}
 
 @dataclass(frozen=True)
 class Recipe:
-    """``train`` names a function, ``open`` what reads its ``data``; ``chosen`` are the settings the user gave."""
+    """``train`` names a function, ``open`` what reads its ``data``; ``chosen`` are the settings the
+    user gave.
+    """
 
     name: str
     train: str
@@ -87,7 +90,9 @@ class Recipe:
 
 
 def recipes() -> dict[str, Path]:
-    """The config files by name: those of the package, and in a checkout those that made the pocket models."""
+    """The config files by name: those of the package, and in a checkout those that made the pocket
+    models.
+    """
     places = [SHIPPED, CHECKOUT] if (CHECKOUT / "coder.toml").is_file() else [SHIPPED]
     return {file.stem: file for place in places for file in sorted(place.glob("*.toml"))}
 
@@ -113,20 +118,23 @@ def load(name: str) -> Recipe:
 
 
 def train(name: str, **settings: Any) -> Found:
-    """Train by the recipe ``name`` with other ``settings``; raises ``ValueError`` for what does not fit it."""
+    """Train by the recipe ``name`` with other ``settings``; raises ``ValueError`` for what does not
+    fit it.
+    """
     return load(name).having(settings).run()
 
 
 def beside(model: str, folder: Path) -> Path:
     """``folder`` of a model that a training adds a drafter to.
 
-    Raises ``ValueError`` for a shipped model, by name or where the package is installed: its files are everybody's.
+    Raises ``ValueError`` for a shipped model, by name or where the package is installed: its files
+    are everybody's.
     """
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     if model.startswith("pocket/") or any(folder.resolve().is_relative_to(place) for place in installed):
         raise ValueError(
-            f"{model} is shipped with the package and is not written to; copy it (cp -r {folder} my-model) and give "
-            "the copy"
+            f"{model} is shipped with the package and is not written to; "
+            f"copy it (cp -r {folder} my-model) and give the copy"
         )
     return folder
 

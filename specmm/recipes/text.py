@@ -1,4 +1,6 @@
-"""Drafters of text models (``deer``, ``dflash``, ``diffusion``, ``proxy``), written to the model's ``drafters/``."""
+"""Drafters of text models (``deer``, ``dflash``, ``diffusion``, ``proxy``), written to the model's
+``drafters/``.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def deer(
     replace: bool,
     out: Path,
 ) -> Found:
-    """Train a DEER drafter: its own layers between the target's embedding and head; the result is drafters/deer."""
+    """Train a DEER drafter: its own layers between the target's embedding and head; the result is
+    drafters/deer.
+    """
     place, target, tokenizer = _begin(model, "deer", replace)
     drafter = build_deer(target, layers, block, _mask(tokenizer, mask), tokenizer.eos_token_id, inner)
     data = Rows(target, _rows(target, tokenizer, text, rows, None if chats else drawn, writable(out), seed))
@@ -92,7 +96,8 @@ def dflash(
 ) -> Found:
     """Train a DFlash block drafter on the target's hidden states; the result is drafters/block.
 
-    With ``start`` it begins with another drafter's weights, sizes and tokens; ``recurrent`` then adds a memory.
+    With ``start`` it begins with another drafter's weights, sizes and tokens; ``recurrent`` then
+    adds a memory.
     """
     place, target, tokenizer = _begin(model, "block", replace)
     if start is not None:
@@ -128,7 +133,9 @@ def diffusion(
     replace: bool,
     out: Path,
 ) -> Found:
-    """Train a diffusion language model in Dream's format with the model's tokens, on text alone: drafters/diffusion."""
+    """Train a diffusion language model in Dream's format with the model's tokens, on text alone:
+    drafters/diffusion.
+    """
     folder = beside(model, find_target(model))
     place = _place(folder, "diffuspec", replace)
     tokenizer = load_tokenizer(weights_folder(folder))
@@ -141,7 +148,9 @@ def diffusion(
 
 
 def proxy(*, model: str, text: list[Path], order: Count, least: Count, out: Path) -> Found:
-    """Fit DiffuSpec's n-gram proxy to texts: one pass, no compiler; the result lies beside the diffusion drafter."""
+    """Fit DiffuSpec's n-gram proxy to texts: one pass, no compiler; the result lies beside the
+    diffusion drafter.
+    """
     folder = beside(model, find_target(model))
     weights = weights_folder(folder)
     stream = text_stream(load_tokenizer(weights), writable(out), text)
@@ -176,8 +185,8 @@ def _mask(tokenizer: Any, given: int | None) -> int:
 
 
 def _rows(target: Any, tokenizer: Any, text: list[Path], count: int, drawn: float | None, out: Path, seed: int) -> Any:
-    """Rows [R, 256] of the text, a share of them continued by the target behind 64 tokens, half greedily; without
-    ``drawn`` conversations that the target makes up.
+    """Rows [R, 256] of the text, a share of them continued by the target behind 64 tokens, half
+    greedily; without ``drawn`` conversations that the target makes up.
     """
     if drawn is None:
         if text:
@@ -191,7 +200,8 @@ def _rows(target: Any, tokenizer: Any, text: list[Path], count: int, drawn: floa
 
 
 def text_stream(tokenizer: Any, out: Path, given: Sequence[Path] = (), held_out: bool = False) -> Any:
-    """The tokens [T] of the ``given`` texts, or of one side of the split of source code; kept in ``out`` for later use.
+    """The tokens [T] of the ``given`` texts, or of one side of the split of source code; kept in
+    ``out`` for later use.
 
     Raises ``ValueError`` for a given place without text.
     """

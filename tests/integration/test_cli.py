@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 from specmm import zoo
@@ -252,6 +253,22 @@ def test_training_makes_a_model_that_draws(tmp_path: Path, monkeypatch: pytest.M
     assert run_json("plan", model)["reason"]
     out = pipe(classes=["zodiac"], method=Speculative(tree=(2, 1, 1)), generator=torch.Generator().manual_seed(0))
     assert out.images[0].size == (48, 48)
+
+
+def test_a_drafter_learns_from_pictures_of_ones_own(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda f, **_: f)
+    model = shutil.copytree(tiny, tmp_path / "model", ignore=shutil.ignore_patterns("drafters"))
+    for name in ("heart", "time", "heart/more"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        Image.new("RGB", (40, 30), "red").save(tmp_path / "data" / name / "a.png")
+    settings = dict(data=tmp_path / "data", steps=2, batch=2, levels=2, layers=1, cfg=1.0)
+    run_json("train", "drafter", model, "--out", tmp_path / "run", *sets(**settings))
+    assert torch.load(tmp_path / "run/tokens.pt", weights_only=True)["tokens"].shape == (3, 2, 36)
+    assert set(LlamaGenPipeline.from_pretrained(model).parts.drafters) == {"block"}
+    (tmp_path / "data" / "heart").rename(tmp_path / "data" / "hart")
+    assert "did you mean 'heart'" in refused("train", "drafter", model, *sets(**settings, replace="true"))
 
 
 def test_training_refuses_unknown_kinds_and_missing_models(tiny: Path, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""An MSD drafter learns from conversations of one's own: lines of JSON, read through the model's processor."""
+"""An MSD drafter learns from conversations of one's own: lines of JSON, read through the model's
+processor.
+"""
 
 import json
 import shutil
