@@ -161,15 +161,21 @@ def _fitting(name: str, value: Any, kind: Any) -> Any:
             return None
         kind = next(k for k in typing.get_args(kind) if k is not type(None))
     if typing.get_origin(kind) is list:
-        return [_fitting(name, v, typing.get_args(kind)[0]) for v in (value if isinstance(value, list) else [value])]
+        values = value if isinstance(value, list) else [value]
+        return [_fitting(name, each, typing.get_args(kind)[0]) for each in values]
     kind, *bounds = typing.get_args(kind) or (kind,)
     found = _read(value, kind)
     if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
         raise ValueError(f"{name} must be {WORDS[kind]}, got {value!r}")
-    if bounds and not bounds[0] <= found <= (bounds[1] if len(bounds) > 1 else found):
-        wanted = f"from {bounds[0]} to {bounds[1]}" if len(bounds) > 1 else f"at least {bounds[0]}"
-        raise ValueError(f"{name} must be {wanted}, got {found}")
+    if bounds:
+        _check_bounds(name, found, *bounds)
     return found
+
+
+def _check_bounds(name: str, value: float, least: float, most: float = float("inf")) -> None:
+    if not least <= value <= most:  # which is so for NaN, too
+        wanted = f"at least {least}" if most == float("inf") else f"from {least} to {most}"
+        raise ValueError(f"{name} must be {wanted}, got {value}")
 
 
 def _read(value: Any, kind: Any) -> Any:
