@@ -19,8 +19,8 @@ import numpy as np
 import torch
 import typer
 
+from recipes import data
 from specmm import methods
-from specmm.cli import data
 from specmm.image_ar.pipeline import ImagePipeline
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 

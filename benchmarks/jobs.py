@@ -23,13 +23,13 @@ import torch
 
 from benchmarks.common import EMOJI, environment
 from benchmarks.vlm_speed import ask
+from recipes.scenes.stream import load_world
 from specmm.jobs.engines import run_local, run_rank
 from specmm.jobs.finish import finish
 from specmm.jobs.items import Item, seed_of
 from specmm.jobs.spec import Limits, Spec, prepare
 from specmm.jobs.store import RESULTS
 from specmm.jobs.workers import AnswerWorker, ImageWorker
-from specmm.vlm.data.stream import load_world
 
 Runner = Callable[..., Any]
 

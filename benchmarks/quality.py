@@ -28,13 +28,13 @@ from benchmarks.common import (
 )
 from benchmarks.samples import SampleSet
 from benchmarks.settings import Options
+from recipes import emoji
 from specmm import methods
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.metrics.features import FeatureSet
 from specmm.metrics.frechet import FeatureStatistics, frechet_distance
 from specmm.metrics.kernel import KernelResult, kernel_distance
 from specmm.metrics.neighbours import nearest_neighbours, pixels
-from specmm.zoo import emoji
 
 
 class Network(Protocol):

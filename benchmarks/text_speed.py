@@ -22,7 +22,7 @@ import typer
 from benchmarks.common import RESULTS, Budget, Dtype, Out, Row, Threads, environment, label, write_results
 from benchmarks.vlm_speed import Answer, Answered, Runner, cut, drafts, race, row
 from specmm import methods
-from specmm.diffusion_drafters.data.code import read_files
+from specmm.diffusion_drafters.train.texts import read_files
 from specmm.dtypes import named_dtype
 from specmm.text.pipeline import TextPipeline
 

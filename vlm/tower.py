@@ -18,8 +18,6 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from specmm.metrics.extractors.efficientnet import load_network, new_network
 from specmm.metrics.weights import locate
-from specmm.vlm.data.tokenizer import MEAN as SCENE_MEAN
-from specmm.vlm.data.tokenizer import STD as SCENE_STD
 
 FINE = 10  # the last block at stride 16; the last of all is at stride 32
 MEAN, STD = 127 / 255, 128 / 255  # of a pixel in [0, 1], each channel
@@ -68,13 +66,6 @@ class Tower(PreTrainedModel):
         both = torch.cat([F.avg_pool2d(fine, 2), x], dim=1)  # [B, D, S / 32, S / 32]
         found = both.flatten(2).transpose(1, 2)
         return BaseModelOutput(last_hidden_state=found, hidden_states=(found,))
-
-
-def prepared(scenes: Tensor, side: int) -> Tensor:
-    """Scenes as a small LLaVA is trained on, [B, 3, R, R], as the tower sees them, [B, 3, ``side``, ``side``]."""
-    pixels = scenes * SCENE_STD + SCENE_MEAN
-    larger = F.interpolate(pixels, (side, side), mode="bicubic", antialias=True).clamp(0, 1)  # as PIL resizes
-    return (larger - MEAN) / STD
 
 
 AutoConfig.register(TowerConfig.model_type, TowerConfig)

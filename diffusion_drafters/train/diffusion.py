@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specmm.diffusion_drafters.data.code import windows
 from specmm.diffusion_drafters.models.bidirectional import FullAttention
 from specmm.diffusion_drafters.models.files import HEAD, write_model
 from specmm.diffusion_drafters.train.target import compile_layers
+from specmm.diffusion_drafters.train.texts import windows
 from specmm.training import MUON, Losses, fit
 
 LENGTH = 128  # tokens of a row

@@ -5,7 +5,6 @@ Modules here import nothing heavy at their top, so that ``specmm --help`` is qui
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -22,12 +21,6 @@ from specmm.cli import (
     methods,
     plan,
     train,
-    train_coder,
-    train_drafters,
-    train_mar,
-    train_msd,
-    train_var,
-    train_vlm,
     zoo,
 )
 from specmm.cli.errors import OneLine
@@ -47,16 +40,7 @@ app.command()(batch.batch)
 app.command()(bench.bench)
 app.command()(complete.complete)
 app.add_typer(evaluate.app, name="eval")
-TRAINED: tuple[Callable[..., None], ...] = (
-    *(train_mar.kl, train_mar.mar),
-    *(train_var.vqvae, train_var.var, train_var.code),
-    *(train_vlm.llava, train_vlm.projector, train_vlm.text, train_msd.msd),
-    *(train_coder.coder, train_drafters.deer, train_drafters.dflash),
-    *(train_drafters.diffusion, train_drafters.proxy),
-)
-for command in TRAINED:
-    train.app.command()(command)
-app.add_typer(train.app, name="train")
+app.command(context_settings=train.ANY)(train.train)
 app.command("methods")(methods.methods_command)
 app.command()(plan.plan)
 app.command()(zoo.zoo)

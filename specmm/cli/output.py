@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import sys
-import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from specmm.files import writable as writable
 from specmm.files import write_whole
 
 
@@ -44,32 +43,6 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 def number(value: Any, form: str = ".3f") -> str:
     """A number as text, a dash for what is not known."""
     return "-" if value is None else format(value, form)
-
-
-def writable(folder: Path, option: str = "--out") -> Path:
-    """``folder``, given by ``option``, made and tried out; raises ``ValueError`` when nothing can be written there."""
-    probe = folder / f".specmm-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"cannot write to {folder} ({error.strerror}), choose another folder with {option}") from error
-    return folder
-
-
-def beside(model: str, folder: Path) -> Path:
-    """``folder`` of a model that a training adds a drafter to.
-
-    Raises ``ValueError`` for a shipped model, by name or where the package is installed: its files are everybody's.
-    """
-    shared = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    if model.startswith("pocket/") or any(folder.resolve().is_relative_to(place) for place in shared):
-        raise ValueError(
-            f"{model} is shipped with the package and is not written to; copy it (cp -r {folder} my-model) and give "
-            "the copy"
-        )
-    return folder
 
 
 def write_text(file: Path, text: str) -> None:

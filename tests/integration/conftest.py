@@ -10,7 +10,7 @@ import torch
 import transformers as tf
 from safetensors.torch import save_file
 
-from specmm.diffusion_drafters.data.code import build_tokenizer
+from recipes.training.coder import build_tokenizer
 from specmm.diffusion_drafters.diffuspec.ngram import fit
 from specmm.diffusion_drafters.loading import PROXY
 from specmm.diffusion_drafters.models.causal import CausalPrefix, save_deer, share

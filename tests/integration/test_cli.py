@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 from specmm import zoo
@@ -22,6 +23,7 @@ from specmm.cli import app, drawing
 from specmm.files import slug
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.methods import Speculative
+from specmm.recipes.recipe import train
 
 MAIN = [sys.executable, "-c", "from specmm.cli import main; main()"]
 Maker = Callable[..., LlamaGenPipeline]
@@ -45,6 +47,11 @@ def refused(*arguments: object) -> str:
     assert result.stdout == ""
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     return result.stderr
+
+
+def sets(**settings: object) -> list[str]:
+    """Settings of a recipe as a command takes them."""
+    return [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
 
 
 def pictures(folder: Path) -> list[bytes]:
@@ -224,23 +231,22 @@ def test_training_makes_a_model_that_draws(tmp_path: Path, monkeypatch: pytest.M
     np.savez(
         data / "emoji48.npz", images=images, labels=np.arange(12) % 32, names=np.array([f"n/{i}" for i in range(12)])
     )
-    common = ("--data", data, "--batch", 2)
+    common = dict(data=data, batch=2)
     vq, target = tmp_path / "vq", tmp_path / "target"
-    run_json("train", "tokenizer", *common, "--codes", 32, "--steps", 2, "--out", vq)
-    small = ("--dim", 32, "--heads", 2, "--layers", 1, "--steps", 2)
-    run_json("train", "target", "--tokenizer", vq, *common, *small, "--out", target)
+    train("tokenizer", **common, codes=32, steps=2, out=vq)
+    run_json("train", "target", *sets(tokenizer=vq, **common, dim=32, heads=2, layers=1, steps=2), "--out", target)
     model = target / "model"
     for kind in ("block", "eagle"):
-        train = ("train", "drafter", model, "--kind", kind, *common, "--out", tmp_path / kind, "--levels", 3)
-        assert Path(run_json(*train, "--steps", 2)["outputs"][0]) == model / "drafters" / kind
-        assert "--replace" in refused(*train, "--steps", 4)
+        how = ("train", "emoji-drafter", model, "--out", tmp_path / kind, *sets(kind=kind, **common, levels=3))
+        assert Path(run_json(*how, *sets(steps=2))["outputs"][0]) == model / "drafters" / kind
+        assert "replace=true" in refused(*how, *sets(steps=4))
     step = torch.load(tmp_path / "eagle/checkpoint.pt", weights_only=True)["step"]
-    run_json(*train, "--steps", 3, "--replace", "--drawn", 3, "--cfg", 1.5)  # resumes, with the target's own pictures
+    run_json(*how, *sets(steps=3, replace="true", drawn=3, cfg=1.5))  # resumes, with the target's own pictures
     assert (step, torch.load(tmp_path / "eagle/checkpoint.pt", weights_only=True)["step"]) == (2, 3)
     assert len(list((tmp_path / "eagle/drawn").rglob("*.pt"))) == 1
-    alone = ("--kind", "block", *common, "--steps", 1, "--levels", 3, "--replace", "--out", tmp_path / "alone")
-    assert "--drawn N" in refused("train", "drafter", model, *alone, "--only-drawn")
-    run_json("train", "drafter", model, *alone, "--only-drawn", "--drawn", 3)
+    alone = dict(batch=2, steps=1, levels=3, replace="true", only_drawn="true", out=tmp_path / "alone")
+    assert "drawn=N" in refused("train", "drafter", model, *sets(**alone))
+    run_json("train", "drafter", model, *sets(**alone, drawn=3))
     assert not (tmp_path / "alone/tokens.pt").exists()  # the data was not looked at
     pipe = LlamaGenPipeline.from_pretrained(model)
     assert set(pipe.parts.drafters) == {"block", "eagle"} and len(pipe.settings.acceptance) == 3
@@ -249,12 +255,31 @@ def test_training_makes_a_model_that_draws(tmp_path: Path, monkeypatch: pytest.M
     assert out.images[0].size == (48, 48)
 
 
+def test_a_drafter_learns_from_pictures_of_ones_own(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda f, **_: f)
+    model = shutil.copytree(tiny, tmp_path / "model", ignore=shutil.ignore_patterns("drafters"))
+    for name in ("heart", "time", "heart/more"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        Image.new("RGB", (40, 30), "red").save(tmp_path / "data" / name / "a.png")
+    settings = dict(data=tmp_path / "data", steps=2, batch=2, levels=2, layers=1, cfg=1.0)
+    run_json("train", "drafter", model, "--out", tmp_path / "run", *sets(**settings))
+    assert torch.load(tmp_path / "run/tokens.pt", weights_only=True)["tokens"].shape == (3, 2, 36)
+    assert set(LlamaGenPipeline.from_pretrained(model).parts.drafters) == {"block"}
+    (tmp_path / "data" / "heart").rename(tmp_path / "data" / "hart")
+    assert "did you mean 'heart'" in refused("train", "drafter", model, *sets(**settings, replace="true"))
+
+
 def test_training_refuses_unknown_kinds_and_missing_models(tiny: Path, tmp_path: Path) -> None:
-    assert "did you mean 'block'" in refused("train", "drafter", tiny, "--kind", "blok")
-    assert "--replace" in refused("train", "drafter", tiny, "--kind", "block", "--out", tmp_path)
-    eagle = ("--kind", "eagle", "--replace", "--out", tmp_path, "--only-drawn", "--drawn", 2)
-    assert "go with --kind block" in refused("train", "drafter", tiny, *eagle)
-    assert "no checkpoint" in refused("train", "target", "--tokenizer", tmp_path / "no", "--out", tmp_path / "t")
+    assert "did you mean 'block'" in refused("train", "drafter", tiny, *sets(kind="blok"))
+    assert "replace=true" in refused("train", "drafter", tiny, "--out", tmp_path)
+    eagle = sets(kind="eagle", replace="true", out=tmp_path, only_drawn="true", drawn=2)
+    assert "go with kind=block" in refused("train", "drafter", tiny, *eagle)
+    assert "give --set data=FOLDER or --set drawn=N" in refused(
+        "train", "drafter", tiny, *sets(replace="true", out=tmp_path)
+    )
+    assert "no checkpoint" in refused("train", "target", *sets(tokenizer=tmp_path / "no"), "--out", tmp_path / "t")
 
 
 def test_ctrl_c_says_one_thing(tiny: Path, tmp_path: Path) -> None:
@@ -290,8 +315,8 @@ def test_ctrl_c_says_one_thing(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_training_does_not_write_into_a_shipped_model() -> None:
-    for command in ("drafter", "deer", "dflash", "diffusion", "proxy", "msd", "text"):
-        model = {"drafter": "pocket/llamagen", "msd": "pocket/llava", "text": "pocket/llava"}.get(
+    for command in ("drafter", "deer", "dflash", "diffusion", "proxy", "scenes-msd", "text"):
+        model = {"drafter": "pocket/llamagen", "scenes-msd": "pocket/llava", "text": "pocket/llava"}.get(
             command, "pocket/coder"
         )
         assert "is shipped with the package and is not written to; copy it" in refused("train", command, model)

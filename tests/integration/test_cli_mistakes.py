@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from recipes.llava import _check_same, _place
 from specmm.cli import app
-from specmm.cli.train_vlm import _check_same, _place
 from specmm.image_ar.tokens.drafters.fingerprint import target_fingerprint
 from specmm.image_ar.tokens.loading import load_gpt
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
@@ -73,10 +73,11 @@ def test_bad_models_and_commands(tmp_path: Path) -> None:
 
 def test_a_small_model_beside_none(tmp_path: Path) -> None:
     train = ("train", "llava", "--out", tmp_path / "out")
-    assert "not both" in refused(*train, "--drafts-for", tmp_path, "--expert-of", tmp_path)
-    assert "must hold a model (config.json)" in refused(*train, "--expert-of", tmp_path)
+    both = ("--set", f"drafts_for={tmp_path}", "--set", f"expert_of={tmp_path}")
+    assert "not both" in refused(*train, *both)
+    assert "must hold a model (config.json)" in refused(*train, *both[2:])
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
-    for role, place in (("--drafts-for", "drafters/vlm"), ("--expert-of", "drafters/experts/7")):
+    for role, place in (("drafts_for", "drafters/vlm"), ("expert_of", "drafters/experts/7")):
         larger = tmp_path / role
         (larger / place).mkdir(parents=True)
         (larger / "config.json").write_text("{}")
@@ -84,7 +85,9 @@ def test_a_small_model_beside_none(tmp_path: Path) -> None:
             _place(tmp_path, *((larger, None) if "drafts" in role else (None, larger)), 7)
         )
         (larger / place / "config.json").write_text("{}")
-        assert f"{larger / place} holds a model already" in refused(*train, "--seed", 7, role, larger)
+        assert f"{larger / place} holds a model already" in refused(
+            *train, "--set", "seed=7", "--set", f"{role}={larger}"
+        )
 
 
 def test_a_folder_in_which_another_model_was_begun(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import specmm
+from recipes.scenes.composed import encoder, prepared
+from recipes.scenes.tokenizer import byte_pairs
+from recipes.training.projector import tower_features
 from specmm.hf.packaged import is_packaged
 from specmm.vlm import composed, loading
-from specmm.vlm.data.tokenizer import byte_pairs
-from specmm.vlm.tower import Tower, prepared
-from specmm.vlm.train.projector import tower_features
+from specmm.vlm.tower import Tower
 
 MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", composed.IMAGE)
 NOISE = np.random.default_rng(0).integers(0, 255, (96, 96, 3), dtype=np.uint8)
@@ -74,7 +75,7 @@ def test_training_sees_what_the_processor_shows(folder):
     """But for what resizing rounds to whole numbers."""
     processor, model = loading.load_processor(folder), loading.load_model(folder)
     shown = processor.image_processor(Image.fromarray(NOISE), return_tensors="pt").pixel_values
-    rows = composed.encoder(model, processor.tokenizer)
+    rows = encoder(model, processor.tokenizer)
     assert (rows.pixels(NOISE) - shown[0]).abs().mean() < 0.02
     features = tower_features(model.model.vision_tower, shown)
     seen = model.get_image_features(shown, vision_feature_layer=-1, vision_feature_select_strategy="full")
@@ -85,10 +86,10 @@ def test_training_sees_what_the_processor_shows(folder):
 
 
 def test_rows_of_training_are_the_chat_templates(folder):
-    from specmm.vlm.data.questions import Turn
+    from recipes.scenes.questions import Turn
 
     processor, model = loading.load_processor(folder), loading.load_model(folder)
-    row = composed.encoder(model, processor.tokenizer).chat([Turn("What is it?", "a star", "what")], NOISE)
+    row = encoder(model, processor.tokenizer).chat([Turn("What is it?", "a star", "what")], NOISE)
     asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
     text = processor.apply_chat_template([asked], add_generation_prompt=True) + "a star<|im_end|>"
     given = processor(text=text, images=Image.fromarray(NOISE), return_tensors="pt", add_special_tokens=False)

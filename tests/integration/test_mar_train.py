@@ -1,12 +1,12 @@
-"""``specmm train``'s commands for MAR, from pictures to a pipeline with a small model beside it (two steps each)."""
+"""The recipes of MAR, from pictures to a pipeline with a small model beside it (two steps each)."""
 
 import numpy as np
 import pytest
 import torch
 
 from specmm import methods
-from specmm.cli.train_mar import kl, mar
 from specmm.image_ar.continuous.pipeline import MARPipeline
+from specmm.recipes.recipe import train
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +22,10 @@ def data(tmp_path_factory):
 
 def test_from_pictures_to_a_pipeline(data, tmp_path):
     sizes = dict(dim=16, depth=1, heads=2, buffer=1, head_width=16, head_depth=1, batch=2, steps=2)
-    kl(data, steps=2, batch=2, channels=4, compiled=False, out=tmp_path / "kl")
-    mar(tmp_path / "kl", data, out=tmp_path / "mar", **sizes)
+    train("kl", data=data, steps=2, batch=2, channels=4, compile=False, out=tmp_path / "kl")
+    train("mar", tokenizer=tmp_path / "kl", data=data, out=tmp_path / "mar", **sizes)
     model = tmp_path / "mar" / "model"
-    mar(tmp_path / "kl", data, out=tmp_path / "small", beside=model, **{**sizes, "dim": 8})
+    train("mar", tokenizer=tmp_path / "kl", data=data, out=tmp_path / "small", beside=model, **{**sizes, "dim": 8})
     pipe = MARPipeline.from_pretrained(model, torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     assert pipe.transformer.config.seq_len == 36 and pipe.small.config.encoder_embed_dim == 8
@@ -38,16 +38,16 @@ def test_from_pictures_to_a_pipeline(data, tmp_path):
 def test_a_small_model_needs_the_targets_autoencoder(data, tmp_path):
     sizes = dict(dim=16, depth=1, heads=2, buffer=1, head_width=16, head_depth=1, batch=2, steps=1)
     for name, channels, seed in (("a", 4, 0), ("b", 5, 0), ("c", 4, 1)):
-        kl(data, steps=1, batch=1, channels=channels, seed=seed, compiled=False, out=tmp_path / name)
-    mar(tmp_path / "a", data, out=tmp_path / "mar", **sizes)
+        train("kl", data=data, steps=1, batch=1, channels=channels, seed=seed, compile=False, out=tmp_path / name)
+    train("mar", tokenizer=tmp_path / "a", data=data, out=tmp_path / "mar", **sizes)
     model = tmp_path / "mar" / "model"
     with pytest.raises(ValueError, match="drafter's token width must be"):
-        mar(tmp_path / "b", data, out=tmp_path / "small", beside=model, **sizes)
+        train("mar", tokenizer=tmp_path / "b", data=data, out=tmp_path / "small", beside=model, **sizes)
     with pytest.raises(ValueError, match="drafter's VAE must be"):
-        mar(tmp_path / "c", data, out=tmp_path / "other", beside=model, **sizes)
+        train("mar", tokenizer=tmp_path / "c", data=data, out=tmp_path / "other", beside=model, **sizes)
     assert not (model / "small").exists()
 
 
 def test_halvings_that_do_not_tile_the_picture(data, tmp_path):
-    with pytest.raises(ValueError, match="halvings must divide pictures of 48 pixels"):
-        kl(data, halvings=5, steps=1, compiled=False, out=tmp_path)
+    with pytest.raises(ValueError, match="halvings must be from 1 to 4, got 5"):
+        train("kl", data=data, halvings=5, steps=1, compile=False, out=tmp_path)

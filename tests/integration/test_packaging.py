@@ -1,6 +1,7 @@
 """The wheel holds every package under ``specmm``, nothing beside it, and lives next to Hugging Face's ``kernels``."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -90,6 +91,33 @@ def test_wheel_holds_every_module_and_only_specmm(wheel: Path) -> None:
 def test_wheel_holds_the_pocket_models(wheel: Path) -> None:
     data = {s for s in sources((".safetensors", ".json", ".jinja", ".md"), "specmm") if s.startswith("specmm/zoo/")}
     assert data <= set(zipfile.ZipFile(wheel).namelist())
+
+
+@pytest.mark.slow
+def test_trainings_for_models_of_ones_own_are_in_the_wheel(
+    clean_python: Path, text_folder: Path, tmp_path: Path
+) -> None:
+    """Those of the pocket models are not: they stay in the checkout, with what makes their data."""
+    code = """
+from specmm.recipes.recipe import load, recipes
+for name in recipes():
+    load(name).kinds(), print(name)
+"""
+    assert python(clean_python, code, tmp_path) == ["deer", "dflash", "diffusion", "drafter", "msd", "proxy"]
+    model = shutil.copytree(text_folder, tmp_path / "model")
+    (tmp_path / "text.txt").write_text("one two three " * 20)
+    command = ["train", "proxy", str(model), "--set", "text=text.txt", "--set", "least=1", "--out", "out"]
+    code = f"import sys; from specmm.cli import main; sys.argv[1:] = {command}; main()"
+    python(clean_python, code, tmp_path)
+    assert (tmp_path / "out" / "tokens.pt").is_file()
+
+
+def test_the_package_needs_nothing_of_the_checkout() -> None:
+    for name, folder in FOLDERS.items():
+        for file in (ROOT / folder).rglob("*.py"):
+            lines = file.read_text(encoding="utf-8").splitlines()
+            named = [line for line in lines if re.match(r"\s*(from|import) (recipes|benchmarks|tests)\b", line)]
+            assert not named, f"{name}: {file} imports what is not in the wheel: {named[0]}"
 
 
 @pytest.mark.slow

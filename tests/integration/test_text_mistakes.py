@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import specmm
+from recipes.training.coder import build_tokenizer
 from specmm import methods
 from specmm.decode import decode, decode_plain
 from specmm.diffusion_drafters.assemble import Diffusion
-from specmm.diffusion_drafters.data.code import build_tokenizer
 from specmm.diffusion_drafters.diffuspec.ngram import fit
 from specmm.diffusion_drafters.drafters.diffuspec import DiffuSpecDrafter
 from specmm.diffusion_drafters.models.bidirectional import FullAttention

@@ -1,4 +1,4 @@
-"""The training commands of text models from end to end: a target, its drafters, and what they draft."""
+"""The recipes of text models from end to end: a target, its drafters, and what they draft."""
 
 import json
 import os
@@ -12,20 +12,18 @@ from typer.testing import CliRunner
 
 import specmm
 from specmm.cli import app
-from specmm.diffusion_drafters.data import code
 from specmm.diffusion_drafters.diffuspec.ngram import NGram
 from specmm.diffusion_drafters.models.dflash import load_dflash
 from specmm.diffusion_drafters.train import chats
+from specmm.diffusion_drafters.train import texts as code
+from specmm.recipes.recipe import train
 
 TEXT = "".join(f"def add_{i}(a, b):\n    return a + b + {i}\n\n\n" for i in range(300))
 DRAFTERS = {
-    "deer": ["--layers", "1", "--block", "4", "--rows", "8", "--batch", "2", "--drawn", "0.5"],
-    "dflash": [
-        *("--layers", "1", "--block", "4", "--rows", "8", "--batch", "2", "--drawn", "0.5", "--read", "2"),
-        *("--markov", "4", "--vocabulary", "12"),
-    ],
-    "diffusion": ["--layers", "1", "--dim", "16", "--heads", "2", "--batch", "2"],
-    "proxy": ["--least", "1"],
+    "deer": dict(layers=1, block=4, rows=8, batch=2, drawn=0.5),
+    "dflash": dict(layers=1, block=4, rows=8, batch=2, drawn=0.5, read=2, markov=4, vocabulary=12),
+    "diffusion": dict(layers=1, dim=16, heads=2, batch=2),
+    "proxy": dict(least=1),
 }
 
 
@@ -44,13 +42,13 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, torch._dynamo.config.patch(disable=True):
         patch.setattr(code, "find_files", lambda: {name: place / name for name in ("text.py", "held-out.py")})
         patch.setattr(code, "is_held_out", lambda name: name == "held-out.py")
-        sizes = ["--dim", "16", "--layers", "3", "--heads", "2", "--vocabulary", "300", "--batch", "2"]
-        found = run("train", "coder", "--steps", 3, "--out", place / "run", *sizes)
+        sizes = dict(dim=16, layers=3, heads=2, vocabulary=300, batch=2)
+        found = train("coder", steps=3, out=place / "run", **sizes)
         model = place / "run" / "model"
         assert found["outputs"] == [str(model)] and found["train_tokens"] > 1000
         for kind, options in DRAFTERS.items():
-            steps = [] if kind == "proxy" else ["--steps", 2]
-            run("train", kind, model, "--text", place / "text.py", *steps, *options, "--out", place / kind)
+            steps = {} if kind == "proxy" else {"steps": 2}
+            train(kind, model=model, text=place / "text.py", out=place / kind, **steps, **options)
     return model
 
 
@@ -65,20 +63,19 @@ def test_a_drafter_begins_with_another(folder, tmp_path):
     place = shutil.copytree(folder, tmp_path / "model")
     before = place / "drafters" / "block"
     begun, texts = shutil.copytree(before, tmp_path / "before"), folder.parents[1] / "text.py"
-    common = ["--text", texts, "--rows", 8, "--batch", 2, "--steps", 1, "--lr", 0, "--replace", "--start", begun]
+    common = dict(model=place, text=texts, rows=8, batch=2, steps=1, lr=0, replace=True, start=begun)
     with torch._dynamo.config.patch(disable=True):
-        run("train", "dflash", place, *common, "--recurrent", 4, "--out", tmp_path / "run")
+        train("dflash", **common, recurrent=4, out=tmp_path / "run")
     old, new = load_dflash(begun, torch.float32), load_dflash(before, torch.float32)
     weights = new.state_dict()
     assert all(torch.equal(weights[name], weight) for name, weight in old.state_dict().items())
     assert new.config.recurrent == 4 and torch.equal(new.t2d, old.t2d) and new.config.layers == old.config.layers
     for added, message in (
-        (["--inner", 24], "--start brings the drafter's own sizes, leave out --inner"),
-        (["--recurrent", 5, "--start", before], "recurrent must be the drafter's own 4 or 0, got 5"),
+        ({"inner": 24}, "start brings the drafter's own sizes, leave out inner"),
+        ({"recurrent": 5, "start": before}, "recurrent must be the drafter's own 4 or 0, got 5"),
     ):
-        args = ["train", "dflash", place, *common, *added, "--out", tmp_path / "other"]
-        wrong = CliRunner().invoke(app, [str(arg) for arg in args])
-        assert wrong.exit_code == 2 and message in wrong.stderr
+        with pytest.raises(ValueError, match=message):
+            train("dflash", **common | added, out=tmp_path / "other")
     pipe = specmm.TextPipeline.from_pretrained(place)
     assert pipe("def a", method="block", max_new_tokens=8).texts == pipe("def a", max_new_tokens=8).texts
 
@@ -99,9 +96,8 @@ def test_packaged_targets_get_proxies_and_diffusion_drafters(packaged, tmp_path)
     text = tmp_path / next(name for i in range(200) if code.is_held_out(name := f"{i}.txt"))
     text.write_text(TEXT)
     with torch._dynamo.config.patch(disable=True):
-        kept = run("train", "proxy", packaged, *DRAFTERS["proxy"], "--text", text, "--out", tmp_path / "a")
-        options = [*DRAFTERS["diffusion"], "--steps", 1, "--text", text, "--out", tmp_path / "b"]
-        run("train", "diffusion", packaged, *options)
+        kept = train("proxy", model=packaged, **DRAFTERS["proxy"], text=text, out=tmp_path / "a")
+        train("diffusion", model=packaged, **DRAFTERS["diffusion"], steps=1, text=text, out=tmp_path / "b")
     file = packaged / "drafters" / "diffusion" / "ngram.safetensors"
     assert kept["outputs"] == [str(file)] and len(NGram.load(file).counts) > 20
     plain, drafted = (run("complete", packaged, "-p", "def", "--method", m) for m in ("ar", "diffuspec"))
@@ -148,24 +144,40 @@ def test_models_that_cannot_converse(talker, tmp_path, monkeypatch):
 
 def test_a_drafter_learns_from_conversations(talker, tmp_path):
     with torch._dynamo.config.patch(disable=True):
-        options = ["--layers", "1", "--block", "3", "--rows", "2", "--batch", "2", "--read", "1", "--steps", "1"]
-        run("train", "dflash", talker, "--chats", *options, "--out", tmp_path / "run")
+        sizes = dict(layers=1, block=3, rows=2, batch=2, read=1, steps=1)
+        train("dflash", model=talker, chats=True, **sizes, out=tmp_path / "run")
     pipe = specmm.TextPipeline.from_pretrained(talker)
     assert pipe("x", chat=True, method="block", max_new_tokens=6).texts == pipe("x", chat=True, max_new_tokens=6).texts
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("recipe", "settings", "message"),
     [
-        (["deer"], "give --replace"),
-        (["deer", "--replace", "--mask", "4000"], "mask token must be one of the"),
-        (["proxy", "--text", "nowhere"], "got nothing at nowhere"),
-        (["proxy", "--text", os.devnull], "readable as UTF-8 and not empty, got none at"),
-        (["dflash", "--replace", "--read", "9"], "1 to 2, the target's layers in front of its last, got 9"),
-        (["dflash", "--replace", "--chats", "--read", "2"], "must have a chat template for chat, got none"),
-        (["deer", "--replace", "--chats", "--text", "."], "give --text or --chats, not both"),
+        ("deer", {}, "give --set replace=true"),
+        ("deer", {"replace": True, "mask": 4000}, "mask token must be one of the"),
+        ("proxy", {"text": "nowhere"}, "got nothing at nowhere"),
+        ("proxy", {"text": os.devnull}, "readable as UTF-8 and not empty, got none at"),
+        ("dflash", {"replace": True, "read": 9}, "1 to 2, the target's layers in front of its last, got 9"),
+        ("dflash", {"replace": True, "chats": True, "read": 2}, "must have a chat template for chat, got none"),
+        ("deer", {"replace": True, "chats": True, "text": "."}, "give text or chats, not both"),
     ],
 )
-def test_mistakes(folder, args, message, tmp_path):
-    done = CliRunner().invoke(app, ["train", args[0], str(folder), *args[1:], "--out", str(tmp_path)])
-    assert done.exit_code == 2 and message in done.stderr
+def test_mistakes(folder, recipe, settings, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        train(recipe, model=folder, out=tmp_path, **settings)
+
+
+def test_options_as_they_were_spelt_before_recipes(folder, tmp_path):
+    """They train the same, and say on stderr how they are written now."""
+    model, text = shutil.copytree(folder, tmp_path / "model"), folder.parents[1] / "text.py"
+    args = ["train", "proxy", model, "--text", text, "--least", "1", "--text", text, "--out", tmp_path / "a", "--json"]
+    done = CliRunner().invoke(app, [str(arg) for arg in args])
+    assert done.exit_code == 0 and json.loads(done.stdout)["kind"] == "proxy"
+    new = f"--set text={text} least=1 text={text}"
+    assert done.stderr == f"deprecated: write specmm train proxy … {new}\n"
+    old, now = (NGram.load(place / "drafters/diffusion/ngram.safetensors") for place in (folder, model))
+    assert old.counts == now.counts
+    flags = ["train", "dflash", folder, "--replace", "--no-chats", "--read=9", "--out", tmp_path / "b"]
+    done = CliRunner().invoke(app, [str(arg) for arg in flags])
+    assert done.exit_code == 2 and "layers in front of its last, got 9" in done.stderr
+    assert "--set replace=true chats=false read=9" in done.stderr

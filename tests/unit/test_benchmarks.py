@@ -19,6 +19,7 @@ from benchmarks.samples import SampleSet
 from benchmarks.settings import Options
 from benchmarks.single import single_position
 from benchmarks.speed import measure_speed
+from recipes.emoji import EmojiSet
 from specmm import methods
 from specmm.decode import decode_plain
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
@@ -34,7 +35,6 @@ from specmm.randomness import Uniforms
 from specmm.shape.static import spine
 from specmm.stats import Stats
 from specmm.verify import PointMass, Recursive
-from specmm.zoo.emoji import EmojiSet
 
 GPT = GPTConfig(16, 1, 2, 64, 16, num_classes=3, multiple_of=16)
 

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
+from recipes.training.kl import encode_moments, latent_std, train_kl
+from recipes.training.mar import Averaged, mar_loss, mask_share, train_mar
 from specmm.image_ar.continuous.diffusion import Schedule
 from specmm.image_ar.continuous.kl import KLConfig
 from specmm.image_ar.continuous.mar import MAR, MARConfig
-from specmm.image_ar.continuous.train.target import Averaged, mar_loss, mask_share, train_mar
-from specmm.image_ar.continuous.train.tokenizer import encode_moments, latent_std, train_kl
 
 KL = KLConfig(ch=32, ch_mult=(1, 1), num_res_blocks=1, z_channels=3, resolution=8, attn_resolutions=(4,), scale=1.0)
 SIZES = dict(encoder_embed_dim=16, encoder_depth=1, encoder_num_heads=2, decoder_embed_dim=16, decoder_depth=1,

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from specmm.diffusion_drafters.data import code
-from specmm.diffusion_drafters.data.code import (
-    build_tokenizer,
+from recipes.training.coder import build_tokenizer
+from specmm.diffusion_drafters.train import texts as code
+from specmm.diffusion_drafters.train.texts import (
     find_files,
     given_texts,
     is_held_out,

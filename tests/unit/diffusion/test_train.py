@@ -5,7 +5,6 @@ import torch
 import transformers as tf
 
 from specmm.decode import decode_plain
-from specmm.diffusion_drafters.data.code import windows
 from specmm.diffusion_drafters.drafters.cached import CausalSource
 from specmm.diffusion_drafters.drafters.sources import DFlashSource
 from specmm.diffusion_drafters.models.bidirectional import FullAttention
@@ -14,6 +13,7 @@ from specmm.diffusion_drafters.train import block, deer
 from specmm.diffusion_drafters.train.blocks import Anchors, fading, law_loss
 from specmm.diffusion_drafters.train.diffusion import denoising_loss, hide, train_diffusion
 from specmm.diffusion_drafters.train.rows import Batch, Rows, drawn_rows, frequent
+from specmm.diffusion_drafters.train.texts import windows
 from specmm.drafter import Feedback
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget

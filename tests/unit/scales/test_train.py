@@ -6,13 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from specmm.cli import train_var as commands
-from specmm.image_ar.scales.ladder import Ladder
-from specmm.image_ar.scales.pipeline import VARPipeline
-from specmm.image_ar.scales.quantizer import MultiScaleQuantizer
-from specmm.image_ar.scales.settings import Settings
-from specmm.image_ar.scales.train.tokenizer import encode_pictures, train_vqvae
-from specmm.image_ar.scales.train.var import (
+from recipes import var as recipe
+from recipes.emoji import EmojiSet
+from recipes.training.var import (
     Examples,
     distil_from,
     token_loss,
@@ -20,10 +16,15 @@ from specmm.image_ar.scales.train.var import (
     train_refiner,
     train_var,
 )
+from recipes.training.vqvae import encode_pictures, train_vqvae
+from specmm.image_ar.scales.ladder import Ladder
+from specmm.image_ar.scales.pipeline import VARPipeline
+from specmm.image_ar.scales.quantizer import MultiScaleQuantizer
+from specmm.image_ar.scales.settings import Settings
 from specmm.image_ar.scales.var import VARConfig
 from specmm.image_ar.scales.vqvae import VQVAEConfig
+from specmm.recipes.recipe import train
 from specmm.training import seeded
-from specmm.zoo.emoji import EmojiSet
 
 SIDES = (1, 2, 3)
 CONFIG = VARConfig(1, 32, 2, vocab_size=16, z_channels=4, num_classes=3, patch_nums=SIDES)
@@ -117,28 +118,28 @@ def test_the_pair_of_code(examples, make, tmp_path):
     assert coarse[0] < coarse[1] and fine[0] < fine[1]
 
 
-def test_commands(pictures, tmp_path, monkeypatch, capsys):
+def test_recipes(pictures, tmp_path, monkeypatch):
     found = EmojiSet(pictures.numpy(), np.arange(3).repeat(4), ["a/b"] * 12, ["x", "y", "z"])
-    monkeypatch.setattr(commands, "pictures", lambda folder: found)
-    run = dict(steps=1, batch=2, compiled=False, seed=0, as_json=True)
-    commands.vqvae(codes=16, width=4, sides="1,2,3", out=tmp_path / "vq", **run)
+    monkeypatch.setattr(recipe, "emoji", lambda folder: found)
+    run = dict(steps=1, batch=2, compile=False, seed=0)
+    train("vqvae", codes=16, width=4, sides="1,2,3", out=tmp_path / "vq", **run)
     run["tokenizer"] = tmp_path / "vq"
-    commands.var(depth=2, dim=32, heads=2, out=tmp_path / "var", **run)
+    train("var", depth=2, dim=32, heads=2, out=tmp_path / "var", **run)
     model, small = str(tmp_path / "var/model"), str(tmp_path / "pair/small")
     shutil.copytree(model, tmp_path / "pair")
-    commands.var(depth=1, dim=32, heads=2, beside=tmp_path / "pair", out=tmp_path / "small", **run)
+    train("var", depth=1, dim=32, heads=2, beside=tmp_path / "pair", out=tmp_path / "small", **run)
     assert len(list((tmp_path / "var").glob("tokens-*.pt"))) == 1
     del run["tokenizer"]
-    commands.code(str(tmp_path / "pair"), None, n=-1, out=tmp_path / "code", **run)
+    made = train("code", model=tmp_path / "pair", out=tmp_path / "code", **run)
     pipe = VARPipeline.from_pretrained(tmp_path / "code/model", method="code")
     assert pipe.small is not None and pipe.settings == Settings(classes=("x", "y", "z"), n=1)
     drawn = pipe(classes=["y"])
     assert drawn.images[0].size == (6, 6) and drawn.method == "code: n 1: what the models were specialised for"
-    assert '"n": 1' in capsys.readouterr().out
+    assert made["n"] == 1
     with pytest.raises(ValueError, match="n must leave scales to both models, from 1 to 2, got 3"):
-        commands.code(model, small, n=3, out=tmp_path / "code", **run)
+        train("code", model=model, small=small, n=3, out=tmp_path / "code", **run)
     with pytest.raises(ValueError, match="must hold a small model"):
-        commands.code(model, None, n=1, out=tmp_path / "code", **run)
+        train("code", model=model, n=1, out=tmp_path / "code", **run)
     for sides, message in (("1,x", "whole numbers"), ("3,2", "growing sides"), ("1,4", "last side must be 6 pixels")):
         with pytest.raises(ValueError, match=message):
-            commands.vqvae(codes=16, width=4, sides=sides, out=tmp_path / "bad", **run)
+            train("vqvae", codes=16, width=4, sides=sides, out=tmp_path / "bad", **run)

@@ -9,16 +9,16 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
-from specmm.vlm.data.easy import Example, load_easy, read_easy
-from specmm.vlm.data.kinds import KINDS
-from specmm.vlm.data.opinions import weighed
-from specmm.vlm.data.packing import Encoder, stack, to_pixels
-from specmm.vlm.data.patches import NAMES, example_labels, labelled, scene_labels
-from specmm.vlm.data.questions import Turn
-from specmm.vlm.data.scenes import R, compose
-from specmm.vlm.data.sprites import Sprite, Sprites
-from specmm.vlm.data.stream import World, learn_tokenizer
-from specmm.vlm.data.tokenizer import build_processor
+from recipes.scenes.easy import Example, load_easy, read_easy
+from recipes.scenes.kinds import KINDS
+from recipes.scenes.opinions import weighed
+from recipes.scenes.packing import Encoder, stack, to_pixels
+from recipes.scenes.patches import NAMES, example_labels, labelled, scene_labels
+from recipes.scenes.questions import Turn
+from recipes.scenes.scenes import R, compose
+from recipes.scenes.sprites import Sprite, Sprites
+from recipes.scenes.stream import World, learn_tokenizer
+from recipes.scenes.tokenizer import build_processor
 
 TURNS = [Turn("What is it?", "a cat", "what"), Turn("Where is the cat?", "on the left", "where")]
 
@@ -187,6 +187,6 @@ def test_easy_vqa_is_read_by_picture(tmp_path):
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr("specmm.vlm.data.easy.find_spec", lambda name: None)
+    monkeypatch.setattr("recipes.scenes.easy.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install easy-vqa"):
         load_easy()

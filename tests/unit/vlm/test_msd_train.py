@@ -1,6 +1,5 @@
 """MSD training on a tiny LLaVA: the loss falls, a killed run goes on bit by bit, the share of pictures rises."""
 
-import json
 from random import Random
 
 import pytest
@@ -107,25 +106,24 @@ def test_a_ramp_brings_the_pictures_early(target, tmp_path):
     assert shares[0] == 0 and 0 < shares[2] < 0.8 and 0.6 < sum(shares[4:]) / 4 < 1
 
 
-def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch, capsys):
-    """``specmm train msd``, with other data: the file leaves the target's embeddings out and loads for it."""
-    from specmm.cli import train_msd as command
-    from specmm.vlm import loading
+def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch):
+    """The recipe ``msd``, with other data: the file leaves the target's embeddings out and loads for it."""
+    from specmm.recipes import conversations, msd, recipe
     from specmm.vlm.drafters.msd_files import load_msd
 
     model = zoo.model("llava")
     model.save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(loading, "load_processor", lambda folder: None)
-    monkeypatch.setattr(command, "_source", lambda *_: source)
-    monkeypatch.setattr(command, "_acceptance", lambda *_: {0.0: ((0.9, 0.05),)})
-    options = dict(steps=2, batch=2, width=40, out=tmp_path / "run", as_json=True)
-    options |= dict(data=tmp_path, lr=1e-3, noise=0.2, law_weight=0.1, passes=2, layers=1, seed=0, ramp=None)
-    command.msd(str(tmp_path / "model"), replace=False, **options)
-    assert json.loads(capsys.readouterr().out)["kind"] == "msd"
+    monkeypatch.setattr(msd, "load_processor", lambda folder: None)
+    opened = conversations.Conversations(source, lambda count: None)
+    monkeypatch.setattr(conversations, "conversations", lambda *_: opened)
+    monkeypatch.setattr(msd, "_acceptance", lambda *_: {0.0: ((0.9, 0.05),)})
+    options = dict(model=tmp_path / "model", steps=2, batch=2, width=40, out=tmp_path / "run", data=tmp_path)
+    options |= dict(lr=1e-3, noise=0.2, law_weight=0.1, passes=2, layers=1, seed=0, ramp=None)
+    assert recipe.train("msd", **options)["kind"] == "msd"
     head = load_msd(tmp_path / "model" / "drafters" / "msd", model.get_input_embeddings().weight)
     assert head.config.intermediate_size == 40 and head.acceptance == {0.0: ((0.9, 0.05),)}
-    with pytest.raises(ValueError, match="exists, give --replace"):
-        command.msd(str(tmp_path / "model"), replace=False, **options)
+    with pytest.raises(ValueError, match="exists, give --set replace=true"):
+        recipe.train("msd", **options)
 
 
 def test_later_passes_read_the_head_s_own_states_on_answers(target):

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from specmm.vlm.data.facts import fact
-from specmm.vlm.data.kinds import BY_NAME, COLOURS, KINDS, RELATIVES, relatives
-from specmm.vlm.data.questions import NUMBERS, SHORT, counted, description, joined, name_of, short_questions, tellings
-from specmm.vlm.data.scenes import BACKGROUNDS, PLACES, SIZES, compose
-from specmm.vlm.data.sprites import Sprite, Sprites, held_out, load_sprites
-from specmm.vlm.data.variation import vary
+from recipes.scenes.facts import fact
+from recipes.scenes.kinds import BY_NAME, COLOURS, KINDS, RELATIVES, relatives
+from recipes.scenes.questions import NUMBERS, SHORT, counted, description, joined, name_of, short_questions, tellings
+from recipes.scenes.scenes import BACKGROUNDS, PLACES, SIZES, compose
+from recipes.scenes.sprites import Sprite, Sprites, held_out, load_sprites
+from recipes.scenes.variation import vary
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_one_style_of_each_icon_is_held_out(tmp_path, monkeypatch):
     names = [f"{style}/{icon}" for style in styles for icon in icons]
     images = np.arange(len(names), dtype=np.uint8)[:, None, None, None] * np.ones((1, 2, 2, 4), np.uint8)
     np.savez(tmp_path / "sprites.npz", images=images, names=np.array(names))
-    monkeypatch.setattr("specmm.vlm.data.sprites._build", lambda folder: folder / "sprites.npz")
+    monkeypatch.setattr("recipes.scenes.sprites._build", lambda folder: folder / "sprites.npz")
     numbers = {
         split: {int(s.pixels[0, 0, 0]) for s in load_sprites(tmp_path, split).all} for split in ("train", "test")
     }
@@ -121,12 +121,12 @@ def test_relatives_of_a_kind_are_for_training_only(tmp_path, monkeypatch):
     names = [f"{style}/{icon}" for style in "ab" for icon in ("banana", "blowfish", "white-heart")]
     images = np.arange(len(names), dtype=np.uint8)[:, None, None, None] * np.ones((1, 2, 2, 4), np.uint8)
     np.savez(tmp_path / "sprites.npz", images=images, names=np.array(names))
-    monkeypatch.setattr("specmm.vlm.data.sprites._build", lambda folder: folder / "sprites.npz")
-    monkeypatch.setattr("specmm.vlm.data.sprites.KINDS", [k for k in KINDS if k.name in ("banana", "fish", "heart")])
-    monkeypatch.setattr("specmm.vlm.data.sprites.held_out", lambda icon, styles: styles[0] if styles else "")
+    monkeypatch.setattr("recipes.scenes.sprites._build", lambda folder: folder / "sprites.npz")
+    monkeypatch.setattr("recipes.scenes.sprites.KINDS", [k for k in KINDS if k.name in ("banana", "fish", "heart")])
+    monkeypatch.setattr("recipes.scenes.sprites.held_out", lambda icon, styles: styles[0] if styles else "")
     train, test = (load_sprites(tmp_path, split) for split in ("train", "test"))
     assert Counter(s.kind for s in train.all) == {"banana": 1, "fish": 2, "heart": 2}
-    monkeypatch.setattr("specmm.vlm.data.sprites.held_out", lambda icon, styles: "a")
+    monkeypatch.setattr("recipes.scenes.sprites.held_out", lambda icon, styles: "a")
     unseen = load_sprites(tmp_path, "train")
     assert Counter(s.kind for s in unseen.all) == {"banana": 1, "fish": 1, "heart": 1}, (
         "in no style held out for a kind"

@@ -6,18 +6,17 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from specmm.vlm.data.easy import Example
-from specmm.vlm.data.kinds import KINDS
-from specmm.vlm.data.packing import Encoder, stack
-from specmm.vlm.data.patches import HEADS, IGNORED, NAMES
-from specmm.vlm.data.questions import Turn
-from specmm.vlm.data.scenes import PLACES, R
-from specmm.vlm.data.sprites import Sprite, Sprites
-from specmm.vlm.data.stream import World, learn_tokenizer
-from specmm.vlm.data.tokenizer import build_processor
-from specmm.vlm.pipeline import VQAPipeline
-from specmm.vlm.train.align import WORDS, in_words, train_projector, word_counts
-from specmm.vlm.train.target import (
+from recipes.scenes.easy import Example
+from recipes.scenes.kinds import KINDS
+from recipes.scenes.packing import Encoder, stack
+from recipes.scenes.patches import HEADS, IGNORED, NAMES
+from recipes.scenes.questions import Turn
+from recipes.scenes.scenes import PLACES, R
+from recipes.scenes.sprites import Sprite, Sprites
+from recipes.scenes.stream import World, learn_tokenizer
+from recipes.scenes.tokenizer import build_processor
+from recipes.training.align import WORDS, in_words, train_projector, word_counts
+from recipes.training.llava import (
     Sizes,
     answer_logits,
     answer_loss,
@@ -28,7 +27,8 @@ from specmm.vlm.train.target import (
     train_tower,
     whole_answers,
 )
-from specmm.vlm.train.text import build_text_model, train_text
+from recipes.training.words import build_text_model, train_text
+from specmm.vlm.pipeline import VQAPipeline
 
 SIZES = Sizes(dim=32, layers=2, heads=2, tower_dim=32, tower_layers=1, patch=24)
 

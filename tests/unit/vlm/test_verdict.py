@@ -5,8 +5,8 @@ import torch
 import transformers as tf
 from PIL import Image
 
+from recipes.scenes.tokenizer import build_processor, build_tokenizer
 from specmm.hf.drafting import load_drafter
-from specmm.vlm.data.tokenizer import build_processor, build_tokenizer
 from specmm.vlm.pipeline import VQAPipeline
 from specmm.vlm.verdict import Prompts, SpeculativeVerdict, best, consensus, log_perplexities
 

@@ -1,1 +1,0 @@
-"""Source code to learn from."""

@@ -1,1 +1,0 @@
-"""Training of MAR and of its autoencoder."""

@@ -1,0 +1,1 @@
+"""Trainings of tokenizers, autoencoders, targets and small models, on tensors."""

@@ -1,0 +1,74 @@
+"""Training of VAR's multi-scale VQVAE on pictures [N, R, R, 3] uint8.
+
+The losses are those of the token models' tokenizer (L1 on pixels and edges) and the quantizer's, over all scales.
+Codes that nobody used for a while are moved onto what some scale had left to quantise.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recipes.training.pictures import RESTART_EVERY, flip_some, reconstruction_loss
+from specmm.image_ar.scales.quantizer import Quantized
+from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
+from specmm.image_ar.training import encode_views, to_float
+from specmm.training import Losses, batch_rows, fit, seeded
+
+
+def train_vqvae(
+    images: Tensor,
+    config: VQVAEConfig,
+    out: Path,
+    *,
+    steps: int,
+    batch: int = 32,
+    lr: float = 6e-4,
+    seed: int = 0,
+    compiled: bool = True,
+) -> VQVAE:
+    """Train on ``images`` [N, R, R, 3] uint8 and return the tokenizer; resumes from ``out/checkpoint.pt``."""
+    with seeded(seed):
+        model = VQVAE(config)
+        model.quantize.embedding.weight.data.normal_()
+    used = torch.zeros(config.vocab_size)
+    forward = torch.compile(model) if compiled else model
+
+    def step(i: int) -> Losses:
+        generator = torch.Generator().manual_seed(seed + i)
+        x = flip_some(to_float(images[batch_rows(i, batch, len(images), seed)]), generator)
+        if i % RESTART_EVERY == RESTART_EVERY - 1 and i < steps * 0.8:
+            _restart_unused(model, used, x, generator)
+        with torch.autocast("cpu", torch.bfloat16):
+            made, quantized = forward(x)
+        return _losses(made.float(), quantized, x, used)
+
+    fit(model, step, out=out, steps=steps, lr=lr, weight_decay=0.0)
+    return model
+
+
+def _losses(made: Tensor, quantized: Quantized, x: Tensor, used: Tensor) -> Losses:
+    for tokens in quantized.tokens:
+        used.index_add_(0, tokens.flatten(), torch.ones(tokens.numel()))
+    recon = reconstruction_loss(made, x)
+    alive = (used > 0).float().mean()
+    loss = recon + quantized.loss
+    return {"loss": loss, "reconstruction": recon, "mse": F.mse_loss(made, x), "used": alive}
+
+
+@torch.no_grad()
+def _restart_unused(model: VQVAE, used: Tensor, x: Tensor, generator: torch.Generator) -> None:
+    dead = (used == 0).nonzero()[:, 0]
+    rows = torch.cat([left.flatten(0, 1) for left, _ in model.quantize.residuals(model.features(x))])
+    chosen = torch.randint(len(rows), (len(dead),), generator=generator)
+    model.quantize.embedding.weight[dead] = rows[chosen]
+    used.zero_()
+
+
+def encode_pictures(vqvae: VQVAE, images: Tensor, batch: int = 64) -> Tensor:
+    """Tokens [M, 2, L], all scales laid end to end, of pictures [M, R, R, 3] uint8 and of their mirror images."""
+    vqvae.eval()
+    return encode_views(lambda x: torch.cat(vqvae.encode(x), dim=1), images, batch)

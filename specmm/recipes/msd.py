@@ -1,0 +1,71 @@
+"""MSD drafters, which see the picture, of vision-language models (``msd``): written to the model's
+``drafters/``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specmm.files import writable
+from specmm.hf.drafting import KINDS
+from specmm.hf.loading import find
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
+from specmm.processors import Processor
+from specmm.recipes.recipe import Amount, Count, Found, Open, Seed, beside
+from specmm.vlm.drafters.msd_files import save_msd
+from specmm.vlm.loading import load_model, load_processor
+from specmm.vlm.train.msd import msd_config, train_msd
+from specmm.vlm.tuning import measure_acceptance
+
+LONGEST = 80  # tokens of an answer that acceptance is measured on
+
+
+def msd(
+    *,
+    model: str,
+    data: Open,
+    steps: Count,
+    batch: Count,
+    lr: Amount,
+    noise: Amount,
+    law_weight: Amount,
+    passes: Count,
+    layers: Count,
+    ramp: Count | None,
+    width: Count | None,
+    scenes: Count,
+    seed: Seed,
+    replace: bool,
+    out: Path,
+) -> Found:
+    """Train an MSD drafter in two stages, text first; the result is MODEL/drafters/msd."""
+    folder = beside(model, find(model))
+    result = folder / "drafters" / KINDS["msd"].place
+    if result.exists() and not replace:
+        raise ValueError(f"{result} exists, give --set replace=true to train another in its place")
+    writable(result.parent)
+    target, processor = VLMTarget(load_model(folder, torch.float32), Processor(), model), load_processor(folder)
+    sizes = {"num_hidden_layers": layers, **({"intermediate_size": width} if width else {})}
+    options: dict[str, Any] = dict(batch=batch, lr=lr, noise=noise, law_weight=law_weight, passes=passes, seed=seed)
+    options |= dict(config=msd_config(target, **sizes), ramp=ramp)
+    opened = data(target, processor)
+    head = train_msd(target, opened.draw, writable(out), steps=steps, **options)
+    head.acceptance = _acceptance(target, head, processor, opened.questions(scenes))
+    save_msd(head, result, dtype=torch.bfloat16, embeddings=False)
+    return {"kind": "msd", "model": model, "steps": steps, "outputs": [str(result)]}
+
+
+def _acceptance(target: Any, head: Any, processor: Any, asked: Any) -> Any:
+    """By temperature, what is accepted of the answers to held-out questions: what method auto plans
+    with.
+    """
+    inputs, end = asked.inputs(processor), processor.tokenizer.eos_token_id
+    found = {}
+    for temperature in (0.0, 1.0):
+        judge = VLMTarget(target.model, Processor(temperature), target.name)
+        found[temperature] = measure_acceptance(judge, head, [VLMPrompt(inputs, LONGEST, asked)], [end])
+    return found

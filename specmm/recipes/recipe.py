@@ -1,0 +1,195 @@
+"""A recipe: a config file that names what is trained and holds its settings.
+
+    train = "specmm.recipes.text:deer"  # a function; or, for settings of your own, recipe = "deer"
+
+    [settings]
+    steps = 1500
+
+The function's annotations say what a setting must be. ``Annotated[int, 1]`` is at least 1,
+``Annotated[float, 0, 1]`` at most 1, too; a setting that may be ``None`` can be left out. ``open``
+names the function that reads ``data``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import sysconfig
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import specmm
+from specmm.registry import named, unknown
+
+SHIPPED = Path(__file__).parent
+CHECKOUT = Path(specmm.__file__).resolve().parents[1] / "recipes"  # what made the pocket models; not in the wheel
+Count = Annotated[int, 1]
+Width = Annotated[int, 4]
+Share = Annotated[float, 0, 1]
+Amount = Annotated[float, 0]
+Size = Annotated[int, 0]
+Seed = Annotated[int, 0]
+Found = dict[str, Any]  # what a training tells: kind, steps, outputs
+Open = Callable[..., Any]  # a setting that is read by the function the recipe names as ``open``
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+BOOLEANS = {"true": True, "false": False}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """``train`` names a function, ``open`` what reads its ``data``; ``chosen`` are the settings the
+    user gave.
+    """
+
+    name: str
+    train: str
+    settings: Mapping[str, Any]
+    open: str = ""
+    chosen: frozenset[str] = field(default=frozenset())
+
+    def function(self) -> Callable[..., Found]:
+        """What trains, imported now."""
+        if any(place.startswith("recipes.") for place in (self.train, self.open)):
+            _import_checkout()
+        found: Callable[..., Found] = named(self.train)
+        return found
+
+    def kinds(self) -> dict[str, Any]:
+        """The annotations of the settings by name."""
+        hints = typing.get_type_hints(self.function(), include_extras=True)
+        return {name: hint for name, hint in hints.items() if name not in ("return", "chosen")}
+
+    def having(self, given: Mapping[str, Any]) -> Recipe:
+        """This recipe with settings that the user chose; raises ``ValueError`` for unknown ones."""
+        kinds = self.kinds()
+        for name in given:
+            if name not in kinds:
+                raise unknown(f"setting of recipe {self.name}", name, kinds)
+        return replace(self, settings={**self.settings, **given}, chosen=self.chosen | set(given))
+
+    def run(self) -> Found:
+        """Train; raises ``ValueError`` for settings that are missing or do not fit."""
+        function, settings = self.function(), {}
+        for name, kind in self.kinds().items():
+            value = self.settings.get(name)
+            if value is None and not _optional(kind):
+                raise ValueError(f"recipe {self.name} must be given {name}, got none; give --set {name}=…")
+            settings[name] = self._opened(value) if kind == Open else _fitting(name, value, kind)
+        if "chosen" in function.__annotations__:
+            settings["chosen"] = self.chosen
+        return function(**settings)
+
+    def _opened(self, value: Any) -> Open:
+        return partial(named(self.open), str(value))
+
+
+def recipes() -> dict[str, Path]:
+    """The config files by name: those of the package, and in a checkout those that made the pocket
+    models.
+    """
+    places = [SHIPPED, CHECKOUT] if (CHECKOUT / "coder.toml").is_file() else [SHIPPED]
+    return {file.stem: file for place in places for file in sorted(place.glob("*.toml"))}
+
+
+def load(name: str) -> Recipe:
+    """The recipe of a name or of a config file; raises ``ValueError`` for one that is none."""
+    own = name.endswith(".toml")
+    files = recipes()
+    if not own and name not in files:
+        raise unknown("recipe", name, files)
+    file = Path(name) if own else files[name]
+    try:
+        read = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} must be TOML, got an error: {error}") from error
+    settings, keys = read.get("settings", {}), set(read) - {"settings"}
+    if "recipe" in read and keys <= {"recipe", "open"}:
+        base = replace(load(read["recipe"]), name=name, **({"open": read["open"]} if "open" in read else {}))
+        return base.having(settings) if own else replace(base, settings={**base.settings, **settings})
+    if own or "train" not in read or not keys <= {"train", "open"}:
+        raise ValueError(f'{file} must hold recipe = "NAME" and a table [settings], got {", ".join(sorted(keys))}')
+    return Recipe(name, read["train"], settings, read.get("open", ""))
+
+
+def train(name: str, **settings: Any) -> Found:
+    """Train by the recipe ``name`` with other ``settings``; raises ``ValueError`` for what does not
+    fit it.
+    """
+    return load(name).having(settings).run()
+
+
+def beside(model: str, folder: Path) -> Path:
+    """``folder`` of a model that a training adds a drafter to.
+
+    Raises ``ValueError`` for a shipped model, by name or where the package is installed: its files
+    are everybody's.
+    """
+    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    if model.startswith("pocket/") or any(folder.resolve().is_relative_to(place) for place in installed):
+        raise ValueError(
+            f"{model} is shipped with the package and is not written to; "
+            f"copy it (cp -r {folder} my-model) and give the copy"
+        )
+    return folder
+
+
+def _import_checkout() -> None:
+    """Make ``recipes`` importable wherever the command runs, without a change of ``sys.path``."""
+    if "recipes" in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location("recipes", CHECKOUT / "__init__.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["recipes"] = module
+    spec.loader.exec_module(module)
+
+
+def _optional(kind: Any) -> bool:
+    return type(None) in typing.get_args(kind)
+
+
+def _fitting(name: str, value: Any, kind: Any) -> Any:
+    """``value`` as ``kind`` asks for; a text, which is what a command line gives, is read as that."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        kind = next(k for k in typing.get_args(kind) if k is not type(None))
+    if typing.get_origin(kind) is list:
+        values = value if isinstance(value, list) else [value]
+        return [_fitting(name, each, typing.get_args(kind)[0]) for each in values]
+    kind, *bounds = typing.get_args(kind) or (kind,)
+    found = _read(value, kind)
+    if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
+        raise ValueError(f"{name} must be {WORDS[kind]}, got {value!r}")
+    if bounds:
+        _check_bounds(name, found, *bounds)
+    return found
+
+
+def _check_bounds(name: str, value: float, least: float, most: float = float("inf")) -> None:
+    if not least <= value <= most:  # which is so for NaN, too
+        wanted = f"at least {least}" if most == float("inf") else f"from {least} to {most}"
+        raise ValueError(f"{name} must be {wanted}, got {value}")
+
+
+def _read(value: Any, kind: Any) -> Any:
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is str and isinstance(value, Path):
+        return str(value)
+    if not isinstance(value, str):
+        return value
+    if kind is bool:
+        return BOOLEANS.get(value.lower(), value)
+    if kind is Path:
+        return Path(value).expanduser()
+    try:
+        return kind(value)
+    except ValueError:
+        return value

@@ -1,0 +1,99 @@
+"""An MSD drafter learns from conversations of one's own: lines of JSON, read through the model's
+processor.
+"""
+
+import json
+import shutil
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from recipes import data
+from recipes.scenes.kinds import KINDS
+from recipes.scenes.packing import Encoder
+from recipes.scenes.questions import Turn
+from recipes.scenes.sprites import Sprite, Sprites
+from recipes.scenes.stream import World
+from specmm import VQAPipeline, zoo
+from specmm.recipes.conversations import Line, conversations, example
+from specmm.recipes.recipe import train
+from specmm.vlm.drafters.msd_files import ACCEPTANCE, read_acceptance
+from specmm.vlm.loading import load_processor
+
+LLAVA = zoo.POCKET / "llava"
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    """Eleven questions about pictures and one about none."""
+    folder = tmp_path_factory.mktemp("conversations")
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (96, 96, 3), np.uint8)).save(folder / "a.png")
+    rows = [{"question": f"Is it {i}?", "answer": f"yes, {i}", "image": "a.png"} for i in range(11)]
+    rows.append({"question": "What is a fish?", "answer": "an animal"})
+    (folder / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "lines.jsonl"
+
+
+def test_a_line_is_what_the_models_own_training_made_of_it(lines):
+    processor, file = load_processor(LLAVA), lines.parent / "a.png"
+    encoder = Encoder(processor.tokenizer, 64)
+    for image in (str(file), ""):
+        made = example(Line("Is it a star?", "yes", image), processor)
+        pixels = np.asarray(Image.open(image)) if image else None
+        wanted = encoder.chat([Turn("Is it a star?", "yes", "is there")], pixels)
+        assert made.input_ids.tolist() == wanted.input_ids.tolist()
+        assert made.answer_mask.tolist() == wanted.answer_mask.tolist() and made.vision.keys() == (
+            {"pixel_values"} if image else set()
+        )
+        if image:
+            torch.testing.assert_close(made.vision["pixel_values"][0], wanted.pixel_values)
+
+
+def test_held_out_lines_are_not_learnt(lines):
+    processor = load_processor(LLAVA)
+    found = conversations(str(lines), None, processor)
+    asked = found.questions(5).texts
+    random = Random(0)
+    shown = [found.draw(random, i % 2 == 0) for i in range(80)]
+    learnt = {processor.tokenizer.decode(e.input_ids[e.input_ids != 3]) for e in shown}
+    assert asked == ["Is it 0?", "Is it 10?"]
+    assert not [text for text in learnt for question in asked if question in text] and len(learnt) == 10
+    assert all(bool(e.vision) == (i % 2 == 0) for i, e in enumerate(shown))
+
+
+def test_the_recipe(lines, tmp_path):
+    model = shutil.copytree(LLAVA, tmp_path / "model", ignore=shutil.ignore_patterns("drafters"))
+    found = train("msd", model=model, data=lines, steps=1, batch=2, width=32, scenes=1, out=tmp_path / "run")
+    assert found["outputs"] == [str(model / "drafters" / "msd")]
+    pipe = VQAPipeline.from_pretrained(model, method="msd", torch_dtype=torch.float32)
+    asked = (Image.open(lines.parent / "a.png"), "What is it?")
+    assert pipe(*asked, max_new_tokens=6).answers == pipe(*asked, method="ar", max_new_tokens=6).answers
+
+
+def test_the_recipe_on_scenes(tmp_path, monkeypatch):
+    """As pocket/llava's drafter was made, with squares in place of emoji."""
+    square = np.full((64, 64, 4), 255, np.uint8)
+    sprites = Sprites(tuple(Sprite(k.name, colour, square) for k in KINDS for colour in k.icons.values()))
+    monkeypatch.setattr(data, "load_world", lambda folder, split: World(sprites, ()))
+    model = shutil.copytree(LLAVA, tmp_path / "model", ignore=shutil.ignore_patterns("drafters"))
+    train("scenes-msd", model=model, steps=2, batch=2, width=32, scenes=1, ramp=1, out=tmp_path / "run")
+    measured = read_acceptance(model / "drafters" / "msd" / ACCEPTANCE)
+    assert measured.keys() == {0.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"question": "a", "answer": "b"}', "two or more lines with an image, got 0"),
+        ('{"question": "a"}', "lines.jsonl:1 must hold question and answer, got"),
+        ("{", "lines.jsonl:1 must hold question and answer, got '{'"),
+    ],
+)
+def test_lines_that_are_none(text, message, tmp_path):
+    file = tmp_path / "lines.jsonl"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        conversations(str(file), None, None)
