@@ -38,9 +38,9 @@ from benchmarks.common import (
     write_results,
 )
 from specmm import methods
-from specmm.cli.race import in_turn
 from specmm.dtypes import named_dtype
 from specmm.hf.prompt import on_device
+from specmm.runs.race import in_turn
 from specmm.stats import Stats
 from specmm.vlm.asking import Questions
 from specmm.vlm.data.facts import fact

@@ -27,6 +27,18 @@ def write_whole(file: Path, data: bytes, durable: bool = False) -> None:
         raise
 
 
+def writable(folder: Path, option: str = "--out") -> Path:
+    """``folder``, given by ``option``, made and tried out; raises ``ValueError`` when nothing can be written there."""
+    probe = folder / f".specmm-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"cannot write to {folder} ({error.strerror}), choose another folder with {option}") from error
+    return folder
+
+
 def sync_folder(folder: Path) -> None:
     """Have the entries of ``folder`` (new names, renames) on the disk when this returns."""
     handle = os.open(folder, os.O_RDONLY)

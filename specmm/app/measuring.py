@@ -18,8 +18,8 @@ def measured(pipe: Any, names: list[str], runs: int, seed: int) -> Any:
     """
     import pandas
 
-    from specmm.cli.race import race, summary
     from specmm.methods import AR, make
+    from specmm.runs.race import race, summary
 
     if not names or not 1 <= runs <= MOST_RUNS:
         raise ValueError(f"choose one method at least and 1 to {MOST_RUNS} runs, got {len(names)} and {runs}")

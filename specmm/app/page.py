@@ -17,6 +17,7 @@ from specmm.app.examples import scenes
 from specmm.app.measuring import COLUMNS, MOST_RUNS, measured
 from specmm.app.models import Models, in_sentences
 from specmm.app.writing import DRAFT, written
+from specmm.runs.models import Kind
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when gradio is imported
 
@@ -77,12 +78,12 @@ def _seed() -> gr.Number:
     return gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**31)
 
 
-def _model(models: Models, kind: str) -> gr.Dropdown:
+def _model(models: Models, kind: Kind) -> gr.Dropdown:
     names = models.names[kind]
     return gr.Dropdown(names, value=names[0], label="Model", visible=len(names) > 1)
 
 
-def _method(models: Models, kind: str, preferred: str) -> gr.Dropdown:
+def _method(models: Models, kind: Kind, preferred: str) -> gr.Dropdown:
     known = models.methods(kind, models.names[kind][0])
     return gr.Dropdown(known, value=preferred if preferred in known else known[-1], label="Method")
 

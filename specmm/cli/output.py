@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
-import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -14,6 +12,7 @@ from typing import Any
 
 import typer
 
+from specmm.files import writable as writable
 from specmm.files import write_whole
 
 
@@ -46,18 +45,6 @@ def number(value: Any, form: str = ".3f") -> str:
     return "-" if value is None else format(value, form)
 
 
-def writable(folder: Path, option: str = "--out") -> Path:
-    """``folder``, given by ``option``, made and tried out; raises ``ValueError`` when nothing can be written there."""
-    probe = folder / f".specmm-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"cannot write to {folder} ({error.strerror}), choose another folder with {option}") from error
-    return folder
-
-
 def beside(model: str, folder: Path) -> Path:
     """``folder`` of a model that a training adds a drafter to.
 
@@ -75,10 +62,3 @@ def beside(model: str, folder: Path) -> Path:
 def write_text(file: Path, text: str) -> None:
     """Write ``file`` whole or not at all."""
     write_whole(file, text.encode())
-
-
-def save_picture(image: Any, file: Path) -> None:
-    """Write a PIL picture as PNG, whole or not at all."""
-    packed = io.BytesIO()
-    image.save(packed, format="PNG")
-    write_whole(file, packed.getvalue())
