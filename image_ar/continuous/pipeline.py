@@ -65,7 +65,7 @@ class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
         text_encoder: None = None,
         device: torch.device | str = "cpu",
     ) -> MARPipeline:
-        """A pipeline of a folder, a pocket name or a hub id; the dtype defaults to the device's fastest.
+        """A pipeline of a folder, pocket name or hub id; the dtype defaults to the device's fastest.
 
         The small model is that of the folder, or ``small``: another model's folder, name or id.
         """

@@ -96,7 +96,7 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
         text_encoder: None = None,
         device: torch.device | str = "cpu",
     ) -> VARPipeline:
-        """A pipeline of a folder, a pocket name or a hub id; the dtype defaults to the device's fastest.
+        """A pipeline of a folder, pocket name or hub id; the dtype defaults to the device's fastest.
 
         A scale has so many rows that bfloat16 pays at any size of model on a processor with AMX, and on no other. The
         small model is that of the folder, or ``small``: another model's folder, name, id, or a weights file. What was

@@ -98,7 +98,7 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         text_encoder: str | Path | None = None,
         device: torch.device | str = "cpu",
     ) -> LlamaGenPipeline:
-        """A pipeline of a folder, a pocket name or a hub id; the dtype defaults to the device's fastest.
+        """A pipeline of a folder, pocket name or hub id; the dtype defaults to the device's fastest.
 
         The tokenizer stays in float32, whatever the dtype of the transformer.
         """

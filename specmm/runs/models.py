@@ -1,4 +1,4 @@
-"""Models by name, whatever their family: what they are for, their methods, and their pipelines on a device."""
+"""Models by name, whatever their family: what they are for, their methods, their pipelines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class Place:
 
     @staticmethod
     def named(device: str = "cpu", dtype: str = "auto") -> Place:
-        """The place of these names; raises ``ValueError`` for a device that is not here and for an unknown dtype."""
+        """The place of these names.
+
+        Raises ``ValueError`` for a device that is not here and for an unknown dtype.
+        """
         from specmm.dtypes import named_device, named_dtype
 
         return Place(named_device(device), named_dtype(dtype))
@@ -84,8 +87,8 @@ def open_model(
 ) -> Any:
     """The pipeline of ``model``, a folder, pocket name or hub id, without progress bars of its own.
 
-    ``drafter`` is for questions and text, ``text_encoder`` for images of prompts. Raises ``ValueError`` for a model
-    that cannot be found or read.
+    ``drafter`` is for questions and text, ``text_encoder`` for images of prompts. Raises
+    ``ValueError`` for a model that cannot be found or read.
     """
     if kind == "images":
         from specmm.image_ar.pipeline import ImagePipeline

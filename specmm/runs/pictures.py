@@ -112,7 +112,7 @@ def check_sampling(pipe: Any, model: str, sampling: dict[str, Any]) -> Mapping[s
 
 
 def draw(pipe: Any, job: Job, tell: Callable[[str], None], callback: Any = None) -> Report:
-    """Draw and save, ``tell`` what one should know; Ctrl-C ends it early and leaves what is finished.
+    """Draw and save, ``tell`` what one should know; Ctrl-C leaves what is finished.
 
     Raises ``ValueError`` when the disk is full.
     """

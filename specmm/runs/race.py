@@ -117,7 +117,7 @@ def summary(lane: Lane, plain: Lane, batch: int) -> dict[str, Any]:
 
 
 def runnable(pipe: Any, usual: list[Any]) -> list[Any]:
-    """Those of the family's ``usual`` methods that this model has a drafter or a small model for."""
+    """Those of the ``usual`` methods that this model has a drafter or a small model for."""
     if hasattr(pipe, "parts"):
         found = [m for m in usual if getattr(m, "drafter", None) in (None, *pipe.parts.drafters)]
         return found or [methods.SJD()]
@@ -127,7 +127,7 @@ def runnable(pipe: Any, usual: list[Any]) -> list[Any]:
 def measure(
     pipe: Any, model: str, contenders: Sequence[methods.Method], batch: int, runs: int, seed: int
 ) -> list[dict[str, Any]]:
-    """Plain decoding and ``contenders``, ``runs`` batches of classes each: a row of facts for every method."""
+    """Plain decoding and ``contenders``, ``runs`` batches of classes each: a row a method."""
     import torch
 
     if getattr(pipe.transformer.config, "model_type", "c2i") != "c2i":

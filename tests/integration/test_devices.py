@@ -1,6 +1,7 @@
-"""``device`` and ``dtype``: of ``from_pretrained`` for pictures, and of every command that loads a model.
+"""``device`` and ``dtype``: of ``from_pretrained`` for pictures, and of the commands.
 
-The device "meta" stands for one that is not the CPU: it holds no values, but says what was put there.
+The device "meta" stands for one that is not the CPU: it holds no values, but says what was put
+there.
 """
 
 import json
