@@ -40,9 +40,9 @@ from benchmarks.common import (
 from recipes.scenes.facts import fact
 from recipes.scenes.stream import World, load_world
 from specmm import methods
-from specmm.cli.race import in_turn
 from specmm.dtypes import named_dtype
 from specmm.hf.prompt import on_device
+from specmm.runs.race import in_turn
 from specmm.stats import Stats
 from specmm.vlm.asking import Questions
 from specmm.vlm.pipeline import VQAPipeline

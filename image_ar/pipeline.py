@@ -40,7 +40,7 @@ class ImagePipeline:
 
     @staticmethod
     def from_pretrained(name: str | Path, **options: Any) -> Any:
-        """The family's pipeline of a folder, a pocket name or a hub id, with its ``options`` (``method``, …).
+        """The pipeline of a folder, a pocket name or a hub id; ``options``: ``method``, ``device``, …
 
         Raises ``ValueError`` for a model that cannot be found or read.
         """

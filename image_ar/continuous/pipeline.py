@@ -63,8 +63,9 @@ class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
         torch_dtype: torch.dtype | None = None,
         small: str | Path | None = None,
         text_encoder: None = None,
+        device: torch.device | str = "cpu",
     ) -> MARPipeline:
-        """A pipeline of a folder, a pocket name or a hub id; the dtype defaults to this machine's fastest.
+        """A pipeline of a folder, pocket name or hub id; the dtype defaults to the device's fastest.
 
         The small model is that of the folder, or ``small``: another model's folder, name or id.
         """
@@ -72,10 +73,12 @@ class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
             raise ValueError("text_encoder must be left out: this model draws classes")
         resolved, folder = methods.resolve_continuous(method), zoo.find(name)
         transformer, vae = load_mar(folder / "transformer"), load_kl(folder / "vae")
-        dtype = torch_dtype or choose_dtype(sum(p.numel() for p in transformer.parameters()), long=True)
+        size = sum(p.numel() for p in transformer.parameters())
+        dtype = torch_dtype or choose_dtype(size, long=True, device=device)
         second = load_small(folder, vae) if small is None else load_small(zoo.find(small), vae, whole=True)
-        models = transformer.to(dtype), None if second is None else second.to(dtype)
-        return cls(models[0], vae, models[1], read_settings(Settings, folder), resolved, str(name))
+        large = transformer.to(device, dtype)
+        second = None if second is None else second.to(device, dtype)
+        return cls(large, vae.to(device), second, read_settings(Settings, folder), resolved, str(name))
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write everything ``from_pretrained`` reads, with the official parameter names, in safetensors."""

@@ -94,8 +94,9 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
         torch_dtype: torch.dtype | None = None,
         small: str | Path | None = None,
         text_encoder: None = None,
+        device: torch.device | str = "cpu",
     ) -> VARPipeline:
-        """A pipeline of a folder, a pocket name or a hub id; the dtype defaults to this machine's fastest.
+        """A pipeline of a folder, pocket name or hub id; the dtype defaults to the device's fastest.
 
         A scale has so many rows that bfloat16 pays at any size of model on a processor with AMX, and on no other. The
         small model is that of the folder, or ``small``: another model's folder, name, id, or a weights file. What was
@@ -105,16 +106,16 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
             raise ValueError("text_encoder must be left out: this model draws classes")
         resolved, folder = methods.resolve_scales(method), zoo.find(name)
         transformer, vae = load_var(folder / "transformer"), load_vqvae(folder / "vae")
-        dtype = torch_dtype or choose_dtype(MANY, long=True)
-        check_dtype(dtype, torch.device("cpu") if not torch.cuda.is_available() else torch.device("cuda"))
+        dtype = torch_dtype or choose_dtype(MANY, long=True, device=device)
+        check_dtype(dtype, torch.device("cuda" if torch.cuda.is_available() else device))  # it may be moved later
         second = load_small(small, vae) if small is not None else None
         if second is None and (folder / "small").is_dir():
             second = load_var(folder / "small")
-        large = lay_weights(transformer.to(dtype), long=True)
-        second = None if second is None else lay_weights(second.to(dtype), long=True)
+        large = lay_weights(transformer.to(device, dtype), long=True)
+        second = None if second is None else lay_weights(second.to(device, dtype), long=True)
         settings = read_settings(Settings, folder)
         settings = settings if small is None else replace(settings, fid={}, n=-1)
-        return cls(large, vae, second, settings, resolved, str(name))
+        return cls(large, vae.to(device), second, settings, resolved, str(name))
 
     @classmethod
     def from_files(

@@ -96,19 +96,23 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         method: str | methods.Method = "ar",
         torch_dtype: torch.dtype | None = None,
         text_encoder: str | Path | None = None,
+        device: torch.device | str = "cpu",
     ) -> LlamaGenPipeline:
-        """A pipeline of a folder, a pocket name or a hub id; the dtype defaults to this machine's fastest."""
+        """A pipeline of a folder, pocket name or hub id; the dtype defaults to the device's fastest.
+
+        The tokenizer stays in float32, whatever the dtype of the transformer.
+        """
         resolved, folder = methods.resolve(method), zoo.find(name)
         transformer = load_gpt(folder / "transformer")
-        dtype = torch_dtype or choose_dtype(sum(p.numel() for p in transformer.parameters()))
+        dtype = torch_dtype or choose_dtype(sum(p.numel() for p in transformer.parameters()), device=device)
         transformer = transformer.to(dtype)
-        drafters = load_drafters(folder / "drafters", transformer)
+        drafters = load_drafters(folder / "drafters", transformer)  # whose fingerprint is taken on the CPU
         for module in (transformer, *drafters.values()):
-            lay_weights(module)
+            lay_weights(module.to(device))
         captions = CaptionEncoder(text_encoder, tokens=transformer.config.cls_token_num) if text_encoder else None
         return cls(
             transformer,
-            load_vq(folder / "vq"),
+            load_vq(folder / "vq").to(device),
             drafters,
             read_settings(Settings, folder),
             resolved,

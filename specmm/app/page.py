@@ -8,15 +8,15 @@ Shape letters: none.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from specmm.app.drawing import Easel, grid_of, saved, shown_of
-from specmm.app.examples import scenes
-from specmm.app.measuring import COLUMNS, MOST_RUNS, measured
 from specmm.app.models import Models, in_sentences
 from specmm.app.writing import DRAFT, written
+from specmm.runs.models import Kind
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when gradio is imported
 
@@ -27,6 +27,10 @@ LONGEST = 500  # letters of a question or a prompt
 LARGEST = "10mb"  # of an upload
 KEEP = (600, 3600)  # seconds: how often to look for old files, how old they get
 FAVOURITES = ("heart", "food-fruit", "country-flag", "face-smiling")
+SIDE = 96  # pixels of an example picture
+SHAPES = (("circle", "red"), ("rectangle", "blue"), ("triangle", "green"))
+MOST_RUNS = 5  # of a method in the benchmark
+COLUMNS = ("method", "speedup", "seconds a picture", "tau", "certificate")  # of the benchmark's table
 ONE: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "models"}
 PLAIN: dict[str, Any] = {"format": "png", "buttons": ["download", "fullscreen"]}  # no button that shares a picture
 FONTS: dict[str, Any] = {"font": ["system-ui", "sans-serif"], "font_mono": ["monospace"]}  # none from the network
@@ -77,12 +81,12 @@ def _seed() -> gr.Number:
     return gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**31)
 
 
-def _model(models: Models, kind: str) -> gr.Dropdown:
+def _model(models: Models, kind: Kind) -> gr.Dropdown:
     names = models.names[kind]
     return gr.Dropdown(names, value=names[0], label="Model", visible=len(names) > 1)
 
 
-def _method(models: Models, kind: str, preferred: str) -> gr.Dropdown:
+def _method(models: Models, kind: Kind, preferred: str) -> gr.Dropdown:
     known = models.methods(kind, models.names[kind][0])
     return gr.Dropdown(known, value=preferred if preferred in known else known[-1], label="Method")
 
@@ -232,3 +236,53 @@ def _benchmark(models: Models) -> None:
         return found, found
 
     button.click(go, [model, names, runs], [plot, table], **ONE)
+
+
+def scenes() -> list[str]:
+    """Paths of pictures to ask about, in a folder of their own: coloured shapes, as in the data of ``pocket/llava``."""
+    from PIL import Image, ImageDraw
+
+    folder, found = Path(tempfile.mkdtemp(prefix="specmm-")), []
+    for shape, colour in SHAPES:
+        image = Image.new("RGB", (SIDE, SIDE), "#e8ebf2")
+        pen = ImageDraw.Draw(image)
+        if shape == "circle":
+            pen.ellipse((24, 20, 72, 68), fill=colour)
+        elif shape == "rectangle":
+            pen.rectangle((18, 34, 78, 66), fill=colour)
+        else:
+            pen.polygon(((48, 16), (20, 72), (76, 72)), fill=colour)
+        found.append(str(folder / f"{colour}-{shape}.png"))
+        image.save(found[-1])
+    return found
+
+
+def measured(pipe: Any, names: list[str], runs: int, seed: int) -> Any:
+    """A data frame with a row a method, as ``specmm bench`` measures them, plain decoding first.
+
+    Raises ``ValueError`` for no method, an unknown one, and too many runs.
+    """
+    import pandas
+
+    from specmm.methods import AR, make
+    from specmm.runs.race import race, summary
+
+    if not names or not 1 <= runs <= MOST_RUNS:
+        raise ValueError(f"choose one method at least and 1 to {MOST_RUNS} runs, got {len(names)} and {runs}")
+    registry = pipe_methods(pipe)
+    contenders = [AR(), *(make(registry, name) for name in names if name != AR.name)]
+    count = pipe.transformer.config.num_classes
+    lanes = race(pipe, contenders, [[i % count] for i in range(runs)], seed)
+    rows = [summary(lane, lanes[0], 1) for lane in lanes]
+    cells = [
+        (r["label"], round(r["speedup"], 3), round(r["seconds"], 4), round(r["tau"], 2), r["certificate"]["kind"])
+        for r in rows
+    ]
+    return pandas.DataFrame(cells, columns=list(COLUMNS))
+
+
+def pipe_methods(pipe: Any) -> Any:
+    """The methods of the pipeline's family."""
+    from specmm.image_ar.pipeline import FAMILIES
+
+    return next(family.methods for family in FAMILIES.values() if family.pipeline == type(pipe).__name__)

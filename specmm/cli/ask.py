@@ -11,16 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
+from specmm.cli.options import Device, Drafter, Dtype, Json, Model, Options, Seed
 from specmm.cli.output import emit, say, stdout_reserved
 
-Model = Annotated[str, typer.Argument(help="A folder, a pocket model (see specmm zoo) or a hub id.")]
 Images = Annotated[list[Path], typer.Argument(help="Pictures, all shown with the question; none for a text question.")]
 Question = Annotated[str, typer.Option("--question", "-q", help="What to ask.")]
 MethodName = Annotated[str, typer.Option(help="ar, text-draft, vlm-draft, msd, prompt-lookup, verdict or auto.")]
-MethodOptions = Annotated[list[str], typer.Option("--option", "-o", help="KEY=VALUE of the method; may be repeated.")]
-Drafter = Annotated[str | None, typer.Option(help="Folder of the method's drafter, if it is not beside the model.")]
-Seed = Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Without it one is drawn and printed.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout, all else on stderr.")]
 
 
 def ask(
@@ -28,36 +24,35 @@ def ask(
     question: Question,
     images: Images = [],  # noqa: B006  typer copies it
     method: MethodName = "ar",
-    option: MethodOptions = [],  # noqa: B006
+    option: Options = [],  # noqa: B006
     drafter: Drafter = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
     seed: Seed = None,
     as_json: Json = False,
 ) -> None:
     """Answer a question about pictures; the answer is written to stderr as it comes."""
     from specmm import methods
-    from specmm.cli.parse import label, parse_method
+    from specmm.runs.answers import report_of
+    from specmm.runs.method_names import label, parse_method
+    from specmm.runs.models import Place, open_model
 
     chosen = parse_method(methods.VQA, method, option)
     seed = secrets.randbelow(2**31) if seed is None else seed
     sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty)
     with stdout_reserved():
-        from transformers.utils.logging import disable_progress_bar
-
-        from specmm.vlm.pipeline import VQAPipeline
-
-        disable_progress_bar()
-        pipe = VQAPipeline.from_pretrained(model, chosen, drafter)
+        pipe = open_model("questions", model, Place.named(device, dtype), chosen, drafter)
         begin = time.perf_counter()
         out = pipe(list(images), question, Echo(pipe), max_new_tokens=max_new_tokens, seed=seed, **sampling)
         seconds = time.perf_counter() - begin
     asked = {"question": question, "images": [str(i) for i in images]}
     ruled = {} if out.ruling is None else {"ruling": out.ruling.as_dict()}
-    report = report_of(model, chosen, out, seed, seconds, sampling) | asked | {"outputs": out.answers} | ruled
+    report = report_of(model, pipe, chosen, out, seed, seconds, sampling) | asked | {"outputs": out.answers} | ruled
     show(report, out, label(chosen), as_json)
     if ruled and not as_json:
         say_who_spoke(out.ruling)
@@ -68,22 +63,6 @@ def say_who_spoke(ruling: Any) -> None:
     for i, (answer, score) in enumerate(zip(ruling.answers, ruling.scores.tolist(), strict=True)):
         heard = f"heard as number {ruling.heard.index(i) + 1}" if i in ruling.heard else "not heard"
         say(f"expert {i + 1}     {answer!r}, consensus {score:.2f} (lower is better), {heard}")
-
-
-def report_of(model: str, method: Any, out: Any, seed: int, seconds: float, sampling: dict[str, Any]) -> dict[str, Any]:
-    """What was done and how long it took, for JSON; ``out`` is what the pipeline gave."""
-    return {
-        "model": model,
-        "method": out.method,
-        "method_options": {k: v for k, v in vars(method).items() if v is not None},
-        "seed": seed,
-        "seconds": seconds,
-        "tokens": sum(map(len, out.tokens)),
-        "rounds": out.stats.rounds,
-        "tau": out.stats.tau,
-        "certificate": out.certificate.as_dict(),
-        "sampling": sampling,
-    }
 
 
 def show(report: dict[str, Any], out: Any, method: str, as_json: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from specmm.cli.errors import Interrupted
-from specmm.cli.generate import Dtype, Json, Options
+from specmm.cli.options import Device, Dtype, Json, Options
 from specmm.cli.output import emit, say, stdout_reserved, writable
 
 Jobs = Annotated[Path, typer.Argument(help=".jsonl, .csv or .parquet of items, or .txt with one class a line.")]
@@ -43,7 +43,7 @@ def batch(
     top_p: Annotated[Real, typer.Option(help="1 is off.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
     dtype: Dtype = "auto",
-    device: Annotated[str, typer.Option(help="Where engine local runs, such as cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     drafter: Annotated[str | None, typer.Option(help="Folder of the drafter, for questions.")] = None,
     text_encoder: Annotated[str | None, typer.Option(help="Folder of the T5 encoder, for prompts.")] = None,
     price: Annotated[Real, typer.Option(min=0, help="Of an hour of this machine: the cost is printed.")] = None,
@@ -70,12 +70,13 @@ def batch(
     sampling = dict(cfg=cfg, temperature=temperature, top_k=top_k, top_p=top_p, max_new_tokens=max_new_tokens)
     sampling = {name: value for name, value in sampling.items() if value is not None}
     with stdout_reserved():
-        from specmm.cli.parse import parse_method
         from specmm.jobs.spec import Limits, Spec
-        from specmm.jobs.workers import methods_for
+        from specmm.jobs.workers import kind_of_items
+        from specmm.runs.method_names import parse_method
+        from specmm.runs.models import methods_of
 
         _check_machine(parquet, device, engine)
-        parse_method(methods_for(model, items), method, option)
+        parse_method(methods_of(kind_of_items(model, items), model), method, option)
         spec = Spec(model, method, tuple(option), sampling, seed, dtype, image_format, layout, drafter, text_encoder)
         limits = Limits(batch_size, retries, shard_size, device)
         asked = Asked(items, writable(out), spec, limits, engine, workers, parquet, retry_failed, repair, metrics_port)

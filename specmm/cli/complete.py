@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from specmm.cli.ask import Drafter, Echo, Json, Model, Seed, report_of, show
+from specmm.cli.ask import Echo, show
 from specmm.cli.course import check_plot, plot_course
+from specmm.cli.options import Device, Drafter, Dtype, Json, Model, Seed
 from specmm.cli.output import say, stdout_reserved
 
 Prompts = Annotated[list[str], typer.Option("--prompt", "-p", help="Text to continue; may be repeated for a batch.")]
@@ -46,12 +47,16 @@ def complete(
     plot: Annotated[
         Path | None, typer.Option(help="Draw acceptance, lengths and times into this .png, .pdf or .svg.")
     ] = None,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
     seed: Seed = None,
     as_json: Json = False,
 ) -> None:
     """Continue a text; a single one is written to stderr as it comes."""
     from specmm import methods
-    from specmm.cli.parse import label, parse_method
+    from specmm.runs.answers import report_of
+    from specmm.runs.method_names import label, parse_method
+    from specmm.runs.models import Place, open_model
 
     chosen = parse_method(methods.TEXT, method, option)
     if plot is not None:
@@ -59,18 +64,13 @@ def complete(
     seed = secrets.randbelow(2**31) if seed is None else seed
     sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty)
     with stdout_reserved():
-        from transformers.utils.logging import disable_progress_bar
-
-        from specmm.text.pipeline import TextPipeline
-
-        disable_progress_bar()
-        pipe = TextPipeline.from_pretrained(model, chosen, drafter)
+        pipe = open_model("text", model, Place.named(device, dtype), chosen, drafter)
         options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, seed=seed, stop=stop, chat=chat, **sampling)
         options["compiled"] = compiled
         begin = time.perf_counter()
         out = pipe(prompt, Echo(pipe, stop) if len(prompt) == 1 else None, **options)
         seconds = time.perf_counter() - begin
-    report = report_of(model, chosen, out, seed, seconds, sampling) | {"prompts": prompt, "outputs": out.texts}
+    report = report_of(model, pipe, chosen, out, seed, seconds, sampling) | {"prompts": prompt, "outputs": out.texts}
     show(report | _course(out), out, label(chosen), as_json)
     if not as_json:
         _tell(out)

@@ -6,12 +6,15 @@ With ``--app`` it opens the app in a browser instead.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specmm.cli.generate import Json
-from specmm.cli.output import emit, number, save_picture, say, stdout_reserved, table, writable, write_text
+from specmm.cli.options import Device, Dtype, Json
+from specmm.cli.output import emit, number, say, stdout_reserved, table, writable, write_text
+
+if TYPE_CHECKING:
+    from specmm.runs.models import Place
 
 DEFAULT = "pocket/llamagen"
 METHODS = ("ar", "speculative", "lantern++")
@@ -24,6 +27,8 @@ def demo(
     model: Annotated[str, typer.Option(help="A folder or pocket model.")] = DEFAULT,
     n: Annotated[int, typer.Option("-n", min=1, help="Pictures of each of four classes.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same pictures.")] = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
     app: Annotated[bool, typer.Option("--app", help="Open the app in a browser instead of making a page.")] = False,
     host: Annotated[str, typer.Option(help="Of the app: 0.0.0.0 opens it to the network.")] = "127.0.0.1",
     port: Annotated[int | None, typer.Option(min=0, help="Of the app; a free one if not given.")] = None,
@@ -31,12 +36,14 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Draw a few classes by three methods, one picture at a time, and compare them; or open the app."""
+    from specmm.runs.models import Place
+
     if app:
-        _open(model, host, port, share)
+        _open(model, host, port, share, Place.named(device, dtype))
         return
     folder = writable(out)
     with stdout_reserved():
-        rows, paths = _make(model, folder, n, seed)
+        rows, paths = _make(model, folder, n, seed, Place.named(device, dtype))
     if as_json:
         emit({"model": model, "seed": seed, "methods": rows, "outputs": paths})
         return
@@ -45,11 +52,11 @@ def demo(
     typer.echo("\n".join(paths[:2]))
 
 
-def _open(model: str, host: str, port: int | None, share: bool) -> None:
+def _open(model: str, host: str, port: int | None, share: bool, place: Place) -> None:
     """Serve the app until Ctrl-C; raises ``ValueError`` without gradio and for a port that is taken."""
     from specmm.app.models import Models
 
-    models = Models((model,) if model != DEFAULT else ())
+    models = Models((model,) if model != DEFAULT else (), place)
     try:
         from specmm.app.page import build, serve
     except ModuleNotFoundError as error:
@@ -58,17 +65,18 @@ def _open(model: str, host: str, port: int | None, share: bool) -> None:
     serve(build(models), host, port, share)
 
 
-def _make(model: str, folder: Path, n: int, seed: int) -> tuple[list[dict[str, Any]], list[str]]:
-    from specmm.cli.drawing import load
-    from specmm.cli.parse import parse_method
-    from specmm.cli.race import likelihood, race, summary
-    from specmm.cli.sheet import page, side_by_side
+def _make(model: str, folder: Path, n: int, seed: int, place: Place) -> tuple[list[dict[str, Any]], list[str]]:
     from specmm.cli.zoo import recorded
     from specmm.files import slug
     from specmm.methods import IMAGE_TOKENS
+    from specmm.runs.comparison_page import page, side_by_side
+    from specmm.runs.method_names import parse_method
+    from specmm.runs.models import open_model
+    from specmm.runs.pictures import save_picture
+    from specmm.runs.race import likelihood, race, summary
     from specmm.zoo import card
 
-    pipe, facts = load(model), card(model)
+    pipe, facts = open_model("images", model, place), card(model)
     names = _classes(pipe)
     rounds = [[name] for name in names for _ in range(n)]
     say(f"drawing {len(rounds)} pictures ({', '.join(map(str, names))}) by {len(METHODS)} methods, one at a time")

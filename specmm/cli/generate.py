@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specmm.cli.errors import Interrupted
-from specmm.cli.output import emit, stdout_reserved, writable, write_text
+from specmm.cli.options import Device, Dtype, Json, Model, Options, Seed
+from specmm.cli.output import emit, say, stdout_reserved, writable
+
+if TYPE_CHECKING:
+    from specmm.runs.pictures import Report
 
 Class = Annotated[list[str], typer.Option("--class", help="Class name or id; may be repeated.")]
 Prompt = Annotated[list[str], typer.Option("--prompt", help="Caption, for text-to-image models; may be repeated.")]
@@ -21,11 +24,6 @@ MethodName = Annotated[
         "MAR: ar, cspd."
     ),
 ]
-Options = Annotated[list[str], typer.Option("--option", "-o", help="KEY=VALUE of the method; may be repeated.")]
-Seed = Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Without it one is drawn and printed.")]
-Model = Annotated[str, typer.Argument(help="A folder, a pocket model (see specmm zoo) or a hub id.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout, all else on stderr.")]
-Dtype = Annotated[str, typer.Option(help="auto (this machine's fastest), float32, bfloat16 or float16.")]
 
 
 def generate(
@@ -43,6 +41,7 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="1 is off.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Pictures drawn at a time.")] = 8,
     dtype: Dtype = "auto",
+    device: Device = "cpu",
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile rounds: about twice as fast, after half a minute.")
     ] = False,
@@ -54,9 +53,10 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Draw pictures; each is saved as soon as its batch is done."""
-    from specmm.cli.drawing import Job, check, draw, load
-    from specmm.cli.parse import parse_method
     from specmm.image_ar.pipeline import family_of
+    from specmm.runs.method_names import parse_method
+    from specmm.runs.models import Place, open_model
+    from specmm.runs.pictures import Job, check, draw
 
     if bool(classes) == bool(prompt):
         raise ValueError("give --class or --prompt (either may be repeated), and not both")
@@ -69,13 +69,32 @@ def generate(
     asked = model, chosen, kind, [i for i in inputs for _ in range(n)], seed, sampling
     job = Job(*asked, batch_size, folder, compiled, steady)
     with stdout_reserved():
-        pipe = load(model, dtype, text_encoder)
+        pipe = open_model("images", model, Place.named(device, dtype), text_encoder=text_encoder)
         check(pipe, job)
-        report = draw(pipe, job)
-    write_text(folder / "run.json", json.dumps(report.as_dict(), indent=1, ensure_ascii=False) + "\n")
+        report = draw(pipe, job, say)
+    report.save()
     if as_json:
         emit(report.as_dict())
     else:
-        typer.echo(report.lines())
+        typer.echo(_lines(report))
     if report.interrupted:
         raise Interrupted(f"{len(report.outputs)} of {len(job.inputs)} pictures are finished and in {folder}")
+
+
+def _lines(report: Report) -> str:
+    """A summary for people."""
+    from specmm.certificate import merged
+
+    job, found = report.job, merged(report.certificates)
+    rate = f", {report.seconds / len(report.outputs):.2f} s each" if report.outputs else ""
+    first = f"{len(report.outputs)} of {len(job.inputs)} pictures by {report.ran} in {report.seconds:.1f} s{rate}"
+    counts = f"{report.stats.tokens} tokens in {report.stats.rounds} rounds, tau {report.stats.tau:.2f}, "
+    return "\n".join(
+        [
+            first + f", seed {job.seed}",
+            *([f"chosen       {report.reason}"] if report.reason else []),
+            counts + f"host overhead {report.stats.host_overhead:.0%}",
+            f"certificate  {found or 'none'}",
+            f"saved in     {job.out}",
+        ]
+    )

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from specmm import methods
-from specmm.cli.generate import Json
+from specmm.cli.options import Json
 from specmm.cli.output import emit
 from specmm.registry import Registry
 

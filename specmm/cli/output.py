@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -48,10 +47,3 @@ def number(value: Any, form: str = ".3f") -> str:
 def write_text(file: Path, text: str) -> None:
     """Write ``file`` whole or not at all."""
     write_whole(file, text.encode())
-
-
-def save_picture(image: Any, file: Path) -> None:
-    """Write a PIL picture as PNG, whole or not at all."""
-    packed = io.BytesIO()
-    image.save(packed, format="PNG")
-    write_whole(file, packed.getvalue())

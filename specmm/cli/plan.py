@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specmm.cli.generate import Dtype, Json
+from specmm.cli.options import Device, Dtype, Json
 from specmm.cli.output import emit, number, stdout_reserved
+
+if TYPE_CHECKING:
+    from specmm.runs.models import Place
 
 PAIR = re.compile(r"d(\d+),d(\d+)")  # depths of a large and a small VAR of published sizes
 
@@ -27,15 +30,19 @@ def plan(
     ] = None,
     resolution: Annotated[int, typer.Option(help="Pixels a side of published sizes: 256 or 512.")] = 256,
     dtype: Dtype = "auto",
+    device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
     """Measure this machine, and say which tree method auto takes, or how many scales the large model of code draws."""
+    from specmm.runs.models import Place
+
     with stdout_reserved():
+        place = Place.named(device, dtype)
         if pair := PAIR.fullmatch(model):
             large, small = map(int, pair.groups())
-            found, lines = _sizes(large, small, resolution, batch, cfg, dtype)
+            found, lines = _sizes(large, small, resolution, batch, cfg, place)
         else:
-            found, lines = _loaded(model, batch, cfg, dtype)
+            found, lines = _loaded(model, batch, cfg, place)
     if as_json:
         emit(found)
     else:
@@ -43,26 +50,28 @@ def plan(
 
 
 def _sizes(
-    large: int, small: int, resolution: int, batch: int, cfg: float | None, dtype: str
+    large: int, small: int, resolution: int, batch: int, cfg: float | None, place: Place
 ) -> tuple[dict[str, Any], list[str]]:
     """CoDe by N for two published sizes: tokens only, for the tokenizer's decoder is not among the sizes."""
-    from specmm.dtypes import LARGE, choose_dtype, named_dtype
+    from specmm.dtypes import LARGE, choose_dtype
     from specmm.image_ar.scales.sampling import Sampling
     from specmm.image_ar.scales.sizes import check_published, foresee, published
 
     check_published(large, small, resolution)
-    held = named_dtype(dtype) or choose_dtype(LARGE, long=True, device="cpu")
+    if str(place.device) != "cpu":
+        raise ValueError(f"published sizes are measured on the CPU, got device {place.device}; leave --device out")
+    held = place.dtype or choose_dtype(LARGE, long=True)
     sampling = Sampling(1.5 if cfg is None else cfg, 900, 0.95)
     made = foresee(published(large, resolution), published(small, resolution), batch, sampling, held)
     facts = {"model": f"VAR-d{large} and VAR-d{small} at {resolution} px, tokens only", "batch": batch}
     return _by_n(facts | {"dtype": str(held).removeprefix("torch.")}, made)
 
 
-def _loaded(model: str, batch: int, cfg: float | None, dtype: str) -> tuple[dict[str, Any], list[str]]:
+def _loaded(model: str, batch: int, cfg: float | None, place: Place) -> tuple[dict[str, Any], list[str]]:
     """What is planned for a model that is here."""
-    from specmm.cli.drawing import load
+    from specmm.runs.models import open_model
 
-    pipe = load(model, dtype)
+    pipe = open_model("images", model, place)
     planned = _scales if hasattr(pipe, "plan") else _tokens if hasattr(pipe, "parts") else None
     if planned is None:
         raise ValueError(f"plan must be asked about a model of tokens or of scales, got {model}")

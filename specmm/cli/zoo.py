@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from specmm.cli.generate import Json
+from specmm.cli.options import Json
 from specmm.cli.output import emit
 
 

@@ -18,13 +18,14 @@ from typing import Any, Protocol
 
 from specmm.jobs.items import Item
 from specmm.jobs.journal import Journal, ledger
-from specmm.jobs.sizing import BatchSizer, out_of_memory
 from specmm.jobs.spec import Limits, Spec, check_same
 from specmm.jobs.store import JOURNALS, Store
 from specmm.jobs.workers import Worker
 
 log = logging.getLogger(__name__)
 Opener = Callable[[], Worker]
+FIRST, MOST = 4, 256  # items at a time
+GAIN = 1.05  # a doubled batch must make this much more a second to be worth its latency
 
 
 class Watch(Protocol):
@@ -177,3 +178,49 @@ def work(
         return Runner(opener(), Store(folder, spec.format, spec.model), held, limits, watch).run(items)
     finally:
         held.close()
+
+
+@dataclass
+class BatchSizer:
+    """The next batch's ``size``: doubled from ``FIRST`` while that pays, or ``fixed``; never above ``ceiling``, which
+    halves when memory runs out.
+    """
+
+    fixed: int = 0
+    size: int = 0
+    ceiling: int = MOST
+    rate: float = 0.0  # items a second of the size before
+    settled: bool = False
+
+    def __post_init__(self) -> None:
+        self.size = self.fixed or FIRST
+        self.settled = bool(self.fixed)
+        self.warm = False
+
+    def observe(self, items: int, seconds: float) -> None:
+        """A batch of ``items`` took ``seconds``; the first one, which loads and compiles, does not count."""
+        if self.settled or items < self.size:
+            return
+        if not self.warm:
+            self.warm = True
+            return
+        rate = items / max(seconds, 1e-9)
+        if rate < self.rate * GAIN:
+            self.size, self.settled = max(self.size // 2, 1), True
+        elif self.size * 2 > self.ceiling:
+            self.settled = True
+        else:
+            self.rate, self.size = rate, self.size * 2
+
+    def shrink(self, items: int) -> None:
+        """Memory ran out at ``items``: from now on at most half as many."""
+        self.ceiling = self.size = max(items // 2, 1)
+        self.settled = True
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that memory ran out, on the device or here."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    words = ("out of memory", "not enough memory", "can't allocate memory")
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)

@@ -14,13 +14,14 @@ from typing import Any, Protocol
 
 import torch
 
-from specmm import methods, zoo
+from specmm import methods
 from specmm.certificate import Certificate
-from specmm.cli.parse import label, parse_method
 from specmm.jobs.items import Item
 from specmm.jobs.spec import Spec
 from specmm.jobs.store import Result
 from specmm.registry import Registry, unknown
+from specmm.runs.method_names import label, parse_method
+from specmm.runs.models import Kind, Place, draws, methods_of, open_model
 from specmm.stats import Stats
 from specmm.steady import steady
 
@@ -57,22 +58,11 @@ def open_worker(spec: Spec, items: Sequence[Item], device: str = "cpu") -> Worke
     return ImageWorker(spec, device)
 
 
-def draws(model: str) -> bool:
-    """Whether ``model`` is an image model."""
-    try:
-        zoo.find(model)
-    except ValueError:
-        return False
-    return True
-
-
-def methods_for(model: str, items: Sequence[Item]) -> Registry:
-    """The methods that ``items`` may be made by."""
-    from specmm.image_ar.pipeline import family_of
-
+def kind_of_items(model: str, items: Sequence[Item]) -> Kind:
+    """What ``model`` is to do with ``items``."""
     if items[0].kind == "question":
-        return methods.VQA
-    return methods.TEXT if items[0].kind == "prompt" and not draws(model) else family_of(model).methods
+        return "questions"
+    return "text" if items[0].kind == "prompt" and not draws(model) else "images"
 
 
 class Methods:
@@ -94,26 +84,16 @@ class Methods:
         return found
 
 
-def moved(pipe: Any, device: str, dtype: str) -> Any:
-    """``pipe`` on ``device``; with ``dtype`` auto in that which is fastest there, not where it was loaded."""
-    from specmm.dtypes import choose_dtype
-
-    if dtype != "auto" or device == "cpu":
-        return pipe.to(device)
-    size = sum(weight.numel() for weight in pipe.transformer.parameters())
-    return pipe.to(device, choose_dtype(size, device=device))
-
-
 class ImageWorker:
     """Pictures of classes or prompts. Rows of plain batches end together; those of drafts are refilled as they end."""
 
     def __init__(self, spec: Spec, device: str = "cpu", pipe: Any = None) -> None:
-        from specmm.cli.drawing import check_sampling, load
-        from specmm.image_ar.pipeline import family_of
+        from specmm.runs.pictures import check_sampling
 
         self.spec = spec
-        self.methods = Methods(family_of(spec.model).methods, spec)
-        self.pipe = pipe or moved(load(spec.model, spec.dtype, spec.text_encoder), device, spec.dtype)
+        self.methods = Methods(methods_of("images", spec.model), spec)
+        place = Place.named(device, spec.dtype)
+        self.pipe = pipe or open_model("images", spec.model, place, text_encoder=spec.text_encoder)
         check_sampling(self.pipe, spec.model, spec.sampling)
 
     def check(self, item: Item) -> None:
@@ -152,17 +132,14 @@ class AnswerWorker:
     """Answers to questions about pictures, or texts behind prompts: transformers models. Rows are refilled, too."""
 
     def __init__(self, spec: Spec, questions: bool, device: str = "cpu", pipe: Any = None) -> None:
-        from specmm.dtypes import named_dtype
         from specmm.hf.running import Options
-        from specmm.text.pipeline import TextPipeline
-        from specmm.vlm.pipeline import VQAPipeline
 
+        kind: Kind = "questions" if questions else "text"
         self.spec, self.questions = spec, questions
-        self.methods = Methods(methods.VQA if questions else methods.TEXT, spec)
+        self.methods = Methods(methods_of(kind, spec.model), spec)
         Options.of(dict(spec.sampling))
-        family: Any = VQAPipeline if questions else TextPipeline
-        given = spec.drafter, named_dtype(spec.dtype), device
-        self.pipe = pipe or family.from_pretrained(spec.model, self.methods.own, *given)
+        place = Place.named(device, spec.dtype)
+        self.pipe = pipe or open_model(kind, spec.model, place, self.methods.own, spec.drafter)
 
     def check(self, item: Item) -> None:
         """See :class:`Worker`."""

@@ -19,11 +19,12 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from specmm import zoo
-from specmm.cli import app, drawing
+from specmm.cli import app
 from specmm.files import slug
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.methods import Speculative
 from specmm.recipes.recipe import train
+from specmm.runs import pictures as drawing
 
 MAIN = [sys.executable, "-c", "from specmm.cli import main; main()"]
 Maker = Callable[..., LlamaGenPipeline]

@@ -14,7 +14,7 @@ from benchmarks.soak.fuzz import fuzz
 from specmm.cache import Cache, CacheSize
 from specmm.jobs.items import Item, parse, read_items, seed_of
 from specmm.jobs.journal import Journal, ledger, pack, unpack
-from specmm.jobs.sizing import BatchSizer, out_of_memory
+from specmm.jobs.run import BatchSizer, out_of_memory
 from specmm.jobs.store import name_of, place_of
 from specmm.randomness import Uniforms
 from specmm.tree import DraftTree, TreeShape

@@ -10,7 +10,7 @@ import typer
 from specmm.cli.evaluate.options import Name, Seed
 from specmm.cli.evaluate.show import show
 from specmm.cli.evaluate.sources import generator
-from specmm.cli.generate import Json
+from specmm.cli.options import Json
 from specmm.cli.output import stdout_reserved
 from specmm.registry import unknown
 

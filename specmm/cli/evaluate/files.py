@@ -10,7 +10,7 @@ import typer
 from specmm.cli.evaluate.measured import reading
 from specmm.cli.evaluate.options import Source
 from specmm.cli.evaluate.sources import Reader, is_reference
-from specmm.cli.generate import Json
+from specmm.cli.options import Json
 from specmm.cli.output import emit, say, stdout_reserved, table, writable
 from specmm.registry import unknown
 

@@ -11,7 +11,7 @@ from specmm.cli.evaluate.measured import reading
 from specmm.cli.evaluate.options import PICTURES, Seed
 from specmm.cli.evaluate.show import TITLES, interval, line, protocol_lines
 from specmm.cli.evaluate.sources import Reader, generator
-from specmm.cli.generate import Json
+from specmm.cli.options import Json
 from specmm.cli.output import emit, say, stdout_reserved
 
 First = Annotated[str, typer.Argument(help=f"{PICTURES}; or a result that --json printed (.json).", metavar="A")]

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from specmm.cli.evaluate import options
 from specmm.cli.evaluate.show import show
 from specmm.cli.evaluate.sources import Reader, name_of
-from specmm.cli.generate import Json
+from specmm.cli.options import Json
 from specmm.cli.output import stdout_reserved
 
 Command = Callable[..., Any]

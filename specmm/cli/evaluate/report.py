@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from specmm.cli.generate import Json
+from specmm.cli.options import Json
 from specmm.cli.output import emit, stdout_reserved, writable, write_text
 
 FLOOR = "real against real"  # the benchmarks' name for the row of two halves of the training pictures

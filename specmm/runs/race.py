@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from specmm import methods
 from specmm.certificate import Certificate, merged
-from specmm.cli.parse import label
+from specmm.runs.method_names import label
+from specmm.runs.models import place_of
 
 T = TypeVar("T")
 
@@ -113,3 +114,35 @@ def summary(lane: Lane, plain: Lane, batch: int) -> dict[str, Any]:
         "ideal": stats.tokens * token_seconds / (stats.draft_seconds + stats.verify_seconds),
         "certificate": lane.certificate.as_dict(),
     }
+
+
+def runnable(pipe: Any, usual: list[Any]) -> list[Any]:
+    """Those of the ``usual`` methods that this model has a drafter or a small model for."""
+    if hasattr(pipe, "parts"):
+        found = [m for m in usual if getattr(m, "drafter", None) in (None, *pipe.parts.drafters)]
+        return found or [methods.SJD()]
+    return [m for m in usual if not isinstance(m, methods.CoDe) or pipe.small is not None]
+
+
+def measure(
+    pipe: Any, model: str, contenders: Sequence[methods.Method], batch: int, runs: int, seed: int
+) -> list[dict[str, Any]]:
+    """Plain decoding and ``contenders``, ``runs`` batches of classes each: a row a method."""
+    import torch
+
+    if getattr(pipe.transformer.config, "model_type", "c2i") != "c2i":
+        raise ValueError("bench draws classes, give a class-conditional model")
+    plain, classes = methods.AR(), pipe.transformer.config.num_classes
+    rounds = [[(i * batch + j) % classes for j in range(batch)] for i in range(runs)]
+    lanes = race(pipe, [plain, *(m for m in contenders if m != plain)], rounds, seed)
+    facts = {
+        "model": model,
+        "seed": seed,
+        **place_of(pipe.transformer),
+        "threads": torch.get_num_threads(),
+        "outputs": [],
+    }
+    return [
+        {**summary(lane, lanes[0], batch), "quality": {"log_likelihood": likelihood(pipe, lane, rounds)}, **facts}
+        for lane in lanes
+    ]

@@ -6,8 +6,10 @@ A picture's dice depend on its own seed only, so the batches of a run are calls 
 from __future__ import annotations
 
 import inspect
+import io
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +17,9 @@ from typing import Any
 
 from specmm import methods
 from specmm.certificate import Certificate, merged
-from specmm.cli.output import save_picture, say
-from specmm.cli.parse import label
-from specmm.files import slug
+from specmm.files import slug, write_whole
+from specmm.runs.method_names import label
+from specmm.runs.models import place_of
 
 
 @dataclass
@@ -48,6 +50,7 @@ class Report:
     reason: str = ""  # why so
     certificates: list[tuple[Certificate, int]] = field(default_factory=list)  # with the tokens each is about
     interrupted: bool = False
+    place: dict[str, str] = field(default_factory=dict)  # device and dtype
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON of the run."""
@@ -60,6 +63,7 @@ class Report:
             "ran": self.ran,
             "reason": self.reason,
             "seed": job.seed,
+            **self.place,
             "seconds": self.seconds,
             "pictures": len(self.outputs),
             **stats.as_dict(),
@@ -70,31 +74,10 @@ class Report:
             "interrupted": self.interrupted,
         }
 
-    def lines(self) -> str:
-        """A summary for people."""
-        job, found = self.job, merged(self.certificates)
-        rate = f", {self.seconds / len(self.outputs):.2f} s each" if self.outputs else ""
-        first = f"{len(self.outputs)} of {len(job.inputs)} pictures by {self.ran} in {self.seconds:.1f} s{rate}"
-        counts = f"{self.stats.tokens} tokens in {self.stats.rounds} rounds, tau {self.stats.tau:.2f}, "
-        return "\n".join(
-            [
-                first + f", seed {job.seed}",
-                *([f"chosen       {self.reason}"] if self.reason else []),
-                counts + f"host overhead {self.stats.host_overhead:.0%}",
-                f"certificate  {found or 'none'}",
-                f"saved in     {job.out}",
-            ]
-        )
-
-
-def load(model: str, dtype: str = "auto", text_encoder: str | Path | None = None) -> Any:
-    """The pipeline of ``model`` without a progress bar of its own."""
-    from specmm.dtypes import named_dtype
-    from specmm.image_ar.pipeline import ImagePipeline
-
-    pipe = ImagePipeline.from_pretrained(model, torch_dtype=named_dtype(dtype), text_encoder=text_encoder)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    def save(self) -> None:
+        """Write the run's ``run.json`` beside its pictures."""
+        text = json.dumps(self.as_dict(), indent=1, ensure_ascii=False) + "\n"
+        write_whole(self.job.out / "run.json", text.encode())
 
 
 def check(pipe: Any, job: Job) -> None:
@@ -128,19 +111,22 @@ def check_sampling(pipe: Any, model: str, sampling: dict[str, Any]) -> Mapping[s
     return known
 
 
-def draw(pipe: Any, job: Job, callback: Any = None) -> Report:
-    """Draw and save; Ctrl-C ends it early and leaves what is finished. Raises ``OSError`` when the disk is full."""
+def draw(pipe: Any, job: Job, tell: Callable[[str], None], callback: Any = None) -> Report:
+    """Draw and save, ``tell`` what one should know; Ctrl-C leaves what is finished.
+
+    Raises ``ValueError`` when the disk is full.
+    """
     import torch
     from tqdm import tqdm
 
     from specmm.randomness import sample_generators
     from specmm.stats import Stats
 
-    report = Report(job, stats=Stats())
+    report = Report(job, stats=Stats(), place=place_of(pipe.transformer))
     if old := sum(1 for file in job.out.glob("*.png")):
-        say(f"note: {job.out} holds {old} pictures already; those of other names stay beside the new ones")
+        tell(f"note: {job.out} holds {old} pictures already; those of other names stay beside the new ones")
     if job.compiled:
-        say("note: rounds, or scales, are compiled at first, which takes half a minute to two")
+        tell("note: rounds, or scales, are compiled at first, which takes half a minute to two")
     method = _settled(pipe, job, report)
     source = torch.Generator().manual_seed(job.seed)
     one = getattr(method, "release", False)  # all pictures from one generator, in one batch
@@ -197,3 +183,10 @@ def _batch(pipe: Any, report: Report, rows: Sequence[int], method: Any, generato
         file = job.out / f"{i:04d}-{slug(text)}.png"
         save_picture(image, file)
         report.outputs.append(str(file))
+
+
+def save_picture(image: Any, file: Path) -> None:
+    """Write a PIL picture as PNG, whole or not at all."""
+    packed = io.BytesIO()
+    image.save(packed, format="PNG")
+    write_whole(file, packed.getvalue())

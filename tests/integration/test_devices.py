@@ -1,0 +1,92 @@
+"""``device`` and ``dtype``: of ``from_pretrained`` for pictures, and of the commands.
+
+The device "meta" stands for one that is not the CPU: it holds no values, but says what was put
+there.
+"""
+
+import json
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from specmm.cli import app
+from specmm.image_ar.pipeline import ImagePipeline
+from specmm.runs.models import Place
+
+FAMILIES = ("pocket/llamagen", "pocket/var", "pocket/mar")
+
+
+def networks(pipe):
+    """Everything of ``pipe`` that has weights: models, tokenizer, drafters."""
+    tokenizer = pipe.vq if hasattr(pipe, "vq") else pipe.vae
+    drafters = pipe.parts.drafters.values() if hasattr(pipe, "parts") else [pipe.small]
+    return [pipe.transformer, tokenizer, *drafters]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_everything_of_a_pipeline_is_opened_on_its_device(name):
+    pipe = ImagePipeline.from_pretrained(name, device="meta", torch_dtype=torch.bfloat16)
+    weights = chain.from_iterable((*part.parameters(), *part.buffers()) for part in networks(pipe))
+    assert {weight.device.type for weight in weights} == {"meta"}
+    assert pipe.device.type == "meta" and pipe.transformer.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_dtype_is_chosen_for_the_device(name, monkeypatch):
+    """A device that is fastest in float64, say, gets models in float64; the CPU does not."""
+    family = ImagePipeline.from_pretrained(name).__class__.__module__
+
+    def chosen(*_, device="cpu", **__):
+        return torch.float64 if str(device) == "meta" else torch.float32
+
+    monkeypatch.setattr(f"{family}.choose_dtype", chosen)
+    assert ImagePipeline.from_pretrained(name, device="meta").transformer.dtype == torch.float64
+    assert ImagePipeline.from_pretrained(name).transformer.dtype == torch.float32
+
+
+def test_names_of_places():
+    assert Place.named("cpu", "bfloat16") == Place(torch.device("cpu"), torch.bfloat16)
+    assert Place.named() == Place(torch.device("cpu"), None)
+
+
+def commands(tiny: Path, text_folder: Path, out: Path) -> dict[str, list[str]]:
+    jobs = out / "jobs.jsonl"
+    jobs.write_text('{"id": "a", "class": "heart"}\n')
+    return {
+        "generate": [str(tiny), "--class", "heart", "--out", str(out / "pictures")],
+        "ask": ["pocket/llava", "--question", "Why?", "--max-new-tokens", "1"],
+        "complete": [str(text_folder), "--prompt", "def", "--max-new-tokens", "2"],
+        "bench": [str(tiny), "--methods", "sjd", "-n", "1"],
+        "plan": [str(tiny)],
+        "demo": ["--model", str(tiny), "--out", str(out / "demo"), "-n", "1"],
+        "batch": [str(jobs), "--model", str(tiny), "--out", str(out / "batch")],
+    }
+
+
+def test_unknown_devices_and_dtypes_are_one_line(tiny: Path, text_folder: Path, tmp_path: Path) -> None:
+    wrong = [("--device", "tpu9", "device must be one of this machine's"), ("--dtype", "float3", "float32")]
+    wrong += [] if torch.cuda.is_available() else [("--device", "cuda", "device must be one of this machine's")]
+    for command, arguments in commands(tiny, text_folder, tmp_path).items():
+        for option, value, message in wrong:
+            result = CliRunner().invoke(app, [command, *arguments, option, value])
+            assert result.exit_code == 2, (command, option, result.output)
+            assert message in result.stderr and result.stderr.count("\n") == 1, (command, result.stderr)
+
+
+@pytest.mark.parametrize("command", ["generate", "ask", "complete", "bench", "plan"])
+def test_commands_say_what_they_ran_in(tiny: Path, text_folder: Path, tmp_path: Path, command: str) -> None:
+    arguments = [command, *commands(tiny, text_folder, tmp_path)[command], "--device", "cpu", "--json"]
+    for dtype in ("bfloat16", "float32"):
+        result = CliRunner().invoke(app, [*arguments, "--dtype", dtype])
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout)
+        assert (found[0] if command == "bench" else found)["dtype"] == dtype
+
+
+def test_published_sizes_are_planned_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specmm.dtypes.named_device", torch.device)
+    result = CliRunner().invoke(app, ["plan", "d30,d16", "--device", "cuda"])
+    assert result.exit_code == 2 and "leave --device out" in result.stderr
