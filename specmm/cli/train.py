@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specmm.cli.generate import Json
+from specmm.cli.options import Json
 from specmm.cli.output import emit, say, stdout_reserved, table
 
 if TYPE_CHECKING:

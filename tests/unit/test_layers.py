@@ -34,7 +34,7 @@ def test_nothing_imports_the_command_line() -> None:
 
 STRANGERS = {  # a folder and what it must know nothing of
     "vlm": ("specmm.diffusion_drafters", "specmm.image_ar", "specmm.text"),
-    "diffusion_drafters": ("specmm.vlm", "specmm.image_ar", "specmm.text"),
+    "diffusion_drafters": ("specmm.vlm", "specmm.image_ar"),
     "image_ar": ("specmm.vlm", "specmm.diffusion_drafters", "specmm.text"),
     "specmm/hf": ("specmm.vlm", "specmm.diffusion_drafters", "specmm.image_ar", "specmm.text"),
     "specmm/text": ("specmm.vlm", "specmm.diffusion_drafters", "specmm.image_ar"),
