@@ -44,7 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lists": dict(nargs="*", type=Path, default=sorted(HERE.glob("*.toml")), help="of mutations"),
 }
 NEEDED = (
-    *("specmm", "vlm", "image_ar", "diffusion_drafters", "kernels", "metrics", "benchmarks"),
+    *("specmm", "vlm", "image_ar", "diffusion_drafters", "kernels", "metrics", "benchmarks", "recipes"),
     *("tests", "pyproject.toml"),
 )
 QUIET = ("-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib")
