@@ -21,14 +21,3 @@ def delayed(trunk: int, branches: int, length: int, device: torch.device | str =
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
     return branching([1] * trunk + [branches] + [1] * (length - 1), device)
-
-
-def delayed_candidates(total: int, max_depth: int, max_branches: int = 4) -> list[TreeShape]:
-    """Every delayed shape of at most ``total`` nodes (root included), for a planner to choose from."""
-    return [
-        delayed(trunk, branches, length)
-        for branches in range(1, max_branches + 1)
-        for trunk in range(max_depth if branches > 1 else 1)  # a chain is a chain, however it is cut
-        for length in range(1, max_depth - trunk + 1)
-        if 1 + trunk + branches * length <= total
-    ]

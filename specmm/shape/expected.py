@@ -35,13 +35,6 @@ def rank_table(rank_acceptance: Acceptance, depth: int) -> Tensor:
     return torch.cat([table[:depth], table.new_zeros(missing, table.shape[1])])
 
 
-def positional(conditional: Acceptance) -> Tensor:
-    """Positional acceptance [..., K] from the rate at which rank r is accepted once the earlier ranks were rejected."""
-    rate = torch.as_tensor(conditional, dtype=torch.float64)
-    rejected = torch.cat([torch.ones_like(rate[..., :1]), (1 - rate[..., :-1]).cumprod(-1)], dim=-1)
-    return rate * rejected
-
-
 def reach(shape: TreeShape, rank_acceptance: Acceptance) -> Tensor:
     """Probability that each node is on the accepted path, [1 or B, N] float64; 1 for the root."""
     table = rank_table(rank_acceptance, shape.depth)

@@ -1,9 +1,8 @@
 """Best-first trees: the N most probable paths under the draft, a greedy heap on products of draft probabilities.
 
-DySpec (arXiv 2410.11744) pops one node at a time, OPT-Tree (2406.17276) grows level by level and stops when the sum
-over nodes, its estimate of the accepted length, no longer grows; a block drafter's tree (DDTree) has one marginal law
-a depth, whatever the path, so the whole tree costs one forward. All three are deterministic functions of the prefix:
-their drafts are point masses, and only a point-mass rule is exact.
+DySpec (arXiv 2410.11744) pops one node at a time; a block drafter's tree (DDTree) has one marginal law a depth,
+whatever the path, so the whole tree costs one forward. Both are deterministic functions of the prefix: their drafts
+are point masses, and only a point-mass rule is exact.
 
 Shape letters: B batch, D depths, V vocabulary, N nodes (the root included), W candidates kept a level.
 """
@@ -17,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from specmm.shape.eagle2 import Beam, rerank
+from specmm.shape.eagle2 import rerank
 from specmm.tree import DraftTree, TreeShape
 
 Law = Callable[[tuple[int, ...]], Tensor]
@@ -48,20 +47,6 @@ def best_first(law: Law, root: int, total: int, max_depth: int, width: int) -> D
         parents.append(parent)
         push(len(tokens) - 1, path, -product)
     return DraftTree(torch.tensor([tokens]), TreeShape.from_parents(parents))
-
-
-def opt_value(beam: Beam, total: int) -> Tensor:
-    """OPT-Tree's estimate [B] of the drafts accepted from the pool's best ``total``-node tree: its path products."""
-    return beam.pool_scores.topk(min(total - 1, beam.pool_scores.shape[1])).values.exp().sum(1)
-
-
-def opt_stop(before: Beam, after: Beam, total: int, threshold: float) -> Tensor:
-    """Whether the last level gained less than ``threshold`` [B] bool; OPT-Tree sets the
-    threshold near the cost of a drafter level over that of a target step.
-
-    Decided from draft laws alone, and the tree draws nothing, so stopping here keeps the verification exact.
-    """
-    return opt_value(after, total) - opt_value(before, total) < threshold
 
 
 def block_tree(marginals: Tensor, root: Tensor, total: int) -> DraftTree:

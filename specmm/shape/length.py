@@ -1,6 +1,6 @@
-"""Stopping rules: when drafting one more level is not worth it.
+"""When drafting one more level is not worth it: AdaEDL's stop.
 
-Each looks only at the draft law of the token it gates, *before* that token is drawn, so the drafted prefix keeps its
+It looks only at the draft law of the token it gates, *before* that token is drawn, so the drafted prefix keeps its
 law and the verification stays exact. Looking at the drawn token, and then discarding it, is biased.
 
 Shape letters: B batch, V vocabulary.
@@ -34,13 +34,3 @@ def adaedl_stop(q: Tensor, threshold: float, gamma: float = 0.2) -> Tensor:
     if not 0 <= threshold <= 1:
         raise ValueError(f"threshold must be in [0, 1], got {threshold}")
     return acceptance_bound(q, gamma) < threshold
-
-
-def svip_stop(q: Tensor, threshold: float) -> Tensor:
-    """Whether to stop before drawing from ``q`` [B, V]: sqrt(H(q)) > threshold, [B] bool.
-
-    SVIP (Zhang et al., arXiv 2411.18462): the square root of the entropy tracks the gap to the target.
-    """
-    if threshold < 0:
-        raise ValueError(f"threshold must be at least 0, got {threshold}")
-    return entropy(q).sqrt() > threshold

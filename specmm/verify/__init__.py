@@ -1,16 +1,16 @@
 """Acceptance rules: which drafts a round keeps and where the next token comes from.
 
-Exact: ``GreedyMatch``, ``Recursive`` (and ``single_draft()``), ``PointMass``, ``GreedyMultiDraft``, ``KSeq``,
-``Block``, ``Traversal``. Relaxed: ``Lantern``, ``LanternPP``, ``Typical``, ``Grouped``.
+Exact: ``GreedyMatch``, ``Recursive``, ``PointMass``, ``GreedyMultiDraft``, ``KSeq``,
+``Block``, ``Traversal``. Relaxed: ``Lantern``, ``LanternPP``, ``Typical``.
 """
 
 from specmm.verify.bottom_up import Block, Traversal
-from specmm.verify.exact import GreedyMatch, GreedyMultiDraft, PointMass, Recursive, single_draft
+from specmm.verify.exact import GreedyMatch, GreedyMultiDraft, PointMass, Recursive
 from specmm.verify.kseq import KSeq
 from specmm.verify.lantern import Lantern, LanternPP
 from specmm.verify.neighbours import neighbour_table
 from specmm.verify.outcomes import endings, expected_tokens
-from specmm.verify.relaxed import Grouped, Typical
+from specmm.verify.relaxed import Typical
 from specmm.verify.rule import Decisions, Rule, Verdict, decide
 from specmm.verify.transport import ot_bound
 
@@ -19,7 +19,6 @@ __all__ = [
     "Decisions",
     "GreedyMatch",
     "GreedyMultiDraft",
-    "Grouped",
     "KSeq",
     "Lantern",
     "LanternPP",
@@ -34,5 +33,4 @@ __all__ = [
     "expected_tokens",
     "neighbour_table",
     "ot_bound",
-    "single_draft",
 ]

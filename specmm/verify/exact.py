@@ -65,11 +65,6 @@ class Recursive:
         return point_masses(tree, p) if tree.laws is None else top_down(tree, p, strict_step)
 
 
-def single_draft() -> Recursive:
-    """The rule for one draft a node (Leviathan et al. 2023; Chen et al. 2023)."""
-    return Recursive(name="single draft")
-
-
 @dataclass(frozen=True)
 class PointMass:
     """Drafts taken as chosen, whatever laws the tree carries: accept with p(x), else take x out and renormalise.

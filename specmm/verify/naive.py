@@ -202,24 +202,6 @@ def typical(
     return _top_down(tokens, parents, p, laws, step)
 
 
-def grouped(tokens: Sequence[int], parents: Sequence[int], p: Laws, laws: Laws | None, groups: Sequence[int]) -> Result:
-    """Acceptance by the mass of a token's group."""
-
-    def mass(law: Law, group: int) -> float:
-        return math.fsum(m for m, g in zip(law, groups, strict=True) if g == group)
-
-    def step(target: Law, token: int, law: Law | None, rank: int) -> tuple[float, Law]:
-        law = _point(token, len(target)) if law is None else law
-        share = [
-            max(mass(target, g) - mass(law, g), 0.0) / mass(target, g) if mass(target, g) > 0 else 0.0 for g in groups
-        ]
-        rest = [m * s for m, s in zip(target, share, strict=True)]
-        chance = _ratio(mass(target, groups[token]), mass(law, groups[token]))
-        return chance, _normalised(rest, target)
-
-    return _top_down(tokens, parents, p, laws, step)
-
-
 def ot_bound(p: Law, q: Law, drafts: int) -> float:
     """1 + min over every set H of p(H) - q(H)^k."""
     tokens = range(len(p))

@@ -1,9 +1,7 @@
-import itertools
-
 import pytest
 import torch
 
-from specmm.shape.expected import expected_tau, positional, rank_table, reach
+from specmm.shape.expected import expected_tau, rank_table, reach
 from specmm.shape.static import branching, named
 from specmm.tree import TreeShape
 
@@ -42,18 +40,6 @@ def test_rows_with_their_own_shapes():
     shape = TreeShape(torch.tensor([[-1, 0, 1, 2], [-1, 0, 0, 0]]), depth=3, width=3)
     torch.testing.assert_close(expected_tau(shape, ACCEPT), torch.tensor([1.875, 1.8], dtype=torch.float64))
     assert reach(shape, ACCEPT)[1].tolist() == pytest.approx([1, 0.5, 0.2, 0.1])
-
-
-def test_positional_from_conditional_by_enumeration():
-    rates = [0.6, 0.5, 0.25]
-    first = [0.0] * 3
-    for accepted in itertools.product([0, 1], repeat=3):
-        weight = 1.0
-        for rate, a in zip(rates, accepted, strict=True):
-            weight *= rate if a else 1 - rate
-        if any(accepted):
-            first[accepted.index(1)] += weight
-    assert positional(rates).tolist() == pytest.approx(first)
 
 
 @pytest.mark.parametrize("bad", [[0.9, 0.2], [-0.1], [], [float("nan")], [[[0.1]]]])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specmm.shape.eagle2 import finish, start, step
-from specmm.shape.heap import best_first, block_tree, block_tree_heap, opt_stop, opt_value
+from specmm.shape.heap import best_first, block_tree, block_tree_heap
 
 
 def paths(tree, row=0):
@@ -76,19 +76,6 @@ def test_block_tree_with_certain_tokens_is_a_chain_first():
     tree = block_tree(marginals, torch.tensor([9]), 4)
     assert tree.tokens.tolist() == [[9, 0, 1, 2]]
     assert tree.shape.parents.tolist() == [[-1, 0, 1, 2]]
-
-
-def test_opt_value_counts_expected_drafts_and_stops_when_it_stalls():
-    table = markov(6, 1).float()
-    beam = start(table.log()[[0]], 3)
-    after = step(beam, table.log()[beam.tokens])
-    tree = finish(after, torch.tensor([0]), 8)
-    scored = [torch.tensor([table[a, b] for a, b in itertools.pairwise((0, *p))]).prod() for p in paths(tree)]
-    torch.testing.assert_close(opt_value(after, 8)[0], torch.stack(scored).sum())
-    gain = float(opt_value(after, 8) - opt_value(beam, 8))
-    assert gain > 0
-    assert opt_stop(beam, after, 8, gain + 1e-3).tolist() == [True]
-    assert opt_stop(beam, after, 8, gain - 1e-3).tolist() == [False]
 
 
 def test_errors():

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from specmm.shape.length import acceptance_bound, adaedl_stop, entropy, svip_stop
+from specmm.shape.length import acceptance_bound, adaedl_stop, entropy
 
 LAWS = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25]])
 
@@ -21,14 +21,8 @@ def test_adaedl_by_hand():
     assert adaedl_stop(LAWS, 0.0, gamma=5.0).tolist() == [False, False, False]  # the bound is never below 0
 
 
-def test_svip_by_hand():
-    assert svip_stop(LAWS, 0.9).tolist() == [False, False, True]
-    assert svip_stop(LAWS, 0.0).tolist() == [False, True, True]
-
-
 def test_a_certain_draft_never_stops():
     assert not adaedl_stop(LAWS[:1], 1.0).any()
-    assert not svip_stop(LAWS[:1], 0.0).any()
 
 
 def test_errors():
@@ -36,5 +30,3 @@ def test_errors():
         adaedl_stop(LAWS, 1.5)
     with pytest.raises(ValueError, match="gamma must be positive, got 0"):
         adaedl_stop(LAWS, 0.5, gamma=0)
-    with pytest.raises(ValueError, match="threshold must be at least 0, got -1"):
-        svip_stop(LAWS, -1)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from specmm.shape.delayed import delayed, delayed_candidates
+from specmm.shape.delayed import delayed
 from specmm.shape.static import MC_SIM_7B_63, NAIVE_EXTEND_57, branching, named, spine
 
 
@@ -51,9 +51,3 @@ def test_delayed_trunk_then_branches():
     assert delayed(0, 2, 2).parents[0].tolist() == [-1, 0, 0, 1, 2]
     with pytest.raises(ValueError, match="branches must be at least 1, got 0"):
         delayed(1, 0, 2)
-
-
-def test_delayed_candidates_are_distinct_and_in_budget():
-    shapes = delayed_candidates(total=12, max_depth=4)
-    assert all(s.size <= 12 and s.depth <= 4 for s in shapes)
-    assert len({tuple(s.parents[0].tolist()) for s in shapes}) == len(shapes)

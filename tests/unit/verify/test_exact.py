@@ -22,7 +22,6 @@ from specmm.verify import (
     Traversal,
     bottom_up,
     expected_tokens,
-    single_draft,
 )
 from specmm.verify.exhaustive import draws, emitted_law, node_laws, sequence_law, total_variation
 
@@ -32,7 +31,6 @@ CASES = [
     *((Recursive(), s, parents) for s in ("independent", "without replacement") for parents in (CHAIN, TWO, BUSHY)),
     (Recursive(), "top and sample", BUSHY),
     (Recursive(), "without replacement", UNEVEN),
-    (single_draft(), "independent", CHAIN),
     *((rule, "top", parents) for rule in (Recursive(), PointMass(), Traversal()) for parents in (CHAIN, BUSHY, UNEVEN)),
     *((KSeq(), "independent", parents) for parents in (CHAIN, FORK, TWO, BUSHY, UNEVEN)),
     (KSeq(steps=0), "independent", BUSHY),

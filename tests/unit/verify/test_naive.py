@@ -14,7 +14,6 @@ from specmm.verify import (
     Block,
     GreedyMatch,
     GreedyMultiDraft,
-    Grouped,
     KSeq,
     Lantern,
     LanternPP,
@@ -28,7 +27,6 @@ from specmm.verify import (
 from specmm.verify.families import one_hot
 
 VOCAB, TABLE = 7, neighbour_table(torch.randn(7, 3, generator=torch.Generator().manual_seed(1)), 6)
-GROUPS = torch.tensor([0, 1, 1, 2, 0, 2, 2])
 SHAPES = [[-1, 0, 0, 0, 1, 1, 2, 4, 4], [-1, 0, 1, 2, 2, 0, 0, 6, 3], [-1, 0, 0, 1, 0, 1, 1, 1, 5]]
 
 
@@ -45,7 +43,6 @@ PAIRS = {
     "traversal": (Traversal(), naive.traversal),
     "greedy multi-draft": (GreedyMultiDraft(), naive.greedy_multi_draft),
     "typical": (Typical(), partial(naive.typical, epsilon=0.09, delta=0.3)),
-    "grouped": (Grouped(GROUPS), partial(naive.grouped, groups=GROUPS.tolist())),
     **{f"lantern {r}": lantern(4, 0.2, False, r) for r in ("corrected", "official", "lumina")},
     **{f"lantern++ {r}": lantern(3, 2.5, True, r) for r in ("corrected", "official", "lumina")},
     "lantern, no neighbour": lantern(0, 0.1, False, "corrected"),
