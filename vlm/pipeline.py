@@ -18,6 +18,7 @@ from specmm import methods
 from specmm.autotune import Plan
 from specmm.certificate import Certificate
 from specmm.dtypes import choose_dtype
+from specmm.hf.attention import use_tree_attention
 from specmm.hf.drafting import Drafters, assemble, load_drafter
 from specmm.hf.loading import find
 from specmm.hf.prompt import VLMPrompt
@@ -91,7 +92,7 @@ class VQAPipeline(Pipeline):
         model = load_model(folder, torch_dtype)
         dtype = torch_dtype or choose_dtype(sum(p.numel() for p in model.parameters()), device=device)
         model = model.to(device, dtype)
-        lay_weights(model)
+        lay_weights(use_tree_attention(model))
         if isinstance(drafter, str | Path):
             drafter = load_drafter(cls.drafter_kind(resolved), find(drafter), model)
         return cls(model, load_processor(folder), resolved, drafter, folder, str(name))

@@ -19,6 +19,7 @@ from specmm.certificate import Certificate
 from specmm.compiled import CompiledRound, prepare_compiler
 from specmm.decode import Progress
 from specmm.dtypes import choose_dtype
+from specmm.hf.attention import use_tree_attention
 from specmm.hf.drafters.small_model import padded
 from specmm.hf.drafting import Drafters, assemble, load_drafter
 from specmm.hf.loading import find, find_target, load_target
@@ -111,7 +112,7 @@ class TextPipeline(Pipeline):
         resolved, folder = methods.make(methods.TEXT, method), find_target(name)
         model, tokenizer = load_target(folder, torch_dtype)
         model = model.to(device, torch_dtype or choose_dtype(sum(p.numel() for p in model.parameters()), device=device))
-        lay_weights(model)
+        lay_weights(use_tree_attention(model))
         if isinstance(drafter, str | Path):
             place = find(drafter)
             drafter = load_drafter(cls.drafter_kind(resolved, place), place, model)
