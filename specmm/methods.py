@@ -42,6 +42,8 @@ def check_hindsight(weight: float) -> None:
 class Declared:
     """What a method says of itself, so that nobody asks its type."""
 
+    claims: ClassVar[str] = "exact"  # of its runs; what a run may claim is in its certificate
+
     @property
     def drafts(self) -> bool:
         """Whether it drafts at all."""
@@ -155,6 +157,7 @@ class Lantern(Declared):
     """LANTERN (arXiv 2410.03355): a token stands for its ``k`` nearest codes while their mass is at most ``delta``."""
 
     name: ClassVar[str] = "lantern"
+    claims: ClassVar[str] = "bounded"
     k: int = 20
     delta: float = 0.1
     residual: Literal["official", "corrected"] = "corrected"
@@ -185,6 +188,7 @@ class LanternPP(Declared):
     """LANTERN++ (arXiv 2502.06352): a static tree; the ``k`` nearest codes add at most (``lambda_`` - 1) times p(x)."""
 
     name: ClassVar[str] = "lantern++"
+    claims: ClassVar[str] = "bounded"
     lambda_: float = 20.0
     k: int = 60
     residual: Literal["official", "corrected"] = "official"
@@ -221,6 +225,7 @@ class Draft(Declared):
     """
 
     name: ClassVar[str] = "draft"
+    claims: ClassVar[str] = "as its rule"
     drafter: str = "block"
     tree: Tree = None
     rule: str = "recursive"
@@ -314,6 +319,7 @@ class Verdict(Declared):
     """Speculative Verdict (arXiv 2510.20812): several models answer, the ``keep`` most agreed upon go to the judge."""
 
     name: ClassVar[str] = "verdict"
+    claims: ClassVar[str] = "heuristic"
     keep: int = 3
 
 
@@ -325,6 +331,7 @@ class CoDe(Declared):
     """
 
     name: ClassVar[str] = "code"
+    claims: ClassVar[str] = "heuristic"
     n: int = -1
     release: bool = False
 
@@ -358,6 +365,7 @@ class CSpD(Declared):
     """
 
     name: ClassVar[str] = "cspd"
+    claims: ClassVar[str] = "as its variant"
     variant: Literal["exact", "paper", "release", "aligned"] = "exact"
     window: int = 0  # the variant's own: 16 steps or 8 iterations
     belief: Literal["gaussian", "frozen", "small"] = "gaussian"
@@ -390,8 +398,9 @@ class DiffuSpec(Declared):
 
 @dataclass(frozen=True)
 class SpecDiff(Declared):
-    """SpecDiff (arXiv 2408.05636): ``length`` drafts in ``steps`` denoising steps, with their true law; or as ``point``
-    masses, exact, too, but fewer are kept.
+    """SpecDiff (arXiv 2408.05636): ``length`` drafts in ``steps`` denoising steps, recorded as they were drawn.
+
+    As ``point`` masses it is exact, too, but fewer are kept.
     """
 
     name: ClassVar[str] = "specdiff"

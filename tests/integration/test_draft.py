@@ -8,7 +8,9 @@ from typer.testing import CliRunner
 
 import specmm
 from specmm.cli import app
-from specmm.methods import Draft
+from specmm.methods import CONTINUOUS, IMAGE_TOKENS, SCALES, TEXT, VQA, Draft
+from specmm.shape.names import make_tree
+from specmm.verify.names import is_exact
 
 PICTURES = [
     Draft("block", "branching(2, 1)", "k-seq"),
@@ -89,10 +91,23 @@ def test_the_command_line_lists_and_takes_them(tmp_path):
     assert listed["rules"]["k-seq"].startswith("exact")
     assert listed["rules"]["typical"].startswith("relaxed")
     assert {"block", "eagle", "jacobi"} == set(listed["drafters of image tokens"])
-    assert "draft" in listed["methods"]["text"] and "lantern++" in listed["methods"]["image tokens"]
+    assert listed["methods"]["text"]["draft"][0] == "as its rule"
+    assert listed["methods"]["image tokens"]["lantern++"][0] == "bounded"
+    assert "draft" not in listed["drafters of answers and texts"] and "``" not in json.dumps(listed)
+    for tree in listed["trees"]:
+        assert tree.startswith("sequoia") or make_tree(tree)
     assert "delayed(trunk=2" in CliRunner().invoke(app, ["methods"]).stdout
     command = ["generate", "pocket/llamagen", "--class", "heart", "--method", "draft"]
     options = ["-o", "tree=delayed(1, 2, 2)", "-o", "rule=k-seq", "--out", str(tmp_path), "--json"]
     result = CliRunner().invoke(app, [*command, *options])
     assert result.exit_code == 0, result.output
     assert "exact" in json.dumps(json.loads(result.stdout)["certificate"])
+
+
+@pytest.mark.parametrize("registry", [IMAGE_TOKENS, SCALES, CONTINUOUS, VQA, TEXT], ids=str)
+def test_what_methods_claim_is_what_their_rules_claim(registry):
+    for name in registry:
+        choice = getattr(registry.get(name)(), "choice", None)
+        if choice is not None and name != "draft":
+            claimed = "exact" if is_exact(choice.rule) else "bounded"
+            assert registry.get(name).claims == claimed, name
