@@ -21,7 +21,8 @@ from specmm.stats import Clock, Stats
 from specmm.stopping import Stop
 from specmm.target import Target
 from specmm.tree import DraftTree, TreeShape
-from specmm.verify.rule import Rule, Verdict, decide
+from specmm.verify.deciding import decide
+from specmm.verify.rule import Rule, Verdict
 
 ROOM = 256  # the least that a row's tokens are given where programs may be compiled; twice as much for more, and so on
 MEASURE_EVERY = 8  # rounds between two measurements of a relaxed rule's excess: it costs a second recursion

@@ -20,24 +20,9 @@ from specmm.cache import Cache, branched
 from specmm.drafter import Feedback
 from specmm.randomness import Dice
 from specmm.shape import eagle2
+from specmm.shape.eagle2 import Dynamic
 from specmm.shape.sampled import Siblings, draw_siblings
 from specmm.tree import DraftTree, TreeShape
-
-
-@dataclass(frozen=True)
-class Dynamic:
-    """EAGLE-2's tree: beams of ``top_k`` for ``depth`` levels behind the first, then the best ``total`` nodes."""
-
-    top_k: int = 10
-    depth: int = 4
-    total: int = 59
-
-    def __post_init__(self) -> None:
-        most = 1 + self.top_k + self.depth * self.top_k**2
-        if self.top_k < 1 or self.depth < 0 or not 2 <= self.total <= most:
-            raise ValueError(
-                f"total must be in [2, {most}] for top_k {self.top_k} and depth {self.depth}, got {self.total}"
-            )
 
 
 @dataclass(frozen=True)

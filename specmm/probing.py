@@ -17,7 +17,8 @@ from specmm.shape.expected import Acceptance
 from specmm.stats import Clock
 from specmm.target import Target
 from specmm.tree import TreeShape
-from specmm.verify.rule import Rule, decide
+from specmm.verify.deciding import decide
+from specmm.verify.rule import Rule
 
 
 class RoundSeconds(NamedTuple):

@@ -19,7 +19,7 @@ from specmm.autotune import Plan
 from specmm.certificate import Certificate
 from specmm.dtypes import choose_dtype
 from specmm.hf.attention import use_tree_attention
-from specmm.hf.drafting import Drafters, assemble, load_drafter
+from specmm.hf.drafting import KINDS, Drafters, assemble, load_drafter
 from specmm.hf.loading import find
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.running import Asked, Pipeline, Run, Said, check_refill
@@ -27,6 +27,7 @@ from specmm.hf.running import Options as Options
 from specmm.hf.streaming import ending, tell
 from specmm.hf.target import VLMTarget
 from specmm.layout import lay_weights
+from specmm.registry import named
 from specmm.stats import Stats
 from specmm.turns import in_its_turn, turns_of
 from specmm.vlm.asking import Pictures, Questions
@@ -144,14 +145,12 @@ class VQAPipeline(Pipeline):
         self, method: methods.Verdict, images: Any, question: Any, options: dict[str, Any], streamer: Any
     ) -> VQAOutput:
         """Speculative Verdict by the experts (pipelines) this pipeline was given, this model being the judge."""
-        from specmm.vlm.verdict import SpeculativeVerdict
-
         if not isinstance(question, str):
             raise ValueError(f"method 'verdict' takes one question at a time, got {len(question)}")
         judge, experts = VQAPipeline(self.model, self.processor, name=self.name), self.drafter(method.name)
         asked = {k: v for k, v in options.items() if k != "method" and not (k == "seed" and v is None)}
         begin = time.perf_counter()
-        ruling = SpeculativeVerdict(experts, judge, hear=min(method.keep, len(experts)))(images, question, **asked)
+        ruling = named(KINDS[method.name].judge)(experts, judge, method.keep)(images, question, **asked)
         ids = torch.tensor(self.tokenizer.encode(ruling.answer, add_special_tokens=False))
         if streamer is not None:  # the others must have spoken before there is anything to tell
             tell(streamer, [ids])

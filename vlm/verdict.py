@@ -185,6 +185,11 @@ class SpeculativeVerdict:
         return table[:, [different.index(answer) for answer in answers]]
 
 
+def make_judge(experts: Sequence[VQAPipeline], judge: VQAPipeline, keep: int) -> SpeculativeVerdict:
+    """Method ``verdict``: ``judge`` hears at most ``keep`` of the ``experts``."""
+    return SpeculativeVerdict(experts, judge, hear=min(keep, len(experts)))
+
+
 def consensus(log_perplexities: Tensor) -> Tensor:
     """Score(A) = Σ over B ≠ A of |ln PPL_B(answer of A) − ln PPL_B(answer of B)| [K] of a table [K, K], B by answer."""
     return (log_perplexities - log_perplexities.diagonal()[:, None]).abs().sum(0)

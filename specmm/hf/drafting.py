@@ -31,8 +31,9 @@ class DrafterKind:
 
     ``make(method, target, drafter, tokenizer)`` gives drafter and rule, ``load(folder, target
     model, method)`` what it drafts with. A model's own lies in its folder ``drafters/place``, or
-    ``instead``. ``plan(target, drafter, prompt, plans, method)`` is method ``auto`` for it, and
-    ``model_type`` what its config says where that tells it apart.
+    ``instead``. ``plan(target, drafter, prompt, plans, method)`` is method ``auto`` for it,
+    ``judge(experts, pipeline, keep)`` what answers where nothing is drafted, and ``model_type``
+    what its config says where that tells it apart.
     """
 
     make: str
@@ -40,6 +41,7 @@ class DrafterKind:
     place: str = ""
     instead: str = ""
     plan: str = ""
+    judge: str = ""
     model_type: str = ""
 
 
@@ -54,7 +56,7 @@ KINDS: Mapping[str, DrafterKind] = {
         "msd",
         plan=f"{VLM}.tuning:choose_method",
     ),
-    "verdict": DrafterKind("", f"{VLM}.verdict:load_experts", "experts"),
+    "verdict": DrafterKind("", f"{VLM}.verdict:load_experts", "experts", judge=f"{VLM}.verdict:make_judge"),
     "diffuspec": DrafterKind(f"{BLOCKS}.assemble:make_diffuspec", f"{BLOCKS}.loading:load_diffusion", "diffusion"),
     "specdiff": DrafterKind(f"{BLOCKS}.assemble:make_specdiff", f"{BLOCKS}.loading:load_diffusion", "diffusion"),
     "deer": DrafterKind(

@@ -9,6 +9,7 @@ Shape letters: N tokens, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from specmm.hf.after_head import forward, plain_tokens
+from specmm.hf.prompt import VLMPrompt
+from specmm.tree import DraftTree, TreeShape
 
 PATHS = ((0,), (0, 1), (0, 2), (0, 1, 3))  # from the root of the tree to each of its nodes
 PARENTS = (-1, 0, 0, 1)
@@ -28,13 +31,14 @@ FAULTS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeErro
 _found: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # what is wrong with a model; "" nothing
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Any, target: Callable[[], Any]) -> None:
     """Raise ``ValueError`` naming the model's type unless trees on it score as its own forwards do.
 
+    ``target`` makes an unchecked target of the model that samples at temperature 1.
     Asked once a model, of text alone; one whose logits are not finite is left to those who use it.
     """
     if model not in _found:
-        _found[model] = _fault(model)
+        _found[model] = _fault(model, target)
     if _found[model]:
         instead = "use a causal language model such as Llama, Qwen, Mistral, Phi or GPT-2"
         if hasattr(model.config, "vision_config"):
@@ -44,7 +48,7 @@ def check_model(model: Any) -> None:
         )
 
 
-def _fault(model: Any) -> str:
+def _fault(model: Any, target: Callable[[], Any]) -> str:
     config = model.config.get_text_config()
     if getattr(config, "max_position_embeddings", None) is None:
         return "it has no max_position_embeddings"
@@ -57,7 +61,7 @@ def _fault(model: Any) -> str:
         wanted = _own(model, tokens)
         if not bool(wanted.isfinite().all()):
             return ""
-        found = _ours(model, tokens)
+        found = _ours(target(), tokens)
     except torch.OutOfMemoryError:  # says nothing of the model
         raise
     except FAULTS as error:
@@ -79,14 +83,9 @@ def _own(model: Any, tokens: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def _ours(model: Any, tokens: Tensor) -> Tensor:
+def _ours(target: Any, tokens: Tensor) -> Tensor:
     """The same by one pass over the tree."""
-    from specmm.hf.prompt import VLMPrompt
-    from specmm.hf.target import VLMTarget
-    from specmm.processors import Processor
-    from specmm.tree import DraftTree, TreeShape
-
-    target = VLMTarget(model, Processor(1.0), "probe", checked=True)
-    target.prefill(VLMPrompt({"input_ids": tokens[None, :PROMPT].to(model.device)}, 1), len(PARENTS))
-    shape = TreeShape.from_parents(PARENTS, target.device)
-    return target.score(DraftTree(tokens[None, PROMPT:].to(model.device), shape)).laws[0].log()
+    device = target.device
+    target.prefill(VLMPrompt({"input_ids": tokens[None, :PROMPT].to(device)}, 1), len(PARENTS))
+    shape = TreeShape.from_parents(PARENTS, device)
+    return target.score(DraftTree(tokens[None, PROMPT:].to(device), shape)).laws[0].log()

@@ -76,7 +76,7 @@ class VLMTarget:
         self.model, self.processor, self.name = model.eval(), processor, name
         self.family = Family.of(model)
         if not checked:
-            check_model(model)
+            check_model(model, lambda: VLMTarget(model, Processor(1.0), "probe", checked=True))
         processor.check_vocabulary(self.family.vocabulary)
         self.wants_context = False
         self.context: Context | None = None

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from specmm.growth import Dynamic
 from specmm.registry import unknown
 from specmm.shape.delayed import delayed
+from specmm.shape.eagle2 import Dynamic
 from specmm.shape.sequoia import best_tree
 from specmm.shape.static import NAMED, branching, spine
 from specmm.spec import parse_spec

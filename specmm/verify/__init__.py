@@ -11,7 +11,7 @@ from specmm.verify.lantern import Lantern, LanternPP
 from specmm.verify.neighbours import neighbour_table
 from specmm.verify.outcomes import endings, expected_tokens
 from specmm.verify.relaxed import Typical
-from specmm.verify.rule import Decisions, Rule, Verdict, decide
+from specmm.verify.rule import Decisions, Rule, Verdict
 from specmm.verify.transport import ot_bound
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "Traversal",
     "Typical",
     "Verdict",
-    "decide",
     "endings",
     "expected_tokens",
     "neighbour_table",

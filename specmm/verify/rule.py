@@ -1,8 +1,8 @@
 """What an acceptance rule is, and how its decisions become a verdict.
 
 A rule is deterministic: from the drafts and the target's laws it computes *decisions*, the probability of keeping
-each node and the law of the next token wherever the path may end. ``decide`` then throws the dice. The split is
-what makes exact enumeration of the real code possible (tests/unit/verify).
+each node and the law of the next token wherever the path may end. ``decide`` then throws the dice. The
+split is what makes exact enumeration of the real code possible (tests/unit/verify).
 
 Shape letters: B batch, N nodes, V vocabulary, D deepest level.
 """
@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specmm.kernels.backend import backend
 from specmm.randomness import Dice, categorical
 from specmm.tree import DraftTree, TreeShape
 
@@ -88,21 +87,6 @@ class Rule(Protocol):
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
         """Decisions for the target's processed laws ``p`` [B, N, V]; ``measure`` asks a relaxed rule for its excess."""
         ...
-
-
-def decide(rule: Rule, tree: DraftTree, p: Tensor, uniforms: Dice, *, measure: bool = False) -> Verdict:
-    """Throw the dice for ``rule``: N uniforms a row for the nodes and one for the next token (see ``throw``).
-
-    On a GPU the rules that ``specmm.kernels.acceptance`` knows are one launch.
-    """
-    if not measure and backend(p.device) == "triton":
-        from specmm.kernels.acceptance import decide_fused
-
-        verdict = decide_fused(rule, tree, p, uniforms)
-        if verdict is not None:
-            return verdict
-    decisions = rule.decisions(tree, p, measure=measure)
-    return settle(decisions, tree.shape, throw(tree.shape, uniforms))
 
 
 def throw(shape: TreeShape, uniforms: Dice) -> Tensor:

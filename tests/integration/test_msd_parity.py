@@ -15,10 +15,10 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 
 from specmm.decode import decode
 from specmm.drafter import Feedback
-from specmm.growth import Dynamic
 from specmm.hf.target import Context, VLMPrompt, VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
+from specmm.shape.eagle2 import Dynamic
 from specmm.stats import Clock
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree, TreeShape

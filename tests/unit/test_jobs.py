@@ -18,7 +18,8 @@ from specmm.jobs.run import BatchSizer, out_of_memory
 from specmm.jobs.store import name_of, place_of
 from specmm.randomness import Uniforms
 from specmm.tree import DraftTree, TreeShape
-from specmm.verify import Recursive, Traversal, decide
+from specmm.verify import Recursive, Traversal
+from specmm.verify.deciding import decide
 
 QUICK = settings(max_examples=60, deadline=None)
 TEXT = st.text(max_size=20)

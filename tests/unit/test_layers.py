@@ -1,6 +1,8 @@
 """Which parts of the package may import which."""
 
 import ast
+from collections.abc import Collection
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,36 @@ def test_families_know_nothing_of_one_another(folder: str) -> None:
         if any(name == stranger or name.startswith(stranger + ".") for stranger in strangers)
     ]
     assert found == []
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its name."""
+    found = {}
+    for part in PARTS[:6]:
+        for file in (ROOT / part).rglob("*.py"):
+            inside = file.relative_to(ROOT).with_suffix("").parts
+            if part == "specmm" and inside[1] in PARTS:  # links to the folders at the top
+                continue
+            name = ".".join(inside if part == "specmm" else ("specmm", *inside))
+            found[name.removesuffix(".__init__")] = file
+    return found
+
+
+def of_package(file: Path, known: Collection[str]) -> set[str]:
+    """The modules of the package that ``file`` imports; of a package and what is in it, the latter."""
+    found = {name for name in imported(file) if name in known}
+    return {n for n in found if not any(other.startswith(n + ".") for other in found)}
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    """Lazy imports count, too."""
+    files = modules()
+    assert len(files) > 250
+    graph = {name: of_package(file, files) - {name} for name, file in files.items()}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(files)
+    graph["specmm.tree"].add("specmm.decode")
+    with pytest.raises(CycleError):
+        TopologicalSorter(graph).prepare()
 
 
 def test_an_import_of_the_command_line_is_seen(tmp_path: Path) -> None:

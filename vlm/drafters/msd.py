@@ -17,11 +17,12 @@ from torch import Tensor
 from specmm import methods
 from specmm.cache import Cache, CacheSize
 from specmm.drafter import Feedback, Late
-from specmm.growth import Dynamic, Growth
+from specmm.growth import Growth
 from specmm.hf.parts import Assembly, Verification
 from specmm.hf.target import Context, VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Dice
+from specmm.shape.eagle2 import Dynamic
 from specmm.shape.names import static_tree
 from specmm.shape.sampled import Siblings
 from specmm.stats import Clock

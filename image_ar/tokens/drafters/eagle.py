@@ -13,10 +13,11 @@ from torch import Tensor
 
 from specmm.cache import Cache, CacheSize, branched
 from specmm.drafter import Feedback
-from specmm.growth import Dynamic, Growth
+from specmm.growth import Growth
 from specmm.image_ar.tokens.drafters.eagle_head import EagleHead
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.randomness import Dice
+from specmm.shape.eagle2 import Dynamic
 from specmm.shape.sampled import Siblings
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape

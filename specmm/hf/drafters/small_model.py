@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from specmm import methods
 from specmm.drafter import Feedback, Late
-from specmm.growth import Dynamic, Growth
+from specmm.growth import Growth
 from specmm.hf import pretrained
 from specmm.hf.loading import own_tokenizer
 from specmm.hf.parts import Assembly, Verification, translated
@@ -28,6 +28,7 @@ from specmm.hf.translation import Translation
 from specmm.layout import lay_weights
 from specmm.processors import Processor
 from specmm.randomness import Dice
+from specmm.shape.eagle2 import Dynamic
 from specmm.shape.names import static_tree
 from specmm.shape.sampled import Siblings
 from specmm.stats import Clock

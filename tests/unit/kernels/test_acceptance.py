@@ -12,10 +12,10 @@ from specmm.randomness import Uniforms
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import naive as rules
 from specmm.verify.bottom_up import Block, Traversal
+from specmm.verify.deciding import decide
 from specmm.verify.exact import GreedyMatch, PointMass, Recursive
 from specmm.verify.lantern import Lantern, LanternPP
 from specmm.verify.neighbours import neighbour_table
-from specmm.verify.rule import decide
 
 V, OFFSET = 63, 2
 

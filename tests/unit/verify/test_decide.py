@@ -20,10 +20,10 @@ from specmm.verify import (
     Recursive,
     Traversal,
     Verdict,
-    decide,
     endings,
     expected_tokens,
 )
+from specmm.verify.deciding import decide
 from specmm.verify.exhaustive import Draws, draws, emitted_law, node_laws, sequence_law
 
 ROWS = 20_000

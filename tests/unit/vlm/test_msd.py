@@ -5,10 +5,10 @@ import torch
 
 from specmm.decode import decode, decode_plain
 from specmm.drafter import Feedback, Late
-from specmm.growth import Dynamic
 from specmm.hf.target import VLMPrompt, VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
+from specmm.shape.eagle2 import Dynamic
 from specmm.shape.static import branching
 from specmm.stats import Clock
 from specmm.tree import DraftTree

@@ -5,13 +5,13 @@ import torch
 
 from specmm.decode import decode, decode_plain
 from specmm.drafter import NoDrafts
-from specmm.growth import Dynamic
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
 from specmm.hf.running import Asked
 from specmm.hf.target import VLMPrompt, VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.refill import Queue
+from specmm.shape.eagle2 import Dynamic
 from specmm.shape.static import branching
 from specmm.steady import steady
 from specmm.stopping import EndTokens
