@@ -1,7 +1,8 @@
 """Package discovery: the folders of ``[tool.setuptools.package-dir]`` and every package below them.
 
-Declared here because setuptools cannot search several folders under different prefixes by itself, and because the
-links ``specmm/kernels -> ../kernels`` are absent from an sdist and from a checkout without symlinks.
+Declared here because setuptools cannot search several folders under different prefixes by itself,
+and because the links ``specmm/kernels -> ../kernels`` are absent from an sdist and from a checkout
+without symlinks.
 """
 
 import tomllib
@@ -14,8 +15,14 @@ FOLDERS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptoo
 
 
 def packages() -> list[str]:
-    """Names of all packages; folders without ``__init__.py`` below the roots are data, links are not followed."""
-    below = [f"{name}.{sub}" for name, folder in FOLDERS.items() for sub in find_packages(str(ROOT / folder))]
+    """Names of all packages; folders without ``__init__.py`` below the roots are data, links are
+    not followed.
+    """
+    below = [
+        f"{name}.{sub}"
+        for name, folder in FOLDERS.items()
+        for sub in find_packages(str(ROOT / folder))
+    ]
     return sorted([*FOLDERS, *below])
 
 

@@ -1,7 +1,9 @@
-"""Which rule keeps most at the same node budget: point-mass trees, sampled trees with every multi-draft rule, and the
-relaxed rules, on the real model. The experiment that facts/verification.md of the design asks for.
+"""Which rule keeps most at the same node budget: point-mass trees, sampled trees with every
+multi-draft rule, and the relaxed rules, on the real model. The experiment that
+facts/verification.md of the design asks for.
 
-Budgets count drafts, the root apart. Every rule plays every shape of a budget; the plot takes each rule's best.
+Budgets count drafts, the root apart. Every rule plays every shape of a budget; the plot takes each
+rule's best.
 """
 
 from __future__ import annotations
@@ -16,7 +18,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.arithmetic import level_rates
-from benchmarks.common import Budget, Row, balanced_labels, dtype_name, environment, generators, label, load_pipeline
+from benchmarks.common import (
+    Budget,
+    Row,
+    balanced_labels,
+    dtype_name,
+    environment,
+    generators,
+    label,
+    load_pipeline,
+)
 from benchmarks.common import write_results as write
 from benchmarks.drafting import GreedyDrafter, IndependentDrafter, through_rank_one, widths_for
 from benchmarks.settings import Options
@@ -31,17 +42,31 @@ from specmm.shape.sequoia import best_tree
 from specmm.shape.static import spine
 from specmm.stats import Stats
 from specmm.tree import TreeShape
-from specmm.verify import Block, GreedyMultiDraft, KSeq, Lantern, LanternPP, PointMass, Recursive, Rule, Traversal
+from specmm.verify import (
+    Block,
+    GreedyMultiDraft,
+    KSeq,
+    Lantern,
+    LanternPP,
+    PointMass,
+    Recursive,
+    Rule,
+    Traversal,
+)
 from specmm.verify import neighbour_table as nearest
 
 BATCH = 16
-GUESS = ((0.35, 0.15, 0.08, 0.05, 0.04, 0.03),)  # acceptance by rank where the model's settings hold none
+GUESS = (
+    (0.35, 0.15, 0.08, 0.05, 0.04, 0.03),
+)  # acceptance by rank where the model's settings hold none
 Maker = Callable[[Any, LlamaGenTarget, TreeShape], BlockDrafter]
 
 
 @dataclass(frozen=True)
 class Contest:
-    """A rule and the drafts it is given. ``method`` names the quality benchmark's samples of the same law."""
+    """A rule and the drafts it is given. ``method`` names the quality benchmark's samples of the
+    same distribution.
+    """
 
     name: str
     drafts: str
@@ -65,12 +90,16 @@ def measure_acceptance(options: Options) -> list[Row]:
     pipe = load_pipeline(options.model, options.dtype)
     classes = pipe.transformer.config.num_classes
     labels = torch.from_numpy(balanced_labels(torch.arange(classes).numpy(), options.pictures))
-    facts = environment(model=str(options.model), dtype=dtype_name(pipe), pictures=options.pictures, batch=BATCH)
+    facts = environment(
+        model=str(options.model), dtype=dtype_name(pipe), pictures=options.pictures, batch=BATCH
+    )
     chain = TreeShape.chain(min(3, pipe.parts.head("block").config.levels))
-    recorder = Recorder(Recursive(), until=(pipe.transformer.config.block_size - 1) // (chain.depth + 1))
+    recorder = Recorder(
+        Recursive(), until=(pipe.transformer.config.block_size - 1) // (chain.depth + 1)
+    )
     play(pipe, Contest("recorded", "without", recorder, BlockDrafter), chain, labels)
     table = _table(pipe)
-    write(options.out, "single_position", single_position(*recorder.laws(), table), facts)
+    write(options.out, "single_position", single_position(*recorder.probs(), table), facts)
     rows: list[Row] = []
     budget, runs = Budget(options.minutes), list(schedule(pipe, options.budgets, table))
     for contest, nodes, form, shape in tqdm(runs, desc="acceptance", unit="run"):
@@ -90,14 +119,21 @@ def schedule(
     """(contest, budget, form, shape), smaller budgets first; greedy multi-draft plays spines only."""
     levels = pipe.parts.head("block").config.levels
     chain = TreeShape.chain(levels)
-    yield Contest("single draft", "sampled", Recursive(), BlockDrafter, "ar"), levels, "chain", chain
+    yield (
+        Contest("single draft", "sampled", Recursive(), BlockDrafter, "ar"),
+        levels,
+        "chain",
+        chain,
+    )
     yield Contest("block", "sampled", Block(), BlockDrafter), levels, "chain", chain
     for budget in budgets:
         for form, shape in shapes(budget, levels, pipe.parts.acceptance):
             for contest in contests(table):
                 yield contest, budget, form, shape
         widths = widths_for(budget, levels, 0.7)
-        greedy = Contest("greedy multi-draft", "top k - 1 and a sample", GreedyMultiDraft(), GreedyDrafter, "ar")
+        greedy = Contest(
+            "greedy multi-draft", "top k - 1 and a sample", GreedyMultiDraft(), GreedyDrafter, "ar"
+        )
         yield greedy, budget, "spine", spine(widths)
         yield greedy, budget, "spine below the likeliest", through_rank_one(widths)
 
@@ -109,11 +145,15 @@ def shapes(budget: int, levels: int, acceptance: Any) -> list[tuple[str, TreeSha
 
 
 def contests(table: Tensor | None) -> list[Contest]:
-    """Every rule on the drafts it is exact for, and the relaxed rules on sampled and on point-mass trees."""
+    """Every rule on the drafts it is exact for, and the relaxed rules on sampled and on point-mass
+    trees.
+    """
     exact = [
         Contest("point mass", "top k", PointMass(), _top, "ar"),
         Contest("recursive, without replacement", "sampled", Recursive(), BlockDrafter, "ar"),
-        Contest("recursive, with replacement", "independent", Recursive(), IndependentDrafter, "ar"),
+        Contest(
+            "recursive, with replacement", "independent", Recursive(), IndependentDrafter, "ar"
+        ),
         Contest("k-seq", "independent", KSeq(), IndependentDrafter, "ar"),
         Contest("traversal", "sampled", Traversal(), BlockDrafter, "ar"),
     ]
@@ -145,7 +185,9 @@ def _table(pipe: LlamaGenPipeline) -> Tensor | None:
 
 
 def play(pipe: LlamaGenPipeline, contest: Contest, shape: TreeShape, labels: Tensor) -> Outcome:
-    """Decode pictures of classes ``labels`` [N] with the contest's drafter and rule; the seeds are 0 … N - 1."""
+    """Decode pictures of classes ``labels`` [N] with the contest's drafter and rule; the seeds are
+    0 … N - 1.
+    """
     target, outcome = pipe.target(), Outcome()
     drafter = contest.make(pipe.parts.head("block"), target, shape)
     for first in range(0, len(labels), BATCH):
@@ -159,7 +201,11 @@ def play(pipe: LlamaGenPipeline, contest: Contest, shape: TreeShape, labels: Ten
 
 
 def _row(contest: Contest, nodes: int, form: str, shape: TreeShape, outcome: Outcome) -> Row:
-    tv = 0.0 if contest.rule.exact else (outcome.excess / outcome.measured if outcome.measured else None)
+    tv = (
+        0.0
+        if contest.rule.exact
+        else (outcome.excess / outcome.measured if outcome.measured else None)
+    )
     rates = level_rates(outcome.stats.kept)
     return {
         "rule": contest.name,

@@ -1,4 +1,6 @@
-"""Method ``auto`` against plain decoding at several batch sizes, interleaved: it must never lose beyond noise."""
+"""Method ``auto`` against plain decoding at several batch sizes, interleaved: it must never lose
+beyond noise.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.arithmetic import quartiles, speedup
-from benchmarks.common import Budget, Row, dtype_name, environment, generators, load_pipeline, write_results
+from benchmarks.common import (
+    Budget,
+    Row,
+    dtype_name,
+    environment,
+    generators,
+    load_pipeline,
+    write_results,
+)
 from benchmarks.settings import Options
 from specmm import methods
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
@@ -30,7 +40,9 @@ def measure_autotune(options: Options) -> list[Row]:
 
 
 def compare(pipe: LlamaGenPipeline, batch: int, repeats: int, budget: Budget) -> Row:
-    """One row: seconds of ``auto`` and of plain decoding for ``batch`` pictures at a time, alternately first."""
+    """One row: seconds of ``auto`` and of plain decoding for ``batch`` pictures at a time,
+    alternately first.
+    """
     contenders: tuple[methods.Method, ...] = (methods.AR(), methods.Auto())
     seconds: list[list[float]] = [[], []]
     start = time.perf_counter()

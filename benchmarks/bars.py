@@ -13,7 +13,9 @@ ENOUGH = 2000  # samples below which FID and KID are not held against the bar
 
 @dataclass(frozen=True)
 class Bar:
-    """One line of the table: what was asked, what was found, and whether it holds (None: not measured)."""
+    """One line of the table: what was asked, what was found, and whether it holds (None: not
+    measured).
+    """
 
     what: str
     asked: str
@@ -67,14 +69,23 @@ def _pareto(rows: Sequence[Row]) -> Bar:
     what, asked = "exact CSpD on the front of FID against time", "one setting of it"
     ours = [r for r in rows if r["method"].startswith("exact") and r.get("fid")]
     held = [r for r in ours if r["front"]]
-    found = ", ".join(f"{r['method']} ({r['speedup']:.2f}×, FID {r['fid']:.1f})" for r in held) or "none of it"
+    found = (
+        ", ".join(f"{r['method']} ({r['speedup']:.2f}×, FID {r['fid']:.1f})" for r in held)
+        or "none of it"
+    )
     return Bar(what, asked, found if ours else "", bool(held) if ours else None)
 
 
 def var_bars(rows: Sequence[Row]) -> list[Bar]:
-    """The bars of next-scale models: CoDe at the planner's N, how much of its arithmetic comes out, the table by N."""
+    """The bars of next-scale models: CoDe at the planner's N, how much of its arithmetic comes out,
+    the table by N.
+    """
     what, asked = "CoDe at the planner's N, batch 16", "≥ 1.7×, FID ≤ 1.10 of the large model's"
-    ours = (r for r in rows if r["batch"] == 16 and r["method"] == "code, planner's N" and r.get("fid_ratio"))
+    ours = (
+        r
+        for r in rows
+        if r["batch"] == 16 and r["method"] == "code, planner's N" and r.get("fid_ratio")
+    )
     made = next(ours, None)
     found, held = "", None
     if made is not None:
@@ -97,7 +108,14 @@ def loop_bars(rows: Sequence[Row]) -> list[Bar]:
         held = equal and all(r["speedup"] >= 1.3 for r in loops)
         text = ", ".join(f"{r['speedup']:.2f}× at batch {r['batch']}" for r in loops)
         text += "" if equal else ", not token-equal"
-        found.append(Bar(f"plain VAR over a first loop{kind}", "≥ 1.3×, token-equal", text, held if loops else None))
+        found.append(
+            Bar(
+                f"plain VAR over a first loop{kind}",
+                "≥ 1.3×, token-equal",
+                text,
+                held if loops else None,
+            )
+        )
     return found
 
 
@@ -105,8 +123,13 @@ def ideal_bars(rows: Sequence[Row], where: str = "") -> list[Bar]:
     """How much of CoDe's arithmetic comes out as time, over all its N, for each batch size."""
     bars = []
     for batch in sorted({r["batch"] for r in rows if "realised" in r}):
-        rated = sorted((r for r in rows if "realised" in r and r["batch"] == batch), key=lambda r: r["realised"])
-        found = " to ".join(f"{r['realised']:.2f} with {r['method']}" for r in (rated[0], rated[-1]))
+        rated = sorted(
+            (r for r in rows if "realised" in r and r["batch"] == batch),
+            key=lambda r: r["realised"],
+        )
+        found = " to ".join(
+            f"{r['realised']:.2f} with {r['method']}" for r in (rated[0], rated[-1])
+        )
         held = all(r["realised"] >= 0.9 for r in rated)
         bars.append(Bar(f"CoDe over its FLOP ideal{where}, batch {batch}", "≥ 0.9", found, held))
     return bars
@@ -115,15 +138,29 @@ def ideal_bars(rows: Sequence[Row], where: str = "") -> list[Bar]:
 def job_bars(rows: Sequence[Row]) -> list[Bar]:
     """The bars of batch jobs."""
     ways = {r["way"]: r for r in rows}
-    batched = max((r for w, r in ways.items() if w.startswith("local")), key=lambda r: r["over_loop"], default=None)
+    batched = max(
+        (r for w, r in ways.items() if w.startswith("local")),
+        key=lambda r: r["over_loop"],
+        default=None,
+    )
     rank, actor = ways.get("accelerate, one rank"), ways.get("ray, one actor")
     local = ways.get("local, batch 16")
     bits = [r["bit_equal"] for r in rows if "bit_equal" in r]
     over = rank and local and local["items_a_second"] / rank["items_a_second"]
     return [
-        measured("a job over a loop of pipe()", "≥ 2×", batched and batched["over_loop"], lambda x: x >= 2),
+        measured(
+            "a job over a loop of pipe()",
+            "≥ 2×",
+            batched and batched["over_loop"],
+            lambda x: x >= 2,
+        ),
         measured("accelerate over local, one rank", "≤ 1.05", over, lambda x: x <= 1.05),
-        measured("Ray over local, one actor", "≤ 1.15", actor and actor["over_local"], lambda x: x <= 1.15),
+        measured(
+            "Ray over local, one actor",
+            "≤ 1.15",
+            actor and actor["over_local"],
+            lambda x: x <= 1.15,
+        ),
         Bar(
             "results bit-equal at batch 1, 4, 16",
             "100%",
@@ -133,9 +170,16 @@ def job_bars(rows: Sequence[Row]) -> list[Bar]:
     ]
 
 
-def measured(what: str, asked: str, found: float | None, holds: Callable[[float], bool], form: str = ".2f") -> Bar:
+def measured(
+    what: str, asked: str, found: float | None, holds: Callable[[float], bool], form: str = ".2f"
+) -> Bar:
     """The bar of one number, written in ``form``; None is not measured."""
-    return Bar(what, asked, "" if found is None else format(found, form), None if found is None else holds(found))
+    return Bar(
+        what,
+        asked,
+        "" if found is None else format(found, form),
+        None if found is None else holds(found),
+    )
 
 
 def good_enough(row: Row) -> bool:
@@ -145,7 +189,9 @@ def good_enough(row: Row) -> bool:
 
 
 def _best_relaxed(speed: Sequence[Row], quality: Sequence[Row]) -> Row | None:
-    """The fastest LANTERN++ whose quality holds; if none does, the fastest with a known quality; else the fastest."""
+    """The fastest LANTERN++ whose quality holds; if none does, the fastest with a known quality;
+    else the fastest.
+    """
     both = [r for r in join(list(speed), list(quality)) if r["method"].startswith("lantern++")]
     alone = [r for r in speed if r["method"].startswith("lantern++")]
     pool = [r for r in both if good_enough(r)] or both or alone
@@ -154,24 +200,35 @@ def _best_relaxed(speed: Sequence[Row], quality: Sequence[Row]) -> Row | None:
 
 def _best_exact(speed: Sequence[Row]) -> Row | None:
     """The fastest exact sampled tree."""
-    pool = [r for r in speed if r["method"].startswith("speculative") and r["certificate"] == "exact"]
+    pool = [
+        r for r in speed if r["method"].startswith("speculative") and r["certificate"] == "exact"
+    ]
     return max(pool, key=lambda r: r["speedup"], default=None)
 
 
 def _relaxed(speed: Sequence[Row], quality: Sequence[Row]) -> Bar:
-    what, asked = "LANTERN++ over plain decoding", "≥ 2.0×, FID and KID ≤ 1.10 of plain, ≥ 2,000 samples"
+    what, asked = (
+        "LANTERN++ over plain decoding",
+        "≥ 2.0×, FID and KID ≤ 1.10 of plain, ≥ 2,000 samples",
+    )
     row = _best_relaxed(speed, quality)
     if row is None:
         return Bar(what, asked, "", None)
     found = f"{row['speedup']:.2f}× with {row['method']}"
     if "fid_ratio" not in row:
-        return Bar(what, asked, found + ", quality not measured", None if row["speedup"] >= 2 else False)
+        return Bar(
+            what, asked, found + ", quality not measured", None if row["speedup"] >= 2 else False
+        )
     found += f", FID {row['fid_ratio']:.3f} and KID {row['kid_ratio']:.3f} of plain at {row['compared_at']} samples"
     return Bar(what, asked, found, row["speedup"] >= 2 and good_enough(row))
 
 
 def _exact(speed: Sequence[Row]) -> Bar:
-    what, asked, row = "exact sampled tree over plain decoding", "≥ 1.5×, certificate exact", _best_exact(speed)
+    what, asked, row = (
+        "exact sampled tree over plain decoding",
+        "≥ 1.5×, certificate exact",
+        _best_exact(speed),
+    )
     if row is None:
         return Bar(what, asked, "", None)
     return Bar(what, asked, f"{row['speedup']:.2f}× with {row['method']}", row["speedup"] >= 1.5)
@@ -209,6 +266,9 @@ def _frechet(rows: Sequence[Row]) -> Bar:
     ours = [r for r in rows if r["library"] == "specmm"]
     if not ours:
         return Bar(what, asked, "", None)
-    found = ", ".join(f"{r['compute_speedup']:.2f}× at {r['memory_ratio']:.2f} ({r['features fed']})" for r in ours)
+    found = ", ".join(
+        f"{r['compute_speedup']:.2f}× at {r['memory_ratio']:.2f} ({r['features fed']})"
+        for r in ours
+    )
     held = all(r["compute_speedup"] >= 0.9 and r["memory_ratio"] <= 0.5 for r in ours)
     return Bar(what, asked, f"{found}; memory over imports", held)

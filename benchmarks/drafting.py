@@ -1,4 +1,5 @@
-"""Block drafters that draw siblings in the other ways rules ask for: independently, or the top tokens and one sample.
+"""Block drafters that draw siblings in the other ways rules ask for: independently, or the top
+tokens and one sample.
 
 Shape letters: B batch, P parents of a level, k siblings, V vocabulary.
 """
@@ -15,55 +16,66 @@ from specmm.tree import TreeShape
 
 
 class IndependentDrafter(BlockDrafter):
-    """Siblings drawn with replacement from one law (SpecInfer, SpecTr)."""
+    """Siblings drawn with replacement from one distribution (SpecInfer, SpecTr)."""
 
     def _draw(self, logits: Tensor, level: Level, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
-        law = self.target.processor(logits)
-        return _by_node(level, *draw_siblings("independent", law, level.width, uniforms))
+        probs = self.target.processor(logits)
+        return _by_node(level, *draw_siblings("independent", probs, level.width, uniforms))
 
 
 class GreedyDrafter(BlockDrafter):
-    """The likeliest tokens and, at rank 0, one sample of the rest (greedy multi-draft); see ``through``."""
+    """The likeliest tokens and, at rank 0, one sample of the rest (greedy multi-draft); see
+    ``through``.
+    """
 
     def _draw(self, logits: Tensor, level: Level, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
-        law = self.target.processor(logits)
-        return _by_node(level, *draw_siblings("greedy", law, level.width, uniforms))
+        probs = self.target.processor(logits)
+        return _by_node(level, *draw_siblings("greedy", probs, level.width, uniforms))
 
 
-def _by_node(level: Level, tokens: Tensor, laws: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Nodes [B, n] of a level and their laws [B, n, V] from the siblings [B, P, k] of each parent."""
-    assert laws is not None
-    tokens, laws = tokens.flatten(1), laws.flatten(1, 2)
-    if level.pick is None:
-        return tokens, laws
-    return tokens.index_select(1, level.pick), laws.index_select(1, level.pick)
-
-
-def draw_siblings(kind: str, law: Tensor, k: int, uniforms: Uniforms) -> tuple[Tensor, Tensor | None]:
-    """Tokens [B, P, k] and their laws [B, P, k, V] (None: chosen) of ``law`` [B, P, V], drawn as ``kind`` says.
-
-    ``top``: the likeliest; ``without`` or ``independent``: samples without or with replacement; ``greedy``: a sample of
-    what the k - 1 likeliest leave, then those.
+def _by_node(level: Level, tokens: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Nodes [B, n] of a level and their distributions [B, n, V] from the siblings [B, P, k] of each
+    parent.
     """
-    parents = law.shape[1]
+    assert probs is not None
+    tokens, probs = tokens.flatten(1), probs.flatten(1, 2)
+    if level.pick is None:
+        return tokens, probs
+    return tokens.index_select(1, level.pick), probs.index_select(1, level.pick)
+
+
+def draw_siblings(
+    kind: str, dist: Tensor, k: int, uniforms: Uniforms
+) -> tuple[Tensor, Tensor | None]:
+    """Tokens [B, P, k] and their distributions [B, P, k, V] (None: chosen) of ``probs`` [B, P, V],
+    drawn as ``kind`` says.
+
+    ``top``: the likeliest; ``without`` or ``independent``: samples without or with replacement;
+    ``greedy``: a sample of what the k - 1 likeliest leave, then those.
+    """
+    parents = dist.shape[1]
     if kind == "top":
-        return law.topk(k).indices, None
+        return dist.topk(k).indices, None
     if kind == "independent":
-        return sample_siblings_iid(law, uniforms.draw(parents * k).view(-1, parents, k))
+        return sample_siblings_iid(dist, uniforms.draw(parents * k).view(-1, parents, k))
     if kind == "without":
-        return sample_siblings(law, k, uniforms.draw(law[0].numel()).view(law.shape))
-    top = law.topk(k - 1).indices
-    rest = law.scatter(-1, top, 0.0)
-    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, law)  # nothing left: the sample repeats a chosen token
+        return sample_siblings(dist, k, uniforms.draw(dist[0].numel()).view(dist.shape))
+    top = dist.topk(k - 1).indices
+    rest = dist.scatter(-1, top, 0.0)
+    rest = torch.where(
+        rest.sum(-1, keepdim=True) > 0, rest, dist
+    )  # nothing left: the sample repeats a chosen token
     rest = rest / rest.sum(-1, keepdim=True)
     sample = categorical(rest, uniforms.draw(parents))
-    laws = law.new_zeros(*law.shape[:2], k, law.shape[-1])
-    laws[:, :, 0] = rest
-    return torch.cat([sample[..., None], top], dim=-1), laws
+    probs = dist.new_zeros(*dist.shape[:2], k, dist.shape[-1])
+    probs[:, :, 0] = rest
+    return torch.cat([sample[..., None], top], dim=-1), probs
 
 
 def through_rank_one(widths: tuple[int, ...]) -> TreeShape:
-    """A spine whose chain goes on below the likeliest token, rank 1 of greedy multi-draft, where there is one."""
+    """A spine whose chain goes on below the likeliest token, rank 1 of greedy multi-draft, where
+    there is one.
+    """
     parents, node = [-1], 0
     for width in widths:
         first = len(parents)
@@ -73,7 +85,8 @@ def through_rank_one(widths: tuple[int, ...]) -> TreeShape:
 
 
 def widths_for(budget: int, levels: int, ratio: float) -> tuple[int, ...]:
-    """Children by level of a spine of ``budget`` nodes over at most ``levels`` levels, each ``ratio`` of the last.
+    """Children by level of a spine of ``budget`` nodes over at most ``levels`` levels, each
+    ``ratio`` of the last.
 
     Every level has at least one; 1 spreads the nodes evenly, less puts more of them on top.
     """

@@ -1,8 +1,9 @@
 """Precomputed features to FID, ours against torchmetrics: ``python -m benchmarks.frechet_speed``.
 
-Every measurement is a process of its own, so that its peak memory is its own; the two libraries take turns. The
-features, from a file, are fed in batches, or each set at once. Seconds are those of the library's calls, reading left
-out; memory is what the process grew by after its imports and a tiny distance, and its whole peak beside it.
+Every measurement is a process of its own, so that its peak memory is its own; the two libraries
+take turns. The features, from a file, are fed in batches, or each set at once. Seconds are those of
+the library's calls, reading left out; memory is what the process grew by after its imports and a
+tiny distance, and its whole peak beside it.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ Row = dict[str, Any]
 
 def main() -> None:
     """Measure, print and write the table, or (``--measure``, by itself) one line of it."""
-    parser = argparse.ArgumentParser(description="precomputed features to FID, ours against torchmetrics")
+    parser = argparse.ArgumentParser(
+        description="precomputed features to FID, ours against torchmetrics"
+    )
     parser.add_argument("--count", type=int, default=50_000)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--measure", nargs=3, metavar=("LIBRARY", "FEED", "FOLDER"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--measure", nargs=3, metavar=("LIBRARY", "FEED", "FOLDER"), help=argparse.SUPPRESS
+    )
     chosen = parser.parse_args()
     if chosen.measure:
         library, feed, folder = chosen.measure
@@ -47,7 +52,9 @@ def main() -> None:
 
 
 def write_features(path: Path, count: int, width: int, seed: int) -> None:
-    """Non-negative, skewed, correlated features with a decaying spectrum, as a network's are: float32, row by row."""
+    """Non-negative, skewed, correlated features with a decaying spectrum, as a network's are:
+    float32, row by row.
+    """
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(width, width, generator=torch.Generator().manual_seed(9))
     mix *= torch.arange(1, width + 1).pow(-0.5)[:, None]
@@ -63,12 +70,21 @@ def contest(folder: Path, width: int, repeats: int) -> list[Row]:
     for _ in range(repeats):
         for feed in FEEDS:
             for library in LIBRARIES:
-                call = [sys.executable, "-m", "benchmarks.frechet_speed", f"--width={width}", "--measure"]
-                said = subprocess.run([*call, library, feed, str(folder)], check=True, capture_output=True, text=True)
+                call = [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.frechet_speed",
+                    f"--width={width}",
+                    "--measure",
+                ]
+                said = subprocess.run(
+                    [*call, library, feed, str(folder)], check=True, capture_output=True, text=True
+                )
                 found.setdefault((feed, library), []).append(json.loads(said.stdout))
                 print(feed, library, said.stdout.strip(), flush=True)
     return [
-        {"features fed": feed, "library": library} | {k: float(np.median([r[k] for r in runs])) for k in runs[0]}
+        {"features fed": feed, "library": library}
+        | {k: float(np.median([r[k] for r in runs])) for k in runs[0]}
         for (feed, library), runs in found.items()
     ]
 
@@ -91,7 +107,13 @@ def measure(library: str, feed: str, folder: Path, width: int) -> Row:
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     grown = {"peak_over_imports_mb": (peak - before) / MEGABYTE, "peak_mb": peak / MEGABYTE}
-    return {"update_s": spent, "compute_s": seconds, "total_s": spent + seconds, **grown, "fid": value}
+    return {
+        "update_s": spent,
+        "compute_s": seconds,
+        "total_s": spent + seconds,
+        **grown,
+        "fid": value,
+    }
 
 
 def rehearse(make: Callable[[int], Calls]) -> None:
@@ -105,7 +127,9 @@ def rehearse(make: Callable[[int], Calls]) -> None:
 def read_features(path: Path, width: int, feed: str) -> Iterator[torch.Tensor]:
     """Batches of a set's features [n, F], or all of them."""
     with path.open("rb") as file:
-        while len(rows := np.fromfile(file, np.float32, BATCH * width if feed == "batches" else -1)):
+        while len(
+            rows := np.fromfile(file, np.float32, BATCH * width if feed == "batches" else -1)
+        ):
             yield torch.from_numpy(rows).view(-1, width)
             del rows  # before the next are read
 
@@ -119,20 +143,26 @@ def ours() -> Callable[[int], Calls]:
 
     def make(width: int) -> Calls:
         found = {name: FeatureStatistics.empty(width) for name in ("real", "made")}
-        return lambda name, rows: found[name].update(rows), lambda: frechet_distance(*found.values()).value
+        return lambda name, rows: found[name].update(
+            rows
+        ), lambda: frechet_distance(*found.values()).value
 
     return make
 
 
 def theirs() -> Callable[[int], Calls]:
-    """Imports torchmetrics, for a network that hands features through; what comes back takes the width."""
+    """Imports torchmetrics, for a network that hands features through; what comes back takes the
+    width.
+    """
     from torchmetrics.image.fid import FrechetInceptionDistance
 
     def make(width: int) -> Calls:
         through = torch.nn.Identity()
         through.num_features = width
         metric = FrechetInceptionDistance(feature=through)
-        return lambda name, rows: metric.update(rows, real=name == "real"), lambda: float(metric.compute())
+        return lambda name, rows: metric.update(rows, real=name == "real"), lambda: float(
+            metric.compute()
+        )
 
     return make
 
@@ -150,7 +180,11 @@ def write_table(rows: list[Row], chosen: argparse.Namespace) -> None:
     from benchmarks.common import environment, write_results  # heavy: not in the measured processes
 
     for row in rows:
-        base = next(r for r in rows if r["features fed"] == row["features fed"] and r["library"] == "torchmetrics")
+        base = next(
+            r
+            for r in rows
+            if r["features fed"] == row["features fed"] and r["library"] == "torchmetrics"
+        )
         row["total_speedup"] = base["total_s"] / row["total_s"]
         row["compute_speedup"] = base["compute_s"] / row["compute_s"]
         row["memory_ratio"] = row["peak_over_imports_mb"] / base["peak_over_imports_mb"]

@@ -1,10 +1,12 @@
 """What a batch job gains and what its engines cost: ``python -m benchmarks.jobs --ray --answers``.
 
-Throughput of ``specmm batch`` against a plain loop of ``pipe()`` at batch 1 (bar: 2x) and of one rank under a
-launcher's environment (bar: 1.05 of the local engine), interleaved, in one process. With ``--ray`` one actor, too (bar:
-1.15): the seconds of all items less those of one, since an actor loads the model itself. Every picture is compared: all
-must be bit-equal. With ``--answers`` questions about pictures, too, whose answers have one word or forty, in batches
-that wait for their longest answer and in rows that are refilled.
+Throughput of ``specmm batch`` against a plain loop of ``pipe()`` at batch 1 (bar: 2x) and of one
+rank under a launcher's environment (bar: 1.05 of the local engine), interleaved, in one process.
+With ``--ray`` one actor, too (bar:
+1.15): the seconds of all items less those of one, since an actor loads the model itself. Every
+picture is compared: all must be bit-equal. With ``--answers`` questions about pictures, too, whose
+answers have one word or forty, in batches that wait for their longest answer and in rows that are
+taken over by waiting samples.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ Runner = Callable[..., Any]
 
 
 def items_of(count: int, classes: int) -> list[Item]:
-    return [Item(f"bench/{i}", "class", str(i % classes), seed_of(f"bench/{i}", 0)) for i in range(count)]
+    return [
+        Item(f"bench/{i}", "class", str(i % classes), seed_of(f"bench/{i}", 0))
+        for i in range(count)
+    ]
 
 
 def loop(worker: ImageWorker, items: Sequence[Item], folder: Path) -> float:
@@ -75,14 +80,28 @@ def questions(count: int, folder: Path) -> list[Item]:
         shown.save(folder / f"{number}.png")
         identity = f"bench/{number}"
         seed = seed_of(identity, 0)
-        items.append(Item(identity, "question", asked.questions[0], seed, (f"{number}.png",), folder=str(folder)))
+        items.append(
+            Item(
+                identity,
+                "question",
+                asked.questions[0],
+                seed,
+                (f"{number}.png",),
+                folder=str(folder),
+            )
+        )
     return items
 
 
 def answers(method: str, count: int, batch: int, rounds: int) -> list[dict[str, Any]]:
-    """Rows of seconds of a job of ``count`` questions: waiting and refilled, in turns."""
+    """Rows of seconds of a job of ``count`` questions: waiting and taken over by waiting samples,
+    in turns.
+    """
     spec = Spec("pocket/llava", method, sampling={"max_new_tokens": 64}, dtype="float32")
-    ways = {"waiting": Waiting(spec, questions=True), "refilled": AnswerWorker(spec, questions=True)}
+    ways = {
+        "waiting": Waiting(spec, questions=True),
+        "continuous": AnswerWorker(spec, questions=True),
+    }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     said: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
@@ -111,12 +130,16 @@ def pictures(folder: Path) -> dict[str, bytes]:
     return {f.name: f.read_bytes() for f in (folder / RESULTS).rglob("*.png")}
 
 
-def measure(worker: ImageWorker, items: Sequence[Item], rounds: int, batches: Sequence[int]) -> list[dict[str, Any]]:
+def measure(
+    worker: ImageWorker, items: Sequence[Item], rounds: int, batches: Sequence[int]
+) -> list[dict[str, Any]]:
     """Rows of seconds: the loop, jobs by batch size, a rank; in turns."""
     os.environ.update(RANK="0", WORLD_SIZE="1")
     ways: dict[str, Callable[[Path], float]] = {"loop": lambda folder: loop(worker, items, folder)}
     for size in batches:
-        ways[f"local, batch {size or 'auto'}"] = lambda folder, size=size: job(worker, items, folder, run_local, size)
+        ways[f"local, batch {size or 'auto'}"] = lambda folder, size=size: job(
+            worker, items, folder, run_local, size
+        )
     ways["accelerate, one rank"] = lambda folder: job(worker, items, folder, run_rank, batches[-1])
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     made: dict[str, dict[str, bytes]] = {}
@@ -168,7 +191,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", default="1,4,16,0")
     parser.add_argument("--ray", action="store_true", help="measure a Ray actor, too")
-    parser.add_argument("--answers", action="store_true", help="measure answers about pictures, too")
+    parser.add_argument(
+        "--answers", action="store_true", help="measure answers about pictures, too"
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     worker = ImageWorker(Spec(given.model, given.method, dtype="float32"))
@@ -180,7 +205,8 @@ def main() -> None:
     for method in ("ar", "msd") if given.answers else ():
         rows += answers(method, 48, 8, given.rounds)
     text = json.dumps(
-        {"model": given.model, "method": given.method, "environment": environment(), "rows": rows}, indent=1
+        {"model": given.model, "method": given.method, "environment": environment(), "rows": rows},
+        indent=1,
     )
     print(text)
     if given.out:

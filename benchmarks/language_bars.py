@@ -1,4 +1,6 @@
-"""The bars of questions about pictures and of continued text: functions of ``vlm_speed`` and ``text_speed`` rows."""
+"""The bars of questions about pictures and of continued text: functions of ``vlm_speed`` and
+``text_speed`` rows.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,11 @@ from functools import partial
 from benchmarks.bars import Bar, measured
 from benchmarks.common import Row
 
-ALONE, HEARD, EXPERT = "judge alone", "verdict", "expert"  # who answered, in the rows of ``verdict``
+ALONE, HEARD, EXPERT = (
+    "judge alone",
+    "verdict",
+    "expert",
+)  # who answered, in the rows of ``verdict``
 DESCRIBE = "describe"  # the questions that the bars are about
 NEITHER = "diffuspec(search=False, adaptive=False)"
 
@@ -17,7 +23,9 @@ NEITHER = "diffuspec(search=False, adaptive=False)"
 def vlm_bars(rows: Sequence[Row]) -> list[Bar]:
     """The bars of MSD, on descriptions."""
     greedy, sampled, together = (_part(rows, DESCRIBE, *at) for at in ((0, 1), (1, 1), (0, 8)))
-    auto = [r for at in ((0, 8), (1, 8)) for r in _part(rows, DESCRIBE, *at) if r["method"] == "auto"]
+    auto = [
+        r for at in ((0, 8), (1, 8)) for r in _part(rows, DESCRIBE, *at) if r["method"] == "auto"
+    ]
     others = ("text-draft", "prompt-lookup", "transformers assisted")
     return [
         _fastest(greedy, ("msd",), "MSD, greedy descriptions", 2.0, equal=True),
@@ -47,15 +55,21 @@ def _verdict(rows: Sequence[Row], about: str) -> Bar:
     if not who:
         return Bar(what, asked, "", None)
     heard, alone = who[HEARD], who[ALONE]
-    expert = max((r for name, r in who.items() if name.startswith(EXPERT)), key=lambda r: r["accuracy"])
+    expert = max(
+        (r for name, r in who.items() if name.startswith(EXPERT)), key=lambda r: r["accuracy"]
+    )
     found = f"{heard['accuracy']:.1%} against {expert['accuracy']:.1%} and {alone['accuracy']:.1%}"
     interval = f"over the judge {heard['gain']:+.1%} ({heard['gain_low']:+.1%} to {heard['gain_high']:+.1%})"
     held = heard["accuracy"] > max(expert["accuracy"], alone["accuracy"])
     return Bar(what, asked, f"{found}; {interval}", held)
 
 
-def text_bars(rows: Sequence[Row], name: str, kinds: Sequence[str], greedy: float, sampled: float = 0.0) -> list[Bar]:
-    """The bars of text drafters on ``kinds`` of prompts of the model ``name``; without ``sampled`` the greedy one."""
+def text_bars(
+    rows: Sequence[Row], name: str, kinds: Sequence[str], greedy: float, sampled: float = 0.0
+) -> list[Bar]:
+    """The bars of text drafters on ``kinds`` of prompts of the model ``name``; without ``sampled``
+    the greedy one.
+    """
     cold = [r for kind in kinds for r in _part(rows, kind, 0, 1)]
     bars = [_fastest(cold, ("deer", "block"), f"{name}: DEER or block, greedy", greedy, equal=True)]
     if not sampled:
@@ -65,14 +79,23 @@ def text_bars(rows: Sequence[Row], name: str, kinds: Sequence[str], greedy: floa
     return [
         *bars,
         _fastest(warm, ("deer", "block"), f"{name}: DEER or block at temperature 1", sampled),
-        _ahead(cold, ("deer", "block"), others, f"{name}: ahead of transformers' lookup and of an AR drafter, greedy"),
+        _ahead(
+            cold,
+            ("deer", "block"),
+            others,
+            f"{name}: ahead of transformers' lookup and of an AR drafter, greedy",
+        ),
         _diffuspec(cold, name),
         _search(cold, name),
     ]
 
 
 def _part(rows: Sequence[Row], kind: str, temperature: float, batch: int) -> list[Row]:
-    return [r for r in rows if (r["questions"], r["temperature"], r["batch"]) == (kind, temperature, batch)]
+    return [
+        r
+        for r in rows
+        if (r["questions"], r["temperature"], r["batch"]) == (kind, temperature, batch)
+    ]
 
 
 def _of(rows: Iterable[Row], names: Sequence[str]) -> list[Row]:
@@ -80,28 +103,40 @@ def _of(rows: Iterable[Row], names: Sequence[str]) -> list[Row]:
     return [r for r in rows if r["method"].split("(")[0] in names]
 
 
-def _fastest(rows: Sequence[Row], names: Sequence[str], what: str, least: float, equal: bool = False) -> Bar:
-    """The fastest of these methods against ``least``; with ``equal`` only what gave the plain tokens counts."""
+def _fastest(
+    rows: Sequence[Row], names: Sequence[str], what: str, least: float, equal: bool = False
+) -> Bar:
+    """The fastest of these methods against ``least``; with ``equal`` only what gave the plain
+    tokens counts.
+    """
     asked = f"≥ {least:.1f}×" + (", token-equal" if equal else ", certificate exact")
     all_of_them = _of(rows, names)
-    pool = [r for r in all_of_them if (r["token_equal"] == 1 if equal else r["certificate"] == "exact")]
+    pool = [
+        r for r in all_of_them if (r["token_equal"] == 1 if equal else r["certificate"] == "exact")
+    ]
     if not all_of_them:
         return Bar(what, asked, "", None)
     best = max(pool or all_of_them, key=lambda r: r["speedup"])
-    found = f"{best['speedup']:.2f}× with {best['method']}" + ("" if pool else f", not{asked.split(',')[1]}")
+    found = f"{best['speedup']:.2f}× with {best['method']}" + (
+        "" if pool else f", not{asked.split(',')[1]}"
+    )
     found += _equality(best, all_of_them) if equal else ""
     return Bar(what, asked, found, bool(pool) and best["speedup"] >= least)
 
 
 def _equality(best: Row, rows: Sequence[Row]) -> str:
-    """On how many answers ``best`` rests, and how many of the other ``rows`` gave other tokens than plain decoding."""
+    """On how many answers ``best`` rests, and how many of the other ``rows`` gave other tokens than
+    plain decoding.
+    """
     answers, others = best.get("answers"), [r["token_equal"] for r in rows if r is not best]
     told = "" if answers is None else f" ({best['token_equal']:.0%} of {answers} answers equal)"
     unequal = [share for share in others if share < 1]
     if not unequal:
         return told
     shares = f"{min(unequal):.0%} to {max(unequal):.0%} of answers equal"
-    return f"{told}; {len(unequal)} of the {len(others)} other settings are not token-equal ({shares})"
+    return (
+        f"{told}; {len(unequal)} of the {len(others)} other settings are not token-equal ({shares})"
+    )
 
 
 def _ahead(rows: Sequence[Row], names: Sequence[str], others: Sequence[str], what: str) -> Bar:
@@ -110,7 +145,9 @@ def _ahead(rows: Sequence[Row], names: Sequence[str], others: Sequence[str], wha
         return Bar(what, asked, "", None)
     best = max(r["speedup"] for r in ours)
     found = ", ".join(f"{r['speedup']:.2f}× {r['method']}" for r in theirs)
-    return Bar(what, asked, f"{best:.2f}× against {found}", all(best > r["speedup"] for r in theirs))
+    return Bar(
+        what, asked, f"{best:.2f}× against {found}", all(best > r["speedup"] for r in theirs)
+    )
 
 
 def _never_below(rows: Sequence[Row], what: str, least: float) -> Bar:
@@ -120,17 +157,26 @@ def _never_below(rows: Sequence[Row], what: str, least: float) -> Bar:
 
 
 def _diffuspec(rows: Sequence[Row], name: str) -> Bar:
-    what, asked = f"{name}: DiffuSpec with search and adaptive length against neither", "τ and speed higher"
+    what, asked = (
+        f"{name}: DiffuSpec with search and adaptive length against neither",
+        "τ and speed higher",
+    )
     both = next((r for r in rows if r["method"] == "diffuspec"), None)
     neither = next((r for r in rows if r["method"] == NEITHER), None)
     if both is None or neither is None:
         return Bar(what, asked, "", None)
     found = f"τ {both['tau']:.2f} and {both['speedup']:.2f}× against {neither['tau']:.2f} and {neither['speedup']:.2f}×"
-    return Bar(what, asked, found, both["tau"] > neither["tau"] and both["speedup"] > neither["speedup"])
+    return Bar(
+        what, asked, found, both["tau"] > neither["tau"] and both["speedup"] > neither["speedup"]
+    )
 
 
 def _search(rows: Sequence[Row], name: str) -> Bar:
-    searched = [r for r in _of(rows, ("diffuspec",)) if r.get("search_share") and "search=False" not in r["method"]]
+    searched = [
+        r
+        for r in _of(rows, ("diffuspec",))
+        if r.get("search_share") and "search=False" not in r["method"]
+    ]
     found = ", ".join(f"{r['search_share']:.3f} with {r['method']}" for r in searched)
     held = all(r["search_share"] <= 0.03 for r in searched) if searched else None
     return Bar(f"{name}: path search's share of a round", "≤ 0.03", found, held)

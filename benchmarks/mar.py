@@ -1,9 +1,11 @@
-"""MAR and CSpD by setting: seconds, FID, acceptance, claim, and who is on the front of FID against time.
+"""MAR and CSpD by setting: seconds, FID, acceptance, claim, and who is on the front of FID against
+time.
 
     python -m benchmarks.mar pocket/mar
 
-Beside our methods stand the baselines that published speed-ups are silent about: fewer iterations, fewer head steps,
-the large model alone with as many passes as the release takes, and always keeping the target's aligned sample.
+Beside our methods stand the baselines that published speed-ups are silent about: fewer iterations,
+fewer head steps, the large model alone with as many passes as the release takes, and always keeping
+the target's aligned sample.
 """
 
 from __future__ import annotations
@@ -39,30 +41,46 @@ WINDOWS = (4, 8)  # of the variants between two models, in iterations
 
 
 def passes(iterations: int, window: int, prefill: float) -> int:
-    """Passes of the large model in the release's run: its own iterations, then one for every window."""
+    """Passes of the large model in the release's run: its own iterations, then one for every
+    window.
+    """
     own = math.floor(prefill * iterations) + 1
     return own + len([k for k in range(own, iterations) if k % window == 0 or k == iterations - 1])
 
 
 def settings_of(pipe: MARPipeline) -> list[Setting]:
     """The lines of the table; plain decoding first."""
-    whole, steps = pipe.settings.num_iter, int("".join(filter(str.isdigit, pipe.settings.head_steps)))
+    whole, steps = (
+        pipe.settings.num_iter,
+        int("".join(filter(str.isdigit, pipe.settings.head_steps))),
+    )
     kind = pipe.settings.head_steps.rstrip("0123456789")
     exact = methods.CSpD()
     found = [Setting("ar", pipe)]
-    found += [Setting(f"ar, {n} iterations", pipe, dict(num_iter=n)) for n in (whole // 2, whole // 4)]
-    found += [Setting(f"ar, {n} head steps", pipe, dict(head_steps=f"{kind}{n}")) for n in (steps // 2, steps // 4)]
     found += [
-        Setting(f"ar, DDIM, {steps // 4} steps", pipe, dict(head_steps=f"{kind}{steps // 4}", solver="ddim")),
+        Setting(f"ar, {n} iterations", pipe, dict(num_iter=n)) for n in (whole // 2, whole // 4)
+    ]
+    found += [
+        Setting(f"ar, {n} head steps", pipe, dict(head_steps=f"{kind}{n}"))
+        for n in (steps // 2, steps // 4)
+    ]
+    found += [
+        Setting(
+            f"ar, DDIM, {steps // 4} steps",
+            pipe,
+            dict(head_steps=f"{kind}{steps // 4}", solver="ddim"),
+        ),
         Setting("exact", pipe, dict(method=exact)),
         Setting("exact, window 8", pipe, dict(method=methods.CSpD(window=8))),
-        Setting("exact, frozen belief", pipe, dict(method=methods.CSpD(belief="frozen"))),
+        Setting("exact, frozen prediction", pipe, dict(method=methods.CSpD(predictor="frozen"))),
         Setting(f"exact, {whole // 2} iterations", pipe, dict(method=exact, num_iter=whole // 2)),
         Setting(f"exact, {whole // 4} iterations", pipe, dict(method=exact, num_iter=whole // 4)),
     ]
     if pipe.small is None:
         return found
-    found.append(Setting("exact, small head drafts", pipe, dict(method=methods.CSpD(belief="small"))))
+    found.append(
+        Setting("exact, small head drafts", pipe, dict(method=methods.CSpD(predictor="small")))
+    )
     for window in WINDOWS:
         release = methods.CSpD(variant="release", window=window)
         rules = [release, replace(release, variant="aligned"), replace(release, variant="paper")]
@@ -88,7 +106,9 @@ def main(
     repeats: Annotated[int, typer.Option(min=1, help="Timed pictures of every setting.")] = 12,
     samples: Annotated[int, typer.Option(min=2, help="Samples of every setting for FID.")] = 1000,
     batch: Annotated[int, typer.Option(min=1, help="Samples at a time.")] = 50,
-    minutes: Annotated[float, typer.Option(min=0, help="For timing, and again for samples.")] = 30.0,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="For timing, and again for samples.")
+    ] = 30.0,
     data: DataFolder = EMOJI,
     cache: CacheFolder = CACHE,
     threads: Threads = 2,
@@ -100,7 +120,9 @@ def main(
     settings, folder = settings_of(pipe), zoo.find(model)
     time_settings(settings, pipe.transformer.config.num_classes, 1, repeats, Budget(minutes))
     rows = [row(s, settings[0]) for s in settings]
-    facts = environment(model=model, batch=1, settings=vars(pipe.settings) | {"classes": len(pipe.settings.classes)})
+    facts = environment(
+        model=model, batch=1, settings=vars(pipe.settings) | {"classes": len(pipe.settings.classes)}
+    )
     write_results(out, "mar", rows, facts)
     real = Real(Options(data=data, cache=cache))
     found = draw_samples(settings, cache / "mar", folder, real, samples, batch, Budget(minutes))

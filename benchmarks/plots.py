@@ -1,4 +1,6 @@
-"""The pictures of the report: tau against node budget, acceptance against drafts, FID against speed-up."""
+"""The pictures of the report: tau against node budget, acceptance against drafts, FID against
+speed-up.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def draw_plots(out: Path) -> list[Path]:
     if rows["single_position"]:
         drawn.append(_single(rows["single_position"], out / "single_position.png"))
     if both := join(rows["speed"], rows["quality"]):
-        floor = next((r["fid"] for r in rows["quality"] if r["method"] == "real against real"), None)
+        floor = next(
+            (r["fid"] for r in rows["quality"] if r["method"] == "real against real"), None
+        )
         drawn.append(draw_trade(both, out / "fid_speed.png", floor))
     return drawn
 
@@ -56,15 +60,26 @@ def _save(figure: Any, path: Path) -> Path:
 
 
 def _tau(rows: list[Row], path: Path) -> Path:
-    figure, axes = _axes("Block efficiency by rule, best shape of each budget", "drafts a round", "τ, tokens a round")
+    figure, axes = _axes(
+        "Block efficiency by rule, best shape of each budget", "drafts a round", "τ, tokens a round"
+    )
     series = best_by_budget(rows).items()
-    for i, (name, points) in enumerate(sorted(series, key=lambda s: -max(r["tau"] for r in s[1].values()))):
+    for i, (name, points) in enumerate(
+        sorted(series, key=lambda s: -max(r["tau"] for r in s[1].values()))
+    ):
         nodes = sorted(points)
         exact = points[nodes[0]]["exact"]
         marker, line = "osD^vPX*"[i % 8], "-" if exact else "--"
-        axes.plot(nodes, [points[n]["tau"] for n in nodes], marker=marker, linestyle=line, label=name)
+        axes.plot(
+            nodes, [points[n]["tau"] for n in nodes], marker=marker, linestyle=line, label=name
+        )
     axes.axhline(1, color="black", linewidth=0.8)
-    axes.legend(title="solid: exact, dashed: relaxed", fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.legend(
+        title="solid: exact, dashed: relaxed",
+        fontsize=8,
+        loc="center left",
+        bbox_to_anchor=(1, 0.5),
+    )
     return _save(figure, path)
 
 
@@ -73,7 +88,11 @@ def _single(rows: list[Row], path: Path) -> Path:
     figure, axes = _axes(title, "drafts k", "chance that one is kept")
     for i, name in enumerate(n for n in rows[-1] if n not in NOT_RULES):
         points = [(r["drafts"], r[name]) for r in rows if r.get(name) is not None]
-        style = {"color": "black", "linewidth": 2} if name.startswith("bound") else {"marker": "osD^vPX*"[i % 8]}
+        style = (
+            {"color": "black", "linewidth": 2}
+            if name.startswith("bound")
+            else {"marker": "osD^vPX*"[i % 8]}
+        )
         dashed = "--" if "lantern" in name else "-"
         axes.plot(*zip(*points, strict=True), linestyle=dashed, label=name, **style)
     axes.set_xscale("log", base=2)

@@ -1,7 +1,8 @@
 """FID, KID, likelihood and nearest training pictures of every method's samples, against real emoji.
 
-Real pictures: the training set. Floor: random disjoint halves of the training set against one another, at the same
-number of samples (the held-out set is too small for that). Inception runs in bfloat16, for all alike.
+Real pictures: the training set. Floor: random disjoint halves of the training set against one
+another, at the same number of samples (the held-out set is too small for that). Inception runs in
+bfloat16, for all alike.
 """
 
 from __future__ import annotations
@@ -46,12 +47,17 @@ class Network(Protocol):
 
 
 def measure_quality(options: Options, network: Network | None = None) -> list[Row]:
-    """Make what samples are missing (within the budget), then measure all there are; writes ``quality``."""
+    """Make what samples are missing (within the budget), then measure all there are; writes
+    ``quality``.
+    """
     torch.set_num_threads(options.threads)
     pipe = load_pipeline(options.model, options.dtype)
     real = Real(options, network)
     contenders = options.contenders(pipe, "quality")
-    sets = {label(m): SampleSet.of(options.cache, pipe, options.model, m, options.batch) for m in contenders}
+    sets = {
+        label(m): SampleSet.of(options.cache, pipe, options.model, m, options.batch)
+        for m in contenders
+    }
     make_samples(pipe, contenders, sets, real.labels, options)
     facts = environment(
         model=str(options.model),
@@ -77,8 +83,12 @@ def make_samples(
     real_labels: np.ndarray,
     options: Options,
 ) -> None:
-    """Batch by batch, every method in turn, so that an early stop leaves all of them with equally many samples."""
-    count = -(-options.samples // options.batch) * options.batch  # whole batches, so that more can follow
+    """Batch by batch, every method in turn, so that an early stop leaves all of them with equally
+    many samples.
+    """
+    count = (
+        -(-options.samples // options.batch) * options.batch
+    )  # whole batches, so that more can follow
     labels, budget = balanced_labels(real_labels, count), Budget(options.minutes)
     with tqdm(total=len(contenders) * count, desc="samples", unit="picture") as bar:
         for first in range(0, count, options.batch):
@@ -123,7 +133,9 @@ class Real:
         return float(nearest_neighbours(pixels(self.test), pixels(self.train)).distances.median())
 
     def distances(self, found: SampleSet, count: int) -> tuple[float, KernelResult]:
-        """FID and KID of the first ``count`` samples against the training pictures, worked out once."""
+        """FID and KID of the first ``count`` samples against the training pictures, worked out
+        once.
+        """
         key = (found.folder, count)
         if key not in self.known:
             (images,) = found.arrays("images", limit=count)
@@ -133,20 +145,28 @@ class Real:
         return self.known[key]
 
     def floor(self, count: int, draws: int = 3) -> tuple[int, float, float]:
-        """Count used, mean FID and mean KID between disjoint random halves, the first cut to ``count`` pictures."""
+        """Count used, mean FID and mean KID between disjoint random halves, the first cut to
+        ``count`` pictures.
+        """
         half, fid, kid = len(self.train) // 2, [], []
         count = min(count, half)
         for seed in range(draws):
             order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
             halves = (order[:count], order[half:])
-            a, b = (FeatureSet(self.features.values[rows], self.features.protocol) for rows in halves)
+            a, b = (
+                FeatureSet(self.features.values[rows], self.features.protocol) for rows in halves
+            )
             fid.append(frechet_distance(a, b).value)
             kid.append(kernel_distance(a, b, subsets=1, subset_size=2).full or 0.0)
         return count, float(np.mean(fid)), float(np.mean(kid))
 
 
-def cached_features(network: Network, pictures: np.ndarray, folder: Path, block: int = 256) -> FeatureSet:
-    """Features of ``pictures`` [N, R, R, 3], each block of them kept in ``folder`` under a hash of its bytes."""
+def cached_features(
+    network: Network, pictures: np.ndarray, folder: Path, block: int = 256
+) -> FeatureSet:
+    """Features of ``pictures`` [N, R, R, 3], each block of them kept in ``folder`` under a hash of
+    its bytes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     found: list[FeatureSet] = []
     for first in tqdm(range(0, len(pictures), block), desc="features", unit="block", leave=False):
@@ -160,12 +180,23 @@ def cached_features(network: Network, pictures: np.ndarray, folder: Path, block:
 
 
 def assess(found: SampleSet, plain: SampleSet | None, real: Real) -> Row:
-    """Everything measured of one method's samples; FID and KID also over plain decoding's at the same count."""
+    """Everything measured of one method's samples; FID and KID also over plain decoding's at the
+    same count.
+    """
     count = found.count()
     fid, kid = real.distances(found, count)
-    row: Row = {"samples": count, "fid": fid, "kid": kid.full, "kid_subsets": kid.mean, "kid_std": kid.std}
+    row: Row = {
+        "samples": count,
+        "fid": fid,
+        "kid": kid.full,
+        "kid_subsets": kid.mean,
+        "kid_std": kid.std,
+    }
     if plain is not None and (equal := min(count, plain.count())) >= 2:
-        (fid, kid), (plain_fid, plain_kid) = real.distances(found, equal), real.distances(plain, equal)
+        (fid, kid), (plain_fid, plain_kid) = (
+            real.distances(found, equal),
+            real.distances(plain, equal),
+        )
         row |= {
             "compared_at": equal,
             "fid_ratio": fid / plain_fid,
@@ -173,7 +204,10 @@ def assess(found: SampleSet, plain: SampleSet | None, real: Real) -> Row:
         }
     (loglik,) = found.arrays("log_likelihood")
     counts = found.counts()
-    row |= {"log_likelihood": float(loglik.mean()), "tau": counts["tokens"] / max(counts["rounds"], 1)}
+    row |= {
+        "log_likelihood": float(loglik.mean()),
+        "tau": counts["tokens"] / max(counts["rounds"], 1),
+    }
     row |= {"tv": counts["tv"], "certificate": counts["certificate"], "seconds": counts["seconds"]}
     return row | _memorised(found.arrays("images")[0], real)
 

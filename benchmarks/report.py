@@ -1,4 +1,6 @@
-"""benchmarks/results/README.md from the result files: bars, tables, plots, machine. No number is written here."""
+"""benchmarks/results/README.md from the result files: bars, tables, plots, machine. No number is
+written here.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bars import bars, ideal_bars, job_bars, loop_bars, mar_bars, metric_bars, round_bars, var_bars
+from benchmarks.bars import (
+    bars,
+    ideal_bars,
+    job_bars,
+    loop_bars,
+    mar_bars,
+    metric_bars,
+    round_bars,
+    var_bars,
+)
 from benchmarks.columns import AUTOTUNE, FRECHET, LANGUAGE, LOOP, MAR, QUALITY, SPEED, TEXT, VAR
 from benchmarks.common import Row, read_results
 from benchmarks.language_bars import answer_bars, text_bars, vlm_bars
@@ -17,7 +28,13 @@ from specmm.metrics.report import cell, table
 NAMES = (
     *("speed", "speed_compiled", "quality", "acceptance", "single_position", "autotune"),
     *("cifar_fid", "frechet_speed", "mar", "var", "var_loop", "var_published"),
-    *("vlm_speed_llava", "vqa_accuracy_llava", "verdict", "vlm_speed_smollava", "vqa_accuracy_smollava"),
+    *(
+        "vlm_speed_llava",
+        "vqa_accuracy_llava",
+        "verdict",
+        "vlm_speed_smollava",
+        "vqa_accuracy_smollava",
+    ),
     *("text_speed_coder", "text_speed_coder_compiled", "text_speed_smollm2", "jobs"),
 )
 COMPILED = (
@@ -36,7 +53,9 @@ TITLES = {
 
 def write_report(out: Path) -> Path:
     """Draw the plots and write ``README.md`` from whatever results are in ``out``."""
-    plots = [p.name for p in draw_plots(out)] + [n for n in ("mar.png", "var.png") if (out / n).exists()]
+    plots = [p.name for p in draw_plots(out)] + [
+        n for n in ("mar.png", "var.png") if (out / n).exists()
+    ]
     path = out / "README.md"
     path.write_text(render({name: read_results(out, name) for name in NAMES}, plots))
     return path
@@ -48,12 +67,18 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
     rows = {n: rows.get(n, []) for n in NAMES}
     measured = (results.get("text_speed_smollm2") or {}).get("environment", {})
     smol = f" in {measured['dtype']}" if "dtype" in measured else ""
-    parts = ["# Measured results", "Written by `python -m benchmarks.run report` from the files beside it."]
+    parts = [
+        "# Measured results",
+        "Written by `python -m benchmarks.run report` from the files beside it.",
+    ]
     held = [
         {"what": b.what, "bar": b.asked, "found": b.found, "": b.verdict}
         for b in [
             *bars(rows["speed"], rows["quality"], rows["autotune"]),
-            *(replace(b, what=f"{b.what}, compiled") for b in round_bars(rows["speed_compiled"], rows["quality"])),
+            *(
+                replace(b, what=f"{b.what}, compiled")
+                for b in round_bars(rows["speed_compiled"], rows["quality"])
+            ),
             *metric_bars(rows["cifar_fid"], rows["frechet_speed"]),
             *mar_bars(rows["mar"]),
             *loop_bars(rows["var_loop"]),
@@ -62,17 +87,30 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
             *vlm_bars(rows["vlm_speed_llava"]),
             *answer_bars(rows["vqa_accuracy_llava"], rows["verdict"]),
             *text_bars(rows["text_speed_coder"], "pocket/coder", ("code",), 2.5, 1.7),
-            *text_bars(rows["text_speed_coder_compiled"], "pocket/coder, compiled", ("code",), 2.5, 1.7)[:2],
+            *text_bars(
+                rows["text_speed_coder_compiled"], "pocket/coder, compiled", ("code",), 2.5, 1.7
+            )[:2],
             *(
                 bar
                 for kind in KINDS
-                for bar in text_bars(rows["text_speed_smollm2"], f"SmolLM2-135M{smol}, {kind}", (kind,), 2.0)
+                for bar in text_bars(
+                    rows["text_speed_smollm2"], f"SmolLM2-135M{smol}, {kind}", (kind,), 2.0
+                )
             ),
             *job_bars(rows["jobs"]),
         ]
     ]
     parts += ["## Bars", table(held)]
-    for section in (_speed, _quality, _acceptance, _single, _autotune, _metrics, _families, _languages):
+    for section in (
+        _speed,
+        _quality,
+        _acceptance,
+        _single,
+        _autotune,
+        _metrics,
+        _families,
+        _languages,
+    ):
         parts += section(rows)
     parts += [f"![{TITLES.get(p, p)}]({p})" for p in plots]
     parts += ["## Where and when", _provenance(results)]
@@ -80,7 +118,10 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
 
 
 def _speed(rows: dict[str, list[Row]]) -> list[str]:
-    return [*_speed_of(rows["speed"], "Speed"), *_speed_of(rows["speed_compiled"], "Speed, compiled", COMPILED)]
+    return [
+        *_speed_of(rows["speed"], "Speed"),
+        *_speed_of(rows["speed_compiled"], "Speed, compiled", COMPILED),
+    ]
 
 
 def _speed_of(rows: list[Row], title: str, note: str = "") -> list[str]:
@@ -101,19 +142,23 @@ def _families(rows: dict[str, list[Row]]) -> list[str]:
     """MAR by setting and VAR by N."""
     found = []
     if rows["mar"]:
-        text = (
-            "Batch 1, whole calls; `release`, `aligned` and `paper` are CSpD's between two models, unverified in law."
-        )
+        text = "Batch 1, whole calls; `release`, `aligned` and `paper` are CSpD's between two models, unverified in distribution."
         found += ["## Continuous tokens: pocket/mar", text, table(rows["mar"], MAR)]
     if rows["var"]:
-        text = "Whole calls; ideal: the arithmetic of the large model alone over that of both in turn."
+        text = (
+            "Whole calls; ideal: the arithmetic of the large model alone over that of both in turn."
+        )
         found += ["## Next scales: pocket/var", text, table(rows["var"], VAR)]
     if rows["var_loop"]:
         text = (
-            "Tokens in float32 at temperature 1. Drawn with the same dice, rounding decides between two tokens now and "
+            "Tokens in float32 at temperature 1. Drawn with the same uniforms, rounding decides between two tokens now and "
             "then; greedily all must be equal."
         )
-        found += ["## Next scales: plain decoding over a first loop", text, table(rows["var_loop"], LOOP)]
+        found += [
+            "## Next scales: plain decoding over a first loop",
+            text,
+            table(rows["var_loop"], LOOP),
+        ]
     if rows["var_published"]:
         text = "Tokens only; random weights, on which time does not depend. The depths are under Where and when."
         found += ["## Next scales: published sizes", text, table(rows["var_published"], VAR)]
@@ -125,9 +170,15 @@ def _languages(rows: dict[str, list[Row]]) -> list[str]:
     found = []
     for name in ("llava", "smollava"):
         if rows[f"vlm_speed_{name}"]:
-            found += [f"## Questions about pictures: pocket/{name}", table(rows[f"vlm_speed_{name}"], LANGUAGE)]
+            found += [
+                f"## Questions about pictures: pocket/{name}",
+                table(rows[f"vlm_speed_{name}"], LANGUAGE),
+            ]
         if rows[f"vqa_accuracy_{name}"]:
-            found += [f"## Answers that are right, pocket/{name}", table(rows[f"vqa_accuracy_{name}"])]
+            found += [
+                f"## Answers that are right, pocket/{name}",
+                table(rows[f"vqa_accuracy_{name}"]),
+            ]
     if rows["verdict"]:
         found += ["## Speculative Verdict, pocket/llava and its experts", table(rows["verdict"])]
     for name, title in (
@@ -143,7 +194,9 @@ def _languages(rows: dict[str, list[Row]]) -> list[str]:
 def _quality(rows: dict[str, list[Row]]) -> list[str]:
     if not rows["quality"]:
         return []
-    test = next((r["nearest_train_of_test"] for r in rows["quality"] if "nearest_train_of_test" in r), None)
+    test = next(
+        (r["nearest_train_of_test"] for r in rows["quality"] if "nearest_train_of_test" in r), None
+    )
     text = (
         "FID and KID (whole-set unbiased estimate) against the training pictures, Inception in bfloat16 for all; the "
         "ratios to plain decoding are at equal counts. The last row is the floor: random disjoint halves of the "
@@ -158,26 +211,38 @@ def _acceptance(rows: dict[str, list[Row]]) -> list[str]:
     if not rows["acceptance"]:
         return []
     quality = {r["method"]: r for r in rows["quality"]}
-    best = [by_nodes[n] for by_nodes in best_by_budget(rows["acceptance"]).values() for n in sorted(by_nodes)]
+    best = [
+        by_nodes[n]
+        for by_nodes in best_by_budget(rows["acceptance"]).values()
+        for n in sorted(by_nodes)
+    ]
     for row in best:
         row["fid"] = quality.get(row.get("method"), {}).get("fid")
     levels = sorted({k for r in best for k in r if k.startswith("level_")})
-    columns = {k: k for k in ("nodes", "rule", "drafts", "exact", "form", "depth", "tau", "tv", "fid")}
-    columns |= {"tau": "τ", "tv": "TV / token", "fid": "FID"} | {k: k.replace("_", " ") for k in levels}
+    columns = {
+        k: k for k in ("nodes", "rule", "drafts", "exact", "form", "depth", "tau", "tv", "fid")
+    }
+    columns |= {"tau": "τ", "tv": "TV / token", "fid": "FID"} | {
+        k: k.replace("_", " ") for k in levels
+    }
     text = (
         f"Block efficiency at equal node budgets, {best[0]['pictures']} pictures; each rule with the better of its "
         "shapes (all are in acceptance.csv). `level d`: of the rounds that kept level d - 1, the share that kept one "
-        "of the next. FID is the quality benchmark's: plain decoding's for exact rules, whose law it is, and for "
+        "of the next. FID is the quality benchmark's: plain decoding's for exact rules, whose distribution it is, and for "
         "relaxed ones that of the model's own tree."
     )
-    return ["## Acceptance by rule", text, table(sorted(best, key=lambda r: (r["nodes"], -r["tau"])), columns)]
+    return [
+        "## Acceptance by rule",
+        text,
+        table(sorted(best, key=lambda r: (r["nodes"], -r["tau"])), columns),
+    ]
 
 
 def _single(rows: dict[str, list[Row]]) -> list[str]:
     if not rows["single_position"]:
         return []
     text = (
-        "The chance that one of k drafts is kept at one position, on laws recorded from real generations (first level "
+        "The chance that one of k drafts is kept at one position, on distributions recorded from real generations (first level "
         "of the block drafter). The bound is that of optimal transport for k independent drafts."
     )
     return ["## One position", text, table(rows["single_position"])]
@@ -186,7 +251,11 @@ def _single(rows: dict[str, list[Row]]) -> list[str]:
 def _autotune(rows: dict[str, list[Row]]) -> list[str]:
     if not rows["autotune"]:
         return []
-    return ["## Autotune", "Seconds of a whole batch, medians, alternating.", table(rows["autotune"], AUTOTUNE)]
+    return [
+        "## Autotune",
+        "Seconds of a whole batch, medians, alternating.",
+        table(rows["autotune"], AUTOTUNE),
+    ]
 
 
 def _metrics(rows: dict[str, list[Row]]) -> list[str]:
@@ -201,11 +270,23 @@ def _metrics(rows: dict[str, list[Row]]) -> list[str]:
 
 
 def _provenance(results: dict[str, dict[str, Any] | None]) -> str:
-    wanted = ("model", "machine", "cores", "threads", "gpu", "torch", "python", "dtype", "date", "git", "load")
+    wanted = (
+        "model",
+        "machine",
+        "cores",
+        "threads",
+        "gpu",
+        "torch",
+        "python",
+        "dtype",
+        "date",
+        "git",
+        "load",
+    )
     found = [
         {"benchmark": name} | {k: result["environment"].get(k) for k in wanted}
         for name, result in results.items()
         if result is not None
     ]
-    note = "A `+` behind the commit: library code differed from it. `load`: the machine's load when it began."
+    note = "A `+` after the commit: library code differed from it. `load`: the machine's load when it began."
     return table(found) + f"\n\n{note}" if found else "Nothing was measured."

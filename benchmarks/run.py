@@ -1,6 +1,7 @@
 """Measure everything: ``python -m benchmarks.run [speed|quality|acceptance|autotune|report|all]``.
 
-Every part writes its results as it goes and the report after it, so that a run stopped early still reports what it has.
+Every part writes its results as it goes and the report after it, so that a run stopped early still
+reports what it has.
 """
 
 from __future__ import annotations
@@ -54,22 +55,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def read_arguments(arguments: Sequence[str] | None = None) -> tuple[str, Options]:
     """The part to run and the options of ``arguments`` (default: the command line's)."""
     plain = Options()
-    parser = argparse.ArgumentParser(prog="benchmarks.run", description="measure speed, quality and acceptance")
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.run", description="measure speed, quality and acceptance"
+    )
     parser.add_argument("part", nargs="?", default="all", choices=[*PARTS, "report", "all"])
     parser.add_argument("--model", default=plain.model)
     parser.add_argument("--out", type=Path, default=plain.out)
-    parser.add_argument("--cache", type=Path, default=plain.cache, help="where samples and features are kept")
-    parser.add_argument("--data", type=Path, default=plain.data, help="folder of the emoji pictures")
-    parser.add_argument("--budget-minutes", dest="minutes", type=float, help="for each part; quality resumes later")
+    parser.add_argument(
+        "--cache", type=Path, default=plain.cache, help="where samples and features are kept"
+    )
+    parser.add_argument(
+        "--data", type=Path, default=plain.data, help="folder of the emoji pictures"
+    )
+    parser.add_argument(
+        "--budget-minutes", dest="minutes", type=float, help="for each part; quality resumes later"
+    )
     parser.add_argument("--threads", type=int, default=min(plain.threads, os.cpu_count() or 1))
-    parser.add_argument("--dtype", choices=DTYPES, help="default: the pipeline's choice; plain is timed in both")
-    parser.add_argument("--methods", nargs="+", type=parse, default=(), help='e.g. ar "lantern++(lambda_=3.0, k=10)"')
-    parser.add_argument("--repeats", type=int, default=plain.repeats, help="speed: pictures a method")
-    parser.add_argument("--compile", action="store_true", help="speed: every method compiled that can be")
-    parser.add_argument("--samples", type=int, default=plain.samples, help="quality: samples a method")
-    parser.add_argument("--batch", type=int, default=plain.batch, help="quality: pictures at a time")
-    parser.add_argument("--pictures", type=int, default=plain.pictures, help="acceptance: pictures a rule")
-    parser.add_argument("--budgets", type=int, nargs="+", default=plain.budgets, help="acceptance: drafts a round")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="default: the pipeline's choice; plain is timed in both"
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        type=parse,
+        default=(),
+        help='e.g. ar "lantern++(lambda_=3.0, k=10)"',
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=plain.repeats, help="speed: pictures a method"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="speed: every method compiled that can be"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=plain.samples, help="quality: samples a method"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=plain.batch, help="quality: pictures at a time"
+    )
+    parser.add_argument(
+        "--pictures", type=int, default=plain.pictures, help="acceptance: pictures a rule"
+    )
+    parser.add_argument(
+        "--budgets", type=int, nargs="+", default=plain.budgets, help="acceptance: drafts a round"
+    )
     given = vars(parser.parse_args(arguments))
     part, dtype = given.pop("part"), given.pop("dtype")
     if dtype is not None:

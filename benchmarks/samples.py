@@ -1,7 +1,8 @@
 """Samples on disk, made batch by batch: a killed job loses the batch at hand and nothing else.
 
-A batch's file holds ``tokens`` [B, T], ``images`` [B, R, R, 3] uint8, ``labels`` [B], ``log_likelihood`` [B] and the
-run's counts. Sample i has seed i and the same class whatever the method, so methods are compared on equal terms.
+A batch's file holds ``tokens`` [B, T], ``images`` [B, R, R, 3] uint8, ``labels`` [B],
+``log_likelihood`` [B] and the run's counts. Sample i has seed i and the same class whatever the
+method, so methods are compared on equal terms.
 """
 
 from __future__ import annotations
@@ -56,7 +57,12 @@ class SampleSet:
 
     @classmethod
     def of(
-        cls, cache: Path, pipe: LlamaGenPipeline, model: str | Path, method: methods.Method, batch: int
+        cls,
+        cache: Path,
+        pipe: LlamaGenPipeline,
+        model: str | Path,
+        method: methods.Method,
+        batch: int,
     ) -> SampleSet:
         """That of ``method`` below ``cache``, made ``batch`` at a time."""
         name = re.sub(r"[^a-z0-9_.=+-]+", "_", label(method)).strip("_")
@@ -78,10 +84,14 @@ class SampleSet:
             yield batch
 
     def arrays(self, *names: str, limit: int | None = None) -> list[np.ndarray]:
-        """The arrays called ``names`` of all batches, joined; at most ``limit`` samples. Raises when there are none."""
+        """The arrays called ``names`` of all batches, joined; at most ``limit`` samples. Raises
+        when there are none.
+        """
         found = list(self.batches(limit))
         if not found:
-            raise ValueError(f"{self.folder} must hold samples, got none; run the quality benchmark")
+            raise ValueError(
+                f"{self.folder} must hold samples, got none; run the quality benchmark"
+            )
         return [np.concatenate([b[n] for b in found])[:limit] for n in names]
 
     def count(self) -> int:
@@ -89,17 +99,27 @@ class SampleSet:
         return sum(len(b["labels"]) for b in self.batches())
 
     def counts(self) -> dict[str, Any]:
-        """Sums of the runs' counts: tokens, rounds, seconds, kept, and the measured excess a token (or None)."""
+        """Sums of the runs' counts: tokens, rounds, seconds, kept, and the measured excess a token
+        (or None).
+        """
         runs = [json.loads(str(b["run"])) for b in self.batches()]
         width = max(len(r["kept"]) for r in runs)
-        total: dict[str, Any] = {k: sum(r[k] for r in runs) for k in ("tokens", "rounds", "seconds")}
-        total["kept"] = [sum(r["kept"][i] if i < len(r["kept"]) else 0 for r in runs) for i in range(width)]
+        total: dict[str, Any] = {
+            k: sum(r[k] for r in runs) for k in ("tokens", "rounds", "seconds")
+        }
+        total["kept"] = [
+            sum(r["kept"][i] if i < len(r["kept"]) else 0 for r in runs) for i in range(width)
+        ]
         known = [(r["tv"], r["tokens"]) for r in runs if r["tv"] is not None]
         total["tv"] = sum(v * n for v, n in known) / sum(n for _, n in known) if known else None
         return total | {"certificate": runs[-1]["certificate"]}
 
-    def make(self, pipe: LlamaGenPipeline, method: methods.Method, labels: np.ndarray, first: int) -> bool:
-        """Make the batch of classes ``labels`` [B] with seeds from ``first`` on, unless it is there; True if made."""
+    def make(
+        self, pipe: LlamaGenPipeline, method: methods.Method, labels: np.ndarray, first: int
+    ) -> bool:
+        """Make the batch of classes ``labels`` [B] with seeds from ``first`` on, unless it is
+        there; True if made.
+        """
         file = self.file(first)
         if file.exists():
             return False

@@ -17,7 +17,9 @@ from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 
 @dataclass
 class Options:
-    """``model`` and where things go; ``minutes`` limits each benchmark; the rest belongs to one or another of them."""
+    """``model`` and where things go; ``minutes`` limits each benchmark; the rest belongs to one or
+    another of them.
+    """
 
     model: str | Path = "pocket/llamagen"
     out: Path = RESULTS
@@ -35,6 +37,10 @@ class Options:
     budgets: tuple[int, ...] = (8, 16, 26)  # acceptance
     batches: tuple[int, ...] = (1, 4, 16)  # autotune
 
-    def contenders(self, pipe: LlamaGenPipeline, kind: Literal["speed", "quality"]) -> list[methods.Method]:
-        """The methods asked for, else the list of that ``kind``, less those the model has no drafter for."""
+    def contenders(
+        self, pipe: LlamaGenPipeline, kind: Literal["speed", "quality"]
+    ) -> list[methods.Method]:
+        """The methods asked for, else the list of that ``kind``, less those the model has no
+        drafter for.
+        """
         return playable(pipe, self.methods or {"speed": SPEED, "quality": QUALITY}[kind])

@@ -1,4 +1,5 @@
-"""One position at a time: how often each rule keeps one of k drafts, on contexts recorded from real generations.
+"""One position at a time: how often each rule keeps one of k drafts, on contexts recorded from real
+generations.
 
 Shape letters: M contexts, k drafts, V vocabulary.
 """
@@ -15,7 +16,17 @@ from benchmarks.drafting import draw_siblings
 from specmm.randomness import Uniforms
 from specmm.shape.static import spine
 from specmm.tree import DraftTree
-from specmm.verify import GreedyMultiDraft, KSeq, Lantern, LanternPP, PointMass, Recursive, Rule, Traversal, ot_bound
+from specmm.verify import (
+    GreedyMultiDraft,
+    KSeq,
+    Lantern,
+    LanternPP,
+    PointMass,
+    Recursive,
+    Rule,
+    Traversal,
+    ot_bound,
+)
 from specmm.verify.rule import Decisions
 
 DRAWS = 8  # drafts are drawn so many times a context
@@ -23,9 +34,11 @@ DRAFTS = (1, 2, 4, 8)
 
 
 class Recorder:
-    """The rule it is given, which on the way notes the target's law and the drafter's at every root, M at most.
+    """The rule it is given, which on the way notes the target's distribution and the drafter's at
+    every root, M at most.
 
-    Of each batch only every third of the first ``until`` rounds is looked at, in which no row can be finished yet.
+    Of each batch only every third of the first ``until`` rounds is looked at, in which no row can
+    be finished yet.
     """
 
     name, exact = "recorded", True
@@ -37,30 +50,39 @@ class Recorder:
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
         """The rule's; a tree without drafts is the start of a batch."""
-        if tree.laws is None or tree.shape.size == 1:
+        if tree.probs is None or tree.shape.size == 1:
             self.rounds = 0
             return self.rule.decisions(tree, p, measure=measure)
         if self.rounds < self.until and self.rounds % self.every == 0:
             self.p.append(p[:, 0].clone())
-            self.q.append(tree.laws[:, 1].clone())
+            self.q.append(tree.probs[:, 1].clone())
         self.rounds += 1
         return self.rule.decisions(tree, p, measure=measure)
 
-    def laws(self) -> tuple[Tensor, Tensor]:
+    def probs(self) -> tuple[Tensor, Tensor]:
         """p and q [M, V]."""
         return torch.cat(self.p)[: self.most], torch.cat(self.q)[: self.most]
 
 
-def single_position(p: Tensor, q: Tensor, table: Tensor | None, drafts: Sequence[int] = DRAFTS) -> list[Row]:
-    """Rows of mean acceptance by number of drafts and rule, with the bound of optimal transport for independent ones.
+def single_position(
+    p: Tensor, q: Tensor, table: Tensor | None, drafts: Sequence[int] = DRAFTS
+) -> list[Row]:
+    """Rows of mean acceptance by number of drafts and rule, with the bound of optimal transport for
+    independent ones.
 
-    ``p`` and ``q`` [M, V] are the target's and the drafter's laws; ``table`` the nearest codes, for the relaxed rules.
+    ``p`` and ``q`` [M, V] are the target's and the drafter's distributions; ``table`` the nearest
+    codes, for the relaxed rules.
     """
     overlap = float(torch.minimum(p, q).sum(-1).mean())
     rows = []
     for k in drafts:
         bound = float(ot_bound(p, q, k).mean())
-        row: Row = {"drafts": k, "contexts": len(p), "overlap": overlap, "bound (independent drafts)": bound}
+        row: Row = {
+            "drafts": k,
+            "contexts": len(p),
+            "overlap": overlap,
+            "bound (independent drafts)": bound,
+        }
         for name, kind, rule in _rules(table):
             if k > 1 or kind != "greedy":
                 row[name] = acceptance(rule, kind, p, q, k)
@@ -88,18 +110,27 @@ def _rules(table: Tensor | None) -> list[tuple[str, str, Rule]]:
 
 @torch.inference_mode()
 def acceptance(rule: Rule, kind: str, p: Tensor, q: Tensor, k: int, draws: int = DRAWS) -> float:
-    """Mean chance that ``rule`` keeps one of ``k`` siblings drawn from ``q`` [M, V] as ``kind`` says, target ``p``."""
+    """Mean chance that ``rule`` keeps one of ``k`` siblings drawn from ``q`` [M, V] as ``kind``
+    says, target ``p``.
+    """
     shape = spine((k,))
-    laws_p = p[:, None].expand(-1, shape.size, -1)
+    probs_p = p[:, None].expand(-1, shape.size, -1)
     total = 0.0
     for draw in range(1 if kind == "top" else draws):
         seed = torch.Generator().manual_seed(draw)
         uniforms = Uniforms(
-            [torch.Generator().manual_seed(int(s)) for s in torch.randint(2**40, (len(p),), generator=seed)]
+            [
+                torch.Generator().manual_seed(int(s))
+                for s in torch.randint(2**40, (len(p),), generator=seed)
+            ]
         )
-        tokens, laws = draw_siblings(kind, q[:, None], k, uniforms)
+        tokens, probs = draw_siblings(kind, q[:, None], k, uniforms)
         tokens = torch.cat([tokens.new_zeros(len(p), 1), tokens[:, 0]], dim=1)
-        padded = None if laws is None else torch.cat([torch.zeros_like(laws[:, 0, :1]), laws[:, 0]], dim=1)
-        chances = rule.decisions(DraftTree(tokens, shape, padded), laws_p).accept[:, 1:]
+        padded = (
+            None
+            if probs is None
+            else torch.cat([torch.zeros_like(probs[:, 0, :1]), probs[:, 0]], dim=1)
+        )
+        chances = rule.decisions(DraftTree(tokens, shape, padded), probs_p).accept[:, 1:]
         total += float((1 - (1 - chances.double()).prod(-1)).mean())
     return total / (1 if kind == "top" else draws)

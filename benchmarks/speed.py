@@ -1,7 +1,9 @@
-"""Seconds a picture at batch 1: every method against the best plain decoding, interleaved in one process.
+"""Seconds a picture at batch 1: every method against the best plain decoding, interleaved in one
+process.
 
-Each repeat draws one picture with every contender, all with the same seed and class, so that whatever else the
-machine does falls on all of them alike. Wall clock is a whole call, pixels included.
+Each repeat draws one picture with every contender, all with the same seed and class, so that
+whatever else the machine does falls on all of them alike. Wall clock is a whole call, pixels
+included.
 """
 
 from __future__ import annotations
@@ -16,7 +18,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.arithmetic import quartiles, round_times, speedup
-from benchmarks.common import Budget, Row, dtype_name, environment, generators, label, load_pipeline, write_results
+from benchmarks.common import (
+    Budget,
+    Row,
+    dtype_name,
+    environment,
+    generators,
+    label,
+    load_pipeline,
+    write_results,
+)
 from benchmarks.settings import Options
 from specmm import methods
 from specmm.certificate import Certificate
@@ -54,13 +65,17 @@ class Runner:
 
 
 def measure_speed(options: Options) -> list[Row]:
-    """Run the benchmark and write ``speed`` (``speed_compiled``) as JSON and CSV after every repeat."""
+    """Run the benchmark and write ``speed`` (``speed_compiled``) as JSON and CSV after every
+    repeat.
+    """
     torch.set_num_threads(options.threads)
     pipe = load_pipeline(options.model, options.dtype)
     both = [load_pipeline(options.model, d) for d in (torch.float32, torch.bfloat16)]
     runners = make_runners(pipe, both, options)
     budget, rows = Budget(options.minutes), []
-    facts = environment(model=str(options.model), dtype=dtype_name(pipe), batch=1, settings=pipe.settings.__dict__)
+    facts = environment(
+        model=str(options.model), dtype=dtype_name(pipe), batch=1, settings=pipe.settings.__dict__
+    )
     for runner in runners:  # warm-up: caches, plans, compilation
         runner.draw(0, 10**6)
     classes = pipe.transformer.config.num_classes
@@ -76,21 +91,31 @@ def measure_speed(options: Options) -> list[Row]:
     return rows
 
 
-def make_runners(pipe: LlamaGenPipeline, plain: list[LlamaGenPipeline], options: Options) -> list[Runner]:
-    """Plain decoding by each of ``plain``, then the other contenders by ``pipe``; all compiled if asked for.
+def make_runners(
+    pipe: LlamaGenPipeline, plain: list[LlamaGenPipeline], options: Options
+) -> list[Runner]:
+    """Plain decoding by each of ``plain``, then the other contenders by ``pipe``; all compiled if
+    asked for.
 
     Then plain decoding runs uncompiled, too, and the baseline is the fastest of them all.
     """
     ways = (False, True) if options.compile else (False,)
     runners = [
-        Runner("ar", _kind(p, way), _by_pipeline(p, methods.AR(), way), plain=True) for way in ways for p in plain
+        Runner("ar", _kind(p, way), _by_pipeline(p, methods.AR(), way), plain=True)
+        for way in ways
+        for p in plain
     ]
     others = [m for m in options.contenders(pipe, "speed") if not isinstance(m, methods.AR)]
     if options.compile:
-        print("not compiled, left out:", ", ".join(label(m) for m in others if not m.static_shapes) or "none")
+        print(
+            "not compiled, left out:",
+            ", ".join(label(m) for m in others if not m.static_shapes) or "none",
+        )
         others = [m for m in others if m.static_shapes]
     way = options.compile
-    return runners + [Runner(label(m), _kind(pipe, way), _by_pipeline(pipe, m, way)) for m in others]
+    return runners + [
+        Runner(label(m), _kind(pipe, way), _by_pipeline(pipe, m, way)) for m in others
+    ]
 
 
 def _kind(pipe: LlamaGenPipeline, compiled: bool) -> str:
@@ -99,14 +124,22 @@ def _kind(pipe: LlamaGenPipeline, compiled: bool) -> str:
 
 def _by_pipeline(pipe: LlamaGenPipeline, method: methods.Method, compiled: bool) -> Draw:
     def draw(class_id: int, seed: int) -> ImageOutput:
-        given = dict(generator=generators([seed]), method=method, batch_size=1, output_type="np", compiled=compiled)
+        given = dict(
+            generator=generators([seed]),
+            method=method,
+            batch_size=1,
+            output_type="np",
+            compiled=compiled,
+        )
         return pipe(classes=[class_id], **given)
 
     return draw
 
 
 def tabulate(runners: list[Runner], judge: LlamaGenPipeline, labels: Tensor) -> list[Row]:
-    """One row a contender; the baseline is the plain one with the least median seconds. ``judge`` gives likelihoods."""
+    """One row a contender; the baseline is the plain one with the least median seconds. ``judge``
+    gives likelihoods.
+    """
     plain = min((r for r in runners if r.plain), key=lambda r: statistics.median(r.seconds))
     return [_row(r, plain, judge, labels) for r in runners]
 
@@ -126,6 +159,8 @@ def _row(runner: Runner, plain: Runner, judge: LlamaGenPipeline, labels: Tensor)
         **round_times(runner.stats, plain.stats.seconds, plain.stats.tokens),
         "certificate": runner.certificates[-1].kind,
         "tv": sum(tv) / len(tv) if tv else None,
-        "log_likelihood": float(log_likelihood(judge.target(), Prompt(labels), torch.cat(runner.tokens)).mean()),
+        "log_likelihood": float(
+            log_likelihood(judge.target(), Prompt(labels), torch.cat(runner.tokens)).mean()
+        ),
         "all_seconds": [round(s, 5) for s in runner.seconds],
     }

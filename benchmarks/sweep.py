@@ -1,7 +1,9 @@
-"""Settings of one image model side by side: seconds, quality, claim. What the tables of MAR and of VAR share.
+"""Settings of one image model side by side: seconds, quality, claim. What the tables of MAR and of
+VAR share.
 
-Seconds a picture are those of whole calls, pixels included; every repeat runs all settings with the same classes and
-seeds, one after another, so that whatever else the machine does falls on all of them alike.
+Seconds a picture are those of whole calls, pixels included; every repeat runs all settings with the
+same classes and seeds, one after another, so that whatever else the machine does falls on all of
+them alike.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from specmm.stats import Stats, total
 
 @dataclass
 class Setting:
-    """A line of a table: ``pipe`` called with the options ``call``, and what its timed runs gave so far."""
+    """A line of a table: ``pipe`` called with the options ``call``, and what its timed runs gave so
+    far.
+    """
 
     name: str
     pipe: Any
@@ -59,14 +63,20 @@ class Setting:
         return total(self.stats)
 
 
-def time_settings(settings: Sequence[Setting], classes: int, batch: int, repeats: int, budget: Budget) -> None:
-    """Run every setting ``repeats`` times on ``batch`` pictures, the order turning, until ``budget`` is spent."""
+def time_settings(
+    settings: Sequence[Setting], classes: int, batch: int, repeats: int, budget: Budget
+) -> None:
+    """Run every setting ``repeats`` times on ``batch`` pictures, the order turning, until
+    ``budget`` is spent.
+    """
     for setting in settings:  # warm-up: tables, plans
         setting.draw([0] * batch, range(10**6, 10**6 + batch))
     for repeat in tqdm(range(repeats), desc=f"timing, batch {batch}", unit="repeat"):
         if budget.spent and repeat:
             return
-        chosen = torch.randint(classes, (batch,), generator=torch.Generator().manual_seed(repeat)).tolist()
+        chosen = torch.randint(
+            classes, (batch,), generator=torch.Generator().manual_seed(repeat)
+        ).tolist()
         for setting in in_turn(settings, repeat):
             setting.once(chosen, range(repeat * batch, (repeat + 1) * batch))
 
@@ -87,9 +97,17 @@ def timing(setting: Setting, plain: Setting) -> Row:
 
 
 def draw_samples(
-    settings: Sequence[Setting], folder: Path, model: Path, real: Real, count: int, batch: int, budget: Budget
+    settings: Sequence[Setting],
+    folder: Path,
+    model: Path,
+    real: Real,
+    count: int,
+    batch: int,
+    budget: Budget,
 ) -> dict[str, SampleSet]:
-    """``count`` samples of every setting below ``folder``, batch by batch in turn; what is there is not made again."""
+    """``count`` samples of every setting below ``folder``, batch by batch in turn; what is there is
+    not made again.
+    """
     made = {}
     for s in settings:
         facts = [s.name, batch, {k: str(v) for k, v in vars(s.pipe.settings).items()}]

@@ -1,9 +1,11 @@
-"""Seconds a token of continued text: every method against the faster of ``model.generate`` and our plain loop.
+"""Seconds a token of continued text: every method against the faster of ``model.generate`` and our
+plain loop.
 
     python -m benchmarks.text_speed pocket/coder
 
-Prompts are places in files that no model was trained on. Each repeat asks every contender to continue the same ones
-with the same seed, so that whatever else the machine does falls on all alike. Wall clock is a whole call.
+Prompts are places in files that no model was trained on. Each repeat asks every contender to
+continue the same ones with the same seed, so that whatever else the machine does falls on all
+alike. Wall clock is a whole call.
 """
 
 from __future__ import annotations
@@ -19,7 +21,17 @@ import torch
 import transformers
 import typer
 
-from benchmarks.common import RESULTS, Budget, Dtype, Out, Row, Threads, environment, label, write_results
+from benchmarks.common import (
+    RESULTS,
+    Budget,
+    Dtype,
+    Out,
+    Row,
+    Threads,
+    environment,
+    label,
+    write_results,
+)
 from benchmarks.vlm_speed import Answer, Answered, Runner, cut, drafts, race, row
 from specmm import methods
 from specmm.diffusion_drafters.train.texts import read_files
@@ -30,7 +42,12 @@ PROMPT, LONGEST = 96, 128  # tokens read and tokens written
 LENGTHS = (2, 3, 4, 5, 6, 8)  # of a block
 TREES = (4, 8, 16, (2, 1, 1, 1, 1, 1))  # nodes of the likeliest paths, and a fixed one
 COMPILED = (methods.AR(), methods.Block(length=6), methods.Block(), methods.Block(tree=TREES[-1]))
-DIFFUSPEC = ((True, True), (True, False), (False, True), (False, False))  # path search, adaptive length
+DIFFUSPEC = (
+    (True, True),
+    (True, False),
+    (False, True),
+    (False, False),
+)  # path search, adaptive length
 PROSE = (
     "Explain in a few sentences why the sky is blue.",
     "Write a short story about a lighthouse keeper and a storm.",
@@ -50,7 +67,7 @@ TASKS = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class Questions:
     """A batch of prompts; with ``chat`` they are questions."""
 
     prompts: list[str]
@@ -61,8 +78,10 @@ class Asked:
 def ours(pipe: TextPipeline, method: Any, temperature: float, compiled: bool = False) -> Answer:
     """A method of ours."""
 
-    def answer(asked: Asked) -> Answered:
-        options: dict[str, Any] = dict(method=method, temperature=temperature, seed=asked.seed, chat=asked.chat)
+    def answer(asked: Questions) -> Answered:
+        options: dict[str, Any] = dict(
+            method=method, temperature=temperature, seed=asked.seed, chat=asked.chat
+        )
         out = pipe(asked.prompts, max_new_tokens=LONGEST, compiled=compiled, **options)
         return Answered(out.tokens, out.stats, out.certificate.kind)
 
@@ -70,13 +89,15 @@ def ours(pipe: TextPipeline, method: Any, temperature: float, compiled: bool = F
 
 
 def theirs(pipe: TextPipeline, temperature: float, **options: Any) -> Answer:
-    """transformers' own ``generate``, with ``options`` such as ``assistant_model`` or ``prompt_lookup_num_tokens``."""
+    """transformers' own ``generate``, with ``options`` such as ``assistant_model`` or
+    ``prompt_lookup_num_tokens``.
+    """
     sampling: dict[str, Any] = dict(do_sample=temperature > 0)
     if temperature > 0:
         sampling |= dict(temperature=temperature, top_k=0, top_p=1.0)
     ends = pipe.ends()
 
-    def answer(asked: Asked) -> Answered:
+    def answer(asked: Questions) -> Answered:
         rows = [{"input_ids": ids} for ids in pipe.encode(asked.prompts, asked.chat)]
         inputs = pipe.tokenizer.pad(rows, padding_side="left", return_tensors="pt")
         torch.manual_seed(asked.seed)
@@ -87,14 +108,18 @@ def theirs(pipe: TextPipeline, temperature: float, **options: Any) -> Answer:
 
 
 def contenders(pipe: TextPipeline, temperature: float, batch: int) -> list[Runner]:
-    """Plain decoding twice first, then everything that drafts; transformers' own assistants at batch 1 only."""
+    """Plain decoding twice first, then everything that drafts; transformers' own assistants at
+    batch 1 only.
+    """
     chosen: list[Any] = [methods.AR()]
     for kind in (methods.DEER, methods.Block):
         if drafts(pipe, kind()):
             chosen += [kind(length=n) for n in LENGTHS] + [kind(tree=n) for n in TREES]
             chosen += [kind(sure=0.3), kind(recall=3)]
     if drafts(pipe, methods.DiffuSpec()):
-        chosen += [methods.DiffuSpec(search=search, adaptive=adaptive) for search, adaptive in DIFFUSPEC]
+        chosen += [
+            methods.DiffuSpec(search=search, adaptive=adaptive) for search, adaptive in DIFFUSPEC
+        ]
         chosen.append(methods.DiffuSpec(reuse=True))
         chosen += [methods.SpecDiff(steps=1), methods.SpecDiff(steps=2)]
     chosen += [methods.PromptLookup()]
@@ -102,56 +127,89 @@ def contenders(pipe: TextPipeline, temperature: float, batch: int) -> list[Runne
     found = [Runner("transformers generate", theirs(pipe, temperature))]
     found += [Runner(label(method), ours(pipe, method, temperature)) for method in chosen]
     if batch == 1:
-        found.append(Runner("transformers prompt lookup", theirs(pipe, temperature, prompt_lookup_num_tokens=8)))
+        found.append(
+            Runner(
+                "transformers prompt lookup", theirs(pipe, temperature, prompt_lookup_num_tokens=8)
+            )
+        )
         if drafts(pipe, methods.TextDraft()):
-            assistant = _of_size(pipe.drafter("text-draft").model, len(pipe.model.get_input_embeddings().weight))
-            found.append(Runner("transformers assisted", theirs(pipe, temperature, assistant_model=assistant)))
+            assistant = _of_size(
+                pipe.drafter("text-draft").model, len(pipe.model.get_input_embeddings().weight)
+            )
+            found.append(
+                Runner(
+                    "transformers assisted", theirs(pipe, temperature, assistant_model=assistant)
+                )
+            )
     return found
 
 
 def compiled_contenders(pipe: TextPipeline, temperature: float) -> list[Runner]:
-    """Plain decoding and a block drafter as compiled programs, made here, and plain decoding without."""
-    found = [Runner(f"{label(method)}, compiled", ours(pipe, method, temperature, True)) for method in COMPILED]
+    """Plain decoding and a block drafter as compiled programs, made here, and plain decoding
+    without.
+    """
+    found = [
+        Runner(f"{label(method)}, compiled", ours(pipe, method, temperature, True))
+        for method in COMPILED
+    ]
     for runner in found:
         for seed in (0, 1):  # the second call compiles what the first began
             runner.answer(places(pipe, ["\n".join("abcdefgh")], 1, seed))
-    return [found[0], Runner(label(methods.AR()), ours(pipe, methods.AR(), temperature)), *found[1:]]
+    return [
+        found[0],
+        Runner(label(methods.AR()), ours(pipe, methods.AR(), temperature)),
+        *found[1:],
+    ]
 
 
 def _of_size(assistant: Any, vocabulary: int) -> Any:
-    """A copy without the tokens only the drafter has (a mask), since transformers asks for equal vocabularies."""
+    """A copy without the tokens only the drafter has (a mask), since transformers asks for equal
+    vocabularies.
+    """
     found = copy.deepcopy(assistant)
     found.resize_token_embeddings(vocabulary)
     return found
 
 
-def places(pipe: TextPipeline, texts: Sequence[str], batch: int, seed: int) -> Asked:
+def places(pipe: TextPipeline, texts: Sequence[str], batch: int, seed: int) -> Questions:
     """``batch`` prompts of the held-out ``texts``, each the lines before a random one of them."""
     random, prompts = Random(f"places {seed}"), []
     for _ in range(batch):
         lines = random.choice(texts).splitlines(keepends=True)
         ids = pipe.tokenizer("".join(lines[: random.randrange(4, len(lines))]))["input_ids"]
         prompts.append(pipe.tokenizer.decode(ids[-PROMPT:]))
-    return Asked(prompts, seed)
+    return Questions(prompts, seed)
 
 
 def measure(
-    pipe: TextPipeline, kind: str, temperature: float, batch: int, repeats: int, compiled: bool = False
+    pipe: TextPipeline,
+    kind: str,
+    temperature: float,
+    batch: int,
+    repeats: int,
+    compiled: bool = False,
 ) -> list[Row]:
-    """Every contender (with ``compiled`` those that are programs) over ``repeats`` batches of a ``kind``.
+    """Every contender (with ``compiled`` those that are programs) over ``repeats`` batches of a
+    ``kind``.
 
     It is held-out ``code``, or questions: ``prose``, ``tasks``.
     """
-    texts = [text for text in read_files(True).values() if text.count("\n") > 30] if kind == "code" else []
+    texts = (
+        [text for text in read_files(True).values() if text.count("\n") > 30]
+        if kind == "code"
+        else []
+    )
 
-    def ask(seed: int) -> Asked:
+    def ask(seed: int) -> Questions:
         if kind == "code":
             return places(pipe, texts, batch, seed)
         said = PROSE if kind == "prose" else TASKS
-        return Asked([said[(seed + i) % len(said)] for i in range(batch)], seed, chat=True)
+        return Questions([said[(seed + i) % len(said)] for i in range(batch)], seed, chat=True)
 
     title = f"{kind} T={temperature:g} batch {batch}"
-    chosen = compiled_contenders(pipe, temperature) if compiled else contenders(pipe, temperature, batch)
+    chosen = (
+        compiled_contenders(pipe, temperature) if compiled else contenders(pipe, temperature, batch)
+    )
     runners = race(chosen, ask, repeats, title)
     return [row(r, runners, kind, temperature, batch) | searched(r) for r in runners]
 
@@ -163,16 +221,22 @@ def searched(runner: Runner) -> Row:
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="Folder or name of a text model with its drafters.")] = "pocket/coder",
+    model: Annotated[
+        str, typer.Argument(help="Folder or name of a text model with its drafters.")
+    ] = "pocket/coder",
     repeats: Annotated[int, typer.Option(min=1, help="Calls of every contender.")] = 12,
     minutes: Annotated[float, typer.Option(min=0, help="No new part begins after so many.")] = 20.0,
     kinds: Annotated[str, typer.Option(help="code, prose, tasks, with commas between.")] = "code",
     dtype: Dtype = "float32",
-    compiled: Annotated[bool, typer.Option("--compile", help="Compiled programs against one another.")] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compiled programs against one another.")
+    ] = False,
     threads: Threads = 2,
     out: Out = RESULTS,
 ) -> None:
-    """Measure and write ``text_speed_NAME.json`` and ``.csv`` (``…_compiled`` with --compile) part by part."""
+    """Measure and write ``text_speed_NAME.json`` and ``.csv`` (``…_compiled`` with --compile) part
+    by part.
+    """
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
     budget, rows = Budget(minutes), list[Row]()
@@ -182,7 +246,14 @@ def main(
     for temperature, batch in ((0.0, 1), (1.0, 1), *([] if compiled else [(0.0, 8)])):
         for kind in kinds.split(","):
             if not budget.spent:
-                rows += measure(pipe, kind, temperature, batch, repeats if batch == 1 else -(-repeats // 3), compiled)
+                rows += measure(
+                    pipe,
+                    kind,
+                    temperature,
+                    batch,
+                    repeats if batch == 1 else -(-repeats // 3),
+                    compiled,
+                )
                 write_results(out, name, rows, facts)
 
 

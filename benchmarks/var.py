@@ -1,9 +1,10 @@
-"""VAR and CoDe by N: seconds, memory, FID, training-free and specialised; and our plain VAR over a first loop.
+"""VAR and CoDe by N: seconds, memory, FID, training-free and specialised; and our plain VAR over a
+first loop.
 
     python -m benchmarks.var pocket/var [--specialised FOLDER …]
 
-The FLOP ideal of an N is the arithmetic of the large model alone over that of both in turn, pixels left out on both
-sides; ``realised`` is the measured speed-up of drawing tokens over it.
+The FLOP ideal of an N is the arithmetic of the large model alone over that of both in turn, pixels
+left out on both sides; ``realised`` is the measured speed-up of drawing tokens over it.
 """
 
 from __future__ import annotations
@@ -46,11 +47,16 @@ from specmm.randomness import Uniforms
 
 
 def settings_of(pipe: VARPipeline, specials: Sequence[VARPipeline]) -> list[Setting]:
-    """Plain decoding, CoDe by N and the exact variant; then CoDe by specialised pairs, each at its own N."""
-    scales = len(pipe.transformer.config.ladder)
+    """Plain decoding, CoDe by N and the exact variant; then CoDe by specialised pairs, each at its
+    own N.
+    """
+    scales = len(pipe.transformer.config.schedule)
     found = [Setting("ar", pipe, dict(method="ar"))]
     if pipe.small is not None:
-        found += [Setting(f"code, N = {n}", pipe, dict(method=methods.CoDe(n))) for n in range(scales - 1, -1, -1)]
+        found += [
+            Setting(f"code, N = {n}", pipe, dict(method=methods.CoDe(n)))
+            for n in range(scales - 1, -1, -1)
+        ]
         found.append(Setting("speculative", pipe, dict(method="speculative")))
         found.append(Setting("code, planner's N", pipe, dict(method="code")))
     for special in specials:
@@ -61,10 +67,16 @@ def settings_of(pipe: VARPipeline, specials: Sequence[VARPipeline]) -> list[Sett
 
 def ideal(pipe: VARPipeline, n: int, batch: int) -> float:
     """Arithmetic of the large model alone over that of CoDe with the first ``n`` scales by it."""
-    setup, large, small = tuning.setup_of(pipe.transformer, batch, pipe.target()), pipe.transformer, pipe.small
-    scales = len(large.config.ladder)
+    setup, large, small = (
+        tuning.setup_of(pipe.transformer, batch, pipe.target()),
+        pipe.transformer,
+        pipe.small,
+    )
+    scales = len(large.config.schedule)
     whole = sum(w.flops for w in model_work(large.config, setup, range(scales)))
-    parts = model_work(large.config, setup, range(n)) + model_work(small.config, setup, range(n, scales))
+    parts = model_work(large.config, setup, range(n)) + model_work(
+        small.config, setup, range(n, scales)
+    )
     return whole / sum(w.flops for w in parts)
 
 
@@ -72,23 +84,37 @@ def row(setting: Setting, plain: Setting, batch: int) -> Row:
     """Times, memory and the arithmetic's ideal of one setting."""
     classes = [0] * batch
     peak = measured_peak(lambda: setting.draw(classes, range(batch)), setting.pipe.device)
-    found = timing(setting, plain) | {"batch": batch, "peak_mib": peak / 2**20, "token_seconds": loop(setting)}
+    found = timing(setting, plain) | {
+        "batch": batch,
+        "peak_mib": peak / 2**20,
+        "token_seconds": loop(setting),
+    }
     found |= forecast(setting, batch)
     return found | over_ideal(setting, plain, batch)
 
 
 def forecast(setting: Setting, batch: int) -> Row:
-    """The N of a setting and the planner's seconds a picture for it; nothing of those it does not plan."""
+    """The N of a setting and the planner's seconds a picture for it; nothing of those it does not
+    plan.
+    """
     method = setting.call["method"]
     if setting.pipe.small is None or method == "speculative":
         return {}
     made = setting.pipe.plan(batch)
-    n = method.n if isinstance(method, methods.CoDe) else made.n if method == "code" else len(made.forecasts) - 1
+    n = (
+        method.n
+        if isinstance(method, methods.CoDe)
+        else made.n
+        if method == "code"
+        else len(made.forecasts) - 1
+    )
     return {"n": n, "predicted": made.forecasts[n].seconds / batch}
 
 
 def over_ideal(setting: Setting, plain: Setting, batch: int) -> Row:
-    """The N of a setting of CoDe, the arithmetic's ideal and how much of it came out as time; nothing of others."""
+    """The N of a setting of CoDe, the arithmetic's ideal and how much of it came out as time;
+    nothing of others.
+    """
     method = setting.call["method"]
     if not isinstance(method, methods.CoDe) or method.n == -1:
         return {}
@@ -101,29 +127,40 @@ def loop(setting: Setting) -> float:
     return statistics.median(s.seconds for s in setting.stats)
 
 
-def against_straightforward(pipe: VARPipeline, model: VAR, batch: int, repeats: int, compiled: bool = False) -> Row:
+def against_straightforward(
+    pipe: VARPipeline, model: VAR, batch: int, repeats: int, compiled: bool = False
+) -> Row:
     """Our plain decoding over the loop one writes at first, in float32 at temperature 1.
 
-    ``model`` is the pipeline's as it is loaded at first, its weights not laid out for anything. Tokens are compared as
-    drawn with the same dice, where rounding decides now and then (the share of equal pictures), and greedily.
+    ``model`` is the pipeline's as it is loaded at first, its weights not laid out for anything.
+    Tokens are compared as drawn with the same uniforms, where rounding decides now and then (the
+    share of equal pictures), and greedily.
     """
     sampling = pipe.target(temperature=1.0)
     labels = torch.arange(batch) % model.config.num_classes
 
     def theirs(seeds: Sequence[int], top_k: int = sampling.top_k) -> torch.Tensor:
         cut = sampling.cfg, top_k, sampling.top_p
-        tokens, _ = straightforward(model, pipe.vae.quantize, labels, *cut, Uniforms(generators(seeds)))
+        tokens, _ = straightforward(
+            model, pipe.vae.quantize, labels, *cut, Uniforms(generators(seeds))
+        )
         return torch.cat(tokens, dim=1)
 
     def ours(seeds: Sequence[int], top_k: int = sampling.top_k) -> torch.Tensor:
-        options = dict(method="ar", temperature=1.0, top_k=top_k, batch_size=batch, output_type="latent")
-        return pipe(classes=labels.tolist(), generator=generators(seeds), compiled=compiled, **options).tokens
+        options = dict(
+            method="ar", temperature=1.0, top_k=top_k, batch_size=batch, output_type="latent"
+        )
+        return pipe(
+            classes=labels.tolist(), generator=generators(seeds), compiled=compiled, **options
+        ).tokens
 
     times: dict[str, list[float]] = {"theirs": [], "ours": []}
     drawn = []
     for repeat in range(-1, repeats):
         seeds = range((repeat + 1) * batch, (repeat + 2) * batch)
-        made = [_timed(draw, seeds, times[name]) for name, draw in (("theirs", theirs), ("ours", ours))]
+        made = [
+            _timed(draw, seeds, times[name]) for name, draw in (("theirs", theirs), ("ours", ours))
+        ]
         drawn += (made[0] == made[1]).all(1).tolist()
     first, second = (statistics.median(t[1:]) for t in times.values())
     greedy = (theirs(range(batch), 1) == ours(range(batch), 1)).all(1)
@@ -138,7 +175,9 @@ def against_straightforward(pipe: VARPipeline, model: VAR, batch: int, repeats: 
     }
 
 
-def _timed(draw: Callable[[Sequence[int]], torch.Tensor], seeds: Sequence[int], times: list[float]) -> torch.Tensor:
+def _timed(
+    draw: Callable[[Sequence[int]], torch.Tensor], seeds: Sequence[int], times: list[float]
+) -> torch.Tensor:
     start = time.perf_counter()
     made = draw(seeds)
     times.append(time.perf_counter() - start)
@@ -152,7 +191,9 @@ def main(
     ] = [],  # noqa: B006  typer copies it
     repeats: Annotated[int, typer.Option(min=1, help="Timed batches of every setting.")] = 8,
     samples: Annotated[int, typer.Option(min=2, help="Samples of every setting for FID.")] = 1000,
-    minutes: Annotated[float, typer.Option(min=0, help="For each batch size, and again for samples.")] = 15.0,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="For each batch size, and again for samples.")
+    ] = 15.0,
     data: DataFolder = EMOJI,
     cache: CacheFolder = CACHE,
     threads: Threads = 2,
@@ -167,13 +208,20 @@ def main(
     first = load_var(zoo.find(model) / "transformer")
     for batch in (1, 16):
         settings = settings_of(pipe, specials)
-        time_settings(settings, pipe.transformer.config.num_classes, batch, repeats, Budget(minutes))
+        time_settings(
+            settings, pipe.transformer.config.num_classes, batch, repeats, Budget(minutes)
+        )
         rows += [row(s, settings[0], batch) for s in settings]
-        loops += [against_straightforward(single, first, batch, repeats, compiled) for compiled in (False, True)]
+        loops += [
+            against_straightforward(single, first, batch, repeats, compiled)
+            for compiled in (False, True)
+        ]
         write_results(out, "var_loop", loops, facts)
         write_results(out, "var", rows, facts)
     real = Real(Options(data=data, cache=cache))
-    found = draw_samples(settings, cache / "var", zoo.find(model), real, samples, 50, Budget(minutes))
+    found = draw_samples(
+        settings, cache / "var", zoo.find(model), real, samples, 50, Budget(minutes)
+    )
     known = {name: quality(made, found["ar"], real) for name, made in found.items()}
     rows = [r | known.get(r["method"], {}) for r in rows]
     write_results(out, "var", rows, facts)

@@ -1,10 +1,12 @@
-"""CoDe over its FLOP ideal at the published sizes: VAR-d30 refined by VAR-d16, the pair of CoDe's release.
+"""CoDe over its FLOP ideal at the published sizes: VAR-d30 refined by VAR-d16, the pair of CoDe's
+release.
 
     python -m benchmarks.var_published
 
-Their weights cannot be had here and are random: what a step costs does not depend on them. Tokens only are counted, for
-the tokenizer is a small one. Under the paper's pair a picture takes 18 seconds of two cores and 11 GiB of memory in
-float32; in batches the first scales' weights, read for a few rows each, weigh less.
+Their weights cannot be had here and are random: what a step costs does not depend on them. Tokens
+only are counted, for the tokenizer is a small one. Under the paper's pair a picture takes 18
+seconds of two cores and 11 GiB of memory in float32; in batches the first scales' weights, read for
+a few rows each, weigh less.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ DEMO = Settings(cfg=4.0, temperature=1.0, top_k=900, top_p=0.95)
 
 
 def pair(large: int, small: int, dtype: torch.dtype) -> VARPipeline:
-    """Both models behind a tokenizer of their sizes but for its decoder, whose time is not counted."""
+    """Both models after a tokenizer of their sizes but for its decoder, whose time is not counted."""
     models = [random_var(published(depth), dtype) for depth in (large, small)]
     pipe = VARPipeline(models[0], random_vqvae(models[0].config), models[1], DEMO)
     pipe.set_progress_bar_config(disable=True)
@@ -38,7 +40,9 @@ def pair(large: int, small: int, dtype: torch.dtype) -> VARPipeline:
 
 
 def row(setting: Setting, plain: Setting, batch: int, forecasts: Sequence[Forecast]) -> Row:
-    """A setting's seconds a picture, those forecast, its speed-up, and how much of the arithmetic's ideal that is."""
+    """A setting's seconds a picture, those forecast, its speed-up, and how much of the arithmetic's
+    ideal that is.
+    """
     seconds, method = loop(setting), setting.call["method"]
     expected = forecasts[method.n if isinstance(method, methods.CoDe) else -1].seconds
     times = {
@@ -47,7 +51,12 @@ def row(setting: Setting, plain: Setting, batch: int, forecasts: Sequence[Foreca
         "predicted": expected / batch,
         "speedup": loop(plain) / seconds,
     }
-    return {"method": setting.name} | times | over_ideal(setting, plain, batch) | {"repeats": len(setting.stats)}
+    return (
+        {"method": setting.name}
+        | times
+        | over_ideal(setting, plain, batch)
+        | {"repeats": len(setting.stats)}
+    )
 
 
 def main(
@@ -56,7 +65,9 @@ def main(
     by: Annotated[str, typer.Option(help="CoDe's N, with commas between.")] = "9,8,7,6,0",
     batches: Annotated[str, typer.Option(help="Pictures at once, with commas between.")] = "1,4",
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each setting.")] = 3,
-    minutes: Annotated[float, typer.Option(min=0, help="No new repeat of a batch size begins after so many.")] = 5.0,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="No new repeat of a batch size begins after so many.")
+    ] = 5.0,
     dtype: Dtype = "auto",
     threads: Threads = 2,
     out: Out = RESULTS,
@@ -65,14 +76,22 @@ def main(
     torch.set_num_threads(threads)
     held = named_dtype(dtype) or choose_dtype(LARGE, long=True)
     counts = [int(batch) for batch in batches.split(",")]
-    sizes, sampling = (published(large), published(small)), Sampling(DEMO.cfg, DEMO.top_k, DEMO.top_p)
+    sizes, sampling = (
+        (published(large), published(small)),
+        Sampling(DEMO.cfg, DEMO.top_k, DEMO.top_p),
+    )
     planned = {batch: foresee(*sizes, batch, sampling, held).forecasts for batch in counts}
     pipe, rows = pair(large, small, held), list[Row]()
     what = f"VAR-d{large} and VAR-d{small}, random weights"
     for batch in counts:
         settings = [Setting("ar", pipe, dict(method="ar"))]
-        settings += [Setting(f"code, N = {n}", pipe, dict(method=methods.CoDe(int(n)))) for n in by.split(",")]
-        time_settings(settings, pipe.transformer.config.num_classes, batch, repeats, Budget(minutes))
+        settings += [
+            Setting(f"code, N = {n}", pipe, dict(method=methods.CoDe(int(n))))
+            for n in by.split(",")
+        ]
+        time_settings(
+            settings, pipe.transformer.config.num_classes, batch, repeats, Budget(minutes)
+        )
         rows += [row(s, settings[0], batch, planned[batch]) for s in settings]
         write_results(out, "var_published", rows, environment(model=what, dtype=str(held)))
 

@@ -1,9 +1,11 @@
-"""Speculative Verdict: accuracy of the experts, of their majority, of the judge alone, and once it has heard them.
+"""Speculative Verdict: accuracy of the experts, of their majority, of the judge alone, and once it
+has heard them.
 
     python -m benchmarks.verdict pocket/llava
 
-Questions are short ones about held-out scenes and of easy-VQA's test split; an answer counts when it is right to the
-letter. Gains are over the judge alone on the same questions, with the 95% interval of paired shares.
+Questions are short ones about held-out scenes and of easy-VQA's test split; an answer counts when
+it is right to the letter. Gains are over the judge alone on the same questions, with the 95%
+interval of paired shares.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from tqdm import tqdm
 
 from benchmarks.common import EMOJI, RESULTS, Out, Row, Threads, environment, write_results
 from benchmarks.language_bars import ALONE, EXPERT, HEARD
-from benchmarks.vqa_accuracy import Asked, easy_questions, row, scene_questions
+from benchmarks.vqa_accuracy import Question, easy_questions, row, scene_questions
 from recipes.scenes.stream import World, load_world
 from specmm.vlm.pipeline import VQAPipeline
 
@@ -34,13 +36,13 @@ LONGEST = 24  # tokens of a short answer
 
 
 @dataclass
-class Tally:
+class Scores:
     """Who was right, question by question, and the seconds a question took."""
 
     right: dict[str, list[bool]] = field(default_factory=dict)
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
-    def add(self, who: str, asked: Asked, answer: str, seconds: float | None = None) -> None:
+    def add(self, who: str, asked: Question, answer: str, seconds: float | None = None) -> None:
         """Note one answer."""
         self.right.setdefault(who, []).append(answer.strip() in asked.right)
         if seconds is not None:
@@ -61,7 +63,9 @@ def _without(found: Row, name: str) -> Row:
 
 
 def paired(ours: Sequence[bool], theirs: Sequence[bool]) -> Row:
-    """Gain in accuracy of ``ours`` over ``theirs`` on the same questions, with its 95% interval (Wald, paired)."""
+    """Gain in accuracy of ``ours`` over ``theirs`` on the same questions, with its 95% interval
+    (Wald, paired).
+    """
     count, won = len(ours), sum(a and not b for a, b in zip(ours, theirs, strict=True))
     lost = sum(b and not a for a, b in zip(ours, theirs, strict=True))
     gain = (won - lost) / count
@@ -69,7 +73,7 @@ def paired(ours: Sequence[bool], theirs: Sequence[bool]) -> Row:
     return {"gain": gain, "gain_low": gain - spread, "gain_high": gain + spread}
 
 
-def questions(world: World, scenes: int, easy: int, seed: int) -> dict[str, list[Asked]]:
+def questions(world: World, scenes: int, easy: int, seed: int) -> dict[str, list[Question]]:
     """What is asked, by what it is about; easy-VQA's are drawn over all its pictures."""
     short = [a for a in scene_questions(world, scenes, seed) if a.kind != "describe"]
     return {"scenes": short, "easy-VQA": Random(seed).sample(easy_questions(world, None), easy)}
@@ -80,25 +84,27 @@ def majority(answers: Sequence[str]) -> str:
     return Counter(answers).most_common(1)[0][0]
 
 
-def measure(pipe: VQAPipeline, asked: Sequence[Asked]) -> Tally:
+def measure(pipe: VQAPipeline, asked: Sequence[Question]) -> Scores:
     """Ask everybody everything."""
-    tally = Tally()
+    scores = Scores()
     for one in tqdm(asked, desc="ask"):
         picture, options = Image.fromarray(one.image), dict(max_new_tokens=LONGEST)
         start = time.perf_counter()
         alone = pipe(picture, one.question, method="ar", **options)
-        tally.add(ALONE, one, alone.answers[0], time.perf_counter() - start)
+        scores.add(ALONE, one, alone.answers[0], time.perf_counter() - start)
         start = time.perf_counter()
         heard = pipe(picture, one.question, method="verdict", **options)
-        tally.add(HEARD, one, heard.answers[0], time.perf_counter() - start)
-        tally.add(MAJORITY, one, majority(heard.ruling.answers))
+        scores.add(HEARD, one, heard.answers[0], time.perf_counter() - start)
+        scores.add(MAJORITY, one, majority(heard.ruling.answers))
         for i, answer in enumerate(heard.ruling.answers):
-            tally.add(f"{EXPERT} {i + 1}", one, answer)
-    return tally
+            scores.add(f"{EXPERT} {i + 1}", one, answer)
+    return scores
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="A vision-language model with experts beside it.")] = "pocket/llava",
+    model: Annotated[
+        str, typer.Argument(help="A vision-language model with experts beside it.")
+    ] = "pocket/llava",
     scenes: Annotated[int, typer.Option(min=1, help="Held-out scenes.")] = 120,
     easy: Annotated[int, typer.Option(min=1, help="Questions of easy-VQA's test split.")] = 400,
     seed: Annotated[int, typer.Option(min=0, help="Of scenes and questions.")] = 2,

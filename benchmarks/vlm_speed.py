@@ -1,9 +1,11 @@
-"""Seconds a token of answers about pictures: every method against the faster of ``model.generate`` and our plain loop.
+"""Seconds a token of answers about pictures: every method against the faster of ``model.generate``
+and our plain loop.
 
     python -m benchmarks.vlm_speed pocket/llava
 
-Each repeat asks every contender the same questions about the same held-out scenes with the same seed, so that whatever
-else the machine does falls on all alike. Wall clock is a whole call: picture, prompt and answer.
+Each repeat asks every contender the same questions about the same held-out scenes with the same
+seed, so that whatever else the machine does falls on all alike. Wall clock is a whole call:
+picture, prompt and answer.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ TREES = ((1, 1, 1), (2, 1, 1, 1, 1, 1), (3, 2, 1, 1, 1))  # of the MSD drafter, 
 
 
 @dataclass(frozen=True)
-class Asked:
+class Batch:
     """A batch of questions: ``pictures`` holds one each, or None for questions without."""
 
     pictures: list[Image.Image | None]
@@ -62,7 +64,9 @@ class Asked:
 
 @dataclass
 class Answered:
-    """What a contender's call gave: the ids of each answer, and the loop's statistics where it is ours."""
+    """What a contender's call gave: the ids of each answer, and the loop's statistics where it is
+    ours.
+    """
 
     tokens: list[Tensor]
     stats: Stats | None = None
@@ -98,7 +102,7 @@ class Runner:
 def ours(pipe: VQAPipeline, method: methods.VQAMethod, temperature: float) -> Answer:
     """A method of ours."""
 
-    def answer(asked: Asked) -> Answered:
+    def answer(asked: Batch) -> Answered:
         options: dict[str, Any] = dict(method=method, temperature=temperature, seed=asked.seed)
         out = pipe(asked.pictures, asked.questions, max_new_tokens=LONGEST, **options)
         return Answered(out.tokens, out.stats, out.certificate.kind)
@@ -113,7 +117,7 @@ def theirs(pipe: VQAPipeline, temperature: float, **options: Any) -> Answer:
         sampling |= dict(temperature=temperature, top_k=0, top_p=1.0)
     ends = pipe.ends()
 
-    def answer(asked: Asked) -> Answered:
+    def answer(asked: Batch) -> Answered:
         inputs = Questions.of(asked.pictures, asked.questions).inputs(pipe.processor)
         inputs = on_device(inputs, pipe.model.device, pipe.model.dtype)
         torch.manual_seed(asked.seed)
@@ -130,7 +134,9 @@ def cut(ids: Tensor, ends: Sequence[int]) -> Tensor:
 
 
 def contenders(pipe: VQAPipeline, temperature: float, batch: int) -> list[Runner]:
-    """Plain decoding twice first, then everything that drafts; transformers' own assistants at batch 1 only."""
+    """Plain decoding twice first, then everything that drafts; transformers' own assistants at
+    batch 1 only.
+    """
     found = [Runner("transformers generate", theirs(pipe, temperature))]
     chosen: list[methods.VQAMethod] = [methods.AR()]
     if temperature > 0:
@@ -144,7 +150,9 @@ def contenders(pipe: VQAPipeline, temperature: float, batch: int) -> list[Runner
     found += [Runner(label(method), ours(pipe, method, temperature)) for method in chosen]  # type: ignore[arg-type]
     if batch == 1 and drafts(pipe, methods.TextDraft()):
         assistant = pipe.drafter("text-draft").model
-        found.append(Runner("transformers assisted", theirs(pipe, temperature, assistant_model=assistant)))
+        found.append(
+            Runner("transformers assisted", theirs(pipe, temperature, assistant_model=assistant))
+        )
     return found
 
 
@@ -156,8 +164,10 @@ def drafts(pipe: Any, method: Any) -> bool:
         return False
 
 
-def ask(world: World, kind: str, batch: int, seed: int) -> Asked:
-    """``batch`` questions of a ``kind``: descriptions, short ones about pictures, or text without a picture."""
+def ask(world: World, kind: str, batch: int, seed: int) -> Batch:
+    """``batch`` questions of a ``kind``: descriptions, short ones about pictures, or text without a
+    picture.
+    """
     random = Random(f"{kind} {seed}")
     pictures: list[Image.Image | None] = []
     questions = []
@@ -168,11 +178,15 @@ def ask(world: World, kind: str, batch: int, seed: int) -> Asked:
             continue
         scene, turns = world.scene(random)
         pictures.append(Image.fromarray(scene.image))
-        questions.append(turns[0].question if kind == "describe" else random.choice(turns[1:]).question)
-    return Asked(pictures, questions, seed)
+        questions.append(
+            turns[0].question if kind == "describe" else random.choice(turns[1:]).question
+        )
+    return Batch(pictures, questions, seed)
 
 
-def measure(pipe: VQAPipeline, world: World, kind: str, temperature: float, batch: int, repeats: int) -> list[Row]:
+def measure(
+    pipe: VQAPipeline, world: World, kind: str, temperature: float, batch: int, repeats: int
+) -> list[Row]:
     """Every contender over ``repeats`` batches of one kind of question."""
     runners = race(
         contenders(pipe, temperature, batch),
@@ -183,8 +197,12 @@ def measure(pipe: VQAPipeline, world: World, kind: str, temperature: float, batc
     return [row(r, runners, kind, temperature, batch) for r in runners]
 
 
-def race(runners: list[Runner], ask: Callable[[int], Any], repeats: int, title: str) -> list[Runner]:
-    """Every one of ``runners`` on what ``ask`` gives for each of ``repeats`` seeds; those that cannot are left out."""
+def race(
+    runners: list[Runner], ask: Callable[[int], Any], repeats: int, title: str
+) -> list[Runner]:
+    """Every one of ``runners`` on what ``ask`` gives for each of ``repeats`` seeds; those that
+    cannot are left out.
+    """
     for runner in runners[:]:
         try:
             runner.answer(ask(10**6))  # warm-up: caches, plans
@@ -199,14 +217,20 @@ def race(runners: list[Runner], ask: Callable[[int], Any], repeats: int, title: 
 
 
 def row(runner: Runner, runners: list[Runner], kind: str, temperature: float, batch: int) -> Row:
-    """One line of the table; the baseline is the faster of the two plain contenders, which come first."""
+    """One line of the table; the baseline is the faster of the two plain contenders, which come
+    first.
+    """
     generate, plain = runners[0], runners[1]
     best = min((generate, plain), key=lambda r: sorted(r.seconds)[len(r.seconds) // 2])
     low, high = quartiles(best.seconds, runner.seconds)
     pairs = zip(chain(*generate.answers), chain(*runner.answers), strict=True)
     same = [torch.equal(a, b) for a, b in pairs]
     drafting = runner.stats.rounds > 0 and runner is not plain
-    times = round_times(runner.stats, plain.stats.seconds, plain.stats.tokens) if drafting and batch == 1 else {}
+    times = (
+        round_times(runner.stats, plain.stats.seconds, plain.stats.tokens)
+        if drafting and batch == 1
+        else {}
+    )
     return {
         "questions": kind,
         "temperature": temperature,
@@ -228,7 +252,9 @@ def row(runner: Runner, runners: list[Runner], kind: str, temperature: float, ba
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="A vision-language model with drafters: folder or pocket name.")],
+    model: Annotated[
+        str, typer.Argument(help="A vision-language model with drafters: folder or pocket name.")
+    ],
     repeats: Annotated[int, typer.Option(min=1, help="Calls of every contender.")] = 12,
     minutes: Annotated[float, typer.Option(min=0, help="No new part begins after so many.")] = 20.0,
     dtype: Dtype = "float32",
@@ -246,7 +272,9 @@ def main(
     parts += [("text", 0.0, 1), ("short", 0.0, 1)]
     for kind, temperature, batch in parts:
         if not budget.spent:
-            rows += measure(pipe, world, kind, temperature, batch, repeats if batch == 1 else -(-repeats // 3))
+            rows += measure(
+                pipe, world, kind, temperature, batch, repeats if batch == 1 else -(-repeats // 3)
+            )
             write_results(out, f"vlm_speed_{Path(model).name}", rows, facts)
 
 

@@ -1,4 +1,5 @@
-"""A walk through the pocket LlamaGen: one class, every method, what each run kept of the model's law.
+"""A walk through the pocket LlamaGen: one class, every method, what each run kept of the model's
+distribution.
 
 Run it from anywhere: ``python demos/llamagen_pocket.py [MODEL] [OUT]``.
 """
@@ -28,7 +29,12 @@ for method in (
 ):
     pipe(classes=["heart"], method=method)  # warm up: caches and plans
     start = time.perf_counter()
-    made = pipe(classes=["heart"], num_images_per_prompt=4, method=method, generator=torch.Generator().manual_seed(7))
+    made = pipe(
+        classes=["heart"],
+        num_images_per_prompt=4,
+        method=method,
+        generator=torch.Generator().manual_seed(7),
+    )
     seconds = time.perf_counter() - start
     row = Image.new("RGB", (4 * made.images[0].width, made.images[0].height))
     for i, picture in enumerate(made.images):

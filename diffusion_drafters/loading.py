@@ -1,8 +1,8 @@
 """Drafters of text models from the folders in their target's ``drafters/``.
 
-``drafters/diffusion`` holds a diffusion language model (with ``ngram.safetensors``, DiffuSpec's proxy, and a tokenizer
-where it has its own), ``drafters/deer`` a DEER drafter, ``drafters/block`` a DFlash one, ``drafters/text`` a small
-autoregressive model.
+``drafters/diffusion`` holds a diffusion language model (with ``ngram.safetensors``, DiffuSpec's
+proxy, and a tokenizer where it has its own), ``drafters/deer`` a DEER drafter, ``drafters/block`` a
+DFlash one, ``drafters/text`` a small autoregressive model.
 
 Shape letters: none.
 """
@@ -15,16 +15,11 @@ from typing import Any
 from specmm.checkpoints import read_json
 from specmm.diffusion_drafters.assemble import Diffusion
 from specmm.diffusion_drafters.diffuspec.ngram import NGram
-from specmm.diffusion_drafters.models.causal import (
-    CausalPrefix,
-    check_target,
-    is_deer,
-    load_deer,
-)
+from specmm.diffusion_drafters.models.causal import CausalPrefix, check_target, is_deer, load_deer
 from specmm.diffusion_drafters.models.dflash import DFlash, load_dflash
 from specmm.diffusion_drafters.models.files import load_diffusion_lm
 from specmm.hf.loading import own_tokenizer
-from specmm.layout import lay_weights
+from specmm.prepacked import lay_weights
 
 PROXY = "ngram.safetensors"
 

@@ -1,7 +1,8 @@
-"""Method ``auto`` for text: the length of block that should be fastest for this batch on this machine, or none.
+"""Method ``auto`` for text: the length of block that should be fastest for this batch on this
+machine, or none.
 
-Acceptance by position is measured on the first prompt of each batch size, seconds as well; so a plan costs about what
-answering that prompt once does.
+Acceptance by position is measured on the first prompt of each batch size, seconds as well; so a
+plan costs about what answering that prompt once does.
 
 Shape letters: B batch.
 """
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from specmm import methods
+from specmm.acceptance_stats import AcceptanceCounter
 from specmm.autotune import Plan
 from specmm.decode import decode
 from specmm.diffusion_drafters.assemble import block_source, chain_rule
@@ -21,9 +23,8 @@ from specmm.diffusion_drafters.drafters.block import ChainDrafter, block_length
 from specmm.diffusion_drafters.drafters.sources import BlockSource
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.probing import planned
+from specmm.profiling import planned
 from specmm.randomness import Uniforms
-from specmm.tally import Tally
 from specmm.tree import TreeShape
 
 LENGTHS = (2, 3, 4, 6, 8, 12, 16)  # of the candidate blocks
@@ -31,9 +32,15 @@ ROOM = 48  # tokens of text that measuring needs
 
 
 def choose_method(
-    target: VLMTarget, drafter: Any, prompt: VLMPrompt, plans: dict[Any, Plan], kind: methods.DEER | methods.Block
+    target: VLMTarget,
+    drafter: Any,
+    prompt: VLMPrompt,
+    plans: dict[Any, Plan],
+    kind: methods.DEER | methods.Block,
 ) -> methods.TextMethod:
-    """``kind`` with the planned length, or plain decoding where that should be as fast; ``plans`` keeps the plans."""
+    """``kind`` with the planned length, or plain decoding where that should be as fast; ``plans``
+    keeps the plans.
+    """
     key = (kind.name, len(prompt.lengths), target.processor.greedy, torch.get_num_threads())
     if key not in plans:
         plans[key] = _plan(target, kind, drafter, prompt)
@@ -41,9 +48,13 @@ def choose_method(
     return methods.AR() if shape is None else dataclasses.replace(kind, length=shape.depth)
 
 
-def _plan(target: VLMTarget, kind: methods.DEER | methods.Block, drafter: Any, prompt: VLMPrompt) -> Plan:
+def _plan(
+    target: VLMTarget, kind: methods.DEER | methods.Block, drafter: Any, prompt: VLMPrompt
+) -> Plan:
     longer = dataclasses.replace(prompt, max_new_tokens=max(prompt.max_new_tokens, ROOM))
-    source = block_source(kind, drafter, target)  # a drafter that does not fit is the user's to know of
+    source = block_source(
+        kind, drafter, target
+    )  # a drafter that does not fit is the user's to know of
     try:
         target.check(longer)
     except ValueError as error:
@@ -54,17 +65,28 @@ def _plan(target: VLMTarget, kind: methods.DEER | methods.Block, drafter: Any, p
     def make(shape: TreeShape) -> ChainDrafter:
         return ChainDrafter(block_source(kind, drafter, target), target, shape.depth)
 
-    return planned(target, make, shapes, chain_rule(target), longer, _dice(prompt), table)
+    return planned(target, make, shapes, chain_rule(target), longer, _uniforms(prompt), table)
 
 
-def _acceptance(target: VLMTarget, source: BlockSource, prompt: VLMPrompt) -> tuple[tuple[float, ...], ...]:
+def _acceptance(
+    target: VLMTarget, source: BlockSource, prompt: VLMPrompt
+) -> tuple[tuple[float, ...], ...]:
     """Of drafts whose predecessors were kept, the share kept, by position [D, 1]."""
     length = block_length(source, source.longest or LENGTHS[-1])
-    tally = Tally(ChainDrafter(source, target, length), TreeShape.chain(length, target.device))
-    for _ in decode(target, tally, chain_rule(target), prompt, prompt.max_new_tokens, _dice(prompt)):
+    counter = AcceptanceCounter(
+        ChainDrafter(source, target, length), TreeShape.chain(length, target.device)
+    )
+    for _ in decode(
+        target, counter, chain_rule(target), prompt, prompt.max_new_tokens, _uniforms(prompt)
+    ):
         pass
-    return tally.table()
+    return counter.table()
 
 
-def _dice(prompt: VLMPrompt) -> Uniforms:
-    return Uniforms([torch.Generator(prompt.input_ids.device).manual_seed(i) for i in range(len(prompt.lengths))])
+def _uniforms(prompt: VLMPrompt) -> Uniforms:
+    return Uniforms(
+        [
+            torch.Generator(prompt.input_ids.device).manual_seed(i)
+            for i in range(len(prompt.lengths))
+        ]
+    )

@@ -1,9 +1,11 @@
-"""Autoencoders of pictures as the families' tokenizers have them: VQGAN's blocks, under the official names.
+"""Autoencoders of pictures as the families' tokenizers have them: VQGAN's blocks, under the
+official names.
 
-``Encoder`` and ``Decoder`` are those of MAR's KL-16 and of VAR's VQVAE; LlamaGen names its levels otherwise.
+``Encoder`` and ``Decoder`` are those of MAR's KL-16 and of VAR's VQVAE; LlamaGen names its levels
+otherwise.
 
-Sources: VQGAN (arXiv 2012.09841), latent diffusion (arXiv 2112.10752). Shape letters: B batch, C channels, R image
-side, h side of a feature map.
+Sources: VQGAN (arXiv 2012.09841), latent diffusion (arXiv 2112.10752). Shape letters: B batch, C
+channels, R image side, h side of a feature map.
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ class Upsample(nn.Module):
 
 
 class Level(nn.Module):
-    """Residual blocks of one resolution, each followed by attention if there is any, then a resampling.
+    """Residual blocks of one resolution, each followed by attention if there is any, then a
+    resampling.
 
     The blocks are called ``name``; ``downsample`` or ``upsample`` are set by whoever stacks levels.
     """
@@ -97,7 +100,9 @@ class Level(nn.Module):
     ) -> None:
         super().__init__()
         self.name = name
-        self.add_module(name, nn.ModuleList(ResBlock(c_in if i == 0 else c_out, c_out) for i in range(blocks)))
+        self.add_module(
+            name, nn.ModuleList(ResBlock(c_in if i == 0 else c_out, c_out) for i in range(blocks))
+        )
         self.attn = nn.ModuleList(kind(c_out) for _ in range(blocks if attention else 0))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,8 +132,9 @@ class Middle(nn.Module):
 
 @dataclass(frozen=True)
 class Stack:
-    """Levels of an encoder or decoder: ``ch`` · ``ch_mult`` channels from full resolution down, ``blocks`` residual
-    blocks each, attention of ``kind`` at the ``attending`` levels, ``latent`` channels at the small end.
+    """Levels of an encoder or decoder: ``ch`` · ``ch_mult`` channels from full resolution down,
+    ``blocks`` residual blocks each, attention of ``kind`` at the ``attending`` levels, ``latent``
+    channels at the small end.
     """
 
     ch: int
@@ -140,7 +146,9 @@ class Stack:
 
 
 class Encoder(nn.Module):
-    """Images [B, 3, R, R] -> features [B, latent, h, h]; ``down[0]`` is the level of full resolution."""
+    """Images [B, 3, R, R] -> features [B, latent, h, h]; ``down[0]`` is the level of full
+    resolution.
+    """
 
     def __init__(self, stack: Stack) -> None:
         super().__init__()
@@ -165,7 +173,9 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Features [B, latent, h, h] -> images [B, 3, R, R]; ``up[0]`` is the level of full resolution, the last to run."""
+    """Features [B, latent, h, h] -> images [B, 3, R, R]; ``up[0]`` is the level of full resolution,
+    the last to run.
+    """
 
     def __init__(self, stack: Stack) -> None:
         super().__init__()

@@ -24,7 +24,9 @@ Callback = Callable[[Any, int, int, dict[str, Any]], dict[str, Any]]
 
 @dataclass
 class ImageOutput(BaseOutput):  # type: ignore[misc]
-    """``images`` (PIL, or uint8 [B, R, R, 3] arrays), ``tokens`` [B, …], ``stats``, ``certificate``, ``method``."""
+    """``images`` (PIL, or uint8 [B, R, R, 3] arrays), ``tokens`` [B, …], ``stats``,
+    ``certificate``, ``method``.
+    """
 
     images: Any
     tokens: Tensor
@@ -35,7 +37,8 @@ class ImageOutput(BaseOutput):  # type: ignore[misc]
 
 @dataclass
 class Drawn:
-    """One batch: ``tokens`` [B, …] as the family has them, ``images`` [B, R, R, 3] uint8 unless latents were asked for.
+    """One batch: ``tokens`` [B, …] as the family has them, ``images`` [B, R, R, 3] uint8 unless
+    latents were asked for.
 
     ``measured`` is the number of tokens that the certificate's total variation is the mean of.
     """
@@ -56,8 +59,9 @@ def draw_batches(
     bar: Any,
     settings: Mapping[str, Any],
 ) -> ImageOutput:
-    """``draw`` the rows of ``count`` pictures, ``batch_size`` at a time, under a progress ``bar`` (which ``draw`` may
-    move for those that are finished before the others). ``settings`` are those the certificate is about.
+    """``draw`` the rows of ``count`` pictures, ``batch_size`` at a time, under a progress ``bar``
+    (which ``draw`` may move for those that are finished before the others). ``settings`` are those
+    the certificate is about.
     """
     parts = []
     with bar:
@@ -72,7 +76,9 @@ def draw_batches(
     images = [Image.fromarray(p) for p in pictures] if output_type == "pil" else pictures
     tokens = torch.cat([part.tokens for part in parts])
     claim = certificate.under(settings)
-    return ImageOutput(images=images, tokens=tokens, stats=stats, certificate=claim, method=parts[-1].method)
+    return ImageOutput(
+        images=images, tokens=tokens, stats=stats, certificate=claim, method=parts[-1].method
+    )
 
 
 def check_call(output_type: str, batch_size: int, num_images_per_prompt: int) -> None:

@@ -14,7 +14,9 @@ from specmm.registry import Registry, unknown
 
 @dataclass(frozen=True)
 class Family:
-    """Where a family's pipeline is, its methods by name, and those that ``specmm bench`` compares unless told."""
+    """Where a family's pipeline is, its methods by name, and those that ``specmm bench`` compares
+    unless told.
+    """
 
     module: str
     pipeline: str
@@ -24,10 +26,15 @@ class Family:
 
 FAMILIES = {  # by the "family" in model_index.json
     "llamagen": Family(
-        "specmm.image_ar.tokens.pipeline", "LlamaGenPipeline", methods.IMAGE_TOKENS, "speculative,lantern++"
+        "specmm.image_ar.tokens.pipeline",
+        "LlamaGenPipeline",
+        methods.IMAGE_TOKENS,
+        "speculative,lantern++",
     ),
     "mar": Family("specmm.image_ar.continuous.pipeline", "MARPipeline", methods.CONTINUOUS, "cspd"),
-    "var": Family("specmm.image_ar.scales.pipeline", "VARPipeline", methods.SCALES, "code,speculative"),
+    "var": Family(
+        "specmm.image_ar.scales.pipeline", "VARPipeline", methods.SCALES, "code,speculative"
+    ),
 }
 
 
@@ -40,12 +47,15 @@ class ImagePipeline:
 
     @staticmethod
     def from_pretrained(name: str | Path, **options: Any) -> Any:
-        """The pipeline of a folder, a pocket name or a hub id; ``options``: ``method``, ``device``, …
+        """The pipeline of a folder, a pocket name or a hub id; ``options``: ``method``, ``device``,
+        …
 
         Raises ``ValueError`` for a model that cannot be found or read.
         """
         family = family_of(name)
-        return getattr(import_module(family.module), family.pipeline).from_pretrained(name, **options)
+        return getattr(import_module(family.module), family.pipeline).from_pretrained(
+            name, **options
+        )
 
 
 def family_of(name: str | Path) -> Family:

@@ -23,7 +23,9 @@ T = TypeVar("T")
 
 
 def read_settings(kind: type[T], folder: Path) -> T:
-    """The ``kind`` of settings beside a model, or the defaults; raises ``ValueError`` for a setting it has not."""
+    """The ``kind`` of settings beside a model, or the defaults; raises ``ValueError`` for a setting
+    it has not.
+    """
     file = folder / FILE
     if not file.exists():
         return kind()
@@ -39,7 +41,9 @@ def write_settings(settings: Any, folder: Path) -> None:
 
 
 def write_index(pipeline: str, family: str, folder: Path) -> None:
-    """Write down beside a model which ``pipeline`` it was saved by, and its ``family``, by which it is opened."""
+    """Write down beside a model which ``pipeline`` it was saved by, and its ``family``, by which it
+    is opened.
+    """
     index = {"_class_name": pipeline, "_specmm_version": __version__, "family": family}
     (folder / "model_index.json").write_text(json.dumps(index, indent=1) + "\n")
 
@@ -58,7 +62,9 @@ def _frozen(value: Any) -> Any:
 
 
 def class_ids(wanted: Sequence[str | int], names: Sequence[str], count: int) -> list[int]:
-    """Ids of class names or ids (also as text, "3"); raises ``ValueError`` with a suggestion for an unknown one."""
+    """Ids of class names or ids (also as text, "3"); raises ``ValueError`` with a suggestion for an
+    unknown one.
+    """
     ids = []
     for item in wanted:
         if str(item).isdecimal():
@@ -73,7 +79,9 @@ def class_ids(wanted: Sequence[str | int], names: Sequence[str], count: int) -> 
 
 
 def class_labels(pipe: Any, wanted: str | int | Sequence[str | int], repeats: int = 1) -> Tensor:
-    """Labels of what ``pipe`` is to draw, ``repeats`` of each of ``wanted``; ``ValueError`` as of ``class_ids``."""
+    """Labels of what ``pipe`` is to draw, ``repeats`` of each of ``wanted``; ``ValueError`` as of
+    ``class_ids``.
+    """
     wanted = [wanted] if isinstance(wanted, str | int) else wanted
     if not wanted:
         raise ValueError("classes must name at least one class, got none")

@@ -1,4 +1,5 @@
-"""Which implementation an operator runs: Triton where there is a GPU it serves, PyTorch's own operators elsewhere.
+"""Which implementation an operator runs: Triton where there is a GPU it serves, PyTorch's own
+operators elsewhere.
 
 ``SPECMM_KERNELS`` overrides the choice: ``auto`` (the default), ``triton`` or ``torch``.
 """
@@ -21,7 +22,8 @@ CHOICES = ("auto", "triton", "torch")
 def backend(device: torch.device) -> Backend:
     """The implementation for tensors on ``device``.
 
-    Raises ``ValueError`` when the variable holds anything else, or asks for Triton where it cannot run.
+    Raises ``ValueError`` when the variable holds anything else, or asks for Triton where it cannot
+    run.
     """
     wanted = os.environ.get(VARIABLE, "auto")
     if wanted not in CHOICES:

@@ -14,8 +14,12 @@ from specmm.metrics.questions import Answers, Predictions, mean_score
 
 
 def edit_distance(first: str, second: str) -> int:
-    """The fewest insertions, deletions and substitutions of a character between two texts (Levenshtein)."""
-    row = list(range(len(second) + 1))  # distances of the prefix of `first` so far to every prefix of `second`
+    """The fewest insertions, deletions and substitutions of a character between two texts
+    (Levenshtein).
+    """
+    row = list(
+        range(len(second) + 1)
+    )  # distances of the prefix of `first` so far to every prefix of `second`
     for i, letter in enumerate(first, 1):
         above, row[0] = row[0], i
         for j, other in enumerate(second, 1):
@@ -24,7 +28,8 @@ def edit_distance(first: str, second: str) -> int:
 
 
 def anls_score(prediction: str, answers: Sequence[str], threshold: float = 0.5) -> float:
-    """The best of 1 - NL over ``answers``, 0 where NL >= ``threshold``; NL is the edit distance over the longer length.
+    """The best of 1 - NL over ``answers``, 0 where NL >= ``threshold``; NL is the edit distance
+    over the longer length.
 
     Case does not count, nor does how much white space stands between words.
     """
@@ -33,35 +38,52 @@ def anls_score(prediction: str, answers: Sequence[str], threshold: float = 0.5) 
 
 
 def anls(
-    predictions: Predictions, answers: Answers, threshold: float = 0.5, bootstrap: Bootstrap | None = None
+    predictions: Predictions,
+    answers: Answers,
+    threshold: float = 0.5,
+    bootstrap: Bootstrap | None = None,
 ) -> Measurement:
     """Average normalised Levenshtein similarity (Biten et al. 2019, eq. 1), in [0, 1].
 
-    Raises ``ValueError`` unless ``predictions`` and ``answers`` name the same questions and 0 < threshold <= 1.
+    Raises ``ValueError`` unless ``predictions`` and ``answers`` name the same questions and 0 <
+    threshold <= 1.
     """
     if not 0 < threshold <= 1:
-        raise ValueError(f"the threshold of ANLS must be in (0, 1], got {threshold}; the published one is 0.5")
+        raise ValueError(
+            f"the threshold of ANLS must be in (0, 1], got {threshold}; the published one is 0.5"
+        )
     protocol = {"normalisation": "case and white space", "threshold": threshold}
-    return mean_score("anls", predictions, answers, lambda p, a: anls_score(p, a, threshold), protocol, bootstrap)
+    return mean_score(
+        "anls", predictions, answers, lambda p, a: anls_score(p, a, threshold), protocol, bootstrap
+    )
 
 
 def relaxed_match(prediction: str, answers: Sequence[str], tolerance: float = 0.05) -> bool:
-    """Whether a number is within ``tolerance`` of one of ``answers``, relative to it, or another text equals one.
+    """Whether a number is within ``tolerance`` of one of ``answers``, relative to it, or another
+    text equals one.
 
-    ``5%`` is the number 0.05. Around 0 no tolerance is defined: 0 must be given as it is written. Case does not count.
+    ``5%`` is the number 0.05. Around 0 no tolerance is defined: 0 must be given as it is written.
+    Case does not count.
     """
     return any(_relaxed(prediction.strip(), a.strip(), tolerance) for a in answers)
 
 
 def relaxed_accuracy(
-    predictions: Predictions, answers: Answers, tolerance: float = 0.05, bootstrap: Bootstrap | None = None
+    predictions: Predictions,
+    answers: Answers,
+    tolerance: float = 0.05,
+    bootstrap: Bootstrap | None = None,
 ) -> Measurement:
-    """Share of answers that are right within 5% (ChartQA; Masry et al. 2022, sec. 5.1, after Methani et al. 2020).
+    """Share of answers that are right within 5% (ChartQA; Masry et al. 2022, sec. 5.1, after
+    Methani et al. 2020).
 
-    Raises ``ValueError`` unless ``predictions`` and ``answers`` name the same questions and the tolerance is >= 0.
+    Raises ``ValueError`` unless ``predictions`` and ``answers`` name the same questions and the
+    tolerance is >= 0.
     """
     if not 0 <= tolerance < 1:
-        raise ValueError(f"the tolerance must be in [0, 1), got {tolerance}; the published one is 0.05")
+        raise ValueError(
+            f"the tolerance must be in [0, 1), got {tolerance}; the published one is 0.05"
+        )
     protocol = {"normalisation": "case, numbers, percent signs", "tolerance": tolerance}
 
     def score(prediction: str, given: Sequence[str]) -> float:
@@ -70,7 +92,9 @@ def relaxed_accuracy(
     return mean_score("relaxed", predictions, answers, score, protocol, bootstrap)
 
 
-def exact_match(predictions: Predictions, answers: Answers, bootstrap: Bootstrap | None = None) -> Measurement:
+def exact_match(
+    predictions: Predictions, answers: Answers, bootstrap: Bootstrap | None = None
+) -> Measurement:
     """Share of answers that equal one of the given ones but for case and white space.
 
     Raises ``ValueError`` unless ``predictions`` and ``answers`` name the same questions.

@@ -18,7 +18,9 @@ END = object()
 
 
 class Mean:
-    """The mean of the values seen so far and its interval, by count, mean and squared deviations (Chan et al. 1983)."""
+    """The mean of the values seen so far and its interval, by count, mean and squared deviations
+    (Chan et al. 1983).
+    """
 
     def __init__(self) -> None:
         self.count, self.value, self._deviations = 0, 0.0, 0.0
@@ -28,7 +30,9 @@ class Mean:
         found = values.double()
         count, mean = len(found), float(found.mean())
         apart, total = mean - self.value, self.count + count
-        self._deviations += float((found - mean).square().sum()) + apart**2 * self.count * count / total
+        self._deviations += (
+            float((found - mean).square().sum()) + apart**2 * self.count * count / total
+        )
         self.value += apart * count / total
         self.count = total
 
@@ -38,16 +42,22 @@ class Mean:
             return None
         error = math.sqrt(self._deviations / (self.count - 1) / self.count)
         reach = NormalDist().inv_cdf((1 + level) / 2) * error
-        return Interval(self.value - reach, self.value + reach, level, f"normal, {self.count} pairs")
+        return Interval(
+            self.value - reach, self.value + reach, level, f"normal, {self.count} pairs"
+        )
 
 
 def pairs(first: Iterable[A], second: Iterable[B], what: str) -> Iterator[tuple[A, B]]:
-    """Both streams side by side; raises ``ValueError`` where one ends before the other, or both are empty."""
+    """Both streams side by side; raises ``ValueError`` where one ends before the other, or both are
+    empty.
+    """
     number = 0
     for number, (one, two) in enumerate(itertools.zip_longest(first, second, fillvalue=END), 1):
         if one is END or two is END:
             more = "first" if two is END else "second"
-            raise ValueError(f"{what} must be equally many, got number {number} of the {more} only; pair them up")
+            raise ValueError(
+                f"{what} must be equally many, got number {number} of the {more} only; pair them up"
+            )
         yield one, two  # type: ignore[misc]  # neither is END
     if not number:
         raise ValueError(f"{what} must be at least one pair, got none; pass some")

@@ -1,8 +1,10 @@
-"""Captions against references: BLEU by sacrebleu, CIDEr by pycocoevalcap (extra ``specmm[captions]``).
+"""Captions against references: BLEU by sacrebleu, CIDEr by pycocoevalcap (extra
+``specmm[captions]``).
 
-CIDEr is that package's own ``Cider`` on text tokenised here: lower case, words and numbers, no punctuation. The
-published numbers use Stanford's tokenizer (Java); the two differ on abbreviations and hyphens, so the protocol says
-which it was, and such numbers should not be compared with the leaderboard's to the last digit.
+CIDEr is that package's own ``Cider`` on text tokenised here: lower case, words and numbers, no
+punctuation. The published numbers use Stanford's tokenizer (Java); the two differ on abbreviations
+and hyphens, so the protocol says which it was, and such numbers should not be compared with the
+leaderboard's to the last digit.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ EXTRA = "captions need the packages sacrebleu and pycocoevalcap, got none; run: 
 
 
 def bleu(predictions: Predictions, answers: Answers) -> Measurement:
-    """Corpus BLEU-4 in [0, 100] (Papineni et al. 2002) with sacrebleu's default tokenizer; ``parts`` are BLEU's own.
+    """Corpus BLEU-4 in [0, 100] (Papineni et al. 2002) with sacrebleu's default tokenizer;
+    ``parts`` are BLEU's own.
 
     Raises ``ValueError`` unless both name the same questions, and where sacrebleu is missing.
     """
@@ -30,27 +33,39 @@ def bleu(predictions: Predictions, answers: Answers) -> Measurement:
     most = max(len(given) for given in answers.values())
     references: Any = [[_nth(given, i) for given in answers.values()] for i in range(most)]
     score = judge.corpus_score([predictions[q] for q in answers], references)
-    parts = {f"precision_{n}": p for n, p in enumerate(score.precisions, 1)} | {"brevity_penalty": score.bp}
-    protocol = {"signature": str(judge.get_signature()), "references": most, "counts": [len(answers)]}
+    parts = {f"precision_{n}": p for n, p in enumerate(score.precisions, 1)} | {
+        "brevity_penalty": score.bp
+    }
+    protocol = {
+        "signature": str(judge.get_signature()),
+        "references": most,
+        "counts": [len(answers)],
+    }
     return Measurement("bleu", score.score, protocol, parts)
 
 
 def cider(predictions: Predictions, answers: Answers) -> Measurement:
-    """CIDEr-D (Vedantam et al. 2015, sec. 6), 10 at the most; document frequencies come from ``answers`` themselves.
+    """CIDEr-D (Vedantam et al. 2015, sec. 6), 10 at the most; document frequencies come from
+    ``answers`` themselves.
 
-    Raises ``ValueError`` unless both name the same questions, below two questions (every frequency would be 1 and
-    every score 0), and where pycocoevalcap is missing.
+    Raises ``ValueError`` unless both name the same questions, below two questions (every frequency
+    would be 1 and every score 0), and where pycocoevalcap is missing.
     """
     check_questions(predictions, answers)
     if len(answers) < 2:
-        raise ValueError(f"CIDEr needs at least 2 captions to weigh words by, got {len(answers)}; add more")
+        raise ValueError(
+            f"CIDEr needs at least 2 captions to weigh words by, got {len(answers)}; add more"
+        )
     try:
         from pycocoevalcap.cider.cider import Cider
     except ImportError:
         raise ValueError(EXTRA) from None
     given = {q: [tokenised(a) for a in texts] for q, texts in answers.items()}
     value, _ = Cider().compute_score(given, {q: [tokenised(predictions[q])] for q in answers})
-    protocol: dict[str, Any] = {"library": "pycocoevalcap", "tokens": "lower case, words and numbers, no punctuation"}
+    protocol: dict[str, Any] = {
+        "library": "pycocoevalcap",
+        "tokens": "lower case, words and numbers, no punctuation",
+    }
     return Measurement("cider", float(value), {**protocol, "counts": [len(answers)]})
 
 

@@ -1,8 +1,8 @@
 """CLIPScore: how well a picture fits its text (Hessel et al. 2021, eq. 1).
 
-w max(cos(picture, text), 0) with w = 100, as torchmetrics and most tables print it; the paper's w = 2.5 is in
-``parts``. Averaged over pairs, streamed: memory does not depend on how many there are. Texts are given as they are; the
-paper's prefix "A photo depicts" is left to the caller.
+w max(cos(picture, text), 0) with w = 100, as torchmetrics and most tables print it; the paper's w =
+2.5 is in ``parts``. Averaged over pairs, streamed: memory does not depend on how many there are.
+Texts are given as they are; the paper's prefix "A photo depicts" is left to the caller.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from specmm.metrics.measurement import Measurement
 SCALE, PAPER = 100.0, 2.5
 
 
-def clip_score(pictures: Iterable[np.ndarray], texts: Iterable[str], model: CLIP, *, batch: int = 32) -> Measurement:
+def clip_score(
+    pictures: Iterable[np.ndarray], texts: Iterable[str], model: CLIP, *, batch: int = 32
+) -> Measurement:
     """CLIPScore of ``pictures`` [H, W, 3] uint8 and their ``texts``, with its 95% interval.
 
     Raises ``ValueError`` unless there are as many texts as pictures, and at least one.
@@ -30,7 +32,13 @@ def clip_score(pictures: Iterable[np.ndarray], texts: Iterable[str], model: CLIP
     for rows in batches(pairs(pictures, texts, "pictures and texts"), batch):
         shown, said = zip(*rows, strict=True)
         scores.update(cosines(model, list(shown), list(said)).clamp(min=0) * SCALE)
-    protocol = {**model.protocol, **source, "scale": SCALE, "texts": "as given", "counts": [scores.count]}
+    protocol = {
+        **model.protocol,
+        **source,
+        "scale": SCALE,
+        "texts": "as given",
+        "counts": [scores.count],
+    }
     parts = {"paper_scale_2.5": scores.value * PAPER / SCALE}
     return Measurement("clip_score", scores.value, protocol, parts, scores.interval())
 

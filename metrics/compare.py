@@ -1,9 +1,11 @@
-"""The quality gate: do two sets of features differ by more than the luck of the draw, and by how much.
+"""The quality gate: do two sets of features differ by more than the luck of the draw, and by how
+much.
 
-*Whether*: a permutation test on the squared MMD (Gretton et al. 2012, sec. 2 and 8). If both sets come from one law,
-every relabelling of the pooled samples is as likely as the true one; the p-value counts those that lie at least as far
-apart, with the +1 of Phipson and Smyth (2010) that keeps it exact. *How much*: the difference of both sets' kernel
-distances to a reference, with a bootstrap interval.
+*Whether*: a permutation test on the squared MMD (Gretton et al. 2012, sec. 2 and 8). If both sets
+come from one distribution, every relabelling of the pooled samples is as likely as the true one;
+the p-value counts those that lie at least as far apart, with the +1 of Phipson and Smyth (2010)
+that keeps it exact. *How much*: the difference of both sets' kernel distances to a reference, with
+a bootstrap interval.
 
 Shapes: first [N, F], second [M, F], reference [R, F]; P relabellings, labels [P, N + M] of 0 and 1.
 """
@@ -28,9 +30,11 @@ Features = FeatureSet | Tensor | np.ndarray
 
 @dataclass(frozen=True)
 class Comparison:
-    """Squared MMD ``distance`` of two sets and the ``p_value`` of its size if both came from one law.
+    """Squared MMD ``distance`` of two sets and the ``p_value`` of its size if both came from one
+    distribution.
 
-    ``loss`` is KID(first, reference) - KID(second, reference) with its interval: positive where ``first`` is worse.
+    ``loss`` is KID(first, reference) - KID(second, reference) with its interval: positive where
+    ``first`` is worse.
     """
 
     distance: float
@@ -41,7 +45,9 @@ class Comparison:
 
     @property
     def differ(self) -> bool:
-        """Whether the test at level ``alpha`` says so; it errs in at most ``alpha`` of all cases of one law."""
+        """Whether the test at level ``alpha`` says so; it errs in at most ``alpha`` of all cases of
+        one distribution.
+        """
         return self.p_value <= self.alpha
 
     def to_json(self) -> dict[str, Any]:
@@ -62,23 +68,36 @@ def compare(
     kernel: PolynomialKernel | None = None,
     progress: bool = False,
 ) -> Comparison:
-    """Test whether two sets of features [N, F] and [M, F] differ, and measure how much against ``reference`` [R, F].
+    """Test whether two sets of features [N, F] and [M, F] differ, and measure how much against
+    ``reference`` [R, F].
 
-    ``paired``: row i of both was made from the same prompt or noise, so that labels are swapped and samples redrawn
-    within pairs; then N must be M. The test costs (N + M)² (F + P) multiplications. Raises ``ValueError`` for NaN
-    features, fewer than two samples, different widths or protocols, unequal pairs, no permutation, or an ``alpha``
-    that so few permutations cannot reach.
+    ``paired``: row i of both was made from the same prompt or noise, so that labels are swapped and
+    samples redrawn within pairs; then N must be M. The test costs (N + M)² (F + P) multiplications.
+    Raises ``ValueError`` for NaN features, fewer than two samples, different widths or protocols,
+    unequal pairs, no permutation, or an ``alpha`` that so few permutations cannot reach.
     """
     one, two = as_features(first), as_features(second)
     x, y = common_values(one, two)
     if permutations < 1 or not 1 / (permutations + 1) <= alpha < 1:
-        raise ValueError(f"alpha must be in [1 / (permutations + 1), 1), got {alpha} of {permutations}; permute more")
+        raise ValueError(
+            f"alpha must be in [1 / (permutations + 1), 1), got {alpha} of {permutations}; permute more"
+        )
     if paired and len(x) != len(y):
-        raise ValueError(f"pairs need sets of one size, got {len(x)} and {len(y)}; set paired=False or cut one")
+        raise ValueError(
+            f"pairs need sets of one size, got {len(x)} and {len(y)}; set paired=False or cut one"
+        )
     kernel = kernel or PolynomialKernel()
-    labels = torch.cat([_true_labels(len(x), len(y)), relabellings(len(x), len(y), permutations, generator, paired)])
+    labels = torch.cat(
+        [
+            _true_labels(len(x), len(y)),
+            relabellings(len(x), len(y), permutations, generator, paired),
+        ]
+    )
     distances = labelled_distances(torch.cat([x, y]), labels.to(x), kernel, progress)
-    protocol = joint_protocol(one.protocol, two.protocol) | {"counts": [len(x), len(y)], "kernel": repr(kernel)}
+    protocol = joint_protocol(one.protocol, two.protocol) | {
+        "counts": [len(x), len(y)],
+        "kernel": repr(kernel),
+    }
     facts = {**protocol, "permutations": permutations, "paired": paired}
     loss = None
     if reference is not None:
@@ -90,7 +109,9 @@ def compare(
 
 
 def permutation_p_value(distances: Tensor) -> float:
-    """(1 + relabellings at least as far apart) / (1 + all of them); ``distances`` [1 + P], the true one first."""
+    """(1 + relabellings at least as far apart) / (1 + all of them); ``distances`` [1 + P], the true
+    one first.
+    """
     rounding = 1e-12 * float(distances.abs().max())  # equal splits may differ by this
     return float((distances >= distances[0] - rounding).double().mean())
 
@@ -104,12 +125,19 @@ def relabellings(n: int, m: int, count: int, generator: torch.Generator, paired:
     return torch.stack([truth[torch.randperm(n + m, generator=generator)] for _ in range(count)])
 
 
-def labelled_distances(pool: Tensor, labels: Tensor, kernel: PolynomialKernel, progress: bool = False) -> Tensor:
-    """Unbiased squared MMD [P] of each labelling of the pooled features, from one pass over the kernel matrix.
+def labelled_distances(
+    pool: Tensor, labels: Tensor, kernel: PolynomialKernel, progress: bool = False
+) -> Tensor:
+    """Unbiased squared MMD [P] of each labelling of the pooled features, from one pass over the
+    kernel matrix.
 
     With q = wᵀKw and r = wᵀK1 the other sums follow: across r - q, within the second 1ᵀK1 - 2r + q.
     """
-    quadratic, linear, whole = labels.new_zeros(len(labels)), labels.new_zeros(len(labels)), labels.new_zeros(())
+    quadratic, linear, whole = (
+        labels.new_zeros(len(labels)),
+        labels.new_zeros(len(labels)),
+        labels.new_zeros(()),
+    )
     for start in tqdm(range(0, len(pool), BLOCK), desc="permutations", disable=not progress):
         rows = slice(start, start + BLOCK)
         block = kernel(pool[rows], pool)
@@ -130,11 +158,17 @@ def _true_labels(n: int, m: int) -> Tensor:
 
 
 def _loss(
-    sets: tuple[Tensor, Tensor, Tensor], bootstrap: Bootstrap, kernel: PolynomialKernel, paired: bool, facts: Protocol
+    sets: tuple[Tensor, Tensor, Tensor],
+    bootstrap: Bootstrap,
+    kernel: PolynomialKernel,
+    paired: bool,
+    facts: Protocol,
 ) -> Measurement:
-    """KID of the first set less that of the second, to the third: its own term is in both, and cancels.
+    """KID of the first set less that of the second, to the third: its own term is in both, and
+    cancels.
 
-    The first of the weighted sets is the sample itself; the others are resamples, the reference's shared by both.
+    The first of the weighted sets is the sample itself; the others are resamples, the reference's
+    shared by both.
     """
     x, y, reference = sets
     wx, wr = _itself_and_resamples(x, bootstrap), _itself_and_resamples(reference, bootstrap)

@@ -1,7 +1,7 @@
 """A set of feature vectors that knows what it is: the common currency of the metrics.
 
-The *protocol* says what was measured (features, weights, resize, precision), so that numbers made differently are
-never compared by accident.
+The *protocol* says what was measured (features, weights, resize, precision), so that numbers made
+differently are never compared by accident.
 
 Shapes: ``values`` [N, F], N samples of F features.
 """
@@ -35,7 +35,9 @@ class FeatureSet:
     def __post_init__(self) -> None:
         if self.values.ndim != 2 or not self.values.is_floating_point():
             got = f"{self.values.dtype} {list(self.values.shape)}"
-            raise ValueError(f"features must be a floating-point matrix [N, F], got {got}; stack one row per sample")
+            raise ValueError(
+                f"features must be a floating-point matrix [N, F], got {got}; stack one row per sample"
+            )
         bad = ~torch.cat([rows.isfinite().all(1) for rows in self.values.split(ROWS)])
         if bad.any():
             raise ValueError(
@@ -50,26 +52,34 @@ class FeatureSet:
         """Write ``values`` and ``protocol`` to ``path`` (.npz)."""
         values = self.values.float() if self.values.dtype == torch.bfloat16 else self.values
         with path.open("wb") as file:
-            np.savez(file, values=values.cpu().numpy(), protocol=np.array(json.dumps(self.protocol)))
+            np.savez(
+                file, values=values.cpu().numpy(), protocol=np.array(json.dumps(self.protocol))
+            )
 
     @classmethod
     def load(cls, path: Path) -> FeatureSet:
         """Read what ``save`` wrote; raises ``ValueError`` for any other file."""
         with np.load(path) as data:
             if not {"values", "protocol"} <= set(data.files):
-                raise ValueError(f"{path} must hold 'values' and 'protocol', got {data.files}; write it with save()")
+                raise ValueError(
+                    f"{path} must hold 'values' and 'protocol', got {data.files}; write it with save()"
+                )
             return cls(torch.from_numpy(data["values"]), json.loads(str(data["protocol"])))
 
 
 def as_features(features: FeatureSet | Tensor | np.ndarray) -> FeatureSet:
-    """Wrap a bare matrix [N, F] as a ``FeatureSet`` of unknown protocol; a ``FeatureSet`` passes through."""
+    """Wrap a bare matrix [N, F] as a ``FeatureSet`` of unknown protocol; a ``FeatureSet`` passes
+    through.
+    """
     if isinstance(features, FeatureSet):
         return features
     return FeatureSet(torch.as_tensor(features), {})
 
 
 def joint_protocol(first: Mapping[str, Any], second: Mapping[str, Any]) -> Protocol:
-    """The protocol of two sets that are compared; raises ``ValueError`` naming the first entry that differs."""
+    """The protocol of two sets that are compared; raises ``ValueError`` naming the first entry that
+    differs.
+    """
     for key in [k for k in first if k in second]:
         if first[key] != second[key]:
             raise ValueError(

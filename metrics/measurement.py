@@ -16,7 +16,9 @@ SAMPLE_FACTS = ("counts", "note")  # entries that say which samples were measure
 
 @dataclass(frozen=True)
 class Interval:
-    """A confidence interval from ``low`` to ``high`` of ``level``, made by ``method`` (as "bootstrap of 1,000")."""
+    """A confidence interval from ``low`` to ``high`` of ``level``, made by ``method`` (as
+    "bootstrap of 1,000").
+    """
 
     low: float
     high: float
@@ -26,7 +28,9 @@ class Interval:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The ``value`` of ``metric``; ``parts`` are the numbers it is made of, ``protocol`` says what was measured."""
+    """The ``value`` of ``metric``; ``parts`` are the numbers it is made of, ``protocol`` says what
+    was measured.
+    """
 
     metric: str
     value: float
@@ -43,14 +47,20 @@ class Measurement:
         """What ``to_json`` gave; raises ``ValueError`` for any other dictionary."""
         missing = {"metric", "value", "protocol"} - set(found)
         if missing:
-            raise ValueError(f"a measurement must hold metric, value and protocol, got no {', '.join(sorted(missing))}")
+            raise ValueError(
+                f"a measurement must hold metric, value and protocol, got no {', '.join(sorted(missing))}"
+            )
         interval = found.get("interval")
-        known = {k: found[k] for k in ("metric", "value", "protocol")} | {"parts": found.get("parts", {})}
+        known = {k: found[k] for k in ("metric", "value", "protocol")} | {
+            "parts": found.get("parts", {})
+        }
         return cls(**known, interval=Interval(**interval) if interval else None)
 
 
 def unequal_counts(first: Measurement, second: Measurement) -> str:
-    """A warning where a metric that falls with the number of pictures was measured on other numbers of them."""
+    """A warning where a metric that falls with the number of pictures was measured on other numbers
+    of them.
+    """
     counts = [m.protocol.get("counts") for m in (first, second)]
     if first.metric not in BIASED or None in counts or counts[0] == counts[1]:
         return ""
@@ -58,14 +68,20 @@ def unequal_counts(first: Measurement, second: Measurement) -> str:
 
 
 def difference(first: Measurement, second: Measurement) -> float:
-    """``first`` less ``second``; raises ``ValueError`` naming what differs unless both measured the same way."""
+    """``first`` less ``second``; raises ``ValueError`` naming what differs unless both measured the
+    same way.
+    """
     if first.metric != second.metric:
         raise ValueError(
             f"both must be the same metric, got {first.metric} and {second.metric}; compare like with like"
         )
-    one, two = ({k: v for k, v in m.protocol.items() if k not in SAMPLE_FACTS} for m in (first, second))
+    one, two = (
+        {k: v for k, v in m.protocol.items() if k not in SAMPLE_FACTS} for m in (first, second)
+    )
     lacking = sorted(set(one) ^ set(two))
     if lacking:
-        raise ValueError(f"both must have the same protocol, got {lacking[0]!r} in one only; measure both alike")
+        raise ValueError(
+            f"both must have the same protocol, got {lacking[0]!r} in one only; measure both alike"
+        )
     joint_protocol(one, two)
     return first.value - second.value

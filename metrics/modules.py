@@ -1,8 +1,10 @@
-"""The metrics as torchmetrics modules (which must be installed): states add up or join across processes.
+"""The metrics as torchmetrics modules (which must be installed): states add up or join across
+processes.
 
-A thin layer: every number comes from the functional core. States stay as precise as the core wants them whatever
-``set_dtype`` says, since a FID in float32 is wrong in its third digit. ``update`` takes features [N, F], or pictures
-where an extractor was given, and whether they are ``real``; ``measurements()`` tells what ``compute()`` measured.
+A thin layer: every number comes from the functional core. States stay as precise as the core wants
+them whatever ``set_dtype`` says, since a FID in float32 is wrong in its third digit. ``update``
+takes features [N, F], or pictures where an extractor was given, and whether they are ``real``;
+``measurements()`` tells what ``compute()`` measured.
 
 Shapes: features [N, F]; logits [N, C].
 """
@@ -39,19 +41,29 @@ class Extractor(typing.Protocol):
 
 
 class SampleMetric(Metric):
-    """What the metrics of sets share: extraction, protocols of both sides, keeping the real side, measurements."""
+    """What the metrics of sets share: extraction, protocols of both sides, keeping the real side,
+    measurements.
+    """
 
     full_state_update = False
     is_differentiable = False
 
-    def __init__(self, extractor: Extractor | None = None, *, reset_real_features: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        extractor: Extractor | None = None,
+        *,
+        reset_real_features: bool = True,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         self.extractor, self.reset_real_features = extractor, reset_real_features
         self._protocols: dict[str, Protocol] = {side: {} for side in SIDES.values()}
         self._found: tuple[Measurement, ...] = ()
 
     def update(self, samples: FeatureSet | Tensor | np.ndarray, real: bool) -> None:
-        """Add features [N, F], or pictures where there is an extractor, to the real or the made side."""
+        """Add features [N, F], or pictures where there is an extractor, to the real or the made
+        side.
+        """
         found = self.extractor.features(samples) if self.extractor else as_features(samples)
         side = SIDES[bool(real)]
         self._protocols[side] = joint_protocol(self._protocols[side], found.protocol)
@@ -60,7 +72,10 @@ class SampleMetric(Metric):
     def compute(self) -> Tensor | dict[str, Tensor]:
         """The value, or where there are several a dictionary of them by name."""
         self._found = self._measure()
-        values = {m.metric: torch.tensor(m.value, dtype=torch.float64, device=self.device) for m in self._found}
+        values = {
+            m.metric: torch.tensor(m.value, dtype=torch.float64, device=self.device)
+            for m in self._found
+        }
         return values if len(values) > 1 else next(iter(values.values()))
 
     def measurements(self) -> tuple[Measurement, ...]:
@@ -70,13 +85,19 @@ class SampleMetric(Metric):
 
     def reset(self) -> None:
         """Forget the samples; the real ones only if ``reset_real_features``."""
-        names = [] if self.reset_real_features else [n for n in self._defaults if n.startswith("real")]
+        names = (
+            [] if self.reset_real_features else [n for n in self._defaults if n.startswith("real")]
+        )
         kept = {name: getattr(self, name) for name in names}
-        kept = {name: list(state) if isinstance(state, list) else state for name, state in kept.items()}
+        kept = {
+            name: list(state) if isinstance(state, list) else state for name, state in kept.items()
+        }
         super().reset()  # empties lists in place
         for name, state in kept.items():
             setattr(self, name, state)
-        self._protocols = {side: {} if not kept or side == "made" else p for side, p in self._protocols.items()}
+        self._protocols = {
+            side: {} if not kept or side == "made" else p for side, p in self._protocols.items()
+        }
 
     def set_dtype(self, dst_type: str | torch.dtype) -> Metric:
         """Nothing: the states keep the precision they need."""
@@ -94,7 +115,9 @@ class FrechetDistance(SampleMetric):
 
     higher_is_better = False
 
-    def __init__(self, extractor: Extractor | None = None, *, width: int = 2048, **options: Any) -> None:
+    def __init__(
+        self, extractor: Extractor | None = None, *, width: int = 2048, **options: Any
+    ) -> None:
         super().__init__(extractor, **options)
         for side in SIDES.values():
             empty = FeatureStatistics.empty(width)
@@ -143,13 +166,21 @@ class KernelDistance(FeatureMetric):
     higher_is_better = False
 
     def __init__(
-        self, extractor: Extractor | None = None, *, kernel_options: dict[str, Any] | None = None, **options: Any
+        self,
+        extractor: Extractor | None = None,
+        *,
+        kernel_options: dict[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(extractor, **options)
         self.kernel_options = kernel_options or {}
 
     def _measure(self) -> tuple[Measurement, ...]:
-        return (kernel_distance(self._set("real"), self._set("made"), **self.kernel_options).measurement(),)
+        return (
+            kernel_distance(
+                self._set("real"), self._set("made"), **self.kernel_options
+            ).measurement(),
+        )
 
 
 class PrecisionRecall(FeatureMetric):
@@ -183,16 +214,22 @@ class MemorisationDistance(FeatureMetric):
 
     higher_is_better = False
 
-    def __init__(self, extractor: Extractor | None = None, *, threshold: float = THRESHOLD, **options: Any) -> None:
+    def __init__(
+        self, extractor: Extractor | None = None, *, threshold: float = THRESHOLD, **options: Any
+    ) -> None:
         super().__init__(extractor, **options)
         self.threshold = threshold
 
     def _measure(self) -> tuple[Measurement, ...]:
-        return (memorisation_distance(self._set("real"), self._set("made"), threshold=self.threshold),)
+        return (
+            memorisation_distance(self._set("real"), self._set("made"), threshold=self.threshold),
+        )
 
 
 class InceptionScore(SampleMetric):
-    """Inception Score of logits of ``classes``; real samples are passed over. Memory does not grow with N."""
+    """Inception Score of logits of ``classes``; real samples are passed over. Memory does not grow
+    with N.
+    """
 
     higher_is_better = True
     counts: Tensor
@@ -200,7 +237,12 @@ class InceptionScore(SampleMetric):
     certainty: Tensor
 
     def __init__(
-        self, extractor: Extractor | None = None, *, classes: int = 1008, splits: int = 10, **options: Any
+        self,
+        extractor: Extractor | None = None,
+        *,
+        classes: int = 1008,
+        splits: int = 10,
+        **options: Any,
     ) -> None:
         super().__init__(extractor, **options)
         empty = ScoreStatistics.empty(classes, splits)

@@ -1,4 +1,5 @@
-"""The picture of FID against speed: every method a point with its name, no name on another or on a point.
+"""The picture of FID against speed: every method a point with its name, no name on another or on a
+point.
 
 Shapes: boxes are matplotlib's, in pixels.
 """
@@ -18,18 +19,24 @@ TURNS = (0, 45, -45, 90, -90, 180, 135, -135, 20, -20, 160, -160)  # degrees, to
 
 
 def draw_trade(rows: Sequence[Row], path: Path, floor: float | None = None) -> Path:
-    """Draw FID over speed-up of ``rows`` (``method``, ``speedup``, ``fid``, ``certificate``) into ``path`` (.png).
+    """Draw FID over speed-up of ``rows`` (``method``, ``speedup``, ``fid``, ``certificate``) into
+    ``path`` (.png).
 
-    Circles are exact, triangles relaxed; bars are the intervals ``fid_low`` to ``fid_high``. Lines mark plain decoding
-    and a tenth above it, and ``floor``, the FID of real against real. Raises ``ValueError`` without matplotlib.
+    Circles are exact, triangles relaxed; bars are the intervals ``fid_low`` to ``fid_high``. Lines
+    mark plain decoding and a tenth above it, and ``floor``, the FID of real against real. Raises
+    ``ValueError`` without matplotlib.
     """
     figure, axes = _axes(rows)
     for row in rows:
-        axes.errorbar(row["speedup"], row["fid"], _reach(row), **_mark(row), elinewidth=1, capsize=3)
+        axes.errorbar(
+            row["speedup"], row["fid"], _reach(row), **_mark(row), elinewidth=1, capsize=3
+        )
     plain = next((r["fid"] for r in rows if r["method"] == PLAIN), None)
     if plain is not None:
         axes.axhline(plain, color="C0", linewidth=0.8, label="plain decoding")
-        axes.axhline(1.1 * plain, color="C3", linestyle="--", linewidth=0.8, label="plain decoding + 10%")
+        axes.axhline(
+            1.1 * plain, color="C3", linestyle="--", linewidth=0.8, label="plain decoding + 10%"
+        )
     if floor is not None:
         axes.axhline(floor, color="gray", linestyle=":", label="real against real (halves)")
     axes.margins(x=0.2, y=0.2)
@@ -42,7 +49,9 @@ def draw_trade(rows: Sequence[Row], path: Path, floor: float | None = None) -> P
 
 
 def place_names(figure: Any, axes: Any, rows: Sequence[Row]) -> list[Any]:
-    """Write every row's name beside its mark, inside ``axes`` and clear of all else; the boxes of the names."""
+    """Write every row's name beside its mark, inside ``axes`` and clear of all else; the boxes of
+    the names.
+    """
     figure.canvas.draw()
     figure.set_layout_engine("none")  # nothing moves from here on
     scale, frame = figure.dpi / 72, axes.get_window_extent()
@@ -51,11 +60,18 @@ def place_names(figure: Any, axes: Any, rows: Sequence[Row]) -> list[Any]:
     taken += [_box(frame.x0 + frame.width / 2, y, frame.width, 2) for y in _heights(axes)]
     names = []
     for row, name, (x, y) in zip(rows, _names(rows), marks, strict=True):
-        text = axes.annotate(name, (row["speedup"], row["fid"]), (0, 0), textcoords="offset points", fontsize=8)
+        text = axes.annotate(
+            name, (row["speedup"], row["fid"]), (0, 0), textcoords="offset points", fontsize=8
+        )
         text.set(ha="center", va="center")
         size = text.get_window_extent()
-        tried = [_shifted(x, y, size, reach * scale, turn) for reach, turn in itertools.product(REACH, TURNS)]
-        best = min(tried, key=lambda box: _trouble(box, taken, frame) + _astray(box, marks, (x, y)))  # nearest first
+        tried = [
+            _shifted(x, y, size, reach * scale, turn)
+            for reach, turn in itertools.product(REACH, TURNS)
+        ]
+        best = min(
+            tried, key=lambda box: _trouble(box, taken, frame) + _astray(box, marks, (x, y))
+        )  # nearest first
         centre = (best.x0 + best.x1) / 2, (best.y0 + best.y1) / 2
         text.set_position(((centre[0] - x) / scale, (centre[1] - y) / scale))
         taken.append(best)
@@ -69,7 +85,9 @@ def _axes(rows: Sequence[Row]) -> tuple[Any, Any]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("a picture needs the package matplotlib, got none; run: pip install 'specmm[bench]'") from None
+        raise ValueError(
+            "a picture needs the package matplotlib, got none; run: pip install 'specmm[bench]'"
+        ) from None
     figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")  # no pyplot: no global state
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -95,7 +113,10 @@ def _reach(row: Row) -> list[list[float]] | None:
 def _names(rows: Sequence[Row]) -> list[str]:
     """Methods, with their counts of samples where these differ (else the title says it once)."""
     told = not _same_count(rows)
-    return [f"{r['method']}\nn = {r['samples']}" if told and r.get("samples") else str(r["method"]) for r in rows]
+    return [
+        f"{r['method']}\nn = {r['samples']}" if told and r.get("samples") else str(r["method"])
+        for r in rows
+    ]
 
 
 def _same_count(rows: Sequence[Row]) -> bool:
@@ -110,25 +131,38 @@ def _box(x: float, y: float, width: float, height: float) -> Any:
 
 def _heights(axes: Any) -> list[float]:
     """Pixel heights of the horizontal lines."""
-    lines = [line for line in axes.get_lines() if line.get_label() and not line.get_label().startswith("_")]
+    lines = [
+        line
+        for line in axes.get_lines()
+        if line.get_label() and not line.get_label().startswith("_")
+    ]
     return [axes.transData.transform((0, line.get_ydata()[0]))[1] for line in lines]
 
 
 def _shifted(x: float, y: float, size: Any, reach: float, turn: float) -> Any:
     """A box of ``size`` whose edge is ``reach`` pixels from (x, y) in direction ``turn`` (degrees)."""
     across, up = math.cos(math.radians(turn)), math.sin(math.radians(turn))
-    return _box(x + across * (reach + size.width / 2), y + up * (reach + size.height / 2), size.width, size.height)
+    return _box(
+        x + across * (reach + size.width / 2),
+        y + up * (reach + size.height / 2),
+        size.width,
+        size.height,
+    )
 
 
 def _trouble(box: Any, taken: Sequence[Any], frame: Any) -> float:
     """Square pixels of ``box`` on other boxes and outside of ``frame``."""
     area = box.width * box.height
     outside = area - _shared(box, frame)
-    return sum(_shared(box.padded(2), other) for other in taken) + (10 * outside if outside > 1e-6 * area else 0)
+    return sum(_shared(box.padded(2), other) for other in taken) + (
+        10 * outside if outside > 1e-6 * area else 0
+    )
 
 
 def _astray(box: Any, marks: Sequence[Any], own: tuple[float, float]) -> float:
-    """Square pixels of ``box`` if it lies nearer to another of the ``marks`` than to its ``own``, else 0."""
+    """Square pixels of ``box`` if it lies nearer to another of the ``marks`` than to its ``own``,
+    else 0.
+    """
     reach = math.dist(_edge(box, own), own) * (1 - 1e-9)
     return float(any(math.dist(_edge(box, m), m) < reach for m in marks) * box.width * box.height)
 
@@ -139,7 +173,10 @@ def _edge(box: Any, mark: tuple[float, float]) -> tuple[float, float]:
 
 
 def _shared(one: Any, two: Any) -> float:
-    width, height = min(one.x1, two.x1) - max(one.x0, two.x0), min(one.y1, two.y1) - max(one.y0, two.y0)
+    width, height = (
+        min(one.x1, two.x1) - max(one.x0, two.x0),
+        min(one.y1, two.y1) - max(one.y0, two.y0),
+    )
     return max(width, 0) * max(height, 0)
 
 

@@ -11,14 +11,20 @@ from specmm.metrics.intervals import Bootstrap
 from specmm.metrics.measurement import Measurement
 
 Predictions = Mapping[str, str]  # question to answer
-Answers = Mapping[str, Sequence[str]]  # question to the answers that count as right, or to the annotators' answers
-Score = Callable[[str, Sequence[str]], float]  # of one prediction on the answers of its question, in [0, 1]
+Answers = Mapping[
+    str, Sequence[str]
+]  # question to the answers that count as right, or to the annotators' answers
+Score = Callable[
+    [str, Sequence[str]], float
+]  # of one prediction on the answers of its question, in [0, 1]
 
 
 def check_questions(predictions: Predictions, answers: Answers) -> None:
     """Raise ``ValueError`` unless both name the same questions, and every question has an answer."""
     if not answers:
-        raise ValueError("answers must hold at least one question, got none; check the answers file")
+        raise ValueError(
+            "answers must hold at least one question, got none; check the answers file"
+        )
     strangers = [q for q in predictions if q not in answers]
     if strangers:
         raise ValueError(
@@ -40,15 +46,23 @@ def check_questions(predictions: Predictions, answers: Answers) -> None:
 
 
 def mean_score(
-    metric: str, predictions: Predictions, answers: Answers, score: Score, protocol: Protocol, draws: Bootstrap | None
+    metric: str,
+    predictions: Predictions,
+    answers: Answers,
+    score: Score,
+    protocol: Protocol,
+    draws: Bootstrap | None,
 ) -> Measurement:
-    """The mean of ``score`` over questions, as ``metric``, with an interval where ``draws`` are given.
+    """The mean of ``score`` over questions, as ``metric``, with an interval where ``draws`` are
+    given.
 
     Raises ``ValueError`` as ``check_questions`` does.
     """
     check_questions(predictions, answers)
     scores = [score(predictions[q], answers[q]) for q in answers]
-    interval = draws.of_mean(torch.tensor(scores, dtype=torch.float64), "questions") if draws else None
+    interval = (
+        draws.of_mean(torch.tensor(scores, dtype=torch.float64), "questions") if draws else None
+    )
     found = {**protocol, "counts": [len(scores)]}
     if empty := sum(not predictions[q].strip() for q in answers):
         found["note"] = f"{empty} of {len(scores)} predictions are empty"

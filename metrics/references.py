@@ -1,13 +1,16 @@
-"""Files of reference statistics, ours and those of other projects: read, checked and written, never unpickled.
+"""Files of reference statistics, ours and those of other projects: read, checked and written, never
+unpickled.
 
 | layout | file | holds |
 |---|---|---|
 | ``specmm`` | .npz | ``mu``, ``sigma``, ``count``, ``protocol`` (JSON) |
 | ``clean-fid`` (pytorch-fid, TTUR too) | .npz | ``mu``, ``sigma`` |
-| ``adm`` (guided-diffusion) | .npz | ``mu``, ``sigma``, ``mu_s``, ``sigma_s`` (of spatial features) |
+| ``adm`` (guided-diffusion) | .npz | ``mu``, ``sigma``, ``mu_s``, ``sigma_s`` (of spatial features)
+|
 | ``torch-fidelity`` | .pt | a dictionary of the arrays ``mu`` and ``sigma`` |
 
-Ours can be read by whatever reads clean-fid's. The others do not say which features they are of, so the caller does.
+Ours can be read by whatever reads clean-fid's. The others do not say which features they are of, so
+the caller does.
 
 Shapes: ``mu`` [F]; ``sigma`` [F, F].
 """
@@ -34,7 +37,8 @@ ASYMMETRY = 1e-6  # of sigma, relative to its largest entry, that rounding may e
 
 @dataclass(frozen=True)
 class Reference:
-    """Mean [F] and covariance [F, F] of a set, float64; ``count`` is None where the file does not tell.
+    """Mean [F] and covariance [F, F] of a set, float64; ``count`` is None where the file does not
+    tell.
 
     Raises ``ValueError`` unless both are finite, the covariance symmetric and the widths equal.
     """
@@ -47,12 +51,18 @@ class Reference:
     def __post_init__(self) -> None:
         shapes = f"{list(self.mean.shape)} and {list(self.covariance.shape)}"
         if self.mean.ndim != 1 or self.covariance.shape != (len(self.mean),) * 2:
-            raise ValueError(f"a reference must have mu [F] and sigma [F, F], got {shapes}; write it again")
+            raise ValueError(
+                f"a reference must have mu [F] and sigma [F, F], got {shapes}; write it again"
+            )
         if not (self.mean.isfinite().all() and self.covariance.isfinite().all()):
-            raise ValueError("a reference must be finite, got NaN or inf; write it again from checked features")
+            raise ValueError(
+                "a reference must be finite, got NaN or inf; write it again from checked features"
+            )
         apart = (self.covariance - self.covariance.T).abs().max()
         if apart > ASYMMETRY * self.covariance.abs().max():
-            raise ValueError(f"sigma must be symmetric, got a difference of {float(apart):.3g}; write it again")
+            raise ValueError(
+                f"sigma must be symmetric, got a difference of {float(apart):.3g}; write it again"
+            )
 
     @classmethod
     def of(cls, found: Gaussian) -> Reference:
@@ -64,12 +74,15 @@ class Reference:
         return self.mean, self.covariance.clone()
 
 
-def read_reference(path: Path, *, protocol: Mapping[str, Any] | None = None, spatial: bool = False) -> Reference:
-    """The reference in ``path`` (.npz, .pt), whatever its layout; ``spatial`` takes an ADM file's second pair.
+def read_reference(
+    path: Path, *, protocol: Mapping[str, Any] | None = None, spatial: bool = False
+) -> Reference:
+    """The reference in ``path`` (.npz, .pt), whatever its layout; ``spatial`` takes an ADM file's
+    second pair.
 
-    ``protocol`` is what the caller knows of it, as ``network.protocol`` when the same network made it: a foreign file
-    says nothing, and a distance checks only what both sides say. Raises ``ValueError`` for any other file, or where
-    ``protocol`` contradicts the file's own.
+    ``protocol`` is what the caller knows of it, as ``network.protocol`` when the same network made
+    it: a foreign file says nothing, and a distance checks only what both sides say. Raises
+    ``ValueError`` for any other file, or where ``protocol`` contradicts the file's own.
     """
     found = _arrays(path)
     names = ("mu_s", "sigma_s") if spatial else ("mu", "sigma")
@@ -85,31 +98,44 @@ def read_reference(path: Path, *, protocol: Mapping[str, Any] | None = None, spa
     return Reference(mean, covariance, count, joint_protocol(own, protocol or {}))
 
 
-def write_reference(found: Gaussian, path: Path, layout: Layout = "specmm", *, spatial: Gaussian | None = None) -> None:
-    """Write the moments of ``found`` to ``path`` in ``layout``; ``adm`` needs those of ``spatial`` features as well.
+def write_reference(
+    found: Gaussian, path: Path, layout: Layout = "specmm", *, spatial: Gaussian | None = None
+) -> None:
+    """Write the moments of ``found`` to ``path`` in ``layout``; ``adm`` needs those of ``spatial``
+    features as well.
 
-    Raises ``ValueError`` for another layout, a suffix that readers of the layout do not expect, or no ``spatial``.
+    Raises ``ValueError`` for another layout, a suffix that readers of the layout do not expect, or
+    no ``spatial``.
     """
     if layout not in get_args(Layout):
         raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}, got {layout!r}")
     suffix = ".pt" if layout == "torch-fidelity" else ".npz"
     if path.suffix != suffix:
-        raise ValueError(f"a file in the layout {layout} must end in {suffix}, got {path.name!r}; rename it")
+        raise ValueError(
+            f"a file in the layout {layout} must end in {suffix}, got {path.name!r}; rename it"
+        )
     if (spatial is not None) != (layout == "adm"):
-        raise ValueError("spatial statistics belong to the layout adm, which needs them; pass both or neither")
+        raise ValueError(
+            "spatial statistics belong to the layout adm, which needs them; pass both or neither"
+        )
     mean, covariance = found.moments()
     arrays = {"mu": mean.cpu().numpy(), "sigma": covariance.cpu().numpy()}
     if layout == "specmm":
         facts = {"protocol": np.array(json.dumps(found.protocol))}
         arrays |= facts if found.count is None else facts | {"count": np.array(found.count)}
     if spatial is not None:
-        arrays |= {f"{n}_s": m.cpu().numpy() for n, m in zip(("mu", "sigma"), spatial.moments(), strict=True)}
+        arrays |= {
+            f"{n}_s": m.cpu().numpy()
+            for n, m in zip(("mu", "sigma"), spatial.moments(), strict=True)
+        }
     with path.open("wb") as file:
         torch.save(arrays, file) if suffix == ".pt" else np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
 def check_reference(reference: Reference, protocol: Mapping[str, Any], width: int) -> None:
-    """Raise ``ValueError`` naming what differs, before any picture is decoded, unless features of ``width`` fit."""
+    """Raise ``ValueError`` naming what differs, before any picture is decoded, unless features of
+    ``width`` fit.
+    """
     same_width(len(reference.mean), width)
     joint_protocol(reference.protocol, protocol)
 
@@ -117,7 +143,9 @@ def check_reference(reference: Reference, protocol: Mapping[str, Any], width: in
 def _arrays(path: Path) -> dict[str, Any]:
     """What is in the file, by name."""
     if not path.is_file():
-        raise ValueError(f"{path} must be a file of reference statistics (.npz or .pt), there is none")
+        raise ValueError(
+            f"{path} must be a file of reference statistics (.npz or .pt), there is none"
+        )
     try:
         return _tensors(path) if path.suffix in (".pt", ".pth") else _npz(path)
     except ValueError as error:
@@ -132,15 +160,30 @@ def _npz(path: Path) -> dict[str, Any]:
     if not zipfile.is_zipfile(path):
         raise zipfile.BadZipFile(str(path))
     with np.load(path, allow_pickle=False) as data:
-        wanted = {"mu", "sigma", "mu_s", "sigma_s", "count", "protocol"}  # pictures beside them are not read
+        wanted = {
+            "mu",
+            "sigma",
+            "mu_s",
+            "sigma_s",
+            "count",
+            "protocol",
+        }  # pictures beside them are not read
         return {name: data[name] if name in wanted else None for name in data.files}
 
 
 def _tensors(path: Path) -> dict[str, Any]:
     """A torch file in which nothing but arrays and tensors may be made."""
     reconstruct = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
-    makers: list[Any] = [np.ndarray, np.dtype, type(np.dtype(np.float64)), type(np.dtype(np.float32)), reconstruct]
-    makers.append((reconstruct, "numpy.core.multiarray._reconstruct"))  # its name in files of NumPy 1
+    makers: list[Any] = [
+        np.ndarray,
+        np.dtype,
+        type(np.dtype(np.float64)),
+        type(np.dtype(np.float32)),
+        reconstruct,
+    ]
+    makers.append(
+        (reconstruct, "numpy.core.multiarray._reconstruct")
+    )  # its name in files of NumPy 1
     with torch.serialization.safe_globals(makers):
         found = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(found, dict):

@@ -1,8 +1,9 @@
 """Speed against quality: rows of methods from result files, one Markdown table, one picture.
 
-Result files are what ``specmm bench --json`` and ``specmm eval … --json`` print and what the benchmarks write (rows in
-.csv or .json). A row is a dictionary: ``method``, ``speedup`` and ``certificate`` from a speed measurement, ``fid`` (or
-another metric) and ``samples`` from a quality one.
+Result files are what ``specmm bench --json`` and ``specmm eval … --json`` print and what the
+benchmarks write (rows in .csv or .json). A row is a dictionary: ``method``, ``speedup`` and
+``certificate`` from a speed measurement, ``fid`` (or another metric) and ``samples`` from a quality
+one.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ COLUMNS = {
 def read_files(paths: Sequence[Path]) -> tuple[list[Row], list[Row]]:
     """The speed rows and the quality rows of all files.
 
-    Raises ``ValueError`` for a file that is none of the known ones, and for two measurements of one metric that were
-    made differently.
+    Raises ``ValueError`` for a file that is none of the known ones, and for two measurements of one
+    metric that were made differently.
     """
     speed: list[Row] = []
     quality: dict[str, Row] = {}
@@ -61,21 +62,29 @@ def join(speed: Sequence[Row], quality: Sequence[Row]) -> list[Row]:
 
 
 def joined(speed: Sequence[Row], quality: Sequence[Row]) -> list[Row]:
-    """As ``join``, fastest last, with ``fid_ratio`` to plain decoding; raises ``ValueError`` where nothing meets."""
+    """As ``join``, fastest last, with ``fid_ratio`` to plain decoding; raises ``ValueError`` where
+    nothing meets.
+    """
     rows = [r for r in join(speed, quality) if r.get("fid") is not None]
     if not rows:
-        names = [", ".join(sorted({r["method"] for r in side})) or "none" for side in (speed, quality)]
+        names = [
+            ", ".join(sorted({r["method"] for r in side})) or "none" for side in (speed, quality)
+        ]
         raise ValueError(
             f"no method has both a speed and a FID: speeds of {names[0]}, FIDs of {names[1]}; "
             "give eval the method's name with --name"
         )
     plain = next((r["fid"] for r in rows if r["method"] == PLAIN), None)
     ratios = [{} if plain is None else {"fid_ratio": r["fid"] / plain} for r in rows]
-    return sorted(({**r, **extra} for r, extra in zip(rows, ratios, strict=True)), key=lambda r: r["speedup"])
+    return sorted(
+        ({**r, **extra} for r, extra in zip(rows, ratios, strict=True)), key=lambda r: r["speedup"]
+    )
 
 
 def table(rows: Sequence[Row], columns: dict[str, str] | None = None) -> str:
-    """A Markdown table of ``rows``; ``columns`` picks and titles them (default: all, by their keys)."""
+    """A Markdown table of ``rows``; ``columns`` picks and titles them (default: all, by their
+    keys).
+    """
     if not rows:
         return ""
     titles = columns or {k: k for k in dict.fromkeys(k for row in rows for k in row)}
@@ -90,7 +99,13 @@ def cell(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
-        return f"{value:.4f}" if abs(value) < 0.1 else f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+        return (
+            f"{value:.4f}"
+            if abs(value) < 0.1
+            else f"{value:.3f}"
+            if abs(value) < 10
+            else f"{value:.1f}"
+        )
     return str(value).replace("|", "\\|")
 
 
@@ -119,10 +134,14 @@ def _kind(row: Row) -> Any:
 
 
 def _csv(path: Path) -> list[Row]:
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("# ")]
+    lines = [
+        line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("# ")
+    ]
     rows = [{k: _value(v) for k, v in row.items() if k} for row in csv.DictReader(lines)]
     if not rows or not {"method"} <= set(rows[0]) or not {"speedup", "fid"} & set(rows[0]):
-        raise ValueError(f"{path} must have columns 'method' and 'speedup' or 'fid'; give speed.csv or quality.csv")
+        raise ValueError(
+            f"{path} must have columns 'method' and 'speedup' or 'fid'; give speed.csv or quality.csv"
+        )
     return rows
 
 
@@ -136,7 +155,14 @@ def _value(text: Any) -> Any:
 
 
 def _measured(method: str, found: Measurement) -> Row:
-    row = {"method": method, found.metric: found.value, "samples": (found.protocol.get("counts") or [None])[0]}
+    row = {
+        "method": method,
+        found.metric: found.value,
+        "samples": (found.protocol.get("counts") or [None])[0],
+    }
     if found.interval:
-        row |= {f"{found.metric}_low": found.interval.low, f"{found.metric}_high": found.interval.high}
+        row |= {
+            f"{found.metric}_low": found.interval.low,
+            f"{found.metric}_high": found.interval.high,
+        }
     return row

@@ -13,7 +13,8 @@ from specmm.metrics.measurement import Interval, Measurement, difference
 
 @dataclass(frozen=True)
 class Difference:
-    """``first`` less ``second`` of one metric; ``interval`` where both have one, as if their samples were independent.
+    """``first`` less ``second`` of one metric; ``interval`` where both have one, as if their
+    samples were independent.
 
     The interval is that of Zou and Donner (2008, eq. 4), made from the two intervals alone.
     """
@@ -33,11 +34,15 @@ def read_measurements(path: Path) -> list[Measurement]:
     try:
         return measurements(json.loads(path.read_text(encoding="utf-8")), path)
     except (json.JSONDecodeError, UnicodeDecodeError):
-        raise ValueError(f"{path} must be JSON, got something else; write it with specmm eval … --json") from None
+        raise ValueError(
+            f"{path} must be JSON, got something else; write it with specmm eval … --json"
+        ) from None
 
 
 def measurements(value: Any, path: Path) -> list[Measurement]:
-    """The measurements in a result's JSON ``value``, read from ``path``; raises ``ValueError`` for anything else."""
+    """The measurements in a result's JSON ``value``, read from ``path``; raises ``ValueError`` for
+    anything else.
+    """
     if not isinstance(value, dict):
         raise ValueError(
             f"{path} must hold one result of specmm eval, got a {type(value).__name__}; write it with --json"
@@ -45,7 +50,9 @@ def measurements(value: Any, path: Path) -> list[Measurement]:
     try:
         return [Measurement.from_json(found) for found in value.get("results", [value])]
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} must hold a result of specmm eval --json, got none ({error})") from None
+        raise ValueError(
+            f"{path} must hold a result of specmm eval --json, got none ({error})"
+        ) from None
 
 
 def same_protocol(first: Measurement, second: Measurement) -> None:
@@ -54,7 +61,9 @@ def same_protocol(first: Measurement, second: Measurement) -> None:
 
 
 def compare_results(first: Measurement, second: Measurement) -> Difference:
-    """``first`` less ``second``; raises ``ValueError`` naming what differs unless both measured the same way."""
+    """``first`` less ``second``; raises ``ValueError`` naming what differs unless both measured the
+    same way.
+    """
     value = difference(first, second)
     one, two = first.interval, second.interval
     if one is None or two is None or one.level != two.level:

@@ -1,11 +1,14 @@
-"""VQA soft accuracy: an answer counts by how many of the ten annotators gave it (VQAv2; Goyal et al. 2017).
+"""VQA soft accuracy: an answer counts by how many of the ten annotators gave it (VQAv2; Goyal et
+al. 2017).
 
-The published normalisation (visualqa.org/evaluation.html) lowers the case, strips punctuation, turns number words into
-digits, drops articles and mends contractions. Two readings of it are in use, and they do not agree:
+The published normalisation (visualqa.org/evaluation.html) lowers the case, strips punctuation,
+turns number words into digits, drops articles and mends contractions. Two readings of it are in
+use, and they do not agree:
 
 - ``"protocol"``: the page's own words, and the challenge server's: both sides are normalised alike.
-- ``"official-code"``: the authors' Python release, and what descends from it: the prediction is normalised in full,
-  the annotators' answers lose their punctuation only, and only where the annotators disagree.
+- ``"official-code"``: the authors' Python release, and what descends from it: the prediction is
+  normalised in full, the annotators' answers lose their punctuation only, and only where the
+  annotators disagree.
 """
 
 from __future__ import annotations
@@ -42,7 +45,10 @@ def _contractions() -> dict[str, str]:
     regular = (stem + ending for ending, stems in ENDINGS.items() for stem in stems.split())
     forms = (*regular, *IRREGULAR)
     lacking = {f[:i] + f[i + 1 :]: f for f in forms for i, letter in enumerate(f) if letter == "'"}
-    return {**lacking, "somebody'd": "somebodyd"}  # the one that the release's table has the wrong way round
+    return {
+        **lacking,
+        "somebody'd": "somebodyd",
+    }  # the one that the release's table has the wrong way round
 
 
 CONTRACTIONS = _contractions()
@@ -51,8 +57,8 @@ CONTRACTIONS = _contractions()
 def strip_punctuation(text: str) -> str:
     """``text`` without punctuation.
 
-    A mark with a space beside it goes, one between letters becomes a space, and where a comma stands between digits
-    (100,978) every mark goes. Periods stay before a digit only.
+    A mark with a space beside it goes, one between letters becomes a space, and where a comma
+    stands between digits (100,978) every mark goes. Periods stay before a digit only.
     """
     joined = re.search(r"\d,\d", text) is not None
     gone = {m for m in PUNCTUATION if joined or m + " " in text or " " + m in text}
@@ -61,7 +67,9 @@ def strip_punctuation(text: str) -> str:
 
 
 def settle_words(text: str) -> str:
-    """``text`` in lower case with digits for number words, no articles, and apostrophes in its contractions."""
+    """``text`` in lower case with digits for number words, no articles, and apostrophes in its
+    contractions.
+    """
     words = (DIGITS.get(w, w) for w in text.lower().split())
     return " ".join(CONTRACTIONS.get(w, w) for w in words if w not in ARTICLES)
 
@@ -71,7 +79,9 @@ def normalise(text: str) -> str:
     return settle_words(strip_punctuation(_one_line(text)))
 
 
-def soft_accuracy(prediction: str, annotators: Sequence[str], variant: Variant = "protocol") -> float:
+def soft_accuracy(
+    prediction: str, annotators: Sequence[str], variant: Variant = "protocol"
+) -> float:
     """The mean over annotators left out of min(1, matches among the others / 3): in [0, 1].
 
     Raises ``ValueError`` for fewer than two annotators or an unknown ``variant``.
@@ -89,18 +99,31 @@ def soft_accuracy(prediction: str, annotators: Sequence[str], variant: Variant =
         given = [strip_punctuation(a) for a in given]
     same = given.count(wanted)
     others = len(given) - same
-    return (same * min(1.0, (same - 1) / 3) + others * min(1.0, same / 3)) / len(given) if same else 0.0
+    return (
+        (same * min(1.0, (same - 1) / 3) + others * min(1.0, same / 3)) / len(given)
+        if same
+        else 0.0
+    )
 
 
 def vqa_accuracy(
-    predictions: Predictions, answers: Answers, variant: Variant = "protocol", bootstrap: Bootstrap | None = None
+    predictions: Predictions,
+    answers: Answers,
+    variant: Variant = "protocol",
+    bootstrap: Bootstrap | None = None,
 ) -> Measurement:
-    """Mean soft accuracy, in [0, 1], of ``predictions`` (question to answer) on ``answers`` (question to annotators').
+    """Mean soft accuracy, in [0, 1], of ``predictions`` (question to answer) on ``answers``
+    (question to annotators').
 
     Raises ``ValueError`` unless both name the same questions, each with at least two annotators.
     """
-    protocol = {"normalisation": f"VQAv2, {variant}", "annotators": "one left out in turn, min(1, matches / 3)"}
-    return mean_score("vqa", predictions, answers, lambda p, a: soft_accuracy(p, a, variant), protocol, bootstrap)
+    protocol = {
+        "normalisation": f"VQAv2, {variant}",
+        "annotators": "one left out in turn, min(1, matches / 3)",
+    }
+    return mean_score(
+        "vqa", predictions, answers, lambda p, a: soft_accuracy(p, a, variant), protocol, bootstrap
+    )
 
 
 def _one_line(text: str) -> str:

@@ -1,4 +1,5 @@
-"""Where the weights of the feature networks are: a given folder, an installed package, or the caches of torch and HF.
+"""Where the weights of the feature networks are: a given folder, an installed package, or the
+caches of torch and HF.
 
 Nothing is downloaded. What is not to be found is asked for by file name, address and folder.
 """
@@ -18,7 +19,9 @@ from specmm.registry import unknown
 
 @dataclass(frozen=True)
 class Weights:
-    """One known set of weights: a ``file`` by its published name, or where ``companions`` are named, its folder."""
+    """One known set of weights: a ``file`` by its published name, or where ``companions`` are
+    named, its folder.
+    """
 
     what: str
     licence: str
@@ -90,16 +93,19 @@ KNOWN = {
 
 
 def weights_folder() -> Path:
-    """The folder for weights that come in no package: ``$SPECMM_WEIGHTS``, or ``~/.cache/specmm/weights``."""
+    """The folder for weights that come in no package: ``$SPECMM_WEIGHTS``, or
+    ``~/.cache/specmm/weights``.
+    """
     return Path(os.environ.get("SPECMM_WEIGHTS") or Path.home() / ".cache/specmm/weights")
 
 
 def locate(name: str, given: Path | None = None) -> Path:
     """The file of the weights called ``name``, or their folder where they are several files.
 
-    Looked for in ``given`` (that file, or a folder) and nowhere else where it is named; otherwise in
-    ``weights_folder()``, the package that brings them, torch hub's cache and the HF cache, in this order. Raises
-    ``ValueError`` for an unknown name, and for missing weights says which file to put where.
+    Looked for in ``given`` (that file, or a folder) and nowhere else where it is named; otherwise
+    in ``weights_folder()``, the package that brings them, torch hub's cache and the HF cache, in
+    this order. Raises ``ValueError`` for an unknown name, and for missing weights says which file
+    to put where.
     """
     if name not in KNOWN:
         raise unknown("weights", name, KNOWN)
@@ -113,11 +119,18 @@ def locate(name: str, given: Path | None = None) -> Path:
 
 
 def weights_table() -> list[dict[str, str]]:
-    """One row for each known set: name, what, licence, ``found`` (its path, or "no") and how to ``get`` it."""
+    """One row for each known set: name, what, licence, ``found`` (its path, or "no") and how to
+    ``get`` it.
+    """
     rows = []
     for name, wanted in KNOWN.items():
         found = next((f for p in _places(name, wanted) if (f := _inside(p, wanted))), None)
-        row = {"name": name, "what": wanted.what, "licence": wanted.licence, "found": str(found or "no")}
+        row = {
+            "name": name,
+            "what": wanted.what,
+            "licence": wanted.licence,
+            "found": str(found or "no"),
+        }
         rows.append({**row, "get": _how(name, wanted)})
     return rows
 
@@ -134,12 +147,16 @@ def main_file(folder: Path) -> Path:
     for file in (folder / n for n in names):
         if file.is_file():
             return file
-    raise ValueError(f"{folder} must hold {' or '.join(names)}, got neither; save the model there with save_pretrained")
+    raise ValueError(
+        f"{folder} must hold {' or '.join(names)}, got neither; save the model there with save_pretrained"
+    )
 
 
 def _places(name: str, wanted: Weights) -> list[Path]:
     places = [weights_folder() / name, weights_folder()]
-    spec = importlib.util.find_spec(wanted.package[0]) if wanted.package else None  # located, not imported
+    spec = (
+        importlib.util.find_spec(wanted.package[0]) if wanted.package else None
+    )  # located, not imported
     if wanted.package and spec and spec.origin:
         places.append(Path(spec.origin).parent / wanted.package[1])
     places.append(Path(torch.hub.get_dir()) / "checkpoints")
@@ -156,12 +173,18 @@ def _hub_folder(wanted: Weights) -> list[Path]:
 
 
 def _inside(place: Path, wanted: Weights) -> Path | None:
-    """The weights at ``place``: a file given outright, the file in a folder, or a folder with all companions."""
+    """The weights at ``place``: a file given outright, the file in a folder, or a folder with all
+    companions.
+    """
     if not wanted.companions:
         file = place / wanted.file if place.is_dir() else place
         return file if file.is_file() else None
     whole = all((place / f).is_file() for f in wanted.companions)
-    return place if whole and any((place / f).is_file() for f in (wanted.file, "pytorch_model.bin")) else None
+    return (
+        place
+        if whole and any((place / f).is_file() for f in (wanted.file, "pytorch_model.bin"))
+        else None
+    )
 
 
 def _how(name: str, wanted: Weights) -> str:
@@ -172,7 +195,15 @@ def _how(name: str, wanted: Weights) -> str:
 
 
 def _missing(name: str, wanted: Weights, given: Path | None) -> str:
-    where = f"in {given}" if given is not None else "in the weights folder, a package, torch hub's or HF's cache"
+    where = (
+        f"in {given}"
+        if given is not None
+        else "in the weights folder, a package, torch hub's or HF's cache"
+    )
     files = ", ".join([wanted.file, *wanted.companions])
-    hint = f"run: {wanted.install}, or put it in {weights_folder() / name}" if wanted.install else _how(name, wanted)
+    hint = (
+        f"run: {wanted.install}, or put it in {weights_folder() / name}"
+        if wanted.install
+        else _how(name, wanted)
+    )
     return f"the weights {name!r} need {files} {where}, got none; {hint}"

@@ -32,9 +32,13 @@ def making(folder: Path) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ValueError(f"rasterising emoji needs {error.name}, run: pip install 'specmm[train]'") from error
+        raise ValueError(
+            f"rasterising emoji needs {error.name}, run: pip install 'specmm[train]'"
+        ) from error
     except subprocess.CalledProcessError as error:
-        raise ValueError(f"npm could not fetch the emoji ({error.stderr or error}), fill {folder} by hand") from error
+        raise ValueError(
+            f"npm could not fetch the emoji ({error.stderr or error}), fill {folder} by hand"
+        ) from error
 
 
 def emoji(folder: Path) -> Any:
@@ -85,4 +89,7 @@ def _described(held_out: Any, count: int) -> Any:
     """Questions for descriptions of ``count`` scenes."""
     random = Random(0)
     drawn = [held_out.scene(random) for _ in range(count)]
-    return Questions.of([Image.fromarray(scene.image) for scene, _ in drawn], [turns[0].question for _, turns in drawn])
+    return Questions.of(
+        [Image.fromarray(scene.image) for scene, _ in drawn],
+        [turns[0].question for _, turns in drawn],
+    )

@@ -56,12 +56,19 @@ class EmojiSet:
 def fetch(folder: Path) -> None:
     """Download the two npm packages into ``folder`` unless their files are there already."""
     folder.mkdir(parents=True, exist_ok=True)
-    members = {ICONS: [f"json/{s}.json" for s in STYLES], NAMES: ["en/data.json", "meta/groups.json"]}
+    members = {
+        ICONS: [f"json/{s}.json" for s in STYLES],
+        NAMES: ["en/data.json", "meta/groups.json"],
+    }
     for package, wanted in members.items():
         if all((folder / m).exists() for m in wanted):
             continue
         packed = subprocess.run(
-            ["npm", "pack", package, "--silent"], cwd=folder, check=True, capture_output=True, text=True
+            ["npm", "pack", package, "--silent"],
+            cwd=folder,
+            check=True,
+            capture_output=True,
+            text=True,
         )
         archive = folder / packed.stdout.split()[-1]
         with tarfile.open(archive) as tar:
@@ -76,12 +83,18 @@ def fetch(folder: Path) -> None:
 def subgroup_of_name(folder: Path) -> dict[str, str]:
     """Map an icon's name ("red-apple") to its Unicode subgroup ("food-fruit"), skin tones left out."""
     groups = json.loads((folder / "meta/groups.json").read_text())["subgroups"]
-    subgroup = {e["hexcode"].lower(): groups[str(e["subgroup"])] for e in _emoji(folder) if "subgroup" in e}
+    subgroup = {
+        e["hexcode"].lower(): groups[str(e["subgroup"])] for e in _emoji(folder) if "subgroup" in e
+    }
     names: dict[str, str] = {}
     for style in STYLES:
         icons = json.loads((folder / f"json/{style}.json").read_text())
         for code, name in icons.get("chars", {}).items():
-            found = subgroup.get(code) or subgroup.get(code + "-fe0f") or subgroup.get(code.replace("-fe0f", ""))
+            found = (
+                subgroup.get(code)
+                or subgroup.get(code + "-fe0f")
+                or subgroup.get(code.replace("-fe0f", ""))
+            )
             if found and "skin-tone" not in name:
                 names.setdefault(name, found)
     return names
@@ -114,7 +127,12 @@ def load(folder: Path, split: str = "train", size: int = 48) -> EmojiSet:
     data = np.load(build(folder, size))
     held = np.array([_fraction(n) < HELD_OUT for n in data["names"]])
     rows = np.flatnonzero(held if split == "test" else ~held)
-    return EmojiSet(data["images"][rows], data["labels"][rows], [str(n) for n in data["names"][rows]], list(CLASSES))
+    return EmojiSet(
+        data["images"][rows],
+        data["labels"][rows],
+        [str(n) for n in data["names"][rows]],
+        list(CLASSES),
+    )
 
 
 def _emoji(folder: Path) -> list[dict[str, Any]]:
@@ -127,10 +145,14 @@ def _fraction(name: str) -> float:
 
 def _rasterise(icons: dict[str, Any], name: str, size: int) -> Array:
     picture = cut_out(icons, name, size, background="white").convert("RGB")
-    return np.asarray(ImageOps.pad(picture, (size, size), color="white"))  # a few icons are not square
+    return np.asarray(
+        ImageOps.pad(picture, (size, size), color="white")
+    )  # a few icons are not square
 
 
-def cut_out(icons: dict[str, Any], name: str, size: int, background: str | None = None) -> Image.Image:
+def cut_out(
+    icons: dict[str, Any], name: str, size: int, background: str | None = None
+) -> Image.Image:
     """Icon ``name`` of a style's file as an RGBA picture of at most ``size`` pixels a side."""
     import resvg_py
 

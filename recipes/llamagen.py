@@ -22,13 +22,7 @@ from specmm.recipes.recipe import Count, Found, Seed, Width
 
 
 def tokenizer(
-    *,
-    data: Path,
-    steps: Count,
-    batch: Count,
-    seed: Seed,
-    codes: Annotated[int, 2],
-    out: Path,
+    *, data: Path, steps: Count, batch: Count, seed: Seed, codes: Annotated[int, 2], out: Path
 ) -> Found:
     """Train the VQ tokenizer; the result is OUT/model.safetensors."""
     writable(out)
@@ -36,7 +30,9 @@ def tokenizer(
     config = VQConfig(codes, 8, 32, (1, 2, 2), 1, 64)
     model = train_tokenizer(images, config, out, steps=steps, batch=batch, seed=seed)
     rows = model.quantize.embedding.weight.data
-    rows.copy_(F.normalize(rows, dim=-1))  # the same codes; LANTERN's distances are those of the rows as stored
+    rows.copy_(
+        F.normalize(rows, dim=-1)
+    )  # the same codes; LANTERN's distances are those of the rows as stored
     save_vq(model, out)
     return {"kind": "tokenizer", "steps": steps, "outputs": [str(out)]}
 
@@ -57,7 +53,9 @@ def target(
     writable(out)
     vq, pictures = load_vq(tokenizer), emoji(data)
     tokens = picture_tokens(vq, pictures.images, out)
-    sizes: dict[str, Any] = dict(dim=dim, n_layer=layers, n_head=heads, num_classes=len(pictures.classes))
+    sizes: dict[str, Any] = dict(
+        dim=dim, n_layer=layers, n_head=heads, num_classes=len(pictures.classes)
+    )
     config = GPTConfig(vocab_size=vq.config.codebook_size, block_size=tokens.shape[-1], **sizes)
     labels = torch.from_numpy(pictures.labels)
     model = train_target(tokens, labels, config, out, steps=steps, batch=batch, seed=seed)

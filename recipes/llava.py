@@ -28,7 +28,9 @@ from specmm.hf.pretrained import load_processor
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Size, Width, beside
 from specmm.vlm import composed, loading
 
-TOGETHER = 0.15  # of the learning rate once the tower learns, too: at 0.3 the loss doubled in fifty steps
+TOGETHER = (
+    0.15  # of the learning rate once the tower learns, too: at 0.3 the loss doubled in fifty steps
+)
 
 
 def llava(
@@ -55,7 +57,9 @@ def llava(
     place = _place(out, drafts_for, expert_of, seed)
     sizes = Sizes(dim, layers, heads, tower_dim, tower_layers)
     _check_same(out, {**vars(sizes), "seed": seed, "model": str(place)})
-    _train(data, out, place, sizes, (tower_steps, align_steps, steps, together_steps), batch, lr, seed)
+    _train(
+        data, out, place, sizes, (tower_steps, align_steps, steps, together_steps), batch, lr, seed
+    )
     if expert_of is not None:
         PROMPTS.save(place.parent)
     return {"kind": "llava", "steps": steps, "outputs": [str(place)]}
@@ -64,13 +68,19 @@ def llava(
 def _place(out: Path, drafts_for: Path | None, expert_of: Path | None, seed: int) -> Path:
     """Where the trained model goes."""
     if drafts_for is not None and expert_of is not None:
-        raise ValueError(f"give drafts_for or expert_of, not both, got {drafts_for} and {expert_of}")
+        raise ValueError(
+            f"give drafts_for or expert_of, not both, got {drafts_for} and {expert_of}"
+        )
     larger = drafts_for or expert_of
     if larger is None:
         return out / "model"
     if not (larger / "config.json").is_file():
         raise ValueError(f"{larger} must hold a model (config.json), train that one first")
-    place = larger / "drafters" / (KINDS["vlm-draft"].place if drafts_for else f"{KINDS['verdict'].place}/{seed}")
+    place = (
+        larger
+        / "drafters"
+        / (KINDS["vlm-draft"].place if drafts_for else f"{KINDS['verdict'].place}/{seed}")
+    )
     if (place / "config.json").exists():
         raise ValueError(f"{place} holds a model already, remove it or give another seed")
     return place
@@ -85,37 +95,68 @@ def _check_same(out: Path, run: dict[str, Any]) -> None:
         write_whole(note, (json.dumps(run, indent=1) + "\n").encode())
     elif (found := json.loads(note.read_text())) != run:
         other = ", ".join(f"{k} {found.get(k)}" for k in run if found.get(k) != run[k])
-        raise ValueError(f"{out} holds the training of another model ({other}), give this one its own --out")
+        raise ValueError(
+            f"{out} holds the training of another model ({other}), give this one its own --out"
+        )
 
 
 def _train(
-    data: Path, out: Path, place: Path, sizes: Any, steps: tuple[int, int, int, int], batch: int, lr: float, seed: int
+    data: Path,
+    out: Path,
+    place: Path,
+    sizes: Any,
+    steps: tuple[int, int, int, int],
+    batch: int,
+    lr: float,
+    seed: int,
 ) -> None:
     training, held_out = world(data, "train"), world(data, "test")
     if not (out / "processor").exists():  # a resumed run goes on with the same tokens
-        build_processor(learn_tokenizer(training), R, sizes.patch).save_pretrained(out / "processor")
+        build_processor(learn_tokenizer(training), R, sizes.patch).save_pretrained(
+            out / "processor"
+        )
     processor = load_processor(out / "processor")
     encoder = Encoder(processor.tokenizer, sizes.image_tokens)
     model = build_model(sizes, len(processor.tokenizer), encoder, seed)
-    train_tower(model, training, held_out, out / "tower", steps=steps[0], batch=4 * batch, lr=lr / 2, seed=seed)
-    train_projector(model, processor.tokenizer, training, out / "align", steps=steps[1], batch=4 * batch, seed=seed)
+    train_tower(
+        model,
+        training,
+        held_out,
+        out / "tower",
+        steps=steps[0],
+        batch=4 * batch,
+        lr=lr / 2,
+        seed=seed,
+    )
+    train_projector(
+        model,
+        processor.tokenizer,
+        training,
+        out / "align",
+        steps=steps[1],
+        batch=4 * batch,
+        seed=seed,
+    )
     options: dict[str, Any] = dict(batch=batch, seed=seed)
-    train_target(model, encoder, training, held_out, out / "target", steps=steps[2], lr=lr, **options)
     train_target(
-        model, encoder, training, held_out, out / "together", steps=steps[3], lr=TOGETHER * lr, vision=True, **options
+        model, encoder, training, held_out, out / "target", steps=steps[2], lr=lr, **options
+    )
+    train_target(
+        model,
+        encoder,
+        training,
+        held_out,
+        out / "together",
+        steps=steps[3],
+        lr=TOGETHER * lr,
+        vision=True,
+        **options,
     )
     save_model(model, processor, place)
 
 
 def projector(
-    *,
-    data: Path,
-    align_steps: Size,
-    steps: Count,
-    batch: Count,
-    lr: Amount,
-    seed: Seed,
-    out: Path,
+    *, data: Path, align_steps: Size, steps: Count, batch: Count, lr: Amount, seed: Seed, out: Path
 ) -> Found:
     """Train what joins EfficientNet-lite0 to SmolLM2-135M-Instruct, both from their packages and
     left as they are.
@@ -125,7 +166,8 @@ def projector(
     vision: Any = model.config.vision_config
     side, tokens = vision.image_size, model.config.image_seq_length
     options: dict[str, Any] = dict(
-        features=lambda tower, pixels: tower_features(tower, prepared(pixels, side)), patch=R // round(tokens**0.5)
+        features=lambda tower, pixels: tower_features(tower, prepared(pixels, side)),
+        patch=R // round(tokens**0.5),
     )
     training, held_out = world(data, "train"), world(data, "test")
     align: dict[str, Any] = dict(steps=align_steps, batch=4 * batch, seed=seed)
@@ -157,6 +199,15 @@ def text(
     tokenizer = loading.load_processor(folder).tokenizer
     encoder = Encoder(tokenizer, 0)
     small = build_text_model(dim, layers, heads, len(tokenizer), encoder, seed)
-    train_text(small, encoder, world(data, "train"), writable(out), steps=steps, batch=batch, lr=lr, seed=seed)
+    train_text(
+        small,
+        encoder,
+        world(data, "train"),
+        writable(out),
+        steps=steps,
+        batch=batch,
+        lr=lr,
+        seed=seed,
+    )
     small.to(torch.bfloat16).save_pretrained(result)  # type: ignore[arg-type]
     return {"kind": "text drafter", "model": model, "steps": steps, "outputs": [str(result)]}

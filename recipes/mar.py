@@ -19,7 +19,9 @@ from specmm.image_ar.continuous.pipeline import MARPipeline
 from specmm.image_ar.continuous.settings import Settings
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Width
 
-HEAD_STEPS = "ddim100"  # "100" begins at t = 999, where a small model's error in eps is multiplied by 20,000
+HEAD_STEPS = (
+    "ddim100"  # "100" begins at t = 999, where a small model's error in eps is multiplied by 20,000
+)
 
 
 def kl(
@@ -41,7 +43,9 @@ def kl(
     if side % 2**halvings:
         raise ValueError(f"halvings must divide pictures of {side} pixels evenly, got {halvings}")
     config = KLConfig(32, widths, 1, channels, side, (side // 2**halvings,), 1.0)
-    options: dict[str, Any] = dict(steps=steps, batch=batch, kl_weight=kl_weight, seed=seed, compiled=compile)
+    options: dict[str, Any] = dict(
+        steps=steps, batch=batch, kl_weight=kl_weight, seed=seed, compiled=compile
+    )
     save_kl(train_kl(images, config, out, **options), out)
     return {"kind": "kl", "steps": steps, "outputs": [str(out)]}
 
@@ -71,17 +75,26 @@ def mar(
     vae, found = load_kl(tokenizer), emoji(data)
     images, labels = torch.from_numpy(found.images), torch.from_numpy(found.labels)
     sizes = {"embed_dim": dim, "depth": depth, "num_heads": heads}
-    config = _config(vae, images.shape[1], len(found.classes), sizes, (buffer, head_depth, head_width))
+    config = _config(
+        vae, images.shape[1], len(found.classes), sizes, (buffer, head_depth, head_width)
+    )
     moments = encode_moments(vae, images)
-    begun, rates = load_mar(start) if start else None, {"steps": steps, "batch": batch, "seed": seed}
+    begun, rates = (
+        load_mar(start) if start else None,
+        {"steps": steps, "batch": batch, "seed": seed},
+    )
     model = train_mar(moments, labels, vae.config.scale, config, out, start=begun, lr=lr, **rates)
     place = _save(model, vae, tuple(found.classes), out, beside)
     return {"kind": "mar", "steps": steps, "outputs": [str(place)]}
 
 
-def _config(vae: Any, side: int, classes: int, sizes: dict[str, int], rest: tuple[int, int, int]) -> Any:
+def _config(
+    vae: Any, side: int, classes: int, sizes: dict[str, int], rest: tuple[int, int, int]
+) -> Any:
     """The configuration of a MAR for ``vae``; ``rest``: buffer slots, depth and width of the head."""
-    both: dict[str, Any] = {f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in sizes.items()}
+    both: dict[str, Any] = {
+        f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in sizes.items()
+    }
     return MARConfig(
         img_size=side,
         vae_stride=vae.config.downsampling,

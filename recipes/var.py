@@ -13,12 +13,12 @@ import torch
 from recipes.data import emoji
 from recipes.training.var import Examples, train_drafter, train_refiner, train_var
 from recipes.training.vqvae import encode_pictures, train_vqvae
+from specmm.collaborative import split
 from specmm.files import writable
-from specmm.handoff import split
-from specmm.image_ar.scales.ladder import Ladder
 from specmm.image_ar.scales.loading import load_vqvae, save_vqvae
 from specmm.image_ar.scales.pair import save_small, tokenizer_fingerprint
 from specmm.image_ar.scales.pipeline import VARPipeline
+from specmm.image_ar.scales.scale_schedule import ScaleSchedule
 from specmm.image_ar.scales.settings import Settings
 from specmm.image_ar.scales.var import VARConfig
 from specmm.image_ar.scales.vqvae import VQVAEConfig
@@ -39,10 +39,10 @@ def vqvae(
 ) -> Found:
     """Train the multi-scale tokenizer; the result is OUT/model.safetensors."""
     writable(out)
-    ladder = _sides(sides)
+    schedule = _sides(sides)
     images = torch.from_numpy(emoji(data).images)
-    levels = _levels(images.shape[1], ladder[-1])
-    config = VQVAEConfig(codes, width, 32, (1, 2, 2, 2)[:levels], 1, ladder)
+    levels = _levels(images.shape[1], schedule[-1])
+    config = VQVAEConfig(codes, width, 32, (1, 2, 2, 2)[:levels], 1, schedule)
     model = train_vqvae(images, config, out, steps=steps, batch=batch, seed=seed, compiled=compile)
     save_vqvae(model, out)
     return {"kind": "vqvae", "steps": steps, "outputs": [str(out)]}
@@ -68,7 +68,9 @@ def var(
     """
     writable(out)
     vae, found = load_vqvae(tokenizer), emoji(data)
-    shared: dict[str, Any] = {n: getattr(vae.config, n) for n in ("vocab_size", "z_channels", "patch_nums")}
+    shared: dict[str, Any] = {
+        n: getattr(vae.config, n) for n in ("vocab_size", "z_channels", "patch_nums")
+    }
     sizes: dict[str, Any] = dict(depth=depth, embed_dim=dim, num_heads=heads, shared_aln=shared_aln)
     config = VARConfig(num_classes=len(found.classes), **sizes, **shared)
     examples = _examples(vae, found, out)
@@ -101,7 +103,7 @@ def code(
     pipe = VARPipeline.from_pretrained(model, "ar", torch.float32, small)
     if pipe.small is None:
         raise ValueError(f"{model} must hold a small model, got none, give one as small")
-    scales = len(pipe.transformer.config.ladder)
+    scales = len(pipe.transformer.config.schedule)
     at = len(split(scales, n if n != -1 else scales - 2)[0])
     if at in (0, scales):
         raise ValueError(f"n must leave scales to both models, from 1 to {scales - 1}, got {at}")
@@ -115,11 +117,11 @@ def code(
 
 
 def _sides(text: str) -> tuple[int, ...]:
-    """The sides in "1,2,3"; raises ``ValueError`` when they are no ladder."""
+    """The sides in "1,2,3"; raises ``ValueError`` when they are no schedule."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise ValueError(f"sides must be whole numbers with commas between, got {text!r}")
-    return Ladder(tuple(map(int, parts))).sides
+    return ScaleSchedule(tuple(map(int, parts))).sides
 
 
 def _levels(pixels: int, tokens: int) -> int:

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from specmm.text.pipeline import TextPipeline as TextPipeline
     from specmm.vlm.pipeline import VQAPipeline as VQAPipeline
 
-# A checkout without symlinks (a zip download, Windows) lacks the links to the five sibling packages.
+# A checkout without symlinks (a zip download, Windows) lacks the links to the five sibling
+# packages.
 if not (Path(__file__).parent / "image_ar" / "tokens").exists():
     __path__.append(str(Path(__file__).parent.parent))
 
@@ -23,7 +24,14 @@ _LAZY = {  # heavy names, imported when asked for
     "VQAPipeline": "specmm.vlm.pipeline",
     "custom_generate": "specmm.hf.generate",
 }
-__all__ = ["ImagePipeline", "TextPipeline", "VQAPipeline", "__version__", "custom_generate", "methods"]
+__all__ = [
+    "ImagePipeline",
+    "TextPipeline",
+    "VQAPipeline",
+    "__version__",
+    "custom_generate",
+    "methods",
+]
 
 
 def __getattr__(name: str) -> Any:

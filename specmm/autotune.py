@@ -1,8 +1,10 @@
-"""Whether to speculate, and with which tree: from seconds measured on this machine, falling back to plain decoding.
+"""Whether to speculate, and with which tree: from seconds measured on this machine, falling back to
+plain decoding.
 
-The speedup of a round over plain decoding is S = tau * step / (draft + verify + host): tau tokens for the drafter's
-levels, one forward of the target over N nodes and the host's share. A tree is taken only if S clears a margin, so that
-turning speculation on is never slower than the baseline beyond noise. Nothing here knows a model.
+The speedup of a round over plain decoding is S = tau * step / (draft + verify + host): tau tokens
+for the drafter's levels, one forward of the target over N nodes and the host's share. A tree is
+taken only if S clears a margin, so that turning speculation on is never slower than the baseline
+beyond noise. Nothing here knows a model.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ Table = Mapping[int, float] | Callable[[int], float]
 class Costs:
     """Seconds on this machine.
 
-    ``draft`` by levels drafted (the tree's depth), ``verify`` by nodes scored in one target forward (root included),
-    ``step`` one step of plain decoding, ``host`` what else a round of speculation takes. A table is interpolated
-    between its sizes and continued along its last two.
+    ``draft`` by levels drafted (the tree's depth), ``verify`` by nodes scored in one target forward
+    (root included), ``step`` one step of plain decoding, ``host`` what else a round of speculation
+    takes. A table is interpolated between its sizes and continued along its last two.
     """
 
     draft: Table
@@ -53,8 +55,9 @@ class Costs:
 class Plan:
     """What to run: ``shape`` (None for plain decoding), what it should bring, and why in words.
 
-    ``costs`` are the measured seconds that it was decided on, None where nothing was measured. ``draft_free`` is a
-    method without a tree that is to run in place of plain decoding, None for none.
+    ``costs`` are the measured seconds that it was decided on, None where nothing was measured.
+    ``draft_free`` is a method without a tree that is to run in place of plain decoding, None for
+    none.
     """
 
     shape: TreeShape | None
@@ -65,12 +68,14 @@ class Plan:
     draft_free: Any = None
 
 
-def plan(costs: Costs, rank_acceptance: Acceptance, candidates: Sequence[TreeShape], margin: float = 0.05) -> Plan:
+def plan(
+    costs: Costs, rank_acceptance: Acceptance, candidates: Sequence[TreeShape], margin: float = 0.05
+) -> Plan:
     """The candidate that should be fastest, or plain decoding if none is above 1 + ``margin``.
 
-    Of those within ``NOISE`` of the largest expected speedup the one with the fewest nodes: measured again, either
-    might come first. ``rank_acceptance`` [K] or [D, K] is positional (``specmm.shape.expected``). Equal ones go to the
-    earlier.
+    Of those within ``NOISE`` of the largest expected speedup the one with the fewest nodes:
+    measured again, either might come first. ``rank_acceptance`` [K] or [D, K] is positional
+    (``specmm.shape.expected``). Equal ones go to the earlier.
     """
     if margin < 0:
         raise ValueError(f"margin must be at least 0, got {margin}")
@@ -96,10 +101,11 @@ def _expected(costs: Costs, rank_acceptance: Acceptance, shape: TreeShape) -> Pl
 
 @dataclass
 class Passes:
-    """Costs measured again and again, plain step and rounds in turn, until the choice that follows from them is stable.
+    """Costs measured again and again, plain step and rounds in turn, until the choice that follows
+    from them is stable.
 
-    A machine's speed drifts, and the plain step's time is in every forecast: so seconds of rounds are taken over the
-    plain step's of the same pass, and medians of these ratios count.
+    A machine's speed drifts, and the plain step's time is in every forecast: so seconds of rounds
+    are taken over the plain step's of the same pass, and medians of these ratios count.
     """
 
     steps: list[float]
@@ -112,7 +118,9 @@ class Passes:
         """Before the first pass."""
         return cls([], {}, {}, [])
 
-    def add(self, step: float, rounds: Sequence[tuple[TreeShape, tuple[float, float, float]]]) -> None:
+    def add(
+        self, step: float, rounds: Sequence[tuple[TreeShape, tuple[float, float, float]]]
+    ) -> None:
         """A pass: seconds of a plain step, and (draft, verify, host) of a round by shape."""
         self.steps.append(step)
         for shape, (draft, verify, host) in rounds:
@@ -123,16 +131,23 @@ class Passes:
     def costs(self) -> Costs:
         """The seconds that all passes together say."""
         step, median = statistics.median(self.steps), statistics.median
-        draft, verify = ({k: step * median(v) for k, v in t.items()} for t in (self.drafts, self.verifies))
+        draft, verify = (
+            {k: step * median(v) for k, v in t.items()} for t in (self.drafts, self.verifies)
+        )
         return Costs(draft, verify, step, step * median(self.hosts) if self.hosts else 0.0)
 
 
 def until_stable(
-    one_pass: Callable[[Passes], None], decide: Callable[[Costs], Plan], least: int = 3, most: int = 9
+    one_pass: Callable[[Passes], None],
+    decide: Callable[[Costs], Plan],
+    least: int = 3,
+    most: int = 9,
 ) -> Plan:
-    """Measure, pass by pass, until three passes in a row lead to the same shape, or ``most`` have been made.
+    """Measure, pass by pass, until three passes in a row lead to the same shape, or ``most`` have
+    been made.
 
-    A choice that never settles falls to plain decoding: candidates and plain steps are too near to tell apart.
+    A choice that never settles falls to plain decoding: candidates and plain steps are too near to
+    tell apart.
     """
     measured, chosen = Passes.none(), list[TreeShape | None]()
     for _ in range(most):
@@ -142,12 +157,20 @@ def until_stable(
         if len(chosen) >= least and all(shape is made.shape for shape in chosen[-3:]):
             return made
     if None in chosen[-3:]:
-        return replace(made, shape=None, expected_tau=1.0, expected_speedup=1.0, reason=f"plain decoding: {UNSETTLED}")
+        return replace(
+            made,
+            shape=None,
+            expected_tau=1.0,
+            expected_speedup=1.0,
+            reason=f"plain decoding: {UNSETTLED}",
+        )
     return made
 
 
 def lookup(table: Table, size: int) -> float:
-    """Seconds at ``size``: linear between the sizes measured, constant below them, on along the last slope above."""
+    """Seconds at ``size``: linear between the sizes measured, constant below them, on along the
+    last slope above.
+    """
     if callable(table):
         return table(size)
     if not table:
@@ -164,9 +187,13 @@ def lookup(table: Table, size: int) -> float:
 
 
 def measure(fn: Callable[[], object], repeats: int = 20, warmup: int = 3) -> float:
-    """Median seconds of ``fn()`` over ``repeats`` calls after ``warmup`` uncounted ones, waiting for a GPU in use."""
+    """Median seconds of ``fn()`` over ``repeats`` calls after ``warmup`` uncounted ones, waiting
+    for a GPU in use.
+    """
     if repeats < 1 or warmup < 0:
-        raise ValueError(f"repeats must be at least 1 and warmup at least 0, got {repeats} and {warmup}")
+        raise ValueError(
+            f"repeats must be at least 1 and warmup at least 0, got {repeats} and {warmup}"
+        )
     on_gpu: bool = torch.cuda.is_initialized()
     wait = torch.cuda.synchronize if on_gpu else _nothing
     for _ in range(warmup):

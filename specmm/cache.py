@@ -1,8 +1,8 @@
 """The preallocated key/value cache: ragged rows, a scratch region for draft trees, commits at once.
 
-Shape letters: L layers, G guidance branches (1, or 2 for [cond; uncond]), B batch, R = G·B rows, S slots, H heads,
-D head width, N tree nodes, M most nodes kept a round.
-Slots [0, capacity) hold committed tokens, the last ``scratch`` a round's tree nodes. Moves and, where Triton runs, tree
+Shape letters: L layers, G guidance branches (1, or 2 for [cond; uncond]), B batch, R = G·B rows, S
+slots, H heads, D head width, N tree nodes, M most nodes kept a round. Slots [0, capacity) hold
+committed tokens, the last ``scratch`` a round's tree nodes. Moves and, where Triton runs, tree
 attention are :mod:`specmm.kernels`'.
 """
 
@@ -20,7 +20,9 @@ from specmm.tree import TreeShape
 
 
 def branched(x: Tensor, branches: int) -> Tensor:
-    """``x`` [B, ...] for every guidance branch, [G·B, ...]: a copy where there are two, which takes its time."""
+    """``x`` [B, ...] for every guidance branch, [G·B, ...]: a copy where there are two, which takes
+    its time.
+    """
     return x if branches == 1 else x.repeat(branches, *[1] * (x.ndim - 1))
 
 
@@ -36,7 +38,9 @@ class Memory:
         return self.keys[:, : self.first], self.values[:, : self.first]
 
     def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``k`` and ``v`` [R, T, H, D] from slot ``first`` on; return the first ``stop`` slots."""
+        """Store ``k`` and ``v`` [R, T, H, D] from slot ``first`` on; return the first ``stop``
+        slots.
+        """
         last = self.first + k.shape[1]
         self.keys[:, self.first : last] = k
         self.values[:, self.first : last] = v
@@ -76,19 +80,29 @@ class CacheSize:
 
 
 class Cache:
-    """Keys and values [L, 2, R, S, H, D] with ``lengths`` [B], the number of committed tokens of each row."""
+    """Keys and values [L, 2, R, S, H, D] with ``lengths`` [B], the number of committed tokens of
+    each row.
+    """
 
-    def __init__(self, size: CacheSize, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, size: CacheSize, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
         self.size = size
         self.slots = size.capacity + size.scratch
         shape = (size.layers, 2, size.rows, self.slots, size.heads, size.head_dim)
-        with torch.inference_mode(False):  # compiled programs write only to tensors whose views are followed
+        with torch.inference_mode(
+            False
+        ):  # compiled programs write only to tensors whose views are followed
             self.data = torch.zeros(shape, dtype=dtype, device=device)
             self.layers = [Memory(layer[0], layer[1]) for layer in self.data]
             self.lengths = torch.zeros(size.batch, dtype=torch.int64, device=device)
-        self.hidden_prefix: Tensor | None = None  # [R, capacity] bool: padding that no row may attend
+        self.hidden_prefix: Tensor | None = (
+            None  # [R, capacity] bool: padding that no row may attend
+        )
         self._columns = torch.arange(size.capacity, device=device)
-        self._shown, self._shut = (torch.tensor(x, dtype=dtype, device=device) for x in (0.0, float("-inf")))
+        self._shown, self._shut = (
+            torch.tensor(x, dtype=dtype, device=device) for x in (0.0, float("-inf"))
+        )
         self._bias = self._committed = torch.empty(
             0
         )  # the mask of the last tree, and its part before the scratch region
@@ -100,23 +114,30 @@ class Cache:
             layer.first, layer.stop = first, stop
 
     def tree_mask(self, shape: TreeShape) -> Tensor | TreeMask:
-        """What a tree of ``shape`` in the scratch region attends: a dense bias, or for Triton words and lengths."""
+        """What a tree of ``shape`` in the scratch region attends: a dense bias, or for Triton words
+        and lengths.
+        """
         if backend(self.data.device) == "torch":
             return self.tree_bias(shape.ancestors)
         return TreeMask(shape.ancestor_words, self.lengths, self.size.capacity, self.hidden_prefix)
 
     def tree_bias(self, ancestors: Tensor) -> Tensor:
-        """Additive mask [R, 1, N, S] for a tree in the scratch region: its ancestors and every committed token.
+        """Additive mask [R, 1, N, S] for a tree in the scratch region: its ancestors and every
+        committed token.
 
-        The tree part is written when ``ancestors`` [1 or B, N, N] is another tensor than last time, so a static tree
-        writes it once; each round only the committed part follows the lengths.
+        The tree part is written when ``ancestors`` [1 or B, N, N] is another tensor than last time,
+        so a static tree writes it once; each round only the committed part follows the lengths.
         """
         if self._bias_of is not ancestors:
             nodes = ancestors.shape[-1]
             bias = self.data.new_full((self.size.rows, 1, nodes, self.slots), float("-inf"))
             seen = branched(ancestors.expand(self.size.batch, -1, -1), self.size.branches)
             bias[:, 0, :, self.size.capacity : self.size.capacity + nodes].masked_fill_(seen, 0)
-            self._bias, self._bias_of, self._committed = bias, ancestors, bias[:, 0, :, : self.size.capacity]
+            self._bias, self._bias_of, self._committed = (
+                bias,
+                ancestors,
+                bias[:, 0, :, : self.size.capacity],
+            )
         self._committed.copy_(self.prefix_bias()[:, None])
         return self._bias
 
@@ -128,7 +149,9 @@ class Cache:
         return torch.where(shown, self._shown, self._shut)
 
     def keep(self, path: Tensor, kept: Tensor) -> None:
-        """Move the first ``kept`` [B] nodes of ``path`` [B, M] from the scratch region behind each row's tokens."""
+        """Move the first ``kept`` [B] nodes of ``path`` [B, M] from the scratch region after each
+        row's tokens.
+        """
         commit(self.data.flatten(0, 1), path, kept, self.lengths, self.size.capacity)
         self.lengths += kept
 
@@ -139,7 +162,9 @@ class Cache:
         """
         rows, slots = slice(row, None, self.size.batch), other.size.capacity
         if slots > self.size.capacity:
-            raise ValueError(f"a sample must fit the {self.size.capacity} slots of its row, got {slots}")
+            raise ValueError(
+                f"a sample must fit the {self.size.capacity} slots of its row, got {slots}"
+            )
         self.data[:, :, rows, :slots] = other.data[:, :, :, :slots]
         self.lengths[row] = other.lengths[0]
         hidden = other.hidden_prefix
@@ -149,5 +174,5 @@ class Cache:
             self.hidden_prefix[rows, :slots] = False if hidden is None else hidden
 
     def crop(self, lengths: Tensor) -> None:
-        """Forget every token at or behind ``lengths`` [B]."""
+        """Forget every token at or after ``lengths`` [B]."""
         self.lengths.clamp_(max=lengths)

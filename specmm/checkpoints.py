@@ -1,7 +1,7 @@
 """Reading model files safely and loading them completely or not at all.
 
-``read_checkpoint`` opens safetensors and PyTorch files (tensors only: a pickle that wants to run code is refused);
-``load_strict`` checks every name, shape and value before the first one is copied.
+``read_checkpoint`` opens safetensors and PyTorch files (tensors only: a pickle that wants to run
+code is refused); ``load_strict`` checks every name, shape and value before the first one is copied.
 """
 
 from __future__ import annotations
@@ -32,16 +32,19 @@ SIGNS = 2048  # weights read of each tensor of a fingerprint
 def read_checkpoint(path: str | Path, nesting: Sequence[str] = NESTING) -> State:
     """The tensors of a checkpoint by name, on the CPU, in the file's dtypes.
 
-    ``path`` is a ``.safetensors`` or PyTorch file, or a folder that holds one. A PyTorch file may nest its tensors
-    under names of ``nesting``, the first that is there. Raises ``FileNotFoundError``, and ``ValueError`` for a file
-    that is damaged, holds no tensors, or would have to run code to be read.
+    ``path`` is a ``.safetensors`` or PyTorch file, or a folder that holds one. A PyTorch file may
+    nest its tensors under names of ``nesting``, the first that is there. Raises
+    ``FileNotFoundError``, and ``ValueError`` for a file that is damaged, holds no tensors, or would
+    have to run code to be read.
     """
     file = weights_file(path)
     if file.suffix == ".safetensors":
         return _read_safetensors(file)
     if file.suffix in PICKLED:
         return _unnest(_read_pickle(file), file, nesting)
-    raise ValueError(f"checkpoint must end in .safetensors or one of {', '.join(PICKLED)}, got {file}")
+    raise ValueError(
+        f"checkpoint must end in .safetensors or one of {', '.join(PICKLED)}, got {file}"
+    )
 
 
 def weights_file(path: str | Path) -> Path:
@@ -65,13 +68,19 @@ def _read_safetensors(file: Path) -> State:
 
 
 def _read_pickle(file: Path) -> Any:
-    """Unpickle tensors, containers and the ``argparse.Namespace`` that LlamaGen's training saves beside them."""
+    """Unpickle tensors, containers and the ``argparse.Namespace`` that LlamaGen's training saves
+    beside them.
+    """
     file.open("rb").close()
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file makes the unpickler fail in any way
-        wanted = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
+        wanted = (
+            re.search(r"GLOBAL (\S+)", str(error))
+            if isinstance(error, pickle.UnpicklingError)
+            else None
+        )
         if wanted is None:
             raise _damaged(file) from error
         raise ValueError(
@@ -82,7 +91,9 @@ def _read_pickle(file: Path) -> Any:
 
 def _damaged(file: Path) -> ValueError:
     size = file.stat().st_size
-    return ValueError(f"{file} must be a whole {file.suffix} file, got {size} bytes that are not one, fetch it again")
+    return ValueError(
+        f"{file} must be a whole {file.suffix} file, got {size} bytes that are not one, fetch it again"
+    )
 
 
 def _unnest(tree: Any, file: Path, nesting: Sequence[str]) -> State:
@@ -92,8 +103,14 @@ def _unnest(tree: Any, file: Path, nesting: Sequence[str]) -> State:
         if inner is None:
             break
         tree = inner
-    if not isinstance(tree, Mapping) or not tree or not all(isinstance(t, Tensor) for t in tree.values()):
-        raise ValueError(f"{file} must hold tensors by name (raw or under {', '.join(nesting)}), got {_kind(tree)}")
+    if (
+        not isinstance(tree, Mapping)
+        or not tree
+        or not all(isinstance(t, Tensor) for t in tree.values())
+    ):
+        raise ValueError(
+            f"{file} must hold tensors by name (raw or under {', '.join(nesting)}), got {_kind(tree)}"
+        )
     return dict(tree)
 
 
@@ -118,15 +135,20 @@ def read_json(file: Path) -> dict[str, Any]:
 def fingerprint(*weights: Tensor) -> str:
     """Twelve hexadecimal digits that tell models apart by some of their weights.
 
-    Shapes and the signs of at most SIGNS evenly spaced entries are hashed: a copy in another dtype is the same.
+    Shapes and the signs of at most SIGNS evenly spaced entries are hashed: a copy in another dtype
+    is the same.
     """
     return hashlib.sha256(b"".join(_signs(w) for w in weights)).hexdigest()[:12]
 
 
 def check_fingerprint(said: str | None, wanted: str, source: object) -> None:
-    """Raise ``ValueError`` unless ``said``, the target of the drafter in ``source``, is the target ``wanted``."""
+    """Raise ``ValueError`` unless ``said``, the target of the drafter in ``source``, is the target
+    ``wanted``.
+    """
     if said != wanted:
-        raise ValueError(f"drafter must be of this target ({wanted}), got one of {said} in {source}; use its own")
+        raise ValueError(
+            f"drafter must be of this target ({wanted}), got one of {said} in {source}; use its own"
+        )
 
 
 def _signs(weight: Tensor) -> bytes:
@@ -141,10 +163,11 @@ def load_strict(
     ignore: Collection[str] = LEFTOVERS,
     source: str | Path = "checkpoint",
 ) -> None:
-    """Copy ``state`` into ``module``, or raise one ``ValueError`` that names what is wrong and copy nothing.
+    """Copy ``state`` into ``module``, or raise one ``ValueError`` that names what is wrong and copy
+    nothing.
 
-    Wrong are missing, unexpected and differently shaped tensors and NaN or infinite weights. Names any of whose dotted
-    components is in ``ignore`` and that the module lacks are passed over.
+    Wrong are missing, unexpected and differently shaped tensors and NaN or infinite weights. Names
+    any of whose dotted components is in ``ignore`` and that the module lacks are passed over.
     """
     wanted = module.state_dict()
     state = {k: v for k, v in state.items() if k in wanted or not set(k.split(".")) & set(ignore)}
@@ -164,19 +187,30 @@ def load_strict(
 
 
 def check_names(
-    problems: Mapping[str, Sequence[str]], kind: str, source: str | Path, advice: str = "use the file of this model"
+    problems: Mapping[str, Sequence[str]],
+    kind: str,
+    source: str | Path,
+    advice: str = "use the file of this model",
 ) -> None:
-    """Raise one ``ValueError`` for weights of a ``kind`` of model that ``problems`` lists by what is wrong, if any."""
+    """Raise one ``ValueError`` for weights of a ``kind`` of model that ``problems`` lists by what
+    is wrong, if any.
+    """
     if any(problems.values()):
-        found = "; ".join(f"{len(names)} {what}: {some_names(names)}" for what, names in problems.items() if names)
-        raise ValueError(f"{source} must hold exactly the weights of the {kind}, got {found}; {advice}")
+        found = "; ".join(
+            f"{len(names)} {what}: {some_names(names)}" for what, names in problems.items() if names
+        )
+        raise ValueError(
+            f"{source} must hold exactly the weights of the {kind}, got {found}; {advice}"
+        )
 
 
 def check_weights(state: Mapping[str, Tensor], source: str | Path = "checkpoint") -> None:
     """Raise ``ValueError`` naming the tensors of ``state`` that hold NaN or infinity."""
     bad = [k for k, v in state.items() if v.is_floating_point() and v.numel() and not _finite(v)]
     if bad:
-        raise ValueError(f"{source} must hold finite weights, got NaN or infinity in {some_names(bad)}")
+        raise ValueError(
+            f"{source} must hold finite weights, got NaN or infinity in {some_names(bad)}"
+        )
 
 
 def _finite(x: Tensor) -> bool:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 
 def write_whole(file: Path, data: bytes, durable: bool = False) -> None:
-    """Write ``file`` whole or not at all; ``durable``: it is on the disk when this returns (the folder entry as well
-    after ``sync_folder``). Raises ``OSError`` and leaves no part of it behind.
+    """Write ``file`` whole or not at all; ``durable``: it is on the disk when this returns (the
+    folder entry as well after ``sync_folder``). Raises ``OSError`` and leaves no part of it after.
     """
     part = file.with_name(file.name + ".part")
     try:
@@ -28,14 +28,18 @@ def write_whole(file: Path, data: bytes, durable: bool = False) -> None:
 
 
 def writable(folder: Path, option: str = "--out") -> Path:
-    """``folder``, given by ``option``, made and tried out; raises ``ValueError`` when nothing can be written there."""
+    """``folder``, given by ``option``, made and tried out; raises ``ValueError`` when nothing can
+    be written there.
+    """
     probe = folder / f".specmm-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ValueError(f"cannot write to {folder} ({error.strerror}), choose another folder with {option}") from error
+        raise ValueError(
+            f"cannot write to {folder} ({error.strerror}), choose another folder with {option}"
+        ) from error
     return folder
 
 

@@ -1,11 +1,13 @@
-"""Draft trees grown from a feature head (EAGLE, MSD): sampled, of the likeliest tokens, or EAGLE-2's.
+"""Draft trees grown from a feature head (EAGLE, MSD): sampled, of the likeliest tokens, or
+EAGLE-2's.
 
-Each round the head first reads the tokens just committed with the target's hidden states, then one forward a level
-reads the drafts with its own predictions. Its cache is preallocated: committed positions first, the round's drafts
-in the scratch region behind them, so every round has the same shapes.
+Each round the head first reads the tokens just committed with the target's hidden states, then one
+forward a level reads the drafts with its own predictions. Its cache is preallocated: committed
+positions first, the round's drafts in the scratch region after them, so every round has the same
+shapes.
 
-Shape letters: B batch, G guidance branches, R = G·B rows, M most tokens committed a round, N tree nodes, n nodes fed
-at a level, k beam width, C width, S slots, V vocabulary.
+Shape letters: B batch, G guidance branches, R = G·B rows, M most tokens committed a round, N tree
+nodes, n nodes fed at a level, k beam width, C width, S slots, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from specmm.cache import Cache, branched
 from specmm.drafter import Feedback
-from specmm.randomness import Dice
+from specmm.randomness import UniformSource
 from specmm.shape import eagle2
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.sampled import Siblings, draw_siblings
@@ -27,10 +29,12 @@ from specmm.tree import DraftTree, TreeShape
 
 @dataclass(frozen=True)
 class Level:
-    """One level of a static tree: its ``nodes`` [n] below ``parents`` [n'], which all get ``width`` children drawn.
+    """One level of a static tree: its ``nodes`` [n] below ``parents`` [n'], which all get ``width``
+    children drawn.
 
-    ``pick`` [n] finds the nodes among the n' · width children. Of the parents, ``origin`` [n'] is each one's own
-    parent's place among the parents a level up, and ``first`` the scratch slot from which they are stored.
+    ``pick`` [n] finds the nodes among the n' · width children. Of the parents, ``origin`` [n'] is
+    each one's own parent's place among the parents a level up, and ``first`` the scratch slot from
+    which they are stored.
     """
 
     nodes: Tensor
@@ -52,7 +56,10 @@ class Level:
             width = int(ranks.max()) + 1
             origin = torch.searchsorted(above, shape.parents[0, parents])
             levels.append(cls(nodes, parents, index * width + ranks, width, origin, first))
-            first, above = first + (len(parents) if depth > 1 else 0), parents  # the root is not stored as a draft
+            first, above = (
+                first + (len(parents) if depth > 1 else 0),
+                parents,
+            )  # the root is not stored as a draft
         return levels
 
 
@@ -60,25 +67,29 @@ class FeatureHead(Protocol):
     """What a drafter lends the growth of its trees."""
 
     def read(self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
-        """States [R, n, C] predicted after ``tokens`` [B, n] with ``hidden`` [R, n, C], stored where the cache aims."""
+        """States [R, n, C] predicted after ``tokens`` [B, n] with ``hidden`` [R, n, C], stored
+        where the cache aims.
+        """
         ...
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
-        """The draft's logits [B, n, V] after nodes at ``depth``, whose predicted states are ``states`` [R, n, C]."""
+        """The draft's logits [B, n, V] after nodes at ``depth``, whose predicted states are
+        ``states`` [R, n, C].
+        """
         ...
 
-    def law(self, logits: Tensor) -> Tensor:
-        """The law [B, n, V] that drafts are drawn from."""
+    def probs(self, logits: Tensor) -> Tensor:
+        """The distribution [B, n, V] that drafts are drawn from."""
         ...
 
 
 class Growth:
     """Grows the trees of one drafter; ``begin`` hands it the batch's cache.
 
-    ``tree`` is a fixed shape, whose siblings are drawn without replacement from the recorded laws or, with
-    ``sampled=False``, are the most likely tokens (point masses); or a :class:`Dynamic`, always point masses.
-    ``siblings`` says how they are drawn instead.
-    Raises ``ValueError`` when a node would have more children than there are tokens.
+    ``tree`` is a fixed shape, whose siblings are drawn without replacement from the recorded
+    distributions or, with ``sampled=False``, are the most likely tokens (point masses); or a
+    :class:`Dynamic`, always point masses. ``siblings`` says how they are drawn instead. Raises
+    ``ValueError`` when a node would have more children than there are tokens.
     """
 
     def __init__(
@@ -96,19 +107,27 @@ class Growth:
             self.levels = Level.all_of(tree)
             self.fed = sum(len(level.parents) for level in self.levels[1:])
         else:
-            self.max_nodes, self.max_depth, self.fed = tree.total, tree.depth + 1, tree.top_k * tree.depth
+            self.max_nodes, self.max_depth, self.fed = (
+                tree.total,
+                tree.depth + 1,
+                tree.top_k * tree.depth,
+            )
         width = tree.width if isinstance(tree, TreeShape) else tree.top_k
         if width > vocabulary:
-            raise ValueError(f"tree must have at most {vocabulary} children a node (the vocabulary), got {width}")
+            raise ValueError(
+                f"tree must have at most {vocabulary} children a node (the vocabulary), got {width}"
+            )
         self.chain = TreeShape.chain(self.max_depth, device)
 
     @property
     def scratch(self) -> int:
-        """Slots a round needs behind the committed ones."""
+        """Slots a round needs after the committed ones."""
         return max(self.fed, self.max_depth + 1)
 
     def begin(self, cache: Cache) -> None:
-        """Start a batch, or go on with one in a larger ``cache``: lay out the attention masks of the tree."""
+        """Start a batch, or go on with one in a larger ``cache``: lay out the attention masks of
+        the tree.
+        """
         self.cache = cache
         first = cache.size.capacity
         self.bias = cache.data.new_full((cache.size.rows, 1, self.fed, cache.slots), float("-inf"))
@@ -118,42 +137,61 @@ class Growth:
             self.bias[..., first : first + self.fed].masked_fill_(seen, 0)
 
     def read_committed(self, head: FeatureHead, feedback: Feedback) -> Tensor:
-        """Store the features of the tokens just committed; the state predicted after the last of them [R, C]."""
-        assert feedback.verdict is not None and feedback.tokens is not None
-        cache, tokens, kept = self.cache, feedback.tokens, feedback.verdict.kept
+        """Store the features of the tokens just committed; the state predicted after the last of
+        them [R, C].
+        """
+        assert feedback.result is not None and feedback.tokens is not None
+        cache, tokens, kept = self.cache, feedback.tokens, feedback.result.kept
         order = torch.arange(tokens.shape[1], device=tokens.device)
         cache.aim(cache.size.capacity, cache.slots)
         positions = cache.lengths[:, None] + order
-        states = head.read(tokens, feedback.kept_hidden(), positions, cache.tree_bias(self.chain.ancestors))
+        states = head.read(
+            tokens, feedback.kept_hidden(), positions, cache.tree_bias(self.chain.ancestors)
+        )
         cache.keep(order.expand(len(kept), -1), kept)
         last = branched(kept.clamp(min=1) - 1, cache.size.branches)
         return states[torch.arange(len(states), device=last.device), last]
 
-    def grow(self, head: FeatureHead, root: Tensor, state: Tensor, uniforms: Dice) -> DraftTree:
-        """The tree below ``root`` [B], behind which the head predicted ``state`` [R, C]."""
+    def grow(
+        self, head: FeatureHead, root: Tensor, state: Tensor, uniforms: UniformSource
+    ) -> DraftTree:
+        """The tree below ``root`` [B], after which the head predicted ``state`` [R, C]."""
         self.bias[..., : self.cache.size.capacity] = self.cache.prefix_bias()[:, None, None]
         if isinstance(self.tree, TreeShape):
             return self._static(head, self.tree, root, state[:, None], uniforms)
         return self._dynamic(head, self.tree, root, state[:, None])
 
-    def _static(self, head: FeatureHead, shape: TreeShape, root: Tensor, states: Tensor, uniforms: Dice) -> DraftTree:
-        tokens, laws = root[:, None].repeat(1, shape.size), None
+    def _static(
+        self,
+        head: FeatureHead,
+        shape: TreeShape,
+        root: Tensor,
+        states: Tensor,
+        uniforms: UniformSource,
+    ) -> DraftTree:
+        tokens, probs = root[:, None].repeat(1, shape.size), None
         if self.sampled:
-            laws = states.new_zeros(*tokens.shape, self.vocabulary, dtype=torch.float32)
+            probs = states.new_zeros(*tokens.shape, self.vocabulary, dtype=torch.float32)
         for depth, level in enumerate(self.levels):
             if depth:
-                states = self._feed(head, tokens[:, level.parents], states[:, level.origin], depth, level.first)
+                states = self._feed(
+                    head, tokens[:, level.parents], states[:, level.origin], depth, level.first
+                )
             drafts, drawn = self._draw(head, head.logits(states, depth), level.width, uniforms)
             tokens.index_copy_(1, level.nodes, drafts.flatten(1).index_select(1, level.pick))
-            if laws is not None and drawn is not None:
-                laws.index_copy_(1, level.nodes, drawn.flatten(1, 2).index_select(1, level.pick))
-        return DraftTree(tokens, shape, laws)
+            if probs is not None and drawn is not None:
+                probs.index_copy_(1, level.nodes, drawn.flatten(1, 2).index_select(1, level.pick))
+        return DraftTree(tokens, shape, probs)
 
-    def _draw(self, head: FeatureHead, logits: Tensor, width: int, uniforms: Dice) -> tuple[Tensor, Tensor | None]:
-        """Children [B, n, width] of each parent and the laws [B, n, width, V] they were drawn from."""
+    def _draw(
+        self, head: FeatureHead, logits: Tensor, width: int, uniforms: UniformSource
+    ) -> tuple[Tensor, Tensor | None]:
+        """Children [B, n, width] of each parent and the distributions [B, n, width, V] they were
+        drawn from.
+        """
         if not self.sampled:
             return logits.topk(width).indices, None
-        return draw_siblings(head.law(logits), width, uniforms, self.siblings)
+        return draw_siblings(head.probs(logits), width, uniforms, self.siblings)
 
     def _dynamic(self, head: FeatureHead, tree: Dynamic, root: Tensor, state: Tensor) -> DraftTree:
         k, capacity, branches = tree.top_k, self.cache.size.capacity, self.cache.size.branches
@@ -163,14 +201,19 @@ class Growth:
             first = (depth - 1) * k
             seen = branched(beam.mask, branches)  # [R, k, k · depth]
             scratch = self.bias[:, 0, first : first + k, capacity : capacity + k * depth]
-            scratch.copy_(torch.zeros_like(seen, dtype=state.dtype).masked_fill_(~seen, float("-inf")))
+            scratch.copy_(
+                torch.zeros_like(seen, dtype=state.dtype).masked_fill_(~seen, float("-inf"))
+            )
             origin = branched(beam.origin, branches)[..., None].expand(-1, -1, state.shape[-1])
             states = self._feed(head, beam.tokens, states.gather(1, origin), depth, first)
             beam = eagle2.step(beam, head.logits(states, depth).log_softmax(-1))
         return eagle2.finish(beam, root, tree.total)
 
-    def _feed(self, head: FeatureHead, tokens: Tensor, states: Tensor, depth: int, first: int) -> Tensor:
-        """Predicted states [R, n, C] after drafts ``tokens`` [B, n] at ``depth``, stored from scratch slot ``first``.
+    def _feed(
+        self, head: FeatureHead, tokens: Tensor, states: Tensor, depth: int, first: int
+    ) -> Tensor:
+        """Predicted states [R, n, C] after drafts ``tokens`` [B, n] at ``depth``, stored from
+        scratch slot ``first``.
 
         ``states`` [R, n, C] are those predicted for the drafts themselves, at their parents.
         """

@@ -1,19 +1,23 @@
-"""The methods by name and their options: one frozen dataclass each, so that a misspelt option is an error.
+"""The methods by name and their options: one frozen dataclass each, so that a misspelt option is an
+error.
 
-Image tokens: ``ar`` (plain), ``sjd`` (draft-free Jacobi), ``speculative`` (exact sampled tree), ``eagle`` (EAGLE-2's
-tree, exact by point masses), ``lantern`` (δ), ``lantern++`` (λ), ``auto`` (the fastest exact choice on this machine).
-Continuous tokens: ``ar``, ``cspd`` (its variant ``exact`` speculates along the head's own denoising chain). Scales:
-``ar``, ``code`` (two models in turn), ``speculative`` (the small one drafts, the large verifies), ``auto``.
-Questions about pictures: ``ar``, ``text-draft`` (a language model that sees no picture), ``vlm-draft`` (one that does),
-``msd`` (a drafter on the target's features), ``prompt-lookup``, ``verdict`` (several answer, one decides), ``auto``.
-Text: ``ar``, ``diffuspec`` (a diffusion model not trained for it, its block searched for a causal path), ``specdiff``
-(one in several denoising steps), ``deer`` (one trained to draft a block at once), ``block`` (DFlash, on the target's
-hidden states), ``text-draft``, ``prompt-lookup``, ``auto``.
+Image tokens: ``ar`` (plain), ``sjd`` (draft-free Jacobi), ``speculative`` (exact sampled tree),
+``eagle`` (EAGLE-2's tree, exact by point masses), ``lantern`` (δ), ``lantern++`` (λ), ``auto`` (the
+fastest exact choice on this machine). Continuous tokens: ``ar``, ``cspd`` (its variant ``exact``
+speculates along the head's own denoising chain). Scales: ``ar``, ``code`` (two models in turn),
+``speculative`` (the small one drafts, the large verifies), ``auto``. Questions about pictures:
+``ar``, ``text-draft`` (a language model that sees no picture), ``vlm-draft`` (one that does),
+``msd`` (a drafter on the target's features), ``prompt-lookup``, ``verdict`` (several answer, one
+decides), ``auto``. Text: ``ar``, ``diffuspec`` (a diffusion model not trained for it, its block
+searched for a causal path), ``specdiff`` (one in several denoising steps), ``deer`` (one trained to
+draft a block at once), ``block`` (DFlash, on the target's hidden states), ``text-draft``,
+``prompt-lookup``, ``auto``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -30,13 +34,15 @@ class Choice:
     drafter: str
     tree: Tree
     rule: str
-    hindsight: float = 0.0
+    rejected_weight: float = 0.0
 
 
-def check_hindsight(weight: float) -> None:
+def check_rejected_weight(weight: float) -> None:
     """Raise ``ValueError`` for a weight of the target's older distributions that is not in [0, 1)."""
     if not 0 <= weight < 1:
-        raise ValueError(f"hindsight must be in [0, 1), the weight of the target's older laws, got {weight}")
+        raise ValueError(
+            f"rejected positions must be in [0, 1), the weight of the target's older distributions, got {weight}"
+        )
 
 
 class Declared:
@@ -84,7 +90,9 @@ class AR(Declared):
 
 @dataclass(frozen=True)
 class SJD(Declared):
-    """Speculative Jacobi decoding (arXiv 2410.01699): no drafter, ``window`` tokens guessed at a time; exact."""
+    """Speculative Jacobi decoding (arXiv 2410.01699): no drafter, ``window`` tokens guessed at a
+    time; exact.
+    """
 
     name: ClassVar[str] = "sjd"
     window: int = 8
@@ -107,24 +115,26 @@ class SJD(Declared):
 
 @dataclass(frozen=True)
 class Speculative(Declared):
-    """The exact sampled tree: siblings drawn without replacement, with the laws they were drawn from recorded.
+    """The exact sampled tree: siblings drawn without replacement, with the distributions they were
+    drawn from recorded.
 
-    ``hindsight`` is the weight, in what a block drafter draws from, of the target's laws behind rejected drafts.
+    ``rejected_weight`` is the weight, in what a block drafter draws from, of the target's
+    distributions after rejected drafts.
     """
 
     name: ClassVar[str] = "speculative"
     drafter: Literal["block", "eagle"] = "block"
     tree: Tree = None
     rule: str = "traversal"
-    hindsight: float = 0.3
+    rejected_weight: float = 0.3
 
     def __post_init__(self) -> None:
-        check_hindsight(self.hindsight)
+        check_rejected_weight(self.rejected_weight)
 
     @property
     def choice(self) -> Choice:
         """As its options say."""
-        return Choice(self.drafter, self.tree, self.rule, self.hindsight)
+        return Choice(self.drafter, self.tree, self.rule, self.rejected_weight)
 
     @property
     def can_refill(self) -> bool:
@@ -133,7 +143,7 @@ class Speculative(Declared):
 
     @property
     def static_shapes(self) -> bool:
-        """As for rows that are refilled."""
+        """As for rows that are taken over by waiting samples."""
         return self.drafter == "block"
 
 
@@ -154,7 +164,9 @@ class Eagle(Declared):
 
 @dataclass(frozen=True)
 class Lantern(Declared):
-    """LANTERN (arXiv 2410.03355): a token stands for its ``k`` nearest codes while their mass is at most ``delta``."""
+    """LANTERN (arXiv 2410.03355): a token stands for its ``k`` nearest codes while their mass is at
+    most ``delta``.
+    """
 
     name: ClassVar[str] = "lantern"
     claims: ClassVar[str] = "bounded"
@@ -179,13 +191,15 @@ class Lantern(Declared):
 
     @property
     def static_shapes(self) -> bool:
-        """As for rows that are refilled."""
+        """As for rows that are taken over by waiting samples."""
         return self.drafter == "block"
 
 
 @dataclass(frozen=True)
 class LanternPP(Declared):
-    """LANTERN++ (arXiv 2502.06352): a static tree; the ``k`` nearest codes add at most (``lambda_`` - 1) times p(x)."""
+    """LANTERN++ (arXiv 2502.06352): a static tree; the ``k`` nearest codes add at most (``lambda_``
+    - 1) times p(x).
+    """
 
     name: ClassVar[str] = "lantern++"
     claims: ClassVar[str] = "bounded"
@@ -194,16 +208,16 @@ class LanternPP(Declared):
     residual: Literal["official", "corrected"] = "official"
     drafter: Literal["block", "eagle"] = "block"
     tree: Tree = None
-    hindsight: float = 0.3  # as Speculative's
+    rejected_weight: float = 0.3  # as Speculative's
 
     def __post_init__(self) -> None:
-        check_hindsight(self.hindsight)
+        check_rejected_weight(self.rejected_weight)
 
     @property
     def choice(self) -> Choice:
         """A tree of fixed shape, bounded relaxation."""
         rule = f"lantern++(k={self.k}, lambda_={self.lambda_}, residual={self.residual})"
-        return Choice(self.drafter, self.tree, rule, self.hindsight)
+        return Choice(self.drafter, self.tree, rule, self.rejected_weight)
 
     @property
     def can_refill(self) -> bool:
@@ -212,13 +226,14 @@ class LanternPP(Declared):
 
     @property
     def static_shapes(self) -> bool:
-        """As for rows that are refilled."""
+        """As for rows that are taken over by waiting samples."""
         return self.drafter == "block"
 
 
 @dataclass(frozen=True)
 class Draft(Declared):
-    """Any drafter, tree and rule together (``specmm methods`` lists them); other methods are such choices.
+    """Any drafter, tree and rule together (``specmm methods`` lists them); other methods are such
+    choices.
 
     ``tree`` None is the one that the model's maker recommends. Answers and texts are drafted by the
     drafters of their methods: ``msd``, ``text-draft``, ``block`` and so on.
@@ -229,15 +244,15 @@ class Draft(Declared):
     drafter: str = "block"
     tree: Tree = None
     rule: str = "recursive"
-    hindsight: float = 0.0
+    rejected_weight: float = 0.0
 
     def __post_init__(self) -> None:
-        check_hindsight(self.hindsight)
+        check_rejected_weight(self.rejected_weight)
 
     @property
     def choice(self) -> Choice:
         """As its options say."""
-        return Choice(self.drafter, self.tree, self.rule, self.hindsight)
+        return Choice(self.drafter, self.tree, self.rule, self.rejected_weight)
 
     @property
     def can_refill(self) -> bool:
@@ -263,7 +278,9 @@ class Auto(Declared):
 
 @dataclass(frozen=True)
 class TextDraft(Declared):
-    """A small language model drafts without seeing the picture (arXiv 2404.08856); ``tree`` as children by level."""
+    """A small language model drafts without seeing the picture (arXiv 2404.08856); ``tree`` as
+    children by level.
+    """
 
     name: ClassVar[str] = "text-draft"
     tree: TreeName = (1, 1, 1, 1)
@@ -272,7 +289,9 @@ class TextDraft(Declared):
 
 @dataclass(frozen=True)
 class VLMDraft(Declared):
-    """A small vision-language model drafts, and it is shown the picture; ``tree`` as children by level."""
+    """A small vision-language model drafts, and it is shown the picture; ``tree`` as children by
+    level.
+    """
 
     name: ClassVar[str] = "vlm-draft"
     tree: TreeName = (1, 1, 1, 1)
@@ -281,9 +300,11 @@ class VLMDraft(Declared):
 
 @dataclass(frozen=True)
 class MSD(Declared):
-    """MSD (Lin et al. 2025): an EAGLE-2 tree of ``total`` nodes by a drafter that takes text and picture apart.
+    """MSD (Lin et al. 2025): an EAGLE-2 tree of ``total`` nodes by a drafter that takes text and
+    picture apart.
 
-    ``sampled`` draws a static ``tree`` with recorded laws instead: exact, too, and better at high temperatures.
+    ``sampled`` draws a static ``tree`` with recorded distributions instead: exact, too, and better
+    at high temperatures.
     """
 
     name: ClassVar[str] = "msd"
@@ -316,7 +337,9 @@ class PromptLookup(Declared):
 
 @dataclass(frozen=True)
 class Verdict(Declared):
-    """Speculative Verdict (arXiv 2510.20812): several models answer, the ``keep`` most agreed upon go to the judge."""
+    """Speculative Verdict (arXiv 2510.20812): several models answer, the ``keep`` most agreed upon
+    go to the judge.
+    """
 
     name: ClassVar[str] = "verdict"
     claims: ClassVar[str] = "heuristic"
@@ -325,9 +348,11 @@ class Verdict(Declared):
 
 @dataclass(frozen=True)
 class CoDe(Declared):
-    """CoDe (arXiv 2411.17787): the large model draws the ``n`` coarsest scales, the small one the rest, unverified.
+    """CoDe (arXiv 2411.17787): the large model draws the ``n`` coarsest scales, the small one the
+    rest, unverified.
 
-    ``n``: 0 (the small model alone) to all scales, or -1, the planner's; ``release`` draws the released code's tokens.
+    ``n``: 0 (the small model alone) to all scales, or -1, the planner's; ``release`` draws the
+    released code's tokens.
     """
 
     name: ClassVar[str] = "code"
@@ -343,9 +368,11 @@ class CoDe(Declared):
 
 @dataclass(frozen=True)
 class ScaleSpeculative(Declared):
-    """The small model drafts ``window`` of the ``until`` coarsest scales at a time, the large verifies; exact.
+    """The small model drafts ``window`` of the ``until`` coarsest scales at a time, the large
+    verifies; exact.
 
-    ``until`` -1 stands for the scales whose tokens cost the large model hardly more together than alone.
+    ``until`` -1 stands for the scales whose tokens cost the large model hardly more together than
+    alone.
     """
 
     name: ClassVar[str] = "speculative"
@@ -355,30 +382,34 @@ class ScaleSpeculative(Declared):
 
 @dataclass(frozen=True)
 class CSpD(Declared):
-    """Continuous speculative decoding (arXiv 2411.11925) of a MAR: by the ``paper``, as its ``release``, or ``exact``.
+    """Continuous speculative decoding (arXiv 2411.11925) of a MAR: by the ``paper``, as its
+    ``release``, or ``exact``.
 
-    ``aligned``, the baseline of ``release``, takes the target's sample of the draft's noise wherever it looks.
-    ``exact`` drafts ``window`` steps of a token's denoising chain by ``belief``: the target's last answer and how it
-    should change (``gaussian``), that answer alone (``frozen``), or the small model's head. The others draft
-    ``window`` iterations with the small model, after the share ``prefill`` of the target's own; ``relax`` widens
-    the release's densities.
+    ``aligned``, the baseline of ``release``, takes the target's sample of the draft's noise
+    wherever it looks. ``exact`` drafts ``window`` steps of a token's denoising chain by
+    ``predictor``: the target's last answer and how it should change (``gaussian``), that answer
+    alone (``frozen``), or the small model's head. The others draft ``window`` iterations with the
+    small model, after the share ``prefill`` of the target's own; ``relax`` widens the release's
+    densities.
     """
 
     name: ClassVar[str] = "cspd"
     claims: ClassVar[str] = "as its variant"
     variant: Literal["exact", "paper", "release", "aligned"] = "exact"
     window: int = 0  # the variant's own: 16 steps or 8 iterations
-    belief: Literal["gaussian", "frozen", "small"] = "gaussian"
+    predictor: Literal["gaussian", "frozen", "small"] = "gaussian"
     prefill: float = 0.05
     relax: float = 42.0
 
 
 @dataclass(frozen=True)
 class DiffuSpec(Declared):
-    """DiffuSpec (arXiv 2510.02358): a diffusion model's block, pruned and searched for a causal path; point masses.
+    """DiffuSpec (arXiv 2510.02358): a diffusion model's block, pruned and searched for a causal
+    path; point masses.
 
-    Without ``search`` the likeliest tokens, ``sampled`` draws a path with its law; ``most`` drafts, or ``adaptive``, by
-    ``step`` and ``rate``; ``beam`` 0 finds the optimum; ``reuse`` keeps keys and values (other drafts, but quicker).
+    Without ``search`` the likeliest tokens, ``sampled`` draws a path with its distribution;
+    ``most`` drafts, or ``adaptive``, by ``step`` and ``rate``; ``beam`` 0 finds the optimum;
+    ``reuse`` keeps keys and values (other drafts, but quicker).
     """
 
     name: ClassVar[str] = "diffuspec"
@@ -398,7 +429,8 @@ class DiffuSpec(Declared):
 
 @dataclass(frozen=True)
 class SpecDiff(Declared):
-    """SpecDiff (arXiv 2408.05636): ``length`` drafts in ``steps`` denoising steps, recorded as they were drawn.
+    """SpecDiff (arXiv 2408.05636): ``length`` drafts in ``steps`` denoising steps, recorded as they
+    were drawn.
 
     As ``point`` masses it is exact, too, but fewer are kept.
     """
@@ -411,11 +443,13 @@ class SpecDiff(Declared):
 
 @dataclass(frozen=True)
 class DEER(Declared):
-    """DEER (arXiv 2512.15176): a block of ``length`` (0: the drafter's own) in one step, its marginals' product as law.
+    """DEER (arXiv 2512.15176): a block of ``length`` (0: the drafter's own) in one step, its
+    marginals' product as distribution.
 
-    ``sure`` above 0 cuts a block before the first token that promises less acceptance (ignored in a batch of several at
-    T > 0); ``recall`` above 0 drafts what followed that many latest tokens where they stood before; ``tree`` above 0
-    verifies that many nodes of the likeliest paths, as point masses; a fixed one, as MSD's, is drawn with laws.
+    ``sure`` above 0 cuts a block before the first token that promises less acceptance (ignored in a
+    batch of several at T > 0); ``recall`` above 0 drafts what followed that many latest tokens
+    where they stood before; ``tree`` above 0 verifies that many nodes of the likeliest paths, as
+    point masses; a fixed one, as MSD's, is drawn with distributions.
     """
 
     name: ClassVar[str] = "deer"
@@ -433,7 +467,9 @@ class DEER(Declared):
 
 @dataclass(frozen=True)
 class Block(Declared):
-    """A block drafter that reads the target's hidden states (DFlash, arXiv 2602.06036); options as :class:`DEER`'s."""
+    """A block drafter that reads the target's hidden states (DFlash, arXiv 2602.06036); options as
+    :class:`DEER`'s.
+    """
 
     name: ClassVar[str] = "block"
     length: int = 0
@@ -470,11 +506,15 @@ VQA = _registry(AR, TextDraft, VLMDraft, MSD, PromptLookup, Verdict, Draft, Auto
 SCALES = _registry(AR, CoDe, ScaleSpeculative, Auto)
 CONTINUOUS = _registry(AR, CSpD)
 TEXT = _registry(AR, DiffuSpec, SpecDiff, DEER, Block, TextDraft, PromptLookup, Draft, Auto)
-GENERATE = _registry(AR, TextDraft, VLMDraft, MSD, PromptLookup, DiffuSpec, SpecDiff, DEER, Block, Draft, Auto)
+GENERATE = _registry(
+    AR, TextDraft, VLMDraft, MSD, PromptLookup, DiffuSpec, SpecDiff, DEER, Block, Draft, Auto
+)
 
 
 def resolve(method: str | Method, **options: Any) -> Method:
-    """An image-token method of a name (with ``options``) or of itself; raises ``ValueError`` with what is possible."""
+    """An image-token method of a name (with ``options``) or of itself; raises ``ValueError`` with
+    what is possible.
+    """
     made: Method = make(IMAGE_TOKENS, method, **options)
     return made
 
@@ -500,7 +540,22 @@ def resolve_continuous(method: str | ContinuousMethod, **options: Any) -> Contin
 def make(registry: Registry, method: Any, **options: Any) -> Any:
     """The method object of a name in ``registry``, or of itself, with ``options``."""
     kind = registry.get(method if isinstance(method, str) else method.name)
+    options = {current_option(kind, option): value for option, value in options.items()}
     known = [f.name for f in dataclasses.fields(kind)]
     if strange := [option for option in options if option not in known]:
         raise unknown(f"option of {kind.name}", strange[0], known or ["(none)"])
     return kind(**options) if isinstance(method, str) else dataclasses.replace(method, **options)
+
+
+RENAMED = {"hindsight": "rejected_weight", "belief": "predictor"}  # until version 0.3
+
+
+def current_option(kind: Any, option: str) -> str:
+    """The name that ``option`` of ``kind`` has now; warns of one that is deprecated."""
+    new = RENAMED.get(option)
+    if new is None or new not in {f.name for f in dataclasses.fields(kind)}:
+        return option
+    warnings.warn(
+        f"option {option} of {kind.name} is called {new} now", FutureWarning, stacklevel=3
+    )
+    return new

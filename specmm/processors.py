@@ -1,7 +1,9 @@
-"""From a model's raw logits to the law that is sampled: guidance, temperature, top-k, top-p.
+"""From a model's raw logits to the distribution that is sampled: guidance, temperature, top-k,
+top-p.
 
-Everything here is a pure function over the last axis. A law has the shape of its logits, is float32 (float64 for
-float64 logits) and sums to 1. Source: LlamaGen (arXiv 2406.06525), ``generate.sample``. Shape letters: V vocabulary.
+Everything here is a pure function over the last axis. A distribution has the shape of its logits,
+is float32 (float64 for float64 logits) and sums to 1. Source: LlamaGen (arXiv 2406.06525),
+``generate.sample``. Shape letters: V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,15 +31,16 @@ def guide(cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Processor:
-    """Turns logits [..., V] into the law that is sampled: temperature, then top-k, then top-p, then softmax.
+    """Turns logits [..., V] into the distribution that is sampled: temperature, then top-k, then
+    top-p, then softmax.
 
-    ``temperature`` 0 puts all mass on the largest logit (the first of equals). ``top_k`` 0 is off; values equal to
-    the k-th largest are all kept. ``top_p`` 1 is off; a token is kept while the mass above it is at most ``top_p``,
-    and so are all that equal a kept one.
-    ``top_p_first`` takes the nucleus of the whole law and then the top k, as LANTERN's (transformers') processors do.
-    ``repetition_penalty`` r (CTRL, arXiv 1909.05858; 1 is off) comes first: positive logits of tokens already seen are
-    divided by r, negative ones multiplied; it needs to be told what every node has seen.
-    Raises ``ValueError`` on options out of range.
+    ``temperature`` 0 puts all mass on the largest logit (the first of equals). ``top_k`` 0 is off;
+    values equal to the k-th largest are all kept. ``top_p`` 1 is off; a token is kept while the
+    mass above it is at most ``top_p``, and so are all that equal a kept one. ``top_p_first`` takes
+    the nucleus of the whole distribution and then the top k, as LANTERN's (transformers')
+    processors do. ``repetition_penalty`` r (CTRL, arXiv 1909.05858; 1 is off) comes first: positive
+    logits of tokens already seen are divided by r, negative ones multiplied; it needs to be told
+    what every node has seen. Raises ``ValueError`` on options out of range.
     """
 
     temperature: float = 1.0
@@ -52,41 +55,55 @@ class Processor:
                 f"repetition_penalty must be finite and above 0, got {self.repetition_penalty}, use 1 for none"
             )
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be finite and at least 0, got {self.temperature}, use 0 for greedy")
+            raise ValueError(
+                f"temperature must be finite and at least 0, got {self.temperature}, use 0 for greedy"
+            )
         if self.top_k < 0:
-            raise ValueError(f"top_k must be at least 0, got {self.top_k}, use 0 to keep all tokens")
+            raise ValueError(
+                f"top_k must be at least 0, got {self.top_k}, use 0 to keep all tokens"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}, use 1 to keep all tokens")
 
     @property
     def settings(self) -> dict[str, float]:
-        """The options that shape the distribution, for certificates: temperature, and the others that are on."""
+        """The options that shape the distribution, for certificates: temperature, and the others
+        that are on.
+        """
         on = {
             "top_k": self.top_k > 0,
             "top_p": self.top_p < 1,
             "repetition_penalty": self.repetition_penalty != 1,
         }
-        return {"temperature": self.temperature} | {k: getattr(self, k) for k, used in on.items() if used}
+        return {"temperature": self.temperature} | {
+            k: getattr(self, k) for k, used in on.items() if used
+        }
 
     @property
     def greedy(self) -> bool:
-        """Whether every law is a point mass by definition."""
+        """Whether every distribution is a point mass by definition."""
         return self.temperature == 0
 
     @property
     def stateful(self) -> bool:
-        """Whether laws depend on the tokens seen."""
+        """Whether distributions depend on the tokens seen."""
         return self.repetition_penalty != 1
 
     def check_vocabulary(self, size: int) -> None:
         """Raise ``ValueError`` when ``top_k`` exceeds the codebook ``size`` V."""
         if self.top_k > size:
-            raise ValueError(f"top_k must be at most the codebook size {size}, got {self.top_k}, use 0 to keep all")
+            raise ValueError(
+                f"top_k must be at most the codebook size {size}, got {self.top_k}, use 0 to keep all"
+            )
 
-    def __call__(self, logits: Tensor, seen: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """Laws [..., V] of ``logits`` [..., V]; ``seen`` [..., V] bool for the repetition penalty.
+    def __call__(
+        self, logits: Tensor, seen: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Distributions [..., V] of ``logits`` [..., V]; ``seen`` [..., V] bool for the repetition
+        penalty.
 
-        Greedy laws are written to ``out``, if given: fresh memory for a large vocabulary takes longer than the rest.
+        Greedy distributions are written to ``out``, if given: fresh memory for a large vocabulary
+        takes longer than the rest.
         """
         self.check_vocabulary(logits.shape[-1])
         penalised = seen is not None and self.stateful
@@ -96,15 +113,15 @@ class Processor:
         if seen is not None and penalised:
             logits = penalise(logits, seen, self.repetition_penalty)
         if self.greedy:
-            laws = torch.zeros_like(logits, dtype=kind) if out is None else out.zero_()
-            return laws.scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+            probs = torch.zeros_like(logits, dtype=kind) if out is None else out.zero_()
+            return probs.scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         if self.temperature != 1:
             logits = logits / max(self.temperature, 1e-5)
-        law = logits.softmax(-1)
+        dist = logits.softmax(-1)
         if self.top_k in (0, logits.shape[-1]) and self.top_p == 1:
-            return law
-        law = law * torch.ge(logits, self.threshold(logits)).to(law.dtype)
-        return law / law.sum(-1, keepdim=True)
+            return dist
+        dist = dist * torch.ge(logits, self.threshold(logits)).to(dist.dtype)
+        return dist / dist.sum(-1, keepdim=True)
 
     def threshold(self, logits: Tensor) -> Tensor:
         """The smallest of ``logits`` [..., V] that top-k and top-p keep, [..., 1]."""
@@ -114,22 +131,32 @@ class Processor:
         ordered = descending(logits)
         least = ordered[..., k - 1 : k]
         pool = ordered if self.top_p_first else ordered.masked_fill(ordered < least, float("-inf"))
-        above = F.pad(pool.softmax(-1).cumsum(-1)[..., :-1], (1, 0))  # mass before each token, 0 for the first
+        above = F.pad(
+            pool.softmax(-1).cumsum(-1)[..., :-1], (1, 0)
+        )  # mass before each token, 0 for the first
         kept = (above <= self.top_p).sum(-1, keepdim=True)
         return torch.maximum(pool.gather(-1, kept - 1), least)
 
-    def laws(self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None) -> Tensor:
-        """Laws [B, N, V] of the ``logits`` [B, N, V] of a tree's nodes, or of the last tokens of ``history``."""
+    def probs(
+        self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None
+    ) -> Tensor:
+        """Distributions [B, N, V] of the ``logits`` [B, N, V] of a tree's nodes, or of the last
+        tokens of ``history``.
+        """
         return self(logits, history.seen(tree, logits.shape[-1]) if self.stateful else None, out)
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Make ``seen`` tokens less likely (``penalty`` above 1): positive logits divided by it, negative multiplied."""
+    """Make ``seen`` tokens less likely (``penalty`` above 1): positive logits divided by it,
+    negative multiplied.
+    """
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def kth_largest(x: Tensor, k: int) -> Tensor:
-    """The ``k``-th largest of ``x`` [..., V] as [..., 1]; on the CPU by numpy, whose selection is ten times faster."""
+    """The ``k``-th largest of ``x`` [..., V] as [..., 1]; on the CPU by numpy, whose selection is
+    ten times faster.
+    """
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return x.topk(k, dim=-1).values[..., -1:]
     place = x.shape[-1] - k
@@ -137,20 +164,26 @@ def kth_largest(x: Tensor, k: int) -> Tensor:
 
 
 def descending(x: Tensor) -> Tensor:
-    """``x`` [..., V] sorted along the last axis, largest first; on the CPU by numpy, which is far faster."""
+    """``x`` [..., V] sorted along the last axis, largest first; on the CPU by numpy, which is far
+    faster.
+    """
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return x.sort(dim=-1, descending=True).values
     return torch.from_numpy(np.sort(x.numpy(), axis=-1)).flip(-1)
 
 
 def check_finite(logits: Tensor, round_number: int, model_name: str, step: str = "round") -> None:
-    """Raise ``ValueError`` naming round and model when ``logits`` hold NaN or infinity (one pass, one answer).
+    """Raise ``ValueError`` naming round and model when ``logits`` hold NaN or infinity (one pass,
+    one answer).
 
-    A CUDA graph being captured cannot answer; the runs that warm it up can. ``step`` is the word for a round.
+    A CUDA graph being captured cannot answer; the runs that warm it up can. ``step`` is the word
+    for a round.
     """
     if logits.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    if not bool(torch.stack(logits.detach().aminmax()).isfinite().all()):  # NaN travels through both
+    if not bool(
+        torch.stack(logits.detach().aminmax()).isfinite().all()
+    ):  # NaN travels through both
         raise ValueError(
             f"logits must be finite, got NaN or infinity from {model_name} in {step} {round_number}, "
             "check its weights or run it in float32"

@@ -9,10 +9,16 @@ from typing import Any
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:
-    """The error for a ``name`` that is no ``kind``: it suggests the nearest, else lists what there is."""
+    """The error for a ``name`` that is no ``kind``: it suggests the nearest, else lists what there
+    is.
+    """
     names = sorted(known)
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"choose from: {', '.join(names) or '(there are none)'}"
+    hint = (
+        f"did you mean {near[0]!r}?"
+        if near
+        else f"choose from: {', '.join(names) or '(there are none)'}"
+    )
     return ValueError(f"unknown {kind} {name!r}; {hint}")
 
 

@@ -1,6 +1,7 @@
 """What a run did and how long each part took.
 
-Times are host seconds; on a GPU they are honest only when the device is waited for, which ``Clock(sync=True)`` does.
+Times are host seconds; on a GPU they are honest only when the device is waited for, which
+``Clock(sync=True)`` does.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ class Clock:
 class Stats:
     """Counts of one run over a batch.
 
-    ``tokens`` and ``rounds`` are summed over samples (a round counts for a sample only while it is unfinished);
-    ``seconds`` is the wall clock of the whole run, ``draft_seconds`` and ``verify_seconds`` the model forwards in it,
-    ``search_seconds`` what of the drafting was a search for paths.
+    ``tokens`` and ``rounds`` are summed over samples (a round counts for a sample only while it is
+    unfinished); ``seconds`` is the wall clock of the whole run, ``draft_seconds`` and
+    ``verify_seconds`` the model forwards in it, ``search_seconds`` what of the drafting was a
+    search for paths.
     """
 
     tokens: int = 0
@@ -56,7 +58,9 @@ class Stats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     search_seconds: float = 0.0
-    kept: list[int] = field(default_factory=list)  # kept[i]: sample rounds that committed i + 1 tokens
+    kept: list[int] = field(
+        default_factory=list
+    )  # kept[i]: sample rounds that committed i + 1 tokens
     depths: list[int] = field(default_factory=list)  # by batch round, drafts of the longest row
 
     @property
@@ -73,11 +77,18 @@ class Stats:
     @property
     def host_overhead(self) -> float:
         """Share of the time outside model forwards."""
-        return 1 - (self.draft_seconds + self.verify_seconds) / self.seconds if self.seconds else 0.0
+        return (
+            1 - (self.draft_seconds + self.verify_seconds) / self.seconds if self.seconds else 0.0
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """What a report says, for JSON."""
-        return {"tokens": self.tokens, "rounds": self.rounds, "tau": self.tau, "host_overhead": self.host_overhead}
+        return {
+            "tokens": self.tokens,
+            "rounds": self.rounds,
+            "tau": self.tau,
+            "host_overhead": self.host_overhead,
+        }
 
     def add(self, other: Stats) -> None:
         """Add another run's counts."""
@@ -90,7 +101,9 @@ class Stats:
 
 
 def total(parts: Sequence[Stats]) -> Stats:
-    """The counts of all ``parts`` (one at least) together, of their kind: a family may count more than others."""
+    """The counts of all ``parts`` (one at least) together, of their kind: a family may count more
+    than others.
+    """
     found = type(parts[0])()
     for part in parts:
         found.add(part)

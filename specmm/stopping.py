@@ -13,18 +13,21 @@ from torch import Tensor
 
 
 class Stop(Protocol):
-    """Says where rows end; called once a round, on the device, without waiting for a value where it can."""
+    """Says where rows end; called once a round, on the device, without waiting for a value where it
+    can.
+    """
 
     def __call__(self, tokens: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
         """Counts [B] to commit and whether rows are done [B] bool.
 
-        ``tokens`` [B, T] holds each row's tokens; those from ``before`` [B] to ``after`` [B] are this round's.
+        ``tokens`` [B, T] holds each row's tokens; those from ``before`` [B] to ``after`` [B] are
+        this round's.
         """
         ...
 
 
 class EndTokens:
-    """Ends a row behind the first of the end tokens ``ids``, which is kept."""
+    """Ends a row after the first of the end tokens ``ids``, which is kept."""
 
     def __init__(self, ids: Sequence[int], device: torch.device | str = "cpu") -> None:
         self.ids = torch.tensor(list(ids), dtype=torch.int64, device=device)  # [E]

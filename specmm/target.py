@@ -1,6 +1,7 @@
 """What a target is to the core: prefill a prompt, score a tree of drafts, commit what was kept.
 
-Shape letters: B batch, G guidance branches, R = G·B rows, N tree nodes, P prompt positions, C width, V vocabulary.
+Shape letters: B batch, G guidance branches, R = G·B rows, N tree nodes, P prompt positions, C
+width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,34 +12,44 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from specmm.tree import DraftTree
-from specmm.verify.rule import Verdict
+from specmm.verify.rule import VerifyResult
 
 
 @dataclass
 class TargetOutput:
-    """``laws`` [B, N, V], processed (guidance, temperature, filters); ``hidden`` [R, N, C], what drafters read."""
+    """``probs`` [B, N, V], processed (guidance, temperature, filters); ``hidden`` [R, N, C], what
+    drafters read.
+    """
 
-    laws: Tensor
+    probs: Tensor
     hidden: Tensor
 
 
 class Target(Protocol):
-    """A model under acceleration; it owns guidance, processors, positions, the cache and the attention."""
+    """A model under acceleration; it owns guidance, processors, positions, the cache and the
+    attention.
+    """
 
     name: str
 
     def prefill(self, prompt: Any, scratch: int) -> TargetOutput:
-        """Start a batch with room for trees of ``scratch`` nodes; the last position's law is the first token's."""
+        """Start a batch with room for trees of ``scratch`` nodes; the last position's distribution
+        is the first token's.
+        """
         ...
 
     def score(self, tree: DraftTree) -> TargetOutput:
-        """One forward over all nodes of ``tree``, each attending the committed tokens and its ancestors."""
+        """One forward over all nodes of ``tree``, each attending the committed tokens and its
+        ancestors.
+        """
         ...
 
-    def commit(self, verdict: Verdict) -> None:
-        """Keep the nodes of ``verdict.path`` in the cache."""
+    def commit(self, result: VerifyResult) -> None:
+        """Keep the nodes of ``result.path`` in the cache."""
         ...
 
     def step(self, tokens: Tensor) -> TargetOutput:
-        """Plain decoding: append one token a row [B] and score it, on the fastest path the model has."""
+        """Plain decoding: append one token a row [B] and score it, on the fastest path the model
+        has.
+        """
         ...

@@ -1,7 +1,8 @@
-"""One training loop for every model of the suite: resumable, with a progress bar and a loss curve on disk.
+"""One training loop for every model of the suite: resumable, with a progress bar and a loss curve
+on disk.
 
-``fit`` calls ``step(i)`` for i = 0, 1, …; a step draws its own batch from i alone, so that a resumed run
-continues exactly where the killed one stopped.
+``fit`` calls ``step(i)`` for i = 0, 1, …; a step draws its own batch from i alone, so that a
+resumed run continues exactly where the killed one stopped.
 """
 
 from __future__ import annotations
@@ -41,10 +42,15 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def batch_rows(step: int, size: int, total: int, seed: int) -> Tensor:
-    """Rows [size] of the data set used at ``step``: epochs are seeded permutations of ``total`` rows."""
+    """Rows [size] of the data set used at ``step``: epochs are seeded permutations of ``total``
+    rows.
+    """
     first = step * size
     epochs = range(first // total, (first + size - 1) // total + 1)
-    orders = [torch.randperm(total, generator=torch.Generator().manual_seed(seed * 1000 + e)) for e in epochs]
+    orders = [
+        torch.randperm(total, generator=torch.Generator().manual_seed(seed * 1000 + e))
+        for e in epochs
+    ]
     start = first - epochs[0] * total
     return torch.cat(orders)[start : start + size]
 
@@ -62,11 +68,13 @@ def fit(
     muon: float = 0.0,
     save_every: float = 120.0,
 ) -> None:
-    """Minimise ``step(i)["loss"]`` over the parameters of ``model`` with AdamW and keep ``out/checkpoint.pt`` fresh.
+    """Minimise ``step(i)["loss"]`` over the parameters of ``model`` with AdamW and keep
+    ``out/checkpoint.pt`` fresh.
 
-    A checkpoint is written every ``save_every`` seconds and at the end, atomically; a run that finds one resumes.
-    With a learning rate for ``muon`` (https://kellerjordan.github.io/posts/muon) the matrices of numbered layers
-    are left to it, which takes fewer steps. Raises ``ValueError`` when the loss stops being finite.
+    A checkpoint is written every ``save_every`` seconds and at the end, atomically; a run that
+    finds one resumes. With a learning rate for ``muon`` (https://kellerjordan.github.io/posts/muon)
+    the matrices of numbered layers are left to it, which takes fewer steps. Raises ``ValueError``
+    when the loss stops being finite.
     """
     out.mkdir(parents=True, exist_ok=True)
     optimizers = _optimizers(model, lr, betas, weight_decay, muon)
@@ -102,17 +110,26 @@ def _optimizers(
     apart = set(map(id, inner))
     decayed = [p for _, p in named if p.ndim >= 2 and id(p) not in apart]
     others = [p for _, p in named if p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     made: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=lr, betas=betas)]
     if inner:  # its steps are scaled to the size of AdamW's
-        made.append(torch.optim.Muon(inner, lr=muon, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+        made.append(
+            torch.optim.Muon(
+                inner, lr=muon, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+            )
+        )
     return made
 
 
 def _record(curve: Path, i: int, losses: Losses) -> None:
     values = {k: float(v.detach()) for k, v in losses.items()}
     if not math.isfinite(values["loss"]):
-        raise ValueError(f"loss is {values['loss']} at step {i}; the last good checkpoint stays in {curve.parent}")
+        raise ValueError(
+            f"loss is {values['loss']} at step {i}; the last good checkpoint stays in {curve.parent}"
+        )
     new = not curve.exists()
     with curve.open("a", newline="") as file:
         writer = csv.writer(file)
@@ -122,7 +139,9 @@ def _record(curve: Path, i: int, losses: Losses) -> None:
 
 
 def _forget(curve: Path, first: int) -> None:
-    """Drop what a killed run recorded at or behind step ``first``, which comes again, a torn last line included."""
+    """Drop what a killed run recorded at or after step ``first``, which comes again, a torn last
+    line included.
+    """
     head, *rows = curve.read_text().splitlines(keepends=True) if first and curve.exists() else [""]
     kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) < first]
     if not kept:  # the next record begins a new curve

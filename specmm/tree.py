@@ -1,7 +1,9 @@
-"""Draft trees: which tokens a drafter proposes, how they hang together, and the law each was drawn from.
+"""Draft trees: which tokens a drafter proposes, how they hang together, and the distribution each
+was drawn from.
 
-Shape letters: B batch, N nodes (node 0 is the root, the last committed token), D deepest level, P inner nodes
-(those that may have children), K most children of a node, V vocabulary. A leading 1 stands for "shared by all rows".
+Shape letters: B batch, N nodes (node 0 is the root, the last committed token), D deepest level, P
+inner nodes (those that may have children), K most children of a node, V vocabulary. A leading 1
+stands for "shared by all rows".
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ T = TypeVar("T")
 
 
 class TreeShape:
-    """How N nodes hang together: ``parents`` [1 or B, N], each smaller than its node, -1 for the root.
+    """How N nodes hang together: ``parents`` [1 or B, N], each smaller than its node, -1 for the
+    root.
 
-    Siblings are ranked by node number. A shape shared by all rows is made once and serves every round; a dynamic
-    drafter makes one a round and passes its bounds ``depth`` (D) and ``width`` (K), so that nothing waits for a value.
+    Siblings are ranked by node number. A shape shared by all rows is made once and serves every
+    round; a dynamic drafter makes one a round and passes its bounds ``depth`` (D) and ``width``
+    (K), so that nothing waits for a value.
     """
 
     def __init__(self, parents: Tensor, depth: int, width: int) -> None:
@@ -37,7 +41,9 @@ class TreeShape:
 
     @classmethod
     def from_parents(cls, parents: Sequence[int], device: torch.device | str = "cpu") -> TreeShape:
-        """Shape shared by all rows. Raises ``ValueError`` when ``parents`` is not a tree in topological order."""
+        """Shape shared by all rows. Raises ``ValueError`` when ``parents`` is not a tree in
+        topological order.
+        """
         if not parents or parents[0] != -1:
             raise ValueError(f"parents must start with -1 (the root), got {list(parents[:1])}")
         depths, counts = [0], [0] * len(parents)
@@ -49,10 +55,16 @@ class TreeShape:
         return cls(torch.tensor([parents], device=device), max(depths), max(counts))
 
     @classmethod
-    def from_choices(cls, choices: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> TreeShape:
-        """Shape of a list of rank paths (Medusa's and LANTERN's ``tree_choices``): ``[[0], [1], [0, 0], …]``."""
+    def from_choices(
+        cls, choices: Sequence[Sequence[int]], device: torch.device | str = "cpu"
+    ) -> TreeShape:
+        """Shape of a list of rank paths (Medusa's and LANTERN's ``tree_choices``): ``[[0], [1], [0,
+        0], …]``.
+        """
         paths = sorted((tuple(c) for c in choices), key=lambda c: (len(c), c))
-        number: dict[tuple[int, ...], int] = {(): 0} | {path: n for n, path in enumerate(paths, start=1)}
+        number: dict[tuple[int, ...], int] = {(): 0} | {
+            path: n for n, path in enumerate(paths, start=1)
+        }
         for path in paths:
             if path[:-1] not in number:
                 raise ValueError(f"tree choice {list(path)} has no parent in the list")
@@ -75,9 +87,13 @@ class TreeShape:
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """Whether node j is i or an ancestor of i, [1 or B, N, N] bool: row i is node i's tree-attention mask."""
+        """Whether node j is i or an ancestor of i, [1 or B, N, N] bool: row i is node i's
+        tree-attention mask.
+        """
         eye = torch.eye(self.size, dtype=torch.bool, device=self.parents.device)
-        step = eye[self.parents.clamp(min=0)] & (self.parents >= 0)[..., None]  # row n: only n's parent
+        step = (
+            eye[self.parents.clamp(min=0)] & (self.parents >= 0)[..., None]
+        )  # row n: only n's parent
         mask, reach = eye | step, step
         for _ in range(self.depth - 1):
             reach = (reach.float() @ step.float()) > 0
@@ -90,7 +106,7 @@ class TreeShape:
         return self.ancestors.sum(-1) - 1
 
     @cached_property
-    def elders(self) -> Tensor:
+    def earlier_siblings(self) -> Tensor:
         """Whether node j is an earlier sibling of i, [1 or B, N, N] bool."""
         same = self.parents[..., :, None] == self.parents[..., None, :]
         return same & torch.ones_like(same).tril(-1)
@@ -98,13 +114,17 @@ class TreeShape:
     @cached_property
     def ranks(self) -> Tensor:
         """Rank of each node among its siblings [1 or B, N]; the root has rank 0."""
-        return self.elders.sum(-1)
+        return self.earlier_siblings.sum(-1)
 
     @cached_property
     def ancestor_words(self) -> Tensor:
-        """The ancestor mask in int64 words [1 or B, N, ceil(N / 64)]: bit j % 64 of word j // 64 for node j."""
+        """The ancestor mask in int64 words [1 or B, N, ceil(N / 64)]: bit j % 64 of word j // 64
+        for node j.
+        """
         words = -(-self.size // 64)
-        bits = torch.zeros(*self.ancestors.shape[:2], words * 64, dtype=torch.int64, device=self.parents.device)
+        bits = torch.zeros(
+            *self.ancestors.shape[:2], words * 64, dtype=torch.int64, device=self.parents.device
+        )
         bits[..., : self.size] = self.ancestors
         return (bits.unflatten(-1, (words, 64)) << torch.arange(64, device=bits.device)).sum(-1)
 
@@ -122,7 +142,9 @@ class TreeShape:
         if self.width == 0:
             return self.parents.new_empty(rows, len(self.inner), 0)
         table = torch.full((rows, (self.size + 1) * self.width + 1), -1, device=self.parents.device)
-        slot = (self.parents + 1) * self.width + self.ranks + 1  # the root's parent -1 takes the first slots
+        slot = (
+            (self.parents + 1) * self.width + self.ranks + 1
+        )  # the root's parent -1 takes the first slots
         table.scatter_(1, slot, torch.arange(self.size, device=table.device).expand(rows, -1))
         return table[:, 1:].unflatten(1, (self.size + 1, self.width))[:, 1:][:, self.inner]
 
@@ -131,23 +153,26 @@ class TreeShape:
 class DraftTree:
     """Tokens of one round's drafts and where they came from.
 
-    ``tokens`` [B, N] int64, ``tokens[:, 0]`` the root. ``laws`` [B, N, V] holds for each node the law it was drawn
-    from *given its earlier siblings* (row 0 is unused); ``None`` means every node is a point mass, chosen and not
-    drawn. That one convention covers independent siblings, sampling without replacement and top-k trees.
-    ``drafted`` counts the levels of a chain that any row asked for, where filler stands behind them (None: all).
+    ``tokens`` [B, N] int64, ``tokens[:, 0]`` the root. ``probs`` [B, N, V] holds for each node the
+    distribution it was drawn from *given its earlier siblings* (row 0 is unused); ``None`` means
+    every node is a point mass, chosen and not drawn. That one convention covers independent
+    siblings, sampling without replacement and top-k trees. ``drafted`` counts the levels of a chain
+    that any row asked for, where filler stands after them (None: all).
     """
 
     tokens: Tensor
     shape: TreeShape
-    laws: Tensor | None = None
+    probs: Tensor | None = None
     drafted: int | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 2 or self.tokens.shape[1] != self.shape.size:
-            raise ValueError(f"tokens must be [B, {self.shape.size}], got {list(self.tokens.shape)}")
-        if self.laws is not None and self.laws.shape[:2] != self.tokens.shape:
             raise ValueError(
-                f"laws must be [B, N, V] for tokens {list(self.tokens.shape)}, got {list(self.laws.shape)}"
+                f"tokens must be [B, {self.shape.size}], got {list(self.tokens.shape)}"
+            )
+        if self.probs is not None and self.probs.shape[:2] != self.tokens.shape:
+            raise ValueError(
+                f"probs must be [B, N, V] for tokens {list(self.tokens.shape)}, got {list(self.probs.shape)}"
             )
 
     @property

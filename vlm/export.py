@@ -1,9 +1,11 @@
-"""Drafters for other engines: the MSD layout, and speculators / vLLM folders for the text path where they can say it.
+"""Drafters for other engines: the MSD layout, and speculators / vLLM folders for the text path
+where they can say it.
 
-The speculators format knows drafters that read text: every slot goes through the fusion layer. An MSD head takes a
-picture's slots raw, and no field says so; behind text prompts it is an EAGLE-1 head, which the format does know
-(``eagle`` without layer norms). Its ``eagle3`` drafters read [embedding; fused states] of twice the width, which a
-head with ``fc`` in front of a layer of the model's width cannot be.
+The speculators format knows drafters that read text: every slot goes through the fusion layer. An
+MSD head takes a picture's slots raw, and no field says so; after text prompts it is an EAGLE-1
+head, which the format does know (``eagle`` without layer norms). Its ``eagle3`` drafters read
+[embedding; fused states] of twice the width, which a head with ``fc`` in front of a layer of the
+model's width cannot be.
 
 Shape letters: V vocabulary, C width.
 """
@@ -23,11 +25,21 @@ from specmm.checkpoints import State, load_strict, read_checkpoint, read_json
 from specmm.vlm.drafters.msd_files import config_json, load_msd, save_msd
 from specmm.vlm.drafters.msd_head import MSDConfig, MSDHead
 
-__all__ = ["Verifier", "export_speculators", "import_speculators", "load_msd", "save_msd", "speculators_config"]
+__all__ = [
+    "Verifier",
+    "export_speculators",
+    "import_speculators",
+    "load_msd",
+    "save_msd",
+    "speculators_config",
+]
 
 ALGORITHM = "eagle"
 VERSION = "0.1.0"  # of the configuration's schema
-NAMES = {"fc.": "fusion_fc.", "layers.0.": "transformer."}  # ours to theirs; the others are the same
+NAMES = {
+    "fc.": "fusion_fc.",
+    "layers.0.": "transformer.",
+}  # ours to theirs; the others are the same
 OUTPUT = "lm_head.weight"
 
 
@@ -58,7 +70,10 @@ def speculators_config(
             "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
-            "verifier": {"name_or_path": verifier.name_or_path, "architectures": list(verifier.architectures)},
+            "verifier": {
+                "name_or_path": verifier.name_or_path,
+                "architectures": list(verifier.architectures),
+            },
         },
         "transformer_layer_architecture": "LlamaDecoderLayer",
         "transformer_layer_config": layer | {"model_type": "llama"},
@@ -77,16 +92,17 @@ def export_speculators(
     algorithm: str = ALGORITHM,
     text_only: bool = False,
 ) -> None:
-    """Write ``head`` with the target's ``output`` head [V, C] as a speculators folder for text prompts.
+    """Write ``head`` with the target's ``output`` head [V, C] as a speculators folder for text
+    prompts.
 
-    Raises ``ValueError`` when the format cannot say what the head does, unless ``text_only`` admits that an engine
-    will send pictures through ``fc`` (exact as ever, fewer tokens accepted).
+    Raises ``ValueError`` when the format cannot say what the head does, unless ``text_only`` admits
+    that an engine will send pictures through ``fc`` (exact as ever, fewer tokens accepted).
     """
     config = head.config
     if not text_only:
         raise ValueError(
             "speculators has no field for MSD's raw image slots, got an MSD head; export the MSD layout with save_msd, "
-            "or give text_only=True to use it behind text prompts"
+            "or give text_only=True to use it after text prompts"
         )
     facts = speculators_config(config, verifier, tokens=tokens, algorithm=algorithm)
     if tuple(output.shape) != (config.vocab_size, config.hidden_size):
@@ -103,7 +119,8 @@ def export_speculators(
 def import_speculators(folder: str | Path) -> tuple[MSDHead, Tensor]:
     """The head of a speculators folder and its output head [V, C].
 
-    Raises ``ValueError`` for drafters an MSD head cannot be and, naming them, for missing or extra weights.
+    Raises ``ValueError`` for drafters an MSD head cannot be and, naming them, for missing or extra
+    weights.
     """
     folder = Path(folder)
     facts, state = read_json(folder / "config.json"), read_checkpoint(folder)
@@ -131,9 +148,19 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 
 def _check_sayable(config: MSDConfig, algorithm: str) -> None:
     if algorithm != ALGORITHM:
-        why = "its layer is as wide as [embedding; fused states]" if algorithm == "eagle3" else "it is another network"
-        raise ValueError(f"an MSD head's text path can be said as {ALGORITHM!r}, got {algorithm!r} ({why})")
+        why = (
+            "its layer is as wide as [embedding; fused states]"
+            if algorithm == "eagle3"
+            else "it is another network"
+        )
+        raise ValueError(
+            f"an MSD head's text path can be said as {ALGORITHM!r}, got {algorithm!r} ({why})"
+        )
     if config.qwen:
-        raise ValueError(f"{ALGORITHM!r} drafters have no first norm, got a Qwen2-VL head with one; use save_msd")
+        raise ValueError(
+            f"{ALGORITHM!r} drafters have no first norm, got a Qwen2-VL head with one; use save_msd"
+        )
     if config.num_hidden_layers != 1:
-        raise ValueError(f"{ALGORITHM!r} drafters have 1 layer, got {config.num_hidden_layers}; use save_msd")
+        raise ValueError(
+            f"{ALGORITHM!r} drafters have 1 layer, got {config.num_hidden_layers}; use save_msd"
+        )

@@ -1,4 +1,5 @@
-"""Pictures from files as people have them: checked by their header first, then decoded to upright RGB.
+"""Pictures from files as people have them: checked by their header first, then decoded to upright
+RGB.
 
 Shape letters: none.
 """
@@ -20,8 +21,9 @@ DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
 def open_image(source: Source) -> Image.Image:
     """RGB picture of a file or a PIL image, turned as its camera says, transparency on white.
 
-    An animation gives its first frame; 16 bits are scaled to 8. Raises ``ValueError`` for what is no picture, is
-    damaged, or has more than ``MOST_PIXELS`` pixels (which its header tells, before anything is decoded).
+    An animation gives its first frame; 16 bits are scaled to 8. Raises ``ValueError`` for what is
+    no picture, is damaged, or has more than ``MOST_PIXELS`` pixels (which its header tells, before
+    anything is decoded).
     """
     name = "picture" if isinstance(source, Image.Image) else str(source)
     image = source if isinstance(source, Image.Image) else _open(name)
@@ -34,7 +36,9 @@ def open_image(source: Source) -> Image.Image:
     try:
         return _rgb(ImageOps.exif_transpose(image))
     except Exception as error:  # a damaged file makes a decoder fail in any way
-        raise ValueError(f"{name} must be a whole picture, got a damaged or truncated one ({error})") from error
+        raise ValueError(
+            f"{name} must be a whole picture, got a damaged or truncated one ({error})"
+        ) from error
 
 
 def _open(name: str) -> Image.Image:
@@ -44,11 +48,17 @@ def _open(name: str) -> Image.Image:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             return Image.open(name)
     except Image.DecompressionBombError as error:
-        raise ValueError(f"{name} must have 1 to {MOST_PIXELS:,} pixels ({error}); scale it down") from error
-    except Exception as error:  # a damaged header likewise; a file that is not there speaks for itself
+        raise ValueError(
+            f"{name} must have 1 to {MOST_PIXELS:,} pixels ({error}); scale it down"
+        ) from error
+    except (
+        Exception
+    ) as error:  # a damaged header likewise; a file that is not there speaks for itself
         if isinstance(error, OSError) and not isinstance(error, UnidentifiedImageError):
             raise
-        raise ValueError(f"{name} must be a picture, got a file of another kind or an empty one") from error
+        raise ValueError(
+            f"{name} must be a picture, got a file of another kind or an empty one"
+        ) from error
 
 
 def _rgb(image: Image.Image) -> Image.Image:
@@ -61,7 +71,9 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def _to_eight_bits(image: Image.Image) -> Image.Image:
-    """Pillow would clip the 16 bits of a grey picture at 255; a picture of floats is taken to run from 0 to 1."""
+    """Pillow would clip the 16 bits of a grey picture at 255; a picture of floats is taken to run
+    from 0 to 1.
+    """
     values: Any = np.asarray(image, dtype=np.float64)
     values = values * 255 if image.mode == "F" else values / 257
     return Image.fromarray(values.round().clip(0, 255).astype(np.uint8))

@@ -1,8 +1,10 @@
-"""Models, processors and drafters from folders: a VLM's folder is transformers' own, its drafters lie in ``drafters/``.
+"""Models, processors and drafters from folders: a VLM's folder is transformers' own, its drafters
+lie in ``drafters/``.
 
-``drafters/text`` holds a language model, ``drafters/vlm`` a small vision-language model (without one the first expert
-drafts), ``drafters/msd`` an MSD head, ``drafters/experts`` a folder for each of the models that Speculative Verdict
-hears, and ``prompts.json`` where they are asked in other words than the usual.
+``drafters/text`` holds a language model, ``drafters/vlm`` a small vision-language model (without
+one the first expert drafts), ``drafters/msd`` an MSD head, ``drafters/experts`` a folder for each
+of the models that Speculative Verdict hears, and ``prompts.json`` where they are asked in other
+words than the usual.
 
 Shape letters: none.
 """
@@ -19,7 +21,7 @@ from transformers import AutoModelForImageTextToText
 from specmm.checkpoints import read_json
 from specmm.hf import pretrained
 from specmm.hf.drafters.small_model import SmallModel
-from specmm.layout import lay_weights
+from specmm.prepacked import lay_weights
 from specmm.vlm.composed import build_processor, compose, is_composed
 
 
@@ -40,12 +42,16 @@ def load_processor(folder: Path) -> Any:
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{folder} must hold a processor beside the model ({error})") from error
     if not hasattr(found, "tokenizer"):
-        raise ValueError(f"{folder} must hold a processor of pictures and text, got a {type(found).__name__}")
+        raise ValueError(
+            f"{folder} must hold a processor of pictures and text, got a {type(found).__name__}"
+        )
     return found
 
 
 def load_small(folder: Path, target: Any, method: str) -> SmallModel:
-    """The small vision-language model in ``folder``, as the ``target`` model is, with its processor."""
+    """The small vision-language model in ``folder``, as the ``target`` model is, with its
+    processor.
+    """
     processor = load_processor(folder) if (folder / "processor_config.json").is_file() else None
     return SmallModel(lay_weights(load_model(folder, target.dtype).to(target.device)), processor)
 
@@ -56,4 +62,6 @@ def _check_kind(folder: Path) -> None:
     except (OSError, ValueError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder} must hold a transformers model ({error})") from error
     if not hasattr(config, "vision_config"):
-        raise ValueError(f"{folder} must hold a vision-language model, got model type {config.model_type!r}")
+        raise ValueError(
+            f"{folder} must hold a vision-language model, got model type {config.model_type!r}"
+        )

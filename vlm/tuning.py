@@ -1,7 +1,8 @@
-"""Method ``auto`` for questions: the MSD tree that should be fastest for this batch on this machine, or plain decoding.
+"""Method ``auto`` for questions: the MSD tree that should be fastest for this batch on this
+machine, or plain decoding.
 
-Acceptance by level and rank lies beside the drafter, measured when it was trained, by temperature; seconds are
-measured on the first prompt of each batch size.
+Acceptance by level and rank lies beside the drafter, measured when it was trained, by temperature;
+seconds are measured on the first prompt of each batch size.
 
 Shape letters: B batch, D levels, K ranks.
 """
@@ -15,16 +16,16 @@ from typing import Any
 import torch
 
 from specmm import methods
+from specmm.acceptance_stats import WIDEST, AcceptanceCounter
 from specmm.autotune import Plan
 from specmm.decode import decode
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.probing import planned
+from specmm.profiling import planned
 from specmm.randomness import Uniforms
 from specmm.shape.sequoia import best_tree
 from specmm.shape.static import spine
 from specmm.stopping import EndTokens
-from specmm.tally import WIDEST, Tally
 from specmm.verify import Recursive
 from specmm.vlm.drafters.msd import MSDDrafter
 from specmm.vlm.drafters.msd_head import Acceptance, MSDHead
@@ -34,11 +35,7 @@ ROOM = 24  # tokens of answer that measuring needs
 
 
 def choose_method(
-    target: VLMTarget,
-    head: MSDHead,
-    prompt: VLMPrompt,
-    plans: dict[Any, Plan],
-    kind: methods.MSD,
+    target: VLMTarget, head: MSDHead, prompt: VLMPrompt, plans: dict[Any, Plan], kind: methods.MSD
 ) -> methods.VQAMethod:
     """MSD with the planned tree, or plain decoding where that should be as fast.
 
@@ -64,19 +61,37 @@ def _plan(target: VLMTarget, head: MSDHead, prompt: VLMPrompt) -> Plan:
         return Plan(None, 1.0, 1.0, f"no room to measure ({error})")
     table = acceptance[min(acceptance) if target.processor.greedy else max(acceptance)]
     shapes = [best_tree(table, n, len(table))[0] for n in SIZES]
-    uniforms = Uniforms([torch.Generator(target.device).manual_seed(i) for i in range(len(prompt.lengths))])
-    return planned(target, lambda shape: MSDDrafter(head, target, shape), shapes, Recursive(), longer, uniforms, table)
+    uniforms = Uniforms(
+        [torch.Generator(target.device).manual_seed(i) for i in range(len(prompt.lengths))]
+    )
+    return planned(
+        target,
+        lambda shape: MSDDrafter(head, target, shape),
+        shapes,
+        Recursive(),
+        longer,
+        uniforms,
+        table,
+    )
 
 
 def measure_acceptance(
-    target: VLMTarget, head: MSDHead, prompts: Iterable[VLMPrompt], ends: Sequence[int], levels: int = 6
+    target: VLMTarget,
+    head: MSDHead,
+    prompts: Iterable[VLMPrompt],
+    ends: Sequence[int],
+    levels: int = 6,
 ) -> Acceptance:
-    """Acceptance by level and rank over the answers to ``prompts`` under exact decoding with the target's processor."""
+    """Acceptance by level and rank over the answers to ``prompts`` under exact decoding with the
+    target's processor.
+    """
     shape = spine(WIDEST[:levels])
-    tally = Tally(MSDDrafter(head, target, shape), shape)
+    counter = AcceptanceCounter(MSDDrafter(head, target, shape), shape)
     for i, prompt in enumerate(prompts):
         uniforms = Uniforms.from_seeds(range(i, i + len(prompt.lengths)))
         stop = EndTokens(ends, target.device)
-        for _ in decode(target, tally, Recursive(), prompt, prompt.max_new_tokens, uniforms, stop=stop):
+        for _ in decode(
+            target, counter, Recursive(), prompt, prompt.max_new_tokens, uniforms, stop=stop
+        ):
             pass
-    return tally.table()
+    return counter.table()

@@ -1,4 +1,6 @@
-"""What the GPU benchmarks of whole models share: their options, and a table that grows by batch size."""
+"""What the GPU benchmarks of whole models share: their options, and a table that grows by batch
+size.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,14 @@ def parser_of(
 
 
 def measure_batches(
-    name: str, pipe: Any, options: argparse.Namespace, measure: Callable[[Any, int, argparse.Namespace], list[Row]]
+    name: str,
+    pipe: Any,
+    options: argparse.Namespace,
+    measure: Callable[[Any, int, argparse.Namespace], list[Row]],
 ) -> int:
-    """Call ``measure(pipe, batch, options)`` for each batch size; the table ``name`` is written after every one."""
+    """Call ``measure(pipe, batch, options)`` for each batch size; the table ``name`` is written
+    after every one.
+    """
     facts = environment(
         model=options.model,
         dtype=dtype_name(pipe),

@@ -1,4 +1,5 @@
-"""Correctness on the device at hand, before anything is timed: attention, commit, acceptance, and no host syncs.
+"""Correctness on the device at hand, before anything is timed: attention, commit, acceptance, and
+no host syncs.
 
 Shape letters: R rows, T tree nodes, V vocabulary.
 """
@@ -30,8 +31,13 @@ def attention_error(shape: Shape, device: torch.device) -> dict[str, float]:
     """Relative errors of every way to attend ``shape``."""
     given = Inputs.random(shape, device)
     truth = exact(given)
-    ways = {"ours": ours, "sdpa": sdpa} | ({"flex": flex} if shape.nodes == 26 else {})  # a compilation each
-    return {name: float((way(given)().double() - truth).norm() / truth.norm()) for name, way in ways.items()}
+    ways = {"ours": ours, "sdpa": sdpa} | (
+        {"flex": flex} if shape.nodes == 26 else {}
+    )  # a compilation each
+    return {
+        name: float((way(given)().double() - truth).norm() / truth.norm())
+        for name, way in ways.items()
+    }
 
 
 def check_commit(device: torch.device) -> None:
@@ -47,37 +53,49 @@ def check_commit(device: torch.device) -> None:
 
 
 def drafts(rows: int, nodes: int, vocabulary: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Target laws, tokens, parents, uniforms and draft laws of random trees."""
+    """Target distributions, tokens, parents, uniforms and draft distributions of random trees."""
     generator = torch.Generator(device).manual_seed(0)
-    laws = torch.randn(2, rows, nodes, vocabulary, device=device, generator=generator).mul(2).softmax(-1)
-    tokens = laws[1].flatten(0, 1).multinomial(1, generator=generator).view(rows, nodes)
-    dice = torch.rand(rows, nodes + 1, device=device, generator=generator)
-    return laws[0], tokens, random_tree(nodes, device).parents, dice, laws[1]
+    probs = (
+        torch.randn(2, rows, nodes, vocabulary, device=device, generator=generator)
+        .mul(2)
+        .softmax(-1)
+    )
+    tokens = probs[1].flatten(0, 1).multinomial(1, generator=generator).view(rows, nodes)
+    uniforms = torch.rand(rows, nodes + 1, device=device, generator=generator)
+    return probs[0], tokens, random_tree(nodes, device).parents, uniforms, probs[1]
 
 
 def check_acceptance(device: torch.device) -> float:
-    """The share of rows whose verdict is that of the core's rules: rounding decides a few of thousands."""
-    laws, tokens, parents, dice, drawn = drafts(512, 26, 4096, device)
-    found = accept(laws, tokens, parents, dice, 26, drawn)
-    expected = by_rule(laws, tokens, parents, dice, 26, drawn, None, 0, 0.0, False, 0, None)
-    same = torch.stack([(a == b).view(len(a), -1).all(1) for a, b in zip(found, expected, strict=True)]).all(0)
+    """The share of rows whose result is that of the core's rules: rounding decides a few of
+    thousands.
+    """
+    probs, tokens, parents, uniforms, drawn = drafts(512, 26, 4096, device)
+    found = accept(probs, tokens, parents, uniforms, 26, drawn)
+    expected = by_rule(probs, tokens, parents, uniforms, 26, drawn, None, 0, 0.0, False, 0, None)
+    same = torch.stack(
+        [(a == b).view(len(a), -1).all(1) for a, b in zip(found, expected, strict=True)]
+    ).all(0)
     share = float(same.double().mean())
     if share < 0.98:
-        raise SystemExit(f"fused acceptance agrees with the rules on {share:.1%} of the rows, expected 98% or more")
+        raise SystemExit(
+            f"fused acceptance agrees with the rules on {share:.1%} of the rows, expected 98% or more"
+        )
     return share
 
 
 def syncs_in_a_round(device: torch.device) -> int:
-    """Host syncs of attention, acceptance and commit of one round; the second round counts, compiled by then."""
+    """Host syncs of attention, acceptance and commit of one round; the second round counts,
+    compiled by then.
+    """
     given = Inputs.random(Shape("LlamaGen-XL", 1024, 26, 2), device)
-    laws, tokens, parents, dice, drawn = drafts(2, 26, 16384, device)
+    probs, tokens, parents, uniforms, drawn = drafts(2, 26, 16384, device)
     data = torch.zeros(8, 2, 1100, 20, 64, device=device, dtype=torch.bfloat16)
     for mode in ("default", "error"):
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode(mode)
         try:
             attend(given.q, given.keys, given.values, given.mask)
-            path, kept, _ = accept(laws, tokens, parents, dice, 26, drawn)
+            path, kept, _ = accept(probs, tokens, parents, uniforms, 26, drawn)
             commit(data, path, kept, given.mask.lengths, 1050)
         except RuntimeError as error:
             print(error)

@@ -1,8 +1,8 @@
 """Whether the kernels compile for GPUs that are not here: ``python -m benchmarks.gpu.compiles``.
 
-Every launch is made as decoding makes it, on tensors without memory, and stops where Triton's own compiler and
-assembler have built the kernel and it fits the GPU's shared memory. Needs no GPU; ``TRITON_INTERPRET`` must not be
-set. Speed and races only a GPU shows.
+Every launch is made as decoding makes it, on tensors without memory, and stops where Triton's own
+compiler and assembler have built the kernel and it fits the GPU's shared memory. Needs no GPU;
+``TRITON_INTERPRET`` must not be set. Speed and races only a GPU shows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def attention() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Tree attention of each precision, with and without hidden slots, over split prefixes and by position."""
+    """Tree attention of each precision, with and without hidden slots, over split prefixes and by
+    position.
+    """
     lengths = empty(2, dtype=torch.int64)
     dtypes, widths = (torch.float16, torch.bfloat16, torch.float32), (24, 80, 128, 256)
     for dtype, width, nodes, invariant in product(dtypes, widths, (1, 65), (False, True)):
@@ -49,20 +51,58 @@ def attention() -> Iterator[tuple[str, Callable[[], object]]]:
         words = empty(1, nodes, -(-nodes // 64), dtype=torch.int64)
         hidden = empty(2, 300, dtype=torch.bool) if width == 80 else None
         given = q, keys, keys, words, lengths, 4000, width**-0.5, hidden, invariant, 4
-        yield f"attention {dtype} D={width} T={nodes} invariant={invariant}", lambda g=given: tree_attention(*g)
+        yield (
+            f"attention {dtype} D={width} T={nodes} invariant={invariant}",
+            lambda g=given: tree_attention(*g),
+        )
 
 
 def acceptance() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Fused acceptance of drawn and chosen drafts from laws and from logits, from either end, and LANTERN's."""
-    tokens, dice, laws = empty(2, 26, dtype=torch.int64), empty(2, 27), empty(2, 26, 4096)
+    """Fused acceptance of drawn and chosen drafts from distributions and from logits, from either
+    end, and LANTERN's.
+    """
+    tokens, uniforms, probs = empty(2, 26, dtype=torch.int64), empty(2, 27), empty(2, 26, 4096)
     table = empty(4000, 100, dtype=torch.int64)
-    for drafts, leaves_first in product((None, laws), (False, True)):
-        for processing in (None, [0.0, 0.0, 1.0, 0.0], [0.7, 100.0, 0.9, 0.0], [0.7, 0.0, 0.9, 1.0]):
-            given = laws, tokens, tokens[:1], dice, 26, drafts, None, 0, 0.0, False, 0, processing, leaves_first
+    for drafts, leaves_first in product((None, probs), (False, True)):
+        for processing in (
+            None,
+            [0.0, 0.0, 1.0, 0.0],
+            [0.7, 100.0, 0.9, 0.0],
+            [0.7, 0.0, 0.9, 1.0],
+        ):
+            given = (
+                probs,
+                tokens,
+                tokens[:1],
+                uniforms,
+                26,
+                drafts,
+                None,
+                0,
+                0.0,
+                False,
+                0,
+                processing,
+                leaves_first,
+            )
             name = f"acceptance drawn={drafts is not None} leaves first={leaves_first} processing={processing}"
             yield name, lambda g=given: accept(*g)
     for factor in (False, True):
-        lantern = laws, tokens, tokens[:1], dice, 26, laws, table, 100, 0.2, factor, 4, None, False
+        lantern = (
+            probs,
+            tokens,
+            tokens[:1],
+            uniforms,
+            26,
+            probs,
+            table,
+            100,
+            0.2,
+            factor,
+            4,
+            None,
+            False,
+        )
         yield f"acceptance of LANTERN factor={factor}", lambda g=lantern: accept(*g)
 
 
@@ -76,7 +116,9 @@ def commits() -> Iterator[tuple[str, Callable[[], object]]]:
 
 @contextmanager
 def compiling_for(target: GPUTarget, shared: int) -> Iterator[list[Any]]:
-    """Launches only compile, for ``target`` of ``shared`` bytes; gives the list of what was compiled."""
+    """Launches only compile, for ``target`` of ``shared`` bytes; gives the list of what was
+    compiled.
+    """
     built: list[Any] = []
     launch = JITFunction.run
 
@@ -93,7 +135,9 @@ def compiling_for(target: GPUTarget, shared: int) -> Iterator[list[Any]]:
 
 
 def taken(launch: Callable[[], object], target: GPUTarget, shared: int) -> int:
-    """Bytes of shared memory that the kernels of ``launch`` take; raises what Triton raises, or ``ValueError``."""
+    """Bytes of shared memory that the kernels of ``launch`` take; raises what Triton raises, or
+    ``ValueError``.
+    """
     with compiling_for(target, shared) as built:
         launch()
     most = max(int(kernel.metadata.shared) for kernel in built)
@@ -104,7 +148,9 @@ def taken(launch: Callable[[], object], target: GPUTarget, shared: int) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile the kernels; the first that does not compile is named and ends it."""
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu.compiles", description="Kernels compiled without a GPU")
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.gpu.compiles", description="Kernels compiled without a GPU"
+    )
     parser.add_argument("targets", nargs="*", choices=[*TARGETS, []], help="all if not given")
     parser.add_argument("--each", type=int, default=1, help="compile each n-th kernel only")
     options = parser.parse_args(arguments)

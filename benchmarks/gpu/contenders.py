@@ -1,6 +1,8 @@
-"""Ways to attend a tree, on the same inputs: ours, SDPA under a dense mask, flex_attention, and a copy of the bytes.
+"""Ways to attend a tree, on the same inputs: ours, SDPA under a dense mask, flex_attention, and a
+copy of the bytes.
 
-Shape letters: R rows, H query heads, K key/value heads, T tree nodes, S committed tokens, D head width.
+Shape letters: R rows, H query heads, K key/value heads, T tree nodes, S committed tokens, D head
+width.
 """
 
 from __future__ import annotations
@@ -28,7 +30,14 @@ def ours(given: Inputs) -> Call:
 def sdpa(given: Inputs) -> Call:
     """PyTorch's own; the mask is made beforehand, which a round would have to do."""
     grouped = given.q.shape[1] != given.keys.shape[1]
-    return partial(F.scaled_dot_product_attention, given.q, given.keys, given.values, given.dense(), enable_gqa=grouped)
+    return partial(
+        F.scaled_dot_product_attention,
+        given.q,
+        given.keys,
+        given.values,
+        given.dense(),
+        enable_gqa=grouped,
+    )
 
 
 def flex(given: Inputs) -> partial[Tensor]:
@@ -43,7 +52,9 @@ def flex(given: Inputs) -> partial[Tensor]:
     blocks = create_block_mask(seen, None, None, nodes, slots, device=given.q.device)
     compiled = torch.compile(flex_attention, dynamic=False)
     grouped = given.q.shape[1] != given.keys.shape[1]
-    return partial(compiled, given.q, given.keys, given.values, block_mask=blocks, enable_gqa=grouped)
+    return partial(
+        compiled, given.q, given.keys, given.values, block_mask=blocks, enable_gqa=grouped
+    )
 
 
 def copy(given: Inputs) -> Call:
@@ -58,11 +69,18 @@ def _apart(given: Inputs) -> int:
 
 
 def calls(name: str, inputs: Sequence[Inputs]) -> list[Call]:
-    """A call for each of ``inputs``; flex_attention is compiled once and takes the first one's tree for all."""
+    """A call for each of ``inputs``; flex_attention is compiled once and takes the first one's tree
+    for all.
+    """
     if name != "flex":
         return [CONTENDERS[name](given) for given in inputs]
     one = flex(inputs[0])
     return [partial(one.func, x.q, x.keys, x.values, **one.keywords) for x in inputs]
 
 
-CONTENDERS: dict[str, Callable[[Inputs], Call]] = {"ours": ours, "sdpa": sdpa, "copy": copy, "flex": flex}
+CONTENDERS: dict[str, Callable[[Inputs], Call]] = {
+    "ours": ours,
+    "sdpa": sdpa,
+    "copy": copy,
+    "flex": flex,
+}

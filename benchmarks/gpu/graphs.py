@@ -1,8 +1,10 @@
-"""Targets whose forwards are captured CUDA graphs: plain steps and tree scoring without launch overhead.
+"""Targets whose forwards are captured CUDA graphs: plain steps and tree scoring without launch
+overhead.
 
-Trees of one size share a graph, whatever their shape, for words and depths are inputs of it. The finiteness check,
-which waits for the GPU, is left out. A next-scale model's pictures are one graph from the label to the sum of codes.
-Shape letters: B batch, R rows, N tree nodes, W words, C width, V vocabulary, L tokens of a picture, E code width.
+Trees of one size share a graph, whatever their shape, for words and depths are inputs of it. The
+finiteness check, which waits for the GPU, is left out. A next-scale model's pictures are one graph
+from the label to the sum of codes. Shape letters: B batch, R rows, N tree nodes, W words, C width,
+V vocabulary, L tokens of a picture, E code width.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ import torch
 from torch import Tensor
 
 from specmm.cache import Cache
-from specmm.handoff import handoff
+from specmm.collaborative import alternate
 from specmm.hf.target import VLMTarget
-from specmm.image_ar.scales.canvas import Canvas
 from specmm.image_ar.scales.drawing import code_turns
+from specmm.image_ar.scales.feature_map import FeatureMap
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import Inverse, Sampling
 from specmm.image_ar.tokens.static import StaticTarget
@@ -31,9 +33,11 @@ from specmm.tree import DraftTree, TreeShape
 
 
 class Graph:
-    """``function`` of tensors, captured at its first call and replayed at the others of the same shapes.
+    """``function`` of tensors, captured at its first call and replayed at the others of the same
+    shapes.
 
-    Without a GPU it just calls ``function``. Results are copies, for the next replay overwrites the originals.
+    Without a GPU it just calls ``function``. Results are copies, for the next replay overwrites the
+    originals.
     """
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
@@ -65,7 +69,9 @@ class Graph:
 
 
 class TreeGraphs:
-    """``function`` of (tokens [B, N], depths [B, N], words [B, N, W], …), one graph for each number of nodes."""
+    """``function`` of (tokens [B, N], depths [B, N], words [B, N, W], …), one graph for each number
+    of nodes.
+    """
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
         self.function = function
@@ -99,16 +105,24 @@ class GraphTarget(StaticTarget):
         return TargetOutput(*self.graphs(tree))
 
     def _tree_forward(self, tokens: Tensor, depths: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-        """Laws [B, N, V] and hidden states [R, N, C] of drafts ``tokens`` [B, N] behind the cache's lengths."""
+        """Distributions [B, N, V] and hidden states [R, N, C] of drafts ``tokens`` [B, N] after the
+        cache's lengths.
+        """
         positions = (self.cache.lengths[:, None] + depths).clamp(max=self.cache.size.capacity - 1)
         branches = self.guidance.branches
-        x, positions = self.model.tok_embeddings(tokens).repeat(branches, 1, 1), positions.repeat(branches, 1)
-        logits, hidden = self.model(x, positions, mask_of(self.cache, words), self.cache.layers, self.taps)
+        x, positions = (
+            self.model.tok_embeddings(tokens).repeat(branches, 1, 1),
+            positions.repeat(branches, 1),
+        )
+        logits, hidden = self.model(
+            x, positions, mask_of(self.cache, words), self.cache.layers, self.aux_layers
+        )
         return self.processor(self.guide(logits.float(), positions)), hidden
 
 
 class VLMGraphTarget(VLMTarget):
-    """A transformers model loaded with ``specmm_tree``, with captured forwards; one batch and one cache size.
+    """A transformers model loaded with ``specmm_tree``, with captured forwards; one batch and one
+    cache size.
 
     A plain step is a tree of one node, scored by the graph of that size and kept, as any tree is.
     """
@@ -139,12 +153,18 @@ class VLMGraphTarget(VLMTarget):
         self.cache.keep(torch.zeros_like(tokens)[:, None], one)
         return output
 
-    def _tree_forward(self, tokens: Tensor, depths: Tensor, words: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Laws [B, N, V] and states [B, N, C] of drafts ``tokens`` [B, N] behind the cache's lengths."""
+    def _tree_forward(
+        self, tokens: Tensor, depths: Tensor, words: Tensor, offsets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Distributions [B, N, V] and states [B, N, C] of drafts ``tokens`` [B, N] after the
+        cache's lengths.
+        """
         given, self.offsets = self.offsets, offsets  # of the graph's own memory
-        states = self.states(tokens, self.cache.lengths[:, None] + depths, mask_of(self.cache, words))
+        states = self.states(
+            tokens, self.cache.lengths[:, None] + depths, mask_of(self.cache, words)
+        )
         self.offsets = given
-        return self.processor.laws(self.head(states).float(), self.history, None), states
+        return self.processor.probs(self.head(states).float(), self.history, None), states
 
     def _new_cache(self, batch: int, capacity: int, scratch: int) -> Cache:
         """The memory of the first call, which graphs go on using; a larger one forgets them."""
@@ -156,7 +176,8 @@ class VLMGraphTarget(VLMTarget):
 
 
 class PictureGraph:
-    """VAR alone, or CoDe, as one captured graph: scales have fixed sizes and nothing is decided on the way.
+    """VAR alone, or CoDe, as one captured graph: scales have fixed sizes and nothing is decided on
+    the way.
 
     The first ``n`` scales are the large model's, the others the small one's.
     """
@@ -167,15 +188,17 @@ class PictureGraph:
 
     @torch.inference_mode()
     def __call__(self, labels: Tensor, numbers: Tensor) -> tuple[Tensor, ...]:
-        """Tokens [B, L] and sums of codes [B, E, P, P] of ``labels`` [B], with the dice ``numbers`` [B, L]."""
+        """Tokens [B, L] and sums of codes [B, E, P, P] of ``labels`` [B], with the uniforms
+        ``numbers`` [B, L].
+        """
         return self.graph(labels, numbers)
 
     @torch.inference_mode()
     def eager(self, labels: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """The same, launch by launch."""
-        canvas = Canvas(self.pipe.vae.quantize, len(labels))
-        dice = Inverse(self.sampling, Dealt(numbers), len(canvas.ladder))
+        feature_map = FeatureMap(self.pipe.vae.quantize, len(labels))
+        uniforms = Inverse(self.sampling, Dealt(numbers), len(feature_map.schedule))
         models = self.pipe.transformer, self.pipe.small
-        turns = code_turns(*models, self.n, canvas, labels, self.sampling, lambda _: dice)
-        deque(handoff(turns, Clock()), maxlen=0)
-        return torch.cat(canvas.tokens, dim=1), canvas.sums[-1]
+        turns = code_turns(*models, self.n, feature_map, labels, self.sampling, lambda _: uniforms)
+        deque(alternate(turns, Clock()), maxlen=0)
+        return torch.cat(feature_map.tokens, dim=1), feature_map.sums[-1]

@@ -1,8 +1,9 @@
-"""The kernels on a GPU: correctness first, then tree attention against SDPA, flex_attention and a copy of the bytes.
+"""The kernels on a GPU: correctness first, then tree attention against SDPA, flex_attention and a
+copy of the bytes.
 
-``benchmarks/gpu/run.sh``; see README.md here. Within ``--minutes``: all shapes of ours, SDPA and the copy come first,
-flex_attention, which compiles for every shape, gets what is left. Without a GPU nothing is timed and the table says so.
-Writes ``gpu_kernels.csv``.
+``benchmarks/gpu/run.sh``; see README.md here. Within ``--minutes``: all shapes of ours, SDPA and
+the copy come first, flex_attention, which compiles for every shape, gets what is left. Without a
+GPU nothing is timed and the table says so. Writes ``gpu_kernels.csv``.
 """
 
 from __future__ import annotations
@@ -41,21 +42,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measure(times, [name for name in CONTENDERS if name != "flex"], device, end)
     measure(times, ["flex"], device, end)
     print(f"\n{table(times)}\n\n{bars(times, syncs)}")
-    write(options.out, times, {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "syncs": syncs})
+    write(
+        options.out,
+        times,
+        {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "syncs": syncs},
+    )
     return 0
 
 
 def check(device: torch.device) -> int:
     """Everything that must be true before a time means anything; returns the host syncs of a round."""
     for model in MODELS:
-        for shape in (Shape(model, 257, 1, 2), Shape(model, 1024, 26, 2), Shape(model, 4097, 64, 1)):
+        for shape in (
+            Shape(model, 257, 1, 2),
+            Shape(model, 1024, 26, 2),
+            Shape(model, 4097, 64, 1),
+        ):
             errors = checks.attention_error(shape, device)
             print(f"{model} S={shape.length} T={shape.nodes}: {errors}", flush=True)
             if not errors["ours"] < checks.TOLERANCE:
-                raise SystemExit(f"tree attention is off by {errors['ours']:.2e}, expected {checks.TOLERANCE}")
+                raise SystemExit(
+                    f"tree attention is off by {errors['ours']:.2e}, expected {checks.TOLERANCE}"
+                )
     checks.check_commit(device)
     share, syncs = checks.check_acceptance(device), checks.syncs_in_a_round(device)
-    print(f"KV commit exact; acceptance as the rules on {share:.2%} of the rows; host syncs a round: {syncs}")
+    print(
+        f"KV commit exact; acceptance as the rules on {share:.2%} of the rows; host syncs a round: {syncs}"
+    )
     return syncs
 
 
@@ -81,8 +94,13 @@ def table(times: Times) -> str:
         for rows in BATCHES:
             for nodes in NODES:
                 shapes = [Shape(model, length, nodes, rows) for model in MODELS]
-                found = [_median(f(times, s) for s in shapes) for f in (_ours, _over("sdpa"), _over("flex"), _rate)]
-                lines.append(f"| {length} | {nodes} | {rows} | " + " | ".join(map(_text, found)) + " |")
+                found = [
+                    _median(f(times, s) for s in shapes)
+                    for f in (_ours, _over("sdpa"), _over("flex"), _rate)
+                ]
+                lines.append(
+                    f"| {length} | {nodes} | {rows} | " + " | ".join(map(_text, found)) + " |"
+                )
     return "\n".join(lines)
 
 
@@ -135,7 +153,9 @@ def write(out: Path, times: Times, facts: dict[str, object]) -> None:
     """``gpu_kernels.csv``: one row a shape, milliseconds by contender."""
     out.mkdir(parents=True, exist_ok=True)
     with (out / "gpu_kernels.csv").open("w", newline="") as file:
-        file.writelines(f"# {key}: {value}\n" for key, value in (facts | {"triton": triton.__version__}).items())
+        file.writelines(
+            f"# {key}: {value}\n" for key, value in (facts | {"triton": triton.__version__}).items()
+        )
         rows = csv.writer(file)
         rows.writerow(["model", "S", "T", "batch", *(f"{name}_ms" for name in CONTENDERS), "bytes"])
         for shape in every_shape():
@@ -146,9 +166,13 @@ def write(out: Path, times: Times, facts: dict[str, object]) -> None:
 
 def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu.kernels", description="The kernels on a GPU")
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.gpu.kernels", description="The kernels on a GPU"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--minutes", type=float, default=6.5, help="when to stop starting new measurements")
+    parser.add_argument(
+        "--minutes", type=float, default=6.5, help="when to stop starting new measurements"
+    )
     return parser.parse_args(arguments)
 
 

@@ -1,7 +1,9 @@
-"""LlamaGen on a GPU: plain, exact and LANTERN++ decoding by batch size, eager and with captured or compiled forwards.
+"""LlamaGen on a GPU: plain, exact and LANTERN++ decoding by batch size, eager and with captured or
+compiled forwards.
 
-``python -m benchmarks.gpu.llamagen --out benchmarks/results``; see README.md here for what to run. Without a GPU it
-runs, too (captured means eager then), which is how it is tested. Writes ``gpu_llamagen.csv`` and ``.json``.
+``python -m benchmarks.gpu.llamagen --out benchmarks/results``; see README.md here for what to run.
+Without a GPU it runs, too (captured means eager then), which is how it is tested. Writes
+``gpu_llamagen.csv`` and ``.json``.
 """
 
 from __future__ import annotations
@@ -51,11 +53,15 @@ def move(pipe: LlamaGenPipeline, device: str) -> LlamaGenPipeline:
 
 
 def measure(pipe: LlamaGenPipeline, batch: int, options: argparse.Namespace) -> list[Row]:
-    """Rows of every mode and method at ``batch``, runs interleaved; speed-ups over the fastest plain decoding."""
+    """Rows of every mode and method at ``batch``, runs interleaved; speed-ups over the fastest
+    plain decoding.
+    """
     if "compile" in options.modes:
         prepare_compiler(pipe.device)
     runs = [Run.of(pipe, mode, method) for mode in options.modes for method in options.methods]
-    for repeat in tqdm(range(options.repeats + 1), desc=f"batch {batch}", unit="repeat"):  # the first warms up
+    for repeat in tqdm(
+        range(options.repeats + 1), desc=f"batch {batch}", unit="repeat"
+    ):  # the first warms up
         for run in runs:
             run.once(pipe, batch, repeat)
     plain = min(run.median for run in runs if run.parts is None)
@@ -76,14 +82,22 @@ class Run:
 
     @classmethod
     def of(cls, pipe: LlamaGenPipeline, mode: str, method: methods.Method) -> Run:
-        """``eager`` is the pipeline's own target; ``graph`` captures its forwards; ``compile`` its steps and rounds."""
+        """``eager`` is the pipeline's own target; ``graph`` captures its forwards; ``compile`` its
+        steps and rounds.
+        """
         target = pipe.target()
         if mode != "eager":
             target = GraphTarget(target) if mode == "graph" else StaticTarget(target)
         if isinstance(method, methods.AR):
             return cls(mode, label(method), target, None)
         target, drafter, rule = assemble(method, target, pipe.parts)
-        return cls(mode, label(method), target, (drafter, rule), CompiledRound() if mode == "compile" else one_round)
+        return cls(
+            mode,
+            label(method),
+            target,
+            (drafter, rule),
+            CompiledRound() if mode == "compile" else one_round,
+        )
 
     @property
     def median(self) -> float:
@@ -92,15 +106,21 @@ class Run:
 
     def once(self, pipe: LlamaGenPipeline, batch: int, seed: int) -> None:
         """Decode ``batch`` pictures and note the seconds."""
-        prompt = Prompt(torch.arange(batch, device=pipe.device) % pipe.transformer.config.num_classes)
-        dice = Uniforms([torch.Generator(pipe.device).manual_seed(seed * batch + i) for i in range(batch)])
+        prompt = Prompt(
+            torch.arange(batch, device=pipe.device) % pipe.transformer.config.num_classes
+        )
+        uniforms = Uniforms(
+            [torch.Generator(pipe.device).manual_seed(seed * batch + i) for i in range(batch)]
+        )
         on_gpu, length = pipe.device.type == "cuda", self.target.length
         clock = Clock(on_gpu)
         with clock("run"):
             if self.parts is None:
-                steps = decode_plain(self.target, prompt, length, dice, on_gpu)
+                steps = decode_plain(self.target, prompt, length, uniforms, on_gpu)
             else:
-                steps = decode(self.target, *self.parts, prompt, length, dice, on_gpu, play=self.play)
+                steps = decode(
+                    self.target, *self.parts, prompt, length, uniforms, on_gpu, play=self.play
+                )
             *_, self.last = steps
         self.seconds.append(clock.seconds["run"])
 
@@ -126,7 +146,9 @@ def _row(batch: int, run: Run, plain: float) -> Row:
 
 def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = parser_of("benchmarks.gpu.llamagen", "LlamaGen on a GPU", "pocket/llamagen", (1, 8, 64), MODES)
+    parser = parser_of(
+        "benchmarks.gpu.llamagen", "LlamaGen on a GPU", "pocket/llamagen", (1, 8, 64), MODES
+    )
     parser.add_argument("--methods", type=parse, nargs="+", default=[parse(m) for m in METHODS])
     return parser.parse_args(arguments)
 

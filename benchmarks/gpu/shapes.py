@@ -1,6 +1,8 @@
-"""What the kernels are measured on: attention shapes of published models, and random inputs of them.
+"""What the kernels are measured on: attention shapes of published models, and random inputs of
+them.
 
-Shape letters: R rows, H query heads, K key/value heads, T tree nodes, S committed tokens, D head width.
+Shape letters: R rows, H query heads, K key/value heads, T tree nodes, S committed tokens, D head
+width.
 """
 
 from __future__ import annotations
@@ -15,7 +17,11 @@ from torch import Tensor
 from specmm.kernels.tree_attention import TreeMask
 from specmm.tree import TreeShape
 
-MODELS = {"LLaVA-7B": (32, 32, 128), "Qwen2.5-VL-7B": (28, 4, 128), "LlamaGen-XL": (20, 20, 64)}  # H, K, D
+MODELS = {
+    "LLaVA-7B": (32, 32, 128),
+    "Qwen2.5-VL-7B": (28, 4, 128),
+    "LlamaGen-XL": (20, 20, 64),
+}  # H, K, D
 LENGTHS = (256, 1024, 4096, 16384, 32768)
 NODES = (1, 8, 26, 64)
 BATCHES = (1, 16)
@@ -37,9 +43,13 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """What attention must at least move in bfloat16: keys and values once, queries and outputs once."""
+        """What attention must at least move in bfloat16: keys and values once, queries and outputs
+        once.
+        """
         heads, kv, width = self.sizes
-        return 2 * self.rows * width * (2 * kv * (self.length + self.nodes) + 2 * heads * self.nodes)
+        return (
+            2 * self.rows * width * (2 * kv * (self.length + self.nodes) + 2 * heads * self.nodes)
+        )
 
 
 def every_shape() -> Iterator[Shape]:
@@ -50,7 +60,9 @@ def every_shape() -> Iterator[Shape]:
 
 @dataclass
 class Inputs:
-    """Queries [R, H, T, D], keys and values [R, K, S + T, D] (a cache of [R, S + T, K, D]) and the tree's mask."""
+    """Queries [R, H, T, D], keys and values [R, K, S + T, D] (a cache of [R, S + T, K, D]) and the
+    tree's mask.
+    """
 
     q: Tensor
     keys: Tensor
@@ -60,15 +72,23 @@ class Inputs:
 
     @classmethod
     def random(cls, shape: Shape, device: torch.device, seed: int = 0) -> Inputs:
-        """A random tree behind ``shape.length`` committed tokens in every row."""
+        """A random tree after ``shape.length`` committed tokens in every row."""
         heads, kv, width = shape.sizes
         generator = torch.Generator(device).manual_seed(seed)
         options = {"device": device, "dtype": torch.bfloat16, "generator": generator}
         q = torch.randn(shape.rows, heads, shape.nodes, width, **options)
-        data = torch.randn(2, shape.rows, shape.length + shape.nodes, kv, width, **options).transpose(2, 3)
+        data = torch.randn(
+            2, shape.rows, shape.length + shape.nodes, kv, width, **options
+        ).transpose(2, 3)
         tree = random_tree(shape.nodes, device, seed)
         lengths = torch.full((shape.rows,), shape.length, device=device)
-        return cls(q, data[0], data[1], TreeMask(tree.ancestor_words, lengths, shape.length), tree.ancestors)
+        return cls(
+            q,
+            data[0],
+            data[1],
+            TreeMask(tree.ancestor_words, lengths, shape.length),
+            tree.ancestors,
+        )
 
     def dense(self) -> Tensor:
         """The mask [1, 1, T, S + T] bool, made of the tree itself and not of its words."""

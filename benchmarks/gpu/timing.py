@@ -1,4 +1,6 @@
-"""Times of captured calls: what a kernel costs inside a CUDA graph, with caches too large to stay in L2."""
+"""Times of captured calls: what a kernel costs inside a CUDA graph, with caches too large to stay
+in L2.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def copies_of(size: int) -> int:
 
 
 def milliseconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Median time of one of ``calls``, which are captured together and replayed; events, no host in between."""
+    """Median time of one of ``calls``, which are captured together and replayed; events, no host in
+    between.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

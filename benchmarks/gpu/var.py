@@ -1,8 +1,9 @@
 """VAR and CoDe on a GPU by batch size: eager, and with the whole picture as one captured graph.
 
-``python -m benchmarks.gpu.var --out benchmarks/results``; see README.md here. Without a GPU it runs, too (captured
-means eager then), which is how it is tested. Writes ``gpu_var.csv`` and ``.json``. Seconds are of tokens and sums of
-codes; pixels, which are the same for all, have a column of their own.
+``python -m benchmarks.gpu.var --out benchmarks/results``; see README.md here. Without a GPU it
+runs, too (captured means eager then), which is how it is tested. Writes ``gpu_var.csv`` and
+``.json``. Seconds are of tokens and sums of codes; pixels, which are the same for all, have a
+column of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ MODES = ("eager", "graph")
 
 @dataclass
 class Run:
-    """The first ``n`` scales by the large model, the rest by the small one, in a mode; seconds by part and repeat."""
+    """The first ``n`` scales by the large model, the rest by the small one, in a mode; seconds by
+    part and repeat.
+    """
 
     mode: str
     n: int
@@ -55,14 +58,22 @@ class Run:
 
 
 def measure(pipe: VARPipeline, batch: int, options: argparse.Namespace) -> list[Row]:
-    """Rows of every mode and N at ``batch``, runs interleaved; speed-ups over the fastest plain decoding."""
-    scales = len(pipe.transformer.config.ladder)
+    """Rows of every mode and N at ``batch``, runs interleaved; speed-ups over the fastest plain
+    decoding.
+    """
+    scales = len(pipe.transformer.config.schedule)
     shares = [scales] + [n for n in options.n if pipe.small is not None and n < scales]
-    runs = [Run(mode, n, PictureGraph(pipe, n, pipe.target())) for mode in options.modes for n in shares]
+    runs = [
+        Run(mode, n, PictureGraph(pipe, n, pipe.target())) for mode in options.modes for n in shares
+    ]
     labels = torch.arange(batch, device=pipe.device) % pipe.transformer.config.num_classes
-    for repeat in tqdm(range(options.repeats + 1), desc=f"batch {batch}", unit="repeat"):  # the first warms up
-        generators = [torch.Generator(pipe.device).manual_seed(repeat * batch + i) for i in range(batch)]
-        numbers = Uniforms(generators).draw(pipe.transformer.config.ladder.length)
+    for repeat in tqdm(
+        range(options.repeats + 1), desc=f"batch {batch}", unit="repeat"
+    ):  # the first warms up
+        generators = [
+            torch.Generator(pipe.device).manual_seed(repeat * batch + i) for i in range(batch)
+        ]
+        numbers = Uniforms(generators).draw(pipe.transformer.config.schedule.length)
         for run in runs:
             run.once(labels, numbers)
     plain = min(run.seconds for run in runs if run.n == scales)
@@ -89,8 +100,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = parser_of("benchmarks.gpu.var", "VAR and CoDe on a GPU", "pocket/var", (1, 16, 64), MODES)
-    parser.add_argument("--n", type=int, nargs="+", default=(5, 3, 0), help="scales the large model draws")
+    parser = parser_of(
+        "benchmarks.gpu.var", "VAR and CoDe on a GPU", "pocket/var", (1, 16, 64), MODES
+    )
+    parser.add_argument(
+        "--n", type=int, nargs="+", default=(5, 3, 0), help="scales the large model draws"
+    )
     return parser.parse_args(arguments)
 
 

@@ -1,7 +1,9 @@
-"""Broken inputs by the thousand: ``python -m benchmarks.soak.fuzz --inputs 120000 --out benchmarks/results/fuzz.json``.
+"""Broken inputs by the thousand: ``python -m benchmarks.soak.fuzz --inputs 120000 --out
+benchmarks/results/fuzz.json``.
 
-Pictures, job files and checkpoints are damaged at random (bits, cuts, copies, numbers) and read as users' files are.
-Whatever happens must be a result or a named error (``ValueError``, ``OSError``), and no pickle may ever run.
+Pictures, job files and checkpoints are damaged at random (bits, cuts, copies, numbers) and read as
+users' files are. Whatever happens must be a result or a named error (``ValueError``, ``OSError``),
+and no pickle may ever run.
 """
 
 from __future__ import annotations
@@ -62,7 +64,14 @@ def kinds(folder: Path) -> list[Kind]:
 
 def pictures() -> list[tuple[str, bytes]]:
     found = []
-    for mode, form in (("RGB", "PNG"), ("P", "GIF"), ("RGB", "JPEG"), ("RGBA", "WEBP"), ("L", "TIFF"), ("RGB", "BMP")):
+    for mode, form in (
+        ("RGB", "PNG"),
+        ("P", "GIF"),
+        ("RGB", "JPEG"),
+        ("RGBA", "WEBP"),
+        ("L", "TIFF"),
+        ("RGB", "BMP"),
+    ):
         packed = io.BytesIO()
         Image.effect_noise((9, 7), 60).convert(mode).save(packed, form)
         found.append((f".{form.lower()}", packed.getvalue()))
@@ -107,14 +116,14 @@ def checkpoints(canary: Path) -> list[tuple[str, bytes]]:
     ]
 
 
-def damaged(data: bytes, dice: random.Random) -> bytes:
+def damaged(data: bytes, uniforms: random.Random) -> bytes:
     """``data`` with one to four random faults."""
     found = bytearray(data)
-    for _ in range(dice.randint(1, 4)):
-        at, size = dice.randrange(len(found) + 1), dice.randint(1, 16)
-        match dice.randrange(6):
+    for _ in range(uniforms.randint(1, 4)):
+        at, size = uniforms.randrange(len(found) + 1), uniforms.randint(1, 16)
+        match uniforms.randrange(6):
             case 0 if found:
-                found[at % len(found)] ^= 1 << dice.randrange(8)
+                found[at % len(found)] ^= 1 << uniforms.randrange(8)
             case 1:
                 del found[at:]
             case 2:
@@ -122,24 +131,30 @@ def damaged(data: bytes, dice: random.Random) -> bytes:
             case 3:
                 found[at:at] = found[at : at + size]
             case 4:
-                found[at : at + 4] = struct.pack("<I", dice.choice((0, 1, 2**16, 2**31, 2**32 - 1)))
+                found[at : at + 4] = struct.pack(
+                    "<I", uniforms.choice((0, 1, 2**16, 2**31, 2**32 - 1))
+                )
             case _:
-                found[at:at] = dice.choice(
+                found[at:at] = uniforms.choice(
                     (b"\0", b'"', b"{", b"}", b"\n", b",", b"NaN", b"1e999", b"\xff\xfe", b"[" * 40)
                 )
     return bytes(found)
 
 
 def fuzz(inputs: int, seed: int = 0) -> dict[str, Any]:
-    """Read ``inputs`` damaged files in turn; returns what became of them; raises at one that is no named error."""
-    dice, outcomes, begin = random.Random(seed), Counter[str](), time.perf_counter()
+    """Read ``inputs`` damaged files in turn; returns what became of them; raises at one that is no
+    named error.
+    """
+    uniforms, outcomes, begin = random.Random(seed), Counter[str](), time.perf_counter()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
         folder = Path(name)
         every = kinds(folder)
         for number in range(inputs):
             kind = every[number % len(every)]
-            suffix, data = dice.choice(kind.seeds)
-            outcomes[f"{kind.name}: {attempt(kind, folder / f'file{suffix}', damaged(data, dice), number)}"] += 1
+            suffix, data = uniforms.choice(kind.seeds)
+            outcomes[
+                f"{kind.name}: {attempt(kind, folder / f'file{suffix}', damaged(data, uniforms), number)}"
+            ] += 1
             if (folder / CANARY).exists():
                 raise AssertionError(f"input {number}: a pickle ran")
     return {

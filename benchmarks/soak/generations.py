@@ -1,6 +1,8 @@
-"""Thousands of pictures in one process: ``python -m benchmarks.soak.generations --model FOLDER --count 2000``.
+"""Thousands of pictures in one process: ``python -m benchmarks.soak.generations --model FOLDER
+--count 2000``.
 
-Memory and open files are noted as it goes; behind the first tenth, which warms caches, neither may grow.
+Memory and open files are noted as it goes; after the first tenth, which warms caches, neither may
+grow.
 """
 
 from __future__ import annotations
@@ -40,12 +42,20 @@ def soak(model: str, count: int, methods: list[str]) -> dict[str, Any]:
         pipe(classes=[i % classes], generator=generator, method=methods[i % len(methods)])
         if (i + 1) % max(count // 20, 1) == 0:
             gc.collect()
-            marks.append({"generations": i + 1, "megabytes": round(resident(), 1), "handles": handles()})
+            marks.append(
+                {"generations": i + 1, "megabytes": round(resident(), 1), "handles": handles()}
+            )
     settled, last = marks[1], marks[-1]
     grown = last["megabytes"] - settled["megabytes"], last["handles"] - settled["handles"]
     if grown[0] > ROOM or grown[1] > 0:
         raise AssertionError(f"grew by {grown[0]:.1f} MB and {grown[1]} handles: {marks}")
-    return {"model": model, "methods": methods, "generations": count, "grown_megabytes": grown[0], "marks": marks}
+    return {
+        "model": model,
+        "methods": methods,
+        "generations": count,
+        "grown_megabytes": grown[0],
+        "marks": marks,
+    }
 
 
 def main() -> None:

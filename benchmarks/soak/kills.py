@@ -1,8 +1,9 @@
-"""Kill -9 at random moments: ``python -m benchmarks.soak.kills --kills 60 --out benchmarks/results/kills.json``.
+"""Kill -9 at random moments: ``python -m benchmarks.soak.kills --kills 60 --out
+benchmarks/results/kills.json``.
 
-A parent loads a tiny random model once and forks; each child works on the same job and is killed after a random
-delay. When the job is finished every item must be done exactly once, with the bytes of an undisturbed run. Jobs are
-started until there were enough kills.
+A parent loads a tiny random model once and forks; each child works on the same job and is killed
+after a random delay. When the job is finished every item must be done exactly once, with the bytes
+of an undisturbed run. Jobs are started until there were enough kills.
 """
 
 from __future__ import annotations
@@ -39,12 +40,15 @@ def items_of(count: int) -> list[Item]:
 def go(folder: Path, worker: ImageWorker, items: Sequence[Item]) -> None:
     """The whole job, as the command runs it."""
     prepare(folder, worker.spec)
-    run_local(folder, worker.spec, Limits(batch=2, shard=4), pending(folder, items), opener=lambda: worker)
+    run_local(
+        folder, worker.spec, Limits(batch=2, shard=4), pending(folder, items), opener=lambda: worker
+    )
     finish(folder, worker.spec, items, 4)
 
 
 def struck(work: Callable[[], None], delay: float) -> bool:
-    """Do ``work`` in a child and kill it after ``delay`` seconds; False when it had finished by then.
+    """Do ``work`` in a child and kill it after ``delay`` seconds; False when it had finished by
+    then.
 
     Raises ChildProcessError when the work itself failed: its traceback is on stderr.
     """
@@ -54,7 +58,9 @@ def struck(work: Callable[[], None], delay: float) -> bool:
     child.kill()
     child.join()
     if child.exitcode not in (0, -signal.SIGKILL):
-        raise ChildProcessError(f"the job ended with exit status {child.exitcode}, its own and no kill's")
+        raise ChildProcessError(
+            f"the job ended with exit status {child.exitcode}, its own and no kill's"
+        )
     return child.exitcode != 0
 
 
@@ -63,10 +69,18 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {f.name: f.read_bytes() for f in files}
 
 
-def trial(worker: ImageWorker, items: Sequence[Item], longest: float, wanted: dict[str, bytes], dice: Any) -> int:
-    """Kill a fresh job until it is finished; returns the number of kills. Raises when anything is lost or doubled."""
+def trial(
+    worker: ImageWorker,
+    items: Sequence[Item],
+    longest: float,
+    wanted: dict[str, bytes],
+    uniforms: Any,
+) -> int:
+    """Kill a fresh job until it is finished; returns the number of kills. Raises when anything is
+    lost or doubled.
+    """
     folder, kills = Path(tempfile.mkdtemp()), 0
-    while struck(lambda: go(folder, worker, items), dice.uniform(0, longest)):
+    while struck(lambda: go(folder, worker, items), uniforms.uniform(0, longest)):
         kills += 1
     found = verify(folder, items)
     if (found.done, found.left, found.failed, found.problems) != (len(items), 0, 0, []):
@@ -98,15 +112,23 @@ def one_thread() -> Iterator[None]:
 
 
 def _campaign(worker: ImageWorker, kills: int, count: int, seed: int) -> dict[str, Any]:
-    dice, items, whole = random.Random(seed), items_of(count), Path(tempfile.mkdtemp())
+    uniforms, items, whole = random.Random(seed), items_of(count), Path(tempfile.mkdtemp())
     begin = time.perf_counter()
     go(whole, worker, items)
     seconds, done, trials = time.perf_counter() - begin, 0, 0
     while done < kills:
-        done += trial(worker, items, seconds * 1.2, contents(whole), dice)
+        done += trial(worker, items, seconds * 1.2, contents(whole), uniforms)
         trials += 1
     shutil.rmtree(whole)
-    return {"kills": done, "jobs": trials, "items_a_job": count, "lost": 0, "doubled": 0, "torn": 0, "seed": seed}
+    return {
+        "kills": done,
+        "jobs": trials,
+        "items_a_job": count,
+        "lost": 0,
+        "doubled": 0,
+        "torn": 0,
+        "seed": seed,
+    }
 
 
 def main() -> None:
@@ -116,14 +138,18 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--items", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", required=True, help="folder of an image model, the smaller the better")
+    parser.add_argument(
+        "--model", required=True, help="folder of an image model, the smaller the better"
+    )
     parser.add_argument("--layout", default="folders")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     pipe = ImagePipeline.from_pretrained(given.model)
     pipe.set_progress_bar_config(disable=True)
     worker = ImageWorker(Spec(given.model, "ar", layout=given.layout), pipe=pipe)
-    text = json.dumps(campaign(worker, given.kills, given.items, given.seed) | {"layout": given.layout}, indent=1)
+    text = json.dumps(
+        campaign(worker, given.kills, given.items, given.seed) | {"layout": given.layout}, indent=1
+    )
     print(text)
     if given.out:
         given.out.write_text(text + "\n")

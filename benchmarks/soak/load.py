@@ -1,8 +1,9 @@
 """Many people on the app at once: ``python -m benchmarks.soak.load --users 20 --seconds 180``.
 
-The app runs in a process of its own, as ``specmm demo --app`` starts it; every user asks, waits for the end of the
-answer, and asks again, in the browser's own protocol (join the queue, follow its events). Raises when a request fails,
-when a user gets less than half of what others of the same tab get, or when memory grows behind the first minute.
+The app runs in a process of its own, as ``specmm demo --app`` starts it; every user asks, waits for
+the end of the answer, and asks again, in the browser's own protocol (join the queue, follow its
+events). Raises when a request fails, when a user gets less than half of what others of the same tab
+get, or when memory grows after the first minute.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import httpx
 
 from benchmarks.common import environment
 
-ROOM = 60.0  # MB that the server may grow by behind the first third: frames of pictures, the allocator's own
+# MB that the server may grow by after the first third: frames of pictures, the allocator's own
+ROOM = 60.0
 TEXT_EVERY = 4  # every fourth user completes text, the others draw
 
 
@@ -55,7 +57,9 @@ class User:
         session = uuid.uuid4().hex
         asked = {"data": self.data, "fn_index": self.function, "session_hash": session}
         client.post("/gradio_api/queue/join", json=asked).raise_for_status()
-        with client.stream("GET", "/gradio_api/queue/data", params={"session_hash": session}) as events:
+        with client.stream(
+            "GET", "/gradio_api/queue/data", params={"session_hash": session}
+        ) as events:
             for line in events.iter_lines():
                 event = json.loads(line[6:]) if line.startswith("data: ") else {}
                 if event.get("msg") == "process_completed":
@@ -114,7 +118,9 @@ def load(count: int, seconds: float, port: int) -> dict[str, Any]:
             thread.start()
         while any(t.is_alive() for t in threads):
             time.sleep(5)
-            marks.append({"second": round(time.monotonic() - begin), "megabytes": round(resident(pid), 1)})
+            marks.append(
+                {"second": round(time.monotonic() - begin), "megabytes": round(resident(pid), 1)}
+            )
     answers = [len(u.seconds) - len(u.errors) for u in users]
     return {
         "users": count,

@@ -1,7 +1,8 @@
 """Kill -9 at random moments of a training: ``python -m benchmarks.soak.trainings --kills 60``.
 
-Children train the same tiny model on from its checkpoint, each killed after a random delay. The finished training must
-end with the weights of an undisturbed one, bit by bit, and with every step of its curve once.
+Children train the same tiny model on from its checkpoint, each killed after a random delay. The
+finished training must end with the weights of an undisturbed one, bit by bit, and with every step
+of its curve once.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ STEPS = 400
 def train(out: Path) -> None:
     """One training, from the checkpoint in ``out`` if there is one."""
     with seeded(0):
-        model = nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)), nn.Linear(16, 1))
+        model = nn.Sequential(
+            nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)), nn.Linear(16, 1)
+        )
         x = torch.randn(256, 16)
 
     def step(i: int) -> Losses:
@@ -43,23 +46,29 @@ def result(out: Path) -> tuple[dict[str, Any], list[list[str]]]:
         return torch.load(out / "checkpoint.pt", weights_only=True)["model"], list(csv.reader(file))
 
 
-def trial(whole: Path, longest: float, dice: random.Random) -> int:
-    """Kill a fresh training until it is finished; returns the number of kills. Raises when it ends elsewhere."""
+def trial(whole: Path, longest: float, uniforms: random.Random) -> int:
+    """Kill a fresh training until it is finished; returns the number of kills. Raises when it ends
+    elsewhere.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out, kills = Path(folder), 0
-        while struck(lambda: train(out), dice.uniform(0, longest)):
+        while struck(lambda: train(out), uniforms.uniform(0, longest)):
             kills += 1
         (weights, curve), (wanted, steps) = result(out), result(whole)
     if curve != steps:
-        raise AssertionError(f"after {kills} kills the curve is {curve}, of an undisturbed training {steps}")
+        raise AssertionError(
+            f"after {kills} kills the curve is {curve}, of an undisturbed training {steps}"
+        )
     if different := [name for name in wanted if not torch.equal(weights[name], wanted[name])]:
-        raise AssertionError(f"after {kills} kills {different} differ from an undisturbed training's")
+        raise AssertionError(
+            f"after {kills} kills {different} differ from an undisturbed training's"
+        )
     return kills
 
 
 def campaign(kills: int, seed: int = 0) -> dict[str, Any]:
     """Trials until there were ``kills`` kills."""
-    dice, done, trials = random.Random(seed), 0, 0
+    uniforms, done, trials = random.Random(seed), 0, 0
     with one_thread(), tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / "whole"
         train(whole)
@@ -67,9 +76,15 @@ def campaign(kills: int, seed: int = 0) -> dict[str, Any]:
         train(Path(folder) / "again")  # the first one warmed up
         seconds = time.perf_counter() - begin
         while done < kills:
-            done += trial(whole, seconds, dice)
+            done += trial(whole, seconds, uniforms)
             trials += 1
-    return {"kills": done, "trainings": trials, "steps_a_training": STEPS, "different": 0, "seed": seed}
+    return {
+        "kills": done,
+        "trainings": trials,
+        "steps_a_training": STEPS,
+        "different": 0,
+        "seed": seed,
+    }
 
 
 def main() -> None:

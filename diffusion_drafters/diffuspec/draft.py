@@ -1,4 +1,5 @@
-"""One DiffuSpec draft: prune the block, search the tokens in front of its end, then say the end token.
+"""One DiffuSpec draft: prune the block, search the tokens in front of its end, then say the end
+token.
 
 Source: DiffuSpec (arXiv 2510.02358); the end token is handled as ``search`` explains.
 
@@ -18,8 +19,8 @@ from specmm.diffusion_drafters.diffuspec.search import CausalProxy, Objective, b
 
 @dataclass(frozen=True)
 class Search:
-    """The paper's settings: mass ``tau`` and ``most`` candidates a position, the block's ``weight`` (lambda) against
-    the proxy, the beam's ``width``; ``width`` 0 finds the exact optimum.
+    """The paper's settings: mass ``tau`` and ``most`` candidates a position, the block's ``weight``
+    (lambda) against the proxy, the beam's ``width``; ``width`` 0 finds the exact optimum.
     """
 
     tau: float = 0.8
@@ -30,18 +31,26 @@ class Search:
 
 @dataclass(frozen=True)
 class Draft:
-    """``tokens`` to verify as point masses, and ``generated``, L_gen, the drafts in front of an end token."""
+    """``tokens`` to verify as point masses, and ``generated``, L_gen, the drafts in front of an end
+    token.
+    """
 
     tokens: tuple[int, ...]
     generated: int
 
 
 def draft(
-    log_probs: Tensor, prefix: Sequence[int], end: int | None, proxy: CausalProxy | None, search: Search
+    log_probs: Tensor,
+    prefix: Sequence[int],
+    end: int | None,
+    proxy: CausalProxy | None,
+    search: Search,
 ) -> Draft:
-    """The draft behind ``prefix`` from a block's ``log_probs`` [K, V]; without ``proxy`` the likeliest tokens.
+    """The draft after ``prefix`` from a block's ``log_probs`` [K, V]; without ``proxy`` the
+    likeliest tokens.
 
-    A block that begins with the end token drafts it alone; one without any possible token drafts nothing.
+    A block that begins with the end token drafts it alone; one without any possible token drafts
+    nothing.
     """
     lattice = prune(log_probs, search.tau, search.most)
     length = lattice.before(end)
@@ -53,7 +62,13 @@ def draft(
     return Draft(body + ends, length)
 
 
-def _path(lattice: Lattice, proxy: CausalProxy, prefix: Sequence[int], search: Search) -> tuple[int, ...]:
+def _path(
+    lattice: Lattice, proxy: CausalProxy, prefix: Sequence[int], search: Search
+) -> tuple[int, ...]:
     objective = Objective(proxy, prefix, search.weight)
-    found = beam_path(lattice, objective, search.width) if search.width else best_path(lattice, objective)
+    found = (
+        beam_path(lattice, objective, search.width)
+        if search.width
+        else best_path(lattice, objective)
+    )
     return found.tokens

@@ -1,7 +1,9 @@
-"""An n-gram model as causal proxy: counts of token sequences, smoothed so that everything stays possible.
+"""An n-gram model as causal proxy: counts of token sequences, smoothed so that everything stays
+possible.
 
-p(w | h) = (c(h w) + T(h) p(w | h')) / (c(h) + T(h)), T(h) the number of different tokens seen behind h and h' one
-token less: Witten and Bell's interpolation (IEEE Trans. Inf. Theory 37, 1991); below the unigrams, every token alike.
+p(w | h) = (c(h w) + T(h) p(w | h')) / (c(h) + T(h)), T(h) the number of different tokens seen after
+h and h' one token less: Witten and Bell's interpolation (IEEE Trans. Inf. Theory 37, 1991); below
+the unigrams, every token alike.
 
 Shape letters: G n-grams of one order.
 """
@@ -24,8 +26,8 @@ Gram = tuple[int, ...]
 
 
 class Behind(NamedTuple):
-    """What was seen behind a context: the tokens' natural log-probabilities, and what others lose against theirs behind
-    the shorter context (a logarithm, too).
+    """What was seen after a context: the tokens' natural log-probabilities, and what others lose
+    against theirs after the shorter context (a logarithm, too).
     """
 
     logs: dict[int, float]
@@ -33,16 +35,22 @@ class Behind(NamedTuple):
 
 
 class NGram:
-    """Counts by n-gram, of every length up to ``order``, over ``vocabulary`` tokens; see :func:`fit`.
+    """Counts by n-gram, of every length up to ``order``, over ``vocabulary`` tokens; see
+    :func:`fit`.
 
     Every n-gram's logarithm is taken beforehand: a path search asks for tens of thousands a second.
     """
 
     def __init__(self, order: int, vocabulary: int, counts: dict[Gram, int]) -> None:
         if order < 1 or vocabulary < 1:
-            raise ValueError(f"order and vocabulary must be at least 1, got {order} and {vocabulary}")
+            raise ValueError(
+                f"order and vocabulary must be at least 1, got {order} and {vocabulary}"
+            )
         self.order, self.vocabulary, self.counts = order, vocabulary, counts
-        self.alone, self.unseen = dict[int, float](), -log(vocabulary)  # behind nothing: of tokens seen, of any other
+        self.alone, self.unseen = (
+            dict[int, float](),
+            -log(vocabulary),
+        )  # after nothing: of tokens seen, of any other
         self.behind: dict[Gram, Behind] = {}
         seen: dict[Gram, dict[int, int]] = {}
         for gram, count in counts.items():
@@ -54,15 +62,22 @@ class NGram:
                 self.alone, self.unseen = logs, less + self.unseen
 
     def _interpolated(self, context: Gram, counts: dict[int, int]) -> Behind:
-        """Of ``counts`` by token behind ``context``, and of the shorter context."""
+        """Of ``counts`` by token after ``context``, and of the shorter context."""
         share = 1 / (sum(counts.values()) + len(counts))
         back = share * len(counts)
         shorter = self._behind(context[1:], list(counts), self._behind_nothing(counts))
         found = zip(counts.items(), shorter, strict=True)
-        return Behind({token: log(count * share + back * exp(less)) for (token, count), less in found}, log(back))
+        return Behind(
+            {token: log(count * share + back * exp(less)) for (token, count), less in found},
+            log(back),
+        )
 
-    def log_probs(self, contexts: Sequence[Sequence[int]], tokens: Sequence[int]) -> list[list[float]]:
-        """Natural log-probabilities of each of ``tokens`` behind each of ``contexts``, whose last tokens are read."""
+    def log_probs(
+        self, contexts: Sequence[Sequence[int]], tokens: Sequence[int]
+    ) -> list[list[float]]:
+        """Natural log-probabilities of each of ``tokens`` after each of ``contexts``, whose last
+        tokens are read.
+        """
         alone, count = self._behind_nothing(tokens), self.order - 1
         return [self._behind(tuple(c[-count:]) if count else (), tokens, alone) for c in contexts]
 
@@ -70,7 +85,7 @@ class NGram:
         return list(map(self.alone.get, tokens, repeat(self.unseen)))
 
     def _behind(self, read: Gram, tokens: Sequence[int], found: Iterable[float]) -> list[float]:
-        """The log-probabilities of ``tokens`` behind ``read``, from those ``found`` behind nothing."""
+        """The log-probabilities of ``tokens`` after ``read``, from those ``found`` after nothing."""
         for start in range(len(read) - 1, -1, -1):
             behind = self.behind.get(read[start:])
             if behind is None:
@@ -94,10 +109,14 @@ class NGram:
         with safe_open(file, "pt") as opened:
             facts = opened.metadata() or {}
             if not facts.keys() >= {"order", "vocabulary"}:
-                raise ValueError(f"{file} must hold an n-gram model, got a file without order and vocabulary")
+                raise ValueError(
+                    f"{file} must hold an n-gram model, got a file without order and vocabulary"
+                )
             order, counts = int(facts["order"]), dict[Gram, int]()
             for n in range(1, order + 1):
-                grams, seen = (opened.get_tensor(f"{name}.{n}").tolist() for name in ("grams", "counts"))
+                grams, seen = (
+                    opened.get_tensor(f"{name}.{n}").tolist() for name in ("grams", "counts")
+                )
                 counts.update(zip(map(tuple, grams), seen, strict=True))
         return cls(order, int(facts["vocabulary"]), counts)
 
@@ -105,14 +124,16 @@ class NGram:
 def _small(numbers: Tensor) -> Tensor:
     """``numbers`` in the narrowest dtype that holds them."""
     most = int(numbers.max()) if numbers.numel() else 0
-    return numbers.to(next(d for d in (torch.int16, torch.int32, torch.int64) if most <= torch.iinfo(d).max))
+    return numbers.to(
+        next(d for d in (torch.int16, torch.int32, torch.int64) if most <= torch.iinfo(d).max)
+    )
 
 
 def fit(texts: Iterable[Sequence[int]], vocabulary: int, order: int = 3, least: int = 1) -> NGram:
     """The model of order ``order`` of ``texts`` (token ids below ``vocabulary``).
 
-    N-grams of two and more tokens seen fewer than ``least`` times are dropped, for size. Raises ``ValueError`` for a
-    token that is none and for sizes below 1.
+    N-grams of two and more tokens seen fewer than ``least`` times are dropped, for size. Raises
+    ``ValueError`` for a token that is none and for sizes below 1.
     """
     counts: Counter[Gram] = Counter()
     for text in texts:

@@ -1,10 +1,12 @@
-"""Causal-consistency path search: the path of a lattice that both the block and a causal proxy believe in.
+"""Causal-consistency path search: the path of a lattice that both the block and a causal proxy
+believe in.
 
-S(path) = sum over positions of weight * log q_i(token) + (1 - weight) * log p_proxy(token | prefix, path before).
-Paths are a deterministic function of the prefix, or drawn from nothing: verify them as point masses.
-Source: DiffuSpec (arXiv 2510.02358), equation 8. Its objective is a raw sum of negative terms, so that with an end
-token on offer the best path often is to end at once; ``search`` therefore takes the end token from the block's own
-draft, and looks for the best path of exactly the tokens in front of it.
+S(path) = sum over positions of weight * log q_i(token) + (1 - weight) * log p_proxy(token | prefix,
+path before). Paths are a deterministic function of the prefix, or drawn from nothing: verify them
+as point masses. Source: DiffuSpec (arXiv 2510.02358), equation 8. Its objective is a raw sum of
+negative terms, so that with an end token on offer the best path often is to end at once; ``search``
+therefore takes the end token from the block's own draft, and looks for the best path of exactly the
+tokens in front of it.
 
 Shape letters: none.
 """
@@ -18,7 +20,8 @@ from typing import NamedTuple, Protocol
 
 from specmm.diffusion_drafters.diffuspec.lattice import Lattice
 
-SAME = 11  # decimals of a score; paths that agree so far are equal, and the one with smaller tokens is taken
+# decimals of a score; paths that agree so far are equal, and the one with smaller tokens is taken
+SAME = 11
 TIE = 10.0**-SAME
 
 
@@ -27,8 +30,12 @@ class CausalProxy(Protocol):
 
     order: int
 
-    def log_probs(self, contexts: Sequence[Sequence[int]], tokens: Sequence[int]) -> list[list[float]]:
-        """Log-probabilities (nats) of each of ``tokens`` behind each of ``contexts``, ``order`` - 1 tokens at least."""
+    def log_probs(
+        self, contexts: Sequence[Sequence[int]], tokens: Sequence[int]
+    ) -> list[list[float]]:
+        """Log-probabilities (nats) of each of ``tokens`` after each of ``contexts``, ``order`` - 1
+        tokens at least.
+        """
         ...
 
 
@@ -50,13 +57,15 @@ class Path(NamedTuple):
         return -round(self.score / max(len(self.tokens), 1), SAME), self.tokens
 
 
-Open = tuple[float, tuple[int, ...], tuple[int, ...]]  # of a path in a beam: its score, tokens, what the proxy reads
+Open = tuple[
+    float, tuple[int, ...], tuple[int, ...]
+]  # of a path in a beam: its score, tokens, what the proxy reads
 
 
 @dataclass(frozen=True)
 class Objective:
-    """S for one prefix: the ``proxy``, the ``weight`` of the block (the paper's lambda), and the token that ends a
-    path. Raises ``ValueError`` for a weight outside [0, 1].
+    """S for one prefix: the ``proxy``, the ``weight`` of the block (the paper's lambda), and the
+    token that ends a path. Raises ``ValueError`` for a weight outside [0, 1].
     """
 
     proxy: CausalProxy
@@ -73,27 +82,37 @@ class Objective:
         """What the proxy reads of the prefix, at most."""
         return tuple(self.prefix[max(len(self.prefix) - self.proxy.order + 1, 0) :])
 
-    def scores(self, going: Sequence[Open], tokens: Sequence[int], block: Sequence[float]) -> list[float]:
-        """S of each of ``going`` with each of ``tokens`` behind it, in turn; ``block`` are the tokens' own scores."""
+    def scores(
+        self, going: Sequence[Open], tokens: Sequence[int], block: Sequence[float]
+    ) -> list[float]:
+        """S of each of ``going`` with each of ``tokens`` after it, in turn; ``block`` are the
+        tokens' own scores.
+        """
         own, rest = self.weight, 1 - self.weight
         block = [own * score for score in block]
         if not rest:
             return [before + score for before, _, _ in going for score in block]
         causal, found = self.proxy.log_probs([read for _, _, read in going], tokens), list[float]()
         for (before, _, _), row in zip(going, causal, strict=True):
-            found += [before + score + rest * proxy for score, proxy in zip(block, row, strict=True)]
+            found += [
+                before + score + rest * proxy for score, proxy in zip(block, row, strict=True)
+            ]
         return found
 
     def extend(self, lattice: Lattice, path: Path) -> list[Path]:
-        """``path`` with every candidate of the next position behind it."""
+        """``path`` with every candidate of the next position after it."""
         place = len(path.tokens)
         tokens, last = lattice.tokens[place], place + 1 == len(lattice)
-        scores = self.scores([(path.score, path.tokens, self.context(path))], tokens, lattice.scores[place])
+        scores = self.scores(
+            [(path.score, path.tokens, self.context(path))], tokens, lattice.scores[place]
+        )
         found = zip(tokens, scores, strict=True)
-        return [Path((*path.tokens, token), score, last or token == self.end) for token, score in found]
+        return [
+            Path((*path.tokens, token), score, last or token == self.end) for token, score in found
+        ]
 
     def context(self, path: Path) -> tuple[int, ...]:
-        """What the proxy reads behind ``path``."""
+        """What the proxy reads after ``path``."""
         count = self.proxy.order - 1
         return (self.before + path.tokens)[-count:] if count else ()
 
@@ -123,11 +142,22 @@ def beam_path(lattice: Lattice, objective: Objective, width: int = 3) -> Path:
 
 
 def _grown(
-    objective: Objective, going: Sequence[Open], tokens: Sequence[int], block: Sequence[float], count: int
+    objective: Objective,
+    going: Sequence[Open],
+    tokens: Sequence[int],
+    block: Sequence[float],
+    count: int,
 ) -> list[Open]:
-    """The ``count`` best of ``going`` with one of ``tokens`` behind, and those as good as the last."""
-    scores, read, size = objective.scores(going, tokens, block), objective.proxy.order - 1, len(tokens)
-    worst, found = sorted(scores)[-count:][0] - TIE, list[Open]()  # paths that cannot stay are never made
+    """The ``count`` best of ``going`` with one of ``tokens`` after, and those as good as the last."""
+    scores, read, size = (
+        objective.scores(going, tokens, block),
+        objective.proxy.order - 1,
+        len(tokens),
+    )
+    worst, found = (
+        sorted(scores)[-count:][0] - TIE,
+        list[Open](),
+    )  # paths that cannot stay are never made
     for i, score in enumerate(scores):
         if score >= worst:
             _, path, context = going[i // size]
@@ -142,21 +172,27 @@ def _rank(path: Open) -> tuple[float, tuple[int, ...]]:
 
 
 def best_path(lattice: Lattice, objective: Objective, per_token: bool = False) -> Path:
-    """The best path of all, exactly: of those that the proxy cannot tell apart, only the best is followed.
+    """The best path of all, exactly: of those that the proxy cannot tell apart, only the best is
+    followed.
 
-    With M candidates a position and a proxy of order n that is K·M^n steps: for small lattices and low orders.
-    ``per_token`` maximises S over the path's length instead, which does not favour short paths.
+    With M candidates a position and a proxy of order n that is K·M^n steps: for small lattices and
+    low orders. ``per_token`` maximises S over the path's length instead, which does not favour
+    short paths.
     """
     open_paths, done = [Path(finished=not len(lattice))], list[Path]()
     while open_paths:
         done += [path for path in open_paths if path.finished]
-        grown = (p for path in open_paths if not path.finished for p in objective.extend(lattice, path))
+        grown = (
+            p for path in open_paths if not path.finished for p in objective.extend(lattice, path)
+        )
         open_paths = _leaders(objective, grown)
     return min(done, key=lambda path: path.rate if per_token else path.rank)
 
 
 def _leaders(objective: Objective, paths: Iterable[Path]) -> list[Path]:
-    """The best of ``paths`` (equally long) for each context of the proxy, and the best of those finished."""
+    """The best of ``paths`` (equally long) for each context of the proxy, and the best of those
+    finished.
+    """
     best: dict[tuple[int, ...] | None, Path] = {}
     for path in paths:
         key = None if path.finished else objective.context(path)

@@ -1,10 +1,12 @@
-"""Block sources that never read a token twice: each round one forward reads [tokens committed last round | masks]; the
-former stay in the drafter's cache, the masks leave no trace.
+"""Block sources that never read a token twice: each round one forward reads [tokens committed last
+round | masks]; the former stay in the drafter's cache, the masks leave no trace.
 
-DEER drafters were trained to read a text so. Dream and LLaDA let every token see all others, masks too: what is kept of
-a token was computed when it was new, so their drafts are others than without a cache. Drafts may be anything.
+DEER drafters were trained to read a text so. Dream and LLaDA let every token see all others, masks
+too: what is kept of a token was computed when it was new, so their drafts are others than without a
+cache. Drafts may be anything.
 
-Shape letters: B batch, K block, M committed tokens of a round, N = M + masks positions of a forward, V vocabulary.
+Shape letters: B batch, K block, M committed tokens of a round, N = M + masks positions of a
+forward, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ import torch
 from torch import Tensor
 
 from specmm.diffusion_drafters.drafters.sources import DiffusionSource, ends_with, shared_tokens
-from specmm.diffusion_drafters.laws import Follow, Known
 from specmm.diffusion_drafters.models.bidirectional import FullAttention
 from specmm.diffusion_drafters.models.causal import CausalPrefix
+from specmm.diffusion_drafters.recorded_drafts import DrafterVocabulary, NextLogits
 from specmm.drafter import Feedback
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
@@ -26,14 +28,20 @@ from specmm.processors import Processor
 
 
 class Reader:
-    """A drafter's ``model`` with a cache. Tokens see those before them, or with ``both`` sides all of their forward."""
+    """A drafter's ``model`` with a cache. Tokens see those before them, or with ``both`` sides all
+    of their forward.
+    """
 
     def __init__(self, model: Any, mask: int, both: bool) -> None:
         self.small, self.mask, self.both = VLMTarget(model, Processor(), "drafter"), mask, both
-        self.seen: dict[tuple[int, int], Tensor] = {}  # masks of forwards whose rows committed alike
+        self.seen: dict[
+            tuple[int, int], Tensor
+        ] = {}  # masks of forwards whose rows committed alike
 
     def read(self, tokens: Tensor, kept: Tensor, masks: int) -> Tensor:
-        """States [B, N, C] of ``tokens`` [B, M], the first ``kept`` [B] of which stay, and of ``masks`` behind."""
+        """States [B, N, C] of ``tokens`` [B, M], the first ``kept`` [B] of which stay, and of
+        ``masks`` after.
+        """
         cache, (rows, count) = self.small.cache, tokens.shape
         order = torch.arange(count + masks, device=tokens.device)
         ids = torch.cat([tokens, tokens.new_full((rows, masks), self.mask)], dim=1)
@@ -45,7 +53,9 @@ class Reader:
         return states
 
     def _ancestors(self, count: int, masks: int, kept: Tensor) -> Tensor:
-        """Who sees whom of a forward [1 or B, N, N]: masks the kept tokens and each other, tokens see as they may."""
+        """Who sees whom of a forward [1 or B, N, N]: masks the kept tokens and each other, tokens
+        see as they may.
+        """
         alike = bool((kept == count).all())
         if not alike or (count, masks) not in self.seen:
             order = torch.arange(count + masks, device=kept.device)
@@ -59,8 +69,9 @@ class Reader:
 
 
 def behind(states: Tensor, kept: Tensor, count: int, block: int, shift: int) -> Tensor:
-    """Of a forward's ``states`` [B, N, C] of ``count`` tokens and then masks, the K that score the ``block`` behind
-    ``kept``: masks, and where a row scores the token behind it (``shift`` 1) the last token kept and a mask fewer.
+    """Of a forward's ``states`` [B, N, C] of ``count`` tokens and then masks, the K that score the
+    ``block`` after ``kept``: masks, and where a row scores the token after it (``shift`` 1) the
+    last token kept and a mask fewer.
     """
     order = torch.arange(count, count + block - shift, device=states.device).expand(len(states), -1)
     last = (kept - 1).clamp(min=0)[:, None]
@@ -69,7 +80,9 @@ def behind(states: Tensor, kept: Tensor, count: int, block: int, shift: int) -> 
 
 
 def check_room(prompt: VLMPrompt, most: int, room: int) -> None:
-    """Raise ``ValueError`` when ``prompt``, its answer and a block of ``most`` exceed a drafter's ``room``."""
+    """Raise ``ValueError`` when ``prompt``, its answer and a block of ``most`` exceed a drafter's
+    ``room``.
+    """
     needed = prompt.room + most
     if needed > room:
         raise ValueError(
@@ -80,37 +93,51 @@ def check_room(prompt: VLMPrompt, most: int, room: int) -> None:
 
 def own_tokens(prompt: VLMPrompt, translation: Translation) -> VLMPrompt:
     """``prompt`` in the drafter's tokens."""
-    inputs = {"input_ids": translation.to_drafter(prompt.input_ids), "attention_mask": prompt.inputs["attention_mask"]}
+    inputs = {
+        "input_ids": translation.to_drafter(prompt.input_ids),
+        "attention_mask": prompt.inputs["attention_mask"],
+    }
     return VLMPrompt(inputs, prompt.max_new_tokens, longest=prompt.longest)
 
 
 class CausalSource:
-    """Blocks of a :class:`CausalPrefix` for ``target``; ``translation`` as for a diffusion language model."""
+    """Blocks of a :class:`CausalPrefix` for ``target``; ``translation`` as for a diffusion language
+    model.
+    """
 
     longest: int | None
-    follow: Follow | None = None
+    follow: NextLogits | None = None
 
-    def __init__(self, model: CausalPrefix, target: VLMTarget, translation: Translation | None = None) -> None:
+    def __init__(
+        self, model: CausalPrefix, target: VLMTarget, translation: Translation | None = None
+    ) -> None:
         self.model, self.target, self.longest = model, target, model.block
         self.translation = shared_tokens(translation, model.vocabulary, model.mask, target)
-        self.end, self.known = ends_with(self.translation, model.end), Known(target.family.vocabulary)
+        self.end, self.known = (
+            ends_with(self.translation, model.end),
+            DrafterVocabulary(target.family.vocabulary),
+        )
         self.reader = Reader(model.model, model.mask, both=False)
-        self.head = target.head if model.shared else self.reader.small.head  # as trained: some scale or cap logits
+        self.head = (
+            target.head if model.shared else self.reader.small.head
+        )  # as trained: some scale or cap logits
 
     def begin(self, feedback: Feedback, most: int) -> None:
-        """Read the prompts. Raises ``ValueError`` when they and the answer exceed the drafter's positions."""
+        """Read the prompts. Raises ``ValueError`` when they and the answer exceed the drafter's
+        positions.
+        """
         check_room(self.target.prompt, most, self.model.room)
         self.reader.small.prefill(own_tokens(self.target.prompt, self.translation), 2 * most + 1)
 
-    def admit(self, row: int) -> None:
+    def start_row(self, row: int) -> None:
         """Read the prompt admitted."""
-        self.reader.small.admit(row, own_tokens(self.target.admitted.prompt, self.translation))
+        self.reader.small.start_row(row, own_tokens(self.target.started.prompt, self.translation))
 
     def logits(self, feedback: Feedback, block: int) -> Tensor:
         """Logits [B, K, V] of the block; see :class:`BlockSource`."""
         tokens, kept = feedback.token[:, None], torch.ones_like(feedback.token)
-        if feedback.verdict is not None and feedback.tokens is not None:
-            kept = feedback.verdict.kept
+        if feedback.result is not None and feedback.tokens is not None:
+            kept = feedback.result.kept
             tokens = feedback.tokens[:, : int(kept.max().clamp(min=1))]
         states = self.reader.read(self.translation.to_drafter(tokens), kept, block - 1)
         states = behind(states, kept, tokens.shape[1], block, shift=1)
@@ -118,11 +145,15 @@ class CausalSource:
 
 
 class KeptSource(DiffusionSource):
-    """Blocks of Dream or LLaDA for ``target`` with their keys and values kept, as ``DiffuSpec(reuse=True)`` asks."""
+    """Blocks of Dream or LLaDA for ``target`` with their keys and values kept, as
+    ``DiffuSpec(reuse=True)`` asks.
+    """
 
     model: FullAttention
 
-    def __init__(self, model: FullAttention, target: VLMTarget, translation: Translation | None = None) -> None:
+    def __init__(
+        self, model: FullAttention, target: VLMTarget, translation: Translation | None = None
+    ) -> None:
         super().__init__(model, target, translation)
         self.reader = Reader(model.model, model.mask, both=True)
 
@@ -136,8 +167,8 @@ class KeptSource(DiffusionSource):
 
     def logits(self, feedback: Feedback, block: int) -> Tensor:
         """Logits [B, K, V] of the block; see :class:`BlockSource`."""
-        if feedback.verdict is not None and feedback.tokens is not None:
-            self.history.append(feedback.tokens, feedback.verdict.kept)
+        if feedback.result is not None and feedback.tokens is not None:
+            self.history.append(feedback.tokens, feedback.result.kept)
         first = self.reader.small.cache.lengths.clone()
         kept = self.history.lengths - first
         order = torch.arange(int(kept.max().clamp(min=1)), device=kept.device)

@@ -1,7 +1,8 @@
-"""Dream and LLaDA as what they are underneath: a Qwen2 and a Llama whose attention mask is open everywhere.
+"""Dream and LLaDA as what they are underneath: a Qwen2 and a Llama whose attention mask is open
+everywhere.
 
-Dream keeps Qwen2's names; LLaDA's are renamed. So neither needs remote code, and transformers' kernels serve.
-Sources: Dream (arXiv 2508.15487), LLaDA (arXiv 2502.09992).
+Dream keeps Qwen2's names; LLaDA's are renamed. So neither needs remote code, and transformers'
+kernels serve. Sources: Dream (arXiv 2508.15487), LLaDA (arXiv 2502.09992).
 
 Shape letters: B batch, L positions, C width, v vocabulary.
 """
@@ -56,8 +57,20 @@ LLADA_NAMES = {
     "up_proj": "mlp.up_proj",
     "blocks.ff_out": "mlp.down_proj",
 }
-LLADA_PLAIN = {"block_type": "llama", "layer_norm_type": "rms", "activation_type": "silu", "rope": True}
-LLADA_OFF = ("alibi", "include_bias", "include_qkv_bias", "scale_logits", "input_emb_norm", "attention_layer_norm")
+LLADA_PLAIN = {
+    "block_type": "llama",
+    "layer_norm_type": "rms",
+    "activation_type": "silu",
+    "rope": True,
+}
+LLADA_OFF = (
+    "alibi",
+    "include_bias",
+    "include_qkv_bias",
+    "scale_logits",
+    "input_emb_norm",
+    "attention_layer_norm",
+)
 
 
 class FullAttention:
@@ -68,7 +81,10 @@ class FullAttention:
 
     def __init__(self, model: Any, mask: int, end: int | None, shift: int) -> None:
         self.model, self.end, self.shift = model.eval(), end, shift
-        self.vocabulary, self.room = int(model.config.vocab_size), int(model.config.max_position_embeddings)
+        self.vocabulary, self.room = (
+            int(model.config.vocab_size),
+            int(model.config.max_position_embeddings),
+        )
         self.mask = check_mask(mask, self.vocabulary, end)
 
     @property
@@ -77,13 +93,19 @@ class FullAttention:
         return self.model.lm_head.weight.device
 
     def states(self, tokens: Tensor, valid: Tensor | None = None) -> Tensor:
-        """States [B, L, C] of ``tokens`` [B, L]; nobody attends where ``valid`` [B, L] bool is false."""
+        """States [B, L, C] of ``tokens`` [B, L]; nobody attends where ``valid`` [B, L] bool is
+        false.
+        """
         width, dtype = tokens.shape[1], self.model.lm_head.weight.dtype
-        bias = torch.zeros(1, 1, 1, width, dtype=dtype, device=tokens.device)  # not None: that would be causal
+        bias = torch.zeros(
+            1, 1, 1, width, dtype=dtype, device=tokens.device
+        )  # not None: that would be causal
         if valid is not None:
             bias = bias.masked_fill(~valid[:, None, None], float("-inf"))
         order = None if valid is None else places(valid)
-        read = self.model.model(input_ids=tokens, attention_mask=bias, position_ids=order, use_cache=False)
+        read = self.model.model(
+            input_ids=tokens, attention_mask=bias, position_ids=order, use_cache=False
+        )
         return read.last_hidden_state
 
     def head(self, states: Tensor) -> Tensor:
@@ -92,9 +114,15 @@ class FullAttention:
 
 
 def dream_config(facts: Mapping[str, Any]) -> Qwen2Config:
-    """Dream's ``config.json`` as Qwen2's; raises ``ValueError`` for sizes not given and layers it cannot have."""
+    """Dream's ``config.json`` as Qwen2's; raises ``ValueError`` for sizes not given and layers it
+    cannot have.
+    """
     tied = bool(facts.get("tie_word_embeddings", False))
-    return Qwen2Config(**read_sizes(facts, QWEN_SIZES, "Dream"), **plain_rope(facts, 10000.0), tie_word_embeddings=tied)
+    return Qwen2Config(
+        **read_sizes(facts, QWEN_SIZES, "Dream"),
+        **plain_rope(facts, 10000.0),
+        tie_word_embeddings=tied,
+    )
 
 
 def llada_config(facts: Mapping[str, Any]) -> LlamaConfig:
@@ -107,11 +135,17 @@ def llada_config(facts: Mapping[str, Any]) -> LlamaConfig:
     if full.get("n_kv_heads") is None:
         full["n_kv_heads"] = facts.get("n_heads")
     tied = bool(facts.get("weight_tying", False))
-    return LlamaConfig(**read_sizes(full, LLADA_SIZES, "LLaDA"), **plain_rope(facts, 10000.0), tie_word_embeddings=tied)
+    return LlamaConfig(
+        **read_sizes(full, LLADA_SIZES, "LLaDA"),
+        **plain_rope(facts, 10000.0),
+        tie_word_embeddings=tied,
+    )
 
 
 def llada_state(state: State) -> State:
-    """LLaDA's tensors under Llama's names; names that are not LLaDA's stay, for strict loading to refuse."""
+    """LLaDA's tensors under Llama's names; names that are not LLaDA's stay, for strict loading to
+    refuse.
+    """
     return {_llama_name(name): tensor for name, tensor in state.items()}
 
 
@@ -132,10 +166,16 @@ def _llama_name(name: str) -> str:
 
 
 def read_sizes(facts: Mapping[str, Any], names: Mapping[str, str], kind: str) -> dict[str, Any]:
-    """Sizes by transformers' names from ``facts`` that call them ``names``; ``ValueError`` for those not given."""
-    missing = [theirs for theirs in names.values() if not isinstance(facts.get(theirs), int | float)]
+    """Sizes by transformers' names from ``facts`` that call them ``names``; ``ValueError`` for
+    those not given.
+    """
+    missing = [
+        theirs for theirs in names.values() if not isinstance(facts.get(theirs), int | float)
+    ]
     if missing:
-        raise ValueError(f"the config of a {kind} model must give numbers, got none for {', '.join(missing)}")
+        raise ValueError(
+            f"the config of a {kind} model must give numbers, got none for {', '.join(missing)}"
+        )
     return {ours: facts[theirs] for ours, theirs in names.items()}
 
 
@@ -146,7 +186,9 @@ def plain_rope(facts: Mapping[str, Any], base: float) -> dict[str, Any]:
     """
     kept = facts.get("rope_parameters") or {}
     if facts.get("rope_scaling") or kept.get("rope_type", "default") != "default":
-        raise ValueError(f"positions must be plain rotary ones, got {facts.get('rope_scaling') or kept}")
+        raise ValueError(
+            f"positions must be plain rotary ones, got {facts.get('rope_scaling') or kept}"
+        )
     if facts.get("use_sliding_window") or "sliding_attention" in (facts.get("layer_types") or ()):
         raise ValueError("every layer must attend everything, got layers with a sliding window")
     given = {"rope_theta": base, **kept, **facts}["rope_theta"]

@@ -1,9 +1,11 @@
-"""DEER drafters that read a text once: causally up to its end, and a block of masks behind it all at once.
+"""DEER drafters that read a text once: causally up to its end, and a block of masks after it all at
+once.
 
-A Qwen2 whose keys and values of the text serve every later round, for no mask changes them. A row scores the token
-behind it (as in Dream), so the last token and K - 1 masks predict a block of K. Embedding and head may be the
-target's, frozen; then only the layers between are the drafter's own.
-Source of the drafting: DEER (arXiv 2512.15176); reading the text causally is ours, for the cache's sake.
+A Qwen2 whose keys and values of the text serve every later round, for no mask changes them. A row
+scores the token after it (as in Dream), so the last token and K - 1 masks predict a block of K.
+Embedding and head may be the target's, frozen; then only the layers between are the drafter's own.
+Source of the drafting: DEER (arXiv 2512.15176); reading the text causally is ours, for the cache's
+sake.
 
 Shape letters: K block, V vocabulary.
 """
@@ -25,18 +27,24 @@ SHARED = (TOKENS, HEAD)
 
 
 class CausalPrefix:
-    """A drafter: the Qwen2 ``model``, its ``mask`` token, the longest ``block`` and the ``end`` token, if it has one.
+    """A drafter: the Qwen2 ``model``, its ``mask`` token, the longest ``block`` and the ``end``
+    token, if it has one.
 
-    ``shared`` tells that embedding and head are a target's: its logits are then what the target makes of its states,
-    scaled or capped where the target's are. Raises ``ValueError`` for a mask that is no token of the model and a block
-    without a draft.
+    ``shared`` tells that embedding and head are a target's: its logits are then what the target
+    makes of its states, scaled or capped where the target's are. Raises ``ValueError`` for a mask
+    that is no token of the model and a block without a draft.
     """
 
     method: ClassVar[str] = "deer"
 
-    def __init__(self, model: Any, mask: int, block: int, end: int | None = None, shared: bool = False) -> None:
+    def __init__(
+        self, model: Any, mask: int, block: int, end: int | None = None, shared: bool = False
+    ) -> None:
         self.model, self.block, self.end, self.shared = model.eval(), block, end, shared
-        self.vocabulary, self.room = int(model.config.vocab_size), int(model.config.max_position_embeddings)
+        self.vocabulary, self.room = (
+            int(model.config.vocab_size),
+            int(model.config.max_position_embeddings),
+        )
         self.mask = check_mask(mask, self.vocabulary, None)
         if block < 1:
             raise ValueError(f"block_size must be at least 1, got {block}")
@@ -56,13 +64,15 @@ def is_deer(folder: Path) -> bool:
 def load_deer(folder: str | Path, target: Any, dtype: torch.dtype | None = None) -> CausalPrefix:
     """The drafter in ``folder`` for the ``target`` model, in ``dtype`` or the target's.
 
-    Raises ``ValueError`` for another kind of drafter, one of another target, and naming missing, extra, misshapen or
-    non-finite weights.
+    Raises ``ValueError`` for another kind of drafter, one of another target, and naming missing,
+    extra, misshapen or non-finite weights.
     """
     facts, state = read_json(Path(folder) / "config.json"), read_state(folder)
     missing = [n for n in ("block_size", "mask_token_id") if not isinstance(facts.get(n), int)]
     if facts.get("model_type") != KIND or missing:
-        raise ValueError(f"{folder} must describe a DEER drafter with a block_size and a mask_token_id, got {missing}")
+        raise ValueError(
+            f"{folder} must describe a DEER drafter with a block_size and a mask_token_id, got {missing}"
+        )
     model = empty(dream_config(facts))
     if facts.get("target_embeddings"):
         check_target(facts, target, folder)
@@ -74,19 +84,29 @@ def load_deer(folder: str | Path, target: Any, dtype: torch.dtype | None = None)
             weight.data = weight.data.to(target.device, dtype or target.dtype)
     model.model.rotary_emb.to(target.device)
     return CausalPrefix(
-        model, facts["mask_token_id"], facts["block_size"], facts.get("eos_token_id"), bool(facts["target_embeddings"])
+        model,
+        facts["mask_token_id"],
+        facts["block_size"],
+        facts.get("eos_token_id"),
+        bool(facts["target_embeddings"]),
     )
 
 
 def check_target(facts: dict[str, Any], target: Any, source: object) -> None:
-    """Raise ``ValueError`` unless the drafter that ``facts`` describe was trained with this ``target`` model."""
+    """Raise ``ValueError`` unless the drafter that ``facts`` describe was trained with this
+    ``target`` model.
+    """
     said = facts.get("target_fingerprint")
     if said is not None:
         check_fingerprint(said, fingerprint(target.get_input_embeddings().weight), source)
 
 
-def save_deer(drafter: CausalPrefix, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write ``config.json`` and ``model.safetensors``; what is the target's is left out and its fingerprint noted."""
+def save_deer(
+    drafter: CausalPrefix, folder: str | Path, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Write ``config.json`` and ``model.safetensors``; what is the target's is left out and its
+    fingerprint noted.
+    """
     model, config = drafter.model, drafter.model.config
     state = {k: v for k, v in model.state_dict().items() if not (drafter.shared and k in SHARED)}
     facts = {name: getattr(config, name) for name in QWEN_SIZES} | {

@@ -1,7 +1,8 @@
-"""Diffusion language models from folders, told apart by their ``config.json``: Dream, LLaDA, MDLM, BD3LM.
+"""Diffusion language models from folders, told apart by their ``config.json``: Dream, LLaDA, MDLM,
+BD3LM.
 
-Files of tensors only; weights are checked by name, shape and value before the first is copied. Nothing runs that a
-folder brings.
+Files of tensors only; weights are checked by name, shape and value before the first is copied.
+Nothing runs that a folder brings.
 
 Shape letters: none.
 """
@@ -39,8 +40,9 @@ HEAD, TOKENS = "lm_head.weight", "model.embed_tokens.weight"
 def load_diffusion_lm(folder: str | Path, dtype: torch.dtype | None = None) -> DiffusionLM:
     """The model in ``folder``, in evaluation mode, in ``dtype`` or the file's.
 
-    Raises ``ValueError`` naming an unknown kind of model, sizes that are missing, layers that are not as published,
-    a mask token that the model lacks, and missing, extra, misshapen or non-finite weights.
+    Raises ``ValueError`` naming an unknown kind of model, sizes that are missing, layers that are
+    not as published, a mask token that the model lacks, and missing, extra, misshapen or non-finite
+    weights.
     """
     facts, state = read_json(Path(folder) / "config.json"), read_state(folder)
     kind = _kind(facts)
@@ -56,51 +58,80 @@ def read_state(folder: str | Path) -> State:
     if not index.is_file():
         return read_checkpoint(folder)
     files = sorted(set(read_json(index).get("weight_map", {}).values()))
-    return {name: t for file in files for name, t in read_checkpoint(index.parent / Path(file).name).items()}
+    return {
+        name: t
+        for file in files
+        for name, t in read_checkpoint(index.parent / Path(file).name).items()
+    }
 
 
 def cast(module: Any, dtype: torch.dtype) -> Any:
-    """``module`` with its weights in ``dtype``; its buffers, the rotary frequencies, would not survive rounding."""
+    """``module`` with its weights in ``dtype``; its buffers, the rotary frequencies, would not
+    survive rounding.
+    """
     for weight in module.parameters():
         weight.data = weight.data.to(dtype)
     return module
 
 
-def write_model(state: State, facts: dict[str, Any], folder: str | Path, dtype: torch.dtype) -> None:
+def write_model(
+    state: State, facts: dict[str, Any], folder: str | Path, dtype: torch.dtype
+) -> None:
     """Write tensors, numbers in ``dtype`` and ids as they are, and the config of a drafter."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    dtypes = {name: dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in state.items()}
-    kept = {name: tensor.detach().to("cpu", dtypes[name]).contiguous() for name, tensor in state.items()}
+    dtypes = {
+        name: dtype if tensor.is_floating_point() else tensor.dtype
+        for name, tensor in state.items()
+    }
+    kept = {
+        name: tensor.detach().to("cpu", dtypes[name]).contiguous() for name, tensor in state.items()
+    }
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
 def _kind(facts: Mapping[str, Any]) -> str:
     """The model type; MDLM's training configs say it by their parameterization."""
-    return str(facts.get("model_type") or ("mdlm" if facts.get("parameterization") == "subs" else None)).lower()
+    return str(
+        facts.get("model_type") or ("mdlm" if facts.get("parameterization") == "subs" else None)
+    ).lower()
 
 
-def _dream(facts: Mapping[str, Any], state: State, source: str | Path, dtype: torch.dtype) -> DiffusionLM:
+def _dream(
+    facts: Mapping[str, Any], state: State, source: str | Path, dtype: torch.dtype
+) -> DiffusionLM:
     return _full(dream_config(facts), facts, state, source, dtype, DREAM_MASK, shift=1)
 
 
-def _llada(facts: Mapping[str, Any], state: State, source: str | Path, dtype: torch.dtype) -> DiffusionLM:
+def _llada(
+    facts: Mapping[str, Any], state: State, source: str | Path, dtype: torch.dtype
+) -> DiffusionLM:
     return _full(llada_config(facts), facts, llada_state(state), source, dtype, LLADA_MASK, shift=0)
 
 
 def _full(
-    config: Any, facts: Mapping[str, Any], state: State, source: str | Path, dtype: torch.dtype, mask: int, shift: int
+    config: Any,
+    facts: Mapping[str, Any],
+    state: State,
+    source: str | Path,
+    dtype: torch.dtype,
+    mask: int,
+    shift: int,
 ) -> FullAttention:
     model = empty(config)
     if config.tie_word_embeddings and TOKENS in state:
         state = {HEAD: state[TOKENS], **state}
     load_strict(model, state, LEFTOVERS, source)
     said = facts.get("mask_token_id")
-    return FullAttention(cast(model, dtype), mask if said is None else said, facts.get("eos_token_id"), shift)
+    return FullAttention(
+        cast(model, dtype), mask if said is None else said, facts.get("eos_token_id"), shift
+    )
 
 
-def _ddit(facts: Mapping[str, Any], state: State, source: str | Path, dtype: torch.dtype) -> DiffusionLM:
+def _ddit(
+    facts: Mapping[str, Any], state: State, source: str | Path, dtype: torch.dtype
+) -> DiffusionLM:
     if facts.get("time_conditioning"):
         raise ValueError(f"{source} must be a model without time conditioning, got one with it")
     state = {name.removeprefix("backbone."): tensor for name, tensor in state.items()}
@@ -117,7 +148,9 @@ def _ddit_config(facts: Mapping[str, Any], state: State, source: str | Path) -> 
     def size(*names: str) -> int:
         found = next((given[n] for n in names if isinstance(given.get(n), int)), None)
         if found is None:
-            raise ValueError(f"{source} must give {' or '.join(names)} as a whole number in config.json, got none")
+            raise ValueError(
+                f"{source} must give {' or '.join(names)} as a whole number in config.json, got none"
+            )
         return int(found)
 
     if EMBEDDING not in state:

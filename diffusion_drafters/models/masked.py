@@ -1,8 +1,10 @@
 """What a diffusion language model is to us: it fills in masks, all at once, seeing both sides.
 
-``block_logits`` is the one forward of a draft: [tokens | masks], and only the rows that score the masks meet the head.
+``block_logits`` is the one forward of a draft: [tokens | masks], and only the rows that score the
+masks meet the head.
 
-Shape letters: B batch, P prefix positions, L all positions, K masks (the block), C width, v the drafter's vocabulary.
+Shape letters: B batch, P prefix positions, L all positions, K masks (the block), C width, v the
+drafter's vocabulary.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from torch import Tensor
 
 
 class DiffusionLM(Protocol):
-    """A masked diffusion model. Plain attributes serve: ``vocabulary`` v, the ids ``mask`` and ``end`` (None where
-    it has none), ``room`` in positions, and ``shift``: 1 where row i scores token i + 1 (Dream), 0 where it scores
-    token i.
+    """A masked diffusion model. Plain attributes serve: ``vocabulary`` v, the ids ``mask`` and
+    ``end`` (None where it has none), ``room`` in positions, and ``shift``: 1 where row i scores
+    token i + 1 (Dream), 0 where it scores token i.
     """
 
     vocabulary: int
@@ -32,7 +34,9 @@ class DiffusionLM(Protocol):
         ...
 
     def states(self, tokens: Tensor, valid: Tensor | None = None) -> Tensor:
-        """States [B, L, C] of ``tokens`` [B, L]; nobody attends where ``valid`` [B, L] bool is false."""
+        """States [B, L, C] of ``tokens`` [B, L]; nobody attends where ``valid`` [B, L] bool is
+        false.
+        """
         ...
 
     def head(self, states: Tensor) -> Tensor:
@@ -41,11 +45,15 @@ class DiffusionLM(Protocol):
 
 
 @torch.inference_mode()
-def block_logits(model: DiffusionLM, tokens: Tensor, block: int, lengths: Tensor | None = None) -> Tensor:
-    """Logits [B, K, v] of the ``block`` = K positions behind each row of ``tokens`` [B, P], float32, by one forward.
+def block_logits(
+    model: DiffusionLM, tokens: Tensor, block: int, lengths: Tensor | None = None
+) -> Tensor:
+    """Logits [B, K, v] of the ``block`` = K positions after each row of ``tokens`` [B, P], float32,
+    by one forward.
 
-    ``lengths`` [B] are the rows' own where they differ; tokens behind them do not matter. The mask is never proposed:
-    its logit is -inf. Raises ``ValueError`` for an empty prefix or block and for one that the model has no room for.
+    ``lengths`` [B] are the rows' own where they differ; tokens after them do not matter. The mask
+    is never proposed: its logit is -inf. Raises ``ValueError`` for an empty prefix or block and for
+    one that the model has no room for.
     """
     check_block(model, tokens.shape[1], block)
     place = torch.arange(block, device=tokens.device)
@@ -64,9 +72,13 @@ def block_logits(model: DiffusionLM, tokens: Tensor, block: int, lengths: Tensor
 
 
 def check_block(model: DiffusionLM, prefix: int, block: int) -> None:
-    """Raise ``ValueError`` unless ``block`` masks behind ``prefix`` tokens are something ``model`` can read."""
+    """Raise ``ValueError`` unless ``block`` masks after ``prefix`` tokens are something ``model``
+    can read.
+    """
     if prefix < 1 or block < 1:
-        raise ValueError(f"prefix and block must hold at least one token each, got {prefix} and {block}")
+        raise ValueError(
+            f"prefix and block must hold at least one token each, got {prefix} and {block}"
+        )
     if prefix + block > model.room:
         raise ValueError(
             f"prefix and block must fit the drafter's {model.room} positions, got {prefix} and {block}; "
@@ -75,11 +87,17 @@ def check_block(model: DiffusionLM, prefix: int, block: int) -> None:
 
 
 def check_mask(mask: Any, vocabulary: int, end: int | None) -> int:
-    """``mask``, one of ``vocabulary`` tokens; raises ``ValueError`` if it is none of them or the ``end`` of a text."""
+    """``mask``, one of ``vocabulary`` tokens; raises ``ValueError`` if it is none of them or the
+    ``end`` of a text.
+    """
     if type(mask) is not int or not 0 <= mask < vocabulary:
-        raise ValueError(f"mask token must be one of the {vocabulary} of the model, got {mask!r}; give its id")
+        raise ValueError(
+            f"mask token must be one of the {vocabulary} of the model, got {mask!r}; give its id"
+        )
     if mask == end:
-        raise ValueError(f"mask token must not be the token that ends a text, got {mask} for both; give the mask's id")
+        raise ValueError(
+            f"mask token must not be the token that ends a text, got {mask} for both; give the mask's id"
+        )
     return mask
 
 

@@ -1,9 +1,10 @@
 """Training of a DFlash block drafter on the frozen target's hidden states.
 
-Blocks lie at random anchors, see the target's states of the text before them, and count by exp(-(k - 1) / fade).
-Source: DFlash (arXiv 2602.06036), learning laws where it learns tokens.
+Blocks lie at random anchors, see the target's states of the text before them, and count by exp(-(k
+- 1) / fade). Source: DFlash (arXiv 2602.06036), learning distributions where it learns tokens.
 
-Shape letters: B batch, L tokens of a row, A anchors, K block (anchor included), F layers read, C width.
+Shape letters: B batch, L tokens of a row, A anchors, K block (anchor included), F layers read, C
+width.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig, context_keys
-from specmm.diffusion_drafters.train.blocks import Anchors, Head, fading, law_loss
+from specmm.diffusion_drafters.train.blocks import Anchors, Head, fading, probs_loss
 from specmm.diffusion_drafters.train.deer import ANCHORS
 from specmm.diffusion_drafters.train.rows import Batch, Rows
 from specmm.diffusion_drafters.train.target import compile_layers
@@ -38,12 +39,14 @@ def build_block(
     recurrent: int = 0,
     known: Tensor | None = None,
 ) -> DFlash:
-    """A drafter of ``layers`` for rounds of ``block`` - 1 drafts that reads ``read`` of the target's layers.
+    """A drafter of ``layers`` for rounds of ``block`` - 1 drafts that reads ``read`` of the
+    target's layers.
 
-    They lie evenly between the second and the third last (as in the release). ``inner`` is the width of its
-    feed-forward layers where it is not the target's, ``markov`` the rank of its table of pairs and ``recurrent`` the
-    size of its memory (0: none), ``known`` the ids [v] of the target's tokens that it drafts (None: all). Raises
-    ``ValueError`` as ``layers_read`` does, and for a target whose layers go by no known name.
+    They lie evenly between the second and the third last (as in the release). ``inner`` is the
+    width of its feed-forward layers where it is not the target's, ``markov`` the rank of its table
+    of pairs and ``recurrent`` the size of its memory (0: none), ``known`` the ids [v] of the
+    target's tokens that it drafts (None: all). Raises ``ValueError`` as ``layers_read`` does, and
+    for a target whose layers go by no known name.
     """
     config, chosen = target.family.config, layers_read(target, read)
     kind: Any = Qwen3Config
@@ -83,13 +86,16 @@ def layers_read(target: VLMTarget, read: int) -> tuple[int, ...]:
     """
     depth = len(target.family.layers)
     if not 1 <= read < depth:
-        raise ValueError(f"read must be 1 to {depth - 1}, the target's layers in front of its last, got {read}")
+        raise ValueError(
+            f"read must be 1 to {depth - 1}, the target's layers in front of its last, got {read}"
+        )
     places = torch.linspace(1, max(depth - 3, 0), read) if depth - 1 > read else torch.arange(read)
     return tuple(dict.fromkeys(places.round().int().tolist()))
 
 
 def with_memory(before: DFlash, size: int) -> DFlash:
-    """A drafter that drafts as ``before`` does, with a memory of ``size`` that has yet to learn (0: as it is).
+    """A drafter that drafts as ``before`` does, with a memory of ``size`` that has yet to learn (0:
+    as it is).
 
     Raises ``ValueError`` for one that has a memory of another size.
     """
@@ -137,36 +143,48 @@ def train_block(
 def block_loss(
     model: DFlash, target: VLMTarget, head: Head, data: Batch, anchors: int, fade: float, seed: int
 ) -> Losses:
-    """Loss of the rows' blocks; ``head`` gives the logits of the drafter's tokens, of which alone both laws are."""
+    """Loss of the rows' blocks; ``head`` gives the logits of the drafter's tokens, of which alone
+    both distributions are.
+    """
     (rows, length), device, size = data.tokens.shape, data.tokens.device, model.config.block
     drawn = Anchors.draw(rows, length - 1, anchors, size - 1, size, seed)
     drawn = Anchors(drawn.places.to(device) + 1, size)  # an anchor needs a context
     ids = torch.full((rows, anchors, size), model.config.mask, device=device)
     ids[..., 0] = data.tokens.gather(1, drawn.places)
-    states = _forward(model, data.context, target.embed(ids.flatten(1)), drawn)[:, :, 1:]  # [B, A, K - 1, C]
-    behind = drawn.behind(size - 1).flatten(1)  # the target's law of the next token stands at the one before
+    states = _forward(model, data.context, target.embed(ids.flatten(1)), drawn)[
+        :, :, 1:
+    ]  # [B, A, K - 1, C]
+    behind = drawn.behind(size - 1).flatten(
+        1
+    )  # the target's distribution of the next token stands at the one before
     wanted = data.hidden.gather(1, behind[..., None].expand(-1, -1, data.hidden.shape[-1]))
     before = data.tokens.gather(1, behind).view(states.shape[:3])
     if model.recurrent is not None:
         states = model.recurrent.along(states, target.embed(before))
     pairs = None if model.markov is None else model.pairs(before)
-    return law_loss(states, wanted.view_as(states), fading(size - 1, fade).to(device), head, pairs)
+    return probs_loss(
+        states, wanted.view_as(states), fading(size - 1, fade).to(device), head, pairs
+    )
 
 
 def _forward(model: DFlash, context: Tensor, embeddings: Tensor, drawn: Anchors) -> Tensor:
-    """States [B, A, K, C] of blocks of ``embeddings`` [B, A·K, C] behind ``context`` [B, L, F·C]."""
+    """States [B, A, K, C] of blocks of ``embeddings`` [B, A·K, C] after ``context`` [B, L, F·C]."""
     length = context.shape[1]
     place = torch.arange(length, device=context.device)[None]
     behind = _Behind(context_keys(model, context, place))
     turns = model.turns(embeddings, drawn.behind(drawn.size).flatten(1))
     bias, x = drawn.bias(length, -1), embeddings
     for layer in model.layers:
-        x = layer(x, attention_mask=bias.to(x.dtype), past_key_values=behind, position_embeddings=turns)
+        x = layer(
+            x, attention_mask=bias.to(x.dtype), past_key_values=behind, position_embeddings=turns
+        )
     return model.norm(x).unflatten(1, (-1, drawn.size))
 
 
 class _Behind:
-    """A cache that puts each layer's ``pairs`` of context keys and values [B, H, L, D] before the blocks' own."""
+    """A cache that puts each layer's ``pairs`` of context keys and values [B, H, L, D] before the
+    blocks' own.
+    """
 
     def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         self.pairs = pairs
@@ -174,4 +192,6 @@ class _Behind:
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
         """See transformers' ``Cache``."""
         before = self.pairs[layer]
-        return torch.cat([before[0], keys], dim=2), torch.cat([before[1].to(values.dtype), values], dim=2)
+        return torch.cat([before[0], keys], dim=2), torch.cat(
+            [before[1].to(values.dtype), values], dim=2
+        )

@@ -1,7 +1,9 @@
-"""Training of a small diffusion language model in Dream's format, on text alone: nothing of any target.
+"""Training of a small diffusion language model in Dream's format, on text alone: nothing of any
+target.
 
-Half of the rows have tokens hidden anywhere, as masked diffusion has it (weight one over the share), half their end,
-as drafting has it. Source of the loss: LLaDA and Dream (arXiv 2502.09992, 2508.15487).
+Half of the rows have tokens hidden anywhere, as masked diffusion has it (weight one over the
+share), half their end, as drafting has it. Source of the loss: LLaDA and Dream (arXiv 2502.09992,
+2508.15487).
 
 Shape letters: B rows, L tokens, V vocabulary.
 """
@@ -57,15 +59,17 @@ def denoising_loss(model: FullAttention, rows: Tensor, seed: int) -> Tensor:
     wanted, weights = rows[:, model.shift :], weights[:, model.shift :]
     asked = weights > 0
     logits = model.head(states[:, : rows.shape[1] - model.shift][asked]).float()
-    return (F.cross_entropy(logits, wanted[asked], reduction="none") * weights[asked]).sum() / weights.sum()
+    return (
+        F.cross_entropy(logits, wanted[asked], reduction="none") * weights[asked]
+    ).sum() / weights.sum()
 
 
 def hide(rows: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
     """Which tokens [B, L] are hidden and what each weighs; the first never is."""
-    dice = torch.Generator().manual_seed(seed)
-    share = torch.rand(rows, 1, generator=dice).clamp(min=LEAST)
-    anywhere = torch.rand(rows, length, generator=dice) < share
-    ends = torch.randint(1, min(BLOCK, length - 1) + 1, (rows, 1), generator=dice)
+    uniforms = torch.Generator().manual_seed(seed)
+    share = torch.rand(rows, 1, generator=uniforms).clamp(min=LEAST)
+    anywhere = torch.rand(rows, length, generator=uniforms) < share
+    ends = torch.randint(1, min(BLOCK, length - 1) + 1, (rows, 1), generator=uniforms)
     behind = torch.arange(length) >= length - ends
     drafting = torch.arange(rows)[:, None] % 2 == 0
     hidden = torch.where(drafting, behind, anywhere) & (torch.arange(length) > 0)
@@ -73,7 +77,9 @@ def hide(rows: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def save_dream(model: FullAttention, folder: str | Path) -> None:
-    """Write Dream's layout (bf16): its names and config, the head left out where it is the embedding."""
+    """Write Dream's layout (bf16): its names and config, the head left out where it is the
+    embedding.
+    """
     state: dict[str, Any] = model.model.state_dict()
     if model.model.config.tie_word_embeddings:
         state.pop(HEAD)

@@ -1,4 +1,6 @@
-"""A small language model with random weights, transformers' own Qwen2, and what trainings of text models share."""
+"""A small language model with random weights, transformers' own Qwen2, and what trainings of text
+models share.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ ROOM = 1024  # positions
 
 @dataclass(frozen=True)
 class Sizes:
-    """Width, layers and attention heads of a model. Raises ``ValueError`` when the heads do not divide the width."""
+    """Width, layers and attention heads of a model. Raises ``ValueError`` when the heads do not
+    divide the width.
+    """
 
     dim: int = 128
     layers: int = 20
@@ -24,7 +28,9 @@ class Sizes:
 
     def __post_init__(self) -> None:
         if self.dim % self.heads or self.dim // self.heads % 2:
-            raise ValueError(f"width must be an even multiple of the heads, got {self.dim} and {self.heads}")
+            raise ValueError(
+                f"width must be an even multiple of the heads, got {self.dim} and {self.heads}"
+            )
 
     @property
     def inner(self) -> int:
@@ -33,7 +39,9 @@ class Sizes:
 
 
 def build_model(sizes: Sizes, tokenizer: Any, seed: int) -> Any:
-    """A model of ``tokenizer``'s tokens with random weights; what each branch adds is small at first (as in GPT-2)."""
+    """A model of ``tokenizer``'s tokens with random weights; what each branch adds is small at
+    first (as in GPT-2).
+    """
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=sizes.dim,
@@ -54,11 +62,15 @@ def build_model(sizes: Sizes, tokenizer: Any, seed: int) -> Any:
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.mul_(small)
             layer.mlp.down_proj.weight.mul_(small)
-    model.generation_config.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config.update(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
     return model
 
 
 def compile_layers(layers: Any, compiled: bool = True) -> None:
-    """Compile each of ``layers``, which are alike: one of them takes seconds, a deep model as a whole many minutes."""
+    """Compile each of ``layers``, which are alike: one of them takes seconds, a deep model as a
+    whole many minutes.
+    """
     for layer in layers if compiled else ():
         layer.compile()

@@ -1,7 +1,8 @@
-"""Texts to learn from: the Python standard library and installed packages, split into files to learn from and files
-held out, or whatever a user names, all of it.
+"""Texts to learn from: the Python standard library and installed packages, split into files to
+learn from and files held out, or whatever a user names, all of it.
 
-Whether a file is held out depends on its own name only, so every command and every machine splits alike.
+Whether a file is held out depends on its own name only, so every command and every machine splits
+alike.
 
 Shape letters: T tokens of all files, B rows, L tokens of a row.
 """
@@ -19,14 +20,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PACKAGES = ("networkx", "jinja2", "fsspec", "huggingface_hub", "typer", "rich", "click", "packaging", "filelock")
-SKIPPED = {"test", "tests", "testing", "idle_test", "lib2to3", "encodings", "pydoc_data", "site-packages", "_vendor"}
+PACKAGES = (
+    "networkx",
+    "jinja2",
+    "fsspec",
+    "huggingface_hub",
+    "typer",
+    "rich",
+    "click",
+    "packaging",
+    "filelock",
+)
+SKIPPED = {
+    "test",
+    "tests",
+    "testing",
+    "idle_test",
+    "lib2to3",
+    "encodings",
+    "pydoc_data",
+    "site-packages",
+    "_vendor",
+}
 HELD_OUT = 40  # one file of so many
 LONGEST = 200_000  # characters; longer files are tables
 
 
 def find_files(packages: Sequence[str] = PACKAGES) -> dict[str, Path]:
-    """The standard library's and the ``packages``' Python files by name ("json/decoder.py"), without their tests.
+    """The standard library's and the ``packages``' Python files by name ("json/decoder.py"),
+    without their tests.
 
     Raises ``ValueError`` for a package that is not installed.
     """
@@ -35,7 +57,9 @@ def find_files(packages: Sequence[str] = PACKAGES) -> dict[str, Path]:
     for package in packages:
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
-            raise ValueError(f"package {package!r} must be installed to learn from it, got none of that name")
+            raise ValueError(
+                f"package {package!r} must be installed to learn from it, got none of that name"
+            )
         root = Path(spec.submodule_search_locations[0])
         found |= {f"{package}/{path.relative_to(root).as_posix()}": path for path in _python(root)}
     return found
@@ -53,17 +77,21 @@ def is_held_out(name: str) -> bool:
 
 
 def read_files(held_out: bool) -> dict[str, str]:
-    """The texts of one side of the split of source code by name; no text twice, neither empty, undecodable nor
-    overlong ones.
+    """The texts of one side of the split of source code by name; no text twice, neither empty,
+    undecodable nor overlong ones.
     """
     found = _texts(find_files())
-    return {n: text for text, n in found.items() if len(text) <= LONGEST and is_held_out(n) == held_out}
+    return {
+        n: text for text, n in found.items() if len(text) <= LONGEST and is_held_out(n) == held_out
+    }
 
 
 def given_texts(places: Sequence[Path]) -> dict[str, str]:
-    """The texts of the files and in the folders that a user names, by path, none of them held out; no text twice.
+    """The texts of the files and in the folders that a user names, by path, none of them held out;
+    no text twice.
 
-    Empty and undecodable files are left out. Raises ``ValueError`` for a place where that leaves nothing.
+    Empty and undecodable files are left out. Raises ``ValueError`` for a place where that leaves
+    nothing.
     """
     found: dict[str, str] = {}
     for place in places:
@@ -72,13 +100,17 @@ def given_texts(places: Sequence[Path]) -> dict[str, str]:
             raise ValueError(f"text must be a file or a folder of files, got nothing at {place}")
         read = _texts({file.as_posix(): file for file in files})
         if not read:
-            raise ValueError(f"text must be readable as UTF-8 and not empty, got none at {place}; give other text")
+            raise ValueError(
+                f"text must be readable as UTF-8 and not empty, got none at {place}; give other text"
+            )
         found |= read
     return {name: text for text, name in found.items()}
 
 
 def _texts(files: Mapping[str, Path]) -> dict[str, str]:
-    """The names of ``files`` by their text, of equal ones the first; neither empty nor undecodable ones."""
+    """The names of ``files`` by their text, of equal ones the first; neither empty nor undecodable
+    ones.
+    """
     found: dict[str, str] = {}
     for name, path in files.items():
         try:
@@ -91,15 +123,21 @@ def _texts(files: Mapping[str, Path]) -> dict[str, str]:
 
 
 def token_stream(texts: Iterable[str], tokenizer: Any) -> Tensor:
-    """All ``texts`` as one row of ids [T], int32, an end token behind each."""
+    """All ``texts`` as one row of ids [T], int32, an end token after each."""
     batch = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    return torch.tensor([i for ids in batch for i in (*ids, tokenizer.eos_token_id)], dtype=torch.int32)
+    return torch.tensor(
+        [i for ids in batch for i in (*ids, tokenizer.eos_token_id)], dtype=torch.int32
+    )
 
 
 def windows(stream: Tensor, step: int, batch: int, length: int, seed: int) -> Tensor:
-    """Rows [B, L] of ``stream`` [T] from anywhere, those of ``step``. Raises ``ValueError`` for a stream too short."""
+    """Rows [B, L] of ``stream`` [T] from anywhere, those of ``step``. Raises ``ValueError`` for a
+    stream too short.
+    """
     if len(stream) < length:
-        raise ValueError(f"texts must hold at least {length} tokens, got {len(stream)}; give more text")
-    dice = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    starts = torch.randint(len(stream) - length + 1, (batch, 1), generator=dice)
+        raise ValueError(
+            f"texts must hold at least {length} tokens, got {len(stream)}; give more text"
+        )
+    uniforms = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    starts = torch.randint(len(stream) - length + 1, (batch, 1), generator=uniforms)
     return stream[starts + torch.arange(length)].long()

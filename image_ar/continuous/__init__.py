@@ -1,1 +1,3 @@
-"""Continuous image tokens: MAR, its KL autoencoder, and speculation along the head's denoising chain."""
+"""Continuous image tokens: MAR, its KL autoencoder, and speculation along the head's denoising
+chain.
+"""

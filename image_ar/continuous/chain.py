@@ -1,9 +1,10 @@
 """The diffusion head as samplers use it: one denoising chain a token, run step by step.
 
-Modulations (adaLN) of all steps are made in one product, since they depend on the step and the token's condition only;
-under guidance the two branches share x. Shape letters: R rows (tokens), S steps, W steps of a window, G branches
-(1, or 2 with guidance: conditional, unconditional), C token width, w head width, F modulations of a step.
-Steps are counted as they are run: k = 0 is the noisiest, k = S-1 the last, which adds no noise.
+Modulations (adaLN) of all steps are made in one product, since they depend on the step and the
+token's condition only; under guidance the two branches share x. Shape letters: R rows (tokens), S
+steps, W steps of a window, G branches (1, or 2 with guidance: conditional, unconditional), C token
+width, w head width, F modulations of a step. Steps are counted as they are run: k = 0 is the
+noisiest, k = S-1 the last, which adds no noise.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ TABLE_LIMIT = 2**24  # modulations kept at a time (64 MiB); beyond, they are mad
 
 @dataclass
 class Condition:
-    """What the head is asked under: z [R, G, Z] and the guidance ``scale`` of this iteration (unused when G = 1)."""
+    """What the head is asked under: z [R, G, Z] and the guidance ``scale`` of this iteration
+    (unused when G = 1).
+    """
 
     z: Tensor
     scale: float | Tensor = 1.0
@@ -51,7 +54,9 @@ class BoundHead:
         self.cond = head.net.cond_embed(condition.z.to(head.dtype))  # [R, G, w]
         self.guided = self.cond.shape[1] == 2
         size = len(head.times) * self.cond.shape[0] * self.cond.shape[1] * len(head.bias)
-        self.table: Tensor | None = self._modulate(head.times[:, None, None]) if size <= TABLE_LIMIT else None
+        self.table: Tensor | None = (
+            self._modulate(head.times[:, None, None]) if size <= TABLE_LIMIT else None
+        )
 
     def __len__(self) -> int:
         """R."""
@@ -64,18 +69,24 @@ class BoundHead:
 
     def at(self, k: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """Guided noise and variance (eps, v) [R, C] of tokens ``x`` [R, C] at step ``k``, float32."""
-        made = self._modulate(self.head.times[k]) if self.table is None else self.table[k]  # [R, G, F]
+        made = (
+            self._modulate(self.head.times[k]) if self.table is None else self.table[k]
+        )  # [R, G, F]
         return self._predict(x, made)
 
     def window(self, first: list[int], x: Tensor) -> tuple[Tensor, Tensor]:
-        """(eps, v) [R, W, C] of tokens ``x`` [R, W, C]: row r at steps first[r], first[r] + 1, … (S-1 stays)."""
+        """(eps, v) [R, W, C] of tokens ``x`` [R, W, C]: row r at steps first[r], first[r] + 1, …
+        (S-1 stays).
+        """
         width = x.shape[1]
         if self.table is not None and len(first) == 1 and first[0] + width <= len(self.head.times):
             return self._predict(x, self.table[first[0] : first[0] + width].transpose(0, 1))
         starts = torch.tensor(first, device=x.device)[:, None]
         steps = (starts + torch.arange(width, device=x.device)).clamp_(max=len(self.head.times) - 1)
         if self.table is not None:
-            return self._predict(x, self.table[steps, torch.arange(len(x), device=x.device)[:, None]])
+            return self._predict(
+                x, self.table[steps, torch.arange(len(x), device=x.device)[:, None]]
+            )
         inner = F.silu(self.head.times[steps][:, :, None] + self.cond[:, None])
         return self._predict(x, F.linear(inner, self.head.weight, self.head.bias))
 
@@ -83,7 +94,9 @@ class BoundHead:
         return F.linear(F.silu(times + self.cond), self.head.weight, self.head.bias)
 
     def _predict(self, x: Tensor, modulations: Tensor) -> tuple[Tensor, Tensor]:
-        out = self.head.weights.predict(x[..., None, :].to(self.head.dtype), modulations).float()  # [..., G, 2C]
+        out = self.head.weights.predict(
+            x[..., None, :].to(self.head.dtype), modulations
+        ).float()  # [..., G, 2C]
         eps, v = out[..., 0, : self.head.channels], out[..., 0, self.head.channels :]
         if self.guided:
             eps = torch.lerp(out[..., 1, : self.head.channels], eps, self.scale)
@@ -92,7 +105,9 @@ class BoundHead:
 
 @dataclass(frozen=True)
 class Steps:
-    """Floats of each step k: x' = ``keep``·x + ``noise``·eps + std·ε, with log std = ``mid`` + ``half``·v."""
+    """Floats of each step k: x' = ``keep``·x + ``noise``·eps + std·ε, with log std = ``mid`` +
+    ``half``·v.
+    """
 
     keep: list[float]
     noise: list[float]
@@ -102,9 +117,18 @@ class Steps:
     @classmethod
     def ddpm(cls, schedule: Schedule) -> Steps:
         """Ancestral sampling (DDPM, equation 7) with the learned variance."""
-        level, c1, c2 = schedule.alphas_cumprod, schedule.posterior_mean_coef1, schedule.posterior_mean_coef2
+        level, c1, c2 = (
+            schedule.alphas_cumprod,
+            schedule.posterior_mean_coef1,
+            schedule.posterior_mean_coef2,
+        )
         low, high = schedule.posterior_log_variance_clipped, schedule.betas.log()
-        tables = (c1 * level.rsqrt() + c2, -c1 * (1 / level - 1).sqrt(), (high + low) / 4, (high - low) / 4)
+        tables = (
+            c1 * level.rsqrt() + c2,
+            -c1 * (1 / level - 1).sqrt(),
+            (high + low) / 4,
+            (high - low) / 4,
+        )
         return cls(*(t.flip(0).tolist() for t in tables))
 
     @classmethod
@@ -117,12 +141,17 @@ class Steps:
 
 
 def ancestral(
-    bound: BoundHead, steps: Steps, noise: Tensor, temperature: float = 1.0, trace: list[Tensor] | None = None
+    bound: BoundHead,
+    steps: Steps,
+    noise: Tensor,
+    temperature: float = 1.0,
+    trace: list[Tensor] | None = None,
 ) -> Tensor:
-    """Tokens [R, C] by DDPM from ``noise`` [S + 1, R, C]: the start, then one for each step but the last.
+    """Tokens [R, C] by DDPM from ``noise`` [S + 1, R, C]: the start, then one for each step but the
+    last.
 
-    ``temperature`` multiplies the standard deviation of every step. ``trace`` is given the steps' log standard
-    deviations [R, C] at temperature 1, the last step's among them.
+    ``temperature`` multiplies the standard deviation of every step. ``trace`` is given the steps'
+    log standard deviations [R, C] at temperature 1, the last step's among them.
     """
     x, last = noise[0], len(steps.keep) - 1
     noise = noise if temperature == 1.0 else noise * temperature

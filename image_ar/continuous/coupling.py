@@ -1,9 +1,11 @@
-"""The maximal coupling of two diagonal Gaussians, in the log domain: keep a draft of q, or draw what p has more of.
+"""The maximal coupling of two diagonal Gaussians, in the log domain: keep a draft of q, or draw
+what p has more of.
 
-A draft y ~ q is kept with probability min(1, p(y)/q(y)); else y ~ p is proposed until U > q(y)/p(y), which draws from
-(p - q)+ / mass. Either way the result has law p (Thorisson 2000; for speculation, arXiv 2211.17192). Covariances may
-differ. The arrays are numpy's: they are a few hundred numbers, for which its calls cost a fifth of torch's.
-Shape letters: N rows, C coordinates, K proposals.
+A draft y ~ q is kept with probability min(1, p(y)/q(y)); else y ~ p is proposed until U >
+q(y)/p(y), which draws from (p - q)+ / mass. Either way the result has distribution p (Thorisson
+2000; for speculation, arXiv 2211.17192). Covariances may differ. The arrays are numpy's: they are a
+few hundred numbers, for which its calls cost a fifth of torch's. Shape letters: N rows, C
+coordinates, K proposals.
 """
 
 from __future__ import annotations
@@ -50,13 +52,17 @@ def log_ratio(p: Normal, q: Normal, y: Array) -> Array:
 def draw_residual(
     p: Normal, q: Normal, pictures: list[int], batch: int, normal: Numbers, log_uniform: Numbers
 ) -> Array:
-    """Draws [N, C] from (p - q)+ / mass, row n with the numbers of picture ``pictures[n]`` of ``batch``.
+    """Draws [N, C] from (p - q)+ / mass, row n with the numbers of picture ``pictures[n]`` of
+    ``batch``.
 
-    Where p and q differ by less than rounding there is no mass to find: after ``MOST_TRIES`` proposals, which happens
-    with probability below 1e-6, the row is drawn from p. Raises ``ValueError`` when a law is not finite.
+    Where p and q differ by less than rounding there is no mass to find: after ``MOST_TRIES``
+    proposals, which happens with probability below 1e-6, the row is drawn from p. Raises
+    ``ValueError`` when a distribution is not finite.
     """
     if not all(np.isfinite(x).all() for x in (p.mean, p.log_var, q.mean, q.log_var)):
-        raise ValueError("laws to couple must be finite, got NaN or infinity in a mean or a log-variance")
+        raise ValueError(
+            "distributions to couple must be finite, got NaN or infinity in a mean or a log-variance"
+        )
     found, left, tries = np.empty_like(p.mean), np.arange(len(pictures)), FIRST_TRIES
     while True:
         counts = counts_by_picture(pictures, batch)

@@ -1,7 +1,9 @@
-"""The loop over a picture's iterations: the transformer says under what, a sampler says which tokens.
+"""The loop over a picture's iterations: the transformer says under what, a sampler says which
+tokens.
 
-Shape letters: B pictures, L tokens a picture, n tokens of an iteration, R = B·n, G branches (2 with guidance), C token
-width, Z width of the head's condition. A round is one pass of the target's transformer.
+Shape letters: B pictures, L tokens a picture, n tokens of an iteration, R = B·n, G branches (2 with
+guidance), C token width, Z width of the head's condition. A round is one pass of the target's
+transformer.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from specmm.stats import Clock, Stats
 class ChainStats(Stats):
     """Counts of a run of continuous tokens; ``rounds`` are passes of the target's transformer.
 
-    ``head_calls`` sums, over tokens, the target's head calls a token waited for; ``accepted`` of ``drafted`` tokens
-    were kept by variants that draft whole tokens.
+    ``head_calls`` sums, over tokens, the target's head calls a token waited for; ``accepted`` of
+    ``drafted`` tokens were kept by variants that draft whole tokens.
     """
 
     head_calls: int = 0
@@ -57,7 +59,9 @@ class ChainStats(Stats):
 
 @dataclass(frozen=True)
 class Plan:
-    """How a picture is made: iterations, head steps (``Schedule.of``), guidance, temperature of the head."""
+    """How a picture is made: iterations, head steps (``Schedule.of``), guidance, temperature of the
+    head.
+    """
 
     num_iter: int = 64
     head_steps: str = "100"
@@ -84,7 +88,9 @@ class Sampled:
 
 @dataclass
 class View:
-    """What an iteration sees: ``tokens`` [B, L, C], of which those at ``known`` [B, K], to make those at ``wanted``."""
+    """What an iteration sees: ``tokens`` [B, L, C], of which those at ``known`` [B, K], to make
+    those at ``wanted``.
+    """
 
     tokens: Tensor
     known: Tensor
@@ -95,13 +101,17 @@ class Sampler(Protocol):
     """Draws the tokens of one iteration."""
 
     def sample(self, condition: Condition, view: View) -> Sampled:
-        """Tokens [B · n, C] at ``view.wanted`` under ``condition``, which the target made of ``view``."""
+        """Tokens [B · n, C] at ``view.wanted`` under ``condition``, which the target made of
+        ``view``.
+        """
         ...
 
 
 @dataclass
 class Progress:
-    """The state behind an iteration: ``tokens`` [B, L, C], of which ``count`` of each picture are made."""
+    """The state after an iteration: ``tokens`` [B, L, C], of which ``count`` of each picture are
+    made.
+    """
 
     tokens: Tensor
     count: int
@@ -109,10 +119,14 @@ class Progress:
 
 
 @torch.inference_mode()
-def decode_mar(model: MAR, labels: Tensor | None, orders: Tensor, sampler: Sampler, plan: Plan) -> Iterator[Progress]:
-    """Make pictures of classes ``labels`` [B] (None: no class) in their ``orders`` [B, L], yielding each iteration.
+def decode_mar(
+    model: MAR, labels: Tensor | None, orders: Tensor, sampler: Sampler, plan: Plan
+) -> Iterator[Progress]:
+    """Make pictures of classes ``labels`` [B] (None: no class) in their ``orders`` [B, L], yielding
+    each iteration.
 
-    The stats of the last yield are those of the run. Raises ``ValueError`` for guidance without ``fake_latent``.
+    The stats of the last yield are those of the run. Raises ``ValueError`` for guidance without
+    ``fake_latent``.
     """
     start, clock = time.perf_counter(), Clock()
     batch, length = orders.shape
@@ -140,9 +154,16 @@ def conditions(model: MAR, labels: Tensor | None, batch: int, cfg: float) -> Ten
 
 
 def ask(
-    model: MAR, tokens: Tensor, known: Tensor, condition: Tensor, wanted: Tensor, valid: Tensor | None = None
+    model: MAR,
+    tokens: Tensor,
+    known: Tensor,
+    condition: Tensor,
+    wanted: Tensor,
+    valid: Tensor | None = None,
 ) -> Tensor:
-    """The head's conditions [B · n, G, Z] at ``wanted`` [B, n] given ``known`` [B, K] of ``tokens`` [B, L, C]."""
+    """The head's conditions [B · n, G, Z] at ``wanted`` [B, n] given ``known`` [B, K] of ``tokens``
+    [B, L, C].
+    """
     branches = len(condition) // len(tokens)
     rows: Sequence[Tensor | None] = (tokens, known, wanted, valid)
     if branches > 1:
@@ -159,8 +180,12 @@ def put(tokens: Tensor, where: Tensor, made: Tensor) -> None:
     tokens.scatter_(1, where[:, :, None].expand(-1, -1, tokens.shape[-1]), rows)
 
 
-def _stats(batch: int, length: int, passes: int, calls: int, seconds: float, clock: Clock) -> ChainStats:
+def _stats(
+    batch: int, length: int, passes: int, calls: int, seconds: float, clock: Clock
+) -> ChainStats:
     head = clock.seconds["head"]
-    stats = ChainStats(batch * length, batch * passes, passes, seconds, 0.0, clock.seconds["verify"] + head)
+    stats = ChainStats(
+        batch * length, batch * passes, passes, seconds, 0.0, clock.seconds["verify"] + head
+    )
     stats.head_calls, stats.head_seconds = calls, head
     return stats

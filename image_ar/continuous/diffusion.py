@@ -1,8 +1,10 @@
-"""Gaussian diffusion of a token: the cosine schedule, respaced, and the loss of a head with a learned variance.
+"""Gaussian diffusion of a token: the cosine schedule, respaced, and the loss of a head with a
+learned variance.
 
-Sources: DDPM (arXiv 2006.11239, equations 6-7), improved DDPM (arXiv 2102.09672: cosine schedule, learned variance and
-the bound, equations 15-17), as MAR uses them. Tables are float64 and made once; samplers take what they need of them
-to a device in one upload (``chain.py``). Shape letters: S spaced steps, N rows, C token width.
+Sources: DDPM (arXiv 2006.11239, equations 6-7), improved DDPM (arXiv 2102.09672: cosine schedule,
+learned variance and the bound, equations 15-17), as MAR uses them. Tables are float64 and made
+once; samplers take what they need of them to a device in one upload (``chain.py``). Shape letters:
+S spaced steps, N rows, C token width.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ def cosine_betas(steps: int = BASE_STEPS) -> Tensor:
         return math.cos((t + 0.008) / 1.008 * math.pi / 2) ** 2
 
     return torch.tensor(
-        [min(1 - level((i + 1) / steps) / level(i / steps), MAX_BETA) for i in range(steps)], dtype=torch.float64
+        [min(1 - level((i + 1) / steps) / level(i / steps), MAX_BETA) for i in range(steps)],
+        dtype=torch.float64,
     )
 
 
 def spaced_timesteps(spec: str, steps: int = BASE_STEPS) -> list[int]:
-    """Original timesteps kept by ``spec``: "" (all), "100" (strided, both ends kept), "10,20" (by section), "ddim50".
+    """Original timesteps kept by ``spec``: "" (all), "100" (strided, both ends kept), "10,20" (by
+    section), "ddim50".
 
     Raises ``ValueError`` for a spec that does not fit ``steps``.
     """
@@ -40,7 +44,9 @@ def spaced_timesteps(spec: str, steps: int = BASE_STEPS) -> list[int]:
         return list(range(steps))
     count = spec.removeprefix("ddim")
     if not all(part.isdecimal() and int(part) > 0 for part in count.split(",")):
-        raise ValueError(f"head steps must be a number, numbers with commas or 'ddim' and a number, got {spec!r}")
+        raise ValueError(
+            f"head steps must be a number, numbers with commas or 'ddim' and a number, got {spec!r}"
+        )
     if spec.startswith("ddim"):
         return _even(int(count), steps)
     sections = [int(part) for part in count.split(",")]
@@ -56,7 +62,9 @@ def _even(wanted: int, steps: int) -> list[int]:
     for stride in range(1, steps + 1):
         if len(range(0, steps, stride)) == wanted:
             return list(range(0, steps, stride))
-    raise ValueError(f"'ddim' must be followed by a number that strides {steps} steps evenly, got {wanted}")
+    raise ValueError(
+        f"'ddim' must be followed by a number that strides {steps} steps evenly, got {wanted}"
+    )
 
 
 def _strided(wanted: int, size: int) -> list[int]:
@@ -89,7 +97,7 @@ class Schedule:
 
     @cached_property
     def alphas_cumprod_prev(self) -> Tensor:
-        """The next cleaner step's level; 1 behind the last."""
+        """The next cleaner step's level; 1 after the last."""
         return torch.cat([self.alphas_cumprod.new_ones(1), self.alphas_cumprod[:-1]])
 
     @cached_property
@@ -128,34 +136,49 @@ class Schedule:
 
     def posterior_mean(self, x_start: Tensor, x: Tensor, i: Tensor) -> Tensor:
         """Mean [N, C] of x_{i-1} given x_0 and ``x`` = x_i (DDPM, equation 7)."""
-        return self.at(self.posterior_mean_coef1, i, x) * x_start + self.at(self.posterior_mean_coef2, i, x) * x
+        return (
+            self.at(self.posterior_mean_coef1, i, x) * x_start
+            + self.at(self.posterior_mean_coef2, i, x) * x
+        )
 
     def log_variance(self, v: Tensor, i: Tensor) -> Tensor:
-        """log σ² [N, C] from the head's ``v``, which interpolates between posterior variance (-1) and beta (1)."""
+        """log σ² [N, C] from the head's ``v``, which interpolates between posterior variance (-1)
+        and beta (1).
+        """
         low, high = self.posterior_log_variance_clipped, self.betas.log()
         share = (v + 1) / 2
         return share * self.at(high, i, v) + (1 - share) * self.at(low, i, v)
 
-    def law(self, out: Tensor, x: Tensor, i: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and log variance [N, C] of x_{i-1} by the head's ``out`` [N, 2C] at ``x`` [N, C], steps ``i`` [N]."""
+    def probs(self, out: Tensor, x: Tensor, i: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and log variance [N, C] of x_{i-1} by the head's ``out`` [N, 2C] at ``x`` [N, C],
+        steps ``i`` [N].
+        """
         eps, v = out.chunk(2, dim=-1)
         return self.posterior_mean(self.x_start(x, i, eps), x, i), self.log_variance(v, i)
 
     def noised(self, x_start: Tensor, i: Tensor, noise: Tensor) -> Tensor:
         """x_i [N, C] of clean tokens."""
         level = self.alphas_cumprod
-        return self.at(level.sqrt(), i, x_start) * x_start + self.at((1 - level).sqrt(), i, x_start) * noise
+        return (
+            self.at(level.sqrt(), i, x_start) * x_start
+            + self.at((1 - level).sqrt(), i, x_start) * noise
+        )
 
-    def loss(self, out: Tensor, x_start: Tensor, x: Tensor, i: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared error of the noise and the bound [N] each (bits, which teaches the variance only).
+    def loss(
+        self, out: Tensor, x_start: Tensor, x: Tensor, i: Tensor, noise: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Squared error of the noise and the bound [N] each (bits, which teaches the variance
+        only).
 
         Their sum is MAR's loss (improved DDPM, equation 16 with weight 1).
         """
         eps, v = out.chunk(2, dim=-1)
         mse = (noise - eps).square().mean(-1)
-        mean, log_var = self.law(torch.cat([eps.detach(), v], dim=-1), x, i)
+        mean, log_var = self.probs(torch.cat([eps.detach(), v], dim=-1), x, i)
         wanted = self.posterior_mean(x_start, x, i)
-        kl = _normal_kl(wanted, self.at(self.posterior_log_variance_clipped, i, x), mean, log_var).mean(-1)
+        kl = _normal_kl(
+            wanted, self.at(self.posterior_log_variance_clipped, i, x), mean, log_var
+        ).mean(-1)
         first = -_bin_log_likelihood(x_start, mean, 0.5 * log_var).mean(-1)
         return mse, torch.where(i == 0, first, kl) / math.log(2)
 
@@ -166,7 +189,9 @@ def _normal_kl(mean1: Tensor, log_var1: Tensor, mean2: Tensor, log_var2: Tensor)
 
 
 def _bin_log_likelihood(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-    """log of the mass that a Gaussian puts on the 8-bit bin around ``x``; the outer bins reach to infinity."""
+    """log of the mass that a Gaussian puts on the 8-bit bin around ``x``; the outer bins reach to
+    infinity.
+    """
     scale = torch.exp(-log_std)
     upper, lower = (_normal_cdf(scale * (x - mean + d)) for d in (HALF_BIN, -HALF_BIN))
     mass = torch.where(x > 0.999, 1 - lower, upper - lower)

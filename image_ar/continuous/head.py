@@ -1,7 +1,8 @@
-"""The diffusion head of MAR: a residual MLP that predicts a token's noise, with the official parameter names.
+"""The diffusion head of MAR: a residual MLP that predicts a token's noise, with the official
+parameter names.
 
-Source: MAR (arXiv 2406.11838, section 3.3 and appendix B). Shape letters: N rows, C token width, w head width, Z width
-of the condition z, F modulations of a row.
+Source: MAR (arXiv 2406.11838, section 3.3 and appendix B). Shape letters: N rows, C token width, w
+head width, Z width of the condition z, F modulations of a row.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ PERIOD = 10_000.0
 
 
 def sinusoid(t: Tensor, width: int = FREQUENCIES) -> Tensor:
-    """Cosines, then sines, of original timesteps ``t`` [N] (0 … 999) at ``width``/2 frequencies: [N, width] float32."""
+    """Cosines, then sines, of original timesteps ``t`` [N] (0 … 999) at ``width``/2 frequencies:
+    [N, width] float32.
+    """
     half = width // 2
     rates = torch.exp(-math.log(PERIOD) * torch.arange(half, device=t.device) / half)
     angles = t[:, None].float() * rates
@@ -59,7 +62,9 @@ class FinalLayer(nn.Module):
 
 
 class SimpleMLPAdaLN(nn.Module):
-    """Noisy tokens, timesteps and conditions to predicted noise and variance: [N, C] -> [N, 2C] = eps | v."""
+    """Noisy tokens, timesteps and conditions to predicted noise and variance: [N, C] -> [N, 2C] =
+    eps | v.
+    """
 
     def __init__(self, channels: int, width: int, cond: int, depth: int) -> None:
         super().__init__()
@@ -72,7 +77,9 @@ class SimpleMLPAdaLN(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """The release's start: Xavier weights, and modulations and output at zero, so that blocks begin as identity."""
+        """The release's start: Xavier weights, and modulations and output at zero, so that blocks
+        begin as identity.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -86,7 +93,9 @@ class SimpleMLPAdaLN(nn.Module):
         return [_linears(b.adaLN_modulation)[0] for b in self._modulated()]
 
     def _modulated(self) -> list[HeadBlock | FinalLayer]:
-        return [m for m in (*self.res_blocks, self.final_layer) if isinstance(m, HeadBlock | FinalLayer)]
+        return [
+            m for m in (*self.res_blocks, self.final_layer) if isinstance(m, HeadBlock | FinalLayer)
+        ]
 
     def forward(self, x: Tensor, t: Tensor, z: Tensor) -> Tensor:
         """Predict for tokens ``x`` [N, C] at original timesteps ``t`` [N] under ``z`` [N, Z]."""
@@ -94,7 +103,9 @@ class SimpleMLPAdaLN(nn.Module):
         return Weights.of(self).predict(x, F.linear(y, *self.modulation()))
 
     def modulation(self) -> tuple[Tensor, Tensor]:
-        """Weight [F, w] and bias [F] of all modulations at once, with 1 added to the bias where they scale."""
+        """Weight [F, w] and bias [F] of all modulations at once, with 1 added to the bias where
+        they scale.
+        """
         layers = self._modulators()
         biases = [layer.bias.clone() for layer in layers]
         for bias in biases:
@@ -104,13 +115,15 @@ class SimpleMLPAdaLN(nn.Module):
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights a prediction needs, taken out of their modules: at one token a call, looking them up costs as much as
-    the arithmetic.
+    """The weights a prediction needs, taken out of their modules: at one token a call, looking them
+    up costs as much as the arithmetic.
     """
 
     width: int
     first: tuple[Tensor, Tensor]
-    blocks: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]  # weight, bias of norm and both layers
+    blocks: Sequence[
+        tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+    ]  # weight, bias of norm and both layers
     last: tuple[Tensor, Tensor]
 
     @classmethod
@@ -122,12 +135,19 @@ class Weights:
             w1, w2 = _linears(b.mlp)
             blocks.append((b.in_ln.weight, b.in_ln.bias, w1.weight, w1.bias, w2.weight, w2.bias))
         last = net.final_layer.linear
-        return cls(net.width, (net.input_proj.weight, net.input_proj.bias), blocks, (last.weight, last.bias))
+        return cls(
+            net.width,
+            (net.input_proj.weight, net.input_proj.bias),
+            blocks,
+            (last.weight, last.bias),
+        )
 
     def predict(self, x: Tensor, modulations: Tensor) -> Tensor:
-        """Predictions [..., 2C] for tokens ``x`` [..., C] under ``modulations`` [..., F]; the two broadcast.
+        """Predictions [..., 2C] for tokens ``x`` [..., C] under ``modulations`` [..., F]; the two
+        broadcast.
 
-        F is, block by block, shift, scale (the release's 1 + scale) and gate, then shift and scale of the last layer.
+        F is, block by block, shift, scale (the release's 1 + scale) and gate, then shift and scale
+        of the last layer.
         """
         parts, shape = modulations.split(self.width, dim=-1), (self.width,)
         h = F.linear(x, *self.first)
@@ -136,7 +156,9 @@ class Weights:
             inner = torch.addcmul(shift, torch.layer_norm(h, shape, norm, norm_bias, EPS), scale)
             h = torch.addcmul(h, gate, F.linear(F.silu(F.linear(inner, w1, b1)), w2, b2))
         shift, scale = parts[-2:]
-        return F.linear(torch.addcmul(shift, torch.layer_norm(h, shape, eps=EPS), scale), *self.last)
+        return F.linear(
+            torch.addcmul(shift, torch.layer_norm(h, shape, eps=EPS), scale), *self.last
+        )
 
 
 def _linears(layers: nn.Sequential) -> list[nn.Linear]:
@@ -152,7 +174,9 @@ class DiffLoss(nn.Module):
 
 
 def guide(out: Tensor, uncond: Tensor, scale: float | Tensor) -> Tensor:
-    """Guided prediction [..., 2C]: eps = u + ``scale`` · (c - u); the variance stays the conditional one."""
+    """Guided prediction [..., 2C]: eps = u + ``scale`` · (c - u); the variance stays the
+    conditional one.
+    """
     channels = out.shape[-1] // 2
     eps = uncond[..., :channels] + scale * (out[..., :channels] - uncond[..., :channels])
     return torch.cat([eps, out[..., channels:]], dim=-1)

@@ -1,7 +1,8 @@
 """MAR's KL autoencoder (KL-16 and smaller ones), with the official parameter names.
 
-Source: MAR (arXiv 2406.11838), which follows latent diffusion's autoencoder (arXiv 2112.10752). Shape letters: B batch,
-R image side, h latent side (R / downsampling), C latent channels. Images are float in [-1, 1].
+Source: MAR (arXiv 2406.11838), which follows latent diffusion's autoencoder (arXiv 2112.10752).
+Shape letters: B batch, R image side, h latent side (R / downsampling), C latent channels. Images
+are float in [-1, 1].
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ LOG_VARIANCE = (-30.0, 20.0)  # the encoder's answer is clamped to this
 
 @dataclass(frozen=True)
 class KLConfig:
-    """Sizes of an autoencoder; the defaults are the published KL-16. ``scale`` brings latents to unit variance."""
+    """Sizes of an autoencoder; the defaults are the published KL-16. ``scale`` brings latents to
+    unit variance.
+    """
 
     ch: int = 128
     ch_mult: tuple[int, ...] = (1, 1, 2, 2, 4)
@@ -57,9 +60,15 @@ class AutoencoderKL(nn.Module):
     def __init__(self, config: KLConfig) -> None:
         super().__init__()
         self.config = config
-        attending = [i for i in range(len(config.ch_mult)) if config.resolution // 2**i in config.attn_resolutions]
+        attending = [
+            i
+            for i in range(len(config.ch_mult))
+            if config.resolution // 2**i in config.attn_resolutions
+        ]
         sizes = config.ch, config.ch_mult
-        self.encoder = Encoder(Stack(*sizes, config.num_res_blocks, 2 * config.z_channels, attending))
+        self.encoder = Encoder(
+            Stack(*sizes, config.num_res_blocks, 2 * config.z_channels, attending)
+        )
         self.decoder = Decoder(
             Stack(*sizes, config.num_res_blocks + 1, config.z_channels)
         )  # attends in the middle only

@@ -1,7 +1,9 @@
-"""MAR: a masked autoregressive transformer over continuous image tokens, with the official parameter names.
+"""MAR: a masked autoregressive transformer over continuous image tokens, with the official
+parameter names.
 
-Source: MAR (arXiv 2406.11838). Shape letters: R rows (batch, doubled under guidance), L tokens a picture, K known ones,
-M wanted ones, C token width, D width, H heads, P buffer slots in front, all holding the class.
+Source: MAR (arXiv 2406.11838). Shape letters: R rows (batch, doubled under guidance), L tokens a
+picture, K known ones, M wanted ones, C token width, D width, H heads, P buffer slots in front, all
+holding the class.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class MARConfig:
         for side in ("encoder", "decoder"):
             dim, heads = getattr(self, f"{side}_embed_dim"), getattr(self, f"{side}_num_heads")
             if dim % heads:
-                raise ValueError(f"{side}_embed_dim must be a multiple of its heads, got {dim} and {heads} heads")
+                raise ValueError(
+                    f"{side}_embed_dim must be a multiple of its heads, got {dim} and {heads} heads"
+                )
         if self.img_size % (self.vae_stride * self.patch_size):
             raise ValueError(
                 f"img_size must be a multiple of vae_stride times patch_size, got {self.img_size}, "
@@ -70,7 +74,9 @@ class MARConfig:
         return self.vae_embed_dim * self.patch_size**2
 
 
-def _published(dim: int, depth: int, heads: int, head_width: int, head_depth: int) -> dict[str, int]:
+def _published(
+    dim: int, depth: int, heads: int, head_width: int, head_depth: int
+) -> dict[str, int]:
     sizes = {f"{side}_{k}": v for side in ("encoder", "decoder") for k, v in
              (("embed_dim", dim), ("depth", depth), ("num_heads", heads))}  # fmt: skip
     return {**sizes, "diffloss_w": head_width, "diffloss_d": head_depth}
@@ -93,11 +99,15 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, bias: Tensor | None, wanted: Tensor | None) -> Tensor:
-        """[R, T, D] -> [R, T or M, D]; ``bias`` [R, 1, 1, T] is added to scores, ``wanted`` [R, M] picks queries."""
+        """[R, T, D] -> [R, T or M, D]; ``bias`` [R, 1, 1, T] is added to scores, ``wanted`` [R, M]
+        picks queries.
+        """
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)  # [R, T, H, D/H] each
         if wanted is not None:
             q = q.gather(1, wanted[:, :, None, None].expand(-1, -1, *q.shape[2:]))
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias)
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias
+        )
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
@@ -121,7 +131,9 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(dim, eps=EPS), nn.LayerNorm(dim, eps=EPS)
         self.attn, self.mlp = Attention(dim, heads), Mlp(dim, int(dim * mlp_ratio))
 
-    def forward(self, x: Tensor, bias: Tensor | None = None, wanted: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, bias: Tensor | None = None, wanted: Tensor | None = None
+    ) -> Tensor:
         """[R, T, D] -> [R, T or M, D]: only the ``wanted`` [R, M] rows when they are given."""
         y = self.attn(self.norm1(x), bias, wanted)
         x = (x if wanted is None else pick(x, wanted)) + y
@@ -129,27 +141,39 @@ class Block(nn.Module):
 
 
 class MAR(nn.Module):
-    """The model: an encoder of known tokens, a decoder of all positions, and a diffusion head for the wanted ones."""
+    """The model: an encoder of known tokens, a decoder of all positions, and a diffusion head for
+    the wanted ones.
+    """
 
     def __init__(self, config: MARConfig) -> None:
         super().__init__()
         self.config = config
-        enc, dec, slots = config.encoder_embed_dim, config.decoder_embed_dim, config.buffer_size + config.seq_len
+        enc, dec, slots = (
+            config.encoder_embed_dim,
+            config.decoder_embed_dim,
+            config.buffer_size + config.seq_len,
+        )
         self.class_emb = nn.Embedding(config.class_num, enc)
         if config.fake_latent:
             self.fake_latent = _positions(1, enc)
         self.z_proj, self.z_proj_ln = nn.Linear(config.token_dim, enc), nn.LayerNorm(enc, eps=EPS)
         self.encoder_pos_embed_learned = _positions(1, slots, enc)
-        self.encoder_blocks = _blocks(enc, config.encoder_depth, config.encoder_num_heads, config.mlp_ratio)
+        self.encoder_blocks = _blocks(
+            enc, config.encoder_depth, config.encoder_num_heads, config.mlp_ratio
+        )
         self.encoder_norm = nn.LayerNorm(enc, eps=EPS)
         self.decoder_embed = nn.Linear(enc, dec)
         self.mask_token = _positions(1, 1, dec)
         self.decoder_pos_embed_learned = _positions(1, slots, dec)
-        self.decoder_blocks = _blocks(dec, config.decoder_depth, config.decoder_num_heads, config.mlp_ratio)
+        self.decoder_blocks = _blocks(
+            dec, config.decoder_depth, config.decoder_num_heads, config.mlp_ratio
+        )
         self.decoder_norm = nn.LayerNorm(dec, eps=EPS)
         self.diffusion_pos_embed_learned = _positions(1, config.seq_len, dec)
         self.apply(_initialise)
-        self.diffloss = DiffLoss(SimpleMLPAdaLN(config.token_dim, config.diffloss_w, dec, config.diffloss_d))
+        self.diffloss = DiffLoss(
+            SimpleMLPAdaLN(config.token_dim, config.diffloss_w, dec, config.diffloss_d)
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -169,7 +193,9 @@ class MAR(nn.Module):
         if labels is not None:
             return self.class_emb(labels)
         if not self.config.fake_latent:
-            raise ValueError("cfg must be 1 for a model without fake_latent, got another: it has no 'no class' rows")
+            raise ValueError(
+                "cfg must be 1 for a model without fake_latent, got another: it has no 'no class' rows"
+            )
         return self.fake_latent.expand(rows, -1)
 
     def forward(
@@ -180,16 +206,22 @@ class MAR(nn.Module):
         wanted: Tensor | None = None,
         valid: Tensor | None = None,
     ) -> Tensor:
-        """Conditions z [R, M, D] of the head at positions ``wanted`` [R, M] (all of them when None).
+        """Conditions z [R, M, D] of the head at positions ``wanted`` [R, M] (all of them when
+        None).
 
-        ``tokens`` [R, L, C]; positions ``known`` [R, K] of them are seen, less those that are not ``valid`` [R, K]
-        (rows may know different numbers); ``condition`` [R, D] from ``embed_classes``.
+        ``tokens`` [R, L, C]; positions ``known`` [R, K] of them are seen, less those that are not
+        ``valid`` [R, K] (rows may know different numbers); ``condition`` [R, D] from
+        ``embed_classes``.
         """
         x = self.encode(tokens, known, condition, valid)
         return self.decode(x, known, wanted, valid)
 
-    def encode(self, tokens: Tensor, known: Tensor, condition: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Encoder states [R, P + K, D] of the buffer and the known tokens (arguments as ``forward``)."""
+    def encode(
+        self, tokens: Tensor, known: Tensor, condition: Tensor, valid: Tensor | None = None
+    ) -> Tensor:
+        """Encoder states [R, P + K, D] of the buffer and the known tokens (arguments as
+        ``forward``).
+        """
         buffer = self.config.buffer_size
         seen = self.z_proj(pick(tokens, known).to(self.dtype))
         x = torch.cat([condition[:, None].expand(-1, buffer, -1), seen], dim=1)
@@ -199,10 +231,16 @@ class MAR(nn.Module):
             x = block(x, bias)
         return self.encoder_norm(x)
 
-    def decode(self, x: Tensor, known: Tensor, wanted: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
-        """Conditions z [R, M, D] from encoder states ``x`` [R, P + K, D] (arguments as ``forward``)."""
+    def decode(
+        self, x: Tensor, known: Tensor, wanted: Tensor | None = None, valid: Tensor | None = None
+    ) -> Tensor:
+        """Conditions z [R, M, D] from encoder states ``x`` [R, P + K, D] (arguments as
+        ``forward``).
+        """
         x, buffer, length = self.decoder_embed(x), self.config.buffer_size, self.config.seq_len
-        full = self.mask_token.to(x.dtype).repeat(len(x), buffer + length + 1, 1)  # a spare slot for what is invalid
+        full = self.mask_token.to(x.dtype).repeat(
+            len(x), buffer + length + 1, 1
+        )  # a spare slot for what is invalid
         full[:, :buffer] = x[:, :buffer]
         where = known if valid is None else known.masked_fill(~valid, length)
         full.scatter_(1, (where + buffer)[:, :, None].expand(-1, -1, x.shape[-1]), x[:, buffer:])
@@ -227,7 +265,9 @@ def pick(x: Tensor, where: Tensor) -> Tensor:
 
 
 def patchify(latents: Tensor, patch: int = 1) -> Tensor:
-    """Tokens [B, L, C] in raster order of latents [B, c, h, h]; a token holds channel, row, column of its patch."""
+    """Tokens [B, L, C] in raster order of latents [B, c, h, h]; a token holds channel, row, column
+    of its patch.
+    """
     x = latents.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # [B, c, h, p, w, q]
     return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
@@ -241,7 +281,9 @@ def unpatchify(tokens: Tensor, patch: int = 1) -> Tensor:
 
 def _bias(valid: Tensor, dtype: torch.dtype) -> Tensor:
     """Additive attention mask [R, 1, 1, T] of the keys that count."""
-    return torch.zeros(valid.shape, dtype=dtype, device=valid.device).masked_fill(~valid, -torch.inf)[:, None, None]
+    return torch.zeros(valid.shape, dtype=dtype, device=valid.device).masked_fill(
+        ~valid, -torch.inf
+    )[:, None, None]
 
 
 def _positions(*shape: int) -> nn.Parameter:

@@ -1,7 +1,7 @@
 """Random numbers of a picture, from its own generator, in the order the picture asks for them.
 
-Pictures of a batch ask for different amounts, since their chains are accepted at different lengths; each has a stream
-of its own, so that a picture does not depend on the batch it is drawn in.
+Pictures of a batch ask for different amounts, since their chains are accepted at different lengths;
+each has a stream of its own, so that a picture does not depend on the batch it is drawn in.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ class Numbers(Protocol):
     """Where samplers get their numbers."""
 
     def draw(self, rows: Sequence[int], width: int) -> Tensor:
-        """The next ``width`` numbers for each of ``rows[b]`` rows of every picture b: [sum(rows), width]."""
+        """The next ``width`` numbers for each of ``rows[b]`` rows of every picture b: [sum(rows),
+        width].
+        """
         ...
 
 
@@ -54,5 +56,9 @@ def normals(generators: Sequence[torch.Generator]) -> Stream:
 
 
 def log_uniforms(generators: Sequence[torch.Generator]) -> Stream:
-    """Logarithms of uniform numbers in (0, 1], float32: what a ratio in the log domain is compared with."""
-    return Stream(generators, lambda count, g: (1 - torch.rand(count, generator=g, device=g.device)).log_())
+    """Logarithms of uniform numbers in (0, 1], float32: what a ratio in the log domain is compared
+    with.
+    """
+    return Stream(
+        generators, lambda count, g: (1 - torch.rand(count, generator=g, device=g.device)).log_()
+    )

@@ -1,7 +1,8 @@
-"""In which order a picture's tokens are made, how many at each iteration, and how much guidance they get.
+"""In which order a picture's tokens are made, how many at each iteration, and how much guidance
+they get.
 
-Source: MAR (arXiv 2406.11838, sections 3.4-3.5 and the release's cosine schedule). Shape letters: B pictures,
-L tokens, n iterations. An order is run from its end: its last entries are made first.
+Source: MAR (arXiv 2406.11838, sections 3.4-3.5 and the release's cosine schedule). Shape letters: B
+pictures, L tokens, n iterations. An order is run from its end: its last entries are made first.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ def random_orders(generators: Sequence[torch.Generator], length: int) -> Tensor:
 
 
 def mask_lengths(length: int, iterations: int) -> list[int]:
-    """How many tokens are still unknown behind each of n iterations, but the last, which makes all that are left.
+    """How many tokens are still unknown after each of n iterations, but the last, which makes all
+    that are left.
 
-    The cosine schedule, where every iteration makes one token at least and leaves one to the last. With more
-    iterations than tokens it stays at 1: such iterations make nothing.
+    The cosine schedule, where every iteration makes one token at least and leaves one to the last.
+    With more iterations than tokens it stays at 1: such iterations make nothing.
     """
     if iterations < 1:
         raise ValueError(f"num_iter must be at least 1, got {iterations}")
@@ -48,7 +50,9 @@ class Iteration:
     scale: float
 
 
-def iterations(length: int, count: int, cfg: float = 1.0, schedule: CFGSchedule = "linear") -> list[Iteration]:
+def iterations(
+    length: int, count: int, cfg: float = 1.0, schedule: CFGSchedule = "linear"
+) -> list[Iteration]:
     """The iterations that make any tokens, from part (…, L) of the orders down to (0, …)."""
     left = mask_lengths(length, count)
     bounds = list(pairwise([length, *left[:-1], 0]))
@@ -60,9 +64,11 @@ def iterations(length: int, count: int, cfg: float = 1.0, schedule: CFGSchedule 
 
 
 def guidance(schedule: CFGSchedule, cfg: float, length: int, left: int) -> float:
-    """The guidance scale of an iteration that leaves ``left`` tokens by its mask length (1 at the last).
+    """The guidance scale of an iteration that leaves ``left`` tokens by its mask length (1 at the
+    last).
 
-    ``linear`` rises from 1 to nearly ``cfg`` as tokens become known; ``constant`` is ``cfg`` throughout.
+    ``linear`` rises from 1 to nearly ``cfg`` as tokens become known; ``constant`` is ``cfg``
+    throughout.
     """
     if schedule not in ("linear", "constant"):
         raise ValueError(f"cfg_schedule must be 'linear' or 'constant', got {schedule!r}")

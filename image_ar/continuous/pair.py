@@ -1,7 +1,8 @@
-"""Which models go together: a target, an autoencoder, and a small model that drafts the same tokens.
+"""Which models go together: a target, an autoencoder, and a small model that drafts the same
+tokens.
 
-A small model is kept in ``small/`` beside the target, with its autoencoder's fingerprint in ``pair.json``: latents of
-another autoencoder have the same shapes and mean something else.
+A small model is kept in ``small/`` beside the target, with its autoencoder's fingerprint in
+``pair.json``: latents of another autoencoder have the same shapes and mean something else.
 """
 
 from __future__ import annotations
@@ -45,26 +46,35 @@ def check_vae(target: MAR, vae: AutoencoderKL) -> None:
 
 
 def check_same_vae(vae: AutoencoderKL, found: str, source: Path) -> None:
-    """Raise ``ValueError`` when a drafter's autoencoder, known by the fingerprint ``found``, is not ``vae``."""
+    """Raise ``ValueError`` when a drafter's autoencoder, known by the fingerprint ``found``, is not
+    ``vae``.
+    """
     wanted = kl_fingerprint(vae)
     if found != wanted:
         raise ValueError(f"drafter's VAE must be the target's {wanted}, got {found} for {source}")
 
 
 def load_small(folder: Path, vae: AutoencoderKL, whole: bool = False) -> MAR | None:
-    """The small model in ``folder/small``, or that of a ``whole`` model's folder; None when there is none.
+    """The small model in ``folder/small``, or that of a ``whole`` model's folder; None when there
+    is none.
 
     Raises ``ValueError`` when it was trained for another autoencoder than ``vae``.
     """
     place = folder / ("transformer" if whole else "small")
     if not place.is_dir():
         return None
-    found = kl_fingerprint(load_kl(folder / "vae")) if whole else str(read_json(place / PAIR).get("vae"))
+    found = (
+        kl_fingerprint(load_kl(folder / "vae"))
+        if whole
+        else str(read_json(place / PAIR).get("vae"))
+    )
     check_same_vae(vae, found, folder)
     return load_mar(place)
 
 
-def save_small(small: MAR, folder: Path, vae: AutoencoderKL, dtype: torch.dtype | None = None) -> None:
+def save_small(
+    small: MAR, folder: Path, vae: AutoencoderKL, dtype: torch.dtype | None = None
+) -> None:
     """Write ``folder/small`` with the fingerprint of ``vae``."""
     save_mar(small, folder / "small", dtype)
     (folder / "small" / PAIR).write_text(json.dumps({"vae": kl_fingerprint(vae)}) + "\n")

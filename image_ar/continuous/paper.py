@@ -1,10 +1,11 @@
-"""CSpD as its paper describes it: the target sees every draft before a position, and a rejection ends the window.
+"""CSpD as its paper describes it: the target sees every draft before a position, and a rejection
+ends the window.
 
-Source: CSpD (arXiv 2411.11925, section 3). The target's pass over a window has one row for each drafted iteration, with
-the tokens drafted before it among its known ones. Pictures accept different lengths: each is a coroutine that says what
-it asks next of which model, and what they ask of the same one at the same time is one pass.
-Shape letters: B pictures, L tokens a picture, R rows of a pass, n tokens of an iteration, N of all rows, S steps,
-C token width.
+Source: CSpD (arXiv 2411.11925, section 3). The target's pass over a window has one row for each
+drafted iteration, with the tokens drafted before it among its known ones. Pictures accept different
+lengths: each is a coroutine that says what it asks next of which model, and what they ask of the
+same one at the same time is one pass. Shape letters: B pictures, L tokens a picture, R rows of a
+pass, n tokens of an iteration, N of all rows, S steps, C token width.
 """
 
 from __future__ import annotations
@@ -22,22 +23,29 @@ from torch.nn.utils.rnn import pad_sequence
 from specmm.image_ar.continuous.cspd import Side, Window, settle, timed
 from specmm.image_ar.continuous.decode import ChainStats, Progress, ask
 from specmm.image_ar.continuous.orders import Iteration, iterations
-from specmm.image_ar.continuous.ratios import Dice, Paper, Trace
+from specmm.image_ar.continuous.ratios import Paper, PictureNumbers, Trace
 from specmm.stats import Clock
 
 
 @torch.inference_mode()
 def decode_paper(
-    target: Side, draft: Side, orders: Tensor, noise: Tensor, dice: Sequence[Dice], window: Window
+    target: Side,
+    draft: Side,
+    orders: Tensor,
+    noise: Tensor,
+    numbers: Sequence[PictureNumbers],
+    window: Window,
 ) -> Iterator[Progress]:
-    """Make pictures in their ``orders`` [B, L] from ``noise`` [B, L, S + 1, C], yielding behind each of the target's
-    passes. The stats of the last yield are those of the run.
+    """Make pictures in their ``orders`` [B, L] from ``noise`` [B, L, S + 1, C], yielding after each
+    of the target's passes. The stats of the last yield are those of the run.
     """
-    start, run = time.perf_counter(), _Run(target, draft, orders, noise, dice, window)
+    start, run = time.perf_counter(), _Run(target, draft, orders, noise, numbers, window)
     for _ in run.play({b: run.picture(b) for b in range(len(orders))}):
         yield Progress(run.tokens, orders.shape[1] - max(run.left))
     yield Progress(
-        run.tokens, orders.shape[1], timed(run.stats, run.clock, time.perf_counter() - start, orders.numel())
+        run.tokens,
+        orders.shape[1],
+        timed(run.stats, run.clock, time.perf_counter() - start, orders.numel()),
     )
 
 
@@ -52,7 +60,9 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Request:
-    """Picture ``b`` asks ``side`` for the tokens of ``parts``, each given what the picture holds before it."""
+    """Picture ``b`` asks ``side`` for the tokens of ``parts``, each given what the picture holds
+    before it.
+    """
 
     side: Side
     b: int
@@ -66,9 +76,21 @@ class _Run:
     """``tokens`` [B, L, C] so far, and how many of each picture are ``left``."""
 
     def __init__(
-        self, target: Side, draft: Side, orders: Tensor, noise: Tensor, dice: Sequence[Dice], window: Window
+        self,
+        target: Side,
+        draft: Side,
+        orders: Tensor,
+        noise: Tensor,
+        numbers: Sequence[PictureNumbers],
+        window: Window,
     ) -> None:
-        self.target, self.draft, self.orders, self.noise, self.dice = target, draft, orders, noise, dice
+        self.target, self.draft, self.orders, self.noise, self.numbers = (
+            target,
+            draft,
+            orders,
+            noise,
+            numbers,
+        )
         self.window, plan = window, target.plan
         self.parts = iterations(orders.shape[1], plan.num_iter, plan.cfg, plan.cfg_schedule)
         self.tokens = torch.zeros(*orders.shape, noise.shape[-1], device=orders.device)
@@ -76,7 +98,7 @@ class _Run:
         self.clock, self.stats = Clock(), ChainStats()
 
     def play(self, pictures: dict[int, _Playing]) -> Iterator[None]:
-        """Answer the ``pictures`` until all are made, yielding behind each pass of the target."""
+        """Answer the ``pictures`` until all are made, yielding after each pass of the target."""
         asked = {b: next(picture) for b, picture in pictures.items()}
         while asked:
             for side, name in ((self.draft, "draft"), (self.target, "verify")):
@@ -107,7 +129,9 @@ class _Run:
             self.left[b] = self.parts[done - 1].first
 
     def round(self, b: int, parts: Sequence[Iteration]) -> Generator[_Request, list[_Made], int]:
-        """Draft ``parts`` of picture ``b``, verify them from left to right; how many of them are made."""
+        """Draft ``parts`` of picture ``b``, verify them from left to right; how many of them are
+        made.
+        """
         drafts = []
         for part in parts:
             [made] = yield _Request(self.draft, b, [part])
@@ -116,7 +140,9 @@ class _Run:
         checked = yield _Request(self.target, b, parts)
         for n, (made, own) in enumerate(zip(drafts, checked, strict=True)):
             drafted = made.tokens.double().cpu().numpy()
-            tokens, kept = settle(Paper(), drafted, own.ends, made.ends, self.dice[b], last=False)
+            tokens, kept = settle(
+                Paper(), drafted, own.ends, made.ends, self.numbers[b], last=False
+            )
             self.tokens[b, made.where] = torch.from_numpy(tokens).to(self.tokens)
             self.stats.drafted += len(kept)
             self.stats.accepted += int(kept.sum())
@@ -134,12 +160,18 @@ class _Run:
         known = self.orders[rows, first:]
         begin = torch.tensor([part.last - first for _, part in asked], device=device)
         valid = torch.arange(known.shape[1], device=device) >= begin[:, None]
-        wanted = pad_sequence(where, batch_first=True)  # a row that wants fewer asks for position 0, too
+        wanted = pad_sequence(
+            where, batch_first=True
+        )  # a row that wants fewer asks for position 0, too
         condition = side.condition.unflatten(0, (-1, len(self.orders)))[:, rows].flatten(0, 1)
         z = ask(side.model, self.tokens[rows], known, condition, wanted, valid)
-        z = z[(torch.arange(wanted.shape[1], device=device) < counts[:, None]).flatten()]  # [N, G, Z]
+        z = z[
+            (torch.arange(wanted.shape[1], device=device) < counts[:, None]).flatten()
+        ]  # [N, G, Z]
         noise = self.noise[rows.repeat_interleave(counts), torch.cat(where)].transpose(0, 1)
-        scale = torch.tensor([part.scale for _, part in asked], device=device).repeat_interleave(counts)[:, None]
+        scale = torch.tensor([part.scale for _, part in asked], device=device).repeat_interleave(
+            counts
+        )[:, None]
         tokens, ends = side.chains(z, scale, noise)
         sizes = counts.tolist()
         made = map(_Made, where, tokens.split(sizes), _split(ends, sizes))

@@ -1,4 +1,5 @@
-"""``MARPipeline``: pictures from a model of continuous tokens, by any of its methods, with a certificate.
+"""``MARPipeline``: pictures from a model of continuous tokens, by any of its methods, with a
+certificate.
 
 Shape letters: B pictures of a batch, L tokens a picture, C token width, R pixels a side.
 """
@@ -24,13 +25,20 @@ from specmm.image_ar.continuous.orders import CFGSchedule
 from specmm.image_ar.continuous.pair import check_pair, check_vae, load_small, save_small
 from specmm.image_ar.continuous.settings import Settings, Solver
 from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
-from specmm.image_ar.settings import class_labels, read_settings, with_options, write_index, write_settings
+from specmm.image_ar.settings import (
+    class_labels,
+    read_settings,
+    with_options,
+    write_index,
+    write_settings,
+)
 from specmm.randomness import sample_generators
 from specmm.turns import in_its_turn
 
 
 class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
-    """A model of continuous tokens (MAR), its autoencoder, and perhaps a small model that shares it.
+    """A model of continuous tokens (MAR), its autoencoder, and perhaps a small model that shares
+    it.
 
     Several threads may share one: calls are answered in the order they come.
 
@@ -65,7 +73,8 @@ class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
         text_encoder: None = None,
         device: torch.device | str = "cpu",
     ) -> MARPipeline:
-        """A pipeline of a folder, pocket name or hub id; the dtype defaults to the device's fastest.
+        """A pipeline of a folder, pocket name or hub id; the dtype defaults to the device's
+        fastest.
 
         The small model is that of the folder, or ``small``: another model's folder, name or id.
         """
@@ -75,13 +84,21 @@ class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
         transformer, vae = load_mar(folder / "transformer"), load_kl(folder / "vae")
         size = sum(p.numel() for p in transformer.parameters())
         dtype = torch_dtype or choose_dtype(size, long=True, device=device)
-        second = load_small(folder, vae) if small is None else load_small(zoo.find(small), vae, whole=True)
+        second = (
+            load_small(folder, vae)
+            if small is None
+            else load_small(zoo.find(small), vae, whole=True)
+        )
         large = transformer.to(device, dtype)
         second = None if second is None else second.to(device, dtype)
-        return cls(large, vae.to(device), second, read_settings(Settings, folder), resolved, str(name))
+        return cls(
+            large, vae.to(device), second, read_settings(Settings, folder), resolved, str(name)
+        )
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write everything ``from_pretrained`` reads, with the official parameter names, in safetensors."""
+        """Write everything ``from_pretrained`` reads, with the official parameter names, in
+        safetensors.
+        """
         folder = Path(folder)
         save_mar(self.transformer, folder / "transformer", dtype)
         save_kl(self.vae, folder / "vae", dtype)
@@ -118,11 +135,13 @@ class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
         output_type: str = "pil",
         callback_on_step_end: Callback | None = None,
     ) -> ImageOutput:
-        """Draw ``num_images_per_prompt`` pictures of every class; ``tokens`` are [B, L, C] in raster order.
+        """Draw ``num_images_per_prompt`` pictures of every class; ``tokens`` are [B, L, C] in
+        raster order.
 
-        What is not given comes from the model's settings. ``generator`` is one for all (each picture gets a seed from
-        it) or one a picture; its dice depend on its own seed only, not on the batch. Raises ``ValueError`` for an
-        unknown class or method, for options out of range and for a method without the small model it needs.
+        What is not given comes from the model's settings. ``generator`` is one for all (each
+        picture gets a seed from it) or one a picture; its uniforms depend on its own seed only, not
+        on the batch. Raises ``ValueError`` for an unknown class or method, for options out of range
+        and for a method without the small model it needs.
         """
         check_call(output_type, batch_size, num_images_per_prompt)
         settings = self.target(cfg, temperature, num_iter, head_steps, cfg_schedule, solver)
@@ -148,7 +167,9 @@ class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
     ) -> Settings:
         """How the model is sampled under these options, its settings standing in for what is None."""
         steps = None if head_steps is None else str(head_steps)
-        options: dict[str, Any] = dict(cfg=cfg, temperature=temperature, num_iter=num_iter, head_steps=steps)
+        options: dict[str, Any] = dict(
+            cfg=cfg, temperature=temperature, num_iter=num_iter, head_steps=steps
+        )
         chosen = with_options(self.settings, **options, cfg_schedule=cfg_schedule, solver=solver)
         plan = chosen.plan()
         if plan.cfg != 1.0:
@@ -158,12 +179,18 @@ class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
 
     @torch.inference_mode()
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Pictures [B, R, R, 3] uint8 of tokens [B, L, C], one by one: batches of other sizes round otherwise."""
+        """Pictures [B, R, R, 3] uint8 of tokens [B, L, C], one by one: batches of other sizes round
+        otherwise.
+        """
         latents = unpatchify(tokens, self.transformer.config.patch_size)
         return torch.cat([to_uint8(self.vae.decode_scaled(row)) for row in latents.split(1)])
 
     def _batch(
-        self, what: Draw, method: methods.ContinuousMethod, output_type: str, callback: Callback | None
+        self,
+        what: Draw,
+        method: methods.ContinuousMethod,
+        output_type: str,
+        callback: Callback | None,
     ) -> Drawn:
         steps, certificate = assemble(method, self.models, what)
         for i, progress in enumerate(steps):

@@ -1,4 +1,5 @@
-"""Samplers of an iteration's tokens by the target's own head: plainly, deterministically, or speculating on it.
+"""Samplers of an iteration's tokens by the target's own head: plainly, deterministically, or
+speculating on it.
 
 Shape letters as in ``decode.py``.
 """
@@ -9,7 +10,14 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from specmm.image_ar.continuous.chain import BoundHead, ChainHead, Condition, Steps, ancestral, deterministic
+from specmm.image_ar.continuous.chain import (
+    BoundHead,
+    ChainHead,
+    Condition,
+    Steps,
+    ancestral,
+    deterministic,
+)
 from specmm.image_ar.continuous.decode import Sampled, View, ask
 from specmm.image_ar.continuous.mar import MAR
 from specmm.image_ar.continuous.noise import Numbers
@@ -31,14 +39,18 @@ class Ancestral:
     def sample(self, condition: Condition, view: View) -> Sampled:
         """See ``Sampler``."""
         count, width = len(self.head.times), self.head.channels
-        noise = self.normal.draw(rows_of(view), (count + 1) * width).view(-1, count + 1, width).transpose(0, 1)
+        noise = (
+            self.normal.draw(rows_of(view), (count + 1) * width)
+            .view(-1, count + 1, width)
+            .transpose(0, 1)
+        )
         tokens = ancestral(self.head.bind(condition), self.steps, noise, self.temperature)
         return Sampled(tokens, count * len(tokens))
 
 
 @dataclass
 class Deterministic:
-    """DDIM: noise at the start only, so that fewer steps do; not the law of DDPM."""
+    """DDIM: noise at the start only, so that fewer steps do; not the distribution of DDPM."""
 
     head: ChainHead
     normal: Numbers
@@ -73,7 +85,7 @@ class SmallHead:
 
 @dataclass
 class Speculative:
-    """DDPM's law in fewer sequential head calls (``speculate.py``)."""
+    """DDPM's distribution in fewer sequential head calls (``speculate.py``)."""
 
     head: ChainHead
     normal: Numbers
@@ -93,7 +105,9 @@ class Speculative:
         bound = self.head.bind(condition)
         small = None if self.small is None else self.small.bind(view, condition.scale)
         rows = rows_of(view)
-        made = speculate(bound, self.tables, rows, self.normal, self.log_uniform, self.options, small)
+        made = speculate(
+            bound, self.tables, rows, self.normal, self.log_uniform, self.options, small
+        )
         return Sampled(made.tokens, sum(made.row_calls))
 
 

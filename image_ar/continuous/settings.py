@@ -1,4 +1,6 @@
-"""How a model of continuous tokens is meant to be sampled: what is read from ``settings.json`` beside it."""
+"""How a model of continuous tokens is meant to be sampled: what is read from ``settings.json``
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -36,5 +38,9 @@ class Settings:
         if self.solver not in ("ddpm", "ddim"):
             raise ValueError(f"solver must be 'ddpm' or 'ddim', got {self.solver!r}")
         if self.cfg_schedule not in ("linear", "constant"):
-            raise ValueError(f"cfg_schedule must be 'linear' or 'constant', got {self.cfg_schedule!r}")
-        return Plan(self.num_iter, str(self.head_steps), self.cfg, self.cfg_schedule, self.temperature)
+            raise ValueError(
+                f"cfg_schedule must be 'linear' or 'constant', got {self.cfg_schedule!r}"
+            )
+        return Plan(
+            self.num_iter, str(self.head_steps), self.cfg, self.cfg_schedule, self.temperature
+        )

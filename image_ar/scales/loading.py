@@ -1,6 +1,8 @@
-"""Published, trainer-made and our own VAR and VQVAE files as modules, and back to files under the official names.
+"""Published, trainer-made and our own VAR and VQVAE files as modules, and back to files under the
+official names.
 
-Sizes come from a ``config.json`` beside the weights, else from the shapes of the weights, as far as these tell.
+Sizes come from a ``config.json`` beside the weights, else from the shapes of the weights, as far as
+these tell.
 """
 
 from __future__ import annotations
@@ -14,21 +16,27 @@ from torch import Tensor
 
 from specmm.checkpoints import NESTING, State, load_strict, read_checkpoint
 from specmm.image_ar.files import count, read_config, save_module, shape_of
-from specmm.image_ar.scales.ladder import PATCHES_256
+from specmm.image_ar.scales.scale_schedule import PATCHES_256
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 
 MASK = "attn_bias_for_masking"  # holds -inf by design
 PUBLISHED_HEAD_DIM = 64
-TRAINED = {VARConfig: ("var_wo_ddp", "var"), VQVAEConfig: ("vae_local", "vae_wo_ddp", "vae")}  # names in a trainer
+TRAINED = {
+    VARConfig: ("var_wo_ddp", "var"),
+    VQVAEConfig: ("vae_local", "vae_wo_ddp", "vae"),
+}  # names in a trainer
 
 
-def load_var(path: str | Path, config: VARConfig | None = None, *, dtype: torch.dtype = torch.float32) -> VAR:
-    """The transformer in the file or folder ``path``, in evaluation mode, with weights in ``dtype``.
+def load_var(
+    path: str | Path, config: VARConfig | None = None, *, dtype: torch.dtype = torch.float32
+) -> VAR:
+    """The transformer in the file or folder ``path``, in evaluation mode, with weights in
+    ``dtype``.
 
-    Without ``config`` the sizes are those of ``config.json`` beside the weights, else of the weights. A training
-    checkpoint (``trainer.var_wo_ddp``) is understood. Raises ``ValueError`` when sizes are missing and, naming them,
-    when weights are missing, extra or misshapen.
+    Without ``config`` the sizes are those of ``config.json`` beside the weights, else of the
+    weights. A training checkpoint (``trainer.var_wo_ddp``) is understood. Raises ``ValueError``
+    when sizes are missing and, naming them, when weights are missing, extra or misshapen.
     """
     state = _read(path, VARConfig)
     config = config or read_config(path, VARConfig) or infer_var_config(state, path)
@@ -36,8 +44,10 @@ def load_var(path: str | Path, config: VARConfig | None = None, *, dtype: torch.
     if MASK in state:
         state[MASK] = state[MASK].nan_to_num(neginf=0.0)
     load_strict(model, state, (), path)
-    if not torch.equal(model.lvl_1L, config.ladder.levels):
-        raise ValueError(f"{path} must hold the levels of patch_nums {config.patch_nums} in lvl_1L, got others")
+    if not torch.equal(model.lvl_1L, config.schedule.levels):
+        raise ValueError(
+            f"{path} must hold the levels of patch_nums {config.patch_nums} in lvl_1L, got others"
+        )
     model.reset_mask()
     return model.to(dtype).eval()
 
@@ -51,8 +61,8 @@ def load_vqvae(
 ) -> VQVAE:
     """The image tokenizer in ``path``, in evaluation mode; sizes and errors as ``load_var``.
 
-    Its weights do not tell the sides of the scales: without ``patch_nums`` and ``config.json`` ten scales are those
-    of 256 px (give ``PATCHES_512`` for 512 px: the published file is the same).
+    Its weights do not tell the sides of the scales: without ``patch_nums`` and ``config.json`` ten
+    scales are those of 256 px (give ``PATCHES_512`` for 512 px: the published file is the same).
     """
     state = _read(path, VQVAEConfig)
     config = config or read_config(path, VQVAEConfig) or infer_vqvae_config(state, patch_nums, path)
@@ -63,7 +73,9 @@ def load_vqvae(
 
 
 def save_var(model: VAR, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write ``folder/model.safetensors`` (official names; ``dtype`` such as bf16 halves it) and ``config.json``."""
+    """Write ``folder/model.safetensors`` (official names; ``dtype`` such as bf16 halves it) and
+    ``config.json``.
+    """
     save_module(model, model.config, folder, dtype)
 
 
@@ -73,7 +85,9 @@ def save_vqvae(model: VQVAE, folder: str | Path, dtype: torch.dtype | None = Non
 
 
 def _read(path: str | Path, kind: type[VARConfig] | type[VQVAEConfig]) -> State:
-    """The tensors of ``path``; of a training checkpoint those under ``trainer`` and one of ``kind``'s names."""
+    """The tensors of ``path``; of a training checkpoint those under ``trainer`` and one of
+    ``kind``'s names.
+    """
     state = read_checkpoint(path, ("trainer", *TRAINED[kind], *NESTING))
     for name in TRAINED[kind]:
         start = f"trainer.{name}."
@@ -83,15 +97,21 @@ def _read(path: str | Path, kind: type[VARConfig] | type[VQVAEConfig]) -> State:
 
 
 def infer_var_config(state: Mapping[str, Tensor], source: str | Path = "") -> VARConfig:
-    """Sizes of a VAR ``state`` by its shapes and its levels; heads of 64 where attn_l2_norm does not tell them."""
+    """Sizes of a VAR ``state`` by its shapes and its levels; heads of 64 where attn_l2_norm does
+    not tell them.
+    """
     width, codes = shape_of(state, "word_embed.weight", source)
     depth = count(state, r"blocks\.(\d+)\.")
     shape_of(state, "lvl_1L", source)
     counts = state["lvl_1L"].flatten().bincount().tolist()
     l2_norm = "blocks.0.attn.scale_mul_1H11" in state
-    heads = state["blocks.0.attn.scale_mul_1H11"].shape[1] if l2_norm else width // PUBLISHED_HEAD_DIM
+    heads = (
+        state["blocks.0.attn.scale_mul_1H11"].shape[1] if l2_norm else width // PUBLISHED_HEAD_DIM
+    )
     if not heads:
-        raise ValueError(f"num_heads must be given: {source} does not tell, pass a config or put config.json beside it")
+        raise ValueError(
+            f"num_heads must be given: {source} does not tell, pass a config or put config.json beside it"
+        )
     return VARConfig(
         depth=depth,
         embed_dim=width,
@@ -109,15 +129,21 @@ def infer_var_config(state: Mapping[str, Tensor], source: str | Path = "") -> VA
 def infer_vqvae_config(
     state: Mapping[str, Tensor], patch_nums: tuple[int, ...] | None = None, source: str | Path = ""
 ) -> VQVAEConfig:
-    """Sizes of a VQVAE ``state`` by its shapes; ``patch_nums`` must be given unless there are ten scales."""
+    """Sizes of a VQVAE ``state`` by its shapes; ``patch_nums`` must be given unless there are ten
+    scales.
+    """
     vocab_size, width = shape_of(state, "quantize.embedding.weight", source)
     scales = shape_of(state, "quantize.ema_vocab_hit_SV", source)[0]
     sides = patch_nums or (PATCHES_256 if scales == len(PATCHES_256) else ())
     if len(sides) != scales:
-        raise ValueError(f"patch_nums must be the sides of the {scales} scales of {source}, got {patch_nums}")
+        raise ValueError(
+            f"patch_nums must be the sides of the {scales} scales of {source}, got {patch_nums}"
+        )
     ch = shape_of(state, "encoder.conv_in.weight", source)[0]
     levels = count(state, r"encoder\.down\.(\d+)\.")
-    widths = [shape_of(state, f"encoder.down.{i}.block.0.conv1.weight", source)[0] for i in range(levels)]
+    widths = [
+        shape_of(state, f"encoder.down.{i}.block.0.conv1.weight", source)[0] for i in range(levels)
+    ]
     one = "quantize.quant_resi.qresi.weight" in state
     shared = 1 if one else count(state, r"quantize\.quant_resi\.qresi_ls\.(\d+)")
     return VQVAEConfig(

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 
 def measured_peak(run: Callable[[], object], device: torch.device) -> int:
-    """Most bytes of tensors that ``run()`` holds at a time on ``device``, beside those that were there before.
+    """Most bytes of tensors that ``run()`` holds at a time on ``device``, beside those that were
+    there before.
 
     On a CPU, buffers inside a kernel are not seen.
     """
@@ -28,7 +29,9 @@ def measured_peak(run: Callable[[], object], device: torch.device) -> int:
 
 
 class _Watch(TorchDispatchMode):
-    """Keeps account of the storages that operations make, from the first output to the last reference."""
+    """Keeps account of the storages that operations make, from the first output to the last
+    reference.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -42,13 +45,17 @@ class _Watch(TorchDispatchMode):
             if _stored(x) and _key(x) not in given:
                 storage = x.untyped_storage()
                 self._alive[_key(x)] = StorageWeakRef(storage), storage.nbytes()
-        self._alive = {k: (ref, size) for k, (ref, size) in self._alive.items() if not ref.expired()}
+        self._alive = {
+            k: (ref, size) for k, (ref, size) in self._alive.items() if not ref.expired()
+        }
         self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
         return out
 
 
 def _stored(x: object) -> TypeGuard[Tensor]:
-    """Whether ``x`` is a tensor with a storage: weights in oneDNN's blocks (``specmm.layout``) have none to be seen."""
+    """Whether ``x`` is a tensor with a storage: weights in oneDNN's blocks (``specmm.prepacked``)
+    have none to be seen.
+    """
     return isinstance(x, Tensor) and x.layout == torch.strided
 
 

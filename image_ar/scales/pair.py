@@ -1,4 +1,5 @@
-"""The models of a pipeline: a large VAR, perhaps a small one that shares its tokenizer, and the tokenizer.
+"""The models of a pipeline: a large VAR, perhaps a small one that shares its tokenizer, and the
+tokenizer.
 
 What may go together is checked here, before anything is drawn.
 """
@@ -24,7 +25,9 @@ def check_tokenizer(model: VAR, vqvae: VQVAE) -> None:
     for name in ("patch_nums", "vocab_size", "z_channels"):
         ours, theirs = getattr(model.config, name), getattr(vqvae.config, name)
         if ours != theirs:
-            raise ValueError(f"transformer and tokenizer must share {name}, got {ours} and {theirs}")
+            raise ValueError(
+                f"transformer and tokenizer must share {name}, got {ours} and {theirs}"
+            )
 
 
 def check_pair(large: VAR, small: VAR) -> None:
@@ -32,7 +35,9 @@ def check_pair(large: VAR, small: VAR) -> None:
     for name in SHARED:
         ours, theirs = getattr(large.config, name), getattr(small.config, name)
         if ours != theirs:
-            raise ValueError(f"the two models must share {name}, got {ours} (large) and {theirs} (small)")
+            raise ValueError(
+                f"the two models must share {name}, got {ours} (large) and {theirs} (small)"
+            )
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
@@ -40,11 +45,14 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
     if dtype == torch.float16 and device.type == "cpu":
         raise ValueError("float16 must run on a GPU, got a CPU, use bfloat16 or float32")
     if dtype == torch.bfloat16 and device.type == "cuda" and not gpu_has_bfloat16():
-        raise ValueError("bfloat16 must run on a GPU that has it, got one without, use float16 or float32")
+        raise ValueError(
+            "bfloat16 must run on a GPU that has it, got one without, use float16 or float32"
+        )
 
 
 def load_small(name: str | Path, vqvae: VQVAE) -> VAR:
-    """The transformer of the model folder, pocket name or hub id ``name``, or of a plain weights file or folder.
+    """The transformer of the model folder, pocket name or hub id ``name``, or of a plain weights
+    file or folder.
 
     Raises ``ValueError`` when a tokenizer lies beside it that is not ``vqvae``.
     """
@@ -63,7 +71,9 @@ def load_small(name: str | Path, vqvae: VQVAE) -> VAR:
 
 
 def save_small(small: VAR, folder: Path, vqvae: VQVAE, dtype: torch.dtype | None = None) -> Path:
-    """Write ``small`` beside the large model in ``folder`` and say where; the two must fit, tokenizer and all."""
+    """Write ``small`` beside the large model in ``folder`` and say where; the two must fit,
+    tokenizer and all.
+    """
     check_pair(load_var(folder / "transformer"), small)
     _check_same(load_vqvae(folder / "vae"), vqvae, folder)
     save_var(small, folder / "small", dtype)
@@ -72,7 +82,9 @@ def save_small(small: VAR, folder: Path, vqvae: VQVAE, dtype: torch.dtype | None
 
 def _check_same(theirs: VQVAE, ours: VQVAE, folder: Path) -> None:
     if tokenizer_fingerprint(theirs) != tokenizer_fingerprint(ours):
-        raise ValueError(f"the two models must share their tokenizer, got another one in {folder / 'vae'}")
+        raise ValueError(
+            f"the two models must share their tokenizer, got another one in {folder / 'vae'}"
+        )
 
 
 def tokenizer_fingerprint(vqvae: VQVAE) -> str:

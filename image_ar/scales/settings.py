@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Settings:
-    """Recommended sampling (``cfg`` 0 is no guidance), class names by id, FID by CoDe's N (as text) if measured, and
-    the ``n`` that the two models were specialised for, -1 if none.
+    """Recommended sampling (``cfg`` 0 is no guidance), class names by id, FID by CoDe's N (as text)
+    if measured, and the ``n`` that the two models were specialised for, -1 if none.
     """
 
     cfg: float = 1.5

@@ -1,4 +1,5 @@
-"""What this machine makes of two VARs: the planner's rates, fitted to measured scales, and method ``auto``.
+"""What this machine makes of two VARs: the planner's rates, fitted to measured scales, and method
+``auto``.
 
 Shape letters: B batch, K scales.
 """
@@ -12,9 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmm.image_ar.scales.canvas import Canvas
-from specmm.image_ar.scales.drawing import Painter
-from specmm.image_ar.scales.planner import Draw, Forecast, Machine, Work, choose_n, fit, forecast, model_work
+from specmm.image_ar.scales.drawing import ScaleDrawing
+from specmm.image_ar.scales.feature_map import FeatureMap
+from specmm.image_ar.scales.planner import (
+    Draw,
+    Forecast,
+    Machine,
+    Work,
+    choose_n,
+    fit,
+    forecast,
+    model_work,
+)
 from specmm.image_ar.scales.sampling import Inverse, Sampler, Sampling
 from specmm.image_ar.scales.session import Session
 from specmm.image_ar.scales.var import VAR
@@ -38,18 +48,29 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        table = [{"n": f.n, "seconds": f.seconds, "memory": f.memory, "speedup": f.speedup} for f in self.forecasts]
-        return {"choice": self.n, "reason": self.reason, "machine": vars(self.machine), "by_n": table}
+        table = [
+            {"n": f.n, "seconds": f.seconds, "memory": f.memory, "speedup": f.speedup}
+            for f in self.forecasts
+        ]
+        return {
+            "choice": self.n,
+            "reason": self.reason,
+            "machine": vars(self.machine),
+            "by_n": table,
+        }
 
     def lines(self) -> list[str]:
         """For people."""
         rows = [
-            f"n {f.n:2d}  {f.seconds:8.3f} s  {f.memory / 2**20:8.1f} MiB  {f.speedup:5.2f}x" for f in self.forecasts
+            f"n {f.n:2d}  {f.seconds:8.3f} s  {f.memory / 2**20:8.1f} MiB  {f.speedup:5.2f}x"
+            for f in self.forecasts
         ]
         return [*rows, f"choice  {self.reason}"]
 
 
-def plan(large: VAR, small: VAR, vqvae: VQVAE, batch: int, sampling: Sampling, fid: dict[str, float]) -> Plan:
+def plan(
+    large: VAR, small: VAR, vqvae: VQVAE, batch: int, sampling: Sampling, fid: dict[str, float]
+) -> Plan:
     """Measure both models at this batch, forecast every N and choose one."""
     setup = setup_of(large, batch, sampling)
     machine = calibrate(large, small, vqvae, batch, sampling)
@@ -63,26 +84,36 @@ def setup_of(model: VAR, batch: int, sampling: Sampling) -> Draw:
 
 
 def calibrate(large: VAR, small: VAR, vqvae: VQVAE, batch: int, sampling: Sampling) -> Machine:
-    """Rates fitted to every scale of both models and to the small one's catching up at the last scale."""
-    scales, work, seconds = len(large.config.ladder), list[Work](), list[float]()
-    for model, steps in ((large, range(scales)), (small, range(scales)), (small, range(scales - 1, scales))):
+    """Rates fitted to every scale of both models and to the small one's catching up at the last
+    scale.
+    """
+    scales, work, seconds = len(large.config.schedule), list[Work](), list[float]()
+    for model, steps in (
+        (large, range(scales)),
+        (small, range(scales)),
+        (small, range(scales - 1, scales)),
+    ):
         work += model_work(model.config, setup_of(model, batch, sampling), steps)
         seconds += time_steps(model, vqvae, batch, sampling, steps)
     return replace(fit(work, seconds), decode=time_decode(vqvae))
 
 
 @torch.inference_mode()
-def time_steps(model: VAR, vqvae: VQVAE, batch: int, sampling: Sampling, steps: range) -> list[float]:
-    """Seconds of each of ``steps``, drawn behind the scales before them; conditions count for the first."""
+def time_steps(
+    model: VAR, vqvae: VQVAE, batch: int, sampling: Sampling, steps: range
+) -> list[float]:
+    """Seconds of each of ``steps``, drawn after the scales before them; conditions count for the
+    first.
+    """
     labels = torch.zeros(batch, dtype=torch.int64, device=model.device)
     runs = []
     for _ in range(REPEATS + 1):
-        canvas = Canvas(vqvae.quantize, batch)
-        dice = Inverse(sampling, _uniforms(batch, model.device), len(canvas.ladder))
+        feature_map = FeatureMap(vqvae.quantize, batch)
+        uniforms = Inverse(sampling, _uniforms(batch, model.device), len(feature_map.schedule))
         if steps.start:
-            _paint(model, labels, sampling, canvas, dice, range(steps.start))
+            _draw_scales(model, labels, sampling, feature_map, uniforms, range(steps.start))
         begin, marks = _now(model.device), list[float]()
-        _paint(model, labels, sampling, canvas, dice, steps, marks)
+        _draw_scales(model, labels, sampling, feature_map, uniforms, steps, marks)
         runs.append([b - a for a, b in zip([begin, *marks], marks, strict=False)])
     return [min(times) for times in zip(*runs[1:], strict=True)]
 
@@ -90,7 +121,7 @@ def time_steps(model: VAR, vqvae: VQVAE, batch: int, sampling: Sampling, steps: 
 @torch.inference_mode()
 def time_decode(vqvae: VQVAE) -> float:
     """Seconds of decoding one picture."""
-    side, weight = vqvae.config.ladder.sides[-1], vqvae.post_quant_conv.weight
+    side, weight = vqvae.config.schedule.sides[-1], vqvae.post_quant_conv.weight
     f_hat, times = torch.zeros(1, vqvae.config.z_channels, side, side, device=weight.device), []
     for _ in range(REPEATS + 1):
         begin = _now(weight.device)
@@ -103,39 +134,50 @@ def time_decode(vqvae: VQVAE) -> float:
 def speculation_wins(
     large: VAR, small: VAR, vqvae: VQVAE, batch: int, sampling: Sampling, window: int, until: int
 ) -> tuple[bool, str]:
-    """Whether exact speculation beats plain decoding here by CLEAR_WIN, each run on the same pictures; and a reason."""
+    """Whether exact speculation beats plain decoding here by CLEAR_WIN, each run on the same
+    pictures; and a reason.
+    """
     if sampling.more_smooth:
         return False, "plain decoding: soft codes cannot be verified"
     labels = torch.arange(batch, device=large.device) % large.config.num_classes
     best = {"plain": float("inf"), "speculative": float("inf")}
     for _ in range(REPEATS + 1):
         for name in best:
-            begin, canvas = _now(large.device), Canvas(vqvae.quantize, batch)
+            begin, feature_map = _now(large.device), FeatureMap(vqvae.quantize, batch)
             uniforms = _uniforms(batch, large.device)
             if name == "speculative":
-                list(Verified(large, small, canvas, labels, sampling, uniforms, window, until).rounds(Clock()))
+                list(
+                    Verified(
+                        large, small, feature_map, labels, sampling, uniforms, window, until
+                    ).rounds(Clock())
+                )
             else:
-                dice = Inverse(sampling, uniforms, len(canvas.ladder))
-                _paint(large, labels, sampling, canvas, dice, range(len(canvas.ladder)))
+                numbers = Inverse(sampling, uniforms, len(feature_map.schedule))
+                _draw_scales(
+                    large, labels, sampling, feature_map, numbers, range(len(feature_map.schedule))
+                )
             best[name] = min(best[name], _now(large.device) - begin)
     gain = best["plain"] / best["speculative"]
     wins = gain >= CLEAR_WIN
-    return wins, f"{'speculation' if wins else 'plain decoding'}: speculation measured at {gain:.2f}x plain decoding"
+    return (
+        wins,
+        f"{'speculation' if wins else 'plain decoding'}: speculation measured at {gain:.2f}x plain decoding",
+    )
 
 
-def _paint(
+def _draw_scales(
     model: VAR,
     labels: Tensor,
     sampling: Sampling,
-    canvas: Canvas,
-    dice: Sampler,
+    feature_map: FeatureMap,
+    uniforms: Sampler,
     steps: range,
     marks: list[float] | None = None,
 ) -> None:
-    """Draw ``steps``, noting the time behind each in ``marks``."""
-    painter = Painter(Session(model, labels, sampling, steps[-1]), canvas, dice)
+    """Draw ``steps``, noting the time after each in ``marks``."""
+    drawing = ScaleDrawing(Session(model, labels, sampling, steps[-1]), feature_map, uniforms)
     for k in steps:
-        painter.step(k)
+        drawing.step(k)
         if marks is not None:
             marks.append(_now(model.device))
 

@@ -1,9 +1,10 @@
 """VAR, the next-scale transformer, with the official parameter names and buffers.
 
-Source: VAR (arXiv 2404.02905). A forward takes whole scales: tokens of one scale see each other and all coarser
-ones. What depends on the class alone (adaLN, the largest matrices of a block) is computed once by ``condition``.
-Shape letters: R rows (batch, doubled under guidance), T query positions, S attended positions, L all positions,
-C width, H heads, D head width, E code width, V vocabulary, K scales.
+Source: VAR (arXiv 2404.02905). A forward takes whole scales: tokens of one scale see each other and
+all coarser ones. What depends on the class alone (adaLN, the largest matrices of a block) is
+computed once by ``condition``. Shape letters: R rows (batch, doubled under guidance), T query
+positions, S attended positions, L all positions, C width, H heads, D head width, E code width, V
+vocabulary, K scales.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specmm.image_ar.scales.ladder import PATCHES_256, Ladder, scale_bias
-from specmm.layout import product
+from specmm.image_ar.scales.scale_schedule import PATCHES_256, ScaleSchedule, scale_bias
+from specmm.prepacked import product
 
 LOG_MAX_SCALE = math.log(100)  # of attn_l2_norm's learnt temperature
 NORM_EPS = 1e-12  # the least that a query or a key is divided by
@@ -42,13 +43,15 @@ class VARConfig:
 
     def __post_init__(self) -> None:
         if self.embed_dim % self.num_heads:
-            raise ValueError(f"embed_dim must be a multiple of num_heads, got {self.embed_dim} and {self.num_heads}")
-        Ladder(self.patch_nums)
+            raise ValueError(
+                f"embed_dim must be a multiple of num_heads, got {self.embed_dim} and {self.num_heads}"
+            )
+        ScaleSchedule(self.patch_nums)
 
     @property
-    def ladder(self) -> Ladder:
+    def schedule(self) -> ScaleSchedule:
         """The scales."""
-        return Ladder(self.patch_nums)
+        return ScaleSchedule(self.patch_nums)
 
     @property
     def hidden_dim(self) -> int:
@@ -57,8 +60,9 @@ class VARConfig:
 
 
 class Given(NamedTuple):
-    """What a block computes of the class alone: factors [R, 1, C] (1 is added to both scales), the bias [3C] of the
-    fused projection and the factors [2, H, 1] of attn_l2_norm's queries (a temperature) and keys (1).
+    """What a block computes of the class alone: factors [R, 1, C] (1 is added to both scales), the
+    bias [3C] of the fused projection and the factors [2, H, 1] of attn_l2_norm's queries (a
+    temperature) and keys (1).
     """
 
     gate1: Tensor
@@ -72,7 +76,9 @@ class Given(NamedTuple):
 
 
 class Conditioned(NamedTuple):
-    """Everything a model computes of the class alone: its embedding [R, C], blocks, the head's scale and shift."""
+    """Everything a model computes of the class alone: its embedding [R, C], blocks, the head's
+    scale and shift.
+    """
 
     cond: Tensor
     blocks: list[Given]
@@ -80,7 +86,9 @@ class Conditioned(NamedTuple):
 
 
 class Store(Protocol):
-    """Where a layer's keys and values [R, T, H, D] go; it gives back all those to attend [R, S, H, D]."""
+    """Where a layer's keys and values [R, T, H, D] go; it gives back all those to attend [R, S, H,
+    D].
+    """
 
     def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add ``k`` and ``v``."""
@@ -92,7 +100,9 @@ def modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """Fused projections without a key bias (``zero_k_bias`` is a buffer of zeros, as in the official files)."""
+    """Fused projections without a key bias (``zero_k_bias`` is a buffer of zeros, as in the
+    official files).
+    """
 
     zero_k_bias: Tensor
 
@@ -104,7 +114,10 @@ class SelfAttention(nn.Module):
         if config.attn_l2_norm:
             self.scale_mul_1H11 = nn.Parameter(torch.full((1, self.heads, 1, 1), math.log(4.0)))
         self.mat_qkv = nn.Linear(width, 3 * width, bias=False)
-        self.q_bias, self.v_bias = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.zeros(width))
+        self.q_bias, self.v_bias = (
+            nn.Parameter(torch.zeros(width)),
+            nn.Parameter(torch.zeros(width)),
+        )
         self.register_buffer("zero_k_bias", torch.zeros(width))
         self.proj = nn.Linear(width, width)
 
@@ -113,15 +126,21 @@ class SelfAttention(nn.Module):
         bias = torch.cat([self.q_bias, self.zero_k_bias, self.v_bias])
         if not self.l2_norm:
             return bias, None
-        heat = self.scale_mul_1H11.clamp(max=LOG_MAX_SCALE).exp()[0, :, 0]
-        return bias, torch.stack([heat, torch.ones_like(heat)])
+        scale = self.scale_mul_1H11.clamp(max=LOG_MAX_SCALE).exp()[0, :, 0]
+        return bias, torch.stack([scale, torch.ones_like(scale)])
 
-    def forward(self, x: Tensor, given: Given, bias: Tensor | None, store: Store | None, tail: int) -> Tensor:
-        """The last ``tail`` rows of ``x`` [R, T, C] attend; all of it is seen, and what ``store`` holds besides."""
+    def forward(
+        self, x: Tensor, given: Given, bias: Tensor | None, store: Store | None, tail: int
+    ) -> Tensor:
+        """The last ``tail`` rows of ``x`` [R, T, C] attend; all of it is seen, and what ``store``
+        holds besides.
+        """
         qkv = product(self.mat_qkv, x, given.qkv_bias).view(*x.shape[:2], 3, self.heads, -1)
         qk, v = qkv[:, :, :2], qkv[:, :, 2]  # [R, T, 2, H, D], [R, T, H, D]
         if given.qk_scale is not None:  # both at once, the factors on the norms: half the time
-            wide = torch.float32 if qk.dtype == torch.float16 else None  # float16 cannot divide by short vectors
+            wide = (
+                torch.float32 if qk.dtype == torch.float16 else None
+            )  # float16 cannot divide by short vectors
             norms = torch.linalg.vector_norm(qk, dim=-1, keepdim=True, dtype=wide)
             qk = (qk * (given.qk_scale / norms.clamp_min(NORM_EPS))).to(v.dtype)
         q, k = qk.unbind(2)
@@ -159,16 +178,26 @@ class Block(nn.Module):
             self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def condition(self, cond: Tensor) -> Given:
-        """What the block makes of the class embedding [R, C], or of the shared adaLN's output [R, 1, 6, C]."""
-        table = self.ada_gss + cond if hasattr(self, "ada_gss") else self.ada_lin(cond).unflatten(-1, (1, 6, -1))
+        """What the block makes of the class embedding [R, C], or of the shared adaLN's output [R,
+        1, 6, C].
+        """
+        table = (
+            self.ada_gss + cond
+            if hasattr(self, "ada_gss")
+            else self.ada_lin(cond).unflatten(-1, (1, 6, -1))
+        )
         gate1, gate2, scale1, scale2, shift1, shift2 = table.unbind(2)
         return Given(gate1, gate2, scale1 + 1, scale2 + 1, shift1, shift2, *self.attn.fixed())
 
-    def forward(self, x: Tensor, given: Given, bias: Tensor | None, store: Store | None, tail: int) -> Tensor:
+    def forward(
+        self, x: Tensor, given: Given, bias: Tensor | None, store: Store | None, tail: int
+    ) -> Tensor:
         """[R, T, C] -> its last ``tail`` rows; the others only serve as keys and values."""
         seen = modulate(x, given.scale1, given.shift1, self.eps)
         x = torch.addcmul(x[:, -tail:], given.gate1, self.attn(seen, given, bias, store, tail))
-        return torch.addcmul(x, given.gate2, self.ffn(modulate(x, given.scale2, given.shift2, self.eps)))
+        return torch.addcmul(
+            x, given.gate2, self.ffn(modulate(x, given.scale2, given.shift2, self.eps))
+        )
 
 
 class HeadNorm(nn.Module):
@@ -185,25 +214,29 @@ class HeadNorm(nn.Module):
 
 
 class VAR(nn.Module):
-    """The model: a start from the class, then scales whose inputs are the picture so far, brought to their size."""
+    """The model: a start from the class, then scales whose inputs are the picture so far, brought
+    to their size.
+    """
 
     lvl_1L: Tensor
     attn_bias_for_masking: Tensor
 
     def __init__(self, config: VARConfig) -> None:
         super().__init__()
-        self.config, ladder, width = config, config.ladder, config.embed_dim
+        self.config, schedule, width = config, config.schedule, config.embed_dim
         self.word_embed = nn.Linear(config.z_channels, width)
         self.class_emb = nn.Embedding(config.num_classes + 1, width)
-        self.pos_start = nn.Parameter(torch.empty(1, ladder.tokens(0), width))
-        self.pos_1LC = nn.Parameter(torch.empty(1, ladder.length, width))
-        self.lvl_embed = nn.Embedding(len(ladder), width)
+        self.pos_start = nn.Parameter(torch.empty(1, schedule.tokens(0), width))
+        self.pos_1LC = nn.Parameter(torch.empty(1, schedule.length, width))
+        self.lvl_embed = nn.Embedding(len(schedule), width)
         if config.shared_aln:
             self.shared_ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.head_nm, self.head = HeadNorm(config), nn.Linear(width, config.vocab_size)
-        self.register_buffer("lvl_1L", ladder.levels)
-        self.register_buffer("attn_bias_for_masking", torch.empty(1, 1, ladder.length, ladder.length))
+        self.register_buffer("lvl_1L", schedule.levels)
+        self.register_buffer(
+            "attn_bias_for_masking", torch.empty(1, 1, schedule.length, schedule.length)
+        )
         self.reset_mask()
         initialise(self)
 
@@ -224,7 +257,9 @@ class VAR(nn.Module):
     def condition(self, labels: Tensor) -> Conditioned:
         """All that depends on the classes ``labels`` [R] alone; ``num_classes`` stands for none."""
         cond = self.class_emb(labels)  # [R, C]
-        table = self.shared_ada_lin(cond).unflatten(-1, (1, 6, -1)) if self.config.shared_aln else cond
+        table = (
+            self.shared_ada_lin(cond).unflatten(-1, (1, 6, -1)) if self.config.shared_aln else cond
+        )
         blocks = [cast(Block, block).condition(table) for block in self.blocks]
         return Conditioned(cond, blocks, self.head_nm.condition(cond))
 
@@ -244,11 +279,16 @@ class VAR(nn.Module):
         stores: Sequence[Store | None] | None = None,
         tail: int | None = None,
     ) -> Tensor:
-        """The blocks over embeddings [R, T, C], scale by scale or several at once under ``bias`` [1, 1, T, S].
+        """The blocks over embeddings [R, T, C], scale by scale or several at once under ``bias``
+        [1, 1, T, S].
 
         Returns the last ``tail`` rows (all without it): the last block computes no others.
         """
-        stores, keep, last = stores or [None] * len(self.blocks), tail or x.shape[1], len(self.blocks) - 1
+        stores, keep, last = (
+            stores or [None] * len(self.blocks),
+            tail or x.shape[1],
+            len(self.blocks) - 1,
+        )
         for i, (block, factors) in enumerate(zip(self.blocks, given.blocks, strict=True)):
             rows = keep if i == last else x.shape[1]
             part = bias if bias is None else bias[:, :, -rows:]
@@ -270,14 +310,20 @@ class VAR(nn.Module):
     def forward(self, labels: Tensor, inputs: Tensor) -> Tensor:
         """Logits [R, T, V] of whole scales at once (teacher forcing; eq. 6 of the paper).
 
-        ``inputs`` [R, T - first scale, E]: what the tokenizer makes of the coarser scales; the finest may be left out.
+        ``inputs`` [R, T - first scale, E]: what the tokenizer makes of the coarser scales; the
+        finest may be left out.
         """
         given, places = self.condition(labels), self.places()
         start = self.begin(given.cond, places)
-        rest = self.word_embed(inputs.to(self.dtype)) + places[:, start.shape[1] : start.shape[1] + inputs.shape[1]]
+        rest = (
+            self.word_embed(inputs.to(self.dtype))
+            + places[:, start.shape[1] : start.shape[1] + inputs.shape[1]]
+        )
         x = torch.cat([start, rest], dim=1)
         seen = x.shape[1]
-        return self.logits(self.run(x, given, self.attn_bias_for_masking[:, :, :seen, :seen]), given.head)
+        return self.logits(
+            self.run(x, given, self.attn_bias_for_masking[:, :, :seen, :seen]), given.head
+        )
 
 
 @torch.no_grad()

@@ -1,26 +1,31 @@
-"""Exact speculation over scales: the small model drafts several, one pass of the large one checks them all.
+"""Exact speculation over scales: the small model drafts several, one pass of the large one checks
+them all.
 
-Tokens of one scale are independent given the coarser ones, so rejection sampling could correct a scale, but would
-make every later one worthless. Here both models choose with the same Gumbel noise instead (``sampling.Race``).
+Tokens of one scale are independent given the coarser ones, so rejection sampling could correct a
+scale, but would make every later one worthless. Here both models choose with the same Gumbel noise
+instead (``sampling.Race``).
 
-Why the output has exactly the large model's law. Let G_k be the noise of scale k, drawn once per picture, and
-F_k(x_<k, G_k) = argmax(scores of the large model given x_<k + G_k) its choice. Plain decoding with this noise is the
-recursion x_k = F_k(x_<k, G_k); since the G_k are independent and F_k(x_<k, ·) has the model's law, so has x. (Behind
-the scales that are drafted, G_k is a uniform number a token and F_k inverts the cumulative law.) A round starts from
-right scales x_<a. The small model proposes d_a, d_a+1, …, and one block-causal pass of the large one gives
-y_k = F_k(x_<a, d_a … d_k-1, G_k) for all of them at once. y_a = x_a always; and as long as d_j = y_j for a ≤ j < k the
-condition of y_k was right, so y_k = x_k. Keeping the drafts up to the first that differs and y there follows the
-recursion to the letter: the same tokens as plain decoding with the same noise, whatever the small model is. What is
-drafted depends on G, but x never looks at it: the shared noise makes drafts right often, not x right. (In floating
-point the pass may round otherwise than single scales do.)
+Why the output has exactly the large model's distribution. Let G_k be the noise of scale k, drawn
+once per picture, and F_k(x_<k, G_k) = argmax(scores of the large model given x_<k + G_k) its
+choice. Plain decoding with this noise is the recursion x_k = F_k(x_<k, G_k); since the G_k are
+independent and F_k(x_<k, ·) has the model's distribution, so has x. (After the scales that are
+drafted, G_k is a uniform number a token and F_k inverts the cumulative distribution.) A round
+starts from right scales x_<a. The small model proposes d_a, d_a+1, …, and one block-causal pass of
+the large one gives y_k = F_k(x_<a, d_a … d_k-1, G_k) for all of them at once. y_a = x_a always; and
+as long as d_j = y_j for a ≤ j < k the condition of y_k was right, so y_k = x_k. Keeping the drafts
+up to the first that differs and y there follows the recursion to the letter: the same tokens as
+plain decoding with the same noise, whatever the small model is. What is drafted depends on G, but x
+never looks at it: the shared noise makes drafts right often, not x right. (In floating point the
+pass may round otherwise than single scales do.)
 
-There is no relaxed rule beside it, for none could pay: with every draft kept, right or not, pocket/var draws one
-picture 1.17 times as fast as by plain decoding (a window of 5; two x86 cores) and batches of 16 no faster, where CoDe
-that leaves its last two scales to the small model draws 1.4 times as fast.
+There is no relaxed rule beside it, for none could pay: with every draft kept, right or not,
+pocket/var draws one picture 1.17 times as fast as by plain decoding (a window of 5; two x86 cores)
+and batches of 16 no faster, where CoDe that leaves its last two scales to the small model draws 1.4
+times as fast.
 
-A round always settles at least one scale, and the scale behind the drafts when all are right. Rows of a batch go on
-together from the first scale in which any of them differs; that costs time, and changes no token.
-Shape letters: B batch, K scales.
+A round always settles at least one scale, and the scale after the drafts when all are right. Rows
+of a batch go on together from the first scale in which any of them differs; that costs time, and
+changes no token. Shape letters: B batch, K scales.
 """
 
 from __future__ import annotations
@@ -30,42 +35,48 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from specmm.image_ar.scales.canvas import Canvas
-from specmm.image_ar.scales.ladder import Ladder
+from specmm.image_ar.scales.feature_map import FeatureMap
 from specmm.image_ar.scales.sampling import Choice, Race, Sampling
+from specmm.image_ar.scales.scale_schedule import ScaleSchedule
 from specmm.image_ar.scales.session import Session
 from specmm.image_ar.scales.var import VAR
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
 
-COARSE = 91  # tokens: scales up to here cost a large model about one launch each, as many at once do
+COARSE = (
+    91  # tokens: scales up to here cost a large model about one launch each, as many at once do
+)
 
 
-def coarse_scales(ladder: Ladder) -> int:
+def coarse_scales(schedule: ScaleSchedule) -> int:
     """How many scales hold at most COARSE tokens together; the first at least."""
-    return max(sum(end <= COARSE for end in ladder.starts[1:]), 1)
+    return max(sum(end <= COARSE for end in schedule.starts[1:]), 1)
 
 
 class Verified:
-    """The two models at work on one canvas: drafts ``window`` scales at a time among the first ``until``."""
+    """The two models at work on one feature map: drafts ``window`` scales at a time among the first
+    ``until``.
+    """
 
     def __init__(
         self,
         large: VAR,
         small: VAR,
-        canvas: Canvas,
+        feature_map: FeatureMap,
         labels: Tensor,
         sampling: Sampling,
         uniforms: Uniforms,
         window: int,
         until: int,
     ) -> None:
-        scales = len(canvas.ladder)
+        scales = len(feature_map.schedule)
         if window < 1 or not 1 <= until <= scales:
-            raise ValueError(f"window must be at least 1 and until from 1 to {scales}, got {window} and {until}")
+            raise ValueError(
+                f"window must be at least 1 and until from 1 to {scales}, got {window} and {until}"
+            )
         if sampling.more_smooth:
             raise ValueError("more_smooth must be off: soft codes of two models never agree")
-        self.canvas, self.window, self.until, self.scales = canvas, window, until, scales
+        self.feature_map, self.window, self.until, self.scales = feature_map, window, until, scales
         self.race = Race(sampling, uniforms, until)
         # a session that may be cropped must have stored every scale it ran
         self.large = Session(large, labels, sampling, scales - 1 if until < scales - 1 else scales)
@@ -75,7 +86,7 @@ class Verified:
     @property
     def done(self) -> int:
         """Scales settled."""
-        return len(self.canvas.tokens)
+        return len(self.feature_map.tokens)
 
     def rounds(self, clock: Clock) -> Iterator[int]:
         """Settle all scales, yielding after each pass of the large model how many are."""
@@ -89,27 +100,29 @@ class Verified:
             yield self.done
 
     def _draft(self, scales: range) -> list[Tensor]:
-        """Tokens of ``scales`` as the small model has them, painted on the canvas for now."""
+        """Tokens of ``scales`` as the small model has them, painted on the feature map for now."""
         for k in scales:
-            self.canvas.add(self.race.draw(self.small.advance(self.canvas, k), k))
-        return self.canvas.tokens[scales.start :] if scales else []
+            self.feature_map.add(self.race.draw(self.small.advance(self.feature_map, k), k))
+        return self.feature_map.tokens[scales.start :] if scales else []
 
     def _settle(self, first: int, drafts: list[Tensor]) -> None:
-        """Choose by the large model where the drafts are, and behind them, and keep what is right."""
+        """Choose by the large model where the drafts are, and after them, and keep what is right."""
         stop = min(first + len(drafts), self.scales - 1)
-        counts = [self.canvas.ladder.tokens(k) for k in range(first, stop + 1)]
-        logits = self.large.advance(self.canvas, stop, first).split(counts, dim=1)
+        counts = [self.feature_map.schedule.tokens(k) for k in range(first, stop + 1)]
+        logits = self.large.advance(self.feature_map, stop, first).split(counts, dim=1)
         chosen = [self.race.draw(part, k) for k, part in enumerate(logits, first)]
         right = agreement(drafts, chosen)
-        self.canvas.crop(first + right)
+        self.feature_map.crop(first + right)
         if right < len(chosen):
-            self.canvas.add(chosen[right])
+            self.feature_map.add(chosen[right])
         for session in (self.large, self.small):
             session.crop(self.done)
         if drafts:
             self.agreed.append(right)
         if not right:
-            self.until = 0  # finer scales have more tokens to agree on; what is drafted never changes what comes out
+            # finer scales have more tokens to agree on; what is drafted never changes what comes
+            # out
+            self.until = 0
 
 
 def agreement(drafts: list[Tensor], chosen: list[Choice]) -> int:

@@ -1,7 +1,8 @@
-"""VAR's image tokenizer: a VQGAN-like autoencoder around the multi-scale quantizer, with the official names.
+"""VAR's image tokenizer: a VQGAN-like autoencoder around the multi-scale quantizer, with the
+official names.
 
-Source: VAR (arXiv 2404.02905), which follows VQGAN (arXiv 2012.09841). Shape letters: B batch, R image side, P latent
-side (R / downsampling), E code width, C channels. Images are float in [-1, 1].
+Source: VAR (arXiv 2404.02905), which follows VQGAN (arXiv 2012.09841). Shape letters: B batch, R
+image side, P latent side (R / downsampling), E code width, C channels. Images are float in [-1, 1].
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specmm.image_ar.autoencoder import Decoder, Encoder, Stack, norm
-from specmm.image_ar.scales.ladder import PATCHES_256, Ladder
 from specmm.image_ar.scales.quantizer import MultiScaleQuantizer, Quantized
+from specmm.image_ar.scales.scale_schedule import PATCHES_256, ScaleSchedule
 
 
 @dataclass(frozen=True)
 class VQVAEConfig:
-    """Sizes of a tokenizer; the defaults are the published ``vae_ch160v4096z32``, which also serves 512 px."""
+    """Sizes of a tokenizer; the defaults are the published ``vae_ch160v4096z32``, which also serves
+    512 px.
+    """
 
     vocab_size: int = 4096
     z_channels: int = 32
@@ -35,7 +38,7 @@ class VQVAEConfig:
     beta: float = 0.25
 
     def __post_init__(self) -> None:
-        Ladder(self.patch_nums)
+        ScaleSchedule(self.patch_nums)
 
     @property
     def downsampling(self) -> int:
@@ -43,13 +46,15 @@ class VQVAEConfig:
         return int(2 ** (len(self.ch_mult) - 1))
 
     @property
-    def ladder(self) -> Ladder:
+    def schedule(self) -> ScaleSchedule:
         """The scales."""
-        return Ladder(self.patch_nums)
+        return ScaleSchedule(self.patch_nums)
 
 
 class AttnBlock(nn.Module):
-    """Single-head self-attention over the cells, its projections fused: [B, C, P, P] -> [B, C, P, P]."""
+    """Single-head self-attention over the cells, its projections fused: [B, C, P, P] -> [B, C, P,
+    P].
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -70,12 +75,16 @@ class VQVAE(nn.Module):
         super().__init__()
         self.config = config
         sizes, lowest = (config.ch, config.ch_mult), [len(config.ch_mult) - 1]
-        self.encoder = Encoder(Stack(*sizes, config.num_res_blocks, config.z_channels, lowest, AttnBlock))
-        self.decoder = Decoder(Stack(*sizes, config.num_res_blocks + 1, config.z_channels, lowest, AttnBlock))
+        self.encoder = Encoder(
+            Stack(*sizes, config.num_res_blocks, config.z_channels, lowest, AttnBlock)
+        )
+        self.decoder = Decoder(
+            Stack(*sizes, config.num_res_blocks + 1, config.z_channels, lowest, AttnBlock)
+        )
         self.quantize = MultiScaleQuantizer(
             config.vocab_size,
             config.z_channels,
-            config.ladder,
+            config.schedule,
             config.share_quant_resi,
             config.quant_resi,
             config.using_znorm,
@@ -83,7 +92,9 @@ class VQVAE(nn.Module):
         )
         kernel, padding = config.quant_conv_ks, config.quant_conv_ks // 2
         self.quant_conv = nn.Conv2d(config.z_channels, config.z_channels, kernel, padding=padding)
-        self.post_quant_conv = nn.Conv2d(config.z_channels, config.z_channels, kernel, padding=padding)
+        self.post_quant_conv = nn.Conv2d(
+            config.z_channels, config.z_channels, kernel, padding=padding
+        )
 
     @property
     def dtype(self) -> torch.dtype:

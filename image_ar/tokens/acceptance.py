@@ -1,15 +1,17 @@
-"""How often the block drafter's child of a level and rank is the one kept: what ``auto`` plans trees from."""
+"""How often the block drafter's child of a level and rank is the one kept: what ``auto`` plans
+trees from.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specmm.acceptance_stats import WIDEST, AcceptanceCounter
 from specmm.decode import decode
 from specmm.image_ar.tokens.drafters.block import BlockDrafter, BlockHead
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.randomness import Uniforms
 from specmm.shape.static import spine
-from specmm.tally import WIDEST, Tally
 from specmm.verify import Recursive
 
 
@@ -18,7 +20,9 @@ def measure_acceptance(
 ) -> tuple[tuple[float, ...], ...]:
     """Acceptance by level and rank over one batch of pictures, one seed each, under exact decoding."""
     shape = spine(WIDEST[: head.config.levels])
-    tally = Tally(BlockDrafter(head, target, shape), shape)
-    for _ in decode(target, tally, Recursive(), prompt, target.length, Uniforms.from_seeds(seeds)):
+    counter = AcceptanceCounter(BlockDrafter(head, target, shape), shape)
+    for _ in decode(
+        target, counter, Recursive(), prompt, target.length, Uniforms.from_seeds(seeds)
+    ):
         pass
-    return tally.table()
+    return counter.table()

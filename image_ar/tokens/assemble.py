@@ -31,9 +31,9 @@ DEFAULT_TREE = (3, 2, 2, 1, 1)
 
 @dataclass
 class Parts:
-    """What methods may draw on: the drafters by kind, the codebook [V, E], trees by method that the model's maker
-    recommends (children by level of a spine), the block drafter's measured acceptance by level and rank; and the
-    plans made so far, by what they depend on.
+    """What methods may draw on: the drafters by kind, the codebook [V, E], trees by method that the
+    model's maker recommends (children by level of a spine), the block drafter's measured acceptance
+    by level and rank; and the plans made so far, by what they depend on.
     """
 
     drafters: dict[str, Any] = field(default_factory=dict)
@@ -41,7 +41,9 @@ class Parts:
     trees: dict[str, tuple[int, ...]] = field(default_factory=dict)
     acceptance: tuple[tuple[float, ...], ...] = ()
     plans: dict[Any, Plan] = field(default_factory=dict)
-    made: dict[Any, Any] = field(default_factory=dict)  # shapes and rules by what they depend on: calls share them
+    made: dict[Any, Any] = field(
+        default_factory=dict
+    )  # shapes and rules by what they depend on: calls share them
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
         """What ``make`` gives, made at the first call with ``key``."""
@@ -54,7 +56,9 @@ class Parts:
         """The drafter called ``kind``; raises ``ValueError`` when the model has none."""
         if kind not in self.drafters:
             there = ", ".join(sorted(self.drafters)) or "none"
-            raise ValueError(f"this model has no {kind!r} drafter (it has: {there}); train one or use method sjd or ar")
+            raise ValueError(
+                f"this model has no {kind!r} drafter (it has: {there}); train one or use method sjd or ar"
+            )
         return self.drafters[kind]
 
 
@@ -74,12 +78,14 @@ def assemble(method: methods.Method, target: LlamaGenTarget, parts: Parts) -> As
     if choice.drafter not in DRAFTERS:
         raise unknown("drafter", choice.drafter, DRAFTERS)
     kind, greedy = rule_kind(choice.rule), target.processor.greedy
-    target.taps = ()  # a drafter says which it reads
+    target.aux_layers = ()  # a drafter says which it reads
     if kind.relaxed:
         target = _softened(target)
     sampled = kind.siblings is not None and not greedy
     drafter = DRAFTERS[choice.drafter](choice, method.name, target, parts, sampled)
-    rule = parts.once((choice.rule, greedy), lambda: _rule(choice.rule, kind, target, parts, greedy))
+    rule = parts.once(
+        (choice.rule, greedy), lambda: _rule(choice.rule, kind, target, parts, greedy)
+    )
     return Assembly(target, drafter, rule)
 
 
@@ -97,17 +103,21 @@ def _softened(target: LlamaGenTarget) -> LlamaGenTarget:
     return target.with_processor(Processor())
 
 
-def _block(choice: methods.Choice, name: str, target: LlamaGenTarget, parts: Parts, sampled: bool) -> Drafter:
+def _block(
+    choice: methods.Choice, name: str, target: LlamaGenTarget, parts: Parts, sampled: bool
+) -> Drafter:
     """The block drafter on a tree of fixed shape, cut to the levels it has."""
     head, device = parts.head("block"), target.model.output.weight.device
     tree = choice.tree or parts.trees.get(name, DEFAULT_TREE)[: head.config.levels]
     acceptance = parts.acceptance
     shape = parts.once((tree, device), lambda: static_tree(tree, device, acceptance))
     siblings = rule_kind(choice.rule).siblings or "distinct"
-    return BlockDrafter(head, target, shape, sampled, choice.hindsight, siblings)
+    return BlockDrafter(head, target, shape, sampled, choice.rejected_weight, siblings)
 
 
-def _eagle(choice: methods.Choice, name: str, target: LlamaGenTarget, parts: Parts, sampled: bool) -> Drafter:
+def _eagle(
+    choice: methods.Choice, name: str, target: LlamaGenTarget, parts: Parts, sampled: bool
+) -> Drafter:
     """EAGLE's head on a tree of fixed shape, or on one of another shape every round."""
     device = target.model.output.weight.device
     tree = make_tree(choice.tree or parts.trees.get(name, DEFAULT_TREE), device)
@@ -115,7 +125,9 @@ def _eagle(choice: methods.Choice, name: str, target: LlamaGenTarget, parts: Par
     return EagleDrafter(parts.head("eagle"), target, tree, sampled, siblings)
 
 
-def _jacobi(choice: methods.Choice, name: str, target: LlamaGenTarget, parts: Parts, sampled: bool) -> Drafter:
+def _jacobi(
+    choice: methods.Choice, name: str, target: LlamaGenTarget, parts: Parts, sampled: bool
+) -> Drafter:
     """The target itself, on a chain."""
     shape = static_tree(choice.tree or "chain(8)")
     if shape.width > 1:
@@ -131,7 +143,9 @@ def _neighbours(parts: Parts, k: int, target: LlamaGenTarget) -> Tensor:
     size = target.model.config.vocab_size
     if parts.codebook is None or len(parts.codebook) != size:
         got = "none" if parts.codebook is None else f"{len(parts.codebook)} codes"
-        raise ValueError(f"the neighbour table must be of the target's codebook of {size} codes, got {got}")
+        raise ValueError(
+            f"the neighbour table must be of the target's codebook of {size} codes, got {got}"
+        )
     if not 0 <= k < size - 1:
         raise ValueError(f"k must be in [0, {size - 2}] for a codebook of {size} codes, got {k}")
     return neighbour_table(parts.codebook.float(), k + 1)

@@ -1,7 +1,7 @@
 """LlamaGen weights under LANTERN's (Hugging Face Llama-style) names, and back. No number changes.
 
-LANTERN keeps queries, keys and values apart and renames the rest; the order of rows and the rotary pairing are the
-same. Shape letters: C width.
+LANTERN keeps queries, keys and values apart and renames the rest; the order of rows and the rotary
+pairing are the same. Shape letters: C width.
 """
 
 from __future__ import annotations
@@ -37,13 +37,17 @@ def is_lantern(state: Mapping[str, Tensor]) -> bool:
 
 
 def to_lantern(state: Mapping[str, Tensor]) -> State:
-    """LANTERN's names for a LlamaGen ``state``. Raises ``ValueError`` on a name that LlamaGen does not have."""
+    """LANTERN's names for a LlamaGen ``state``. Raises ``ValueError`` on a name that LlamaGen does
+    not have.
+    """
     renamed: State = {}
     for key, tensor in state.items():
         layer, rest = _split(key)
         if layer and rest == FUSED:
             parts = tensor.chunk(3)
-            renamed |= {f"model.{layer}{name}": part.clone() for name, part in zip(QKV, parts, strict=True)}
+            renamed |= {
+                f"model.{layer}{name}": part.clone() for name, part in zip(QKV, parts, strict=True)
+            }
         else:
             renamed[("model." if layer else "") + layer + _rename(rest, TO_LANTERN, key)] = tensor
     return renamed
@@ -52,13 +56,16 @@ def to_lantern(state: Mapping[str, Tensor]) -> State:
 def from_lantern(state: Mapping[str, Tensor]) -> State:
     """LlamaGen's names for a LANTERN ``state``.
 
-    Raises ``ValueError`` on a name that LANTERN does not have and on a layer without all of q, k and v.
+    Raises ``ValueError`` on a name that LANTERN does not have and on a layer without all of q, k
+    and v.
     """
     renamed: State = {}
     for key, tensor in state.items():
         layer, rest = _split(key.removeprefix("model.") if key.startswith("model.layers.") else key)
         if rest == QKV[0]:
-            renamed[layer + FUSED] = torch.cat([_part(state, f"model.{layer}{name}") for name in QKV])  # [3C, C]
+            renamed[layer + FUSED] = torch.cat(
+                [_part(state, f"model.{layer}{name}") for name in QKV]
+            )  # [3C, C]
         elif rest in QKV:
             _part(state, f"model.{layer}{QKV[0]}")
         else:

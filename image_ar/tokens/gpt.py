@@ -1,7 +1,9 @@
-"""LlamaGen's autoregressive transformer, class- and text-conditional, with the official parameter names.
+"""LlamaGen's autoregressive transformer, class- and text-conditional, with the official parameter
+names.
 
-Source: LlamaGen (arXiv 2406.06525). Shape letters: R rows (batch, doubled under guidance), T query positions,
-S cached positions, C width, H heads, D head width, V vocabulary, P prefix positions (1 for classes, 120 for text).
+Source: LlamaGen (arXiv 2406.06525). Shape letters: R rows (batch, doubled under guidance), T query
+positions, S cached positions, C width, H heads, D head width, V vocabulary, P prefix positions (1
+for classes, 120 for text).
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         if self.dim % self.n_head or self.head_dim % 4:
-            raise ValueError(f"dim must be n_head times a multiple of 4, got {self.dim} and {self.n_head} heads")
+            raise ValueError(
+                f"dim must be n_head times a multiple of 4, got {self.dim} and {self.n_head} heads"
+            )
         if self.grid**2 != self.block_size:
             raise ValueError(f"block_size must be a square number, got {self.block_size}")
 
@@ -71,7 +75,8 @@ PUBLISHED = {
 
 
 def rotary_table(grid: int, head_dim: int, prefix: int, base: float = 10000.0) -> Tensor:
-    """Two-dimensional rotary factors [prefix + grid², D/2, 2] (cos, sin); the prefix rows are all zero.
+    """Two-dimensional rotary factors [prefix + grid², D/2, 2] (cos, sin); the prefix rows are all
+    zero.
 
     Cell (r, c) turns the first half of the pairs by r·f and the second by c·f.
     """
@@ -85,7 +90,9 @@ def rotary_table(grid: int, head_dim: int, prefix: int, base: float = 10000.0) -
 
 
 def rotate(x: Tensor, factors: Tensor) -> Tensor:
-    """Turn interleaved pairs of ``x`` [R, T, H, D] by ``factors`` [R or 1, T, 1, D/2] complex, in fp32."""
+    """Turn interleaved pairs of ``x`` [R, T, H, D] by ``factors`` [R or 1, T, 1, D/2] complex, in
+    fp32.
+    """
     if torch.compiler.is_compiling():  # the compiler cannot fuse complex arithmetic
         (a, b), cos, sin = x.float().unflatten(-1, (-1, 2)).unbind(-1), factors.real, factors.imag
         return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)
@@ -108,7 +115,9 @@ class Rotary(nn.Module):
         return self.table[None, :count, None]
 
     def at(self, positions: Tensor) -> Tensor:
-        """Factors [R or 1, T, 1, D/2] at ``positions`` [R or 1, T]; those past the end take the last row."""
+        """Factors [R or 1, T, 1, D/2] at ``positions`` [R or 1, T]; those past the end take the
+        last row.
+        """
         return self.table[positions.clamp(max=len(self.table) - 1)][:, :, None]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -140,7 +149,9 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, factors: Tensor, bias: Mask, memory: Memory | None) -> Tensor:
-        """Attend ``x`` [R, T, C] to itself (causally, without memory) or to what ``memory`` holds under ``bias``."""
+        """Attend ``x`` [R, T, C] to itself (causally, without memory) or to what ``memory`` holds
+        under ``bias``.
+        """
         rows, steps, _ = x.shape
         qkv = self.wqkv(x).view(rows, steps, 3 * self.heads, -1)
         turned = rotate(qkv[:, :, : 2 * self.heads], factors)
@@ -148,7 +159,9 @@ class Attention(nn.Module):
         k, v = turned[:, :, self.heads :], qkv[:, :, 2 * self.heads :]  # [R, T, H, D]
         if memory is not None:
             k, v = memory.write(k, v)
-        y = attend(q, k.transpose(1, 2), v.transpose(1, 2), bias, causal=memory is None and bias is None)
+        y = attend(
+            q, k.transpose(1, 2), v.transpose(1, 2), bias, causal=memory is None and bias is None
+        )
         return self.wo(y.transpose(1, 2).flatten(2))
 
 
@@ -167,11 +180,16 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and feed-forward, each with a residual; the latter ``inner`` wide (0: as C says)."""
+    """Pre-norm attention and feed-forward, each with a residual; the latter ``inner`` wide (0: as C
+    says).
+    """
 
     def __init__(self, config: GPTConfig, inner: int = 0) -> None:
         super().__init__()
-        self.attention, self.feed_forward = Attention(config), FeedForward(config.dim, inner or config.ffn_dim)
+        self.attention, self.feed_forward = (
+            Attention(config),
+            FeedForward(config.dim, inner or config.ffn_dim),
+        )
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
 
@@ -194,7 +212,9 @@ class LabelEmbedder(nn.Module):
 
 
 class CaptionEmbedder(nn.Module):
-    """T5 features [R, P, caption_dim] -> prefix [R, P, C]; ``uncond_embedding`` stands for "no caption"."""
+    """T5 features [R, P, caption_dim] -> prefix [R, P, C]; ``uncond_embedding`` stands for "no
+    caption".
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -204,7 +224,9 @@ class CaptionEmbedder(nn.Module):
                 "fc2": nn.Linear(config.dim, config.dim, bias=False),
             }
         )
-        self.uncond_embedding = nn.Parameter(torch.randn(config.cls_token_num, config.caption_dim) * 0.01)
+        self.uncond_embedding = nn.Parameter(
+            torch.randn(config.cls_token_num, config.caption_dim) * 0.01
+        )
 
     def forward(self, features: Tensor) -> Tensor:
         """Project the features."""
@@ -218,7 +240,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.cls_embedding = (LabelEmbedder if config.model_type == "c2i" else CaptionEmbedder)(config)
+        self.cls_embedding = (LabelEmbedder if config.model_type == "c2i" else CaptionEmbedder)(
+            config
+        )
         self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -232,18 +256,19 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         bias: Mask = None,
         memories: list[Memory] | None = None,
-        taps: Sequence[int] = (),
+        aux_layers: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor]:
         """Run embeddings ``x`` [R, T, C] through the layers.
 
-        Without ``positions`` [R or 1, T] they are 0 … T-1; without ``memories`` the attention is causal unless an
-        additive ``bias`` [R or 1, 1, T, S] or a tree's mask says otherwise. Returns logits [R, T, V] and the hidden
-        states behind the final norm, followed by those in front of each layer of ``taps``: [R, T, C · (1 + len(taps))].
+        Without ``positions`` [R or 1, T] they are 0 … T-1; without ``memories`` the attention is
+        causal unless an additive ``bias`` [R or 1, 1, T, S] or a tree's mask says otherwise.
+        Returns logits [R, T, V] and the hidden states after the final norm, followed by those in
+        front of each layer of ``aux_layers``: [R, T, C · (1 + len(auxiliary layers))].
         """
         factors = self.rotary.first(x.shape[1]) if positions is None else self.rotary.at(positions)
         tapped = []
         for i, layer in enumerate(self.layers):
-            if i in taps:
+            if i in aux_layers:
                 tapped.append(x)
             x = layer(x, factors, bias, memories[i] if memories else None)
         hidden = self.norm(x)
@@ -255,7 +280,9 @@ class Transformer(nn.Module):
         return self.output.weight.dtype
 
     def embed(self, prefix: Tensor, tokens: Tensor) -> Tensor:
-        """Embeddings [R, P + T, C] of a condition (class ids [R] or features) followed by tokens [R, T]."""
+        """Embeddings [R, P + T, C] of a condition (class ids [R] or features) followed by tokens
+        [R, T].
+        """
         return torch.cat([self.cls_embedding(prefix), self.tok_embeddings(tokens)], dim=1)
 
 

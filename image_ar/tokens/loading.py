@@ -1,6 +1,8 @@
-"""Published and our own LlamaGen and VQ files as modules, and back to files under the official names.
+"""Published and our own LlamaGen and VQ files as modules, and back to files under the official
+names.
 
-Sizes come from a ``config.json`` beside the weights, or from the shapes of the weights, as far as these tell.
+Sizes come from a ``config.json`` beside the weights, or from the shapes of the weights, as far as
+these tell.
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ def load_gpt(
     block_size: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Transformer:
-    """The transformer in the file or folder ``path``, in evaluation mode, with weights in ``dtype``.
+    """The transformer in the file or folder ``path``, in evaluation mode, with weights in
+    ``dtype``.
 
-    Without ``config`` the sizes are those of ``config.json`` beside the weights, else of the weights; ``n_head`` and
-    ``block_size`` (256 for 256 px, 576 for 384 px) are needed where neither tells. LANTERN's names are understood.
-    Raises ``ValueError`` when sizes are missing and, naming them, when weights are missing, extra or misshapen.
+    Without ``config`` the sizes are those of ``config.json`` beside the weights, else of the
+    weights; ``n_head`` and ``block_size`` (256 for 256 px, 576 for 384 px) are needed where neither
+    tells. LANTERN's names are understood. Raises ``ValueError`` when sizes are missing and, naming
+    them, when weights are missing, extra or misshapen.
     """
     state = read_checkpoint(path)
     if is_lantern(state):
@@ -46,8 +50,12 @@ def load_gpt(
     return model.to(dtype).eval()
 
 
-def load_vq(path: str | Path, config: VQConfig | None = None, *, dtype: torch.dtype = torch.float32) -> VQModel:
-    """The image tokenizer in the file or folder ``path``, in evaluation mode; sizes and errors as ``load_gpt``."""
+def load_vq(
+    path: str | Path, config: VQConfig | None = None, *, dtype: torch.dtype = torch.float32
+) -> VQModel:
+    """The image tokenizer in the file or folder ``path``, in evaluation mode; sizes and errors as
+    ``load_gpt``.
+    """
     state = read_checkpoint(path)
     model = VQModel(config or read_config(path, VQConfig) or infer_vq_config(state, path))
     load_strict(model, state, VQ_LEFTOVERS, path)
@@ -55,7 +63,9 @@ def load_vq(path: str | Path, config: VQConfig | None = None, *, dtype: torch.dt
 
 
 def save_gpt(model: Transformer, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write ``folder/model.safetensors`` (official names; ``dtype`` such as bf16 halves it) and ``config.json``."""
+    """Write ``folder/model.safetensors`` (official names; ``dtype`` such as bf16 halves it) and
+    ``config.json``.
+    """
     save_module(model, model.config, folder, dtype)
 
 
@@ -65,11 +75,16 @@ def save_vq(model: VQModel, folder: str | Path, dtype: torch.dtype | None = None
 
 
 def infer_gpt_config(
-    state: Mapping[str, Tensor], *, n_head: int | None = None, block_size: int | None = None, source: str | Path = ""
+    state: Mapping[str, Tensor],
+    *,
+    n_head: int | None = None,
+    block_size: int | None = None,
+    source: str | Path = "",
 ) -> GPTConfig:
     """Sizes of a LlamaGen ``state`` by its shapes; ``n_head`` also by the published sizes.
 
-    An old file's ``freqs_cis`` table [P + block_size, D/2, 2] tells both. Raises ``ValueError`` naming what is needed.
+    An old file's ``freqs_cis`` table [P + block_size, D/2, 2] tells both. Raises ``ValueError``
+    naming what is needed.
     """
     vocab_size, dim = shape_of(state, "tok_embeddings.weight", source)
     ffn_dim = shape_of(state, "layers.0.feed_forward.w1.weight", source)[0]
@@ -77,16 +92,22 @@ def infer_gpt_config(
     prefix = _prefix_sizes(state, source)
     if "freqs_cis" in state:
         rows, half, _ = shape_of(state, "freqs_cis", source)
-        n_head, block_size = n_head or dim // (2 * half), block_size or rows - prefix.get("cls_token_num", 1)
+        n_head, block_size = (
+            n_head or dim // (2 * half),
+            block_size or rows - prefix.get("cls_token_num", 1),
+        )
     n_head = n_head or next(
-        (p["n_head"] for p in PUBLISHED.values() if (p["dim"], p["n_layer"]) == (dim, n_layer)), None
+        (p["n_head"] for p in PUBLISHED.values() if (p["dim"], p["n_layer"]) == (dim, n_layer)),
+        None,
     )
     if n_head is None or block_size is None:
         wanted = "n_head" if n_head is None else "block_size (256 for 256 px, 576 for 384 px)"
         raise ValueError(
             f"{wanted} must be given: {source} does not tell, pass it or put a config.json beside the file"
         )
-    sizes: dict[str, Any] = dict(dim=dim, n_layer=n_layer, n_head=n_head, vocab_size=vocab_size, block_size=block_size)
+    sizes: dict[str, Any] = dict(
+        dim=dim, n_layer=n_layer, n_head=n_head, vocab_size=vocab_size, block_size=block_size
+    )
     return _with_ffn(GPTConfig(**sizes, **prefix), ffn_dim)
 
 
@@ -107,11 +128,16 @@ def _with_ffn(config: GPTConfig, ffn_dim: int) -> GPTConfig:
 
 
 def infer_vq_config(state: Mapping[str, Tensor], source: str | Path = "") -> VQConfig:
-    """Sizes of a VQ ``state`` by its shapes; the codebook counts as normalised, as in all published ones."""
+    """Sizes of a VQ ``state`` by its shapes; the codebook counts as normalised, as in all published
+    ones.
+    """
     size, width = shape_of(state, "quantize.embedding.weight", source)
     ch = shape_of(state, "encoder.conv_in.weight", source)[0]
     levels = count(state, r"encoder\.conv_blocks\.(\d+)\.")
-    widths = [shape_of(state, f"encoder.conv_blocks.{i}.res.0.conv1.weight", source)[0] for i in range(levels)]
+    widths = [
+        shape_of(state, f"encoder.conv_blocks.{i}.res.0.conv1.weight", source)[0]
+        for i in range(levels)
+    ]
     return VQConfig(
         codebook_size=size,
         codebook_embed_dim=width,

@@ -1,4 +1,5 @@
-"""``LlamaGenPipeline``: pictures from a token image model, by any of its methods, with a certificate.
+"""``LlamaGenPipeline``: pictures from a token image model, by any of its methods, with a
+certificate.
 
 Shape letters: B pictures of a batch, h latent side, T = h² tokens a picture.
 """
@@ -17,11 +18,18 @@ from torch import Tensor
 from specmm import methods, zoo
 from specmm.certificate import Certificate, of_rule
 from specmm.compiled import CompiledRound, prepare_compiler
+from specmm.continuous_batching import Queue
 from specmm.decode import Progress, decode, decode_plain, one_round
 from specmm.dtypes import choose_dtype
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
-from specmm.image_ar.settings import class_labels, read_settings, with_options, write_index, write_settings
+from specmm.image_ar.settings import (
+    class_labels,
+    read_settings,
+    with_options,
+    write_index,
+    write_settings,
+)
 from specmm.image_ar.tokens.assemble import Parts, assemble
 from specmm.image_ar.tokens.captions import CaptionEncoder, left_pad
 from specmm.image_ar.tokens.drafters.files import load_drafters, save_drafters
@@ -33,18 +41,20 @@ from specmm.image_ar.tokens.static import StaticTarget
 from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
 from specmm.image_ar.tokens.tuning import choose_method
 from specmm.image_ar.tokens.vq import VQModel
-from specmm.layout import lay_weights
+from specmm.prepacked import lay_weights
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
-from specmm.refill import Queue
 from specmm.turns import in_its_turn
 
-TURNS = 8  # batches' worth of pictures that one loop draws where rows can be refilled
+# batches' worth of pictures that one loop draws where rows can be taken over by waiting samples
+TURNS = 8
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What one loop draws: pictures of ``prompt``, ``batch_size`` at a time; ``tell(1)`` of each that is finished."""
+    """What one loop draws: pictures of ``prompt``, ``batch_size`` at a time; ``tell(1)`` of each
+    that is finished.
+    """
 
     prompt: Prompt
     generators: list[torch.Generator]
@@ -55,11 +65,13 @@ class Draw:
         """The pictures by number where there are more than rows."""
         if len(self.generators) <= self.batch_size:
             return None
-        return Queue(lambda i: self.prompt.rows(slice(i, i + 1)), self.generators, self.batch_size, self.tell)
+        return Queue(
+            lambda i: self.prompt.rows(slice(i, i + 1)), self.generators, self.batch_size, self.tell
+        )
 
 
 class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
-    """A token image model (LlamaGen), its tokenizer and its drafters behind one call.
+    """A token image model (LlamaGen), its tokenizer and its drafters after one call.
 
     Several threads may share one: calls are answered in the order they come.
 
@@ -98,18 +110,27 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         text_encoder: str | Path | None = None,
         device: torch.device | str = "cpu",
     ) -> LlamaGenPipeline:
-        """A pipeline of a folder, pocket name or hub id; the dtype defaults to the device's fastest.
+        """A pipeline of a folder, pocket name or hub id; the dtype defaults to the device's
+        fastest.
 
         The tokenizer stays in float32, whatever the dtype of the transformer.
         """
         resolved, folder = methods.resolve(method), zoo.find(name)
         transformer = load_gpt(folder / "transformer")
-        dtype = torch_dtype or choose_dtype(sum(p.numel() for p in transformer.parameters()), device=device)
+        dtype = torch_dtype or choose_dtype(
+            sum(p.numel() for p in transformer.parameters()), device=device
+        )
         transformer = transformer.to(dtype)
-        drafters = load_drafters(folder / "drafters", transformer)  # whose fingerprint is taken on the CPU
+        drafters = load_drafters(
+            folder / "drafters", transformer
+        )  # whose fingerprint is taken on the CPU
         for module in (transformer, *drafters.values()):
             lay_weights(module.to(device))
-        captions = CaptionEncoder(text_encoder, tokens=transformer.config.cls_token_num) if text_encoder else None
+        captions = (
+            CaptionEncoder(text_encoder, tokens=transformer.config.cls_token_num)
+            if text_encoder
+            else None
+        )
         return cls(
             transformer,
             load_vq(folder / "vq").to(device),
@@ -121,7 +142,9 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         )
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write everything ``from_pretrained`` reads, with the official parameter names, in safetensors."""
+        """Write everything ``from_pretrained`` reads, with the official parameter names, in
+        safetensors.
+        """
         folder = Path(folder)
         save_gpt(self.transformer, folder / "transformer", dtype)
         save_vq(self.vq, folder / "vq", dtype)
@@ -164,11 +187,12 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
     ) -> ImageOutput:
         """Draw ``num_images_per_prompt`` pictures of every class or prompt.
 
-        What is not given comes from the model's settings. ``generator`` is one for all (each picture gets a seed from
-        it) or one a picture; its dice depend on its own seed only, not on the batch. ``compiled`` runs steps and rounds
-        as programs of ``torch.compile``, about twice as fast on a CPU behind some tens of seconds at the first call for
-        a method, its options and a batch size. Raises ``ValueError`` for an unknown class or method, for options out of
-        range and where there is no compiler.
+        What is not given comes from the model's settings. ``generator`` is one for all (each
+        picture gets a seed from it) or one a picture; its uniforms depend on its own seed only, not
+        on the batch. ``compiled`` runs steps and rounds as programs of ``torch.compile``, about
+        twice as fast on a CPU after some tens of seconds at the first call for a method, its
+        options and a batch size. Raises ``ValueError`` for an unknown class or method, for options
+        out of range and where there is no compiler.
         """
         check_call(output_type, batch_size, num_images_per_prompt)
         target = self.target(cfg, cfg_interval, temperature, top_k, top_p)
@@ -180,17 +204,21 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
 
         def draw(part: slice) -> Drawn:
             what = Draw(prompts.rows(part), generators[part], batch_size, bar.update)
-            fitting = static if len(what.generators) >= rows else target  # a program for the rest would not pay
+            fitting = (
+                static if len(what.generators) >= rows else target
+            )  # a program for the rest would not pay
             return self._batch(fitting, what, chosen, output_type, callback_on_step_end)
 
         bar = self.progress_bar(total=len(generators))
-        refilled = chosen.drafts and chosen.can_refill and callback_on_step_end is None
-        at_once = batch_size * (TURNS if refilled else 1)
+        continuous = chosen.drafts and chosen.can_refill and callback_on_step_end is None
+        at_once = batch_size * (TURNS if continuous else 1)
         settings = target.processor.settings | target.guidance.settings
         return draw_batches(draw, len(generators), at_once, output_type, bar, settings)
 
     def log_likelihood(self, classes: Sequence[str | int], tokens: Tensor) -> Tensor:
-        """Mean log-probability a token [B] of ``tokens`` [B, T] of ``classes``; see ``quality.log_likelihood``."""
+        """Mean log-probability a token [B] of ``tokens`` [B, T] of ``classes``; see
+        ``quality.log_likelihood``.
+        """
         labels = class_labels(self, classes)
         return log_likelihood(self.target(), Prompt(labels), tokens)
 
@@ -202,16 +230,27 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         top_k: int | None = None,
         top_p: float | None = None,
     ) -> LlamaGenTarget:
-        """The transformer as a target under these options, the model's settings standing in for what is None."""
+        """The transformer as a target under these options, the model's settings standing in for
+        what is None.
+        """
         chosen = with_options(
-            self.settings, cfg=cfg, cfg_interval=cfg_interval, temperature=temperature, top_k=top_k, top_p=top_p
+            self.settings,
+            cfg=cfg,
+            cfg_interval=cfg_interval,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
         )
         processor = Processor(chosen.temperature, chosen.top_k, chosen.top_p)
-        return LlamaGenTarget(self.transformer, Guidance(chosen.cfg, chosen.cfg_interval), processor, self.name)
+        return LlamaGenTarget(
+            self.transformer, Guidance(chosen.cfg, chosen.cfg_interval), processor, self.name
+        )
 
     @torch.inference_mode()
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Pictures [B, R, R, 3] uint8 of tokens [B, T], one by one: batches of other sizes round otherwise."""
+        """Pictures [B, R, R, 3] uint8 of tokens [B, T], one by one: batches of other sizes round
+        otherwise.
+        """
         side = self.transformer.config.grid
         rows = tokens.unflatten(1, (side, side)).split(1)
         return torch.cat([to_uint8(self.vq.decode_code(row)) for row in rows])
@@ -235,9 +274,14 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
                 callback(self, i, int(progress.counts.min()), {"tokens": progress.tokens})
         tokens = progress.tokens[:, : target.length] if queue is None else torch.stack(queue.tokens)
         images = None if output_type == "latent" else self.decode_tokens(tokens)
-        measured, certificate = float(progress.measured), Certificate("exact", "plain decoding of the target", 0.0)
+        measured, certificate = (
+            float(progress.measured),
+            Certificate("exact", "plain decoding of the target", 0.0),
+        )
         if rule is not None:
-            certificate = of_rule(rule.name, rule.exact, float(progress.excess) / measured if measured else None)
+            certificate = of_rule(
+                rule.name, rule.exact, float(progress.excess) / measured if measured else None
+            )
         return Drawn(tokens, images, progress.stats, certificate, name, measured)
 
     def _loop(
@@ -248,11 +292,19 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         if isinstance(method, methods.AR):
             return decode_plain(target, prompt, target.length, uniforms), None
         target, drafter, rule = assemble(method, target, self.parts)
-        play = self.parts.once("round", CompiledRound) if isinstance(target, StaticTarget) else one_round
-        return decode(target, drafter, rule, prompt, target.length, uniforms, queue=queue, play=play), rule
+        play = (
+            self.parts.once("round", CompiledRound)
+            if isinstance(target, StaticTarget)
+            else one_round
+        )
+        return decode(
+            target, drafter, rule, prompt, target.length, uniforms, queue=queue, play=play
+        ), rule
 
     def _static(self, target: LlamaGenTarget, method: methods.Method, batch: int) -> StaticTarget:
-        """``target`` for compiled steps and rounds of ``batch`` pictures; calls with the same options share it."""
+        """``target`` for compiled steps and rounds of ``batch`` pictures; calls with the same
+        options share it.
+        """
         if not method.static_shapes:
             raise ValueError(
                 f"compiled=True needs ar, sjd or a method with a block drafter (rounds all alike), got {method}"
@@ -265,19 +317,29 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         return found
 
     def _prompts(
-        self, classes: str | int | Sequence[str | int] | None, prompt: str | Sequence[str] | None, repeats: int
+        self,
+        classes: str | int | Sequence[str | int] | None,
+        prompt: str | Sequence[str] | None,
+        repeats: int,
     ) -> Prompt:
         classes = [classes] if isinstance(classes, str | int) else classes
         if bool(classes) == bool(prompt):
             raise ValueError("give either classes or prompt, at least one of them and not both")
         if classes:
             if self.transformer.config.model_type != "c2i":
-                raise ValueError("this model draws from captions, give prompt='…' instead of classes")
+                raise ValueError(
+                    "this model draws from captions, give prompt='…' instead of classes"
+                )
             return Prompt(class_labels(self, classes, repeats))
         if self.transformer.config.model_type != "t2i" or self.text_encoder is None:
-            raise ValueError("prompt needs a text-to-image model and from_pretrained(…, text_encoder=T5 folder)")
+            raise ValueError(
+                "prompt needs a text-to-image model and from_pretrained(…, text_encoder=T5 folder)"
+            )
         texts = [prompt] if isinstance(prompt, str) else list(prompt or [])
         batch = self.text_encoder(texts)
         features, mask = left_pad(batch.features, batch.mask)
         features = features.to(self.device, self.transformer.output.weight.dtype)
-        return Prompt(features.repeat_interleave(repeats, 0), mask.to(self.device).repeat_interleave(repeats, 0))
+        return Prompt(
+            features.repeat_interleave(repeats, 0),
+            mask.to(self.device).repeat_interleave(repeats, 0),
+        )

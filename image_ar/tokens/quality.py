@@ -1,4 +1,5 @@
-"""How likely the target finds pictures it did or did not draw: what a relaxed rule costs, in nats a token.
+"""How likely the target finds pictures it did or did not draw: what a relaxed rule costs, in nats a
+token.
 
 Shape letters: B batch, T tokens of a picture, V vocabulary.
 """
@@ -17,13 +18,16 @@ from specmm.tree import DraftTree, TreeShape
 def log_likelihood(target: LlamaGenTarget, prompt: Prompt, tokens: Tensor) -> Tensor:
     """Mean log-probability a token [B] of ``tokens`` [B, T] under ``target``, by teacher forcing.
 
-    Guidance and temperature are the target's (1 where it is greedy); top-k and top-p are not applied, since a relaxed
-    rule may keep a token that they would exclude. The picture is scored as one chain in one forward.
+    Guidance and temperature are the target's (1 where it is greedy); top-k and top-p are not
+    applied, since a relaxed rule may keep a token that they would exclude. The picture is scored as
+    one chain in one forward.
     """
     processor = Processor(target.processor.temperature or 1.0)
     judge = LlamaGenTarget(target.model, target.guidance, processor, target.name)
-    first = judge.prefill(prompt, tokens.shape[1]).laws[:, -1:]  # [B, 1, V]
+    first = judge.prefill(prompt, tokens.shape[1]).probs[:, -1:]  # [B, 1, V]
     chain = TreeShape.chain(tokens.shape[1] - 1, tokens.device)
-    rest = judge.score(DraftTree(tokens, chain)).laws[:, :-1]  # the law behind token i is that of token i + 1
+    rest = judge.score(DraftTree(tokens, chain)).probs[
+        :, :-1
+    ]  # the distribution after token i is that of token i + 1
     chosen = torch.cat([first, rest], dim=1).gather(-1, tokens[..., None]).squeeze(-1)
     return chosen.clamp(min=torch.finfo(chosen.dtype).tiny).log().mean(1)

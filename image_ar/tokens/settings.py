@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Settings:
-    """Recommended sampling, class names by id, recommended trees (children by level) by method, and the block
-    drafter's acceptance by level and rank [D, K] (the chance that this child is the one kept).
+    """Recommended sampling, class names by id, recommended trees (children by level) by method, and
+    the block drafter's acceptance by level and rank [D, K] (the chance that this child is the one
+    kept).
     """
 
     cfg: float = 1.0

@@ -1,7 +1,9 @@
-"""LlamaGen with static shapes, so that a compiler or a captured graph serves every step and every round.
+"""LlamaGen with static shapes, so that a compiler or a captured graph serves every step and every
+round.
 
-A plain step attends all slots of the cache under a mask and writes by index, where the eager one attends the committed
-slots only and needs no mask. Shape letters: R rows, S slots, H heads, D head width, N tree nodes, V vocabulary.
+A plain step attends all slots of the cache under a mask and writes by index, where the eager one
+attends the committed slots only and needs no mask. Shape letters: R rows, S slots, H heads, D head
+width, N tree nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,23 +15,26 @@ import torch
 from torch import Tensor
 
 from specmm.cache import Cache, StaticMemory
-from specmm.compiled import EndsLater, compiled
+from specmm.compiled import DeferredStop, compiled
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
 
 
-class StaticTarget(EndsLater, LlamaGenTarget):
-    """A class-conditional target whose plain step has the same shapes, and the same memory, at every call.
+class StaticTarget(DeferredStop, LlamaGenTarget):
+    """A class-conditional target whose plain step has the same shapes, and the same memory, at
+    every call.
 
-    ``transform`` turns the step's function into a faster one. A compiled program cannot stop at logits that are not
-    finite: behind a round the caller looks (``end_round``).
+    ``transform`` turns the step's function into a faster one. A compiled program cannot stop at
+    logits that are not finite: after a round the caller looks (``end_round``).
     """
 
     def __init__(self, plain: LlamaGenTarget, transform: Callable[[Any], Any] = compiled) -> None:
         if plain.model.config.model_type != "c2i":
-            raise ValueError("steps and rounds of static shapes serve class-conditional models only")
+            raise ValueError(
+                "steps and rounds of static shapes serve class-conditional models only"
+            )
         super().__init__(plain.model, plain.guidance, plain.processor, plain.name)
         self.kept: Cache | None = None
         self.run = transform(self.logits_of)
@@ -43,7 +48,9 @@ class StaticTarget(EndsLater, LlamaGenTarget):
             device = self.cache.lengths.device
             self.place = torch.zeros(1, dtype=torch.int64, device=device)
             self.columns = torch.arange(self.cache.slots, device=device)
-            self.memories = [StaticMemory(layer[0], layer[1], self.place) for layer in self.cache.data]
+            self.memories = [
+                StaticMemory(layer[0], layer[1], self.place) for layer in self.cache.data
+            ]
         else:
             self.kept.data.copy_(self.cache.data)
             self.kept.lengths.copy_(self.cache.lengths)
@@ -60,14 +67,18 @@ class StaticTarget(EndsLater, LlamaGenTarget):
         return TargetOutput(self.processor(guided), hidden)
 
     def score(self, tree: DraftTree) -> TargetOutput:
-        """One tree-attention forward, in whatever mode it is called: one that begins in a program breaks it."""
+        """One tree-attention forward, in whatever mode it is called: one that begins in a program
+        breaks it.
+        """
         return self._scored(tree)
 
     def logits_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Guided logits [B, 1, V] and hidden states [R, 1, C] behind ``tokens`` [B] at ``place``."""
+        """Guided logits [B, 1, V] and hidden states [R, 1, C] after ``tokens`` [B] at ``place``."""
         x = self.model.tok_embeddings(tokens[:, None]).repeat(self.guidance.branches, 1, 1)
         shut = self.columns > self.place
-        bias = torch.zeros_like(shut, dtype=x.dtype).masked_fill(shut, float("-inf"))[None, None, None]
+        bias = torch.zeros_like(shut, dtype=x.dtype).masked_fill(shut, float("-inf"))[
+            None, None, None
+        ]
         logits, hidden = self.model(x, self.place[None], bias, self.memories)
         return self.guide(logits.float(), self.place[None]), hidden
 

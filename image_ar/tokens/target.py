@@ -1,7 +1,7 @@
 """LlamaGen as a target of the core.
 
-Shape letters: B batch, G guidance branches ([cond; uncond] under guidance), R = G·B rows, N tree nodes,
-P prefix positions, T tokens of a picture, C width, V vocabulary.
+Shape letters: B batch, G guidance branches ([cond; uncond] under guidance), R = G·B rows, N tree
+nodes, P prefix positions, T tokens of a picture, C width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from specmm.kernels.tree_attention import Mask
 from specmm.processors import Processor, check_finite
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
-from specmm.verify.rule import Verdict
+from specmm.verify.rule import VerifyResult
 
 
 @dataclass
 class Prompt:
-    """Conditions of a batch: class ids [B], or caption features [B, P, caption_dim] with their ``mask`` [B, P]."""
+    """Conditions of a batch: class ids [B], or caption features [B, P, caption_dim] with their
+    ``mask`` [B, P].
+    """
 
     condition: Tensor
     mask: Tensor | None = None
@@ -34,7 +36,9 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Guidance:
-    """Classifier-free guidance: ``scale`` ≥ 0 (1 is off); with ``interval`` n > -1 only tokens 0 … n + 1 are guided."""
+    """Classifier-free guidance: ``scale`` ≥ 0 (1 is off); with ``interval`` n > -1 only tokens 0 …
+    n + 1 are guided.
+    """
 
     scale: float = 1.0
     interval: int = -1
@@ -58,10 +62,19 @@ class Guidance:
 class LlamaGenTarget:
     """A :class:`Transformer` with a cache; one instance serves one batch at a time."""
 
-    def __init__(self, model: Transformer, guidance: Guidance, processor: Processor, name: str = "llamagen") -> None:
-        self.model, self.guidance, self.processor, self.name = model.eval(), guidance, processor, name
+    def __init__(
+        self, model: Transformer, guidance: Guidance, processor: Processor, name: str = "llamagen"
+    ) -> None:
+        self.model, self.guidance, self.processor, self.name = (
+            model.eval(),
+            guidance,
+            processor,
+            name,
+        )
         processor.check_vocabulary(model.config.vocab_size)
-        self.taps: tuple[int, ...] = ()  # layers whose inputs the drafter reads beside the last hidden state
+        self.aux_layers: tuple[
+            int, ...
+        ] = ()  # layers whose inputs the drafter reads beside the last hidden state
         self.calls = 0
         self.cache: Cache
 
@@ -103,10 +116,12 @@ class LlamaGenTarget:
         return output
 
     @torch.inference_mode()
-    def admit(self, row: int, prompt: Prompt) -> TargetOutput:
-        """Begin ``prompt``, of one picture, in ``row``; see :class:`specmm.refill.AdmittingTarget`."""
+    def start_row(self, row: int, prompt: Prompt) -> TargetOutput:
+        """Begin ``prompt``, of one picture, in ``row``; see
+        :class:`specmm.continuous_batching.BatchingTarget`.
+        """
         alone = LlamaGenTarget(self.model, self.guidance, self.processor, self.name)
-        alone.taps = self.taps
+        alone.aux_layers = self.aux_layers
         output = alone.prefill(prompt, 0)
         self.cache.take(row, alone.cache)
         return output
@@ -123,7 +138,9 @@ class LlamaGenTarget:
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> TargetOutput:
-        """One plain step; the rows have the same length here, so that slices serve and, unpadded, no mask."""
+        """One plain step; the rows have the same length here, so that slices serve and, unpadded,
+        no mask.
+        """
         cache, done = self.cache, self.model.config.cls_token_num + self.calls - 1
         cache.aim(done, done + 1)
         bias = None
@@ -135,9 +152,9 @@ class LlamaGenTarget:
         cache.lengths += 1
         return output
 
-    def commit(self, verdict: Verdict) -> None:
+    def commit(self, result: VerifyResult) -> None:
         """Keep the accepted nodes."""
-        self.cache.keep(verdict.path, verdict.kept)
+        self.cache.keep(result.path, result.kept)
 
     def _score(self, tokens: Tensor, positions: Tensor, bias: Mask) -> TargetOutput:
         x = self.model.tok_embeddings(tokens)
@@ -147,7 +164,7 @@ class LlamaGenTarget:
         return self._forward(x, positions, bias)
 
     def _forward(self, x: Tensor, positions: Tensor, bias: Mask) -> TargetOutput:
-        logits, hidden = self.model(x, positions, bias, self.cache.layers, self.taps)
+        logits, hidden = self.model(x, positions, bias, self.cache.layers, self.aux_layers)
         guided = self.guide(logits.float(), positions)
         self._count(guided)
         return TargetOutput(self.processor(guided), hidden)
@@ -164,7 +181,9 @@ class LlamaGenTarget:
         cond, uncond = logits.chunk(2)
         if self.guidance.interval < 0:
             return torch.lerp(uncond, cond, self.guidance.scale)
-        index = positions[: len(cond)] - self.model.config.cls_token_num + 1  # of the token these logits predict
+        index = (
+            positions[: len(cond)] - self.model.config.cls_token_num + 1
+        )  # of the token these logits predict
         scale = torch.where(index <= self.guidance.interval + 1, self.guidance.scale, 1.0)
         return torch.lerp(uncond, cond, scale[..., None])
 
@@ -176,20 +195,28 @@ class LlamaGenTarget:
             nothing = torch.full_like(prompt.condition, self.model.config.num_classes)
         else:
             assert isinstance(embedder, CaptionEmbedder)
-            nothing = embedder.uncond_embedding.to(prompt.condition.dtype).expand_as(prompt.condition)
+            nothing = embedder.uncond_embedding.to(prompt.condition.dtype).expand_as(
+                prompt.condition
+            )
         return torch.cat([prompt.condition, nothing])
 
     def _hide_padding(self, mask: Tensor | None, prefix: int) -> Tensor | None:
-        """Bias [R, 1, P, P] of the prefix forward; both branches share the caption's mask, the diagonal stays open."""
+        """Bias [R, 1, P, P] of the prefix forward; both branches share the caption's mask, the
+        diagonal stays open.
+        """
         if mask is None and prefix == 1:
             return None
         device = self.cache.lengths.device
         seen = torch.ones(prefix, prefix, dtype=torch.bool, device=device).tril()[None]
         if mask is not None:
             padded = (mask == 0).repeat(self.guidance.branches, 1)
-            hidden = torch.zeros(len(padded), self.cache.size.capacity, dtype=torch.bool, device=device)
+            hidden = torch.zeros(
+                len(padded), self.cache.size.capacity, dtype=torch.bool, device=device
+            )
             hidden[:, :prefix] = padded
             self.cache.hidden_prefix = hidden
             seen = (seen & ~padded[:, None]) | torch.eye(prefix, dtype=torch.bool, device=device)
-        bias = torch.zeros(seen.shape, dtype=self.dtype, device=device).masked_fill_(~seen, float("-inf"))
+        bias = torch.zeros(seen.shape, dtype=self.dtype, device=device).masked_fill_(
+            ~seen, float("-inf")
+        )
         return bias[:, None]

@@ -1,7 +1,8 @@
-"""Method ``auto``: measures this machine on the real model and takes the exact tree that should be fastest.
+"""Method ``auto``: measures this machine on the real model and takes the exact tree that should be
+fastest.
 
-Acceptance by level and rank is the model's (``settings.json``, measured when it was made); seconds are this
-machine's, for this batch size, measured once per process.
+Acceptance by level and rank is the model's (``settings.json``, measured when it was made); seconds
+are this machine's, for this batch size, measured once per process.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 
 import torch
 
-from specmm import methods, probing
+from specmm import methods, profiling
 from specmm.autotune import Plan
 from specmm.decode import decode, decode_plain
 from specmm.image_ar.tokens.assemble import Parts, assemble
@@ -24,10 +25,27 @@ from specmm.shape.static import spine
 from specmm.tree import TreeShape
 from specmm.verify import Recursive
 
-SIZES = (3, 4, 8, 12, 16, 24)  # nodes of the candidate trees, the root included; matrix kernels like multiples of 4
-PLANNED = methods.Speculative(rule="recursive")  # the rule that acceptance by level and rank describes
-PICTURES, MARGIN = 3, 0.05  # drawn by each method where nothing can be planned; what a method must gain at least
-PROBES = ((1,), (1, 1, 1), (2, 2, 1, 1, 1), (4, 4, 3, 3, 2))  # children by level where no acceptance is known
+SIZES = (
+    3,
+    4,
+    8,
+    12,
+    16,
+    24,
+)  # nodes of the candidate trees, the root included; matrix kernels like multiples of 4
+PLANNED = methods.Speculative(
+    rule="recursive"
+)  # the rule that acceptance by level and rank describes
+PICTURES, MARGIN = (
+    3,
+    0.05,
+)  # drawn by each method where nothing can be planned; what a method must gain at least
+PROBES = (
+    (1,),
+    (1, 1, 1),
+    (2, 2, 1, 1, 1),
+    (4, 4, 3, 3, 2),
+)  # children by level where no acceptance is known
 
 
 def choose_method(target: LlamaGenTarget, parts: Parts, batch: int) -> methods.Method:
@@ -56,14 +74,18 @@ def _plan(target: LlamaGenTarget, parts: Parts, batch: int) -> Plan:
     head, uniforms = parts.head("block"), _uniforms(batch)
 
     def drafter_of(shape: TreeShape) -> BlockDrafter:
-        return BlockDrafter(head, target, shape, hindsight=PLANNED.hindsight)
+        return BlockDrafter(head, target, shape, rejected_weight=PLANNED.rejected_weight)
 
     shapes = candidates(parts)
-    return probing.planned(target, drafter_of, shapes, Recursive(), prompt, uniforms, parts.acceptance)
+    return profiling.planned(
+        target, drafter_of, shapes, Recursive(), prompt, uniforms, parts.acceptance
+    )
 
 
 def _without_drafter(target: LlamaGenTarget, parts: Parts, prompt: Prompt, batch: int) -> Plan:
-    """Jacobi rounds or plain decoding: whole pictures by both in turn, the medians of their seconds compared."""
+    """Jacobi rounds or plain decoding: whole pictures by both in turn, the medians of their seconds
+    compared.
+    """
     method = methods.SJD()
     own, drafter, rule = assemble(method, target, parts)
 
@@ -81,11 +103,19 @@ def _without_drafter(target: LlamaGenTarget, parts: Parts, prompt: Prompt, batch
     lacking = "the model has no block drafter or no measured acceptance"
     if speedup <= 1 + MARGIN:
         return Plan(None, 1.0, 1.0, f"plain decoding: {lacking}, and sjd is {speedup:.2f}x as fast")
-    return Plan(None, tau, speedup, f"sjd: {lacking}; {speedup:.2f}x plain decoding measured", draft_free=method)
+    return Plan(
+        None,
+        tau,
+        speedup,
+        f"sjd: {lacking}; {speedup:.2f}x plain decoding measured",
+        draft_free=method,
+    )
 
 
 def candidates(parts: Parts) -> list[TreeShape]:
-    """The trees whose cost is measured and of which one is taken: Sequoia's, for the block drafter's acceptance."""
+    """The trees whose cost is measured and of which one is taken: Sequoia's, for the block
+    drafter's acceptance.
+    """
     levels = parts.head("block").config.levels
     if not parts.acceptance:
         return [spine(widths) for widths in PROBES if len(widths) <= levels]
@@ -100,4 +130,8 @@ def _any_prompt(target: LlamaGenTarget, batch: int) -> Prompt:
     config, device = target.model.config, target.model.output.weight.device
     if config.model_type == "c2i":
         return Prompt(torch.arange(batch, device=device) % config.num_classes)
-    return Prompt(torch.zeros(batch, config.cls_token_num, config.caption_dim, dtype=target.dtype, device=device))
+    return Prompt(
+        torch.zeros(
+            batch, config.cls_token_num, config.caption_dim, dtype=target.dtype, device=device
+        )
+    )

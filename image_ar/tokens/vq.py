@@ -1,8 +1,8 @@
 """LlamaGen's VQ image tokenizer (VQ-16, VQ-8 and smaller ones), with the official parameter names.
 
-Source: LlamaGen (arXiv 2406.06525), which follows VQGAN (arXiv 2012.09841) with an L2-normalised codebook.
-Shape letters: B batch, C channels, R image side, h latent side (R / downsampling), V codebook size, E code width.
-Images are float in [-1, 1].
+Source: LlamaGen (arXiv 2406.06525), which follows VQGAN (arXiv 2012.09841) with an L2-normalised
+codebook. Shape letters: B batch, C channels, R image side, h latent side (R / downsampling), V
+codebook size, E code width. Images are float in [-1, 1].
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ VQ_8 = VQConfig(ch_mult=(1, 2, 2, 4))
 
 
 def _mid(channels: int) -> nn.ModuleList:
-    return nn.ModuleList([ResBlock(channels, channels), AttnBlock(channels), ResBlock(channels, channels)])
+    return nn.ModuleList(
+        [ResBlock(channels, channels), AttnBlock(channels), ResBlock(channels, channels)]
+    )
 
 
 class Encoder(nn.Module):
@@ -53,7 +55,9 @@ class Encoder(nn.Module):
         self.conv_in = nn.Conv2d(3, config.ch, 3, padding=1)
         self.conv_blocks = nn.ModuleList()
         for level in range(last + 1):
-            block = Level(widths[level], widths[level + 1], config.num_res_blocks, level == last, name="res")
+            block = Level(
+                widths[level], widths[level + 1], config.num_res_blocks, level == last, name="res"
+            )
             if level != last:
                 block.downsample = Downsample(widths[level + 1])
             self.conv_blocks.append(block)
@@ -80,7 +84,9 @@ class Decoder(nn.Module):
         self.mid = _mid(widths[0])
         self.conv_blocks = nn.ModuleList()
         for level, width in enumerate(widths):
-            block = Level(widths[max(level - 1, 0)], width, config.num_res_blocks + 1, level == 0, name="res")
+            block = Level(
+                widths[max(level - 1, 0)], width, config.num_res_blocks + 1, level == 0, name="res"
+            )
             if level != last:
                 block.upsample = Upsample(width)
             self.conv_blocks.append(block)
@@ -97,7 +103,9 @@ class Decoder(nn.Module):
 
 @dataclass
 class Quantized:
-    """A quantised batch: ``codes`` [B, E, h, h] (straight-through), ``indices`` [B, h, h], two scalar losses."""
+    """A quantised batch: ``codes`` [B, E, h, h] (straight-through), ``indices`` [B, h, h], two
+    scalar losses.
+    """
 
     codes: Tensor
     indices: Tensor
@@ -112,7 +120,9 @@ class VectorQuantizer(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.codebook_size, config.codebook_embed_dim)
-        nn.init.uniform_(self.embedding.weight, -1.0 / config.codebook_size, 1.0 / config.codebook_size)
+        nn.init.uniform_(
+            self.embedding.weight, -1.0 / config.codebook_size, 1.0 / config.codebook_size
+        )
 
     def codebook(self) -> Tensor:
         """The rows that are looked up [V, E]: unit vectors when the tokenizer normalises."""

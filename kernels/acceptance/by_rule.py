@@ -1,6 +1,8 @@
-"""Fused acceptance by the core's own rules and PyTorch's operators: for CPUs, and where Triton does not run.
+"""Fused acceptance by the core's own rules and PyTorch's operators: for CPUs, and where Triton does
+not run.
 
-Shape letters: B batch, N nodes, V vocabulary, D deepest level, W codes, J columns of the neighbour table.
+Shape letters: B batch, N nodes, V vocabulary, D deepest level, W codes, J columns of the neighbour
+table.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from specmm.verify.rule import Rule, settle
 
 
 def accept(
-    laws: Tensor,
+    probs: Tensor,
     tokens: Tensor,
     parents: Tensor,
-    dice: Tensor,
+    uniforms: Tensor,
     depth: int,
     drafts: Tensor | None,
     table: Tensor | None,
@@ -33,11 +35,11 @@ def accept(
     """Path, kept and next token; for the arguments see ``op.accept``."""
     if processing is not None:
         temperature, top_k, top_p, top_p_first = processing
-        laws = Processor(temperature, int(top_k), top_p, bool(top_p_first))(laws)
+        probs = Processor(temperature, int(top_k), top_p, bool(top_p_first))(probs)
     tree = DraftTree(tokens, TreeShape(parents, depth, tokens.shape[1]), drafts)
     rule = Traversal() if leaves_first else _rule(table, near, bound, factor, offset)
-    verdict = settle(rule.decisions(tree, laws), tree.shape, dice)
-    return verdict.path, verdict.kept, verdict.next_token
+    result = settle(rule.decisions(tree, probs), tree.shape, uniforms)
+    return result.path, result.kept, result.next_token
 
 
 def _rule(table: Tensor | None, near: int, bound: float, factor: bool, offset: int) -> Rule:

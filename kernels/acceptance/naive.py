@@ -1,4 +1,4 @@
-"""Fused acceptance, one row in plain Python: the naive rules' chances, then the dice.
+"""Fused acceptance, one row in plain Python: the naive rules' chances, then the uniforms.
 
 Shape letters: N nodes, V vocabulary.
 """
@@ -11,18 +11,26 @@ from itertools import accumulate
 from specmm.verify.naive import Result
 
 
-def accept(result: Result, parents: Sequence[int], dice: Sequence[float]) -> tuple[list[int], int]:
+def accept(
+    result: Result, parents: Sequence[int], uniforms: Sequence[float]
+) -> tuple[list[int], int]:
     """Nodes kept, root first, and the next token, from a ``result`` of ``specmm.verify.naive``.
 
-    ``dice`` [N + 1]: one uniform for each node, the last for the next token.
+    ``uniforms`` [N + 1]: one uniform for each node, the last for the next token.
     """
     chances, following, order = result
-    hit = [u < chance for u, chance in zip(dice, chances, strict=False)]
-    path = _down(parents, hit) if order is None else _up(parents, next(filter(hit.__getitem__, order), 0))
-    law = following[path[-1]]
-    reached = list(accumulate(law))
-    wanted = dice[-1] * reached[-1]
-    return path, next(token for token, mass in enumerate(law) if mass > 0 and reached[token] > wanted)
+    hit = [u < chance for u, chance in zip(uniforms, chances, strict=False)]
+    path = (
+        _down(parents, hit)
+        if order is None
+        else _up(parents, next(filter(hit.__getitem__, order), 0))
+    )
+    probs = following[path[-1]]
+    reached = list(accumulate(probs))
+    wanted = uniforms[-1] * reached[-1]
+    return path, next(
+        token for token, mass in enumerate(probs) if mass > 0 and reached[token] > wanted
+    )
 
 
 def _down(parents: Sequence[int], hit: Sequence[bool]) -> list[int]:

@@ -1,6 +1,8 @@
-"""``torch.ops.specmm.accept``: a round's verdict from its laws, its drafts and its uniforms.
+"""``torch.ops.specmm.accept``: a round's result from its distributions, its drafts and its
+uniforms.
 
-Shape letters: B batch, N nodes, V vocabulary, D deepest level, W codes, J columns of the neighbour table.
+Shape letters: B batch, N nodes, V vocabulary, D deepest level, W codes, J columns of the neighbour
+table.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ from specmm.kernels.backend import backend
 
 @torch.library.custom_op("specmm::accept", mutates_args=())
 def accept(
-    laws: Tensor,
+    probs: Tensor,
     tokens: Tensor,
     parents: Tensor,
-    dice: Tensor,
+    uniforms: Tensor,
     depth: int,
     drafts: Tensor | None = None,
     table: Tensor | None = None,
@@ -28,40 +30,63 @@ def accept(
     processing: list[float] | None = None,
     leaves_first: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Path [B, D + 1] padded with -1, nodes kept [B] and next token [B], as ``specmm.verify.rule.decide`` has them.
+    """Path [B, D + 1] padded with -1, nodes kept [B] and next token [B], as
+    ``specmm.verify.rule.decide`` has them.
 
-    ``laws`` [B, N, V] (float32 or float64) are the target's processed laws or, with ``processing`` = [temperature,
-    top_k, top_p, top_p_first (0 or 1)], its float32 logits. ``tokens`` [B, N] and ``parents`` [1 or B, N] are the
-    tree's, D = ``depth`` its deepest level, ``drafts`` [B, N, V] the laws the nodes were drawn from (None: point
-    masses), ``dice`` [B, N + 1] uniforms in [0, 1): one for each node, the last for the next token.
+    ``probs`` [B, N, V] (float32 or float64) are the target's processed distributions or, with
+    ``processing`` = [temperature, top_k, top_p, top_p_first (0 or 1)], its float32 logits.
+    ``tokens`` [B, N] and ``parents`` [1 or B, N] are the tree's, D = ``depth`` its deepest level,
+    ``drafts`` [B, N, V] the distributions the nodes were drawn from (None: point masses),
+    ``uniforms`` [B, N + 1] uniforms in [0, 1): one for each node, the last for the next token.
 
-    Siblings are tested in turn: min(1, p / q), then p <- norm((p - q)+) (``specmm.verify.exact.Recursive``). With a
-    neighbour ``table`` [W, J], a token borrows from its ``near`` nearest codes up to ``bound`` (delta) or, with
-    ``factor``, (``bound`` - 1) p(x): LANTERN and LANTERN++ with the corrected residual; ``offset`` is code 0's id.
-    With ``leaves_first`` nodes are tested in post-order instead (``specmm.verify.bottom_up.Traversal``; on a chain that
-    is block verification), and nothing is borrowed.
-    Raises ``ValueError`` on sizes and types that do not fit together.
+    Siblings are tested in turn: min(1, p / q), then p <- norm((p - q)+)
+    (``specmm.verify.exact.Recursive``). With a neighbour ``table`` [W, J], a token borrows from its
+    ``near`` nearest codes up to ``bound`` (delta) or, with ``factor``, (``bound`` - 1) p(x):
+    LANTERN and LANTERN++ with the corrected residual; ``offset`` is code 0's id. With
+    ``leaves_first`` nodes are tested in post-order instead (``specmm.verify.bottom_up.Traversal``;
+    on a chain that is block verification), and nothing is borrowed. Raises ``ValueError`` on sizes
+    and types that do not fit together.
     """
-    check(laws, tokens, parents, dice, drafts, table, near, processing, leaves_first)
+    check(probs, tokens, parents, uniforms, drafts, table, near, processing, leaves_first)
     run = by_rule
-    if backend(laws.device) == "triton":
+    if backend(probs.device) == "triton":
         from specmm.kernels.acceptance.triton import accept as run
-    return run(laws, tokens, parents, dice, depth, drafts, table, near, bound, factor, offset, processing, leaves_first)
+    return run(
+        probs,
+        tokens,
+        parents,
+        uniforms,
+        depth,
+        drafts,
+        table,
+        near,
+        bound,
+        factor,
+        offset,
+        processing,
+        leaves_first,
+    )
 
 
 @accept.register_fake
 def _(
-    laws: Tensor, tokens: Tensor, parents: Tensor, dice: Tensor, depth: int, *others: object, **options: object
+    probs: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    uniforms: Tensor,
+    depth: int,
+    *others: object,
+    **options: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch = len(tokens)
     return tokens.new_empty(batch, depth + 1), tokens.new_empty(batch), tokens.new_empty(batch)
 
 
 def check(
-    laws: Tensor,
+    probs: Tensor,
     tokens: Tensor,
     parents: Tensor,
-    dice: Tensor,
+    uniforms: Tensor,
     drafts: Tensor | None,
     table: Tensor | None,
     near: int,
@@ -70,24 +95,34 @@ def check(
 ) -> None:
     """Raise ``ValueError`` when the arguments of ``accept`` do not fit together."""
     batch, nodes = tokens.shape
-    if laws.shape[:2] != tokens.shape or parents.shape not in ((1, nodes), (batch, nodes)):
+    if probs.shape[:2] != tokens.shape or parents.shape not in ((1, nodes), (batch, nodes)):
         raise ValueError(
-            f"laws must be [{batch}, {nodes}, V] and parents [1 or {batch}, {nodes}] for tokens {list(tokens.shape)}, "
-            f"got {list(laws.shape)} and {list(parents.shape)}"
+            f"probs must be [{batch}, {nodes}, V] and parents [1 or {batch}, {nodes}] for tokens {list(tokens.shape)}, "
+            f"got {list(probs.shape)} and {list(parents.shape)}"
         )
-    if dice.shape != (batch, nodes + 1) or (drafts is not None and drafts.shape != laws.shape):
+    if uniforms.shape != (batch, nodes + 1) or (drafts is not None and drafts.shape != probs.shape):
         raise ValueError(
-            f"dice must be [{batch}, {nodes + 1}] and drafts of the laws' shape {list(laws.shape)}, got "
-            f"{list(dice.shape)} and {None if drafts is None else list(drafts.shape)}"
+            f"uniforms must be [{batch}, {nodes + 1}] and drafts of the distributions' shape {list(probs.shape)}, got "
+            f"{list(uniforms.shape)} and {None if drafts is None else list(drafts.shape)}"
         )
-    if laws.dtype not in (torch.float32, torch.float64) or (processing is not None and laws.dtype != torch.float32):
-        raise ValueError(f"laws must be float32 or float64, and logits float32, got {laws.dtype}; convert them")
+    if probs.dtype not in (torch.float32, torch.float64) or (
+        processing is not None and probs.dtype != torch.float32
+    ):
+        raise ValueError(
+            f"probs must be float32 or float64, and logits float32, got {probs.dtype}; convert them"
+        )
     if processing is not None and len(processing) != 4:
-        raise ValueError(f"processing must be [temperature, top_k, top_p, top_p_first], got {processing}")
+        raise ValueError(
+            f"processing must be [temperature, top_k, top_p, top_p_first], got {processing}"
+        )
     if leaves_first and table is not None:
-        raise ValueError("no rule that tests leaves first borrows from neighbours: leave the table out")
+        raise ValueError(
+            "no rule that tests leaves first borrows from neighbours: leave the table out"
+        )
     if near > (0 if table is None else table.shape[1]):
-        raise ValueError(f"near must be at most the columns of the table, got {near} for {_shape(table)}")
+        raise ValueError(
+            f"near must be at most the columns of the table, got {near} for {_shape(table)}"
+        )
 
 
 def _shape(table: Tensor | None) -> str:

@@ -1,11 +1,14 @@
-"""Fused acceptance from the root down, in Triton, one program a row: recursive, point mass, LANTERN and LANTERN++.
+"""Fused acceptance from the root down, in Triton, one program a row: recursive, point mass, LANTERN
+and LANTERN++.
 
-Nodes are visited in ascending order, which is the walk from the root down with siblings by rank, since a node comes
-after its parent: a child of the node reached so far is tested; accepted, it becomes the node reached; rejected, it
-changes the target its later siblings face. Only the laws of nodes on the path are processed. The row's target lives
-in scratch memory: one place for the processed law, two for residuals in turn; ``scale`` makes its total 1.
+Nodes are visited in ascending order, which is the walk from the root down with siblings by rank,
+since a node comes after its parent: a child of the node reached so far is tested; accepted, it
+becomes the node reached; rejected, it changes the target its later siblings face. Only the
+distributions of nodes on the path are processed. The row's target lives in scratch memory: one
+place for the processed distribution, two for residuals in turn; ``scale`` makes its total 1.
 
-Shape letters: B batch, N nodes, V vocabulary, D deepest level, W codes, J columns of the neighbour table.
+Shape letters: B batch, N nodes, V vocabulary, D deepest level, W codes, J columns of the neighbour
+table.
 """
 
 # Triton's functions take pointers and have no types to speak of
@@ -16,15 +19,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specmm.kernels.acceptance.laws import LEAST, draw, process
+from specmm.kernels.acceptance.distributions import LEAST, draw, process
 
-SCRATCH = tl.constexpr(3)  # laws a row
+SCRATCH = tl.constexpr(3)  # distributions a row
 
 
 @triton.jit
 def _borrowed(now, scale, token, own, table, codes, columns, offset, bound,
               FACTOR: tl.constexpr, NEAR: tl.constexpr, NEAR_BLOCK: tl.constexpr):  # fmt: skip
-    """LANTERN's S of one token: the largest sum of the target over its nearest codes that stays within the bound."""
+    """LANTERN's S of one token: the largest sum of the target over its nearest codes that stays
+    within the bound.
+    """
     j = tl.arange(0, NEAR_BLOCK)
     code = tl.zeros([NEAR_BLOCK], tl.int64) + (token - offset)
     live = (j < NEAR) & (code >= 0) & (code < codes)
@@ -53,18 +58,22 @@ def _reject(now, out, scale, token, draft, V, DRAWN: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def walk(
-    laws_ptr, tokens_ptr, parents_ptr, dice_ptr, drafts_ptr, table_ptr, scratch_ptr, path_ptr, kept_ptr, next_ptr,
+    probs_ptr, tokens_ptr, parents_ptr, uniforms_ptr, drafts_ptr, table_ptr, scratch_ptr, path_ptr, kept_ptr, next_ptr,
     nodes, shapes, levels, V, codes, columns, offset, bound, temperature, top_k, top_p,
     LOGITS: tl.constexpr, GREEDY: tl.constexpr, TOP_P: tl.constexpr, TOP_P_FIRST: tl.constexpr,
     DRAWN: tl.constexpr, FACTOR: tl.constexpr, NEAR: tl.constexpr, NEAR_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row's path, kept and next token: siblings tested in turn from the root down."""
     row = tl.program_id(0).to(tl.int64)
-    parents, tokens, dice = parents_ptr + row % shapes * nodes, tokens_ptr + row * nodes, dice_ptr + row * (nodes + 1)
-    laws, scratch = laws_ptr + row * nodes * V, scratch_ptr + row * SCRATCH * V
-    now, scale = laws, tl.full([], 1.0, laws_ptr.dtype.element_ty)
+    parents, tokens, uniforms = (
+        parents_ptr + row % shapes * nodes,
+        tokens_ptr + row * nodes,
+        uniforms_ptr + row * (nodes + 1),
+    )
+    probs, scratch = probs_ptr + row * nodes * V, scratch_ptr + row * SCRATCH * V
+    now, scale = probs, tl.full([], 1.0, probs_ptr.dtype.element_ty)
     if LOGITS:
-        process(laws, scratch, V, temperature, top_k, top_p, GREEDY, TOP_P, TOP_P_FIRST, BLOCK)
+        process(probs, scratch, V, temperature, top_k, top_p, GREEDY, TOP_P, TOP_P_FIRST, BLOCK)
         now = scratch
     node, kept, turn = tl.full([], 0, tl.int32), tl.full([], 1, tl.int32), tl.full([], 0, tl.int32)
     tl.store(path_ptr + row * levels, 0)
@@ -75,17 +84,39 @@ def walk(
             chance = own
             if NEAR > 0:
                 chance += _borrowed(
-                    now, scale, token, own, table_ptr, codes, columns, offset, bound, FACTOR, NEAR, NEAR_BLOCK
+                    now,
+                    scale,
+                    token,
+                    own,
+                    table_ptr,
+                    codes,
+                    columns,
+                    offset,
+                    bound,
+                    FACTOR,
+                    NEAR,
+                    NEAR_BLOCK,
                 )
             draft = drafts_ptr + (row * nodes + n) * V
             if DRAWN:
                 chance = chance / tl.maximum(tl.load(draft + token), LEAST)
-            if tl.load(dice + n) < chance:
+            if tl.load(uniforms + n) < chance:
                 tl.store(path_ptr + row * levels + kept, n)
                 node, kept = tl.full([], 0, tl.int32) + n, kept + 1
-                now, scale = laws + n * V, tl.full([], 1.0, laws_ptr.dtype.element_ty)
+                now, scale = probs + n * V, tl.full([], 1.0, probs_ptr.dtype.element_ty)
                 if LOGITS:
-                    process(now, scratch, V, temperature, top_k, top_p, GREEDY, TOP_P, TOP_P_FIRST, BLOCK)
+                    process(
+                        now,
+                        scratch,
+                        V,
+                        temperature,
+                        top_k,
+                        top_p,
+                        GREEDY,
+                        TOP_P,
+                        TOP_P_FIRST,
+                        BLOCK,
+                    )
                     now = scratch
             else:
                 out = scratch + (1 + turn) * V
@@ -93,4 +124,4 @@ def walk(
                 if total > 0:  # else the target stays as it is, which keeps the processed support
                     now, scale, turn = out, 1 / total, 1 - turn
     tl.store(kept_ptr + row, kept)
-    tl.store(next_ptr + row, draw(now, tl.load(dice + nodes), V, BLOCK))
+    tl.store(next_ptr + row, draw(now, tl.load(uniforms + nodes), V, BLOCK))

@@ -1,7 +1,7 @@
 """KV commit by PyTorch's index operators: for CPUs, and where Triton does not run.
 
-Every row moves M entries, whatever it accepted; those not kept are written back to where they are. Shape letters:
-A arrays, R rows, B rows of lengths, M moves, S slots, H heads, D head width.
+Every row moves M entries, whatever it accepted; those not kept are written back to where they are.
+Shape letters: A arrays, R rows, B rows of lengths, M moves, S slots, H heads, D head width.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ def kv_commit(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: 
     wanted = torch.where(order < kept[:, None], lengths[:, None] + order, source)
     rows, slots = data.shape[1:3]
     if rows > len(path):  # guidance branches keep the same nodes
-        source, wanted = (places.repeat(rows // len(path), 1) for places in (source, wanted))  # [R, M]
+        source, wanted = (
+            places.repeat(rows // len(path), 1) for places in (source, wanted)
+        )  # [R, M]
     if not data.is_contiguous():
         each = torch.arange(rows, device=path.device)[:, None]
         data[:, each, wanted] = data[:, each, source]

@@ -1,7 +1,7 @@
 """KV commit, one entry at a time: what the other implementations are tested against.
 
-Shape letters: A arrays (keys and values of all layers), R rows, B rows of lengths, M moves, S slots, H heads,
-D head width.
+Shape letters: A arrays (keys and values of all layers), R rows, B rows of lengths, M moves, S
+slots, H heads, D head width.
 """
 
 from __future__ import annotations

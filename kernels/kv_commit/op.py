@@ -1,7 +1,7 @@
 """``torch.ops.specmm.kv_commit`` and the function caches call.
 
-Shape letters: A arrays (keys and values of all layers), R rows, B rows of lengths (R a multiple of B; row r takes
-length r % B), M moves, S slots, H heads, D head width.
+Shape letters: A arrays (keys and values of all layers), R rows, B rows of lengths (R a multiple of
+B; row r takes length r % B), M moves, S slots, H heads, D head width.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from specmm.kernels.kv_commit import indexed
 
 @torch.library.custom_op("specmm::kv_commit", mutates_args=("data",))
 def kv_commit(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: int) -> None:
-    """Move slots ``first + path[b, i]``, i < ``kept[b]``, to slots ``lengths[b] + i`` of ``data`` [A, R, S, H, D].
+    """Move slots ``first + path[b, i]``, i < ``kept[b]``, to slots ``lengths[b] + i`` of ``data``
+    [A, R, S, H, D].
 
-    ``path`` [B, M] int64 ascends in its first ``kept`` [B] nodes; ``lengths`` [B] int64 is not changed. ``data`` may
-    have any strides but the last, so that caches of [R, H, S, D] come transposed. Raises ``ValueError`` on sizes that
-    do not fit together.
+    ``path`` [B, M] int64 ascends in its first ``kept`` [B] nodes; ``lengths`` [B] int64 is not
+    changed. ``data`` may have any strides but the last, so that caches of [R, H, S, D] come
+    transposed. Raises ``ValueError`` on sizes that do not fit together.
     """
     check(data, path, kept, lengths)
     if backend(data.device) == "triton":

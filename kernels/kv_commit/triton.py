@@ -1,7 +1,8 @@
 """KV commit in Triton: all layers in one launch, no host in between.
 
-A program moves a slice of one row of one array, entry after entry. A path ascends, so an entry never moves to a slot
-that is still to be read, also where the tree lies right behind the committed tokens.
+A program moves a slice of one row of one array, entry after entry. A path ascends, so an entry
+never moves to a slot that is still to be read, also where the tree lies right after the committed
+tokens.
 
 Shape letters: A arrays, R rows, B rows of lengths, M moves, S slots, H heads, D head width.
 """
@@ -38,5 +39,15 @@ def kv_commit(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: 
     arrays, rows, _, heads, width = data.shape
     block = min(BLOCK, triton.next_power_of_2(heads * width))
     _move[(arrays * rows, triton.cdiv(heads * width, block))](
-        data, path, kept, lengths, first, rows, *path.shape, heads, *data.stride()[:4], D=width, BLOCK=block
+        data,
+        path,
+        kept,
+        lengths,
+        first,
+        rows,
+        *path.shape,
+        heads,
+        *data.stride()[:4],
+        D=width,
+        BLOCK=block,
     )

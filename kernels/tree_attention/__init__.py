@@ -1,4 +1,6 @@
-"""Attention of draft trees over a ragged committed prefix: ``attend``, the operator behind it and its mask."""
+"""Attention of draft trees over a ragged committed prefix: ``attend``, the operator after it and
+its mask.
+"""
 
 from specmm.kernels.tree_attention.op import Mask as Mask
 from specmm.kernels.tree_attention.op import TreeMask as TreeMask

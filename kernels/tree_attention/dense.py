@@ -1,10 +1,11 @@
-"""Tree attention by PyTorch's scaled dot product under a dense mask: for CPUs, and where Triton does not run.
+"""Tree attention by PyTorch's scaled dot product under a dense mask: for CPUs, and where Triton
+does not run.
 
-The mask is as large as the scores, and every slot is read. Slots must hold finite numbers, attended or not: a weight
-of zero does not hide a NaN here.
+The mask is as large as the scores, and every slot is read. Slots must hold finite numbers, attended
+or not: a weight of zero does not hide a NaN here.
 
-Shape letters: R rows, B rows of lengths, H query heads, K key/value heads, T tree nodes, S slots, D head width,
-W = ceil(T / 64) words.
+Shape letters: R rows, B rows of lengths, H query heads, K key/value heads, T tree nodes, S slots, D
+head width, W = ceil(T / 64) words.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def tree_attention(
     """Attention [R, T, H, D]; for the arguments see ``op.tree_attention``."""
     mask = dense_mask(words, lengths, first, len(q), keys.shape[2], hidden)
     grouped = q.shape[1] != keys.shape[1]
-    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(
+        q, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped
+    )
     empty = ~mask.any(-1, keepdim=True)  # softmax of nothing
     return out.masked_fill(empty, 0.0).transpose(1, 2).contiguous()

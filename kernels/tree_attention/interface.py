@@ -1,9 +1,10 @@
-"""``attn_implementation="specmm_tree"`` for transformers models: importing this module registers it.
+"""``attn_implementation="specmm_tree"`` for transformers models: importing this module registers
+it.
 
-Attention is transformers' own SDPA until a forward is given ``tree_mask``, a :class:`TreeMask`, which models hand
-through to their attention layers; then it is the operator's, grouped heads included, and no mask is built. A forward
-with ``tree_mask`` should be given the 4-dimensional ``PLACEHOLDER`` as its ``attention_mask``, lest transformers lays
-one out that nobody reads.
+Attention is transformers' own SDPA until a forward is given ``tree_mask``, a :class:`TreeMask`,
+which models hand through to their attention layers; then it is the operator's, grouped heads
+included, and no mask is built. A forward with ``tree_mask`` should be given the 4-dimensional
+``PLACEHOLDER`` as its ``attention_mask``, lest transformers lays one out that nobody reads.
 
 Shape letters: R rows, H query heads, K key/value heads, T tree nodes, S slots, D head width.
 """
@@ -41,7 +42,9 @@ def forward(
         return sdpa_attention_forward(*given, dropout=dropout, scaling=scaling, **options)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     places = (tree_mask.words, tree_mask.lengths, tree_mask.first)
-    return tree_attention(query, key, value, *places, scale, tree_mask.hidden, tree_mask.row_invariant), None
+    return tree_attention(
+        query, key, value, *places, scale, tree_mask.hidden, tree_mask.row_invariant
+    ), None
 
 
 AttentionInterface.register(NAME, forward)

@@ -1,7 +1,8 @@
-"""Tree attention, one query at a time in float64: what the other implementations are tested against.
+"""Tree attention, one query at a time in float64: what the other implementations are tested
+against.
 
-Shape letters: R rows, B rows of lengths (R a multiple of B; row r takes length r % B), H query heads, K key/value
-heads, T tree nodes, S slots, D head width, W = ceil(T / 64) words.
+Shape letters: R rows, B rows of lengths (R a multiple of B; row r takes length r % B), H query
+heads, K key/value heads, T tree nodes, S slots, D head width, W = ceil(T / 64) words.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def tree_attention(
     group = heads // keys.shape[1]
     for r in range(rows):
         for t in range(nodes):
-            slots = seen_slots(words[r % len(words), t], int(lengths[r % len(lengths)]), nodes, first)
+            slots = seen_slots(
+                words[r % len(words), t], int(lengths[r % len(lengths)]), nodes, first
+            )
             if hidden is not None:
                 slots = [s for s in slots if s >= hidden.shape[1] or not hidden[r, s]]
             for h in range(heads):
@@ -39,6 +42,8 @@ def tree_attention(
 
 
 def seen_slots(words: Tensor, length: int, nodes: int, first: int) -> list[int]:
-    """Slots that a query of ancestors ``words`` [W] attends: the prefix, then its ancestors from slot ``first`` on."""
+    """Slots that a query of ancestors ``words`` [W] attends: the prefix, then its ancestors from
+    slot ``first`` on.
+    """
     bits = [int(words[n // 64]) >> (n % 64) & 1 for n in range(nodes)]
     return [*range(length), *(first + n for n in range(nodes) if bits[n])]

@@ -1,7 +1,8 @@
 """``torch.ops.specmm.tree_attention`` and the function models call.
 
-Shape letters: R rows, B rows of lengths (R a multiple of B; row r takes length r % B, as guidance repeats a batch),
-H query heads, K key/value heads, T tree nodes, S slots, D head width, W = ceil(T / 64) words.
+Shape letters: R rows, B rows of lengths (R a multiple of B; row r takes length r % B, as guidance
+repeats a batch), H query heads, K key/value heads, T tree nodes, S slots, D head width, W = ceil(T
+/ 64) words.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ MOST_NODES = 256
 class TreeMask:
     """What each node of a tree attends: its row's committed slots, and the slots of its ancestors.
 
-    ``words`` [1 or B, T, W] int64 is :attr:`specmm.tree.TreeShape.ancestor_words`; ``lengths`` [B] int64 counts
-    committed slots, from slot 0 on; node j lies in slot ``first`` + j; ``hidden`` [R, up to S] bool shuts committed
-    ones. ``row_invariant`` is the operator's.
+    ``words`` [1 or B, T, W] int64 is :attr:`specmm.tree.TreeShape.ancestor_words`; ``lengths`` [B]
+    int64 counts committed slots, from slot 0 on; node j lies in slot ``first`` + j; ``hidden`` [R,
+    up to S] bool shuts committed ones. ``row_invariant`` is the operator's.
     """
 
     words: Tensor
@@ -52,13 +53,15 @@ def tree_attention(
     row_invariant: bool = False,
     splits: int = 0,
 ) -> Tensor:
-    """Attention [R, T, H, D] of a tree's queries ``q`` [R, H, T, D] over ``keys`` and ``values`` [R, K, S, D].
+    """Attention [R, T, H, D] of a tree's queries ``q`` [R, H, T, D] over ``keys`` and ``values``
+    [R, K, S, D].
 
-    Keys and values may have any strides but the last (caches of [R, S, K, D] come transposed); H is a multiple of K.
-    See :class:`TreeMask` for ``words``, ``lengths``, ``first`` and ``hidden``. ``scale`` multiplies the scores.
-    ``row_invariant``: a query's result has the same bits whichever part of its past is committed, and alone or in a
-    tree (Triton only; slower). ``splits``: parts the prefix is cut into, 0 for as many as the GPU has use for.
-    A query that may attend nothing gives zeros. Raises ``ValueError`` on sizes that do not fit together.
+    Keys and values may have any strides but the last (caches of [R, S, K, D] come transposed); H is
+    a multiple of K. See :class:`TreeMask` for ``words``, ``lengths``, ``first`` and ``hidden``.
+    ``scale`` multiplies the scores. ``row_invariant``: a query's result has the same bits whichever
+    part of its past is committed, and alone or in a tree (Triton only; slower). ``splits``: parts
+    the prefix is cut into, 0 for as many as the GPU has use for. A query that may attend nothing
+    gives zeros. Raises ``ValueError`` on sizes that do not fit together.
     """
     check(q, keys, values, words, lengths, first, hidden)
     if backend(q.device) == "triton":
@@ -74,7 +77,13 @@ def _(q: Tensor, *others: object, **options: object) -> Tensor:
 
 
 def check(
-    q: Tensor, keys: Tensor, values: Tensor, words: Tensor, lengths: Tensor, first: int, hidden: Tensor | None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    words: Tensor,
+    lengths: Tensor,
+    first: int,
+    hidden: Tensor | None,
 ) -> None:
     """Raise ``ValueError`` when the arguments of ``tree_attention`` do not fit together."""
     rows, heads, nodes, width = q.shape
@@ -86,7 +95,11 @@ def check(
             f"keys and values must be [{rows}, a divisor of {heads}, S, {width}] for queries {list(q.shape)}, "
             f"got {list(keys.shape)} and {list(values.shape)}"
         )
-    if not 1 <= nodes <= MOST_NODES or words.shape != (len(words), nodes, -(-nodes // 64)) or rows % len(words):
+    if (
+        not 1 <= nodes <= MOST_NODES
+        or words.shape != (len(words), nodes, -(-nodes // 64))
+        or rows % len(words)
+    ):
         raise ValueError(
             f"words must be [1 or B, T, ceil(T / 64)] for 1 to {MOST_NODES} nodes, got {list(words.shape)} for "
             f"{nodes} nodes; TreeShape.ancestor_words has them"
@@ -96,16 +109,27 @@ def check(
             f"lengths must be [B] with B a divisor of {rows}, words int64 and first in [0, {slots - nodes}], "
             f"got {list(lengths.shape)}, {words.dtype} and {first}"
         )
-    if hidden is not None and (hidden.dtype != torch.bool or len(hidden) != rows or hidden.shape[1] > slots):
-        raise ValueError(f"hidden must be bool [{rows}, at most {slots}], got {hidden.dtype} {list(hidden.shape)}")
-    if any(x.stride(-1) != 1 for x in (q, keys, values)) or not (words.is_contiguous() and lengths.is_contiguous()):
-        raise ValueError("the last axis of q, keys and values must be dense, words and lengths contiguous")
+    if hidden is not None and (
+        hidden.dtype != torch.bool or len(hidden) != rows or hidden.shape[1] > slots
+    ):
+        raise ValueError(
+            f"hidden must be bool [{rows}, at most {slots}], got {hidden.dtype} {list(hidden.shape)}"
+        )
+    if any(x.stride(-1) != 1 for x in (q, keys, values)) or not (
+        words.is_contiguous() and lengths.is_contiguous()
+    ):
+        raise ValueError(
+            "the last axis of q, keys and values must be dense, words and lengths contiguous"
+        )
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | TreeMask | None, *, causal: bool = False) -> Tensor:
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | TreeMask | None, *, causal: bool = False
+) -> Tensor:
     """Attention [R, H, T, D] of ``q`` [R, H, T, D] over ``keys`` and ``values`` [R, K, S, D].
 
-    A :class:`TreeMask` goes to the operator; a dense mask, or none, straight to PyTorch's, which costs nothing extra.
+    A :class:`TreeMask` goes to the operator; a dense mask, or none, straight to PyTorch's, which
+    costs nothing extra.
     """
     if isinstance(mask, TreeMask):
         out: Tensor = tree_attention(

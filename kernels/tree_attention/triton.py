@@ -1,16 +1,18 @@
-"""Tree attention in Triton: a ragged prefix plus the tree's own keys, in one pass over the keys and values.
+"""Tree attention in Triton: a ragged prefix plus the tree's own keys, in one pass over the keys and
+values.
 
-A program serves one key/value head of one row, a tile of its queries (all query heads of the group, packed) and one
-split of the prefix; the last split also takes the tree. The mask is read as int64 words, 64 ancestors each. Softmax
-is online, in fp32 and base 2. Splits are merged by a second kernel, in order.
+A program serves one key/value head of one row, a tile of its queries (all query heads of the group,
+packed) and one split of the prefix; the last split also takes the tree. The mask is read as int64
+words, 64 ancestors each. Softmax is online, in fp32 and base 2. Splits are merged by a second
+kernel, in order.
 
-``row_invariant``: tiles are cut by *position* (committed tokens, then a node's ancestors by depth), splits have a
-fixed number of positions and tiles one size, so that every query meets the same keys in the same columns whatever
-part of its past is committed and whatever else is in the tree. Tiles that are wholly committed are shared by all
-queries; in the others each node gathers its own path.
+``row_invariant``: tiles are cut by *position* (committed tokens, then a node's ancestors by depth),
+splits have a fixed number of positions and tiles one size, so that every query meets the same keys
+in the same columns whatever part of its past is committed and whatever else is in the tree. Tiles
+that are wholly committed are shared by all queries; in the others each node gathers its own path.
 
-Shape letters: R rows, B rows of lengths, H query heads, K key/value heads, G = H / K, T tree nodes, M = G T packed
-queries, S slots, D head width, W words, C splits.
+Shape letters: R rows, B rows of lengths, H query heads, K key/value heads, G = H / K, T tree nodes,
+M = G T packed queries, S slots, D head width, W words, C splits.
 """
 
 # Triton's functions take pointers and have no types to speak of
@@ -36,7 +38,9 @@ SCANT = 64 * 1024  # what every GPU has
 
 @triton.jit
 def _scores(q, k, scale, UPCAST: tl.constexpr):
-    """Scores [M, N] in fp32 of queries [M, D] and keys [N, D]; the interpreter multiplies no bfloat16."""
+    """Scores [M, N] in fp32 of queries [M, D] and keys [N, D]; the interpreter multiplies no
+    bfloat16.
+    """
     if UPCAST:
         q, k = q.to(tl.float32), k.to(tl.float32)
     return tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -44,7 +48,9 @@ def _scores(q, k, scale, UPCAST: tl.constexpr):
 
 @triton.jit
 def _weigh(s, top, total):
-    """Online softmax: weights [M, N] of scores ``s``, what the past is multiplied with, the new maximum and total."""
+    """Online softmax: weights [M, N] of scores ``s``, what the past is multiplied with, the new
+    maximum and total.
+    """
     new = tl.maximum(top, tl.max(s, 1))
     safe = tl.where(new == float("-inf"), 0.0, new)
     p = tl.exp2(s - safe[:, None])
@@ -63,13 +69,17 @@ def _blend(acc, p, v, UPCAST: tl.constexpr):
 @triton.jit
 def _begin(q_ptr, nodes, q_row, q_head, q_node, KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
            BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """This program's row and key/value head, the node and query head of each of its M queries, and the queries."""
+    """This program's row and key/value head, the node and query head of each of its M queries, and
+    the queries.
+    """
     row, head = (tl.program_id(0) // KV).to(tl.int64), (tl.program_id(0) % KV).to(tl.int64)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     node, d = (m // GROUP).to(tl.int64), tl.arange(0, BLOCK_D)
     query = head * GROUP + m % GROUP
     at = q_row * row + query * q_head + node * q_node
-    q = tl.load(q_ptr + at[:, None] + d[None], mask=(node < nodes)[:, None] & (d < D)[None], other=0.0)
+    q = tl.load(
+        q_ptr + at[:, None] + d[None], mask=(node < nodes)[:, None] & (d < D)[None], other=0.0
+    )
     return row, head, node, query, q
 
 
@@ -78,7 +88,9 @@ def _finish(acc, top, total, out, lse, at, d, live, D: tl.constexpr):
     """Store normalised rows ``at`` [M] and the logarithm (base 2) of their weight."""
     safe = tl.where(total > 0, total, 1.0)
     mask = live[:, None] & (d < D)[None]
-    tl.store(out + at[:, None] * D + d[None], (acc / safe[:, None]).to(out.dtype.element_ty), mask=mask)
+    tl.store(
+        out + at[:, None] * D + d[None], (acc / safe[:, None]).to(out.dtype.element_ty), mask=mask
+    )
     tl.store(lse + at, tl.where(total > 0, top + tl.log2(safe), float("-inf")), mask=live)
 
 
@@ -91,7 +103,9 @@ def _attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     HIDDEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    row, head, node, query, q = _begin(q_ptr, nodes, q_row, q_head, q_node, KV, GROUP, D, BLOCK_M, BLOCK_D)
+    row, head, node, query, q = _begin(
+        q_ptr, nodes, q_row, q_head, q_node, KV, GROUP, D, BLOCK_M, BLOCK_D
+    )
     split, d, column = tl.program_id(2), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     live, wide = node < nodes, d < D
     k_base, v_base = k_ptr + row * k_row + head * k_head, v_ptr + row * v_row + head * v_head
@@ -106,7 +120,9 @@ def _attend(
         seen = slot < length
         if HIDDEN:
             known = seen & (slot < hidden_width)
-            seen = seen & (tl.load(hidden_ptr + row * hidden_width + slot, mask=known, other=0) == 0)
+            seen = seen & (
+                tl.load(hidden_ptr + row * hidden_width + slot, mask=known, other=0) == 0
+            )
         slot = slot.to(tl.int64)
         mask = seen[:, None] & wide[None]
         k = tl.load(k_base + slot[:, None] * k_slot + d[None], mask=mask, other=0.0)
@@ -117,7 +133,9 @@ def _attend(
 
     word_at = words_ptr + ((row % word_rows) * nodes + node) * W
     for start in range(0, tl.where(split == splits - 1, nodes, 0), BLOCK_N):
-        word = tl.load(word_at + start // 64, mask=live, other=0)  # a tile never straddles two words
+        word = tl.load(
+            word_at + start // 64, mask=live, other=0
+        )  # a tile never straddles two words
         other = start + column
         seen = ((word[:, None] >> (other % 64)[None].to(tl.int64)) & 1) != 0
         slot = (first + other).to(tl.int64)
@@ -140,7 +158,9 @@ def _attend_by_position(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     HIDDEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    row, head, node, query, q = _begin(q_ptr, nodes, q_row, q_head, q_node, KV, GROUP, D, BLOCK_M, BLOCK_D)
+    row, head, node, query, q = _begin(
+        q_ptr, nodes, q_row, q_head, q_node, KV, GROUP, D, BLOCK_M, BLOCK_D
+    )
     split, d, column = tl.program_id(2), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     live, wide = node < nodes, d < D
     k_base, v_base = k_ptr + row * k_row + head * k_head, v_ptr + row * v_row + head * v_head
@@ -151,8 +171,13 @@ def _attend_by_position(
     length = tl.load(lengths_ptr + row % batch).to(tl.int32)
     tree = (row % word_rows) * nodes
     deepest = tl.max(tl.load(depths_ptr + tree + node, mask=live, other=0))
-    first_node, past_node = tl.program_id(1) * BLOCK_M // GROUP, (tl.program_id(1) * BLOCK_M + BLOCK_M - 1) // GROUP + 1
-    for start in range(split * SPLIT, tl.minimum(length + deepest + 1, (split + 1) * SPLIT), BLOCK_N):
+    first_node, past_node = (
+        tl.program_id(1) * BLOCK_M // GROUP,
+        (tl.program_id(1) * BLOCK_M + BLOCK_M - 1) // GROUP + 1,
+    )
+    for start in range(
+        split * SPLIT, tl.minimum(length + deepest + 1, (split + 1) * SPLIT), BLOCK_N
+    ):
         position = start + column
         s = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
         shared = start + BLOCK_N <= length  # then the first node's keys are everybody's
@@ -160,7 +185,11 @@ def _attend_by_position(
         for n in range(first_node, stop):
             slot, seen = _place(position, n, length, first, paths_ptr, depths_ptr, tree, nodes)
             seen = _open(seen, position, length, row, hidden_ptr, hidden_width, HIDDEN)
-            k = tl.load(k_base + slot[:, None] * k_slot + d[None], mask=seen[:, None] & wide[None], other=0.0)
+            k = tl.load(
+                k_base + slot[:, None] * k_slot + d[None],
+                mask=seen[:, None] & wide[None],
+                other=0.0,
+            )
             mine = (shared | (node == n))[:, None] & seen[None]
             s = tl.where(mine, _scores(q, k, scale, UPCAST), s)
         p, past, top, total = _weigh(s, top, total)
@@ -168,7 +197,11 @@ def _attend_by_position(
         for n in range(first_node, stop):
             slot, seen = _place(position, n, length, first, paths_ptr, depths_ptr, tree, nodes)
             seen = _open(seen, position, length, row, hidden_ptr, hidden_width, HIDDEN)
-            v = tl.load(v_base + slot[:, None] * v_slot + d[None], mask=seen[:, None] & wide[None], other=0.0)
+            v = tl.load(
+                v_base + slot[:, None] * v_slot + d[None],
+                mask=seen[:, None] & wide[None],
+                other=0.0,
+            )
             acc = _blend(acc, tl.where((shared | (node == n))[:, None], p, 0.0), v, UPCAST)
     at = ((row * nodes + node) * (KV * GROUP) + query) * splits + split
     _finish(acc, top, total, out_ptr, lse_ptr, at, d, live, D)
@@ -189,7 +222,9 @@ def _open(seen, position, length, row, hidden_ptr, hidden_width, HIDDEN: tl.cons
     """``seen`` [N] without the committed slots that are hidden."""
     if HIDDEN:
         known = (position < length) & (position < hidden_width)
-        return seen & (tl.load(hidden_ptr + row * hidden_width + position, mask=known, other=0) == 0)
+        return seen & (
+            tl.load(hidden_ptr + row * hidden_width + position, mask=known, other=0) == 0
+        )
     return seen
 
 
@@ -228,19 +263,32 @@ def tree_attention(
     kv, slots = keys.shape[1:3]
     group, block_d = heads // kv, max(16, triton.next_power_of_2(width))
     shared = shared_memory(q.device)
-    held = triton.next_power_of_2(shared // 2 // (block_d * q.element_size()) + 1) // 2  # queries in half of it
-    block_m = 16 if row_invariant else min(64, max(16, held), max(16, triton.next_power_of_2(group * nodes)))
+    held = (
+        triton.next_power_of_2(shared // 2 // (block_d * q.element_size()) + 1) // 2
+    )  # queries in half of it
+    block_m = (
+        16
+        if row_invariant
+        else min(64, max(16, held), max(16, triton.next_power_of_2(group * nodes)))
+    )
     tiles = triton.cdiv(group * nodes, block_m)
     if row_invariant:
         splits = triton.cdiv(slots, INVARIANT_SPLIT)
     splits = splits or _splits(rows * kv * tiles, slots, q.device)
     out = q.new_empty(rows, nodes, heads, width)
-    parts = out if splits == 1 else q.new_empty(rows, nodes, heads, splits, width, dtype=torch.float32)
+    parts = (
+        out if splits == 1 else q.new_empty(rows, nodes, heads, splits, width, dtype=torch.float32)
+    )
     lse = q.new_empty(rows, nodes, heads, splits, dtype=torch.float32)
     shut = words if hidden is None else hidden.contiguous().view(torch.uint8)
     sizes = (
         *(scale * math.log2(math.e), first, len(lengths), len(words), nodes, splits),
-        *(0 if hidden is None else hidden.shape[1], *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3]),
+        *(
+            0 if hidden is None else hidden.shape[1],
+            *q.stride()[:3],
+            *keys.stride()[:3],
+            *values.stride()[:3],
+        ),
     )
     tile = dict(
         KV=kv, GROUP=group, D=width, BLOCK_M=block_m, BLOCK_D=block_d, HIDDEN=hidden is not None,
@@ -251,17 +299,32 @@ def tree_attention(
     if row_invariant:
         paths, depths = _paths(words, nodes)
         _attend_by_position[grid](
-            q, keys, values, paths, depths, lengths, shut, parts, lse, *sizes, SPLIT=INVARIANT_SPLIT, **tile
+            q,
+            keys,
+            values,
+            paths,
+            depths,
+            lengths,
+            shut,
+            parts,
+            lse,
+            *sizes,
+            SPLIT=INVARIANT_SPLIT,
+            **tile,
         )
     else:
-        _attend[grid](q, keys, values, words, lengths, shut, parts, lse, *sizes, W=words.shape[-1], **tile)
+        _attend[grid](
+            q, keys, values, words, lengths, shut, parts, lse, *sizes, W=words.shape[-1], **tile
+        )
     if splits > 1:
         _merge[(rows * nodes * heads,)](parts, lse, out, splits, D=width, BLOCK_D=block_d)
     return out
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory a program may take: 64 KiB on AMD's GPUs, 99 on NVIDIA's for consumers, 163 on an A100."""
+    """Bytes of shared memory a program may take: 64 KiB on AMD's GPUs, 99 on NVIDIA's for
+    consumers, 163 on an A100.
+    """
     if device.type != "cuda":
         return AMPLE
     properties = torch.cuda.get_device_properties(device)
@@ -272,12 +335,16 @@ def _splits(programs: int, slots: int, device: torch.device) -> int:
     """C: enough to fill the GPU, from static sizes only, so that nothing waits for the lengths."""
     if device.type != "cuda":
         return 1
-    wanted = triton.cdiv(WAVES * torch.cuda.get_device_properties(device).multi_processor_count, programs)
+    wanted = triton.cdiv(
+        WAVES * torch.cuda.get_device_properties(device).multi_processor_count, programs
+    )
     return max(1, min(wanted, slots // LEAST_SPLIT))
 
 
 def _paths(words: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
-    """The node at each depth of a node's path [1 or B, T, T] int32 (0 past its end), and its depth [1 or B, T]."""
+    """The node at each depth of a node's path [1 or B, T, T] int32 (0 past its end), and its depth
+    [1 or B, T].
+    """
     bits = unpacked(words, nodes)  # [1 or B, T, T]
     rank = bits.cumsum(-1)
     paths = rank.new_zeros(*bits.shape[:2], nodes + 1, dtype=torch.int32)

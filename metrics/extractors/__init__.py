@@ -23,7 +23,7 @@ EXTRACTORS = Registry(
 def extractor(name: str = "inception", *, weights: Path | None = None, **options: Any) -> Extractor:
     """The extractor called ``name``; ``weights`` is its file, or a folder that holds it.
 
-    ``options``: ``device`` and ``dtype``. Raises ``ValueError`` for an unknown name (with a suggestion), and where the
-    weights are not to be found (saying where to put them).
+    ``options``: ``device`` and ``dtype``. Raises ``ValueError`` for an unknown name (with a
+    suggestion), and where the weights are not to be found (saying where to put them).
     """
     return EXTRACTORS.get(name)(weights=weights, **options)

@@ -1,4 +1,5 @@
-"""What every extractor does: pictures through a network in batches, and a protocol that says what was measured.
+"""What every extractor does: pictures through a network in batches, and a protocol that says what
+was measured.
 
 Shapes: a picture [H, W, 3] uint8, all of one size or of many; features [N, F]; logits [N, C].
 """
@@ -24,9 +25,11 @@ Step = Callable[[Tensor], Tensor]
 
 
 class Extractor:
-    """A ``network`` behind ``prepare``, which resizes and scales equal-sized pictures [n, H, W, 3] uint8 for it.
+    """A ``network`` after ``prepare``, which resizes and scales equal-sized pictures [n, H, W, 3]
+    uint8 for it.
 
-    The network maps what ``prepare`` gives to features [n, F]; ``classifier``, where there is one, to logits [n, C].
+    The network maps what ``prepare`` gives to features [n, F]; ``classifier``, where there is one,
+    to logits [n, C].
     """
 
     def __init__(
@@ -56,19 +59,27 @@ class Extractor:
         return _gather(self.stream(pictures, batch=batch), pictures, self.name, progress)
 
     def stream(self, pictures: Pictures, *, batch: int = 32) -> Iterator[FeatureSet]:
-        """The same in blocks of ``batch`` pictures, in memory that does not depend on how many there are."""
+        """The same in blocks of ``batch`` pictures, in memory that does not depend on how many
+        there are.
+        """
         return self._stream(pictures, self.network, self.protocol, batch)
 
     def logits(self, pictures: Pictures, *, batch: int = 32, progress: bool = True) -> FeatureSet:
-        """Logits [N, C] float32 of the classes; raises ``ValueError`` also where the network has no classifier."""
+        """Logits [N, C] float32 of the classes; raises ``ValueError`` also where the network has no
+        classifier.
+        """
         if self.classifier is None:
             raise ValueError(
                 f"class logits need a classifier, got {self.name}, which has none; use the extractor efficientnet-lite0"
             )
         protocol = {**self.protocol, "features": f"{self.protocol['features']}, its logits"}
-        return _gather(self._stream(pictures, self.classifier, protocol, batch), pictures, self.name, progress)
+        return _gather(
+            self._stream(pictures, self.classifier, protocol, batch), pictures, self.name, progress
+        )
 
-    def _stream(self, pictures: Pictures, network: Step, protocol: Protocol, batch: int) -> Iterator[FeatureSet]:
+    def _stream(
+        self, pictures: Pictures, network: Step, protocol: Protocol, batch: int
+    ) -> Iterator[FeatureSet]:
         if batch < 1:
             raise ValueError(f"batch must be at least 1, got {batch}")
         whole = {**protocol, **getattr(pictures, "protocol", {})}
@@ -83,17 +94,28 @@ class Extractor:
         if len({r.shape[1:] for r in ready}) == 1:  # else the network resizes by itself
             ready = [torch.cat(ready)]
         layout = torch.channels_last  # a quarter faster on CPUs in float32
-        return torch.cat([network(r.to(self.dtype, memory_format=layout)).float().cpu() for r in ready])
+        return torch.cat(
+            [network(r.to(self.dtype, memory_format=layout)).float().cpu() for r in ready]
+        )
 
 
 def checked(pictures: Pictures) -> Iterator[Tensor]:
-    """The ``pictures`` as tensors [H, W, 3]; raises ``ValueError`` for the first that is no uint8 RGB picture."""
+    """The ``pictures`` as tensors [H, W, 3]; raises ``ValueError`` for the first that is no uint8
+    RGB picture.
+    """
     number = 0
     for number, picture in enumerate(pictures, 1):
         found = picture if isinstance(picture, Tensor) else torch.tensor(np.asarray(picture))
-        if found.dtype != torch.uint8 or found.ndim != 3 or found.shape[2] != 3 or not found.numel():
+        if (
+            found.dtype != torch.uint8
+            or found.ndim != 3
+            or found.shape[2] != 3
+            or not found.numel()
+        ):
             got = f"{found.dtype} {list(found.shape)} (number {number})"
-            raise ValueError(f"pictures must be uint8 [H, W, 3], got {got}; scale to 0..255, channels last")
+            raise ValueError(
+                f"pictures must be uint8 [H, W, 3], got {got}; scale to 0..255, channels last"
+            )
         yield found
     if not number:
         raise ValueError("pictures must be uint8 [H, W, 3], got none; pass at least one")
@@ -112,12 +134,18 @@ def channels_first(pictures: Tensor) -> Tensor:
 
 
 def pillow_bicubic(pictures: Tensor, side: int) -> Tensor:
-    """Resize [n, 3, H, W] of 0..255 to [n, 3, side, side] as Pillow's bicubic on floats does, antialiased, clipped."""
-    resized = torch.nn.functional.interpolate(pictures, (side, side), mode="bicubic", antialias=True)
+    """Resize [n, 3, H, W] of 0..255 to [n, 3, side, side] as Pillow's bicubic on floats does,
+    antialiased, clipped.
+    """
+    resized = torch.nn.functional.interpolate(
+        pictures, (side, side), mode="bicubic", antialias=True
+    )
     return resized.clamp(0, 255)
 
 
-def _gather(blocks: Iterator[FeatureSet], pictures: Pictures, name: str, progress: bool) -> FeatureSet:
+def _gather(
+    blocks: Iterator[FeatureSet], pictures: Pictures, name: str, progress: bool
+) -> FeatureSet:
     found: list[FeatureSet] = []
     total = operator.length_hint(pictures) or None
     with tqdm(total=total, desc=name, disable=not progress, unit="picture") as bar:

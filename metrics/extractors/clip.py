@@ -1,4 +1,5 @@
-"""CLIP's features of pictures and texts (Radford et al. 2021), for CLIP-FD and CLIPScore, by transformers.
+"""CLIP's features of pictures and texts (Radford et al. 2021), for CLIP-FD and CLIPScore, by
+transformers.
 
 Pictures are prepared by the model's own processor, as it was saved with the weights.
 
@@ -21,8 +22,8 @@ from specmm.metrics.weights import fingerprint, locate, main_file
 class CLIP(Extractor):
     """A CLIP as an extractor of picture features, and with ``texts`` of text features.
 
-    ``weights`` is a folder that ``save_pretrained`` of the model and its processor filled. Raises ``ValueError`` where
-    there is none.
+    ``weights`` is a folder that ``save_pretrained`` of the model and its processor filled. Raises
+    ``ValueError`` where there is none.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class CLIP(Extractor):
 
     def _pixels(self, pictures: Tensor) -> Tensor:
         rows = list(pictures.permute(0, 3, 1, 2).cpu())
-        return self._processor.image_processor(rows, return_tensors="pt")["pixel_values"].to(self.device)
+        return self._processor.image_processor(rows, return_tensors="pt")["pixel_values"].to(
+            self.device
+        )
 
     def _pictures(self, x: Tensor) -> Tensor:
         return self.model.get_image_features(x).pooler_output

@@ -1,7 +1,9 @@
-"""DINOv2 features for FD-DINOv2 (Stein et al. 2023, "Exposing flaws of generative model evaluation metrics").
+"""DINOv2 features for FD-DINOv2 (Stein et al. 2023, "Exposing flaws of generative model evaluation
+metrics").
 
-The class token of timm's ViT-L/14 at 224 pixels after Pillow's bicubic on floats. timm resamples the position
-embedding its own way, which the protocol says: compare with others' numbers to the leading digits only.
+The class token of timm's ViT-L/14 at 224 pixels after Pillow's bicubic on floats. timm resamples
+the position embedding its own way, which the protocol says: compare with others' numbers to the
+leading digits only.
 
 Shapes: features [N, F], F = 1024 for the large network.
 """
@@ -23,7 +25,8 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class DINOv2(Extractor):
-    """timm's DINOv2 as a feature extractor; ``weights`` is a folder with ``config.json`` and ``model.safetensors``.
+    """timm's DINOv2 as a feature extractor; ``weights`` is a folder with ``config.json`` and
+    ``model.safetensors``.
 
     Raises ``ValueError`` where the weights or the package ``timm`` are missing.
     """
@@ -43,7 +46,9 @@ class DINOv2(Extractor):
             "resize": f"{SIDE} bicubic pillow on floats, antialias",
             "positions": f"resampled by timm {version}",
         }
-        super().__init__("dinov2", protocol, network_input, model.to(device, dtype), device=device, dtype=dtype)
+        super().__init__(
+            "dinov2", protocol, network_input, model.to(device, dtype), device=device, dtype=dtype
+        )
 
 
 def network_input(pictures: Tensor) -> Tensor:
@@ -57,6 +62,8 @@ def _load(folder: Path) -> tuple[Any, str]:
     try:
         timm = importlib.import_module("timm")
     except ImportError:
-        raise ValueError("DINOv2 needs the package timm, got none; run: pip install 'specmm[fid]'") from None
+        raise ValueError(
+            "DINOv2 needs the package timm, got none; run: pip install 'specmm[fid]'"
+        ) from None
     model = timm.create_model(f"local-dir:{folder}", pretrained=True, num_classes=0, img_size=SIDE)
     return model.eval(), timm.__version__

@@ -1,7 +1,9 @@
-"""EfficientNet-lite0 features and class logits: the quick network, not the literature's (Tan and Le 2019).
+"""EfficientNet-lite0 features and class logits: the quick network, not the literature's (Tan and Le
+2019).
 
-The weights and the code come in packages (extra ``specmm[fid]``), converted from TensorFlow's release: 224 pixels,
-values scaled by (x - 127) / 128. Numbers made with it compare with one another only.
+The weights and the code come in packages (extra ``specmm[fid]``), converted from TensorFlow's
+release: 224 pixels, values scaled by (x - 127) / 128. Numbers made with it compare with one another
+only.
 
 Shapes: features [N, 1280]; logits [N, 1000] of ImageNet's classes.
 """
@@ -24,7 +26,8 @@ SIDE = 224  # pixels
 class EfficientNetLite0(Extractor):
     """EfficientNet-lite0 as a feature extractor and classifier.
 
-    Raises ``ValueError`` where the weights, or the package ``efficientnet-lite-pytorch``, are missing.
+    Raises ``ValueError`` where the weights, or the package ``efficientnet-lite-pytorch``, are
+    missing.
     """
 
     def __init__(
@@ -41,7 +44,9 @@ class EfficientNetLite0(Extractor):
             "resize": f"{SIDE} bicubic, antialias",
         }
         networks = (self._pooled, lambda x: self._model._fc(self._pooled(x)))
-        super().__init__("efficientnet-lite0", protocol, network_input, *networks, device=device, dtype=dtype)
+        super().__init__(
+            "efficientnet-lite0", protocol, network_input, *networks, device=device, dtype=dtype
+        )
 
     def _pooled(self, x: Tensor) -> Tensor:
         return self._model.extract_features(x).mean((2, 3))  # forward() would print
@@ -60,7 +65,9 @@ def load_network(path: Path) -> Any:
 
 
 def new_network() -> Any:
-    """The classifier with random weights; raises ``ValueError`` where the package of its code is missing."""
+    """The classifier with random weights; raises ``ValueError`` where the package of its code is
+    missing.
+    """
     try:
         package = importlib.import_module("efficientnet_lite_pytorch")
     except ImportError:

@@ -1,5 +1,6 @@
-"""The FID Inception as torch-fidelity loads it (Obukhov et al. 2020), for its class logits: the literature's Inception
-Score. It needs the package torch-fidelity and weights that come in no package; nothing is downloaded.
+"""The FID Inception as torch-fidelity loads it (Obukhov et al. 2020), for its class logits: the
+literature's Inception Score. It needs the package torch-fidelity and weights that come in no
+package; nothing is downloaded.
 
 Shapes: features [N, 2048]; logits [N, 1008], without the bias, as the score is defined.
 """
@@ -29,7 +30,9 @@ class FidelityInception(Extractor):
         weights: Path | None = None,
     ) -> None:
         if dtype != torch.float32:
-            raise ValueError(f"torch-fidelity's Inception runs in torch.float32, got {dtype}; leave dtype out")
+            raise ValueError(
+                f"torch-fidelity's Inception runs in torch.float32, got {dtype}; leave dtype out"
+            )
         path = locate("inception-fidelity", weights)
         try:
             module = importlib.import_module("torch_fidelity.feature_extractor_inceptionv3")
@@ -38,16 +41,22 @@ class FidelityInception(Extractor):
                 "this Inception needs the package torch-fidelity, got none; run: pip install torch-fidelity"
             ) from None
         wanted = ["2048", "logits_unbiased"]
-        model = module.FeatureExtractorInceptionV3("inception", wanted, feature_extractor_weights_path=path).to(device)
+        model = module.FeatureExtractorInceptionV3(
+            "inception", wanted, feature_extractor_weights_path=path
+        ).to(device)
         protocol = {
             "features": "inception-2015-12-05 pool3 2048 by torch-fidelity",
             "weights": fingerprint(path),
             "resize": "299 bilinear tensorflow-1, no antialias",
         }
         heads = (lambda x: model(x.byte())[0], lambda x: model(x.byte())[1])
-        super().__init__("inception-fidelity", protocol, channels_first_bytes, *heads, device=device)
+        super().__init__(
+            "inception-fidelity", protocol, channels_first_bytes, *heads, device=device
+        )
 
 
 def channels_first_bytes(pictures: Tensor) -> Tensor:
-    """Pictures [n, H, W, 3] as the network takes them: [n, 3, H, W] uint8; it resizes and scales itself."""
+    """Pictures [n, H, W, 3] as the network takes them: [n, 3, H, W] uint8; it resizes and scales
+    itself.
+    """
     return pictures.permute(0, 3, 1, 2)

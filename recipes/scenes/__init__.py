@@ -1,1 +1,3 @@
-"""What ``pocket/llava`` is trained and tested on: easy-VQA, composed scenes of emoji, facts without a picture."""
+"""What ``pocket/llava`` is trained and tested on: easy-VQA, composed scenes of emoji, facts without
+a picture.
+"""

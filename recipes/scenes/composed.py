@@ -30,7 +30,10 @@ def encoder(model: Any, tokenizer: Any) -> Encoder:
     """What turns conversations about scenes into rows for such a model."""
     side = model.config.vision_config.image_size
     return Encoder(
-        tokenizer, model.config.image_seq_length, MARKS, lambda image: prepared(to_pixels(image)[None], side)[0]
+        tokenizer,
+        model.config.image_seq_length,
+        MARKS,
+        lambda image: prepared(to_pixels(image)[None], side)[0],
     )
 
 
@@ -39,5 +42,7 @@ def prepared(scenes: Tensor, side: int) -> Tensor:
     ``side``].
     """
     pixels = scenes * SCENE_STD + SCENE_MEAN
-    larger = F.interpolate(pixels, (side, side), mode="bicubic", antialias=True).clamp(0, 1)  # as PIL resizes
+    larger = F.interpolate(pixels, (side, side), mode="bicubic", antialias=True).clamp(
+        0, 1
+    )  # as PIL resizes
     return (larger - MEAN) / STD

@@ -1,4 +1,5 @@
-"""easy-VQA (PyPI ``easy-vqa``, MIT): pictures of one shape, questions with thirteen answers, its own split.
+"""easy-VQA (PyPI ``easy-vqa``, MIT): pictures of one shape, questions with thirteen answers, its
+own split.
 
 Shapes: a picture is [R, R, 3] uint8, enlarged from the package's 64 pixels as the processor does.
 """
@@ -43,7 +44,9 @@ def load_easy(split: str = "train") -> list[Example]:
 
 
 def read_easy(folder: Path) -> Iterator[Example]:
-    """Read ``questions.json`` and ``images/NUMBER.png`` of one split, in the order of the pictures' numbers."""
+    """Read ``questions.json`` and ``images/NUMBER.png`` of one split, in the order of the pictures'
+    numbers.
+    """
     turns: dict[int, list[Turn]] = {}
     for question, answer, picture in json.loads((folder / "questions.json").read_text()):
         turns.setdefault(picture, []).append(Turn(question, answer, f"easy {_sort(answer)}"))

@@ -1,4 +1,6 @@
-"""Questions without a picture: what a thing of the scenes' world is, looks like and is for, and made-up scenes."""
+"""Questions without a picture: what a thing of the scenes' world is, looks like and is for, and
+made-up scenes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def _looks(kind: Kind, random: Random) -> Turn:
 
 def _use(kind: Kind, random: Random) -> Turn:
     return Turn(
-        f"What do you know about {kind.plural}?", f"{capital(kind.article)} is {kind.group}. {kind.use}", "fact"
+        f"What do you know about {kind.plural}?",
+        f"{capital(kind.article)} is {kind.group}. {kind.use}",
+        "fact",
     )
 
 
@@ -35,7 +39,9 @@ def _about(kind: Kind, random: Random) -> Turn:
     told = f"{capital(kind.article)} is {kind.group}. {kind.looks} {kind.use}"
     other = random.choice([k for k in KINDS if k.group == kind.group])
     told += "" if other is kind else f" {capital(other.article)} is {kind.group} too."
-    return Turn(random.choice(("Tell me about {}.", "Write about {}.")).format(kind.plural), told, "fact")
+    return Turn(
+        random.choice(("Tell me about {}.", "Write about {}.")).format(kind.plural), told, "fact"
+    )
 
 
 def _made_up(kind: Kind, random: Random) -> Turn:
@@ -47,5 +53,7 @@ def _made_up(kind: Kind, random: Random) -> Turn:
     scene = Scene(*blank(), random.choice(list(BACKGROUNDS)), things)
     wanted = f"Imagine a picture with {kinds[0].article} and {kinds[1].article}."
     return Turn(
-        f"{wanted} {random.choice(('Describe it.', 'What is in it?'))}", description(scene, random).answer, "fact"
+        f"{wanted} {random.choice(('Describe it.', 'What is in it?'))}",
+        description(scene, random).answer,
+        "fact",
     )

@@ -1,4 +1,6 @@
-"""The world of the scenes: kinds of thing, the icons that show them, and what can be said about them in words."""
+"""The world of the scenes: kinds of thing, the icons that show them, and what can be said about
+them in words.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of thing. ``icons`` maps an icon's name to its colour, empty where styles disagree about it."""
+    """A kind of thing. ``icons`` maps an icon's name to its colour, empty where styles disagree
+    about it.
+    """
 
     name: str
     plural: str
@@ -69,7 +73,8 @@ KINDS = (
     _kind("tree", "deciduous-tree evergreen-tree", "a plant", "It is tall and green.", "Birds build nests in it."),
     _kind("umbrella", "umbrella", "a useful thing", "It is round and has a handle.", "It keeps the rain away."),
 )  # fmt: skip
-RELATIVES = {  # icons of a kind for training only, in styles that no icon of the kind is held out in
+# icons of a kind for training only, in styles that no icon of the kind is held out in
+RELATIVES = {
     "bag": "clutch-bag shopping-bags briefcase",
     "book": "notebook notebook-with-decorative-cover ledger books",
     "car": "oncoming-automobile taxi racing-car police-car",
@@ -87,5 +92,18 @@ RELATIVES = {  # icons of a kind for training only, in styles that no icon of th
     "umbrella": "umbrella-with-rain-drops closed-umbrella",
 }
 BY_NAME = {kind.name: kind for kind in KINDS}
-COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "gray", "white", "black", "teal")
+COLOURS = (
+    "red",
+    "orange",
+    "yellow",
+    "green",
+    "blue",
+    "purple",
+    "pink",
+    "brown",
+    "gray",
+    "white",
+    "black",
+    "teal",
+)
 SHAPES = ("circle", "rectangle", "triangle")  # what easy-VQA draws

@@ -1,4 +1,6 @@
-"""Questions with what others answered, some of them wrongly: a judge learns to weigh that against the picture."""
+"""Questions with what others answered, some of them wrongly: a judge learns to weigh that against
+the picture.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ UNWEIGHED = "describe"  # too long for three of them
 
 
 def weighed(turn: Turn, answers: Mapping[str, Sequence[str]], random: Random) -> Turn:
-    """``turn`` with opinions before its question; wrong ones come from ``answers`` to its kind of question."""
+    """``turn`` with opinions before its question; wrong ones come from ``answers`` to its kind of
+    question.
+    """
     wrong = [answer for answer in answers.get(turn.kind, ()) if answer != turn.answer]
     if turn.kind == UNWEIGHED or not wrong:
         return turn

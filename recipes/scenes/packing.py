@@ -1,9 +1,10 @@
-"""Conversations as token rows: one after the other as a chat, or side by side behind one picture.
+"""Conversations as token rows: one after the other as a chat, or side by side after one picture.
 
-Side by side, each question is a segment that sees the picture and itself only, at the positions it would have alone:
-the row trains many one-question conversations for the price of one picture.
+Side by side, each question is a segment that sees the picture and itself only, at the positions it
+would have alone: the row trains many one-question conversations for the price of one picture.
 
-Shape letters: B rows, L tokens, N image tokens, P tokens before the first question, R pixels a side.
+Shape letters: B rows, L tokens, N image tokens, P tokens before the first question, R pixels a
+side.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from recipes.scenes.tokenizer import ASSISTANT, BOS, EOS, IMAGE, MEAN, STD, USER
 class Sample:
     """One row. ``answer_mask`` marks the tokens of answers, each answer's end of sequence included.
 
-    Tokens of segment 0 are seen by all later ones, others by their own segment only; a chat is all 0.
+    Tokens of segment 0 are seen by all later ones, others by their own segment only; a chat is all
+    0.
     """
 
     input_ids: Tensor  # [L]
@@ -60,8 +62,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class Marks:
-    """What stands around questions and answers: before the picture, before each later question, between a question and
-    its answer, behind the answer; and the picture's own placeholder.
+    """What stands around questions and answers: before the picture, before each later question,
+    between a question and its answer, after the answer; and the picture's own placeholder.
     """
 
     opening: str = BOS + USER
@@ -74,7 +76,8 @@ class Marks:
 class Encoder:
     """Turns conversations into samples for a tokenizer and a number of image tokens.
 
-    ``marks`` are those of the model's chat template; ``pixels`` makes of a picture [R, R, 3] what the tower sees.
+    ``marks`` are those of the model's chat template; ``pixels`` makes of a picture [R, R, 3] what
+    the tower sees.
     """
 
     def __init__(
@@ -84,8 +87,16 @@ class Encoder:
         marks: Marks = Marks(),
         pixels: Callable[[Array], Tensor] | None = None,
     ) -> None:
-        self.tokenizer, self.image_tokens, self.pixels = tokenizer, image_tokens, pixels or to_pixels
-        self.bos, self.eos, self.pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+        self.tokenizer, self.image_tokens, self.pixels = (
+            tokenizer,
+            image_tokens,
+            pixels or to_pixels,
+        )
+        self.bos, self.eos, self.pad = (
+            tokenizer.bos_token_id,
+            tokenizer.eos_token_id,
+            tokenizer.pad_token_id,
+        )
         self.image: int = tokenizer.convert_tokens_to_ids(marks.image)
         self.opening, self.again, self.reply, self.end = (
             tokenizer.encode(mark, add_special_tokens=False)
@@ -97,7 +108,9 @@ class Encoder:
         """The P tokens before the first question."""
         return [*self.opening, *[self.image] * (self.image_tokens if visual else 0)]
 
-    def chat(self, turns: Sequence[Turn], image: Array | None = None, length: int | None = None) -> Sample:
+    def chat(
+        self, turns: Sequence[Turn], image: Array | None = None, length: int | None = None
+    ) -> Sample:
         """Turns one after the other, cut and padded to ``length`` tokens where it is given."""
         return self._pack(turns, image, length, side_by_side=False)
 
@@ -105,12 +118,17 @@ class Encoder:
         """As many of ``turns`` as fit into ``length`` tokens, each as if it were alone."""
         return self._pack(turns, image, length, side_by_side=True)
 
-    def _pack(self, turns: Sequence[Turn], image: Array | None, length: int | None, *, side_by_side: bool) -> Sample:
+    def _pack(
+        self, turns: Sequence[Turn], image: Array | None, length: int | None, *, side_by_side: bool
+    ) -> Sample:
         ids = self.prefix(image is not None)
         start = len(ids)
         answers, segments, positions = [False] * start, [0] * start, list(range(start))
         for i, turn in enumerate(turns):
-            question, answer = [*self._encode(turn.question), *self.reply], [*self._encode(turn.answer), *self.end]
+            question, answer = (
+                [*self._encode(turn.question), *self.reply],
+                [*self._encode(turn.answer), *self.end],
+            )
             if not side_by_side and i:
                 question = [*self.again, *question]
             new = question + answer
@@ -140,7 +158,13 @@ class Encoder:
 
 def to_pixels(image: Array) -> Tensor:
     """A picture [R, R, 3] uint8 as the processor prepares it, [3, R, R]."""
-    return torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1))).float().div(255).sub(MEAN).div(STD)
+    return (
+        torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))
+        .float()
+        .div(255)
+        .sub(MEAN)
+        .div(STD)
+    )
 
 
 def stack(samples: Sequence[Sample]) -> Batch:

@@ -1,4 +1,5 @@
-"""What each patch of a picture shows: labels a vision tower learns from before it meets a language model.
+"""What each patch of a picture shows: labels a vision tower learns from before it meets a language
+model.
 
 Shape letters: B pictures, N patches, R pixels a side.
 """
@@ -23,7 +24,9 @@ IGNORED = -100
 NAMES = ("nothing", *(kind.name for kind in KINDS), *SHAPES)
 HEADS = {"kind": len(NAMES), "colour": len(COLOURS), "size": len(SIZES), "place": len(PLACES)}
 COVERED = 0.2  # of a patch, from which on it shows the thing
-CONTRAST = 40  # by which a pixel of a shape differs from the background, red, green and blue together
+CONTRAST = (
+    40  # by which a pixel of a shape differs from the background, red, green and blue together
+)
 
 Labels = npt.NDArray[np.int64]  # [N, 4], a column for each of HEADS
 
@@ -47,12 +50,16 @@ def _one(world: World, random: Random, patch: int) -> tuple[Array, Labels]:
 
 
 def scene_labels(scene: Scene, patch: int) -> Labels:
-    """Labels [N, 4] of a scene's patches; what has no colour of its own is ``IGNORED`` in that column."""
+    """Labels [N, 4] of a scene's patches; what has no colour of its own is ``IGNORED`` in that
+    column.
+    """
     rows = [[0, COLOURS.index(scene.background), IGNORED, IGNORED]]
     for thing in scene.things:
         colour = COLOURS.index(thing.colour) if thing.colour else IGNORED
         rows.append([NAMES.index(thing.kind), colour, list(SIZES).index(thing.size), thing.place])
-    shares = np.stack([_shares(scene.owner == i, patch) for i in range(len(scene.things))])  # [things, N]
+    shares = np.stack(
+        [_shares(scene.owner == i, patch) for i in range(len(scene.things))]
+    )  # [things, N]
     shown = np.where(shares.max(0) > COVERED, shares.argmax(0) + 1, 0)
     return np.array(rows, dtype=np.int64)[shown]
 

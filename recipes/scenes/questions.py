@@ -1,6 +1,7 @@
 """What a person would ask about a scene, and the answers: from one word to sixty tokens.
 
-A short question has one right answer, a word or a few; a description says the same in words that vary.
+A short question has one right answer, a word or a few; a description says the same in words that
+vary.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ def short_questions(scene: Scene, random: Random) -> list[Turn]:
     """Every short question of the scene, one of each sort for each thing, in random order."""
     kinds = Counter(thing.kind for thing in scene.things)
     alone = [thing for thing in scene.things if kinds[thing.kind] == 1]
-    turns = [_background(scene, random), _listing(scene, random), _total(scene, random), _any_one(scene, random)]
+    turns = [
+        _background(scene, random),
+        _listing(scene, random),
+        _total(scene, random),
+        _any_one(scene, random),
+    ]
     turns += [_at_place(thing, random) for thing in scene.things]
     for thing in alone:
         turns += [_where(thing, random), _size(thing, random)]
@@ -77,29 +83,48 @@ def capital(text: str) -> str:
 
 
 def _background(scene: Scene, random: Random) -> Turn:
-    asked = ("What colour is the background?", "What color is the background?", "Which colour is the background?")
+    asked = (
+        "What colour is the background?",
+        "What color is the background?",
+        "Which colour is the background?",
+    )
     return Turn(random.choice(asked), scene.background, "colour")
 
 
 def _listing(scene: Scene, random: Random) -> Turn:
-    parts = [counted(kind, count) for kind, count in Counter(thing.kind for thing in scene.things).items()]
-    return Turn(random.choice(("What can you see?", "What is in the picture?")), joined(parts), "list")
+    parts = [
+        counted(kind, count)
+        for kind, count in Counter(thing.kind for thing in scene.things).items()
+    ]
+    return Turn(
+        random.choice(("What can you see?", "What is in the picture?")), joined(parts), "list"
+    )
 
 
 def _total(scene: Scene, random: Random) -> Turn:
-    asked = ("How many things are there?", "How many things do you see?", "How many things are in the picture?")
+    asked = (
+        "How many things are there?",
+        "How many things do you see?",
+        "How many things are in the picture?",
+    )
     return Turn(random.choice(asked), NUMBERS[len(scene.things)], "how many")
 
 
 def _any_one(scene: Scene, random: Random) -> Turn:
     if len(scene.things) == 1:
-        return Turn(random.choice(("What is it?", "What is this?")), BY_NAME[scene.things[0].kind].article, "what")
+        return Turn(
+            random.choice(("What is it?", "What is this?")),
+            BY_NAME[scene.things[0].kind].article,
+            "what",
+        )
     return _at_place(random.choice(scene.things), random)
 
 
 def _at_place(thing: Thing, random: Random) -> Turn:
     asked = ("What is {}?", "What do you see {}?")
-    return Turn(random.choice(asked).format(PLACES[thing.place]), BY_NAME[thing.kind].article, "what")
+    return Turn(
+        random.choice(asked).format(PLACES[thing.place]), BY_NAME[thing.kind].article, "what"
+    )
 
 
 def _where(thing: Thing, random: Random) -> Turn:
@@ -124,7 +149,9 @@ def _count(kind: str, count: int, random: Random) -> Turn:
 
 def _present(kind: str, random: Random, there: bool = True) -> Turn:
     asked = ("Is there {}?", "Is there {} in the picture?", "Do you see {}?")
-    return Turn(random.choice(asked).format(BY_NAME[kind].article), "yes" if there else "no", "is there")
+    return Turn(
+        random.choice(asked).format(BY_NAME[kind].article), "yes" if there else "no", "is there"
+    )
 
 
 def _total_words(scene: Scene) -> str:
@@ -136,19 +163,35 @@ def _in_one_sentence(scene: Scene) -> list[str]:
     where = joined([f"{name_of(thing)} {PLACES[thing.place]}" for thing in scene.things])
     verb = "is" if len(scene.things) == 1 else "are"
     openings = ("The background is {}. There {} {}: {}.", "On a {} background there {} {}: {}.")
-    return [opening.format(scene.background, verb, _total_words(scene), where) for opening in openings]
+    return [
+        opening.format(scene.background, verb, _total_words(scene), where) for opening in openings
+    ]
 
 
 def _place_by_place(scene: Scene) -> list[str]:
     openings = ("I see {} on a {} background.", "There is a picture of {} on a {} background.")
-    there = " ".join(f"{capital(PLACES[thing.place])} there is {name_of(thing)}." for thing in scene.things)
-    return [f"{opening.format(_total_words(scene), scene.background)} {there}" for opening in openings]
+    there = " ".join(
+        f"{capital(PLACES[thing.place])} there is {name_of(thing)}." for thing in scene.things
+    )
+    return [
+        f"{opening.format(_total_words(scene), scene.background)} {there}" for opening in openings
+    ]
 
 
 def _thing_by_thing(scene: Scene) -> list[str]:
-    openings = ("This picture shows {} in front of a {} background.", "Here we have {} on a {} ground.")
-    parts = joined([counted(kind, count) for kind, count in Counter(thing.kind for thing in scene.things).items()])
-    there = " ".join(f"{capital(name_of(thing))} is {PLACES[thing.place]}." for thing in scene.things)
+    openings = (
+        "This picture shows {} in front of a {} background.",
+        "Here we have {} on a {} ground.",
+    )
+    parts = joined(
+        [
+            counted(kind, count)
+            for kind, count in Counter(thing.kind for thing in scene.things).items()
+        ]
+    )
+    there = " ".join(
+        f"{capital(name_of(thing))} is {PLACES[thing.place]}." for thing in scene.things
+    )
     return [f"{opening.format(parts, scene.background)} {there}" for opening in openings]
 
 

@@ -1,9 +1,10 @@
 """Scenes: a few emoji of named kinds on a coloured background, at nine places and two sizes.
 
-A scene is drawn from a ``random.Random`` alone, so that the same seed gives the same scene on every machine.
+A scene is drawn from a ``random.Random`` alone, so that the same seed gives the same scene on every
+machine.
 
-Shapes: R = 96 pixels a side; ``image`` [R, R, 3] uint8; ``owner`` [R, R] int8, the number of the thing that covers a
-pixel, −1 for the background.
+Shapes: R = 96 pixels a side; ``image`` [R, R, 3] uint8; ``owner`` [R, R] int8, the number of the
+thing that covers a pixel, −1 for the background.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ PLACES = (
     "at the bottom left", "at the bottom", "at the bottom right",
 )  # fmt: skip
 SIZES = {"small": 24, "big": 36}  # pixels
-STARTS = {"small": ((0, 12), (36,), (60, 72)), "big": ((0,), (24, 36), (60,))}  # of the three columns and rows
+STARTS = {
+    "small": ((0, 12), (36,), (60, 72)),
+    "big": ((0,), (24, 36), (60,)),
+}  # of the three columns and rows
 SHIFT = 2  # pixels a thing may be away from its start
 MOST = 4  # things in a scene
 REPEAT = 0.35  # probability that a thing is of the same kind as the one before
@@ -105,7 +109,10 @@ def lay_out(count: int, random: Random) -> list[tuple[int, str, Box]]:
     while len(found) < count:
         place, size = random.randrange(9), random.choice(list(SIZES))
         side = SIZES[size]
-        starts = [random.choice(STARTS[size][at]) + random.randint(-SHIFT, SHIFT) for at in divmod(place, 3)]
+        starts = [
+            random.choice(STARTS[size][at]) + random.randint(-SHIFT, SHIFT)
+            for at in divmod(place, 3)
+        ]
         top, left = (min(max(start, 0), R - side) for start in starts)
         box = (top, left, side)
         if all(place != other and not _overlap(box, b) for other, _, b in found):
@@ -120,7 +127,12 @@ def _overlap(a: Box, b: Box) -> bool:
 
 
 def _paste(
-    image: npt.NDArray[np.float32], owner: npt.NDArray[np.int8], i: int, pixels: Array, box: Box, mirrored: bool
+    image: npt.NDArray[np.float32],
+    owner: npt.NDArray[np.int8],
+    i: int,
+    pixels: Array,
+    box: Box,
+    mirrored: bool,
 ) -> None:
     top, left, side = box
     if mirrored:

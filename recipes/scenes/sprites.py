@@ -1,6 +1,7 @@
 """Cut-out emoji pictures, each (icon, style) pair wholly in training or wholly in test.
 
-Training sees relatives of the kinds too, and every picture a little otherwise each time (``variation``).
+Training sees relatives of the kinds too, and every picture a little otherwise each time
+(``variation``).
 
 Shapes: a sprite is [R, R, 4] uint8, red, green, blue and opacity.
 """
@@ -29,7 +30,9 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True, eq=False)  # compared by identity, so that pictures scaled once can be kept
 class Sprite:
-    """A picture of a thing of kind ``kind``; ``colour`` is empty where the kind has no colour of its own."""
+    """A picture of a thing of kind ``kind``; ``colour`` is empty where the kind has no colour of
+    its own.
+    """
 
     kind: str
     colour: str
@@ -77,7 +80,11 @@ def load_sprites(folder: Path, split: str = "train") -> Sprites:
     for kind in KINDS:
         unseen = {icon: held_out(icon, sorted(rows.get(icon, ()))) for icon in kind.icons}
         for icon, colour in kind.icons.items():
-            own = [i for style, i in rows.get(icon, {}).items() if (style == unseen[icon]) == (split == "test")]
+            own = [
+                i
+                for style, i in rows.get(icon, {}).items()
+                if (style == unseen[icon]) == (split == "test")
+            ]
             found += [Sprite(kind.name, colour, data["images"][i]) for i in own]
         for icon, colour in relatives(kind.name).items() if split == "train" else ():
             own = [i for style, i in rows.get(icon, {}).items() if style not in unseen.values()]
@@ -96,7 +103,9 @@ def _build(folder: Path) -> Path:
         drawn: dict[str, Any] = json.loads((folder / f"json/{style}.json").read_text())
         for icon in (i for i in icons if i in drawn["icons"]):
             picture = emoji.cut_out(drawn, icon, SIZE)
-            images.append(np.asarray(ImageOps.pad(picture, (SIZE, SIZE))))  # a few icons are not square
+            images.append(
+                np.asarray(ImageOps.pad(picture, (SIZE, SIZE)))
+            )  # a few icons are not square
             names.append(f"{style}/{icon}")
     part = out.with_suffix(".part.npz")
     np.savez(part, images=np.stack(images), names=np.array(names))

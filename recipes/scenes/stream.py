@@ -1,4 +1,6 @@
-"""The mixture a small LLaVA is trained on, drawn from a seed: easy-VQA, scenes, and facts without a picture."""
+"""The mixture a small LLaVA is trained on, drawn from a seed: easy-VQA, scenes, and facts without a
+picture.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class World:
 
     def row(self, encoder: Encoder, random: Random, length: int, visual: bool = True) -> Sample:
         """A training row of ``length`` tokens full of questions about one picture, or about none."""
-        image, turns = self.example(random) if visual else (None, [fact(random) for _ in range(length // 12)])
+        image, turns = (
+            self.example(random) if visual else (None, [fact(random) for _ in range(length // 12)])
+        )
         if visual and random.random() < OPINIONS:
             turns = [weighed(turn, self.answers, random) for turn in turns]
         if random.random() < CHATS:
@@ -63,13 +67,20 @@ class World:
             return encoder.chat(turns, image, length)
         return encoder.side_by_side(turns, image, length)
 
-    def conversations(self, encoder: Encoder, random: Random, visual: float = 1.0) -> Iterator[Sample]:
-        """Endless chats of one or two turns, a share ``visual`` of them about a picture; for drafters to learn from.
+    def conversations(
+        self, encoder: Encoder, random: Random, visual: float = 1.0
+    ) -> Iterator[Sample]:
+        """Endless chats of one or two turns, a share ``visual`` of them about a picture; for
+        drafters to learn from.
 
         Nothing is padded: rows are as long as their conversation.
         """
         while True:
-            image, turns = self.example(random) if random.random() < visual else (None, [fact(random), fact(random)])
+            image, turns = (
+                self.example(random)
+                if random.random() < visual
+                else (None, [fact(random), fact(random)])
+            )
             first = turns[0] if random.random() < 0.7 else random.choice(turns)
             yield encoder.chat([first, random.choice(turns)][: random.randint(1, 2)], image)
 

@@ -1,6 +1,8 @@
-"""The processor of a small LLaVA: byte-level BPE learnt from our own texts, the picture's preparation, a chat template.
+"""The processor of a small LLaVA: byte-level BPE learnt from our own texts, the picture's
+preparation, a chat template.
 
-Any text can be encoded (bytes are the alphabet), and every word of the training texts is one token or a few.
+Any text can be encoded (bytes are the alphabet), and every word of the training texts is one token
+or a few.
 """
 
 from __future__ import annotations
@@ -10,7 +12,14 @@ from collections.abc import Iterable
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
-BOS, EOS, PAD, IMAGE, USER, ASSISTANT = "<s>", "</s>", "<pad>", "<image>", "<|user|>", "<|assistant|>"
+BOS, EOS, PAD, IMAGE, USER, ASSISTANT = (
+    "<s>",
+    "</s>",
+    "<pad>",
+    "<image>",
+    "<|user|>",
+    "<|assistant|>",
+)
 SPECIAL = (PAD, BOS, EOS, IMAGE, USER, ASSISTANT)
 VOCABULARY = 768
 MEAN, STD = 0.5, 0.5  # of a pixel in [0, 1], each channel
@@ -40,8 +49,12 @@ def build_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> PreTr
     )
 
 
-def byte_pairs(texts: Iterable[str], vocabulary: int, special: Iterable[str], prefix_space: bool = False) -> Tokenizer:
-    """A byte-level BPE of at most ``vocabulary`` tokens learnt from ``texts``, its ``special`` tokens first."""
+def byte_pairs(
+    texts: Iterable[str], vocabulary: int, special: Iterable[str], prefix_space: bool = False
+) -> Tokenizer:
+    """A byte-level BPE of at most ``vocabulary`` tokens learnt from ``texts``, its ``special``
+    tokens first.
+    """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     plain = decoders.ByteLevel()
@@ -57,9 +70,14 @@ def byte_pairs(texts: Iterable[str], vocabulary: int, special: Iterable[str], pr
 
 
 def build_processor(tokenizer: PreTrainedTokenizerFast, size: int, patch: int) -> LlavaProcessor:
-    """A processor for pictures of ``size`` × ``size`` pixels, ``patch`` × ``patch`` pixels an image token."""
+    """A processor for pictures of ``size`` × ``size`` pixels, ``patch`` × ``patch`` pixels an image
+    token.
+    """
     pictures = CLIPImageProcessor(
-        size={"height": size, "width": size}, do_center_crop=False, image_mean=[MEAN] * 3, image_std=[STD] * 3
+        size={"height": size, "width": size},
+        do_center_crop=False,
+        image_mean=[MEAN] * 3,
+        image_std=[STD] * 3,
     )
     return LlavaProcessor(
         image_processor=pictures,

@@ -1,4 +1,5 @@
-"""Pictures drawn a little otherwise each time, so that a kind is known by its shape in styles never seen.
+"""Pictures drawn a little otherwise each time, so that a kind is known by its shape in styles never
+seen.
 
 Where its colour is asked for, a thing's colours change little.
 """
@@ -12,14 +13,21 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as F
 
 TURN, SHEAR, SIZES = 15.0, 8.0, (0.8, 1.05)  # degrees, degrees, factors
-HUE, LIGHT, CONTRAST, SATURATION = 0.08, (0.75, 1.2), (0.7, 1.3), (0.5, 1.4)  # of the circle, factors
+HUE, LIGHT, CONTRAST, SATURATION = (
+    0.08,
+    (0.75, 1.2),
+    (0.7, 1.3),
+    (0.5, 1.4),
+)  # of the circle, factors
 KEPT = 0.2  # of these ranges where the colour is asked for
 GREY, BLURRED, SHARPENED = 0.05, 0.15, 0.15  # probabilities
 BLUR = 1.2  # pixels at most
 
 
 def vary(picture: Image.Image, random: Random, coloured: bool) -> Image.Image:
-    """``picture`` (RGBA) turned, sheared, scaled, recoloured, blurred or sharpened; ``coloured`` keeps its hue."""
+    """``picture`` (RGBA) turned, sheared, scaled, recoloured, blurred or sharpened; ``coloured``
+    keeps its hue.
+    """
     shape = dict(angle=random.uniform(-TURN, TURN), scale=random.uniform(*SIZES), translate=[0, 0])
     shear = [random.uniform(-SHEAR, SHEAR), random.uniform(-SHEAR, SHEAR)]
     moved = F.affine(picture, shear=shear, interpolation=InterpolationMode.BILINEAR, **shape)

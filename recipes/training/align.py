@@ -1,9 +1,12 @@
-"""Before a LLaVA learns to answer, its projector learns to say each patch in words: the sum of their embeddings.
+"""Before a LLaVA learns to answer, its projector learns to say each patch in words: the sum of
+their embeddings.
 
-What a patch shows then looks to the language model like the words for it ("heart", "red", "small", "top", "left"), so
-that finding and naming things is matching and copying, which a deep and narrow model learns soon.
+What a patch shows then looks to the language model like the words for it ("heart", "red", "small",
+"top", "left"), so that finding and naming things is matching and copying, which a deep and narrow
+model learns soon.
 
-Shape letters: B pictures, N patches, C width of the language model, V vocabulary, K classes of a head.
+Shape letters: B pictures, N patches, C width of the language model, V vocabulary, K classes of a
+head.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ WORDS: dict[str, tuple[str, ...]] = {
     "kind": ("background", *NAMES[1:]),
     "colour": tuple(COLOURS),
     "size": tuple(SIZES),
-    "place": tuple(" ".join(w for w in place.split() if w not in ("at", "in", "on", "the")) for place in PLACES),
+    "place": tuple(
+        " ".join(w for w in place.split() if w not in ("at", "in", "on", "the")) for place in PLACES
+    ),
 }
 
 
@@ -48,14 +53,16 @@ def train_projector(
 ) -> None:
     """Teach the model's projector, in place, the words of each patch; resumes from ``out``.
 
-    ``features`` makes of the tower and scenes [B, 3, R, R] what the projector reads, ``patch`` are a patch's pixels
-    where they are not those of the tower's config.
+    ``features`` makes of the tower and scenes [B, 3, R, R] what the projector reads, ``patch`` are
+    a patch's pixels where they are not those of the tower's config.
     """
     projector, tower = model.model.multi_modal_projector, model.model.vision_tower
     vision: Any = model.config.vision_config
     patch = patch or vision.patch_size
     embeddings: Tensor = model.get_input_embeddings().weight.detach()  # type: ignore[operator]
-    tables = [word_counts(WORDS[head], tokenizer, len(embeddings)) @ embeddings for head in HEADS]  # [K, C] each
+    tables = [
+        word_counts(WORDS[head], tokenizer, len(embeddings)) @ embeddings for head in HEADS
+    ]  # [K, C] each
     scale = embeddings.std()
 
     def step(i: int) -> Losses:
@@ -68,7 +75,9 @@ def train_projector(
     fit(projector, step, out=out, steps=steps, lr=lr)
 
 
-def word_counts(phrases: tuple[str, ...], tokenizer: PreTrainedTokenizerFast, vocabulary: int) -> Tensor:
+def word_counts(
+    phrases: tuple[str, ...], tokenizer: PreTrainedTokenizerFast, vocabulary: int
+) -> Tensor:
     """How often each token is in each phrase [K, V]."""
     counts = torch.zeros(len(phrases), vocabulary)
     for row, phrase in zip(counts, phrases, strict=True):
@@ -78,8 +87,11 @@ def word_counts(phrases: tuple[str, ...], tokenizer: PreTrainedTokenizerFast, vo
 
 
 def in_words(labels: Tensor, tables: list[Tensor]) -> Tensor:
-    """The sum of the words' embeddings [B, N, C] of ``labels`` [B, N, heads]; what is ignored says nothing."""
+    """The sum of the words' embeddings [B, N, C] of ``labels`` [B, N, heads]; what is ignored says
+    nothing.
+    """
     said = [
-        table[labels[..., k].clamp(min=0)] * (labels[..., k] != IGNORED)[..., None] for k, table in enumerate(tables)
+        table[labels[..., k].clamp(min=0)] * (labels[..., k] != IGNORED)[..., None]
+        for k, table in enumerate(tables)
     ]
     return torch.stack(said).sum(0)

@@ -29,7 +29,7 @@ MUON = 1e-2  # learning rate of the layers' matrices
 
 def build_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
     """Learn at most ``vocabulary`` byte-level tokens from ``texts``; line breaks and the spaces
-    behind them are one.
+    after them are one.
     """
     return PreTrainedTokenizerFast(
         tokenizer_object=byte_pairs(texts, vocabulary, (END, PAD, MASK)),
@@ -70,7 +70,10 @@ def train_target(
         if i % evaluate_every == 0:
             found["held_out"] = evaluate(model, held_out)
         with torch.autocast(model.device.type, torch.bfloat16):
-            return {"loss": next_token_loss(model, windows(stream, i, batch, LENGTH + 1, seed)), **found}
+            return {
+                "loss": next_token_loss(model, windows(stream, i, batch, LENGTH + 1, seed)),
+                **found,
+            }
 
     fit(model, step, out=out, steps=steps, lr=lr, muon=MUON)
 
@@ -79,5 +82,8 @@ def train_target(
 def evaluate(model: Any, stream: Tensor, rows: int = 32) -> Tensor:
     """Mean loss (nats a token) over ``rows`` of ``stream`` [T], always the same."""
     with torch.autocast(model.device.type, torch.bfloat16):
-        losses = [next_token_loss(model, windows(stream, i, 8, LENGTH + 1, 0)) for i in range(-(-rows // 8))]
+        losses = [
+            next_token_loss(model, windows(stream, i, 8, LENGTH + 1, 0))
+            for i in range(-(-rows // 8))
+        ]
     return torch.stack(losses).mean()

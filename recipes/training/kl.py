@@ -1,8 +1,9 @@
 """Training of a KL autoencoder on pictures [N, R, R, 3] uint8.
 
-The loss is L1 on pixels and on pixel differences (edges), plus a little of the posterior's divergence from the standard
-normal (latent diffusion, arXiv 2112.10752, appendix G). At the end the latents' scale is measured, so that tokens have
-unit variance, which the head's schedule is made for. Shape letters: B batch, C latent channels, h latent side.
+The loss is L1 on pixels and on pixel differences (edges), plus a little of the posterior's
+divergence from the standard normal (latent diffusion, arXiv 2112.10752, appendix G). At the end the
+latents' scale is measured, so that tokens have unit variance, which the head's schedule is made
+for. Shape letters: B batch, C latent channels, h latent side.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def train_kl(
 ) -> AutoencoderKL:
     """Train on ``images`` [N, R, R, 3] uint8; resumes from ``out/checkpoint.pt``.
 
-    ``kl_weight`` multiplies the divergence in nats per latent number. The result's ``config.scale`` is the inverse
-    standard deviation of its latents.
+    ``kl_weight`` multiplies the divergence in nats per latent number. The result's ``config.scale``
+    is the inverse standard deviation of its latents.
     """
     with seeded(seed):
         model = AutoencoderKL(config)
@@ -48,7 +49,10 @@ def train_kl(
         noise = torch.randn(len(x), config.z_channels, side, side, generator=generator)
         with torch.autocast("cpu", torch.bfloat16):
             made, mean, log_var = forward(model, x, noise)
-        recon, kl = reconstruction_loss(made.float(), x), Posterior(mean.float(), log_var.float()).kl().mean()
+        recon, kl = (
+            reconstruction_loss(made.float(), x),
+            Posterior(mean.float(), log_var.float()).kl().mean(),
+        )
         return {
             "loss": recon + kl_weight * kl / noise[0].numel(),
             "reconstruction": recon,
@@ -69,7 +73,9 @@ def _reconstruct(model: AutoencoderKL, x: Tensor, noise: Tensor) -> tuple[Tensor
 
 
 def encode_moments(model: AutoencoderKL, images: Tensor, batch: int = 64) -> Tensor:
-    """Unscaled means and log variances [M, 2, 2, C, h, h] (mirrored or not, mean or log variance) of M pictures."""
+    """Unscaled means and log variances [M, 2, 2, C, h, h] (mirrored or not, mean or log variance)
+    of M pictures.
+    """
 
     def moments(x: Tensor) -> Tensor:
         posterior = model.encode(x)

@@ -1,9 +1,10 @@
-"""Training of a small LLaVA: its tower learns what is where, its projector the words for it (``align``), then all
-of it learns to answer.
+"""Training of a small LLaVA: its tower learns what is where, its projector the words for it
+(``align``), then all of it learns to answer.
 
 The result is transformers' own ``LlavaForConditionalGeneration`` with its processor.
 
-Shape letters: B rows, L tokens, N image tokens, P tokens before the first question, V vocabulary, R pixels a side.
+Shape letters: B rows, L tokens, N image tokens, P tokens before the first question, V vocabulary, R
+pixels a side.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ LENGTH, TEXT_LENGTH = 224, 160  # tokens of a row
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model: ``dim`` and ``layers`` of the language model, ``tower_dim`` and ``tower_layers`` of the tower."""
+    """Of the model: ``dim`` and ``layers`` of the language model, ``tower_dim`` and
+    ``tower_layers`` of the tower.
+    """
 
     dim: int = 128
     layers: int = 18
@@ -56,10 +59,14 @@ class Sizes:
         return (R // self.patch) ** 2
 
 
-def build_model(sizes: Sizes, vocabulary: int, ids: Encoder, seed: int) -> LlavaForConditionalGeneration:
+def build_model(
+    sizes: Sizes, vocabulary: int, ids: Encoder, seed: int
+) -> LlavaForConditionalGeneration:
     """A model with random weights. Raises ``ValueError`` when heads do not divide the width."""
     if sizes.dim % sizes.heads or sizes.dim // sizes.heads % 2:
-        raise ValueError(f"width must be an even multiple of the heads, got {sizes.dim} and {sizes.heads}")
+        raise ValueError(
+            f"width must be an even multiple of the heads, got {sizes.dim} and {sizes.heads}"
+        )
     vision = CLIPVisionConfig(
         hidden_size=sizes.tower_dim,
         intermediate_size=3 * sizes.tower_dim,
@@ -99,10 +106,12 @@ def build_model(sizes: Sizes, vocabulary: int, ids: Encoder, seed: int) -> Llava
 
 @torch.no_grad()
 def _ready_to_match(layers: Any) -> None:
-    """Let attention begin by looking for what is alike (keys as queries) and copying it (outputs undo values).
+    """Let attention begin by looking for what is alike (keys as queries) and copying it (outputs
+    undo values).
 
-    Pictures in words and questions share embeddings, so this finds the patch that is asked about from the start; from
-    random weights a model this deep and narrow learns it late. What each branch adds is small at first (as in GPT-2).
+    Pictures in words and questions share embeddings, so this finds the patch that is asked about
+    from the start; from random weights a model this deep and narrow learns it late. What each
+    branch adds is small at first (as in GPT-2).
     """
     small = (2 * len(layers)) ** -0.5
     for layer in layers:
@@ -145,8 +154,8 @@ def train_tower(
 ) -> None:
     """Teach the model's tower, in place, the kind, colour, size and place of what each patch shows.
 
-    ``loss.csv`` has the share of things' patches whose kind is right, in training and (every ``evaluate_every``
-    steps) in ``held_out``.
+    ``loss.csv`` has the share of things' patches whose kind is right, in training and (every
+    ``evaluate_every`` steps) in ``held_out``.
     """
     vision: Any = model.config.vision_config
     with seeded(seed):
@@ -165,7 +174,9 @@ def train_tower(
         with torch.autocast("cpu", torch.bfloat16):
             logits = run(pixels)
         parts = [
-            F.cross_entropy(x.flatten(0, 1).float(), labels[..., k].flatten(), weights[k], ignore_index=IGNORED)
+            F.cross_entropy(
+                x.flatten(0, 1).float(), labels[..., k].flatten(), weights[k], ignore_index=IGNORED
+            )
             for k, x in enumerate(logits)
         ]
         return {"loss": torch.stack(parts).sum(), "kind": _kinds_right(logits[0], labels), **seen}
@@ -192,19 +203,23 @@ def train_target(
     vision: bool = False,
     evaluate_every: int = 200,
 ) -> None:
-    """Train ``model`` in place to answer, its tower and projector only with ``vision``; resumes from ``out``.
+    """Train ``model`` in place to answer, its tower and projector only with ``vision``; resumes
+    from ``out``.
 
-    At the learning rate a language model begins with, Adam's steps would undo in no time what the tower knows.
+    At the learning rate a language model begins with, Adam's steps would undo in no time what the
+    tower knows.
 
-    ``loss.csv`` has the share of wholly right short answers about ``held_out`` beside the loss, measured every
-    ``evaluate_every`` steps.
+    ``loss.csv`` has the share of wholly right short answers about ``held_out`` beside the loss,
+    measured every ``evaluate_every`` steps.
     """
     for part in (model.model.vision_tower, model.model.multi_modal_projector):
         part.requires_grad_(vision)
 
     @torch.compile
     def logits_of(rows: Batch) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):  # a fifth faster here than the fused kernel with its slow backward
+        with sdpa_kernel(
+            SDPBackend.MATH
+        ):  # a fifth faster here than the fused kernel with its slow backward
             return answer_logits(model, rows)
 
     right: dict[str, Tensor] = {"scenes": torch.zeros(()), "easy": torch.zeros(())}
@@ -229,11 +244,16 @@ def answer_logits(model: LlavaForConditionalGeneration, batch: Batch) -> Tensor:
 
 
 def answer_states(
-    model: LlavaForConditionalGeneration, batch: Batch, features: Callable[[Any, Tensor], Tensor], opening: int
+    model: LlavaForConditionalGeneration,
+    batch: Batch,
+    features: Callable[[Any, Tensor], Tensor],
+    opening: int,
 ) -> Tensor:
-    """The language model's states [B, L − P + 1, C] at the last token before the questions and at all after it.
+    """The language model's states [B, L − P + 1, C] at the last token before the questions and at
+    all after it.
 
-    ``features`` makes of the tower and pictures what the projector reads; ``opening`` tokens stand before a picture.
+    ``features`` makes of the tower and pictures what the projector reads; ``opening`` tokens stand
+    before a picture.
     """
     embedded = model.get_input_embeddings()(batch.input_ids)  # [B, L, C]
     start = opening
@@ -259,11 +279,17 @@ def answer_loss(logits: Tensor, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def short_accuracy(
-    model: LlavaForConditionalGeneration, encoder: Encoder, world: World, pictures: int, seed: int = 0
+    model: LlavaForConditionalGeneration,
+    encoder: Encoder,
+    world: World,
+    pictures: int,
+    seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Share of short answers that greedy decoding gets wholly right, for ``pictures`` scenes and as many of easy-VQA.
+    """Share of short answers that greedy decoding gets wholly right, for ``pictures`` scenes and as
+    many of easy-VQA.
 
-    Read off one forward: decoding greedily gives an answer exactly when each of its tokens is the likeliest.
+    Read off one forward: decoding greedily gives an answer exactly when each of its tokens is the
+    likeliest.
     """
     random = Random(seed)
     asked: dict[str, list[tuple[Array, Sequence[Turn]]]] = {"scenes": [], "easy": []}
@@ -272,7 +298,10 @@ def short_accuracy(
         asked["scenes"].append((scene.image, turns[1:]))  # without the description
         example = random.choice(world.easy)
         asked["easy"].append((example.image, example.turns))
-    batches = {k: stack([encoder.side_by_side(t, image, LENGTH) for image, t in v]) for k, v in asked.items()}
+    batches = {
+        k: stack([encoder.side_by_side(t, image, LENGTH) for image, t in v])
+        for k, v in asked.items()
+    }
     return {k: whole_answers(answer_logits(model, b), b).float().mean() for k, b in batches.items()}
 
 
@@ -283,12 +312,18 @@ def whole_answers(logits: Tensor, batch: Batch) -> Tensor:
     segments = batch.segments[:, -logits.shape[1] :].roll(-1, 1)  # of the token predicted
     answer = segments + torch.arange(len(labels))[:, None] * (int(segments.max()) + 1)
     _, answer = answer[asked].unique(return_inverse=True)
-    wrong = torch.zeros(int(answer.max()) + 1).index_add_(0, answer, (logits.argmax(-1) != labels)[asked].float())
+    wrong = torch.zeros(int(answer.max()) + 1).index_add_(
+        0, answer, (logits.argmax(-1) != labels)[asked].float()
+    )
     return wrong == 0
 
 
-def save_model(model: LlavaForConditionalGeneration, processor: LlavaProcessor, folder: Path) -> None:
-    """Write model (bf16) and processor as transformers loads them; ``model`` itself is left in bf16."""
+def save_model(
+    model: LlavaForConditionalGeneration, processor: LlavaProcessor, folder: Path
+) -> None:
+    """Write model (bf16) and processor as transformers loads them; ``model`` itself is left in
+    bf16.
+    """
     half: Any = model.eval()
     half.to(torch.bfloat16).save_pretrained(folder)
     processor.save_pretrained(folder)

@@ -1,8 +1,9 @@
 """Training of a MAR on the latents of its autoencoder.
 
-Source: MAR (arXiv 2406.11838, section 3 and appendix B): random orders, a truncated normal share of masked tokens, the
-diffusion loss at several timesteps a token, averaged weights. Shape letters: M pictures, B batch, L tokens a picture,
-K of them masked, U timesteps a token, C token width, D width.
+Source: MAR (arXiv 2406.11838, section 3 and appendix B): random orders, a truncated normal share of
+masked tokens, the diffusion loss at several timesteps a token, averaged weights. Shape letters: M
+pictures, B batch, L tokens a picture, K of them masked, U timesteps a token, C token width, D
+width.
 """
 
 from __future__ import annotations
@@ -54,13 +55,17 @@ def train_mar(
     decay: float = AVERAGE,
     start: MAR | None = None,
 ) -> MAR:
-    """Train on ``moments`` [M, 2, 2, c, h, h] (``encode_moments``), drawn anew at each use and multiplied by ``scale``.
+    """Train on ``moments`` [M, 2, 2, c, h, h] (``encode_moments``), drawn anew at each use and
+    multiplied by ``scale``.
 
-    ``labels`` [M] are classes. Begins with the weights of ``start``, a model of the same ``config``, where one is
-    given. Resumes from ``out/checkpoint.pt``; returns the averaged model. Raises ``ValueError`` for another ``start``.
+    ``labels`` [M] are classes. Begins with the weights of ``start``, a model of the same
+    ``config``, where one is given. Resumes from ``out/checkpoint.pt``; returns the averaged model.
+    Raises ``ValueError`` for another ``start``.
     """
     if start is not None and start.config != config:
-        raise ValueError(f"the model to start from must have the sizes {config}, got {start.config}")
+        raise ValueError(
+            f"the model to start from must have the sizes {config}, got {start.config}"
+        )
     with seeded(seed):
         both = Averaged(start or MAR(config), decay)
     schedule = Schedule.of("")
@@ -81,9 +86,15 @@ def train_mar(
 
 
 def mar_loss(
-    model: MAR, schedule: Schedule, tokens: Tensor, labels: Tensor, generator: torch.Generator, times: int = TIMES
+    model: MAR,
+    schedule: Schedule,
+    tokens: Tensor,
+    labels: Tensor,
+    generator: torch.Generator,
+    times: int = TIMES,
 ) -> Losses:
-    """The diffusion loss of masked ``tokens`` [B, L, C] of classes ``labels`` [B], and its two parts.
+    """The diffusion loss of masked ``tokens`` [B, L, C] of classes ``labels`` [B], and its two
+    parts.
 
     ``schedule`` is the full one, of all timesteps.
     """
@@ -94,7 +105,11 @@ def mar_loss(
     known = orders[:, masked.shape[1] :]
     with torch.autocast(tokens.device.type, torch.bfloat16):
         own = model.embed_classes(labels)
-        condition = torch.where(dropped[:, None], model.embed_classes(None, batch), own) if dropped.any() else own
+        condition = (
+            torch.where(dropped[:, None], model.embed_classes(None, batch), own)
+            if dropped.any()
+            else own
+        )
         z = model(tokens, known, condition, masked)  # [B, K, D]
         clean = pick(tokens, masked).flatten(0, 1).repeat(times, 1)  # [U · B · K, C]
         t = torch.randint(len(schedule), (len(clean),), generator=generator)
@@ -106,7 +121,11 @@ def mar_loss(
 
 
 def mask_share(generator: torch.Generator) -> float:
-    """Share of tokens to mask: a normal number between MASK_LEAST and 1, by the inverse of its distribution."""
-    low, high = (0.5 * (1 + math.erf((x - MASK_MEAN) / MASK_STD / math.sqrt(2))) for x in (MASK_LEAST, 1.0))
+    """Share of tokens to mask: a normal number between MASK_LEAST and 1, by the inverse of its
+    distribution.
+    """
+    low, high = (
+        0.5 * (1 + math.erf((x - MASK_MEAN) / MASK_STD / math.sqrt(2))) for x in (MASK_LEAST, 1.0)
+    )
     at = low + (high - low) * torch.rand((), generator=generator, dtype=torch.float64)
     return min(1.0, MASK_MEAN + MASK_STD * float(torch.special.ndtri(at)))

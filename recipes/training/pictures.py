@@ -28,7 +28,9 @@ def reconstruction_loss(made: Tensor, wanted: Tensor) -> Tensor:
     return pixels + edges
 
 
-def labelled_batch(tokens: Tensor, labels: Tensor, i: int, size: int, seed: int, nothing: int) -> tuple[Tensor, Tensor]:
+def labelled_batch(
+    tokens: Tensor, labels: Tensor, i: int, size: int, seed: int, nothing: int
+) -> tuple[Tensor, Tensor]:
     """Labels [B], some of them ``nothing``, and tokens [B, ...] of step ``i``.
 
     ``tokens`` [M, 2, ...] are of pictures and of their mirror images, ``labels`` [M] their classes.

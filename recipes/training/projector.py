@@ -1,7 +1,8 @@
 """Training of the projector alone, between a tower and a language model that stay as they are.
 
-It first learns the words for each patch (:mod:`recipes.training.align`), then what makes the frozen language model
-answer as it should: gradients go through it, not into it. Source: LLaVA's first stage (arXiv 2304.08485).
+It first learns the words for each patch (:mod:`recipes.training.align`), then what makes the frozen
+language model answer as it should: gradients go through it, not into it. Source: LLaVA's first
+stage (arXiv 2304.08485).
 
 Shape letters: M tokens of answers, C width.
 """
@@ -45,10 +46,11 @@ def train_between(
     seed: int = 0,
     evaluate_every: int = 100,
 ) -> None:
-    """Train the projector of ``model``, in place; the language model is left in bf16. Resumes from ``out``.
+    """Train the projector of ``model``, in place; the language model is left in bf16. Resumes from
+    ``out``.
 
-    ``loss.csv`` has the share of answers' tokens that are the likeliest, in training and (every ``evaluate_every``
-    steps) about ``held_out``.
+    ``loss.csv`` has the share of answers' tokens that are the likeliest, in training and (every
+    ``evaluate_every`` steps) about ``held_out``.
     """
     projector: Any = model.model.multi_modal_projector
     model.requires_grad_(False).to(torch.bfloat16)  # type: ignore[arg-type]
@@ -71,7 +73,8 @@ def train_between(
 
 
 def token_losses(model: LlavaForConditionalGeneration, rows: Batch, states: Tensor) -> Losses:
-    """Mean cross-entropy (nats) of the M tokens of answers, and the share of them that are the likeliest.
+    """Mean cross-entropy (nats) of the M tokens of answers, and the share of them that are the
+    likeliest.
 
     ``states`` are those of :func:`recipes.training.llava.answer_states`.
     """

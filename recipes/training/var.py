@@ -1,8 +1,8 @@
 """Training of a VAR by teacher forcing, and the specialised training of CoDe's two models.
 
-Of CoDe (arXiv 2411.17787): the drafter learns the true tokens of the coarse scales only; the refiner learns the large
-model's laws, first those of all scales, then those of the scales it will draw.
-Shape letters: M pictures, B batch, L tokens of all scales, V vocabulary, K scales.
+Of CoDe (arXiv 2411.17787): the drafter learns the true tokens of the coarse scales only; the
+refiner learns the large model's distributions, first those of all scales, then those of the scales
+it will draw. Shape letters: M pictures, B batch, L tokens of all scales, V vocabulary, K scales.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ Loss = Callable[[VAR, Tensor, Tensor, Tensor, range], Tensor]
 
 
 class Examples:
-    """Tokens [M, 2, L] of pictures and their mirror images, labels [M], and the tokenizer's quantizer."""
+    """Tokens [M, 2, L] of pictures and their mirror images, labels [M], and the tokenizer's
+    quantizer.
+    """
 
-    def __init__(self, tokens: Tensor, labels: Tensor, quantizer: MultiScaleQuantizer, nothing: int) -> None:
+    def __init__(
+        self, tokens: Tensor, labels: Tensor, quantizer: MultiScaleQuantizer, nothing: int
+    ) -> None:
         self.tokens, self.labels, self.quantizer, self.nothing = tokens, labels, quantizer, nothing
 
     def batch(self, i: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -37,10 +41,14 @@ class Examples:
 
     @torch.no_grad()
     def inputs(self, tokens: Tensor, scales: int) -> Tensor:
-        """What teacher forcing of the first ``scales`` scales of ``tokens`` [B, L] gives the transformer, [B, T, E]."""
+        """What teacher forcing of the first ``scales`` scales of ``tokens`` [B, L] gives the
+        transformer, [B, T, E].
+        """
         if scales == 1:
-            return self.quantizer.embedding.weight.new_zeros(len(tokens), 0, self.quantizer.embedding.embedding_dim)
-        return self.quantizer.inputs(self.quantizer.ladder.split(tokens)[: scales - 1])
+            return self.quantizer.embedding.weight.new_zeros(
+                len(tokens), 0, self.quantizer.embedding.embedding_dim
+            )
+        return self.quantizer.inputs(self.quantizer.schedule.split(tokens)[: scales - 1])
 
 
 def token_loss(model: VAR, labels: Tensor, tokens: Tensor, inputs: Tensor, scales: range) -> Tensor:
@@ -51,7 +59,9 @@ def token_loss(model: VAR, labels: Tensor, tokens: Tensor, inputs: Tensor, scale
 
 
 def distil_from(teacher: VAR) -> Loss:
-    """Mean KL divergence (nats a token) of a model's laws from ``teacher``'s, over the tokens of some scales."""
+    """Mean KL divergence (nats a token) of a model's distributions from ``teacher``'s, over the
+    tokens of some scales.
+    """
 
     def loss(model: VAR, labels: Tensor, tokens: Tensor, inputs: Tensor, scales: range) -> Tensor:
         first, _ = _span(model, scales)
@@ -64,7 +74,7 @@ def distil_from(teacher: VAR) -> Loss:
 
 
 def _span(model: VAR, scales: range) -> tuple[int, int]:
-    starts = model.config.ladder.starts
+    starts = model.config.schedule.starts
     return starts[scales.start], starts[scales.stop]
 
 
@@ -82,8 +92,20 @@ def train_var(
     """A model trained from nothing on all scales; resumes from ``out/checkpoint.pt``."""
     with seeded(seed):
         model = VAR(config)
-    everything = range(len(config.ladder))
-    return _train(model, examples, token_loss, lambda i: everything, out, steps, batch, lr, seed, compiled, MUON * lr)
+    everything = range(len(config.schedule))
+    return _train(
+        model,
+        examples,
+        token_loss,
+        lambda i: everything,
+        out,
+        steps,
+        batch,
+        lr,
+        seed,
+        compiled,
+        MUON * lr,
+    )
 
 
 def train_drafter(
@@ -98,8 +120,21 @@ def train_drafter(
     seed: int = 0,
     compiled: bool = True,
 ) -> VAR:
-    """A copy of ``large`` trained further on the ``n`` coarsest scales only, CoDe's specialised drafter."""
-    return _train(copy.deepcopy(large), examples, token_loss, lambda i: range(n), out, steps, batch, lr, seed, compiled)
+    """A copy of ``large`` trained further on the ``n`` coarsest scales only, CoDe's specialised
+    drafter.
+    """
+    return _train(
+        copy.deepcopy(large),
+        examples,
+        token_loss,
+        lambda i: range(n),
+        out,
+        steps,
+        batch,
+        lr,
+        seed,
+        compiled,
+    )
 
 
 def train_refiner(
@@ -115,14 +150,25 @@ def train_refiner(
     seed: int = 0,
     compiled: bool = True,
 ) -> VAR:
-    """A copy of ``small`` that has learnt ``large``'s laws on the scales from ``n`` on, CoDe's specialised refiner."""
-    scales, turn = len(small.config.ladder), int(FIRST_STAGE * steps)
+    """A copy of ``small`` that has learnt ``large``'s distributions on the scales from ``n`` on,
+    CoDe's specialised refiner.
+    """
+    scales, turn = len(small.config.schedule), int(FIRST_STAGE * steps)
 
     def stage(i: int) -> range:
         return range(scales) if i < turn else range(n, scales)
 
     return _train(
-        copy.deepcopy(small), examples, distil_from(large.eval()), stage, out, steps, batch, lr, seed, compiled
+        copy.deepcopy(small),
+        examples,
+        distil_from(large.eval()),
+        stage,
+        out,
+        steps,
+        batch,
+        lr,
+        seed,
+        compiled,
     )
 
 

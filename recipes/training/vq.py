@@ -1,7 +1,7 @@
 """Training of a VQ tokenizer on pictures [N, R, R, 3] uint8.
 
-The loss is L1 on pixels and on pixel differences (edges), plus the codebook and commitment terms of VQGAN.
-Codes that nobody used for a while are moved onto encoder outputs of the current batch.
+The loss is L1 on pixels and on pixel differences (edges), plus the codebook and commitment terms of
+VQGAN. Codes that nobody used for a while are moved onto encoder outputs of the current batch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,18 @@ from specmm.training import Losses, batch_rows, fit, seeded
 
 
 def train_tokenizer(
-    images: Tensor, config: VQConfig, out: Path, *, steps: int, batch: int = 32, lr: float = 6e-4, seed: int = 0
+    images: Tensor,
+    config: VQConfig,
+    out: Path,
+    *,
+    steps: int,
+    batch: int = 32,
+    lr: float = 6e-4,
+    seed: int = 0,
 ) -> VQModel:
-    """Train on ``images`` [N, R, R, 3] uint8 and return the tokenizer; resumes from ``out/checkpoint.pt``."""
+    """Train on ``images`` [N, R, R, 3] uint8 and return the tokenizer; resumes from
+    ``out/checkpoint.pt``.
+    """
     with seeded(seed):
         model = VQModel(config)
         model.quantize.embedding.weight.data.normal_()

@@ -1,7 +1,8 @@
 """Training of VAR's multi-scale VQVAE on pictures [N, R, R, 3] uint8.
 
-The losses are those of the token models' tokenizer (L1 on pixels and edges) and the quantizer's, over all scales.
-Codes that nobody used for a while are moved onto what some scale had left to quantise.
+The losses are those of the token models' tokenizer (L1 on pixels and edges) and the quantizer's,
+over all scales. Codes that nobody used for a while are moved onto what some scale had left to
+quantise.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def train_vqvae(
     seed: int = 0,
     compiled: bool = True,
 ) -> VQVAE:
-    """Train on ``images`` [N, R, R, 3] uint8 and return the tokenizer; resumes from ``out/checkpoint.pt``."""
+    """Train on ``images`` [N, R, R, 3] uint8 and return the tokenizer; resumes from
+    ``out/checkpoint.pt``.
+    """
     with seeded(seed):
         model = VQVAE(config)
         model.quantize.embedding.weight.data.normal_()
@@ -62,13 +65,17 @@ def _losses(made: Tensor, quantized: Quantized, x: Tensor, used: Tensor) -> Loss
 @torch.no_grad()
 def _restart_unused(model: VQVAE, used: Tensor, x: Tensor, generator: torch.Generator) -> None:
     dead = (used == 0).nonzero()[:, 0]
-    rows = torch.cat([left.flatten(0, 1) for left, _ in model.quantize.residuals(model.features(x))])
+    rows = torch.cat(
+        [left.flatten(0, 1) for left, _ in model.quantize.residuals(model.features(x))]
+    )
     chosen = torch.randint(len(rows), (len(dead),), generator=generator)
     model.quantize.embedding.weight[dead] = rows[chosen]
     used.zero_()
 
 
 def encode_pictures(vqvae: VQVAE, images: Tensor, batch: int = 64) -> Tensor:
-    """Tokens [M, 2, L], all scales laid end to end, of pictures [M, R, R, 3] uint8 and of their mirror images."""
+    """Tokens [M, 2, L], all scales laid end to end, of pictures [M, R, R, 3] uint8 and of their
+    mirror images.
+    """
     vqvae.eval()
     return encode_views(lambda x: torch.cat(vqvae.encode(x), dim=1), images, batch)

@@ -1,4 +1,5 @@
-"""Training of a text-only drafter: a small language model of the target's own tokens that never sees a picture.
+"""Training of a text-only drafter: a small language model of the target's own tokens that never
+sees a picture.
 
 Source of the idea: arXiv 2404.08856.
 
@@ -19,7 +20,9 @@ from recipes.training.llava import TEXT_LENGTH, answer_loss
 from specmm.training import Losses, fit, seeded
 
 
-def build_text_model(dim: int, layers: int, heads: int, vocabulary: int, ids: Encoder, seed: int) -> LlamaForCausalLM:
+def build_text_model(
+    dim: int, layers: int, heads: int, vocabulary: int, ids: Encoder, seed: int
+) -> LlamaForCausalLM:
     """A language model with random weights for the target's ``vocabulary``."""
     config = LlamaConfig(
         vocab_size=vocabulary,
@@ -47,15 +50,24 @@ def train_text(
     lr: float = 2e-3,
     seed: int = 0,
 ) -> None:
-    """Train ``model`` in place on what is asked and answered about pictures, without them; resumes from ``out``."""
+    """Train ``model`` in place on what is asked and answered about pictures, without them; resumes
+    from ``out``.
+    """
     logits_of = torch.compile(lambda **inputs: model(**inputs, use_cache=False).logits)
 
     def step(i: int) -> Losses:
         random = Random(f"text {seed} {i}")
-        rows = stack([encoder.side_by_side(world.example(random)[1], None, TEXT_LENGTH) for _ in range(batch)])
+        rows = stack(
+            [
+                encoder.side_by_side(world.example(random)[1], None, TEXT_LENGTH)
+                for _ in range(batch)
+            ]
+        )
         with torch.autocast("cpu", torch.bfloat16):
             logits = logits_of(
-                input_ids=rows.input_ids, attention_mask=rows.attention_mask, position_ids=rows.position_ids
+                input_ids=rows.input_ids,
+                attention_mask=rows.attention_mask,
+                position_ids=rows.position_ids,
             )
         return {"loss": answer_loss(logits, rows)}
 

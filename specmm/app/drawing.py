@@ -1,4 +1,5 @@
-"""Pictures as they are drawn: previews, and a grid of tokens that shows which were drafted and accepted.
+"""Pictures as they are drawn: previews, and a grid of tokens that shows which were drafted and
+accepted.
 
 Shape letters: T tokens of a picture.
 """
@@ -23,7 +24,9 @@ WAITING, OWN, DRAFTED = "#e2e8f0", "#3b82f6", "#22c55e"
 
 @dataclass
 class Frame:
-    """What is there of a picture: ``counts`` of its tokens after each round, a preview, and at the end ``out``."""
+    """What is there of a picture: ``counts`` of its tokens after each round, a preview, and at the
+    end ``out``.
+    """
 
     counts: list[int]
     total: int
@@ -32,15 +35,25 @@ class Frame:
     out: Any = None
 
     def grid(self, side: int) -> Any:
-        """The tokens as a PIL grid: blue the target's own, green accepted drafts, grey those to come."""
+        """The tokens as a PIL grid: blue the target's own, green accepted drafts, grey those to
+        come.
+        """
         from PIL import Image, ImageDraw
 
         image = Image.new("RGB", (side * CELL, side * CELL), "white")
         pen, own = ImageDraw.Draw(image), {count - 1 for count in [1, *self.counts]}
         for token in range(side * side):
             y, x = divmod(token, side)
-            colour = WAITING if token >= max(self.counts, default=0) else OWN if token in own else DRAFTED
-            pen.rectangle((x * CELL, y * CELL, x * CELL + CELL - 2, y * CELL + CELL - 2), fill=colour)
+            colour = (
+                WAITING
+                if token >= max(self.counts, default=0)
+                else OWN
+                if token in own
+                else DRAFTED
+            )
+            pen.rectangle(
+                (x * CELL, y * CELL, x * CELL + CELL - 2, y * CELL + CELL - 2), fill=colour
+            )
         return image
 
     def says(self, name: str) -> str:
@@ -97,7 +110,10 @@ class Easel:
         generator = torch.Generator().manual_seed(self.seed)
         try:
             out = self.pipe(
-                classes=[self.name], generator=generator, method=self.method, callback_on_step_end=self._step
+                classes=[self.name],
+                generator=generator,
+                method=self.method,
+                callback_on_step_end=self._step,
             )
         except Exception as error:
             self.frames.put(error)
@@ -120,7 +136,11 @@ class Easel:
         from PIL import Image
 
         side = grid_of(self.pipe)
-        return Image.fromarray(self.pipe.decode_tokens(tokens[:, : side**2])[0].numpy()) if side else None
+        return (
+            Image.fromarray(self.pipe.decode_tokens(tokens[:, : side**2])[0].numpy())
+            if side
+            else None
+        )
 
     def _frame(self, **what: Any) -> Frame:
         total = grid_of(self.pipe) ** 2 or len(self.counts)
@@ -136,7 +156,10 @@ def enlarged(image: Any) -> Any:
     """A small picture, large enough to look at."""
     from PIL import Image
 
-    return image.resize((SIDE, SIDE), Image.Resampling.NEAREST if image.width < SIDE // 8 else Image.Resampling.LANCZOS)
+    return image.resize(
+        (SIDE, SIDE),
+        Image.Resampling.NEAREST if image.width < SIDE // 8 else Image.Resampling.LANCZOS,
+    )
 
 
 def shown_of(frame: Frame, method: str, side: int) -> tuple[Any, Any, str]:
@@ -146,13 +169,19 @@ def shown_of(frame: Frame, method: str, side: int) -> tuple[Any, Any, str]:
 
 
 def saved(out: Any, model: str, name: str, seed: int) -> str:
-    """The picture of ``out`` as a PNG with its description inside, in a folder of its own; the path of it."""
+    """The picture of ``out`` as a PNG with its description inside, in a folder of its own; the path
+    of it.
+    """
     from specmm.files import slug
     from specmm.jobs.items import Item
     from specmm.jobs.store import Result, encode
 
     facts = {"method": out.method, "certificate": out.certificate.as_dict()}
-    data = encode(Result(Item(f"{name}-{seed}", "class", name, seed), facts, image=out.images[0]), "png", model)
+    data = encode(
+        Result(Item(f"{name}-{seed}", "class", name, seed), facts, image=out.images[0]),
+        "png",
+        model,
+    )
     file = Path(tempfile.mkdtemp(prefix="specmm-")) / f"{slug(name)}-{seed}.png"
     file.write_bytes(data)
     return str(file)

@@ -18,11 +18,16 @@ MOST_SECONDS = 120.0  # of one request
 
 
 class Models:
-    """Pocket models and the local folders ``extra``, by what they do; a name that is not listed cannot be loaded."""
+    """Pocket models and the local folders ``extra``, by what they do; a name that is not listed
+    cannot be loaded.
+    """
 
     def __init__(self, extra: tuple[str, ...] = (), place: Place = HERE) -> None:
         self.names: dict[Kind, list[str]] = {"images": [], "questions": [], "text": []}
-        for name in (*extra, *(name for name, folder in zoo.pocket_models().items() if _is_here(folder))):
+        for name in (
+            *extra,
+            *(name for name, folder in zoo.pocket_models().items() if _is_here(folder)),
+        ):
             self.names[kind_of(name)].append(name)
         self.place = place
         self._loaded: dict[tuple[str, str], Any] = {}
@@ -30,7 +35,9 @@ class Models:
     def get(self, kind: Kind, name: str) -> Any:
         """The pipeline of a listed model; raises ``ValueError`` for others."""
         if name not in self.names[kind]:
-            raise ValueError(f"model must be one of {', '.join(self.names[kind]) or '(there are none)'}, got {name!r}")
+            raise ValueError(
+                f"model must be one of {', '.join(self.names[kind]) or '(there are none)'}, got {name!r}"
+            )
         if (kind, name) not in self._loaded:
             self._loaded[kind, name] = open_model(kind, name, self.place)
         return self._loaded[kind, name]

@@ -1,6 +1,7 @@
 """The app's page: tabs, their inputs with limits, and what happens on a click.
 
-One request runs the models at a time; others wait in a queue of bounded length and are told their place in it.
+One request runs the models at a time; others wait in a queue of bounded length and are told their
+place in it.
 
 Shape letters: none.
 """
@@ -30,17 +31,31 @@ FAVOURITES = ("heart", "food-fruit", "country-flag", "face-smiling")
 SIDE = 96  # pixels of an example picture
 SHAPES = (("circle", "red"), ("rectangle", "blue"), ("triangle", "green"))
 MOST_RUNS = 5  # of a method in the benchmark
-COLUMNS = ("method", "speedup", "seconds a picture", "tau", "certificate")  # of the benchmark's table
+COLUMNS = (
+    "method",
+    "speedup",
+    "seconds a picture",
+    "tau",
+    "certificate",
+)  # of the benchmark's table
 ONE: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "models"}
-PLAIN: dict[str, Any] = {"format": "png", "buttons": ["download", "fullscreen"]}  # no button that shares a picture
-FONTS: dict[str, Any] = {"font": ["system-ui", "sans-serif"], "font_mono": ["monospace"]}  # none from the network
+PLAIN: dict[str, Any] = {
+    "format": "png",
+    "buttons": ["download", "fullscreen"],
+}  # no button that shares a picture
+FONTS: dict[str, Any] = {
+    "font": ["system-ui", "sans-serif"],
+    "font_mono": ["monospace"],
+}  # none from the network
 CSS = ".grid img, .picture img {image-rendering: pixelated} footer {display: none !important}"
 
 
 def build(models: Models) -> gr.Blocks:
     """The app over ``models``; call ``serve`` to open it."""
     with gr.Blocks(title="specmm", analytics_enabled=False, delete_cache=KEEP) as app:
-        gr.Markdown("# specmm\nPlain decoding and drafts that are verified, side by side, on this machine.")
+        gr.Markdown(
+            "# specmm\nPlain decoding and drafts that are verified, side by side, on this machine."
+        )
         if models.names["images"]:
             with gr.Tab("Pictures"):
                 _pictures(models)
@@ -58,7 +73,11 @@ def build(models: Models) -> gr.Blocks:
 
 
 def serve(
-    app: gr.Blocks, host: str = "127.0.0.1", port: int | None = None, share: bool = False, wait: bool = True
+    app: gr.Blocks,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    share: bool = False,
+    wait: bool = True,
 ) -> str:
     """Open ``app`` and return its address; ``wait`` until Ctrl-C."""
     _, address, shared = app.launch(
@@ -132,16 +151,22 @@ def _pictures(models: Models) -> None:
 def _easel(title: str) -> list[Any]:
     """Picture, token grid, line and file of one method."""
     with gr.Column(min_width=300):
-        picture = gr.Image(label=title, interactive=False, elem_classes="picture", height=360, **PLAIN)
+        picture = gr.Image(
+            label=title, interactive=False, elem_classes="picture", height=360, **PLAIN
+        )
         line = gr.Markdown("Not drawn yet.", min_height=90)
-        grid = gr.Image(label="Tokens as they land", interactive=False, elem_classes="grid", height=260, **PLAIN)
+        grid = gr.Image(
+            label="Tokens as they land", interactive=False, elem_classes="grid", height=260, **PLAIN
+        )
         file = gr.File(label="PNG with its description", interactive=False)
     return [picture, grid, line, file]
 
 
 def _classes(models: Models, model: str) -> list[str]:
     pipe = models.get("images", model)
-    return list(pipe.settings.classes) or [str(i) for i in range(pipe.transformer.config.num_classes)]
+    return list(pipe.settings.classes) or [
+        str(i) for i in range(pipe.transformer.config.num_classes)
+    ]
 
 
 def _questions(models: Models) -> None:
@@ -151,7 +176,9 @@ def _questions(models: Models) -> None:
             preview = gr.Image(label="What the model sees", interactive=False, height=240, **PLAIN)
         with gr.Column(min_width=300):
             model = _model(models, "questions")
-            question = gr.Textbox("What do you see in the picture?", label="Question", max_length=LONGEST)
+            question = gr.Textbox(
+                "What do you see in the picture?", label="Question", max_length=LONGEST
+            )
             method = _method(models, "questions", "msd")
             length = gr.Slider(1, 128, 48, step=1, label="Most tokens of the answer")
             button = gr.Button("Ask", variant="primary")
@@ -163,11 +190,15 @@ def _questions(models: Models) -> None:
         return None if file is None else _opened(file)
 
     @in_sentences
-    def ask(model: str, file: str | None, question: str, method: str, length: float) -> Iterator[Any]:
+    def ask(
+        model: str, file: str | None, question: str, method: str, length: float
+    ) -> Iterator[Any]:
         if file is None:
             raise ValueError("a question needs a picture: upload one or click an example")
         pipe = models.get("questions", model)
-        yield from written(pipe.rounds(_opened(file), _short(question), method=method, max_new_tokens=int(length)))
+        yield from written(
+            pipe.rounds(_opened(file), _short(question), method=method, max_new_tokens=int(length))
+        )
 
     file.change(look, file, preview)
     button.click(ask, [model, file, question, method, length], [answer, line], **ONE)
@@ -203,7 +234,9 @@ def _completion(models: Models) -> None:
 
 def _text() -> tuple[gr.HighlightedText, gr.Markdown]:
     """Where an answer appears, and the line about it."""
-    text = gr.HighlightedText(label="Answer", color_map={DRAFT: "green"}, show_legend=True, combine_adjacent=True)
+    text = gr.HighlightedText(
+        label="Answer", color_map={DRAFT: "green"}, show_legend=True, combine_adjacent=True
+    )
     return text, gr.Markdown()
 
 
@@ -239,7 +272,9 @@ def _benchmark(models: Models) -> None:
 
 
 def scenes() -> list[str]:
-    """Paths of pictures to ask about, in a folder of their own: coloured shapes, as in the data of ``pocket/llava``."""
+    """Paths of pictures to ask about, in a folder of their own: coloured shapes, as in the data of
+    ``pocket/llava``.
+    """
     from PIL import Image, ImageDraw
 
     folder, found = Path(tempfile.mkdtemp(prefix="specmm-")), []
@@ -268,14 +303,22 @@ def measured(pipe: Any, names: list[str], runs: int, seed: int) -> Any:
     from specmm.runs.race import race, summary
 
     if not names or not 1 <= runs <= MOST_RUNS:
-        raise ValueError(f"choose one method at least and 1 to {MOST_RUNS} runs, got {len(names)} and {runs}")
+        raise ValueError(
+            f"choose one method at least and 1 to {MOST_RUNS} runs, got {len(names)} and {runs}"
+        )
     registry = pipe_methods(pipe)
     contenders = [AR(), *(make(registry, name) for name in names if name != AR.name)]
     count = pipe.transformer.config.num_classes
     lanes = race(pipe, contenders, [[i % count] for i in range(runs)], seed)
     rows = [summary(lane, lanes[0], 1) for lane in lanes]
     cells = [
-        (r["label"], round(r["speedup"], 3), round(r["seconds"], 4), round(r["tau"], 2), r["certificate"]["kind"])
+        (
+            r["label"],
+            round(r["speedup"], 3),
+            round(r["seconds"], 4),
+            round(r["tau"], 2),
+            r["certificate"]["kind"],
+        )
         for r in rows
     ]
     return pandas.DataFrame(cells, columns=list(COLUMNS))
@@ -285,4 +328,6 @@ def pipe_methods(pipe: Any) -> Any:
     """The methods of the pipeline's family."""
     from specmm.image_ar.pipeline import FAMILIES
 
-    return next(family.methods for family in FAMILIES.values() if family.pipeline == type(pipe).__name__)
+    return next(
+        family.methods for family in FAMILIES.values() if family.pipeline == type(pipe).__name__
+    )

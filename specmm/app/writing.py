@@ -16,13 +16,17 @@ Pieces = list[tuple[str, str | None]]
 
 
 def written(rounds: Iterator[list[Said]]) -> Iterator[tuple[Pieces, str]]:
-    """The pieces of one answer after each round, and a line about it. Raises ``ValueError`` when it takes too long."""
+    """The pieces of one answer after each round, and a line about it. Raises ``ValueError`` when it
+    takes too long.
+    """
     pieces: Pieces = []
     begin, tokens, count = time.monotonic(), 0, 0
     for (said,) in rounds:
         seconds = time.monotonic() - begin
         if seconds > MOST_SECONDS:
-            raise ValueError(f"an answer may take {MOST_SECONDS:.0f} seconds, got longer; ask for fewer tokens")
+            raise ValueError(
+                f"an answer may take {MOST_SECONDS:.0f} seconds, got longer; ask for fewer tokens"
+            )
         tokens, count = tokens + said.tokens, count + 1
         pieces += [(text, DRAFT if drafted else None) for text, drafted in said.pieces]
         yield pieces, f"{tokens} tokens in {count} rounds, {seconds:.1f} s"

@@ -1,4 +1,5 @@
-"""The command line: ``specmm generate | ask | complete | batch | bench | eval | train | methods | plan | zoo | demo``.
+"""The command line: ``specmm generate | ask | complete | batch | bench | eval | train | methods |
+plan | zoo | demo``.
 
 Modules here import nothing heavy at their top, so that ``specmm --help`` is quick.
 """
@@ -55,9 +56,13 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")
+    ] = False,
 ) -> None:
-    """Draft-verify acceleration, with a certificate of what each run kept of the model's law."""
+    """Draft-verify acceleration, with a certificate of what each run kept of the model's
+    distribution.
+    """
 
 
 def main() -> None:

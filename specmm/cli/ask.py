@@ -14,9 +14,14 @@ import typer
 from specmm.cli.options import Device, Drafter, Dtype, Json, Model, Options, Seed
 from specmm.cli.output import emit, say, stdout_reserved
 
-Images = Annotated[list[Path], typer.Argument(help="Pictures, all shown with the question; none for a text question.")]
+Images = Annotated[
+    list[Path],
+    typer.Argument(help="Pictures, all shown with the question; none for a text question."),
+]
 Question = Annotated[str, typer.Option("--question", "-q", help="What to ask.")]
-MethodName = Annotated[str, typer.Option(help="ar, text-draft, vlm-draft, msd, prompt-lookup, verdict or auto.")]
+MethodName = Annotated[
+    str, typer.Option(help="ar, text-draft, vlm-draft, msd, prompt-lookup, verdict or auto.")
+]
 
 
 def ask(
@@ -44,15 +49,24 @@ def ask(
 
     chosen = parse_method(methods.VQA, method, option)
     seed = secrets.randbelow(2**31) if seed is None else seed
-    sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty)
+    sampling = dict(
+        temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty
+    )
     with stdout_reserved():
         pipe = open_model("questions", model, Place.named(device, dtype), chosen, drafter)
         begin = time.perf_counter()
-        out = pipe(list(images), question, Echo(pipe), max_new_tokens=max_new_tokens, seed=seed, **sampling)
+        out = pipe(
+            list(images), question, Echo(pipe), max_new_tokens=max_new_tokens, seed=seed, **sampling
+        )
         seconds = time.perf_counter() - begin
     asked = {"question": question, "images": [str(i) for i in images]}
     ruled = {} if out.ruling is None else {"ruling": out.ruling.as_dict()}
-    report = report_of(model, pipe, chosen, out, seed, seconds, sampling) | asked | {"outputs": out.answers} | ruled
+    report = (
+        report_of(model, pipe, chosen, out, seed, seconds, sampling)
+        | asked
+        | {"outputs": out.answers}
+        | ruled
+    )
     show(report, out, label(chosen), as_json)
     if ruled and not as_json:
         say_who_spoke(out.ruling)
@@ -73,12 +87,16 @@ def show(report: dict[str, Any], out: Any, method: str, as_json: bool) -> None:
     for text in report["outputs"]:
         typer.echo(text)
     seconds, seed = report["seconds"], report["seed"]
-    say(f"{report['tokens']} tokens by {method} in {seconds:.2f} s, tau {out.stats.tau:.2f}, seed {seed}")
+    say(
+        f"{report['tokens']} tokens by {method} in {seconds:.2f} s, tau {out.stats.tau:.2f}, seed {seed}"
+    )
     say(f"certificate  {out.certificate}")
 
 
 class Echo:
-    """A streamer that writes an answer to stderr as it grows, where someone is watching; none of the texts ``stop``."""
+    """A streamer that writes an answer to stderr as it grows, where someone is watching; none of
+    the texts ``stop``.
+    """
 
     def __init__(self, pipe: Any, stop: Sequence[str] = ()) -> None:
         from specmm.hf.streaming import StopStrings

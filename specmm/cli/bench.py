@@ -16,16 +16,21 @@ COLUMNS = ("method", "s/picture", "speed-up", "tau", "host", "ideal", "log-lik",
 def bench(
     model: Model,
     methods: Annotated[
-        str | None, typer.Option(help="Comma separated, options in brackets; the family's own if left out.")
+        str | None,
+        typer.Option(help="Comma separated, options in brackets; the family's own if left out."),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 1,
-    n: Annotated[int, typer.Option("-n", min=1, help="Runs of every method; medians are printed.")] = 5,
+    n: Annotated[
+        int, typer.Option("-n", min=1, help="Runs of every method; medians are printed.")
+    ] = 5,
     seed: Seed = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Measure speed, block efficiency and likelihood; plain decoding always runs along as the baseline."""
+    """Measure speed, block efficiency and likelihood; plain decoding always runs along as the
+    baseline.
+    """
     from specmm.image_ar.pipeline import family_of
     from specmm.runs.method_names import parse_methods
     from specmm.runs.models import Place, open_model
@@ -42,7 +47,9 @@ def bench(
         emit(rows)
         return
     typer.echo(table([COLUMNS, *(_cells(row) for row in rows)]))
-    typer.echo(f"{n} runs each at batch {batch}, {rows[0]['dtype']}, {rows[0]['threads']} threads, seed {seed}")
+    typer.echo(
+        f"{n} runs each at batch {batch}, {rows[0]['dtype']}, {rows[0]['threads']} threads, seed {seed}"
+    )
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

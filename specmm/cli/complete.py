@@ -14,9 +14,12 @@ from specmm.cli.course import check_plot, plot_course
 from specmm.cli.options import Device, Drafter, Dtype, Json, Model, Seed
 from specmm.cli.output import say, stdout_reserved
 
-Prompts = Annotated[list[str], typer.Option("--prompt", "-p", help="Text to continue; may be repeated for a batch.")]
+Prompts = Annotated[
+    list[str], typer.Option("--prompt", "-p", help="Text to continue; may be repeated for a batch.")
+]
 MethodName = Annotated[
-    str, typer.Option(help="ar, diffuspec, specdiff, deer, block, text-draft, prompt-lookup or auto.")
+    str,
+    typer.Option(help="ar, diffuspec, specdiff, deer, block, text-draft, prompt-lookup or auto."),
 ]
 CompleteOptions = Annotated[
     list[str],
@@ -39,13 +42,22 @@ def complete(
     top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
-    stop: Annotated[list[str], typer.Option(help="A text to end in front of; may be repeated.")] = [],  # noqa: B006
-    chat: Annotated[bool, typer.Option(help="Put the prompt into the model's chat template.")] = False,
+    stop: Annotated[
+        list[str], typer.Option(help="A text to end in front of; may be repeated.")
+    ] = [],  # noqa: B006
+    chat: Annotated[
+        bool, typer.Option(help="Put the prompt into the model's chat template.")
+    ] = False,
     compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile rounds: small models are twice as fast, after a minute or two.")
+        bool,
+        typer.Option(
+            "--compile",
+            help="Compile rounds: small models are twice as fast, after a minute or two.",
+        ),
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw acceptance, lengths and times into this .png, .pdf or .svg.")
+        Path | None,
+        typer.Option(help="Draw acceptance, lengths and times into this .png, .pdf or .svg."),
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
@@ -62,15 +74,22 @@ def complete(
     if plot is not None:
         check_plot(plot)
     seed = secrets.randbelow(2**31) if seed is None else seed
-    sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty)
+    sampling = dict(
+        temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty
+    )
     with stdout_reserved():
         pipe = open_model("text", model, Place.named(device, dtype), chosen, drafter)
-        options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, seed=seed, stop=stop, chat=chat, **sampling)
+        options: dict[str, Any] = dict(
+            max_new_tokens=max_new_tokens, seed=seed, stop=stop, chat=chat, **sampling
+        )
         options["compiled"] = compiled
         begin = time.perf_counter()
         out = pipe(prompt, Echo(pipe, stop) if len(prompt) == 1 else None, **options)
         seconds = time.perf_counter() - begin
-    report = report_of(model, pipe, chosen, out, seed, seconds, sampling) | {"prompts": prompt, "outputs": out.texts}
+    report = report_of(model, pipe, chosen, out, seed, seconds, sampling) | {
+        "prompts": prompt,
+        "outputs": out.texts,
+    }
     show(report | _course(out), out, label(chosen), as_json)
     if not as_json:
         _tell(out)
@@ -94,9 +113,16 @@ def _course(out: Any) -> dict[str, Any]:
 def _tell(out: Any) -> None:
     stats = out.stats
     if stats.depths:
-        say("accepted by position  " + " ".join(f"{share:.2f}" for share in stats.accepted_by_position))
-        lengths = f"{min(stats.depths)} to {max(stats.depths)} drafts a round, {len(stats.depths)} rounds"
+        say(
+            "accepted by position  "
+            + " ".join(f"{share:.2f}" for share in stats.accepted_by_position)
+        )
+        lengths = (
+            f"{min(stats.depths)} to {max(stats.depths)} drafts a round, {len(stats.depths)} rounds"
+        )
         searched = f" ({stats.search_seconds:.2f} s of it search)" if stats.search_seconds else ""
-        say(f"draft {stats.draft_seconds:.2f} s{searched}, verify {stats.verify_seconds:.2f} s, {lengths}")
+        say(
+            f"draft {stats.draft_seconds:.2f} s{searched}, verify {stats.verify_seconds:.2f} s, {lengths}"
+        )
     for row, trace in enumerate(out.trace):
         say(f"drafted/accepted of text {row + 1}  " + " ".join(f"{d}/{a}" for d, a in trace))

@@ -1,4 +1,6 @@
-"""A picture of how drafting went: acceptance by position, what was drafted and kept round by round, where time went."""
+"""A picture of how drafting went: acceptance by position, what was drafted and kept round by round,
+where time went.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,15 @@ def check_plot(file: Path) -> None:
     try:
         import matplotlib.figure  # noqa: F401  only whether it is there
     except ImportError:
-        raise ValueError("a picture needs the package matplotlib, got none; run: pip install 'specmm[bench]'") from None
+        raise ValueError(
+            "a picture needs the package matplotlib, got none; run: pip install 'specmm[bench]'"
+        ) from None
     writable(file.parent, "--plot")
 
 
 def plot_course(stats: Stats, traces: Sequence[Trace], file: Path) -> None:
-    """Write ``file``, which ``check_plot`` has passed, from a run's ``stats`` and DiffuSpec's (drafted, kept) of each
-    row by round; those of rows are drawn where they are few.
+    """Write ``file``, which ``check_plot`` has passed, from a run's ``stats`` and DiffuSpec's
+    (drafted, kept) of each row by round; those of rows are drawn where they are few.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -54,7 +58,9 @@ def _rounds(axes: Any, depths: Sequence[int], traces: Sequence[Trace]) -> None:
     """Drafted lengths as steps, what was accepted as dots in the same colour."""
     if len(traces) != 1:  # of one row its own line says it all
         rows = ", longest row" if traces else ""
-        axes.step(range(1, len(depths) + 1), depths, where="mid", color="0.6", label=f"drafted{rows}")
+        axes.step(
+            range(1, len(depths) + 1), depths, where="mid", color="0.6", label=f"drafted{rows}"
+        )
     for row, trace in enumerate(traces):
         order, text = range(1, len(trace) + 1), "" if len(traces) == 1 else f", text {row + 1}"
         shift = APART * (row - (len(traces) - 1) / 2)

@@ -1,4 +1,5 @@
-"""``specmm demo``: the same pictures by plain decoding, exactly accelerated and relaxed, side by side, offline.
+"""``specmm demo``: the same pictures by plain decoding, exactly accelerated and relaxed, side by
+side, offline.
 
 With ``--app`` it opens the app in a browser instead.
 """
@@ -29,13 +30,23 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same pictures.")] = 0,
     dtype: Dtype = "auto",
     device: Device = "cpu",
-    app: Annotated[bool, typer.Option("--app", help="Open the app in a browser instead of making a page.")] = False,
-    host: Annotated[str, typer.Option(help="Of the app: 0.0.0.0 opens it to the network.")] = "127.0.0.1",
-    port: Annotated[int | None, typer.Option(min=0, help="Of the app; a free one if not given.")] = None,
-    share: Annotated[bool, typer.Option("--share", help="Give the app a public address, by gradio.live.")] = False,
+    app: Annotated[
+        bool, typer.Option("--app", help="Open the app in a browser instead of making a page.")
+    ] = False,
+    host: Annotated[
+        str, typer.Option(help="Of the app: 0.0.0.0 opens it to the network.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None, typer.Option(min=0, help="Of the app; a free one if not given.")
+    ] = None,
+    share: Annotated[
+        bool, typer.Option("--share", help="Give the app a public address, by gradio.live.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Draw a few classes by three methods, one picture at a time, and compare them; or open the app."""
+    """Draw a few classes by three methods, one picture at a time, and compare them; or open the
+    app.
+    """
     from specmm.runs.models import Place
 
     if app:
@@ -53,7 +64,9 @@ def demo(
 
 
 def _open(model: str, host: str, port: int | None, share: bool, place: Place) -> None:
-    """Serve the app until Ctrl-C; raises ``ValueError`` without gradio and for a port that is taken."""
+    """Serve the app until Ctrl-C; raises ``ValueError`` without gradio and for a port that is
+    taken.
+    """
     from specmm.app.models import Models
 
     models = Models((model,) if model != DEFAULT else (), place)
@@ -65,7 +78,9 @@ def _open(model: str, host: str, port: int | None, share: bool, place: Place) ->
     serve(build(models), host, port, share)
 
 
-def _make(model: str, folder: Path, n: int, seed: int, place: Place) -> tuple[list[dict[str, Any]], list[str]]:
+def _make(
+    model: str, folder: Path, n: int, seed: int, place: Place
+) -> tuple[list[dict[str, Any]], list[str]]:
     from specmm.cli.zoo import recorded
     from specmm.files import slug
     from specmm.methods import IMAGE_TOKENS
@@ -79,16 +94,23 @@ def _make(model: str, folder: Path, n: int, seed: int, place: Place) -> tuple[li
     pipe, facts = open_model("images", model, place), card(model)
     names = _classes(pipe)
     rounds = [[name] for name in names for _ in range(n)]
-    say(f"drawing {len(rounds)} pictures ({', '.join(map(str, names))}) by {len(METHODS)} methods, one at a time")
+    say(
+        f"drawing {len(rounds)} pictures ({', '.join(map(str, names))}) by {len(METHODS)} methods, one at a time"
+    )
     lanes = race(pipe, [parse_method(IMAGE_TOKENS, m) for m in METHODS], rounds, seed)
     rows, saved = [], []
     for lane in lanes:
-        row = {**summary(lane, lanes[0], 1), "quality": {"log_likelihood": likelihood(pipe, lane, rounds)}}
+        row = {
+            **summary(lane, lanes[0], 1),
+            "quality": {"log_likelihood": likelihood(pipe, lane, rounds)},
+        }
         rows.append({**row, "recorded": recorded(facts, lane.method.name)})
         for i, (image, (name,)) in enumerate(zip(lane.images, rounds, strict=True)):
             saved.append(str(folder / f"{slug(lane.method.name)}-{i:02d}-{slug(str(name))}.png"))
             save_picture(image, Path(saved[-1]))
-    sheet = side_by_side([(captions(r), lane.images) for r, lane in zip(rows, lanes, strict=True)], names, n)
+    sheet = side_by_side(
+        [(captions(r), lane.images) for r, lane in zip(rows, lanes, strict=True)], names, n
+    )
     save_picture(sheet, folder / "side_by_side.png")
     write_text(folder / "index.html", page(sheet, [COLUMNS, *map(cells, rows)], notes(rows), model))
     return rows, [str(folder / "side_by_side.png"), str(folder / "index.html"), *saved]
@@ -134,7 +156,11 @@ def captions(row: dict[str, Any]) -> list[str]:
 def notes(rows: list[dict[str, Any]]) -> str:
     """What the columns mean, and where FID and KID come from."""
     counts = sorted({r["recorded"]["samples"] for r in rows if "samples" in r["recorded"]})
-    source = f"recorded in the model card ({counts[0]:,} samples)" if counts else "not recorded for this model"
+    source = (
+        f"recorded in the model card ({counts[0]:,} samples)"
+        if counts
+        else "not recorded for this model"
+    )
     return (
         "s/picture: median wall clock at batch 1; tau: tokens a round; log-lik: the target's mean log-probability of "
         f"the tokens drawn;\nFID, KID: {source}; tv: total variation a token, measured on this run."

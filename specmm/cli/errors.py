@@ -45,7 +45,9 @@ class OneLine(TyperGroup):
     ) -> Any:
         """Run a command; exit status 0, 2 for a user's mistake, 130 after Ctrl-C."""
         try:
-            status = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+            status = super().main(
+                args, prog_name, complete_var, False, windows_expand_args, **extra
+            )
         except CommandError as error:
             if type(error).__name__ == "NoArgsIsHelpError":
                 error.show()

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from specmm.runs.pictures import Report
 
 Class = Annotated[list[str], typer.Option("--class", help="Class name or id; may be repeated.")]
-Prompt = Annotated[list[str], typer.Option("--prompt", help="Caption, for text-to-image models; may be repeated.")]
+Prompt = Annotated[
+    list[str], typer.Option("--prompt", help="Caption, for text-to-image models; may be repeated.")
+]
 MethodName = Annotated[
     str,
     typer.Option(
@@ -35,7 +37,9 @@ def generate(
     n: Annotated[int, typer.Option("-n", min=1, help="Pictures of every class or prompt.")] = 1,
     seed: Seed = None,
     cfg: Annotated[float | None, typer.Option(help="Guidance scale; none is 1, of VAR 0.")] = None,
-    cfg_interval: Annotated[int | None, typer.Option(help="Guide only this many tokens, -1 for all.")] = None,
+    cfg_interval: Annotated[
+        int | None, typer.Option(help="Guide only this many tokens, -1 for all.")
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="0 is off.")] = None,
     top_p: Annotated[float | None, typer.Option(help="1 is off.")] = None,
@@ -43,13 +47,24 @@ def generate(
     dtype: Dtype = "auto",
     device: Device = "cpu",
     compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile rounds: about twice as fast, after half a minute.")
+        bool,
+        typer.Option("--compile", help="Compile rounds: about twice as fast, after half a minute."),
     ] = False,
-    steady: Annotated[
-        bool, typer.Option("--steady", help="Pictures do not depend on --batch-size, to the last bit (float32, CPU).")
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            "--steady",
+            help="Pictures do not depend on --batch-size, to the last bit (float32, CPU). "
+            "Called --steady until now.",
+        ),
     ] = False,
-    text_encoder: Annotated[Path | None, typer.Option(help="Folder of the T5 encoder, for --prompt.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the pictures; out/METHOD-SEED if not given.")] = None,
+    text_encoder: Annotated[
+        Path | None, typer.Option(help="Folder of the T5 encoder, for --prompt.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the pictures; out/METHOD-SEED if not given.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Draw pictures; each is saved as soon as its batch is done."""
@@ -63,11 +78,13 @@ def generate(
     chosen = parse_method(family_of(model).methods, method, option)
     seed = secrets.randbelow(2**31) if seed is None else seed
     folder = writable(out or Path("out") / f"{method}-{seed}")
-    sampling = dict(cfg=cfg, cfg_interval=cfg_interval, temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling = dict(
+        cfg=cfg, cfg_interval=cfg_interval, temperature=temperature, top_k=top_k, top_p=top_p
+    )
     sampling = {name: value for name, value in sampling.items() if value is not None}
     kind, inputs = ("classes", classes) if classes else ("prompt", prompt)
     asked = model, chosen, kind, [i for i in inputs for _ in range(n)], seed, sampling
-    job = Job(*asked, batch_size, folder, compiled, steady)
+    job = Job(*asked, batch_size, folder, compiled, batch_invariant)
     with stdout_reserved():
         pipe = open_model("images", model, Place.named(device, dtype), text_encoder=text_encoder)
         check(pipe, job)
@@ -78,7 +95,9 @@ def generate(
     else:
         typer.echo(_lines(report))
     if report.interrupted:
-        raise Interrupted(f"{len(report.outputs)} of {len(job.inputs)} pictures are finished and in {folder}")
+        raise Interrupted(
+            f"{len(report.outputs)} of {len(job.inputs)} pictures are finished and in {folder}"
+        )
 
 
 def _lines(report: Report) -> str:

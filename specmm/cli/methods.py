@@ -32,12 +32,15 @@ def methods_command(as_json: Json = False) -> None:
     found: dict[str, Any] = {
         "methods": {family: _described(kinds) for family, kinds in FAMILIES.items()},
         "drafters of image tokens": list(DRAFTERS),
-        "drafters of answers and texts": [name for name in methods.GENERATE if {"tree", "rule"} <= _options(name)],
+        "drafters of answers and texts": [
+            name for name in methods.GENERATE if {"tree", "rule"} <= _options(name)
+        ],
         "trees": {kind.spelling: kind.what for kind in TREES.values()}
         | {"sequoia(12)": "the best of so many nodes for the drafter's measured acceptance"}
         | {name: f"a published list of {len(paths)} drafts" for name, paths in NAMED.items()},
         "rules": {
-            name: f"{'exact' if is_exact(name) else 'relaxed, measured'}: {kind.what}" for name, kind in RULES.items()
+            name: f"{'exact' if is_exact(name) else 'relaxed, measured'}: {kind.what}"
+            for name, kind in RULES.items()
         },
     }
     if as_json:
@@ -52,7 +55,9 @@ def methods_command(as_json: Json = False) -> None:
     for kind, entries in found.items():
         typer.echo(kind)
         for entry in entries:
-            typer.echo(f"  {entry:40} {entries[entry]}" if isinstance(entries, dict) else f"  {entry}")
+            typer.echo(
+                f"  {entry:40} {entries[entry]}" if isinstance(entries, dict) else f"  {entry}"
+            )
 
 
 def _described(kinds: Registry) -> dict[str, tuple[str, str]]:

@@ -6,10 +6,20 @@ from typing import Annotated
 
 import typer
 
-Model = Annotated[str, typer.Argument(help="A folder, a pocket model (see specmm zoo) or a hub id.")]
-Options = Annotated[list[str], typer.Option("--option", "-o", help="KEY=VALUE of the method; may be repeated.")]
-Drafter = Annotated[str | None, typer.Option(help="Folder of the method's drafter, if it is not beside the model.")]
-Seed = Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Without it one is drawn and printed.")]
+Model = Annotated[
+    str, typer.Argument(help="A folder, a pocket model (see specmm zoo) or a hub id.")
+]
+Options = Annotated[
+    list[str], typer.Option("--option", "-o", help="KEY=VALUE of the method; may be repeated.")
+]
+Drafter = Annotated[
+    str | None, typer.Option(help="Folder of the method's drafter, if it is not beside the model.")
+]
+Seed = Annotated[
+    int | None, typer.Option(min=0, max=2**63 - 1, help="Without it one is drawn and printed.")
+]
 Device = Annotated[str, typer.Option(help="Where the model runs, such as cpu, cuda or cuda:1.")]
-Dtype = Annotated[str, typer.Option(help="auto (the device's fastest), float32, bfloat16 or float16.")]
+Dtype = Annotated[
+    str, typer.Option(help="auto (the device's fastest), float32, bfloat16 or float16.")
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout, all else on stderr.")]

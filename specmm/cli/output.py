@@ -1,4 +1,6 @@
-"""What commands print: exactly one JSON value on stdout if asked for, tables for people, and files written whole."""
+"""What commands print: exactly one JSON value on stdout if asked for, tables for people, and files
+written whole.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def emit(value: Any) -> None:
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Rows of cells as aligned text, the first one underlined."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
     return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
 
 

@@ -26,14 +26,19 @@ def plan(
     ],
     batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 1,
     cfg: Annotated[
-        float | None, typer.Option(help="Guidance scale: twice the rows a step; none is 1, of VAR 0.")
+        float | None,
+        typer.Option(help="Guidance scale: twice the rows a step; none is 1, of VAR 0."),
     ] = None,
-    resolution: Annotated[int, typer.Option(help="Pixels a side of published sizes: 256 or 512.")] = 256,
+    resolution: Annotated[
+        int, typer.Option(help="Pixels a side of published sizes: 256 or 512.")
+    ] = 256,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Measure this machine, and say which tree method auto takes, or how many scales the large model of code draws."""
+    """Measure this machine, and say which tree method auto takes, or how many scales the large
+    model of code draws.
+    """
     from specmm.runs.models import Place
 
     with stdout_reserved():
@@ -52,22 +57,33 @@ def plan(
 def _sizes(
     large: int, small: int, resolution: int, batch: int, cfg: float | None, place: Place
 ) -> tuple[dict[str, Any], list[str]]:
-    """CoDe by N for two published sizes: tokens only, for the tokenizer's decoder is not among the sizes."""
+    """CoDe by N for two published sizes: tokens only, for the tokenizer's decoder is not among the
+    sizes.
+    """
     from specmm.dtypes import LARGE, choose_dtype
     from specmm.image_ar.scales.sampling import Sampling
     from specmm.image_ar.scales.sizes import check_published, foresee, published
 
     check_published(large, small, resolution)
     if str(place.device) != "cpu":
-        raise ValueError(f"published sizes are measured on the CPU, got device {place.device}; leave --device out")
+        raise ValueError(
+            f"published sizes are measured on the CPU, got device {place.device}; leave --device out"
+        )
     held = place.dtype or choose_dtype(LARGE, long=True)
     sampling = Sampling(1.5 if cfg is None else cfg, 900, 0.95)
-    made = foresee(published(large, resolution), published(small, resolution), batch, sampling, held)
-    facts = {"model": f"VAR-d{large} and VAR-d{small} at {resolution} px, tokens only", "batch": batch}
+    made = foresee(
+        published(large, resolution), published(small, resolution), batch, sampling, held
+    )
+    facts = {
+        "model": f"VAR-d{large} and VAR-d{small} at {resolution} px, tokens only",
+        "batch": batch,
+    }
     return _by_n(facts | {"dtype": str(held).removeprefix("torch.")}, made)
 
 
-def _loaded(model: str, batch: int, cfg: float | None, place: Place) -> tuple[dict[str, Any], list[str]]:
+def _loaded(
+    model: str, batch: int, cfg: float | None, place: Place
+) -> tuple[dict[str, Any], list[str]]:
     """What is planned for a model that is here."""
     from specmm.runs.models import open_model
 
@@ -78,9 +94,15 @@ def _loaded(model: str, batch: int, cfg: float | None, place: Place) -> tuple[di
     return planned(pipe, model, batch, cfg)
 
 
-def _scales(pipe: Any, model: str, batch: int, cfg: float | None) -> tuple[dict[str, Any], list[str]]:
+def _scales(
+    pipe: Any, model: str, batch: int, cfg: float | None
+) -> tuple[dict[str, Any], list[str]]:
     """CoDe by N: predicted seconds and memory, and the N that method code takes."""
-    facts = {"model": model, "batch": batch, "dtype": str(pipe.transformer.dtype).removeprefix("torch.")}
+    facts = {
+        "model": model,
+        "batch": batch,
+        "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
+    }
     return _by_n(facts, pipe.plan(batch, pipe.target(cfg=cfg)))
 
 
@@ -89,18 +111,26 @@ def _by_n(facts: dict[str, Any], made: Any) -> tuple[dict[str, Any], list[str]]:
     return {**facts, **made.as_dict()}, [head, *made.lines()]
 
 
-def _tokens(pipe: Any, model: str, batch: int, cfg: float | None) -> tuple[dict[str, Any], list[str]]:
+def _tokens(
+    pipe: Any, model: str, batch: int, cfg: float | None
+) -> tuple[dict[str, Any], list[str]]:
     """What method auto measures and takes."""
     found = _measure(pipe, model, batch, cfg)
-    lines = [f"{found['model']}, {found['batch']} at a time, {found['dtype']}, {found['threads']} threads"]
+    lines = [
+        f"{found['model']}, {found['batch']} at a time, {found['dtype']}, {found['threads']} threads"
+    ]
     if found["costs"]:
         costs = found["costs"]
-        lines.append(f"plain step  {1000 * costs['step']:.2f} ms, host {1000 * costs['host']:.2f} ms a round")
+        lines.append(
+            f"plain step  {1000 * costs['step']:.2f} ms, host {1000 * costs['host']:.2f} ms a round"
+        )
         lines.append("draft       " + _row(costs["draft"], "levels"))
         lines.append("verify      " + _row(costs["verify"], "nodes"))
     lines.append(f"choice      {found['choice']}: {found['reason']}")
     if found["parents"]:
-        lines.append(f"tree        parents {found['parents']}, tau {number(found['tau'], '.2f')} expected")
+        lines.append(
+            f"tree        parents {found['parents']}, tau {number(found['tau'], '.2f')} expected"
+        )
     return found, lines
 
 

@@ -29,9 +29,12 @@ Set = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="A setting of it; more of them may follow."),
 ]
 OutFolder = Annotated[
-    Path | None, typer.Option(help="Folder of checkpoint, loss curve and result, the recipe's if not given.")
+    Path | None,
+    typer.Option(help="Folder of checkpoint, loss curve and result, the recipe's if not given."),
 ]
-Show = Annotated[bool, typer.Option("--show", help="Print its config file, which says what can be set.")]
+Show = Annotated[
+    bool, typer.Option("--show", help="Print its config file, which says what can be set.")
+]
 
 
 def train(

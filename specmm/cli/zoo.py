@@ -15,7 +15,10 @@ def zoo(as_json: Json = False) -> None:
     """List the shipped models: size, data, licence, what was measured."""
     from specmm.zoo import card, pocket_models
 
-    found = [{"name": name, "bytes": _size(folder), **card(name)} for name, folder in pocket_models().items()]
+    found = [
+        {"name": name, "bytes": _size(folder), **card(name)}
+        for name, folder in pocket_models().items()
+    ]
     if as_json:
         emit(found)
     elif not found:
@@ -25,10 +28,14 @@ def zoo(as_json: Json = False) -> None:
 
 
 def recorded(card: dict[str, Any], method: str) -> dict[str, Any]:
-    """The card's measured row of a ``method`` by name (``metrics.quality``: rows as in benchmarks/results), or {}."""
+    """The card's measured row of a ``method`` by name (``metrics.quality``: rows as in
+    benchmarks/results), or {}.
+    """
     metrics = card.get("metrics", {})
     rows = metrics.get("quality", []) if isinstance(metrics, dict) else []
-    return next((dict(row) for row in rows if str(row.get("method", "")).split("(")[0] == method), {})
+    return next(
+        (dict(row) for row in rows if str(row.get("method", "")).split("(")[0] == method), {}
+    )
 
 
 def _size(folder: Path) -> int:
@@ -36,7 +43,9 @@ def _size(folder: Path) -> int:
 
 
 def _lines(model: dict[str, Any]) -> str:
-    lines = [f"{model['name']}  {model['bytes'] / 2**20:.1f} MB  {model.get('description', '')}".rstrip()]
+    lines = [
+        f"{model['name']}  {model['bytes'] / 2**20:.1f} MB  {model.get('description', '')}".rstrip()
+    ]
     for key in ("data", "licence", "seed", "steps", "loss", "command", "install"):
         if key in model:
             lines.append(f"  {key:9}{_text(model[key])}")

@@ -15,7 +15,8 @@ LOGGER = logging.getLogger(__name__)
 
 
 def use_tree_attention(model: Any) -> Any:
-    """``model``, whose language model attends to trees by the kernel where Triton runs, without a mask.
+    """``model``, whose language model attends to trees by the kernel where Triton runs, without a
+    mask.
 
     Elsewhere, and for models whose attention the kernel does not know (sliding windows, capped
     scores, sinks, or another implementation than transformers' own choice), it stays as it is:
@@ -39,6 +40,8 @@ def _reason(text: Any) -> str:
     if getattr(text, "attn_logit_softcapping", None):
         return "its attention scores are capped"
     sliding = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
-    if sliding or (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)):
+    if sliding or (
+        getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+    ):
         return "it has layers that see a window"
     return ""

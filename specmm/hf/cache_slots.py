@@ -15,7 +15,9 @@ from specmm.cache import Cache, Memory, StaticMemory
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer: hands keys and values to the :class:`Memory`, which says where they go and what is attended."""
+    """One layer: hands keys and values to the :class:`Memory`, which says where they go and what is
+    attended.
+    """
 
     is_sliding = False
 

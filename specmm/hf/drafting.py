@@ -49,16 +49,24 @@ KINDS: Mapping[str, DrafterKind] = {
     "prompt-lookup": DrafterKind("specmm.hf.drafters.prompt_lookup:make"),
     "text-draft": DrafterKind(f"{SMALL}:make_blind", f"{SMALL}:load_language_model", "text"),
     # a small model that Speculative Verdict hears may draft, too
-    "vlm-draft": DrafterKind(f"{SMALL}:make_seeing", f"{VLM}.loading:load_small", "vlm", "experts/1"),
+    "vlm-draft": DrafterKind(
+        f"{SMALL}:make_seeing", f"{VLM}.loading:load_small", "vlm", "experts/1"
+    ),
     "msd": DrafterKind(
         f"{VLM}.drafters.msd:make",
         f"{VLM}.drafters.msd_files:load_for",
         "msd",
         plan=f"{VLM}.tuning:choose_method",
     ),
-    "verdict": DrafterKind("", f"{VLM}.verdict:load_experts", "experts", judge=f"{VLM}.verdict:make_judge"),
-    "diffuspec": DrafterKind(f"{BLOCKS}.assemble:make_diffuspec", f"{BLOCKS}.loading:load_diffusion", "diffusion"),
-    "specdiff": DrafterKind(f"{BLOCKS}.assemble:make_specdiff", f"{BLOCKS}.loading:load_diffusion", "diffusion"),
+    "verdict": DrafterKind(
+        "", f"{VLM}.verdict:load_experts", "experts", judge=f"{VLM}.verdict:make_judge"
+    ),
+    "diffuspec": DrafterKind(
+        f"{BLOCKS}.assemble:make_diffuspec", f"{BLOCKS}.loading:load_diffusion", "diffusion"
+    ),
+    "specdiff": DrafterKind(
+        f"{BLOCKS}.assemble:make_specdiff", f"{BLOCKS}.loading:load_diffusion", "diffusion"
+    ),
     "deer": DrafterKind(
         f"{BLOCKS}.assemble:make_block",
         f"{BLOCKS}.loading:load_deer_or_diffusion",
@@ -75,7 +83,9 @@ KINDS: Mapping[str, DrafterKind] = {
 }
 
 
-def assemble(method: Any, target: VLMTarget, drafter: Any = None, tokenizer: Any = None) -> Assembly:
+def assemble(
+    method: Any, target: VLMTarget, drafter: Any = None, tokenizer: Any = None
+) -> Assembly:
     """The parts of a speculative ``method``.
 
     ``drafter`` is what it drafts with, ``tokenizer`` the target's. Raises ``ValueError`` for a
@@ -114,7 +124,9 @@ def load_drafter(method: str, folder: Path, target: Any) -> Any:
     return named(KINDS[method].load)(folder, target, method)
 
 
-def choose(target: VLMTarget, drafter: Any, prompt: VLMPrompt, plans: dict[Any, Plan], method: Any) -> Any:
+def choose(
+    target: VLMTarget, drafter: Any, prompt: VLMPrompt, plans: dict[Any, Plan], method: Any
+) -> Any:
     """``method`` as it should be fastest here, or plain decoding; ``plans`` keeps the plans made."""
     return named(KINDS[method.name].plan)(target, drafter, prompt, plans, method)
 
@@ -135,7 +147,9 @@ def planned_by(drafter: Any) -> Any:
     name = said_by(drafter)
     if name not in KINDS or not KINDS[name].plan:
         given = "none" if drafter is None else f"a {type(drafter).__name__}"
-        raise ValueError(f"method 'auto' plans for an MSD, DEER or block drafter, got {given}; name another method")
+        raise ValueError(
+            f"method 'auto' plans for an MSD, DEER or block drafter, got {given}; name another method"
+        )
     return methods.make(methods.GENERATE, name)
 
 
@@ -178,5 +192,7 @@ class Drafters:
         if self.folder is None:
             return None
         kind = KINDS[method]
-        folders = [self.folder / "drafters" / place for place in (kind.place, kind.instead) if place]
+        folders = [
+            self.folder / "drafters" / place for place in (kind.place, kind.instead) if place
+        ]
         return next((folder for folder in folders if folder.is_dir()), None)

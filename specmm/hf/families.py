@@ -16,18 +16,29 @@ from torch import Tensor, nn
 from specmm.hf.after_head import AfterHead, after_head
 from specmm.hf.prompt import POSITIONS, VLMPrompt
 from specmm.kernels.tree_attention.interface import NAME as TREES
-from specmm.layout import lay_weights
+from specmm.prepacked import lay_weights
 from specmm.registry import unknown
 
-GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")  # what M-RoPE counts pictures and videos by
+GRIDS = (
+    "image_grid_thw",
+    "video_grid_thw",
+    "second_per_grid_ts",
+)  # what M-RoPE counts pictures and videos by
 LAYERS = ("layers", "h")  # what decoders call their layers
-INNER = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")  # what configs call a feed-forward layer's width
+INNER = (
+    "intermediate_size",
+    "ffn_dim",
+    "ffn_hidden_size",
+    "n_inner",
+)  # what configs call a feed-forward layer's width
 SUPPORTED = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm")
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model's parts by their common names; ``image_tokens`` are the ids that stand for picture content."""
+    """A model's parts by their common names; ``image_tokens`` are the ids that stand for picture
+    content.
+    """
 
     body: Any
     decoder: Any
@@ -38,14 +49,23 @@ class Family:
 
     @classmethod
     def of(cls, model: Any) -> Family:
-        """Parts of a vision-language model or a text model of transformers; raises ``ValueError`` for others."""
+        """Parts of a vision-language model or a text model of transformers; raises ``ValueError``
+        for others.
+        """
         body, head, config = model.base_model, model.get_output_embeddings(), model.config
         sees = hasattr(config, "vision_config")
         if sees and config.model_type not in SUPPORTED:
             raise unknown("vision-language model type", config.model_type, SUPPORTED)
         decoder = model.get_decoder() if sees else body
         ids = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
-        return cls(body, decoder, head, config.get_text_config(), tuple(i for i in ids if i is not None), model)
+        return cls(
+            body,
+            decoder,
+            head,
+            config.get_text_config(),
+            tuple(i for i in ids if i is not None),
+            model,
+        )
 
     @property
     def vocabulary(self) -> int:
@@ -55,17 +75,27 @@ class Family:
     @property
     def head_dim(self) -> int:
         """D, the width of an attention head."""
-        return int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads)
+        return int(
+            getattr(self.config, "head_dim", None)
+            or self.config.hidden_size // self.config.num_attention_heads
+        )
 
     @property
     def inner(self) -> int:
         """The width of a feed-forward layer."""
-        return int(next(filter(None, (getattr(self.config, n, None) for n in INNER)), 4 * self.config.hidden_size))
+        return int(
+            next(
+                filter(None, (getattr(self.config, n, None) for n in INNER)),
+                4 * self.config.hidden_size,
+            )
+        )
 
     @property
     def layers(self) -> Any:
         """The decoder's layers in order; raises ``ValueError`` where they go by no known name."""
-        found = next((getattr(self.decoder, name) for name in LAYERS if hasattr(self.decoder, name)), None)
+        found = next(
+            (getattr(self.decoder, name) for name in LAYERS if hasattr(self.decoder, name)), None
+        )
         if found is None:
             raise ValueError(
                 f"target must name its decoder's layers {' or '.join(LAYERS)}, got a {type(self.decoder).__name__}; "
@@ -87,22 +117,33 @@ class Family:
 
     @cached_property
     def turning_point(self) -> int | None:
-        """Positions up to which "longrope" turns by its short factors; a longer text turns all of them by others."""
+        """Positions up to which "longrope" turns by its short factors; a longer text turns all of
+        them by others.
+        """
         rope = getattr(self.config, "rope_parameters", None) or {}
         if rope.get("rope_type") != "longrope":
             return None
-        found = rope.get("original_max_position_embeddings") or self.config.original_max_position_embeddings
+        found = (
+            rope.get("original_max_position_embeddings")
+            or self.config.original_max_position_embeddings
+        )
         return int(found)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits [..., V] of the decoder's ``states`` [..., C]: the head, and what some classes do after it."""
+        """Logits [..., V] of the decoder's ``states`` [..., C]: the head, and what some classes do
+        after it.
+        """
         return self.after_head(self.head(states))
 
     def logits_of(self, ids: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """A head for the tokens ``ids`` [v] alone (None: all), from states [..., C] to logits [..., v]."""
+        """A head for the tokens ``ids`` [v] alone (None: all), from states [..., C] to logits [...,
+        v].
+        """
         if ids is None:
             return self.logits
-        few = nn.Linear(self.head.in_features, len(ids), bias=self.head.bias is not None, device="meta")
+        few = nn.Linear(
+            self.head.in_features, len(ids), bias=self.head.bias is not None, device="meta"
+        )
         few.weight = nn.Parameter(self.head.weight.detach()[ids], requires_grad=False)
         if self.head.bias is not None:
             few.bias = nn.Parameter(self.head.bias.detach()[ids], requires_grad=False)
@@ -116,7 +157,9 @@ class Family:
 
     @property
     def takes_trees(self) -> bool:
-        """Whether attention layers take a tree's mask: loaded with ``specmm_tree``, and none of them slides."""
+        """Whether attention layers take a tree's mask: loaded with ``specmm_tree``, and none of
+        them slides.
+        """
         return self.config._attn_implementation == TREES and not self.window
 
     def masks(self, full: Tensor | None, sliding: Tensor | None) -> Any:
@@ -128,9 +171,10 @@ class Family:
         return {"full_attention": full, "sliding_attention": sliding}
 
     def positions(self, prompt: VLMPrompt) -> tuple[dict[str, Tensor], Tensor]:
-        """What the prefill must be told of positions, and each row's offset [B] of positions behind its prompt.
+        """What the prefill must be told of positions, and each row's offset [B] of positions after
+        its prompt.
 
-        M-RoPE gives a picture fewer positions than it has tokens, so positions lag behind lengths.
+        M-RoPE gives a picture fewer positions than it has tokens, so positions lag after lengths.
         """
         none = torch.zeros_like(prompt.lengths)
         if not hasattr(self.body, "get_rope_index"):
@@ -139,7 +183,10 @@ class Family:
             return {POSITIONS: prompt.inputs[POSITIONS]}, prompt.next_positions() - prompt.lengths
         types = prompt.inputs.get("mm_token_type_ids")
         if types is None:  # 1 stands for a picture's token, 2 for a video's
-            types = sum((prompt.input_ids == token).int() * (i + 1) for i, token in enumerate(self.image_tokens))
+            types = sum(
+                (prompt.input_ids == token).int() * (i + 1)
+                for i, token in enumerate(self.image_tokens)
+            )
         grids = {name: prompt.inputs[name] for name in GRIDS if prompt.inputs.get(name) is not None}
         if not grids:
             return {}, none

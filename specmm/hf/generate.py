@@ -1,4 +1,5 @@
-"""``specmm.custom_generate``: the same acceleration from inside ``model.generate(…, custom_generate=…)``.
+"""``specmm.custom_generate``: the same acceleration from inside ``model.generate(…,
+custom_generate=…)``.
 
 Shape letters: B batch, L padded prompt length, N tree nodes, T new tokens, V vocabulary.
 """
@@ -12,7 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import (
     EpsilonLogitsWarper,
@@ -69,18 +75,20 @@ def custom_generate(
     generator: torch.Generator | None = None,
     stop: str | Sequence[str] = (),
 ) -> Callable[..., Tensor]:
-    """A callable for transformers' ``model.generate(**inputs, custom_generate=…)``, batches included.
+    """A callable for transformers' ``model.generate(**inputs, custom_generate=…)``, batches
+    included.
 
-    Logits processors and stopping criteria are honoured, whatever they are: they are asked about each path of a tree.
-    A ``streamer`` may be given here or to generate, for one row; it hears of the end of a run that fails, too.
-    generate drops its ``tokenizer`` on the way to a callable, so give it here: it is the target's, for text drafters
-    with another and for ``stop``, texts that end a row as generate's ``stop_strings`` do, which it replaces, for they
-    cannot work with a callable. Sampling draws from ``generator``, never from torch's global state. Several threads may
-    share a model: they are served in the order they come. Method ``auto``
-    plans for an MSD, DEER or block ``drafter``, once for each batch size. Raises ``ValueError`` for whatever makes
-    generate decode otherwise than token by token (beams, an assistant, contrastive search and the like), for guidance,
-    for ``inputs_embeds``, for dictionaries with scores, logits, attentions or hidden states, for ``stop`` without a
-    tokenizer, and for auto with another drafter or none.
+    Logits processors and stopping criteria are honoured, whatever they are: they are asked about
+    each path of a tree. A ``streamer`` may be given here or to generate, for one row; it hears of
+    the end of a run that fails, too. generate drops its ``tokenizer`` on the way to a callable, so
+    give it here: it is the target's, for text drafters with another and for ``stop``, texts that
+    end a row as generate's ``stop_strings`` do, which it replaces, for they cannot work with a
+    callable. Sampling draws from ``generator``, never from torch's global state. Several threads
+    may share a model: they are served in the order they come. Method ``auto`` plans for an MSD,
+    DEER or block ``drafter``, once for each batch size. Raises ``ValueError`` for whatever makes
+    generate decode otherwise than token by token (beams, an assistant, contrastive search and the
+    like), for guidance, for ``inputs_embeds``, for dictionaries with scores, logits, attentions or
+    hidden states, for ``stop`` without a tokenizer, and for auto with another drafter or none.
     """
     asked, plans = methods.make(methods.GENERATE, method), dict[Any, Plan]()
     planned = planned_by(drafter) if asked.name == methods.Auto.name else None
@@ -100,9 +108,17 @@ def custom_generate(
         with ending(told):
             _check(generation_config, asked_of_generate.get("assistant_model"), model_kwargs)
             if streamer is not None and len(input_ids) == 1:
-                streamer.put(input_ids.cpu())  # as generate does with its own: streamers may skip it
+                streamer.put(
+                    input_ids.cpu()
+                )  # as generate does with its own: streamers may skip it
             return answered(
-                model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, told
+                model,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                model_kwargs,
+                told,
             )
 
     def answered(
@@ -115,22 +131,30 @@ def custom_generate(
         told: Any,
     ) -> Tensor:
         inputs = {k: v for k, v in model_kwargs.items() if k not in NOT_INPUTS and v is not None}
-        if inputs.get(POSITIONS) is not None and inputs[POSITIONS].ndim < 3:  # those of text, which we count ourselves
+        if (
+            inputs.get(POSITIONS) is not None and inputs[POSITIONS].ndim < 3
+        ):  # those of text, which we count ourselves
             del inputs[POSITIONS]
         length = generation_config.max_length - input_ids.shape[1]
-        target = VLMTarget(model, PathProcessor(logits_processor, input_ids, bool(generation_config.do_sample)))
+        target = VLMTarget(
+            model, PathProcessor(logits_processor, input_ids, bool(generation_config.do_sample))
+        )
         prompt = VLMPrompt({**inputs, "input_ids": input_ids}, length)
         uniforms = Uniforms(sample_generators(generator, len(input_ids), target.device))
         criteria = Criteria(StoppingCriteriaList([*stopping_criteria, *ends]), input_ids)
         chosen = preset_of(asked) if asked.name == methods.Draft.name else asked
-        if planned is not None:  # measured without the processors, which may remember what they are asked
+        if (
+            planned is not None
+        ):  # measured without the processors, which may remember what they are asked
             plain = VLMTarget(model, Processor(float(bool(generation_config.do_sample))))
             chosen = choose(plain, drafter, prompt, plans, planned)
         if not chosen.drafts:
             steps = decode_plain(target, prompt, length, uniforms, stop=criteria)
         else:
             parts = assemble(chosen, target, drafter, tokenizer)
-            steps = decode(target, parts.drafter, parts.rule, prompt, length, uniforms, stop=criteria)
+            steps = decode(
+                target, parts.drafter, parts.rule, prompt, length, uniforms, stop=criteria
+            )
         *_, (end, _) = gains(steps, told)
         return _joined(input_ids, end, criteria.width, generation_config)
 
@@ -141,12 +165,16 @@ def _stop_criteria(stop: str | Sequence[str], tokenizer: Any) -> list[StopString
     """generate's own criterion for the texts ``stop``, if there are any."""
     texts = stop_texts(stop)
     if texts and tokenizer is None:
-        raise ValueError("stop needs the model's tokenizer, got none; give custom_generate(…, tokenizer=…), too")
+        raise ValueError(
+            "stop needs the model's tokenizer, got none; give custom_generate(…, tokenizer=…), too"
+        )
     return [StopStringCriteria(tokenizer, list(texts))] if texts else []
 
 
 def _locals_of_generate() -> dict[str, Any]:
-    """The arguments of the generate that called us: it does not hand on its streamer, nor its assistant."""
+    """The arguments of the generate that called us: it does not hand on its streamer, nor its
+    assistant.
+    """
     code, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
@@ -157,7 +185,9 @@ def _one_streamer(ours: Any, theirs: Any) -> Any:
     if ours is not None and theirs is not None:
         for one in {id(ours): ours, id(theirs): theirs}.values():
             one.end()
-        raise ValueError("streamer must be given once, got one for generate and one for custom_generate; leave one out")
+        raise ValueError(
+            "streamer must be given once, got one for generate and one for custom_generate; leave one out"
+        )
     return theirs if ours is None else ours
 
 
@@ -167,13 +197,19 @@ def _check(config: GenerationConfig, assistant: Any, inputs: dict[str, Any]) -> 
         raise ValueError(f"num_beams must be 1 for speculative decoding, got {config.num_beams}")
     mode = config.get_generation_mode(assistant)
     if mode not in PLAIN:
-        given = {name: getattr(config, name, None) for name in INSTEAD} | {"assistant_model": assistant}
+        given = {name: getattr(config, name, None) for name in INSTEAD} | {
+            "assistant_model": assistant
+        }
         name = next(name for name in INSTEAD if given[name] is not None)
         raise ValueError(f"{name} must be off, got generation mode {mode.value!r}; {INSTEAD[name]}")
     if inputs.get("inputs_embeds") is not None:
-        raise ValueError("prompts must be input_ids, got inputs_embeds, whose tokens drafters cannot read; give ids")
+        raise ValueError(
+            "prompts must be input_ids, got inputs_embeds, whose tokens drafters cannot read; give ids"
+        )
     asked = [name for name in NOT_OUTPUTS if getattr(config, name)]
-    if asked and config.return_dict_in_generate:  # without a dictionary generate does not return them either
+    if (
+        asked and config.return_dict_in_generate
+    ):  # without a dictionary generate does not return them either
         raise ValueError(
             f"{asked[0]} must be off, got {getattr(config, asked[0])}: rounds score trees, so there is not one forward "
             "a token to return; leave it out, or score the sequences with one forward of the model"
@@ -181,25 +217,30 @@ def _check(config: GenerationConfig, assistant: Any, inputs: dict[str, Any]) -> 
 
 
 class PathProcessor:
-    """transformers' logits processors, asked about every path of a tree as if it were a sequence of its own.
+    """transformers' logits processors, asked about every path of a tree as if it were a sequence of
+    its own.
 
-    Those that look at the scores only are called once for all nodes. The others see batches of B sequences of one
-    length, each in its own row, for they may know something of a row (what to ignore of its prompt, say).
-    Raises ``ValueError`` for classifier-free guidance.
+    Those that look at the scores only are called once for all nodes. The others see batches of B
+    sequences of one length, each in its own row, for they may know something of a row (what to
+    ignore of its prompt, say). Raises ``ValueError`` for classifier-free guidance.
     """
 
     def __init__(self, processors: Any, input_ids: Tensor, sample: bool) -> None:
         for processor in processors:
             if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
-                raise ValueError("guidance_scale must be 1, got a processor that runs the model itself; leave it out")
+                raise ValueError(
+                    "guidance_scale must be 1, got a processor that runs the model itself; leave it out"
+                )
         self.processors, self.input_ids, self.greedy = processors, input_ids, not sample
         self.stateful = not all(isinstance(p, SCORES_ONLY) for p in processors)
 
     def check_vocabulary(self, size: int) -> None:
         """transformers' processors cut their options to the vocabulary by themselves."""
 
-    def laws(self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None) -> Tensor:
-        """Laws [B, N, V] of ``logits`` [B, N, V]."""
+    def probs(
+        self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None
+    ) -> Tensor:
+        """Distributions [B, N, V] of ``logits`` [B, N, V]."""
         logits = logits.float()
         scores = self._by_path(logits, history, tree) if self.stateful else self._at_once(logits)
         if self.greedy:
@@ -221,9 +262,15 @@ class PathProcessor:
                 scores[row, nodes[row]] = found[row]
         return scores
 
-    def _batches(self, history: History, tree: DraftTree | None) -> Iterator[dict[int, tuple[Tensor, int]]]:
-        """Sequences of one length, at most one a row, with the node each ends at; together all rows' nodes."""
-        waiting: dict[int, dict[int, list[tuple[Tensor, int]]]] = defaultdict(lambda: defaultdict(list))
+    def _batches(
+        self, history: History, tree: DraftTree | None
+    ) -> Iterator[dict[int, tuple[Tensor, int]]]:
+        """Sequences of one length, at most one a row, with the node each ends at; together all
+        rows' nodes.
+        """
+        waiting: dict[int, dict[int, list[tuple[Tensor, int]]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         for row in range(len(self.input_ids)):
             before = self._before(history, row)
             for node, path in enumerate(_paths(tree, row, before)):
@@ -245,14 +292,17 @@ def _paths(tree: DraftTree | None, row: int, like: Tensor) -> list[Tensor]:
     if tree is None:
         return [like[:0]]
     ancestors = tree.shape.ancestors[row if len(tree.shape.parents) > 1 else 0]
-    return [tree.tokens[row][on_path] for on_path in ancestors]  # nodes are numbered from the root down
+    return [
+        tree.tokens[row][on_path] for on_path in ancestors
+    ]  # nodes are numbered from the root down
 
 
 class Criteria:
-    """transformers' stopping criteria as a :class:`specmm.stopping.Stop`, asked after every new token of every row.
+    """transformers' stopping criteria as a :class:`specmm.stopping.Stop`, asked after every new
+    token of every row.
 
-    Rows that end are padded where one of the criteria knows an end token; where none does, generate lets them go on
-    until the last of them ends, and so do we.
+    Rows that end are padded where one of the criteria knows an end token; where none does, generate
+    lets them go on until the last of them ends, and so do we.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, input_ids: Tensor) -> None:
@@ -278,7 +328,9 @@ class Criteria:
         return torch.where(done, counts.maximum(before), after), done
 
     def _end(self, ids: Tensor, before: int, after: int) -> int | None:
-        """The first of the counts above ``before`` up to ``after`` at which the sequence ``ids`` is done."""
+        """The first of the counts above ``before`` up to ``after`` at which the sequence ``ids`` is
+        done.
+        """
         width = self.input_ids.shape[1]
         for count in range(before + 1, after + 1):
             if bool(self.criteria(ids[None, : width + count], None)[0]):
@@ -287,11 +339,17 @@ class Criteria:
 
 
 def _joined(input_ids: Tensor, end: Progress, width: int | None, config: GenerationConfig) -> Any:
-    """Prompts and answers [B, L + T], padded as generate does; T is ``width``, or that of the longest answer."""
+    """Prompts and answers [B, L + T], padded as generate does; T is ``width``, or that of the
+    longest answer.
+    """
     width = int(end.counts.max()) if width is None else width
     column = torch.arange(width, device=input_ids.device)
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     pad = next((int(token) for token in (config.pad_token_id, *ends) if token is not None), 0)
     answers = end.tokens[:, :width].masked_fill(column >= end.counts[:, None], pad)
     sequences: Any = torch.cat([input_ids, answers], dim=1)
-    return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
+    return (
+        GenerateDecoderOnlyOutput(sequences=sequences)
+        if config.return_dict_in_generate
+        else sequences
+    )

@@ -45,7 +45,9 @@ def load_target(folder: Path, dtype: torch.dtype | None = None) -> tuple[Any, An
         model = pretrained.load_model(AutoModelForCausalLM, folder, dtype=dtype or "auto")
         tokenizer = pretrained.load_tokenizer(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder} must hold a causal language model and its tokenizer ({error})") from error
+        raise ValueError(
+            f"{folder} must hold a causal language model and its tokenizer ({error})"
+        ) from error
     return model.eval(), tokenizer
 
 

@@ -1,6 +1,7 @@
 """Target models whose weights come in a Python package: installed, never shipped, unpacked once.
 
-A folder with ``package.json`` names the package and the GGUF file in it; drafters lie beside it as beside any model.
+A folder with ``package.json`` names the package and the GGUF file in it; drafters lie beside it as
+beside any model.
 
 Shape letters: none.
 """
@@ -65,7 +66,9 @@ def _unpack(source: Path, facts: dict[str, Any], into: Path) -> None:
     read = pretrained.load_model(kind, source, gguf_file=facts["file"], dtype=torch.float32)
     if hasattr(read.config, "quantization_config"):
         del read.config.quantization_config
-    model = kind.from_config(read.config)  # one that does not think itself quantised, and can be written
+    model = kind.from_config(
+        read.config
+    )  # one that does not think itself quantised, and can be written
     model.load_state_dict(read.state_dict())
     model.generation_config = read.generation_config
     tokenizer = pretrained.load_tokenizer(source, gguf_file=facts["file"])

@@ -36,7 +36,9 @@ class Verification(NamedTuple):
         """
         kind = rule_kind(spec)
         if kind.relaxed:
-            raise ValueError(f"rule {spec} is about the codes of pictures; use recursive or typical")
+            raise ValueError(
+                f"rule {spec} is about the codes of pictures; use recursive or typical"
+            )
         if target.processor.greedy:
             return cls(Recursive(), (False, "distinct"))
         return cls(make_rule(spec), (kind.siblings is not None, kind.siblings or "distinct"))

@@ -1,4 +1,5 @@
-"""Whether a model of transformers can be a target: distributions after a few tokens, ours and its own.
+"""Whether a model of transformers can be a target: distributions after a few tokens, ours and its
+own.
 
 Classes differ in what stands after the decoder, in how positions and masks are told and in what is
 cached; a target that gets one of them wrong would answer wrongly without a word. Which
@@ -26,7 +27,15 @@ PROMPT = 3  # tokens before the tree
 ALIKE = {torch.float32: 0.01, torch.float64: 0.01}  # of the spread of log-probabilities
 ROUNDED = 0.15  # the same in half precision
 LEAST = -80.0  # a log-probability that float32 still tells from none
-FAULTS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+FAULTS = (
+    AttributeError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 _found: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # what is wrong with a model; "" nothing
 
@@ -74,12 +83,16 @@ def _fault(model: Any, target: Callable[[], Any]) -> str:
 
 
 def _own(model: Any, tokens: Tensor) -> Tensor:
-    """Log-probabilities [4, V] after each path by the model's own forward; no path sees the filling after it."""
+    """Log-probabilities [4, V] after each path by the model's own forward; no path sees the filling
+    after it.
+    """
     width = PROMPT + max(map(len, PATHS))
     rows = [torch.cat([tokens[:PROMPT], tokens[PROMPT:][list(path)]]) for path in PATHS]
     filled = [torch.cat([row, tokens[:1].expand(width - len(row))]) for row in rows]
     logits = forward(model, torch.stack(filled))
-    return torch.stack([logits[i, len(row) - 1] for i, row in enumerate(rows)]).float().log_softmax(-1)
+    return (
+        torch.stack([logits[i, len(row) - 1] for i, row in enumerate(rows)]).float().log_softmax(-1)
+    )
 
 
 @torch.inference_mode()
@@ -88,4 +101,4 @@ def _ours(target: Any, tokens: Tensor) -> Tensor:
     device = target.device
     target.prefill(VLMPrompt({"input_ids": tokens[None, :PROMPT].to(device)}, 1), len(PARENTS))
     shape = TreeShape.from_parents(PARENTS, device)
-    return target.score(DraftTree(tokens[None, PROMPT:].to(device), shape)).laws[0].log()
+    return target.score(DraftTree(tokens[None, PROMPT:].to(device), shape)).probs[0].log()

@@ -1,4 +1,5 @@
-"""What pipelines of questions and of text share: options of a call, a run as it goes, drafters beside a model.
+"""What pipelines of questions and of text share: options of a call, a run as it goes, drafters
+beside a model.
 
 Shape letters: B rows of a batch.
 """
@@ -17,15 +18,15 @@ from torch import Tensor
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.certificate import Certificate, of_rule
+from specmm.continuous_batching import BatchingDrafter, Queue
 from specmm.decode import Play, Progress, decode, decode_plain, one_round
-from specmm.drafter import Drafter, Late, NoDrafts
+from specmm.drafter import DeferredDrafter, Drafter, NoDrafts
 from specmm.hf.drafting import Drafters, choose, preset_of, said_by
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.streaming import StopStrings, gains, stop_texts
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
-from specmm.refill import AdmittingDrafter, Queue
 from specmm.registry import unknown
 from specmm.stopping import EndTokens, all_of
 from specmm.verify import Recursive, Rule
@@ -33,13 +34,15 @@ from specmm.verify import Recursive, Rule
 
 @dataclass(frozen=True)
 class Options:
-    """How to answer: ``temperature`` 0 is greedy, ``top_k`` 0, ``top_p`` 1 and ``repetition_penalty`` 1 are off.
+    """How to answer: ``temperature`` 0 is greedy, ``top_k`` 0, ``top_p`` 1 and
+    ``repetition_penalty`` 1 are off.
 
-    ``seed`` or ``generator`` (one for all, or one a row) make sampling repeatable. ``method`` None is the pipeline's.
-    ``chat`` puts what is asked into the model's chat template; off, it is a raw prompt. An answer ends in front of the
-    first of the texts ``stop``. With ``batch_size`` so many rows are answered at a time, and one that ends takes up
-    the next, by methods that can refill; 0 answers all at once. ``compiled`` runs steps and rounds of text as
-    programs of ``torch.compile``, which are made at the first call of a method, batch and length.
+    ``seed`` or ``generator`` (one for all, or one a row) make sampling repeatable. ``method`` None
+    is the pipeline's. ``chat`` puts what is asked into the model's chat template; off, it is a raw
+    prompt. An answer ends in front of the first of the texts ``stop``. With ``batch_size`` so many
+    rows are answered at a time, and one that ends takes up the next, by methods that can refill; 0
+    answers all at once. ``compiled`` runs steps and rounds of text as programs of
+    ``torch.compile``, which are made at the first call of a method, batch and length.
     """
 
     max_new_tokens: int = 64
@@ -57,7 +60,9 @@ class Options:
 
     @classmethod
     def of(cls, given: dict[str, Any], **defaults: Any) -> Options:
-        """The options ``given`` by name; raises ``ValueError`` with a suggestion for one that is not known."""
+        """The options ``given`` by name; raises ``ValueError`` with a suggestion for one that is
+        not known.
+        """
         known = [f.name for f in dataclasses.fields(cls)]
         for name in given.keys() - set(known):
             raise unknown("option", name, known)
@@ -68,8 +73,10 @@ class Options:
 
     @property
     def processor(self) -> Processor:
-        """From logits to laws."""
-        return Processor(self.temperature, self.top_k, self.top_p, repetition_penalty=self.repetition_penalty)
+        """From logits to distributions."""
+        return Processor(
+            self.temperature, self.top_k, self.top_p, repetition_penalty=self.repetition_penalty
+        )
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -77,18 +84,22 @@ class Options:
         return stop_texts(self.stop)
 
     def generators(self, count: int, device: torch.device) -> list[torch.Generator]:
-        """One for each of ``count`` rows; raises ``ValueError`` for numbers of seeds that do not match."""
+        """One for each of ``count`` rows; raises ``ValueError`` for numbers of seeds that do not
+        match.
+        """
         if self.seed is not None and self.generator is not None:
             raise ValueError("give seed or generator, not both")
         if isinstance(self.seed, Sequence):
             if len(self.seed) != count:
-                raise ValueError(f"seed must be one or one for each of the {count} rows, got {len(self.seed)}")
+                raise ValueError(
+                    f"seed must be one or one for each of the {count} rows, got {len(self.seed)}"
+                )
             return [torch.Generator(device).manual_seed(seed) for seed in self.seed]
         seeded = None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
         return sample_generators(seeded or self.generator, count, device)
 
 
-def check_refill(method: Any, batch_size: int) -> None:
+def check_continuous_batching(method: Any, batch_size: int) -> None:
     """Raise ``ValueError`` for a ``batch_size`` with a method whose rows cannot take up others."""
     if batch_size and not method.can_refill:
         kinds = [methods.make(methods.GENERATE, name) for name in methods.GENERATE]
@@ -99,8 +110,10 @@ def check_refill(method: Any, batch_size: int) -> None:
 
 
 @dataclass
-class Asked:
-    """The ``count`` prompts of a call; ``of`` prepares some of them, ``batch_size`` are answered at a time (0: all)."""
+class Prompts:
+    """The ``count`` prompts of a call; ``of`` prepares some of them, ``batch_size`` are answered at
+    a time (0: all).
+    """
 
     of: Callable[[slice], VLMPrompt]  # on the CPU: those that wait need no room elsewhere
     count: int
@@ -134,7 +147,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class Said:
-    """What a round added: ``pieces`` of text, each with whether it is of accepted drafts, and how many ``tokens``."""
+    """What a round added: ``pieces`` of text, each with whether it is of accepted drafts, and how
+    many ``tokens``.
+    """
 
     pieces: list[tuple[str, bool]]
     tokens: int
@@ -147,7 +162,8 @@ class Said:
 
 @dataclass
 class Run:
-    """One batch being answered; ``text`` decodes ids, ``stops`` end answers, rows take up those of the ``queue``.
+    """One batch being answered; ``text`` decodes ids, ``stops`` end answers, rows take up those of
+    the ``queue``.
 
     ``settings`` are those the certificate is about.
     """
@@ -161,20 +177,27 @@ class Run:
     queue: Queue | None = None
 
     def finish(self, streamer: Any = None) -> tuple[list[str], list[Tensor], Progress]:
-        """Texts and ids of all rows, and the last progress; ``streamer`` is told the ids as they come."""
+        """Texts and ids of all rows, and the last progress; ``streamer`` is told the ids as they
+        come.
+        """
         if streamer is not None and self.queue is not None and len(self.queue.generators) > 1:
-            raise ValueError(f"a streamer takes one answer at a time, got {len(self.queue.generators)} questions")
+            raise ValueError(
+                f"a streamer takes one answer at a time, got {len(self.queue.generators)} questions"
+            )
         *_, (end, _) = gains(self.steps, streamer)
         tokens = committed(end) if self.queue is None else self.queue.tokens
         return [self.stops.cut(self.text(ids)) for ids in tokens], tokens, end
 
     def rounds(self, apart: bool = True) -> Iterator[list[Said]]:
-        """What every row gained by each round, no text that may turn out to be the beginning of a stop.
+        """What every row gained by each round, no text that may turn out to be the beginning of a
+        stop.
 
         With ``apart`` accepted drafts are set apart from the target's own tokens.
         """
         if self.queue is not None:
-            raise ValueError("batch_size must be 0 for a stream, which shows all answers as they grow")
+            raise ValueError(
+                "batch_size must be 0 for a stream, which shows all answers as they grow"
+            )
         told: list[int] = []  # letters of each row
         counted: list[int] = []  # and tokens
         for progress in self.steps:
@@ -191,8 +214,12 @@ class Run:
             counted = made
             yield found
 
-    def _pieces(self, ids: Tensor, ended: bool, told: int, taken: int, drafted: int) -> list[tuple[str, bool]]:
-        """The text of ``ids`` beyond its first ``told`` letters, parted where the last round's drafts begin and end."""
+    def _pieces(
+        self, ids: Tensor, ended: bool, told: int, taken: int, drafted: int
+    ) -> list[tuple[str, bool]]:
+        """The text of ``ids`` beyond its first ``told`` letters, parted where the last round's
+        drafts begin and end.
+        """
         whole = self.stops.cut(self.text(ids)) if ended else self.stops.sure(self.text(ids))
         first = len(ids) - taken
         ends = [len(self.text(ids[:n])) for n in (first, first + drafted)] if drafted else []
@@ -213,7 +240,9 @@ def _gained(progress: Progress) -> list[tuple[int, int]]:
     """By row, tokens of the last round and accepted drafts among them."""
     assert progress.gained is not None
     taken, kept = (part.tolist() for part in progress.gained)
-    return [(t, min(t, k - 1)) for t, k in zip(taken, kept, strict=True)]  # the last of all kept is the target's own
+    return [
+        (t, min(t, k - 1)) for t, k in zip(taken, kept, strict=True)
+    ]  # the last of all kept is the target's own
 
 
 def end_tokens(model: Any) -> list[int]:
@@ -225,7 +254,9 @@ def end_tokens(model: Any) -> list[int]:
 
 def committed(progress: Progress) -> list[Tensor]:
     """The ids of each row so far."""
-    return [ids[:n].clone() for ids, n in zip(progress.tokens, progress.counts.tolist(), strict=True)]
+    return [
+        ids[:n].clone() for ids, n in zip(progress.tokens, progress.counts.tolist(), strict=True)
+    ]
 
 
 class Pipeline:
@@ -246,7 +277,9 @@ class Pipeline:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True)).rstrip("\ufffd")
 
     def drafter(self, kind: str) -> Any:
-        """What method ``kind`` drafts with, loaded from beside the model at first use; None where it needs nothing."""
+        """What method ``kind`` drafts with, loaded from beside the model at first use; None where
+        it needs nothing.
+        """
         return self.drafters.get(kind)
 
     @classmethod
@@ -285,22 +318,45 @@ class Pipeline:
         prompt: VLMPrompt,
         options: Options,
         parts: tuple[Drafter, Rule] | None,
-        asked: Asked,
+        asked: Prompts,
         play: Play = one_round,
     ) -> Run:
-        """What was ``asked``, beginning with ``prompt``, to be answered with a drafter and a rule, or plainly without
-        ``parts``; nothing runs yet. ``play`` is what plays a round.
+        """What was ``asked``, beginning with ``prompt``, to be answered with a drafter and a rule,
+        or plainly without ``parts``; nothing runs yet. ``play`` is what plays a round.
         """
-        generators, length = options.generators(asked.count, self.model.device), options.max_new_tokens
-        queue, uniforms = asked.queue(target, generators), Uniforms(generators[: len(prompt.lengths)])
-        stops, ends = StopStrings(options.stops, self.text), EndTokens(self.ends(), self.model.device)
+        generators, length = (
+            options.generators(asked.count, self.model.device),
+            options.max_new_tokens,
+        )
+        queue, uniforms = (
+            asked.queue(target, generators),
+            Uniforms(generators[: len(prompt.lengths)]),
+        )
+        stops, ends = (
+            StopStrings(options.stops, self.text),
+            EndTokens(self.ends(), self.model.device),
+        )
         stop = all_of(ends, stops) if stops.texts else ends
         if parts is None and queue is None:
             steps = decode_plain(target, prompt, length, uniforms, stop=stop)
             return Run(name, steps, None, self.text, stops, options.processor.settings)
         drafter, rule = parts or (NoDrafts(), Recursive())
-        inner = drafter.inner if isinstance(drafter, Late) else None
-        if isinstance(inner, AdmittingDrafter) and (queue is not None or not options.processor.greedy):
-            drafter = inner  # a sample's dice must not depend on whether it is the first of its row
-        steps = decode(target, drafter, rule, prompt, length, uniforms, stop=stop, queue=queue, play=play)
-        return Run(name, steps, rule if parts else None, self.text, stops, options.processor.settings, queue)
+        inner = drafter.inner if isinstance(drafter, DeferredDrafter) else None
+        if isinstance(inner, BatchingDrafter) and (
+            queue is not None or not options.processor.greedy
+        ):
+            drafter = (
+                inner  # a sample's uniforms must not depend on whether it is the first of its row
+            )
+        steps = decode(
+            target, drafter, rule, prompt, length, uniforms, stop=stop, queue=queue, play=play
+        )
+        return Run(
+            name,
+            steps,
+            rule if parts else None,
+            self.text,
+            stops,
+            options.processor.settings,
+            queue,
+        )

@@ -1,4 +1,5 @@
-"""A decoding run as it goes: the tokens each row gained, transformers' streamers, and texts that end a row.
+"""A decoding run as it goes: the tokens each row gained, transformers' streamers, and texts that
+end a row.
 
 Shape letters: B batch, T room for tokens.
 """
@@ -15,8 +16,12 @@ from torch import Tensor
 from specmm.decode import Progress
 
 
-def gains(steps: Iterator[Progress], streamer: Any = None) -> Iterator[tuple[Progress, list[Tensor]]]:
-    """Each round's progress and the ids every row gained in it, told to ``streamer``, too, if there is one."""
+def gains(
+    steps: Iterator[Progress], streamer: Any = None
+) -> Iterator[tuple[Progress, list[Tensor]]]:
+    """Each round's progress and the ids every row gained in it, told to ``streamer``, too, if there
+    is one.
+    """
     before: list[int] = []
     for progress in steps:
         counts = progress.counts.tolist()
@@ -39,9 +44,13 @@ def ending(streamer: Any) -> Iterator[None]:
 
 
 def tell(streamer: Any, new: list[Tensor]) -> None:
-    """Hand a round's ids to a transformers ``streamer``, which takes one answer only, one id at a time."""
+    """Hand a round's ids to a transformers ``streamer``, which takes one answer only, one id at a
+    time.
+    """
     if len(new) != 1:
-        raise ValueError(f"a streamer takes one answer at a time, got {len(new)} questions; use stream() instead")
+        raise ValueError(
+            f"a streamer takes one answer at a time, got {len(new)} questions; use stream() instead"
+        )
     for token in new[0].cpu():
         streamer.put(token[None])
 
@@ -50,14 +59,17 @@ def stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
     """One text or several as several; raises ``ValueError`` for an empty one."""
     found = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(found):
-        raise ValueError("stop must be texts of one letter at least, got an empty one; leave it out")
+        raise ValueError(
+            "stop must be texts of one letter at least, got an empty one; leave it out"
+        )
     return found
 
 
 class StopStrings:
     """Ends a row at the token that completes one of ``texts``; a :class:`specmm.stopping.Stop`.
 
-    ``decode`` gives the text of a row's ids. Every round reads the whole row: a token may say half a letter only.
+    ``decode`` gives the text of a row's ids. Every round reads the whole row: a token may say half
+    a letter only.
     """
 
     def __init__(self, texts: Sequence[str], decode: Callable[[Tensor], str]) -> None:
@@ -80,7 +92,10 @@ class StopStrings:
         """What of a growing ``text`` cannot belong to a stop."""
         cut = self.cut(text)
         for stop in self.texts if cut == text else ():
-            held = next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+            held = next(
+                (n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])),
+                0,
+            )
             cut = min(cut, text[: len(text) - held], key=len)
         return cut
 

@@ -1,7 +1,7 @@
 """A transformers vision-language model (or text model), as it is, as a target of the core.
 
-The prompt goes through the model's own forward with its pictures; trees and steps go straight to its decoder with the
-core's cache as ``past_key_values``, additive masks and explicit positions.
+The prompt goes through the model's own forward with its pictures; trees and steps go straight to
+its decoder with the core's cache as ``past_key_values``, additive masks and explicit positions.
 
 Shape letters: B batch, N tree nodes, L prompt positions, S slots, C width, V vocabulary.
 """
@@ -28,35 +28,42 @@ from specmm.kernels.tree_attention.interface import PLACEHOLDER
 from specmm.processors import Processor, check_finite
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
-from specmm.verify.rule import Verdict
+from specmm.verify.rule import VerifyResult
 
 
-class Laws(Protocol):
-    """What a target needs of a processor: :class:`specmm.processors.Processor`, or transformers' own wrapped."""
+class ProbsProcessor(Protocol):
+    """What a target needs of a processor: :class:`specmm.processors.Processor`, or transformers'
+    own wrapped.
+    """
 
     @property
     def greedy(self) -> bool:
-        """Whether every law is a point mass."""
+        """Whether every distribution is a point mass."""
         ...
 
     @property
     def stateful(self) -> bool:
-        """Whether laws depend on the tokens seen."""
+        """Whether distributions depend on the tokens seen."""
         ...
 
     def check_vocabulary(self, size: int) -> None:
         """Raise ``ValueError`` when the options do not suit V."""
         ...
 
-    def laws(self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None) -> Tensor:
-        """Laws [B, N, V] of logits [B, N, V] in any dtype; ``out`` may be written to in place of fresh memory."""
+    def probs(
+        self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None
+    ) -> Tensor:
+        """Distributions [B, N, V] of logits [B, N, V] in any dtype; ``out`` may be written to in
+        place of fresh memory.
+        """
         ...
 
 
 @dataclass
 class Context:
-    """What drafters may read of the prompt: ``hidden`` [B, L, C] post-final-norm states, ``embeddings`` [B, L, C] the
-    decoder's inputs (projected pictures at image positions), ``lengths`` [B] and ``image_mask`` [B, L] bool.
+    """What drafters may read of the prompt: ``hidden`` [B, L, C] post-final-norm states,
+    ``embeddings`` [B, L, C] the decoder's inputs (projected pictures at image positions),
+    ``lengths`` [B] and ``image_mask`` [B, L] bool.
     """
 
     hidden: Tensor
@@ -68,11 +75,14 @@ class Context:
 class VLMTarget:
     """A transformers model with a cache; one instance serves one batch at a time.
 
-    Drafters that read the prompt set ``wants_context``; the prefill then leaves a :class:`Context`. Raises
-    ``ValueError`` for a model that cannot be one, unless it has been ``checked`` (see ``probe``).
+    Drafters that read the prompt set ``wants_context``; the prefill then leaves a :class:`Context`.
+    Raises ``ValueError`` for a model that cannot be one, unless it has been ``checked`` (see
+    ``probe``).
     """
 
-    def __init__(self, model: Any, processor: Laws, name: str = "vlm", checked: bool = False) -> None:
+    def __init__(
+        self, model: Any, processor: ProbsProcessor, name: str = "vlm", checked: bool = False
+    ) -> None:
         self.model, self.processor, self.name = model.eval(), processor, name
         self.family = Family.of(model)
         if not checked:
@@ -82,9 +92,11 @@ class VLMTarget:
         self.context: Context | None = None
         self.calls = 0
         self.running = False  # a forward of this target, not of another on the same model
-        self.admitting = False  # that of a row that begins anew
-        self.admitted: VLMTarget  # the latest such row by itself, for drafters to read
-        self.spent: Tensor | None = None  # greedy laws of the forward before, which nobody reads any more
+        self.starting_row = False  # that of a row that begins anew
+        self.started: VLMTarget  # the latest such row by itself, for drafters to read
+        self.spent: Tensor | None = (
+            None  # greedy distributions of the forward before, which nobody reads any more
+        )
         self.cache: Cache
         self.prompt: VLMPrompt
         self.history: History
@@ -116,7 +128,8 @@ class VLMTarget:
     def prefill(self, prompt: VLMPrompt, scratch: int) -> TargetOutput:
         """Run ``prompt`` through the whole model; see :class:`specmm.target.Target`.
 
-        Raises ``ValueError`` when prompt and answer exceed the model's positions or placeholders do not fit pictures.
+        Raises ``ValueError`` when prompt and answer exceed the model's positions or placeholders do
+        not fit pictures.
         """
         where, width = self.make_room(prompt, scratch), prompt.input_ids.shape[1]
         self.cache.aim(0, width)
@@ -138,34 +151,42 @@ class VLMTarget:
         return self._output(states.gather(1, last), None)
 
     def make_room(self, prompt: VLMPrompt, scratch: int) -> dict[str, Any]:
-        """An empty cache for ``prompt``, its answer and ``scratch``; the prompt's positions as the model takes them."""
+        """An empty cache for ``prompt``, its answer and ``scratch``; the prompt's positions as the
+        model takes them.
+        """
         self.check(prompt)
         self.prompt, self.calls, self.spent = prompt, 0, None
         self.cache = self._new_cache(len(prompt.input_ids), prompt.room, scratch)
         self.past = as_transformers(self.cache)
-        self.places = torch.arange(self.cache.slots, device=self.device).repeat(len(prompt.input_ids), 1)  # by slot
+        self.places = torch.arange(self.cache.slots, device=self.device).repeat(
+            len(prompt.input_ids), 1
+        )  # by slot
         self.last = self._last_position(prompt.room)
         where, self.offsets = self.family.positions(prompt)
         return where
 
     @torch.inference_mode()
-    def admit(self, row: int, prompt: VLMPrompt) -> TargetOutput:
-        """Begin ``prompt``, of one sample, in ``row``; see :class:`specmm.refill.AdmittingTarget`."""
+    def start_row(self, row: int, prompt: VLMPrompt) -> TargetOutput:
+        """Begin ``prompt``, of one sample, in ``row``; see
+        :class:`specmm.continuous_batching.BatchingTarget`.
+        """
         alone = copy.copy(self)
-        alone.__dict__.pop("admitted", None)  # or every row that ever began would be kept
-        self.admitted = alone
-        self.admitting = True
+        alone.__dict__.pop("started", None)  # or every row that ever began would be kept
+        self.started = alone
+        self.starting_row = True
         try:
             output = alone.prefill(prompt, 0)
         finally:
-            self.admitting = False
+            self.starting_row = False
         self.cache.take(row, alone.cache)
         self.history.take(row, alone.history)
         self.offsets[row] = alone.offsets[0]
         return output
 
     def score(self, tree: DraftTree) -> TargetOutput:
-        """One tree-attention forward, in whatever mode it is called: one that begins in a program breaks it."""
+        """One tree-attention forward, in whatever mode it is called: one that begins in a program
+        breaks it.
+        """
         cache, self.tree = self.cache, tree
         cache.aim(cache.size.capacity, cache.slots)
         positions = cache.lengths[:, None] + tree.shape.depths
@@ -173,16 +194,16 @@ class VLMTarget:
         mask = cache.tree_mask(tree.shape) if whole else cache.tree_bias(tree.shape.ancestors)
         return self._output(self.states(tree.tokens, positions, mask), tree)
 
-    def commit(self, verdict: Verdict) -> None:
+    def commit(self, result: VerifyResult) -> None:
         """Keep the accepted nodes."""
-        self.cache.keep(verdict.path, verdict.kept)
+        self.cache.keep(result.path, result.kept)
         if self.processor.stateful:
-            self.history.append(self.tree.tokens.gather(1, verdict.path.clamp(min=0)), verdict.kept)
+            self.history.append(self.tree.tokens.gather(1, result.path.clamp(min=0)), result.kept)
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> TargetOutput:
-        """One plain step. All rows write the same slot, behind the longest prompt: slices serve, and no mask where
-        the prompts have one length.
+        """One plain step. All rows write the same slot, after the longest prompt: slices serve, and
+        no mask where the prompts have one length.
         """
         slot = self.prompt.input_ids.shape[1] + self.calls - 1
         self.cache.aim(slot, slot + 1)
@@ -194,14 +215,16 @@ class VLMTarget:
     def states(self, tokens: Tensor, positions: Tensor, bias: Mask) -> Tensor:
         """Post-final-norm states [B, N, C] of ``tokens`` [B, N], stored where the cache aims.
 
-        ``positions`` [1 or B, N] count tokens, those beyond the last one count as it; ``bias`` [B, 1, N, S] is the
-        additive mask of full attention, or a tree's mask for models that take it.
+        ``positions`` [1 or B, N] count tokens, those beyond the last one count as it; ``bias`` [B,
+        1, N, S] is the additive mask of full attention, or a tree's mask for models that take it.
         """
         positions = positions.clamp(max=self.last)  # a block may reach beyond the text's end
         if isinstance(bias, TreeMask):
             masks: dict[str, Any] = {"attention_mask": PLACEHOLDER, "tree_mask": bias}
         else:
-            masks = {"attention_mask": self.family.masks(bias, self._within_window(bias, positions))}
+            masks = {
+                "attention_mask": self.family.masks(bias, self._within_window(bias, positions))
+            }
         with self._runs():
             states: Tensor = self.family.decoder(
                 inputs_embeds=self.embed(tokens),
@@ -221,7 +244,7 @@ class VLMTarget:
             self.running = False
 
     def _within_window(self, bias: Tensor | None, positions: Tensor) -> Tensor | None:
-        """``bias`` of sliding layers: with every slot shut that lies a window or more behind a node."""
+        """``bias`` of sliding layers: with every slot shut that lies a window or more after a node."""
         if not self.family.window or bias is None:
             return bias
         first = self.cache.layers[0].first
@@ -232,20 +255,24 @@ class VLMTarget:
     def _output(self, states: Tensor, tree: DraftTree | None) -> TargetOutput:
         logits = self.head(states)
         self._count(logits)
-        return TargetOutput(self._laws(logits, tree), states)
+        return TargetOutput(self._probs(logits, tree), states)
 
     def _count(self, logits: Tensor) -> None:
         check_finite(logits, self.calls, self.name)
         self.calls += 1
 
-    def _laws(self, logits: Tensor, tree: DraftTree | None) -> Tensor:
+    def _probs(self, logits: Tensor, tree: DraftTree | None) -> Tensor:
         spent = self.spent if self.spent is not None and self.spent.shape == logits.shape else None
-        laws = self.processor.laws(logits, self.history, tree, spent)
-        self.spent = laws if isinstance(self.processor, Processor) and self.processor.greedy else None
-        return laws
+        probs = self.processor.probs(logits, self.history, tree, spent)
+        self.spent = (
+            probs if isinstance(self.processor, Processor) and self.processor.greedy else None
+        )
+        return probs
 
     def _step_bias(self, slot: int) -> Tensor | None:
-        """Additive mask [B, 1, 1, slot + 1] that hides the prompts' padding; None where nothing needs hiding."""
+        """Additive mask [B, 1, 1, slot + 1] that hides the prompts' padding; None where nothing
+        needs hiding.
+        """
         if not self.prompt.padded and not self.family.window:
             return None
         column = torch.arange(slot + 1, device=self.device)
@@ -256,7 +283,9 @@ class VLMTarget:
     def _new_cache(self, batch: int, capacity: int, scratch: int) -> Cache:
         config = self.family.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = CacheSize(config.num_hidden_layers, heads, self.family.head_dim, batch, 1, capacity, scratch)
+        size = CacheSize(
+            config.num_hidden_layers, heads, self.family.head_dim, batch, 1, capacity, scratch
+        )
         return Cache(size, self.family.head.weight.dtype, self.device)
 
     def check(self, prompt: VLMPrompt) -> None:
@@ -271,19 +300,23 @@ class VLMTarget:
         turn, longest = self.family.turning_point, longest + prompt.max_new_tokens
         if turn is not None and int(prompt.lengths.min()) <= turn < longest:
             raise ValueError(
-                f"prompt and answer must lie on one side of {self.name}'s {turn} positions, got {longest}: behind them "
+                f"prompt and answer must lie on one side of {self.name}'s {turn} positions, got {longest}: after them "
                 "its positions turn by other factors, the prompt's too; give fewer max_new_tokens"
             )
 
     def _last_position(self, total: int) -> int:
-        """The last position of a text of ``total`` tokens that a block may use, which may reach beyond its end."""
+        """The last position of a text of ``total`` tokens that a block may use, which may reach
+        beyond its end.
+        """
         turn = self.family.turning_point
         room = int(self.family.config.max_position_embeddings)
         return (room if turn is None or total > turn else turn) - 1
 
     @contextmanager
     def _watch_embeddings(self, prompt: VLMPrompt) -> Iterator[None]:
-        """Leave a context of ``prompt`` if a drafter wants one: the decoder's inputs are seen by a hook."""
+        """Leave a context of ``prompt`` if a drafter wants one: the decoder's inputs are seen by a
+        hook.
+        """
         self.context = None
         if not self.wants_context:
             yield

@@ -1,7 +1,9 @@
-"""``--engine ray``: actors of a Ray cluster, each with a pipeline of its own, that share the output folder.
+"""``--engine ray``: actors of a Ray cluster, each with a pipeline of its own, that share the output
+folder.
 
-An actor that dies takes a batch with it; the batch is taken apart and given to others, and an item that kills its
-actor again and again is set aside. Results and journals are those of the other engines.
+An actor that dies takes a batch with it; the batch is taken apart and given to others, and an item
+that kills its actor again and again is set aside. Results and journals are those of the other
+engines.
 
 Shape letters: none.
 """
@@ -20,7 +22,7 @@ import torch
 from specmm.jobs.engines import opener_of
 from specmm.jobs.items import Item
 from specmm.jobs.journal import Journal, occupied
-from specmm.jobs.run import Opener, Tally, Watch, failure, pending, work
+from specmm.jobs.run import JobCounts, Opener, Watch, failure, pending, work
 from specmm.jobs.spec import Limits, Spec
 from specmm.jobs.store import JOURNALS
 from specmm.jobs.workers import Worker
@@ -31,18 +33,27 @@ CHUNK = 32  # items an actor is given at a time, in batches of its own
 class Actor:
     """One worker of the cluster; it loads the model when the first items come."""
 
-    def __init__(self, folder: str, spec: Spec, limits: Limits, opener: Opener | None = None, threads: int = 1) -> None:
+    def __init__(
+        self,
+        folder: str,
+        spec: Spec,
+        limits: Limits,
+        opener: Opener | None = None,
+        threads: int = 1,
+    ) -> None:
         self.folder, self.spec, self.limits = Path(folder), spec, limits
         self.opener, self.name = opener, f"ray-{uuid.uuid4().hex[:12]}"
         self.worker: Worker | None = None
-        torch.set_num_threads(min(threads, os.cpu_count() or 1))  # Ray leaves torch one, however few the actors
+        torch.set_num_threads(
+            min(threads, os.cpu_count() or 1)
+        )  # Ray leaves torch one, however few the actors
 
     def make(self, items: list[Item]) -> tuple[list[str], list[str]]:
         """Ids done and set aside."""
         worker = self.worker or (self.opener or opener_of(self.spec, items, self.limits.device))()
         self.worker = worker
-        tally = work(self.folder, self.spec, self.limits, items, lambda: worker, self.name)
-        return tally.done, tally.failed
+        counts = work(self.folder, self.spec, self.limits, items, lambda: worker, self.name)
+        return counts.done, counts.failed
 
 
 def run_ray(
@@ -53,7 +64,7 @@ def run_ray(
     watch: Watch | None = None,
     opener: Opener | None = None,
     actors: int = 0,
-) -> Tally:
+) -> JobCounts:
     """Make ``items`` with ``actors`` workers (0: one a GPU, or one a CPU core, of the cluster).
 
     Raises ``ValueError`` without ray and where another process works in ``folder``.
@@ -70,19 +81,29 @@ def run_ray(
         threads = max(1, int(ray.cluster_resources()["CPU"]) // count)
         kind: Any = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(Actor)
         arguments = (str(folder.absolute()), spec, limits, opener, threads)
-        return Pool(lambda: kind.remote(*arguments), count, folder, limits.retries, watch).run(items)
+        return Pool(lambda: kind.remote(*arguments), count, folder, limits.retries, watch).run(
+            items
+        )
 
 
 class Pool:
     """Hands items to actors and replaces those that die."""
 
-    def __init__(self, start: Any, count: int, folder: Path, retries: int, watch: Watch | None) -> None:
-        self.start, self.count, self.folder, self.retries, self.watch = start, count, folder, retries, watch
+    def __init__(
+        self, start: Any, count: int, folder: Path, retries: int, watch: Watch | None
+    ) -> None:
+        self.start, self.count, self.folder, self.retries, self.watch = (
+            start,
+            count,
+            folder,
+            retries,
+            watch,
+        )
         self.busy: dict[Any, tuple[Any, list[Item]]] = {}  # a call's reference: its actor and items
         self.deaths: dict[str, int] = {}
-        self.tally = Tally()
+        self.counts = JobCounts()
 
-    def run(self, items: Sequence[Item]) -> Tally:
+    def run(self, items: Sequence[Item]) -> JobCounts:
         """See :func:`run_ray`."""
         import ray
 
@@ -99,12 +120,12 @@ class Pool:
                 for call in ready:
                     idle.append(self._take(call, waiting, journal))
         except KeyboardInterrupt:
-            self.tally.interrupted = True
+            self.counts.interrupted = True
         finally:
             journal.close()
             for actor in [*idle, *(a for a, _ in self.busy.values())]:
                 ray.kill(actor)
-        return self.tally
+        return self.counts
 
     def _take(self, call: Any, waiting: deque[list[Item]], journal: Journal) -> Any:
         """Count what a call did; returns its actor, or a new one for an actor that died."""
@@ -114,20 +135,24 @@ class Pool:
         try:
             done, failed = ray.get(call)
         except ray.exceptions.RayActorError as error:
-            self._survive(batch, f"its worker died: {' '.join(str(error).split())[:300]}", waiting, journal)
+            self._survive(
+                batch, f"its worker died: {' '.join(str(error).split())[:300]}", waiting, journal
+            )
             return self.start()
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, ValueError) else error from None
-        self.tally.done += done
-        self.tally.failed += failed
+        self.counts.done += done
+        self.counts.failed += failed
         if self.watch is not None:
             self.watch.observe(len(done), len(failed), len(batch), 0.0)
         return actor
 
-    def _survive(self, batch: list[Item], reason: str, waiting: deque[list[Item]], journal: Journal) -> None:
+    def _survive(
+        self, batch: list[Item], reason: str, waiting: deque[list[Item]], journal: Journal
+    ) -> None:
         """Give what a dead actor left to others, halved until the item that kills is alone."""
         left = pending(self.folder, batch)
-        self.tally.done += [i.id for i in batch if i not in left]
+        self.counts.done += [i.id for i in batch if i not in left]
         if len(left) > 1:
             middle = len(left) // 2
             waiting.extend([left[:middle], left[middle:]])
@@ -137,4 +162,4 @@ class Pool:
                 waiting.append([item])
             else:
                 journal.append([failure(item, reason, deaths)])
-                self.tally.failed.append(item.id)
+                self.counts.failed.append(item.id)

@@ -1,7 +1,8 @@
-"""Who works on a job: this process, one process of many started by a launcher, or actors of a Ray cluster.
+"""Who works on a job: this process, one process of many started by a launcher, or actors of a Ray
+cluster.
 
-Processes share nothing but the output folder, so none waits for another and any may die; whoever finishes last leaves
-the whole index.
+Processes share nothing but the output folder, so none waits for another and any may die; whoever
+finishes last leaves the whole index.
 
 Shape letters: none.
 """
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from specmm.jobs.items import Item
 from specmm.jobs.journal import occupied
-from specmm.jobs.run import Opener, Tally, Watch, work
+from specmm.jobs.run import JobCounts, Opener, Watch, work
 from specmm.jobs.spec import Limits, Spec
 from specmm.jobs.store import JOURNALS, remove_parts
 from specmm.jobs.workers import Worker, open_worker
@@ -29,11 +30,21 @@ def run_local(
     items: Sequence[Item],
     watch: Watch | None = None,
     opener: Opener | None = None,
-) -> Tally:
-    """Make ``items`` here, alone in ``folder``. Raises ``ValueError`` when another process works there."""
+) -> JobCounts:
+    """Make ``items`` here, alone in ``folder``. Raises ``ValueError`` when another process works
+    there.
+    """
     with occupied(folder / JOURNALS, shared=False):
         remove_parts(folder)
-        return work(folder, spec, limits, items, opener or opener_of(spec, items, limits.device), "local", watch)
+        return work(
+            folder,
+            spec,
+            limits,
+            items,
+            opener or opener_of(spec, items, limits.device),
+            "local",
+            watch,
+        )
 
 
 def run_rank(
@@ -43,11 +54,19 @@ def run_rank(
     items: Sequence[Item],
     watch: Watch | None = None,
     opener: Opener | None = None,
-) -> Tally:
+) -> JobCounts:
     """Make those of ``items`` (already this process's, see ``share``) under a journal of its own."""
     name = f"rank-{rank()[0]:05d}"
     with occupied(folder / JOURNALS, shared=True):
-        return work(folder, spec, limits, items, opener or opener_of(spec, items, device_of_rank()), name, watch)
+        return work(
+            folder,
+            spec,
+            limits,
+            items,
+            opener or opener_of(spec, items, device_of_rank()),
+            name,
+            watch,
+        )
 
 
 def rank() -> tuple[int, int]:

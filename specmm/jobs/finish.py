@@ -1,7 +1,8 @@
-"""What a job leaves for others to read: the index, the items set aside, archives, and what the run was.
+"""What a job leaves for others to read: the index, the items set aside, archives, and what the run
+was.
 
-All of it is made anew from the journals whenever a process finishes, under a lock, so that the last one to finish sees
-everything and a killed one leaves nothing half made.
+All of it is made anew from the journals whenever a process finishes, under a lock, so that the last
+one to finish sees everything and a killed one leaves nothing half made.
 
 Shape letters: none.
 """
@@ -29,7 +30,9 @@ log = logging.getLogger(__name__)
 HIDDEN = ("state", "at", "item", "bytes")  # of a journal's record, of no use in an index
 
 
-def finish(folder: Path, spec: Spec, items: Sequence[Item], shard: int, parquet: bool = False) -> dict[str, Any]:
+def finish(
+    folder: Path, spec: Spec, items: Sequence[Item], shard: int, parquet: bool = False
+) -> dict[str, Any]:
     """Write index, failures, archives and summary of what is done so far; returns the summary.
 
     Raises ``OSError`` when the disk will not take them; running the job again makes them then.
@@ -47,7 +50,11 @@ def finish(folder: Path, spec: Spec, items: Sequence[Item], shard: int, parquet:
         if parquet:
             _write_parquet(folder / "index.parquet", index)
         summary = _summary(spec, len(items), list(done.values()), len(failed))
-        write_whole(folder / RUN, (json.dumps(summary, indent=1, ensure_ascii=False) + "\n").encode(), durable=True)
+        write_whole(
+            folder / RUN,
+            (json.dumps(summary, indent=1, ensure_ascii=False) + "\n").encode(),
+            durable=True,
+        )
         sync_folder(folder)
     return summary
 
@@ -55,7 +62,10 @@ def finish(folder: Path, spec: Spec, items: Sequence[Item], shard: int, parquet:
 def _indexed(spec: Spec, record: Record, number: int, shard: int) -> Record:
     row = {k: v for k, v in record.items() if k not in HIDDEN}
     if spec.layout == "tar":
-        row |= {"file": f"{ARCHIVES}/{_archive(number, shard)}", "member": Path(record["file"]).name}
+        row |= {
+            "file": f"{ARCHIVES}/{_archive(number, shard)}",
+            "member": Path(record["file"]).name,
+        }
     return row
 
 
@@ -95,10 +105,11 @@ def _archive(number: int, shard: int) -> str:
 
 
 def archive(folder: Path, items: Sequence[Item], known: dict[str, Record], shard: int) -> None:
-    """Move finished results into webdataset archives of ``shard`` items each, in the order of the job.
+    """Move finished results into webdataset archives of ``shard`` items each, in the order of the
+    job.
 
-    An archive is written whole before the files in it are removed, so that a result is always somewhere. The bytes of
-    an archive depend on its items only.
+    An archive is written whole before the files in it are removed, so that a result is always
+    somewhere. The bytes of an archive depend on its items only.
     """
     for first in range(0, len(items), shard):
         records = [known[i.id] for i in items[first : first + shard] if i.id in known]
@@ -109,7 +120,11 @@ def archive(folder: Path, items: Sequence[Item], known: dict[str, Record], shard
             packed = dict(members(target)) if target.exists() else {}
             missing = [name for name in wanted if name not in loose and name not in packed]
             if missing:  # lost, or being made again by another process
-                log.warning("%s lacks %s: the shard is left open; see --verify, --repair", target, missing[0])
+                log.warning(
+                    "%s lacks %s: the shard is left open; see --verify, --repair",
+                    target,
+                    missing[0],
+                )
                 continue
             _write_archive(target, wanted, packed)
             for file in loose.values():

@@ -1,6 +1,7 @@
 """What a job is to make: items from JSON lines, CSV, Parquet or a list of classes.
 
-An item's random seed comes from its id, so its result depends on no other item, on no order and on no batch.
+An item's random seed comes from its id, so its result depends on no other item, on no order and on
+no batch.
 
 Shape letters: none.
 """
@@ -25,8 +26,8 @@ Row = tuple[str, dict[str, Any]]  # where it stands, for messages, and its field
 
 @dataclass(frozen=True)
 class Item:
-    """One thing to make: ``text`` is the class, prompt or question, ``images`` the question's pictures as the job file
-    names them, from its ``folder``.
+    """One thing to make: ``text`` is the class, prompt or question, ``images`` the question's
+    pictures as the job file names them, from its ``folder``.
     """
 
     id: str
@@ -55,10 +56,11 @@ def seed_of(identity: str, base: int) -> int:
 
 
 def read_items(path: Path, base: int = 0) -> list[Item]:
-    """The items of a ``.jsonl``, ``.csv`` or ``.parquet`` file, or of a text file with one class a line.
+    """The items of a ``.jsonl``, ``.csv`` or ``.parquet`` file, or of a text file with one class a
+    line.
 
-    Paths of pictures are relative to the file. Raises ``ValueError`` naming the line for anything that is no item, for
-    an id given twice and for a file without items.
+    Paths of pictures are relative to the file. Raises ``ValueError`` naming the line for anything
+    that is no item, for an id given twice and for a file without items.
     """
     reader = READERS.get(path.suffix.lower())
     if reader is None:
@@ -92,7 +94,9 @@ def parse(where: str, row: dict[str, Any], base: int, folder: Path) -> Item:
     method = _text(where, row, "method") if "method" in row else None
     kind: Any = kinds[0]
     images = _images(where, row.get("image"))
-    return Item(identity, kind, _text(where, row, kind), seed, images, method, str(folder) if images else "")
+    return Item(
+        identity, kind, _text(where, row, kind), seed, images, method, str(folder) if images else ""
+    )
 
 
 def _text(where: str, row: dict[str, Any], name: str) -> str:
@@ -102,18 +106,28 @@ def _text(where: str, row: dict[str, Any], name: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{where}: {name} must be text that is not empty, got {value!r}")
     if name == "id" and (len(value) > MOST_ID or not value.isprintable()):
-        raise ValueError(f"{where}: id must be at most {MOST_ID} printable characters, got {value[:40]!r}…")
+        raise ValueError(
+            f"{where}: id must be at most {MOST_ID} printable characters, got {value[:40]!r}…"
+        )
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{where}: {name} must be Unicode text, got half a surrogate pair in {value!r}") from None
+        raise ValueError(
+            f"{where}: {name} must be Unicode text, got half a surrogate pair in {value!r}"
+        ) from None
     return value
 
 
 def _seed(where: str, value: Any) -> int:
-    number = int(value) if isinstance(value, str) and value.strip().isdecimal() and len(value) < 20 else value
+    number = (
+        int(value)
+        if isinstance(value, str) and value.strip().isdecimal() and len(value) < 20
+        else value
+    )
     if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 2**63:
-        raise ValueError(f"{where}: seed must be a whole number from 0 to 2**63 - 1, got {str(value)[:40]!r}")
+        raise ValueError(
+            f"{where}: seed must be a whole number from 0 to 2**63 - 1, got {str(value)[:40]!r}"
+        )
     return number
 
 
@@ -129,7 +143,9 @@ def _all_lines(path: Path) -> Iterator[str]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             yield from file
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must be UTF-8 text, got byte {error.object[error.start]:#x}; convert it") from None
+        raise ValueError(
+            f"{path} must be UTF-8 text, got byte {error.object[error.start]:#x}; convert it"
+        ) from None
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -144,7 +160,9 @@ def _jsonl(path: Path) -> Iterator[Row]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}: must be a JSON object, got: {' '.join(str(error).split())}") from None
+            raise ValueError(
+                f"{where}: must be a JSON object, got: {' '.join(str(error).split())}"
+            ) from None
         if not isinstance(row, dict):
             raise ValueError(f"{where}: must be a JSON object, got a {type(row).__name__}")
         yield where, row
@@ -152,11 +170,15 @@ def _jsonl(path: Path) -> Iterator[Row]:
 
 def _csv(path: Path) -> Iterator[Row]:
     try:
-        reader = csv.DictReader(_all_lines(path), restkey="", strict=True)  # blank lines belong to it: some are quoted
+        reader = csv.DictReader(
+            _all_lines(path), restkey="", strict=True
+        )  # blank lines belong to it: some are quoted
         for number, row in enumerate(reader, start=1):
             where = f"{path} row {number}"
             if row.pop("", None) is not None:
-                raise ValueError(f"{where}: must have {len(reader.fieldnames or ())} fields, got more")
+                raise ValueError(
+                    f"{where}: must have {len(reader.fieldnames or ())} fields, got more"
+                )
             yield where, row
     except csv.Error as error:
         raise ValueError(f"{path} must be CSV with a header, got: {error}") from None
@@ -166,7 +188,9 @@ def _parquet(path: Path) -> Iterator[Row]:
     try:
         from pyarrow import ArrowException, parquet
     except ModuleNotFoundError as error:
-        raise ValueError("reading Parquet needs pyarrow, run: pip install 'specmm[batch]'") from error
+        raise ValueError(
+            "reading Parquet needs pyarrow, run: pip install 'specmm[batch]'"
+        ) from error
     try:
         with parquet.ParquetFile(path) as file:
             number = 0
@@ -177,7 +201,9 @@ def _parquet(path: Path) -> Iterator[Row]:
     except (ArrowException, OSError, ValueError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
-        raise ValueError(f"{path} must be a Parquet file, got: {' '.join(str(error).split())[:200]}") from None
+        raise ValueError(
+            f"{path} must be a Parquet file, got: {' '.join(str(error).split())[:200]}"
+        ) from None
 
 
 def _classes(path: Path) -> Iterator[Row]:

@@ -1,7 +1,9 @@
-"""What is done, on disk, line by line: the one truth about a job, written behind the files it speaks of.
+"""What is done, on disk, line by line: the one truth about a job, written after the files it speaks
+of.
 
-A line is a checksum and a JSON record. A process that dies while it writes leaves a torn last line, which is cut off
-when the journal is opened again. Every process of a job appends to a journal of its own and reads all of them.
+A line is a checksum and a JSON record. A process that dies while it writes leaves a torn last line,
+which is cut off when the journal is opened again. Every process of a job appends to a journal of
+its own and reads all of them.
 
 Shape letters: none.
 """
@@ -40,7 +42,9 @@ def unpack(line: bytes) -> Record | None:
 
 @contextmanager
 def occupied(folder: Path, shared: bool) -> Iterator[None]:
-    """Keep other jobs out of ``folder``, those that share it excepted; raises ``ValueError`` when one is there."""
+    """Keep other jobs out of ``folder``, those that share it excepted; raises ``ValueError`` when
+    one is there.
+    """
     handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     _take(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, folder)
     try:
@@ -74,7 +78,9 @@ class Journal:
         os.ftruncate(self.handle, self.size)
 
     def append(self, records: Sequence[Record]) -> None:
-        """Add ``records``; they are on the disk when this returns. Raises ``OSError`` having added none of them."""
+        """Add ``records``; they are on the disk when this returns. Raises ``OSError`` having added
+        none of them.
+        """
         data = b"".join(map(pack, records))
         try:
             written = 0
@@ -111,9 +117,11 @@ def read_journals(folder: Path) -> Iterator[Record]:
 
 
 def ledger(folder: Path) -> dict[str, Record]:
-    """The last word on every item by id: "done" stands against "failed", and the latest "done" against others.
+    """The last word on every item by id: "done" stands against "failed", and the latest "done"
+    against others.
 
-    A result that was repaired has two: journals are read in no order of time, so a record says when it was written.
+    A result that was repaired has two: journals are read in no order of time, so a record says when
+    it was written.
     """
     found: dict[str, Record] = {}
     for record in read_journals(folder):

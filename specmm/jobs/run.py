@@ -1,7 +1,8 @@
 """The loop of a job: batches of what is left, results on the disk, then a line in the journal.
 
-An item is done when the journal says so, and the journal says so only behind the item's file. What a killed process
-left undone is made again under the same name, with the same bytes on a CPU in float32: exactly once.
+An item is done when the journal says so, and the journal says so only after the item's file. What a
+killed process left undone is made again under the same name, with the same bytes on a CPU in
+float32: exactly once.
 
 Shape letters: none.
 """
@@ -37,7 +38,7 @@ class Watch(Protocol):
 
 
 @dataclass
-class Tally:
+class JobCounts:
     """What one process did: ids it finished and set aside now, and whether Ctrl-C ended it."""
 
     done: list[str] = field(default_factory=list)
@@ -48,7 +49,8 @@ class Tally:
 def pending(
     folder: Path, items: Sequence[Item], retry_failed: bool = False, damaged: Container[str] = ()
 ) -> list[Item]:
-    """The items neither done nor set aside (which ``retry_failed`` takes up again), and those of the ids ``damaged``.
+    """The items neither done nor set aside (which ``retry_failed`` takes up again), and those of
+    the ids ``damaged``.
 
     Raises ``ValueError`` for an item that is done and has changed since.
     """
@@ -67,24 +69,28 @@ class Runner:
     journal: Journal
     limits: Limits
     watch: Watch | None = None
-    tally: Tally = field(default_factory=Tally)
+    counts: JobCounts = field(default_factory=JobCounts)
 
     def __post_init__(self) -> None:
         self.sizer = BatchSizer(self.limits.batch)
         self.tries: dict[str, int] = {}
 
-    def run(self, items: Sequence[Item]) -> Tally:
-        """Make all of ``items``. Raises ``ValueError`` when results cannot be written; all that was done is kept."""
+    def run(self, items: Sequence[Item]) -> JobCounts:
+        """Make all of ``items``. Raises ``ValueError`` when results cannot be written; all that was
+        done is kept.
+        """
         queue = deque(self._possible(items))
         try:
             while queue:
                 self._attempt(self._next(queue), queue)
         except KeyboardInterrupt:
-            self.tally.interrupted = True
-        return self.tally
+            self.counts.interrupted = True
+        return self.counts
 
     def _possible(self, items: Sequence[Item]) -> list[Item]:
-        """``items`` without those the model cannot make, which are set aside; those of a key side by side."""
+        """``items`` without those the model cannot make, which are set aside; those of a key side
+        by side.
+        """
         found = []
         for item in items:
             try:
@@ -100,7 +106,9 @@ class Runner:
     def _next(self, queue: deque[Item]) -> list[Item]:
         batch = [queue.popleft()]
         most = self.sizer.size * self.worker.turns(batch[0])
-        while queue and len(batch) < most and self.worker.key(queue[0]) == self.worker.key(batch[0]):
+        while (
+            queue and len(batch) < most and self.worker.key(queue[0]) == self.worker.key(batch[0])
+        ):
             batch.append(queue.popleft())
         return batch
 
@@ -115,14 +123,16 @@ class Runner:
                 return
             if out_of_memory(error):
                 self.sizer.shrink(rows)
-                log.warning("memory ran out at %d items, going on with %d at a time", rows, self.sizer.size)
+                log.warning(
+                    "memory ran out at %d items, going on with %d at a time", rows, self.sizer.size
+                )
             middle = len(batch) // 2
             self._attempt(batch[:middle], queue)
             self._attempt(batch[middle:], queue)
             return
         seconds = time.perf_counter() - start
         self._write(lambda: self.journal.append(self.store.save(results)))
-        self.tally.done += [item.id for item in batch]
+        self.counts.done += [item.id for item in batch]
         self.sizer.observe(len(batch), seconds)
         self._tell(len(batch), 0, rows, seconds)
 
@@ -139,7 +149,7 @@ class Runner:
         log.warning("item %s is set aside: %s", item.id, text)
         record = failure(item, text, self.tries.get(item.id, 1))
         self._write(lambda: self.journal.append([record]))
-        self.tally.failed.append(item.id)
+        self.counts.failed.append(item.id)
         self._tell(0, 1, 0, 0.0)
 
     def _tell(self, *facts: Any) -> None:
@@ -151,7 +161,7 @@ class Runner:
             action()
         except OSError as error:
             raise ValueError(
-                f"writing to {self.store.folder} failed ({error.strerror or error}); {len(self.tally.done)} items done "
+                f"writing to {self.store.folder} failed ({error.strerror or error}); {len(self.counts.done)} items done "
                 "now are kept, make room and run the same command again"
             ) from error
 
@@ -169,21 +179,25 @@ def work(
     opener: Opener,
     journal: str,
     watch: Watch | None = None,
-) -> Tally:
-    """Make ``items`` in this process, whose journal is called ``journal``; nothing is loaded where nothing is left."""
+) -> JobCounts:
+    """Make ``items`` in this process, whose journal is called ``journal``; nothing is loaded where
+    nothing is left.
+    """
     held = Journal(folder / JOURNALS, journal)
     try:
         if not items:
-            return Tally()
-        return Runner(opener(), Store(folder, spec.format, spec.model), held, limits, watch).run(items)
+            return JobCounts()
+        return Runner(opener(), Store(folder, spec.format, spec.model), held, limits, watch).run(
+            items
+        )
     finally:
         held.close()
 
 
 @dataclass
 class BatchSizer:
-    """The next batch's ``size``: doubled from ``FIRST`` while that pays, or ``fixed``; never above ``ceiling``, which
-    halves when memory runs out.
+    """The next batch's ``size``: doubled from ``FIRST`` while that pays, or ``fixed``; never above
+    ``ceiling``, which halves when memory runs out.
     """
 
     fixed: int = 0
@@ -198,7 +212,9 @@ class BatchSizer:
         self.warm = False
 
     def observe(self, items: int, seconds: float) -> None:
-        """A batch of ``items`` took ``seconds``; the first one, which loads and compiles, does not count."""
+        """A batch of ``items`` took ``seconds``; the first one, which loads and compiles, does not
+        count.
+        """
         if self.settled or items < self.size:
             return
         if not self.warm:

@@ -26,9 +26,11 @@ LAYOUTS = ("folders", "tar")
 
 @dataclass(frozen=True)
 class Spec:
-    """How items become results. ``method`` and its ``options`` ("KEY=VALUE") are for items without a method.
+    """How items become results. ``method`` and its ``options`` ("KEY=VALUE") are for items without
+    a method.
 
-    ``sampling`` are options of the pipeline's call; ``seed`` makes the items' own seeds from their ids.
+    ``sampling`` are options of the pipeline's call; ``seed`` makes the items' own seeds from their
+    ids.
     """
 
     model: str
@@ -43,15 +45,18 @@ class Spec:
     text_encoder: str | None = None
 
     def __post_init__(self) -> None:
-        for kind, value, known in (("format", self.format, FORMATS), ("layout", self.layout, LAYOUTS)):
+        for kind, value, known in (
+            ("format", self.format, FORMATS),
+            ("layout", self.layout, LAYOUTS),
+        ):
             if value not in known:
                 raise unknown(kind, value, known)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How a job is worked on, which no result depends on: ``batch`` 0 finds the size, ``retries`` an item,
-    ``shard`` items an archive.
+    """How a job is worked on, which no result depends on: ``batch`` 0 finds the size, ``retries``
+    an item, ``shard`` items an archive.
     """
 
     batch: int = 0
@@ -69,7 +74,8 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def prepare(folder: Path, spec: Spec) -> None:
-    """Make the output ``folder``, or check that it is of the same job, as soon as there is a result in it.
+    """Make the output ``folder``, or check that it is of the same job, as soon as there is a result
+    in it.
 
     Raises ``ValueError`` naming what differs.
     """
@@ -82,19 +88,27 @@ def prepare(folder: Path, spec: Spec) -> None:
 def _check_in(folder: Path, spec: Spec) -> None:
     file, wanted = folder / FILE, json.loads(json.dumps(asdict(spec)))
     if not file.exists() or not any(True for _ in read_journals(folder / JOURNALS)):
-        write_whole(file, (json.dumps(wanted, indent=1, ensure_ascii=False) + "\n").encode(), durable=True)
+        write_whole(
+            file, (json.dumps(wanted, indent=1, ensure_ascii=False) + "\n").encode(), durable=True
+        )
         sync_folder(folder)
         return
     found = read_json(file)
-    changed = [f"{k} {found.get(k)!r} and not {v!r}" for k, v in wanted.items() if found.get(k) != v]
+    changed = [
+        f"{k} {found.get(k)!r} and not {v!r}" for k, v in wanted.items() if found.get(k) != v
+    ]
     if changed:
-        raise ValueError(f"{folder} holds a job with {', '.join(changed)}; give the same options or another --out")
+        raise ValueError(
+            f"{folder} holds a job with {', '.join(changed)}; give the same options or another --out"
+        )
 
 
 def read_spec(folder: Path) -> Spec:
     """The spec of the job in ``folder``; raises ``ValueError`` when there is none."""
     if not (folder / FILE).is_file():
-        raise ValueError(f"{folder} must be the output of specmm batch, got a folder without {FILE}")
+        raise ValueError(
+            f"{folder} must be the output of specmm batch, got a folder without {FILE}"
+        )
     found = read_json(folder / FILE)
     return Spec(**{**found, "options": tuple(found.get("options", ()))})
 

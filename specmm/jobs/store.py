@@ -1,6 +1,7 @@
 """Where results lie: one file an item, its place told by its id alone, written whole.
 
-``OUT/results/3f/heart-0001-3fa2b1c4d5e6.png``: two digits of the id's hash spread any number of items over 256 folders.
+``OUT/results/3f/heart-0001-3fa2b1c4d5e6.png``: two digits of the id's hash spread any number of
+items over 256 folders.
 
 Shape letters: none.
 """
@@ -27,7 +28,9 @@ DESCRIPTION = 0x010E  # EXIF ImageDescription
 
 @dataclass
 class Result:
-    """What came of an item: an ``image`` (PIL) or an ``answer``, and ``facts`` about the run for the index."""
+    """What came of an item: an ``image`` (PIL) or an ``answer``, and ``facts`` about the run for
+    the index.
+    """
 
     item: Item
     facts: dict[str, Any]
@@ -50,22 +53,36 @@ def _hash(item: Item) -> str:
 
 
 def described(item: Item, model: str, facts: dict[str, Any]) -> dict[str, Any]:
-    """What is written into a picture: whatever stays the same when the item is made again, in whatever batch."""
-    certificate = {k: v for k, v in facts["certificate"].items() if k != "tv"}  # measured on the whole batch
-    return {"id": item.id, item.kind: item.text, "seed": item.seed, "model": model, "method": facts["method"]} | {
-        "certificate": certificate
-    }
+    """What is written into a picture: whatever stays the same when the item is made again, in
+    whatever batch.
+    """
+    certificate = {
+        k: v for k, v in facts["certificate"].items() if k != "tv"
+    }  # measured on the whole batch
+    return {
+        "id": item.id,
+        item.kind: item.text,
+        "seed": item.seed,
+        "model": model,
+        "method": facts["method"],
+    } | {"certificate": certificate}
 
 
 def encode(result: Result, kind: str, model: str) -> bytes:
-    """The bytes of the item's file: a picture of format ``kind`` with its description inside, or JSON."""
+    """The bytes of the item's file: a picture of format ``kind`` with its description inside, or
+    JSON.
+    """
     about = json.dumps(described(result.item, model, result.facts), ensure_ascii=True)
     if result.image is None:
-        return (json.dumps({**json.loads(about), "answer": result.answer}, ensure_ascii=False) + "\n").encode()
+        return (
+            json.dumps({**json.loads(about), "answer": result.answer}, ensure_ascii=False) + "\n"
+        ).encode()
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
-    extra: dict[str, Any] = {"quality": 95} if kind == "jpeg" else {"lossless": True} if kind == "webp" else {}
+    extra: dict[str, Any] = (
+        {"quality": 95} if kind == "jpeg" else {"lossless": True} if kind == "webp" else {}
+    )
     if kind == "png":
         extra["pnginfo"] = PngInfo()
         extra["pnginfo"].add_text("specmm", about)
@@ -94,7 +111,9 @@ class Store:
         self.folder, self.kind, self.model = folder, kind, model
 
     def save(self, results: Iterable[Result]) -> list[dict[str, Any]]:
-        """Write the files of ``results`` and return what the journal shall say, once all of them are on the disk."""
+        """Write the files of ``results`` and return what the journal shall say, once all of them
+        are on the disk.
+        """
         records, touched = [], set()
         for result in results:
             place = place_of(result.item, "json" if result.image is None else self.kind)
@@ -128,6 +147,12 @@ def _done(result: Result, place: str, data: bytes) -> dict[str, Any]:
 
 
 def remove_parts(folder: Path) -> None:
-    """Remove what a killed process was in the middle of writing; only while no other process writes here."""
-    for part in (*folder.glob("*.part"), *(folder / RESULTS).rglob("*.part"), *(folder / ARCHIVES).glob("*.part")):
+    """Remove what a killed process was in the middle of writing; only while no other process writes
+    here.
+    """
+    for part in (
+        *folder.glob("*.part"),
+        *(folder / RESULTS).rglob("*.part"),
+        *(folder / ARCHIVES).glob("*.part"),
+    ):
         os.unlink(part)

@@ -1,4 +1,5 @@
-"""``specmm batch --verify`` and ``--repair``: whether a folder holds every item of a job exactly once, and whole.
+"""``specmm batch --verify`` and ``--repair``: whether a folder holds every item of a job exactly
+once, and whole.
 
 Shape letters: none.
 """
@@ -49,12 +50,22 @@ def verify(folder: Path, items: Sequence[Item]) -> Findings:
             found.failed += 1
         else:
             found.done += 1
-            changed = "was made from other fields than the job file has now" if record["item"] != item.digest else ""
+            changed = (
+                "was made from other fields than the job file has now"
+                if record["item"] != item.digest
+                else ""
+            )
             problem = _problem(record, files, packed) or changed
             found.problems += [f"{item.id}: {problem}"] if problem else []
     found.problems += [f"{identity}: is not in the job file" for identity in known]
-    found.problems += [f"{name}: belongs to no item" for name in (*files, *packed) if not name.endswith(".part")]
-    found.problems += [f"{name}: was never finished; the next run removes it" for name in files if name[-5:] == ".part"]
+    found.problems += [
+        f"{name}: belongs to no item" for name in (*files, *packed) if not name.endswith(".part")
+    ]
+    found.problems += [
+        f"{name}: was never finished; the next run removes it"
+        for name in files
+        if name[-5:] == ".part"
+    ]
     return found
 
 
@@ -67,7 +78,9 @@ class Damage:
 
 
 def damage(folder: Path) -> dict[str, Damage]:
-    """The results in ``folder`` that are missing or hold other bytes than were written, by the item's id."""
+    """The results in ``folder`` that are missing or hold other bytes than were written, by the
+    item's id.
+    """
     files, packed, found = _files(folder), _packed(folder, []), {}
     for identity, record in ledger(folder / JOURNALS).items():
         if record["state"] == "done" and (problem := _problem(record, files, packed)):
@@ -76,7 +89,9 @@ def damage(folder: Path) -> dict[str, Damage]:
 
 
 def check_whole(source: Path) -> None:
-    """Raise ``ValueError`` when ``source`` is, or lies in, a job's output with a damaged or missing result."""
+    """Raise ``ValueError`` when ``source`` is, or lies in, a job's output with a damaged or missing
+    result.
+    """
     for folder in (source, *source.parents[:2]):
         if (folder / FILE).is_file() and (folder / JOURNALS).is_dir():
             if found := damage(folder):
@@ -89,12 +104,17 @@ def check_whole(source: Path) -> None:
 
 
 def unpack_torn(folder: Path) -> None:
-    """Take the whole results out of archives that cannot be read to their end, and remove those archives.
+    """Take the whole results out of archives that cannot be read to their end, and remove those
+    archives.
 
     Their other results are missing then, and a repair makes them again.
     """
     with alone(folder):
-        known = {Path(r["file"]).name: r for r in ledger(folder / JOURNALS).values() if r["state"] == "done"}
+        known = {
+            Path(r["file"]).name: r
+            for r in ledger(folder / JOURNALS).values()
+            if r["state"] == "done"
+        }
         for file in sorted((folder / ARCHIVES).glob("*.tar")):
             try:
                 found = dict(members(file))
@@ -117,7 +137,11 @@ def _readable(file: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    return {f"{RESULTS}/{f.relative_to(folder / RESULTS)}": f for f in (folder / RESULTS).rglob("*") if f.is_file()}
+    return {
+        f"{RESULTS}/{f.relative_to(folder / RESULTS)}": f
+        for f in (folder / RESULTS).rglob("*")
+        if f.is_file()
+    }
 
 
 def _packed(folder: Path, problems: list[str]) -> dict[str, bytes]:

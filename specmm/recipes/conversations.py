@@ -22,7 +22,11 @@ from specmm.vlm.asking import Questions
 from specmm.vlm.train.msd import Example
 
 HELD_OUT = 10  # one line with a picture of so many is not trained on
-PER_TOKEN = ("attention_mask", "token_type_ids", "mm_token_type_ids")  # which the target makes by itself
+PER_TOKEN = (
+    "attention_mask",
+    "token_type_ids",
+    "mm_token_type_ids",
+)  # which the target makes by itself
 
 
 @dataclass(frozen=True)
@@ -56,10 +60,15 @@ def conversations(place: str, target: Any, processor: Any) -> Conversations:
     on.
     """
     lines = _lines(Path(place).expanduser())
-    visual, text = [line for line in lines if line.image], [line for line in lines if not line.image]
+    visual, text = (
+        [line for line in lines if line.image],
+        [line for line in lines if not line.image],
+    )
     held_out, learnt = visual[::HELD_OUT], [line for i, line in enumerate(visual) if i % HELD_OUT]
     if not learnt:
-        raise ValueError(f"data must hold two or more lines with an image, got {len(visual)} in {place}")
+        raise ValueError(
+            f"data must hold two or more lines with an image, got {len(visual)} in {place}"
+        )
 
     def draw(random: Random, wanted: bool) -> Example:
         return example(random.choice(learnt if wanted or not text else text), processor)
@@ -89,8 +98,14 @@ def _lines(file: Path) -> list[Line]:
     for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         try:
             row = json.loads(text)
-            line = Line(row["question"], row["answer"], str(file.parent / row["image"]) if row.get("image") else "")
+            line = Line(
+                row["question"],
+                row["answer"],
+                str(file.parent / row["image"]) if row.get("image") else "",
+            )
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{file}:{number} must hold question and answer, got {text[:60]!r}") from error
+            raise ValueError(
+                f"{file}:{number} must hold question and answer, got {text[:60]!r}"
+            ) from error
         found.append(line)
     return found

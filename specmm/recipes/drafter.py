@@ -42,7 +42,7 @@ def drafter(
     seed: Seed,
     levels: Count,
     layers: Count,
-    taps: str,
+    aux_layers: str,
     inner: Size,
     overlap_weight: Amount,
     temperature: Annotated[float, 0.01],
@@ -64,16 +64,20 @@ def drafter(
         raise ValueError(f"{result} exists, give --set replace=true to train another in its place")
     writable(result.parent)
     folder = writable(out or Path("runs") / kind)
-    options: dict[str, Any] = dict(steps=steps, batch=batch, seed=seed, **({"lr": lr} if lr else {}))
+    options: dict[str, Any] = dict(
+        steps=steps, batch=batch, seed=seed, **({"lr": lr} if lr else {})
+    )
     if kind != "block" and (start is not None or only_drawn):
         raise ValueError(f"start and only_drawn go with kind=block, got {kind}; leave them out")
     if only_drawn and not drawn:
         raise ValueError("only_drawn needs pictures that the target draws: give --set drawn=N")
-    block = dict(overlap_weight=overlap_weight, temperature=temperature, dropout=_dropout(place, cfg))
+    block = dict(
+        overlap_weight=overlap_weight, temperature=temperature, dropout=_dropout(place, cfg)
+    )
     options |= {"noise": noise} if kind == "eagle" else block
     target, *examples = _examples(place, data, folder, (drawn, only_drawn), cfg, seed)
-    read = _layers(taps, target.config.n_layer)
-    sizes = dict(levels=levels, layers=layers, taps=read, inner=inner)
+    read = _layers(aux_layers, target.config.n_layer)
+    sizes = dict(levels=levels, layers=layers, aux_layers=read, inner=inner)
     if start is not None:
         options["start"] = begun = load_block(start, target)
         sizes = vars(begun.config) | ({"inner": inner} if inner else {})
@@ -89,14 +93,18 @@ def _dropout(model: Path, cfg: float | None) -> float:
     guided.
     """
     guided = (read_settings(Settings, model).cfg if cfg is None else cfg) > 1
-    return 3 * CLASS_DROPOUT if guided else 0.0  # more than the model's, for both guidance branches draft
+    return (
+        3 * CLASS_DROPOUT if guided else 0.0
+    )  # more than the model's, for both guidance branches draft
 
 
 def _layers(text: str, count: int) -> tuple[int, ...]:
     """The layers in "4,9,14"; raises ``ValueError`` when one is not among the target's ``count``."""
     found = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isdecimal() and int(part) < count for part in found):
-        raise ValueError(f"taps must be layers from 0 to {count - 1} with commas between, got {text!r}")
+        raise ValueError(
+            f"auxiliary layers must be layers from 0 to {count - 1} with commas between, got {text!r}"
+        )
     return tuple(map(int, found))
 
 
@@ -107,7 +115,9 @@ def _train_drafter(
     target, tokens, labels = examples
     if kind == "eagle":
         return train_eagle(target, tokens, labels, out, **options)
-    return train_block(target, tokens, labels, BlockConfig(**sizes | {"target": target.config}), out, **options)
+    return train_block(
+        target, tokens, labels, BlockConfig(**sizes | {"target": target.config}), out, **options
+    )
 
 
 def _examples(
@@ -121,8 +131,14 @@ def _examples(
     pictures = data(read_settings(Settings, model).classes, target.config.num_classes, side)
     (count, alone), labels = drawn, torch.from_numpy(pictures.labels)
     if pictures.images is None and not count:
-        raise ValueError("a drafter needs pictures to learn from: give --set data=FOLDER or --set drawn=N")
-    parts = [] if alone or pictures.images is None else [(picture_tokens(vq, pictures.images, out), labels)]
+        raise ValueError(
+            "a drafter needs pictures to learn from: give --set data=FOLDER or --set drawn=N"
+        )
+    parts = (
+        []
+        if alone or pictures.images is None
+        else [(picture_tokens(vq, pictures.images, out), labels)]
+    )
     if count:
         rows = torch.randint(len(labels), (count,), generator=torch.Generator().manual_seed(seed))
         own = _draw(model, target, vq, labels[rows], out / "drawn", cfg, seed)
@@ -131,7 +147,9 @@ def _examples(
     return target, tokens, labels
 
 
-def _draw(model: Path, target: Any, vq: Any, labels: Any, out: Path, cfg: float | None, seed: int) -> Any:
+def _draw(
+    model: Path, target: Any, vq: Any, labels: Any, out: Path, cfg: float | None, seed: int
+) -> Any:
     """Tokens [N, T] that the target draws for ``labels`` [N] by plain decoding, kept in ``out``
     batch by batch.
     """
@@ -143,7 +161,13 @@ def _draw(model: Path, target: Any, vq: Any, labels: Any, out: Path, cfg: float 
         file = kept / f"{i:04d}-{len(part)}.pt"
         if not file.exists():
             generator = torch.Generator().manual_seed(1_000_003 * seed + i)
-            made = pipe(part.tolist(), cfg=cfg, batch_size=len(part), generator=generator, output_type="latent")
+            made = pipe(
+                part.tolist(),
+                cfg=cfg,
+                batch_size=len(part),
+                generator=generator,
+                output_type="latent",
+            )
             torch.save(made.tokens, file)
         found.append(torch.load(file, weights_only=True))
     return torch.cat(found)

@@ -32,7 +32,7 @@ def msd(
     batch: Count,
     lr: Amount,
     noise: Amount,
-    law_weight: Amount,
+    probs_weight: Amount,
     passes: Count,
     layers: Count,
     ramp: Count | None,
@@ -48,9 +48,14 @@ def msd(
     if result.exists() and not replace:
         raise ValueError(f"{result} exists, give --set replace=true to train another in its place")
     writable(result.parent)
-    target, processor = VLMTarget(load_model(folder, torch.float32), Processor(), model), load_processor(folder)
+    target, processor = (
+        VLMTarget(load_model(folder, torch.float32), Processor(), model),
+        load_processor(folder),
+    )
     sizes = {"num_hidden_layers": layers, **({"intermediate_size": width} if width else {})}
-    options: dict[str, Any] = dict(batch=batch, lr=lr, noise=noise, law_weight=law_weight, passes=passes, seed=seed)
+    options: dict[str, Any] = dict(
+        batch=batch, lr=lr, noise=noise, probs_weight=probs_weight, passes=passes, seed=seed
+    )
     options |= dict(config=msd_config(target, **sizes), ramp=ramp)
     opened = data(target, processor)
     head = train_msd(target, opened.draw, writable(out), steps=steps, **options)
@@ -67,5 +72,7 @@ def _acceptance(target: Any, head: Any, processor: Any, asked: Any) -> Any:
     found = {}
     for temperature in (0.0, 1.0):
         judge = VLMTarget(target.model, Processor(temperature), target.name)
-        found[temperature] = measure_acceptance(judge, head, [VLMPrompt(inputs, LONGEST, asked)], [end])
+        found[temperature] = measure_acceptance(
+            judge, head, [VLMPrompt(inputs, LONGEST, asked)], [end]
+        )
     return found

@@ -41,9 +41,13 @@ def pictures(place: str, names: Sequence[str], count: int, side: int) -> Picture
         return Pictures(None, np.arange(count))
     root = Path(place).expanduser()
     folders = sorted(folder for folder in root.glob("*") if folder.is_dir())
-    files = [(f, folder.name) for folder in folders for f in sorted(folder.rglob("*")) if _is_picture(f)]
+    files = [
+        (f, folder.name) for folder in folders for f in sorted(folder.rglob("*")) if _is_picture(f)
+    ]
     if not files:
-        raise ValueError(f"data must be a folder with a folder of pictures for each class, got none in {root}")
+        raise ValueError(
+            f"data must be a folder with a folder of pictures for each class, got none in {root}"
+        )
     labels = class_ids([name for _, name in files], names, count)
     images = [np.asarray(ImageOps.fit(open_image(file), (side, side))) for file, _ in files]
     return Pictures(np.stack(images), np.array(labels))

@@ -28,7 +28,9 @@ import specmm
 from specmm.registry import named, unknown
 
 SHIPPED = Path(__file__).parent
-CHECKOUT = Path(specmm.__file__).resolve().parents[1] / "recipes"  # what made the pocket models; not in the wheel
+CHECKOUT = (
+    Path(specmm.__file__).resolve().parents[1] / "recipes"
+)  # what made the pocket models; not in the wheel
 Count = Annotated[int, 1]
 Width = Annotated[int, 4]
 Share = Annotated[float, 0, 1]
@@ -37,7 +39,13 @@ Size = Annotated[int, 0]
 Seed = Annotated[int, 0]
 Found = dict[str, Any]  # what a training tells: kind, steps, outputs
 Open = Callable[..., Any]  # a setting that is read by the function the recipe names as ``open``
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Path: "a path",
+}
 BOOLEANS = {"true": True, "false": False}
 
 
@@ -79,7 +87,9 @@ class Recipe:
         for name, kind in self.kinds().items():
             value = self.settings.get(name)
             if value is None and not _optional(kind):
-                raise ValueError(f"recipe {self.name} must be given {name}, got none; give --set {name}=…")
+                raise ValueError(
+                    f"recipe {self.name} must be given {name}, got none; give --set {name}=…"
+                )
             settings[name] = self._opened(value) if kind == Open else _fitting(name, value, kind)
         if "chosen" in function.__annotations__:
             settings["chosen"] = self.chosen
@@ -110,10 +120,16 @@ def load(name: str) -> Recipe:
         raise ValueError(f"{file} must be TOML, got an error: {error}") from error
     settings, keys = read.get("settings", {}), set(read) - {"settings"}
     if "recipe" in read and keys <= {"recipe", "open"}:
-        base = replace(load(read["recipe"]), name=name, **({"open": read["open"]} if "open" in read else {}))
-        return base.having(settings) if own else replace(base, settings={**base.settings, **settings})
+        base = replace(
+            load(read["recipe"]), name=name, **({"open": read["open"]} if "open" in read else {})
+        )
+        return (
+            base.having(settings) if own else replace(base, settings={**base.settings, **settings})
+        )
     if own or "train" not in read or not keys <= {"train", "open"}:
-        raise ValueError(f'{file} must hold recipe = "NAME" and a table [settings], got {", ".join(sorted(keys))}')
+        raise ValueError(
+            f'{file} must hold recipe = "NAME" and a table [settings], got {", ".join(sorted(keys))}'
+        )
     return Recipe(name, read["train"], settings, read.get("open", ""))
 
 
@@ -131,7 +147,9 @@ def beside(model: str, folder: Path) -> Path:
     are everybody's.
     """
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    if model.startswith("pocket/") or any(folder.resolve().is_relative_to(place) for place in installed):
+    if model.startswith("pocket/") or any(
+        folder.resolve().is_relative_to(place) for place in installed
+    ):
         raise ValueError(
             f"{model} is shipped with the package and is not written to; "
             f"copy it (cp -r {folder} my-model) and give the copy"

@@ -33,7 +33,15 @@ from specmm.processors import Processor
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Share, Size, beside
 from specmm.text.pipeline import TextPipeline
 
-SIZES = ("layers", "block", "mask", "inner", "read", "markov", "vocabulary")  # of a block drafter, which start brings
+SIZES = (
+    "layers",
+    "block",
+    "mask",
+    "inner",
+    "read",
+    "markov",
+    "vocabulary",
+)  # of a block drafter, which start brings
 Block = Annotated[int, 2]  # drafts a round
 
 
@@ -61,8 +69,12 @@ def deer(
     drafters/deer.
     """
     place, target, tokenizer = _begin(model, "deer", replace)
-    drafter = build_deer(target, layers, block, _mask(tokenizer, mask), tokenizer.eos_token_id, inner)
-    data = Rows(target, _rows(target, tokenizer, text, rows, None if chats else drawn, writable(out), seed))
+    drafter = build_deer(
+        target, layers, block, _mask(tokenizer, mask), tokenizer.eos_token_id, inner
+    )
+    data = Rows(
+        target, _rows(target, tokenizer, text, rows, None if chats else drawn, writable(out), seed)
+    )
     options: dict[str, Any] = dict(first_stage=first_stage, alpha=alpha, seed=seed)
     train_deer(target, drafter, data, out, steps=steps, batch=batch, lr=lr, **options)
     save_deer(drafter, place)
@@ -111,7 +123,9 @@ def dflash(
     tokens = _rows(target, tokenizer, text, rows, None if chats else drawn, writable(out), seed)
     if start is None:
         known = frequent(tokens, vocabulary) if vocabulary else None
-        drafter = build_block(target, layers, block + 1, hidden, read, inner, markov, recurrent, known)
+        drafter = build_block(
+            target, layers, block + 1, hidden, read, inner, markov, recurrent, known
+        )
     data = Rows(target, tokens, drafter.config.layers)
     train_block(target, drafter, data, out, steps=steps, batch=batch, lr=lr, fade=fade, seed=seed)
     save_dflash(drafter, place, target.model.get_input_embeddings().weight)
@@ -180,12 +194,22 @@ def _place(folder: Path, kind: str, replace: bool) -> Path:
 def _mask(tokenizer: Any, given: int | None) -> int:
     found = tokenizer.mask_token_id if given is None else given
     if found is None:
-        raise ValueError("tokenizer must have a mask token for a block drafter, got none; give one of its ids as mask")
+        raise ValueError(
+            "tokenizer must have a mask token for a block drafter, got none; give one of its ids as mask"
+        )
     return int(found)
 
 
-def _rows(target: Any, tokenizer: Any, text: list[Path], count: int, drawn: float | None, out: Path, seed: int) -> Any:
-    """Rows [R, 256] of the text, a share of them continued by the target behind 64 tokens, half
+def _rows(
+    target: Any,
+    tokenizer: Any,
+    text: list[Path],
+    count: int,
+    drawn: float | None,
+    out: Path,
+    seed: int,
+) -> Any:
+    """Rows [R, 256] of the text, a share of them continued by the target after 64 tokens, half
     greedily; without ``drawn`` conversations that the target makes up.
     """
     if drawn is None:
@@ -196,17 +220,23 @@ def _rows(target: Any, tokenizer: Any, text: list[Path], count: int, drawn: floa
     own = round(drawn * count)
     if not own:
         return rows
-    return torch.cat([drawn_rows(target, rows[:own, : LENGTH // 4], LENGTH, (0.0, 1.0), out, seed), rows[own:]])
+    return torch.cat(
+        [drawn_rows(target, rows[:own, : LENGTH // 4], LENGTH, (0.0, 1.0), out, seed), rows[own:]]
+    )
 
 
-def text_stream(tokenizer: Any, out: Path, given: Sequence[Path] = (), held_out: bool = False) -> Any:
+def text_stream(
+    tokenizer: Any, out: Path, given: Sequence[Path] = (), held_out: bool = False
+) -> Any:
     """The tokens [T] of the ``given`` texts, or of one side of the split of source code; kept in
     ``out`` for later use.
 
     Raises ``ValueError`` for a given place without text.
     """
     texts = given_texts(given) if given else read_files(held_out)
-    key = hashlib.sha256(repr((sorted(tokenizer.get_vocab().items()), list(texts.items()))).encode()).hexdigest()
+    key = hashlib.sha256(
+        repr((sorted(tokenizer.get_vocab().items()), list(texts.items()))).encode()
+    ).hexdigest()
     file = out / f"{'held-out' if held_out else 'tokens'}.pt"
     if file.exists() and (kept := torch.load(file, weights_only=True))["key"] == key:
         return kept["stream"]

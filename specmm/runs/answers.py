@@ -8,7 +8,13 @@ from specmm.runs.models import place_of
 
 
 def report_of(
-    model: str, pipe: Any, method: Any, out: Any, seed: int, seconds: float, sampling: dict[str, Any]
+    model: str,
+    pipe: Any,
+    method: Any,
+    out: Any,
+    seed: int,
+    seconds: float,
+    sampling: dict[str, Any],
 ) -> dict[str, Any]:
     """What was done and how long it took, for JSON; ``out`` is what ``pipe`` gave."""
     return {

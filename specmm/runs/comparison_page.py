@@ -8,7 +8,12 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-SCALE, GAP, LABEL, HEAD = 96, 4, 170, 26  # pixels: a picture's side, between pictures, label column, class names
+SCALE, GAP, LABEL, HEAD = (
+    96,
+    4,
+    170,
+    26,
+)  # pixels: a picture's side, between pictures, label column, class names
 
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>specmm demo</title>
@@ -22,8 +27,12 @@ img{{max-width:100%}}p{{color:#555;white-space:pre-line}}</style>
 """
 
 
-def side_by_side(rows: Sequence[tuple[Sequence[str], Sequence[Any]]], classes: Sequence[Any], repeats: int) -> Any:
-    """A PIL sheet of ``rows`` (lines of the label, pictures), ``repeats`` columns for each of ``classes``."""
+def side_by_side(
+    rows: Sequence[tuple[Sequence[str], Sequence[Any]]], classes: Sequence[Any], repeats: int
+) -> Any:
+    """A PIL sheet of ``rows`` (lines of the label, pictures), ``repeats`` columns for each of
+    ``classes``.
+    """
     from PIL import Image, ImageDraw, ImageFont
 
     step, count = SCALE + GAP, len(rows[0][1])
@@ -42,7 +51,9 @@ def side_by_side(rows: Sequence[tuple[Sequence[str], Sequence[Any]]], classes: S
                 font=small if i else bold,
             )
         for i, picture in enumerate(pictures):
-            sheet.paste(picture.resize((SCALE, SCALE), Image.Resampling.LANCZOS), (_left(i, repeats), top))
+            sheet.paste(
+                picture.resize((SCALE, SCALE), Image.Resampling.LANCZOS), (_left(i, repeats), top)
+            )
     return sheet
 
 
@@ -55,7 +66,9 @@ def page(sheet: Any, rows: Sequence[Sequence[str]], notes: str, model: str) -> s
     """A self-contained page with the table, the notes and the sheet."""
     packed = io.BytesIO()
     sheet.save(packed, format="PNG")
-    head, *body = ["".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in row) for row, tag in _tagged(rows)]
+    head, *body = [
+        "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in row) for row, tag in _tagged(rows)
+    ]
     return PAGE.format(
         width=max(sheet.width, 700),
         model=html.escape(model),

@@ -1,4 +1,6 @@
-"""Methods and their options from text: ``lantern++`` with ``lambda_=2``, or ``lantern++(lambda_=2, k=10)``."""
+"""Methods and their options from text: ``lantern++`` with ``lambda_=2``, or ``lantern++(lambda_=2,
+k=10)``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from specmm.registry import Registry, unknown
 
 
 def parse_method(registry: Registry, name: str, options: Sequence[str] = ()) -> Any:
-    """The method ``name`` of ``registry`` with ``options`` "KEY=VALUE"; ``ValueError`` for anything not known."""
+    """The method ``name`` of ``registry`` with ``options`` "KEY=VALUE"; ``ValueError`` for anything
+    not known.
+    """
     kind = registry.get(name)
     hints = get_type_hints(kind)
     known = {f.name for f in dataclasses.fields(kind)}
@@ -23,6 +27,7 @@ def parse_method(registry: Registry, name: str, options: Sequence[str] = ()) -> 
             raise ValueError(f"a method's option must read KEY=VALUE, got {option!r}")
         key = key.strip().replace("-", "_")
         key = f"{key}_" if key not in known and f"{key}_" in known else key  # lambda is lambda_
+        key = methods.current_option(kind, key)
         given[key] = _value(key, text.strip(), hints[key]) if key in known else text
     return methods.make(registry, name, **given)
 

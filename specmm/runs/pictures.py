@@ -1,6 +1,6 @@
 """Pictures drawn batch by batch and saved as soon as a batch is done.
 
-A picture's dice depend on its own seed only, so the batches of a run are calls of their own.
+A picture's uniforms depend on its own seed only, so the batches of a run are calls of their own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Job:
     batch_size: int
     out: Path
     compiled: bool = False
-    steady: bool = False
+    batch_invariant: bool = False
 
 
 @dataclass
@@ -48,7 +48,9 @@ class Report:
     stats: Any = None
     ran: str = ""  # the method with what it left to this machine decided
     reason: str = ""  # why so
-    certificates: list[tuple[Certificate, int]] = field(default_factory=list)  # with the tokens each is about
+    certificates: list[tuple[Certificate, int]] = field(
+        default_factory=list
+    )  # with the tokens each is about
     interrupted: bool = False
     place: dict[str, str] = field(default_factory=dict)  # device and dtype
 
@@ -81,7 +83,8 @@ class Report:
 
 
 def check(pipe: Any, job: Job) -> None:
-    """Raise ``ValueError`` for options and classes that ``pipe`` cannot take, before anything is drawn.
+    """Raise ``ValueError`` for options and classes that ``pipe`` cannot take, before anything is
+    drawn.
 
     What was not given is noted down as the model's settings have it.
     """
@@ -90,9 +93,15 @@ def check(pipe: Any, job: Job) -> None:
     from specmm.image_ar.settings import class_ids, with_options
 
     if job.compiled and "compiled" not in inspect.signature(pipe.__call__).parameters:
-        raise ValueError(f"--compile serves pocket/llamagen, pocket/var and the like, not {job.model}; leave it out")
-    if job.steady and (job.compiled or pipe.transformer.dtype != torch.float32 or pipe.device.type != "cpu"):
-        raise ValueError("--steady needs float32 on a CPU, uncompiled; give --dtype float32 and leave --compile out")
+        raise ValueError(
+            f"--compile serves pocket/llamagen, pocket/var and the like, not {job.model}; leave it out"
+        )
+    if job.batch_invariant and (
+        job.compiled or pipe.transformer.dtype != torch.float32 or pipe.device.type != "cpu"
+    ):
+        raise ValueError(
+            "--batch-invariant needs float32 on a CPU, uncompiled; give --dtype float32 and leave --compile out"
+        )
     known = check_sampling(pipe, job.model, job.sampling)
     settings = with_options(pipe.settings, **job.sampling)
     job.sampling = {name: getattr(settings, name) for name in known}
@@ -101,7 +110,9 @@ def check(pipe: Any, job: Job) -> None:
 
 
 def check_sampling(pipe: Any, model: str, sampling: dict[str, Any]) -> Mapping[str, Any]:
-    """Raise ``ValueError`` for options that ``pipe``, of ``model``, cannot take; returns all it knows."""
+    """Raise ``ValueError`` for options that ``pipe``, of ``model``, cannot take; returns all it
+    knows.
+    """
     from specmm.registry import unknown
 
     known = inspect.signature(pipe.target).parameters
@@ -124,7 +135,9 @@ def draw(pipe: Any, job: Job, tell: Callable[[str], None], callback: Any = None)
 
     report = Report(job, stats=Stats(), place=place_of(pipe.transformer))
     if old := sum(1 for file in job.out.glob("*.png")):
-        tell(f"note: {job.out} holds {old} pictures already; those of other names stay beside the new ones")
+        tell(
+            f"note: {job.out} holds {old} pictures already; those of other names stay beside the new ones"
+        )
     if job.compiled:
         tell("note: rounds, or scales, are compiled at first, which takes half a minute to two")
     method = _settled(pipe, job, report)
@@ -135,7 +148,14 @@ def draw(pipe: Any, job: Job, tell: Callable[[str], None], callback: Any = None)
         with tqdm(total=len(job.inputs), unit="picture", disable=None, leave=False) as bar:
             for first in range(0, len(job.inputs), job.batch_size):
                 rows = range(len(job.inputs))[first : first + job.batch_size]
-                _batch(pipe, report, rows, method, source if one else [generators[i] for i in rows], callback)
+                _batch(
+                    pipe,
+                    report,
+                    rows,
+                    method,
+                    source if one else [generators[i] for i in rows],
+                    callback,
+                )
                 bar.update(len(rows))
     except KeyboardInterrupt:
         report.interrupted = True
@@ -148,23 +168,29 @@ def draw(pipe: Any, job: Job, tell: Callable[[str], None], callback: Any = None)
 
 
 def _settled(pipe: Any, job: Job, report: Report) -> Any:
-    """The job's method, decided for its full batches where it leaves something to this machine; noted in ``report``."""
+    """The job's method, decided for its full batches where it leaves something to this machine;
+    noted in ``report``.
+    """
     at_once, found, note = min(job.batch_size, len(job.inputs)), job.method, ""
     if hasattr(pipe, "chooser"):
         found, note = pipe.chooser.settle(job.method, at_once, pipe.target(**job.sampling))
     if getattr(found, "release", False) and at_once < len(job.inputs):
-        raise ValueError(f"release draws one batch, give --batch-size {len(job.inputs)}, got {job.batch_size}")
+        raise ValueError(
+            f"release draws one batch, give --batch-size {len(job.inputs)}, got {job.batch_size}"
+        )
     report.ran, report.reason = label(found), note
     return found
 
 
-def _batch(pipe: Any, report: Report, rows: Sequence[int], method: Any, generator: Any, callback: Any) -> None:
+def _batch(
+    pipe: Any, report: Report, rows: Sequence[int], method: Any, generator: Any, callback: Any
+) -> None:
+    from specmm.batch_invariant import batch_invariant
     from specmm.stats import total
-    from specmm.steady import steady
 
     job, start = report.job, time.perf_counter()
     inputs = [job.inputs[i] for i in rows]
-    with steady() if job.steady else nullcontext():
+    with batch_invariant() if job.batch_invariant else nullcontext():
         out = pipe(
             **{job.kind: inputs},
             generator=generator,
@@ -172,7 +198,11 @@ def _batch(pipe: Any, report: Report, rows: Sequence[int], method: Any, generato
             batch_size=len(rows),
             callback_on_step_end=callback,
             **job.sampling,
-            **({"compiled": True} if job.compiled and len(rows) == min(job.batch_size, len(job.inputs)) else {}),
+            **(
+                {"compiled": True}
+                if job.compiled and len(rows) == min(job.batch_size, len(job.inputs))
+                else {}
+            ),
         )
     if method.name == "auto" and not report.outputs:
         report.reason = out.method.partition(": ")[2]

@@ -1,4 +1,6 @@
-"""Methods side by side in one process: interleaved runs, so that whatever else the machine does falls on all alike."""
+"""Methods side by side in one process: interleaved runs, so that whatever else the machine does
+falls on all alike.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Lane:
         return found
 
 
-def race(pipe: Any, contenders: Sequence[methods.Method], rounds: Sequence[Sequence[Any]], seed: int) -> list[Lane]:
+def race(
+    pipe: Any, contenders: Sequence[methods.Method], rounds: Sequence[Sequence[Any]], seed: int
+) -> list[Lane]:
     """Every method draws the classes of every round with the same seeds, in turns that rotate.
 
     Each first draws one batch that is not counted: caches, plans, memory.
@@ -80,7 +84,9 @@ def _draw(pipe: Any, method: methods.Method, classes: Sequence[Any], seed: int) 
 
 
 def likelihood(pipe: Any, lane: Lane, rounds: Sequence[Sequence[Any]]) -> float | None:
-    """Mean log-likelihood a token of the lane's pictures under the target; None for tokens that are no codes."""
+    """Mean log-likelihood a token of the lane's pictures under the target; None for tokens that are
+    no codes.
+    """
     import torch
 
     if not hasattr(pipe, "log_likelihood"):
@@ -92,8 +98,8 @@ def likelihood(pipe: Any, lane: Lane, rounds: Sequence[Sequence[Any]]) -> float 
 def summary(lane: Lane, plain: Lane, batch: int) -> dict[str, Any]:
     """What a lane says next to plain decoding; seconds are medians of whole calls, pixels included.
 
-    ``ideal`` is the speed-up of the token loop were there no host overhead: plain decoding's seconds a token times
-    the tokens, over the seconds of their draft and verify forwards.
+    ``ideal`` is the speed-up of the token loop were there no host overhead: plain decoding's
+    seconds a token times the tokens, over the seconds of their draft and verify forwards.
     """
     stats, median = lane.stats, statistics.median(lane.seconds)
     baseline = statistics.median(plain.seconds)
@@ -143,6 +149,10 @@ def measure(
         "outputs": [],
     }
     return [
-        {**summary(lane, lanes[0], batch), "quality": {"log_likelihood": likelihood(pipe, lane, rounds)}, **facts}
+        {
+            **summary(lane, lanes[0], batch),
+            "quality": {"log_likelihood": likelihood(pipe, lane, rounds)},
+            **facts,
+        }
         for lane in lanes
     ]

@@ -1,1 +1,3 @@
-"""Tree shapes and draft lengths: how many nodes to draft, how they hang together, and when to stop drafting."""
+"""Tree shapes and draft lengths: how many nodes to draft, how they hang together, and when to stop
+drafting.
+"""

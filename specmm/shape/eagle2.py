@@ -1,4 +1,5 @@
-"""EAGLE-2's dynamic tree: expand level by level on path probability, then rerank globally (arXiv 2406.16858).
+"""EAGLE-2's dynamic tree: expand level by level on path probability, then rerank globally (arXiv
+2406.16858).
 
 A drafter drives it, one forward a level, and stays the only one to know a model::
 
@@ -7,9 +8,11 @@ A drafter drives it, one forward a level, and stays the only one to know a model
         beam = step(beam, drafter(beam.tokens))   # [B, k, V] after each beam node
     tree = finish(beam, root, total)
 
-The tree is a deterministic function of the prefix: its drafts are point masses, and only a point-mass rule is exact.
+The tree is a deterministic function of the prefix: its drafts are point masses, and only a
+point-mass rule is exact.
 
-Shape letters: B batch, k beam width (children per node too), V vocabulary, M pool (all candidates so far), N nodes.
+Shape letters: B batch, k beam width (children per node too), V vocabulary, M pool (all candidates
+so far), N nodes.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from specmm.tree import DraftTree, TreeShape
 
 @dataclass(frozen=True)
 class Dynamic:
-    """EAGLE-2's tree: beams of ``top_k`` for ``depth`` levels behind the first, then the best ``total`` nodes."""
+    """EAGLE-2's tree: beams of ``top_k`` for ``depth`` levels after the first, then the best
+    ``total`` nodes.
+    """
 
     top_k: int = 10
     depth: int = 4
@@ -42,10 +47,11 @@ class Dynamic:
 class Beam:
     """The drafting state after some levels.
 
-    ``tokens``, ``scores`` [B, k]: the nodes to feed next and their path log-probabilities; ``index`` [B, k] their place
-    in the pool; ``origin`` [B, k] the row of the previous beam each came from (0 at first), to gather hidden states
-    and caches; ``mask`` [B, k, k * levels] which beam nodes fed so far each may attend, itself included.
-    ``pool_*`` [B, M]: every candidate, its score, and the pool index of its parent (-1: the root).
+    ``tokens``, ``scores`` [B, k]: the nodes to feed next and their path log-probabilities;
+    ``index`` [B, k] their place in the pool; ``origin`` [B, k] the row of the previous beam each
+    came from (0 at first), to gather hidden states and caches; ``mask`` [B, k, k * levels] which
+    beam nodes fed so far each may attend, itself included. ``pool_*`` [B, M]: every candidate, its
+    score, and the pool index of its parent (-1: the root).
     """
 
     tokens: Tensor
@@ -62,10 +68,13 @@ class Beam:
 def expand(scores: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
     """Path scores and draft ids [B, k, k] of the k best children of each beam node.
 
-    ``scores`` [B, k] are the nodes' own, ``logprobs`` [B, k, V] the draft's log-probabilities after each.
+    ``scores`` [B, k] are the nodes' own, ``logprobs`` [B, k, V] the draft's log-probabilities after
+    each.
     """
     best = _topk(logprobs, scores.shape[1])
-    return best.values.clamp(max=0) + scores.unsqueeze(-1), best.indices  # never above the parent, rounding or not
+    return best.values.clamp(max=0) + scores.unsqueeze(
+        -1
+    ), best.indices  # never above the parent, rounding or not
 
 
 def start(logprobs: Tensor, k: int, d2t: Tensor | None = None) -> Beam:
@@ -78,7 +87,9 @@ def start(logprobs: Tensor, k: int, d2t: Tensor | None = None) -> Beam:
     index = torch.arange(k, device=tokens.device).expand_as(tokens)
     mask = torch.eye(k, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
     none = torch.full_like(tokens, -1)
-    return Beam(tokens, best.values, index, torch.zeros_like(tokens), mask, tokens, best.values, none)
+    return Beam(
+        tokens, best.values, index, torch.zeros_like(tokens), mask, tokens, best.values, none
+    )
 
 
 def step(beam: Beam, logprobs: Tensor, d2t: Tensor | None = None) -> Beam:
@@ -113,34 +124,53 @@ def step(beam: Beam, logprobs: Tensor, d2t: Tensor | None = None) -> Beam:
 def finish(beam: Beam, root: Tensor, total: int) -> DraftTree:
     """The tree of ``total`` nodes: ``root`` [B] and the ``total`` - 1 best of the pool."""
     drafts, shape = rerank(
-        beam.pool_scores, beam.pool_parents, beam.pool_tokens, total, depth=beam.levels, width=beam.tokens.shape[1]
+        beam.pool_scores,
+        beam.pool_parents,
+        beam.pool_tokens,
+        total,
+        depth=beam.levels,
+        width=beam.tokens.shape[1],
     )
     return DraftTree(torch.cat([root.unsqueeze(1), drafts], dim=1), shape)
 
 
 def rerank(
-    pool_scores: Tensor, pool_parents: Tensor, pool_tokens: Tensor, total: int, *, depth: int, width: int
+    pool_scores: Tensor,
+    pool_parents: Tensor,
+    pool_tokens: Tensor,
+    total: int,
+    *,
+    depth: int,
+    width: int,
 ) -> tuple[Tensor, TreeShape]:
-    """The best ``total`` - 1 of a pool [B, M]: their tokens [B, total - 1] in pool order and the shape under a root.
+    """The best ``total`` - 1 of a pool [B, M]: their tokens [B, total - 1] in pool order and the
+    shape under a root.
 
-    Parents must come before their children in the pool and score at least as much; among equals the earlier wins,
-    so a node is never kept without its parent. ``depth`` and ``width`` are the pool's bounds.
+    Parents must come before their children in the pool and score at least as much; among equals the
+    earlier wins, so a node is never kept without its parent. ``depth`` and ``width`` are the pool's
+    bounds.
     """
     count = total - 1
     if not 1 <= count <= pool_scores.shape[1]:
-        raise ValueError(f"total must be in [2, {pool_scores.shape[1] + 1}] for this pool, got {total}")
+        raise ValueError(
+            f"total must be in [2, {pool_scores.shape[1] + 1}] for this pool, got {total}"
+        )
     order = pool_scores.sort(dim=1, descending=True, stable=True).indices
     kept = order[:, :count].sort(dim=1).values
     parents = pool_parents.gather(1, kept)
     nodes = torch.searchsorted(kept, parents) + 1
     nodes = torch.where(parents < 0, 0, nodes)
     nodes = torch.nn.functional.pad(nodes, (1, 0), value=-1)
-    return pool_tokens.gather(1, kept), TreeShape(nodes, depth=min(depth, count), width=min(width, count))
+    return pool_tokens.gather(1, kept), TreeShape(
+        nodes, depth=min(depth, count), width=min(width, count)
+    )
 
 
 def _topk(logprobs: Tensor, k: int) -> torch.return_types.topk:
     if not 1 <= k <= logprobs.shape[-1]:
-        raise ValueError(f"beam width must be in [1, {logprobs.shape[-1]}] (the draft vocabulary), got {k}")
+        raise ValueError(
+            f"beam width must be in [1, {logprobs.shape[-1]}] (the draft vocabulary), got {k}"
+        )
     return logprobs.topk(k)
 
 

@@ -46,9 +46,15 @@ def _dynamic(total: int = 24, depth: int = 4, top_k: int = 6, device: Any = "cpu
 
 TREES: Mapping[str, TreeKind] = {
     "chain": TreeKind(_chain, "chain(6)", "one draft after the other"),
-    "spine": TreeKind(partial(_numbers, spine), "spine(3, 2, 2, 1)", "a chain with siblings, or plainly 3,2,2,1"),
-    "branching": TreeKind(partial(_numbers, branching), "branching(4, 2, 1)", "so many children a node, by level"),
-    "delayed": TreeKind(delayed, "delayed(trunk=2, branches=3, length=2)", "a chain that branches at its end"),
+    "spine": TreeKind(
+        partial(_numbers, spine), "spine(3, 2, 2, 1)", "a chain with siblings, or plainly 3,2,2,1"
+    ),
+    "branching": TreeKind(
+        partial(_numbers, branching), "branching(4, 2, 1)", "so many children a node, by level"
+    ),
+    "delayed": TreeKind(
+        delayed, "delayed(trunk=2, branches=3, length=2)", "a chain that branches at its end"
+    ),
     "dynamic": TreeKind(
         _dynamic,
         "dynamic(total=24, depth=4, top_k=6)",
@@ -58,9 +64,7 @@ TREES: Mapping[str, TreeKind] = {
 
 
 def make_tree(
-    tree: Tree,
-    device: torch.device | str = "cpu",
-    acceptance: Sequence[Sequence[float]] = (),
+    tree: Tree, device: torch.device | str = "cpu", acceptance: Sequence[Sequence[float]] = ()
 ) -> TreeShape | Dynamic:
     """The shape that ``tree`` names.
 
@@ -84,7 +88,9 @@ def make_tree(
         raise ValueError(f"a tree must read as {TREES[name].spelling}, got {tree!r}") from error
 
 
-def _sequoia(device: torch.device | str, acceptance: Sequence[Sequence[float]], total: int = 12) -> TreeShape:
+def _sequoia(
+    device: torch.device | str, acceptance: Sequence[Sequence[float]], total: int = 12
+) -> TreeShape:
     if not acceptance:
         raise ValueError("tree sequoia needs a drafter whose acceptance was measured, got none")
     return best_tree(acceptance, total, len(acceptance), device)[0]
@@ -96,5 +102,7 @@ def static_tree(
     """As :func:`make_tree`, of fixed shape; raises ``ValueError`` for one that is not."""
     found = make_tree(tree, device, acceptance)
     if isinstance(found, Dynamic):
-        raise ValueError(f"tree must be of fixed shape to be drawn, got {tree}; give spine(3, 2, 1)")
+        raise ValueError(
+            f"tree must be of fixed shape to be drawn, got {tree}; give spine(3, 2, 1)"
+        )
     return found

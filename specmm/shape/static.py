@@ -1,7 +1,8 @@
 """Static tree shapes: fixed before the run, shared by all rows and rounds.
 
 A static shape does not depend on the realised draws, which is what the ratio rules need to be exact
-(LANTERN++ and EAGLE-1 use named lists, Medusa's ``tree_choices``; SpecInfer and RSD use branching factors).
+(LANTERN++ and EAGLE-1 use named lists, Medusa's ``tree_choices``; SpecInfer and RSD use branching
+factors).
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def named(name: str, device: torch.device | str = "cpu") -> TreeShape:
 
 
 def branching(widths: Sequence[int], device: torch.device | str = "cpu") -> TreeShape:
-    """Every node of depth d has ``widths[d]`` children: [4, 2, 1] drafts 4 + 8 + 8 nodes, level by level."""
+    """Every node of depth d has ``widths[d]`` children: [4, 2, 1] drafts 4 + 8 + 8 nodes, level by
+    level.
+    """
     _check(widths)
     parents, level = [-1], [0]
     for width in widths:
@@ -55,7 +58,8 @@ def branching(widths: Sequence[int], device: torch.device | str = "cpu") -> Tree
 
 
 def spine(widths: Sequence[int], device: torch.device | str = "cpu") -> TreeShape:
-    """A main chain of rank-0 nodes whose node of depth d has ``widths[d]`` children; the others have none.
+    """A main chain of rank-0 nodes whose node of depth d has ``widths[d]`` children; the others
+    have none.
 
     The caterpillar of top-heavy drafting: one drafter row a level, sum(widths) drafts.
     """
@@ -70,4 +74,6 @@ def spine(widths: Sequence[int], device: torch.device | str = "cpu") -> TreeShap
 
 def _check(widths: Sequence[int]) -> None:
     if not widths or min(widths) < 1:
-        raise ValueError(f"widths must be a non-empty list of numbers of at least 1, got {list(widths)}")
+        raise ValueError(
+            f"widths must be a non-empty list of numbers of at least 1, got {list(widths)}"
+        )

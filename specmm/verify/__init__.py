@@ -11,7 +11,7 @@ from specmm.verify.lantern import Lantern, LanternPP
 from specmm.verify.neighbours import neighbour_table
 from specmm.verify.outcomes import endings, expected_tokens
 from specmm.verify.relaxed import Typical
-from specmm.verify.rule import Decisions, Rule, Verdict
+from specmm.verify.rule import Decisions, Rule, VerifyResult
 from specmm.verify.transport import ot_bound
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
     "Rule",
     "Traversal",
     "Typical",
-    "Verdict",
+    "VerifyResult",
     "endings",
     "expected_tokens",
     "neighbour_table",

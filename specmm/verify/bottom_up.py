@@ -1,7 +1,9 @@
-"""Exact rules that test nodes from the leaves up: block verification (chains) and traversal verification (trees).
+"""Exact rules that test nodes from the leaves up: block verification (chains) and traversal
+verification (trees).
 
-Shape letters: B batch, N nodes, M nodes but the root, P families of one level, V vocabulary. Drafts must be drawn
-from the laws the tree carries, siblings without replacement (or be point masses, without laws).
+Shape letters: B batch, N nodes, M nodes but the root, P families of one level, V vocabulary. Drafts
+must be drawn from the distributions the tree carries, siblings without replacement (or be point
+masses, without distributions).
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from specmm.verify.rule import Decisions
 
 
 def deepest_first(shape: TreeShape) -> Tensor:
-    """Nodes but the root from the deepest level up, within a level by number: [M], or [B, M] for per-row shapes."""
+    """Nodes but the root from the deepest level up, within a level by number: [M], or [B, M] for
+    per-row shapes.
+    """
     return shape.once("orders", _both_orders)[0]
 
 
@@ -33,9 +37,11 @@ def _both_orders(shape: TreeShape) -> tuple[Tensor, Tensor]:
 
 
 def _earlier(shape: TreeShape) -> Tensor:
-    """Whether node j comes before i in post-order [1 or B, N, N]: below it, or below an elder of i or its ancestors."""
+    """Whether node j comes before i in post-order [1 or B, N, N]: below it, or below an earlier
+    sibling of i or its ancestors.
+    """
     up = shape.ancestors.float()
-    aside = (up @ shape.elders.float() @ up.mT) > 0
+    aside = (up @ shape.earlier_siblings.float() @ up.mT) > 0
     below = shape.ancestors.mT & ~torch.eye(shape.size, dtype=torch.bool, device=up.device)
     return aside | below
 
@@ -44,27 +50,31 @@ def _earlier(shape: TreeShape) -> Tensor:
 class Block:
     """Block verification of a chain (Sun et al. 2025).
 
-    With p_0 = 1 and p_i = min(1, p_{i-1} p/q) at draft i, and S_i = sum((p_i p - q)+) after it: draft i is kept with
-    h_i = S_i / (S_i + 1 - p_i), the last with p_i; the largest i kept ends the path, and the next token is drawn from
-    norm((p_i p - q)+), after the last draft from p.
+    With p_0 = 1 and p_i = min(1, p_{i-1} p/q) at draft i, and S_i = sum((p_i p - q)+) after it:
+    draft i is kept with h_i = S_i / (S_i + 1 - p_i), the last with p_i; the largest i kept ends the
+    path, and the next token is drawn from norm((p_i p - q)+), after the last draft from p.
     """
 
     name: str = "block"
     exact: bool = True
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
-        """Decisions for the target's processed laws ``p`` [B, N, V]. Raises ``ValueError`` unless a chain."""
+        """Decisions for the target's processed distributions ``p`` [B, N, V]. Raises ``ValueError``
+        unless a chain.
+        """
         if tree.shape.width > 1:
-            raise ValueError(f"tree must be a chain for block verification, got {tree.shape.width} siblings")
+            raise ValueError(
+                f"tree must be a chain for block verification, got {tree.shape.width} siblings"
+            )
         token, before = tree.tokens[:, 1:], p[:, :-1]  # [B, M], [B, M, V]
-        law = one_hot(token, p) if tree.laws is None else tree.laws[:, 1:]
-        ratio = take(before, token) / take(law, token).clamp(min=torch.finfo(p.dtype).tiny)
+        probs = one_hot(token, p) if tree.probs is None else tree.probs[:, 1:]
+        ratio = take(before, token) / take(probs, token).clamp(min=torch.finfo(p.dtype).tiny)
         reach = _running(ratio)  # [B, N]
-        rest = (reach[:, :-1, None] * before - law).clamp_(min=0)
+        rest = (reach[:, :-1, None] * before - probs).clamp_(min=0)
         total = rest.sum(-1)
         keep = torch.cat([_raised(reach[:, :-1], total), reach[:, -1:]], dim=1)
-        next_law = torch.cat([torch.where(total[..., None] > 0, rest, before), p[:, -1:]], dim=1)
-        return Decisions(keep, next_law, deepest_first(tree.shape))
+        next_probs = torch.cat([torch.where(total[..., None] > 0, rest, before), p[:, -1:]], dim=1)
+        return Decisions(keep, next_probs, deepest_first(tree.shape))
 
 
 def _running(ratio: Tensor) -> Tensor:
@@ -82,48 +92,66 @@ def _raised(reach: Tensor, total: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Traversal:
-    """Traversal verification (Weng et al. 2025) of any tree drawn without replacement; on a chain, block verification.
+    """Traversal verification (Weng et al. 2025) of any tree drawn without replacement; on a chain,
+    block verification.
 
-    A node enters with r_v = min(1, r_u p_u(v) / q(v)), u its parent. Rejecting v, with S = sum((r_u p_u - q)+), sets
-    p_u <- norm((r_u p_u - q)+) and r_u <- S / (S + 1 - r_u), and the next sibling's law is q without v, as the tree
-    records it. Nodes are tested in post-order, each with the r it is left with once its children are gone; an r
-    that was updated is never computed again from the parent.
+    A node enters with r_v = min(1, r_u p_u(v) / q(v)), u its parent. Rejecting v, with S = sum((r_u
+    p_u - q)+), sets p_u <- norm((r_u p_u - q)+) and r_u <- S / (S + 1 - r_u), and the next
+    sibling's distribution is q without v, as the tree records it. Nodes are tested in post-order,
+    each with the r it is left with once its children are gone; an r that was updated is never
+    computed again from the parent.
     """
 
     name: str = "traversal"
     exact: bool = True
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
-        """Decisions for the target's processed laws ``p`` [B, N, V]."""
+        """Decisions for the target's processed distributions ``p`` [B, N, V]."""
         if tree.shape.shared and tree.shape.width == 1:
             return Block().decisions(tree, p)  # the same numbers in a quarter of the operations
-        reach = p.new_ones(len(p), tree.shape.size + 1)  # missing children (-1) fall into the spare column
-        law = p
+        reach = p.new_ones(
+            len(p), tree.shape.size + 1
+        )  # missing children (-1) fall into the spare column
+        probs = p
         for walk in level_plans(tree.shape):
-            target, left = law.index_select(1, walk.inner), reach.index_select(1, walk.inner)
+            target, left = probs.index_select(1, walk.inner), reach.index_select(1, walk.inner)
             entered = []
             for trial in trials(tree, walk):
                 kept, target, left = _reject(walk, target, left, trial)
                 entered.append(kept)
-            law, reach = law.index_copy(1, walk.inner, target), reach.index_copy(1, walk.inner, left)
+            probs, reach = (
+                probs.index_copy(1, walk.inner, target),
+                reach.index_copy(1, walk.inner, left),
+            )
             children = walk.nodes.expand(len(p), -1) % reach.shape[1]
             reach.scatter_(1, children, torch.cat(entered, dim=1))
-        return Decisions(reach[:, :-1], law, leaves_first(tree.shape))
+        return Decisions(reach[:, :-1], probs, leaves_first(tree.shape))
 
 
-def _reject(walk: Plan, target: Tensor, left: Tensor, trial: Trial) -> tuple[Tensor, Tensor, Tensor]:
-    """What a child enters with [B, F], and target [B, P, V] and r [B, P] of its parents once it is rejected."""
+def _reject(
+    walk: Plan, target: Tensor, left: Tensor, trial: Trial
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a child enters with [B, F], and target [B, P, V] and r [B, P] of its parents once it is
+    rejected.
+    """
     count = trial.token.shape[1]
     now, r = target[:, :count], left[:, :count]
-    law = one_hot(trial.token, target) if trial.law is None else trial.law
-    drawn = take(law, trial.token).clamp(min=torch.finfo(target.dtype).tiny)
+    probs = one_hot(trial.token, target) if trial.probs is None else trial.probs
+    drawn = take(probs, trial.token).clamp(min=torch.finfo(target.dtype).tiny)
     kept = (r * take(now, trial.token) / drawn).clamp(max=1)
-    rest = (r[..., None] * now - law).clamp_(min=0)
+    rest = (r[..., None] * now - probs).clamp_(min=0)
     total = rest.sum(-1)
-    raised, law_after = _raised(r, total), torch.where(total[..., None] > 0, rest / total[..., None], now)
+    raised, probs_after = (
+        _raised(r, total),
+        torch.where(total[..., None] > 0, rest / total[..., None], now),
+    )
     if walk.real is not None:
         real = walk.real[trial.rank]
-        return kept, torch.where(real[..., None], law_after, now), torch.where(real, raised, r)
+        return kept, torch.where(real[..., None], probs_after, now), torch.where(real, raised, r)
     if count == target.shape[1]:
-        return kept, law_after, raised
-    return kept, torch.cat([law_after, target[:, count:]], 1), torch.cat([raised, left[:, count:]], 1)
+        return kept, probs_after, raised
+    return (
+        kept,
+        torch.cat([probs_after, target[:, count:]], 1),
+        torch.cat([raised, left[:, count:]], 1),
+    )

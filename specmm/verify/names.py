@@ -41,7 +41,9 @@ RULES: Mapping[str, RuleKind] = {
     "traversal": RuleKind(Traversal, "distinct", "from the leaves up, keeps the most"),
     "block": RuleKind(Block, "distinct", "a chain as a whole", chains=True),
     "k-seq": RuleKind(KSeq, "independent", "SpecTr's, siblings drawn independently"),
-    "greedy-multi-draft": RuleKind(GreedyMultiDraft, "likeliest and one", "the likeliest tokens and one that is drawn"),
+    "greedy-multi-draft": RuleKind(
+        GreedyMultiDraft, "likeliest and one", "the likeliest tokens and one that is drawn"
+    ),
     "point-mass": RuleKind(PointMass, None, "the likeliest tokens, kept with p(x)"),
     "typical": RuleKind(Typical, None, "Medusa's: what is likely enough is kept"),
     "lantern": RuleKind(Lantern, "distinct", "a token stands for its near codes", relaxed=True),

@@ -18,10 +18,11 @@ from specmm.verify.rule import Decisions
 
 @dataclass(frozen=True)
 class Typical:
-    """Typical acceptance (Cai et al. 2024, Medusa): keep x if p(x) > min(epsilon, delta exp(-H(p))).
+    """Typical acceptance (Cai et al. 2024, Medusa): keep x if p(x) > min(epsilon, delta
+    exp(-H(p))).
 
-    Siblings are tried in turn and the first that passes is kept (Medusa takes the longest path); where none passes,
-    the next token is drawn from p itself.
+    Siblings are tried in turn and the first that passes is kept (Medusa takes the longest path);
+    where none passes, the next token is drawn from p itself.
     """
 
     epsilon: float = 0.09
@@ -31,11 +32,17 @@ class Typical:
 
     def __post_init__(self) -> None:
         if not 0 < self.epsilon <= 1 or self.delta <= 0:
-            raise ValueError(f"epsilon must be in (0, 1] and delta positive, got {self.epsilon} and {self.delta}")
+            raise ValueError(
+                f"epsilon must be in (0, 1] and delta positive, got {self.epsilon} and {self.delta}"
+            )
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
-        """Decisions for the target's processed laws ``p`` [B, N, V]."""
-        return top_down_measured(tree, p, self._step, strict_step) if measure else top_down(tree, p, self._step)
+        """Decisions for the target's processed distributions ``p`` [B, N, V]."""
+        return (
+            top_down_measured(tree, p, self._step, strict_step)
+            if measure
+            else top_down(tree, p, self._step)
+        )
 
     def _step(self, target: Tensor, trial: Trial) -> tuple[Tensor, Tensor]:
         entropy = torch.special.entr(target).sum(-1)

@@ -1,4 +1,5 @@
-"""The yardstick: how often any exact rule could keep one of k independent drafts (optimal transport).
+"""The yardstick: how often any exact rule could keep one of k independent drafts (optimal
+transport).
 
 Shape letters: V vocabulary; leading axes are free.
 """
@@ -10,10 +11,11 @@ from torch import Tensor
 
 
 def ot_bound(p: Tensor, q: Tensor, drafts: int) -> Tensor:
-    """Largest acceptance [...] of ``drafts`` independent samples of ``q`` [..., V] under target ``p`` [..., V].
+    """Largest acceptance [...] of ``drafts`` independent samples of ``q`` [..., V] under target
+    ``p`` [..., V].
 
-    1 + min over sets H of p(H) - q(H)^k (Hu et al. 2025); the best H takes tokens by ascending p / q.
-    Computed in float64.
+    1 + min over sets H of p(H) - q(H)^k (Hu et al. 2025); the best H takes tokens by ascending p /
+    q. Computed in float64.
     """
     if drafts < 1:
         raise ValueError(f"drafts must be at least 1, got {drafts}")

@@ -9,7 +9,10 @@ from typing import Any
 from specmm.registry import unknown
 
 POCKET = Path(__file__).parent / "pocket"
-PIPELINE, TRANSFORMERS = "model_index.json", "config.json"  # what an image model and a transformers model hold
+PIPELINE, TRANSFORMERS = (
+    "model_index.json",
+    "config.json",
+)  # what an image model and a transformers model hold
 PACKAGE = "package.json"  # what a model holds whose weights come in a package of their own
 
 
@@ -19,10 +22,11 @@ def pocket_models() -> dict[str, Path]:
 
 
 def find(name: str | Path, index: str = PIPELINE) -> Path:
-    """The folder of a model: a local folder, a pocket name, or a hub id (fetched by huggingface_hub).
+    """The folder of a model: a local folder, a pocket name, or a hub id (fetched by
+    huggingface_hub).
 
-    ``index`` is the file that tells the wanted kind of model: ``PIPELINE`` or ``TRANSFORMERS``. Raises ``ValueError``
-    saying what was tried when there is none.
+    ``index`` is the file that tells the wanted kind of model: ``PIPELINE`` or ``TRANSFORMERS``.
+    Raises ``ValueError`` saying what was tried when there is none.
     """
     folder = Path(name)
     if (folder / index).is_file():
@@ -32,16 +36,22 @@ def find(name: str | Path, index: str = PIPELINE) -> Path:
         return shipped[str(name)]
     if str(name) in shipped:
         right = [n for n, f in shipped.items() if (f / index).is_file()]
-        raise ValueError(f"{name} is a model of another kind, this needs one like {', '.join(right) or 'your own'}")
+        raise ValueError(
+            f"{name} is a model of another kind, this needs one like {', '.join(right) or 'your own'}"
+        )
     if str(name).startswith("pocket/"):
         raise unknown("pocket model", name, shipped)
     if folder.exists():
-        raise ValueError(f"{folder} must hold a {index}; give the folder that save_pretrained wrote")
+        raise ValueError(
+            f"{folder} must hold a {index}; give the folder that save_pretrained wrote"
+        )
     return _from_hub(str(name))
 
 
 def card(name: str) -> dict[str, Any]:
-    """The measured facts of a pocket model (``card.json``): data, licence, steps, losses, benchmark numbers."""
+    """The measured facts of a pocket model (``card.json``): data, licence, steps, losses, benchmark
+    numbers.
+    """
     file = pocket_models().get(name, Path(name)) / "card.json"
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return found

@@ -1,4 +1,5 @@
-"""The calls whose tokens are kept: every method of every family, drawn and greedy, on the pocket models.
+"""The calls whose tokens are kept: every method of every family, drawn and greedy, on the pocket
+models.
 
 Double precision, so that a processor's rounding hardly ever decides a token (transformers' norms
 and rotations are computed in float32 whatever is asked; the seeds are some with which AVX2 and
@@ -69,7 +70,9 @@ def picture() -> Image.Image:
 def drawn(name: str, method: Any, **options: Any) -> list[Any]:
     """The tokens of two pictures."""
     generators = [torch.Generator().manual_seed(seed) for seed in range(2)]
-    out = images(name)(classes=[0, 1], generator=generators, method=method, output_type="latent", **options)
+    out = images(name)(
+        classes=[0, 1], generator=generators, method=method, output_type="latent", **options
+    )
     found: list[Any] = out.tokens.tolist()
     return found
 
@@ -100,7 +103,9 @@ IMAGES: dict[str, Any] = {
 }
 SCALES = {"ar": "ar", "code": CoDe(2), "speculative": ScaleSpeculative()}
 CONTINUOUS = {"ar": "ar"} | {v: CSpD(v) for v in ("exact", "paper", "release", "aligned")}
-ANSWERS = {m: m for m in ("ar", "text-draft", "vlm-draft", "msd", "prompt-lookup")} | {"msd, drawn": MSD(sampled=True)}
+ANSWERS = {m: m for m in ("ar", "text-draft", "vlm-draft", "msd", "prompt-lookup")} | {
+    "msd, drawn": MSD(sampled=True)
+}
 TEXTS: dict[str, Any] = {
     **{m: m for m in ("ar", "diffuspec", "specdiff", "deer", "block", "text-draft")},
     "prompt-lookup": "prompt-lookup",

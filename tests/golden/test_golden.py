@@ -1,4 +1,6 @@
-"""The same tokens for the same seeds as when they were recorded (``calls.py``), by every method of every family."""
+"""The same tokens for the same seeds as when they were recorded (``calls.py``), by every method of
+every family.
+"""
 
 import json
 

@@ -16,15 +16,20 @@ def pipe():
     return made
 
 
-@pytest.mark.parametrize("method", [methods.SJD(), methods.Speculative(), methods.Eagle()], ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "method", [methods.SJD(), methods.Speculative(), methods.Eagle()], ids=lambda m: m.name
+)
 def test_greedy_equals_plain_token_for_token(pipe, method):
     options = {"classes": ["heart"], "temperature": 0.0, "output_type": "latent"}
     seeded = [torch.Generator("cuda").manual_seed(0)]
     assert torch.equal(
-        pipe(method="ar", generator=seeded, **options).tokens, pipe(method=method, generator=seeded, **options).tokens
+        pipe(method="ar", generator=seeded, **options).tokens,
+        pipe(method=method, generator=seeded, **options).tokens,
     )
 
 
 def test_relaxed_run_is_bounded(pipe):
-    out = pipe(classes=["heart"], method="lantern++", generator=torch.Generator("cuda").manual_seed(0))
+    out = pipe(
+        classes=["heart"], method="lantern++", generator=torch.Generator("cuda").manual_seed(0)
+    )
     assert out.certificate.kind == "bounded" and out.stats.tau > 1

@@ -36,17 +36,24 @@ CLASSES = ("heart", "face-smiling", "food-fruit", "country-flag", "time")
 LEVELS = 4
 
 
-def tiny_pipeline(seed: int = 0, tokens: int = 36, vocab: int = 64, drafters: bool = True) -> LlamaGenPipeline:
+def tiny_pipeline(
+    seed: int = 0, tokens: int = 36, vocab: int = 64, drafters: bool = True
+) -> LlamaGenPipeline:
     """Random weights: dim 64, 2 layers, pictures of 24 pixels."""
     torch.manual_seed(seed)
     config = GPTConfig(64, 2, 4, vocab, tokens, num_classes=len(CLASSES), multiple_of=32)
     gpt = Transformer(config)
-    gpt.output.weight.data.normal_(std=0.3)  # laws that are not flat
+    gpt.output.weight.data.normal_(std=0.3)  # distributions that are not flat
     vq = VQModel(VQConfig(vocab, 8, 32, (1, 1, 1), 1, 32))
     vq.quantize.embedding.weight.data = torch.nn.functional.normalize(torch.randn(vocab, 8), dim=-1)
-    heads = {"block": BlockHead(BlockConfig(LEVELS, 2, config)), "eagle": EagleHead(EagleConfig(config))}
+    heads = {
+        "block": BlockHead(BlockConfig(LEVELS, 2, config)),
+        "eagle": EagleHead(EagleConfig(config)),
+    }
     trees = {"speculative": (2, 1, 1), "lantern++": (2, 2, 1)}
-    return LlamaGenPipeline(gpt.eval(), vq.eval(), heads if drafters else {}, Settings(classes=CLASSES, trees=trees))
+    return LlamaGenPipeline(
+        gpt.eval(), vq.eval(), heads if drafters else {}, Settings(classes=CLASSES, trees=trees)
+    )
 
 
 @pytest.fixture(scope="session")
@@ -80,34 +87,47 @@ def shaken(model, seed, std=0.3):
 
 
 def qwen2(vocabulary, seed, layers=2, **changes):
-    config = tf.Qwen2Config(vocab_size=vocabulary, num_hidden_layers=layers, **(TEXT_SIZES | changes))
+    config = tf.Qwen2Config(
+        vocab_size=vocabulary, num_hidden_layers=layers, **(TEXT_SIZES | changes)
+    )
     model = shaken(tf.Qwen2ForCausalLM(config), seed)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = 0, 1
     return model
 
 
 def write_drafters(folder, target, words):
-    """A diffusion model with its proxy, a DEER and a DFlash drafter, a language model; some are the target itself, so
-    that something is accepted."""
+    """A diffusion model with its proxy, a DEER and a DFlash drafter, a language model; some are the
+    target itself, so that something is accepted.
+    """
     size, mask = len(words), words.mask_token_id
     near = qwen2(size, 0)
     near.save_pretrained(folder / "text")
-    facts = near.config.to_dict() | {"model_type": "Dream", "mask_token_id": mask, "eos_token_id": 0}
+    facts = near.config.to_dict() | {
+        "model_type": "Dream",
+        "mask_token_id": mask,
+        "eos_token_id": 0,
+    }
     (folder / "diffusion").mkdir()
     (folder / "diffusion" / "config.json").write_text(json.dumps(facts))
-    save_file({k: v for k, v in near.state_dict().items()}, folder / "diffusion" / "model.safetensors")
+    save_file(
+        {k: v for k, v in near.state_dict().items()}, folder / "diffusion" / "model.safetensors"
+    )
     fit([words(TEXT)["input_ids"]], size).save(folder / "diffusion" / PROXY)
     inner = qwen2(size, 5, layers=1)
     share(inner, target)
     save_deer(CausalPrefix(inner, mask, 5, 0, shared=True), folder / "deer", torch.float32)
-    sizes = tf.Qwen3Config(vocab_size=size, num_hidden_layers=1, head_dim=8, attn_implementation="sdpa", **TEXT_SIZES)
+    sizes = tf.Qwen3Config(
+        vocab_size=size, num_hidden_layers=1, head_dim=8, attn_implementation="sdpa", **TEXT_SIZES
+    )
     block = shaken(DFlash(DFlashConfig(sizes, 5, mask, (0,))), 4)
     save_dflash(block, folder / "block", target.get_input_embeddings().weight, torch.float32)
 
 
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory):
-    """Folder of a tiny Qwen2 with a tokenizer and every drafter beside it; copy it before changing anything in it."""
+    """Folder of a tiny Qwen2 with a tokenizer and every drafter beside it; copy it before changing
+    anything in it.
+    """
     folder = tmp_path_factory.mktemp("text")
     words = build_tokenizer([TEXT], 280)
     target = qwen2(len(words), 0)

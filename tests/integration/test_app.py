@@ -1,4 +1,6 @@
-"""The app in a real browser: every tab, a bad file, two people at once, a reload in the middle, no stranger asked."""
+"""The app in a real browser: every tab, a bad file, two people at once, a reload in the middle, no
+stranger asked.
+"""
 
 import os
 import shutil
@@ -24,7 +26,9 @@ def browser_here() -> str | None:
     return next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
-needs_browser = pytest.mark.skipif(browser_here() is None, reason=f"needs one of {', '.join(BROWSERS)}")
+needs_browser = pytest.mark.skipif(
+    browser_here() is None, reason=f"needs one of {', '.join(BROWSERS)}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +55,10 @@ def page(browser: Any, address: str) -> Iterator[Any]:
     hosts: set[str] = set()
     page = browser.new_page(viewport={"width": 1280, "height": 1000})
     page.set_default_timeout(PATIENCE)
-    page.on("request", lambda request: hosts.add(request.url.split("/")[2] if "://" in request.url else ""))
+    page.on(
+        "request",
+        lambda request: hosts.add(request.url.split("/")[2] if "://" in request.url else ""),
+    )
     page.goto(address)
     yield page
     assert hosts <= {address.split("/")[2], ""}  # nothing but this machine was asked
@@ -136,7 +143,10 @@ def test_frames_show_what_was_accepted() -> None:
     grid = Frame([3, 4, 8], 9, 0.5).grid(3)
     cells = [grid.getpixel((x * 20 + 5, y * 20 + 5)) for y in range(3) for x in range(3)]
     blue, green, grey = cells[0], cells[1], cells[8]
-    assert cells == [blue, green, blue, blue, green, green, green, blue, grey] and len({blue, green, grey}) == 3
+    assert (
+        cells == [blue, green, blue, blue, green, green, green, blue, grey]
+        and len({blue, green, grey}) == 3
+    )
 
 
 def test_a_drawing_that_is_left_stops(tiny: Path) -> None:
@@ -152,7 +162,9 @@ def test_a_drawing_that_is_left_stops(tiny: Path) -> None:
 def test_answers_set_accepted_drafts_apart() -> None:
     rounds = [Said([("abc", True), ("def", False)], 3), Said([], 1), Said([("xyz", False)], 1)]
     *_, (pieces, line) = written(iter([[said] for said in rounds]))
-    assert pieces == [("abc", DRAFT), ("def", None), ("xyz", None)] and line.startswith("5 tokens in 3 rounds")
+    assert pieces == [("abc", DRAFT), ("def", None), ("xyz", None)] and line.startswith(
+        "5 tokens in 3 rounds"
+    )
 
 
 def test_only_listed_models_are_loaded() -> None:
@@ -160,4 +172,6 @@ def test_only_listed_models_are_loaded() -> None:
         Models().get("images", "/etc")
     with pytest.raises(ValueError, match="folder or a pocket model"):
         Models(("no/such",))
-    assert "pocket/llava" in Models().names["questions"] and set(Models().names["images"]) <= set(zoo.pocket_models())
+    assert "pocket/llava" in Models().names["questions"] and set(Models().names["images"]) <= set(
+        zoo.pocket_models()
+    )

@@ -1,4 +1,6 @@
-"""Method ``auto``: acceptance measured on a real loop, a plan from real seconds, plain decoding where it loses."""
+"""Method ``auto``: acceptance measured on a real loop, a plan from real seconds, plain decoding
+where it loses.
+"""
 
 import json
 import shutil
@@ -31,9 +33,11 @@ def parts_and_target():
     return Parts({"block": head}), LlamaGenTarget(model, Guidance(1.5), Processor())
 
 
-def test_acceptance_is_a_law_over_ranks(parts_and_target):
+def test_acceptance_is_a_distribution_over_ranks(parts_and_target):
     parts, target = parts_and_target
-    table = torch.tensor(measure_acceptance(parts.head("block"), target, Prompt(torch.tensor([0, 1, 2])), [1, 2, 3]))
+    table = torch.tensor(
+        measure_acceptance(parts.head("block"), target, Prompt(torch.tensor([0, 1, 2])), [1, 2, 3])
+    )
     assert table.shape == (3, 6)
     assert bool((table >= 0).all()) and bool((table.sum(1) <= 1 + 1e-6).all())
     assert table[0].sum() > 0.3, "an untrained head and an untrained target are both nearly uniform"
@@ -46,40 +50,57 @@ def test_a_plan_is_decided_on_the_seconds_it_holds(parts_and_target):
     costs = made.costs
     assert costs.step > 0 and costs.host > 0 and costs.round(4, 2) > 0
     again = plan(costs, known.acceptance, tuning.candidates(known))
-    assert made.shape is None or (made.expected_speedup, made.reason) == (again.expected_speedup, again.reason)
+    assert made.shape is None or (made.expected_speedup, made.reason) == (
+        again.expected_speedup,
+        again.reason,
+    )
 
 
 @pytest.mark.parametrize(("gain", "method"), [(-1.0, methods.SJD()), (10.0, methods.AR())])
 def test_without_a_drafter_jacobi_rounds_are_tried(parts_and_target, gain, method, monkeypatch):
-    """They are taken where they gained more than the margin, here put below and above whatever they gain."""
+    """They are taken where they gained more than the margin, here put below and above whatever they
+    gain.
+    """
     _, target = parts_and_target
     monkeypatch.setattr(tuning, "MARGIN", gain)
     alone = Parts({})
     assert choose_method(target, alone, 2) == method
-    assert "no block drafter" in planned_for(target, alone, 2).reason and "sjd" in planned_for(target, alone, 2).reason
+    assert (
+        "no block drafter" in planned_for(target, alone, 2).reason
+        and "sjd" in planned_for(target, alone, 2).reason
+    )
 
 
 def test_hopeless_drafts_fall_back_and_certain_ones_are_taken(parts_and_target):
     parts, target = parts_and_target
     hopeless = Parts(parts.drafters, acceptance=((0.001,), (0.001,), (0.001,)))
     assert choose_method(target, hopeless, 1) == methods.AR()
-    slow = LlamaGenTarget(Transformer(GPTConfig(32, 24, 2, 24, 36, num_classes=3)).eval(), Guidance(), Processor())
+    slow = LlamaGenTarget(
+        Transformer(GPTConfig(32, 24, 2, 24, 36, num_classes=3)).eval(), Guidance(), Processor()
+    )
     head = BlockHead(BlockConfig(3, 2, slow.model.config)).eval()
     certain = Parts({"block": head}, acceptance=((0.99,), (0.99,), (0.99,)))
     chosen = choose_method(slow, certain, 1)
-    assert isinstance(chosen, methods.Speculative), "three sure tokens a round against 24 layers a token"
+    assert isinstance(chosen, methods.Speculative), (
+        "three sure tokens a round against 24 layers a token"
+    )
     assert static_tree(chosen.tree).depth >= 2
 
 
 def test_auto_without_a_drafter_is_plain_decoding(text_folder, llava_pipe, tmp_path):
-    bare = shutil.copytree(text_folder, tmp_path / "bare", ignore=shutil.ignore_patterns("drafters"))
+    bare = shutil.copytree(
+        text_folder, tmp_path / "bare", ignore=shutil.ignore_patterns("drafters")
+    )
     pipe = TextPipeline.from_pretrained(bare, torch_dtype=torch.float32)
     out = pipe("def add(", method="auto", max_new_tokens=6)
     assert "there is no block or deer drafter" in out.method and out.certificate.kind == "exact"
     assert out.texts == pipe("def add(", max_new_tokens=6).texts
     alone = VQAPipeline(llava_pipe.model, llava_pipe.processor)
     out = alone([], "What is it?", method="auto", max_new_tokens=4)
-    assert "there is no msd drafter" in out.method and out.answers == alone([], "What is it?", max_new_tokens=4).answers
+    assert (
+        "there is no msd drafter" in out.method
+        and out.answers == alone([], "What is it?", max_new_tokens=4).answers
+    )
 
 
 def test_bench_and_plan_of_a_model_without_drafters(make_tiny, tmp_path):

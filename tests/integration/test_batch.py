@@ -1,4 +1,6 @@
-"""``specmm batch`` on a tiny random model: every item once, the same whatever the batch, and every mistake named."""
+"""``specmm batch`` on a tiny random model: every item once, the same whatever the batch, and every
+mistake named.
+"""
 
 import errno
 import io
@@ -30,7 +32,7 @@ from specmm.jobs.engines import run_local, run_rank, share
 from specmm.jobs.finish import finish
 from specmm.jobs.items import Item, read_items
 from specmm.jobs.journal import pack, unpack
-from specmm.jobs.run import Tally, pending
+from specmm.jobs.run import JobCounts, pending
 from specmm.jobs.spec import Limits, Spec, prepare
 from specmm.jobs.store import Result, description
 from specmm.jobs.verify import verify
@@ -75,15 +77,27 @@ def worker(tiny: Path, make_tiny: Callable[..., LlamaGenPipeline]) -> ImageWorke
 
 
 @pytest.fixture
-def make(worker: ImageWorker, tmp_path: Path) -> Callable[..., Tally]:
+def make(worker: ImageWorker, tmp_path: Path) -> Callable[..., JobCounts]:
     """Runs items of a job with the tiny model, already loaded."""
 
-    def call(items: Sequence[Item], name: str = "out", runner: Any = run_local, by: Any = worker, **limits: Any) -> Any:
+    def call(
+        items: Sequence[Item],
+        name: str = "out",
+        runner: Any = run_local,
+        by: Any = worker,
+        **limits: Any,
+    ) -> Any:
         folder, spec = tmp_path / name, worker.spec
         prepare(folder, spec)
-        tally = runner(folder, spec, Limits(**{"batch": 4, **limits}), pending(folder, items), opener=lambda: by)
+        counts = runner(
+            folder,
+            spec,
+            Limits(**{"batch": 4, **limits}),
+            pending(folder, items),
+            opener=lambda: by,
+        )
         finish(folder, spec, items, 1000)
-        return tally
+        return counts
 
     return call
 
@@ -107,7 +121,18 @@ class Faulty:
 def test_a_job_from_end_to_end(tiny: Path, tmp_path: Path) -> None:
     file, out = jobs(tmp_path, 5), tmp_path / "out"
     file.write_text(file.read_text() + '{"id": "bad", "class": "hart"}\n')
-    common = ("batch", file, "--model", tiny, "--method", "speculative", "--out", out, "--batch-size", 3)
+    common = (
+        "batch",
+        file,
+        "--model",
+        tiny,
+        "--method",
+        "speculative",
+        "--out",
+        out,
+        "--batch-size",
+        3,
+    )
     result = run(*common, "--json", "--parquet", "--price", 36)
     assert result.exit_code == 1, "an item failed"
     found = json.loads(result.stdout)
@@ -118,10 +143,16 @@ def test_a_job_from_end_to_end(tiny: Path, tmp_path: Path) -> None:
     assert [row["id"] for row in index] == [f"set/{i}" for i in range(5)]
     assert set(index[0]) >= {"seed", "method", "certificate", "stats", "file", "class"}
     told = description(out / index[0]["file"])
-    assert told["id"] == "set/0" and told["seed"] == index[0]["seed"] and told["certificate"]["kind"] == "exact"
+    assert (
+        told["id"] == "set/0"
+        and told["seed"] == index[0]["seed"]
+        and told["certificate"]["kind"] == "exact"
+    )
     from pyarrow import parquet
 
-    assert parquet.read_table(out / "index.parquet")["id"].to_pylist() == [row["id"] for row in index]
+    assert parquet.read_table(out / "index.parquet")["id"].to_pylist() == [
+        row["id"] for row in index
+    ]
     before = results(out)
     again = json.loads(run(*common, "--json").stdout)
     assert (again["done"], again["done_now"]) == (5, 0) and results(out) == before
@@ -129,7 +160,9 @@ def test_a_job_from_end_to_end(tiny: Path, tmp_path: Path) -> None:
     assert checked.exit_code == 0 and "5 of 6 items done, 1 set aside, 0 left" in checked.stdout
 
 
-def test_python_draws_the_same_picture(worker: ImageWorker, make: Callable[..., Tally], tmp_path: Path) -> None:
+def test_python_draws_the_same_picture(
+    worker: ImageWorker, make: Callable[..., JobCounts], tmp_path: Path
+) -> None:
     items = read_items(jobs(tmp_path, 2))
     make(items)
     generator = torch.Generator().manual_seed(items[1].seed)
@@ -140,17 +173,34 @@ def test_python_draws_the_same_picture(worker: ImageWorker, make: Callable[..., 
 
 
 @pytest.mark.parametrize(("kind", "suffix"), [("webp", ".webp"), ("jpeg", ".jpeg")])
-def test_formats_carry_their_description(worker: ImageWorker, tmp_path: Path, kind: str, suffix: str) -> None:
+def test_formats_carry_their_description(
+    worker: ImageWorker, tmp_path: Path, kind: str, suffix: str
+) -> None:
     (item,) = read_items(jobs(tmp_path, 1))
     (tmp_path / "results").mkdir()
     (record,) = store.Store(tmp_path, kind, "tiny").save(worker.run([item]))
-    assert record["file"].endswith(suffix) and description(tmp_path / record["file"])["id"] == "set/0"
+    assert (
+        record["file"].endswith(suffix) and description(tmp_path / record["file"])["id"] == "set/0"
+    )
 
 
 @pytest.mark.parametrize("layout", ["folders", "tar", "torn tar"])
-def test_damaged_and_missing_results_are_made_again(tiny: Path, tmp_path: Path, layout: str) -> None:
+def test_damaged_and_missing_results_are_made_again(
+    tiny: Path, tmp_path: Path, layout: str
+) -> None:
     out, kind = tmp_path / "out", layout.split()[-1]
-    common = ("batch", jobs(tmp_path, 4), "--model", tiny, "--dtype", "float32", "--out", out, "--shard-size", 2)
+    common = (
+        "batch",
+        jobs(tmp_path, 4),
+        "--model",
+        tiny,
+        "--dtype",
+        "float32",
+        "--out",
+        out,
+        "--shard-size",
+        2,
+    )
     common += ("--layout", kind)
     assert run(*common).exit_code == 0
     before = contents(out)
@@ -159,7 +209,9 @@ def test_damaged_and_missing_results_are_made_again(tiny: Path, tmp_path: Path, 
     assert contents(out) != before
     refusal = refused("eval", "fid", out, out)
     assert "damaged or missing results, such as set/" in refusal and "--repair" in refusal
-    assert json.loads(run(*common, "--json").stdout)["done_now"] == 0, "a plain run trusts the journal"
+    assert json.loads(run(*common, "--json").stdout)["done_now"] == 0, (
+        "a plain run trusts the journal"
+    )
     found = json.loads(run(*common, "--repair", "--json").stdout)
     assert found["repaired"] == found["done_now"] >= 1 and found["repaired_otherwise"] == 0
     assert contents(out) == before
@@ -191,14 +243,19 @@ def spoil(out: Path, layout: str) -> None:
 
 
 def test_a_repair_with_other_bytes_says_so(tiny: Path, tmp_path: Path) -> None:
-    """As on a machine that rounds otherwise: here another dtype's pixels, under the first one's name."""
+    """As on a machine that rounds otherwise: here another dtype's pixels, under the first one's
+    name.
+    """
     out = tmp_path / "out"
     common = ("batch", jobs(tmp_path, 2), "--model", tiny, "--out", out)
     assert run(*common).exit_code == 0
     for file in (out / "journal").glob("*.log"):
         lines = [unpack(line) for line in file.read_bytes().splitlines(keepends=True)]
         file.write_bytes(b"".join(pack(line | {"sha256": "0" * 64}) for line in lines if line))
-    assert "2 damaged or missing results made again, 2 of them with other bytes" in run(*common, "--repair").stdout
+    assert (
+        "2 damaged or missing results made again, 2 of them with other bytes"
+        in run(*common, "--repair").stdout
+    )
     assert run("batch", jobs(tmp_path, 2), "--out", out, "--verify").exit_code == 0
 
 
@@ -217,9 +274,22 @@ def test_archives_are_webdataset_and_read_by_eval(tiny: Path, tmp_path: Path) ->
     from specmm.metrics.inputs import open_pictures
 
     out = tmp_path / "out"
-    common = ("--model", tiny, "--out", out, "--layout", "tar", "--shard-size", 2, "--batch-size", 4)
+    common = (
+        "--model",
+        tiny,
+        "--out",
+        out,
+        "--layout",
+        "tar",
+        "--shard-size",
+        2,
+        "--batch-size",
+        4,
+    )
     assert run("batch", jobs(tmp_path, 3), *common).exit_code == 0
-    assert run("batch", jobs(tmp_path, 5), *common).exit_code == 0  # the job has grown: a shard is made anew
+    assert (
+        run("batch", jobs(tmp_path, 5), *common).exit_code == 0
+    )  # the job has grown: a shard is made anew
     shards = sorted((out / "archives").iterdir())
     assert [len(names(s)) for s in shards] == [2, 2, 1]
     assert not results(out) and len(list(open_pictures(out))) == 5
@@ -246,7 +316,9 @@ def test_mistakes_are_one_line(tiny: Path, tmp_path: Path) -> None:
     assert "has changed" in refused(*common[:4], "--out", tmp_path / "made")
 
 
-def test_a_method_that_looks_at_the_clock_is_refused(make: Callable[..., Tally], tmp_path: Path) -> None:
+def test_a_method_that_looks_at_the_clock_is_refused(
+    make: Callable[..., JobCounts], tmp_path: Path
+) -> None:
     make(read_items(jobs(tmp_path, 1, method="auto")))
     assert "measured seconds" in (tmp_path / "out/failed.jsonl").read_text()
 
@@ -255,7 +327,10 @@ def test_a_method_that_looks_at_the_clock_is_refused(make: Callable[..., Tally],
 
 
 def test_bit_equal_across_batches_orders_workers_and_restarts(
-    make: Callable[..., Tally], worker: ImageWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., JobCounts],
+    worker: ImageWorker,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     items = read_items(jobs(tmp_path, 9))
     for size in (1, 4, 16):
@@ -281,7 +356,11 @@ def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="another process"):
         Journal(tmp_path, "local")
     held.close()
-    with occupied(tmp_path, shared=True), occupied(tmp_path, shared=True), pytest.raises(ValueError, match="another"):
+    with (
+        occupied(tmp_path, shared=True),
+        occupied(tmp_path, shared=True),
+        pytest.raises(ValueError, match="another"),
+    ):
         occupied(tmp_path, shared=False).__enter__()
 
 
@@ -289,7 +368,7 @@ def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_poisoned_item_is_set_aside_and_may_be_taken_up_again(
-    make: Callable[..., Tally], worker: ImageWorker, tmp_path: Path
+    make: Callable[..., JobCounts], worker: ImageWorker, tmp_path: Path
 ) -> None:
     items = read_items(jobs(tmp_path, 6))
 
@@ -297,8 +376,8 @@ def test_a_poisoned_item_is_set_aside_and_may_be_taken_up_again(
         if any(i.id == "set/3" for i in batch):
             raise RuntimeError("the model does not like three")
 
-    tally = make(items, by=Faulty(worker, fault), retries=2)
-    assert len(tally.done) == 5 and tally.failed == ["set/3"]
+    counts = make(items, by=Faulty(worker, fault), retries=2)
+    assert len(counts.done) == 5 and counts.failed == ["set/3"]
     record = json.loads((tmp_path / "out/failed.jsonl").read_text())
     assert record["tries"] == 3 and "does not like three" in record["error"]
     assert pending(tmp_path / "out", items) == []
@@ -306,7 +385,9 @@ def test_a_poisoned_item_is_set_aside_and_may_be_taken_up_again(
     assert make([left]).done == ["set/3"] or left.id == "set/3"
 
 
-def test_memory_that_runs_out_halves_the_batch(make: Callable[..., Tally], worker: ImageWorker, tmp_path: Path) -> None:
+def test_memory_that_runs_out_halves_the_batch(
+    make: Callable[..., JobCounts], worker: ImageWorker, tmp_path: Path
+) -> None:
     def fault(batch: Sequence[Item]) -> None:
         if len(batch) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -316,7 +397,9 @@ def test_memory_that_runs_out_halves_the_batch(make: Callable[..., Tally], worke
     assert faulty.sizes == [8, 4, 2, 2, 2, 2, 2]  # eight were asked for, then it knows
 
 
-def test_ctrl_c_keeps_what_is_done(make: Callable[..., Tally], worker: ImageWorker, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_is_done(
+    make: Callable[..., JobCounts], worker: ImageWorker, tmp_path: Path
+) -> None:
     calls = []
 
     def fault(batch: Sequence[Item]) -> None:
@@ -325,16 +408,16 @@ def test_ctrl_c_keeps_what_is_done(make: Callable[..., Tally], worker: ImageWork
             raise KeyboardInterrupt
 
     items = read_items(jobs(tmp_path, 6))
-    tally = make(items, by=Faulty(worker, fault), batch=2)
-    assert tally.interrupted and len(tally.done) == 2
+    counts = make(items, by=Faulty(worker, fault), batch=2)
+    assert counts.interrupted and len(counts.done) == 2
     assert len(make(items).done) == 4 and verify(tmp_path / "out", items).done == 6
 
 
 @pytest.mark.parametrize("when", range(1, 12))
 def test_a_full_disk_loses_nothing(
-    make: Callable[..., Tally], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: int
+    make: Callable[..., JobCounts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: int
 ) -> None:
-    """Every write and sync fails once, and the job goes on behind it."""
+    """Every write and sync fails once, and the job goes on after it."""
     items, calls, sync = read_items(jobs(tmp_path, 4)), [], os.fsync
 
     def full(handle: int) -> None:
@@ -369,11 +452,13 @@ def without_room(work: Callable[[], object], folder: Path, answers: SimpleQueue[
         answers.put(str(error))
 
 
-def test_a_file_limit_is_a_clear_error(make: Callable[..., Tally], tmp_path: Path) -> None:
+def test_a_file_limit_is_a_clear_error(make: Callable[..., JobCounts], tmp_path: Path) -> None:
     """A real limit of the system, in a process of its own."""
     items, context = read_items(jobs(tmp_path, 2)), multiprocessing.get_context("fork")
     answers: SimpleQueue[str] = context.SimpleQueue()
-    child = context.Process(target=without_room, args=(lambda: make(items), tmp_path / "out", answers))
+    child = context.Process(
+        target=without_room, args=(lambda: make(items), tmp_path / "out", answers)
+    )
     child.start()
     child.join()
     assert child.exitcode == 0
@@ -390,10 +475,14 @@ def test_kills_at_random_moments_lose_nothing(worker: ImageWorker) -> None:
 
 def test_read_only_output(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert "cannot write to" in refused("batch", jobs(tmp_path, 1), "--model", tiny, "--out", tmp_path / "file/out")
+    assert "cannot write to" in refused(
+        "batch", jobs(tmp_path, 1), "--model", tiny, "--out", tmp_path / "file/out"
+    )
 
 
-def test_the_clock_may_jump(make: Callable[..., Tally], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_may_jump(
+    make: Callable[..., JobCounts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     items, jumps = read_items(jobs(tmp_path, 4)), iter(range(10**6))
     make(items, "steady")
     monkeypatch.setattr(time, "time", lambda: 4e9 - 1e8 * next(jumps))
@@ -418,11 +507,17 @@ def test_metrics_are_served_while_it_works(tmp_path: Path) -> None:
 
 def test_answers_are_bit_equal_and_read_by_eval(tmp_path: Path) -> None:
     Image.new("RGB", (96, 96), "red").save(tmp_path / "red.png")
-    rows = [{"id": str(i), "image": "red.png", "question": q} for i, q in enumerate(("What is it?", "How many?") * 2)]
+    rows = [
+        {"id": str(i), "image": "red.png", "question": q}
+        for i, q in enumerate(("What is it?", "How many?") * 2)
+    ]
     rows.append({"id": "missing", "image": "no.png", "question": "What is it?"})
     file = tmp_path / "jobs.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    items, spec = read_items(file), Spec("pocket/llava", sampling={"max_new_tokens": 8}, dtype="float32")
+    items, spec = (
+        read_items(file),
+        Spec("pocket/llava", sampling={"max_new_tokens": 8}, dtype="float32"),
+    )
     worker = AnswerWorker(spec, questions=True)
     for size in (1, 4):
         prepare(folder := tmp_path / str(size), spec)
@@ -432,6 +527,10 @@ def test_answers_are_bit_equal_and_read_by_eval(tmp_path: Path) -> None:
     assert "no.png" in (tmp_path / "1/failed.jsonl").read_text()
     index = [json.loads(line) for line in (tmp_path / "4/index.jsonl").read_text().splitlines()]
     truth = tmp_path / "truth.jsonl"
-    truth.write_text("".join(json.dumps({"id": row["id"], "answer": row["answer"]}) + "\n" for row in index))
-    scored = run("eval", "vqa", tmp_path / "4/index.jsonl", "--answers", truth, "--metric", "exact", "--json")
+    truth.write_text(
+        "".join(json.dumps({"id": row["id"], "answer": row["answer"]}) + "\n" for row in index)
+    )
+    scored = run(
+        "eval", "vqa", tmp_path / "4/index.jsonl", "--answers", truth, "--metric", "exact", "--json"
+    )
     assert scored.exit_code == 0 and json.loads(scored.stdout)["value"] == 1

@@ -1,4 +1,5 @@
-"""Batches of the shipped models: an item's bits do not depend on what it is batched with (float32, CPU).
+"""Batches of the shipped models: an item's bits do not depend on what it is batched with (float32,
+CPU).
 
 Greedy decoding hides most rounding; samplers at their default temperature do not.
 """
@@ -26,7 +27,11 @@ CASES = [
 ]
 TWO_THREADS = [  # slow beside another test process: threads wait for one another
     pytest.param(*case, 2, marks=pytest.mark.slow)
-    for case in (("pocket/llamagen", "speculative"), ("pocket/var", "speculative"), ("pocket/mar", "ar"))
+    for case in (
+        ("pocket/llamagen", "speculative"),
+        ("pocket/var", "speculative"),
+        ("pocket/mar", "ar"),
+    )
 ]
 
 
@@ -35,7 +40,9 @@ def pixels(worker: ImageWorker, items: Sequence[Item], size: int) -> list[bytes]
     return [found.image.tobytes() for batch in batches for found in worker.run(batch)]
 
 
-@pytest.mark.parametrize(("model", "method", "threads"), [(*case, 1) for case in CASES] + TWO_THREADS)
+@pytest.mark.parametrize(
+    ("model", "method", "threads"), [(*case, 1) for case in CASES] + TWO_THREADS
+)
 def test_pictures_are_bit_equal_across_batch_sizes(model: str, method: str, threads: int) -> None:
     worker = ImageWorker(Spec(model, method, dtype="float32"))
     worker.pipe.set_progress_bar_config(disable=True)

@@ -1,6 +1,10 @@
-"""``--engine ray`` on this machine: an item that kills its worker is set aside, everything else is done once."""
+"""``--engine ray`` on this machine: an item that kills its worker is set aside, everything else is
+done once.
+"""
 
-from __future__ import annotations  # what is defined in a test travels to the actor without the names in its hints
+from __future__ import (
+    annotations,  # what is defined in a test travels to the actor without the names in its hints
+)
 
 import json
 import os
@@ -19,7 +23,7 @@ from specmm.jobs.verify import verify
 
 @pytest.fixture
 def one_core(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A cluster of one core, gone behind the test."""
+    """A cluster of one core, gone after the test."""
     import ray
 
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -28,7 +32,9 @@ def one_core(monkeypatch: pytest.MonkeyPatch) -> Any:
     except Exception as error:  # ray raises a bare one
         if "timed out during startup" not in str(error):
             raise
-        pytest.skip("ray gives its own processes half a minute to start, and this machine is too busy for that")
+        pytest.skip(
+            "ray gives its own processes half a minute to start, and this machine is too busy for that"
+        )
     yield
     ray.shutdown()
 
@@ -36,7 +42,9 @@ def one_core(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.slow
 def test_a_worker_that_dies_takes_nothing_with_it(one_core: Any, tmp_path: Path) -> None:
     def opener() -> Any:
-        """Draws flat pictures, and dies at the third item; defined here, so that it travels to the actor."""
+        """Draws flat pictures, and dies at the third item; defined here, so that it travels to the
+        actor.
+        """
         from PIL import Image
 
         from specmm.jobs.store import Result
@@ -55,16 +63,31 @@ def test_a_worker_that_dies_takes_nothing_with_it(one_core: Any, tmp_path: Path)
                 if any(i.id == "set/3" for i in items):
                     os._exit(1)
                 stats = {"tokens": 1, "tau": 1.0, "seconds": 0.1, "batch": len(items)}
-                facts = {"method": "ar", "certificate": {"kind": "exact", "reason": "", "tv": 0.0}, "stats": stats}
-                return [Result(i, facts, image=Image.new("RGB", (4, 4), i.seed % 2**24)) for i in items]
+                facts = {
+                    "method": "ar",
+                    "certificate": {"kind": "exact", "reason": "", "tv": 0.0},
+                    "stats": stats,
+                }
+                return [
+                    Result(i, facts, image=Image.new("RGB", (4, 4), i.seed % 2**24)) for i in items
+                ]
 
         return Fatal()
 
     items = [Item(f"set/{i}", "class", "heart", seed_of(str(i), 0)) for i in range(6)]
     prepare(tmp_path, spec := Spec("any"))
-    tally = run_ray(tmp_path, spec, Limits(batch=2, retries=0), pending(tmp_path, items), opener=opener, actors=1)
+    counter = run_ray(
+        tmp_path,
+        spec,
+        Limits(batch=2, retries=0),
+        pending(tmp_path, items),
+        opener=opener,
+        actors=1,
+    )
     finish(tmp_path, spec, items, 1000)
-    assert sorted(tally.done) == [f"set/{i}" for i in (0, 1, 2, 4, 5)] and tally.failed == ["set/3"]
+    assert sorted(counter.done) == [f"set/{i}" for i in (0, 1, 2, 4, 5)] and counter.failed == [
+        "set/3"
+    ]
     assert "worker died" in json.loads((tmp_path / "failed.jsonl").read_text())["error"]
     found = verify(tmp_path, items)
     assert (found.done, found.failed, found.left, found.problems) == (5, 1, 0, [])

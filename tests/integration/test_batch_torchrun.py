@@ -12,8 +12,13 @@ BIN = Path(sys.executable).parent
 
 
 def call(*command: object) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    return subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=300, env=environment)
+    environment = os.environ | {
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.run(
+        [str(c) for c in command], capture_output=True, text=True, timeout=300, env=environment
+    )
 
 
 def pictures(folder: Path) -> dict[str, bytes]:
@@ -30,6 +35,12 @@ def test_two_ranks_make_every_item_once(tiny: Path, tmp_path: Path) -> None:
     assert launched.returncode == 0, launched.stderr
     assert sorted(f.stem for f in (out / "journal").glob("rank-*")) == ["rank-00000", "rank-00001"]
     checked = call("specmm", "batch", jobs, "--out", out, "--verify", "--json")
-    assert json.loads(checked.stdout) == {"items": 5, "done": 5, "failed": 0, "left": 0, "problems": []}
+    assert json.loads(checked.stdout) == {
+        "items": 5,
+        "done": 5,
+        "failed": 0,
+        "left": 0,
+        "problems": [],
+    }
     assert call("specmm", *given, "--out", alone).returncode == 0
     assert len(pictures(alone)) == 5 and pictures(out) == pictures(alone)

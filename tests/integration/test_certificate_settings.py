@@ -10,7 +10,9 @@ PICTURE = dict(output_type="latent", batch_size=1)
 
 def test_image_tokens(make_tiny):
     pipe = make_tiny(tokens=16)
-    out = pipe("heart", temperature=0.7, top_k=5, cfg=2.0, cfg_interval=3, method="speculative", **PICTURE)
+    out = pipe(
+        "heart", temperature=0.7, top_k=5, cfg=2.0, cfg_interval=3, method="speculative", **PICTURE
+    )
     named = {"temperature": 0.7, "top_k": 5, "cfg": 2.0, "cfg_interval": 3}
     assert out.certificate.settings == named and out.certificate.kind == "exact"
     assert pipe("heart", temperature=0.0, cfg=1.0, top_k=0, **PICTURE).certificate.settings == {
@@ -22,17 +24,26 @@ def test_image_tokens(make_tiny):
 def test_continuous_tokens():
     pipe = ImagePipeline.from_pretrained("pocket/mar")
     for steps in ("2", "3"):
-        out = pipe(3, num_iter=2, head_steps=steps, method="cspd", temperature=0.9, cfg=1.0, **PICTURE)
+        out = pipe(
+            3, num_iter=2, head_steps=steps, method="cspd", temperature=0.9, cfg=1.0, **PICTURE
+        )
         named = {"num_iter": 2, "head_steps": steps, "temperature": 0.9, "cfg": 1.0}
-        assert out.certificate.settings == named and "num_iter 2, head_steps " + steps in str(out.certificate)
+        assert out.certificate.settings == named and "num_iter 2, head_steps " + steps in str(
+            out.certificate
+        )
 
 
 def test_scales():
     pipe = ImagePipeline.from_pretrained("pocket/var")
     out = pipe(3, temperature=0.8, top_k=9, top_p=0.9, cfg=1.0, **PICTURE)
     assert out.certificate.settings == {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "cfg": 1.0}
-    relaxed = pipe(3, method=methods.CoDe(3), top_k=0, top_p=1.0, temperature=1.0, cfg=2.0, **PICTURE)
-    assert relaxed.certificate.kind == "heuristic" and relaxed.certificate.settings == {"temperature": 1.0, "cfg": 2.0}
+    relaxed = pipe(
+        3, method=methods.CoDe(3), top_k=0, top_p=1.0, temperature=1.0, cfg=2.0, **PICTURE
+    )
+    assert relaxed.certificate.kind == "heuristic" and relaxed.certificate.settings == {
+        "temperature": 1.0,
+        "cfg": 2.0,
+    }
 
 
 @pytest.mark.parametrize("method", ["ar", "prompt-lookup"])

@@ -1,4 +1,6 @@
-"""The command line on a tiny random model: pictures, JSON, seeds, interruptions, and every user's mistake."""
+"""The command line on a tiny random model: pictures, JSON, seeds, interruptions, and every user's
+mistake.
+"""
 
 import errno
 import functools
@@ -72,7 +74,18 @@ def test_help_is_quick_and_light() -> None:
 
 
 def test_json_is_all_there_is_on_stdout(tiny: Path, tmp_path: Path) -> None:
-    command = [*MAIN, "generate", str(tiny), "--class", "heart", "-n", "2", "--method", "lantern++", "--json"]
+    command = [
+        *MAIN,
+        "generate",
+        str(tiny),
+        "--class",
+        "heart",
+        "-n",
+        "2",
+        "--method",
+        "lantern++",
+        "--json",
+    ]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
@@ -87,7 +100,9 @@ def test_json_is_all_there_is_on_stdout(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_a_mistake_is_one_line_in_a_real_process(tiny: Path) -> None:
-    done = subprocess.run([*MAIN, "generate", str(tiny), "--class", "hart"], capture_output=True, text=True)
+    done = subprocess.run(
+        [*MAIN, "generate", str(tiny), "--class", "hart"], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: unknown class 'hart'; did you mean 'heart'?\n"
 
@@ -104,9 +119,24 @@ def test_a_drawn_seed_is_printed_and_repeats_the_run(tiny: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_picture_is_the_same_whatever_the_batch(tiny: Path, tmp_path: Path, method: str) -> None:
-    common = ("--class", "heart", "--class", 2, "-n", 2, "--method", method, "--seed", 5, "--dtype", "float32")
+    common = (
+        "--class",
+        "heart",
+        "--class",
+        2,
+        "-n",
+        2,
+        "--method",
+        method,
+        "--seed",
+        5,
+        "--dtype",
+        "float32",
+    )
     for size in (1, 3):
-        found = run_json("generate", tiny, *common, "--batch-size", size, "--out", tmp_path / str(size))
+        found = run_json(
+            "generate", tiny, *common, "--batch-size", size, "--out", tmp_path / str(size)
+        )
     assert found["certificate"]["kind"] == ("bounded" if method == "lantern++" else "exact")
     assert len(pictures(tmp_path / "1")) == 4
     assert pictures(tmp_path / "1") == pictures(tmp_path / "3")
@@ -116,7 +146,9 @@ def test_the_command_draws_what_python_draws(tiny: Path, tmp_path: Path) -> None
     common = ("--class", "time", "-n", 3, "--seed", 1, "--batch-size", 2, "--dtype", "float32")
     found = run_json("generate", tiny, *common, "--out", tmp_path)
     pipe = LlamaGenPipeline.from_pretrained(tiny, torch_dtype=torch.float32)
-    out = pipe(classes=["time"], num_images_per_prompt=3, generator=torch.Generator().manual_seed(1))
+    out = pipe(
+        classes=["time"], num_images_per_prompt=3, generator=torch.Generator().manual_seed(1)
+    )
     names = [slug(Path(p).name) for p in found["outputs"]]
     assert names == [f"{i:04d}-time.png" for i in range(3)]
     for i, image in enumerate(out.images):
@@ -124,7 +156,9 @@ def test_the_command_draws_what_python_draws(tiny: Path, tmp_path: Path) -> None
         assert (tmp_path / f"python{i}.png").read_bytes() == (tmp_path / names[i]).read_bytes()
 
 
-def test_ctrl_c_leaves_the_finished_pictures(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_leaves_the_finished_pictures(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batches = []
 
     def interrupt(pipe: Any, step: int, counts: int, state: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +180,9 @@ def test_ctrl_c_leaves_the_finished_pictures(tiny: Path, tmp_path: Path, monkeyp
     assert pictures(tmp_path / "cut") == pictures(tmp_path / "whole")[:2]
 
 
-def test_ctrl_c_before_the_first_batch(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_the_first_batch(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(*_: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -165,7 +201,9 @@ def test_a_full_disk(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         save(image, file)
 
     monkeypatch.setattr(drawing, "save_picture", full)
-    line = refused("generate", tiny, "--class", "heart", "-n", 4, "--batch-size", 2, "--out", tmp_path)
+    line = refused(
+        "generate", tiny, "--class", "heart", "-n", 4, "--batch-size", 2, "--out", tmp_path
+    )
     assert "No space left on device" in line and "2 of 4 pictures" in line
     assert len(pictures(tmp_path)) == 2
 
@@ -174,7 +212,18 @@ def test_a_full_disk(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_bench_interleaves_and_compares(tiny: Path) -> None:
-    rows = run_json("bench", tiny, "--methods", "lantern++(lambda=3),ar", "-n", 2, "--batch", 2, "--dtype", "float32")
+    rows = run_json(
+        "bench",
+        tiny,
+        "--methods",
+        "lantern++(lambda=3),ar",
+        "-n",
+        2,
+        "--batch",
+        2,
+        "--dtype",
+        "float32",
+    )
     assert [r["method"] for r in rows] == ["ar", "lantern++"]
     wanted = "baseline_seconds speedup tau host_overhead ideal quality seed certificate tokens rounds model outputs"
     assert all(set(wanted.split()) <= set(r) for r in rows)
@@ -195,7 +244,9 @@ def test_plan_says_what_it_measured(copy: Path) -> None:
         costs, nodes = found["costs"], len(found["parents"])
         depth = max(int(size) for size in costs["draft"]) if nodes > 4 else nodes - 1
         seconds = [costs["verify"][str(nodes)], costs["host"], costs["draft"][str(depth)]]
-        assert found["speedup"] == pytest.approx(found["tau"] * costs["step"] / sum(seconds), rel=1e-6)
+        assert found["speedup"] == pytest.approx(
+            found["tau"] * costs["step"] / sum(seconds), rel=1e-6
+        )
     assert "plain step" in run("plan", copy).stdout
 
 
@@ -220,39 +271,68 @@ def test_zoo_prints_the_card(tiny: Path, tmp_path: Path, monkeypatch: pytest.Mon
     text = run("zoo").stdout
     assert all(word in text for word in ("pocket/some", "MB", "emoji", "CC-BY-4.0", "fid 12.5"))
     assert run_json("zoo")[0]["name"] == "pocket/some"
-    assert "did you mean 'pocket/some'" in refused("generate", "pocket/som", "--class", 0, "--out", tmp_path / "o")
+    assert "did you mean 'pocket/some'" in refused(
+        "generate", "pocket/som", "--class", 0, "--out", tmp_path / "o"
+    )
     demo = run("demo", "--model", "pocket/some", "--out", tmp_path / "demo", "-n", 1).stdout
     assert "12.50" in demo and "2,000 samples" in demo
 
 
 def test_training_makes_a_model_that_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
-    data, images = tmp_path / "data", np.random.default_rng(0).integers(0, 256, (12, 48, 48, 3), np.uint8)
+    data, images = (
+        tmp_path / "data",
+        np.random.default_rng(0).integers(0, 256, (12, 48, 48, 3), np.uint8),
+    )
     data.mkdir()
     np.savez(
-        data / "emoji48.npz", images=images, labels=np.arange(12) % 32, names=np.array([f"n/{i}" for i in range(12)])
+        data / "emoji48.npz",
+        images=images,
+        labels=np.arange(12) % 32,
+        names=np.array([f"n/{i}" for i in range(12)]),
     )
     common = dict(data=data, batch=2)
     vq, target = tmp_path / "vq", tmp_path / "target"
     train("tokenizer", **common, codes=32, steps=2, out=vq)
-    run_json("train", "target", *sets(tokenizer=vq, **common, dim=32, heads=2, layers=1, steps=2), "--out", target)
+    run_json(
+        "train",
+        "target",
+        *sets(tokenizer=vq, **common, dim=32, heads=2, layers=1, steps=2),
+        "--out",
+        target,
+    )
     model = target / "model"
     for kind in ("block", "eagle"):
-        how = ("train", "emoji-drafter", model, "--out", tmp_path / kind, *sets(kind=kind, **common, levels=3))
+        how = (
+            "train",
+            "emoji-drafter",
+            model,
+            "--out",
+            tmp_path / kind,
+            *sets(kind=kind, **common, levels=3),
+        )
         assert Path(run_json(*how, *sets(steps=2))["outputs"][0]) == model / "drafters" / kind
         assert "replace=true" in refused(*how, *sets(steps=4))
     step = torch.load(tmp_path / "eagle/checkpoint.pt", weights_only=True)["step"]
-    run_json(*how, *sets(steps=3, replace="true", drawn=3, cfg=1.5))  # resumes, with the target's own pictures
+    run_json(
+        *how, *sets(steps=3, replace="true", drawn=3, cfg=1.5)
+    )  # resumes, with the target's own pictures
     assert (step, torch.load(tmp_path / "eagle/checkpoint.pt", weights_only=True)["step"]) == (2, 3)
     assert len(list((tmp_path / "eagle/drawn").rglob("*.pt"))) == 1
-    alone = dict(batch=2, steps=1, levels=3, replace="true", only_drawn="true", out=tmp_path / "alone")
+    alone = dict(
+        batch=2, steps=1, levels=3, replace="true", only_drawn="true", out=tmp_path / "alone"
+    )
     assert "drawn=N" in refused("train", "drafter", model, *sets(**alone))
     run_json("train", "drafter", model, *sets(**alone, drawn=3))
     assert not (tmp_path / "alone/tokens.pt").exists()  # the data was not looked at
     pipe = LlamaGenPipeline.from_pretrained(model)
     assert set(pipe.parts.drafters) == {"block", "eagle"} and len(pipe.settings.acceptance) == 3
     assert run_json("plan", model)["reason"]
-    out = pipe(classes=["zodiac"], method=Speculative(tree=(2, 1, 1)), generator=torch.Generator().manual_seed(0))
+    out = pipe(
+        classes=["zodiac"],
+        method=Speculative(tree=(2, 1, 1)),
+        generator=torch.Generator().manual_seed(0),
+    )
     assert out.images[0].size == (48, 48)
 
 
@@ -269,7 +349,9 @@ def test_a_drafter_learns_from_pictures_of_ones_own(
     assert torch.load(tmp_path / "run/tokens.pt", weights_only=True)["tokens"].shape == (3, 2, 36)
     assert set(LlamaGenPipeline.from_pretrained(model).parts.drafters) == {"block"}
     (tmp_path / "data" / "heart").rename(tmp_path / "data" / "hart")
-    assert "did you mean 'heart'" in refused("train", "drafter", model, *sets(**settings, replace="true"))
+    assert "did you mean 'heart'" in refused(
+        "train", "drafter", model, *sets(**settings, replace="true")
+    )
 
 
 def test_training_refuses_unknown_kinds_and_missing_models(tiny: Path, tmp_path: Path) -> None:
@@ -280,7 +362,9 @@ def test_training_refuses_unknown_kinds_and_missing_models(tiny: Path, tmp_path:
     assert "give --set data=FOLDER or --set drawn=N" in refused(
         "train", "drafter", tiny, *sets(replace="true", out=tmp_path)
     )
-    assert "no checkpoint" in refused("train", "target", *sets(tokenizer=tmp_path / "no"), "--out", tmp_path / "t")
+    assert "no checkpoint" in refused(
+        "train", "target", *sets(tokenizer=tmp_path / "no"), "--out", tmp_path / "t"
+    )
 
 
 def test_ctrl_c_says_one_thing(tiny: Path, tmp_path: Path) -> None:
@@ -303,7 +387,8 @@ def test_ctrl_c_says_one_thing(tiny: Path, tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # where tests run in the background a shell has them ignore Ctrl-C, and children inherit that
+        # where tests run in the background a shell has them ignore Ctrl-C, and children inherit
+        # that
         preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     while not any(tmp_path.glob("*.png")) and process.poll() is None:
@@ -317,7 +402,11 @@ def test_ctrl_c_says_one_thing(tiny: Path, tmp_path: Path) -> None:
 
 def test_training_does_not_write_into_a_shipped_model() -> None:
     for command in ("drafter", "deer", "dflash", "diffusion", "proxy", "scenes-msd", "text"):
-        model = {"drafter": "pocket/llamagen", "scenes-msd": "pocket/llava", "text": "pocket/llava"}.get(
-            command, "pocket/coder"
+        model = {
+            "drafter": "pocket/llamagen",
+            "scenes-msd": "pocket/llava",
+            "text": "pocket/llava",
+        }.get(command, "pocket/coder")
+        assert "is shipped with the package and is not written to; copy it" in refused(
+            "train", command, model
         )
-        assert "is shipped with the package and is not written to; copy it" in refused("train", command, model)

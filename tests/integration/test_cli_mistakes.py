@@ -65,9 +65,13 @@ def test_bad_options(tiny: Path, tmp_path: Path, arguments: str, message: str) -
 
 def test_bad_models_and_commands(tmp_path: Path) -> None:
     assert "did you mean 'generate'" in refused("generat").lower()
-    assert "unknown pocket model" in refused("generate", "pocket/lamagen", "--class", 0, "--out", tmp_path)
+    assert "unknown pocket model" in refused(
+        "generate", "pocket/lamagen", "--class", 0, "--out", tmp_path
+    )
     (tmp_path / "empty").mkdir()
-    assert "model_index.json" in refused("generate", tmp_path / "empty", "--class", 0, "--out", tmp_path)
+    assert "model_index.json" in refused(
+        "generate", tmp_path / "empty", "--class", 0, "--out", tmp_path
+    )
     assert "missing" in refused("generate").lower()
 
 
@@ -129,7 +133,9 @@ def _nan(state: dict[str, torch.Tensor]) -> None:
         (_nan, ["NaN", "norm.weight"]),
     ],
 )
-def test_damaged_checkpoints(copy: Path, tmp_path: Path, damage: Callable[..., None], names: list[str]) -> None:
+def test_damaged_checkpoints(
+    copy: Path, tmp_path: Path, damage: Callable[..., None], names: list[str]
+) -> None:
     file = copy / "transformer/model.safetensors"
     state = load_file(file)
     damage(state)
@@ -143,11 +149,15 @@ def test_a_truncated_or_absent_checkpoint(copy: Path, tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:1000])
     assert str(file) in refused("generate", copy, "--class", "heart", "--out", tmp_path / "o")
     file.unlink()
-    assert "no checkpoint at" in refused("generate", copy, "--class", "heart", "--out", tmp_path / "o")
+    assert "no checkpoint at" in refused(
+        "generate", copy, "--class", "heart", "--out", tmp_path / "o"
+    )
 
 
 @pytest.mark.parametrize("method", ["ar", "speculative"])
-def test_logits_that_are_not_finite_name_round_and_model(copy: Path, tmp_path: Path, method: str) -> None:
+def test_logits_that_are_not_finite_name_round_and_model(
+    copy: Path, tmp_path: Path, method: str
+) -> None:
     file = copy / "transformer/model.safetensors"
     state = load_file(file)
     state["output.weight"].fill_(3e38)
@@ -155,7 +165,9 @@ def test_logits_that_are_not_finite_name_round_and_model(copy: Path, tmp_path: P
     shutil.rmtree(copy / "drafters/eagle")
     facts = copy / "drafters/block/config.json"
     fingerprint = fingerprint_of(copy)
-    facts.write_text(json.dumps({**json.loads(facts.read_text()), "target_fingerprint": fingerprint}))
+    facts.write_text(
+        json.dumps({**json.loads(facts.read_text()), "target_fingerprint": fingerprint})
+    )
     common = ("--class", "heart", "--method", method, "--dtype", "float32")
     line = refused("generate", copy, *common, "--out", tmp_path / "o")
     assert "logits must be finite" in line and str(copy) in line and "round 0" in line
@@ -169,12 +181,16 @@ def test_a_tokenizer_of_another_codebook(copy: Path, make_tiny: Maker, tmp_path:
     make_tiny(vocab=32, drafters=False).save_pretrained(tmp_path / "other")
     shutil.rmtree(copy / "vq")
     shutil.copytree(tmp_path / "other/vq", copy / "vq")
-    line = refused("generate", copy, "--class", "heart", "--method", "lantern++", "--out", tmp_path / "o")
+    line = refused(
+        "generate", copy, "--class", "heart", "--method", "lantern++", "--out", tmp_path / "o"
+    )
     assert "must share a codebook, got 32 codes and 64 tokens" in line
 
 
 @pytest.mark.parametrize("kind", ["block", "eagle"])
-def test_a_drafter_of_another_target(copy: Path, make_tiny: Maker, tmp_path: Path, kind: str) -> None:
+def test_a_drafter_of_another_target(
+    copy: Path, make_tiny: Maker, tmp_path: Path, kind: str
+) -> None:
     make_tiny(seed=1).save_pretrained(tmp_path / "other")
     shutil.rmtree(copy / "drafters")
     shutil.copytree(tmp_path / "other/drafters" / kind, copy / "drafters" / kind)
@@ -184,7 +200,9 @@ def test_a_drafter_of_another_target(copy: Path, make_tiny: Maker, tmp_path: Pat
 
 def test_a_model_without_drafters(copy: Path, tmp_path: Path) -> None:
     shutil.rmtree(copy / "drafters")
-    line = refused("generate", copy, "--class", "heart", "--method", "lantern++", "--out", tmp_path / "o")
+    line = refused(
+        "generate", copy, "--class", "heart", "--method", "lantern++", "--out", tmp_path / "o"
+    )
     assert "no 'block' drafter" in line
 
 

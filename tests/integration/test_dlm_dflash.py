@@ -1,4 +1,5 @@
-"""DFlash drafters against the release's numbers over several rounds, in both layouts, in ragged batches.
+"""DFlash drafters against the release's numbers over several rounds, in both layouts, in ragged
+batches.
 
 Shape letters: B batch, M context positions, K block.
 """
@@ -20,7 +21,10 @@ CLOSE = {"rtol": 0, "atol": 2e-5}
 
 def transformers_folder(folder):
     """The same drafter in the other layout."""
-    facts, state = json.loads((PARITY / "config.json").read_text()), load_file(PARITY / "model.safetensors")
+    facts, state = (
+        json.loads((PARITY / "config.json").read_text()),
+        load_file(PARITY / "model.safetensors"),
+    )
     for old, new in META["rename_to_transformers"].items():
         state[new] = state.pop(old)
     facts |= facts.pop("dflash_config")
@@ -38,7 +42,9 @@ def rounds(model, copies=1):
         context = CASES[f"r{r}_target_hidden"].expand(copies, -1, -1)
         count = torch.full((copies,), context.shape[1])
         model.read(context, count) if r else model.read_prompt(context, count)
-        yield model.draft(CASES["target_embed_tokens"][CASES[f"r{r}_block_ids"]].expand(copies, -1, -1))
+        yield model.draft(
+            CASES["target_embed_tokens"][CASES[f"r{r}_block_ids"]].expand(copies, -1, -1)
+        )
 
 
 @pytest.mark.parametrize("layout", ["z-lab", "transformers"])
@@ -48,13 +54,18 @@ def test_rounds_of_blocks(layout, tmp_path):
         torch.testing.assert_close(states, CASES[f"r{r}_hidden"], **CLOSE)
         logits = states[:, 1:] @ CASES["target_lm_head"].T
         torch.testing.assert_close(logits, CASES[f"r{r}_draft_logits"], **CLOSE)
-        assert CASES[f"r{r}_position_ids"][0, -1] + 1 == int(model.cache.lengths) + model.config.block
+        assert (
+            CASES[f"r{r}_position_ids"][0, -1] + 1 == int(model.cache.lengths) + model.config.block
+        )
 
 
 @torch.inference_mode()
 def test_rows_commit_different_numbers():
     model = load_dflash(PARITY)
-    prompt, later = CASES["r0_target_hidden"].expand(2, -1, -1), CASES["r1_target_hidden"].expand(2, -1, -1)
+    prompt, later = (
+        CASES["r0_target_hidden"].expand(2, -1, -1),
+        CASES["r1_target_hidden"].expand(2, -1, -1),
+    )
     block = CASES["target_embed_tokens"][CASES["r1_block_ids"]]
     model.begin(2, 64, 8)
     model.read_prompt(prompt, torch.tensor([9, 5]))
@@ -74,7 +85,10 @@ def test_rows_commit_different_numbers():
         ({"block_size": 1}, "at least 2"),
         ({"dflash_config": {"mask_token_id": 160, "target_layer_ids": [1, 3, 5]}}, "got 160"),
         ({"dflash_config": {"mask_token_id": 159, "target_layer_ids": [1, 1]}}, r"got \[1, 1\]"),
-        ({"dflash_config": {"mask_token_id": 159, "target_layer_ids": [1, 3]}}, r"fc.weight \[64, 192\]"),
+        (
+            {"dflash_config": {"mask_token_id": 159, "target_layer_ids": [1, 3]}},
+            r"fc.weight \[64, 192\]",
+        ),
         ({"rope_scaling": {"type": "yarn"}}, "plain rotary"),
         ({"hidden_size": None}, "none for hidden_size"),
     ],

@@ -46,7 +46,9 @@ def parts(case):
     """The block, its lattice with the end token kept, and the objectives with and without an end."""
     log_probs = torch.tensor(case["dlm_logprobs"], dtype=torch.float64)
     proxy = Table(case["ngram"]["order"], case["ngram"]["logprobs"])
-    ending, endless = (Objective(proxy, case["prefix"], case["lam"], end) for end in (case["eos"], None))
+    ending, endless = (
+        Objective(proxy, case["prefix"], case["lam"], end) for end in (case["eos"], None)
+    )
     return log_probs, prune(log_probs, case["tau"], case["M_max"], case["eos"]), ending, endless
 
 
@@ -66,15 +68,23 @@ def test_the_lattice(case):
     assert (first or case["k"] + 1) == lattice.before(case["eos"]) + 1
 
 
-@pytest.mark.parametrize("finder", [best_path, lambda *a: every_path(*a)[0]], ids=["exact", "naive"])
+@pytest.mark.parametrize(
+    "finder", [best_path, lambda *a: every_path(*a)[0]], ids=["exact", "naive"]
+)
 def test_the_best_paths(case, finder):
     log_probs, lattice, ending, endless = parts(case)
     wanted, end = case["expected"], case["eos"]
     same(finder(lattice, ending), wanted["literal"])
-    same(finder(prune(log_probs, case["tau"], case["M_max"]), ending), wanted["literal_no_forced_eos"])
+    same(
+        finder(prune(log_probs, case["tau"], case["M_max"]), ending),
+        wanted["literal_no_forced_eos"],
+    )
     same(finder(lattice.first(lattice.before(end) + 1), ending), wanted["truncated_at_raw_eos"])
     same(finder(prune(log_probs, 1, case["V"]), ending), wanted["literal_unpruned"])
-    same(finder(lattice.without(end).first(lattice.before(end)), endless), wanted["no_eos_up_to_L_gen"])
+    same(
+        finder(lattice.without(end).first(lattice.before(end)), endless),
+        wanted["no_eos_up_to_L_gen"],
+    )
 
 
 def test_the_best_path_a_token(case):
@@ -86,7 +96,9 @@ def test_the_best_path_a_token(case):
 def test_beams(case):
     _, lattice, ending, _ = parts(case)
     wanted, paths = case["expected"], every_path(lattice, ending)
-    for name in (name for name in wanted if name.startswith("beam_") and name != "beam_B_is_optimal"):
+    for name in (
+        name for name in wanted if name.startswith("beam_") and name != "beam_B_is_optimal"
+    ):
         width = len(paths) if name == "beam_inf" else int(name.removeprefix("beam_"))
         found = beam_path(lattice, ending, width)
         same(found, wanted[name])

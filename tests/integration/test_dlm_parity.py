@@ -1,4 +1,5 @@
-"""Diffusion language models against numbers that their releases produced; ``meta.json`` says how each came about.
+"""Diffusion language models against numbers that their releases produced; ``meta.json`` says how
+each came about.
 
 Shape letters: B batch, L positions, K masks, v vocabulary.
 """
@@ -37,7 +38,9 @@ def logits(model, tokens, valid=None):
 def test_dream_reads_both_sides_and_scores_the_next_token():
     model, t, _ = read("dream")
     for case in "ABD":
-        torch.testing.assert_close(logits(model, t[f"{case}_input_ids"]), t[f"{case}_logits"], **CLOSE)
+        torch.testing.assert_close(
+            logits(model, t[f"{case}_input_ids"]), t[f"{case}_logits"], **CLOSE
+        )
     shifted = torch.cat([t["B_logits"][:, :1], t["B_logits"][:, :-1]], 1)
     assert torch.equal(shifted, t["B_shifted_logits"]) and model.shift == 1
 
@@ -52,7 +55,9 @@ def test_dream_reads_a_padded_batch():
 def test_llada_reads_both_sides_and_scores_the_token_itself():
     model, t, _ = read("llada")
     for case in "ABC":
-        torch.testing.assert_close(logits(model, t[f"{case}_input_ids"]), t[f"{case}_logits"], **CLOSE)
+        torch.testing.assert_close(
+            logits(model, t[f"{case}_input_ids"]), t[f"{case}_logits"], **CLOSE
+        )
     assert model.shift == 0
 
 
@@ -63,7 +68,9 @@ def test_mdlm_and_its_substitution():
     torch.testing.assert_close(got, t["A_logits"], **CLOSE)
     filled = subs(got, t["A_input_ids"], meta["mask_index"])
     torch.testing.assert_close(filled, t["A_log_x_theta"], rtol=1e-6, atol=2e-5)
-    torch.testing.assert_close(model.network(t["B_input_ids"], t["B_sigma"]), t["B_logits"], **CLOSE)
+    torch.testing.assert_close(
+        model.network(t["B_input_ids"], t["B_sigma"]), t["B_logits"], **CLOSE
+    )
 
 
 @torch.inference_mode()
@@ -77,11 +84,13 @@ def test_bd3lm_samples_and_trains():
 
 
 @pytest.mark.parametrize("name", ["dream", "llada"])
-def test_the_block_behind_a_prefix(name):
+def test_the_block_after_a_prefix(name):
     model, t, meta = read(name)
     prefix, block = t["A_input_ids"][:, : meta["prefix_len"]], meta["block_len"]
     got, wanted = block_logits(model, prefix, block), t["A_block_logprobs"]
-    others = torch.arange(got.shape[-1]) != meta["mask_token_id"]  # the mask is barred before the softmax
+    others = (
+        torch.arange(got.shape[-1]) != meta["mask_token_id"]
+    )  # the mask is barred before the softmax
     wanted = wanted[..., others].log_softmax(-1)
     torch.testing.assert_close(got[..., others].log_softmax(-1), wanted, **CLOSE)
     assert torch.isneginf(got[..., ~others]).all()

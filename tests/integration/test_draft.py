@@ -105,7 +105,9 @@ def test_the_command_line_lists_and_takes_them(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "registry", [IMAGE_TOKENS, SCALES, CONTINUOUS, VQA, TEXT], ids=["tokens", "scales", "continuous", "answers", "text"]
+    "registry",
+    [IMAGE_TOKENS, SCALES, CONTINUOUS, VQA, TEXT],
+    ids=["tokens", "scales", "continuous", "answers", "text"],
 )
 def test_what_methods_claim_is_what_their_rules_claim(registry):
     for name in registry:

@@ -1,4 +1,5 @@
-"""The EAGLE head and its drafter: files, cached states and recorded laws against a naive reading, training.
+"""The EAGLE head and its drafter: files, cached states and recorded distributions against a naive
+reading, training.
 
 Shape letters: B batch, T tokens, C width, V vocabulary.
 """
@@ -11,7 +12,12 @@ import torch
 
 from specmm.decode import decode
 from specmm.image_ar.tokens.drafters.eagle import Dynamic, EagleDrafter
-from specmm.image_ar.tokens.drafters.eagle_head import EagleConfig, EagleHead, load_eagle, save_eagle
+from specmm.image_ar.tokens.drafters.eagle_head import (
+    EagleConfig,
+    EagleHead,
+    load_eagle,
+    save_eagle,
+)
 from specmm.image_ar.tokens.drafters.fingerprint import target_fingerprint
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
@@ -21,7 +27,9 @@ from specmm.randomness import Uniforms
 from specmm.tree import TreeShape
 from specmm.verify import PointMass, Recursive
 
-CONFIG = GPTConfig(dim=32, n_layer=2, n_head=2, vocab_size=20, block_size=16, num_classes=4, multiple_of=8)
+CONFIG = GPTConfig(
+    dim=32, n_layer=2, n_head=2, vocab_size=20, block_size=16, num_classes=4, multiple_of=8
+)
 TREE = TreeShape.from_parents([-1, 0, 0, 1, 0, 1, 3, 2])
 
 
@@ -56,60 +64,75 @@ class Recorder:
         return tree
 
 
-def guided_law(target, logits):
+def guided_probs(target, logits):
     cond, uncond = logits.chunk(2)
     return target.processor(uncond + target.guidance.scale * (cond - uncond))
 
 
-def naive_law(target, head, classes, committed, path):
-    """Draft law [V] for one row after its ``committed`` tokens and the drafts of ``path``, without any cache."""
+def naive_probs(target, head, classes, committed, path):
+    """Draft distribution [V] for one row after its ``committed`` tokens and the drafts of ``path``,
+    without any cache.
+    """
     model = target.model
     tokens = torch.tensor([committed + path]).expand(2, -1)
     classes = torch.tensor([classes, CONFIG.num_classes])
-    hidden = model(model.embed(classes, tokens[:, : len(committed) - 1]))[1]  # position i precedes token i
+    hidden = model(model.embed(classes, tokens[:, : len(committed) - 1]))[
+        1
+    ]  # position i precedes token i
     for depth in range(len(path) + 1):
         predicted = head(tokens[:, : len(committed) + depth], hidden)
         hidden = torch.cat([hidden, predicted[:, -1:]], dim=1)
-    return guided_law(target, model.output(predicted[:, -1:]))[0, 0]
+    return guided_probs(target, model.output(predicted[:, -1:]))[0, 0]
 
 
 @torch.inference_mode()
-def test_every_law_of_a_ragged_run_is_the_naive_one(model, head):
+def test_every_distribution_of_a_ragged_run_is_the_naive_one(model, head):
     target = LlamaGenTarget(model, Guidance(1.7), Processor(1.0, top_k=9))
     recorder, classes = Recorder(EagleDrafter(head, target, TREE)), [1, 3, 0]
     runs = list(
-        decode(target, recorder, Recursive(), Prompt(torch.tensor(classes)), 16, Uniforms.from_seeds([1, 2, 3]))
+        decode(
+            target,
+            recorder,
+            Recursive(),
+            Prompt(torch.tensor(classes)),
+            16,
+            Uniforms.from_seeds([1, 2, 3]),
+        )
     )
     committed = [[int(recorder.seen[0][0].token[b])] for b in range(3)]
     lengths = []
     for feedback, tree in recorder.seen:
         for b, row in enumerate(committed):
-            if feedback.verdict is not None:
-                row += feedback.tokens[b, : feedback.verdict.kept[b]].tolist()
+            if feedback.result is not None:
+                row += feedback.tokens[b, : feedback.result.kept[b]].tolist()
             if len(row) + TREE.depth > 16:
                 continue
-            for first_child in (1, 3, 6, 7):  # the eldest of each family has the whole law
+            for first_child in (1, 3, 6, 7):  # the eldest of each family has the whole distribution
                 path, node = [], int(TREE.parents[0, first_child])
                 while node > 0:
                     path, node = [int(tree.tokens[b, node]), *path], int(TREE.parents[0, node])
-                expected = naive_law(target, head, classes[b], row, path)
-                torch.testing.assert_close(tree.laws[b, first_child], expected, atol=2e-5, rtol=0)
+                expected = naive_probs(target, head, classes[b], row, path)
+                torch.testing.assert_close(tree.probs[b, first_child], expected, atol=2e-5, rtol=0)
         lengths.append([len(row) for row in committed])
     assert any(len(set(row)) == 3 for row in lengths)  # the rows did get out of step
     assert runs[-1].stats.draft_seconds > 0
 
 
 @torch.inference_mode()
-def test_siblings_are_drawn_without_replacement_from_recorded_laws(model, head):
+def test_siblings_are_drawn_without_replacement_from_recorded_distributions(model, head):
     target = LlamaGenTarget(model, Guidance(1.7), Processor(1.0, top_k=9))
     recorder = Recorder(EagleDrafter(head, target, TREE))
-    list(decode(target, recorder, Recursive(), Prompt(torch.tensor([1])), 16, Uniforms.from_seeds([1])))
+    list(
+        decode(
+            target, recorder, Recursive(), Prompt(torch.tensor([1])), 16, Uniforms.from_seeds([1])
+        )
+    )
     for _, tree in recorder.seen:
-        for elder, younger in ((1, 2), (2, 4), (3, 5)):
-            token = int(tree.tokens[0, elder])
-            rest = tree.laws[0, elder].clone()
+        for earlier, younger in ((1, 2), (2, 4), (3, 5)):
+            token = int(tree.tokens[0, earlier])
+            rest = tree.probs[0, earlier].clone()
             rest[token] = 0
-            torch.testing.assert_close(tree.laws[0, younger], rest / rest.sum())
+            torch.testing.assert_close(tree.probs[0, younger], rest / rest.sum())
         assert len(set(tree.tokens[0, [1, 2, 4]].tolist())) == 3
 
 
@@ -121,8 +144,10 @@ def test_chosen_siblings_are_the_most_likely(model, head):
     list(decode(target, recorder, PointMass(), prompt, 16, seeds))
     feedback, tree = recorder.seen[0]
     soft = LlamaGenTarget(model, target.guidance, Processor())
-    law = naive_law(soft, head, 1, [int(feedback.token)], [])
-    assert tree.laws is None and tree.tokens[0, [1, 2, 4]].tolist() == law.topk(3).indices.tolist()
+    probs = naive_probs(soft, head, 1, [int(feedback.token)], [])
+    assert (
+        tree.probs is None and tree.tokens[0, [1, 2, 4]].tolist() == probs.topk(3).indices.tolist()
+    )
 
 
 def test_files_round_trip(model, head, tmp_path):
@@ -130,12 +155,20 @@ def test_files_round_trip(model, head, tmp_path):
     save_eagle(head, tmp_path, fingerprint=fingerprint)
     again = load_eagle(tmp_path, CONFIG, fingerprint=fingerprint)
     assert not again.training and again.config == head.config
-    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), head.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(again.state_dict().values(), head.state_dict().values(), strict=True)
+    )
     facts = json.loads((tmp_path / "config.json").read_text())
-    assert facts["hidden_size"] == 32 and facts["intermediate_size"] == 24 and facts["num_hidden_layers"] == 1
+    assert (
+        facts["hidden_size"] == 32
+        and facts["intermediate_size"] == 24
+        and facts["num_hidden_layers"] == 1
+    )
     save_eagle(head, tmp_path, dtype=torch.bfloat16)
     assert (
-        load_eagle(tmp_path, CONFIG, fingerprint="of another", dtype=torch.bfloat16).fc.weight.dtype == torch.bfloat16
+        load_eagle(tmp_path, CONFIG, fingerprint="of another", dtype=torch.bfloat16).fc.weight.dtype
+        == torch.bfloat16
     )
 
 
@@ -153,13 +186,19 @@ def test_a_drafter_of_another_target_is_refused(change, message, head, tmp_path)
     with pytest.raises(ValueError, match=message):
         load_eagle(tmp_path, replace(CONFIG, **change))
     with pytest.raises(ValueError, match="head must be made for"):
-        EagleDrafter(head, LlamaGenTarget(Transformer(replace(CONFIG, **change)), Guidance(), Processor()), TREE)
+        EagleDrafter(
+            head,
+            LlamaGenTarget(Transformer(replace(CONFIG, **change)), Guidance(), Processor()),
+            TREE,
+        )
 
 
 def test_a_drafter_of_other_weights_is_refused(model, head, tmp_path):
     save_eagle(head, tmp_path, fingerprint=target_fingerprint(model))
     other = target_fingerprint(random_weights(Transformer(CONFIG), 5))
-    with pytest.raises(ValueError, match=rf"target_fingerprint {other}\), got {target_fingerprint(model)} in"):
+    with pytest.raises(
+        ValueError, match=rf"target_fingerprint {other}\), got {target_fingerprint(model)} in"
+    ):
         load_eagle(tmp_path, CONFIG, fingerprint=other)
 
 
@@ -187,7 +226,9 @@ def test_trees_out_of_range_are_named(sizes):
 
 
 def data():
-    tokens = torch.randint(CONFIG.vocab_size, (12, 2, 16), generator=torch.Generator().manual_seed(4))
+    tokens = torch.randint(
+        CONFIG.vocab_size, (12, 2, 16), generator=torch.Generator().manual_seed(4)
+    )
     return tokens, torch.arange(12) % CONFIG.num_classes
 
 
@@ -205,7 +246,9 @@ def test_training_lowers_the_loss_and_resumes(model, tmp_path):
     train_eagle(model, tokens, labels, tmp_path / "run", steps=30, **options)
     assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == 30
     head = train_eagle(model, tokens, labels, tmp_path / "run", steps=80, **options)
-    assert all(torch.equal(a, b) for a, b in zip(head.parameters(), straight.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(head.parameters(), straight.parameters(), strict=True)
+    )
     first, end = loss_of(model, untrained), loss_of(model, head)
     assert float(end["loss"]) < 0.8 * float(first["loss"]) and end["overlap"] > first["overlap"]
     assert torch.equal(head.embed_tokens.weight, model.tok_embeddings.weight)

@@ -1,4 +1,6 @@
-"""``specmm eval`` end to end on a network small enough for a test: what it prints, writes and refuses."""
+"""``specmm eval`` end to end on a network small enough for a test: what it prints, writes and
+refuses.
+"""
 
 import json
 import zipfile
@@ -42,12 +44,14 @@ def refused(*arguments: object) -> str:
 
 @pytest.fixture(scope="session")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Features: a and b of one law, c of another, other of another network."""
+    """Features: a and b of one distribution, c of another, other of another network."""
     folder, generator = tmp_path_factory.mktemp("features"), torch.Generator().manual_seed(0)
     for name, shift in (("a", 0.0), ("b", 0.0), ("c", 0.7)):
         values = torch.randn(96, 6, generator=generator) + shift
         FeatureSet(values, {"features": "inception made up"}).save(folder / f"{name}.npz")
-    FeatureSet(torch.randn(96, 6, generator=generator), {"features": "another"}).save(folder / "other.npz")
+    FeatureSet(torch.randn(96, 6, generator=generator), {"features": "another"}).save(
+        folder / "other.npz"
+    )
     return folder
 
 
@@ -71,9 +75,13 @@ def tiny_network(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def extractor(name: str, **_: Any) -> Extractor:
         asked.append(name)
-        return Extractor(name, {"features": f"{name} pixels"}, lambda x: x.flatten(1)[:, :4].float(), lambda x: x)
+        return Extractor(
+            name, {"features": f"{name} pixels"}, lambda x: x.flatten(1)[:, :4].float(), lambda x: x
+        )
 
-    monkeypatch.setattr(Extractor, "_run", lambda self, rows, network: network(self.prepare(torch.stack(rows))))
+    monkeypatch.setattr(
+        Extractor, "_run", lambda self, rows, network: network(self.prepare(torch.stack(rows)))
+    )
     monkeypatch.setattr("specmm.metrics.extractors.extractor", extractor)
     return asked
 
@@ -84,16 +92,25 @@ def tiny_network(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_every_distance_of_stored_features(sets: Path) -> None:
     one, two = sets / "a.npz", sets / "c.npz"
     found = as_json("fid", one, two)
-    assert found["metric"] == "fid" and found["name"] == "a" and found["protocol"]["counts"] == [96, 96]
+    assert (
+        found["metric"] == "fid"
+        and found["name"] == "a"
+        and found["protocol"]["counts"] == [96, 96]
+    )
     assert as_json("fid", one, one)["value"] == pytest.approx(0, abs=1e-6)
     with_interval = as_json("fid", one, two, "--interval", "--name", "mine")
-    assert with_interval["value"] == pytest.approx(found["value"]) and with_interval["name"] == "mine"
+    assert (
+        with_interval["value"] == pytest.approx(found["value"]) and with_interval["name"] == "mine"
+    )
     assert with_interval["interval"]["low"] < found["value"] < with_interval["interval"]["high"]
     assert as_json("fd", one, two)["metric"] == "fd"
     kid = as_json("kid", one, two, "--subset-size", 32, "--subsets", 5)
     assert kid["protocol"]["subset_size"] == 32 and "subsets_std" in kid["parts"]
     assert [m["metric"] for m in as_json("pr", one, two)["results"]] == ["precision", "recall"]
-    assert [m["metric"] for m in as_json("dc", one, two, "-k", 3)["results"]] == ["density", "coverage"]
+    assert [m["metric"] for m in as_json("dc", one, two, "-k", 3)["results"]] == [
+        "density",
+        "coverage",
+    ]
     assert as_json("mifid", one, two)["parts"]["fid"] == pytest.approx(found["value"])
     np.savez(sets / "logits.npz", FeatureSet.load(one).values.numpy())
     assert as_json("is", sets / "logits.npz", "--splits", 2)["protocol"]["splits"] == 2
@@ -110,43 +127,65 @@ def test_the_table_says_what_was_measured(sets: Path, tmp_path: Path) -> None:
     assert "95% bootstrap of 1000" in evaluate("pr", sets / "a.npz", sets / "b.npz").stdout
 
 
-def test_pictures_of_every_kind_are_read_alike(folder: Path, tmp_path: Path, tiny_network: list[str]) -> None:
+def test_pictures_of_every_kind_are_read_alike(
+    folder: Path, tmp_path: Path, tiny_network: list[str]
+) -> None:
     np.savez(tmp_path / "pictures.npz", images=noise())
     with zipfile.ZipFile(tmp_path / "pictures.zip", "w") as archive:
         for file in sorted(folder.iterdir()):
             archive.write(file, file.name)
     for other in (tmp_path / "pictures.npz", tmp_path / "pictures.zip", f"{folder}/*.png"):
         found = as_json("fid", folder, other, "--workers", 0)
-        assert found["value"] == pytest.approx(0, abs=1e-5) and found["protocol"]["counts"] == [12, 12]
+        assert found["value"] == pytest.approx(0, abs=1e-5) and found["protocol"]["counts"] == [
+            12,
+            12,
+        ]
     assert tiny_network == ["inception"] * 3  # loaded once for both sides
     assert as_json("fd", folder, folder, "--features", "efficientnet-lite0")["metric"] == "fd"
     np.savez(tmp_path / "bare.npz", noise().reshape(12, -1)[:, :4].astype(np.float32))
     assert as_json("fid", folder, tmp_path / "bare.npz")["value"] == pytest.approx(0, abs=1e-5)
 
 
-def test_bad_pictures_are_named_and_left_out_on_request(folder: Path, tiny_network: list[str]) -> None:
+def test_bad_pictures_are_named_and_left_out_on_request(
+    folder: Path, tiny_network: list[str]
+) -> None:
     (folder / "05.png").write_bytes(b"no picture")
     assert "05.png" in refused("fid", folder, folder)
     result = evaluate("fid", folder, folder, "--skip-bad", "--json")
     found = json.loads(result.stdout)
-    assert found["protocol"]["counts"] == [11, 11] and "could not be read" in found["protocol"]["note"]
+    assert (
+        found["protocol"]["counts"] == [11, 11] and "could not be read" in found["protocol"]["note"]
+    )
     assert "left out" in result.stderr and "05.png" in result.stderr
 
 
-def test_features_and_statistics_are_written(folder: Path, sets: Path, tmp_path: Path, tiny_network: list[str]) -> None:
+def test_features_and_statistics_are_written(
+    folder: Path, sets: Path, tmp_path: Path, tiny_network: list[str]
+) -> None:
     assert as_json("features", folder, "--out", tmp_path / "f.npz")["width"] == 4
     assert as_json("fid", folder, tmp_path / "f.npz")["value"] == pytest.approx(0, abs=1e-5)
     for layout, name in (("ours", "s.npz"), ("clean-fid", "c.npz"), ("torch-fidelity", "t.pt")):
         facts = as_json("stats", sets / "a.npz", "--out", tmp_path / name, "--format", layout)
         assert facts["count"] == 96 and facts["width"] == 6
-        assert as_json("fid", sets / "a.npz", tmp_path / name)["value"] == pytest.approx(0, abs=1e-6)
-    assert "96 samples of 6 features" in evaluate("stats", sets / "a.npz", "--out", tmp_path / "x.npz").stderr
-    assert "spatial" in refused("stats", sets / "a.npz", "--out", tmp_path / "y.npz", "--format", "adm")
-    assert "did you mean 'clean-fid'" in refused("stats", folder, "--out", tmp_path / "y.npz", "--format", "cleanfid")
+        assert as_json("fid", sets / "a.npz", tmp_path / name)["value"] == pytest.approx(
+            0, abs=1e-6
+        )
+    assert (
+        "96 samples of 6 features"
+        in evaluate("stats", sets / "a.npz", "--out", tmp_path / "x.npz").stderr
+    )
+    assert "spatial" in refused(
+        "stats", sets / "a.npz", "--out", tmp_path / "y.npz", "--format", "adm"
+    )
+    assert "did you mean 'clean-fid'" in refused(
+        "stats", folder, "--out", tmp_path / "y.npz", "--format", "cleanfid"
+    )
     assert "written to .npz" in refused("features", folder, "--out", tmp_path / "f.txt")
 
 
-def test_mistakes_about_sources(sets: Path, folder: Path, tmp_path: Path, tiny_network: list[str]) -> None:
+def test_mistakes_about_sources(
+    sets: Path, folder: Path, tmp_path: Path, tiny_network: list[str]
+) -> None:
     told = refused("fid", sets / "a.npz", sets / "other.npz")
     assert "same protocol, got features='inception made up' and 'another'" in told
     assert "same width, got 4 and 6" in refused("kid", folder, sets / "a.npz")
@@ -176,12 +215,20 @@ def test_unknown_networks_are_suggested(folder: Path) -> None:
 def test_compare_tests_and_says_it_in_a_sentence(sets: Path) -> None:
     a, b, c = (sets / f"{n}.npz" for n in "abc")
     same = as_json("compare", a, b)
-    assert not same["differ"] and same["p_value"] > 0.05 and same["verdict"].startswith("No difference beyond")
+    assert (
+        not same["differ"]
+        and same["p_value"] > 0.05
+        and same["verdict"].startswith("No difference beyond")
+    )
     worse = as_json("compare", c, a, "--reference", b, "--permutations", 99)
     assert worse["differ"] and worse["p_value"] == 0.01
-    assert worse["loss"]["interval"]["low"] > 0 and "B is closer to the reference" in worse["verdict"]
+    assert (
+        worse["loss"]["interval"]["low"] > 0 and "B is closer to the reference" in worse["verdict"]
+    )
     text = evaluate("compare", a, c, "--reference", b, "--seed", 1).stdout
-    assert text.startswith("The two sets differ by more than sampling noise") and "A is closer" in text
+    assert (
+        text.startswith("The two sets differ by more than sampling noise") and "A is closer" in text
+    )
     assert "permute more" in refused("compare", a, b, "--permutations", 5)
 
 
@@ -207,7 +254,10 @@ def test_compare_of_results(sets: Path, tmp_path: Path) -> None:
 
 
 def test_answers(tmp_path: Path) -> None:
-    given = [{"question_id": i, "answers": [{"answer": a} for a in ["two"] * 8 + ["3"] * 2]} for i in range(4)]
+    given = [
+        {"question_id": i, "answers": [{"answer": a} for a in ["two"] * 8 + ["3"] * 2]}
+        for i in range(4)
+    ]
     (tmp_path / "answers.json").write_text(json.dumps({"annotations": given}))
     told = [{"question_id": i, "answer": a} for i, a in enumerate(("2", "Two.", "3", ""))]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, told)))
@@ -223,7 +273,9 @@ def test_answers(tmp_path: Path) -> None:
     assert "did you mean 'protocol'" in refused(*common, "--variant", "protocoll")
     (tmp_path / "p.jsonl").write_text('{"question_id": 0, "answer": "2"}\nnot json')
     assert "line 2 must be JSON" in refused(*common)
-    assert "No such file" in refused("vqa", tmp_path / "none", "--answers", tmp_path / "answers.json")
+    assert "No such file" in refused(
+        "vqa", tmp_path / "none", "--answers", tmp_path / "answers.json"
+    )
 
 
 # ---- the rest
@@ -232,7 +284,8 @@ def test_answers(tmp_path: Path) -> None:
 def test_report_draws_what_bench_and_eval_said(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [
-        {"method": m, "speedup": s, "certificate": {"kind": k}} for m, s, k in (("ar", 1.0, "exact"), ("x", 2.0, "b"))
+        {"method": m, "speedup": s, "certificate": {"kind": k}}
+        for m, s, k in (("ar", 1.0, "exact"), ("x", 2.0, "b"))
     ]
     (tmp_path / "bench.json").write_text(json.dumps(rows))
     for name, value in (("ar", 10.0), ("x", 11.0)):
@@ -254,11 +307,15 @@ def test_weights_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_clip_takes_a_prompt_a_picture(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a\n\nb\n")
-    assert "line 2 must hold a prompt" in refused("clip", folder, "--prompts", tmp_path / "prompts.txt")
+    assert "line 2 must hold a prompt" in refused(
+        "clip", folder, "--prompts", tmp_path / "prompts.txt"
+    )
     (tmp_path / "prompts.txt").write_text("a\nb\n")
     line = refused("clip", folder, "--prompts", tmp_path / "prompts.txt", "--weights", tmp_path)
     assert "clip" in line and "model.safetensors" in line
-    assert "no other options" in refused("clip", folder, "--prompts", tmp_path / "prompts.txt", "--skip-bad")
+    assert "no other options" in refused(
+        "clip", folder, "--prompts", tmp_path / "prompts.txt", "--skip-bad"
+    )
 
 
 def test_reconstruction_of_pairs(tmp_path: Path, tiny_network: list[str]) -> None:
@@ -274,4 +331,6 @@ def test_reconstruction_of_pairs(tmp_path: Path, tiny_network: list[str]) -> Non
 def test_fid_and_is_refuse_what_they_are_not_of(sets: Path) -> None:
     assert "use specmm eval fd" in refused("fid", sets / "other.npz", sets / "other.npz")
     assert "must hold class logits" in refused("is", sets / "a.npz")
-    assert "would shift the pairs" in refused("compare", sets / "a.npz", sets / "b.npz", "--paired", "--skip-bad")
+    assert "would shift the pairs" in refused(
+        "compare", sets / "a.npz", sets / "b.npz", "--paired", "--skip-bad"
+    )

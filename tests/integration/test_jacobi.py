@@ -1,4 +1,5 @@
-"""Jacobi drafting: which laws the drafts are drawn from and recorded with. Its exactness is in test_decode.
+"""Jacobi drafting: which distributions the drafts are drawn from and recorded with. Its exactness
+is in test_decode.
 
 Shape letters: B batch, W window, V vocabulary.
 """
@@ -17,9 +18,11 @@ from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
 from specmm.target import TargetOutput
-from specmm.verify import Recursive, Verdict
+from specmm.verify import Recursive, VerifyResult
 
-CONFIG = GPTConfig(dim=16, n_layer=1, n_head=2, vocab_size=7, block_size=16, num_classes=3, multiple_of=8)
+CONFIG = GPTConfig(
+    dim=16, n_layer=1, n_head=2, vocab_size=7, block_size=16, num_classes=3, multiple_of=8
+)
 WINDOW = 5
 
 
@@ -28,71 +31,96 @@ def target():
     return LlamaGenTarget(Transformer(CONFIG), Guidance(), Processor())
 
 
-def laws(rows, seed):
-    return torch.randn(2, rows, CONFIG.vocab_size, generator=torch.Generator().manual_seed(seed)).softmax(-1)
+def probs(rows, seed):
+    return torch.randn(
+        2, rows, CONFIG.vocab_size, generator=torch.Generator().manual_seed(seed)
+    ).softmax(-1)
 
 
 def begin(drafter, root=(3, 5)):
-    feedback = Feedback(TargetOutput(laws(1, 0), torch.empty(0)), torch.tensor(root))
+    feedback = Feedback(TargetOutput(probs(1, 0), torch.empty(0)), torch.tensor(root))
     drafter.begin(feedback, Clock())
     return drafter.propose(feedback, Uniforms.from_seeds([0, 1]))
 
 
 def second_round(drafter, kept=(2, 6)):
-    """Row 0 kept the root and a draft, row 1 everything; the newest laws and the second tree."""
+    """Row 0 kept the root and a draft, row 1 everything; the newest distributions and the second
+    tree.
+    """
     tree = begin(drafter)
     path = torch.tensor([[0, 1, -1, -1, -1, -1], [0, 1, 2, 3, 4, 5]])
-    verdict = Verdict(path, torch.tensor(kept), torch.tensor([6, 2]))
+    result = VerifyResult(path, torch.tensor(kept), torch.tensor([6, 2]))
     tokens = torch.tensor([[4, 6, 0, 0, 0, 0], [1, 2, 3, 4, 5, 2]])
-    newest = laws(WINDOW + 1, 1)
-    feedback = Feedback(TargetOutput(newest, torch.empty(0)), verdict.next_token, tree, verdict, tokens)
+    newest = probs(WINDOW + 1, 1)
+    feedback = Feedback(
+        TargetOutput(newest, torch.empty(0)), result.next_token, tree, result, tokens
+    )
     return newest, drafter.propose(feedback, Uniforms.from_seeds([2, 3]))
 
 
 @pytest.mark.parametrize("initial", ["uniform", "left", "above"])
-def test_the_first_window_has_the_initial_law(initial):
+def test_the_first_window_has_the_initial_distribution(initial):
     tree = begin(JacobiDrafter(target(), WINDOW, initial))
-    expected = torch.full((2, 1, 7), 1 / 7) if initial == "uniform" else laws(1, 0)
-    last = tree.laws[:, 4:5].argmax(-1) if initial == "above" else None
+    expected = torch.full((2, 1, 7), 1 / 7) if initial == "uniform" else probs(1, 0)
+    last = tree.probs[:, 4:5].argmax(-1) if initial == "above" else None
     if initial == "above":  # a raster row is four wide: token 4 lies below token 0, the root
         assert last.flatten().tolist() == [3, 5] and tree.tokens[:, 4].tolist() == [3, 5]
-        assert (tree.laws[:, 4].amax(-1) == 1).all()
-        torch.testing.assert_close(tree.laws[:, 1:4], expected.expand(-1, 3, -1))
+        assert (tree.probs[:, 4].amax(-1) == 1).all()
+        torch.testing.assert_close(tree.probs[:, 1:4], expected.expand(-1, 3, -1))
     else:
-        torch.testing.assert_close(tree.laws[:, 1:], expected.expand(-1, WINDOW, -1))
-    assert tree.tokens[:, 0].tolist() == [3, 5] and tree.shape.depth == WINDOW and tree.shape.width == 1
+        torch.testing.assert_close(tree.probs[:, 1:], expected.expand(-1, WINDOW, -1))
+    assert (
+        tree.tokens[:, 0].tolist() == [3, 5]
+        and tree.shape.depth == WINDOW
+        and tree.shape.width == 1
+    )
 
 
 @pytest.mark.parametrize("initial", ["uniform", "left", "above"])
-def test_rejected_places_are_drawn_from_the_newest_laws(initial):
+def test_rejected_places_are_drawn_from_the_newest_distributions(initial):
     newest, tree = second_round(JacobiDrafter(target(), WINDOW, initial))
     assert tree.tokens[:, 0].tolist() == [6, 2]
     # row 0: place 3 of the first window is the first draft now; node 2 predicts it
-    assert torch.equal(tree.laws[0, 1:5], newest[0, 2:6])
+    assert torch.equal(tree.probs[0, 1:5], newest[0, 2:6])
     new = {"uniform": torch.full((7,), 1 / 7), "left": newest[0, -1]}
-    if initial == "above":  # committed: 3, 4, 6; the last place is raster index 7, below index 3, which is unknown
-        assert torch.equal(tree.laws[0, 5], newest[0, -1])
-        # row 1: 5, 1, 2, 3, 4, 5, 2 are committed; drafts 7 … 11 lie below 3, 4, 5, 2 and an unknown token
-        assert tree.tokens[1, 1:5].tolist() == [3, 4, 5, 2] and (tree.laws[1, 1:5].amax(-1) == 1).all()
+    if (
+        initial == "above"
+    ):  # committed: 3, 4, 6; the last place is raster index 7, below index 3, which is unknown
+        assert torch.equal(tree.probs[0, 5], newest[0, -1])
+        # row 1: 5, 1, 2, 3, 4, 5, 2 are committed; drafts 7 … 11 lie below 3, 4, 5, 2 and an
+        # unknown token
+        assert (
+            tree.tokens[1, 1:5].tolist() == [3, 4, 5, 2]
+            and (tree.probs[1, 1:5].amax(-1) == 1).all()
+        )
     else:
-        torch.testing.assert_close(tree.laws[0, 5], new[initial])
+        torch.testing.assert_close(tree.probs[0, 5], new[initial])
         row = {"uniform": torch.full((7,), 1 / 7), "left": newest[1, -1]}[initial]
-        torch.testing.assert_close(tree.laws[1, 1:], row.expand(WINDOW, -1))
+        torch.testing.assert_close(tree.probs[1, 1:], row.expand(WINDOW, -1))
 
 
-def test_drafts_have_the_recorded_laws():
-    """Drawn ten thousand times from the same feedback, each place shows the law that the tree records."""
+def test_drafts_have_the_recorded_distributions():
+    """Drawn ten thousand times from the same feedback, each place shows the distribution that the
+    tree records.
+    """
     drafter, rows = JacobiDrafter(target(), 2, "left"), 10000
-    law = laws(1, 0)[:1]
-    feedback = Feedback(TargetOutput(law.expand(rows, -1, -1), torch.empty(0)), torch.zeros(rows, dtype=torch.int64))
+    dist = probs(1, 0)[:1]
+    feedback = Feedback(
+        TargetOutput(dist.expand(rows, -1, -1), torch.empty(0)),
+        torch.zeros(rows, dtype=torch.int64),
+    )
     drafter.begin(feedback, Clock())
     generator = torch.Generator().manual_seed(1)
-    tree = drafter.propose(feedback, SimpleNamespace(draw=lambda n: torch.rand(rows, n, generator=generator)))
+    tree = drafter.propose(
+        feedback, SimpleNamespace(draw=lambda n: torch.rand(rows, n, generator=generator))
+    )
     for place in (1, 2):
         found = tree.tokens[:, place].bincount(minlength=7) / rows
-        assert float((found - tree.laws[0, place]).abs().max()) < 0.02
-    together = torch.zeros(7, 7).index_put_((tree.tokens[:, 1], tree.tokens[:, 2]), torch.tensor(1.0), accumulate=True)
-    independent = law[0, 0][:, None] * law[0, 0]
+        assert float((found - tree.probs[0, place]).abs().max()) < 0.02
+    together = torch.zeros(7, 7).index_put_(
+        (tree.tokens[:, 1], tree.tokens[:, 2]), torch.tensor(1.0), accumulate=True
+    )
+    independent = dist[0, 0][:, None] * dist[0, 0]
     assert float((together / rows - independent).abs().max()) < 0.02
 
 
@@ -102,7 +130,12 @@ def test_greedy_needs_few_rounds_for_a_constant_picture():
         model.output.weight.zero_()  # all logits equal: greedy decoding repeats token 0
     greedy = LlamaGenTarget(model, Guidance(), Processor(0))
     *_, end = decode(
-        greedy, JacobiDrafter(greedy, 5), Recursive(), Prompt(torch.tensor([1])), 16, Uniforms.from_seeds([0])
+        greedy,
+        JacobiDrafter(greedy, 5),
+        Recursive(),
+        Prompt(torch.tensor([1])),
+        16,
+        Uniforms.from_seeds([0]),
     )
     assert end.tokens[0, :16].eq(0).all() and end.stats.rounds == 3 and end.stats.tau == 5
     assert end.stats.draft_seconds == 0
@@ -111,5 +144,7 @@ def test_greedy_needs_few_rounds_for_a_constant_picture():
 def test_options_out_of_range_are_named():
     with pytest.raises(ValueError, match=r"window must be in \[1, 15\], got 16"):
         JacobiDrafter(target(), 16)
-    with pytest.raises(ValueError, match="initial must be one of uniform, left, above, got 'right'"):
+    with pytest.raises(
+        ValueError, match="initial must be one of uniform, left, above, got 'right'"
+    ):
         JacobiDrafter(target(), 4, "right")

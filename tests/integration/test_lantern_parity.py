@@ -1,6 +1,7 @@
 """The EAGLE head, its trees and whole runs against numbers that LANTERN's release produced.
 
-``lantern_e2e_tiny.json`` beside the tensors says which call made which. Greedy, guided by 3, a text-to-image target.
+``lantern_e2e_tiny.json`` beside the tensors says which call made which. Greedy, guided by 3, a
+text-to-image target.
 """
 
 import json
@@ -27,10 +28,13 @@ from specmm.randomness import Uniforms
 from specmm.shape.static import named
 from specmm.stats import Clock
 from specmm.target import TargetOutput
-from specmm.verify import Lantern, LanternPP, Recursive, Verdict
+from specmm.verify import Lantern, LanternPP, Recursive, VerifyResult
 
 PARITY = Path(__file__).parents[1] / "parity" / "lantern_e2e_tiny"
-T, FACTS = load_file(PARITY.with_suffix(".safetensors")), json.loads(PARITY.with_suffix(".json").read_text())
+T, FACTS = (
+    load_file(PARITY.with_suffix(".safetensors")),
+    json.loads(PARITY.with_suffix(".json").read_text()),
+)
 LENGTH, SPARE = FACTS["max_length"], 12
 
 
@@ -42,7 +46,9 @@ def state(prefix):
 def model():
     weights = from_lantern(state("base_sd."))
     facts = FACTS["config"]
-    transformer = Transformer(infer_gpt_config(weights, n_head=facts["heads"], block_size=facts["block_size"]))
+    transformer = Transformer(
+        infer_gpt_config(weights, n_head=facts["heads"], block_size=facts["block_size"])
+    )
     load_strict(transformer, weights)
     return transformer.eval()
 
@@ -51,7 +57,9 @@ def model():
 def head(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafter")
     save_file(state("drafter_sd."), folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"hidden_size": 32, "bias": True, "architectures": ["Llama"]}))
+    (folder / "config.json").write_text(
+        json.dumps({"hidden_size": 32, "bias": True, "architectures": ["Llama"]})
+    )
     return load_eagle(folder, model.config)
 
 
@@ -70,7 +78,9 @@ def test_the_head_predicts_the_recorded_states(model, head):
 
 
 def drafted(model, head, tree):
-    """The tree drafted behind the recorded prefix (120 caption positions, 30 tokens, the root), and its logits."""
+    """The tree drafted after the recorded prefix (120 caption positions, 30 tokens, the root), and
+    its logits.
+    """
     drafter, spy = EagleDrafter(head, target_of(model), tree, sampled=False), []
     guided = drafter.target.guide
     drafter.target.guide = lambda *args: spy.append(guided(*args)) or spy[-1]
@@ -80,15 +90,19 @@ def drafted(model, head, tree):
         feedback = Feedback(TargetOutput(torch.empty(0), hidden[:, :prefix]), ids[:, prefix])
         drafter.begin(feedback, Clock())
         drafter.propose(feedback, Uniforms.from_seeds([0]))
-        for i in range(prefix, hidden.shape[1]):  # round by round, the root kept and the recorded token behind it
+        for i in range(
+            prefix, hidden.shape[1]
+        ):  # round by round, the root kept and the recorded token after it
             path = F.pad(torch.zeros(1, 1, dtype=torch.int64), (0, steps - 1), value=-1)
-            verdict = Verdict(path, torch.ones(1, dtype=torch.int64), ids[:, i + 1])
+            result = VerifyResult(path, torch.ones(1, dtype=torch.int64), ids[:, i + 1])
             output, committed = (
                 TargetOutput(torch.empty(0), hidden[:, i : i + 1]),
                 F.pad(ids[:, i + 1 : i + 2], (0, steps - 1)),
             )
             spy.clear()
-            tree = drafter.propose(Feedback(output, ids[:, i + 1], None, verdict, committed), Uniforms.from_seeds([0]))
+            tree = drafter.propose(
+                Feedback(output, ids[:, i + 1], None, result, committed), Uniforms.from_seeds([0])
+            )
     return tree, torch.cat(spy, dim=1)[0]
 
 
@@ -112,7 +126,9 @@ def test_static_trees_are_the_recorded_ones(model, head, name):
 
 @dataclass(frozen=True)
 class ReleasedTies:
-    """Of relaxed greedy's longest paths the release takes the one through the lowest leaf in dynamic trees."""
+    """Of relaxed greedy's longest paths the release takes the one through the lowest leaf in
+    dynamic trees.
+    """
 
     rule: Lantern | LanternPP
     name: str = "lantern, ties as released"
@@ -135,17 +151,25 @@ def rule_of(run):
     return rule if run.static_tree else ReleasedTies(rule)
 
 
-@pytest.mark.parametrize("run", [SimpleNamespace(**r) for r in FACTS["runs"][1:]], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "run", [SimpleNamespace(**r) for r in FACTS["runs"][1:]], ids=lambda r: r.name
+)
 def test_whole_runs_are_the_recorded_ones(model, head, run):
-    """Relaxed greedy needs the softened law (temperature 1); rule and loop still emit the mode, from token 0 on."""
+    """Relaxed greedy needs the softened distribution (temperature 1); rule and loop still emit the
+    mode, from token 0 on.
+    """
     target = target_of(model, temperature=1.0 if run.lantern else 0.0)
     tree = named(run.tree) if run.static_tree else Dynamic(10, 4, 59)
     drafter = EagleDrafter(head, target, tree, sampled=False)
     counts = [1]
-    for progress in decode(target, drafter, rule_of(run), prompt(), LENGTH + SPARE, Uniforms.from_seeds([0])):
+    for progress in decode(
+        target, drafter, rule_of(run), prompt(), LENGTH + SPARE, Uniforms.from_seeds([0])
+    ):
         counts.append(int(progress.counts[0]))
     assert torch.equal(progress.tokens[:, :LENGTH], T[f"out.{run.name}.tokens"])
-    rounds = next(i for i, count in enumerate(counts) if count - 1 > LENGTH)  # the release stops behind the length
+    rounds = next(
+        i for i, count in enumerate(counts) if count - 1 > LENGTH
+    )  # the release stops after the length
     assert (counts[rounds] - 1) / rounds == run.mean_accept
 
 

@@ -1,7 +1,8 @@
-"""Our transformer and tokenizer against numbers that the official LlamaGen and LANTERN releases produced.
+"""Our transformer and tokenizer against numbers that the official LlamaGen and LANTERN releases
+produced.
 
-The ``.json`` beside each file in tests/parity says which call made which tensor. Decoding is teacher-forced here:
-the recorded tokens go in at once, and the logits of every step must come out.
+The ``.json`` beside each file in tests/parity says which call made which tensor. Decoding is
+teacher-forced here: the recorded tokens go in at once, and the logits of every step must come out.
 """
 
 import json
@@ -27,14 +28,18 @@ PARITY = Path(__file__).parents[1] / "parity"
 
 
 class Case:
-    """One parity file: ``t["out.x"]`` its tensors, ``state(prefix)`` its weights in float32, ``facts`` its json."""
+    """One parity file: ``t["out.x"]`` its tensors, ``state(prefix)`` its weights in float32,
+    ``facts`` its json.
+    """
 
     def __init__(self, name):
         self.t = load_file(PARITY / f"{name}.safetensors")
         self.facts = json.loads((PARITY / f"{name}.json").read_text())
 
     def state(self, prefix="sd."):
-        return {k.removeprefix(prefix): v.float() for k, v in self.t.items() if k.startswith(prefix)}
+        return {
+            k.removeprefix(prefix): v.float() for k, v in self.t.items() if k.startswith(prefix)
+        }
 
 
 def loaded(module, state, ignore=()):
@@ -79,8 +84,19 @@ def t2i_model(t2i):
 
 @pytest.fixture(scope="module")
 def vq_model(vq):
-    names = ("codebook_show_usage", "entropy_loss_ratio", "group_norm_groups", "group_norm_eps", "image", "latent")
-    sizes = {k: tuple(v) if isinstance(v, list) else v for k, v in vq.facts["config"].items() if k not in names}
+    names = (
+        "codebook_show_usage",
+        "entropy_loss_ratio",
+        "group_norm_groups",
+        "group_norm_eps",
+        "image",
+        "latent",
+    )
+    sizes = {
+        k: tuple(v) if isinstance(v, list) else v
+        for k, v in vq.facts["config"].items()
+        if k not in names
+    }
     return loaded(VQModel(VQConfig(**sizes)), vq.state(), ("codebook_used",))
 
 
@@ -116,7 +132,9 @@ def test_c2i_eval_logits_and_hidden(c2i, c2i_model):
 
 @torch.no_grad()
 def forced_c2i(case, model, tokens):
-    """Logits [block, rows, V] of each decode step for conditional rows followed by unconditional ones."""
+    """Logits [block, rows, V] of each decode step for conditional rows followed by unconditional
+    ones.
+    """
     classes = case.t["in.gen_class_ids"]
     both = torch.cat([classes, torch.full_like(classes, model.config.num_classes)])
     logits, _ = model(model.embed(both, tokens[:, :-1].repeat(2, 1)))
@@ -150,15 +168,20 @@ def test_c2i_guidance_interval(c2i, c2i_model, rows):
     raw = forced_c2i(c2i, c2i_model, tokens).transpose(0, 1)  # [R, block, V]
     positions = torch.arange(raw.shape[1])[None] + first - 1  # of what predicts each token
     target = LlamaGenTarget(c2i_model, Guidance(3.5, interval=4), Processor())
-    guided = target.guide(raw, positions if rows == 1 else positions.repeat(len(raw), 1)).transpose(0, 1)
+    guided = target.guide(raw, positions if rows == 1 else positions.repeat(len(raw), 1)).transpose(
+        0, 1
+    )
     close(guided, wanted)
     assert torch.equal(greedy(guided), tokens)
 
 
 def decoded(model, guidance, prompt):
     """The tokens of greedy decoding, step by step."""
-    target, dice = LlamaGenTarget(model, guidance, Processor(0)), Uniforms.from_seeds(range(len(prompt.condition)))
-    *_, end = decode_plain(target, prompt, target.length, dice)
+    target, uniforms = (
+        LlamaGenTarget(model, guidance, Processor(0)),
+        Uniforms.from_seeds(range(len(prompt.condition))),
+    )
+    *_, end = decode_plain(target, prompt, target.length, uniforms)
     return end.tokens
 
 
@@ -169,10 +192,10 @@ def test_c2i_guidance_interval_step_by_step(c2i, c2i_model):
 
 @pytest.mark.parametrize("combo", range(5))
 def test_filters(c2i, combo):
-    laws = Processor(**c2i.facts["filter_combos"][combo])(c2i.t["in.filter_logits"])
+    probs = Processor(**c2i.facts["filter_combos"][combo])(c2i.t["in.filter_logits"])
     wanted = c2i.t["out.filter_probs"][combo]
-    assert torch.equal(laws > 0, wanted > 0)
-    torch.testing.assert_close(laws, wanted, atol=1e-6, rtol=1e-5)
+    assert torch.equal(probs > 0, wanted > 0)
+    torch.testing.assert_close(probs, wanted, atol=1e-6, rtol=1e-5)
 
 
 # --- text-conditional ---
@@ -278,7 +301,9 @@ def test_vq_losses(vq, vq_model):
     quantized = vq_model.train().encode(vq.t["in.image"])
     close(quantized.codebook_loss.detach()[None], vq.t["out.train_vq_loss"])
     close(quantized.commit_loss.detach()[None], vq.t["out.train_commit_loss"])
-    assert float(vq.t["out.train_entropy_loss"]) == 0  # the release's ratio is 0; we have no such loss
+    assert (
+        float(vq.t["out.train_entropy_loss"]) == 0
+    )  # the release's ratio is 0; we have no such loss
     vq_model.eval()
 
 
@@ -306,7 +331,9 @@ def test_lantern_base(lantern):
     close(hidden, t["out.base_hidden"])
 
 
-@pytest.mark.parametrize(("key", "message"), [("model.extra.weight", "got model.extra.weight"), (None, "q_proj")])
+@pytest.mark.parametrize(
+    ("key", "message"), [("model.extra.weight", "got model.extra.weight"), (None, "q_proj")]
+)
 def test_lantern_names_that_do_not_fit(lantern, key, message):
     state = lantern.state("base_sd.")
     if key is None:

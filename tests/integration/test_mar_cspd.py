@@ -26,9 +26,15 @@ def t():
 
 
 def load(side):
-    sizes = {**FACTS["config"]["common"], **FACTS["config"][side], "class_num": FACTS["config"]["class_emb_rows"]}
+    sizes = {
+        **FACTS["config"]["common"],
+        **FACTS["config"][side],
+        "class_num": FACTS["config"]["class_emb_rows"],
+    }
     made = MAR(MARConfig(**{k: v for k, v in sizes.items() if k in MARConfig.__dataclass_fields__}))
-    made.load_state_dict({k: v.float() for k, v in load_file(PARITY / f"cspd_{side}_state_fp16.safetensors").items()})
+    made.load_state_dict(
+        {k: v.float() for k, v in load_file(PARITY / f"cspd_{side}_state_fp16.safetensors").items()}
+    )
     return made.eval().requires_grad_(False)
 
 
@@ -51,7 +57,7 @@ def trace(g, side):
     return Trace(*(g[f"{side}_{k}"].double().numpy() for k in ("mean", "std", "log_var")))
 
 
-class Dice:
+class PictureNumbers:
     """Recorded numbers, handed out in turn."""
 
     def __init__(self, uniforms, normals):
@@ -76,21 +82,33 @@ def test_ratios_of_the_release_and_of_the_paper(t):
     for g, tau in cases(t):
         x, p, q = g["x"].double().numpy(), trace(g, "x2"), trace(g, "x1")
         ours = torch.from_numpy(Release(tau).log_ratio(x, p, q))
-        close(ours, g["derived.log_ratio_code"], 1e-4) if g["derived.log_ratio_code"].any() else None
+        close(ours, g["derived.log_ratio_code"], 1e-4) if g[
+            "derived.log_ratio_code"
+        ].any() else None
         sure = (g["ratio"] > 1e-3) & g["ratio"].isfinite()
-        torch.testing.assert_close(ours[sure], g["ratio"][sure].double().log(), atol=2e-3, rtol=1e-3)
+        torch.testing.assert_close(
+            ours[sure], g["ratio"][sure].double().log(), atol=2e-3, rtol=1e-3
+        )
         paper = torch.from_numpy(Paper().log_ratio(x, p, q))
-        torch.testing.assert_close(paper, g["derived.log_ratio_paper_sign_tau1"], atol=1e-3, rtol=1e-4)
+        torch.testing.assert_close(
+            paper, g["derived.log_ratio_paper_sign_tau1"], atol=1e-3, rtol=1e-4
+        )
 
 
 def test_acceptance_and_resampling_of_the_release(t):
     for g, tau in cases(t):
         x, p, q = g["x"].double().numpy(), trace(g, "x2"), trace(g, "x1")
-        kept = accept(Release(tau), x, p, q, Dice([g["uniform"]], []))
+        kept = accept(Release(tau), x, p, q, PictureNumbers([g["uniform"]], []))
         assert np.array_equal(kept, g["accept"].bool().numpy())
         if int(g["n_tries"]) in (0, 100):
             continue
-        made, found = resample(Release(tau), p, q, Dice(g["resample.uniform"], g["resample.noise"]), last=True)
+        made, found = resample(
+            Release(tau),
+            p,
+            q,
+            PictureNumbers(g["resample.uniform"], g["resample.noise"]),
+            last=True,
+        )
         close(made, g["resample.output"], 1e-5)
         assert np.array_equal(found, g["resample.accepted_any"].bool().numpy())
 
@@ -114,7 +132,9 @@ def test_residuals_without_mass_are_told(t, i):
     made, found = resample(Release(), trace(g, "x2"), trace(g, "x1"), Fresh(i), last=True)
     assert np.array_equal(found, g["resample.accepted_any"].bool().numpy())
     assert not made[~found].any()
-    settled, kept = settle(Release(), g["x"].double().numpy() + 1, trace(g, "x2"), trace(g, "x1"), Rejecting(), True)
+    settled, kept = settle(
+        Release(), g["x"].double().numpy() + 1, trace(g, "x2"), trace(g, "x1"), Rejecting(), True
+    )
     assert not kept.any() and settled.any(1).all()  # never silently zero
 
 
@@ -155,20 +175,24 @@ def test_whole_runs_of_the_release(t, pair, run):
     sides = [Side(model, torch.tensor(run["labels"]), run["bsz"], plan) for model in pair]
     noise = torch.cat([g["noise"][:, :, None], g["inter_noise"].flip(2)], dim=2)
     verifies = sum("uniform" in k and k.startswith("verify") and "resample" not in k for k in g)
-    dice = []
+    numbers = []
     for b in range(run["bsz"]):
         uniforms, normals = [], []
         for v in range(verifies):
             r = group(g, f"verify{v:02d}.")
             rows = r["index"][0] == b
             kept = (r["ratio"] > r["uniform"])[rows]
-            uniforms += [r["uniform"][rows]] + ([] if kept.all() else [r["resample_uniform"][0][rows]])
+            uniforms += [r["uniform"][rows]] + (
+                [] if kept.all() else [r["resample_uniform"][0][rows]]
+            )
             normals += [] if kept.all() else [r["resample_noise"][0][rows]]
-        dice.append(Dice(uniforms, normals))
+        numbers.append(PictureNumbers(uniforms, normals))
     window = Window(run["num_draft"], run["ratio"])
     states = [
         p.tokens.clone()
-        for p in decode_release(*sides, g["orders"], noise, dice, Release(run["inner_temperature"]), window)
+        for p in decode_release(
+            *sides, g["orders"], noise, numbers, Release(run["inner_temperature"]), window
+        )
     ]
     close(unpatchify(states[-1]), g["result_latent"], 2e-3)
     follow(g, run, states)
@@ -178,7 +202,9 @@ def test_whole_runs_of_the_release(t, pair, run):
 
 
 def follow(g, run, states):
-    """Every recorded state: behind each call that no verification follows, and what each verification wrote."""
+    """Every recorded state: after each call that no verification follows, and what each
+    verification wrote.
+    """
     made = verified = 0
     for k, call in enumerate(run["calls"]):
         if call["kind"] == "verify":

@@ -73,7 +73,10 @@ def test_encoder_and_decoder(t, model, case):
     close(encoded, g["encoder_out"])
     close(model.decode(encoded, known), g["z"])
     wanted = torch.tensor([[3, 0], [1, 2], [15, 7]])
-    close(model(g["tokens"], known, condition, wanted), g["z"].gather(1, wanted[:, :, None].expand(-1, -1, 48)))
+    close(
+        model(g["tokens"], known, condition, wanted),
+        g["z"].gather(1, wanted[:, :, None].expand(-1, -1, 48)),
+    )
 
 
 @torch.no_grad()
@@ -85,7 +88,9 @@ def test_rows_may_know_different_numbers_of_tokens(t, model):
     for row in range(3):
         alone = slice(row, row + 1)
         count = int(valid[row].sum())
-        close(got[alone], model(g["tokens"][alone], known[alone, :count], g["class_embedding"][alone]))
+        close(
+            got[alone], model(g["tokens"][alone], known[alone, :count], g["class_embedding"][alone])
+        )
 
 
 def test_patches(t):
@@ -101,8 +106,12 @@ def test_patches(t):
 
 @torch.no_grad()
 def test_head(t, model):
-    turns = 1000 * 2**-23  # one rounding of an angle of up to 1,000: processors' exp() differ by as much
-    torch.testing.assert_close(sinusoid(t["head.t"]), t["head.time_embedding_sinusoid"], atol=turns, rtol=0)
+    turns = (
+        1000 * 2**-23
+    )  # one rounding of an angle of up to 1,000: processors' exp() differ by as much
+    torch.testing.assert_close(
+        sinusoid(t["head.t"]), t["head.time_embedding_sinusoid"], atol=turns, rtol=0
+    )
     close(model.head.time_embed(t["head.t"]), t["head.time_embed"])
     close(model.head(t["head.x"], t["head.t"], t["head.z"]), t["head.out"])
 
@@ -134,22 +143,26 @@ def test_full_tables_and_strides():
     assert Schedule.of("ddim8").timestep_map.tolist() == facts("cspd_accept")["timestep_map"]
 
 
-@pytest.mark.parametrize(("spec", "message"), [("ddim600", "strides"), ("2000", "at most 1000"), ("many", "number")])
+@pytest.mark.parametrize(
+    ("spec", "message"), [("ddim600", "strides"), ("2000", "at most 1000"), ("many", "number")]
+)
 def test_steps_that_do_not_fit(spec, message):
     with pytest.raises(ValueError, match=message):
         Schedule.of(spec)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "cfg"), [("pmv", 1.0), ("pmv_cfg", facts("mar_tiny")["p_mean_variance_cfg"])])
-def test_laws(t, model, name, cfg):
+@pytest.mark.parametrize(
+    ("name", "cfg"), [("pmv", 1.0), ("pmv_cfg", facts("mar_tiny")["p_mean_variance_cfg"])]
+)
+def test_distributions(t, model, name, cfg):
     g, schedule, rows = under(t, f"{name}."), Schedule.of("8"), 6
     branches = g["z"].split(rows)
     for i in range(8):
         x, steps = g["x"][i][:rows], torch.full((rows,), i)
         outs = [model.head(x, schedule.timestep_map[steps], z) for z in branches]
         out = guide(*outs, cfg) if len(outs) == 2 else outs[0]
-        mean, log_var = schedule.law(out, x, steps)
+        mean, log_var = schedule.probs(out, x, steps)
         close(mean, g["mean"][i][:rows], 1e-4)
         close(log_var, g["log_variance"][i][:rows])
         close(log_var.exp(), g["variance"][i][:rows])

@@ -1,4 +1,6 @@
-"""``MARPipeline``: methods and certificates, seeds and batches, folders, and the mistakes that are named."""
+"""``MARPipeline``: methods and certificates, seeds and batches, folders, and the mistakes that are
+named.
+"""
 
 import dataclasses
 import json
@@ -18,8 +20,24 @@ from specmm.image_ar.continuous.settings import Settings
 from specmm.image_ar.pipeline import ImagePipeline
 from specmm.training import seeded
 
-KL = KLConfig(ch=32, ch_mult=(1, 2), num_res_blocks=1, z_channels=3, resolution=12, attn_resolutions=(), scale=1.0)
-SIZES = dict(img_size=12, vae_stride=2, vae_embed_dim=3, class_num=4, buffer_size=2, diffloss_d=2, diffloss_w=16)
+KL = KLConfig(
+    ch=32,
+    ch_mult=(1, 2),
+    num_res_blocks=1,
+    z_channels=3,
+    resolution=12,
+    attn_resolutions=(),
+    scale=1.0,
+)
+SIZES = dict(
+    img_size=12,
+    vae_stride=2,
+    vae_embed_dim=3,
+    class_num=4,
+    buffer_size=2,
+    diffloss_d=2,
+    diffloss_w=16,
+)
 CLASSES = ("heart", "face-smiling", "food-fruit", "time")
 FAST = Settings(num_iter=6, head_steps="12", classes=CLASSES)
 
@@ -28,7 +46,10 @@ def transformer(dim=16, depth=2, **changes):
     sides = {f"{s}_{k}": v for s in ("encoder", "decoder") for k, v in
              (("embed_dim", dim), ("depth", depth), ("num_heads", 2))}  # fmt: skip
     model = MAR(MARConfig(**{**SIZES, **sides, **changes}))
-    for layer in (model.head.final_layer.linear, *(b.adaLN_modulation[1] for b in model.head.res_blocks)):
+    for layer in (
+        model.head.final_layer.linear,
+        *(b.adaLN_modulation[1] for b in model.head.res_blocks),
+    ):
         torch.nn.init.normal_(layer.weight, std=0.05)  # the release starts them at zero
     return model.eval()
 
@@ -36,7 +57,9 @@ def transformer(dim=16, depth=2, **changes):
 def pipeline(seed=0, small=True, settings=FAST, **changes):
     with seeded(seed):
         vae = AutoencoderKL(KL).eval()
-        return MARPipeline(transformer(**changes), vae, transformer(8, 1) if small else None, settings)
+        return MARPipeline(
+            transformer(**changes), vae, transformer(8, 1) if small else None, settings
+        )
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +81,11 @@ def seeds(*numbers):
     return [torch.Generator().manual_seed(n) for n in numbers]
 
 
-SMALL = methods.CSpD(belief="small", window=4)
-VARIANTS = [methods.AR(), *(methods.CSpD(variant=v) for v in ("exact", "release", "aligned", "paper"))]
+SMALL = methods.CSpD(predictor="small", window=4)
+VARIANTS = [
+    methods.AR(),
+    *(methods.CSpD(variant=v) for v in ("exact", "release", "aligned", "paper")),
+]
 
 
 @pytest.mark.parametrize("method", VARIANTS, ids=lambda m: getattr(m, "variant", m.name))
@@ -103,7 +129,14 @@ def test_a_picture_does_not_depend_on_its_batch(pipe, method):
         alone = pipe([i], generator=seeds(i + 1), method=method, cfg=1.5, output_type="np")
         torch.testing.assert_close(together.tokens[i : i + 1], alone.tokens, atol=1e-3, rtol=1e-3)
         assert np.abs(together.images[i].astype(int) - alone.images[0]).max() <= 1
-    apart = pipe([0, 1, 2], generator=seeds(1, 2, 3), method=method, cfg=1.5, output_type="latent", batch_size=2)
+    apart = pipe(
+        [0, 1, 2],
+        generator=seeds(1, 2, 3),
+        method=method,
+        cfg=1.5,
+        output_type="latent",
+        batch_size=2,
+    )
     torch.testing.assert_close(together.tokens, apart.tokens, atol=1e-3, rtol=1e-3)
 
 
@@ -118,7 +151,10 @@ def test_half_precision(folder, method):
 def test_folders_go_round(pipe, folder):
     again = MARPipeline.from_pretrained(folder, method="cspd", torch_dtype=torch.float32)
     assert again.settings == FAST and again.small is not None and again.method == methods.CSpD()
-    same = [p(["time"], generator=seeds(5), method="ar", output_type="latent").tokens for p in (pipe, again)]
+    same = [
+        p(["time"], generator=seeds(5), method="ar", output_type="latent").tokens
+        for p in (pipe, again)
+    ]
     assert torch.equal(*same)
 
 
@@ -132,7 +168,7 @@ def test_a_small_model_may_come_from_elsewhere(pipe, folder, tmp_path):
     assert MARPipeline.from_pretrained(alone, small=other).small is not None
 
 
-def test_a_solver_of_another_law_says_so(pipe):
+def test_a_solver_of_another_distribution_says_so(pipe):
     out = pipe(["heart"], generator=seeds(1), solver="ddim", head_steps=4, output_type="latent")
     assert out.certificate.kind == "heuristic" and "DDIM" in out.certificate.reason
     with pytest.raises(ValueError, match="solver must be 'ddpm' for cspd"):
@@ -141,7 +177,8 @@ def test_a_solver_of_another_law_says_so(pipe):
 
 def test_a_chain_without_noise_is_run_plainly(pipe):
     cold = [
-        pipe(["heart"], generator=seeds(1), temperature=0.0, method=m, output_type="latent") for m in ("ar", "cspd")
+        pipe(["heart"], generator=seeds(1), temperature=0.0, method=m, output_type="latent")
+        for m in ("ar", "cspd")
     ]
     assert torch.equal(cold[0].tokens, cold[1].tokens) and cold[1].certificate.kind == "exact"
     for variant in ("paper", "release"):
@@ -155,11 +192,15 @@ def test_more_iterations_than_tokens(pipe):
 
 
 def test_the_command_line_draws(folder, tmp_path):
-    for i, options in enumerate(([], ["variant=paper", "window=4"], ["belief=small", "window=5"])):
+    for i, options in enumerate(
+        ([], ["variant=paper", "window=4"], ["predictor=small", "window=5"])
+    ):
         place = tmp_path / str(i)
         generate(str(folder), ["heart", "2"], method="cspd", option=options, seed=1, out=place)
         run = json.loads((place / "run.json").read_text())
-        assert run["tokens"] == 72 and run["certificate"]["kind"] == ("heuristic" if i == 1 else "exact")
+        assert run["tokens"] == 72 and run["certificate"]["kind"] == (
+            "heuristic" if i == 1 else "exact"
+        )
     with pytest.raises(ValueError, match="unknown option"):
         generate(str(folder), ["heart"], top_k=3, seed=1, out=tmp_path / "x")
     assert isinstance(ImagePipeline.from_pretrained(folder, method="cspd"), MARPipeline)
@@ -169,7 +210,9 @@ def test_bench_on_the_command_line(folder, capsys):
     bench(str(folder), n=1, seed=1, as_json=True)
     rows = json.loads(capsys.readouterr().out)
     assert [r["method"] for r in rows] == ["ar", "cspd"]
-    assert all(r["quality"]["log_likelihood"] is None for r in rows)  # continuous tokens have densities at most
+    assert all(
+        r["quality"]["log_likelihood"] is None for r in rows
+    )  # continuous tokens have densities at most
     bench(str(folder), n=1, seed=1)
     assert "cspd" in capsys.readouterr().out
 
@@ -212,7 +255,9 @@ def test_guidance_needs_fake_latent():
         pipeline(small=False, fake_latent=False)(["heart"], cfg=2.0)
 
 
-@pytest.mark.parametrize("method", [methods.CSpD(variant="paper"), methods.CSpD(variant="release"), SMALL])
+@pytest.mark.parametrize(
+    "method", [methods.CSpD(variant="paper"), methods.CSpD(variant="release"), SMALL]
+)
 def test_methods_that_need_a_small_model(method):
     with pytest.raises(ValueError, match="needs a small model"):
         pipeline(small=False)(["heart"], method=method)

@@ -25,8 +25,14 @@ def t():
 
 @pytest.fixture(scope="module")
 def model():
-    made = MAR(MARConfig(**{k: v for k, v in FACTS["config"].items() if k in MARConfig.__dataclass_fields__}))
-    made.load_state_dict({k: v.float() for k, v in load_file(PARITY / "mar_tiny_state_fp16.safetensors").items()})
+    made = MAR(
+        MARConfig(
+            **{k: v for k, v in FACTS["config"].items() if k in MARConfig.__dataclass_fields__}
+        )
+    )
+    made.load_state_dict(
+        {k: v.float() for k, v in load_file(PARITY / "mar_tiny_state_fp16.safetensors").items()}
+    )
     return made.eval().requires_grad_(False)
 
 
@@ -65,10 +71,15 @@ class Watching:
 @pytest.mark.parametrize(("name", "how"), FACTS["loop"].items())
 def test_chains(t, model, name, how):
     g = {k.removeprefix(f"loop.{name}."): v for k, v in t.items() if k.startswith(f"loop.{name}.")}
-    head, rows = ChainHead(model.head, Schedule.of(how.get("num_sampling_steps", "8"))), len(g["x_T"])
+    head, rows = (
+        ChainHead(model.head, Schedule.of(how.get("num_sampling_steps", "8"))),
+        len(g["x_T"]),
+    )
     z = g["z"].view(-1, rows, 48).transpose(0, 1)
     noise = torch.cat([g["x_T"][None], g["noises"][:, :rows]])
-    got = ancestral(head.bind(Condition(z, how["cfg"])), Steps.ddpm(head.schedule), noise, how["temperature"])
+    got = ancestral(
+        head.bind(Condition(z, how["cfg"])), Steps.ddpm(head.schedule), noise, how["temperature"]
+    )
     close(got, g["result"][:rows], 1e-4)
 
 
@@ -90,7 +101,10 @@ def test_one_step(t, model, name, i):
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run["name"])
 def test_pictures(t, model, run):
-    name, plan = run["name"], Plan(run["num_iter"], run["num_sampling_steps"], run["cfg"], run["cfg_schedule"])
+    name, plan = (
+        run["name"],
+        Plan(run["num_iter"], run["num_sampling_steps"], run["cfg"], run["cfg_schedule"]),
+    )
     labels = None if run["labels"] is None else torch.tensor(run["labels"])
     head = ChainHead(model.head, Schedule.of(plan.head_steps))
     sampler = Watching(Ancestral(head, Recorded(t, name), run["temperature"]))
@@ -112,6 +126,10 @@ def test_more_iterations_than_tokens(t, model):
             return torch.zeros(sum(rows), width)
 
     *_, last = decode_mar(
-        model, torch.tensor([1, 2]), torch.arange(16).repeat(2, 1), Ancestral(head, Zeros()), Plan(num_iter=21)
+        model,
+        torch.tensor([1, 2]),
+        torch.arange(16).repeat(2, 1),
+        Ancestral(head, Zeros()),
+        Plan(num_iter=21),
     )
     assert last.count == 16 and last.stats.batch_rounds == 16

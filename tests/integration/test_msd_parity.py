@@ -1,4 +1,5 @@
-"""MSD's head, trees, acceptance, training losses and whole runs against numbers that its release produced.
+"""MSD's head, trees, acceptance, training losses and whole runs against numbers that its release
+produced.
 
 ``meta.json`` and ``llava576.json`` beside the tensors say which call made which.
 """
@@ -23,14 +24,16 @@ from specmm.stats import Clock
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import GreedyMatch, PointMass
-from specmm.verify.rule import Verdict
+from specmm.verify.rule import VerifyResult
 from specmm.vlm.drafters.msd import MSDDrafter
 from specmm.vlm.drafters.msd_head import MSDConfig, MSDHead
 from specmm.vlm.train.msd import Slots, msd_loss, visual_share
 
 PARITY = Path(__file__).parents[1] / "parity" / "msd"
 CASES = {
-    k: v for name in ("meta", "llava576") for k, v in json.loads((PARITY / f"{name}.json").read_text())["cases"].items()
+    k: v
+    for name in ("meta", "llava576")
+    for k, v in json.loads((PARITY / f"{name}.json").read_text())["cases"].items()
 }
 VARIANTS = ("llava", "qwen")
 PLACEHOLDER = 158  # a token the prompt does not hold
@@ -58,7 +61,7 @@ def case_of(name):
 
 
 def next_slots(case):
-    """Embeddings and image flags of the next positions, the sampled token behind the prompt last."""
+    """Embeddings and image flags of the next positions, the sampled token after the prompt last."""
     sampled = case.head.embed_tokens(torch.tensor([[case.facts["sample_token"]]]))
     image = torch.zeros(1, case.facts["seq_len_expanded"], dtype=torch.bool)
     first, stop = case.facts["image_slot_range_in_drafter"]
@@ -89,7 +92,9 @@ def test_a_picture_of_576_tokens():
     states = case.head(slots)[:, recorded]
     torch.testing.assert_close(slots[:, recorded], case.t["msd.fused_input"], **CLOSE)
     torch.testing.assert_close(states, case.t["msd.forward_hidden"], **CLOSE)
-    torch.testing.assert_close(states @ case.t["lm_head.weight"].T, case.t["msd.forward_logits"], **CLOSE)
+    torch.testing.assert_close(
+        states @ case.t["lm_head.weight"].T, case.t["msd.forward_logits"], **CLOSE
+    )
 
 
 def stage(case, temperature=0.0):
@@ -104,7 +109,9 @@ def stage(case, temperature=0.0):
         device="cpu",
         head=lambda states: states @ weight.T,
         cache=SimpleNamespace(size=SimpleNamespace(capacity=length + 40)),
-        context=Context(case.t["in.hidden_states"], case.t["in.inputs_embeds"], torch.tensor([length]), image),
+        context=Context(
+            case.t["in.hidden_states"], case.t["in.inputs_embeds"], torch.tensor([length]), image
+        ),
     )
 
 
@@ -118,7 +125,9 @@ class Watched(MSDDrafter):
 
 
 def after(drafter, tree, t, prompt):
-    """Feedback of a recorded round: the tokens kept and the target's states of the nodes they came behind."""
+    """Feedback of a recorded round: the tokens kept and the target's states of the nodes they came
+    after.
+    """
     hidden, tokens = t["in_accept_hidden"], t["in_input_ids"][:, prompt:]
     kept = hidden.shape[1]
     nodes = hidden.new_zeros(1, tree.shape.size, hidden.shape[-1])
@@ -127,16 +136,22 @@ def after(drafter, tree, t, prompt):
     path[:, :kept] = torch.arange(kept)
     padded = torch.zeros_like(path)
     padded[:, :kept] = tokens[:, -kept:]
-    verdict = Verdict(path, torch.tensor([kept]), tokens[:, -1])
-    return Feedback(TargetOutput(nodes, nodes), tokens[:, -1], tree, verdict, padded)
+    result = VerifyResult(path, torch.tensor([kept]), tokens[:, -1])
+    return Feedback(TargetOutput(nodes, nodes), tokens[:, -1], tree, result, padded)
 
 
-@pytest.mark.parametrize("name", ["tree_t59_d5_k10", "tree_t20_d3_k4", "tree_t8_d2_k3", "tree_sampling_t20_d3_k4"])
+@pytest.mark.parametrize(
+    "name", ["tree_t59_d5_k10", "tree_t20_d3_k4", "tree_t8_d2_k3", "tree_sampling_t20_d3_k4"]
+)
 def test_dynamic_trees(case, name):
     facts = case.facts["trees"][name]
-    drafter = Watched(case.head, stage(case), Dynamic(facts["top_k"], facts["depth"], facts["total_token"]))
+    drafter = Watched(
+        case.head, stage(case), Dynamic(facts["top_k"], facts["depth"], facts["total_token"])
+    )
     prompt, tree = case.t["in.input_ids_with_sample"].shape[1], None
-    feedback = Feedback(TargetOutput(None, case.t["in.hidden_states"]), torch.tensor([case.facts["sample_token"]]))
+    feedback = Feedback(
+        TargetOutput(None, case.t["in.hidden_states"]), torch.tensor([case.facts["sample_token"]])
+    )
     drafter.begin(feedback, Clock())
     for step in range(1 if "sampling" in name else 3):
         t = part(case.t, f"{name}.step{step}.")
@@ -167,12 +182,18 @@ def test_training_losses_and_gradients():
     image = torch.zeros(2, 25, dtype=torch.bool)
     image[0, 3:15] = True
     slots = Slots(
-        t["batch.inputs_embeds"], image, t["batch.hidden_states"], t["batch.target"], t["batch.loss_mask"].bool()
+        t["batch.inputs_embeds"],
+        image,
+        t["batch.hidden_states"],
+        t["batch.target"],
+        t["batch.loss_mask"].bool(),
     )
     losses = msd_loss(head, lambda x: x @ t["lm_head.weight"].T, slots)
     found = {"loss": "loss_fp32", "smooth_l1": "vloss_fp32", "cross_entropy": "ploss"}
     for ours, theirs in found.items():
-        torch.testing.assert_close(losses[ours].detach()[None], t[f"train.{theirs}"], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            losses[ours].detach()[None], t[f"train.{theirs}"], rtol=1e-5, atol=1e-5
+        )
     losses["loss"].backward()
     weights = dict(head.named_parameters())
     for name, gradient in part(t, "grad.").items():
@@ -185,19 +206,24 @@ def test_training_losses_and_gradients():
 def test_acceptance(number):
     """Walks the release's candidate rows with its uniforms through our decisions.
 
-    Its defect is put back here: where nothing was rejected at the last node, its law is softmax of the raw logits.
+    Its defect is put back here: where nothing was rejected at the last node, its distribution is
+    softmax of the raw logits.
     """
     facts = CASES["posterior"]["records"][number]
     t = part(tensors("posterior"), f"post{number}.")
     tree, logits = trie(t["candidates"], t["logits"])
     greedy = GreedyMatch().decisions(tree, logits)
-    assert walk(tree, 0, lambda child: greedy.accept[0, child] > 0.5)[1] == facts["greedy"]["accept"]
+    assert (
+        walk(tree, 0, lambda child: greedy.accept[0, child] > 0.5)[1] == facts["greedy"]["accept"]
+    )
     for record in facts["sampling"]:
         check_sampling(tree, logits, record, part(tensors("posterior"), record["sample_p"])[""])
 
 
 def trie(candidates, logits):
-    """The tree of candidate rows [P, D] with -1 behind their ends, and the logits [1, N, V] of its nodes."""
+    """The tree of candidate rows [P, D] with -1 after their ends, and the logits [1, N, V] of its
+    nodes.
+    """
     number, parents, kept = {}, [], []
     for row, tokens in enumerate(candidates.tolist()):
         for depth in range(len(tokens)):
@@ -216,7 +242,9 @@ def children(tree, node):
 
 
 def walk(tree, node, keep):
-    """The last node of the path from ``node`` on, its length, and whether a child of the last node was rejected."""
+    """The last node of the path from ``node`` on, its length, and whether a child of the last node
+    was rejected.
+    """
     for rejected, child in enumerate(children(tree, node)):
         if keep(child):
             last, length, missed = walk(tree, child, keep)
@@ -229,27 +257,42 @@ def walk(tree, node, keep):
 def check_sampling(tree, logits, record, expected):
     decisions = PointMass().decisions(tree, Processor(record["temperature"])(logits))
     draws = iter(record["uniform_draws"])
-    node, length, missed = walk(tree, 0, lambda child: next(draws) < float(decisions.accept[0, child]))
+    node, length, missed = walk(
+        tree, 0, lambda child: next(draws) < float(decisions.accept[0, child])
+    )
     assert length == record["accept"] and next(draws, None) is None
-    ours = decisions.next_law[0, node]
+    ours = decisions.next_probs[0, node]
     released = ours / ours.sum() if missed else logits[0, node].softmax(-1)
     torch.testing.assert_close(released, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_whole_run():
-    """A real LLaVA whose language model and picture are the recorded ones, greedy: the same trees and tokens."""
+    """A real LLaVA whose language model and picture are the recorded ones, greedy: the same trees
+    and tokens.
+    """
     facts, t = CASES["e2e_llava"], tensors("e2e_llava")
     head = MSDHead(MSDConfig.from_json(facts["drafter_config"]))
     head.load_state_dict(part(t, "drafter."), strict=True)
     target = VLMTarget(llava_of(facts, t), Processor(0))
-    drafter = MSDDrafter(head, target, Dynamic(facts["top_k"], facts["depth"], facts["total_token"]))
+    drafter = MSDDrafter(
+        head, target, Dynamic(facts["top_k"], facts["depth"], facts["total_token"])
+    )
     expected = t["out.msd_ids"][:, t["in.input_ids"].shape[1] :]
     trees, propose = [], drafter.propose
     drafter.propose = lambda *args: trees.append(propose(*args)) or trees[-1]
-    rounds = decode(target, drafter, GreedyMatch(), prompt_of(t), expected.shape[1] + 1, Uniforms.from_seeds([0]))
+    rounds = decode(
+        target,
+        drafter,
+        GreedyMatch(),
+        prompt_of(t),
+        expected.shape[1] + 1,
+        Uniforms.from_seeds([0]),
+    )
     counts = [int(progress.counts[0]) for progress in rounds]
     called = [tree.tokens[0].tolist() for tree in trees]
-    *_, progress = decode(target, drafter, GreedyMatch(), prompt_of(t), expected.shape[1], Uniforms.from_seeds([0]))
+    *_, progress = decode(
+        target, drafter, GreedyMatch(), prompt_of(t), expected.shape[1], Uniforms.from_seeds([0])
+    )
     assert torch.equal(progress.tokens[:, : expected.shape[1]], expected)
     assert torch.equal(progress.tokens[:, :49], t["out.naive_ids"][:, 14:])
     kept = [b - a for a, b in pairwise([1, *counts])]
@@ -259,11 +302,21 @@ def test_a_whole_run():
 
 
 def llava_of(facts, t):
-    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, patch_size=14)
-    text = LlamaConfig(**facts["base_config"], rope_theta=facts["rope_theta"], tie_word_embeddings=False)
+    vision = dict(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        patch_size=14,
+    )
+    text = LlamaConfig(
+        **facts["base_config"], rope_theta=facts["rope_theta"], tie_word_embeddings=False
+    )
     model = LlavaForConditionalGeneration(
         LlavaConfig(
-            vision_config=CLIPVisionConfig(**vision, image_size=28), text_config=text, image_token_id=PLACEHOLDER
+            vision_config=CLIPVisionConfig(**vision, image_size=28),
+            text_config=text,
+            image_token_id=PLACEHOLDER,
         )
     )
     weights = part(t, "base.")
@@ -278,4 +331,6 @@ def prompt_of(t):
     ids = t["in.input_ids"][0].tolist()
     place = ids.index(-200)
     ids[place : place + 1] = [PLACEHOLDER] * t["in.image_features"].shape[1]
-    return VLMPrompt({"input_ids": torch.tensor([ids]), "pixel_values": torch.zeros(1, 3, 28, 28)}, 60)
+    return VLMPrompt(
+        {"input_ids": torch.tensor([ids]), "pixel_values": torch.zeros(1, 3, 28, 28)}, 60
+    )

@@ -30,7 +30,9 @@ LLAVA = zoo.POCKET / "llava"
 def lines(tmp_path_factory):
     """Eleven questions about pictures and one about none."""
     folder = tmp_path_factory.mktemp("conversations")
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (96, 96, 3), np.uint8)).save(folder / "a.png")
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (96, 96, 3), np.uint8)).save(
+        folder / "a.png"
+    )
     rows = [{"question": f"Is it {i}?", "answer": f"yes, {i}", "image": "a.png"} for i in range(11)]
     rows.append({"question": "What is a fish?", "answer": "an animal"})
     (folder / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -60,26 +62,45 @@ def test_held_out_lines_are_not_learnt(lines):
     shown = [found.draw(random, i % 2 == 0) for i in range(80)]
     learnt = {processor.tokenizer.decode(e.input_ids[e.input_ids != 3]) for e in shown}
     assert asked == ["Is it 0?", "Is it 10?"]
-    assert not [text for text in learnt for question in asked if question in text] and len(learnt) == 10
+    assert (
+        not [text for text in learnt for question in asked if question in text]
+        and len(learnt) == 10
+    )
     assert all(bool(e.vision) == (i % 2 == 0) for i, e in enumerate(shown))
 
 
 def test_the_recipe(lines, tmp_path):
     model = shutil.copytree(LLAVA, tmp_path / "model", ignore=shutil.ignore_patterns("drafters"))
-    found = train("msd", model=model, data=lines, steps=1, batch=2, width=32, scenes=1, out=tmp_path / "run")
+    found = train(
+        "msd", model=model, data=lines, steps=1, batch=2, width=32, scenes=1, out=tmp_path / "run"
+    )
     assert found["outputs"] == [str(model / "drafters" / "msd")]
     pipe = VQAPipeline.from_pretrained(model, method="msd", torch_dtype=torch.float32)
     asked = (Image.open(lines.parent / "a.png"), "What is it?")
-    assert pipe(*asked, max_new_tokens=6).answers == pipe(*asked, method="ar", max_new_tokens=6).answers
+    assert (
+        pipe(*asked, max_new_tokens=6).answers
+        == pipe(*asked, method="ar", max_new_tokens=6).answers
+    )
 
 
 def test_the_recipe_on_scenes(tmp_path, monkeypatch):
     """As pocket/llava's drafter was made, with squares in place of emoji."""
     square = np.full((64, 64, 4), 255, np.uint8)
-    sprites = Sprites(tuple(Sprite(k.name, colour, square) for k in KINDS for colour in k.icons.values()))
+    sprites = Sprites(
+        tuple(Sprite(k.name, colour, square) for k in KINDS for colour in k.icons.values())
+    )
     monkeypatch.setattr(data, "load_world", lambda folder, split: World(sprites, ()))
     model = shutil.copytree(LLAVA, tmp_path / "model", ignore=shutil.ignore_patterns("drafters"))
-    train("scenes-msd", model=model, steps=2, batch=2, width=32, scenes=1, ramp=1, out=tmp_path / "run")
+    train(
+        "scenes-msd",
+        model=model,
+        steps=2,
+        batch=2,
+        width=32,
+        scenes=1,
+        ramp=1,
+        out=tmp_path / "run",
+    )
     measured = read_acceptance(model / "drafters" / "msd" / ACCEPTANCE)
     assert measured.keys() == {0.0, 1.0}
 

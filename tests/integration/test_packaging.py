@@ -1,4 +1,6 @@
-"""The wheel holds every package under ``specmm``, nothing beside it, and lives next to Hugging Face's ``kernels``."""
+"""The wheel holds every package under ``specmm``, nothing beside it, and lives next to Hugging
+Face's ``kernels``.
+"""
 
 import os
 import re
@@ -32,14 +34,25 @@ def sources(suffixes: tuple[str, ...], *names: str) -> set[str]:
 
 def python(executable: Path, code: str, cwd: Path, path: str = "") -> list[str]:
     """Lines printed by ``code`` in a fresh interpreter, started outside the repository."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | ({"PYTHONPATH": path} if path else {})
-    done = subprocess.run([executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | (
+        {"PYTHONPATH": path} if path else {}
+    )
+    done = subprocess.run(
+        [executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
 
 def pip(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", *map(str, arguments)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "-q",
+        *map(str, arguments),
+    ]
     return subprocess.run(command, capture_output=True, text=True)
 
 
@@ -67,7 +80,9 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def clean_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh environment with the wheel in it that sees our dependencies, but not the editable install."""
+    """A fresh environment with the wheel in it that sees our dependencies, but not the editable
+    install.
+    """
     folder = tmp_path_factory.mktemp("venv")
     venv.create(folder, with_pip=False, symlinks=True)
     executable = folder / "bin/python"
@@ -83,13 +98,22 @@ def test_wheel_holds_every_module_and_only_specmm(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"specmm"}
     assert {n for n in names if n.endswith(".py")} == sources((".py",), *FOLDERS)
-    for package in ("specmm/verify", "specmm/zoo", "specmm/image_ar/tokens/train", "specmm/metrics"):
+    for package in (
+        "specmm/verify",
+        "specmm/zoo",
+        "specmm/image_ar/tokens/train",
+        "specmm/metrics",
+    ):
         assert any(n.startswith(package + "/") for n in names), package
 
 
 @pytest.mark.slow
 def test_wheel_holds_the_pocket_models(wheel: Path) -> None:
-    data = {s for s in sources((".safetensors", ".json", ".jinja", ".md"), "specmm") if s.startswith("specmm/zoo/")}
+    data = {
+        s
+        for s in sources((".safetensors", ".json", ".jinja", ".md"), "specmm")
+        if s.startswith("specmm/zoo/")
+    }
     assert data <= set(zipfile.ZipFile(wheel).namelist())
 
 
@@ -103,10 +127,27 @@ from specmm.recipes.recipe import load, recipes
 for name in recipes():
     load(name).kinds(), print(name)
 """
-    assert python(clean_python, code, tmp_path) == ["deer", "dflash", "diffusion", "drafter", "msd", "proxy"]
+    assert python(clean_python, code, tmp_path) == [
+        "deer",
+        "dflash",
+        "diffusion",
+        "drafter",
+        "msd",
+        "proxy",
+    ]
     model = shutil.copytree(text_folder, tmp_path / "model")
     (tmp_path / "text.txt").write_text("one two three " * 20)
-    command = ["train", "proxy", str(model), "--set", "text=text.txt", "--set", "least=1", "--out", "out"]
+    command = [
+        "train",
+        "proxy",
+        str(model),
+        "--set",
+        "text=text.txt",
+        "--set",
+        "least=1",
+        "--out",
+        "out",
+    ]
     code = f"import sys; from specmm.cli import main; sys.argv[1:] = {command}; main()"
     python(clean_python, code, tmp_path)
     assert (tmp_path / "out" / "tokens.pt").is_file()
@@ -116,7 +157,11 @@ def test_the_package_needs_nothing_of_the_checkout() -> None:
     for name, folder in FOLDERS.items():
         for file in (ROOT / folder).rglob("*.py"):
             lines = file.read_text(encoding="utf-8").splitlines()
-            named = [line for line in lines if re.match(r"\s*(from|import) (recipes|benchmarks|tests)\b", line)]
+            named = [
+                line
+                for line in lines
+                if re.match(r"\s*(from|import) (recipes|benchmarks|tests)\b", line)
+            ]
             assert not named, f"{name}: {file} imports what is not in the wheel: {named[0]}"
 
 
@@ -124,7 +169,9 @@ def test_the_package_needs_nothing_of_the_checkout() -> None:
 def test_imports_beside_hugging_face_kernels(clean_python: Path, tmp_path: Path) -> None:
     done = pip("install", "--no-deps", "--target", tmp_path / "hf", "kernels")
     if done.returncode:
-        pytest.skip(f"Hugging Face's kernels could not be installed: {done.stderr.strip().splitlines()[-1]}")
+        pytest.skip(
+            f"Hugging Face's kernels could not be installed: {done.stderr.strip().splitlines()[-1]}"
+        )
     code = """
 import kernels, specmm.kernels, specmm.metrics.frechet, specmm.image_ar.tokens.gpt
 from transformers import LlamaForCausalLM
@@ -150,14 +197,18 @@ def test_transformers_imports_from_the_root() -> None:
 
 @pytest.mark.parametrize("name", FIVE)
 def test_five_folders_are_plain_and_linked(name: str) -> None:
-    assert not (ROOT / FIVE[name] / "__init__.py").exists(), "it would make a top-level package of the folder"
+    assert not (ROOT / FIVE[name] / "__init__.py").exists(), (
+        "it would make a top-level package of the folder"
+    )
     link = ROOT / name.replace(".", "/")
     if link.is_symlink():
         assert link.resolve() == ROOT / FIVE[name]
 
 
 def test_packages_below_have_an_init() -> None:
-    """``setup.py`` finds packages by their ``__init__.py``; a folder of modules without one would be left out."""
+    """``setup.py`` finds packages by their ``__init__.py``; a folder of modules without one would
+    be left out.
+    """
     modules = sources((".py",), *FOLDERS)
     roots = {name.replace(".", "/") for name in FOLDERS}
     folders = {m.rsplit("/", 1)[0] for m in modules} - roots

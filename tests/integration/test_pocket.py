@@ -1,4 +1,6 @@
-"""The shipped model: it loads, fits the limits, and keeps every promise the methods make, on real weights."""
+"""The shipped model: it loads, fits the limits, and keeps every promise the methods make, on real
+weights.
+"""
 
 import itertools
 
@@ -20,14 +22,29 @@ def pipe():
 
 def draw(pipe, method, seed=0, **options):
     generator = torch.Generator().manual_seed(seed)
-    return pipe(classes=["heart", "time"], method=method, generator=generator, output_type="latent", **options)
+    return pipe(
+        classes=["heart", "time"],
+        method=method,
+        generator=generator,
+        output_type="latent",
+        **options,
+    )
 
 
 def test_it_fits_the_limits_and_has_a_card():
     sizes = [f.stat().st_size for f in zoo.POCKET.rglob("*.safetensors")]
     assert max(sizes) <= LIMIT and sum(sizes) <= ALL
     card = zoo.card("pocket/llamagen")
-    assert {"description", "data", "licence", "seed", "steps", "loss", "command", "metrics"} <= card.keys()
+    assert {
+        "description",
+        "data",
+        "licence",
+        "seed",
+        "steps",
+        "loss",
+        "command",
+        "metrics",
+    } <= card.keys()
     assert (zoo.find("pocket/llamagen") / "README.md").is_file()
 
 
@@ -47,7 +64,9 @@ def test_greedy_equals_plain_token_for_token(pipe, method):
     assert fast.certificate.kind == "exact" and fast.stats.rounds < plain.stats.rounds
 
 
-@pytest.mark.parametrize(("method", "least"), [("speculative", 1.5), ("lantern++", 1.5), ("eagle", 1.0)])
+@pytest.mark.parametrize(
+    ("method", "least"), [("speculative", 1.5), ("lantern++", 1.5), ("eagle", 1.0)]
+)
 def test_drafts_are_accepted_on_the_real_model(pipe, method, least):
     out = draw(pipe, method)
     assert out.stats.tau > least
@@ -55,7 +74,11 @@ def test_drafts_are_accepted_on_the_real_model(pipe, method, least):
 
 
 def test_a_larger_lambda_accepts_more_and_spends_more(pipe):
-    many = {"classes": list(range(12)), "batch_size": 12, "output_type": "latent"}  # a picture's tau is noisy
+    many = {
+        "classes": list(range(12)),
+        "batch_size": 12,
+        "output_type": "latent",
+    }  # a picture's tau is noisy
     rules = [methods.LanternPP(lambda_=x, k=40) for x in (1.0, 4.0, 40.0)]
     runs = [pipe(method=rule, generator=torch.Generator().manual_seed(1), **many) for rule in rules]
     assert runs[0].certificate.tv < 1e-6, "lambda 1 borrows nothing"

@@ -22,7 +22,16 @@ def pipe():
 
 def test_it_has_a_card():
     card = zoo.card("pocket/coder")
-    assert {"description", "data", "licence", "seed", "steps", "loss", "command", "metrics"} <= card.keys()
+    assert {
+        "description",
+        "data",
+        "licence",
+        "seed",
+        "steps",
+        "loss",
+        "command",
+        "metrics",
+    } <= card.keys()
     assert (POCKET / "README.md").is_file()
     assert max(f.stat().st_size for f in POCKET.rglob("*.safetensors")) < 16 * 2**20
 
@@ -32,7 +41,9 @@ def test_every_method_says_what_transformers_says(pipe):
     tokenizer = AutoTokenizer.from_pretrained(POCKET)
     model = AutoModelForCausalLM.from_pretrained(POCKET, dtype=torch.float32)
     inputs = tokenizer(PROMPT, return_tensors="pt")
-    said = model.generate(**inputs, do_sample=False, max_new_tokens=48)[0, inputs.input_ids.shape[1] :]
+    said = model.generate(**inputs, do_sample=False, max_new_tokens=48)[
+        0, inputs.input_ids.shape[1] :
+    ]
     for method in ("ar", *DRAFTED, "prompt-lookup", methods.Block(tree=8), methods.DEER(sure=0.3)):
         out = pipe(PROMPT, method=method, max_new_tokens=48)
         assert out.tokens[0].tolist() == said.tolist(), method
@@ -46,6 +57,20 @@ def test_the_drafters_draft(pipe, method):
 
 
 def test_the_command_line():
-    told = ["complete", "pocket/coder", "-p", PROMPT, "--method", "block", "--max-new-tokens", "24", "--json"]
+    told = [
+        "complete",
+        "pocket/coder",
+        "-p",
+        PROMPT,
+        "--method",
+        "block",
+        "--max-new-tokens",
+        "24",
+        "--json",
+    ]
     found = json.loads(CliRunner().invoke(app, told).stdout)
-    assert found["outputs"][0] and found["certificate"]["kind"] == "exact" and found["drafted_by_round"]
+    assert (
+        found["outputs"][0]
+        and found["certificate"]["kind"] == "exact"
+        and found["drafted_by_round"]
+    )

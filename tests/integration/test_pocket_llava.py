@@ -1,4 +1,6 @@
-"""The shipped vision-language model: it loads as transformers has it, sees, and keeps the methods' promises."""
+"""The shipped vision-language model: it loads as transformers has it, sees, and keeps the methods'
+promises.
+"""
 
 import json
 
@@ -30,23 +32,43 @@ def rectangle():
 
 def test_it_has_a_card():
     card = zoo.card("pocket/llava")
-    assert {"description", "data", "licence", "seed", "steps", "loss", "command", "metrics"} <= card.keys()
+    assert {
+        "description",
+        "data",
+        "licence",
+        "seed",
+        "steps",
+        "loss",
+        "command",
+        "metrics",
+    } <= card.keys()
     assert (POCKET / "README.md").is_file()
 
 
 def test_it_sees(pipe, rectangle):
-    asked = ["what shape is in the image?", "what is the color of the shape?", "is there a red shape?"]
+    asked = [
+        "what shape is in the image?",
+        "what is the color of the shape?",
+        "is there a red shape?",
+    ]
     assert pipe([rectangle] * 3, asked).answers == ["rectangle", "red", "yes"]
 
 
 @torch.no_grad()
 def test_plain_and_drafted_answers_are_those_of_transformers(pipe, rectangle):
-    model, processor = AutoModelForImageTextToText.from_pretrained(POCKET, dtype=torch.float32), AutoProcessor
+    model, processor = (
+        AutoModelForImageTextToText.from_pretrained(POCKET, dtype=torch.float32),
+        AutoProcessor,
+    )
     processor = processor.from_pretrained(POCKET)
     chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": DESCRIBE}]}]
     prompt = processor.apply_chat_template(chat, add_generation_prompt=True)
-    inputs = processor(images=[rectangle], text=prompt, return_tensors="pt", add_special_tokens=False)
-    said = model.generate(**inputs, do_sample=False, max_new_tokens=48)[0, inputs.input_ids.shape[1] :]
+    inputs = processor(
+        images=[rectangle], text=prompt, return_tensors="pt", add_special_tokens=False
+    )
+    said = model.generate(**inputs, do_sample=False, max_new_tokens=48)[
+        0, inputs.input_ids.shape[1] :
+    ]
     sampled = methods.MSD(sampled=True, tree=(2, 1, 1, 1))
     for method in ("ar", "msd", "text-draft", "vlm-draft", "prompt-lookup", sampled):
         out = pipe(rectangle, DESCRIBE, method=method, max_new_tokens=48)
@@ -55,23 +77,48 @@ def test_plain_and_drafted_answers_are_those_of_transformers(pipe, rectangle):
 
 
 def test_msd_drafts_well_and_the_picture_helps(pipe, rectangle):
-    taus = {m: pipe(rectangle, DESCRIBE, method=m, max_new_tokens=48).stats.tau for m in ("msd", "text-draft")}
+    taus = {
+        m: pipe(rectangle, DESCRIBE, method=m, max_new_tokens=48).stats.tau
+        for m in ("msd", "text-draft")
+    }
     assert taus["msd"] > 2 and taus["msd"] > taus["text-draft"]
 
 
 def test_auto_and_the_command_line(rectangle, tmp_path):
     rectangle.save(tmp_path / "red.png")
     result = CliRunner().invoke(
-        app, ["ask", "pocket/llava", str(tmp_path / "red.png"), "-q", DESCRIBE, "--method", "auto", "--json"]
+        app,
+        [
+            "ask",
+            "pocket/llava",
+            str(tmp_path / "red.png"),
+            "-q",
+            DESCRIBE,
+            "--method",
+            "auto",
+            "--json",
+        ],
     )
     found = json.loads(result.stdout)
-    assert found["outputs"][0] and found["certificate"]["kind"] == "exact" and found["method"].startswith("auto")
+    assert (
+        found["outputs"][0]
+        and found["certificate"]["kind"] == "exact"
+        and found["method"].startswith("auto")
+    )
 
 
 def test_the_experts_are_heard(rectangle, tmp_path):
     rectangle.save(tmp_path / "red.png")
     question = "what shape is in the image?"
-    asked = ["ask", "pocket/llava", str(tmp_path / "red.png"), "-q", question, "--method", "verdict"]
+    asked = [
+        "ask",
+        "pocket/llava",
+        str(tmp_path / "red.png"),
+        "-q",
+        question,
+        "--method",
+        "verdict",
+    ]
     found = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
     assert found["outputs"] == ["rectangle"] and found["certificate"]["kind"] == "heuristic"
     said = CliRunner().invoke(app, asked)

@@ -1,4 +1,6 @@
-"""``pocket/var`` and ``pocket/mar`` as a newcomer meets them: pictures, exact methods, seeds, the command line."""
+"""``pocket/var`` and ``pocket/mar`` as a newcomer meets them: pictures, exact methods, seeds, the
+command line.
+"""
 
 import json
 
@@ -30,10 +32,12 @@ def mar():
 
 
 def draw(pipe, method, classes=("heart", 3), seed=0, **options):
-    return pipe(list(classes), generator=torch.Generator().manual_seed(seed), method=method, **options)
+    return pipe(
+        list(classes), generator=torch.Generator().manual_seed(seed), method=method, **options
+    )
 
 
-def test_steady_pictures_do_not_depend_on_the_batch(tmp_path):
+def test_batch_invariant_pictures_do_not_depend_on_the_batch(tmp_path):
     """Sixteen, of which rounding would tell one or two apart."""
     arguments = [
         "generate",
@@ -46,16 +50,21 @@ def test_steady_pictures_do_not_depend_on_the_batch(tmp_path):
         "3",
         "--dtype",
         "float32",
-        "--steady",
+        "--batch-invariant",
     ]
     made = []
     for batch in ("1", "5", "16"):
-        run = CliRunner().invoke(app, [*arguments, "--batch-size", batch, "--out", str(tmp_path / batch)])
+        run = CliRunner().invoke(
+            app, [*arguments, "--batch-size", batch, "--out", str(tmp_path / batch)]
+        )
         assert run.exit_code == 0, run.output
         made.append([file.read_bytes() for file in sorted((tmp_path / batch).glob("*.png"))])
     assert len(made[0]) == 16 and made[0] == made[1] == made[2]
     refused = CliRunner().invoke(app, [*arguments, "--compile", "--out", str(tmp_path)])
-    assert refused.exit_code == 2 and "--steady needs float32 on a CPU, uncompiled" in refused.output
+    assert (
+        refused.exit_code == 2
+        and "--batch-invariant needs float32 on a CPU, uncompiled" in refused.output
+    )
 
 
 @pytest.mark.parametrize("method", ["ar", methods.CoDe(5), "speculative"], ids=str)
@@ -67,7 +76,9 @@ def test_scales(var, method):
 
 
 def test_greedy_speculation_over_scales_is_plain_decoding(var):
-    plain, drafted = (draw(var, m, temperature=0.0, output_type="latent") for m in ("ar", "speculative"))
+    plain, drafted = (
+        draw(var, m, temperature=0.0, output_type="latent") for m in ("ar", "speculative")
+    )
     assert torch.equal(plain.tokens, drafted.tokens)
 
 
@@ -87,7 +98,13 @@ def test_continuous_tokens(mar):
 def test_a_continuous_picture_depends_on_its_seed_only(mar):
     def images(*pictures):
         generators = [torch.Generator().manual_seed(seed) for _, seed in pictures]
-        return mar([c for c, _ in pictures], generator=generators, method="cspd", num_iter=3, output_type="np").images
+        return mar(
+            [c for c, _ in pictures],
+            generator=generators,
+            method="cspd",
+            num_iter=3,
+            output_type="np",
+        ).images
 
     both, alone = images(("heart", 7), (3, 8)), [images(one) for one in (("heart", 7), (3, 8))]
     assert np.abs(both.astype(int) - np.concatenate(alone).astype(int)).max() <= 1

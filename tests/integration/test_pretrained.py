@@ -44,7 +44,9 @@ def merge(file, **facts):
 
 def complete(folder, *options, **given):
     return CliRunner().invoke(
-        app, ["complete", str(folder), "--prompt", "def f", "--max-new-tokens", "4", *options], **given
+        app,
+        ["complete", str(folder), "--prompt", "def f", "--max-new-tokens", "4", *options],
+        **given,
     )
 
 
@@ -57,20 +59,28 @@ def complete(folder, *options, **given):
     ],
 )
 def test_complete_refuses_weights_that_are_not_the_model_s(text_folder, tmp_path, change, message):
-    copy = shutil.copytree(text_folder, tmp_path / "copy", ignore=shutil.ignore_patterns("drafters"))
+    copy = shutil.copytree(
+        text_folder, tmp_path / "copy", ignore=shutil.ignore_patterns("drafters")
+    )
     result = complete(rewritten(copy, change))
     assert result.exit_code == 2 and message in result.stderr, result.stderr
     assert result.stderr.count("\n") == 1 and not result.stdout
 
 
 def test_a_config_that_counts_fewer_layers_is_refused(text_folder, tmp_path):
-    copy = shutil.copytree(text_folder, tmp_path / "copy", ignore=shutil.ignore_patterns("drafters"))
+    copy = shutil.copytree(
+        text_folder, tmp_path / "copy", ignore=shutil.ignore_patterns("drafters")
+    )
     merge(copy / "config.json", num_hidden_layers=1, layer_types=["full_attention"])
-    with pytest.raises(ValueError, match=r"12 unexpected: model\.layers\.1\.input_layernorm\.weight"):
+    with pytest.raises(
+        ValueError, match=r"12 unexpected: model\.layers\.1\.input_layernorm\.weight"
+    ):
         load_target(copy)
 
 
-def test_tied_weights_and_those_of_another_task_may_be_missing_and_there(make_qwen2, tmp_path, caplog):
+def test_tied_weights_and_those_of_another_task_may_be_missing_and_there(
+    make_qwen2, tmp_path, caplog
+):
     tied = make_qwen2(50, 0, tie_word_embeddings=True)
     tied.save_pretrained(tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
@@ -81,11 +91,14 @@ def test_tied_weights_and_those_of_another_task_may_be_missing_and_there(make_qw
 
 
 @pytest.mark.parametrize(
-    ("kind", "place"), [("text-draft", "text"), ("deer", "deer"), ("block", "block"), ("diffuspec", "diffusion")]
+    ("kind", "place"),
+    [("text-draft", "text"), ("deer", "deer"), ("block", "block"), ("diffuspec", "diffusion")],
 )
 def test_drafters_that_lack_a_weight_are_refused(text_folder, text_pipe, tmp_path, kind, place):
     copy = shutil.copytree(text_folder / "drafters" / place, tmp_path / place)
-    name = next(k for k in load_file(copy / "model.safetensors") if k.endswith("mlp.up_proj.weight"))
+    name = next(
+        k for k in load_file(copy / "model.safetensors") if k.endswith("mlp.up_proj.weight")
+    )
     with pytest.raises(ValueError, match=f"1 missing: {name}"):
         load_drafter(kind, rewritten(copy, without(name)), text_pipe.model)
 
@@ -93,9 +106,20 @@ def test_drafters_that_lack_a_weight_are_refused(text_folder, text_pipe, tmp_pat
 @pytest.fixture
 def llava_folder(text_folder, tmp_path):
     """A tiny LLaVA with a processor, to be changed at will."""
-    folder, sizes = tmp_path / "llava", dict(hidden_size=32, num_attention_heads=2, num_hidden_layers=2)
-    vision = dict(model_type="clip_vision_model", intermediate_size=24, image_size=8, patch_size=4, **sizes)
-    text = dict(model_type="llama", vocab_size=300, intermediate_size=48, max_position_embeddings=64, **sizes)
+    folder, sizes = (
+        tmp_path / "llava",
+        dict(hidden_size=32, num_attention_heads=2, num_hidden_layers=2),
+    )
+    vision = dict(
+        model_type="clip_vision_model", intermediate_size=24, image_size=8, patch_size=4, **sizes
+    )
+    text = dict(
+        model_type="llama",
+        vocab_size=300,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        **sizes,
+    )
     config = tf.LlavaConfig(vision_config=vision, text_config=text, image_token_index=299)
     tf.LlavaForConditionalGeneration(config).save_pretrained(folder)
     words = load_tokenizer(text_folder)
@@ -145,7 +169,9 @@ CODE = "import pathlib\npathlib.Path({!r}).write_text('ran')\nfrom transformers 
 
 
 def bringing(folder, config, auto, base, name):
-    """``folder`` with a Python file that says ``name`` is its class for ``auto``, and leaves a file when it runs."""
+    """``folder`` with a Python file that says ``name`` is its class for ``auto``, and leaves a file
+    when it runs.
+    """
     marker = folder.parent / "ran"
     (folder / "brought.py").write_text(CODE.format(str(marker), base, name))
     said = [f"brought.{name}", None] if auto == "AutoTokenizer" else f"brought.{name}"
@@ -164,13 +190,19 @@ def as_dream(folder):
 
 @pytest.fixture
 def dream(text_folder, tmp_path):
-    """A diffusion model whose tokenizer is a class that its folder brings, beside a target; the file if it runs."""
+    """A diffusion model whose tokenizer is a class that its folder brings, beside a target; the
+    file if it runs.
+    """
     folder = shutil.copytree(text_folder, tmp_path / "copy")
     drafter = folder / "drafters" / "diffusion"
     load_tokenizer(text_folder).save_pretrained(drafter)
     merge(drafter / "tokenizer_config.json", tokenizer_class="DreamTokenizer")
     base = "PreTrainedTokenizerFast"
-    return folder, drafter, bringing(drafter, "tokenizer_config.json", "AutoTokenizer", base, "DreamTokenizer")
+    return (
+        folder,
+        drafter,
+        bringing(drafter, "tokenizer_config.json", "AutoTokenizer", base, "DreamTokenizer"),
+    )
 
 
 @pytest.mark.parametrize("files", ["tokenizer.json", "vocab.json"])
@@ -193,11 +225,16 @@ def test_a_tokenizer_that_only_its_code_reads_is_refused(dream):
     merge(drafter / "tokenizer_config.json", tokenizer_class="OtherTokenizer")
     result = complete(folder, "--method", "diffuspec", input="y\ny\ny\n")
     assert result.exit_code == 2 and not marker.exists() and result.stderr.count("\n") == 1
-    assert "got OtherTokenizer in Python files, which never run here; put a tokenizer.json" in result.stderr
+    assert (
+        "got OtherTokenizer in Python files, which never run here; put a tokenizer.json"
+        in result.stderr
+    )
 
 
 def test_a_model_that_only_its_code_knows_is_refused(text_folder, tmp_path):
-    copy = shutil.copytree(text_folder, tmp_path / "copy", ignore=shutil.ignore_patterns("drafters"))
+    copy = shutil.copytree(
+        text_folder, tmp_path / "copy", ignore=shutil.ignore_patterns("drafters")
+    )
     merge(copy / "config.json", model_type="brought")
     marker = bringing(copy, "config.json", "AutoConfig", "Qwen2Config", "BroughtConfig")
     result = complete(copy, input="y\ny\ny\n")
@@ -210,9 +247,13 @@ def test_a_model_that_only_its_code_knows_is_refused(text_folder, tmp_path):
 def test_a_processor_s_code_does_not_run(llava_folder, monkeypatch):
     file = next(llava_folder.glob("processor_config.json"))
     merge(file, processor_class="BroughtProcessor")
-    marker = bringing(llava_folder, file.name, "AutoProcessor", "LlavaProcessor", "BroughtProcessor")
+    marker = bringing(
+        llava_folder, file.name, "AutoProcessor", "LlavaProcessor", "BroughtProcessor"
+    )
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    with pytest.raises(ValueError, match=r"got BroughtProcessor with Python files .* never run here"):
+    with pytest.raises(
+        ValueError, match=r"got BroughtProcessor with Python files .* never run here"
+    ):
         load_processor(llava_folder)
     assert not marker.exists()
 
@@ -220,6 +261,8 @@ def test_a_processor_s_code_does_not_run(llava_folder, monkeypatch):
 def test_a_processor_s_tokenizer_runs_no_code(llava_folder, monkeypatch):
     merge(llava_folder / "tokenizer_config.json", tokenizer_class="BroughtTokenizer")
     base = "PreTrainedTokenizerFast"
-    marker = bringing(llava_folder, "tokenizer_config.json", "AutoTokenizer", base, "BroughtTokenizer")
+    marker = bringing(
+        llava_folder, "tokenizer_config.json", "AutoTokenizer", base, "BroughtTokenizer"
+    )
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     assert load_processor(llava_folder).tokenizer("def")["input_ids"] and not marker.exists()

@@ -1,4 +1,6 @@
-"""What a text drafter cannot be or do is refused in a sentence; what merely goes badly changes no token."""
+"""What a text drafter cannot be or do is refused in a sentence; what merely goes badly changes no
+token.
+"""
 
 import json
 import shutil
@@ -32,7 +34,9 @@ def changed(text_folder, place, into, **facts):
     """A copy of a drafter with other facts in its config."""
     shutil.copytree(text_folder / "drafters" / place, into)
     config = json.loads((into / "config.json").read_text())
-    (into / "config.json").write_text(json.dumps({k: v for k, v in (config | facts).items() if v is not ...}))
+    (into / "config.json").write_text(
+        json.dumps({k: v for k, v in (config | facts).items() if v is not ...})
+    )
     return into
 
 
@@ -126,7 +130,9 @@ def test_a_model_without_drafters(text_folder, tmp_path):
     bare = specmm.TextPipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
     with pytest.raises(ValueError, match="has none in drafters/deer"):
         bare("a", method="deer")
-    given = specmm.TextPipeline.from_pretrained(tmp_path, "deer", text_folder / "drafters" / "deer", torch.float32)
+    given = specmm.TextPipeline.from_pretrained(
+        tmp_path, "deer", text_folder / "drafters" / "deer", torch.float32
+    )
     assert given("a", max_new_tokens=4).texts == bare("a", max_new_tokens=4).texts
     with pytest.raises(ValueError, match="needs a DFlash drafter"):
         specmm.TextPipeline(bare.model, bare.tokenizer, "block", given.drafter("deer"))("a")
@@ -141,7 +147,9 @@ def test_other_tokenizers_draft_what_both_know_or_are_refused(text_pipe, make_qw
     assert some(PROMPTS, max_new_tokens=10).texts == text_pipe(PROMPTS, max_new_tokens=10).texts
     alike = some(PROMPTS, max_new_tokens=6, temperature=1.0, seed=1)
     assert alike.certificate.kind == "exact"
-    foreign = specmm.TextPipeline(text_pipe.model, text_pipe.tokenizer, "specdiff", Diffusion(lm, _Words(GREEK)))
+    foreign = specmm.TextPipeline(
+        text_pipe.model, text_pipe.tokenizer, "specdiff", Diffusion(lm, _Words(GREEK))
+    )
     with pytest.raises(ValueError, match="share at least 5%"):
         foreign(PROMPTS, max_new_tokens=4)
     no_proxy = specmm.TextPipeline(text_pipe.model, text_pipe.tokenizer, "diffuspec", lm)
@@ -157,7 +165,9 @@ def test_a_drafter_with_a_tokenizer_asks_for_the_targets(text_pipe, make_qwen2):
     for drafter, method in ((Diffusion(lm, own), "specdiff"), (small, "text-draft")):
         options = dict(max_new_tokens=6, do_sample=False)
         with pytest.raises(ValueError, match="needs the target's, got none; give tokenizer="):
-            text_pipe.model.generate(**one, **options, custom_generate=specmm.custom_generate(drafter, method))
+            text_pipe.model.generate(
+                **one, **options, custom_generate=specmm.custom_generate(drafter, method)
+            )
         fn = specmm.custom_generate(drafter, method, text_pipe.tokenizer)
         wanted = text_pipe.model.generate(**one, **options)
         assert torch.equal(text_pipe.model.generate(**one, **options, custom_generate=fn), wanted)
@@ -179,8 +189,12 @@ def test_a_proxy_of_other_tokens_is_refused(text_pipe):
     padded_one = Diffusion(model, proxy=fit([[1, 2, 3]], len(words) + 9))
     pipe = specmm.TextPipeline(text_pipe.model, words, "diffuspec", padded_one)
     assert pipe(PROMPTS, max_new_tokens=6).texts == text_pipe(PROMPTS, max_new_tokens=6).texts
-    pipe = specmm.TextPipeline(text_pipe.model, words, "diffuspec", Diffusion(model, proxy=fit([[1, 2, 3]], 1000)))
-    with pytest.raises(ValueError, match=r"of the target's \d+ tokens, got one of 1000; make one with"):
+    pipe = specmm.TextPipeline(
+        text_pipe.model, words, "diffuspec", Diffusion(model, proxy=fit([[1, 2, 3]], 1000))
+    )
+    with pytest.raises(
+        ValueError, match=r"of the target's \d+ tokens, got one of 1000; make one with"
+    ):
         pipe(PROMPTS)
 
 

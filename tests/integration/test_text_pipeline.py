@@ -26,16 +26,25 @@ PROMPTS = ["def add(a, b):\n", "x", "    return a + b + a"]
 
 @pytest.mark.parametrize("method", DRAFTING)
 def test_greedy_texts_are_those_of_generate(text_pipe, method):
-    out, plain = text_pipe(PROMPTS, method=method, max_new_tokens=14), text_pipe(PROMPTS, max_new_tokens=14)
+    out, plain = (
+        text_pipe(PROMPTS, method=method, max_new_tokens=14),
+        text_pipe(PROMPTS, max_new_tokens=14),
+    )
     assert out.texts == plain.texts and out.certificate.kind == plain.certificate.kind == "exact"
-    assert out.stats.tau >= 1 and len(out.stats.depths) == out.stats.batch_rounds and out.method == method
+    assert (
+        out.stats.tau >= 1
+        and len(out.stats.depths) == out.stats.batch_rounds
+        and out.method == method
+    )
     one = text_pipe.tokenizer(PROMPTS[0], return_tensors="pt")
-    wanted = text_pipe.model.generate(**one, max_new_tokens=14, do_sample=False)[0, one["input_ids"].shape[1] :]
+    wanted = text_pipe.model.generate(**one, max_new_tokens=14, do_sample=False)[
+        0, one["input_ids"].shape[1] :
+    ]
     assert torch.equal(out.tokens[0], wanted)
 
 
 @pytest.mark.parametrize("method", DRAFTING)
-def test_a_row_has_its_own_dice_whatever_its_batch(text_pipe, method):
+def test_a_row_has_its_own_uniforms_whatever_its_batch(text_pipe, method):
     options = dict(method=method, temperature=1.0, max_new_tokens=10)
     together = text_pipe(PROMPTS, seed=[5, 6, 7], **options)
     for text, prompt, seed in zip(together.texts, PROMPTS, [5, 6, 7], strict=True):
@@ -61,11 +70,20 @@ def test_a_row_has_its_own_dice_whatever_its_batch(text_pipe, method):
     ids=str,
 )
 def test_options_of_methods_keep_greedy_texts(text_pipe, method):
-    assert text_pipe(PROMPTS, method=method, max_new_tokens=12).texts == text_pipe(PROMPTS, max_new_tokens=12).texts
+    assert (
+        text_pipe(PROMPTS, method=method, max_new_tokens=12).texts
+        == text_pipe(PROMPTS, max_new_tokens=12).texts
+    )
 
 
 def test_point_masses_of_several_steps_are_exact_too(text_pipe):
-    out = text_pipe(PROMPTS, method=methods.SpecDiff(4, 2, point=True), temperature=1.0, seed=3, max_new_tokens=8)
+    out = text_pipe(
+        PROMPTS,
+        method=methods.SpecDiff(4, 2, point=True),
+        temperature=1.0,
+        seed=3,
+        max_new_tokens=8,
+    )
     assert out.certificate.kind == "exact" and "point mass" in str(out.certificate)
 
 
@@ -86,7 +104,9 @@ def test_generate_with_drafters_of_text(text_pipe):
     wanted = text_pipe.model.generate(**one, max_new_tokens=10, do_sample=False)
     for method in ("deer", "block", "diffuspec", "specdiff"):
         how = specmm.custom_generate(drafter=text_pipe.drafter(method), method=method)
-        got = text_pipe.model.generate(**one, max_new_tokens=10, do_sample=False, custom_generate=how)
+        got = text_pipe.model.generate(
+            **one, max_new_tokens=10, do_sample=False, custom_generate=how
+        )
         assert torch.equal(got, wanted), method
 
 
@@ -113,7 +133,9 @@ def test_texts_that_cannot_end_generate(text_pipe):
 
 def test_auto_plans_once_a_batch_size(text_pipe):
     out = text_pipe(PROMPTS, method="auto", max_new_tokens=12)
-    assert out.texts == text_pipe(PROMPTS, max_new_tokens=12).texts and out.method.startswith("auto: ")
+    assert out.texts == text_pipe(PROMPTS, max_new_tokens=12).texts and out.method.startswith(
+        "auto: "
+    )
     planned = dict(text_pipe.plans)
     text_pipe(PROMPTS, method="auto", max_new_tokens=12)
     assert text_pipe.plans == planned and len(planned) == 1
@@ -123,7 +145,9 @@ def test_auto_plans_once_a_batch_size(text_pipe):
 
 def test_the_controller_leaves_a_trace(text_pipe):
     out = text_pipe(PROMPTS, method=methods.DiffuSpec(least=2, most=4, step=1), max_new_tokens=12)
-    assert len(out.trace) == 3 and all(kept <= drafted for row in out.trace for drafted, kept in row)
+    assert len(out.trace) == 3 and all(
+        kept <= drafted for row in out.trace for drafted, kept in row
+    )
     assert max(out.stats.depths) <= 5 and len(out.stats.accepted_by_position) >= 4
 
 
@@ -136,10 +160,14 @@ def mdlm_of(words):
     return MaskedDDiT(network, words.mask_token_id, words.eos_token_id)
 
 
-@pytest.mark.parametrize("kind", ["prompt-lookup", "dream", "mdlm", "diffuspec", "deer", "mdlm as deer", "block"])
+@pytest.mark.parametrize(
+    "kind", ["prompt-lookup", "dream", "mdlm", "diffuspec", "deer", "mdlm as deer", "block"]
+)
 def test_models_with_learnt_positions_stand_the_last_block(text_pipe, kind):
     """A block drafted close to the end of the target's context reaches beyond it."""
-    config = tf.GPT2Config(vocab_size=len(text_pipe.tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=24)
+    config = tf.GPT2Config(
+        vocab_size=len(text_pipe.tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=24
+    )
     torch.manual_seed(2)
     model = tf.GPT2LMHeadModel(config)
     model.generation_config.eos_token_id = 0
@@ -150,7 +178,12 @@ def test_models_with_learnt_positions_stand_the_last_block(text_pipe, kind):
         "diffuspec": ("diffuspec", text_pipe.drafter("diffuspec")),
         "deer": ("deer", text_pipe.drafter("deer")),
         "mdlm as deer": ("deer", mdlm_of(text_pipe.tokenizer)),
-        "block": ("block", build_block(VLMTarget(model, Processor()), 1, 5, text_pipe.tokenizer.mask_token_id, read=1)),
+        "block": (
+            "block",
+            build_block(
+                VLMTarget(model, Processor()), 1, 5, text_pipe.tokenizer.mask_token_id, read=1
+            ),
+        ),
     }[kind]
     other = specmm.TextPipeline(model, text_pipe.tokenizer, method, drafter)
     length = 24 - len(other.encode(PROMPTS[0])[0])
@@ -161,31 +194,59 @@ def test_models_with_learnt_positions_stand_the_last_block(text_pipe, kind):
 
 
 def test_only_models_that_read_as_a_decoder_does_keep_keys_and_values(text_pipe):
-    other = specmm.TextPipeline(text_pipe.model, text_pipe.tokenizer, "diffuspec", mdlm_of(text_pipe.tokenizer))
-    with pytest.raises(ValueError, match="reuse needs a Dream or LLaDA as drafter, got a MaskedDDiT"):
+    other = specmm.TextPipeline(
+        text_pipe.model, text_pipe.tokenizer, "diffuspec", mdlm_of(text_pipe.tokenizer)
+    )
+    with pytest.raises(
+        ValueError, match="reuse needs a Dream or LLaDA as drafter, got a MaskedDDiT"
+    ):
         other(PROMPTS[0], method=methods.DiffuSpec(search=False, reuse=True), max_new_tokens=4)
     with pytest.raises(ValueError, match=r"must fit the drafter's \d+ positions"):
         text_pipe(PROMPTS[0], method=methods.DiffuSpec(reuse=True, most=155), max_new_tokens=4)
 
 
 def test_complete_prints_and_plots_how_drafting_went(text_folder, tmp_path):
-    one = ["-p", PROMPTS[0], "--method", "diffuspec", "--json", "--plot", str(tmp_path / "a" / "course.png")]
+    one = [
+        "-p",
+        PROMPTS[0],
+        "--method",
+        "diffuspec",
+        "--json",
+        "--plot",
+        str(tmp_path / "a" / "course.png"),
+    ]
     run = CliRunner().invoke(app, ["complete", str(text_folder), *one])
     assert (tmp_path / "a" / "course.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads(run.stdout)
     wanted = "model method seed seconds tokens rounds tau certificate outputs accepted_by_position controller"
     wanted += " drafted_by_round draft_seconds search_seconds verify_seconds"
-    assert run.exit_code == 0 and set(wanted.split()) <= set(found) and found["certificate"]["kind"] == "exact"
+    assert (
+        run.exit_code == 0
+        and set(wanted.split()) <= set(found)
+        and found["certificate"]["kind"] == "exact"
+    )
     run = CliRunner().invoke(
-        app, ["complete", str(text_folder), "-p", "a", "-p", "b", "--method", "deer", "-o", "tree=5"]
+        app,
+        ["complete", str(text_folder), "-p", "a", "-p", "b", "--method", "deer", "-o", "tree=5"],
     )
     assert run.exit_code == 0 and "accepted by position" in run.stderr and "draft " in run.stderr
 
 
 @pytest.mark.parametrize("count", [1, 2])  # no round at all, and one whose controller is not told
 def test_texts_of_a_token_or_two_are_drawn_too(text_folder, tmp_path, count):
-    how = ["-p", PROMPTS[0], "-p", PROMPTS[1], "--method", "diffuspec", "--max-new-tokens", str(count)]
-    run = CliRunner().invoke(app, ["complete", str(text_folder), *how, "--plot", str(tmp_path / "a.svg")])
+    how = [
+        "-p",
+        PROMPTS[0],
+        "-p",
+        PROMPTS[1],
+        "--method",
+        "diffuspec",
+        "--max-new-tokens",
+        str(count),
+    ]
+    run = CliRunner().invoke(
+        app, ["complete", str(text_folder), *how, "--plot", str(tmp_path / "a.svg")]
+    )
     assert run.exit_code == 0 and (tmp_path / "a.svg").stat().st_size > 0
 
 
@@ -208,7 +269,13 @@ def test_a_text_is_not_lost_with_its_picture(text_folder, tmp_path, capsys):
     place = tmp_path / "course.png"
     place.with_suffix(".svg").symlink_to(tmp_path / "gone" / "a.svg")
     with pytest.raises(FileNotFoundError):
-        complete(str(text_folder), [PROMPTS[0]], max_new_tokens=4, plot=place.with_suffix(".svg"), as_json=True)
+        complete(
+            str(text_folder),
+            [PROMPTS[0]],
+            max_new_tokens=4,
+            plot=place.with_suffix(".svg"),
+            as_json=True,
+        )
     assert len(json.loads(capsys.readouterr().out)["outputs"]) == 1
 
 
@@ -218,7 +285,10 @@ def test_stops_are_not_shown_on_a_terminal(text_pipe, monkeypatch):
             return True
 
     whole = text_pipe(PROMPTS[0], max_new_tokens=16).texts[0]
-    for stop in ([whole[3:8]], [whole[-2:] + "\0"]):  # one that comes, one that begins with the last letters
+    for stop in (
+        [whole[3:8]],
+        [whole[-2:] + "\0"],
+    ):  # one that comes, one that begins with the last letters
         monkeypatch.setattr("sys.stderr", Terminal())
         text = text_pipe(PROMPTS[0], Echo(text_pipe, stop), max_new_tokens=16, stop=stop).texts[0]
         assert sys.stderr.getvalue() == text + "\n"
@@ -240,7 +310,9 @@ def test_auto_plans_for_the_drafter_it_was_given(text_pipe, text_folder):
         pipe = specmm.TextPipeline(text_pipe.model, text_pipe.tokenizer, "auto", given)
         assert pipe(PROMPTS[0], max_new_tokens=8).method.startswith("auto")
         assert [key[0] for key in pipe.plans] == [kind]
-        named = specmm.TextPipeline.from_pretrained(text_folder, "auto", text_folder / "drafters" / kind)
+        named = specmm.TextPipeline.from_pretrained(
+            text_folder, "auto", text_folder / "drafters" / kind
+        )
         assert type(named.drafter(kind)) is type(given)
 
 
@@ -248,9 +320,14 @@ def test_auto_plans_for_the_drafter_it_was_given(text_pipe, text_folder):
 def test_rounds_tell_what_was_gained_and_drafted(text_pipe, method):
     """Of a run itself: as many tokens as were asked for, and each round's drafts, to the letter."""
     options = dict(method=method, max_new_tokens=24)
-    out, rounds = text_pipe("def add(", **options), [said for (said,) in text_pipe.rounds("def add(", **options)]
+    out, rounds = (
+        text_pipe("def add(", **options),
+        [said for (said,) in text_pipe.rounds("def add(", **options)],
+    )
     assert sum(said.tokens for said in rounds) == len(out.tokens[0]) == 24
     assert "".join(said.text for said in rounds) == out.texts[0]
     assert "".join(text for (text,) in text_pipe.stream("def add(", **options)) == out.texts[0]
     drafted = [any(is_draft for _, is_draft in said.pieces) for said in rounds]
-    assert drafted == [said.tokens > (2 if i == 0 else 1) and method != "ar" for i, said in enumerate(rounds)]
+    assert drafted == [
+        said.tokens > (2 if i == 0 else 1) and method != "ar" for i, said in enumerate(rounds)
+    ]

@@ -40,7 +40,9 @@ def folder(tmp_path_factory):
     (place / "text.py").write_text(TEXT)
     (place / "held-out.py").write_text(TEXT.upper())
     with pytest.MonkeyPatch.context() as patch, torch._dynamo.config.patch(disable=True):
-        patch.setattr(code, "find_files", lambda: {name: place / name for name in ("text.py", "held-out.py")})
+        patch.setattr(
+            code, "find_files", lambda: {name: place / name for name in ("text.py", "held-out.py")}
+        )
         patch.setattr(code, "is_held_out", lambda name: name == "held-out.py")
         sizes = dict(dim=16, layers=3, heads=2, vocabulary=300, batch=2)
         found = train("coder", steps=3, out=place / "run", **sizes)
@@ -63,13 +65,19 @@ def test_a_drafter_begins_with_another(folder, tmp_path):
     place = shutil.copytree(folder, tmp_path / "model")
     before = place / "drafters" / "block"
     begun, texts = shutil.copytree(before, tmp_path / "before"), folder.parents[1] / "text.py"
-    common = dict(model=place, text=texts, rows=8, batch=2, steps=1, lr=0, replace=True, start=begun)
+    common = dict(
+        model=place, text=texts, rows=8, batch=2, steps=1, lr=0, replace=True, start=begun
+    )
     with torch._dynamo.config.patch(disable=True):
         train("dflash", **common, recurrent=4, out=tmp_path / "run")
     old, new = load_dflash(begun, torch.float32), load_dflash(before, torch.float32)
     weights = new.state_dict()
     assert all(torch.equal(weights[name], weight) for name, weight in old.state_dict().items())
-    assert new.config.recurrent == 4 and torch.equal(new.t2d, old.t2d) and new.config.layers == old.config.layers
+    assert (
+        new.config.recurrent == 4
+        and torch.equal(new.t2d, old.t2d)
+        and new.config.layers == old.config.layers
+    )
     for added, message in (
         ({"inner": 24}, "start brings the drafter's own sizes, leave out inner"),
         ({"recurrent": 5, "start": before}, "recurrent must be the drafter's own 4 or 0, got 5"),
@@ -77,17 +85,28 @@ def test_a_drafter_begins_with_another(folder, tmp_path):
         with pytest.raises(ValueError, match=message):
             train("dflash", **common | added, out=tmp_path / "other")
     pipe = specmm.TextPipeline.from_pretrained(place)
-    assert pipe("def a", method="block", max_new_tokens=8).texts == pipe("def a", max_new_tokens=8).texts
+    assert (
+        pipe("def a", method="block", max_new_tokens=8).texts
+        == pipe("def a", max_new_tokens=8).texts
+    )
 
 
 @pytest.fixture
 def packaged(text_folder, tmp_path, monkeypatch):
     """A folder that names a package in place of weights, which lie unpacked already."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    unpacked, place = tmp_path / ".cache" / "specmm" / "unpacked" / "tiny.gguf", tmp_path / "packaged"
+    unpacked, place = (
+        tmp_path / ".cache" / "specmm" / "unpacked" / "tiny.gguf",
+        tmp_path / "packaged",
+    )
     shutil.copytree(text_folder, unpacked, ignore=shutil.ignore_patterns("drafters"))
     place.mkdir()
-    facts = {"package": "no_such_package", "file": unpacked.name, "mask_token": "<|mask|>", "install": ""}
+    facts = {
+        "package": "no_such_package",
+        "file": unpacked.name,
+        "mask_token": "<|mask|>",
+        "install": "",
+    }
     (place / "package.json").write_text(json.dumps(facts))
     return place
 
@@ -97,10 +116,19 @@ def test_packaged_targets_get_proxies_and_diffusion_drafters(packaged, tmp_path)
     text.write_text(TEXT)
     with torch._dynamo.config.patch(disable=True):
         kept = train("proxy", model=packaged, **DRAFTERS["proxy"], text=text, out=tmp_path / "a")
-        train("diffusion", model=packaged, **DRAFTERS["diffusion"], steps=1, text=text, out=tmp_path / "b")
+        train(
+            "diffusion",
+            model=packaged,
+            **DRAFTERS["diffusion"],
+            steps=1,
+            text=text,
+            out=tmp_path / "b",
+        )
     file = packaged / "drafters" / "diffusion" / "ngram.safetensors"
     assert kept["outputs"] == [str(file)] and len(NGram.load(file).counts) > 20
-    plain, drafted = (run("complete", packaged, "-p", "def", "--method", m) for m in ("ar", "diffuspec"))
+    plain, drafted = (
+        run("complete", packaged, "-p", "def", "--method", m) for m in ("ar", "diffuspec")
+    )
     assert drafted["outputs"] == plain["outputs"] and drafted["rounds"] > 0
 
 
@@ -120,8 +148,15 @@ def test_conversations_are_questions_and_answers_of_the_models_own(talker, tmp_p
         monkeypatch.setattr(chats, name, value)
     pipe = specmm.TextPipeline.from_pretrained(talker)
     rows = chats.drawn_chats(pipe, 2, 40, tmp_path)
-    asked = pipe(["def "] * 3, max_new_tokens=6, temperature=chats.ASKING, seed=[0, 1, 2]).texts[0].strip()
-    wanted = pipe.encode(asked, chat=True)[0] + pipe(asked, chat=True, max_new_tokens=8).tokens[0].tolist()
+    asked = (
+        pipe(["def "] * 3, max_new_tokens=6, temperature=chats.ASKING, seed=[0, 1, 2])
+        .texts[0]
+        .strip()
+    )
+    wanted = (
+        pipe.encode(asked, chat=True)[0]
+        + pipe(asked, chat=True, max_new_tokens=8).tokens[0].tolist()
+    )
     assert rows.shape == (2, 40) and rows.flatten()[: len(wanted)].tolist() == wanted
     files = sorted(tmp_path.glob("chats-*/*.pt"))
     assert len(files) > 1
@@ -138,7 +173,9 @@ def test_models_that_cannot_converse(talker, tmp_path, monkeypatch):
     pipe.tokenizer.chat_template = "Q {{ messages[0]['content'] }}"
     monkeypatch.setattr(chats, "QUESTION", 1)
     monkeypatch.setattr(pipe, "text", lambda ids: "")
-    with pytest.raises(ValueError, match=f"must ask questions of its own, got none in {chats.AT_ONCE}"):
+    with pytest.raises(
+        ValueError, match=f"must ask questions of its own, got none in {chats.AT_ONCE}"
+    ):
         chats.drawn_chats(pipe, 1, 8, tmp_path)
 
 
@@ -147,7 +184,10 @@ def test_a_drafter_learns_from_conversations(talker, tmp_path):
         sizes = dict(layers=1, block=3, rows=2, batch=2, read=1, steps=1)
         train("dflash", model=talker, chats=True, **sizes, out=tmp_path / "run")
     pipe = specmm.TextPipeline.from_pretrained(talker)
-    assert pipe("x", chat=True, method="block", max_new_tokens=6).texts == pipe("x", chat=True, max_new_tokens=6).texts
+    assert (
+        pipe("x", chat=True, method="block", max_new_tokens=6).texts
+        == pipe("x", chat=True, max_new_tokens=6).texts
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,8 +197,16 @@ def test_a_drafter_learns_from_conversations(talker, tmp_path):
         ("deer", {"replace": True, "mask": 4000}, "mask token must be one of the"),
         ("proxy", {"text": "nowhere"}, "got nothing at nowhere"),
         ("proxy", {"text": os.devnull}, "readable as UTF-8 and not empty, got none at"),
-        ("dflash", {"replace": True, "read": 9}, "1 to 2, the target's layers in front of its last, got 9"),
-        ("dflash", {"replace": True, "chats": True, "read": 2}, "must have a chat template for chat, got none"),
+        (
+            "dflash",
+            {"replace": True, "read": 9},
+            "1 to 2, the target's layers in front of its last, got 9",
+        ),
+        (
+            "dflash",
+            {"replace": True, "chats": True, "read": 2},
+            "must have a chat template for chat, got none",
+        ),
         ("deer", {"replace": True, "chats": True, "text": "."}, "give text or chats, not both"),
     ],
 )
@@ -170,14 +218,38 @@ def test_mistakes(folder, recipe, settings, message, tmp_path):
 def test_options_as_they_were_spelt_before_recipes(folder, tmp_path):
     """They train the same, and say on stderr how they are written now."""
     model, text = shutil.copytree(folder, tmp_path / "model"), folder.parents[1] / "text.py"
-    args = ["train", "proxy", model, "--text", text, "--least", "1", "--text", text, "--out", tmp_path / "a", "--json"]
+    args = [
+        "train",
+        "proxy",
+        model,
+        "--text",
+        text,
+        "--least",
+        "1",
+        "--text",
+        text,
+        "--out",
+        tmp_path / "a",
+        "--json",
+    ]
     done = CliRunner().invoke(app, [str(arg) for arg in args])
     assert done.exit_code == 0 and json.loads(done.stdout)["kind"] == "proxy"
     new = f"--set text={text} least=1 text={text}"
     assert done.stderr == f"deprecated: write specmm train proxy … {new}\n"
-    old, now = (NGram.load(place / "drafters/diffusion/ngram.safetensors") for place in (folder, model))
+    old, now = (
+        NGram.load(place / "drafters/diffusion/ngram.safetensors") for place in (folder, model)
+    )
     assert old.counts == now.counts
-    flags = ["train", "dflash", folder, "--replace", "--no-chats", "--read=9", "--out", tmp_path / "b"]
+    flags = [
+        "train",
+        "dflash",
+        folder,
+        "--replace",
+        "--no-chats",
+        "--read=9",
+        "--out",
+        tmp_path / "b",
+    ]
     done = CliRunner().invoke(app, [str(arg) for arg in flags])
     assert done.exit_code == 2 and "layers in front of its last, got 9" in done.stderr
     assert "--set replace=true chats=false read=9" in done.stderr

@@ -33,7 +33,10 @@ def test_text_of_all_methods_at_once(text_pipe):
 
 def test_streams_of_several_threads_and_of_one(text_pipe):
     kinds = ["block", "deer", "block"]
-    wanted = [text_pipe(p, method=m, max_new_tokens=LONG).texts for p, m in zip(PROMPTS, kinds, strict=True)]
+    wanted = [
+        text_pipe(p, method=m, max_new_tokens=LONG).texts
+        for p, m in zip(PROMPTS, kinds, strict=True)
+    ]
 
     def stream(prompt, method):
         return text_pipe.stream(prompt, method=method, max_new_tokens=LONG)
@@ -45,12 +48,13 @@ def test_streams_of_several_threads_and_of_one(text_pipe):
     assert at_once(jobs) == wanted
     first = stream(PROMPTS[0], "block")
     begin = next(first)
-    nested = text_pipe(PROMPTS[1], method="deer", max_new_tokens=LONG)  # a stream under way holds nobody up
+    nested = text_pipe(
+        PROMPTS[1], method="deer", max_new_tokens=LONG
+    )  # a stream under way holds nobody up
     assert nested.texts == wanted[1]
-    assert at_once([lambda: begin + joined(first), lambda: joined(stream(PROMPTS[2], "block"))])[0] == [
-        begin[0],
-        wanted[0][0].removeprefix(begin[0]),
-    ]
+    assert at_once([lambda: begin + joined(first), lambda: joined(stream(PROMPTS[2], "block"))])[
+        0
+    ] == [begin[0], wanted[0][0].removeprefix(begin[0])]
 
 
 def test_a_call_that_raises_leaves_the_pipeline_to_others(text_pipe):
@@ -64,7 +68,9 @@ def test_inside_generate(text_pipe):
 
     def job(prompt):
         ids = text_pipe.tokenizer(prompt, return_tensors="pt")
-        return lambda: text_pipe.model.generate(**ids, custom_generate=how, max_new_tokens=LONG).tolist()
+        return lambda: text_pipe.model.generate(
+            **ids, custom_generate=how, max_new_tokens=LONG
+        ).tolist()
 
     jobs = [job(prompt) for prompt in PROMPTS * 2]
     wanted = [one() for one in jobs]
@@ -77,7 +83,11 @@ def test_questions_of_all_methods_at_once(llava_pipe):
         return lambda: llava_pipe(Image.new("RGB", (64, 64), "red"), question, **options).answers
 
     kinds = ["msd", "prompt-lookup", "msd", "ar", "text-draft", "msd"]
-    questions = ["What is a heart?", "Why?", "How many hearts and bags are there, and which is the larger one?"]
+    questions = [
+        "What is a heart?",
+        "Why?",
+        "How many hearts and bags are there, and which is the larger one?",
+    ]
     jobs = [job(kind, questions[i % 3]) for i, kind in enumerate(kinds)]
     wanted = [one() for one in jobs]
     assert at_once(jobs) == wanted
@@ -88,7 +98,9 @@ def test_pictures_of_all_methods_at_once(make_tiny):
 
     def job(method, name):
         options = dict(method=method, output_type="latent")
-        return lambda: pipe([name], generator=torch.Generator().manual_seed(1), **options).tokens.tolist()
+        return lambda: pipe(
+            [name], generator=torch.Generator().manual_seed(1), **options
+        ).tokens.tolist()
 
     kinds = ["ar", "sjd", "eagle", methods.LanternPP(k=10), "speculative"]
     jobs = [job(kind, name) for kind, name in zip(kinds, ["heart", "time"] * 3, strict=False)]

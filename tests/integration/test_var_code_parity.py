@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from specmm.checkpoints import load_strict
-from specmm.handoff import handoff
-from specmm.image_ar.scales.canvas import Canvas
+from specmm.collaborative import alternate
 from specmm.image_ar.scales.drawing import code_turns, turn
+from specmm.image_ar.scales.feature_map import FeatureMap
 from specmm.image_ar.scales.loading import infer_var_config, infer_vqvae_config
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.release import Release, sorted_mask
@@ -30,7 +30,9 @@ VARIANTS = ("noshared", "shared", "nol2")
 
 
 class Case:
-    """One parity file: ``t["x"]`` its tensors, ``state(prefix)`` its weights in float32, ``facts`` its json."""
+    """One parity file: ``t["x"]`` its tensors, ``state(prefix)`` its weights in float32, ``facts``
+    its json.
+    """
 
     def __init__(self, name):
         self.t = load_file(PARITY / f"{name}.safetensors")
@@ -97,7 +99,12 @@ def test_filters_and_draws(i):
 def test_gumbel_softmax(i):
     case = Case("sampling")
     heat, scale = case.facts["gumbel"][i]
-    noise = torch.empty_like(case.t["logits"]).exponential_(generator=torch.Generator().manual_seed(9)).log_().neg_()
+    noise = (
+        torch.empty_like(case.t["logits"])
+        .exponential_(generator=torch.Generator().manual_seed(9))
+        .log_()
+        .neg_()
+    )
     close(((case.t["logits"] * scale + noise) / heat).softmax(-1), case.t[f"gumbel{i}"], 1e-5)
     if heat != 0.1:  # the others are heats that go with their scale
         close(soften(case.t["logits"], noise, scale - 1), case.t[f"gumbel{i}"], 1e-5)
@@ -119,61 +126,76 @@ class Recorder:
 
 @torch.no_grad()
 def paint(vqvae, labels, turns_of, cfg, sampler):
-    """The canvas, and the logits of every scale, of a run by the turns that ``turns_of(canvas, sampler)`` makes."""
-    canvas, recorder = Canvas(vqvae.quantize, len(labels)), Recorder(sampler)
-    list(handoff(turns_of(canvas, recorder), Clock()))
-    return canvas, recorder.logits
+    """The feature map, and the logits of every scale, of a run by the turns that
+    ``turns_of(feature_map, sampler)`` makes.
+    """
+    feature_map, recorder = FeatureMap(vqvae.quantize, len(labels)), Recorder(sampler)
+    list(alternate(turns_of(feature_map, recorder), Clock()))
+    return feature_map, recorder.logits
 
 
 def alone(model, vqvae, labels, cfg, sampler=None):
     labels, sampling = torch.tensor(labels), Sampling(cfg, 1)
     sampler = sampler or Release(sampling, torch.Generator().manual_seed(0), 4)
 
-    def turns(canvas, sampler):
-        return [turn(model, "large", range(4), canvas, labels, sampling, lambda steps: sampler)]
+    def turns(feature_map, sampler):
+        return [
+            turn(model, "large", range(4), feature_map, labels, sampling, lambda steps: sampler)
+        ]
 
     return paint(vqvae, labels, turns, cfg, sampler)
 
 
-def image(vqvae, canvas):
+def image(vqvae, feature_map):
     with torch.no_grad():
-        return (vqvae.decode(canvas.sums[-1]) + 1) / 2
+        return (vqvae.decode(feature_map.sums[-1]) + 1) / 2
 
 
-def same_tokens(canvas, wanted):
-    assert len(canvas.tokens) == len(wanted)
-    assert all(torch.equal(a, b) for a, b in zip(canvas.tokens, wanted, strict=True))
+def same_tokens(feature_map, wanted):
+    assert len(feature_map.tokens) == len(wanted)
+    assert all(torch.equal(a, b) for a, b in zip(feature_map.tokens, wanted, strict=True))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_greedy(var, models, vqvae, name):
-    canvas, logits = alone(models[name], vqvae, var.facts["labels"], 1.5)
-    same_tokens(canvas, var.scales(f"{name}.greedy.idx"))
+    feature_map, logits = alone(models[name], vqvae, var.facts["labels"], 1.5)
+    same_tokens(feature_map, var.scales(f"{name}.greedy.idx"))
     for k in range(4):
         close(logits[k], var.t[f"{name}.greedy.cfg_logits.{k}"])
-        close(canvas.sums[k], var.t[f"{name}.greedy.fhat.{k}"])
-    close(image(vqvae, canvas), var.t[f"{name}.greedy.image01"])
+        close(feature_map.sums[k], var.t[f"{name}.greedy.fhat.{k}"])
+    close(image(vqvae, feature_map), var.t[f"{name}.greedy.image01"])
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize(
     ("run", "labels", "cfg"),
-    [("greedy_cfg0", None, 0.0), ("greedy_cfg4", None, 4.0), ("int_label4", [4, 4], 1.5), ("null_label", [10], 1.5)],
+    [
+        ("greedy_cfg0", None, 0.0),
+        ("greedy_cfg4", None, 4.0),
+        ("int_label4", [4, 4], 1.5),
+        ("null_label", [10], 1.5),
+    ],
 )
 def test_greedy_at_other_options(var, models, vqvae, name, run, labels, cfg):
-    canvas, _ = alone(models[name], vqvae, labels or var.facts["labels"], cfg)
-    same_tokens(canvas, var.scales(f"{name}.{run}.idx"))
+    feature_map, _ = alone(models[name], vqvae, labels or var.facts["labels"], cfg)
+    same_tokens(feature_map, var.scales(f"{name}.{run}.idx"))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_seeded_runs(var, models, vqvae, name):
     for run, smooth in (("stoch", False), ("smooth", True)):
-        sampler = Release(Sampling(1.5, 20, 0.9, 1.0, smooth), torch.Generator().manual_seed(123), 4)
-        canvas, _ = alone(models[name], vqvae, var.facts["labels"], 1.5, sampler)
-        same_tokens(canvas, var.scales(f"{name}.{run}.idx"))
-        close(image(vqvae, canvas), var.t[f"{name}.{run}.image01"])
+        sampler = Release(
+            Sampling(1.5, 20, 0.9, 1.0, smooth), torch.Generator().manual_seed(123), 4
+        )
+        feature_map, _ = alone(models[name], vqvae, var.facts["labels"], 1.5, sampler)
+        same_tokens(feature_map, var.scales(f"{name}.{run}.idx"))
+        close(image(vqvae, feature_map), var.t[f"{name}.{run}.image01"])
     pipe = VARPipeline(models[name], vqvae, None, Settings(1.5, 1.0, 20, 0.9))
-    released = dict(generator=torch.Generator().manual_seed(123), method=CoDe(4, release=True), output_type="latent")
+    released = dict(
+        generator=torch.Generator().manual_seed(123),
+        method=CoDe(4, release=True),
+        output_type="latent",
+    )
     wanted = torch.cat(var.scales(f"{name}.stoch.idx"), dim=1)
     assert torch.equal(pipe(var.facts["labels"], **released).tokens, wanted), (
         "no small model is needed for the large one"
@@ -181,11 +203,13 @@ def test_seeded_runs(var, models, vqvae, name):
 
 
 def sway(choice, embedding, k, rounding=5e-4):
-    """How far each soft code [B, T, C] may move when every logit moves by at most ``rounding``, as in ``close``.
+    """How far each soft code [B, T, C] may move when every logit moves by at most ``rounding``, as
+    in ``close``.
 
-    The weights are softmax(x) of x = ((1 + done) logits + noise) / heat. To first order dw = w (dx - sum w dx),
-    so the code c = sum w e moves by at most sum w |e - c| (1 + done) / heat times ``rounding``: nothing where one
-    code has all the weight, much where two share it and the heat is 0.005.
+    The weights are softmax(x) of x = ((1 + done) logits + noise) / temperature. To first order dw =
+    w (dx - sum w dx), so the code c = sum w e moves by at most sum w |e - c| (1 + done) /
+    temperature times ``rounding``: nothing where one code has all the weight, much where two share
+    it and the temperature is 0.005.
     """
     done = k / 3
     heat = max(0.27 * (1 - 0.95 * done), 0.005)
@@ -224,7 +248,8 @@ def code():
 @pytest.fixture(scope="module")
 def pair(code):
     return [
-        load(code.state(f"{role}.weights."), code.facts[f"{role}_config"]["num_heads"]) for role in ("draft", "refine")
+        load(code.state(f"{role}.weights."), code.facts[f"{role}_config"]["num_heads"])
+        for role in ("draft", "refine")
     ]
 
 
@@ -232,9 +257,11 @@ def collaborate(code, pair, vqvae, n, samplers):
     """A run of CoDe whose two models have a sampler each."""
     labels, large, small = torch.tensor(code.facts["labels"]), *pair
 
-    def turns(canvas, _):
+    def turns(feature_map, _):
         made = iter(samplers)
-        return code_turns(large, small, n, canvas, labels, Sampling(1.5), lambda steps: next(made))
+        return code_turns(
+            large, small, n, feature_map, labels, Sampling(1.5), lambda steps: next(made)
+        )
 
     return paint(vqvae, labels, turns, 1.5, None)[0]
 
@@ -246,14 +273,14 @@ def release(seed, *options):
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_code_greedy(code, pair, vqvae, n):
     samplers = [Recorder(release(0, 1, 1.0, 1.1)) for _ in range(2)]
-    canvas = collaborate(code, pair, vqvae, n, samplers)
-    same_tokens(canvas, code.scales(f"N{n}.idx"))
+    feature_map = collaborate(code, pair, vqvae, n, samplers)
+    same_tokens(feature_map, code.scales(f"N{n}.idx"))
     for k, logits in enumerate(samplers[0].logits + samplers[1].logits):
         close(logits, code.t[f"N{n}.cfg_logits.{k}"])
-    close(canvas.inputs(1, n), code.t[f"N{n}.draft_token_hub"])
-    close(canvas.sums[n - 1], code.t[f"N{n}.draft_fhat"])
-    close(canvas.sums[-1], code.t[f"N{n}.final_fhat"])
-    close(image(vqvae, canvas), code.t[f"N{n}.image01"])
+    close(feature_map.inputs(1, n), code.t[f"N{n}.draft_token_hub"])
+    close(feature_map.sums[n - 1], code.t[f"N{n}.draft_fhat"])
+    close(feature_map.sums[-1], code.t[f"N{n}.final_fhat"])
+    close(image(vqvae, feature_map), code.t[f"N{n}.image01"])
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -262,21 +289,30 @@ def test_code_seeded(code, pair, vqvae, n):
     pipe = VARPipeline(pair[0], vqvae, pair[1], Settings(1.5, 1.1, 20, 0.95))
     pipe.set_progress_bar_config(disable=True)
     seeded, method = torch.Generator().manual_seed(42), CoDe(n, release=True)
-    drawn = [pipe(code.facts["labels"], generator=seeded, method=method, output_type="np") for _ in range(2)]
+    drawn = [
+        pipe(code.facts["labels"], generator=seeded, method=method, output_type="np")
+        for _ in range(2)
+    ]
     wanted = torch.cat(code.scales(f"N{n}.stoch.idx"), dim=1)
-    assert all(torch.equal(made.tokens, wanted) for made in drawn), "the generator is left as it was"
-    apart = code.t[f"N{n}.stoch.image01"].permute(0, 2, 3, 1) * 255 - drawn[0].images.astype("float32")
+    assert all(torch.equal(made.tokens, wanted) for made in drawn), (
+        "the generator is left as it was"
+    )
+    apart = code.t[f"N{n}.stoch.image01"].permute(0, 2, 3, 1) * 255 - drawn[0].images.astype(
+        "float32"
+    )
     assert apart.abs().max() < 1
 
 
 @pytest.mark.parametrize(("n", "run"), [(0, "plain_refine"), (4, "plain_draft")])
 def test_code_at_its_ends_is_plain_decoding(code, pair, vqvae, n, run):
-    canvas = collaborate(code, pair, vqvae, n, [release(0, 1, 1.0, 1.1)])
-    same_tokens(canvas, code.scales(f"{run}.idx"))
-    close(image(vqvae, canvas), code.t[f"{run}.image01"])
+    feature_map = collaborate(code, pair, vqvae, n, [release(0, 1, 1.0, 1.1)])
+    same_tokens(feature_map, code.scales(f"{run}.idx"))
+    close(image(vqvae, feature_map), code.t[f"{run}.image01"])
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_code_of_one_model_is_plain_decoding(code, pair, vqvae, n):
-    canvas = collaborate(code, [pair[0], pair[0]], vqvae, n, [release(0, 1, 1.0, 1.1) for _ in range(2)])
-    same_tokens(canvas, code.scales("plain_draft.idx"))
+    feature_map = collaborate(
+        code, [pair[0], pair[0]], vqvae, n, [release(0, 1, 1.0, 1.1) for _ in range(2)]
+    )
+    same_tokens(feature_map, code.scales("plain_draft.idx"))

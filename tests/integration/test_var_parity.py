@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from specmm.checkpoints import load_strict
-from specmm.image_ar.scales.ladder import PATCHES_512, Ladder
 from specmm.image_ar.scales.loading import infer_var_config, infer_vqvae_config, load_var
 from specmm.image_ar.scales.quantizer import MultiScaleQuantizer, phi_of_scale
+from specmm.image_ar.scales.scale_schedule import PATCHES_512, ScaleSchedule
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 
@@ -25,7 +25,9 @@ VARIANTS = ("noshared", "shared", "nol2")
 
 
 class Case:
-    """One parity file: ``t["out.x"]`` its tensors, ``state(prefix)`` its weights in float32, ``facts`` its json."""
+    """One parity file: ``t["out.x"]`` its tensors, ``state(prefix)`` its weights in float32,
+    ``facts`` its json.
+    """
 
     def __init__(self, name):
         self.t = load_file(PARITY / f"{name}.safetensors")
@@ -67,7 +69,9 @@ def models(var, tmp_path_factory):
         state = var.state(f"{name}.weights.")
         file = tmp_path_factory.mktemp(name) / "var.pth"
         torch.save({"trainer": {"var_wo_ddp": state}}, file)
-        heads = {} if name != "nol2" else {"config": VARConfig(**tiny_sizes(var), attn_l2_norm=False)}
+        heads = (
+            {} if name != "nol2" else {"config": VARConfig(**tiny_sizes(var), attn_l2_norm=False)}
+        )
         found[name] = load_var(file, **heads)
     return found
 
@@ -82,9 +86,20 @@ def tiny_sizes(var):
 
 def test_tokenizer_sizes_are_inferred(tokenizer, vqvae):
     sizes = tokenizer.facts["config"]
-    for name in ("vocab_size", "z_channels", "ch", "num_res_blocks", "share_quant_resi", "quant_resi", "quant_conv_ks"):
+    for name in (
+        "vocab_size",
+        "z_channels",
+        "ch",
+        "num_res_blocks",
+        "share_quant_resi",
+        "quant_resi",
+        "quant_conv_ks",
+    ):
         assert getattr(vqvae.config, name) == sizes[name], name
-    assert vqvae.config.ch_mult == tuple(sizes["ch_mult"]) and vqvae.config.downsampling == sizes["downsample"]
+    assert (
+        vqvae.config.ch_mult == tuple(sizes["ch_mult"])
+        and vqvae.config.downsampling == sizes["downsample"]
+    )
 
 
 @torch.no_grad()
@@ -116,7 +131,9 @@ def test_tokenizer_decodes(tokenizer, vqvae):
         close(sums[k], t[f"out.fhat.{k}"], 2e-4)
         close(vqvae.decode(sums[k]), t[f"out.img_upto_scale.{k}"], 2e-4)
     close(vqvae.decode_tokens(tokens), t["out.image"], 2e-4)
-    close(vqvae.decode(vqvae.quantize.f_hat_by_growth(tokens)), t["out.image_same_shape_false"], 2e-4)
+    close(
+        vqvae.decode(vqvae.quantize.f_hat_by_growth(tokens)), t["out.image_same_shape_false"], 2e-4
+    )
     close(vqvae.quantize.inputs(tokens), t["out.var_input"], 2e-4)
 
 
@@ -124,7 +141,12 @@ def test_tokenizer_decodes(tokenizer, vqvae):
 def test_tokenizer_of_the_real_layout():
     case = Case("vqvae_fulllayout")
     config = VQVAEConfig(
-        ch=32, **{k: tuple(v) if isinstance(v, list) else v for k, v in case.facts["config"].items() if k != "ch"}
+        ch=32,
+        **{
+            k: tuple(v) if isinstance(v, list) else v
+            for k, v in case.facts["config"].items()
+            if k != "ch"
+        },
     )
     model = VQVAE(config)
     assert {k: list(v.shape) for k, v in model.state_dict().items()} == case.facts["keys"]
@@ -141,7 +163,9 @@ def test_tokenizer_of_the_real_layout():
 
 def by_rule(key, shape):
     """The weights that ``vqvae_fulllayout.json`` describes."""
-    z = np.random.RandomState((zlib.crc32(key.encode()) + 102) % 2**32).standard_normal(tuple(shape))
+    z = np.random.RandomState((zlib.crc32(key.encode()) + 102) % 2**32).standard_normal(
+        tuple(shape)
+    )
     if key.endswith("ema_vocab_hit_SV"):
         z = 0 * z
     elif "norm" in key:
@@ -157,7 +181,9 @@ def test_phi_of_every_scale():
         shared, scales = (int(part.split("=")[1]) for part in name.split(","))
         assert phi_of_scale(shared, scales) == wanted, name
     for name, keys in facts["state_dict_keys"].items():
-        quantizer = MultiScaleQuantizer(8, 4, Ladder((1, 2, 3, 4)), int(name.split("=")[1]), 0.5, False, 0.25)
+        quantizer = MultiScaleQuantizer(
+            8, 4, ScaleSchedule((1, 2, 3, 4)), int(name.split("=")[1]), 0.5, False, 0.25
+        )
         assert set(quantizer.state_dict()) == set(keys)
 
 
@@ -181,7 +207,10 @@ def test_names_and_shapes_of_the_published_files():
 
 
 def described(model):
-    return {k: [list(v.shape), str(v.dtype).removeprefix("torch.")] for k, v in model.state_dict().items()}
+    return {
+        k: [list(v.shape), str(v.dtype).removeprefix("torch.")]
+        for k, v in model.state_dict().items()
+    }
 
 
 # --- transformer ---
@@ -190,7 +219,9 @@ def described(model):
 def test_transformer_sizes_are_inferred(var, models):
     for name in ("noshared", "shared"):
         facts = var.facts["variants"][name]
-        wanted = VARConfig(**tiny_sizes(var), shared_aln=facts["shared_aln"], attn_l2_norm=facts["attn_l2_norm"])
+        wanted = VARConfig(
+            **tiny_sizes(var), shared_aln=facts["shared_aln"], attn_l2_norm=facts["attn_l2_norm"]
+        )
         assert models[name].config == infer_var_config(var.state(f"{name}.weights.")) == wanted
 
 
@@ -201,4 +232,6 @@ def test_teacher_forcing(var, models, tokenizer, name):
     inputs = tokenizer.t["out.var_input"]
     close(model(labels, inputs), var.t[f"{name}.tf.logits_cond"])
     close(model(torch.full_like(labels, 10), inputs), var.t[f"{name}.tf.logits_null"])
-    close(model(labels, inputs[:, :4]), var.t[f"{name}.tf.logits_cond"][:, :5])  # the first scales alone
+    close(
+        model(labels, inputs[:, :4]), var.t[f"{name}.tf.logits_cond"][:, :5]
+    )  # the first scales alone

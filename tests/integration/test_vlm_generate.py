@@ -1,4 +1,6 @@
-"""``model.generate(…, custom_generate=specmm.custom_generate(…))``: processors, criteria, streamers, batches."""
+"""``model.generate(…, custom_generate=specmm.custom_generate(…))``: processors, criteria,
+streamers, batches.
+"""
 
 from threading import Thread
 
@@ -47,7 +49,9 @@ CLIP = dict(
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    config = tf.LlavaConfig(vision_config=CLIP, text_config=TEXT, image_token_index=IMAGE, image_seq_length=4)
+    config = tf.LlavaConfig(
+        vision_config=CLIP, text_config=TEXT, image_token_index=IMAGE, image_seq_length=4
+    )
     model = tf.LlavaForConditionalGeneration(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -78,7 +82,7 @@ def first_row(inputs):
 
 
 class Enough(StoppingCriteria):
-    """Ends a row when it holds a token twice behind the prompt."""
+    """Ends a row when it holds a token twice after the prompt."""
 
     def __call__(self, input_ids, scores, **kwargs):
         new = input_ids[:, 8:].tolist()
@@ -96,7 +100,9 @@ OPTIONS = {
     "plain": {},
     "penalties": dict(repetition_penalty=1.4, no_repeat_ngram_size=2, min_new_tokens=9),
     "own processor": dict(logits_processor=LogitsProcessorList([NotTwice()])),
-    "allowed tokens": dict(prefix_allowed_tokens_fn=lambda row, ids: [3 + row, 7, 9 + int(ids[-1]) % 5]),
+    "allowed tokens": dict(
+        prefix_allowed_tokens_fn=lambda row, ids: [3 + row, 7, 9 + int(ids[-1]) % 5]
+    ),
     "own criteria": dict(stopping_criteria=StoppingCriteriaList([Enough()])),
 }
 
@@ -107,10 +113,15 @@ def test_greedy_generate_is_the_same(model, inputs, method, options):
     alone = model.generate(**first_row(inputs), max_new_tokens=16, do_sample=False, **options)
     fn = specmm.custom_generate(method=method)
     assert torch.equal(
-        model.generate(**first_row(inputs), max_new_tokens=16, do_sample=False, custom_generate=fn, **options), alone
+        model.generate(
+            **first_row(inputs), max_new_tokens=16, do_sample=False, custom_generate=fn, **options
+        ),
+        alone,
     )
     both = model.generate(**inputs, max_new_tokens=16, do_sample=False, **options)
-    ours = model.generate(**inputs, max_new_tokens=16, do_sample=False, custom_generate=fn, **options)
+    ours = model.generate(
+        **inputs, max_new_tokens=16, do_sample=False, custom_generate=fn, **options
+    )
     assert torch.equal(ours, both)
 
 
@@ -135,7 +146,9 @@ def test_without_an_end_token_rows_go_on_until_the_last_ends(model, inputs, meth
 def test_sampling_follows_the_warpers_and_the_generator(model, inputs):
     def sample(seed):
         fn = specmm.custom_generate(generator=torch.Generator().manual_seed(seed))
-        return model.generate(**inputs, max_new_tokens=12, do_sample=True, top_k=2, custom_generate=fn)
+        return model.generate(
+            **inputs, max_new_tokens=12, do_sample=True, top_k=2, custom_generate=fn
+        )
 
     assert torch.equal(sample(0), sample(0))
     assert not torch.equal(sample(0), sample(1))
@@ -154,7 +167,9 @@ def test_a_streamer_hears_every_token(model, inputs):
 
     streamer = Streamer()
     fn = specmm.custom_generate(streamer=streamer)
-    out = model.generate(**first_row(inputs), max_new_tokens=10, do_sample=False, custom_generate=fn)
+    out = model.generate(
+        **first_row(inputs), max_new_tokens=10, do_sample=False, custom_generate=fn
+    )
     assert streamer.heard == out[0].tolist()  # the prompt first, as generate has it
     assert streamer.ended
     with pytest.raises(ValueError, match="one answer at a time"):
@@ -167,7 +182,9 @@ def text():
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(40)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     torch.manual_seed(0)
-    made = tf.LlamaForCausalLM(tf.LlamaConfig(**{k: v for k, v in TEXT.items() if k != "model_type"})).eval()
+    made = tf.LlamaForCausalLM(
+        tf.LlamaConfig(**{k: v for k, v in TEXT.items() if k != "model_type"})
+    ).eval()
     made.generation_config.eos_token_id, made.generation_config.pad_token_id = None, 0
     return made, tf.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
 
@@ -202,7 +219,9 @@ def test_a_streamer_given_to_generate_hears_the_answer_and_its_end(text, method)
 def test_a_streamer_hears_the_end_of_what_fails(text):
     made, words = text
     fn, options = specmm.custom_generate(), dict(max_new_tokens=300, do_sample=False)
-    said, error = heard(made, words, custom_generate=fn, **options)  # more than the model's positions
+    said, error = heard(
+        made, words, custom_generate=fn, **options
+    )  # more than the model's positions
     assert said == "" and "max_new_tokens" in str(error)
     twice = specmm.custom_generate(streamer=tf.TextIteratorStreamer(words))
     said, error = heard(made, words, custom_generate=twice, **options)
@@ -213,10 +232,16 @@ def test_a_streamer_hears_the_end_of_what_fails(text):
     ("options", "sentence"),
     [
         ({"assistant_model": ...}, r"assistant_model must be off, .*assisted.*method='text-draft'"),
-        ({"prompt_lookup_num_tokens": 3}, r"prompt_lookup_num_tokens must be off, .*method='prompt-lookup'"),
+        (
+            {"prompt_lookup_num_tokens": 3},
+            r"prompt_lookup_num_tokens must be off, .*method='prompt-lookup'",
+        ),
         ({"use_mtp": True}, "use_mtp must be off"),
         ({"assistant_early_exit": 1}, "assistant_early_exit must be off"),
-        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha must be off, .*contrastive_search.*without"),
+        (
+            {"penalty_alpha": 0.6, "top_k": 4},
+            "penalty_alpha must be off, .*contrastive_search.*without",
+        ),
         ({"dola_layers": "high"}, "dola_layers must be off, .*dola_generation.*without"),
     ],
 )
@@ -224,7 +249,13 @@ def test_what_makes_generate_decode_otherwise_is_refused(text, options, sentence
     made, fn = text[0], specmm.custom_generate()
     given = {k: made if v is ... else v for k, v in options.items()}
     with pytest.raises(ValueError, match=sentence):
-        made.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False, custom_generate=fn, **given)
+        made.generate(
+            torch.tensor([[5, 6, 7]]),
+            max_new_tokens=4,
+            do_sample=False,
+            custom_generate=fn,
+            **given,
+        )
 
 
 def test_embeddings_in_place_of_ids_are_refused(text):
@@ -232,7 +263,9 @@ def test_embeddings_in_place_of_ids_are_refused(text):
     embeds = made.get_input_embeddings()(torch.tensor([[5, 6, 7]]))
     for ids in ({}, {"input_ids": torch.tensor([[5, 6, 7]])}):
         with pytest.raises(ValueError, match="prompts must be input_ids, got inputs_embeds"):
-            made.generate(inputs_embeds=embeds, **ids, max_new_tokens=4, do_sample=False, custom_generate=fn)
+            made.generate(
+                inputs_embeds=embeds, **ids, max_new_tokens=4, do_sample=False, custom_generate=fn
+            )
 
 
 def test_msd_drafts_for_a_model_without_pictures(text):
@@ -240,7 +273,9 @@ def test_msd_drafts_for_a_model_without_pictures(text):
     inputs = {"input_ids": ids, "attention_mask": (ids > 0).long()}
     wanted = made.generate(**inputs, max_new_tokens=12, do_sample=False)
     fn = specmm.custom_generate(msd_of(made), "msd")
-    assert torch.equal(made.generate(**inputs, max_new_tokens=12, do_sample=False, custom_generate=fn), wanted)
+    assert torch.equal(
+        made.generate(**inputs, max_new_tokens=12, do_sample=False, custom_generate=fn), wanted
+    )
 
 
 def test_beams_and_guidance_are_refused(model, inputs):
@@ -248,7 +283,9 @@ def test_beams_and_guidance_are_refused(model, inputs):
     with pytest.raises(ValueError, match="num_beams must be 1"):
         model.generate(**inputs, max_new_tokens=4, num_beams=2, custom_generate=fn)
     with pytest.raises(ValueError, match="guidance_scale must be 1"):
-        model.generate(**inputs, max_new_tokens=4, do_sample=False, custom_generate=fn, guidance_scale=2.0)
+        model.generate(
+            **inputs, max_new_tokens=4, do_sample=False, custom_generate=fn, guidance_scale=2.0
+        )
 
 
 def test_the_output_may_be_a_dictionary(model, inputs):
@@ -258,7 +295,9 @@ def test_the_output_may_be_a_dictionary(model, inputs):
     assert torch.equal(model.generate(**inputs, **kept, custom_generate=fn).sequences, wanted)
 
 
-@pytest.mark.parametrize("name", ["output_scores", "output_logits", "output_attentions", "output_hidden_states"])
+@pytest.mark.parametrize(
+    "name", ["output_scores", "output_logits", "output_attentions", "output_hidden_states"]
+)
 def test_what_a_dictionary_cannot_hold_is_refused(model, inputs, name):
     fn, asked = specmm.custom_generate(), {"max_new_tokens": 4, "do_sample": False, name: True}
     with pytest.raises(ValueError, match=f"{name} must be off, got True"):
@@ -269,12 +308,18 @@ def test_what_a_dictionary_cannot_hold_is_refused(model, inputs, name):
 
 @pytest.mark.parametrize("kind", ["msd", "block"])
 def test_auto_plans_for_the_drafter_and_changes_nothing(model, inputs, kind):
-    drafter = build_block(VLMTarget(model, Processor(0.0)), 1, 4, 39, read=1) if kind == "block" else msd_of(model)
+    drafter = (
+        build_block(VLMTarget(model, Processor(0.0)), 1, 4, 39, read=1)
+        if kind == "block"
+        else msd_of(model)
+    )
     fn = specmm.custom_generate(drafter, "auto")
     options = dict(max_new_tokens=12, do_sample=False, no_repeat_ngram_size=2)
     wanted = model.generate(**first_row(inputs), **options)
     for _ in range(2):  # the second call goes by what the first one planned
-        assert torch.equal(model.generate(**first_row(inputs), custom_generate=fn, **options), wanted)
+        assert torch.equal(
+            model.generate(**first_row(inputs), custom_generate=fn, **options), wanted
+        )
 
 
 def test_auto_wants_a_drafter_that_can_be_planned_with():
@@ -283,7 +328,9 @@ def test_auto_wants_a_drafter_that_can_be_planned_with():
 
 
 def test_auto_uses_the_plan(model, inputs):
-    """A drafter as good as the target itself, and far cheaper than the clock says: drafts are taken."""
+    """A drafter as good as the target itself, and far cheaper than the clock says: drafts are
+    taken.
+    """
     plans = {(1, True, torch.get_num_threads()): Plan(TreeShape.chain(2), 2.0, 2.0, "made up")}
     target = VLMTarget(model, Processor(0.0))
     prompt = VLMPrompt(first_row(inputs), 8)

@@ -1,4 +1,6 @@
-"""``VQAPipeline`` and ``specmm ask`` on a tiny random LLaVA with a real processor and every drafter beside it."""
+"""``VQAPipeline`` and ``specmm ask`` on a tiny random LLaVA with a real processor and every drafter
+beside it.
+"""
 
 import json
 import shutil
@@ -21,7 +23,11 @@ TEMPLATE = (
     "{{ c['text'] }} {% endif %}{% endfor %}{% endfor %}"
 )
 TEXT = dict(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=64,
 )
 CLIP = dict(
     model_type="clip_vision_model",
@@ -60,7 +66,10 @@ def random_weights(model, seed, std=0.25):
 def llava(seed, vocabulary):
     ids = dict(vocab_size=vocabulary, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     config = tf.LlavaConfig(
-        vision_config=CLIP, text_config=dict(model_type="llama", **TEXT, **ids), image_token_index=4, image_seq_length=4
+        vision_config=CLIP,
+        text_config=dict(model_type="llama", **TEXT, **ids),
+        image_token_index=4,
+        image_seq_length=4,
     )
     model = random_weights(tf.LlavaForConditionalGeneration(config), seed)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = 2, 0
@@ -72,7 +81,9 @@ def folder(tmp_path_factory):
     """The model, its processor, and drafters: a text model of other words, a small VLM."""
     folder = tmp_path_factory.mktemp("llava")
     words = tokenizer(WORDS)
-    pictures = tf.CLIPImageProcessor(size={"height": 8, "width": 8}, crop_size={"height": 8, "width": 8})
+    pictures = tf.CLIPImageProcessor(
+        size={"height": 8, "width": 8}, crop_size={"height": 8, "width": 8}
+    )
     processor = tf.LlavaProcessor(
         pictures,
         words,
@@ -117,25 +128,44 @@ SPECULATIVE = ["prompt-lookup", "text-draft", "vlm-draft"]
 
 @pytest.mark.parametrize("method", SPECULATIVE)
 def test_greedy_answers_are_those_of_generate(pipe, pictures, method):
-    images, questions = [pictures[0], pictures[1:], None], ["what is this", "how many red dog", "where is it"]
+    images, questions = (
+        [pictures[0], pictures[1:], None],
+        ["what is this", "how many red dog", "where is it"],
+    )
     out = pipe(images, questions, max_new_tokens=12, method=method)
     plain = pipe(images, questions, max_new_tokens=12)
-    assert out.answers == plain.answers and out.certificate.kind == plain.certificate.kind == "exact"
+    assert (
+        out.answers == plain.answers and out.certificate.kind == plain.certificate.kind == "exact"
+    )
     assert out.stats.tau >= 1 and out.method == method
     one = pipe.processor(
-        text="<s><image> what is this ", images=pictures[:1], return_tensors="pt", add_special_tokens=False
+        text="<s><image> what is this ",
+        images=pictures[:1],
+        return_tensors="pt",
+        add_special_tokens=False,
     )
-    wanted = pipe.model.generate(**one, max_new_tokens=12, do_sample=False)[0, one["input_ids"].shape[1] :]
+    wanted = pipe.model.generate(**one, max_new_tokens=12, do_sample=False)[
+        0, one["input_ids"].shape[1] :
+    ]
     assert torch.equal(out.tokens[0], wanted)
 
 
 @pytest.mark.parametrize("method", ["ar", *SPECULATIVE])
 def test_an_answer_depends_on_its_own_stream(pipe, pictures, method):
-    options = dict(method=method, temperature=1.2, top_p=0.95, repetition_penalty=1.2, max_new_tokens=10)
+    options = dict(
+        method=method, temperature=1.2, top_p=0.95, repetition_penalty=1.2, max_new_tokens=10
+    )
     seeds = [3, 4]
     made = lambda s: torch.Generator().manual_seed(s)  # noqa: E731
-    both = pipe([pictures[0], None], ["what is this", "how many"], generator=[made(s) for s in seeds], **options)
-    for i, (image, question) in enumerate(zip([pictures[0], None], ["what is this", "how many"], strict=True)):
+    both = pipe(
+        [pictures[0], None],
+        ["what is this", "how many"],
+        generator=[made(s) for s in seeds],
+        **options,
+    )
+    for i, (image, question) in enumerate(
+        zip([pictures[0], None], ["what is this", "how many"], strict=True)
+    ):
         alone = pipe(image, question, generator=[made(seeds[i])], **options)
         assert torch.equal(alone.tokens[0], both.tokens[i])
 
@@ -153,18 +183,26 @@ def test_a_raw_prompt(pipe, pictures):
     raw = pipe(pictures[0], "<s><image> what is this ", max_new_tokens=8, chat=False)
     assert chat.answers == raw.answers
     for text in ("<s> what is this", "<s><image><image> what is this"):
-        with pytest.raises(ValueError, match="a raw prompt must hold one <image> for each of its 1 pictures"):
+        with pytest.raises(
+            ValueError, match="a raw prompt must hold one <image> for each of its 1 pictures"
+        ):
             pipe(pictures[0], text, chat=False)
 
 
 MISTAKES = {
     "empty question": (lambda p, i: p(i[0], "  "), "question must not be empty"),
     "placeholder": (lambda p, i: p(i[0], "what <image>"), "question must not hold the placeholder"),
-    "numbers": (lambda p, i: p(i[:2], ["what", "is", "it"]), "an entry for each of the 3 questions, got 2"),
+    "numbers": (
+        lambda p, i: p(i[:2], ["what", "is", "it"]),
+        "an entry for each of the 3 questions, got 2",
+    ),
     "overflow": (lambda p, i: p(i[0], "what " * 70), "must fit the 64 positions"),
     "option": (lambda p, i: p(i[0], "what", max_tokens=3), "did you mean 'max_new_tokens'"),
     "method": (lambda p, i: p(i[0], "what", method="prompt-look"), "did you mean 'prompt-lookup'"),
-    "no drafter": (lambda p, i: p(i[0], "what", method="msd", max_new_tokens=4), "none in drafters/msd"),
+    "no drafter": (
+        lambda p, i: p(i[0], "what", method="msd", max_new_tokens=4),
+        "none in drafters/msd",
+    ),
     "seeds": (
         lambda p, i: p(i[0], "what", seed=1, generator=torch.Generator(), max_new_tokens=4),
         "seed or generator, not both",
@@ -182,7 +220,9 @@ def test_mistakes_are_explained(pipe, pictures, call, says):
 def test_a_drafter_of_another_vocabulary_is_refused(folder, pipe, pictures):
     strange = random_weights(tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=4000, **TEXT)), 0)
     other = specmm.VQAPipeline(pipe.model, pipe.processor, "text-draft", strange)
-    with pytest.raises(ValueError, match="drafter must share the target's vocabulary of 27 tokens, got 4000"):
+    with pytest.raises(
+        ValueError, match="drafter must share the target's vocabulary of 27 tokens, got 4000"
+    ):
         other(pictures[0], "what is this", max_new_tokens=4)
 
 
@@ -201,17 +241,38 @@ def asked(folder, pictures, tmp_path):
 
 def test_ask_prints_one_json_object(asked, pipe, pictures):
     ran = asked(
-        "--question", "what is this", "--method", "prompt-lookup", "--max-new-tokens", "9", "--seed", "3", "--json"
+        "--question",
+        "what is this",
+        "--method",
+        "prompt-lookup",
+        "--max-new-tokens",
+        "9",
+        "--seed",
+        "3",
+        "--json",
     )
     assert ran.exit_code == 0, ran.output
     report = json.loads(ran.stdout)
     assert report["outputs"] == pipe(pictures[0], "what is this", max_new_tokens=9).answers
-    assert report["method"] == "prompt-lookup" and report["seed"] == 3 and report["certificate"]["kind"] == "exact"
+    assert (
+        report["method"] == "prompt-lookup"
+        and report["seed"] == 3
+        and report["certificate"]["kind"] == "exact"
+    )
     assert {"model", "seconds", "tokens", "rounds", "tau"} <= report.keys()
 
 
 def test_ask_takes_options_of_the_method(asked):
-    ran = asked("--question", "what is this", "--method", "text-draft", "-o", "tree=2,1", "--max-new-tokens", "9")
+    ran = asked(
+        "--question",
+        "what is this",
+        "--method",
+        "text-draft",
+        "-o",
+        "tree=2,1",
+        "--max-new-tokens",
+        "9",
+    )
     assert ran.exit_code == 0, ran.output
     assert "certificate  exact" in ran.stderr
 
@@ -220,7 +281,9 @@ def test_a_users_mistake_is_one_line(asked, folder, tmp_path):
     (tmp_path / "text.png").write_text("hello")
     from specmm.cli import app
 
-    ran = CliRunner().invoke(app, ["ask", str(folder), str(tmp_path / "text.png"), "--question", "what"])
+    ran = CliRunner().invoke(
+        app, ["ask", str(folder), str(tmp_path / "text.png"), "--question", "what"]
+    )
     assert ran.exit_code == 2 and "must be a picture" in ran.stderr and ran.stderr.count("\n") == 1
     ran = asked("--question", " ")
     assert ran.exit_code == 2 and "question must not be empty" in ran.stderr
@@ -229,7 +292,9 @@ def test_a_users_mistake_is_one_line(asked, folder, tmp_path):
 def test_folders_that_hold_something_else(folder, tmp_path):
     with pytest.raises(ValueError, match=r"must hold a config\.json"):
         specmm.VQAPipeline.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="must hold a vision-language model, got model type 'llama'"):
+    with pytest.raises(
+        ValueError, match="must hold a vision-language model, got model type 'llama'"
+    ):
         specmm.VQAPipeline.from_pretrained(folder / "drafters" / "text")
     shutil.copy(folder / "config.json", tmp_path / "config.json")
     with pytest.raises((ValueError, OSError)):

@@ -19,6 +19,7 @@ import contextlib
 import importlib
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -27,6 +28,7 @@ import time
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -44,7 +46,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lists": dict(nargs="*", type=Path, default=sorted(HERE.glob("*.toml")), help="of mutations"),
 }
 NEEDED = (
-    *("specmm", "vlm", "image_ar", "diffusion_drafters", "kernels", "metrics", "benchmarks", "recipes"),
+    *(
+        "specmm",
+        "vlm",
+        "image_ar",
+        "diffusion_drafters",
+        "kernels",
+        "metrics",
+        "benchmarks",
+        "recipes",
+    ),
     *("tests", "pyproject.toml"),
 )
 QUIET = ("-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib")
@@ -108,19 +119,32 @@ def read(lists: Iterable[Path]) -> list[Mutation]:
     return found
 
 
+def pattern(text: str) -> re.Pattern[str]:
+    """What finds ``text`` however a formatter has broken it into lines."""
+    words = re.findall(r"\w+|[^\w\s]", text.strip())
+    joined = re.escape(words[0])
+    for before, word in pairwise(words):
+        gap = r"\s+" if before[-1].isalnum() and word[0].isalnum() else r"\s*"
+        comma = r",?\s*" if word in ")]}" and before not in ",([{" else ""  # a formatter adds it
+        joined += gap + comma + re.escape(word)
+    lead = text[: len(text) - len(text.lstrip())]
+    tail = text[len(text.rstrip()) :]
+    return re.compile(re.escape(lead) + joined + re.escape(tail))
+
+
 def mutated(root: Path, mutation: Mutation) -> str:
     """The text of the mutated file.
 
     Raises ``ValueError`` where the mutation does not fit or leaves no Python.
     """
     text = (root / mutation.file).read_text()
-    count = text.count(mutation.before)
-    if count != 1:
-        found = f"found {count} times: {mutation.before!r}"
+    places = list(pattern(mutation.before).finditer(text))
+    if len(places) != 1:
+        found = f"found {len(places)} times: {mutation.before!r}"
         raise ValueError(f"{mutation}: the text before must occur once, {found}")
     if mutation.before == mutation.after:
         raise ValueError(f"{mutation}: the text after is the text before")
-    changed = text.replace(mutation.before, mutation.after)
+    changed = text[: places[0].start()] + mutation.after + text[places[0].end() :]
     try:
         compile(changed, mutation.file, "exec")
     except SyntaxError as error:
@@ -360,10 +384,7 @@ def verdict(mutation: Mutation, found: Found | None) -> tuple[str, str]:
 
 
 def judged(
-    pool: Pool,
-    mutations: Sequence[Mutation],
-    seconds: dict[str, float],
-    least: float,
+    pool: Pool, mutations: Sequence[Mutation], seconds: dict[str, float], least: float
 ) -> dict[str, int]:
     """Try every one of ``mutations``, say what became of it, and count."""
     tasks = []

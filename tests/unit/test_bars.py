@@ -6,19 +6,40 @@ import pytest
 from benchmarks.bars import Bar, bars, ideal_bars, job_bars, loop_bars, metric_bars, var_bars
 from benchmarks.language_bars import ALONE, HEARD, answer_bars, text_bars, vlm_bars
 from benchmarks.report import render
-from benchmarks.verdict import Tally, majority
-from benchmarks.vqa_accuracy import Asked
+from benchmarks.verdict import Scores, majority
+from benchmarks.vqa_accuracy import Question
 
 
 def test_bars():
     speed = [
         {"method": "ar", "speedup": 1.0, "certificate": "exact", "baseline": True},
-        {"method": "lantern++(a)", "speedup": 2.5, "certificate": "bounded", "host_overhead": 0.1, "realised": 0.9},
-        {"method": "lantern++(b)", "speedup": 2.1, "certificate": "bounded", "host_overhead": 0.1, "realised": 0.9},
-        {"method": "speculative", "speedup": 1.6, "certificate": "exact", "host_overhead": 0.2, "realised": 0.8},
+        {
+            "method": "lantern++(a)",
+            "speedup": 2.5,
+            "certificate": "bounded",
+            "host_overhead": 0.1,
+            "realised": 0.9,
+        },
+        {
+            "method": "lantern++(b)",
+            "speedup": 2.1,
+            "certificate": "bounded",
+            "host_overhead": 0.1,
+            "realised": 0.9,
+        },
+        {
+            "method": "speculative",
+            "speedup": 1.6,
+            "certificate": "exact",
+            "host_overhead": 0.2,
+            "realised": 0.8,
+        },
     ]
     good = {"fid_ratio": 1.05, "kid_ratio": 1.0, "compared_at": 2048}
-    qualities = [{"method": "lantern++(a)", **good, "kid_ratio": 1.3}, {"method": "lantern++(b)", **good}]
+    qualities = [
+        {"method": "lantern++(a)", **good, "kid_ratio": 1.3},
+        {"method": "lantern++(b)", **good},
+    ]
     autotune = [{"batch": b, "ratio": 1.0} for b in (1, 4, 16)]
     assert [b.met for b in bars(speed, qualities, autotune)] == [True, True, False, True, False]
     few = [{**q, "compared_at": 640} for q in qualities]
@@ -28,8 +49,16 @@ def test_bars():
 
 
 def test_bars_of_the_metrics():
-    cifar = [{"test": 10_000, "train": 5_000, "fid": 7.9}, {"test": 10_000, "train": 10_000, "fid": 5.24}]
-    ours = {"library": "specmm", "features fed": "batches", "compute_speedup": 2.3, "memory_ratio": 0.46}
+    cifar = [
+        {"test": 10_000, "train": 5_000, "fid": 7.9},
+        {"test": 10_000, "train": 10_000, "fid": 5.24},
+    ]
+    ours = {
+        "library": "specmm",
+        "features fed": "batches",
+        "compute_speedup": 2.3,
+        "memory_ratio": 0.46,
+    }
     assert [b.met for b in metric_bars(cifar, [ours])] == [True, True]
     worse = [{**cifar[1], "fid": 5.4}], [ours, {**ours, "memory_ratio": 0.6}]
     assert [b.met for b in metric_bars(*worse)] == [False, False]
@@ -38,12 +67,22 @@ def test_bars_of_the_metrics():
 
 def language_row(kind, temperature, batch, method, speedup, **more):
     equal = None if temperature else 1.0
-    facts = dict(questions=kind, temperature=temperature, batch=batch, method=method, speedup=speedup, tau=2.0)
+    facts = dict(
+        questions=kind,
+        temperature=temperature,
+        batch=batch,
+        method=method,
+        speedup=speedup,
+        tau=2.0,
+    )
     return {**facts, "token_equal": equal, "certificate": "exact", **more}
 
 
 def test_bars_of_questions():
-    rows = [language_row("describe", 0.0, 1, m, s) for m, s in (("msd(total=8)", 2.1), ("text-draft", 1.5))]
+    rows = [
+        language_row("describe", 0.0, 1, m, s)
+        for m, s in (("msd(total=8)", 2.1), ("text-draft", 1.5))
+    ]
     rows += [language_row("describe", 1.0, 1, "msd", 1.5), language_row("text", 1.0, 1, "msd", 3.0)]
     rows += [language_row("describe", 0.0, 8, m, s) for m, s in (("msd", 1.3), ("auto", 0.9))]
     assert [b.met for b in vlm_bars(rows)] == [True, False, True, True, False]
@@ -55,16 +94,34 @@ def test_bars_of_questions():
 def test_bars_of_text():
     cold = (("deer(length=3)", 2.6), ("transformers prompt lookup", 1.2), ("diffuspec", 1.4))
     rows = [language_row("code", 0.0, 1, m, s, search_share=0.02) for m, s in cold]
-    rows.append(language_row("code", 0.0, 1, "diffuspec(search=False, adaptive=False)", 1.3, tau=1.5))
+    rows.append(
+        language_row("code", 0.0, 1, "diffuspec(search=False, adaptive=False)", 1.3, tau=1.5)
+    )
     rows.append(language_row("code", 1.0, 1, "block", 1.6))
-    assert [b.met for b in text_bars(rows, "it", ("code",), 2.5, 1.7)] == [True, False, True, True, True]
+    assert [b.met for b in text_bars(rows, "it", ("code",), 2.5, 1.7)] == [
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
     rows[1]["speedup"], rows[2]["search_share"], rows[3]["tau"] = 2.7, 0.04, 2.1
-    assert [b.met for b in text_bars(rows, "it", ("code",), 2.5, 1.7)] == [True, False, False, False, False]
+    assert [b.met for b in text_bars(rows, "it", ("code",), 2.5, 1.7)] == [
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
     assert [b.met for b in text_bars(rows, "it", ("prose",), 2.0)] == [None]
 
 
 def test_equal_tokens_are_told_with_the_answers_they_rest_on():
-    shares = (("block(tree=8)", 2.0, 1.0), ("block(length=2)", 1.7, 0.75), ("block(tree=16)", 2.1, 0.5))
+    shares = (
+        ("block(tree=8)", 2.0, 1.0),
+        ("block(length=2)", 1.7, 0.75),
+        ("block(tree=16)", 2.1, 0.5),
+    )
     rows = [language_row("tasks", 0.0, 1, m, s, token_equal=e, answers=4) for m, s, e in shares]
     [bar] = text_bars(rows, "it", ("tasks",), 2.0)
     assert bar.met and bar.found == (
@@ -72,7 +129,9 @@ def test_equal_tokens_are_told_with_the_answers_they_rest_on():
         "2 of the 2 other settings are not token-equal (50% to 75% of answers equal)"
     )
     [bar] = text_bars(rows[1:], "it", ("tasks",), 2.0)
-    assert not bar.met and bar.found.startswith("2.10× with block(tree=16), not token-equal (50% of 4 answers")
+    assert not bar.met and bar.found.startswith(
+        "2.10× with block(tree=16), not token-equal (50% of 4 answers"
+    )
     [bar] = text_bars(rows[:1], "it", ("tasks",), 2.0)
     assert bar.found == "2.00× with block(tree=8) (100% of 4 answers equal)"
 
@@ -92,18 +151,40 @@ def test_bars_of_jobs():
 
 def test_the_bar_of_code_s_ideal_shows_the_worst_and_the_best():
     rows = [
-        {"method": f"code, N = {n}", "batch": 16, "speedup": 1.8, "fid_ratio": 1.0, "samples": 9, "realised": x}
+        {
+            "method": f"code, N = {n}",
+            "batch": 16,
+            "speedup": 1.8,
+            "fid_ratio": 1.0,
+            "samples": 9,
+            "realised": x,
+        }
         for n, x in ((2, 0.5), (5, 0.95))
     ]
-    planned = {"method": "code, planner's N", "n": 5, "batch": 16, "speedup": 1.75, "fid_ratio": 1.02, "samples": 9}
+    planned = {
+        "method": "code, planner's N",
+        "n": 5,
+        "batch": 16,
+        "speedup": 1.75,
+        "fid_ratio": 1.02,
+        "samples": 9,
+    }
     found = var_bars([*rows, planned])
-    assert [b.met for b in found] == [True, False, None] and found[0].found.startswith("1.75× with N = 5, FID 1.020")
+    assert [b.met for b in found] == [True, False, None] and found[0].found.startswith(
+        "1.75× with N = 5, FID 1.020"
+    )
     special = {"method": "code, N = 2, specialised", "n": 2, "batch": 16, "fid": 9.0}
     assert var_bars([planned, special])[-1] == Bar(
         "table by N, specialised pairs", "time, memory, FID", "for N = 2", True
     )
     assert found[1].found == "0.50 with code, N = 2 to 0.95 with code, N = 5"
-    more = ideal_bars([*rows, {"method": "code, N = 0", "batch": 1, "realised": 0.97}, {"method": "ar", "batch": 1}])
+    more = ideal_bars(
+        [
+            *rows,
+            {"method": "code, N = 0", "batch": 1, "realised": 0.97},
+            {"method": "ar", "batch": 1},
+        ]
+    )
     assert [b.met for b in more] == [True, False] and [b.what[-2:] for b in more] == [" 1", "16"]
 
 
@@ -113,17 +194,24 @@ def test_the_first_loop_must_be_beaten_at_every_batch_with_equal_tokens():
     )]  # fmt: skip
     assert [b.met for b in loop_bars(rows)] == [False, True]
     rows[3]["token_equal"] = 0.9
-    assert [b.met for b in loop_bars(rows)] == [False, False] and "not token-equal" in loop_bars(rows)[1].found
-    assert [b.met for b in loop_bars(rows[:2])] == [False] and [b.met for b in loop_bars([])] == [None]
+    assert [b.met for b in loop_bars(rows)] == [False, False] and "not token-equal" in loop_bars(
+        rows
+    )[1].found
+    assert [b.met for b in loop_bars(rows[:2])] == [False] and [b.met for b in loop_bars([])] == [
+        None
+    ]
 
 
 def test_accuracy_and_verdict():
-    tally, asked = Tally(), Asked(np.zeros((2, 2, 3), np.uint8), "?", {"a cat"}, "what")
-    for judge, heard, expert in [("a cat", "a cat", "a cat")] * 6 + [("a dog", " a cat", "a cat"), ("a cat", "", "x")]:
-        tally.add(ALONE, asked, judge, 1.0)
-        tally.add(HEARD, asked, heard, 2.0)
-        tally.add("expert 1", asked, expert)
-    rows = {r["who"]: r for r in tally.rows("scenes")}
+    scores, asked = Scores(), Question(np.zeros((2, 2, 3), np.uint8), "?", {"a cat"}, "what")
+    for judge, heard, expert in [("a cat", "a cat", "a cat")] * 6 + [
+        ("a dog", " a cat", "a cat"),
+        ("a cat", "", "x"),
+    ]:
+        scores.add(ALONE, asked, judge, 1.0)
+        scores.add(HEARD, asked, heard, 2.0)
+        scores.add("expert 1", asked, expert)
+    rows = {r["who"]: r for r in scores.rows("scenes")}
     assert [rows[who]["right"] for who in (ALONE, HEARD, "expert 1")] == [7, 7, 7]
     assert rows[HEARD]["gain"] == 0 and rows[HEARD]["gain_high"] == pytest.approx(1.96 * 2**0.5 / 8)
     assert rows[HEARD]["seconds"] == 2 and "seconds" not in rows["expert 1"]

@@ -1,4 +1,6 @@
-"""The benchmarks' own code: arithmetic, names, resumable samples, bars and report, on a tiny random model."""
+"""The benchmarks' own code: arithmetic, names, resumable samples, bars and report, on a tiny random
+model.
+"""
 
 import json
 
@@ -9,9 +11,22 @@ import torch
 from benchmarks import arithmetic, quality
 from benchmarks.acceptance import Contest, measure_acceptance, play
 from benchmarks.autotune import measure_autotune
-from benchmarks.common import balanced_labels, label, load_pipeline, parse, read_results, write_results
+from benchmarks.common import (
+    balanced_labels,
+    label,
+    load_pipeline,
+    parse,
+    read_results,
+    write_results,
+)
 from benchmarks.contenders import QUALITY, SPEED
-from benchmarks.drafting import GreedyDrafter, IndependentDrafter, draw_siblings, through_rank_one, widths_for
+from benchmarks.drafting import (
+    GreedyDrafter,
+    IndependentDrafter,
+    draw_siblings,
+    through_rank_one,
+    widths_for,
+)
 from benchmarks.gpu import llamagen
 from benchmarks.report import write_report
 from benchmarks.run import main, read_arguments
@@ -54,10 +69,12 @@ class Thumbnails:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     torch.manual_seed(0)
-    heads = {"block": BlockHead(BlockConfig(3, 2, GPT, taps=(0,)))}
+    heads = {"block": BlockHead(BlockConfig(3, 2, GPT, aux_layers=(0,)))}
     vq = VQModel(VQConfig(64, 8, 32, (1, 2), 1, 16))
     settings = Settings(
-        cfg=1.5, acceptance=((0.4, 0.2, 0.1),) * 3, trees={"speculative": (2, 1, 1), "lantern++": (2, 1)}
+        cfg=1.5,
+        acceptance=((0.4, 0.2, 0.1),) * 3,
+        trees={"speculative": (2, 1, 1), "lantern++": (2, 1)},
     )
     folder = tmp_path_factory.mktemp("model")
     LlamaGenPipeline(Transformer(GPT), vq, heads, settings).save_pretrained(folder)
@@ -84,9 +101,15 @@ def emoji(monkeypatch):
 
 
 def test_ideal_and_realised():
-    stats = Stats(tokens=80, rounds=20, batch_rounds=20, seconds=1.0, draft_seconds=0.2, verify_seconds=0.6)
+    stats = Stats(
+        tokens=80, rounds=20, batch_rounds=20, seconds=1.0, draft_seconds=0.2, verify_seconds=0.6
+    )
     found = arithmetic.round_times(stats, baseline_seconds=3.0, baseline_tokens=100)
-    assert found["tau"] == 4 and found["draft_ms"] == pytest.approx(10) and found["verify_ms"] == pytest.approx(30)
+    assert (
+        found["tau"] == 4
+        and found["draft_ms"] == pytest.approx(10)
+        and found["verify_ms"] == pytest.approx(30)
+    )
     assert found["ideal"] == pytest.approx(4 * 0.03 / 0.04)
     assert found["loop_speedup"] == pytest.approx(0.03 / (1.0 / 80))
     assert found["realised"] == pytest.approx(0.8) == pytest.approx(1 - found["host_overhead"])
@@ -109,7 +132,9 @@ def test_every_prefix_of_the_labels_is_balanced():
     long, short = balanced_labels(real, 50), balanced_labels(real, 20)
     assert (long[:20] == short).all()
     for n in range(1, 51):
-        assert np.abs(np.bincount(long[:n], minlength=3) - n * np.array([0.6, 0.3, 0.1])).max() <= 1.5
+        assert (
+            np.abs(np.bincount(long[:n], minlength=3) - n * np.array([0.6, 0.3, 0.1])).max() <= 1.5
+        )
 
 
 def test_samples_resume_and_are_the_same_whoever_made_them(model, tmp_path):
@@ -119,11 +144,13 @@ def test_samples_resume_and_are_the_same_whoever_made_them(model, tmp_path):
     assert found.make(pipe, method, labels[:2], 0) and found.make(pipe, method, labels[2:], 2)
     assert found.count() == 4 and found.counts()["certificate"] == "exact"
     tokens, loglik = found.arrays("tokens", "log_likelihood")
-    again = log_likelihood(pipe.target(), Prompt(torch.from_numpy(labels)), torch.from_numpy(tokens).long())
+    again = log_likelihood(
+        pipe.target(), Prompt(torch.from_numpy(labels)), torch.from_numpy(tokens).long()
+    )
     assert torch.allclose(again, torch.from_numpy(loglik), atol=1e-5)
     assert not found.make(pipe, method, labels[:2], 0)
     found.file(0).unlink()
-    assert found.count() == 0  # a gap: what lies behind it waits
+    assert found.count() == 0  # a gap: what lies after it waits
     found.make(pipe, method, labels[:2], 0)
     assert (found.arrays("tokens")[0] == tokens).all()
     other = SampleSet.of(tmp_path, pipe, model, methods.Speculative(rule="recursive"), 2)
@@ -136,7 +163,11 @@ def test_quality_stops_in_time_and_goes_on_later(options, emoji):
     assert quality.measure_quality(options, network) == []
     options.minutes = None
     rows = {r["method"]: r for r in quality.measure_quality(options, network)}
-    assert rows["ar"]["samples"] == 6 and rows["ar"]["fid_ratio"] == 1 and rows["ar"]["compared_at"] == 6
+    assert (
+        rows["ar"]["samples"] == 6
+        and rows["ar"]["fid_ratio"] == 1
+        and rows["ar"]["compared_at"] == 6
+    )
     assert rows["speculative"]["certificate"] == "exact" and rows["speculative"]["tau"] > 1
     seen = network.seen
     quality.measure_quality(options, network)
@@ -146,7 +177,9 @@ def test_quality_stops_in_time_and_goes_on_later(options, emoji):
 
 def test_static_step_gives_the_plain_tokens(model):
     pipe = load_pipeline(model, torch.float32)
-    plain = pipe(classes=[1], generator=[torch.Generator().manual_seed(3)], method="ar", output_type="latent")
+    plain = pipe(
+        classes=[1], generator=[torch.Generator().manual_seed(3)], method="ar", output_type="latent"
+    )
     target = StaticTarget(pipe.target(), lambda step: step)
     for _ in range(2):
         uniforms = Uniforms([torch.Generator().manual_seed(3)])
@@ -160,18 +193,29 @@ def test_speed_acceptance_autotune_and_their_report(options):
     assert sum(r["baseline"] for r in rows) == 1 and all(r["pictures"] == 2 for r in rows)
     assert rows[3]["certificate"] == "bounded" and rows[3]["tv"] >= 0
     found = measure_acceptance(options)
-    assert {"block", "point mass", "k-seq", "traversal", "greedy multi-draft"} <= {r["rule"] for r in found}
+    assert {"block", "point mass", "k-seq", "traversal", "greedy multi-draft"} <= {
+        r["rule"] for r in found
+    }
     assert all(len(r["tree"]) - 1 == r["nodes"] for r in found if r["form"] != "sequoia")
     assert [r["batch"] for r in measure_autotune(options)] == [1, 2]
     text = write_report(options.out).read_text()
-    for part in ("## Bars", "## Speed", "## Acceptance by rule", "## One position", "## Autotune", "tau.png"):
+    for part in (
+        "## Bars",
+        "## Speed",
+        "## Acceptance by rule",
+        "## One position",
+        "## Autotune",
+        "tau.png",
+    ):
         assert part in text
 
 
 def test_single_position_stays_below_the_bound():
     generator = torch.Generator().manual_seed(0)
     p, q = (torch.rand(16, 12, generator=generator).pow(3) for _ in range(2))
-    rows = single_position(p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True), None, drafts=(1, 3))
+    rows = single_position(
+        p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True), None, drafts=(1, 3)
+    )
     for row in rows:
         bound = row["bound (independent drafts)"]
         assert row["k-seq"] <= bound + 0.03 and row["recursive, with replacement"] <= bound + 0.03
@@ -179,24 +223,30 @@ def test_single_position_stays_below_the_bound():
 
 
 def test_greedy_drafts_and_spines():
-    law = torch.tensor([[[0.5, 0.3, 0.2, 0.0]]])
-    tokens, laws = draw_siblings("greedy", law, 3, Uniforms.from_seeds([0]))
-    assert tokens[0, 0].tolist() == [2, 0, 1] and laws[0, 0, 0].tolist() == [0, 0, 1, 0]
+    dist = torch.tensor([[[0.5, 0.3, 0.2, 0.0]]])
+    tokens, probs = draw_siblings("greedy", dist, 3, Uniforms.from_seeds([0]))
+    assert tokens[0, 0].tolist() == [2, 0, 1] and probs[0, 0, 0].tolist() == [0, 0, 1, 0]
     assert through_rank_one((2, 1)).parents[0].tolist() == [-1, 0, 0, 2]
     for budget in (4, 8, 16, 26):
         widths = widths_for(budget, 5, 0.7)
-        assert sum(widths) == budget and list(widths) == sorted(widths, reverse=True) and min(widths) >= 1
+        assert (
+            sum(widths) == budget
+            and list(widths) == sorted(widths, reverse=True)
+            and min(widths) >= 1
+        )
 
 
 @pytest.mark.parametrize("make", [IndependentDrafter, GreedyDrafter])
-def test_recorded_laws_are_laws_and_drafts_are_theirs(model, make):
+def test_recorded_distributions_are_distributions_and_drafts_are_theirs(model, make):
     class Spy(Recursive):
         def decisions(self, tree, p, *, measure=False):
             if tree.shape.size > 1:
                 drawn = (tree.shape.ranks[0] == 0) & (tree.shape.depths[0] > 0)
-                laws, tokens = tree.laws[:, drawn], tree.tokens[:, drawn]
-                assert (laws >= 0).all() and torch.allclose(laws.sum(-1), torch.ones(laws.shape[:2]), atol=1e-4)
-                assert (laws.gather(-1, tokens[..., None]) > 0).all()
+                probs, tokens = tree.probs[:, drawn], tree.tokens[:, drawn]
+                assert (probs >= 0).all() and torch.allclose(
+                    probs.sum(-1), torch.ones(probs.shape[:2]), atol=1e-4
+                )
+                assert (probs.gather(-1, tokens[..., None]) > 0).all()
             return PointMass().decisions(tree, p)
 
     pipe = load_pipeline(model, torch.float32)
@@ -215,8 +265,15 @@ def test_gpu_benchmark_runs_without_one(model, tmp_path):
 
 
 def test_command_line(tmp_path, capsys):
-    part, found = read_arguments(["quality", "--samples", "64", "--methods", "ar", "lantern++(k=5)", "--dtype", "fp32"])
-    assert part == "quality" and found.samples == 64 and found.dtype == torch.float32 and found.methods[1].k == 5
+    part, found = read_arguments(
+        ["quality", "--samples", "64", "--methods", "ar", "lantern++(k=5)", "--dtype", "fp32"]
+    )
+    assert (
+        part == "quality"
+        and found.samples == 64
+        and found.dtype == torch.float32
+        and found.methods[1].k == 5
+    )
     assert main(["report", "--out", str(tmp_path)]) == 0
     assert main(["speed", "--model", "pocket/nothing", "--out", str(tmp_path)]) == 2
     assert "unknown pocket model" in capsys.readouterr().err

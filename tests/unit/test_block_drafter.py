@@ -1,4 +1,5 @@
-"""The block drafter's network: wider feed-forward layers, and training that goes on from a narrower one.
+"""The block drafter's network: wider feed-forward layers, and training that goes on from a narrower
+one.
 
 Shape letters: R rows, T positions, C width.
 """
@@ -15,7 +16,9 @@ from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.drafters.files import load_block, save_block
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 
-GPT = GPTConfig(dim=32, n_layer=2, n_head=2, vocab_size=20, block_size=16, num_classes=3, multiple_of=16)
+GPT = GPTConfig(
+    dim=32, n_layer=2, n_head=2, vocab_size=20, block_size=16, num_classes=3, multiple_of=16
+)
 
 
 def head(inner: int = 0, seed: int = 0) -> BlockHead:
@@ -25,8 +28,11 @@ def head(inner: int = 0, seed: int = 0) -> BlockHead:
 
 def states(drafter: BlockHead) -> torch.Tensor:
     """[R, T, C] of fixed inputs, every position seeing those before it."""
-    dice = torch.Generator().manual_seed(0)
-    x, bias = torch.randn(2, 5, 32, generator=dice), torch.full((5, 5), float("-inf")).triu(1)[None, None]
+    uniforms = torch.Generator().manual_seed(0)
+    x, bias = (
+        torch.randn(2, 5, 32, generator=uniforms),
+        torch.full((5, 5), float("-inf")).triu(1)[None, None],
+    )
     return drafter.read(drafter(x, torch.arange(5)[None], bias), torch.arange(10).view(2, 5))
 
 

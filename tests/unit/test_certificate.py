@@ -10,7 +10,9 @@ def test_kinds_follow_the_rule():
     assert of_rule("recursive", True, None).kind == "exact"
     assert of_rule("lantern", False, None).kind == "heuristic"
     relaxed = of_rule("lantern", False, 0.0)
-    assert relaxed.kind == "bounded" and relaxed.tv == 0.0, "an excess of zero is still a measurement, not a proof"
+    assert relaxed.kind == "bounded" and relaxed.tv == 0.0, (
+        "an excess of zero is still a measurement, not a proof"
+    )
     assert "below 0.0250" in str(of_rule("lantern", False, 0.025))
 
 
@@ -21,7 +23,11 @@ def test_contradictions_are_refused(kind, tv):
 
 
 def test_runs_together_may_claim_the_least_of_them():
-    exact, low, high = of_rule("recursive", True, None), of_rule("l", False, 0.01), of_rule("l", False, 0.04)
+    exact, low, high = (
+        of_rule("recursive", True, None),
+        of_rule("l", False, 0.01),
+        of_rule("l", False, 0.04),
+    )
     assert merged([(exact, 10), (exact, 3)]) == exact
     assert merged([(low, 300), (high, 100)]).tv == pytest.approx(0.0175)
     assert merged([(exact, 100), (high, 100)]).tv == pytest.approx(0.02)

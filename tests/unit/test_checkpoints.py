@@ -24,7 +24,10 @@ def write(path, state):
 
 
 def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+    return all(
+        torch.equal(x, y)
+        for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -34,12 +37,19 @@ def test_round_trip(tmp_path, suffix):
     assert same(source, target)
 
 
-@pytest.mark.parametrize("nesting", [["model"], ["module"], ["state_dict"], ["state_dict", "model"]])
+@pytest.mark.parametrize(
+    "nesting", [["model"], ["module"], ["state_dict"], ["state_dict", "model"]]
+)
 def test_nested_files(tmp_path, nesting):
     source, target = module(0), module(1)
     tree = source.state_dict()
     for name in nesting:
-        tree = {name: tree, "steps": 7, "optimizer": {"state": {}}, "args": argparse.Namespace(lr=1e-4)}
+        tree = {
+            name: tree,
+            "steps": 7,
+            "optimizer": {"state": {}},
+            "args": argparse.Namespace(lr=1e-4),
+        }
     torch.save(tree, tmp_path / "m.pt")
     load_strict(target, read_checkpoint(tmp_path / "m.pt"))
     assert same(source, target)
@@ -73,7 +83,9 @@ class Trap:
 def test_pickle_with_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"model": module().state_dict(), "extra": Trap()}, tmp_path / "m.pt")
-    with pytest.raises(ValueError, match=r"must hold tensors only, got a pickle that asks for posix\.system"):
+    with pytest.raises(
+        ValueError, match=r"must hold tensors only, got a pickle that asks for posix\.system"
+    ):
         read_checkpoint(tmp_path / "m.pt")
     assert not (tmp_path / "sprung").exists()
 
@@ -89,7 +101,9 @@ def test_truncated_file(tmp_path, suffix, part):
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b"<html>", b"\x80\x02}q\x00."])
+@pytest.mark.parametrize(
+    "content", [b"version https://git-lfs.github.com/spec/v1\n", b"<html>", b"\x80\x02}q\x00."]
+)
 def test_other_content(tmp_path, suffix, content):
     (tmp_path / f"m{suffix}").write_bytes(content)
     with pytest.raises(ValueError, match=rf"m{suffix} must"):
@@ -107,7 +121,9 @@ def test_every_truncation_of_an_old_pickle(tmp_path):
             read_checkpoint(path)
 
 
-@pytest.mark.parametrize("tree", [[1, 2], {}, {"model": {"steps": 3}}, {"a": torch.zeros(1), "b": "text"}])
+@pytest.mark.parametrize(
+    "tree", [[1, 2], {}, {"model": {"steps": 3}}, {"a": torch.zeros(1), "b": "text"}]
+)
 def test_no_tensors(tmp_path, tree):
     torch.save(tree, tmp_path / "m.pt")
     with pytest.raises(ValueError, match="must hold tensors by name"):
@@ -116,7 +132,10 @@ def test_no_tensors(tmp_path, tree):
 
 def test_leftovers_are_ignored_by_name():
     source, target = module(0), module(1)
-    state = source.state_dict() | {"freqs_cis": torch.zeros(3), "layers.0.attention.kv_cache.k_cache": torch.zeros(2)}
+    state = source.state_dict() | {
+        "freqs_cis": torch.zeros(3),
+        "layers.0.attention.kv_cache.k_cache": torch.zeros(2),
+    }
     load_strict(target, state)
     assert same(source, target)
     with pytest.raises(ValueError, match="1 unexpected: freqs_cis_old"):
@@ -128,10 +147,22 @@ def wrong_states():
     yield {k: v for k, v in state.items() if k != "0.bias"}, "1 missing: 0.bias"
     yield state | {"2.weight": torch.zeros(1)}, "1 unexpected: 2.weight"
     yield state | {"0.weight": torch.zeros(4, 4)}, r"1 wrong-shaped: 0.weight \[4, 4\] for \[4, 3\]"
-    yield {f"x.{k}": v for k, v in state.items()}, "3 missing: .*; 3 unexpected: x.0.weight, x.0.bias, x.1.weight"
-    yield state | {f"x.{i}": torch.zeros(1) for i in range(5)}, "5 unexpected: x.0, x.1, x.2 and 2 more"
-    yield state | {"1.weight": torch.full((2, 4), float("nan"))}, "finite weights, got NaN or infinity in 1.weight"
-    yield state | {"1.weight": torch.full((2, 4), float("inf")).half()}, "NaN or infinity in 1.weight"
+    yield (
+        {f"x.{k}": v for k, v in state.items()},
+        "3 missing: .*; 3 unexpected: x.0.weight, x.0.bias, x.1.weight",
+    )
+    yield (
+        state | {f"x.{i}": torch.zeros(1) for i in range(5)},
+        "5 unexpected: x.0, x.1, x.2 and 2 more",
+    )
+    yield (
+        state | {"1.weight": torch.full((2, 4), float("nan"))},
+        "finite weights, got NaN or infinity in 1.weight",
+    )
+    yield (
+        state | {"1.weight": torch.full((2, 4), float("inf")).half()},
+        "NaN or infinity in 1.weight",
+    )
 
 
 @pytest.mark.parametrize(("state", "message"), wrong_states())

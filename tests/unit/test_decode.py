@@ -1,4 +1,5 @@
-"""The loop with real (tiny, random) transformers and every drafter: greedy, ragged batches, exact laws, failures.
+"""The loop with real (tiny, random) transformers and every drafter: greedy, ragged batches, exact
+distributions, failures.
 
 Shape letters: B batch, T tokens, V vocabulary.
 """
@@ -28,9 +29,13 @@ from specmm.stats import Clock
 from specmm.tree import TreeShape
 from specmm.verify import Block, Lantern, PointMass, Recursive, Traversal, neighbour_table
 
-SMALL = GPTConfig(dim=32, n_layer=2, n_head=2, vocab_size=24, block_size=25, num_classes=5, multiple_of=8)
+SMALL = GPTConfig(
+    dim=32, n_layer=2, n_head=2, vocab_size=24, block_size=25, num_classes=5, multiple_of=8
+)
 CAPTIONED = replace(SMALL, model_type="t2i", cls_token_num=4, caption_dim=6)
-TINY = GPTConfig(dim=16, n_layer=1, n_head=2, vocab_size=3, block_size=9, num_classes=3, multiple_of=8)
+TINY = GPTConfig(
+    dim=16, n_layer=1, n_head=2, vocab_size=3, block_size=9, num_classes=3, multiple_of=8
+)
 
 
 def random_weights(module, seed=0, std=0.35):
@@ -47,19 +52,25 @@ def target_of(config, processor, guidance=None):
 
 
 def eagle(target, tree, sampled=False):
-    return EagleDrafter(random_weights(EagleHead(EagleConfig(target.model.config)), 1), target, tree, sampled)
+    return EagleDrafter(
+        random_weights(EagleHead(EagleConfig(target.model.config)), 1), target, tree, sampled
+    )
 
 
-def block(target, tree, sampled=False, hindsight=0.0):
+def block(target, tree, sampled=False, rejected_weight=0.0):
     head = random_weights(BlockHead(BlockConfig(3, 2, target.model.config)), 1)
-    return BlockDrafter(head, target, tree, sampled, hindsight)
+    return BlockDrafter(head, target, tree, sampled, rejected_weight)
 
 
-LOPSIDED = TreeShape.from_parents([-1, 0, 0, 1, 0, 1, 3, 2])  # levels are not numbered one after the other
+LOPSIDED = TreeShape.from_parents(
+    [-1, 0, 0, 1, 0, 1, 3, 2]
+)  # levels are not numbered one after the other
 DRAFTERS = {
     "block": lambda target: block(target, branching([2, 2, 1])),
     "block drawn": lambda target: block(target, branching([2, 2, 1]), sampled=True),
-    "block in hindsight": lambda target: block(target, branching([2, 2, 1]), sampled=True, hindsight=0.4),
+    "block in rejected positions": lambda target: block(
+        target, branching([2, 2, 1]), sampled=True, rejected_weight=0.4
+    ),
     "eagle static": lambda target: eagle(target, LOPSIDED),
     "eagle drawn": lambda target: eagle(target, LOPSIDED, sampled=True),
     "eagle dynamic": lambda target: eagle(target, Dynamic(3, 2, 9)),
@@ -72,10 +83,14 @@ every_drafter = pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
 
 
 def prompt_of(config, rows):
-    """A batch of ``rows`` (numbers): the same number is the same condition, padded by as many positions."""
+    """A batch of ``rows`` (numbers): the same number is the same condition, padded by as many
+    positions.
+    """
     if config.model_type == "c2i":
         return Prompt(torch.tensor(rows))
-    features = torch.stack([torch.randn(4, 6, generator=torch.Generator().manual_seed(r)) for r in rows])
+    features = torch.stack(
+        [torch.randn(4, 6, generator=torch.Generator().manual_seed(r)) for r in rows]
+    )
     mask = torch.stack([torch.arange(4) >= r % 4 for r in rows])
     return Prompt(features * mask[..., None], mask)
 
@@ -96,23 +111,46 @@ SETTINGS = {
 @every_drafter
 @pytest.mark.parametrize(("config", "guidance"), SETTINGS.values(), ids=SETTINGS)
 def test_greedy_decoding_is_plain_decoding(make, config, guidance):
-    target, prompt, seeds = target_of(config, Processor(0), guidance), prompt_of(config, [0, 1, 2]), [0, 1, 2]
+    target, prompt, seeds = (
+        target_of(config, Processor(0), guidance),
+        prompt_of(config, [0, 1, 2]),
+        [0, 1, 2],
+    )
     plain = last(decode_plain(target, prompt, target.length, Uniforms.from_seeds(seeds)))
-    end = last(decode(target, make(target), Recursive(), prompt, target.length, Uniforms.from_seeds(seeds)))
+    end = last(
+        decode(target, make(target), Recursive(), prompt, target.length, Uniforms.from_seeds(seeds))
+    )
     assert torch.equal(end.tokens[:, : target.length], plain.tokens)
     assert end.counts.tolist() == [target.length] * 3
-    assert end.stats.tokens == 3 * (target.length - 1) == sum((i + 1) * n for i, n in enumerate(end.stats.kept))
+    assert (
+        end.stats.tokens
+        == 3 * (target.length - 1)
+        == sum((i + 1) * n for i, n in enumerate(end.stats.kept))
+    )
     assert end.stats.rounds == sum(end.stats.kept) <= 3 * end.stats.batch_rounds
 
 
 @every_drafter
 @pytest.mark.parametrize("config", [SMALL, CAPTIONED], ids=["classes", "captions"])
 def test_a_row_does_not_depend_on_its_batch(make, config):
-    target, rows, seeds = target_of(config, Processor(1.0, top_k=8), Guidance(2.0)), [3, 1, 4, 1, 2], [7, 8, 9, 10, 11]
+    target, rows, seeds = (
+        target_of(config, Processor(1.0, top_k=8), Guidance(2.0)),
+        [3, 1, 4, 1, 2],
+        [7, 8, 9, 10, 11],
+    )
     drafter = make(target)
 
     def tokens(rows, seeds):
-        end = last(decode(target, drafter, Recursive(), prompt_of(config, rows), 16, Uniforms.from_seeds(seeds)))
+        end = last(
+            decode(
+                target,
+                drafter,
+                Recursive(),
+                prompt_of(config, rows),
+                16,
+                Uniforms.from_seeds(seeds),
+            )
+        )
         return end.tokens[:, :16]
 
     together = tokens(rows, seeds)
@@ -135,26 +173,33 @@ LENGTH, SAMPLES = 6, 3000
 
 
 @torch.inference_mode()
-def exact_law(target):
-    """Probability of every sequence of LENGTH tokens for class 1, by enumeration, [V ** LENGTH] float64."""
+def exact_probs(target):
+    """Probability of every sequence of LENGTH tokens for class 1, by enumeration, [V ** LENGTH]
+    float64.
+    """
     sequences = torch.tensor(list(itertools.product(range(TINY.vocab_size), repeat=LENGTH)))
     classes = torch.full((len(sequences),), 1)
     model, guidance = target.model, target.guidance
     cond, uncond = (
-        model(model.embed(c, sequences[:, :-1]))[0] for c in (classes, torch.full_like(classes, TINY.num_classes))
+        model(model.embed(c, sequences[:, :-1]))[0]
+        for c in (classes, torch.full_like(classes, TINY.num_classes))
     )
-    law = target.processor(uncond + guidance.scale * (cond - uncond)).double()
-    return law.gather(-1, sequences[..., None])[..., 0].prod(-1)
+    probs = target.processor(uncond + guidance.scale * (cond - uncond)).double()
+    return probs.gather(-1, sequences[..., None])[..., 0].prod(-1)
 
 
 def p_value(target, drafter, rule):
-    """Of the chi-square test of SAMPLES decoded sequences against the exact law; rare sequences count as one."""
+    """Of the chi-square test of SAMPLES decoded sequences against the exact distribution; rare
+    sequences count as one.
+    """
     prompt = Prompt(torch.full((SAMPLES,), 1))
-    tokens = last(decode(target, drafter, rule, prompt, LENGTH, Stream(SAMPLES, 5))).tokens[:, :LENGTH]
+    tokens = last(decode(target, drafter, rule, prompt, LENGTH, Stream(SAMPLES, 5))).tokens[
+        :, :LENGTH
+    ]
     cell = (tokens * TINY.vocab_size ** torch.arange(LENGTH).flip(0)).sum(1)
-    law = exact_law(target)
-    found, wanted = cell.bincount(minlength=len(law)).double(), law * SAMPLES
-    assert found[law == 0].sum() == 0
+    probs = exact_probs(target)
+    found, wanted = cell.bincount(minlength=len(probs)).double(), probs * SAMPLES
+    assert found[probs == 0].sum() == 0
     common = wanted >= 5
     found, wanted = (torch.cat([x[common], x[~common].sum()[None]]) for x in (found, wanted))
     wanted = wanted.clamp(min=1e-9)
@@ -164,90 +209,122 @@ def p_value(target, drafter, rule):
 class Misreported:
     """A drafter whose trees say something else about how they were drawn."""
 
-    def __init__(self, drafter, laws):
-        self.drafter, self.laws, self.begin = drafter, laws, drafter.begin
+    def __init__(self, drafter, probs):
+        self.drafter, self.probs, self.begin = drafter, probs, drafter.begin
         self.max_nodes, self.max_depth = drafter.max_nodes, drafter.max_depth
 
     def propose(self, feedback, uniforms):
         tree = self.drafter.propose(feedback, uniforms)
-        return replace(tree, laws=self.laws(tree.laws))
+        return replace(tree, probs=self.probs(tree.probs))
 
 
 DRAWN = {
     "block": lambda target: block(target, branching([2, 1]), sampled=True),
-    "block in hindsight": lambda target: block(target, branching([2, 1]), sampled=True, hindsight=0.5),
+    "block in rejected positions": lambda target: block(
+        target, branching([2, 1]), sampled=True, rejected_weight=0.5
+    ),
     "eagle": lambda target: eagle(target, branching([2, 1]), sampled=True),
     "jacobi uniform": lambda target: JacobiDrafter(target, 2, "uniform"),
     "jacobi left": lambda target: JacobiDrafter(target, 2, "left"),
     "jacobi above": lambda target: JacobiDrafter(target, 2, "above"),
 }
-WAYS = {"plain": (Processor(), Guidance()), "guided, top 2": (Processor(0.9, top_k=2), Guidance(1.6))}
+WAYS = {
+    "plain": (Processor(), Guidance()),
+    "guided, top 2": (Processor(0.9, top_k=2), Guidance(1.6)),
+}
 
 
 @pytest.mark.parametrize(("processor", "guidance"), WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("make", DRAWN.values(), ids=DRAWN)
-def test_drawn_drafts_keep_the_law(make, processor, guidance):
+def test_drawn_drafts_keep_the_distribution(make, processor, guidance):
     target = target_of(TINY, processor, guidance)
     assert p_value(target, make(target), Recursive()) > 1e-3
 
 
-UNEVEN = TreeShape.from_parents([-1, 0, 0, 1, 2, 2, 4, 5, 5])  # a later parent has more children than an earlier one
+UNEVEN = TreeShape.from_parents(
+    [-1, 0, 0, 1, 2, 2, 4, 5, 5]
+)  # a later parent has more children than an earlier one
 
 
 @pytest.mark.parametrize("make", [eagle, block], ids=["eagle", "block"])
-def test_every_node_records_the_law_it_was_drawn_from(make):
-    """Where not every child that is drawn has a place: elders have no mass, the token has some, and all is 1."""
+def test_every_node_records_the_distribution_it_was_drawn_from(make):
+    """Where not every child that is drawn has a place: earlier siblings have no mass, the token has
+    some, and all is 1.
+    """
     target = target_of(SMALL, Processor(0.8, top_k=6))
     drafter, token = make(target, UNEVEN, sampled=True), torch.tensor([3, 7])
     feedback = Feedback(target.prefill(Prompt(torch.tensor([1, 2])), UNEVEN.size), token)
     drafter.begin(feedback, Clock())
     with torch.inference_mode():
         tree = drafter.propose(feedback, Uniforms.from_seeds([0, 1]))
-    torch.testing.assert_close(tree.laws[:, 1:].sum(-1), torch.ones(2, UNEVEN.size - 1))
-    mass = tree.laws.gather(2, tree.tokens[:, None].expand(-1, UNEVEN.size, -1))  # [B, N, N], of each in each's law
+    torch.testing.assert_close(tree.probs[:, 1:].sum(-1), torch.ones(2, UNEVEN.size - 1))
+    mass = tree.probs.gather(
+        2, tree.tokens[:, None].expand(-1, UNEVEN.size, -1)
+    )  # [B, N, N], of each in each's distribution
     assert bool((mass.diagonal(dim1=1, dim2=2)[:, 1:] > 0).all())
-    assert float(mass[UNEVEN.elders.expand(2, -1, -1)].sum()) == 0
+    assert float(mass[UNEVEN.earlier_siblings.expand(2, -1, -1)].sum()) == 0
 
 
-LIES = {"flat": lambda laws: torch.full_like(laws, 1 / laws.shape[-1]), "rolled": lambda laws: laws.roll(1, -1)}
+LIES = {
+    "flat": lambda probs: torch.full_like(probs, 1 / probs.shape[-1]),
+    "rolled": lambda probs: probs.roll(1, -1),
+}
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 @pytest.mark.parametrize("make", DRAWN.values(), ids=DRAWN)
-def test_a_wrong_recorded_law_is_noticed(make, lie):
+def test_a_wrong_recorded_distribution_is_noticed(make, lie):
     target = target_of(TINY, Processor())
     assert p_value(target, Misreported(make(target), lie), Recursive()) < 1e-6
 
 
 @pytest.mark.parametrize("rule", [Block(), Traversal(), PointMass()], ids=lambda rule: rule.name)
-def test_other_exact_rules_keep_the_law_of_a_chain(rule):
+def test_other_exact_rules_keep_the_distribution_of_a_chain(rule):
     target = target_of(TINY, Processor())
     assert p_value(target, JacobiDrafter(target, 3, "left"), rule) > 1e-3
 
 
-def test_hindsight_keeps_the_law_under_a_rule_that_looks_at_every_draft():
+def test_rejected_positions_keeps_the_distribution_under_a_rule_that_looks_at_every_draft():
     target = target_of(TINY, Processor())
-    assert p_value(target, block(target, branching([2, 1, 1]), sampled=True, hindsight=0.5), Traversal()) > 1e-3
+    assert (
+        p_value(
+            target,
+            block(target, branching([2, 1, 1]), sampled=True, rejected_weight=0.5),
+            Traversal(),
+        )
+        > 1e-3
+    )
 
 
-@pytest.mark.parametrize("make", [lambda t: eagle(t, Dynamic(2, 1, 5)), lambda t: block(t, branching([2, 1]))])
-def test_chosen_drafts_keep_the_law(make):
+@pytest.mark.parametrize(
+    "make", [lambda t: eagle(t, Dynamic(2, 1, 5)), lambda t: block(t, branching([2, 1]))]
+)
+def test_chosen_drafts_keep_the_distribution(make):
     target = target_of(TINY, Processor())
     assert p_value(target, make(target), PointMass()) > 1e-3
 
 
 def test_the_first_token_obeys_the_rule():
-    law = torch.tensor([[[0.2, 0.5, 0.3]]])
+    probs = torch.tensor([[[0.2, 0.5, 0.3]]])
     greedy = Lantern(neighbour_table(torch.randn(3, 2), 2), 1, 0.1, greedy=True)
-    drawn = [int(first_token(Recursive(), law, Uniforms.from_seeds([s]).draw(1)[:, 0])) for s in range(20)]
+    drawn = [
+        int(first_token(Recursive(), probs, Uniforms.from_seeds([s]).draw(1)[:, 0]))
+        for s in range(20)
+    ]
     assert set(drawn) == {0, 1, 2}
-    assert {int(first_token(greedy, law, Uniforms.from_seeds([s]).draw(1)[:, 0])) for s in range(20)} == {1}
+    assert {
+        int(first_token(greedy, probs, Uniforms.from_seeds([s]).draw(1)[:, 0])) for s in range(20)
+    } == {1}
 
 
 def test_a_round_cut_short_counts_the_excess_of_what_it_kept():
-    """Two tokens of a chain of three drafts: only what the rule emits after the root is in the text."""
+    """Two tokens of a chain of three drafts: only what the rule emits after the root is in the
+    text.
+    """
     target, seen = target_of(TINY, Processor()), []
-    rule = Lantern(neighbour_table(torch.randn(3, 2, generator=torch.Generator().manual_seed(0)), 2), 1, 0.9)
+    rule = Lantern(
+        neighbour_table(torch.randn(3, 2, generator=torch.Generator().manual_seed(0)), 2), 1, 0.9
+    )
 
     class Watched:
         name, exact = rule.name, rule.exact
@@ -257,7 +334,10 @@ def test_a_round_cut_short_counts_the_excess_of_what_it_kept():
             seen.append(found.excess)
             return found
 
-    prompt, drafter = Prompt(torch.full((200,), 1)), block(target, branching([1, 1, 1]), sampled=True)
+    prompt, drafter = (
+        Prompt(torch.full((200,), 1)),
+        block(target, branching([1, 1, 1]), sampled=True),
+    )
     end = last(decode(target, drafter, Watched(), prompt, 2, Stream(200, 0)))
     measured = [excess for excess in seen if excess is not None]
     assert end.stats.rounds == 200 == float(end.measured) and len(measured) == 1
@@ -267,7 +347,16 @@ def test_a_round_cut_short_counts_the_excess_of_what_it_kept():
 
 def test_one_token_needs_no_round():
     target = target_of(SMALL, Processor())
-    end = last(decode(target, JacobiDrafter(target, 3), Recursive(), Prompt(torch.tensor([1])), 1, Stream(1, 0)))
+    end = last(
+        decode(
+            target,
+            JacobiDrafter(target, 3),
+            Recursive(),
+            Prompt(torch.tensor([1])),
+            1,
+            Stream(1, 0),
+        )
+    )
     assert end.counts.tolist() == [1] and end.stats.rounds == end.stats.tokens == 0
 
 
@@ -278,21 +367,32 @@ def test_broken_weights_name_round_and_model(name, number):
     target = target_of(SMALL, Processor())
     nn.init.constant_(target.model.get_parameter(name), float("nan"))
     with pytest.raises(ValueError, match=rf"NaN or infinity from llamagen in round {number}"):
-        last(decode(target, JacobiDrafter(target, 3), Recursive(), Prompt(torch.tensor([1])), 9, Stream(1, 0)))
+        last(
+            decode(
+                target,
+                JacobiDrafter(target, 3),
+                Recursive(),
+                Prompt(torch.tensor([1])),
+                9,
+                Stream(1, 0),
+            )
+        )
 
 
 @pytest.mark.parametrize("tree", [TreeShape.chain(3), branching([2, 2, 1])])
-@pytest.mark.parametrize("hindsight", [0.0, 0.4])
-def test_a_broken_drafter_stops_the_run_instead_of_spoiling_it(tree, hindsight):
+@pytest.mark.parametrize("rejected_weight", [0.0, 0.4])
+def test_a_broken_drafter_stops_the_run_instead_of_spoiling_it(tree, rejected_weight):
     target = target_of(SMALL, Processor())
-    drafter = block(target, tree, sampled=True, hindsight=hindsight)
+    drafter = block(target, tree, sampled=True, rejected_weight=rejected_weight)
     nn.init.constant_(drafter.head.previous.weight, float("nan"))
-    with pytest.raises(ValueError, match="NaN or infinity from the drafter in round 0, check its weights"):
+    with pytest.raises(
+        ValueError, match="NaN or infinity from the drafter in round 0, check its weights"
+    ):
         last(decode(target, drafter, Traversal(), Prompt(torch.tensor([1])), 9, Stream(1, 0)))
 
 
 def test_drafts_that_are_chosen_may_come_from_anywhere():
-    """Point masses have no laws a rule would ask: even of NaN, and exact."""
+    """Point masses have no distributions a rule would ask: even of NaN, and exact."""
     target = target_of(SMALL, Processor(temperature=0))
     drafter = block(target, TreeShape.chain(3))
     nn.init.constant_(drafter.head.previous.weight, float("nan"))

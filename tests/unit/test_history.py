@@ -28,7 +28,9 @@ def naive(committed, tree, row):
 def test_a_node_has_seen_its_row_and_its_path():
     history = History(torch.tensor([[1, 2, 0], [3, 3, 4]]), torch.tensor([2, 3]), room=4)
     history.append(torch.tensor([[5, 6], [7, 8]]), torch.tensor([2, 0]))
-    tree = DraftTree(torch.tensor([[7, 8, 0, 1], [5, 6, 6, 2]]), TreeShape.from_parents([-1, 0, 0, 1]))
+    tree = DraftTree(
+        torch.tensor([[7, 8, 0, 1], [5, 6, 6, 2]]), TreeShape.from_parents([-1, 0, 0, 1])
+    )
     seen = history.seen(tree, V)
     for row, committed in enumerate([[1, 2, 5, 6], [3, 4]]):
         assert torch.equal(seen[row], naive(committed, tree, row))
@@ -47,11 +49,15 @@ def test_the_penalty_is_that_of_transformers():
     logits = torch.randn(3, V, generator=torch.Generator().manual_seed(0))
     ids = torch.tensor([[1, 2], [3, 3], [8, 0]])
     seen = torch.zeros(3, V, dtype=torch.bool).scatter_(1, ids, True)
-    assert torch.equal(penalise(logits, seen, 1.7), RepetitionPenaltyLogitsProcessor(1.7)(ids, logits))
-    assert torch.equal(Processor(repetition_penalty=1.7)(logits, seen), penalise(logits, seen, 1.7).softmax(-1))
+    assert torch.equal(
+        penalise(logits, seen, 1.7), RepetitionPenaltyLogitsProcessor(1.7)(ids, logits)
+    )
+    assert torch.equal(
+        Processor(repetition_penalty=1.7)(logits, seen), penalise(logits, seen, 1.7).softmax(-1)
+    )
 
 
-def test_a_row_ends_behind_its_first_end_token():
+def test_a_row_ends_after_its_first_end_token():
     tokens = torch.tensor([[5, 2, 4, 2], [5, 5, 2, 2], [2, 5, 5, 5]])
     counts, done = EndTokens([2, 3])(tokens, torch.tensor([1, 0, 1]), torch.tensor([4, 2, 3]))
     assert counts.tolist() == [2, 2, 3]

@@ -35,7 +35,9 @@ def item(identity: str) -> Item:
 
 @settings(max_examples=15, deadline=None)  # each waits for the disk
 @given(st.lists(RECORDS, max_size=5), st.binary(max_size=12))
-def test_a_torn_tail_is_cut_off(tmp_path_factory: pytest.TempPathFactory, records: list[dict], torn: bytes) -> None:
+def test_a_torn_tail_is_cut_off(
+    tmp_path_factory: pytest.TempPathFactory, records: list[dict], torn: bytes
+) -> None:
     folder = tmp_path_factory.mktemp("journal")
     data = b"".join(map(pack, records))
     (folder / "a.log").write_bytes(data + torn)
@@ -112,7 +114,10 @@ def test_csv_parquet_and_class_lists(tmp_path: Path) -> None:
                         tmp_path / "a.parquet")  # fmt: skip
     assert read_items(tmp_path / "a.csv") == read_items(tmp_path / "a.parquet")
     (tmp_path / "a.txt").write_text("heart\n\ntime\n")
-    assert [(i.id, i.text) for i in read_items(tmp_path / "a.txt")] == [("000000", "heart"), ("000001", "time")]
+    assert [(i.id, i.text) for i in read_items(tmp_path / "a.txt")] == [
+        ("000000", "heart"),
+        ("000001", "time"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -150,8 +155,13 @@ def test_the_batch_grows_while_it_pays() -> None:
 
 
 @QUICK
-@given(st.lists(st.tuples(st.integers(1, 300), st.floats(0, 100), st.booleans()), max_size=30), st.integers(0, 64))
-def test_the_batch_never_leaves_its_bounds(steps: list[tuple[int, float, bool]], fixed: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.floats(0, 100), st.booleans()), max_size=30),
+    st.integers(0, 64),
+)
+def test_the_batch_never_leaves_its_bounds(
+    steps: list[tuple[int, float, bool]], fixed: int
+) -> None:
     sizer = BatchSizer(fixed)
     for items, seconds, full in steps:
         if full:
@@ -165,10 +175,16 @@ def test_memory_errors_are_known() -> None:
     assert all(
         map(
             out_of_memory,
-            (MemoryError(), torch.OutOfMemoryError(), RuntimeError("DefaultCPUAllocator: not enough memory")),
+            (
+                MemoryError(),
+                torch.OutOfMemoryError(),
+                RuntimeError("DefaultCPUAllocator: not enough memory"),
+            ),
         )
     )
-    assert not out_of_memory(RuntimeError("shape")) and not out_of_memory(ValueError("out of memory"))
+    assert not out_of_memory(RuntimeError("shape")) and not out_of_memory(
+        ValueError("out of memory")
+    )
 
 
 # ---- trees, caches and rules, whatever their shape
@@ -196,11 +212,15 @@ def test_trees_agree_with_their_parents(listed: list[int]) -> None:
 
 @QUICK
 @given(parents(), st.integers(0, 2**31), st.sampled_from([Recursive(), Traversal()]))
-def test_verdicts_are_paths_of_the_tree(listed: list[int], seed: int, rule: Recursive | Traversal) -> None:
-    dice, shape = torch.Generator().manual_seed(seed), TreeShape.from_parents(listed)
-    laws = torch.rand(2, shape.size, 5, generator=dice).softmax(-1)
-    tokens = torch.stack([torch.randperm(5, generator=dice)[torch.arange(shape.size) % 5] for _ in range(2)])
-    verdict = decide(rule, DraftTree(tokens, shape), laws, Uniforms([dice, dice]))
+def test_verdicts_are_paths_of_the_tree(
+    listed: list[int], seed: int, rule: Recursive | Traversal
+) -> None:
+    uniforms, shape = torch.Generator().manual_seed(seed), TreeShape.from_parents(listed)
+    probs = torch.rand(2, shape.size, 5, generator=uniforms).softmax(-1)
+    tokens = torch.stack(
+        [torch.randperm(5, generator=uniforms)[torch.arange(shape.size) % 5] for _ in range(2)]
+    )
+    verdict = decide(rule, DraftTree(tokens, shape), probs, Uniforms([uniforms, uniforms]))
     for path, kept in zip(verdict.path.tolist(), verdict.kept.tolist(), strict=True):
         assert 1 <= kept <= shape.depth + 1 and path[0] == 0 and set(path[kept:]) <= {-1}
         assert all(listed[node] == before for before, node in itertools.pairwise(path[:kept]))
@@ -208,7 +228,11 @@ def test_verdicts_are_paths_of_the_tree(listed: list[int], seed: int, rule: Recu
 
 
 @QUICK
-@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True), min_size=1, max_size=4
+    )
+)
 def test_a_cache_keeps_what_was_kept(rounds: list[list[int]]) -> None:
     """Rows that keep different nodes hold, in order, just what they kept."""
     cache, told = Cache(CacheSize(1, 1, 1, 2, 1, 16, 4), torch.float32), [[], []]
@@ -229,7 +253,12 @@ def test_broken_files_are_named_errors() -> None:
     """A quick round of what benchmarks/soak does a hundred thousand times."""
     found = fuzz(600, seed=1)
     assert sum(found["outcomes"].values()) == 600
-    assert {key.split(": ")[1] for key in found["outcomes"]} <= {"read", "ValueError", "OSError", "FileNotFoundError"}
+    assert {key.split(": ")[1] for key in found["outcomes"]} <= {
+        "read",
+        "ValueError",
+        "OSError",
+        "FileNotFoundError",
+    }
 
 
 def test_an_item_is_the_same_wherever_the_job_file_lies(tmp_path, monkeypatch):

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("specmm", "vlm", "image_ar", "diffusion_drafters", "kernels", "metrics", "demos", "benchmarks", "recipes")
+PARTS = (
+    "specmm",
+    "vlm",
+    "image_ar",
+    "diffusion_drafters",
+    "kernels",
+    "metrics",
+    "demos",
+    "benchmarks",
+    "recipes",
+)
 COMMANDS = ROOT / "specmm/cli"
 
 
@@ -29,7 +39,12 @@ def above(file: Path) -> bool:
 
 
 def test_nothing_imports_the_command_line() -> None:
-    files = [file for part in PARTS for file in (ROOT / part).rglob("*.py") if not file.is_relative_to(COMMANDS)]
+    files = [
+        file
+        for part in PARTS
+        for file in (ROOT / part).rglob("*.py")
+        if not file.is_relative_to(COMMANDS)
+    ]
     assert len(files) > 100
     assert [str(file) for file in files if above(file)] == []
 
@@ -87,6 +102,10 @@ def test_no_modules_import_one_another_in_a_circle() -> None:
 
 
 def test_an_import_of_the_command_line_is_seen(tmp_path: Path) -> None:
-    for line in ("from specmm.cli import ask", "from specmm import cli", "def f():\n    import specmm.cli.ask"):
+    for line in (
+        "from specmm.cli import ask",
+        "from specmm import cli",
+        "def f():\n    import specmm.cli.ask",
+    ):
         (tmp_path / "module.py").write_text(line)
         assert above(tmp_path / "module.py"), line

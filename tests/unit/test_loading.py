@@ -1,4 +1,6 @@
-"""Model files of every shape: what is inferred, what is asked for, what is refused, and the way back to a file."""
+"""Model files of every shape: what is inferred, what is asked for, what is refused, and the way
+back to a file.
+"""
 
 import json
 
@@ -13,7 +15,14 @@ from specmm.image_ar.tokens.vq import VQConfig, VQModel
 
 C2I = GPTConfig(dim=64, n_layer=3, n_head=4, vocab_size=128, block_size=16, num_classes=10)
 T2I = GPTConfig(
-    dim=64, n_layer=3, n_head=4, vocab_size=128, block_size=16, model_type="t2i", cls_token_num=6, caption_dim=24
+    dim=64,
+    n_layer=3,
+    n_head=4,
+    vocab_size=128,
+    block_size=16,
+    model_type="t2i",
+    cls_token_num=6,
+    caption_dim=24,
 )
 VQ = VQConfig(codebook_size=64, ch=32, ch_mult=(1, 2), num_res_blocks=1, z_channels=16)
 USAGE = {"quantize.codebook_used": torch.zeros(65536)}
@@ -46,10 +55,13 @@ def same(a, b):
 
 def test_official_files_load_by_their_shapes(tmp_path, c2i, t2i, vq):
     torch.save({"model": c2i.state_dict()}, tmp_path / "c2i.pt")
-    torch.save({"module": t2i.state_dict() | {"freqs_cis": rotary_table(4, 16, 6)}}, tmp_path / "t2i.pt")
+    torch.save(
+        {"module": t2i.state_dict() | {"freqs_cis": rotary_table(4, 16, 6)}}, tmp_path / "t2i.pt"
+    )
     torch.save({"model": vq.state_dict() | USAGE, "steps": 1}, tmp_path / "vq.pt")
     save_file(
-        to_lantern(t2i.state_dict()) | {"model.rotary_emb.inv_freq": torch.zeros(4)}, tmp_path / "lantern.safetensors"
+        to_lantern(t2i.state_dict()) | {"model.rotary_emb.inv_freq": torch.zeros(4)},
+        tmp_path / "lantern.safetensors",
     )
     assert same(load_gpt(tmp_path / "c2i.pt", n_head=4, block_size=16), c2i)
     from_table = load_gpt(tmp_path / "t2i.pt")
@@ -68,8 +80,14 @@ def test_missing_sizes_are_named(tmp_path, c2i):
 
 
 def test_published_sizes_are_known():
-    shapes = {"tok_embeddings.weight": (16384, 768), "layers.11.feed_forward.w1.weight": (2048, 768)}
-    shapes |= {"layers.0.feed_forward.w1.weight": (2048, 768), "cls_embedding.embedding_table.weight": (1001, 768)}
+    shapes = {
+        "tok_embeddings.weight": (16384, 768),
+        "layers.11.feed_forward.w1.weight": (2048, 768),
+    }
+    shapes |= {
+        "layers.0.feed_forward.w1.weight": (2048, 768),
+        "cls_embedding.embedding_table.weight": (1001, 768),
+    }
     state = {k: torch.empty(v, device="meta") for k, v in shapes.items()}
     assert infer_gpt_config(state, block_size=256) == GPTConfig()
 
@@ -81,8 +99,13 @@ def test_wrong_model_is_named(tmp_path, c2i, vq):
         load_gpt(tmp_path / "vq.pt")
     with pytest.raises(ValueError, match=r"must hold quantize\.embedding\.weight"):
         load_vq(tmp_path / "c2i.pt")
-    with pytest.raises(ValueError, match=r"wrong-shaped: tok_embeddings.weight \[128, 64\] for \[99, 64\]"):
-        load_gpt(tmp_path / "c2i.pt", GPTConfig(dim=64, n_layer=3, n_head=4, vocab_size=99, block_size=16))
+    with pytest.raises(
+        ValueError, match=r"wrong-shaped: tok_embeddings.weight \[128, 64\] for \[99, 64\]"
+    ):
+        load_gpt(
+            tmp_path / "c2i.pt",
+            GPTConfig(dim=64, n_layer=3, n_head=4, vocab_size=99, block_size=16),
+        )
     with pytest.raises(ValueError, match=r"1 unexpected: quantize\.used_codes"):
         torch.save(vq.state_dict() | {"quantize.used_codes": torch.zeros(1)}, tmp_path / "vq.pt")
         load_vq(tmp_path / "vq.pt")
@@ -95,14 +118,18 @@ def test_save_and_load(tmp_path, c2i, vq, dtype):
     for model, again in ((c2i, load_gpt(tmp_path / "gpt")), (vq, load_vq(tmp_path / "vq"))):
         assert again.config == model.config and not again.training
         for name, weight in model.state_dict().items():
-            assert torch.equal(again.state_dict()[name], weight.to(dtype or weight.dtype).float()), name
+            assert torch.equal(
+                again.state_dict()[name], weight.to(dtype or weight.dtype).float()
+            ), name
 
 
 @torch.no_grad()
 def test_casting_keeps_the_rotary_table(tmp_path, c2i):
     save_gpt(c2i, tmp_path)
     half = load_gpt(tmp_path, dtype=torch.bfloat16)
-    assert half.output.weight.dtype == torch.bfloat16 and torch.equal(half.rotary.table, c2i.rotary.table)
+    assert half.output.weight.dtype == torch.bfloat16 and torch.equal(
+        half.rotary.table, c2i.rotary.table
+    )
     x = c2i.embed(torch.tensor([3, 10]), torch.arange(32).view(2, 16))
     wanted, _ = c2i(x)
     logits, _ = half(x.bfloat16())
@@ -127,5 +154,7 @@ def test_bad_configs(tmp_path, c2i):
 
 @pytest.mark.parametrize("ffn_dim", [64, 192, 200, 4096])
 def test_any_feed_forward_width_is_said_exactly(c2i, ffn_dim):
-    state = c2i.state_dict() | {"layers.0.feed_forward.w1.weight": torch.empty(ffn_dim, 64, device="meta")}
+    state = c2i.state_dict() | {
+        "layers.0.feed_forward.w1.weight": torch.empty(ffn_dim, 64, device="meta")
+    }
     assert infer_gpt_config(state, n_head=4, block_size=16).ffn_dim == ffn_dim

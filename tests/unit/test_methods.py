@@ -8,7 +8,9 @@ from specmm.runs.method_names import label, parse_method, parse_methods
 
 def test_names_lead_to_methods() -> None:
     assert methods.resolve("lantern++", k=5) == methods.LanternPP(k=5)
-    assert methods.resolve(methods.LanternPP(k=5), lambda_=3.0) == methods.LanternPP(lambda_=3.0, k=5)
+    assert methods.resolve(methods.LanternPP(k=5), lambda_=3.0) == methods.LanternPP(
+        lambda_=3.0, k=5
+    )
     for name in methods.IMAGE_TOKENS:
         assert methods.resolve(name).name == name
 
@@ -18,22 +20,37 @@ def test_names_lead_to_methods() -> None:
     [
         ("lantern+", {}, "did you mean 'lantern\\+\\+'"),
         ("qqqq", {}, "choose from: ar, auto, draft, eagle"),
-        ("lantern++", {"lambd": 2}, "unknown option of lantern\\+\\+ 'lambd'; did you mean 'lambda_'"),
+        (
+            "lantern++",
+            {"lambd": 2},
+            "unknown option of lantern\\+\\+ 'lambd'; did you mean 'lambda_'",
+        ),
         ("ar", {"k": 2}, "unknown option of ar"),
     ],
 )
-def test_unknown_names_are_errors_that_suggest(name: str, options: dict[str, int], message: str) -> None:
+def test_unknown_names_are_errors_that_suggest(
+    name: str, options: dict[str, int], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         methods.resolve(name, **options)
 
 
 def test_options_from_text_have_their_types() -> None:
-    assert parse_method(methods.IMAGE_TOKENS, "lantern++", ["lambda=3", "k=7"]) == methods.LanternPP(lambda_=3.0, k=7)
-    assert parse_method(methods.IMAGE_TOKENS, "lantern++", ["lambda-=3"]) == methods.LanternPP(lambda_=3.0)
-    assert parse_method(methods.IMAGE_TOKENS, "speculative", ["rule=traversal", "tree=3,2,1"]).tree == (3, 2, 1)
+    assert parse_method(
+        methods.IMAGE_TOKENS, "lantern++", ["lambda=3", "k=7"]
+    ) == methods.LanternPP(lambda_=3.0, k=7)
+    assert parse_method(methods.IMAGE_TOKENS, "lantern++", ["lambda-=3"]) == methods.LanternPP(
+        lambda_=3.0
+    )
+    assert parse_method(
+        methods.IMAGE_TOKENS, "speculative", ["rule=traversal", "tree=3,2,1"]
+    ).tree == (3, 2, 1)
     assert parse_method(methods.IMAGE_TOKENS, "speculative", ["tree=(3, 2)"]).tree == (3, 2)
     assert parse_method(methods.IMAGE_TOKENS, "speculative", ["tree=4"]).tree == (4,)
-    assert parse_method(methods.IMAGE_TOKENS, "speculative", ["tree=mc_sim_7b_63"]).tree == "mc_sim_7b_63"
+    assert (
+        parse_method(methods.IMAGE_TOKENS, "speculative", ["tree=mc_sim_7b_63"]).tree
+        == "mc_sim_7b_63"
+    )
     assert parse_method(methods.TEXT, "block", ["tree=8"]).tree == 8
     assert parse_method(methods.TEXT, "block", ["tree=2,1,1"]).tree == (2, 1, 1)
 
@@ -55,9 +72,15 @@ def test_bad_options_from_text(option: str, message: str) -> None:
 
 
 def test_lists_of_methods() -> None:
-    found = parse_methods(methods.IMAGE_TOKENS, "ar, lantern++(lambda_=4, tree=(2,1)),sjd(window=4)")
+    found = parse_methods(
+        methods.IMAGE_TOKENS, "ar, lantern++(lambda_=4, tree=(2,1)),sjd(window=4)"
+    )
     assert found == [methods.AR(), methods.LanternPP(lambda_=4.0, tree=(2, 1)), methods.SJD(4)]
-    assert [label(m) for m in found] == ["ar", "lantern++(lambda_=4.0, tree=(2, 1))", "sjd(window=4)"]
+    assert [label(m) for m in found] == [
+        "ar",
+        "lantern++(lambda_=4.0, tree=(2, 1))",
+        "sjd(window=4)",
+    ]
     for wrong in ("", "lantern++(k=1", "ar,lanturn"):
         with pytest.raises(ValueError):
             parse_methods(methods.IMAGE_TOKENS, wrong)

@@ -1,4 +1,6 @@
-"""Processors against naive float64 twins; LlamaGen's own numbers are in tests/integration/test_llamagen_parity.py."""
+"""Processors against naive float64 twins; LlamaGen's own numbers are in
+tests/integration/test_llamagen_parity.py.
+"""
 
 import itertools
 import math
@@ -9,8 +11,8 @@ import torch
 from specmm.processors import Processor, check_finite, guide
 
 
-def naive_law(row, processor):
-    """One law [V] in plain Python: same order of steps, ties kept."""
+def naive_probs(row, processor):
+    """One distribution [V] in plain Python: same order of steps, ties kept."""
     logits = [x / max(processor.temperature, 1e-5) for x in row.double().tolist()]
     filters = [(naive_top_k, processor.top_k), (naive_top_p, processor.top_p)]
     for keep, option in reversed(filters) if processor.top_p_first else filters:
@@ -29,9 +31,11 @@ def naive_top_k(logits, k):
 
 
 def naive_top_p(logits, p):
-    law = softmax(logits)
-    mass_above = [sum(law[j] for j in range(len(law)) if logits[j] > x) for x in logits]
-    return [x if p == 1 or mass <= p else -math.inf for x, mass in zip(logits, mass_above, strict=True)]
+    probs = softmax(logits)
+    mass_above = [sum(probs[j] for j in range(len(probs)) if logits[j] > x) for x in logits]
+    return [
+        x if p == 1 or mass <= p else -math.inf for x, mass in zip(logits, mass_above, strict=True)
+    ]
 
 
 GRID = [
@@ -43,11 +47,15 @@ GRID = [
 
 
 @pytest.mark.parametrize("processor", GRID, ids=str)
-def test_law_matches_naive(processor):
-    logits = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
-    laws = processor(logits)
-    expected = torch.stack([naive_law(row, processor) for row in logits.flatten(0, 1)]).view_as(logits)
-    torch.testing.assert_close(laws, expected, rtol=1e-12, atol=1e-14)
+def test_distribution_matches_naive(processor):
+    logits = (
+        torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
+    )
+    probs = processor(logits)
+    expected = torch.stack([naive_probs(row, processor) for row in logits.flatten(0, 1)]).view_as(
+        logits
+    )
+    torch.testing.assert_close(probs, expected, rtol=1e-12, atol=1e-14)
     assert processor(logits.float()).dtype == torch.float32
     torch.testing.assert_close(processor(logits.float()).double(), expected, rtol=1e-4, atol=1e-6)
 
@@ -55,14 +63,22 @@ def test_law_matches_naive(processor):
 @pytest.mark.parametrize("first", [False, True])
 def test_ties_are_kept(first):
     logits = torch.tensor([3.0, 1.0, 1.0, 1.0, 0.0])
-    assert (Processor(top_k=2, top_p_first=first)(logits) > 0).tolist() == [True, True, True, True, False]
+    assert (Processor(top_k=2, top_p_first=first)(logits) > 0).tolist() == [
+        True,
+        True,
+        True,
+        True,
+        False,
+    ]
     both = Processor(top_k=2, top_p=0.9, top_p_first=first)
     assert (both(logits) > 0).tolist() == [True, True, True, True, False]
 
 
 def test_order_of_top_p_and_top_k_matters():
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    assert int((Processor(top_k=2, top_p=0.5)(logits) > 0).sum()) == 1  # 0.4 is 0.57 of the two kept
+    assert (
+        int((Processor(top_k=2, top_p=0.5)(logits) > 0).sum()) == 1
+    )  # 0.4 is 0.57 of the two kept
     assert int((Processor(top_k=2, top_p=0.5, top_p_first=True)(logits) > 0).sum()) == 2
 
 
@@ -70,9 +86,9 @@ def test_order_of_top_p_and_top_k_matters():
 def test_a_token_stays_while_the_mass_above_it_is_at_most_top_p(first):
     logits = torch.tensor([3.0, 2.0, 1.0, 0.0])
     above = logits.softmax(-1).cumsum(-1).tolist()
-    for count in (1, 2, 3):  # the mass above the token behind the first ``count``, to the last bit
-        law = Processor(top_p=above[count - 1], top_p_first=first)(logits)
-        assert (law > 0).tolist() == [place <= count for place in range(4)]
+    for count in (1, 2, 3):  # the mass above the token after the first ``count``, to the last bit
+        probs = Processor(top_p=above[count - 1], top_p_first=first)(logits)
+        assert (probs > 0).tolist() == [place <= count for place in range(4)]
 
 
 def test_full_size_options_change_nothing():
@@ -80,17 +96,22 @@ def test_full_size_options_change_nothing():
     assert torch.equal(Processor(top_k=16, top_p=1.0)(logits), logits.softmax(-1))
 
 
-def test_low_precision_logits_give_float32_laws():
-    laws = Processor(top_k=3)(torch.randn(2, 8).bfloat16())
-    assert laws.dtype == torch.float32
-    torch.testing.assert_close(laws.sum(-1), torch.ones(2))
+def test_low_precision_logits_give_float32_distributions():
+    probs = Processor(top_k=3)(torch.randn(2, 8).bfloat16())
+    assert probs.dtype == torch.float32
+    torch.testing.assert_close(probs.sum(-1), torch.ones(2))
 
 
 def test_masked_logits_stay_masked():
     logits = torch.tensor([1.0, -math.inf, 0.5, -math.inf])
-    for processor in (Processor(), Processor(top_k=3), Processor(top_p=0.99), Processor(top_k=3, top_p=0.999999)):
-        law = processor(logits)
-        assert law[1] == law[3] == 0 and law.isfinite().all()
+    for processor in (
+        Processor(),
+        Processor(top_k=3),
+        Processor(top_p=0.99),
+        Processor(top_k=3, top_p=0.999999),
+    ):
+        probs = processor(logits)
+        assert probs[1] == probs[3] == 0 and probs.isfinite().all()
 
 
 def test_temperature_zero_is_argmax():
@@ -103,7 +124,7 @@ def test_tiny_temperature_is_clamped():
     assert torch.equal(Processor(temperature=1e-9)(logits), Processor(temperature=1e-5)(logits))
 
 
-def test_laws_are_differentiable():
+def test_distributions_are_differentiable():
     logits = torch.randn(3, 9, requires_grad=True)
     Processor(temperature=0.8, top_k=4, top_p=0.9)(logits)[:, 0].sum().backward()
     assert logits.grad.isfinite().all()

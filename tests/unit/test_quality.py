@@ -19,4 +19,6 @@ def test_equals_a_causal_forward_with_guidance() -> None:
         uncond, _ = model(model.embed(torch.full_like(labels, 3), tokens[:, :-1]))
     logits = (uncond + 2.0 * (cond - uncond)) / 0.7
     wanted = logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0].mean(1)
-    torch.testing.assert_close(log_likelihood(target, Prompt(labels), tokens), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        log_likelihood(target, Prompt(labels), tokens), wanted, rtol=1e-4, atol=1e-4
+    )

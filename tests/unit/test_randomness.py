@@ -1,4 +1,6 @@
-"""Uniform streams: reproducible, one a row, blind to the batch; categorical draws follow the law."""
+"""Uniform streams: reproducible, one a row, blind to the batch; categorical draws follow the
+distribution.
+"""
 
 from __future__ import annotations
 
@@ -35,36 +37,40 @@ def test_numbers_are_uniform():
     numbers = Uniforms([torch.Generator().manual_seed(0)], dtype=torch.float64).draw(100_000)
     assert numbers.dtype == torch.float64 and numbers.min() >= 0 and numbers.max() < 1
     counts = torch.histc(numbers, bins=20, min=0, max=1)
-    assert float(((counts - 5000) ** 2 / 5000).sum()) < 43.8  # chi-square, 19 degrees of freedom, p = 0.001
+    assert (
+        float(((counts - 5000) ** 2 / 5000).sum()) < 43.8
+    )  # chi-square, 19 degrees of freedom, p = 0.001
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-12, 37.0])
-def test_categorical_follows_the_law_whatever_its_total(scale):
-    law = torch.tensor([0.0, 0.3, 0.0, 0.5, 0.2, 0.0], dtype=torch.float64)
+def test_categorical_follows_the_distribution_whatever_its_total(scale):
+    probs = torch.tensor([0.0, 0.3, 0.0, 0.5, 0.2, 0.0], dtype=torch.float64)
     uniform = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    drawn = categorical((law * scale).expand(1000, -1), uniform)
+    drawn = categorical((probs * scale).expand(1000, -1), uniform)
     assert torch.bincount(drawn, minlength=6).tolist() == [0, 300, 0, 500, 200, 0]
 
 
 def test_an_impossible_index_is_never_drawn():
-    law = torch.tensor([[0.0, 1.0, 0.0, 1.0, 0.0]])
-    assert categorical(law, torch.tensor([0.0])).tolist() == [1]
-    assert categorical(law, torch.tensor([0.5])).tolist() == [3]
-    assert categorical(law, torch.tensor([1 - 2**-24])).tolist() == [3]
+    probs = torch.tensor([[0.0, 1.0, 0.0, 1.0, 0.0]])
+    assert categorical(probs, torch.tensor([0.0])).tolist() == [1]
+    assert categorical(probs, torch.tensor([0.5])).tolist() == [3]
+    assert categorical(probs, torch.tensor([1 - 2**-24])).tolist() == [3]
 
 
 def test_the_largest_uniform_stays_inside_the_support():
     generator = torch.Generator().manual_seed(0)
-    law = torch.rand(200, 1000, generator=generator)
-    law[:, 600:] = 0
+    probs = torch.rand(200, 1000, generator=generator)
+    probs[:, 600:] = 0
     largest = torch.full((200,), 1 - 2**-24)
-    assert (categorical(law, largest) < 600).all()
+    assert (categorical(probs, largest) < 600).all()
 
 
 def test_one_generator_a_picture() -> None:
     first, again = (sample_generators(torch.Generator().manual_seed(0), 3, CPU) for _ in range(2))
     draws = [torch.rand(4, generator=g) for g in first]
-    assert all(torch.equal(d, torch.rand(4, generator=g)) for d, g in zip(draws, again, strict=True))
+    assert all(
+        torch.equal(d, torch.rand(4, generator=g)) for d, g in zip(draws, again, strict=True)
+    )
     assert len({tuple(d.tolist()) for d in draws}) == 3
     longer = sample_generators(torch.Generator().manual_seed(0), 5, CPU)
     assert torch.equal(draws[2], torch.rand(4, generator=longer[2]))

@@ -30,7 +30,12 @@ def learn(
     chosen: frozenset[str],
 ):
     """A training that tells its settings."""
-    return {"kind": model, "steps": steps, "outputs": [], "all": (share, lr, text, replace, data("x"), sorted(chosen))}
+    return {
+        "kind": model,
+        "steps": steps,
+        "outputs": [],
+        "all": (share, lr, text, replace, data("x"), sorted(chosen)),
+    }
 
 
 def read(place, more):
@@ -43,7 +48,9 @@ def own(tmp_path, monkeypatch):
     monkeypatch.setattr(recipes, "SHIPPED", tmp_path)
     monkeypatch.setattr(recipes, "named", {"here:learn": learn, "here:read": read}.__getitem__)
     settings = 'steps = 3\nshare = 1\ntext = []\nreplace = false\ndata = "d"'
-    (tmp_path / "some.toml").write_text(f'# so\ntrain = "here:learn"\nopen = "here:read"\n[settings]\n{settings}\n')
+    (tmp_path / "some.toml").write_text(
+        f'# so\ntrain = "here:learn"\nopen = "here:read"\n[settings]\n{settings}\n'
+    )
     return tmp_path
 
 
@@ -52,16 +59,29 @@ def test_every_recipe_sets_what_its_function_takes(name):
     """Nothing else, and all but the model, data of one's own, and what may be left out."""
     found = load(name)
     kinds = found.kinds()
-    missing = {n for n, kind in kinds.items() if n not in found.settings and type(None) not in typing.get_args(kind)}
+    missing = {
+        n
+        for n, kind in kinds.items()
+        if n not in found.settings and type(None) not in typing.get_args(kind)
+    }
     assert set(found.settings) <= set(kinds) and missing <= {"model", "data"}
     text = recipes.recipes()[name].read_text()
-    assert "\nrecipe = " in text or all(f"{setting} = " in text for setting in kinds)  # what may be left out, too
+    assert "\nrecipe = " in text or all(
+        f"{setting} = " in text for setting in kinds
+    )  # what may be left out, too
 
 
 def test_settings_are_read_as_they_are_annotated(own):
     found = train("some", model=Path("m"), steps="5", lr="1e-3", text="a", replace="True")
     assert found["kind"] == "m" and found["steps"] == 5
-    assert found["all"] == (1.0, 1e-3, [Path("a")], True, "dx", ["lr", "model", "replace", "steps", "text"])
+    assert found["all"] == (
+        1.0,
+        1e-3,
+        [Path("a")],
+        True,
+        "dx",
+        ["lr", "model", "replace", "steps", "text"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,7 +163,11 @@ def test_pictures_in_folders_of_their_class(tmp_path):
         Image.new("RGB", sides, (value,) * 3).save(tmp_path / name / "a.png")
     (tmp_path / "cat" / "notes.txt").write_text("no picture")
     found = pictures(str(tmp_path), ("dog", "bird", "cat"), 3, 4)
-    assert found.labels.tolist() == [1, 2] and found.images.shape == (2, 4, 4, 3) and found.images.dtype == np.uint8
+    assert (
+        found.labels.tolist() == [1, 2]
+        and found.images.shape == (2, 4, 4, 3)
+        and found.images.dtype == np.uint8
+    )
     assert found.images[:, 0, 0, 0].tolist() == [200, 10]
     alone = pictures("", (), 3, 4)
     assert alone.images is None and alone.labels.tolist() == [0, 1, 2]

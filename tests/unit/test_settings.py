@@ -11,7 +11,9 @@ NAMES = ("heart", "face-smiling", "time")
 
 
 def test_settings_survive_the_disk(tmp_path: Path) -> None:
-    settings = Settings(1.5, 10, 0.9, 40, 0.95, NAMES, {"speculative": (3, 2)}, ((0.5, 0.2), (0.4, 0.1)))
+    settings = Settings(
+        1.5, 10, 0.9, 40, 0.95, NAMES, {"speculative": (3, 2)}, ((0.5, 0.2), (0.4, 0.1))
+    )
     write_settings(settings, tmp_path)
     assert read_settings(Settings, tmp_path) == settings
     assert read_settings(Settings, tmp_path / "elsewhere") == Settings()
@@ -27,7 +29,8 @@ def test_classes_by_name_and_by_id() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "message"), [("hart", "did you mean 'heart'"), (3, "below 3, got 3"), ("-1", "unknown class '-1'")]
+    ("wanted", "message"),
+    [("hart", "did you mean 'heart'"), (3, "below 3, got 3"), ("-1", "unknown class '-1'")],
 )
 def test_unknown_classes(wanted: str | int, message: str) -> None:
     with pytest.raises(ValueError, match=message):

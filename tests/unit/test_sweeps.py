@@ -31,7 +31,12 @@ VAR_SIZES = VARConfig(depth=2, embed_dim=32, num_heads=2, vocab_size=32, z_chann
 def continuous():
     vae = KLConfig(32, (1, 2), 1, 3, 8, (), 1.0)
     with seeded(0):
-        made = MARPipeline(MAR(MAR_SIZES).eval(), AutoencoderKL(vae).eval(), MAR(MAR_SIZES).eval(), Settings(8, "8"))
+        made = MARPipeline(
+            MAR(MAR_SIZES).eval(),
+            AutoencoderKL(vae).eval(),
+            MAR(MAR_SIZES).eval(),
+            Settings(8, "8"),
+        )
     made.set_progress_bar_config(disable=True)
     return made
 
@@ -40,7 +45,9 @@ def continuous():
 def scales():
     with seeded(0):
         vae = VQVAE(VQVAEConfig(32, 8, 32, (1, 2), 1, (1, 2, 4))).eval()
-        made = VARPipeline(VAR(VAR_SIZES).eval(), vae, VAR(dataclasses.replace(VAR_SIZES, depth=1)).eval())
+        made = VARPipeline(
+            VAR(VAR_SIZES).eval(), vae, VAR(dataclasses.replace(VAR_SIZES, depth=1)).eval()
+        )
     made.set_progress_bar_config(disable=True)
     return made
 
@@ -62,8 +69,13 @@ def test_every_setting_of_var_runs_and_has_its_ideal(scales):
     sweep.time_settings(settings, 4, 2, 1, Budget())
     rows = {s.name: var.row(s, settings[0], 2) for s in settings}
     ideals = [rows[f"code, N = {n}"]["ideal"] for n in range(3)]
-    assert ideals == sorted(ideals, reverse=True) and ideals[-1] > 1  # more scales by the small model, less arithmetic
-    assert all(r["peak_mib"] > 0 for r in rows.values()) and rows["speculative"]["certificate"] == "exact"
+    assert (
+        ideals == sorted(ideals, reverse=True) and ideals[-1] > 1
+    )  # more scales by the small model, less arithmetic
+    assert (
+        all(r["peak_mib"] > 0 for r in rows.values())
+        and rows["speculative"]["certificate"] == "exact"
+    )
 
 
 def test_the_first_loop_gives_the_same_tokens(scales):
@@ -109,12 +121,22 @@ def test_the_front_bar_of_mar_names_what_is_on_it():
 
 @pytest.mark.slow
 def test_published_sizes(tmp_path):
-    """On tiny depths: plain decoding and every N at each batch, and their share of the arithmetic in the report."""
-    var_published.main(large=2, small=1, by="9,0", batches="1,2", repeats=1, dtype="float32", out=tmp_path)
+    """On tiny depths: plain decoding and every N at each batch, and their share of the arithmetic
+    in the report.
+    """
+    var_published.main(
+        large=2, small=1, by="9,0", batches="1,2", repeats=1, dtype="float32", out=tmp_path
+    )
     found = read_results(tmp_path, "var_published")
     plain, coarse, small = found["rows"][:3]
-    assert [r["batch"] for r in found["rows"]] == [1, 1, 1, 2, 2, 2] and {r["repeats"] for r in found["rows"]} == {1}
-    assert (plain["speedup"], coarse["method"], small["method"]) == (1.0, "code, N = 9", "code, N = 0")
+    assert [r["batch"] for r in found["rows"]] == [1, 1, 1, 2, 2, 2] and {
+        r["repeats"] for r in found["rows"]
+    } == {1}
+    assert (plain["speedup"], coarse["method"], small["method"]) == (
+        1.0,
+        "code, N = 9",
+        "code, N = 0",
+    )
     assert 1 < coarse["ideal"] < small["ideal"] and all(r["predicted"] > 0 for r in found["rows"])
     assert small["realised"] == pytest.approx(plain["seconds"] / small["seconds"] / small["ideal"])
     assert "CoDe over its FLOP ideal, published sizes, batch 2" in render({"var_published": found})

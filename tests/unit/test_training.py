@@ -17,7 +17,9 @@ Y = X @ torch.tensor([[1.0], [-2.0], [0.5]])
 
 def model_and_step(seed=0, stop_at=None, layers=0):
     with seeded(seed):
-        model = nn.Sequential(nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers))), nn.Linear(3, 1))
+        model = nn.Sequential(
+            nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers))), nn.Linear(3, 1)
+        )
 
     def step(i):
         if i == stop_at:
@@ -48,7 +50,9 @@ def test_a_killed_run_ends_where_an_unbroken_one_does(muon, tmp_path):
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
     model = nn.Linear(3, 1)
     with pytest.raises(ValueError, match="loss is nan at step 0"):
-        fit(model, lambda i: {"loss": model(X).mean() * float("nan")}, out=tmp_path, steps=3, lr=0.1)
+        fit(
+            model, lambda i: {"loss": model(X).mean() * float("nan")}, out=tmp_path, steps=3, lr=0.1
+        )
 
 
 def test_batches_are_epochs_of_every_row():
@@ -96,7 +100,7 @@ def test_a_curve_has_every_step_once_and_no_torn_line(tmp_path):
     model, step = model_and_step()
     fit(model, step, out=tmp_path, steps=61, lr=0.05)
     with (tmp_path / "loss.csv").open("a") as file:
-        file.write("80,0.2\n100,0.1\n12")  # what a run killed behind its last checkpoint leaves
+        file.write("80,0.2\n100,0.1\n12")  # what a run killed after its last checkpoint leaves
     fit(model, step, out=tmp_path, steps=101, lr=0.05)
     with (tmp_path / "loss.csv").open() as file:
         assert [row["step"] for row in csv.DictReader(file)] == ["0", "20", "40", "60", "80", "100"]

@@ -28,10 +28,14 @@ def test_structure_is_that_of_the_parents(row):
     for shape, r in ((TreeShape.from_parents(parents), 0), (RAGGED, row)):
         nodes = range(len(parents))
         assert shape.depths[r].tolist() == [len(path(parents, n)) - 1 for n in nodes]
-        assert shape.ancestors[r].tolist() == [[j in path(parents, n) for j in nodes] for n in nodes]
-        elders = [[j < n and n > 0 and j > 0 and parents[j] == parents[n] for j in nodes] for n in nodes]
-        assert shape.elders[r].tolist() == elders
-        assert shape.ranks[r].tolist() == [sum(e) for e in elders]
+        assert shape.ancestors[r].tolist() == [
+            [j in path(parents, n) for j in nodes] for n in nodes
+        ]
+        earlier_siblings = [
+            [j < n and n > 0 and j > 0 and parents[j] == parents[n] for j in nodes] for n in nodes
+        ]
+        assert shape.earlier_siblings[r].tolist() == earlier_siblings
+        assert shape.ranks[r].tolist() == [sum(e) for e in earlier_siblings]
 
 
 @pytest.mark.parametrize("row", range(6))
@@ -58,7 +62,11 @@ def test_ancestor_words_hold_the_mask(size):
 
 def test_a_chain_and_a_list_of_choices():
     assert TreeShape.chain(3).parents.tolist() == [[-1, 0, 1, 2]]
-    assert (TreeShape.chain(3).depth, TreeShape.chain(3).width, TreeShape.chain(3).size) == (3, 1, 4)
+    assert (TreeShape.chain(3).depth, TreeShape.chain(3).width, TreeShape.chain(3).size) == (
+        3,
+        1,
+        4,
+    )
     shape = TreeShape.from_choices([[1], [0], [0, 1], [0, 0], [1, 0], [0, 0, 0]])
     assert shape.parents.tolist() == [[-1, 0, 0, 1, 1, 2, 3]]
     assert shape.ranks.tolist() == [[0, 0, 1, 0, 1, 0, 0]]
@@ -80,5 +88,5 @@ def test_a_tree_checks_its_sizes():
     shape = TreeShape.chain(2)
     with pytest.raises(ValueError, match=r"tokens must be \[B, 3\], got \[1, 4\]"):
         DraftTree(torch.zeros(1, 4, dtype=torch.int64), shape)
-    with pytest.raises(ValueError, match=r"laws must be \[B, N, V\]"):
+    with pytest.raises(ValueError, match=r"probs must be \[B, N, V\]"):
         DraftTree(torch.zeros(1, 3, dtype=torch.int64), shape, torch.ones(1, 2, 5))

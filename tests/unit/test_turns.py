@@ -44,7 +44,7 @@ def test_waiting_threads_are_served_in_the_order_of_their_arrival():
         served.clear()
 
 
-def test_who_gives_a_turn_back_and_wants_another_stands_behind_those_who_wait():
+def test_who_gives_a_turn_back_and_wants_another_stands_after_those_who_wait():
     turns, served = Turns(), []
     with turns.take():
         (thread,) = queue_up(turns, [lambda: served.append("other")])

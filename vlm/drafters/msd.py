@@ -1,7 +1,9 @@
-"""Drafting with an MSD head: EAGLE-2's tree of point masses, or a static tree whose laws are recorded.
+"""Drafting with an MSD head: EAGLE-2's tree of point masses, or a static tree whose distributions
+are recorded.
 
-The prompt's slots are decoupled (see ``msd_head``), wherever and however many its pictures are: the target tells.
-Every round the slots of the committed tokens are run again on the target's own hidden states.
+The prompt's slots are decoupled (see ``msd_head``), wherever and however many its pictures are: the
+target tells. Every round the slots of the committed tokens are run again on the target's own hidden
+states.
 
 Shape letters: B batch, L prompt positions, n nodes, C width, V vocabulary.
 """
@@ -16,12 +18,12 @@ from torch import Tensor
 
 from specmm import methods
 from specmm.cache import Cache, CacheSize
-from specmm.drafter import Feedback, Late
+from specmm.drafter import DeferredDrafter, Feedback
 from specmm.growth import Growth
 from specmm.hf.parts import Assembly, Verification
 from specmm.hf.target import Context, VLMTarget
 from specmm.processors import Processor
-from specmm.randomness import Dice
+from specmm.randomness import UniformSource
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.names import static_tree
 from specmm.shape.sampled import Siblings
@@ -34,8 +36,8 @@ RELEASED = Dynamic(top_k=10, depth=5, total=59)
 
 
 class MSDDrafter:
-    """Drafts with an :class:`MSDHead` for ``target``; ``tree``, ``sampled`` and ``siblings`` are those of
-    :class:`specmm.growth.Growth`, and greedy decoding never samples.
+    """Drafts with an :class:`MSDHead` for ``target``; ``tree``, ``sampled`` and ``siblings`` are
+    those of :class:`specmm.growth.Growth`, and greedy decoding never samples.
 
     Raises ``ValueError`` when the head's width or vocabulary is not the target's.
     """
@@ -54,10 +56,12 @@ class MSDDrafter:
         sampled = sampled and not target.processor.greedy
         self.growth = Growth(tree, sampled, head.config.vocab_size, target.device, siblings)
         self.max_nodes, self.max_depth = self.growth.max_nodes, self.growth.max_depth
-        self.law = target.processor if isinstance(target.processor, Processor) else Processor()
+        self.probs = target.processor if isinstance(target.processor, Processor) else Processor()
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """Start a batch: a cache as roomy as the target's, the attention masks of the tree, and the prompt read."""
+        """Start a batch: a cache as roomy as the target's, the attention masks of the tree, and the
+        prompt read.
+        """
         hidden, config = feedback.output.hidden, self.head.config
         size = CacheSize(
             layers=config.num_hidden_layers,
@@ -72,17 +76,25 @@ class MSDDrafter:
         self.growth.begin(self.cache)
         self.state = self._read_prompt(self.target, feedback.token, self.cache)  # [B, C]
 
-    def admit(self, row: int) -> None:
-        """Read the prompt admitted, but for its last slot: the next round reads that with the first token."""
-        alone, size = self.target.admitted, replace(self.cache.size, batch=1, scratch=0)
-        slots = Cache(replace(size, capacity=alone.prompt.input_ids.shape[1]), self.cache.data.dtype, alone.device)
+    def start_row(self, row: int) -> None:
+        """Read the prompt admitted, but for its last slot: the next round reads that with the first
+        token.
+        """
+        alone, size = self.target.started, replace(self.cache.size, batch=1, scratch=0)
+        slots = Cache(
+            replace(size, capacity=alone.prompt.input_ids.shape[1]),
+            self.cache.data.dtype,
+            alone.device,
+        )
         self._read_prompt(alone, alone.prompt.input_ids[:, -1], slots)
         slots.lengths -= 1
         self.cache.take(row, slots)
 
-    def propose(self, feedback: Feedback, uniforms: Dice) -> DraftTree:
-        """Draft the tree behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
-        state = self.state if feedback.verdict is None else self.growth.read_committed(self, feedback)
+    def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """Draft the tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        state = (
+            self.state if feedback.result is None else self.growth.read_committed(self, feedback)
+        )
         return self.growth.grow(self, feedback.token, state, uniforms)
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
@@ -97,7 +109,9 @@ class MSDDrafter:
             return self.head(slots, positions, bias, self.cache.layers)
 
     def _read_prompt(self, target: VLMTarget, token: Tensor, cache: Cache) -> Tensor:
-        """Store the prompt's slots; the state predicted after the first sampled ``token`` [B] is [B, C]."""
+        """Store the prompt's slots; the state predicted after the first sampled ``token`` [B] is
+        [B, C].
+        """
         context = target.context
         assert context is not None, "the target keeps a context for drafters that want one"
         with self.clock("draft"):
@@ -110,9 +124,10 @@ class MSDDrafter:
 
 
 def next_positions(context: Context, last: Tensor) -> tuple[Tensor, Tensor]:
-    """What each slot [B, L] reads of the position after it: its embedding [B, L, C], whether it is a picture's.
+    """What each slot [B, L] reads of the position after it: its embedding [B, L, C], whether it is
+    a picture's.
 
-    The last slot of each row reads ``last`` [B, C], the embedding of the token behind the prompt.
+    The last slot of each row reads ``last`` [B, C], the embedding of the token after the prompt.
     """
     order = torch.arange(context.embeddings.shape[1], device=last.device)
     ends = order == context.lengths[:, None] - 1  # [B, L]
@@ -121,26 +136,34 @@ def next_positions(context: Context, last: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_sizes(head: MSDHead, target: VLMTarget) -> None:
-    """Raise ``ValueError`` when width or vocabulary of ``head`` are not those of ``target``'s output head."""
+    """Raise ``ValueError`` when width or vocabulary of ``head`` are not those of ``target``'s
+    output head.
+    """
     if not isinstance(head, MSDHead):
-        raise ValueError(f"drafter must be an MSD head, got {type(head).__name__}; load one with load_msd")
+        raise ValueError(
+            f"drafter must be an MSD head, got {type(head).__name__}; load one with load_msd"
+        )
     weights = head.embed_tokens.weight.dtype, target.family.head.weight.dtype
     if weights[0] != weights[1]:
-        raise ValueError(f"drafter must have the target's dtype {weights[1]}, got {weights[0]}; head.to({weights[1]})")
+        raise ValueError(
+            f"drafter must have the target's dtype {weights[1]}, got {weights[0]}; head.to({weights[1]})"
+        )
     vocabulary, width = target.family.head.weight.shape
     for what, found, wanted in (
         ("width", head.config.hidden_size, width),
         ("vocabulary", head.config.vocab_size, vocabulary),
     ):
         if found != wanted:
-            raise ValueError(f"drafter must have the target's {what} {wanted}, got {found}; use one trained for it")
+            raise ValueError(
+                f"drafter must have the target's {what} {wanted}, got {found}; use one trained for it"
+            )
 
 
 def make(method: methods.MSD, target: VLMTarget, drafter: Any, tokenizer: Any) -> Assembly:
     """The parts of method ``msd``: EAGLE-2's tree, or one of fixed shape that is drawn."""
     if not method.sampled:
         tree = Dynamic(method.top_k, method.depth, method.total)
-        return Assembly(Late(MSDDrafter(drafter, target, tree, False)), Recursive())
+        return Assembly(DeferredDrafter(MSDDrafter(drafter, target, tree, False)), Recursive())
     verification = Verification.of(method.rule, target)
     made = MSDDrafter(drafter, target, static_tree(method.tree, target.device), *verification.drawn)
-    return Assembly(Late(made), verification.rule)
+    return Assembly(DeferredDrafter(made), verification.rule)

@@ -1,12 +1,13 @@
-"""LANTERN's EAGLE head for LlamaGen: one layer over features of the committed tokens, with the official names.
+"""LANTERN's EAGLE head for LlamaGen: one layer over features of the committed tokens, with the
+official names.
 
-Position i reads fc([emb(token_{i+1}); hidden_i]), hidden_i the target's state behind its final norm, and predicts
-hidden_{i+1}; the target's output head, without a norm, turns that into logits. The layer has no norm before its
-attention. Positions are the target's less one: P - 1 prefix rows that are not turned, then the raster.
-Source: EAGLE (arXiv 2401.15077), LANTERN (2410.03355).
+Position i reads fc([emb(token_{i+1}); hidden_i]), hidden_i the target's state after its final norm,
+and predicts hidden_{i+1}; the target's output head, without a norm, turns that into logits. The
+layer has no norm before its attention. Positions are the target's less one: P - 1 prefix rows that
+are not turned, then the raster. Source: EAGLE (arXiv 2401.15077), LANTERN (2410.03355).
 
-Shape letters: R rows (both guidance branches), T query positions, S cached positions, C width, H heads, D head width,
-F inner width, V vocabulary, P prefix positions.
+Shape letters: R rows (both guidance branches), T query positions, S cached positions, C width, H
+heads, D head width, F inner width, V vocabulary, P prefix positions.
 """
 
 from __future__ import annotations
@@ -43,16 +44,26 @@ class EagleAttention(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(dim, dim, bias=False) for _ in range(4)
+        )
 
-    def forward(self, x: Tensor, factors: Tensor, bias: Tensor | None, memory: Memory | None) -> Tensor:
-        """Attend ``x`` [R, T, C] to itself (causally, without memory) or to what ``memory`` holds under ``bias``."""
-        q, k, v = (f(x).unflatten(-1, (self.heads, -1)) for f in (self.q_proj, self.k_proj, self.v_proj))
+    def forward(
+        self, x: Tensor, factors: Tensor, bias: Tensor | None, memory: Memory | None
+    ) -> Tensor:
+        """Attend ``x`` [R, T, C] to itself (causally, without memory) or to what ``memory`` holds
+        under ``bias``.
+        """
+        q, k, v = (
+            f(x).unflatten(-1, (self.heads, -1)) for f in (self.q_proj, self.k_proj, self.v_proj)
+        )
         q, k = rotate(q, factors), rotate(k, factors)  # [R, T, H, D]
         if memory is not None:
             k, v = memory.write(k, v)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=memory is None and bias is None)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, is_causal=memory is None and bias is None
+        )
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -79,7 +90,9 @@ class EagleLayer(nn.Module):
         self.mlp = EagleMLP(target.dim, config.ffn_dim or target.ffn_dim)
         self.post_attention_layernorm = RMSNorm(target.dim, target.norm_eps)
 
-    def forward(self, x: Tensor, factors: Tensor, bias: Tensor | None, memory: Memory | None) -> Tensor:
+    def forward(
+        self, x: Tensor, factors: Tensor, bias: Tensor | None, memory: Memory | None
+    ) -> Tensor:
         """[R, T, C] -> [R, T, C]."""
         x = x + self.self_attn(x, factors, bias, memory)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -94,7 +107,9 @@ class EagleHead(nn.Module):
         self.embed_tokens = nn.Embedding(target.vocab_size, target.dim)
         self.fc = nn.Linear(2 * target.dim, target.dim)
         self.layers = nn.ModuleList([EagleLayer(config)])
-        table = rotary_table(target.grid, target.head_dim, target.cls_token_num - 1, target.rope_base)
+        table = rotary_table(
+            target.grid, target.head_dim, target.cls_token_num - 1, target.rope_base
+        )
         self.rotary = Rotary(table)
 
     def forward(
@@ -105,24 +120,33 @@ class EagleHead(nn.Module):
         bias: Tensor | None = None,
         memory: Memory | None = None,
     ) -> Tensor:
-        """Predicted next hidden states [R, T, C] of ``hidden`` [R, T, C] and the ``tokens`` [R, T] after them.
+        """Predicted next hidden states [R, T, C] of ``hidden`` [R, T, C] and the ``tokens`` [R, T]
+        after them.
 
-        ``positions`` [R or 1, T] (0 … T-1 by default) count from the first prefix position; without ``memory`` the
-        attention is causal, else it sees what ``memory`` holds under the additive ``bias`` [R or 1, 1, T, S].
+        ``positions`` [R or 1, T] (0 … T-1 by default) count from the first prefix position; without
+        ``memory`` the attention is causal, else it sees what ``memory`` holds under the additive
+        ``bias`` [R or 1, 1, T, S].
         """
-        factors = self.rotary.first(tokens.shape[1]) if positions is None else self.rotary.at(positions)
+        factors = (
+            self.rotary.first(tokens.shape[1]) if positions is None else self.rotary.at(positions)
+        )
         x = self.fc(torch.cat([self.embed_tokens(tokens), hidden], dim=-1))
         return self.layers[0](x, factors, bias, memory)
 
 
 def load_eagle(
-    path: str | Path, target: GPTConfig, *, fingerprint: str | None = None, dtype: torch.dtype = torch.float32
+    path: str | Path,
+    target: GPTConfig,
+    *,
+    fingerprint: str | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> EagleHead:
-    """The head in the file or folder ``path``, in evaluation mode, for a target of ``target`` sizes.
+    """The head in the file or folder ``path``, in evaluation mode, for a target of ``target``
+    sizes.
 
-    ``fingerprint`` is the target's (``target_fingerprint``); it is compared when the ``config.json`` beside the
-    weights records one. Raises ``ValueError`` for a drafter of another target and, naming them, when weights are
-    missing, extra or misshapen.
+    ``fingerprint`` is the target's (``target_fingerprint``); it is compared when the
+    ``config.json`` beside the weights records one. Raises ``ValueError`` for a drafter of another
+    target and, naming them, when weights are missing, extra or misshapen.
     """
     state = read_checkpoint(path)
     _check_target(path, state, target, fingerprint)
@@ -133,15 +157,22 @@ def load_eagle(
 
 
 def save_eagle(
-    head: EagleHead, folder: str | Path, *, fingerprint: str | None = None, dtype: torch.dtype | None = None
+    head: EagleHead,
+    folder: str | Path,
+    *,
+    fingerprint: str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Write ``folder/model.safetensors`` (official names; ``dtype`` such as bf16 halves it) and ``config.json``.
+    """Write ``folder/model.safetensors`` (official names; ``dtype`` such as bf16 halves it) and
+    ``config.json``.
 
     ``fingerprint`` of the target is recorded, so that the head is not loaded for another one.
     """
     folder, target = Path(folder), head.config.target
     folder.mkdir(parents=True, exist_ok=True)
-    state = {k: v.detach().to("cpu", dtype or v.dtype).contiguous() for k, v in head.state_dict().items()}
+    state = {
+        k: v.detach().to("cpu", dtype or v.dtype).contiguous() for k, v in head.state_dict().items()
+    }
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     sizes = {
         "model": type(head).__name__,
@@ -168,7 +199,9 @@ def _sizes(target: GPTConfig) -> dict[str, Any]:
     }
 
 
-def _check_target(path: str | Path, state: dict[str, Tensor], target: GPTConfig, fingerprint: str | None) -> None:
+def _check_target(
+    path: str | Path, state: dict[str, Tensor], target: GPTConfig, fingerprint: str | None
+) -> None:
     facts = _read_facts(path)
     if "embed_tokens.weight" in state:
         vocabulary, width = state["embed_tokens.weight"].shape

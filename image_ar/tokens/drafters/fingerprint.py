@@ -9,5 +9,9 @@ from specmm.image_ar.tokens.gpt import Transformer
 def target_fingerprint(model: Transformer) -> str:
     """Twelve hexadecimal digits of the head and of the first and last layer."""
     weights, last = model.state_dict(), model.config.n_layer - 1
-    names = ("output.weight", "layers.0.attention.wo.weight", f"layers.{last}.feed_forward.w2.weight")
+    names = (
+        "output.weight",
+        "layers.0.attention.wo.weight",
+        f"layers.{last}.feed_forward.w2.weight",
+    )
     return fingerprint(*(weights[name] for name in names))

@@ -1,8 +1,9 @@
 """Training of the block drafter against its target, on the fly: no feature files.
 
-At random anchors of each picture the drafter's law of level d, given the true token before it, is pulled towards the
-target's law there by the forward cross-entropy, plus the total variation, which is what acceptance loses.
-Shape letters: B batch, T tokens of a picture, A anchors a picture, K levels, C width, V vocabulary.
+At random anchors of each picture the drafter's distribution of level d, given the true token before
+it, is pulled towards the target's distribution there by the forward cross-entropy, plus the total
+variation, which is what acceptance loses. Shape letters: B batch, T tokens of a picture, A anchors
+a picture, K levels, C width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ def train_block(
 ) -> BlockHead:
     """Train on ``tokens`` [M, 2, T] with ``labels`` [M]; resumes from ``out/checkpoint.pt``.
 
-    A larger ``overlap_weight`` late in training buys acceptance with calibration. ``temperature`` is the one that will
-    be sampled at: the laws compared are softened or sharpened by it. ``dropout`` is the share of pictures shown without
-    their class, which a drafter needs where guidance has it draft for both branches. ``start`` is a drafter to go on
-    from, with as many layers, levels and taps, and feed-forward layers no wider.
+    A larger ``overlap_weight`` late in training buys acceptance with calibration. ``temperature``
+    is the one that will be sampled at: the distributions compared are softened or sharpened by it.
+    ``dropout`` is the share of pictures shown without their class, which a drafter needs where
+    guidance has it draft for both branches. ``start`` is a drafter to go on from, with as many
+    layers, levels and auxiliary layers, and feed-forward layers no wider.
     """
     with seeded(seed):
         drafter, target = BlockHead(config), target.eval().requires_grad_(False)
@@ -69,16 +71,23 @@ def train_block(
 
 
 def block_loss(
-    target: Transformer, drafter: BlockHead, labels: Tensor, tokens: Tensor, at: Tensor, temperature: float = 1.0
+    target: Transformer,
+    drafter: BlockHead,
+    labels: Tensor,
+    tokens: Tensor,
+    at: Tensor,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Soft cross-entropy and mean overlap Σ min(p, q) by level [K] for anchors ``at`` [B, A] of ``tokens`` [B, T].
+    """Soft cross-entropy and mean overlap Σ min(p, q) by level [K] for anchors ``at`` [B, A] of
+    ``tokens`` [B, T].
 
-    Anchor a stands for the root token a: the features of positions up to a are seen, tokens a + 1 … a + K drafted.
+    Anchor a stands for the root token a: the features of positions up to a are seen, tokens a + 1 …
+    a + K drafted.
     """
     levels, count = drafter.config.levels, tokens.shape[1]
     with torch.no_grad():
         logits, hidden = target(
-            target.embed(labels, tokens[:, :-1]), taps=drafter.config.taps
+            target.embed(labels, tokens[:, :-1]), aux_layers=drafter.config.aux_layers
         )  # position i predicts token i
         embedded = target.tok_embeddings(tokens)
     features = drafter.features(embedded, hidden)  # e_i holds hidden i and token i
@@ -90,11 +99,19 @@ def block_loss(
     latest = torch.cat([order.expand(len(at), -1), at.repeat_interleave(levels, dim=1)], dim=1)
     seen = order[:, None] <= latest[..., None]  # [B, T + A·K, T]: nothing attends a query
     bias = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
-    bias = torch.nn.functional.pad(bias, (0, wanted[0].numel()), value=float("-inf"))[:, None].to(hidden.dtype)
+    bias = torch.nn.functional.pad(bias, (0, wanted[0].numel()), value=float("-inf"))[:, None].to(
+        hidden.dtype
+    )
     states = drafter(x, cells, bias)[:, count:]
     previous = tokens.gather(1, wanted.flatten(1) - 1)
-    drafted = (target.output(drafter.read(states, previous)).float() / temperature).log_softmax(-1)  # [B, A·K, V]
-    p = (logits.float() / temperature).softmax(-1).gather(1, wanted.flatten(1)[..., None].expand_as(drafted))
+    drafted = (target.output(drafter.read(states, previous)).float() / temperature).log_softmax(
+        -1
+    )  # [B, A·K, V]
+    p = (
+        (logits.float() / temperature)
+        .softmax(-1)
+        .gather(1, wanted.flatten(1)[..., None].expand_as(drafted))
+    )
     overlap = torch.minimum(p, drafted.exp()).sum(-1).unflatten(1, (-1, levels))
     cross_entropy = -(p * drafted).sum(-1).mean()
     return cross_entropy, overlap.mean((0, 1))

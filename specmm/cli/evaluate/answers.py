@@ -18,8 +18,12 @@ METRICS = ("vqa", "anls", "relaxed", "exact", "bleu", "cider")
 
 
 def vqa(
-    predictions: Annotated[Path, typer.Argument(help="JSON or JSON lines: question_id and answer.")],
-    answers: Annotated[Path, typer.Option(help="The same with the right answers: VQAv2, DocVQA or JSON lines.")],
+    predictions: Annotated[
+        Path, typer.Argument(help="JSON or JSON lines: question_id and answer.")
+    ],
+    answers: Annotated[
+        Path, typer.Option(help="The same with the right answers: VQAv2, DocVQA or JSON lines.")
+    ],
     metric: Annotated[str, typer.Option(help=f"One of {', '.join(METRICS)}.")] = "vqa",
     variant: Annotated[
         str, typer.Option(help="Of vqa: protocol, or official-code (the authors' release).")
@@ -28,7 +32,9 @@ def vqa(
     name: Name = None,
     as_json: Json = False,
 ) -> None:
-    """Accuracy of answers: VQAv2's soft accuracy, ANLS, ChartQA's relaxed accuracy, exact match, BLEU, CIDEr."""
+    """Accuracy of answers: VQAv2's soft accuracy, ANLS, ChartQA's relaxed accuracy, exact match,
+    BLEU, CIDEr.
+    """
     if metric not in METRICS:
         raise unknown("metric", metric, METRICS)
     with stdout_reserved():
@@ -49,5 +55,9 @@ def _score(metric: str, predictions: Any, answers: Any, variant: Any, seed: int)
         return vqa_accuracy(predictions, answers, variant, bootstrap)
     if metric in ("bleu", "cider"):
         return getattr(captions, metric)(predictions, answers)
-    measures: dict[str, Any] = {"anls": texts.anls, "relaxed": texts.relaxed_accuracy, "exact": texts.exact_match}
+    measures: dict[str, Any] = {
+        "anls": texts.anls,
+        "relaxed": texts.relaxed_accuracy,
+        "exact": texts.exact_match,
+    }
     return measures[metric](predictions, answers, bootstrap=bootstrap)

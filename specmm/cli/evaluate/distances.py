@@ -16,7 +16,13 @@ Neighbours = Annotated[int, typer.Option("-k", min=1, help="Neighbours that make
 
 
 @measured("inception")
-def fid(source: Source, reference: Statistics, reader: Reader, interval: WithInterval = False, seed: Seed = 0) -> Any:
+def fid(
+    source: Source,
+    reference: Statistics,
+    reader: Reader,
+    interval: WithInterval = False,
+    seed: Seed = 0,
+) -> Any:
     """Fréchet Inception distance; compare equal counts only, small sets are biased upwards."""
     if reader.network not in INCEPTIONS:
         raise ValueError(
@@ -25,13 +31,23 @@ def fid(source: Source, reference: Statistics, reader: Reader, interval: WithInt
     found = _frechet(reader, source, reference, seed if interval else None)
     named = str(found.protocol.get("features", "inception"))
     if not named.startswith("inception"):
-        raise ValueError(f"FID is of Inception's features, these files hold {named}; use specmm eval fd")
+        raise ValueError(
+            f"FID is of Inception's features, these files hold {named}; use specmm eval fd"
+        )
     return found
 
 
 @measured("dinov2")
-def fd(source: Source, reference: Statistics, reader: Reader, interval: WithInterval = False, seed: Seed = 0) -> Any:
-    """Fréchet distance with other features: dinov2 (FD-DINOv2), clip (CLIP-FD), efficientnet-lite0 (quick)."""
+def fd(
+    source: Source,
+    reference: Statistics,
+    reader: Reader,
+    interval: WithInterval = False,
+    seed: Seed = 0,
+) -> Any:
+    """Fréchet distance with other features: dinov2 (FD-DINOv2), clip (CLIP-FD), efficientnet-lite0
+    (quick).
+    """
     return replace(_frechet(reader, source, reference, seed if interval else None), metric="fd")
 
 
@@ -51,7 +67,9 @@ def kid(
 
     sizes: dict[str, Any] = {"subsets": subsets, "subset_size": subset_size, "seed": seed}
     bootstrap = Bootstrap(generator(seed)) if interval else None
-    return kernel_distance(*reader.both(source, reference), **sizes, bootstrap=bootstrap).measurement()
+    return kernel_distance(
+        *reader.both(source, reference), **sizes, bootstrap=bootstrap
+    ).measurement()
 
 
 @measured("inception-fidelity")
@@ -67,26 +85,36 @@ def inception_score(
 
 
 @measured("inception")
-def precision_recall(source: Source, reference: Reference, reader: Reader, k: Neighbours = 3, seed: Seed = 0) -> Any:
+def precision_recall(
+    source: Source, reference: Reference, reader: Reader, k: Neighbours = 3, seed: Seed = 0
+) -> Any:
     """Precision (how many pictures look real) and recall (how much of what is real they cover)."""
     from specmm.metrics import intervals, manifold
 
     made, real = reader.both(source, reference)
-    return manifold.precision_recall(real, made, k=k, bootstrap=intervals.Bootstrap(generator(seed)))
+    return manifold.precision_recall(
+        real, made, k=k, bootstrap=intervals.Bootstrap(generator(seed))
+    )
 
 
 @measured("inception")
-def density_coverage(source: Source, reference: Reference, reader: Reader, k: Neighbours = 5, seed: Seed = 0) -> Any:
+def density_coverage(
+    source: Source, reference: Reference, reader: Reader, k: Neighbours = 5, seed: Seed = 0
+) -> Any:
     """Density and coverage, the steadier successors of precision and recall."""
     from specmm.metrics import intervals, manifold
 
     made, real = reader.both(source, reference)
-    return manifold.density_coverage(real, made, k=k, bootstrap=intervals.Bootstrap(generator(seed)))
+    return manifold.density_coverage(
+        real, made, k=k, bootstrap=intervals.Bootstrap(generator(seed))
+    )
 
 
 @measured("inception")
 def mifid(source: Source, reference: Reference, reader: Reader) -> Any:
-    """Memorisation-informed FID: pictures close to those of the reference, the training set, make it larger."""
+    """Memorisation-informed FID: pictures close to those of the reference, the training set, make
+    it larger.
+    """
     from specmm.metrics.memorisation import memorisation_distance
 
     made, real = reader.both(source, reference)
@@ -102,4 +130,6 @@ def _frechet(reader: Reader, source: str, reference: str, seed: int | None) -> A
         return frechet_distance(*reader.both(source, reference, statistics=True))
     known = reader.gaussian(reference)
     made = reader.features(source)
-    return replace(frechet_distance(made, known), interval=frechet_interval(made, known, generator(seed)))
+    return replace(
+        frechet_distance(made, known), interval=frechet_interval(made, known, generator(seed))
+    )

@@ -1,4 +1,6 @@
-"""What all measuring commands share: the options about pictures, features and printing, in one decorator."""
+"""What all measuring commands share: the options about pictures, features and printing, in one
+decorator.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ Command = Callable[..., Any]
 
 
 def reading(network: str) -> Callable[[Command], Command]:
-    """Make a command of a function that takes a ``reader``: with the options of a ``Reader`` in its place.
+    """Make a command of a function that takes a ``reader``: with the options of a ``Reader`` in its
+    place.
 
     Its network is ``network`` if not given.
     """
@@ -37,7 +40,8 @@ def reading(network: str) -> Callable[[Command], Command]:
 
 
 def measured(network: str) -> Callable[[Command], Command]:
-    """Make a command of a function that takes a ``reader`` and gives one or more measurements: it prints them.
+    """Make a command of a function that takes a ``reader`` and gives one or more measurements: it
+    prints them.
 
     Beside the options of ``reading`` it has ``--name`` and ``--json``.
     """
@@ -60,7 +64,9 @@ def measured(network: str) -> Callable[[Command], Command]:
 def _parameters(function: Command) -> list[inspect.Parameter]:
     """The parameters of ``function``, their annotations evaluated."""
     hints = get_type_hints(function, include_extras=True)
-    return [p.replace(annotation=hints[p.name]) for p in inspect.signature(function).parameters.values()]
+    return [
+        p.replace(annotation=hints[p.name]) for p in inspect.signature(function).parameters.values()
+    ]
 
 
 def _with_parameters(command: Command, parameters: Sequence[inspect.Parameter]) -> Command:
@@ -84,4 +90,6 @@ def _picture_options(network: str) -> list[inspect.Parameter]:
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
+    return inspect.Parameter(
+        name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation
+    )

@@ -11,14 +11,31 @@ PICTURES = "a folder, glob, .zip, .tar or .npz of pictures, or an .npz of featur
 Source = Annotated[str, typer.Argument(help=f"What is measured: {PICTURES}.")]
 Reference = Annotated[str, typer.Argument(help=f"What it is measured against: {PICTURES}.")]
 Statistics = Annotated[
-    str, typer.Argument(help=f"What it is measured against: {PICTURES} or statistics (ours, ADM's, clean-fid's, …).")
+    str,
+    typer.Argument(
+        help=f"What it is measured against: {PICTURES} or statistics (ours, ADM's, clean-fid's, …)."
+    ),
 ]
-Network = Annotated[str, typer.Option("--features", help="Network that sees the pictures (see: specmm eval weights).")]
-Weights = Annotated[Path | None, typer.Option(help="Its weights, where they are not found by themselves.")]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out pictures that cannot be read, and say which.")]
-Workers = Annotated[int | None, typer.Option(min=0, help="Processes that read pictures (default: one a core).")]
+Network = Annotated[
+    str,
+    typer.Option("--features", help="Network that sees the pictures (see: specmm eval weights)."),
+]
+Weights = Annotated[
+    Path | None, typer.Option(help="Its weights, where they are not found by themselves.")
+]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", help="Leave out pictures that cannot be read, and say which.")
+]
+Workers = Annotated[
+    int | None, typer.Option(min=0, help="Processes that read pictures (default: one a core).")
+]
 Batch = Annotated[int, typer.Option(min=1, help="Pictures at a time.")]
 Device = Annotated[str, typer.Option(help="Where the network runs, such as cpu or cuda.")]
-Name = Annotated[str | None, typer.Option("--name", help="Of the method, for the report (default: SOURCE's own).")]
+Name = Annotated[
+    str | None,
+    typer.Option("--name", help="Of the method, for the report (default: SOURCE's own)."),
+]
 Seed = Annotated[int, typer.Option(help="Of resamples and subsets.")]
-WithInterval = Annotated[bool, typer.Option("--interval", help="With a confidence interval: takes longer.")]
+WithInterval = Annotated[
+    bool, typer.Option("--interval", help="With a confidence interval: takes longer.")
+]

@@ -10,14 +10,19 @@ import typer
 from specmm.cli.options import Json
 from specmm.cli.output import emit, stdout_reserved, writable, write_text
 
-FLOOR = "real against real"  # the benchmarks' name for the row of two halves of the training pictures
+FLOOR = (
+    "real against real"  # the benchmarks' name for the row of two halves of the training pictures
+)
 
 
 def report(
     results: Annotated[
-        list[Path], typer.Argument(help="What bench and eval fid printed with --json; or .csv of rows.")
+        list[Path],
+        typer.Argument(help="What bench and eval fid printed with --json; or .csv of rows."),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for report.md and report.png.")] = Path("out/report"),
+    out: Annotated[Path, typer.Option(help="Folder for report.md and report.png.")] = Path(
+        "out/report"
+    ),
     as_json: Json = False,
 ) -> None:
     """Draw FID over speed-up of several methods, and write the table that belongs to it."""
@@ -31,7 +36,10 @@ def report(
         text = table(rows, COLUMNS)
         writable(out)
         picture = draw_trade(rows, out / "report.png", floor)
-        write_text(out / "report.md", f"# Speed against quality\n\n{text}\n\n![FID over speed-up](report.png)\n")
+        write_text(
+            out / "report.md",
+            f"# Speed against quality\n\n{text}\n\n![FID over speed-up](report.png)\n",
+        )
     if as_json:
         emit({"rows": rows, "outputs": [str(out / "report.md"), str(picture)]})
     else:

@@ -64,12 +64,18 @@ def protocol_lines(protocols: Sequence[dict[str, Any]]) -> str:
     for protocol in protocols:
         whole |= protocol
     notes = list(dict.fromkeys(str(p["note"]) for p in protocols if "note" in p))
-    rows = [(k.replace("_", " "), _text(v)) for k, v in whole.items() if k != "note"] + [("note", n) for n in notes]
+    rows = [(k.replace("_", " "), _text(v)) for k, v in whole.items() if k != "note"] + [
+        ("note", n) for n in notes
+    ]
     width = max((len(k) for k, _ in rows), default=0)
     return "\n".join(f"  {k.ljust(width)}  {v}" for k, v in rows)
 
 
 def _text(value: Any) -> str:
     return (
-        ", ".join(map(_text, value)) if isinstance(value, list | tuple) else "unknown" if value is None else str(value)
+        ", ".join(map(_text, value))
+        if isinstance(value, list | tuple)
+        else "unknown"
+        if value is None
+        else str(value)
     )

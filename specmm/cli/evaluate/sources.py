@@ -27,19 +27,27 @@ class Reader:
     workers: int | None = None
     batch: int = 32
     device: str = "cpu"
-    skipped: list[tuple[str, str]] = field(default_factory=list)  # (name, reason) of pictures left out
-    checked: set[str] = field(default_factory=set)  # sources that were compared with their job's journal
+    skipped: list[tuple[str, str]] = field(
+        default_factory=list
+    )  # (name, reason) of pictures left out
+    checked: set[str] = field(
+        default_factory=set
+    )  # sources that were compared with their job's journal
 
     @cached_property
     def extractor(self) -> Any:
-        """The network; raises ``ValueError`` for an unknown name or device, and for missing weights."""
+        """The network; raises ``ValueError`` for an unknown name or device, and for missing
+        weights.
+        """
         from specmm.dtypes import named_device
         from specmm.metrics.extractors import extractor
 
         return extractor(self.network, weights=self.weights, device=named_device(self.device))
 
     def both(self, source: str, reference: str, statistics: bool = False) -> tuple[Any, Any]:
-        """Features, or ``statistics``, of both, once it is known that there is something to read in both."""
+        """Features, or ``statistics``, of both, once it is known that there is something to read in
+        both.
+        """
         read = self.gaussian if statistics else self.features
         known = read(reference) if is_file_of_numbers(reference) else None
         for each in (source, reference):
@@ -60,7 +68,9 @@ class Reader:
         return FeatureSet(torch.cat([b.values for b in blocks]), blocks[0].protocol)
 
     def gaussian(self, source: str) -> Any:
-        """Statistics of pictures, block by block, of stored features, or those in a file of reference statistics."""
+        """Statistics of pictures, block by block, of stored features, or those in a file of
+        reference statistics.
+        """
         from specmm.metrics.frechet import FeatureStatistics
 
         if is_reference(source):
@@ -93,7 +103,8 @@ class Reader:
     def pictures(self, source: str) -> Any:
         """The pictures of ``source``, decoded by ``workers`` processes.
 
-        Raises ``ValueError`` where there are none, and for a job's output with a damaged or missing result.
+        Raises ``ValueError`` where there are none, and for a job's output with a damaged or missing
+        result.
         """
         from specmm.jobs.verify import check_whole
         from specmm.metrics.inputs import open_pictures
@@ -116,7 +127,9 @@ class Reader:
 
         pictures, network = self.pictures(source), self.extractor
         total = operator.length_hint(pictures) or None
-        with tqdm(total=total, desc=f"{network.name} {name_of(source)}", unit="picture", disable=None) as bar:
+        with tqdm(
+            total=total, desc=f"{network.name} {name_of(source)}", unit="picture", disable=None
+        ) as bar:
             for block in network.stream(pictures, batch=self.batch):
                 bar.update(len(block))
                 yield block
@@ -129,7 +142,9 @@ class Reader:
 
 
 def stored_features(source: str) -> Any:
-    """The ``FeatureSet`` in an .npz of features, ours or a bare matrix [N, F]; None where it holds something else."""
+    """The ``FeatureSet`` in an .npz of features, ours or a bare matrix [N, F]; None where it holds
+    something else.
+    """
     import numpy as np
 
     from specmm.metrics.features import FeatureSet, as_features
@@ -162,11 +177,15 @@ def npz_names(source: str) -> set[str]:
         with zipfile.ZipFile(source) as found:
             return {n.removesuffix(".npy") for n in found.namelist()}
     except (zipfile.BadZipFile, OSError):
-        raise ValueError(f"{source} must be an .npz file, got a damaged one; write it again") from None
+        raise ValueError(
+            f"{source} must be an .npz file, got a damaged one; write it again"
+        ) from None
 
 
 def name_of(source: str) -> str:
-    """The method that made the pictures of ``source`` if ``specmm generate`` wrote it down there, else its name."""
+    """The method that made the pictures of ``source`` if ``specmm generate`` wrote it down there,
+    else its name.
+    """
     run = Path(source) / "run.json"
     try:
         return str(json.loads(run.read_text(encoding="utf-8"))["method"])

@@ -1,4 +1,5 @@
-"""Prompt lookup: drafts what followed the last occurrence of the latest tokens in the prompt and the answer so far.
+"""Prompt lookup: drafts what followed the last occurrence of the latest tokens in the prompt and
+the answer so far.
 
 Picture placeholders never match and are never drafted. Exact as point masses: any guess is allowed.
 
@@ -17,14 +18,16 @@ from specmm import methods
 from specmm.drafter import Feedback
 from specmm.hf.parts import Assembly
 from specmm.hf.target import VLMTarget
-from specmm.randomness import Dice
+from specmm.randomness import UniformSource
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 
 
 class Row:
-    """One row's tokens and, for each n-gram in them, the place behind its last occurrence that has a follower."""
+    """One row's tokens and, for each n-gram in them, the place after its last occurrence that has a
+    follower.
+    """
 
     def __init__(self, tokens: list[int], ngram: int, banned: frozenset[int]) -> None:
         self.tokens: list[int] = []
@@ -41,9 +44,11 @@ class Row:
             self.tokens.append(token)
 
     def guess(self, length: int, least: int = 1) -> list[int]:
-        """Up to ``length`` tokens that may follow, by the longest n-gram that was there before, of ``least`` tokens.
+        """Up to ``length`` tokens that may follow, by the longest n-gram that was there before, of
+        ``least`` tokens.
 
-        A guess that reaches the latest token goes on with itself, so that what repeats is drafted at full length.
+        A guess that reaches the latest token goes on with itself, so that what repeats is drafted
+        at full length.
         """
         for n in range(min(self.ngram, len(self.tokens)), least - 1, -1):
             latest = tuple(self.tokens[-n:])
@@ -59,7 +64,9 @@ class Row:
 
 
 class Recall:
-    """What rows of ``target`` have read and written, looked up by n-grams of at most ``ngram`` tokens."""
+    """What rows of ``target`` have read and written, looked up by n-grams of at most ``ngram``
+    tokens.
+    """
 
     def __init__(self, target: VLMTarget, ngram: int) -> None:
         self.target, self.ngram = target, ngram
@@ -70,14 +77,14 @@ class Recall:
         self.rows = self._read(self.target)
         self._extend(token[:, None].tolist(), [1] * len(self.rows))
 
-    def admit(self, row: int) -> None:
+    def start_row(self, row: int) -> None:
         """Index the prompt that the target has just admitted."""
-        [self.rows[row]] = self._read(self.target.admitted)
+        [self.rows[row]] = self._read(self.target.started)
 
     def extend(self, feedback: Feedback) -> None:
         """Index what a round committed."""
-        if feedback.verdict is not None and feedback.tokens is not None:
-            self._extend(feedback.tokens.tolist(), feedback.verdict.kept.tolist())
+        if feedback.result is not None and feedback.tokens is not None:
+            self._extend(feedback.tokens.tolist(), feedback.result.kept.tolist())
 
     def _read(self, target: VLMTarget) -> list[Row]:
         banned = frozenset(target.image_tokens)
@@ -89,7 +96,9 @@ class Recall:
 
 
 class PromptLookupDrafter:
-    """Chains of up to ``length`` tokens looked up by n-grams of at most ``ngram`` tokens; raises on sizes below 1."""
+    """Chains of up to ``length`` tokens looked up by n-grams of at most ``ngram`` tokens; raises on
+    sizes below 1.
+    """
 
     def __init__(self, target: VLMTarget, ngram: int = 3, length: int = 8) -> None:
         if ngram < 1 or length < 1:
@@ -103,15 +112,15 @@ class PromptLookupDrafter:
         self.clock = clock
         self.recall.begin(feedback.token)
 
-    def admit(self, row: int) -> None:
+    def start_row(self, row: int) -> None:
         """Index the prompt admitted."""
-        self.recall.admit(row)
+        self.recall.start_row(row)
 
-    def propose(self, feedback: Feedback, uniforms: Dice) -> DraftTree:
+    def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """A chain of each row's guess, filled up with the root's token, which is as good as any.
 
-        All rows' chains are as long as the longest guess; but where dice are thrown, always of full length, for a
-        row's dice must not depend on what the others guess.
+        All rows' chains are as long as the longest guess; but where uniforms are drawn, always of
+        full length, for a row's uniforms must not depend on what the others guess.
         """
         with self.clock("draft"):
             self.recall.extend(feedback)

@@ -1,8 +1,11 @@
-"""A whole small model as drafter: a language model that does not see the picture, or a vision-language model that does.
+"""A whole small model as drafter: a language model that does not see the picture, or a
+vision-language model that does.
 
-Its trees are grown like those of a feature head; it reads tokens only, and what it predicts from is its own states.
+Its trees are grown like those of a feature head; it reads tokens only, and what it predicts from is
+its own states.
 
-Shape letters: B batch, n nodes of a level, L prompt positions, C the drafter's width, v its vocabulary, V the target's.
+Shape letters: B batch, n nodes of a level, L prompt positions, C the drafter's width, v its
+vocabulary, V the target's.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specmm import methods
-from specmm.drafter import Feedback, Late
+from specmm.drafter import DeferredDrafter, Feedback
 from specmm.growth import Growth
 from specmm.hf import pretrained
 from specmm.hf.loading import own_tokenizer
@@ -25,9 +28,9 @@ from specmm.hf.parts import Assembly, Verification, translated
 from specmm.hf.prompt import VLMPrompt, on_device
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
-from specmm.layout import lay_weights
+from specmm.prepacked import lay_weights
 from specmm.processors import Processor
-from specmm.randomness import Dice
+from specmm.randomness import UniformSource
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.names import static_tree
 from specmm.shape.sampled import Siblings
@@ -35,7 +38,9 @@ from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 
 Inputs = Callable[[VLMPrompt], dict[str, Any]]
-ENCODED = "mm_encoder_outputs"  # generate's own reading of the pictures, handed to a custom_generate
+ENCODED = (
+    "mm_encoder_outputs"  # generate's own reading of the pictures, handed to a custom_generate
+)
 
 
 @dataclass
@@ -57,16 +62,18 @@ class SmallModel:
             return drafter
         if not isinstance(drafter, torch.nn.Module):
             given = type(drafter).__name__
-            raise ValueError(f"drafter must be a transformers model, got {given}; load one and give it")
+            raise ValueError(
+                f"drafter must be a transformers model, got {given}; load one and give it"
+            )
         return cls(drafter)
 
 
 class ModelDrafter:
     """Drafts with the transformers ``model`` for ``target``.
 
-    ``tree``, ``sampled`` and ``siblings`` are those of :class:`Growth`.
-    ``inputs`` says what the drafter is shown of a prompt; ``translation`` maps the target's tokens to the drafter's
-    (None: the same ones). Raises ``ValueError`` when vocabularies differ and there is no translation.
+    ``tree``, ``sampled`` and ``siblings`` are those of :class:`Growth`. ``inputs`` says what the
+    drafter is shown of a prompt; ``translation`` maps the target's tokens to the drafter's (None:
+    the same ones). Raises ``ValueError`` when vocabularies differ and there is no translation.
     """
 
     def __init__(
@@ -81,7 +88,7 @@ class ModelDrafter:
     ) -> None:
         self.target, self.inputs = target, inputs
         sampled = sampled and not target.processor.greedy
-        self.law = target.processor if isinstance(target.processor, Processor) else Processor()
+        self.probs = target.processor if isinstance(target.processor, Processor) else Processor()
         self.small = VLMTarget(model, Processor(), "drafter")
         vocabulary = target.family.vocabulary
         self.translation = translation or Translation.same(self.small.family.vocabulary, vocabulary)
@@ -90,7 +97,7 @@ class ModelDrafter:
         self.max_nodes, self.max_depth = self.growth.max_nodes, self.growth.max_depth
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """Show the drafter the prompt with the first token behind it."""
+        """Show the drafter the prompt with the first token after it."""
         self.clock = clock
         with clock("draft"):
             prompt = VLMPrompt(self.inputs(self.target.prompt), self.target.prompt.max_new_tokens)
@@ -99,9 +106,11 @@ class ModelDrafter:
         self.state = output.hidden[:, -1]  # [B, C]
         self.growth.begin(self.small.cache)
 
-    def propose(self, feedback: Feedback, uniforms: Dice) -> DraftTree:
-        """The tree behind ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
-        state = self.state if feedback.verdict is None else self.growth.read_committed(self, feedback)
+    def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """The tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        state = (
+            self.state if feedback.result is None else self.growth.read_committed(self, feedback)
+        )
         return self.growth.grow(self, feedback.token, state, uniforms)
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
@@ -110,7 +119,9 @@ class ModelDrafter:
             return self.translation.from_drafter(self.small.head(states).float())
 
     def read(self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
-        """The drafter's states [B, n, C] at ``tokens`` [B, n]; the target's ``hidden`` states say nothing to it."""
+        """The drafter's states [B, n, C] at ``tokens`` [B, n]; the target's ``hidden`` states say
+        nothing to it.
+        """
         with self.clock("draft"):
             return self.small.states(self.translation.to_drafter(tokens), positions, bias)
 
@@ -126,7 +137,10 @@ def padded(rows: list[list[int]], device: torch.device) -> dict[str, Any]:
     width = max(map(len, rows))
     ids = [row + [0] * (width - len(row)) for row in rows]
     mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
-    return {"input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(mask, device=device)}
+    return {
+        "input_ids": torch.tensor(ids, device=device),
+        "attention_mask": torch.tensor(mask, device=device),
+    }
 
 
 def load_language_model(folder: Path, target: Any, method: str) -> SmallModel:
@@ -135,7 +149,9 @@ def load_language_model(folder: Path, target: Any, method: str) -> SmallModel:
     return SmallModel(lay_weights(model.to(target.device).eval()), own_tokenizer(folder))
 
 
-def make_blind(method: methods.TextDraft, target: VLMTarget, drafter: Any, tokenizer: Any) -> Assembly:
+def make_blind(
+    method: methods.TextDraft, target: VLMTarget, drafter: Any, tokenizer: Any
+) -> Assembly:
     """The parts of method ``text-draft``: a language model, which sees no picture.
 
     With a tokenizer that is not the target's it is shown text, and its drafts are translated. It
@@ -154,10 +170,12 @@ def make_blind(method: methods.TextDraft, target: VLMTarget, drafter: Any, token
 
     shape = static_tree(method.tree, target.device)
     made = ModelDrafter(small.model, target, shape, read, translation, *verification.drawn)
-    return Assembly(Late(made), verification.rule)
+    return Assembly(DeferredDrafter(made), verification.rule)
 
 
-def make_seeing(method: methods.VLMDraft, target: VLMTarget, drafter: Any, tokenizer: Any) -> Assembly:
+def make_seeing(
+    method: methods.VLMDraft, target: VLMTarget, drafter: Any, tokenizer: Any
+) -> Assembly:
     """The parts of method ``vlm-draft``: a small vision-language model.
 
     It is shown pictures and question by its own processor, or the target's inputs.
@@ -179,4 +197,4 @@ def make_seeing(method: methods.VLMDraft, target: VLMTarget, drafter: Any, token
     translation = translated(getattr(own, "tokenizer", None), tokenizer, target, small.vocabulary)
     shape = static_tree(method.tree, target.device)
     made = ModelDrafter(small.model, target, shape, read, translation, *verification.drawn)
-    return Assembly(Late(made), verification.rule)
+    return Assembly(DeferredDrafter(made), verification.rule)

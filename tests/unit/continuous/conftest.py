@@ -1,4 +1,6 @@
-"""A closed-form head: the exact denoiser of Gaussian tokens, and the tiny model of the parity files."""
+"""A closed-form head: the exact denoiser of Gaussian tokens, and the tiny model of the parity
+files.
+"""
 
 import json
 from pathlib import Path
@@ -15,9 +17,10 @@ PARITY = Path(__file__).parents[2] / "parity" / "cspd"
 
 
 class GaussianHead:
-    """Answers as a perfect head for tokens ~ N(mean, std²) would; ``wide`` adds to v, so that σ is not the posterior's.
+    """Answers as a perfect head for tokens ~ N(mean, std²) would; ``wide`` adds to v, so that σ is
+    not the posterior's.
 
-    Stands for a ``BoundHead`` of R rows and for the ``head`` behind it.
+    Stands for a ``BoundHead`` of R rows and for the ``head`` after it.
     """
 
     guided, device = False, torch.device("cpu")
@@ -42,20 +45,32 @@ class GaussianHead:
         return self._answer(self.level[k], x)
 
     def window(self, first, x):
-        steps = (torch.tensor(first)[:, None] + torch.arange(x.shape[1])).clamp(max=len(self.level) - 1)
+        steps = (torch.tensor(first)[:, None] + torch.arange(x.shape[1])).clamp(
+            max=len(self.level) - 1
+        )
         return self._answer(self.level[steps][:, :, None], x)
 
-    def law(self):
-        """Mean and standard deviation of the token that the sampled chain ends in, by its linear recursion."""
+    def probs(self):
+        """Mean and standard deviation of the token that the sampled chain ends in, by its linear
+        recursion.
+        """
         s = self.schedule
-        level, mean, std = s.alphas_cumprod, torch.zeros_like(self.mean).double(), torch.ones_like(self.mean).double()
+        level, mean, std = (
+            s.alphas_cumprod,
+            torch.zeros_like(self.mean).double(),
+            torch.ones_like(self.mean).double(),
+        )
         for i in reversed(range(len(level))):
             spread = level[i] * self.std.double() ** 2 + 1 - level[i]
-            gain = level[i].sqrt() * self.std.double() ** 2 / spread  # x0 predicted = offset + gain · x
+            gain = (
+                level[i].sqrt() * self.std.double() ** 2 / spread
+            )  # x0 predicted = offset + gain · x
             offset = self.mean.double() * (1 - level[i]) / spread
             c1, c2 = s.posterior_mean_coef1[i], s.posterior_mean_coef2[i]
             mean = c1 * (offset + gain * mean) + c2 * mean
-            noise = s.log_variance(torch.full((1, 1), self.wide, dtype=torch.float64), torch.tensor([i])).exp()[0, 0]
+            noise = s.log_variance(
+                torch.full((1, 1), self.wide, dtype=torch.float64), torch.tensor([i])
+            ).exp()[0, 0]
             std = ((c1 * gain + c2) ** 2 * std**2 + (noise if i else 0)).sqrt()
         return mean, std
 
@@ -68,8 +83,12 @@ def gaussian():
 @pytest.fixture(scope="session")
 def tiny_mar():
     facts = json.loads((PARITY / "mar_tiny.json").read_text())["config"]
-    model = MAR(MARConfig(**{k: v for k, v in facts.items() if k in MARConfig.__dataclass_fields__}))
-    model.load_state_dict({k: v.float() for k, v in load_file(PARITY / "mar_tiny_state_fp16.safetensors").items()})
+    model = MAR(
+        MARConfig(**{k: v for k, v in facts.items() if k in MARConfig.__dataclass_fields__})
+    )
+    model.load_state_dict(
+        {k: v.float() for k, v in load_file(PARITY / "mar_tiny_state_fp16.safetensors").items()}
+    )
     return model.eval().requires_grad_(False)
 
 

@@ -1,4 +1,6 @@
-"""The maximal coupling of Gaussians against quadrature: how often a draft is kept, and the law of what comes out."""
+"""The maximal coupling of Gaussians against quadrature: how often a draft is kept, and the
+distribution of what comes out.
+"""
 
 import numpy as np
 import pytest
@@ -10,10 +12,15 @@ from specmm.image_ar.continuous.coupling import Normal, draw_residual, log_ratio
 from specmm.image_ar.continuous.noise import log_uniforms, normals
 
 N = 20_000
-CASES = [((0.3, 1.0), (0.0, 1.0)), ((0.0, 0.7), (0.5, 1.3)), ((2.0, 0.5), (0.0, 1.0)), ((0.0, 1.0), (0.01, 1.0))]
+CASES = [
+    ((0.3, 1.0), (0.0, 1.0)),
+    ((0.0, 0.7), (0.5, 1.3)),
+    ((2.0, 0.5), (0.0, 1.0)),
+    ((0.0, 1.0), (0.01, 1.0)),
+]
 
 
-def law(mean, std, count=N, width=1):
+def probs(mean, std, count=N, width=1):
     shape = (count, width)
     return Normal(np.full(shape, mean, np.float32), np.full(shape, 2 * np.log(std), np.float32))
 
@@ -46,21 +53,21 @@ def overlap(a, b):
 
 
 @pytest.mark.parametrize(("p", "q"), CASES)
-def test_drafts_are_kept_as_often_as_the_laws_overlap(p, q):
-    _, kept = couple(law(*p), law(*q))
+def test_drafts_are_kept_as_often_as_the_distributions_overlap(p, q):
+    _, kept = couple(probs(*p), probs(*q))
     wanted = overlap(p, q)
     assert abs(float(kept.mean()) - wanted) < 4 * (wanted * (1 - wanted) / N) ** 0.5 + 1e-4
 
 
 @pytest.mark.parametrize(("p", "q"), CASES)
-def test_what_comes_out_has_the_targets_law(p, q):
-    y, _ = couple(law(*p), law(*q), seed=1)
+def test_what_comes_out_has_the_targets_distribution(p, q):
+    y, _ = couple(probs(*p), probs(*q), seed=1)
     assert stats.kstest(y[:, 0], stats.norm(*p).cdf).pvalue > 1e-3
 
 
 def test_without_the_residual_it_has_not():
     (p, q) = CASES[1]
-    y, _ = couple(law(*p), law(*q), seed=1, residual=False)
+    y, _ = couple(probs(*p), probs(*q), seed=1, residual=False)
     assert stats.kstest(y[:, 0], stats.norm(*p).cdf).pvalue < 1e-6
 
 
@@ -77,25 +84,28 @@ def test_many_coordinates_of_different_widths():
 
 
 def test_ratios_where_densities_underflow():
-    p, q = law(0.0, 1e-3, 1, 64), law(5e-3, 1e-3, 1, 64)
+    p, q = probs(0.0, 1e-3, 1, 64), probs(5e-3, 1e-3, 1, 64)
     assert log_ratio(p, q, q.mean)[0] == pytest.approx(-0.5 * 25 * 64, rel=1e-4)
 
 
 def test_no_residual_mass_falls_back_on_the_target(monkeypatch):
     monkeypatch.setattr(coupling, "MOST_TRIES", 16)
-    p = law(1.0, 2.0, 4000)
+    p = probs(1.0, 2.0, 4000)
     y = draw_residual(p, p, [0] * 4000, 1, *streams(3))
     assert stats.kstest(y[:, 0], stats.norm(1.0, 2.0).cdf).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_laws_that_are_no_numbers(bad):
+def test_distributions_that_are_no_numbers(bad):
     with pytest.raises(ValueError, match="must be finite"):
-        draw_residual(law(bad, 1.0, 2), law(0.0, 1.0, 2), [0, 0], 1, *streams(0))
+        draw_residual(probs(bad, 1.0, 2), probs(0.0, 1.0, 2), [0, 0], 1, *streams(0))
 
 
 def test_a_pictures_draws_do_not_depend_on_the_batch():
-    p, q = law(0.0, 1.0, 60), law(0.4, 1.2, 60)  # many, so that some go on looking and others do not
+    p, q = (
+        probs(0.0, 1.0, 60),
+        probs(0.4, 1.2, 60),
+    )  # many, so that some go on looking and others do not
     together = draw_residual(p, q, [0] * 20 + [1] * 40, 2, *streams(4, (0, 1)))
     for picture, rows in enumerate((slice(20), slice(20, 60))):
         count = len(together[rows])

@@ -1,4 +1,6 @@
-"""The loop over iterations: whole pictures by speculation and plainly, streams of numbers, the faster solver."""
+"""The loop over iterations: whole pictures by speculation and plainly, streams of numbers, the
+faster solver.
+"""
 
 from itertools import pairwise
 
@@ -44,12 +46,16 @@ def pvalues(a, b):
     directions = torch.randn(64, 10, generator=torch.Generator().manual_seed(1))
     whole = [(x.flatten(1) @ directions).T.numpy() for x in (a, b)]
     tokens = [x.flatten(0, 1).T.numpy() for x in (a, b)]
-    return [stats.ks_2samp(x, y).pvalue for pair in (whole, tokens) for x, y in zip(*pair, strict=True)]
+    return [
+        stats.ks_2samp(x, y).pvalue for pair in (whole, tokens) for x, y in zip(*pair, strict=True)
+    ]
 
 
-def test_pictures_by_speculation_have_the_law_of_plain_ones(tiny_mar):
+def test_pictures_by_speculation_have_the_distribution_of_plain_ones(tiny_mar):
     ours, theirs = (pictures(tiny_mar, how, seed) for how, seed in ((speculative, 1), (plain, 2)))
-    assert min(pvalues(ours.tokens, theirs.tokens)[:10]) > 1e-3  # tokens of a picture are not independent
+    assert (
+        min(pvalues(ours.tokens, theirs.tokens)[:10]) > 1e-3
+    )  # tokens of a picture are not independent
     assert ours.stats.head_calls < 0.7 * theirs.stats.head_calls
     assert theirs.stats.head_calls_per_token == 10 and theirs.stats.rounds == 3 * PICTURES
 
@@ -60,7 +66,9 @@ def test_pictures_without_the_residual_have_not(tiny_mar):
 
 
 def test_the_faster_solver_follows_the_exact_denoiser(gaussian):
-    """For a Gaussian token, DDIM's map from noise to token is known: it is linear, with one factor a step."""
+    """For a Gaussian token, DDIM's map from noise to token is known: it is linear, with one factor
+    a step.
+    """
     schedule = Schedule.of("50")
     head = gaussian(schedule, torch.tensor([0.5]), torch.tensor([0.4]), 3)
     start = torch.tensor([[-1.0], [0.0], [2.0]])
@@ -81,8 +89,10 @@ def test_streams_are_the_pictures_own():
         assert torch.equal(both.draw(rows, width)[: rows[0]], alone.draw(rows[:1], width))
 
 
-def test_streams_have_their_laws():
-    assert stats.kstest(normals(generators(2, 1)).draw([1], 20_000)[0].numpy(), "norm").pvalue > 1e-3
+def test_streams_have_their_distributions():
+    assert (
+        stats.kstest(normals(generators(2, 1)).draw([1], 20_000)[0].numpy(), "norm").pvalue > 1e-3
+    )
     uniform = log_uniforms(generators(3, 1)).draw([1], 20_000)[0]
     assert uniform.max() <= 0 and uniform.isfinite().all()
     assert stats.kstest(uniform.exp().numpy(), "uniform").pvalue > 1e-3
@@ -115,4 +125,9 @@ def test_counts_add_up():
     total.add(ChainStats(4, 2, head_calls=40, drafted=3, accepted=1))
     total.add(ChainStats(6, 2, head_calls=20, drafted=1, accepted=1))
     total.add(Stats(2, 1))
-    assert total.tokens == 12 and total.head_calls_per_token == 5 and total.acceptance == 0.5 and total.tau == 12 / 5
+    assert (
+        total.tokens == 12
+        and total.head_calls_per_token == 5
+        and total.acceptance == 0.5
+        and total.tau == 12 / 5
+    )

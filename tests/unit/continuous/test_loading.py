@@ -21,7 +21,9 @@ from specmm.image_ar.continuous.mar import MAR, PUBLISHED, MARConfig
 SMALL = dict(encoder_embed_dim=16, encoder_depth=1, encoder_num_heads=2, decoder_embed_dim=16, decoder_depth=2,
              decoder_num_heads=2, class_num=3, buffer_size=2, diffloss_d=1, diffloss_w=8)  # fmt: skip
 TINY = MARConfig(img_size=64, vae_stride=16, vae_embed_dim=4, **SMALL)
-KL = KLConfig(ch=32, ch_mult=(1, 2), num_res_blocks=1, z_channels=4, resolution=256, attn_resolutions=(128,))
+KL = KLConfig(
+    ch=32, ch_mult=(1, 2), num_res_blocks=1, z_channels=4, resolution=256, attn_resolutions=(128,)
+)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +105,8 @@ def test_wrong_files_are_named(mar, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"), [(dict(encoder_num_heads=5), "multiple of its heads"), (dict(img_size=65), "img_size must")]
+    ("sizes", "message"),
+    [(dict(encoder_num_heads=5), "multiple of its heads"), (dict(img_size=65), "img_size must")],
 )
 def test_sizes_that_do_not_fit(sizes, message):
     with pytest.raises(ValueError, match=message):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from specmm.image_ar.continuous.chain import ChainHead
-from specmm.image_ar.continuous.cspd import Side, StreamDice, Window
+from specmm.image_ar.continuous.cspd import Side, StreamNumbers, Window
 from specmm.image_ar.continuous.decode import Plan
 from specmm.image_ar.continuous.noise import log_uniforms, normals
 from specmm.image_ar.continuous.orders import iterations
@@ -27,9 +27,9 @@ def sides(model, how, scale=1.0):
     return target, Side(model, torch.tensor([3] if scale == 1.0 else [5]), 1, how)
 
 
-def dice(seed=0):
+def uniforms(seed=0):
     random = [torch.Generator().manual_seed(seed)]
-    return StreamDice(normals(random), log_uniforms(random), 0, 1)
+    return StreamNumbers(normals(random), log_uniforms(random), 0, 1)
 
 
 class Scripted:
@@ -46,7 +46,7 @@ class Scripted:
 
 
 def make(model, how, scale=1.0, numbers=None):
-    return _Run(*sides(model, how, scale), ORDER, noise(), [numbers or dice()], Window(4, 0.05))
+    return _Run(*sides(model, how, scale), ORDER, noise(), [numbers or uniforms()], Window(4, 0.05))
 
 
 def play(run, part):
@@ -80,13 +80,13 @@ def test_the_target_sees_the_drafts_before_each_position(tiny_mar, cfg):
 
 
 def test_a_drafter_that_is_the_target_is_always_kept(tiny_mar):
-    *_, last = decode_paper(*sides(tiny_mar, plan()), ORDER, noise(), [dice()], Window(2, 0.2))
+    *_, last = decode_paper(*sides(tiny_mar, plan()), ORDER, noise(), [uniforms()], Window(2, 0.2))
     assert last.stats.acceptance == 1
     assert last.stats.rounds == 2 + 2  # two of the target's own, four drafted two at a time
     assert last.count == 16 and last.tokens.isfinite().all()
 
 
-def test_a_rejection_discards_what_was_drafted_behind_it(tiny_mar):
+def test_a_rejection_discards_what_was_drafted_after_it(tiny_mar):
     parts = iterations(16, 6)
     run = make(tiny_mar, plan(), 2.0, Scripted(-1.0, 1e30))
     assert play(run, run.round(0, parts[:4])) == 2
@@ -95,7 +95,9 @@ def test_a_rejection_discards_what_was_drafted_behind_it(tiny_mar):
 
 
 def test_rejected_tokens_are_replaced_and_never_zero(tiny_mar):
-    *_, last = decode_paper(*sides(tiny_mar, plan(), 2.0), ORDER, noise(), [dice(1)], Window(4, 0.05))
+    *_, last = decode_paper(
+        *sides(tiny_mar, plan(), 2.0), ORDER, noise(), [uniforms(1)], Window(4, 0.05)
+    )
     assert last.stats.acceptance < 1
     assert last.tokens.abs().sum(-1).min() > 0
 
@@ -104,19 +106,23 @@ def test_rejected_tokens_are_replaced_and_never_zero(tiny_mar):
 def test_pictures_of_a_batch_are_those_alone(tiny_mar, cfg):
     how, window = plan(cfg=cfg), Window(3, 0.2)
     labels, wrong = torch.tensor([3, 5, 1]), torch.tensor([5, 5, 2])
-    orders = torch.stack([torch.randperm(16, generator=torch.Generator().manual_seed(b)) for b in range(3)])
+    orders = torch.stack(
+        [torch.randperm(16, generator=torch.Generator().manual_seed(b)) for b in range(3)]
+    )
     start = torch.cat([noise(b) for b in range(3)])
 
     def draw(rows):
         random = [torch.Generator().manual_seed(b) for b in rows]
         streams = normals(random), log_uniforms(random)
-        numbers = [StreamDice(*streams, b, len(rows)) for b in range(len(rows))]
+        numbers = [StreamNumbers(*streams, b, len(rows)) for b in range(len(rows))]
         both = (Side(tiny_mar, of[rows], len(rows), how) for of in (labels, wrong))
         *_, last = decode_paper(*both, orders[rows], start[rows], numbers, window)
         return last
 
     whole, alone = draw([0, 1, 2]), [draw([b]) for b in range(3)]
-    torch.testing.assert_close(whole.tokens, torch.cat([one.tokens for one in alone]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        whole.tokens, torch.cat([one.tokens for one in alone]), atol=1e-4, rtol=1e-4
+    )
     assert whole.stats.rounds == sum(one.stats.rounds for one in alone)
     assert whole.stats.accepted == sum(one.stats.accepted for one in alone)
     assert len({one.stats.rounds for one in alone}) > 1

@@ -1,4 +1,6 @@
-"""Speculation along the denoising chain has the law of plain sampling; without the residual the same tests see it."""
+"""Speculation along the denoising chain has the distribution of plain sampling; without the
+residual the same tests see it.
+"""
 
 import pytest
 import torch
@@ -26,47 +28,68 @@ def run(bound, schedule, rows, seed=0, window=8, **options):
 
 
 def plain(bound, schedule, rows, seed=0, temperature=1.0):
-    noise = torch.randn(len(schedule) + 1, rows, bound.head.channels, generator=torch.Generator().manual_seed(seed))
+    noise = torch.randn(
+        len(schedule) + 1, rows, bound.head.channels, generator=torch.Generator().manual_seed(seed)
+    )
     return ancestral(bound, Steps.ddpm(schedule), noise, temperature)
 
 
 # --- a closed form ---
 
 
-@pytest.mark.parametrize("belief", ["gaussian", "frozen"])
-@pytest.mark.parametrize(("temperature", "wide", "window"), [(1.0, -1.0, 8), (0.7, 0.3, 5), (1.0, 0.5, 25)])
-def test_gaussian_tokens_have_the_law_of_the_recursion(gaussian, belief, temperature, wide, window):
+@pytest.mark.parametrize("predictor", ["gaussian", "frozen"])
+@pytest.mark.parametrize(
+    ("temperature", "wide", "window"), [(1.0, -1.0, 8), (0.7, 0.3, 5), (1.0, 0.5, 25)]
+)
+def test_gaussian_tokens_have_the_distribution_of_the_recursion(
+    gaussian, predictor, temperature, wide, window
+):
     schedule, rows = Schedule.of("25"), 4000
     head = gaussian(schedule, MEAN, STD, rows, wide)
-    got = run(head, schedule, [rows], window=window, temperature=temperature, belief=belief).tokens
+    got = run(
+        head, schedule, [rows], window=window, temperature=temperature, predictor=predictor
+    ).tokens
     if temperature == 1.0:
-        mean, std = head.law()
+        mean, std = head.probs()
     else:
-        sampled = plain(gaussian(schedule, MEAN, STD, 20_000, wide), schedule, 20_000, 1, temperature)
+        sampled = plain(
+            gaussian(schedule, MEAN, STD, 20_000, wide), schedule, 20_000, 1, temperature
+        )
         mean, std = sampled.mean(0), sampled.std(0)
     for c in range(3):
-        assert stats.kstest(got[:, c].numpy(), stats.norm(float(mean[c]), float(std[c])).cdf).pvalue > 1e-3
+        assert (
+            stats.kstest(got[:, c].numpy(), stats.norm(float(mean[c]), float(std[c])).cdf).pvalue
+            > 1e-3
+        )
 
 
 def test_the_closed_form_is_that_of_plain_sampling(gaussian):
     schedule = Schedule.of("25")
     head = gaussian(schedule, MEAN, STD, 4000, 0.3)
-    (mean, std), got = head.law(), plain(head, schedule, 4000)
+    (mean, std), got = head.probs(), plain(head, schedule, 4000)
     for c in range(3):
-        assert stats.kstest(got[:, c].numpy(), stats.norm(float(mean[c]), float(std[c])).cdf).pvalue > 1e-3
+        assert (
+            stats.kstest(got[:, c].numpy(), stats.norm(float(mean[c]), float(std[c])).cdf).pvalue
+            > 1e-3
+        )
 
 
 def test_the_broken_twin_is_seen_in_closed_form(gaussian):
     schedule = Schedule.of("25")
     head = gaussian(schedule, MEAN, STD, 4000, 0.5)
-    got = run(head, schedule, [4000], residual=False, belief="frozen").tokens
-    mean, std = gaussian(schedule, MEAN, STD, 1, 0.5).law()
-    worst = min(stats.kstest(got[:, c].numpy(), stats.norm(float(mean[c]), float(std[c])).cdf).pvalue for c in range(3))
+    got = run(head, schedule, [4000], residual=False, predictor="frozen").tokens
+    mean, std = gaussian(schedule, MEAN, STD, 1, 0.5).probs()
+    worst = min(
+        stats.kstest(got[:, c].numpy(), stats.norm(float(mean[c]), float(std[c])).cdf).pvalue
+        for c in range(3)
+    )
     assert worst < 1e-6
 
 
-def test_a_belief_that_is_right_is_always_kept(gaussian):
-    """Tokens of unit variance have reverse steps of variance β, v = 1: the drafter's law is then the target's."""
+def test_a_predictor_that_is_right_is_always_kept(gaussian):
+    """Tokens of unit variance have reverse steps of variance β, v = 1: the drafter's distribution
+    is then the target's.
+    """
     schedule, one = Schedule.of("25"), torch.ones(3)
     result = run(gaussian(schedule, one * 0.4, one, 200, wide=1.0), schedule, [200], window=25)
     assert max(result.row_calls) <= 3  # the first window is drafted without knowing the mean
@@ -82,42 +105,54 @@ def pvalues(a, b):
     return [stats.ks_2samp(x, y).pvalue for x, y in zip(*both, strict=True)]
 
 
-@pytest.mark.parametrize("belief", ["gaussian", "frozen"])
+@pytest.mark.parametrize("predictor", ["gaussian", "frozen"])
 @pytest.mark.parametrize(
-    ("spec", "rows", "scale", "temperature"), [("ddim10", 4000, 1.0, 1.0), ("ddim20", 1500, 2.0, 0.9)]
+    ("spec", "rows", "scale", "temperature"),
+    [("ddim10", 4000, 1.0, 1.0), ("ddim20", 1500, 2.0, 0.9)],
 )
-def test_the_tiny_models_tokens_have_the_law_of_plain_sampling(bind, spec, rows, scale, temperature, belief):
+def test_the_tiny_models_tokens_have_the_distribution_of_plain_sampling(
+    bind, spec, rows, scale, temperature, predictor
+):
     schedule = Schedule.of(spec)
     wanted = plain(bind(rows, scale, spec), schedule, rows, 3, temperature)
-    made = run(bind(rows, scale, spec), schedule, [rows], 4, temperature=temperature, belief=belief)
+    made = run(
+        bind(rows, scale, spec), schedule, [rows], 4, temperature=temperature, predictor=predictor
+    )
     assert min(pvalues(made.tokens, wanted)) > 1e-3
 
 
-@pytest.mark.parametrize(("belief", "seen"), [("frozen", 1e-6), ("gaussian", 1e-3)])
-def test_the_broken_twin_is_seen_on_the_tiny_model(bind, belief, seen):
+@pytest.mark.parametrize(("predictor", "seen"), [("frozen", 1e-6), ("gaussian", 1e-3)])
+def test_the_broken_twin_is_seen_on_the_tiny_model(bind, predictor, seen):
     schedule, rows = Schedule.of("ddim10"), 4000
     wanted = plain(bind(rows, 1.0, "ddim10"), schedule, rows, 3)
-    made = run(bind(rows, 1.0, "ddim10"), schedule, [rows], 4, belief=belief, residual=False)
+    made = run(bind(rows, 1.0, "ddim10"), schedule, [rows], 4, predictor=predictor, residual=False)
     assert min(pvalues(made.tokens, wanted)) < seen
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0])
-def test_drafts_of_a_smaller_head_leave_the_law_alone(bind, scale):
+def test_drafts_of_a_smaller_head_leave_the_distribution_alone(bind, scale):
     """Another condition's head stands for the smaller model's: wrong enough to be rejected often."""
     schedule, rows = Schedule.of("ddim10"), 6000
-    tables, given = WindowTables(schedule, 5), (bind(rows, scale, "ddim10"), bind(rows, scale, "ddim10", row=3))
+    tables, given = (
+        WindowTables(schedule, 5),
+        (bind(rows, scale, "ddim10"), bind(rows, scale, "ddim10", row=3)),
+    )
     wanted = plain(bind(rows, scale, "ddim10"), schedule, rows, 3)
-    made = speculate(given[0], tables, [rows], *streams(4), Options(belief="small"), given[1])
+    made = speculate(given[0], tables, [rows], *streams(4), Options(predictor="small"), given[1])
     assert min(pvalues(made.tokens, wanted)) > 1e-3
     broken = bind(rows, scale, "ddim10"), bind(rows, scale, "ddim10", row=3)
-    twin = speculate(broken[0], tables, [rows], *streams(4), Options(1.0, "small", False), broken[1])
+    twin = speculate(
+        broken[0], tables, [rows], *streams(4), Options(1.0, "small", False), broken[1]
+    )
     assert min(pvalues(twin.tokens, wanted)) < 1e-4
 
 
 def test_a_smaller_head_that_is_the_target_is_always_kept(bind):
     schedule = Schedule.of("ddim50")
     tables = WindowTables(schedule, 10)
-    made = speculate(bind(4, spec="ddim50"), tables, [4], *streams(1), Options(), bind(4, spec="ddim50"))
+    made = speculate(
+        bind(4, spec="ddim50"), tables, [4], *streams(1), Options(), bind(4, spec="ddim50")
+    )
     assert max(made.row_calls) <= 6  # 5 windows of 10 points
 
 

@@ -11,7 +11,15 @@ from specmm.image_ar.continuous.diffusion import Schedule
 from specmm.image_ar.continuous.kl import KLConfig
 from specmm.image_ar.continuous.mar import MAR, MARConfig
 
-KL = KLConfig(ch=32, ch_mult=(1, 1), num_res_blocks=1, z_channels=3, resolution=8, attn_resolutions=(4,), scale=1.0)
+KL = KLConfig(
+    ch=32,
+    ch_mult=(1, 1),
+    num_res_blocks=1,
+    z_channels=3,
+    resolution=8,
+    attn_resolutions=(4,),
+    scale=1.0,
+)
 SIZES = dict(encoder_embed_dim=16, encoder_depth=1, encoder_num_heads=2, decoder_embed_dim=16, decoder_depth=1,
              decoder_num_heads=2, class_num=2, buffer_size=2, diffloss_d=1, diffloss_w=16)  # fmt: skip
 CONFIG = MARConfig(img_size=8, vae_stride=2, vae_embed_dim=3, **SIZES)
@@ -20,7 +28,9 @@ CONFIG = MARConfig(img_size=8, vae_stride=2, vae_embed_dim=3, **SIZES)
 @pytest.fixture(scope="module")
 def images():
     """Pictures of one colour each."""
-    colours = torch.randint(256, (12, 1, 1, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    colours = torch.randint(
+        256, (12, 1, 1, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
     return colours.expand(-1, 8, 8, -1)
 
 
@@ -42,7 +52,11 @@ def test_a_mar_trains_and_its_average_is_kept_with_it(tmp_path):
     model = train_mar(moments, torch.arange(12) % 2, 0.5, CONFIG, tmp_path, steps=6, batch=4)
     assert model.head.final_layer.linear.weight.abs().sum() > 0  # it starts at zero
     kept = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert kept["step"] == 6 and "average.mask_token" in kept["model"] and "model.mask_token" in kept["model"]
+    assert (
+        kept["step"] == 6
+        and "average.mask_token" in kept["model"]
+        and "model.mask_token" in kept["model"]
+    )
 
 
 def test_the_loss_of_a_fresh_model_is_that_of_predicting_no_noise():
@@ -66,6 +80,9 @@ def test_an_average_follows_and_lags():
     for p in both.model.parameters():
         p.data += 1
     both.update(1000)
-    gaps = [(w - m).mean().item() for w, m in zip(both.model.parameters(), both.average.parameters(), strict=True)]
+    gaps = [
+        (w - m).mean().item()
+        for w, m in zip(both.model.parameters(), both.average.parameters(), strict=True)
+    ]
     assert all(abs(gap - 0.9) < 1e-4 for gap in gaps)
     assert not any(p.requires_grad for p in both.average.parameters())

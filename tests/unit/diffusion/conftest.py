@@ -46,7 +46,9 @@ def shaken(model, seed, std=0.3):
 
 
 def target_model(vocabulary, seed=0, room=128):
-    """Three layers that say something, and a last one, which no block drafter may read, that adds nothing."""
+    """Three layers that say something, and a last one, which no block drafter may read, that adds
+    nothing.
+    """
     sizes = {**SIZES, "vocab_size": vocabulary, "max_position_embeddings": room}
     said = shaken(tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)), seed).state_dict()
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**(sizes | {"num_hidden_layers": 4})))
@@ -57,7 +59,9 @@ def target_model(vocabulary, seed=0, room=128):
 
 
 def dream(vocabulary, room=128, layers=3, shift=1):
-    """The target's own weights read on both sides: it often agrees. One more token than the target: the mask."""
+    """The target's own weights read on both sides: it often agrees. One more token than the target:
+    the mask.
+    """
     sizes = SIZES | {"max_position_embeddings": room, "num_hidden_layers": layers}
     model = shaken(tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=vocabulary + 1, **sizes)), 0)
     return FullAttention(model, vocabulary, 2, shift)
@@ -75,9 +79,15 @@ def dflash(vocabulary):
 
 
 def paired(vocabulary, known=None, recurrent=0):
-    """A DFlash drafter with a table of pairs, and perhaps a memory, that knows all tokens or ``known`` of them."""
+    """A DFlash drafter with a table of pairs, and perhaps a memory, that knows all tokens or
+    ``known`` of them.
+    """
     sizes = tf.Qwen3Config(vocab_size=vocabulary, head_dim=8, attn_implementation="sdpa", **SIZES)
-    model = DFlash(DFlashConfig(sizes, 5, vocabulary - 1, (0, 2), 0 if known is None else len(known), 3, recurrent))
+    model = DFlash(
+        DFlashConfig(
+            sizes, 5, vocabulary - 1, (0, 2), 0 if known is None else len(known), 3, recurrent
+        )
+    )
     if known is not None:
         model.know(torch.tensor(known))
     shaken(model, 4, 0.3).markov.before.weight.mul_(12)  # pairs that say much
@@ -94,7 +104,10 @@ def deer(vocabulary, end=None):
 
 
 def proxy(vocabulary):
-    return fit([torch.randint(vocabulary, (60,), generator=torch.Generator().manual_seed(1)).tolist()], vocabulary)
+    return fit(
+        [torch.randint(vocabulary, (60,), generator=torch.Generator().manual_seed(1)).tolist()],
+        vocabulary,
+    )
 
 
 def searching(target, **options):
@@ -107,12 +120,24 @@ DRAFTERS = {
     "chain of mdlm": lambda t: ChainDrafter(DiffusionSource(mdlm(t.family.vocabulary), t), t, 4),
     "chain of dflash": lambda t: ChainDrafter(DFlashSource(dflash(t.family.vocabulary), t), t),
     "chain of pairs": lambda t: ChainDrafter(DFlashSource(paired(t.family.vocabulary), t), t),
-    "chain of few tokens": lambda t: ChainDrafter(DFlashSource(paired(t.family.vocabulary, [4, 1, 2]), t), t),
-    "chain with a memory": lambda t: ChainDrafter(DFlashSource(paired(t.family.vocabulary, None, 6), t), t),
-    "recalling chain of pairs": lambda t: ChainDrafter(DFlashSource(paired(t.family.vocabulary), t), t, recall=1),
-    "sure chain of pairs": lambda t: ChainDrafter(DFlashSource(paired(t.family.vocabulary), t), t, sure=SURE),
-    "tree of pairs": lambda t: TreeDrafter(DFlashSource(paired(t.family.vocabulary, [4, 1, 2]), t), t, 7),
-    "drawn tree of pairs": lambda t: DrawnTreeDrafter(DFlashSource(paired(t.family.vocabulary, [4, 1, 2]), t), t, BUSH),
+    "chain of few tokens": lambda t: ChainDrafter(
+        DFlashSource(paired(t.family.vocabulary, [4, 1, 2]), t), t
+    ),
+    "chain with a memory": lambda t: ChainDrafter(
+        DFlashSource(paired(t.family.vocabulary, None, 6), t), t
+    ),
+    "recalling chain of pairs": lambda t: ChainDrafter(
+        DFlashSource(paired(t.family.vocabulary), t), t, recall=1
+    ),
+    "sure chain of pairs": lambda t: ChainDrafter(
+        DFlashSource(paired(t.family.vocabulary), t), t, sure=SURE
+    ),
+    "tree of pairs": lambda t: TreeDrafter(
+        DFlashSource(paired(t.family.vocabulary, [4, 1, 2]), t), t, 7
+    ),
+    "drawn tree of pairs": lambda t: DrawnTreeDrafter(
+        DFlashSource(paired(t.family.vocabulary, [4, 1, 2]), t), t, BUSH
+    ),
     "sure chain with a memory": lambda t: ChainDrafter(
         DFlashSource(paired(t.family.vocabulary, None, 6), t), t, sure=SURE
     ),
@@ -122,19 +147,33 @@ DRAFTERS = {
     "drawn tree with a memory": lambda t: DrawnTreeDrafter(
         DFlashSource(paired(t.family.vocabulary, [4, 1, 2], 6), t), t, BUSH
     ),
-    "tree with a memory": lambda t: TreeDrafter(DFlashSource(paired(t.family.vocabulary, None, 6), t), t, 7),
-    "drawn tree of dream": lambda t: DrawnTreeDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, BUSH),
-    "recalling chain": lambda t: ChainDrafter(DFlashSource(dflash(t.family.vocabulary), t), t, recall=1),
+    "tree with a memory": lambda t: TreeDrafter(
+        DFlashSource(paired(t.family.vocabulary, None, 6), t), t, 7
+    ),
+    "drawn tree of dream": lambda t: DrawnTreeDrafter(
+        DiffusionSource(dream(t.family.vocabulary), t), t, BUSH
+    ),
+    "recalling chain": lambda t: ChainDrafter(
+        DFlashSource(dflash(t.family.vocabulary), t), t, recall=1
+    ),
     "chain of deer": lambda t: ChainDrafter(CausalSource(deer(t.family.vocabulary), t), t),
     "tree of deer": lambda t: TreeDrafter(CausalSource(deer(t.family.vocabulary), t), t, 7, 3),
-    "sure chain": lambda t: ChainDrafter(DFlashSource(dflash(t.family.vocabulary), t), t, sure=SURE),
+    "sure chain": lambda t: ChainDrafter(
+        DFlashSource(dflash(t.family.vocabulary), t), t, sure=SURE
+    ),
     "tree of dream": lambda t: TreeDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, 9, 3),
     "tree of dflash": lambda t: TreeDrafter(DFlashSource(dflash(t.family.vocabulary), t), t, 7),
-    "steps of dream": lambda t: StepsDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, 5, 3),
+    "steps of dream": lambda t: StepsDrafter(
+        DiffusionSource(dream(t.family.vocabulary), t), t, 5, 3
+    ),
     "diffuspec": lambda t: searching(t, most=5, step=2),
     "chain of kept dream": lambda t: ChainDrafter(KeptSource(dream(t.family.vocabulary), t), t, 4),
     "diffuspec, kept": lambda t: DiffuSpecDrafter(
-        KeptSource(dream(t.family.vocabulary), t), proxy(t.family.vocabulary), least=2, most=5, step=2
+        KeptSource(dream(t.family.vocabulary), t),
+        proxy(t.family.vocabulary),
+        least=2,
+        most=5,
+        step=2,
     ),
     "diffuspec, sampled": lambda t: searching(t, most=4, sampled=True),
     "diffuspec, likeliest tokens": lambda t: DiffuSpecDrafter(
@@ -151,7 +190,9 @@ def run(make, processor, uniforms, rows=ROWS, vocabulary=V, length=LENGTH):
         *_, end = decode_plain(target, prompt, length, uniforms)
     else:
         drafter = make(target)
-        drawn = isinstance(drafter, ChainDrafter | StepsDrafter) or getattr(drafter, "sampled", False)
+        drawn = isinstance(drafter, ChainDrafter | StepsDrafter) or getattr(
+            drafter, "sampled", False
+        )
         rule = chain_rule(target) if drawn else Recursive()
         if isinstance(drafter, DrawnTreeDrafter) and not processor.greedy:
             rule = Traversal()
@@ -173,22 +214,24 @@ class Stream(Uniforms):
         return torch.rand(self.rows, count, generator=self.generator)
 
 
-def law_of_sequences(processor, row, length):
-    model, law = target_model(SMALL), torch.ones(1, dtype=torch.float64)
+def sequence_distribution(processor, row, length):
+    model, probs = target_model(SMALL), torch.ones(1, dtype=torch.float64)
     for depth in range(length):
         paths = torch.tensor(list(itertools.product(range(SMALL), repeat=depth)), dtype=torch.int64)
-        ids = torch.cat([torch.tensor([row]).expand(SMALL**depth, -1), paths.view(SMALL**depth, depth)], 1)
+        ids = torch.cat(
+            [torch.tensor([row]).expand(SMALL**depth, -1), paths.view(SMALL**depth, depth)], 1
+        )
         logits = model(ids).logits[:, -1]
-        law = (law[:, None] * processor(logits.double())).flatten()
-    return law
+        probs = (probs[:, None] * processor(logits.double())).flatten()
+    return probs
 
 
-def fits(law, tokens):
+def fits(probs, tokens):
     """Whether ``tokens`` [n, T] pass a chi-square test at one in a thousand; rare cells are joined."""
     length = tokens.shape[1]
     index = sum(tokens[:, t] * SMALL ** (length - 1 - t) for t in range(length))
-    seen = torch.bincount(index, minlength=len(law)).double()
-    wanted, order = (law * len(tokens)).sort(descending=True)
+    seen = torch.bincount(index, minlength=len(probs)).double()
+    wanted, order = (probs * len(tokens)).sort(descending=True)
     common = int((wanted >= 5).sum())
     cells = [torch.cat([x[:common], x[common:].sum()[None]]) for x in (wanted, seen[order])]
     keep = cells[0] > 1e-9

@@ -1,4 +1,6 @@
-"""A DEER drafter's cache: after rounds of a ragged batch it says what one says that reads everything anew."""
+"""A DEER drafter's cache: after rounds of a ragged batch it says what one says that reads
+everything anew.
+"""
 
 import torch
 import transformers as tf
@@ -42,7 +44,13 @@ class Anew:
     def __init__(self, drafter, target):
         self.source, self.target = CausalSource(drafter, target), target
         self.fresh = CausalSource(drafter, VLMTarget(target.model, Processor(0)))
-        self.longest, self.end, self.follow, self.furthest, self.apart = self.source.longest, None, None, 0.0, 0
+        self.longest, self.end, self.follow, self.furthest, self.apart = (
+            self.source.longest,
+            None,
+            None,
+            0.0,
+            0,
+        )
         self.known = self.source.known
 
     def begin(self, feedback, most):
@@ -50,15 +58,18 @@ class Anew:
         self.source.begin(feedback, most)
 
     def logits(self, feedback, block):
-        if feedback.verdict is not None:
-            for text, new, kept in zip(self.texts, feedback.tokens.tolist(), feedback.verdict.kept, strict=True):
+        if feedback.result is not None:
+            for text, new, kept in zip(
+                self.texts, feedback.tokens.tolist(), feedback.result.kept, strict=True
+            ):
                 text += new[: int(kept)]
-            self.apart += int(feedback.verdict.kept.unique().numel() > 1)
+            self.apart += int(feedback.result.kept.unique().numel() > 1)
         found = self.source.logits(feedback, block)
         for row, text in enumerate(self.texts):
-            if feedback.verdict is None or feedback.verdict.kept[row]:
+            if feedback.result is None or feedback.result.kept[row]:
                 self.furthest = max(
-                    self.furthest, float((found[row] - self.read(text, block)).nan_to_num(0).abs().max())
+                    self.furthest,
+                    float((found[row] - self.read(text, block)).nan_to_num(0).abs().max()),
                 )
         return found
 
@@ -75,7 +86,7 @@ def test_reading_a_text_once_is_reading_it_anew():
     target, drafter = VLMTarget(network, Processor(1.0)), CausalPrefix(model(V + 1, 2, 1), V, K)
     source = Anew(drafter, target)
     prompt = VLMPrompt(padded(ROWS, "cpu"), LENGTH)
-    dice = Uniforms.from_seeds([0, 1, 2])
-    *_, end = decode(target, ChainDrafter(source, target), Recursive(), prompt, LENGTH, dice)
+    uniforms = Uniforms.from_seeds([0, 1, 2])
+    *_, end = decode(target, ChainDrafter(source, target), Recursive(), prompt, LENGTH, uniforms)
     assert end.stats.rounds > 6 and source.apart > 1  # rows did accept different numbers
     assert source.furthest < 1e-4

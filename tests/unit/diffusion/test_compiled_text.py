@@ -1,4 +1,6 @@
-"""Compiled text: the tokens of eager steps and rounds, whatever the prompts' lengths, and what is not served."""
+"""Compiled text: the tokens of eager steps and rounds, whatever the prompts' lengths, and what is
+not served.
+"""
 
 import copy
 import shutil
@@ -41,10 +43,13 @@ class Run:
         return end.tokens[:, :length].tolist(), end.stats.rounds
 
     def steps(self, rows=ROWS, length=LENGTH):
-        prompt, dice = VLMPrompt(padded(rows, "cpu"), length), Uniforms.from_seeds(range(len(rows)))
+        prompt, uniforms = (
+            VLMPrompt(padded(rows, "cpu"), length),
+            Uniforms.from_seeds(range(len(rows))),
+        )
         if self.parts is None:
-            return decode_plain(self.target, prompt, length, dice)
-        return decode(self.target, *self.parts, prompt, length, dice, **self.options)
+            return decode_plain(self.target, prompt, length, uniforms)
+        return decode(self.target, *self.parts, prompt, length, uniforms, **self.options)
 
 
 PROCESSORS = {
@@ -74,7 +79,9 @@ def test_tokens_are_those_of_eager_rounds_with_every_processor(name, processor, 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
-@pytest.mark.parametrize(("name", "processor"), [("ar", "penalised"), ("chain", "greedy"), ("tree", "penalised")])
+@pytest.mark.parametrize(
+    ("name", "processor"), [("ar", "penalised"), ("chain", "greedy"), ("tree", "penalised")]
+)
 def test_built_programs_give_the_same_tokens(name, processor):
     check_compiled_tokens(name, processor)
 
@@ -103,7 +110,13 @@ def worked(parts):
 
 @pytest.mark.parametrize(
     "change",
-    [{"number": 3}, {"flag": False}, {"maybe": torch.ones(2)}, {"items": [1.0, 2.0]}, {"x": torch.ones(3)}],
+    [
+        {"number": 3},
+        {"flag": False},
+        {"maybe": torch.ones(2)},
+        {"items": [1.0, 2.0]},
+        {"x": torch.ones(3)},
+    ],
 )
 def test_programs_of_the_same_parts_follow_what_may_change(change, traced):
     parts, program = Parts(torch.arange(2.0)), compiled(worked, same_parts=True)
@@ -114,7 +127,9 @@ def test_programs_of_the_same_parts_follow_what_may_change(change, traced):
 
 @pytest.mark.parametrize("name", ["ar", pytest.param("tree", marks=pytest.mark.slow)])
 def test_prompts_of_any_length_share_a_program(name, traced):
-    """Up to the room that texts are given: a longer one gets another program, as do more rows, and the same tokens."""
+    """Up to the room that texts are given: a longer one gets another program, as do more rows, and
+    the same tokens.
+    """
     eager, compiled = (Run(WAYS[name], Processor(1.0), way, roomy_model()) for way in (False, True))
     rows = [[3, 4, 5], [6]]
     compiled(rows)
@@ -133,7 +148,9 @@ def roomy_model():
 @pytest.mark.slow
 def test_other_runs_on_the_model_leave_programs_as_they_were(traced):
     model = target_model(V)
-    first, other = (Run(method, Processor(0), True, model) for method in (CHAIN, methods.Block(length=2)))
+    first, other = (
+        Run(method, Processor(0), True, model) for method in (CHAIN, methods.Block(length=2))
+    )
     wanted = Run(CHAIN, Processor(0), False)()
     assert first() == wanted
     assert other()[0] == Run(TREE, Processor(0), False, model)()[0] == wanted[0]
@@ -198,7 +215,10 @@ def test_a_call_in_the_middle_of_a_compiled_stream_leaves_it_its_cache(traced):
 def test_the_pipeline_keeps_its_programs(traced):
     pipe = TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float32)
     options = dict(max_new_tokens=6, compiled=True)
-    texts = [pipe("def add(a, b):", method="ar", **options).texts, pipe("def add(a, b):", max_new_tokens=6).texts]
+    texts = [
+        pipe("def add(a, b):", method="ar", **options).texts,
+        pipe("def add(a, b):", max_new_tokens=6).texts,
+    ]
     kept = dict(pipe.made)
     assert texts[0] == texts[1] and pipe("import", method="ar", **options) and pipe.made == kept
     with pytest.raises(ValueError, match="rounds all alike"):

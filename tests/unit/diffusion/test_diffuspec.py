@@ -22,7 +22,9 @@ END = 5
 
 
 def block(seed, count=4, vocabulary=6):
-    return torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)
+    return torch.randn(
+        count, vocabulary, generator=torch.Generator().manual_seed(seed)
+    ).log_softmax(-1)
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])
@@ -42,10 +44,12 @@ def test_the_exact_search_is_the_best_of_every_path(order, seed):
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_beam_is_that_of_one_that_makes_every_path(seed, width, weight):
-    laws = block(seed, 5)
-    laws[2] = -math.log(6)  # paths as good as one another
+    probs = block(seed, 5)
+    probs[2] = -math.log(6)  # paths as good as one another
     objective = Objective(fit(TEXTS, 6, 2), [0, 1], weight, END if seed % 2 else None)
-    found, wanted = (search(prune(laws, 1, 6), objective, width) for search in (beam_path, naive.beam_path))
+    found, wanted = (
+        search(prune(probs, 1, 6), objective, width) for search in (beam_path, naive.beam_path)
+    )
     assert found.tokens == wanted.tokens and found.score == pytest.approx(wanted.score)
 
 
@@ -54,7 +58,11 @@ def test_equal_tokens_are_taken_by_number():
     assert prune(flat, 0.6, 3).tokens == [[0, 1, 2]] * 2
     assert prune(flat, 0.3, 3).tokens == [[0, 1]] * 2
     objective = Objective(NGram(1, 6, {}), [], 1.0)
-    assert beam_path(prune(flat, 1, 6), objective).tokens == best_path(prune(flat, 1, 6), objective).tokens == (0, 0)
+    assert (
+        beam_path(prune(flat, 1, 6), objective).tokens
+        == best_path(prune(flat, 1, 6), objective).tokens
+        == (0, 0)
+    )
 
 
 def test_tokens_of_no_probability_are_never_offered():
@@ -67,12 +75,19 @@ def test_tokens_of_no_probability_are_never_offered():
 
 @pytest.mark.parametrize("vocabulary", [LARGE, LARGE + 1, 3 * LARGE])
 def test_large_vocabularies_are_pruned_as_small_ones(vocabulary):
-    laws = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(0)).mul(3).log_softmax(-1)
-    laws[1, 100:] = -math.inf
-    laws[2, 7] = laws[2, 9000] = 0.5  # a tie
-    best = laws.sort(dim=1, descending=True, stable=True)
-    found = prune(laws, 1.0, 15)
-    assert found.tokens == best.indices[:, :15].tolist() and found.scores == best.values[:, :15].tolist()
+    probs = (
+        torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(0))
+        .mul(3)
+        .log_softmax(-1)
+    )
+    probs[1, 100:] = -math.inf
+    probs[2, 7] = probs[2, 9000] = 0.5  # a tie
+    best = probs.sort(dim=1, descending=True, stable=True)
+    found = prune(probs, 1.0, 15)
+    assert (
+        found.tokens == best.indices[:, :15].tolist()
+        and found.scores == best.values[:, :15].tolist()
+    )
 
 
 def test_drafts_of_odd_blocks():
@@ -83,7 +98,9 @@ def test_drafts_of_odd_blocks():
     assert draft(torch.full((3, 6), -math.inf), [0], END, proxy, Search()).tokens == ()
     assert draft(block(0)[:0], [0], END, proxy, Search()).tokens == ()
     free = draft(block(1), [], None, proxy, Search())
-    assert len(free.tokens) == free.generated == 4  # no end token, and a prefix shorter than the proxy's order
+    assert (
+        len(free.tokens) == free.generated == 4
+    )  # no end token, and a prefix shorter than the proxy's order
 
 
 def test_without_a_proxy_a_draft_is_what_the_block_thinks():
@@ -92,10 +109,10 @@ def test_without_a_proxy_a_draft_is_what_the_block_thinks():
 
 
 @pytest.mark.parametrize("order", [1, 2, 4])
-def test_the_proxy_is_a_law_and_prefers_what_it_read(order):
+def test_the_proxy_is_a_distribution_and_prefers_what_it_read(order):
     proxy = fit(TEXTS, 6, order)
-    for law in proxy.log_probs([[], [1], [1, 2], [5, 5], [0, 1, 2], [3, 1, 2]], range(6)):
-        assert math.fsum(map(math.exp, law)) == pytest.approx(1)
+    for probs in proxy.log_probs([[], [1], [1, 2], [5, 5], [0, 1, 2], [3, 1, 2]], range(6)):
+        assert math.fsum(map(math.exp, probs)) == pytest.approx(1)
     if order > 1:
         assert proxy.log_probs([[1]], [2]) > proxy.log_probs([[1]], [3])
 
@@ -105,8 +122,13 @@ def test_witten_and_bell_by_hand():
     unigram = (2 + 3 / 4) / (6 + 3)  # token 1, seen twice; three kinds among six tokens
     assert proxy.log_probs([[0]], [1])[0] == pytest.approx([math.log((2 + 2 * unigram) / (3 + 2))])
     assert proxy.log_probs([[]], [3])[0] == pytest.approx([math.log(3 / 4 / 9)])
-    assert proxy.log_probs([[0]], [4]) == proxy.log_probs([[0]], [3]), "models pad their vocabularies"
-    assert proxy.log_probs([[0], []], [1, 3]) == [*proxy.log_probs([[0]], [1, 3]), *proxy.log_probs([[]], [1, 3])]
+    assert proxy.log_probs([[0]], [4]) == proxy.log_probs([[0]], [3]), (
+        "models pad their vocabularies"
+    )
+    assert proxy.log_probs([[0], []], [1, 3]) == [
+        *proxy.log_probs([[0]], [1, 3]),
+        *proxy.log_probs([[]], [1, 3]),
+    ]
 
 
 def test_the_proxy_is_saved_as_tensors(tmp_path):

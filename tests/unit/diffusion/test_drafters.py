@@ -57,7 +57,10 @@ def test_greedy_decoding_is_plain_decoding(make):
 def test_what_is_kept_is_what_would_be_read_afresh_where_layers_do_not_mix_it(rows, shift):
     """So of a model of one layer; of three layers in the first round, when nothing has been kept."""
     for layers in (1, 3):
-        seen = [recorded(kind, dream(V, layers=layers, shift=shift), rows) for kind in (DiffusionSource, KeptSource)]
+        seen = [
+            recorded(kind, dream(V, layers=layers, shift=shift), rows)
+            for kind in (DiffusionSource, KeptSource)
+        ]
         same = list(zip(*seen, strict=False))[: 1 if layers == 3 or len(rows) > 1 else None]
         assert len(same) > 2 or layers == 3 or len(rows) > 1
         for afresh, kept in same:
@@ -80,8 +83,10 @@ def recorded(kind, model, rows):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("recurrent", [0, 6], ids=["pairs", "memory"])
-def test_every_node_of_a_drawn_tree_records_the_law_it_was_drawn_from(recurrent):
-    """Also where not every child that is drawn has a place, and levels whose nodes have different grandparents."""
+def test_every_node_of_a_drawn_tree_records_the_distribution_it_was_drawn_from(recurrent):
+    """Also where not every child that is drawn has a place, and levels whose nodes have different
+    grandparents.
+    """
     shape = TreeShape.from_parents([-1, 0, 0, 1, 2, 2, 3, 5, 5])
     target = VLMTarget(target_model(V), Processor(1.0), "tiny")
     source = DFlashSource(paired(V, None, recurrent), target)
@@ -95,11 +100,11 @@ def test_every_node_of_a_drawn_tree_records_the_law_it_was_drawn_from(recurrent)
     for node, parent in enumerate(shape.parents[0].tolist()[1:], start=1):
         place, before = block[:, int(shape.depths[0, parent])], tree.tokens[:, parent]
         scores, memories[node] = source.follow(place, before, memories[parent])
-        law = drafter.law(scores)
-        for elder in shape.elders[0, node].nonzero()[:, 0].tolist():
-            law = law.scatter(1, tree.tokens[:, elder, None], 0.0)
-        torch.testing.assert_close(tree.laws[:, node], law / law.sum(-1, keepdim=True))
-        assert bool((tree.laws[:, node].gather(1, tree.tokens[:, node, None]) > 0).all())
+        probs = drafter.probs(scores)
+        for earlier in shape.earlier_siblings[0, node].nonzero()[:, 0].tolist():
+            probs = probs.scatter(1, tree.tokens[:, earlier, None], 0.0)
+        torch.testing.assert_close(tree.probs[:, node], probs / probs.sum(-1, keepdim=True))
+        assert bool((tree.probs[:, node].gather(1, tree.tokens[:, node, None]) > 0).all())
 
 
 def test_some_drafts_are_kept():
@@ -139,7 +144,9 @@ def test_a_sure_row_does_not_depend_on_the_others_of_a_batch(name):
     rows, seeds = [[1, 3, 2], [4], [2, 5, 1, 3], [5, 2]], [0, 1, 2, 3]
     whole = run(DRAFTERS[name], Processor(1.3), Uniforms.from_seeds(seeds), rows, SMALL)
     for part in (slice(2), slice(2, 4)):
-        some = run(DRAFTERS[name], Processor(1.3), Uniforms.from_seeds(seeds[part]), rows[part], SMALL)
+        some = run(
+            DRAFTERS[name], Processor(1.3), Uniforms.from_seeds(seeds[part]), rows[part], SMALL
+        )
         assert torch.equal(some.tokens[:, :LENGTH], whole.tokens[part, :LENGTH])
 
 
@@ -169,14 +176,16 @@ def test_what_stood_before_is_recalled():
 
     prompt = list(range(3, 17))
     run(make, Processor(1.0), Uniforms.from_seeds(range(8)), [prompt] * 8, V, 6)
-    first, surest = seen[0], seen[0].laws[:, 1:].max(-1).values  # [B, K]
-    assert first.laws.shape[1] == 5 and first.laws[:, 1:].sum(-1).allclose(torch.ones(8, 4))
+    first, surest = seen[0], seen[0].probs[:, 1:].max(-1).values  # [B, K]
+    assert first.probs.shape[1] == 5 and first.probs[:, 1:].sum(-1).allclose(torch.ones(8, 4))
     roots = first.tokens[:, 0].tolist()
     known = [row for row, root in enumerate(roots) if root in prompt[:-4]]
     assert known and not set(roots) <= set(prompt)
     for row, root in enumerate(roots):
         if row in known:
-            assert first.tokens[row].tolist() == list(range(root, root + 5)) and bool((surest[row] == 1).all())
+            assert first.tokens[row].tolist() == list(range(root, root + 5)) and bool(
+                (surest[row] == 1).all()
+            )
         elif root not in prompt:
             assert bool((surest[row] < 1).all())
 
@@ -207,7 +216,7 @@ def test_filler_is_not_counted_as_drafted(sampled, rows):
         def listen(*given):
             tree = propose(*given)
             asked.append(max(row.control.length for row in drafter.rows))
-            assert tree.shape.depth == 6  # a row's dice do not depend on the others
+            assert tree.shape.depth == 6  # a row's uniforms do not depend on the others
             return tree
 
         drafter.propose = listen
@@ -222,12 +231,21 @@ def test_filler_is_not_counted_as_drafted(sampled, rows):
     ("make", "message"),
     [
         (lambda t: ChainDrafter(DFlashSource(dflash(V), t), t, 5), "drafter's 4, got 5"),
-        (lambda t: ChainDrafter(DFlashSource(dflash(V), t), t, recall=-1), "recall must be at least 0 tokens, got -1"),
+        (
+            lambda t: ChainDrafter(DFlashSource(dflash(V), t), t, recall=-1),
+            "recall must be at least 0 tokens, got -1",
+        ),
         (lambda t: ChainDrafter(DiffusionSource(dream(V), t), t), "got None"),
         (lambda t: ChainDrafter(DFlashSource(dflash(V), t), t, sure=2), "sure"),
         (lambda t: TreeDrafter(DFlashSource(dflash(V), t), t, 1), "at least 2 nodes"),
-        (lambda t: DrawnTreeDrafter(DFlashSource(dflash(V), t), t, TreeShape.chain(5)), "drafter's 4, got 5"),
-        (lambda t: DrawnTreeDrafter(DFlashSource(paired(V, [4, 1]), t), t, BUSH), "at most 2 children a node, got 3"),
+        (
+            lambda t: DrawnTreeDrafter(DFlashSource(dflash(V), t), t, TreeShape.chain(5)),
+            "drafter's 4, got 5",
+        ),
+        (
+            lambda t: DrawnTreeDrafter(DFlashSource(paired(V, [4, 1]), t), t, BUSH),
+            "at most 2 children a node, got 3",
+        ),
         (lambda t: StepsDrafter(DiffusionSource(dream(V), t), t, 3, 4), "got 4 for 3"),
         (lambda t: DiffuSpecDrafter(DiffusionSource(dream(V), t), None, least=0), "least"),
         (lambda t: DiffusionSource(dream(V + 600), t), "share the target's vocabulary"),
@@ -236,13 +254,28 @@ def test_filler_is_not_counted_as_drafted(sampled, rows):
             r"in front of the last of the target's 4, got \[0, 3\] counted from 0",
         ),
         (lambda t: DFlashSource(dflash(V + 9), t), "mask among its 30"),
-        (lambda t: DFlashSource(paired(V - 1), t), "must be of the target's 30 tokens, got one of 29"),
+        (
+            lambda t: DFlashSource(paired(V - 1), t),
+            "must be of the target's 30 tokens, got one of 29",
+        ),
         (lambda t: paired(V, [1, 1, 2]), "d2t must name 3 different tokens"),
         (lambda t: paired(V, [1, V]), r"tokens in \[0, 30\)"),
-        (lambda t: DFlashConfig(dflash(V).config.sizes, 5, 1, (0,), V + 1), "draft_vocab_size must be 0 to"),
-        (lambda t: DFlashConfig(dflash(V).config.sizes, 5, 1, (0,), 0, -1), "at least 0, got -1 and 0"),
-        (lambda t: DFlashConfig(dflash(V).config.sizes, 5, 1, (0,), 0, 0, -1), "at least 0, got 0 and -1"),
-        (lambda t: run(DRAFTERS["chain of dream"], Processor(), None, [[1]], V, 200), "128 positions"),
+        (
+            lambda t: DFlashConfig(dflash(V).config.sizes, 5, 1, (0,), V + 1),
+            "draft_vocab_size must be 0 to",
+        ),
+        (
+            lambda t: DFlashConfig(dflash(V).config.sizes, 5, 1, (0,), 0, -1),
+            "at least 0, got -1 and 0",
+        ),
+        (
+            lambda t: DFlashConfig(dflash(V).config.sizes, 5, 1, (0,), 0, 0, -1),
+            "at least 0, got 0 and -1",
+        ),
+        (
+            lambda t: run(DRAFTERS["chain of dream"], Processor(), None, [[1]], V, 200),
+            "128 positions",
+        ),
     ],
 )
 def test_mistakes(make, message):
@@ -253,7 +286,9 @@ def test_mistakes(make, message):
 def test_one_step_is_a_chain():
     chain = run(DRAFTERS["chain of dream"], Processor(1.0), Uniforms.from_seeds([0, 1, 2]))
     steps = run(
-        lambda t: StepsDrafter(DiffusionSource(dream(V), t), t, 4, 1), Processor(1.0), Uniforms.from_seeds([0, 1, 2])
+        lambda t: StepsDrafter(DiffusionSource(dream(V), t), t, 4, 1),
+        Processor(1.0),
+        Uniforms.from_seeds([0, 1, 2]),
     )
     assert torch.equal(chain.tokens, steps.tokens)
 
@@ -268,18 +303,25 @@ def test_later_steps_read_earlier_drafts():
     together = source.behind(drafted, 3)
     for row, tokens in enumerate(ROWS):
         whole = torch.tensor([[*tokens, row + 1, *drafted[row].tolist()]])
-        torch.testing.assert_close(together[row], block_logits(source.model, whole, 3)[0, :, :V], rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            together[row], block_logits(source.model, whole, 3)[0, :, :V], rtol=0, atol=1e-4
+        )
 
 
 def test_a_drafter_of_other_tokens_drafts_shared_ones_only():
     model, order = dream(V), torch.randperm(V, generator=torch.Generator().manual_seed(2))
     shared = torch.arange(V) % 3 > 0
     target = VLMTarget(target_model(V), Processor(), "tiny")
-    ids = order.where(shared, model.mask)  # what it does not know must not look like a mask to it either
+    ids = order.where(
+        shared, model.mask
+    )  # what it does not know must not look like a mask to it either
     source = DiffusionSource(model, target, Translation(ids, shared))
     target.prefill(VLMPrompt(padded(ROWS[:1], "cpu"), LENGTH), 8)
     source.begin(feedback := Feedback(None, torch.tensor([4])), 4)
-    logits, read = source.logits(feedback, 4), [int(order[t]) if t % 3 else 0 for t in [*ROWS[0], 4]]
+    logits, read = (
+        source.logits(feedback, 4),
+        [int(order[t]) if t % 3 else 0 for t in [*ROWS[0], 4]],
+    )
     assert torch.equal(torch.isfinite(logits), shared.expand_as(logits))
     wanted = block_logits(model, torch.tensor([read]), 4)
     assert torch.equal(logits[..., shared], wanted[..., order[shared]])

@@ -1,4 +1,5 @@
-"""Drafts behind one another: marginals, chains and trees of a block with pairs or a memory, against enumeration.
+"""Drafts after one another: marginals, chains and trees of a block with pairs or a memory, against
+enumeration.
 
 Shape letters: B batch, K block, v tokens of the drafter.
 """
@@ -8,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specmm.diffusion_drafters.laws import (
-    Known,
+from specmm.diffusion_drafters.recorded_drafts import (
+    DrafterVocabulary,
     followed_chain,
     followed_marginals,
     followed_tree,
@@ -21,8 +22,8 @@ from specmm.shape.heap import best_first
 from specmm.tree import TreeShape
 
 TABLE = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))  # of the drafter's tokens
-FEW = Known(9, torch.tensor([1, 2, 4, 7, 8]))
-ALL = Known(5)
+FEW = DrafterVocabulary(9, torch.tensor([1, 2, 4, 7, 8]))
+ALL = DrafterVocabulary(5)
 
 
 def block(rows, places=3):
@@ -30,7 +31,9 @@ def block(rows, places=3):
 
 
 def follow(known, remembers=False):
-    """Behind the target's tokens, of which the drafter may not know all; the latest alone or all of a block."""
+    """After the target's tokens, of which the drafter may not know all; the latest alone or all of
+    a block.
+    """
     place = torch.zeros(known.size, dtype=torch.int64)
     place[known.ids if known.ids is not None else torch.arange(5)] = torch.arange(5)
 
@@ -45,7 +48,9 @@ def follow(known, remembers=False):
 
 
 def along(behind, logits, path):
-    """Logits [..., v] behind every token [...] of ``path``, one after another; ``logits`` are those of each place."""
+    """Logits [..., v] after every token [...] of ``path``, one after another; ``logits`` are those
+    of each place.
+    """
     memory, found = None, []
     for place, token in enumerate(path):
         scores, memory = behind(logits[place], torch.as_tensor(token), memory)
@@ -64,11 +69,13 @@ def test_pairs_marginals_are_those_of_their_chains():
     """Over all tokens before, not the likeliest few: Σ p(a) p(b | a) by enumeration."""
     logits, root, table = block(2), torch.tensor([1, 4]), TABLE
     found = followed_marginals(root, logits, Processor(), follow(ALL), ALL, 5)
-    law = (logits[:, 0] + table[root]).softmax(-1)
+    probs = (logits[:, 0] + table[root]).softmax(-1)
     for place in range(3):
-        torch.testing.assert_close(found[:, place], law)
+        torch.testing.assert_close(found[:, place], probs)
         if place < 2:
-            law = torch.einsum("ba,bac->bc", law, (logits[:, place + 1, None] + table).softmax(-1))
+            probs = torch.einsum(
+                "ba,bac->bc", probs, (logits[:, place + 1, None] + table).softmax(-1)
+            )
 
 
 @torch.inference_mode()
@@ -79,12 +86,12 @@ def test_a_tree_of_pairs_holds_the_likeliest_paths(known, total, remembers):
     logits, behind = block(1), follow(known, remembers)
     root = known.name(torch.tensor([3]))
 
-    def law(path):
+    def probs(path):
         return known.spread(Processor()(along(behind, logits[0], (int(root), *path))[-1]))
 
     found = followed_tree(root, logits, Processor(), behind, known, total)
-    assert found.shape.size == total and found.laws is None
-    assert paths(found) == paths(best_first(law, int(root), total, 3, 5))
+    assert found.shape.size == total and found.probs is None
+    assert paths(found) == paths(best_first(probs, int(root), total, 3, 5))
 
 
 @torch.inference_mode()
@@ -100,27 +107,31 @@ def test_a_tree_of_one_level_and_one_of_many_nodes():
 @torch.inference_mode()
 @pytest.mark.parametrize("known", [ALL, FEW])
 @pytest.mark.parametrize("remembers", [False, True])
-def test_a_chain_records_the_law_of_every_draw(known, remembers):
+def test_a_chain_records_the_distribution_of_every_draw(known, remembers):
     logits, root, behind = block(2), known.name(torch.tensor([1, 4])), follow(known, remembers)
     uniforms, shape = Uniforms.from_seeds([0, 1]), TreeShape.chain(3, "cpu")
     tree = followed_chain(root, logits, Processor(0.7), behind, known, uniforms, None, shape)
     for place, scores in enumerate(along(behind, logits.unbind(1), tree.tokens[:, :3].unbind(1))):
-        law = known.spread(Processor(0.7)(scores))
-        torch.testing.assert_close(tree.laws[:, place + 1], law, rtol=0, atol=0)
-        assert bool((law.gather(1, tree.tokens[:, place + 1 : place + 2]) > 0).all())
+        probs = known.spread(Processor(0.7)(scores))
+        torch.testing.assert_close(tree.probs[:, place + 1], probs, rtol=0, atol=0)
+        assert bool((probs.gather(1, tree.tokens[:, place + 1 : place + 2]) > 0).all())
 
 
 @torch.inference_mode()
 def test_a_greedy_chain_takes_the_likeliest_and_what_is_settled():
     logits, root, behind = block(1), torch.tensor([7]), follow(FEW)
     fixed = torch.tensor([[-1, 3, -1]])  # a token that the drafter does not know
-    tree = followed_chain(root, logits, Processor(), behind, FEW, None, fixed, TreeShape.chain(3, "cpu"))
-    first, last = (FEW.name(behind(logits[:, i], tree.tokens[:, i], None)[0].argmax(-1)) for i in (0, 2))
-    assert tree.laws is None and tree.tokens[0].tolist() == [7, int(first), 3, int(last)]
+    tree = followed_chain(
+        root, logits, Processor(), behind, FEW, None, fixed, TreeShape.chain(3, "cpu")
+    )
+    first, last = (
+        FEW.name(behind(logits[:, i], tree.tokens[:, i], None)[0].argmax(-1)) for i in (0, 2)
+    )
+    assert tree.probs is None and tree.tokens[0].tolist() == [7, int(first), 3, int(last)]
 
 
 def test_what_is_settled_is_a_point_mass_whatever_its_number():
-    laws = block(1).softmax(-1)
-    found = with_points(laws, torch.tensor([[0, -1, 4]]))
+    probs = block(1).softmax(-1)
+    found = with_points(probs, torch.tensor([[0, -1, 4]]))
     assert found[0, 0].tolist() == [1, 0, 0, 0, 0] and found[0, 2].tolist() == [0, 0, 0, 0, 1]
-    assert torch.equal(found[0, 1], laws[0, 1]) and with_points(laws, None) is laws
+    assert torch.equal(found[0, 1], probs[0, 1]) and with_points(probs, None) is probs

@@ -10,7 +10,7 @@ from specmm.diffusion_drafters.drafters.sources import DFlashSource
 from specmm.diffusion_drafters.models.bidirectional import FullAttention
 from specmm.diffusion_drafters.models.recurrent import Recurrent
 from specmm.diffusion_drafters.train import block, deer
-from specmm.diffusion_drafters.train.blocks import Anchors, fading, law_loss
+from specmm.diffusion_drafters.train.blocks import Anchors, fading, probs_loss
 from specmm.diffusion_drafters.train.diffusion import denoising_loss, hide, train_diffusion
 from specmm.diffusion_drafters.train.rows import Batch, Rows, drawn_rows, frequent
 from specmm.diffusion_drafters.train.texts import windows
@@ -42,7 +42,13 @@ def model(layers=3, seed=0):
     return made
 
 
-SIZES = dict(vocab_size=V, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, max_position_embeddings=64)
+SIZES = dict(
+    vocab_size=V,
+    hidden_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    max_position_embeddings=64,
+)
 GATED = SIZES | dict(intermediate_size=24, num_key_value_heads=1)
 
 
@@ -69,7 +75,7 @@ def tokens():
 
 @torch.inference_mode()
 def first_round(target, source, tokens, place):
-    """Logits of a source behind the tokens up to ``place``, the last of them the root."""
+    """Logits of a source after the tokens up to ``place``, the last of them the root."""
     output = target.prefill(VLMPrompt({"input_ids": tokens[:, :place]}, 8), 8)
     feedback = Feedback(output, tokens[:, place])
     source.begin(feedback, K)
@@ -83,7 +89,7 @@ def first_round(target, source, tokens, place):
         ("Gemma2", dict(final_logit_softcapping=2.0, head_dim=8)),
     ],
 )
-def test_deer_drafts_what_it_is_trained_on_behind_scaled_logits(name, config, tokens):
+def test_deer_drafts_what_it_is_trained_on_after_scaled_logits(name, config, tokens):
     test_deer_drafts_what_it_is_trained_on(other(name, **GATED, **config), tokens, 7)
 
 
@@ -115,10 +121,14 @@ def test_deer_refuses_targets_of_other_layers(name, config, what):
         deer.build_deer(other(name, **config), 1, K, MASK, None)
 
 
-@pytest.mark.parametrize(("name", "config"), [("GPT2", SIZES), ("Falcon", SIZES), ("Granite", GATED)])
+@pytest.mark.parametrize(
+    ("name", "config"), [("GPT2", SIZES), ("Falcon", SIZES), ("Granite", GATED)]
+)
 def test_block_drafters_of_targets_that_name_their_parts_otherwise(name, config, tokens):
     target = other(name, **config)
-    assert len(target.family.layers) == 3 and target.family.inner == config.get("intermediate_size", 64)
+    assert len(target.family.layers) == 3 and target.family.inner == config.get(
+        "intermediate_size", 64
+    )
     test_a_block_drafter_drafts_what_it_is_trained_on(target, tokens, 7)
 
 
@@ -135,27 +145,36 @@ def test_a_block_drafter_drafts_what_it_is_trained_on(target, tokens, place):
     data = Rows(target, tokens, drafter.config.layers)
     drafted = first_round(target, DFlashSource(drafter, target), tokens, place)
     target.family.decoder(input_ids=tokens, use_cache=False)
-    context = data.taps.context()
+    context = data.aux_layers.context()
     anchors = Anchors(torch.tensor([[3, place], [place, 5]]), K + 1)
     ids = torch.full((2, 2, K + 1), MASK)
     ids[..., 0] = tokens.gather(1, anchors.places)
-    states = block._forward(drafter, context, target.embed(ids.flatten(1)), anchors)[[0, 1], [1, 0], 1:]
-    torch.testing.assert_close(drafted[..., :MASK], target.head(states)[..., :MASK], rtol=0, atol=1e-4)
+    states = block._forward(drafter, context, target.embed(ids.flatten(1)), anchors)[
+        [0, 1], [1, 0], 1:
+    ]
+    torch.testing.assert_close(
+        drafted[..., :MASK], target.head(states)[..., :MASK], rtol=0, atol=1e-4
+    )
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("recurrent", [0, 5])
 def test_pairs_memory_and_few_tokens_draft_what_they_are_trained_on(target, tokens, recurrent):
     place, known = 7, frequent(tokens, 6)
-    drafter = block.build_block(target, 1, K + 1, MASK, read=2, markov=3, recurrent=recurrent, known=known)
-    for weight in (drafter.markov.after.weight, *([drafter.recurrent.out.weight] if recurrent else [])):
+    drafter = block.build_block(
+        target, 1, K + 1, MASK, read=2, markov=3, recurrent=recurrent, known=known
+    )
+    for weight in (
+        drafter.markov.after.weight,
+        *([drafter.recurrent.out.weight] if recurrent else []),
+    ):
         weight.normal_(generator=torch.Generator().manual_seed(2))
     assert torch.equal(drafter.ids, known.sort().values)
     source = DFlashSource(drafter, target)
     assert torch.equal(source.known.ids, drafter.ids)
     drafted = first_round(target, source, tokens, place)
     target.family.decoder(input_ids=tokens, use_cache=False)
-    data = Batch(tokens, source.taps.context(), torch.zeros(2, L, 16))
+    data = Batch(tokens, source.aux_layers.context(), torch.zeros(2, L, 16))
     anchors = Anchors(torch.full((2, 1), place), K + 1)
     ids = torch.full((2, 1, K + 1), MASK)
     ids[..., 0] = tokens.gather(1, anchors.places)
@@ -183,26 +202,38 @@ def test_absent_positions_change_nothing(target, tokens):
     with torch.no_grad():
         some = deer._forward(drafter, tokens, ids, anchors, present)[:, L : L + 2]
         ids[..., 2] = 3
-        torch.testing.assert_close(some, deer._forward(drafter, tokens, ids, anchors, present)[:, L : L + 2])
+        torch.testing.assert_close(
+            some, deer._forward(drafter, tokens, ids, anchors, present)[:, L : L + 2]
+        )
 
 
 def test_stages_hide_and_weigh():
-    dice = torch.Generator().manual_seed(0)
-    hidden, weights = deer._hide(3, 5, 6, dice, False, 1.5)
+    uniforms = torch.Generator().manual_seed(0)
+    hidden, weights = deer._hide(3, 5, 6, uniforms, False, 1.5)
     assert bool(hidden.all())
     for row in weights.flatten(0, 1):
         reach = int((row > 0).sum())
-        assert reach >= 1 and row[:reach].tolist() == pytest.approx([1.5 ** (reach - 1 - i) for i in range(reach)])
-    hidden, weights = deer._hide(3, 5, 6, dice, True, 1.5)
-    assert torch.equal(weights[..., :-1] > 0, hidden[..., 1:]) and bool((weights[..., -1] > 0).all())
+        assert reach >= 1 and row[:reach].tolist() == pytest.approx(
+            [1.5 ** (reach - 1 - i) for i in range(reach)]
+        )
+    hidden, weights = deer._hide(3, 5, 6, uniforms, True, 1.5)
+    assert torch.equal(weights[..., :-1] > 0, hidden[..., 1:]) and bool(
+        (weights[..., -1] > 0).all()
+    )
 
 
-def test_the_law_itself_is_the_least_loss():
-    states, head = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0)), torch.nn.Linear(8, V)
-    best = law_loss(states, states, fading(4, 2.0), head, torch.zeros(V))
-    worse = law_loss(states, states, fading(4, 2.0), head, torch.arange(V) / V)
+def test_the_distribution_itself_is_the_least_loss():
+    states, head = (
+        torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0)),
+        torch.nn.Linear(8, V),
+    )
+    best = probs_loss(states, states, fading(4, 2.0), head, torch.zeros(V))
+    worse = probs_loss(states, states, fading(4, 2.0), head, torch.arange(V) / V)
     assert best["loss"] < worse["loss"]
-    assert best["loss"] < law_loss(states + 0.5 * states.sign(), states, fading(4, 2.0), head)["loss"]
+    assert (
+        best["loss"]
+        < probs_loss(states + 0.5 * states.sign(), states, fading(4, 2.0), head)["loss"]
+    )
     assert float(best["first"]) == pytest.approx(1) == float(best["last"])
 
 
@@ -223,7 +254,10 @@ def test_training_learns_and_resumes(target, kind, tmp_path):
     before = [p.clone() for p in target.model.parameters()]
     once = train(41, tmp_path / "a")
     train(20, tmp_path / "b")
-    losses = [float(line.split(",")[1]) for line in (tmp_path / "a" / "loss.csv").read_text().splitlines()[1:]]
+    losses = [
+        float(line.split(",")[1])
+        for line in (tmp_path / "a" / "loss.csv").read_text().splitlines()[1:]
+    ]
     assert losses[-1] < losses[0]
     assert torch.isfinite(train(41, tmp_path / "b")).all() and once.shape == (16,)
     assert all(torch.equal(a, b) for a, b in zip(before, target.model.parameters(), strict=True))
@@ -236,14 +270,21 @@ def test_rows_drawn_by_the_target(target, tmp_path, tokens):
     greedy = VLMTarget(target.model, Processor(0))
     *_, end = decode_plain(greedy, prompt, 6, Uniforms.from_seeds([0, 1]))
     assert torch.equal(rows.long(), torch.cat([prompts, end.tokens[:, :6]], dim=1))
-    assert torch.equal(rows, drawn_rows(target, prompts, 10, (0.0,), tmp_path)) and len(list(tmp_path.iterdir())) == 1
+    assert (
+        torch.equal(rows, drawn_rows(target, prompts, 10, (0.0,), tmp_path))
+        and len(list(tmp_path.iterdir())) == 1
+    )
 
 
 def test_what_is_hidden_from_a_diffusion_model():
     hidden, weights = hide(64, 32, 0)
     assert not bool(hidden[:, 0].any()) and torch.equal(weights > 0, hidden)
     ends = hidden[::2]
-    assert bool((ends.long().diff(dim=1) >= 0).all()) and int(ends.sum(1).max()) <= 16 and int(ends.sum(1).min()) >= 1
+    assert (
+        bool((ends.long().diff(dim=1) >= 0).all())
+        and int(ends.sum(1).max()) <= 16
+        and int(ends.sum(1).min()) >= 1
+    )
 
 
 def test_a_diffusion_model_learns(tmp_path):

@@ -19,12 +19,15 @@ def on_triton(monkeypatch):
 
 @pytest.fixture
 def random_shape(device):
-    """A function of (rows, nodes, generator): trees whose parents are drawn among all earlier nodes."""
+    """A function of (rows, nodes, generator): trees whose parents are drawn among all earlier
+    nodes.
+    """
 
     def draw(rows, nodes, generator):
         trees = [
             TreeShape.from_parents(
-                [-1, *(int(torch.randint(n, (), generator=generator)) for n in range(1, nodes))], device
+                [-1, *(int(torch.randint(n, (), generator=generator)) for n in range(1, nodes))],
+                device,
             )
             for _ in range(rows)
         ]

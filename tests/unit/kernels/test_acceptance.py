@@ -21,21 +21,29 @@ V, OFFSET = 63, 2
 
 
 def table(device):
-    return neighbour_table(torch.randn(V - 5, 3, generator=torch.Generator().manual_seed(0)), 20).to(device)
+    return neighbour_table(
+        torch.randn(V - 5, 3, generator=torch.Generator().manual_seed(0)), 20
+    ).to(device)
 
 
 def draft_tree(shape, drawn, device, batch, seed=0, dtype=torch.float64):
-    """Drafts the target likes or not, laws they might come from, target laws with zeros among them, as top-k leaves."""
+    """Drafts the target likes or not, distributions they might come from, target distributions with
+    zeros among them, as top-k leaves.
+    """
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(2, batch, shape.size, V, generator=generator, dtype=dtype).mul(2)
-    logits[1] = logits[0] + 0.6 * logits[1]  # a drafter that often agrees: what a rejection leaves is then another law
-    laws = logits.softmax(-1)
-    laws = torch.where(laws > 0.003, laws, 0.0)
-    laws /= laws.sum(-1, keepdim=True)
-    tokens = laws[1].flatten(0, 1).multinomial(1, generator=generator).view(batch, -1)
-    likely = laws[0].argmax(-1).gather(1, shape.parents.cpu().clamp(min=0).expand(batch, -1))
+    logits[1] = (
+        logits[0] + 0.6 * logits[1]
+    )  # a drafter that often agrees: what a rejection leaves is then another distribution
+    probs = logits.softmax(-1)
+    probs = torch.where(probs > 0.003, probs, 0.0)
+    probs /= probs.sum(-1, keepdim=True)
+    tokens = probs[1].flatten(0, 1).multinomial(1, generator=generator).view(batch, -1)
+    likely = probs[0].argmax(-1).gather(1, shape.parents.cpu().clamp(min=0).expand(batch, -1))
     tokens = torch.where(torch.rand(batch, shape.size, generator=generator) < 0.5, likely, tokens)
-    return DraftTree(tokens.to(device), shape, laws[1].to(device) if drawn else None), laws[0].to(device)
+    return DraftTree(tokens.to(device), shape, probs[1].to(device) if drawn else None), probs[0].to(
+        device
+    )
 
 
 def uniforms(batch, device, dtype=torch.float64):
@@ -52,27 +60,31 @@ RULES = {
 }
 
 
-def agreement(verdict, other):
-    """The share of rows with the same verdict."""
-    same = (verdict.path == other.path).all(1) & (verdict.kept == other.kept)
-    return float((same & (verdict.next_token == other.next_token)).double().mean())
+def agreement(result, other):
+    """The share of rows with the same result."""
+    same = (result.path == other.path).all(1) & (result.kept == other.kept)
+    return float((same & (result.next_token == other.next_token)).double().mean())
 
 
-@pytest.mark.parametrize(("drawn", "shared"), [(False, True), (True, False)], ids=["chosen", "drawn"])
+@pytest.mark.parametrize(
+    ("drawn", "shared"), [(False, True), (True, False)], ids=["chosen", "drawn"]
+)
 @pytest.mark.parametrize("name", RULES)
-def test_fused_verdicts_are_the_rules_own(name, drawn, shared, random_shape, device, monkeypatch):
+def test_fused_results_are_the_rules_own(name, drawn, shared, random_shape, device, monkeypatch):
     batch, rule = 16, RULES[name](table(device))
     shape = random_shape(1 if shared else batch, 9, torch.Generator().manual_seed(4))
     tree, p = draft_tree(shape, drawn, device, batch)
-    dice = uniforms(batch, device), uniforms(batch, device)
+    numbers = uniforms(batch, device), uniforms(batch, device)
     monkeypatch.setenv("SPECMM_KERNELS", "torch")
-    expected = decide(rule, tree, p, dice[0])
+    expected = decide(rule, tree, p, numbers[0])
     monkeypatch.setenv("SPECMM_KERNELS", "triton")
-    found = decide(rule, tree, p, dice[1])
+    found = decide(rule, tree, p, numbers[1])
     assert agreement(found, expected) == 1
-    assert torch.equal(dice[0].draw(1), dice[1].draw(1))  # as many uniforms used
+    assert torch.equal(numbers[0].draw(1), numbers[1].draw(1))  # as many uniforms used
     if name != "greedy match":
-        assert expected.kept.unique().numel() > 1  # rows end at different depths, or the test says little
+        assert (
+            expected.kept.unique().numel() > 1
+        )  # rows end at different depths, or the test says little
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
@@ -91,11 +103,16 @@ def test_fused_block_verification(drawn, device, monkeypatch):
     [
         lambda tree: (Traversal(), DraftTree(tree.tokens, tree.shape)),  # q forgotten
         lambda tree: (Recursive(), tree),  # from the root down
-        lambda tree: (Traversal(), DraftTree(tree.tokens, tree.shape, tree.laws.roll(1, 0))),  # another row's q
+        lambda tree: (
+            Traversal(),
+            DraftTree(tree.tokens, tree.shape, tree.probs.roll(1, 0)),
+        ),  # another row's q
     ],
-    ids=["point masses", "recursive", "another row's laws"],
+    ids=["point masses", "recursive", "another row's distributions"],
 )
-def test_broken_twins_of_traversal_are_rejected(broken, random_shape, device, on_triton, monkeypatch):
+def test_broken_twins_of_traversal_are_rejected(
+    broken, random_shape, device, on_triton, monkeypatch
+):
     tree, p = draft_tree(random_shape(1, 9, torch.Generator().manual_seed(4)), True, device, 10)
     found = decide_fused(*broken(tree), p, uniforms(10, device))
     monkeypatch.setenv("SPECMM_KERNELS", "torch")
@@ -125,49 +142,78 @@ def test_the_rules_the_kernel_does_not_know_are_left_to_others(random_shape, dev
     tree, p = draft_tree(random_shape(1, 5, torch.Generator().manual_seed(4)), True, device, 2)
     with pytest.raises(ValueError, match="must be a chain"):
         decide(Block(), tree, p, uniforms(2, device))
-    assert decide_fused(Lantern(table(device), k=7, residual="official"), tree, p, uniforms(2, device)) is None
-    assert decide(Lantern(table(device), k=7), tree, p, uniforms(2, device), measure=True).excess is not None
+    assert (
+        decide_fused(Lantern(table(device), k=7, residual="official"), tree, p, uniforms(2, device))
+        is None
+    )
+    assert (
+        decide(Lantern(table(device), k=7), tree, p, uniforms(2, device), measure=True).excess
+        is not None
+    )
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
 def test_fused_equals_plain_python(drawn, random_shape, device, on_triton):
     near, shape = table(device), random_shape(1, 7, torch.Generator().manual_seed(1))
     tree, p = draft_tree(shape, drawn, device, 8, seed=3)
-    dice = torch.rand(8, 8, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(device)
-    path, kept, following = accept(p, tree.tokens, shape.parents, dice, shape.depth, tree.laws, near, 5, 0.3)
+    uniforms = torch.rand(8, 8, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(
+        device
+    )
+    path, kept, following = accept(
+        p, tree.tokens, shape.parents, uniforms, shape.depth, tree.probs, near, 5, 0.3
+    )
     shifted = [[0] * 5] * OFFSET + near.tolist() + [[0] * 5] * (V - len(near) - OFFSET)
-    path0, _, following0 = accept(p, tree.tokens, shape.parents, dice, shape.depth, tree.laws)
-    path1, kept1, following1 = accept(p, tree.tokens, shape.parents, dice, shape.depth, tree.laws, leaves_first=True)
-    parents, laws = shape.parents[0].tolist(), [None] * 8 if tree.laws is None else tree.laws.tolist()
+    path0, _, following0 = accept(p, tree.tokens, shape.parents, uniforms, shape.depth, tree.probs)
+    path1, kept1, following1 = accept(
+        p, tree.tokens, shape.parents, uniforms, shape.depth, tree.probs, leaves_first=True
+    )
+    parents, probs = (
+        shape.parents[0].tolist(),
+        [None] * 8 if tree.probs is None else tree.probs.tolist(),
+    )
     for b in range(8):
-        given = tree.tokens[b].tolist(), parents, p[b].tolist(), laws[b]
-        nodes, token = naive.accept(rules.recursive(*given), parents, dice[b].tolist())
+        given = tree.tokens[b].tolist(), parents, p[b].tolist(), probs[b]
+        nodes, token = naive.accept(rules.recursive(*given), parents, uniforms[b].tolist())
         assert path0[b, : len(nodes)].tolist() == nodes and int(following0[b]) == token
-        nodes, token = naive.accept(rules.traversal(*given), parents, dice[b].tolist())
+        nodes, token = naive.accept(rules.traversal(*given), parents, uniforms[b].tolist())
         assert path1[b, : int(kept1[b])].tolist() == nodes and int(following1[b]) == token
         if int(tree.tokens[b].max()) < len(near) and not drawn:
             loose = rules.lantern(*given, shifted[OFFSET:], 5, 0.3, False, "corrected")
-            nodes, token = naive.accept(loose, parents, dice[b].tolist())
+            nodes, token = naive.accept(loose, parents, uniforms[b].tolist())
             assert path[b, : int(kept[b])].tolist() == nodes and int(following[b]) == token
 
 
 @pytest.mark.parametrize(
     ("options", "first"),
-    [((0.7, 10, 1.0), False), ((1.3, 30, 0.6), False), ((1.3, 30, 0.6), True), ((0.0, 0, 1.0), False)],
+    [
+        ((0.7, 10, 1.0), False),
+        ((1.3, 30, 0.6), False),
+        ((1.3, 30, 0.6), True),
+        ((0.0, 0, 1.0), False),
+    ],
 )
 @pytest.mark.parametrize("leaves_first", [False, True], ids=["from the root", "from the leaves"])
-def test_logits_are_processed_on_the_way(options, first, leaves_first, random_shape, device, monkeypatch):
-    shape, generator = random_shape(1, 6, torch.Generator().manual_seed(2)), torch.Generator().manual_seed(6)
+def test_logits_are_processed_on_the_way(
+    options, first, leaves_first, random_shape, device, monkeypatch
+):
+    shape, generator = (
+        random_shape(1, 6, torch.Generator().manual_seed(2)),
+        torch.Generator().manual_seed(6),
+    )
     tree, _ = draft_tree(shape, True, device, 5, dtype=torch.float32)
-    logits = torch.randn(5, 6, V, generator=generator).mul(2).round(decimals=1).to(device)  # with ties
-    dice = torch.rand(5, 7, generator=generator).to(device)
-    given = tree.tokens, shape.parents, dice, shape.depth, tree.laws
-    law = Processor(*options, top_p_first=first)(logits)
+    logits = (
+        torch.randn(5, 6, V, generator=generator).mul(2).round(decimals=1).to(device)
+    )  # with ties
+    uniforms = torch.rand(5, 7, generator=generator).to(device)
+    given = tree.tokens, shape.parents, uniforms, shape.depth, tree.probs
+    probs = Processor(*options, top_p_first=first)(logits)
     found = {}
     for name in ("triton", "torch"):
         monkeypatch.setenv("SPECMM_KERNELS", name)
-        found[name] = accept(logits, *given, processing=[*options, float(first)], leaves_first=leaves_first)
-    done = accept(law, *given, leaves_first=leaves_first)
+        found[name] = accept(
+            logits, *given, processing=[*options, float(first)], leaves_first=leaves_first
+        )
+    done = accept(probs, *given, leaves_first=leaves_first)
     for one, other, same in zip(found["triton"], found["torch"], done, strict=True):
         assert torch.equal(one, other) and torch.equal(other, same)
 
@@ -177,10 +223,20 @@ def test_filters_keep_the_tokens_they_should(name, device, monkeypatch):
     """Logits that fall from token to token: the largest uniform draws the last one that is kept."""
     monkeypatch.setenv("SPECMM_KERNELS", name)
     logits = torch.linspace(5, 0, V, device=device).view(1, 1, V)
-    root, dice = torch.zeros(1, 1, dtype=torch.int64, device=device), torch.full((1, 2), 1 - 2**-24, device=device)
+    root, uniforms = (
+        torch.zeros(1, 1, dtype=torch.int64, device=device),
+        torch.full((1, 2), 1 - 2**-24, device=device),
+    )
     last = []
-    for options in ((0.7, 10, 1.0, False), (1.3, 30, 0.6, False), (1.3, 30, 0.6, True), (1.0, 0, 0.9, False)):
-        token = accept(logits, root, root - 1, dice, 0, processing=[float(x) for x in options])[2]
+    for options in (
+        (0.7, 10, 1.0, False),
+        (1.3, 30, 0.6, False),
+        (1.3, 30, 0.6, True),
+        (1.0, 0, 0.9, False),
+    ):
+        token = accept(logits, root, root - 1, uniforms, 0, processing=[float(x) for x in options])[
+            2
+        ]
         assert int(token) == int((Processor(*options)(logits) > 0).sum()) - 1
         last.append(int(token))
     assert last[0] == 9 and len(set(last)) == 4
@@ -191,41 +247,60 @@ def test_filters_keep_the_tokens_they_should(name, device, monkeypatch):
 @pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
 def test_a_draft_without_mass_is_never_kept(drawn, leaves_first, name, device, monkeypatch):
     monkeypatch.setenv("SPECMM_KERNELS", name)
-    laws = torch.zeros(1, 3, V, device=device)
-    laws[:, :, 5] = 1
-    tokens, parents = torch.tensor([[5, 7, 8]], device=device), torch.tensor([[-1, 0, 0]], device=device)
+    probs = torch.zeros(1, 3, V, device=device)
+    probs[:, :, 5] = 1
+    tokens, parents = (
+        torch.tensor([[5, 7, 8]], device=device),
+        torch.tensor([[-1, 0, 0]], device=device),
+    )
     drafts = torch.full((1, 3, V), 1 / V, device=device) if drawn else None
-    dice = torch.zeros(1, 4, device=device)
-    path, kept, following = accept(laws, tokens, parents, dice, 1, drafts, leaves_first=leaves_first)
+    uniforms = torch.zeros(1, 4, device=device)
+    path, kept, following = accept(
+        probs, tokens, parents, uniforms, 1, drafts, leaves_first=leaves_first
+    )
     assert path.tolist() == [[0, -1]] and kept.tolist() == [1] and following.tolist() == [5]
 
 
 def test_the_vocabulary_may_exceed_a_block(random_shape, device, on_triton, monkeypatch):
-    """Residuals, draws and gathers across blocks: the next token of a leaf of a wide law."""
+    """Residuals, draws and gathers across blocks: the next token of a leaf of a wide distribution."""
     from specmm.kernels.acceptance import triton as fast
 
     shape = random_shape(1, 9, torch.Generator().manual_seed(4))
     tree, p = draft_tree(shape, True, device, 6)
-    dice = uniforms(6, device).draw(10)
-    given = p, tree.tokens, shape.parents, dice, shape.depth, tree.laws, table(device), 7, 3.0, True, OFFSET
+    numbers = uniforms(6, device).draw(10)
+    given = (
+        p,
+        tree.tokens,
+        shape.parents,
+        numbers,
+        shape.depth,
+        tree.probs,
+        table(device),
+        7,
+        3.0,
+        True,
+        OFFSET,
+    )
     upwards = (*given[:6], None, 0, 0.0, False, 0, None, True)
     whole = *accept(*given), *accept(*upwards)
     monkeypatch.setattr(fast, "BLOCK", 16)
-    assert all(torch.equal(a, b) for a, b in zip(whole, (*accept(*given), *accept(*upwards)), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole, (*accept(*given), *accept(*upwards)), strict=True)
+    )
 
 
 def test_a_token_without_mass_is_never_emitted(device, on_triton):
-    laws = torch.zeros(3, 1, V, device=device)
-    laws[:, :, 5] = laws[:, :, 40] = 0.5
+    probs = torch.zeros(3, 1, V, device=device)
+    probs[:, :, 5] = probs[:, :, 40] = 0.5
     none = torch.zeros(3, 1, dtype=torch.int64, device=device)
-    dice = torch.tensor([0.0, 0.5, 1 - 2**-24], device=device)[:, None].repeat(1, 2)
-    assert accept(laws, none, none[:1] - 1, dice, 0)[2].tolist() == [5, 40, 40]
+    uniforms = torch.tensor([0.0, 0.5, 1 - 2**-24], device=device)[:, None].repeat(1, 2)
+    assert accept(probs, none, none[:1] - 1, uniforms, 0)[2].tolist() == [5, 40, 40]
 
 
 def test_no_graph_break(random_shape, device, on_triton):
     shape = random_shape(1, 5, torch.Generator().manual_seed(4))
     tree, p = draft_tree(shape, True, device, 4)
-    given = p, tree.tokens, shape.parents, uniforms(4, device).draw(6), shape.depth, tree.laws
+    given = p, tree.tokens, shape.parents, uniforms(4, device).draw(6), shape.depth, tree.probs
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def verify(*arguments):
@@ -239,8 +314,8 @@ def test_no_graph_break(random_shape, device, on_triton):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({0: torch.zeros(1, 3, 4)}, "laws must be"),
-        ({3: torch.zeros(1, 2)}, "dice must be"),
+        ({0: torch.zeros(1, 3, 4)}, "probs must be"),
+        ({3: torch.zeros(1, 2)}, "uniforms must be"),
         ({0: torch.zeros(1, 2, 4).half()}, "float32 or float64"),
         ({7: 3}, "near must be"),
         ({6: torch.zeros(2, 2, dtype=torch.int64), 12: True}, "leave the table out"),
@@ -248,7 +323,21 @@ def test_no_graph_break(random_shape, device, on_triton):
 )
 def test_mistakes_are_one_line(change, message):
     tokens = torch.zeros(1, 2, dtype=torch.int64)
-    given = [torch.zeros(1, 2, 4), tokens, tokens - 1, torch.zeros(1, 3), 1, None, None, 0, 0.0, False, 0, None, False]
+    given = [
+        torch.zeros(1, 2, 4),
+        tokens,
+        tokens - 1,
+        torch.zeros(1, 3),
+        1,
+        None,
+        None,
+        0,
+        0.0,
+        False,
+        0,
+        None,
+        False,
+    ]
     for place, value in change.items():
         given[place] = value
     with pytest.raises(ValueError, match=message):

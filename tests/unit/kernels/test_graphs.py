@@ -1,4 +1,6 @@
-"""Targets with captured forwards (on a CPU: merely called) against the plain ones; the benchmark without a GPU."""
+"""Targets with captured forwards (on a CPU: merely called) against the plain ones; the benchmark
+without a GPU.
+"""
 
 import torch
 import transformers as tf
@@ -11,23 +13,29 @@ from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.tree import DraftTree, TreeShape
-from specmm.verify.rule import Verdict
+from specmm.verify.rule import VerifyResult
 
-PARENTS = [[-1, 0, 0, 1], [-1, 0, 1, 1], [-1, 0, 0, 1, 1, 2]]  # two shapes of one size, and another size
+PARENTS = [
+    [-1, 0, 0, 1],
+    [-1, 0, 1, 1],
+    [-1, 0, 0, 1, 1, 2],
+]  # two shapes of one size, and another size
 
 
 @torch.inference_mode()
 def follow(target, prompt):
-    """Laws of two batches of three trees each and a plain step, from one instance."""
-    laws, generator = [], torch.Generator().manual_seed(0)
+    """Distributions of two batches of three trees each and a plain step, from one instance."""
+    probs, generator = [], torch.Generator().manual_seed(0)
     for _ in range(2):
         target.prefill(prompt, 6)
         for parents in PARENTS:
             shape = TreeShape.from_parents(parents)
             tokens = torch.randint(3, 30, (2, shape.size), generator=generator)
-            laws.append(target.score(DraftTree(tokens, shape)).laws.flatten())
-            target.commit(Verdict(torch.tensor([[0, 1]] * 2), torch.tensor([2, 2]), tokens[:, 0]))
-    return torch.cat(laws)
+            probs.append(target.score(DraftTree(tokens, shape)).probs.flatten())
+            target.commit(
+                VerifyResult(torch.tensor([[0, 1]] * 2), torch.tensor([2, 2]), tokens[:, 0])
+            )
+    return torch.cat(probs)
 
 
 def test_llamagen():
@@ -35,13 +43,17 @@ def test_llamagen():
     model = Transformer(GPTConfig(32, 2, 2, 40, 64, num_classes=5))
     plain = LlamaGenTarget(model, Guidance(2.0), Processor())
     prompt = Prompt(torch.tensor([1, 3]))
-    torch.testing.assert_close(follow(GraphTarget(plain), prompt), follow(plain, prompt), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        follow(GraphTarget(plain), prompt), follow(plain, prompt), rtol=1e-4, atol=1e-6
+    )
 
 
 @torch.inference_mode()
 def test_a_transformers_model_and_its_plain_steps():
     sizes = dict(hidden_size=48, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
-    config = tf.LlamaConfig(vocab_size=40, num_key_value_heads=2, max_position_embeddings=128, **sizes)
+    config = tf.LlamaConfig(
+        vocab_size=40, num_key_value_heads=2, max_position_embeddings=128, **sizes
+    )
     torch.manual_seed(0)
     model = tf.LlamaForCausalLM(config).eval()
     ids = torch.randint(3, 30, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -49,25 +61,31 @@ def test_a_transformers_model_and_its_plain_steps():
     plain = VLMTarget(model, Processor())
     expected = follow(plain, prompt)
     plain.prefill(prompt, 0)
-    steps = [plain.step(ids[:, i]).laws for i in range(3)]
+    steps = [plain.step(ids[:, i]).probs for i in range(3)]
     model.set_attn_implementation("specmm_tree")
     captured = VLMGraphTarget(plain)
     torch.testing.assert_close(follow(captured, prompt), expected, rtol=1e-4, atol=1e-6)
     captured.prefill(prompt, 0)
-    for i, law in enumerate(steps):
-        torch.testing.assert_close(captured.step(ids[:, i]).laws, law, rtol=1e-4, atol=1e-6)
+    for i, probs in enumerate(steps):
+        torch.testing.assert_close(captured.step(ids[:, i]).probs, probs, rtol=1e-4, atol=1e-6)
 
 
 def test_nothing_is_guessed_without_a_gpu(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert kernels.main(["--out", str(tmp_path)]) == 0
-    assert "host syncs a round (bar 0): not measured" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    assert "host syncs a round (bar 0): not measured" in capsys.readouterr().out and not list(
+        tmp_path.iterdir()
+    )
 
 
 def test_bars_of_known_times():
     times = {}
     for shape in kernels.every_shape():
-        times[shape, "ours"], times[shape, "sdpa"], times[shape, "copy"] = 1.0, 2.0 + (shape.nodes == 1), 2.0
+        times[shape, "ours"], times[shape, "sdpa"], times[shape, "copy"] = (
+            1.0,
+            2.0 + (shape.nodes == 1),
+            2.0,
+        )
     found = kernels.bars(times, 0)
     assert "median (bar 1.5): 2\n" in found and "least (bar 1.0): 2\n" in found
     assert "(bar 0.75): 1" in found  # half the copy's bytes in half its time

@@ -16,26 +16,36 @@ from specmm.kernels.backend import backend
 from specmm.kernels.tree_attention import interface
 from specmm.processors import Processor
 from specmm.tree import DraftTree, TreeShape
-from specmm.verify.rule import Verdict
+from specmm.verify.rule import VerifyResult
 
 
 @torch.inference_mode()
 def rounds(target, prompt, device):
-    """Laws of three rounds of trees whose rows keep different paths."""
+    """Distributions of three rounds of trees whose rows keep different paths."""
     shape = TreeShape.from_parents([-1, 0, 0, 1, 1, 2], device)
     target.prefill(prompt, shape.size)
-    path, kept = torch.tensor([[0, 1, 4], [0, 2, -1]], device=device), torch.tensor([3, 2], device=device)
-    laws, generator = [], torch.Generator().manual_seed(0)
+    path, kept = (
+        torch.tensor([[0, 1, 4], [0, 2, -1]], device=device),
+        torch.tensor([3, 2], device=device),
+    )
+    probs, generator = [], torch.Generator().manual_seed(0)
     for _ in range(3):
         tokens = torch.randint(3, 30, (2, shape.size), generator=generator).to(device)
-        laws.append(target.score(DraftTree(tokens, shape)).laws)
-        target.commit(Verdict(path, kept, tokens[:, 0]))
-    return torch.stack(laws)
+        probs.append(target.score(DraftTree(tokens, shape)).probs)
+        target.commit(VerifyResult(path, kept, tokens[:, 0]))
+    return torch.stack(probs)
 
 
 def test_llamagen_scores_and_commits_on_triton(device, monkeypatch):
     config = GPTConfig(
-        dim=48, n_layer=2, n_head=2, vocab_size=40, block_size=64, model_type="t2i", cls_token_num=6, caption_dim=8
+        dim=48,
+        n_layer=2,
+        n_head=2,
+        vocab_size=40,
+        block_size=64,
+        model_type="t2i",
+        cls_token_num=6,
+        caption_dim=8,
     )
     torch.manual_seed(0)
     model = Transformer(config).to(device)
@@ -50,11 +60,15 @@ def test_llamagen_scores_and_commits_on_triton(device, monkeypatch):
 
 def test_a_transformers_model_loaded_with_specmm_tree(device, monkeypatch):
     sizes = dict(hidden_size=48, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
-    config = tf.LlamaConfig(vocab_size=40, num_key_value_heads=2, max_position_embeddings=128, **sizes)
+    config = tf.LlamaConfig(
+        vocab_size=40, num_key_value_heads=2, max_position_embeddings=128, **sizes
+    )
     torch.manual_seed(0)
     model = tf.LlamaForCausalLM(config).eval().to(device)
     ids = torch.randint(3, 30, (2, 9), generator=torch.Generator().manual_seed(1)).to(device)
-    prompt = VLMPrompt({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, max_new_tokens=20)
+    prompt = VLMPrompt(
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, max_new_tokens=20
+    )
     monkeypatch.setenv("SPECMM_KERNELS", "torch")
     expected = rounds(VLMTarget(model, Processor()), prompt, device)
     model.set_attn_implementation(interface.NAME)

@@ -12,7 +12,9 @@ PATHS = [[0, 1, 3, -1], [0, 2, 4, 5], [0, -1, -1, -1]]
 
 
 def arguments(device, heads, width, layout="slots first", behind=False, dtype=torch.float16):
-    """A cache of two branches and its paths; ``behind``: the trees lie right behind rows of one length."""
+    """A cache of two branches and its paths; ``behind``: the trees lie right after rows of one
+    length.
+    """
     shape = (4, 6, 21, heads, width) if layout == "slots first" else (4, 6, heads, 21, width)
     data = torch.randn(shape, generator=torch.Generator().manual_seed(width)).to(device, dtype)
     data = data if layout == "slots first" else data.transpose(2, 3)
@@ -24,7 +26,8 @@ def arguments(device, heads, width, layout="slots first", behind=False, dtype=to
 @pytest.mark.parametrize("name", ["triton", "torch"])
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "width", "layout"), [(3, 24, "slots first"), (2, 63, "heads first"), (9, 257, "slots first")]
+    ("heads", "width", "layout"),
+    [(3, 24, "slots first"), (2, 63, "heads first"), (9, 257, "slots first")],
 )
 def test_commit_equals_one_entry_at_a_time(name, behind, heads, width, layout, device, monkeypatch):
     monkeypatch.setenv("SPECMM_KERNELS", name)
@@ -43,14 +46,18 @@ def test_only_the_wanted_slots_change(device, on_triton):
     changed = (data != before).flatten(3).any(-1)  # [A, R, S]
     for row in range(6):
         length = int(lengths[row % 3])
-        assert changed[:, row].any(0).nonzero()[:, 0].tolist() == list(range(length, length + int(kept[row % 3])))
+        assert changed[:, row].any(0).nonzero()[:, 0].tolist() == list(
+            range(length, length + int(kept[row % 3]))
+        )
 
 
 def test_addresses_beyond_32_bits(device, on_triton):
     far = 2**31 + 64
     if device.type == "cuda" and torch.cuda.mem_get_info()[0] < 3 * far:
         pytest.skip("needs 7 GB of GPU memory")
-    memory = torch.empty(far + 2**29, dtype=torch.uint8, device=device)  # only the touched pages exist
+    memory = torch.empty(
+        far + 2**29, dtype=torch.uint8, device=device
+    )  # only the touched pages exist
     data = memory.as_strided((2, 2, 8, 2, 16), (far, 2**28, 1024, 64, 1))
     data.copy_(torch.randint(256, (2, 2, 8, 2, 16), dtype=torch.uint8))
     given = [torch.tensor([[0, 2], [0, 1]]), torch.tensor([2, 1]), torch.tensor([1, 3])]

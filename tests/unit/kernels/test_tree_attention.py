@@ -1,6 +1,7 @@
 """Tree attention by Triton and by SDPA against float64, one query at a time.
 
-Shape letters: R rows, B rows of lengths, H query heads, K key/value heads, T nodes, S slots, D head width.
+Shape letters: R rows, B rows of lengths, H query heads, K key/value heads, T nodes, S slots, D head
+width.
 """
 
 from dataclasses import dataclass
@@ -33,7 +34,11 @@ class Case:
     hidden: bool = False
 
     def __str__(self):
-        extra = [self.layout[:1], f"x{self.splits}"] + ["shared"] * self.shared + ["hidden"] * self.hidden
+        extra = (
+            [self.layout[:1], f"x{self.splits}"]
+            + ["shared"] * self.shared
+            + ["hidden"] * self.hidden
+        )
         size = f"T{self.nodes}-S{self.slots}-{self.heads}over{self.kv}-D{self.width}-{str(self.dtype)[6:]}"
         return "-".join([size, *extra])
 
@@ -45,7 +50,17 @@ CASES = [
     Case(63, 320, (257,), heads=3, kv=1, width=80, dtype=torch.float16, splits=2),
     Case(100, 200, (63, 100), heads=1, kv=1, width=40, layout="heads first", shared=False),
     Case(257 - 1, 260, (3,), heads=1, kv=1, width=64, dtype=torch.bfloat16),
-    Case(9, 300, (257, 290), heads=8, kv=1, width=256, dtype=torch.bfloat16, layout="heads first", splits=4),
+    Case(
+        9,
+        300,
+        (257, 290),
+        heads=8,
+        kv=1,
+        width=256,
+        dtype=torch.bfloat16,
+        layout="heads first",
+        splits=4,
+    ),
     Case(5, 140, (100, 64), heads=2, kv=2, width=100, dtype=torch.float16, hidden=True, branches=2),
     Case(33, 40, (0, 0), heads=2, kv=2, width=128, dtype=torch.float16, splits=2),
     Case(65, 130, (65, 1), heads=2, kv=1, width=72, shared=False, hidden=True),
@@ -54,7 +69,9 @@ CASES = [
 
 
 def arguments(case, random_shape, device, poison=float("nan")):
-    """Arguments of the operator; slots that are nobody's, and everything around the used part, hold ``poison``."""
+    """Arguments of the operator; slots that are nobody's, and everything around the used part, hold
+    ``poison``.
+    """
     generator = torch.Generator().manual_seed(case.nodes)
     rows, first = len(case.lengths) * case.branches, case.slots - case.nodes
     shape = random_shape(1 if case.shared else len(case.lengths), case.nodes, generator)
@@ -64,12 +81,16 @@ def arguments(case, random_shape, device, poison=float("nan")):
         for row in range(rows):
             length = case.lengths[row % len(case.lengths)]
             for begin, end in ((0, length), (first, case.slots)):
-                data[row, begin:end] = torch.randn(end - begin, case.kv, case.width, generator=generator)
+                data[row, begin:end] = torch.randn(
+                    end - begin, case.kv, case.width, generator=generator
+                )
         if case.layout == "slots first":
             return data.to(device, case.dtype).transpose(1, 2)
         return data.transpose(1, 2).contiguous().to(device, case.dtype)
 
-    q = torch.randn(rows, case.nodes, case.heads, case.width, generator=generator).to(device, case.dtype)
+    q = torch.randn(rows, case.nodes, case.heads, case.width, generator=generator).to(
+        device, case.dtype
+    )
     hidden = None
     if case.hidden:
         hidden = torch.rand(rows, first, generator=generator).to(device) < 0.3
@@ -84,7 +105,9 @@ def error(found, exact):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_triton_equals_float64_whatever_lies_in_unused_memory(case, random_shape, device, on_triton, monkeypatch):
+def test_triton_equals_float64_whatever_lies_in_unused_memory(
+    case, random_shape, device, on_triton, monkeypatch
+):
     given = arguments(case, random_shape, device)
     monkeypatch.setattr(torch.Tensor, "new_empty", nan_empty)
     found = tree_attention(*given, splits=case.splits)
@@ -127,14 +150,19 @@ def test_a_chain_is_causal_attention(length, device, on_triton):
     nodes, generator = 30, torch.Generator().manual_seed(length)
     q, k, v = torch.randn(3, 2, 2, length + nodes, 32, generator=generator).to(device)
     expected = attend(q, k, v, None, causal=True)[:, :, length:]
-    words, lengths = TreeShape.chain(nodes - 1, device).ancestor_words, torch.tensor([length], device=device)
+    words, lengths = (
+        TreeShape.chain(nodes - 1, device).ancestor_words,
+        torch.tensor([length], device=device),
+    )
     found = attend(q[:, :, length:], k, v, TreeMask(words, lengths, length))
     assert error(found, expected.double()) < TOLERANCE[torch.float32]
 
 
 def test_permuting_siblings_permutes_outputs(device, on_triton):
     shape = TreeShape.from_parents([-1, 0, 0, 0, 1, 2, 3], device)
-    order = torch.tensor([0, 3, 1, 2, 6, 4, 5], device=device)  # node i of the other tree is order[i] of this one
+    order = torch.tensor(
+        [0, 3, 1, 2, 6, 4, 5], device=device
+    )  # node i of the other tree is order[i] of this one
     generator = torch.Generator().manual_seed(5)
     q, k, v = torch.randn(3, 1, 2, 27, 24, generator=generator).to(device)
     mask = TreeMask(shape.ancestor_words, torch.tensor([20], device=device), 20)
@@ -145,9 +173,11 @@ def test_permuting_siblings_permutes_outputs(device, on_triton):
 
 @pytest.fixture
 def products_rounded_once(device, monkeypatch):
-    """Triton's interpreter multiplies by NumPy, whose order of sums depends on shapes, threads and processor.
+    """Triton's interpreter multiplies by NumPy, whose order of sums depends on shapes, threads and
+    processor.
 
-    The order of a kernel's own tiles is under test, not NumPy's: products are made in float64 and rounded once.
+    The order of a kernel's own tiles is under test, not NumPy's: products are made in float64 and
+    rounded once.
     """
     if device.type == "cuda":
         return
@@ -161,8 +191,12 @@ def products_rounded_once(device, monkeypatch):
 
 
 @pytest.mark.parametrize("group", [1, 3])
-def test_row_invariant_alone_and_in_a_tree(group, device, on_triton, monkeypatch, products_rounded_once):
-    """Every node of a tree, its ancestors in the tree region, against a tree of its own behind the committed path."""
+def test_row_invariant_alone_and_in_a_tree(
+    group, device, on_triton, monkeypatch, products_rounded_once
+):
+    """Every node of a tree, its ancestors in the tree region, against a tree of its own after the
+    committed path.
+    """
     monkeypatch.setattr(fast, "INVARIANT_SPLIT", 64)
     length, nodes, width = 124, 12, 24  # paths cross the tile and the split at 128
     generator = torch.Generator().manual_seed(group)
@@ -176,13 +210,17 @@ def test_row_invariant_alone_and_in_a_tree(group, device, on_triton, monkeypatch
     same = []
     for node in (0, 3, 7, 11):
         path = shape.ancestors[0, node].nonzero()[:, 0]
-        past = [torch.cat([x[:, :, :length], x[:, :, length + path]], dim=2) for x in (keys, values)]
+        past = [
+            torch.cat([x[:, :, :length], x[:, :, length + path]], dim=2) for x in (keys, values)
+        ]
         words, more = TreeShape.chain(0, device).ancestor_words, len(path) - 1
         query = q[:, :, node : node + 1]
         alone = (query, *past, words, lengths + more, length + more, 0.2)
         assert torch.equal(tree_attention(*alone, row_invariant=True)[:, 0], whole[:, node])
         same.append(torch.equal(tree_attention(*alone)[:, 0], tree_attention(*given)[:, node]))
-    assert not all(same), "without row_invariant the order of sums differs, or this test could not fail"
+    assert not all(same), (
+        "without row_invariant the order of sums differs, or this test could not fail"
+    )
 
 
 def test_row_invariant_hides_what_is_hidden(random_shape, device, on_triton):
@@ -192,7 +230,9 @@ def test_row_invariant_hides_what_is_hidden(random_shape, device, on_triton):
 
 
 def test_addresses_beyond_32_bits(device, on_triton):
-    """Rows, heads, slots and values 2^31 elements apart; only the touched pages of the memory exist."""
+    """Rows, heads, slots and values 2^31 elements apart; only the touched pages of the memory
+    exist.
+    """
     far = 2**31 + 64
     if device.type == "cuda" and torch.cuda.mem_get_info()[0] < 6 * far:
         pytest.skip("needs 13 GB of GPU memory")
@@ -217,7 +257,9 @@ def test_no_graph_break(random_shape, device, on_triton):
         return attend(2 * q, keys, values, TreeMask(words, lengths, first)) + 1
 
     mask = TreeMask(given[3], given[4], given[5])
-    torch.testing.assert_close(layer(*given[:6]), attend(2 * given[0], given[1], given[2], mask) + 1)
+    torch.testing.assert_close(
+        layer(*given[:6]), attend(2 * given[0], given[1], given[2], mask) + 1
+    )
     torch.library.opcheck(tree_attention, given, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -234,7 +276,13 @@ def test_no_graph_break(random_shape, device, on_triton):
 )
 def test_mistakes_are_one_line(change, message):
     given = [torch.zeros(1, 2, 2, 8), *(torch.zeros(1, 2, 10, 8) for _ in range(2))]
-    given += [torch.ones(1, 2, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 8, 1.0, None]
+    given += [
+        torch.ones(1, 2, 1, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.int64),
+        8,
+        1.0,
+        None,
+    ]
     for place, value in change.items():
         given[place] = value
     with pytest.raises(ValueError, match=message):
@@ -245,11 +293,21 @@ def test_dense_masks_follow_the_lengths_of_each_row():
     words = TreeShape.from_parents([-1, 0, 0]).ancestor_words
     hidden = torch.tensor([[True, False], [False, False]])
     mask = dense.dense_mask(words, torch.tensor([2, 0]), 4, 2, 8, hidden)
-    assert mask[0, 0].int().tolist() == [[0, 1, 0, 0, 1, 0, 0, 0], [0, 1, 0, 0, 1, 1, 0, 0], [0, 1, 0, 0, 1, 0, 1, 0]]
-    assert mask[1, 0].int().tolist() == [[0, 0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 0, 1, 0]]
+    assert mask[0, 0].int().tolist() == [
+        [0, 1, 0, 0, 1, 0, 0, 0],
+        [0, 1, 0, 0, 1, 1, 0, 0],
+        [0, 1, 0, 0, 1, 0, 1, 0],
+    ]
+    assert mask[1, 0].int().tolist() == [
+        [0, 0, 0, 0, 1, 0, 0, 0],
+        [0, 0, 0, 0, 1, 1, 0, 0],
+        [0, 0, 0, 0, 1, 0, 1, 0],
+    ]
 
 
-@pytest.mark.parametrize(("said", "found"), [({}, 65536), ({"shared_memory_per_block_optin": 101376}, 101376)])
+@pytest.mark.parametrize(
+    ("said", "found"), [({}, 65536), ({"shared_memory_per_block_optin": 101376}, 101376)]
+)
 def test_shared_memory_is_what_the_gpu_says(said, found, monkeypatch):
     """ROCm's properties say nothing of it."""
     from specmm.kernels.tree_attention.triton import shared_memory

@@ -9,7 +9,9 @@ import torch
 
 @pytest.fixture(scope="session")
 def tiny_clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a randomly initialised CLIP and its processor, as ``save_pretrained`` writes them."""
+    """A folder with a randomly initialised CLIP and its processor, as ``save_pretrained`` writes
+    them.
+    """
     from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
 
     folder = tmp_path_factory.mktemp("clip")
@@ -18,11 +20,24 @@ def tiny_clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "vocab.json").write_text(json.dumps({w: i for i, w in enumerate(words)}))
     (folder / "merges.txt").write_text("#version: 0.2\n")
     tokenizer = CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    size = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     text = {**size, "vocab_size": len(words), "max_position_embeddings": 24}
-    text |= {"bos_token_id": len(words) - 2, "eos_token_id": len(words) - 1, "pad_token_id": len(words) - 1}
+    text |= {
+        "bos_token_id": len(words) - 2,
+        "eos_token_id": len(words) - 1,
+        "pad_token_id": len(words) - 1,
+    }
     torch.manual_seed(0)
-    config = CLIPConfig(text_config=text, vision_config={**size, "image_size": 32, "patch_size": 8}, projection_dim=8)
+    config = CLIPConfig(
+        text_config=text,
+        vision_config={**size, "image_size": 32, "patch_size": 8},
+        projection_dim=8,
+    )
     CLIPModel(config).save_pretrained(folder)
     images = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     CLIPProcessor(image_processor=images, tokenizer=tokenizer).save_pretrained(folder)

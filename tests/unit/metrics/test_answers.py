@@ -1,4 +1,6 @@
-"""ANLS, relaxed accuracy and exact match on published cases; reading of answer files, and what they refuse."""
+"""ANLS, relaxed accuracy and exact match on published cases; reading of answer files, and what they
+refuse.
+"""
 
 import json
 from pathlib import Path
@@ -19,7 +21,13 @@ from specmm.metrics.answers import (
 
 @pytest.mark.parametrize(
     ("first", "second", "distance"),
-    [("kitten", "sitting", 3), ("saturday", "sunday", 3), ("", "abc", 3), ("abc", "abc", 0), ("flaw", "lawn", 2)],
+    [
+        ("kitten", "sitting", 3),
+        ("saturday", "sunday", 3),
+        ("", "abc", 3),
+        ("abc", "abc", 0),
+        ("flaw", "lawn", 2),
+    ],
 )  # Levenshtein's textbook cases
 def test_edit_distance(first: str, second: str, distance: int) -> None:
     assert edit_distance(first, second) == edit_distance(second, first) == distance
@@ -28,10 +36,22 @@ def test_edit_distance(first: str, second: str, distance: int) -> None:
 @pytest.mark.parametrize(
     ("prediction", "answers", "score"),
     [
-        ("Coca Cola", ["coca cola", "coca cola company"], 1.0),  # case does not count (Biten et al. 2019, sec. 3.3)
+        (
+            "Coca Cola",
+            ["coca cola", "coca cola company"],
+            1.0,
+        ),  # case does not count (Biten et al. 2019, sec. 3.3)
         ("coca  cola ", ["coca cola"], 1.0),
-        ("coca colla", ["coca cola", "coca cola company"], 0.9),  # a slip of the reader costs a little: 1 of 10
-        ("abcd", ["abxx"], 0.0),  # NL = 0.5 is not below the threshold: another answer, not a misread one
+        (
+            "coca colla",
+            ["coca cola", "coca cola company"],
+            0.9,
+        ),  # a slip of the reader costs a little: 1 of 10
+        (
+            "abcd",
+            ["abxx"],
+            0.0,
+        ),  # NL = 0.5 is not below the threshold: another answer, not a misread one
         ("abcde", ["abcxx"], 0.6),  # NL = 0.4 is
         ("cola", ["coca cola company"], 0.0),
         ("", ["coca cola"], 0.0),
@@ -51,7 +71,11 @@ def test_anls_is_the_mean_and_says_its_threshold() -> None:
 @pytest.mark.parametrize(
     ("prediction", "answer", "right"),
     [
-        ("105", "100", True),  # within 5% of the gold answer (Masry et al. 2022, sec. 5.1), the edge included
+        (
+            "105",
+            "100",
+            True,
+        ),  # within 5% of the gold answer (Masry et al. 2022, sec. 5.1), the edge included
         ("105.1", "100", False),
         ("95", "100", True),
         ("-95", "-100", True),
@@ -73,7 +97,10 @@ def test_relaxed_accuracy_of_one_question(prediction: str, answer: str, right: b
 
 
 def test_relaxed_accuracy_and_exact_match_take_the_best_answer() -> None:
-    predictions, answers = {"1": "104", "2": "The  Cat"}, {"1": ["7", "100"], "2": ["the cat", "dog"]}
+    predictions, answers = (
+        {"1": "104", "2": "The  Cat"},
+        {"1": ["7", "100"], "2": ["the cat", "dog"]},
+    )
     assert relaxed_accuracy(predictions, answers).value == 0.5  # the two spaces
     assert exact_match(predictions, answers).value == 0.5
     with pytest.raises(ValueError, match=r"published one is 0\.05"):
@@ -93,14 +120,24 @@ def test_formats_are_read_alike(tmp_path: Path) -> None:
     wanted = {"1": "yes", "2": "3"}
     assert read_predictions(written(tmp_path / "vqav2.json", entries)) == wanted
     assert read_predictions(written(tmp_path / "lines.jsonl", entries, lines=True)) == wanted
-    assert read_predictions(written(tmp_path / "one.jsonl", entries[:1], lines=True)) == {"1": "yes"}
-    annotated = {"question_id": 1, "answers": [{"answer": "yes", "answer_id": 1}, {"answer": "no", "answer_id": 2}]}
+    assert read_predictions(written(tmp_path / "one.jsonl", entries[:1], lines=True)) == {
+        "1": "yes"
+    }
+    annotated = {
+        "question_id": 1,
+        "answers": [{"answer": "yes", "answer_id": 1}, {"answer": "no", "answer_id": 2}],
+    }
     for name, value in (
         ("annotations.json", {"info": {}, "annotations": [annotated]}),
-        ("docvqa.json", {"dataset_name": "x", "data": [{"questionId": 1, "answers": ["yes", "no"]}]}),
+        (
+            "docvqa.json",
+            {"dataset_name": "x", "data": [{"questionId": 1, "answers": ["yes", "no"]}]},
+        ),
     ):
         assert read_answers(written(tmp_path / name, value)) == {"1": ["yes", "no"]}
-    assert read_answers(written(tmp_path / "chart.json", [{"id": "q", "answer": 3.5}])) == {"q": ["3.5"]}
+    assert read_answers(written(tmp_path / "chart.json", [{"id": "q", "answer": 3.5}])) == {
+        "q": ["3.5"]
+    }
 
 
 @pytest.mark.parametrize(
@@ -108,8 +145,14 @@ def test_formats_are_read_alike(tmp_path: Path) -> None:
     [
         ('{"id": 1, "answer": "a"}\nid: 2', "line 2 must be JSON, got 'id: 2'"),
         ('[{"id": 1, "answer": "a"},\n{"id": 2 "answer"}]', "line 2 must be JSON"),
-        ('{"id": 1, "answer": "a"}\n{"id": 1, "answer": "b"}', "line 2 must name another question, got '1'"),
-        ('[{"id": 1, "answer": NaN}]', "entry 1 must hold its answer as text or a finite number, got NaN"),
+        (
+            '{"id": 1, "answer": "a"}\n{"id": 1, "answer": "b"}',
+            "line 2 must name another question, got '1'",
+        ),
+        (
+            '[{"id": 1, "answer": NaN}]',
+            "entry 1 must hold its answer as text or a finite number, got NaN",
+        ),
         ('[{"id": 1, "answer": null}]', "got null"),
         ('[{"id": 1, "answer": true}]', "got true"),
         ('[{"id": 1}]', "entry 1 must hold 'answer', got id"),

@@ -13,7 +13,9 @@ TEXTS = ["a cat", "dog", "the green house", "x", "abc def"]
 
 def pictures() -> list[np.ndarray]:
     generator = np.random.default_rng(0)
-    return [generator.integers(0, 256, (32 + 3 * i, 40, 3), dtype=np.uint8) for i in range(len(TEXTS))]
+    return [
+        generator.integers(0, 256, (32 + 3 * i, 40, 3), dtype=np.uint8) for i in range(len(TEXTS))
+    ]
 
 
 class TensorFeatures:
@@ -36,7 +38,10 @@ def test_agrees_with_torchmetrics(tiny_clip: Path) -> None:
     functional = pytest.importorskip("torchmetrics.functional.multimodal.clip_score")
     from transformers import AutoProcessor, CLIPModel
 
-    model, processor = CLIPModel.from_pretrained(tiny_clip).eval(), AutoProcessor.from_pretrained(tiny_clip)
+    model, processor = (
+        CLIPModel.from_pretrained(tiny_clip).eval(),
+        AutoProcessor.from_pretrained(tiny_clip),
+    )
     given = [torch.from_numpy(p).permute(2, 0, 1) for p in pictures()]
     scores, _ = functional._clip_score_update(given, TEXTS, TensorFeatures(model), processor)
     found = clip_score(pictures(), TEXTS, CLIP(weights=tiny_clip), batch=2)
@@ -46,7 +51,9 @@ def test_agrees_with_torchmetrics(tiny_clip: Path) -> None:
     assert found.interval is not None and found.interval.low < found.value < found.interval.high
 
 
-@pytest.mark.parametrize(("texts", "kind"), [(TEXTS[:3], "first"), ([*TEXTS, "more"], "second"), ([], "first")])
+@pytest.mark.parametrize(
+    ("texts", "kind"), [(TEXTS[:3], "first"), ([*TEXTS, "more"], "second"), ([], "first")]
+)
 def test_counts_must_match(tiny_clip: Path, texts: list[str], kind: str) -> None:
     with pytest.raises(ValueError, match=f"of the {kind} only"):
         clip_score(pictures(), texts, CLIP(weights=tiny_clip))

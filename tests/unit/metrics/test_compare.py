@@ -21,13 +21,20 @@ def compared(x: torch.Tensor, y: torch.Tensor, seed: int = 0, **options: object)
 
 
 def p_values(shift: float = 0.0) -> list[float]:
-    return [compared(normal(24, s), normal(30, 10_000 + s) + shift, s, permutations=99).p_value for s in range(CASES)]
+    return [
+        compared(normal(24, s), normal(30, 10_000 + s) + shift, s, permutations=99).p_value
+        for s in range(CASES)
+    ]
 
 
 def uniform(found: list[float]) -> float:
     """Chance of p-values at least as uneven as ``found`` if they are uniform on 0.01, 0.02, …, 1."""
     jitter = torch.rand(len(found), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return float(stats.kstest((torch.tensor(found, dtype=torch.float64) - 0.01 * jitter).numpy(), "uniform").pvalue)
+    return float(
+        stats.kstest(
+            (torch.tensor(found, dtype=torch.float64) - 0.01 * jitter).numpy(), "uniform"
+        ).pvalue
+    )
 
 
 def test_p_values_are_uniform_when_nothing_differs() -> None:
@@ -35,10 +42,14 @@ def test_p_values_are_uniform_when_nothing_differs() -> None:
 
 
 def test_a_broken_twin_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing_moves(n: int, m: int, count: int, generator: torch.Generator, paired: bool) -> torch.Tensor:
+    def nothing_moves(
+        n: int, m: int, count: int, generator: torch.Generator, paired: bool
+    ) -> torch.Tensor:
         return (torch.arange(n + m) < n).double().expand(count, -1)
 
-    def other_sizes(n: int, m: int, count: int, generator: torch.Generator, paired: bool) -> torch.Tensor:
+    def other_sizes(
+        n: int, m: int, count: int, generator: torch.Generator, paired: bool
+    ) -> torch.Tensor:
         return relabellings(n // 4, m + n - n // 4, count, generator, paired)
 
     for broken in (nothing_moves, other_sizes):
@@ -73,7 +84,9 @@ def test_pairs_are_swapped_within() -> None:
     labels = relabellings(6, 6, 50, torch.Generator().manual_seed(0), paired=True)
     assert torch.equal(labels[:, :6] + labels[:, 6:], torch.ones(50, 6, dtype=torch.float64))
     x = normal(60, 0)
-    y = x + 0.05 * normal(60, 1) + 0.1  # far less than the spread of samples, yet the same way in every pair
+    y = (
+        x + 0.05 * normal(60, 1) + 0.1
+    )  # far less than the spread of samples, yet the same way in every pair
     assert compared(x, y, paired=True).p_value < 0.01 < 0.2 < compared(x, y).p_value
 
 
@@ -111,7 +124,9 @@ def test_seed_decides_and_json_is_plain() -> None:
     assert one == again != other
     found = json.loads(json.dumps(one.to_json()))
     assert found["differ"] == one.differ and found["protocol"]["permutations"] == 999
-    assert found["loss"]["metric"] == "kid_difference" and found["loss"]["interval"]["level"] == 0.95
+    assert (
+        found["loss"]["metric"] == "kid_difference" and found["loss"]["interval"]["level"] == 0.95
+    )
 
 
 def test_bad_input() -> None:
@@ -127,4 +142,8 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="finite"):
         compared(x / 0, y)
     with pytest.raises(ValueError, match="weights='a' and 'b'"):
-        compare(FeatureSet(x, {"weights": "a"}), FeatureSet(y, {"weights": "b"}), generator=torch.Generator())
+        compare(
+            FeatureSet(x, {"weights": "a"}),
+            FeatureSet(y, {"weights": "b"}),
+            generator=torch.Generator(),
+        )

@@ -21,17 +21,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     model = timm.create_model("vit_small_patch14_dinov2", num_classes=0, img_size=56, **TINY)
     save_file(model.state_dict(), path / "model.safetensors")
-    settings = {"architecture": "vit_small_patch14_dinov2", "num_classes": 0, "num_features": 16, "model_args": TINY}
-    settings["pretrained_cfg"] = {"input_size": [3, 56, 56], "num_classes": 0, "first_conv": "patch_embed.proj"}
+    settings = {
+        "architecture": "vit_small_patch14_dinov2",
+        "num_classes": 0,
+        "num_features": 16,
+        "model_args": TINY,
+    }
+    settings["pretrained_cfg"] = {
+        "input_size": [3, 56, 56],
+        "num_classes": 0,
+        "first_conv": "patch_embed.proj",
+    }
     (path / "config.json").write_text(json.dumps(settings))
     return path
 
 
 def test_features_are_the_class_token(folder: Path) -> None:
     network = extractor("dinov2", weights=folder)
-    given = np.random.default_rng(0).integers(0, 256, (2, 224, 224, 3), dtype=np.uint8)  # no resize needed
+    given = np.random.default_rng(0).integers(
+        0, 256, (2, 224, 224, 3), dtype=np.uint8
+    )  # no resize needed
     found = network.features(given, progress=False)
-    model = timm.create_model(f"local-dir:{folder}", pretrained=True, num_classes=0, img_size=224).eval()
+    model = timm.create_model(
+        f"local-dir:{folder}", pretrained=True, num_classes=0, img_size=224
+    ).eval()
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     x = ((torch.from_numpy(given) / 255 - mean) / std).permute(0, 3, 1, 2)
     with torch.inference_mode():
@@ -50,7 +63,9 @@ def test_mixed_sizes_and_streaming(folder: Path) -> None:
 
 
 def test_missing_weights_say_what_to_put_where(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model\.safetensors, config\.json in .*vit_large_patch14_dinov2"):
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors, config\.json in .*vit_large_patch14_dinov2"
+    ):
         extractor("dinov2", weights=tmp_path)
 
 

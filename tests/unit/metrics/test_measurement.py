@@ -10,7 +10,13 @@ def measured(value: float, metric: str = "fid", **protocol: object) -> Measureme
 
 
 def test_json_round_trip() -> None:
-    one = Measurement("fid", 1.5, {"counts": [3, 4]}, {"mean_term": 1.0}, Interval(1.0, 2.0, 0.95, "bootstrap of 9"))
+    one = Measurement(
+        "fid",
+        1.5,
+        {"counts": [3, 4]},
+        {"mean_term": 1.0},
+        Interval(1.0, 2.0, 0.95, "bootstrap of 9"),
+    )
     assert Measurement.from_json(json.loads(json.dumps(one.to_json()))) == one
     assert Measurement.from_json(measured(2.0).to_json()) == measured(2.0)
     with pytest.raises(ValueError, match="got no metric, protocol"):

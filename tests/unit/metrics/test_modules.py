@@ -30,7 +30,9 @@ WHOLE_SETS = {"subsets": 1, "subset_size": 2}
 
 def sets(n: int = 80, m: int = 60) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.rand(n, WIDTH, generator=generator), 0.9 * torch.rand(m, WIDTH, generator=generator) + 0.1
+    return torch.rand(n, WIDTH, generator=generator), 0.9 * torch.rand(
+        m, WIDTH, generator=generator
+    ) + 0.1
 
 
 def every() -> list[SampleMetric]:
@@ -66,13 +68,17 @@ def test_modules_are_the_core_in_batches() -> None:
         value = metric.compute()
         found = {m.metric: m.value for m in metric.measurements()}
         assert found == pytest.approx({k: expected()[k] for k in found}, rel=1e-9)
-        assert (value if isinstance(value, dict) else {next(iter(found)): value}) == pytest.approx(found)
+        assert (value if isinstance(value, dict) else {next(iter(found)): value}) == pytest.approx(
+            found
+        )
 
 
 def take_half(rank: int, meeting: str, answers: Any) -> None:
     """One of two processes: a share of both sides, then the numbers of both together."""
     torch.set_num_threads(1)  # a forked process has no thread pool
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=2
+    )
     found = {}
     for metric in every():
         for real, rows in zip((True, False), sets(), strict=True):
@@ -85,15 +91,22 @@ def take_half(rank: int, meeting: str, answers: Any) -> None:
 def test_two_processes_give_one_processs_numbers(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")  # spawning would import torch twice more
     answers = context.Queue()
-    started = [context.Process(target=take_half, args=(r, str(tmp_path / "meeting"), answers)) for r in range(2)]
+    started = [
+        context.Process(target=take_half, args=(r, str(tmp_path / "meeting"), answers))
+        for r in range(2)
+    ]
     for process in started:
         process.start()
     found = [answers.get(timeout=120) for _ in started]
     for process in started:
         process.join(timeout=120)
     alone = expected()
-    score = ScoreStatistics.empty(WIDTH, 2).update(sets()[1][:21])  # each process deals out its own samples
-    alone["inception_score"] = score.merge(ScoreStatistics.empty(WIDTH, 2).update(sets()[1][21:])).measurement().value
+    score = ScoreStatistics.empty(WIDTH, 2).update(
+        sets()[1][:21]
+    )  # each process deals out its own samples
+    alone["inception_score"] = (
+        score.merge(ScoreStatistics.empty(WIDTH, 2).update(sets()[1][21:])).measurement().value
+    )
     for of_one in found:
         assert of_one == pytest.approx(alone, rel=1e-9)
 
@@ -136,7 +149,9 @@ def test_pictures_go_through_the_extractor() -> None:
         def features(self, pictures: torch.Tensor) -> FeatureSet:
             return FeatureSet(pictures.double().mean((1, 2)) / 255, dict(self.protocol))
 
-    pictures = torch.randint(0, 256, (40, 4, 4, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    pictures = torch.randint(
+        0, 256, (40, 4, 4, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     metric = FrechetDistance(Means(), width=3)
     metric.update(pictures[:20], real=True)
     metric.update(pictures[20:], real=False)

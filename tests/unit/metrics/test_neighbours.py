@@ -8,7 +8,9 @@ from specmm.metrics.neighbours import nearest_neighbours, pixels
 def test_agrees_with_all_distances() -> None:
     generator = torch.Generator().manual_seed(0)
     x, y = torch.rand(1100, 12, generator=generator), torch.rand(300, 12, generator=generator)
-    expected = torch.cdist(x.double(), y.double(), compute_mode="donot_use_mm_for_euclid_dist").min(1)
+    expected = torch.cdist(x.double(), y.double(), compute_mode="donot_use_mm_for_euclid_dist").min(
+        1
+    )
     found = nearest_neighbours(x, y)
     assert torch.equal(found.indices, expected.indices)
     torch.testing.assert_close(found.distances, expected.values, rtol=1e-6, atol=0)
@@ -36,4 +38,6 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="same width"):
         nearest_neighbours(torch.zeros(2, 3), torch.zeros(2, 4))
     with pytest.raises(ValueError, match="same width"):
-        nearest_neighbours(pixels(np.zeros((1, 4, 4, 3), np.uint8)), pixels(np.zeros((1, 8, 8, 3), np.uint8)))
+        nearest_neighbours(
+            pixels(np.zeros((1, 4, 4, 3), np.uint8)), pixels(np.zeros((1, 8, 8, 3), np.uint8))
+        )

@@ -7,7 +7,13 @@ import torch
 
 from specmm.metrics.features import FeatureSet
 from specmm.metrics.frechet import FeatureStatistics, frechet_distance
-from specmm.metrics.references import Layout, Reference, check_reference, read_reference, write_reference
+from specmm.metrics.references import (
+    Layout,
+    Reference,
+    check_reference,
+    read_reference,
+    write_reference,
+)
 
 PROTOCOL = {"features": "toy 12", "weights": "sha256:ab"}
 
@@ -30,14 +36,19 @@ def write(found: FeatureStatistics, folder: Path, layout: Layout) -> Path:
 
 
 @pytest.mark.parametrize("layout", ["specmm", "clean-fid", "adm", "torch-fidelity"])
-def test_round_trip_gives_the_same_distance(statistics: FeatureStatistics, tmp_path: Path, layout: Layout) -> None:
+def test_round_trip_gives_the_same_distance(
+    statistics: FeatureStatistics, tmp_path: Path, layout: Layout
+) -> None:
     found = read_reference(write(statistics, tmp_path, layout), protocol=PROTOCOL)
     other = features(1)
     expected = frechet_distance(other, statistics)
     result = frechet_distance(other, found)
     assert result.value == pytest.approx(expected.value, rel=1e-9)
     own = layout == "specmm"
-    assert found.count == (90 if own else None) and result.protocol["counts"] == [90, 90 if own else None]
+    assert found.count == (90 if own else None) and result.protocol["counts"] == [
+        90,
+        90 if own else None,
+    ]
     assert found.protocol == (PROTOCOL if own else {"source": f"{layout} statistics", **PROTOCOL})
 
 
@@ -46,7 +57,9 @@ def test_spatial_pair_of_adm(statistics: FeatureStatistics, tmp_path: Path) -> N
     torch.testing.assert_close(found.mean, FeatureStatistics.of(features(3, width=7)).moments()[0])
 
 
-def test_files_are_what_the_other_projects_read(statistics: FeatureStatistics, tmp_path: Path) -> None:
+def test_files_are_what_the_other_projects_read(
+    statistics: FeatureStatistics, tmp_path: Path
+) -> None:
     mean, covariance = (m.numpy() for m in statistics.moments())
     for layout in ("specmm", "clean-fid", "adm"):
         with np.load(write(statistics, tmp_path, layout), allow_pickle=False) as data:
@@ -55,7 +68,9 @@ def test_files_are_what_the_other_projects_read(statistics: FeatureStatistics, t
             assert ("mu_s" in data.files and data["sigma_s"].shape == (7, 7)) == (layout == "adm")
 
 
-def test_torch_fidelity_reads_ours_and_we_its_own(statistics: FeatureStatistics, tmp_path: Path) -> None:
+def test_torch_fidelity_reads_ours_and_we_its_own(
+    statistics: FeatureStatistics, tmp_path: Path
+) -> None:
     utils = pytest.importorskip("torch_fidelity.utils")
     fid = pytest.importorskip("torch_fidelity.metric_fid")
     write(statistics, tmp_path, "torch-fidelity").rename(tmp_path / "cached.pt")
@@ -66,16 +81,22 @@ def test_torch_fidelity_reads_ours_and_we_its_own(statistics: FeatureStatistics,
     )
     expected = fid.fid_statistics_to_metric(theirs, computed, False)["frechet_inception_distance"]
     made = read_reference(tmp_path / "made.pt")
-    assert frechet_distance(made, read_reference(tmp_path / "cached.pt")).value == pytest.approx(expected, rel=1e-6)
+    assert frechet_distance(made, read_reference(tmp_path / "cached.pt")).value == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 def test_single_precision_and_pytorch_fid_files_are_read(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", mu=np.zeros(3, np.float32), sigma=np.eye(3, dtype=np.float32))
     found = read_reference(tmp_path / "a.npz")
-    assert found.covariance.dtype == torch.float64 and found.protocol == {"source": "clean-fid statistics"}
+    assert found.covariance.dtype == torch.float64 and found.protocol == {
+        "source": "clean-fid statistics"
+    }
 
 
-def test_a_reference_of_other_features_is_refused(statistics: FeatureStatistics, tmp_path: Path) -> None:
+def test_a_reference_of_other_features_is_refused(
+    statistics: FeatureStatistics, tmp_path: Path
+) -> None:
     path = write(statistics, tmp_path, "specmm")
     with pytest.raises(ValueError, match="features='toy 12' and 'dino'"):
         read_reference(path, protocol={"features": "dino"})

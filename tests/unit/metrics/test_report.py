@@ -1,4 +1,6 @@
-"""The report: result files of every kind, what does not fit together, and names that stay clear in the picture."""
+"""The report: result files of every kind, what does not fit together, and names that stay clear in
+the picture.
+"""
 
 import json
 from pathlib import Path
@@ -13,13 +15,20 @@ from specmm.metrics.results import compare_results, read_measurements
 
 BENCH = [
     {"method": "ar", "label": "ar", "speedup": 1.0, "certificate": {"kind": "exact"}},
-    {"method": "lantern++", "label": "lantern++(k=10)", "speedup": 2.0, "certificate": {"kind": "bounded"}},
+    {
+        "method": "lantern++",
+        "label": "lantern++(k=10)",
+        "speedup": 2.0,
+        "certificate": {"kind": "bounded"},
+    },
 ]
 
 
 def fid(value: float, **protocol: Any) -> Measurement:
     interval = Interval(value - 1, value + 1, 0.95, "jackknife")
-    return Measurement("fid", value, {"features": "inception", **protocol, "counts": [100, 100]}, interval=interval)
+    return Measurement(
+        "fid", value, {"features": "inception", **protocol, "counts": [100, 100]}, interval=interval
+    )
 
 
 def written(path: Path, value: Any) -> Path:
@@ -42,12 +51,23 @@ def test_bench_and_eval_files_make_one_table(tmp_path: Path) -> None:
 
 def test_benchmark_files_with_their_comments(tmp_path: Path) -> None:
     (tmp_path / "speed.csv").write_text("# cores: 2\nmethod,speedup,certificate\nar,1.0,exact\n")
-    (tmp_path / "quality.csv").write_text('method,fid,samples\nar,12.5,2000\n"real, halves",3.5,2000\n')
+    (tmp_path / "quality.csv").write_text(
+        'method,fid,samples\nar,12.5,2000\n"real, halves",3.5,2000\n'
+    )
     rows = joined(*read_files([tmp_path / "speed.csv", tmp_path / "quality.csv"]))
     assert rows == [
-        {"method": "ar", "speedup": 1.0, "certificate": "exact", "fid": 12.5, "samples": 2000, "fid_ratio": 1.0}
+        {
+            "method": "ar",
+            "speedup": 1.0,
+            "certificate": "exact",
+            "fid": 12.5,
+            "samples": 2000,
+            "fid_ratio": 1.0,
+        }
     ]
-    whole = written(tmp_path / "speed.json", {"environment": {}, "rows": [{"method": "ar", "speedup": 3.0}]})
+    whole = written(
+        tmp_path / "speed.json", {"environment": {}, "rows": [{"method": "ar", "speedup": 3.0}]}
+    )
     assert read_files([whole])[0][0]["speedup"] == 3
 
 
@@ -56,11 +76,17 @@ def test_what_does_not_fit_together(tmp_path: Path) -> None:
     other = written(tmp_path / "other.json", fid(10, features="efficientnet").to_json())
     with pytest.raises(ValueError, match="features='inception' and 'efficientnet'"):
         read_files([one, other])
-    with pytest.raises(ValueError, match=r"speeds of ar, lantern.*FIDs of one; give eval the method's name"):
+    with pytest.raises(
+        ValueError, match=r"speeds of ar, lantern.*FIDs of one; give eval the method's name"
+    ):
         joined(*read_files([written(tmp_path / "bench.json", BENCH), one]))
     (tmp_path / "odd.csv").write_text("a,b\n1,2\n")
     (tmp_path / "odd.json").write_text("{")
-    for name, message in (("odd.csv", "must have columns"), ("odd.json", "must be JSON"), ("odd.txt", "json or .csv")):
+    for name, message in (
+        ("odd.csv", "must have columns"),
+        ("odd.json", "must be JSON"),
+        ("odd.txt", "json or .csv"),
+    ):
         with pytest.raises(ValueError, match=message):
             read_files([tmp_path / name])
     with pytest.raises(ValueError, match="must hold a result of specmm eval"):
@@ -71,7 +97,9 @@ def test_a_difference_of_two_results(tmp_path: Path) -> None:
     found = compare_results(fid(13), fid(10))
     assert found.value == 3 and found.differ
     assert found.interval is not None
-    assert (found.interval.low, found.interval.high) == pytest.approx((3 - 2**0.5, 3 + 2**0.5))  # by hand: 1, 1
+    assert (found.interval.low, found.interval.high) == pytest.approx(
+        (3 - 2**0.5, 3 + 2**0.5)
+    )  # by hand: 1, 1
     assert not compare_results(fid(11), fid(10)).differ
     assert compare_results(Measurement("kid", 1.0, {}), Measurement("kid", 0.5, {})).differ is None
     with pytest.raises(ValueError, match="same protocol, got resize="):
@@ -83,7 +111,12 @@ def test_a_difference_of_two_results(tmp_path: Path) -> None:
 ROWS = [
     {"method": "ar", "speedup": 1.0, "fid": 69.8, "certificate": "exact", "samples": 2000},
     *(
-        {"method": f"lantern++(lambda_={i}.0, k={10 * i})", "speedup": 1.8 + i / 20, "fid": 70 + i, "certificate": "tv"}
+        {
+            "method": f"lantern++(lambda_={i}.0, k={10 * i})",
+            "speedup": 1.8 + i / 20,
+            "fid": 70 + i,
+            "certificate": "tv",
+        }
         for i in range(6)
     ),
 ]
@@ -98,6 +131,8 @@ def test_no_name_lies_on_another_or_leaves_the_picture(tmp_path: Path) -> None:
     frame = axes.get_window_extent()
     for i, box in enumerate(boxes):
         assert all(_shared(box, other) == 0 for other in boxes[:i])
-        assert frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+        assert (
+            frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+        )
     rows = [{**r, "fid_low": r["fid"] - 1, "fid_high": r["fid"] + 1} for r in ROWS]
     assert draw_trade(rows, tmp_path / "x.png", floor=18).stat().st_size > 10_000

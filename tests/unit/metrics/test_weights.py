@@ -33,7 +33,9 @@ def test_hub_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "snapshot"
     for name in ("config.json", "tokenizer_config.json"):
         put(folder / name)
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repository, file: str(folder / file))
+    monkeypatch.setattr(
+        "huggingface_hub.try_to_load_from_cache", lambda repository, file: str(folder / file)
+    )
     with pytest.raises(ValueError, match=r"model\.safetensors"):
         locate("clip")
     put(folder / "model.safetensors")
@@ -43,7 +45,11 @@ def test_hub_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_says_which_file_goes_where(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         locate("inception-fidelity")
-    for part in (FIDELITY, "https://github.com/toshas/torch-fidelity", str(tmp_path / "weights/inception-fidelity")):
+    for part in (
+        FIDELITY,
+        "https://github.com/toshas/torch-fidelity",
+        str(tmp_path / "weights/inception-fidelity"),
+    ):
         assert part in str(error.value)
     with pytest.raises(ValueError, match=f"in {tmp_path}, got none"):
         locate("inception-fidelity", tmp_path)

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from specmm.handoff import handoff
-from specmm.image_ar.scales.canvas import Canvas
+from specmm.collaborative import alternate
 from specmm.image_ar.scales.drawing import turn
+from specmm.image_ar.scales.feature_map import FeatureMap
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import Inverse
 from specmm.image_ar.scales.settings import Settings
@@ -17,18 +17,29 @@ from specmm.randomness import Uniforms
 from specmm.stats import Clock
 
 SIDES = (1, 2, 3, 4, 6)
-TINY = VARConfig(depth=2, embed_dim=64, num_heads=4, vocab_size=32, z_channels=8, num_classes=10, patch_nums=SIDES)
+TINY = VARConfig(
+    depth=2,
+    embed_dim=64,
+    num_heads=4,
+    vocab_size=32,
+    z_channels=8,
+    num_classes=10,
+    patch_nums=SIDES,
+)
 
 
 @torch.no_grad()
 def make_var(seed=0, **sizes):
-    """A VAR whose laws are far from uniform and depend on everything they should."""
+    """A VAR whose distributions are far from uniform and depend on everything they should."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = VAR(dataclasses.replace(TINY, **sizes)).eval()
         for name, weight in model.named_parameters():
             if weight.ndim > 1 or "bias" in name:
-                weight.copy_(torch.randn_like(weight) * (0.5 if "emb" in name else 1.5 / weight.shape[-1] ** 0.5))
+                weight.copy_(
+                    torch.randn_like(weight)
+                    * (0.5 if "emb" in name else 1.5 / weight.shape[-1] ** 0.5)
+                )
     return model
 
 
@@ -59,7 +70,12 @@ def vqvae():
 
 @pytest.fixture
 def pipe(large, small, vqvae):
-    made = VARPipeline(large, vqvae, small, Settings(2.0, 1.0, 20, 0.95, classes=tuple(f"class{i}" for i in range(10))))
+    made = VARPipeline(
+        large,
+        vqvae,
+        small,
+        Settings(2.0, 1.0, 20, 0.95, classes=tuple(f"class{i}" for i in range(10))),
+    )
     made.set_progress_bar_config(disable=True)
     return made
 
@@ -76,10 +92,19 @@ def plain():
 
     @torch.inference_mode()
     def run(model, vqvae, labels, sampling, seeds, sampler=Inverse):
-        canvas = Canvas(vqvae.quantize, len(labels))
-        dice = Inverse(sampling, Uniforms.from_seeds(seeds), len(canvas.ladder)) if sampler is Inverse else sampler
-        steps = range(len(canvas.ladder))
-        list(handoff([turn(model, "large", steps, canvas, labels, sampling, lambda _: dice)], Clock()))
-        return canvas
+        feature_map = FeatureMap(vqvae.quantize, len(labels))
+        uniforms = (
+            Inverse(sampling, Uniforms.from_seeds(seeds), len(feature_map.schedule))
+            if sampler is Inverse
+            else sampler
+        )
+        steps = range(len(feature_map.schedule))
+        list(
+            alternate(
+                [turn(model, "large", steps, feature_map, labels, sampling, lambda _: uniforms)],
+                Clock(),
+            )
+        )
+        return feature_map
 
     return run

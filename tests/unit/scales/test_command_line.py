@@ -11,10 +11,14 @@ from specmm.image_ar.scales import sizes
 
 def test_plan_on_the_command_line(pipe, tmp_path):
     pipe.save_pretrained(tmp_path / "model")
-    result = CliRunner().invoke(app, ["plan", str(tmp_path / "model"), "--batch", "2", "--dtype", "float32", "--json"])
+    result = CliRunner().invoke(
+        app, ["plan", str(tmp_path / "model"), "--batch", "2", "--dtype", "float32", "--json"]
+    )
     found = json.loads(result.stdout)
-    scales = len(pipe.transformer.config.ladder)
-    assert [row["n"] for row in found["by_n"]] == list(range(scales + 1)) and found["choice"] in range(scales + 1)
+    scales = len(pipe.transformer.config.schedule)
+    assert [row["n"] for row in found["by_n"]] == list(range(scales + 1)) and found[
+        "choice"
+    ] in range(scales + 1)
     assert all(row["seconds"] > 0 for row in found["by_n"])
     shown = CliRunner().invoke(app, ["plan", str(tmp_path / "model"), "--dtype", "float32"])
     assert shown.exit_code == 0 and "choice" in shown.stdout
@@ -32,7 +36,11 @@ def test_published_sizes_are_planned_without_weights(monkeypatch):
 @pytest.mark.parametrize(
     ("pair", "resolution", "message"),
     [
-        ("d999,d1", "256", "published sizes are d16, d20, d24, d30 at 256; d36 at 512, got d999 at 256"),
+        (
+            "d999,d1",
+            "256",
+            "published sizes are d16, d20, d24, d30 at 256; d36 at 512, got d999 at 256",
+        ),
         ("d17,d16", "256", "got d17 at 256"),
         ("d16,d30", "256", "the larger model comes first, got d16,d30; give d30,d16"),
         ("d30,d16", "300", "got d30 at 300"),
@@ -57,16 +65,34 @@ def test_a_run_tells_what_it_left_to_the_machine(pipe, tmp_path):
         "--seed",
         "1",
     ]
-    run = CliRunner().invoke(app, [*arguments, "--method", "code", "--out", str(tmp_path / "out"), "--json"])
+    run = CliRunner().invoke(
+        app, [*arguments, "--method", "code", "--out", str(tmp_path / "out"), "--json"]
+    )
     found = json.loads(run.stdout)
-    assert found["ran"].startswith("code(n=") and "expected" in found["reason"] and found["method"] == "code"
-    refused = CliRunner().invoke(app, [*arguments, "--method", "code", "-o", "n=2", "-o", "release=true"])
+    assert (
+        found["ran"].startswith("code(n=")
+        and "expected" in found["reason"]
+        and found["method"] == "code"
+    )
+    refused = CliRunner().invoke(
+        app, [*arguments, "--method", "code", "-o", "n=2", "-o", "release=true"]
+    )
     assert refused.exit_code == 2 and "give --batch-size 3, got 2" in refused.output
 
 
 def test_bench_on_the_command_line(pipe, tmp_path):
     pipe.save_pretrained(tmp_path / "model")
-    arguments = ["bench", str(tmp_path / "model"), "--methods", "code(n=2)", "-n", "1", "--dtype", "float32", "--json"]
+    arguments = [
+        "bench",
+        str(tmp_path / "model"),
+        "--methods",
+        "code(n=2)",
+        "-n",
+        "1",
+        "--dtype",
+        "float32",
+        "--json",
+    ]
     rows = json.loads(CliRunner().invoke(app, arguments).stdout)
     assert [r["label"] for r in rows] == ["ar", "code(n=2)"]
     assert all(r["quality"]["log_likelihood"] < 0 and r["ideal"] > 0 for r in rows)

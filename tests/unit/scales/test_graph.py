@@ -1,4 +1,6 @@
-"""VAR and CoDe as one captured graph: the pipeline's tokens, and nothing on the way that a GPU would wait for."""
+"""VAR and CoDe as one captured graph: the pipeline's tokens, and nothing on the way that a GPU
+would wait for.
+"""
 
 import json
 
@@ -31,21 +33,25 @@ def pipe(large, small, vqvae):
     return made
 
 
-def dice(count):
+def uniforms(count):
     return [torch.Generator().manual_seed(i) for i in range(count)]
 
 
 @pytest.mark.parametrize("n", [0, 2, 5])
 @pytest.mark.parametrize("options", [{}, dict(cfg=2.0, top_k=5, top_p=0.9, temperature=0.8)])
 def test_a_captured_picture_is_the_pipelines(pipe, n, options, monkeypatch):
-    monkeypatch.setattr("specmm.image_ar.scales.session.check_finite", lambda *_: None)  # as while capturing
+    monkeypatch.setattr(
+        "specmm.image_ar.scales.session.check_finite", lambda *_: None
+    )  # as while capturing
     graph = PictureGraph(pipe, n, pipe.target(**options))
-    labels, length = torch.tensor([1, 4, 7]), pipe.transformer.config.ladder.length
-    numbers = Uniforms(dice(3)).draw(length)
+    labels, length = torch.tensor([1, 4, 7]), pipe.transformer.config.schedule.length
+    numbers = Uniforms(uniforms(3)).draw(length)
     with NoWaiting():
         tokens, sums = graph(labels, numbers)
     method = methods.CoDe(n) if n < 5 else methods.AR()
-    wanted = pipe(classes=labels.tolist(), generator=dice(3), method=method, output_type="np", **options)
+    wanted = pipe(
+        classes=labels.tolist(), generator=uniforms(3), method=method, output_type="np", **options
+    )
     assert torch.equal(tokens, wanted.tokens)
     assert (pipe.decode(sums).numpy() == wanted.images).all()
 
@@ -61,6 +67,8 @@ def test_gpu_benchmark_runs_without_one(pipe, tmp_path):
     assert var.main([*where, "--batches", "2", "--repeats", "1", "--n", "2", "0"]) == 0
     rows = json.loads((tmp_path / "gpu_var.json").read_text())["rows"]
     assert [(r["mode"], r["method"]) for r in rows] == [
-        (mode, method) for mode in ("eager", "graph") for method in ("ar", "code, N = 2", "code, N = 0")
+        (mode, method)
+        for mode in ("eager", "graph")
+        for method in ("ar", "code, N = 2", "code, N = 0")
     ]
     assert max(r["speedup"] for r in rows if r["method"] == "ar") == 1

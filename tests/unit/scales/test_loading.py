@@ -1,4 +1,6 @@
-"""Model files of every shape: what is inferred, what is asked for, what is refused, and the way back to a file."""
+"""Model files of every shape: what is inferred, what is asked for, what is refused, and the way
+back to a file.
+"""
 
 import json
 
@@ -18,10 +20,16 @@ def same(a, b):
 
 
 def nested(state):
-    return {"epoch": 3, "iter": 0, "trainer": {"config": {"bs": 1}, "var_wo_ddp": state, "vae_local": state}}
+    return {
+        "epoch": 3,
+        "iter": 0,
+        "trainer": {"config": {"bs": 1}, "var_wo_ddp": state, "vae_local": state},
+    }
 
 
-@pytest.mark.parametrize("wrap", [lambda s: s, nested, lambda s: {f"trainer.var_wo_ddp.{k}": v for k, v in s.items()}])
+@pytest.mark.parametrize(
+    "wrap", [lambda s: s, nested, lambda s: {f"trainer.var_wo_ddp.{k}": v for k, v in s.items()}]
+)
 def test_official_transformers(large, make, tmp_path, wrap):
     for model in (large, make.var(1, shared_aln=True)):
         torch.save(wrap(model.state_dict()), tmp_path / "var.pth")
@@ -35,7 +43,9 @@ def test_official_tokenizers(vqvae, tmp_path, wrap):
     again = load_vqvae(tmp_path / "vae.pth", patch_nums=SIDES)
     assert same(again, vqvae) and again.config == vqvae.config
     for given in (None, (1, 2, 3)):
-        with pytest.raises(ValueError, match=r"patch_nums must be the sides of the 5 scales .*, got"):
+        with pytest.raises(
+            ValueError, match=r"patch_nums must be the sides of the 5 scales .*, got"
+        ):
             load_vqvae(tmp_path / "vae.pth", patch_nums=given)
 
 
@@ -43,7 +53,10 @@ def test_official_tokenizers(vqvae, tmp_path, wrap):
 def test_save_and_load(large, vqvae, tmp_path, dtype):
     save_var(large, tmp_path / "var", dtype)
     save_vqvae(vqvae, tmp_path / "vae", dtype)
-    for model, again in ((large, load_var(tmp_path / "var")), (vqvae, load_vqvae(tmp_path / "vae"))):
+    for model, again in (
+        (large, load_var(tmp_path / "var")),
+        (vqvae, load_vqvae(tmp_path / "vae")),
+    ):
         assert again.config == model.config
         for name, weight in model.state_dict().items():
             wanted = weight.to(dtype).float() if dtype and weight.is_floating_point() else weight
@@ -66,11 +79,15 @@ def test_wrong_files_are_named(large, vqvae, tmp_path):
         torch.save(large.state_dict() | change, tmp_path / "var.pth")
         with pytest.raises(ValueError, match=message):
             load_var(tmp_path / "var.pth")
-    torch.save({k: v for k, v in large.state_dict().items() if k != "head.bias"}, tmp_path / "var.pth")
+    torch.save(
+        {k: v for k, v in large.state_dict().items() if k != "head.bias"}, tmp_path / "var.pth"
+    )
     with pytest.raises(ValueError, match=r"1 missing: head\.bias"):
         load_var(tmp_path / "var.pth")
     torch.save({"trainer": {"step": 1}}, tmp_path / "var.pth")
-    with pytest.raises(ValueError, match=r"must hold tensors by name .*, got other things named step"):
+    with pytest.raises(
+        ValueError, match=r"must hold tensors by name .*, got other things named step"
+    ):
         load_var(tmp_path / "var.pth")
 
 
@@ -80,7 +97,9 @@ def test_heads_that_nobody_tells(make, tmp_path):
     with pytest.raises(ValueError, match="num_heads must be given"):
         load_var(tmp_path / "var.pth")
     assert same(load_var(tmp_path / "var.pth", model.config), model)
-    (tmp_path / "config.json").write_text('{"from": "elsewhere"}')  # another program's, and none of ours
+    (tmp_path / "config.json").write_text(
+        '{"from": "elsewhere"}'
+    )  # another program's, and none of ours
     with pytest.raises(ValueError, match="num_heads must be given"):
         load_var(tmp_path / "var.pth")
 
@@ -93,7 +112,10 @@ def test_configs_that_do_not_fit(large, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"layers": 3}))
     with pytest.raises(ValueError, match="must hold sizes of VARConfig, got layers"):
         load_var(tmp_path)
-    for sizes, message in ((dict(patch_nums=[2, 1]), "growing sides"), (dict(num_heads=5), "multiple of num_heads")):
+    for sizes, message in (
+        (dict(patch_nums=[2, 1]), "growing sides"),
+        (dict(num_heads=5), "multiple of num_heads"),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(config | sizes))
         with pytest.raises(ValueError, match=message):
             load_var(tmp_path)

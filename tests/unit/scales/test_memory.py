@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from specmm.handoff import handoff
-from specmm.image_ar.scales.canvas import Canvas
+from specmm.collaborative import alternate
 from specmm.image_ar.scales.drawing import code_turns
+from specmm.image_ar.scales.feature_map import FeatureMap
 from specmm.image_ar.scales.memory import measured_peak
 from specmm.image_ar.scales.planner import Draw, model_memory
 from specmm.image_ar.scales.sampling import Inverse, Sampling
-from specmm.layout import lay_weights
+from specmm.prepacked import lay_weights
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
 
@@ -38,16 +38,27 @@ def test_packed_weights_are_no_hindrance():
 
 @pytest.mark.parametrize("n", [0, 3, 5])
 def test_forecasts(make, vqvae, n):
-    large, small = make.var(0, depth=4, embed_dim=256, num_heads=8), make.var(1, embed_dim=192, num_heads=6)
-    labels, sampling, dice = torch.arange(10).repeat(4), Sampling(2.0), Uniforms.from_seeds(range(40))
-    dice.draw(1)  # its block is made before
+    large, small = (
+        make.var(0, depth=4, embed_dim=256, num_heads=8),
+        make.var(1, embed_dim=192, num_heads=6),
+    )
+    labels, sampling, uniforms = (
+        torch.arange(10).repeat(4),
+        Sampling(2.0),
+        Uniforms.from_seeds(range(40)),
+    )
+    uniforms.draw(1)  # its block is made before
 
     @torch.inference_mode()
     def run():
-        canvas = Canvas(vqvae.quantize, len(labels))
-        turns = code_turns(large, small, n, canvas, labels, sampling, lambda _: Inverse(sampling, dice, 5))
-        list(handoff(turns, Clock()))
+        feature_map = FeatureMap(vqvae.quantize, len(labels))
+        turns = code_turns(
+            large, small, n, feature_map, labels, sampling, lambda _: Inverse(sampling, uniforms, 5)
+        )
+        list(alternate(turns, Clock()))
 
     draw = Draw(40)
-    wanted = max(model_memory(large.config, draw, range(n)), model_memory(small.config, draw, range(n, 5)))
+    wanted = max(
+        model_memory(large.config, draw, range(n)), model_memory(small.config, draw, range(n, 5))
+    )
     assert measured_peak(run, CPU) == pytest.approx(wanted, rel=0.2)

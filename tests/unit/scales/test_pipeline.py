@@ -38,13 +38,17 @@ def test_a_picture_depends_on_its_seed_only(pipe, method):
     assert torch.equal(together, split) and torch.equal(together[2:], last)
 
 
-@pytest.mark.parametrize("method, scale", [("ar", 0), (methods.CoDe(2), 2), (methods.ScaleSpeculative(2, 4), 2)])
+@pytest.mark.parametrize(
+    "method, scale", [("ar", 0), (methods.CoDe(2), 2), (methods.ScaleSpeculative(2, 4), 2)]
+)
 def test_logits_that_are_not_finite_stop_the_run(pipe, make, method, scale):
     broken = make.var(0, depth=4)
     broken.head.bias.data[3] = float("nan")
     models = (pipe.transformer, broken) if method == methods.CoDe(2) else (broken, pipe.small)
     poisoned = VARPipeline(models[0], pipe.vae, models[1], pipe.settings)
-    with pytest.raises(ValueError, match=f"NaN or infinity from VAR of depth 4 in scale {scale}, check its weights"):
+    with pytest.raises(
+        ValueError, match=f"NaN or infinity from VAR of depth 4 in scale {scale}, check its weights"
+    ):
         draw(poisoned, method)
 
 
@@ -53,7 +57,7 @@ def test_code_certificates_and_ends(pipe, large, small, vqvae):
     for n in range(6):
         out = draw(pipe, methods.CoDe(n))
         assert out.certificate.kind == ("exact" if n == 5 else "heuristic")
-        coarse = large.config.ladder.starts[n]
+        coarse = large.config.schedule.starts[n]
         assert torch.equal(out.tokens[:, :coarse], plain[:, :coarse])
         assert n == 5 or not torch.equal(out.tokens, plain)
     alone = VARPipeline(small, vqvae, None, pipe.settings)
@@ -63,7 +67,9 @@ def test_code_certificates_and_ends(pipe, large, small, vqvae):
 def test_code_works_only_where_needed(pipe, large, small):
     heads = {large: [], small: []}
     hooks = [
-        m.head.register_forward_hook(lambda _, inputs, __, rows=rows: rows.append(tuple(inputs[0].shape[:2])))
+        m.head.register_forward_hook(
+            lambda _, inputs, __, rows=rows: rows.append(tuple(inputs[0].shape[:2]))
+        )
         for m, rows in heads.items()
     ]
     draw(pipe, methods.CoDe(3))
@@ -79,7 +85,7 @@ def test_speculation_is_exact_and_greedy_equals_plain(pipe):
     assert torch.equal(out.tokens, draw(pipe, "ar", temperature=0.0).tokens)
 
 
-def test_an_interrupted_run_leaves_nothing_behind(pipe, large):
+def test_an_interrupted_run_leaves_nothing_after(pipe, large):
     before, wanted = large.state_dict().keys(), draw(pipe, "ar").tokens
 
     def stop(*_):
@@ -103,7 +109,9 @@ def test_temperature_by_scale_and_smooth(pipe):
     greedy = draw(pipe, "ar", temperature=0.0).tokens
     assert torch.equal(cool[:, :30], greedy[:, :30]) and not torch.equal(cool, greedy)
     smooth = draw(pipe, "ar", more_smooth=True)
-    assert smooth.tokens.shape == greedy.shape and not torch.equal(smooth.tokens, draw(pipe, "ar").tokens)
+    assert smooth.tokens.shape == greedy.shape and not torch.equal(
+        smooth.tokens, draw(pipe, "ar").tokens
+    )
 
 
 def test_code_without_n_takes_the_planners(pipe):
@@ -117,22 +125,32 @@ def test_code_without_n_takes_the_planners(pipe):
 
 def test_one_call_takes_one_n(pipe):
     out = draw(pipe, "code", batch_size=2)
-    assert list(pipe.chooser.plans) == [(2, pipe.target())], "the batch left over is not planned for"
+    assert list(pipe.chooser.plans) == [(2, pipe.target())], (
+        "the batch left over is not planned for"
+    )
     n = pipe.chooser.plans[2, pipe.target()].n
     assert torch.equal(out.tokens, draw(pipe, methods.CoDe(n), batch_size=2).tokens)
 
 
 def test_specialised_models_are_planned_as_they_are_run(pipe, vqvae, large, small, tmp_path):
-    special = VARPipeline(large, vqvae, small, dataclasses.replace(pipe.settings, n=1, fid={"1": 3.0}))
+    special = VARPipeline(
+        large, vqvae, small, dataclasses.replace(pipe.settings, n=1, fid={"1": 3.0})
+    )
     made = special.plan(3)
-    assert made.n == 1 and "specialised" in made.reason and draw(special, "code").method == f"code: {made.reason}"
+    assert (
+        made.n == 1
+        and "specialised" in made.reason
+        and draw(special, "code").method == f"code: {made.reason}"
+    )
     special.save_pretrained(tmp_path / "model")
     save_var(small, tmp_path / "other")
     again = VARPipeline.from_pretrained(tmp_path / "model", small=tmp_path / "other")
-    assert again.settings == dataclasses.replace(special.settings, n=-1, fid={}), "they were another small model's"
+    assert again.settings == dataclasses.replace(special.settings, n=-1, fid={}), (
+        "they were another small model's"
+    )
 
 
-def test_ladders_that_begin_with_many_tokens(make):
+def test_schedules_that_begin_with_many_tokens(make):
     models = [make.var(seed, depth=1, patch_nums=(10, 12)) for seed in (0, 1)]
     made = VARPipeline(models[0], make.vqvae((10, 12)), models[1], Settings())
     plain = draw(made, "ar", [3], temperature=0.0).tokens
@@ -154,10 +172,15 @@ def test_files(pipe, large, vqvae, small, tmp_path):
     assert torch.equal(draw(again, methods.CoDe(2)).tokens, draw(pipe, methods.CoDe(2)).tokens)
     assert json.loads((tmp_path / "model" / "model_index.json").read_text())["family"] == "var"
     VARPipeline(small, vqvae, None, pipe.settings).save_pretrained(tmp_path / "small")
-    given = VARPipeline.from_pretrained(tmp_path / "model", methods.CoDe(1), torch.float32, tmp_path / "small")
+    given = VARPipeline.from_pretrained(
+        tmp_path / "model", methods.CoDe(1), torch.float32, tmp_path / "small"
+    )
     assert torch.equal(draw(given, None).tokens, draw(pipe, methods.CoDe(1)).tokens)
     save_var(small, tmp_path / "weights")
-    assert VARPipeline.from_pretrained(tmp_path / "model", small=tmp_path / "weights").small.config == small.config
+    assert (
+        VARPipeline.from_pretrained(tmp_path / "model", small=tmp_path / "weights").small.config
+        == small.config
+    )
 
 
 def test_published_files(pipe, large, small, vqvae, tmp_path):
@@ -171,7 +194,10 @@ def test_published_files(pipe, large, small, vqvae, tmp_path):
 def test_half_precision(pipe, tmp_path):
     pipe.save_pretrained(tmp_path / "model")
     half = VARPipeline.from_pretrained(tmp_path / "model", torch_dtype=torch.bfloat16)
-    assert half.transformer.dtype == torch.bfloat16 and half.vae.quantize.embedding.weight.dtype == torch.float32
+    assert (
+        half.transformer.dtype == torch.bfloat16
+        and half.vae.quantize.embedding.weight.dtype == torch.float32
+    )
     for method in ("ar", methods.CoDe(2), methods.ScaleSpeculative(2, 4)):
         assert draw(half, method, output_type="np").images.shape == (3, 12, 12, 3)
     with pytest.raises(ValueError, match="float16 must run on a GPU"):
@@ -188,7 +214,10 @@ def test_half_precision(pipe, tmp_path):
         (dict(method=methods.CoDe(1.5)), r"n must be a whole number from 0 .* to 5 .*, got 1.5"),
         (dict(temperature=0.0, more_smooth=True), "more_smooth must be off at temperature 0"),
         (dict(temperature=[1.0, 1.0]), "temperature must be one or one for each of 5 scales"),
-        (dict(method=methods.CoDe(2, release=True), temperature=0.0), "temperature must be above 0"),
+        (
+            dict(method=methods.CoDe(2, release=True), temperature=0.0),
+            "temperature must be above 0",
+        ),
         (dict(method=methods.CoDe(2, release=True), more_smooth=True), "more_smooth must be off"),
         (
             dict(method=methods.CoDe(2, release=True), num_images_per_prompt=9),
@@ -232,7 +261,9 @@ def test_models_that_do_not_fit(make, large, vqvae, sizes, message):
 
 
 def test_tokenizers_that_do_not_fit(make, large, small, vqvae, pipe, tmp_path):
-    with pytest.raises(ValueError, match="transformer and tokenizer must share vocab_size, got 32 and 16"):
+    with pytest.raises(
+        ValueError, match="transformer and tokenizer must share vocab_size, got 32 and 16"
+    ):
         VARPipeline(large, make.vqvae(codes=16))
     pipe.save_pretrained(tmp_path / "large")
     VARPipeline(small, make.vqvae(seed=1), None).save_pretrained(tmp_path / "small")
@@ -244,7 +275,9 @@ def test_tokenizers_that_do_not_fit(make, large, small, vqvae, pipe, tmp_path):
 
 
 def test_missing_small_model(pipe, large, vqvae):
-    alone = VARPipeline(large, vqvae, None, dataclasses.replace(Settings(), classes=pipe.settings.classes))
+    alone = VARPipeline(
+        large, vqvae, None, dataclasses.replace(Settings(), classes=pipe.settings.classes)
+    )
     for method in ("code", methods.CoDe(2), "speculative"):
         with pytest.raises(ValueError, match="needs a small model"):
             draw(alone, method)

@@ -1,4 +1,5 @@
-"""All scales by the large model with the release's random numbers: plain decoding's distribution, picture by picture.
+"""All scales by the large model with the release's random numbers: plain decoding's distribution,
+picture by picture.
 
 Shape letters: B pictures.
 """
@@ -12,7 +13,7 @@ from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.release import sorted_mask
 from specmm.image_ar.scales.sampling import Sampling
 from specmm.image_ar.scales.settings import Settings
-from tests.unit.scales.test_verified import exact_law
+from tests.unit.scales.test_verified import exact_probs
 
 PICTURES = 4000
 
@@ -22,10 +23,12 @@ def two_codes(make):
     """A pipeline of two codes on 1 + 4 tokens, and the chance of each of its 32 pictures."""
     model = make.var(3, depth=1, vocab_size=2, patch_nums=(1, 2), embed_dim=32, num_heads=2)
     vqvae = make.vqvae((1, 2), 2)
-    return VARPipeline(model, vqvae, None, Settings(1.0, 1.5)), exact_law(model, vqvae, Sampling(1.0, temperature=1.5))
+    return VARPipeline(model, vqvae, None, Settings(1.0, 1.5)), exact_probs(
+        model, vqvae, Sampling(1.0, temperature=1.5)
+    )
 
 
-def p_value(pipe, law):
+def p_value(pipe, probs):
     out = pipe(
         [3] * PICTURES,
         generator=torch.Generator().manual_seed(0),
@@ -34,7 +37,7 @@ def p_value(pipe, law):
         output_type="latent",
     )
     counts = (out.tokens * 2 ** torch.arange(4, -1, -1)).sum(1).bincount(minlength=32).double()
-    wanted = law * PICTURES
+    wanted = probs * PICTURES
     common = wanted >= 5
     observed = [*counts[common].tolist(), float(counts[~common].sum())]
     expected = [*wanted[common].tolist(), max(float(wanted[~common].sum()), 1e-9)]
@@ -49,7 +52,7 @@ def test_the_large_model_alone_has_its_own_distribution(two_codes):
 
 def test_a_temperature_left_out_of_the_last_scale_is_caught(two_codes, monkeypatch):
     """A broken twin."""
-    monkeypatch.setattr(Sampling, "heat", lambda self, k: 1.0 if k else 1.5)
+    monkeypatch.setattr(Sampling, "temperature_at", lambda self, k: 1.0 if k else 1.5)
     assert p_value(*two_codes)[0] < 1e-9
 
 
@@ -61,7 +64,9 @@ def test_soft_codes_claim_nothing(two_codes):
 
 
 def test_a_nucleus_claims_nothing(two_codes):
-    """Of equal logits at its edge the release's sort leaves some out, where plain decoding keeps them all."""
+    """Of equal logits at its edge the release's sort leaves some out, where plain decoding keeps
+    them all.
+    """
     pipe, _ = two_codes
     out = pipe([3], method=methods.CoDe(2, release=True), top_p=0.9, output_type="latent")
     assert out.certificate.kind == "heuristic" and "equals" in out.certificate.reason

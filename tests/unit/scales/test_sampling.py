@@ -1,4 +1,6 @@
-"""Dice: every way follows the law, filters and temperature act in the release's order, noise is shared."""
+"""Uniforms: every way follows the distribution, filters and temperature act in the release's order,
+noise is shared.
+"""
 
 import pytest
 import torch
@@ -13,12 +15,12 @@ SAMPLING = Sampling(0.0, 8, 0.9, 1.3)
 ROWS, PLACES = 40, 100
 
 
-def law():
+def probs():
     return (sorted_mask(LOGITS, 8, 0.9) / 1.3).softmax(-1)[0, 0].double()
 
 
 @pytest.mark.parametrize("kind", ["inverse", "race", "uncoupled", "release"])
-def test_every_way_follows_the_law(kind):
+def test_every_way_follows_the_distribution(kind):
     uniforms = Uniforms.from_seeds(range(ROWS))
     sampler = {
         "inverse": lambda: Inverse(SAMPLING, uniforms, 4),
@@ -28,19 +30,21 @@ def test_every_way_follows_the_law(kind):
     }[kind]()
     tokens = sampler.draw(LOGITS.expand(ROWS, PLACES, 12), 0).tokens
     assert tokens.shape == (ROWS, PLACES)
-    kept = law() > 0
+    kept = probs() > 0
     counts = tokens.flatten().bincount(minlength=12)
     assert counts[~kept].sum() == 0 and 2 < kept.sum() < 8
-    expected = law()[kept] / law()[kept].sum()
+    expected = probs()[kept] / probs()[kept].sum()
     assert chisquare(counts[kept].numpy(), (expected * tokens.numel()).numpy()).pvalue > 1e-4
 
 
-def test_laws_of_sampling():
-    torch.testing.assert_close(SAMPLING.law(LOGITS, 0)[0, 0].double(), law())
-    assert SAMPLING.law(LOGITS, 0).sum() == pytest.approx(1)
+def test_distributions_of_sampling():
+    torch.testing.assert_close(SAMPLING.probs(LOGITS, 0)[0, 0].double(), probs())
+    assert SAMPLING.probs(LOGITS, 0).sum() == pytest.approx(1)
     greedy = Sampling(temperature=(0.0, 1.0))
-    assert greedy.law(LOGITS, 0).argmax() == LOGITS.argmax() and greedy.law(LOGITS, 0).max() == 1
-    torch.testing.assert_close(greedy.law(LOGITS, 1), LOGITS.softmax(-1))
+    assert (
+        greedy.probs(LOGITS, 0).argmax() == LOGITS.argmax() and greedy.probs(LOGITS, 0).max() == 1
+    )
+    torch.testing.assert_close(greedy.probs(LOGITS, 1), LOGITS.softmax(-1))
     assert Sampling().masked(LOGITS) is LOGITS
 
 
@@ -68,10 +72,12 @@ def test_noise_lasts_until_forgotten():
     race.forget(1)
     assert set(race.noise) == {1, 2}
     race.forget(3)
-    assert not torch.equal(torch.stack([race.draw(logits, k).tokens for k in (0, 1, 2)]), torch.stack(first))
+    assert not torch.equal(
+        torch.stack([race.draw(logits, k).tokens for k in (0, 1, 2)]), torch.stack(first)
+    )
 
 
-def test_rows_have_their_own_dice():
+def test_rows_have_their_own_uniforms():
     logits = LOGITS.expand(2, 50, 12)
     for make in (lambda u: Inverse(Sampling(), u, 4), lambda u: Race(Sampling(), u, 4)):
         both = make(Uniforms.from_seeds([5, 6])).draw(logits, 0).tokens

@@ -1,10 +1,12 @@
-"""Plain decoding: equal to a straightforward loop, to teacher forcing, and to itself in other batches."""
+"""Plain decoding: equal to a straightforward loop, to teacher forcing, and to itself in other
+batches.
+"""
 
 import pytest
 import torch
 
 from benchmarks.straightforward_var import straightforward
-from specmm.image_ar.scales.canvas import Canvas
+from specmm.image_ar.scales.feature_map import FeatureMap
 from specmm.image_ar.scales.quality import log_likelihood
 from specmm.image_ar.scales.sampling import Choice, Sampling
 from specmm.image_ar.scales.session import Session
@@ -17,11 +19,15 @@ LABELS = torch.tensor([3, 0, 7])
 @pytest.mark.parametrize("options", [(3.0, 0, 1.0), (3.0, 10, 0.9), (0.0, 5, 1.0)])
 def test_equals_a_straightforward_loop(make, vqvae, plain, shape, options):
     model, sampling = make.var(5, **shape), Sampling(*options)
-    canvas = plain(model, vqvae, LABELS, sampling, [1, 2, 3])
-    tokens, f_hat = straightforward(model, vqvae.quantize, LABELS, *options, Uniforms.from_seeds([1, 2, 3]))
-    assert all(torch.equal(a, b) for a, b in zip(canvas.tokens, tokens, strict=True))
-    torch.testing.assert_close(canvas.sums[-1], f_hat, atol=1e-4, rtol=1e-4)
-    assert len(torch.cat(tokens, 1).unique()) > 8  # the test would prove little with one token everywhere
+    feature_map = plain(model, vqvae, LABELS, sampling, [1, 2, 3])
+    tokens, f_hat = straightforward(
+        model, vqvae.quantize, LABELS, *options, Uniforms.from_seeds([1, 2, 3])
+    )
+    assert all(torch.equal(a, b) for a, b in zip(feature_map.tokens, tokens, strict=True))
+    torch.testing.assert_close(feature_map.sums[-1], f_hat, atol=1e-4, rtol=1e-4)
+    assert (
+        len(torch.cat(tokens, 1).unique()) > 8
+    )  # the test would prove little with one token everywhere
 
 
 def test_a_picture_does_not_depend_on_its_batch(large, vqvae, plain):
@@ -29,18 +35,22 @@ def test_a_picture_does_not_depend_on_its_batch(large, vqvae, plain):
     together = plain(large, vqvae, LABELS, sampling, [1, 2, 3])
     for row in range(3):
         single = plain(large, vqvae, LABELS[row : row + 1], sampling, [row + 1])
-        assert all(torch.equal(a[row], b[0]) for a, b in zip(together.tokens, single.tokens, strict=True))
+        assert all(
+            torch.equal(a[row], b[0]) for a, b in zip(together.tokens, single.tokens, strict=True)
+        )
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("jumps", [(0, 1, 2, 3, 4), (4,), (2, 4), (0, 3, 4), (1, 2, 4)])
 @pytest.mark.parametrize("cfg", [0.0, 1.5])
 def test_scales_at_once_equal_scales_one_by_one(large, vqvae, jumps, cfg):
-    canvas, sampling = painted(vqvae, LABELS), Sampling(cfg)
+    feature_map, sampling = painted(vqvae, LABELS), Sampling(cfg)
     session, parts = Session(large, LABELS, sampling, 4), []
     for k in jumps:
-        parts.append(session.advance(canvas, k, session.filled))
-    forced = [large(rows, canvas.inputs(1, 4)) for rows in (LABELS, torch.full_like(LABELS, 10))]
+        parts.append(session.advance(feature_map, k, session.filled))
+    forced = [
+        large(rows, feature_map.inputs(1, 4)) for rows in (LABELS, torch.full_like(LABELS, 10))
+    ]
     levels = large.lvl_1L[0] / 4 * cfg
     wanted = (1 + levels[:, None]) * forced[0] - levels[:, None] * forced[1]
     torch.testing.assert_close(torch.cat(parts, 1), wanted, atol=2e-4, rtol=1e-4)
@@ -48,28 +58,30 @@ def test_scales_at_once_equal_scales_one_by_one(large, vqvae, jumps, cfg):
 
 @torch.inference_mode()
 def test_after_a_crop_scales_are_run_again(large, vqvae):
-    canvas, sampling = painted(vqvae, LABELS), Sampling(1.0)
+    feature_map, sampling = painted(vqvae, LABELS), Sampling(1.0)
     session = Session(large, LABELS, sampling, 5)
-    session.advance(canvas, 3)
-    wanted = session.advance(canvas, 4)
+    session.advance(feature_map, 3)
+    wanted = session.advance(feature_map, 4)
     other = painted(vqvae, LABELS, seed=1)
-    canvas.crop(2)
+    feature_map.crop(2)
     session.crop(2)
-    canvas.add(Choice(other.tokens[2]))
-    canvas.add(Choice(other.tokens[3]))
-    fresh = Session(large, LABELS, sampling, 5).advance(canvas, 4)
-    again = session.advance(canvas, 4)
+    feature_map.add(Choice(other.tokens[2]))
+    feature_map.add(Choice(other.tokens[3]))
+    fresh = Session(large, LABELS, sampling, 5).advance(feature_map, 4)
+    again = session.advance(feature_map, 4)
     torch.testing.assert_close(again, fresh, atol=2e-4, rtol=1e-4)
     assert not torch.allclose(again, wanted, atol=1e-2)
 
 
 @torch.inference_mode()
 def test_no_work_for_nothing(large, vqvae):
-    canvas, calls = painted(vqvae, LABELS), []
-    hook = large.head.register_forward_hook(lambda _, inputs, __: calls.append(tuple(inputs[0].shape[:2])))
+    feature_map, calls = painted(vqvae, LABELS), []
+    hook = large.head.register_forward_hook(
+        lambda _, inputs, __: calls.append(tuple(inputs[0].shape[:2]))
+    )
     session = Session(large, LABELS, Sampling(2.0), 4)
     for k in range(5):
-        session.advance(canvas, k)
+        session.advance(feature_map, k)
     hook.remove()
     assert calls == [(3, 1), (3, 4), (3, 9), (3, 16), (3, 36)]  # guidance mixes what the head reads
     assert session.memories[0].keys.shape[1] == 30  # nothing stored of the last scale
@@ -77,22 +89,27 @@ def test_no_work_for_nothing(large, vqvae):
 
 
 def painted(vqvae, labels, seed=0):
-    """A canvas full of random tokens."""
-    canvas, generator = Canvas(vqvae.quantize, len(labels)), torch.Generator().manual_seed(seed)
-    for k in range(len(canvas.ladder)):
-        shape = (len(labels), canvas.ladder.tokens(k))
-        canvas.add(Choice(torch.randint(vqvae.config.vocab_size, shape, generator=generator)))
-    return canvas
+    """A feature map full of random tokens."""
+    feature_map, generator = (
+        FeatureMap(vqvae.quantize, len(labels)),
+        torch.Generator().manual_seed(seed),
+    )
+    for k in range(len(feature_map.schedule)):
+        shape = (len(labels), feature_map.schedule.tokens(k))
+        feature_map.add(Choice(torch.randint(vqvae.config.vocab_size, shape, generator=generator)))
+    return feature_map
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("cfg", [0.0, 1.5])
 def test_likelihood_is_that_of_teacher_forcing(large, vqvae, cfg):
-    canvas, sampling = painted(vqvae, LABELS), Sampling(cfg, temperature=0.7)
-    tokens = torch.cat(canvas.tokens, 1)
-    own, null = (large(rows, canvas.inputs(1, 4)) for rows in (LABELS, torch.full_like(LABELS, 10)))
+    feature_map, sampling = painted(vqvae, LABELS), Sampling(cfg, temperature=0.7)
+    tokens = torch.cat(feature_map.tokens, 1)
+    own, null = (
+        large(rows, feature_map.inputs(1, 4)) for rows in (LABELS, torch.full_like(LABELS, 10))
+    )
     levels = large.lvl_1L[0][:, None] / 4 * cfg
-    laws = (((1 + levels) * own - levels * null) / 0.7).log_softmax(-1)
-    wanted = laws.gather(-1, tokens[..., None])[..., 0].mean(1)
+    probs = (((1 + levels) * own - levels * null) / 0.7).log_softmax(-1)
+    wanted = probs.gather(-1, tokens[..., None])[..., 0].mean(1)
     found = log_likelihood(large, vqvae.quantize, LABELS, tokens, sampling)
     torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)

@@ -1,4 +1,6 @@
-"""Scales as compiled programs: the same pictures, CoDe's catching up included; large scales run as they are."""
+"""Scales as compiled programs: the same pictures, CoDe's catching up included; large scales run as
+they are.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ import pytest
 import torch
 
 from specmm import methods
-from specmm.handoff import handoff
+from specmm.collaborative import alternate
 from specmm.image_ar.scales import static
-from specmm.image_ar.scales.canvas import Canvas
 from specmm.image_ar.scales.drawing import code_turns
+from specmm.image_ar.scales.feature_map import FeatureMap
 from specmm.image_ar.scales.sampling import Inverse, Sampling
 from specmm.image_ar.scales.static import CompiledVAR, check_method
 from specmm.randomness import Uniforms
@@ -22,15 +24,21 @@ LABELS = torch.tensor([3, 7])
 
 @torch.inference_mode()
 def draw(large, small, vqvae, n):
-    canvas, sampling = Canvas(vqvae.quantize, len(LABELS)), Sampling(2.0, 8)
-    dice = Inverse(sampling, Uniforms.from_seeds([1, 2]), len(canvas.ladder))
-    list(handoff(code_turns(large, small, n, canvas, LABELS, sampling, lambda _: dice), Clock()))
-    return torch.cat(canvas.tokens, dim=1)
+    feature_map, sampling = FeatureMap(vqvae.quantize, len(LABELS)), Sampling(2.0, 8)
+    uniforms = Inverse(sampling, Uniforms.from_seeds([1, 2]), len(feature_map.schedule))
+    list(
+        alternate(
+            code_turns(large, small, n, feature_map, LABELS, sampling, lambda _: uniforms), Clock()
+        )
+    )
+    return torch.cat(feature_map.tokens, dim=1)
 
 
 @pytest.fixture(scope="module")
 def pair(make):
-    return make.var(0, patch_nums=(1, 2, 3)), make.var(1, embed_dim=32, num_heads=2, patch_nums=(1, 2, 3))
+    return make.var(0, patch_nums=(1, 2, 3)), make.var(
+        1, embed_dim=32, num_heads=2, patch_nums=(1, 2, 3)
+    )
 
 
 @pytest.mark.slow
@@ -38,10 +46,14 @@ def pair(make):
 def test_programs_draw_the_same_pictures(pair, make, monkeypatch):
     vqvae, quick, calls = make.vqvae((1, 2, 3)), [CompiledVAR(model) for model in pair], []
     for model in quick:
-        monkeypatch.setattr(model, "program", lambda *a, run=model.program: calls.append(a[1].shape[1]) or run(*a))
+        monkeypatch.setattr(
+            model, "program", lambda *a, run=model.program: calls.append(a[1].shape[1]) or run(*a)
+        )
     for n in (1, 3):
         assert torch.equal(draw(*quick, vqvae, n), draw(*pair, vqvae, n))
-    assert calls == [5, 9, 1, 4, 9], "the large model's only scale keeps nothing, the small one's first pass is of two"
+    assert calls == [5, 9, 1, 4, 9], (
+        "the large model's only scale keeps nothing, the small one's first pass is of two"
+    )
 
 
 def test_scales_of_many_rows_run_as_they_are(pair, make, monkeypatch):

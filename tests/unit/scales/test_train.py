@@ -1,4 +1,6 @@
-"""Training for a few steps: losses fall, runs resume where they stopped, CoDe's pair learns what it should."""
+"""Training for a few steps: losses fall, runs resume where they stopped, CoDe's pair learns what it
+should.
+"""
 
 import shutil
 
@@ -17,9 +19,9 @@ from recipes.training.var import (
     train_var,
 )
 from recipes.training.vqvae import encode_pictures, train_vqvae
-from specmm.image_ar.scales.ladder import Ladder
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.quantizer import MultiScaleQuantizer
+from specmm.image_ar.scales.scale_schedule import ScaleSchedule
 from specmm.image_ar.scales.settings import Settings
 from specmm.image_ar.scales.var import VARConfig
 from specmm.image_ar.scales.vqvae import VQVAEConfig
@@ -34,14 +36,18 @@ QUICK = dict(batch=4, compiled=False)
 @pytest.fixture(scope="module")
 def pictures():
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(256, (3, 6, 6, 3), generator=generator, dtype=torch.uint8).repeat(4, 1, 1, 1)
+    return torch.randint(256, (3, 6, 6, 3), generator=generator, dtype=torch.uint8).repeat(
+        4, 1, 1, 1
+    )
 
 
 @pytest.fixture(scope="module")
 def examples():
     with seeded(0):
-        quantizer = MultiScaleQuantizer(16, 4, Ladder(SIDES), 4, 0.5, False, 0.25)
-    tokens = torch.randint(16, (3, 1, 14), generator=torch.Generator().manual_seed(1)).repeat(4, 2, 1)
+        quantizer = MultiScaleQuantizer(16, 4, ScaleSchedule(SIDES), 4, 0.5, False, 0.25)
+    tokens = torch.randint(16, (3, 1, 14), generator=torch.Generator().manual_seed(1)).repeat(
+        4, 2, 1
+    )
     return Examples(tokens, torch.arange(3).repeat(4), quantizer, 3)
 
 
@@ -89,13 +95,22 @@ def test_a_resumed_run_equals_an_unbroken_one(examples, tmp_path, monkeypatch):
 
 
 def test_losses_look_at_their_scales_only(examples, make):
-    model = make.var(0, **{k: getattr(CONFIG, k) for k in ("vocab_size", "z_channels", "num_classes", "patch_nums")})
+    model = make.var(
+        0,
+        **{
+            k: getattr(CONFIG, k) for k in ("vocab_size", "z_channels", "num_classes", "patch_nums")
+        },
+    )
     labels, tokens = examples.batch(0, 4, 0)
     changed = tokens.clone()
     changed[:, 5:] = (changed[:, 5:] + 1) % 16  # the last scale
-    coarse = [token_loss(model, labels, t, examples.inputs(t, 2), range(2)) for t in (tokens, changed)]
+    coarse = [
+        token_loss(model, labels, t, examples.inputs(t, 2), range(2)) for t in (tokens, changed)
+    ]
     assert torch.equal(*coarse)
-    fine = [token_loss(model, labels, t, examples.inputs(t, 3), range(2, 3)) for t in (tokens, changed)]
+    fine = [
+        token_loss(model, labels, t, examples.inputs(t, 3), range(2, 3)) for t in (tokens, changed)
+    ]
     assert not torch.equal(*fine)
     assert examples.inputs(tokens, 1).shape == (4, 0, 4)
     assert token_loss(model, labels, tokens, examples.inputs(tokens, 1), range(1)) > 0
@@ -104,17 +119,29 @@ def test_losses_look_at_their_scales_only(examples, make):
 
 
 def test_the_pair_of_code(examples, make, tmp_path):
-    sizes = {k: getattr(CONFIG, k) for k in ("vocab_size", "z_channels", "num_classes", "patch_nums")}
-    large, small = make.var(0, **sizes), make.var(1, **sizes | {"depth": 1, "embed_dim": 32, "num_heads": 2})
+    sizes = {
+        k: getattr(CONFIG, k) for k in ("vocab_size", "z_channels", "num_classes", "patch_nums")
+    }
+    large, small = (
+        make.var(0, **sizes),
+        make.var(1, **sizes | {"depth": 1, "embed_dim": 32, "num_heads": 2}),
+    )
     before = {k: v.clone() for k, v in large.state_dict().items()}
     drafter = train_drafter(large, examples, 2, tmp_path / "drafter", steps=21, lr=1e-3, **QUICK)
-    refiner = train_refiner(small, large, examples, 2, tmp_path / "refiner", steps=41, lr=5e-3, **QUICK)
+    refiner = train_refiner(
+        small, large, examples, 2, tmp_path / "refiner", steps=41, lr=5e-3, **QUICK
+    )
     assert all(torch.equal(v, large.state_dict()[k]) for k, v in before.items())
     labels, tokens = examples.batch(0, 12, 9)
     inputs = examples.inputs(tokens, 3)
     with torch.no_grad():
-        coarse = [token_loss(m, labels, tokens, examples.inputs(tokens, 2), range(2)) for m in (drafter, large)]
-        fine = [distil_from(large)(m, labels, tokens, inputs, range(2, 3)) for m in (refiner, small)]
+        coarse = [
+            token_loss(m, labels, tokens, examples.inputs(tokens, 2), range(2))
+            for m in (drafter, large)
+        ]
+        fine = [
+            distil_from(large)(m, labels, tokens, inputs, range(2, 3)) for m in (refiner, small)
+        ]
     assert coarse[0] < coarse[1] and fine[0] < fine[1]
 
 
@@ -134,12 +161,19 @@ def test_recipes(pictures, tmp_path, monkeypatch):
     pipe = VARPipeline.from_pretrained(tmp_path / "code/model", method="code")
     assert pipe.small is not None and pipe.settings == Settings(classes=("x", "y", "z"), n=1)
     drawn = pipe(classes=["y"])
-    assert drawn.images[0].size == (6, 6) and drawn.method == "code: n 1: what the models were specialised for"
+    assert (
+        drawn.images[0].size == (6, 6)
+        and drawn.method == "code: n 1: what the models were specialised for"
+    )
     assert made["n"] == 1
     with pytest.raises(ValueError, match="n must leave scales to both models, from 1 to 2, got 3"):
         train("code", model=model, small=small, n=3, out=tmp_path / "code", **run)
     with pytest.raises(ValueError, match="must hold a small model"):
         train("code", model=model, n=1, out=tmp_path / "code", **run)
-    for sides, message in (("1,x", "whole numbers"), ("3,2", "growing sides"), ("1,4", "last side must be 6 pixels")):
+    for sides, message in (
+        ("1,x", "whole numbers"),
+        ("3,2", "growing sides"),
+        ("1,4", "last side must be 6 pixels"),
+    ):
         with pytest.raises(ValueError, match=message):
             train("vqvae", codes=16, width=4, sides=sides, out=tmp_path / "bad", **run)

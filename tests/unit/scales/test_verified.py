@@ -1,4 +1,6 @@
-"""The exact variant: the tokens of plain decoding with the same noise, its law, and a broken twin that is caught."""
+"""The exact variant: the tokens of plain decoding with the same noise, its distribution, and a
+broken twin that is caught.
+"""
 
 import itertools
 
@@ -6,9 +8,9 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from specmm.image_ar.scales.canvas import Canvas
-from specmm.image_ar.scales.ladder import PATCHES_256, PATCHES_512, Ladder
+from specmm.image_ar.scales.feature_map import FeatureMap
 from specmm.image_ar.scales.sampling import Choice, Race, Sampling
+from specmm.image_ar.scales.scale_schedule import PATCHES_256, PATCHES_512, ScaleSchedule
 from specmm.image_ar.scales.verified import Verified, agreement, coarse_scales
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
@@ -18,20 +20,28 @@ LABELS = torch.tensor([3, 0, 7])
 
 @torch.inference_mode()
 def run(kind, large, small, vqvae, labels, sampling, seeds, window, until):
-    canvas = Canvas(vqvae.quantize, len(labels))
-    worker = kind(large, small, canvas, labels, sampling, Uniforms.from_seeds(seeds), window, until)
+    feature_map = FeatureMap(vqvae.quantize, len(labels))
+    worker = kind(
+        large, small, feature_map, labels, sampling, Uniforms.from_seeds(seeds), window, until
+    )
     return worker, list(worker.rounds(Clock()))
 
 
 @pytest.mark.parametrize(("window", "until"), [(1, 1), (2, 4), (3, 5), (5, 5)])
-def test_tokens_are_those_of_plain_decoding_with_the_same_noise(large, small, vqvae, plain, window, until):
-    for seed, sampling in enumerate((Sampling(1.5, 20, 0.95), Sampling(0.0, 4), Sampling(3.0, temperature=0.0))):
+def test_tokens_are_those_of_plain_decoding_with_the_same_noise(
+    large, small, vqvae, plain, window, until
+):
+    for seed, sampling in enumerate(
+        (Sampling(1.5, 20, 0.95), Sampling(0.0, 4), Sampling(3.0, temperature=0.0))
+    ):
         seeds = [seed, seed + 10, seed + 20]
         race = Race(sampling, Uniforms.from_seeds(seeds), until)
         wanted = plain(large, vqvae, LABELS, sampling, seeds, race)
         worker, rounds = run(Verified, large, small, vqvae, LABELS, sampling, seeds, window, until)
-        assert all(torch.equal(a, b) for a, b in zip(worker.canvas.tokens, wanted.tokens, strict=True))
-        torch.testing.assert_close(worker.canvas.sums[-1], wanted.sums[-1])
+        assert all(
+            torch.equal(a, b) for a, b in zip(worker.feature_map.tokens, wanted.tokens, strict=True)
+        )
+        torch.testing.assert_close(worker.feature_map.sums[-1], wanted.sums[-1])
         assert rounds[-1] == 5 and all(a < b for a, b in itertools.pairwise(rounds))
 
 
@@ -46,59 +56,65 @@ class Twin(Verified):
     def _settle(self, first, drafts):
         super()._settle(first, drafts)
         if drafts and self.agreed[-1] < len(drafts):
-            self.canvas.crop(self.done - 1)
-            self.canvas.add(Choice(drafts[self.agreed[-1]]))
+            self.feature_map.crop(self.done - 1)
+            self.feature_map.add(Choice(drafts[self.agreed[-1]]))
 
 
 class Deaf(Verified):
-    """Keeps every choice of the pass, those behind a wrong draft as well."""
+    """Keeps every choice of the pass, those after a wrong draft as well."""
 
     def _settle(self, first, drafts):
         stop = min(first + len(drafts), self.scales - 1)
-        counts = [self.canvas.ladder.tokens(k) for k in range(first, stop + 1)]
-        logits = self.large.advance(self.canvas, stop, first).split(counts, dim=1)
-        self.canvas.crop(first)
+        counts = [self.feature_map.schedule.tokens(k) for k in range(first, stop + 1)]
+        logits = self.large.advance(self.feature_map, stop, first).split(counts, dim=1)
+        self.feature_map.crop(first)
         for k, part in enumerate(logits, first):
-            self.canvas.add(self.race.draw(part, k))
+            self.feature_map.add(self.race.draw(part, k))
 
 
 @pytest.fixture(scope="module")
 def duel(make):
-    """Two models of two codes on 1 + 4 tokens, and the large one's law over all 32 pictures."""
+    """Two models of two codes on 1 + 4 tokens, and the large one's distribution over all 32
+    pictures.
+    """
     sizes = dict(depth=1, vocab_size=2, patch_nums=(1, 2), embed_dim=32, num_heads=2)
     vqvae = make.vqvae((1, 2), 2)
-    large, small, sampling = make.var(3, **sizes), make.var(4, **sizes), Sampling(1.0, temperature=1.5)
-    return large, small, vqvae, sampling, exact_law(large, vqvae, sampling)
+    large, small, sampling = (
+        make.var(3, **sizes),
+        make.var(4, **sizes),
+        Sampling(1.0, temperature=1.5),
+    )
+    return large, small, vqvae, sampling, exact_probs(large, vqvae, sampling)
 
 
 @torch.inference_mode()
-def exact_law(model, vqvae, sampling):
+def exact_probs(model, vqvae, sampling):
     """Chance [32] of every picture by the large model, teacher-forced."""
     pictures = torch.tensor(list(itertools.product((0, 1), repeat=5)))
     labels, tokens = torch.full((32,), 3), [pictures[:, :1], pictures[:, 1:]]
     inputs = vqvae.quantize.inputs(tokens)
     cond, null = model(labels, inputs), model(torch.full_like(labels, 10), inputs)
-    coarse = sampling.law(cond[:, :1], 0)
-    fine = sampling.law(2 * cond[:, 1:] - null[:, 1:], 1)
-    law = torch.cat([coarse, fine], 1).gather(2, pictures[:, :, None])[..., 0].double().prod(1)
-    assert law.sum() == pytest.approx(1, abs=1e-5)
-    return law / law.sum()
+    coarse = sampling.probs(cond[:, :1], 0)
+    fine = sampling.probs(2 * cond[:, 1:] - null[:, 1:], 1)
+    probs = torch.cat([coarse, fine], 1).gather(2, pictures[:, :, None])[..., 0].double().prod(1)
+    assert probs.sum() == pytest.approx(1, abs=1e-5)
+    return probs / probs.sum()
 
 
 def p_value(kind, duel, samples=400):
-    large, small, vqvae, sampling, law = duel
+    large, small, vqvae, sampling, probs = duel
     counts = torch.zeros(32)
     for seed in range(samples):
         worker, _ = run(kind, large, small, vqvae, torch.tensor([3]), sampling, [seed], 2, 2)
-        picture = torch.cat(worker.canvas.tokens, 1)[0]
+        picture = torch.cat(worker.feature_map.tokens, 1)[0]
         counts[int((picture * 2 ** torch.arange(4, -1, -1)).sum())] += 1
-    common = law * samples >= 5
+    common = probs * samples >= 5
     observed = [*counts[common].tolist(), counts[~common].sum().item()]
-    expected = [*(law[common] * samples).tolist(), (law[~common] * samples).sum().item()]
+    expected = [*(probs[common] * samples).tolist(), (probs[~common] * samples).sum().item()]
     return chisquare(observed, expected).pvalue
 
 
-def test_law(duel):
+def test_distribution(duel):
     assert p_value(Verified, duel) > 1e-3
 
 
@@ -126,5 +142,8 @@ def test_what_it_cannot_do(large, small, vqvae):
         run(Verified, large, small, vqvae, LABELS, Sampling(more_smooth=True), [1, 2, 3], 1, 1)
 
 
-def test_coarse_scales_of_the_published_ladders():
-    assert coarse_scales(Ladder(PATCHES_256)) == 6 and coarse_scales(Ladder(PATCHES_512)) == 5
+def test_coarse_scales_of_the_published_schedules():
+    assert (
+        coarse_scales(ScaleSchedule(PATCHES_256)) == 6
+        and coarse_scales(ScaleSchedule(PATCHES_512)) == 5
+    )

@@ -7,14 +7,20 @@ from specmm.shape.static import branching
 from specmm.tree import TreeShape
 
 CHEAP = Costs(
-    draft={1: 0.0005, 5: 0.0025}, verify={1: 0.004, 5: 0.0045, 26: 0.006, 60: 0.0086}, step=0.004, host=0.0003
+    draft={1: 0.0005, 5: 0.0025},
+    verify={1: 0.004, 5: 0.0045, 26: 0.006, 60: 0.0086},
+    step=0.004,
+    host=0.0003,
 )
 CANDIDATES = [TreeShape.chain(4), branching([4, 2, 1, 1, 1]), branching([2, 1])]
 
 
 def test_takes_the_candidate_with_the_largest_speedup():
     chosen = plan(CHEAP, [0.6, 0.2, 0.05, 0.02], CANDIDATES)
-    speedups = {c.size: plan(CHEAP, [0.6, 0.2, 0.05, 0.02], [c], margin=0).expected_speedup for c in CANDIDATES}
+    speedups = {
+        c.size: plan(CHEAP, [0.6, 0.2, 0.05, 0.02], [c], margin=0).expected_speedup
+        for c in CANDIDATES
+    }
     assert chosen.shape is not None
     assert chosen.expected_speedup == max(speedups.values())
     assert chosen.expected_tau > chosen.expected_speedup
@@ -22,7 +28,9 @@ def test_takes_the_candidate_with_the_largest_speedup():
 
 
 def test_speedup_by_hand():
-    chosen = plan(Costs({1: 0.1, 2: 0.2}, {3: 1.0}, step=1.0, host=0.05), [0.8], [TreeShape.chain(2)])
+    chosen = plan(
+        Costs({1: 0.1, 2: 0.2}, {3: 1.0}, step=1.0, host=0.05), [0.8], [TreeShape.chain(2)]
+    )
     assert chosen.expected_tau == pytest.approx(2.44)
     assert chosen.expected_speedup == pytest.approx(2.44 / 1.25)
 
@@ -54,7 +62,15 @@ def test_expensive_host_turns_speculation_off():
 
 def test_lookup_between_and_beyond_the_measured_sizes():
     table = {10: 1.0, 20: 2.0, 40: 3.0}
-    assert [lookup(table, n) for n in (1, 10, 15, 20, 30, 40, 60)] == [1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0]
+    assert [lookup(table, n) for n in (1, 10, 15, 20, 30, 40, 60)] == [
+        1.0,
+        1.0,
+        1.5,
+        2.0,
+        2.5,
+        3.0,
+        4.0,
+    ]
     assert lookup({8: 0.5}, 99) == 0.5
     assert lookup({10: 2.0, 20: 1.0}, 100) == 1.0  # noise must not promise that larger is free
     assert lookup(lambda n: 2.0 * n, 3) == 6.0
@@ -65,7 +81,9 @@ def test_measure_is_a_median_after_warmup():
 
     def work():
         calls.append(None)
-        time.sleep(0.05 if len(calls) in (1, 4) else 0.001)  # the first call and one outlier are slow
+        time.sleep(
+            0.05 if len(calls) in (1, 4) else 0.001
+        )  # the first call and one outlier are slow
 
     assert 0.001 <= measure(work, repeats=5, warmup=1) < 0.03
     assert len(calls) == 6
@@ -99,7 +117,9 @@ CHAIN, TREE = TreeShape.chain(2), branching([3, 2])
 
 
 def settled(passes, acceptance=(0.6, 0.15, 0.05)):
-    """What is planned when the passes find these seconds of (plain step, round of CHAIN, round of TREE)."""
+    """What is planned when the passes find these seconds of (plain step, round of CHAIN, round of
+    TREE).
+    """
     left = iter(passes)
 
     def one_pass(measured):
@@ -111,27 +131,33 @@ def settled(passes, acceptance=(0.6, 0.15, 0.05)):
     return made, len(passes) - len(list(left))
 
 
-def test_a_steady_machine_needs_three_passes():
+def test_a_batch_invariant_machine_needs_three_passes():
     made, passes = settled([(1.0, 1.1, 1.5)] * 9)
     assert made.shape is CHAIN and passes == 3
     assert made.costs.step == 1.0
 
 
 def test_a_machine_that_slows_down_changes_no_forecast():
-    steady, _ = settled([(1.0, 1.1, 1.5)] * 9)
+    batch_invariant, _ = settled([(1.0, 1.1, 1.5)] * 9)
     slower, _ = settled([(k, 1.1 * k, 1.5 * k) for k in (1.0, 2.0, 5.0)])
-    assert slower.shape is CHAIN and slower.expected_speedup == pytest.approx(steady.expected_speedup)
+    assert slower.shape is CHAIN and slower.expected_speedup == pytest.approx(
+        batch_invariant.expected_speedup
+    )
 
 
 def test_one_pass_that_something_else_disturbed_decides_nothing():
-    steady, _ = settled([(1.0, 1.1, 1.5)] * 9)
+    batch_invariant, _ = settled([(1.0, 1.1, 1.5)] * 9)
     made, passes = settled([(9.0, 1.1, 1.5), *[(1.0, 1.1, 1.5)] * 8])
-    assert made.expected_speedup == pytest.approx(steady.expected_speedup, rel=0.1) and passes >= 3
+    assert (
+        made.expected_speedup == pytest.approx(batch_invariant.expected_speedup, rel=0.1)
+        and passes >= 3
+    )
 
 
 def test_a_choice_that_never_settles_is_plain_decoding():
     passes = iter([CHAIN, None] * 9)
     made = until_stable(
-        lambda measured: measured.add(1.0, []), lambda costs: Plan(next(passes), 2.0, 2.0, "so it seems", costs)
+        lambda measured: measured.add(1.0, []),
+        lambda costs: Plan(next(passes), 2.0, 2.0, "so it seems", costs),
     )
     assert made.shape is None and made.expected_speedup == 1.0 and "pass to pass" in made.reason

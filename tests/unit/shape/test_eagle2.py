@@ -1,4 +1,6 @@
-"""EAGLE-2's tree against the official code's trees (tests/parity/eagle_tree), and what the parity cases cannot show."""
+"""EAGLE-2's tree against the official code's trees (tests/parity/eagle_tree), and what the parity
+cases cannot show.
+"""
 
 import itertools
 import json
@@ -65,13 +67,17 @@ def test_bounds_hold():
     tree, _ = drive(TENSORS["t02.logits_table"], torch.tensor([1, 2]), 5, 3, 20)
     assert int(tree.shape.depths.max()) <= tree.shape.depth
     assert int(tree.shape.ranks.max()) < tree.shape.width
-    assert tree.laws is None
+    assert tree.probs is None
 
 
-@pytest.mark.parametrize("certain", [0.0, 1e-7])  # a law that rounding left above 1 has a positive logarithm
+@pytest.mark.parametrize(
+    "certain", [0.0, 1e-7]
+)  # a distribution that rounding left above 1 has a positive logarithm
 def test_a_certain_child_never_comes_without_its_parent(certain):
     logprobs = torch.full((4, 4), float("-inf"))
-    logprobs[torch.arange(4), torch.tensor([1, 2, 3, 0])] = certain  # every path score ties with its parent's
+    logprobs[torch.arange(4), torch.tensor([1, 2, 3, 0])] = (
+        certain  # every path score ties with its parent's
+    )
     beam = start(logprobs[:1], 2)
     for _ in range(3):
         beam = step(beam, logprobs[beam.tokens])
@@ -82,7 +88,9 @@ def test_a_certain_child_never_comes_without_its_parent(certain):
 
 
 def test_expand_adds_the_path():
-    scores, ids = expand(torch.tensor([[-1.0, -2.0]]), torch.tensor([[[-3.0, -0.5, -1.0], [-0.1, -4.0, -5.0]]]))
+    scores, ids = expand(
+        torch.tensor([[-1.0, -2.0]]), torch.tensor([[[-3.0, -0.5, -1.0], [-0.1, -4.0, -5.0]]])
+    )
     assert ids.tolist() == [[[1, 2], [0, 1]]]
     torch.testing.assert_close(scores, torch.tensor([[[-1.5, -2.0], [-2.1, -6.0]]]))
 

@@ -17,19 +17,21 @@ def paths(tree, row=0):
     return set(found[1:])
 
 
-def brute(law, vocab, depth, count):
+def brute(probs, vocab, depth, count):
     scored = {}
     for length in range(1, depth + 1):
         for path in itertools.product(range(vocab), repeat=length):
             product = 1.0
             for i, token in enumerate(path):
-                product *= float(law(path[:i])[token])
+                product *= float(probs(path[:i])[token])
             scored[path] = product
     return set(sorted(scored, key=scored.__getitem__, reverse=True)[:count])
 
 
 def markov(vocab, seed):
-    table = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    table = torch.randn(
+        vocab, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     return (table * 1.5).softmax(-1)
 
 
@@ -37,11 +39,11 @@ def markov(vocab, seed):
 def test_best_first_finds_the_most_probable_paths(seed):
     table = markov(4, seed)
 
-    def law(path):
+    def probs(path):
         return table[path[-1] if path else 0]
 
-    tree = best_first(law, 0, total=16, max_depth=4, width=4)
-    assert paths(tree) == brute(law, 4, 4, 15)
+    tree = best_first(probs, 0, total=16, max_depth=4, width=4)
+    assert paths(tree) == brute(probs, 4, 4, 15)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -54,10 +56,14 @@ def test_level_by_level_equals_best_first_when_the_beam_is_wide(seed):
     assert paths(finish(beam, torch.tensor([2]), 6)) == paths(heap)
 
 
-@pytest.mark.parametrize(("depth", "vocab", "total"), [(1, 9, 5), (4, 6, 2), (4, 6, 40), (3, 50, 64), (6, 3, 30)])
+@pytest.mark.parametrize(
+    ("depth", "vocab", "total"), [(1, 9, 5), (4, 6, 2), (4, 6, 40), (3, 50, 64), (6, 3, 30)]
+)
 def test_block_tree_equals_the_heap(depth, vocab, total):
     generator = torch.Generator().manual_seed(depth * 100 + total)
-    marginals = torch.randn(3, depth, vocab, generator=generator, dtype=torch.float64).mul(2).softmax(-1)
+    marginals = (
+        torch.randn(3, depth, vocab, generator=generator, dtype=torch.float64).mul(2).softmax(-1)
+    )
     tree = block_tree(marginals, torch.arange(3), total)
     for row in range(3):
         assert paths(tree, row) == paths(block_tree_heap(marginals[row], row, total))
@@ -66,7 +72,9 @@ def test_block_tree_equals_the_heap(depth, vocab, total):
 
 
 def test_block_heap_finds_the_most_probable_paths():
-    marginals = torch.randn(3, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64).softmax(-1)
+    marginals = torch.randn(
+        3, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+    ).softmax(-1)
     tree = block_tree_heap(marginals, 0, 20)
     assert paths(tree) == brute(lambda path: marginals[len(path)], 4, 3, 19)
 

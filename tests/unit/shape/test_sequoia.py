@@ -11,7 +11,9 @@ from specmm.tree import TreeShape
 
 @cache
 def trees(nodes, depth):
-    """All ordered trees of exactly ``nodes`` nodes and at most ``depth`` levels, as nested tuples of children."""
+    """All ordered trees of exactly ``nodes`` nodes and at most ``depth`` levels, as nested tuples
+    of children.
+    """
     return () if nodes < 1 else forests(nodes - 1, depth) if depth else ((),) if nodes == 1 else ()
 
 
@@ -81,7 +83,9 @@ def test_fastest_equals_brute_force(accept):
         return 1.0 + 0.1 * nodes + 0.2 * depth
 
     shape, rate = fastest_tree(accept, seconds, sizes=[2, 4, 6], max_depth=3)
-    best = max(brute(accept, n, d) / seconds(n, d) for n, d in itertools.product([2, 4, 6], [1, 2, 3]))
+    best = max(
+        brute(accept, n, d) / seconds(n, d) for n, d in itertools.product([2, 4, 6], [1, 2, 3])
+    )
     assert rate == pytest.approx(best)
     assert expected_tau(shape, accept).item() / seconds(shape.size, shape.depth) >= rate - 1e-9
 

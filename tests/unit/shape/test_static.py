@@ -7,7 +7,10 @@ from specmm.shape.static import MC_SIM_7B_63, NAIVE_EXTEND_57, branching, named,
 
 @pytest.mark.parametrize(
     ("choices", "name", "counts"),
-    [(NAIVE_EXTEND_57, "naive_extend_57", [1, 5, 13, 16, 14, 9]), (MC_SIM_7B_63, "mc_sim_7b_63", [1, 4, 8, 8, 3, 2])],
+    [
+        (NAIVE_EXTEND_57, "naive_extend_57", [1, 5, 13, 16, 14, 9]),
+        (MC_SIM_7B_63, "mc_sim_7b_63", [1, 4, 8, 8, 3, 2]),
+    ],
 )
 def test_published_lists(choices, name, counts):
     shape = named(name)

@@ -15,9 +15,13 @@ TableMaker = Callable[..., list[Tensor]]
 
 @pytest.fixture
 def tables() -> TableMaker:
-    """Make tables [V**d, V] for d = 0 … length - 1 from random logits: guided, then processed, float64."""
+    """Make tables [V**d, V] for d = 0 … length - 1 from random logits: guided, then processed,
+    float64.
+    """
 
-    def make(seed: int, vocab: int, length: int, processor: Processor | None = None, cfg: float = 1.0) -> list[Tensor]:
+    def make(
+        seed: int, vocab: int, length: int, processor: Processor | None = None, cfg: float = 1.0
+    ) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
 
         def logits(rows: int) -> Tensor:

@@ -1,4 +1,6 @@
-"""The dice: frequencies follow the decisions (chi-square), rows never mind each other, paths are well formed."""
+"""The uniforms: frequencies follow the decisions (chi-square), rows never mind each other, paths
+are well formed.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from specmm.verify import (
     PointMass,
     Recursive,
     Traversal,
-    Verdict,
+    VerifyResult,
     endings,
     expected_tokens,
 )
 from specmm.verify.deciding import decide
-from specmm.verify.exhaustive import Draws, draws, emitted_law, node_laws, sequence_law
+from specmm.verify.exhaustive import Draws, draws, emitted_probs, node_probs, sequence_probs
 
 ROWS = 20_000
 TREE, CHAIN = [-1, 0, 0, 1, 1, 2], [-1, 0, 1]
@@ -52,20 +54,24 @@ class Forgetful:
 
 def sampled(drawn: Draws, seed: int) -> Draws:
     """ROWS draws of the tree, by their probability."""
-    pick = torch.multinomial(drawn.chance, ROWS, replacement=True, generator=torch.Generator().manual_seed(seed))
+    pick = torch.multinomial(
+        drawn.chance, ROWS, replacement=True, generator=torch.Generator().manual_seed(seed)
+    )
     tree = drawn.tree
-    laws = None if tree.laws is None else tree.laws[pick]
-    return Draws(DraftTree(tree.tokens[pick], tree.shape, laws), drawn.chance[pick], drawn.prefix[pick])
+    probs = None if tree.probs is None else tree.probs[pick]
+    return Draws(
+        DraftTree(tree.tokens[pick], tree.shape, probs), drawn.chance[pick], drawn.prefix[pick]
+    )
 
 
-def frequencies(verdict: Verdict, drawn: Draws, target, seed: int) -> torch.Tensor:
+def frequencies(result: VerifyResult, drawn: Draws, target, seed: int) -> torch.Tensor:
     """How often each sequence of D + 1 tokens came out, short ones completed by the target."""
     generator, vocab = torch.Generator().manual_seed(seed), target[0].shape[-1]
     row = torch.arange(ROWS)
-    last = verdict.path.amax(1)
-    index = drawn.prefix[row, last] * vocab + verdict.next_token
+    last = result.path.amax(1)
+    index = drawn.prefix[row, last] * vocab + result.next_token
     for depth in range(1, drawn.tree.shape.depth + 1):
-        short = verdict.kept <= depth
+        short = result.kept <= depth
         table = target[depth][index.clamp(max=len(target[depth]) - 1)]
         more = torch.multinomial(table, 1, generator=generator)[:, 0]
         index = torch.where(short, index * vocab + more, index)
@@ -76,10 +82,12 @@ def p_value(rule, scheme, parents, tables) -> float:
     shape, target = TreeShape.from_parents(parents), tables(11, 3, 3)
     drawn = sampled(draws(shape, tables(12, 3, 3), scheme), seed=1)
     streams = Uniforms([torch.Generator().manual_seed(2)], dtype=torch.float64)
-    dice = SharedStream(streams.draw(ROWS * (shape.size + 1)).view(ROWS, -1))
-    verdict = decide(rule, drawn.tree, node_laws(drawn, target), dice)
-    observed = frequencies(verdict, drawn, target, seed=3)
-    return float(chisquare(observed.numpy(), (sequence_law(target, shape.depth + 1) * ROWS).numpy()).pvalue)
+    uniforms = SharedStream(streams.draw(ROWS * (shape.size + 1)).view(ROWS, -1))
+    result = decide(rule, drawn.tree, node_probs(drawn, target), uniforms)
+    observed = frequencies(result, drawn, target, seed=3)
+    return float(
+        chisquare(observed.numpy(), (sequence_probs(target, shape.depth + 1) * ROWS).numpy()).pvalue
+    )
 
 
 class SharedStream:
@@ -103,80 +111,108 @@ def test_the_same_test_rejects_the_broken_twin(rule, scheme, parents, tables):
 
 
 @pytest.mark.parametrize("rule, scheme, parents", CASES.values(), ids=CASES.keys())
-def test_endings_are_the_frequencies_of_the_dice(rule, scheme, parents, tables):
+def test_endings_are_the_frequencies_of_the_uniforms(rule, scheme, parents, tables):
     shape, target = TreeShape.from_parents(parents), tables(11, 3, 3)
     drawn = draws(shape, tables(12, 3, 3), scheme)
-    tree = DraftTree(drawn.tree.tokens[:1], shape, None if drawn.tree.laws is None else drawn.tree.laws[:1])
-    p = node_laws(drawn, target)[:1]
+    tree = DraftTree(
+        drawn.tree.tokens[:1], shape, None if drawn.tree.probs is None else drawn.tree.probs[:1]
+    )
+    p = node_probs(drawn, target)[:1]
     decisions = rule.decisions(tree, p)
     ends = endings(shape, decisions)[0]
     assert float(ends.sum()) == pytest.approx(1)
-    laws = None if tree.laws is None else tree.laws.expand(ROWS, -1, -1)
-    many = DraftTree(tree.tokens.expand(ROWS, -1), shape, laws)
-    numbers = torch.rand(ROWS, shape.size + 1, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    verdict = decide(rule, many, p.expand(ROWS, -1, -1), SharedStream(numbers))
-    observed = torch.bincount(verdict.path.amax(1), minlength=shape.size) / ROWS
+    probs = None if tree.probs is None else tree.probs.expand(ROWS, -1, -1)
+    many = DraftTree(tree.tokens.expand(ROWS, -1), shape, probs)
+    numbers = torch.rand(
+        ROWS, shape.size + 1, generator=torch.Generator().manual_seed(4), dtype=torch.float64
+    )
+    result = decide(rule, many, p.expand(ROWS, -1, -1), SharedStream(numbers))
+    observed = torch.bincount(result.path.amax(1), minlength=shape.size) / ROWS
     torch.testing.assert_close(observed.double(), ends, atol=0.015, rtol=0)
-    mean = float(verdict.kept.double().mean())
+    mean = float(result.kept.double().mean())
     assert float(expected_tokens(shape, decisions)) == pytest.approx(mean, abs=0.03)
 
 
 @pytest.mark.parametrize("per_row", [False, True], ids=["shared shape", "per-row shapes"])
 @pytest.mark.parametrize("rule, scheme, parents", CASES.values(), ids=CASES.keys())
-def test_a_rows_verdict_does_not_depend_on_the_others(rule, scheme, parents, per_row, tables):
+def test_a_rows_result_does_not_depend_on_the_others(rule, scheme, parents, per_row, tables):
     shape = TreeShape.from_parents(parents)
     drawn = draws(shape, tables(12, 3, 3), scheme)
     repeat = torch.arange(12) % len(drawn.chance)
-    tokens, laws = drawn.tree.tokens[repeat], None if drawn.tree.laws is None else drawn.tree.laws[repeat]
-    p = node_laws(drawn, tables(11, 3, 3))[repeat]
+    tokens, probs = (
+        drawn.tree.tokens[repeat],
+        None if drawn.tree.probs is None else drawn.tree.probs[repeat],
+    )
+    p = node_probs(drawn, tables(11, 3, 3))[repeat]
 
-    def verdict(rows: list[int]) -> Verdict:
-        own = shape if not per_row else TreeShape(shape.parents.expand(len(rows), -1), shape.depth, shape.width)
-        tree = DraftTree(tokens[rows], own, None if laws is None else laws[rows])
+    def result(rows: list[int]) -> VerifyResult:
+        own = (
+            shape
+            if not per_row
+            else TreeShape(shape.parents.expand(len(rows), -1), shape.depth, shape.width)
+        )
+        tree = DraftTree(tokens[rows], own, None if probs is None else probs[rows])
         return decide(rule, tree, p[rows], Uniforms.from_seeds(rows))
 
-    together = verdict(list(range(12)))
+    together = result(list(range(12)))
     for row in range(12):
-        alone = verdict([row])
+        alone = result([row])
         assert torch.equal(alone.path[0], together.path[row])
-        assert alone.next_token[0] == together.next_token[row] and alone.kept[0] == together.kept[row]
+        assert (
+            alone.next_token[0] == together.next_token[row] and alone.kept[0] == together.kept[row]
+        )
 
 
 def test_a_path_is_made_of_parents_and_children(tables):
     shape, target = TreeShape.from_parents(TREE), tables(11, 3, 3)
     drawn = draws(shape, tables(12, 3, 3), "without replacement")
     for rule in (Recursive(), Traversal()):
-        verdict = decide(rule, drawn.tree, node_laws(drawn, target), Uniforms.from_seeds(range(len(drawn.chance))))
-        for path, kept in zip(verdict.path.tolist(), verdict.kept.tolist(), strict=True):
+        result = decide(
+            rule,
+            drawn.tree,
+            node_probs(drawn, target),
+            Uniforms.from_seeds(range(len(drawn.chance))),
+        )
+        for path, kept in zip(result.path.tolist(), result.kept.tolist(), strict=True):
             assert path[0] == 0 and path[kept:] == [-1] * (len(path) - kept)
             assert all(TREE[child] == parent for parent, child in pairwise(path[:kept]))
 
 
 def test_probability_zero_is_never_accepted():
     tree = DraftTree(torch.tensor([[0, 1]]), TreeShape.chain(1))
-    verdict = decide(PointMass(), tree, torch.tensor([[[1.0, 0.0]] * 2]), SharedStream(torch.zeros(1, 3)))
-    assert verdict.kept.tolist() == [1] and verdict.next_token.tolist() == [0]
+    result = decide(
+        PointMass(), tree, torch.tensor([[[1.0, 0.0]] * 2]), SharedStream(torch.zeros(1, 3))
+    )
+    assert result.kept.tolist() == [1] and result.next_token.tolist() == [0]
 
 
-def test_the_excess_of_a_verdict_is_that_of_its_path():
+def test_the_excess_of_a_result_is_that_of_its_path():
     class Relaxed:
         name, exact = "relaxed", False
 
         def decisions(self, tree, p, *, measure=False):
-            return Decisions(torch.tensor([[1.0, 1.0, 0.0, 1.0]]), p, excess=torch.tensor([[0.1, 0.2, 0.4, 0.8]]))
+            return Decisions(
+                torch.tensor([[1.0, 1.0, 0.0, 1.0]]), p, excess=torch.tensor([[0.1, 0.2, 0.4, 0.8]])
+            )
 
     tree = DraftTree(torch.zeros(1, 4, dtype=torch.int64), TreeShape.from_parents([-1, 0, 1, 0]))
-    verdict = decide(Relaxed(), tree, torch.full((1, 4, 2), 0.5), Uniforms.from_seeds([0]), measure=True)
-    assert verdict.path.tolist() == [[0, 1, -1]] and verdict.excess.tolist() == [pytest.approx([0.1, 0.2, 0])]
+    result = decide(
+        Relaxed(), tree, torch.full((1, 4, 2), 0.5), Uniforms.from_seeds([0]), measure=True
+    )
+    assert result.path.tolist() == [[0, 1, -1]] and result.excess.tolist() == [
+        pytest.approx([0.1, 0.2, 0])
+    ]
 
 
-def test_the_sampled_law_is_the_enumerated_one(tables):
+def test_the_sampled_distribution_is_the_enumerated_one(tables):
     shape, target = TreeShape.from_parents(TREE), tables(11, 3, 3)
     drawn = draws(shape, tables(12, 3, 3), "without replacement")
     biased = Forgetful(Recursive())
     many = sampled(drawn, seed=5)
-    numbers = torch.rand(ROWS, shape.size + 1, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-    verdict = decide(biased, many.tree, node_laws(many, target), SharedStream(numbers))
-    observed = frequencies(verdict, many, target, seed=7)
-    expected = emitted_law(biased, drawn, target) * ROWS
+    numbers = torch.rand(
+        ROWS, shape.size + 1, generator=torch.Generator().manual_seed(6), dtype=torch.float64
+    )
+    result = decide(biased, many.tree, node_probs(many, target), SharedStream(numbers))
+    observed = frequencies(result, many, target, seed=7)
+    expected = emitted_probs(biased, drawn, target) * ROWS
     assert chisquare(observed.numpy(), expected.numpy()).pvalue > 1e-3

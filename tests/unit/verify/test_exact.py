@@ -1,4 +1,6 @@
-"""Exact rules keep the target's law to 1e-12, by enumerating every draw; their broken twins do not."""
+"""Exact rules keep the target's distribution to 1e-12, by enumerating every draw; their broken
+twins do not.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +25,38 @@ from specmm.verify import (
     bottom_up,
     expected_tokens,
 )
-from specmm.verify.exhaustive import draws, emitted_law, node_laws, sequence_law, total_variation
+from specmm.verify.exhaustive import (
+    draws,
+    emitted_probs,
+    node_probs,
+    sequence_probs,
+    total_variation,
+)
 
 CHAIN, FORK, TWO, BUSHY = [-1, 0, 1, 2], [-1, 0, 0, 0], [-1, 0, 0, 1, 1, 2], [-1, 0, 0, 0, 1, 1, 2]
 UNEVEN = [-1, 0, 1, 1, 0, 4, 3]
 CASES = [
-    *((Recursive(), s, parents) for s in ("independent", "without replacement") for parents in (CHAIN, TWO, BUSHY)),
+    *(
+        (Recursive(), s, parents)
+        for s in ("independent", "without replacement")
+        for parents in (CHAIN, TWO, BUSHY)
+    ),
     (Recursive(), "top and sample", BUSHY),
     (Recursive(), "without replacement", UNEVEN),
-    *((rule, "top", parents) for rule in (Recursive(), PointMass(), Traversal()) for parents in (CHAIN, BUSHY, UNEVEN)),
+    *(
+        (rule, "top", parents)
+        for rule in (Recursive(), PointMass(), Traversal())
+        for parents in (CHAIN, BUSHY, UNEVEN)
+    ),
     *((KSeq(), "independent", parents) for parents in (CHAIN, FORK, TWO, BUSHY, UNEVEN)),
     (KSeq(steps=0), "independent", BUSHY),
     *((PointMass(), scheme, TWO) for scheme in ("independent", "without replacement")),
     *((GreedyMultiDraft(), "top and sample", parents) for parents in (CHAIN, FORK, TWO, BUSHY)),
     *((Block(), scheme, CHAIN) for scheme in ("independent", "top")),
-    *((Traversal(), "without replacement", parents) for parents in (CHAIN, FORK, TWO, BUSHY, UNEVEN)),
+    *(
+        (Traversal(), "without replacement", parents)
+        for parents in (CHAIN, FORK, TWO, BUSHY, UNEVEN)
+    ),
 ]
 PROCESSORS = {
     "plain": (Processor(), 1.0),
@@ -53,12 +72,12 @@ def gap(rule, parents, scheme, tables, process=(None, 1.0), drafter=None, seed=0
     target = tables(seed, 3, length, *process)
     drawn = draws(shape, tables(seed + 100, 3, length, drafter), scheme)
     assert abs(float(drawn.chance.sum()) - 1) < 1e-12
-    return total_variation(emitted_law(rule, drawn, target), sequence_law(target, length))
+    return total_variation(emitted_probs(rule, drawn, target), sequence_probs(target, length))
 
 
 @pytest.mark.parametrize("process", PROCESSORS.values(), ids=PROCESSORS.keys())
 @pytest.mark.parametrize("rule, scheme, parents", CASES, ids=lambda x: getattr(x, "name", str(x)))
-def test_exact_rules_keep_the_targets_law(rule, scheme, parents, process, tables):
+def test_exact_rules_keep_the_targets_distribution(rule, scheme, parents, process, tables):
     assert rule.exact
     assert gap(rule, parents, scheme, tables, process) < 1e-12
 
@@ -73,7 +92,10 @@ def test_a_drafter_without_full_support_stays_exact(rule, tables):
 @pytest.mark.parametrize("parents", [CHAIN, TWO, BUSHY], ids=str)
 def test_greedy_match_is_greedy_decoding(scheme, parents, tables):
     for seed in range(5):
-        assert gap(GreedyMatch(), parents, scheme, tables, (Processor(temperature=0), 1.0), seed=seed) < 1e-12
+        assert (
+            gap(GreedyMatch(), parents, scheme, tables, (Processor(temperature=0), 1.0), seed=seed)
+            < 1e-12
+        )
 
 
 def test_a_drafter_equal_to_the_target_is_always_kept(tables):
@@ -81,7 +103,7 @@ def test_a_drafter_equal_to_the_target_is_always_kept(tables):
     target = tables(5, 3, 4)
     drawn = draws(shape, target, "independent")
     for rule in (Recursive(), KSeq(), Block(), Traversal()):
-        deepest = rule.decisions(drawn.tree, node_laws(drawn, target)).accept[:, -1]
+        deepest = rule.decisions(drawn.tree, node_probs(drawn, target)).accept[:, -1]
         assert torch.allclose(deepest, torch.ones_like(deepest))
 
 
@@ -106,32 +128,36 @@ def forgets_to_renormalise(rule):
     """q of a second sibling is zeroed at the first, not renormalised."""
 
     def decide(tree, p):
-        laws = tree.laws.clone()
+        probs = tree.probs.clone()
         for node in range(1, tree.shape.size):
             if tree.shape.ranks[0, node] == 1:
-                left = 1 - tree.laws[:, node - 1].gather(1, tree.tokens[:, node - 1 : node])
-                laws[:, node] *= left
-        return rule.decisions(replace(tree, laws=laws), p)
+                left = 1 - tree.probs[:, node - 1].gather(1, tree.tokens[:, node - 1 : node])
+                probs[:, node] *= left
+        return rule.decisions(replace(tree, probs=probs), p)
 
     return Broken(decide)
 
 
-def forgets_the_elders(rule):
+def forgets_earlier_siblings(rule):
     """q of a second sibling is q of the first, though drawn without replacement."""
 
     def decide(tree, p):
-        laws = tree.laws.clone()
+        probs = tree.probs.clone()
         for node in range(1, tree.shape.size):
             if tree.shape.ranks[0, node] == 1:
-                laws[:, node] = tree.laws[:, node - 1]
-        return rule.decisions(replace(tree, laws=laws), p)
+                probs[:, node] = tree.probs[:, node - 1]
+        return rule.decisions(replace(tree, probs=probs), p)
 
     return Broken(decide)
 
 
 def strict_for_all(rule):
     """Tests every sibling with p/q, as if it were alone."""
-    return Broken(lambda tree, p: replace(rule.decisions(tree, p), accept=KSeqAlone().decisions(tree, p).accept))
+    return Broken(
+        lambda tree, p: replace(
+            rule.decisions(tree, p), accept=KSeqAlone().decisions(tree, p).accept
+        )
+    )
 
 
 class KSeqAlone(KSeq):
@@ -140,12 +166,12 @@ class KSeqAlone(KSeq):
 
 
 def sample_by_q(rule):
-    """Takes q for the law of the sample, forgetting that the top tokens were left out."""
+    """Takes q for the distribution of the sample, forgetting that the top tokens were left out."""
 
     def decide(tree, p):
-        laws = tree.laws.clone()
-        laws[:, 1:] = 0.7 * laws[:, 1:] + 0.3 / laws.shape[-1]
-        return rule.decisions(replace(tree, laws=laws), p)
+        probs = tree.probs.clone()
+        probs[:, 1:] = 0.7 * probs[:, 1:] + 0.3 / probs.shape[-1]
+        return rule.decisions(replace(tree, probs=probs), p)
 
     return Broken(decide)
 
@@ -153,16 +179,28 @@ def sample_by_q(rule):
 TWINS = {
     "recursive, residual": (forgets_the_residual(Recursive()), "without replacement", TWO),
     "recursive, unnormalised": (forgets_to_renormalise(Recursive()), "without replacement", TWO),
-    "recursive, elders": (forgets_the_elders(Recursive()), "without replacement", TWO),
+    "recursive, earlier siblings": (
+        forgets_earlier_siblings(Recursive()),
+        "without replacement",
+        TWO,
+    ),
     "point mass, residual": (forgets_the_residual(PointMass()), "top", TWO),
     "k-seq, residual": (forgets_the_residual(KSeq()), "independent", TWO),
     "k-seq, rho = 1": (strict_for_all(KSeq()), "independent", TWO),
     "k-seq, without replacement": (KSeq(), "without replacement", TWO),
-    "greedy multi-draft, residual": (forgets_the_residual(GreedyMultiDraft()), "top and sample", TWO),
+    "greedy multi-draft, residual": (
+        forgets_the_residual(GreedyMultiDraft()),
+        "top and sample",
+        TWO,
+    ),
     "greedy multi-draft, q": (sample_by_q(GreedyMultiDraft()), "top and sample", TWO),
     "block, residual": (forgets_the_residual(Block()), "independent", CHAIN),
     "traversal, residual": (forgets_the_residual(Traversal()), "without replacement", TWO),
-    "traversal, elders": (forgets_the_elders(Traversal()), "without replacement", TWO),
+    "traversal, earlier siblings": (
+        forgets_earlier_siblings(Traversal()),
+        "without replacement",
+        TWO,
+    ),
 }
 
 
@@ -175,12 +213,19 @@ def test_top_candidates_tested_with_p_over_q_are_biased(tables):
     shape, target, drafter = TreeShape.from_parents(TWO), tables(0, 3, 3), tables(100, 3, 3)
     drawn = draws(shape, drafter, "top")
     paths = drawn.prefix[:, shape.parents[0, 1:]]
-    laws = [drafter[d][paths[:, n]] for n, d in enumerate(shape.depths[0, shape.parents[0, 1:]].tolist())]
-    drawn.tree.laws = torch.stack([laws[0], *laws], dim=1)
-    assert total_variation(emitted_law(Recursive(), drawn, target), sequence_law(target, 3)) > 1e-3
+    probs = [
+        drafter[d][paths[:, n]]
+        for n, d in enumerate(shape.depths[0, shape.parents[0, 1:]].tolist())
+    ]
+    drawn.tree.probs = torch.stack([probs[0], *probs], dim=1)
+    assert (
+        total_variation(emitted_probs(Recursive(), drawn, target), sequence_probs(target, 3)) > 1e-3
+    )
 
 
-@pytest.mark.parametrize("rule, parents", [(Traversal(), BUSHY), (Traversal(), CHAIN), (Block(), CHAIN)], ids=str)
+@pytest.mark.parametrize(
+    "rule, parents", [(Traversal(), BUSHY), (Traversal(), CHAIN), (Block(), CHAIN)], ids=str
+)
 def test_a_reach_computed_again_from_the_parent_is_biased(rule, parents, tables, monkeypatch):
     monkeypatch.setattr(bottom_up, "_raised", lambda reach, total: reach)
     assert gap(rule, parents, "without replacement", tables) > 1e-3
@@ -189,18 +234,23 @@ def test_a_reach_computed_again_from_the_parent_is_biased(rule, parents, tables,
 def test_block_and_traversal_agree_on_chains_and_beat_single_draft(tables):
     shape, target = TreeShape.from_parents(CHAIN), tables(3, 3, 4)
     drawn = draws(shape, tables(4, 3, 4), "independent")
-    laws = node_laws(drawn, target)
+    probs = node_probs(drawn, target)
     tokens = []
     for rule in (Recursive(), Block(), Traversal()):
-        tokens.append(float(expected_tokens(shape, rule.decisions(drawn.tree, laws)) @ drawn.chance))
+        tokens.append(
+            float(expected_tokens(shape, rule.decisions(drawn.tree, probs)) @ drawn.chance)
+        )
     assert tokens[1] == pytest.approx(tokens[2], abs=1e-12)
     assert tokens[1] > tokens[0] + 1e-3
 
 
-def test_block_refuses_trees_and_multi_draft_rules_ask_for_laws():
-    tree, p = DraftTree(torch.zeros(1, 4, dtype=torch.int64), TreeShape.from_parents(FORK)), torch.ones(1, 4, 3) / 3
+def test_block_refuses_trees_and_multi_draft_rules_ask_for_distributions():
+    tree, p = (
+        DraftTree(torch.zeros(1, 4, dtype=torch.int64), TreeShape.from_parents(FORK)),
+        torch.ones(1, 4, 3) / 3,
+    )
     with pytest.raises(ValueError, match="chain"):
         Block().decisions(tree, p)
     for rule in (KSeq(), GreedyMultiDraft()):
-        with pytest.raises(ValueError, match="laws must hold"):
+        with pytest.raises(ValueError, match="probs must hold"):
             rule.decisions(tree, p)

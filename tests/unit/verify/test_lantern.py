@@ -1,4 +1,6 @@
-"""LANTERN: parity with the release on 141 recorded cases, and the corrected rule emits the law it states."""
+"""LANTERN: parity with the release on 141 recorded cases, and the corrected rule emits the
+distribution it states.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,28 @@ from torch import Tensor
 from specmm.processors import Processor
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Lantern, LanternPP, Recursive, neighbour_table
-from specmm.verify.exhaustive import draws, emitted_law, expected_excess, sequence_law, total_variation
+from specmm.verify.exhaustive import (
+    draws,
+    emitted_probs,
+    expected_excess,
+    sequence_probs,
+    total_variation,
+)
 from specmm.verify.naive import borrowed
 
 PARITY = Path(__file__).parents[2] / "parity" / "lantern_accept"
-RECORD, TENSORS = json.loads(PARITY.with_suffix(".json").read_text()), load_file(PARITY.with_suffix(".safetensors"))
+RECORD, TENSORS = (
+    json.loads(PARITY.with_suffix(".json").read_text()),
+    load_file(PARITY.with_suffix(".safetensors")),
+)
 TABLE = TENSORS["out.neighbor_table"].long()
 CASES = [SimpleNamespace(**case) for case in RECORD["cases"]]
 
 
 def cases(kinds: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", [c for c in CASES if c.kind in kinds], ids=lambda c: c.name)
+    return pytest.mark.parametrize(
+        "case", [c for c in CASES if c.kind in kinds], ids=lambda c: c.name
+    )
 
 
 def rule_of(case, **options):
@@ -48,12 +61,14 @@ def test_neighbours_are_the_releases():
 
 @cases("DSL")
 def test_one_family_as_released(case):
-    target, law = TENSORS[f"{case.name}.target_p"], TENSORS.get(f"{case.name}.draft_p")
+    target, dist = TENSORS[f"{case.name}.target_p"], TENSORS.get(f"{case.name}.draft_p")
     shape = TreeShape.from_parents([-1] + [0] * len(case.siblings))
-    laws = None if law is None else conditional(law, case.siblings)
-    tree = DraftTree(torch.tensor([[0, *case.siblings]]), shape, laws)
+    probs = None if dist is None else conditional(dist, case.siblings)
+    tree = DraftTree(torch.tensor([[0, *case.siblings]]), shape, probs)
     rule = rule_of(
-        case, residual="lumina" if case.kind == "L" else "official", offset=getattr(case, "image_token_offset", 0)
+        case,
+        residual="lumina" if case.kind == "L" else "official",
+        offset=getattr(case, "image_token_offset", 0),
     )
     decisions = rule.decisions(tree, target.expand(1, shape.size, -1))
     hits = (torch.tensor(case.uniforms) < decisions.accept[0, 1:]).tolist()
@@ -63,23 +78,25 @@ def test_one_family_as_released(case):
     if case.accept_length:
         assert hits.index(True) == case.best_candidate
     else:
-        law = decisions.next_law[0, 0] / decisions.next_law[0, 0].sum()
-        torch.testing.assert_close(law, TENSORS[f"{case.name}.sample_p"], atol=1e-5, rtol=0)
+        dist = decisions.next_probs[0, 0] / decisions.next_probs[0, 0].sum()
+        torch.testing.assert_close(dist, TENSORS[f"{case.name}.sample_p"], atol=1e-5, rtol=0)
 
 
-def conditional(law: Tensor, siblings: list[int]) -> Tensor:
-    """Laws [1, 1 + siblings, V] of a draw without replacement."""
-    rows = [law]
+def conditional(probs: Tensor, siblings: list[int]) -> Tensor:
+    """Distributions [1, 1 + siblings, V] of a draw without replacement."""
+    rows = [probs]
     for token in siblings:
-        rows.append(law)
-        law = law.clone()
-        law[token] = 0
-        law = law / law.sum()
+        rows.append(probs)
+        probs = probs.clone()
+        probs[token] = 0
+        probs = probs / probs.sum()
     return torch.stack(rows)[None]
 
 
 def trie(candidates: Tensor) -> tuple[list[int], list[int], list[list[int]]]:
-    """Tokens, parents and each row's nodes of the tree whose paths are the ``candidates`` (padded with -1)."""
+    """Tokens, parents and each row's nodes of the tree whose paths are the ``candidates`` (padded
+    with -1).
+    """
     tokens, parents, nodes, rows = [int(candidates[0, 0])], [-1], {(int(candidates[0, 0]),): 0}, []
     for path in candidates.tolist():
         row = [0]
@@ -99,7 +116,9 @@ def trie(candidates: Tensor) -> tuple[list[int], list[int], list[list[int]]]:
 def at_nodes(logits: Tensor, rows: list[list[int]], size: int) -> Tensor:
     """Logits [1, N, V] from logits [rows, L, V]."""
     table = torch.zeros(1, size, logits.shape[-1])
-    for r, row in reversed(list(enumerate(rows))):  # where rows that share a node disagree, the first counts
+    for r, row in reversed(
+        list(enumerate(rows))
+    ):  # where rows that share a node disagree, the first counts
         for depth, node in enumerate(row):
             table[0, node] = logits[r, depth]
     return table
@@ -115,7 +134,7 @@ def test_greedy_as_released(case):
     kept = next((n for n in decisions.order.tolist() if decisions.accept[0, n] == 1), 0)
     assert kept == rows[case.best_candidate][case.accept_length]
     assert torch.equal(table[0, kept], TENSORS[f"{case.name}.sample_p"])
-    assert int(decisions.next_law[0, kept].argmax()) == int(table[0, kept].argmax())
+    assert int(decisions.next_probs[0, kept].argmax()) == int(table[0, kept].argmax())
 
 
 @cases("P")
@@ -126,49 +145,64 @@ def test_whole_trees_as_released(case):
     tree = DraftTree(torch.tensor([tokens]), TreeShape.from_parents(parents))
     p = processor(at_nodes(logits, rows, len(tokens)))
     decisions = rule_of(case, residual="official").decisions(tree, p)
-    node, tested, dice = 0, [], iter(case.uniforms)
+    node, tested, uniforms = 0, [], iter(case.uniforms)
     while True:
         for child in [n for n, parent in enumerate(parents) if parent == node]:
             tested.append(float(decisions.accept[0, child]))
-            if next(dice) < tested[-1]:
+            if next(uniforms) < tested[-1]:
                 node = child
                 break
         else:
             break
     assert tested == pytest.approx([min(1.0, r) for r in case.ratios], abs=1e-5)
     assert node == rows[case.best_candidate][case.accept_length]
-    law = decisions.next_law[0, node] / decisions.next_law[0, node].sum()
-    torch.testing.assert_close(law, TENSORS[f"{case.name}.sample_p"], atol=1e-5, rtol=0)
+    probs = decisions.next_probs[0, node] / decisions.next_probs[0, node].sum()
+    torch.testing.assert_close(probs, TENSORS[f"{case.name}.sample_p"], atol=1e-5, rtol=0)
 
 
 CODES = neighbour_table(torch.randn(4, 2, generator=torch.Generator().manual_seed(3)), 3)
-RULES = [Lantern(CODES, 3, 0.15), Lantern(CODES, 2, 0.4), LanternPP(CODES, 2, 2.0), LanternPP(CODES, 3, 5.0)]
+RULES = [
+    Lantern(CODES, 3, 0.15),
+    Lantern(CODES, 2, 0.4),
+    LanternPP(CODES, 2, 2.0),
+    LanternPP(CODES, 3, 5.0),
+]
 
 
 def stated(rule, p: Tensor, q: Tensor) -> Tensor:
-    """The law the corrected rule promises for one draft of law q: a + (1 - sum a) norm((p - a)+), in plain terms."""
+    """The distribution the corrected rule promises for one draft of distribution q: a + (1 - sum a)
+    norm((p - a)+), in plain terms.
+    """
     bound, factor = (rule.delta, False) if isinstance(rule, Lantern) else (rule.lambda_, True)
-    law = p.tolist()
-    lent = [borrowed(law, x, rule.table.tolist(), rule.k, bound, factor) or 0.0 for x in range(len(law))]
+    probs = p.tolist()
+    lent = [
+        borrowed(probs, x, rule.table.tolist(), rule.k, bound, factor) or 0.0
+        for x in range(len(probs))
+    ]
     a = torch.minimum(q, p + torch.tensor(lent, dtype=p.dtype))
     rest = (p - a).clamp(min=0)
     return a + (1 - a.sum()) * rest / rest.sum().clamp(min=1e-300)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: f"{r.name}-{r.k}")
-def test_the_corrected_rule_emits_the_law_it_states(rule, tables):
+def test_the_corrected_rule_emits_the_distribution_it_states(rule, tables):
     shape, target, drafter = TreeShape.chain(2), tables(7, 4, 3), tables(8, 4, 3)
-    emitted = emitted_law(
-        rule, draws(shape, drafter, "independent"), target, after=relaxed_tables(rule, target, drafter)
+    emitted = emitted_probs(
+        rule,
+        draws(shape, drafter, "independent"),
+        target,
+        after=relaxed_tables(rule, target, drafter),
     )
     promised = relaxed_tables(rule, target, drafter)
     first = emitted.view(4, 4, 4).sum(-1).flatten()
-    assert total_variation(first, sequence_law(promised, 2)) < 1e-12
-    assert total_variation(first, sequence_law(target, 2)) > 1e-3
+    assert total_variation(first, sequence_probs(promised, 2)) < 1e-12
+    assert total_variation(first, sequence_probs(target, 2)) > 1e-3
 
 
 def test_the_corrected_residual_is_the_strict_one():
-    """(p - min(q, p + S))+ and (p - q)+ have the same bits for every S >= 0; with S < 0 they have not."""
+    """(p - min(q, p + S))+ and (p - q)+ have the same bits for every S >= 0; with S < 0 they have
+    not.
+    """
     generator = torch.Generator().manual_seed(0)
     p, q, lent = (torch.rand(64, 300, generator=generator) ** 8 for _ in range(3))
     p[:, ::7], q[:, ::5], lent[:, ::3] = 0.0, 0.0, 0.0
@@ -186,16 +220,18 @@ def relaxed_tables(rule, target: list[Tensor], drafter: list[Tensor]) -> list[Te
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: f"{r.name}-{r.k}")
-def test_the_stated_law_is_the_nearest_that_dominates_what_is_kept(rule, tables):
+def test_the_stated_distribution_is_the_nearest_that_dominates_what_is_kept(rule, tables):
     p, q = tables(7, 4, 1)[0][0], tables(8, 4, 1)[0][0]
-    law = stated(rule, p, q)
+    probs = stated(rule, p, q)
     bound, factor = (rule.delta, False) if isinstance(rule, Lantern) else (rule.lambda_, True)
-    lent = [borrowed(p.tolist(), x, rule.table.tolist(), rule.k, bound, factor) or 0.0 for x in range(4)]
+    lent = [
+        borrowed(p.tolist(), x, rule.table.tolist(), rule.k, bound, factor) or 0.0 for x in range(4)
+    ]
     a = torch.minimum(q, p + torch.tensor(lent, dtype=p.dtype))
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
         other = a + (1 - a.sum()) * torch.rand(4, generator=generator, dtype=p.dtype).softmax(-1)
-        assert total_variation(law, p) <= total_variation(other, p) + 1e-12
+        assert total_variation(probs, p) <= total_variation(other, p) + 1e-12
 
 
 @pytest.mark.parametrize("residual", ["corrected", "official", "lumina"])
@@ -206,7 +242,7 @@ def test_the_excess_bounds_the_total_variation(rule, scheme, residual, tables):
     shape = TreeShape.from_parents([-1, 0, 0, 1, 1])
     target, drafter = tables(7, 4, 3), tables(8, 4, 3)
     drawn = draws(shape, drafter, scheme)
-    apart = total_variation(emitted_law(rule, drawn, target), sequence_law(target, 3))
+    apart = total_variation(emitted_probs(rule, drawn, target), sequence_probs(target, 3))
     assert apart <= expected_excess(rule, drawn, target) + 1e-12
     assert apart > 1e-3 or scheme == "top"
 
@@ -216,7 +252,9 @@ def test_without_neighbours_it_is_the_strict_rule(scheme, tables):
     shape, target = TreeShape.from_parents([-1, 0, 0, 1, 1]), tables(7, 4, 3)
     drawn = draws(shape, tables(8, 4, 3), scheme)
     for rule in (Lantern(CODES, 0, 0.3), Lantern(CODES, 0, 0.3, "official"), Recursive()):
-        assert total_variation(emitted_law(rule, drawn, target), sequence_law(target, 3)) < 1e-12
+        assert (
+            total_variation(emitted_probs(rule, drawn, target), sequence_probs(target, 3)) < 1e-12
+        )
         if rule.name == "lantern":
             assert expected_excess(rule, drawn, target) == 0
             assert not rule.exact
@@ -242,11 +280,15 @@ def test_greedy_excess_marks_tokens_other_than_the_argmax():
 
 
 def test_of_equals_the_smaller_token_wins_when_greedy():
-    """A draft whose relaxed mass is that of the likeliest token is kept where the argmax would take it."""
-    laws = torch.tensor([[0.25, 0.5, 0.25, 0.0], [0.5, 0.25, 0.25, 0.0]])  # a half is borrowed from token 2
+    """A draft whose relaxed mass is that of the likeliest token is kept where the argmax would take
+    it.
+    """
+    probs = torch.tensor(
+        [[0.25, 0.5, 0.25, 0.0], [0.5, 0.25, 0.25, 0.0]]
+    )  # a half is borrowed from token 2
     tree = DraftTree(torch.tensor([[3, 0], [3, 1]]), TreeShape.chain(1))
     rule = Lantern(torch.tensor([[2], [2], [0], [0]]), 1, 0.3, greedy=True)
-    accept = rule.decisions(tree, laws[:, None].expand(-1, 2, -1)).accept
+    accept = rule.decisions(tree, probs[:, None].expand(-1, 2, -1)).accept
     assert accept[:, 1].tolist() == [1.0, 0.0]
 
 

@@ -1,4 +1,6 @@
-"""The vectorised rules decide as the plain-Python ones, on random trees, shared and per-row, and row by row."""
+"""The vectorised rules decide as the plain-Python ones, on random trees, shared and per-row, and
+row by row.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,13 @@ VOCAB, TABLE = 7, neighbour_table(torch.randn(7, 3, generator=torch.Generator().
 SHAPES = [[-1, 0, 0, 0, 1, 1, 2, 4, 4], [-1, 0, 1, 2, 2, 0, 0, 6, 3], [-1, 0, 0, 1, 0, 1, 1, 1, 5]]
 
 
-def lantern(k: int, bound: float, factor: bool, residual: str) -> tuple[object, Callable[..., naive.Result]]:
+def lantern(
+    k: int, bound: float, factor: bool, residual: str
+) -> tuple[object, Callable[..., naive.Result]]:
     make = LanternPP if factor else Lantern
-    plain = partial(naive.lantern, table=TABLE.tolist(), k=k, bound=bound, factor=factor, residual=residual)
+    plain = partial(
+        naive.lantern, table=TABLE.tolist(), k=k, bound=bound, factor=factor, residual=residual
+    )
     return make(TABLE, k, bound, residual), plain
 
 
@@ -47,46 +53,58 @@ PAIRS = {
     **{f"lantern++ {r}": lantern(3, 2.5, True, r) for r in ("corrected", "official", "lumina")},
     "lantern, no neighbour": lantern(0, 0.1, False, "corrected"),
 }
-NEED_LAWS = ("k-seq", "greedy multi-draft")
+NEED_PROBS = ("k-seq", "greedy multi-draft")
 
 
-def random_laws(generator: torch.Generator, *size: int) -> Tensor:
+def random_probs(generator: torch.Generator, *size: int) -> Tensor:
     return (torch.randn(*size, VOCAB, generator=generator, dtype=torch.float64) * 1.5).softmax(-1)
 
 
-def random_round(shape: TreeShape, rows: int, *, drawn: bool, seed: int = 0) -> tuple[DraftTree, Tensor]:
-    """Random tokens and laws, siblings distinct; a second sibling's law leaves the first's token out."""
+def random_round(
+    shape: TreeShape, rows: int, *, drawn: bool, seed: int = 0
+) -> tuple[DraftTree, Tensor]:
+    """Random tokens and distributions, siblings distinct; a second sibling's distribution leaves
+    the first's token out.
+    """
     generator = torch.Generator().manual_seed(seed)
-    p, q = (random_laws(generator, rows, shape.size) for _ in range(2))
+    p, q = (random_probs(generator, rows, shape.size) for _ in range(2))
     tokens = torch.zeros(rows, shape.size, dtype=torch.int64)
     for node in range(1, shape.size):
-        elders = (shape.elders[:, node].expand(rows, -1)[..., None] * one_hot(tokens, q)).sum(1)
-        q[:, node] *= 1 - elders
+        earlier_siblings = (
+            shape.earlier_siblings[:, node].expand(rows, -1)[..., None] * one_hot(tokens, q)
+        ).sum(1)
+        q[:, node] *= 1 - earlier_siblings
         q[:, node] /= q[:, node].sum(-1, keepdim=True)
         tokens[:, node] = torch.multinomial(q[:, node], 1, generator=generator)[:, 0]
     return DraftTree(tokens, shape, q if drawn else None), p
 
 
 def check(decisions, row: int, plain: naive.Result) -> None:
-    accept, next_law, order = plain
-    torch.testing.assert_close(decisions.accept[row, 1:], torch.tensor(accept, dtype=torch.float64)[1:])
-    law = decisions.next_law[row] / decisions.next_law[row].sum(-1, keepdim=True)
-    torch.testing.assert_close(law, torch.tensor(next_law, dtype=torch.float64), atol=1e-12, rtol=1e-9)
+    accept, next_probs, order = plain
+    torch.testing.assert_close(
+        decisions.accept[row, 1:], torch.tensor(accept, dtype=torch.float64)[1:]
+    )
+    probs = decisions.next_probs[row] / decisions.next_probs[row].sum(-1, keepdim=True)
+    torch.testing.assert_close(
+        probs, torch.tensor(next_probs, dtype=torch.float64), atol=1e-12, rtol=1e-9
+    )
     if order is not None:
         assert decisions.order.expand(len(decisions.accept), -1)[row].tolist() == order
 
 
-def plainly(rule: Callable[..., naive.Result], tree: DraftTree, p: Tensor, row: int) -> naive.Result:
+def plainly(
+    rule: Callable[..., naive.Result], tree: DraftTree, p: Tensor, row: int
+) -> naive.Result:
     parents = tree.shape.parents.expand(len(p), -1)[row].tolist()
-    laws = None if tree.laws is None else tree.laws[row].tolist()
-    return rule(tree.tokens[row].tolist(), parents, p[row].tolist(), laws)
+    probs = None if tree.probs is None else tree.probs[row].tolist()
+    return rule(tree.tokens[row].tolist(), parents, p[row].tolist(), probs)
 
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "chosen"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_vectorised_is_naive(name, drawn):
-    if not drawn and name in NEED_LAWS:
-        pytest.skip("needs laws")
+    if not drawn and name in NEED_PROBS:
+        pytest.skip("needs distributions")
     rule, plain = PAIRS[name]
     for seed, parents in enumerate(SHAPES):
         tree, p = random_round(TreeShape.from_parents(parents), 5, drawn=drawn, seed=seed)
@@ -98,8 +116,8 @@ def test_vectorised_is_naive(name, drawn):
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "chosen"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_per_row_shapes_and_no_row_minds_the_others(name, drawn):
-    if not drawn and name in NEED_LAWS:
-        pytest.skip("needs laws")
+    if not drawn and name in NEED_PROBS:
+        pytest.skip("needs distributions")
     rule, plain = PAIRS[name]
     ragged = TreeShape(torch.tensor(SHAPES), depth=5, width=4)
     tree, p = random_round(ragged, 3, drawn=drawn)
@@ -107,13 +125,17 @@ def test_per_row_shapes_and_no_row_minds_the_others(name, drawn):
     for row in range(3):
         check(decisions, row, plainly(plain, tree, p, row))
         alone = TreeShape(ragged.parents[row : row + 1], depth=5, width=4)
-        laws = None if tree.laws is None else tree.laws[row : row + 1]
-        single = rule.decisions(DraftTree(tree.tokens[row : row + 1], alone, laws), p[row : row + 1])
+        probs = None if tree.probs is None else tree.probs[row : row + 1]
+        single = rule.decisions(
+            DraftTree(tree.tokens[row : row + 1], alone, probs), p[row : row + 1]
+        )
         torch.testing.assert_close(single.accept[0], decisions.accept[row])
 
 
 def plain_excess(loose: naive.Result, strict: naive.Result, parents: list[int]) -> list[float]:
-    """The chance that the two part behind each node: at a child, or once both have rejected all of them."""
+    """The chance that the two part after each node: at a child, or once both have rejected all of
+    them.
+    """
     found = [0.0] * len(parents)
     for node in range(len(parents)):
         both = 1.0  # the chance that no child was kept by either
@@ -130,7 +152,10 @@ def plain_excess(loose: naive.Result, strict: naive.Result, parents: list[int]) 
 @pytest.mark.parametrize("name", [n for n in PAIRS if n[:4] in ("typi", "grou", "lant")])
 def test_the_excess_is_that_of_plain_python(name, drawn):
     rule, plain = PAIRS[name]
-    shapes = [*map(TreeShape.from_parents, SHAPES), TreeShape(torch.tensor(SHAPES), depth=5, width=4)]
+    shapes = [
+        *map(TreeShape.from_parents, SHAPES),
+        TreeShape(torch.tensor(SHAPES), depth=5, width=4),
+    ]
     for seed, shape in enumerate(shapes):
         tree, p = random_round(shape, 3, drawn=drawn, seed=seed)
         excess = rule.decisions(tree, p, measure=True).excess
@@ -145,11 +170,11 @@ def test_block_on_chains(drawn):
     decisions = Block().decisions(tree, p)
     for row in range(8):
         check(decisions, row, plainly(naive.block, tree, p, row))
-    ragged = DraftTree(tree.tokens, TreeShape(tree.shape.parents.expand(8, -1), 6, 1), tree.laws)
+    ragged = DraftTree(tree.tokens, TreeShape(tree.shape.parents.expand(8, -1), 6, 1), tree.probs)
     torch.testing.assert_close(Block().decisions(ragged, p).accept, decisions.accept)
 
 
-def test_point_masses_ignore_laws_and_repeated_siblings():
+def test_point_masses_ignore_distributions_and_repeated_siblings():
     tree, p = random_round(TreeShape.from_parents(SHAPES[0]), 4, drawn=True)
     tree.tokens[:, 2] = tree.tokens[:, 1]
     accept = PointMass().decisions(tree, p).accept
@@ -161,20 +186,25 @@ def test_point_masses_ignore_laws_and_repeated_siblings():
 
 def test_a_root_alone_is_drawn_from_the_target():
     shape = TreeShape.from_parents([-1])
-    tree, p = DraftTree(torch.zeros(2, 1, dtype=torch.int64), shape), random_laws(torch.Generator(), 2, 1)
+    tree, p = (
+        DraftTree(torch.zeros(2, 1, dtype=torch.int64), shape),
+        random_probs(torch.Generator(), 2, 1),
+    )
     drawn = DraftTree(tree.tokens, shape, p)
     for rule in (Recursive(), KSeq(), Block(), Traversal(), Lantern(TABLE, 3)):
-        torch.testing.assert_close(rule.decisions(drawn, p, measure=True).next_law, p)
-    torch.testing.assert_close(PointMass().decisions(tree, p).next_law, p)
+        torch.testing.assert_close(rule.decisions(drawn, p, measure=True).next_probs, p)
+    torch.testing.assert_close(PointMass().decisions(tree, p).next_probs, p)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_single_precision_is_close_and_stays_inside_the_support(dtype):
     tree, p = random_round(TreeShape.from_parents(SHAPES[0]), 16, drawn=True)
     p = (p * (p > 0.05)) / (p * (p > 0.05)).sum(-1, keepdim=True)
-    cast = DraftTree(tree.tokens, tree.shape, tree.laws.to(dtype))
-    rules = [rule for rule, _ in PAIRS.values() if getattr(rule, "residual", "corrected") == "corrected"]
+    cast = DraftTree(tree.tokens, tree.shape, tree.probs.to(dtype))
+    rules = [
+        rule for rule, _ in PAIRS.values() if getattr(rule, "residual", "corrected") == "corrected"
+    ]
     for rule in rules:
         decisions = rule.decisions(cast, p.to(dtype))
-        assert decisions.next_law.isfinite().all() and (decisions.next_law.sum(-1) > 0).all()
-        assert (decisions.next_law[p == 0] == 0).all(), rule.name
+        assert decisions.next_probs.isfinite().all() and (decisions.next_probs.sum(-1) > 0).all()
+        assert (decisions.next_probs[p == 0] == 0).all(), rule.name

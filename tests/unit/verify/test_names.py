@@ -60,20 +60,22 @@ def first_tokens(rule, siblings, seed=0, recorded=None):
     """The first token after the root [ROWS] by ``rule``, of three siblings drawn as it wants."""
     uniforms = Uniforms([torch.Generator().manual_seed(seed)])
     shape = TreeShape.from_parents([-1, 0, 0, 0])
-    dice = [torch.rand(ROWS, n, generator=uniforms.generators[0]) for n in (5, 8)]
-    law = DRAFT.expand(ROWS, 1, -1)
+    numbers = [torch.rand(ROWS, n, generator=uniforms.generators[0]) for n in (5, 8)]
+    dist = DRAFT.expand(ROWS, 1, -1)
     if siblings is None:
-        tokens, laws = law.topk(3).indices[:, 0], None
+        tokens, probs = dist.topk(3).indices[:, 0], None
     else:
-        drawn, laws = draw_siblings(law, 3, Given(dice[0]), siblings)
+        drawn, probs = draw_siblings(dist, 3, Given(numbers[0]), siblings)
         tokens = drawn[:, 0]
-        laws = torch.cat([torch.zeros(ROWS, 1, 5), laws[:, 0] if recorded is None else recorded], 1)
-    tree = DraftTree(torch.cat([torch.zeros(ROWS, 1, dtype=torch.long), tokens], 1), shape, laws)
+        probs = torch.cat(
+            [torch.zeros(ROWS, 1, 5), probs[:, 0] if recorded is None else recorded], 1
+        )
+    tree = DraftTree(torch.cat([torch.zeros(ROWS, 1, dtype=torch.long), tokens], 1), shape, probs)
     p = TARGET.expand(ROWS, 4, -1)
-    verdict = decide(rule, tree, p, Given(dice[1]))
-    second = verdict.path[:, 1].clamp(min=0)
+    result = decide(rule, tree, p, Given(numbers[1]))
+    second = result.path[:, 1].clamp(min=0)
     kept = tree.tokens.gather(1, second[:, None])[:, 0]
-    return torch.where(verdict.kept > 1, kept, verdict.next_token)
+    return torch.where(result.kept > 1, kept, result.next_token)
 
 
 class Given:
@@ -103,18 +105,17 @@ def test_siblings_are_drawn_as_an_exact_rule_wants_them(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "siblings"),
-    [("k-seq", "distinct"), ("recursive", "likeliest and one")],
+    ("name", "siblings"), [("k-seq", "distinct"), ("recursive", "likeliest and one")]
 )
 def test_siblings_drawn_for_another_rule_are_caught(name, siblings):
     assert not fits(first_tokens(make_rule(name), siblings))
 
 
 def test_the_likeliest_and_one():
-    law = torch.tensor([[[0.5, 0.3, 0.2, 0.0]]], dtype=torch.float64)
-    tokens, laws = likeliest_and_one(law, 3, torch.tensor([[0.4]], dtype=torch.float64))
-    assert tokens.tolist() == [[[2, 0, 1]]] and laws[0, 0, 0].tolist() == [0, 0, 1, 0]
-    spent, _ = likeliest_and_one(law[..., :3], 3, torch.tensor([[0.4]], dtype=torch.float64))
+    dist = torch.tensor([[[0.5, 0.3, 0.2, 0.0]]], dtype=torch.float64)
+    tokens, probs = likeliest_and_one(dist, 3, torch.tensor([[0.4]], dtype=torch.float64))
+    assert tokens.tolist() == [[[2, 0, 1]]] and probs[0, 0, 0].tolist() == [0, 0, 1, 0]
+    spent, _ = likeliest_and_one(dist[..., :3], 3, torch.tensor([[0.4]], dtype=torch.float64))
     assert spent.tolist() == [[[2, 0, 1]]]
     certain = torch.tensor([[[1.0, 0, 0, 0]]], dtype=torch.float64)
     _, uniform = likeliest_and_one(certain, 2, torch.tensor([[0.4]], dtype=torch.float64))

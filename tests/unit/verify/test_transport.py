@@ -7,10 +7,10 @@ import torch
 
 from specmm.tree import TreeShape
 from specmm.verify import GreedyMultiDraft, KSeq, Recursive, expected_tokens, naive, ot_bound
-from specmm.verify.exhaustive import draws, node_laws
+from specmm.verify.exhaustive import draws, node_probs
 
 
-def laws(seed: int, vocab: int) -> torch.Tensor:
+def probs(seed: int, vocab: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (1.5 * torch.randn(2, vocab, generator=generator, dtype=torch.float64)).softmax(-1)
 
@@ -18,14 +18,16 @@ def laws(seed: int, vocab: int) -> torch.Tensor:
 @pytest.mark.parametrize("drafts", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(5))
 def test_bound_is_brute_force(seed, drafts):
-    p, q = laws(seed, 6)
+    p, q = probs(seed, 6)
     q = q * (q > 0.05)
     q = q / q.sum()
-    assert float(ot_bound(p, q, drafts)) == pytest.approx(naive.ot_bound(p.tolist(), q.tolist(), drafts), abs=1e-12)
+    assert float(ot_bound(p, q, drafts)) == pytest.approx(
+        naive.ot_bound(p.tolist(), q.tolist(), drafts), abs=1e-12
+    )
 
 
 def test_one_draft_reaches_the_overlap():
-    p, q = laws(0, 50)
+    p, q = probs(0, 50)
     assert float(ot_bound(p, q, 1)) == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-12)
     assert float(ot_bound(p, p, 1)) == pytest.approx(1)
     with pytest.raises(ValueError, match="drafts must be at least 1, got 0"):
@@ -34,11 +36,15 @@ def test_one_draft_reaches_the_overlap():
 
 @pytest.mark.parametrize("drafts", [2, 3])
 def test_rules_by_distance_to_the_bound(drafts, tables):
-    shape, target, drafter = TreeShape.from_parents([-1] + [0] * drafts), tables(1, 4, 2), tables(2, 4, 2)
+    shape, target, drafter = (
+        TreeShape.from_parents([-1] + [0] * drafts),
+        tables(1, 4, 2),
+        tables(2, 4, 2),
+    )
     kept = {}
     for rule in (Recursive(), KSeq(steps=0), KSeq(steps=2), KSeq(), KSeq(steps=60)):
         drawn = draws(shape, drafter, "independent")
-        tokens = expected_tokens(shape, rule.decisions(drawn.tree, node_laws(drawn, target)))
+        tokens = expected_tokens(shape, rule.decisions(drawn.tree, node_probs(drawn, target)))
         kept[rule] = float(tokens @ drawn.chance) - 1
     bound = float(ot_bound(target[0][0], drafter[0][0], drafts))
     loose, two, ten, sixty = list(kept.values())[1:]
@@ -51,7 +57,9 @@ def test_greedy_multi_draft_reaches_its_optimum(tables):
     shape, target, drafter = TreeShape.from_parents([-1, 0, 0]), tables(1, 4, 2), tables(2, 4, 2)
     p, q = target[0][0], drafter[0][0]
     drawn = draws(shape, drafter, "top and sample")
-    tokens = expected_tokens(shape, GreedyMultiDraft().decisions(drawn.tree, node_laws(drawn, target)))
+    tokens = expected_tokens(
+        shape, GreedyMultiDraft().decisions(drawn.tree, node_probs(drawn, target))
+    )
     rest = q.clone()
     rest[q.argmax()] = 0
     optimum = p[q.argmax()] + torch.minimum(p, rest / rest.sum()).sum()

@@ -52,9 +52,15 @@ def llava_next():
 
 
 def qwen(name, vision, text=None):
-    config_class, model_class = getattr(tf, name + "Config"), getattr(tf, name + "ForConditionalGeneration")
+    config_class, model_class = (
+        getattr(tf, name + "Config"),
+        getattr(tf, name + "ForConditionalGeneration"),
+    )
     config = config_class(
-        vision_config=dict(patch_size=4, spatial_merge_size=2, temporal_patch_size=2, num_heads=2, depth=2) | vision,
+        vision_config=dict(
+            patch_size=4, spatial_merge_size=2, temporal_patch_size=2, num_heads=2, depth=2
+        )
+        | vision,
         text_config=TEXT | dict(rope_scaling=MROPE, rope_parameters=MROPE) | (text or {}),
         image_token_id=IMAGE,
         video_token_id=VIDEO,
@@ -84,7 +90,11 @@ def idefics(name):
 
 QWEN_VISION = dict(embed_dim=16, hidden_size=32, mlp_ratio=2)
 QWEN25_VISION = dict(
-    hidden_size=16, intermediate_size=24, out_hidden_size=32, window_size=16, fullatt_block_indexes=[1]
+    hidden_size=16,
+    intermediate_size=24,
+    out_hidden_size=32,
+    window_size=16,
+    fullatt_block_indexes=[1],
 )
 QWEN3_VISION = dict(
     hidden_size=16,
@@ -132,7 +142,9 @@ def llava_pictures(rows):
 
 
 def next_pictures(rows):
-    """An odd seed is a picture 8 high and 16 wide: the base tile and two more, a newline behind each row."""
+    """An odd seed is a picture 8 high and 16 wide: the base tile and two more, a newline after each
+    row.
+    """
     seeds = [s for row in rows for s in row]
     sizes = [torch.tensor([[8, 16] if int(s) % 2 else [16, 8]]) for s in seeds]
     count = {s: 4 + 2 * (4 + 1) if int(s) % 2 else 4 + 4 * (2 + 1) for s in seeds}
@@ -149,7 +161,10 @@ def qwen_pictures(rows):
 
 def idefics_pictures(rows):
     most = max(map(len, rows))
-    tiles = [[noise(s, 3, 16, 16) for s in row] + [torch.zeros(3, 16, 16)] * (most - len(row)) for row in rows]
+    tiles = [
+        [noise(s, 3, 16, 16) for s in row] + [torch.zeros(3, 16, 16)] * (most - len(row))
+        for row in rows
+    ]
     stacked = [torch.stack(row)[None] for row in tiles] if most else []
     return {s: 4 for row in rows for s in row}, {"pixel_values": stacked}
 
@@ -166,10 +181,15 @@ PICTURES = {
 
 
 def pictures(name, rows, image=IMAGE):
-    """Token ids of each row and what goes with them; ``rows`` lists words (ids) and pictures (seeds, as text)."""
+    """Token ids of each row and what goes with them; ``rows`` lists words (ids) and pictures
+    (seeds, as text).
+    """
     kind = max((k for k in PICTURES if name.startswith(k)), key=len)
     count, vision = PICTURES[kind]([[p for p in row if isinstance(p, str)] for row in rows])
-    ids = [[t for p in row for t in ([image] * count[p] if isinstance(p, str) else [p])] for row in rows]
+    ids = [
+        [t for p in row for t in ([image] * count[p] if isinstance(p, str) else [p])]
+        for row in rows
+    ]
     return ids, {k: torch.cat(v) for k, v in vision.items() if v}
 
 

@@ -26,7 +26,9 @@ TURNS = [Turn("What is it?", "a cat", "what"), Turn("Where is the cat?", "on the
 @pytest.fixture(scope="module")
 def world():
     square = np.full((64, 64, 4), 255, np.uint8)
-    sprites = Sprites(tuple(Sprite(k.name, colour, square) for k in KINDS for colour in k.icons.values()))
+    sprites = Sprites(
+        tuple(Sprite(k.name, colour, square) for k in KINDS for colour in k.icons.values())
+    )
     picture = np.full((R, R, 3), 250, np.uint8)
     picture[12:36, 12:36] = (0, 0, 255)
     turns = (
@@ -68,7 +70,9 @@ def test_a_saved_processor_prepares_what_training_saw(tokenizer, tmp_path):
         {"role": "user", "content": TURNS[1].question},
         {"role": "assistant", "content": TURNS[1].answer},
     ]
-    inputs = processor(images=Image.fromarray(image), text=processor.apply_chat_template(chat), return_tensors="pt")
+    inputs = processor(
+        images=Image.fromarray(image), text=processor.apply_chat_template(chat), return_tensors="pt"
+    )
     sample = Encoder(processor.tokenizer, 64).chat(TURNS, image)
     assert inputs.input_ids[0].tolist() == sample.input_ids.tolist()
     torch.testing.assert_close(inputs.pixel_values[0], sample.pixel_values)
@@ -81,7 +85,9 @@ def test_a_saved_processor_prepares_what_training_saw(tokenizer, tmp_path):
 
 def test_pictures_of_any_size_are_prepared(tokenizer):
     processor = build_processor(tokenizer, 64, 8)
-    prepared = processor(images=Image.new("RGB", (300, 200)), text="<image>What is it?", return_tensors="pt")
+    prepared = processor(
+        images=Image.new("RGB", (300, 200)), text="<image>What is it?", return_tensors="pt"
+    )
     assert prepared.pixel_values.shape == (1, 3, 64, 64)
     assert (prepared.input_ids == tokenizer.convert_tokens_to_ids("<image>")).sum() == 64
 
@@ -123,7 +129,9 @@ def test_turns_that_do_not_fit_are_left_out_and_rows_padded(encoder):
 def test_rows_and_conversations_repeat_with_their_seed(world, encoder):
     a, b = (world.row(encoder, Random(3), 100) for _ in range(2))
     assert torch.equal(a.input_ids, b.input_ids)
-    talks = [list(islice(world.conversations(encoder, Random(3), visual=0.5), 20)) for _ in range(2)]
+    talks = [
+        list(islice(world.conversations(encoder, Random(3), visual=0.5), 20)) for _ in range(2)
+    ]
     for x, y in zip(*talks, strict=True):
         assert torch.equal(x.input_ids, y.input_ids)
         assert x.answer_mask.any()
@@ -171,7 +179,9 @@ def test_no_opinions_where_nothing_else_could_be_said():
 
 
 def test_some_training_rows_hold_opinions(world, encoder):
-    rows = [encoder.tokenizer.decode(world.row(encoder, Random(i), 200).input_ids) for i in range(60)]
+    rows = [
+        encoder.tokenizer.decode(world.row(encoder, Random(i), 200).input_ids) for i in range(60)
+    ]
     assert 1 <= sum("1. " in row for row in rows) < 30
 
 
@@ -181,7 +191,10 @@ def test_easy_vqa_is_read_by_picture(tmp_path):
     rows = [["is it red?", "no", 2], ["what is it?", "circle", 2]]
     (tmp_path / "questions.json").write_text(json.dumps(rows))
     (example,) = read_easy(tmp_path)
-    assert [(t.answer, t.kind) for t in example.turns] == [("no", "easy yes/no"), ("circle", "easy shape")]
+    assert [(t.answer, t.kind) for t in example.turns] == [
+        ("no", "easy yes/no"),
+        ("circle", "easy shape"),
+    ]
     assert example.image.shape == (R, R, 3) and tuple(example.image[0, 0]) == (9, 8, 7)
     assert to_pixels(example.image)[0, 0, 0] == pytest.approx((9 / 255 - 0.5) / 0.5)
 

@@ -1,4 +1,5 @@
-"""Every drafter on every class of model: token equal when greedy, the model's law when sampling, broken twins caught.
+"""Every drafter on every class of model: token equal when greedy, the model's distribution when
+sampling, broken twins caught.
 
 Shape letters: B batch, T tokens, V vocabulary.
 """
@@ -51,7 +52,9 @@ def text_model(vocabulary, seed=5):
 
 
 def drafter_of(zoo, name, method):
-    """Text models are strangers; the small VLM is the target under other weights, or nearly the same ones."""
+    """Text models are strangers; the small VLM is the target under other weights, or nearly the
+    same ones.
+    """
     if method.name == "text-draft":
         return SmallModel(text_model(40))
     return SmallModel(zoo.model(name, 0, 0.24)) if method.name == "vlm-draft" else None
@@ -70,7 +73,9 @@ def run(zoo, name, processor, method, rows=None, seeds=(0, 1, 2), length=LENGTH,
     return last(decode(target, drafter, rule, prompt, length, uniforms)), target
 
 
-@pytest.mark.parametrize("method", [METHODS["text-draft"], METHODS["vlm-draft"]], ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "method", [METHODS["text-draft"], METHODS["vlm-draft"]], ids=lambda m: m.name
+)
 def test_greedy_decoding_is_plain_decoding(zoo, family, method):
     plain, _ = run(zoo, family, Processor(0), None)
     end, _ = run(zoo, family, Processor(0), method)
@@ -84,7 +89,7 @@ class Quiet:
     greedy, stateful = True, False
     check_vocabulary = Processor(0).check_vocabulary
 
-    def laws(self, logits, history, tree, out=None):
+    def probs(self, logits, history, tree, out=None):
         return Processor(0)(logits.index_fill(-1, torch.tensor([36, 37]), float("-inf")))
 
 
@@ -94,7 +99,12 @@ def test_a_drafter_that_sees_the_picture_agrees_with_its_twin(zoo, family):
     drafter.inner.translation.ban([36, 37])
     prompt = VLMPrompt(zoo.batch(family, zoo.rows), 14)
     end = last(decode(target, drafter, rule, prompt, 14, Uniforms.from_seeds([0, 1, 2])))
-    assert end.stats.kept == [3, 0, 0, 9]  # an identical copy: all drafts kept in every round but the first, of none
+    assert end.stats.kept == [
+        3,
+        0,
+        0,
+        9,
+    ]  # an identical copy: all drafts kept in every round but the first, of none
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -115,7 +125,7 @@ SETTINGS = {
 T, ROWS = 3, 3000
 
 
-def law_of_sequences(zoo, name, processor, row):
+def sequence_distribution(zoo, name, processor, row):
     """Probability of every sequence [V, V, V] of T tokens, by the model's own uncached forward."""
     model, inputs = zoo.model(name), zoo.batch(name, [row])
     prompt, size = inputs["input_ids"], model.config.get_text_config().vocab_size
@@ -123,7 +133,7 @@ def law_of_sequences(zoo, name, processor, row):
     with torch.inference_mode():
         features = torch.cat(list(model.get_image_features(inputs["pixel_values"]).pooler_output))
         start = embed(prompt).masked_scatter((prompt == zoo.image)[..., None], features)
-    law = torch.ones(1, dtype=torch.float64)
+    probs = torch.ones(1, dtype=torch.float64)
     for depth in range(T):
         paths = torch.tensor(list(itertools.product(range(size), repeat=depth)), dtype=torch.int64)
         paths = paths.view(size**depth, depth)
@@ -132,16 +142,18 @@ def law_of_sequences(zoo, name, processor, row):
             inputs_embeds = torch.cat([start.expand(len(paths), -1, -1), embed(paths)], 1)
             logits = model(inputs_embeds=inputs_embeds, logits_to_keep=1).logits[:, -1]
         seen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, ids, True)
-        law = (law[:, None] * processor(logits.double(), seen)).flatten()
-    return law
+        probs = (probs[:, None] * processor(logits.double(), seen)).flatten()
+    return probs
 
 
-def fits(law, tokens, size):
-    """Whether the sampled ``tokens`` [n, T] pass a chi-square test at one in a thousand; rare cells are joined."""
+def fits(probs, tokens, size):
+    """Whether the sampled ``tokens`` [n, T] pass a chi-square test at one in a thousand; rare cells
+    are joined.
+    """
     index = sum(tokens[:, t] * size ** (T - 1 - t) for t in range(T))
     seen = torch.bincount(index, minlength=size**T).double()
-    assert seen[law == 0].sum() == 0
-    wanted, order = (law * len(tokens)).sort(descending=True)
+    assert seen[probs == 0].sum() == 0
+    wanted, order = (probs * len(tokens)).sort(descending=True)
     seen, common = seen[order], int((wanted >= 5).sum())
     cells = [torch.cat([x[:common], x[common:].sum()[None]]) for x in (wanted, seen)]
     keep = cells[0] > 1e-9
@@ -157,10 +169,10 @@ def small_world(zoo):
 
 @pytest.mark.parametrize("method", [None, *METHODS.values()], ids=["ar", *METHODS])
 @pytest.mark.parametrize("processor", SETTINGS.values(), ids=SETTINGS)
-def test_samples_follow_the_models_law(small_world, processor, method):
+def test_samples_follow_the_models_distribution(small_world, processor, method):
     row = [1, 3, "1", 2]
     tokens = sample(small_world, processor, method, row)
-    assert fits(law_of_sequences(small_world, "llava", processor, row), tokens, 6)
+    assert fits(sequence_distribution(small_world, "llava", processor, row), tokens, 6)
 
 
 class Stream(Uniforms):
@@ -183,7 +195,11 @@ def sample(world, processor, method, row, break_it=None):
     uniforms = Stream(ROWS)
     if method is None:
         return last(decode_plain(target, prompt, T, uniforms)).tokens[:, :T]
-    small = SmallModel(text_model(6)) if method.name == "text-draft" else SmallModel(world.model("llava", 7))
+    small = (
+        SmallModel(text_model(6))
+        if method.name == "text-draft"
+        else SmallModel(world.model("llava", 7))
+    )
     late, rule = assemble(method, target, small)
     drafter = getattr(late, "inner", late)  # begun at once: T is short
     if break_it is not None:
@@ -198,14 +214,14 @@ def forget_ancestors(target, drafter):
     class Forgetful:
         greedy, stateful = False, True
 
-        def laws(self, logits, history, tree, out=None):
+        def probs(self, logits, history, tree, out=None):
             return processor(logits, history.seen(None, logits.shape[-1]).expand_as(logits))
 
     target.processor = Forgetful()
 
 
-def draw_from_another_law(target, drafter):
-    """Drafts come from a colder law than the one recorded."""
+def draw_from_another_probs(target, drafter):
+    """Drafts come from a colder distribution than the one recorded."""
     grow = drafter.growth._draw
 
     def draw(head, logits, width, uniforms):
@@ -217,9 +233,9 @@ def draw_from_another_law(target, drafter):
 
 @pytest.mark.parametrize(
     ("processor", "break_it"),
-    [("repetition penalty", forget_ancestors), ("hot", draw_from_another_law)],
+    [("repetition penalty", forget_ancestors), ("hot", draw_from_another_probs)],
 )
 def test_the_same_test_rejects_a_broken_twin(small_world, processor, break_it):
     row, processor = [1, 3, "1", 2], SETTINGS[processor]
     tokens = sample(small_world, processor, methods.TextDraft((1, 1)), row, break_it)
-    assert not fits(law_of_sequences(small_world, "llava", processor, row), tokens, 6)
+    assert not fits(sequence_distribution(small_world, "llava", processor, row), tokens, 6)

@@ -9,7 +9,13 @@ from safetensors.torch import load_file
 from specmm.vlm.drafters.msd_head import MSDConfig, MSDHead
 from specmm.vlm.export import Verifier, export_speculators, import_speculators, speculators_config
 
-SIZES = dict(vocab_size=20, hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2)
+SIZES = dict(
+    vocab_size=20,
+    hidden_size=16,
+    intermediate_size=24,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 VERIFIER = Verifier("some/llava", ["LlavaForConditionalGeneration"])
 
 
@@ -19,7 +25,12 @@ def test_there_and_back(tmp_path, bias):
     head, output = MSDHead(MSDConfig(**SIZES, bias=bias)), torch.randn(20, 16)
     export_speculators(head, output, tmp_path, VERIFIER, text_only=True)
     names = set(load_file(tmp_path / "model.safetensors"))
-    assert {"embed_tokens.weight", "fusion_fc.weight", "transformer.mlp.up_proj.weight", "lm_head.weight"} <= names
+    assert {
+        "embed_tokens.weight",
+        "fusion_fc.weight",
+        "transformer.mlp.up_proj.weight",
+        "lm_head.weight",
+    } <= names
     again, lm_head = import_speculators(tmp_path)
     assert again.config == head.config and torch.equal(lm_head, output)
     slots = head.text_slots(torch.randn(1, 5, 16), torch.randn(1, 5, 16))
@@ -30,7 +41,10 @@ def test_the_config_says_what_engines_read():
     config = speculators_config(MSDConfig(**SIZES), VERIFIER, tokens=3)
     inner = config["speculators_config"]
     assert config["speculators_model_type"] == inner["algorithm"] == "eagle"
-    assert inner["verifier"] == {"name_or_path": "some/llava", "architectures": ["LlavaForConditionalGeneration"]}
+    assert inner["verifier"] == {
+        "name_or_path": "some/llava",
+        "architectures": ["LlavaForConditionalGeneration"],
+    }
     assert inner["proposal_methods"] == [{"proposal_type": "greedy", "speculative_tokens": 3}]
     assert config["transformer_layer_config"]["hidden_size"] == 16 and config["fusion_bias"] is True
     json.dumps(config)
@@ -50,7 +64,9 @@ def test_the_config_says_what_engines_read():
 def test_what_the_format_cannot_say_is_refused(tmp_path, changes, options, message):
     head = MSDHead(MSDConfig(**(SIZES | changes)))
     with pytest.raises(ValueError, match=message):
-        export_speculators(head, torch.randn(20, 16), tmp_path, VERIFIER, **({"text_only": True} | options))
+        export_speculators(
+            head, torch.randn(20, 16), tmp_path, VERIFIER, **({"text_only": True} | options)
+        )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +79,9 @@ def test_what_the_format_cannot_say_is_refused(tmp_path, changes, options, messa
     ],
 )
 def test_folders_of_other_drafters_are_refused(tmp_path, change, message):
-    export_speculators(MSDHead(MSDConfig(**SIZES)), torch.randn(20, 16), tmp_path, VERIFIER, text_only=True)
+    export_speculators(
+        MSDHead(MSDConfig(**SIZES)), torch.randn(20, 16), tmp_path, VERIFIER, text_only=True
+    )
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ValueError, match=message):

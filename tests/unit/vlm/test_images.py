@@ -20,7 +20,9 @@ def test_a_truncated_picture(tmp_path):
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     Image.fromarray(noise).save(file)
     file.write_bytes(file.read_bytes()[:2000])
-    with pytest.raises(ValueError, match=r"cut\.png must be a whole picture, got a damaged or truncated one"):
+    with pytest.raises(
+        ValueError, match=r"cut\.png must be a whole picture, got a damaged or truncated one"
+    ):
         open_image(file)
 
 
@@ -40,9 +42,13 @@ def test_a_missing_file_is_named(tmp_path):
 @pytest.mark.parametrize("side", [9500, 30000])
 def test_a_huge_picture_is_refused_by_its_header(tmp_path, side):
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    chunk = struct.pack(">I", 13) + b"IHDR" + header + struct.pack(">I", zlib.crc32(b"IHDR" + header))
+    chunk = (
+        struct.pack(">I", 13) + b"IHDR" + header + struct.pack(">I", zlib.crc32(b"IHDR" + header))
+    )
     file = tmp_path / "huge.png"
-    file.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk + struct.pack(">I", 0) + b"IDAT" + struct.pack(">I", 0))
+    file.write_bytes(
+        b"\x89PNG\r\n\x1a\n" + chunk + struct.pack(">I", 0) + b"IDAT" + struct.pack(">I", 0)
+    )
     with pytest.raises(ValueError, match="must have 1 to 80,000,000 pixels"):
         open_image(file)
 

@@ -10,14 +10,14 @@ from specmm.processors import Processor
 from specmm.stats import Clock
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree, TreeShape
-from specmm.verify import Verdict
+from specmm.verify import VerifyResult
 
 NONE = frozenset()
 
 
 def test_the_longest_match_wins():
     row = Row([1, 2, 3, 9, 2, 3, 7, 1, 2, 3], 3, NONE)
-    assert row.guess(4) == [9, 2, 3, 7]  # behind 1 2 3, not behind the later 2 3
+    assert row.guess(4) == [9, 2, 3, 7]  # after 1 2 3, not after the later 2 3
     row.extend([8])
     assert row.guess(4) == []
     row.extend([3])
@@ -47,10 +47,16 @@ def test_only_what_was_committed_is_looked_up(zoo):
     drafter, first = PromptLookupDrafter(target), torch.tensor([9, 9])
     drafter.begin(Feedback(output, first), Clock())
     tree = DraftTree(torch.tensor([[9, 4, 6], [9, 4, 6]]), TreeShape.chain(2))
-    verdict = Verdict(torch.tensor([[0, 1, -1], [0, -1, -1]]), torch.tensor([2, 0]), torch.tensor([8, 9]))
-    laws = torch.empty(0)
+    result = VerifyResult(
+        torch.tensor([[0, 1, -1], [0, -1, -1]]), torch.tensor([2, 0]), torch.tensor([8, 9])
+    )
+    probs = torch.empty(0)
     feedback = Feedback(
-        TargetOutput(laws, laws), verdict.next_token, tree, verdict, torch.tensor([[4, 8, 6], [9, 0, 0]])
+        TargetOutput(probs, probs),
+        result.next_token,
+        tree,
+        result,
+        torch.tensor([[4, 8, 6], [9, 0, 0]]),
     )
     drafter.propose(feedback, None)
     assert [row.tokens for row in drafter.recall.rows] == [[1, 5, 9, 4, 8], [7, 9]]

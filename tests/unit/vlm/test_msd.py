@@ -1,10 +1,12 @@
-"""MSD drafting on tiny models of several classes: ragged batches with pictures anywhere, exactness, prompt slots."""
+"""MSD drafting on tiny models of several classes: ragged batches with pictures anywhere, exactness,
+prompt slots.
+"""
 
 import pytest
 import torch
 
 from specmm.decode import decode, decode_plain
-from specmm.drafter import Feedback, Late
+from specmm.drafter import DeferredDrafter, Feedback
 from specmm.hf.target import VLMPrompt, VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
@@ -19,7 +21,11 @@ from specmm.vlm.train.msd import msd_config
 
 LENGTH = 12
 TREE = Dynamic(top_k=3, depth=2, total=10)
-ROWS = [["1", 5, "2", 6, 7], [1, 9, 10, 11], [1, "3", 12, 4, "4", 3]]  # a picture first, none, the last but one
+ROWS = [
+    ["1", 5, "2", 6, 7],
+    [1, 9, 10, 11],
+    [1, "3", 12, 4, "4", 3],
+]  # a picture first, none, the last but one
 
 
 def drafter_of(target, tree=TREE, sampled=True, **changes):
@@ -60,7 +66,9 @@ def test_a_row_does_not_depend_on_its_batch(zoo, layers):
 
 @torch.inference_mode()
 def test_prompt_slots_are_those_of_a_naive_loop(zoo):
-    """Position by position and row by row: pictures raw, text through fc, position 0 without a slot."""
+    """Position by position and row by row: pictures raw, text through fc, position 0 without a
+    slot.
+    """
     target = VLMTarget(zoo.model("llava"), Processor(1.0))
     drafter = drafter_of(target, branching([2]))
     prompt, token = prompt_of(zoo, "llava"), torch.tensor([3, 4, 5])
@@ -74,44 +82,55 @@ def test_prompt_slots_are_those_of_a_naive_loop(zoo):
             e = head.embed_tokens(token[row]) if last else context.embeddings[row, j + 1]
             picture = not last and int(prompt.input_ids[row, j + 1]) in target.image_tokens
             slots.append(e if picture else head.fc(torch.cat([e, context.hidden[row, j]])))
-        torch.testing.assert_close(states[row], head(torch.stack(slots)[None])[0, -1], rtol=1e-4, atol=1e-5)
-        assert int(context.image_mask[row, :length].sum()) == int((prompt.input_ids[row] == zoo.image).sum())
+        torch.testing.assert_close(
+            states[row], head(torch.stack(slots)[None])[0, -1], rtol=1e-4, atol=1e-5
+        )
+        assert int(context.image_mask[row, :length].sum()) == int(
+            (prompt.input_ids[row] == zoo.image).sum()
+        )
 
 
 @torch.inference_mode()
-def test_recorded_laws_are_those_drawn_from(zoo):
-    """Siblings without replacement: no mass on elder siblings, all mass kept, the token drawn among it."""
+def test_recorded_distributions_are_those_drawn_from(zoo):
+    """Siblings without replacement: no mass on earlier sibling siblings, all mass kept, the token
+    drawn among it.
+    """
     target = VLMTarget(zoo.model("llava"), Processor(0.7, top_k=20))
     drafter = drafter_of(target, branching([3, 2]))
     token = torch.tensor([3, 4, 5])
     feedback = Feedback(target.prefill(prompt_of(zoo, "llava"), drafter.max_nodes), token)
     drafter.begin(feedback, Clock())
     tree = drafter.propose(feedback, Uniforms.from_seeds([0, 1, 2]))
-    laws = tree.laws[:, 1:]
-    torch.testing.assert_close(laws.sum(-1), torch.ones_like(laws[..., 0]))
-    assert bool((laws.gather(-1, tree.tokens[:, 1:, None]) > 0).all())
-    elder = tree.shape.elders.expand(3, -1, -1)
-    for row, node in (elder.any(-1)).nonzero().tolist():
-        assert float(tree.laws[row, node, tree.tokens[row, elder[row, node]]].sum()) == 0
+    probs = tree.probs[:, 1:]
+    torch.testing.assert_close(probs.sum(-1), torch.ones_like(probs[..., 0]))
+    assert bool((probs.gather(-1, tree.tokens[:, 1:, None]) > 0).all())
+    earlier = tree.shape.earlier_siblings.expand(3, -1, -1)
+    for row, node in (earlier.any(-1)).nonzero().tolist():
+        assert float(tree.probs[row, node, tree.tokens[row, earlier[row, node]]].sum()) == 0
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_sampling_keeps_the_law(zoo, broken):
-    """Two tokens behind a prompt with a picture, a thousand runs in one batch, against the model's own law.
+def test_sampling_keeps_the_distribution(zoo, broken):
+    """Two tokens after a prompt with a picture, a thousand runs in one batch, against the model's
+    own distribution.
 
     A twin that says its drafts were drawn uniformly is found out.
     """
     small, rows, runs = zoo.of_vocabulary(8), [[1, "1", 3, 4]], 1000
     target = VLMTarget(small.model("llava"), Processor(0.9, top_p=0.95))
-    law = target.prefill(VLMPrompt(small.batch("llava", rows), 3), 0).laws[0, -1]
-    joint = torch.stack([law[a] * first_step(small, rows, a) for a in range(8)]).flatten().double()
+    probs = target.prefill(VLMPrompt(small.batch("llava", rows), 3), 0).probs[0, -1]
+    joint = (
+        torch.stack([probs[a] * first_step(small, rows, a) for a in range(8)]).flatten().double()
+    )
     drafter = drafter_of(target, branching([2, 1]))
     if broken:
         propose = drafter.propose
         drafter.propose = lambda *args: mistaken(propose(*args))
     prompt = VLMPrompt(small.batch("llava", rows * runs), 3)
     *_, progress = decode(target, drafter, Recursive(), prompt, 2, Uniforms.from_seeds(range(runs)))
-    counts = torch.bincount(progress.tokens[:, 0] * 8 + progress.tokens[:, 1], minlength=64).double()
+    counts = torch.bincount(
+        progress.tokens[:, 0] * 8 + progress.tokens[:, 1], minlength=64
+    ).double()
     assert float(counts[joint == 0].sum()) == 0
     expected = joint[joint > 0] * runs
     statistic = float(((counts[joint > 0] - expected) ** 2 / expected).sum())
@@ -120,13 +139,13 @@ def test_sampling_keeps_the_law(zoo, broken):
 
 
 def mistaken(tree):
-    return DraftTree(tree.tokens, tree.shape, torch.full_like(tree.laws, 1 / 8))
+    return DraftTree(tree.tokens, tree.shape, torch.full_like(tree.probs, 1 / 8))
 
 
 def first_step(small, rows, token):
     target = VLMTarget(small.model("llava"), Processor(0.9, top_p=0.95))
     target.prefill(VLMPrompt(small.batch("llava", rows), 3), 0)
-    return target.step(torch.tensor([token])).laws[0, 0]
+    return target.step(torch.tensor([token])).probs[0, 0]
 
 
 def test_misfits_are_named(zoo):
@@ -164,11 +183,13 @@ def test_a_late_drafter_never_begins_for_an_answer_of_two_tokens(zoo):
             began.append(1)
             super().begin(feedback, clock)
 
-    late = Late(Watched(early.head, target, branching([2, 1])))
+    late = DeferredDrafter(Watched(early.head, target, branching([2, 1])))
     for length, begins in ((2, 0), (9, 1)):
         tokens = []
         for drafter in (early, late):
             began.clear()
-            *_, progress = decode(target, drafter, Recursive(), prompt, length, Uniforms.from_seeds([1, 2, 3]))
+            *_, progress = decode(
+                target, drafter, Recursive(), prompt, length, Uniforms.from_seeds([1, 2, 3])
+            )
             tokens.append(progress.tokens[:, :length])
         assert torch.equal(*tokens) and len(began) == begins

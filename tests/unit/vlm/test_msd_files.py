@@ -1,4 +1,6 @@
-"""MSD heads on disk: the released layout, padded vocabularies, heads without embeddings, and what is wrong."""
+"""MSD heads on disk: the released layout, padded vocabularies, heads without embeddings, and what
+is wrong.
+"""
 
 import json
 
@@ -9,7 +11,12 @@ from specmm.vlm.drafters.msd_files import load_msd, save_msd
 from specmm.vlm.drafters.msd_head import MSDConfig, MSDHead
 
 SIZES = dict(
-    vocab_size=20, hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, bias=False
+    vocab_size=20,
+    hidden_size=16,
+    intermediate_size=24,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    bias=False,
 )
 
 
@@ -29,7 +36,9 @@ def released(head, folder, **changes):
     folder.mkdir(exist_ok=True)
     torch.save({**head.state_dict(), **changes}, folder / "pytorch_model.bin")
     kind = "qwen2_vl" if head.config.qwen else "llava"
-    (folder / "config.json").write_text(json.dumps(SIZES | {"model_type": kind, "architectures": ["X"]}))
+    (folder / "config.json").write_text(
+        json.dumps(SIZES | {"model_type": kind, "architectures": ["X"]})
+    )
     return folder
 
 
@@ -71,10 +80,16 @@ def test_drafters_of_other_targets_are_refused(head, tmp_path):
     [
         (lambda s: s.pop("fc.weight"), "1 missing: fc.weight"),
         (lambda s: s.update({"norm.weight": torch.ones(16)}), "1 unexpected: norm.weight"),
-        (lambda s: s.update({"fc.weight": torch.ones(16, 16)}), r"1 wrong-shaped: fc.weight \[16, 16\] for \[16, 32\]"),
+        (
+            lambda s: s.update({"fc.weight": torch.ones(16, 16)}),
+            r"1 wrong-shaped: fc.weight \[16, 16\] for \[16, 32\]",
+        ),
         (lambda s: s["fc.weight"].fill_(float("nan")), "NaN or infinity in fc.weight"),
         (lambda s: s.pop("embed_tokens.weight"), "must hold embed_tokens.weight"),
-        (lambda s: s.update({"embed_tokens.weight": torch.ones(3, 16)}), r"embed_tokens.weight must be \[20, 16\]"),
+        (
+            lambda s: s.update({"embed_tokens.weight": torch.ones(3, 16)}),
+            r"embed_tokens.weight must be \[20, 16\]",
+        ),
     ],
 )
 def test_damaged_weights_are_named(head, tmp_path, damage, message):
@@ -89,7 +104,11 @@ def test_damaged_weights_are_named(head, tmp_path, damage, message):
 
 def test_damaged_configs_are_named(head, tmp_path):
     folder = released(head, tmp_path)
-    for text, message in (("{", "must be JSON"), ("[]", "must hold an object"), ("{}", "must give vocab_size")):
+    for text, message in (
+        ("{", "must be JSON"),
+        ("[]", "must hold an object"),
+        ("{}", "must give vocab_size"),
+    ):
         (folder / "config.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             load_msd(folder)

@@ -1,4 +1,6 @@
-"""MSD training on a tiny LLaVA: the loss falls, a killed run goes on bit by bit, the share of pictures rises."""
+"""MSD training on a tiny LLaVA: the loss falls, a killed run goes on bit by bit, the share of
+pictures rises.
+"""
 
 from random import Random
 
@@ -7,7 +9,15 @@ import torch
 
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
-from specmm.vlm.train.msd import Example, msd_config, msd_loss, read_slots, shaking, train_msd, visual_share
+from specmm.vlm.train.msd import (
+    Example,
+    msd_config,
+    msd_loss,
+    read_slots,
+    shaking,
+    train_msd,
+    visual_share,
+)
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +32,9 @@ def source(random, visual):
     ids = [1, *([36] * 4 if visual else []), *text]
     answers = [i >= len(ids) - 5 for i in range(len(ids))]
     pixels = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(first))
-    return Example(torch.tensor(ids), torch.tensor(answers), {"pixel_values": pixels} if visual else {})
+    return Example(
+        torch.tensor(ids), torch.tensor(answers), {"pixel_values": pixels} if visual else {}
+    )
 
 
 def test_the_loss_falls_and_a_killed_run_goes_on(target, tmp_path):
@@ -44,7 +56,9 @@ def test_the_loss_falls_and_a_killed_run_goes_on(target, tmp_path):
         patch.setitem(train_msd.__globals__, "fit", saving_often(train_msd.__globals__["fit"]))
         train_msd(target, dying, tmp_path / "killed", steps=61, **options)
     again = train_msd(target, source, tmp_path / "killed", steps=61, **options)
-    for (name, weight), other in zip(whole.state_dict().items(), again.state_dict().values(), strict=True):
+    for (name, weight), other in zip(
+        whole.state_dict().items(), again.state_dict().values(), strict=True
+    ):
         assert torch.equal(weight, other), name
 
 
@@ -54,7 +68,9 @@ def saving_often(fit):
 
 def test_only_the_head_learns_and_embeddings_stay(target, tmp_path):
     before = {k: v.clone() for k, v in target.model.state_dict().items()}
-    head = train_msd(target, source, tmp_path, steps=3, batch=2, config=msd_config(target, num_hidden_layers=2))
+    head = train_msd(
+        target, source, tmp_path, steps=3, batch=2, config=msd_config(target, num_hidden_layers=2)
+    )
     assert all(torch.equal(v, before[k]) for k, v in target.model.state_dict().items())
     assert torch.equal(head.embed_tokens.weight, target.embed(torch.arange(40)))
     assert len(head.layers) == 2
@@ -71,7 +87,9 @@ def test_slots_are_those_of_each_row_alone(target):
         alone, length = read_slots(target, [example]), len(example.input_ids)
         for name in ("embeddings", "hidden", "wanted", "image", "mask"):
             ours = getattr(slots, name)[row, : length - 1]
-            torch.testing.assert_close(ours, getattr(alone, name)[0, : length - 1], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                ours, getattr(alone, name)[0, : length - 1], rtol=1e-4, atol=1e-5
+            )
         assert slots.mask[row].sum() == example.answer_mask.sum()
         assert slots.image[row].sum() == (example.input_ids == 36).sum()
 
@@ -107,7 +125,9 @@ def test_a_ramp_brings_the_pictures_early(target, tmp_path):
 
 
 def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch):
-    """The recipe ``msd``, with other data: the file leaves the target's embeddings out and loads for it."""
+    """The recipe ``msd``, with other data: the file leaves the target's embeddings out and loads
+    for it.
+    """
     from specmm.recipes import conversations, msd, recipe
     from specmm.vlm.drafters.msd_files import load_msd
 
@@ -117,8 +137,10 @@ def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch):
     opened = conversations.Conversations(source, lambda count: None)
     monkeypatch.setattr(conversations, "conversations", lambda *_: opened)
     monkeypatch.setattr(msd, "_acceptance", lambda *_: {0.0: ((0.9, 0.05),)})
-    options = dict(model=tmp_path / "model", steps=2, batch=2, width=40, out=tmp_path / "run", data=tmp_path)
-    options |= dict(lr=1e-3, noise=0.2, law_weight=0.1, passes=2, layers=1, seed=0, ramp=None)
+    options = dict(
+        model=tmp_path / "model", steps=2, batch=2, width=40, out=tmp_path / "run", data=tmp_path
+    )
+    options |= dict(lr=1e-3, noise=0.2, probs_weight=0.1, passes=2, layers=1, seed=0, ramp=None)
     assert recipe.train("msd", **options)["kind"] == "msd"
     head = load_msd(tmp_path / "model" / "drafters" / "msd", model.get_input_embeddings().weight)
     assert head.config.intermediate_size == 40 and head.acceptance == {0.0: ((0.9, 0.05),)}
@@ -139,7 +161,12 @@ def test_later_passes_read_the_head_s_own_states_on_answers(target):
             return slots.wanted if len(read) == 1 else slots.wanted + 1.0
 
     losses = msd_loss(Oracle(), target.head, slots, passes=3)
-    assert losses["overlap"] == pytest.approx(1.0, abs=1e-5) and losses["overlap_last"] < losses["overlap"]
+    assert (
+        losses["overlap"] == pytest.approx(1.0, abs=1e-5)
+        and losses["overlap_last"] < losses["overlap"]
+    )
     torch.testing.assert_close(read[1], slots.hidden)  # what is predicted rightly changes nothing
     changed = (read[2] != slots.hidden).any(-1)
-    assert torch.equal(changed, torch.nn.functional.pad(slots.mask[:, :-1], (1, 0))), "only behind an answer's slot"
+    assert torch.equal(changed, torch.nn.functional.pad(slots.mask[:, :-1], (1, 0))), (
+        "only after an answer's slot"
+    )

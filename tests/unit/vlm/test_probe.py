@@ -10,8 +10,16 @@ from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 
-SIZES = dict(vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
-SHORT = dict(max_position_embeddings=64, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+SIZES = dict(
+    vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+)
+SHORT = dict(
+    max_position_embeddings=64,
+    num_key_value_heads=2,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 IDS = torch.tensor([[7, 8, 9, 12, 14, 9]])
 
 
@@ -38,10 +46,12 @@ def made(name, model="ForCausalLM", **config):
     ],
 )
 @torch.no_grad()
-def test_the_law_is_the_class_s_own(name, config):
-    """Some classes scale or cap their logits behind the head."""
+def test_the_distribution_is_the_class_s_own(name, config):
+    """Some classes scale or cap their logits after the head."""
     model = made(name, **SIZES, **SHORT, **config)
-    found = VLMTarget(model, Processor(1.0)).prefill(VLMPrompt({"input_ids": IDS}, 4), 2).laws[0, 0]
+    found = (
+        VLMTarget(model, Processor(1.0)).prefill(VLMPrompt({"input_ids": IDS}, 4), 2).probs[0, 0]
+    )
     torch.testing.assert_close(found, model(IDS).logits[0, -1].softmax(-1), atol=1e-5, rtol=1e-4)
 
 
@@ -51,27 +61,35 @@ SCALED = {
     "cohere": dict(logit_scale=0.25),
     "gemma2": dict(head_dim=8, final_logit_softcapping=2.0),
 }
-VISION = dict(model_type="clip_vision_model", hidden_size=16, intermediate_size=24, num_hidden_layers=2)
+VISION = dict(
+    model_type="clip_vision_model", hidden_size=16, intermediate_size=24, num_hidden_layers=2
+)
 VISION |= dict(num_attention_heads=2, image_size=8, patch_size=4)
 
 
 def seeing(text, kind=tf.LlavaForConditionalGeneration, **extra):
     config = dict(model_type=text, **SIZES, **SHORT, **extra)
     torch.manual_seed(0)
-    model = kind(kind.config_class(vision_config=VISION, text_config=config, image_token_index=59)).eval()
+    model = kind(
+        kind.config_class(vision_config=VISION, text_config=config, image_token_index=59)
+    ).eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, 0, 0.25)
     return model
 
 
-@pytest.mark.parametrize("kind", [tf.LlavaForConditionalGeneration, tf.LlavaNextForConditionalGeneration])
+@pytest.mark.parametrize(
+    "kind", [tf.LlavaForConditionalGeneration, tf.LlavaNextForConditionalGeneration]
+)
 @pytest.mark.parametrize("text", SCALED)
 @torch.no_grad()
 def test_a_language_model_s_factor_is_not_the_vision_model_s(kind, text):
     """LLaVA's classes leave logits as they are, whatever its language model's config says."""
     model = seeing(text, kind, **SCALED[text])
-    found = VLMTarget(model, Processor(1.0)).prefill(VLMPrompt({"input_ids": IDS}, 4), 2).laws[0, 0]
+    found = (
+        VLMTarget(model, Processor(1.0)).prefill(VLMPrompt({"input_ids": IDS}, 4), 2).probs[0, 0]
+    )
     wanted = model(input_ids=IDS).logits[0, -1].softmax(-1)
     assert 0.5 * (found - wanted).abs().sum() < 1e-5
 
@@ -114,13 +132,17 @@ class Apart(tf.LlavaForConditionalGeneration):
     [(Squared, "more to its logits"), (Masked, "more to its logits"), (Apart, "are off by")],
 )
 def test_a_vision_model_that_does_otherwise_is_refused(kind, fault):
-    with pytest.raises(ValueError, match=rf"model type 'llava' cannot be accelerated here: .*{fault}.*own generate"):
+    with pytest.raises(
+        ValueError, match=rf"model type 'llava' cannot be accelerated here: .*{fault}.*own generate"
+    ):
         VLMTarget(seeing("llama", kind), Processor())
 
 
 def test_an_interrupted_probe_has_not_passed():
     model = made("Bert", "LMHeadModel", **SIZES, is_decoder=True)
-    handle = model.base_model.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    handle = model.base_model.register_forward_pre_hook(
+        lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         VLMTarget(model, Processor())
     handle.remove()
@@ -130,13 +152,17 @@ def test_an_interrupted_probe_has_not_passed():
 
 def test_positions_may_be_said_by_the_text_config():
     text = dict(**SIZES, **SHORT, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
-    quantizer = dict(codebook_size=8, embed_dim=4, latent_channels=4, base_channels=32, num_res_blocks=1)
+    quantizer = dict(
+        codebook_size=8, embed_dim=4, latent_channels=4, base_channels=32, num_res_blocks=1
+    )
     quantizer |= dict(channel_multiplier=[1, 1], attn_resolutions=[], double_latent=False)
     config = dict(text_config=text, vq_config=quantizer, vocabulary_map={"<image>": 59})
     model = made("Emu3", "ForConditionalGeneration", **config)
     wanted = model.generate(IDS, max_new_tokens=8, do_sample=False)
     fn = specmm.custom_generate()
-    assert torch.equal(model.generate(IDS, max_new_tokens=8, do_sample=False, custom_generate=fn), wanted)
+    assert torch.equal(
+        model.generate(IDS, max_new_tokens=8, do_sample=False, custom_generate=fn), wanted
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,11 +170,21 @@ def test_positions_may_be_said_by_the_text_config():
     [
         ("Bert", "LMHeadModel", SIZES | dict(is_decoder=True)),  # layers between decoder and head
         ("Bloom", "ForCausalLM", dict(vocab_size=60, hidden_size=32, n_layer=2, n_head=4)),  # alibi
-        ("Mamba", "ForCausalLM", dict(vocab_size=60, hidden_size=32, num_hidden_layers=2)),  # no attention
+        (
+            "Mamba",
+            "ForCausalLM",
+            dict(vocab_size=60, hidden_size=32, num_hidden_layers=2),
+        ),  # no attention
         (
             "GPTNeo",
             "ForCausalLM",
-            dict(vocab_size=60, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]),
+            dict(
+                vocab_size=60,
+                hidden_size=32,
+                num_layers=2,
+                num_heads=4,
+                attention_types=[[["global", "local"], 1]],
+            ),
         ),
     ],
 )
@@ -164,13 +200,19 @@ def test_a_model_of_no_numbers_is_left_to_its_user():
 
 
 def test_longrope_does_not_cross_its_turning_point():
-    rope = dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, rope_theta=10000.0)
+    rope = dict(
+        rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, rope_theta=10000.0
+    )
     rope |= dict(original_max_position_embeddings=12, factor=4.0)
-    model = made("Phi3", **SIZES, **SHORT, original_max_position_embeddings=12, rope_parameters=rope)
+    model = made(
+        "Phi3", **SIZES, **SHORT, original_max_position_embeddings=12, rope_parameters=rope
+    )
     fn = specmm.custom_generate()
     for count, ids in ((6, IDS), (6, IDS.repeat(1, 3))):  # below and above it
         wanted = model.generate(ids, max_new_tokens=count, do_sample=False)
-        assert torch.equal(model.generate(ids, max_new_tokens=count, do_sample=False, custom_generate=fn), wanted)
+        assert torch.equal(
+            model.generate(ids, max_new_tokens=count, do_sample=False, custom_generate=fn), wanted
+        )
     with pytest.raises(ValueError, match=r"one side of .* 12 positions, got 16"):
         model.generate(IDS, max_new_tokens=10, do_sample=False, custom_generate=fn)
 
@@ -180,7 +222,9 @@ def test_a_drafter_with_learnt_positions_serves_to_the_last_one():
     model, small = made("GPT2", "LMHeadModel", **sizes), made("GPT2", "LMHeadModel", **sizes)
     wanted = model.generate(IDS, max_new_tokens=10, do_sample=False)
     fn = specmm.custom_generate(small, "text-draft")
-    assert torch.equal(model.generate(IDS, max_new_tokens=10, do_sample=False, custom_generate=fn), wanted)
+    assert torch.equal(
+        model.generate(IDS, max_new_tokens=10, do_sample=False, custom_generate=fn), wanted
+    )
 
 
 def test_short_rows_are_padded_with_the_end_where_nothing_is_named():
@@ -190,4 +234,6 @@ def test_short_rows_are_padded_with_the_end_where_nothing_is_named():
     model.generation_config.eos_token_id = int(first)
     wanted = model.generate(ids, max_new_tokens=8, do_sample=False)
     fn = specmm.custom_generate()
-    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, custom_generate=fn), wanted)
+    assert torch.equal(
+        model.generate(ids, max_new_tokens=8, do_sample=False, custom_generate=fn), wanted
+    )

@@ -8,7 +8,16 @@ from PIL import Image
 
 from recipes.scenes.facts import fact
 from recipes.scenes.kinds import BY_NAME, COLOURS, KINDS, RELATIVES, relatives
-from recipes.scenes.questions import NUMBERS, SHORT, counted, description, joined, name_of, short_questions, tellings
+from recipes.scenes.questions import (
+    NUMBERS,
+    SHORT,
+    counted,
+    description,
+    joined,
+    name_of,
+    short_questions,
+    tellings,
+)
 from recipes.scenes.scenes import BACKGROUNDS, PLACES, SIZES, compose
 from recipes.scenes.sprites import Sprite, Sprites, held_out, load_sprites
 from recipes.scenes.variation import vary
@@ -17,7 +26,9 @@ from recipes.scenes.variation import vary
 @pytest.fixture(scope="module")
 def sprites():
     square = np.full((64, 64, 4), 255, np.uint8)
-    return Sprites(tuple(Sprite(k.name, colour, square) for k in KINDS for colour in k.icons.values()))
+    return Sprites(
+        tuple(Sprite(k.name, colour, square) for k in KINDS for colour in k.icons.values())
+    )
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +49,9 @@ def test_things_are_where_they_are_said_to_be(scenes):
             rows, columns = np.nonzero(scene.owner == i)
             assert abs(rows.mean() - (16, 48, 80)[thing.place // 3]) < 11
             assert abs(columns.mean() - (16, 48, 80)[thing.place % 3]) < 11
-            assert SIZES[thing.size] - 5 <= max(np.ptp(rows), np.ptp(columns)) + 1 <= SIZES[thing.size]
+            assert (
+                SIZES[thing.size] - 5 <= max(np.ptp(rows), np.ptp(columns)) + 1 <= SIZES[thing.size]
+            )
 
 
 def test_things_come_in_reading_order_at_places_of_their_own(scenes):
@@ -54,7 +67,9 @@ def test_background_fills_what_no_thing_covers(scenes):
 
 
 def test_every_sort_of_short_question_is_asked(scenes):
-    asked = {turn.kind for i, scene in enumerate(scenes) for turn in short_questions(scene, Random(i))}
+    asked = {
+        turn.kind for i, scene in enumerate(scenes) for turn in short_questions(scene, Random(i))
+    }
     assert asked == set(SHORT)
 
 
@@ -74,7 +89,12 @@ def test_answers_are_true(scenes):
 
 
 def test_yes_and_no_are_as_frequent(scenes):
-    turns = [t.answer for i, s in enumerate(scenes) for t in short_questions(s, Random(i)) if t.kind == "is there"]
+    turns = [
+        t.answer
+        for i, s in enumerate(scenes)
+        for t in short_questions(s, Random(i))
+        if t.kind == "is there"
+    ]
     assert turns.count("yes") == turns.count("no")
 
 
@@ -84,7 +104,10 @@ def test_a_description_names_everything_and_varies(scenes):
         text = description(scene, Random(i)).answer
         assert scene.background in text
         for thing in scene.things:
-            assert f"{name_of(thing)[2:]} {PLACES[thing.place]}" in text or PLACES[thing.place][1:] in text
+            assert (
+                f"{name_of(thing)[2:]} {PLACES[thing.place]}" in text
+                or PLACES[thing.place][1:] in text
+            )
         told.add(description(scenes[0], Random(i)).answer)
     assert told == tellings(scenes[0])
 
@@ -106,11 +129,14 @@ def test_one_style_of_each_icon_is_held_out(tmp_path, monkeypatch):
     styles = ["a", "b", "c"]
     icons = [icon for kind in KINDS for icon in kind.icons]
     names = [f"{style}/{icon}" for style in styles for icon in icons]
-    images = np.arange(len(names), dtype=np.uint8)[:, None, None, None] * np.ones((1, 2, 2, 4), np.uint8)
+    images = np.arange(len(names), dtype=np.uint8)[:, None, None, None] * np.ones(
+        (1, 2, 2, 4), np.uint8
+    )
     np.savez(tmp_path / "sprites.npz", images=images, names=np.array(names))
     monkeypatch.setattr("recipes.scenes.sprites._build", lambda folder: folder / "sprites.npz")
     numbers = {
-        split: {int(s.pixels[0, 0, 0]) for s in load_sprites(tmp_path, split).all} for split in ("train", "test")
+        split: {int(s.pixels[0, 0, 0]) for s in load_sprites(tmp_path, split).all}
+        for split in ("train", "test")
     }
     assert numbers["train"].isdisjoint(numbers["test"])
     assert numbers["test"] == {names.index(f"{held_out(icon, styles)}/{icon}") for icon in icons}
@@ -119,11 +145,17 @@ def test_one_style_of_each_icon_is_held_out(tmp_path, monkeypatch):
 
 def test_relatives_of_a_kind_are_for_training_only(tmp_path, monkeypatch):
     names = [f"{style}/{icon}" for style in "ab" for icon in ("banana", "blowfish", "white-heart")]
-    images = np.arange(len(names), dtype=np.uint8)[:, None, None, None] * np.ones((1, 2, 2, 4), np.uint8)
+    images = np.arange(len(names), dtype=np.uint8)[:, None, None, None] * np.ones(
+        (1, 2, 2, 4), np.uint8
+    )
     np.savez(tmp_path / "sprites.npz", images=images, names=np.array(names))
     monkeypatch.setattr("recipes.scenes.sprites._build", lambda folder: folder / "sprites.npz")
-    monkeypatch.setattr("recipes.scenes.sprites.KINDS", [k for k in KINDS if k.name in ("banana", "fish", "heart")])
-    monkeypatch.setattr("recipes.scenes.sprites.held_out", lambda icon, styles: styles[0] if styles else "")
+    monkeypatch.setattr(
+        "recipes.scenes.sprites.KINDS", [k for k in KINDS if k.name in ("banana", "fish", "heart")]
+    )
+    monkeypatch.setattr(
+        "recipes.scenes.sprites.held_out", lambda icon, styles: styles[0] if styles else ""
+    )
     train, test = (load_sprites(tmp_path, split) for split in ("train", "test"))
     assert Counter(s.kind for s in train.all) == {"banana": 1, "fish": 2, "heart": 2}
     monkeypatch.setattr("recipes.scenes.sprites.held_out", lambda icon, styles: "a")
@@ -145,7 +177,8 @@ def test_relatives_are_of_kinds_there_are():
 def test_training_draws_a_thing_a_little_otherwise_each_time():
     one = Sprite("fish", "", np.full((64, 64, 4), (200, 120, 40, 255), np.uint8))
     looks = {
-        varied: {_centre(compose(Sprites((one,), varied), Random(i))) for i in range(30)} for varied in (True, False)
+        varied: {_centre(compose(Sprites((one,), varied), Random(i))) for i in range(30)}
+        for varied in (True, False)
     }
     assert looks[False] == {(200, 120, 40)} and len(looks[True]) > 20
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from benchmarks.vlm_speed import Answered, Asked, Runner, cut, row
+from benchmarks.vlm_speed import Answered, Batch, Runner, cut, row
 from specmm.stats import Stats
 
-ASKED = Asked([None], ["?"], 0)
+ASKED = Batch([None], ["?"], 0)
 
 
 def runner(name, ids, seconds, stats=None):
@@ -16,7 +16,7 @@ def runner(name, ids, seconds, stats=None):
     return made
 
 
-def test_an_answer_ends_behind_its_first_end_token():
+def test_an_answer_ends_after_its_first_end_token():
     assert cut(torch.tensor([5, 6, 2, 0, 0]), [2]).tolist() == [5, 6, 2]
     assert cut(torch.tensor([5, 6]), [2]).tolist() == [5, 6]
 
@@ -24,9 +24,19 @@ def test_an_answer_ends_behind_its_first_end_token():
 def test_the_baseline_is_the_faster_plain_one():
     plain = Stats(tokens=10, rounds=10, batch_rounds=10, seconds=1.0, verify_seconds=0.9)
     drafted = Stats(
-        tokens=10, rounds=4, batch_rounds=4, seconds=0.5, draft_seconds=0.1, verify_seconds=0.3, kept=[2, 2]
+        tokens=10,
+        rounds=4,
+        batch_rounds=4,
+        seconds=0.5,
+        draft_seconds=0.1,
+        verify_seconds=0.3,
+        kept=[2, 2],
     )
-    runners = [runner("generate", [4, 2], 0.3), runner("ar", [4, 2], 0.2, plain), runner("msd", [4, 3], 0.1, drafted)]
+    runners = [
+        runner("generate", [4, 2], 0.3),
+        runner("ar", [4, 2], 0.2, plain),
+        runner("msd", [4, 3], 0.1, drafted),
+    ]
     found = [row(r, runners, "describe", 0.0, 1) for r in runners]
     assert [f["baseline"] for f in found] == [False, True, False]
     assert [f["speedup"] for f in found] == pytest.approx([2 / 3, 1.0, 2.0])

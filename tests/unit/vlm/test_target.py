@@ -1,4 +1,6 @@
-"""Every class of model behind one target: greedy decoding equals generate, rows do not depend on their batch."""
+"""Every class of model after one target: greedy decoding equals generate, rows do not depend on
+their batch.
+"""
 
 import pytest
 import torch
@@ -23,13 +25,17 @@ def last(progress):
 
 def plain(target, inputs, length=LENGTH, seeds=(0, 1, 2)):
     uniforms = Uniforms.from_seeds(seeds[: len(inputs["input_ids"])])
-    return last(decode_plain(target, VLMPrompt(inputs, length), length, uniforms)).tokens[:, :length]
+    return last(decode_plain(target, VLMPrompt(inputs, length), length, uniforms)).tokens[
+        :, :length
+    ]
 
 
 def lookup(target, inputs, length=LENGTH, seeds=(0, 1, 2)):
     uniforms = Uniforms.from_seeds(seeds[: len(inputs["input_ids"])])
     drafter = PromptLookupDrafter(target)
-    return last(decode(target, drafter, Recursive(), VLMPrompt(inputs, length), length, uniforms)).tokens[:, :length]
+    return last(
+        decode(target, drafter, Recursive(), VLMPrompt(inputs, length), length, uniforms)
+    ).tokens[:, :length]
 
 
 def generated(zoo, model, family):
@@ -53,16 +59,18 @@ def test_greedy_decoding_equals_generate(zoo, family):
 
 @pytest.mark.parametrize("penalty", [0.9, 1.1, 1.3])
 def test_penalties_see_every_token_of_a_round(zoo, penalty):
-    """Behind runs of many accepted drafts, too: the target is its own drafter, with a chain of four."""
+    """After runs of many accepted drafts, too: the target is its own drafter, with a chain of four."""
     world = zoo.of_vocabulary(200)
     model, kept = world.model("llava"), [0] * 5
     target = VLMTarget(model, Processor(0, repetition_penalty=penalty))
     for row in zoo.rows:
         inputs = world.batch("llava", [row])
-        wanted = model.generate(**inputs, max_new_tokens=40, repetition_penalty=penalty, do_sample=False)
+        wanted = model.generate(
+            **inputs, max_new_tokens=40, repetition_penalty=penalty, do_sample=False
+        )
         drafter, rule = assemble(methods.VLMDraft((1, 1, 1, 1)), target, SmallModel(model))
-        prompt, dice = VLMPrompt(inputs, 40), Uniforms.from_seeds([0])
-        end = last(decode(target, drafter, rule, prompt, 40, dice))
+        prompt, uniforms = VLMPrompt(inputs, 40), Uniforms.from_seeds([0])
+        end = last(decode(target, drafter, rule, prompt, 40, uniforms))
         assert torch.equal(end.tokens[0, :40], wanted[0, inputs["input_ids"].shape[1] :])
         kept = [a + b for a, b in zip(kept, end.stats.kept, strict=True)]
     assert sum(kept[2:]) > 5, "few rounds committed three tokens or more: the test says little"

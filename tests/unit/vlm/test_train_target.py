@@ -36,9 +36,17 @@ SIZES = Sizes(dim=32, layers=2, heads=2, tower_dim=32, tower_layers=1, patch=24)
 @pytest.fixture(scope="module")
 def world():
     square = np.full((64, 64, 4), 255, np.uint8)
-    sprites = Sprites(tuple(Sprite(k.name, colour, square) for k in KINDS for colour in k.icons.values()))
+    sprites = Sprites(
+        tuple(Sprite(k.name, colour, square) for k in KINDS for colour in k.icons.values())
+    )
     return World(
-        sprites, [Example(np.full((R, R, 3), 255, np.uint8), (Turn("what color is it?", "red", "easy colour"),))]
+        sprites,
+        [
+            Example(
+                np.full((R, R, 3), 255, np.uint8),
+                (Turn("what color is it?", "red", "easy colour"),),
+            )
+        ],
     )
 
 
@@ -70,7 +78,9 @@ def test_answer_logits_of_text_are_those_of_transformers(world, encoder, model):
     batch = stack([world.row(encoder, Random(2), 60, visual=False)])
     own = batch.segments[0] <= 1
     alone = batch.input_ids[:, own]
-    torch.testing.assert_close(answer_logits(model, batch)[:, own[1:]], model(input_ids=alone).logits[:, 1:])
+    torch.testing.assert_close(
+        answer_logits(model, batch)[:, own[1:]], model(input_ids=alone).logits[:, 1:]
+    )
 
 
 @torch.no_grad()
@@ -88,10 +98,16 @@ def test_a_question_is_answered_as_if_alone(world, encoder, model):
 @torch.no_grad()
 def test_whole_answers_are_what_greedy_decoding_says(world, encoder, model):
     model.lm_head.weight.mul_(20)
-    image, turns = world.scene(Random(1))[0].image, [Turn("Is it?", "", "what"), Turn("Is it?", "a cat", "what")]
+    image, turns = (
+        world.scene(Random(1))[0].image,
+        [Turn("Is it?", "", "what"), Turn("Is it?", "a cat", "what")],
+    )
     prompt = encoder.chat(turns[:1], image)
     said = model.generate(
-        input_ids=prompt.input_ids[None, :-1], pixel_values=prompt.pixel_values[None], max_new_tokens=3, do_sample=False
+        input_ids=prompt.input_ids[None, :-1],
+        pixel_values=prompt.pixel_values[None],
+        max_new_tokens=3,
+        do_sample=False,
     )
     own = Turn("Is it?", "@", "what")
     batch = stack([encoder.side_by_side([own, turns[1]], image, 40)])
@@ -119,7 +135,9 @@ def test_a_tower_learns_in_place(world, encoder, model, tmp_path):
     train_tower(model, world, world, tmp_path, steps=2, batch=2, lr=1e-3, seed=0)
     columns, first = (tmp_path / "loss.csv").read_text().splitlines()
     assert columns == "step,loss,kind,held out" and 0 <= float(first.split(",")[3]) <= 1
-    assert not torch.equal(before, model.model.vision_tower.state_dict()["embeddings.patch_embedding.weight"])
+    assert not torch.equal(
+        before, model.model.vision_tower.state_dict()["embeddings.patch_embedding.weight"]
+    )
 
 
 def test_accuracy_is_a_share(world, encoder, model):
@@ -133,7 +151,9 @@ def test_loss_counts_answers_only(world, encoder, model):
     logits = answer_logits(model, batch)
     loss = answer_loss(logits, batch)
     unasked = ~(batch.labels[:, -logits.shape[1] :] >= 0)
-    torch.testing.assert_close(answer_loss(logits.masked_fill(unasked[..., None], 7.0), batch), loss)
+    torch.testing.assert_close(
+        answer_loss(logits.masked_fill(unasked[..., None], 7.0), batch), loss
+    )
 
 
 def test_a_saved_model_is_transformers_own(encoder, model, tmp_path):
@@ -152,15 +172,21 @@ def test_heads_must_divide_the_width(encoder):
 def test_the_projector_learns_the_words_of_each_patch(world, encoder, model, tmp_path):
     before = {k: v.clone() for k, v in model.state_dict().items()}
     train_projector(model, encoder.tokenizer, world, tmp_path, steps=81, batch=4, lr=3e-3)
-    losses = [float(line.split(",")[1]) for line in (tmp_path / "loss.csv").read_text().splitlines()[1:]]
+    losses = [
+        float(line.split(",")[1]) for line in (tmp_path / "loss.csv").read_text().splitlines()[1:]
+    ]
     assert losses[-1] < 0.8 * losses[0]
     changed = {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])}
-    assert changed and all("multi_modal_projector" in k for k in changed), "nothing else learns here"
+    assert changed and all("multi_modal_projector" in k for k in changed), (
+        "nothing else learns here"
+    )
 
 
 def test_labels_in_words(encoder):
     embeddings = torch.randn(len(encoder.tokenizer), 8, generator=torch.Generator().manual_seed(0))
-    tables = [word_counts(WORDS[head], encoder.tokenizer, len(embeddings)) @ embeddings for head in HEADS]
+    tables = [
+        word_counts(WORDS[head], encoder.tokenizer, len(embeddings)) @ embeddings for head in HEADS
+    ]
     kind, place = NAMES.index("heart"), PLACES.index("at the top left")
     said = in_words(torch.tensor([[[kind, IGNORED, 1, place]]]), tables)
     ids = encoder.tokenizer.encode("heart big top left", add_special_tokens=False)
@@ -170,11 +196,17 @@ def test_labels_in_words(encoder):
 def test_a_text_drafter_learns_and_drafts(world, encoder, model, tmp_path):
     small = build_text_model(32, 1, 2, len(encoder.tokenizer), encoder, seed=0)
     train_text(small, encoder, world, tmp_path, steps=41, batch=4, lr=5e-3)
-    losses = [float(line.split(",")[1]) for line in (tmp_path / "loss.csv").read_text().splitlines()[1:]]
+    losses = [
+        float(line.split(",")[1]) for line in (tmp_path / "loss.csv").read_text().splitlines()[1:]
+    ]
     assert losses[-1] < 0.8 * losses[0]
-    pipe = VQAPipeline(model, build_processor(encoder.tokenizer, R, SIZES.patch), "text-draft", drafter=small)
+    pipe = VQAPipeline(
+        model, build_processor(encoder.tokenizer, R, SIZES.patch), "text-draft", drafter=small
+    )
     picture = Image.fromarray(world.scene(Random(3))[0].image)
-    drafted, plain = (pipe(picture, "Where is it?", method=m, max_new_tokens=8) for m in ("text-draft", "ar"))
+    drafted, plain = (
+        pipe(picture, "Where is it?", method=m, max_new_tokens=8) for m in ("text-draft", "ar")
+    )
     assert drafted.answers == plain.answers and drafted.stats.rounds > 0
 
 

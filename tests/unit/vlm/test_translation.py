@@ -19,20 +19,31 @@ class Words:
         return {word: i for i, word in enumerate(self.words)}
 
     def encode(self, text, add_special_tokens):
-        return [i for i, word in enumerate(self.words) if text.strip().startswith(word.strip("\u0120\u2581"))]
+        return [
+            i
+            for i, word in enumerate(self.words)
+            if text.strip().startswith(word.strip("\u0120\u2581"))
+        ]
 
 
 def test_shared_tokens_keep_their_logits_and_others_are_never_drafted():
-    target, drafter = Words("<e>", "\u0120a", "\u0120bc", "dog"), Words("</s>", "dog", "\u2581a", "\u2581b", "x")
+    target, drafter = (
+        Words("<e>", "\u0120a", "\u0120bc", "dog"),
+        Words("</s>", "dog", "\u2581a", "\u2581b", "x"),
+    )
     between = Translation.between(target, drafter, 5)
     between.ban([3])
     logits = torch.arange(5.0)[None, None]
-    assert between.from_drafter(logits).tolist() == [[[0.0, 2.0, float("-inf"), float("-inf"), float("-inf")]]]
+    assert between.from_drafter(logits).tolist() == [
+        [[0.0, 2.0, float("-inf"), float("-inf"), float("-inf")]]
+    ]
     assert between.to_drafter(torch.tensor([0, 1, 2, 3])).tolist() == [0, 2, 3, 0]
 
 
 def test_tokens_are_compared_as_bytes():
-    """A space, a tab, a line's end, a letter of two bytes and its first byte alone, written in two ways."""
+    """A space, a tab, a line's end, a letter of two bytes and its first byte alone, written in two
+    ways.
+    """
     target = Words("<e>", "\u0120", "\u0109", "\u010a", "\u00c3\u00a9", "\u00c3", "\u0120x")
     drafter = Words("</s>", "<0xC3>", "\u00e9", "<0x0A>", "<0x09>", "\u2581")
     between = Translation.between(target, drafter, 7)
@@ -41,20 +52,38 @@ def test_tokens_are_compared_as_bytes():
 
 
 def test_too_little_in_common_is_refused():
-    with pytest.raises(ValueError, match="drafter must share at least 5% of the target's 40 tokens, got 1"):
+    with pytest.raises(
+        ValueError, match="drafter must share at least 5% of the target's 40 tokens, got 1"
+    ):
         Translation.between(Words("<e>", "a", "b"), Words("</s>", "c"), 40)
 
 
 def test_padded_vocabularies_are_the_same():
     wider, narrower = Translation.same(6, 4), Translation.same(4, 6)
     assert wider.from_drafter(torch.arange(6.0)).tolist() == [0, 1, 2, 3]
-    assert narrower.from_drafter(torch.arange(4.0)).tolist() == [0, 1, 2, 3, float("-inf"), float("-inf")]
-    with pytest.raises(ValueError, match="must share the target's vocabulary of 40 tokens, got 4000"):
+    assert narrower.from_drafter(torch.arange(4.0)).tolist() == [
+        0,
+        1,
+        2,
+        3,
+        float("-inf"),
+        float("-inf"),
+    ]
+    with pytest.raises(
+        ValueError, match="must share the target's vocabulary of 40 tokens, got 4000"
+    ):
         Translation.same(4000, 40)
 
 
 def test_one_tokenizer_may_be_padded_at_will():
     """The caller who knows both tokenizers to be equal sets no limit."""
-    wider, narrower = Translation.same(4000, 40, padding=None), Translation.same(40, 4000, padding=None)
-    assert bool(wider.shared.all()) and int(narrower.shared.sum()) == 40 and int(narrower.ids.max()) == 39
+    wider, narrower = (
+        Translation.same(4000, 40, padding=None),
+        Translation.same(40, 4000, padding=None),
+    )
+    assert (
+        bool(wider.shared.all())
+        and int(narrower.shared.sum()) == 40
+        and int(narrower.ids.max()) == 39
+    )
     assert not wider.foreign and not narrower.foreign

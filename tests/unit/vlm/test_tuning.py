@@ -1,4 +1,6 @@
-"""Method ``auto`` for questions: acceptance measured on real loops travels with the head, and decides."""
+"""Method ``auto`` for questions: acceptance measured on real loops travels with the head, and
+decides.
+"""
 
 import pytest
 import torch
@@ -31,16 +33,21 @@ def prompt():
     return VLMPrompt({"input_ids": torch.tensor([[1, 5, 6, 7], [1, 8, 9, 3]])}, 30)
 
 
-def test_acceptance_is_a_law_over_ranks(target, head, prompt):
+def test_acceptance_is_a_distribution_over_ranks(target, head, prompt):
     table = torch.tensor(measure_acceptance(target, head, [prompt], [2], levels=3))
     assert table.shape == (3, 6)
-    assert bool((table >= 0).all()) and bool((table.sum(1) <= 1 + 1e-6).all()) and table[0].sum() > 0
+    assert (
+        bool((table >= 0).all()) and bool((table.sum(1) <= 1 + 1e-6).all()) and table[0].sum() > 0
+    )
 
 
 def test_acceptance_survives_the_disk(target, head, tmp_path):
     head.acceptance = {0.0: ((0.9, 0.05), (0.8, 0.1)), 1.0: ((0.5, 0.25), (0.4, 0.2))}
     save_msd(head, tmp_path, embeddings=False)
-    assert load_msd(tmp_path, target.embed(torch.arange(head.config.vocab_size))).acceptance == head.acceptance
+    assert (
+        load_msd(tmp_path, target.embed(torch.arange(head.config.vocab_size))).acceptance
+        == head.acceptance
+    )
 
 
 def test_hopeless_or_unknown_acceptance_means_plain_decoding(target, head, prompt):
@@ -49,7 +56,10 @@ def test_hopeless_or_unknown_acceptance_means_plain_decoding(target, head, promp
     head.acceptance = {1.0: ((0.001,), (0.001,))}
     plans = {}
     assert choose_method(target, head, prompt, plans, methods.MSD()) == methods.AR()
-    assert choose_method(target, head, prompt, plans, methods.MSD()) == methods.AR() and len(plans) == 1, "planned once"
+    assert (
+        choose_method(target, head, prompt, plans, methods.MSD()) == methods.AR()
+        and len(plans) == 1
+    ), "planned once"
 
 
 def test_certain_drafts_are_taken_from_a_deep_target(zoo, prompt):
@@ -57,7 +67,9 @@ def test_certain_drafts_are_taken_from_a_deep_target(zoo, prompt):
     made = MSDHead(msd_config(deep)).eval()
     made.acceptance = {0.0: ((0.99,),) * 4, 1.0: ((0.001,),) * 4}
     chosen = choose_method(deep, made, prompt, {}, methods.MSD())
-    assert isinstance(chosen, methods.MSD) and chosen.sampled, "four sure tokens a round against sixteen layers a token"
+    assert isinstance(chosen, methods.MSD) and chosen.sampled, (
+        "four sure tokens a round against sixteen layers a token"
+    )
     full = VLMPrompt({"input_ids": torch.ones(1, 250, dtype=torch.int64)}, 5)
     plans = {}
     assert choose_method(deep, made, full, plans, methods.MSD()) == methods.AR()

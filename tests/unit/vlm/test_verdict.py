@@ -1,4 +1,6 @@
-"""Speculative Verdict on tiny random VLMs: its scores against one forward an answer, ties, prompts, who is heard."""
+"""Speculative Verdict on tiny random VLMs: its scores against one forward an answer, ties, prompts,
+who is heard.
+"""
 
 import pytest
 import torch
@@ -29,7 +31,9 @@ def expert(processor, seed):
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     config = tf.LlavaConfig(
         vision_config=dict(model_type="clip_vision_model", image_size=8, patch_size=4, **sizes),
-        text_config=dict(model_type="llama", vocab_size=vocabulary, max_position_embeddings=512, **sizes),
+        text_config=dict(
+            model_type="llama", vocab_size=vocabulary, max_position_embeddings=512, **sizes
+        ),
         image_token_index=processor.tokenizer.convert_tokens_to_ids(processor.image_token),
         image_seq_length=4,
     )
@@ -52,7 +56,9 @@ def naive(expert, picture, prompt, answer):
     from specmm.vlm.asking import Questions
 
     inputs = Questions.of(picture, prompt).inputs(expert.processor)
-    ids = expert.processor.tokenizer.encode(f" {answer}", add_special_tokens=False) if answer else []
+    ids = (
+        expert.processor.tokenizer.encode(f" {answer}", add_special_tokens=False) if answer else []
+    )
     total, seen = 0.0, inputs["input_ids"]
     for token in ids or [expert.processor.tokenizer.eos_token_id]:
         with torch.no_grad():
@@ -83,7 +89,9 @@ def test_ties_are_broken_by_the_seed_alone():
     drawn = {tuple(best(scores, 2, torch.Generator().manual_seed(seed))) for seed in range(50)}
     assert drawn == {(a, b) for a in (1, 2, 3) for b in (1, 2, 3) if a != b}
     assert best(scores, 4, torch.Generator().manual_seed(1))[-1] == 0
-    assert best(scores, 2, torch.Generator().manual_seed(7)) == best(scores, 2, torch.Generator().manual_seed(7))
+    assert best(scores, 2, torch.Generator().manual_seed(7)) == best(
+        scores, 2, torch.Generator().manual_seed(7)
+    )
 
 
 def test_the_verdict_model_is_told_what_the_best_said(experts, picture):
@@ -99,11 +107,19 @@ def test_the_verdict_model_is_told_what_the_best_said(experts, picture):
     ruling = rule(picture, QUESTION, max_new_tokens=5, reason_tokens=6, seed=3)
     assert len(ruling.answers) == 4 and len(ruling.heard) == len(ruling.reasons) == 2
     chosen = ruling.scores[ruling.heard]
-    assert float(chosen.max()) <= min(float(s) for i, s in enumerate(ruling.scores) if i not in ruling.heard)
+    assert float(chosen.max()) <= min(
+        float(s) for i, s in enumerate(ruling.scores) if i not in ruling.heard
+    )
     torch.testing.assert_close(ruling.scores, consensus(ruling.log_perplexities))
-    assert all(ruling.answers[i] in told[0] for i in ruling.heard) and all(r in told[0] for r in ruling.reasons)
+    assert all(ruling.answers[i] in told[0] for i in ruling.heard) and all(
+        r in told[0] for r in ruling.reasons
+    )
     again = rule(picture, QUESTION, max_new_tokens=5, reason_tokens=6, seed=3)
-    assert (again.answer, again.heard, again.answers) == (ruling.answer, ruling.heard, ruling.answers)
+    assert (again.answer, again.heard, again.answers) == (
+        ruling.answer,
+        ruling.heard,
+        ruling.answers,
+    )
 
 
 def test_equal_answers_are_scored_once(experts, picture, monkeypatch):
@@ -111,9 +127,13 @@ def test_equal_answers_are_scored_once(experts, picture, monkeypatch):
 
     counts = []
     monkeypatch.setattr(
-        verdict, "log_perplexities", lambda e, i, p, a: counts.append(len(a)) or log_perplexities(e, i, p, a)
+        verdict,
+        "log_perplexities",
+        lambda e, i, p, a: counts.append(len(a)) or log_perplexities(e, i, p, a),
     )
-    table = SpeculativeVerdict(experts, experts[0]).score(picture, QUESTION, ["cat"] * 3 + ["a dog"])
+    table = SpeculativeVerdict(experts, experts[0]).score(
+        picture, QUESTION, ["cat"] * 3 + ["a dog"]
+    )
     assert counts == [2] * 4 and torch.equal(table[:, 0], table[:, 2])
 
 
@@ -123,13 +143,22 @@ def test_experts_of_a_folder_are_asked_in_their_own_words(experts, picture, tmp_
         one.processor.save_pretrained(tmp_path / str(i))
     load = lambda: load_drafter("verdict", tmp_path, experts[0].model)  # noqa: E731
     assert load().prompts == Prompts()
-    words = {"score": "{question}", "expert": "{number}. {answer}", "verdict": "{experts} {question}"}
+    words = {
+        "score": "{question}",
+        "expert": "{number}. {answer}",
+        "verdict": "{experts} {question}",
+    }
     Prompts(**words).save(tmp_path)
     found = SpeculativeVerdict(load(), experts[0])
     assert found.prompts == Prompts(**words) and not found.prompts.reasoned
-    assert Prompts(expert="{answer} {reasoning!s}").reasoned and not Prompts(expert="{{reasoning}} {answer}").reasoned
+    assert (
+        Prompts(expert="{answer} {reasoning!s}").reasoned
+        and not Prompts(expert="{{reasoning}} {answer}").reasoned
+    )
     ruling = found(picture, QUESTION, max_new_tokens=3)
-    assert ruling.reasons == [] and len(ruling.heard) == 2, "nobody is asked for reasons that are not passed on"
+    assert ruling.reasons == [] and len(ruling.heard) == 2, (
+        "nobody is asked for reasons that are not passed on"
+    )
     for wrong in ('{"score": 1', '{"scores": "{question}"}', '{"score": "what?"}', "[]"):
         (tmp_path / "prompts.json").write_text(wrong)
         with pytest.raises(ValueError, match=r"prompts\.json must hold texts"):
@@ -141,5 +170,7 @@ def test_mistakes_are_named(experts):
         SpeculativeVerdict(experts[:1], experts[0])
     with pytest.raises(ValueError, match=r"hear must be in \[1, 4\] \(the experts\), got 5"):
         SpeculativeVerdict(experts, experts[0], hear=5)
-    with pytest.raises(ValueError, match=r"prompt 'verdict' must use \['experts', 'question'\], got \['question'\]"):
+    with pytest.raises(
+        ValueError, match=r"prompt 'verdict' must use \['experts', 'question'\], got \['question'\]"
+    ):
         Prompts(verdict="{question}")

@@ -1,4 +1,6 @@
-"""Texts and answers whose rows are refilled: each is what it is alone, whichever method, and mistakes are told."""
+"""Texts and answers whose rows are taken over by waiting samples: each is what it is alone,
+whichever method, and mistakes are told.
+"""
 
 import pytest
 import torch
@@ -6,10 +8,10 @@ from PIL import Image
 from transformers import TextIteratorStreamer
 
 from specmm import methods
+from specmm.batch_invariant import batch_invariant
 from specmm.jobs.items import Item
 from specmm.jobs.spec import Spec
 from specmm.jobs.workers import AnswerWorker
-from specmm.steady import steady
 
 PROMPTS = ["def add(a, b):\n", "x", "    return a + b + a", "def", "sub(a", "return", "\n\n"]
 SEEDS = [3, 4, 5, 6, 7, 8, 9]
@@ -29,23 +31,30 @@ FLOWING = (
 def test_texts_are_those_alone(text_pipe, method, temperature):
     assert method.can_refill
     options = dict(method=method, temperature=temperature, max_new_tokens=14, stop=list("dsnr("))
-    with steady():
-        flowing = text_pipe(PROMPTS, seed=SEEDS, batch_size=2, **options)
-        alone = [text_pipe(p, seed=[s], batch_size=1, **options) for p, s in zip(PROMPTS, SEEDS, strict=True)]
-    assert flowing.texts == [one.texts[0] for one in alone]
-    assert all(torch.equal(a, b.tokens[0]) for a, b in zip(flowing.tokens, alone, strict=True))
-    assert flowing.stats.rounds == sum(one.stats.rounds for one in alone) > flowing.stats.batch_rounds
-    assert flowing.certificate == alone[0].certificate and flowing.certificate.kind == "exact"
-    assert len({len(ids) for ids in flowing.tokens}) > 1
+    with batch_invariant():
+        continuous = text_pipe(PROMPTS, seed=SEEDS, batch_size=2, **options)
+        alone = [
+            text_pipe(p, seed=[s], batch_size=1, **options)
+            for p, s in zip(PROMPTS, SEEDS, strict=True)
+        ]
+    assert continuous.texts == [one.texts[0] for one in alone]
+    assert all(torch.equal(a, b.tokens[0]) for a, b in zip(continuous.tokens, alone, strict=True))
+    assert (
+        continuous.stats.rounds
+        == sum(one.stats.rounds for one in alone)
+        > continuous.stats.batch_rounds
+    )
+    assert continuous.certificate == alone[0].certificate and continuous.certificate.kind == "exact"
+    assert len({len(ids) for ids in continuous.tokens}) > 1
 
 
-def test_a_diffusion_model_behind_deer_flows_too(text_pipe, text_folder):
+def test_a_diffusion_model_after_deer_is_continuous_too(text_pipe, text_folder):
     model = text_pipe.drafter("specdiff")
     pipe = type(text_pipe)(text_pipe.model, text_pipe.tokenizer, methods.DEER(length=3), model)
-    with steady():
-        flowing = pipe(PROMPTS, batch_size=3, max_new_tokens=9, temperature=1.0, seed=SEEDS)
+    with batch_invariant():
+        continuous = pipe(PROMPTS, batch_size=3, max_new_tokens=9, temperature=1.0, seed=SEEDS)
         whole = pipe(PROMPTS, batch_size=7, max_new_tokens=9, temperature=1.0, seed=SEEDS)
-    assert flowing.texts == whole.texts
+    assert continuous.texts == whole.texts
 
 
 @pytest.mark.parametrize("method", ["diffuspec", "specdiff", "text-draft", "auto"])
@@ -67,11 +76,13 @@ def test_mistakes(text_pipe):
 
 
 def test_none_is_lost_when_first_tokens_end_texts(text_pipe):
-    place, stop = next((i, s) for i, s in enumerate(text_pipe(PROMPTS, max_new_tokens=1).texts) if s)
+    place, stop = next(
+        (i, s) for i, s in enumerate(text_pipe(PROMPTS, max_new_tokens=1).texts) if s
+    )
     prompts = [PROMPTS[place], *PROMPTS]
-    flowing = text_pipe(prompts, max_new_tokens=6, batch_size=1, stop=stop)
-    assert flowing.texts == text_pipe(prompts, max_new_tokens=6, stop=stop).texts
-    assert not flowing.texts[0] and any(flowing.texts)
+    continuous = text_pipe(prompts, max_new_tokens=6, batch_size=1, stop=stop)
+    assert continuous.texts == text_pipe(prompts, max_new_tokens=6, stop=stop).texts
+    assert not continuous.texts[0] and any(continuous.texts)
 
 
 def test_a_sampled_job_is_not_cut_by_its_batch(text_folder):
@@ -79,17 +90,25 @@ def test_a_sampled_job_is_not_cut_by_its_batch(text_folder):
     item = Item("a", "prompt", "x", 0)
     with pytest.raises(ValueError, match="must not be cut by sure"):
         AnswerWorker(spec, questions=False).check(item)
-    AnswerWorker(Spec(str(text_folder), "block", options=("sure=0.3",)), questions=False).check(item)
+    AnswerWorker(Spec(str(text_folder), "block", options=("sure=0.3",)), questions=False).check(
+        item
+    )
 
 
 @pytest.mark.parametrize("method", ["ar", "msd", "prompt-lookup"])
 def test_answers_of_the_shipped_model(llava_pipe, method):
     colours = ["red", "blue", "green", "white", "black"]
     pictures = [Image.new("RGB", (96, 96), colour) for colour in colours]
-    asked = ["What is it?", "Describe the picture.", "How many?", "Describe the picture.", "Where is it?"]
+    asked = [
+        "What is it?",
+        "Describe the picture.",
+        "How many?",
+        "Describe the picture.",
+        "Where is it?",
+    ]
     options = dict(method=method, temperature=1.0, max_new_tokens=24)
-    with steady():
-        flowing = llava_pipe(pictures, asked, seed=SEEDS[:5], batch_size=2, **options)
+    with batch_invariant():
+        continuous = llava_pipe(pictures, asked, seed=SEEDS[:5], batch_size=2, **options)
         whole = llava_pipe(pictures, asked, seed=SEEDS[:5], **options)
-    assert flowing.answers == whole.answers
-    assert len({len(ids) for ids in flowing.tokens}) > 1
+    assert continuous.answers == whole.answers
+    assert len({len(ids) for ids in continuous.tokens}) > 1

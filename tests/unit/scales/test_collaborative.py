@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from specmm.handoff import Turn, certificate, handoff, split
+from specmm.collaborative import Turn, alternate, certificate, split
 from specmm.stats import Clock
 
 
@@ -41,20 +41,27 @@ def turns(sizes, log, alive=None):
 def test_steps_in_order_each_by_its_model(at):
     log, clock = [], Clock()
     first, second = split(4, at)
-    assert list(handoff(turns([("a", len(first)), ("b", len(second))], log), clock)) == [0, 1, 2, 3]
+    assert list(alternate(turns([("a", len(first)), ("b", len(second))], log), clock)) == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert log == [("a" if k < at else "b", k) for k in range(4)]
-    assert set(clock.seconds) == {part for part, used in (("draft", at > 0), ("verify", at < 4)) if used}
+    assert set(clock.seconds) == {
+        part for part, used in (("draft", at > 0), ("verify", at < 4)) if used
+    }
 
 
 def test_a_worker_is_let_go_before_the_next_is_opened():
     alive = []
-    list(handoff(turns([("a", 2), ("b", 2)], [], alive), Clock()))
+    list(alternate(turns([("a", 2), ("b", 2)], [], alive), Clock()))
     assert len(alive) == 2
 
 
 def test_an_interrupted_run_does_no_more():
     log = []
-    steps = handoff(turns([("a", 2), ("b", 2)], log), Clock())
+    steps = alternate(turns([("a", 2), ("b", 2)], log), Clock())
     assert next(steps) == 0
     steps.close()
     assert log == [("a", 0)]

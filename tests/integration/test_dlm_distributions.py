@@ -1,4 +1,5 @@
-"""What each way of drafting emits, exactly, against the published laws; the biased ways exist only here, as twins.
+"""What each way of drafting emits, exactly, against the published distributions; the biased ways
+exist only here, as twins.
 
 Shape letters: R rows, one per draw; N nodes, V vocabulary.
 """
@@ -14,13 +15,27 @@ from specmm.diffusion_drafters.diffuspec.lattice import prune
 from specmm.diffusion_drafters.diffuspec.ngram import fit
 from specmm.diffusion_drafters.diffuspec.search import Objective
 from specmm.diffusion_drafters.diffuspec.search import Path as Draft
-from specmm.diffusion_drafters.laws import lattice_chain, marginal_chain, next_law, point_chain, with_root
+from specmm.diffusion_drafters.recorded_drafts import (
+    lattice_chain,
+    marginal_chain,
+    next_probs,
+    point_chain,
+    with_root,
+)
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import PointMass, Recursive, expected_tokens
-from specmm.verify.exhaustive import Draws, emitted_law, node_laws, sequence_law, total_variation
+from specmm.verify.exhaustive import (
+    Draws,
+    emitted_probs,
+    node_probs,
+    sequence_probs,
+    total_variation,
+)
 from specmm.verify.rule import Decisions
 
-CASES = json.loads((Path(__file__).parents[1] / "parity" / "dlm" / "verify_law_cases.json").read_text())["cases"]
+CASES = json.loads(
+    (Path(__file__).parents[1] / "parity" / "dlm" / "verify_law_cases.json").read_text()
+)["cases"]
 CHAIN = TreeShape.chain(2)
 
 
@@ -30,45 +45,57 @@ def case(request):
 
 
 def exact(numbers):
-    law = torch.tensor(numbers, dtype=torch.float64)
-    return law / law.sum(-1, keepdim=True)
+    probs = torch.tensor(numbers, dtype=torch.float64)
+    return probs / probs.sum(-1, keepdim=True)
 
 
 def target_of(case):
-    """The law of the next token after every prefix; what follows two tokens does not matter."""
+    """The distribution of the next token after every prefix; what follows two tokens does not
+    matter.
+    """
     first, second = exact(case["p1"])[None], exact(case["p2"])
     return [first, second, second.repeat(case["V"], 1)]
 
 
-def enumerated(tokens, chance, laws, vocabulary):
-    """Draws of two drafts ``tokens`` [R, 2] of probability ``chance`` [R] that carry ``laws`` [R, 2, V] or none."""
+def enumerated(tokens, chance, probs, vocabulary):
+    """Draws of two drafts ``tokens`` [R, 2] of probability ``chance`` [R] that carry ``probs`` [R,
+    2, V] or none.
+    """
     drafts = torch.tensor(tokens)
-    tree = DraftTree(torch.cat([torch.zeros_like(drafts[:, :1]), drafts], 1), CHAIN, laws)
-    prefix = torch.stack([torch.zeros_like(drafts[:, 0]), drafts[:, 0], drafts[:, 0] * vocabulary + drafts[:, 1]], 1)
+    tree = DraftTree(torch.cat([torch.zeros_like(drafts[:, :1]), drafts], 1), CHAIN, probs)
+    prefix = torch.stack(
+        [torch.zeros_like(drafts[:, 0]), drafts[:, 0], drafts[:, 0] * vocabulary + drafts[:, 1]], 1
+    )
     return Draws(tree, chance, prefix)
 
 
 def independent(drawn_from, recorded):
-    """Every pair of tokens drawn from the two rows ``drawn_from`` [2, V], and the rows ``recorded`` with it."""
+    """Every pair of tokens drawn from the two rows ``drawn_from`` [2, V], and the rows ``recorded``
+    with it.
+    """
     size = drawn_from.shape[-1]
     tokens = list(itertools.product(range(size), repeat=2))
     chance = (drawn_from[0][:, None] * drawn_from[1]).flatten()
-    laws = None if recorded is None else with_root(recorded.expand(len(tokens), -1, -1))
-    return enumerated(tokens, chance, laws, size)
+    probs = None if recorded is None else with_root(recorded.expand(len(tokens), -1, -1))
+    return enumerated(tokens, chance, probs, size)
 
 
 def one(path, recorded, size):
-    laws = None if recorded is None else with_root(recorded[None])
-    return enumerated([path], torch.ones(1, dtype=torch.float64), laws, size)
+    probs = None if recorded is None else with_root(recorded[None])
+    return enumerated([path], torch.ones(1, dtype=torch.float64), probs, size)
 
 
 def best_of_two(q, recorded):
     """The better of two independent draws by the drafter's own score."""
     drawn = independent(q, recorded)
     score = (q[0][:, None] * q[1]).flatten()
-    first, second = torch.meshgrid(torch.arange(len(score)), torch.arange(len(score)), indexing="ij")
+    first, second = torch.meshgrid(
+        torch.arange(len(score)), torch.arange(len(score)), indexing="ij"
+    )
     winner = torch.where(score[second] > score[first], second, first)
-    chance = torch.zeros_like(score).index_add(0, winner.flatten(), (score[first] * score[second]).flatten())
+    chance = torch.zeros_like(score).index_add(
+        0, winner.flatten(), (score[first] * score[second]).flatten()
+    )
     return Draws(drawn.tree, chance, drawn.prefix)
 
 
@@ -79,7 +106,7 @@ class ScalarResidual:
 
     def decisions(self, tree, p, *, measure=False):
         ratio, point = Recursive().decisions(tree, p), PointMass().decisions(tree, p)
-        return Decisions(ratio.accept, point.next_law)
+        return Decisions(ratio.accept, point.next_probs)
 
 
 def ways(case):
@@ -99,25 +126,31 @@ def ways(case):
 
 def first_two(rule, drawn, target):
     size = target[0].shape[-1]
-    return emitted_law(rule, drawn, target).view(size * size, size).sum(1)
+    return emitted_probs(rule, drawn, target).view(size * size, size).sum(1)
 
 
 def accepted(rule, drawn, target):
-    decisions = rule.decisions(drawn.tree, node_laws(drawn, target))
+    decisions = rule.decisions(drawn.tree, node_probs(drawn, target))
     return float((expected_tokens(drawn.tree.shape, decisions) - 1) @ drawn.chance)
 
 
-def test_every_way_emits_the_published_law(case):
+def test_every_way_emits_the_published_distribution(case):
     target = target_of(case)
-    wanted_law = sequence_law(target, 2)
+    wanted_probs = sequence_probs(target, 2)
     found = ways(case)
     assert found.keys() == case["options"].keys()
     for name, wanted in case["options"].items():
-        law = first_two(*found[name], target)
-        torch.testing.assert_close(law, torch.tensor(wanted["law"], dtype=torch.float64).flatten(), rtol=0, atol=2e-8)
-        assert total_variation(law, wanted_law) == pytest.approx(wanted["tv_to_target"], abs=2e-8)
-        assert accepted(*found[name], target) == pytest.approx(wanted["expected_accepted"], abs=2e-8)
-        assert (total_variation(law, wanted_law) < 1e-12) == (wanted["tv_to_target"] == 0)
+        probs = first_two(*found[name], target)
+        torch.testing.assert_close(
+            probs, torch.tensor(wanted["law"], dtype=torch.float64).flatten(), rtol=0, atol=2e-8
+        )
+        assert total_variation(probs, wanted_probs) == pytest.approx(
+            wanted["tv_to_target"], abs=2e-8
+        )
+        assert accepted(*found[name], target) == pytest.approx(
+            wanted["expected_accepted"], abs=2e-8
+        )
+        assert (total_variation(probs, wanted_probs) < 1e-12) == (wanted["tv_to_target"] == 0)
 
 
 def lattice_of(case):
@@ -128,32 +161,32 @@ def lattice_of(case):
 def every_lattice_draw(case, temperature):
     """Both tokens of every path of the lattice, its probability and the rows it was drawn from."""
     lattice, objective = lattice_of(case)
-    tokens, chances, laws = [], [], []
-    for first, chance in zip(*next_law(lattice, objective, Draft(), temperature), strict=True):
-        for second, then in zip(*next_law(lattice, objective, first, temperature), strict=True):
-            rows = [next_law(lattice, objective, path, temperature) for path in (Draft(), first)]
-            law = torch.zeros(2, case["V"], dtype=torch.float64)
-            for row, (grown, probabilities) in zip(law, rows, strict=True):
+    tokens, chances, probs = [], [], []
+    for first, chance in zip(*next_probs(lattice, objective, Draft(), temperature), strict=True):
+        for second, then in zip(*next_probs(lattice, objective, first, temperature), strict=True):
+            rows = [next_probs(lattice, objective, path, temperature) for path in (Draft(), first)]
+            dist = torch.zeros(2, case["V"], dtype=torch.float64)
+            for row, (grown, probabilities) in zip(dist, rows, strict=True):
                 row[[path.tokens[-1] for path in grown]] = probabilities
             tokens.append(second.tokens)
             chances.append(chance * then)
-            laws.append(law)
-    return tokens, torch.stack(chances), torch.stack(laws)
+            probs.append(dist)
+    return tokens, torch.stack(chances), torch.stack(probs)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_drawing_from_the_lattice_is_exact_with_its_own_rows_only(case, temperature):
     target = target_of(case)
-    tokens, chance, laws = every_lattice_draw(case, temperature)
-    drawn = enumerated(tokens, chance, with_root(laws), case["V"])
+    tokens, chance, probs = every_lattice_draw(case, temperature)
+    drawn = enumerated(tokens, chance, with_root(probs), case["V"])
     assert float(chance.sum()) == pytest.approx(1)
-    assert total_variation(first_two(Recursive(), drawn, target), sequence_law(target, 2)) < 1e-12
+    assert total_variation(first_two(Recursive(), drawn, target), sequence_probs(target, 2)) < 1e-12
     marginals = with_root(exact(case["q"]).expand(len(tokens), -1, -1))
     broken = enumerated(tokens, chance, marginals, case["V"])
-    assert total_variation(first_two(Recursive(), broken, target), sequence_law(target, 2)) > 1e-3
+    assert total_variation(first_two(Recursive(), broken, target), sequence_probs(target, 2)) > 1e-3
 
 
-class Dice:
+class UniformSource:
     """Uniforms of many rows from one generator."""
 
     def __init__(self, rows):
@@ -163,25 +196,29 @@ class Dice:
         return torch.rand(self.rows, count, generator=self.generator)
 
 
-def test_draws_follow_the_laws_they_carry():
+def test_draws_follow_the_distributions_they_carry():
     case, rows = CASES[4], 4000
-    root, uniforms = torch.zeros(rows, dtype=torch.int64), Dice(rows)
+    root, uniforms = torch.zeros(rows, dtype=torch.int64), UniformSource(rows)
     lattice, objective = lattice_of(case)
     tree = lattice_chain(root, [lattice] * rows, [objective] * rows, case["V"], uniforms, 3)
-    tokens, chance, laws = every_lattice_draw(case, 1.0)
-    for path, wanted, law in zip(tokens, chance.tolist(), laws, strict=True):
+    tokens, chance, probs = every_lattice_draw(case, 1.0)
+    for path, wanted, dist in zip(tokens, chance.tolist(), probs, strict=True):
         drew = (tree.tokens[:, 1:3] == torch.tensor(path)).all(1)
         assert float(drew.float().mean()) == pytest.approx(wanted, abs=4 * (wanted / rows) ** 0.5)
-        torch.testing.assert_close(tree.laws[drew][:1, 1:3], law[None].float()[: int(drew.any())])
-    assert (tree.tokens[:, 3] == 0).all() and (tree.laws[:, 3, 0] == 1).all()  # the lattice has two positions
+        torch.testing.assert_close(tree.probs[drew][:1, 1:3], dist[None].float()[: int(drew.any())])
+    assert (tree.tokens[:, 3] == 0).all() and (
+        tree.probs[:, 3, 0] == 1
+    ).all()  # the lattice has two positions
     free = marginal_chain(root, exact(case["q"]).float().expand(rows, -1, -1), uniforms)
-    share = torch.stack([(free.tokens[:, 1:] == token).float().mean(0) for token in range(case["V"])], 1)
+    share = torch.stack(
+        [(free.tokens[:, 1:] == token).float().mean(0) for token in range(case["V"])], 1
+    )
     torch.testing.assert_close(share, exact(case["q"]).float(), rtol=0, atol=0.03)
 
 
-def test_chosen_paths_carry_no_laws():
+def test_chosen_paths_carry_no_distributions():
     tree = point_chain(torch.tensor([7, 8]), [(1, 2, 3), ()], 2)
-    assert tree.tokens.tolist() == [[7, 1, 2], [8, 8, 8]] and tree.laws is None
+    assert tree.tokens.tolist() == [[7, 1, 2], [8, 8, 8]] and tree.probs is None
     assert point_chain(torch.tensor([7]), [()], 0).tokens.tolist() == [[7]]
     with pytest.raises(ValueError, match="temperature must be positive"):
-        next_law(*lattice_of(CASES[0]), Draft(), 0.0)
+        next_probs(*lattice_of(CASES[0]), Draft(), 0.0)

@@ -1,8 +1,9 @@
 """Continuous batching: a row that has finished its sample takes up the next one that waits.
 
-Rows accept different lengths, so a batch that waits for its slowest row leaves the others idle. A sample that takes
-up a row is prefilled alone; what the last round gave is rewritten for it, as if the batch had just begun there, so
-its tokens are those it would have had from the start (each sample has its own generator).
+Rows accept different lengths, so a batch that waits for its slowest row leaves the others idle. A
+sample that takes up a row is prefilled alone; what the last round gave is rewritten for it, as if
+the batch had just begun there, so its tokens are those it would have had from the start (each
+sample has its own generator).
 
 Shape letters: B rows, G guidance branches, N nodes, V vocabulary, C width, T tokens wanted.
 """
@@ -22,31 +23,35 @@ from specmm.target import TargetOutput
 
 
 @runtime_checkable
-class AdmittingTarget(Protocol):
+class BatchingTarget(Protocol):
     """A target whose rows can begin anew while the others go on."""
 
-    def admit(self, row: int, prompt: Any) -> TargetOutput:
-        """Prefill ``prompt``, of one sample, in place of what ``row`` held; its own laws and hidden states."""
+    def start_row(self, row: int, prompt: Any) -> TargetOutput:
+        """Prefill ``prompt``, of one sample, in place of what ``row`` held; its own distributions
+        and hidden states.
+        """
         ...
 
 
 @runtime_checkable
-class AdmittingDrafter(Protocol):
+class BatchingDrafter(Protocol):
     """A drafter whose rows can begin anew.
 
-    The feedback that follows says ``fresh`` of them, and that their round committed one token, the first.
+    The feedback that follows says ``fresh`` of them, and that their round committed one token, the
+    first.
     """
 
-    def admit(self, row: int) -> None:
+    def start_row(self, row: int) -> None:
         """Forget what ``row`` held and read the prompt that the target has just admitted, if any."""
         ...
 
 
 class Queue:
-    """Samples by number: the first B are the batch's, the others wait. ``tokens`` holds those of finished ones.
+    """Samples by number: the first B are the batch's, the others wait. ``tokens`` holds those of
+    finished ones.
 
-    ``prompt(i)`` is what sample i is prefilled with, asked for once; ``generators[i]`` its dice; ``tell(1)`` is called
-    for every sample that is finished.
+    ``prompt(i)`` is what sample i is prefilled with, asked for once; ``generators[i]`` its
+    uniforms; ``tell(1)`` is called for every sample that is finished.
     """
 
     def __init__(
@@ -71,27 +76,36 @@ class Queue:
         self.tokens[self.holds[row]] = tokens.clone()
         self.tell(1)
 
-    def admit(
-        self, row: int, target: AdmittingTarget, drafter: AdmittingDrafter, uniforms: Uniforms, clock: Clock
+    def start_row(
+        self,
+        row: int,
+        target: BatchingTarget,
+        drafter: BatchingDrafter,
+        uniforms: Uniforms,
+        clock: Clock,
     ) -> tuple[TargetOutput, Tensor]:
-        """Begin the next sample in ``row``: its prefill's output and the uniform [1] for its first token."""
+        """Begin the next sample in ``row``: its prefill's output and the uniform [1] for its first
+        token.
+        """
         self.holds[row] = self.next
-        dice = uniforms.admit(row, self.generators[self.next])
+        numbers = uniforms.start_row(row, self.generators[self.next])
         with clock("verify"):
-            output = target.admit(row, self.prompt(self.next))
-        drafter.admit(row)
+            output = target.start_row(row, self.prompt(self.next))
+        drafter.start_row(row)
         self.next += 1
-        return output, dice
+        return output, numbers
 
 
 def begin_anew(feedback: Feedback, row: int, output: TargetOutput, token: Tensor) -> None:
-    """Rewrite ``feedback`` for ``row``, in place: its round was the prefill ``output``, which gave ``token`` [1]."""
-    verdict, batch = feedback.verdict, len(feedback.token)
-    assert verdict is not None and feedback.tokens is not None
-    verdict.path[row], verdict.kept[row] = -1, 1
-    verdict.path[row, 0], verdict.next_token[row] = 0, token[0]
+    """Rewrite ``feedback`` for ``row``, in place: its round was the prefill ``output``, which gave
+    ``token`` [1].
+    """
+    result, batch = feedback.result, len(feedback.token)
+    assert result is not None and feedback.tokens is not None
+    result.path[row], result.kept[row] = -1, 1
+    result.path[row, 0], result.next_token[row] = 0, token[0]
     feedback.token[row] = feedback.tokens[row, 0] = token[0]
-    feedback.output.laws[row] = output.laws[0, -1]
+    feedback.output.probs[row] = output.probs[0, -1]
     feedback.output.hidden[row::batch] = output.hidden[:, -1:]
     if feedback.fresh is None:
         feedback.fresh = torch.zeros(batch, dtype=torch.bool, device=token.device)

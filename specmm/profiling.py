@@ -1,4 +1,5 @@
-"""What a round and a plain step take on this machine: the real target, drafter and rule on a real prompt.
+"""What a round and a plain step take on this machine: the real target, drafter and rule on a real
+prompt.
 
 Shape letters: B batch.
 """
@@ -31,12 +32,14 @@ class RoundSeconds(NamedTuple):
 
 @torch.inference_mode()
 def time_step(target: Target, prompt: Any, uniforms: Uniforms, repeats: int = 14) -> float:
-    """Median seconds of a plain step behind ``prompt``, the draw included; takes ``repeats`` + 3 of them."""
-    token = categorical(target.prefill(prompt, 0).laws[:, -1], uniforms.draw(1)[:, 0])
+    """Median seconds of a plain step after ``prompt``, the draw included; takes ``repeats`` + 3 of
+    them.
+    """
+    token = categorical(target.prefill(prompt, 0).probs[:, -1], uniforms.draw(1)[:, 0])
 
     def step() -> None:
         nonlocal token
-        token = categorical(target.step(token).laws[:, 0], uniforms.draw(1)[:, 0])
+        token = categorical(target.step(token).probs[:, 0], uniforms.draw(1)[:, 0])
 
     return measure(step, repeats=repeats, warmup=3)
 
@@ -45,24 +48,26 @@ def time_step(target: Target, prompt: Any, uniforms: Uniforms, repeats: int = 14
 def time_round(
     target: Target, drafter: Drafter, rule: Rule, prompt: Any, uniforms: Uniforms, repeats: int = 7
 ) -> RoundSeconds:
-    """Seconds of one round behind ``prompt``; needs room for ``repeats`` + 2 tokens of answer."""
+    """Seconds of one round after ``prompt``; needs room for ``repeats`` + 2 tokens of answer."""
     output = target.prefill(prompt, drafter.max_nodes)
-    feedback = Feedback(output, categorical(output.laws[:, -1], uniforms.draw(1)[:, 0]))
+    feedback = Feedback(output, categorical(output.probs[:, -1], uniforms.draw(1)[:, 0]))
     drafter.begin(feedback, Clock())
     tree = drafter.propose(feedback, uniforms)
     output = target.score(tree)
-    verdict = decide(rule, tree, output.laws, uniforms)
-    verdict.kept = torch.ones_like(verdict.kept)  # so that every repetition commits one token and none overflows
-    feedback = Feedback(output, verdict.next_token, tree, verdict, committed(tree, verdict))
+    result = decide(rule, tree, output.probs, uniforms)
+    result.kept = torch.ones_like(
+        result.kept
+    )  # so that every repetition commits one token and none overflows
+    feedback = Feedback(output, result.next_token, tree, result, committed(tree, result))
 
-    def settle() -> None:
-        decide(rule, tree, output.laws, uniforms)
-        target.commit(verdict)
+    def decide_and_commit() -> None:
+        decide(rule, tree, output.probs, uniforms)
+        target.commit(result)
 
     parts: list[Callable[[], object]] = [
         lambda: drafter.propose(feedback, uniforms),
         lambda: target.score(tree),
-        settle,
+        decide_and_commit,
     ]
     return RoundSeconds(*(measure(part, repeats=repeats, warmup=2) for part in parts))
 
@@ -79,13 +84,16 @@ def planned(
 ) -> Plan:
     """The plan of ``shapes`` by ``acceptance`` on measured seconds, which it holds.
 
-    In each pass the plain step is timed before and after the rounds of all shapes; passes go on until the choice is
-    stable (see :func:`specmm.autotune.until_stable`).
+    In each pass the plain step is timed before and after the rounds of all shapes; passes go on
+    until the choice is stable (see :func:`specmm.autotune.until_stable`).
     """
 
     def one_pass(measured: Passes) -> None:
         before = time_step(target, prompt, uniforms, repeats)
-        rounds = [(shape, time_round(target, drafter_of(shape), rule, prompt, uniforms, repeats)) for shape in shapes]
+        rounds = [
+            (shape, time_round(target, drafter_of(shape), rule, prompt, uniforms, repeats))
+            for shape in shapes
+        ]
         after = time_step(target, prompt, uniforms, repeats)
         measured.add((before + after) / 2, rounds)
 

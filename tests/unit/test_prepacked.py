@@ -1,4 +1,6 @@
-"""Weights laid out for a CPU: the same values under the same names, and the same products up to rounding."""
+"""Weights laid out for a CPU: the same values under the same names, and the same products up to
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,18 @@ import torch
 from torch import nn
 
 from specmm.dtypes import bfloat16_products
-from specmm.layout import PackedLinear, lay_weights, product
+from specmm.prepacked import PackedLinear, lay_weights, product
 
-PACKS = pytest.mark.skipif(not bfloat16_products(), reason="needs a processor with bfloat16 products")
+PACKS = pytest.mark.skipif(
+    not bfloat16_products(), reason="needs a processor with bfloat16 products"
+)
 
 
 def network(dtype: torch.dtype) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(24, 96), nn.GELU(approximate="tanh"), nn.Linear(96, 24, bias=False)).to(dtype)
+    return nn.Sequential(
+        nn.Linear(24, 96), nn.GELU(approximate="tanh"), nn.Linear(96, 24, bias=False)
+    ).to(dtype)
 
 
 @pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
@@ -40,7 +46,9 @@ def test_names_shapes_and_values_stay(dtype: torch.dtype) -> None:
 def test_float32_lies_column_by_column() -> None:
     wide, narrow = lay_weights(network(torch.float32))[0::2]
     assert wide.weight.stride() == (1, 96) and narrow.weight.stride() == (1, 24)
-    assert lay_weights(nn.Linear(1024, 1024)).weight.stride() == (1024, 1), "large ones are left as they are"
+    assert lay_weights(nn.Linear(1024, 1024)).weight.stride() == (1024, 1), (
+        "large ones are left as they are"
+    )
 
 
 @PACKS
@@ -55,15 +63,23 @@ def test_networks_of_long_inputs_hold_float32_twice_and_use_it_by_tokens_not_row
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     laid = lay_weights(network(torch.float32), long=True)
-    assert isinstance(laid[0], PackedLinear) and laid[0].packed is not None and laid[0].weight.stride() == (1, 96)
+    assert (
+        isinstance(laid[0], PackedLinear)
+        and laid[0].packed is not None
+        and laid[0].weight.stride() == (1, 96)
+    )
     used = lambda *shape: laid[2].current(torch.zeros(*shape, 96), gelu=False) is not None  # noqa: E731
     assert used(1, 64) and used(32, 64) and not used(1, 63) and not used(32, 16) and not used()
-    assert laid[0].current(torch.zeros(1, 2, 24), gelu=True) is not None, "a GELU is applied in the cache at any length"
+    assert laid[0].current(torch.zeros(1, 2, 24), gelu=True) is not None, (
+        "a GELU is applied in the cache at any length"
+    )
     x = torch.randn(4, 64, 24, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         assert all(torch.equal(laid(x)[i : i + 1], laid(x[i : i + 1])) for i in range(4))
-        monkeypatch.setattr("specmm.layout.LONG", 65)
-        torch.testing.assert_close(laid(x), lay_weights(network(torch.float32))(x), atol=1e-6, rtol=1e-6)
+        monkeypatch.setattr("specmm.prepacked.LONG", 65)
+        torch.testing.assert_close(
+            laid(x), lay_weights(network(torch.float32))(x), atol=1e-6, rtol=1e-6
+        )
 
 
 @PACKS
@@ -72,7 +88,9 @@ def test_a_copy_follows_its_weight(assign: bool) -> None:
     laid, x = lay_weights(network(torch.bfloat16)), torch.ones(3, 24, dtype=torch.bfloat16)
     with torch.inference_mode():
         assert bool((laid(x) != 0).any())
-    laid.load_state_dict({name: torch.zeros_like(w) for name, w in laid.state_dict().items()}, assign=assign)
+    laid.load_state_dict(
+        {name: torch.zeros_like(w) for name, w in laid.state_dict().items()}, assign=assign
+    )
     with torch.inference_mode():
         assert bool((laid(x) == 0).all())
     with torch.no_grad():
@@ -101,15 +119,22 @@ def test_a_packed_layer_learns_and_is_copied() -> None:
 
 
 @PACKS
-def test_a_network_too_large_to_be_held_twice_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specmm.layout.MOST", 24 * 96)
+def test_a_network_too_large_to_be_held_twice_is_left_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("specmm.prepacked.MOST", 24 * 96)
     assert type(lay_weights(network(torch.bfloat16))[0]) is nn.Linear
 
 
 @pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_product_takes_another_bias_and_a_gelu(dtype: torch.dtype, near: float, packed: bool) -> None:
-    layer, bias = network(dtype)[0], torch.randn(96, generator=torch.Generator().manual_seed(1)).to(dtype)
+def test_a_product_takes_another_bias_and_a_gelu(
+    dtype: torch.dtype, near: float, packed: bool
+) -> None:
+    layer, bias = (
+        network(dtype)[0],
+        torch.randn(96, generator=torch.Generator().manual_seed(1)).to(dtype),
+    )
     x = torch.randn(5, 24, generator=torch.Generator().manual_seed(2)).to(dtype)
     wanted = nn.functional.linear(x.double(), layer.weight.double(), bias.double())
     with torch.inference_mode():

@@ -1,4 +1,5 @@
-"""The picture as it grows from scale to scale: sums of codes, tokens, and what the transformers are given.
+"""The picture as it grows from scale to scale: sums of codes, tokens, and what the transformers are
+given.
 
 Shape letters: B batch, E code width, P latent side, p side of a scale.
 """
@@ -12,14 +13,15 @@ from specmm.image_ar.scales.quantizer import MultiScaleQuantizer
 from specmm.image_ar.scales.sampling import Choice
 
 
-class Canvas:
-    """Tokens [B, p²] by scale, the sums f_hat [B, E, P, P] behind them and the inputs [B, p², E] of later scales.
+class FeatureMap:
+    """Tokens [B, p²] by scale, the sums f_hat [B, E, P, P] after them and the inputs [B, p², E] of
+    later scales.
 
     It belongs to no model: whoever draws the next scale goes on from here.
     """
 
     def __init__(self, quantizer: MultiScaleQuantizer, batch: int) -> None:
-        self.quantizer, self.batch, self.ladder = quantizer, batch, quantizer.ladder
+        self.quantizer, self.batch, self.schedule = quantizer, batch, quantizer.schedule
         self.tokens: list[Tensor] = []
         self.sums: list[Tensor] = []
         self._inputs: list[Tensor] = []
@@ -32,7 +34,7 @@ class Canvas:
         painted = self.quantizer.paint(codes, k)
         self.sums.append(self.sums[-1] + painted if k else painted)
         self.tokens.append(choice.tokens)
-        if k + 1 < len(self.ladder):
+        if k + 1 < len(self.schedule):
             self._inputs.append(self.quantizer.reduce(self.sums[k], k + 1))
 
     def _blend(self, weights: Tensor) -> Tensor:
@@ -42,7 +44,9 @@ class Canvas:
         return mixed.transpose(1, 2).unflatten(2, (side, side))
 
     def inputs(self, first: int, last: int) -> Tensor | None:
-        """The transformer's inputs [B, T, E] at scales ``first`` … ``last``; scale 0 has none but the class."""
+        """The transformer's inputs [B, T, E] at scales ``first`` … ``last``; scale 0 has none but
+        the class.
+        """
         parts = self._inputs[max(first - 1, 0) : last]
         return torch.cat(parts, dim=1) if parts else None
 

@@ -1,4 +1,4 @@
-"""Laws in Triton: logits processed into one, and a token drawn from one.
+"""Distributions in Triton: logits processed into one, and a token drawn from one.
 
 Shape letters: V vocabulary.
 """
@@ -37,7 +37,9 @@ def _largest(row, V, temperature, BLOCK: tl.constexpr):
 
 @triton.jit
 def _above(row, V, temperature, top, least, mark, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Count, or weight exp(x - top), of a row's logits whose key is at least ``least`` and above ``mark``."""
+    """Count, or weight exp(x - top), of a row's logits whose key is at least ``least`` and above
+    ``mark``.
+    """
     total = tl.full([], 0.0, tl.float32)
     for start in range(0, V, BLOCK):
         v = start + tl.arange(0, BLOCK)
@@ -63,7 +65,9 @@ def process(
     row, out, V, temperature, top_k, top_p,
     GREEDY: tl.constexpr, TOP_P: tl.constexpr, TOP_P_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the law of a row of logits: temperature, top-k, top-p, softmax (:class:`specmm.processors.Processor`)."""
+    """Store the distribution of a row of logits: temperature, top-k, top-p, softmax
+    (:class:`specmm.processors.Processor`).
+    """
     top, place = _largest(row, V, temperature, BLOCK)
     least, total = tl.full([], -(2**31), tl.int32), tl.full([], 1.0, row.dtype.element_ty)
     if not GREEDY:
@@ -73,22 +77,26 @@ def process(
         if TOP_P:
             pool = everything if TOP_P_FIRST else least
             mass = _above(row, V, temperature, top, pool, -(2**31) - 1, True, BLOCK)
-            least = tl.maximum(least, _threshold(row, V, temperature, top, pool, top_p * mass, True, BLOCK))
+            least = tl.maximum(
+                least, _threshold(row, V, temperature, top, pool, top_p * mass, True, BLOCK)
+            )
         total = _above(row, V, temperature, top, least, -(2**31) - 1, True, BLOCK)
     for start in range(0, V, BLOCK):
         v = start + tl.arange(0, BLOCK)
         if GREEDY:
-            law = (v == place).to(out.dtype.element_ty)
+            probs = (v == place).to(out.dtype.element_ty)
         else:
             x = tl.load(row + v, mask=v < V, other=float("-inf")) / temperature
-            law = tl.where(_key(x) >= least, tl.exp(x - top) / total, 0.0)
-        tl.store(out + v, law, mask=v < V)
+            probs = tl.where(_key(x) >= least, tl.exp(x - top) / total, 0.0)
+        tl.store(out + v, probs, mask=v < V)
     tl.debug_barrier()
 
 
 @triton.jit
 def draw(now, uniform, V, BLOCK: tl.constexpr):
-    """A token of the law ``now`` of any total by the inverse of its cumulative sum; never one of zero mass."""
+    """A token of the distribution ``now`` of any total by the inverse of its cumulative sum; never
+    one of zero mass.
+    """
     total = tl.full([], 0.0, now.dtype.element_ty)
     for start in range(0, V, BLOCK):
         v = start + tl.arange(0, BLOCK)

@@ -1,4 +1,5 @@
-"""The ladder of scales a next-scale model climbs: grids of growing sides, their tokens one after the other.
+"""The schedule of scales a next-scale model climbs: grids of growing sides, their tokens one after
+the other.
 
 Shape letters: K scales, L tokens of all scales together, T queries, S keys.
 """
@@ -17,7 +18,7 @@ PATCHES_512 = (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)
 
 
 @dataclass(frozen=True)
-class Ladder:
+class ScaleSchedule:
     """Scales k = 0 … K-1 with ``sides[k]``² tokens each, coarse to fine."""
 
     sides: tuple[int, ...]
@@ -56,6 +57,8 @@ class Ladder:
 
 
 def scale_bias(queries: Tensor, keys: Tensor) -> Tensor:
-    """Additive mask [1, 1, T, S] of levels [1, T] and [1, S]: a level sees itself and the coarser ones."""
+    """Additive mask [1, 1, T, S] of levels [1, T] and [1, S]: a level sees itself and the coarser
+    ones.
+    """
     hidden = queries[0, :, None] < keys[0]
     return torch.zeros(hidden.shape, device=keys.device).masked_fill_(hidden, -math.inf)[None, None]

@@ -1,4 +1,6 @@
-"""Rows that are refilled: the samples are those of fresh batches, and no row idles."""
+"""Rows that are taken over by waiting samples: the samples are those of fresh batches, and no row
+idles.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +9,8 @@ import pytest
 import torch
 
 from specmm import methods, randomness
+from specmm.batch_invariant import batch_invariant
+from specmm.continuous_batching import Queue
 from specmm.decode import decode
 from specmm.image_ar.tokens import pipeline
 from specmm.image_ar.tokens.drafters.jacobi import Initial, JacobiDrafter
@@ -15,14 +19,12 @@ from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.refill import Queue
-from specmm.steady import steady
 from specmm.verify import Recursive
 
 NAMES = ("heart", "time", "country-flag")
 FLOWING = (
     methods.Speculative(),
-    methods.Speculative(tree=(2, 2, 1), rule="recursive", hindsight=0.0),
+    methods.Speculative(tree=(2, 2, 1), rule="recursive", rejected_weight=0.0),
     methods.LanternPP(),
     methods.SJD(window=5),
 )
@@ -30,25 +32,33 @@ FLOWING = (
 
 def drawn(pipe: LlamaGenPipeline, count: int, batch: int, **options: Any) -> Any:
     generators = [torch.Generator().manual_seed(50 + s) for s in range(count)]
-    with steady():
-        return pipe([NAMES[i % 3] for i in range(count)], generator=generators, batch_size=batch, **options)
+    with batch_invariant():
+        return pipe(
+            [NAMES[i % 3] for i in range(count)], generator=generators, batch_size=batch, **options
+        )
 
 
 @pytest.mark.parametrize("cfg", [1.0, 2.5])
 @pytest.mark.parametrize("method", FLOWING, ids=[str(i) for i in range(len(FLOWING))])
 def test_pictures_are_those_of_fresh_batches(
-    make_tiny: Callable[..., LlamaGenPipeline], method: methods.Method, cfg: float, monkeypatch: pytest.MonkeyPatch
+    make_tiny: Callable[..., LlamaGenPipeline],
+    method: methods.Method,
+    cfg: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pipe = make_tiny()
     pipe.set_progress_bar_config(disable=True)
     assert method.drafts and method.can_refill
-    flowing = drawn(pipe, 11, 3, method=method, cfg=cfg, output_type="latent")
+    continuous = drawn(pipe, 11, 3, method=method, cfg=cfg, output_type="latent")
     monkeypatch.setattr(pipeline, "TURNS", 1)
     apart = drawn(pipe, 11, 3, method=method, cfg=cfg, output_type="latent")
-    assert torch.equal(flowing.tokens, apart.tokens)
-    assert (flowing.stats.tokens, flowing.stats.rounds) == (apart.stats.tokens, apart.stats.rounds)
-    assert flowing.stats.kept == apart.stats.kept
-    assert flowing.stats.batch_rounds < apart.stats.batch_rounds
+    assert torch.equal(continuous.tokens, apart.tokens)
+    assert (continuous.stats.tokens, continuous.stats.rounds) == (
+        apart.stats.tokens,
+        apart.stats.rounds,
+    )
+    assert continuous.stats.kept == apart.stats.kept
+    assert continuous.stats.batch_rounds < apart.stats.batch_rounds
 
 
 def test_the_bar_moves_with_every_picture(make_tiny: Callable[..., LlamaGenPipeline]) -> None:
@@ -72,7 +82,9 @@ def test_the_bar_moves_with_every_picture(make_tiny: Callable[..., LlamaGenPipel
     assert moves == [1] * 7 + [0]
 
 
-def test_what_cannot_flow_is_drawn_batch_by_batch(make_tiny: Callable[..., LlamaGenPipeline]) -> None:
+def test_what_cannot_flow_is_drawn_batch_by_batch(
+    make_tiny: Callable[..., LlamaGenPipeline],
+) -> None:
     pipe = make_tiny()
     pipe.set_progress_bar_config(disable=True)
     others = (methods.AR(), methods.Eagle(), methods.Auto(), methods.Lantern())
@@ -84,20 +96,31 @@ def test_what_cannot_flow_is_drawn_batch_by_batch(make_tiny: Callable[..., Llama
 @pytest.mark.parametrize("initial", ["left", "above"])
 def test_padded_captions(initial: Initial) -> None:
     torch.manual_seed(0)
-    config = GPTConfig(32, 2, 2, 24, 16, model_type="t2i", cls_token_num=3, caption_dim=4, multiple_of=8)
+    config = GPTConfig(
+        32, 2, 2, 24, 16, model_type="t2i", cls_token_num=3, caption_dim=4, multiple_of=8
+    )
     model = Transformer(config)
     model.output.weight.data.normal_(std=0.4)
-    features, mask = torch.randn(5, 3, 4), torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 1], [0, 1, 1], [1, 1, 1]])
+    features, mask = (
+        torch.randn(5, 3, 4),
+        torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 1], [0, 1, 1], [1, 1, 1]]),
+    )
     prompt = Prompt(features, mask)
 
     def run(first: slice, queue: Queue | None, seeds: list[int]) -> torch.Tensor:
         target = LlamaGenTarget(model, Guidance(2.0), Processor())
-        drafter, dice = JacobiDrafter(target, 4, initial), Uniforms.from_seeds(seeds)
-        *_, end = decode(target, drafter, Recursive(), prompt.rows(first), 16, dice, queue=queue)
+        drafter, uniforms = JacobiDrafter(target, 4, initial), Uniforms.from_seeds(seeds)
+        *_, end = decode(
+            target, drafter, Recursive(), prompt.rows(first), 16, uniforms, queue=queue
+        )
         return torch.stack(queue.tokens) if queue else end.tokens[:, :16]
 
-    queue = Queue(lambda i: prompt.rows(slice(i, i + 1)), [torch.Generator().manual_seed(s) for s in range(5)], 2)
-    with steady():
+    queue = Queue(
+        lambda i: prompt.rows(slice(i, i + 1)),
+        [torch.Generator().manual_seed(s) for s in range(5)],
+        2,
+    )
+    with batch_invariant():
         assert torch.equal(run(slice(2), queue, [0, 1]), run(slice(None), None, list(range(5))))
 
 
@@ -107,7 +130,7 @@ def test_a_row_draws_from_the_generator_it_is_given(monkeypatch: pytest.MonkeyPa
     other = torch.rand(60, generator=torch.Generator().manual_seed(2))
     fresh = torch.rand(60, generator=torch.Generator().manual_seed(3))
     seen = [uniforms.draw(5)[1], uniforms.draw(2)[1]]
-    first = uniforms.admit(0, torch.Generator().manual_seed(3))
+    first = uniforms.start_row(0, torch.Generator().manual_seed(3))
     assert torch.equal(first, fresh[:1])
     row = []
     for count in (1, 4, 20, 3):
@@ -116,5 +139,7 @@ def test_a_row_draws_from_the_generator_it_is_given(monkeypatch: pytest.MonkeyPa
         seen.append(both[1])
     assert torch.equal(torch.cat(row), fresh[1:29]) and torch.equal(torch.cat(seen), other[:35])
     again = torch.rand(20, generator=torch.Generator().manual_seed(4))
-    first = uniforms.admit(0, torch.Generator().manual_seed(4))  # nothing is left of the sample before
+    first = uniforms.start_row(
+        0, torch.Generator().manual_seed(4)
+    )  # nothing is left of the sample before
     assert torch.equal(torch.cat([first, uniforms.draw(19)[0]]), again)

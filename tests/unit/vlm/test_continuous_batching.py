@@ -1,19 +1,21 @@
-"""Rows of answers that take up the next question: every class of model, its positions and drafters' memories."""
+"""Rows of answers that take up the next question: every class of model, its positions and drafters'
+memories.
+"""
 
 import pytest
 import torch
 
+from specmm.batch_invariant import batch_invariant
+from specmm.continuous_batching import Queue
 from specmm.decode import decode, decode_plain
 from specmm.drafter import NoDrafts
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
-from specmm.hf.running import Asked
+from specmm.hf.running import Prompts
 from specmm.hf.target import VLMPrompt, VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.refill import Queue
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.static import branching
-from specmm.steady import steady
 from specmm.stopping import EndTokens
 from specmm.verify import Recursive
 from specmm.vlm.drafters.msd import MSDDrafter
@@ -22,7 +24,14 @@ from specmm.vlm.train.msd import msd_config
 
 LENGTH = 12
 STOP = EndTokens([3, 8, 13, 21, 30])
-ASKED = [[1, 5, "1", 6], [1, 9, 10, 11, 9, 10], [7], ["3", 12, 13, 14, "2", 4], [1, "4"], [5, 6, "2", 7, 8, 9, 5, 6]]
+ASKED = [
+    [1, 5, "1", 6],
+    [1, 9, 10, 11, 9, 10],
+    [7],
+    ["3", 12, 13, 14, "2", 4],
+    [1, "4"],
+    [5, 6, "2", 7, 8, 9, 5, 6],
+]
 SEEDS = list(range(20, 26))
 
 
@@ -43,12 +52,14 @@ DRAFTERS = {
 
 def answered(target, drafter, prompts, seeds, rows, length=LENGTH):
     """The tokens of each prompt, ``rows`` answered at a time, and the rounds of the batch."""
-    asked = Asked(lambda some: prompts(some), len(seeds), rows)
+    asked = Prompts(lambda some: prompts(some), len(seeds), rows)
     first = asked.first(target)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    queue, dice = asked.queue(target, generators), Uniforms(generators[: len(first.lengths)])
-    with steady():
-        *_, end = decode(target, drafter, Recursive(), first, length, dice, stop=STOP, queue=queue)
+    queue, uniforms = asked.queue(target, generators), Uniforms(generators[: len(first.lengths)])
+    with batch_invariant():
+        *_, end = decode(
+            target, drafter, Recursive(), first, length, uniforms, stop=STOP, queue=queue
+        )
     return queue.tokens, end.stats.batch_rounds
 
 
@@ -60,26 +71,34 @@ def prompts_of(zoo, family, questions):
 def test_answers_do_not_depend_on_what_their_row_held(zoo, family, drafting):
     target = VLMTarget(zoo.model(family), Processor(1.0, repetition_penalty=1.2))
     drafter = DRAFTERS[drafting](target)
-    flowing, rounds = answered(target, drafter, prompts_of(zoo, family, ASKED), SEEDS, 2)
-    alone = [answered(target, drafter, prompts_of(zoo, family, [q]), [s], 1) for q, s in zip(ASKED, SEEDS, strict=True)]
-    for tokens, ([wanted], _) in zip(flowing, alone, strict=True):
+    continuous, rounds = answered(target, drafter, prompts_of(zoo, family, ASKED), SEEDS, 2)
+    alone = [
+        answered(target, drafter, prompts_of(zoo, family, [q]), [s], 1)
+        for q, s in zip(ASKED, SEEDS, strict=True)
+    ]
+    for tokens, ([wanted], _) in zip(continuous, alone, strict=True):
         assert torch.equal(tokens, wanted)
-    assert len({len(tokens) for tokens in flowing}) > 1
+    assert len({len(tokens) for tokens in continuous}) > 1
     assert rounds < sum(n for _, n in alone)
 
 
 def test_plain_rows_draw_what_the_plain_loop_draws(zoo, family):
     target = VLMTarget(zoo.model(family), Processor(1.0))
     prompts = prompts_of(zoo, family, ASKED)
-    flowing, _ = answered(target, NoDrafts(), prompts, SEEDS, 2)
-    with steady():
-        *_, end = decode_plain(target, prompts(slice(None)), LENGTH, Uniforms.from_seeds(SEEDS), stop=STOP)
-    for tokens, row, count in zip(flowing, end.tokens, end.counts.tolist(), strict=True):
+    continuous, _ = answered(target, NoDrafts(), prompts, SEEDS, 2)
+    with batch_invariant():
+        *_, end = decode_plain(
+            target, prompts(slice(None)), LENGTH, Uniforms.from_seeds(SEEDS), stop=STOP
+        )
+    for tokens, row, count in zip(continuous, end.tokens, end.counts.tolist(), strict=True):
         assert torch.equal(tokens, row[:count])
 
 
 def test_a_first_token_may_end_its_sample(zoo):
-    target, prompts = VLMTarget(zoo.model("llava"), Processor(1.0)), prompts_of(zoo, "llava", ASKED * 4)
+    target, prompts = (
+        VLMTarget(zoo.model("llava"), Processor(1.0)),
+        prompts_of(zoo, "llava", ASKED * 4),
+    )
     found, _ = answered(target, NoDrafts(), prompts, list(range(24)), 2)
     assert min(map(len, found)) == 1 and all(len(tokens) for tokens in found)
 
@@ -92,20 +111,20 @@ def test_none_is_lost_when_all_rows_end_at_once(zoo, drafting):
     assert [int(tokens) for tokens in found] == [int(tokens[0]) for tokens in whole]
 
 
-def test_rows_that_are_done_leave_nothing_behind(zoo):
+def test_rows_that_are_done_leave_nothing_after(zoo):
     target = VLMTarget(zoo.model("llava"), Processor(1.0))
     answered(target, NoDrafts(), prompts_of(zoo, "llava", ASKED), SEEDS, 2)
-    assert not hasattr(target.admitted, "admitted")
+    assert not hasattr(target.started, "started")
 
 
 def test_what_does_not_fit_a_row_is_refused(zoo):
     target = VLMTarget(zoo.model("llava"), Processor(0))
     target.prefill(VLMPrompt(zoo.batch("llava", [[1, 2]]), 2), 1)
     with pytest.raises(ValueError, match="a sample must fit the 4 slots of its row, got 8"):
-        target.admit(0, VLMPrompt(zoo.batch("llava", [[1, 2, 3, 4, 5, 6]]), 2))
+        target.start_row(0, VLMPrompt(zoo.batch("llava", [[1, 2, 3, 4, 5, 6]]), 2))
     long = [[1, 2], [1] * 250]
     with pytest.raises(ValueError, match="must fit the 256 positions"):
-        Asked(prompts_of(zoo, "llava", long), 2, 1).first(target)
+        Prompts(prompts_of(zoo, "llava", long), 2, 1).first(target)
 
 
 def test_numbers_follow_the_sample():

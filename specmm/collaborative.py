@@ -1,7 +1,9 @@
-"""Models that take turns over the steps of one sample, without verification: CoDe's schedule (arXiv 2411.17787).
+"""Models that take turns over the steps of one sample, without verification: CoDe's schedule (arXiv
+2411.17787).
 
-A handoff is no acceptance rule. What the first model has drawn stays, and the second goes on from it, so the output
-follows neither model's law and the certificate is ``heuristic``, unless one model draws everything.
+A switch is no acceptance rule. What the first model has drawn stays, and the second goes on from
+it, so the output follows neither model's distribution and the certificate is ``heuristic``, unless
+one model draws everything.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ class Worker(Protocol):
 
 @dataclass(frozen=True)
 class Turn:
-    """Steps one model does: ``open(steps)`` brings it to work when its turn has come; ``part`` names its time."""
+    """Steps one model does: ``open(steps)`` brings it to work when its turn has come; ``part``
+    names its time.
+    """
 
     model: str
     part: str
@@ -37,11 +41,13 @@ def split(total: int, at: int) -> tuple[range, range]:
     Raises ``ValueError`` unless 0 ≤ ``at`` ≤ ``total``, a whole number.
     """
     if not isinstance(at, int) or not 0 <= at <= total:
-        raise ValueError(f"n must be a whole number from 0 (the second model alone) to {total} (the first), got {at!r}")
+        raise ValueError(
+            f"n must be a whole number from 0 (the second model alone) to {total} (the first), got {at!r}"
+        )
     return range(at), range(at, total)
 
 
-def handoff(turns: Sequence[Turn], clock: Clock) -> Iterator[int]:
+def alternate(turns: Sequence[Turn], clock: Clock) -> Iterator[int]:
     """Do the steps of ``turns`` one after the other, yielding the number of each.
 
     A worker is let go, and its memory with it, before the next is opened.
@@ -59,7 +65,7 @@ def handoff(turns: Sequence[Turn], clock: Clock) -> Iterator[int]:
 
 
 def certificate(turns: Sequence[Turn], target: str) -> Certificate:
-    """What a run may claim about the law of the model called ``target``."""
+    """What a run may claim about the distribution of the model called ``target``."""
     steps = {turn.model: len(turn.steps) for turn in turns if turn.steps}
     if set(steps) == {target}:
         return Certificate("exact", "plain decoding of the target", 0.0)

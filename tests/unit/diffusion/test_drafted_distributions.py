@@ -1,0 +1,147 @@
+"""What block drafters sample is the target's distribution; recording another than drafts are drawn
+from is caught.
+"""
+
+import pytest
+import torch
+
+from specmm.diffusion_drafters.recorded_drafts import followed_marginals, with_root
+from specmm.processors import Processor
+from specmm.randomness import Uniforms
+from specmm.tree import DraftTree
+from tests.unit.diffusion.conftest import DRAFTERS, SMALL, fits, run, samples, sequence_distribution
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_samples_follow_the_targets_distribution(name):
+    processor = Processor(1.3)
+    tokens = samples(DRAFTERS[name], processor, 600 if "diffuspec" in name else 3000)
+    assert fits(sequence_distribution(processor, [1, 3, 2], 3), tokens)
+
+
+class LikeliestWithMarginals:
+    """A broken twin: the likeliest tokens, recorded as if they had been drawn."""
+
+    def __init__(self, whole):
+        self.whole, self.max_nodes, self.max_depth = whole, whole.max_nodes, whole.max_depth
+        self.begin = whole.begin
+
+    def propose(self, feedback, uniforms):
+        tree = self.whole.propose(feedback, uniforms)
+        return DraftTree(
+            tree.probs.argmax(-1).index_copy(1, torch.tensor([0]), tree.tokens[:, :1]),
+            tree.shape,
+            tree.probs,
+        )
+
+
+def test_a_chosen_path_with_marginals_is_caught():
+    tokens = samples(
+        lambda t: LikeliestWithMarginals(DRAFTERS["chain of dream"](t)), Processor(1.3), 3000
+    )
+    assert not fits(sequence_distribution(Processor(1.3), [1, 3, 2], 3), tokens)
+
+
+class ForgetsPairs(LikeliestWithMarginals):
+    """A broken twin: tokens drawn after one another, recorded with what the block says of them by
+    themselves.
+    """
+
+    def propose(self, feedback, uniforms):
+        tree = self.whole.propose(feedback, uniforms)
+        target, tokens = self.whole.target, feedback.token
+        source = self.whole.source
+        probs = followed_marginals(
+            tokens, self.logits, self.whole.probs, source.follow, source.known
+        )
+        assert target.processor == self.whole.probs
+        return DraftTree(tree.tokens, tree.shape, with_root(probs))
+
+    def __init__(self, whole):
+        super().__init__(whole)
+        logits = whole.source.logits
+
+        def kept(*given):
+            self.logits = logits(*given)
+            return self.logits
+
+        whole.source.logits = kept
+
+
+class ForgetsMemory(ForgetsPairs):
+    """A broken twin: tokens drawn after all before them, recorded with the distributions after the
+    latest alone.
+    """
+
+    def propose(self, feedback, uniforms):
+        tree = self.whole.propose(feedback, uniforms)
+        scores, _ = self.whole.source.follow(self.logits, tree.tokens[:, :-1], None)
+        return DraftTree(tree.tokens, tree.shape, with_root(self.whole.probs(scores)))
+
+
+@pytest.mark.slow  # 20,000 samples twice
+def test_pairs_recorded_as_marginals_are_caught():
+    probs, many = (
+        sequence_distribution(Processor(1.3), [1, 3, 2], 3),
+        20_000,
+    )  # few rows keep two drafts
+    assert fits(probs, samples(DRAFTERS["chain of pairs"], Processor(1.3), many))
+    assert not fits(
+        probs, samples(lambda t: ForgetsPairs(DRAFTERS["chain of pairs"](t)), Processor(1.3), many)
+    )
+
+
+@pytest.mark.slow  # 20,000 samples twice
+def test_a_memory_that_records_forget_is_caught():
+    probs, many = sequence_distribution(Processor(1.3), [1, 3, 2], 3), 20_000
+    assert fits(probs, samples(DRAFTERS["chain with a memory"], Processor(1.3), many))
+    assert not fits(
+        probs,
+        samples(lambda t: ForgetsMemory(DRAFTERS["chain with a memory"](t)), Processor(1.3), many),
+    )
+
+
+class Independent(LikeliestWithMarginals):
+    """A broken twin: siblings drawn without replacement, recorded as if they had been drawn with
+    it.
+    """
+
+    def propose(self, feedback, uniforms):
+        tree = self.whole.propose(feedback, uniforms)
+        eldest = [0, 1, 1, 3, 3, 5, 6, 6, 6]  # of each of BUSH's nodes and its siblings
+        return DraftTree(tree.tokens, tree.shape, tree.probs[:, eldest])
+
+
+@pytest.mark.slow  # 20,000 samples twice
+def test_siblings_recorded_as_independent_are_caught():
+    probs, many = sequence_distribution(Processor(1.3), [1, 3, 2], 3), 20_000
+    assert fits(probs, samples(DRAFTERS["drawn tree of pairs"], Processor(1.3), many))
+    assert not fits(
+        probs,
+        samples(lambda t: Independent(DRAFTERS["drawn tree of pairs"](t)), Processor(1.3), many),
+    )
+
+
+def test_a_sure_chain_is_cut_before_it_is_drawn():
+    lengths = []
+
+    class Watch(LikeliestWithMarginals):
+        def propose(self, feedback, uniforms):
+            tree = self.whole.propose(feedback, uniforms)
+            lengths.append(tree.shape.depth)
+            return tree
+
+    def sample(seed):
+        uniforms = Uniforms.from_seeds([seed])
+        return run(
+            lambda t: Watch(DRAFTERS["sure chain"](t)),
+            Processor(1.3),
+            uniforms,
+            [[1, 3, 2]],
+            SMALL,
+            3,
+        )
+
+    tokens = torch.cat([sample(seed).tokens[:, :2] for seed in range(100)])
+    assert min(lengths) < max(lengths) <= 4
+    assert fits(sequence_distribution(Processor(1.3), [1, 3, 2], 2), tokens)
