@@ -71,9 +71,8 @@ def imports(text: str, known: Sequence[str]) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             inside = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= inside if inside & set(known) else {node.module}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if re.fullmatch(r"specmm[\w.]*:\w+", node.value):
-                found.add(node.value.partition(":")[0])
+    # what a registry imports when it is asked for
+    found |= set(re.findall(r"\"(specmm[\w.]*):\w+\"", text))
     return found & set(known)
 
 
