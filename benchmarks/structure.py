@@ -63,7 +63,7 @@ def module_name(path: str) -> str:
 
 
 def imports(text: str, known: Sequence[str]) -> set[str]:
-    """The ``known`` modules that ``text`` imports, lazily or not, or names as "module:function"."""
+    """The ``known`` modules that ``text`` imports, lazily or not."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -71,16 +71,20 @@ def imports(text: str, known: Sequence[str]) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             inside = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= inside if inside & set(known) else {node.module}
-    # what a registry imports when it is asked for
-    found |= set(re.findall(r"\"(specmm[\w.]*):\w+\"", text))
     return found & set(known)
+
+
+def registered(text: str, known: Sequence[str]) -> set[str]:
+    """The ``known`` modules that a registry in ``text`` names as "module:function"."""
+    return set(re.findall(r"\"(specmm[\w.]*):\w+\"", text)) & set(known)
 
 
 def static_rows(texts: dict[str, str]) -> list[Row]:
     """What can be counted without running anything."""
     files = {module_name(path): path for path in texts}
     uses = {name: imports(texts[path], list(files)) - {name} for name, path in files.items()}
-    importers = Counter(module for used in uses.values() for module in used)
+    named = [registered(texts[path], list(files)) - {name} for name, path in files.items()]
+    importers = Counter(module for used in [*uses.values(), *named] for module in used)
     counted = {path: text for path, text in texts.items() if not path.startswith(RECIPES)}
     lines = {path: text.count("\n") for path, text in counted.items()}
     lone = [
