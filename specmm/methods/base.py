@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 from specmm.registry import Registry, unknown
 
-TreeName = str | tuple[int, ...]  # see specmm/shape/names.py
+TreeName = str | tuple[int, ...]  # see specmm/shape/trees.py
 Tree = TreeName | None  # None: the tree that the model's maker recommends
 M = TypeVar("M")
 
