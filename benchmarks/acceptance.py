@@ -39,7 +39,7 @@ from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.randomness import Uniforms
 from specmm.shape.sequoia import best_tree
-from specmm.shape.static import spine
+from specmm.shape.trees import spine
 from specmm.stats import Stats
 from specmm.tree import TreeShape
 from specmm.verify import (

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specmm.image_ar.tokens.drafters.block import BlockDrafter, Level
 from specmm.randomness import Uniforms, categorical
-from specmm.shape.sampled import sample_siblings, sample_siblings_iid
+from specmm.shape.trees import sample_siblings, sample_siblings_iid
 from specmm.tree import TreeShape
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.common import Row
 from benchmarks.drafting import draw_siblings
 from specmm.randomness import Uniforms
-from specmm.shape.static import spine
+from specmm.shape.trees import spine
 from specmm.tree import DraftTree
 from specmm.verify import (
     GreedyMultiDraft,

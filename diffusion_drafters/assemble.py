@@ -24,7 +24,7 @@ from specmm.diffusion_drafters.models.dflash import DFlash
 from specmm.hf.parts import Assembly, Verification, translated
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import PADDING
-from specmm.shape.names import static_tree
+from specmm.shape.trees import static_tree
 from specmm.verify import Block as BlockVerification
 from specmm.verify import PointMass, Recursive, Rule
 

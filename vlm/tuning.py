@@ -18,14 +18,13 @@ import torch
 from specmm import methods
 from specmm.acceptance_stats import WIDEST, AcceptanceCounter
 from specmm.autotune import Plan
-from specmm.decode import decode
+from specmm.decode import EndTokens, decode
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.profiling import planned
 from specmm.randomness import Uniforms
 from specmm.shape.sequoia import best_tree
-from specmm.shape.static import spine
-from specmm.stopping import EndTokens
+from specmm.shape.trees import spine
 from specmm.verify import Recursive
 from specmm.vlm.drafters.msd import MSDDrafter
 from specmm.vlm.drafters.msd_head import Acceptance, MSDHead

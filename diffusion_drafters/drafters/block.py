@@ -29,8 +29,7 @@ from specmm.hf.drafters.prompt_lookup import Recall
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import UniformSource
-from specmm.shape.heap import block_tree
-from specmm.shape.length import adaedl_stop
+from specmm.shape.blocks import adaedl_stop, block_tree
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 

@@ -21,7 +21,7 @@ from specmm.drafter import Feedback
 from specmm.growth import Level
 from specmm.hf.target import VLMTarget
 from specmm.randomness import UniformSource
-from specmm.shape.sampled import Siblings, draw_siblings
+from specmm.shape.trees import Siblings, draw_siblings
 from specmm.tree import DraftTree, TreeShape
 
 

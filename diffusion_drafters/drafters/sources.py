@@ -26,7 +26,7 @@ from specmm.diffusion_drafters.recorded_drafts import DrafterVocabulary, NextLog
 from specmm.drafter import Feedback
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
-from specmm.history import History
+from specmm.processors import History
 
 
 class BlockSource(Protocol):

@@ -11,7 +11,7 @@ from specmm.decode import decode
 from specmm.image_ar.tokens.drafters.block import BlockDrafter, BlockHead
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.randomness import Uniforms
-from specmm.shape.static import spine
+from specmm.shape.trees import spine
 from specmm.verify import Recursive
 
 

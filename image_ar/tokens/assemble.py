@@ -19,11 +19,10 @@ from specmm.image_ar.tokens.drafters.eagle import EagleDrafter
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.processors import Processor
-from specmm.registry import unknown
-from specmm.shape.names import make_tree, static_tree
-from specmm.spec import parse_spec
+from specmm.registry import parse_spec, unknown
+from specmm.shape.trees import make_tree, static_tree
 from specmm.verify import GreedyMatch, Rule, neighbour_table
-from specmm.verify.names import RuleKind, make_rule, rule_kind
+from specmm.verify.rule import RuleKind, make_rule, rule_kind
 
 T = TypeVar("T")
 DEFAULT_TREE = (3, 2, 2, 1, 1)

@@ -14,7 +14,7 @@ from specmm.tree import DraftTree, TreeShape
 from specmm.verify.bottom_up import Traversal
 from specmm.verify.exact import Recursive
 from specmm.verify.lantern import Lantern, LanternPP
-from specmm.verify.rule import Rule, settle
+from specmm.verify.rule import Rule, sample_result
 
 
 def accept(
@@ -38,7 +38,7 @@ def accept(
         probs = Processor(temperature, int(top_k), top_p, bool(top_p_first))(probs)
     tree = DraftTree(tokens, TreeShape(parents, depth, tokens.shape[1]), drafts)
     rule = Traversal() if leaves_first else _rule(table, near, bound, factor, offset)
-    result = settle(rule.decisions(tree, probs), tree.shape, uniforms)
+    result = sample_result(rule.decisions(tree, probs), tree.shape, uniforms)
     return result.path, result.kept, result.next_token
 
 

@@ -15,7 +15,7 @@ from specmm.tree import DraftTree
 from specmm.verify.bottom_up import Block, Traversal
 from specmm.verify.exact import GreedyMatch, PointMass, Recursive
 from specmm.verify.lantern import Lantern, LanternPP
-from specmm.verify.rule import Rule, VerifyResult, throw
+from specmm.verify.rule import Rule, VerifyResult, draw_uniforms
 
 GREEDY = [0.0, 0.0, 1.0, 0.0]  # processing that leaves the argmax
 
@@ -33,7 +33,7 @@ def decide_fused(
     if options is None:
         return None
     probs = p.float() if "processing" in options else p
-    numbers = throw(tree.shape, uniforms)
+    numbers = draw_uniforms(tree.shape, uniforms)
     path, kept, following = accept(
         probs, tree.tokens, tree.shape.parents, numbers, tree.shape.depth, **options
     )

@@ -25,9 +25,8 @@ FAMILIES: dict[str, Registry] = {
 def methods_command(as_json: Json = False) -> None:
     """List methods by family, and the drafters, trees and rules that method draft puts together."""
     from specmm.image_ar.tokens.assemble import DRAFTERS
-    from specmm.shape.names import TREES
-    from specmm.shape.static import NAMED
-    from specmm.verify.names import RULES, is_exact
+    from specmm.shape.trees import NAMED, TREES
+    from specmm.verify.rule import RULES, is_exact
 
     found: dict[str, Any] = {
         "methods": {family: _described(kinds) for family, kinds in FAMILIES.items()},

@@ -22,10 +22,9 @@ from specmm.hf.cache_slots import as_transformers
 from specmm.hf.families import Family
 from specmm.hf.probe import check_model
 from specmm.hf.prompt import VLMPrompt as VLMPrompt
-from specmm.history import History
 from specmm.kernels.tree_attention import Mask, TreeMask
 from specmm.kernels.tree_attention.interface import PLACEHOLDER
-from specmm.processors import Processor, check_finite
+from specmm.processors import History, Processor, check_finite
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
 from specmm.verify.rule import VerifyResult

@@ -1,26 +1,27 @@
 """LANTERN and LANTERN++: a draft image token may borrow the target's mass of its nearest codes.
 
-``relaxed(x) = target(x) + S_x`` (see ``neighbours``). What happens after a rejection is
-``residual``:
+A draft x is kept with min(1, relaxed(x) / q(x)), where ``relaxed(x) = target(x) + S_x`` and S_x is
+the mass borrowed (:class:`Neighbourhood`). What follows a rejection is ``residual``:
 
-``"corrected"`` (default): drafts of distribution q are kept with mass ``a(x) = min(q(x),
-relaxed(x))`` and the rest is drawn
-    from ``norm((p - a)+)``. The distribution emitted is *stated*: ``r = a + (1 - sum a) norm((p -
-    a)+)``, of all distributions that dominate a the nearest to p in total variation. Its residual
-    is the strict rule's, ``norm((p - q)+)``: where q <= p + S, a is q; elsewhere q > p + S >= p and
-    a = p + S >= p, so that ``(p - a)+`` and ``(p - q)+`` are both 0. Relaxation raises the chance
-    of a draft and leaves what follows a rejection as it is; a point mass leaves p without x. The
-    residual needs no S, and an excluded token (p = 0) never comes out of it.
-``"official"``: as released. Point masses: x and, if any neighbour qualified, x's first k + 1
-neighbours leave the
-    target. Drawn drafts: ``(p - q)+`` with those neighbours taken out of q. Zero mass: uniform over
-    the whole vocabulary, which can emit a token the processor excluded. No residual of any relaxed
-    distribution; for comparisons.
+``"corrected"`` (default): the next target is the strict rule's, ``norm((p - q)+)``; a point mass
+    leaves p without x. So relaxation raises the chance of a draft and changes nothing else, and a
+    token that the processor excluded (p = 0) is never emitted. The distribution emitted is known:
+    with the mass kept ``a(x) = min(q(x), relaxed(x))`` it is ``r = a + (1 - sum a) norm((p - a)+)``,
+    which of all distributions that dominate a is the nearest to p in total variation. (Where
+    q <= p + S, a is q. Elsewhere q > p + S >= p and a = p + S, so ``(p - a)+`` and ``(p - q)+`` are
+    both 0. Hence the residual needs no S.)
+``"official"``: as released. Point masses: x and, if any neighbour qualified, its first k + 1
+    neighbours leave the target. Drawn drafts: ``(p - q)+`` with those neighbours taken out of q. If
+    nothing is left: uniform over the whole vocabulary, so an excluded token may be emitted. This is
+    no residual of any relaxed distribution; it is there for comparisons.
 ``"lumina"``: as released for Lumina-mGPT: ``(p - q)+`` with the neighbours taken out of p; else as
-``"official"``.
+    ``"official"``.
 
-The release accepts at u <= ratio; here, as everywhere, u < ratio.
-Shape letters: B batch, N nodes, F families, V vocabulary, M nodes but the root.
+The release accepts at u <= ratio; here, as in all rules, u < ratio.
+Sources: LANTERN (Jang et al. 2025), LANTERN++ (Park et al. 2025).
+
+Shape letters: B batch, N nodes, F families, V vocabulary, W codes in the table, C code width, J
+table columns.
 """
 
 from __future__ import annotations
@@ -34,30 +35,92 @@ from torch import Tensor
 
 from specmm.tree import DraftTree
 from specmm.verify.bottom_up import deepest_first
-from specmm.verify.exact import strict_step
-from specmm.verify.families import (
+from specmm.verify.exact import (
     Step,
     Trial,
     normalised,
     one_hot,
+    strict_step,
     take,
     top_down,
     top_down_measured,
 )
-from specmm.verify.neighbours import Neighbourhood
 from specmm.verify.rule import Decisions
 
 Residual: TypeAlias = Literal["corrected", "official", "lumina"]
+DISTANCES = 1 << 23  # between codes, computed at a time
+
+
+def neighbour_table(codebook: Tensor, columns: int) -> Tensor:
+    """The ``columns`` nearest other codes of each code by L2 distance, [W, columns] int64.
+
+    ``codebook`` [W, C]: raw rows, not normalised. The official residual reads k + 1 columns.
+    """
+    codes = len(codebook)
+    if not 0 <= columns < codes:
+        raise ValueError(f"columns must be in [0, {codes}) for {codes} codes, got {columns}")
+    rows = codebook.double()
+    step = max(1, DISTANCES // codes)
+    nearest = []
+    for start in range(0, codes, step):
+        part = rows[start : start + step]
+        distance = torch.cdist(part, rows, compute_mode="donot_use_mm_for_euclid_dist")
+        itself = torch.arange(start, start + len(part), device=rows.device)[:, None]
+        distance.scatter_(1, itself, torch.inf)
+        nearest.append(distance.sort(dim=1, stable=True).indices[:, :columns])
+    return torch.cat(nearest)
+
+
+@dataclass(frozen=True)
+class Neighbourhood:
+    """The mass S_x that a token may borrow.
+
+    With S_j the target's mass of its j nearest codes, it is the largest S_j <= bound of all j <= k.
+    The bound is ``delta`` (LANTERN) or, with ``factor``, ``(lambda - 1) target(x)`` (LANTERN++).
+    Token ``offset + c`` is code c of ``table`` [W, J]; tokens that are no code borrow nothing.
+    """
+
+    table: Tensor
+    k: int
+    bound: float
+    factor: bool = False
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        codes, columns = self.table.shape
+        if not 0 <= self.k <= columns:
+            raise ValueError(
+                f"k must be in [0, {columns}] for a table of {codes} x {columns}, got {self.k}"
+            )
+
+    def borrowed(self, target: Tensor, token: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+        """S of ``token`` [B, F] under ``target`` [B, F, V], and whether any neighbour qualifies.
+
+        ``own`` [B, F] is target(token). Both results are [B, F].
+        """
+        if not self.k:
+            return torch.zeros_like(own), torch.zeros_like(own, dtype=torch.bool)
+        near, is_code = self.near(token, self.k)
+        total = target.gather(-1, near).cumsum(-1)
+        bound = (self.bound - 1) * own[..., None] if self.factor else self.bound
+        over = (total > bound) | ~is_code[..., None]
+        return total.masked_fill_(over, 0.0).amax(-1), ~over[..., 0]
+
+    def near(self, token: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The first neighbours [..., count] of ``token`` [...], and whether it is a code [...]."""
+        code = token - self.offset
+        is_code = (code >= 0) & (code < len(self.table))
+        near = self.table[:, :count][code.clamp(0, len(self.table) - 1)]
+        return near + self.offset if self.offset else near, is_code
 
 
 @dataclass(frozen=True)
 class Lantern:
-    """LANTERN: S_x is the largest sum over the nearest codes that does not exceed ``delta`` (then
-    S_x is the TV spent).
+    """LANTERN: a token borrows up to ``delta``, which then bounds the total variation it costs.
 
-    ``table`` [W, J] from ``neighbour_table`` (J >= k, and k + 1 for the official residual).
-    ``greedy`` is the rule of temperature 0: p is then the softmax of the logits. ``offset``: id of
-    the first image token.
+    ``table`` [W, J] is ``neighbour_table``'s, with J >= k, and J > k for the official residual.
+    ``greedy`` is the rule of temperature 0, for which p is the softmax of the logits. ``offset`` is
+    the id of the first image token.
     """
 
     table: Tensor
@@ -72,7 +135,7 @@ class Lantern:
     def __post_init__(self) -> None:
         if not 0 <= self.delta <= 1:
             raise ValueError(f"delta must be in [0, 1], got {self.delta}")
-        _check(self.residual)
+        _check_residual(self.residual)
         Neighbourhood(self.table, self.k, 0.0)  # refuses a table with fewer columns
 
     @cached_property
@@ -81,17 +144,13 @@ class Lantern:
         return Neighbourhood(self.table, self.k, self.delta, offset=self.offset)
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
-        """Decisions for the target's processed distributions ``p`` [B, N, V]."""
+        """See :class:`specmm.verify.rule.Rule`."""
         return _decisions(self.neighbourhood, self.residual, self.greedy, tree, p, measure)
 
 
 @dataclass(frozen=True)
 class LanternPP:
-    """LANTERN++: S_x is the largest sum over the nearest codes that does not exceed ``(lambda_ - 1)
-    target(x)``.
-
-    The other fields are ``Lantern``'s.
-    """
+    """LANTERN++: a token x borrows up to ``(lambda_ - 1) target(x)``. Other fields as Lantern's."""
 
     table: Tensor
     k: int = 10
@@ -105,7 +164,7 @@ class LanternPP:
     def __post_init__(self) -> None:
         if self.lambda_ < 1:
             raise ValueError(f"lambda_ must be at least 1, got {self.lambda_}")
-        _check(self.residual)
+        _check_residual(self.residual)
         Neighbourhood(self.table, self.k, 0.0)  # refuses a table with fewer columns
 
     @cached_property
@@ -114,15 +173,14 @@ class LanternPP:
         return Neighbourhood(self.table, self.k, self.lambda_, factor=True, offset=self.offset)
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
-        """Decisions for the target's processed distributions ``p`` [B, N, V]."""
+        """See :class:`specmm.verify.rule.Rule`."""
         return _decisions(self.neighbourhood, self.residual, self.greedy, tree, p, measure)
 
 
-def _check(residual: str) -> None:
+def _check_residual(residual: str) -> None:
     if residual not in get_args(Residual):
-        raise ValueError(
-            f"residual must be one of {', '.join(get_args(Residual))}, got {residual!r}"
-        )
+        names = ", ".join(get_args(Residual))
+        raise ValueError(f"residual must be one of {names}, got {residual!r}")
 
 
 def _decisions(
@@ -141,13 +199,11 @@ def _chance(relaxed: Tensor, trial: Trial) -> Tensor:
     """min(1, relaxed / q) [B, F]."""
     if trial.probs is None:
         return relaxed.clamp(max=1)
-    return (
-        relaxed / take(trial.probs, trial.token).clamp(min=torch.finfo(relaxed.dtype).tiny)
-    ).clamp(max=1)
+    drawn = take(trial.probs, trial.token).clamp(min=torch.finfo(relaxed.dtype).tiny)
+    return (relaxed / drawn).clamp(max=1)
 
 
 def _relaxed_chance(near: Neighbourhood, target: Tensor, trial: Trial) -> Tensor:
-    """min(1, relaxed / q) [B, F] of the drafts, with what they borrow of ``target`` [B, F, V]."""
     own = take(target, trial.token)
     return _chance(own + near.borrowed(target, trial.token, own)[0], trial)
 
@@ -165,9 +221,8 @@ def _official(near: Neighbourhood, *, lumina: bool) -> Step:
         own = take(target, trial.token)
         borrowed, found = near.borrowed(target, trial.token, own)
         if trial.probs is None:
-            rest = _cleared(near, target, trial.token, found).scatter(
-                -1, trial.token[..., None], 0.0
-            )
+            cleared = _cleared(near, target, trial.token, found)
+            rest = cleared.scatter(-1, trial.token[..., None], 0.0)
         elif lumina:
             rest = (_cleared(near, target, trial.token, found) - trial.probs).clamp_(min=0)
         else:
@@ -179,9 +234,7 @@ def _official(near: Neighbourhood, *, lumina: bool) -> Step:
 
 
 def _cleared(near: Neighbourhood, probs: Tensor, token: Tensor, where: Tensor) -> Tensor:
-    """``probs`` [B, F, V] without the first k + 1 neighbours of ``token`` [B, F] ``where`` [B, F]
-    that is wanted.
-    """
+    """``probs`` [B, F, V] without the first k + 1 neighbours of ``token`` [B, F], ``where`` true."""
     if not near.k:
         return probs
     codes = near.near(token, near.k + 1)[0]
@@ -189,9 +242,7 @@ def _cleared(near: Neighbourhood, probs: Tensor, token: Tensor, where: Tensor) -
 
 
 def _greedy(near: Neighbourhood, tree: DraftTree, p: Tensor, measure: bool) -> Decisions:
-    """Keep x iff it is the argmax once its entry is its relaxed mass; of the paths kept, the first
-    of the longest.
-    """
+    """Keep x iff it is the argmax once its mass is the relaxed one; the longest path kept wins."""
     best = p.argmax(-1)  # [B, N]
     parents = tree.shape.parents.clamp(min=0).expand_as(best)
     row = torch.arange(len(p), device=p.device)[:, None]
@@ -200,18 +251,14 @@ def _greedy(near: Neighbourhood, tree: DraftTree, p: Tensor, measure: bool) -> D
     relaxed = own + near.borrowed(before, tree.tokens, own)[0]
     likeliest = best.gather(1, parents)
     top = take(before, likeliest)
-    wins = (
-        (tree.tokens == likeliest)
-        | (relaxed > top)
-        | ((relaxed == top) & (tree.tokens < likeliest))
-    )
+    smaller_of_equals = (relaxed == top) & (tree.tokens < likeliest)
+    wins = (tree.tokens == likeliest) | (relaxed > top) | smaller_of_equals
     wins[:, 0] = True
     kept = ~(tree.shape.ancestors & ~wins[:, None]).any(-1)
     excess = None
-    # a kept child other than the argmax: what follows the parent may differ from greedy decoding
     if measure:
+        # after a kept child that is not the argmax, the output may differ from greedy decoding
         wrong = (kept & (tree.tokens != likeliest)).to(p.dtype)
-        excess = torch.zeros_like(own).scatter_reduce(
-            1, parents, wrong.index_fill(1, parents.new_zeros(1), 0), "amax"
-        )
+        wrong = wrong.index_fill(1, parents.new_zeros(1), 0)
+        excess = torch.zeros_like(own).scatter_reduce(1, parents, wrong, "amax")
     return Decisions(kept.to(p.dtype), one_hot(best, p), deepest_first(tree.shape), excess)

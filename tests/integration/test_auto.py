@@ -20,7 +20,7 @@ from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
 from specmm.image_ar.tokens.tuning import choose_method, planned_for
 from specmm.processors import Processor
-from specmm.shape.names import static_tree
+from specmm.shape.trees import static_tree
 from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline
 

@@ -47,7 +47,7 @@ from specmm.image_ar.tokens.target import Prompt
 from specmm.image_ar.tokens.vq import VQConfig, VQModel
 from specmm.metrics.features import FeatureSet
 from specmm.randomness import Uniforms
-from specmm.shape.static import spine
+from specmm.shape.trees import spine
 from specmm.stats import Stats
 from specmm.verify import PointMass, Recursive
 

@@ -24,7 +24,7 @@ from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.shape.static import branching
+from specmm.shape.trees import branching
 from specmm.stats import Clock
 from specmm.tree import TreeShape
 from specmm.verify import Block, Lantern, PointMass, Recursive, Traversal, neighbour_table

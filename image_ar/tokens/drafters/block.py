@@ -32,7 +32,7 @@ from specmm.image_ar.tokens.gpt import (
 )
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.randomness import UniformSource
-from specmm.shape.sampled import Siblings, draw_siblings
+from specmm.shape.trees import Siblings, draw_siblings
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 

@@ -19,7 +19,7 @@ from specmm.image_ar.tokens.drafters.eagle_head import EagleHead
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.randomness import UniformSource
 from specmm.shape.eagle2 import Dynamic
-from specmm.shape.sampled import Siblings
+from specmm.shape.trees import Siblings
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 

@@ -25,7 +25,7 @@ from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.randomness import UniformSource, categorical
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
-from specmm.verify.families import one_hot
+from specmm.verify.exact import one_hot
 
 Initial: TypeAlias = Literal["uniform", "left", "above"]
 

@@ -32,8 +32,7 @@ from specmm.prepacked import lay_weights
 from specmm.processors import Processor
 from specmm.randomness import UniformSource
 from specmm.shape.eagle2 import Dynamic
-from specmm.shape.names import static_tree
-from specmm.shape.sampled import Siblings
+from specmm.shape.trees import Siblings, static_tree
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 

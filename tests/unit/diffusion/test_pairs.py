@@ -18,7 +18,7 @@ from specmm.diffusion_drafters.recorded_drafts import (
 )
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.shape.heap import best_first
+from specmm.shape.blocks import best_first
 from specmm.tree import TreeShape
 
 TABLE = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))  # of the drafter's tokens

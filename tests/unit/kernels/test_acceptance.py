@@ -6,16 +6,15 @@ Shape letters: B batch, N nodes, V vocabulary, W codes.
 import pytest
 import torch
 
+from specmm.decode import decide
 from specmm.kernels.acceptance import accept, decide_fused, naive
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import naive as rules
 from specmm.verify.bottom_up import Block, Traversal
-from specmm.verify.deciding import decide
 from specmm.verify.exact import GreedyMatch, PointMass, Recursive
-from specmm.verify.lantern import Lantern, LanternPP
-from specmm.verify.neighbours import neighbour_table
+from specmm.verify.lantern import Lantern, LanternPP, neighbour_table
 
 V, OFFSET = 63, 2
 

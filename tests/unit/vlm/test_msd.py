@@ -11,7 +11,7 @@ from specmm.hf.target import VLMPrompt, VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.shape.eagle2 import Dynamic
-from specmm.shape.static import branching
+from specmm.shape.trees import branching
 from specmm.stats import Clock
 from specmm.tree import DraftTree
 from specmm.verify import GreedyMatch, Recursive
