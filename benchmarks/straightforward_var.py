@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.image_ar.scales.quantizer import MultiScaleQuantizer
-from specmm.image_ar.scales.release import sorted_mask
+from specmm.image_ar.scales.sampling import sorted_mask
 from specmm.image_ar.scales.var import VAR
 from specmm.randomness import Uniforms, categorical
 
@@ -84,9 +84,9 @@ def straightforward(
         logits = (1 + t) * logits[: len(labels)] - t * logits[len(labels) :]
         probs = sorted_mask(logits, top_k, top_p).softmax(-1)
         tokens.append(categorical(probs, uniforms.draw(schedule.tokens(k))))
-        f_hat = f_hat + quantizer.paint(quantizer.codes(tokens[-1]), k)
+        f_hat = f_hat + quantizer.contribution(quantizer.codes(tokens[-1]), k)
         if k + 1 < len(schedule):
             first, stop = schedule.starts[k + 1 : k + 3]
-            x = model.word_embed(quantizer.reduce(f_hat, k + 1)) + places[:, first:stop]
+            x = model.word_embed(quantizer.downsample(f_hat, k + 1)) + places[:, first:stop]
             x = x.repeat(2, 1, 1)
     return tokens, f_hat

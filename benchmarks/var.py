@@ -32,16 +32,16 @@ from benchmarks.common import (
     load_pipeline,
     write_results,
 )
+from benchmarks.memory import measured_peak
 from benchmarks.quality import Real
 from benchmarks.settings import Options
 from benchmarks.straightforward_var import straightforward
 from benchmarks.sweep import Setting, draw_samples, plot, quality, time_settings, timing
 from specmm import methods, zoo
-from specmm.image_ar.scales import tuning
 from specmm.image_ar.scales.loading import load_var
-from specmm.image_ar.scales.memory import measured_peak
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.planner import model_work
+from specmm.image_ar.scales.tuning import workload
 from specmm.image_ar.scales.var import VAR
 from specmm.randomness import Uniforms
 
@@ -68,7 +68,7 @@ def settings_of(pipe: VARPipeline, specials: Sequence[VARPipeline]) -> list[Sett
 def ideal(pipe: VARPipeline, n: int, batch: int) -> float:
     """Arithmetic of the large model alone over that of CoDe with the first ``n`` scales by it."""
     setup, large, small = (
-        tuning.setup_of(pipe.transformer, batch, pipe.target()),
+        workload(pipe.transformer, batch, pipe.target()),
         pipe.transformer,
         pipe.small,
     )

@@ -24,11 +24,11 @@ from specmm import methods
 from specmm.dtypes import LARGE, choose_dtype, named_dtype
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.planner import Forecast
-from specmm.image_ar.scales.sampling import Sampling
-from specmm.image_ar.scales.settings import Settings
-from specmm.image_ar.scales.sizes import foresee, published, random_var, random_vqvae
+from specmm.image_ar.scales.sampling import Sampling, VARSettings
+from specmm.image_ar.scales.tuning import plan_of_sizes, random_var, random_vqvae
+from specmm.image_ar.scales.var import published
 
-DEMO = Settings(cfg=4.0, temperature=1.0, top_k=900, top_p=0.95)
+DEMO = VARSettings(cfg=4.0, temperature=1.0, top_k=900, top_p=0.95)
 
 
 def pair(large: int, small: int, dtype: torch.dtype) -> VARPipeline:
@@ -80,7 +80,7 @@ def main(
         (published(large), published(small)),
         Sampling(DEMO.cfg, DEMO.top_k, DEMO.top_p),
     )
-    planned = {batch: foresee(*sizes, batch, sampling, held).forecasts for batch in counts}
+    planned = {batch: plan_of_sizes(*sizes, batch, sampling, held).forecasts for batch in counts}
     pipe, rows = pair(large, small, held), list[Row]()
     what = f"VAR-d{large} and VAR-d{small}, random weights"
     for batch in counts:

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from specmm.cache import Cache
-from specmm.collaborative import alternate
 from specmm.hf.target import VLMTarget
-from specmm.image_ar.scales.drawing import code_turns
-from specmm.image_ar.scales.feature_map import FeatureMap
+from specmm.image_ar.scales.collaborative import alternate, code_turns
+from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.pipeline import VARPipeline
-from specmm.image_ar.scales.sampling import Inverse, Sampling
+from specmm.image_ar.scales.sampling import InverseCDF, Sampling
 from specmm.image_ar.tokens.static import StaticTarget
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.kernels.tree_attention import TreeMask
@@ -197,8 +196,8 @@ class PictureGraph:
     def eager(self, labels: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """The same, launch by launch."""
         feature_map = FeatureMap(self.pipe.vae.quantize, len(labels))
-        uniforms = Inverse(self.sampling, Dealt(numbers), len(feature_map.schedule))
+        uniforms = InverseCDF(self.sampling, Dealt(numbers), len(feature_map.schedule))
         models = self.pipe.transformer, self.pipe.small
         turns = code_turns(*models, self.n, feature_map, labels, self.sampling, lambda _: uniforms)
         deque(alternate(turns, Clock()), maxlen=0)
-        return torch.cat(feature_map.tokens, dim=1), feature_map.sums[-1]
+        return torch.cat(feature_map.tokens, dim=1), feature_map.f_hats[-1]

@@ -1,8 +1,7 @@
-"""VAR's multi-scale residual quantizer: a picture's features as token grids of growing sides, and
-back.
+"""VAR's multi-scale residual quantizer: a picture's features as token grids of growing sides.
 
-Each scale quantises what the coarser ones left over; its codes are brought to full size and
-smoothed by φ before they join the sum f_hat. Source: VAR (arXiv 2404.02905), algorithms 1 and 2.
+Each scale quantises what the coarser ones left over; its codes are resized to full size and
+convolved by φ before they are added to f_hat. Source: VAR (arXiv 2404.02905), algorithms 1 and 2.
 Shape letters: B batch, E code width, P full latent side, p side of a scale, K scales, V codebook
 size, L tokens of all scales.
 """
@@ -21,10 +20,8 @@ from specmm.image_ar.scales.scale_schedule import ScaleSchedule
 
 
 @dataclass
-class Quantized:
-    """``f_hat`` [B, E, P, P] (straight-through), tokens [B, p²] of each scale, the codebook and
-    commitment loss.
-    """
+class QuantizedScales:
+    """``f_hat`` [B, E, P, P] (straight-through), tokens [B, p²] by scale, and the VQ loss."""
 
     f_hat: Tensor
     tokens: list[Tensor]
@@ -32,9 +29,7 @@ class Quantized:
 
 
 def phi_of_scale(shared: int, scales: int) -> list[int]:
-    """Which φ each of K = ``scales`` scales uses: of ``shared`` ones, or its own when ``shared`` is
-    0.
-    """
+    """The φ of each of K = ``scales`` scales, out of ``shared`` ones (0: each has its own)."""
     if shared == 0:
         return list(range(scales))
     edge = 1 / (3 * shared) if shared == 4 else 1 / (2 * shared)
@@ -42,23 +37,22 @@ def phi_of_scale(shared: int, scales: int) -> list[int]:
     return [int(np.abs(ticks - k / max(scales - 1, 1)).argmin()) for k in range(scales)]
 
 
-class Smoothers(nn.Module):
-    """The φ convolutions under the official names: ``qresi_ls.i`` when several are shared,
-    ``qresi`` when one is.
-    """
+class SharedPhi(nn.Module):
+    """The φ convolutions under the official names: ``qresi_ls.i``, or ``qresi`` for one alone."""
 
     def __init__(self, width: int, shared: int) -> None:
         super().__init__()
-        if shared == 1:
-            self.qresi = _smoother(width)
+        self.alone = shared == 1
+        if self.alone:
+            self.qresi = _conv(width)
         else:
-            self.qresi_ls = nn.ModuleList(_smoother(width) for _ in range(shared))
+            self.qresi_ls = nn.ModuleList(_conv(width) for _ in range(shared))
 
     def __getitem__(self, i: int) -> nn.Module:
-        return self.qresi if hasattr(self, "qresi") else self.qresi_ls[i]
+        return self.qresi if self.alone else self.qresi_ls[i]
 
 
-def _smoother(width: int) -> nn.Conv2d:
+def _conv(width: int) -> nn.Conv2d:
     return nn.Conv2d(width, width, 3, padding=1)
 
 
@@ -78,27 +72,30 @@ class MultiScaleQuantizer(nn.Module):
         beta: float,
     ) -> None:
         super().__init__()
-        self.schedule, self.ratio, self.znorm, self.beta = schedule, ratio, znorm, beta
-        self.phi = phi_of_scale(shared, len(schedule))
+        self.schedule = schedule
+        self.ratio = ratio
+        self.znorm = znorm
+        self.beta = beta
+        self.phi_of_scale = phi_of_scale(shared, len(schedule))
         self.embedding = nn.Embedding(vocab_size, width)
-        own = nn.ModuleList(_smoother(width) for _ in schedule.sides)
-        self.quant_resi = Smoothers(width, shared) if shared else own
+        own = nn.ModuleList(_conv(width) for _ in schedule.sides)
+        self.quant_resi = SharedPhi(width, shared) if shared else own
         self.register_buffer("ema_vocab_hit_SV", torch.zeros(len(schedule), vocab_size))
 
     def codes(self, tokens: Tensor) -> Tensor:
         """Code vectors [B, E, p, p] of a scale's ``tokens`` [B, p²]."""
-        side = round(tokens.shape[1] ** 0.5)
-        return self.embedding(tokens).transpose(1, 2).unflatten(2, (side, side))
+        return _as_grid(self.embedding(tokens))
 
-    def smooth(self, codes: Tensor, k: int) -> Tensor:
-        """φ of scale ``k``: (1 - r) h + r conv(h)."""
-        return torch.lerp(codes, self.quant_resi[self.phi[k]](codes), self.ratio)
+    def soft_codes(self, weights: Tensor) -> Tensor:
+        """Mixtures [B, E, p, p] of code vectors by ``weights`` [B, p², V]."""
+        return _as_grid(weights @ self.embedding.weight)
 
-    def paint(self, codes: Tensor, k: int) -> Tensor:
-        """What ``codes`` [B, E, p, p] of scale ``k`` add to f_hat [B, E, P, P]."""
-        return self.smooth(self._resize(codes, self.schedule.sides[-1], "bicubic", k), k)
+    def contribution(self, codes: Tensor, k: int) -> Tensor:
+        """What ``codes`` [B, E, p, p] of scale ``k`` add to f_hat [B, E, P, P]: φ_k, upsampled."""
+        h = self._resize(codes, self.schedule.sides[-1], "bicubic", k)
+        return torch.lerp(h, self.quant_resi[self.phi_of_scale[k]](h), self.ratio)
 
-    def reduce(self, f_hat: Tensor, k: int) -> Tensor:
+    def downsample(self, f_hat: Tensor, k: int) -> Tensor:
         """The transformer's inputs [B, p², E] at scale ``k``: f_hat averaged down to its side."""
         return self._resize(f_hat, self.schedule.sides[k], "area", k).flatten(2).transpose(1, 2)
 
@@ -106,47 +103,42 @@ class MultiScaleQuantizer(nn.Module):
         return x if k == len(self.schedule) - 1 else F.interpolate(x, size=(side, side), mode=mode)
 
     def nearest(self, rows: Tensor) -> Tensor:
-        """Indices [...] of the codes nearest to ``rows`` [..., E]: by distance, or by angle with
-        ``znorm``.
-        """
+        """Codes [...] nearest to ``rows`` [..., E]: by distance, or by angle with ``znorm``."""
         book = self.embedding.weight
         if self.znorm:
             return (F.normalize(rows, dim=-1) @ F.normalize(book, dim=-1).T).argmax(-1)
-        return (book.square().sum(1) - 2 * rows @ book.T).argmin(
-            -1
-        )  # |rows|² is the same for every code
+        # |rows|² is the same for every code
+        return (book.square().sum(1) - 2 * rows @ book.T).argmin(-1)
 
-    def forward(self, features: Tensor) -> Quantized:
-        """Quantise ``features`` [B, E, P, P] with the gradients and the loss of training (mean over
-        the scales).
+    def forward(self, features: Tensor) -> QuantizedScales:
+        """Quantise ``features`` [B, E, P, P] for training; the loss is the mean over scales.
 
-        In float32 whatever the surroundings: what one scale rounds away the next would have to
-        encode.
+        In float32 whatever autocast says: what one scale rounds away the next has to encode.
         """
         with torch.autocast(features.device.type, enabled=False):
             return self._quantise(features.float())
 
-    def _quantise(self, features: Tensor) -> Quantized:
+    def _quantise(self, features: Tensor) -> QuantizedScales:
         fixed = features.detach()
-        f_hat, tokens, loss = torch.zeros_like(fixed), [], fixed.new_zeros(())
+        f_hat = torch.zeros_like(fixed)
+        loss = fixed.new_zeros(())
+        tokens: list[Tensor] = []
         for k in range(len(self.schedule)):
-            tokens.append(self.nearest(self.reduce(fixed - f_hat.detach(), k)))
-            f_hat = f_hat + self.paint(self.codes(tokens[k]), k)
-            loss = (
-                loss + F.mse_loss(f_hat, fixed) + self.beta * F.mse_loss(features, f_hat.detach())
-            )
-        return Quantized(features + (f_hat - features).detach(), tokens, loss / len(self.schedule))
+            tokens.append(self.nearest(self.downsample(fixed - f_hat.detach(), k)))
+            f_hat = f_hat + self.contribution(self.codes(tokens[k]), k)
+            commitment = self.beta * F.mse_loss(features, f_hat.detach())
+            loss = loss + F.mse_loss(f_hat, fixed) + commitment
+        straight_through = features + (f_hat - features).detach()
+        return QuantizedScales(straight_through, tokens, loss / len(self.schedule))
 
     def residuals(self, features: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Scale by scale, what ``features`` [B, E, P, P] have left to quantise [B, p², E], and its
-        tokens [B, p²].
-        """
+        """By scale, the residual [B, p², E] of ``features`` [B, E, P, P] and its tokens [B, p²]."""
         rest = features.float()
         for k in range(len(self.schedule)):
-            rows = self.reduce(rest, k)
+            rows = self.downsample(rest, k)
             tokens = self.nearest(rows)
             yield rows, tokens
-            rest = rest - self.paint(self.codes(tokens), k)
+            rest = rest - self.contribution(self.codes(tokens), k)
 
     @torch.no_grad()
     def encode(self, features: Tensor) -> list[Tensor]:
@@ -154,33 +146,23 @@ class MultiScaleQuantizer(nn.Module):
         return [tokens for _, tokens in self.residuals(features)]
 
     def f_hats(self, tokens: Sequence[Tensor]) -> list[Tensor]:
-        """The sums [B, E, P, P] after each of the scales that ``tokens`` holds."""
+        """f_hat [B, E, P, P] after each of the scales that ``tokens`` holds."""
         sums: list[Tensor] = []
         for k, part in enumerate(tokens):
-            painted = self.paint(self.codes(part), k)
-            sums.append(sums[-1] + painted if sums else painted)
+            added = self.contribution(self.codes(part), k)
+            sums.append(sums[-1] + added if sums else added)
         return sums
 
-    def f_hat_by_growth(self, tokens: Sequence[Tensor]) -> Tensor:
-        """The release's experimental sum [B, E, P, P], which grows from scale to scale instead of
-        being full-size.
-        """
-        f_hat = self.smooth(self.codes(tokens[0]), 0)
-        for k, part in enumerate(tokens[1:], 1):
-            side = self.schedule.sides[k]
-            f_hat = F.interpolate(f_hat, size=(side, side), mode="bicubic") + self.smooth(
-                self.codes(part), k
-            )
-        return f_hat
-
     def inputs(self, tokens: Sequence[Tensor]) -> Tensor:
-        """The transformer's inputs [B, T, E] at scales 1 … that teacher forcing with ``tokens``
-        needs.
+        """Inputs [B, T, E] of scales 1 … for teacher forcing with ``tokens``.
 
         All K scales' tokens give the inputs of scales 1 … K-1; fewer (at least one) give one scale
         more than they are.
         """
-        last = len(self.schedule) - 1
-        return torch.cat(
-            [self.reduce(f, k) for k, f in enumerate(self.f_hats(tokens[:last]), 1)], dim=1
-        )
+        sums = self.f_hats(tokens[: len(self.schedule) - 1])
+        return torch.cat([self.downsample(f_hat, k) for k, f_hat in enumerate(sums, 1)], dim=1)
+
+
+def _as_grid(rows: Tensor) -> Tensor:
+    side = round(rows.shape[1] ** 0.5)
+    return rows.transpose(1, 2).unflatten(2, (side, side))

@@ -1,29 +1,27 @@
-"""VAR's image tokenizer: a VQGAN-like autoencoder around the multi-scale quantizer, with the
-official names.
+"""VAR's image tokenizer: a VQGAN-like autoencoder around the multi-scale quantizer.
 
-Source: VAR (arXiv 2404.02905), which follows VQGAN (arXiv 2012.09841). Shape letters: B batch, R
-image side, P latent side (R / downsampling), E code width, C channels. Images are float in [-1, 1].
+Sources: VAR (arXiv 2404.02905), VQGAN (arXiv 2012.09841); parameter names are the official ones.
+Shape letters: B batch, R image side, P latent side (R / downsampling), E code width, C channels.
+Images are float in [-1, 1].
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specmm.image_ar.autoencoder import Decoder, Encoder, Stack, norm
-from specmm.image_ar.scales.quantizer import MultiScaleQuantizer, Quantized
+from specmm.image_ar.scales.quantizer import MultiScaleQuantizer, QuantizedScales
 from specmm.image_ar.scales.scale_schedule import PATCHES_256, ScaleSchedule
 
 
 @dataclass(frozen=True)
 class VQVAEConfig:
-    """Sizes of a tokenizer; the defaults are the published ``vae_ch160v4096z32``, which also serves
-    512 px.
-    """
+    """Sizes; the defaults are the published ``vae_ch160v4096z32``, which also serves 512 px."""
 
     vocab_size: int = 4096
     z_channels: int = 32
@@ -51,18 +49,17 @@ class VQVAEConfig:
         return ScaleSchedule(self.patch_nums)
 
 
-class AttnBlock(nn.Module):
-    """Single-head self-attention over the cells, its projections fused: [B, C, P, P] -> [B, C, P,
-    P].
-    """
+class VQVAEAttention(nn.Module):
+    """Single-head self-attention over the cells, its projections fused."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.norm, self.qkv = norm(channels), nn.Conv2d(channels, 3 * channels, 1)
+        self.norm = norm(channels)
+        self.qkv = nn.Conv2d(channels, 3 * channels, 1)
         self.proj_out = nn.Conv2d(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the block."""
+        """[B, C, P, P] -> [B, C, P, P]."""
         q, k, v = self.qkv(self.norm(x)).flatten(2).transpose(1, 2).chunk(3, dim=-1)  # [B, P², C]
         y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
         return x + self.proj_out(y)
@@ -74,27 +71,25 @@ class VQVAE(nn.Module):
     def __init__(self, config: VQVAEConfig) -> None:
         super().__init__()
         self.config = config
-        sizes, lowest = (config.ch, config.ch_mult), [len(config.ch_mult) - 1]
-        self.encoder = Encoder(
-            Stack(*sizes, config.num_res_blocks, config.z_channels, lowest, AttnBlock)
+        width = config.z_channels
+        lowest = [len(config.ch_mult) - 1]
+        stack = Stack(
+            config.ch, config.ch_mult, config.num_res_blocks, width, lowest, VQVAEAttention
         )
-        self.decoder = Decoder(
-            Stack(*sizes, config.num_res_blocks + 1, config.z_channels, lowest, AttnBlock)
-        )
+        self.encoder = Encoder(stack)
+        self.decoder = Decoder(replace(stack, blocks=config.num_res_blocks + 1))
         self.quantize = MultiScaleQuantizer(
             config.vocab_size,
-            config.z_channels,
+            width,
             config.schedule,
             config.share_quant_resi,
             config.quant_resi,
             config.using_znorm,
             config.beta,
         )
-        kernel, padding = config.quant_conv_ks, config.quant_conv_ks // 2
-        self.quant_conv = nn.Conv2d(config.z_channels, config.z_channels, kernel, padding=padding)
-        self.post_quant_conv = nn.Conv2d(
-            config.z_channels, config.z_channels, kernel, padding=padding
-        )
+        kernel = config.quant_conv_ks
+        self.quant_conv = nn.Conv2d(width, width, kernel, padding=kernel // 2)
+        self.post_quant_conv = nn.Conv2d(width, width, kernel, padding=kernel // 2)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -110,14 +105,14 @@ class VQVAE(nn.Module):
         return self.quantize.encode(self.features(images))
 
     def decode(self, f_hat: Tensor) -> Tensor:
-        """Images [B, 3, R, R] in [-1, 1] of sums [B, E, P, P]."""
+        """Images [B, 3, R, R] in [-1, 1] of f_hat [B, E, P, P]."""
         return self.decoder(self.post_quant_conv(f_hat.to(self.dtype))).clamp(-1, 1)
 
     def decode_tokens(self, tokens: Sequence[Tensor]) -> Tensor:
         """Images [B, 3, R, R] of the tokens [B, p²] of every scale, or of the first few."""
         return self.decode(self.quantize.f_hats(tokens)[-1])
 
-    def forward(self, images: Tensor) -> tuple[Tensor, Quantized]:
+    def forward(self, images: Tensor) -> tuple[Tensor, QuantizedScales]:
         """Reconstruction [B, 3, R, R] (not clamped) and what was quantised, with gradients."""
         quantized = self.quantize(self.features(images))
         return self.decoder(self.post_quant_conv(quantized.f_hat)), quantized

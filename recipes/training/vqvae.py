@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipes.training.pictures import RESTART_EVERY, flip_some, reconstruction_loss
-from specmm.image_ar.scales.quantizer import Quantized
+from specmm.image_ar.scales.quantizer import QuantizedScales
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 from specmm.image_ar.training import encode_views, to_float
 from specmm.training import Losses, batch_rows, fit, seeded
@@ -53,7 +53,7 @@ def train_vqvae(
     return model
 
 
-def _losses(made: Tensor, quantized: Quantized, x: Tensor, used: Tensor) -> Losses:
+def _losses(made: Tensor, quantized: QuantizedScales, x: Tensor, used: Tensor) -> Losses:
     for tokens in quantized.tokens:
         used.index_add_(0, tokens.flatten(), torch.ones(tokens.numel()))
     recon = reconstruction_loss(made, x)

@@ -62,7 +62,8 @@ def _sizes(
     """
     from specmm.dtypes import LARGE, choose_dtype
     from specmm.image_ar.scales.sampling import Sampling
-    from specmm.image_ar.scales.sizes import check_published, foresee, published
+    from specmm.image_ar.scales.tuning import plan_of_sizes
+    from specmm.image_ar.scales.var import check_published, published
 
     check_published(large, small, resolution)
     if str(place.device) != "cpu":
@@ -71,7 +72,7 @@ def _sizes(
         )
     held = place.dtype or choose_dtype(LARGE, long=True)
     sampling = Sampling(1.5 if cfg is None else cfg, 900, 0.95)
-    made = foresee(
+    made = plan_of_sizes(
         published(large, resolution), published(small, resolution), batch, sampling, held
     )
     facts = {

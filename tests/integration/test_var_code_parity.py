@@ -12,14 +12,17 @@ import torch
 from safetensors.torch import load_file
 
 from specmm.checkpoints import load_strict
-from specmm.collaborative import alternate
-from specmm.image_ar.scales.drawing import code_turns, turn
-from specmm.image_ar.scales.feature_map import FeatureMap
+from specmm.image_ar.scales.collaborative import alternate, code_turns, turn
 from specmm.image_ar.scales.loading import infer_var_config, infer_vqvae_config
+from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.pipeline import VARPipeline
-from specmm.image_ar.scales.release import Release, sorted_mask
-from specmm.image_ar.scales.sampling import Sampling, soften
-from specmm.image_ar.scales.settings import Settings
+from specmm.image_ar.scales.sampling import (
+    ReleaseSampler,
+    Sampling,
+    VARSettings,
+    soften,
+    sorted_mask,
+)
 from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.vqvae import VQVAE
 from specmm.methods import CoDe
@@ -87,7 +90,7 @@ def test_filters_and_draws(i):
     sampling = Sampling(0.0, top_k, top_p, heat)
     kept = case.t[f"case{i}.kept"]
     assert torch.equal(sorted_mask(logits, top_k, top_p).isfinite(), kept)
-    drawn = Release(sampling, torch.Generator().manual_seed(7), 4).draw(logits, 0)
+    drawn = ReleaseSampler(sampling, torch.Generator().manual_seed(7), 4).draw(logits, 0)
     assert torch.equal(drawn.tokens, case.t[f"case{i}.idx"])
     ours = sampling.masked(logits).isfinite()
     assert (ours | ~kept).all()  # ours keeps all equals of a kept token, the release some of them
@@ -136,7 +139,7 @@ def paint(vqvae, labels, turns_of, cfg, sampler):
 
 def alone(model, vqvae, labels, cfg, sampler=None):
     labels, sampling = torch.tensor(labels), Sampling(cfg, 1)
-    sampler = sampler or Release(sampling, torch.Generator().manual_seed(0), 4)
+    sampler = sampler or ReleaseSampler(sampling, torch.Generator().manual_seed(0), 4)
 
     def turns(feature_map, sampler):
         return [
@@ -184,13 +187,13 @@ def test_greedy_at_other_options(var, models, vqvae, name, run, labels, cfg):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_seeded_runs(var, models, vqvae, name):
     for run, smooth in (("stoch", False), ("smooth", True)):
-        sampler = Release(
+        sampler = ReleaseSampler(
             Sampling(1.5, 20, 0.9, 1.0, smooth), torch.Generator().manual_seed(123), 4
         )
         feature_map, _ = alone(models[name], vqvae, var.facts["labels"], 1.5, sampler)
         same_tokens(feature_map, var.scales(f"{name}.{run}.idx"))
         close(image(vqvae, feature_map), var.t[f"{name}.{run}.image01"])
-    pipe = VARPipeline(models[name], vqvae, None, Settings(1.5, 1.0, 20, 0.9))
+    pipe = VARPipeline(models[name], vqvae, None, VARSettings(1.5, 1.0, 20, 0.9))
     released = dict(
         generator=torch.Generator().manual_seed(123),
         method=CoDe(4, release=True),
@@ -221,7 +224,9 @@ def sway(choice, embedding, k, rounding=5e-4):
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
 def test_soft_codes(var, models, vqvae, name):
-    sampler = Release(Sampling(1.5, 20, 0.9, 1.0, True), torch.Generator().manual_seed(123), 4)
+    sampler = ReleaseSampler(
+        Sampling(1.5, 20, 0.9, 1.0, True), torch.Generator().manual_seed(123), 4
+    )
     made, draw = [], sampler.draw
 
     def keep(logits, k):
@@ -267,7 +272,7 @@ def collaborate(code, pair, vqvae, n, samplers):
 
 
 def release(seed, *options):
-    return Release(Sampling(1.5, *options), torch.Generator().manual_seed(seed), 4)
+    return ReleaseSampler(Sampling(1.5, *options), torch.Generator().manual_seed(seed), 4)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -286,7 +291,7 @@ def test_code_greedy(code, pair, vqvae, n):
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_code_seeded(code, pair, vqvae, n):
     """As anyone would ask for it: the pipeline with the release's seed."""
-    pipe = VARPipeline(pair[0], vqvae, pair[1], Settings(1.5, 1.1, 20, 0.95))
+    pipe = VARPipeline(pair[0], vqvae, pair[1], VARSettings(1.5, 1.1, 20, 0.95))
     pipe.set_progress_bar_config(disable=True)
     seeded, method = torch.Generator().manual_seed(42), CoDe(n, release=True)
     drawn = [

@@ -12,8 +12,8 @@ from benchmarks.report import render
 from benchmarks.samples import SampleSet
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
 from specmm.image_ar.continuous.mar import MAR, MARConfig
+from specmm.image_ar.continuous.orders import MARSettings
 from specmm.image_ar.continuous.pipeline import MARPipeline
-from specmm.image_ar.continuous.settings import Settings
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
@@ -35,7 +35,7 @@ def continuous():
             MAR(MAR_SIZES).eval(),
             AutoencoderKL(vae).eval(),
             MAR(MAR_SIZES).eval(),
-            Settings(8, "8"),
+            MARSettings(8, "8"),
         )
     made.set_progress_bar_config(disable=True)
     return made

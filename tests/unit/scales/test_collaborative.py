@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from specmm.collaborative import Turn, alternate, certificate, split
+from specmm.image_ar.scales.collaborative import Turn, alternate, certificate, split
 from specmm.stats import Clock
 
 
@@ -13,7 +13,7 @@ class Worker:
     def __init__(self, name, log):
         self.name, self.log = name, log
 
-    def step(self, k):
+    def __call__(self, k):
         self.log.append((self.name, k))
 
 

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from benchmarks.straightforward_var import straightforward
-from specmm.image_ar.scales.feature_map import FeatureMap
-from specmm.image_ar.scales.quality import log_likelihood
-from specmm.image_ar.scales.sampling import Choice, Sampling
-from specmm.image_ar.scales.session import Session
+from specmm.image_ar.scales.next_scale import FeatureMap, Session, log_likelihood
+from specmm.image_ar.scales.sampling import Sampling, ScaleTokens
 from specmm.randomness import Uniforms
 
 LABELS = torch.tensor([3, 0, 7])
@@ -24,7 +22,7 @@ def test_equals_a_straightforward_loop(make, vqvae, plain, shape, options):
         model, vqvae.quantize, LABELS, *options, Uniforms.from_seeds([1, 2, 3])
     )
     assert all(torch.equal(a, b) for a, b in zip(feature_map.tokens, tokens, strict=True))
-    torch.testing.assert_close(feature_map.sums[-1], f_hat, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(feature_map.f_hats[-1], f_hat, atol=1e-4, rtol=1e-4)
     assert (
         len(torch.cat(tokens, 1).unique()) > 8
     )  # the test would prove little with one token everywhere
@@ -65,8 +63,8 @@ def test_after_a_crop_scales_are_run_again(large, vqvae):
     other = painted(vqvae, LABELS, seed=1)
     feature_map.crop(2)
     session.crop(2)
-    feature_map.add(Choice(other.tokens[2]))
-    feature_map.add(Choice(other.tokens[3]))
+    feature_map.add(ScaleTokens(other.tokens[2]))
+    feature_map.add(ScaleTokens(other.tokens[3]))
     fresh = Session(large, LABELS, sampling, 5).advance(feature_map, 4)
     again = session.advance(feature_map, 4)
     torch.testing.assert_close(again, fresh, atol=2e-4, rtol=1e-4)
@@ -84,7 +82,7 @@ def test_no_work_for_nothing(large, vqvae):
         session.advance(feature_map, k)
     hook.remove()
     assert calls == [(3, 1), (3, 4), (3, 9), (3, 16), (3, 36)]  # guidance mixes what the head reads
-    assert session.memories[0].keys.shape[1] == 30  # nothing stored of the last scale
+    assert session.caches[0].keys.shape[1] == 30  # nothing stored of the last scale
     assert not Session(large, LABELS, Sampling(0.0), 4).guided
 
 
@@ -96,7 +94,9 @@ def painted(vqvae, labels, seed=0):
     )
     for k in range(len(feature_map.schedule)):
         shape = (len(labels), feature_map.schedule.tokens(k))
-        feature_map.add(Choice(torch.randint(vqvae.config.vocab_size, shape, generator=generator)))
+        feature_map.add(
+            ScaleTokens(torch.randint(vqvae.config.vocab_size, shape, generator=generator))
+        )
     return feature_map
 
 

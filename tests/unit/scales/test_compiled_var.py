@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from specmm import methods
-from specmm.collaborative import alternate
-from specmm.image_ar.scales import static
-from specmm.image_ar.scales.drawing import code_turns
-from specmm.image_ar.scales.feature_map import FeatureMap
-from specmm.image_ar.scales.sampling import Inverse, Sampling
-from specmm.image_ar.scales.static import CompiledVAR, check_method
+from specmm.image_ar.scales import compiled_var
+from specmm.image_ar.scales.collaborative import alternate, code_turns
+from specmm.image_ar.scales.compiled_var import CompiledVAR, check_method
+from specmm.image_ar.scales.next_scale import FeatureMap
+from specmm.image_ar.scales.sampling import InverseCDF, Sampling
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
 
@@ -25,7 +24,7 @@ LABELS = torch.tensor([3, 7])
 @torch.inference_mode()
 def draw(large, small, vqvae, n):
     feature_map, sampling = FeatureMap(vqvae.quantize, len(LABELS)), Sampling(2.0, 8)
-    uniforms = Inverse(sampling, Uniforms.from_seeds([1, 2]), len(feature_map.schedule))
+    uniforms = InverseCDF(sampling, Uniforms.from_seeds([1, 2]), len(feature_map.schedule))
     list(
         alternate(
             code_turns(large, small, n, feature_map, LABELS, sampling, lambda _: uniforms), Clock()
@@ -57,7 +56,7 @@ def test_programs_draw_the_same_pictures(pair, make, monkeypatch):
 
 
 def test_scales_of_many_rows_run_as_they_are(pair, make, monkeypatch):
-    monkeypatch.setattr(static, "FEW", 3)
+    monkeypatch.setattr(compiled_var, "FEW", 3)
     quick = [CompiledVAR(model) for model in pair]
     for model in quick:
         monkeypatch.setattr(model, "program", None)

@@ -4,18 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from specmm.image_ar.continuous.chain import ChainHead
-from specmm.image_ar.continuous.cspd import Side, StreamNumbers, Window
-from specmm.image_ar.continuous.decode import Plan
-from specmm.image_ar.continuous.noise import log_uniforms, normals
-from specmm.image_ar.continuous.orders import iterations
-from specmm.image_ar.continuous.paper import _Run, decode_paper
+from specmm.image_ar.continuous.cspd import CSpDBatch, CSpDModel, DraftWindow, StreamNumbers
+from specmm.image_ar.continuous.cspd_paper import PaperRun, decode_paper
+from specmm.image_ar.continuous.diffusion_head import ChainHead
+from specmm.image_ar.continuous.orders import MARSettings, iterations, log_uniforms, normals
 
 ORDER = torch.randperm(16, generator=torch.Generator().manual_seed(0))[None]
 
 
 def plan(num_iter=6, **options):
-    return Plan(num_iter, "ddim8", **options)
+    return MARSettings(num_iter, "ddim8", **options)
 
 
 def noise(seed=0):
@@ -23,8 +21,8 @@ def noise(seed=0):
 
 
 def sides(model, how, scale=1.0):
-    target = Side(model, torch.tensor([3]), 1, how)
-    return target, Side(model, torch.tensor([3] if scale == 1.0 else [5]), 1, how)
+    target = CSpDModel(model, torch.tensor([3]), 1, how)
+    return target, CSpDModel(model, torch.tensor([3] if scale == 1.0 else [5]), 1, how)
 
 
 def uniforms(seed=0):
@@ -46,7 +44,8 @@ class Scripted:
 
 
 def make(model, how, scale=1.0, numbers=None):
-    return _Run(*sides(model, how, scale), ORDER, noise(), [numbers or uniforms()], Window(4, 0.05))
+    batch = CSpDBatch(*sides(model, how, scale), ORDER, noise(), [numbers or uniforms()])
+    return PaperRun(batch, DraftWindow(4, 0.05))
 
 
 def play(run, part):
@@ -69,18 +68,21 @@ def test_the_target_sees_the_drafts_before_each_position(tiny_mar, cfg):
     before = run.tokens.clone()
     assert play(run, run.round(0, parts[:3])) == 3
     for side, [drafted] in seen[:3]:
-        assert side is run.draft
+        assert side is run.batch.draft
         before[0, drafted[0].where] = drafted[0].tokens
     side, [checked] = seen[3]
-    assert side is run.target and len(seen) == 4
+    assert side is run.batch.target and len(seen) == 4
     for part, made in zip(parts, checked, strict=False):
-        alone = run.target.ask(before, ORDER[:, part.last :], made.where[None])
-        tokens, _ = run.target.chains(alone, part.scale, noise()[0, made.where].transpose(0, 1))
+        alone = run.batch.target.conditions(before, ORDER[:, part.last :], made.where[None])
+        tokens, _ = run.batch.target.chains(
+            alone, part.scale, noise()[0, made.where].transpose(0, 1)
+        )
         np.testing.assert_allclose(made.ends.mean, tokens.numpy(), atol=1e-4, rtol=1e-4)
 
 
 def test_a_drafter_that_is_the_target_is_always_kept(tiny_mar):
-    *_, last = decode_paper(*sides(tiny_mar, plan()), ORDER, noise(), [uniforms()], Window(2, 0.2))
+    batch = CSpDBatch(*sides(tiny_mar, plan()), ORDER, noise(), [uniforms()])
+    *_, last = decode_paper(batch, DraftWindow(2, 0.2))
     assert last.stats.acceptance == 1
     assert last.stats.rounds == 2 + 2  # two of the target's own, four drafted two at a time
     assert last.count == 16 and last.tokens.isfinite().all()
@@ -95,16 +97,15 @@ def test_a_rejection_discards_what_was_drafted_after_it(tiny_mar):
 
 
 def test_rejected_tokens_are_replaced_and_never_zero(tiny_mar):
-    *_, last = decode_paper(
-        *sides(tiny_mar, plan(), 2.0), ORDER, noise(), [uniforms(1)], Window(4, 0.05)
-    )
+    batch = CSpDBatch(*sides(tiny_mar, plan(), 2.0), ORDER, noise(), [uniforms(1)])
+    *_, last = decode_paper(batch, DraftWindow(4, 0.05))
     assert last.stats.acceptance < 1
     assert last.tokens.abs().sum(-1).min() > 0
 
 
 @pytest.mark.parametrize("cfg", [1.0, 2.5])
 def test_pictures_of_a_batch_are_those_alone(tiny_mar, cfg):
-    how, window = plan(cfg=cfg), Window(3, 0.2)
+    how, window = plan(cfg=cfg), DraftWindow(3, 0.2)
     labels, wrong = torch.tensor([3, 5, 1]), torch.tensor([5, 5, 2])
     orders = torch.stack(
         [torch.randperm(16, generator=torch.Generator().manual_seed(b)) for b in range(3)]
@@ -115,8 +116,8 @@ def test_pictures_of_a_batch_are_those_alone(tiny_mar, cfg):
         random = [torch.Generator().manual_seed(b) for b in rows]
         streams = normals(random), log_uniforms(random)
         numbers = [StreamNumbers(*streams, b, len(rows)) for b in range(len(rows))]
-        both = (Side(tiny_mar, of[rows], len(rows), how) for of in (labels, wrong))
-        *_, last = decode_paper(*both, orders[rows], start[rows], numbers, window)
+        both = (CSpDModel(tiny_mar, of[rows], len(rows), how) for of in (labels, wrong))
+        *_, last = decode_paper(CSpDBatch(*both, orders[rows], start[rows], numbers), window)
         return last
 
     whole, alone = draw([0, 1, 2]), [draw([b]) for b in range(3)]
@@ -131,7 +132,7 @@ def test_pictures_of_a_batch_are_those_alone(tiny_mar, cfg):
 @pytest.mark.parametrize(("size", "prefill"), [(0, 0.05), (4, -0.1), (4, 1.5)])
 def test_windows_that_make_no_sense(size, prefill):
     with pytest.raises(ValueError, match="window must be at least 1"):
-        Window(size, prefill)
+        DraftWindow(size, prefill)
 
 
 def test_heads_share_one_schedule(tiny_mar):

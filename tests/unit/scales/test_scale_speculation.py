@@ -8,10 +8,10 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from specmm.image_ar.scales.feature_map import FeatureMap
-from specmm.image_ar.scales.sampling import Choice, Race, Sampling
+from specmm.image_ar.scales.next_scale import FeatureMap
+from specmm.image_ar.scales.sampling import Sampling, ScaleTokens, SharedGumbel
 from specmm.image_ar.scales.scale_schedule import PATCHES_256, PATCHES_512, ScaleSchedule
-from specmm.image_ar.scales.verified import Verified, agreement, coarse_scales
+from specmm.image_ar.scales.scale_speculation import ScaleSpeculation, agreement, coarse_scales
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
 
@@ -35,41 +35,45 @@ def test_tokens_are_those_of_plain_decoding_with_the_same_noise(
         (Sampling(1.5, 20, 0.95), Sampling(0.0, 4), Sampling(3.0, temperature=0.0))
     ):
         seeds = [seed, seed + 10, seed + 20]
-        race = Race(sampling, Uniforms.from_seeds(seeds), until)
+        race = SharedGumbel(sampling, Uniforms.from_seeds(seeds), until)
         wanted = plain(large, vqvae, LABELS, sampling, seeds, race)
-        worker, rounds = run(Verified, large, small, vqvae, LABELS, sampling, seeds, window, until)
+        worker, rounds = run(
+            ScaleSpeculation, large, small, vqvae, LABELS, sampling, seeds, window, until
+        )
         assert all(
             torch.equal(a, b) for a, b in zip(worker.feature_map.tokens, wanted.tokens, strict=True)
         )
-        torch.testing.assert_close(worker.feature_map.sums[-1], wanted.sums[-1])
+        torch.testing.assert_close(worker.feature_map.f_hats[-1], wanted.f_hats[-1])
         assert rounds[-1] == 5 and all(a < b for a, b in itertools.pairwise(rounds))
 
 
-def test_a_perfect_drafter_settles_a_window_and_one_scale_a_round(large, vqvae):
-    worker, rounds = run(Verified, large, large, vqvae, LABELS, Sampling(1.0, 20), [1, 2, 3], 2, 5)
-    assert rounds == [3, 5] and worker.agreed == [2, 2]
+def test_a_perfect_drafter_verifys_a_window_and_one_scale_a_round(large, vqvae):
+    worker, rounds = run(
+        ScaleSpeculation, large, large, vqvae, LABELS, Sampling(1.0, 20), [1, 2, 3], 2, 5
+    )
+    assert rounds == [3, 5] and worker.accepted == [2, 2]
 
 
-class Twin(Verified):
+class Twin(ScaleSpeculation):
     """Keeps one draft too many: the first that differs."""
 
-    def _settle(self, first, drafts):
-        super()._settle(first, drafts)
-        if drafts and self.agreed[-1] < len(drafts):
+    def _verify(self, first, drafts):
+        super()._verify(first, drafts)
+        if drafts and self.accepted[-1] < len(drafts):
             self.feature_map.crop(self.done - 1)
-            self.feature_map.add(Choice(drafts[self.agreed[-1]]))
+            self.feature_map.add(ScaleTokens(drafts[self.accepted[-1]]))
 
 
-class Deaf(Verified):
+class Deaf(ScaleSpeculation):
     """Keeps every choice of the pass, those after a wrong draft as well."""
 
-    def _settle(self, first, drafts):
+    def _verify(self, first, drafts):
         stop = min(first + len(drafts), self.scales - 1)
         counts = [self.feature_map.schedule.tokens(k) for k in range(first, stop + 1)]
         logits = self.large.advance(self.feature_map, stop, first).split(counts, dim=1)
         self.feature_map.crop(first)
         for k, part in enumerate(logits, first):
-            self.feature_map.add(self.race.draw(part, k))
+            self.feature_map.add(self.sampler.draw(part, k))
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +119,7 @@ def p_value(kind, duel, samples=400):
 
 
 def test_distribution(duel):
-    assert p_value(Verified, duel) > 1e-3
+    assert p_value(ScaleSpeculation, duel) > 1e-3
 
 
 @pytest.mark.parametrize("twin", [Twin, Deaf])
@@ -125,21 +129,33 @@ def test_broken_twins_are_caught(duel, twin):
 
 def test_agreement():
     tokens = [torch.zeros(2, 1), torch.zeros(2, 4)]
-    assert agreement(tokens, [Choice(t) for t in tokens] + [Choice(torch.zeros(2, 9))]) == 2
-    assert agreement(tokens, [Choice(tokens[0]), Choice(torch.ones(2, 4))]) == 1
-    assert agreement([], [Choice(tokens[0])]) == 0
+    assert (
+        agreement(tokens, [ScaleTokens(t) for t in tokens] + [ScaleTokens(torch.zeros(2, 9))]) == 2
+    )
+    assert agreement(tokens, [ScaleTokens(tokens[0]), ScaleTokens(torch.ones(2, 4))]) == 1
+    assert agreement([], [ScaleTokens(tokens[0])]) == 0
     for row in (0, 1):  # every picture of the batch must agree, not the first alone
         other = tokens[1].clone()
         other[row, 2] = 1
-        assert agreement(tokens, [Choice(tokens[0]), Choice(other)]) == 1
+        assert agreement(tokens, [ScaleTokens(tokens[0]), ScaleTokens(other)]) == 1
 
 
 def test_what_it_cannot_do(large, small, vqvae):
     for window, until in ((0, 2), (1, 0), (1, 6)):
         with pytest.raises(ValueError, match=f"got {window} and {until}"):
-            run(Verified, large, small, vqvae, LABELS, Sampling(), [1, 2, 3], window, until)
+            run(ScaleSpeculation, large, small, vqvae, LABELS, Sampling(), [1, 2, 3], window, until)
     with pytest.raises(ValueError, match="more_smooth must be off"):
-        run(Verified, large, small, vqvae, LABELS, Sampling(more_smooth=True), [1, 2, 3], 1, 1)
+        run(
+            ScaleSpeculation,
+            large,
+            small,
+            vqvae,
+            LABELS,
+            Sampling(more_smooth=True),
+            [1, 2, 3],
+            1,
+            1,
+        )
 
 
 def test_coarse_scales_of_the_published_schedules():
