@@ -17,6 +17,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,23 +62,21 @@ def _check_questions(predictions: Predictions, answers: Answers) -> None:
     if not answers:
         raise ValueError("answers must hold at least one question, got none; check the file")
     unknown = [q for q in predictions if q not in answers]
-    if unknown:
-        raise ValueError(
-            f"every prediction must have a question, got {len(unknown)} of {len(predictions)} "
-            f"without (first: {unknown[0]!r}); give the answers of the same split"
-        )
     missing = [q for q in answers if q not in predictions]
-    if missing:
-        raise ValueError(
-            f"every question must have a prediction, got none for {len(missing)} of {len(answers)} "
-            f"(first: {missing[0]!r}); predict them too (an empty answer counts as wrong)"
-        )
     empty = [q for q, given in answers.items() if not any(a.strip() for a in given)]
-    if empty:
-        raise ValueError(
-            f"every question must have an answer, got empty ones for {len(empty)} of "
-            f"{len(answers)} (first: {empty[0]!r}); remove these questions from both files"
-        )
+    if unknown:
+        what = f"prediction must have a question, got {len(unknown)} of {len(predictions)} without"
+        hint = "give the answers of the same split"
+    elif missing:
+        what = f"question must have a prediction, got none for {len(missing)} of {len(answers)}"
+        hint = "predict them too (an empty answer counts as wrong)"
+    elif empty:
+        what = f"question must have an answer, got empty ones for {len(empty)} of {len(answers)}"
+        hint = "remove these questions from both files"
+    else:
+        return
+    first = (unknown or missing or empty)[0]
+    raise ValueError(f"every {what} (first: {first!r}); {hint}")
 
 
 def anls(
@@ -91,14 +90,9 @@ def anls(
     Raises ``ValueError`` as ``mean_score`` does, and unless 0 < threshold <= 1.
     """
     if not 0 < threshold <= 1:
-        raise ValueError(
-            f"ANLS's threshold must be in (0, 1], got {threshold}; published one is 0.5"
-        )
+        raise ValueError(f"threshold must be in (0, 1], got {threshold}; published one is 0.5")
     protocol = {"normalisation": "case and white space", "threshold": threshold}
-
-    def score(prediction: str, given: Sequence[str]) -> float:
-        return anls_score(prediction, given, threshold)
-
+    score = partial(anls_score, threshold=threshold)
     return mean_score("anls", predictions, answers, score, protocol, bootstrap)
 
 
@@ -142,10 +136,7 @@ def relaxed_accuracy(
     if not 0 <= tolerance < 1:
         raise ValueError(f"the tolerance must be in [0, 1), got {tolerance}; published one is 0.05")
     protocol = {"normalisation": "case, numbers, percent signs", "tolerance": tolerance}
-
-    def score(prediction: str, given: Sequence[str]) -> float:
-        return float(relaxed_match(prediction, given, tolerance))
-
+    score = partial(relaxed_match, tolerance=tolerance)
     return mean_score("relaxed", predictions, answers, score, protocol, bootstrap)
 
 
@@ -175,12 +166,12 @@ def exact_match(
 
     Raises ``ValueError`` as ``mean_score`` does.
     """
-
-    def score(prediction: str, given: Sequence[str]) -> float:
-        return float(_plain(prediction) in map(_plain, given))
-
     protocol = {"normalisation": "case and white space"}
-    return mean_score("exact", predictions, answers, score, protocol, bootstrap)
+    return mean_score("exact", predictions, answers, _equals_one, protocol, bootstrap)
+
+
+def _equals_one(prediction: str, answers: Sequence[str]) -> bool:
+    return _plain(prediction) in map(_plain, answers)
 
 
 def bleu(predictions: Predictions, answers: Answers) -> Measurement:
@@ -259,8 +250,7 @@ def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except UnicodeDecodeError as error:
         got = f"byte {error.object[error.start]:#x}"
         raise ValueError(f"{path} must be UTF-8 text, got {got}; convert it") from None
-    whole = _whole(path, text)
-    listed = list(_lines(path, text)) if whole is None else whole
+    listed = _values(path, text)
     if not listed:
         raise ValueError(f"{path} must hold at least one entry, got none; is it the right file?")
     for where, entry in listed:
@@ -270,31 +260,27 @@ def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, entry
 
 
-def _whole(path: Path, text: str) -> list[tuple[str, Any]] | None:
-    """The entries of a file that is one JSON value; None where it is JSON lines."""
+def _values(path: Path, text: str) -> list[tuple[str, Any]]:
+    """The entries of one JSON value, or of JSON lines."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         if text.lstrip().startswith("["):
             line = f"{path} line {error.lineno}"
             raise ValueError(f"{line} must be JSON, got an error: {error.msg}; repair it") from None
-        return None
+        lines = enumerate(text.splitlines(), 1)
+        return [_line(f"{path} line {number}", line) for number, line in lines if line.strip()]
     if isinstance(value, dict) and not set(QUESTION) & set(value):
         value = next((value[k] for k in LISTS if isinstance(value.get(k), list)), value)
-    if isinstance(value, list):
-        return [(f"{path} entry {i}", entry) for i, entry in enumerate(value, 1)]
-    return [(f"{path} entry 1", value)]
+    entries = value if isinstance(value, list) else [value]
+    return [(f"{path} entry {i}", entry) for i, entry in enumerate(entries, 1)]
 
 
-def _lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{path} line {number}"
-        try:
-            yield where, json.loads(line)
-        except json.JSONDecodeError:
-            raise ValueError(f"{where} must be JSON, got {line[:40]!r}; repair it") from None
+def _line(where: str, text: str) -> tuple[str, Any]:
+    try:
+        return where, json.loads(text)
+    except json.JSONDecodeError:
+        raise ValueError(f"{where} must be JSON, got {text[:40]!r}; repair it") from None
 
 
 def _add(found: dict[str, T], where: str, entry: dict[str, Any], value: T) -> None:

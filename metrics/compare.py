@@ -62,8 +62,8 @@ def compare(
 
     ``paired``: row i of both was made from the same prompt or noise, so that labels are swapped and
     samples redrawn within pairs; then N must be M. The test costs (N + M)² (F + P) multiplications.
-    Raises ``ValueError`` for NaN features, fewer than two samples, different widths or protocols,
-    unequal pairs, no permutation, or an ``alpha`` that so few permutations cannot reach.
+    Raises ``ValueError`` as ``exact_pair`` does, and for unequal pairs, no permutation, or an
+    ``alpha`` that so few permutations cannot reach.
     """
     x, y, facts = exact_pair(first, second)
     if permutations < 1 or not 1 / (permutations + 1) <= alpha < 1:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import specmm
+from specmm import __version__
 from specmm.metrics.features import FeatureSet, Protocol
 from specmm.registry import Registry
 
@@ -45,8 +45,7 @@ def extractor(
 ) -> Extractor:
     """The extractor called ``name``; ``weights`` is its file, or a folder that holds it.
 
-    Raises ``ValueError`` for an unknown name (with a suggestion), and where the weights are not
-    found (saying where to put them).
+    Raises ``ValueError`` for an unknown name, and for missing weights (saying where to put them).
     """
     found: Extractor = EXTRACTORS.get(name)(weights=weights, device=device, dtype=dtype)
     return found
@@ -76,22 +75,18 @@ class Extractor:
         self.classifier = classifier
         self.device = torch.device(device)
         self.dtype = dtype
-        facts = {
-            "dtype": str(dtype).removeprefix("torch."),
-            "library": f"specmm {specmm.__version__}",
-        }
+        facts = {"dtype": str(dtype).removeprefix("torch."), "library": f"specmm {__version__}"}
         self.protocol: Protocol = {**protocol, **facts}
 
     def features(self, pictures: Pictures, *, batch: int = 32, progress: bool = True) -> FeatureSet:
-        """Features [N, F] float32, on the CPU, of ``pictures``.
+        """Features [N, F] float32, on the CPU; ``ValueError`` for other shapes or no pictures."""
+        return joined(self.stream(pictures, batch=batch, progress=self.name if progress else None))
 
-        Raises ``ValueError`` for other types or shapes, or no pictures.
-        """
-        return self._gather(self.stream(pictures, batch=batch), pictures, progress)
-
-    def stream(self, pictures: Pictures, *, batch: int = 32) -> Iterator[FeatureSet]:
-        """The same in blocks of ``batch`` pictures, in constant memory."""
-        return self._stream(pictures, self.network, self.protocol, batch)
+    def stream(
+        self, pictures: Pictures, *, batch: int = 32, progress: str | None = None
+    ) -> Iterator[FeatureSet]:
+        """The same in blocks, in constant memory; ``progress``: the title of a progress bar."""
+        return self._stream(pictures, self.network, self.protocol, batch, progress)
 
     def logits(self, pictures: Pictures, *, batch: int = 32, progress: bool = True) -> FeatureSet:
         """Class logits [N, C] float32; raises ``ValueError`` also without a classifier."""
@@ -101,17 +96,20 @@ class Extractor:
                 "use the extractor efficientnet-lite0"
             )
         protocol = {**self.protocol, "features": f"{self.protocol['features']}, its logits"}
-        blocks = self._stream(pictures, self.classifier, protocol, batch)
-        return self._gather(blocks, pictures, progress)
+        title = self.name if progress else None
+        return joined(self._stream(pictures, self.classifier, protocol, batch, title))
 
     def _stream(
-        self, pictures: Pictures, network: Step, protocol: Protocol, batch: int
+        self, pictures: Pictures, network: Step, protocol: Protocol, batch: int, title: str | None
     ) -> Iterator[FeatureSet]:
         if batch < 1:
             raise ValueError(f"batch must be at least 1, got {batch}")
         whole = {**protocol, **getattr(pictures, "protocol", {})}
-        for rows in batches(checked(pictures), batch):
-            yield FeatureSet(self._run(rows, network), dict(whole))
+        total = operator.length_hint(pictures) or None
+        with tqdm(total=total, desc=title, disable=title is None, unit="picture") as bar:
+            for rows in batches(checked(pictures), batch):
+                yield FeatureSet(self._run(rows, network), dict(whole))
+                bar.update(len(rows))
 
     @torch.inference_mode()
     def _run(self, rows: list[Tensor], network: Step) -> Tensor:
@@ -124,16 +122,11 @@ class Extractor:
         found = [network(r.to(self.dtype, memory_format=layout)).float().cpu() for r in ready]
         return torch.cat(found)
 
-    def _gather(
-        self, blocks: Iterator[FeatureSet], pictures: Pictures, progress: bool
-    ) -> FeatureSet:
-        found: list[FeatureSet] = []
-        total = operator.length_hint(pictures) or None
-        with tqdm(total=total, desc=self.name, disable=not progress, unit="picture") as bar:
-            for block in blocks:
-                found.append(block)
-                bar.update(len(block))
-        return FeatureSet(torch.cat([b.values for b in found]), found[0].protocol)
+
+def joined(blocks: Iterable[FeatureSet]) -> FeatureSet:
+    """All blocks as one set."""
+    found = list(blocks)
+    return FeatureSet(torch.cat([b.values for b in found]), found[0].protocol)
 
 
 def checked(pictures: Pictures) -> Iterator[Tensor]:

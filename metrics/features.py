@@ -1,7 +1,7 @@
 """Feature vectors with the protocol that made them: what the metrics of sets take.
 
-The *protocol* says what was measured (features, weights, resize, precision), so that numbers of
-different protocols are never compared by accident.
+The *protocol* says what was measured (features, weights, resize, precision): numbers of different
+protocols are never compared.
 
 Shapes: ``values`` [N, F], N samples of F features.
 """

@@ -48,14 +48,11 @@ class Gaussian(typing.Protocol):
 
 @dataclass
 class FeatureStatistics:
-    """Count, sum [F] and sum of outer products [F, F] of the features seen so far, in float64.
-
-    ``outer`` is symmetric and filled on and above the diagonal only, ``COLUMNS`` rows at a time.
-    """
+    """Count, sum [F] and sum of outer products [F, F] of the features seen so far, in float64."""
 
     count: int
     total: Tensor
-    outer: Tensor
+    outer: Tensor  # symmetric: filled on and above the diagonal only, ``COLUMNS`` rows at a time
     protocol: Protocol = field(default_factory=dict)
 
     @classmethod
@@ -71,10 +68,7 @@ class FeatureStatistics:
         return cls.empty(found.values.shape[1], found.values.device).update(found)
 
     def update(self, features: Features) -> FeatureStatistics:
-        """Add samples [N, F] in place.
-
-        Raises ``ValueError`` on NaN, another width or another protocol.
-        """
+        """Add samples [N, F] in place; ``ValueError`` on NaN, another width or protocol."""
         found = as_features(features)
         same_width(len(self.total), found.values.shape[1])
         self.protocol = joint_protocol(self.protocol, found.protocol)
@@ -127,8 +121,8 @@ def frechet_distance(first: Gaussian | Features, second: Gaussian | Features) ->
     width = len(mean_1)
     same_width(width, len(mean_2))
     if _rank_bound(one) < width:
-        note = f"covariance of rank < {width}: {one.count} samples of {width} features"
-        protocol["note"] = note
+        few = f"{one.count} samples of {width} features"
+        protocol["note"] = f"covariance of rank < {width}: {few}"
     mean_term = float((mean_1 - mean_2.to(mean_1)).square().sum())
     trace += float(covariance.trace())
     covariance = _symmetric_product(factor, covariance.to(mean_1), triangular)
@@ -182,16 +176,15 @@ def memorisation_distance(
 ) -> Measurement:
     """MiFID of ``made`` [M, F] against the training samples ``real`` [N, F].
 
-    ``parts``: ``fid`` and ``cosine_distance``, the latter before the threshold, which other
-    features than Inception's need to set anew. Raises ``ValueError`` for whatever
-    ``frechet_distance`` refuses, and for sets of zero vectors only.
+    ``parts``: ``fid`` and ``cosine_distance``, the latter before the threshold. Raises
+    ``ValueError`` as ``frechet_distance`` does, and for sets of zero vectors only.
     """
     one = as_features(real)
     two = as_features(made)
     fid = frechet_distance(one, two)
     near = mean_cosine_distance(two.values, one.values)
-    penalty = near if near < threshold else 1.0
-    value = fid.value / (penalty + OFFSET) if fid.value > NOTHING else 0.0
+    penalty = (near if near < threshold else 1.0) + OFFSET
+    value = fid.value / penalty if fid.value > NOTHING else 0.0
     protocol = {**fid.protocol, "cosine_threshold": threshold}
     return Measurement("mifid", value, protocol, {"fid": fid.value, "cosine_distance": near})
 

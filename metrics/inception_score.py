@@ -43,7 +43,7 @@ class ScoreStatistics:
         return cls(counts, sums[:, :classes], sums[:, classes])
 
     def update(self, logits: Features, into: Tensor | None = None) -> ScoreStatistics:
-        """Add logits [N, C] in place, dealt out to the splits in turn, or as ``into`` [N] says.
+        """Add logits [N, C] in place, to the splits in turn, or to those in ``into`` [N].
 
         Raises ``ValueError`` on NaN, another number of classes or another protocol.
         """
@@ -73,11 +73,8 @@ class ScoreStatistics:
     def scores(self) -> Tensor:
         """The score [S] of each split; raises ``ValueError`` when one is empty."""
         if not self.counts.all():
-            got = int(self.counts.sum())
-            raise ValueError(
-                f"a score over {len(self.counts)} splits needs as many samples, got {got}; "
-                "add pictures or make fewer splits"
-            )
+            need = f"{len(self.counts)} splits needs as many samples"
+            raise ValueError(f"a score over {need}, got {int(self.counts.sum())}; add pictures")
         return _scores(self.counts, self.total, self.certainty)
 
     def measurement(self) -> Measurement:

@@ -17,14 +17,14 @@ import os
 import tarfile
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from specmm.metrics.features import Protocol
 
@@ -60,13 +60,11 @@ class PictureSource:
         self.protocol: Protocol = {"decoding": DECODING}
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """Raises ``ValueError`` naming the first that cannot be read, unless they are skipped."""
         self.skipped.clear()
         return self._read(self.skipped)
 
     def __length_hint__(self) -> int:
-        """How many pictures there are, bad ones included; 0 where that is not known."""
-        return self._count
+        return self._count  # bad ones included; 0 where that is not known
 
 
 def open_pictures(
@@ -75,10 +73,10 @@ def open_pictures(
     """The pictures of ``source``.
 
     A folder (with its subfolders and .tar archives), a glob, a .zip or .tar (as webdataset writes
-    it), an .npz or .npy of pictures [N, H, W, 3] uint8 (``images``, ``arr_0`` as ADM writes it, or
-    its only array), one picture's file; an array, an iterable of arrays, PIL pictures or pipeline
-    outputs, or a callable that gives one of them, such as ``lambda: pipe(classes)``. ``workers``
-    processes decode files (default: one a core, none for a few files).
+    it), an .npz or .npy of pictures (``images``, ADM's ``arr_0``, or its only array), a picture's
+    file; an array, an iterable of arrays, PIL pictures or pipeline outputs, or a callable for one
+    of them, such as ``lambda: pipe(classes)``. ``workers`` processes decode files (default: one a
+    core, none for a few files).
 
     Bad pictures raise ``ValueError`` naming the file, or with ``skip_bad`` are left out and listed
     in ``skipped``. Raises ``ValueError`` where there is nothing to read.
@@ -90,7 +88,7 @@ def open_pictures(
     if path.suffix in ARRAYS and path.is_file():
         with _array(path) as (_, shape):
             return PictureSource(lambda skipped: _rows(path), shape[0])
-    files = PictureFiles(_entries(str(source), path))
+    files = _files(str(source), path)
     count = (min(os.cpu_count() or 1, 8) if len(files) > FEW else 0) if workers is None else workers
     return PictureSource(lambda skipped: _decoded(files, skip_bad, count, skipped), len(files))
 
@@ -118,7 +116,7 @@ class PictureFile:
         return f"{self.path}:{self.member}" if self.member else str(self.path)
 
     def read(self) -> bytes:
-        """The file's bytes."""
+        """Its bytes."""
         if self.start >= 0:
             with self.path.open("rb") as file:
                 file.seek(self.start)
@@ -129,31 +127,23 @@ class PictureFile:
         return self.path.read_bytes()
 
 
-class PictureFiles(Dataset[tuple[str, np.ndarray | str]]):
-    """Files by number: (name, picture [H, W, 3]), or (name, why it cannot be read)."""
-
-    def __init__(self, entries: Sequence[PictureFile]) -> None:
-        self.entries = entries
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def __getitem__(self, number: int) -> tuple[str, np.ndarray | str]:
-        """Read and decode file ``number``. Errors are returned, since workers do this."""
-        entry = self.entries[number]
+def _decode_all(entries: list[PictureFile]) -> list[tuple[str, np.ndarray | str]]:
+    """(name, picture) of each file, or (name, why it cannot be read): workers do this."""
+    found: list[tuple[str, np.ndarray | str]] = []
+    for entry in entries:
         try:
-            return str(entry), decode(entry.read())
+            found.append((str(entry), decode(entry.read())))
         except UnidentifiedImageError:
-            return str(entry), "no picture format that Pillow knows"
+            found.append((str(entry), "no picture format that Pillow knows"))
         except UNREADABLE as error:
-            return str(entry), " ".join(str(error).split())
+            found.append((str(entry), " ".join(str(error).split())))
+    return found
 
 
 def decode(data: bytes) -> np.ndarray:
     """The picture [H, W, 3] uint8 in the bytes of a file, as ``DECODING`` says.
 
-    Raises what Pillow raises for broken data, and ``ValueError`` for 32-bit pixels and for more
-    pixels than Pillow takes to be sane (``PIL.Image.MAX_IMAGE_PIXELS``).
+    Raises what Pillow does, and ``ValueError`` for 32-bit or more than ``MAX_IMAGE_PIXELS`` pixels.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -177,9 +167,10 @@ def _rgb(image: Image.Image) -> np.ndarray:
 
 
 def _decoded(
-    files: PictureFiles, skip_bad: bool, workers: int, skipped: Skipped
+    files: list[PictureFile], skip_bad: bool, workers: int, skipped: Skipped
 ) -> Iterator[np.ndarray]:
-    for block in DataLoader(files, batch_size=BLOCK, num_workers=workers, collate_fn=list):
+    options: dict[str, Any] = {"batch_size": BLOCK, "num_workers": workers}
+    for block in DataLoader(files, collate_fn=_decode_all, **options):  # type: ignore[arg-type]
         for name, picture in block:
             if not isinstance(picture, str):
                 yield picture
@@ -192,7 +183,7 @@ def _decoded(
                 )
 
 
-def _entries(source: str, path: Path) -> list[PictureFile]:
+def _files(source: str, path: Path) -> list[PictureFile]:
     """The picture files of a folder, an archive, a glob or a single file."""
     if path.is_dir():
         suffixes = (*SUFFIXES, ".tar")

@@ -98,10 +98,7 @@ def frechet_interval(
 
 
 def student_quantile(level: float, freedom: int) -> float:
-    """The two-sided quantile of Student's t, expanded around the normal's.
-
-    Source: Abramowitz and Stegun 26.7.5.
-    """
+    """The two-sided quantile of Student's t (Abramowitz and Stegun 26.7.5, around the normal's)."""
     z = NormalDist().inv_cdf((1 + level) / 2)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -83,16 +84,20 @@ def kernel_distance(
     generator seeded with ``seed``, or given as ``picks`` (pairs of row indices of equal length, to
     repeat another library's draw); ``std`` is their population standard deviation.
     ``full=False`` skips the whole-set estimate, whose cost is (N + M)² F: quicker above roughly
-    10,000 samples. ``bootstrap`` gives that estimate an interval. Raises ``ValueError`` for NaN
-    features, fewer than two samples, different widths or protocols, a subset of fewer than two, or
-    an interval without the whole-set estimate.
+    10,000 samples. ``bootstrap`` gives that estimate an interval. Raises ``ValueError`` as
+    ``comparable`` does, for sets or subsets below two samples, and for ``bootstrap`` without
+    ``full``.
     """
     x, y, protocol = exact_pair(first, second)
     kernel = kernel or PolynomialKernel()
     if bootstrap and not full:
         raise ValueError("bootstrap belongs to the whole-set estimate, got full=False; drop one")
-    size = min(subset_size, len(x), len(y))
-    chosen = _picks(len(x), len(y), subsets, size, seed) if picks is None else picks
+    chosen = picks or []
+    if picks is None:
+        size = min(subset_size, len(x), len(y))
+        generator = torch.Generator().manual_seed(seed)
+        some = partial(torch.randperm, generator=generator)
+        chosen = [(some(len(x))[:size], some(len(y))[:size]) for _ in range(subsets)]
     size = min((len(rows) for pair in chosen for rows in pair), default=0)
     if size < 2:
         raise ValueError(f"subsets must be >= 1 of size >= 2, got {len(chosen)} of {size}")
@@ -103,13 +108,10 @@ def kernel_distance(
     else:
         values = _subset_by_subset(x, y, chosen, kernel)
     of_subsets, rest = values[: len(chosen)], values[len(chosen) :]
-    return KernelResult(
-        float(of_subsets.mean()),
-        float(of_subsets.std(correction=0)),
-        float(rest[0]) if full else None,
-        protocol,
-        bootstrap.of_replicates(rest[1:], "both sets") if bootstrap else None,
-    )
+    interval = bootstrap.of_replicates(rest[1:], "both sets") if bootstrap else None
+    std = float(of_subsets.std(correction=0))
+    whole = float(rest[0]) if full else None
+    return KernelResult(float(of_subsets.mean()), std, whole, protocol, interval)
 
 
 def exact_pair(first: Features, second: Features) -> tuple[Tensor, Tensor, Protocol]:
@@ -149,15 +151,6 @@ def _mmd_squared(x: Tensor, y: Tensor, wx: Tensor, wy: Tensor, kernel: Polynomia
     """Unbiased squared MMD [S] of x under the weights ``wx`` and y under ``wy``."""
     within = mean_within(x, wx, kernel) + mean_within(y, wy, kernel)
     return within - 2 * mean_across(x, y, wx, wy, kernel)
-
-
-def _picks(n: int, m: int, subsets: int, size: int, seed: int) -> Picks:
-    generator = torch.Generator().manual_seed(seed)
-
-    def some(count: int) -> Tensor:
-        return torch.randperm(count, generator=generator)[:size]
-
-    return [(some(n), some(m)) for _ in range(subsets)]
 
 
 def _in_one_pass(

@@ -10,7 +10,6 @@ Shapes: features [N, F]; logits [N, C].
 
 from __future__ import annotations
 
-import typing
 from abc import abstractmethod
 from typing import Any
 
@@ -19,7 +18,8 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
-from specmm.metrics.features import Features, FeatureSet, Protocol, as_features, joint_protocol
+from specmm.metrics.extractors import Extractor
+from specmm.metrics.features import FeatureSet, Protocol, as_features, joint_protocol
 from specmm.metrics.frechet import (
     THRESHOLD,
     FeatureStatistics,
@@ -32,14 +32,7 @@ from specmm.metrics.measurement import Measurement
 from specmm.metrics.neighbours import density_coverage, precision_recall
 
 SIDES = {True: "real", False: "made"}
-
-
-class Encoder(typing.Protocol):
-    """What turns pictures into features, such as an ``Extractor``."""
-
-    def features(self, pictures: Any) -> FeatureSet:
-        """Features of pictures."""
-        ...
+Options = dict[str, Any]
 
 
 class SampleMetric(Metric):
@@ -49,7 +42,11 @@ class SampleMetric(Metric):
     is_differentiable = False
 
     def __init__(
-        self, extractor: Encoder | None = None, *, reset_real_features: bool = True, **options: Any
+        self,
+        extractor: Extractor | None = None,
+        *,
+        reset_real_features: bool = True,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         self.extractor = extractor
@@ -57,7 +54,7 @@ class SampleMetric(Metric):
         self._protocols: dict[str, Protocol] = {side: {} for side in SIDES.values()}
         self._found: tuple[Measurement, ...] = ()
 
-    def update(self, samples: Features, real: bool) -> None:
+    def update(self, samples: Any, real: bool) -> None:
         """Add features [N, F], or pictures for the extractor, to the real or the made side."""
         found = self.extractor.features(samples) if self.extractor else as_features(samples)
         side = SIDES[bool(real)]
@@ -107,10 +104,8 @@ class FrechetDistance(SampleMetric):
 
     higher_is_better = False
 
-    def __init__(
-        self, extractor: Encoder | None = None, *, width: int = 2048, **options: Any
-    ) -> None:
-        super().__init__(extractor, **options)
+    def __init__(self, *args: Any, width: int = 2048, **options: Any) -> None:
+        super().__init__(*args, **options)
         for side in SIDES.values():
             empty = FeatureStatistics.empty(width)
             self.add_state(f"{side}_count", torch.tensor(0), dist_reduce_fx="sum")
@@ -135,8 +130,8 @@ class FeatureMetric(SampleMetric):
     torchmetrics can join the processes' features only if each of them has seen some of both sides.
     """
 
-    def __init__(self, extractor: Encoder | None = None, **options: Any) -> None:
-        super().__init__(extractor, **options)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         for side in SIDES.values():
             self.add_state(f"{side}_features", [], dist_reduce_fx="cat")
 
@@ -160,14 +155,8 @@ class KernelDistance(FeatureMetric):
 
     higher_is_better = False
 
-    def __init__(
-        self,
-        extractor: Encoder | None = None,
-        *,
-        kernel_options: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(extractor, **options)
+    def __init__(self, *args: Any, kernel_options: Options | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.kernel_options = kernel_options or {}
 
     def _measure(self) -> tuple[Measurement, ...]:
@@ -179,8 +168,8 @@ class PrecisionRecall(FeatureMetric):
 
     higher_is_better = True
 
-    def __init__(self, extractor: Encoder | None = None, *, k: int = 3, **options: Any) -> None:
-        super().__init__(extractor, **options)
+    def __init__(self, *args: Any, k: int = 3, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.k = k
 
     def _measure(self) -> tuple[Measurement, ...]:
@@ -192,8 +181,8 @@ class DensityCoverage(FeatureMetric):
 
     higher_is_better = True
 
-    def __init__(self, extractor: Encoder | None = None, *, k: int = 5, **options: Any) -> None:
-        super().__init__(extractor, **options)
+    def __init__(self, *args: Any, k: int = 5, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.k = k
 
     def _measure(self) -> tuple[Measurement, ...]:
@@ -205,10 +194,8 @@ class MemorisationDistance(FeatureMetric):
 
     higher_is_better = False
 
-    def __init__(
-        self, extractor: Encoder | None = None, *, threshold: float = THRESHOLD, **options: Any
-    ) -> None:
-        super().__init__(extractor, **options)
+    def __init__(self, *args: Any, threshold: float = THRESHOLD, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.threshold = threshold
 
     def _measure(self) -> tuple[Measurement, ...]:
@@ -223,20 +210,13 @@ class InceptionScore(SampleMetric):
     total: Tensor
     certainty: Tensor
 
-    def __init__(
-        self,
-        extractor: Encoder | None = None,
-        *,
-        classes: int = 1008,
-        splits: int = 10,
-        **options: Any,
-    ) -> None:
-        super().__init__(extractor, **options)
+    def __init__(self, *args: Any, classes: int = 1008, splits: int = 10, **options: Any) -> None:
+        super().__init__(*args, **options)
         empty = ScoreStatistics.empty(classes, splits)
         for name in ("counts", "total", "certainty"):
             self.add_state(name, getattr(empty, name), dist_reduce_fx="sum")
 
-    def update(self, samples: Features, real: bool = False) -> None:
+    def update(self, samples: Any, real: bool = False) -> None:
         """Add logits [N, C], or pictures where there is an extractor, unless they are ``real``."""
         if not real:
             super().update(samples, real=False)

@@ -36,7 +36,7 @@ def precision_recall(
     """Shares of ``made`` [M, F] in the manifold of ``real`` [N, F] (precision), and vice versa.
 
     ``bootstrap`` gives intervals over the points, the manifolds held fixed. Raises ``ValueError``
-    for NaN features, different widths or protocols, or sets of k samples or fewer.
+    as ``comparable`` does, or for sets of k samples or fewer.
     """
     x, y, protocol = _centred(real, made, k)
     found = []
@@ -55,8 +55,7 @@ def density_coverage(
     """Density (real balls a made sample lies in, over k), coverage (share of real balls not empty).
 
     ``bootstrap`` gives density an interval over the made samples, and coverage one over the real
-    ones, the balls held fixed. Raises ``ValueError`` for NaN features, different widths or
-    protocols, or sets of k samples or fewer.
+    ones, the balls held fixed. Raises ``ValueError`` as ``precision_recall`` does.
     """
     x, y, protocol = _centred(real, made, k)
     radii = _squared_radii(x, k)
@@ -80,9 +79,7 @@ def _squared_radii(x: Tensor, k: int) -> Tensor:
     return torch.cat([near.topk(k + 1, largest=False).values[:, k] for near in _distances(x, x)])
 
 
-def _memberships(
-    points: Tensor, centres: Tensor, radii: Tensor, *, closed: bool
-) -> Iterator[Tensor]:
+def _memberships(points: Tensor, centres: Tensor, radii: Tensor, closed: bool) -> Iterator[Tensor]:
     """Whether each point lies in each ball, in blocks [b, N] of the points [M, F]."""
     slack = ROUNDING * max(float(s.square().sum(1).max()) for s in (points, centres))
     for near in _distances(points, centres):
@@ -137,8 +134,8 @@ def nearest_neighbours(samples: Features, references: Features) -> Neighbours:
     """The nearest of ``references`` [M, F] to each of ``samples`` [N, F].
 
     Candidates come from a float32 matrix product; their distances are then computed from the
-    differences in float64, so that an exact copy is at distance 0. Raises ``ValueError`` for NaN,
-    different widths or protocols, or no reference.
+    differences in float64, so that an exact copy is at distance 0. Raises ``ValueError`` as
+    ``comparable`` does, or for no reference.
     """
     one, two, protocol = comparable(samples, references)
     if not len(two):

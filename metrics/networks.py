@@ -8,8 +8,7 @@
 | ``DINOv2`` | 1024 | in no package, read by timm | FD-DINOv2 (Stein et al. 2023) |
 | ``CLIP`` | 512 | in no package, read by transformers | CLIP-FD, CLIPScore |
 
-Nothing is downloaded. Where the weights, or the package that reads them, are missing, each raises a
-``ValueError`` that says how to get them.
+Nothing is downloaded: the ``ValueError`` for missing weights or packages says how to get them.
 
 Shapes: pictures [n, H, W, 3] uint8; features [N, F]; logits [N, C].
 """
@@ -39,10 +38,9 @@ Device = torch.device | str
 class Inception(Extractor):
     """The FID Inception of 2015-12-05: features [N, 2048].
 
-    The graph expects 299 x 299 pictures in [-1, 1); the resize before it is TensorFlow 1's bilinear
-    without antialias, as FID was published. ``dtype`` torch.bfloat16 is twice as fast on CPUs with
-    AMX; it moved the FID of 250 emoji pictures by up to 0.4% and their KID by 1.5%: fine for a
-    look, not for a published number. Raises ``ValueError`` for another ``dtype``.
+    Pictures are resized by TensorFlow 1's bilinear without antialias, as FID was published.
+    ``dtype`` bfloat16 is twice as fast on CPUs with AMX, but it moved the FID of 250 pictures by up
+    to 0.4% and their KID by 1.5%. Raises ``ValueError`` for another ``dtype`` than it and float32.
     """
 
     def __init__(
@@ -61,18 +59,17 @@ class Inception(Extractor):
             "weights": fingerprint(path),
             "resize": f"{INCEPTION_SIDE} bilinear tensorflow-1, no antialias",
         }
-        super().__init__("inception", protocol, _to_graph, network, device=device, dtype=dtype)
 
+        def prepare(pictures: Tensor) -> Tensor:  # to [-1, 1)
+            return (tensorflow_resize(channels_first(pictures), INCEPTION_SIDE) - 128) / 128
 
-def _to_graph(pictures: Tensor) -> Tensor:
-    return (tensorflow_resize(channels_first(pictures), INCEPTION_SIDE) - 128) / 128
+        super().__init__("inception", protocol, prepare, network, device=device, dtype=dtype)
 
 
 def tensorflow_resize(pictures: Tensor, side: int) -> Tensor:
     """[N, C, H, W] resized to [N, C, side, side] as TensorFlow 1's ``resize_bilinear`` does.
 
-    Output pixel i samples the input at i * H / side (corners not aligned, no half-pixel shift),
-    clamped at the edge.
+    Output pixel i samples the input at i * H / side: corners not aligned, no half-pixel shift.
     """
     rows, columns = (_interpolation(n, side).to(pictures) for n in pictures.shape[2:])
     return rows @ pictures @ columns.T
@@ -92,10 +89,9 @@ def _interpolation(size: int, side: int) -> Tensor:
 
 
 class FidelityInception(Extractor):
-    """The FID Inception as torch-fidelity loads it (Obukhov et al. 2020), with class logits.
+    """torch-fidelity's FID Inception (Obukhov et al. 2020), with class logits [N, 1008].
 
-    The logits [N, 1008] are without the bias, as the Inception Score is defined. Raises
-    ``ValueError`` for another ``dtype`` than float32.
+    The logits are without the bias, as the Inception Score is defined. float32 only.
     """
 
     def __init__(
@@ -125,8 +121,7 @@ class FidelityInception(Extractor):
 class EfficientNetLite0(Extractor):
     """EfficientNet-lite0 (Tan and Le 2019): features [N, 1280] and ImageNet's logits [N, 1000].
 
-    Converted from TensorFlow's release: 224 pixels, scaled by (x - 127) / 128. Numbers made with it
-    compare with one another only.
+    Converted from TensorFlow's release. Its numbers compare with one another only.
     """
 
     def __init__(
@@ -143,11 +138,11 @@ class EfficientNetLite0(Extractor):
             "weights": fingerprint(path),
             "resize": f"{SIDE} bicubic, antialias",
         }
-        steps = (
-            lambda pictures: (pillow_bicubic(channels_first(pictures), SIDE) - 127) / 128,
-            pooled,
-            lambda x: model._fc(pooled(x)),
-        )
+
+        def prepare(pictures: Tensor) -> Tensor:
+            return (pillow_bicubic(channels_first(pictures), SIDE) - 127) / 128
+
+        steps = (prepare, pooled, lambda x: model._fc(pooled(x)))
         super().__init__("efficientnet-lite0", protocol, *steps, device=device, dtype=dtype)
 
 
@@ -175,8 +170,7 @@ class DINOv2(Extractor):
     """timm's DINOv2: the class token [N, F] at 224 pixels, F = 1024 for ViT-L/14.
 
     ``weights`` is a folder with ``config.json`` and ``model.safetensors``. timm resamples the
-    position embedding its own way, which the protocol says: compare with others' numbers to the
-    leading digits only.
+    position embedding its own way: compare with others' numbers to the leading digits only.
     """
 
     def __init__(
@@ -205,8 +199,8 @@ def _normalised(pictures: Tensor) -> Tensor:
 class CLIP(Extractor):
     """transformers' CLIP (Radford et al. 2021): features [N, F] of pictures, and of ``texts``.
 
-    ``weights`` is a folder that ``save_pretrained`` of the model and its processor filled. Pictures
-    are prepared by that processor. Features are not normalised; F = 512 for ViT-B/32.
+    ``weights`` is a folder of ``save_pretrained`` of the model and its processor, which prepares
+    the pictures. Features are not normalised; F = 512 for ViT-B/32.
     """
 
     def __init__(

@@ -60,22 +60,25 @@ def reconstruction(
     if lpips is not None:
         metrics["lpips"] = (lpips.distances, lpips.protocol)
     scores: dict[str, list[Tensor]] = {name: [] for name in metrics}
-    sides: tuple[list[FeatureStatistics], list[FeatureStatistics]] = ([], [])
+    sides: dict[int, FeatureStatistics] = {}  # 0: originals, 1: reconstructions
     both = pairs(checked(originals), checked(reconstructions), "originals and reconstructions")
     for rows in batches(both, batch):
         for first, second in _stacks(rows):
             for name, (score, _) in metrics.items():
                 scores[name].append(score(first, second))
         if extractor is not None:
-            for known, pictures in zip(sides, zip(*rows, strict=True), strict=True):
-                _add(known, extractor, pictures)
+            for side, pictures in enumerate(zip(*rows, strict=True)):
+                block = extractor.features(pictures, batch=batch, progress=False)
+                if side not in sides:
+                    sides[side] = FeatureStatistics.empty(block.values.shape[1])
+                sides[side].update(block)
     source = getattr(originals, "protocol", {})
     found = [
         _mean(name, torch.cat(scores[name]), {**source, **protocol})
         for name, (_, protocol) in metrics.items()
     ]
     if extractor is not None:
-        fid = frechet_distance(sides[0][0], sides[1][0])
+        fid = frechet_distance(sides[0], sides[1])
         found.append(Measurement("rfid", fid.value, {**source, **fid.protocol}, fid.parts))
     return found
 
@@ -146,16 +149,6 @@ def _stacks(rows: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]
     for group in sizes.values():
         first, second = (channels_first(torch.stack(side)) for side in zip(*group, strict=True))
         yield first, second
-
-
-def _add(
-    known: list[FeatureStatistics], extractor: Extractor, pictures: tuple[Tensor, ...]
-) -> None:
-    """Add features to the statistics in ``known``, which is empty until their width is known."""
-    for block in extractor.stream(pictures, batch=len(pictures)):
-        if not known:
-            known.append(FeatureStatistics.empty(block.values.shape[1]))
-        known[0].update(block)
 
 
 def _mean(metric: str, scores: Tensor, protocol: Protocol, level: float = 0.95) -> Measurement:

@@ -65,9 +65,8 @@ def read_reference(
 ) -> Reference:
     """The reference in ``path`` (.npz, .pt) of any layout; ``spatial``: an ADM file's second pair.
 
-    ``protocol`` is what the caller knows of it, as ``network.protocol`` when the same network made
-    it: a foreign file says nothing, and a distance checks only what both sides say. Raises
-    ``ValueError`` for any other file, or where ``protocol`` contradicts the file's own.
+    ``protocol`` is what the caller knows of it, such as ``network.protocol``: a foreign file says
+    nothing. Raises ``ValueError`` for any other file, or where it contradicts the file's own.
     """
     found = _arrays(path)
     names = ("mu_s", "sigma_s") if spatial else ("mu", "sigma")
@@ -89,8 +88,7 @@ def write_reference(
 ) -> None:
     """Write the moments of ``found`` to ``path``; ``adm`` needs those of ``spatial`` features too.
 
-    Raises ``ValueError`` for another layout, a suffix that readers of the layout do not expect, or
-    no ``spatial``.
+    Raises ``ValueError`` for another layout, a suffix that does not fit it, or no ``spatial``.
     """
     if layout not in get_args(Layout):
         raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}, got {layout!r}")
@@ -98,9 +96,7 @@ def write_reference(
     if path.suffix != suffix:
         raise ValueError(f"a file of {layout} must end in {suffix}, got {path.name!r}; rename it")
     if (spatial is not None) != (layout == "adm"):
-        raise ValueError(
-            "spatial statistics belong to the layout adm, which needs them; pass both or neither"
-        )
+        raise ValueError("spatial statistics belong to the layout adm, which needs them")
     mean, covariance = found.moments()
     arrays = {"mu": mean.cpu().numpy(), "sigma": covariance.cpu().numpy()}
     if layout == "specmm":
@@ -122,9 +118,8 @@ def _arrays(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} must be .npz or .pt with arrays only: {error}") from error
     except Exception as error:  # a broken zip or pickle raises whatever it likes
-        raise ValueError(
-            f"{path} must be a whole .npz or .pt file, got {type(error).__name__}; copy it again"
-        ) from error
+        got = f"{type(error).__name__}; copy it again"
+        raise ValueError(f"{path} must be a whole .npz or .pt file, got {got}") from error
 
 
 def _npz(path: Path) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def read_files(paths: Sequence[Path]) -> tuple[list[Row], list[Row]]:
     speed: list[Row] = []
     quality: dict[str, Row] = {}
     measured: dict[str, Measurement] = {}
-    for row in (row for path in paths for row in _read(path)):
+    for row in itertools.chain.from_iterable(map(_read, paths)):
         found = row.get("measurement")
         if isinstance(row.get("speedup"), int | float):
             speed.append(row)
@@ -77,9 +77,8 @@ def joined(speed: Sequence[Row], quality: Sequence[Row]) -> list[Row]:
     """As ``join``, fastest last, with ``fid_ratio`` to plain decoding; ``ValueError`` if empty."""
     rows = [r for r in join(speed, quality) if r.get("fid") is not None]
     if not rows:
-        speeds, fids = (
-            ", ".join(sorted({r["method"] for r in side})) or "none" for side in (speed, quality)
-        )
+        sides = [sorted({r["method"] for r in side}) for side in (speed, quality)]
+        speeds, fids = (", ".join(names) or "none" for names in sides)
         raise ValueError(
             f"no method has both a speed and a FID: speeds of {speeds}, FIDs of {fids}; "
             "give eval the method's name with --name"
@@ -136,10 +135,7 @@ def _csv(path: Path) -> list[Row]:
     reader = csv.DictReader(line for line in lines if not line.startswith("# "))
     rows = [{k: _value(v) for k, v in row.items() if k} for row in reader]
     if not rows or "method" not in rows[0] or not {"speedup", "fid"} & set(rows[0]):
-        raise ValueError(
-            f"{path} must have columns 'method' and 'speedup' or 'fid'; give speed.csv or "
-            "quality.csv"
-        )
+        raise ValueError(f"{path} must have columns 'method' and 'speedup' or 'fid'")
     return rows
 
 
@@ -164,9 +160,8 @@ def _quality_row(method: str, found: Measurement) -> Row:
 def draw_trade(rows: Sequence[Row], path: Path, floor: float | None = None) -> Path:
     """Plot FID over speed-up (``method``, ``speedup``, ``fid``, ``certificate``) into ``path``.
 
-    Circles are exact, triangles relaxed; bars are the intervals ``fid_low`` to ``fid_high``. Lines
-    mark plain decoding and a tenth above it, and ``floor``, the FID of real against real. Raises
-    ``ValueError`` without matplotlib.
+    Bars are the intervals ``fid_low`` to ``fid_high``; lines mark plain decoding, a tenth above it,
+    and ``floor``, the FID of real against real. Raises ``ValueError`` without matplotlib.
     """
     figure, axes = _axes(rows)
     for row in rows:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, get_args
 
 from specmm.metrics.answers import Answers, Predictions, mean_score
@@ -109,12 +110,9 @@ def vqa_accuracy(
 
     Raises ``ValueError`` unless both name the same questions, each with at least two annotators.
     """
-
-    def score(prediction: str, annotators: Sequence[str]) -> float:
-        return soft_accuracy(prediction, annotators, variant)
-
-    protocol = {"normalisation": f"VQAv2, {variant}"}
-    protocol["annotators"] = "one left out in turn, min(1, matches / 3)"
+    score = partial(soft_accuracy, variant=variant)
+    annotators = "one left out in turn, min(1, matches / 3)"
+    protocol = {"normalisation": f"VQAv2, {variant}", "annotators": annotators}
     return mean_score("vqa", predictions, answers, score, protocol, bootstrap)
 
 

