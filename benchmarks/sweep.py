@@ -26,7 +26,7 @@ from benchmarks.quality import Real
 from benchmarks.samples import SampleSet, save, weights_key
 from specmm.certificate import Certificate
 from specmm.image_ar.output import ImageOutput
-from specmm.metrics.picture import draw_trade
+from specmm.metrics.report import draw_trade
 from specmm.runs.race import in_turn
 from specmm.stats import Stats, total
 

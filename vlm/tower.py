@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from specmm.metrics.extractors.efficientnet import load_network, new_network
+from specmm.metrics.networks import load_network, new_network
 from specmm.metrics.weights import locate
 
 FINE = 10  # the last block at stride 16; the last of all is at stride 32

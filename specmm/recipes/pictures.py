@@ -15,7 +15,7 @@ import numpy.typing as npt
 from PIL import ImageOps
 
 from specmm.image_ar.settings import class_ids
-from specmm.metrics.files import SUFFIXES
+from specmm.metrics.inputs import SUFFIXES
 from specmm.vlm.images import open_image
 
 

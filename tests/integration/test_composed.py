@@ -59,7 +59,7 @@ def folder(language, tmp_path_factory):
 
 
 def test_the_tower_is_the_packages_classifier_before_its_head():
-    from specmm.metrics.extractors.efficientnet import load_network
+    from specmm.metrics.networks import load_network
     from specmm.metrics.weights import locate
 
     tower, network = Tower.pretrained(), load_network(locate("efficientnet-lite0"))

@@ -14,7 +14,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from specmm.cli import app
-from specmm.metrics.extractors.base import Extractor
+from specmm.metrics.extractors import Extractor
 from specmm.metrics.features import FeatureSet
 from specmm.metrics.measurement import Interval, Measurement
 

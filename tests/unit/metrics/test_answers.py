@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from specmm.metrics.answer_files import read_answers, read_predictions
 from specmm.metrics.answers import (
     anls,
     anls_score,
     edit_distance,
     exact_match,
+    read_answers,
+    read_predictions,
     relaxed_accuracy,
     relaxed_match,
 )

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from specmm.metrics.clip_score import clip_score
-from specmm.metrics.extractors.clip import CLIP
+from specmm.metrics.networks import CLIP
+from specmm.metrics.paired import clip_score
 
 TEXTS = ["a cat", "dog", "the green house", "x", "abc def"]
 
