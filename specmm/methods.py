@@ -503,6 +503,7 @@ def _registry(*kinds: Any) -> Registry:
 
 IMAGE_TOKENS = _registry(AR, SJD, Speculative, Eagle, Lantern, LanternPP, Draft, Auto)
 VQA = _registry(AR, TextDraft, VLMDraft, MSD, PromptLookup, Verdict, Draft, Auto)
+TRANSFORMERS_IMAGES = _registry(AR, SJD, PromptLookup)
 SCALES = _registry(AR, CoDe, ScaleSpeculative, Auto)
 CONTINUOUS = _registry(AR, CSpD)
 TEXT = _registry(AR, DiffuSpec, SpecDiff, DEER, Block, TextDraft, PromptLookup, Draft, Auto)

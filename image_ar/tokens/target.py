@@ -64,6 +64,16 @@ class LlamaGenTarget:
         return self.model.config.block_size
 
     @property
+    def grid(self) -> int:
+        """Tokens a row of the picture."""
+        return self.model.config.grid
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self.model.output.weight.device
+
+    @property
     def dtype(self) -> torch.dtype:
         """The weights' dtype, which the cache shares."""
         return self.model.output.weight.dtype

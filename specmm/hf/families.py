@@ -82,7 +82,7 @@ class Family:
         sees = hasattr(config, "vision_config")
         if sees and config.model_type not in SUPPORTED:
             raise unknown("vision-language model type", config.model_type, SUPPORTED)
-        decoder = model.get_decoder() if sees else model.base_model
+        decoder: Any = model.get_decoder() if sees else model.base_model
         ids = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
         text = config.get_text_config()
         return cls(

@@ -187,7 +187,7 @@ class VLMTarget:
         where = self.make_room(prompt, scratch)
         self.cache.aim(0, prompt.width)
         if self.guidance.branches > 1:
-            given = self._both_branches(prompt)
+            given: dict[str, Tensor | None] = {**self._both_branches(prompt)}
         else:
             mask = prompt.inputs["attention_mask"] if prompt.padded else None
             given = {"input_ids": prompt.input_ids, "attention_mask": mask, **where}
