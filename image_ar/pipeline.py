@@ -47,7 +47,9 @@ TRANSFORMERS_FAMILY = Family(
     methods.TRANSFORMERS_IMAGES,
     "sjd,prompt-lookup",
 )
-PICTURE_MODELS: dict[str, str] = {}  # descriptions by the "model_type" in config.json
+PICTURE_MODELS: dict[str, str] = {  # descriptions by the "model_type" in config.json
+    "chameleon": "specmm.hf.chameleon:CHAMELEON"
+}
 
 
 class ImagePipeline:
