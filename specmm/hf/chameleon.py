@@ -47,7 +47,7 @@ def _decode(model: PreTrainedModel, folder: Path) -> Decoder:
             f"{folder} has no decoder for pictures: put the tokenizer as a diffusers VQModel into "
             f"{folder / 'vq'}, or give output_type='latent' for tokens alone"
         )
-    vq = VQModel.from_pretrained(folder / "vq").to(model.device).eval()
+    vq = VQModel.from_pretrained(folder / "vq", low_cpu_mem_usage=False).to(model.device).eval()
     ids, codes = (table.to(model.device) for table in _codes(model))
     side = _grid(model)
 
