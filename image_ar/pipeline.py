@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specmm import methods, zoo
 from specmm.checkpoints import read_json
-from specmm.registry import Registry, unknown
+from specmm.registry import Registry, named, unknown
+
+if TYPE_CHECKING:
+    from specmm.hf.picture_tokens import PictureModel
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,17 @@ FAMILIES = {  # by the "family" in model_index.json
 }
 
 
+TRANSFORMERS_FAMILY = Family(
+    "specmm.image_ar.transformers_pipeline",
+    "TransformersImagePipeline",
+    methods.TRANSFORMERS_IMAGES,
+    "sjd,prompt-lookup",
+)
+PICTURE_MODELS: dict[str, str] = {  # descriptions by the "model_type" in config.json
+    "chameleon": "specmm.hf.chameleon:CHAMELEON"
+}
+
+
 class ImagePipeline:
     """Pictures from an autoregressive image model, by any of its methods, with a certificate.
 
@@ -58,9 +72,24 @@ class ImagePipeline:
         )
 
 
+def picture_type(folder: Path) -> PictureModel | None:
+    """The description of the model of transformers in ``folder``, where it is one that draws."""
+    config = folder / zoo.TRANSFORMERS
+    kind = read_json(config).get("model_type") if config.is_file() else None
+    if kind not in PICTURE_MODELS:
+        return None
+    facts: PictureModel = named(PICTURE_MODELS[kind])
+    return facts
+
+
 def family_of(name: str | Path) -> Family:
     """The family of a model; raises ``ValueError`` when the model is not found or of none we know."""
-    file = zoo.find(name) / "model_index.json"
+    if picture_type(Path(name)) is not None:
+        return TRANSFORMERS_FAMILY
+    folder = zoo.find(name)
+    if picture_type(folder) is not None:  # fetched from the hub
+        return TRANSFORMERS_FAMILY
+    file = folder / zoo.PIPELINE
     family = read_json(file).get("family", "llamagen")
     if family not in FAMILIES:
         raise unknown(f"family in {file}", family, FAMILIES)

@@ -38,7 +38,7 @@ from specmm.diffusion_drafters.models.bidirectional import QWEN_SIZES, plain_rop
 from specmm.diffusion_drafters.models.files import LEFTOVERS, cast, read_state, write_model
 from specmm.diffusion_drafters.models.markov import Markov
 from specmm.diffusion_drafters.models.recurrent import Recurrent
-from specmm.hf.cache_slots import as_transformers
+from specmm.hf.target import as_transformers
 
 TRANSFORMERS_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
@@ -198,7 +198,7 @@ class DFlash(nn.Module):
             len(self.layers), sizes.num_key_value_heads, sizes.head_dim, batch, 1, capacity, scratch
         )
         self.cache = Cache(size, weight.dtype, weight.device)
-        self.past = as_transformers(self.cache)
+        self.past = as_transformers(self.cache.layers)
         self.everyone = torch.ones(
             1, self.config.block, self.config.block, dtype=torch.bool, device=weight.device
         )

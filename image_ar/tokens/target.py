@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specmm.cache import Cache, CacheSize
+from specmm.guidance import Guidance as Guidance
 from specmm.image_ar.tokens.gpt import CaptionEmbedder, Transformer
 from specmm.kernels.tree_attention import Mask
 from specmm.processors import Processor, check_finite
@@ -32,31 +33,6 @@ class Prompt:
     def rows(self, some: slice) -> Prompt:
         """``some`` of them."""
         return Prompt(self.condition[some], None if self.mask is None else self.mask[some])
-
-
-@dataclass(frozen=True)
-class Guidance:
-    """Classifier-free guidance: ``scale`` ≥ 0 (1 is off); with ``interval`` n > -1 only tokens 0 …
-    n + 1 are guided.
-    """
-
-    scale: float = 1.0
-    interval: int = -1
-
-    def __post_init__(self) -> None:
-        if not self.scale >= 0:
-            raise ValueError(f"cfg must be at least 0, got {self.scale}, use 1 for no guidance")
-
-    @property
-    def branches(self) -> int:
-        """G: LlamaGen guides only above scale 1."""
-        return 2 if self.scale > 1 else 1
-
-    @property
-    def settings(self) -> dict[str, float]:
-        """The options that shape the distribution, for certificates."""
-        last = {"cfg_interval": self.interval} if self.branches > 1 and self.interval > -1 else {}
-        return {"cfg": self.scale} | last
 
 
 class LlamaGenTarget:
@@ -86,6 +62,16 @@ class LlamaGenTarget:
     def length(self) -> int:
         """T, the tokens of a picture."""
         return self.model.config.block_size
+
+    @property
+    def grid(self) -> int:
+        """Tokens a row of the picture."""
+        return self.model.config.grid
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self.model.output.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -176,16 +162,7 @@ class LlamaGenTarget:
 
     def guide(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Logits [B, N, V] of both branches' [R, N, V] at ``positions`` [1 or R, N]."""
-        if self.guidance.branches == 1:
-            return logits
-        cond, uncond = logits.chunk(2)
-        if self.guidance.interval < 0:
-            return torch.lerp(uncond, cond, self.guidance.scale)
-        index = (
-            positions[: len(cond)] - self.model.config.cls_token_num + 1
-        )  # of the token these logits predict
-        scale = torch.where(index <= self.guidance.interval + 1, self.guidance.scale, 1.0)
-        return torch.lerp(uncond, cond, scale[..., None])
+        return self.guidance.mix(logits, positions, self.model.config.cls_token_num)
 
     def _branches(self, prompt: Prompt) -> Tensor:
         if self.guidance.branches == 1:

@@ -130,7 +130,7 @@ class Prompts:
             )
         prompt = self.of(slice(rows))
         self.waiting = {i: self.of(slice(i, i + 1)) for i in range(rows, self.count)}
-        prompt.longest = max((len(p.input_ids[0]) for p in self.waiting.values()), default=0)
+        prompt.longest = max((p.width for p in self.waiting.values()), default=0)
         for one in (prompt, *self.waiting.values()):
             target.check(one)
         return prompt.to(target.device, target.dtype)

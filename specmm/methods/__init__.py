@@ -47,6 +47,7 @@ __all__ = [
     "SCALES",
     "SJD",
     "TEXT",
+    "TRANSFORMERS_IMAGES",
     "VQA",
     "Auto",
     "Block",
@@ -70,6 +71,7 @@ __all__ = [
     "Speculative",
     "TextDraft",
     "TextMethod",
+    "TransformersImageMethod",
     "Tree",
     "TreeName",
     "VLMDraft",
@@ -86,6 +88,7 @@ __all__ = [
 
 Method: TypeAlias = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Draft | Auto
 VQAMethod: TypeAlias = AR | TextDraft | VLMDraft | MSD | PromptLookup | Verdict | Draft | Auto
+TransformersImageMethod: TypeAlias = AR | SJD | PromptLookup  # models that draw picture tokens
 ScalesMethod: TypeAlias = AR | CoDe | ScaleSpeculative | Auto
 ContinuousMethod: TypeAlias = AR | CSpD
 TextMethod: TypeAlias = (
@@ -107,6 +110,7 @@ GenerateMethod: TypeAlias = (
 
 IMAGE_TOKENS = registry(get_args(Method))
 VQA = registry(get_args(VQAMethod))
+TRANSFORMERS_IMAGES = registry(get_args(TransformersImageMethod))
 SCALES = registry(get_args(ScalesMethod))
 CONTINUOUS = registry(get_args(ContinuousMethod))
 TEXT = registry(get_args(TextMethod))

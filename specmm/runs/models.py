@@ -45,9 +45,10 @@ def place_of(network: Any) -> dict[str, str]:
 def kind_of(model: str) -> Kind:
     """What a model is for; raises ``ValueError`` when it is neither a folder nor a pocket model."""
     from specmm.checkpoints import read_json
+    from specmm.image_ar.pipeline import picture_type
 
     folder = zoo.pocket_models().get(model, Path(model))
-    if (folder / zoo.PIPELINE).is_file():
+    if (folder / zoo.PIPELINE).is_file() or picture_type(folder) is not None:
         return "images"
     if (folder / zoo.PACKAGE).is_file():
         return "text"
@@ -61,8 +62,10 @@ def kind_of(model: str) -> Kind:
 
 def draws(model: str) -> bool:
     """Whether ``model`` is an image model."""
+    from specmm.image_ar.pipeline import family_of
+
     try:
-        zoo.find(model)
+        family_of(model)
     except ValueError:
         return False
     return True

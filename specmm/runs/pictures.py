@@ -92,6 +92,8 @@ def check(pipe: Any, job: Job) -> None:
 
     from specmm.image_ar.settings import class_ids, with_options
 
+    if job.kind not in inspect.signature(pipe.__call__).parameters:
+        raise ValueError(f"{job.model} draws from prompts, give --prompt in place of {job.kind}")
     if job.compiled and "compiled" not in inspect.signature(pipe.__call__).parameters:
         raise ValueError(
             f"--compile serves pocket/llamagen, pocket/var and the like, not {job.model}; leave it out"

@@ -17,9 +17,9 @@ from specmm.diffusion_drafters.assemble import Diffusion
 from specmm.diffusion_drafters.diffuspec.ngram import fit
 from specmm.diffusion_drafters.drafters.diffuspec import DiffuSpecDrafter
 from specmm.diffusion_drafters.models.bidirectional import FullAttention
-from specmm.hf.drafters.small_model import SmallModel, padded
+from specmm.hf.drafters.small_model import SmallModel
 from specmm.hf.drafting import load_drafter
-from specmm.hf.prompt import VLMPrompt
+from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms

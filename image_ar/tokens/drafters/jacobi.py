@@ -15,19 +15,37 @@ Shape letters: B batch, W window, N = W + 1 nodes, T tokens of a picture, V voca
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, Protocol, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from specmm.drafter import Feedback
-from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.randomness import UniformSource, categorical
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify.exact import one_hot
 
 Initial: TypeAlias = Literal["uniform", "left", "above"]
+
+
+class RasterTarget(Protocol):
+    """A target that draws ``length`` tokens T row by row, ``grid`` a row."""
+
+    @property
+    def length(self) -> int:
+        """T."""
+        ...
+
+    @property
+    def grid(self) -> int:
+        """Tokens a row."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        ...
 
 
 class JacobiDrafter:
@@ -39,15 +57,15 @@ class JacobiDrafter:
     as ``"left"``. Raises ``ValueError`` on options out of range.
     """
 
-    def __init__(self, target: LlamaGenTarget, window: int = 16, initial: Initial = "left") -> None:
+    def __init__(self, target: RasterTarget, window: int = 16, initial: Initial = "left") -> None:
         if not 1 <= window < target.length:
             raise ValueError(f"window must be in [1, {target.length - 1}], got {window}")
         if initial not in get_args(Initial):
             raise ValueError(
                 f"initial must be one of {', '.join(get_args(Initial))}, got {initial!r}"
             )
-        self.initial, self.grid, self.length = initial, target.model.config.grid, target.length
-        self.shape = TreeShape.chain(window, target.model.output.weight.device)
+        self.initial, self.grid, self.length = initial, target.grid, target.length
+        self.shape = TreeShape.chain(window, target.device)
         self.window, self.max_nodes, self.max_depth = window, window + 1, window
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:

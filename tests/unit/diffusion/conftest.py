@@ -22,8 +22,7 @@ from specmm.diffusion_drafters.models.bidirectional import FullAttention
 from specmm.diffusion_drafters.models.causal import CausalPrefix
 from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
 from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig
-from specmm.hf.drafters.small_model import padded
-from specmm.hf.prompt import VLMPrompt
+from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.randomness import Uniforms
 from specmm.tree import TreeShape

@@ -10,8 +10,7 @@ from specmm.diffusion_drafters.drafters.block import ChainDrafter
 from specmm.diffusion_drafters.drafters.cached import CausalSource
 from specmm.diffusion_drafters.models.causal import CausalPrefix
 from specmm.drafter import Feedback
-from specmm.hf.drafters.small_model import padded
-from specmm.hf.prompt import VLMPrompt
+from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms

@@ -18,8 +18,7 @@ from specmm.diffusion_drafters.drafters.specdiff import StepsDrafter
 from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig, load_dflash, save_dflash
 from specmm.diffusion_drafters.models.masked import block_logits
 from specmm.drafter import Feedback
-from specmm.hf.drafters.small_model import padded
-from specmm.hf.prompt import VLMPrompt
+from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
 from specmm.processors import Processor
