@@ -10,15 +10,14 @@ Shapes: features [N, 1280]; logits [N, 1000] of ImageNet's classes.
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from specmm.metrics.extractors.base import Extractor, channels_first, pillow_bicubic
 from specmm.metrics.weights import fingerprint, locate
+from specmm.zoo.efficientnet import load_network
 
 SIDE = 224  # pixels
 
@@ -55,23 +54,3 @@ class EfficientNetLite0(Extractor):
 def network_input(pictures: Tensor) -> Tensor:
     """Pictures [n, H, W, 3] uint8 as [n, 3, 224, 224] in [-1, 1]."""
     return (pillow_bicubic(channels_first(pictures), SIDE) - 127) / 128
-
-
-def load_network(path: Path) -> Any:
-    """The classifier with the weights of the file ``path``, in evaluation mode."""
-    model = new_network()
-    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    return model.eval()
-
-
-def new_network() -> Any:
-    """The classifier with random weights; raises ``ValueError`` where the package of its code is
-    missing.
-    """
-    try:
-        package = importlib.import_module("efficientnet_lite_pytorch")
-    except ImportError:
-        raise ValueError(
-            "EfficientNet-lite0 needs the package efficientnet-lite-pytorch, got none; run: pip install 'specmm[fid]'"
-        ) from None
-    return package.EfficientNet.from_name("efficientnet-lite0")
