@@ -34,8 +34,8 @@ from benchmarks.common import (
 )
 from benchmarks.vlm_speed import Answer, Answered, Runner, cut, drafts, race, row
 from specmm import methods
-from specmm.diffusion_drafters.train.texts import read_files
 from specmm.dtypes import named_dtype
+from specmm.recipes.training.texts import read_files
 from specmm.text.pipeline import TextPipeline
 
 PROMPT, LONGEST = 96, 128  # tokens read and tokens written

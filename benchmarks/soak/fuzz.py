@@ -30,7 +30,7 @@ from safetensors.torch import save
 
 from specmm.checkpoints import read_checkpoint
 from specmm.jobs.items import read_items
-from specmm.vlm.images import open_image
+from specmm.vlm.asking import open_image
 
 CANARY = "specmm-canary"
 

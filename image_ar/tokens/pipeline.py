@@ -21,6 +21,7 @@ from specmm.compiled import CompiledRound, prepare_compiler
 from specmm.continuous_batching import Queue
 from specmm.decode import Progress, decode, decode_plain, one_round
 from specmm.dtypes import choose_dtype
+from specmm.guidance import Guidance
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
 from specmm.image_ar.settings import (
@@ -38,7 +39,7 @@ from specmm.image_ar.tokens.loading import load_gpt, load_vq, save_gpt, save_vq
 from specmm.image_ar.tokens.quality import log_likelihood
 from specmm.image_ar.tokens.settings import Settings
 from specmm.image_ar.tokens.static import StaticTarget
-from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.image_ar.tokens.tuning import choose_method
 from specmm.image_ar.tokens.vq import VQModel
 from specmm.prepacked import lay_weights

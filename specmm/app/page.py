@@ -207,7 +207,7 @@ def _questions(models: Models) -> None:
 
 def _opened(file: str) -> Any:
     """An uploaded picture; an error names it as its owner does."""
-    from specmm.vlm.images import open_image
+    from specmm.vlm.asking import open_image
 
     try:
         return open_image(file)

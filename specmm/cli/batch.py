@@ -14,7 +14,8 @@ import typer
 
 from specmm.cli.errors import Interrupted
 from specmm.cli.options import Device, Dtype, Json, Options
-from specmm.cli.output import emit, say, stdout_reserved, writable
+from specmm.cli.output import emit, say, stdout_reserved
+from specmm.files import writable
 
 Jobs = Annotated[
     Path, typer.Argument(help=".jsonl, .csv or .parquet of items, or .txt with one class a line.")

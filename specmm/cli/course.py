@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specmm.cli.output import writable
+from specmm.files import writable
 
 if TYPE_CHECKING:
     from specmm.stats import Stats

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specmm.cli.options import Device, Dtype, Json
-from specmm.cli.output import emit, number, say, stdout_reserved, table, writable, write_text
+from specmm.cli.output import emit, number, say, stdout_reserved, table, write_text
+from specmm.files import writable
 
 if TYPE_CHECKING:
     from specmm.runs.models import Place

@@ -10,7 +10,8 @@ import typer
 
 from specmm.cli.errors import Interrupted
 from specmm.cli.options import Device, Dtype, Json, Model, Options, Seed
-from specmm.cli.output import emit, say, stdout_reserved, writable
+from specmm.cli.output import emit, say, stdout_reserved
+from specmm.files import writable
 
 if TYPE_CHECKING:
     from specmm.runs.pictures import Report

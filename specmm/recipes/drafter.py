@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from specmm import zoo
 from specmm.files import writable
+from specmm.guidance import Guidance
 from specmm.image_ar.settings import read_settings, write_settings
 from specmm.image_ar.tokens.acceptance import measure_acceptance
 from specmm.image_ar.tokens.drafters.block import BlockConfig
@@ -20,7 +21,7 @@ from specmm.image_ar.tokens.drafters.fingerprint import target_fingerprint
 from specmm.image_ar.tokens.loading import load_gpt, load_vq
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.settings import Settings
-from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.image_ar.tokens.train.block import train_block
 from specmm.image_ar.tokens.train.eagle import train_eagle
 from specmm.image_ar.training import CLASS_DROPOUT, encode_views

@@ -11,10 +11,10 @@ import transformers as tf
 from safetensors.torch import save_file
 
 from recipes.training.coder import build_tokenizer
-from specmm.diffusion_drafters.diffuspec.ngram import fit
-from specmm.diffusion_drafters.loading import PROXY
-from specmm.diffusion_drafters.models.causal import CausalPrefix, save_deer, share
+from specmm.diffusion_drafters.assemble import PROXY
+from specmm.diffusion_drafters.models.deer import DEERModel, save_deer, share
 from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig, save_dflash
+from specmm.diffusion_drafters.ngram import fit
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.drafters.eagle_head import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
@@ -115,7 +115,7 @@ def write_drafters(folder, target, words):
     fit([words(TEXT)["input_ids"]], size).save(folder / "diffusion" / PROXY)
     inner = qwen2(size, 5, layers=1)
     share(inner, target)
-    save_deer(CausalPrefix(inner, mask, 5, 0, shared=True), folder / "deer", torch.float32)
+    save_deer(DEERModel(inner, mask, 5, 0, shared=True), folder / "deer", torch.float32)
     sizes = tf.Qwen3Config(
         vocab_size=size, num_hidden_layers=1, head_dim=8, attn_implementation="sdpa", **TEXT_SIZES
     )

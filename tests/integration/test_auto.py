@@ -12,12 +12,13 @@ from typer.testing import CliRunner
 from specmm import methods
 from specmm.autotune import plan
 from specmm.cli import app
+from specmm.guidance import Guidance
 from specmm.image_ar.tokens import tuning
 from specmm.image_ar.tokens.acceptance import measure_acceptance
 from specmm.image_ar.tokens.assemble import Parts
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
-from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.image_ar.tokens.tuning import choose_method, planned_for
 from specmm.processors import Processor
 from specmm.shape.trees import static_tree

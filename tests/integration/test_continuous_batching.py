@@ -12,11 +12,12 @@ from specmm import methods, randomness
 from specmm.batch_invariant import batch_invariant
 from specmm.continuous_batching import Queue
 from specmm.decode import decode
+from specmm.guidance import Guidance
 from specmm.image_ar.tokens import pipeline
 from specmm.image_ar.tokens.drafters.jacobi import Initial, JacobiDrafter
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
-from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.verify import Recursive

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from specmm.decode import decode
-from specmm.image_ar.tokens.drafters.eagle import Dynamic, EagleDrafter
+from specmm.guidance import Guidance
+from specmm.image_ar.tokens.drafters.eagle import EagleDrafter
 from specmm.image_ar.tokens.drafters.eagle_head import (
     EagleConfig,
     EagleHead,
@@ -20,10 +21,11 @@ from specmm.image_ar.tokens.drafters.eagle_head import (
 )
 from specmm.image_ar.tokens.drafters.fingerprint import target_fingerprint
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
-from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.image_ar.tokens.train.eagle import eagle_loss, train_eagle
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
+from specmm.shape.eagle2 import Dynamic
 from specmm.tree import TreeShape
 from specmm.verify import PointMass, Recursive
 

@@ -11,9 +11,10 @@ import torch
 
 from specmm.decode import decode
 from specmm.drafter import Feedback
+from specmm.guidance import Guidance
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
-from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.stats import Clock

@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 
 from specmm.checkpoints import load_strict
 from specmm.decode import decode_plain
+from specmm.guidance import Guidance
 from specmm.image_ar.tokens.captions import additive, left_pad, prefix_mask
 from specmm.image_ar.tokens.convert import from_lantern, to_lantern
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer, rotary_table
 from specmm.image_ar.tokens.loading import infer_gpt_config
-from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.image_ar.tokens.vq import VQConfig, VQModel
 from specmm.processors import Processor, guide
 from specmm.randomness import Uniforms

@@ -14,9 +14,9 @@ from recipes.training.coder import build_tokenizer
 from specmm import methods
 from specmm.decode import decode, decode_plain
 from specmm.diffusion_drafters.assemble import Diffusion
-from specmm.diffusion_drafters.diffuspec.ngram import fit
-from specmm.diffusion_drafters.drafters.diffuspec import DiffuSpecDrafter
-from specmm.diffusion_drafters.models.bidirectional import FullAttention
+from specmm.diffusion_drafters.diffusion_chains import DiffuSpecDrafter
+from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
+from specmm.diffusion_drafters.ngram import fit
 from specmm.hf.drafters.small_model import SmallModel
 from specmm.hf.drafting import load_drafter
 from specmm.hf.prompt import VLMPrompt, padded

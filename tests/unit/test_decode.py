@@ -16,14 +16,16 @@ from torch import nn
 
 from specmm.decode import decode, decode_plain, first_token
 from specmm.drafter import Feedback
+from specmm.guidance import Guidance
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
-from specmm.image_ar.tokens.drafters.eagle import Dynamic, EagleDrafter
+from specmm.image_ar.tokens.drafters.eagle import EagleDrafter
 from specmm.image_ar.tokens.drafters.eagle_head import EagleConfig, EagleHead
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
-from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
+from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import branching
 from specmm.stats import Clock
 from specmm.tree import TreeShape

@@ -19,7 +19,8 @@ from specmm.cli.evaluate.measured import (
 )
 from specmm.cli.evaluate.sources import SourceReader, generator, is_reference
 from specmm.cli.options import Json
-from specmm.cli.output import emit, say, stdout_reserved, table, writable
+from specmm.cli.output import emit, say, stdout_reserved, table
+from specmm.files import writable
 from specmm.registry import unknown
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from specmm.cli.evaluate.measured import (
 )
 from specmm.cli.evaluate.sources import SourceReader, generator
 from specmm.cli.options import Json
-from specmm.cli.output import emit, say, stdout_reserved, writable, write_text
+from specmm.cli.output import emit, say, stdout_reserved, write_text
+from specmm.files import writable
 from specmm.registry import unknown
 
 if TYPE_CHECKING:
