@@ -23,8 +23,7 @@ from specmm.image_ar.scales.drawing import code_turns
 from specmm.image_ar.scales.feature_map import FeatureMap
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import Inverse, Sampling
-from specmm.image_ar.tokens.static import StaticTarget
-from specmm.image_ar.tokens.target import LlamaGenTarget
+from specmm.image_ar.tokens.target import LlamaGenTarget, StaticTarget
 from specmm.kernels.tree_attention import TreeMask
 from specmm.randomness import Dealt
 from specmm.stats import Clock

@@ -17,8 +17,7 @@ from torch import nn
 from specmm.decode import decode, decode_plain, first_token
 from specmm.drafter import Feedback
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
-from specmm.image_ar.tokens.drafters.eagle import Dynamic, EagleDrafter
-from specmm.image_ar.tokens.drafters.eagle_head import EagleConfig, EagleHead
+from specmm.image_ar.tokens.drafters.eagle import Dynamic, EagleConfig, EagleDrafter, EagleHead
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
@@ -75,9 +74,7 @@ DRAFTERS = {
     "eagle drawn": lambda target: eagle(target, LOPSIDED, sampled=True),
     "eagle dynamic": lambda target: eagle(target, Dynamic(3, 2, 9)),
     "eagle one level": lambda target: eagle(target, Dynamic(3, 0, 4)),
-    "jacobi uniform": lambda target: JacobiDrafter(target, 3, "uniform"),
-    "jacobi left": lambda target: JacobiDrafter(target, 3, "left"),
-    "jacobi above": lambda target: JacobiDrafter(target, 3, "above"),
+    "jacobi": lambda target: JacobiDrafter(target, 3),
 }
 every_drafter = pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
 
@@ -224,9 +221,7 @@ DRAWN = {
         target, branching([2, 1]), sampled=True, rejected_weight=0.5
     ),
     "eagle": lambda target: eagle(target, branching([2, 1]), sampled=True),
-    "jacobi uniform": lambda target: JacobiDrafter(target, 2, "uniform"),
-    "jacobi left": lambda target: JacobiDrafter(target, 2, "left"),
-    "jacobi above": lambda target: JacobiDrafter(target, 2, "above"),
+    "jacobi": lambda target: JacobiDrafter(target, 2),
 }
 WAYS = {
     "plain": (Processor(), Guidance()),

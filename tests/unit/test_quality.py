@@ -3,8 +3,7 @@
 import torch
 
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
-from specmm.image_ar.tokens.quality import log_likelihood
-from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
+from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt, log_likelihood
 from specmm.processors import Processor
 
 

@@ -1,0 +1,1 @@
+"""Trainings of drafters, on tensors."""
