@@ -31,7 +31,7 @@ from benchmarks.common import (
 from benchmarks.settings import Options
 from specmm import methods
 from specmm.certificate import Certificate
-from specmm.image_ar.pipeline import ImageOutput
+from specmm.image_ar.shared import ImageOutput
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.target import Prompt, log_likelihood
 from specmm.runs.race import in_turn

@@ -24,7 +24,7 @@ from specmm.image_ar.continuous.mar import MAR, unpatchify
 from specmm.image_ar.continuous.orders import CFGSchedule
 from specmm.image_ar.continuous.pair import check_pair, check_vae, load_small, save_small
 from specmm.image_ar.continuous.settings import Settings, Solver
-from specmm.image_ar.pipeline import (
+from specmm.image_ar.shared import (
     Callback,
     Drawn,
     ImageOutput,

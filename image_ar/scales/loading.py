@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from specmm.checkpoints import NESTING, State, load_strict, read_checkpoint
-from specmm.image_ar.pipeline import count, read_config, save_module, shape_of
 from specmm.image_ar.scales.scale_schedule import PATCHES_256
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
+from specmm.image_ar.shared import count, read_config, save_module, shape_of
 
 MASK = "attn_bias_for_masking"  # holds -inf by design
 PUBLISHED_HEAD_DIM = 64

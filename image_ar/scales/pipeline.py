@@ -22,18 +22,6 @@ from specmm.collaborative import alternate, certificate
 from specmm.dtypes import LARGE as MANY
 from specmm.dtypes import choose_dtype
 from specmm.image_ar.autoencoder import to_uint8
-from specmm.image_ar.pipeline import (
-    Callback,
-    Drawn,
-    ImageOutput,
-    check_call,
-    class_labels,
-    draw_batches,
-    read_settings,
-    with_options,
-    write_index,
-    write_settings,
-)
 from specmm.image_ar.scales import tuning
 from specmm.image_ar.scales.chooser import Chooser, needed
 from specmm.image_ar.scales.drawing import LARGE, code_turns, turn
@@ -48,6 +36,18 @@ from specmm.image_ar.scales.static import CompiledVAR, check_method
 from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.verified import Verified
 from specmm.image_ar.scales.vqvae import VQVAE
+from specmm.image_ar.shared import (
+    Callback,
+    Drawn,
+    ImageOutput,
+    check_call,
+    class_labels,
+    draw_batches,
+    read_settings,
+    with_options,
+    write_index,
+    write_settings,
+)
 from specmm.prepacked import lay_weights
 from specmm.randomness import Uniforms, sample_generators
 from specmm.stats import Clock, Stats

@@ -28,7 +28,7 @@ from specmm.checkpoints import (
     weights_file,
 )
 from specmm.image_ar.autoencoder import VQConfig, VQModel
-from specmm.image_ar.pipeline import count, read_config, save_module, save_weights, shape_of
+from specmm.image_ar.shared import count, read_config, save_module, save_weights, shape_of
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import PUBLISHED, GPTConfig, Transformer

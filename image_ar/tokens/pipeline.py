@@ -23,7 +23,7 @@ from specmm.continuous_batching import Queue
 from specmm.decode import Progress, decode, decode_plain, one_round
 from specmm.dtypes import choose_dtype
 from specmm.image_ar.autoencoder import VQModel, to_uint8
-from specmm.image_ar.pipeline import (
+from specmm.image_ar.shared import (
     Callback,
     Drawn,
     ImageOutput,

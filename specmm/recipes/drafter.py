@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from specmm import zoo
 from specmm.files import writable
-from specmm.image_ar.pipeline import read_settings, write_settings
+from specmm.image_ar.shared import read_settings, write_settings
 from specmm.image_ar.tokens.drafters.block import BlockConfig
 from specmm.image_ar.tokens.loading import (
     load_block,

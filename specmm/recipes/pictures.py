@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import ImageOps
 
-from specmm.image_ar.pipeline import class_ids
+from specmm.image_ar.shared import class_ids
 from specmm.metrics.files import SUFFIXES
 from specmm.vlm.images import open_image
 

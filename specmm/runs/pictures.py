@@ -90,7 +90,7 @@ def check(pipe: Any, job: Job) -> None:
     """
     import torch
 
-    from specmm.image_ar.pipeline import class_ids, with_options
+    from specmm.image_ar.shared import class_ids, with_options
 
     if job.compiled and "compiled" not in inspect.signature(pipe.__call__).parameters:
         raise ValueError(

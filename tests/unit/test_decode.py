@@ -276,7 +276,7 @@ def test_a_wrong_recorded_distribution_is_noticed(make, lie):
 @pytest.mark.parametrize("rule", [Block(), Traversal(), PointMass()], ids=lambda rule: rule.name)
 def test_other_exact_rules_keep_the_distribution_of_a_chain(rule):
     target = target_of(TINY, Processor())
-    assert p_value(target, JacobiDrafter(target, 3, "left"), rule) > 1e-3
+    assert p_value(target, JacobiDrafter(target, 3), rule) > 1e-3
 
 
 def test_rejected_positions_keeps_the_distribution_under_a_rule_that_looks_at_every_draft():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from specmm.image_ar.pipeline import class_ids, read_settings, with_options, write_settings
+from specmm.image_ar.shared import class_ids, read_settings, with_options, write_settings
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
 
 NAMES = ("heart", "face-smiling", "time")
