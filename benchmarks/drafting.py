@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specmm.image_ar.tokens.drafters.block import BlockDrafter, Level
+from specmm.image_ar.tokens.drafters.block import BlockDrafter, BlockLevel
 from specmm.randomness import Uniforms, categorical
 from specmm.shape.trees import sample_siblings, sample_siblings_iid
 from specmm.tree import TreeShape
@@ -18,7 +18,7 @@ from specmm.tree import TreeShape
 class IndependentDrafter(BlockDrafter):
     """Siblings drawn with replacement from one distribution (SpecInfer, SpecTr)."""
 
-    def _draw(self, logits: Tensor, level: Level, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
+    def _draw(self, logits: Tensor, level: BlockLevel, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
         probs = self.target.processor(logits)
         return _by_node(level, *draw_siblings("independent", probs, level.width, uniforms))
 
@@ -28,12 +28,12 @@ class GreedyDrafter(BlockDrafter):
     ``through``.
     """
 
-    def _draw(self, logits: Tensor, level: Level, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
+    def _draw(self, logits: Tensor, level: BlockLevel, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
         probs = self.target.processor(logits)
         return _by_node(level, *draw_siblings("greedy", probs, level.width, uniforms))
 
 
-def _by_node(level: Level, tokens: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
+def _by_node(level: BlockLevel, tokens: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
     """Nodes [B, n] of a level and their distributions [B, n, V] from the siblings [B, P, k] of each
     parent.
     """

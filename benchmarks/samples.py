@@ -23,8 +23,7 @@ from benchmarks.common import dtype_name, generators, label
 from specmm import methods, zoo
 from specmm.image_ar.tokens.assemble import DEFAULT_TREE
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
-from specmm.image_ar.tokens.quality import log_likelihood
-from specmm.image_ar.tokens.target import Prompt
+from specmm.image_ar.tokens.target import Prompt, log_likelihood
 
 SAMPLING = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
 

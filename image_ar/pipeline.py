@@ -1,4 +1,4 @@
-"""``ImagePipeline``: opens an image model of any family as the pipeline of its family."""
+"""``ImagePipeline``: opens an image model as the pipeline of its family."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Family:
-    """Where a family's pipeline is, its methods by name, and those that ``specmm bench`` compares
-    unless told.
+class ImageFamily:
+    """A family's pipeline class and its module, its methods by name, and those that
+    ``specmm bench`` compares by default.
     """
 
     module: str
@@ -28,20 +28,22 @@ class Family:
 
 
 FAMILIES = {  # by the "family" in model_index.json
-    "llamagen": Family(
+    "llamagen": ImageFamily(
         "specmm.image_ar.tokens.pipeline",
         "LlamaGenPipeline",
         methods.IMAGE_TOKENS,
         "speculative,lantern++",
     ),
-    "mar": Family("specmm.image_ar.continuous.pipeline", "MARPipeline", methods.CONTINUOUS, "cspd"),
-    "var": Family(
+    "mar": ImageFamily(
+        "specmm.image_ar.continuous.pipeline", "MARPipeline", methods.CONTINUOUS, "cspd"
+    ),
+    "var": ImageFamily(
         "specmm.image_ar.scales.pipeline", "VARPipeline", methods.SCALES, "code,speculative"
     ),
 }
 
 
-TRANSFORMERS_FAMILY = Family(
+TRANSFORMERS_FAMILY = ImageFamily(
     "specmm.image_ar.transformers_pipeline",
     "TransformersImagePipeline",
     methods.TRANSFORMERS_IMAGES,
@@ -67,9 +69,8 @@ class ImagePipeline:
         Raises ``ValueError`` for a model that cannot be found or read.
         """
         family = family_of(name)
-        return getattr(import_module(family.module), family.pipeline).from_pretrained(
-            name, **options
-        )
+        pipeline = getattr(import_module(family.module), family.pipeline)
+        return pipeline.from_pretrained(name, **options)
 
 
 def picture_type(folder: Path) -> PictureModel | None:
@@ -82,8 +83,8 @@ def picture_type(folder: Path) -> PictureModel | None:
     return facts
 
 
-def family_of(name: str | Path) -> Family:
-    """The family of a model; raises ``ValueError`` when the model is not found or of none we know."""
+def family_of(name: str | Path) -> ImageFamily:
+    """The family of a model; raises ``ValueError`` for one not found or of an unknown family."""
     if picture_type(Path(name)) is not None:
         return TRANSFORMERS_FAMILY
     folder = zoo.find(name)

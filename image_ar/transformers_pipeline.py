@@ -26,11 +26,20 @@ from specmm.hf.picture_tokens import Decoder, PictureModel, PictureTarget, pictu
 from specmm.hf.pretrained import load_model, load_tokenizer
 from specmm.hf.prompt import VLMPrompt
 from specmm.image_ar.autoencoder import to_uint8
-from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
 from specmm.image_ar.pipeline import picture_type
-from specmm.image_ar.settings import FILE, read_settings, with_options, write_settings
+from specmm.image_ar.shared import (
+    SETTINGS,
+    Callback,
+    Drawn,
+    ImageOutput,
+    check_call,
+    draw_batches,
+    read_settings,
+    with_options,
+    write_settings,
+)
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
-from specmm.image_ar.tokens.settings import Settings
+from specmm.image_ar.tokens.pipeline import LlamaGenSettings
 from specmm.prepacked import lay_weights
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
@@ -59,8 +68,10 @@ class TransformersImagePipeline(DiffusionPipeline):  # type: ignore[misc]
         super().__init__()
         self.register_modules(transformer=transformer, tokenizer=tokenizer)
         self.facts, self.folder, self.name = facts, folder, name
-        given = (folder / FILE).exists()
-        self.settings = read_settings(Settings, folder) if given else Settings(cfg=facts.cfg)
+        given = (folder / SETTINGS).exists()
+        self.settings = (
+            read_settings(LlamaGenSettings, folder) if given else LlamaGenSettings(cfg=facts.cfg)
+        )
         self.method = methods.make(methods.TRANSFORMERS_IMAGES, method)
         self._decoder: Decoder | None = None
 

@@ -22,8 +22,7 @@ from specmm.image_ar.scales.collaborative import alternate, code_turns
 from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import InverseCDF, Sampling
-from specmm.image_ar.tokens.static import StaticTarget
-from specmm.image_ar.tokens.target import LlamaGenTarget
+from specmm.image_ar.tokens.target import LlamaGenTarget, StaticTarget
 from specmm.kernels.tree_attention import TreeMask
 from specmm.randomness import Dealt
 from specmm.stats import Clock

@@ -26,8 +26,7 @@ from specmm.decode import Play, Progress, decode, decode_plain, one_round
 from specmm.drafter import Drafter
 from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
-from specmm.image_ar.tokens.static import StaticTarget
-from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
 from specmm.verify import Rule

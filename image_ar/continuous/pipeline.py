@@ -60,9 +60,13 @@ from specmm.image_ar.continuous.orders import (
     normals,
     random_orders,
 )
-from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
-from specmm.image_ar.settings import (
+from specmm.image_ar.shared import (
+    Callback,
+    Drawn,
+    ImageOutput,
+    check_call,
     class_labels,
+    draw_batches,
     read_settings,
     with_options,
     write_index,

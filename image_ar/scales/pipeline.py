@@ -20,7 +20,6 @@ from specmm.certificate import Certificate
 from specmm.dtypes import LARGE as LARGE_MODEL
 from specmm.dtypes import choose_dtype
 from specmm.image_ar.autoencoder import to_uint8
-from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
 from specmm.image_ar.scales.collaborative import LARGE, alternate, certificate, code_turns
 from specmm.image_ar.scales.compiled_var import CompiledVAR, check_method
 from specmm.image_ar.scales.loading import (
@@ -46,8 +45,13 @@ from specmm.image_ar.scales.scale_speculation import ScaleSpeculation
 from specmm.image_ar.scales.tuning import Chooser, CoDePlan, needed
 from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.vqvae import VQVAE
-from specmm.image_ar.settings import (
+from specmm.image_ar.shared import (
+    Callback,
+    Drawn,
+    ImageOutput,
+    check_call,
     class_labels,
+    draw_batches,
     read_settings,
     with_options,
     write_index,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from recipes.training.diffusion import diffusion_loss, noised
 from specmm.image_ar.continuous.diffusion import NoiseSchedule
 from specmm.image_ar.continuous.mar import MAR, MARConfig, patchify, pick
-from specmm.image_ar.training import CLASS_DROPOUT
+from specmm.recipes.training.encoding import CLASS_DROPOUT
 from specmm.training import MUON, Losses, batch_rows, fit, seeded
 
 MASK_MEAN, MASK_STD, MASK_LEAST = 1.0, 0.25, 0.7  # of the share of tokens that are masked, cut at 1

@@ -138,7 +138,7 @@ def _tokens(
 def _measure(pipe: Any, model: str, batch: int, cfg: float | None) -> dict[str, Any]:
     import torch
 
-    from specmm.image_ar.tokens.tuning import choose_method, planned_for
+    from specmm.image_ar.tokens.assemble import choose_method, planned_for
 
     target = pipe.target(cfg=cfg)
     made, costs = planned_for(target, pipe.parts, batch), None

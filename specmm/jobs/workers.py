@@ -113,7 +113,7 @@ class ImageWorker:
         """See :class:`Worker`; classes are checked here, so that a batch does not fail by one of
         them.
         """
-        from specmm.image_ar.settings import class_ids
+        from specmm.image_ar.shared import class_ids
 
         planned = (
             getattr(self.methods.of(item), "n", 0) == -1

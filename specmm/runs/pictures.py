@@ -90,7 +90,7 @@ def check(pipe: Any, job: Job) -> None:
     """
     import torch
 
-    from specmm.image_ar.settings import class_ids, with_options
+    from specmm.image_ar.shared import class_ids, with_options
 
     if job.kind not in inspect.signature(pipe.__call__).parameters:
         raise ValueError(f"{job.model} draws from prompts, give --prompt in place of {job.kind}")

@@ -18,11 +18,9 @@ from specmm.checkpoints import load_strict
 from specmm.decode import decode, decode_plain
 from specmm.drafter import Feedback
 from specmm.guidance import Guidance
-from specmm.image_ar.tokens.convert import from_lantern
 from specmm.image_ar.tokens.drafters.eagle import EagleDrafter
-from specmm.image_ar.tokens.drafters.eagle_head import load_eagle
 from specmm.image_ar.tokens.gpt import Transformer
-from specmm.image_ar.tokens.loading import infer_gpt_config
+from specmm.image_ar.tokens.loading import from_lantern, infer_gpt_config, load_eagle
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.randomness import Uniforms

@@ -37,14 +37,11 @@ from benchmarks.speed import measure_speed
 from recipes.emoji import EmojiSet
 from specmm import methods
 from specmm.decode import decode_plain
+from specmm.image_ar.autoencoder import VQConfig, VQModel
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
-from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
-from specmm.image_ar.tokens.quality import log_likelihood
-from specmm.image_ar.tokens.settings import Settings
-from specmm.image_ar.tokens.static import StaticTarget
-from specmm.image_ar.tokens.target import Prompt
-from specmm.image_ar.tokens.vq import VQConfig, VQModel
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, LlamaGenSettings
+from specmm.image_ar.tokens.target import Prompt, StaticTarget, log_likelihood
 from specmm.metrics.features import FeatureSet
 from specmm.randomness import Uniforms
 from specmm.shape.trees import spine
@@ -71,7 +68,7 @@ def model(tmp_path_factory):
     torch.manual_seed(0)
     heads = {"block": BlockHead(BlockConfig(3, 2, GPT, aux_layers=(0,)))}
     vq = VQModel(VQConfig(64, 8, 32, (1, 2), 1, 16))
-    settings = Settings(
+    settings = LlamaGenSettings(
         cfg=1.5,
         acceptance=((0.4, 0.2, 0.1),) * 3,
         trees={"speculative": (2, 1, 1), "lantern++": (2, 1)},

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specmm.drafter import Feedback
-from specmm.image_ar.tokens.drafters.rejected_positions import RejectedPositions, first_below
+from specmm.image_ar.tokens.drafters.block import RejectedPositions, first_below
 from specmm.methods import LanternPP, Speculative
 from specmm.target import TargetOutput
 from specmm.tree import TreeShape

@@ -1,1 +1,1 @@
-"""The trainings that recipes run: drafters of text and vision-language models, and their data."""
+"""Trainings of drafters and their data: what recipes run."""

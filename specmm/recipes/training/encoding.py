@@ -1,4 +1,4 @@
-"""What trainings on pictures share: pictures as tensors and what becomes of them, dropped classes.
+"""Pictures as tensors and as what a tokenizer encodes them to, for trainings.
 
 Shape letters: B batch, M pictures, R pixels a side.
 """
@@ -21,7 +21,7 @@ def to_float(images: Tensor) -> Tensor:
 
 @torch.no_grad()
 def encode_views(encode: Callable[[Tensor], Tensor], images: Tensor, batch: int = 64) -> Tensor:
-    """What ``encode`` makes of pictures [M, R, R, 3] uint8 and of their mirror images, [M, 2, ...]."""
+    """Pictures [M, R, R, 3] uint8 and their mirror images, encoded: [M, 2, ...]."""
     rows = []
     for first in trange(0, len(images), batch, desc="encode", mininterval=5):
         x = to_float(images[first : first + batch])
