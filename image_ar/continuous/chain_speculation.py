@@ -22,6 +22,7 @@ points of a window, C token width, N rows and K proposals of a coupling.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -32,8 +33,7 @@ from torch import Tensor
 
 from specmm.image_ar.continuous.diffusion import NoiseSchedule
 from specmm.image_ar.continuous.diffusion_head import BoundHead, ChainHead, HeadCondition, finite
-from specmm.image_ar.continuous.mar import MAR
-from specmm.image_ar.continuous.masked_decode import View, head_conditions
+from specmm.image_ar.continuous.masked_decode import View
 from specmm.image_ar.continuous.orders import Stream
 
 Predictor = Literal["gaussian", "frozen", "small"]
@@ -404,29 +404,18 @@ def _check_widths(wider: Array, inside: npt.NDArray[np.bool_]) -> None:
 
 
 @dataclass
-class SmallHead:
-    """A smaller model whose head drafts; ``classes`` [G · B, D] from ``class_conditions``."""
-
-    model: MAR
-    head: ChainHead
-    classes: Tensor
-
-    def bind(self, view: View, scale: float | Tensor) -> BoundHead:
-        """Its head bound to the tokens wanted."""
-        z = head_conditions(self.model, view.tokens, view.known, self.classes, view.wanted)
-        return self.head.bind(HeadCondition(z, scale))
-
-
-@dataclass
 class ChainSpeculation:
-    """A ``MARSampler`` with DDPM's distribution in fewer sequential head calls."""
+    """A ``MARSampler`` with DDPM's distribution in fewer sequential head calls.
+
+    ``small`` binds a smaller model's head, which then drafts, to the tokens of an iteration.
+    """
 
     head: ChainHead
     normal: Stream
     log_uniform: Stream
     window: int = 16
     options: ChainOptions = field(default_factory=ChainOptions)
-    small: SmallHead | None = None
+    small: Callable[[View, float | Tensor], BoundHead] | None = None
     tables: WindowTables = field(init=False)
 
     def __post_init__(self) -> None:
@@ -437,7 +426,7 @@ class ChainSpeculation:
     def sample(self, condition: HeadCondition, view: View) -> tuple[Tensor, int]:
         """See ``MARSampler``."""
         bound = self.head.bind(condition)
-        small = None if self.small is None else self.small.bind(view, condition.scale)
+        small = None if self.small is None else self.small(view, condition.scale)
         streams = (self.normal, self.log_uniform)
         made = speculate(bound, self.tables, view.rows, *streams, self.options, small)
         return made.tokens, sum(made.row_calls)

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipes.training.pictures import RESTART_EVERY, flip_some, reconstruction_loss
-from specmm.image_ar.scales.quantizer import QuantizedScales
-from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
+from specmm.image_ar.scales.vqvae import VQVAE, QuantizedScales, VQVAEConfig
 from specmm.image_ar.training import encode_views, to_float
 from specmm.training import Losses, batch_rows, fit, seeded
 

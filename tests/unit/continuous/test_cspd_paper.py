@@ -7,6 +7,7 @@ import torch
 from specmm.image_ar.continuous.cspd import CSpDBatch, CSpDModel, DraftWindow, StreamNumbers
 from specmm.image_ar.continuous.cspd_paper import PaperRun, decode_paper
 from specmm.image_ar.continuous.diffusion_head import ChainHead
+from specmm.image_ar.continuous.masked_decode import View
 from specmm.image_ar.continuous.orders import MARSettings, iterations, log_uniforms, normals
 
 ORDER = torch.randperm(16, generator=torch.Generator().manual_seed(0))[None]
@@ -73,7 +74,7 @@ def test_the_target_sees_the_drafts_before_each_position(tiny_mar, cfg):
     side, [checked] = seen[3]
     assert side is run.batch.target and len(seen) == 4
     for part, made in zip(parts, checked, strict=False):
-        alone = run.batch.target.conditions(before, ORDER[:, part.last :], made.where[None])
+        alone = run.batch.target.conditions(View(before, ORDER[:, part.last :], made.where[None]))
         tokens, _ = run.batch.target.chains(
             alone, part.scale, noise()[0, made.where].transpose(0, 1)
         )
