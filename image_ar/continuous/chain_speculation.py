@@ -114,9 +114,7 @@ def _counts(pictures: list[int], batch: int) -> list[int]:
     """How many rows each of ``batch`` pictures has."""
     if batch == 1:
         return [len(pictures)]
-    counts = [0] * batch
-    for b in pictures:
-        counts[b] += 1
+    counts: list[int] = np.bincount(pictures, minlength=batch).tolist()
     return counts
 
 
@@ -328,11 +326,11 @@ class _ChainRun:
     def _accept(self, steps: Array, p: Normal, q: Normal) -> list[int]:
         """How many drafted steps of each row are kept."""
         drafted = steps.shape[1]
-        luck = self._numbers(self.log_uniform, self.tables.window - 1)[:, :drafted]
+        log_u = self._numbers(self.log_uniform, self.tables.window - 1)[:, :drafted]
         if not drafted:
             return [0] * len(steps)
         # written so that NaN counts as rejected, and raises when the residual is drawn
-        rejected = ~(luck < log_ratio(p[:, :-1], q, steps))
+        rejected = ~(log_u < log_ratio(p[:, :-1], q, steps))
         runs = np.where(rejected.any(1), rejected.argmax(1), drafted).tolist()
         return [min(run, self._drafted(k, drafted)) for run, k in zip(runs, self.k, strict=True)]
 

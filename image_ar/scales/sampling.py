@@ -243,9 +243,9 @@ class ReleaseSampler:
     def burn(self, schedule: ScaleSchedule, batch: int, vocabulary: int, scales: int) -> None:
         """Use up the numbers that the released refiner draws for the first ``scales`` scales.
 
-        It throws them away. A draw of ``multinomial`` is a race of exponentials, one a token, so
-        no logits are needed. Raises ``ValueError`` under ``more_smooth``, of which no recorded run
-        shows what is thrown away.
+        They are discarded there. ``multinomial`` draws one exponential a token, so no logits are
+        needed. Raises ``ValueError`` under ``more_smooth``, of which no recorded run shows how many
+        are discarded.
         """
         if scales and self.sampling.more_smooth:
             raise ValueError(

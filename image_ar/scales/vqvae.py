@@ -52,15 +52,6 @@ class VQVAEConfig:
         return ScaleSchedule(self.patch_nums)
 
 
-@dataclass
-class QuantizedScales:
-    """``f_hat`` [B, E, P, P] (straight-through), tokens [B, p²] by scale, and the VQ loss."""
-
-    f_hat: Tensor
-    tokens: list[Tensor]
-    loss: Tensor
-
-
 def phi_of_scale(shared: int, scales: int) -> list[int]:
     """The φ of each of K = ``scales`` scales, out of ``shared`` ones (0: each has its own)."""
     if shared == 0:
@@ -136,27 +127,6 @@ class MultiScaleQuantizer(nn.Module):
             return (F.normalize(rows, dim=-1) @ F.normalize(book, dim=-1).T).argmax(-1)
         # |rows|² is the same for every code
         return (book.square().sum(1) - 2 * rows @ book.T).argmin(-1)
-
-    def forward(self, features: Tensor) -> QuantizedScales:
-        """Quantise ``features`` [B, E, P, P] for training; the loss is the mean over scales.
-
-        In float32 whatever autocast says: what one scale rounds away the next has to encode.
-        """
-        with torch.autocast(features.device.type, enabled=False):
-            return self._quantise(features.float())
-
-    def _quantise(self, features: Tensor) -> QuantizedScales:
-        fixed = features.detach()
-        f_hat = torch.zeros_like(fixed)
-        loss = fixed.new_zeros(())
-        tokens: list[Tensor] = []
-        for k in range(len(self.schedule)):
-            tokens.append(self.nearest(self.downsample(fixed - f_hat.detach(), k)))
-            f_hat = f_hat + self.contribution(self.codes(tokens[k]), k)
-            commitment = self.beta * F.mse_loss(features, f_hat.detach())
-            loss = loss + F.mse_loss(f_hat, fixed) + commitment
-        straight_through = features + (f_hat - features).detach()
-        return QuantizedScales(straight_through, tokens, loss / len(self.schedule))
 
     def residuals(self, features: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """By scale, the residual [B, p², E] of ``features`` [B, E, P, P] and its tokens [B, p²]."""
@@ -249,8 +219,3 @@ class VQVAE(nn.Module):
     def decode_tokens(self, tokens: Sequence[Tensor]) -> Tensor:
         """Images [B, 3, R, R] of the tokens [B, p²] of every scale, or of the first few."""
         return self.decode(self.quantize.f_hats(tokens)[-1])
-
-    def forward(self, images: Tensor) -> tuple[Tensor, QuantizedScales]:
-        """Reconstruction [B, 3, R, R] (not clamped) and what was quantised, with gradients."""
-        quantized = self.quantize(self.features(images))
-        return self.decoder(self.post_quant_conv(quantized.f_hat)), quantized

@@ -86,8 +86,8 @@ def models(var):
 def test_filters_and_draws(i):
     case = Case("sampling")
     facts, logits = case.facts["cases"][i], case.t["logits"]
-    top_k, top_p, heat = facts["top_k"], facts["top_p"] or 1.0, float(facts["temp"])
-    sampling = Sampling(0.0, top_k, top_p, heat)
+    top_k, top_p, temperature = facts["top_k"], facts["top_p"] or 1.0, float(facts["temp"])
+    sampling = Sampling(0.0, top_k, top_p, temperature)
     kept = case.t[f"case{i}.kept"]
     assert torch.equal(sorted_mask(logits, top_k, top_p).isfinite(), kept)
     drawn = ReleaseSampler(sampling, torch.Generator().manual_seed(7), 4).draw(logits, 0)
@@ -101,15 +101,17 @@ def test_filters_and_draws(i):
 @pytest.mark.parametrize("i", range(3))
 def test_gumbel_softmax(i):
     case = Case("sampling")
-    heat, scale = case.facts["gumbel"][i]
+    temperature, scale = case.facts["gumbel"][i]
     noise = (
         torch.empty_like(case.t["logits"])
         .exponential_(generator=torch.Generator().manual_seed(9))
         .log_()
         .neg_()
     )
-    close(((case.t["logits"] * scale + noise) / heat).softmax(-1), case.t[f"gumbel{i}"], 1e-5)
-    if heat != 0.1:  # the others are heats that go with their scale
+    close(
+        ((case.t["logits"] * scale + noise) / temperature).softmax(-1), case.t[f"gumbel{i}"], 1e-5
+    )
+    if temperature != 0.1:  # the others are temperatures that go with their scale
         close(soften(case.t["logits"], noise, scale - 1), case.t[f"gumbel{i}"], 1e-5)
 
 
@@ -208,10 +210,10 @@ def sway(choice, embedding, k, rounding=5e-4):
     it and the temperature is 0.005.
     """
     done = k / 3
-    heat = max(0.27 * (1 - 0.95 * done), 0.005)
+    temperature = max(0.27 * (1 - 0.95 * done), 0.005)
     codes = choice.weights @ embedding
     spread = (choice.weights[..., None] * (embedding - codes[..., None, :]).abs()).sum(-2)
-    return rounding * (1 + done) / heat * spread
+    return rounding * (1 + done) / temperature * spread
 
 
 @pytest.mark.parametrize("name", VARIANTS)

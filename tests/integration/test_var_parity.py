@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from recipes.training.vqvae import quantise
 from specmm.checkpoints import load_strict
 from specmm.image_ar.scales.loading import infer_var_config, infer_vqvae_config, load_var
 from specmm.image_ar.scales.scale_schedule import PATCHES_512
@@ -108,7 +109,7 @@ def test_tokenizer_encodes(tokenizer, vqvae):
     tokens = vqvae.quantize.encode(features)
     for got, wanted in zip(tokens, tokenizer.scales("out.idx"), strict=True):
         assert torch.equal(got, wanted)
-    quantized = vqvae.quantize(features)
+    quantized = quantise(vqvae.quantize, features)
     assert all(torch.equal(a, b) for a, b in zip(quantized.tokens, tokens, strict=True))
     close(quantized.f_hat, tokenizer.t["out.fhat.3"], 2e-4)
 
