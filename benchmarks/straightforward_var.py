@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specmm.image_ar.scales.quantizer import MultiScaleQuantizer
 from specmm.image_ar.scales.sampling import sorted_mask
 from specmm.image_ar.scales.var import VAR
+from specmm.image_ar.scales.vqvae import MultiScaleQuantizer
 from specmm.randomness import Uniforms, categorical
 
 

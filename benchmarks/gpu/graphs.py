@@ -197,6 +197,6 @@ class PictureGraph:
         feature_map = FeatureMap(self.pipe.vae.quantize, len(labels))
         uniforms = InverseCDF(self.sampling, Dealt(numbers), len(feature_map.schedule))
         models = self.pipe.transformer, self.pipe.small
-        turns = code_turns(*models, self.n, feature_map, labels, self.sampling, lambda _: uniforms)
-        deque(alternate(turns, Clock()), maxlen=0)
+        given = code_turns(*models, self.n), feature_map, labels, self.sampling
+        deque(alternate(*given, lambda _: uniforms, Clock()), maxlen=0)
         return torch.cat(feature_map.tokens, dim=1), feature_map.f_hats[-1]

@@ -22,6 +22,7 @@ points of a window, C token width, N rows and K proposals of a coupling.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -32,8 +33,7 @@ from torch import Tensor
 
 from specmm.image_ar.continuous.diffusion import NoiseSchedule
 from specmm.image_ar.continuous.diffusion_head import BoundHead, ChainHead, HeadCondition, finite
-from specmm.image_ar.continuous.mar import MAR
-from specmm.image_ar.continuous.masked_decode import View, head_conditions
+from specmm.image_ar.continuous.masked_decode import View
 from specmm.image_ar.continuous.orders import Stream
 
 Predictor = Literal["gaussian", "frozen", "small"]
@@ -114,9 +114,7 @@ def _counts(pictures: list[int], batch: int) -> list[int]:
     """How many rows each of ``batch`` pictures has."""
     if batch == 1:
         return [len(pictures)]
-    counts = [0] * batch
-    for b in pictures:
-        counts[b] += 1
+    counts: list[int] = np.bincount(pictures, minlength=batch).tolist()
     return counts
 
 
@@ -328,11 +326,11 @@ class _ChainRun:
     def _accept(self, steps: Array, p: Normal, q: Normal) -> list[int]:
         """How many drafted steps of each row are kept."""
         drafted = steps.shape[1]
-        luck = self._numbers(self.log_uniform, self.tables.window - 1)[:, :drafted]
+        log_u = self._numbers(self.log_uniform, self.tables.window - 1)[:, :drafted]
         if not drafted:
             return [0] * len(steps)
         # written so that NaN counts as rejected, and raises when the residual is drawn
-        rejected = ~(luck < log_ratio(p[:, :-1], q, steps))
+        rejected = ~(log_u < log_ratio(p[:, :-1], q, steps))
         runs = np.where(rejected.any(1), rejected.argmax(1), drafted).tolist()
         return [min(run, self._drafted(k, drafted)) for run, k in zip(runs, self.k, strict=True)]
 
@@ -404,29 +402,18 @@ def _check_widths(wider: Array, inside: npt.NDArray[np.bool_]) -> None:
 
 
 @dataclass
-class SmallHead:
-    """A smaller model whose head drafts; ``classes`` [G · B, D] from ``class_conditions``."""
-
-    model: MAR
-    head: ChainHead
-    classes: Tensor
-
-    def bind(self, view: View, scale: float | Tensor) -> BoundHead:
-        """Its head bound to the tokens wanted."""
-        z = head_conditions(self.model, view.tokens, view.known, self.classes, view.wanted)
-        return self.head.bind(HeadCondition(z, scale))
-
-
-@dataclass
 class ChainSpeculation:
-    """A ``MARSampler`` with DDPM's distribution in fewer sequential head calls."""
+    """A ``MARSampler`` with DDPM's distribution in fewer sequential head calls.
+
+    ``small`` binds a smaller model's head, which then drafts, to the tokens of an iteration.
+    """
 
     head: ChainHead
     normal: Stream
     log_uniform: Stream
     window: int = 16
     options: ChainOptions = field(default_factory=ChainOptions)
-    small: SmallHead | None = None
+    small: Callable[[View, float | Tensor], BoundHead] | None = None
     tables: WindowTables = field(init=False)
 
     def __post_init__(self) -> None:
@@ -437,7 +424,7 @@ class ChainSpeculation:
     def sample(self, condition: HeadCondition, view: View) -> tuple[Tensor, int]:
         """See ``MARSampler``."""
         bound = self.head.bind(condition)
-        small = None if self.small is None else self.small.bind(view, condition.scale)
+        small = None if self.small is None else self.small(view, condition.scale)
         streams = (self.normal, self.log_uniform)
         made = speculate(bound, self.tables, view.rows, *streams, self.options, small)
         return made.tokens, sum(made.row_calls)

@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
-from specmm.image_ar.continuous.diffusion_head import ChainHead, HeadCondition, ancestral
+from specmm.image_ar.continuous.diffusion_head import BoundHead, ChainHead, HeadCondition, ancestral
 from specmm.image_ar.continuous.mar import MAR, pick
 from specmm.image_ar.continuous.masked_decode import (
     ChainStats,
     MARProgress,
+    View,
     class_conditions,
     head_conditions,
     write_tokens,
@@ -117,36 +118,6 @@ class ReleaseRule:
         return factor
 
 
-class AlignedRule:
-    """No draft is kept and nothing proposed instead: the target's sample of the draft's noise.
-
-    The baseline that a rule between two models must beat: as many passes of the target, without
-    acceptance.
-    """
-
-    proposals = 0
-
-    def log_ratio(self, x: Array, p: ChainEnd, q: ChainEnd) -> Array:
-        """See ``CSpDRule``."""
-        return np.full(len(x), -np.inf)
-
-    def log_residual(self, y: Array, p: ChainEnd, q: ChainEnd) -> Array:
-        """See ``CSpDRule``; never called."""
-        return np.zeros(len(y))
-
-
-class RandomNumbers(Protocol):
-    """Random numbers for one picture's tokens."""
-
-    def normal(self, rows: int, width: int) -> Array:
-        """Standard normal numbers [rows, width]."""
-        ...
-
-    def uniform(self, rows: int) -> Array:
-        """Uniform numbers [rows] in [0, 1)."""
-        ...
-
-
 class StreamNumbers:
     """Numbers for picture ``b`` of a batch from its streams."""
 
@@ -157,11 +128,11 @@ class StreamNumbers:
         self._batch = batch
 
     def normal(self, rows: int, width: int) -> Array:
-        """See ``RandomNumbers``."""
+        """Standard normal numbers [rows, width]."""
         return self._draw(self._normal, rows, width)
 
     def uniform(self, rows: int) -> Array:
-        """See ``RandomNumbers``."""
+        """Uniform numbers [rows] in [0, 1)."""
         return np.exp(self._draw(self._log_uniform, rows, 1)[:, 0])
 
     def _draw(self, stream: Stream, rows: int, width: int) -> Array:
@@ -170,7 +141,7 @@ class StreamNumbers:
         return stream.draw(counts, width).double().cpu().numpy()
 
 
-def accept(rule: CSpDRule, x: Array, p: ChainEnd, q: ChainEnd, numbers: RandomNumbers) -> Mask:
+def accept(rule: CSpDRule, x: Array, p: ChainEnd, q: ChainEnd, numbers: StreamNumbers) -> Mask:
     """Which drafted tokens ``x`` [N, C] are kept [N]; ``ValueError`` for widths of no density."""
     for ends in (p, q):
         if not (np.isfinite(ends.std).all() and (ends.std > 0).all()):
@@ -184,7 +155,7 @@ def accept(rule: CSpDRule, x: Array, p: ChainEnd, q: ChainEnd, numbers: RandomNu
 
 
 def resample(
-    rule: CSpDRule, p: ChainEnd, q: ChainEnd, numbers: RandomNumbers, last: bool
+    rule: CSpDRule, p: ChainEnd, q: ChainEnd, numbers: StreamNumbers, last: bool
 ) -> tuple[Array, Mask]:
     """Tokens [N, C] of what p has more of than q, and which were found in the rule's proposals [N].
 
@@ -206,7 +177,7 @@ def resample(
 
 
 def verify_tokens(
-    rule: CSpDRule, drafted: Array, p: ChainEnd, q: ChainEnd, numbers: RandomNumbers, last: bool
+    rule: CSpDRule, drafted: Array, p: ChainEnd, q: ChainEnd, numbers: StreamNumbers, last: bool
 ) -> tuple[Array, Mask]:
     """Tokens [N, C], kept or drawn in the place of ``drafted`` ones, and which were kept.
 
@@ -248,9 +219,13 @@ class CSpDModel:
         self.steps = ChainSteps.ddpm(self.head.schedule)
         self.classes = class_conditions(model, labels, batch, settings.cfg)
 
-    def conditions(self, tokens: Tensor, known: Tensor, wanted: Tensor) -> Tensor:
+    def conditions(self, view: View) -> Tensor:
         """Conditions [B · n, G, Z] of the head."""
-        return head_conditions(self.model, tokens, known, self.classes, wanted)
+        return head_conditions(self.model, view.tokens, view.known, self.classes, view.wanted)
+
+    def bind(self, view: View, scale: float | Tensor) -> BoundHead:
+        """The head for the tokens of ``view``."""
+        return self.head.bind(HeadCondition(self.conditions(view), scale))
 
     def chains(self, z: Tensor, scale: float | Tensor, noise: Tensor) -> tuple[Tensor, ChainEnd]:
         """Tokens [R, C] of ``noise`` [S + 1, R, C] under ``z``, and the ends of their chains."""
@@ -272,7 +247,7 @@ class CSpDBatch:
     draft: CSpDModel
     orders: Tensor
     noise: Tensor
-    numbers: Sequence[RandomNumbers]
+    numbers: Sequence[StreamNumbers]
 
 
 class CSpDRun:
@@ -305,11 +280,14 @@ class CSpDRun:
         return MARProgress(self.tokens, self.orders.shape[1], stats)
 
     def verify(
-        self, rule: CSpDRule, b: int, where: Tensor, p: ChainEnd, q: ChainEnd, last: bool
+        self, rule: CSpDRule | None, b: int, where: Tensor, p: ChainEnd, q: ChainEnd, last: bool
     ) -> Mask:
         """Replace the rejected tokens of picture ``b`` at ``where``; returns which were kept."""
-        drafted = self.tokens[b, where].double().cpu().numpy()
-        made, kept = verify_tokens(rule, drafted, p, q, self.batch.numbers[b], last)
+        made = p.mean
+        kept = np.zeros(len(where), dtype=bool)
+        if rule is not None:
+            drafted = self.tokens[b, where].double().cpu().numpy()
+            made, kept = verify_tokens(rule, drafted, p, q, self.batch.numbers[b], last)
         self.tokens[b, where] = torch.from_numpy(made).to(self.tokens)
         self.stats.drafted += len(kept)
         self.stats.accepted += int(kept.sum())
@@ -317,8 +295,14 @@ class CSpDRun:
 
 
 @torch.inference_mode()
-def decode_release(batch: CSpDBatch, rule: CSpDRule, window: DraftWindow) -> Iterator[MARProgress]:
-    """Make the pictures of ``batch`` as CSpD's release does, yielding after each iteration."""
+def decode_release(
+    batch: CSpDBatch, rule: CSpDRule | None, window: DraftWindow
+) -> Iterator[MARProgress]:
+    """Make the pictures of ``batch`` as CSpD's release does, yielding after each iteration.
+
+    Without a ``rule`` no draft is kept: each is replaced by the target's sample of its noise. That
+    is the baseline which acceptance must beat: as many passes of the target.
+    """
     run = _ReleaseRun(batch)
     length = batch.orders.shape[1]
     settings = batch.target.settings
@@ -351,7 +335,7 @@ class _ReleaseRun(CSpDRun):
         by_picture = [t.reshape(*wanted.shape, -1) for t in (ends.mean, ends.std, ends.log_stds)]
         self.ends[:, rows, wanted.cpu().numpy()] = by_picture
 
-    def verify_window(self, rule: CSpDRule, part: Iteration) -> None:
+    def verify_window(self, rule: CSpDRule | None, part: Iteration) -> None:
         """Verify a window by the target's own chains, as if nothing were drafted in it."""
         wanted, _, ends = self._chains(self.batch.target, part)
         for b, where in enumerate(wanted):
@@ -365,7 +349,7 @@ class _ReleaseRun(CSpDRun):
         own = model is self.batch.target
         wanted = self.orders[:, part.first : part.last].sort(-1).values
         with self.clock("verify" if own else "draft"):
-            z = model.conditions(self.tokens, self.orders[:, part.last :], wanted)
+            z = model.conditions(View(self.tokens, self.orders[:, part.last :], wanted))
             noise = pick(self.batch.noise.flatten(2), wanted)  # [B, n, (S + 1) · C]
             noise = noise.view(wanted.numel(), self.batch.noise.shape[2], -1).transpose(0, 1)
             made, ends = model.chains(z, part.scale, noise)

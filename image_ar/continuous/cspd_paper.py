@@ -2,14 +2,14 @@
 
 Source: CSpD (arXiv 2411.11925, section 3). The target's pass over a window has one row for each
 drafted iteration, with the tokens drafted before it among its known ones. Pictures accept different
-lengths: each is a coroutine that yields what it needs next of which model, and requests to the same
-model at the same time are one pass. Shape letters: B pictures, L tokens a picture, R rows of a
+lengths; their rounds are run together. Shape letters: B pictures, L tokens a picture, R rows of a
 pass, n tokens of an iteration, N of all rows, S steps, C token width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -29,18 +29,30 @@ from specmm.image_ar.continuous.cspd import (
 from specmm.image_ar.continuous.masked_decode import MARProgress, head_conditions
 from specmm.image_ar.continuous.orders import Iteration
 
+Parts = Mapping[int, Sequence[Iteration]]  # iterations to make, by picture
+
 
 @torch.inference_mode()
 def decode_paper(batch: CSpDBatch, window: DraftWindow) -> Iterator[MARProgress]:
     """Make the pictures of ``batch``, yielding after each pass of the target."""
-    run = PaperRun(batch, window)
-    for _ in run.play({b: run.picture(b) for b in range(len(batch.orders))}):
-        yield MARProgress(run.tokens, batch.orders.shape[1] - max(run.left))
+    run = PaperRun(batch)
+    length = batch.orders.shape[1]
+    parts = batch.target.settings.iterations(length)
+    own = math.ceil(window.prefill * len(parts))
+    for part in parts[:own]:
+        run.make(batch.target, {b: [part] for b in range(len(batch.orders))})
+        yield MARProgress(run.tokens, length - part.first)
+    done = [own] * len(batch.orders)
+    while min(done) < len(parts):
+        wanted = {b: parts[n : n + window.size] for b, n in enumerate(done) if n < len(parts)}
+        for b, made in run.round(wanted).items():
+            done[b] += made
+        yield MARProgress(run.tokens, length - parts[min(done) - 1].first)
     yield run.finish()
 
 
 @dataclass
-class _Made:
+class MadeTokens:
     """``tokens`` [n, C] of an iteration at positions ``where`` [n], and how their chains ended."""
 
     where: Tensor
@@ -48,85 +60,55 @@ class _Made:
     ends: ChainEnd
 
 
-@dataclass(frozen=True)
-class _Request:
-    """Picture ``b`` needs the tokens of ``parts`` by ``model``, each given those before it."""
-
-    model: CSpDModel
-    b: int
-    parts: Sequence[Iteration]
-
-
-_Picture = Generator[_Request, list[_Made], None]
-
-
 class PaperRun(CSpDRun):
-    """A run in which ``left`` tokens of each picture are still to be made."""
+    """Passes and rounds of several pictures at once."""
 
-    def __init__(self, batch: CSpDBatch, window: DraftWindow) -> None:
-        super().__init__(batch)
-        self.window = window
-        self.parts = batch.target.settings.iterations(batch.orders.shape[1])
-        self.left = [batch.orders.shape[1]] * len(batch.orders)
+    def round(self, parts: Parts) -> dict[int, int]:
+        """Draft ``parts``, verify them from left to right; how many of each picture are made."""
+        drafts: dict[int, list[MadeTokens]] = {b: [] for b in parts}
+        for i in range(max(map(len, parts.values()))):
+            now = {b: own[i : i + 1] for b, own in parts.items() if i < len(own)}
+            for b, made in self.make(self.batch.draft, now).items():
+                drafts[b] += made
+        checked = self.compute(self.batch.target, parts)
+        return {b: self._verified(b, drafts[b], checked[b]) for b in parts}
 
-    def play(self, pictures: dict[int, _Picture]) -> Iterator[None]:
-        """Run the ``pictures`` until all are made, yielding after each pass of the target."""
-        requests = {b: next(picture) for b, picture in pictures.items()}
-        while requests:
-            for model, name in ((self.batch.draft, "draft"), (self.batch.target, "verify")):
-                now = [request for request in requests.values() if request.model is model]
-                if not now:
-                    continue
-                with self.clock(name):
-                    answers = self._answer(model, now)
-                for request, made in zip(now, answers, strict=True):
-                    following = _next(pictures[request.b], made)
-                    if following is None:
-                        del requests[request.b]
-                    else:
-                        requests[request.b] = following
-                if name == "verify":
-                    tokens = sum(len(made.tokens) for answer in answers for made in answer)
-                    self.count(len(answers), tokens)
-                    yield
+    def _verified(self, b: int, drafts: list[MadeTokens], checked: list[MadeTokens]) -> int:
+        for n, (made, own) in enumerate(zip(drafts, checked, strict=True), 1):
+            if not self.verify(PaperRule(), b, made.where, own.ends, made.ends, last=False).all():
+                return n
+        return len(drafts)
 
-    def picture(self, b: int) -> _Picture:
-        """All iterations of picture ``b``."""
-        done = 0
-        own = self.window.prefill * len(self.parts)
-        while done < len(self.parts):
-            if done < own:
-                [made] = yield _Request(self.batch.target, b, [self.parts[done]])
-                self.tokens[b, made.where] = made.tokens
-                done += 1
-            else:
-                done += yield from self.round(b, self.parts[done : done + self.window.size])
-            self.left[b] = self.parts[done - 1].first
+    def make(self, model: CSpDModel, parts: Parts) -> dict[int, list[MadeTokens]]:
+        """Compute ``parts`` by ``model``, and write their tokens."""
+        found = self.compute(model, parts)
+        for b, made in found.items():
+            for part in made:
+                self.tokens[b, part.where] = part.tokens
+        return found
 
-    def round(self, b: int, parts: Sequence[Iteration]) -> Generator[_Request, list[_Made], int]:
-        """Draft ``parts`` of picture ``b``, verify them left to right; how many are made."""
-        drafts = []
-        for part in parts:
-            [made] = yield _Request(self.batch.draft, b, [part])
-            self.tokens[b, made.where] = made.tokens
-            drafts.append(made)
-        checked = yield _Request(self.batch.target, b, parts)
-        for n, (made, own) in enumerate(zip(drafts, checked, strict=True)):
-            kept = self.verify(PaperRule(), b, made.where, own.ends, made.ends, last=False)
-            if not kept.all():
-                return n + 1
-        return len(parts)
+    def compute(self, model: CSpDModel, parts: Parts) -> dict[int, list[MadeTokens]]:
+        """One pass of ``model``: a row for each part, given the tokens before it."""
+        own = model is self.batch.target
+        with self.clock("verify" if own else "draft"):
+            tokens, ends, where = self._pass(model, [(b, p) for b, of in parts.items() for p in of])
+        if own:
+            self.count(len(parts), sum(map(len, where)))
+        sizes = [len(w) for w in where]
+        made = map(MadeTokens, where, tokens.split(sizes), _split(ends, sizes))
+        return {b: list(islice(made, len(of))) for b, of in parts.items()}
 
-    def _answer(self, model: CSpDModel, requests: Sequence[_Request]) -> list[list[_Made]]:
-        """One pass of ``model``: a row for each part of each request."""
+    def _pass(
+        self, model: CSpDModel, parts: Sequence[tuple[int, Iteration]]
+    ) -> tuple[Tensor, ChainEnd, list[Tensor]]:
+        """Tokens [N, C] of all rows, the ends of their chains, and the positions of each row."""
         device = self.orders.device
-        wanted_by = [(r.b, part) for r in requests for part in r.parts]
-        rows = torch.tensor([b for b, _ in wanted_by], device=device)
-        where = [self.orders[b, part.first : part.last].sort().values for b, part in wanted_by]
+        rows = torch.tensor([b for b, _ in parts], device=device)
+        where = [self.orders[b, part.first : part.last].sort().values for b, part in parts]
         counts = torch.tensor([len(w) for w in where], device=device)
-        first = min(part.last for _, part in wanted_by)
+        first = min(part.last for _, part in parts)
         known = self.orders[rows, first:]
-        begin = torch.tensor([part.last - first for _, part in wanted_by], device=device)
+        begin = torch.tensor([part.last - first for _, part in parts], device=device)
         valid = torch.arange(known.shape[1], device=device) >= begin[:, None]
         wanted = pad_sequence(where, batch_first=True)  # shorter rows also compute position 0
         classes = model.classes.unflatten(0, (-1, len(self.orders)))[:, rows].flatten(0, 1)
@@ -134,19 +116,9 @@ class PaperRun(CSpDRun):
         inside = torch.arange(wanted.shape[1], device=device) < counts[:, None]
         z = z[inside.flatten()]  # [N, G, Z]
         noise = self.batch.noise[rows.repeat_interleave(counts), torch.cat(where)].transpose(0, 1)
-        scales = torch.tensor([part.scale for _, part in wanted_by], device=device)
+        scales = torch.tensor([part.scale for _, part in parts], device=device)
         tokens, ends = model.chains(z, scales.repeat_interleave(counts)[:, None], noise)
-        sizes = counts.tolist()
-        made = map(_Made, where, tokens.split(sizes), _split(ends, sizes))
-        return [list(islice(made, len(r.parts))) for r in requests]
-
-
-def _next(picture: _Picture, answer: list[_Made]) -> _Request | None:
-    """The next request of ``picture`` after its ``answer``; None when it is made."""
-    try:
-        return picture.send(answer)
-    except StopIteration:
-        return None
+        return tokens, ends, where
 
 
 def _split(ends: ChainEnd, counts: Sequence[int]) -> list[ChainEnd]:

@@ -114,7 +114,7 @@ class Stream(Protocol):
     """Where samplers get their random numbers."""
 
     def draw(self, rows: Sequence[int], width: int) -> Tensor:
-        """The next ``width`` numbers for each of ``rows[b]`` rows of picture b: [sum(rows), width]."""
+        """The next [sum(rows), ``width``] numbers, ``rows[b]`` rows of picture b."""
         ...
 
 

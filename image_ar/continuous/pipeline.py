@@ -19,9 +19,8 @@ from specmm import methods, zoo
 from specmm.certificate import Certificate
 from specmm.dtypes import choose_dtype
 from specmm.image_ar.autoencoder import to_uint8
-from specmm.image_ar.continuous.chain_speculation import ChainOptions, ChainSpeculation, SmallHead
+from specmm.image_ar.continuous.chain_speculation import ChainOptions, ChainSpeculation
 from specmm.image_ar.continuous.cspd import (
-    AlignedRule,
     CSpDBatch,
     CSpDModel,
     DraftWindow,
@@ -49,7 +48,6 @@ from specmm.image_ar.continuous.masked_decode import (
     Deterministic,
     MARProgress,
     MARSampler,
-    class_conditions,
     decode_mar,
 )
 from specmm.image_ar.continuous.orders import (
@@ -187,8 +185,8 @@ def _speculation(
     small = None
     if method.predictor == "small":
         model = models.needed("prediction 'small'")
-        classes = class_conditions(model, batch.labels, len(batch.labels), settings.cfg)
-        small = SmallHead(model, ChainHead(model.head, head.schedule), classes)
+        drafter = CSpDModel(model, batch.labels, len(batch.labels), settings)
+        small = drafter.bind
     options = ChainOptions(settings.temperature, method.predictor)
     window = method.window or HEAD_STEPS
     log_uniform = log_uniforms(batch.generators)
@@ -221,7 +219,7 @@ def _between_models(
     if method.variant == "paper":
         return decode_paper(both, window), PAPER
     if method.variant == "aligned":
-        return decode_release(both, AlignedRule(), window), ALIGNED
+        return decode_release(both, None, window), ALIGNED
     return decode_release(both, ReleaseRule(method.relax), window), RELEASE
 
 

@@ -22,95 +22,66 @@ from specmm.stats import Clock
 LARGE = "large"
 SMALL = "small"
 
-Step = Callable[[int], None]
-
 
 @dataclass(frozen=True)
 class Turn:
-    """The ``steps`` of one model; ``open(steps)`` returns what does one, timed as ``part``."""
+    """The ``scales`` that one model draws."""
 
-    model: str
-    part: str
-    steps: range
-    open: Callable[[range], Step]
+    name: str
+    model: VAR
+    scales: range
 
 
-def split(total: int, at: int) -> tuple[range, range]:
-    """Steps of the first and the second of two models: the first does ``at`` of ``total``.
+def split(scales: int, n: int) -> tuple[range, range]:
+    """The scales of the large and of the small model: the large draws ``n`` of them.
 
-    Raises ``ValueError`` unless 0 ≤ ``at`` ≤ ``total``, a whole number.
+    Raises ``ValueError`` unless 0 ≤ ``n`` ≤ ``scales``, a whole number.
     """
-    if not isinstance(at, int) or not 0 <= at <= total:
+    if not isinstance(n, int) or not 0 <= n <= scales:
         raise ValueError(
-            f"n must be a whole number from 0 (the second model alone) to {total} (the first), "
-            f"got {at!r}"
+            f"n must be a whole number from 0 (the second model alone) to {scales} (the first), "
+            f"got {n!r}"
         )
-    return range(at), range(at, total)
+    return range(n), range(n, scales)
 
 
-def alternate(turns: Sequence[Turn], clock: Clock) -> Iterator[int]:
-    """Do the steps of ``turns`` one after the other, yielding the number of each.
+def code_turns(large: VAR, small: VAR, n: int) -> list[Turn]:
+    """CoDe: scales below ``n`` by the large model, the others by the small one; see ``split``."""
+    coarse, fine = split(len(large.config.schedule), n)
+    return [Turn(LARGE, large, coarse), Turn(SMALL, small, fine)]
 
-    A model's caches are freed before the next model's turn is opened.
+
+def alternate(
+    turns: Sequence[Turn],
+    feature_map: FeatureMap,
+    labels: Tensor,
+    sampling: Sampling,
+    sampler: Callable[[range], ScaleSampler],
+    clock: Clock,
+) -> Iterator[int]:
+    """Draw the scales of ``turns`` onto ``feature_map``, yielding the number of each.
+
+    ``sampler(scales)`` draws the tokens of a turn. A model's caches are freed before the next
+    model's turn. The model that draws the last scale counts as the one that verifies.
     """
     for turn in turns:
-        if not turn.steps:
+        if not turn.scales:
             continue
-        with clock(turn.part):
-            step = turn.open(turn.steps)
-        for k in turn.steps:
-            with clock(turn.part):
-                step(k)
+        part = "draft" if turn.scales.stop < len(feature_map.schedule) else "verify"
+        with clock(part):
+            session = Session(turn.model, labels, sampling, turn.scales[-1])
+            drawer = sampler(turn.scales)
+        for k in turn.scales:
+            with clock(part):
+                feature_map.add(drawer.draw(session.advance(feature_map, k), k))
             yield k
-        del step
+        del session
 
 
 def certificate(turns: Sequence[Turn], target: str) -> Certificate:
     """What a run may claim about the distribution of the model called ``target``."""
-    steps = {turn.model: len(turn.steps) for turn in turns if turn.steps}
-    if set(steps) == {target}:
+    scales = {turn.name: len(turn.scales) for turn in turns if turn.scales}
+    if set(scales) == {target}:
         return Certificate("exact", "plain decoding of the target", 0.0)
-    shares = ", ".join(f"{count} by {model}" for model, count in steps.items())
+    shares = ", ".join(f"{count} by {name}" for name, count in scales.items())
     return Certificate("heuristic", f"nothing is verified: steps {shares}")
-
-
-def turn(
-    model: VAR,
-    name: str,
-    steps: range,
-    feature_map: FeatureMap,
-    labels: Tensor,
-    sampling: Sampling,
-    sampler: Callable[[range], ScaleSampler],
-) -> Turn:
-    """The turn of ``model`` over the scales ``steps``, whose tokens ``sampler(steps)`` draws."""
-
-    def start(scales: range) -> Step:
-        session = Session(model, labels, sampling, scales[-1])
-        drawer = sampler(scales)
-
-        def step(k: int) -> None:
-            feature_map.add(drawer.draw(session.advance(feature_map, k), k))
-
-        return step
-
-    alone = len(steps) == len(feature_map.schedule)
-    return Turn(name, "verify" if name == SMALL or alone else "draft", steps, start)
-
-
-def code_turns(
-    large: VAR,
-    small: VAR,
-    n: int,
-    feature_map: FeatureMap,
-    labels: Tensor,
-    sampling: Sampling,
-    sampler: Callable[[range], ScaleSampler],
-) -> list[Turn]:
-    """CoDe: scales below ``n`` by the large model, the others by the small one.
-
-    Raises ``ValueError`` for ``n`` out of range.
-    """
-    coarse, fine = split(len(feature_map.schedule), n)
-    shared = feature_map, labels, sampling, sampler
-    return [turn(large, LARGE, coarse, *shared), turn(small, SMALL, fine, *shared)]

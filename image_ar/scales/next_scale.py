@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specmm.image_ar.scales.quantizer import MultiScaleQuantizer
 from specmm.image_ar.scales.sampling import Sampling, ScaleTokens
 from specmm.image_ar.scales.scale_schedule import scale_bias
 from specmm.image_ar.scales.var import VAR
+from specmm.image_ar.scales.vqvae import MultiScaleQuantizer
 from specmm.processors import check_finite
 
 

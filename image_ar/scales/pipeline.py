@@ -35,10 +35,10 @@ from specmm.image_ar.scales.loading import (
 from specmm.image_ar.scales.next_scale import FeatureMap, log_likelihood
 from specmm.image_ar.scales.sampling import (
     InverseCDF,
+    ReleaseSampler,
     Sampling,
     ScaleSampler,
     VARSettings,
-    release_sampler_by_turn,
     release_state,
 )
 from specmm.image_ar.scales.scale_speculation import ScaleSpeculation
@@ -343,27 +343,31 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
         # with all scales by the large model there may be no small one
         small = large if n == scales else self._quick(needed(self.small, method.name), batch)
         sampler = self._sampler(batch, feature_map)
-        turns = code_turns(large, small, n, feature_map, labels, sampling, sampler)
+        turns = code_turns(large, small, n)
         claim = certificate(turns, LARGE)
         if batch.state is not None and sampling.more_smooth:
             claim = SOFT_CODES
         elif batch.state is not None and sampling.top_p < 1:
             claim = TIES
-        return alternate(turns, clock), claim
+        return alternate(turns, feature_map, labels, sampling, sampler, clock), claim
 
     def _sampler(self, batch: VARBatch, feature_map: FeatureMap) -> Callable[[range], ScaleSampler]:
         """What samples in a turn: one sampler for both models, or the release's for each."""
+        schedule = feature_map.schedule
         if batch.state is None:
-            uniforms = InverseCDF(batch.sampling, batch.uniforms, len(feature_map.schedule))
-            return lambda _: uniforms
-        return release_sampler_by_turn(
-            batch.sampling,
-            batch.state,
-            self.device,
-            feature_map.schedule,
-            len(batch.labels),
-            self.transformer.config.vocab_size,
-        )
+            shared = InverseCDF(batch.sampling, batch.uniforms, len(schedule))
+            return lambda _: shared
+        state = batch.state
+
+        def sampler(scales: range) -> ReleaseSampler:
+            generator = torch.Generator(self.device)
+            generator.set_state(state)  # the release seeds both models alike
+            made = ReleaseSampler(batch.sampling, generator, len(schedule))
+            vocabulary = self.transformer.config.vocab_size
+            made.burn(schedule, feature_map.batch, vocabulary, scales.start)
+            return made
+
+        return sampler
 
     def _quick(self, model: VAR, batch: VARBatch) -> VAR:
         """``model``, with programs for its scales if ``batch`` asks for them."""

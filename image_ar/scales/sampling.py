@@ -8,7 +8,7 @@ batch, T tokens of a scale, V vocabulary, K scales.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -243,9 +243,9 @@ class ReleaseSampler:
     def burn(self, schedule: ScaleSchedule, batch: int, vocabulary: int, scales: int) -> None:
         """Use up the numbers that the released refiner draws for the first ``scales`` scales.
 
-        It throws them away. A draw of ``multinomial`` is a race of exponentials, one a token, so
-        no logits are needed. Raises ``ValueError`` under ``more_smooth``, of which no recorded run
-        shows what is thrown away.
+        They are discarded there. ``multinomial`` draws one exponential a token, so no logits are
+        needed. Raises ``ValueError`` under ``more_smooth``, of which no recorded run shows how many
+        are discarded.
         """
         if scales and self.sampling.more_smooth:
             raise ValueError(
@@ -254,26 +254,6 @@ class ReleaseSampler:
         for k in range(scales):
             shape = batch * schedule.tokens(k), vocabulary
             torch.empty(shape, device=self.generator.device).exponential_(generator=self.generator)
-
-
-def release_sampler_by_turn(
-    sampling: Sampling,
-    state: Tensor,
-    device: torch.device,
-    schedule: ScaleSchedule,
-    batch: int,
-    vocabulary: int,
-) -> Callable[[range], ReleaseSampler]:
-    """A sampler for each model's turn, from a generator in ``state``: the release seeds both so."""
-
-    def sampler(steps: range) -> ReleaseSampler:
-        generator = torch.Generator(device)
-        generator.set_state(state)
-        made = ReleaseSampler(sampling, generator, len(schedule))
-        made.burn(schedule, batch, vocabulary, steps.start)
-        return made
-
-    return sampler
 
 
 def release_state(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specmm import methods
-from specmm.image_ar.scales.collaborative import LARGE, alternate, turn
+from specmm.image_ar.scales.collaborative import LARGE, Turn, alternate
 from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.planner import (
     Forecast,
@@ -232,10 +232,10 @@ def _plain(
     sampler = InverseCDF(sampling, uniforms, len(feature_map.schedule))
 
     def draw(steps: range) -> list[float]:
-        own = turn(model, LARGE, steps, feature_map, labels, sampling, lambda _: sampler)
+        own = [Turn(LARGE, model, steps)]
         seconds = []
         begin = _now(model.device)
-        for _ in alternate([own], Clock()):
+        for _ in alternate(own, feature_map, labels, sampling, lambda _: sampler, Clock()):
             end = _now(model.device)
             seconds.append(end - begin)
             begin = end

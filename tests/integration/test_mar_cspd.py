@@ -246,8 +246,11 @@ class AlwaysKeep:
 
 def test_pairs_that_do_not_fit(pair):
     target, draft = pair
-    for change, message in ((dict(vae_embed_dim=8), "token width"), (dict(img_size=64), "order's length"),
-                            (dict(img_size=64, vae_stride=16), "VAE stride")):  # fmt: skip
+    for change, message in (
+        (dict(vae_embed_dim=8), "token width"),
+        (dict(img_size=64), "order's length"),
+        (dict(img_size=64, vae_stride=16), "VAE stride"),
+    ):
         other = MAR(replace(draft.config, **change))
         with pytest.raises(ValueError, match=message):
             check_models(target, other)

@@ -46,8 +46,10 @@ def t():
 
 @pytest.fixture(scope="module")
 def model():
-    return loaded(MAR(MARConfig(**{k: v for k, v in facts("mar_tiny")["config"].items() if k not in ONCE})),
-                  "mar_tiny_state_fp16")  # fmt: skip
+    return loaded(
+        MAR(MARConfig(**{k: v for k, v in facts("mar_tiny")["config"].items() if k not in ONCE})),
+        "mar_tiny_state_fp16",
+    )
 
 
 def close(got, wanted, relative=1e-5):
@@ -131,8 +133,16 @@ def test_guided_head(t, model, cfg):
 @pytest.mark.parametrize("spec", ["8", "50", "100"])
 def test_tables(spec):
     g, schedule = under(tensors("gaussian_diffusion_tables"), f"{spec}."), NoiseSchedule.of(spec)
-    for name in ("timestep_map", "betas", "alphas_cumprod", "alphas_cumprod_prev", "posterior_variance",
-                 "posterior_log_variance_clipped", "posterior_mean_coef1", "posterior_mean_coef2"):  # fmt: skip
+    for name in (
+        "timestep_map",
+        "betas",
+        "alphas_cumprod",
+        "alphas_cumprod_prev",
+        "posterior_variance",
+        "posterior_log_variance_clipped",
+        "posterior_mean_coef1",
+        "posterior_mean_coef2",
+    ):
         torch.testing.assert_close(getattr(schedule, name), g[name], atol=1e-12, rtol=1e-11)
     assert len(schedule) == int(spec)
 

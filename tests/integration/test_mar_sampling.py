@@ -56,14 +56,14 @@ class Recorded:
 
 
 class Watching:
-    """A sampler that keeps what it was asked and what it made."""
+    """A sampler that keeps the conditions and what it made."""
 
     def __init__(self, sampler):
-        self.sampler, self.asked, self.made = sampler, [], []
+        self.sampler, self.conditions, self.made = sampler, [], []
 
     def sample(self, condition, view):
         made, calls = self.sampler.sample(condition, view)
-        self.asked.append(condition.z)
+        self.conditions.append(condition.z)
         self.made.append(made)
         return made, calls
 
@@ -112,7 +112,7 @@ def test_pictures(t, model, run):
     head = ChainHead(model.head, NoiseSchedule.of(plan.head_steps))
     sampler = Watching(Ancestral(head, Recorded(t, name), run["temperature"]))
     *_, last = decode_mar(model, labels, t[f"sample.{name}.orders"], sampler, plan)
-    for k, (z, tokens) in enumerate(zip(sampler.asked, sampler.made, strict=True)):
+    for k, (z, tokens) in enumerate(zip(sampler.conditions, sampler.made, strict=True)):
         if f"sample.{name}.step{k}.z_pred" in t:
             close(z.transpose(0, 1).flatten(0, 1), t[f"sample.{name}.step{k}.z_pred"], 2e-3)
             close(tokens, t[f"sample.{name}.step{k}.tokens_pred"][: len(tokens)], 2e-3)

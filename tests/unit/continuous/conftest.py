@@ -102,7 +102,7 @@ def conditions():
 
 @pytest.fixture(scope="session")
 def bind(tiny_mar, conditions):
-    """The tiny head bound to ``rows`` copies of one condition, with guidance ``scale`` (1: none)."""
+    """The tiny head bound to ``rows`` copies of one condition, at guidance ``scale`` (1: none)."""
 
     def make(rows, scale=1.0, spec="ddim100", row=0):
         head = ChainHead(tiny_mar.head, NoiseSchedule.of(spec))

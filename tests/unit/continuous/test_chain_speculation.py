@@ -131,7 +131,7 @@ def test_the_broken_twin_is_seen_on_the_tiny_model(bind, predictor, seen):
 
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 def test_drafts_of_a_smaller_head_leave_the_distribution_alone(bind, scale):
-    """Another condition's head stands for the smaller model's: wrong enough to be rejected often."""
+    """Another condition's head plays the smaller model's: wrong enough to be rejected often."""
     schedule, rows = NoiseSchedule.of("ddim10"), 6000
     tables, given = (
         WindowTables(schedule, 5),

@@ -1,4 +1,4 @@
-"""CSpD as its paper describes it: what the target sees, what a rejection discards, and how it ends."""
+"""CSpD as its paper describes it: what the target sees, and what a rejection discards."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ import torch
 from specmm.image_ar.continuous.cspd import CSpDBatch, CSpDModel, DraftWindow, StreamNumbers
 from specmm.image_ar.continuous.cspd_paper import PaperRun, decode_paper
 from specmm.image_ar.continuous.diffusion_head import ChainHead
+from specmm.image_ar.continuous.masked_decode import View
 from specmm.image_ar.continuous.orders import MARSettings, iterations, log_uniforms, normals
 
 ORDER = torch.randperm(16, generator=torch.Generator().manual_seed(0))[None]
@@ -45,35 +46,25 @@ class Scripted:
 
 def make(model, how, scale=1.0, numbers=None):
     batch = CSpDBatch(*sides(model, how, scale), ORDER, noise(), [numbers or uniforms()])
-    return PaperRun(batch, DraftWindow(4, 0.05))
-
-
-def play(run, part):
-    """Run a coroutine of picture 0 to its end; what it returned."""
-    found = []
-
-    def noted():
-        found.append((yield from part))
-
-    list(run.play({0: noted()}))
-    return found[0]
+    return PaperRun(batch)
 
 
 @pytest.mark.parametrize("cfg", [1.0, 2.5])
 def test_the_target_sees_the_drafts_before_each_position(tiny_mar, cfg):
     run, seen = make(tiny_mar, plan(cfg=cfg)), []
-    answer = run._answer
-    run._answer = lambda side, asked: seen.append((side, answer(side, asked))) or seen[-1][1]
+    compute = run.compute
+    run.compute = lambda side, of: seen.append((side, compute(side, of))) or seen[-1][1]
     parts = iterations(16, 6, cfg)
     before = run.tokens.clone()
-    assert play(run, run.round(0, parts[:3])) == 3
-    for side, [drafted] in seen[:3]:
+    assert run.round({0: parts[:3]}) == {0: 3}
+    for side, made in seen[:3]:
         assert side is run.batch.draft
-        before[0, drafted[0].where] = drafted[0].tokens
-    side, [checked] = seen[3]
+        [drafted] = made[0]
+        before[0, drafted.where] = drafted.tokens
+    side, checked = seen[3]
     assert side is run.batch.target and len(seen) == 4
-    for part, made in zip(parts, checked, strict=False):
-        alone = run.batch.target.conditions(before, ORDER[:, part.last :], made.where[None])
+    for part, made in zip(parts, checked[0], strict=False):
+        alone = run.batch.target.conditions(View(before, ORDER[:, part.last :], made.where[None]))
         tokens, _ = run.batch.target.chains(
             alone, part.scale, noise()[0, made.where].transpose(0, 1)
         )
@@ -91,9 +82,9 @@ def test_a_drafter_that_is_the_target_is_always_kept(tiny_mar):
 def test_a_rejection_discards_what_was_drafted_after_it(tiny_mar):
     parts = iterations(16, 6)
     run = make(tiny_mar, plan(), 2.0, Scripted(-1.0, 1e30))
-    assert play(run, run.round(0, parts[:4])) == 2
+    assert run.round({0: parts[:4]}) == {0: 2}
     again = make(tiny_mar, plan(), 2.0, Scripted())
-    assert play(again, again.round(0, parts[:4])) == 4
+    assert again.round({0: parts[:4]}) == {0: 4}
 
 
 def test_rejected_tokens_are_replaced_and_never_zero(tiny_mar):

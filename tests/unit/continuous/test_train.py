@@ -20,8 +20,18 @@ KL = KLConfig(
     attn_resolutions=(4,),
     scale=1.0,
 )
-SIZES = dict(encoder_embed_dim=16, encoder_depth=1, encoder_num_heads=2, decoder_embed_dim=16, decoder_depth=1,
-             decoder_num_heads=2, class_num=2, buffer_size=2, diffloss_d=1, diffloss_w=16)  # fmt: skip
+SIZES = dict(
+    encoder_embed_dim=16,
+    encoder_depth=1,
+    encoder_num_heads=2,
+    decoder_embed_dim=16,
+    decoder_depth=1,
+    decoder_num_heads=2,
+    class_num=2,
+    buffer_size=2,
+    diffloss_d=1,
+    diffloss_w=16,
+)
 CONFIG = MARConfig(img_size=8, vae_stride=2, vae_embed_dim=3, **SIZES)
 
 

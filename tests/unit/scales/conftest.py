@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from specmm.image_ar.scales.collaborative import alternate, turn
+from specmm.image_ar.scales.collaborative import Turn, alternate
 from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import InverseCDF, VARSettings
@@ -97,12 +97,8 @@ def plain():
             else sampler
         )
         steps = range(len(feature_map.schedule))
-        list(
-            alternate(
-                [turn(model, "large", steps, feature_map, labels, sampling, lambda _: uniforms)],
-                Clock(),
-            )
-        )
+        turns = [Turn("large", model, steps)]
+        list(alternate(turns, feature_map, labels, sampling, lambda _: uniforms, Clock()))
         return feature_map
 
     return run

@@ -25,11 +25,8 @@ LABELS = torch.tensor([3, 7])
 def draw(large, small, vqvae, n):
     feature_map, sampling = FeatureMap(vqvae.quantize, len(LABELS)), Sampling(2.0, 8)
     uniforms = InverseCDF(sampling, Uniforms.from_seeds([1, 2]), len(feature_map.schedule))
-    list(
-        alternate(
-            code_turns(large, small, n, feature_map, LABELS, sampling, lambda _: uniforms), Clock()
-        )
-    )
+    turns = code_turns(large, small, n)
+    list(alternate(turns, feature_map, LABELS, sampling, lambda _: uniforms, Clock()))
     return torch.cat(feature_map.tokens, dim=1)
 
 

@@ -14,7 +14,7 @@ from specmm.image_ar.scales.loading import (
     save_vqvae,
     tokenizer_fingerprint,
 )
-from specmm.image_ar.scales.quantizer import phi_of_scale
+from specmm.image_ar.scales.vqvae import phi_of_scale
 
 SIDES = (1, 2, 3, 4, 6)
 

@@ -51,16 +51,9 @@ def test_forecasts(make, vqvae, n):
     @torch.inference_mode()
     def run():
         feature_map = FeatureMap(vqvae.quantize, len(labels))
-        turns = code_turns(
-            large,
-            small,
-            n,
-            feature_map,
-            labels,
-            sampling,
-            lambda _: InverseCDF(sampling, uniforms, 5),
-        )
-        list(alternate(turns, Clock()))
+        sampler = InverseCDF(sampling, uniforms, 5)
+        turns = code_turns(large, small, n)
+        list(alternate(turns, feature_map, labels, sampling, lambda _: sampler, Clock()))
 
     draw = Workload(40)
     wanted = max(

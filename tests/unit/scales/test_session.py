@@ -42,7 +42,7 @@ def test_a_picture_does_not_depend_on_its_batch(large, vqvae, plain):
 @pytest.mark.parametrize("jumps", [(0, 1, 2, 3, 4), (4,), (2, 4), (0, 3, 4), (1, 2, 4)])
 @pytest.mark.parametrize("cfg", [0.0, 1.5])
 def test_scales_at_once_equal_scales_one_by_one(large, vqvae, jumps, cfg):
-    feature_map, sampling = painted(vqvae, LABELS), Sampling(cfg)
+    feature_map, sampling = drawn_map(vqvae, LABELS), Sampling(cfg)
     session, parts = Session(large, LABELS, sampling, 4), []
     for k in jumps:
         parts.append(session.advance(feature_map, k, session.filled))
@@ -56,11 +56,11 @@ def test_scales_at_once_equal_scales_one_by_one(large, vqvae, jumps, cfg):
 
 @torch.inference_mode()
 def test_after_a_crop_scales_are_run_again(large, vqvae):
-    feature_map, sampling = painted(vqvae, LABELS), Sampling(1.0)
+    feature_map, sampling = drawn_map(vqvae, LABELS), Sampling(1.0)
     session = Session(large, LABELS, sampling, 5)
     session.advance(feature_map, 3)
     wanted = session.advance(feature_map, 4)
-    other = painted(vqvae, LABELS, seed=1)
+    other = drawn_map(vqvae, LABELS, seed=1)
     feature_map.crop(2)
     session.crop(2)
     feature_map.add(ScaleTokens(other.tokens[2]))
@@ -73,7 +73,7 @@ def test_after_a_crop_scales_are_run_again(large, vqvae):
 
 @torch.inference_mode()
 def test_no_work_for_nothing(large, vqvae):
-    feature_map, calls = painted(vqvae, LABELS), []
+    feature_map, calls = drawn_map(vqvae, LABELS), []
     hook = large.head.register_forward_hook(
         lambda _, inputs, __: calls.append(tuple(inputs[0].shape[:2]))
     )
@@ -86,7 +86,7 @@ def test_no_work_for_nothing(large, vqvae):
     assert not Session(large, LABELS, Sampling(0.0), 4).guided
 
 
-def painted(vqvae, labels, seed=0):
+def drawn_map(vqvae, labels, seed=0):
     """A feature map full of random tokens."""
     feature_map, generator = (
         FeatureMap(vqvae.quantize, len(labels)),
@@ -103,7 +103,7 @@ def painted(vqvae, labels, seed=0):
 @torch.inference_mode()
 @pytest.mark.parametrize("cfg", [0.0, 1.5])
 def test_likelihood_is_that_of_teacher_forcing(large, vqvae, cfg):
-    feature_map, sampling = painted(vqvae, LABELS), Sampling(cfg, temperature=0.7)
+    feature_map, sampling = drawn_map(vqvae, LABELS), Sampling(cfg, temperature=0.7)
     tokens = torch.cat(feature_map.tokens, 1)
     own, null = (
         large(rows, feature_map.inputs(1, 4)) for rows in (LABELS, torch.full_like(LABELS, 10))
