@@ -83,9 +83,7 @@ class SampleSet:
             yield batch
 
     def arrays(self, *names: str, limit: int | None = None) -> list[np.ndarray]:
-        """The arrays called ``names`` of all batches, joined; at most ``limit`` samples. Raises
-        when there are none.
-        """
+        """The arrays ``names`` of all batches, joined; at most ``limit`` samples, at least one."""
         found = list(self.batches(limit))
         if not found:
             raise ValueError(
@@ -98,9 +96,7 @@ class SampleSet:
         return sum(len(b["labels"]) for b in self.batches())
 
     def counts(self) -> dict[str, Any]:
-        """Sums of the runs' counts: tokens, rounds, seconds, kept, and the measured excess a token
-        (or None).
-        """
+        """Sums of the runs' counts: tokens, rounds, seconds, kept, and the measured TV a token."""
         runs = [json.loads(str(b["run"])) for b in self.batches()]
         width = max(len(r["kept"]) for r in runs)
         total: dict[str, Any] = {
@@ -116,9 +112,7 @@ class SampleSet:
     def make(
         self, pipe: LlamaGenPipeline, method: methods.Method, labels: np.ndarray, first: int
     ) -> bool:
-        """Make the batch of classes ``labels`` [B] with seeds from ``first`` on, unless it is
-        there; True if made.
-        """
+        """Make the batch of ``labels`` [B], seeds from ``first`` on, unless it is there."""
         file = self.file(first)
         if file.exists():
             return False

@@ -107,7 +107,8 @@ def kernel_distance(
         values = _in_one_pass(x, y, chosen, bootstrap, kernel)
     else:
         values = _subset_by_subset(x, y, chosen, kernel)
-    of_subsets, rest = values[: len(chosen)], values[len(chosen) :]
+    of_subsets = values[: len(chosen)]
+    rest = values[len(chosen) :]
     interval = bootstrap.of_replicates(rest[1:], "both sets") if bootstrap else None
     std = float(of_subsets.std(correction=0))
     whole = float(rest[0]) if full else None
@@ -173,6 +174,7 @@ def _subset_by_subset(x: Tensor, y: Tensor, picks: Picks, kernel: PolynomialKern
     """Squared MMD of every subset [S], each from its own small kernel matrix."""
     found = []
     for i, j in picks:
-        a, b = x[i.to(x.device)], y[j.to(y.device)]
+        a = x[i.to(x.device)]
+        b = y[j.to(y.device)]
         found.append(_mmd_squared(a, b, a.new_ones(1, len(a)), b.new_ones(1, len(b)), kernel))
     return torch.cat(found)

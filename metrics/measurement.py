@@ -91,7 +91,8 @@ def difference(first: Measurement, second: Measurement) -> float:
 def compare_results(first: Measurement, second: Measurement) -> Difference:
     """``first`` less ``second``; raises ``ValueError`` unless both measured the same way."""
     value = difference(first, second)
-    one, two = first.interval, second.interval
+    one = first.interval
+    two = second.interval
     if one is None or two is None or one.level != two.level:
         return Difference(first.metric, value, None)
     low = value - math.hypot(first.value - one.low, two.high - second.value)

@@ -143,7 +143,8 @@ def nearest_neighbours(samples: Features, references: Features) -> Neighbours:
     centre = two.values.float().mean(0)  # distances do not change, rounding shrinks
     known = two.values.float() - centre
     norms = known.square().sum(1)
-    distances, indices = [], []
+    distances = []
+    indices = []
     for rows in (one.values.to(known.device).float() - centre).split(BLOCK):
         near = torch.addmm(norms, rows, known.T, alpha=-2)  # squared distance less |row|²: [n, M]
         candidates = near.topk(min(CANDIDATES, len(known)), largest=False).indices  # [n, C]

@@ -1,8 +1,8 @@
-"""Whether the kernels compile for GPUs that are not here: ``python -m benchmarks.gpu.compiles``.
+"""Whether the kernels compile for other GPUs: ``python -m benchmarks.gpu.compiles``.
 
 Every launch is made as decoding makes it, on tensors without memory, and stops where Triton's own
 compiler and assembler have built the kernel and it fits the GPU's shared memory. Needs no GPU;
-``TRITON_INTERPRET`` must not be set. Speed and races only a GPU shows.
+``TRITON_INTERPRET`` must not be set. Only a GPU shows speed and races.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def attention() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Tree attention of each precision, with and without hidden slots, over split prefixes and by
-    position.
-    """
+    """Tree attention: each precision, with and without hidden slots, splits, by position."""
     lengths = empty(2, dtype=torch.int64)
-    dtypes, widths = (torch.float16, torch.bfloat16, torch.float32), (24, 80, 128, 256)
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    widths = (24, 80, 128, 256)
     for dtype, width, nodes, invariant in product(dtypes, widths, (1, 65), (False, True)):
-        q, keys = empty(2, 8, nodes, width, dtype=dtype), empty(2, 2, 4096, width, dtype=dtype)
+        q = empty(2, 8, nodes, width, dtype=dtype)
+        keys = empty(2, 2, 4096, width, dtype=dtype)
         words = empty(1, nodes, -(-nodes // 64), dtype=torch.int64)
         hidden = empty(2, 300, dtype=torch.bool) if width == 80 else None
         given = q, keys, keys, words, lengths, 4000, width**-0.5, hidden, invariant, 4
@@ -58,10 +58,10 @@ def attention() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def acceptance() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Fused acceptance of drawn and chosen drafts from distributions and from logits, from either
-    end, and LANTERN's.
-    """
-    tokens, uniforms, probs = empty(2, 26, dtype=torch.int64), empty(2, 27), empty(2, 26, 4096)
+    """Fused acceptance: drawn and chosen drafts, probs and logits, from either end, LANTERN's."""
+    tokens = empty(2, 26, dtype=torch.int64)
+    uniforms = empty(2, 27)
+    probs = empty(2, 26, 4096)
     table = empty(4000, 100, dtype=torch.int64)
     for drafts, leaves_first in product((None, probs), (False, True)):
         for processing in (
@@ -85,8 +85,8 @@ def acceptance() -> Iterator[tuple[str, Callable[[], object]]]:
                 processing,
                 leaves_first,
             )
-            name = f"acceptance drawn={drafts is not None} leaves first={leaves_first} processing={processing}"
-            yield name, lambda g=given: accept(*g)
+            how = f"leaves first={leaves_first} processing={processing}"
+            yield f"acceptance drawn={drafts is not None} {how}", lambda g=given: accept(*g)
     for factor in (False, True):
         lantern = (
             probs,
@@ -108,7 +108,8 @@ def acceptance() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def commits() -> Iterator[tuple[str, Callable[[], object]]]:
     """KV commit of each precision."""
-    path, kept = empty(2, 7, dtype=torch.int64), empty(2, dtype=torch.int64)
+    path = empty(2, 7, dtype=torch.int64)
+    kept = empty(2, dtype=torch.int64)
     for dtype in (torch.bfloat16, torch.float32):
         data = empty(8, 2, 300, 6, 80, dtype=dtype)
         yield f"commit {dtype}", lambda d=data: kv_commit(d, path, kept, kept, 280)
@@ -116,9 +117,7 @@ def commits() -> Iterator[tuple[str, Callable[[], object]]]:
 
 @contextmanager
 def compiling_for(target: GPUTarget, shared: int) -> Iterator[list[Any]]:
-    """Launches only compile, for ``target`` of ``shared`` bytes; gives the list of what was
-    compiled.
-    """
+    """Launches only compile, for ``target`` of ``shared`` bytes; the list of compiled kernels."""
     built: list[Any] = []
     launch = JITFunction.run
 
@@ -135,9 +134,7 @@ def compiling_for(target: GPUTarget, shared: int) -> Iterator[list[Any]]:
 
 
 def taken(launch: Callable[[], object], target: GPUTarget, shared: int) -> int:
-    """Bytes of shared memory that the kernels of ``launch`` take; raises what Triton raises, or
-    ``ValueError``.
-    """
+    """Bytes of shared memory of the kernels of ``launch``; raises as Triton, or ``ValueError``."""
     with compiling_for(target, shared) as built:
         launch()
     most = max(int(kernel.metadata.shared) for kernel in built)

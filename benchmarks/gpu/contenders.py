@@ -1,5 +1,4 @@
-"""Ways to attend a tree, on the same inputs: ours, SDPA under a dense mask, flex_attention, and a
-copy of the bytes.
+"""Ways to attend a tree on the same inputs: ours, SDPA with a dense mask, flex_attention, a copy.
 
 Shape letters: R rows, H query heads, K key/value heads, T tree nodes, S committed tokens, D head
 width.
@@ -43,12 +42,14 @@ def sdpa(given: Inputs) -> Call:
 def flex(given: Inputs) -> partial[Tensor]:
     """flex_attention, compiled, with the tree as its mask; the block mask is made beforehand."""
     torch._dynamo.reset()  # every shape and tree is a compilation, and there is a limit to them
-    first, ancestors = given.mask.first, given.ancestors[0]
+    first = given.mask.first
+    ancestors = given.ancestors[0]
 
     def seen(row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
         return (slot < first) | ancestors[query, (slot - first).clamp(min=0)]
 
-    nodes, slots = given.q.shape[2], given.keys.shape[2]
+    nodes = given.q.shape[2]
+    slots = given.keys.shape[2]
     blocks = create_block_mask(seen, None, None, nodes, slots, device=given.q.device)
     compiled = torch.compile(flex_attention, dynamic=False)
     grouped = given.q.shape[1] != given.keys.shape[1]
@@ -69,9 +70,7 @@ def _apart(given: Inputs) -> int:
 
 
 def calls(name: str, inputs: Sequence[Inputs]) -> list[Call]:
-    """A call for each of ``inputs``; flex_attention is compiled once and takes the first one's tree
-    for all.
-    """
+    """A call for each of ``inputs``; flex_attention is compiled once, for the first one's tree."""
     if name != "flex":
         return [CONTENDERS[name](given) for given in inputs]
     one = flex(inputs[0])
