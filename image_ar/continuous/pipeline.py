@@ -25,6 +25,7 @@ from specmm.image_ar.continuous.orders import CFGSchedule
 from specmm.image_ar.continuous.pair import check_pair, check_vae, load_small, save_small
 from specmm.image_ar.continuous.settings import Settings, Solver
 from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
+from specmm.image_ar.pipeline import PicturePipeline
 from specmm.image_ar.settings import (
     class_labels,
     read_settings,
@@ -36,7 +37,7 @@ from specmm.randomness import sample_generators
 from specmm.turns import in_its_turn
 
 
-class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
+class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):  # type: ignore[misc]
     """A model of continuous tokens (MAR), its autoencoder, and perhaps a small model that shares
     it.
 
@@ -45,6 +46,8 @@ class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
     >>> pipe = MARPipeline.from_pretrained("pocket/mar", method="cspd")
     >>> out = pipe(classes=["heart"], generator=torch.Generator().manual_seed(0))
     """
+
+    sampling_options = ("cfg", "temperature", "num_iter", "head_steps", "cfg_schedule", "solver")
 
     def __init__(
         self,
@@ -111,6 +114,11 @@ class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
     def device(self) -> torch.device:
         """Where the transformer lives."""
         return self.transformer.mask_token.device
+
+    @property
+    def grid(self) -> int:
+        """Tokens along a side."""
+        return int(self.transformer.config.grid)
 
     def to(self, *args: Any, **kwargs: Any) -> MARPipeline:
         """Move models and autoencoder to a device or dtype."""

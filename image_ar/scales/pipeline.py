@@ -23,6 +23,7 @@ from specmm.dtypes import LARGE as MANY
 from specmm.dtypes import choose_dtype
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
+from specmm.image_ar.pipeline import PicturePipeline
 from specmm.image_ar.scales import tuning
 from specmm.image_ar.scales.chooser import Chooser, needed
 from specmm.image_ar.scales.drawing import LARGE, code_turns, turn
@@ -70,7 +71,7 @@ class Job(NamedTuple):
     state: Tensor | None
 
 
-class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
+class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # type: ignore[misc]
     """A next-scale model (VAR), its tokenizer, and perhaps a small model that shares it, after one
     call.
 
@@ -79,6 +80,10 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
     >>> pipe = VARPipeline.from_pretrained("pocket/var", method=specmm.methods.CoDe(n=2))
     >>> out = pipe(classes=["heart"], generator=torch.Generator().manual_seed(0))
     """
+
+    sampling_options = ("cfg", "temperature", "top_k", "top_p", "more_smooth")
+    compiles = True
+    plans = "scales"
 
     def __init__(
         self,
@@ -175,6 +180,20 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
     def device(self) -> torch.device:
         """Where the transformer lives."""
         return self.transformer.device
+
+    def timed(self, method: methods.ScalesMethod) -> bool:
+        """Not for method code where the models are specialised for an N."""
+        return method.timed and not (method.name == "code" and self.settings.n != -1)
+
+    def runnable(self, usual: list[methods.ScalesMethod]) -> list[methods.ScalesMethod]:
+        """All of the ``usual`` methods with a small model, none without."""
+        return [m for m in usual if self.small is not None or not m.drafts]
+
+    def settle(
+        self, method: methods.ScalesMethod, batch: int, sampling: Sampling
+    ) -> tuple[methods.ScalesMethod, str]:
+        """See :class:`PicturePipeline`."""
+        return self.chooser.settle(method, batch, sampling)
 
     def to(self, *args: Any, **kwargs: Any) -> VARPipeline:
         """Move models and tokenizer to a device or dtype; sums of codes stay in float32."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from diffusers import DiffusionPipeline
@@ -23,6 +23,7 @@ from specmm.decode import Progress, decode, decode_plain, one_round
 from specmm.dtypes import choose_dtype
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
+from specmm.image_ar.pipeline import PicturePipeline
 from specmm.image_ar.settings import (
     class_labels,
     read_settings,
@@ -70,7 +71,7 @@ class Draw:
         )
 
 
-class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
+class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # type: ignore[misc]
     """A token image model (LlamaGen), its tokenizer and its drafters after one call.
 
     Several threads may share one: calls are answered in the order they come.
@@ -78,6 +79,10 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
     >>> pipe = LlamaGenPipeline.from_pretrained("pocket/llamagen", method="lantern++")
     >>> out = pipe(classes=["heart"], generator=torch.Generator().manual_seed(0))
     """
+
+    sampling_options = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
+    compiles = True
+    plans = "trees"
 
     def __init__(
         self,
@@ -156,6 +161,21 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
     def device(self) -> torch.device:
         """Where the transformer lives."""
         return self.transformer.output.weight.device
+
+    @property
+    def takes(self) -> Literal["classes", "prompt"]:
+        """Classes or prompts, as the transformer was trained."""
+        return "classes" if self.transformer.config.model_type == "c2i" else "prompt"
+
+    @property
+    def grid(self) -> int:
+        """Tokens along a side."""
+        return int(self.transformer.config.grid)
+
+    def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
+        """Those of the ``usual`` methods that it has a drafter for, or draft-free SJD."""
+        known = (None, *self.parts.drafters)
+        return [m for m in usual if getattr(m, "drafter", None) in known] or [methods.SJD()]
 
     def to(self, *args: Any, **kwargs: Any) -> LlamaGenPipeline:
         """Move transformer, tokenizer and drafters to a device or dtype."""

@@ -26,7 +26,7 @@ from specmm.files import slug
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.methods import Speculative
 from specmm.recipes.recipe import train
-from specmm.runs import pictures as drawing
+from specmm.runs import run as drawing
 
 MAIN = [sys.executable, "-c", "from specmm.cli import main; main()"]
 Maker = Callable[..., LlamaGenPipeline]

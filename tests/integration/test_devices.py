@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from specmm.cli import app
 from specmm.image_ar.pipeline import ImagePipeline
-from specmm.runs.models import Place
+from specmm.runs.run import Place
 
 FAMILIES = ("pocket/llamagen", "pocket/var", "pocket/mar")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from specmm import methods
-from specmm.runs.method_names import label, parse_method, parse_methods
+from specmm.runs.run import label, parse_method, parse_methods
 
 
 def test_names_lead_to_methods() -> None:
