@@ -75,6 +75,8 @@ def run_job(
         else:
             counts = run_local(folder, spec, limits, left, bar)
     counts.seconds = time.perf_counter() - begin
+    if metrics is not None:
+        metrics.close()
     summary = finish(folder, spec, items, limits.shard, parquet)
     if repair:
         now = ledger(folder / JOURNALS)

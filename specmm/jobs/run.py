@@ -57,8 +57,6 @@ class Bar:
 
     def __exit__(self, *_: object) -> None:
         self.bar.close()
-        if self.metrics is not None:
-            self.metrics.close()
 
 
 class Metrics:
