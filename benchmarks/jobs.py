@@ -27,9 +27,8 @@ from benchmarks.vlm_speed import ask
 from recipes.scenes.stream import load_world
 from specmm.jobs.engines import run_local, run_rank
 from specmm.jobs.finish import finish
+from specmm.jobs.folder import RESULTS, Limits, Spec, prepare
 from specmm.jobs.items import Item, seed_of
-from specmm.jobs.spec import Limits, Spec, prepare
-from specmm.jobs.store import RESULTS
 from specmm.jobs.workers import AnswerWorker, ImageWorker
 
 Runner = Callable[..., Any]
@@ -162,7 +161,7 @@ def measure(
 
 def cluster(worker: ImageWorker, items: Sequence[Item], batch: int, rounds: int) -> dict[str, Any]:
     """One Ray actor against the local engine, by the seconds that more items cost, in turns."""
-    from specmm.jobs.cluster import run_ray
+    from specmm.jobs.engines import run_ray
 
     def by_ray(folder: Path, spec: Spec, limits: Limits, some: Sequence[Item], opener: Any) -> Any:
         return run_ray(folder, spec, limits, some, actors=1)

@@ -26,7 +26,7 @@ from specmm.hf.picture_tokens import Decoder, PictureModel, PictureTarget, pictu
 from specmm.hf.pretrained import load_model, load_tokenizer
 from specmm.hf.prompt import VLMPrompt
 from specmm.image_ar.autoencoder import to_uint8
-from specmm.image_ar.pipeline import picture_type
+from specmm.image_ar.pipeline import PicturePipeline, picture_type
 from specmm.image_ar.shared import (
     SETTINGS,
     Callback,
@@ -47,7 +47,7 @@ from specmm.turns import in_its_turn
 from specmm.verify import GreedyMatch, Recursive, Rule
 
 
-class TransformersImagePipeline(DiffusionPipeline):  # type: ignore[misc]
+class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # type: ignore[misc]
     """A model of transformers that draws pictures, and its tokenizer, after one call.
 
     Methods are ``ar``, ``sjd`` and ``prompt-lookup``, all exact. Several threads may share one.
@@ -55,6 +55,9 @@ class TransformersImagePipeline(DiffusionPipeline):  # type: ignore[misc]
     >>> pipe = ImagePipeline.from_pretrained("path/to/chameleon", method="sjd")
     >>> out = pipe(prompt="a red barn", generator=torch.Generator().manual_seed(0))
     """
+
+    sampling_options = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
+    takes = "prompt"
 
     def __init__(
         self,

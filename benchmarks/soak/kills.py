@@ -24,10 +24,9 @@ import torch
 
 from specmm.jobs.engines import run_local
 from specmm.jobs.finish import finish
+from specmm.jobs.folder import ARCHIVES, RESULTS, Limits, Spec, prepare
 from specmm.jobs.items import Item, seed_of
 from specmm.jobs.run import pending
-from specmm.jobs.spec import Limits, Spec, prepare
-from specmm.jobs.store import ARCHIVES, RESULTS
 from specmm.jobs.verify import verify
 from specmm.jobs.workers import ImageWorker
 

@@ -58,6 +58,7 @@ from specmm.image_ar.continuous.orders import (
     normals,
     random_orders,
 )
+from specmm.image_ar.pipeline import PicturePipeline
 from specmm.image_ar.shared import (
     Callback,
     Drawn,
@@ -223,14 +224,17 @@ def _between_models(
     return decode_release(both, ReleaseRule(method.relax), window), RELEASE
 
 
-class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
-    """A model of continuous tokens (MAR), its autoencoder, and perhaps a small model that drafts.
+class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):  # type: ignore[misc]
+    """A model of continuous tokens (MAR), its autoencoder, and perhaps a small model that shares
+    it.
 
     Threads may share one: calls are answered in the order they come.
 
     >>> pipe = MARPipeline.from_pretrained("pocket/mar", method="cspd")
     >>> out = pipe(classes=["heart"], generator=torch.Generator().manual_seed(0))
     """
+
+    sampling_options = ("cfg", "temperature", "num_iter", "head_steps", "cfg_schedule", "solver")
 
     def __init__(
         self,
@@ -296,6 +300,11 @@ class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
     def device(self) -> torch.device:
         """Where the transformer is."""
         return self.transformer.mask_token.device
+
+    @property
+    def grid(self) -> int:
+        """Tokens along a side."""
+        return int(self.transformer.config.grid)
 
     def to(self, *args: Any, **kwargs: Any) -> MARPipeline:
         """Move models and autoencoder to a device or dtype."""

@@ -20,6 +20,7 @@ from specmm.certificate import Certificate
 from specmm.dtypes import LARGE as LARGE_MODEL
 from specmm.dtypes import choose_dtype
 from specmm.image_ar.autoencoder import to_uint8
+from specmm.image_ar.pipeline import PicturePipeline
 from specmm.image_ar.scales.collaborative import LARGE, alternate, certificate, code_turns
 from specmm.image_ar.scales.compiled_var import CompiledVAR, check_method
 from specmm.image_ar.scales.loading import (
@@ -85,14 +86,19 @@ class VARBatch(NamedTuple):
     state: Tensor | None
 
 
-class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
-    """A next-scale model (VAR), its tokenizer, and perhaps a small model that shares it.
+class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # type: ignore[misc]
+    """A next-scale model (VAR), its tokenizer, and perhaps a small model that shares it, after one
+    call.
 
     Threads may share one: calls are answered in the order they come.
 
     >>> pipe = VARPipeline.from_pretrained("pocket/var", method=specmm.methods.CoDe(n=2))
     >>> out = pipe(classes=["heart"], generator=torch.Generator().manual_seed(0))
     """
+
+    sampling_options = ("cfg", "temperature", "top_k", "top_p", "more_smooth")
+    compiles = True
+    plans = "scales"
 
     def __init__(
         self,
@@ -184,6 +190,20 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
     def device(self) -> torch.device:
         """Where the transformer is."""
         return self.transformer.device
+
+    def timed(self, method: methods.ScalesMethod) -> bool:
+        """Not for method code where the models are specialised for an N."""
+        return method.timed and not (method.name == "code" and self.settings.n != -1)
+
+    def runnable(self, usual: list[methods.ScalesMethod]) -> list[methods.ScalesMethod]:
+        """All of the ``usual`` methods with a small model, none without."""
+        return [m for m in usual if self.small is not None or not m.drafts]
+
+    def settle(
+        self, method: methods.ScalesMethod, batch: int, sampling: Sampling
+    ) -> tuple[methods.ScalesMethod, str]:
+        """See :class:`PicturePipeline`."""
+        return self.chooser.settle(method, batch, sampling)
 
     def to(self, *args: Any, **kwargs: Any) -> VARPipeline:
         """Move models and tokenizer to a device or dtype; f_hat stays in float32."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from diffusers import DiffusionPipeline
@@ -24,6 +24,7 @@ from specmm.decode import Progress, decode, decode_plain, one_round
 from specmm.dtypes import choose_dtype
 from specmm.guidance import Guidance
 from specmm.image_ar.autoencoder import VQModel, to_uint8
+from specmm.image_ar.pipeline import PicturePipeline
 from specmm.image_ar.shared import (
     Callback,
     Drawn,
@@ -95,14 +96,18 @@ class LlamaGenBatch:
         return Queue(lambda i: rows(slice(i, i + 1)), self.generators, self.batch_size, self.tell)
 
 
-class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
-    """A token image model (LlamaGen), its tokenizer and its drafters behind one call.
+class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # type: ignore[misc]
+    """A token image model (LlamaGen), its tokenizer and its drafters after one call.
 
     Several threads may share one: calls are answered in the order they come.
 
     >>> pipe = LlamaGenPipeline.from_pretrained("pocket/llamagen", method="lantern++")
     >>> out = pipe(classes=["heart"], generator=torch.Generator().manual_seed(0))
     """
+
+    sampling_options = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
+    compiles = True
+    plans = "trees"
 
     def __init__(
         self,
@@ -176,6 +181,21 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
     def device(self) -> torch.device:
         """Where the transformer's weights are."""
         return self.transformer.output.weight.device
+
+    @property
+    def takes(self) -> Literal["classes", "prompt"]:
+        """Classes or prompts, as the transformer was trained."""
+        return "classes" if self.transformer.config.model_type == "c2i" else "prompt"
+
+    @property
+    def grid(self) -> int:
+        """Tokens along a side."""
+        return int(self.transformer.config.grid)
+
+    def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
+        """Those of the ``usual`` methods that it has a drafter for, or draft-free SJD."""
+        known = (None, *self.parts.drafters)
+        return [m for m in usual if getattr(m, "drafter", None) in known] or [methods.SJD()]
 
     def to(self, *args: Any, **kwargs: Any) -> LlamaGenPipeline:
         """Move transformer, tokenizer and drafters to a device or dtype."""

@@ -17,11 +17,36 @@ M = TypeVar("M")
 RENAMED = {"hindsight": "rejected_weight", "belief": "predictor"}  # until version 0.3
 
 
-class Declared:
+class _OldNames(type):
+    """Makes methods of options by their old names, too, with a warning."""
+
+    def __call__(cls, *values: Any, **options: Any) -> Any:
+        current = {current_option(cls, option): value for option, value in options.items()}
+        return super().__call__(*values, **current)
+
+
+class Declared(metaclass=_OldNames):
     """What a method declares about itself, so that nobody asks its type."""
 
+    name: ClassVar[str]
     claims: ClassVar[str] = "exact"  # of its runs; each run's certificate is what counts
     drafts: ClassVar[bool] = True
+    streams: ClassVar[bool] = True  # one model answers, token by token
+
+    @property
+    def timed(self) -> bool:
+        """Whether it decides by seconds measured on this machine."""
+        return False
+
+    @property
+    def one_generator(self) -> bool:
+        """Whether one generator draws all pictures, in one batch, as a released code does."""
+        return False
+
+    @property
+    def batch_dependent(self) -> bool:
+        """Whether a row that is drawn at temperature above 0 depends on the rows beside it."""
+        return False
 
     @property
     def can_refill(self) -> bool:
@@ -78,6 +103,7 @@ class Auto(Declared):
     """Measures this machine and takes the fastest exact method, plain decoding included."""
 
     name: ClassVar[str] = "auto"
+    timed: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -138,6 +164,6 @@ def current_option(kind: type[Any], option: str) -> str:
     if new is None or new not in {field.name for field in dataclasses.fields(kind)}:
         return option
     warnings.warn(
-        f"option {option} of {kind.name} is called {new} now", FutureWarning, stacklevel=3
+        f"option {option} of {kind.name} is called {new} now", FutureWarning, stacklevel=4
     )
     return new

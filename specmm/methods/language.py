@@ -63,6 +63,7 @@ class Verdict(Declared):
 
     name: ClassVar[str] = "verdict"
     claims: ClassVar[str] = "heuristic"
+    streams: ClassVar[bool] = False
     keep: int = 3
 
 
@@ -123,6 +124,11 @@ class DEER(Declared):
     recall: int = 0
     rule: str = ""  # of a tree of fixed shape
 
+    @property
+    def batch_dependent(self) -> bool:
+        """Blocks are cut by what the rows of a batch promise together."""
+        return self.sure > 0
+
 
 @dataclass(frozen=True)
 class Block(Declared):
@@ -138,6 +144,11 @@ class Block(Declared):
     tree: int | TreeName = 0
     recall: int = 0
     rule: str = ""  # of a tree of fixed shape
+
+    @property
+    def batch_dependent(self) -> bool:
+        """Blocks are cut by what the rows of a batch promise together."""
+        return self.sure > 0
 
     @property
     def static_shapes(self) -> bool:

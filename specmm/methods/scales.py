@@ -22,6 +22,16 @@ class CoDe(Declared):
     n: int = -1
     release: bool = False
 
+    @property
+    def timed(self) -> bool:
+        """The planner's ``n`` rests on measured seconds."""
+        return self.n == -1
+
+    @property
+    def one_generator(self) -> bool:
+        """The release draws all pictures from one generator."""
+        return self.release
+
 
 @dataclass(frozen=True)
 class ScaleSpeculative(Declared):

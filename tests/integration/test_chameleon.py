@@ -18,7 +18,7 @@ from specmm.hf.picture_tokens import PictureTarget, picture_prompt
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.runs.models import kind_of, methods_of
+from specmm.runs.run import kind_of, methods_of
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import GreedyMatch, Recursive
 

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 import specmm
 from specmm import methods
 from specmm.cli import app
-from specmm.cli.ask import Echo
-from specmm.cli.complete import complete
+from specmm.cli.language import Echo, complete
 from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
