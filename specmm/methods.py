@@ -166,22 +166,28 @@ class Eagle(Declared):
 class Lantern(Declared):
     """LANTERN (arXiv 2410.03355): a token stands for its ``k`` nearest codes while their mass is at
     most ``delta``.
+
+    ``residual``, what is drawn from after a rejection, never emits an excluded token; "release" is
+    the authors' code's, for comparisons.
     """
 
     name: ClassVar[str] = "lantern"
     claims: ClassVar[str] = "bounded"
     k: int = 20
     delta: float = 0.1
-    residual: Literal["official", "corrected"] = "corrected"
+    residual: Literal["corrected", "release", "official"] = "corrected"
     drafter: Literal["block", "eagle"] = "eagle"
     total: int = 24
     depth: int = 4
     top_k: int = 6
 
+    def __post_init__(self) -> None:
+        _current_residual(self)
+
     @property
     def choice(self) -> Choice:
         """EAGLE-2's tree, or the block drafter's own."""
-        rule = f"lantern(k={self.k}, delta={self.delta}, residual={self.residual})"
+        rule = _lantern_rule(self, f"k={self.k}, delta={self.delta}")
         return Choice(self.drafter, _dynamic(self) if self.drafter == "eagle" else None, rule)
 
     @property
@@ -199,24 +205,27 @@ class Lantern(Declared):
 class LanternPP(Declared):
     """LANTERN++ (arXiv 2502.06352): a static tree; the ``k`` nearest codes add at most (``lambda_``
     - 1) times p(x).
+
+    ``residual`` is LANTERN's: by default it never emits an excluded token.
     """
 
     name: ClassVar[str] = "lantern++"
     claims: ClassVar[str] = "bounded"
     lambda_: float = 20.0
     k: int = 60
-    residual: Literal["official", "corrected"] = "official"
+    residual: Literal["corrected", "release", "official"] = "corrected"
     drafter: Literal["block", "eagle"] = "block"
     tree: Tree = None
     rejected_weight: float = 0.3  # as Speculative's
 
     def __post_init__(self) -> None:
+        _current_residual(self)
         check_rejected_weight(self.rejected_weight)
 
     @property
     def choice(self) -> Choice:
         """A tree of fixed shape, bounded relaxation."""
-        rule = f"lantern++(k={self.k}, lambda_={self.lambda_}, residual={self.residual})"
+        rule = _lantern_rule(self, f"k={self.k}, lambda_={self.lambda_}")
         return Choice(self.drafter, self.tree, rule, self.rejected_weight)
 
     @property
@@ -263,6 +272,18 @@ class Draft(Declared):
     def static_shapes(self) -> bool:
         """With a block drafter or none."""
         return self.drafter in ("block", "jacobi")
+
+
+def _current_residual(method: Lantern | LanternPP) -> None:
+    """Take the residual's old name, "official", for the one that it has now; it warns."""
+    if method.residual == "official":  # until version 0.3
+        warnings.warn('residual "official" is called "release" now', FutureWarning, stacklevel=4)
+        object.__setattr__(method, "residual", "release")
+
+
+def _lantern_rule(method: Lantern | LanternPP, bounds: str) -> str:
+    """The rule by name: the release's has its own, so that certificates tell them apart."""
+    return f"{method.name}{'-release' if method.residual == 'release' else ''}({bounds})"
 
 
 def _dynamic(method: Any) -> str:

@@ -7,8 +7,7 @@ Exact: ``GreedyMatch``, ``Recursive``, ``PointMass``, ``GreedyMultiDraft``, ``KS
 from specmm.verify.bottom_up import Block, Traversal
 from specmm.verify.exact import GreedyMatch, GreedyMultiDraft, PointMass, Recursive
 from specmm.verify.kseq import KSeq
-from specmm.verify.lantern import Lantern, LanternPP
-from specmm.verify.neighbours import neighbour_table
+from specmm.verify.lantern import Lantern, LanternPP, neighbour_table
 from specmm.verify.outcomes import endings, expected_tokens
 from specmm.verify.relaxed import Typical
 from specmm.verify.rule import Decisions, Rule, VerifyResult

@@ -1,33 +1,33 @@
-"""LANTERN and LANTERN++: a draft image token may borrow the target's mass of its nearest codes.
+"""LANTERN and LANTERN++: a drafted image token may borrow the target's mass of its nearest codes.
 
-``relaxed(x) = target(x) + S_x`` (see ``neighbours``). What happens after a rejection is
-``residual``:
+``relaxed(x) = target(x) + S_x``. S_j sums the target over the j nearest codes of x; S_x is the
+largest S_j, j <= k, within the bound: ``delta`` for LANTERN (Jang et al. 2025), ``(lambda - 1)
+target(x)`` for LANTERN++ (Park et al. 2025). A draft is kept with chance ``min(1, relaxed / q)``.
+``residual`` says what the next token is drawn from once a draft is rejected:
 
-``"corrected"`` (default): drafts of distribution q are kept with mass ``a(x) = min(q(x),
-relaxed(x))`` and the rest is drawn
-    from ``norm((p - a)+)``. The distribution emitted is *stated*: ``r = a + (1 - sum a) norm((p -
-    a)+)``, of all distributions that dominate a the nearest to p in total variation. Its residual
-    is the strict rule's, ``norm((p - q)+)``: where q <= p + S, a is q; elsewhere q > p + S >= p and
-    a = p + S >= p, so that ``(p - a)+`` and ``(p - q)+`` are both 0. Relaxation raises the chance
-    of a draft and leaves what follows a rejection as it is; a point mass leaves p without x. The
-    residual needs no S, and an excluded token (p = 0) never comes out of it.
-``"official"``: as released. Point masses: x and, if any neighbour qualified, x's first k + 1
-neighbours leave the
-    target. Drawn drafts: ``(p - q)+`` with those neighbours taken out of q. Zero mass: uniform over
-    the whole vocabulary, which can emit a token the processor excluded. No residual of any relaxed
-    distribution; for comparisons.
-``"lumina"``: as released for Lumina-mGPT: ``(p - q)+`` with the neighbours taken out of p; else as
-``"official"``.
+``"corrected"`` (default): the strict rule's ``norm((p - q)+)``; a point mass leaves p without x. An
+    excluded token (p = 0) never comes out of it. What is emitted is stated: with the kept mass
+    ``a(x) = min(q(x), relaxed(x))`` it is ``r = a + (1 - sum a) norm((p - a)+)``, of all
+    distributions that dominate a the nearest to p in total variation. ``(p - a)+`` is ``(p - q)+``:
+    where q <= p + S, a is q; elsewhere q > p + S >= p and a = p + S >= p, so that both are 0.
+``"release"``: what the authors' code does, for comparisons. Point masses: x and, if any neighbour
+    qualified, x's first k + 1 neighbours leave the target. Drawn drafts: ``(p - q)+`` with those
+    neighbours taken out of q. Zero mass: uniform over the whole vocabulary. It is no residual of
+    the relaxed distribution, and it can emit a token that the processor excluded.
+``"lumina"``: the authors' code for Lumina-mGPT: ``(p - q)+`` with the neighbours taken out of p;
+    else as ``"release"``.
 
 The release accepts at u <= ratio; here, as everywhere, u < ratio.
-Shape letters: B batch, N nodes, F families, V vocabulary, M nodes but the root.
+Shape letters: B batch, N nodes, F families, V vocabulary, W codes in the table, C code width, J
+table columns.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor
@@ -44,18 +44,93 @@ from specmm.verify.families import (
     top_down,
     top_down_measured,
 )
-from specmm.verify.neighbours import Neighbourhood
 from specmm.verify.rule import Decisions
 
-Residual: TypeAlias = Literal["corrected", "official", "lumina"]
+Residual: TypeAlias = Literal["corrected", "release", "lumina"]
+CHUNK = 1 << 23  # distances between codes at a time
+
+
+def neighbour_table(codebook: Tensor, columns: int) -> Tensor:
+    """The ``columns`` nearest other codes of each code by L2 distance, nearest first: [W, columns]
+    int64.
+
+    ``codebook`` [W, C]: raw rows, not normalised. The release's residual reads k + 1 columns.
+    """
+    codes = len(codebook)
+    if not 0 <= columns < codes:
+        raise ValueError(f"columns must be in [0, {codes}) for {codes} codes, got {columns}")
+    rows = codebook.double()
+    step = max(1, CHUNK // codes)
+    nearest = []
+    for start in range(0, codes, step):
+        distance = torch.cdist(
+            rows[start : start + step], rows, compute_mode="donot_use_mm_for_euclid_dist"
+        )
+        itself = torch.arange(start, start + len(distance), device=rows.device)[:, None]
+        distance.scatter_(1, itself, torch.inf)
+        nearest.append(distance.sort(dim=1, stable=True).indices[:, :columns])
+    return torch.cat(nearest)
+
+
+def checked_residual(name: str) -> Residual:
+    """``name`` as a residual; the old name of ``"release"`` warns, others raise ``ValueError``."""
+    if name == "official":  # until version 0.3
+        warnings.warn('residual "official" is called "release" now', FutureWarning, stacklevel=4)
+        return "release"
+    if name not in get_args(Residual):
+        raise ValueError(f"residual must be one of {', '.join(get_args(Residual))}, got {name!r}")
+    return cast(Residual, name)
+
+
+@dataclass(frozen=True)
+class Neighbourhood:
+    """The mass S_x that a token borrows within ``bound``, or ``(bound - 1) target(x)`` by ``factor``.
+
+    Token ``offset + c`` is code c of ``table`` [W, J]; tokens that are no code borrow nothing.
+    """
+
+    table: Tensor
+    k: int
+    bound: float
+    factor: bool = False
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        codes, columns = self.table.shape
+        if not 0 <= self.k <= columns:
+            raise ValueError(
+                f"k must be in [0, {columns}] for a table of {codes} x {columns}, got {self.k}"
+            )
+
+    def borrowed(self, target: Tensor, token: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+        """S of ``token`` [B, F] under ``target`` [B, F, V], and whether any neighbour qualifies:
+        [B, F] both.
+
+        ``own`` [B, F] is target(token).
+        """
+        if not self.k:
+            return torch.zeros_like(own), torch.zeros_like(own, dtype=torch.bool)
+        near, is_code = self.near(token, self.k)
+        total = target.gather(-1, near).cumsum(-1)
+        bound = (self.bound - 1) * own[..., None] if self.factor else self.bound
+        over = (total > bound) | ~is_code[..., None]
+        return total.masked_fill_(over, 0.0).amax(-1), ~over[..., 0]
+
+    def near(self, token: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The first neighbours (ids [..., count]) of ``token`` [...], and whether it is a code at
+        all [...].
+        """
+        code = token - self.offset
+        is_code = (code >= 0) & (code < len(self.table))
+        near = self.table[:, :count][code.clamp(0, len(self.table) - 1)]
+        return near + self.offset if self.offset else near, is_code
 
 
 @dataclass(frozen=True)
 class Lantern:
-    """LANTERN: S_x is the largest sum over the nearest codes that does not exceed ``delta`` (then
-    S_x is the TV spent).
+    """LANTERN: a draft borrows at most ``delta`` of its ``k`` nearest codes, then the TV spent.
 
-    ``table`` [W, J] from ``neighbour_table`` (J >= k, and k + 1 for the official residual).
+    ``table`` [W, J] from ``neighbour_table`` (J >= k, and k + 1 for the release's residual).
     ``greedy`` is the rule of temperature 0: p is then the softmax of the logits. ``offset``: id of
     the first image token.
     """
@@ -72,8 +147,8 @@ class Lantern:
     def __post_init__(self) -> None:
         if not 0 <= self.delta <= 1:
             raise ValueError(f"delta must be in [0, 1], got {self.delta}")
-        _check(self.residual)
-        Neighbourhood(self.table, self.k, 0.0)  # refuses a table with fewer columns
+        object.__setattr__(self, "residual", checked_residual(self.residual))
+        _ = self.neighbourhood  # refuses a table with fewer columns
 
     @cached_property
     def neighbourhood(self) -> Neighbourhood:
@@ -82,13 +157,12 @@ class Lantern:
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
         """Decisions for the target's processed distributions ``p`` [B, N, V]."""
-        return _decisions(self.neighbourhood, self.residual, self.greedy, tree, p, measure)
+        return _decisions(self, tree, p, measure)
 
 
 @dataclass(frozen=True)
 class LanternPP:
-    """LANTERN++: S_x is the largest sum over the nearest codes that does not exceed ``(lambda_ - 1)
-    target(x)``.
+    """LANTERN++: a draft borrows at most ``(lambda_ - 1) target(x)`` of its ``k`` nearest codes.
 
     The other fields are ``Lantern``'s.
     """
@@ -105,8 +179,8 @@ class LanternPP:
     def __post_init__(self) -> None:
         if self.lambda_ < 1:
             raise ValueError(f"lambda_ must be at least 1, got {self.lambda_}")
-        _check(self.residual)
-        Neighbourhood(self.table, self.k, 0.0)  # refuses a table with fewer columns
+        object.__setattr__(self, "residual", checked_residual(self.residual))
+        _ = self.neighbourhood  # refuses a table with fewer columns
 
     @cached_property
     def neighbourhood(self) -> Neighbourhood:
@@ -115,23 +189,15 @@ class LanternPP:
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
         """Decisions for the target's processed distributions ``p`` [B, N, V]."""
-        return _decisions(self.neighbourhood, self.residual, self.greedy, tree, p, measure)
+        return _decisions(self, tree, p, measure)
 
 
-def _check(residual: str) -> None:
-    if residual not in get_args(Residual):
-        raise ValueError(
-            f"residual must be one of {', '.join(get_args(Residual))}, got {residual!r}"
-        )
-
-
-def _decisions(
-    near: Neighbourhood, residual: Residual, greedy: bool, tree: DraftTree, p: Tensor, measure: bool
-) -> Decisions:
-    if greedy:
+def _decisions(rule: Lantern | LanternPP, tree: DraftTree, p: Tensor, measure: bool) -> Decisions:
+    near = rule.neighbourhood
+    if rule.greedy:
         return _greedy(near, tree, p, measure)
-    corrected = residual == "corrected"
-    step: Step = _corrected(near) if corrected else _official(near, lumina=residual == "lumina")
+    corrected = rule.residual == "corrected"
+    step = _corrected(near) if corrected else _released(near, lumina=rule.residual == "lumina")
     if measure:
         return top_down_measured(tree, p, step, strict_step)
     return top_down(tree, p, step, partial(_relaxed_chance, near) if corrected else None)
@@ -141,9 +207,8 @@ def _chance(relaxed: Tensor, trial: Trial) -> Tensor:
     """min(1, relaxed / q) [B, F]."""
     if trial.probs is None:
         return relaxed.clamp(max=1)
-    return (
-        relaxed / take(trial.probs, trial.token).clamp(min=torch.finfo(relaxed.dtype).tiny)
-    ).clamp(max=1)
+    drawn = take(trial.probs, trial.token).clamp(min=torch.finfo(relaxed.dtype).tiny)
+    return (relaxed / drawn).clamp(max=1)
 
 
 def _relaxed_chance(near: Neighbourhood, target: Tensor, trial: Trial) -> Tensor:
@@ -160,7 +225,7 @@ def _corrected(near: Neighbourhood) -> Step:
     return step
 
 
-def _official(near: Neighbourhood, *, lumina: bool) -> Step:
+def _released(near: Neighbourhood, *, lumina: bool) -> Step:
     def step(target: Tensor, trial: Trial) -> tuple[Tensor, Tensor]:
         own = take(target, trial.token)
         borrowed, found = near.borrowed(target, trial.token, own)
@@ -208,8 +273,7 @@ def _greedy(near: Neighbourhood, tree: DraftTree, p: Tensor, measure: bool) -> D
     wins[:, 0] = True
     kept = ~(tree.shape.ancestors & ~wins[:, None]).any(-1)
     excess = None
-    # a kept child other than the argmax: what follows the parent may differ from greedy decoding
-    if measure:
+    if measure:  # a kept child other than the argmax: greedy decoding may go on otherwise
         wrong = (kept & (tree.tokens != likeliest)).to(p.dtype)
         excess = torch.zeros_like(own).scatter_reduce(
             1, parents, wrong.index_fill(1, parents.new_zeros(1), 0), "amax"

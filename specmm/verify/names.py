@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from specmm.registry import unknown
@@ -34,6 +34,14 @@ class RuleKind:
     what: str
     relaxed: bool = False
     chains: bool = False
+    preset: Mapping[str, str] = field(default_factory=dict)  # options that the name stands for
+
+
+def _released(rule: type[Lantern | LanternPP], name: str) -> RuleKind:
+    """The rule with what its authors' code draws from once a draft is rejected."""
+    preset = {"residual": "release", "name": f"{name}-release"}
+    what = f"{name} as its authors' code, for comparisons"
+    return RuleKind(rule, "distinct", what, relaxed=True, preset=preset)
 
 
 RULES: Mapping[str, RuleKind] = {
@@ -47,7 +55,9 @@ RULES: Mapping[str, RuleKind] = {
     "point-mass": RuleKind(PointMass, None, "the likeliest tokens, kept with p(x)"),
     "typical": RuleKind(Typical, None, "Medusa's: what is likely enough is kept"),
     "lantern": RuleKind(Lantern, "distinct", "a token stands for its near codes", relaxed=True),
+    "lantern-release": _released(Lantern, "lantern"),
     "lantern++": RuleKind(LanternPP, "distinct", "the same, bounded by p(x)", relaxed=True),
+    "lantern++-release": _released(LanternPP, "lantern++"),
 }
 
 
@@ -70,7 +80,7 @@ def make_rule(spec: str, **given: Any) -> Rule:
     strange = [str(value) for value in values] + [key for key in options if key not in known]
     if strange:
         raise unknown(f"option of rule {name}", strange[0], known or ["(none)"])
-    made: Rule = kind.rule(**options, **given)
+    made: Rule = kind.rule(**{**kind.preset, **options}, **given)
     return made
 
 

@@ -84,3 +84,14 @@ def test_lists_of_methods() -> None:
     for wrong in ("", "lantern++(k=1", "ar,lanturn"):
         with pytest.raises(ValueError):
             parse_methods(methods.IMAGE_TOKENS, wrong)
+
+
+def test_the_residual_of_lantern_and_its_old_name() -> None:
+    for kind in (methods.Lantern, methods.LanternPP):
+        assert kind().residual == "corrected" and "release" not in kind().choice.rule
+        with pytest.warns(FutureWarning, match='"official" is called "release"'):
+            old = methods.make(methods.IMAGE_TOKENS, kind.name, residual="official")
+        assert old == kind(residual="release")
+        assert old.choice.rule.startswith(f"{kind.name}-release(")
+    with pytest.warns(FutureWarning):
+        parse_method(methods.IMAGE_TOKENS, "lantern++", ["residual=official"])

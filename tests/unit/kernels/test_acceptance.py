@@ -14,8 +14,7 @@ from specmm.verify import naive as rules
 from specmm.verify.bottom_up import Block, Traversal
 from specmm.verify.deciding import decide
 from specmm.verify.exact import GreedyMatch, PointMass, Recursive
-from specmm.verify.lantern import Lantern, LanternPP
-from specmm.verify.neighbours import neighbour_table
+from specmm.verify.lantern import Lantern, LanternPP, neighbour_table
 
 V, OFFSET = 63, 2
 
@@ -143,7 +142,7 @@ def test_the_rules_the_kernel_does_not_know_are_left_to_others(random_shape, dev
     with pytest.raises(ValueError, match="must be a chain"):
         decide(Block(), tree, p, uniforms(2, device))
     assert (
-        decide_fused(Lantern(table(device), k=7, residual="official"), tree, p, uniforms(2, device))
+        decide_fused(Lantern(table(device), k=7, residual="release"), tree, p, uniforms(2, device))
         is None
     )
     assert (
