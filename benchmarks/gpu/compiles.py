@@ -27,6 +27,7 @@ from specmm.kernels.kv_commit.triton import kv_commit
 from specmm.kernels.tree_attention.triton import tree_attention
 
 KIB = 1024
+FILTERS = None, [0.0, 0.0, 1.0, 0.0], [0.7, 100.0, 0.9, 0.0], [0.7, 0.0, 0.9, 1.0]
 TARGETS = {  # and the shared memory of a program
     "sm_80": (GPUTarget("cuda", 80, 32), 163 * KIB),
     "sm_86": (GPUTarget("cuda", 86, 32), 99 * KIB),
@@ -61,49 +62,19 @@ def acceptance() -> Iterator[tuple[str, Callable[[], object]]]:
     """Fused acceptance of drawn and chosen drafts from distributions and from logits, from either
     end, and LANTERN's.
     """
-    tokens, uniforms, probs = empty(2, 26, dtype=torch.int64), empty(2, 27), empty(2, 26, 4096)
+    tokens = empty(2, 26, dtype=torch.int64)
+    probs = empty(2, 26, 4096)
+    tree = probs, tokens, tokens[:1], empty(2, 27), 26
     table = empty(4000, 100, dtype=torch.int64)
     for drafts, leaves_first in product((None, probs), (False, True)):
-        for processing in (
-            None,
-            [0.0, 0.0, 1.0, 0.0],
-            [0.7, 100.0, 0.9, 0.0],
-            [0.7, 0.0, 0.9, 1.0],
-        ):
-            given = (
-                probs,
-                tokens,
-                tokens[:1],
-                uniforms,
-                26,
-                drafts,
-                None,
-                0,
-                0.0,
-                False,
-                0,
-                processing,
-                leaves_first,
-            )
-            name = f"acceptance drawn={drafts is not None} leaves first={leaves_first} processing={processing}"
+        for processing in FILTERS:
+            given = (*tree, drafts, None, 0, 0.0, False, 0, processing, leaves_first, False)
+            drawn = drafts is not None
+            name = f"acceptance {drawn=} {leaves_first=} {processing=}"
             yield name, lambda g=given: accept(*g)
-    for factor in (False, True):
-        lantern = (
-            probs,
-            tokens,
-            tokens[:1],
-            uniforms,
-            26,
-            probs,
-            table,
-            100,
-            0.2,
-            factor,
-            4,
-            None,
-            False,
-        )
-        yield f"acceptance of LANTERN factor={factor}", lambda g=lantern: accept(*g)
+    for factor, greedy in product((False, True), (False, True)):
+        lantern = (*tree, probs, table, 100, 0.2, factor, 4, None, False, greedy)
+        yield f"acceptance of LANTERN {factor=} {greedy=}", lambda g=lantern: accept(*g)
 
 
 def commits() -> Iterator[tuple[str, Callable[[], object]]]:
