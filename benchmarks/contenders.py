@@ -13,7 +13,7 @@ SPEED: tuple[methods.Method, ...] = (
     methods.Speculative(drafter="eagle"),
     methods.LanternPP(),
     methods.LanternPP(rejected_weight=0.0),
-    methods.LanternPP(residual="corrected"),
+    methods.LanternPP(residual="release"),
     methods.LanternPP(lambda_=3.0, k=10),
     methods.LanternPP(lambda_=10.0, k=40),
     methods.LanternPP(lambda_=40.0, k=100),

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from benchmarks.gpu.contenders import flex, ours, sdpa
 from benchmarks.gpu.shapes import Inputs, Shape, random_tree
-from specmm.kernels.acceptance import accept
-from specmm.kernels.acceptance.by_rule import accept as by_rule
+from specmm.kernels.acceptance import accept, by_rule
 from specmm.kernels.kv_commit import commit, naive
 from specmm.kernels.tree_attention import attend
 
@@ -69,7 +68,8 @@ def check_acceptance(device: torch.device) -> float:
     """The share of rows with the result of the core's rules: rounding decides a few."""
     probs, tokens, parents, uniforms, drawn = drafts(512, 26, 4096, device)
     found = accept(probs, tokens, parents, uniforms, 26, drawn)
-    expected = by_rule(probs, tokens, parents, uniforms, 26, drawn, None, 0, 0.0, False, 0, None)
+    strict = None, 0, 0.0, False, 0, None, False, False  # nothing borrowed, from the root down
+    expected = by_rule(probs, tokens, parents, uniforms, 26, drawn, *strict)
     same = torch.stack(
         [(a == b).view(len(a), -1).all(1) for a, b in zip(found, expected, strict=True)]
     ).all(0)

@@ -1,8 +1,8 @@
-"""Whether the kernels compile for other GPUs: ``python -m benchmarks.gpu.compiles``.
+"""Whether the kernels compile for GPUs that are not here: ``python -m benchmarks.gpu.compiles``.
 
 Every launch is made as decoding makes it, on tensors without memory, and stops where Triton's own
 compiler and assembler have built the kernel and it fits the GPU's shared memory. Needs no GPU;
-``TRITON_INTERPRET`` must not be set. Only a GPU shows speed and races.
+``TRITON_INTERPRET`` must not be set. Speed and races only a GPU shows.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from specmm.kernels.kv_commit.triton import kv_commit
 from specmm.kernels.tree_attention.triton import tree_attention
 
 KIB = 1024
+FILTERS = None, [0.0, 0.0, 1.0, 0.0], [0.7, 100.0, 0.9, 0.0], [0.7, 0.0, 0.9, 1.0]
 TARGETS = {  # and the shared memory of a program
     "sm_80": (GPUTarget("cuda", 80, 32), 163 * KIB),
     "sm_86": (GPUTarget("cuda", 86, 32), 99 * KIB),
@@ -41,13 +42,13 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def attention() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Tree attention: each precision, with and without hidden slots, splits, by position."""
+    """Tree attention of each precision, with and without hidden slots, over split prefixes and by
+    position.
+    """
     lengths = empty(2, dtype=torch.int64)
-    dtypes = (torch.float16, torch.bfloat16, torch.float32)
-    widths = (24, 80, 128, 256)
+    dtypes, widths = (torch.float16, torch.bfloat16, torch.float32), (24, 80, 128, 256)
     for dtype, width, nodes, invariant in product(dtypes, widths, (1, 65), (False, True)):
-        q = empty(2, 8, nodes, width, dtype=dtype)
-        keys = empty(2, 2, 4096, width, dtype=dtype)
+        q, keys = empty(2, 8, nodes, width, dtype=dtype), empty(2, 2, 4096, width, dtype=dtype)
         words = empty(1, nodes, -(-nodes // 64), dtype=torch.int64)
         hidden = empty(2, 300, dtype=torch.bool) if width == 80 else None
         given = q, keys, keys, words, lengths, 4000, width**-0.5, hidden, invariant, 4
@@ -58,58 +59,27 @@ def attention() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def acceptance() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Fused acceptance: drawn and chosen drafts, probs and logits, from either end, LANTERN's."""
+    """Fused acceptance of drawn and chosen drafts from distributions and from logits, from either
+    end, and LANTERN's.
+    """
     tokens = empty(2, 26, dtype=torch.int64)
-    uniforms = empty(2, 27)
     probs = empty(2, 26, 4096)
+    tree = probs, tokens, tokens[:1], empty(2, 27), 26
     table = empty(4000, 100, dtype=torch.int64)
     for drafts, leaves_first in product((None, probs), (False, True)):
-        for processing in (
-            None,
-            [0.0, 0.0, 1.0, 0.0],
-            [0.7, 100.0, 0.9, 0.0],
-            [0.7, 0.0, 0.9, 1.0],
-        ):
-            given = (
-                probs,
-                tokens,
-                tokens[:1],
-                uniforms,
-                26,
-                drafts,
-                None,
-                0,
-                0.0,
-                False,
-                0,
-                processing,
-                leaves_first,
-            )
-            how = f"leaves first={leaves_first} processing={processing}"
-            yield f"acceptance drawn={drafts is not None} {how}", lambda g=given: accept(*g)
-    for factor in (False, True):
-        lantern = (
-            probs,
-            tokens,
-            tokens[:1],
-            uniforms,
-            26,
-            probs,
-            table,
-            100,
-            0.2,
-            factor,
-            4,
-            None,
-            False,
-        )
-        yield f"acceptance of LANTERN factor={factor}", lambda g=lantern: accept(*g)
+        for processing in FILTERS:
+            given = (*tree, drafts, None, 0, 0.0, False, 0, processing, leaves_first, False)
+            drawn = drafts is not None
+            name = f"acceptance {drawn=} {leaves_first=} {processing=}"
+            yield name, lambda g=given: accept(*g)
+    for factor, greedy in product((False, True), (False, True)):
+        lantern = (*tree, probs, table, 100, 0.2, factor, 4, None, False, greedy)
+        yield f"acceptance of LANTERN {factor=} {greedy=}", lambda g=lantern: accept(*g)
 
 
 def commits() -> Iterator[tuple[str, Callable[[], object]]]:
     """KV commit of each precision."""
-    path = empty(2, 7, dtype=torch.int64)
-    kept = empty(2, dtype=torch.int64)
+    path, kept = empty(2, 7, dtype=torch.int64), empty(2, dtype=torch.int64)
     for dtype in (torch.bfloat16, torch.float32):
         data = empty(8, 2, 300, 6, 80, dtype=dtype)
         yield f"commit {dtype}", lambda d=data: kv_commit(d, path, kept, kept, 280)
@@ -117,7 +87,9 @@ def commits() -> Iterator[tuple[str, Callable[[], object]]]:
 
 @contextmanager
 def compiling_for(target: GPUTarget, shared: int) -> Iterator[list[Any]]:
-    """Launches only compile, for ``target`` of ``shared`` bytes; the list of compiled kernels."""
+    """Launches only compile, for ``target`` of ``shared`` bytes; gives the list of what was
+    compiled.
+    """
     built: list[Any] = []
     launch = JITFunction.run
 
@@ -134,7 +106,9 @@ def compiling_for(target: GPUTarget, shared: int) -> Iterator[list[Any]]:
 
 
 def taken(launch: Callable[[], object], target: GPUTarget, shared: int) -> int:
-    """Bytes of shared memory of the kernels of ``launch``; raises as Triton, or ``ValueError``."""
+    """Bytes of shared memory that the kernels of ``launch`` take; raises what Triton raises, or
+    ``ValueError``.
+    """
     with compiling_for(target, shared) as built:
         launch()
     most = max(int(kernel.metadata.shared) for kernel in built)

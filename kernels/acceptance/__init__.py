@@ -1,6 +1,221 @@
-"""A round's result in one launch: processed distributions, LANTERN's neighbours, the walk over
-siblings, the next token.
+"""Fused acceptance: ``torch.ops.specmm.accept``, a round's result from its distributions, drafts and
+uniforms in one launch; its PyTorch twin ``by_rule``; and ``decide_fused``, for rules it serves.
+
+Shape letters: B batch, N nodes, V vocabulary, D deepest level, W codes, J columns of the neighbour
+table.
 """
 
-from specmm.kernels.acceptance.op import accept as accept
-from specmm.kernels.acceptance.rules import decide_fused as decide_fused
+from __future__ import annotations
+
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from specmm.kernels.backend import backend
+from specmm.processors import Processor
+from specmm.randomness import UniformSource
+from specmm.tree import DraftTree, TreeShape
+from specmm.verify.bottom_up import Block, Traversal
+from specmm.verify.exact import GreedyMatch, PointMass, Recursive
+from specmm.verify.lantern import Lantern, LanternPP
+from specmm.verify.rule import Rule, VerifyResult, draw_uniforms, sample_result
+
+GREEDY = [0.0, 0.0, 1.0, 0.0]  # processing that leaves the argmax
+
+
+@torch.library.custom_op("specmm::accept", mutates_args=())
+def accept(
+    probs: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    uniforms: Tensor,
+    depth: int,
+    drafts: Tensor | None = None,
+    table: Tensor | None = None,
+    near: int = 0,
+    bound: float = 0.0,
+    factor: bool = False,
+    offset: int = 0,
+    processing: list[float] | None = None,
+    leaves_first: bool = False,
+    greedy: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Path [B, D + 1] padded with -1, nodes kept [B] and next token [B], as
+    ``specmm.verify.rule.sample_result`` has them.
+
+    ``probs`` [B, N, V] (float32 or float64) are the target's processed distributions or, with
+    ``processing`` = [temperature, top_k, top_p, top_p_first (0 or 1)], its float32 logits.
+    ``tokens`` [B, N] and ``parents`` [1 or B, N] are the tree's, D = ``depth`` its deepest level,
+    ``drafts`` [B, N, V] the distributions the nodes were drawn from (None: point masses),
+    ``uniforms`` [B, N + 1] uniforms in [0, 1): one for each node, the last for the next token.
+
+    Siblings are tested in turn: min(1, p / q), then p <- norm((p - q)+)
+    (``specmm.verify.exact.Recursive``). With a neighbour ``table`` [W, J], a token borrows from its
+    ``near`` nearest codes up to ``bound`` (delta) or, with ``factor``, (``bound`` - 1) p(x):
+    LANTERN and LANTERN++ with the corrected residual; ``offset`` is code 0's id. ``greedy`` is
+    their rule of temperature 0. With ``leaves_first`` nodes are tested in post-order instead
+    (``specmm.verify.bottom_up.Traversal``; on a chain that is block verification), and nothing is
+    borrowed. Raises ``ValueError`` on sizes and types that do not fit together.
+    """
+    _check(probs, tokens, parents, uniforms, drafts, processing)
+    _check_neighbours(table, near, processing, leaves_first, greedy)
+    run = by_rule
+    if backend(probs.device) == "triton":
+        from specmm.kernels.acceptance.triton import accept as run
+    tree = probs, tokens, parents, uniforms, depth, drafts
+    return run(*tree, table, near, bound, factor, offset, processing, leaves_first, greedy)
+
+
+@accept.register_fake
+def _(
+    probs: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    uniforms: Tensor,
+    depth: int,
+    *others: object,
+    **options: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch = len(tokens)
+    return tokens.new_empty(batch, depth + 1), tokens.new_empty(batch), tokens.new_empty(batch)
+
+
+def _check(
+    probs: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    uniforms: Tensor,
+    drafts: Tensor | None,
+    processing: list[float] | None,
+) -> None:
+    batch, nodes = tokens.shape
+    if probs.shape[:2] != tokens.shape or parents.shape not in ((1, nodes), (batch, nodes)):
+        raise ValueError(
+            f"probs must be [{batch}, {nodes}, V] and parents [1 or {batch}, {nodes}] for tokens "
+            f"{list(tokens.shape)}, got {list(probs.shape)} and {list(parents.shape)}"
+        )
+    if uniforms.shape != (batch, nodes + 1) or (drafts is not None and drafts.shape != probs.shape):
+        raise ValueError(
+            f"uniforms must be [{batch}, {nodes + 1}] and drafts of the distributions' shape "
+            f"{list(probs.shape)}, got {list(uniforms.shape)} and "
+            f"{None if drafts is None else list(drafts.shape)}"
+        )
+    if probs.dtype not in (torch.float32, torch.float64) or (
+        processing is not None and probs.dtype != torch.float32
+    ):
+        raise ValueError(
+            f"probs must be float32 or float64, and logits float32, got {probs.dtype}; convert them"
+        )
+    if processing is not None and len(processing) != 4:
+        raise ValueError(
+            f"processing must be [temperature, top_k, top_p, top_p_first], got {processing}"
+        )
+
+
+def _check_neighbours(
+    table: Tensor | None,
+    near: int,
+    processing: list[float] | None,
+    leaves_first: bool,
+    greedy: bool,
+) -> None:
+    if leaves_first and table is not None:
+        raise ValueError(
+            "no rule that tests leaves first borrows from neighbours: leave the table out"
+        )
+    if near > (0 if table is None else table.shape[1]):
+        there = "no table" if table is None else str(list(table.shape))
+        raise ValueError(f"near must be at most the columns of the table, got {near} for {there}")
+    if greedy and (table is None or processing is not None):
+        raise ValueError("greedy needs a neighbour table, and distributions rather than logits")
+
+
+def by_rule(
+    probs: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    uniforms: Tensor,
+    depth: int,
+    drafts: Tensor | None,
+    table: Tensor | None,
+    near: int,
+    bound: float,
+    factor: bool,
+    offset: int,
+    processing: list[float] | None,
+    leaves_first: bool,
+    greedy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``accept`` by the core's own rules and PyTorch's operators, where Triton does not run."""
+    if processing is not None:
+        temperature, top_k, top_p, top_p_first = processing
+        probs = Processor(temperature, int(top_k), top_p, bool(top_p_first))(probs)
+    rule: Rule = Traversal() if leaves_first else Recursive()
+    if table is not None:
+        kind = LanternPP if factor else Lantern
+        rule = kind(table, near, bound, greedy=greedy, offset=offset)
+    tree = DraftTree(tokens, TreeShape(parents, depth, tokens.shape[1]), drafts)
+    result = sample_result(rule.decisions(tree, probs), tree.shape, uniforms)
+    return result.path, result.kept, result.next_token
+
+
+class Options(TypedDict, total=False):
+    """What a rule is to ``accept``, by the names of its arguments."""
+
+    drafts: Tensor | None
+    table: Tensor
+    near: int
+    bound: float
+    factor: bool
+    offset: int
+    processing: list[float]
+    leaves_first: bool
+    greedy: bool
+
+
+def decide_fused(
+    rule: Rule, tree: DraftTree, p: Tensor, uniforms: UniformSource
+) -> VerifyResult | None:
+    """The result of ``decide`` by one launch, on the same uniforms; None for rules the kernel does
+    not know.
+
+    It knows greedy match, recursive, point mass, LANTERN and LANTERN++ with the corrected residual
+    (their greedy form, too), block and traversal verification. It measures no excess.
+    """
+    options = fused_options(rule, tree)
+    if options is None:
+        return None
+    probs = p.float() if "processing" in options else p
+    numbers = draw_uniforms(tree.shape, uniforms)
+    path, kept, following = accept(
+        probs, tree.tokens, tree.shape.parents, numbers, tree.shape.depth, **options
+    )
+    return VerifyResult(path, kept, following)
+
+
+def fused_options(rule: Rule, tree: DraftTree) -> Options | None:
+    """The arguments of ``accept`` that make it ``rule``; None for one that it does not know."""
+    match rule:
+        case GreedyMatch():
+            return {"processing": GREEDY}
+        case PointMass():
+            return {}
+        case Recursive():
+            return {"drafts": tree.probs}
+        case Block() if tree.shape.width > 1:
+            return None  # it refuses trees
+        case Block() | Traversal():
+            return {"drafts": tree.probs, "leaves_first": True}
+        case Lantern() | LanternPP() if rule.greedy or rule.residual == "corrected":
+            near = rule.neighbourhood
+            return {
+                "drafts": tree.probs,
+                "table": near.table,
+                "near": near.k,
+                "bound": near.bound,
+                "factor": near.factor,
+                "offset": near.offset,
+                "greedy": rule.greedy,
+            }
+    return None

@@ -22,9 +22,10 @@ def _key(x):
 
 
 @triton.jit
-def _largest(row, V, temperature, BLOCK: tl.constexpr):
+def argmax(row, V, temperature, BLOCK: tl.constexpr):
     """The largest of a row of logits over ``temperature``, and the first place that has it."""
-    top, place = tl.full([], float("-inf"), row.dtype.element_ty), tl.full([], 0, tl.int32)
+    top = tl.full([], float("-inf"), row.dtype.element_ty)
+    place = tl.full([], 0, tl.int32)
     for start in range(0, V, BLOCK):
         v = start + tl.arange(0, BLOCK)
         x = tl.load(row + v, mask=v < V, other=float("-inf")) / temperature
@@ -52,11 +53,13 @@ def _above(row, V, temperature, top, least, mark, MASS: tl.constexpr, BLOCK: tl.
 @triton.jit
 def _threshold(row, V, temperature, top, least, bound, MASS: tl.constexpr, BLOCK: tl.constexpr):
     """The smallest key with at most ``bound`` above it, by bisection over the 2^32 keys."""
-    low, high = tl.full([], -(2**31), tl.int64), tl.full([], 2**31 - 1, tl.int64)
+    low = tl.full([], -(2**31), tl.int64)
+    high = tl.full([], 2**31 - 1, tl.int64)
     for _ in range(32):
         middle = (low + high) >> 1
         enough = _above(row, V, temperature, top, least, middle, MASS, BLOCK) <= bound
-        low, high = tl.where(enough, low, middle + 1), tl.where(enough, middle, high)
+        low = tl.where(enough, low, middle + 1)
+        high = tl.where(enough, middle, high)
     return high.to(tl.int32)
 
 
@@ -68,8 +71,9 @@ def process(
     """Store the distribution of a row of logits: temperature, top-k, top-p, softmax
     (:class:`specmm.processors.Processor`).
     """
-    top, place = _largest(row, V, temperature, BLOCK)
-    least, total = tl.full([], -(2**31), tl.int32), tl.full([], 1.0, row.dtype.element_ty)
+    top, place = argmax(row, V, temperature, BLOCK)
+    least = tl.full([], -(2**31), tl.int32)
+    total = tl.full([], 1.0, row.dtype.element_ty)
     if not GREEDY:
         everything = least
         if (top_k > 0) & (top_k < V):
@@ -77,9 +81,8 @@ def process(
         if TOP_P:
             pool = everything if TOP_P_FIRST else least
             mass = _above(row, V, temperature, top, pool, -(2**31) - 1, True, BLOCK)
-            least = tl.maximum(
-                least, _threshold(row, V, temperature, top, pool, top_p * mass, True, BLOCK)
-            )
+            nucleus = _threshold(row, V, temperature, top, pool, top_p * mass, True, BLOCK)
+            least = tl.maximum(least, nucleus)
         total = _above(row, V, temperature, top, least, -(2**31) - 1, True, BLOCK)
     for start in range(0, V, BLOCK):
         v = start + tl.arange(0, BLOCK)
@@ -101,8 +104,10 @@ def draw(now, uniform, V, BLOCK: tl.constexpr):
     for start in range(0, V, BLOCK):
         v = start + tl.arange(0, BLOCK)
         total += tl.sum(tl.load(now + v, mask=v < V, other=0.0), 0)
-    wanted, done = uniform * total, tl.zeros_like(total)
-    found, last = tl.full([], 2**31 - 1, tl.int32), tl.full([], 0, tl.int32)
+    wanted = uniform * total
+    done = tl.zeros_like(total)
+    found = tl.full([], 2**31 - 1, tl.int32)
+    last = tl.full([], 0, tl.int32)
     for start in range(0, V, BLOCK):
         v = start + tl.arange(0, BLOCK)
         mass = tl.load(now + v, mask=v < V, other=0.0)

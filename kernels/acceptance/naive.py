@@ -20,17 +20,15 @@ def accept(
     """
     chances, following, order = result
     hit = [u < chance for u, chance in zip(uniforms, chances, strict=False)]
-    path = (
-        _down(parents, hit)
-        if order is None
-        else _up(parents, next(filter(hit.__getitem__, order), 0))
-    )
+    if order is None:
+        path = _down(parents, hit)
+    else:
+        path = _up(parents, next(filter(hit.__getitem__, order), 0))
     probs = following[path[-1]]
     reached = list(accumulate(probs))
     wanted = uniforms[-1] * reached[-1]
-    return path, next(
-        token for token, mass in enumerate(probs) if mass > 0 and reached[token] > wanted
-    )
+    token = next(t for t, mass in enumerate(probs) if mass > 0 and reached[t] > wanted)
+    return path, token
 
 
 def _down(parents: Sequence[int], hit: Sequence[bool]) -> list[int]:

@@ -1,22 +1,29 @@
-"""Fused acceptance in Triton: from a round's distributions (or logits) and uniforms to the result,
-one program a row.
+"""Fused acceptance in Triton, one program a row: from a round's distributions (or logits) and
+uniforms to the result.
+
+``walk`` goes from the root down: recursive, point mass, LANTERN and LANTERN++. ``walk_greedily`` is
+the latter two at temperature 0. ``climb`` goes from the leaves up: block and traversal
+verification. Nodes are numbered after their parents and siblings by rank. Only the distributions
+of nodes on the path are processed.
 
 Shape letters: B batch, N nodes, V vocabulary, D deepest level, W codes, J columns of the neighbour
 table.
 """
 
-# mypy: disable-error-code="import-untyped"
+# Triton's functions take pointers and have no types to speak of
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
 
 from __future__ import annotations
 
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from specmm.kernels.acceptance.bottom_up import climb
-from specmm.kernels.acceptance.top_down import SCRATCH, walk
+from specmm.kernels.acceptance.distributions import LEAST, argmax, draw, process
 
 BLOCK = 2048  # tokens read at a time
 WARPS = 8
+SCRATCH = tl.constexpr(3)  # distributions a row of ``walk``: a processed one, two residuals in turn
 
 
 def accept(
@@ -33,33 +40,315 @@ def accept(
     offset: int,
     processing: list[float] | None,
     leaves_first: bool,
+    greedy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Path, kept and next token; for the arguments see ``op.accept``."""
+    """Path, kept and next token; for the arguments see ``specmm.kernels.acceptance.accept``."""
     batch, nodes, vocabulary = probs.shape
     path = parents.new_full((batch, depth + 1), -1)
-    kept, following = parents.new_empty(batch), parents.new_empty(batch)
-    temperature, top_k, top_p, top_p_first = processing or (1.0, 0, 1.0, False)
-    given = [
-        x.contiguous()
-        for x in (probs, tokens, parents, uniforms, probs if drafts is None else drafts)
-    ]
-    found, dist = (path, kept, following), (max(temperature, 1e-5), float(top_k), top_p)
-    options = dict(
-        LOGITS=processing is not None, GREEDY=temperature == 0, TOP_P=top_p < 1, TOP_P_FIRST=bool(top_p_first),
-        DRAWN=drafts is not None, BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)), num_warps=WARPS,
-    )  # fmt: skip
+    found = path, parents.new_empty(batch), parents.new_empty(batch)
+    given = [x.contiguous() for x in (probs, tokens, parents)]
     sizes = nodes, len(parents), depth + 1, vocabulary
-    if leaves_first:
-        scratch = probs.new_empty(batch, depth + 1, vocabulary)
-        climb[(batch,)](
-            *given, scratch, *found, *sizes, *dist, NODES=triton.next_power_of_2(nodes), **options
+    block = dict(BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)), num_warps=WARPS)
+    every = dict(NODES=triton.next_power_of_2(nodes))
+    codes = parents if table is None else table.contiguous()
+    neighbours = (*((0, 0) if table is None else table.shape), offset, bound)
+    nearest = dict(FACTOR=factor, NEAR=near, NEAR_BLOCK=triton.next_power_of_2(max(near, 1)))
+    if greedy:
+        walk_greedily[(batch,)](
+            *given, codes, *found, *sizes, *neighbours, **nearest, **every, **block
         )
         return found
-    codes, columns = (0, 0) if table is None else table.shape
+    temperature, top_k, top_p, top_p_first = processing or (1.0, 0, 1.0, False)
+    filters = max(temperature, 1e-5), float(top_k), top_p
+    given += [uniforms.contiguous(), probs if drafts is None else drafts.contiguous()]
+    options = dict(
+        LOGITS=processing is not None,
+        GREEDY=temperature == 0,
+        TOP_P=top_p < 1,
+        TOP_P_FIRST=bool(top_p_first),
+        DRAWN=drafts is not None,
+        **block,
+    )
+    if leaves_first:
+        scratch = probs.new_empty(batch, depth + 1, vocabulary)
+        climb[(batch,)](*given, scratch, *found, *sizes, *filters, **every, **options)
+        return found
+    scratch = probs.new_empty(batch, SCRATCH.value, vocabulary)
     walk[(batch,)](
-        *given, parents if table is None else table.contiguous(),
-        probs.new_empty(batch, SCRATCH.value, vocabulary), *found,
-        *sizes, codes, columns, offset, bound, *dist,
-        FACTOR=factor, NEAR=near, NEAR_BLOCK=triton.next_power_of_2(max(near, 1)), **options,
-    )  # fmt: skip
+        *given, codes, scratch, *found, *sizes, *neighbours, *filters, **nearest, **options
+    )
     return found
+
+
+@triton.jit
+def _at(values, place, index):
+    """Element ``index`` of the register vector ``values``, whose places are ``place``."""
+    return tl.sum(tl.where(place == index, values, 0), 0)
+
+
+@triton.jit
+def _borrowed(
+    now, scale, token, own, table, codes, columns, offset, bound,
+    FACTOR: tl.constexpr, NEAR: tl.constexpr, NEAR_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """LANTERN's S of one token: the largest sum of the target over its nearest codes that stays
+    within the bound.
+    """
+    j = tl.arange(0, NEAR_BLOCK)
+    code = tl.zeros([NEAR_BLOCK], tl.int64) + (token - offset)
+    live = (j < NEAR) & (code >= 0) & (code < codes)
+    near = tl.load(table + code * columns + j, mask=live, other=0) + offset
+    total = tl.cumsum(tl.load(now + near, mask=live, other=0.0) * scale, 0)
+    limit = (bound - 1) * own if FACTOR else bound
+    return tl.max(tl.where(live & (total <= limit), total, 0.0), 0)
+
+
+@triton.jit
+def _rest(now, scale, token, draft, v, V, DRAWN: tl.constexpr):
+    """(``scale`` ``now`` - q)+ of the tokens ``v`` [BLOCK]; for a point mass scale p is at most q."""
+    target = tl.load(now + v, mask=v < V, other=0.0) * scale
+    if DRAWN:
+        return tl.maximum(target - tl.load(draft + v, mask=v < V, other=0.0), 0.0)
+    return tl.where(v == token, 0.0, target)
+
+
+@triton.jit
+def _reject(now, out, scale, token, draft, V, DRAWN: tl.constexpr, BLOCK: tl.constexpr):
+    """Store what is left of the target once ``token`` is rejected; returns its total."""
+    total = tl.full([], 0.0, now.dtype.element_ty)
+    for start in range(0, V, BLOCK):
+        v = start + tl.arange(0, BLOCK)
+        rest = _rest(now, scale, token, draft, v, V, DRAWN)
+        tl.store(out + v, rest, mask=v < V)
+        total += tl.sum(rest, 0)
+    tl.debug_barrier()  # other threads of the program gather from it
+    return total
+
+
+@triton.jit
+def walk(
+    probs_ptr, tokens_ptr, parents_ptr, uniforms_ptr, drafts_ptr, table_ptr, scratch_ptr,
+    path_ptr, kept_ptr, next_ptr, nodes, shapes, levels, V, codes, columns, offset, bound,
+    temperature, top_k, top_p,
+    FACTOR: tl.constexpr, NEAR: tl.constexpr, NEAR_BLOCK: tl.constexpr,
+    LOGITS: tl.constexpr, GREEDY: tl.constexpr, TOP_P: tl.constexpr, TOP_P_FIRST: tl.constexpr,
+    DRAWN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row's path, kept and next token: siblings tested in turn from the root down.
+
+    Ascending order is that order: a child of the node reached so far is tested; accepted, it
+    becomes the node reached; rejected, it changes the target that its later siblings face.
+    ``scale`` makes the total of the target ``now`` 1.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    parents = parents_ptr + row % shapes * nodes
+    tokens = tokens_ptr + row * nodes
+    uniforms = uniforms_ptr + row * (nodes + 1)
+    probs = probs_ptr + row * nodes * V
+    scratch = scratch_ptr + row * SCRATCH * V
+    now = probs
+    scale = tl.full([], 1.0, probs_ptr.dtype.element_ty)
+    if LOGITS:
+        process(probs, scratch, V, temperature, top_k, top_p, GREEDY, TOP_P, TOP_P_FIRST, BLOCK)
+        now = scratch
+    node = tl.full([], 0, tl.int32)
+    kept = tl.full([], 1, tl.int32)
+    turn = tl.full([], 0, tl.int32)
+    tl.store(path_ptr + row * levels, 0)
+    for n in range(1, nodes):
+        if tl.load(parents + n).to(tl.int32) == node:
+            token = tl.load(tokens + n)
+            own = tl.load(now + token) * scale
+            chance = own
+            if NEAR > 0:
+                chance += _borrowed(
+                    now, scale, token, own, table_ptr, codes, columns, offset, bound,
+                    FACTOR, NEAR, NEAR_BLOCK,
+                )  # fmt: skip
+            draft = drafts_ptr + (row * nodes + n) * V
+            if DRAWN:
+                chance = chance / tl.maximum(tl.load(draft + token), LEAST)
+            if tl.load(uniforms + n) < chance:
+                tl.store(path_ptr + row * levels + kept, n)
+                node = tl.full([], 0, tl.int32) + n
+                kept = kept + 1
+                now = probs + n * V
+                scale = tl.full([], 1.0, probs_ptr.dtype.element_ty)
+                if LOGITS:
+                    process(
+                        now, scratch, V, temperature, top_k, top_p,
+                        GREEDY, TOP_P, TOP_P_FIRST, BLOCK,
+                    )  # fmt: skip
+                    now = scratch
+            else:
+                out = scratch + (1 + turn) * V
+                total = _reject(now, out, scale, token, draft, V, DRAWN, BLOCK)
+                if total > 0:  # else the target stays as it is, which keeps the processed support
+                    now = out
+                    scale = 1 / total
+                    turn = 1 - turn
+    tl.store(kept_ptr + row, kept)
+    tl.store(next_ptr + row, draw(now, tl.load(uniforms + nodes), V, BLOCK))
+
+
+@triton.jit
+def walk_greedily(
+    probs_ptr, tokens_ptr, parents_ptr, table_ptr, path_ptr, kept_ptr, next_ptr,
+    nodes, shapes, levels, V, codes, columns, offset, bound,
+    FACTOR: tl.constexpr, NEAR: tl.constexpr, NEAR_BLOCK: tl.constexpr,
+    NODES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row's path, kept and next token: a draft is kept iff it is the argmax once its entry is
+    its relaxed mass; the first of the longest paths counts, and the argmax after it.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    parents = parents_ptr + row % shapes * nodes
+    probs = probs_ptr + row * nodes * V
+    place = tl.arange(0, NODES)
+    parent = tl.load(parents + place, mask=place < nodes, other=-1).to(tl.int32)
+    depth = tl.where(place == 0, 0, -1)  # of the nodes kept; -1: not kept
+    _, likeliest = argmax(probs, V, 1.0, BLOCK)
+    best = tl.where(place == 0, likeliest, 0)  # what each node kept predicts
+    last = tl.full([], 0, tl.int32)
+    one = tl.full([], 1.0, probs_ptr.dtype.element_ty)
+    for n in range(1, nodes):
+        up = _at(parent, place, n)
+        level = _at(depth, place, up) + 1
+        if level > 0:
+            now = probs + up * V
+            token = tl.load(tokens_ptr + row * nodes + n)
+            wanted = _at(best, place, up)
+            own = tl.load(now + token)
+            lent = _borrowed(
+                now, one, token, own, table_ptr, codes, columns, offset, bound,
+                FACTOR, NEAR, NEAR_BLOCK,
+            )  # fmt: skip
+            relaxed = own + lent
+            top = tl.load(now + wanted)
+            wins = (relaxed > top) | ((relaxed == top) & (token < wanted))
+            if (token == wanted) | wins:
+                _, likeliest = argmax(probs + n * V, V, 1.0, BLOCK)
+                depth = tl.where(place == n, level, depth)
+                best = tl.where(place == n, likeliest, best)
+                last = tl.where(level > _at(depth, place, last), n, last)
+    level = _at(depth, place, last)
+    tl.store(kept_ptr + row, level + 1)
+    tl.store(next_ptr + row, _at(best, place, last))
+    while level >= 0:
+        tl.store(path_ptr + row * levels + level, last)
+        last = _at(parent, place, last)
+        level = level - 1
+
+
+@triton.jit
+def _lower(now, out, scale, token, draft, V, DRAWN: tl.constexpr, BLOCK: tl.constexpr):
+    """Store (``scale`` ``now`` - q)+ in ``out``, which may be ``now``; returns its total S.
+
+    With S = 0 nothing is stored.
+    """
+    total = tl.full([], 0.0, now.dtype.element_ty)
+    for start in range(0, V, BLOCK):
+        v = start + tl.arange(0, BLOCK)
+        total += tl.sum(_rest(now, scale, token, draft, v, V, DRAWN), 0)
+    if total > 0:
+        for start in range(0, V, BLOCK):
+            v = start + tl.arange(0, BLOCK)
+            tl.store(out + v, _rest(now, scale, token, draft, v, V, DRAWN), mask=v < V)
+    tl.debug_barrier()  # other threads of the program gather from it
+    return total
+
+
+@triton.jit
+def _probs(probs, scratch, moved, place, node, depth, V):
+    """Where the distribution of ``node``, at ``depth``, lies."""
+    now = probs + node * V
+    if _at(moved, place, node) > 0:
+        now = scratch + depth * V
+    return now
+
+
+@triton.jit
+def _chance(now, scale, r, token, draft, DRAWN: tl.constexpr):
+    """What a child enters with: min(1, r p / q)."""
+    chance = r * (tl.load(now + token) * scale)
+    if DRAWN:
+        chance = chance / tl.maximum(tl.load(draft + token), LEAST)
+    return tl.minimum(chance, 1.0)
+
+
+@triton.jit
+def climb(
+    probs_ptr, tokens_ptr, parents_ptr, uniforms_ptr, drafts_ptr, scratch_ptr,
+    path_ptr, kept_ptr, next_ptr, nodes, shapes, levels, V, temperature, top_k, top_p,
+    NODES: tl.constexpr,
+    LOGITS: tl.constexpr, GREEDY: tl.constexpr, TOP_P: tl.constexpr, TOP_P_FIRST: tl.constexpr,
+    DRAWN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row's path, kept and next token: nodes tested in post-order.
+
+    Down to a node's first child, which enters with its chance r; a node whose children are gone is
+    tested by its uniform; rejected, it lowers its parent's distribution and raises the parent's r,
+    and the next sibling follows. Lowered distributions lie in scratch memory, one a level.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    parents = parents_ptr + row % shapes * nodes
+    tokens = tokens_ptr + row * nodes
+    uniforms = uniforms_ptr + row * (nodes + 1)
+    probs = probs_ptr + row * nodes * V
+    scratch = scratch_ptr + row * levels * V
+    drafts = drafts_ptr + row * nodes * V
+    place = tl.arange(0, NODES)
+    parent = tl.load(parents + place, mask=place < nodes, other=-1).to(tl.int32)
+    reach = tl.full([NODES], 1.0, probs_ptr.dtype.element_ty)  # r of the nodes on the path
+    scale = tl.full([NODES], 1.0, probs_ptr.dtype.element_ty)  # makes a distribution's total 1
+    moved = tl.zeros([NODES], tl.int32)  # whether a node's distribution lies in scratch
+    node = tl.full([], 0, tl.int32)
+    after = tl.full([], 0, tl.int32)
+    depth = tl.full([], 0, tl.int32)
+    walking = tl.full([], 1, tl.int32)
+    if LOGITS:
+        process(probs, scratch, V, temperature, top_k, top_p, GREEDY, TOP_P, TOP_P_FIRST, BLOCK)
+        moved = tl.where(place == 0, 1, moved)
+    while walking > 0:
+        r = _at(reach, place, node)
+        child = tl.min(tl.where((parent == node) & (place > after), place, NODES), 0)
+        if child < NODES:
+            now = _probs(probs, scratch, moved, place, node, depth, V)
+            share = _at(scale, place, node)
+            entered = _chance(now, share, r, tl.load(tokens + child), drafts + child * V, DRAWN)
+            reach = tl.where(place == child, entered, reach)
+            node = child
+            after = child
+            depth = depth + 1
+            if LOGITS:
+                process(
+                    probs + node * V, scratch + depth * V, V, temperature, top_k, top_p,
+                    GREEDY, TOP_P, TOP_P_FIRST, BLOCK,
+                )  # fmt: skip
+                moved = tl.where(place == node, 1, moved)
+        else:
+            kept = (node == 0) | (tl.load(uniforms + node) < r)
+            walking = tl.where(kept, 0, 1)
+            if not kept:
+                up = _at(parent, place, node)
+                now = _probs(probs, scratch, moved, place, up, depth - 1, V)
+                out = scratch + (depth - 1) * V
+                before = _at(reach, place, up)
+                share = _at(scale, place, up) * before
+                token = tl.load(tokens + node)
+                total = _lower(now, out, share, token, drafts + node * V, V, DRAWN, BLOCK)
+                if total > 0:  # else it stays as it is, which keeps the processed support
+                    scale = tl.where(place == up, 1 / total, scale)
+                    moved = tl.where(place == up, 1, moved)
+                raised = tl.where(before < 1, total / (total + 1 - before), 1.0)
+                reach = tl.where(place == up, raised, reach)
+                after = node
+                node = up
+                depth = depth - 1
+    now = _probs(probs, scratch, moved, place, node, depth, V)
+    tl.store(kept_ptr + row, depth + 1)
+    tl.store(next_ptr + row, draw(now, tl.load(uniforms + nodes), V, BLOCK))
+    while depth >= 0:
+        tl.store(path_ptr + row * levels + depth, node)
+        node = _at(parent, place, node)
+        depth = depth - 1

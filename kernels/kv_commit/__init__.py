@@ -1,4 +1,78 @@
-"""The accepted path of every row moves after its committed tokens, in all layers at once."""
+"""KV commit, ``torch.ops.specmm.kv_commit``: the accepted path of every row moves after its committed
+tokens, in all layers at once; and ``commit``, which caches call.
 
-from specmm.kernels.kv_commit.op import commit as commit
-from specmm.kernels.kv_commit.op import kv_commit as kv_commit
+Shape letters: A arrays (keys and values of all layers), R rows, B rows of lengths (R a multiple of
+B; row r takes length r % B), M moves, S slots, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specmm.kernels.backend import backend
+
+
+@torch.library.custom_op("specmm::kv_commit", mutates_args=("data",))
+def kv_commit(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: int) -> None:
+    """Move slots ``first + path[b, i]``, i < ``kept[b]``, to slots ``lengths[b] + i`` of ``data``
+    [A, R, S, H, D].
+
+    ``path`` [B, M] int64 ascends in its first ``kept`` [B] nodes; ``lengths`` [B] int64 is not
+    changed. ``data`` may have any strides but the last, so that caches of [R, H, S, D] come
+    transposed. Raises ``ValueError`` on sizes that do not fit together.
+    """
+    _check(data, path, kept, lengths)
+    if backend(data.device) == "triton":
+        from specmm.kernels.kv_commit.triton import kv_commit as fast
+
+        fast(data, path.contiguous(), kept.contiguous(), lengths.contiguous(), first)
+    else:
+        _indexed(data, path, kept, lengths, first)
+
+
+@kv_commit.register_fake
+def _(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: int) -> None:
+    """Nothing is returned."""
+
+
+def commit(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: int) -> None:
+    """:func:`kv_commit`, without the operator's wrapping where PyTorch's own operators do the work."""
+    if backend(data.device) == "triton":
+        kv_commit(data, path, kept, lengths, first)
+    else:
+        _indexed(data, path, kept, lengths, first)
+
+
+def _check(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor) -> None:
+    if data.ndim != 5 or data.stride(-1) != 1 or data.shape[1] % len(path):
+        raise ValueError(
+            f"data must be [A, R, S, H, D] with R a multiple of the {len(path)} paths and a dense "
+            f"last axis, got {list(data.shape)} with strides {list(data.stride())}"
+        )
+    if kept.shape != path.shape[:1] or lengths.shape != path.shape[:1]:
+        raise ValueError(
+            f"kept and lengths must be [B] for paths {list(path.shape)}, got {list(kept.shape)} "
+            f"and {list(lengths.shape)}"
+        )
+
+
+def _indexed(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: int) -> None:
+    """By index operators: every row moves M entries, those not kept to where they are."""
+    order = torch.arange(path.shape[1], device=path.device)
+    source = first + path.clamp(min=0)  # [B, M]
+    wanted = torch.where(order < kept[:, None], lengths[:, None] + order, source)
+    rows, slots = data.shape[1:3]
+    if rows > len(path):  # guidance branches keep the same nodes
+        source = source.repeat(rows // len(path), 1)  # [R, M]
+        wanted = wanted.repeat(rows // len(path), 1)
+    if not data.is_contiguous():
+        each = torch.arange(rows, device=path.device)[:, None]
+        data[:, each, wanted] = data[:, each, source]
+        return
+    if rows > 1:
+        first_slot = torch.arange(0, rows * slots, slots, device=path.device)[:, None]
+        source = source + first_slot
+        wanted = wanted + first_slot
+    flat = data.flatten(1, 2)  # two thirds of the time of indexing rows and slots
+    flat.index_copy_(1, wanted.flatten(), flat.index_select(1, source.flatten()))

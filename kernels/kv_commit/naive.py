@@ -1,8 +1,4 @@
-"""KV commit, one entry at a time: what the other implementations are tested against.
-
-Shape letters: A arrays (keys and values of all layers), R rows, B rows of lengths, M moves, S
-slots, H heads, D head width.
-"""
+"""KV commit, one entry at a time: what the other implementations are tested against."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from torch import Tensor
 
 
 def kv_commit(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: int) -> None:
-    """As ``op.kv_commit``, in place."""
+    """As ``specmm.kernels.kv_commit.kv_commit``, in place."""
     for array in data:
         for r, row in enumerate(array):
             b = r % len(path)

@@ -24,7 +24,8 @@ def _move(
     data_ptr, path_ptr, kept_ptr, lengths_ptr, first, rows, batch, moves, heads,
     at_array, at_row, at_slot, at_head, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    array, row = (tl.program_id(0) // rows).to(tl.int64), (tl.program_id(0) % rows).to(tl.int64)
+    array = (tl.program_id(0) // rows).to(tl.int64)
+    row = (tl.program_id(0) % rows).to(tl.int64)
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     base = data_ptr + array * at_array + row * at_row + (e // D).to(tl.int64) * at_head + e % D
     length = tl.load(lengths_ptr + row % batch)
@@ -35,19 +36,9 @@ def _move(
 
 
 def kv_commit(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: int) -> None:
-    """As ``op.kv_commit``, in place."""
+    """As ``specmm.kernels.kv_commit.kv_commit``, in place."""
     arrays, rows, _, heads, width = data.shape
     block = min(BLOCK, triton.next_power_of_2(heads * width))
-    _move[(arrays * rows, triton.cdiv(heads * width, block))](
-        data,
-        path,
-        kept,
-        lengths,
-        first,
-        rows,
-        *path.shape,
-        heads,
-        *data.stride()[:4],
-        D=width,
-        BLOCK=block,
-    )
+    sizes = first, rows, *path.shape, heads, *data.stride()[:4]
+    grid = arrays * rows, triton.cdiv(heads * width, block)
+    _move[grid](data, path, kept, lengths, *sizes, D=width, BLOCK=block)

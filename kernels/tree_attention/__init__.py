@@ -1,8 +1,136 @@
-"""Attention of draft trees over a ragged committed prefix: ``attend``, the operator after it and
-its mask.
+"""Tree attention, ``torch.ops.specmm.tree_attention``: a draft tree's queries over a ragged committed
+prefix and their ancestors; its mask ``TreeMask``; and ``attend``, which models call.
+
+Shape letters: R rows, B rows of lengths (R a multiple of B; row r takes length r % B, as guidance
+repeats a batch), H query heads, K key/value heads, T tree nodes, S slots, D head width, W = ceil(T
+/ 64) words.
 """
 
-from specmm.kernels.tree_attention.op import Mask as Mask
-from specmm.kernels.tree_attention.op import TreeMask as TreeMask
-from specmm.kernels.tree_attention.op import attend as attend
-from specmm.kernels.tree_attention.op import tree_attention as tree_attention
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specmm.kernels.backend import backend
+from specmm.kernels.tree_attention import dense
+
+WIDEST = 256  # head width
+MOST_NODES = 256
+
+
+@dataclass(frozen=True)
+class TreeMask:
+    """What each node of a tree attends: its row's committed slots, and the slots of its ancestors.
+
+    ``words`` [1 or B, T, W] int64 is :attr:`specmm.tree.TreeShape.ancestor_words`; ``lengths`` [B]
+    int64 counts committed slots, from slot 0 on; node j lies in slot ``first`` + j; ``hidden`` [R,
+    up to S] bool hides committed ones. ``row_invariant`` is the operator's.
+    """
+
+    words: Tensor
+    lengths: Tensor
+    first: int
+    hidden: Tensor | None = None
+    row_invariant: bool = False
+
+
+Mask: TypeAlias = Tensor | TreeMask | None
+
+
+@torch.library.custom_op("specmm::tree_attention", mutates_args=())
+def tree_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    words: Tensor,
+    lengths: Tensor,
+    first: int,
+    scale: float,
+    hidden: Tensor | None = None,
+    row_invariant: bool = False,
+    splits: int = 0,
+) -> Tensor:
+    """Attention [R, T, H, D] of a tree's queries ``q`` [R, H, T, D] over ``keys`` and ``values``
+    [R, K, S, D].
+
+    Keys and values may have any strides but the last (caches of [R, S, K, D] come transposed); H is
+    a multiple of K. See :class:`TreeMask` for ``words``, ``lengths``, ``first`` and ``hidden``.
+    ``scale`` multiplies the scores. ``row_invariant``: a query's result has the same bits whichever
+    part of its past is committed, and alone or in a tree (Triton only; slower). ``splits``: parts
+    the prefix is cut into, 0 for as many as the GPU has use for. A query that may attend nothing
+    gives zeros. Raises ``ValueError`` on sizes that do not fit together.
+    """
+    _check(q, keys, values, words, lengths, first, hidden)
+    if backend(q.device) == "triton":
+        from specmm.kernels.tree_attention.triton import tree_attention as fast
+
+        return fast(q, keys, values, words, lengths, first, scale, hidden, row_invariant, splits)
+    return dense.tree_attention(q, keys, values, words, lengths, first, scale, hidden)
+
+
+@tree_attention.register_fake
+def _(q: Tensor, *others: object, **options: object) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Mask, *, causal: bool = False) -> Tensor:
+    """Attention [R, H, T, D] of ``q`` [R, H, T, D] over ``keys`` and ``values`` [R, K, S, D].
+
+    A :class:`TreeMask` goes to the operator; a dense mask, or none, straight to PyTorch's, which
+    costs nothing extra.
+    """
+    if isinstance(mask, TreeMask):
+        out: Tensor = tree_attention(
+            *(q, keys, values, mask.words, mask.lengths, mask.first, q.shape[-1] ** -0.5),
+            mask.hidden,
+            mask.row_invariant,
+        )
+        return out.transpose(1, 2)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=causal)
+
+
+def _check(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    words: Tensor,
+    lengths: Tensor,
+    first: int,
+    hidden: Tensor | None,
+) -> None:
+    rows, heads, nodes, width = q.shape
+    _, kv, slots, _ = keys.shape
+    if not 1 <= width <= WIDEST:
+        raise ValueError(f"head width must be in [1, {WIDEST}], got {width}")
+    if keys.shape != values.shape or keys.shape != (rows, kv, slots, width) or heads % kv:
+        raise ValueError(
+            f"keys and values must be [{rows}, a divisor of {heads}, S, {width}] for queries "
+            f"{list(q.shape)}, got {list(keys.shape)} and {list(values.shape)}"
+        )
+    fits = words.shape == (len(words), nodes, -(-nodes // 64)) and rows % len(words) == 0
+    if not 1 <= nodes <= MOST_NODES or not fits:
+        raise ValueError(
+            f"words must be [1 or B, T, ceil(T / 64)] for 1 to {MOST_NODES} nodes, got "
+            f"{list(words.shape)} for {nodes} nodes; TreeShape.ancestor_words has them"
+        )
+    if rows % len(lengths) or words.dtype != torch.int64 or not 0 <= first <= slots - nodes:
+        raise ValueError(
+            f"lengths must be [B] with B a divisor of {rows}, words int64 and first in "
+            f"[0, {slots - nodes}], got {list(lengths.shape)}, {words.dtype} and {first}"
+        )
+    if hidden is not None and (
+        hidden.dtype != torch.bool or len(hidden) != rows or hidden.shape[1] > slots
+    ):
+        raise ValueError(
+            f"hidden must be bool [{rows}, at most {slots}], got {hidden.dtype} "
+            f"{list(hidden.shape)}"
+        )
+    dense_axes = all(x.stride(-1) == 1 for x in (q, keys, values))
+    if not (dense_axes and words.is_contiguous() and lengths.is_contiguous()):
+        raise ValueError(
+            "the last axis of q, keys and values must be dense, words and lengths contiguous"
+        )

@@ -45,7 +45,7 @@ def tree_attention(
     scale: float,
     hidden: Tensor | None = None,
 ) -> Tensor:
-    """Attention [R, T, H, D]; for the arguments see ``op.tree_attention``."""
+    """Attention [R, T, H, D]; for the arguments see the operator."""
     mask = dense_mask(words, lengths, first, len(q), keys.shape[2], hidden)
     grouped = q.shape[1] != keys.shape[1]
     out = F.scaled_dot_product_attention(

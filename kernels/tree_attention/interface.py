@@ -3,8 +3,8 @@ it.
 
 Attention is transformers' own SDPA until a forward is given ``tree_mask``, a :class:`TreeMask`,
 which models hand through to their attention layers; then it is the operator's, grouped heads
-included, and no mask is built. A forward with ``tree_mask`` should be given the 4-dimensional
-``PLACEHOLDER`` as its ``attention_mask``, lest transformers lays one out that nobody reads.
+included, and no mask is built. Such a forward needs the 4-dimensional ``PLACEHOLDER`` as its
+``attention_mask``, or transformers builds a mask that nobody reads.
 
 Shape letters: R rows, H query heads, K key/value heads, T tree nodes, S slots, D head width.
 """
@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from specmm.kernels.tree_attention.op import TreeMask, tree_attention
+from specmm.kernels.tree_attention import TreeMask, tree_attention
 
 NAME = "specmm_tree"
 PLACEHOLDER = torch.zeros(1, 1, 1, 1)
@@ -34,17 +34,19 @@ def forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     tree_mask: TreeMask | None = None,
-    **options: Any,
+    **options: Any,  # transformers'
 ) -> tuple[Tensor, None]:
     """Attention [R, T, H, D] of ``query`` [R, H, T, D] over ``key`` and ``value`` [R, K, S, D]."""
     if tree_mask is None:
         given = (module, query, key, value, attention_mask)
         return sdpa_attention_forward(*given, dropout=dropout, scaling=scaling, **options)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    places = (tree_mask.words, tree_mask.lengths, tree_mask.first)
-    return tree_attention(
-        query, key, value, *places, scale, tree_mask.hidden, tree_mask.row_invariant
-    ), None
+    out = tree_attention(
+        *(query, key, value, tree_mask.words, tree_mask.lengths, tree_mask.first, scale),
+        tree_mask.hidden,
+        tree_mask.row_invariant,
+    )
+    return out, None
 
 
 AttentionInterface.register(NAME, forward)

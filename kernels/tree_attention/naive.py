@@ -21,7 +21,8 @@ def tree_attention(
     scale: float,
     hidden: Tensor | None = None,
 ) -> Tensor:
-    """Attention [R, T, H, D] in float64; for the arguments see ``op.tree_attention``.
+    """Attention [R, T, H, D] in float64; for the arguments see
+    ``specmm.kernels.tree_attention.tree_attention``.
 
     A query that may attend nothing gives zeros.
     """

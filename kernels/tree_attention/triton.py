@@ -42,7 +42,8 @@ def _scores(q, k, scale, UPCAST: tl.constexpr):
     bfloat16.
     """
     if UPCAST:
-        q, k = q.to(tl.float32), k.to(tl.float32)
+        q = q.to(tl.float32)
+        k = k.to(tl.float32)
     return tl.dot(q, tl.trans(k), input_precision="ieee") * scale
 
 
@@ -72,14 +73,15 @@ def _begin(q_ptr, nodes, q_row, q_head, q_node, KV: tl.constexpr, GROUP: tl.cons
     """This program's row and key/value head, the node and query head of each of its M queries, and
     the queries.
     """
-    row, head = (tl.program_id(0) // KV).to(tl.int64), (tl.program_id(0) % KV).to(tl.int64)
+    row = (tl.program_id(0) // KV).to(tl.int64)
+    head = (tl.program_id(0) % KV).to(tl.int64)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    node, d = (m // GROUP).to(tl.int64), tl.arange(0, BLOCK_D)
+    node = (m // GROUP).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
     query = head * GROUP + m % GROUP
     at = q_row * row + query * q_head + node * q_node
-    q = tl.load(
-        q_ptr + at[:, None] + d[None], mask=(node < nodes)[:, None] & (d < D)[None], other=0.0
-    )
+    mask = (node < nodes)[:, None] & (d < D)[None]
+    q = tl.load(q_ptr + at[:, None] + d[None], mask=mask, other=0.0)
     return row, head, node, query, q
 
 
@@ -106,9 +108,13 @@ def _attend(
     row, head, node, query, q = _begin(
         q_ptr, nodes, q_row, q_head, q_node, KV, GROUP, D, BLOCK_M, BLOCK_D
     )
-    split, d, column = tl.program_id(2), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
-    live, wide = node < nodes, d < D
-    k_base, v_base = k_ptr + row * k_row + head * k_head, v_ptr + row * v_row + head * v_head
+    split = tl.program_id(2)
+    d = tl.arange(0, BLOCK_D)
+    column = tl.arange(0, BLOCK_N)
+    live = node < nodes
+    wide = d < D
+    k_base = k_ptr + row * k_row + head * k_head
+    v_base = v_ptr + row * v_row + head * v_head
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -120,9 +126,8 @@ def _attend(
         seen = slot < length
         if HIDDEN:
             known = seen & (slot < hidden_width)
-            seen = seen & (
-                tl.load(hidden_ptr + row * hidden_width + slot, mask=known, other=0) == 0
-            )
+            shut = tl.load(hidden_ptr + row * hidden_width + slot, mask=known, other=0)
+            seen = seen & (shut == 0)
         slot = slot.to(tl.int64)
         mask = seen[:, None] & wide[None]
         k = tl.load(k_base + slot[:, None] * k_slot + d[None], mask=mask, other=0.0)
@@ -133,9 +138,8 @@ def _attend(
 
     word_at = words_ptr + ((row % word_rows) * nodes + node) * W
     for start in range(0, tl.where(split == splits - 1, nodes, 0), BLOCK_N):
-        word = tl.load(
-            word_at + start // 64, mask=live, other=0
-        )  # a tile never straddles two words
+        # a tile never straddles two words
+        word = tl.load(word_at + start // 64, mask=live, other=0)
         other = start + column
         seen = ((word[:, None] >> (other % 64)[None].to(tl.int64)) & 1) != 0
         slot = (first + other).to(tl.int64)
@@ -161,9 +165,13 @@ def _attend_by_position(
     row, head, node, query, q = _begin(
         q_ptr, nodes, q_row, q_head, q_node, KV, GROUP, D, BLOCK_M, BLOCK_D
     )
-    split, d, column = tl.program_id(2), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
-    live, wide = node < nodes, d < D
-    k_base, v_base = k_ptr + row * k_row + head * k_head, v_ptr + row * v_row + head * v_head
+    split = tl.program_id(2)
+    d = tl.arange(0, BLOCK_D)
+    column = tl.arange(0, BLOCK_N)
+    live = node < nodes
+    wide = d < D
+    k_base = k_ptr + row * k_row + head * k_head
+    v_base = v_ptr + row * v_row + head * v_head
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -171,13 +179,10 @@ def _attend_by_position(
     length = tl.load(lengths_ptr + row % batch).to(tl.int32)
     tree = (row % word_rows) * nodes
     deepest = tl.max(tl.load(depths_ptr + tree + node, mask=live, other=0))
-    first_node, past_node = (
-        tl.program_id(1) * BLOCK_M // GROUP,
-        (tl.program_id(1) * BLOCK_M + BLOCK_M - 1) // GROUP + 1,
-    )
-    for start in range(
-        split * SPLIT, tl.minimum(length + deepest + 1, (split + 1) * SPLIT), BLOCK_N
-    ):
+    first_node = tl.program_id(1) * BLOCK_M // GROUP
+    past_node = (tl.program_id(1) * BLOCK_M + BLOCK_M - 1) // GROUP + 1
+    end = tl.minimum(length + deepest + 1, (split + 1) * SPLIT)
+    for start in range(split * SPLIT, end, BLOCK_N):
         position = start + column
         s = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
         shared = start + BLOCK_N <= length  # then the first node's keys are everybody's
@@ -185,11 +190,8 @@ def _attend_by_position(
         for n in range(first_node, stop):
             slot, seen = _place(position, n, length, first, paths_ptr, depths_ptr, tree, nodes)
             seen = _open(seen, position, length, row, hidden_ptr, hidden_width, HIDDEN)
-            k = tl.load(
-                k_base + slot[:, None] * k_slot + d[None],
-                mask=seen[:, None] & wide[None],
-                other=0.0,
-            )
+            mask = seen[:, None] & wide[None]
+            k = tl.load(k_base + slot[:, None] * k_slot + d[None], mask=mask, other=0.0)
             mine = (shared | (node == n))[:, None] & seen[None]
             s = tl.where(mine, _scores(q, k, scale, UPCAST), s)
         p, past, top, total = _weigh(s, top, total)
@@ -197,12 +199,10 @@ def _attend_by_position(
         for n in range(first_node, stop):
             slot, seen = _place(position, n, length, first, paths_ptr, depths_ptr, tree, nodes)
             seen = _open(seen, position, length, row, hidden_ptr, hidden_width, HIDDEN)
-            v = tl.load(
-                v_base + slot[:, None] * v_slot + d[None],
-                mask=seen[:, None] & wide[None],
-                other=0.0,
-            )
-            acc = _blend(acc, tl.where((shared | (node == n))[:, None], p, 0.0), v, UPCAST)
+            mask = seen[:, None] & wide[None]
+            v = tl.load(v_base + slot[:, None] * v_slot + d[None], mask=mask, other=0.0)
+            mine = (shared | (node == n))[:, None]
+            acc = _blend(acc, tl.where(mine, p, 0.0), v, UPCAST)
     at = ((row * nodes + node) * (KV * GROUP) + query) * splits + split
     _finish(acc, top, total, out_ptr, lse_ptr, at, d, live, D)
 
@@ -222,9 +222,8 @@ def _open(seen, position, length, row, hidden_ptr, hidden_width, HIDDEN: tl.cons
     """``seen`` [N] without the committed slots that are hidden."""
     if HIDDEN:
         known = (position < length) & (position < hidden_width)
-        return seen & (
-            tl.load(hidden_ptr + row * hidden_width + position, mask=known, other=0) == 0
-        )
+        shut = tl.load(hidden_ptr + row * hidden_width + position, mask=known, other=0)
+        return seen & (shut == 0)
     return seen
 
 
@@ -237,7 +236,8 @@ def _merge(part_ptr, lse_ptr, out_ptr, splits, D: tl.constexpr, BLOCK_D: tl.cons
     for split in range(0, splits):
         top = tl.maximum(top, tl.load(lse_ptr + at * splits + split))
     safe = tl.where(top == float("-inf"), 0.0, top)
-    total, acc = tl.zeros([], tl.float32), tl.zeros([BLOCK_D], tl.float32)
+    total = tl.zeros([], tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)
     for split in range(0, splits):
         weight = tl.exp2(tl.load(lse_ptr + at * splits + split) - safe)
         total += weight
@@ -258,67 +258,58 @@ def tree_attention(
     row_invariant: bool = False,
     splits: int = 0,
 ) -> Tensor:
-    """Attention [R, T, H, D]; for the arguments see ``op.tree_attention``."""
+    """Attention [R, T, H, D]; for the arguments see the operator."""
     rows, heads, nodes, width = q.shape
     kv, slots = keys.shape[1:3]
-    group, block_d = heads // kv, max(16, triton.next_power_of_2(width))
+    group = heads // kv
+    block_d = max(16, triton.next_power_of_2(width))
     shared = shared_memory(q.device)
-    held = (
-        triton.next_power_of_2(shared // 2 // (block_d * q.element_size()) + 1) // 2
-    )  # queries in half of it
-    block_m = (
-        16
-        if row_invariant
-        else min(64, max(16, held), max(16, triton.next_power_of_2(group * nodes)))
-    )
+    block_m = 16 if row_invariant else _queries(group * nodes, block_d * q.element_size(), shared)
     tiles = triton.cdiv(group * nodes, block_m)
     if row_invariant:
         splits = triton.cdiv(slots, INVARIANT_SPLIT)
     splits = splits or _splits(rows * kv * tiles, slots, q.device)
     out = q.new_empty(rows, nodes, heads, width)
-    parts = (
-        out if splits == 1 else q.new_empty(rows, nodes, heads, splits, width, dtype=torch.float32)
-    )
+    parts = out
+    if splits > 1:
+        parts = q.new_empty(rows, nodes, heads, splits, width, dtype=torch.float32)
     lse = q.new_empty(rows, nodes, heads, splits, dtype=torch.float32)
     shut = words if hidden is None else hidden.contiguous().view(torch.uint8)
     sizes = (
         *(scale * math.log2(math.e), first, len(lengths), len(words), nodes, splits),
-        *(
-            0 if hidden is None else hidden.shape[1],
-            *q.stride()[:3],
-            *keys.stride()[:3],
-            *values.stride()[:3],
-        ),
+        0 if hidden is None else hidden.shape[1],
+        *q.stride()[:3],
+        *keys.stride()[:3],
+        *values.stride()[:3],
     )
     tile = dict(
-        KV=kv, GROUP=group, D=width, BLOCK_M=block_m, BLOCK_D=block_d, HIDDEN=hidden is not None,
+        KV=kv,
+        GROUP=group,
+        D=width,
+        BLOCK_M=block_m,
+        BLOCK_D=block_d,
         BLOCK_N=min(64, max(16, 16384 // (block_d * q.element_size()))),
-        UPCAST=q.dtype == torch.bfloat16 and q.device.type == "cpu", num_stages=3 if shared >= AMPLE else 2,
-    )  # fmt: skip
+        HIDDEN=hidden is not None,
+        UPCAST=q.dtype == torch.bfloat16 and q.device.type == "cpu",
+        num_stages=3 if shared >= AMPLE else 2,
+    )
     grid = (rows * kv, tiles, splits)
+    rest = (lengths, shut, parts, lse, *sizes)
     if row_invariant:
-        paths, depths = _paths(words, nodes)
         _attend_by_position[grid](
-            q,
-            keys,
-            values,
-            paths,
-            depths,
-            lengths,
-            shut,
-            parts,
-            lse,
-            *sizes,
-            SPLIT=INVARIANT_SPLIT,
-            **tile,
+            q, keys, values, *_paths(words, nodes), *rest, SPLIT=INVARIANT_SPLIT, **tile
         )
     else:
-        _attend[grid](
-            q, keys, values, words, lengths, shut, parts, lse, *sizes, W=words.shape[-1], **tile
-        )
+        _attend[grid](q, keys, values, words, *rest, W=words.shape[-1], **tile)
     if splits > 1:
         _merge[(rows * nodes * heads,)](parts, lse, out, splits, D=width, BLOCK_D=block_d)
     return out
+
+
+def _queries(wanted: int, size: int, shared: int) -> int:
+    """Queries of ``size`` bytes in a tile: ``wanted`` in all, held in half of the shared memory."""
+    held = triton.next_power_of_2(shared // 2 // size + 1) // 2
+    return min(64, max(16, held), max(16, triton.next_power_of_2(wanted)))
 
 
 def shared_memory(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -66,48 +67,69 @@ class Eagle(Composed):
 class Lantern(Composed):
     """LANTERN (arXiv 2410.03355): a token may borrow its ``k`` nearest codes' mass up to ``delta``.
 
-    ``total``, ``depth`` and ``top_k`` are of EAGLE-2's tree; a block drafter has its own.
+    ``residual``, what is drawn from after a rejection, never emits an excluded token; "release" is
+    the authors' code's, for comparisons. ``total``, ``depth`` and ``top_k`` are of EAGLE-2's tree;
+    a block drafter has its own.
     """
 
     name: ClassVar[str] = "lantern"
     claims: ClassVar[str] = "bounded"
     k: int = 20
     delta: float = 0.1
-    residual: Literal["official", "corrected"] = "corrected"
+    residual: Literal["corrected", "release", "official"] = "corrected"
     drafter: Literal["block", "eagle"] = "eagle"
     total: int = 24
     depth: int = 4
     top_k: int = 6
 
+    def __post_init__(self) -> None:
+        _current_residual(self)
+
     @property
     def choice(self) -> Choice:
         """Drafter, tree and rule."""
-        rule = f"lantern(k={self.k}, delta={self.delta}, residual={self.residual})"
+        rule = _lantern_rule(self, f"k={self.k}, delta={self.delta}")
         return Choice(self.drafter, _dynamic(self) if self.drafter == "eagle" else None, rule)
 
 
 @dataclass(frozen=True)
 class LanternPP(Composed):
-    """LANTERN++ (arXiv 2502.06352): LANTERN on a static tree, borrowing at most (λ - 1) p(x)."""
+    """LANTERN++ (arXiv 2502.06352): LANTERN on a static tree, borrowing at most (λ - 1) p(x).
+
+    ``residual`` is LANTERN's: by default it never emits an excluded token.
+    """
 
     name: ClassVar[str] = "lantern++"
     claims: ClassVar[str] = "bounded"
     lambda_: float = 20.0
     k: int = 60
-    residual: Literal["official", "corrected"] = "official"
+    residual: Literal["corrected", "release", "official"] = "corrected"
     drafter: Literal["block", "eagle"] = "block"
     tree: Tree = None
     rejected_weight: float = 0.3  # as Speculative's
 
     def __post_init__(self) -> None:
         check_rejected_weight(self.rejected_weight)
+        _current_residual(self)
 
     @property
     def choice(self) -> Choice:
         """Drafter, tree and rule."""
-        rule = f"lantern++(k={self.k}, lambda_={self.lambda_}, residual={self.residual})"
+        rule = _lantern_rule(self, f"k={self.k}, lambda_={self.lambda_}")
         return Choice(self.drafter, self.tree, rule, self.rejected_weight)
 
 
 def _dynamic(method: Eagle | Lantern) -> str:
     return f"dynamic(total={method.total}, depth={method.depth}, top_k={method.top_k})"
+
+
+def _current_residual(method: Lantern | LanternPP) -> None:
+    """Take the residual's old name, "official", for the one that it has now; it warns."""
+    if method.residual == "official":  # until version 0.3
+        warnings.warn('residual "official" is called "release" now', FutureWarning, stacklevel=4)
+        object.__setattr__(method, "residual", "release")
+
+
+def _lantern_rule(method: Lantern | LanternPP, bounds: str) -> str:
+    """The rule by name: the release's has its own, so that certificates tell them apart."""
+    return f"{method.name}{'-release' if method.residual == 'release' else ''}({bounds})"

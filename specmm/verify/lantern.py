@@ -1,34 +1,33 @@
-"""LANTERN and LANTERN++: a draft image token may borrow the target's mass of its nearest codes.
+"""LANTERN and LANTERN++: a drafted image token may borrow the target's mass of its nearest codes.
 
-A draft x is kept with min(1, relaxed(x) / q(x)), where ``relaxed(x) = target(x) + S_x`` and S_x is
-the mass borrowed (:class:`Neighbourhood`). What follows a rejection is ``residual``:
+``relaxed(x) = target(x) + S_x``. S_j sums the target over the j nearest codes of x; S_x is the
+largest S_j, j <= k, within the bound: ``delta`` for LANTERN (Jang et al. 2025), ``(lambda - 1)
+target(x)`` for LANTERN++ (Park et al. 2025). A draft is kept with chance ``min(1, relaxed / q)``.
+``residual`` says what the next token is drawn from once a draft is rejected:
 
-``"corrected"`` (default): the next target is the strict rule's, ``norm((p - q)+)``; a point mass
-    leaves p without x. So relaxation raises the chance of a draft and changes nothing else, and a
-    token that the processor excluded (p = 0) is never emitted. The distribution emitted is known:
-    with the mass kept ``a(x) = min(q(x), relaxed(x))`` it is ``r = a + (1 - sum a) norm((p - a)+)``,
-    which of all distributions that dominate a is the nearest to p in total variation. (Where
-    q <= p + S, a is q. Elsewhere q > p + S >= p and a = p + S, so ``(p - a)+`` and ``(p - q)+`` are
-    both 0. Hence the residual needs no S.)
-``"official"``: as released. Point masses: x and, if any neighbour qualified, its first k + 1
-    neighbours leave the target. Drawn drafts: ``(p - q)+`` with those neighbours taken out of q. If
-    nothing is left: uniform over the whole vocabulary, so an excluded token may be emitted. This is
-    no residual of any relaxed distribution; it is there for comparisons.
-``"lumina"``: as released for Lumina-mGPT: ``(p - q)+`` with the neighbours taken out of p; else as
-    ``"official"``.
+``"corrected"`` (default): the strict rule's ``norm((p - q)+)``; a point mass leaves p without x. An
+    excluded token (p = 0) never comes out of it. What is emitted is stated: with the kept mass
+    ``a(x) = min(q(x), relaxed(x))`` it is ``r = a + (1 - sum a) norm((p - a)+)``, of all
+    distributions that dominate a the nearest to p in total variation. ``(p - a)+`` is ``(p - q)+``:
+    where q <= p + S, a is q; elsewhere q > p + S >= p and a = p + S >= p, so that both are 0.
+``"release"``: what the authors' code does, for comparisons. Point masses: x and, if any neighbour
+    qualified, x's first k + 1 neighbours leave the target. Drawn drafts: ``(p - q)+`` with those
+    neighbours taken out of q. Zero mass: uniform over the whole vocabulary. It is no residual of
+    the relaxed distribution, and it can emit a token that the processor excluded.
+``"lumina"``: the authors' code for Lumina-mGPT: ``(p - q)+`` with the neighbours taken out of p;
+    else as ``"release"``.
 
-The release accepts at u <= ratio; here, as in all rules, u < ratio.
-Sources: LANTERN (Jang et al. 2025), LANTERN++ (Park et al. 2025).
-
+The release accepts at u <= ratio; here, as everywhere, u < ratio.
 Shape letters: B batch, N nodes, F families, V vocabulary, W codes in the table, C code width, J
 table columns.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor
@@ -47,36 +46,46 @@ from specmm.verify.exact import (
 )
 from specmm.verify.rule import Decisions
 
-Residual: TypeAlias = Literal["corrected", "official", "lumina"]
-DISTANCES = 1 << 23  # between codes, computed at a time
+Residual: TypeAlias = Literal["corrected", "release", "lumina"]
+CHUNK = 1 << 23  # distances between codes at a time
 
 
 def neighbour_table(codebook: Tensor, columns: int) -> Tensor:
-    """The ``columns`` nearest other codes of each code by L2 distance, [W, columns] int64.
+    """The ``columns`` nearest other codes of each code by L2 distance, nearest first: [W, columns]
+    int64.
 
-    ``codebook`` [W, C]: raw rows, not normalised. The official residual reads k + 1 columns.
+    ``codebook`` [W, C]: raw rows, not normalised. The release's residual reads k + 1 columns.
     """
     codes = len(codebook)
     if not 0 <= columns < codes:
         raise ValueError(f"columns must be in [0, {codes}) for {codes} codes, got {columns}")
     rows = codebook.double()
-    step = max(1, DISTANCES // codes)
+    step = max(1, CHUNK // codes)
     nearest = []
     for start in range(0, codes, step):
-        part = rows[start : start + step]
-        distance = torch.cdist(part, rows, compute_mode="donot_use_mm_for_euclid_dist")
-        itself = torch.arange(start, start + len(part), device=rows.device)[:, None]
+        distance = torch.cdist(
+            rows[start : start + step], rows, compute_mode="donot_use_mm_for_euclid_dist"
+        )
+        itself = torch.arange(start, start + len(distance), device=rows.device)[:, None]
         distance.scatter_(1, itself, torch.inf)
         nearest.append(distance.sort(dim=1, stable=True).indices[:, :columns])
     return torch.cat(nearest)
 
 
+def checked_residual(name: str) -> Residual:
+    """``name`` as a residual; the old name of ``"release"`` warns, others raise ``ValueError``."""
+    if name == "official":  # until version 0.3
+        warnings.warn('residual "official" is called "release" now', FutureWarning, stacklevel=4)
+        return "release"
+    if name not in get_args(Residual):
+        raise ValueError(f"residual must be one of {', '.join(get_args(Residual))}, got {name!r}")
+    return cast(Residual, name)
+
+
 @dataclass(frozen=True)
 class Neighbourhood:
-    """The mass S_x that a token may borrow.
+    """The mass S_x that a token borrows within ``bound``, or ``(bound - 1) target(x)`` by ``factor``.
 
-    With S_j the target's mass of its j nearest codes, it is the largest S_j <= bound of all j <= k.
-    The bound is ``delta`` (LANTERN) or, with ``factor``, ``(lambda - 1) target(x)`` (LANTERN++).
     Token ``offset + c`` is code c of ``table`` [W, J]; tokens that are no code borrow nothing.
     """
 
@@ -94,9 +103,10 @@ class Neighbourhood:
             )
 
     def borrowed(self, target: Tensor, token: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        """S of ``token`` [B, F] under ``target`` [B, F, V], and whether any neighbour qualifies.
+        """S of ``token`` [B, F] under ``target`` [B, F, V], and whether any neighbour qualifies:
+        [B, F] both.
 
-        ``own`` [B, F] is target(token). Both results are [B, F].
+        ``own`` [B, F] is target(token).
         """
         if not self.k:
             return torch.zeros_like(own), torch.zeros_like(own, dtype=torch.bool)
@@ -107,7 +117,9 @@ class Neighbourhood:
         return total.masked_fill_(over, 0.0).amax(-1), ~over[..., 0]
 
     def near(self, token: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The first neighbours [..., count] of ``token`` [...], and whether it is a code [...]."""
+        """The first neighbours (ids [..., count]) of ``token`` [...], and whether it is a code at
+        all [...].
+        """
         code = token - self.offset
         is_code = (code >= 0) & (code < len(self.table))
         near = self.table[:, :count][code.clamp(0, len(self.table) - 1)]
@@ -116,11 +128,11 @@ class Neighbourhood:
 
 @dataclass(frozen=True)
 class Lantern:
-    """LANTERN: a token borrows up to ``delta``, which then bounds the total variation it costs.
+    """LANTERN: a draft borrows at most ``delta`` of its ``k`` nearest codes, then the TV spent.
 
-    ``table`` [W, J] is ``neighbour_table``'s, with J >= k, and J > k for the official residual.
-    ``greedy`` is the rule of temperature 0, for which p is the softmax of the logits. ``offset`` is
-    the id of the first image token.
+    ``table`` [W, J] from ``neighbour_table`` (J >= k, and k + 1 for the release's residual).
+    ``greedy`` is the rule of temperature 0: p is then the softmax of the logits. ``offset``: id of
+    the first image token.
     """
 
     table: Tensor
@@ -135,8 +147,8 @@ class Lantern:
     def __post_init__(self) -> None:
         if not 0 <= self.delta <= 1:
             raise ValueError(f"delta must be in [0, 1], got {self.delta}")
-        _check_residual(self.residual)
-        Neighbourhood(self.table, self.k, 0.0)  # refuses a table with fewer columns
+        object.__setattr__(self, "residual", checked_residual(self.residual))
+        _ = self.neighbourhood  # refuses a table with fewer columns
 
     @cached_property
     def neighbourhood(self) -> Neighbourhood:
@@ -144,13 +156,16 @@ class Lantern:
         return Neighbourhood(self.table, self.k, self.delta, offset=self.offset)
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
-        """See :class:`specmm.verify.rule.Rule`."""
-        return _decisions(self.neighbourhood, self.residual, self.greedy, tree, p, measure)
+        """Decisions for the target's processed distributions ``p`` [B, N, V]."""
+        return _decisions(self, tree, p, measure)
 
 
 @dataclass(frozen=True)
 class LanternPP:
-    """LANTERN++: a token x borrows up to ``(lambda_ - 1) target(x)``. Other fields as Lantern's."""
+    """LANTERN++: a draft borrows at most ``(lambda_ - 1) target(x)`` of its ``k`` nearest codes.
+
+    The other fields are ``Lantern``'s.
+    """
 
     table: Tensor
     k: int = 10
@@ -164,8 +179,8 @@ class LanternPP:
     def __post_init__(self) -> None:
         if self.lambda_ < 1:
             raise ValueError(f"lambda_ must be at least 1, got {self.lambda_}")
-        _check_residual(self.residual)
-        Neighbourhood(self.table, self.k, 0.0)  # refuses a table with fewer columns
+        object.__setattr__(self, "residual", checked_residual(self.residual))
+        _ = self.neighbourhood  # refuses a table with fewer columns
 
     @cached_property
     def neighbourhood(self) -> Neighbourhood:
@@ -173,23 +188,16 @@ class LanternPP:
         return Neighbourhood(self.table, self.k, self.lambda_, factor=True, offset=self.offset)
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
-        """See :class:`specmm.verify.rule.Rule`."""
-        return _decisions(self.neighbourhood, self.residual, self.greedy, tree, p, measure)
+        """Decisions for the target's processed distributions ``p`` [B, N, V]."""
+        return _decisions(self, tree, p, measure)
 
 
-def _check_residual(residual: str) -> None:
-    if residual not in get_args(Residual):
-        names = ", ".join(get_args(Residual))
-        raise ValueError(f"residual must be one of {names}, got {residual!r}")
-
-
-def _decisions(
-    near: Neighbourhood, residual: Residual, greedy: bool, tree: DraftTree, p: Tensor, measure: bool
-) -> Decisions:
-    if greedy:
+def _decisions(rule: Lantern | LanternPP, tree: DraftTree, p: Tensor, measure: bool) -> Decisions:
+    near = rule.neighbourhood
+    if rule.greedy:
         return _greedy(near, tree, p, measure)
-    corrected = residual == "corrected"
-    step: Step = _corrected(near) if corrected else _official(near, lumina=residual == "lumina")
+    corrected = rule.residual == "corrected"
+    step = _corrected(near) if corrected else _released(near, lumina=rule.residual == "lumina")
     if measure:
         return top_down_measured(tree, p, step, strict_step)
     return top_down(tree, p, step, partial(_relaxed_chance, near) if corrected else None)
@@ -204,6 +212,7 @@ def _chance(relaxed: Tensor, trial: Trial) -> Tensor:
 
 
 def _relaxed_chance(near: Neighbourhood, target: Tensor, trial: Trial) -> Tensor:
+    """min(1, relaxed / q) [B, F] of the drafts, with what they borrow of ``target`` [B, F, V]."""
     own = take(target, trial.token)
     return _chance(own + near.borrowed(target, trial.token, own)[0], trial)
 
@@ -216,13 +225,14 @@ def _corrected(near: Neighbourhood) -> Step:
     return step
 
 
-def _official(near: Neighbourhood, *, lumina: bool) -> Step:
+def _released(near: Neighbourhood, *, lumina: bool) -> Step:
     def step(target: Tensor, trial: Trial) -> tuple[Tensor, Tensor]:
         own = take(target, trial.token)
         borrowed, found = near.borrowed(target, trial.token, own)
         if trial.probs is None:
-            cleared = _cleared(near, target, trial.token, found)
-            rest = cleared.scatter(-1, trial.token[..., None], 0.0)
+            rest = _cleared(near, target, trial.token, found).scatter(
+                -1, trial.token[..., None], 0.0
+            )
         elif lumina:
             rest = (_cleared(near, target, trial.token, found) - trial.probs).clamp_(min=0)
         else:
@@ -234,7 +244,9 @@ def _official(near: Neighbourhood, *, lumina: bool) -> Step:
 
 
 def _cleared(near: Neighbourhood, probs: Tensor, token: Tensor, where: Tensor) -> Tensor:
-    """``probs`` [B, F, V] without the first k + 1 neighbours of ``token`` [B, F], ``where`` true."""
+    """``probs`` [B, F, V] without the first k + 1 neighbours of ``token`` [B, F] ``where`` [B, F]
+    that is wanted.
+    """
     if not near.k:
         return probs
     codes = near.near(token, near.k + 1)[0]
@@ -242,7 +254,9 @@ def _cleared(near: Neighbourhood, probs: Tensor, token: Tensor, where: Tensor) -
 
 
 def _greedy(near: Neighbourhood, tree: DraftTree, p: Tensor, measure: bool) -> Decisions:
-    """Keep x iff it is the argmax once its mass is the relaxed one; the longest path kept wins."""
+    """Keep x iff it is the argmax once its entry is its relaxed mass; of the paths kept, the first
+    of the longest.
+    """
     best = p.argmax(-1)  # [B, N]
     parents = tree.shape.parents.clamp(min=0).expand_as(best)
     row = torch.arange(len(p), device=p.device)[:, None]
@@ -251,14 +265,17 @@ def _greedy(near: Neighbourhood, tree: DraftTree, p: Tensor, measure: bool) -> D
     relaxed = own + near.borrowed(before, tree.tokens, own)[0]
     likeliest = best.gather(1, parents)
     top = take(before, likeliest)
-    smaller_of_equals = (relaxed == top) & (tree.tokens < likeliest)
-    wins = (tree.tokens == likeliest) | (relaxed > top) | smaller_of_equals
+    wins = (
+        (tree.tokens == likeliest)
+        | (relaxed > top)
+        | ((relaxed == top) & (tree.tokens < likeliest))
+    )
     wins[:, 0] = True
     kept = ~(tree.shape.ancestors & ~wins[:, None]).any(-1)
     excess = None
-    if measure:
-        # after a kept child that is not the argmax, the output may differ from greedy decoding
+    if measure:  # a kept child other than the argmax: greedy decoding may go on otherwise
         wrong = (kept & (tree.tokens != likeliest)).to(p.dtype)
-        wrong = wrong.index_fill(1, parents.new_zeros(1), 0)
-        excess = torch.zeros_like(own).scatter_reduce(1, parents, wrong, "amax")
+        excess = torch.zeros_like(own).scatter_reduce(
+            1, parents, wrong.index_fill(1, parents.new_zeros(1), 0), "amax"
+        )
     return Decisions(kept.to(p.dtype), one_hot(best, p), deepest_first(tree.shape), excess)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -191,11 +191,19 @@ class RuleKind:
     siblings: Siblings | None
     what: str
     relaxed: bool = False
+    preset: Mapping[str, str] = field(default_factory=dict)  # options that the name stands for
 
     @property
     def rule(self) -> Any:
         """The rule's class."""
         return named(f"specmm.verify.{self.place}")
+
+
+def _released(place: str, name: str) -> RuleKind:
+    """The rule with what its authors' code draws from once a draft is rejected."""
+    preset = {"residual": "release", "name": f"{name}-release"}
+    what = f"{name} as its authors' code, for comparisons"
+    return RuleKind(place, "distinct", what, relaxed=True, preset=preset)
 
 
 # A new rule is a class with ``decisions`` and one entry here.
@@ -212,9 +220,11 @@ RULES: Mapping[str, RuleKind] = {
     "lantern": RuleKind(
         "lantern:Lantern", "distinct", "a token stands for its near codes", relaxed=True
     ),
+    "lantern-release": _released("lantern:Lantern", "lantern"),
     "lantern++": RuleKind(
         "lantern:LanternPP", "distinct", "the same, bounded by p(x)", relaxed=True
     ),
+    "lantern++-release": _released("lantern:LanternPP", "lantern++"),
 }
 
 
@@ -231,14 +241,15 @@ def make_rule(spec: str, **given: Any) -> Rule:
 
     Raises ``ValueError`` for a name or an option that is not known.
     """
-    rule = rule_kind(spec).rule
+    kind = rule_kind(spec)
+    rule = kind.rule
     name, values, options = parse_spec(spec)
     hidden = {"name", "exact", *given}
     known = [field.name for field in dataclasses.fields(rule) if field.name not in hidden]
     strange = [str(value) for value in values] + [key for key in options if key not in known]
     if strange:
         raise unknown(f"option of rule {name}", strange[0], known or ["(none)"])
-    made: Rule = rule(**options, **given)
+    made: Rule = rule(**{**kind.preset, **options}, **given)
     return made
 
 

@@ -98,8 +98,9 @@ IMAGES: dict[str, Any] = {
     "eagle": Eagle(total=8, depth=3, top_k=3),
     "lantern": Lantern(total=8, depth=3, top_k=3),
     "lantern, block": Lantern(drafter="block"),
-    "lantern++, official": LanternPP(residual="official"),
-    "lantern++, corrected": LanternPP(residual="corrected", lambda_=4.0),
+    "lantern++": LanternPP(),
+    "lantern++, release": LanternPP(residual="release"),
+    "lantern++, lambda 4": LanternPP(lambda_=4.0),
 }
 SCALES = {"ar": "ar", "code": CoDe(2), "speculative": ScaleSpeculative()}
 CONTINUOUS = {"ar": "ar"} | {v: CSpD(v) for v in ("exact", "paper", "release", "aligned")}
@@ -124,7 +125,7 @@ def calls() -> dict[str, Call]:
     found: dict[str, Call] = {}
     for label, method in IMAGES.items():
         found[f"tokens: {label}"] = partial(drawn, "pocket/llamagen", method)
-    for label in ("ar", "speculative", "lantern++, official"):
+    for label in ("ar", "speculative", "lantern++"):
         greedy = partial(drawn, "pocket/llamagen", IMAGES[label], temperature=0.0)
         found[f"tokens, greedy: {label}"] = greedy
     for label, method in SCALES.items():

@@ -1,82 +1,235 @@
-"""Where Triton runs, answers and texts are scored by the tree kernel, and no dense mask is made.
+"""Which kernels a run of each method launches, and that no dense mask is made for the target's tree.
 
-Here it runs in Triton's interpreter, which is slow: models are tiny, texts short.
+The kernels run in Triton's interpreter, which is slow: models are tiny, outputs short. The table in
+kernels/README.md is compared with what the runs launch.
 """
 
 import logging
+import re
+from collections import Counter
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 import transformers as tf
+from PIL import Image
 
 import specmm
+from specmm import methods
 from specmm.cache import Cache
+from specmm.decode import MEASURE_EVERY
 from specmm.hf.attention import use_tree_attention
 from specmm.hf.target import VLMTarget
-from specmm.kernels.tree_attention import interface
-from specmm.methods import MSD, Block
+from specmm.image_ar.tokens.target import LlamaGenTarget
+from specmm.kernels.tree_attention import dense, interface
+from specmm.methods import MSD, Block, Draft, LanternPP
 
 CODE, QUESTION = "def add(a, b):", "How many?"
+KERNELS = {  # columns of the table
+    "tree attention": "tree_attention",
+    "KV commit": "kv_commit",
+    "fused acceptance": "accept",
+}
+FAMILIES = {
+    "image tokens": methods.IMAGE_TOKENS,
+    "scales": methods.SCALES,
+    "continuous tokens": methods.CONTINUOUS,
+    "questions about pictures": methods.VQA,
+    "text": methods.TEXT,
+}
+README = Path(__file__).parents[2] / "kernels" / "README.md"
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for the CPU")
 
 
+def table():
+    """What kernels/README.md says: by family and method, whether each kernel is launched."""
+    text = README.read_text().partition("## Which methods run which kernels")[2]
+    header, _, *rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert header.split("|")[3:6] == [f" {name} " for name in KERNELS]
+    found = {}
+    for line in rows:
+        if not (named := re.match(r"\| ([\w ]+) \| ((?:`[^`]+`(?:, )?)+) \|", line)):
+            break  # the next table
+        cells = [cell.strip() for cell in line.split("|")[3:6]]
+        assert set(cells) <= {"yes", "no"}, line
+        for method in re.findall("`([^`]+)`", named[2]):
+            found[named[1], method] = [cell == "yes" for cell in cells]
+    return found
+
+
+TABLE = table()
+
+
+def test_the_table_has_every_method_of_every_family():
+    assert set(TABLE) == {(family, name) for family, kinds in FAMILIES.items() for name in kinds}
+
+
 @pytest.fixture
-def kernel_calls(monkeypatch):
-    """Kernels are Triton's; a dense mask is an error; what comes back counts their calls."""
-    calls, real = [], interface.tree_attention
+def launches(monkeypatch):
+    """Kernels are Triton's; what comes back counts their launches by name."""
+    counts = Counter()
     monkeypatch.setenv("SPECMM_KERNELS", "triton")
-    monkeypatch.setattr(interface, "tree_attention", lambda *given: calls.append(1) or real(*given))
-    return calls
+    # the first target of a model scores one tree to see whether it can be one: no part of a run
+    monkeypatch.setattr("specmm.hf.target.check_model", lambda model, target: None)
+    for folder, name in (
+        ("tree_attention", "tree_attention"),
+        ("kv_commit", "kv_commit"),
+        ("acceptance", "accept"),
+    ):
+        module = import_module(f"specmm.kernels.{folder}.triton")
+
+        def counted(*given, name=name, run=getattr(module, name)):
+            counts[name] += 1
+            return run(*given)
+
+        monkeypatch.setattr(module, name, counted)
+    return counts
 
 
 @pytest.fixture
 def no_dense_masks(monkeypatch):
-    """A dense mask for the target's tree is an error; drafters of other kinds keep theirs."""
-    score, bias, scoring = VLMTarget.score, Cache.tree_bias, []
+    """A dense mask for the target's tree is an error; networks that draft keep theirs."""
+    bias, scoring = Cache.tree_bias, []
+    for kind in (VLMTarget, LlamaGenTarget):
 
-    def watched(target, tree):
-        scoring.append(target)
-        try:
-            return score(target, tree)
-        finally:
-            scoring.pop()
+        def watched(target, tree, score=kind.score):
+            scoring.append(target)
+            try:
+                return score(target, tree)
+            finally:
+                scoring.pop()
 
-    def dense(cache, ancestors):
+        monkeypatch.setattr(kind, "score", watched)
+
+    def guarded(cache, ancestors):
         assert not scoring, "a dense mask was made"
         return bias(cache, ancestors)
 
-    monkeypatch.setattr(VLMTarget, "score", watched)
-    monkeypatch.setattr(Cache, "tree_bias", dense)
+    def refused(*given):
+        raise AssertionError("a dense mask was made")
+
+    monkeypatch.setattr(Cache, "tree_bias", guarded)
+    monkeypatch.setattr(dense, "dense_mask", refused)
 
 
-@pytest.mark.parametrize("method", ["prompt-lookup", Block(tree=(2, 1))], ids=str)
-def test_texts(text_folder, kernel_calls, no_dense_masks, method):
+def launched(counts):
+    """Whether each kernel was, in the table's order."""
+    return [counts[name] > 0 for name in KERNELS.values()]
+
+
+@pytest.fixture(scope="module")
+def picture_pipe(make_tiny):
+    """Pictures of 9 tokens."""
+    pipe = make_tiny(tokens=9)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+SHORT = {  # shapes that are quick in the interpreter
+    "sjd": methods.SJD(3),
+    "eagle": methods.Eagle(total=4, depth=2, top_k=2),
+    "lantern": methods.Lantern(k=10, total=4, depth=2, top_k=2),
+    "lantern++": LanternPP(k=10),
+    "draft": Draft(tree=(2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in methods.IMAGE_TOKENS if name != "auto"])
+def test_image_tokens(picture_pipe, launches, no_dense_masks, name):
+    method, generator = SHORT.get(name, name), torch.Generator().manual_seed(0)
+    out = picture_pipe(["heart"], method=method, generator=generator, output_type="latent")
+    assert out.tokens.shape == (1, 9)
+    assert launched(launches) == TABLE["image tokens", name]
+
+
+@pytest.mark.parametrize(("temperature", "lambda_"), [(0.0, 20.0), (1.0, 1.5)])
+def test_lantern_is_fused_in_all_rounds_but_those_that_measure(
+    make_tiny, launches, no_dense_masks, temperature, lambda_
+):
+    pipe = make_tiny(tokens=16)
+    pipe.set_progress_bar_config(disable=True)
+    given = dict(temperature=temperature, generator=torch.Generator().manual_seed(0))
+    out = pipe(["heart"], method=LanternPP(lambda_, 10), output_type="latent", **given)
+    rounds = out.stats.rounds
+    assert rounds > 3 and out.certificate.kind == "bounded"
+    assert launches["accept"] == rounds - -(-rounds // MEASURE_EVERY)
+    assert launches["tree_attention"] == 2 * rounds  # layers
+
+
+def test_the_release_is_not_fused(picture_pipe, launches, no_dense_masks):
+    generator = torch.Generator().manual_seed(0)
+    method = LanternPP(k=10, residual="release")
+    picture_pipe(["heart"], method=method, generator=generator, output_type="latent")
+    assert launched(launches) == [True, True, False]
+
+
+@pytest.mark.parametrize("name", ["ar", methods.CoDe(5), "speculative"], ids=str)
+def test_scales(launches, name):
+    pipe = specmm.ImagePipeline.from_pretrained("pocket/var", torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    pipe(["heart"], method=name, generator=torch.Generator().manual_seed(0), output_type="latent")
+    assert launched(launches) == TABLE["scales", getattr(name, "name", name)]
+
+
+@pytest.mark.parametrize("name", list(methods.CONTINUOUS))
+def test_continuous_tokens(launches, name):
+    pipe = specmm.ImagePipeline.from_pretrained("pocket/mar", torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    pipe(["heart"], method=name, generator=torch.Generator().manual_seed(0), output_type="latent")
+    assert launched(launches) == TABLE["continuous tokens", name]
+
+
+TEXTS = {"draft": Draft("block", tree=(2, 1)), "block, tree": Block(tree=(2, 1))}
+
+
+@pytest.mark.parametrize("name", [*(n for n in methods.TEXT if n != "auto"), "block, tree"])
+def test_texts(text_folder, launches, no_dense_masks, name):
     plain = specmm.TextPipeline.from_pretrained(text_folder, torch_dtype=torch.float32)
     wanted = plain(CODE * 2, max_new_tokens=6).texts
     pipe = specmm.TextPipeline.from_pretrained(text_folder, torch_dtype=torch.float32)
     assert pipe.model.config._attn_implementation == interface.NAME
-    assert pipe(CODE * 2, max_new_tokens=6, method=method).texts == wanted
-    assert kernel_calls
+    assert pipe(CODE * 2, max_new_tokens=6, method=TEXTS.get(name, name)).texts == wanted
+    assert launched(launches) == TABLE["text", name.partition(",")[0]]
 
 
-@pytest.mark.parametrize("method", ["prompt-lookup", MSD(sampled=True, tree=(2, 1))], ids=str)
-def test_answers(kernel_calls, no_dense_masks, method):
-    from PIL import Image
+ANSWERS = {"draft": Draft("msd", tree=(2, 1)), "msd, drawn": MSD(sampled=True, tree=(2, 1))}
+ANSWERS |= {"msd": MSD(total=4, depth=2, top_k=2)}
 
+
+@pytest.fixture(scope="module")
+def answer_pipe():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECMM_KERNELS", "triton")
+        return specmm.VQAPipeline.from_pretrained("pocket/llava", torch_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "name", [*(n for n in methods.VQA if n not in ("auto", "verdict")), "msd, drawn"]
+)
+def test_answers(answer_pipe, launches, no_dense_masks, name):
     picture = Image.new("RGB", (64, 64), "red")
-    pipe = specmm.VQAPipeline.from_pretrained("pocket/llava", torch_dtype=torch.float32)
-    assert pipe.model.config.get_text_config()._attn_implementation == interface.NAME
-    assert pipe.model.config.vision_config._attn_implementation != interface.NAME
-    wanted = pipe(picture, QUESTION, max_new_tokens=5).answers
-    assert pipe(picture, QUESTION, max_new_tokens=5, method=method).answers == wanted
-    assert kernel_calls
+    config = answer_pipe.model.config
+    assert config.get_text_config()._attn_implementation == interface.NAME
+    assert config.vision_config._attn_implementation != interface.NAME
+    wanted = answer_pipe(picture, QUESTION, max_new_tokens=4).answers
+    method = ANSWERS.get(name, name)
+    assert answer_pipe(picture, QUESTION, max_new_tokens=4, method=method).answers == wanted
+    assert launched(launches) == TABLE["questions about pictures", name.partition(",")[0]]
 
 
-def test_a_dense_mask_is_seen(text_folder, monkeypatch, no_dense_masks):
-    monkeypatch.setenv("SPECMM_KERNELS", "torch")
-    pipe = specmm.TextPipeline.from_pretrained(text_folder, torch_dtype=torch.float32)
+@pytest.mark.parametrize("place", ["Cache.tree_bias", "dense.dense_mask"])
+def test_a_dense_mask_is_seen(text_folder, monkeypatch, no_dense_masks, place):
+    """One for transformers' model, one in the operator."""
+    if place == "Cache.tree_bias":
+        monkeypatch.setenv("SPECMM_KERNELS", "torch")
+        pipe = specmm.TextPipeline.from_pretrained(text_folder, torch_dtype=torch.float32)
+        with pytest.raises(AssertionError, match="a dense mask was made"):
+            pipe(CODE * 2, max_new_tokens=6, method="prompt-lookup")
+        return
+    q, words = torch.zeros(1, 1, 1, 8), torch.ones(1, 1, 1, dtype=torch.int64)
     with pytest.raises(AssertionError, match="a dense mask was made"):
-        pipe(CODE * 2, max_new_tokens=6, method="prompt-lookup")
+        specmm.kernels.tree_attention.tree_attention(q, q, q, words, words[0, 0] * 0, 0, 1.0)
 
 
 def test_without_triton_models_stay_as_they_are(text_folder, monkeypatch):

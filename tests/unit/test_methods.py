@@ -138,3 +138,14 @@ def test_methods_declare_what_jobs_and_the_app_ask() -> None:
     assert set(methods.VQA) - having(methods.VQA, "streams") == {"verdict"}
     assert not having(methods.SCALES, "one_generator") and methods.CoDe(release=True).one_generator
     assert not having(methods.TEXT, "batch_dependent") and methods.Block(sure=0.1).batch_dependent
+
+
+def test_the_residual_of_lantern_and_its_old_name() -> None:
+    for kind in (methods.Lantern, methods.LanternPP):
+        assert kind().residual == "corrected" and "release" not in kind().choice.rule
+        with pytest.warns(FutureWarning, match='"official" is called "release"'):
+            old = methods.make(methods.IMAGE_TOKENS, kind.name, residual="official")
+        assert old == kind(residual="release")
+        assert old.choice.rule.startswith(f"{kind.name}-release(")
+    with pytest.warns(FutureWarning):
+        parse_method(methods.IMAGE_TOKENS, "lantern++", ["residual=official"])

@@ -67,7 +67,7 @@ def test_one_family_as_released(case):
     tree = DraftTree(torch.tensor([[0, *case.siblings]]), shape, probs)
     rule = rule_of(
         case,
-        residual="lumina" if case.kind == "L" else "official",
+        residual="lumina" if case.kind == "L" else "release",
         offset=getattr(case, "image_token_offset", 0),
     )
     decisions = rule.decisions(tree, target.expand(1, shape.size, -1))
@@ -144,7 +144,7 @@ def test_whole_trees_as_released(case):
     processor = Processor(case.temperature, case.top_k, case.top_p or 1.0, top_p_first=True)
     tree = DraftTree(torch.tensor([tokens]), TreeShape.from_parents(parents))
     p = processor(at_nodes(logits, rows, len(tokens)))
-    decisions = rule_of(case, residual="official").decisions(tree, p)
+    decisions = rule_of(case, residual="release").decisions(tree, p)
     node, tested, uniforms = 0, [], iter(case.uniforms)
     while True:
         for child in [n for n, parent in enumerate(parents) if parent == node]:
@@ -234,7 +234,7 @@ def test_the_stated_distribution_is_the_nearest_that_dominates_what_is_kept(rule
         assert total_variation(probs, p) <= total_variation(other, p) + 1e-12
 
 
-@pytest.mark.parametrize("residual", ["corrected", "official", "lumina"])
+@pytest.mark.parametrize("residual", ["corrected", "release", "lumina"])
 @pytest.mark.parametrize("scheme", ["without replacement", "independent", "top"])
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: f"{r.name}-{r.k}")
 def test_the_excess_bounds_the_total_variation(rule, scheme, residual, tables):
@@ -251,7 +251,7 @@ def test_the_excess_bounds_the_total_variation(rule, scheme, residual, tables):
 def test_without_neighbours_it_is_the_strict_rule(scheme, tables):
     shape, target = TreeShape.from_parents([-1, 0, 0, 1, 1]), tables(7, 4, 3)
     drawn = draws(shape, tables(8, 4, 3), scheme)
-    for rule in (Lantern(CODES, 0, 0.3), Lantern(CODES, 0, 0.3, "official"), Recursive()):
+    for rule in (Lantern(CODES, 0, 0.3), Lantern(CODES, 0, 0.3, "release"), Recursive()):
         assert (
             total_variation(emitted_probs(rule, drawn, target), sequence_probs(target, 3)) < 1e-12
         )
@@ -297,7 +297,24 @@ def test_options_out_of_range_are_named():
         Lantern(CODES, 2, 2.0)
     with pytest.raises(ValueError, match="lambda_ must be at least 1"):
         LanternPP(CODES, 2, 0.5)
-    with pytest.raises(ValueError, match="residual must be one of corrected, official, lumina"):
+    with pytest.raises(ValueError, match="residual must be one of corrected, release, lumina"):
         Lantern(CODES, 2, 0.1, "other")
     with pytest.raises(ValueError, match=r"k must be in \[0, 3\]"):
         Lantern(CODES, 4)
+
+
+def test_the_residuals_old_name_warns():
+    with pytest.warns(FutureWarning, match='"official" is called "release"') as caught:
+        rule = LanternPP(CODES, 2, 2.0, "official")
+    assert rule.residual == "release" and caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("residual", ["corrected", "release"])
+def test_an_excluded_token_is_emitted_by_the_release_alone(residual):
+    """A draft that the target excludes is rejected; its neighbours hold all that is allowed."""
+    p = torch.tensor([[[0.0, 0.5, 0.5, 0.0]] * 2])
+    tree = DraftTree(torch.tensor([[0, 3]]), TreeShape.chain(1))
+    near = torch.tensor([[1, 2], [0, 2], [0, 1], [1, 2]])
+    decisions = Lantern(near, 1, 0.5, residual).decisions(tree, p)
+    assert decisions.accept[0, 1] == 0.5
+    assert bool(decisions.next_probs[0, 0, [0, 3]].any()) == (residual == "release")

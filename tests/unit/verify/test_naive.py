@@ -49,8 +49,8 @@ PAIRS = {
     "traversal": (Traversal(), naive.traversal),
     "greedy multi-draft": (GreedyMultiDraft(), naive.greedy_multi_draft),
     "typical": (Typical(), partial(naive.typical, epsilon=0.09, delta=0.3)),
-    **{f"lantern {r}": lantern(4, 0.2, False, r) for r in ("corrected", "official", "lumina")},
-    **{f"lantern++ {r}": lantern(3, 2.5, True, r) for r in ("corrected", "official", "lumina")},
+    **{f"lantern {r}": lantern(4, 0.2, False, r) for r in ("corrected", "release", "lumina")},
+    **{f"lantern++ {r}": lantern(3, 2.5, True, r) for r in ("corrected", "release", "lumina")},
     "lantern, no neighbour": lantern(0, 0.1, False, "corrected"),
 }
 NEED_PROBS = ("k-seq", "greedy multi-draft")
