@@ -22,7 +22,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -238,7 +238,8 @@ class MSDHead(nn.Module):
 
 def load_for(folder: Path, target: PreTrainedModel, method: str) -> MSDHead:
     """The head in ``folder`` for the ``target`` model, with prepacked weights."""
-    return lay_weights(load_msd(folder, target.get_input_embeddings().weight))
+    embeddings = cast(Tensor, target.get_input_embeddings().weight)
+    return lay_weights(load_msd(folder, embeddings))
 
 
 def load_msd(

@@ -176,7 +176,8 @@ class SpeculativeVerdict:
         self.experts = list(experts)
         self.verdict = verdict
         self.hear = hear
-        self.prompts = prompts or getattr(experts, "prompts", VerdictPrompts())
+        own: VerdictPrompts = getattr(experts, "prompts", VerdictPrompts())
+        self.prompts = prompts or own
 
     def __call__(
         self,

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen2Config
 
 from specmm.checkpoints import State, check_fingerprint, fingerprint, read_checkpoint, read_json
@@ -70,7 +70,7 @@ def check_target(facts: Facts, target: PreTrainedModel, source: object) -> None:
     """Raise ``ValueError`` unless the drafter of ``facts`` was trained with this ``target``."""
     recorded = facts.get("target_fingerprint")
     if recorded is not None:
-        embeddings = target.get_input_embeddings().weight
+        embeddings = cast(Tensor, target.get_input_embeddings().weight)
         check_fingerprint(recorded, fingerprint(embeddings), source)
 
 
