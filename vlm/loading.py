@@ -38,6 +38,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from specmm.checkpoints import (
     check_fingerprint,
+    embeddings_of,
     fingerprint,
     load_strict,
     read_checkpoint,
@@ -124,7 +125,7 @@ def _compose(folder: Path, dtype: torch.dtype | None) -> LlavaForConditionalGene
     """
     facts = read_json(folder / "config.json")
     model: Any = untrained(facts["language_model"])
-    check_fingerprint(facts.get("target_fingerprint"), fingerprint(_embeddings(model)), folder)
+    check_fingerprint(facts.get("target_fingerprint"), fingerprint(embeddings_of(model)), folder)
     projector = read_checkpoint(folder / PROJECTOR)
     load_strict(model.model.multi_modal_projector, projector, source=folder)
     return model.to(dtype or torch.float32).eval()
@@ -195,14 +196,9 @@ def save_composed(
         "model_type": "llava",
         "vision_config": {"model_type": vision.model_type},
         "language_model": language,
-        "target_fingerprint": fingerprint(_embeddings(model)),
+        "target_fingerprint": fingerprint(embeddings_of(model)),
     }
     (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
-
-
-def _embeddings(model: Any) -> Tensor:
-    found: Tensor = model.get_input_embeddings().weight
-    return found
 
 
 class TowerConfig(PreTrainedConfig):

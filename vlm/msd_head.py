@@ -22,7 +22,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,7 @@ from specmm.cache import Memory
 from specmm.checkpoints import (
     State,
     check_fingerprint,
+    embeddings_of,
     fingerprint,
     load_strict,
     read_checkpoint,
@@ -238,8 +239,7 @@ class MSDHead(nn.Module):
 
 def load_for(folder: Path, target: PreTrainedModel, method: str) -> MSDHead:
     """The head in ``folder`` for the ``target`` model, with prepacked weights."""
-    embeddings = cast(Tensor, target.get_input_embeddings().weight)
-    return lay_weights(load_msd(folder, embeddings))
+    return lay_weights(load_msd(folder, embeddings_of(target)))
 
 
 def load_msd(

@@ -9,14 +9,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, Qwen2Config
 
-from specmm.checkpoints import State, check_fingerprint, fingerprint, read_checkpoint, read_json
+from specmm.checkpoints import (
+    State,
+    check_fingerprint,
+    embeddings_of,
+    fingerprint,
+    read_checkpoint,
+    read_json,
+)
 
 INDEX = "model.safetensors.index.json"
 LEFTOVERS = ("inv_freq", "sampling_eps_min", "sampling_eps_max")
@@ -70,8 +77,7 @@ def check_target(facts: Facts, target: PreTrainedModel, source: object) -> None:
     """Raise ``ValueError`` unless the drafter of ``facts`` was trained with this ``target``."""
     recorded = facts.get("target_fingerprint")
     if recorded is not None:
-        embeddings = cast(Tensor, target.get_input_embeddings().weight)
-        check_fingerprint(recorded, fingerprint(embeddings), source)
+        check_fingerprint(recorded, fingerprint(embeddings_of(target)), source)
 
 
 def qwen_config(facts: Facts, kind: str) -> Qwen2Config:

@@ -78,8 +78,9 @@ def launches(monkeypatch):
         ("acceptance", "accept"),
     ):
         module = import_module(f"specmm.kernels.{folder}.triton")
+        original = getattr(module, name)
 
-        def counted(*given, name=name, run=getattr(module, name)):
+        def counted(*given, name=name, run=original):
             counts[name] += 1
             return run(*given)
 
