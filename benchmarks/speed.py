@@ -30,13 +30,12 @@ from benchmarks.common import (
 )
 from benchmarks.settings import Options
 from specmm import methods
-from specmm.certificate import Certificate
 from specmm.image_ar.output import ImageOutput
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.quality import log_likelihood
 from specmm.image_ar.tokens.target import Prompt
 from specmm.runs.race import in_turn
-from specmm.stats import Stats
+from specmm.stats import Certificate, Stats
 
 Draw = Callable[[int, int], ImageOutput]  # class and seed to one picture
 

@@ -35,7 +35,7 @@ from benchmarks.common import (
 from benchmarks.vlm_speed import Answer, Answered, Runner, cut, drafts, race, row
 from specmm import methods
 from specmm.diffusion_drafters.train.texts import read_files
-from specmm.dtypes import named_dtype
+from specmm.hardware import named_dtype
 from specmm.text.pipeline import TextPipeline
 
 PROMPT, LONGEST = 96, 128  # tokens read and tokens written

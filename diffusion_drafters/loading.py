@@ -18,8 +18,8 @@ from specmm.diffusion_drafters.diffuspec.ngram import NGram
 from specmm.diffusion_drafters.models.causal import CausalPrefix, check_target, is_deer, load_deer
 from specmm.diffusion_drafters.models.dflash import DFlash, load_dflash
 from specmm.diffusion_drafters.models.files import load_diffusion_lm
+from specmm.hardware import prepack
 from specmm.hf.loading import own_tokenizer
-from specmm.prepacked import lay_weights
 
 PROXY = "ngram.safetensors"
 
@@ -27,7 +27,7 @@ PROXY = "ngram.safetensors"
 def load_block(folder: Path, target: Any, method: str) -> DFlash:
     """The DFlash drafter in ``folder`` for the ``target`` model."""
     check_target(read_json(folder / "config.json"), target, folder)
-    return lay_weights(load_dflash(folder, target.dtype).to(target.device))
+    return prepack(load_dflash(folder, target.dtype).to(target.device))
 
 
 def load_deer_or_diffusion(folder: Path, target: Any, method: str) -> CausalPrefix | Diffusion:

@@ -15,15 +15,13 @@ from typing import Any
 import torch
 
 from specmm import methods
-from specmm.acceptance_stats import AcceptanceCounter
-from specmm.autotune import Plan
+from specmm.autotune import AcceptanceCounter, Plan, planned
 from specmm.decode import decode
 from specmm.diffusion_drafters.assemble import block_source, chain_rule
 from specmm.diffusion_drafters.drafters.block import ChainDrafter, block_length
 from specmm.diffusion_drafters.drafters.sources import BlockSource
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.profiling import planned
 from specmm.randomness import Uniforms
 from specmm.tree import TreeShape
 

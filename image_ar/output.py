@@ -15,8 +15,7 @@ from diffusers.utils import BaseOutput
 from PIL import Image
 from torch import Tensor
 
-from specmm.certificate import Certificate, merged
-from specmm.stats import Stats, total
+from specmm.stats import Certificate, Stats, merged_certificate, total
 
 OUTPUT_TYPES = ("pil", "np", "latent")
 Callback = Callable[[Any, int, int, dict[str, Any]], dict[str, Any]]
@@ -69,7 +68,7 @@ def draw_batches(
             parts.append(draw(slice(first, first + batch_size)))
             bar.update(first + len(parts[-1].tokens) - bar.n)
     stats = total([part.stats for part in parts])
-    certificate = merged([(part.certificate, part.measured) for part in parts])
+    certificate = merged_certificate([(part.certificate, part.measured) for part in parts])
     assert certificate is not None, "there is at least one picture"
     drawn = [part.images for part in parts if part.images is not None]
     pictures: Any = torch.cat(drawn).cpu().numpy() if drawn else np.empty(0)

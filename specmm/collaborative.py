@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specmm.certificate import Certificate
-from specmm.stats import Clock
+from specmm.stats import Certificate, Clock
 
 
 class Worker(Protocol):

@@ -19,9 +19,9 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from specmm.checkpoints import read_json
+from specmm.hardware import prepack
 from specmm.hf import pretrained
 from specmm.hf.drafters.small_model import SmallModel
-from specmm.prepacked import lay_weights
 from specmm.vlm.composed import build_processor, compose, is_composed
 
 
@@ -53,7 +53,7 @@ def load_small(folder: Path, target: Any, method: str) -> SmallModel:
     processor.
     """
     processor = load_processor(folder) if (folder / "processor_config.json").is_file() else None
-    return SmallModel(lay_weights(load_model(folder, target.dtype).to(target.device)), processor)
+    return SmallModel(prepack(load_model(folder, target.dtype).to(target.device)), processor)
 
 
 def _check_kind(folder: Path) -> None:

@@ -16,12 +16,10 @@ from typing import Any
 import torch
 
 from specmm import methods
-from specmm.acceptance_stats import WIDEST, AcceptanceCounter
-from specmm.autotune import Plan
+from specmm.autotune import WIDEST, AcceptanceCounter, Plan, planned
 from specmm.decode import EndTokens, decode
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.profiling import planned
 from specmm.randomness import Uniforms
 from specmm.shape.sequoia import best_tree
 from specmm.shape.trees import spine

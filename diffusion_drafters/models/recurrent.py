@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specmm.prepacked import state_of
+from specmm.hardware import state_of
 
 NORM_EPS = 1e-6  # beside an embedding's mean square
 ROWS = 8192  # of the embeddings normed at a time

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specmm.certificate import Certificate
 from specmm.image_ar.continuous.chain import ChainHead
 from specmm.image_ar.continuous.cspd import Side, StreamNumbers, Window, decode_release
 from specmm.image_ar.continuous.decode import Plan, Progress, Sampler, conditions, decode_mar
@@ -25,6 +24,7 @@ from specmm.image_ar.continuous.samplers import Ancestral, Deterministic, SmallH
 from specmm.image_ar.continuous.settings import Solver
 from specmm.image_ar.continuous.speculate import Options
 from specmm.methods import AR, ContinuousMethod, CSpD
+from specmm.stats import Certificate
 
 STEPS, ITERATIONS = (
     16,

@@ -15,7 +15,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.dtypes import choose_dtype
+from specmm.hardware import choose_dtype
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.continuous.assemble import Draw, Models, assemble
 from specmm.image_ar.continuous.kl import AutoencoderKL

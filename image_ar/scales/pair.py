@@ -12,7 +12,7 @@ import torch
 
 from specmm import zoo
 from specmm.checkpoints import fingerprint
-from specmm.dtypes import gpu_has_bfloat16
+from specmm.hardware import gpu_has_bfloat16
 from specmm.image_ar.scales.loading import load_var, load_vqvae, save_var
 from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.vqvae import VQVAE

@@ -17,10 +17,9 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.certificate import Certificate
 from specmm.collaborative import alternate, certificate
-from specmm.dtypes import LARGE as MANY
-from specmm.dtypes import choose_dtype
+from specmm.hardware import LARGE as MANY
+from specmm.hardware import choose_dtype, prepack
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
 from specmm.image_ar.scales import tuning
@@ -44,9 +43,8 @@ from specmm.image_ar.settings import (
     write_index,
     write_settings,
 )
-from specmm.prepacked import lay_weights
 from specmm.randomness import Uniforms, sample_generators
-from specmm.stats import Clock, Stats
+from specmm.stats import Certificate, Clock, Stats
 from specmm.turns import in_its_turn
 
 SOFT = Certificate(
@@ -132,8 +130,8 @@ class VARPipeline(DiffusionPipeline):  # type: ignore[misc]
         second = load_small(small, vae) if small is not None else None
         if second is None and (folder / "small").is_dir():
             second = load_var(folder / "small")
-        large = lay_weights(transformer.to(device, dtype), long=True)
-        second = None if second is None else lay_weights(second.to(device, dtype), long=True)
+        large = prepack(transformer.to(device, dtype), long=True)
+        second = None if second is None else prepack(second.to(device, dtype), long=True)
         settings = read_settings(Settings, folder)
         settings = settings if small is None else replace(settings, fid={}, n=-1)
         return cls(large, vae.to(device), second, settings, resolved, str(name))

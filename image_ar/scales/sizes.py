@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from specmm.hardware import MOST, prepack
 from specmm.image_ar.scales.loading import PUBLISHED_HEAD_DIM
 from specmm.image_ar.scales.planner import Draw, choose_n, forecast, parameters
 from specmm.image_ar.scales.sampling import Sampling
@@ -15,7 +16,6 @@ from specmm.image_ar.scales.scale_schedule import PATCHES_256, PATCHES_512
 from specmm.image_ar.scales.tuning import Plan, calibrate
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
-from specmm.prepacked import MOST, lay_weights
 
 LADDERS = {256: PATCHES_256, 512: PATCHES_512}
 DEPTHS = {256: (16, 20, 24, 30), 512: (36,)}  # by resolution
@@ -56,7 +56,7 @@ def random_var(config: VARConfig, dtype: torch.dtype, whole: VARConfig | None = 
     if not given).
     """
     model = VAR(config).to(dtype).eval()
-    return lay_weights(model, long=True) if parameters(whole or config) <= MOST else model
+    return prepack(model, long=True) if parameters(whole or config) <= MOST else model
 
 
 def random_vqvae(config: VARConfig) -> VQVAE:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specmm.acceptance_stats import WIDEST, AcceptanceCounter
+from specmm.autotune import WIDEST, AcceptanceCounter
 from specmm.decode import decode
 from specmm.image_ar.tokens.drafters.block import BlockDrafter, BlockHead
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt

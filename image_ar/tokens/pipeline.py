@@ -16,11 +16,10 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.certificate import Certificate, of_rule
 from specmm.compiled import CompiledRound, prepare_compiler
 from specmm.continuous_batching import Queue
 from specmm.decode import Progress, decode, decode_plain, one_round
-from specmm.dtypes import choose_dtype
+from specmm.hardware import choose_dtype, prepack
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
 from specmm.image_ar.settings import (
@@ -41,9 +40,9 @@ from specmm.image_ar.tokens.static import StaticTarget
 from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
 from specmm.image_ar.tokens.tuning import choose_method
 from specmm.image_ar.tokens.vq import VQModel
-from specmm.prepacked import lay_weights
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
+from specmm.stats import Certificate, rule_certificate
 from specmm.turns import in_its_turn
 
 # batches' worth of pictures that one loop draws where rows can be taken over by waiting samples
@@ -125,7 +124,7 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
             folder / "drafters", transformer
         )  # whose fingerprint is taken on the CPU
         for module in (transformer, *drafters.values()):
-            lay_weights(module.to(device))
+            prepack(module.to(device))
         captions = (
             CaptionEncoder(text_encoder, tokens=transformer.config.cls_token_num)
             if text_encoder
@@ -279,7 +278,7 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
             Certificate("exact", "plain decoding of the target", 0.0),
         )
         if rule is not None:
-            certificate = of_rule(
+            certificate = rule_certificate(
                 rule.name, rule.exact, float(progress.excess) / measured if measured else None
             )
         return Drawn(tokens, images, progress.stats, certificate, name, measured)

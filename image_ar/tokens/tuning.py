@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from specmm import methods, profiling
+from specmm import autotune, methods
 from specmm.autotune import Plan
 from specmm.decode import decode, decode_plain
 from specmm.image_ar.tokens.assemble import Parts, assemble
@@ -77,7 +77,7 @@ def _plan(target: LlamaGenTarget, parts: Parts, batch: int) -> Plan:
         return BlockDrafter(head, target, shape, rejected_weight=PLANNED.rejected_weight)
 
     shapes = candidates(parts)
-    return profiling.planned(
+    return autotune.planned(
         target, drafter_of, shapes, Recursive(), prompt, uniforms, parts.acceptance
     )
 

@@ -151,7 +151,7 @@ def _check_machine(parquet: bool, device: str, engine: str) -> None:
     """Raise ``ValueError`` before any work for what this machine lacks."""
     from importlib.util import find_spec
 
-    from specmm.dtypes import named_device
+    from specmm.hardware import named_device
 
     if parquet and find_spec("pyarrow") is None:
         raise ValueError("--parquet needs pyarrow, run: pip install 'specmm[batch]'")

@@ -102,9 +102,9 @@ def generate(
 
 def _lines(report: Report) -> str:
     """A summary for people."""
-    from specmm.certificate import merged
+    from specmm.stats import merged_certificate
 
-    job, found = report.job, merged(report.certificates)
+    job, found = report.job, merged_certificate(report.certificates)
     rate = f", {report.seconds / len(report.outputs):.2f} s each" if report.outputs else ""
     first = f"{len(report.outputs)} of {len(job.inputs)} pictures by {report.ran} in {report.seconds:.1f} s{rate}"
     counts = f"{report.stats.tokens} tokens in {report.stats.rounds} rounds, tau {report.stats.tau:.2f}, "

@@ -60,7 +60,7 @@ def _sizes(
     """CoDe by N for two published sizes: tokens only, for the tokenizer's decoder is not among the
     sizes.
     """
-    from specmm.dtypes import LARGE, choose_dtype
+    from specmm.hardware import LARGE, choose_dtype
     from specmm.image_ar.scales.sampling import Sampling
     from specmm.image_ar.scales.sizes import check_published, foresee, published
 

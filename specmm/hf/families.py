@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specmm.hardware import prepack
 from specmm.hf.after_head import AfterHead, after_head
 from specmm.hf.prompt import POSITIONS, VLMPrompt
 from specmm.kernels.tree_attention.interface import NAME as TREES
-from specmm.prepacked import lay_weights
 from specmm.registry import unknown
 
 GRIDS = (
@@ -147,7 +147,7 @@ class Family:
         few.weight = nn.Parameter(self.head.weight.detach()[ids], requires_grad=False)
         if self.head.bias is not None:
             few.bias = nn.Parameter(self.head.bias.detach()[ids], requires_grad=False)
-        lay_weights(few)
+        prepack(few)
         return lambda states: self.after_head(few(states))
 
     @cached_property

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from specmm import methods
 from specmm.autotune import Plan
-from specmm.certificate import Certificate, of_rule
 from specmm.continuous_batching import BatchingDrafter, Queue
 from specmm.decode import EndTokens, Play, Progress, all_of, decode, decode_plain, one_round
 from specmm.drafter import DeferredDrafter, Drafter, NoDrafts
@@ -28,6 +27,7 @@ from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
 from specmm.registry import unknown
+from specmm.stats import Certificate, rule_certificate
 from specmm.verify import Recursive, Rule
 
 
@@ -232,7 +232,7 @@ class Run:
             return Certificate("exact", "plain decoding of the target", 0.0, self.settings)
         measured = float(end.measured)
         excess = float(end.excess) / measured if measured else None
-        return of_rule(self.rule.name, self.rule.exact, excess).under(self.settings)
+        return rule_certificate(self.rule.name, self.rule.exact, excess).under(self.settings)
 
 
 def _gained(progress: Progress) -> list[tuple[int, int]]:

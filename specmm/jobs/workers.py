@@ -17,14 +17,13 @@ import torch
 
 from specmm import methods
 from specmm.batch_invariant import batch_invariant
-from specmm.certificate import Certificate
 from specmm.jobs.items import Item
 from specmm.jobs.spec import Spec
 from specmm.jobs.store import Result
 from specmm.registry import Registry, unknown
 from specmm.runs.method_names import label, parse_method
 from specmm.runs.models import Kind, Place, draws, methods_of, open_model
-from specmm.stats import Stats
+from specmm.stats import Certificate, Stats
 
 TURNS = 4  # a killed job makes at most so many batches again
 

@@ -28,7 +28,7 @@ class Place:
 
         Raises ``ValueError`` for a device that is not here and for an unknown dtype.
         """
-        from specmm.dtypes import named_device, named_dtype
+        from specmm.hardware import named_device, named_dtype
 
         return Place(named_device(device), named_dtype(dtype))
 

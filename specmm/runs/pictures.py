@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from specmm import methods
-from specmm.certificate import Certificate, merged
-from specmm.files import slug, write_whole
+from specmm.checkpoints import slug, write_whole
 from specmm.runs.method_names import label
 from specmm.runs.models import place_of
+from specmm.stats import Certificate, merged_certificate
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """The JSON of the run."""
         job, stats = self.job, self.stats
-        found = merged(self.certificates)
+        found = merged_certificate(self.certificates)
         return {
             "model": job.model,
             "method": job.method.name,

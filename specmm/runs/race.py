@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from specmm import methods
-from specmm.certificate import Certificate, merged
 from specmm.runs.method_names import label
 from specmm.runs.models import place_of
+from specmm.stats import Certificate, merged_certificate
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class Lane:
     @property
     def certificate(self) -> Certificate:
         """That of all runs together."""
-        found = merged(self.certificates)
+        found = merged_certificate(self.certificates)
         assert found is not None
         return found
 

@@ -28,7 +28,7 @@ from specmm.checkpoints import (
     read_json,
     weights_file,
 )
-from specmm.prepacked import lay_weights
+from specmm.hardware import prepack
 from specmm.vlm.drafters.msd_head import Acceptance, MSDConfig, MSDHead
 
 EMBEDDINGS = "embed_tokens.weight"
@@ -45,7 +45,7 @@ KINDS = {
 
 def load_for(folder: Path, target: Any, method: str) -> MSDHead:
     """The head in ``folder`` for the ``target`` model, its weights as its products read them."""
-    return lay_weights(load_msd(folder, target.get_input_embeddings().weight))
+    return prepack(load_msd(folder, target.get_input_embeddings().weight))
 
 
 def load_msd(

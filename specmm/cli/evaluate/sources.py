@@ -39,7 +39,7 @@ class Reader:
         """The network; raises ``ValueError`` for an unknown name or device, and for missing
         weights.
         """
-        from specmm.dtypes import named_device
+        from specmm.hardware import named_device
         from specmm.metrics.extractors import extractor
 
         return extractor(self.network, weights=self.weights, device=named_device(self.device))

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from specmm.collaborative import alternate
+from specmm.hardware import prepack
 from specmm.image_ar.scales.drawing import code_turns
 from specmm.image_ar.scales.feature_map import FeatureMap
 from specmm.image_ar.scales.memory import measured_peak
 from specmm.image_ar.scales.planner import Draw, model_memory
 from specmm.image_ar.scales.sampling import Inverse, Sampling
-from specmm.prepacked import lay_weights
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
 
@@ -30,7 +30,7 @@ def test_what_counts():
 
 
 def test_packed_weights_are_no_hindrance():
-    layer = lay_weights(torch.nn.Linear(64, 32, bias=False).bfloat16())
+    layer = prepack(torch.nn.Linear(64, 32, bias=False).bfloat16())
     x = torch.randn(16, 64).bfloat16()
     with torch.no_grad():
         assert measured_peak(lambda: layer(x), CPU) == 2 * 16 * 32
