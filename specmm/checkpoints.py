@@ -50,7 +50,7 @@ def read_checkpoint(path: str | Path, nesting: Sequence[str] = NESTING) -> State
 
 
 def weights_file(path: str | Path) -> Path:
-    """``path`` itself, or the weights inside it when it is a folder. Raises ``FileNotFoundError``."""
+    """``path``, or the weights inside it if it is a folder. Raises ``FileNotFoundError``."""
     path = Path(path)
     candidates = [path / name for name in FOLDER_NAMES] if path.is_dir() else [path]
     for file in candidates:
@@ -134,7 +134,7 @@ def fingerprint(*weights: Tensor) -> str:
 
 
 def check_fingerprint(said: str | None, wanted: str, source: object) -> None:
-    """Raise ``ValueError`` unless ``said``, the target of the drafter in ``source``, is ``wanted``."""
+    """Raise ``ValueError`` unless ``said``, the target of ``source``'s drafter, is ``wanted``."""
     if said != wanted:
         raise ValueError(
             f"drafter must be of this target ({wanted}), got one of {said} in {source}; use its own"
@@ -182,7 +182,7 @@ def check_names(
     source: str | Path,
     advice: str = "use the file of this model",
 ) -> None:
-    """Raise one ``ValueError`` for the names in ``problems``, by what is wrong with them, if any."""
+    """Raise one ``ValueError`` for all names in ``problems``, by what is wrong, if any."""
     if any(problems.values()):
         found = "; ".join(
             f"{len(names)} {what}: {some_names(names)}" for what, names in problems.items() if names
@@ -214,7 +214,7 @@ def some_names(names: Collection[str]) -> str:
 def write_whole(file: Path, data: bytes, durable: bool = False) -> None:
     """Write ``file`` whole, or raise ``OSError`` and leave nothing.
 
-    With ``durable`` its content is on the disk when this returns; its name is after ``sync_folder``.
+    With ``durable`` its content is on the disk when this returns; its name, after ``sync_folder``.
     """
     part = file.with_name(file.name + ".part")
     try:

@@ -1,9 +1,8 @@
-"""Models that take turns over the steps of one sample, without verification: CoDe's schedule (arXiv
-2411.17787).
+"""Models that take turns over the steps of one sample: CoDe's schedule (arXiv 2411.17787).
 
-A switch is no acceptance rule. What the first model has drawn stays, and the second goes on from
-it, so the output follows neither model's distribution and the certificate is ``heuristic``, unless
-one model draws everything.
+Nothing is verified. What the first model has drawn stays, and the second continues from it, so the
+output follows neither model's distribution. The certificate is ``heuristic``, unless one model
+draws everything.
 """
 
 from __future__ import annotations
@@ -16,17 +15,15 @@ from specmm.stats import Certificate, Clock
 
 
 class Worker(Protocol):
-    """A model with its caches, at work on a batch."""
+    """A model with its caches for one batch."""
 
     def step(self, k: int) -> None:
-        """Do step ``k``, having caught up with what others did before it."""
+        """Do step ``k``; what other models have done before it is known."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Steps one model does: ``open(steps)`` brings it to work when its turn has come; ``part``
-    names its time.
-    """
+    """The ``steps`` of one model; ``open(steps)`` makes its worker, ``part`` names its time."""
 
     model: str
     part: str
@@ -37,11 +34,12 @@ class Turn:
 def split(total: int, at: int) -> tuple[range, range]:
     """Steps of the first and the second of two models: the first does ``at`` of ``total``.
 
-    Raises ``ValueError`` unless 0 ≤ ``at`` ≤ ``total``, a whole number.
+    Raises ``ValueError`` unless ``at`` is a whole number from 0 to ``total``.
     """
     if not isinstance(at, int) or not 0 <= at <= total:
         raise ValueError(
-            f"n must be a whole number from 0 (the second model alone) to {total} (the first), got {at!r}"
+            f"n must be a whole number from 0 (the second model alone) to {total} (the first), "
+            f"got {at!r}"
         )
     return range(at), range(at, total)
 
@@ -49,7 +47,7 @@ def split(total: int, at: int) -> tuple[range, range]:
 def alternate(turns: Sequence[Turn], clock: Clock) -> Iterator[int]:
     """Do the steps of ``turns`` one after the other, yielding the number of each.
 
-    A worker is let go, and its memory with it, before the next is opened.
+    A worker's memory is freed before the next is opened.
     """
     for turn in turns:
         if not turn.steps:

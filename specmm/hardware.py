@@ -86,16 +86,16 @@ def prepack(network: Network, long: bool = False) -> Network:
     """``network`` with the weights of its linear layers on a CPU stored for products of a few rows.
 
     float32: by column, so that a product with Wᵀ reads memory in order. This is 20-50% faster for 1
-    to 18 rows while a weight fits into a core's cache; larger weights are left, since their products
-    of 2 rows would be slower. Such a weight is not contiguous, which safetensors requires of a
-    state dict saved by hand.
+    to 18 rows while a weight fits into a core's cache; larger weights are left, since products of 2
+    rows would be slower. Such a weight is not contiguous, which safetensors requires of a state
+    dict saved by hand.
 
     bfloat16: a second copy in oneDNN's blocks. With it 9 rows of SmolLM2-135M cost 1.23 times as
     much as one instead of 1.56 times, and VAR's hundreds of rows 20-40% less (two cores with AMX).
     Networks of more than ``MOST`` weights are left as they are.
 
     A network with ``long`` inputs, such as VAR's whole scales, gets the copy in float32, too: from
-    ``LONG`` tokens a row on, its products are oneDNN's, which is 5-15% faster for thousands of rows.
+    ``LONG`` tokens a row on, its products are oneDNN's, 5-15% faster for thousands of rows.
     Tokens decide and not rows, so that products do not depend on the batch.
     """
     linear = [module for module in network.modules() if type(module) is nn.Linear]

@@ -105,7 +105,7 @@ class Stats:
 
 
 def total(parts: Sequence[Stats]) -> Stats:
-    """The sum of all ``parts`` (at least one), of their class: a family may count more than others."""
+    """The sum of all ``parts`` (at least one), of their class, which may count more."""
     found = type(parts[0])()
     for part in parts:
         found.add(part)

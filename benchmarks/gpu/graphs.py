@@ -26,7 +26,7 @@ from specmm.image_ar.scales.sampling import Inverse, Sampling
 from specmm.image_ar.tokens.static import StaticTarget
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.kernels.tree_attention import TreeMask
-from specmm.randomness import Dealt
+from specmm.randomness import PredrawnUniforms
 from specmm.stats import Clock
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree, TreeShape
@@ -197,7 +197,7 @@ class PictureGraph:
     def eager(self, labels: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """The same, launch by launch."""
         feature_map = FeatureMap(self.pipe.vae.quantize, len(labels))
-        uniforms = Inverse(self.sampling, Dealt(numbers), len(feature_map.schedule))
+        uniforms = Inverse(self.sampling, PredrawnUniforms(numbers), len(feature_map.schedule))
         models = self.pipe.transformer, self.pipe.small
         turns = code_turns(*models, self.n, feature_map, labels, self.sampling, lambda _: uniforms)
         deque(alternate(turns, Clock()), maxlen=0)

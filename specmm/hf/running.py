@@ -17,9 +17,9 @@ from torch import Tensor
 
 from specmm import methods
 from specmm.autotune import Plan
-from specmm.continuous_batching import BatchingDrafter, Queue
+from specmm.continuous_batching import Queue
 from specmm.decode import EndTokens, Play, Progress, all_of, decode, decode_plain, one_round
-from specmm.drafter import DeferredDrafter, Drafter, NoDrafts
+from specmm.drafter import BatchingDrafter, DeferredDrafter, Drafter, NoDrafts
 from specmm.hf.drafting import Drafters, choose, preset_of, said_by
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.streaming import StopStrings, gains, stop_texts

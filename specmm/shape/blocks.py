@@ -121,7 +121,7 @@ def block_tree_heap(marginals: Tensor, root: int, total: int) -> DraftTree:
 
 
 def entropy(q: Tensor) -> Tensor:
-    """Shannon entropy in nats [...] of the distributions ``q`` [..., V]; zero entries count as 0."""
+    """Shannon entropy in nats [...] of the distributions ``q`` [..., V]."""
     surprise: Tensor = torch.special.entr(q)
     return surprise.sum(-1)
 

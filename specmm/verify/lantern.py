@@ -5,11 +5,11 @@ the mass borrowed (:class:`Neighbourhood`). What follows a rejection is ``residu
 
 ``"corrected"`` (default): the next target is the strict rule's, ``norm((p - q)+)``; a point mass
     leaves p without x. So relaxation raises the chance of a draft and changes nothing else, and a
-    token that the processor excluded (p = 0) is never emitted. The distribution emitted is known:
-    with the mass kept ``a(x) = min(q(x), relaxed(x))`` it is ``r = a + (1 - sum a) norm((p - a)+)``,
-    which of all distributions that dominate a is the nearest to p in total variation. (Where
-    q <= p + S, a is q. Elsewhere q > p + S >= p and a = p + S, so ``(p - a)+`` and ``(p - q)+`` are
-    both 0. Hence the residual needs no S.)
+    token that the processor excluded (p = 0) is never emitted. The distribution emitted is known.
+    With the mass kept ``a(x) = min(q(x), relaxed(x))`` it is ``a + (1 - sum a) norm((p - a)+)``: of
+    all distributions that dominate a, the nearest to p in total variation. (Where q <= p + S, a is
+    q. Elsewhere q > p + S >= p and a = p + S, so ``(p - a)+`` and ``(p - q)+`` are both 0. Hence
+    the residual needs no S.)
 ``"official"``: as released. Point masses: x and, if any neighbour qualified, its first k + 1
     neighbours leave the target. Drawn drafts: ``(p - q)+`` with those neighbours taken out of q. If
     nothing is left: uniform over the whole vocabulary, so an excluded token may be emitted. This is
@@ -234,7 +234,7 @@ def _official(near: Neighbourhood, *, lumina: bool) -> Step:
 
 
 def _cleared(near: Neighbourhood, probs: Tensor, token: Tensor, where: Tensor) -> Tensor:
-    """``probs`` [B, F, V] without the first k + 1 neighbours of ``token`` [B, F], ``where`` true."""
+    """``probs`` [B, F, V] without the first k + 1 neighbours of ``token`` [B, F] if ``where``."""
     if not near.k:
         return probs
     codes = near.near(token, near.k + 1)[0]

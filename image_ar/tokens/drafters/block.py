@@ -223,7 +223,7 @@ class BlockDrafter:
         )
 
     def start_row(self, row: int) -> None:
-        """See :class:`specmm.continuous_batching.BatchingDrafter`."""
+        """See :class:`specmm.drafter.BatchingDrafter`."""
         self.cache.lengths[row] = 0
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:

@@ -58,7 +58,7 @@ class JacobiDrafter:
         self.tokens = feedback.token.new_zeros(batch, self.length + self.window + 1)
 
     def start_row(self, row: int) -> None:
-        """See :class:`specmm.continuous_batching.BatchingDrafter`."""
+        """See :class:`specmm.drafter.BatchingDrafter`."""
         self.counts[row] = 0
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
