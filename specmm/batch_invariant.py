@@ -28,7 +28,7 @@ class batch_invariant(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Callable[..., Any],
-        types: Any,
+        types: object,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
@@ -77,7 +77,7 @@ def _concerned(x: Tensor) -> bool:
 
 
 POINTWISE = torch.ops.mkldnn._linear_pointwise
-INSTEAD: dict[Any, Callable[..., Tensor]] = {
+INSTEAD: dict[object, Callable[..., Tensor]] = {
     F.linear: linear,
     F.scaled_dot_product_attention: attention,
     F.conv2d: convolution,

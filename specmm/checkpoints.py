@@ -69,7 +69,7 @@ def _read_safetensors(file: Path) -> State:
     return state
 
 
-def _read_pickle(file: Path) -> Any:
+def _read_pickle(file: Path) -> object:
     file.open("rb").close()
     try:
         # LlamaGen's training saves its options beside the tensors
@@ -93,7 +93,7 @@ def _damaged(file: Path) -> ValueError:
     )
 
 
-def _unnest(tree: Any, file: Path, nesting: Sequence[str]) -> State:
+def _unnest(tree: object, file: Path, nesting: Sequence[str]) -> State:
     """Descend into the first of ``nesting`` that is a dictionary, again and again."""
     while isinstance(tree, Mapping):
         inner = next((tree[name] for name in nesting if isinstance(tree.get(name), Mapping)), None)
@@ -106,7 +106,7 @@ def _unnest(tree: Any, file: Path, nesting: Sequence[str]) -> State:
     raise ValueError(f"{file} must hold tensors by name (raw or under {names}), got {_kind(tree)}")
 
 
-def _kind(tree: Any) -> str:
+def _kind(tree: object) -> str:
     if not isinstance(tree, Mapping):
         return f"a {type(tree).__name__}"
     others = [str(name) for name, value in tree.items() if not isinstance(value, Tensor)]

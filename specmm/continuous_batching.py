@@ -11,7 +11,6 @@ Shape letters: T tokens wanted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ class Queue:
 
     def __init__(
         self,
-        prompt: Callable[[int], Any],
+        prompt: Callable[[int], object],
         generators: Sequence[torch.Generator],
         rows: int,
         tell: Callable[[int], object] = lambda done: None,

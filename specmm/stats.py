@@ -123,14 +123,14 @@ class Certificate:
     kind: Literal["exact", "bounded", "heuristic"]
     reason: str
     tv: float | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if (self.kind == "bounded") != (self.tv is not None and self.kind != "exact"):
             must = "must" if self.kind == "bounded" else "must not"
             raise ValueError(f"a {self.kind} certificate {must} hold a tv")
 
-    def under(self, settings: Mapping[str, Any]) -> Certificate:
+    def under(self, settings: Mapping[str, object]) -> Certificate:
         """The same claim about the model's distribution under ``settings``."""
         return replace(self, settings=dict(settings))
 

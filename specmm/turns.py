@@ -84,17 +84,17 @@ class Turns:
                 called.set()
 
 
-_turns: WeakKeyDictionary[Any, Turns] = WeakKeyDictionary()
+_turns: WeakKeyDictionary[object, Turns] = WeakKeyDictionary()
 _guard = threading.Lock()
 
 
-def turns_of(model: Any) -> Turns:
+def turns_of(model: object) -> Turns:
     """The turns of ``model``, always the same as long as the model lives."""
     with _guard:
         return _turns.setdefault(model, Turns())
 
 
-def in_its_turn(model: Callable[[Any], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def in_its_turn(model: Callable[[Any], object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a function to run in a turn of ``model(first argument)``."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
