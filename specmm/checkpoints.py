@@ -133,11 +133,11 @@ def fingerprint(*weights: Tensor) -> str:
     return hashlib.sha256(b"".join(_signs(w) for w in weights)).hexdigest()[:12]
 
 
-def check_fingerprint(said: str | None, wanted: str, source: object) -> None:
-    """Raise ``ValueError`` unless ``said``, the target of ``source``'s drafter, is ``wanted``."""
-    if said != wanted:
+def check_fingerprint(found: str | None, wanted: str, source: object) -> None:
+    """Raise ``ValueError`` unless ``found``, the target of ``source``'s drafter, is ``wanted``."""
+    if found != wanted:
         raise ValueError(
-            f"drafter must be of this target ({wanted}), got one of {said} in {source}; use its own"
+            f"drafter must be of this target ({wanted}), got one of {found} in {source}; use its own"
         )
 
 
