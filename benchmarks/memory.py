@@ -53,7 +53,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _stored(x: object) -> TypeGuard[Tensor]:
-    """Whether ``x`` is a tensor with a storage: weights in oneDNN's blocks (``specmm.prepacked``)
+    """Whether ``x`` is a tensor with a storage: weights in oneDNN's blocks (``specmm.hardware``)
     have none to be seen.
     """
     return isinstance(x, Tensor) and x.layout == torch.strided

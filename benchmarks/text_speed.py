@@ -32,7 +32,7 @@ from benchmarks.common import (
 )
 from benchmarks.vlm_speed import Answer, Answered, Runner, cut, drafts, race, row
 from specmm import methods
-from specmm.dtypes import named_dtype
+from specmm.hardware import named_dtype
 from specmm.recipes.training.texts import read_files
 from specmm.text.pipeline import TextPipeline
 

@@ -19,7 +19,7 @@ from benchmarks.common import RESULTS, Budget, Dtype, Out, Row, Threads, environ
 from benchmarks.sweep import Setting, time_settings
 from benchmarks.var import loop, over_ideal
 from specmm import methods
-from specmm.dtypes import LARGE, choose_dtype, named_dtype
+from specmm.hardware import LARGE, choose_dtype, named_dtype
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.planner import Forecast
 from specmm.image_ar.scales.sampling import Sampling, VARSettings

@@ -41,7 +41,7 @@ from benchmarks.common import (
 from recipes.scenes.facts import fact
 from recipes.scenes.stream import World, load_world
 from specmm import methods
-from specmm.dtypes import named_dtype
+from specmm.hardware import named_dtype
 from specmm.hf.prompt import on_device
 from specmm.runs.race import in_turn
 from specmm.stats import Stats

@@ -18,8 +18,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specmm import methods
-from specmm.acceptance_stats import AcceptanceCounter
-from specmm.autotune import Plan
+from specmm.autotune import AcceptanceCounter, Plan, planned
 from specmm.checkpoints import read_json
 from specmm.decode import decode
 from specmm.diffusion_drafters.block_drafters import (
@@ -38,13 +37,12 @@ from specmm.diffusion_drafters.models.drafter_files import check_target
 from specmm.diffusion_drafters.models.masked import DiffusionLM
 from specmm.diffusion_drafters.ngram import NGram
 from specmm.diffusion_drafters.sources import BlockSource, DFlashSource, DiffusionSource
+from specmm.hardware import prepack
 from specmm.hf.loading import own_tokenizer
 from specmm.hf.parts import Assembly, Verification, translated
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import PADDING
-from specmm.prepacked import lay_weights
-from specmm.profiling import planned
 from specmm.randomness import Uniforms
 from specmm.shape.trees import static_tree
 from specmm.tree import TreeShape
@@ -74,7 +72,7 @@ class Diffusion:
 def load_block(folder: Path, target: PreTrainedModel, method: str) -> DFlash:
     """The DFlash drafter in ``folder`` for the ``target`` model."""
     check_target(read_json(folder / "config.json"), target, folder)
-    return lay_weights(load_dflash(folder, target.dtype).to(target.device))
+    return prepack(load_dflash(folder, target.dtype).to(target.device))
 
 
 def load_deer_or_diffusion(

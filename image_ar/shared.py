@@ -22,10 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specmm import __version__
-from specmm.certificate import Certificate, merged
 from specmm.checkpoints import read_json, weights_file
 from specmm.registry import unknown
-from specmm.stats import Stats, total
+from specmm.stats import Certificate, Stats, merged_certificate, total
 
 T = TypeVar("T")
 Callback = Callable[[Any, int, int, dict[str, Any]], dict[str, Any]]
@@ -77,7 +76,7 @@ def draw_batches(
         for first in range(0, count, batch_size):
             parts.append(draw(slice(first, first + batch_size)))
             bar.update(first + len(parts[-1].tokens) - bar.n)
-    certificate = merged([(part.certificate, part.measured) for part in parts])
+    certificate = merged_certificate([(part.certificate, part.measured) for part in parts])
     assert certificate is not None, "there is at least one picture"
     drawn = [part.images for part in parts if part.images is not None]
     pictures: npt.NDArray[Any] = torch.cat(drawn).cpu().numpy() if drawn else np.empty(0)

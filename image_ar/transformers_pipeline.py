@@ -15,11 +15,10 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.certificate import Certificate, of_rule
 from specmm.decode import Progress, decode, decode_plain
 from specmm.drafter import Drafter
-from specmm.dtypes import choose_dtype
 from specmm.guidance import Guidance
+from specmm.hardware import choose_dtype, prepack
 from specmm.hf.attention import use_tree_attention
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
 from specmm.hf.picture_tokens import Decoder, PictureModel, PictureTarget, picture_prompt
@@ -40,9 +39,9 @@ from specmm.image_ar.shared import (
 )
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
-from specmm.prepacked import lay_weights
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
+from specmm.stats import Certificate, rule_certificate
 from specmm.turns import in_its_turn
 from specmm.verify import GreedyMatch, Recursive, Rule
 
@@ -101,7 +100,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         model = load_model(kind, folder, dtype=torch_dtype or "auto")
         size = sum(p.numel() for p in model.parameters())
         model = model.to(device, torch_dtype or choose_dtype(size, device=device)).eval()
-        lay_weights(use_tree_attention(model))
+        prepack(use_tree_attention(model))
         return cls(model, load_tokenizer(folder), facts, folder, method, str(name))
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -163,7 +162,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             images = None if decoder is None else self._pixels(decoder, tokens)
             claim = Certificate("exact", "plain decoding of the target", 0.0)
             if rule is not None:
-                claim = of_rule(rule.name, rule.exact, None)
+                claim = rule_certificate(rule.name, rule.exact, None)
             return Drawn(tokens, images, progress.stats, claim, chosen.name)
 
         bar = self.progress_bar(total=len(rows))

@@ -11,14 +11,13 @@ if TYPE_CHECKING:
     from specmm.text.pipeline import TextPipeline as TextPipeline
     from specmm.vlm.pipeline import VQAPipeline as VQAPipeline
 
-# A checkout without symlinks (a zip download, Windows) lacks the links to the five sibling
-# packages.
+# A checkout without symlinks (a zip download, Windows) lacks those to the five sibling packages.
 if not (Path(__file__).parent / "image_ar" / "tokens").exists():
     __path__.append(str(Path(__file__).parent.parent))
 
 __version__ = "0.1.0"
 
-_LAZY = {  # heavy names, imported when asked for
+_LAZY = {  # heavy names, imported on first use
     "ImagePipeline": "specmm.image_ar.pipeline",
     "TextPipeline": "specmm.text.pipeline",
     "VQAPipeline": "specmm.vlm.pipeline",

@@ -1,10 +1,11 @@
-"""Whether to speculate, and with which tree: from seconds measured on this machine, falling back to
-plain decoding.
+"""Whether to speculate, and with which tree: from seconds and acceptance measured on this machine.
 
 The speedup of a round over plain decoding is S = tau * step / (draft + verify + host): tau tokens
-for the drafter's levels, one forward of the target over N nodes and the host's share. A tree is
-taken only if S clears a margin, so that turning speculation on is never slower than the baseline
-beyond noise. Nothing here knows a model.
+for the seconds of drafting the levels, of one target forward over N nodes, and of the host. A tree
+is taken only if S exceeds a margin, so that speculation is never slower than the baseline beyond
+noise. Nothing here knows a model.
+
+Shape letters: B batch, D levels, K ranks.
 """
 
 from __future__ import annotations
@@ -13,16 +14,24 @@ import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from specmm.decode import decide
+from specmm.drafter import Drafter, Feedback, committed
+from specmm.randomness import Uniforms, UniformSource, categorical
 from specmm.shape.sequoia import Acceptance, expected_tau
-from specmm.tree import TreeShape
+from specmm.stats import Clock
+from specmm.target import Target
+from specmm.tree import DraftTree, TreeShape
+from specmm.verify.rule import Rule
 
-NOISE = 1.03  # speedups nearer to one another than this are taken for equal
-UNSETTLED = "its seconds and those of rounds changed places from pass to pass"
+NOISE = 1.03  # speedups nearer to one another than this factor count as equal
+# Children by level of a spine wide enough to measure whatever a tree may hold.
+WIDEST = (6, 5, 4, 4, 3, 3, 2, 2)
 Table = Mapping[int, float] | Callable[[int], float]
 
 
@@ -31,8 +40,8 @@ class Costs:
     """Seconds on this machine.
 
     ``draft`` by levels drafted (the tree's depth), ``verify`` by nodes scored in one target forward
-    (root included), ``step`` one step of plain decoding, ``host`` what else a round of speculation
-    takes. A table is interpolated between its sizes and continued along its last two.
+    (root included), ``step`` one step of plain decoding, ``host`` everything else in a round. A
+    table is interpolated between its sizes and continued along its last two.
     """
 
     draft: Table
@@ -51,13 +60,30 @@ class Costs:
         return lookup(self.draft, depth) + lookup(self.verify, nodes) + self.host
 
 
+def lookup(table: Table, size: int) -> float:
+    """Seconds at ``size``: linear between the sizes measured and past them, constant below."""
+    if callable(table):
+        return table(size)
+    if not table:
+        raise ValueError("cost table must hold at least one size, got none")
+    sizes = sorted(table)
+    if size <= sizes[0] or len(sizes) == 1:
+        return table[sizes[0]]
+    right = min(bisect_left(sizes, size), len(sizes) - 1)
+    low = sizes[right - 1]
+    high = sizes[right]
+    slope = (table[high] - table[low]) / (high - low)
+    if size > high:
+        return table[high] + max(slope, 0.0) * (size - high)
+    return table[low] + slope * (size - low)
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What to run: ``shape`` (None for plain decoding), what it should bring, and why in words.
+    """What to run: ``shape`` (None for plain decoding), the speedup expected, and why, in words.
 
-    ``costs`` are the measured seconds that it was decided on, None where nothing was measured.
-    ``draft_free`` is a method without a tree that is to run in place of plain decoding, None for
-    none.
+    ``costs`` are the seconds that the decision rests on, None if nothing was measured.
+    ``draft_free`` is a method without a tree to run instead of plain decoding, if any.
     """
 
     shape: TreeShape | None
@@ -71,11 +97,11 @@ class Plan:
 def plan(
     costs: Costs, rank_acceptance: Acceptance, candidates: Sequence[TreeShape], margin: float = 0.05
 ) -> Plan:
-    """The candidate that should be fastest, or plain decoding if none is above 1 + ``margin``.
+    """The candidate that should be fastest, or plain decoding if none exceeds 1 + ``margin``.
 
-    Of those within ``NOISE`` of the largest expected speedup the one with the fewest nodes:
-    measured again, either might come first. ``rank_acceptance`` [K] or [D, K] is positional
-    (``specmm.shape.expected``). Equal ones go to the earlier.
+    Of those within ``NOISE`` of the largest expected speedup it is the one with the fewest nodes:
+    measured again, any of them might come first. Of equals it is the earlier. ``rank_acceptance``
+    [K] or [D, K] is that of :mod:`specmm.shape.sequoia`.
     """
     if margin < 0:
         raise ValueError(f"margin must be at least 0, got {margin}")
@@ -92,31 +118,33 @@ def plan(
 
 
 def _expected(costs: Costs, rank_acceptance: Acceptance, shape: TreeShape) -> Plan:
-    """What a round of ``shape`` should bring."""
     tau = float(expected_tau(shape, rank_acceptance).mean())
     speedup = tau * costs.step / costs.round(shape.size, shape.depth)
-    text = f"{shape.size} nodes, depth {shape.depth}: tau {tau:.2f}, {speedup:.2f}x plain decoding expected"
-    return Plan(shape, tau, speedup, text, costs)
+    size = f"{shape.size} nodes, depth {shape.depth}"
+    reason = f"{size}: tau {tau:.2f}, {speedup:.2f}x plain decoding expected"
+    return Plan(shape, tau, speedup, reason, costs)
+
+
+class RoundSeconds(NamedTuple):
+    """Median seconds of drafting, of scoring, and of deciding and committing."""
+
+    draft: float
+    verify: float
+    host: float
 
 
 @dataclass
 class Passes:
-    """Costs measured again and again, plain step and rounds in turn, until the choice that follows
-    from them is stable.
+    """Costs measured in several passes, each a plain step and the rounds of all shapes.
 
-    A machine's speed drifts, and the plain step's time is in every forecast: so seconds of rounds
-    are taken over the plain step's of the same pass, and medians of these ratios count.
+    A machine's speed drifts, and every forecast rests on the plain step. So the seconds of a round
+    are divided by those of the plain step of the same pass, and medians of these ratios count.
     """
 
-    steps: list[float]
-    drafts: dict[int, list[float]]
-    verifies: dict[int, list[float]]
-    hosts: list[float]
-
-    @classmethod
-    def none(cls) -> Passes:
-        """Before the first pass."""
-        return cls([], {}, {}, [])
+    steps: list[float] = field(default_factory=list)
+    drafts: dict[int, list[float]] = field(default_factory=dict)
+    verifies: dict[int, list[float]] = field(default_factory=dict)
+    hosts: list[float] = field(default_factory=list)
 
     def add(
         self, step: float, rounds: Sequence[tuple[TreeShape, tuple[float, float, float]]]
@@ -129,84 +157,162 @@ class Passes:
             self.hosts.append(host / step)
 
     def costs(self) -> Costs:
-        """The seconds that all passes together say."""
-        step, median = statistics.median(self.steps), statistics.median
-        draft, verify = (
-            {k: step * median(v) for k, v in t.items()} for t in (self.drafts, self.verifies)
-        )
-        return Costs(draft, verify, step, step * median(self.hosts) if self.hosts else 0.0)
+        """The seconds by all passes together."""
+        step = statistics.median(self.steps)
+        draft = {depth: step * statistics.median(found) for depth, found in self.drafts.items()}
+        verify = {size: step * statistics.median(found) for size, found in self.verifies.items()}
+        host = step * statistics.median(self.hosts) if self.hosts else 0.0
+        return Costs(draft, verify, step, host)
 
 
 def until_stable(
     one_pass: Callable[[Passes], None],
-    decide: Callable[[Costs], Plan],
+    choose: Callable[[Costs], Plan],
     least: int = 3,
     most: int = 9,
 ) -> Plan:
-    """Measure, pass by pass, until three passes in a row lead to the same shape, or ``most`` have
-    been made.
+    """Measure until three passes in a row lead to the same shape, or ``most`` have been made.
 
-    A choice that never settles falls to plain decoding: candidates and plain steps are too near to
+    If the choice never settles, it is plain decoding: candidates and plain steps are too close to
     tell apart.
     """
-    measured, chosen = Passes.none(), list[TreeShape | None]()
+    measured = Passes()
+    chosen: list[TreeShape | None] = []
     for _ in range(most):
         one_pass(measured)
-        made = decide(measured.costs())
+        made = choose(measured.costs())
         chosen.append(made.shape)
         if len(chosen) >= least and all(shape is made.shape for shape in chosen[-3:]):
             return made
     if None in chosen[-3:]:
-        return replace(
-            made,
-            shape=None,
-            expected_tau=1.0,
-            expected_speedup=1.0,
-            reason=f"plain decoding: {UNSETTLED}",
-        )
+        reason = "plain decoding: its seconds and those of rounds changed places from pass to pass"
+        return replace(made, shape=None, expected_tau=1.0, expected_speedup=1.0, reason=reason)
     return made
 
 
-def lookup(table: Table, size: int) -> float:
-    """Seconds at ``size``: linear between the sizes measured, constant below them, on along the
-    last slope above.
-    """
-    if callable(table):
-        return table(size)
-    if not table:
-        raise ValueError("cost table must hold at least one size, got none")
-    sizes = sorted(table)
-    if size <= sizes[0] or len(sizes) == 1:
-        return table[sizes[0]]
-    right = min(bisect_left(sizes, size), len(sizes) - 1)
-    low, high = sizes[right - 1], sizes[right]
-    slope = (table[high] - table[low]) / (high - low)
-    if size > high:
-        return table[high] + max(slope, 0.0) * (size - high)
-    return table[low] + slope * (size - low)
-
-
 def measure(fn: Callable[[], object], repeats: int = 20, warmup: int = 3) -> float:
-    """Median seconds of ``fn()`` over ``repeats`` calls after ``warmup`` uncounted ones, waiting
-    for a GPU in use.
+    """Median seconds of ``fn()`` over ``repeats`` calls, after ``warmup`` calls that do not count.
+
+    A GPU in use is waited for.
     """
     if repeats < 1 or warmup < 0:
         raise ValueError(
             f"repeats must be at least 1 and warmup at least 0, got {repeats} and {warmup}"
         )
     on_gpu: bool = torch.cuda.is_initialized()
-    wait = torch.cuda.synchronize if on_gpu else _nothing
     for _ in range(warmup):
         fn()
     seconds = []
     for _ in range(repeats):
-        wait()
+        if on_gpu:
+            torch.cuda.synchronize()
         begin = time.perf_counter()
         fn()
-        wait()
+        if on_gpu:
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds)
 
 
-def _nothing() -> None:
-    """No device to wait for."""
+@torch.inference_mode()
+def time_step(target: Target, prompt: Any, uniforms: Uniforms, repeats: int = 14) -> float:
+    """Median seconds of a plain step after ``prompt``, the draw included; takes ``repeats`` + 3."""
+    token = categorical(target.prefill(prompt, 0).probs[:, -1], uniforms.draw(1)[:, 0])
+
+    def step() -> None:
+        nonlocal token
+        token = categorical(target.step(token).probs[:, 0], uniforms.draw(1)[:, 0])
+
+    return measure(step, repeats=repeats, warmup=3)
+
+
+@torch.inference_mode()
+def time_round(
+    target: Target, drafter: Drafter, rule: Rule, prompt: Any, uniforms: Uniforms, repeats: int = 7
+) -> RoundSeconds:
+    """Seconds of one round after ``prompt``; needs room for ``repeats`` + 2 tokens of answer."""
+    output = target.prefill(prompt, drafter.max_nodes)
+    feedback = Feedback(output, categorical(output.probs[:, -1], uniforms.draw(1)[:, 0]))
+    drafter.begin(feedback, Clock())
+    tree = drafter.propose(feedback, uniforms)
+    output = target.score(tree)
+    result = decide(rule, tree, output.probs, uniforms)
+    # every repetition commits one token, so that none overflows
+    result.kept = torch.ones_like(result.kept)
+    feedback = Feedback(output, result.next_token, tree, result, committed(tree, result))
+
+    def decide_and_commit() -> None:
+        decide(rule, tree, output.probs, uniforms)
+        target.commit(result)
+
+    return RoundSeconds(
+        draft=measure(lambda: drafter.propose(feedback, uniforms), repeats, warmup=2),
+        verify=measure(lambda: target.score(tree), repeats, warmup=2),
+        host=measure(decide_and_commit, repeats, warmup=2),
+    )
+
+
+def planned(
+    target: Target,
+    drafter_of: Callable[[TreeShape], Drafter],
+    shapes: Sequence[TreeShape],
+    rule: Rule,
+    prompt: Any,
+    uniforms: Uniforms,
+    acceptance: Acceptance,
+    repeats: int = 4,
+) -> Plan:
+    """The plan of ``shapes`` by ``acceptance``, on seconds measured now (:func:`until_stable`).
+
+    In each pass the plain step is timed before and after the rounds of all shapes.
+    """
+
+    def one_pass(measured: Passes) -> None:
+        before = time_step(target, prompt, uniforms, repeats)
+        rounds = [
+            (shape, time_round(target, drafter_of(shape), rule, prompt, uniforms, repeats))
+            for shape in shapes
+        ]
+        after = time_step(target, prompt, uniforms, repeats)
+        measured.add((before + after) / 2, rounds)
+
+    return until_stable(one_pass, lambda costs: plan(costs, acceptance, shapes))
+
+
+class AcceptanceCounter:
+    """Wraps a drafter and counts, by level and rank, which drafts of a spine ``shape`` are kept."""
+
+    def __init__(self, drafter: Drafter, shape: TreeShape) -> None:
+        self.drafter = drafter
+        self.shape = shape
+        self.max_nodes = drafter.max_nodes
+        self.max_depth = drafter.max_depth
+        self.kept = torch.zeros(shape.depth, shape.width)
+        self.visits = torch.zeros(shape.depth, 1)
+
+    def begin(self, feedback: Feedback, clock: Clock) -> None:
+        """See :class:`specmm.drafter.Drafter`."""
+        self.drafter.begin(feedback, clock)
+
+    def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """Count the last round, then let the drafter draft."""
+        if feedback.result is not None:
+            self._count(feedback.result.path, feedback.result.kept)
+        return self.drafter.propose(feedback, uniforms)
+
+    def _count(self, path: Tensor, kept: Tensor) -> None:
+        ranks = self.shape.ranks[0]
+        for depth in range(1, path.shape[1]):
+            before = path[:, depth - 1]
+            node = path[:, depth]
+            on_spine = ranks[before.clamp(min=0)] == 0  # the other nodes have no children
+            visited = (depth <= kept) & on_spine
+            taken = ranks[node[visited & (depth < kept)]]
+            self.visits[depth - 1] += visited.sum()
+            self.kept[depth - 1] += torch.bincount(taken, minlength=self.kept.shape[1])
+
+    def table(self) -> tuple[tuple[float, ...], ...]:
+        """How often each rank was the one kept [D, K], of the times that its parent was kept."""
+        shares = self.kept / self.visits.clamp(min=1)
+        shares = (shares * 1e4).floor() / 1e4  # rounded down: a row sums to at most 1
+        return tuple(tuple(round(v, 4) for v in row) for row in shares.tolist())

@@ -1,11 +1,10 @@
-"""Rounding on a CPU that does not depend on the batch: a row has the same bits alone and among
-others.
+"""Batch-invariant rounding on a CPU: a row has the same bits alone and among others.
 
-MKL sums a row of a product in an order that depends on how many rows there are, on the threads and
-on the processor; oneDNN's order depends on none of them, except that a lone row has its own. Within
-``batch_invariant()`` products are oneDNN's, PyTorch's attention is filled up to four queries, and
-convolutions take one picture at a time (float32; found on two kinds of x86 with AVX-512 for 1 and 2
-threads, tests/integration/test_batch_equal.py). A product costs some 20 us more.
+MKL sums a row of a product in an order that depends on the number of rows, the threads and the
+processor. oneDNN's order depends on none of them, except that a single row has an order of its own.
+Within ``batch_invariant()``, in float32, products are oneDNN's, attention is padded to four
+queries, and convolutions take one picture at a time. (Measured on two x86 with AVX-512, for 1 and 2
+threads; tests/integration/test_batch_equal.py.) A product costs some 20 us more.
 
 Shape letters: M rows, K inputs and N outputs of a product; T queries, S keys, D head width.
 """
@@ -24,12 +23,12 @@ TILE = 4
 
 
 class batch_invariant(TorchFunctionMode):
-    """Compute what is within the block so, whichever model computes it."""
+    """A block in which products, attention and convolutions of any model are batch-invariant."""
 
     def __torch_function__(
         self,
         func: Callable[..., Any],
-        types: Any,
+        types: object,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
@@ -45,46 +44,40 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *given: Any, **options: Any
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` of ``q`` [..., T, D]; fewer than ``TILE`` queries are
-    filled up.
-    """
+    """``F.scaled_dot_product_attention`` of ``q`` [..., T, D], padded to ``TILE`` queries."""
     queries = q.shape[-2]
     if queries >= TILE or not _concerned(q):
         return F.scaled_dot_product_attention(q, k, v, attn_mask, *given, **options)
     more = (0, 0, 0, TILE - queries)
     if attn_mask is not None and attn_mask.shape[-2] > 1:
-        attn_mask = F.pad(
-            attn_mask, more, value=attn_mask.dtype == torch.bool
-        )  # the new ones may attend everything
-    return F.scaled_dot_product_attention(F.pad(q, more), k, v, attn_mask, *given, **options)[
-        ..., :queries, :
-    ]
+        # the queries added may attend everything
+        attn_mask = F.pad(attn_mask, more, value=attn_mask.dtype == torch.bool)
+    found = F.scaled_dot_product_attention(F.pad(q, more), k, v, attn_mask, *given, **options)
+    return found[..., :queries, :]
 
 
 def fused(x: Tensor, weight: Tensor, *given: Any) -> Tensor:
-    """oneDNN's product of ``x`` [..., K], with an activation perhaps; a lone row goes in twice."""
+    """oneDNN's product of ``x`` [..., K], with or without activation; a single row is doubled."""
     if x.shape[:-1].numel() != 1 or not _concerned(x):
         return POINTWISE(x, weight, *given)
     return POINTWISE(x.expand(2, *x.shape), weight, *given)[0]
 
 
 def convolution(x: Tensor, *given: Any, **options: Any) -> Tensor:
-    """``F.conv2d``, picture by picture: oneDNN takes another algorithm for one than for several."""
+    """``F.conv2d``, picture by picture: oneDNN has another algorithm for one than for several."""
     if x.ndim < 4 or not _concerned(x):
         return F.conv2d(x, *given, **options)
-    return torch.cat(
-        [F.conv2d(part.contiguous(), *given, **options).contiguous() for part in x.split(1)]
-    )
+    parts = [F.conv2d(part.contiguous(), *given, **options) for part in x.split(1)]
+    return torch.cat([part.contiguous() for part in parts])
 
 
 def _concerned(x: Tensor) -> bool:
-    return (
-        x.dtype == torch.float32 and x.device.type == "cpu" and torch.backends.mkldnn.is_available()
-    )
+    on_cpu = x.dtype == torch.float32 and x.device.type == "cpu"
+    return on_cpu and torch.backends.mkldnn.is_available()
 
 
 POINTWISE = torch.ops.mkldnn._linear_pointwise
-INSTEAD: dict[Any, Callable[..., Tensor]] = {
+INSTEAD: dict[object, Callable[..., Tensor]] = {
     F.linear: linear,
     F.scaled_dot_product_attention: attention,
     F.conv2d: convolution,

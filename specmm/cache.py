@@ -1,9 +1,11 @@
-"""The preallocated key/value cache: ragged rows, a scratch region for draft trees, commits at once.
+"""The preallocated KV cache, whose rows have lengths of their own.
+
+Slots [0, capacity) hold committed tokens. The last ``scratch`` slots hold the nodes of a round's
+tree, of which those kept are then moved after the row's committed tokens. The moves and, where
+Triton runs, tree attention are kernels (:mod:`specmm.kernels`).
 
 Shape letters: L layers, G guidance branches (1, or 2 for [cond; uncond]), B batch, R = G·B rows, S
-slots, H heads, D head width, N tree nodes, M most nodes kept a round. Slots [0, capacity) hold
-committed tokens, the last ``scratch`` a round's tree nodes. Moves and, where Triton runs, tree
-attention are :mod:`specmm.kernels`'.
+slots, T new tokens, H heads, D head width, N tree nodes, M most nodes kept a round.
 """
 
 from __future__ import annotations
@@ -20,9 +22,7 @@ from specmm.tree import TreeShape
 
 
 def branched(x: Tensor, branches: int) -> Tensor:
-    """``x`` [B, ...] for every guidance branch, [G·B, ...]: a copy where there are two, which takes
-    its time.
-    """
+    """``x`` [B, ...] repeated for every guidance branch, [G·B, ...]; no copy if there is one."""
     return x if branches == 1 else x.repeat(branches, *[1] * (x.ndim - 1))
 
 
@@ -30,17 +30,17 @@ class Memory:
     """One layer's slots: where new keys and values go and how many slots are attended."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = keys, values  # [R, S, H, D]
-        self.first = self.stop = 0
+        self.keys = keys  # [R, S, H, D]
+        self.values = values
+        self.first = 0
+        self.stop = 0
 
     def before(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [R, ``first``, H, D] of the slots before those that are written next."""
+        """Keys and values [R, ``first``, H, D] of the slots before the one that is written next."""
         return self.keys[:, : self.first], self.values[:, : self.first]
 
     def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``k`` and ``v`` [R, T, H, D] from slot ``first`` on; return the first ``stop``
-        slots.
-        """
+        """Store ``k`` and ``v`` [R, T, H, D] from slot ``first`` on; return the first ``stop``."""
         last = self.first + k.shape[1]
         self.keys[:, self.first : last] = k
         self.values[:, self.first : last] = v
@@ -51,8 +51,11 @@ class StaticMemory:
     """One layer's slots [R, S, H, D], written at a tensor ``place`` [1] and attended whole."""
 
     def __init__(self, keys: Tensor, values: Tensor, place: Tensor) -> None:
-        self.keys, self.values, self.place = keys, values, place
-        self.first, self.stop = 0, keys.shape[1]
+        self.keys = keys
+        self.values = values
+        self.place = place
+        self.first = 0
+        self.stop = keys.shape[1]
 
     def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store ``k`` and ``v`` [R, 1, H, D]; return all slots."""
@@ -80,9 +83,7 @@ class CacheSize:
 
 
 class Cache:
-    """Keys and values [L, 2, R, S, H, D] with ``lengths`` [B], the number of committed tokens of
-    each row.
-    """
+    """Keys and values [L, 2, R, S, H, D], and the ``lengths`` [B] that each row has committed."""
 
     def __init__(
         self, size: CacheSize, dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -90,77 +91,68 @@ class Cache:
         self.size = size
         self.slots = size.capacity + size.scratch
         shape = (size.layers, 2, size.rows, self.slots, size.heads, size.head_dim)
-        with torch.inference_mode(
-            False
-        ):  # compiled programs write only to tensors whose views are followed
+        # no inference tensors: compiled programs only write to tensors whose views are tracked
+        with torch.inference_mode(False):
             self.data = torch.zeros(shape, dtype=dtype, device=device)
             self.layers = [Memory(layer[0], layer[1]) for layer in self.data]
             self.lengths = torch.zeros(size.batch, dtype=torch.int64, device=device)
-        self.hidden_prefix: Tensor | None = (
-            None  # [R, capacity] bool: padding that no row may attend
-        )
+        # [R, capacity] bool: padding that no row may attend
+        self.hidden_prefix: Tensor | None = None
         self._columns = torch.arange(size.capacity, device=device)
-        self._shown, self._shut = (
-            torch.tensor(x, dtype=dtype, device=device) for x in (0.0, float("-inf"))
-        )
-        self._bias = self._committed = torch.empty(
-            0
-        )  # the mask of the last tree, and its part before the scratch region
-        self._bias_of: Tensor | None = None
+        self._open = torch.tensor(0.0, dtype=dtype, device=device)
+        self._closed = torch.tensor(float("-inf"), dtype=dtype, device=device)
+        self._bias = torch.empty(0)  # the mask of the last tree
+        self._committed = torch.empty(0)  # a view of its part before the scratch region
+        self._bias_of: Tensor | None = None  # the ancestors it was made for
 
     def aim(self, first: int, stop: int) -> None:
-        """Make the next forward write from slot ``first`` on and attend the slots before ``stop``."""
+        """The next forward writes from slot ``first`` on and attends the slots before ``stop``."""
         for layer in self.layers:
             layer.first, layer.stop = first, stop
 
     def tree_mask(self, shape: TreeShape) -> Tensor | TreeMask:
-        """What a tree of ``shape`` in the scratch region attends: a dense bias, or for Triton words
-        and lengths.
-        """
+        """What a tree in the scratch region attends: a dense bias or, for Triton, words."""
         if backend(self.data.device) == "torch":
             return self.tree_bias(shape.ancestors)
         return TreeMask(shape.ancestor_words, self.lengths, self.size.capacity, self.hidden_prefix)
 
     def tree_bias(self, ancestors: Tensor) -> Tensor:
-        """Additive mask [R, 1, N, S] for a tree in the scratch region: its ancestors and every
-        committed token.
+        """Additive mask [R, 1, N, S] for a tree in the scratch region.
 
-        The tree part is written when ``ancestors`` [1 or B, N, N] is another tensor than last time,
-        so a static tree writes it once; each round only the committed part follows the lengths.
+        A node attends its row's committed tokens and its ``ancestors`` [1 or B, N, N]. Their part
+        is only written if ``ancestors`` is another tensor than last time, so once for a static
+        tree.
         """
         if self._bias_of is not ancestors:
             nodes = ancestors.shape[-1]
             bias = self.data.new_full((self.size.rows, 1, nodes, self.slots), float("-inf"))
             seen = branched(ancestors.expand(self.size.batch, -1, -1), self.size.branches)
             bias[:, 0, :, self.size.capacity : self.size.capacity + nodes].masked_fill_(seen, 0)
-            self._bias, self._bias_of, self._committed = (
-                bias,
-                ancestors,
-                bias[:, 0, :, : self.size.capacity],
-            )
+            self._bias = bias
+            self._bias_of = ancestors
+            self._committed = bias[:, 0, :, : self.size.capacity]
         self._committed.copy_(self.prefix_bias()[:, None])
         return self._bias
 
     def prefix_bias(self) -> Tensor:
-        """Additive mask [R, capacity] that opens each row's committed tokens, its padding excepted."""
+        """Additive mask [R, capacity]: open for each row's committed tokens that are no padding."""
         shown = self._columns < branched(self.lengths, self.size.branches)[:, None]
         if self.hidden_prefix is not None:
             shown = shown & ~self.hidden_prefix
-        return torch.where(shown, self._shown, self._shut)
+        return torch.where(shown, self._open, self._closed)
 
     def keep(self, path: Tensor, kept: Tensor) -> None:
-        """Move the first ``kept`` [B] nodes of ``path`` [B, M] from the scratch region after each
-        row's tokens.
-        """
+        """Move the first ``kept`` [B] nodes of ``path`` [B, M] after the committed tokens."""
         commit(self.data.flatten(0, 1), path, kept, self.lengths, self.size.capacity)
         self.lengths += kept
 
     def take(self, row: int, other: Cache) -> None:
-        """What the only sample of ``other`` has committed takes the place of ``row``'s.
+        """Replace ``row``'s tokens by those of the only sample of ``other``.
 
-        Raises ``ValueError`` when ``other`` has more capacity than there is here.
+        Raises ``ValueError`` if ``other`` has more capacity than this cache.
         """
-        rows, slots = slice(row, None, self.size.batch), other.size.capacity
+        rows = slice(row, None, self.size.batch)  # in all guidance branches
+        slots = other.size.capacity
         if slots > self.size.capacity:
             raise ValueError(
                 f"a sample must fit the {self.size.capacity} slots of its row, got {slots}"
@@ -174,5 +166,5 @@ class Cache:
             self.hidden_prefix[rows, :slots] = False if hidden is None else hidden
 
     def crop(self, lengths: Tensor) -> None:
-        """Forget every token at or after ``lengths`` [B]."""
+        """Forget all tokens from ``lengths`` [B] on."""
         self.lengths.clamp_(max=lengths)

@@ -1,7 +1,8 @@
-"""Reading model files safely and loading them completely or not at all.
+"""Files: read safely, loaded completely or not at all, written whole or not at all.
 
 ``read_checkpoint`` opens safetensors and PyTorch files (tensors only: a pickle that wants to run
-code is refused); ``load_strict`` checks every name, shape and value before the first one is copied.
+code is refused). ``load_strict`` checks every name, shape and value before it copies the first one.
+``write_whole`` leaves no half-written file, whatever happens meanwhile.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import pickle
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -48,7 +50,7 @@ def read_checkpoint(path: str | Path, nesting: Sequence[str] = NESTING) -> State
 
 
 def weights_file(path: str | Path) -> Path:
-    """``path`` itself, or the weights inside it when it is a folder. Raises ``FileNotFoundError``."""
+    """``path``, or the weights inside it if it is a folder. Raises ``FileNotFoundError``."""
     path = Path(path)
     candidates = [path / name for name in FOLDER_NAMES] if path.is_dir() else [path]
     for file in candidates:
@@ -67,21 +69,15 @@ def _read_safetensors(file: Path) -> State:
     return state
 
 
-def _read_pickle(file: Path) -> Any:
-    """Unpickle tensors, containers and the ``argparse.Namespace`` that LlamaGen's training saves
-    beside them.
-    """
+def _read_pickle(file: Path) -> object:
     file.open("rb").close()
     try:
+        # LlamaGen's training saves its options beside the tensors
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file makes the unpickler fail in any way
-        wanted = (
-            re.search(r"GLOBAL (\S+)", str(error))
-            if isinstance(error, pickle.UnpicklingError)
-            else None
-        )
-        if wanted is None:
+        wanted = re.search(r"GLOBAL (\S+)", str(error))
+        if wanted is None or not isinstance(error, pickle.UnpicklingError):
             raise _damaged(file) from error
         raise ValueError(
             f"{file} must hold tensors only, got a pickle that asks for {wanted[1]}, "
@@ -92,29 +88,25 @@ def _read_pickle(file: Path) -> Any:
 def _damaged(file: Path) -> ValueError:
     size = file.stat().st_size
     return ValueError(
-        f"{file} must be a whole {file.suffix} file, got {size} bytes that are not one, fetch it again"
+        f"{file} must be a whole {file.suffix} file, got {size} bytes that are not one, "
+        "fetch it again"
     )
 
 
-def _unnest(tree: Any, file: Path, nesting: Sequence[str]) -> State:
+def _unnest(tree: object, file: Path, nesting: Sequence[str]) -> State:
     """Descend into the first of ``nesting`` that is a dictionary, again and again."""
     while isinstance(tree, Mapping):
         inner = next((tree[name] for name in nesting if isinstance(tree.get(name), Mapping)), None)
         if inner is None:
             break
         tree = inner
-    if (
-        not isinstance(tree, Mapping)
-        or not tree
-        or not all(isinstance(t, Tensor) for t in tree.values())
-    ):
-        raise ValueError(
-            f"{file} must hold tensors by name (raw or under {', '.join(nesting)}), got {_kind(tree)}"
-        )
-    return dict(tree)
+    if isinstance(tree, Mapping) and tree and all(isinstance(t, Tensor) for t in tree.values()):
+        return dict(tree)
+    names = ", ".join(nesting)
+    raise ValueError(f"{file} must hold tensors by name (raw or under {names}), got {_kind(tree)}")
 
 
-def _kind(tree: Any) -> str:
+def _kind(tree: object) -> str:
     if not isinstance(tree, Mapping):
         return f"a {type(tree).__name__}"
     others = [str(name) for name, value in tree.items() if not isinstance(value, Tensor)]
@@ -141,19 +133,17 @@ def embeddings_of(model: Any) -> Tensor:
 def fingerprint(*weights: Tensor) -> str:
     """Twelve hexadecimal digits that tell models apart by some of their weights.
 
-    Shapes and the signs of at most SIGNS evenly spaced entries are hashed: a copy in another dtype
-    is the same.
+    Hashes shapes and the signs of at most SIGNS evenly spaced entries, so that a copy in another
+    dtype has the same.
     """
     return hashlib.sha256(b"".join(_signs(w) for w in weights)).hexdigest()[:12]
 
 
-def check_fingerprint(said: str | None, wanted: str, source: object) -> None:
-    """Raise ``ValueError`` unless ``said``, the target of the drafter in ``source``, is the target
-    ``wanted``.
-    """
-    if said != wanted:
+def check_fingerprint(found: str | None, wanted: str, source: object) -> None:
+    """Raise ``ValueError`` unless ``found``, the target of ``source``'s drafter, is ``wanted``."""
+    if found != wanted:
         raise ValueError(
-            f"drafter must be of this target ({wanted}), got one of {said} in {source}; use its own"
+            f"drafter must be of this target ({wanted}), got one of {found} in {source}; use its own"
         )
 
 
@@ -169,11 +159,11 @@ def load_strict(
     ignore: Collection[str] = LEFTOVERS,
     source: str | Path = "checkpoint",
 ) -> None:
-    """Copy ``state`` into ``module``, or raise one ``ValueError`` that names what is wrong and copy
-    nothing.
+    """Copy ``state`` into ``module``, or raise one ``ValueError`` that names what is wrong.
 
-    Wrong are missing, unexpected and differently shaped tensors and NaN or infinite weights. Names
-    any of whose dotted components is in ``ignore`` and that the module lacks are passed over.
+    Wrong are missing, unexpected and differently shaped tensors, and NaN or infinite weights; then
+    nothing is copied. Names that the module lacks are skipped if one of their dotted components is
+    in ``ignore``.
     """
     wanted = module.state_dict()
     state = {k: v for k, v in state.items() if k in wanted or not set(k.split(".")) & set(ignore)}
@@ -198,9 +188,7 @@ def check_names(
     source: str | Path,
     advice: str = "use the file of this model",
 ) -> None:
-    """Raise one ``ValueError`` for weights of a ``kind`` of model that ``problems`` lists by what
-    is wrong, if any.
-    """
+    """Raise one ``ValueError`` for all names in ``problems``, by what is wrong, if any."""
     if any(problems.values()):
         found = "; ".join(
             f"{len(names)} {what}: {some_names(names)}" for what, names in problems.items() if names
@@ -227,3 +215,49 @@ def some_names(names: Collection[str]) -> str:
     """The first of ``names``, and how many more there are."""
     more = len(names) - SHOWN
     return ", ".join(list(names)[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def write_whole(file: Path, data: bytes, durable: bool = False) -> None:
+    """Write ``file`` whole, or raise ``OSError`` and leave nothing.
+
+    With ``durable`` its content is on the disk when this returns; its name, after ``sync_folder``.
+    """
+    part = file.with_name(file.name + ".part")
+    try:
+        with part.open("wb") as stream:
+            stream.write(data)
+            if durable:
+                stream.flush()
+                os.fsync(stream.fileno())
+        os.replace(part, file)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def writable(folder: Path, option: str = "--out") -> Path:
+    """``folder``, made; raises ``ValueError`` naming ``option`` if nothing can be written there."""
+    probe = folder / f".specmm-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"cannot write to {folder} ({error.strerror}), choose another folder with {option}"
+        ) from error
+    return folder
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the entries of ``folder`` (new names, renames) are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def slug(text: str) -> str:
+    """``text`` as part of a file's name."""
+    return re.sub(r"[^\w.-]+", "-", text).strip("-.")[:48] or "picture"

@@ -1,67 +1,43 @@
-"""Continuous batching: a row that has finished its sample takes up the next one that waits.
+"""Continuous batching: a row that has finished its sample takes the next one that waits.
 
-Rows accept different lengths, so a batch that waits for its slowest row leaves the others idle. A
-sample that takes up a row is prefilled alone; what the last round gave is rewritten for it, as if
-the batch had just begun there, so its tokens are those it would have had from the start (each
-sample has its own generator).
+Rows accept different numbers of tokens, so a batch that waits for its slowest row leaves the others
+idle. A waiting sample is prefilled alone, and the last feedback is rewritten for its row as if the
+batch had just begun there. So its tokens are those it would have had in a batch of its own; each
+sample has its own generator.
 
-Shape letters: B rows, G guidance branches, N nodes, V vocabulary, C width, T tokens wanted.
+Shape letters: T tokens wanted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from specmm.drafter import Feedback
+from specmm.drafter import BatchingDrafter, Feedback
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
-from specmm.target import TargetOutput
-
-
-@runtime_checkable
-class BatchingTarget(Protocol):
-    """A target whose rows can begin anew while the others go on."""
-
-    def start_row(self, row: int, prompt: Any) -> TargetOutput:
-        """Prefill ``prompt``, of one sample, in place of what ``row`` held; its own distributions
-        and hidden states.
-        """
-        ...
-
-
-@runtime_checkable
-class BatchingDrafter(Protocol):
-    """A drafter whose rows can begin anew.
-
-    The feedback that follows says ``fresh`` of them, and that their round committed one token, the
-    first.
-    """
-
-    def start_row(self, row: int) -> None:
-        """Forget what ``row`` held and read the prompt that the target has just admitted, if any."""
-        ...
+from specmm.target import BatchingTarget, TargetOutput
 
 
 class Queue:
-    """Samples by number: the first B are the batch's, the others wait. ``tokens`` holds those of
-    finished ones.
+    """Samples by number: the first ``rows`` are the batch's, the others wait.
 
-    ``prompt(i)`` is what sample i is prefilled with, asked for once; ``generators[i]`` its
-    uniforms; ``tell(1)`` is called for every sample that is finished.
+    ``prompt(i)`` is what sample i is prefilled with, called once; ``generators[i]`` draws its
+    uniforms. ``tokens`` holds those of finished samples. ``tell(1)`` is called for each of them.
     """
 
     def __init__(
         self,
-        prompt: Callable[[int], Any],
+        prompt: Callable[[int], object],
         generators: Sequence[torch.Generator],
         rows: int,
-        tell: Callable[[int], Any] = lambda done: None,
+        tell: Callable[[int], object] = lambda done: None,
     ) -> None:
-        self.prompt, self.generators, self.tell = prompt, generators, tell
+        self.prompt = prompt
+        self.generators = generators
+        self.tell = tell
         self.holds = list(range(min(rows, len(generators))))  # the sample in each row
         self.tokens: list[Tensor] = [torch.empty(0)] * len(generators)
         self.next = len(self.holds)
@@ -84,9 +60,7 @@ class Queue:
         uniforms: Uniforms,
         clock: Clock,
     ) -> tuple[TargetOutput, Tensor]:
-        """Begin the next sample in ``row``: its prefill's output and the uniform [1] for its first
-        token.
-        """
+        """Start the next sample in ``row``: its prefill's output, and a uniform [1] for a token."""
         self.holds[row] = self.next
         numbers = uniforms.start_row(row, self.generators[self.next])
         with clock("verify"):
@@ -97,13 +71,16 @@ class Queue:
 
 
 def begin_anew(feedback: Feedback, row: int, output: TargetOutput, token: Tensor) -> None:
-    """Rewrite ``feedback`` for ``row``, in place: its round was the prefill ``output``, which gave
-    ``token`` [1].
+    """Rewrite ``feedback`` of ``row`` in place, as if the prefill ``output`` and its ``token`` [1]
+    had been the row's last round.
     """
-    result, batch = feedback.result, len(feedback.token)
+    result = feedback.result
+    batch = len(feedback.token)
     assert result is not None and feedback.tokens is not None
-    result.path[row], result.kept[row] = -1, 1
-    result.path[row, 0], result.next_token[row] = 0, token[0]
+    result.path[row] = -1
+    result.path[row, 0] = 0
+    result.kept[row] = 1
+    result.next_token[row] = token[0]
     feedback.token[row] = feedback.tokens[row, 0] = token[0]
     feedback.output.probs[row] = output.probs[0, -1]
     feedback.output.hidden[row::batch] = output.hidden[:, -1:]

@@ -249,7 +249,7 @@ def decode_plain(
     sync: bool = False,
     stop: Stop | None = None,
 ) -> Iterator[Progress]:
-    """Generate one token at a time on the target's fastest path: the baseline. See :func:`decode`."""
+    """As :func:`decode`, one token at a time on the target's fastest path: the baseline."""
     start = time.perf_counter()
     clock = Clock(sync)
     with clock("verify"):

@@ -1,13 +1,13 @@
-"""What a drafter is to the core: it sees what the last round gave and proposes a tree.
+"""What the loop needs of a drafter: it sees what the last round gave and proposes a tree.
 
-Shape letters: B batch, R rows (both guidance branches), N nodes, D deepest level, C width, V
+Shape letters: B batch, R rows (all guidance branches), N nodes, D deepest level, C width, V
 vocabulary.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +23,11 @@ from specmm.verify.rule import VerifyResult
 
 @dataclass
 class Feedback:
-    """What a round gave: the target's ``output``, the new root ``token`` [B], and, after the
-    prefill, the ``tree`` that was scored, its ``result`` and the ``tokens`` [B, D + 1] committed
-    (junk past ``result.kept``). Rejected positions are in it, so a draft-free method is just a
-    drafter. Rows that are ``fresh`` [B] have just begun.
+    """What a round gave, rejected drafts included.
+
+    ``output`` is the target's, ``token`` [B] the new root. After the first round there are also the
+    ``tree`` that was scored, its ``result``, and the ``tokens`` [B, D + 1] that were committed (of
+    which only the first ``result.kept`` count). Rows marked ``fresh`` [B] have just started.
     """
 
     output: TargetOutput
@@ -43,9 +44,7 @@ class Feedback:
         return self.tree, self.result
 
     def kept_hidden(self) -> Tensor:
-        """Hidden states of the nodes kept [R, D + 1, C], the root first; past ``result.kept`` they
-        are junk.
-        """
+        """Hidden states [R, D + 1, C] of the path; only the first ``result.kept`` count."""
         assert self.result is not None
         hidden = self.output.hidden
         path = branched(self.result.path.clamp(min=0), len(hidden) // len(self.token))
@@ -53,14 +52,17 @@ class Feedback:
 
 
 def committed(tree: DraftTree, result: VerifyResult) -> Tensor:
-    """Tokens a round commits [B, D + 1]: the drafts on the path, then the recovered or bonus token."""
+    """The tokens of a round [B, D + 1]: the drafts kept, then the recovered or bonus token."""
     drafts = tree.tokens.gather(1, result.path[:, 1:].clamp(min=0))
     tokens = torch.cat([drafts, drafts.new_zeros(len(drafts), 1)], dim=1)
     return tokens.scatter_(1, result.kept[:, None] - 1, result.next_token[:, None])
 
 
 class Drafter(Protocol):
-    """Proposes trees; it keeps its own state of the batch, which ``begin`` resets."""
+    """Proposes trees of at most ``max_nodes`` nodes and ``max_depth`` levels of drafts.
+
+    It keeps its own state of the batch, which ``begin`` resets.
+    """
 
     max_nodes: int
     max_depth: int
@@ -70,39 +72,56 @@ class Drafter(Protocol):
         ...
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """The next tree, its root ``feedback.token``."""
+        """The next tree, whose root is ``feedback.token``.
+
+        Every node must record the distribution it was drawn from (:class:`specmm.tree.DraftTree`).
+        """
+        ...
+
+
+@runtime_checkable
+class BatchingDrafter(Protocol):
+    """A drafter whose rows can start new samples while the others go on.
+
+    The next feedback marks such rows as ``fresh``; their round committed one token, the first.
+    """
+
+    def start_row(self, row: int) -> None:
+        """Forget the sample in ``row``, and read the prompt that the target has just prefilled."""
         ...
 
 
 class NoDrafts:
-    """Roots alone: plain decoding for rows that begin anew while others go on, which the plain
-    loop's cannot.
-    """
+    """Proposes roots only: plain decoding by the loop, where rows can start new samples."""
 
-    max_nodes, max_depth = 1, 0
+    max_nodes = 1
+    max_depth = 0
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """Lay out the tree of one node."""
+        """See :class:`Drafter`."""
         self.shape = TreeShape.chain(0, feedback.token.device)
 
     def start_row(self, row: int) -> None:
-        """See :class:`specmm.continuous_batching.BatchingDrafter`."""
+        """See :class:`BatchingDrafter`."""
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """The root."""
+        """See :class:`Drafter`."""
         return DraftTree(feedback.token[:, None], self.shape)
 
 
 class DeferredDrafter:
-    """``inner``, begun after a first round without drafts: an answer of two tokens never pays for
-    its prompt.
+    """``inner``, which begins after a first round without drafts.
+
+    So an answer of two tokens never pays for the drafter's prefill.
     """
 
     def __init__(self, inner: Drafter) -> None:
-        self.inner, self.max_nodes, self.max_depth = inner, inner.max_nodes, inner.max_depth
+        self.inner = inner
+        self.max_nodes = inner.max_nodes
+        self.max_depth = inner.max_depth
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """Only note what the drafter is to begin with."""
+        """Remember what ``inner`` is to begin with."""
         self._start: tuple[Feedback, Clock] | None = (feedback, clock)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
@@ -111,7 +130,8 @@ class DeferredDrafter:
             return DraftTree(feedback.token[:, None], TreeShape.chain(0, feedback.token.device))
         if self._start is not None:
             self.inner.begin(*self._start)
-            self._start, feedback = None, _widened(feedback, self.max_depth)
+            self._start = None
+            feedback = _widened(feedback, self.max_depth)
         return self.inner.propose(feedback, uniforms)
 
 

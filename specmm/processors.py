@@ -1,4 +1,4 @@
-"""From raw logits to the distribution that is sampled: guidance, penalty, temperature, top-k, top-p.
+"""From raw logits to the distribution that is sampled: guidance, penalties, temperature, filters.
 
 A distribution has the shape of its logits, is float32 (float64 for float64 logits) and sums to 1.
 Source: LlamaGen (arXiv 2406.06525), ``generate.sample``. What a repetition penalty needs to know is
@@ -106,7 +106,7 @@ class Processor:
 
     @property
     def settings(self) -> dict[str, float]:
-        """The options of the distribution, for certificates: the temperature, and those that are on."""
+        """The options that are on, for certificates; the temperature always is."""
         found = {"temperature": self.temperature}
         if self.top_k > 0:
             found["top_k"] = self.top_k
@@ -177,7 +177,7 @@ class Processor:
     def probs(
         self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None
     ) -> Tensor:
-        """Distributions [B, N, V] of the nodes of ``tree``, or after the last tokens of ``history``."""
+        """Distributions [B, N, V] after the nodes of ``tree``, or [B, 1, V] after ``history``."""
         return self(logits, history.seen(tree, logits.shape[-1]) if self.stateful else None, out)
 
 
@@ -187,7 +187,7 @@ def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 def kth_largest(x: Tensor, k: int) -> Tensor:
-    """The ``k``-th largest of ``x`` [..., V] as [..., 1]; numpy selects ten times faster on a CPU."""
+    """The ``k``-th largest of ``x`` [..., V], [..., 1]; on a CPU numpy is ten times faster."""
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return x.topk(k, dim=-1).values[..., -1:]
     place = x.shape[-1] - k

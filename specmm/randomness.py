@@ -2,6 +2,8 @@
 
 A row's numbers depend on its own generator and on how many it has used, never on the rest of the
 batch.
+
+Shape letters: B batch, L numbers drawn beforehand, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,37 +14,38 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# numbers drawn from a generator at a time: few calls, and a picture of few tokens wastes few
-BLOCK = 4096
+BLOCK = 4096  # numbers drawn from a generator at a time
 
 
 class UniformSource(Protocol):
-    """Uniforms in [0, 1) for each of B rows, drawn as they are needed or dealt beforehand."""
+    """Uniforms in [0, 1) for each of B rows."""
 
     def draw(self, count: int) -> Tensor:
         """The next ``count`` numbers of every row, [B, count]."""
 
 
-class Dealt:
-    """Uniforms: uniform ``numbers`` [B, L] drawn beforehand, handed out in order."""
+class PredrawnUniforms:
+    """A source of ``numbers`` [B, L] drawn beforehand."""
 
     def __init__(self, numbers: Tensor) -> None:
-        self.numbers, self.used = numbers, 0
+        self.numbers = numbers
+        self.used = 0
 
     def draw(self, count: int) -> Tensor:
-        """The next ``count`` numbers of every row, [B, count]."""
+        """See :class:`UniformSource`."""
         self.used += count
         return self.numbers[:, self.used - count : self.used]
 
 
-class Counted:
-    """Uniforms that count what is drawn of ``inner``."""
+class CountedUniforms:
+    """The source ``inner``, with a count of the numbers drawn from it."""
 
     def __init__(self, inner: UniformSource) -> None:
-        self.inner, self.used = inner, 0
+        self.inner = inner
+        self.used = 0
 
     def draw(self, count: int) -> Tensor:
-        """The next ``count`` numbers of every row, [B, count]."""
+        """See :class:`UniformSource`."""
         self.used += count
         return self.inner.draw(count)
 
@@ -57,9 +60,8 @@ class Uniforms:
         self.dtype = dtype
         self._block = torch.empty(len(self.generators), 0, dtype=dtype, device=self.device)
         self._used = 0
-        self._rest = [
-            self._block[row] for row in range(len(self._block))
-        ]  # drawn, but not yet in the block
+        # numbers of each row that are drawn but not yet in the block
+        self._rest = list(self._block.unbind(0))
 
     @classmethod
     def from_seeds(cls, seeds: Sequence[int]) -> Uniforms:
@@ -68,11 +70,11 @@ class Uniforms:
 
     @property
     def device(self) -> torch.device:
-        """Where the numbers live."""
+        """The device of the numbers."""
         return self.generators[0].device
 
     def draw(self, count: int) -> Tensor:
-        """The next ``count`` numbers of every row, [B, count]."""
+        """See :class:`UniformSource`."""
         left = self._block.shape[1] - self._used
         if left < count:
             fresh = [self._next(row, max(BLOCK, count)) for row in range(len(self.generators))]
@@ -83,49 +85,45 @@ class Uniforms:
         return taken
 
     def start_row(self, row: int, generator: torch.Generator) -> Tensor:
-        """From here on ``row`` draws from ``generator``, whose first number [1] is returned."""
-        self.generators[row], self._rest[row] = generator, self._rest[row][:0]
+        """From now on ``row`` draws from ``generator``; returns its first number [1]."""
+        self.generators[row] = generator
+        self._rest[row] = self._rest[row][:0]
         first = self._next(row, 1)
         self._block[row, self._used :] = self._next(row, self._block.shape[1] - self._used)
         return first
 
     def _next(self, row: int, count: int) -> Tensor:
         """The next ``count`` numbers of a row's stream."""
-        g, blocks = self.generators[row], -(-max(count - len(self._rest[row]), 0) // BLOCK)
-        if (
-            blocks
-        ):  # always whole ones: on a GPU a stream depends on how many numbers are drawn at a time
-            more = [
-                torch.rand(BLOCK, generator=g, device=g.device, dtype=self.dtype)
-                for _ in range(blocks)
-            ]
-            self._rest[row] = torch.cat([self._rest[row], *more])
-        taken, self._rest[row] = self._rest[row].split([count, len(self._rest[row]) - count])
-        return taken
+        generator = self.generators[row]
+        rest = self._rest[row]
+        while len(rest) < count:
+            # always whole blocks: on a GPU a stream depends on how many numbers a call draws
+            block = torch.rand(
+                BLOCK, generator=generator, device=generator.device, dtype=self.dtype
+            )
+            rest = torch.cat([rest, block])
+        self._rest[row] = rest[count:]
+        return rest[:count]
 
 
 def categorical(probs: Tensor, uniform: Tensor) -> Tensor:
-    """One index per row of ``probs`` [..., V] (any positive total) by the inverse of its cumulative
-    sum.
+    """One index [...] by ``uniform`` [...] in [0, 1) from ``probs`` [..., V] of any positive total.
 
-    ``uniform`` [...] in [0, 1). An index of zero weight is never returned.
+    By the inverse of the cumulative sum. An index of probability 0 is never returned.
     """
     cumulative = probs.cumsum(-1, dtype=torch.promote_types(probs.dtype, uniform.dtype))
     wanted = (uniform * cumulative[..., -1]).unsqueeze(-1)
-    return (
-        torch.searchsorted(cumulative, wanted, right=True)
-        .squeeze(-1)
-        .clamp_(max=probs.shape[-1] - 1)
-    )
+    index = torch.searchsorted(cumulative, wanted, right=True).squeeze(-1)
+    return index.clamp_(max=probs.shape[-1] - 1)
 
 
 def sample_generators(
     given: torch.Generator | Sequence[torch.Generator] | None, count: int, device: torch.device
 ) -> list[torch.Generator]:
-    """One generator a picture, on ``device``: those given, or new ones seeded from the one given
-    (or fresh entropy).
+    """One generator a picture, on ``device``.
 
-    Of those given, one on another kind of device seeds one that takes its place.
+    A sequence is used as it is; a generator on another kind of device seeds one that replaces it.
+    A single generator, or fresh entropy, seeds all of them.
     """
     if isinstance(given, Sequence):
         if len(given) != count:

@@ -1,17 +1,21 @@
-"""What a run did and how long each part took.
+"""What a run did, how long each part took, and what it may claim about its output.
 
-Times are host seconds; on a GPU they are honest only when the device is waited for, which
+Times are host seconds. On a GPU they mean something only if the device is waited for, which
 ``Clock(sync=True)`` does.
+
+Claims: ``exact``: the output has the target's distribution. ``bounded``: it differs, and ``tv`` is
+a measured bound on the total variation per token; summed over a sample's tokens it bounds the
+sample's. ``heuristic``: nothing is claimed.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 
@@ -45,10 +49,10 @@ class Clock:
 class Stats:
     """Counts of one run over a batch.
 
-    ``tokens`` and ``rounds`` are summed over samples (a round counts for a sample only while it is
-    unfinished); ``seconds`` is the wall clock of the whole run, ``draft_seconds`` and
-    ``verify_seconds`` the model forwards in it, ``search_seconds`` what of the drafting was a
-    search for paths.
+    ``tokens`` and ``rounds`` are summed over samples; a round counts for a sample only while it is
+    unfinished. ``seconds`` is the wall clock of the whole run, ``draft_seconds`` and
+    ``verify_seconds`` the model forwards in it, ``search_seconds`` the part of the drafting that
+    was a search for paths.
     """
 
     tokens: int = 0
@@ -58,10 +62,10 @@ class Stats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     search_seconds: float = 0.0
-    kept: list[int] = field(
-        default_factory=list
-    )  # kept[i]: sample rounds that committed i + 1 tokens
-    depths: list[int] = field(default_factory=list)  # by batch round, drafts of the longest row
+    # kept[i]: sample rounds that committed i + 1 tokens
+    kept: list[int] = field(default_factory=list)
+    # by batch round, drafts of the longest row
+    depths: list[int] = field(default_factory=list)
 
     @property
     def tau(self) -> float:
@@ -71,15 +75,15 @@ class Stats:
     @property
     def accepted_by_position(self) -> list[float]:
         """By position of a draft, the share of sample rounds that accepted it and all before it."""
-        behind = [sum(self.kept[i:]) for i in range(1, len(self.kept))]
-        return [count / max(sum(self.kept), 1) for count in behind]
+        accepted = [sum(self.kept[i:]) for i in range(1, len(self.kept))]
+        return [count / max(sum(self.kept), 1) for count in accepted]
 
     @property
     def host_overhead(self) -> float:
         """Share of the time outside model forwards."""
-        return (
-            1 - (self.draft_seconds + self.verify_seconds) / self.seconds if self.seconds else 0.0
-        )
+        if not self.seconds:
+            return 0.0
+        return 1 - (self.draft_seconds + self.verify_seconds) / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
         """What a report says, for JSON."""
@@ -101,10 +105,72 @@ class Stats:
 
 
 def total(parts: Sequence[Stats]) -> Stats:
-    """The counts of all ``parts`` (one at least) together, of their kind: a family may count more
-    than others.
-    """
+    """The sum of all ``parts`` (at least one), of their class, which may count more."""
     found = type(parts[0])()
     for part in parts:
         found.add(part)
     return found
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A claim, its reason, and the total variation per token: 0 if exact, None if heuristic.
+
+    ``settings`` tell which distribution is meant: the model's under these options (temperature,
+    guidance, filters, iterations …).
+    """
+
+    kind: Literal["exact", "bounded", "heuristic"]
+    reason: str
+    tv: float | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.kind == "bounded") != (self.tv is not None and self.kind != "exact"):
+            must = "must" if self.kind == "bounded" else "must not"
+            raise ValueError(f"a {self.kind} certificate {must} hold a tv")
+
+    def under(self, settings: Mapping[str, object]) -> Certificate:
+        """The same claim about the model's distribution under ``settings``."""
+        return replace(self, settings=dict(settings))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """One line for people."""
+        text: str = self.kind
+        if self.kind == "bounded":
+            text += f", total variation a token below {self.tv:.4f} on average (measured)"
+        text += f": {self.reason}"
+        if self.settings:
+            named = ", ".join(f"{name} {value}" for name, value in self.settings.items())
+            text += f" (the model at {named})"
+        return text
+
+
+def rule_certificate(name: str, exact: bool, excess: float | None) -> Certificate:
+    """The certificate of a run by a rule; ``excess`` is a relaxed rule's, the mean per token."""
+    if exact:
+        reason = f"every token kept or drawn by the {name} rule follows the target's distribution"
+        return Certificate("exact", reason, 0.0)
+    if excess is None:
+        return Certificate("heuristic", f"the {name} rule is relaxed and no round was measured")
+    reason = f"the {name} rule is relaxed; measured on the rounds of this run"
+    return Certificate("bounded", reason, excess)
+
+
+def merged_certificate(parts: Sequence[tuple[Certificate, float]]) -> Certificate | None:
+    """What several runs may claim together: the least, with the weighted mean of ``tv``.
+
+    ``parts`` are certificates and weights. None if there are none.
+    """
+    if not parts:
+        return None
+    order = ("exact", "bounded", "heuristic")
+    least = max((part for part, _ in parts), key=lambda part: order.index(part.kind))
+    if least.kind != "bounded":
+        return least
+    total = sum(weight for _, weight in parts)
+    return replace(least, tv=sum((part.tv or 0.0) * weight for part, weight in parts) / total)

@@ -1,13 +1,12 @@
-"""What a target is to the core: prefill a prompt, score a tree of drafts, commit what was kept.
+"""What the loop needs of a target: prefill a prompt, score a tree of drafts, commit what was kept.
 
-Shape letters: B batch, G guidance branches, R = G·B rows, N tree nodes, P prompt positions, C
-width, V vocabulary.
+Shape letters: B batch, G guidance branches, R = G·B rows, N tree nodes, C width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -17,8 +16,10 @@ from specmm.verify.rule import VerifyResult
 
 @dataclass
 class TargetOutput:
-    """``probs`` [B, N, V], processed (guidance, temperature, filters); ``hidden`` [R, N, C], what
-    drafters read.
+    """What a forward gives.
+
+    ``probs`` [B, N, V] are processed: guidance, temperature and filters are applied. ``hidden``
+    [R, N, C] is what drafters read.
     """
 
     probs: Tensor
@@ -26,22 +27,19 @@ class TargetOutput:
 
 
 class Target(Protocol):
-    """A model under acceleration; it owns guidance, processors, positions, the cache and the
-    attention.
-    """
+    """The model to accelerate, with its guidance, processors, positions, cache and attention."""
 
     name: str
 
     def prefill(self, prompt: Any, scratch: int) -> TargetOutput:
-        """Start a batch with room for trees of ``scratch`` nodes; the last position's distribution
-        is the first token's.
+        """Start a batch, with room for trees of ``scratch`` nodes.
+
+        The last position of the output predicts the first token.
         """
         ...
 
     def score(self, tree: DraftTree) -> TargetOutput:
-        """One forward over all nodes of ``tree``, each attending the committed tokens and its
-        ancestors.
-        """
+        """One forward over all nodes; each attends the committed tokens and its ancestors."""
         ...
 
     def commit(self, result: VerifyResult) -> None:
@@ -49,7 +47,14 @@ class Target(Protocol):
         ...
 
     def step(self, tokens: Tensor) -> TargetOutput:
-        """Plain decoding: append one token a row [B] and score it, on the fastest path the model
-        has.
-        """
+        """Plain decoding: append one token a row [B] and score it, as fast as the model can."""
+        ...
+
+
+@runtime_checkable
+class BatchingTarget(Protocol):
+    """A target whose rows can start new samples while the others go on."""
+
+    def start_row(self, row: int, prompt: Any) -> TargetOutput:
+        """Prefill ``prompt``, one sample's, in place of the sample in ``row``."""
         ...

@@ -1,5 +1,4 @@
-"""One training loop for every model of the suite: resumable, with a progress bar and a loss curve
-on disk.
+"""The training loop of all models: resumable, with a progress bar and a loss curve on disk.
 
 ``fit`` calls ``step(i)`` for i = 0, 1, …; a step draws its own batch from i alone, so that a
 resumed run continues exactly where the killed one stopped.
@@ -15,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ NUMBERED = re.compile(r"\.\d+\.")  # in the name of what belongs to one of sever
 
 
 def warmup_cosine(step: int, steps: int, warmup: int = 100, floor: float = 0.05) -> float:
-    """Learning-rate factor in (0, 1] at ``step``: linear warm-up, then a cosine down to ``floor``."""
+    """Learning-rate factor at ``step``: linear warm-up to 1, then a cosine down to ``floor``."""
     if step < warmup:
         return (step + 1) / warmup
     progress = min((step - warmup) / max(steps - warmup, 1), 1.0)
@@ -35,16 +35,14 @@ def warmup_cosine(step: int, steps: int, warmup: int = 100, floor: float = 0.05)
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Initialise modules from ``seed`` inside; the caller's random state is as before afterwards."""
+    """A block whose random numbers come from ``seed``; the caller's random state is kept."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
 
 
 def batch_rows(step: int, size: int, total: int, seed: int) -> Tensor:
-    """Rows [size] of the data set used at ``step``: epochs are seeded permutations of ``total``
-    rows.
-    """
+    """Rows [size] of the data used at ``step``: epochs are seeded permutations of all rows."""
     first = step * size
     epochs = range(first // total, (first + size - 1) // total + 1)
     orders = [
@@ -68,22 +66,22 @@ def fit(
     muon: float = 0.0,
     save_every: float = 120.0,
 ) -> None:
-    """Minimise ``step(i)["loss"]`` over the parameters of ``model`` with AdamW and keep
-    ``out/checkpoint.pt`` fresh.
+    """Minimise ``step(i)["loss"]`` over the parameters of ``model`` with AdamW.
 
-    A checkpoint is written every ``save_every`` seconds and at the end, atomically; a run that
-    finds one resumes. With a learning rate for ``muon`` (https://kellerjordan.github.io/posts/muon)
-    the matrices of numbered layers are left to it, which takes fewer steps. Raises ``ValueError``
-    when the loss stops being finite.
+    ``out/checkpoint.pt`` is written every ``save_every`` seconds and at the end, atomically; a run
+    that finds one resumes. With a learning rate for ``muon``
+    (https://kellerjordan.github.io/posts/muon) it trains the matrices of numbered layers, which
+    takes fewer steps. Raises ``ValueError`` when the loss is no longer finite.
     """
     out.mkdir(parents=True, exist_ok=True)
     optimizers = _optimizers(model, lr, betas, weight_decay, muon)
     rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
-    first = _resume(out / "checkpoint.pt", model, optimizers)
+    first = _resume(out / "checkpoint.pt", model, optimizers)  # it replaces the groups
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    _forget(out / "loss.csv", first)
+    curve = out / "loss.csv"
+    _forget(curve, first)
     bar = tqdm(range(first, steps), initial=first, total=steps, desc=out.name, mininterval=5)
-    saved, curve = time.monotonic(), out / "loss.csv"
+    saved = time.monotonic()
     for i in bar:
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * warmup_cosine(i, steps)
@@ -116,11 +114,8 @@ def _optimizers(
     ]
     made: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=lr, betas=betas)]
     if inner:  # its steps are scaled to the size of AdamW's
-        made.append(
-            torch.optim.Muon(
-                inner, lr=muon, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
-            )
-        )
+        options: dict[str, Any] = {"lr": muon, "weight_decay": weight_decay}
+        made.append(torch.optim.Muon(inner, **options, adjust_lr_fn="match_rms_adamw"))
     return made
 
 
@@ -128,7 +123,8 @@ def _record(curve: Path, i: int, losses: Losses) -> None:
     values = {k: float(v.detach()) for k, v in losses.items()}
     if not math.isfinite(values["loss"]):
         raise ValueError(
-            f"loss is {values['loss']} at step {i}; the last good checkpoint stays in {curve.parent}"
+            f"loss is {values['loss']} at step {i}; "
+            f"the last good checkpoint stays in {curve.parent}"
         )
     new = not curve.exists()
     with curve.open("a", newline="") as file:
@@ -139,9 +135,7 @@ def _record(curve: Path, i: int, losses: Losses) -> None:
 
 
 def _forget(curve: Path, first: int) -> None:
-    """Drop what a killed run recorded at or after step ``first``, which comes again, a torn last
-    line included.
-    """
+    """Drop what a killed run recorded from step ``first`` on, and an incomplete last line."""
     head, *rows = curve.read_text().splitlines(keepends=True) if first and curve.exists() else [""]
     kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) < first]
     if not kept:  # the next record begins a new curve
@@ -166,13 +160,13 @@ def _resume(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer
     try:
         model.load_state_dict(saved["model"])
     except RuntimeError as error:
-        raise ValueError(
-            f"{path} is of another model ({str(error).splitlines()[-1].strip()}), use another folder"
-        ) from error
+        reason = str(error).splitlines()[-1].strip()
+        raise ValueError(f"{path} is of another model ({reason}), use another folder") from error
     if len(saved["optimizers"]) != len(optimizers):
         counts = f"{len(saved['optimizers'])} optimizers, this one has {len(optimizers)}"
         raise ValueError(
-            f"{path} is of a training with {counts}: finish it with the version it was begun with, or remove it"
+            f"{path} is of a training with {counts}: "
+            "finish it with the version it was begun with, or remove it"
         )
     for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
         optimizer.load_state_dict(state)

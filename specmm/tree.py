@@ -1,9 +1,9 @@
-"""Draft trees: which tokens a drafter proposes, how they hang together, and the distribution each
-was drawn from.
+"""Draft trees: the tokens a drafter proposes, their parents, and what each was drawn from.
 
-Shape letters: B batch, N nodes (node 0 is the root, the last committed token), D deepest level, P
-inner nodes (those that may have children), K most children of a node, V vocabulary. A leading 1
-stands for "shared by all rows".
+Node 0 is the root: the last committed token. Every other node is a draft.
+
+Shape letters: B batch, N nodes, D deepest level, P inner nodes (those that may have children), K
+most children of a node, V vocabulary. A leading 1 means "shared by all rows".
 """
 
 from __future__ import annotations
@@ -14,39 +14,40 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 T = TypeVar("T")
 
 
 class TreeShape:
-    """How N nodes hang together: ``parents`` [1 or B, N], each smaller than its node, -1 for the
-    root.
+    """The parent of each node: ``parents`` [1 or B, N], each less than its node, -1 for the root.
 
     Siblings are ranked by node number. A shape shared by all rows is made once and serves every
-    round; a dynamic drafter makes one a round and passes its bounds ``depth`` (D) and ``width``
-    (K), so that nothing waits for a value.
+    round. A dynamic drafter makes a shape every round. It passes upper bounds of the ``depth`` (D)
+    and ``width`` (K), so that the host need not wait for values from the device.
     """
 
     def __init__(self, parents: Tensor, depth: int, width: int) -> None:
-        self.parents, self.depth, self.width = parents, depth, width
-        self.made: dict[str, Any] = {}
+        self.parents = parents
+        self.depth = depth
+        self.width = width
+        self._made: dict[str, Any] = {}
 
     def once(self, name: str, make: Callable[[TreeShape], T]) -> T:
-        """What ``make`` gives of this shape, made at the first call with ``name``."""
-        if name not in self.made:
-            self.made[name] = make(self)
-        found: T = self.made[name]
+        """``make(self)``, computed at the first call with ``name``."""
+        if name not in self._made:
+            self._made[name] = make(self)
+        found: T = self._made[name]
         return found
 
     @classmethod
     def from_parents(cls, parents: Sequence[int], device: torch.device | str = "cpu") -> TreeShape:
-        """Shape shared by all rows. Raises ``ValueError`` when ``parents`` is not a tree in
-        topological order.
-        """
+        """A shape shared by all rows; ``ValueError`` unless parents precede their children."""
         if not parents or parents[0] != -1:
             raise ValueError(f"parents must start with -1 (the root), got {list(parents[:1])}")
-        depths, counts = [0], [0] * len(parents)
+        depths = [0]
+        counts = [0] * len(parents)
         for node, parent in enumerate(parents[1:], start=1):
             if not 0 <= parent < node:
                 raise ValueError(f"parent of node {node} must be in [0, {node}), got {parent}")
@@ -58,13 +59,10 @@ class TreeShape:
     def from_choices(
         cls, choices: Sequence[Sequence[int]], device: torch.device | str = "cpu"
     ) -> TreeShape:
-        """Shape of a list of rank paths (Medusa's and LANTERN's ``tree_choices``): ``[[0], [1], [0,
-        0], …]``.
-        """
+        """The shape of rank paths ``[[0], [1], [0, 0], …]`` (Medusa's ``tree_choices``)."""
         paths = sorted((tuple(c) for c in choices), key=lambda c: (len(c), c))
-        number: dict[tuple[int, ...], int] = {(): 0} | {
-            path: n for n, path in enumerate(paths, start=1)
-        }
+        number: dict[tuple[int, ...], int] = {(): 0}
+        number |= {path: n for n, path in enumerate(paths, start=1)}
         for path in paths:
             if path[:-1] not in number:
                 raise ValueError(f"tree choice {list(path)} has no parent in the list")
@@ -87,14 +85,12 @@ class TreeShape:
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """Whether node j is i or an ancestor of i, [1 or B, N, N] bool: row i is node i's
-        tree-attention mask.
-        """
+        """Whether node j is i or an ancestor of i, [1 or B, N, N] bool: the tree-attention mask."""
         eye = torch.eye(self.size, dtype=torch.bool, device=self.parents.device)
-        step = (
-            eye[self.parents.clamp(min=0)] & (self.parents >= 0)[..., None]
-        )  # row n: only n's parent
-        mask, reach = eye | step, step
+        is_draft = (self.parents >= 0)[..., None]
+        step = eye[self.parents.clamp(min=0)] & is_draft  # row n: only n's parent
+        mask = eye | step
+        reach = step
         for _ in range(self.depth - 1):
             reach = (reach.float() @ step.float()) > 0
             mask = mask | reach
@@ -118,19 +114,14 @@ class TreeShape:
 
     @cached_property
     def ancestor_words(self) -> Tensor:
-        """The ancestor mask in int64 words [1 or B, N, ceil(N / 64)]: bit j % 64 of word j // 64
-        for node j.
-        """
+        """``ancestors`` in int64 words [1 or B, N, ceil(N / 64)]: node j is bit j % 64 of one."""
         words = -(-self.size // 64)
-        bits = torch.zeros(
-            *self.ancestors.shape[:2], words * 64, dtype=torch.int64, device=self.parents.device
-        )
-        bits[..., : self.size] = self.ancestors
+        bits = F.pad(self.ancestors.long(), (0, words * 64 - self.size))
         return (bits.unflatten(-1, (words, 64)) << torch.arange(64, device=bits.device)).sum(-1)
 
     @cached_property
     def inner(self) -> Tensor:
-        """Nodes that may have children [P], ascending: the true ones of a shared shape, else all N."""
+        """Nodes that may have children [P]: those of a shared shape that do, else all N."""
         if not self.shared:
             return torch.arange(self.size, device=self.parents.device)
         return self.parents[0, 1:].unique()
@@ -142,22 +133,22 @@ class TreeShape:
         if self.width == 0:
             return self.parents.new_empty(rows, len(self.inner), 0)
         table = torch.full((rows, (self.size + 1) * self.width + 1), -1, device=self.parents.device)
-        slot = (
-            (self.parents + 1) * self.width + self.ranks + 1
-        )  # the root's parent -1 takes the first slots
+        # the root, whose parent is -1, goes to the first slots, which are cut off
+        slot = (self.parents + 1) * self.width + self.ranks + 1
         table.scatter_(1, slot, torch.arange(self.size, device=table.device).expand(rows, -1))
-        return table[:, 1:].unflatten(1, (self.size + 1, self.width))[:, 1:][:, self.inner]
+        by_parent = table[:, 1:].unflatten(1, (self.size + 1, self.width))[:, 1:]
+        return by_parent[:, self.inner]
 
 
 @dataclass
 class DraftTree:
-    """Tokens of one round's drafts and where they came from.
+    """The drafts of one round, and the distributions they were drawn from.
 
     ``tokens`` [B, N] int64, ``tokens[:, 0]`` the root. ``probs`` [B, N, V] holds for each node the
-    distribution it was drawn from *given its earlier siblings* (row 0 is unused); ``None`` means
-    every node is a point mass, chosen and not drawn. That one convention covers independent
-    siblings, sampling without replacement and top-k trees. ``drafted`` counts the levels of a chain
-    that any row asked for, where filler stands after them (None: all).
+    distribution it was drawn from *given its earlier siblings* (node 0's is unused). ``None`` means
+    that every node is a point mass: chosen, not drawn. This one convention covers independent
+    siblings, sampling without replacement and top-k trees. ``drafted`` is the number of levels of a
+    chain that hold drafts; padding tokens follow them (None: all levels).
     """
 
     tokens: Tensor
@@ -172,10 +163,11 @@ class DraftTree:
             )
         if self.probs is not None and self.probs.shape[:2] != self.tokens.shape:
             raise ValueError(
-                f"probs must be [B, N, V] for tokens {list(self.tokens.shape)}, got {list(self.probs.shape)}"
+                f"probs must be [B, N, V] for tokens {list(self.tokens.shape)}, "
+                f"got {list(self.probs.shape)}"
             )
 
     @property
     def levels(self) -> int:
-        """Drafts of the longest row, filler not counted."""
+        """Drafts of the longest row, without padding."""
         return self.shape.depth if self.drafted is None else self.drafted

@@ -1,9 +1,8 @@
 """Turns: threads that share a model run one after the other, in the order of their arrival.
 
-What a run changes besides its own state (hooks on the model's layers, a processor's settings,
-drafters with a cache, compiled programs) belongs to the model, so its turns are kept by model:
-pipelines and ``custom_generate`` of one model wait for each other, those of different models do
-not.
+Some of what a run changes belongs to the model: hooks on its layers, a processor's settings,
+drafters with a cache, compiled programs. So turns are kept by model: pipelines and
+``custom_generate`` of one model wait for each other, those of different models do not.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ R = TypeVar("R")
 
 
 class Turns:
-    """A lock with a queue: whoever came first goes first, and whoever has the turn may take it
-    again.
-    """
+    """A first-come-first-served lock, which the thread that has it may take again."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()  # of what follows; never held while anything runs
+        self._guard = threading.Lock()  # for the fields below; never held during a turn
         self._thread: int | None = None  # whose turn it is
         self._depth = 0  # how often that thread has taken it
         self._waiting: deque[tuple[int, threading.Event]] = deque()
@@ -38,9 +35,7 @@ class Turns:
 
     @contextmanager
     def take(self) -> Iterator[None]:
-        """Wait for the turn, keep it for the block, and give it to the next, whatever the block
-        raises.
-        """
+        """Wait for the turn, keep it for the block, and pass it on, whatever the block raises."""
         self._wait()
         try:
             yield
@@ -48,7 +43,7 @@ class Turns:
             self._give()
 
     def each(self, items: Iterator[R]) -> Iterator[R]:
-        """``items``, each made in a turn of its own: between two of them others have theirs."""
+        """``items``, each made in a turn of its own, with other threads' turns between them."""
         while True:
             with self.take():
                 try:
@@ -58,17 +53,18 @@ class Turns:
             yield item
 
     def _wait(self) -> None:
-        me, called = threading.get_ident(), threading.Event()
+        me = threading.get_ident()
+        called = threading.Event()
         with self._guard:
             if self._thread in (None, me):
-                self._thread, self._depth = me, self._depth + 1
+                self._thread = me
+                self._depth += 1
                 return
             self._waiting.append((me, called))
         try:
             called.wait()
-        except (
-            BaseException
-        ):  # interrupted: leave the queue, or pass on the turn that has just come
+        except BaseException:
+            # interrupted: leave the queue, or pass on the turn that has just come
             with self._guard:
                 if not called.is_set():
                     self._waiting.remove((me, called))
@@ -88,20 +84,18 @@ class Turns:
                 called.set()
 
 
-_turns: WeakKeyDictionary[Any, Turns] = WeakKeyDictionary()
+_turns: WeakKeyDictionary[object, Turns] = WeakKeyDictionary()
 _guard = threading.Lock()
 
 
-def turns_of(model: Any) -> Turns:
-    """The turns of ``model``, the same for all who ask as long as it lives."""
+def turns_of(model: object) -> Turns:
+    """The turns of ``model``, always the same as long as the model lives."""
     with _guard:
         return _turns.setdefault(model, Turns())
 
 
-def in_its_turn(model: Callable[[Any], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function run in a turn of the ``model`` of its first argument: calls from several
-    threads queue up.
-    """
+def in_its_turn(model: Callable[[Any], object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function to run in a turn of ``model(first argument)``."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)

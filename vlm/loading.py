@@ -44,11 +44,11 @@ from specmm.checkpoints import (
     read_checkpoint,
     read_json,
 )
+from specmm.hardware import prepack
 from specmm.hf import pretrained
 from specmm.hf.drafters.small_model import SmallModel
 from specmm.hf.loading import find_target, load_target, weights_folder
 from specmm.hf.packaged import is_packaged, missing_packages
-from specmm.prepacked import lay_weights
 from specmm.training import seeded
 from specmm.zoo import efficientnet
 
@@ -101,7 +101,7 @@ def load_processor(folder: Path) -> Any:
 def load_small(folder: Path, target: PreTrainedModel, method: str) -> SmallModel:
     """The small vision-language model in ``folder`` with its processor, as ``target`` is."""
     processor = load_processor(folder) if (folder / "processor_config.json").is_file() else None
-    return SmallModel(lay_weights(load_model(folder, target.dtype).to(target.device)), processor)
+    return SmallModel(prepack(load_model(folder, target.dtype).to(target.device)), processor)
 
 
 def is_composed(folder: Path) -> bool:

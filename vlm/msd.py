@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from specmm import methods
-from specmm.acceptance_stats import WIDEST, AcceptanceCounter
-from specmm.autotune import Plan
+from specmm.autotune import WIDEST, AcceptanceCounter, Plan, planned
 from specmm.cache import Cache, CacheSize
 from specmm.decode import EndTokens, decode
 from specmm.drafter import DeferredDrafter, Feedback
@@ -28,7 +27,6 @@ from specmm.hf.parts import Assembly, Verification
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import Context, VLMTarget
 from specmm.processors import Processor
-from specmm.profiling import planned
 from specmm.randomness import Uniforms, UniformSource
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.sequoia import best_tree

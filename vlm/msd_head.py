@@ -42,7 +42,7 @@ from specmm.checkpoints import (
     read_json,
     weights_file,
 )
-from specmm.prepacked import lay_weights
+from specmm.hardware import prepack
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
 PLAIN_ROPE = ("default", "mrope")  # the release turns M-RoPE models' slots one-dimensionally, too
@@ -239,7 +239,7 @@ class MSDHead(nn.Module):
 
 def load_for(folder: Path, target: PreTrainedModel, method: str) -> MSDHead:
     """The head in ``folder`` for the ``target`` model, with prepacked weights."""
-    return lay_weights(load_msd(folder, embeddings_of(target)))
+    return prepack(load_msd(folder, embeddings_of(target)))
 
 
 def load_msd(

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from specmm import methods
 from specmm.autotune import Plan
-from specmm.certificate import Certificate
-from specmm.dtypes import choose_dtype
+from specmm.hardware import choose_dtype, prepack
 from specmm.hf.attention import use_tree_attention
 from specmm.hf.drafting import KINDS, Drafters, assemble, load_drafter
 from specmm.hf.loading import find
@@ -26,9 +25,8 @@ from specmm.hf.running import Options as Options
 from specmm.hf.running import Pipeline, Prompts, Run, Said, check_continuous_batching
 from specmm.hf.streaming import ending, tell
 from specmm.hf.target import VLMTarget
-from specmm.prepacked import lay_weights
 from specmm.registry import named
-from specmm.stats import Stats
+from specmm.stats import Certificate, Stats
 from specmm.turns import in_its_turn, turns_of
 from specmm.vlm.asking import Pictures, Questions
 from specmm.vlm.loading import load_model, load_processor
@@ -98,7 +96,7 @@ class VQAPipeline(Pipeline):
         model = load_model(folder, torch_dtype)
         size = sum(p.numel() for p in model.parameters())
         model = model.to(device, torch_dtype or choose_dtype(size, device=device))
-        lay_weights(use_tree_attention(model))
+        prepack(use_tree_attention(model))
         if isinstance(drafter, str | Path):
             drafter = load_drafter(cls.drafter_kind(resolved), find(drafter), model)
         return cls(model, load_processor(folder), resolved, drafter, folder, str(name))

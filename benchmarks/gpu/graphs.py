@@ -23,7 +23,7 @@ from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import InverseCDF, Sampling
 from specmm.image_ar.tokens.target import LlamaGenTarget, StaticTarget
 from specmm.kernels.tree_attention import TreeMask
-from specmm.randomness import Dealt
+from specmm.randomness import PredrawnUniforms
 from specmm.stats import Clock
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree, TreeShape
@@ -186,7 +186,7 @@ class PictureGraph:
     def eager(self, labels: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """The same without a graph."""
         feature_map = FeatureMap(self.pipe.vae.quantize, len(labels))
-        uniforms = InverseCDF(self.sampling, Dealt(numbers), len(feature_map.schedule))
+        uniforms = InverseCDF(self.sampling, PredrawnUniforms(numbers), len(feature_map.schedule))
         models = self.pipe.transformer, self.pipe.small
         given = code_turns(*models, self.n), feature_map, labels, self.sampling
         deque(alternate(*given, lambda _: uniforms, Clock()), maxlen=0)

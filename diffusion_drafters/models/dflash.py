@@ -45,8 +45,8 @@ from specmm.diffusion_drafters.models.drafter_files import (
     read_state,
     write_model,
 )
+from specmm.hardware import state_of
 from specmm.hf.target import as_transformers
-from specmm.prepacked import state_of
 
 TRANSFORMERS_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 NORM_EPS = 1e-6  # added to an embedding's mean square

@@ -16,8 +16,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.certificate import Certificate
-from specmm.dtypes import choose_dtype
+from specmm.hardware import choose_dtype
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.continuous.chain_speculation import ChainOptions, ChainSpeculation
 from specmm.image_ar.continuous.cspd import (
@@ -72,6 +71,7 @@ from specmm.image_ar.shared import (
     write_settings,
 )
 from specmm.randomness import sample_generators
+from specmm.stats import Certificate
 from specmm.turns import in_its_turn
 
 HEAD_STEPS = 16  # the default window of cspd's variant ``exact``

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specmm.certificate import Certificate
 from specmm.image_ar.scales.next_scale import FeatureMap, Session
 from specmm.image_ar.scales.sampling import Sampling, ScaleSampler
 from specmm.image_ar.scales.var import VAR
-from specmm.stats import Clock
+from specmm.stats import Certificate, Clock
 
 LARGE = "large"
 SMALL = "small"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specmm import zoo
 from specmm.checkpoints import NESTING, State, fingerprint, load_strict, read_checkpoint
-from specmm.dtypes import gpu_has_bfloat16
+from specmm.hardware import gpu_has_bfloat16
 from specmm.image_ar.scales.scale_schedule import PATCHES_256
 from specmm.image_ar.scales.var import PUBLISHED_HEAD_DIM, VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig

@@ -16,9 +16,8 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.certificate import Certificate
-from specmm.dtypes import LARGE as LARGE_MODEL
-from specmm.dtypes import choose_dtype
+from specmm.hardware import LARGE as LARGE_MODEL
+from specmm.hardware import choose_dtype, prepack
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.pipeline import PicturePipeline
 from specmm.image_ar.scales.collaborative import LARGE, alternate, certificate, code_turns
@@ -58,9 +57,8 @@ from specmm.image_ar.shared import (
     write_index,
     write_settings,
 )
-from specmm.prepacked import lay_weights
 from specmm.randomness import Uniforms, sample_generators
-from specmm.stats import Clock, Stats
+from specmm.stats import Certificate, Clock, Stats
 from specmm.turns import in_its_turn
 
 SPECULATION = Certificate("exact", "scales kept are the target's own draws", 0.0)
@@ -150,8 +148,8 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         second = load_small_var(small, vae) if small is not None else None
         if second is None and (folder / "small").is_dir():
             second = load_var(folder / "small")
-        large = lay_weights(transformer.to(device, dtype), long=True)
-        second = None if second is None else lay_weights(second.to(device, dtype), long=True)
+        large = prepack(transformer.to(device, dtype), long=True)
+        second = None if second is None else prepack(second.to(device, dtype), long=True)
         settings = read_settings(VARSettings, folder)
         if small is not None:
             settings = replace(settings, fid={}, n=-1)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specmm import methods
+from specmm.hardware import MOST, prepack
 from specmm.image_ar.scales.collaborative import LARGE, Turn, alternate
 from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.planner import (
@@ -30,7 +31,6 @@ from specmm.image_ar.scales.sampling import InverseCDF, Sampling, VARSettings
 from specmm.image_ar.scales.scale_speculation import ScaleSpeculation, coarse_scales
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
-from specmm.prepacked import MOST, lay_weights
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
 
@@ -257,7 +257,7 @@ def _now(device: torch.device) -> float:
 def random_var(config: VARConfig, dtype: torch.dtype, whole: VARConfig | None = None) -> VAR:
     """A model of random weights, prepacked as a loaded one of size ``whole`` (its own) would be."""
     model = VAR(config).to(dtype).eval()
-    return lay_weights(model, long=True) if parameters(whole or config) <= MOST else model
+    return prepack(model, long=True) if parameters(whole or config) <= MOST else model
 
 
 def random_vqvae(config: VARConfig) -> VQVAE:

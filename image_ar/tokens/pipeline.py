@@ -17,12 +17,11 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.certificate import Certificate, of_rule
 from specmm.compiled import CompiledRound, prepare_compiler
 from specmm.continuous_batching import Queue
 from specmm.decode import Progress, decode, decode_plain, one_round
-from specmm.dtypes import choose_dtype
 from specmm.guidance import Guidance
+from specmm.hardware import choose_dtype, prepack
 from specmm.image_ar.autoencoder import VQModel, to_uint8
 from specmm.image_ar.pipeline import PicturePipeline
 from specmm.image_ar.shared import (
@@ -50,9 +49,9 @@ from specmm.image_ar.tokens.loading import (
     save_vq,
 )
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget, log_likelihood
-from specmm.prepacked import lay_weights
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
+from specmm.stats import Certificate, rule_certificate
 from specmm.turns import in_its_turn
 from specmm.verify import Rule
 
@@ -158,7 +157,7 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         # before the weights move: the fingerprint that drafters are checked by is read on the CPU
         drafters = load_drafters(folder / "drafters", transformer)
         for module in (transformer, *drafters.values()):
-            lay_weights(module.to(device))
+            prepack(module.to(device))
         vq = load_vq(folder / "vq").to(device)
         settings = read_settings(LlamaGenSettings, folder)
         captions = None
@@ -311,7 +310,7 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
             certificate = Certificate("exact", "plain decoding of the target", 0.0)
         else:
             excess = float(progress.excess) / measured if measured else None
-            certificate = of_rule(rule.name, rule.exact, excess)
+            certificate = rule_certificate(rule.name, rule.exact, excess)
         return Drawn(tokens, images, progress.stats, certificate, name, measured)
 
     def _steps(

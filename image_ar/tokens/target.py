@@ -110,7 +110,7 @@ class LlamaGenTarget:
     @torch.inference_mode()
     def start_row(self, row: int, prompt: Prompt) -> TargetOutput:
         """Begin ``prompt``, of one picture, in ``row``; see
-        :class:`specmm.continuous_batching.BatchingTarget`.
+        :class:`specmm.target.BatchingTarget`.
         """
         alone = LlamaGenTarget(self.model, self.guidance, self.processor, self.name)
         alone.aux_layers = self.aux_layers

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from specmm.hardware import prepack
 from specmm.hf.prompt import POSITIONS, VLMPrompt
 from specmm.kernels.tree_attention.interface import NAME as TREES
-from specmm.prepacked import lay_weights
 from specmm.registry import unknown
 
 GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")  # what M-RoPE counts by
@@ -163,7 +163,7 @@ class Family:
         few.weight = nn.Parameter(self.head.weight.detach()[ids], requires_grad=False)
         if bias is not None:
             few.bias = nn.Parameter(bias.detach()[ids], requires_grad=False)
-        lay_weights(few)
+        prepack(few)
         return lambda states: self.after_head(few(states))
 
     @cached_property

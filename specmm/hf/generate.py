@@ -297,7 +297,7 @@ def _paths(tree: DraftTree | None, row: int, like: Tensor) -> list[Tensor]:
 
 
 class Criteria:
-    """transformers' stopping criteria as a :class:`specmm.stopping.Stop`, asked after every new
+    """transformers' stopping criteria as a :class:`specmm.decode.Stop`, asked after every new
     token of every row.
 
     Rows that end are padded where one of the criteria knows an end token; where none does, generate
@@ -316,7 +316,7 @@ class Criteria:
         return max(ends) if self.together and len(ends) == len(self.ends) else None
 
     def __call__(self, tokens: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`specmm.stopping.Stop`."""
+        """See :class:`specmm.decode.Stop`."""
         bounds = zip(before.tolist(), after.tolist(), strict=True)
         for row, pair in enumerate(bounds):
             if self.ends[row] is None:

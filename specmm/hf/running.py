@@ -17,10 +17,9 @@ from torch import Tensor
 
 from specmm import methods
 from specmm.autotune import Plan
-from specmm.certificate import Certificate, of_rule
-from specmm.continuous_batching import BatchingDrafter, Queue
+from specmm.continuous_batching import Queue
 from specmm.decode import EndTokens, Play, Progress, all_of, decode, decode_plain, one_round
-from specmm.drafter import DeferredDrafter, Drafter, NoDrafts
+from specmm.drafter import BatchingDrafter, DeferredDrafter, Drafter, NoDrafts
 from specmm.hf.drafting import Drafters, choose, preset_of, said_by
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.streaming import StopStrings, gains, stop_texts
@@ -28,6 +27,7 @@ from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
 from specmm.registry import unknown
+from specmm.stats import Certificate, rule_certificate
 from specmm.verify import Recursive, Rule
 
 
@@ -232,7 +232,7 @@ class Run:
             return Certificate("exact", "plain decoding of the target", 0.0, self.settings)
         measured = float(end.measured)
         excess = float(end.excess) / measured if measured else None
-        return of_rule(self.rule.name, self.rule.exact, excess).under(self.settings)
+        return rule_certificate(self.rule.name, self.rule.exact, excess).under(self.settings)
 
 
 def _gained(progress: Progress) -> list[tuple[int, int]]:

@@ -66,7 +66,7 @@ def stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 
 class StopStrings:
-    """Ends a row at the token that completes one of ``texts``; a :class:`specmm.stopping.Stop`.
+    """Ends a row at the token that completes one of ``texts``; a :class:`specmm.decode.Stop`.
 
     ``decode`` gives the text of a row's ids. Every round reads the whole row: a token may say half
     a letter only.
@@ -76,7 +76,7 @@ class StopStrings:
         self.texts, self.decode = tuple(texts), decode
 
     def __call__(self, tokens: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`specmm.stopping.Stop`."""
+        """See :class:`specmm.decode.Stop`."""
         bounds = zip(before.tolist(), after.tolist(), strict=True)
         ends = [self._end(ids, *pair) for ids, pair in zip(tokens, bounds, strict=True)]
         counts = torch.tensor([0 if end is None else end for end in ends], device=after.device)

@@ -242,7 +242,7 @@ class VLMTarget:
     @torch.inference_mode()
     def start_row(self, row: int, prompt: VLMPrompt) -> TargetOutput:
         """Begin ``prompt``, of one sample, in ``row``; see
-        :class:`specmm.continuous_batching.BatchingTarget`.
+        :class:`specmm.target.BatchingTarget`.
         """
         alone = copy.copy(self)
         alone.__dict__.pop("started", None)  # or every row that ever began would be kept

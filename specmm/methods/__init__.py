@@ -22,7 +22,16 @@ from specmm.methods.base import (
     make,
     registry,
 )
-from specmm.methods.continuous import CSpD
+from specmm.methods.images import (
+    SJD,
+    CoDe,
+    CSpD,
+    Eagle,
+    Lantern,
+    LanternPP,
+    ScaleSpeculative,
+    Speculative,
+)
 from specmm.methods.language import (
     DEER,
     MSD,
@@ -34,8 +43,6 @@ from specmm.methods.language import (
     Verdict,
     VLMDraft,
 )
-from specmm.methods.scales import CoDe, ScaleSpeculative
-from specmm.methods.tokens import SJD, Eagle, Lantern, LanternPP, Speculative
 
 __all__ = [
     "AR",

@@ -94,7 +94,7 @@ class DiffuSpec(Declared):
 
 @dataclass(frozen=True)
 class SpecDiff(Declared):
-    """SpecDiff (arXiv 2408.05636): ``length`` drafts, drawn and recorded in ``steps`` denoising steps.
+    """SpecDiff (arXiv 2408.05636): ``length`` drafts, drawn in ``steps`` denoising steps.
 
     As ``point`` masses it is exact, too, but keeps fewer.
     """

@@ -11,14 +11,13 @@ from typing import Annotated, Any
 
 import torch
 
-from specmm.checkpoints import read_json
+from specmm.checkpoints import read_json, writable
 from specmm.diffusion_drafters.assemble import PROXY
 from specmm.diffusion_drafters.models.deer import save_deer
 from specmm.diffusion_drafters.models.dflash import load_dflash, save_dflash
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
 from specmm.diffusion_drafters.models.drafter_files import check_target
 from specmm.diffusion_drafters.ngram import fit
-from specmm.files import writable
 from specmm.hf.drafting import KINDS
 from specmm.hf.loading import find_target, load_target, weights_folder
 from specmm.hf.pretrained import load_config, load_tokenizer

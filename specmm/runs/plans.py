@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from specmm.dtypes import LARGE, choose_dtype
+from specmm.hardware import LARGE, choose_dtype
 from specmm.runs.run import Place, open_model
 
 Planned = tuple[dict[str, Any], list[str]]

@@ -16,9 +16,8 @@ from PIL import Image
 from tqdm import tqdm
 
 from specmm import methods
-from specmm.certificate import Certificate, merged
 from specmm.runs.run import label, place_of
-from specmm.stats import Stats
+from specmm.stats import Certificate, Stats, merged_certificate
 
 T = TypeVar("T")
 Classes = Sequence[str | int]
@@ -86,7 +85,7 @@ def summary(lane: Lane, plain: Lane, batch: int) -> dict[str, Any]:
     median = statistics.median(lane.seconds)
     baseline = statistics.median(plain.seconds)
     token_seconds = plain.stats.seconds / max(plain.stats.tokens, 1)
-    certificate = merged(lane.certificates)
+    certificate = merged_certificate(lane.certificates)
     assert certificate is not None
     return {
         "method": lane.method.name,

@@ -21,16 +21,14 @@ from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
-from specmm import dtypes, methods, zoo
+from specmm import hardware, methods, zoo
 from specmm.batch_invariant import batch_invariant
-from specmm.certificate import Certificate, merged
-from specmm.checkpoints import read_json
-from specmm.files import slug, write_whole
+from specmm.checkpoints import read_json, slug, write_whole
 from specmm.image_ar.pipeline import ImagePipeline, family_of, picture_type
 from specmm.image_ar.shared import class_ids, with_options
 from specmm.randomness import sample_generators
 from specmm.registry import Registry, unknown
-from specmm.stats import Stats, total
+from specmm.stats import Certificate, Stats, merged_certificate, total
 
 Kind = Literal["images", "questions", "text"]
 
@@ -50,7 +48,7 @@ class Place:
 
         Raises ``ValueError`` for a device that is not on this machine and for an unknown dtype.
         """
-        return Place(dtypes.named_device(device), dtypes.named_dtype(dtype))
+        return Place(hardware.named_device(device), hardware.named_dtype(dtype))
 
 
 HERE = Place()
@@ -282,7 +280,7 @@ class PictureRun:
     @property
     def certificate(self) -> Certificate | None:
         """That of all batches together; None before the first is done."""
-        return merged(self.certificates)
+        return merged_certificate(self.certificates)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

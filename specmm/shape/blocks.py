@@ -94,34 +94,8 @@ def _pairs(rows: int, columns: int, count: int, device: str) -> tuple[Tensor, Te
     return pairs[:, 0], pairs[:, 1]
 
 
-def block_tree_heap(marginals: Tensor, root: int, total: int) -> DraftTree:
-    """``block_tree`` for one row, ``marginals`` [D, V], as DDTree states it: the reference.
-
-    A heap over paths of ranks. A path is followed by its next sibling and its first child, so each
-    path is pushed once and after a better one.
-    """
-    best = marginals.sort(dim=-1, descending=True, stable=True)
-    probs = best.values.tolist()
-    ids = best.indices.tolist()
-    tokens = [root]
-    parents = [-1]
-    heap: list[tuple[float, tuple[int, ...], int, float]] = [(-probs[0][0], (0,), 0, 1.0)]
-    while heap and len(tokens) < total:
-        product, path, parent, above = heapq.heappop(heap)
-        depth = len(path)
-        rank = path[-1]
-        tokens.append(ids[depth - 1][rank])
-        parents.append(parent)
-        if rank + 1 < len(probs[0]):
-            sibling = (*path[:-1], rank + 1)
-            heapq.heappush(heap, (-above * probs[depth - 1][rank + 1], sibling, parent, above))
-        if depth < len(probs):
-            heapq.heappush(heap, (product * probs[depth][0], (*path, 0), len(tokens) - 1, -product))
-    return DraftTree(torch.tensor([tokens]), TreeShape.from_parents(parents))
-
-
 def entropy(q: Tensor) -> Tensor:
-    """Shannon entropy in nats [...] of the distributions ``q`` [..., V]; zero entries count as 0."""
+    """Shannon entropy in nats [...] of the distributions ``q`` [..., V]."""
     surprise: Tensor = torch.special.entr(q)
     return surprise.sum(-1)
 

@@ -26,7 +26,7 @@ from specmm.tree import DraftTree, TreeShape
 
 @dataclass(frozen=True)
 class Dynamic:
-    """EAGLE-2's tree: beams of ``top_k`` for ``depth`` + 1 levels, then the best ``total`` nodes."""
+    """EAGLE-2's tree: beams of ``top_k`` over ``depth`` + 1 levels, ``total`` nodes are kept."""
 
     top_k: int = 10
     depth: int = 4
@@ -136,7 +136,7 @@ def rerank(
     depth: int,
     width: int,
 ) -> tuple[Tensor, TreeShape]:
-    """The best ``total`` - 1 of a pool [B, M]: their tokens in pool order, and the shape with a root.
+    """The best ``total`` - 1 of a pool [B, M]: tokens in pool order, and the shape with a root.
 
     Parents must come before their children in the pool and score at least as much; among equals the
     earlier wins, so a node is never kept without its parent. ``depth`` and ``width`` are the pool's

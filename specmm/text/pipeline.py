@@ -16,10 +16,9 @@ from torch import Tensor
 
 from specmm import methods
 from specmm.autotune import Plan
-from specmm.certificate import Certificate
 from specmm.compiled import CompiledRound, prepare_compiler
 from specmm.decode import Progress
-from specmm.dtypes import choose_dtype
+from specmm.hardware import choose_dtype, prepack
 from specmm.hf.attention import use_tree_attention
 from specmm.hf.drafting import Drafters, assemble, load_drafter
 from specmm.hf.loading import find, find_target, load_target
@@ -29,9 +28,8 @@ from specmm.hf.running import Options, Pipeline, Prompts, Run, Said, check_conti
 from specmm.hf.static import StaticVLMTarget
 from specmm.hf.streaming import ending
 from specmm.hf.target import VLMTarget
-from specmm.prepacked import lay_weights
 from specmm.processors import Processor
-from specmm.stats import Stats
+from specmm.stats import Certificate, Stats
 from specmm.turns import in_its_turn, turns_of
 
 
@@ -122,7 +120,7 @@ class TextPipeline(Pipeline):
             device,
             torch_dtype or choose_dtype(sum(p.numel() for p in model.parameters()), device=device),
         )
-        lay_weights(use_tree_attention(model))
+        prepack(use_tree_attention(model))
         if isinstance(drafter, str | Path):
             place = find(drafter)
             drafter = load_drafter(cls.drafter_kind(resolved, place), place, model)

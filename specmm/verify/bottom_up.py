@@ -59,7 +59,7 @@ class Block:
     exact: bool = True
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
-        """See :class:`specmm.verify.rule.Rule`; raises ``ValueError`` unless ``tree`` is a chain."""
+        """See :class:`specmm.verify.rule.Rule`; raises ``ValueError`` unless a chain."""
         if tree.shape.width > 1:
             raise ValueError(
                 f"tree must be a chain for block verification, got {tree.shape.width} siblings"
@@ -127,7 +127,7 @@ class Traversal:
 def _reject(
     walk: Families, target: Tensor, left: Tensor, trial: Trial
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A child's first r [B, F]; target [B, P, V] and r [B, P] of its parents once it is rejected."""
+    """A child's first r [B, F]; its parents' target [B, P, V] and r [B, P] without it."""
     count = trial.token.shape[1]
     now = target[:, :count]
     r = left[:, :count]

@@ -159,7 +159,7 @@ def by_node(tree: DraftTree, nodes: Tensor, chances: Tensor) -> Tensor:
 def finished(
     tree: DraftTree, p: Tensor, chances: list[Tensor], target: Tensor, excess: Tensor | None = None
 ) -> Decisions:
-    """The decisions, from each rank's chances [B, F] and the families' last ``target`` [B, P, V]."""
+    """The decisions, from the ranks' chances [B, F] and the last ``target`` [B, P, V]."""
     walk = families_of(tree.shape)
     joined = torch.cat(chances, dim=1) if chances else p.new_ones(len(p), 0)
     if excess is not None:
@@ -205,7 +205,7 @@ def _along_a_chain(tree: DraftTree, p: Tensor, step: Step, chance: Chance) -> De
 
 
 def _try(walk: Families, target: Tensor, trial: Trial, step: Step) -> tuple[Tensor, Tensor]:
-    """One rank of ``step`` on all families [B, P, V]; those without such a child stay as they are."""
+    """One rank of ``step``; families of ``target`` [B, P, V] without such a child keep theirs."""
     count = trial.token.shape[1]
     now = target[:, :count]
     chance, rest = step(now, trial)

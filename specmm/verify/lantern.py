@@ -244,9 +244,7 @@ def _released(near: Neighbourhood, *, lumina: bool) -> Step:
 
 
 def _cleared(near: Neighbourhood, probs: Tensor, token: Tensor, where: Tensor) -> Tensor:
-    """``probs`` [B, F, V] without the first k + 1 neighbours of ``token`` [B, F] ``where`` [B, F]
-    that is wanted.
-    """
+    """``probs`` [B, F, V] without the first k + 1 neighbours of ``token`` [B, F] if ``where``."""
     if not near.k:
         return probs
     codes = near.near(token, near.k + 1)[0]

@@ -1,10 +1,9 @@
-"""The acceptance rules once more, for one row, in plain Python: what the vectorised ones are tested
-against.
+"""The acceptance rules for one row in plain Python: the references of the vectorised ones.
 
-A distribution is a list of V floats. Every rule takes ``tokens`` [N], ``parents`` [N] (-1 for the
-root), the target's distributions ``p`` [N][V] and the distributions the drafts were drawn from
-(``probs`` [N][V], or None for point masses), and returns the chance of each node, the distribution
-of the next token at each node and, for bottom-up rules, the order of the tests.
+Every rule takes ``tokens`` [N], ``parents`` [N] (-1 for the root), the target's distributions ``p``
+[N][V], and those the drafts were drawn from, ``probs`` [N][V], or None for point masses. It returns
+the chance of each node, the next token's distribution at each node and, for bottom-up rules, the
+order of the tests.
 """
 
 from __future__ import annotations
@@ -14,25 +13,26 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import TypeAlias
 
-ToProbs: TypeAlias = list[float]
-ProbsProcessor: TypeAlias = Sequence[ToProbs]
-Result: TypeAlias = tuple[list[float], list[ToProbs], list[int] | None]
+Ints: TypeAlias = Sequence[int]
+Dist: TypeAlias = list[float]  # V floats
+Dists: TypeAlias = Sequence[Dist]
+Result: TypeAlias = tuple[list[float], list[Dist], list[int] | None]
 
 
-def _children(parents: Sequence[int], node: int) -> list[int]:
+def _children(parents: Ints, node: int) -> list[int]:
     return [child for child, parent in enumerate(parents) if parent == node]
 
 
-def _normalised(rest: ToProbs, fallback: ToProbs) -> ToProbs:
+def _normalised(rest: Dist, fallback: Dist) -> Dist:
     total = math.fsum(rest)
     return [x / total for x in rest] if total > 0 else fallback
 
 
-def _minus(p: ToProbs, q: ToProbs) -> ToProbs:
+def _minus(p: Dist, q: Dist) -> Dist:
     return [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
 
 
-def _point(token: int, size: int) -> ToProbs:
+def _point(token: int, size: int) -> Dist:
     return [float(x == token) for x in range(size)]
 
 
@@ -40,18 +40,13 @@ def _ratio(p: float, q: float) -> float:
     return min(1.0, p / q) if q > 0 else float(p > 0)
 
 
-StepRule: TypeAlias = Callable[[ToProbs, int, ToProbs | None, int], tuple[float, ToProbs]]
+StepRule: TypeAlias = Callable[[Dist, int, Dist | None, int], tuple[float, Dist]]
 """(target, token, its distribution, its rank) -> (chance, target once it is rejected)."""
 
 
-def _top_down(
-    tokens: Sequence[int],
-    parents: Sequence[int],
-    p: ProbsProcessor,
-    probs: ProbsProcessor | None,
-    step: StepRule,
-) -> Result:
-    accept, next_probs = [1.0] * len(tokens), [list(dist) for dist in p]
+def _top_down(tokens: Ints, parents: Ints, p: Dists, probs: Dists | None, step: StepRule) -> Result:
+    accept = [1.0] * len(tokens)
+    next_probs = [list(dist) for dist in p]
     for node in range(len(tokens)):
         for rank, child in enumerate(_children(parents, node)):
             dist = None if probs is None else probs[child]
@@ -59,64 +54,56 @@ def _top_down(
     return accept, next_probs, None
 
 
-def strict_step(p: ToProbs, token: int, probs: ToProbs | None, rank: int) -> tuple[float, ToProbs]:
+def strict_step(p: Dist, token: int, probs: Dist | None, rank: int) -> tuple[float, Dist]:
     """One draft by rejection sampling."""
     probs = _point(token, len(p)) if probs is None else probs
     return _ratio(p[token], probs[token]), _normalised(_minus(p, probs), p)
 
 
-def greedy_match(
-    tokens: Sequence[int],
-    parents: Sequence[int],
-    p: ProbsProcessor,
-    probs: ProbsProcessor | None = None,
-) -> Result:
+def greedy_match(tokens: Ints, parents: Ints, p: Dists, probs: Dists | None = None) -> Result:
     """Accept the argmax."""
     best = [dist.index(max(dist)) for dist in p]
     accept = [float(n == 0 or tokens[n] == best[parents[n]]) for n in range(len(tokens))]
     return accept, [_point(b, len(p[0])) for b in best], None
 
 
-def recursive(
-    tokens: Sequence[int],
-    parents: Sequence[int],
-    p: ProbsProcessor,
-    probs: ProbsProcessor | None = None,
-) -> Result:
+def recursive(tokens: Ints, parents: Ints, p: Dists, probs: Dists | None = None) -> Result:
     """Siblings in turn."""
     return _top_down(tokens, parents, p, probs, strict_step)
 
 
-def greedy_multi_draft(
-    tokens: Sequence[int], parents: Sequence[int], p: ProbsProcessor, probs: ProbsProcessor
-) -> Result:
+def greedy_multi_draft(tokens: Ints, parents: Ints, p: Dists, probs: Dists) -> Result:
     """The sample of rank 0 by its distribution, the others as point masses."""
 
-    def step(target: ToProbs, token: int, dist: ToProbs | None, rank: int) -> tuple[float, ToProbs]:
+    def step(target: Dist, token: int, dist: Dist | None, rank: int) -> tuple[float, Dist]:
         return strict_step(target, token, dist if rank == 0 else None, rank)
 
     return _top_down(tokens, parents, p, probs, step)
 
 
-def rho_star(p: ToProbs, q: ToProbs, drafts: int) -> float:
+def rho_star(p: Dist, q: Dist, drafts: int) -> float:
     """K-SEQ's rho by bisection, from above."""
-    low, high = 1.0, float(drafts)
+    low = 1.0
+    high = float(drafts)
     for _ in range(100):
         rho = (low + high) / 2
         beta = math.fsum(min(a / rho, b) for a, b in zip(p, q, strict=True))
-        low, high = (low, rho) if rho * beta >= 1 - (1 - beta) ** drafts else (rho, high)
+        if rho * beta >= 1 - (1 - beta) ** drafts:
+            high = rho
+        else:
+            low = rho
     return high
 
 
-def k_seq(
-    tokens: Sequence[int], parents: Sequence[int], p: ProbsProcessor, probs: ProbsProcessor
-) -> Result:
+def k_seq(tokens: Ints, parents: Ints, p: Dists, probs: Dists) -> Result:
     """Independent siblings, all tested against the same target."""
-    accept, next_probs = [1.0] * len(tokens), [list(dist) for dist in p]
+    accept = [1.0] * len(tokens)
+    next_probs = [list(dist) for dist in p]
     for node in range(len(tokens)):
         if not (siblings := _children(parents, node)):
             continue
-        target, dist = p[node], probs[siblings[0]]
+        target = p[node]
+        dist = probs[siblings[0]]
         rho = rho_star(target, dist, len(siblings))
         kept = [min(a / rho, b) for a, b in zip(target, dist, strict=True)]
         beta = math.fsum(kept)
@@ -127,15 +114,13 @@ def k_seq(
     return accept, next_probs, None
 
 
-def block(
-    tokens: Sequence[int],
-    parents: Sequence[int],
-    p: ProbsProcessor,
-    probs: ProbsProcessor | None = None,
-) -> Result:
+def block(tokens: Ints, parents: Ints, p: Dists, probs: Dists | None = None) -> Result:
     """A chain, as the paper writes it."""
-    last, size, reach = len(tokens) - 1, len(p[0]), 1.0
-    accept, next_probs = [1.0] * len(tokens), [list(dist) for dist in p]
+    last = len(tokens) - 1
+    size = len(p[0])
+    reach = 1.0
+    accept = [1.0] * len(tokens)
+    next_probs = [list(dist) for dist in p]
     for node in range(last + 1):
         if node:
             dist = _point(tokens[node], size) if probs is None else probs[node]
@@ -150,16 +135,11 @@ def block(
     return accept, next_probs, list(range(last, 0, -1))
 
 
-def traversal(
-    tokens: Sequence[int],
-    parents: Sequence[int],
-    p: ProbsProcessor,
-    probs: ProbsProcessor | None = None,
-) -> Result:
-    """Depth first: a node is tested once its children are gone, and its rejection changes its
-    parent.
-    """
-    accept, next_probs, order = [1.0] * len(tokens), [list(dist) for dist in p], list[int]()
+def traversal(tokens: Ints, parents: Ints, p: Dists, probs: Dists | None = None) -> Result:
+    """Depth first: a node is tested after its children, and its rejection changes its parent."""
+    accept = [1.0] * len(tokens)
+    next_probs = [list(dist) for dist in p]
+    order: list[int] = []
 
     def visit(node: int) -> None:
         for child in _children(parents, node):
@@ -179,10 +159,12 @@ def traversal(
 
 
 def borrowed(
-    p: ToProbs, token: int, table: Sequence[Sequence[int]], k: int, bound: float, factor: bool
+    p: Dist, token: int, table: Sequence[Ints], k: int, bound: float, factor: bool
 ) -> float | None:
     """LANTERN's S_x, or None if no neighbour qualifies."""
-    limit, total, best = (bound - 1) * p[token] if factor else bound, 0.0, None
+    limit = (bound - 1) * p[token] if factor else bound
+    total = 0.0
+    best = None
     for near in table[token][:k]:
         total += p[near]
         if total <= limit:
@@ -191,11 +173,11 @@ def borrowed(
 
 
 def lantern(
-    tokens: Sequence[int],
-    parents: Sequence[int],
-    p: ProbsProcessor,
-    probs: ProbsProcessor | None,
-    table: Sequence[Sequence[int]],
+    tokens: Ints,
+    parents: Ints,
+    p: Dists,
+    probs: Dists | None,
+    table: Sequence[Ints],
     k: int,
     bound: float,
     factor: bool,
@@ -203,10 +185,10 @@ def lantern(
 ) -> Result:
     """LANTERN (``bound`` = delta) or, with ``factor``, LANTERN++ (``bound`` = lambda)."""
 
-    def relaxed(target: ToProbs, token: int) -> float:
+    def relaxed(target: Dist, token: int) -> float:
         return target[token] + (borrowed(target, token, table, k, bound, factor) or 0.0)
 
-    def step(target: ToProbs, token: int, dist: ToProbs | None, rank: int) -> tuple[float, ToProbs]:
+    def step(target: Dist, token: int, dist: Dist | None, rank: int) -> tuple[float, Dist]:
         drawn = _point(token, len(target)) if dist is None else dist
         chance = _ratio(relaxed(target, token), drawn[token])
         if residual == "corrected":
@@ -229,23 +211,18 @@ def lantern(
 
 
 def typical(
-    tokens: Sequence[int],
-    parents: Sequence[int],
-    p: ProbsProcessor,
-    probs: ProbsProcessor | None,
-    epsilon: float,
-    delta: float,
+    tokens: Ints, parents: Ints, p: Dists, probs: Dists | None, epsilon: float, delta: float
 ) -> Result:
     """Medusa's threshold."""
 
-    def step(target: ToProbs, token: int, dist: ToProbs | None, rank: int) -> tuple[float, ToProbs]:
+    def step(target: Dist, token: int, dist: Dist | None, rank: int) -> tuple[float, Dist]:
         entropy = -math.fsum(x * math.log(x) for x in target if x > 0)
         return float(target[token] > min(epsilon, delta * math.exp(-entropy))), target
 
     return _top_down(tokens, parents, p, probs, step)
 
 
-def ot_bound(p: ToProbs, q: ToProbs, drafts: int) -> float:
+def ot_bound(p: Dist, q: Dist, drafts: int) -> float:
     """1 + min over every set H of p(H) - q(H)^k."""
     tokens = range(len(p))
     sets = (chosen for count in range(len(p) + 1) for chosen in combinations(tokens, count))

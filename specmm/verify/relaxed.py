@@ -17,7 +17,7 @@ from specmm.verify.rule import Decisions
 
 @dataclass(frozen=True)
 class Typical:
-    """Typical acceptance (Medusa, Cai et al. 2024): keep x if p(x) > min(epsilon, delta exp(-H(p))).
+    """Typical acceptance (Medusa, Cai et al. 2024): p(x) > min(epsilon, delta exp(-H(p))).
 
     Siblings are tried in turn and the first that passes is kept (Medusa takes the longest path). If
     none passes, the next token is drawn from p itself.

@@ -218,11 +218,11 @@ RULES: Mapping[str, RuleKind] = {
     "point-mass": RuleKind("exact:PointMass", None, "the likeliest tokens, kept with p(x)"),
     "typical": RuleKind("relaxed:Typical", None, "Medusa's: what is likely enough is kept"),
     "lantern": RuleKind(
-        "lantern:Lantern", "distinct", "a token stands for its near codes", relaxed=True
+        "lantern:Lantern", "distinct", "a token may borrow from its nearest codes", relaxed=True
     ),
     "lantern-release": _released("lantern:Lantern", "lantern"),
     "lantern++": RuleKind(
-        "lantern:LanternPP", "distinct", "the same, bounded by p(x)", relaxed=True
+        "lantern:LanternPP", "distinct", "the same, at most a multiple of p(x)", relaxed=True
     ),
     "lantern++-release": _released("lantern:LanternPP", "lantern++"),
 }

@@ -9,11 +9,9 @@ from typing import Any
 from specmm.registry import unknown
 
 POCKET = Path(__file__).parent / "pocket"
-PIPELINE, TRANSFORMERS = (
-    "model_index.json",
-    "config.json",
-)  # what an image model and a transformers model hold
-PACKAGE = "package.json"  # what a model holds whose weights come in a package of their own
+PIPELINE = "model_index.json"  # in the folder of an image model
+TRANSFORMERS = "config.json"  # in the folder of a transformers model
+PACKAGE = "package.json"  # in the folder of a model whose weights come in a separate package
 
 
 def pocket_models() -> dict[str, Path]:
@@ -22,11 +20,10 @@ def pocket_models() -> dict[str, Path]:
 
 
 def find(name: str | Path, index: str = PIPELINE) -> Path:
-    """The folder of a model: a local folder, a pocket name, or a hub id (fetched by
-    huggingface_hub).
+    """The folder of a model ``name``: a local folder, a pocket model, or a hub id, downloaded.
 
-    ``index`` is the file that tells the wanted kind of model: ``PIPELINE`` or ``TRANSFORMERS``.
-    Raises ``ValueError`` saying what was tried when there is none.
+    ``index``, ``PIPELINE`` or ``TRANSFORMERS``, is the file that its kind of model has. Raises
+    ``ValueError`` if there is no such model.
     """
     folder = Path(name)
     if (folder / index).is_file():
@@ -36,9 +33,8 @@ def find(name: str | Path, index: str = PIPELINE) -> Path:
         return shipped[str(name)]
     if str(name) in shipped:
         right = [n for n, f in shipped.items() if (f / index).is_file()]
-        raise ValueError(
-            f"{name} is a model of another kind, this needs one like {', '.join(right) or 'your own'}"
-        )
+        others = ", ".join(right) or "your own"
+        raise ValueError(f"{name} is a model of another kind, this needs one like {others}")
     if str(name).startswith("pocket/"):
         raise unknown("pocket model", name, shipped)
     if folder.exists():
@@ -49,9 +45,7 @@ def find(name: str | Path, index: str = PIPELINE) -> Path:
 
 
 def card(name: str) -> dict[str, Any]:
-    """The measured facts of a pocket model (``card.json``): data, licence, steps, losses, benchmark
-    numbers.
-    """
+    """The ``card.json`` of a pocket model: data, licence, steps, losses, measurements."""
     file = pocket_models().get(name, Path(name)) / "card.json"
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return found
@@ -66,6 +60,6 @@ def _from_hub(name: str) -> Path:
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         shipped = ", ".join(pocket_models())
         raise ValueError(
-            f"model {name!r} is no folder, no pocket model ({shipped}) and could not be fetched from the hub "
-            f"({type(error).__name__}); check the name or the network"
+            f"model {name!r} is no folder, no pocket model ({shipped}) and could not be fetched "
+            f"from the hub ({type(error).__name__}); check the name or the network"
         ) from error

@@ -118,6 +118,6 @@ def test_commands_say_what_they_ran_in(
 
 
 def test_published_sizes_are_planned_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specmm.dtypes.named_device", torch.device)
+    monkeypatch.setattr("specmm.hardware.named_device", torch.device)
     result = CliRunner().invoke(app, ["plan", "d30,d16", "--device", "cuda"])
     assert result.exit_code == 2 and "leave --device out" in result.stderr

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specmm import dtypes
-from specmm.dtypes import LARGE, choose_dtype
+from specmm import hardware
+from specmm.hardware import LARGE, choose_dtype
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about processors")
@@ -14,7 +14,7 @@ from specmm.dtypes import LARGE, choose_dtype
 def test_long_steps_want_tiles_and_few_rows_of_large_weights_products(
     monkeypatch: pytest.MonkeyPatch, products: bool, tiles: bool
 ) -> None:
-    monkeypatch.setattr(dtypes, "bfloat16_products", lambda: products)
+    monkeypatch.setattr(hardware, "bfloat16_products", lambda: products)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
     assert choose_dtype(LARGE) == (torch.bfloat16 if products else torch.float32)
     assert choose_dtype(LARGE, long=True) == (torch.bfloat16 if tiles else torch.float32)

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from specmm.dtypes import bfloat16_products
-from specmm.prepacked import PackedLinear, lay_weights, product
+from specmm.hardware import PackedLinear, bfloat16_products, prepack, product
 
 PACKS = pytest.mark.skipif(
     not bfloat16_products(), reason="needs a processor with bfloat16 products"
@@ -28,7 +27,7 @@ def network(dtype: torch.dtype) -> nn.Sequential:
 @pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("rows", [1, 2, 17, 100])
 def test_products_are_the_same_up_to_rounding(dtype: torch.dtype, near: float, rows: int) -> None:
-    plain, laid = network(dtype), lay_weights(network(dtype))
+    plain, laid = network(dtype), prepack(network(dtype))
     x = torch.randn(2, rows, 24, generator=torch.Generator().manual_seed(rows)).to(dtype)
     with torch.inference_mode():
         wanted, found = plain.double()(x.double()), laid(x)
@@ -38,22 +37,22 @@ def test_products_are_the_same_up_to_rounding(dtype: torch.dtype, near: float, r
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_names_shapes_and_values_stay(dtype: torch.dtype) -> None:
-    plain, laid = network(dtype).state_dict(), lay_weights(network(dtype)).state_dict()
+    plain, laid = network(dtype).state_dict(), prepack(network(dtype)).state_dict()
     assert list(plain) == list(laid)
     assert all(torch.equal(plain[name], laid[name]) for name in plain)
 
 
 def test_float32_lies_column_by_column() -> None:
-    wide, narrow = lay_weights(network(torch.float32))[0::2]
+    wide, narrow = prepack(network(torch.float32))[0::2]
     assert wide.weight.stride() == (1, 96) and narrow.weight.stride() == (1, 24)
-    assert lay_weights(nn.Linear(1024, 1024)).weight.stride() == (1024, 1), (
+    assert prepack(nn.Linear(1024, 1024)).weight.stride() == (1024, 1), (
         "large ones are left as they are"
     )
 
 
 @PACKS
 def test_bfloat16_is_held_twice_and_follows_its_layer() -> None:
-    laid = lay_weights(network(torch.bfloat16))
+    laid = prepack(network(torch.bfloat16))
     assert isinstance(laid[0], PackedLinear) and laid[0].packed is not None
     assert laid.float()[0].packed is None, "another dtype has no copy"
     assert laid.bfloat16()[0].packed is not None
@@ -62,7 +61,7 @@ def test_bfloat16_is_held_twice_and_follows_its_layer() -> None:
 def test_networks_of_long_inputs_hold_float32_twice_and_use_it_by_tokens_not_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    laid = lay_weights(network(torch.float32), long=True)
+    laid = prepack(network(torch.float32), long=True)
     assert (
         isinstance(laid[0], PackedLinear)
         and laid[0].packed is not None
@@ -76,16 +75,16 @@ def test_networks_of_long_inputs_hold_float32_twice_and_use_it_by_tokens_not_row
     x = torch.randn(4, 64, 24, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         assert all(torch.equal(laid(x)[i : i + 1], laid(x[i : i + 1])) for i in range(4))
-        monkeypatch.setattr("specmm.prepacked.LONG", 65)
+        monkeypatch.setattr("specmm.hardware.LONG", 65)
         torch.testing.assert_close(
-            laid(x), lay_weights(network(torch.float32))(x), atol=1e-6, rtol=1e-6
+            laid(x), prepack(network(torch.float32))(x), atol=1e-6, rtol=1e-6
         )
 
 
 @PACKS
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_copy_follows_its_weight(assign: bool) -> None:
-    laid, x = lay_weights(network(torch.bfloat16)), torch.ones(3, 24, dtype=torch.bfloat16)
+    laid, x = prepack(network(torch.bfloat16)), torch.ones(3, 24, dtype=torch.bfloat16)
     with torch.inference_mode():
         assert bool((laid(x) != 0).any())
     laid.load_state_dict(
@@ -101,7 +100,7 @@ def test_a_copy_follows_its_weight(assign: bool) -> None:
 
 @PACKS
 def test_inputs_of_another_dtype_are_treated_as_by_any_layer() -> None:
-    laid, x = lay_weights(network(torch.bfloat16)), torch.ones(3, 24)
+    laid, x = prepack(network(torch.bfloat16)), torch.ones(3, 24)
     with torch.inference_mode(), pytest.raises(RuntimeError, match="dtype"):
         laid(x)
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
@@ -110,7 +109,7 @@ def test_inputs_of_another_dtype_are_treated_as_by_any_layer() -> None:
 
 @PACKS
 def test_a_packed_layer_learns_and_is_copied() -> None:
-    laid = lay_weights(network(torch.bfloat16))
+    laid = prepack(network(torch.bfloat16))
     twin, x = copy.deepcopy(laid), torch.randn(3, 24).bfloat16()
     laid(x).float().sum().backward()
     assert laid[0].weight.grad is not None and bool(laid[0].weight.grad.abs().sum() > 0)
@@ -122,8 +121,8 @@ def test_a_packed_layer_learns_and_is_copied() -> None:
 def test_a_network_too_large_to_be_held_twice_is_left_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("specmm.prepacked.MOST", 24 * 96)
-    assert type(lay_weights(network(torch.bfloat16))[0]) is nn.Linear
+    monkeypatch.setattr("specmm.hardware.MOST", 24 * 96)
+    assert type(prepack(network(torch.bfloat16))[0]) is nn.Linear
 
 
 @pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
@@ -138,7 +137,7 @@ def test_a_product_takes_another_bias_and_a_gelu(
     x = torch.randn(5, 24, generator=torch.Generator().manual_seed(2)).to(dtype)
     wanted = nn.functional.linear(x.double(), layer.weight.double(), bias.double())
     with torch.inference_mode():
-        laid = lay_weights(layer) if packed else layer
+        laid = prepack(layer) if packed else layer
         for gelu in (False, True):
             found = product(laid, x, bias, gelu)
             exact = nn.functional.gelu(wanted, approximate="tanh") if gelu else wanted
@@ -147,7 +146,7 @@ def test_a_product_takes_another_bias_and_a_gelu(
 
 def test_a_compiler_gets_plain_operators():
     layer = torch.nn.Linear(32, 16, bias=False).bfloat16()
-    network = lay_weights(torch.nn.Sequential(layer))
+    network = prepack(torch.nn.Sequential(layer))
     graphs = []
 
     def keep(graph, inputs):

@@ -209,7 +209,7 @@ class BlockDrafter:
         own.masked_fill_(earlier, 0)
 
     def start_row(self, row: int) -> None:
-        """See :class:`specmm.continuous_batching.BatchingDrafter`."""
+        """See :class:`specmm.drafter.BatchingDrafter`."""
         self.cache.lengths[row] = 0
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specmm.checkpoints import writable
 from specmm.cli.evaluate.measured import (
     Reference,
     Seed,
@@ -20,7 +21,6 @@ from specmm.cli.evaluate.measured import (
 from specmm.cli.evaluate.sources import SourceReader, generator, is_reference
 from specmm.cli.options import Json
 from specmm.cli.output import emit, say, stdout_reserved, table
-from specmm.files import writable
 from specmm.registry import unknown
 
 if TYPE_CHECKING:

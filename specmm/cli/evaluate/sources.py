@@ -45,7 +45,7 @@ class SourceReader:
     @cached_property
     def extractor(self) -> Extractor:
         """The network; ``ValueError`` for an unknown name or device, and for missing weights."""
-        from specmm.dtypes import named_device
+        from specmm.hardware import named_device
         from specmm.metrics import extractors
 
         device = named_device(self.device)

@@ -22,13 +22,13 @@ from transformers import AutoModelForCausalLM
 from specmm import methods
 from specmm.drafter import DeferredDrafter, Feedback
 from specmm.growth import Growth
+from specmm.hardware import prepack
 from specmm.hf import pretrained
 from specmm.hf.loading import own_tokenizer
 from specmm.hf.parts import Assembly, Verification, translated
 from specmm.hf.prompt import VLMPrompt, on_device, padded
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
-from specmm.prepacked import lay_weights
 from specmm.processors import Processor
 from specmm.randomness import UniformSource
 from specmm.shape.eagle2 import Dynamic
@@ -134,7 +134,7 @@ def text_only(prompt: VLMPrompt, image_tokens: tuple[int, ...]) -> dict[str, Any
 def load_language_model(folder: Path, target: Any, method: str) -> SmallModel:
     """The language model in ``folder``, in the dtype and on the device of the ``target`` model."""
     model = pretrained.load_model(AutoModelForCausalLM, folder, dtype=target.dtype)
-    return SmallModel(lay_weights(model.to(target.device).eval()), own_tokenizer(folder))
+    return SmallModel(prepack(model.to(target.device).eval()), own_tokenizer(folder))
 
 
 def make_blind(

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specmm.acceptance_stats import WIDEST, AcceptanceCounter
+from specmm.autotune import WIDEST, AcceptanceCounter
 from specmm.decode import decode
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
 from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from benchmarks.memory import measured_peak
+from specmm.hardware import prepack
 from specmm.image_ar.scales.collaborative import alternate, code_turns
 from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.planner import Workload, model_memory
 from specmm.image_ar.scales.sampling import InverseCDF, Sampling
-from specmm.prepacked import lay_weights
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
 
@@ -29,7 +29,7 @@ def test_what_counts():
 
 
 def test_packed_weights_are_no_hindrance():
-    layer = lay_weights(torch.nn.Linear(64, 32, bias=False).bfloat16())
+    layer = prepack(torch.nn.Linear(64, 32, bias=False).bfloat16())
     x = torch.randn(16, 64).bfloat16()
     with torch.no_grad():
         assert measured_peak(lambda: layer(x), CPU) == 2 * 16 * 32

@@ -1,10 +1,12 @@
+import heapq
 import itertools
 
 import pytest
 import torch
 
-from specmm.shape.blocks import best_first, block_tree, block_tree_heap
+from specmm.shape.blocks import best_first, block_tree
 from specmm.shape.eagle2 import finish, start, step
+from specmm.tree import DraftTree, TreeShape
 
 
 def paths(tree, row=0):
@@ -33,6 +35,32 @@ def markov(vocab, seed):
         vocab, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )
     return (table * 1.5).softmax(-1)
+
+
+def block_tree_heap(marginals: torch.Tensor, root: int, total: int) -> DraftTree:
+    """``block_tree`` for one row, ``marginals`` [D, V], as DDTree states it: the reference.
+
+    A heap over paths of ranks. A path is followed by its next sibling and its first child, so each
+    path is pushed once and after a better one.
+    """
+    best = marginals.sort(dim=-1, descending=True, stable=True)
+    probs = best.values.tolist()
+    ids = best.indices.tolist()
+    tokens = [root]
+    parents = [-1]
+    heap: list[tuple[float, tuple[int, ...], int, float]] = [(-probs[0][0], (0,), 0, 1.0)]
+    while heap and len(tokens) < total:
+        product, path, parent, above = heapq.heappop(heap)
+        depth = len(path)
+        rank = path[-1]
+        tokens.append(ids[depth - 1][rank])
+        parents.append(parent)
+        if rank + 1 < len(probs[0]):
+            sibling = (*path[:-1], rank + 1)
+            heapq.heappush(heap, (-above * probs[depth - 1][rank + 1], sibling, parent, above))
+        if depth < len(probs):
+            heapq.heappush(heap, (product * probs[depth][0], (*path, 0), len(tokens) - 1, -product))
+    return DraftTree(torch.tensor([tokens]), TreeShape.from_parents(parents))
 
 
 @pytest.mark.parametrize("seed", range(4))

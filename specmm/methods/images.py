@@ -1,4 +1,4 @@
-"""Methods of image tokens (LlamaGen): each names a drafter, a tree and a rule."""
+"""Methods of image models: of tokens (LlamaGen), scales (VAR) and continuous tokens (MAR)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from specmm.methods.base import Choice, Composed, Tree, check_rejected_weight
+from specmm.methods.base import Choice, Composed, Declared, Tree, check_rejected_weight
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,65 @@ class LanternPP(Composed):
 
 def _dynamic(method: Eagle | Lantern) -> str:
     return f"dynamic(total={method.total}, depth={method.depth}, top_k={method.top_k})"
+
+
+@dataclass(frozen=True)
+class CoDe(Declared):
+    """CoDe (arXiv 2411.17787): the large model draws ``n`` coarse scales, the small one the rest.
+
+    Nothing is verified. ``n``: from 0 (the small model alone) to all scales, or -1 to let the
+    planner choose. ``release`` draws the same tokens as the released code.
+    """
+
+    name: ClassVar[str] = "code"
+    claims: ClassVar[str] = "heuristic"
+    static_shapes: ClassVar[bool] = True
+    n: int = -1
+    release: bool = False
+
+    @property
+    def timed(self) -> bool:
+        """The planner's ``n`` rests on measured seconds."""
+        return self.n == -1
+
+    @property
+    def one_generator(self) -> bool:
+        """The release draws all pictures from one generator."""
+        return self.release
+
+
+@dataclass(frozen=True)
+class ScaleSpeculative(Declared):
+    """The small model drafts ``window`` scales at a time, the large one verifies; exact.
+
+    ``until`` is how many coarse scales are drafted. -1 takes those whose tokens cost the large
+    model hardly more together than one by one.
+    """
+
+    name: ClassVar[str] = "speculative"
+    window: int = 3
+    until: int = -1
+
+
+@dataclass(frozen=True)
+class CSpD(Declared):
+    """Continuous speculative decoding (arXiv 2411.11925), as published or ``exact``.
+
+    ``exact`` drafts ``window`` steps of a token's denoising chain by ``predictor``: the target's
+    last answer and its trend (``gaussian``), that answer alone (``frozen``), or the small model's
+    head (``small``). ``paper`` and ``release`` (the released code) draft ``window`` iterations with
+    the small model, after the target's own for the share ``prefill``; ``relax`` widens the
+    release's densities. ``aligned``, the baseline of ``release``, always takes the target's sample
+    under the draft's noise.
+    """
+
+    name: ClassVar[str] = "cspd"
+    claims: ClassVar[str] = "as its variant"
+    variant: Literal["exact", "paper", "release", "aligned"] = "exact"
+    window: int = 0  # 0: the variant's own, 16 steps or 8 iterations
+    predictor: Literal["gaussian", "frozen", "small"] = "gaussian"
+    prefill: float = 0.05
+    relax: float = 42.0
 
 
 def _current_residual(method: Lantern | LanternPP) -> None:

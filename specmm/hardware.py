@@ -1,0 +1,215 @@
+"""What is fastest on this machine: dtypes, devices, and weights prepacked for small products.
+
+A draft tree is scored in one forward of a few rows, for which PyTorch's products on a CPU are slow
+with weights as they are loaded: MKL's of float32 reads them across, oneDNN's of bfloat16 reorders
+them at every call. :func:`prepack` stores them the way these products read them. Values, shapes and
+names stay as they are.
+
+Shape letters: N outputs, K inputs of a linear layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Self, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specmm.registry import unknown
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LARGE = 50_000_000  # parameters: their float32 weights no longer fit into a processor's caches
+# Rows of the products that weights are packed for. Products of other numbers of rows are right,
+# too, and no slower as far as we could measure.
+ROWS = 16
+SMALL = 2**19  # entries of a float32 weight that fits into a core's cache
+LONG = 64  # tokens a row from which oneDNN's float32 products are faster than MKL's
+MOST = 2**30  # weights of a network that may be stored twice
+Network = TypeVar("Network", bound=nn.Module)
+
+
+def choose_dtype(
+    parameters: int = 0, long: bool = False, device: torch.device | str = "cpu"
+) -> torch.dtype:
+    """The dtype in which a step is fastest on ``device``, for a model of so many ``parameters``.
+
+    ``long`` steps have hundreds of rows. GPUs without bfloat16 get float32: float16 must be chosen
+    by name, since models trained in bfloat16 may overflow in it.
+
+    On a CPU bfloat16 pays once a step is bound by reading the weights; for smaller models its
+    kernels cost more a call than float32's (pocket/llamagen on two cores with AMX: 4.9 ms a step
+    against 2.9 ms). Long steps are bound by arithmetic, which only AMX speeds up: on a Xeon with
+    AMX disabled, bfloat16 products of 16 rows or more take 1.3 to 1.7 times as long as float32's
+    (1024 x 4096), and VAR-d16 takes 4.1 s a picture instead of 3.3.
+    """
+    if torch.device(device).type == "cuda":
+        return torch.bfloat16 if gpu_has_bfloat16() else torch.float32
+    kernels = bfloat16_products() and (not long or torch.cpu._is_amx_tile_supported())
+    return torch.bfloat16 if kernels and parameters >= LARGE else torch.float32
+
+
+def bfloat16_products() -> bool:
+    """Whether oneDNN multiplies in bfloat16 here (``ONEDNN_MAX_CPU_ISA`` may disable it)."""
+    mkldnn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return bool(mkldnn and torch.cpu._is_avx512_bf16_supported())
+
+
+def gpu_has_bfloat16() -> bool:
+    """Whether the current GPU computes in bfloat16; others emulate it, slower than float32."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def named_dtype(name: str) -> torch.dtype | None:
+    """The dtype called ``name``, None for "auto"; raises ``ValueError`` with a suggestion."""
+    if name not in DTYPES:
+        raise unknown("dtype", name, DTYPES)
+    return None if name == "auto" else getattr(torch, name)
+
+
+def named_device(name: str) -> torch.device:
+    """The device called ``name``; raises ``ValueError`` if this machine has none, or no driver."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"device must be one of this machine's, such as cpu, got {name!r}"
+        ) from error
+    return device
+
+
+@torch.no_grad()
+def prepack(network: Network, long: bool = False) -> Network:
+    """``network`` with the weights of its linear layers on a CPU stored for products of a few rows.
+
+    float32: by column, so that a product with Wᵀ reads memory in order. This is 20-50% faster for 1
+    to 18 rows while a weight fits into a core's cache; larger weights are left, since products of 2
+    rows would be slower. Such a weight is not contiguous, which safetensors requires of a state
+    dict saved by hand.
+
+    bfloat16: a second copy in oneDNN's blocks. With it 9 rows of SmolLM2-135M cost 1.23 times as
+    much as one instead of 1.56 times, and VAR's hundreds of rows 20-40% less (two cores with AMX).
+    Networks of more than ``MOST`` weights are left as they are.
+
+    A network with ``long`` inputs, such as VAR's whole scales, gets the copy in float32, too: from
+    ``LONG`` tokens a row on, its products are oneDNN's, 5-15% faster for thousands of rows.
+    Tokens decide and not rows, so that products do not depend on the batch.
+    """
+    linear = [module for module in network.modules() if type(module) is nn.Linear]
+    layers = [layer for layer in linear if layer.weight.device.type == "cpu"]
+    few = sum(layer.weight.numel() for layer in layers) <= MOST
+    for layer in layers:
+        dtype = layer.weight.dtype
+        if dtype == torch.float32 and layer.weight.numel() <= SMALL:
+            layer.weight.data = layer.weight.data.t().contiguous().t()
+        if few and _packs(dtype, long):
+            # a module's parents hold it by reference: it must stay the same object
+            layer.__class__ = PackedLinear
+            packed = cast(PackedLinear, layer)
+            packed.long = long
+            packed.pack()
+    return network
+
+
+def _packs(dtype: torch.dtype, long: bool) -> bool:
+    """Whether this processor is faster with weights of ``dtype`` in oneDNN's blocks."""
+    if dtype == torch.float32:
+        return long and torch.backends.mkldnn.is_available()
+    return dtype == torch.bfloat16 and bfloat16_products()
+
+
+def product(layer: nn.Linear, x: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
+    """``x`` [..., K] times the layer's weight, plus ``bias`` [N] instead of its own: [..., N].
+
+    ``gelu`` (tanh) follows if wanted; on a CPU oneDNN applies it to what is still in the cache. A
+    compiler gets the plain operators and the weight as it is.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return _plain(layer, x, bias, gelu)
+    packed = layer.current(x, gelu) if isinstance(layer, PackedLinear) else None
+    if packed is None and not (gelu and _fuses(layer, x)):
+        return _plain(layer, x, bias, gelu)
+    weight = layer.weight if packed is None else packed
+    activation, variant = ("gelu", "tanh") if gelu else ("none", "")
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], variant)
+    return found
+
+
+def _plain(layer: nn.Linear, x: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
+    found = F.linear(x, layer.weight, bias)
+    return F.gelu(found, approximate="tanh") if gelu else found
+
+
+def _fuses(layer: nn.Linear, x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == layer.weight.dtype and _multiplies(x.dtype)
+
+
+@functools.cache
+def _multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has products of ``dtype`` here: half precision needs more than AVX2."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return dtype == torch.float32
+
+
+def state_of(weight: Tensor) -> tuple[int, int]:
+    """Changes when ``weight`` is replaced or written to."""
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer that multiplies by a copy of its weight in oneDNN's blocks, if it has one.
+
+    The copy follows the weight wherever PyTorch counts that it changed (optimizers,
+    ``load_state_dict``, ``copy_``). Writes to ``weight.data``, or to weights made in inference
+    mode, are not counted: call :meth:`pack` after them.
+    """
+
+    packed: Tensor | None
+    long: bool  # whether it takes inputs long enough for a copy in float32
+    of: tuple[int, int]  # the state of the weight that was copied
+
+    def pack(self) -> None:
+        """Make the copy, where there is a kernel for it."""
+        weight = self.weight.detach()
+        ready = weight.device.type == "cpu" and _packs(weight.dtype, self.long)
+        self.packed = None
+        if ready:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
+        self.of = state_of(self.weight)
+
+    def current(self, x: Tensor, gelu: bool) -> Tensor | None:
+        """The copy, made again if the weight has changed; None if it would not pay for ``x``."""
+        if self.packed is None:
+            return None
+        if x.dtype == torch.float32 and not gelu and (x.ndim < 2 or x.shape[-2] < LONG):
+            return None
+        weight = self.weight
+        if self.of != state_of(weight):
+            self.pack()
+        return self.packed if x.dtype == weight.dtype else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., K] -> [..., N]."""
+        return product(self, x, self.bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move to another device or dtype and make the copy again."""
+        moved: Any = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.pack()
+        return moved
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the copy, which cannot be copied or saved."""
+        return {key: found for key, found in self.__dict__.items() if key not in ("packed", "of")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.pack()
