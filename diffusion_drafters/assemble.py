@@ -21,7 +21,7 @@ from specmm.diffusion_drafters.drafters.specdiff import StepsDrafter
 from specmm.diffusion_drafters.models.bidirectional import FullAttention
 from specmm.diffusion_drafters.models.causal import CausalPrefix
 from specmm.diffusion_drafters.models.dflash import DFlash
-from specmm.hf.parts import Assembly, Verification, translated
+from specmm.hf.drafting import Assembly, Verification, translated
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import PADDING
 from specmm.shape.names import static_tree

@@ -18,7 +18,7 @@ from specmm.diffusion_drafters.diffuspec.ngram import NGram
 from specmm.diffusion_drafters.models.causal import CausalPrefix, check_target, is_deer, load_deer
 from specmm.diffusion_drafters.models.dflash import DFlash, load_dflash
 from specmm.diffusion_drafters.models.files import load_diffusion_lm
-from specmm.hf.loading import own_tokenizer
+from specmm.hf.pretrained import own_tokenizer
 from specmm.prepacked import lay_weights
 
 PROXY = "ngram.safetensors"

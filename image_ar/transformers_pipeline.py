@@ -20,10 +20,9 @@ from specmm.decode import Progress, decode, decode_plain
 from specmm.drafter import Drafter
 from specmm.dtypes import choose_dtype
 from specmm.guidance import Guidance
-from specmm.hf.attention import use_tree_attention
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
 from specmm.hf.picture_tokens import Decoder, PictureModel, PictureTarget, picture_prompt
-from specmm.hf.pretrained import load_model, load_tokenizer
+from specmm.hf.pretrained import load_model, load_tokenizer, use_tree_attention
 from specmm.hf.prompt import VLMPrompt
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches

@@ -57,8 +57,7 @@ def missing_parts(folder: Path) -> list[str]:
     """The packages that must be installed before the model of ``folder`` can be put together."""
     from importlib.util import find_spec
 
-    from specmm.hf.loading import find_target
-    from specmm.hf.packaged import is_packaged, missing_packages
+    from specmm.hf.pretrained import find_target, is_packaged, missing_packages
 
     language = find_target(read_json(folder / "config.json")["language_model"])
     missing = missing_packages(language) if is_packaged(language) else []
@@ -82,7 +81,7 @@ def compose(folder: Path, dtype: torch.dtype | None = None) -> LlavaForCondition
 
 def untrained(language: str = LANGUAGE, seed: int = 0) -> LlavaForConditionalGeneration:
     """The packages' models with a random projector between them, float32."""
-    from specmm.hf.loading import find_target, load_target
+    from specmm.hf.pretrained import find_target, load_target
     from specmm.training import seeded
     from specmm.vlm.tower import Tower
 
@@ -115,8 +114,7 @@ def untrained(language: str = LANGUAGE, seed: int = 0) -> LlavaForConditionalGen
 
 def build_processor(language: str = LANGUAGE) -> LlavaProcessor:
     """The processor of such a model, its tokens those of the language model."""
-    from specmm.hf.loading import find_target
-    from specmm.hf.packaged import is_packaged, unpacked
+    from specmm.hf.pretrained import find_target, is_packaged, unpacked
     from specmm.vlm.tower import MEAN, STD, TowerConfig
 
     sizes, folder = TowerConfig(), find_target(language)

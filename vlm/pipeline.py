@@ -19,13 +19,19 @@ from specmm import methods
 from specmm.autotune import Plan
 from specmm.certificate import Certificate
 from specmm.dtypes import choose_dtype
-from specmm.hf.attention import use_tree_attention
 from specmm.hf.drafting import KINDS, Drafters, assemble, load_drafter
-from specmm.hf.loading import find
+from specmm.hf.pretrained import find, use_tree_attention
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.running import Options as Options
-from specmm.hf.running import Pipeline, Prompts, Run, Said, check_continuous_batching
-from specmm.hf.streaming import ending, tell
+from specmm.hf.running import (
+    Pipeline,
+    PromptBatch,
+    RoundText,
+    Run,
+    check_continuous_batching,
+    ending,
+    stream,
+)
 from specmm.hf.target import VLMTarget
 from specmm.prepacked import lay_weights
 from specmm.registry import named
@@ -143,7 +149,7 @@ class VQAPipeline(Pipeline):
         for round_ in turns_of(self.model).each(self._rounds(images, questions, given, False)):
             yield [said.text for said in round_]
 
-    def rounds(self, images: Any, questions: Any, **options: Any) -> Iterator[list[Said]]:
+    def rounds(self, images: Any, questions: Any, **options: Any) -> Iterator[list[RoundText]]:
         """As ``stream``, with the tokens of each round, and its accepted drafts set apart."""
         yield from turns_of(self.model).each(
             self._rounds(images, questions, Options.of(options), True)
@@ -151,7 +157,7 @@ class VQAPipeline(Pipeline):
 
     def _rounds(
         self, images: Any, questions: Any, options: Options, apart: bool
-    ) -> Iterator[list[Said]]:
+    ) -> Iterator[list[RoundText]]:
         yield from self._start(images, questions, options).rounds(apart)
 
     def _method(self, options: Options) -> methods.VQAMethod:
@@ -182,8 +188,8 @@ class VQAPipeline(Pipeline):
             images, question, **asked
         )
         ids = torch.tensor(self.tokenizer.encode(ruling.answer, add_special_tokens=False))
-        if streamer is not None:  # the others must have spoken before there is anything to tell
-            tell(streamer, [ids])
+        if streamer is not None:  # the others must have spoken before there is anything to stream
+            stream(streamer, [ids])
         stats = Stats(tokens=len(ids), rounds=len(ids), seconds=time.perf_counter() - begin)
         claim = Certificate(
             "heuristic", "the answer is the verdict model's once it has heard the others"
@@ -206,7 +212,7 @@ class VQAPipeline(Pipeline):
             part = all_asked.rows(some)
             return VLMPrompt(part.inputs(self.processor), options.max_new_tokens, part)
 
-        asked = Prompts(prepared, len(all_asked.texts), options.batch_size)
+        asked = PromptBatch(prepared, len(all_asked.texts), options.batch_size)
         prompt = asked.first(target)
         method, name = self.chosen(method, target, prompt)
         parts = None

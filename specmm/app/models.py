@@ -50,7 +50,7 @@ class Models:
 
 def _is_here(folder: Path) -> bool:
     """Whether the weights are: some come in packages of their own."""
-    from specmm.hf.packaged import is_packaged, missing_packages
+    from specmm.hf.pretrained import is_packaged, missing_packages
     from specmm.vlm.composed import is_composed, missing_parts
 
     if is_composed(folder):

@@ -9,13 +9,13 @@ import time
 from collections.abc import Iterator
 
 from specmm.app.models import MOST_SECONDS
-from specmm.hf.running import Said
+from specmm.hf.running import RoundText
 
 DRAFT = "accepted draft"
 Pieces = list[tuple[str, str | None]]
 
 
-def written(rounds: Iterator[list[Said]]) -> Iterator[tuple[Pieces, str]]:
+def written(rounds: Iterator[list[RoundText]]) -> Iterator[tuple[Pieces, str]]:
     """The pieces of one answer after each round, and a line about it. Raises ``ValueError`` when it
     takes too long.
     """

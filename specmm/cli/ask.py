@@ -99,7 +99,7 @@ class Echo:
     """
 
     def __init__(self, pipe: Any, stop: Sequence[str] = ()) -> None:
-        from specmm.hf.streaming import StopStrings
+        from specmm.hf.running import StopStrings
 
         self.pipe, self.said, self.stops = pipe, "", StopStrings(stop, pipe.text)
         self.ids: list[int] = []

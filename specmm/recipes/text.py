@@ -26,8 +26,13 @@ from specmm.diffusion_drafters.train.target import LENGTH, Sizes, build_model
 from specmm.diffusion_drafters.train.texts import given_texts, read_files, token_stream, windows
 from specmm.files import writable
 from specmm.hf.drafting import KINDS
-from specmm.hf.loading import find_target, load_target, weights_folder
-from specmm.hf.pretrained import load_config, load_tokenizer
+from specmm.hf.pretrained import (
+    find_target,
+    load_config,
+    load_target,
+    load_tokenizer,
+    weights_folder,
+)
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Share, Size, beside

@@ -11,7 +11,7 @@ import transformers as tf
 
 import specmm
 from specmm.cache import Cache
-from specmm.hf.attention import use_tree_attention
+from specmm.hf.pretrained import use_tree_attention
 from specmm.hf.target import VLMTarget
 from specmm.kernels.tree_attention import interface
 from specmm.methods import MSD, Block

@@ -20,7 +20,7 @@ from specmm import methods
 from specmm.cache import Cache, CacheSize
 from specmm.drafter import DeferredDrafter, Feedback
 from specmm.growth import Growth
-from specmm.hf.parts import Assembly, Verification
+from specmm.hf.drafting import Assembly, Verification
 from specmm.hf.target import Context, VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import UniformSource
