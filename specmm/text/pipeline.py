@@ -212,20 +212,8 @@ class TextPipeline(Pipeline):
         return self._run(name, target, prompt, options, parts, batch), parts.drafter
 
     def _compiled(self, method: methods.TextMethod, options: Options) -> CompiledMethod:
-        """The compiled rounds of ``method``; calls with the same options share them.
-
-        Raises ``ValueError`` for methods and options that compiled rounds do not serve.
-        """
-        if not method.static_shapes:
-            raise ValueError(
-                "compiled=True needs ar or a block drafter's chains or fixed trees (rounds all "
-                f"alike), got {method}"
-            )
-        if options.stops or options.batch_size:
-            raise ValueError(
-                "compiled=True looks for end tokens only and answers all at once: give no stop or "
-                "batch_size"
-            )
+        """The compiled rounds of ``method``; calls with the same options share them."""
+        check_compiled(method, options)
         prepare_compiler(self.model.device)
         drafter = self.drafter(method.name) if method.drafts else None
         key = (method, options.processor)
@@ -238,3 +226,17 @@ class TextPipeline(Pipeline):
             play = CompiledRound(True, target.device)
             made = self.made[key] = CompiledMethod(target, parts, play, drafter)
         return made
+
+
+def check_compiled(method: methods.TextMethod, options: Options) -> None:
+    """Raise ``ValueError`` for methods and options that compiled rounds do not serve."""
+    if not method.static_shapes:
+        raise ValueError(
+            "compiled=True needs ar or a block drafter's chains or fixed trees (rounds all "
+            f"alike), got {method}"
+        )
+    if options.stops or options.batch_size:
+        raise ValueError(
+            "compiled=True looks for end tokens only and answers all at once: give no stop or "
+            "batch_size"
+        )
