@@ -7,12 +7,11 @@ Shape letters: B batch, L padded prompt length, N tree nodes, T new tokens, V vo
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -23,15 +22,7 @@ from transformers import (
     StopStringCriteria,
 )
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.logits_process import (
-    EpsilonLogitsWarper,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
@@ -51,24 +42,15 @@ from specmm.turns import in_its_turn
 NOT_INPUTS = {"past_key_values", "logits_to_keep", "use_cache", "cache_position"}
 NOT_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+OTHER_MODES = ("penalty_alpha", "dola_layers", "constraints", "force_words_ids")
 INSTEAD = {  # of options that make generate decode otherwise
     "assistant_model": "give custom_generate(drafter=…, method='text-draft')",
     "prompt_lookup_num_tokens": "give custom_generate(method='prompt-lookup')",
     "use_mtp": "use the method of a drafter that you have",
     "assistant_early_exit": "use the method of a drafter that you have",
-    "penalty_alpha": "call generate without custom_generate",
-    "dola_layers": "call generate without custom_generate",
-    "constraints": "call generate without custom_generate",
-    "force_words_ids": "call generate without custom_generate",
-}
-SCORES_ONLY = (
-    EpsilonLogitsWarper,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+} | dict.fromkeys(OTHER_MODES, "call generate without custom_generate")
+WARPERS = ("Epsilon", "MinP", "Temperature", "TopK", "TopP", "Typical")
+SCORES_ONLY = tuple(getattr(transformers, f"{name}LogitsWarper") for name in WARPERS)
 
 
 def custom_generate(
@@ -177,7 +159,9 @@ def _one_streamer(ours: BaseStreamer | None, theirs: BaseStreamer | None) -> Bas
     return theirs if ours is None else ours
 
 
-def _check(config: GenerationConfig, assistant: PreTrainedModel | None, inputs: dict[str, Any]) -> None:
+def _check(
+    config: GenerationConfig, assistant: PreTrainedModel | None, inputs: dict[str, Any]
+) -> None:
     """Raise ``ValueError`` for what generate would do and a callable cannot."""
     if config.num_beams != 1:
         raise ValueError(f"num_beams must be 1 for speculative decoding, got {config.num_beams}")
@@ -238,32 +222,23 @@ class PathProcessor:
         return self.processors(self.input_ids[:1].expand(len(flat), -1), flat).view_as(logits)
 
     def _by_path(self, logits: Tensor, history: History, tree: DraftTree | None) -> Tensor:
+        """Scores by batches of sequences of one length, at most one a row."""
         scores = torch.empty_like(logits)
-        for batch in self._batches(history, tree):
-            filler, _ = next(iter(batch.values()))
-            ids = torch.stack([batch.get(row, (filler, 0))[0] for row in range(len(logits))])
-            nodes = [batch.get(row, (filler, 0))[1] for row in range(len(logits))]
-            found = self.processors(ids, logits[range(len(logits)), nodes])
-            for row in batch:
-                scores[row, nodes[row]] = found[row]
-        return scores
-
-    def _batches(
-        self, history: History, tree: DraftTree | None
-    ) -> Iterator[dict[int, tuple[Tensor, int]]]:
-        """Batches that together hold all rows' nodes: by row a sequence of the batch's one length,
-        and the node it ends at.
-        """
-        by_row = partial(defaultdict[int, list[tuple[Tensor, int]]], list)
-        waiting = defaultdict[int, defaultdict[int, list[tuple[Tensor, int]]]](by_row)
-        for row in range(len(self.input_ids)):
+        rows = range(len(logits))
+        waiting: dict[int, list[list[tuple[int, Tensor]]]] = {}  # nodes and sequences by length
+        for row in rows:
             before = self._before(history, row)
             for node, path in enumerate(_paths(tree, row, before)):
                 ids = torch.cat([before, path])
-                waiting[len(ids)][row].append((ids, node))
-        for rows in waiting.values():
-            while left := {row: found.pop() for row, found in rows.items() if found}:
-                yield left
+                waiting.setdefault(len(ids), [[] for _ in rows])[row].append((node, ids))
+        for found in waiting.values():
+            while left := {row: found[row].pop() for row in rows if found[row]}:
+                filler = next(iter(left.values()))  # for rows that have none of this length left
+                nodes, ids = zip(*(left.get(row, filler) for row in rows), strict=True)
+                processed = self.processors(torch.stack(ids), logits[rows, list(nodes)])
+                for row, (node, _) in left.items():
+                    scores[row, node] = processed[row]
+        return scores
 
     def _before(self, history: History, row: int) -> Tensor:
         """The row as generate has it: its padded prompt and what it has committed."""

@@ -44,26 +44,22 @@ class ProbsProcessor(Protocol):
     @property
     def greedy(self) -> bool:
         """Whether every distribution is a point mass."""
-        ...
 
     @property
     def stateful(self) -> bool:
         """Whether distributions depend on the tokens seen."""
-        ...
 
     def check_vocabulary(self, size: int) -> None:
         """Raise ``ValueError`` when the options do not suit V."""
-        ...
 
     def probs(
         self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None
     ) -> Tensor:
         """Distributions [B, N, V] of logits [B, N, V]; ``out`` may be written to."""
-        ...
 
 
-class SlotLayer(CacheLayerMixin):
-    """One layer of a transformers cache; the :class:`Memory` knows where keys and values go."""
+class _SlotLayer(CacheLayerMixin):
+    """One layer of a transformers cache, [R, H, N, D]; the memory knows where new slots go."""
 
     is_sliding = False
 
@@ -72,31 +68,27 @@ class SlotLayer(CacheLayerMixin):
         self.memory, self.is_initialized = memory, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the memory is there."""
+        pass
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store [R, H, N, D] and return what is attended, [R, H, S, D]."""
         keys, values = self.memory.write(key_states.transpose(1, 2), value_states.transpose(1, 2))
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Slots attended and the first of them."""
         return self.memory.stop, 0
 
     def get_seq_length(self) -> int:
-        """Slots before those of the next forward."""
         return self.memory.first
 
     def get_max_length(self) -> int:
-        """All slots."""
         return self.memory.keys.shape[1]
 
 
 def as_transformers(layers: Sequence[Memory | StaticMemory]) -> TransformersCache:
     """The memories of all ``layers`` as ``past_key_values``."""
-    return TransformersCache(layers=[SlotLayer(memory) for memory in layers])
+    return TransformersCache(layers=[_SlotLayer(memory) for memory in layers])
 
 
 @dataclass
