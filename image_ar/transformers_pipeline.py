@@ -138,12 +138,12 @@ class TransformersImagePipeline(DiffusionPipeline):  # type: ignore[misc]
         generators = sample_generators(generator, len(rows), self.device)
 
         def draw(part: slice) -> Drawn:
-            asked = picture_prompt(target, rows[part], negative)
-            steps, rule = self._loop(target, asked, chosen, Uniforms(generators[part]))
+            batch = picture_prompt(target, rows[part], negative)
+            steps, rule = self._loop(target, batch, chosen, Uniforms(generators[part]))
             for i, progress in enumerate(steps):
                 if callback_on_step_end is not None:
-                    told = {"tokens": progress.tokens}
-                    callback_on_step_end(self, i, int(progress.counts.min()), told)
+                    state = {"tokens": progress.tokens}
+                    callback_on_step_end(self, i, int(progress.counts.min()), state)
             tokens = progress.tokens[:, : target.length]
             images = None if decoder is None else self._pixels(decoder, tokens)
             claim = Certificate("exact", "plain decoding of the target", 0.0)

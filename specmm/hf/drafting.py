@@ -96,7 +96,7 @@ class Assembly(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """A ``rule``, and how drafts are ``drawn`` for it: sampled or the likeliest, and siblings how."""
+    """A ``rule``, and how drafts are ``drawn`` for it: whether sampled, and siblings how."""
 
     rule: Rule
     drawn: tuple[bool, Siblings]
@@ -187,13 +187,13 @@ def load_drafter(method: str, folder: Path, target: PreTrainedModel) -> Any:
 def choose(
     target: VLMTarget, drafter: object, prompt: VLMPrompt, plans: dict[Any, Plan], method: Method
 ) -> Method:
-    """``method`` as it should be fastest here, or plain decoding; ``plans`` keeps the plans made."""
+    """``method`` as it should be fastest here, or plain decoding; plans made are kept."""
     found: Method = named(KINDS[method.name].plan)(target, drafter, prompt, plans, method)
     return found
 
 
 def method_of(drafter: object) -> str:
-    """The method that a ``drafter`` is for, a loaded one or its folder; empty where neither says."""
+    """The method that a ``drafter`` (loaded, or its folder) is for; empty where unknown."""
     if isinstance(drafter, Path):
         types = {kind.model_type: name for name, kind in KINDS.items() if kind.model_type}
         return types.get(str(read_json(drafter / "config.json").get("model_type")), "")

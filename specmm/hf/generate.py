@@ -29,7 +29,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.decode import Progress, decode, decode_plain
-from specmm.hf.drafting import Method, assemble, choose, planned_by, preset_of
+from specmm.hf.drafting import Assembly, Method, assemble, choose, planned_by, preset_of
 from specmm.hf.prompt import POSITIONS, VLMPrompt
 from specmm.hf.running import ending, last_of, stop_texts
 from specmm.hf.target import VLMTarget
@@ -61,20 +61,17 @@ def custom_generate(
     generator: torch.Generator | None = None,
     stop: str | Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """A callable for transformers' ``model.generate(**inputs, custom_generate=…)``, batches
-    included.
+    """A callable for transformers' ``model.generate(**inputs, custom_generate=…)``, of any batch.
 
     Any logits processors and stopping criteria apply, to each path of a tree. A ``streamer`` may be
-    given here or to generate, for one row; it is ended when a run fails, too. generate drops its
-    ``tokenizer`` on the way to a callable, so give it here: it is the target's, for text drafters
-    with another one and for ``stop``, texts that end a row as generate's ``stop_strings`` do, which
-    cannot work with a callable. Sampling draws from ``generator``, never from torch's global state.
-    Several threads may share a model: they are served in order of arrival. Method ``auto`` plans
-    for an MSD, DEER or block ``drafter``, once for each batch size. Raises ``ValueError`` for
-    whatever makes generate decode otherwise than token by token (beams, an assistant, contrastive
-    search and the like), for guidance, for ``inputs_embeds``, for dictionaries with scores, logits,
-    attentions or hidden states, for ``stop`` without a tokenizer, and for auto with another drafter
-    or none.
+    given here or to generate, for one row; it is ended when a run fails, too. ``tokenizer``, which
+    generate does not pass on, is the target's: for text drafters with another one and for ``stop``,
+    texts that end a row as generate's ``stop_strings`` would. Sampling draws from ``generator``,
+    never from torch's global state. Several threads may share a model. Method ``auto`` plans for an
+    MSD, DEER or block ``drafter``, once for each batch size. Raises ``ValueError`` for whatever
+    makes generate decode otherwise than token by token (beams, an assistant, contrastive search and
+    the like), for guidance, ``inputs_embeds``, dictionaries with scores, logits, attentions or
+    hidden states, ``stop`` without a tokenizer, and auto with another drafter or none.
     """
     resolved: Method = methods.make(methods.GENERATE, method)
     plans: dict[Any, Plan] = {}
@@ -96,35 +93,43 @@ def custom_generate(
             _check(generation_config, caller.get("assistant_model"), model_kwargs)
             if streamer is not None and len(input_ids) == 1:
                 streamer.put(input_ids.cpu())  # as generate does: streamers may skip the prompt
-            inputs = {k: v for k, v in model_kwargs.items() if k not in NOT_INPUTS}
-            inputs = {k: v for k, v in inputs.items() if v is not None}
-            if POSITIONS in inputs and inputs[POSITIONS].ndim < 3:
-                del inputs[POSITIONS]  # those of text, which the target counts itself
-            length = generation_config.max_length - input_ids.shape[1]
-            prompt = VLMPrompt({**inputs, "input_ids": input_ids}, length)
+            inputs = _inputs(model_kwargs) | {"input_ids": input_ids}
+            prompt = VLMPrompt(inputs, generation_config.max_length - input_ids.shape[1])
             sampled = bool(generation_config.do_sample)
             target = VLMTarget(model, PathProcessor(logits_processor, input_ids, sampled))
             criteria = Criteria(StoppingCriteriaList([*stopping_criteria, *ends]), input_ids)
-            steps = decoding(target, prompt, criteria, sampled)
-            return _joined(input_ids, last_of(steps, watcher), criteria.width, generation_config)
+            parts = None
+            chosen = choice(model, prompt, sampled)
+            if chosen.drafts:
+                parts = assemble(chosen, target, drafter, tokenizer)
+            uniforms = Uniforms(sample_generators(generator, len(input_ids), target.device))
+            end = last_of(_steps(target, parts, prompt, uniforms, criteria), watcher)
+            return _joined(input_ids, end, criteria.width, generation_config)
 
-    def decoding(
-        target: VLMTarget, prompt: VLMPrompt, criteria: Criteria, sampled: bool
-    ) -> Iterator[Progress]:
-        chosen = resolved
-        if isinstance(resolved, methods.Draft):
-            chosen = preset_of(resolved)
+    def choice(model: PreTrainedModel, prompt: VLMPrompt, sampled: bool) -> Method:
         if planned is not None:  # measured without the processors, which may keep state
-            plain = VLMTarget(target.model, Processor(float(sampled)))
-            chosen = choose(plain, drafter, prompt, plans, planned)
-        length = prompt.max_new_tokens
-        uniforms = Uniforms(sample_generators(generator, len(prompt.input_ids), target.device))
-        if not chosen.drafts:
-            return decode_plain(target, prompt, length, uniforms, stop=criteria)
-        parts = assemble(chosen, target, drafter, tokenizer)
-        return decode(target, parts.drafter, parts.rule, prompt, length, uniforms, stop=criteria)
+            plain = VLMTarget(model, Processor(float(sampled)))
+            return choose(plain, drafter, prompt, plans, planned)
+        return preset_of(resolved) if isinstance(resolved, methods.Draft) else resolved
 
     return run
+
+
+def _steps(
+    target: VLMTarget, parts: Assembly | None, prompt: VLMPrompt, uniforms: Uniforms, stop: Criteria
+) -> Iterator[Progress]:
+    length = prompt.max_new_tokens
+    if parts is None:
+        return decode_plain(target, prompt, length, uniforms, stop=stop)
+    return decode(target, parts.drafter, parts.rule, prompt, length, uniforms, stop=stop)
+
+
+def _inputs(given: dict[str, Any]) -> dict[str, Any]:
+    """What of generate's arguments the model reads with the prompt."""
+    inputs = {k: v for k, v in given.items() if k not in NOT_INPUTS and v is not None}
+    if POSITIONS in inputs and inputs[POSITIONS].ndim < 3:
+        del inputs[POSITIONS]  # those of text, which the target counts itself
+    return inputs
 
 
 def _stop_criteria(
@@ -234,8 +239,10 @@ class PathProcessor:
         for found in waiting.values():
             while left := {row: found[row].pop() for row in rows if found[row]}:
                 filler = next(iter(left.values()))  # for rows that have none of this length left
-                nodes, ids = zip(*(left.get(row, filler) for row in rows), strict=True)
-                processed = self.processors(torch.stack(ids), logits[rows, list(nodes)])
+                batch = [left.get(row, filler) for row in rows]
+                nodes = [node for node, _ in batch]
+                sequences = torch.stack([ids for _, ids in batch])
+                processed = self.processors(sequences, logits[rows, nodes])
                 for row, (node, _) in left.items():
                     scores[row, node] = processed[row]
         return scores
@@ -286,7 +293,7 @@ class Criteria:
         return torch.where(done, counts.maximum(before), after), done
 
     def _end(self, ids: Tensor, before: int, after: int) -> int | None:
-        """The first count above ``before`` up to ``after`` at which the sequence ``ids`` is done."""
+        """The first count above ``before``, up to ``after``, at which ``ids`` are done."""
         width = self.input_ids.shape[1]
         for count in range(before + 1, after + 1):
             if bool(self.criteria(ids[None, : width + count], None)[0]):
@@ -295,7 +302,7 @@ class Criteria:
 
 
 def _joined(input_ids: Tensor, end: Progress, width: int | None, config: GenerationConfig) -> Any:
-    """Prompts and answers [B, L + T], padded as generate does; T is ``width`` or the longest answer."""
+    """Prompts and answers [B, L + T], padded as generate does; T defaults to the longest answer."""
     width = int(end.counts.max()) if width is None else width
     column = torch.arange(width, device=input_ids.device)
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]

@@ -27,11 +27,11 @@ Decoder = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class PictureModel:
-    """The description of a class of transformers that draws pictures; facts are functions of a model.
+    """A class of transformers that draws pictures, described by functions of a model.
 
-    ``head`` scores: states [..., C] to logits [..., V]. ``embed`` makes a drawn token an input:
-    [...] to [..., C]. ``allowed`` says which tokens may be drawn where. ``decode`` turns tokens into
-    pixels, by the model and the files in its folder; it raises ``ValueError`` where they cannot.
+    ``head`` scores: states [..., C] to logits [..., V]. ``embed`` makes drawn tokens inputs: [...]
+    to [..., C]. ``allowed`` says which tokens may be drawn where. ``decode`` gives what turns
+    tokens into pixels, from the model and the files in its folder, or raises ``ValueError``.
     ``grid`` is tokens a side, ``begin`` the ids between prompt and picture, ``cfg`` the usual
     guidance scale. Tokens are ``shared`` where drawn ones have the ids that a prompt would use.
     """

@@ -1,4 +1,4 @@
-"""Models, tokenizers, processors and configs from transformers' folders: complete, without their code.
+"""Models, tokenizers, processors and configs from transformers' folders, without their code.
 
 ``from_pretrained`` itself makes weights up where a folder lacks them, and asks whether to run the
 Python files that a folder names under ``auto_map``. Here a missing weight is an error, and nothing

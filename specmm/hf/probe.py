@@ -84,7 +84,7 @@ def _fault(model: PreTrainedModel, target: Callable[[], Target]) -> str:
 
 
 def _own(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Log-probabilities [4, V] after each path by the model's own forward, filled up to one width."""
+    """Log-probabilities [4, V] after each path, by the model's own forward."""
     width = PROMPT + max(map(len, PATHS))
     rows = [torch.cat([tokens[:PROMPT], tokens[PROMPT:][list(path)]]) for path in PATHS]
     filled = [torch.cat([row, tokens[:1].expand(width - len(row))]) for row in rows]

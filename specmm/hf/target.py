@@ -371,7 +371,7 @@ class VLMTarget:
         return Cache(size, self.dtype, self.device)
 
     def check(self, prompt: VLMPrompt) -> None:
-        """Raise ``ValueError`` when ``prompt`` does not suit: too long, or without a needed part."""
+        """Raise ``ValueError`` for a ``prompt`` that is too long or lacks what guidance needs."""
         if self.guidance.branches > 1 and prompt.unconditional is None:
             raise ValueError(f"cfg {self.guidance.scale} needs an unconditional prompt, got none")
         room = int(self.family.config.max_position_embeddings)
@@ -399,7 +399,7 @@ class VLMTarget:
 
     @contextmanager
     def _watch_embeddings(self, prompt: VLMPrompt) -> Iterator[None]:
-        """Leave a context of ``prompt`` if a drafter wants one: a hook sees the decoder's inputs."""
+        """Leave a context of ``prompt`` if a drafter wants one; a hook reads the embeddings."""
         self.context = None
         if not self.wants_context:
             yield

@@ -1,5 +1,4 @@
-"""``TextPipeline``: text continued by a causal language model of transformers, by any method, with a
-certificate.
+"""``TextPipeline``: text continued by a causal language model of transformers, by any method.
 
 Shape letters: B prompts of a batch.
 """
@@ -153,20 +152,21 @@ class TextPipeline(Pipeline):
 
     def stream(self, prompts: str | Sequence[str], **options: Any) -> Iterator[list[str]]:
         """The new text of every row after each round; options as for a call."""
-        for rows in turns_of(self.model).each(self._rounds(prompts, options, False)):
+        for rows in self.rounds(prompts, apart=False, **options):
             yield [row.text for row in rows]
 
-    def rounds(self, prompts: str | Sequence[str], **options: Any) -> Iterator[list[RoundText]]:
-        """As ``stream``, with the tokens of each round, and its accepted drafts set apart."""
-        yield from turns_of(self.model).each(self._rounds(prompts, options, True))
-
-    def _rounds(
-        self, prompts: str | Sequence[str], options: dict[str, Any], apart: bool
+    def rounds(
+        self, prompts: str | Sequence[str], apart: bool = True, **options: Any
     ) -> Iterator[list[RoundText]]:
-        yield from self._start(prompts, Options.of(options, chat=False))[0].rounds(apart)
+        """As ``stream``, with the number of tokens; accepted drafts are set ``apart``."""
+
+        def found() -> Iterator[list[RoundText]]:  # all of it in its turn
+            yield from self._start(prompts, Options.of(options, chat=False))[0].rounds(apart)
+
+        yield from turns_of(self.model).each(found())
 
     def encode(self, prompts: str | Sequence[str], chat: bool = False) -> list[list[int]]:
-        """Ids of each prompt, with ``chat`` in the model's template; ``ValueError`` for empty ones."""
+        """Ids of each prompt, with ``chat`` in the model's template; raises for empty ones."""
         given = [prompts] if isinstance(prompts, str) else list(prompts)
         if not given or not all(given):
             raise ValueError("prompt must not be empty, got nothing to continue; give some text")

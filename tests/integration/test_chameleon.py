@@ -1,4 +1,4 @@
-"""A model of transformers that draws pictures: a tiny Chameleon, from its folder as a user opens it."""
+"""A model of transformers that draws pictures: a tiny Chameleon, opened from its folder."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Folders that lack weights are refused by the weights' names, and none runs code that it brings."""
+"""Folders that lack weights are refused by the weights' names, and none runs its own code."""
 
 import json
 import shutil

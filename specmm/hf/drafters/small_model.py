@@ -40,7 +40,7 @@ ENCODED = "mm_encoder_outputs"  # pictures that generate encoded before it calls
 
 @dataclass
 class SmallModel:
-    """A transformers ``model`` that drafts, and its own ``processor`` (a text model's tokenizer)."""
+    """A transformers ``model`` that drafts, and its ``processor`` (a text model's tokenizer)."""
 
     model: PreTrainedModel
     processor: Any = None
@@ -114,7 +114,7 @@ class ModelDrafter:
             return self.translation.from_drafter(self.small.head(states).float())
 
     def read(self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
-        """The drafter's states [B, n, C] at ``tokens`` [B, n]; the target's ``hidden`` are unused."""
+        """The drafter's states [B, n, C] at ``tokens`` [B, n]; ``hidden`` is not read."""
         with self.clock("draft"):
             return self.small.states(self.translation.to_drafter(tokens), positions, bias)
 
