@@ -57,7 +57,9 @@ class TransformersImagePipeline(DiffusionPipeline):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.register_modules(transformer=transformer, tokenizer=tokenizer)
-        self.facts, self.folder, self.name = facts, folder, name
+        self.facts = facts
+        self.folder = folder
+        self.name = name
         given = (folder / FILE).exists()
         self.settings = read_settings(Settings, folder) if given else Settings(cfg=facts.cfg)
         self.method = methods.make(methods.TRANSFORMERS_IMAGES, method)

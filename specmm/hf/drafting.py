@@ -27,7 +27,9 @@ from specmm.verify import Recursive, Rule
 from specmm.verify.names import make_rule, rule_kind
 
 Method: TypeAlias = methods.VQAMethod | methods.TextMethod
-VLM, BLOCKS, SMALL = "specmm.vlm", "specmm.diffusion_drafters", "specmm.hf.drafters.small_model"
+VLM = "specmm.vlm"
+BLOCKS = "specmm.diffusion_drafters"
+SMALL = "specmm.hf.drafters.small_model"
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,8 @@ def _stop_criteria(
 
 def _locals_of_generate() -> dict[str, Any]:
     """The arguments of the generate that called: it does not pass on its streamer or assistant."""
-    code, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = inspect.currentframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return {} if frame is None else dict(frame.f_locals)
@@ -205,7 +206,9 @@ class PathProcessor:
                     "guidance_scale must be 1, got a processor that runs the model itself; leave "
                     "it out"
                 )
-        self.processors, self.input_ids, self.greedy = processors, input_ids, not sample
+        self.processors = processors
+        self.input_ids = input_ids
+        self.greedy = not sample
         self.prompts: list[int] = []  # their lengths
         self.stateful = not all(isinstance(p, SCORES_ONLY) for p in processors)
 
@@ -271,7 +274,8 @@ class Criteria:
     """
 
     def __init__(self, criteria: StoppingCriteriaList, input_ids: Tensor) -> None:
-        self.criteria, self.input_ids = criteria, input_ids
+        self.criteria = criteria
+        self.input_ids = input_ids
         self.together = not any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self.ends: list[int | None] = [None] * len(input_ids)
 

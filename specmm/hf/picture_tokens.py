@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from specmm.guidance import AllowedTokens, Guidance
 from specmm.hf.families import Family
 from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.target import UNGUIDED, VLMTarget
+from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 
 Decoder = Callable[[Tensor], Tensor]
@@ -51,13 +51,14 @@ class PictureTarget(VLMTarget):
     """A model of transformers, by its ``facts``, as a target that draws pictures."""
 
     processor: Processor
+    guidance: Guidance
 
     def __init__(
         self,
         model: PreTrainedModel,
         facts: PictureModel,
         processor: Processor,
-        guidance: Guidance = UNGUIDED,
+        guidance: Guidance,
         name: str = "pictures",
     ) -> None:
         allowed = facts.allowed(model).to(model.device)
@@ -85,5 +86,5 @@ def picture_prompt(
     """
     away = VLMPrompt(padded([list(negative)] * len(prompts)), target.length)
     ids = padded([list(row) for row in prompts])
-    other = away if target.guidance.branches > 1 else None
+    other = away if target.branches > 1 else None
     return VLMPrompt(ids, target.length, unconditional=other).to(target.device, torch.float32)

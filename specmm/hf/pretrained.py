@@ -42,7 +42,8 @@ from specmm.kernels.tree_attention.interface import NAME
 LOGGER = logging.getLogger(__name__)
 REPORTS = "transformers.modeling_utils"  # the logger of loading reports
 CODE = "auto_map"  # where a config names Python files
-TOKENIZER, WHOLE_TOKENIZER = "tokenizer_config.json", "tokenizer.json"
+TOKENIZER = "tokenizer_config.json"
+WHOLE_TOKENIZER = "tokenizer.json"
 SAME_TOKENIZERS = {"DreamTokenizer": "Qwen2Tokenizer"}  # a folder's class, one that reads alike
 TEMPLATES = "additional_chat_templates"
 ADVICE = "fetch it again, or name its weights as save_pretrained does"

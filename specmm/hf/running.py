@@ -191,7 +191,8 @@ class StopStrings:
     """
 
     def __init__(self, texts: Sequence[str], decode: Callable[[Tensor], str]) -> None:
-        self.texts, self.decode = tuple(texts), decode
+        self.texts = tuple(texts)
+        self.decode = decode
 
     def __call__(self, tokens: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`specmm.stopping.Stop`."""

@@ -32,7 +32,9 @@ class Translation:
     """
 
     def __init__(self, ids: Tensor, shared: Tensor, foreign: bool = True) -> None:
-        self.ids, self.shared, self.foreign = ids, shared, foreign
+        self.ids = ids
+        self.shared = shared
+        self.foreign = foreign
 
     @classmethod
     def same(cls, drafter: int, target: int, padding: int | None = PADDING) -> Translation:

@@ -99,7 +99,9 @@ class TextPipeline(Pipeline):
         folder: Path | None = None,
         name: str = "text",
     ) -> None:
-        self.model, self.tokenizer, self.name = model.eval(), tokenizer, name
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.name = name
         self.method: methods.TextMethod = methods.make(methods.TEXT, method)
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
         self.drafters = Drafters(folder, name, model, given)

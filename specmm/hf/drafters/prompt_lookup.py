@@ -30,7 +30,8 @@ class LookupRow:
 
     def __init__(self, tokens: list[int], ngram: int, banned: frozenset[int]) -> None:
         self.tokens: list[int] = []
-        self.ngram, self.banned = ngram, banned
+        self.ngram = ngram
+        self.banned = banned
         self.places: dict[tuple[int, ...], int] = {}
         self.extend(tokens)
 
@@ -68,7 +69,8 @@ class Recall:
     """
 
     def __init__(self, target: VLMTarget, ngram: int) -> None:
-        self.target, self.ngram = target, ngram
+        self.target = target
+        self.ngram = ngram
         self.rows: list[LookupRow] = []
 
     def begin(self, token: Tensor) -> None:
@@ -106,8 +108,11 @@ class PromptLookupDrafter:
     def __init__(self, target: VLMTarget, ngram: int = 3, length: int = 8) -> None:
         if ngram < 1 or length < 1:
             raise ValueError(f"ngram and length must be at least 1, got {ngram} and {length}")
-        self.target, self.length, self.recall = target, length, Recall(target, ngram)
-        self.max_nodes, self.max_depth = length + 1, length
+        self.target = target
+        self.length = length
+        self.recall = Recall(target, ngram)
+        self.max_nodes = length + 1
+        self.max_depth = length
         self.shapes = [TreeShape.chain(n, target.device) for n in range(length + 1)]
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:

@@ -81,7 +81,8 @@ class ModelDrafter:
         sampled: bool = True,
         siblings: Siblings = "distinct",
     ) -> None:
-        self.target, self.inputs = target, inputs
+        self.target = target
+        self.inputs = inputs
         sampled = sampled and not target.processor.greedy
         self.probs = target.processor if isinstance(target.processor, Processor) else Processor()
         self.small = VLMTarget(model, Processor(), "drafter")
@@ -89,7 +90,8 @@ class ModelDrafter:
         self.translation = translation or Translation.same(self.small.family.vocabulary, vocabulary)
         self.translation.ban(target.image_tokens)
         self.growth = Growth(tree, sampled, vocabulary, target.device, siblings)
-        self.max_nodes, self.max_depth = self.growth.max_nodes, self.growth.max_depth
+        self.max_nodes = self.growth.max_nodes
+        self.max_depth = self.growth.max_depth
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
         """Show the drafter the prompt with the first token after it."""
