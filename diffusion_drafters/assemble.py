@@ -38,8 +38,8 @@ from specmm.diffusion_drafters.models.masked import DiffusionLM
 from specmm.diffusion_drafters.ngram import NGram
 from specmm.diffusion_drafters.sources import BlockSource, DFlashSource, DiffusionSource
 from specmm.hardware import prepack
-from specmm.hf.loading import own_tokenizer
-from specmm.hf.parts import Assembly, Verification, translated
+from specmm.hf.drafting import Assembly, Verification, translated
+from specmm.hf.pretrained import own_tokenizer
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import PADDING

@@ -19,10 +19,9 @@ from specmm.decode import Progress, decode, decode_plain
 from specmm.drafter import Drafter
 from specmm.guidance import Guidance
 from specmm.hardware import choose_dtype, prepack
-from specmm.hf.attention import use_tree_attention
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
 from specmm.hf.picture_tokens import Decoder, PictureModel, PictureTarget, picture_prompt
-from specmm.hf.pretrained import load_model, load_tokenizer
+from specmm.hf.pretrained import load_model, load_tokenizer, use_tree_attention
 from specmm.hf.prompt import VLMPrompt
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.pipeline import PicturePipeline, picture_type
@@ -152,12 +151,12 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         generators = sample_generators(generator, len(rows), self.device)
 
         def draw(part: slice) -> Drawn:
-            asked = picture_prompt(target, rows[part], negative)
-            steps, rule = self._loop(target, asked, chosen, Uniforms(generators[part]))
+            batch = picture_prompt(target, rows[part], negative)
+            steps, rule = self._loop(target, batch, chosen, Uniforms(generators[part]))
             for i, progress in enumerate(steps):
                 if callback_on_step_end is not None:
-                    told = {"tokens": progress.tokens}
-                    callback_on_step_end(self, i, int(progress.counts.min()), told)
+                    state = {"tokens": progress.tokens}
+                    callback_on_step_end(self, i, int(progress.counts.min()), state)
             tokens = progress.tokens[:, : target.length]
             images = None if decoder is None else self._pixels(decoder, tokens)
             claim = Certificate("exact", "plain decoding of the target", 0.0)

@@ -16,7 +16,7 @@ from recipes.emoji import load
 from recipes.scenes.composed import encoder
 from recipes.scenes.packing import Encoder, to_pixels
 from recipes.scenes.stream import load_world
-from specmm.hf.loading import find
+from specmm.hf.pretrained import find
 from specmm.recipes.conversations import Conversations
 from specmm.recipes.pictures import Pictures
 from specmm.recipes.training.msd import Example

@@ -23,8 +23,7 @@ from recipes.training.projector import tower_features, train_between
 from recipes.training.words import build_text_model, train_text
 from specmm.checkpoints import writable, write_whole
 from specmm.hf.drafting import KINDS
-from specmm.hf.loading import find
-from specmm.hf.pretrained import load_processor
+from specmm.hf.pretrained import find, load_processor
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Size, Width, beside
 from specmm.vlm import loading
 

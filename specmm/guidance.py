@@ -54,7 +54,7 @@ class Guidance:
 
 @dataclass(frozen=True)
 class AllowedTokens:
-    """Which tokens may be drawn: ``masks`` [K, V] bool, and in ``places`` [T] the mask of each token.
+    """Which tokens may be drawn: ``masks`` [K, V] bool, and ``places`` [T], the mask of each token.
 
     The last place holds for every token after it.
     """

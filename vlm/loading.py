@@ -47,8 +47,13 @@ from specmm.checkpoints import (
 from specmm.hardware import prepack
 from specmm.hf import pretrained
 from specmm.hf.drafters.small_model import SmallModel
-from specmm.hf.loading import find_target, load_target, weights_folder
-from specmm.hf.packaged import is_packaged, missing_packages
+from specmm.hf.pretrained import (
+    find_target,
+    is_packaged,
+    load_target,
+    missing_packages,
+    weights_folder,
+)
 from specmm.training import seeded
 from specmm.zoo import efficientnet
 

@@ -23,7 +23,7 @@ from specmm.cache import Cache, CacheSize
 from specmm.decode import EndTokens, decode
 from specmm.drafter import DeferredDrafter, Feedback
 from specmm.growth import Growth
-from specmm.hf.parts import Assembly, Verification
+from specmm.hf.drafting import Assembly, Verification
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import Context, VLMTarget
 from specmm.processors import Processor

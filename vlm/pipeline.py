@@ -17,13 +17,19 @@ from torch import Tensor
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.hardware import choose_dtype, prepack
-from specmm.hf.attention import use_tree_attention
 from specmm.hf.drafting import KINDS, Drafters, assemble, load_drafter
-from specmm.hf.loading import find
+from specmm.hf.pretrained import find, use_tree_attention
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.running import Options as Options
-from specmm.hf.running import Pipeline, Prompts, Run, Said, check_continuous_batching
-from specmm.hf.streaming import ending, tell
+from specmm.hf.running import (
+    Pipeline,
+    PromptBatch,
+    RoundText,
+    Run,
+    check_continuous_batching,
+    ending,
+    stream,
+)
 from specmm.hf.target import VLMTarget
 from specmm.registry import named
 from specmm.stats import Certificate, Stats
@@ -139,14 +145,14 @@ class VQAPipeline(Pipeline):
         for round_ in turns_of(self.model).each(self._rounds(images, questions, given, False)):
             yield [said.text for said in round_]
 
-    def rounds(self, images: Any, questions: Any, **options: Any) -> Iterator[list[Said]]:
+    def rounds(self, images: Any, questions: Any, **options: Any) -> Iterator[list[RoundText]]:
         """As ``stream``, with the tokens of each round, and its accepted drafts set apart."""
         rounds = self._rounds(images, questions, Options.of(options), True)
         yield from turns_of(self.model).each(rounds)
 
     def _rounds(
         self, images: Any, questions: Any, options: Options, apart: bool
-    ) -> Iterator[list[Said]]:
+    ) -> Iterator[list[RoundText]]:
         yield from self._start(images, questions, options).rounds(apart)
 
     def _method(self, options: Options) -> methods.VQAMethod:
@@ -173,7 +179,7 @@ class VQAPipeline(Pipeline):
         ruling = decide(images, question, **given)
         ids = torch.tensor(self.tokenizer.encode(ruling.answer, add_special_tokens=False))
         if streamer is not None:  # nothing to stream before the experts have answered
-            tell(streamer, [ids])
+            stream(streamer, [ids])
         stats = Stats(tokens=len(ids), rounds=len(ids), seconds=time.perf_counter() - begin)
         claim = Certificate(
             "heuristic", "the answer is the verdict model's once it has heard the others"
@@ -197,7 +203,7 @@ class VQAPipeline(Pipeline):
             part = given.rows(some)
             return VLMPrompt(part.inputs(self.processor), options.max_new_tokens, part)
 
-        prompts = Prompts(prepared, len(given.texts), options.batch_size)
+        prompts = PromptBatch(prepared, len(given.texts), options.batch_size)
         prompt = prompts.first(target)
         method, name = self.chosen(method, target, prompt)
         parts = None

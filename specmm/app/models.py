@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specmm import zoo
-from specmm.hf.packaged import is_packaged, missing_packages
+from specmm.hf.pretrained import is_packaged, missing_packages
 from specmm.runs.run import HERE, Kind, Place, kind_of, methods_of, open_model
 from specmm.vlm.loading import is_composed, missing_parts
 

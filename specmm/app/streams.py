@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw
 
 from specmm.app.models import MOST_SECONDS
 from specmm.checkpoints import slug
-from specmm.hf.running import Said
+from specmm.hf.running import RoundText
 from specmm.image_ar.shared import ImageOutput
 from specmm.jobs.folder import Result, encode
 from specmm.jobs.items import Item
@@ -160,7 +160,7 @@ def saved(out: ImageOutput, model: str, name: str, seed: int) -> str:
     return str(file)
 
 
-def text_pieces(rounds: Iterator[list[Said]]) -> Iterator[tuple[Pieces, str]]:
+def text_pieces(rounds: Iterator[list[RoundText]]) -> Iterator[tuple[Pieces, str]]:
     """The pieces of one answer after each round, and a line about it.
 
     Raises ``ValueError`` when it takes too long.

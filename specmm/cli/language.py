@@ -24,7 +24,7 @@ Images = Annotated[
     typer.Argument(help="Pictures, all shown with the question; none for a text question."),
 ]
 Question = Annotated[str, typer.Option("--question", "-q", help="What to ask.")]
-Prompts = Annotated[
+PromptBatch = Annotated[
     list[str], typer.Option("--prompt", "-p", help="Text to continue; may be repeated for a batch.")
 ]
 CompleteOptions = Annotated[
@@ -90,7 +90,7 @@ def ask(
 
 def complete(
     model: Model,
-    prompt: Prompts,
+    prompt: PromptBatch,
     method: Annotated[
         str,
         typer.Option(
@@ -207,7 +207,7 @@ class Echo:
     """
 
     def __init__(self, pipe: Pipeline, stop: Sequence[str] = ()) -> None:
-        from specmm.hf.streaming import StopStrings
+        from specmm.hf.running import StopStrings
 
         self.pipe = pipe
         self.stops = StopStrings(stop, pipe.text)

@@ -1,9 +1,7 @@
 """The drafters of transformers' targets: what makes each, reads it from a folder, and plans for it.
 
-Functions are named, not imported: a drafter's package is imported when it is asked for, and knows
+Functions are named, not imported: a drafter's package is imported at its first use, and knows
 nothing of the others. A new drafter is one entry here and its options in ``specmm/methods.py``.
-
-Shape letters: none.
 """
 
 from __future__ import annotations
@@ -12,17 +10,26 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.checkpoints import read_json
-from specmm.hf.parts import Assembly
+from specmm.drafter import Drafter
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
+from specmm.hf.translation import Translation
 from specmm.registry import named, unknown
+from specmm.shape.trees import Siblings
+from specmm.verify import Recursive, Rule
+from specmm.verify.rule import make_rule, rule_kind
 
-VLM, BLOCKS, SMALL = "specmm.vlm", "specmm.diffusion_drafters", "specmm.hf.drafters.small_model"
+Method: TypeAlias = methods.VQAMethod | methods.TextMethod
+VLM = "specmm.vlm"
+BLOCKS = "specmm.diffusion_drafters"
+SMALL = "specmm.hf.drafters.small_model"
 
 
 @dataclass(frozen=True)
@@ -30,10 +37,10 @@ class DrafterKind:
     """What the drafter of one method takes, functions as ``"module:name"``.
 
     ``make(method, target, drafter, tokenizer)`` gives drafter and rule, ``load(folder, target
-    model, method)`` what it drafts with. A model's own lies in its folder ``drafters/place``, or
+    model, method)`` what it drafts with. A model's own is in its folder ``drafters/place``, or
     ``instead``. ``plan(target, drafter, prompt, plans, method)`` is method ``auto`` for it,
     ``judge(experts, pipeline, keep)`` what answers where nothing is drafted, and ``model_type``
-    what its config says where that tells it apart.
+    what its config holds where that tells it apart.
     """
 
     make: str
@@ -48,7 +55,7 @@ class DrafterKind:
 KINDS: Mapping[str, DrafterKind] = {
     "prompt-lookup": DrafterKind("specmm.hf.drafters.prompt_lookup:make"),
     "text-draft": DrafterKind(f"{SMALL}:make_blind", f"{SMALL}:load_language_model", "text"),
-    # a small model that Speculative Verdict hears may draft, too
+    # a small model that answers for Speculative Verdict may draft, too
     "vlm-draft": DrafterKind(
         f"{SMALL}:make_seeing", f"{VLM}.loading:load_small", "vlm", "experts/1"
     ),
@@ -80,8 +87,63 @@ KINDS: Mapping[str, DrafterKind] = {
 }
 
 
+class Assembly(NamedTuple):
+    """Drafter and rule of the loop."""
+
+    drafter: Drafter
+    rule: Rule
+
+
+class Verification(NamedTuple):
+    """A ``rule``, and how drafts are ``drawn`` for it: whether sampled, and siblings how."""
+
+    rule: Rule
+    drawn: tuple[bool, Siblings]
+
+    @classmethod
+    def of(cls, spec: str, target: VLMTarget) -> Verification:
+        """By the rule that ``spec`` names; where the ``target`` is greedy nothing is drawn.
+
+        Raises ``ValueError`` for rules of image codes, and names that are not known.
+        """
+        kind = rule_kind(spec)
+        if kind.relaxed:
+            raise ValueError(
+                f"rule {spec} is about the codes of pictures; use recursive or typical"
+            )
+        if target.processor.greedy:
+            return cls(Recursive(), (False, "distinct"))
+        return cls(make_rule(spec), (kind.siblings is not None, kind.siblings or "distinct"))
+
+
+def translated(
+    own: PreTrainedTokenizerBase | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    target: VLMTarget,
+    vocabulary: int,
+) -> Translation | None:
+    """Between the ``tokenizer`` of the target and a drafter's ``own`` of ``vocabulary`` tokens.
+
+    None where the drafter has none: it reads the target's tokens. Raises ``ValueError`` for a
+    drafter with its own tokenizer where the target's is not given.
+    """
+    if own is None:
+        return None
+    if tokenizer is None:
+        raise ValueError(
+            "a drafter with a tokenizer of its own needs the target's, got none; give tokenizer=…, "
+            "or the drafter without its own if it reads the target's tokens"
+        )
+    if own.get_vocab() == tokenizer.get_vocab():
+        return Translation.same(vocabulary, target.family.vocabulary, padding=None)
+    return Translation.between(tokenizer, own, target.family.vocabulary)
+
+
 def assemble(
-    method: Any, target: VLMTarget, drafter: Any = None, tokenizer: Any = None
+    method: Method,
+    target: VLMTarget,
+    drafter: object = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Assembly:
     """The parts of a speculative ``method``.
 
@@ -95,59 +157,62 @@ def assemble(
     return made
 
 
-def preset_of(method: methods.Draft) -> Any:
+def preset_of(method: methods.Draft) -> Method:
     """The method of the drafter that ``method`` names, with its tree and its rule.
 
     Raises ``ValueError`` for drafters whose trees and rules belong together.
     """
+
+    def options(name: str) -> set[str]:
+        return {f.name for f in dataclasses.fields(methods.GENERATE.get(name))}
+
     own = methods.make(methods.GENERATE, method.drafter)
-    options = {f.name for f in dataclasses.fields(own)}
-    if "rule" not in options:
-        able = [n for n in methods.GENERATE if "rule" in fields_of(n)]
+    if "rule" not in options(own.name):
+        able = [name for name in methods.GENERATE if "rule" in options(name)]
         raise unknown("drafter that takes any tree and rule", method.drafter, able)
     given: dict[str, Any] = {"rule": method.rule, "tree": method.tree or own.tree}
     if not given["tree"]:
         raise ValueError(f"drafter {method.drafter} needs a tree of fixed shape, as spine(2, 2, 1)")
-    return dataclasses.replace(own, **given, **({"sampled": True} if "sampled" in options else {}))
+    if "sampled" in options(own.name):
+        given["sampled"] = True
+    return dataclasses.replace(own, **given)
 
 
-def fields_of(name: str) -> set[str]:
-    """The options of the method ``name``."""
-    return {f.name for f in dataclasses.fields(methods.GENERATE.get(name))}
-
-
-def load_drafter(method: str, folder: Path, target: Any) -> Any:
+def load_drafter(method: str, folder: Path, target: PreTrainedModel) -> Any:
     """What ``method`` drafts with for the ``target`` model, from its ``folder``."""
     return named(KINDS[method].load)(folder, target, method)
 
 
 def choose(
-    target: VLMTarget, drafter: Any, prompt: VLMPrompt, plans: dict[Any, Plan], method: Any
-) -> Any:
-    """``method`` as it should be fastest here, or plain decoding; ``plans`` keeps the plans made."""
-    return named(KINDS[method.name].plan)(target, drafter, prompt, plans, method)
+    target: VLMTarget, drafter: object, prompt: VLMPrompt, plans: dict[Any, Plan], method: Method
+) -> Method:
+    """``method`` as it should be fastest here, or plain decoding; plans made are kept."""
+    found: Method = named(KINDS[method.name].plan)(target, drafter, prompt, plans, method)
+    return found
 
 
-def said_by(drafter: Any) -> str:
-    """The method that a ``drafter`` is for, a loaded one or its folder; empty where neither says."""
+def method_of(drafter: object) -> str:
+    """The method that a ``drafter`` (loaded, or its folder) is for; empty where unknown."""
     if isinstance(drafter, Path):
         types = {kind.model_type: name for name, kind in KINDS.items() if kind.model_type}
         return types.get(str(read_json(drafter / "config.json").get("model_type")), "")
     return str(getattr(drafter, "method", ""))
 
 
-def planned_by(drafter: Any) -> Any:
+def planned_by(drafter: object) -> Method:
     """The method that ``auto`` plans for a loaded ``drafter``.
 
     Raises ``ValueError`` for one that nothing plans with.
     """
-    name = said_by(drafter)
+    name = method_of(drafter)
     if name not in KINDS or not KINDS[name].plan:
         given = "none" if drafter is None else f"a {type(drafter).__name__}"
         raise ValueError(
-            f"method 'auto' plans for an MSD, DEER or block drafter, got {given}; name another method"
+            f"method 'auto' plans for an MSD, DEER or block drafter, got {given}; name another "
+            "method"
         )
-    return methods.make(methods.GENERATE, name)
+    found: Method = methods.make(methods.GENERATE, name)
+    return found
 
 
 @dataclass
@@ -159,7 +224,7 @@ class Drafters:
 
     folder: Path | None
     name: str
-    target: Any
+    target: PreTrainedModel
     given: dict[str, Any]
 
     def get(self, method: str) -> Any:
@@ -181,15 +246,12 @@ class Drafters:
 
     def has(self, method: str) -> bool:
         """Whether ``method`` finds what it drafts with."""
-        kind = KINDS.get(method)
-        needs = kind is not None and bool(kind.place)
+        needs = method in KINDS and bool(KINDS[method].place)
         return not needs or method in self.given or self._folder(method) is not None
 
     def _folder(self, method: str) -> Path | None:
         if self.folder is None:
             return None
-        kind = KINDS[method]
-        folders = [
-            self.folder / "drafters" / place for place in (kind.place, kind.instead) if place
-        ]
+        places = (KINDS[method].place, KINDS[method].instead)
+        folders = [self.folder / "drafters" / place for place in places if place]
         return next((folder for folder in folders if folder.is_dir()), None)

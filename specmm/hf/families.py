@@ -155,7 +155,7 @@ class Family:
         return self.after_head(self.head(states))
 
     def logits_of(self, ids: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """A head for the tokens ``ids`` [v] alone (None: all): states [..., C] to logits [..., v]."""
+        """A head for the tokens ``ids`` [v] (None: all): states [..., C] to logits [..., v]."""
         if ids is None:
             return self.logits
         bias = self.head.bias
@@ -185,7 +185,7 @@ class Family:
         return {"full_attention": full, "sliding_attention": sliding}
 
     def positions(self, prompt: VLMPrompt) -> tuple[dict[str, Tensor], Tensor]:
-        """What the prefill must be told of positions, and what is added to those after it [B].
+        """What the prefill is given of positions, and what is added to those after it [B].
 
         M-RoPE gives a picture fewer positions than it has tokens.
         """

@@ -7,36 +7,31 @@ Shape letters: B batch, L padded prompt length, N tree nodes, T new tokens, V vo
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
     StoppingCriteriaList,
     StopStringCriteria,
 )
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.logits_process import (
-    EpsilonLogitsWarper,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.decode import Progress, decode, decode_plain
-from specmm.hf.drafting import assemble, choose, planned_by, preset_of
+from specmm.hf.drafting import Assembly, Method, assemble, choose, planned_by, preset_of
 from specmm.hf.prompt import POSITIONS, VLMPrompt
-from specmm.hf.streaming import ending, gains, stop_texts
+from specmm.hf.running import ending, last_of, stop_texts
 from specmm.hf.target import VLMTarget
 from specmm.processors import History, Processor
 from specmm.randomness import Uniforms, sample_generators
@@ -46,195 +41,178 @@ from specmm.turns import in_its_turn
 NOT_INPUTS = {"past_key_values", "logits_to_keep", "use_cache", "cache_position"}
 NOT_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+OTHER_MODES = ("penalty_alpha", "dola_layers", "constraints", "force_words_ids")
 INSTEAD = {  # of options that make generate decode otherwise
     "assistant_model": "give custom_generate(drafter=…, method='text-draft')",
     "prompt_lookup_num_tokens": "give custom_generate(method='prompt-lookup')",
     "use_mtp": "use the method of a drafter that you have",
     "assistant_early_exit": "use the method of a drafter that you have",
-    "penalty_alpha": "call generate without custom_generate",
-    "dola_layers": "call generate without custom_generate",
-    "constraints": "call generate without custom_generate",
-    "force_words_ids": "call generate without custom_generate",
-}
-SCORES_ONLY = (
-    EpsilonLogitsWarper,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+} | dict.fromkeys(OTHER_MODES, "call generate without custom_generate")
+WARPERS = ("Epsilon", "MinP", "Temperature", "TopK", "TopP", "Typical")
+SCORES_ONLY = tuple(getattr(transformers, f"{name}LogitsWarper") for name in WARPERS)
 
 
 def custom_generate(
-    drafter: Any = None,
-    method: str | methods.VQAMethod | methods.TextMethod = "prompt-lookup",
-    tokenizer: Any = None,
-    streamer: Any = None,
+    drafter: object = None,
+    method: str | Method = "prompt-lookup",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    streamer: BaseStreamer | None = None,
     generator: torch.Generator | None = None,
     stop: str | Sequence[str] = (),
-) -> Callable[..., Tensor]:
-    """A callable for transformers' ``model.generate(**inputs, custom_generate=…)``, batches
-    included.
+) -> Callable[..., Any]:
+    """A callable for transformers' ``model.generate(**inputs, custom_generate=…)``, of any batch.
 
-    Logits processors and stopping criteria are honoured, whatever they are: they are asked about
-    each path of a tree. A ``streamer`` may be given here or to generate, for one row; it hears of
-    the end of a run that fails, too. generate drops its ``tokenizer`` on the way to a callable, so
-    give it here: it is the target's, for text drafters with another and for ``stop``, texts that
-    end a row as generate's ``stop_strings`` do, which it replaces, for they cannot work with a
-    callable. Sampling draws from ``generator``, never from torch's global state. Several threads
-    may share a model: they are served in the order they come. Method ``auto`` plans for an MSD,
-    DEER or block ``drafter``, once for each batch size. Raises ``ValueError`` for whatever makes
-    generate decode otherwise than token by token (beams, an assistant, contrastive search and the
-    like), for guidance, for ``inputs_embeds``, for dictionaries with scores, logits, attentions or
-    hidden states, for ``stop`` without a tokenizer, and for auto with another drafter or none.
+    Any logits processors and stopping criteria apply, to each path of a tree. A ``streamer`` may be
+    given here or to generate, for one row; it is ended when a run fails, too. ``tokenizer``, which
+    generate does not pass on, is the target's: for text drafters with another one and for ``stop``,
+    texts that end a row as generate's ``stop_strings`` would. Sampling draws from ``generator``,
+    never from torch's global state. Several threads may share a model. Method ``auto`` plans for an
+    MSD, DEER or block ``drafter``, once for each batch size. Raises ``ValueError`` for whatever
+    makes generate decode otherwise than token by token (beams, an assistant, contrastive search and
+    the like), for guidance, ``inputs_embeds``, dictionaries with scores, logits, attentions or
+    hidden states, ``stop`` without a tokenizer, and auto with another drafter or none.
     """
-    asked, plans = methods.make(methods.GENERATE, method), dict[Any, Plan]()
-    planned = planned_by(drafter) if asked.name == methods.Auto.name else None
+    resolved: Method = methods.make(methods.GENERATE, method)
+    plans: dict[Any, Plan] = {}
+    planned = planned_by(drafter) if resolved.name == methods.Auto.name else None
     ends = _stop_criteria(stop, tokenizer)
 
     @in_its_turn(lambda model: model)
     def run(
-        model: Any,
+        model: PreTrainedModel,
         input_ids: Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         **model_kwargs: Any,
-    ) -> Tensor:
-        asked_of_generate = _locals_of_generate()
-        told = _one_streamer(streamer, asked_of_generate.get("streamer"))
-        with ending(told):
-            _check(generation_config, asked_of_generate.get("assistant_model"), model_kwargs)
+    ) -> Any:
+        caller = _locals_of_generate()
+        watcher = _one_streamer(streamer, caller.get("streamer"))
+        with ending(watcher):
+            _check(generation_config, caller.get("assistant_model"), model_kwargs)
             if streamer is not None and len(input_ids) == 1:
-                streamer.put(
-                    input_ids.cpu()
-                )  # as generate does with its own: streamers may skip it
-            return answered(
-                model,
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                model_kwargs,
-                told,
-            )
+                streamer.put(input_ids.cpu())  # as generate does: streamers may skip the prompt
+            inputs = _inputs(model_kwargs) | {"input_ids": input_ids}
+            prompt = VLMPrompt(inputs, generation_config.max_length - input_ids.shape[1])
+            sampled = bool(generation_config.do_sample)
+            target = VLMTarget(model, PathProcessor(logits_processor, input_ids, sampled))
+            criteria = Criteria(StoppingCriteriaList([*stopping_criteria, *ends]), input_ids)
+            parts = None
+            chosen = choice(model, prompt, sampled)
+            if chosen.drafts:
+                parts = assemble(chosen, target, drafter, tokenizer)
+            uniforms = Uniforms(sample_generators(generator, len(input_ids), target.device))
+            end = last_of(_steps(target, parts, prompt, uniforms, criteria), watcher)
+            return _joined(input_ids, end, criteria.width, generation_config)
 
-    def answered(
-        model: Any,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        told: Any,
-    ) -> Tensor:
-        inputs = {k: v for k, v in model_kwargs.items() if k not in NOT_INPUTS and v is not None}
-        if (
-            inputs.get(POSITIONS) is not None and inputs[POSITIONS].ndim < 3
-        ):  # those of text, which we count ourselves
-            del inputs[POSITIONS]
-        length = generation_config.max_length - input_ids.shape[1]
-        target = VLMTarget(
-            model, PathProcessor(logits_processor, input_ids, bool(generation_config.do_sample))
-        )
-        prompt = VLMPrompt({**inputs, "input_ids": input_ids}, length)
-        uniforms = Uniforms(sample_generators(generator, len(input_ids), target.device))
-        criteria = Criteria(StoppingCriteriaList([*stopping_criteria, *ends]), input_ids)
-        chosen = preset_of(asked) if asked.name == methods.Draft.name else asked
-        if (
-            planned is not None
-        ):  # measured without the processors, which may remember what they are asked
-            plain = VLMTarget(model, Processor(float(bool(generation_config.do_sample))))
-            chosen = choose(plain, drafter, prompt, plans, planned)
-        if not chosen.drafts:
-            steps = decode_plain(target, prompt, length, uniforms, stop=criteria)
-        else:
-            parts = assemble(chosen, target, drafter, tokenizer)
-            steps = decode(
-                target, parts.drafter, parts.rule, prompt, length, uniforms, stop=criteria
-            )
-        *_, (end, _) = gains(steps, told)
-        return _joined(input_ids, end, criteria.width, generation_config)
+    def choice(model: PreTrainedModel, prompt: VLMPrompt, sampled: bool) -> Method:
+        if planned is not None:  # measured without the processors, which may keep state
+            plain = VLMTarget(model, Processor(float(sampled)))
+            return choose(plain, drafter, prompt, plans, planned)
+        return preset_of(resolved) if isinstance(resolved, methods.Draft) else resolved
 
     return run
 
 
-def _stop_criteria(stop: str | Sequence[str], tokenizer: Any) -> list[StopStringCriteria]:
-    """generate's own criterion for the texts ``stop``, if there are any."""
+def _steps(
+    target: VLMTarget, parts: Assembly | None, prompt: VLMPrompt, uniforms: Uniforms, stop: Criteria
+) -> Iterator[Progress]:
+    length = prompt.max_new_tokens
+    if parts is None:
+        return decode_plain(target, prompt, length, uniforms, stop=stop)
+    return decode(target, parts.drafter, parts.rule, prompt, length, uniforms, stop=stop)
+
+
+def _inputs(given: dict[str, Any]) -> dict[str, Any]:
+    """What of generate's arguments the model reads with the prompt."""
+    inputs = {k: v for k, v in given.items() if k not in NOT_INPUTS and v is not None}
+    if POSITIONS in inputs and inputs[POSITIONS].ndim < 3:
+        del inputs[POSITIONS]  # those of text, which the target counts itself
+    return inputs
+
+
+def _stop_criteria(
+    stop: str | Sequence[str], tokenizer: PreTrainedTokenizerBase | None
+) -> list[StopStringCriteria]:
     texts = stop_texts(stop)
-    if texts and tokenizer is None:
+    if not texts:
+        return []
+    if tokenizer is None:
         raise ValueError(
             "stop needs the model's tokenizer, got none; give custom_generate(…, tokenizer=…), too"
         )
-    return [StopStringCriteria(tokenizer, list(texts))] if texts else []
+    return [StopStringCriteria(tokenizer, list(texts))]
 
 
 def _locals_of_generate() -> dict[str, Any]:
-    """The arguments of the generate that called us: it does not hand on its streamer, nor its
-    assistant.
-    """
-    code, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
+    """The arguments of the generate that called: it does not pass on its streamer or assistant."""
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = inspect.currentframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return {} if frame is None else dict(frame.f_locals)
 
 
-def _one_streamer(ours: Any, theirs: Any) -> Any:
+def _one_streamer(ours: BaseStreamer | None, theirs: BaseStreamer | None) -> BaseStreamer | None:
     if ours is not None and theirs is not None:
         for one in {id(ours): ours, id(theirs): theirs}.values():
             one.end()
         raise ValueError(
-            "streamer must be given once, got one for generate and one for custom_generate; leave one out"
+            "streamer must be given once, got one for generate and one for custom_generate; leave "
+            "one out"
         )
     return theirs if ours is None else ours
 
 
-def _check(config: GenerationConfig, assistant: Any, inputs: dict[str, Any]) -> None:
-    """Raise ``ValueError`` for what generate would do and a callable of ours cannot."""
+def _check(
+    config: GenerationConfig, assistant: PreTrainedModel | None, inputs: dict[str, Any]
+) -> None:
+    """Raise ``ValueError`` for what generate would do and a callable cannot."""
     if config.num_beams != 1:
         raise ValueError(f"num_beams must be 1 for speculative decoding, got {config.num_beams}")
     mode = config.get_generation_mode(assistant)
     if mode not in PLAIN:
-        given = {name: getattr(config, name, None) for name in INSTEAD} | {
-            "assistant_model": assistant
-        }
+        given = {name: getattr(config, name, None) for name in INSTEAD}
+        given["assistant_model"] = assistant
         name = next(name for name in INSTEAD if given[name] is not None)
         raise ValueError(f"{name} must be off, got generation mode {mode.value!r}; {INSTEAD[name]}")
     if inputs.get("inputs_embeds") is not None:
         raise ValueError(
-            "prompts must be input_ids, got inputs_embeds, whose tokens drafters cannot read; give ids"
+            "prompts must be input_ids, got inputs_embeds, whose tokens drafters cannot read; give "
+            "ids"
         )
-    asked = [name for name in NOT_OUTPUTS if getattr(config, name)]
-    if (
-        asked and config.return_dict_in_generate
-    ):  # without a dictionary generate does not return them either
+    wanted = [name for name in NOT_OUTPUTS if getattr(config, name)]
+    if wanted and config.return_dict_in_generate:  # without a dictionary they are not returned
         raise ValueError(
-            f"{asked[0]} must be off, got {getattr(config, asked[0])}: rounds score trees, so there is not one forward "
-            "a token to return; leave it out, or score the sequences with one forward of the model"
+            f"{wanted[0]} must be off, got {getattr(config, wanted[0])}: rounds score trees, so "
+            "there is not one forward a token to return; leave it out, or score the sequences with "
+            "one forward of the model"
         )
 
 
 class PathProcessor:
-    """transformers' logits processors, asked about every path of a tree as if it were a sequence of
-    its own.
+    """transformers' logits processors, applied to every path of a tree as to a sequence by itself.
 
-    Those that look at the scores only are called once for all nodes. The others see batches of B
-    sequences of one length, each in its own row, for they may know something of a row (what to
-    ignore of its prompt, say). Raises ``ValueError`` for classifier-free guidance.
+    Those that read the scores only are called once for all nodes. The others see batches of B
+    sequences of one length, each in its own row, since they may keep something by row (what to
+    ignore of its prompt, for instance). Raises ``ValueError`` for classifier-free guidance.
     """
 
     def __init__(self, processors: Any, input_ids: Tensor, sample: bool) -> None:
         for processor in processors:
             if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
                 raise ValueError(
-                    "guidance_scale must be 1, got a processor that runs the model itself; leave it out"
+                    "guidance_scale must be 1, got a processor that runs the model itself; leave "
+                    "it out"
                 )
-        self.processors, self.input_ids, self.greedy = processors, input_ids, not sample
+        self.processors = processors
+        self.input_ids = input_ids
+        self.greedy = not sample
+        self.prompts: list[int] = []  # their lengths
         self.stateful = not all(isinstance(p, SCORES_ONLY) for p in processors)
 
     def check_vocabulary(self, size: int) -> None:
-        """transformers' processors cut their options to the vocabulary by themselves."""
+        """Nothing: transformers' processors limit their options to the vocabulary themselves."""
 
     def probs(
         self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None
@@ -251,37 +229,29 @@ class PathProcessor:
         return self.processors(self.input_ids[:1].expand(len(flat), -1), flat).view_as(logits)
 
     def _by_path(self, logits: Tensor, history: History, tree: DraftTree | None) -> Tensor:
+        """Scores by batches of sequences of one length, at most one a row."""
         scores = torch.empty_like(logits)
-        for batch in self._batches(history, tree):
-            filler, _ = next(iter(batch.values()))
-            ids = torch.stack([batch.get(row, (filler, 0))[0] for row in range(len(logits))])
-            nodes = [batch.get(row, (filler, 0))[1] for row in range(len(logits))]
-            found = self.processors(ids, logits[range(len(logits)), nodes])
-            for row in batch:
-                scores[row, nodes[row]] = found[row]
-        return scores
-
-    def _batches(
-        self, history: History, tree: DraftTree | None
-    ) -> Iterator[dict[int, tuple[Tensor, int]]]:
-        """Sequences of one length, at most one a row, with the node each ends at; together all
-        rows' nodes.
-        """
-        waiting: dict[int, dict[int, list[tuple[Tensor, int]]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
-        for row in range(len(self.input_ids)):
+        rows = range(len(logits))
+        waiting: dict[int, list[list[tuple[int, Tensor]]]] = {}  # nodes and sequences by length
+        for row in rows:
             before = self._before(history, row)
             for node, path in enumerate(_paths(tree, row, before)):
                 ids = torch.cat([before, path])
-                waiting[len(ids)][row].append((ids, node))
-        for rows in waiting.values():
-            while left := {row: found.pop() for row, found in rows.items() if found}:
-                yield left
+                waiting.setdefault(len(ids), [[] for _ in rows])[row].append((node, ids))
+        for found in waiting.values():
+            while left := {row: found[row].pop() for row in rows if found[row]}:
+                filler = next(iter(left.values()))  # for rows that have none of this length left
+                batch = [left.get(row, filler) for row in rows]
+                nodes = [node for node, _ in batch]
+                sequences = torch.stack([ids for _, ids in batch])
+                processed = self.processors(sequences, logits[rows, nodes])
+                for row, (node, _) in left.items():
+                    scores[row, node] = processed[row]
+        return scores
 
     def _before(self, history: History, row: int) -> Tensor:
         """The row as generate has it: its padded prompt and what it has committed."""
-        if not hasattr(self, "prompts"):
+        if not self.prompts:
             self.prompts = history.lengths.tolist()  # the first call is the prefill's
         return torch.cat([self.input_ids[row], history.sequence(row)[self.prompts[row] :]])
 
@@ -291,21 +261,20 @@ def _paths(tree: DraftTree | None, row: int, like: Tensor) -> list[Tensor]:
     if tree is None:
         return [like[:0]]
     ancestors = tree.shape.ancestors[row if len(tree.shape.parents) > 1 else 0]
-    return [
-        tree.tokens[row][on_path] for on_path in ancestors
-    ]  # nodes are numbered from the root down
+    return [tree.tokens[row][on_path] for on_path in ancestors]  # numbered from the root down
 
 
 class Criteria:
-    """transformers' stopping criteria as a :class:`specmm.decode.Stop`, asked after every new
+    """transformers' stopping criteria as a :class:`specmm.decode.Stop`, tried after every new
     token of every row.
 
-    Rows that end are padded where one of the criteria knows an end token; where none does, generate
-    lets them go on until the last of them ends, and so do we.
+    Rows that end are padded where one of the criteria knows an end token. Where none does, they go
+    on until the last of them ends, as in generate.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, input_ids: Tensor) -> None:
-        self.criteria, self.input_ids = criteria, input_ids
+        self.criteria = criteria
+        self.input_ids = input_ids
         self.together = not any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self.ends: list[int | None] = [None] * len(input_ids)
 
@@ -327,9 +296,7 @@ class Criteria:
         return torch.where(done, counts.maximum(before), after), done
 
     def _end(self, ids: Tensor, before: int, after: int) -> int | None:
-        """The first of the counts above ``before`` up to ``after`` at which the sequence ``ids`` is
-        done.
-        """
+        """The first count above ``before``, up to ``after``, at which ``ids`` are done."""
         width = self.input_ids.shape[1]
         for count in range(before + 1, after + 1):
             if bool(self.criteria(ids[None, : width + count], None)[0]):
@@ -338,17 +305,13 @@ class Criteria:
 
 
 def _joined(input_ids: Tensor, end: Progress, width: int | None, config: GenerationConfig) -> Any:
-    """Prompts and answers [B, L + T], padded as generate does; T is ``width``, or that of the
-    longest answer.
-    """
+    """PromptBatch and answers [B, L + T], padded as generate does; T defaults to the longest answer."""
     width = int(end.counts.max()) if width is None else width
     column = torch.arange(width, device=input_ids.device)
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     pad = next((int(token) for token in (config.pad_token_id, *ends) if token is not None), 0)
     answers = end.tokens[:, :width].masked_fill(column >= end.counts[:, None], pad)
     sequences: Any = torch.cat([input_ids, answers], dim=1)
-    return (
-        GenerateDecoderOnlyOutput(sequences=sequences)
-        if config.return_dict_in_generate
-        else sequences
-    )
+    if config.return_dict_in_generate:
+        return GenerateDecoderOnlyOutput(sequences=sequences)
+    return sequences

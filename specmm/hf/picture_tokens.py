@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from specmm.guidance import AllowedTokens, Guidance
 from specmm.hf.families import Family
 from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.target import UNGUIDED, VLMTarget
+from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 
 Decoder = Callable[[Tensor], Tensor]
@@ -27,11 +27,11 @@ Decoder = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class PictureModel:
-    """The description of a class of transformers that draws pictures; facts are functions of a model.
+    """A class of transformers that draws pictures, described by functions of a model.
 
-    ``head`` scores: states [..., C] to logits [..., V]. ``embed`` makes a drawn token an input:
-    [...] to [..., C]. ``allowed`` says which tokens may be drawn where. ``decode`` turns tokens into
-    pixels, by the model and the files in its folder; it raises ``ValueError`` where they cannot.
+    ``head`` scores: states [..., C] to logits [..., V]. ``embed`` makes drawn tokens inputs: [...]
+    to [..., C]. ``allowed`` says which tokens may be drawn where. ``decode`` gives what turns
+    tokens into pixels, from the model and the files in its folder, or raises ``ValueError``.
     ``grid`` is tokens a side, ``begin`` the ids between prompt and picture, ``cfg`` the usual
     guidance scale. Tokens are ``shared`` where drawn ones have the ids that a prompt would use.
     """
@@ -51,13 +51,14 @@ class PictureTarget(VLMTarget):
     """A model of transformers, by its ``facts``, as a target that draws pictures."""
 
     processor: Processor
+    guidance: Guidance
 
     def __init__(
         self,
         model: PreTrainedModel,
         facts: PictureModel,
         processor: Processor,
-        guidance: Guidance = UNGUIDED,
+        guidance: Guidance,
         name: str = "pictures",
     ) -> None:
         allowed = facts.allowed(model).to(model.device)
@@ -85,5 +86,5 @@ def picture_prompt(
     """
     away = VLMPrompt(padded([list(negative)] * len(prompts)), target.length)
     ids = padded([list(row) for row in prompts])
-    other = away if target.guidance.branches > 1 else None
+    other = away if target.branches > 1 else None
     return VLMPrompt(ids, target.length, unconditional=other).to(target.device, torch.float32)

@@ -1,50 +1,141 @@
-"""Models, tokenizers, processors and configs from transformers' folders: whole, without their code.
+"""Models, tokenizers, processors and configs from transformers' folders, without their code.
 
 ``from_pretrained`` itself makes weights up where a folder lacks them, and asks whether to run the
-Python files that a folder names under ``auto_map``. Here a weight that is missing is an error, and
-nothing of a folder ever runs: what needs its own code is refused, unless transformers has a class
-that reads the same files.
+Python files that a folder names under ``auto_map``. Here a missing weight is an error, and nothing
+in a folder ever runs: what needs its own code is refused, unless transformers has a class that
+reads the same files.
 
-Shape letters: none.
+A folder with ``package.json`` holds no weights: it names an installed Python package and the GGUF
+file in it, which is unpacked once.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
+import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
+from specmm import zoo
 from specmm.checkpoints import check_names, read_json, some_names
+from specmm.kernels.backend import backend
+from specmm.kernels.tree_attention.interface import NAME
 
 LOGGER = logging.getLogger(__name__)
 REPORTS = "transformers.modeling_utils"  # the logger of loading reports
 CODE = "auto_map"  # where a config names Python files
-TOKENIZER, WHOLE_TOKENIZER = "tokenizer_config.json", "tokenizer.json"
+TOKENIZER = "tokenizer_config.json"
+WHOLE_TOKENIZER = "tokenizer.json"
 SAME_TOKENIZERS = {"DreamTokenizer": "Qwen2Tokenizer"}  # a folder's class, one that reads alike
 TEMPLATES = "additional_chat_templates"
 ADVICE = "fetch it again, or name its weights as save_pretrained does"
+HELPERS = ("gguf", "accelerate")  # packages that transformers unpacks GGUF files with
+CACHE = Path("~/.cache/specmm/unpacked")
+
+ModelT = TypeVar("ModelT", bound=PreTrainedModel)
+
+
+def find(name: str | Path) -> Path:
+    """The folder of a transformers model: a local one, a pocket name or a hub id.
+
+    Raises ``ValueError`` when there is none.
+    """
+    return zoo.find(name, zoo.TRANSFORMERS)
+
+
+def find_target(name: str | Path) -> Path:
+    """The folder of a text model, which may name a package in place of weights."""
+    folder = zoo.pocket_models().get(str(name), Path(name))
+    return folder if is_packaged(folder) else find(name)
+
+
+def weights_folder(folder: Path) -> Path:
+    """Where transformers finds the model of ``folder``: there, or where its package is unpacked."""
+    return unpacked(folder) if is_packaged(folder) else folder
+
+
+def load_target(folder: Path, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+    """The causal language model in ``folder`` and its tokenizer.
+
+    Raises ``ValueError`` when it holds something else.
+    """
+    folder = weights_folder(folder)
+    try:
+        model = load_model(AutoModelForCausalLM, folder, dtype=dtype or "auto")
+        tokenizer = load_tokenizer(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{folder} must hold a causal language model and its tokenizer ({error})"
+        ) from error
+    return model.eval(), tokenizer
+
+
+def own_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of the drafter in ``folder``; None where it reads the target's tokens."""
+    return load_tokenizer(folder) if (folder / TOKENIZER).is_file() else None
+
+
+def use_tree_attention(model: ModelT) -> ModelT:
+    """``model``, whose language model attends to trees by the kernel where Triton runs.
+
+    Elsewhere, and for models whose attention the kernel does not know (sliding windows, capped
+    scores, sinks, or another implementation than transformers' own choice), nothing changes: trees
+    are then scored with dense masks. A vision tower keeps its attention.
+    """
+    if backend(model.device) != "triton":
+        return model
+    text = model.config.get_text_config()
+    if reason := _unsuited(text):
+        kind = type(model).__name__
+        LOGGER.warning("%s: trees are scored with dense masks, because %s", kind, reason)
+        return model
+    parts = [n for n in model.config.sub_configs if getattr(model.config, n, None) is text]
+    model.set_attn_implementation({part: NAME for part in parts} if parts else NAME)
+    return model
+
+
+def _unsuited(text: PreTrainedConfig) -> str:
+    """Why the kernel cannot replace the attention of a model with the config ``text``."""
+    if text._attn_implementation != "sdpa":
+        return f"its attention is {text._attn_implementation}"
+    if getattr(text, "attn_logit_softcapping", None):
+        return "its attention scores are capped"
+    kinds = set(getattr(text, "layer_types", None) or ())
+    window = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+    return "it has layers that see a window" if window or kinds - {"full_attention"} else ""
 
 
 def load_model(kind: Any, folder: str | Path, **options: Any) -> Any:
     """The model in ``folder`` by ``kind``, a model class of transformers or an auto class.
 
     ``options`` are those of ``from_pretrained``. Raises ``ValueError`` naming weights that are
-    missing, of another shape or unreadable, or those of further layers than the config counts.
-    Missing are none that the class ties to others. Weights of other kinds than the class has (a
-    head for another task, say) are left out with a warning.
+    missing (ties aside), of another shape or unreadable, or of more layers than the config has.
+    Weights of other kinds than the class has, such as another task's head, are left out with a
+    warning.
     """
     from safetensors import SafetensorError
 
     try:
         with _no_reports():
-            model, told = kind.from_pretrained(
+            model, report = kind.from_pretrained(
                 folder,
                 trust_remote_code=False,
                 output_loading_info=True,
@@ -54,18 +145,16 @@ def load_model(kind: Any, folder: str | Path, **options: Any) -> Any:
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, SafetensorError) as error:  # damaged files, weights that do not join
-        found = _first_line(error)
+        found = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(f"{folder} must hold readable weights, got: {found}; {ADVICE}") from error
     except ValueError as error:
         raise _explained(error, folder) from error
-    _check_loaded(model, told, folder)
+    _check_loaded(model, report, folder)
     return model
 
 
-def load_config(folder: str | Path) -> Any:
-    """The config in ``folder``; ``ValueError`` for a model type that only its code knows."""
-    from transformers import AutoConfig
-
+def load_config(folder: str | Path) -> PreTrainedConfig:
+    """The config in ``folder``; ``ValueError`` for a model type that only its own code knows."""
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except ValueError as error:
@@ -75,24 +164,20 @@ def load_config(folder: str | Path) -> Any:
 def load_tokenizer(folder: str | Path, **options: Any) -> Any:
     """The tokenizer in ``folder``; ``options`` are those of ``from_pretrained``.
 
-    A class that the folder brings is not used: its ``tokenizer.json`` says the same, or a class of
-    transformers is known to read its files alike (Dream's are Qwen 2's). Raises ``ValueError``
-    where neither is so.
+    A class that the folder brings is not used: its ``tokenizer.json`` is read, or a class of
+    transformers that is known to read its files alike (Dream's are Qwen 2's). Raises ``ValueError``
+    where there is neither.
     """
-    from transformers import AutoTokenizer
-
     return _without_code(AutoTokenizer, folder, options)
 
 
 def load_processor(folder: str | Path, **options: Any) -> Any:
     """The processor in ``folder``, its tokenizer as by :func:`load_tokenizer`."""
-    from transformers import AutoProcessor
-
     return _without_code(AutoProcessor, folder, options)
 
 
 def _without_code(kind: Any, folder: str | Path, options: dict[str, Any]) -> Any:
-    with _plain(Path(folder)) as view:
+    with _codeless(Path(folder)) as view:
         try:
             return kind.from_pretrained(view or folder, trust_remote_code=False, **options)
         except (OSError, ValueError) as error:
@@ -100,26 +185,21 @@ def _without_code(kind: Any, folder: str | Path, options: dict[str, Any]) -> Any
 
 
 @contextmanager
-def _plain(folder: Path) -> Iterator[Path | None]:
+def _codeless(folder: Path) -> Iterator[Path | None]:
     """A view of ``folder`` whose configs name no code; None where they do not anyway."""
-    configs = {file: _json(file) for file in sorted(folder.glob("*.json"))}
-    if not any(CODE in text for text in configs.values()):
+    files = [f for f in sorted(folder.glob("*config.json")) if CODE in f.read_text()]
+    if not files:
         yield None
         return
     with TemporaryDirectory(prefix="specmm-") as made:
         view = Path(made)
         for file in folder.iterdir():
-            if CODE in configs.get(file, ""):
+            if file in files:
                 facts = _known_classes(_stripped(read_json(file)), folder, file.name == TOKENIZER)
                 (view / file.name).write_text(json.dumps(facts))
             elif file.suffix != ".py" and (file.is_file() or file.name == TEMPLATES):
                 (view / file.name).symlink_to(file.resolve())
         yield view
-
-
-def _json(file: Path) -> str:
-    """The text of a config; a vocabulary, which may be large, is none."""
-    return file.read_text() if file.name.endswith("config.json") else ""
 
 
 def _stripped(facts: Any) -> Any:
@@ -133,17 +213,18 @@ def _known_classes(facts: dict[str, Any], folder: Path, tokenizer: bool) -> dict
     """``facts`` of a config with classes of transformers; ``ValueError`` where none is the same."""
     import transformers
 
-    processor, said = facts.get("processor_class"), facts.get("tokenizer_class")
+    processor = facts.get("processor_class")
+    named = facts.get("tokenizer_class")
     if processor is not None and not hasattr(transformers, str(processor)):
-        raise _brought(folder, str(processor))
-    if not tokenizer or (said is not None and hasattr(transformers, str(said))):
+        raise _needs_code(folder, str(processor))
+    if not tokenizer or (named is not None and hasattr(transformers, str(named))):
         return facts
     if (folder / WHOLE_TOKENIZER).is_file():
         return facts | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    if said in SAME_TOKENIZERS:
-        return facts | {"tokenizer_class": SAME_TOKENIZERS[said]}
+    if named in SAME_TOKENIZERS:
+        return facts | {"tokenizer_class": SAME_TOKENIZERS[named]}
     raise ValueError(
-        f"{folder} must hold a tokenizer that transformers has a class for, got {said} in Python "
+        f"{folder} must hold a tokenizer that transformers has a class for, got {named} in Python "
         f"files, which never run here; put a {WHOLE_TOKENIZER} of the same vocabulary beside them"
     )
 
@@ -152,10 +233,10 @@ def _explained(error: Exception, folder: str | Path, brought: bool = False) -> E
     """``error`` itself; where code was ``brought`` or wanted to run, what to do instead."""
     if not brought and "trust_remote_code" not in str(error):
         return error
-    return _brought(folder, "one")
+    return _needs_code(folder, "one")
 
 
-def _brought(folder: str | Path, what: str) -> ValueError:
+def _needs_code(folder: str | Path, what: str) -> ValueError:
     return ValueError(
         f"{folder} must be of a kind that transformers has classes for, got {what} with Python "
         "files of its own (auto_map), which never run here; use a conversion whose configs name "
@@ -163,27 +244,27 @@ def _brought(folder: str | Path, what: str) -> ValueError:
     )
 
 
-def _check_loaded(model: Any, told: dict[str, Any], folder: str | Path) -> None:
+def _check_loaded(model: PreTrainedModel, report: dict[str, Any], folder: str | Path) -> None:
     """Raise ``ValueError`` naming weights of ``model`` that are not those of the ``folder``."""
-    missing, extra = sorted(told["missing_keys"]), sorted(told["unexpected_keys"])
-    other = sorted(told["mismatched_keys"])
+
+    def numberless(name: str) -> str:
+        return re.sub(r"\b\d+\b", "*", name)
+
+    missing = sorted(report["missing_keys"])
+    extra = sorted(report["unexpected_keys"])
+    other = sorted(report["mismatched_keys"])
     shapes = [f"{name} {list(theirs)} for {list(ours)}" for name, theirs, ours in other]
-    kinds = {_numberless(name) for name in model.state_dict()}
-    layers = [name for name in extra if missing or _numberless(name) in kinds]
+    kinds = {numberless(name) for name in model.state_dict()}
+    layers = [name for name in extra if missing or numberless(name) in kinds]
     problems = {"missing": missing, "unexpected": layers, "wrong-shaped": shapes}
     check_names(problems, type(model).__name__, folder, ADVICE)
     if extra:
         LOGGER.warning("%s: not used by %s: %s", folder, type(model).__name__, some_names(extra))
 
 
-def _numberless(name: str) -> str:
-    """The name of a weight in any layer."""
-    return re.sub(r"\b\d+\b", "*", name)
-
-
 @contextmanager
 def _no_reports() -> Iterator[None]:
-    """Without the tables that transformers logs of what we say on one line."""
+    """Without the tables that transformers logs; our errors name the same weights on one line."""
 
     def other(record: logging.LogRecord) -> bool:
         return "LOAD REPORT" not in record.getMessage()
@@ -196,5 +277,47 @@ def _no_reports() -> Iterator[None]:
         logger.removeFilter(other)
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def is_packaged(folder: Path) -> bool:
+    """Whether ``folder`` names a package in place of weights."""
+    return (folder / zoo.PACKAGE).is_file()
+
+
+def missing_packages(folder: Path) -> list[str]:
+    """What must be installed before the model of ``folder`` can be unpacked."""
+    names = (read_json(folder / zoo.PACKAGE)["package"], *HELPERS)
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+def unpacked(folder: Path, cache: Path | None = None) -> Path:
+    """A transformers folder of the model that ``folder`` names, float32, made at first use.
+
+    Raises ``ValueError`` saying what to install where the package is missing.
+    """
+    facts = read_json(folder / zoo.PACKAGE)
+    found = (cache or CACHE.expanduser()) / str(facts["file"])
+    if (found / "config.json").is_file():
+        return found
+    missing = missing_packages(folder)
+    spec = None if missing else importlib.util.find_spec(facts["package"])
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f"this model needs {', '.join(missing)}, run: {facts['install']}")
+    _unpack(Path(spec.submodule_search_locations[0]), facts, found)
+    return found
+
+
+def _unpack(source: Path, facts: dict[str, Any], into: Path) -> None:
+    """Write the model completely or not at all: another process may be doing the same."""
+    part = into.with_name(f"{into.name}.{os.getpid()}.part")
+    kind: Any = AutoModelForCausalLM
+    read = load_model(kind, source, gguf_file=facts["file"], dtype=torch.float32)
+    if hasattr(read.config, "quantization_config"):
+        del read.config.quantization_config
+    model = kind.from_config(read.config)  # a quantised one could not be written
+    model.load_state_dict(read.state_dict())
+    model.generation_config = read.generation_config
+    tokenizer = load_tokenizer(source, gguf_file=facts["file"])
+    tokenizer.mask_token = facts["mask_token"]
+    model.save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    shutil.rmtree(into, ignore_errors=True)
+    part.rename(into)

@@ -1,28 +1,29 @@
-"""What pipelines of questions and of text share: options of a call, a run as it goes, drafters
-beside a model.
+"""What pipelines of questions and of text share: options of a call, a run as it goes, streamers,
+texts that end a row.
 
-Shape letters: B rows of a batch.
+Shape letters: B rows of a batch, T room for tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.continuous_batching import Queue
 from specmm.decode import EndTokens, Play, Progress, all_of, decode, decode_plain, one_round
 from specmm.drafter import BatchingDrafter, DeferredDrafter, Drafter, NoDrafts
-from specmm.hf.drafting import Drafters, choose, preset_of, said_by
+from specmm.hf.drafting import Drafters, Method, choose, method_of, preset_of
 from specmm.hf.prompt import VLMPrompt
-from specmm.hf.streaming import StopStrings, gains, stop_texts
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
@@ -37,10 +38,10 @@ class Options:
     ``repetition_penalty`` 1 are off.
 
     ``seed`` or ``generator`` (one for all, or one a row) make sampling repeatable. ``method`` None
-    is the pipeline's. ``chat`` puts what is asked into the model's chat template; off, it is a raw
-    prompt. An answer ends in front of the first of the texts ``stop``. With ``batch_size`` so many
-    rows are answered at a time, and one that ends takes up the next, by methods that can refill; 0
-    answers all at once. ``compiled`` runs steps and rounds of text as programs of
+    is the pipeline's. ``chat`` puts the prompt into the model's chat template; without it the
+    prompt is raw. An answer ends before the first of the texts ``stop``. With ``batch_size`` that
+    many rows are answered at a time, and one that ends takes the next prompt, by methods that can
+    refill; 0 answers all at once. ``compiled`` runs steps and rounds of text as programs of
     ``torch.compile``, which are made at the first call of a method, batch and length.
     """
 
@@ -59,9 +60,7 @@ class Options:
 
     @classmethod
     def of(cls, given: dict[str, Any], **defaults: Any) -> Options:
-        """The options ``given`` by name; raises ``ValueError`` with a suggestion for one that is
-        not known.
-        """
+        """The options ``given`` by name; raises ``ValueError`` for an unknown one."""
         known = [f.name for f in dataclasses.fields(cls)]
         for name in given.keys() - set(known):
             raise unknown("option", name, known)
@@ -73,9 +72,8 @@ class Options:
     @property
     def processor(self) -> Processor:
         """From logits to distributions."""
-        return Processor(
-            self.temperature, self.top_k, self.top_p, repetition_penalty=self.repetition_penalty
-        )
+        penalty = self.repetition_penalty
+        return Processor(self.temperature, self.top_k, self.top_p, repetition_penalty=penalty)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -83,9 +81,7 @@ class Options:
         return stop_texts(self.stop)
 
     def generators(self, count: int, device: torch.device) -> list[torch.Generator]:
-        """One for each of ``count`` rows; raises ``ValueError`` for numbers of seeds that do not
-        match.
-        """
+        """One for each of ``count`` rows; raises ``ValueError`` for another number of seeds."""
         if self.seed is not None and self.generator is not None:
             raise ValueError("give seed or generator, not both")
         if isinstance(self.seed, Sequence):
@@ -98,21 +94,20 @@ class Options:
         return sample_generators(seeded or self.generator, count, device)
 
 
-def check_continuous_batching(method: Any, batch_size: int) -> None:
-    """Raise ``ValueError`` for a ``batch_size`` with a method whose rows cannot take up others."""
+def check_continuous_batching(method: Method, batch_size: int) -> None:
+    """Raise ``ValueError`` for a ``batch_size`` with a method whose rows cannot begin anew."""
     if batch_size and not method.can_refill:
         kinds = [methods.make(methods.GENERATE, name) for name in methods.GENERATE]
         others = ", ".join(kind.name for kind in kinds if kind.can_refill)
         raise ValueError(
-            f"batch_size must be 0 for method {method.name!r}, which answers all at once; or use one of {others}"
+            f"batch_size must be 0 for method {method.name!r}, which answers all at once; or use "
+            f"one of {others}"
         )
 
 
 @dataclass
-class Prompts:
-    """The ``count`` prompts of a call; ``of`` prepares some of them, ``batch_size`` are answered at
-    a time (0: all).
-    """
+class PromptBatch:
+    """The ``count`` prompts of a call; ``of`` prepares some, ``batch_size`` at a time (0: all)."""
 
     of: Callable[[slice], VLMPrompt]  # on the CPU: those that wait need no room elsewhere
     count: int
@@ -126,7 +121,8 @@ class Prompts:
         rows = min(self.batch_size or self.count, self.count)
         if rows < self.count and target.family.turning_point is not None:
             raise ValueError(
-                f"batch_size must be 0 for {target.name}, whose positions depend on a batch's longest text"
+                f"batch_size must be 0 for {target.name}, whose positions depend on a batch's "
+                "longest text"
             )
         prompt = self.of(slice(rows))
         self.waiting = {i: self.of(slice(i, i + 1)) for i in range(rows, self.count)}
@@ -144,10 +140,98 @@ class Prompts:
         return Queue(prompt, generators, self.batch_size) if self.batch_size else None
 
 
+@contextmanager
+def ending(streamer: BaseStreamer | None) -> Iterator[None]:
+    """Ends a ``streamer`` however the run ends: another thread may be waiting for it."""
+    try:
+        yield
+    finally:
+        if streamer is not None:
+            streamer.end()
+
+
+def stream(streamer: BaseStreamer, new: list[Tensor]) -> None:
+    """Put a round's ids into a transformers ``streamer``, which takes one answer, id by id."""
+    if len(new) != 1:
+        raise ValueError(
+            f"a streamer takes one answer at a time, got {len(new)} questions; use stream() instead"
+        )
+    for token in new[0].cpu():
+        streamer.put(token[None])
+
+
+def last_of(steps: Iterator[Progress], streamer: BaseStreamer | None = None) -> Progress:
+    """The last progress of a run; ids go to the ``streamer`` as they come."""
+    counts: list[int] = []
+    for progress in steps:
+        if streamer is not None:
+            before = counts or [0] * len(progress.counts)
+            counts = progress.counts.tolist()
+            rows = zip(progress.tokens, before, counts, strict=True)
+            stream(streamer, [ids[i:n] for ids, i, n in rows])
+    return progress
+
+
+def stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """One text or several as several; raises ``ValueError`` for an empty one."""
+    found = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(found):
+        raise ValueError(
+            "stop must be texts of one letter at least, got an empty one; leave it out"
+        )
+    return found
+
+
+class StopStrings:
+    """Ends a row at the token that completes one of ``texts``; a :class:`specmm.decode.Stop`.
+
+    ``decode`` gives the text of a row's ids. Every round reads the whole row: a token may be half
+    a letter only.
+    """
+
+    def __init__(self, texts: Sequence[str], decode: Callable[[Tensor], str]) -> None:
+        self.texts = tuple(texts)
+        self.decode = decode
+
+    def __call__(self, tokens: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`specmm.decode.Stop`."""
+        bounds = zip(before.tolist(), after.tolist(), strict=True)
+        ends = [self._end(ids, *pair) for ids, pair in zip(tokens, bounds, strict=True)]
+        counts = torch.tensor([0 if end is None else end for end in ends], device=after.device)
+        done = torch.tensor([end is not None for end in ends], device=after.device)
+        return torch.where(done, counts, after), done
+
+    def cut(self, text: str) -> str:
+        """``text`` up to the first of the stops."""
+        places = [text.find(stop) for stop in self.texts]
+        return text[: min((place for place in places if place >= 0), default=len(text))]
+
+    def sure(self, text: str) -> str:
+        """What of a growing ``text`` cannot belong to a stop."""
+        cut = self.cut(text)
+        if cut != text:
+            return cut
+        held = 0  # letters at the end that may begin a stop
+        for stop in self.texts:
+            sizes = range(1, min(len(stop), len(text) + 1))
+            held = max([held, *(n for n in sizes if text.endswith(stop[:n]))])
+        return text[: len(text) - held]
+
+    def _end(self, ids: Tensor, before: int, after: int) -> int | None:
+        """The first of the counts above ``before`` up to ``after`` whose text holds a stop."""
+        if before < after and not self._stops(ids[:after]):
+            return None
+        return next((n for n in range(before + 1, after + 1) if self._stops(ids[:n])), None)
+
+    def _stops(self, ids: Tensor) -> bool:
+        text = self.decode(ids)
+        return any(stop in text for stop in self.texts)
+
+
 @dataclass(frozen=True)
-class Said:
-    """What a round added: ``pieces`` of text, each with whether it is of accepted drafts, and how
-    many ``tokens``.
+class RoundText:
+    """What a round added to a row: ``pieces`` of text, each with whether it is of accepted drafts,
+    and how many ``tokens``.
     """
 
     pieces: list[tuple[str, bool]]
@@ -161,10 +245,8 @@ class Said:
 
 @dataclass
 class Run:
-    """One batch being answered; ``text`` decodes ids, ``stops`` end answers, rows take up those of
-    the ``queue``.
-
-    ``settings`` are those the certificate is about.
+    """One batch being answered: ``text`` decodes ids, ``stops`` end answers, rows that end take the
+    next of the ``queue``, ``settings`` are those the certificate is about.
     """
 
     method: str
@@ -172,57 +254,60 @@ class Run:
     rule: Rule | None
     text: Callable[[Tensor], str]
     stops: StopStrings
-    settings: Mapping[str, Any]
+    settings: Mapping[str, float]
     queue: Queue | None = None
 
-    def finish(self, streamer: Any = None) -> tuple[list[str], list[Tensor], Progress]:
-        """Texts and ids of all rows, and the last progress; ``streamer`` is told the ids as they
-        come.
-        """
+    def finish(
+        self, streamer: BaseStreamer | None = None
+    ) -> tuple[list[str], list[Tensor], Progress]:
+        """Texts and ids of all rows, and the last progress; ids go to the ``streamer``."""
         if streamer is not None and self.queue is not None and len(self.queue.generators) > 1:
             raise ValueError(
                 f"a streamer takes one answer at a time, got {len(self.queue.generators)} questions"
             )
-        *_, (end, _) = gains(self.steps, streamer)
-        tokens = committed(end) if self.queue is None else self.queue.tokens
+        end = last_of(self.steps, streamer)
+        tokens = _committed(end) if self.queue is None else self.queue.tokens
         return [self.stops.cut(self.text(ids)) for ids in tokens], tokens, end
 
-    def rounds(self, apart: bool = True) -> Iterator[list[Said]]:
-        """What every row gained by each round, no text that may turn out to be the beginning of a
-        stop.
+    def rounds(self, apart: bool = True) -> Iterator[list[RoundText]]:
+        """What every row gained by each round, without text that may turn out to begin a stop.
 
-        With ``apart`` accepted drafts are set apart from the target's own tokens.
+        With ``apart`` accepted drafts are separate from the target's own tokens.
         """
         if self.queue is not None:
             raise ValueError(
                 "batch_size must be 0 for a stream, which shows all answers as they grow"
             )
-        told: list[int] = []  # letters of each row
-        counted: list[int] = []  # and tokens
+        letters: list[int] = []  # of each row so far
+        counted: list[int] = []  # its tokens
         for progress in self.steps:
-            rows, ended = committed(progress), (progress.counts >= progress.limits).tolist()
-            told, counted = told or [0] * len(rows), counted or [0] * len(rows)
-            if (made := [len(ids) for ids in rows]) == counted:
-                continue  # the loop's last word, which adds the counts of the run
+            rows = _committed(progress)
+            ended = (progress.counts >= progress.limits).tolist()
+            letters = letters or [0] * len(rows)
+            counted = counted or [0] * len(rows)
+            made = [len(ids) for ids in rows]
+            if made == counted:
+                continue  # the last progress, which only adds the counts of the run
             gained = _gained(progress) if apart else [(0, 0)] * len(rows)
             found = []
             for row, ids in enumerate(rows):
-                pieces = self._pieces(ids, ended[row], told[row], *gained[row])
-                found.append(Said(pieces, made[row] - counted[row]))
-                told[row] += len(found[-1].text)
+                pieces = self._pieces(ids, ended[row], letters[row], *gained[row])
+                found.append(RoundText(pieces, made[row] - counted[row]))
+                letters[row] += len(found[-1].text)
             counted = made
             yield found
 
     def _pieces(
-        self, ids: Tensor, ended: bool, told: int, taken: int, drafted: int
+        self, ids: Tensor, ended: bool, shown: int, taken: int, drafted: int
     ) -> list[tuple[str, bool]]:
-        """The text of ``ids`` beyond its first ``told`` letters, parted where the last round's
+        """The text of ``ids`` after its first ``shown`` letters, split where the last round's
         drafts begin and end.
         """
-        whole = self.stops.cut(self.text(ids)) if ended else self.stops.sure(self.text(ids))
+        text = self.text(ids)
+        whole = self.stops.cut(text) if ended else self.stops.sure(text)
         first = len(ids) - taken
         ends = [len(self.text(ids[:n])) for n in (first, first + drafted)] if drafted else []
-        bounds = [told, *(min(max(end, told), len(whole)) for end in ends), len(whole)]
+        bounds = [shown, *(min(max(end, shown), len(whole)) for end in ends), len(whole)]
         pieces = [(whole[a:b], i == 1 and drafted > 0) for i, (a, b) in enumerate(pairwise(bounds))]
         return [piece for piece in pieces if piece[0]]
 
@@ -239,23 +324,14 @@ def _gained(progress: Progress) -> list[tuple[int, int]]:
     """By row, tokens of the last round and accepted drafts among them."""
     assert progress.gained is not None
     taken, kept = (part.tolist() for part in progress.gained)
-    return [
-        (t, min(t, k - 1)) for t, k in zip(taken, kept, strict=True)
-    ]  # the last of all kept is the target's own
+    # the last of those kept is the target's own
+    return [(t, min(t, k - 1)) for t, k in zip(taken, kept, strict=True)]
 
 
-def end_tokens(model: Any) -> list[int]:
-    """The end tokens of a transformers ``model``."""
-    found = model.generation_config.eos_token_id
-    found = model.config.get_text_config().eos_token_id if found is None else found
-    return [found] if isinstance(found, int) else list(found or [])
-
-
-def committed(progress: Progress) -> list[Tensor]:
+def _committed(progress: Progress) -> list[Tensor]:
     """The ids of each row so far."""
-    return [
-        ids[:n].clone() for ids, n in zip(progress.tokens, progress.counts.tolist(), strict=True)
-    ]
+    counts = progress.counts.tolist()
+    return [ids[:n].clone() for ids, n in zip(progress.tokens, counts, strict=True)]
 
 
 class Pipeline:
@@ -272,23 +348,21 @@ class Pipeline:
     planned: ClassVar[tuple[str, ...]]
 
     def text(self, ids: Tensor | list[int]) -> str:
-        """The text of ``ids``, without a character whose bytes have not all come."""
+        """The text of ``ids``, without a last character whose bytes are incomplete."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True)).rstrip("\ufffd")
 
     def drafter(self, kind: str) -> Any:
-        """What method ``kind`` drafts with, loaded from beside the model at first use; None where
-        it needs nothing.
-        """
+        """What method ``kind`` drafts with, loaded at first use; None where it needs nothing."""
         return self.drafters.get(kind)
 
     @classmethod
-    def drafter_kind(cls, method: Any, drafter: Any = None) -> str:
+    def drafter_kind(cls, method: Any, drafter: object = None) -> str:
         """The method whose ``drafter`` (a loaded one or a folder) ``method`` uses."""
         if method.name == methods.Draft.name:
             return str(method.drafter)
         if method.name != methods.Auto.name:
             return str(method.name)
-        kind = said_by(drafter)
+        kind = method_of(drafter)
         return kind if kind in cls.planned else cls.planned[0]
 
     def chosen(self, method: Any, target: VLMTarget, prompt: VLMPrompt) -> tuple[Any, str]:
@@ -302,13 +376,16 @@ class Pipeline:
         if kind is None:
             lacking = " or ".join(self.planned)
             return methods.AR(), f"auto: {methods.AR()}, for there is no {lacking} drafter"
-        asked = methods.make(methods.GENERATE, kind)
-        found = choose(target, self.drafter(kind), prompt, self.plans, asked)
+        wanted = methods.make(methods.GENERATE, kind)
+        found = choose(target, self.drafter(kind), prompt, self.plans, wanted)
         return found, f"auto: {found}"
 
     def ends(self) -> list[int]:
         """The model's end tokens."""
-        return end_tokens(self.model)
+        generation = self.model.generation_config
+        found = None if generation is None else generation.eos_token_id
+        found = self.model.config.get_text_config().eos_token_id if found is None else found
+        return [found] if isinstance(found, int) else list(found or [])
 
     def _run(
         self,
@@ -317,45 +394,30 @@ class Pipeline:
         prompt: VLMPrompt,
         options: Options,
         parts: tuple[Drafter, Rule] | None,
-        asked: Prompts,
+        prompts: PromptBatch,
         play: Play = one_round,
     ) -> Run:
-        """What was ``asked``, beginning with ``prompt``, to be answered with a drafter and a rule,
-        or plainly without ``parts``; nothing runs yet. ``play`` is what plays a round.
+        """``prompts``, beginning with ``prompt``, to be answered with a drafter and a rule, or
+        plainly without ``parts``; nothing runs yet. ``play`` is what plays a round.
         """
-        generators, length = (
-            options.generators(asked.count, self.model.device),
-            options.max_new_tokens,
-        )
-        queue, uniforms = (
-            asked.queue(target, generators),
-            Uniforms(generators[: len(prompt.lengths)]),
-        )
-        stops, ends = (
-            StopStrings(options.stops, self.text),
-            EndTokens(self.ends(), self.model.device),
-        )
+        length = options.max_new_tokens
+        device = self.model.device
+        generators = options.generators(prompts.count, device)
+        queue = prompts.queue(target, generators)
+        uniforms = Uniforms(generators[: len(prompt.lengths)])
+        stops = StopStrings(options.stops, self.text)
+        ends = EndTokens(self.ends(), device)
         stop = all_of(ends, stops) if stops.texts else ends
+        settings = options.processor.settings
         if parts is None and queue is None:
             steps = decode_plain(target, prompt, length, uniforms, stop=stop)
-            return Run(name, steps, None, self.text, stops, options.processor.settings)
+            return Run(name, steps, None, self.text, stops, settings)
         drafter, rule = parts or (NoDrafts(), Recursive())
         inner = drafter.inner if isinstance(drafter, DeferredDrafter) else None
-        if isinstance(inner, BatchingDrafter) and (
-            queue is not None or not options.processor.greedy
-        ):
-            drafter = (
-                inner  # a sample's uniforms must not depend on whether it is the first of its row
-            )
+        sampled = queue is not None or not options.processor.greedy
+        if sampled and isinstance(inner, BatchingDrafter):
+            drafter = inner  # or a sample's uniforms would depend on whether it is a row's first
         steps = decode(
             target, drafter, rule, prompt, length, uniforms, stop=stop, queue=queue, play=play
         )
-        return Run(
-            name,
-            steps,
-            rule if parts else None,
-            self.text,
-            stops,
-            options.processor.settings,
-            queue,
-        )
+        return Run(name, steps, rule if parts else None, self.text, stops, settings, queue)

@@ -34,8 +34,6 @@ from specmm.target import TargetOutput
 from specmm.tree import DraftTree
 from specmm.verify.rule import VerifyResult
 
-UNGUIDED = Guidance()
-
 
 class ProbsProcessor(Protocol):
     """From logits to distributions: :class:`specmm.processors.Processor`, or transformers' own."""
@@ -43,59 +41,52 @@ class ProbsProcessor(Protocol):
     @property
     def greedy(self) -> bool:
         """Whether every distribution is a point mass."""
-        ...
 
     @property
     def stateful(self) -> bool:
         """Whether distributions depend on the tokens seen."""
-        ...
 
     def check_vocabulary(self, size: int) -> None:
         """Raise ``ValueError`` when the options do not suit V."""
-        ...
 
     def probs(
         self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None
     ) -> Tensor:
         """Distributions [B, N, V] of logits [B, N, V]; ``out`` may be written to."""
-        ...
 
 
-class SlotLayer(CacheLayerMixin):
-    """One layer of a transformers cache; the :class:`Memory` knows where keys and values go."""
+class _SlotLayer(CacheLayerMixin):
+    """One layer of a transformers cache, [R, H, N, D]; the memory knows where new slots go."""
 
     is_sliding = False
 
     def __init__(self, memory: Memory | StaticMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.memory, self.is_initialized = memory, True
+        self.memory = memory
+        self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the memory is there."""
+        pass
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store [R, H, N, D] and return what is attended, [R, H, S, D]."""
         keys, values = self.memory.write(key_states.transpose(1, 2), value_states.transpose(1, 2))
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Slots attended and the first of them."""
         return self.memory.stop, 0
 
     def get_seq_length(self) -> int:
-        """Slots before those of the next forward."""
         return self.memory.first
 
     def get_max_length(self) -> int:
-        """All slots."""
         return self.memory.keys.shape[1]
 
 
 def as_transformers(layers: Sequence[Memory | StaticMemory]) -> TransformersCache:
     """The memories of all ``layers`` as ``past_key_values``."""
-    return TransformersCache(layers=[SlotLayer(memory) for memory in layers])
+    return TransformersCache(layers=[_SlotLayer(memory) for memory in layers])
 
 
 @dataclass
@@ -126,16 +117,20 @@ class VLMTarget:
         processor: ProbsProcessor,
         name: str = "vlm",
         family: Family | None = None,
-        guidance: Guidance = UNGUIDED,
+        guidance: Guidance | None = None,
         allowed: AllowedTokens | None = None,
     ) -> None:
-        self.model, self.processor, self.name = model.eval(), processor, name
+        self.model = model.eval()
+        self.processor = processor
+        self.name = name
         self.family = family or Family.of(model)
-        self.guidance, self.allowed = guidance, allowed
+        self.guidance = guidance
+        self.branches = 1 if guidance is None else guidance.branches  # G
+        self.allowed = allowed
         if family is None:
             own = self.family
             check_model(model, lambda: VLMTarget(model, Processor(1.0), "probe", own))
-        if guidance.branches > 1 and (self.family.window or self.family.mrope):
+        if self.branches > 1 and (self.family.window or self.family.mrope):
             raise ValueError(f"cfg must be at most 1 for {name}: it has sliding layers or M-RoPE")
         processor.check_vocabulary(self.family.vocabulary)
         self.wants_context = False
@@ -185,7 +180,7 @@ class VLMTarget:
         """
         where = self.make_room(prompt, scratch)
         self.cache.aim(0, prompt.width)
-        if self.guidance.branches > 1:
+        if self.branches > 1:
             given: dict[str, Tensor | None] = {**self._both_branches(prompt)}
         else:
             mask = prompt.inputs["attention_mask"] if prompt.padded else None
@@ -201,7 +196,7 @@ class VLMTarget:
             prompt.input_ids, prompt.lengths, prompt.room - prompt.input_ids.shape[1]
         )
         last = (self.begins - 1)[:, None]
-        place = branched(last, self.guidance.branches)[..., None].expand(-1, -1, states.shape[-1])
+        place = branched(last, self.branches)[..., None].expand(-1, -1, states.shape[-1])
         return self._output(states.gather(1, place), None, last)
 
     def make_room(self, prompt: VLMPrompt, scratch: int) -> dict[str, Tensor]:
@@ -209,7 +204,9 @@ class VLMTarget:
         model takes them.
         """
         self.check(prompt)
-        self.prompt, self.calls, self.spent = prompt, 0, None
+        self.prompt = prompt
+        self.calls = 0
+        self.spent = None
         self.begins = prompt.begins.clone()  # [B], where answers begin
         self.cache = self._new_cache(len(prompt.input_ids), prompt.room, scratch)
         self.past = as_transformers(self.cache.layers)
@@ -260,7 +257,8 @@ class VLMTarget:
 
     def score(self, tree: DraftTree) -> TargetOutput:
         """One tree-attention forward; a caller in inference mode may compile it."""
-        cache, self.tree = self.cache, tree
+        cache = self.cache
+        self.tree = tree
         cache.aim(cache.size.capacity, cache.slots)
         positions = cache.lengths[:, None] + tree.shape.depths
         whole = self.family.takes_trees
@@ -298,9 +296,9 @@ class VLMTarget:
         else:
             sliding = self._within_window(bias, positions)
             masks = {"attention_mask": self.family.masks(bias, sliding)}
-        inputs = branched(self.embed(tokens), self.guidance.branches)
+        inputs = branched(self.embed(tokens), self.branches)
         if len(positions) > 1:
-            positions = branched(positions, self.guidance.branches)
+            positions = branched(positions, self.branches)
         with self._runs():
             states: Tensor = self.family.decoder(
                 inputs_embeds=inputs,
@@ -332,7 +330,7 @@ class VLMTarget:
         """Distributions of ``states`` [R, N, C] of tokens at ``positions`` [B, N]."""
         logits = self.head(states)
         self._count(logits)
-        if self.guidance.branches > 1:
+        if self.guidance is not None and self.branches > 1:
             logits = self.guidance.mix(logits.float(), positions, self.begins[:, None])
         if self.allowed is not None:
             logits = self.allowed(logits, positions - self.begins[:, None] + 1)
@@ -358,7 +356,7 @@ class VLMTarget:
             return None
         column = torch.arange(slot + 1, device=self.device)
         shut = (column >= self.begins[:, None]) & (column < self.prompt.width)
-        shut = branched(shut, self.guidance.branches)
+        shut = branched(shut, self.branches)
         if prefix is not None:
             shut = shut | prefix[:, : slot + 1]
         bias = torch.zeros(shut.shape, dtype=self.cache.data.dtype, device=self.device)
@@ -371,16 +369,16 @@ class VLMTarget:
             heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
             head_dim=self.family.head_dim,
             batch=batch,
-            branches=self.guidance.branches,
+            branches=self.branches,
             capacity=capacity,
             scratch=scratch,
         )
         return Cache(size, self.dtype, self.device)
 
     def check(self, prompt: VLMPrompt) -> None:
-        """Raise ``ValueError`` when ``prompt`` does not suit: too long, or without a needed part."""
-        if self.guidance.branches > 1 and prompt.unconditional is None:
-            raise ValueError(f"cfg {self.guidance.scale} needs an unconditional prompt, got none")
+        """Raise ``ValueError`` for a ``prompt`` that is too long or lacks what guidance needs."""
+        if self.branches > 1 and prompt.unconditional is None:
+            raise ValueError("cfg above 1 needs an unconditional prompt, got none")
         room = int(self.family.config.max_position_embeddings)
         longest = int(prompt.begins.max())
         if longest + prompt.max_new_tokens > room:
@@ -406,7 +404,7 @@ class VLMTarget:
 
     @contextmanager
     def _watch_embeddings(self, prompt: VLMPrompt) -> Iterator[None]:
-        """Leave a context of ``prompt`` if a drafter wants one: a hook sees the decoder's inputs."""
+        """Leave a context of ``prompt`` if a drafter wants one; a hook reads the embeddings."""
         self.context = None
         if not self.wants_context:
             yield

@@ -11,37 +11,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-SPACE, BYTE = (
-    "\u2581",
-    re.compile("<0x([0-9A-F]{2})>"),
-)  # SentencePiece's space, and its tokens of one byte
-BYTES = {
-    letter: byte for byte, letter in bytes_to_unicode().items()
-}  # byte-level tokenizers write every byte so
+SPACE = "\u2581"  # SentencePiece's space
+BYTE = re.compile("<0x([0-9A-F]{2})>")  # and its tokens of one byte
+BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}  # of byte-level tokenizers
 PADDING = 512  # tokens that models of one tokenizer may differ by: they pad their vocabularies
-LEAST = 0.05  # share of the target's tokens that must be known to the drafter to be worth a try
+LEAST = 0.05  # share of the target's tokens that the drafter must know to be worth a try
 
 
 class Translation:
     """The drafter's nearest token of each of the target's, ``ids`` [V], and whether it is the same,
     ``shared`` [V].
 
-    ``foreign`` says whether the drafter's tokenizer is another, which splits text in its own way.
+    ``foreign`` says whether the drafter has another tokenizer, which splits text in its own way.
     """
 
     def __init__(self, ids: Tensor, shared: Tensor, foreign: bool = True) -> None:
-        self.ids, self.shared, self.foreign = ids, shared, foreign
+        self.ids = ids
+        self.shared = shared
+        self.foreign = foreign
 
     @classmethod
     def same(cls, drafter: int, target: int, padding: int | None = PADDING) -> Translation:
-        """Of one tokenizer, whose vocabularies differ by ``padding`` at most (None: known to be one
-        tokenizer).
+        """Of one tokenizer, whose vocabularies differ by ``padding`` at most (None: by any number).
 
         Raises ``ValueError`` when they differ more.
         """
@@ -54,38 +51,36 @@ class Translation:
         return cls(order.clamp(max=drafter - 1), order < drafter, foreign=False)
 
     @classmethod
-    def between(cls, target: Any, drafter: Any, vocabulary: int) -> Translation:
-        """Of two tokenizers of transformers; raises ``ValueError`` when they share too few tokens
-        to draft with.
-        """
+    def between(
+        cls, target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase, vocabulary: int
+    ) -> Translation:
+        """Of two tokenizers; raises ``ValueError`` when they share too few tokens."""
         known = {text: i for i, text in sorted(_texts(drafter).items(), reverse=True)}
-        ids, shared = (
-            torch.zeros(vocabulary, dtype=torch.int64),
-            torch.zeros(vocabulary, dtype=torch.bool),
-        )
+        ids = torch.zeros(vocabulary, dtype=torch.int64)
+        shared = torch.zeros(vocabulary, dtype=torch.bool)
         for i, text in _texts(target).items():
             if i < vocabulary and text in known:
-                ids[i], shared[i] = known[text], True
+                ids[i] = known[text]
+                shared[i] = True
             elif i < vocabulary:
-                ids[i] = (
-                    drafter.encode(text.decode("utf-8", "ignore"), add_special_tokens=False) or [0]
-                )[-1]
+                letters = text.decode("utf-8", "ignore")
+                ids[i] = (drafter.encode(letters, add_special_tokens=False) or [0])[-1]
         for name in ("eos_token_id", "bos_token_id"):
-            ours, theirs = getattr(target, name, None), getattr(drafter, name, None)
+            ours = getattr(target, name, None)
+            theirs = getattr(drafter, name, None)
             if ours is not None and theirs is not None and ours < vocabulary:
-                ids[ours], shared[ours] = theirs, True
+                ids[ours] = theirs
+                shared[ours] = True
         found = int(shared.sum())
         if found < LEAST * vocabulary:
             raise ValueError(
-                f"drafter must share at least {LEAST:.0%} of the target's {vocabulary} tokens, got {found}; "
-                "use a drafter whose tokenizer splits text alike"
+                f"drafter must share at least {LEAST:.0%} of the target's {vocabulary} tokens, got "
+                f"{found}; use a drafter whose tokenizer splits text alike"
             )
         return cls(ids, shared)
 
     def ban(self, tokens: Sequence[int]) -> None:
-        """Never draft ``tokens`` (picture placeholders), nor show them to the drafter when the
-        target wrote one.
-        """
+        """Never draft ``tokens`` (picture placeholders), nor show them to the drafter."""
         self.shared[list(tokens)] = False
         self.ids[list(tokens)] = 0
 
@@ -99,19 +94,17 @@ class Translation:
         return logits[..., self.ids.to(logits.device)].masked_fill(~shared, float("-inf"))
 
 
-def _texts(tokenizer: Any) -> dict[int, bytes]:
+def _texts(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
     """The bytes of every token, which may be a part of a letter; of special ones their names."""
     vocabulary = tokenizer.get_vocab()
-    spell = (
-        _spelled_in_bytes if any("\u0120" in token for token in vocabulary) else _spelled_in_letters
-    )
+    in_bytes = any("\u0120" in token for token in vocabulary)
+    spell = _spelled_in_bytes if in_bytes else _spelled_in_letters
     return {i: spell(token) for token, i in vocabulary.items()}
 
 
 def _spelled_in_bytes(token: str) -> bytes:
-    return (
-        bytes(BYTES[letter] for letter in token) if BYTES.keys() >= set(token) else token.encode()
-    )
+    known = BYTES.keys() >= set(token)
+    return bytes(BYTES[letter] for letter in token) if known else token.encode()
 
 
 def _spelled_in_letters(token: str) -> bytes:

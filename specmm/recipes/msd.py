@@ -11,7 +11,7 @@ import torch
 
 from specmm.checkpoints import writable
 from specmm.hf.drafting import KINDS
-from specmm.hf.loading import find
+from specmm.hf.pretrained import find
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor

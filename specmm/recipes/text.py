@@ -19,8 +19,13 @@ from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
 from specmm.diffusion_drafters.models.drafter_files import check_target
 from specmm.diffusion_drafters.ngram import fit
 from specmm.hf.drafting import KINDS
-from specmm.hf.loading import find_target, load_target, weights_folder
-from specmm.hf.pretrained import load_config, load_tokenizer
+from specmm.hf.pretrained import (
+    find_target,
+    load_config,
+    load_target,
+    load_tokenizer,
+    weights_folder,
+)
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Share, Size, beside

@@ -1,5 +1,4 @@
-"""``TextPipeline``: text continued by a transformers causal language model, by any method,
-certified.
+"""``TextPipeline``: text continued by a causal language model of transformers, by any method.
 
 Shape letters: B prompts of a batch.
 """
@@ -13,20 +12,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.compiled import CompiledRound, prepare_compiler
 from specmm.decode import Progress
+from specmm.drafter import Drafter
 from specmm.hardware import choose_dtype, prepack
-from specmm.hf.attention import use_tree_attention
-from specmm.hf.drafting import Drafters, assemble, load_drafter
-from specmm.hf.loading import find, find_target, load_target
-from specmm.hf.parts import Assembly
+from specmm.hf.drafting import Assembly, Drafters, assemble, load_drafter
+from specmm.hf.pretrained import find, find_target, load_target, use_tree_attention
 from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.running import Options, Pipeline, Prompts, Run, Said, check_continuous_batching
+from specmm.hf.running import (
+    Options,
+    Pipeline,
+    PromptBatch,
+    RoundText,
+    Run,
+    check_continuous_batching,
+    ending,
+)
 from specmm.hf.static import StaticVLMTarget
-from specmm.hf.streaming import ending
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.stats import Certificate, Stats
@@ -49,21 +56,19 @@ class TextOutput:
 
 
 @dataclass
-class Compiled:
-    """A method's ``target`` and ``parts`` (None: plain decoding) with the programs that ``play``
-    keeps of them.
+class CompiledMethod:
+    """A method's ``target`` and ``parts`` (None: plain decoding) with the programs of their rounds,
+    ``play``.
     """
 
     target: StaticVLMTarget
     parts: Assembly | None
     play: CompiledRound
-    drafter: Any  # what ``parts`` draft with
+    drafter: object  # what ``parts`` draft with
     busy: bool = False  # with a stream that has not ended: it owns the cache
 
     def alone(self, steps: Iterator[Progress]) -> Iterator[Progress]:
-        """``steps`` of a run, which is not ``busy`` any more when they have ended or nobody wants
-        the rest.
-        """
+        """``steps`` of a run; busy until they have ended or the rest is given up."""
         self.busy = True
         try:
             yield from steps
@@ -74,7 +79,7 @@ class Compiled:
 class TextPipeline(Pipeline):
     """A causal language model, its tokenizer and its drafters after one call.
 
-    Several threads may share one: calls are answered in the order they come, and streams take turns
+    Several threads may share one: calls are answered in order of arrival, and streams take turns
     round by round.
 
     >>> pipe = TextPipeline.from_pretrained("pocket/coder", method="deer")
@@ -85,26 +90,28 @@ class TextPipeline(Pipeline):
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         method: str | methods.TextMethod = "ar",
-        drafter: Any = None,
+        drafter: object = None,
         folder: Path | None = None,
         name: str = "text",
     ) -> None:
-        self.model, self.tokenizer, self.name = model.eval(), tokenizer, name
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.name = name
         self.method: methods.TextMethod = methods.make(methods.TEXT, method)
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
         self.drafters = Drafters(folder, name, model, given)
         self.plans: dict[Any, Plan] = {}
-        self.made: dict[tuple[methods.TextMethod, Processor], Compiled] = {}
+        self.made: dict[tuple[methods.TextMethod, Processor], CompiledMethod] = {}
 
     @classmethod
     def from_pretrained(
         cls,
         name: str | Path,
         method: str | methods.TextMethod = "ar",
-        drafter: str | Path | Any = None,
+        drafter: object = None,
         torch_dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> TextPipeline:
@@ -114,12 +121,11 @@ class TextPipeline(Pipeline):
         ``drafter`` is a loaded one, or the folder, pocket name or hub id of the method's drafter
         where it is not beside the model.
         """
-        resolved, folder = methods.make(methods.TEXT, method), find_target(name)
+        resolved = methods.make(methods.TEXT, method)
+        folder = find_target(name)
         model, tokenizer = load_target(folder, torch_dtype)
-        model = model.to(
-            device,
-            torch_dtype or choose_dtype(sum(p.numel() for p in model.parameters()), device=device),
-        )
+        size = sum(p.numel() for p in model.parameters())
+        model = model.to(device, torch_dtype or choose_dtype(size, device=device))
         prepack(use_tree_attention(model))
         if isinstance(drafter, str | Path):
             place = find(drafter)
@@ -128,14 +134,14 @@ class TextPipeline(Pipeline):
 
     @in_its_turn(lambda pipe: pipe.model)
     def __call__(
-        self, prompts: str | Sequence[str], streamer: Any = None, **options: Any
+        self, prompts: str | Sequence[str], streamer: BaseStreamer | None = None, **options: Any
     ) -> TextOutput:
         """Continue one prompt or a batch of them, whatever their lengths.
 
         ``options`` are those of :class:`specmm.hf.running.Options`; ``chat`` is off unless given. A
         text depends on its own random stream, not on the batch, but for auto's plan and, where
-        uniforms are drawn, blocks cut by ``sure``. ``streamer`` is told a single text's ids, as
-        transformers' are, but not the prompt's: leave its ``skip_prompt`` off. Raises
+        uniforms are drawn, blocks cut by ``sure``. ``streamer`` gets a single text's ids, as
+        transformers' do, but not the prompt's: leave its ``skip_prompt`` off. Raises
         ``ValueError`` for prompts, options and methods that do not fit.
         """
         with ending(streamer):
@@ -145,34 +151,29 @@ class TextPipeline(Pipeline):
         return TextOutput(texts, tokens, end.stats, run.certificate(end), run.method, trace)
 
     def stream(self, prompts: str | Sequence[str], **options: Any) -> Iterator[list[str]]:
-        """The new text of every row after each round; joined they are the texts. Options as for a
-        call.
-        """
-        for round_ in turns_of(self.model).each(self._rounds(prompts, options, False)):
-            yield [said.text for said in round_]
+        """The new text of every row after each round; options as for a call."""
+        for rows in self.rounds(prompts, apart=False, **options):
+            yield [row.text for row in rows]
 
-    def rounds(self, prompts: str | Sequence[str], **options: Any) -> Iterator[list[Said]]:
-        """As ``stream``, with the tokens of each round, and its accepted drafts set apart."""
-        yield from turns_of(self.model).each(self._rounds(prompts, options, True))
+    def rounds(
+        self, prompts: str | Sequence[str], apart: bool = True, **options: Any
+    ) -> Iterator[list[RoundText]]:
+        """As ``stream``, with the number of tokens; accepted drafts are set ``apart``."""
 
-    def _rounds(
-        self, prompts: str | Sequence[str], options: dict[str, Any], apart: bool
-    ) -> Iterator[list[Said]]:
-        yield from self._start(prompts, Options.of(options, chat=False))[0].rounds(apart)
+        def found() -> Iterator[list[RoundText]]:  # all of it in its turn
+            yield from self._start(prompts, Options.of(options, chat=False))[0].rounds(apart)
+
+        yield from turns_of(self.model).each(found())
 
     def encode(self, prompts: str | Sequence[str], chat: bool = False) -> list[list[int]]:
-        """Ids of each prompt, with ``chat`` in the model's template. Raises ``ValueError`` for an
-        empty prompt.
-        """
+        """Ids of each prompt, with ``chat`` in the model's template; raises for empty ones."""
         given = [prompts] if isinstance(prompts, str) else list(prompts)
         if not given or not all(given):
             raise ValueError("prompt must not be empty, got nothing to continue; give some text")
         if not chat:
             return [self.tokenizer(text)["input_ids"] for text in given]
-        return [
-            self.tokenizer(self.templated(text), add_special_tokens=False)["input_ids"]
-            for text in given
-        ]
+        texts = [self.templated(text) for text in given]
+        return [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
     def templated(self, question: str) -> str:
         """``question`` in the model's chat template; raises ``ValueError`` where it has none."""
@@ -180,57 +181,62 @@ class TextPipeline(Pipeline):
             raise ValueError(
                 f"{self.name} must have a chat template for chat, got none; leave chat out"
             )
-        said = [{"role": "user", "content": question}]
+        turn = [{"role": "user", "content": question}]
         return str(
-            self.tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+            self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
         )
 
-    def _start(self, prompts: str | Sequence[str], options: Options) -> tuple[Run, Any]:
-        """Prepare a batch; nothing runs before the first round is asked for. The drafter, if any,
-        comes with it.
-        """
-        method = (
-            self.method if options.method is None else methods.make(methods.TEXT, options.method)
-        )
+    def _start(self, prompts: str | Sequence[str], options: Options) -> tuple[Run, Drafter | None]:
+        """Prepare a batch, of which nothing runs yet, with its drafter."""
+        method = self.method
+        if options.method is not None:
+            method = methods.make(methods.TEXT, options.method)
         target = VLMTarget(self.model, options.processor, self.name)
         check_continuous_batching(method, options.batch_size)
         ids = self.encode(prompts, options.chat)
-        room, cpu = options.max_new_tokens, torch.device("cpu")
-        asked = Prompts(
-            lambda some: VLMPrompt(padded(ids[some], cpu), room), len(ids), options.batch_size
-        )
-        prompt = asked.first(target)
-        method, name = self.chosen(method, target, prompt)
-        if options.compiled and not (made := self._compiled(method, options)).busy:
-            run = self._run(name, made.target, prompt, options, made.parts, asked, made.play)
-            return replace(run, steps=made.alone(run.steps)), None
-        if not method.drafts:
-            return self._run(name, target, prompt, options, None, asked), None
-        parts = assemble(method, target, self.drafter(method.name), self.tokenizer)
-        return self._run(name, target, prompt, options, parts, asked), parts.drafter
 
-    def _compiled(self, method: methods.TextMethod, options: Options) -> Compiled:
-        """What plays ``method``'s compiled rounds; calls with the same options share it."""
+        def prepared(some: slice) -> VLMPrompt:
+            return VLMPrompt({**padded(ids[some])}, options.max_new_tokens)
+
+        batch = PromptBatch(prepared, len(ids), options.batch_size)
+        prompt = batch.first(target)
+        method, name = self.chosen(method, target, prompt)
+        if options.compiled:
+            made = self._compiled(method, options)
+            if not made.busy:
+                run = self._run(name, made.target, prompt, options, made.parts, batch, made.play)
+                return replace(run, steps=made.alone(run.steps)), None
+        if not method.drafts:
+            return self._run(name, target, prompt, options, None, batch), None
+        parts = assemble(method, target, self.drafter(method.name), self.tokenizer)
+        return self._run(name, target, prompt, options, parts, batch), parts.drafter
+
+    def _compiled(self, method: methods.TextMethod, options: Options) -> CompiledMethod:
+        """The compiled rounds of ``method``; calls with the same options share them."""
         check_compiled(method, options)
         prepare_compiler(self.model.device)
-        plain, key = not method.drafts, (method, options.processor)
-        drafter, made = None if plain else self.drafter(method.name), self.made.get(key)
+        drafter = self.drafter(method.name) if method.drafts else None
+        key = (method, options.processor)
+        made = self.made.get(key)
         if made is None or made.target.model is not self.model or made.drafter is not drafter:
             target = StaticVLMTarget(self.model, options.processor, self.name)
-            parts = None if plain else assemble(method, target, drafter, self.tokenizer)
-            made = self.made[key] = Compiled(
-                target, parts, CompiledRound(True, target.device), drafter
-            )
+            parts = None
+            if method.drafts:
+                parts = assemble(method, target, drafter, self.tokenizer)
+            play = CompiledRound(True, target.device)
+            made = self.made[key] = CompiledMethod(target, parts, play, drafter)
         return made
 
 
 def check_compiled(method: methods.TextMethod, options: Options) -> None:
-    """Raise ``ValueError`` for what compiled rounds do not serve."""
+    """Raise ``ValueError`` for methods and options that compiled rounds do not serve."""
     if not method.static_shapes:
         raise ValueError(
-            f"compiled=True needs ar or a block drafter's chains or fixed trees (rounds all alike), got {method}"
+            "compiled=True needs ar or a block drafter's chains or fixed trees (rounds all "
+            f"alike), got {method}"
         )
     if options.stops or options.batch_size:
         raise ValueError(
-            "compiled=True looks for end tokens only and answers all at once: give no stop or batch_size"
+            "compiled=True looks for end tokens only and answers all at once: give no stop or "
+            "batch_size"
         )

@@ -15,7 +15,7 @@ from PIL import Image
 from specmm import zoo
 from specmm.app.models import AppModels
 from specmm.app.streams import DRAFT, Frame, PictureStream, text_pieces
-from specmm.hf.running import Said
+from specmm.hf.running import RoundText
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 PATIENCE = 60_000  # milliseconds, for a busy machine
@@ -159,7 +159,11 @@ def test_a_drawing_that_is_left_stops(tiny: Path) -> None:
 
 
 def test_answers_set_accepted_drafts_apart() -> None:
-    rounds = [Said([("abc", True), ("def", False)], 3), Said([], 1), Said([("xyz", False)], 1)]
+    rounds = [
+        RoundText([("abc", True), ("def", False)], 3),
+        RoundText([], 1),
+        RoundText([("xyz", False)], 1),
+    ]
     *_, (pieces, line) = text_pieces(iter([[said] for said in rounds]))
     assert pieces == [("abc", DRAFT), ("def", None), ("xyz", None)] and line.startswith(
         "5 tokens in 3 rounds"

@@ -1,4 +1,4 @@
-"""A model of transformers that draws pictures: a tiny Chameleon, from its folder as a user opens it."""
+"""A model of transformers that draws pictures: a tiny Chameleon, opened from its folder."""
 
 import dataclasses
 
@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import ChameleonConfig, ChameleonForConditionalGeneration, PreTrainedTokenizerFast
 
 import specmm
+from specmm.cache import Cache
 from specmm.decode import decode, decode_plain
 from specmm.guidance import AllowedTokens, Guidance
 from specmm.hf.chameleon import BEGIN, CHAMELEON
@@ -316,3 +317,17 @@ def test_any_head_scores_and_any_module_embeds(pipe, method):
             states = model(inputs_embeds=inputs, use_cache=False).last_hidden_state
             logits.append(head(states[0, -9:]))
         assert torch.equal((logits[1] + 3 * (logits[0] - logits[1])).argmax(-1), row)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for the CPU")
+def test_trees_are_scored_by_the_kernel_where_triton_runs(pipe, folder, monkeypatch):
+    """Both branches, and without a dense mask."""
+    given = dict(temperature=0, cfg=3.0, output_type="latent")
+    wanted = pipe(PROMPTS, **given).tokens
+    monkeypatch.setenv("SPECMM_KERNELS", "triton")
+    monkeypatch.delattr(Cache, "tree_bias")
+    fast = specmm.ImagePipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    target = fast.target(temperature=0, cfg=3.0)
+    drafter, uniforms = JacobiDrafter(target, 3), Uniforms.from_seeds([0, 1])
+    *_, end = decode(target, drafter, GreedyMatch(), prompt_of(target, pipe), 4, uniforms)
+    assert torch.equal(end.tokens[:, :4], wanted[:, :4])

@@ -1,4 +1,4 @@
-"""Folders that lack weights are refused by the weights' names, and none runs code that it brings."""
+"""Folders that lack weights are refused by the weights' names, and none runs its own code."""
 
 import json
 import shutil
@@ -11,8 +11,13 @@ from typer.testing import CliRunner
 
 from specmm.cli import app
 from specmm.hf.drafting import load_drafter
-from specmm.hf.loading import load_target
-from specmm.hf.pretrained import load_config, load_model, load_processor, load_tokenizer
+from specmm.hf.pretrained import (
+    load_config,
+    load_model,
+    load_processor,
+    load_target,
+    load_tokenizer,
+)
 from specmm.image_ar.tokens.captions import CaptionEncoder
 from specmm.vlm.verdict import Experts
 

@@ -19,7 +19,7 @@ import specmm
 from specmm import methods
 from specmm.cache import Cache
 from specmm.decode import MEASURE_EVERY
-from specmm.hf.attention import use_tree_attention
+from specmm.hf.pretrained import use_tree_attention
 from specmm.hf.target import VLMTarget
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.kernels.tree_attention import dense, interface

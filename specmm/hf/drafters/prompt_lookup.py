@@ -3,20 +3,19 @@ the answer so far.
 
 Picture placeholders never match and are never drafted. Exact as point masses: any guess is allowed.
 
-Shape letters: B batch, N nodes.
+Shape letters: B batch.
 """
 
 from __future__ import annotations
 
 from itertools import cycle, islice
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from specmm import methods
 from specmm.drafter import Feedback
-from specmm.hf.parts import Assembly
+from specmm.hf.drafting import Assembly
 from specmm.hf.target import VLMTarget
 from specmm.randomness import UniformSource
 from specmm.stats import Clock
@@ -24,14 +23,15 @@ from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 
 
-class Row:
+class LookupRow:
     """One row's tokens and, for each n-gram in them, the place after its last occurrence that has a
     follower.
     """
 
     def __init__(self, tokens: list[int], ngram: int, banned: frozenset[int]) -> None:
         self.tokens: list[int] = []
-        self.ngram, self.banned = ngram, banned
+        self.ngram = ngram
+        self.banned = banned
         self.places: dict[tuple[int, ...], int] = {}
         self.extend(tokens)
 
@@ -69,8 +69,9 @@ class Recall:
     """
 
     def __init__(self, target: VLMTarget, ngram: int) -> None:
-        self.target, self.ngram = target, ngram
-        self.rows: list[Row] = []
+        self.target = target
+        self.ngram = ngram
+        self.rows: list[LookupRow] = []
 
     def begin(self, token: Tensor) -> None:
         """Index the prompts and the first tokens [B]."""
@@ -78,7 +79,7 @@ class Recall:
         self._extend(token[:, None].tolist(), [1] * len(self.rows))
 
     def start_row(self, row: int) -> None:
-        """Index the prompt that the target has just admitted."""
+        """Index the prompt that the target has just begun in ``row``."""
         [self.rows[row]] = self._read(self.target.started)
 
     def extend(self, feedback: Feedback) -> None:
@@ -86,12 +87,12 @@ class Recall:
         if feedback.result is not None and feedback.tokens is not None:
             self._extend(feedback.tokens.tolist(), feedback.result.kept.tolist())
 
-    def _read(self, target: VLMTarget) -> list[Row]:
+    def _read(self, target: VLMTarget) -> list[LookupRow]:
         banned = frozenset(target.image_tokens)
         rows = target.prompt.rows()
-        if not target.family.shared:  # its ids are of other tokens
+        if not target.family.shared:  # the prompt's ids are of other tokens
             rows = [[] for _ in rows]
-        return [Row(tokens, self.ngram, banned) for tokens in rows]
+        return [LookupRow(tokens, self.ngram, banned) for tokens in rows]
 
     def _extend(self, tokens: list[list[int]], kept: list[int]) -> None:
         for row, new, count in zip(self.rows, tokens, kept, strict=True):
@@ -99,15 +100,19 @@ class Recall:
 
 
 class PromptLookupDrafter:
-    """Chains of up to ``length`` tokens looked up by n-grams of at most ``ngram`` tokens; raises on
-    sizes below 1.
+    """Chains of up to ``length`` tokens looked up by n-grams of at most ``ngram`` tokens.
+
+    Raises ``ValueError`` for sizes below 1.
     """
 
     def __init__(self, target: VLMTarget, ngram: int = 3, length: int = 8) -> None:
         if ngram < 1 or length < 1:
             raise ValueError(f"ngram and length must be at least 1, got {ngram} and {length}")
-        self.target, self.length, self.recall = target, length, Recall(target, ngram)
-        self.max_nodes, self.max_depth = length + 1, length
+        self.target = target
+        self.length = length
+        self.recall = Recall(target, ngram)
+        self.max_nodes = length + 1
+        self.max_depth = length
         self.shapes = [TreeShape.chain(n, target.device) for n in range(length + 1)]
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
@@ -116,7 +121,7 @@ class PromptLookupDrafter:
         self.recall.begin(feedback.token)
 
     def start_row(self, row: int) -> None:
-        """Index the prompt admitted."""
+        """See :class:`specmm.continuous_batching.BatchingDrafter`."""
         self.recall.start_row(row)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
@@ -134,10 +139,12 @@ class PromptLookupDrafter:
             chains = [[row.tokens[-1], *g] for row, g in zip(rows, guesses, strict=True)]
             padded = [chain + chain[:1] * (longest + 1 - len(chain)) for chain in chains]
             tokens = torch.tensor(padded, device=feedback.token.device)
-        tokens[:, 0] = feedback.token  # a finished row's log stands still
+        tokens[:, 0] = feedback.token  # in a finished row the latest token is another
         return DraftTree(tokens, self.shapes[longest], drafted=drafted)
 
 
-def make(method: methods.PromptLookup, target: VLMTarget, drafter: Any, tokenizer: Any) -> Assembly:
+def make(
+    method: methods.PromptLookup, target: VLMTarget, drafter: object, tokenizer: object
+) -> Assembly:
     """The parts of method ``prompt-lookup``."""
     return Assembly(PromptLookupDrafter(target, method.ngram, method.length), Recursive())

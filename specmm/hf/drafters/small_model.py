@@ -1,11 +1,10 @@
-"""A whole small model as drafter: a language model that does not see the picture, or a
-vision-language model that does.
+"""A small model as drafter: a language model that does not see the picture, or a vision-language
+model that does.
 
-Its trees are grown like those of a feature head; it reads tokens only, and what it predicts from is
-its own states.
+Its trees are grown like those of a feature head; it reads tokens only, and predicts from its own
+states.
 
-Shape letters: B batch, n nodes of a level, L prompt positions, C the drafter's width, v its
-vocabulary, V the target's.
+Shape letters: B batch, n nodes of a level, C the drafter's width, v its vocabulary, V the target's.
 """
 
 from __future__ import annotations
@@ -15,17 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from specmm import methods
 from specmm.drafter import DeferredDrafter, Feedback
 from specmm.growth import Growth
 from specmm.hardware import prepack
-from specmm.hf import pretrained
-from specmm.hf.loading import own_tokenizer
-from specmm.hf.parts import Assembly, Verification, translated
+from specmm.hf.drafting import Assembly, Verification, translated
+from specmm.hf.pretrained import load_model, own_tokenizer
 from specmm.hf.prompt import VLMPrompt, on_device, padded
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
@@ -37,16 +34,14 @@ from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 
 Inputs = Callable[[VLMPrompt], dict[str, Any]]
-ENCODED = (
-    "mm_encoder_outputs"  # generate's own reading of the pictures, handed to a custom_generate
-)
+ENCODED = "mm_encoder_outputs"  # pictures that generate encoded before it calls a custom_generate
 
 
 @dataclass
 class SmallModel:
-    """A transformers ``model`` that drafts, and its own ``processor`` (a text model's tokenizer)."""
+    """A transformers ``model`` that drafts, and its ``processor`` (a text model's tokenizer)."""
 
-    model: Any
+    model: PreTrainedModel
     processor: Any = None
 
     @property
@@ -55,11 +50,11 @@ class SmallModel:
         return int(self.model.config.get_text_config().vocab_size)
 
     @classmethod
-    def of(cls, drafter: Any) -> SmallModel:
-        """``drafter``, or a bare model with what goes with it; ``ValueError`` for anything else."""
+    def of(cls, drafter: object) -> SmallModel:
+        """``drafter``, or a bare model as one; ``ValueError`` for anything else."""
         if isinstance(drafter, cls):
             return drafter
-        if not isinstance(drafter, torch.nn.Module):
+        if not isinstance(drafter, PreTrainedModel):
             given = type(drafter).__name__
             raise ValueError(
                 f"drafter must be a transformers model, got {given}; load one and give it"
@@ -77,7 +72,7 @@ class ModelDrafter:
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         target: VLMTarget,
         tree: TreeShape | Dynamic,
         inputs: Inputs,
@@ -85,7 +80,8 @@ class ModelDrafter:
         sampled: bool = True,
         siblings: Siblings = "distinct",
     ) -> None:
-        self.target, self.inputs = target, inputs
+        self.target = target
+        self.inputs = inputs
         sampled = sampled and not target.processor.greedy
         self.probs = target.processor if isinstance(target.processor, Processor) else Processor()
         self.small = VLMTarget(model, Processor(), "drafter")
@@ -93,7 +89,8 @@ class ModelDrafter:
         self.translation = translation or Translation.same(self.small.family.vocabulary, vocabulary)
         self.translation.ban(target.image_tokens)
         self.growth = Growth(tree, sampled, vocabulary, target.device, siblings)
-        self.max_nodes, self.max_depth = self.growth.max_nodes, self.growth.max_depth
+        self.max_nodes = self.growth.max_nodes
+        self.max_depth = self.growth.max_depth
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
         """Show the drafter the prompt with the first token after it."""
@@ -107,9 +104,9 @@ class ModelDrafter:
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """The tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
-        state = (
-            self.state if feedback.result is None else self.growth.read_committed(self, feedback)
-        )
+        state = self.state
+        if feedback.result is not None:
+            state = self.growth.read_committed(self, feedback)
         return self.growth.grow(self, feedback.token, state, uniforms)
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
@@ -118,71 +115,76 @@ class ModelDrafter:
             return self.translation.from_drafter(self.small.head(states).float())
 
     def read(self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
-        """The drafter's states [B, n, C] at ``tokens`` [B, n]; the target's ``hidden`` states say
-        nothing to it.
-        """
+        """The drafter's states [B, n, C] at ``tokens`` [B, n]; ``hidden`` is not read."""
         with self.clock("draft"):
             return self.small.states(self.translation.to_drafter(tokens), positions, bias)
 
 
-def text_only(prompt: VLMPrompt, image_tokens: tuple[int, ...]) -> dict[str, Any]:
-    """The tokens of ``prompt`` without those of pictures, for a drafter that knows the same tokens."""
-    rows = [[t for t in row if t not in image_tokens] for row in prompt.rows()]
-    return padded([row or [0] for row in rows], prompt.input_ids.device)
-
-
-def load_language_model(folder: Path, target: Any, method: str) -> SmallModel:
+def load_language_model(folder: Path, target: PreTrainedModel, method: str) -> SmallModel:
     """The language model in ``folder``, in the dtype and on the device of the ``target`` model."""
-    model = pretrained.load_model(AutoModelForCausalLM, folder, dtype=target.dtype)
+    model = load_model(AutoModelForCausalLM, folder, dtype=target.dtype)
     return SmallModel(prepack(model.to(target.device).eval()), own_tokenizer(folder))
 
 
 def make_blind(
-    method: methods.TextDraft, target: VLMTarget, drafter: Any, tokenizer: Any
+    method: methods.TextDraft,
+    target: VLMTarget,
+    drafter: object,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Assembly:
     """The parts of method ``text-draft``: a language model, which sees no picture.
 
-    With a tokenizer that is not the target's it is shown text, and its drafts are translated. It
-    begins late, as every drafter that must read the prompt: many answers are one word.
+    With a tokenizer that is not the target's it is shown text, and its drafts are translated.
     """
-    small, verification = SmallModel.of(drafter), Verification.of(method.rule, target)
-    images, own = target.image_tokens, small.processor
+    small = SmallModel.of(drafter)
+    own = small.processor
     translation = translated(own, tokenizer, target, small.vocabulary)
 
     def read(prompt: VLMPrompt) -> dict[str, Any]:
+        device = prompt.input_ids.device
+        rows = [[t for t in row if t not in target.image_tokens] for row in prompt.rows()]
         if translation is None or not translation.foreign:
-            return text_only(prompt, images)
-        rows = [[t for t in row if t not in images] for row in prompt.rows()]
+            return padded([row or [0] for row in rows], device)
         texts = [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
-        return padded([own.encode(text) or [0] for text in texts], prompt.input_ids.device)
+        return padded([own.encode(text) or [0] for text in texts], device)
 
-    shape = static_tree(method.tree, target.device)
-    made = ModelDrafter(small.model, target, shape, read, translation, *verification.drawn)
-    return Assembly(DeferredDrafter(made), verification.rule)
+    return _assembled(method, target, small.model, read, translation)
 
 
 def make_seeing(
-    method: methods.VLMDraft, target: VLMTarget, drafter: Any, tokenizer: Any
+    method: methods.VLMDraft, target: VLMTarget, drafter: object, tokenizer: PreTrainedTokenizerBase
 ) -> Assembly:
     """The parts of method ``vlm-draft``: a small vision-language model.
 
     It is shown pictures and question by its own processor, or the target's inputs.
     """
-    small, verification = SmallModel.of(drafter), Verification.of(method.rule, target)
+    small = SmallModel.of(drafter)
     own = small.processor
 
     def read(prompt: VLMPrompt) -> dict[str, Any]:
-        if own is None or prompt.source is None:
-            if ENCODED in prompt.inputs:
-                raise ValueError(
-                    "method 'vlm-draft' needs the pictures, got the target's own reading of them: "
-                    "generate encodes them before it calls us; use VQAPipeline, or msd or "
-                    "text-draft here"
-                )
-            return prompt.inputs
-        return on_device(prompt.source.inputs(own), prompt.input_ids.device)
+        if own is not None and prompt.source is not None:
+            return on_device(prompt.source.inputs(own), prompt.input_ids.device)
+        if ENCODED in prompt.inputs:
+            raise ValueError(
+                "method 'vlm-draft' needs the pictures, got the target's own reading of them: "
+                "generate encodes them before it calls us; use VQAPipeline, or msd or "
+                "text-draft here"
+            )
+        return prompt.inputs
 
     translation = translated(getattr(own, "tokenizer", None), tokenizer, target, small.vocabulary)
+    return _assembled(method, target, small.model, read, translation)
+
+
+def _assembled(
+    method: methods.TextDraft | methods.VLMDraft,
+    target: VLMTarget,
+    model: PreTrainedModel,
+    inputs: Inputs,
+    translation: Translation | None,
+) -> Assembly:
+    """Deferred, as every drafter that must read the prompt: many answers are one word."""
+    verification = Verification.of(method.rule, target)
     shape = static_tree(method.tree, target.device)
-    made = ModelDrafter(small.model, target, shape, read, translation, *verification.drawn)
+    made = ModelDrafter(model, target, shape, inputs, translation, *verification.drawn)
     return Assembly(DeferredDrafter(made), verification.rule)

@@ -9,8 +9,7 @@ import torch
 from specmm import zoo
 from specmm.app.models import AppModels
 from specmm.diffusion_drafters.models.dflash import load_dflash
-from specmm.hf.loading import find_target
-from specmm.hf.packaged import is_packaged, missing_packages, unpacked
+from specmm.hf.pretrained import find_target, is_packaged, missing_packages, unpacked
 from specmm.text.pipeline import TextPipeline
 from specmm.zoo import POCKET
 
@@ -77,5 +76,5 @@ def test_the_app_lists_only_what_is_installed(tmp_path, monkeypatch):
         (tmp_path / name / "package.json").write_text(
             json.dumps({"package": package, "file": "a.gguf"})
         )
-    monkeypatch.setattr("specmm.hf.packaged.HELPERS", ())
+    monkeypatch.setattr("specmm.hf.pretrained.HELPERS", ())
     assert AppModels().names["text"] == ["pocket/here"]

@@ -11,7 +11,7 @@ from specmm.decode import EndTokens, decode, decode_plain
 from specmm.drafter import NoDrafts
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
 from specmm.hf.prompt import VLMPrompt
-from specmm.hf.running import Prompts
+from specmm.hf.running import PromptBatch
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
@@ -52,7 +52,7 @@ DRAFTERS = {
 
 def answered(target, drafter, prompts, seeds, rows, length=LENGTH):
     """The tokens of each prompt, ``rows`` answered at a time, and the rounds of the batch."""
-    asked = Prompts(lambda some: prompts(some), len(seeds), rows)
+    asked = PromptBatch(lambda some: prompts(some), len(seeds), rows)
     first = asked.first(target)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     queue, uniforms = asked.queue(target, generators), Uniforms(generators[: len(first.lengths)])
@@ -124,7 +124,7 @@ def test_what_does_not_fit_a_row_is_refused(zoo):
         target.start_row(0, VLMPrompt(zoo.batch("llava", [[1, 2, 3, 4, 5, 6]]), 2))
     long = [[1, 2], [1] * 250]
     with pytest.raises(ValueError, match="must fit the 256 positions"):
-        Prompts(prompts_of(zoo, "llava", long), 2, 1).first(target)
+        PromptBatch(prompts_of(zoo, "llava", long), 2, 1).first(target)
 
 
 def test_numbers_follow_the_sample():
