@@ -73,9 +73,7 @@ class NGram:
     def log_probs(
         self, contexts: Sequence[Sequence[int]], tokens: Sequence[int]
     ) -> list[list[float]]:
-        """Log-probabilities (nats) of ``tokens`` after each of ``contexts``, of which the last
-        tokens are read.
-        """
+        """Log-probabilities (nats) of ``tokens`` after the last tokens of each of ``contexts``."""
         unigrams = self._unigram_logs(tokens)
         count = self.order - 1
         reads = (tuple(context[-count:]) if count else () for context in contexts)
@@ -85,7 +83,7 @@ class NGram:
         return list(map(self.unigrams.get, tokens, repeat(self.unseen)))
 
     def _log_probs(self, read: Gram, tokens: Sequence[int], found: Iterable[float]) -> list[float]:
-        """Log-probabilities of ``tokens`` after ``read``, from those ``found`` without a context."""
+        """Log-probabilities of ``tokens`` after ``read``, from those ``found`` without context."""
         for start in range(len(read) - 1, -1, -1):
             after = self.after.get(read[start:])
             if after is None:

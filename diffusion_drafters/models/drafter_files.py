@@ -70,8 +70,8 @@ def check_target(facts: Facts, target: PreTrainedModel, source: object) -> None:
     """Raise ``ValueError`` unless the drafter of ``facts`` was trained with this ``target``."""
     recorded = facts.get("target_fingerprint")
     if recorded is not None:
-        embeddings = target.get_input_embeddings().weight
-        check_fingerprint(recorded, fingerprint(embeddings), source)
+        embeddings: Any = target.get_input_embeddings()
+        check_fingerprint(recorded, fingerprint(embeddings.weight), source)
 
 
 def qwen_config(facts: Facts, kind: str) -> Qwen2Config:
