@@ -249,8 +249,8 @@ def load_msd(
 
     ``embeddings`` [V, C] are the target's; drafters of other sizes or of another target's
     embeddings are refused. Where the target is padded with further rows (as llava-hf's conversions
-    are), the head gets them, too. Raises ``ValueError`` naming missing, extra, misshapen or non-finite
-    weights, and for a config that does not say the sizes.
+    are), the head gets them, too. Raises ``ValueError`` naming missing, extra, misshapen or
+    non-finite weights, and for a config without the sizes.
     """
     file = weights_file(path).with_name("config.json")
     facts = read_json(file)

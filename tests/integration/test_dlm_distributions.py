@@ -15,7 +15,7 @@ from specmm.diffusion_drafters.block_drafters import marginal_chain, with_root
 from specmm.diffusion_drafters.diffusion_chains import lattice_chain, next_probs, point_chain
 from specmm.diffusion_drafters.lattice_search import Objective, prune
 from specmm.diffusion_drafters.lattice_search import Path as Draft
-from specmm.diffusion_drafters.ngram import fit
+from specmm.recipes.training.ngram import fit
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import PointMass, Recursive, expected_tokens
 from specmm.verify.exhaustive import (

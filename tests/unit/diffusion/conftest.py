@@ -18,12 +18,12 @@ from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
 from specmm.diffusion_drafters.models.deer import DEERModel
 from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
-from specmm.diffusion_drafters.ngram import fit
 from specmm.diffusion_drafters.sources import DFlashSource, DiffusionSource
 from specmm.hf.drafters.small_model import padded
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.randomness import Uniforms
+from specmm.recipes.training.ngram import fit
 from specmm.tree import TreeShape
 from specmm.verify import Recursive, Traversal
 
