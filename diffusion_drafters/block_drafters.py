@@ -42,8 +42,8 @@ Probs = Callable[[Tensor], Tensor]  # from logits [..., v] to probabilities
 BEAM = 8  # least width of the beam that finds a likeliest tree
 
 
-class BlockDrafter:
-    """What drafters of blocks share: a ``source`` for blocks of ``depth`` drafts (None: its
+class SourceDrafter:
+    """What drafters share that draft from a ``source`` for blocks of ``depth`` drafts (None: its
     longest).
 
     Raises ``ValueError`` for a depth that the source cannot draft.
@@ -92,7 +92,7 @@ def block_length(source: BlockSource, wanted: int | None) -> int:
     return length
 
 
-class ChainDrafter(BlockDrafter):
+class ChainDrafter(SourceDrafter):
     """Chains of ``length`` drafts (None: the source's longest).
 
     ``recall`` above 0: where that many of a row's latest tokens occur earlier in it, what followed
@@ -177,7 +177,7 @@ class ChainDrafter(BlockDrafter):
         return int(going.long().cumprod(1).sum(1).max())
 
 
-class TreeDrafter(BlockDrafter):
+class TreeDrafter(SourceDrafter):
     """The ``total``-node tree (root included) of the likeliest paths of at most ``depth`` tokens.
 
     With a table of pairs or a memory it is found by beams; then a larger tree holds nearly the most
@@ -204,7 +204,7 @@ class TreeDrafter(BlockDrafter):
             return block_tree(probs, root, self.max_nodes)
 
 
-class DrawnTreeDrafter(BlockDrafter):
+class DrawnTreeDrafter(SourceDrafter):
     """Trees of a fixed ``shape``, the children of a node drawn as ``siblings`` says.
 
     All levels come from one forward of the source. With a greedy target, or not ``sampled``, the

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specmm.diffusion_drafters.block_drafters import BlockDrafter, with_root
+from specmm.diffusion_drafters.block_drafters import SourceDrafter, with_root
 from specmm.diffusion_drafters.lattice_search import (
     CausalProxy,
     Lattice,
@@ -268,7 +268,7 @@ def lattice_chain(
     return DraftTree(tokens, TreeShape.chain(length, root.device), probs, drafted)
 
 
-class StepsDrafter(BlockDrafter):
+class StepsDrafter(SourceDrafter):
     """SpecDiff's chains of ``length`` drafts in ``steps`` forwards.
 
     For a greedy target they are the likeliest tokens. Raises ``ValueError`` for a length or a
