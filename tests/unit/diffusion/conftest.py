@@ -225,7 +225,7 @@ def sequence_distribution(processor, row, length):
 
 
 def fits(probs, tokens):
-    """Whether ``tokens`` [n, T] pass a chi-square test at one in a thousand; rare cells are joined."""
+    """Whether ``tokens`` [n, T] pass a chi-square test at 0.001; rare cells are joined."""
     length = tokens.shape[1]
     index = sum(tokens[:, t] * SMALL ** (length - 1 - t) for t in range(length))
     seen = torch.bincount(index, minlength=len(probs)).double()
