@@ -50,7 +50,7 @@ from specmm.verify import Block as BlockVerification
 from specmm.verify import PointMass, Recursive, Rule
 
 PROXY = "ngram.safetensors"
-LENGTH = 12  # drafts a round of a diffusion model, which has no block of its own
+LENGTH = 12  # drafts a round of a diffusion model, which has no longest block
 LENGTHS = (2, 3, 4, 6, 8, 12, 16)  # of the blocks that a plan compares
 ROOM = 48  # tokens of text that measuring needs
 
@@ -60,9 +60,7 @@ Tokenizer = PreTrainedTokenizerBase
 
 @dataclass
 class Diffusion:
-    """A diffusion language ``model``, its own ``tokenizer`` where it is not the target's, and
-    DiffuSpec's ``proxy``.
-    """
+    """A diffusion ``model``, its ``tokenizer`` if not the target's, and DiffuSpec's ``proxy``."""
 
     model: DiffusionLM
     tokenizer: Tokenizer | None = None
@@ -91,9 +89,7 @@ def load_diffusion(folder: Path, target: PreTrainedModel, method: str) -> Diffus
 def make_block(
     method: BlockMethod, target: VLMTarget, drafter: object, tokenizer: Tokenizer | None
 ) -> Assembly:
-    """The parts of methods ``deer`` and ``block``: a chain, the tree of the likeliest paths, or a
-    drawn tree of fixed shape.
-    """
+    """The parts of methods ``deer`` and ``block``: a chain, the likeliest tree, or a drawn tree."""
     source = block_source(method, drafter, target, tokenizer)
     length = method.length or source.longest or LENGTH
     tree = method.tree
@@ -108,7 +104,7 @@ def make_block(
         return Assembly(TreeDrafter(source, target, tree, length), Recursive())
     if method.length:
         raise ValueError(
-            f"a tree of fixed shape has a depth of its own, got {tree} and length {method.length}"
+            f"a tree of fixed shape has its own depth, got {tree} and length {method.length}"
         )
     verification = Verification.of(method.rule or "traversal", target)
     shape = static_tree(tree, target.device)
@@ -157,9 +153,7 @@ def chain_rule(target: VLMTarget) -> Rule:
 def block_source(
     method: BlockMethod, drafter: object, target: VLMTarget, tokenizer: Tokenizer | None = None
 ) -> BlockSource:
-    """Where a block comes from: a network on the target's states, one that reads the text, any
-    diffusion model.
-    """
+    """The source of blocks for ``drafter``; raises ``ValueError`` for one that does not fit."""
     if method.name == "block":
         if not isinstance(drafter, DFlash):
             raise ValueError(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +41,8 @@ Probs = Callable[[Tensor], Tensor]  # from logits [..., v] to probabilities
 BEAM = 8  # least width of the beam that finds a likeliest tree
 
 
-class BlockDrafter:
-    """What drafters of blocks share: a ``source`` for blocks of ``depth`` drafts (None: its
+class SourceDrafter:
+    """What drafters share that draft from a ``source`` for blocks of ``depth`` drafts (None: its
     longest).
 
     Raises ``ValueError`` for a depth that the source cannot draft.
@@ -53,6 +54,9 @@ class BlockDrafter:
         self.max_depth = block_length(source, depth)
         self.greedy = target.processor.greedy
         self.probs = drafting_probs(target, source.vocabulary)
+        self.next_drafts: NextDrafts | None = None
+        if source.next_logits is not None:
+            self.next_drafts = NextDrafts(self.probs, source.next_logits, source.vocabulary)
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
         """Let the source read the prompt."""
@@ -87,7 +91,7 @@ def block_length(source: BlockSource, wanted: int | None) -> int:
     return length
 
 
-class ChainDrafter(BlockDrafter):
+class ChainDrafter(SourceDrafter):
     """Chains of ``length`` drafts (None: the source's longest).
 
     ``recall`` above 0: where that many of a row's latest tokens occur earlier in it, what followed
@@ -134,23 +138,19 @@ class ChainDrafter(BlockDrafter):
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """The chain after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         root = feedback.token
-        vocabulary = self.source.vocabulary
-        next_logits = self.source.next_logits
         numbers = None if self.greedy else uniforms
         with self.clock("draft"):
             block = self.source.logits(feedback, self.max_depth)  # [B, K, S]
             fixed = self._recalled(feedback)
-            if next_logits is not None:
+            if self.next_drafts is not None:
                 if self.sure:
-                    probs = next_marginals(root, block, self.probs, next_logits, vocabulary)
+                    probs = self.next_drafts.marginals(root, block)
                     # A point mass on any token is as sure.
                     point = None if fixed is None else fixed.clamp(max=0)
                     block = block[:, : self._length(with_point_masses(probs, point))]
                 shape = self.shapes[block.shape[1]]
-                return next_chain(
-                    root, block, self.probs, next_logits, vocabulary, numbers, fixed, shape
-                )
-            probs = with_point_masses(vocabulary.spread(self.probs(block)), fixed)
+                return self.next_drafts.chain(root, block, shape, numbers, fixed)
+            probs = with_point_masses(self.source.vocabulary.spread(self.probs(block)), fixed)
             probs = probs[:, : self._length(probs)]
             shape = self.shapes[probs.shape[1]]
             if numbers is not None:
@@ -176,8 +176,8 @@ class ChainDrafter(BlockDrafter):
         return int(going.long().cumprod(1).sum(1).max())
 
 
-class TreeDrafter(BlockDrafter):
-    """The ``total``-node tree (root included) of the most probable paths of ``depth`` tokens at most.
+class TreeDrafter(SourceDrafter):
+    """The ``total``-node tree (root included) of the likeliest paths of at most ``depth`` tokens.
 
     With a table of pairs or a memory it is found by beams; then a larger tree holds nearly the most
     probable. Raises ``ValueError`` for a depth that the source cannot draft and a budget without a
@@ -195,16 +195,15 @@ class TreeDrafter(BlockDrafter):
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """The tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         root = feedback.token
-        vocabulary = self.source.vocabulary
-        next_logits = self.source.next_logits
         with self.clock("draft"):
             block = self.source.logits(feedback, self.max_depth)  # [B, K, S]
-            if next_logits is not None:
-                return next_tree(root, block, self.probs, next_logits, vocabulary, self.max_nodes)
-            return block_tree(vocabulary.spread(self.probs(block)), root, self.max_nodes)
+            if self.next_drafts is not None:
+                return self.next_drafts.tree(root, block, self.max_nodes)
+            probs = self.source.vocabulary.spread(self.probs(block))
+            return block_tree(probs, root, self.max_nodes)
 
 
-class DrawnTreeDrafter(BlockDrafter):
+class DrawnTreeDrafter(SourceDrafter):
     """Trees of a fixed ``shape``, the children of a node drawn as ``siblings`` says.
 
     All levels come from one forward of the source. With a greedy target, or not ``sampled``, the
@@ -282,103 +281,92 @@ def marginal_chain(
     return DraftTree(tokens, shape, with_root(probs))
 
 
-def next_chain(
-    root: Tensor,
-    block: Tensor,
-    probs: Probs,
-    next_logits: NextLogits,
-    vocabulary: DrafterVocabulary,
-    uniforms: UniformSource | None,
-    fixed: Tensor | None,
-    shape: TreeShape,
-) -> DraftTree:
-    """A chain after ``root`` [B], token i drawn by place i of ``block`` [B, K, S] and the tokens
-    before.
+@dataclass(frozen=True)
+class NextDrafts:
+    """Drafts of a block that depend on those before them, by a source's ``next_logits``."""
 
-    Where ``fixed`` [B, ≥ K] holds a token (not -1) it is taken, as a point mass. Without
-    ``uniforms`` every token is the likeliest one and no distributions are recorded.
-    """
-    count = block.shape[1]
-    numbers = None if uniforms is None else uniforms.draw(count)
-    points = [None] * count if fixed is None else fixed[:, :count].unbind(1)
-    tokens = [root]
-    recorded: list[Tensor] = []
-    memory = None
-    for i, (place, point) in enumerate(zip(block.unbind(1), points, strict=True)):
-        scores, memory = next_logits(place, tokens[-1], memory)
-        if numbers is None:
-            draft = vocabulary.to_target(scores.argmax(-1))
-        else:
-            dist = probs(scores)
-            draft = vocabulary.to_target(categorical(dist, numbers[:, i]))
-            recorded.append(with_point_masses(vocabulary.spread(dist), point))
-        tokens.append(draft if point is None else torch.where(point >= 0, point, draft))
-    # A chain without drafts has no distributions either.
-    return DraftTree(
-        torch.stack(tokens, 1), shape, with_root(torch.stack(recorded, 1)) if recorded else None
-    )
+    probs: Probs
+    next_logits: NextLogits
+    vocabulary: DrafterVocabulary
 
+    def chain(
+        self,
+        root: Tensor,
+        block: Tensor,
+        shape: TreeShape,
+        uniforms: UniformSource | None,
+        fixed: Tensor | None = None,
+    ) -> DraftTree:
+        """A chain after ``root`` [B], token i drawn by place i of ``block`` [B, K, S] and the
+        tokens before.
 
-def next_tree(
-    root: Tensor,
-    block: Tensor,
-    probs: Probs,
-    next_logits: NextLogits,
-    vocabulary: DrafterVocabulary,
-    total: int,
-) -> DraftTree:
-    """The ``total`` likeliest paths (root included) of what :func:`next_chain` draws, as point
-    masses.
+        Where ``fixed`` [B, ≥ K] holds a token (not -1) it is taken, as a point mass. Without
+        ``uniforms`` every token is the likeliest one and no distributions are recorded.
+        """
+        count = block.shape[1]
+        numbers = None if uniforms is None else uniforms.draw(count)
+        points = [None] * count if fixed is None else fixed[:, :count].unbind(1)
+        tokens = [root]
+        recorded: list[Tensor] = []
+        memory = None
+        for i, (place, point) in enumerate(zip(block.unbind(1), points, strict=True)):
+            scores, memory = self.next_logits(place, tokens[-1], memory)
+            if numbers is None:
+                draft = self.vocabulary.to_target(scores.argmax(-1))
+            else:
+                dist = self.probs(scores)
+                draft = self.vocabulary.to_target(categorical(dist, numbers[:, i]))
+                recorded.append(with_point_masses(self.vocabulary.spread(dist), point))
+            tokens.append(draft if point is None else torch.where(point >= 0, point, draft))
+        # A chain without drafts has no distributions either.
+        probs = with_root(torch.stack(recorded, 1)) if recorded else None
+        return DraftTree(torch.stack(tokens, 1), shape, probs)
 
-    They are found by EAGLE-2's beams over ``block`` [B, K, S], each node's children by the
-    distribution after its own path: exactly the likeliest up to BEAM + 1 nodes, nearly beyond (5%
-    less is expected of 32 nodes of flat distributions).
-    """
-    levels = block.shape[1]
-    count = vocabulary.count
-    enough = math.ceil(math.sqrt((total - 1) / (levels - 1))) if levels > 1 else total - 1
-    width = min(max(min(BEAM, total - 1), enough), count)
-    shift = None
-    if vocabulary.ids is not None:
-        shift = vocabulary.ids - torch.arange(count, device=block.device)
-    scores, memory = next_logits(block[:, 0], root, None)
-    beam = eagle2.start(probs(scores).log(), width, shift)
-    memory = None if memory is None else memory[:, None]
-    for place in block[:, 1:].unbind(1):
-        before = None
-        if memory is not None:
-            before = memory.gather(1, beam.origin[..., None].expand(-1, -1, memory.shape[-1]))
-        places = place[:, None].expand(-1, width, -1)
-        scores, memory = next_logits(places, beam.tokens, before)  # [B, W, v]
-        beam = eagle2.step(beam, probs(scores).log(), shift)
-    return eagle2.finish(beam, root, total)
+    def tree(self, root: Tensor, block: Tensor, total: int) -> DraftTree:
+        """The ``total`` likeliest paths (root included) of what :meth:`chain` draws, as point
+        masses.
 
+        They are found by EAGLE-2's beams over ``block`` [B, K, S], each node's children by the
+        distribution after its own path: exactly the likeliest up to BEAM + 1 nodes, nearly beyond
+        (5% less is expected of 32 nodes of flat distributions).
+        """
+        levels = block.shape[1]
+        count = self.vocabulary.count
+        enough = math.ceil(math.sqrt((total - 1) / (levels - 1))) if levels > 1 else total - 1
+        width = min(max(min(BEAM, total - 1), enough), count)
+        shift = None
+        if self.vocabulary.ids is not None:
+            shift = self.vocabulary.ids - torch.arange(count, device=block.device)
+        scores, memory = self.next_logits(block[:, 0], root, None)
+        beam = eagle2.start(self.probs(scores).log(), width, shift)
+        memory = None if memory is None else memory[:, None]
+        for place in block[:, 1:].unbind(1):
+            before = None
+            if memory is not None:
+                before = memory.gather(1, beam.origin[..., None].expand(-1, -1, memory.shape[-1]))
+            places = place[:, None].expand(-1, width, -1)
+            scores, memory = self.next_logits(places, beam.tokens, before)  # [B, W, v]
+            beam = eagle2.step(beam, self.probs(scores).log(), shift)
+        return eagle2.finish(beam, root, total)
 
-def next_marginals(
-    root: Tensor,
-    block: Tensor,
-    probs: Probs,
-    next_logits: NextLogits,
-    vocabulary: DrafterVocabulary,
-    width: int = 4,
-) -> Tensor:
-    """Marginals [B, K, v] of what :func:`next_chain` draws, over the ``width`` likeliest tokens
-    before each.
+    def marginals(self, root: Tensor, block: Tensor, width: int = 4) -> Tensor:
+        """Marginals [B, K, v] of what :meth:`chain` draws, over the ``width`` likeliest tokens
+        before each.
 
-    Approximate with a memory: the next place gets the mean of the memories after those tokens.
-    """
-    scores, memory = next_logits(block[:, 0], root, None)
-    found = [probs(scores)]
-    for place in block[:, 1:].unbind(1):
-        likeliest = found[-1].topk(min(width, vocabulary.count))  # [B, W]
-        count = likeliest.indices.shape[1]
-        share = (likeliest.values / likeliest.values.sum(1, keepdim=True))[..., None]
-        before = None if memory is None else memory[:, None].expand(-1, count, -1)
-        tokens = vocabulary.to_target(likeliest.indices)
-        scores, memory = next_logits(place[:, None].expand(-1, count, -1), tokens, before)
-        found.append((probs(scores) * share).sum(1))
-        memory = None if memory is None else (memory * share).sum(1)
-    return torch.stack(found, dim=1)
+        Approximate with a memory: the next place gets the mean of the memories after those tokens.
+        """
+        scores, memory = self.next_logits(block[:, 0], root, None)
+        found = [self.probs(scores)]
+        for place in block[:, 1:].unbind(1):
+            likeliest = found[-1].topk(min(width, self.vocabulary.count))  # [B, W]
+            count = likeliest.indices.shape[1]
+            share = (likeliest.values / likeliest.values.sum(1, keepdim=True))[..., None]
+            before = None if memory is None else memory[:, None].expand(-1, count, -1)
+            tokens = self.vocabulary.to_target(likeliest.indices)
+            scores, memory = self.next_logits(place[:, None].expand(-1, count, -1), tokens, before)
+            found.append((self.probs(scores) * share).sum(1))
+            memory = None if memory is None else (memory * share).sum(1)
+        return torch.stack(found, dim=1)
 
 
 def with_point_masses(probs: Tensor, fixed: Tensor | None) -> Tensor:

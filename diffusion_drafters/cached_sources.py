@@ -46,8 +46,8 @@ class CachedModel:
         self.attention: dict[tuple[int, int], Tensor] = {}
 
     def read(self, tokens: Tensor, kept: Tensor, masks: int) -> Tensor:
-        """States [B, N, C] of ``tokens`` [B, M], of which the first ``kept`` [B] stay, and ``masks``
-        after those.
+        """States [B, N, C] of ``tokens`` [B, M], the first ``kept`` [B] of which stay in the cache,
+        and of ``masks`` after those.
         """
         cache = self.small.cache
         rows, count = tokens.shape

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specmm.diffusion_drafters.block_drafters import block_length, drafting_probs, with_root
+from specmm.diffusion_drafters.block_drafters import SourceDrafter, with_root
 from specmm.diffusion_drafters.lattice_search import (
     CausalProxy,
     Lattice,
@@ -219,9 +219,7 @@ class DiffuSpecDrafter:
 
 
 def point_chain(root: Tensor, paths: Sequence[Sequence[int]], length: int) -> DraftTree:
-    """Chains of chosen ``paths`` [B] after ``root`` [B], as point masses, filled up with the root's
-    token.
-    """
+    """Chains of chosen ``paths`` [B] as point masses, filled up with the token of ``root`` [B]."""
     rows = [list(path)[:length] for path in paths]
     padded = zip(rows, root.tolist(), strict=True)
     filled = [row + [first] * (length - len(row)) for row, first in padded]
@@ -230,21 +228,11 @@ def point_chain(root: Tensor, paths: Sequence[Sequence[int]], length: int) -> Dr
     return DraftTree(tokens, TreeShape.chain(length, root.device), drafted=max(map(len, rows)))
 
 
-def next_probs(
-    lattice: Lattice, objective: Objective, path: Path, temperature: float = 1.0
-) -> tuple[list[Path], Tensor]:
-    """The continuations of ``path`` by one token and their probabilities, proportional to exp(gain
-    / temperature).
-
-    Raises ``ValueError`` for a temperature that is not positive.
-    """
-    if not temperature > 0:
-        raise ValueError(
-            f"temperature must be positive, got {temperature}; search a path at temperature 0"
-        )
+def next_probs(lattice: Lattice, objective: Objective, path: Path) -> tuple[list[Path], Tensor]:
+    """The continuations of ``path`` by one token and their probabilities, the softmax of gains."""
     grown = objective.extend(lattice, path)
     gains = torch.tensor([longer.score - path.score for longer in grown], dtype=torch.float64)
-    return grown, (gains / temperature).softmax(0)
+    return grown, gains.softmax(0)
 
 
 def lattice_chain(
@@ -280,33 +268,25 @@ def lattice_chain(
     return DraftTree(tokens, TreeShape.chain(length, root.device), probs, drafted)
 
 
-class StepsDrafter:
-    """SpecDiff's chains of ``length`` drafts in ``steps`` forwards; for a greedy target the likeliest
-    tokens.
+class StepsDrafter(SourceDrafter):
+    """SpecDiff's chains of ``length`` drafts in ``steps`` forwards.
 
-    Raises ``ValueError`` for a length or a number of steps below 1, and for more steps than drafts.
+    For a greedy target they are the likeliest tokens. Raises ``ValueError`` for a length or a
+    number of steps below 1, and for more steps than drafts.
     """
 
     def __init__(
         self, source: DiffusionSource, target: VLMTarget, length: int = 12, steps: int = 4
     ) -> None:
-        self.source = source
-        self.greedy = target.processor.greedy
-        self.probs = drafting_probs(target, source.vocabulary)
-        self.max_depth = block_length(source, length)
-        self.max_nodes = self.max_depth + 1
+        super().__init__(source, target, length)
+        self.source: DiffusionSource = source
+        self.max_nodes = length + 1
         if not 1 <= steps <= length:
             raise ValueError(
                 f"steps must be at least 1 and at most the length, got {steps} for {length}"
             )
         self.pieces = [len(piece) for piece in torch.arange(length).tensor_split(steps)]
         self.shape = TreeShape.chain(length, target.device)
-
-    def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """Let the source read the prompt."""
-        self.clock = clock
-        with clock("draft"):
-            self.source.begin(feedback, self.max_depth)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """The chain after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""

@@ -6,8 +6,9 @@ arXiv 2510.02358, equations 7 and 9). Causal-consistency path search maximises (
     S(path) = Σ weight · log q_i(token) + (1 - weight) · log p_proxy(token | prefix, path before).
 
 A path is a deterministic function of the prefix: verify it as point masses. S is a raw sum of
-negative terms, so with an end token on offer the best path often is to end at once. Drafts therefore
-take the end token from the block, and search the best path of exactly the tokens in front of it.
+negative terms, so with an end token on offer the best path often is to end at once. Drafts
+therefore take the end token from the block, and search the best path of exactly the tokens in front
+of it.
 
 Shape letters: K block, V vocabulary.
 """

@@ -9,7 +9,6 @@ Shape letters: G n-grams of one order.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 from math import exp, log
@@ -34,8 +33,8 @@ class SeenAfter(NamedTuple):
 
 
 class NGram:
-    """Counts by n-gram, of every length up to ``order``, over ``vocabulary`` tokens; see
-    :func:`fit`.
+    """Counts by n-gram, of every length up to ``order``, over ``vocabulary`` tokens; made by
+    :func:`specmm.recipes.training.ngram.fit`.
 
     All logarithms are taken beforehand: a path search needs tens of thousands a second.
     """
@@ -73,9 +72,7 @@ class NGram:
     def log_probs(
         self, contexts: Sequence[Sequence[int]], tokens: Sequence[int]
     ) -> list[list[float]]:
-        """Log-probabilities (nats) of ``tokens`` after each of ``contexts``, of which the last
-        tokens are read.
-        """
+        """Log-probabilities (nats) of ``tokens`` after the last tokens of each of ``contexts``."""
         unigrams = self._unigram_logs(tokens)
         count = self.order - 1
         reads = (tuple(context[-count:]) if count else () for context in contexts)
@@ -85,7 +82,7 @@ class NGram:
         return list(map(self.unigrams.get, tokens, repeat(self.unseen)))
 
     def _log_probs(self, read: Gram, tokens: Sequence[int], found: Iterable[float]) -> list[float]:
-        """Log-probabilities of ``tokens`` after ``read``, from those ``found`` without a context."""
+        """Log-probabilities of ``tokens`` after ``read``, from those ``found`` without context."""
         for start in range(len(read) - 1, -1, -1):
             after = self.after.get(read[start:])
             if after is None:
@@ -125,19 +122,3 @@ def _narrowed(numbers: Tensor) -> Tensor:
     most = int(numbers.max()) if numbers.numel() else 0
     dtypes = (torch.int16, torch.int32, torch.int64)
     return numbers.to(next(d for d in dtypes if most <= torch.iinfo(d).max))
-
-
-def fit(texts: Iterable[Sequence[int]], vocabulary: int, order: int = 3, least: int = 1) -> NGram:
-    """The model of order ``order`` of ``texts`` (token ids below ``vocabulary``).
-
-    N-grams of two and more tokens seen fewer than ``least`` times are dropped, for size. Raises
-    ``ValueError`` for ids outside the vocabulary and for sizes below 1.
-    """
-    counts: Counter[Gram] = Counter()
-    for text in texts:
-        ids = list(text)
-        if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
-            raise ValueError(f"tokens must be in [0, {vocabulary}), got {min(ids)} to {max(ids)}")
-        for n in range(1, order + 1):
-            counts.update(zip(*(ids[i:] for i in range(n)), strict=False))
-    return NGram(order, vocabulary, {g: c for g, c in counts.items() if len(g) == 1 or c >= least})

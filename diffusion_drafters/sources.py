@@ -1,12 +1,12 @@
-"""Where blocks come from: a diffusion language model that reads the tokens, or a DFlash drafter that
-reads hidden states.
+"""Sources of blocks: a diffusion language model that reads tokens, a DFlash drafter that reads
+hidden states.
 
 A source gives logits over the target's vocabulary, over the part of it that the drafter has, or
 what ``next_logits`` makes such logits of. Tokens that the two do not share are barred before any
 softmax.
 
-Shape letters: B batch, K block, S width of a place (logits, or what they are made of), M drafted or
-committed tokens, N tree nodes, P prefix positions, F layers read, C width, R size of a memory, v the
+Shape letters: B batch, K block, S width of a place (logits, or what they are made of), M drafted
+tokens, N tree nodes, P prefix positions, F layers read, C width, R size of a memory, v the
 drafter's vocabulary, V the target's.
 """
 
@@ -97,8 +97,8 @@ class BlockSource(Protocol):
 
 
 class DiffusionSource:
-    """A diffusion language model for ``target`` that reads all tokens afresh each round, or as many
-    of the last ones as it has room for.
+    """A diffusion language model for ``target`` that reads all tokens again in each round, or as
+    many of the last ones as it has room for.
 
     ``translation`` maps the target's tokens to the model's (None: the same ones); without one, a
     ``ValueError`` is raised when the vocabularies differ by more than padding.
@@ -117,7 +117,7 @@ class DiffusionSource:
         self.vocabulary = DrafterVocabulary(target.family.vocabulary)
 
     def begin(self, feedback: Feedback, most: int) -> None:
-        """See :class:`BlockSource`. Raises ``ValueError`` for a block that the model cannot hold."""
+        """See :class:`BlockSource`. Raises ``ValueError`` for a block the model cannot hold."""
         if most >= self.model.room:
             raise ValueError(
                 f"block must be shorter than the drafter's {self.model.room} positions, got {most}"
@@ -138,7 +138,7 @@ class DiffusionSource:
         return self.logits_after(feedback.token.new_empty(len(feedback.token), 0), block)
 
     def logits_after(self, drafted: Tensor, block: int) -> Tensor:
-        """Logits [B, K, V] of the ``block`` positions after the text and ``drafted`` [B, M] tokens."""
+        """Logits [B, K, V] of the ``block`` positions after the text and ``drafted`` [B, M]."""
         count = drafted.shape[1]
         tokens, lengths = self._window(self.model.room - block - count)
         if count:
@@ -156,7 +156,7 @@ class DiffusionSource:
         return self.history.tokens[row, max(stop - count, 0) : stop].tolist()
 
     def _window(self, most: int) -> tuple[Tensor, Tensor]:
-        """The last ``most`` tokens of each row at most [B, P], padded right, and their counts [B]."""
+        """The last ``most`` tokens of each row at most [B, P], right-padded, and counts [B]."""
         lengths = self.history.lengths.clamp(max=most)
         first = self.history.lengths - lengths
         order = torch.arange(int(lengths.max()), device=lengths.device)
@@ -166,7 +166,7 @@ class DiffusionSource:
 def shared_tokens(
     translation: Translation | None, vocabulary: int, mask: int, target: VLMTarget
 ) -> Translation:
-    """``translation``, or that of a drafter with ``target``'s tokens, without ``mask`` and pictures.
+    """``translation``, or that of equal tokens, without ``mask`` and the target's pictures.
 
     Raises ``ValueError`` when there is none and the vocabularies differ by more than padding.
     """

@@ -1,4 +1,4 @@
-"""From pictures and questions to a model's inputs: pictures opened, chat template, one padded batch.
+"""From pictures and questions to a model's inputs: open pictures, apply the chat template, pad.
 
 Shape letters: B batch, L positions.
 """
@@ -15,28 +15,23 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 Source = str | Path | Image.Image
-Pictures = Source | Sequence[Source] | None
+Pictures = Source | Sequence[Source] | None  # of one question
+Images = Pictures | Sequence[Pictures]
+Texts = str | Sequence[str]
 MOST_PIXELS = 80_000_000  # a larger picture takes more than 240 MB before it is scaled down
 DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
 
 
 @dataclass(frozen=True)
 class Questions:
-    """B questions and the pictures of each; without ``chat`` the texts are raw prompts with
-    placeholders.
-    """
+    """B questions and the pictures of each; without ``chat`` they are prompts with placeholders."""
 
     texts: list[str]
     pictures: list[list[Image.Image]]
     chat: bool = True
 
     @classmethod
-    def of(
-        cls,
-        images: Pictures | Sequence[Pictures],
-        questions: str | Sequence[str],
-        chat: bool = True,
-    ) -> Questions:
+    def of(cls, images: Images, questions: Texts, chat: bool = True) -> Questions:
         """Checked and opened.
 
         One question takes one picture, a list of them, or None; a list of questions a list of

@@ -132,7 +132,7 @@ def _check_expressible(config: MSDConfig, algorithm: str) -> None:
         if algorithm == "eagle3":
             why = "its layer is as wide as [embedding; fused states]"
         raise ValueError(
-            f"an MSD head's text path can be said as {ALGORITHM!r}, got {algorithm!r} ({why})"
+            f"an MSD head's text path can be written as {ALGORITHM!r}, got {algorithm!r} ({why})"
         )
     if config.qwen:
         raise ValueError(

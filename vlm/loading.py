@@ -1,21 +1,21 @@
 """Vision-language models, processors and drafters from folders.
 
 A folder is transformers' own, or that of a composed model: a LLaVA of parts that come in packages,
-in which EfficientNet-lite0 sees, SmolLM2-135M-Instruct speaks and only the projector is ours. Such
-a folder holds ``projector.safetensors`` and a ``config.json`` that names the language model; the
-whole is transformers' own ``LlavaForConditionalGeneration``.
+with EfficientNet-lite0 as vision tower, SmolLM2-135M-Instruct as language model and our own
+projector. Such a folder holds ``projector.safetensors`` and a ``config.json`` that names the
+language model; the whole is transformers' own ``LlavaForConditionalGeneration``.
 
-Drafters are in ``drafters/``: ``text`` holds a language model, ``vlm`` a small vision-language model
-(without one the first expert drafts), ``msd`` an MSD head, ``experts`` a folder for each model of
-Speculative Verdict, and ``prompts.json`` where they are asked in other words than the usual.
+Drafters are in ``drafters/``: ``text`` holds a language model, ``vlm`` a small vision-language
+model (without one the first expert drafts), ``msd`` an MSD head, ``experts`` a folder for each
+model of Speculative Verdict, and ``prompts.json`` where they are asked in other words.
 
 Shape letters: B pictures, N patches, D channels, S pixels a side that the tower sees.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def missing_parts(folder: Path) -> list[str]:
     language = find_target(read_json(folder / "config.json")["language_model"])
     missing = missing_packages(language) if is_packaged(language) else []
     tower = (efficientnet.CODE, efficientnet.WEIGHTS)
-    return [*missing, *(name for name in tower if find_spec(name) is None)]
+    return [*missing, *(name for name in tower if importlib.util.find_spec(name) is None)]
 
 
 def _compose(folder: Path, dtype: torch.dtype | None) -> LlavaForConditionalGeneration:
@@ -207,7 +207,7 @@ def save_composed(
 
 
 class TowerConfig(PreTrainedConfig):
-    """Sizes: ``hidden_size`` D = 112 + 320 channels, ``image_size`` S, ``patch_size`` of a token."""
+    """Sizes: ``hidden_size`` D = 112 + 320, ``image_size`` S, ``patch_size`` of a token."""
 
     model_type = "efficientnet_lite0"
 

@@ -1,5 +1,5 @@
-"""Method ``msd``: EAGLE-2's tree of point masses, or a static tree of recorded distributions, drafted
-by an MSD head; and which tree ``auto`` chooses.
+"""Method ``msd``: an MSD head drafts EAGLE-2's tree of point masses, or a static tree of recorded
+distributions; and which tree ``auto`` chooses.
 
 The prompt's slots are decoupled (see ``msd_head``), wherever and however many its pictures are: the
 target tells. In every round the slots of the committed tokens are run again on the target's own
@@ -86,9 +86,7 @@ class MSDDrafter:
         self.state = self._read_prompt(self.target, feedback.token, self.cache)  # [B, C]
 
     def start_row(self, row: int) -> None:
-        """Read the new prompt but for its last slot, which the next round reads with the first
-        token.
-        """
+        """Read the new prompt but for its last slot: the next round reads that with a token."""
         alone = self.target.started
         ids = alone.prompt.input_ids
         size = dataclasses.replace(self.cache.size, batch=1, scratch=0, capacity=ids.shape[1])
@@ -116,9 +114,7 @@ class MSDDrafter:
             return self.head(slots, positions, bias, self.cache.layers)
 
     def _read_prompt(self, target: VLMTarget, token: Tensor, cache: Cache) -> Tensor:
-        """Store the prompt's slots; the state predicted after the first sampled ``token`` [B] is
-        [B, C].
-        """
+        """Store the prompt's slots; the state [B, C] predicted after the sampled ``token`` [B]."""
         context = target.context
         assert context is not None, "the target keeps a context for drafters that want one"
         with self.clock("draft"):
@@ -221,9 +217,7 @@ def measure_acceptance(
     ends: Sequence[int],
     levels: int = 6,
 ) -> Acceptance:
-    """Acceptance [D, K] by level and rank over the answers to ``prompts``, decoded exactly with the
-    target's processor until one of the tokens ``ends``.
-    """
+    """Acceptance [D, K] by level and rank over exact answers to ``prompts``, until ``ends``."""
     shape = spine(WIDEST[:levels])
     counter = AcceptanceCounter(MSDDrafter(head, target, shape), shape)
     for i, prompt in enumerate(prompts):

@@ -1,10 +1,10 @@
-"""The head of Multimodal Speculative Decoding (MSD): decoupled prompt slots, a decoder layer, files.
+"""The head of Multimodal Speculative Decoding (MSD): network, decoupled prompt slots, files.
 
 After a prompt of L positions with target states h and language-model input embeddings e, slot j
 carries position j + 1: a text slot reads fc([e_{j+1}; h_j]), an image slot *is* e_{j+1}, the
 projector's output, without fc or state. Position 0 has no slot, be it text or image. The layers see
-slots 0 … L - 1 causally and end without a norm: their output stands for h_{j+1} and goes straight
-into the target's output head. Sources: MSD (arXiv 2505.14260), EAGLE (2401.15077).
+slots 0 … L - 1 causally and end without a norm: their output approximates h_{j+1} and goes
+straight into the target's output head. Sources: MSD (arXiv 2505.14260), EAGLE (2401.15077).
 
 On disk a head is ``config.json`` beside ``pytorch_model.bin`` (as released) or
 ``model.safetensors``, with the official names. The official format has a frozen copy of the
@@ -141,7 +141,7 @@ class MSDAttention(nn.Module):
     def forward(
         self, x: Tensor, turns: Turns, bias: Tensor | None, memory: Memory | None
     ) -> Tensor:
-        """``x`` [R, T, C] attends to what ``memory`` holds under ``bias``, or causally to itself."""
+        """``x`` [R, T, C] attends to ``memory`` under ``bias``, or causally to itself."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)) for f in projections)
         q, k = apply_rotary_pos_emb(q, k, *turns, unsqueeze_dim=2)  # [R, T, H or K, D]
@@ -203,10 +203,10 @@ class MSDHead(nn.Module):
         self.frequencies = config.rope_theta**-steps
 
     def prompt_slots(self, embeddings: Tensor, hidden: Tensor, image: Tensor) -> Tensor:
-        """Slots [R, T, C] of ``embeddings`` [R, T, C] of the next positions and ``hidden`` [R, T, C].
+        """Slots [R, T, C] of the next positions' ``embeddings`` [R, T, C] and of ``hidden``.
 
         Where ``image`` [R, T] tells that the *next* position is a picture's, they are the
-        embeddings as they are.
+        embeddings as they are; ``hidden`` is [R, T, C].
         """
         return torch.where(image[..., None], embeddings, self.text_slots(embeddings, hidden))
 
@@ -248,9 +248,9 @@ def load_msd(
     """The head in the folder ``path``, in evaluation mode, in ``dtype`` or that of ``embeddings``.
 
     ``embeddings`` [V, C] are the target's; drafters of other sizes or of another target's
-    embeddings are refused, and a target padded with further rows (as llava-hf's conversions are)
-    lends them to the head. Raises ``ValueError`` naming missing, extra, misshapen or non-finite
-    weights, and for a config that does not say the sizes.
+    embeddings are refused. Where the target is padded with further rows (as llava-hf's conversions
+    are), the head gets them, too. Raises ``ValueError`` naming missing, extra, misshapen or
+    non-finite weights, and for a config without the sizes.
     """
     file = weights_file(path).with_name("config.json")
     facts = read_json(file)
@@ -276,7 +276,7 @@ def _check_target(
     embeddings: Tensor,
     path: str | Path,
 ) -> None:
-    """Raise ``ValueError`` unless a drafter with ``own`` embeddings [v, C] is for ``embeddings``."""
+    """Raise ``ValueError`` unless a drafter of ``own`` embeddings [v, C] is for ``embeddings``."""
     rows, width = embeddings.shape
     if config.hidden_size != width or config.vocab_size > rows:
         found = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}

@@ -6,13 +6,14 @@ Shape letters: B questions of a batch, T tokens of an answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
 from specmm import methods
 from specmm.autotune import Plan
@@ -34,7 +35,7 @@ from specmm.hf.target import VLMTarget
 from specmm.registry import named
 from specmm.stats import Certificate, Stats
 from specmm.turns import in_its_turn, turns_of
-from specmm.vlm.asking import Pictures, Questions
+from specmm.vlm.asking import Images, Questions, Texts
 from specmm.vlm.loading import load_model, load_processor
 
 
@@ -109,11 +110,7 @@ class VQAPipeline(Pipeline):
 
     @in_its_turn(lambda pipe: pipe.model)
     def __call__(
-        self,
-        images: Pictures | Sequence[Pictures],
-        questions: str | Sequence[str],
-        streamer: Any = None,
-        **options: Any,
+        self, images: Images, questions: Texts, streamer: BaseStreamer | None = None, **options: Any
     ) -> VQAOutput:
         """Answer one question about a picture, several or none, or a list of questions about a list
         of those.
@@ -125,19 +122,18 @@ class VQAPipeline(Pipeline):
         """
         with ending(streamer):
             given = Options.of(options)
-            if isinstance(method := self._method(given), methods.Verdict):
-                return self._rule(method, images, questions, options, streamer)
+            method = self._method(given)
+            if _is_judged(method):
+                return self._judge(method, images, questions, options, streamer)
             run = self._start(images, questions, given)
             answers, tokens, end = run.finish(streamer)
         texts = [answer.strip() for answer in answers]
         return VQAOutput(texts, tokens, end.stats, run.certificate(end), run.method)
 
-    def stream(
-        self, images: Pictures | Sequence[Pictures], questions: str | Sequence[str], **options: Any
-    ) -> Iterator[list[str]]:
+    def stream(self, images: Images, questions: Texts, **options: Any) -> Iterator[list[str]]:
         """The new text of every answer after each round; options as for a call."""
         given = Options.of(options)
-        if isinstance(self._method(given), methods.Verdict):
+        if _is_judged(self._method(given)):
             raise ValueError(
                 "method 'verdict' answers at once, when all models have answered; "
                 "call the pipeline instead"
@@ -145,28 +141,28 @@ class VQAPipeline(Pipeline):
         for round_ in turns_of(self.model).each(self._rounds(images, questions, given, False)):
             yield [said.text for said in round_]
 
-    def rounds(self, images: Any, questions: Any, **options: Any) -> Iterator[list[RoundText]]:
+    def rounds(self, images: Images, questions: Texts, **options: Any) -> Iterator[list[RoundText]]:
         """As ``stream``, with the tokens of each round, and its accepted drafts set apart."""
         rounds = self._rounds(images, questions, Options.of(options), True)
         yield from turns_of(self.model).each(rounds)
 
     def _rounds(
-        self, images: Any, questions: Any, options: Options, apart: bool
+        self, images: Images, questions: Texts, options: Options, apart: bool
     ) -> Iterator[list[RoundText]]:
         yield from self._start(images, questions, options).rounds(apart)
 
     def _method(self, options: Options) -> methods.VQAMethod:
         return self.method if options.method is None else methods.resolve_vqa(options.method)
 
-    def _rule(
+    def _judge(
         self,
-        method: methods.Verdict,
-        images: Any,
-        question: Any,
+        method: Any,
+        images: Images,
+        question: Texts,
         options: dict[str, Any],
-        streamer: Any,
+        streamer: BaseStreamer | None,
     ) -> VQAOutput:
-        """Speculative Verdict by the experts (pipelines) of this pipeline; its model is the judge."""
+        """Speculative Verdict by this pipeline's experts (pipelines), its model the judge."""
         if not isinstance(question, str):
             raise ValueError(f"method 'verdict' takes one question at a time, got {len(question)}")
         judge = VQAPipeline(self.model, self.processor, name=self.name)
@@ -181,13 +177,12 @@ class VQAPipeline(Pipeline):
         if streamer is not None:  # nothing to stream before the experts have answered
             stream(streamer, [ids])
         stats = Stats(tokens=len(ids), rounds=len(ids), seconds=time.perf_counter() - begin)
-        claim = Certificate(
-            "heuristic", "the answer is the verdict model's once it has heard the others"
-        )
+        reason = "the answer is the verdict model's after it has read those of the others"
+        claim = Certificate("heuristic", reason)
         claim = claim.under(Options.of(options).processor.settings)
         return VQAOutput([ruling.answer], [ids], stats, claim, method.name, ruling)
 
-    def _start(self, images: Any, questions: Any, options: Options) -> Run:
+    def _start(self, images: Images, questions: Texts, options: Options) -> Run:
         """Prepare a batch; nothing runs before the first round."""
         method = self._method(options)
         if options.compiled:
@@ -210,3 +205,8 @@ class VQAPipeline(Pipeline):
         if method.drafts:
             parts = assemble(method, target, self.drafter(method.name), self.tokenizer)
         return self._run(name, target, prompt, options, parts, prompts)
+
+
+def _is_judged(method: methods.VQAMethod) -> bool:
+    """Whether a judge decides between answers, in place of a drafter."""
+    return method.name in KINDS and bool(KINDS[method.name].judge)

@@ -85,9 +85,7 @@ class VerdictPrompts:
     def ask(
         self, question: str, answers: Sequence[str], reasons: Sequence[str] | None = None
     ) -> str:
-        """The question to the verdict model with the experts' ``answers`` and ``reasons``, best
-        first.
-        """
+        """The verdict model's question with the experts' ``answers``, ``reasons``, best first."""
         pairs = zip(answers, reasons or [""] * len(answers), strict=True)
         lines = [
             self.expert.format(number=n, answer=answer, reasoning=reason)
@@ -215,9 +213,7 @@ class SpeculativeVerdict:
         return Ruling(final, answers, scores, table, heard, reasons)
 
     def score(self, images: Pictures, question: str, answers: Sequence[str]) -> Tensor:
-        """ln PPL of each answer to each expert [K, len(answers)]: one forward an expert, equal
-        answers once.
-        """
+        """ln PPL of each answer to each expert [K, len(answers)], by one forward an expert."""
         different = list(dict.fromkeys(answers))
         text = self.prompts.score.format(question=question)
         rows = [log_perplexities(expert, images, text, different) for expert in self.experts]
@@ -237,9 +233,7 @@ def consensus(log_perplexities: Tensor) -> Tensor:
 
 
 def best(scores: Tensor, count: int, generator: torch.Generator) -> list[int]:
-    """The ``count`` of the lowest ``scores`` [K], best first, ties in an order drawn from
-    ``generator``.
-    """
+    """The ``count`` lowest of ``scores`` [K], best first, ties in random order."""
     order = torch.randperm(len(scores), generator=generator)
     return order[scores[order].sort(stable=True).indices][:count].tolist()
 
@@ -274,7 +268,7 @@ def log_perplexities(
 
 
 def _append(inputs: dict[str, Any], answers: Sequence[list[int]]) -> dict[str, Any]:
-    """A batch of one prompt with each of ``answers`` after it, its pictures repeated for each row."""
+    """A batch of one prompt with each of ``answers`` after it, its pictures repeated by row."""
     count = len(answers)
     most = max(map(len, answers))
     ids = inputs["input_ids"]

@@ -166,7 +166,7 @@ class _Rotary(nn.Module):
 
 
 def _turn(x: Tensor, by: Tensor) -> Tensor:
-    """``x`` [B, L, H, D], its halves real and imaginary parts, turned ``by`` [B or 1, L, 1, D / 2]."""
+    """``x`` [B, L, H, D], its halves real and imaginary parts, turned ``by`` the positions."""
     turned = torch.complex(*x.float().chunk(2, dim=-1)) * by
     return torch.cat([turned.real, turned.imag], dim=-1).to(x.dtype)
 

@@ -10,7 +10,7 @@ and draft token i is the target's i + d2t[i] (EAGLE-3's convention), which makes
 ``markov_rank``: a token's logits depend on the token before it in the block, too
 (:class:`PairTable`). ``recurrent_size``: and on all before it (:class:`BlockMemory`).
 
-Shape letters: B batch, M new context positions, K block (anchor included), A blocks of a row, F
+Shape letters: B batch, M new context positions, K block (anchor included), F
 target layers read, C width, H heads, D head width, R size of the memory or rank of the table, V
 vocabulary, v the drafter's.
 """
@@ -140,12 +140,6 @@ class PairTable(nn.Module):
         found: Tensor = self.after(self.before(previous))
         return found
 
-    @torch.no_grad()
-    def reset(self, spread: float) -> None:
-        """Weights to begin training with, which add nothing yet."""
-        self.before.weight.normal_(0, spread)
-        self.after.weight.zero_()
-
 
 class BlockMemory(nn.Module):
     """A memory of ``size`` R along a block of states of ``width`` C, which binds each draft to
@@ -175,9 +169,7 @@ class BlockMemory(nn.Module):
     @torch.inference_mode(False)
     @torch.no_grad()
     def table(self, embeddings: Tensor) -> Tensor:
-        """``read`` of every token [V, R]; computed anew where ``embeddings`` [V, C] or weights
-        changed.
-        """
+        """``read`` of all tokens [V, R], again where ``embeddings`` [V, C] or weights changed."""
         state = (state_of(embeddings), state_of(self.token.weight))
         if self._table_of[:2] != state:
             parts = [self.read(part) for part in embeddings.split(TABLE_ROWS)]
@@ -187,7 +179,7 @@ class BlockMemory(nn.Module):
         return self._table
 
     def places(self, states: Tensor) -> Tensor:
-        """The block's ``states`` [..., C] and their part of the memory, side by side [..., C + R]."""
+        """The block's ``states`` [..., C] and their part of the memory, joined [..., C + R]."""
         return torch.cat([states, self.place(states)], dim=-1)
 
     def forward(self, place: Tensor, token: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -200,24 +192,6 @@ class BlockMemory(nn.Module):
         inner = inner + token
         memory = F.silu(inner if memory is None else inner + self.memory(memory))
         return states + self.out(memory), memory
-
-    def along(self, states: Tensor, embeddings: Tensor) -> Tensor:
-        """The states [B, A, K, C] after the real tokens before each draft, of ``embeddings`` [B, A,
-        K, C].
-        """
-        memory = None
-        found = []
-        tokens = self.read(embeddings).unbind(2)
-        for place, token in zip(self.places(states).unbind(2), tokens, strict=True):
-            state, memory = self(place, token, memory)
-            found.append(state)
-        return torch.stack(found, dim=2)
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Weights to begin training with, which add nothing yet."""
-        self.place.bias.zero_()
-        self.out.weight.zero_()
 
 
 class DFlash(nn.Module):
@@ -271,7 +245,7 @@ class DFlash(nn.Module):
         self.t2d.fill_(count)[ids] = order
 
     def pairs(self, previous: Tensor) -> Tensor:
-        """The table's addition to the logits [..., v] after the target's tokens ``previous`` [...]."""
+        """The addition to the logits [..., v] after the target's tokens ``previous`` [...]."""
         assert self.markov is not None
         found: Tensor = self.markov(self.t2d[previous])
         return found
@@ -331,9 +305,7 @@ class DFlash(nn.Module):
 
 
 def context_keys(model: DFlash, context: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values [B, H, M, D] of each layer for ``context`` [B, M, F·C] at ``positions`` [1 or
-    B, M].
-    """
+    """Each layer's keys, values [B, H, M, D] of ``context`` [B, M, F·C] at [1 or B, M]."""
     mixed = model.hidden_norm(model.fc(context))  # [B, M, C]
     turns = model.turns(mixed, positions)
     found = []

@@ -29,11 +29,6 @@ class DiffusionLM(Protocol):
     room: int
     shift: int
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        ...
-
     def states(self, tokens: Tensor, valid: Tensor | None = None) -> Tensor:
         """States [B, L, C] of ``tokens`` [B, L]; those not ``valid`` [B, L] bool are not seen."""
         ...

@@ -17,7 +17,6 @@ from specmm.diffusion_drafters.models.deer import save_deer
 from specmm.diffusion_drafters.models.dflash import load_dflash, save_dflash
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
 from specmm.diffusion_drafters.models.drafter_files import check_target
-from specmm.diffusion_drafters.ngram import fit
 from specmm.hf.drafting import KINDS
 from specmm.hf.pretrained import (
     find_target,
@@ -33,6 +32,7 @@ from specmm.recipes.training.deer import build_deer, train_deer
 from specmm.recipes.training.dflash import build_block, layers_read, train_block, with_memory
 from specmm.recipes.training.drawn_rows import Rows, drawn_chats, drawn_rows, frequent
 from specmm.recipes.training.masked_diffusion import save_dream, train_diffusion
+from specmm.recipes.training.ngram import fit
 from specmm.recipes.training.small_qwen import LENGTH, Sizes, build_model
 from specmm.recipes.training.texts import given_texts, read_files, token_stream, windows
 from specmm.text.pipeline import TextPipeline

@@ -1,4 +1,4 @@
-"""EfficientNet-lite0 (Tan and Le 2019) from packages that bring its code and its ImageNet weights."""
+"""EfficientNet-lite0 (Tan and Le 2019), its code and ImageNet weights from packages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILE = "models/efficientnet-lite0-57934424.pth"
 
 
 def new_network() -> Any:
-    """The classifier with random weights; ``ValueError`` where the package of its code is missing."""
+    """The classifier with random weights; ``ValueError`` where its code's package is missing."""
     try:
         package = importlib.import_module(CODE)
     except ImportError:

@@ -14,12 +14,12 @@ from recipes.training.coder import build_tokenizer
 from specmm.diffusion_drafters.assemble import PROXY
 from specmm.diffusion_drafters.models.deer import DEERModel, save_deer, share
 from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig, save_dflash
-from specmm.diffusion_drafters.ngram import fit
 from specmm.image_ar.autoencoder import VQConfig, VQModel
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, LlamaGenSettings
+from specmm.recipes.training.ngram import fit
 from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline
 

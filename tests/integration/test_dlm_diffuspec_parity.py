@@ -41,7 +41,7 @@ def case(request):
 
 
 def parts(case):
-    """The block, its lattice with the end token kept, and the objectives with and without an end."""
+    """The block, its lattice with the end token kept, objectives with and without an end."""
     log_probs = torch.tensor(case["dlm_logprobs"], dtype=torch.float64)
     proxy = Table(case["ngram"]["order"], case["ngram"]["logprobs"])
     ending, endless = (

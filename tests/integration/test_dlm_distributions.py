@@ -15,7 +15,7 @@ from specmm.diffusion_drafters.block_drafters import marginal_chain, with_root
 from specmm.diffusion_drafters.diffusion_chains import lattice_chain, next_probs, point_chain
 from specmm.diffusion_drafters.lattice_search import Objective, prune
 from specmm.diffusion_drafters.lattice_search import Path as Draft
-from specmm.diffusion_drafters.ngram import fit
+from specmm.recipes.training.ngram import fit
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import PointMass, Recursive, expected_tokens
 from specmm.verify.exhaustive import (
@@ -152,13 +152,13 @@ def lattice_of(case):
     return lattice, Objective(fit([[0, 1, 2, 0, 2, 1, 1]], case["V"], 2), [1], 0.6)
 
 
-def every_lattice_draw(case, temperature):
+def every_lattice_draw(case):
     """Both tokens of every path of the lattice, its probability and the rows it was drawn from."""
     lattice, objective = lattice_of(case)
     tokens, chances, probs = [], [], []
-    for first, chance in zip(*next_probs(lattice, objective, Draft(), temperature), strict=True):
-        for second, then in zip(*next_probs(lattice, objective, first, temperature), strict=True):
-            rows = [next_probs(lattice, objective, path, temperature) for path in (Draft(), first)]
+    for first, chance in zip(*next_probs(lattice, objective, Draft()), strict=True):
+        for second, then in zip(*next_probs(lattice, objective, first), strict=True):
+            rows = [next_probs(lattice, objective, path) for path in (Draft(), first)]
             dist = torch.zeros(2, case["V"], dtype=torch.float64)
             for row, (grown, probabilities) in zip(dist, rows, strict=True):
                 row[[path.tokens[-1] for path in grown]] = probabilities
@@ -168,10 +168,9 @@ def every_lattice_draw(case, temperature):
     return tokens, torch.stack(chances), torch.stack(probs)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_drawing_from_the_lattice_is_exact_with_its_own_rows_only(case, temperature):
+def test_drawing_from_the_lattice_is_exact_with_its_own_rows_only(case):
     target = target_of(case)
-    tokens, chance, probs = every_lattice_draw(case, temperature)
+    tokens, chance, probs = every_lattice_draw(case)
     drawn = enumerated(tokens, chance, with_root(probs), case["V"])
     assert float(chance.sum()) == pytest.approx(1)
     assert total_variation(first_two(Recursive(), drawn, target), sequence_probs(target, 2)) < 1e-12
@@ -195,7 +194,7 @@ def test_draws_follow_the_distributions_they_carry():
     root, uniforms = torch.zeros(rows, dtype=torch.int64), UniformSource(rows)
     lattice, objective = lattice_of(case)
     tree = lattice_chain(root, [lattice] * rows, [objective] * rows, case["V"], uniforms, 3)
-    tokens, chance, probs = every_lattice_draw(case, 1.0)
+    tokens, chance, probs = every_lattice_draw(case)
     for path, wanted, dist in zip(tokens, chance.tolist(), probs, strict=True):
         drew = (tree.tokens[:, 1:3] == torch.tensor(path)).all(1)
         assert float(drew.float().mean()) == pytest.approx(wanted, abs=4 * (wanted / rows) ** 0.5)
@@ -214,5 +213,3 @@ def test_chosen_paths_carry_no_distributions():
     tree = point_chain(torch.tensor([7, 8]), [(1, 2, 3), ()], 2)
     assert tree.tokens.tolist() == [[7, 1, 2], [8, 8, 8]] and tree.probs is None
     assert point_chain(torch.tensor([7]), [()], 0).tokens.tolist() == [[7]]
-    with pytest.raises(ValueError, match="temperature must be positive"):
-        next_probs(*lattice_of(CASES[0]), Draft(), 0.0)

@@ -11,7 +11,10 @@ from specmm import TextPipeline, methods, zoo
 from specmm.cli import app
 
 POCKET = zoo.POCKET / "coder"
-PROMPT = 'def mean(values):\n    """The arithmetic mean of values."""\n    if not values:\n        raise ValueError('
+PROMPT = (
+    'def mean(values):\n    """The arithmetic mean of values."""\n'
+    "    if not values:\n        raise ValueError("
+)
 DRAFTED = ("deer", "block", "diffuspec", "specdiff", "text-draft")
 
 

@@ -16,13 +16,13 @@ from specmm.decode import decode, decode_plain
 from specmm.diffusion_drafters.assemble import Diffusion
 from specmm.diffusion_drafters.diffusion_chains import DiffuSpecDrafter
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
-from specmm.diffusion_drafters.ngram import fit
 from specmm.hf.drafters.small_model import SmallModel
 from specmm.hf.drafting import load_drafter
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
+from specmm.recipes.training.ngram import fit
 from specmm.verify import Recursive
 
 GREEK = "αβγδεζηθικλμνξοπρστυφχψω" * 4

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
-from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig, context_keys
+from specmm.diffusion_drafters.models.dflash import BlockMemory, DFlash, DFlashConfig, context_keys
 from specmm.hf.target import VLMTarget
 from specmm.recipes.training.blocks import ANCHORS, Anchors, Head, fading, probs_loss
 from specmm.recipes.training.drawn_rows import Batch, Rows
@@ -56,12 +56,20 @@ def build_block(
             if weight.ndim > 1:
                 torch.nn.init.normal_(weight, 0, sizes.initializer_range)
         if model.markov is not None:
-            model.markov.reset(sizes.initializer_range)
+            model.markov.before.weight.data.normal_(0, sizes.initializer_range)
+            model.markov.after.weight.data.zero_()  # it adds nothing yet
         if model.recurrent is not None:
-            model.recurrent.reset()
+            _silence(model.recurrent)
     if ids is not None:
         model.set_ids(ids.sort().values)
     return model.to(target.device)
+
+
+@torch.no_grad()
+def _silence(memory: BlockMemory) -> None:
+    """Make an untrained ``memory`` add nothing yet."""
+    memory.place.bias.zero_()
+    memory.out.weight.zero_()
 
 
 def _sizes(target: VLMTarget, layers: int, block: int, inner: int) -> Any:
@@ -108,7 +116,7 @@ def with_memory(before: DFlash, size: int) -> DFlash:
     with seeded(0):
         model = DFlash(dataclasses.replace(config, recurrent=size or config.recurrent))
     if model.recurrent is not None and before.recurrent is None:
-        model.recurrent.reset()
+        _silence(model.recurrent)
     model.load_state_dict(before.state_dict(), strict=False)
     if model.ids is not None:
         model.set_ids(model.ids)
@@ -129,7 +137,7 @@ def train_block(
     seed: int = 0,
     compiled: bool = True,
 ) -> None:
-    """Train ``model`` in place; ``rows`` must have been made with its layers. Resumes from ``out``."""
+    """Train ``model`` in place; ``rows`` must be made with its layers. Resumes from ``out``."""
     target.model.requires_grad_(False)
     compile_layers(model.layers, compiled)
     head = target.family.logits_of(model.ids)
@@ -161,10 +169,23 @@ def block_loss(
     wanted = data.hidden.gather(1, places[..., None].expand(-1, -1, data.hidden.shape[-1]))
     before = data.tokens.gather(1, places).view(states.shape[:3])
     if model.recurrent is not None:
-        states = model.recurrent.along(states, target.embed(before))
+        states = along(model.recurrent, states, target.embed(before))
     pairs = None if model.markov is None else model.pairs(before)
     weights = fading(size - 1, fade).to(device)
     return probs_loss(states, wanted.view_as(states), weights, head, pairs)
+
+
+def along(memory: BlockMemory, states: Tensor, embeddings: Tensor) -> Tensor:
+    """``states`` [B, A, K, C] with the memory of the real tokens before each draft, of
+    ``embeddings`` [B, A, K, C].
+    """
+    latest = None
+    found = []
+    tokens = memory.read(embeddings).unbind(2)
+    for place, token in zip(memory.places(states).unbind(2), tokens, strict=True):
+        state, latest = memory(place, token, latest)
+        found.append(state)
+    return torch.stack(found, dim=2)
 
 
 def _forward(model: DFlash, context: Tensor, embeddings: Tensor, drawn: Anchors) -> Tensor:
@@ -182,7 +203,7 @@ def _forward(model: DFlash, context: Tensor, embeddings: Tensor, drawn: Anchors)
 
 
 class _Prefix:
-    """A cache that puts each layer's context keys and values [B, H, L, D] before the blocks' own."""
+    """A cache that puts each layer's context keys and values [B, H, L, D] before the blocks'."""
 
     def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         self.pairs = pairs

@@ -162,7 +162,8 @@ def read_slots(
     mask = F.pad(answers[:, 1:], (0, 1))
     if not bool(mask.any()):
         raise ValueError(
-            f"examples must hold answers after their first token, got none in a batch of {len(examples)}"
+            "examples must hold answers after their first token, got none in a batch of "
+            f"{len(examples)}"
         )
     return Slots(embeddings, image, hidden, plain.hidden.roll(-1, 1), mask)
 

@@ -35,7 +35,7 @@ class Sizes:
 
 
 def build_model(sizes: Sizes, tokenizer: Any, seed: int) -> Any:
-    """A model of ``tokenizer``'s tokens with random weights, residual branches scaled as in GPT-2."""
+    """A model of ``tokenizer``'s tokens with random weights, its branches scaled as in GPT-2."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=sizes.dim,

@@ -98,7 +98,8 @@ def given_texts(places: Sequence[Path]) -> dict[str, str]:
         read = _texts({file.as_posix(): file for file in files})
         if not read:
             raise ValueError(
-                f"text must be readable as UTF-8 and not empty, got none at {place}; give other text"
+                f"text must be readable as UTF-8 and not empty, got none at {place}; "
+                "give other text"
             )
         found |= read
     return {name: text for text, name in found.items()}

@@ -18,11 +18,11 @@ from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
 from specmm.diffusion_drafters.models.deer import DEERModel
 from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
-from specmm.diffusion_drafters.ngram import fit
 from specmm.diffusion_drafters.sources import DFlashSource, DiffusionSource
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.randomness import Uniforms
+from specmm.recipes.training.ngram import fit
 from specmm.tree import TreeShape
 from specmm.verify import Recursive, Traversal
 
@@ -224,7 +224,7 @@ def sequence_distribution(processor, row, length):
 
 
 def fits(probs, tokens):
-    """Whether ``tokens`` [n, T] pass a chi-square test at one in a thousand; rare cells are joined."""
+    """Whether ``tokens`` [n, T] pass a chi-square test at 0.001; rare cells are joined."""
     length = tokens.shape[1]
     index = sum(tokens[:, t] * SMALL ** (length - 1 - t) for t in range(length))
     seen = torch.bincount(index, minlength=len(probs)).double()

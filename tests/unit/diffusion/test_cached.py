@@ -38,7 +38,7 @@ def model(vocabulary, layers, seed):
 
 
 class Anew:
-    """Keeps each row's tokens and compares every block with that of a source that has just begun."""
+    """Keeps each row's tokens and compares every block with that of a fresh source."""
 
     def __init__(self, drafter, target):
         self.source, self.target = CausalSource(drafter, target), target

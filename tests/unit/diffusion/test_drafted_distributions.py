@@ -5,7 +5,7 @@ from is caught.
 import pytest
 import torch
 
-from specmm.diffusion_drafters.block_drafters import next_marginals, with_root
+from specmm.diffusion_drafters.block_drafters import with_root
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.tree import DraftTree
@@ -49,12 +49,8 @@ class ForgetsPairs(LikeliestWithMarginals):
 
     def propose(self, feedback, uniforms):
         tree = self.whole.propose(feedback, uniforms)
-        target, tokens = self.whole.target, feedback.token
-        source = self.whole.source
-        probs = next_marginals(
-            tokens, self.logits, self.whole.probs, source.next_logits, source.vocabulary
-        )
-        assert target.processor == self.whole.probs
+        probs = self.whole.next_drafts.marginals(feedback.token, self.logits)
+        assert self.whole.target.processor == self.whole.probs
         return DraftTree(tree.tokens, tree.shape, with_root(probs))
 
     def __init__(self, whole):

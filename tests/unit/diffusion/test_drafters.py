@@ -52,7 +52,7 @@ def test_greedy_decoding_is_plain_decoding(make):
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("rows", [ROWS, *([row] for row in ROWS)], ids=len)
 def test_what_is_kept_is_what_would_be_read_afresh_where_layers_do_not_mix_it(rows, shift):
-    """So of a model of one layer; of three layers in the first round, when nothing has been kept."""
+    """So for a model of one layer; for three layers in the first round, when nothing is kept."""
     for layers in (1, 3):
         seen = [
             recorded(kind, dream(V, layers=layers, shift=shift), rows)

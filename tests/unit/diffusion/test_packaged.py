@@ -1,4 +1,4 @@
-"""Targets whose weights a package brings: found by folder, unpacked once, or told what to install."""
+"""Targets whose weights come in a package: found by folder, unpacked once, or named if missing."""
 
 import json
 import re

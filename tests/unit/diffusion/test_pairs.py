@@ -9,12 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specmm.diffusion_drafters.block_drafters import (
-    next_chain,
-    next_marginals,
-    next_tree,
-    with_point_masses,
-)
+from specmm.diffusion_drafters.block_drafters import NextDrafts, with_point_masses
 from specmm.diffusion_drafters.sources import DrafterVocabulary
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
@@ -47,6 +42,10 @@ def next_logits(vocabulary, remembers=False):
     return after
 
 
+def drafts(vocabulary):
+    return NextDrafts(Processor(), next_logits(vocabulary), vocabulary)
+
+
 def along(after, logits, path):
     """Logits [..., v] after every token [...] of ``path``, one after another; ``logits`` are those
     of each place.
@@ -68,7 +67,7 @@ def paths(tree):
 def test_pairs_marginals_are_those_of_their_chains():
     """Over all tokens before, not the likeliest few: Σ p(a) p(b | a) by enumeration."""
     logits, root, table = block(2), torch.tensor([1, 4]), TABLE
-    found = next_marginals(root, logits, Processor(), next_logits(ALL), ALL, 5)
+    found = drafts(ALL).marginals(root, logits, 5)
     probs = (logits[:, 0] + table[root]).softmax(-1)
     for place in range(3):
         torch.testing.assert_close(found[:, place], probs)
@@ -89,7 +88,7 @@ def test_a_tree_of_pairs_holds_the_likeliest_paths(vocabulary, total, remembers)
     def probs(path):
         return vocabulary.spread(Processor()(along(after, logits[0], (int(root), *path))[-1]))
 
-    found = next_tree(root, logits, Processor(), after, vocabulary, total)
+    found = NextDrafts(Processor(), after, vocabulary).tree(root, logits, total)
     assert found.shape.size == total and found.probs is None
     assert paths(found) == paths(best_first(probs, int(root), total, 3, 5))
 
@@ -97,11 +96,11 @@ def test_a_tree_of_pairs_holds_the_likeliest_paths(vocabulary, total, remembers)
 @torch.inference_mode()
 def test_a_tree_of_one_level_and_one_of_many_nodes():
     root = torch.tensor([1])
-    level = next_tree(root, block(1, 1), Processor(), next_logits(ALL), ALL, 5)
+    level = drafts(ALL).tree(root, block(1, 1), 5)
     assert level.shape.depth == 1 and len(set(level.tokens[0, 1:].tolist())) == 4
-    assert next_tree(root, block(1, 4), Processor(), next_logits(ALL), ALL, 50).shape.size == 50
+    assert drafts(ALL).tree(root, block(1, 4), 50).shape.size == 50
     with pytest.raises(ValueError, match=r"total must be in \[2, 6\]"):
-        next_tree(root, block(1, 1), Processor(), next_logits(ALL), ALL, 9)
+        drafts(ALL).tree(root, block(1, 1), 9)
 
 
 @torch.inference_mode()
@@ -114,7 +113,7 @@ def test_a_chain_records_the_distribution_of_every_draw(vocabulary, remembers):
         next_logits(vocabulary, remembers),
     )
     uniforms, shape = Uniforms.from_seeds([0, 1]), TreeShape.chain(3, "cpu")
-    tree = next_chain(root, logits, Processor(0.7), after, vocabulary, uniforms, None, shape)
+    tree = NextDrafts(Processor(0.7), after, vocabulary).chain(root, logits, shape, uniforms)
     for place, scores in enumerate(along(after, logits.unbind(1), tree.tokens[:, :3].unbind(1))):
         probs = vocabulary.spread(Processor(0.7)(scores))
         torch.testing.assert_close(tree.probs[:, place + 1], probs, rtol=0, atol=0)
@@ -125,7 +124,7 @@ def test_a_chain_records_the_distribution_of_every_draw(vocabulary, remembers):
 def test_a_greedy_chain_takes_the_likeliest_and_what_is_settled():
     logits, root, after = block(1), torch.tensor([7]), next_logits(FEW)
     fixed = torch.tensor([[-1, 3, -1]])  # a token that the drafter does not know
-    tree = next_chain(root, logits, Processor(), after, FEW, None, fixed, TreeShape.chain(3, "cpu"))
+    tree = drafts(FEW).chain(root, logits, TreeShape.chain(3, "cpu"), None, fixed)
     first, last = (
         FEW.to_target(after(logits[:, i], tree.tokens[:, i], None)[0].argmax(-1)) for i in (0, 2)
     )

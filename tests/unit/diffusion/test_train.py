@@ -180,7 +180,9 @@ def test_pairs_memory_and_few_tokens_draft_what_they_are_trained_on(target, toke
     ids[..., 0] = tokens.gather(1, anchors.places)
     states = dflash._forward(drafter, data.context, target.embed(ids.flatten(1)), anchors)[:, :, 1:]
     if recurrent:
-        states = drafter.recurrent.along(states, target.embed(tokens[:, None, place : place + K]))
+        states = dflash.along(
+            drafter.recurrent, states, target.embed(tokens[:, None, place : place + K])
+        )
     memory = None
     for depth in range(K):
         before = tokens[:, place + depth]

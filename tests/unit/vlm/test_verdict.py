@@ -12,7 +12,10 @@ from specmm.hf.drafting import load_drafter
 from specmm.vlm.pipeline import VQAPipeline
 from specmm.vlm.verdict import SpeculativeVerdict, VerdictPrompts, best, consensus, log_perplexities
 
-WORDS = "question : answer what is it a red green dog cat house expert reasoning think step by the picture shows then"
+WORDS = (
+    "question : answer what is it a red green dog cat house expert reasoning think step by the "
+    "picture shows then"
+)
 QUESTION = "what is it"
 
 
