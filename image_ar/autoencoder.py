@@ -101,8 +101,7 @@ class Stack:
     def middle(self, channels: int) -> nn.Sequential:
         """Attention between two residual blocks: [B, C, h, h] -> [B, C, h, h]."""
         names = ("0", "1", "2") if self.llamagen else ("block_1", "attn_1", "block_2")
-        first, attention = ResBlock(channels, channels), self.kind(channels)
-        blocks = (first, attention, ResBlock(channels, channels))
+        blocks = (ResBlock(channels, channels), self.kind(channels), ResBlock(channels, channels))
         return nn.Sequential(OrderedDict(zip(names, blocks, strict=True)))
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,10 @@ from specmm.checkpoints import read_json, weights_file
 from specmm.registry import unknown
 from specmm.stats import Certificate, Stats, merged_certificate, total
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 Callback = Callable[[Any, int, int, dict[str, Any]], dict[str, Any]]
 OUTPUT_TYPES = ("pil", "np", "latent")
 SETTINGS = "settings.json"
@@ -38,7 +41,7 @@ class ImageOutput(BaseOutput):  # type: ignore[misc]
     ``certificate``, ``method``.
     """
 
-    images: Any
+    images: list[Image.Image] | npt.NDArray[np.uint8]
     tokens: Tensor
     stats: Stats
     certificate: Certificate
@@ -79,7 +82,8 @@ def draw_batches(
     certificate = merged_certificate([(part.certificate, part.measured) for part in parts])
     assert certificate is not None, "there is at least one picture"
     drawn = [part.images for part in parts if part.images is not None]
-    pictures: npt.NDArray[Any] = torch.cat(drawn).cpu().numpy() if drawn else np.empty(0)
+    empty = np.empty(0, np.uint8)
+    pictures: npt.NDArray[np.uint8] = torch.cat(drawn).cpu().numpy() if drawn else empty
     return ImageOutput(
         images=[Image.fromarray(p) for p in pictures] if output_type == "pil" else pictures,
         tokens=torch.cat([part.tokens for part in parts]),
@@ -131,7 +135,7 @@ def class_labels(pipe: Any, wanted: str | int | Sequence[str | int], repeats: in
 def with_options(settings: T, **options: object) -> T:
     """``settings`` with every option that is not None in place of its own."""
     given = {k: v for k, v in options.items() if v is not None}
-    return replace(settings, **given)  # type: ignore[type-var]
+    return replace(settings, **given)
 
 
 def read_settings(kind: type[T], folder: Path) -> T:
@@ -142,14 +146,15 @@ def read_settings(kind: type[T], folder: Path) -> T:
     file = folder / SETTINGS
     if not file.exists():
         return kind()
-    found, known = read_json(file), _names(kind)
+    found = read_json(file)
+    known = _names(kind)
     for key in found.keys() - set(known):
         raise unknown(f"setting in {file}", key, known)
     return kind(**{key: _frozen(value) for key, value in found.items()})
 
 
-def write_settings(settings: Any, folder: Path) -> None:
-    """Write the dataclass of a model's settings beside it."""
+def write_settings(settings: DataclassInstance, folder: Path) -> None:
+    """Write a model's settings beside it."""
     (folder / SETTINGS).write_text(json.dumps(asdict(settings), indent=1) + "\n")
 
 
@@ -162,10 +167,13 @@ def write_index(pipeline: str, family: str, folder: Path) -> None:
 
 
 def save_module(
-    model: nn.Module, config: Any, folder: str | Path, dtype: torch.dtype | None = None
+    model: nn.Module,
+    config: DataclassInstance,
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Write ``model.safetensors`` (in ``dtype``, such as bf16) and the dataclass ``config`` as
-    ``config.json`` into ``folder``.
+    """Write ``model.safetensors`` (in ``dtype``, such as bf16) and ``config`` as ``config.json``
+    into ``folder``.
     """
     save_weights(model, {"model": type(config).__name__, **asdict(config)}, folder, dtype)
 
@@ -220,7 +228,7 @@ def count(state: Mapping[str, Tensor], pattern: str) -> int:
     return 1 + max((int(match[1]) for match in found if match), default=-1)
 
 
-def _names(kind: type[Any]) -> list[str]:
+def _names(kind: type[DataclassInstance]) -> list[str]:
     return [field.name for field in fields(kind)]
 
 

@@ -91,7 +91,8 @@ def assemble(
         raise ValueError(f"method {method.name!r} drafts nothing")
     if choice.drafter not in DRAFTERS:
         raise unknown("drafter", choice.drafter, DRAFTERS)
-    kind, greedy = rule_kind(choice.rule), target.processor.greedy
+    kind = rule_kind(choice.rule)
+    greedy = target.processor.greedy
     target.aux_layers = ()  # the drafter says which it reads
     if kind.relaxed and greedy:
         # LANTERN relaxes the softmax of the raw logits, then takes its mode
@@ -128,7 +129,8 @@ def _block(
     choice: methods.Choice, name: str, target: LlamaGenTarget, parts: LlamaGenParts, sampled: bool
 ) -> Drafter:
     """The block drafter on a tree of fixed shape, cut to the levels it has."""
-    head, device = parts.head("block"), target.device
+    head = parts.head("block")
+    device = target.device
     tree = choice.tree or parts.trees.get(name, DEFAULT_TREE)[: head.config.levels]
     shape = parts.once((tree, device), lambda: static_tree(tree, device, parts.acceptance))
     siblings = rule_kind(choice.rule).siblings or "distinct"
@@ -180,13 +182,16 @@ def _plan(target: LlamaGenTarget, parts: LlamaGenParts, batch: int) -> Plan:
     prompt = _any_prompt(target, batch)
     if not parts.acceptance or "block" not in parts.drafters:
         return _without_drafter(target, parts, prompt, batch)
-    head, uniforms = parts.head("block"), Uniforms.from_seeds(range(batch))
+    head = parts.head("block")
+    uniforms = Uniforms.from_seeds(range(batch))
 
     def drafter_of(shape: TreeShape) -> BlockDrafter:
         return BlockDrafter(head, target, shape, rejected_weight=PLANNED.rejected_weight)
 
-    shapes, rule = candidates(parts), Recursive()
-    return profiling.planned(target, drafter_of, shapes, rule, prompt, uniforms, parts.acceptance)
+    shapes = candidates(parts)
+    return profiling.planned(
+        target, drafter_of, shapes, Recursive(), prompt, uniforms, parts.acceptance
+    )
 
 
 def _without_drafter(
@@ -199,7 +204,8 @@ def _without_drafter(
     own, drafter, rule = assemble(method, target, parts)
 
     def seconds(jacobi: bool, i: int) -> float:
-        uniforms, length = Uniforms.from_seeds(range(i, i + batch)), target.length
+        uniforms = Uniforms.from_seeds(range(i, i + batch))
+        length = target.length
         steps = decode(own, drafter, rule, prompt, length, uniforms) if jacobi else None
         begin = time.perf_counter()
         *_, end = steps or decode_plain(target, prompt, length, uniforms)
@@ -222,8 +228,8 @@ def candidates(parts: LlamaGenParts) -> list[TreeShape]:
 
 
 def _any_prompt(target: LlamaGenTarget, batch: int) -> Prompt:
-    config, device = target.model.config, target.device
+    config = target.model.config
     if config.model_type == "c2i":
-        return Prompt(torch.arange(batch, device=device) % config.num_classes)
+        return Prompt(torch.arange(batch, device=target.device) % config.num_classes)
     shape = (batch, config.cls_token_num, config.caption_dim)
-    return Prompt(torch.zeros(shape, dtype=target.dtype, device=device))
+    return Prompt(torch.zeros(shape, dtype=target.dtype, device=target.device))

@@ -219,13 +219,10 @@ def target_fingerprint(model: Transformer) -> str:
     """Which target a drafter was trained for: a hash of the head and of the first and last layer,
     twelve hexadecimal digits.
     """
-    weights, last = model.state_dict(), model.config.n_layer - 1
-    names = (
-        "output.weight",
-        "layers.0.attention.wo.weight",
-        f"layers.{last}.feed_forward.w2.weight",
-    )
-    return fingerprint(*(weights[name] for name in names))
+    weights = model.state_dict()
+    first = weights["layers.0.attention.wo.weight"]
+    last = weights[f"layers.{model.config.n_layer - 1}.feed_forward.w2.weight"]
+    return fingerprint(weights["output.weight"], first, last)
 
 
 def load_drafters(folder: Path, target: Transformer) -> dict[str, DrafterHead]:

@@ -150,7 +150,8 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
 
         The tokenizer stays in float32, whatever the dtype of the transformer.
         """
-        resolved, folder = methods.resolve(method), zoo.find(name)
+        resolved = methods.resolve(method)
+        folder = zoo.find(name)
         transformer = load_gpt(folder / "transformer")
         size = sum(p.numel() for p in transformer.parameters())
         transformer = transformer.to(torch_dtype or choose_dtype(size, device=device))
@@ -322,7 +323,8 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
     ) -> tuple[Iterator[Progress], Rule | None]:
         """The loop over ``what``, and its rule (none for plain decoding)."""
         first = slice(what.batch_size)
-        prompt, uniforms = what.prompt.rows(first), Uniforms(what.generators[first])
+        prompt = what.prompt.rows(first)
+        uniforms = Uniforms(what.generators[first])
         if not method.drafts:
             return decode_plain(target, prompt, target.length, uniforms), None
         target, drafter, rule = assemble(method, target, self.parts)

@@ -86,7 +86,8 @@ class LlamaGenTarget:
     @torch.inference_mode()
     def prefill(self, prompt: Prompt, scratch: int) -> TargetOutput:
         """Run the prefix of ``prompt``; see :class:`specmm.target.Target`."""
-        config, rows = self.model.config, prompt.condition
+        config = self.model.config
+        rows = prompt.condition
         size = CacheSize(
             layers=config.n_layer,
             heads=config.n_head,
@@ -133,7 +134,8 @@ class LlamaGenTarget:
         """One plain step. All rows have the same length here, so slices serve and, without padding,
         no mask is needed.
         """
-        cache, done = self.cache, self.model.config.cls_token_num + self.calls - 1
+        cache = self.cache
+        done = self.model.config.cls_token_num + self.calls - 1
         cache.aim(done, done + 1)
         bias = None
         if cache.hidden_prefix is not None:

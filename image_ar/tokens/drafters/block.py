@@ -183,7 +183,8 @@ class BlockDrafter:
         """Start a batch: a cache for every token's feature, with room for a round's features and
         queries.
         """
-        hidden, target = feedback.output.hidden, self.head.config.target
+        hidden = feedback.output.hidden
+        target = self.head.config.target
         if hidden.shape[-1] != target.dim * (1 + len(self.head.config.aux_layers)):
             raise ValueError(
                 f"the target must give the states of layers {self.head.config.aux_layers}, "

@@ -186,7 +186,8 @@ class EagleDrafter:
         """Start a batch: a cache for the prefix and every token, and the attention masks of the
         tree.
         """
-        hidden, config = feedback.output.hidden, self.head.config.target
+        hidden = feedback.output.hidden
+        config = self.head.config.target
         size = CacheSize(
             layers=1,
             heads=config.n_head,
@@ -228,7 +229,8 @@ class EagleDrafter:
             return self.head(rows, hidden, positions, bias, self.cache.layers[0])
 
     def _read_prompt(self, feedback: Feedback) -> Tensor:
-        hidden, cache = feedback.output.hidden, self.cache
+        hidden = feedback.output.hidden
+        cache = self.cache
         prefix = hidden.shape[1]
         # the prefix counts as tokens 0
         tokens = F.pad(feedback.token[:, None], (prefix - 1, 0))

@@ -100,7 +100,8 @@ def go_on_from(drafter: BlockHead, other: BlockHead) -> None:
     Raises ``ValueError`` where these are wider than the drafter's, or where the two differ in
     levels, layers or auxiliary layers.
     """
-    config, begun = drafter.config, other.config
+    config = drafter.config
+    begun = other.config
     wide, given = (c.inner or c.target.ffn_dim for c in (config, begun))
     if given > wide or replace(begun, inner=config.inner) != config:
         raise ValueError(
@@ -132,7 +133,8 @@ def block_loss(
     At anchor a, whose root is token a, the features of positions up to a are seen and tokens a + 1
     … a + K drafted.
     """
-    levels, count = drafter.config.levels, tokens.shape[1]
+    levels = drafter.config.levels
+    count = tokens.shape[1]
     with torch.no_grad():
         # position i predicts token i
         logits, hidden = target(
