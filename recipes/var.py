@@ -16,8 +16,11 @@ from recipes.training.vqvae import encode_pictures, train_vqvae
 from specmm.checkpoints import writable
 from specmm.image_ar.scales.collaborative import split
 from specmm.image_ar.scales.loading import (
+    check_models,
+    check_same_tokenizer,
+    load_var,
     load_vqvae,
-    save_small_var,
+    save_var,
     save_vqvae,
     tokenizer_fingerprint,
 )
@@ -84,7 +87,10 @@ def var(
         settings = VARSettings(classes=tuple(found.classes))
         VARPipeline(model, vae, None, settings).save_pretrained(place, torch.bfloat16)
     else:
-        place = save_small_var(model, beside, vae, torch.bfloat16)
+        place = beside / "small"
+        check_models(load_var(beside / "transformer"), model)
+        check_same_tokenizer(load_vqvae(beside / "vae"), vae, beside)
+        save_var(model, place, torch.bfloat16)
     return {"kind": "var", "steps": steps, "outputs": [str(place)]}
 
 

@@ -214,37 +214,33 @@ def speculate(
     return Speculated(finite(torch.from_numpy(run.tokens).to(run.device)), run.row_calls, run.calls)
 
 
+@dataclass
 class _ChainRun:
     """The rounds of one ``speculate``: rows still running (``left``), their η, step and N(m, V)."""
 
-    def __init__(
-        self,
-        bound: BoundHead,
-        tables: WindowTables,
-        rows: list[int],
-        normal: Stream,
-        log_uniform: Stream,
-        options: ChainOptions,
-        small: BoundHead | None,
-    ) -> None:
-        self.bound = bound
-        self.tables = tables
-        self.options = options
-        self.small = small
-        self.normal = normal
-        self.log_uniform = log_uniform
-        self.batch = len(rows)
-        self.log_temperature = 2 * math.log(options.temperature)  # of variances
-        self.device = bound.head.device
-        self.eta = take(normal, rows, bound.head.channels) / tables.rows[0, 4]
+    bound: BoundHead
+    tables: WindowTables
+    rows: list[int]
+    normal: Stream
+    log_uniform: Stream
+    options: ChainOptions
+    small: BoundHead | None
+    calls: int = 0
+
+    def __post_init__(self) -> None:
+        head = self.bound.head
+        count = len(self.bound)
+        self.batch = len(self.rows)
+        self.log_temperature = 2 * math.log(self.options.temperature)  # of variances
+        self.device = head.device
+        self.eta = take(self.normal, self.rows, head.channels) / self.tables.rows[0, 4]
         self.mean = np.zeros_like(self.eta)
         self.var = np.ones_like(self.eta)  # latents have unit variance
-        self.k = [0] * len(bound)
-        self.pictures = [b for b, n in enumerate(rows) for _ in range(n)]
-        self.left = list(range(len(bound)))
+        self.k = [0] * count
+        self.pictures = [b for b, n in enumerate(self.rows) for _ in range(n)]
+        self.left = list(range(count))
         self.tokens = np.empty_like(self.eta)
-        self.calls = 0
-        self.row_calls = [0] * len(bound)
+        self.row_calls = [0] * count
 
     def round(self) -> None:
         """Draft, one head call, accept; rows that are finished leave."""
@@ -354,7 +350,9 @@ class _ChainRun:
             step[rejected] = draw_residual(
                 probs[rejected], over, pictures, self.batch, self.normal, self.log_uniform
             )
-        gain = np.broadcast_to(gain, (len(kept), *gain.shape[1:]))[rows, at + 1]
+        if len(gain) < len(kept):  # all rows are at the same step
+            gain = gain.repeat(len(kept), 0)
+        gain = gain[rows, at + 1]
         self.eta = points[rows, at] + gain * step
         self.k = [k + n + 1 for k, n in zip(self.k, kept, strict=True)]
         if self.options.predictor == "gaussian":

@@ -118,26 +118,26 @@ class ReleaseRule:
         return factor
 
 
+@dataclass
 class StreamNumbers:
-    """Numbers for picture ``b`` of a batch from its streams."""
+    """Numbers for picture ``b`` of ``batch`` pictures from its streams."""
 
-    def __init__(self, normal: Stream, log_uniform: Stream, b: int, batch: int) -> None:
-        self._normal = normal
-        self._log_uniform = log_uniform
-        self._b = b
-        self._batch = batch
+    normals: Stream
+    log_uniforms: Stream
+    b: int
+    batch: int
 
     def normal(self, rows: int, width: int) -> Array:
         """Standard normal numbers [rows, width]."""
-        return self._draw(self._normal, rows, width)
+        return self._draw(self.normals, rows, width)
 
     def uniform(self, rows: int) -> Array:
         """Uniform numbers [rows] in [0, 1)."""
-        return np.exp(self._draw(self._log_uniform, rows, 1)[:, 0])
+        return np.exp(self._draw(self.log_uniforms, rows, 1)[:, 0])
 
     def _draw(self, stream: Stream, rows: int, width: int) -> Array:
-        counts = [0] * self._batch
-        counts[self._b] = rows
+        counts = [0] * self.batch
+        counts[self.b] = rows
         return stream.draw(counts, width).double().cpu().numpy()
 
 

@@ -193,24 +193,12 @@ def load_small_var(name: str | Path, vqvae: VQVAE) -> VAR:
         folder = zoo.find(name)
         file = folder / "transformer"
     if (folder / "vae").is_dir():
-        _check_same(load_vqvae(folder / "vae"), vqvae, folder)
+        check_same_tokenizer(load_vqvae(folder / "vae"), vqvae, folder)
     return load_var(file)
 
 
-def save_small_var(
-    small: VAR, folder: Path, vqvae: VQVAE, dtype: torch.dtype | None = None
-) -> Path:
-    """Write ``small`` beside the large model in ``folder`` and return where.
-
-    Raises ``ValueError`` unless models and tokenizers fit.
-    """
-    check_models(load_var(folder / "transformer"), small)
-    _check_same(load_vqvae(folder / "vae"), vqvae, folder)
-    save_var(small, folder / "small", dtype)
-    return folder / "small"
-
-
-def _check_same(theirs: VQVAE, ours: VQVAE, folder: Path) -> None:
+def check_same_tokenizer(theirs: VQVAE, ours: VQVAE, folder: Path) -> None:
+    """Raise ``ValueError`` when the tokenizer in ``folder`` is not ``ours``."""
     if tokenizer_fingerprint(theirs) != tokenizer_fingerprint(ours):
         raise ValueError(
             f"the two models must share their tokenizer, got another one in {folder / 'vae'}"

@@ -8,6 +8,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -57,17 +58,17 @@ class FeatureMap:
         del self.tokens[scales:], self.f_hats[scales:], self._inputs[scales:]
 
 
+@dataclass
 class ScaleCache:
     """One layer's keys and values [R, S, H, D], of which the first ``filled`` are attended.
 
     Without ``keep`` new keys and values are attended once and not written: those of the last scale.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys = keys
-        self.values = values
-        self.filled = 0
-        self.keep = True
+    keys: Tensor
+    values: Tensor
+    filled: int = 0
+    keep: bool = True
 
     def before(self) -> tuple[Tensor, Tensor]:
         """The keys and values written so far."""

@@ -154,13 +154,13 @@ def gumbel(uniforms: Tensor) -> Tensor:
     return uniforms.log().neg_().log_().neg_()
 
 
+@dataclass
 class InverseCDF:
     """One uniform a token, through the inverse of the cumulative distribution: the fastest way."""
 
-    def __init__(self, sampling: Sampling, uniforms: UniformSource, scales: int) -> None:
-        self.sampling = sampling
-        self.uniforms = uniforms
-        self.scales = scales
+    sampling: Sampling
+    uniforms: UniformSource
+    scales: int
 
     def draw(self, logits: Tensor, k: int) -> ScaleTokens:
         """See ``ScaleSampler``."""
@@ -175,6 +175,7 @@ class InverseCDF:
         return ScaleTokens(categorical(weights, self.uniforms.draw(logits.shape[1])))
 
 
+@dataclass
 class SharedGumbel:
     """The Gumbel-max trick with the same noise for two models: argmax of logits plus noise.
 
@@ -183,11 +184,10 @@ class SharedGumbel:
     one model alone draws, take a uniform a token instead, as ``InverseCDF`` does.
     """
 
-    def __init__(self, sampling: Sampling, uniforms: Uniforms, coupled: int) -> None:
-        self.sampling = sampling
-        self.uniforms = uniforms
-        self.coupled = coupled
-        self.noise: dict[int, Tensor] = {}
+    sampling: Sampling
+    uniforms: Uniforms
+    coupled: int
+    noise: dict[int, Tensor] = field(default_factory=dict)
 
     def draw(self, logits: Tensor, k: int) -> ScaleTokens:
         """See ``ScaleSampler``; the first calls must be in the order of the scales."""
@@ -212,21 +212,23 @@ class SharedGumbel:
         self.noise = {i: noise for i, noise in self.noise.items() if i >= k}
 
 
+@dataclass
 class ReleaseSampler:
     """Top-k, top-p by sorting, multinomial, as released; a picture depends on its batch.
 
     Raises ``ValueError`` for a temperature of 0, by which the release divides.
     """
 
-    def __init__(self, sampling: Sampling, generator: torch.Generator, scales: int) -> None:
-        if not all(map(sampling.temperature_at, range(scales))):
+    sampling: Sampling
+    generator: torch.Generator
+    scales: int
+
+    def __post_init__(self) -> None:
+        if not all(map(self.sampling.temperature_at, range(self.scales))):
             raise ValueError(
                 "temperature must be above 0 for the release's sampler, got 0; "
                 "top_k=1 is its greedy"
             )
-        self.sampling = sampling
-        self.generator = generator
-        self.scales = scales
 
     def draw(self, logits: Tensor, k: int) -> ScaleTokens:
         """See ``ScaleSampler``; under ``more_smooth`` tokens are drawn first and stay unused."""
