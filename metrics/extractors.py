@@ -45,17 +45,16 @@ def extractor(
 ) -> Extractor:
     """The extractor called ``name``; ``weights`` is its file, or a folder that holds it.
 
-    Raises ``ValueError`` for an unknown name, and for missing weights (saying where to put them).
+    The ``ValueError`` for missing weights says where to put them.
     """
     found: Extractor = EXTRACTORS.get(name)(weights=weights, device=device, dtype=dtype)
     return found
 
 
 class Extractor:
-    """A ``network`` after ``prepare``, which resizes and scales pictures [n, H, W, 3] of one size.
+    """A ``network`` to features [n, F] after ``prepare`` of pictures [n, H, W, 3] of one size.
 
-    The network maps what ``prepare`` gives to features [n, F]; ``classifier``, where there is one,
-    to logits [n, C].
+    ``classifier``, where there is one, gives logits [n, C].
     """
 
     def __init__(

@@ -1,11 +1,8 @@
 """The metrics as torchmetrics modules (which must be installed): states merge across processes.
 
-Every number comes from the functional core. States stay as precise as the core wants them whatever
-``set_dtype`` says, since a FID in float32 is wrong in its third digit. ``update`` takes features
-[N, F], or pictures where an extractor was given, and whether they are ``real``; ``measurements()``
-gives what ``compute()`` measured.
-
-Shapes: features [N, F]; logits [N, C].
+States keep the core's precision whatever ``set_dtype`` says, since a FID in float32 is wrong in its
+third digit. ``update`` takes features [N, F], or pictures where an extractor was given, and whether
+they are ``real``; ``measurements()`` gives what ``compute()`` measured.
 """
 
 from __future__ import annotations
@@ -139,7 +136,6 @@ class FeatureMetric(SampleMetric):
         getattr(self, f"{side}_features").append(found.values)
 
     def _sets(self) -> tuple[FeatureSet, FeatureSet]:
-        """The real and the made side."""
         found = []
         for real, side in SIDES.items():
             parts = getattr(self, f"{side}_features")

@@ -67,10 +67,7 @@ class Inception(Extractor):
 
 
 def tensorflow_resize(pictures: Tensor, side: int) -> Tensor:
-    """[N, C, H, W] resized to [N, C, side, side] as TensorFlow 1's ``resize_bilinear`` does.
-
-    Output pixel i samples the input at i * H / side: corners not aligned, no half-pixel shift.
-    """
+    """[N, C, H, W] resized as TensorFlow 1's bilinear: pixel i samples the input at i H / side."""
     rows, columns = (_interpolation(n, side).to(pictures) for n in pictures.shape[2:])
     return rows @ pictures @ columns.T
 
@@ -89,10 +86,7 @@ def _interpolation(size: int, side: int) -> Tensor:
 
 
 class FidelityInception(Extractor):
-    """torch-fidelity's FID Inception (Obukhov et al. 2020), with class logits [N, 1008].
-
-    The logits are without the bias, as the Inception Score is defined. float32 only.
-    """
+    """torch-fidelity's FID Inception with class logits [N, 1008] without the bias; float32 only."""
 
     def __init__(
         self, device: Device = "cpu", dtype: torch.dtype = float32, weights: Path | None = None
@@ -119,10 +113,7 @@ class FidelityInception(Extractor):
 
 
 class EfficientNetLite0(Extractor):
-    """EfficientNet-lite0 (Tan and Le 2019): features [N, 1280] and ImageNet's logits [N, 1000].
-
-    Converted from TensorFlow's release. Its numbers compare with one another only.
-    """
+    """EfficientNet-lite0 (Tan and Le 2019), TensorFlow's weights: its numbers are its own."""
 
     def __init__(
         self, device: Device = "cpu", dtype: torch.dtype = float32, weights: Path | None = None

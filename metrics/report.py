@@ -1,9 +1,8 @@
 """Speed against quality: rows of methods from result files, a Markdown table and a plot.
 
 Result files are what ``specmm bench --json`` and ``specmm eval … --json`` print and what the
-benchmarks write (rows in .csv or .json). A row is a dictionary: ``method``, ``speedup`` and
-``certificate`` from a speed measurement, ``fid`` (or another metric) and ``samples`` from a quality
-one. In the plot each method is a point with its name; no name lies on another or on a point.
+benchmarks write (rows in .csv or .json). A row has ``method``; ``speedup`` and ``certificate`` from
+a speed measurement; ``fid`` (or another metric) and ``samples`` from a quality one.
 
 Shapes: boxes are matplotlib's, in pixels.
 """
@@ -47,11 +46,7 @@ TURNS = (0, 45, -45, 90, -90, 180, 135, -135, 20, -20, 160, -160)  # degrees, to
 
 
 def read_files(paths: Sequence[Path]) -> tuple[list[Row], list[Row]]:
-    """The speed rows and the quality rows of all files.
-
-    Raises ``ValueError`` for a file that is none of the known ones, and for two measurements of one
-    metric that were made differently.
-    """
+    """The speed rows and the quality rows of all files; ``ValueError`` for different protocols."""
     speed: list[Row] = []
     quality: dict[str, Row] = {}
     measured: dict[str, Measurement] = {}
@@ -125,7 +120,6 @@ def _read(path: Path) -> list[Row]:
 
 
 def _kind(row: Row) -> object:
-    """The certificate's kind: bench holds a whole certificate, the benchmarks' rows its kind."""
     found = row.get("certificate")
     return found.get("kind") if isinstance(found, dict) else found
 
@@ -239,7 +233,6 @@ def _axes(rows: Sequence[Row]) -> tuple[Figure, Axes]:
 
 
 def _name(row: Row, rows: Sequence[Row]) -> str:
-    """The method, with its count of samples where these differ (else the title has it)."""
     counted = row.get("samples") and not _same_count(rows)
     return f"{row['method']}\nn = {row['samples']}" if counted else str(row["method"])
 

