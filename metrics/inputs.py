@@ -38,13 +38,8 @@ DECODING = (
 )
 FEW = 64  # files that are not worth starting workers for
 BLOCK = 16  # files a worker decodes at a time
-UNREADABLE = (
-    OSError,
-    ValueError,
-    SyntaxError,  # Pillow's for a broken PNG
-    zipfile.BadZipFile,
-    Image.DecompressionBombError,
-)
+# SyntaxError: Pillow's for a broken PNG
+UNREADABLE = (OSError, ValueError, SyntaxError, zipfile.BadZipFile, Image.DecompressionBombError)
 
 
 class PictureSource:

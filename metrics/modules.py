@@ -37,6 +37,7 @@ class SampleMetric(Metric):
 
     full_state_update = False
     is_differentiable = False
+    higher_is_better = False  # of the distances
 
     def __init__(
         self,
@@ -99,8 +100,6 @@ class SampleMetric(Metric):
 class FrechetDistance(SampleMetric):
     """FID and the like (``frechet_distance``) of ``width`` features, in constant memory."""
 
-    higher_is_better = False
-
     def __init__(self, *args: Any, width: int = 2048, **options: Any) -> None:
         super().__init__(*args, **options)
         for side in SIDES.values():
@@ -149,8 +148,6 @@ class FeatureMetric(SampleMetric):
 class KernelDistance(FeatureMetric):
     """KID (``kernel_distance``, whose keyword options it takes as ``kernel_options``)."""
 
-    higher_is_better = False
-
     def __init__(self, *args: Any, kernel_options: Options | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self.kernel_options = kernel_options or {}
@@ -187,8 +184,6 @@ class DensityCoverage(FeatureMetric):
 
 class MemorisationDistance(FeatureMetric):
     """MiFID (``memorisation_distance``); the real side is the training set."""
-
-    higher_is_better = False
 
     def __init__(self, *args: Any, threshold: float = THRESHOLD, **options: Any) -> None:
         super().__init__(*args, **options)

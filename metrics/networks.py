@@ -26,9 +26,11 @@ import torch
 from torch import Tensor, float32
 
 from specmm.metrics.extractors import Extractor, channels_first
+from specmm.metrics.features import Protocol
 from specmm.metrics.weights import fingerprint, locate, main_file
 
 INCEPTION_SIDE = 299  # pixels
+INCEPTION_RESIZE = f"{INCEPTION_SIDE} bilinear tensorflow-1, no antialias"
 SIDE = 224  # of EfficientNet-lite0 and DINOv2 (16 patches of 14)
 MEAN = (0.485, 0.456, 0.406)  # of ImageNet's pictures in [0, 1]
 STD = (0.229, 0.224, 0.225)
@@ -54,11 +56,8 @@ class Inception(Extractor):
             warnings.filterwarnings("ignore", deprecated, FutureWarning)
             network = torch.jit.load(path, map_location=device).eval()
             network = torch.jit.freeze(network)  # the same bits, a tenth faster
-        protocol = {
-            "features": "inception-2015-12-05 pool3 2048",
-            "weights": fingerprint(path),
-            "resize": f"{INCEPTION_SIDE} bilinear tensorflow-1, no antialias",
-        }
+        features = "inception-2015-12-05 pool3 2048"
+        protocol = _protocol(features, path, INCEPTION_RESIZE)
 
         def prepare(pictures: Tensor) -> Tensor:  # to [-1, 1)
             return (tensorflow_resize(channels_first(pictures), INCEPTION_SIDE) - 128) / 128
@@ -98,11 +97,8 @@ class FidelityInception(Extractor):
         model = module.FeatureExtractorInceptionV3(
             "inception", ["2048", "logits_unbiased"], feature_extractor_weights_path=path
         ).to(device)
-        protocol = {
-            "features": "inception-2015-12-05 pool3 2048 by torch-fidelity",
-            "weights": fingerprint(path),
-            "resize": f"{INCEPTION_SIDE} bilinear tensorflow-1, no antialias",
-        }
+        features = "inception-2015-12-05 pool3 2048 by torch-fidelity"
+        protocol = _protocol(features, path, INCEPTION_RESIZE)
         # it takes [n, 3, H, W] uint8, and resizes and scales by itself
         steps = (
             lambda pictures: pictures.permute(0, 3, 1, 2),
@@ -124,11 +120,8 @@ class EfficientNetLite0(Extractor):
         def pooled(x: Tensor) -> Tensor:
             return model.extract_features(x).mean((2, 3))  # forward() would print
 
-        protocol = {
-            "features": "efficientnet-lite0 pooled 1280",
-            "weights": fingerprint(path),
-            "resize": f"{SIDE} bicubic, antialias",
-        }
+        features = "efficientnet-lite0 pooled 1280"
+        protocol = _protocol(features, path, f"{SIDE} bicubic, antialias")
 
         def prepare(pictures: Tensor) -> Tensor:
             return (pillow_bicubic(channels_first(pictures), SIDE) - 127) / 128
@@ -172,19 +165,17 @@ class DINOv2(Extractor):
         options = {"pretrained": True, "num_classes": 0, "img_size": SIDE}
         model = timm.create_model(f"local-dir:{folder}", **options).eval().to(device, dtype)
         name = model.pretrained_cfg.get("architecture", "dinov2")
-        protocol = {
-            "features": f"{name} class token {model.num_features}",
-            "weights": fingerprint(main_file(folder)),
-            "resize": f"{SIDE} bicubic pillow on floats, antialias",
-            "positions": f"resampled by timm {timm.__version__}",
-        }
-        super().__init__("dinov2", protocol, _normalised, model, device=device, dtype=dtype)
+        features = f"{name} class token {model.num_features}"
+        resize = f"{SIDE} bicubic pillow on floats, antialias"
+        protocol = _protocol(features, main_file(folder), resize)
+        protocol["positions"] = f"resampled by timm {timm.__version__}"
 
+        def prepare(pictures: Tensor) -> Tensor:
+            x = pillow_bicubic(channels_first(pictures), SIDE) / 255
+            mean, std = (x.new_tensor(v)[:, None, None] for v in (MEAN, STD))
+            return (x - mean) / std
 
-def _normalised(pictures: Tensor) -> Tensor:
-    x = pillow_bicubic(channels_first(pictures), SIDE) / 255
-    mean, std = (x.new_tensor(v)[:, None, None] for v in (MEAN, STD))
-    return (x - mean) / std
+        super().__init__("dinov2", protocol, prepare, model, device=device, dtype=dtype)
 
 
 class CLIP(Extractor):
@@ -209,11 +200,8 @@ class CLIP(Extractor):
         settings = self._processor.image_processor
         size = f"{dict(settings.size)} {settings.resample!r}, crop {dict(settings.crop_size)}"
         patch = config.vision_config.patch_size
-        protocol = {
-            "features": f"CLIP ViT patch {patch} image {config.projection_dim}",
-            "weights": fingerprint(main_file(folder)),
-            "resize": f"{size}, by transformers",
-        }
+        features = f"CLIP ViT patch {patch} image {config.projection_dim}"
+        protocol = _protocol(features, main_file(folder), f"{size}, by transformers")
         super().__init__("clip", protocol, self._pixels, self._pictures, device=device, dtype=dtype)
 
     @torch.inference_mode()
@@ -232,6 +220,10 @@ class CLIP(Extractor):
 
     def _pictures(self, x: Tensor) -> Tensor:
         return self.model.get_image_features(x).pooler_output
+
+
+def _protocol(features: str, weights: Path, resize: str) -> Protocol:
+    return {"features": features, "weights": fingerprint(weights), "resize": resize}
 
 
 def _package(module: str, install: str) -> ModuleType:
