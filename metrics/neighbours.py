@@ -134,7 +134,8 @@ def nearest_neighbours(samples: Features, references: Features) -> Neighbours:
     norms = known.square().sum(1)
     distances = []
     indices = []
-    for rows in (one.values.to(known.device).float() - centre).split(BLOCK):
+    for block in one.values.to(known.device).split(BLOCK):
+        rows = block.float() - centre
         near = torch.addmm(norms, rows, known.T, alpha=-2)  # squared distance less |row|²: [n, M]
         candidates = near.topk(min(CANDIDATES, len(known)), largest=False).indices  # [n, C]
         exact = torch.stack([(rows - known[c]).double().square().sum(1) for c in candidates.T], 1)

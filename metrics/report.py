@@ -160,18 +160,17 @@ def draw_trade(rows: Sequence[Row], path: Path, floor: float | None = None) -> P
     figure, axes = _axes(rows)
     for row in rows:
         exact = str(row.get("certificate")).startswith("exact")
-        shape = "o" if exact else "^"
-        color = "C0" if exact else "C1"
+        shape, color = ("o", "C0") if exact else ("^", "C1")
         reach = None
         if row.get("fid_low") is not None and row.get("fid_high") is not None:
             reach = [[max(row["fid"] - row["fid_low"], 0)], [max(row["fid_high"] - row["fid"], 0)]]
-        bar: dict[str, Any] = {"elinewidth": 1, "capsize": 3}
-        axes.errorbar(row["speedup"], row["fid"], reach, marker=shape, color=color, **bar)
+        at = row["speedup"], row["fid"]
+        axes.errorbar(*at, reach, marker=shape, color=color, elinewidth=1, capsize=3)
     plain = next((r["fid"] for r in rows if r["method"] == PLAIN), None)
     if plain is not None:
         axes.axhline(plain, color="C0", linewidth=0.8, label="plain decoding")
-        dashed: dict[str, Any] = {"linestyle": "--", "linewidth": 0.8}
-        axes.axhline(1.1 * plain, color="C3", label="plain decoding + 10%", **dashed)
+        tenth = "plain decoding + 10%"
+        axes.axhline(1.1 * plain, color="C3", linestyle="--", linewidth=0.8, label=tenth)
     if floor is not None:
         axes.axhline(floor, color="gray", linestyle=":", label="real against real (halves)")
     axes.margins(x=0.2, y=0.2)
