@@ -149,11 +149,11 @@ def exact_match(
 ) -> Measurement:
     """Share of answers that equal one of the given ones but for case and white space."""
     protocol = {"normalisation": "case and white space"}
-    return mean_score("exact", predictions, answers, _equals_one, protocol, bootstrap)
 
+    def score(prediction: str, given: Sequence[str]) -> bool:
+        return _plain(prediction) in map(_plain, given)
 
-def _equals_one(prediction: str, answers: Sequence[str]) -> bool:
-    return _plain(prediction) in map(_plain, answers)
+    return mean_score("exact", predictions, answers, score, protocol, bootstrap)
 
 
 def bleu(predictions: Predictions, answers: Answers) -> Measurement:

@@ -79,13 +79,9 @@ def compare(
         comparable(second, reference)  # their protocols, too
         loss = _loss(x, y, third, Bootstrap(generator, draws), kernel, paired, facts)
     facts = {**facts, "permutations": permutations, "paired": paired}
-    return Comparison(float(distances[0]), permutation_p_value(distances), alpha, facts, loss)
-
-
-def permutation_p_value(distances: Tensor) -> float:
-    """(1 + relabellings at least as far apart) / (1 + P); ``distances`` [1 + P], the true first."""
     rounding = 1e-12 * float(distances.abs().max())  # equal splits may differ by this
-    return float((distances >= distances[0] - rounding).double().mean())
+    p_value = float((distances >= distances[0] - rounding).double().mean())  # the true one counts
+    return Comparison(float(distances[0]), p_value, alpha, facts, loss)
 
 
 def relabellings(n: int, m: int, count: int, generator: torch.Generator, paired: bool) -> Tensor:

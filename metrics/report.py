@@ -56,7 +56,11 @@ def read_files(paths: Sequence[Path]) -> tuple[list[Row], list[Row]]:
             speed.append(row)
         elif isinstance(found, Measurement):
             difference(measured.setdefault(found.metric, found), found)  # of one protocol
-            quality.setdefault(row["method"], {}).update(_quality_row(row["method"], found))
+            known = quality.setdefault(row["method"], {"method": row["method"]})
+            known |= {found.metric: found.value, "samples": found.protocol.get("counts", [None])[0]}
+            if found.interval:
+                known[f"{found.metric}_low"] = found.interval.low
+                known[f"{found.metric}_high"] = found.interval.high
         elif isinstance(row.get("fid"), int | float):
             quality.setdefault(row["method"], {}).update(row)
     return speed, list(quality.values())
@@ -140,15 +144,6 @@ def _value(text: str | None) -> str | int | float | None:
         return int(text) if text.lstrip("-").isdigit() else float(text)
     except ValueError:
         return text
-
-
-def _quality_row(method: str, found: Measurement) -> Row:
-    counts = found.protocol.get("counts") or [None]
-    row = {"method": method, found.metric: found.value, "samples": counts[0]}
-    if found.interval:
-        row[f"{found.metric}_low"] = found.interval.low
-        row[f"{found.metric}_high"] = found.interval.high
-    return row
 
 
 def draw_trade(rows: Sequence[Row], path: Path, floor: float | None = None) -> Path:
