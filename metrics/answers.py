@@ -42,10 +42,7 @@ def mean_score(
     protocol: Protocol,
     draws: Bootstrap | None,
 ) -> Measurement:
-    """The mean of ``score`` over questions, with an interval where ``draws`` are given.
-
-    Raises ``ValueError`` unless both name the same questions, and every question has an answer.
-    """
+    """The mean of ``score`` over questions, which must be the same in both, with an interval."""
     _check_questions(predictions, answers)
     scores = [score(predictions[q], answers[q]) for q in answers]
     exact = torch.tensor(scores, dtype=torch.float64)
@@ -175,10 +172,7 @@ def bleu(predictions: Predictions, answers: Answers) -> Measurement:
 
 
 def cider(predictions: Predictions, answers: Answers) -> Measurement:
-    """CIDEr-D (Vedantam et al. 2015, sec. 6), at most 10, with the answers' document frequencies.
-
-    Below two questions every frequency would be 1 and every score 0: ``ValueError``.
-    """
+    """CIDEr-D (Vedantam et al. 2015, sec. 6), at most 10; words are weighted by the answers."""
     _check_questions(predictions, answers)
     if len(answers) < 2:
         raise ValueError(f"CIDEr needs at least 2 captions to weight words, got {len(answers)}")

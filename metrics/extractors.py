@@ -44,10 +44,7 @@ def extractor(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Extractor:
-    """The extractor called ``name``; ``weights`` is its file, or a folder that holds it.
-
-    The ``ValueError`` for missing weights says where to put them.
-    """
+    """The extractor called ``name``; ``weights`` is its file, or a folder that holds it."""
     found: Extractor = EXTRACTORS.get(name)(weights=weights, device=device, dtype=dtype)
     return found
 

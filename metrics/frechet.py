@@ -173,8 +173,7 @@ def memorisation_distance(
 ) -> Measurement:
     """MiFID of ``made`` [M, F] against the training samples ``real`` [N, F].
 
-    ``parts``: ``fid`` and ``cosine_distance``, the latter before the threshold. Raises
-    ``ValueError`` as ``frechet_distance`` does, and for sets of zero vectors only.
+    ``parts``: ``fid`` and ``cosine_distance``, the latter before the threshold.
     """
     one = as_features(real)
     two = as_features(made)

@@ -94,8 +94,7 @@ def inception_score(
 ) -> Measurement:
     """Inception Score of logits [N, C] (before the softmax), the mean over ``splits``.
 
-    ``order`` [N]: a permutation whose successive parts are the splits, as the published code takes
-    them; without it samples are dealt out in turn.
+    Samples are dealt out in turn, or ``order`` [N] is a permutation whose parts are the splits.
     """
     found = as_features(logits)
     into = None

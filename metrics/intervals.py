@@ -1,10 +1,8 @@
-"""Confidence intervals: how far other samples would move a number.
+"""Confidence intervals: how far other samples would move a number, whatever its bias.
 
 A bootstrap for means and U-statistics (Efron 1979). The Fréchet distance gets a delete-a-group
 jackknife: resampling with replacement repeats samples, which lowers the covariance's rank and adds
-to the bias. Intervals say nothing about the bias of small sets.
-
-Shapes: N samples; B draws.
+to the bias. Shapes: N samples; B draws.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ The unbiased squared maximum mean discrepancy with the cubic kernel k(a, b) = (g
 gamma = 1/F: over random subsets (the customary figure) and over the whole sets (the steadier one),
 both in one pass over the kernel matrix in row blocks.
 
-Shapes: features x [N, F], y [M, F]; weights ``wx`` [S, N], ``wy`` [S, M] of S weighted sets, which
-are 0 and 1 for subsets and counts for resamples.
+Shapes: features x [N, F], y [M, F]; weights ``wx`` [S, N], ``wy`` [S, M] (how often) of S sets.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 | ``adm`` (guided-diffusion) | .npz | ``mu``, ``sigma``, ``mu_s``, ``sigma_s`` (spatial features) |
 | ``torch-fidelity`` | .pt | a dictionary of the arrays ``mu`` and ``sigma`` |
 
-Ours can be read by whatever reads clean-fid's. The others do not say which features they are of.
+Whatever reads clean-fid's reads ours. The others do not say which features they are of.
 
 Shapes: ``mu`` [F]; ``sigma`` [F, F].
 """

@@ -101,9 +101,8 @@ def weights_folder() -> Path:
 def locate(name: str, given: Path | None = None) -> Path:
     """The file of the weights called ``name``, or their folder where they are several files.
 
-    Looked for in ``given`` (that file, or a folder) and nowhere else; without it in
-    ``weights_folder()``, the package that brings them, torch hub's cache and the HF cache, in this
-    order. The ``ValueError`` for missing weights says which file to put where.
+    Looked for in ``given`` (file or folder) only, or without it in ``weights_folder()``, a package,
+    torch hub's cache and the HF cache. The ``ValueError`` says which file to put where.
     """
     if name not in KNOWN:
         raise unknown("weights", name, KNOWN)
