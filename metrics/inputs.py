@@ -71,10 +71,8 @@ def open_pictures(
     it), an .npz or .npy of pictures (``images``, ADM's ``arr_0``, or its only array), a picture's
     file; an array, an iterable of arrays, PIL pictures or pipeline outputs, or a callable for one
     of them, such as ``lambda: pipe(classes)``. ``workers`` processes decode files (default: one a
-    core, none for a few files).
-
-    Bad pictures raise ``ValueError`` naming the file, or with ``skip_bad`` are left out and listed
-    in ``skipped``. Raises ``ValueError`` where there is nothing to read.
+    core, none for a few files). Raises ``ValueError`` if there is nothing to read, and naming the
+    file for a bad picture, unless ``skip_bad`` leaves it out and lists it in ``skipped``.
     """
     if not isinstance(source, str | Path):
         known = len(source) if isinstance(source, np.ndarray | list | tuple) else 0

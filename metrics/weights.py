@@ -1,7 +1,6 @@
-"""Where the weights of the feature networks are. Nothing is downloaded.
+"""Where the weights of the feature networks are; nothing is downloaded.
 
-They are looked for in a given folder, an installed package, and the caches of torch and HF. The
-error for missing ones names the file, its address and the folder to put it in.
+The error for missing ones names the file, its address and the folder to put it in.
 """
 
 from __future__ import annotations
