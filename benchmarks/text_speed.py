@@ -36,8 +36,8 @@ from specmm.hardware import named_dtype
 from specmm.recipes.training.texts import read_files
 from specmm.text.pipeline import TextPipeline
 
-PROMPT = 96  # tokens read and tokens written
-LONGEST = 128
+PROMPT = 96  # tokens read
+LONGEST = 128  # tokens written
 LENGTHS = (2, 3, 4, 5, 6, 8)  # of a block
 TREES = (4, 8, 16, (2, 1, 1, 1, 1, 1))  # nodes of the likeliest paths, and a fixed one
 COMPILED = (methods.AR(), methods.Block(length=6), methods.Block(), methods.Block(tree=TREES[-1]))

@@ -1,14 +1,12 @@
 """Predicted answers against given ones: ANLS, relaxed accuracy, exact match, BLEU and CIDEr.
 
-Each takes the best of the answers that count as right. Files are VQAv2's JSON, DocVQA's JSON, or
-JSON lines. An entry is an object with a question (``question_id``, ``questionId``, ``id``) and an
-``answer``, or for given answers also ``answers`` (texts, or VQAv2's objects with an ``answer``
-each). A file is a list of them, one a line, or an object that holds the list under ``annotations``
-(VQAv2) or ``data`` (DocVQA).
+Files are VQAv2's JSON, DocVQA's JSON, or JSON lines. An entry is an object with a question
+(``question_id``, ``questionId``, ``id``) and an ``answer``, or for given answers also ``answers``
+(texts, or VQAv2's objects with an ``answer`` each). A file is a list of them, one a line, or an
+object with the list under ``annotations`` (VQAv2) or ``data`` (DocVQA).
 
 BLEU is sacrebleu's and CIDEr pycocoevalcap's (extra ``specmm[captions]``). The published CIDEr uses
-Stanford's tokenizer (Java), ours differs on abbreviations and hyphens: the protocol says so, and
-such numbers are not the leaderboard's to the last digit.
+Stanford's tokenizer (Java), ours differs on abbreviations and hyphens, as the protocol says.
 """
 
 from __future__ import annotations
@@ -44,10 +42,7 @@ def mean_score(
     protocol: Protocol,
     draws: Bootstrap | None,
 ) -> Measurement:
-    """The mean of ``score`` over questions, with an interval where ``draws`` are given.
-
-    Raises ``ValueError`` unless both name the same questions, and every question has an answer.
-    """
+    """The mean of ``score`` over questions, which must be the same in both, with an interval."""
     _check_questions(predictions, answers)
     scores = [score(predictions[q], answers[q]) for q in answers]
     exact = torch.tensor(scores, dtype=torch.float64)
@@ -64,19 +59,16 @@ def _check_questions(predictions: Predictions, answers: Answers) -> None:
     unknown = [q for q in predictions if q not in answers]
     missing = [q for q in answers if q not in predictions]
     empty = [q for q, given in answers.items() if not any(a.strip() for a in given)]
-    if unknown:
-        what = f"prediction must have a question, got {len(unknown)} of {len(predictions)} without"
-        hint = "give the answers of the same split"
-    elif missing:
-        what = f"question must have a prediction, got none for {len(missing)} of {len(answers)}"
-        hint = "predict them too (an empty answer counts as wrong)"
-    elif empty:
-        what = f"question must have an answer, got empty ones for {len(empty)} of {len(answers)}"
-        hint = "remove these questions from both files"
-    else:
-        return
-    first = (unknown or missing or empty)[0]
-    raise ValueError(f"every {what} (first: {first!r}); {hint}")
+    for bad, rule, whole in (
+        (unknown, "prediction must have a question, got {} of {} without", predictions),
+        (missing, "question must have a prediction, got none for {} of {}", answers),
+        (empty, "question must have an answer, got empty ones for {} of {}", answers),
+    ):
+        if bad:
+            what = f"{rule.format(len(bad), len(whole))} (first: {bad[0]!r})"
+            raise ValueError(
+                f"every {what}; use two files of one split, an empty prediction is wrong"
+            )
 
 
 def anls(
@@ -85,10 +77,7 @@ def anls(
     threshold: float = 0.5,
     bootstrap: Bootstrap | None = None,
 ) -> Measurement:
-    """Average normalised Levenshtein similarity (Biten et al. 2019, eq. 1), in [0, 1].
-
-    Raises ``ValueError`` as ``mean_score`` does, and unless 0 < threshold <= 1.
-    """
+    """Average normalised Levenshtein similarity (Biten et al. 2019, eq. 1); 0 < threshold <= 1."""
     if not 0 < threshold <= 1:
         raise ValueError(f"threshold must be in (0, 1], got {threshold}; published one is 0.5")
     protocol = {"normalisation": "case and white space", "threshold": threshold}
@@ -97,10 +86,7 @@ def anls(
 
 
 def anls_score(prediction: str, answers: Sequence[str], threshold: float = 0.5) -> float:
-    """The best of 1 - NL over ``answers``, 0 where NL >= ``threshold``, ignoring case and spacing.
-
-    NL is the edit distance over the longer length.
-    """
+    """The best of 1 - edit distance / longer length, 0 below ``threshold``; case does not count."""
     found = _plain(prediction)
     best = 0.0
     for wanted in map(_plain, answers):
@@ -129,10 +115,7 @@ def relaxed_accuracy(
     tolerance: float = 0.05,
     bootstrap: Bootstrap | None = None,
 ) -> Measurement:
-    """Share of answers that are right within 5% (ChartQA; Masry et al. 2022, sec. 5.1).
-
-    Raises ``ValueError`` as ``mean_score`` does, and unless 0 <= tolerance < 1.
-    """
+    """Share of answers right within 5% (ChartQA; Masry et al. 2022, sec. 5.1)."""
     if not 0 <= tolerance < 1:
         raise ValueError(f"the tolerance must be in [0, 1), got {tolerance}; published one is 0.05")
     protocol = {"normalisation": "case, numbers, percent signs", "tolerance": tolerance}
@@ -143,8 +126,7 @@ def relaxed_accuracy(
 def relaxed_match(prediction: str, answers: Sequence[str], tolerance: float = 0.05) -> bool:
     """Whether a number is within a relative ``tolerance`` of an answer, or a text equals one.
 
-    ``5%`` is the number 0.05. Around 0 no tolerance is defined: 0 must be given as it is written.
-    Case does not count.
+    ``5%`` is 0.05. Around 0 no tolerance is defined: 0 must be given as it is written.
     """
     found = prediction.strip()
     number = _number(found)
@@ -162,23 +144,17 @@ def relaxed_match(prediction: str, answers: Sequence[str], tolerance: float = 0.
 def exact_match(
     predictions: Predictions, answers: Answers, bootstrap: Bootstrap | None = None
 ) -> Measurement:
-    """Share of answers that equal one of the given ones but for case and white space.
-
-    Raises ``ValueError`` as ``mean_score`` does.
-    """
+    """Share of answers that equal one of the given ones but for case and white space."""
     protocol = {"normalisation": "case and white space"}
-    return mean_score("exact", predictions, answers, _equals_one, protocol, bootstrap)
 
+    def score(prediction: str, given: Sequence[str]) -> bool:
+        return _plain(prediction) in map(_plain, given)
 
-def _equals_one(prediction: str, answers: Sequence[str]) -> bool:
-    return _plain(prediction) in map(_plain, answers)
+    return mean_score("exact", predictions, answers, score, protocol, bootstrap)
 
 
 def bleu(predictions: Predictions, answers: Answers) -> Measurement:
-    """Corpus BLEU-4 in [0, 100] (Papineni et al. 2002) with sacrebleu's default tokenizer.
-
-    ``parts`` are BLEU's own. Raises ``ValueError`` as ``mean_score`` does, and without sacrebleu.
-    """
+    """Corpus BLEU-4 in [0, 100] (Papineni et al. 2002), sacrebleu's tokenizer and ``parts``."""
     _check_questions(predictions, answers)
     try:
         from sacrebleu.metrics.bleu import BLEU
@@ -196,11 +172,7 @@ def bleu(predictions: Predictions, answers: Answers) -> Measurement:
 
 
 def cider(predictions: Predictions, answers: Answers) -> Measurement:
-    """CIDEr-D (Vedantam et al. 2015, sec. 6), at most 10, with the answers' document frequencies.
-
-    Raises ``ValueError`` as ``mean_score`` does, below two questions (every frequency would be 1
-    and every score 0), and without pycocoevalcap.
-    """
+    """CIDEr-D (Vedantam et al. 2015, sec. 6), at most 10; words are weighted by the answers."""
     _check_questions(predictions, answers)
     if len(answers) < 2:
         raise ValueError(f"CIDEr needs at least 2 captions to weight words, got {len(answers)}")
@@ -244,7 +216,6 @@ def read_answers(path: Path) -> Answers:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each entry with the words that say where it is."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -284,7 +255,6 @@ def _line(where: str, text: str) -> tuple[str, Any]:
 
 
 def _add(found: dict[str, T], where: str, entry: dict[str, Any], value: T) -> None:
-    """Add ``value`` under the question of ``entry``."""
     name = next((entry[k] for k in QUESTION if k in entry), None)
     if name is None or isinstance(name, bool | list | dict):
         names = ", ".join(QUESTION)
@@ -300,7 +270,6 @@ def _keys(entry: dict[str, Any]) -> str:
 
 
 def _text(where: str, value: object) -> str:
-    """An answer as text: numbers as JSON writes them."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not isinstance(value, str) and not number:
         got = _short(value)
@@ -318,7 +287,6 @@ def _plain(text: str) -> str:
 
 
 def _number(text: str) -> float | None:
-    """``text`` as a finite number, percent as hundredths; None if it is none."""
     try:
         value = float(text.rstrip("%")) / 100 if text.endswith("%") else float(text)
     except ValueError:

@@ -1,10 +1,8 @@
 """The quality gate: do two sets of features differ by more than sampling noise, and by how much.
 
-*Whether*: a permutation test on the squared MMD (Gretton et al. 2012, sec. 2 and 8). If both sets
-come from one distribution, every relabelling of the pooled samples is as likely as the true one.
-The p-value counts those that lie at least as far apart, with the +1 of Phipson and Smyth (2010)
-that keeps it exact. *How much*: the difference of both sets' kernel distances to a reference, with
-a bootstrap interval.
+*Whether*: a permutation test on the squared MMD (Gretton et al. 2012, sec. 2 and 8), with the +1 of
+Phipson and Smyth (2010) that keeps the p-value exact. *How much*: the difference of both sets'
+kernel distances to a reference, with a bootstrap interval.
 
 Shapes: first [N, F], second [M, F], reference [R, F]; P relabellings, labels [P, N + M] of 0 and 1.
 """
@@ -25,10 +23,9 @@ from specmm.metrics.measurement import Measurement
 
 @dataclass(frozen=True)
 class Comparison:
-    """Squared MMD ``distance`` of two sets; ``p_value`` of its size if both were of one kind.
+    """Squared MMD ``distance`` of two sets, ``p_value`` of its size if both were of one kind.
 
-    ``loss`` is KID(first, reference) - KID(second, reference) with its interval: positive where
-    ``first`` is worse.
+    ``loss``: KID(first, reference) - KID(second, reference), positive where ``first`` is worse.
     """
 
     distance: float
@@ -82,13 +79,9 @@ def compare(
         comparable(second, reference)  # their protocols, too
         loss = _loss(x, y, third, Bootstrap(generator, draws), kernel, paired, facts)
     facts = {**facts, "permutations": permutations, "paired": paired}
-    return Comparison(float(distances[0]), permutation_p_value(distances), alpha, facts, loss)
-
-
-def permutation_p_value(distances: Tensor) -> float:
-    """(1 + relabellings at least as far apart) / (1 + P); ``distances`` [1 + P], the true first."""
     rounding = 1e-12 * float(distances.abs().max())  # equal splits may differ by this
-    return float((distances >= distances[0] - rounding).double().mean())
+    p_value = float((distances >= distances[0] - rounding).double().mean())  # the true one counts
+    return Comparison(float(distances[0]), p_value, alpha, facts, loss)
 
 
 def relabellings(n: int, m: int, count: int, generator: torch.Generator, paired: bool) -> Tensor:
@@ -137,11 +130,7 @@ def _loss(
     paired: bool,
     facts: Protocol,
 ) -> Measurement:
-    """KID of the first set less that of the second; the reference's own term cancels.
-
-    The first of the weighted sets is the sample itself, the others are resamples. Those of the
-    reference are shared.
-    """
+    """KID of the first set less that of the second; the reference's own term cancels."""
     wx = _itself_and_resamples(x, bootstrap)
     wr = _itself_and_resamples(reference, bootstrap)
     wy = wx if paired else _itself_and_resamples(y, bootstrap)
@@ -155,5 +144,4 @@ def _loss(
 
 
 def _itself_and_resamples(x: Tensor, bootstrap: Bootstrap) -> Tensor:
-    """Weights [1 + B, N]: once each, then those of the resamples."""
-    return torch.cat([x.new_ones(1, len(x)), bootstrap.weights(len(x)).to(x)])
+    return torch.cat([x.new_ones(1, len(x)), bootstrap.weights(len(x)).to(x)])  # [1 + B, N]

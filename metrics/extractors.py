@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,40 +44,32 @@ def extractor(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Extractor:
-    """The extractor called ``name``; ``weights`` is its file, or a folder that holds it.
-
-    Raises ``ValueError`` for an unknown name, and for missing weights (saying where to put them).
-    """
+    """The extractor called ``name``; ``weights`` is its file, or a folder that holds it."""
     found: Extractor = EXTRACTORS.get(name)(weights=weights, device=device, dtype=dtype)
     return found
 
 
+@dataclass(eq=False)
 class Extractor:
-    """A ``network`` after ``prepare``, which resizes and scales pictures [n, H, W, 3] of one size.
+    """A ``network`` to features [n, F] after ``prepare`` of pictures [n, H, W, 3] of one size.
 
-    The network maps what ``prepare`` gives to features [n, F]; ``classifier``, where there is one,
-    to logits [n, C].
+    ``classifier``, where there is one, gives logits [n, C].
     """
 
-    def __init__(
-        self,
-        name: str,
-        protocol: Protocol,
-        prepare: Step,
-        network: Step,
-        classifier: Step | None = None,
-        *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        self.name = name
-        self.prepare = prepare
-        self.network = network
-        self.classifier = classifier
-        self.device = torch.device(device)
-        self.dtype = dtype
-        facts = {"dtype": str(dtype).removeprefix("torch."), "library": f"specmm {__version__}"}
-        self.protocol: Protocol = {**protocol, **facts}
+    name: str
+    protocol: Protocol
+    prepare: Step
+    network: Step
+    classifier: Step | None = None
+    device: torch.device | str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        facts = {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "library": f"specmm {__version__}",
+        }
+        self.protocol = {**self.protocol, **facts}
 
     def features(self, pictures: Pictures, *, batch: int = 32, progress: bool = True) -> FeatureSet:
         """Features [N, F] float32, on the CPU; ``ValueError`` for other shapes or no pictures."""

@@ -1,9 +1,7 @@
 """Feature vectors with the protocol that made them: what the metrics of sets take.
 
 The *protocol* says what was measured (features, weights, resize, precision): numbers of different
-protocols are never compared.
-
-Shapes: ``values`` [N, F], N samples of F features.
+protocols are never compared. Shapes: ``values`` [N, F], N samples of F features.
 """
 
 from __future__ import annotations
@@ -24,10 +22,7 @@ ROWS = 2048  # samples checked at a time: isfinite makes a copy
 
 @dataclass
 class FeatureSet:
-    """Feature vectors ``values`` [N, F] and the ``protocol`` that made them.
-
-    Raises ``ValueError`` unless ``values`` is a floating-point matrix of finite numbers.
-    """
+    """A floating-point matrix ``values`` [N, F] of finite numbers and its ``protocol``."""
 
     values: Tensor
     protocol: Protocol = field(default_factory=dict)
@@ -73,10 +68,7 @@ def as_features(features: Features) -> FeatureSet:
 
 
 def comparable(first: Features, second: Features) -> tuple[FeatureSet, FeatureSet, Protocol]:
-    """Both sets and their common protocol with the ``counts``.
-
-    Raises ``ValueError`` for NaN and for different widths or protocols.
-    """
+    """Both sets and their common protocol; ``ValueError`` for NaN, other widths or protocols."""
     one = as_features(first)
     two = as_features(second)
     same_width(one.values.shape[1], two.values.shape[1])

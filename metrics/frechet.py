@@ -34,16 +34,13 @@ class Gaussian(typing.Protocol):
     @property
     def count(self) -> int | None:
         """Number of samples, None where a file does not tell."""
-        ...
 
     @property
     def protocol(self) -> Protocol:
         """What was measured."""
-        ...
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Mean [F] and covariance [F, F], float64; the caller may overwrite the covariance."""
-        ...
 
 
 @dataclass
@@ -176,8 +173,7 @@ def memorisation_distance(
 ) -> Measurement:
     """MiFID of ``made`` [M, F] against the training samples ``real`` [N, F].
 
-    ``parts``: ``fid`` and ``cosine_distance``, the latter before the threshold. Raises
-    ``ValueError`` as ``frechet_distance`` does, and for sets of zero vectors only.
+    ``parts``: ``fid`` and ``cosine_distance``, the latter before the threshold.
     """
     one = as_features(real)
     two = as_features(made)
@@ -190,17 +186,13 @@ def memorisation_distance(
 
 
 def mean_cosine_distance(made: Tensor, real: Tensor) -> float:
-    """Mean over ``made`` [M, F] of the smallest 1 - |cos| to a row of ``real`` [N, F].
-
-    Zero vectors are left out; raises ``ValueError`` where nothing is left.
-    """
+    """Mean over ``made`` [M, F] of the least 1 - |cos| to a row of ``real``; no zero vectors."""
     x, y = (_directions(rows.to(made.device)) for rows in (made, real))
     nearest = [(rows @ y.T).abs_().max(1).values for rows in x.split(BLOCK)]
     return float((1 - torch.cat(nearest)).clamp_(min=0).mean())
 
 
 def _directions(values: Tensor) -> Tensor:
-    """The rows [N, F] that are not zero, at length 1, in float64."""
     exact = values.double()
     lengths = exact.norm(dim=1, keepdim=True)
     kept = lengths.squeeze(1) > 0

@@ -1,9 +1,8 @@
 """Inception Score: how confident and varied a classifier finds pictures (Salimans et al. 2016).
 
-exp of the mean over samples of KL(p(c|x) ‖ p(c)), where the marginal p(c) is the samples' own,
-averaged over splits. Since the mean KL is the mean of Σ p ln p less Σ q ln q of the mean q, two
-float64 sums a split are sufficient: they merge across batches and processes, and memory does not
-grow with N.
+exp of the mean KL(p(c|x) ‖ p(c)), where the marginal p(c) is the samples' own, averaged over
+splits. The mean KL is the mean of Σ p ln p less Σ q ln q of the mean q: two float64 sums a split
+are sufficient, and merge across batches and processes.
 
 Shapes: logits [N, C]; S splits.
 """
@@ -43,10 +42,7 @@ class ScoreStatistics:
         return cls(counts, sums[:, :classes], sums[:, classes])
 
     def update(self, logits: Features, into: Tensor | None = None) -> ScoreStatistics:
-        """Add logits [N, C] in place, to the splits in turn, or to those in ``into`` [N].
-
-        Raises ``ValueError`` on NaN, another number of classes or another protocol.
-        """
+        """Add logits [N, C] in place, to the splits in turn or as ``into`` [N] says."""
         found = as_features(logits)
         same_width(self.total.shape[1], found.values.shape[1])
         self.protocol = joint_protocol(self.protocol, found.protocol)
@@ -98,9 +94,7 @@ def inception_score(
 ) -> Measurement:
     """Inception Score of logits [N, C] (before the softmax), the mean over ``splits``.
 
-    ``order`` [N] is the permutation whose successive parts are the splits, as the published code
-    takes them; without it samples are dealt out in turn. Raises ``ValueError`` for NaN, or fewer
-    samples than splits.
+    Samples are dealt out in turn, or ``order`` [N] is a permutation whose parts are the splits.
     """
     found = as_features(logits)
     into = None

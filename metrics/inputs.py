@@ -38,13 +38,8 @@ DECODING = (
 )
 FEW = 64  # files that are not worth starting workers for
 BLOCK = 16  # files a worker decodes at a time
-UNREADABLE = (
-    OSError,
-    ValueError,
-    SyntaxError,  # Pillow's for a broken PNG
-    zipfile.BadZipFile,
-    Image.DecompressionBombError,
-)
+# SyntaxError: Pillow's for a broken PNG
+UNREADABLE = (OSError, ValueError, SyntaxError, zipfile.BadZipFile, Image.DecompressionBombError)
 
 
 class PictureSource:
@@ -76,10 +71,8 @@ def open_pictures(
     it), an .npz or .npy of pictures (``images``, ADM's ``arr_0``, or its only array), a picture's
     file; an array, an iterable of arrays, PIL pictures or pipeline outputs, or a callable for one
     of them, such as ``lambda: pipe(classes)``. ``workers`` processes decode files (default: one a
-    core, none for a few files).
-
-    Bad pictures raise ``ValueError`` naming the file, or with ``skip_bad`` are left out and listed
-    in ``skipped``. Raises ``ValueError`` where there is nothing to read.
+    core, none for a few files). Raises ``ValueError`` if there is nothing to read, and naming the
+    file for a bad picture, unless ``skip_bad`` leaves it out and lists it in ``skipped``.
     """
     if not isinstance(source, str | Path):
         known = len(source) if isinstance(source, np.ndarray | list | tuple) else 0
@@ -94,7 +87,6 @@ def open_pictures(
 
 
 def _flat(source: Any) -> Iterator[np.ndarray]:
-    """The pictures of an array, an iterable, a pipeline's output or what a callable gives."""
     found = source() if callable(source) else source
     for item in getattr(found, "images", found):
         if hasattr(item, "images"):
@@ -128,8 +120,7 @@ class PictureFile:
 
 
 def _decode_all(entries: list[PictureFile]) -> list[tuple[str, np.ndarray | str]]:
-    """(name, picture) of each file, or (name, why it cannot be read): workers do this."""
-    found: list[tuple[str, np.ndarray | str]] = []
+    found: list[tuple[str, np.ndarray | str]] = []  # or why not: workers return errors
     for entry in entries:
         try:
             found.append((str(entry), decode(entry.read())))
@@ -141,10 +132,7 @@ def _decode_all(entries: list[PictureFile]) -> list[tuple[str, np.ndarray | str]
 
 
 def decode(data: bytes) -> np.ndarray:
-    """The picture [H, W, 3] uint8 in the bytes of a file, as ``DECODING`` says.
-
-    Raises what Pillow does, and ``ValueError`` for 32-bit or more than ``MAX_IMAGE_PIXELS`` pixels.
-    """
+    """The picture [H, W, 3] uint8 in the bytes of a file; ``ValueError`` for 32-bit pixels."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
@@ -184,7 +172,6 @@ def _decoded(
 
 
 def _files(source: str, path: Path) -> list[PictureFile]:
-    """The picture files of a folder, an archive, a glob or a single file."""
     if path.is_dir():
         suffixes = (*SUFFIXES, ".tar")
         inside = (f for f in path.rglob("*") if f.suffix.lower() in suffixes and f.is_file())
@@ -206,7 +193,6 @@ def _files(source: str, path: Path) -> list[PictureFile]:
 
 
 def _archived(path: Path) -> list[PictureFile]:
-    """The picture files inside a .zip or .tar, by name."""
     try:
         if path.suffix == ".zip":
             with zipfile.ZipFile(path) as packed:
@@ -227,9 +213,8 @@ def _broken(path: Path, what: str, error: Exception) -> ValueError:
 
 
 def _rows(path: Path) -> Iterator[np.ndarray]:
-    """The pictures of an array, read one by one: the file may be larger than memory."""
     with _array(path) as (file, (count, *shape)):
-        for number in range(count):
+        for number in range(count):  # one by one: the file may be larger than memory
             data = file.read(math.prod(shape))
             if len(data) < math.prod(shape):
                 raise ValueError(f"{path} must hold {count} pictures, got {number} and a part")
@@ -238,7 +223,6 @@ def _rows(path: Path) -> Iterator[np.ndarray]:
 
 @contextlib.contextmanager
 def _array(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
-    """The array's data, positioned at its first byte, and its shape."""
     with contextlib.ExitStack() as stack:
         file = _open_array(path, stack)
         try:

@@ -1,11 +1,8 @@
-"""Confidence intervals: how far other samples would move a number.
+"""Confidence intervals: how far other samples would move a number, whatever its bias.
 
 A bootstrap for means and U-statistics (Efron 1979). The Fréchet distance gets a delete-a-group
-jackknife instead: resampling with replacement repeats samples, which shrinks the covariance's rank
-and adds to the distance the very bias it already has, while leaving a group out does not. Intervals
-say nothing about the bias of small sets.
-
-Shapes: N samples; B draws.
+jackknife: resampling with replacement repeats samples, which lowers the covariance's rank and adds
+to the bias. Shapes: N samples; B draws.
 """
 
 from __future__ import annotations
@@ -25,10 +22,7 @@ DRAWS_AT_ONCE = 64  # rows of weights held at a time for a mean
 
 @dataclass(frozen=True)
 class Bootstrap:
-    """``draws`` resamples from ``generator`` (of the CPU), percentiles for confidence ``level``.
-
-    Raises ``ValueError`` for a level outside (0, 1) or fewer than two draws.
-    """
+    """``draws`` (2 or more) resamples from a CPU ``generator``; percentiles for ``level``."""
 
     generator: torch.Generator
     draws: int = 1000
@@ -76,9 +70,8 @@ def frechet_interval(
 ) -> Interval:
     """Interval of ``frechet_distance(made, reference)`` by leaving out ``groups`` random groups.
 
-    The reference is held fixed. Costs ``groups`` distances and one pass over the features; memory
-    does not grow with N. Variance (G-1)/G Σ (θ_g - θ̄)² (Efron and Stein 1981), with Student's
-    quantile. Raises ``ValueError`` unless 2 <= groups <= N / 2.
+    Variance (G-1)/G Σ (θ_g - θ̄)² (Efron and Stein 1981), with Student's quantile, for a fixed
+    reference. Costs ``groups`` distances and one pass; needs 2 <= groups <= N / 2.
     """
     if not 2 <= groups <= len(made) / 2:
         raise ValueError(f"groups must be 2 to half the {len(made)} samples, got {groups}")

@@ -1,12 +1,10 @@
 """Kernel distance of two sets of features: KID where they are Inception's (Bińkowski et al. 2018).
 
 The unbiased squared maximum mean discrepancy with the cubic kernel k(a, b) = (gamma a·b + coef)³,
-gamma = 1/F: over random subsets (mean and spread, the customary figure) and over the whole sets
-(the steadier one). One pass over the kernel matrix in row blocks gives both, so that memory does
-not grow with N².
+gamma = 1/F: over random subsets (the customary figure) and over the whole sets (the steadier one),
+both in one pass over the kernel matrix in row blocks.
 
-Shapes: features x [N, F], y [M, F]; weights ``wx`` [S, N], ``wy`` [S, M] of S weighted sets, which
-are 0 and 1 for subsets and counts for resamples.
+Shapes: features x [N, F], y [M, F]; weights ``wx`` [S, N], ``wy`` [S, M] (how often) of S sets.
 """
 
 from __future__ import annotations
@@ -80,13 +78,10 @@ def kernel_distance(
 ) -> KernelResult:
     """Unbiased squared MMD between features [N, F] and [M, F], in float64.
 
-    Subsets of ``subset_size`` (at most the smaller set) are drawn without replacement from a
-    generator seeded with ``seed``, or given as ``picks`` (pairs of row indices of equal length, to
-    repeat another library's draw); ``std`` is their population standard deviation.
-    ``full=False`` skips the whole-set estimate, whose cost is (N + M)² F: quicker above roughly
-    10,000 samples. ``bootstrap`` gives that estimate an interval. Raises ``ValueError`` as
-    ``comparable`` does, for sets or subsets below two samples, and for ``bootstrap`` without
-    ``full``.
+    Subsets of ``subset_size`` (at most the smaller set) are drawn without replacement, or given as
+    ``picks`` (pairs of row indices of equal length); ``std`` is their population's. ``full=False``
+    skips the whole-set estimate, whose cost is (N + M)² F: quicker above roughly 10,000 samples.
+    ``bootstrap`` gives that estimate an interval.
     """
     x, y, protocol = exact_pair(first, second)
     kernel = kernel or PolynomialKernel()
@@ -107,8 +102,7 @@ def kernel_distance(
         values = _in_one_pass(x, y, chosen, bootstrap, kernel)
     else:
         values = _subset_by_subset(x, y, chosen, kernel)
-    of_subsets = values[: len(chosen)]
-    rest = values[len(chosen) :]
+    of_subsets, rest = values.split([len(chosen), len(values) - len(chosen)])
     interval = bootstrap.of_replicates(rest[1:], "both sets") if bootstrap else None
     std = float(of_subsets.std(correction=0))
     whole = float(rest[0]) if full else None
@@ -116,10 +110,7 @@ def kernel_distance(
 
 
 def exact_pair(first: Features, second: Features) -> tuple[Tensor, Tensor, Protocol]:
-    """Both sets in float64 on the first one's device, and their common protocol.
-
-    Raises ``ValueError`` where they cannot be compared, or below two samples.
-    """
+    """Both sets in float64 on the first one's device, and their protocol; two samples or more."""
     one, two, protocol = comparable(first, second)
     smaller = min(len(one), len(two))
     if smaller < 2:
@@ -149,7 +140,6 @@ def _weighted_sum(x: Tensor, y: Tensor, wx: Tensor, wy: Tensor, kernel: Polynomi
 
 
 def _mmd_squared(x: Tensor, y: Tensor, wx: Tensor, wy: Tensor, kernel: PolynomialKernel) -> Tensor:
-    """Unbiased squared MMD [S] of x under the weights ``wx`` and y under ``wy``."""
     within = mean_within(x, wx, kernel) + mean_within(y, wy, kernel)
     return within - 2 * mean_across(x, y, wx, wy, kernel)
 
@@ -171,7 +161,6 @@ def _in_one_pass(
 
 
 def _subset_by_subset(x: Tensor, y: Tensor, picks: Picks, kernel: PolynomialKernel) -> Tensor:
-    """Squared MMD of every subset [S], each from its own small kernel matrix."""
     found = []
     for i, j in picks:
         a = x[i.to(x.device)]

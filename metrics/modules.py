@@ -1,11 +1,8 @@
 """The metrics as torchmetrics modules (which must be installed): states merge across processes.
 
-Every number comes from the functional core. States stay as precise as the core wants them whatever
-``set_dtype`` says, since a FID in float32 is wrong in its third digit. ``update`` takes features
-[N, F], or pictures where an extractor was given, and whether they are ``real``; ``measurements()``
-gives what ``compute()`` measured.
-
-Shapes: features [N, F]; logits [N, C].
+States keep the core's precision whatever ``set_dtype`` says, since a FID in float32 is wrong in its
+third digit. ``update`` takes features [N, F], or pictures where an extractor was given, and whether
+they are ``real``; ``measurements()`` gives what ``compute()`` measured.
 """
 
 from __future__ import annotations
@@ -40,6 +37,7 @@ class SampleMetric(Metric):
 
     full_state_update = False
     is_differentiable = False
+    higher_is_better = False  # of the distances
 
     def __init__(
         self,
@@ -102,8 +100,6 @@ class SampleMetric(Metric):
 class FrechetDistance(SampleMetric):
     """FID and the like (``frechet_distance``) of ``width`` features, in constant memory."""
 
-    higher_is_better = False
-
     def __init__(self, *args: Any, width: int = 2048, **options: Any) -> None:
         super().__init__(*args, **options)
         for side in SIDES.values():
@@ -139,7 +135,6 @@ class FeatureMetric(SampleMetric):
         getattr(self, f"{side}_features").append(found.values)
 
     def _sets(self) -> tuple[FeatureSet, FeatureSet]:
-        """The real and the made side."""
         found = []
         for real, side in SIDES.items():
             parts = getattr(self, f"{side}_features")
@@ -152,8 +147,6 @@ class FeatureMetric(SampleMetric):
 
 class KernelDistance(FeatureMetric):
     """KID (``kernel_distance``, whose keyword options it takes as ``kernel_options``)."""
-
-    higher_is_better = False
 
     def __init__(self, *args: Any, kernel_options: Options | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -191,8 +184,6 @@ class DensityCoverage(FeatureMetric):
 
 class MemorisationDistance(FeatureMetric):
     """MiFID (``memorisation_distance``); the real side is the training set."""
-
-    higher_is_better = False
 
     def __init__(self, *args: Any, threshold: float = THRESHOLD, **options: Any) -> None:
         super().__init__(*args, **options)

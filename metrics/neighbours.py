@@ -1,13 +1,10 @@
-"""What nearest neighbours in feature space tell of two sets.
+"""What nearest neighbours in feature space tell of two sets, and of memorising.
 
 Improved precision and recall (Kynkäänniemi et al. 2019, eq. 1-2) and density and coverage (Naeem et
 al. 2020, eq. 3-4). Each sample of a set is the centre of a ball that reaches to its k-th nearest
 neighbour in the same set; the balls together are the set's manifold. A point on a ball's surface
 is inside for precision and recall and outside for density and coverage, as in the authors' code,
-with an allowance for rounding. Distances are float64, taken in row blocks: memory does not grow
-with N².
-
-``nearest_neighbours`` shows memorising: the training sample nearest to each made one.
+with an allowance for rounding. Distances are float64, in row blocks.
 
 Shapes: real [N, F], made [M, F]; radii [N], squared; pictures [N, R, R, 3] uint8.
 """
@@ -35,8 +32,7 @@ def precision_recall(
 ) -> tuple[Measurement, Measurement]:
     """Shares of ``made`` [M, F] in the manifold of ``real`` [N, F] (precision), and vice versa.
 
-    ``bootstrap`` gives intervals over the points, the manifolds held fixed. Raises ``ValueError``
-    as ``comparable`` does, or for sets of k samples or fewer.
+    ``bootstrap`` gives intervals over the points, the manifolds held fixed. Sets need more than k.
     """
     x, y, protocol = _centred(real, made, k)
     found = []
@@ -54,8 +50,7 @@ def density_coverage(
 ) -> tuple[Measurement, Measurement]:
     """Density (real balls a made sample lies in, over k), coverage (share of real balls not empty).
 
-    ``bootstrap`` gives density an interval over the made samples, and coverage one over the real
-    ones, the balls held fixed. Raises ``ValueError`` as ``precision_recall`` does.
+    ``bootstrap`` gives density an interval over the made samples, coverage one over the real ones.
     """
     x, y, protocol = _centred(real, made, k)
     radii = _squared_radii(x, k)
@@ -116,11 +111,7 @@ class Neighbours:
 
 
 def pixels(pictures: np.ndarray | Tensor) -> FeatureSet:
-    """Pictures [N, R, R, 3] uint8 as features [N, 3R²].
-
-    Scaled so that a distance is the root-mean-square difference of channel values in [0, 1]. Raises
-    ``ValueError`` for another type or rank.
-    """
+    """Pictures [N, R, R, 3] uint8 as features [N, 3R²] whose distances are root mean squares."""
     values = torch.as_tensor(pictures)
     if values.dtype != torch.uint8 or values.ndim != 4:
         got = f"{values.dtype} {list(values.shape)}"
@@ -131,11 +122,9 @@ def pixels(pictures: np.ndarray | Tensor) -> FeatureSet:
 
 
 def nearest_neighbours(samples: Features, references: Features) -> Neighbours:
-    """The nearest of ``references`` [M, F] to each of ``samples`` [N, F].
+    """The nearest of ``references`` [M, F] to each of ``samples`` [N, F]; a copy is at distance 0.
 
-    Candidates come from a float32 matrix product; their distances are then computed from the
-    differences in float64, so that an exact copy is at distance 0. Raises ``ValueError`` as
-    ``comparable`` does, or for no reference.
+    Candidates come from a float32 product, their distances from the differences in float64.
     """
     one, two, protocol = comparable(samples, references)
     if not len(two):
@@ -145,7 +134,8 @@ def nearest_neighbours(samples: Features, references: Features) -> Neighbours:
     norms = known.square().sum(1)
     distances = []
     indices = []
-    for rows in (one.values.to(known.device).float() - centre).split(BLOCK):
+    for block in one.values.to(known.device).split(BLOCK):
+        rows = block.float() - centre
         near = torch.addmm(norms, rows, known.T, alpha=-2)  # squared distance less |row|²: [n, M]
         candidates = near.topk(min(CANDIDATES, len(known)), largest=False).indices  # [n, C]
         exact = torch.stack([(rows - known[c]).double().square().sum(1) for c in candidates.T], 1)

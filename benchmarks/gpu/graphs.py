@@ -132,7 +132,7 @@ class VLMGraphTarget(VLMTarget):
         """One captured tree-attention forward."""
         self.cache.aim(self.cache.size.capacity, self.cache.size.capacity + tree.shape.size)
         self.tree = tree
-        self.calls = self.calls + 1
+        self.calls += 1
         return TargetOutput(*self.graphs(tree, self.offsets))
 
     @torch.inference_mode()

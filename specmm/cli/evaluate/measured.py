@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from specmm.metrics.features import Protocol
     from specmm.metrics.measurement import Interval, Measurement
 
+Command = Callable[..., Any]
 PICTURES = "a folder, glob, .zip, .tar or .npz of pictures, or an .npz of features"
 Source = Annotated[str, typer.Argument(help=f"What is measured: {PICTURES}.")]
 Reference = Annotated[str, typer.Argument(help=f"What it is measured against: {PICTURES}.")]
@@ -75,13 +76,13 @@ TITLES = {
 FINE = ("kid", "kid_difference")  # small numbers
 
 
-def reading(network: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def reading(network: str) -> Callable[[Command], Command]:
     """Make a command of a function that takes a ``reader``: the reader's options take its place.
 
     ``network`` is the default of ``--features``.
     """
 
-    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(function: Command) -> Command:
         @functools.wraps(function)
         def command(**given: Any) -> Any:
             reader = SourceReader(**{name: given.pop(name) for name in READER})
@@ -95,10 +96,10 @@ def reading(network: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return wrap
 
 
-def measured(network: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def measured(network: str) -> Callable[[Command], Command]:
     """As ``reading``, for a function that returns measurements: with ``--name`` and ``--json``."""
 
-    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(function: Command) -> Command:
         @functools.wraps(function)
         def command(as_json: bool, name: str | None, reader: SourceReader, **given: Any) -> None:
             with stdout_reserved():
@@ -113,7 +114,7 @@ def measured(network: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return wrap
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+def _parameters(function: Command) -> list[inspect.Parameter]:
     return list(inspect.signature(function).parameters.values())
 
 
@@ -122,9 +123,7 @@ def _parameter(name: str, annotation: object, default: object) -> inspect.Parame
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
-def _with_parameters(
-    command: Callable[..., Any], parameters: Sequence[inspect.Parameter]
-) -> Callable[..., Any]:
+def _with_parameters(command: Command, parameters: Sequence[inspect.Parameter]) -> Command:
     """``command`` with the signature that typer is to see."""
     changed: Any = command
     changed.__signature__ = inspect.Signature(parameters)
@@ -168,6 +167,6 @@ def protocol_lines(protocols: Sequence[Protocol]) -> str:
 
 
 def _text(value: object) -> str:
-    if isinstance(value, Iterable) and not isinstance(value, str):
+    if isinstance(value, list | tuple):
         return ", ".join(map(_text, value))
     return "unknown" if value is None else str(value)

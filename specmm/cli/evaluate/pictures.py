@@ -4,7 +4,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -26,6 +26,7 @@ from specmm.registry import unknown
 if TYPE_CHECKING:
     from specmm.metrics.features import Protocol
     from specmm.metrics.measurement import Measurement
+    from specmm.metrics.networks import CLIP
     from specmm.metrics.references import Layout
 
 INCEPTIONS = ("inception", "inception-fidelity")
@@ -148,7 +149,6 @@ def clip(
     ],
 ) -> "Measurement":
     """CLIPScore: how well pictures fit their prompts."""
-    from specmm.metrics.networks import CLIP
     from specmm.metrics.paired import clip_score
 
     if reader.network != "clip" or reader.skip_bad:
@@ -157,8 +157,7 @@ def clip(
     blank = next((i for i, text in enumerate(lines, 1) if not text.strip()), None)
     if blank is not None:
         raise ValueError(f"{prompts} line {blank} must hold a prompt, got an empty line")
-    model = reader.extractor
-    assert isinstance(model, CLIP)
+    model = cast("CLIP", reader.extractor)
     return clip_score(reader.pictures(source), lines, model, batch=reader.batch)
 
 
