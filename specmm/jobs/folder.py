@@ -71,13 +71,28 @@ class Limits:
     """How a job is worked on, which no result depends on.
 
     ``batch`` items are made at a time (0 finds the size), an item is tried ``retries`` more times,
-    an archive holds ``shard`` items.
+    an archive holds ``shard`` items. ``actors`` are those of engine ray (0: one a GPU or core).
     """
 
     batch: int = 0
     retries: int = 2
     shard: int = 1000
     device: str = "cpu"
+    actors: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job in an output ``folder``, whose results are made by ``spec``."""
+
+    folder: Path
+    spec: Spec
+    limits: Limits = Limits()
+
+    @property
+    def journals(self) -> Path:
+        """The folder of the journals."""
+        return self.folder / JOURNALS
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self
 
 from tqdm import tqdm
 
-from specmm.jobs.folder import JOURNALS, Journal, Limits, Spec, check_same, failure, ledger, save
+from specmm.jobs.folder import JOURNALS, Job, Journal, check_same, failure, ledger, save
 from specmm.jobs.items import Item
 from specmm.jobs.workers import Worker
 
@@ -125,24 +125,16 @@ def pending(
 
 
 def work(
-    folder: Path,
-    spec: Spec,
-    limits: Limits,
-    items: Sequence[Item],
-    opener: Opener,
-    name: str,
-    watch: Watch | None = None,
+    job: Job, items: Sequence[Item], opener: Opener, name: str, watch: Watch | None = None
 ) -> JobCounts:
     """Make ``items`` in this process, whose journal is called ``name``.
 
     The worker is opened only if there are items. Raises ``ValueError`` when results cannot be
     written; all that was done is kept.
     """
-    journal = Journal(folder / JOURNALS, name)
+    journal = Journal(job.journals, name)
     try:
-        if not items:
-            return JobCounts()
-        return _Runner(opener(), folder, spec, journal, limits, watch).run(items)
+        return _Runner(opener(), job, journal, watch).run(items) if items else JobCounts()
     finally:
         journal.close()
 
@@ -152,15 +144,13 @@ class _Runner:
     """Works through items with one pipeline and one journal."""
 
     worker: Worker
-    folder: Path
-    spec: Spec
+    job: Job
     journal: Journal
-    limits: Limits
     watch: Watch | None
     counts: JobCounts = field(default_factory=JobCounts)
 
     def __post_init__(self) -> None:
-        self.sizer = BatchSizer(self.limits.batch)
+        self.sizer = BatchSizer(self.job.limits.batch)
         self.tries: dict[str, int] = {}
 
     def run(self, items: Sequence[Item]) -> JobCounts:
@@ -212,7 +202,8 @@ class _Runner:
             return
         seconds = time.perf_counter() - start
         with self._full_disk_explained():
-            records = save(self.folder, results, self.spec.format, self.spec.model)
+            spec = self.job.spec
+            records = save(self.job.folder, results, spec.format, spec.model)
             self.journal.append(records)
         self.counts.done += [item.id for item in batch]
         self.sizer.observe(len(batch), seconds)
@@ -221,7 +212,7 @@ class _Runner:
     def _failed(self, item: Item, error: Exception, queue: deque[Item]) -> None:
         """Try again later, unless the item itself is at fault or was tried often enough."""
         tries = self.tries[item.id] = self.tries.get(item.id, 0) + 1
-        if isinstance(error, ValueError | FileNotFoundError) or tries > self.limits.retries:
+        if isinstance(error, ValueError | FileNotFoundError) or tries > self.job.limits.retries:
             self._set_aside(item, error)
         else:
             queue.append(item)
@@ -244,7 +235,7 @@ class _Runner:
             yield
         except OSError as error:
             raise ValueError(
-                f"writing to {self.folder} failed ({error.strerror or error}); "
+                f"writing to {self.job.folder} failed ({error.strerror or error}); "
                 f"{len(self.counts.done)} items done now are kept, "
                 "make room and run the same command again"
             ) from error

@@ -22,7 +22,8 @@ from specmm.zoo import card
 
 METHODS = "ar,speculative,lantern++"
 FAVOURITES = ("face-smiling", "heart", "food-fruit", "country-flag")
-COLUMNS = ("method", "s/picture", "speed-up", "tau", "log-lik/token", "FID", "KID", "certificate")
+COLUMNS = ("method", "s/picture", "speed-up", "tau", "log-lik", "FID", "KID", "certificate")
+BENCH = ("method", "s/picture", "speed-up", "tau", "host", "ideal", "log-lik", "certificate")
 SCALE = 96  # pixels of a picture's side
 GAP = 4  # pixels between pictures
 LABEL = 170  # pixels of the column of labels
@@ -80,29 +81,31 @@ def _recorded(measured: Iterable[dict[str, Any]], method: str) -> dict[str, Any]
     return next((row for row in measured if row.get("method", "").split("(")[0] == method), {})
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """A method's row of the comparison's table."""
-    return [
-        row["method"],
-        f"{row['seconds_per_picture']:.3f}",
-        f"{row['speedup']:.2f}x",
-        f"{row['tau']:.2f}",
-        number(row["quality"]["log_likelihood"]),
-        number(row["recorded"].get("fid"), ".2f"),
-        number(row["recorded"].get("kid"), ".5f"),
-        claim(row["certificate"]),
-    ]
+def table_of(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> list[list[str]]:
+    """The ``columns`` and a row of texts for each summary of a race."""
+    return [list(columns), *([_cells(row)[column] for column in columns] for row in rows)]
 
 
-def number(value: float | None, form: str = ".3f") -> str:
-    """A number as text, a dash for what is not known."""
-    return "-" if value is None else format(value, form)
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    """The texts of a summary by column, a dash for what is not known."""
 
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
 
-def claim(certificate: dict[str, Any]) -> str:
-    """A certificate's kind, and the total variation that was measured."""
-    tv = certificate["tv"]
-    return certificate["kind"] + (f", tv {tv:.4f}" if tv else "")
+    tv = row["certificate"]["tv"]
+    recorded = row.get("recorded", {})
+    return {
+        "method": row["label"],
+        "s/picture": f"{row['seconds_per_picture']:.3f}",
+        "speed-up": f"{row['speedup']:.2f}x",
+        "tau": f"{row['tau']:.2f}",
+        "host": f"{row['host_overhead']:.0%}",
+        "ideal": f"{row['ideal']:.2f}x",
+        "log-lik": number(row["quality"]["log_likelihood"], ".3f"),
+        "FID": number(recorded.get("fid"), ".2f"),
+        "KID": number(recorded.get("kid"), ".5f"),
+        "certificate": row["certificate"]["kind"] + (f", tv {tv:.4f}" if tv else ""),
+    }
 
 
 def notes(rows: Sequence[dict[str, Any]]) -> str:
@@ -113,7 +116,7 @@ def notes(rows: Sequence[dict[str, Any]]) -> str:
         source = f"recorded in the model card ({counts[0]:,} samples)"
     return (
         "s/picture: median wall clock at batch 1; tau: tokens a round; log-lik: the target's mean "
-        f"log-probability of the tokens drawn;\nFID, KID: {source}; tv: total variation a token, "
+        f"log-probability of a token drawn;\nFID, KID: {source}; tv: total variation a token, "
         "measured on this run."
     )
 
@@ -162,7 +165,8 @@ def _page(sheet: Image.Image, rows: Sequence[dict[str, Any]], model: str) -> str
     """A self-contained page with the table, the notes and the sheet."""
     packed = io.BytesIO()
     sheet.save(packed, format="PNG")
-    table = _table_row(COLUMNS, "th") + "".join(_table_row(cells(row), "td") for row in rows)
+    head, *body = table_of(rows, COLUMNS)
+    table = _table_row(head, "th") + "".join(_table_row(row, "td") for row in body)
     return PAGE.format(
         width=max(sheet.width, 700),
         model=html.escape(model),
