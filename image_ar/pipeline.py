@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 
 from specmm import methods, zoo
 from specmm.checkpoints import read_json
 from specmm.registry import Registry, unknown
+
+if TYPE_CHECKING:
+    from specmm.image_ar.output import ImageOutput
 
 M = TypeVar("M", bound=methods.Declared)
 
@@ -21,10 +24,19 @@ class PicturePipeline(Generic[M]):
 
     transformer: Any
     settings: Any
+    parts: Any  # drafters and plans, of token models
     sampling_options: ClassVar[tuple[str, ...]]  # of ``target``, and of a call
     compiles: ClassVar[bool] = False  # whether calls take ``compiled``
     plans: ClassVar[Literal["trees", "scales"] | None] = None  # what ``specmm plan`` measures
     log_likelihood: Any = None  # of tokens under the target, where they have one
+
+    def __call__(self, *args: Any, **options: Any) -> ImageOutput:
+        """Draw pictures; every family says of what and how."""
+        raise NotImplementedError
+
+    def target(self, *args: Any, **options: Any) -> Any:
+        """How pictures are drawn under ``options``, which may be any ``sampling_options``."""
+        raise NotImplementedError
 
     @property
     def device(self) -> torch.device:

@@ -22,7 +22,7 @@ import torch
 from specmm.jobs.finish import finish
 from specmm.jobs.folder import Job, Journal, failure, ledger, occupied, prepare, remove_parts
 from specmm.jobs.items import Item
-from specmm.jobs.run import Bar, JobCounts, Metrics, Opener, Watch, pending, work
+from specmm.jobs.run import Bar, JobCounts, Metrics, Opener, pending, work
 from specmm.jobs.verify import damage, unpack_torn
 from specmm.jobs.workers import Worker, open_worker
 from specmm.registry import unknown
@@ -50,6 +50,7 @@ def run_job(
     mine = share(items) if engine == "accelerate" else list(items)
     if repair:
         unpack_torn(job.folder)
+    before = ledger(job.journals) if repair else {}
     damaged = damage(job.folder) if repair else {}
     left = pending(job.folder, mine, retry_failed, damaged)
     begin = time.perf_counter()
@@ -62,13 +63,13 @@ def run_job(
     if repair:
         now = ledger(job.journals)
         again = [item.id for item in mine if item.id in damaged]
-        other = [i for i in again if now[i].get("sha256") != damaged[i].sha256]
+        other = [i for i in again if now[i].get("sha256") != before[i]["sha256"]]
         summary |= {"repaired": len(again), "repaired_otherwise": len(other)}
     return summary, counts
 
 
 def run_local(
-    job: Job, items: Sequence[Item], watch: Watch | None = None, opener: Opener | None = None
+    job: Job, items: Sequence[Item], bar: Bar | None = None, opener: Opener | None = None
 ) -> JobCounts:
     """Make ``items`` here, alone in the folder.
 
@@ -77,18 +78,18 @@ def run_local(
     opener = opener or partial(open_worker, job.spec, items, job.limits.device)
     with occupied(job.journals, shared=False):
         remove_parts(job.folder)
-        return work(job, items, opener, "local", watch)
+        return work(job, items, opener, "local", bar)
 
 
 def run_rank(
-    job: Job, items: Sequence[Item], watch: Watch | None = None, opener: Opener | None = None
+    job: Job, items: Sequence[Item], bar: Bar | None = None, opener: Opener | None = None
 ) -> JobCounts:
     """Make ``items``, this rank's (see ``share``), on its own GPU or the CPU."""
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
     opener = opener or partial(open_worker, job.spec, items, device)
     with occupied(job.journals, shared=True):
-        return work(job, items, opener, f"rank-{_rank()[0]:05d}", watch)
+        return work(job, items, opener, f"rank-{_rank()[0]:05d}", bar)
 
 
 def _rank() -> tuple[int, int]:
@@ -118,7 +119,8 @@ class Actor:
     """One worker of the cluster; it loads the model when the first items come."""
 
     def __init__(self, job: Job, opener: Opener | None, threads: int) -> None:
-        self.job, self.opener = job, opener
+        self.job = job
+        self.opener = opener
         self.name = f"ray-{uuid.uuid4().hex[:12]}"
         self.worker: Worker | None = None
         torch.set_num_threads(min(threads, os.cpu_count() or 1))  # Ray sets it to one
@@ -133,7 +135,7 @@ class Actor:
 
 
 def run_ray(
-    job: Job, items: Sequence[Item], watch: Watch | None = None, opener: Opener | None = None
+    job: Job, items: Sequence[Item], bar: Bar | None = None, opener: Opener | None = None
 ) -> JobCounts:
     """Make ``items`` with the actors of a Ray cluster.
 
@@ -152,7 +154,7 @@ def run_ray(
         count = min(job.limits.actors or gpus or cores, max(len(items), 1))
         kind: Any = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(Actor)
         start = partial(kind.remote, job, opener, max(1, cores // count))
-        return _Pool(job, start, count, watch).run(items)
+        return _Pool(job, start, count, bar).run(items)
 
 
 ENGINES = {"local": run_local, "accelerate": run_rank, "ray": run_ray}
@@ -161,8 +163,11 @@ ENGINES = {"local": run_local, "accelerate": run_rank, "ray": run_ray}
 class _Pool:
     """Hands items to actors and replaces those that die."""
 
-    def __init__(self, job: Job, start: Callable[[], Any], count: int, watch: Watch | None) -> None:
-        self.job, self.start, self.count, self.watch = job, start, count, watch
+    def __init__(self, job: Job, start: Callable[[], Any], count: int, bar: Bar | None) -> None:
+        self.job = job
+        self.start = start
+        self.count = count
+        self.bar = bar
         self.busy: dict[Any, tuple[Any, list[Item]]] = {}  # a call's reference: its actor and items
         self.deaths: dict[str, int] = {}
         self.counts = JobCounts()
@@ -178,7 +183,8 @@ class _Pool:
         try:
             while self.waiting or self.busy:
                 while self.waiting and idle:
-                    actor, batch = idle.pop(), self.waiting.popleft()
+                    actor = idle.pop()
+                    batch = self.waiting.popleft()
                     self.busy[actor.make.remote(batch)] = actor, batch
                 ready, _ = ray.wait(list(self.busy))
                 for call in ready:
@@ -205,8 +211,8 @@ class _Pool:
             raise error.cause if isinstance(error.cause, ValueError) else error from None
         self.counts.done += done
         self.counts.failed += failed
-        if self.watch is not None:
-            self.watch.observe(len(done), len(failed), len(batch), 0.0)
+        if self.bar is not None:
+            self.bar.observe(len(done), len(failed), len(batch), 0.0)
         return actor
 
     def _share_out(self, batch: list[Item], reason: str) -> None:

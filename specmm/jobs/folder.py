@@ -31,7 +31,9 @@ from specmm.jobs.items import Item
 from specmm.registry import unknown
 
 JOB = "job.json"
-RESULTS, JOURNALS, ARCHIVES = "results", "journal", "archives"
+RESULTS = "results"
+JOURNALS = "journal"
+ARCHIVES = "archives"
 LAYOUTS = ("folders", "tar")
 FORMATS = {"png": "PNG", "webp": "WEBP", "jpeg": "JPEG"}
 DESCRIPTION = 0x010E  # EXIF ImageDescription
@@ -110,7 +112,8 @@ def prepare(folder: Path, spec: Spec) -> None:
     """
     for name in (JOURNALS, RESULTS, *([ARCHIVES] if spec.layout == "tar" else [])):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    file, wanted = folder / JOB, json.loads(json.dumps(asdict(spec)))
+    file = folder / JOB
+    wanted = json.loads(json.dumps(asdict(spec)))
     with alone(folder):
         if not file.exists() or not any(True for _ in read_journals(folder / JOURNALS)):
             text = json.dumps(wanted, indent=1, ensure_ascii=False) + "\n"
@@ -303,7 +306,8 @@ def encode(result: Result, kind: str, model: str) -> bytes:
 
     Both hold a description, of what stays the same when the item is made again in another batch.
     """
-    item, facts = result.item, result.facts
+    item = result.item
+    facts = result.facts
     about = {
         "id": item.id,
         item.kind: item.text,

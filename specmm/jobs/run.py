@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from tqdm import tqdm
 
@@ -24,16 +24,9 @@ from specmm.jobs.workers import Worker
 
 log = logging.getLogger(__name__)
 Opener = Callable[[], Worker]
-FIRST, MOST = 4, 256  # items at a time
+FIRST = 4  # items at a time
+MOST = 256
 GAIN = 1.05  # a doubled batch must make this much more a second to be worth its latency
-
-
-class Watch(Protocol):
-    """Gets reports of progress, for progress bars and metrics."""
-
-    def observe(self, done: int, failed: int, batch: int, seconds: float) -> None:
-        """Items done and set aside since the last call, the batch's size and its seconds."""
-        ...
 
 
 class Bar:
@@ -45,7 +38,7 @@ class Bar:
         self.metrics = metrics
 
     def observe(self, done: int, failed: int, batch: int, seconds: float) -> None:
-        """See :class:`Watch`."""
+        """Items done and set aside since the last call, the batch's size and its seconds."""
         self.failures += failed
         self.bar.update(done + failed)
         self.bar.set_postfix(batch=batch, failed=self.failures, refresh=False)
@@ -87,7 +80,7 @@ class Metrics:
         self.port = self.server.server_port
 
     def observe(self, done: int, failed: int, batch: int, seconds: float) -> None:
-        """See :class:`Watch`."""
+        """See :class:`Bar`."""
         self.done.inc(done)
         self.failed.inc(failed)
         self.seconds.inc(seconds)
@@ -125,7 +118,7 @@ def pending(
 
 
 def work(
-    job: Job, items: Sequence[Item], opener: Opener, name: str, watch: Watch | None = None
+    job: Job, items: Sequence[Item], opener: Opener, name: str, bar: Bar | None = None
 ) -> JobCounts:
     """Make ``items`` in this process, whose journal is called ``name``.
 
@@ -134,7 +127,7 @@ def work(
     """
     journal = Journal(job.journals, name)
     try:
-        return _Runner(opener(), job, journal, watch).run(items) if items else JobCounts()
+        return _Runner(opener(), job, journal, bar).run(items) if items else JobCounts()
     finally:
         journal.close()
 
@@ -146,7 +139,7 @@ class _Runner:
     worker: Worker
     job: Job
     journal: Journal
-    watch: Watch | None
+    bar: Bar | None
     counts: JobCounts = field(default_factory=JobCounts)
 
     def __post_init__(self) -> None:
@@ -207,7 +200,8 @@ class _Runner:
             self.journal.append(records)
         self.counts.done += [item.id for item in batch]
         self.sizer.observe(len(batch), seconds)
-        self._tell(len(batch), 0, rows, seconds)
+        if self.bar is not None:
+            self.bar.observe(len(batch), 0, rows, seconds)
 
     def _failed(self, item: Item, error: Exception, queue: deque[Item]) -> None:
         """Try again later, unless the item itself is at fault or was tried often enough."""
@@ -223,11 +217,8 @@ class _Runner:
         with self._full_disk_explained():
             self.journal.append([failure(item, text, self.tries.get(item.id, 1))])
         self.counts.failed.append(item.id)
-        self._tell(0, 1, 0, 0.0)
-
-    def _tell(self, done: int, failed: int, batch: int, seconds: float) -> None:
-        if self.watch is not None:
-            self.watch.observe(done, failed, batch, seconds)
+        if self.bar is not None:
+            self.bar.observe(0, 1, 0, 0.0)
 
     @contextmanager
     def _full_disk_explained(self) -> Iterator[None]:

@@ -31,9 +31,11 @@ HEAD = 26  # pixels of the row of class names
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>specmm demo</title>
 <style>
-body{{font:16px system-ui,sans-serif;margin:2rem auto;max-width:{width}px;padding:0 1rem;color:#222}}
-table{{border-collapse:collapse}}td,th{{padding:.3rem .8rem;text-align:left;border-bottom:1px solid #ddd}}
-img{{max-width:100%}}p{{color:#555;white-space:pre-line}}
+body{{font:16px system-ui,sans-serif;margin:2rem auto;max-width:{width}px;padding:0 1rem}}
+table{{border-collapse:collapse}}
+td,th{{padding:.3rem .8rem;text-align:left;border-bottom:1px solid #ddd}}
+img{{max-width:100%}}
+p{{color:#555;white-space:pre-line}}
 </style>
 <h1>specmm demo: {model}</h1>
 <table>{table}</table><p>{notes}</p>
@@ -142,7 +144,8 @@ def _sheet(
     width = LABEL + len(classes) * repeats * step + (len(classes) - 1) * GAP * 2
     sheet = Image.new("RGB", (width, HEAD + len(rows) * (step + GAP)), "white")
     pen = ImageDraw.Draw(sheet)
-    bold, small = ImageFont.load_default(17), ImageFont.load_default(13)
+    bold = ImageFont.load_default(17)
+    small = ImageFont.load_default(13)
     for i, name in enumerate(classes):
         pen.text((_left(i * repeats, repeats), 4), str(name), fill="black", font=small)
     for r, ((first, *others), pictures) in enumerate(rows):

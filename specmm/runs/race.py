@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 from specmm import methods
 from specmm.certificate import Certificate, merged
-from specmm.runs.run import label, place_of
+from specmm.image_ar.output import ImageOutput
+from specmm.runs.run import Images, label, place_of
 from specmm.stats import Stats
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ class Lane:
 
 
 def race(
-    pipe: Any, contenders: Sequence[methods.Method], rounds: Sequence[Classes], seed: int
+    pipe: Images, contenders: Sequence[methods.Method], rounds: Sequence[Classes], seed: int
 ) -> list[Lane]:
     """Every method draws the classes of every round with the same seeds, in rotating order.
 
@@ -61,7 +62,7 @@ def in_turn(contenders: Sequence[T], i: int) -> list[T]:
     return [*contenders[first:], *contenders[:first]]
 
 
-def _once(pipe: Any, lane: Lane, classes: Classes, seed: int) -> None:
+def _once(pipe: Images, lane: Lane, classes: Classes, seed: int) -> None:
     start = time.perf_counter()
     out = _draw(pipe, lane.method, classes, seed)
     lane.seconds.append(time.perf_counter() - start)
@@ -71,7 +72,7 @@ def _once(pipe: Any, lane: Lane, classes: Classes, seed: int) -> None:
     lane.tokens.append(out.tokens)
 
 
-def _draw(pipe: Any, method: methods.Method, classes: Classes, seed: int) -> Any:
+def _draw(pipe: Images, method: methods.Method, classes: Classes, seed: int) -> ImageOutput:
     generator = torch.Generator().manual_seed(seed)
     return pipe(classes=list(classes), generator=generator, method=method, batch_size=len(classes))
 
@@ -107,7 +108,7 @@ def summary(lane: Lane, plain: Lane, batch: int) -> dict[str, Any]:
 
 
 def summaries(
-    pipe: Any, lanes: Sequence[Lane], rounds: Sequence[Classes], batch: int
+    pipe: Images, lanes: Sequence[Lane], rounds: Sequence[Classes], batch: int
 ) -> list[dict[str, Any]]:
     """The summary of every lane, the first being plain decoding.
 
@@ -127,7 +128,7 @@ def summaries(
 
 
 def measure(
-    pipe: Any, model: str, contenders: Sequence[methods.Method], batch: int, runs: int, seed: int
+    pipe: Images, model: str, contenders: Sequence[methods.Method], batch: int, runs: int, seed: int
 ) -> list[dict[str, Any]]:
     """Plain decoding and ``contenders``, ``runs`` batches of classes each: a row for each method.
 
