@@ -191,8 +191,8 @@ def _questions(models: AppModels) -> None:
         )
 
     file.change(look, file, preview)
-    asked = [model, file, question, method, length]
-    gr.on([button.click, question.submit], ask, asked, [answer, line], **ONE)
+    inputs = [model, file, question, method, length]
+    gr.on([button.click, question.submit], ask, inputs, [answer, line], **ONE)
 
 
 def _opened(file: str) -> Any:

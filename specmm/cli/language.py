@@ -78,8 +78,8 @@ def ask(
     with stdout_reserved():
         place = Place.named(device, dtype)
         out, record = answered("questions", model, place, chosen, drafter, call)
-    asked = {"question": question, "images": [str(i) for i in images], "outputs": out.answers}
-    record |= {"seed": options["seed"], "sampling": sampling, **asked}
+    found = {"question": question, "images": [str(i) for i in images], "outputs": out.answers}
+    record |= {"seed": options["seed"], "sampling": sampling, **found}
     if out.ruling is not None:
         record["ruling"] = out.ruling.as_dict()
     if as_json:
@@ -172,8 +172,8 @@ def _show(record: dict[str, Any], out: Any, method: str) -> None:
 def _show_ruling(ruling: Any) -> None:
     """Print a line for every expert of Speculative Verdict."""
     for i, (answer, score) in enumerate(zip(ruling.answers, ruling.scores.tolist(), strict=True)):
-        heard = f"read as number {ruling.heard.index(i) + 1}" if i in ruling.heard else "not read"
-        say(f"expert {i + 1}     {answer!r}, consensus {score:.2f} (lower is better), {heard}")
+        read = f"read as number {ruling.heard.index(i) + 1}" if i in ruling.heard else "not read"
+        say(f"expert {i + 1}     {answer!r}, consensus {score:.2f} (lower is better), {read}")
 
 
 def _drafting(out: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def plan_model(model: str, batch: int, cfg: float | None, place: Place) -> Plann
     """
     pipe = open_model("images", model, place)
     if pipe.plans is None:
-        raise ValueError(f"plan must be asked about a model of tokens or of scales, got {model}")
+        raise ValueError(f"model must be one of tokens or of scales to be planned, got {model}")
     target = pipe.target(cfg=cfg)
     if pipe.plans == "trees":
         return _trees(pipe, model, batch, target)

@@ -1,6 +1,6 @@
 """One run: a model and a method, both by name, the pictures drawn, and a record of it for JSON.
 
-A picture's uniforms depend on its own seed only, so every batch of a run is a call of its own.
+A picture's uniforms depend on its own seed only, so a run calls the pipeline for each batch.
 """
 
 from __future__ import annotations
