@@ -24,8 +24,14 @@ from specmm.image_ar.continuous.mar import MAR, unpatchify
 from specmm.image_ar.continuous.orders import CFGSchedule
 from specmm.image_ar.continuous.pair import check_pair, check_vae, load_small, save_small
 from specmm.image_ar.continuous.settings import Settings, Solver
-from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
-from specmm.image_ar.pipeline import PicturePipeline
+from specmm.image_ar.output import (
+    Callback,
+    Drawn,
+    ImageOutput,
+    PicturePipeline,
+    check_call,
+    draw_batches,
+)
 from specmm.image_ar.settings import (
     class_labels,
     read_settings,

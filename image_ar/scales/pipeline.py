@@ -22,8 +22,14 @@ from specmm.collaborative import alternate, certificate
 from specmm.dtypes import LARGE as MANY
 from specmm.dtypes import choose_dtype
 from specmm.image_ar.autoencoder import to_uint8
-from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
-from specmm.image_ar.pipeline import PicturePipeline
+from specmm.image_ar.output import (
+    Callback,
+    Drawn,
+    ImageOutput,
+    PicturePipeline,
+    check_call,
+    draw_batches,
+)
 from specmm.image_ar.scales import tuning
 from specmm.image_ar.scales.chooser import Chooser, needed
 from specmm.image_ar.scales.drawing import LARGE, code_turns, turn

@@ -22,8 +22,14 @@ from specmm.continuous_batching import Queue
 from specmm.decode import Progress, decode, decode_plain, one_round
 from specmm.dtypes import choose_dtype
 from specmm.image_ar.autoencoder import to_uint8
-from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
-from specmm.image_ar.pipeline import PicturePipeline
+from specmm.image_ar.output import (
+    Callback,
+    Drawn,
+    ImageOutput,
+    PicturePipeline,
+    check_call,
+    draw_batches,
+)
 from specmm.image_ar.settings import (
     class_labels,
     read_settings,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from specmm.dtypes import LARGE, choose_dtype
-from specmm.runs.run import Images, Place, open_model
+from specmm.runs.run import Place, open_model
+
+if TYPE_CHECKING:
+    from specmm.runs.run import Images
 
 Planned = tuple[dict[str, Any], list[str]]
 

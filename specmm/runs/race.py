@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from PIL import Image
@@ -17,9 +17,12 @@ from tqdm import tqdm
 
 from specmm import methods
 from specmm.certificate import Certificate, merged
-from specmm.image_ar.output import ImageOutput
-from specmm.runs.run import Images, label, place_of
+from specmm.runs.run import label, place_of
 from specmm.stats import Stats
+
+if TYPE_CHECKING:
+    from specmm.image_ar.output import ImageOutput
+    from specmm.runs.run import Images
 
 T = TypeVar("T")
 Classes = Sequence[str | int]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from PIL import Image
@@ -26,14 +26,18 @@ from specmm.batch_invariant import batch_invariant
 from specmm.certificate import Certificate, merged
 from specmm.checkpoints import read_json
 from specmm.files import slug, write_whole
-from specmm.image_ar.pipeline import ImagePipeline, PicturePipeline, family_of
+from specmm.image_ar.pipeline import ImagePipeline, family_of
 from specmm.image_ar.settings import class_ids, with_options
 from specmm.randomness import sample_generators
 from specmm.registry import Registry, unknown
 from specmm.stats import Stats, total
 
+if TYPE_CHECKING:  # diffusers takes seconds to import
+    from specmm.image_ar.output import PicturePipeline
+
+    Images = PicturePipeline[Any]  # of any family
+
 Kind = Literal["images", "questions", "text"]
-Images = PicturePipeline[Any]  # of any family
 
 # ---- models by name
 
