@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from benchmarks.vlm_speed import ask
 from recipes.scenes.stream import load_world
 from specmm.jobs.engines import run_local, run_rank
 from specmm.jobs.finish import finish
-from specmm.jobs.folder import RESULTS, Limits, Spec, prepare
+from specmm.jobs.folder import RESULTS, Job, Limits, Spec, prepare
 from specmm.jobs.items import Item, seed_of
 from specmm.jobs.workers import AnswerWorker, ImageWorker
 
@@ -55,7 +56,7 @@ def job(worker: Any, items: Sequence[Item], folder: Path, runner: Runner, batch:
     """Seconds of a whole job: every file synced, journal and index written."""
     begin = time.perf_counter()
     prepare(folder, worker.spec)
-    runner(folder, worker.spec, Limits(batch), items, opener=lambda: worker)
+    runner(Job(folder, worker.spec, Limits(batch)), items, opener=lambda: worker)
     finish(folder, worker.spec, items, 1000)
     return time.perf_counter() - begin
 
@@ -163,8 +164,8 @@ def cluster(worker: ImageWorker, items: Sequence[Item], batch: int, rounds: int)
     """One Ray actor against the local engine, by the seconds that more items cost, in turns."""
     from specmm.jobs.engines import run_ray
 
-    def by_ray(folder: Path, spec: Spec, limits: Limits, some: Sequence[Item], opener: Any) -> Any:
-        return run_ray(folder, spec, limits, some, actors=1)
+    def by_ray(job: Job, some: Sequence[Item], opener: Any) -> Any:
+        return run_ray(replace(job, limits=replace(job.limits, actors=1)), some)
 
     def more(runner: Runner) -> float:
         taken = []

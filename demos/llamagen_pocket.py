@@ -41,6 +41,5 @@ for method in (
         row.paste(picture, (i * picture.width, 0))
     strength = getattr(method, "lambda_", "")
     row.resize((row.width * 3, row.height * 3)).save(out / f"{made.method}{strength}.png")
-    sys.stdout.write(
-        f"{made.method}{strength}: {seconds:.2f} s, {made.stats.tau:.2f} tokens a round; {made.certificate}\n"
-    )
+    tokens = f"{made.stats.tau:.2f} tokens a round"
+    sys.stdout.write(f"{made.method}{strength}: {seconds:.2f} s, {tokens}; {made.certificate}\n")

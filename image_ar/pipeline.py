@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from specmm import methods, zoo
 from specmm.checkpoints import read_json
@@ -15,50 +13,6 @@ from specmm.registry import Registry, named, unknown
 
 if TYPE_CHECKING:
     from specmm.hf.picture_tokens import PictureModel
-
-
-M = TypeVar("M", bound=methods.Declared)
-
-
-class PicturePipeline(Generic[M]):
-    """What an image pipeline of any family declares, so that nobody asks its type."""
-
-    transformer: Any
-    settings: Any
-    sampling_options: ClassVar[tuple[str, ...]]  # of ``target``, and of a call
-    compiles: ClassVar[bool] = False  # whether calls take ``compiled``
-    plans: ClassVar[Literal["trees", "scales"] | None] = None  # what ``specmm plan`` measures
-    log_likelihood: Any = None  # of tokens under the target, where they have one
-
-    @property
-    def device(self) -> torch.device:
-        """Where the transformer is."""
-        raise NotImplementedError
-
-    @property
-    def takes(self) -> Literal["classes", "prompt"]:
-        """What a picture is drawn from."""
-        return "classes"
-
-    @property
-    def grid(self) -> int:
-        """Tokens along a side of a picture that is drawn token by token, else 0."""
-        return 0
-
-    def timed(self, method: M) -> bool:
-        """Whether what ``method`` draws depends on seconds measured on this machine."""
-        return method.timed
-
-    def runnable(self, usual: list[M]) -> list[M]:
-        """Those of the ``usual`` methods that this model has a drafter or a small model for."""
-        return list(usual)
-
-    def settle(self, method: M, batch: int, sampling: Any) -> tuple[M, str]:
-        """``method`` with what it leaves open decided for ``batch`` pictures at once, and why.
-
-        Methods that decide during the call are left as they are.
-        """
-        return method, ""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from specmm import __version__
+from specmm import __version__, methods
 from specmm.checkpoints import read_json, weights_file
 from specmm.registry import unknown
 from specmm.stats import Certificate, Stats, merged_certificate, total
@@ -46,6 +46,59 @@ class ImageOutput(BaseOutput):  # type: ignore[misc]
     stats: Stats
     certificate: Certificate
     method: str
+
+
+M = TypeVar("M", bound=methods.Declared)
+
+
+class PicturePipeline(Generic[M]):
+    """What an image pipeline of any family declares, so that nobody asks its type."""
+
+    transformer: Any
+    settings: Any
+    parts: Any  # drafters and plans, of token models
+    sampling_options: ClassVar[tuple[str, ...]]  # of ``target``, and of a call
+    compiles: ClassVar[bool] = False  # whether calls take ``compiled``
+    plans: ClassVar[Literal["trees", "scales"] | None] = None  # what ``specmm plan`` measures
+    log_likelihood: Any = None  # of tokens under the target, where they have one
+
+    def __call__(self, *args: Any, **options: Any) -> ImageOutput:
+        """Draw pictures; every family says of what and how."""
+        raise NotImplementedError
+
+    def target(self, *args: Any, **options: Any) -> Any:
+        """How pictures are drawn under ``options``, which may be any ``sampling_options``."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        """Where the transformer is."""
+        raise NotImplementedError
+
+    @property
+    def takes(self) -> Literal["classes", "prompt"]:
+        """What a picture is drawn from."""
+        return "classes"
+
+    @property
+    def grid(self) -> int:
+        """Tokens along a side of a picture that is drawn token by token, else 0."""
+        return 0
+
+    def timed(self, method: M) -> bool:
+        """Whether what ``method`` draws depends on seconds measured on this machine."""
+        return method.timed
+
+    def runnable(self, usual: list[M]) -> list[M]:
+        """Those of the ``usual`` methods that this model has a drafter or a small model for."""
+        return list(usual)
+
+    def settle(self, method: M, batch: int, sampling: Any) -> tuple[M, str]:
+        """``method`` with what it leaves open decided for ``batch`` pictures at once, and why.
+
+        Methods that decide during the call are left as they are.
+        """
+        return method, ""
 
 
 @dataclass

@@ -24,12 +24,13 @@ from specmm.hf.picture_tokens import Decoder, PictureModel, PictureTarget, pictu
 from specmm.hf.pretrained import load_model, load_tokenizer, use_tree_attention
 from specmm.hf.prompt import VLMPrompt
 from specmm.image_ar.autoencoder import to_uint8
-from specmm.image_ar.pipeline import PicturePipeline, picture_type
+from specmm.image_ar.pipeline import picture_type
 from specmm.image_ar.shared import (
     SETTINGS,
     Callback,
     Drawn,
     ImageOutput,
+    PicturePipeline,
     check_call,
     draw_batches,
     read_settings,

@@ -64,7 +64,8 @@ def scene_conversations(place: str, target: Any, processor: Any) -> Conversation
     one; descriptions of held-out scenes are asked for.
     """
     folder = Path(place).expanduser()
-    encoder, drawn = _encoder(processor, target), world(folder, "train")
+    encoder = _encoder(processor, target)
+    drawn = world(folder, "train")
 
     def draw(random: Random, visual: bool) -> Example:
         sample = next(drawn.conversations(encoder, random, float(visual)))

@@ -24,7 +24,8 @@ from PIL import Image, ImageOps
 from tqdm import tqdm
 
 Array = npt.NDArray[Any]
-ICONS, NAMES = "@iconify/json@2.2.535", "emojibase-data@17.0.0"
+ICONS = "@iconify/json@2.2.535"
+NAMES = "emojibase-data@17.0.0"
 STYLES = {
     "noto": "Apache-2.0",
     "noto-v1": "Apache-2.0",
@@ -34,11 +35,12 @@ STYLES = {
     "emojione": "CC-BY-4.0",
 }
 CLASSES = (  # subgroups whose pictures look alike enough for a small model to learn what they are
-    "animal-bird", "animal-bug", "animal-mammal", "animal-marine", "arrow", "cat-face", "clothing", "country-flag",
-    "drink", "face-affection", "face-concerned", "face-negative", "face-neutral-skeptical", "face-smiling",
-    "face-unwell", "food-fruit", "food-prepared", "food-vegetable", "geometric", "hand-fingers-open",
-    "hand-fingers-partial", "heart", "person", "person-gesture", "person-role", "plant-flower", "plant-other",
-    "sky-weather", "sport", "time", "transport-ground", "zodiac",
+    "animal-bird", "animal-bug", "animal-mammal", "animal-marine", "arrow", "cat-face",
+    "clothing", "country-flag", "drink", "face-affection", "face-concerned", "face-negative",
+    "face-neutral-skeptical", "face-smiling", "face-unwell", "food-fruit", "food-prepared",
+    "food-vegetable", "geometric", "hand-fingers-open", "hand-fingers-partial", "heart",
+    "person", "person-gesture", "person-role", "plant-flower", "plant-other", "sky-weather",
+    "sport", "time", "transport-ground", "zodiac",
 )  # fmt: skip
 HELD_OUT = 0.05  # share of (name, style) pairs kept from training
 
@@ -81,7 +83,7 @@ def fetch(folder: Path) -> None:
 
 
 def subgroup_of_name(folder: Path) -> dict[str, str]:
-    """Map an icon's name ("red-apple") to its Unicode subgroup ("food-fruit"), skin tones left out."""
+    """Icons' names ("red-apple") to Unicode subgroups ("food-fruit"), without skin tones."""
     groups = json.loads((folder / "meta/groups.json").read_text())["subgroups"]
     subgroup = {
         e["hexcode"].lower(): groups[str(e["subgroup"])] for e in _emoji(folder) if "subgroup" in e
@@ -101,13 +103,15 @@ def subgroup_of_name(folder: Path) -> dict[str, str]:
 
 
 def build(folder: Path, size: int = 48) -> Path:
-    """Rasterise every picture at ``size`` pixels and write ``emoji{size}.npz``; returns its path."""
+    """Rasterise every picture at ``size`` pixels into ``emoji{size}.npz``; returns its path."""
     out = folder / f"emoji{size}.npz"
     if out.exists():
         return out
     fetch(folder)
     subgroup = subgroup_of_name(folder)
-    images, labels, names = [], [], []
+    images = []
+    labels = []
+    names = []
     for style in STYLES:
         icons = json.loads((folder / f"json/{style}.json").read_text())
         for name in tqdm([n for n in icons["icons"] if subgroup.get(n) in CLASSES], desc=style):

@@ -50,7 +50,8 @@ def target(
 ) -> Found:
     """Train the transformer on the tokenizer's tokens; the result is a whole model in OUT/model."""
     writable(out)
-    vq, pictures = load_vq(tokenizer), emoji(data)
+    vq = load_vq(tokenizer)
+    pictures = emoji(data)
     tokens = picture_tokens(vq, pictures.images, out)
     sizes: dict[str, Any] = dict(
         dim=dim, n_layer=layers, n_head=heads, num_classes=len(pictures.classes)

@@ -109,7 +109,8 @@ def _train(
     lr: float,
     seed: int,
 ) -> None:
-    training, held_out = world(data, "train"), world(data, "test")
+    training = world(data, "train")
+    held_out = world(data, "test")
     if not (out / "processor").exists():  # a resumed run goes on with the same tokens
         build_processor(learn_tokenizer(training), R, sizes.patch).save_pretrained(
             out / "processor"
@@ -161,14 +162,17 @@ def projector(
     left as they are.
     """
     writable(out)
-    model, tokenizer = loading.untrained(seed=seed), loading.build_processor().tokenizer
+    model = loading.untrained(seed=seed)
+    tokenizer = loading.build_processor().tokenizer
     vision: Any = model.config.vision_config
-    side, tokens = vision.image_size, model.config.image_seq_length
+    side = vision.image_size
+    tokens = model.config.image_seq_length
     options: dict[str, Any] = dict(
         features=lambda tower, pixels: tower_features(tower, prepared(pixels, side)),
         patch=R // round(tokens**0.5),
     )
-    training, held_out = world(data, "train"), world(data, "test")
+    training = world(data, "train")
+    held_out = world(data, "test")
     align: dict[str, Any] = dict(steps=align_steps, batch=4 * batch, seed=seed)
     train_projector(model, tokenizer, training, out / "align", **align, **options)
     answers: dict[str, Any] = dict(steps=steps, batch=batch, lr=lr, seed=seed)

@@ -46,7 +46,8 @@ def kl(
     """Train the KL autoencoder; the result is OUT/model.safetensors."""
     writable(out)
     images = torch.from_numpy(emoji(data).images)
-    side, widths = images.shape[1], (1, 2, 2, 2, 2)[: halvings + 1]
+    side = images.shape[1]
+    widths = (1, 2, 2, 2, 2)[: halvings + 1]
     if side % 2**halvings:
         raise ValueError(f"halvings must divide pictures of {side} pixels evenly, got {halvings}")
     config = KLConfig(32, widths, 1, channels, side, (side // 2**halvings,), 1.0)
@@ -79,17 +80,17 @@ def mar(
     BESIDE/small.
     """
     writable(out)
-    vae, found = load_kl(tokenizer), emoji(data)
-    images, labels = torch.from_numpy(found.images), torch.from_numpy(found.labels)
+    vae = load_kl(tokenizer)
+    found = emoji(data)
+    images = torch.from_numpy(found.images)
+    labels = torch.from_numpy(found.labels)
     sizes = {"embed_dim": dim, "depth": depth, "num_heads": heads}
     config = _config(
         vae, images.shape[1], len(found.classes), sizes, (buffer, head_depth, head_width)
     )
     moments = encode_moments(vae, images)
-    begun, rates = (
-        load_mar(start) if start else None,
-        {"steps": steps, "batch": batch, "seed": seed},
-    )
+    begun = load_mar(start) if start else None
+    rates = {"steps": steps, "batch": batch, "seed": seed}
     model = train_mar(moments, labels, vae.config.scale, config, out, start=begun, lr=lr, **rates)
     place = _save(model, vae, tuple(found.classes), out, beside)
     return {"kind": "mar", "steps": steps, "outputs": [str(place)]}
@@ -98,7 +99,7 @@ def mar(
 def _config(
     vae: Any, side: int, classes: int, sizes: dict[str, int], rest: tuple[int, int, int]
 ) -> Any:
-    """The configuration of a MAR for ``vae``; ``rest``: buffer slots, depth and width of the head."""
+    """Sizes of a MAR for ``vae``; ``rest``: buffer slots, depth and width of the head."""
     both: dict[str, Any] = {
         f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in sizes.items()
     }

@@ -74,7 +74,8 @@ def var(
     BESIDE/small.
     """
     writable(out)
-    vae, found = load_vqvae(tokenizer), emoji(data)
+    vae = load_vqvae(tokenizer)
+    found = emoji(data)
     shared: dict[str, Any] = {
         n: getattr(vae.config, n) for n in ("vocab_size", "z_channels", "patch_nums")
     }

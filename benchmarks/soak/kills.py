@@ -24,7 +24,7 @@ import torch
 
 from specmm.jobs.engines import run_local
 from specmm.jobs.finish import finish
-from specmm.jobs.folder import ARCHIVES, RESULTS, Limits, Spec, prepare
+from specmm.jobs.folder import ARCHIVES, RESULTS, Job, Limits, Spec, prepare
 from specmm.jobs.items import Item, seed_of
 from specmm.jobs.run import pending
 from specmm.jobs.verify import verify
@@ -39,7 +39,9 @@ def go(folder: Path, worker: ImageWorker, items: Sequence[Item]) -> None:
     """The whole job, as the command runs it."""
     prepare(folder, worker.spec)
     run_local(
-        folder, worker.spec, Limits(batch=2, shard=4), pending(folder, items), opener=lambda: worker
+        Job(folder, worker.spec, Limits(batch=2, shard=4)),
+        pending(folder, items),
+        opener=lambda: worker,
     )
     finish(folder, worker.spec, items, 4)
 

@@ -57,11 +57,11 @@ from specmm.image_ar.continuous.orders import (
     normals,
     random_orders,
 )
-from specmm.image_ar.pipeline import PicturePipeline
 from specmm.image_ar.shared import (
     Callback,
     Drawn,
     ImageOutput,
+    PicturePipeline,
     check_call,
     class_labels,
     draw_batches,

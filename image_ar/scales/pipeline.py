@@ -19,7 +19,6 @@ from specmm import methods, zoo
 from specmm.hardware import LARGE as LARGE_MODEL
 from specmm.hardware import choose_dtype, prepack
 from specmm.image_ar.autoencoder import to_uint8
-from specmm.image_ar.pipeline import PicturePipeline
 from specmm.image_ar.scales.collaborative import LARGE, alternate, certificate, code_turns
 from specmm.image_ar.scales.compiled_var import CompiledVAR, check_method
 from specmm.image_ar.scales.loading import (
@@ -49,6 +48,7 @@ from specmm.image_ar.shared import (
     Callback,
     Drawn,
     ImageOutput,
+    PicturePipeline,
     check_call,
     class_labels,
     draw_batches,

@@ -23,11 +23,11 @@ from specmm.decode import Progress, decode, decode_plain, one_round
 from specmm.guidance import Guidance
 from specmm.hardware import choose_dtype, prepack
 from specmm.image_ar.autoencoder import VQModel, to_uint8
-from specmm.image_ar.pipeline import PicturePipeline
 from specmm.image_ar.shared import (
     Callback,
     Drawn,
     ImageOutput,
+    PicturePipeline,
     check_call,
     class_labels,
     draw_batches,

@@ -27,7 +27,8 @@ def weighed(turn: Turn, answers: Mapping[str, Sequence[str]], random: Random) ->
     wrong = [answer for answer in answers.get(turn.kind, ()) if answer != turn.answer]
     if turn.kind == UNWEIGHED or not wrong:
         return turn
-    share, alike = random.uniform(*RIGHT), random.random() < ALIKE
+    share = random.uniform(*RIGHT)
+    alike = random.random() < ALIKE
     common = random.choice(wrong)
     said = [
         turn.answer if random.random() < share else common if alike else random.choice(wrong)

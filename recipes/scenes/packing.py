@@ -87,16 +87,12 @@ class Encoder:
         marks: Marks = Marks(),
         pixels: Callable[[Array], Tensor] | None = None,
     ) -> None:
-        self.tokenizer, self.image_tokens, self.pixels = (
-            tokenizer,
-            image_tokens,
-            pixels or to_pixels,
-        )
-        self.bos, self.eos, self.pad = (
-            tokenizer.bos_token_id,
-            tokenizer.eos_token_id,
-            tokenizer.pad_token_id,
-        )
+        self.tokenizer = tokenizer
+        self.image_tokens = image_tokens
+        self.pixels = pixels or to_pixels
+        self.bos = tokenizer.bos_token_id
+        self.eos = tokenizer.eos_token_id
+        self.pad = tokenizer.pad_token_id
         self.image: int = tokenizer.convert_tokens_to_ids(marks.image)
         self.opening, self.again, self.reply, self.end = (
             tokenizer.encode(mark, add_special_tokens=False)
@@ -123,12 +119,12 @@ class Encoder:
     ) -> Sample:
         ids = self.prefix(image is not None)
         start = len(ids)
-        answers, segments, positions = [False] * start, [0] * start, list(range(start))
+        answers = [False] * start
+        segments = [0] * start
+        positions = list(range(start))
         for i, turn in enumerate(turns):
-            question, answer = (
-                [*self._encode(turn.question), *self.reply],
-                [*self._encode(turn.answer), *self.end],
-            )
+            question = [*self._encode(turn.question), *self.reply]
+            answer = [*self._encode(turn.answer), *self.end]
             if not side_by_side and i:
                 question = [*self.again, *question]
             new = question + answer

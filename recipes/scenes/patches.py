@@ -33,7 +33,8 @@ Labels = npt.NDArray[np.int64]  # [N, 4], a column for each of HEADS
 
 def labelled(world: World, random: Random, count: int, patch: int) -> tuple[Tensor, Tensor]:
     """Pictures [B, 3, R, R] and the labels [B, N, 4] of their patches."""
-    pixels, labels = [], []
+    pixels = []
+    labels = []
     for _ in range(count):
         image, found = _one(world, random, patch)
         pixels.append(to_pixels(image))

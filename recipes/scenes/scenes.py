@@ -107,7 +107,8 @@ def lay_out(count: int, random: Random) -> list[tuple[int, str, Box]]:
     """``count`` of (place, size, box), none hiding another."""
     found: list[tuple[int, str, Box]] = []
     while len(found) < count:
-        place, size = random.randrange(9), random.choice(list(SIZES))
+        place = random.randrange(9)
+        size = random.choice(list(SIZES))
         side = SIZES[size]
         starts = [
             random.choice(STARTS[size][at]) + random.randint(-SHIFT, SHIFT)

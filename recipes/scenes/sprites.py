@@ -98,7 +98,8 @@ def _build(folder: Path) -> Path:
     if out.exists():
         return out
     emoji.fetch(folder)
-    images, names = [], []
+    images = []
+    names = []
     for style in tqdm(emoji.STYLES, desc="sprites"):
         drawn: dict[str, Any] = json.loads((folder / f"json/{style}.json").read_text())
         for icon in (i for i in icons if i in drawn["icons"]):

@@ -37,7 +37,8 @@ class World:
     @cached_property
     def answers(self) -> dict[str, list[str]]:
         """Answers that occur, by kind of question."""
-        random, found = Random(0), dict[str, set[str]]()
+        random = Random(0)
+        found = dict[str, set[str]]()
         for turn in (turn for _ in range(CORPUS) for turn in self.example(random)[1]):
             found.setdefault(turn.kind, set()).add(turn.answer)
         return {kind: sorted(answers) for kind, answers in found.items()}
@@ -56,7 +57,7 @@ class World:
         return scene.image, turns
 
     def row(self, encoder: Encoder, random: Random, length: int, visual: bool = True) -> Sample:
-        """A training row of ``length`` tokens full of questions about one picture, or about none."""
+        """A training row of ``length`` tokens: questions about one picture, or about none."""
         image, turns = (
             self.example(random) if visual else (None, [fact(random) for _ in range(length // 12)])
         )

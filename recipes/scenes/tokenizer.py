@@ -12,17 +12,16 @@ from collections.abc import Iterable
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
-BOS, EOS, PAD, IMAGE, USER, ASSISTANT = (
-    "<s>",
-    "</s>",
-    "<pad>",
-    "<image>",
-    "<|user|>",
-    "<|assistant|>",
-)
+BOS = "<s>"
+EOS = "</s>"
+PAD = "<pad>"
+IMAGE = "<image>"
+USER = "<|user|>"
+ASSISTANT = "<|assistant|>"
 SPECIAL = (PAD, BOS, EOS, IMAGE, USER, ASSISTANT)
 VOCABULARY = 768
-MEAN, STD = 0.5, 0.5  # of a pixel in [0, 1], each channel
+MEAN = 0.5  # of a pixel in [0, 1], each channel
+STD = 0.5
 TEMPLATE = (
     "{{ '<s>' }}{% for message in messages %}"
     "{{ '<|user|>' if message['role'] == 'user' else '<|assistant|>' }}"

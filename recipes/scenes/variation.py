@@ -12,15 +12,17 @@ from PIL import Image, ImageFilter
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as F
 
-TURN, SHEAR, SIZES = 15.0, 8.0, (0.8, 1.05)  # degrees, degrees, factors
-HUE, LIGHT, CONTRAST, SATURATION = (
-    0.08,
-    (0.75, 1.2),
-    (0.7, 1.3),
-    (0.5, 1.4),
-)  # of the circle, factors
+TURN = 15.0  # degrees
+SHEAR = 8.0  # degrees
+SIZES = (0.8, 1.05)  # factors
+HUE = 0.08  # of the circle; the others are factors
+LIGHT = (0.75, 1.2)
+CONTRAST = (0.7, 1.3)
+SATURATION = (0.5, 1.4)
 KEPT = 0.2  # of these ranges where the colour is asked for
-GREY, BLURRED, SHARPENED = 0.05, 0.15, 0.15  # probabilities
+GREY = 0.05  # probability, as the next two
+BLURRED = 0.15
+SHARPENED = 0.15
 BLUR = 1.2  # pixels at most
 
 

@@ -56,7 +56,8 @@ def train_projector(
     ``features`` makes of the tower and scenes [B, 3, R, R] what the projector reads, ``patch`` are
     a patch's pixels where they are not those of the tower's config.
     """
-    projector, tower = model.model.multi_modal_projector, model.model.vision_tower
+    projector = model.model.multi_modal_projector
+    tower = model.model.vision_tower
     vision: Any = model.config.vision_config
     patch = patch or vision.patch_size
     embeddings: Tensor = model.get_input_embeddings().weight.detach()  # type: ignore[operator]

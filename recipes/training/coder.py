@@ -22,7 +22,9 @@ from specmm.recipes.training.small_qwen import LENGTH, compile_layers
 from specmm.recipes.training.texts import windows
 from specmm.training import Losses, fit
 
-END, PAD, MASK = "<|end|>", "<|pad|>", "<|mask|>"
+END = "<|end|>"
+PAD = "<|pad|>"
+MASK = "<|mask|>"
 VOCABULARY = 4096
 MUON = 1e-2  # learning rate of the layers' matrices
 

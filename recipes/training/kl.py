@@ -49,10 +49,8 @@ def train_kl(
         noise = torch.randn(len(x), config.z_channels, side, side, generator=generator)
         with torch.autocast("cpu", torch.bfloat16):
             made, mean, log_var = forward(model, x, noise)
-        recon, kl = (
-            reconstruction_loss(made.float(), x),
-            Posterior(mean.float(), log_var.float()).kl().mean(),
-        )
+        recon = reconstruction_loss(made.float(), x)
+        kl = Posterior(mean.float(), log_var.float()).kl().mean()
         return {
             "loss": recon + kl_weight * kl / noise[0].numel(),
             "reconstruction": recon,
@@ -85,6 +83,6 @@ def encode_moments(model: AutoencoderKL, images: Tensor, batch: int = 64) -> Ten
 
 
 def latent_std(moments: Tensor) -> float:
-    """Standard deviation of latents drawn from ``moments`` [M, 2, 2, C, h, h] (``encode_moments``)."""
+    """Standard deviation of latents drawn from ``moments`` [M, 2, 2, C, h, h]."""
     mean, log_var = moments.unbind(2)
     return float((mean.var() + log_var.exp().mean()).sqrt())

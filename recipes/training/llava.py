@@ -37,7 +37,8 @@ from specmm.training import MUON, Losses, fit, seeded
 
 TEXT_EVERY = 12  # steps: one of so many is without pictures
 NOTHING = 0.1  # weight of a patch without a thing
-LENGTH, TEXT_LENGTH = 224, 160  # tokens of a row
+LENGTH = 224  # tokens of a row
+TEXT_LENGTH = 160
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,9 @@ from specmm.image_ar.continuous.mar import MAR, MARConfig, patchify, pick
 from specmm.recipes.training.encoding import CLASS_DROPOUT
 from specmm.training import MUON, Losses, batch_rows, fit, seeded
 
-MASK_MEAN, MASK_STD, MASK_LEAST = 1.0, 0.25, 0.7  # of the share of tokens that are masked, cut at 1
+MASK_MEAN = 1.0  # of the share of tokens that are masked, cut at 1
+MASK_STD = 0.25
+MASK_LEAST = 0.7
 TIMES = 4  # U
 AVERAGE = 0.9995
 
@@ -31,7 +33,8 @@ class Averaged(nn.Module):
 
     def __init__(self, model: MAR, decay: float = AVERAGE) -> None:
         super().__init__()
-        self.model, self.decay = model, decay
+        self.model = model
+        self.decay = decay
         self.average = copy.deepcopy(model).requires_grad_(False).eval()
 
     @torch.no_grad()

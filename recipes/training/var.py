@@ -33,7 +33,10 @@ class Examples:
     def __init__(
         self, tokens: Tensor, labels: Tensor, quantizer: MultiScaleQuantizer, nothing: int
     ) -> None:
-        self.tokens, self.labels, self.quantizer, self.nothing = tokens, labels, quantizer, nothing
+        self.tokens = tokens
+        self.labels = labels
+        self.quantizer = quantizer
+        self.nothing = nothing
 
     def batch(self, i: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
         """Labels [B], some dropped, and tokens [B, L], half of them mirrored, of step ``i``."""
@@ -153,7 +156,8 @@ def train_refiner(
     """A copy of ``small`` that has learnt ``large``'s distributions on the scales from ``n`` on,
     CoDe's specialised refiner.
     """
-    scales, turn = len(small.config.schedule), int(FIRST_STAGE * steps)
+    scales = len(small.config.schedule)
+    turn = int(FIRST_STAGE * steps)
 
     def stage(i: int) -> range:
         return range(scales) if i < turn else range(n, scales)

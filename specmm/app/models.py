@@ -49,25 +49,20 @@ def _has_weights(folder: Path) -> bool:
     return not (is_packaged(folder) and missing_packages(folder))
 
 
-def in_sentences(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` (or generator) with a user's mistake shown as its sentence, not a traceback."""
+def in_sentences(function: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
+    """``function`` as a generator of what it returns or yields.
+
+    A user's mistake is shown as its sentence, not as a traceback.
+    """
     import gradio as gr
 
-    def told(error: Exception) -> Exception:
-        return gr.Error(str(error)[:500], print_exception=False, title="That did not work")
-
     @functools.wraps(function)
-    def once(*args: Any) -> Any:
+    def told(*args: Any) -> Iterator[Any]:
         try:
-            return function(*args)
+            made = function(*args)
+            yield from made if inspect.isgeneratorfunction(function) else [made]
         except (ValueError, OSError) as error:
-            raise told(error) from None
+            text = str(error)[:500]
+            raise gr.Error(text, print_exception=False, title="That did not work") from None
 
-    @functools.wraps(function)
-    def often(*args: Any) -> Iterator[Any]:
-        try:
-            yield from function(*args)
-        except (ValueError, OSError) as error:
-            raise told(error) from None
-
-    return often if inspect.isgeneratorfunction(function) else once
+    return told

@@ -15,7 +15,7 @@ from typing import Any
 from specmm.app.models import AppModels, in_sentences
 from specmm.app.streams import DRAFT, PictureStream, saved, text_pieces
 from specmm.methods import AR
-from specmm.runs.race import race, summary
+from specmm.runs.race import measure
 from specmm.runs.run import Kind, methods_of, parse_methods
 from specmm.vlm.asking import open_image
 
@@ -31,7 +31,11 @@ LARGEST = "10mb"  # of an upload
 KEEP = (600, 3600)  # seconds: how often to look for old files, how old they get
 FAVOURITES = ("heart", "food-fruit", "country-flag", "face-smiling")
 SIDE = 96  # pixels of an example picture
-SHAPES = (("circle", "red"), ("rectangle", "blue"), ("triangle", "green"))
+SHAPES: tuple[tuple[str, str, Any], ...] = (  # kind, colour and corners
+    ("ellipse", "red", (24, 20, 72, 68)),
+    ("rectangle", "blue", (18, 34, 78, 66)),
+    ("polygon", "green", ((48, 16), (20, 72), (76, 72))),
+)
 MOST_RUNS = 5  # of a method in the benchmark
 COLUMNS = ("method", "speedup", "seconds a picture", "tau", "certificate")  # of the benchmark
 ONE: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "models"}
@@ -85,10 +89,6 @@ def serve(
     return shared or address
 
 
-def _seed() -> gr.Number:
-    return gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**31)
-
-
 def _model(models: AppModels, kind: Kind) -> gr.Dropdown:
     names = models.names[kind]
     return gr.Dropdown(names, value=names[0], label="Model", visible=len(names) > 1)
@@ -105,7 +105,7 @@ def _pictures(models: AppModels) -> None:
         model = _model(models, "images")
         name = gr.Dropdown(classes, value=classes[0], label="Class", filterable=True)
         method = _method(models, "images", "lantern++")
-        seed = _seed()
+        seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**31)
     button = gr.Button("Draw", variant="primary")
     with gr.Row():
         shown = [*_picture("Plain decoding"), *_picture("Accelerated")]
@@ -130,13 +130,14 @@ def _pictures(models: AppModels) -> None:
                 view[place + 2] = f"**{each}** could not draw this: {error}"
                 yield view
 
+    @in_sentences
     def renew(model: str) -> list[Any]:
         classes = _classes(models, model)
         known = models.methods("images", model)
         return [gr.Dropdown(classes, value=classes[0]), gr.Dropdown(known, value=known[-1])]
 
     button.click(draw, [model, name, method, seed], shown, **ONE)
-    model.change(in_sentences(renew), model, [name, method], **ONE)
+    model.change(renew, model, [name, method], **ONE)
 
 
 def _picture(title: str) -> list[Any]:
@@ -155,9 +156,7 @@ def _picture(title: str) -> list[Any]:
 
 def _classes(models: AppModels, model: str) -> list[str]:
     pipe = models.get("images", model)
-    return list(pipe.settings.classes) or [
-        str(i) for i in range(pipe.transformer.config.num_classes)
-    ]
+    return list(pipe.settings.classes or map(str, range(pipe.transformer.config.num_classes)))
 
 
 def _questions(models: AppModels) -> None:
@@ -192,8 +191,8 @@ def _questions(models: AppModels) -> None:
         )
 
     file.change(look, file, preview)
-    button.click(ask, [model, file, question, method, length], [answer, line], **ONE)
-    question.submit(ask, [model, file, question, method, length], [answer, line], **ONE)
+    inputs = [model, file, question, method, length]
+    gr.on([button.click, question.submit], ask, inputs, [answer, line], **ONE)
 
 
 def _opened(file: str) -> Any:
@@ -266,15 +265,9 @@ def _scenes() -> list[str]:
     """Paths of new pictures to ask about: coloured shapes, as in the data of ``pocket/llava``."""
     folder = Path(tempfile.mkdtemp(prefix="specmm-"))
     found = []
-    for shape, colour in SHAPES:
+    for shape, colour, corners in SHAPES:
         image = Image.new("RGB", (SIDE, SIDE), "#e8ebf2")
-        pen = ImageDraw.Draw(image)
-        if shape == "circle":
-            pen.ellipse((24, 20, 72, 68), fill=colour)
-        elif shape == "rectangle":
-            pen.rectangle((18, 34, 78, 66), fill=colour)
-        else:
-            pen.polygon(((48, 16), (20, 72), (76, 72)), fill=colour)
+        getattr(ImageDraw.Draw(image), shape)(corners, fill=colour)
         found.append(str(folder / f"{colour}-{shape}.png"))
         image.save(found[-1])
     return found
@@ -289,12 +282,9 @@ def _measured(models: AppModels, model: str, names: list[str], runs: int) -> pan
         raise ValueError(
             f"choose one method at least and 1 to {MOST_RUNS} runs, got {len(names)} and {runs}"
         )
-    pipe = models.get("images", model)
     others = [name for name in names if name != AR.name]
     contenders = parse_methods(methods_of("images", model), ",".join([AR.name, *others]))
-    count = pipe.transformer.config.num_classes
-    lanes = race(pipe, contenders, [[i % count] for i in range(runs)], seed=0)
-    rows = [summary(lane, lanes[0], 1) for lane in lanes]
+    rows = measure(models.get("images", model), model, contenders, 1, runs, 0)
     cells = [
         (
             row["label"],

@@ -27,14 +27,16 @@ from specmm.jobs.items import Item
 EVERY = 0.25  # seconds between two previews
 CELL = 20  # pixels of a token of the grid
 SIDE = 336  # pixels of a picture shown
-WAITING, OWN, DRAFTED = "#e2e8f0", "#3b82f6", "#22c55e"
+WAITING = "#e2e8f0"
+OWN = "#3b82f6"
+DRAFTED = "#22c55e"
 DRAFT = "accepted draft"
 Pieces = list[tuple[str, str | None]]
 
 
 @dataclass
 class Frame:
-    """A picture so far: ``counts`` of its tokens after each round, a preview, at the end ``out``."""
+    """A picture so far: ``counts`` of tokens after each round, a preview, at the end ``out``."""
 
     counts: list[int]
     total: int
@@ -166,7 +168,8 @@ def text_pieces(rounds: Iterator[list[RoundText]]) -> Iterator[tuple[Pieces, str
     Raises ``ValueError`` when it takes too long.
     """
     pieces: Pieces = []
-    begin, tokens = time.monotonic(), 0
+    begin = time.monotonic()
+    tokens = 0
     for count, (said,) in enumerate(rounds, 1):
         seconds = time.monotonic() - begin
         if seconds > MOST_SECONDS:

@@ -90,7 +90,7 @@ def batch(
     Ctrl-C.
     """
     from specmm.jobs.engines import run_job
-    from specmm.jobs.folder import Limits, Spec
+    from specmm.jobs.folder import Job, Limits, Spec
     from specmm.jobs.items import read_items
     from specmm.jobs.run import Metrics
     from specmm.jobs.workers import kind_of_items
@@ -126,23 +126,12 @@ def batch(
             drafter,
             text_encoder,
         )
-        limits = Limits(batch_size, retries, shard_size, device)
-        folder = writable(out)
+        limits = Limits(batch_size, retries, shard_size, device, workers)
+        job = Job(writable(out), spec, limits)
         metrics = None if metrics_port is None else Metrics(metrics_port)
         if metrics is not None:
             say(f"metrics at http://127.0.0.1:{metrics.port}/metrics")
-        summary, counts = run_job(
-            folder,
-            spec,
-            limits,
-            items,
-            engine,
-            workers,
-            parquet=parquet,
-            retry_failed=retry_failed,
-            repair=repair,
-            metrics=metrics,
-        )
+        summary, counts = run_job(job, items, engine, parquet, retry_failed, repair, metrics)
     _report(summary, counts, price, out, as_json)
     if summary["failed"] and engine != "accelerate":
         raise typer.Exit(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,7 +16,6 @@ from specmm.cli.output import emit, say, stdout_reserved, table
 if TYPE_CHECKING:
     from specmm.runs.run import Place
 
-COLUMNS = ("method", "s/picture", "speed-up", "tau", "host", "ideal", "log-lik", "certificate")
 PAIR = re.compile(r"d(\d+),d(\d+)")  # depths of a large and a small VAR of published sizes
 DEFAULT = "pocket/llamagen"
 
@@ -38,6 +37,7 @@ def bench(
 ) -> None:
     """Measure speed, block efficiency and likelihood; plain decoding is always the baseline."""
     from specmm.image_ar.pipeline import family_of
+    from specmm.runs.figures import BENCH, table_of
     from specmm.runs.race import measure
     from specmm.runs.run import Place, open_model, parse_methods
 
@@ -51,23 +51,8 @@ def bench(
     if as_json:
         return emit(rows)
     where = f"{rows[0]['dtype']}, {rows[0]['threads']} threads, seed {seed}"
-    typer.echo(table([COLUMNS, *map(_cells, rows)]))
+    typer.echo(table(table_of(rows, BENCH)))
     typer.echo(f"{n} runs each at batch {batch}, {where}")
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    from specmm.runs.figures import claim, number
-
-    return [
-        row["label"],
-        f"{row['seconds_per_picture']:.3f}",
-        f"{row['speedup']:.2f}x",
-        f"{row['tau']:.2f}",
-        f"{row['host_overhead']:.0%}",
-        f"{row['ideal']:.2f}x",
-        number(row["quality"]["log_likelihood"]),
-        claim(row["certificate"]),
-    ]
 
 
 def plan(
@@ -144,7 +129,7 @@ def demo(
         rows, paths = figures.compare(model, place, folder, n, seed, say)
     if as_json:
         return emit({"model": model, "seed": seed, "methods": rows, "outputs": paths})
-    typer.echo(table([figures.COLUMNS, *map(figures.cells, rows)]))
+    typer.echo(table(figures.table_of(rows, figures.COLUMNS)))
     typer.echo(figures.notes(rows))
     typer.echo("\n".join(paths[:2]))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -64,21 +63,23 @@ def ask(
 ) -> None:
     """Answer a question about pictures; the answer is written to stderr as it comes."""
     from specmm.methods import VQA
-    from specmm.runs.run import Place, label, open_model, parse_method, record_of
+    from specmm.runs.run import Place, answered, label, parse_method
 
     chosen = parse_method(VQA, method, option)
-    seed = secrets.randbelow(2**31) if seed is None else seed
     sampling = dict(
         temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty
     )
-    options = dict(max_new_tokens=max_new_tokens, seed=seed, **sampling)
+    options: dict[str, Any] = dict(sampling, max_new_tokens=max_new_tokens)
+    options["seed"] = secrets.randbelow(2**31) if seed is None else seed
+
+    def call(pipe: Any) -> Any:
+        return pipe(list(images), question, Echo(pipe), **options)
+
     with stdout_reserved():
-        pipe = open_model("questions", model, Place.named(device, dtype), chosen, drafter)
-        begin = time.perf_counter()
-        out = pipe(list(images), question, Echo(pipe), **options)
-        seconds = time.perf_counter() - begin
-    record = record_of(model, pipe, chosen, out, seed, seconds, sampling)
-    record |= {"question": question, "images": [str(i) for i in images], "outputs": out.answers}
+        place = Place.named(device, dtype)
+        out, record = answered("questions", model, place, chosen, drafter, call)
+    found = {"question": question, "images": [str(i) for i in images], "outputs": out.answers}
+    record |= {"seed": options["seed"], "sampling": sampling, **found}
     if out.ruling is not None:
         record["ruling"] = out.ruling.as_dict()
     if as_json:
@@ -128,26 +129,28 @@ def complete(
 ) -> None:
     """Continue a text; a single one is written to stderr as it comes."""
     from specmm.methods import TEXT
-    from specmm.runs.run import Place, label, open_model, parse_method, record_of
+    from specmm.runs.run import Place, answered, label, parse_method
 
     chosen = parse_method(TEXT, method, option)
     if plot is not None:
         from specmm.runs.figures import check_plot, plot_drafting
 
         check_plot(plot)
-    seed = secrets.randbelow(2**31) if seed is None else seed
     sampling = dict(
         temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty
     )
-    options = dict(max_new_tokens=max_new_tokens, seed=seed, stop=stop, chat=chat, **sampling)
+    options: dict[str, Any] = dict(sampling, max_new_tokens=max_new_tokens, compiled=compiled)
+    options |= {"stop": stop, "chat": chat}
+    options["seed"] = secrets.randbelow(2**31) if seed is None else seed
+
+    def call(pipe: Any) -> Any:
+        return pipe(prompt, Echo(pipe, stop) if len(prompt) == 1 else None, **options)
+
     with stdout_reserved():
-        pipe = open_model("text", model, Place.named(device, dtype), chosen, drafter)
-        begin = time.perf_counter()
-        echo = Echo(pipe, stop) if len(prompt) == 1 else None
-        out = pipe(prompt, echo, compiled=compiled, **options)
-        seconds = time.perf_counter() - begin
-    record = record_of(model, pipe, chosen, out, seed, seconds, sampling)
-    record |= {"prompts": prompt, "outputs": out.texts, **_drafting(out)}
+        place = Place.named(device, dtype)
+        out, record = answered("text", model, place, chosen, drafter, call)
+    record |= {"seed": options["seed"], "sampling": sampling, "prompts": prompt}
+    record |= {"outputs": out.texts, **_drafting(out)}
     if as_json:
         emit(record)
     else:
@@ -169,8 +172,8 @@ def _show(record: dict[str, Any], out: Any, method: str) -> None:
 def _show_ruling(ruling: Any) -> None:
     """Print a line for every expert of Speculative Verdict."""
     for i, (answer, score) in enumerate(zip(ruling.answers, ruling.scores.tolist(), strict=True)):
-        heard = f"read as number {ruling.heard.index(i) + 1}" if i in ruling.heard else "not read"
-        say(f"expert {i + 1}     {answer!r}, consensus {score:.2f} (lower is better), {heard}")
+        read = f"read as number {ruling.heard.index(i) + 1}" if i in ruling.heard else "not read"
+        say(f"expert {i + 1}     {answer!r}, consensus {score:.2f} (lower is better), {read}")
 
 
 def _drafting(out: Any) -> dict[str, Any]:

@@ -13,41 +13,27 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from specmm.jobs.finish import finish
-from specmm.jobs.folder import (
-    JOURNALS,
-    Journal,
-    Limits,
-    Spec,
-    failure,
-    ledger,
-    occupied,
-    prepare,
-    remove_parts,
-)
+from specmm.jobs.folder import Job, Journal, failure, ledger, occupied, prepare, remove_parts
 from specmm.jobs.items import Item
-from specmm.jobs.run import Bar, JobCounts, Metrics, Opener, Watch, pending, work
+from specmm.jobs.run import Bar, JobCounts, Metrics, Opener, pending, work
 from specmm.jobs.verify import damage, unpack_torn
 from specmm.jobs.workers import Worker, open_worker
 from specmm.registry import unknown
 
-ENGINES = ("local", "accelerate", "ray")
 CHUNK = 32  # items an actor is given at a time, which it makes in batches
 
 
 def run_job(
-    folder: Path,
-    spec: Spec,
-    limits: Limits,
+    job: Job,
     items: Sequence[Item],
     engine: str = "local",
-    actors: int = 0,
     parquet: bool = False,
     retry_failed: bool = False,
     repair: bool = False,
@@ -55,69 +41,55 @@ def run_job(
 ) -> tuple[dict[str, Any], JobCounts]:
     """The whole job: the summary of all that is done so far, and what this process did of it.
 
-    ``actors`` are those of engine ray. Raises ``ValueError`` for what does not fit the job in
-    ``folder``, and where another process works there.
+    Raises ``ValueError`` for what does not fit the job in the folder, and where another process
+    works there.
     """
     if engine not in ENGINES:
         raise unknown("engine", engine, ENGINES)
-    prepare(folder, spec)
+    prepare(job.folder, job.spec)
     mine = share(items) if engine == "accelerate" else list(items)
     if repair:
-        unpack_torn(folder)
-    damaged = damage(folder) if repair else {}
-    left = pending(folder, mine, retry_failed, damaged)
+        unpack_torn(job.folder)
+    before = ledger(job.journals) if repair else {}
+    damaged = damage(job.folder) if repair else {}
+    left = pending(job.folder, mine, retry_failed, damaged)
     begin = time.perf_counter()
     with Bar(len(mine), len(mine) - len(left), metrics) as bar:
-        if engine == "ray":
-            counts = run_ray(folder, spec, limits, left, bar, actors=actors)
-        elif engine == "accelerate":
-            counts = run_rank(folder, spec, limits, left, bar)
-        else:
-            counts = run_local(folder, spec, limits, left, bar)
+        counts = ENGINES[engine](job, left, bar)
     counts.seconds = time.perf_counter() - begin
     if metrics is not None:
         metrics.close()
-    summary = finish(folder, spec, items, limits.shard, parquet)
+    summary = finish(job.folder, job.spec, items, job.limits.shard, parquet)
     if repair:
-        now = ledger(folder / JOURNALS)
+        now = ledger(job.journals)
         again = [item.id for item in mine if item.id in damaged]
-        other = [i for i in again if now[i].get("sha256") != damaged[i].sha256]
+        other = [i for i in again if now[i].get("sha256") != before[i]["sha256"]]
         summary |= {"repaired": len(again), "repaired_otherwise": len(other)}
     return summary, counts
 
 
 def run_local(
-    folder: Path,
-    spec: Spec,
-    limits: Limits,
-    items: Sequence[Item],
-    watch: Watch | None = None,
-    opener: Opener | None = None,
+    job: Job, items: Sequence[Item], bar: Bar | None = None, opener: Opener | None = None
 ) -> JobCounts:
-    """Make ``items`` here, alone in ``folder``.
+    """Make ``items`` here, alone in the folder.
 
     Raises ``ValueError`` when another process works there.
     """
-    opener = opener or partial(open_worker, spec, items, limits.device)
-    with occupied(folder / JOURNALS, shared=False):
-        remove_parts(folder)
-        return work(folder, spec, limits, items, opener, "local", watch)
+    opener = opener or partial(open_worker, job.spec, items, job.limits.device)
+    with occupied(job.journals, shared=False):
+        remove_parts(job.folder)
+        return work(job, items, opener, "local", bar)
 
 
 def run_rank(
-    folder: Path,
-    spec: Spec,
-    limits: Limits,
-    items: Sequence[Item],
-    watch: Watch | None = None,
-    opener: Opener | None = None,
+    job: Job, items: Sequence[Item], bar: Bar | None = None, opener: Opener | None = None
 ) -> JobCounts:
     """Make ``items``, this rank's (see ``share``), on its own GPU or the CPU."""
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
-    opener = opener or partial(open_worker, spec, items, device)
-    with occupied(folder / JOURNALS, shared=True):
-        return work(folder, spec, limits, items, opener, f"rank-{_rank()[0]:05d}", watch)
+    opener = opener or partial(open_worker, job.spec, items, device)
+    with occupied(job.journals, shared=True):
+        return work(job, items, opener, f"rank-{_rank()[0]:05d}", bar)
 
 
 def _rank() -> tuple[int, int]:
@@ -146,10 +118,8 @@ def share(items: Sequence[Item]) -> list[Item]:
 class Actor:
     """One worker of the cluster; it loads the model when the first items come."""
 
-    def __init__(
-        self, folder: str, spec: Spec, limits: Limits, opener: Opener | None, threads: int
-    ) -> None:
-        self.folder, self.spec, self.limits = Path(folder), spec, limits
+    def __init__(self, job: Job, opener: Opener | None, threads: int) -> None:
+        self.job = job
         self.opener = opener
         self.name = f"ray-{uuid.uuid4().hex[:12]}"
         self.worker: Worker | None = None
@@ -157,24 +127,19 @@ class Actor:
 
     def make(self, items: list[Item]) -> tuple[list[str], list[str]]:
         """Ids done and set aside."""
-        opener = self.opener or partial(open_worker, self.spec, items, self.limits.device)
+        job = self.job
+        opener = self.opener or partial(open_worker, job.spec, items, job.limits.device)
         worker = self.worker = self.worker or opener()
-        counts = work(self.folder, self.spec, self.limits, items, lambda: worker, self.name)
+        counts = work(job, items, lambda: worker, self.name)
         return counts.done, counts.failed
 
 
 def run_ray(
-    folder: Path,
-    spec: Spec,
-    limits: Limits,
-    items: Sequence[Item],
-    watch: Watch | None = None,
-    opener: Opener | None = None,
-    actors: int = 0,
+    job: Job, items: Sequence[Item], bar: Bar | None = None, opener: Opener | None = None
 ) -> JobCounts:
-    """Make ``items`` with ``actors`` workers (0: one a GPU, or one a CPU core, of the cluster).
+    """Make ``items`` with the actors of a Ray cluster.
 
-    Raises ``ValueError`` without ray and where another process works in ``folder``.
+    Raises ``ValueError`` without ray and where another process works in the folder.
     """
     try:
         import ray
@@ -182,29 +147,32 @@ def run_ray(
         raise ValueError("engine ray needs ray, run: pip install 'specmm[ray]'") from error
     if not ray.is_initialized():
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
-    with occupied(folder / JOURNALS, shared=False):
+    job = replace(job, folder=job.folder.absolute())
+    with occupied(job.journals, shared=False):
         gpus = int(ray.cluster_resources().get("GPU", 0))
         cores = int(ray.cluster_resources()["CPU"])
-        count = min(actors or gpus or cores, max(len(items), 1))
+        count = min(job.limits.actors or gpus or cores, max(len(items), 1))
         kind: Any = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(Actor)
-        arguments = (str(folder.absolute()), spec, limits, opener, max(1, cores // count))
-        pool = _Pool(lambda: kind.remote(*arguments), count, folder, limits.retries, watch)
-        return pool.run(items)
+        start = partial(kind.remote, job, opener, max(1, cores // count))
+        return _Pool(job, start, count, bar).run(items)
+
+
+ENGINES = {"local": run_local, "accelerate": run_rank, "ray": run_ray}
 
 
 class _Pool:
     """Hands items to actors and replaces those that die."""
 
-    def __init__(
-        self, start: Callable[[], Any], count: int, folder: Path, retries: int, watch: Watch | None
-    ) -> None:
-        self.start, self.count = start, count
-        self.folder, self.retries, self.watch = folder, retries, watch
+    def __init__(self, job: Job, start: Callable[[], Any], count: int, bar: Bar | None) -> None:
+        self.job = job
+        self.start = start
+        self.count = count
+        self.bar = bar
         self.busy: dict[Any, tuple[Any, list[Item]]] = {}  # a call's reference: its actor and items
         self.deaths: dict[str, int] = {}
         self.counts = JobCounts()
         self.waiting: deque[list[Item]] = deque()
-        self.journal = Journal(folder / JOURNALS, "ray-driver")
+        self.journal = Journal(job.journals, "ray-driver")
 
     def run(self, items: Sequence[Item]) -> JobCounts:
         import ray
@@ -215,7 +183,8 @@ class _Pool:
         try:
             while self.waiting or self.busy:
                 while self.waiting and idle:
-                    actor, batch = idle.pop(), self.waiting.popleft()
+                    actor = idle.pop()
+                    batch = self.waiting.popleft()
                     self.busy[actor.make.remote(batch)] = actor, batch
                 ready, _ = ray.wait(list(self.busy))
                 for call in ready:
@@ -242,20 +211,20 @@ class _Pool:
             raise error.cause if isinstance(error.cause, ValueError) else error from None
         self.counts.done += done
         self.counts.failed += failed
-        if self.watch is not None:
-            self.watch.observe(len(done), len(failed), len(batch), 0.0)
+        if self.bar is not None:
+            self.bar.observe(len(done), len(failed), len(batch), 0.0)
         return actor
 
     def _share_out(self, batch: list[Item], reason: str) -> None:
         """Give what a dead actor left to others, halved until the item that kills is alone."""
-        left = pending(self.folder, batch)
+        left = pending(self.job.folder, batch)
         self.counts.done += [i.id for i in batch if i not in left]
         if len(left) > 1:
             middle = len(left) // 2
             self.waiting += [left[:middle], left[middle:]]
         for item in left if len(left) == 1 else []:
             deaths = self.deaths[item.id] = self.deaths.get(item.id, 0) + 1
-            if deaths <= self.retries:
+            if deaths <= self.job.limits.retries:
                 self.waiting.append([item])
             else:
                 self.journal.append([failure(item, reason, deaths)])

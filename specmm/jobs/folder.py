@@ -30,7 +30,9 @@ from specmm.jobs.items import Item
 from specmm.registry import unknown
 
 JOB = "job.json"
-RESULTS, JOURNALS, ARCHIVES = "results", "journal", "archives"
+RESULTS = "results"
+JOURNALS = "journal"
+ARCHIVES = "archives"
 LAYOUTS = ("folders", "tar")
 FORMATS = {"png": "PNG", "webp": "WEBP", "jpeg": "JPEG"}
 DESCRIPTION = 0x010E  # EXIF ImageDescription
@@ -70,13 +72,28 @@ class Limits:
     """How a job is worked on, which no result depends on.
 
     ``batch`` items are made at a time (0 finds the size), an item is tried ``retries`` more times,
-    an archive holds ``shard`` items.
+    an archive holds ``shard`` items. ``actors`` are those of engine ray (0: one a GPU or core).
     """
 
     batch: int = 0
     retries: int = 2
     shard: int = 1000
     device: str = "cpu"
+    actors: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job in an output ``folder``, whose results are made by ``spec``."""
+
+    folder: Path
+    spec: Spec
+    limits: Limits = Limits()
+
+    @property
+    def journals(self) -> Path:
+        """The folder of the journals."""
+        return self.folder / JOURNALS
 
 
 @contextmanager
@@ -94,7 +111,8 @@ def prepare(folder: Path, spec: Spec) -> None:
     """
     for name in (JOURNALS, RESULTS, *([ARCHIVES] if spec.layout == "tar" else [])):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    file, wanted = folder / JOB, json.loads(json.dumps(asdict(spec)))
+    file = folder / JOB
+    wanted = json.loads(json.dumps(asdict(spec)))
     with alone(folder):
         if not file.exists() or not any(True for _ in read_journals(folder / JOURNALS)):
             text = json.dumps(wanted, indent=1, ensure_ascii=False) + "\n"
@@ -287,7 +305,8 @@ def encode(result: Result, kind: str, model: str) -> bytes:
 
     Both hold a description, of what stays the same when the item is made again in another batch.
     """
-    item, facts = result.item, result.facts
+    item = result.item
+    facts = result.facts
     about = {
         "id": item.id,
         item.kind: item.text,

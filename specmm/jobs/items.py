@@ -39,7 +39,7 @@ class Item:
 
     @property
     def digest(self) -> str:
-        """What tells this item from another of the same id, wherever the job file lies."""
+        """What distinguishes this item from another of the same id, wherever the job file is."""
         fields = {name: value for name, value in asdict(self).items() if name != "folder"}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -14,26 +14,19 @@ from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from tqdm import tqdm
 
-from specmm.jobs.folder import JOURNALS, Journal, Limits, Spec, check_same, failure, ledger, save
+from specmm.jobs.folder import JOURNALS, Job, Journal, check_same, failure, ledger, save
 from specmm.jobs.items import Item
 from specmm.jobs.workers import Worker
 
 log = logging.getLogger(__name__)
 Opener = Callable[[], Worker]
-FIRST, MOST = 4, 256  # items at a time
+FIRST = 4  # items at a time
+MOST = 256
 GAIN = 1.05  # a doubled batch must make this much more a second to be worth its latency
-
-
-class Watch(Protocol):
-    """Gets reports of progress, for progress bars and metrics."""
-
-    def observe(self, done: int, failed: int, batch: int, seconds: float) -> None:
-        """Items done and set aside since the last call, the batch's size and its seconds."""
-        ...
 
 
 class Bar:
@@ -45,7 +38,7 @@ class Bar:
         self.metrics = metrics
 
     def observe(self, done: int, failed: int, batch: int, seconds: float) -> None:
-        """See :class:`Watch`."""
+        """Items done and set aside since the last call, the batch's size and its seconds."""
         self.failures += failed
         self.bar.update(done + failed)
         self.bar.set_postfix(batch=batch, failed=self.failures, refresh=False)
@@ -87,7 +80,7 @@ class Metrics:
         self.port = self.server.server_port
 
     def observe(self, done: int, failed: int, batch: int, seconds: float) -> None:
-        """See :class:`Watch`."""
+        """See :class:`Bar`."""
         self.done.inc(done)
         self.failed.inc(failed)
         self.seconds.inc(seconds)
@@ -125,24 +118,16 @@ def pending(
 
 
 def work(
-    folder: Path,
-    spec: Spec,
-    limits: Limits,
-    items: Sequence[Item],
-    opener: Opener,
-    name: str,
-    watch: Watch | None = None,
+    job: Job, items: Sequence[Item], opener: Opener, name: str, bar: Bar | None = None
 ) -> JobCounts:
     """Make ``items`` in this process, whose journal is called ``name``.
 
     The worker is opened only if there are items. Raises ``ValueError`` when results cannot be
     written; all that was done is kept.
     """
-    journal = Journal(folder / JOURNALS, name)
+    journal = Journal(job.journals, name)
     try:
-        if not items:
-            return JobCounts()
-        return _Runner(opener(), folder, spec, journal, limits, watch).run(items)
+        return _Runner(opener(), job, journal, bar).run(items) if items else JobCounts()
     finally:
         journal.close()
 
@@ -152,15 +137,13 @@ class _Runner:
     """Works through items with one pipeline and one journal."""
 
     worker: Worker
-    folder: Path
-    spec: Spec
+    job: Job
     journal: Journal
-    limits: Limits
-    watch: Watch | None
+    bar: Bar | None
     counts: JobCounts = field(default_factory=JobCounts)
 
     def __post_init__(self) -> None:
-        self.sizer = BatchSizer(self.limits.batch)
+        self.sizer = BatchSizer(self.job.limits.batch)
         self.tries: dict[str, int] = {}
 
     def run(self, items: Sequence[Item]) -> JobCounts:
@@ -212,16 +195,18 @@ class _Runner:
             return
         seconds = time.perf_counter() - start
         with self._full_disk_explained():
-            records = save(self.folder, results, self.spec.format, self.spec.model)
+            spec = self.job.spec
+            records = save(self.job.folder, results, spec.format, spec.model)
             self.journal.append(records)
         self.counts.done += [item.id for item in batch]
         self.sizer.observe(len(batch), seconds)
-        self._tell(len(batch), 0, rows, seconds)
+        if self.bar is not None:
+            self.bar.observe(len(batch), 0, rows, seconds)
 
     def _failed(self, item: Item, error: Exception, queue: deque[Item]) -> None:
         """Try again later, unless the item itself is at fault or was tried often enough."""
         tries = self.tries[item.id] = self.tries.get(item.id, 0) + 1
-        if isinstance(error, ValueError | FileNotFoundError) or tries > self.limits.retries:
+        if isinstance(error, ValueError | FileNotFoundError) or tries > self.job.limits.retries:
             self._set_aside(item, error)
         else:
             queue.append(item)
@@ -232,11 +217,8 @@ class _Runner:
         with self._full_disk_explained():
             self.journal.append([failure(item, text, self.tries.get(item.id, 1))])
         self.counts.failed.append(item.id)
-        self._tell(0, 1, 0, 0.0)
-
-    def _tell(self, done: int, failed: int, batch: int, seconds: float) -> None:
-        if self.watch is not None:
-            self.watch.observe(done, failed, batch, seconds)
+        if self.bar is not None:
+            self.bar.observe(0, 1, 0, 0.0)
 
     @contextmanager
     def _full_disk_explained(self) -> Iterator[None]:
@@ -244,7 +226,7 @@ class _Runner:
             yield
         except OSError as error:
             raise ValueError(
-                f"writing to {self.folder} failed ({error.strerror or error}); "
+                f"writing to {self.job.folder} failed ({error.strerror or error}); "
                 f"{len(self.counts.done)} items done now are kept, "
                 "make room and run the same command again"
             ) from error

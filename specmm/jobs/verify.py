@@ -38,7 +38,8 @@ def verify(folder: Path, items: Sequence[Item]) -> Findings:
     """Read every result in ``folder`` and compare it with the journal and the job's ``items``."""
     known = ledger(folder / JOURNALS)
     found = Findings(len(items))
-    files, packed = _files(folder), _packed(folder, found.problems)
+    files = _files(folder)
+    packed = _packed(folder, found.problems)
     for item in items:
         record = known.pop(item.id, None)
         if record is None:
@@ -60,22 +61,13 @@ def verify(folder: Path, items: Sequence[Item]) -> Findings:
     return found
 
 
-@dataclass(frozen=True)
-class Damage:
-    """A result that differs from the journal: what is wrong, and the hash its bytes had."""
-
-    problem: str
-    sha256: str
-
-
-def damage(folder: Path) -> dict[str, Damage]:
-    """The results in ``folder`` that are missing or hold other bytes than were written, by id."""
-    files, packed = _files(folder), _packed(folder, [])
-    found = {}
-    for identity, record in ledger(folder / JOURNALS).items():
-        if record["state"] == "done" and (problem := _problem(record, files, packed)):
-            found[identity] = Damage(problem, record["sha256"])
-    return found
+def damage(folder: Path) -> dict[str, str]:
+    """What is wrong with results that are missing or hold other bytes than were written, by id."""
+    files = _files(folder)
+    packed = _packed(folder, [])
+    done = {i: r for i, r in ledger(folder / JOURNALS).items() if r["state"] == "done"}
+    problems = {identity: _problem(record, files, packed) for identity, record in done.items()}
+    return {identity: problem for identity, problem in problems.items() if problem}
 
 
 def check_whole(source: Path) -> None:
@@ -83,10 +75,10 @@ def check_whole(source: Path) -> None:
     for folder in (source, *source.parents[:2]):
         if (folder / JOB).is_file() and (folder / JOURNALS).is_dir():
             if found := damage(folder):
-                identity, first = next(iter(found.items()))
+                identity, problem = next(iter(found.items()))
                 raise ValueError(
                     f"{folder} has {len(found)} damaged or missing results, such as {identity}: "
-                    f"{first.problem}; make them again with specmm batch JOBS --out {folder} "
+                    f"{problem}; make them again with specmm batch JOBS --out {folder} "
                     "--repair"
                 )
             return

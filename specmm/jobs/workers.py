@@ -57,26 +57,24 @@ class Worker(Protocol):
         ...
 
 
-def open_worker(spec: Spec, items: Sequence[Item], device: str = "cpu") -> Worker:
-    """The worker of ``spec``'s model for the kinds of ``items``.
-
-    Raises ``ValueError`` where they do not fit.
-    """
-    questions = [item.kind == "question" for item in items]
-    if any(questions) and not all(questions):
+def kind_of_items(model: str, items: Sequence[Item]) -> Kind:
+    """What ``model`` is to do with ``items``; raises ``ValueError`` where they need two jobs."""
+    kinds = {item.kind for item in items}
+    if "question" in kinds and len(kinds) > 1:
         raise ValueError(
             "a job must hold questions, or classes and prompts, got both; make two jobs of it"
         )
-    if any(questions) or (not draws(spec.model) and any(i.kind == "prompt" for i in items)):
-        return AnswerWorker(spec, any(questions), device)
-    return ImageWorker(spec, device)
-
-
-def kind_of_items(model: str, items: Sequence[Item]) -> Kind:
-    """What ``model`` is to do with ``items``."""
-    if items[0].kind == "question":
+    if "question" in kinds:
         return "questions"
-    return "text" if items[0].kind == "prompt" and not draws(model) else "images"
+    return "text" if "prompt" in kinds and not draws(model) else "images"
+
+
+def open_worker(spec: Spec, items: Sequence[Item], device: str = "cpu") -> Worker:
+    """The worker of ``spec``'s model for ``items``; raises ``ValueError`` where they do not fit."""
+    kind = kind_of_items(spec.model, items)
+    if kind == "images":
+        return ImageWorker(spec, device)
+    return AnswerWorker(spec, kind == "questions", device)
 
 
 class _Methods:
@@ -158,7 +156,8 @@ class AnswerWorker:
 
     def __init__(self, spec: Spec, questions: bool, device: str = "cpu", pipe: Any = None) -> None:
         kind: Kind = "questions" if questions else "text"
-        self.spec, self.questions = spec, questions
+        self.spec = spec
+        self.questions = questions
         self.methods = _Methods(methods_of(kind, spec.model), spec)
         Options.of(dict(spec.sampling))
         place = Place.named(device, spec.dtype)

@@ -60,11 +60,10 @@ def conversations(place: str, target: Any, processor: Any) -> Conversations:
     on.
     """
     lines = _lines(Path(place).expanduser())
-    visual, text = (
-        [line for line in lines if line.image],
-        [line for line in lines if not line.image],
-    )
-    held_out, learnt = visual[::HELD_OUT], [line for i, line in enumerate(visual) if i % HELD_OUT]
+    visual = [line for line in lines if line.image]
+    text = [line for line in lines if not line.image]
+    held_out = visual[::HELD_OUT]
+    learnt = [line for i, line in enumerate(visual) if i % HELD_OUT]
     if not learnt:
         raise ValueError(
             f"data must hold two or more lines with an image, got {len(visual)} in {place}"

@@ -136,7 +136,8 @@ def load(name: str) -> Recipe:
         read = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} must be TOML, got an error: {error}") from error
-    settings, keys = read.get("settings", {}), set(read) - {"settings"}
+    settings = read.get("settings", {})
+    keys = set(read) - {"settings"}
     if "recipe" in read and keys <= {"recipe", "open"}:
         base = load(read["recipe"])
         base = replace(base, name=name, open=read.get("open", base.open))

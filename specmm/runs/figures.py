@@ -22,7 +22,8 @@ from specmm.zoo import card
 
 METHODS = "ar,speculative,lantern++"
 FAVOURITES = ("face-smiling", "heart", "food-fruit", "country-flag")
-COLUMNS = ("method", "s/picture", "speed-up", "tau", "log-lik/token", "FID", "KID", "certificate")
+COLUMNS = ("method", "s/picture", "speed-up", "tau", "log-lik", "FID", "KID", "certificate")
+BENCH = ("method", "s/picture", "speed-up", "tau", "host", "ideal", "log-lik", "certificate")
 SCALE = 96  # pixels of a picture's side
 GAP = 4  # pixels between pictures
 LABEL = 170  # pixels of the column of labels
@@ -30,9 +31,11 @@ HEAD = 26  # pixels of the row of class names
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>specmm demo</title>
 <style>
-body{{font:16px system-ui,sans-serif;margin:2rem auto;max-width:{width}px;padding:0 1rem;color:#222}}
-table{{border-collapse:collapse}}td,th{{padding:.3rem .8rem;text-align:left;border-bottom:1px solid #ddd}}
-img{{max-width:100%}}p{{color:#555;white-space:pre-line}}
+body{{font:16px system-ui,sans-serif;margin:2rem auto;max-width:{width}px;padding:0 1rem}}
+table{{border-collapse:collapse}}
+td,th{{padding:.3rem .8rem;text-align:left;border-bottom:1px solid #ddd}}
+img{{max-width:100%}}
+p{{color:#555;white-space:pre-line}}
 </style>
 <h1>specmm demo: {model}</h1>
 <table>{table}</table><p>{notes}</p>
@@ -80,29 +83,31 @@ def _recorded(measured: Iterable[dict[str, Any]], method: str) -> dict[str, Any]
     return next((row for row in measured if row.get("method", "").split("(")[0] == method), {})
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """A method's row of the comparison's table."""
-    return [
-        row["method"],
-        f"{row['seconds_per_picture']:.3f}",
-        f"{row['speedup']:.2f}x",
-        f"{row['tau']:.2f}",
-        number(row["quality"]["log_likelihood"]),
-        number(row["recorded"].get("fid"), ".2f"),
-        number(row["recorded"].get("kid"), ".5f"),
-        claim(row["certificate"]),
-    ]
+def table_of(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> list[list[str]]:
+    """The ``columns`` and a row of texts for each summary of a race."""
+    return [list(columns), *([_cells(row)[column] for column in columns] for row in rows)]
 
 
-def number(value: float | None, form: str = ".3f") -> str:
-    """A number as text, a dash for what is not known."""
-    return "-" if value is None else format(value, form)
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    """The texts of a summary by column, a dash for what is not known."""
 
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
 
-def claim(certificate: dict[str, Any]) -> str:
-    """A certificate's kind, and the total variation that was measured."""
-    tv = certificate["tv"]
-    return certificate["kind"] + (f", tv {tv:.4f}" if tv else "")
+    tv = row["certificate"]["tv"]
+    recorded = row.get("recorded", {})
+    return {
+        "method": row["label"],
+        "s/picture": f"{row['seconds_per_picture']:.3f}",
+        "speed-up": f"{row['speedup']:.2f}x",
+        "tau": f"{row['tau']:.2f}",
+        "host": f"{row['host_overhead']:.0%}",
+        "ideal": f"{row['ideal']:.2f}x",
+        "log-lik": number(row["quality"]["log_likelihood"], ".3f"),
+        "FID": number(recorded.get("fid"), ".2f"),
+        "KID": number(recorded.get("kid"), ".5f"),
+        "certificate": row["certificate"]["kind"] + (f", tv {tv:.4f}" if tv else ""),
+    }
 
 
 def notes(rows: Sequence[dict[str, Any]]) -> str:
@@ -113,7 +118,7 @@ def notes(rows: Sequence[dict[str, Any]]) -> str:
         source = f"recorded in the model card ({counts[0]:,} samples)"
     return (
         "s/picture: median wall clock at batch 1; tau: tokens a round; log-lik: the target's mean "
-        f"log-probability of the tokens drawn;\nFID, KID: {source}; tv: total variation a token, "
+        f"log-probability of a token drawn;\nFID, KID: {source}; tv: total variation a token, "
         "measured on this run."
     )
 
@@ -139,7 +144,8 @@ def _sheet(
     width = LABEL + len(classes) * repeats * step + (len(classes) - 1) * GAP * 2
     sheet = Image.new("RGB", (width, HEAD + len(rows) * (step + GAP)), "white")
     pen = ImageDraw.Draw(sheet)
-    bold, small = ImageFont.load_default(17), ImageFont.load_default(13)
+    bold = ImageFont.load_default(17)
+    small = ImageFont.load_default(13)
     for i, name in enumerate(classes):
         pen.text((_left(i * repeats, repeats), 4), str(name), fill="black", font=small)
     for r, ((first, *others), pictures) in enumerate(rows):
@@ -162,7 +168,8 @@ def _page(sheet: Image.Image, rows: Sequence[dict[str, Any]], model: str) -> str
     """A self-contained page with the table, the notes and the sheet."""
     packed = io.BytesIO()
     sheet.save(packed, format="PNG")
-    table = _table_row(COLUMNS, "th") + "".join(_table_row(cells(row), "td") for row in rows)
+    head, *body = table_of(rows, COLUMNS)
+    table = _table_row(head, "th") + "".join(_table_row(row, "td") for row in body)
     return PAGE.format(
         width=max(sheet.width, 700),
         model=html.escape(model),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from specmm.hardware import LARGE, choose_dtype
 from specmm.runs.run import Place, open_model
+
+if TYPE_CHECKING:
+    from specmm.runs.run import Images
 
 Planned = tuple[dict[str, Any], list[str]]
 
@@ -19,9 +22,11 @@ def plan_model(model: str, batch: int, cfg: float | None, place: Place) -> Plann
     """
     pipe = open_model("images", model, place)
     if pipe.plans is None:
-        raise ValueError(f"plan must be asked about a model of tokens or of scales, got {model}")
-    made = _trees if pipe.plans == "trees" else _scales
-    return made(pipe, model, batch, pipe.target(cfg=cfg))
+        raise ValueError(f"model must be one of tokens or of scales to be planned, got {model}")
+    target = pipe.target(cfg=cfg)
+    if pipe.plans == "trees":
+        return _trees(pipe, model, batch, target)
+    return _by_n(model, batch, pipe.transformer.dtype, pipe.plan(batch, target))
 
 
 def plan_published(
@@ -44,18 +49,14 @@ def plan_published(
     return _by_n(title, batch, dtype, plan_of_sizes(*pair, batch, sampling, dtype))
 
 
-def _scales(pipe: Any, model: str, batch: int, target: Any) -> Planned:
-    """CoDe by N: predicted seconds and memory, and the N that method code takes."""
-    return _by_n(model, batch, pipe.transformer.dtype, pipe.plan(batch, target))
-
-
 def _by_n(model: str, batch: int, dtype: torch.dtype, made: Any) -> Planned:
+    """CoDe by N: predicted seconds and memory, and the N that method code takes."""
     facts = {"model": model, "batch": batch, "dtype": str(dtype).removeprefix("torch.")}
     head = f"{model}, {batch} at a time, {facts['dtype']}; memory without the tokenizer's"
     return {**facts, **made.as_dict()}, [head, *made.lines()]
 
 
-def _trees(pipe: Any, model: str, batch: int, target: Any) -> Planned:
+def _trees(pipe: Images, model: str, batch: int, target: Any) -> Planned:
     """What method auto measures and takes, and the very seconds that it decided on."""
     from specmm.image_ar.tokens.assemble import choose_method, planned_for
 

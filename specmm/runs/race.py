@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from PIL import Image
@@ -18,6 +18,10 @@ from tqdm import tqdm
 from specmm import methods
 from specmm.runs.run import label, place_of
 from specmm.stats import Certificate, Stats, merged_certificate
+
+if TYPE_CHECKING:
+    from specmm.image_ar.shared import ImageOutput
+    from specmm.runs.run import Images
 
 T = TypeVar("T")
 Classes = Sequence[str | int]
@@ -36,7 +40,7 @@ class Lane:
 
 
 def race(
-    pipe: Any, contenders: Sequence[methods.Method], rounds: Sequence[Classes], seed: int
+    pipe: Images, contenders: Sequence[methods.Method], rounds: Sequence[Classes], seed: int
 ) -> list[Lane]:
     """Every method draws the classes of every round with the same seeds, in rotating order.
 
@@ -60,7 +64,7 @@ def in_turn(contenders: Sequence[T], i: int) -> list[T]:
     return [*contenders[first:], *contenders[:first]]
 
 
-def _once(pipe: Any, lane: Lane, classes: Classes, seed: int) -> None:
+def _once(pipe: Images, lane: Lane, classes: Classes, seed: int) -> None:
     start = time.perf_counter()
     out = _draw(pipe, lane.method, classes, seed)
     lane.seconds.append(time.perf_counter() - start)
@@ -70,7 +74,7 @@ def _once(pipe: Any, lane: Lane, classes: Classes, seed: int) -> None:
     lane.tokens.append(out.tokens)
 
 
-def _draw(pipe: Any, method: methods.Method, classes: Classes, seed: int) -> Any:
+def _draw(pipe: Images, method: methods.Method, classes: Classes, seed: int) -> ImageOutput:
     generator = torch.Generator().manual_seed(seed)
     return pipe(classes=list(classes), generator=generator, method=method, batch_size=len(classes))
 
@@ -106,7 +110,7 @@ def summary(lane: Lane, plain: Lane, batch: int) -> dict[str, Any]:
 
 
 def summaries(
-    pipe: Any, lanes: Sequence[Lane], rounds: Sequence[Classes], batch: int
+    pipe: Images, lanes: Sequence[Lane], rounds: Sequence[Classes], batch: int
 ) -> list[dict[str, Any]]:
     """The summary of every lane, the first being plain decoding.
 
@@ -126,7 +130,7 @@ def summaries(
 
 
 def measure(
-    pipe: Any, model: str, contenders: Sequence[methods.Method], batch: int, runs: int, seed: int
+    pipe: Images, model: str, contenders: Sequence[methods.Method], batch: int, runs: int, seed: int
 ) -> list[dict[str, Any]]:
     """Plain decoding and ``contenders``, ``runs`` batches of classes each: a row for each method.
 

@@ -1,6 +1,6 @@
 """One run: a model and a method, both by name, the pictures drawn, and a record of it for JSON.
 
-A picture's uniforms depend on its own seed only, so every batch of a run is a call of its own.
+A picture's uniforms depend on its own seed only, so a run calls the pipeline for each batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from PIL import Image
@@ -29,6 +29,11 @@ from specmm.image_ar.shared import class_ids, with_options
 from specmm.randomness import sample_generators
 from specmm.registry import Registry, unknown
 from specmm.stats import Certificate, Stats, merged_certificate, total
+
+if TYPE_CHECKING:  # diffusers takes seconds to import
+    from specmm.image_ar.shared import PicturePipeline
+
+    Images = PicturePipeline[Any]  # of any family
 
 Kind = Literal["images", "questions", "text"]
 
@@ -165,7 +170,8 @@ def label(method: Any) -> str:
 
 def _split(text: str) -> list[str]:
     """Parts of ``text`` between commas outside brackets."""
-    parts, depth = [""], 0
+    parts = [""]
+    depth = 0
     for letter in text:
         depth += (letter == "(") - (letter == ")")
         if letter == "," and not depth:
@@ -216,29 +222,30 @@ def _options(method: object) -> dict[str, object]:
 # ---- answers and texts
 
 
-def record_of(
+def answered(
+    kind: Kind,
     model: str,
-    pipe: Any,
-    method: object,
-    out: Any,
-    seed: int,
-    seconds: float,
-    sampling: Mapping[str, float],
-) -> dict[str, Any]:
-    """What ``pipe`` did and how long it took, for JSON; ``out`` is what it gave."""
-    return {
+    place: Place,
+    method: Any,
+    drafter: str | None,
+    call: Callable[[Any], Any],
+) -> tuple[Any, dict[str, Any]]:
+    """What ``call`` returns for the pipeline of ``model``, and a record of it for JSON."""
+    pipe = open_model(kind, model, place, method, drafter)
+    begin = time.perf_counter()
+    out = call(pipe)
+    record = {
         "model": model,
         "method": out.method,
         "method_options": _options(method),
-        "seed": seed,
         **place_of(pipe.model),
-        "seconds": seconds,
+        "seconds": time.perf_counter() - begin,
         "tokens": sum(map(len, out.tokens)),
         "rounds": out.stats.rounds,
         "tau": out.stats.tau,
         "certificate": out.certificate.as_dict(),
-        "sampling": sampling,
     }
+    return out, record
 
 
 # ---- pictures
@@ -309,7 +316,7 @@ class PictureRun:
         write_whole(self.out / "run.json", text.encode())
 
 
-def check(pipe: Any, run: PictureRun) -> None:
+def check(pipe: Images, run: PictureRun) -> None:
     """Raise ``ValueError`` for options and classes that ``pipe`` cannot take.
 
     Sampling options that were not given are set to the model's.
@@ -331,14 +338,14 @@ def check(pipe: Any, run: PictureRun) -> None:
         class_ids(run.inputs, pipe.settings.classes, pipe.transformer.config.num_classes)
 
 
-def check_sampling(pipe: Any, model: str, sampling: Mapping[str, object]) -> None:
+def check_sampling(pipe: Images, model: str, sampling: Mapping[str, object]) -> None:
     """Raise ``ValueError`` for sampling options that ``pipe``, of ``model``, cannot take."""
     for name in sampling.keys() - set(pipe.sampling_options):
         raise unknown(f"option of {model}", name, pipe.sampling_options)
     pipe.target(**sampling)
 
 
-def draw(pipe: Any, run: PictureRun, tell: Callable[[str], None], callback: Any = None) -> None:
+def draw(pipe: Images, run: PictureRun, tell: Callable[[str], None], callback: Any = None) -> None:
     """Draw and save all pictures of ``run``; Ctrl-C leaves what is finished.
 
     ``tell`` is called with notes for people. Raises ``ValueError`` when the disk is full.
@@ -374,7 +381,7 @@ def draw(pipe: Any, run: PictureRun, tell: Callable[[str], None], callback: Any 
 
 
 def _draw_batch(
-    pipe: Any, run: PictureRun, rows: range, method: Any, generator: object, callback: object
+    pipe: Images, run: PictureRun, rows: range, method: Any, generator: object, callback: object
 ) -> None:
     start = time.perf_counter()
     inputs = [run.inputs[i] for i in rows]

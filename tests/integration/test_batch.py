@@ -30,7 +30,7 @@ from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.jobs import folder as job_folder
 from specmm.jobs.engines import run_local, run_rank, share
 from specmm.jobs.finish import finish
-from specmm.jobs.folder import Limits, Result, Spec, description, pack, prepare, unpack
+from specmm.jobs.folder import Job, Limits, Result, Spec, description, pack, prepare, unpack
 from specmm.jobs.items import Item, read_items
 from specmm.jobs.run import JobCounts, pending
 from specmm.jobs.verify import verify
@@ -88,9 +88,7 @@ def make(worker: ImageWorker, tmp_path: Path) -> Callable[..., JobCounts]:
         folder, spec = tmp_path / name, worker.spec
         prepare(folder, spec)
         counts = runner(
-            folder,
-            spec,
-            Limits(**{"batch": 4, **limits}),
+            Job(folder, spec, Limits(**{"batch": 4, **limits})),
             pending(folder, items),
             opener=lambda: by,
         )
@@ -519,7 +517,7 @@ def test_answers_are_bit_equal_and_read_by_eval(tmp_path: Path) -> None:
     worker = AnswerWorker(spec, questions=True)
     for size in (1, 4):
         prepare(folder := tmp_path / str(size), spec)
-        run_local(folder, spec, Limits(size), pending(folder, items), opener=lambda: worker)
+        run_local(Job(folder, spec, Limits(size)), pending(folder, items), opener=lambda: worker)
         finish(folder, spec, items, 1000)
     assert results(tmp_path / "1") == results(tmp_path / "4") and len(results(tmp_path / "1")) == 4
     assert "no.png" in (tmp_path / "1/failed.jsonl").read_text()

@@ -15,7 +15,7 @@ import pytest
 
 from specmm.jobs.engines import run_ray
 from specmm.jobs.finish import finish
-from specmm.jobs.folder import Limits, Spec, prepare
+from specmm.jobs.folder import Job, Limits, Spec, prepare
 from specmm.jobs.items import Item, seed_of
 from specmm.jobs.run import pending
 from specmm.jobs.verify import verify
@@ -77,12 +77,9 @@ def test_a_worker_that_dies_takes_nothing_with_it(one_core: Any, tmp_path: Path)
     items = [Item(f"set/{i}", "class", "heart", seed_of(str(i), 0)) for i in range(6)]
     prepare(tmp_path, spec := Spec("any"))
     counter = run_ray(
-        tmp_path,
-        spec,
-        Limits(batch=2, retries=0),
+        Job(tmp_path, spec, Limits(batch=2, retries=0, actors=1)),
         pending(tmp_path, items),
         opener=opener,
-        actors=1,
     )
     finish(tmp_path, spec, items, 1000)
     assert sorted(counter.done) == [f"set/{i}" for i in (0, 1, 2, 4, 5)] and counter.failed == [
