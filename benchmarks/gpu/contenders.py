@@ -43,12 +43,14 @@ def sdpa(given: Inputs) -> Call:
 def flex(given: Inputs) -> partial[Tensor]:
     """flex_attention, compiled, with the tree as its mask; the block mask is made beforehand."""
     torch._dynamo.reset()  # every shape and tree is a compilation, and there is a limit to them
-    first, ancestors = given.mask.first, given.ancestors[0]
+    first = given.mask.first
+    ancestors = given.ancestors[0]
 
     def seen(row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
         return (slot < first) | ancestors[query, (slot - first).clamp(min=0)]
 
-    nodes, slots = given.q.shape[2], given.keys.shape[2]
+    nodes = given.q.shape[2]
+    slots = given.keys.shape[2]
     blocks = create_block_mask(seen, None, None, nodes, slots, device=given.q.device)
     compiled = torch.compile(flex_attention, dynamic=False)
     grouped = given.q.shape[1] != given.keys.shape[1]

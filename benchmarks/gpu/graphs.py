@@ -131,8 +131,8 @@ class VLMGraphTarget(VLMTarget):
         super().__init__(plain.model, plain.processor, plain.name)
         if not self.family.takes_trees or self.processor.stateful:
             raise ValueError(
-                f"{self.name} must be loaded with attn_implementation='specmm_tree', have no sliding layers and no "
-                "repetition penalty to be captured"
+                f"{self.name} must be loaded with attn_implementation='specmm_tree', have no "
+                "sliding layers and no repetition penalty to be captured"
             )
         self.memory: Cache | None = None
         self.graphs = TreeGraphs(self._tree_forward)

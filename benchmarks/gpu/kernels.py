@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check(device: torch.device) -> int:
-    """Everything that must be true before a time means anything; returns the host syncs of a round."""
+    """Check the kernels before anything is timed; returns the host syncs of a round."""
     for model in MODELS:
         for shape in (
             Shape(model, 257, 1, 2),
@@ -67,7 +67,8 @@ def check(device: torch.device) -> int:
     checks.check_commit(device)
     share, syncs = checks.check_acceptance(device), checks.syncs_in_a_round(device)
     print(
-        f"KV commit exact; acceptance as the rules on {share:.2%} of the rows; host syncs a round: {syncs}"
+        f"KV commit exact; acceptance as the rules on {share:.2%} of the rows; "
+        f"host syncs a round: {syncs}"
     )
     return syncs
 
@@ -105,7 +106,7 @@ def table(times: Times) -> str:
 
 
 def bars(times: Times, syncs: int | None) -> str:
-    """The bars of issue 8 with what was found."""
+    """What is asked of the kernels, with what was found."""
     wanted = [s for s in every_shape() if s.length >= 1000]
     gains = [g for s in wanted if (g := _over("sdpa")(times, s)) is not None]
     rate = _median(_rate(times, s) for s in every_shape() if s.length == max(LENGTHS))

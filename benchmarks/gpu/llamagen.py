@@ -112,7 +112,8 @@ class Run:
         uniforms = Uniforms(
             [torch.Generator(pipe.device).manual_seed(seed * batch + i) for i in range(batch)]
         )
-        on_gpu, length = pipe.device.type == "cuda", self.target.length
+        on_gpu = pipe.device.type == "cuda"
+        length = self.target.length
         clock = Clock(on_gpu)
         with clock("run"):
             if self.parts is None:
@@ -127,7 +128,8 @@ class Run:
 
 def _row(batch: int, run: Run, plain: float) -> Row:
     assert run.last is not None
-    stats, measured = run.last.stats, float(run.last.measured)
+    stats = run.last.stats
+    measured = float(run.last.measured)
     rounds = max(stats.batch_rounds, 1)
     return {
         "batch": batch,

@@ -47,7 +47,8 @@ class Run:
 
     def once(self, labels: Tensor, numbers: Tensor) -> None:
         """Draw one batch and note the seconds."""
-        pipe, clock = self.picture.pipe, Clock(labels.is_cuda)
+        pipe = self.picture.pipe
+        clock = Clock(labels.is_cuda)
         draw = self.picture if self.mode == "graph" else self.picture.eager
         with clock("tokens"):
             _, sums = draw(labels, numbers)

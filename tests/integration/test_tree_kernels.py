@@ -1,4 +1,4 @@
-"""Which kernels a run of each method launches, and that no dense mask is made for the target's tree.
+"""Which kernels a run of each method launches; no dense mask is made for the target's tree.
 
 The kernels run in Triton's interpreter, which is slow: models are tiny, outputs short. The table in
 kernels/README.md is compared with what the runs launch.
@@ -78,29 +78,35 @@ def launches(monkeypatch):
         ("acceptance", "accept"),
     ):
         module = import_module(f"specmm.kernels.{folder}.triton")
-
-        def counted(*given, name=name, run=getattr(module, name)):
-            counts[name] += 1
-            return run(*given)
-
-        monkeypatch.setattr(module, name, counted)
+        monkeypatch.setattr(module, name, counted(getattr(module, name), name, counts))
     return counts
+
+
+def counted(function, name, counts):
+    def run(*given):
+        counts[name] += 1
+        return function(*given)
+
+    return run
 
 
 @pytest.fixture
 def no_dense_masks(monkeypatch):
     """A dense mask for the target's tree is an error; networks that draft keep theirs."""
     bias, scoring = Cache.tree_bias, []
-    for kind in (VLMTarget, LlamaGenTarget):
 
-        def watched(target, tree, score=kind.score):
+    def watched(score):
+        def run(target, tree):
             scoring.append(target)
             try:
                 return score(target, tree)
             finally:
                 scoring.pop()
 
-        monkeypatch.setattr(kind, "score", watched)
+        return run
+
+    for kind in (VLMTarget, LlamaGenTarget):
+        monkeypatch.setattr(kind, "score", watched(kind.score))
 
     def guarded(cache, ancestors):
         assert not scoring, "a dense mask was made"
