@@ -22,8 +22,11 @@ from specmm.decode import MEASURE_EVERY
 from specmm.hf.attention import use_tree_attention
 from specmm.hf.target import VLMTarget
 from specmm.image_ar.tokens.target import LlamaGenTarget
+from specmm.kernels.acceptance import fused_options
 from specmm.kernels.tree_attention import dense, interface
 from specmm.methods import MSD, Block, Draft, LanternPP
+from specmm.tree import DraftTree, TreeShape
+from specmm.verify.names import RULES, make_rule
 
 CODE, QUESTION = "def add(a, b):", "How many?"
 KERNELS = {  # columns of the table
@@ -63,6 +66,17 @@ TABLE = table()
 
 def test_the_table_has_every_method_of_every_family():
     assert set(TABLE) == {(family, name) for family, kinds in FAMILIES.items() for name in kinds}
+
+
+def test_the_table_names_the_rules_that_are_not_fused():
+    tree, near = DraftTree(torch.zeros(1, 2).long(), TreeShape.chain(1)), torch.zeros(9, 9).long()
+    missing = set()
+    for name, kind in RULES.items():
+        given = {"table": near, "k": 2, "greedy": False} if kind.relaxed else {}
+        if fused_options(make_rule(name, **given), tree) is None:
+            missing.add(name)
+    row = next(r for r in README.read_text().splitlines() if "| `draft` | yes" in r)
+    assert set(re.findall("`([^`]+)`", row.partition("rules")[2])) == missing
 
 
 @pytest.fixture
