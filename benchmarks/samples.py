@@ -95,9 +95,11 @@ class SampleSet:
         """How many samples there are."""
         return sum(len(b["labels"]) for b in self.batches())
 
-    def counts(self) -> dict[str, Any]:
-        """Sums of the runs' counts: tokens, rounds, seconds, kept, and the measured TV a token."""
-        runs = [json.loads(str(b["run"])) for b in self.batches()]
+    def counts(self, limit: int | None = None) -> dict[str, Any]:
+        """Sums of the runs' counts: tokens, rounds, seconds, kept, and the measured excess a token
+        (or None); of the batches up to ``limit`` samples.
+        """
+        runs = [json.loads(str(b["run"])) for b in self.batches(limit)]
         width = max(len(r["kept"]) for r in runs)
         total: dict[str, Any] = {
             k: sum(r[k] for r in runs) for k in ("tokens", "rounds", "seconds")

@@ -32,7 +32,8 @@ def backend(device: torch.device) -> Backend:
         return "triton" if device.type == "cuda" and _triton_runs() else "torch"
     if wanted == "triton" and device.type != "cuda" and not _interpreted():
         raise ValueError(
-            f"{VARIABLE}=triton needs tensors on a GPU, got {device.type}; unset it, or set TRITON_INTERPRET=1 to test"
+            f"{VARIABLE}=triton needs tensors on a GPU, got {device.type}; unset it, or set "
+            "TRITON_INTERPRET=1 to test"
         )
     return "triton" if wanted == "triton" else "torch"
 

@@ -1,5 +1,5 @@
-"""Fused acceptance: ``torch.ops.specmm.accept``, a round's result from its distributions, drafts and
-uniforms in one launch; its PyTorch twin ``by_rule``; and ``decide_fused``, for rules it serves.
+"""Fused acceptance: ``torch.ops.specmm.accept``, a round's result from its distributions, drafts
+and uniforms in one launch; its PyTorch twin ``by_rule``; and ``decide_fused`` for the core's rules.
 
 Shape letters: B batch, N nodes, V vocabulary, D deepest level, W codes, J columns of the neighbour
 table.

@@ -4,7 +4,8 @@ Shape letters: V vocabulary.
 """
 
 # Triton's functions take pointers and have no types to speak of
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ table.
 """
 
 # Triton's functions take pointers and have no types to speak of
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations
 
@@ -105,7 +106,7 @@ def _borrowed(
 
 @triton.jit
 def _rest(now, scale, token, draft, v, V, DRAWN: tl.constexpr):
-    """(``scale`` ``now`` - q)+ of the tokens ``v`` [BLOCK]; for a point mass scale p is at most q."""
+    """(``scale`` ``now`` - q)+ of the tokens ``v`` [BLOCK]; a point mass takes the whole token."""
     target = tl.load(now + v, mask=v < V, other=0.0) * scale
     if DRAWN:
         return tl.maximum(target - tl.load(draft + v, mask=v < V, other=0.0), 0.0)

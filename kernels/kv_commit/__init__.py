@@ -1,4 +1,4 @@
-"""KV commit, ``torch.ops.specmm.kv_commit``: the accepted path of every row moves after its committed
+"""KV commit, ``torch.ops.specmm.kv_commit``: every row's accepted path moves after its committed
 tokens, in all layers at once; and ``commit``, which caches call.
 
 Shape letters: A arrays (keys and values of all layers), R rows, B rows of lengths (R a multiple of
@@ -37,7 +37,7 @@ def _(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: int) -> 
 
 
 def commit(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: int) -> None:
-    """:func:`kv_commit`, without the operator's wrapping where PyTorch's own operators do the work."""
+    """:func:`kv_commit`, without the operator's overhead where PyTorch's operators do the work."""
     if backend(data.device) == "triton":
         kv_commit(data, path, kept, lengths, first)
     else:

@@ -1,5 +1,5 @@
-"""Tree attention, ``torch.ops.specmm.tree_attention``: a draft tree's queries over a ragged committed
-prefix and their ancestors; its mask ``TreeMask``; and ``attend``, which models call.
+"""Tree attention, ``torch.ops.specmm.tree_attention``: a draft tree's queries over a ragged prefix
+and their ancestors; its mask ``TreeMask``; and ``attend``, which models call.
 
 Shape letters: R rows, B rows of lengths (R a multiple of B; row r takes length r % B, as guidance
 repeats a batch), H query heads, K key/value heads, T tree nodes, S slots, D head width, W = ceil(T

@@ -37,7 +37,8 @@ def tree_attention(
             if hidden is not None:
                 slots = [s for s in slots if s >= hidden.shape[1] or not hidden[r, s]]
             for h in range(heads):
-                k, v = keys[r, h // group, slots].double(), values[r, h // group, slots].double()
+                k = keys[r, h // group, slots].double()
+                v = values[r, h // group, slots].double()
                 out[r, t, h] = (k @ q[r, h, t].double() * scale).softmax(0) @ v
     return out
 

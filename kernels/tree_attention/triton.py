@@ -16,7 +16,8 @@ M = G T packed queries, S slots, D head width, W words, C splits.
 """
 
 # Triton's functions take pointers and have no types to speak of
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations
 
@@ -68,8 +69,10 @@ def _blend(acc, p, v, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _begin(q_ptr, nodes, q_row, q_head, q_node, KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-           BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def _begin(
+    q_ptr, nodes, q_row, q_head, q_node, KV: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """This program's row and key/value head, the node and query head of each of its M queries, and
     the queries.
     """

@@ -84,8 +84,9 @@ def checked_residual(name: str) -> Residual:
 
 @dataclass(frozen=True)
 class Neighbourhood:
-    """The mass S_x that a token borrows within ``bound``, or ``(bound - 1) target(x)`` by ``factor``.
+    """The mass S_x that a token borrows: at most ``bound``, or (``bound`` - 1) target(x).
 
+    ``factor`` says that it is the latter.
     Token ``offset + c`` is code c of ``table`` [W, J]; tokens that are no code borrow nothing.
     """
 

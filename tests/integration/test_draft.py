@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import specmm
 from specmm.cli import app
-from specmm.methods import CONTINUOUS, IMAGE_TOKENS, SCALES, TEXT, VQA, Draft
+from specmm.methods import CONTINUOUS, IMAGE_TOKENS, SCALES, TEXT, VQA, Draft, LanternPP
 from specmm.shape.trees import make_tree
 from specmm.verify.rule import is_exact
 
@@ -49,6 +49,22 @@ def test_a_relaxed_rule_says_what_it_costs(pictures):
     method = Draft("block", rule="typical(epsilon=0.2)")
     out = pictures(classes=[0], method=method, generator=torch.Generator().manual_seed(0))
     assert out.certificate.kind == "bounded" and 0 < out.certificate.tv < 1
+
+
+def test_the_release_of_lantern_is_a_rule_by_name(pictures):
+    """The method's option and the rule give the same tokens; the default gives others."""
+    rules = {"lantern++-release": "release", "lantern++": "corrected"}
+    found = []
+    for rule, residual in rules.items():
+        given = Draft("block", (2, 2, 1), f"{rule}(k=60, lambda_=20.0)", rejected_weight=0.3)
+        preset = LanternPP(tree=(2, 2, 1), residual=residual)
+        for method in (given, preset):
+            generator = torch.Generator().manual_seed(0)
+            out = pictures(classes=[0], method=method, generator=generator, output_type="latent")
+            assert f"the {rule} rule" in out.certificate.reason
+            found.append(out.tokens)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[2], found[3])
+    assert not torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("method", ["block", "deer", "text-draft"])

@@ -1,4 +1,4 @@
-"""Which kernels a run of each method launches, and that no dense mask is made for the target's tree.
+"""Which kernels a run of each method launches; no dense mask is made for the target's tree.
 
 The kernels run in Triton's interpreter, which is slow: models are tiny, outputs short. The table in
 kernels/README.md is compared with what the runs launch.
@@ -22,8 +22,11 @@ from specmm.decode import MEASURE_EVERY
 from specmm.hf.pretrained import use_tree_attention
 from specmm.hf.target import VLMTarget
 from specmm.image_ar.tokens.target import LlamaGenTarget
+from specmm.kernels.acceptance import fused_options
 from specmm.kernels.tree_attention import dense, interface
 from specmm.methods import MSD, Block, Draft, LanternPP
+from specmm.tree import DraftTree, TreeShape
+from specmm.verify.rule import RULES, make_rule
 
 CODE, QUESTION = "def add(a, b):", "How many?"
 KERNELS = {  # columns of the table
@@ -65,6 +68,17 @@ def test_the_table_has_every_method_of_every_family():
     assert set(TABLE) == {(family, name) for family, kinds in FAMILIES.items() for name in kinds}
 
 
+def test_the_table_names_the_rules_that_are_not_fused():
+    tree, near = DraftTree(torch.zeros(1, 2).long(), TreeShape.chain(1)), torch.zeros(9, 9).long()
+    missing = set()
+    for name, kind in RULES.items():
+        given = {"table": near, "k": 2, "greedy": False} if kind.relaxed else {}
+        if fused_options(make_rule(name, **given), tree) is None:
+            missing.add(name)
+    row = next(r for r in README.read_text().splitlines() if "| `draft` | yes" in r)
+    assert set(re.findall("`([^`]+)`", row.partition("rules")[2])) == missing
+
+
 @pytest.fixture
 def launches(monkeypatch):
     """Kernels are Triton's; what comes back counts their launches by name."""
@@ -78,30 +92,35 @@ def launches(monkeypatch):
         ("acceptance", "accept"),
     ):
         module = import_module(f"specmm.kernels.{folder}.triton")
-        original = getattr(module, name)
-
-        def counted(*given, name=name, run=original):
-            counts[name] += 1
-            return run(*given)
-
-        monkeypatch.setattr(module, name, counted)
+        monkeypatch.setattr(module, name, counted(getattr(module, name), name, counts))
     return counts
+
+
+def counted(function, name, counts):
+    def run(*given):
+        counts[name] += 1
+        return function(*given)
+
+    return run
 
 
 @pytest.fixture
 def no_dense_masks(monkeypatch):
     """A dense mask for the target's tree is an error; networks that draft keep theirs."""
     bias, scoring = Cache.tree_bias, []
-    for kind in (VLMTarget, LlamaGenTarget):
 
-        def watched(target, tree, score=kind.score):
+    def watched(score):
+        def run(target, tree):
             scoring.append(target)
             try:
                 return score(target, tree)
             finally:
                 scoring.pop()
 
-        monkeypatch.setattr(kind, "score", watched)
+        return run
+
+    for kind in (VLMTarget, LlamaGenTarget):
+        monkeypatch.setattr(kind, "score", watched(kind.score))
 
     def guarded(cache, ancestors):
         assert not scoring, "a dense mask was made"

@@ -310,7 +310,7 @@ def test_a_draft_without_mass_is_never_kept(drawn, leaves_first, name, device, m
 
 
 def test_the_vocabulary_may_exceed_a_block(random_shape, device, on_triton, monkeypatch):
-    """Residuals, draws and gathers across blocks: the next token of a leaf of a wide distribution."""
+    """Residuals, draws and gathers go across blocks."""
     from specmm.kernels.acceptance import triton as fast
 
     shape = random_shape(1, 9, torch.Generator().manual_seed(4))

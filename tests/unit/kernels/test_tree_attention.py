@@ -39,8 +39,9 @@ class Case:
             + ["shared"] * self.shared
             + ["hidden"] * self.hidden
         )
-        size = f"T{self.nodes}-S{self.slots}-{self.heads}over{self.kv}-D{self.width}-{str(self.dtype)[6:]}"
-        return "-".join([size, *extra])
+        heads, dtype = f"{self.heads}over{self.kv}", str(self.dtype)[6:]
+        size = [f"T{self.nodes}", f"S{self.slots}", heads, f"D{self.width}", dtype]
+        return "-".join([*size, *extra])
 
 
 CASES = [
