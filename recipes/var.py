@@ -13,8 +13,8 @@ import torch
 from recipes.data import emoji
 from recipes.training.var import Examples, train_drafter, train_refiner, train_var
 from recipes.training.vqvae import encode_pictures, train_vqvae
-from specmm.checkpoints import writable
 from specmm.collaborative import split
+from specmm.files import writable
 from specmm.image_ar.scales.loading import load_vqvae, save_vqvae
 from specmm.image_ar.scales.pair import save_small, tokenizer_fingerprint
 from specmm.image_ar.scales.pipeline import VARPipeline

@@ -172,7 +172,7 @@ def saved(out: Any, model: str, name: str, seed: int) -> str:
     """The picture of ``out`` as a PNG with its description inside, in a folder of its own; the path
     of it.
     """
-    from specmm.checkpoints import slug
+    from specmm.files import slug
     from specmm.jobs.items import Item
     from specmm.jobs.store import Result, encode
 

@@ -81,8 +81,8 @@ def _open(model: str, host: str, port: int | None, share: bool, place: Place) ->
 def _make(
     model: str, folder: Path, n: int, seed: int, place: Place
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    from specmm.checkpoints import slug
     from specmm.cli.zoo import recorded
+    from specmm.files import slug
     from specmm.methods import IMAGE_TOKENS
     from specmm.runs.comparison_page import page, side_by_side
     from specmm.runs.method_names import parse_method

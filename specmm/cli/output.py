@@ -13,8 +13,8 @@ from typing import Any
 
 import typer
 
-from specmm.checkpoints import writable as writable
-from specmm.checkpoints import write_whole
+from specmm.files import writable as writable
+from specmm.files import write_whole
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from specmm.checkpoints import sync_folder, write_whole
+from specmm.files import sync_folder, write_whole
 from specmm.jobs.items import Item
 from specmm.jobs.journal import Record, ledger
 from specmm.jobs.spec import Spec, alone

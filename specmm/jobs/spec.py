@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specmm.checkpoints import read_json, sync_folder, write_whole
+from specmm.checkpoints import read_json
+from specmm.files import sync_folder, write_whole
 from specmm.jobs.items import Item
 from specmm.jobs.journal import read_journals
 from specmm.jobs.store import ARCHIVES, FORMATS, JOURNALS, RESULTS

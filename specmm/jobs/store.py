@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specmm.checkpoints import slug, sync_folder, write_whole
+from specmm.files import slug, sync_folder, write_whole
 from specmm.jobs.items import Item
 
 RESULTS, JOURNALS, ARCHIVES = "results", "journal", "archives"

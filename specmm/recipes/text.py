@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import torch
 
-from specmm.checkpoints import read_json, writable
+from specmm.checkpoints import read_json
 from specmm.diffusion_drafters.diffuspec.ngram import fit
 from specmm.diffusion_drafters.loading import PROXY
 from specmm.diffusion_drafters.models.bidirectional import FullAttention
@@ -24,6 +24,7 @@ from specmm.diffusion_drafters.train.diffusion import save_dream, train_diffusio
 from specmm.diffusion_drafters.train.rows import Rows, drawn_rows, frequent
 from specmm.diffusion_drafters.train.target import LENGTH, Sizes, build_model
 from specmm.diffusion_drafters.train.texts import given_texts, read_files, token_stream, windows
+from specmm.files import writable
 from specmm.hf.drafting import KINDS
 from specmm.hf.loading import find_target, load_target, weights_folder
 from specmm.hf.pretrained import load_config, load_tokenizer

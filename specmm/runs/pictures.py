@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specmm import methods
-from specmm.checkpoints import slug, write_whole
+from specmm.files import slug, write_whole
 from specmm.runs.method_names import label
 from specmm.runs.models import place_of
 from specmm.stats import Certificate, merged_certificate
