@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 
 from recipes.training.coder import build_tokenizer, evaluate, train_target
-from specmm.checkpoints import writable
+from specmm.files import writable
 from specmm.hf.pretrained import load_tokenizer
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Width
 from specmm.recipes.text import text_stream

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from recipes.data import emoji
 from recipes.training.llamagen import train_target
 from recipes.training.vq import train_tokenizer
-from specmm.checkpoints import writable
+from specmm.files import writable
 from specmm.image_ar.autoencoder import VQConfig
 from specmm.image_ar.tokens.gpt import GPTConfig
 from specmm.image_ar.tokens.loading import load_vq, save_vq

@@ -10,7 +10,7 @@ import torch
 from recipes.data import emoji
 from recipes.training.kl import encode_moments, train_kl
 from recipes.training.mar import train_mar
-from specmm.checkpoints import writable
+from specmm.files import writable
 from specmm.image_ar.continuous.kl import KLConfig
 from specmm.image_ar.continuous.loading import (
     check_models,

@@ -13,7 +13,7 @@ import torch
 from recipes.data import emoji
 from recipes.training.var import Examples, train_drafter, train_refiner, train_var
 from recipes.training.vqvae import encode_pictures, train_vqvae
-from specmm.checkpoints import writable
+from specmm.files import writable
 from specmm.image_ar.scales.collaborative import split
 from specmm.image_ar.scales.loading import (
     check_models,

@@ -1,8 +1,7 @@
-"""Files: read safely, loaded completely or not at all, written whole or not at all.
+"""Model files: read safely, and loaded completely or not at all.
 
 ``read_checkpoint`` opens safetensors and PyTorch files (tensors only: a pickle that wants to run
 code is refused). ``load_strict`` checks every name, shape and value before it copies the first one.
-``write_whole`` leaves no half-written file, whatever happens meanwhile.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import pickle
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -215,49 +213,3 @@ def some_names(names: Collection[str]) -> str:
     """The first of ``names``, and how many more there are."""
     more = len(names) - SHOWN
     return ", ".join(list(names)[:SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def write_whole(file: Path, data: bytes, durable: bool = False) -> None:
-    """Write ``file`` whole, or raise ``OSError`` and leave nothing.
-
-    With ``durable`` its content is on the disk when this returns; its name, after ``sync_folder``.
-    """
-    part = file.with_name(file.name + ".part")
-    try:
-        with part.open("wb") as stream:
-            stream.write(data)
-            if durable:
-                stream.flush()
-                os.fsync(stream.fileno())
-        os.replace(part, file)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-
-
-def writable(folder: Path, option: str = "--out") -> Path:
-    """``folder``, made; raises ``ValueError`` naming ``option`` if nothing can be written there."""
-    probe = folder / f".specmm-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(
-            f"cannot write to {folder} ({error.strerror}), choose another folder with {option}"
-        ) from error
-    return folder
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the entries of ``folder`` (new names, renames) are on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def slug(text: str) -> str:
-    """``text`` as part of a file's name."""
-    return re.sub(r"[^\w.-]+", "-", text).strip("-.")[:48] or "picture"

@@ -18,7 +18,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from specmm.app.models import MOST_SECONDS
-from specmm.checkpoints import slug
+from specmm.files import slug
 from specmm.hf.running import RoundText
 from specmm.image_ar.shared import ImageOutput
 from specmm.jobs.folder import Result, encode

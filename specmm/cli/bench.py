@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specmm.checkpoints import writable
 from specmm.cli.options import Device, Dtype, Json, Model, Seed
 from specmm.cli.output import emit, say, stdout_reserved, table
+from specmm.files import writable
 
 if TYPE_CHECKING:
     from specmm.runs.run import Place

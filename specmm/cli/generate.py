@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specmm.checkpoints import writable
 from specmm.cli.options import Device, Dtype, Json, Model, Options, Seed
 from specmm.cli.output import Interrupted, emit, say, stdout_reserved
+from specmm.files import writable
 
 if TYPE_CHECKING:
     from specmm.runs.run import PictureRun

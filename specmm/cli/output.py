@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from specmm.checkpoints import writable as writable
-from specmm.checkpoints import write_whole
+from specmm.files import writable as writable
+from specmm.files import write_whole
 
 DEBUG = "SPECMM_DEBUG"  # if set, the traceback of a mistake is shown, too
 ClickError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")

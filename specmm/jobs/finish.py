@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from specmm.checkpoints import sync_folder, write_whole
+from specmm.files import sync_folder, write_whole
 from specmm.jobs.folder import ARCHIVES, JOURNALS, Record, Spec, alone, ledger
 from specmm.jobs.items import Item
 

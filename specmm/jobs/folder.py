@@ -25,7 +25,8 @@ from typing import IO, Any
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from specmm.checkpoints import read_json, slug, sync_folder, write_whole
+from specmm.checkpoints import read_json
+from specmm.files import slug, sync_folder, write_whole
 from specmm.jobs.items import Item
 from specmm.registry import unknown
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specmm.checkpoints import write_whole
+from specmm.files import write_whole
 from specmm.jobs.finish import members
 from specmm.jobs.folder import ARCHIVES, JOB, JOURNALS, RESULTS, Record, alone, description, ledger
 from specmm.jobs.items import Item

@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from specmm import zoo
-from specmm.checkpoints import writable
+from specmm.files import writable
 from specmm.guidance import Guidance
 from specmm.image_ar.shared import read_settings, write_settings
 from specmm.image_ar.tokens.drafters.block import BlockConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from specmm.checkpoints import writable
+from specmm.files import writable
 from specmm.hf.drafting import KINDS
 from specmm.hf.pretrained import find
 from specmm.hf.prompt import VLMPrompt

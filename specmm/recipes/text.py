@@ -11,12 +11,13 @@ from typing import Annotated, Any
 
 import torch
 
-from specmm.checkpoints import read_json, writable
-from specmm.diffusion_drafters.assemble import PROXY
+from specmm.checkpoints import read_json
+from specmm.diffusion_drafters.assemble import LENGTH, PROXY
 from specmm.diffusion_drafters.models.deer import save_deer
 from specmm.diffusion_drafters.models.dflash import load_dflash, save_dflash
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
 from specmm.diffusion_drafters.models.drafter_files import check_target
+from specmm.files import writable
 from specmm.hf.drafting import KINDS
 from specmm.hf.pretrained import (
     find_target,

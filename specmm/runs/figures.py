@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from specmm.checkpoints import slug, writable, write_whole
+from specmm.files import slug, writable, write_whole
 from specmm.methods import IMAGE_TOKENS
 from specmm.runs.race import race, summaries
 from specmm.runs.run import Place, open_model, parse_methods, save_picture

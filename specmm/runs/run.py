@@ -23,7 +23,8 @@ from tqdm import tqdm
 
 from specmm import hardware, methods, zoo
 from specmm.batch_invariant import batch_invariant
-from specmm.checkpoints import read_json, slug, write_whole
+from specmm.checkpoints import read_json
+from specmm.files import slug, write_whole
 from specmm.image_ar.pipeline import ImagePipeline, family_of, picture_type
 from specmm.image_ar.shared import class_ids, with_options
 from specmm.randomness import sample_generators

@@ -21,8 +21,8 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from specmm import zoo
-from specmm.checkpoints import slug
 from specmm.cli import app
+from specmm.files import slug
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.methods import Speculative
 from specmm.recipes.recipe import train

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from specmm.checkpoints import writable
 from specmm.cli.evaluate.measured import (
     Reference,
     Seed,
@@ -21,6 +20,7 @@ from specmm.cli.evaluate.measured import (
 from specmm.cli.evaluate.sources import SourceReader, generator, is_reference
 from specmm.cli.options import Json
 from specmm.cli.output import emit, say, stdout_reserved, table
+from specmm.files import writable
 from specmm.registry import unknown
 
 if TYPE_CHECKING:

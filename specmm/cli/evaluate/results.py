@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from specmm.checkpoints import writable
 from specmm.cli.evaluate.measured import (
     PICTURES,
     TITLES,
@@ -22,6 +21,7 @@ from specmm.cli.evaluate.measured import (
 from specmm.cli.evaluate.sources import SourceReader, generator
 from specmm.cli.options import Json
 from specmm.cli.output import emit, say, stdout_reserved, write_text
+from specmm.files import writable
 from specmm.registry import unknown
 
 if TYPE_CHECKING:

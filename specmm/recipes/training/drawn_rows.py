@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from specmm.checkpoints import fingerprint, write_whole
+from specmm.checkpoints import fingerprint
 from specmm.decode import decode_plain
 from specmm.diffusion_drafters.sources import AuxStates
+from specmm.files import write_whole
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
