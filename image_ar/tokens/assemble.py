@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from specmm import methods, profiling
+from specmm import autotune, methods
 from specmm.autotune import Plan
 from specmm.decode import decode, decode_plain
 from specmm.drafter import Drafter
@@ -189,7 +189,7 @@ def _plan(target: LlamaGenTarget, parts: LlamaGenParts, batch: int) -> Plan:
         return BlockDrafter(head, target, shape, rejected_weight=PLANNED.rejected_weight)
 
     shapes = candidates(parts)
-    return profiling.planned(
+    return autotune.planned(
         target, drafter_of, shapes, Recursive(), prompt, uniforms, parts.acceptance
     )
 
