@@ -1,9 +1,7 @@
-"""Which rule keeps most at the same node budget: point-mass trees, sampled trees with every
-multi-draft rule, and the relaxed rules, on the real model. The experiment that
-facts/verification.md of the design asks for.
+"""Which rule accepts most at the same node budget, on the real model.
 
-Budgets count drafts, the root apart. Every rule plays every shape of a budget; the plot takes each
-rule's best.
+Point-mass trees, sampled trees with every multi-draft rule, and the relaxed rules. Budgets count
+drafts without the root. Every rule runs every shape of a budget; the plot takes its best.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.randomness import Uniforms
 from specmm.shape.sequoia import best_tree
-from specmm.shape.static import spine
+from specmm.shape.trees import spine
 from specmm.stats import Stats
 from specmm.tree import TreeShape
 from specmm.verify import (
@@ -64,9 +62,7 @@ Maker = Callable[[Any, LlamaGenTarget, TreeShape], BlockDrafter]
 
 @dataclass(frozen=True)
 class Contest:
-    """A rule and the drafts it is given. ``method`` names the quality benchmark's samples of the
-    same distribution.
-    """
+    """A rule and its drafts; ``method`` names the quality samples of the same distribution."""
 
     name: str
     drafts: str
@@ -101,7 +97,8 @@ def measure_acceptance(options: Options) -> list[Row]:
     table = _table(pipe)
     write(options.out, "single_position", single_position(*recorder.probs(), table), facts)
     rows: list[Row] = []
-    budget, runs = Budget(options.minutes), list(schedule(pipe, options.budgets, table))
+    budget = Budget(options.minutes)
+    runs = list(schedule(pipe, options.budgets, table))
     for contest, nodes, form, shape in tqdm(runs, desc="acceptance", unit="run"):
         if budget.spent:
             break
@@ -116,7 +113,7 @@ def measure_acceptance(options: Options) -> list[Row]:
 def schedule(
     pipe: LlamaGenPipeline, budgets: tuple[int, ...], table: Tensor | None
 ) -> Iterator[tuple[Contest, int, str, TreeShape]]:
-    """(contest, budget, form, shape), smaller budgets first; greedy multi-draft plays spines only."""
+    """(contest, budget, form, shape), smaller budgets first; greedy multi-draft on spines only."""
     levels = pipe.parts.head("block").config.levels
     chain = TreeShape.chain(levels)
     yield (
@@ -145,9 +142,7 @@ def shapes(budget: int, levels: int, acceptance: Any) -> list[tuple[str, TreeSha
 
 
 def contests(table: Tensor | None) -> list[Contest]:
-    """Every rule on the drafts it is exact for, and the relaxed rules on sampled and on point-mass
-    trees.
-    """
+    """Every rule on the drafts it is exact for; relaxed rules on sampled and point-mass trees."""
     exact = [
         Contest("point mass", "top k", PointMass(), _top, "ar"),
         Contest("recursive, without replacement", "sampled", Recursive(), BlockDrafter, "ar"),
@@ -162,7 +157,8 @@ def contests(table: Tensor | None) -> list[Contest]:
 
 def relaxed(table: Tensor) -> list[Contest]:
     """LANTERN (δ) and LANTERN++ (λ) where the codebook has enough neighbours."""
-    most, found = table.shape[1] - 1, []
+    most = table.shape[1] - 1
+    found = []
     for method in (methods.LanternPP(lambda_=2.0, k=10), methods.LanternPP(lambda_=3.0, k=10)):
         rule: Rule = LanternPP(table, min(method.k, most), method.lambda_)
         name = f"lantern++ λ={method.lambda_:g} k={min(method.k, most)}"
@@ -185,10 +181,9 @@ def _table(pipe: LlamaGenPipeline) -> Tensor | None:
 
 
 def play(pipe: LlamaGenPipeline, contest: Contest, shape: TreeShape, labels: Tensor) -> Outcome:
-    """Decode pictures of classes ``labels`` [N] with the contest's drafter and rule; the seeds are
-    0 … N - 1.
-    """
-    target, outcome = pipe.target(), Outcome()
+    """Decode pictures of ``labels`` [N] with the contest's drafter and rule, seeds 0 … N - 1."""
+    target = pipe.target()
+    outcome = Outcome()
     drafter = contest.make(pipe.parts.head("block"), target, shape)
     for first in range(0, len(labels), BATCH):
         part = labels[first : first + BATCH]

@@ -1,6 +1,4 @@
-"""Speed-ups from seconds: measured, ideal, and how much of the ideal is realised. Pure functions of
-numbers.
-"""
+"""Speed-ups from seconds: measured, ideal, and how much of the ideal is realised."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ def speedup(baseline: Sequence[float], seconds: Sequence[float]) -> float:
 
 
 def quartiles(baseline: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Lower and upper quartile of the ratios of runs made side by side (the same picture, the same
-    minute).
-    """
+    """Lower and upper quartile of the ratios of runs made side by side, for the same picture."""
     ratios = [b / s for b, s in zip(baseline, seconds, strict=True)]
     if len(ratios) < 2:
         return ratios[0], ratios[0]
@@ -29,26 +25,20 @@ def quartiles(baseline: Sequence[float], seconds: Sequence[float]) -> tuple[floa
 
 
 def ideal_speedup(tau: float, plain_step: float, draft: float, verify: float) -> float:
-    """tau tokens for the model forwards of one round: what no host overhead would give. Seconds, by
-    round.
-    """
+    """Ideal speed-up: tau tokens for the model forwards of one round, in seconds by round."""
     return tau * plain_step / (draft + verify)
 
 
 def level_rates(kept: Sequence[int]) -> list[float]:
-    """Acceptance by level of ``Stats.kept``: of the rounds that kept level d - 1, the share that
-    kept level d.
-    """
+    """By level d of ``Stats.kept``: of the rounds that kept level d - 1, the share that kept d."""
     reached = [sum(kept[i:]) for i in range(len(kept))]
     return [b / a for a, b in pairwise(reached) if a]
 
 
 def round_times(stats: Stats, baseline_seconds: float, baseline_tokens: int) -> dict[str, Any]:
-    """What a method's summed ``stats`` say next to plain decoding's summed loop seconds and tokens,
-    all at batch 1.
+    """A method's summed ``stats`` next to plain decoding's loop seconds and tokens, at batch 1.
 
-    Everything here is about the token loop; drawing the pixels, the same for all, is in the wall
-    clock's speed-up.
+    Everything here is about the token loop; drawing the pixels is in the wall clock's speed-up.
     """
     draft, verify = (
         s / max(stats.batch_rounds, 1) for s in (stats.draft_seconds, stats.verify_seconds)

@@ -1,6 +1,4 @@
-"""Method ``auto`` against plain decoding at several batch sizes, interleaved: it must never lose
-beyond noise.
-"""
+"""Method ``auto`` against plain decoding by batch size, interleaved: it must never lose."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ def measure_autotune(options: Options) -> list[Row]:
 
 
 def compare(pipe: LlamaGenPipeline, batch: int, repeats: int, budget: Budget) -> Row:
-    """One row: seconds of ``auto`` and of plain decoding for ``batch`` pictures at a time,
-    alternately first.
-    """
+    """Seconds of ``auto`` and of plain decoding for ``batch`` pictures, first in turn."""
     contenders: tuple[methods.Method, ...] = (methods.AR(), methods.Auto())
     seconds: list[list[float]] = [[], []]
     start = time.perf_counter()
@@ -77,5 +73,5 @@ def _draw(pipe: LlamaGenPipeline, method: methods.Method, batch: int, seed: int)
 
 
 def _plan_of(pipe: LlamaGenPipeline, batch: int) -> str:
-    """What ``auto`` chose, in its own words."""
+    """The plan of ``auto`` as text."""
     return next((p.reason for key, p in pipe.parts.plans.items() if key[0] == batch), "unknown")

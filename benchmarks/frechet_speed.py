@@ -1,9 +1,9 @@
 """Precomputed features to FID, ours against torchmetrics: ``python -m benchmarks.frechet_speed``.
 
-Every measurement is a process of its own, so that its peak memory is its own; the two libraries
-take turns. The features, from a file, are fed in batches, or each set at once. Seconds are those of
-the library's calls, reading left out; memory is what the process grew by after its imports and a
-tiny distance, and its whole peak beside it.
+Every measurement is a separate process, so that its peak memory is its own; the two libraries take
+turns. The features, from a file, are fed in batches, or each set at once. Seconds are those of the
+library's calls without reading; memory is what the process grew by after its imports and a tiny
+distance, with its whole peak beside it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-LIBRARIES, FEEDS, BATCH = ("specmm", "torchmetrics"), ("batches", "at once"), 1000
+LIBRARIES = ("specmm", "torchmetrics")
+FEEDS = ("batches", "at once")
+BATCH = 1000
 MEGABYTE = 2**20
 Row = dict[str, Any]
 
@@ -52,9 +54,7 @@ def main() -> None:
 
 
 def write_features(path: Path, count: int, width: int, seed: int) -> None:
-    """Non-negative, skewed, correlated features with a decaying spectrum, as a network's are:
-    float32, row by row.
-    """
+    """float32 features like a network's: non-negative, skewed, correlated, decaying spectrum."""
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(width, width, generator=torch.Generator().manual_seed(9))
     mix *= torch.arange(1, width + 1).pow(-0.5)[:, None]
@@ -70,18 +70,11 @@ def contest(folder: Path, width: int, repeats: int) -> list[Row]:
     for _ in range(repeats):
         for feed in FEEDS:
             for library in LIBRARIES:
-                call = [
-                    sys.executable,
-                    "-m",
-                    "benchmarks.frechet_speed",
-                    f"--width={width}",
-                    "--measure",
-                ]
-                said = subprocess.run(
-                    [*call, library, feed, str(folder)], check=True, capture_output=True, text=True
-                )
-                found.setdefault((feed, library), []).append(json.loads(said.stdout))
-                print(feed, library, said.stdout.strip(), flush=True)
+                module = [sys.executable, "-m", "benchmarks.frechet_speed", f"--width={width}"]
+                call = [*module, "--measure", library, feed, str(folder)]
+                done = subprocess.run(call, check=True, capture_output=True, text=True)
+                found.setdefault((feed, library), []).append(json.loads(done.stdout))
+                print(feed, library, done.stdout.strip(), flush=True)
     return [
         {"features fed": feed, "library": library}
         | {k: float(np.median([r[k] for r in runs])) for k in runs[0]}
@@ -138,7 +131,7 @@ Calls = tuple[Callable[[str, torch.Tensor], Any], Callable[[], float]]  # update
 
 
 def ours() -> Callable[[int], Calls]:
-    """Imports ``specmm.metrics``; what comes back takes the width."""
+    """Imports ``specmm.metrics``; the result takes the width."""
     from specmm.metrics.frechet import FeatureStatistics, frechet_distance
 
     def make(width: int) -> Calls:
@@ -151,9 +144,7 @@ def ours() -> Callable[[int], Calls]:
 
 
 def theirs() -> Callable[[int], Calls]:
-    """Imports torchmetrics, for a network that hands features through; what comes back takes the
-    width.
-    """
+    """Imports torchmetrics, with a network that passes features on; the result takes the width."""
     from torchmetrics.image.fid import FrechetInceptionDistance
 
     def make(width: int) -> Calls:
@@ -189,10 +180,12 @@ def write_table(rows: list[Row], chosen: argparse.Namespace) -> None:
         row["compute_speedup"] = base["compute_s"] / row["compute_s"]
         row["memory_ratio"] = row["peak_over_imports_mb"] / base["peak_over_imports_mb"]
         row["fid_relative_error"] = abs(row["fid"] / base["fid"] - 1)
+    options = f"--count {chosen.count} --repeats {chosen.repeats}"
+    sets = f"two sets of {chosen.count} x {chosen.width} float32"
     facts = environment(
         torchmetrics=torchmetrics.__version__,
-        command=f"python -m benchmarks.frechet_speed --count {chosen.count} --repeats {chosen.repeats}",
-        features=f"two sets of {chosen.count} x {chosen.width} float32; medians of {chosen.repeats} processes each",
+        command=f"python -m benchmarks.frechet_speed {options}",
+        features=f"{sets}; medians of {chosen.repeats} processes each",
     )
     write_results(chosen.out, "frechet_speed", rows, facts)
 

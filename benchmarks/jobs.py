@@ -2,11 +2,10 @@
 
 Throughput of ``specmm batch`` against a plain loop of ``pipe()`` at batch 1 (bar: 2x) and of one
 rank under a launcher's environment (bar: 1.05 of the local engine), interleaved, in one process.
-With ``--ray`` one actor, too (bar:
-1.15): the seconds of all items less those of one, since an actor loads the model itself. Every
-picture is compared: all must be bit-equal. With ``--answers`` questions about pictures, too, whose
-answers have one word or forty, in batches that wait for their longest answer and in rows that are
-taken over by waiting samples.
+With ``--ray`` also of one actor (bar: 1.15): the seconds of all items less those of one, since an
+actor loads the model itself. Every picture is compared: all must be bit-equal. With ``--answers``
+also of questions about pictures whose answers have one word or forty: in batches that wait for
+their longest answer, and with continuous batching.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ from benchmarks.vlm_speed import ask
 from recipes.scenes.stream import load_world
 from specmm.jobs.engines import run_local, run_rank
 from specmm.jobs.finish import finish
+from specmm.jobs.folder import RESULTS, Limits, Spec, prepare
 from specmm.jobs.items import Item, seed_of
-from specmm.jobs.spec import Limits, Spec, prepare
-from specmm.jobs.store import RESULTS
 from specmm.jobs.workers import AnswerWorker, ImageWorker
 
 Runner = Callable[..., Any]
@@ -72,7 +70,8 @@ class Waiting(AnswerWorker):
 
 def questions(count: int, folder: Path) -> list[Item]:
     """Every other one asks for a description of a held-out scene."""
-    world, items = load_world(EMOJI, "test"), list[Item]()
+    world = load_world(EMOJI, "test")
+    items = list[Item]()
     for number in range(count):
         asked = ask(world, "describe" if number % 2 else "short", 1, number)
         shown = asked.pictures[0]
@@ -94,16 +93,14 @@ def questions(count: int, folder: Path) -> list[Item]:
 
 
 def answers(method: str, count: int, batch: int, rounds: int) -> list[dict[str, Any]]:
-    """Rows of seconds of a job of ``count`` questions: waiting and taken over by waiting samples,
-    in turns.
-    """
+    """Seconds of a job of ``count`` questions, with waiting batches and continuous batching."""
     spec = Spec("pocket/llava", method, sampling={"max_new_tokens": 64}, dtype="float32")
     ways = {
         "waiting": Waiting(spec, questions=True),
         "continuous": AnswerWorker(spec, questions=True),
     }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    said: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
         items = questions(count, Path(place))
         for turn in range(rounds + 1):
@@ -112,7 +109,7 @@ def answers(method: str, count: int, batch: int, rounds: int) -> list[dict[str, 
                 taken = job(worker, items, folder, run_local, batch)
                 seconds[way] += [taken] if turn else []  # the first warms up
                 index = map(json.loads, (folder / "index.jsonl").read_text().splitlines())
-                said[way] = {row["id"]: row["answer"] for row in index}
+                found[way] = {row["id"]: row["answer"] for row in index}
     base = statistics.median(seconds["waiting"])
     return [
         {
@@ -120,7 +117,7 @@ def answers(method: str, count: int, batch: int, rounds: int) -> list[dict[str, 
             "items_a_second": count / statistics.median(taken),
             "over_waiting": base / statistics.median(taken),
             "seconds": taken,
-            "equal": said[way] == said["waiting"],
+            "equal": found[way] == found["waiting"],
         }
         for way, taken in seconds.items()
     ]
@@ -164,7 +161,7 @@ def measure(
 
 def cluster(worker: ImageWorker, items: Sequence[Item], batch: int, rounds: int) -> dict[str, Any]:
     """One Ray actor against the local engine, by the seconds that more items cost, in turns."""
-    from specmm.jobs.cluster import run_ray
+    from specmm.jobs.engines import run_ray
 
     def by_ray(folder: Path, spec: Spec, limits: Limits, some: Sequence[Item], opener: Any) -> Any:
         return run_ray(folder, spec, limits, some, actors=1)

@@ -1,6 +1,4 @@
-"""The bars of questions about pictures and of continued text: functions of ``vlm_speed`` and
-``text_speed`` rows.
-"""
+"""The bars of questions about pictures and of continued text, from their speed rows."""
 
 from __future__ import annotations
 
@@ -11,11 +9,9 @@ from functools import partial
 from benchmarks.bars import Bar, measured
 from benchmarks.common import Row
 
-ALONE, HEARD, EXPERT = (
-    "judge alone",
-    "verdict",
-    "expert",
-)  # who answered, in the rows of ``verdict``
+ALONE = "judge alone"  # who answered, in the rows of ``verdict``
+VERDICT = "verdict"
+EXPERT = "expert"
 DESCRIBE = "describe"  # the questions that the bars are about
 NEITHER = "diffuspec(search=False, adaptive=False)"
 
@@ -50,26 +46,27 @@ def answer_bars(accuracy: Sequence[Row], verdict: Sequence[Row]) -> list[Bar]:
 
 
 def _verdict(rows: Sequence[Row], about: str) -> Bar:
-    what, asked = f"Verdict on {about} over the best expert and the judge alone", "above both"
+    what = f"Verdict on {about} over the best expert and the judge alone"
+    wanted = "above both"
     who = {r["who"]: r for r in rows if r["questions about"] == about}
     if not who:
-        return Bar(what, asked, "", None)
-    heard, alone = who[HEARD], who[ALONE]
+        return Bar(what, wanted, "", None)
+    judged = who[VERDICT]
+    alone = who[ALONE]
     expert = max(
         (r for name, r in who.items() if name.startswith(EXPERT)), key=lambda r: r["accuracy"]
     )
-    found = f"{heard['accuracy']:.1%} against {expert['accuracy']:.1%} and {alone['accuracy']:.1%}"
-    interval = f"over the judge {heard['gain']:+.1%} ({heard['gain_low']:+.1%} to {heard['gain_high']:+.1%})"
-    held = heard["accuracy"] > max(expert["accuracy"], alone["accuracy"])
-    return Bar(what, asked, f"{found}; {interval}", held)
+    found = f"{judged['accuracy']:.1%} against {expert['accuracy']:.1%} and {alone['accuracy']:.1%}"
+    ends = f"{judged['gain_low']:+.1%} to {judged['gain_high']:+.1%}"
+    interval = f"over the judge {judged['gain']:+.1%} ({ends})"
+    held = judged["accuracy"] > max(expert["accuracy"], alone["accuracy"])
+    return Bar(what, wanted, f"{found}; {interval}", held)
 
 
 def text_bars(
     rows: Sequence[Row], name: str, kinds: Sequence[str], greedy: float, sampled: float = 0.0
 ) -> list[Bar]:
-    """The bars of text drafters on ``kinds`` of prompts of the model ``name``; without ``sampled``
-    the greedy one.
-    """
+    """The bars of text drafters on ``kinds`` of prompts; without ``sampled`` the greedy one."""
     cold = [r for kind in kinds for r in _part(rows, kind, 0, 1)]
     bars = [_fastest(cold, ("deer", "block"), f"{name}: DEER or block, greedy", greedy, equal=True)]
     if not sampled:
@@ -106,29 +103,26 @@ def _of(rows: Iterable[Row], names: Sequence[str]) -> list[Row]:
 def _fastest(
     rows: Sequence[Row], names: Sequence[str], what: str, least: float, equal: bool = False
 ) -> Bar:
-    """The fastest of these methods against ``least``; with ``equal`` only what gave the plain
-    tokens counts.
-    """
-    asked = f"≥ {least:.1f}×" + (", token-equal" if equal else ", certificate exact")
+    """The fastest of these methods against ``least``; with ``equal`` of the token-equal ones."""
+    wanted = f"≥ {least:.1f}×" + (", token-equal" if equal else ", certificate exact")
     all_of_them = _of(rows, names)
     pool = [
         r for r in all_of_them if (r["token_equal"] == 1 if equal else r["certificate"] == "exact")
     ]
     if not all_of_them:
-        return Bar(what, asked, "", None)
+        return Bar(what, wanted, "", None)
     best = max(pool or all_of_them, key=lambda r: r["speedup"])
     found = f"{best['speedup']:.2f}× with {best['method']}" + (
-        "" if pool else f", not{asked.split(',')[1]}"
+        "" if pool else f", not{wanted.split(',')[1]}"
     )
     found += _equality(best, all_of_them) if equal else ""
-    return Bar(what, asked, found, bool(pool) and best["speedup"] >= least)
+    return Bar(what, wanted, found, bool(pool) and best["speedup"] >= least)
 
 
 def _equality(best: Row, rows: Sequence[Row]) -> str:
-    """On how many answers ``best`` rests, and how many of the other ``rows`` gave other tokens than
-    plain decoding.
-    """
-    answers, others = best.get("answers"), [r["token_equal"] for r in rows if r is not best]
+    """On how many answers ``best`` rests, and how many of the others differed from plain."""
+    answers = best.get("answers")
+    others = [r["token_equal"] for r in rows if r is not best]
     told = "" if answers is None else f" ({best['token_equal']:.0%} of {answers} answers equal)"
     unequal = [share for share in others if share < 1]
     if not unequal:
@@ -140,34 +134,35 @@ def _equality(best: Row, rows: Sequence[Row]) -> str:
 
 
 def _ahead(rows: Sequence[Row], names: Sequence[str], others: Sequence[str], what: str) -> Bar:
-    asked, ours, theirs = "ahead of each", _of(rows, names), _of(rows, others)
+    wanted = "ahead of each"
+    ours = _of(rows, names)
+    theirs = _of(rows, others)
     if not ours or not theirs:
-        return Bar(what, asked, "", None)
+        return Bar(what, wanted, "", None)
     best = max(r["speedup"] for r in ours)
     found = ", ".join(f"{r['speedup']:.2f}× {r['method']}" for r in theirs)
     return Bar(
-        what, asked, f"{best:.2f}× against {found}", all(best > r["speedup"] for r in theirs)
+        what, wanted, f"{best:.2f}× against {found}", all(best > r["speedup"] for r in theirs)
     )
 
 
 def _never_below(rows: Sequence[Row], what: str, least: float) -> Bar:
-    asked = f"≥ {least:.2f}× of plain"
+    wanted = f"≥ {least:.2f}× of plain"
     found = ", ".join(f"{r['speedup']:.2f}× at temperature {r['temperature']:g}" for r in rows)
-    return Bar(what, asked, found, all(r["speedup"] >= least for r in rows) if rows else None)
+    return Bar(what, wanted, found, all(r["speedup"] >= least for r in rows) if rows else None)
 
 
 def _diffuspec(rows: Sequence[Row], name: str) -> Bar:
-    what, asked = (
-        f"{name}: DiffuSpec with search and adaptive length against neither",
-        "τ and speed higher",
-    )
+    what = f"{name}: DiffuSpec with search and adaptive length against neither"
+    wanted = "τ and speed higher"
     both = next((r for r in rows if r["method"] == "diffuspec"), None)
     neither = next((r for r in rows if r["method"] == NEITHER), None)
     if both is None or neither is None:
-        return Bar(what, asked, "", None)
-    found = f"τ {both['tau']:.2f} and {both['speedup']:.2f}× against {neither['tau']:.2f} and {neither['speedup']:.2f}×"
+        return Bar(what, wanted, "", None)
+    ours, theirs = (f"{r['tau']:.2f} and {r['speedup']:.2f}×" for r in (both, neither))
+    found = f"τ {ours} against {theirs}"
     return Bar(
-        what, asked, found, both["tau"] > neither["tau"] and both["speedup"] > neither["speedup"]
+        what, wanted, found, both["tau"] > neither["tau"] and both["speedup"] > neither["speedup"]
     )
 
 

@@ -1,11 +1,10 @@
-"""MAR and CSpD by setting: seconds, FID, acceptance, claim, and who is on the front of FID against
-time.
+"""MAR and CSpD by setting: seconds, FID, acceptance, claim, and the front of FID against time.
 
     python -m benchmarks.mar pocket/mar
 
-Beside our methods stand the baselines that published speed-ups are silent about: fewer iterations,
-fewer head steps, the large model alone with as many passes as the release takes, and always keeping
-the target's aligned sample.
+Beside our methods are the baselines that published speed-ups leave out: fewer iterations, fewer
+head steps, the large model alone with as many passes as the release takes, and always keeping the
+target's aligned sample.
 """
 
 from __future__ import annotations
@@ -41,19 +40,15 @@ WINDOWS = (4, 8)  # of the variants between two models, in iterations
 
 
 def passes(iterations: int, window: int, prefill: float) -> int:
-    """Passes of the large model in the release's run: its own iterations, then one for every
-    window.
-    """
+    """Passes of the large model in the release's run: its iterations, then one for every window."""
     own = math.floor(prefill * iterations) + 1
     return own + len([k for k in range(own, iterations) if k % window == 0 or k == iterations - 1])
 
 
 def settings_of(pipe: MARPipeline) -> list[Setting]:
     """The lines of the table; plain decoding first."""
-    whole, steps = (
-        pipe.settings.num_iter,
-        int("".join(filter(str.isdigit, pipe.settings.head_steps))),
-    )
+    whole = pipe.settings.num_iter
+    steps = int("".join(filter(str.isdigit, pipe.settings.head_steps)))
     kind = pipe.settings.head_steps.rstrip("0123456789")
     exact = methods.CSpD()
     found = [Setting("ar", pipe)]
@@ -117,7 +112,8 @@ def main(
     """Measure and write ``mar.json``, ``mar.csv`` and ``mar.png``."""
     torch.set_num_threads(threads)
     pipe = load_pipeline(model)
-    settings, folder = settings_of(pipe), zoo.find(model)
+    settings = settings_of(pipe)
+    folder = zoo.find(model)
     time_settings(settings, pipe.transformer.config.num_classes, 1, repeats, Budget(minutes))
     rows = [row(s, settings[0]) for s in settings]
     facts = environment(

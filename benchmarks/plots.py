@@ -1,6 +1,4 @@
-"""The pictures of the report: tau against node budget, acceptance against drafts, FID against
-speed-up.
-"""
+"""The plots of the report: tau by node budget, acceptance by drafts, FID by speed-up."""
 
 from __future__ import annotations
 
@@ -8,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Row, read_results
-from specmm.metrics.picture import draw_trade
-from specmm.metrics.report import join
+from specmm.metrics.report import draw_trade, join
 
 NOT_RULES = ("drafts", "contexts", "overlap")
 
@@ -69,7 +66,8 @@ def _tau(rows: list[Row], path: Path) -> Path:
     ):
         nodes = sorted(points)
         exact = points[nodes[0]]["exact"]
-        marker, line = "osD^vPX*"[i % 8], "-" if exact else "--"
+        marker = "osD^vPX*"[i % 8]
+        line = "-" if exact else "--"
         axes.plot(
             nodes, [points[n]["tau"] for n in nodes], marker=marker, linestyle=line, label=name
         )
@@ -84,7 +82,8 @@ def _tau(rows: list[Row], path: Path) -> Path:
 
 
 def _single(rows: list[Row], path: Path) -> Path:
-    title = f"One position, {rows[0]['contexts']} recorded contexts, overlap Σ min(p, q) = {rows[0]['overlap']:.2f}"
+    overlap = f"overlap Σ min(p, q) = {rows[0]['overlap']:.2f}"
+    title = f"One position, {rows[0]['contexts']} recorded contexts, {overlap}"
     figure, axes = _axes(title, "drafts k", "chance that one is kept")
     for i, name in enumerate(n for n in rows[-1] if n not in NOT_RULES):
         points = [(r["drafts"], r[name]) for r in rows if r.get(name) is not None]

@@ -1,8 +1,8 @@
-"""FID, KID, likelihood and nearest training pictures of every method's samples, against real emoji.
+"""FID, KID, likelihood and nearest training pictures of every method's samples of emoji.
 
 Real pictures: the training set. Floor: random disjoint halves of the training set against one
 another, at the same number of samples (the held-out set is too small for that). Inception runs in
-bfloat16, for all alike.
+bfloat16 for all.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ class Network(Protocol):
 
 
 def measure_quality(options: Options, network: Network | None = None) -> list[Row]:
-    """Make what samples are missing (within the budget), then measure all there are; writes
-    ``quality``.
-    """
+    """Make the missing samples within the budget, then measure all there are into ``quality``."""
     torch.set_num_threads(options.threads)
     pipe = load_pipeline(options.model, options.dtype)
     real = Real(options, network)
@@ -83,13 +81,12 @@ def make_samples(
     real_labels: np.ndarray,
     options: Options,
 ) -> None:
-    """Batch by batch, every method in turn, so that an early stop leaves all of them with equally
-    many samples.
-    """
+    """Batch by batch, methods in turn: an early stop leaves all with equally many samples."""
     count = (
         -(-options.samples // options.batch) * options.batch
     )  # whole batches, so that more can follow
-    labels, budget = balanced_labels(real_labels, count), Budget(options.minutes)
+    labels = balanced_labels(real_labels, count)
+    budget = Budget(options.minutes)
     with tqdm(total=len(contenders) * count, desc="samples", unit="picture") as bar:
         for first in range(0, count, options.batch):
             part = labels[first : first + options.batch]
@@ -105,15 +102,18 @@ class Real:
     """The real pictures and their features, which are kept in the cache."""
 
     def __init__(self, options: Options, network: Network | None = None) -> None:
-        self.options, self.given = options, network
+        self.options = options
+        self.given = network
         self.known: dict[tuple[Path, int], tuple[float, KernelResult]] = {}
         train, test = (emoji.load(options.data, split) for split in ("train", "test"))
-        self.train, self.labels, self.test = train.images, train.labels, test.images
+        self.train = train.images
+        self.labels = train.labels
+        self.test = test.images
 
     @cached_property
     def network(self) -> Network:
         """Loaded only when there is something to measure."""
-        from specmm.metrics.inception import Inception
+        from specmm.metrics.networks import Inception
 
         return self.given or Inception(dtype=torch.bfloat16)
 
@@ -133,9 +133,7 @@ class Real:
         return float(nearest_neighbours(pixels(self.test), pixels(self.train)).distances.median())
 
     def distances(self, found: SampleSet, count: int) -> tuple[float, KernelResult]:
-        """FID and KID of the first ``count`` samples against the training pictures, worked out
-        once.
-        """
+        """FID and KID of the first ``count`` samples against the training pictures, cached."""
         key = (found.folder, count)
         if key not in self.known:
             (images,) = found.arrays("images", limit=count)
@@ -145,10 +143,10 @@ class Real:
         return self.known[key]
 
     def floor(self, count: int, draws: int = 3) -> tuple[int, float, float]:
-        """Count used, mean FID and mean KID between disjoint random halves, the first cut to
-        ``count`` pictures.
-        """
-        half, fid, kid = len(self.train) // 2, [], []
+        """Count used, mean FID and mean KID between random halves, the first cut to ``count``."""
+        half = len(self.train) // 2
+        fid = []
+        kid = []
         count = min(count, half)
         for seed in range(draws):
             order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
@@ -164,9 +162,7 @@ class Real:
 def cached_features(
     network: Network, pictures: np.ndarray, folder: Path, block: int = 256
 ) -> FeatureSet:
-    """Features of ``pictures`` [N, R, R, 3], each block of them kept in ``folder`` under a hash of
-    its bytes.
-    """
+    """Features of ``pictures`` [N, R, R, 3], cached in ``folder`` in blocks by their hash."""
     folder.mkdir(parents=True, exist_ok=True)
     found: list[FeatureSet] = []
     for first in tqdm(range(0, len(pictures), block), desc="features", unit="block", leave=False):
@@ -180,9 +176,7 @@ def cached_features(
 
 
 def assess(found: SampleSet, plain: SampleSet | None, real: Real) -> Row:
-    """Everything measured of one method's samples; FID and KID also over plain decoding's at the
-    same count.
-    """
+    """All measures of a method's samples; FID and KID also over plain decoding's at equal count."""
     count = found.count()
     fid, kid = real.distances(found, count)
     row: Row = {

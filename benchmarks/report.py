@@ -1,6 +1,4 @@
-"""benchmarks/results/README.md from the result files: bars, tables, plots, machine. No number is
-written here.
-"""
+"""benchmarks/results/README.md from the result files: bars, tables, plots, machine."""
 
 from __future__ import annotations
 
@@ -38,8 +36,8 @@ NAMES = (
     *("text_speed_coder", "text_speed_coder_compiled", "text_speed_smollm2", "jobs"),
 )
 COMPILED = (
-    " A round is one compiled program here, all of it under verify; host is what is left outside. The first calls, "
-    "which compile, are not timed."
+    " A round is one compiled program here, all of it under verify; host is what is left outside. "
+    "The first calls, which compile, are not timed."
 )
 KINDS = ("prose", "tasks")  # of prompts of SmolLM2
 TITLES = {
@@ -72,7 +70,7 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
         "Written by `python -m benchmarks.run report` from the files beside it.",
     ]
     held = [
-        {"what": b.what, "bar": b.asked, "found": b.found, "": b.verdict}
+        {"what": b.what, "bar": b.wanted, "found": b.found, "": b.verdict}
         for b in [
             *bars(rows["speed"], rows["quality"], rows["autotune"]),
             *(
@@ -129,11 +127,11 @@ def _speed_of(rows: list[Row], title: str, note: str = "") -> list[str]:
         return []
     plain = next(r for r in rows if r["baseline"])
     text = (
-        f"Batch 1, medians of {plain['pictures']} pictures a method, the same seeds and classes for all, methods in "
-        f"turn in one process. The baseline is the fastest plain decoding here: {plain['method']} in {plain['dtype']}. "
-        "Seconds and speed-up are whole calls, pixels included; host share, ideal (τ · plain step / (draft + verify)), "
-        "and realised / ideal are of the token loop. log p is the target's own, under guidance."
-        f"{note}"
+        f"Batch 1, medians of {plain['pictures']} pictures a method, the same seeds and classes "
+        "for all, methods in turn in one process. The baseline is the fastest plain decoding here: "
+        f"{plain['method']} in {plain['dtype']}. Seconds and speed-up are whole calls, pixels "
+        "included; host share, ideal (τ · plain step / (draft + verify)), and realised / ideal are "
+        f"of the token loop. log p is the target's own, under guidance.{note}"
     )
     return [f"## {title}", text, table(rows, SPEED)]
 
@@ -142,7 +140,10 @@ def _families(rows: dict[str, list[Row]]) -> list[str]:
     """MAR by setting and VAR by N."""
     found = []
     if rows["mar"]:
-        text = "Batch 1, whole calls; `release`, `aligned` and `paper` are CSpD's between two models, unverified in distribution."
+        text = (
+            "Batch 1, whole calls; `release`, `aligned` and `paper` are CSpD's between two models, "
+            "whose distribution is not verified."
+        )
         found += ["## Continuous tokens: pocket/mar", text, table(rows["mar"], MAR)]
     if rows["var"]:
         text = (
@@ -151,8 +152,8 @@ def _families(rows: dict[str, list[Row]]) -> list[str]:
         found += ["## Next scales: pocket/var", text, table(rows["var"], VAR)]
     if rows["var_loop"]:
         text = (
-            "Tokens in float32 at temperature 1. Drawn with the same uniforms, rounding decides between two tokens now and "
-            "then; greedily all must be equal."
+            "Tokens in float32 at temperature 1. Drawn with the same uniforms, rounding decides "
+            "between two tokens now and then; greedily all must be equal."
         )
         found += [
             "## Next scales: plain decoding over a first loop",
@@ -160,7 +161,10 @@ def _families(rows: dict[str, list[Row]]) -> list[str]:
             table(rows["var_loop"], LOOP),
         ]
     if rows["var_published"]:
-        text = "Tokens only; random weights, on which time does not depend. The depths are under Where and when."
+        text = (
+            "Tokens only; random weights, on which time does not depend. The depths are under "
+            "Where and when."
+        )
         found += ["## Next scales: published sizes", text, table(rows["var_published"], VAR)]
     return found
 
@@ -198,10 +202,11 @@ def _quality(rows: dict[str, list[Row]]) -> list[str]:
         (r["nearest_train_of_test"] for r in rows["quality"] if "nearest_train_of_test" in r), None
     )
     text = (
-        "FID and KID (whole-set unbiased estimate) against the training pictures, Inception in bfloat16 for all; the "
-        "ratios to plain decoding are at equal counts. The last row is the floor: random disjoint halves of the "
-        "training pictures against one another. Emoji are far from what Inception knows: compare rows, not papers. "
-        "Distances to the nearest training picture are root mean squares of pixel differences in [0, 1]"
+        "FID and KID (whole-set unbiased estimate) against the training pictures, Inception in "
+        "bfloat16 for all; the ratios to plain decoding are at equal counts. The last row is the "
+        "floor: random disjoint halves of the training pictures against one another. Emoji are far "
+        "from what Inception knows: compare rows, not papers. Distances to the nearest training "
+        "picture are root mean squares of pixel differences in [0, 1]"
     )
     text += f"; the held-out pictures' median is {cell(test)}." if test is not None else "."
     return ["## Quality", text, table(rows["quality"], QUALITY)]
@@ -226,10 +231,11 @@ def _acceptance(rows: dict[str, list[Row]]) -> list[str]:
         k: k.replace("_", " ") for k in levels
     }
     text = (
-        f"Block efficiency at equal node budgets, {best[0]['pictures']} pictures; each rule with the better of its "
-        "shapes (all are in acceptance.csv). `level d`: of the rounds that kept level d - 1, the share that kept one "
-        "of the next. FID is the quality benchmark's: plain decoding's for exact rules, whose distribution it is, and for "
-        "relaxed ones that of the model's own tree."
+        f"Block efficiency at equal node budgets, {best[0]['pictures']} pictures; each rule with "
+        "the better of its shapes (all are in acceptance.csv). `level d`: of the rounds that kept "
+        "level d - 1, the share that kept one of the next. FID is the quality benchmark's: plain "
+        "decoding's for exact rules, which have its distribution, and for relaxed ones that of the "
+        "model's own tree."
     )
     return [
         "## Acceptance by rule",
@@ -242,8 +248,9 @@ def _single(rows: dict[str, list[Row]]) -> list[str]:
     if not rows["single_position"]:
         return []
     text = (
-        "The chance that one of k drafts is kept at one position, on distributions recorded from real generations (first level "
-        "of the block drafter). The bound is that of optimal transport for k independent drafts."
+        "The chance that one of k drafts is kept at one position, on distributions recorded from "
+        "real generations (first level of the block drafter). The bound is that of optimal "
+        "transport for k independent drafts."
     )
     return ["## One position", text, table(rows["single_position"])]
 
@@ -261,10 +268,15 @@ def _autotune(rows: dict[str, list[Row]]) -> list[str]:
 def _metrics(rows: dict[str, list[Row]]) -> list[str]:
     parts = []
     if rows["cifar_fid"]:
-        text = "CIFAR-10's test pictures against training pictures, by the offline Inception in float32."
+        text = (
+            "CIFAR-10's test pictures against training ones, by the offline Inception in float32."
+        )
         parts += ["## Real against real", text, table(rows["cifar_fid"])]
     if rows["frechet_speed"]:
-        text = "50,000 features of width 2048 a side to FID, against torchmetrics; every run a process of its own."
+        text = (
+            "50,000 features of width 2048 a side to FID, against torchmetrics; every run is a "
+            "separate process."
+        )
         parts += ["## Features to FID", text, table(rows["frechet_speed"], FRECHET)]
     return parts
 
@@ -288,5 +300,8 @@ def _provenance(results: dict[str, dict[str, Any] | None]) -> str:
         for name, result in results.items()
         if result is not None
     ]
-    note = "A `+` after the commit: library code differed from it. `load`: the machine's load when it began."
+    note = (
+        "A `+` after the commit: library code differed from it. `load`: the machine's load at the "
+        "start."
+    )
     return table(found) + f"\n\n{note}" if found else "Nothing was measured."

@@ -1,6 +1,6 @@
 """Measure everything: ``python -m benchmarks.run [speed|quality|acceptance|autotune|report|all]``.
 
-Every part writes its results as it goes and the report after it, so that a run stopped early still
+Every part writes its results as it goes and the report after it: a run that is stopped early still
 reports what it has.
 """
 
@@ -100,7 +100,8 @@ def read_arguments(arguments: Sequence[str] | None = None) -> tuple[str, Options
         "--budgets", type=int, nargs="+", default=plain.budgets, help="acceptance: drafts a round"
     )
     given = vars(parser.parse_args(arguments))
-    part, dtype = given.pop("part"), given.pop("dtype")
+    part = given.pop("part")
+    dtype = given.pop("dtype")
     if dtype is not None:
         given["dtype"] = DTYPES[dtype]
     return part, Options(**given | {"budgets": tuple(given["budgets"])})

@@ -23,8 +23,7 @@ from benchmarks.common import dtype_name, generators, label
 from specmm import methods, zoo
 from specmm.image_ar.tokens.assemble import DEFAULT_TREE
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
-from specmm.image_ar.tokens.quality import log_likelihood
-from specmm.image_ar.tokens.target import Prompt
+from specmm.image_ar.tokens.target import Prompt, log_likelihood
 
 SAMPLING = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
 
@@ -84,9 +83,7 @@ class SampleSet:
             yield batch
 
     def arrays(self, *names: str, limit: int | None = None) -> list[np.ndarray]:
-        """The arrays called ``names`` of all batches, joined; at most ``limit`` samples. Raises
-        when there are none.
-        """
+        """The arrays ``names`` of all batches, joined; at most ``limit`` samples, at least one."""
         found = list(self.batches(limit))
         if not found:
             raise ValueError(
@@ -117,9 +114,7 @@ class SampleSet:
     def make(
         self, pipe: LlamaGenPipeline, method: methods.Method, labels: np.ndarray, first: int
     ) -> bool:
-        """Make the batch of classes ``labels`` [B] with seeds from ``first`` on, unless it is
-        there; True if made.
-        """
+        """Make the batch of ``labels`` [B], seeds from ``first`` on, unless it is there."""
         file = self.file(first)
         if file.exists():
             return False

@@ -17,9 +17,7 @@ from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 
 @dataclass
 class Options:
-    """``model`` and where things go; ``minutes`` limits each benchmark; the rest belongs to one or
-    another of them.
-    """
+    """``model``, folders, and ``minutes`` for each benchmark; the rest is for the ones named."""
 
     model: str | Path = "pocket/llamagen"
     out: Path = RESULTS
@@ -40,7 +38,5 @@ class Options:
     def contenders(
         self, pipe: LlamaGenPipeline, kind: Literal["speed", "quality"]
     ) -> list[methods.Method]:
-        """The methods asked for, else the list of that ``kind``, less those the model has no
-        drafter for.
-        """
+        """The chosen methods, else those of ``kind``, if the model has a drafter for them."""
         return playable(pipe, self.methods or {"speed": SPEED, "quality": QUALITY}[kind])

@@ -1,5 +1,4 @@
-"""One position at a time: how often each rule keeps one of k drafts, on contexts recorded from real
-generations.
+"""One position: how often each rule keeps one of k drafts, on contexts of real generations.
 
 Shape letters: M contexts, k drafts, V vocabulary.
 """
@@ -14,7 +13,7 @@ from torch import Tensor
 from benchmarks.common import Row
 from benchmarks.drafting import draw_siblings
 from specmm.randomness import Uniforms
-from specmm.shape.static import spine
+from specmm.shape.trees import spine
 from specmm.tree import DraftTree
 from specmm.verify import (
     GreedyMultiDraft,
@@ -34,17 +33,21 @@ DRAFTS = (1, 2, 4, 8)
 
 
 class Recorder:
-    """The rule it is given, which on the way notes the target's distribution and the drafter's at
-    every root, M at most.
+    """The given rule; records the target's and the drafter's probs at every root, M at most.
 
-    Of each batch only every third of the first ``until`` rounds is looked at, in which no row can
-    be finished yet.
+    Only every third of the first ``until`` rounds of a batch is recorded, in which no row can be
+    finished yet.
     """
 
-    name, exact = "recorded", True
+    name = "recorded"
+    exact = True
 
     def __init__(self, rule: Rule, until: int, most: int = 512, every: int = 3) -> None:
-        self.rule, self.until, self.most, self.every, self.rounds = rule, until, most, every, 0
+        self.rule = rule
+        self.until = until
+        self.most = most
+        self.every = every
+        self.rounds = 0
         self.p: list[Tensor] = []
         self.q: list[Tensor] = []
 
@@ -67,11 +70,10 @@ class Recorder:
 def single_position(
     p: Tensor, q: Tensor, table: Tensor | None, drafts: Sequence[int] = DRAFTS
 ) -> list[Row]:
-    """Rows of mean acceptance by number of drafts and rule, with the bound of optimal transport for
-    independent ones.
+    """Mean acceptance by number of drafts and rule, with the bound of optimal transport.
 
-    ``p`` and ``q`` [M, V] are the target's and the drafter's distributions; ``table`` the nearest
-    codes, for the relaxed rules.
+    The bound is for independent drafts. ``p`` and ``q`` [M, V] are the target's and the drafter's
+    distributions; ``table`` the nearest codes, for the relaxed rules.
     """
     overlap = float(torch.minimum(p, q).sum(-1).mean())
     rows = []
@@ -110,9 +112,7 @@ def _rules(table: Tensor | None) -> list[tuple[str, str, Rule]]:
 
 @torch.inference_mode()
 def acceptance(rule: Rule, kind: str, p: Tensor, q: Tensor, k: int, draws: int = DRAWS) -> float:
-    """Mean chance that ``rule`` keeps one of ``k`` siblings drawn from ``q`` [M, V] as ``kind``
-    says, target ``p``.
-    """
+    """Mean chance that ``rule`` keeps one of ``k`` siblings from ``q`` [M, V], for target ``p``."""
     shape = spine((k,))
     probs_p = p[:, None].expand(-1, shape.size, -1)
     total = 0.0

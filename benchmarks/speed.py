@@ -1,9 +1,7 @@
-"""Seconds a picture at batch 1: every method against the best plain decoding, interleaved in one
-process.
+"""Seconds a picture at batch 1: every method against the best plain decoding, interleaved.
 
-Each repeat draws one picture with every contender, all with the same seed and class, so that
-whatever else the machine does falls on all of them alike. Wall clock is a whole call, pixels
-included.
+Each repeat draws one picture with every contender in one process, with the same seed and class, so
+that drift affects all alike. Wall clock is a whole call, pixels included.
 """
 
 from __future__ import annotations
@@ -31,10 +29,9 @@ from benchmarks.common import (
 from benchmarks.settings import Options
 from specmm import methods
 from specmm.certificate import Certificate
-from specmm.image_ar.output import ImageOutput
+from specmm.image_ar.shared import ImageOutput
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
-from specmm.image_ar.tokens.quality import log_likelihood
-from specmm.image_ar.tokens.target import Prompt
+from specmm.image_ar.tokens.target import Prompt, log_likelihood
 from specmm.runs.race import in_turn
 from specmm.stats import Stats
 
@@ -55,7 +52,7 @@ class Runner:
     certificates: list[Certificate] = field(default_factory=list)
 
     def once(self, class_id: int, seed: int) -> None:
-        """Draw one picture and note what it took."""
+        """Draw one picture and record its seconds."""
         start = time.perf_counter()
         out = self.draw(class_id, seed)
         self.seconds.append(time.perf_counter() - start)
@@ -65,14 +62,13 @@ class Runner:
 
 
 def measure_speed(options: Options) -> list[Row]:
-    """Run the benchmark and write ``speed`` (``speed_compiled``) as JSON and CSV after every
-    repeat.
-    """
+    """Write ``speed`` (``speed_compiled``) as JSON and CSV after every repeat."""
     torch.set_num_threads(options.threads)
     pipe = load_pipeline(options.model, options.dtype)
     both = [load_pipeline(options.model, d) for d in (torch.float32, torch.bfloat16)]
     runners = make_runners(pipe, both, options)
-    budget, rows = Budget(options.minutes), []
+    budget = Budget(options.minutes)
+    rows = []
     facts = environment(
         model=str(options.model), dtype=dtype_name(pipe), batch=1, settings=pipe.settings.__dict__
     )
@@ -94,8 +90,7 @@ def measure_speed(options: Options) -> list[Row]:
 def make_runners(
     pipe: LlamaGenPipeline, plain: list[LlamaGenPipeline], options: Options
 ) -> list[Runner]:
-    """Plain decoding by each of ``plain``, then the other contenders by ``pipe``; all compiled if
-    asked for.
+    """Plain decoding by each of ``plain``, then the others by ``pipe``; all compiled on request.
 
     Then plain decoding runs uncompiled, too, and the baseline is the fastest of them all.
     """
@@ -137,9 +132,7 @@ def _by_pipeline(pipe: LlamaGenPipeline, method: methods.Method, compiled: bool)
 
 
 def tabulate(runners: list[Runner], judge: LlamaGenPipeline, labels: Tensor) -> list[Row]:
-    """One row a contender; the baseline is the plain one with the least median seconds. ``judge``
-    gives likelihoods.
-    """
+    """One row a contender; the baseline is the fastest plain one. ``judge`` gives likelihoods."""
     plain = min((r for r in runners if r.plain), key=lambda r: statistics.median(r.seconds))
     return [_row(r, plain, judge, labels) for r in runners]
 

@@ -1,5 +1,4 @@
-"""A plain VAR loop as one would write it at first: what ours must equal token for token, and beat
-in speed.
+"""A straightforward VAR loop: ours must equal it token for token and be faster.
 
 adaLN is computed at every scale, keys and values grow by ``cat`` (those of the last scale too),
 both halves of the guided batch go through the head at every scale, and the filters sort.
@@ -13,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specmm.image_ar.scales.quantizer import MultiScaleQuantizer
-from specmm.image_ar.scales.release import sorted_mask
+from specmm.image_ar.scales.sampling import sorted_mask
 from specmm.image_ar.scales.var import VAR
+from specmm.image_ar.scales.vqvae import MultiScaleQuantizer
 from specmm.randomness import Uniforms, categorical
 
 
@@ -35,9 +34,11 @@ def block_step(
             F.normalize(q, dim=-1)
             * attn.scale_mul_1H11.clamp_max(torch.log(torch.tensor(100.0))).exp()
         )
-        k, scale = F.normalize(k, dim=-1), 1.0
+        k = F.normalize(k, dim=-1)
+        scale = 1.0
     if cache:
-        k, v = torch.cat([cache[0], k], dim=2), torch.cat([cache[1], v], dim=2)
+        k = torch.cat([cache[0], k], dim=2)
+        v = torch.cat([cache[1], v], dim=2)
     cache[:] = [k, v]
     y = (
         F.scaled_dot_product_attention(q, k, v, scale=scale)
@@ -60,14 +61,13 @@ def straightforward(
     uniforms: Uniforms,
 ) -> tuple[list[Tensor], Tensor]:
     """Tokens [B, p²] of every scale, and the last f_hat; ``top_k`` 0 and ``top_p`` 1 are off."""
-    config, schedule = model.config, model.config.schedule
+    config = model.config
+    schedule = model.config.schedule
     cond = model.class_emb(torch.cat([labels, torch.full_like(labels, config.num_classes)]))
     places = model.lvl_embed(model.lvl_1L) + model.pos_1LC
     caches: list[list[Tensor]] = [[] for _ in model.blocks]
-    f_hat, tokens = (
-        torch.zeros(len(labels), config.z_channels, schedule.sides[-1], schedule.sides[-1]),
-        [],
-    )
+    f_hat = torch.zeros(len(labels), config.z_channels, schedule.sides[-1], schedule.sides[-1])
+    tokens = []
     x = cond[:, None] + model.pos_start + places[:, : schedule.tokens(0)]
     for k in range(len(schedule)):
         for block, cache in zip(model.blocks, caches, strict=True):
@@ -84,9 +84,9 @@ def straightforward(
         logits = (1 + t) * logits[: len(labels)] - t * logits[len(labels) :]
         probs = sorted_mask(logits, top_k, top_p).softmax(-1)
         tokens.append(categorical(probs, uniforms.draw(schedule.tokens(k))))
-        f_hat = f_hat + quantizer.paint(quantizer.codes(tokens[-1]), k)
+        f_hat = f_hat + quantizer.contribution(quantizer.codes(tokens[-1]), k)
         if k + 1 < len(schedule):
             first, stop = schedule.starts[k + 1 : k + 3]
-            x = model.word_embed(quantizer.reduce(f_hat, k + 1)) + places[:, first:stop]
+            x = model.word_embed(quantizer.downsample(f_hat, k + 1)) + places[:, first:stop]
             x = x.repeat(2, 1, 1)
     return tokens, f_hat

@@ -1,9 +1,7 @@
-"""Settings of one image model side by side: seconds, quality, claim. What the tables of MAR and of
-VAR share.
+"""Settings of one image model side by side: seconds, quality, claim. For the MAR and VAR tables.
 
 Seconds a picture are those of whole calls, pixels included; every repeat runs all settings with the
-same classes and seeds, one after another, so that whatever else the machine does falls on all of
-them alike.
+same classes and seeds, one after another, so that drift affects all alike.
 """
 
 from __future__ import annotations
@@ -25,17 +23,15 @@ from benchmarks.common import Budget, Row, balanced_labels, generators
 from benchmarks.quality import Real
 from benchmarks.samples import SampleSet, save, weights_key
 from specmm.certificate import Certificate
-from specmm.image_ar.output import ImageOutput
-from specmm.metrics.picture import draw_trade
+from specmm.image_ar.shared import ImageOutput
+from specmm.metrics.report import draw_trade
 from specmm.runs.race import in_turn
 from specmm.stats import Stats, total
 
 
 @dataclass
 class Setting:
-    """A line of a table: ``pipe`` called with the options ``call``, and what its timed runs gave so
-    far.
-    """
+    """A line of a table: ``pipe`` called with the options ``call``, and its timed runs so far."""
 
     name: str
     pipe: Any
@@ -50,7 +46,7 @@ class Setting:
         return self.pipe(classes=list(classes), generator=generators(seeds), **options, **self.call)
 
     def once(self, classes: Sequence[int], seeds: Sequence[int]) -> None:
-        """Draw a batch and note what it took."""
+        """Draw a batch and record its seconds."""
         start = time.perf_counter()
         out = self.draw(classes, seeds)
         self.seconds.append((time.perf_counter() - start) / len(classes))
@@ -66,9 +62,7 @@ class Setting:
 def time_settings(
     settings: Sequence[Setting], classes: int, batch: int, repeats: int, budget: Budget
 ) -> None:
-    """Run every setting ``repeats`` times on ``batch`` pictures, the order turning, until
-    ``budget`` is spent.
-    """
+    """Run every setting ``repeats`` times on ``batch`` pictures, taking turns, in ``budget``."""
     for setting in settings:  # warm-up: tables, plans
         setting.draw([0] * batch, range(10**6, 10**6 + batch))
     for repeat in tqdm(range(repeats), desc=f"timing, batch {batch}", unit="repeat"):
@@ -105,9 +99,7 @@ def draw_samples(
     batch: int,
     budget: Budget,
 ) -> dict[str, SampleSet]:
-    """``count`` samples of every setting below ``folder``, batch by batch in turn; what is there is
-    not made again.
-    """
+    """``count`` samples of every setting below ``folder``, in turn; existing ones are kept."""
     made = {}
     for s in settings:
         facts = [s.name, batch, {k: str(v) for k, v in vars(s.pipe.settings).items()}]

@@ -1,11 +1,9 @@
-"""Seconds a token of continued text: every method against the faster of ``model.generate`` and our
-plain loop.
+"""Seconds a token of continued text, against the faster of ``model.generate`` and our plain loop.
 
     python -m benchmarks.text_speed pocket/coder
 
-Prompts are places in files that no model was trained on. Each repeat asks every contender to
-continue the same ones with the same seed, so that whatever else the machine does falls on all
-alike. Wall clock is a whole call.
+Prompts are places in files that no model was trained on. In each repeat every contender continues
+the same ones with the same seed, so that drift affects all alike. Wall clock is a whole call.
 """
 
 from __future__ import annotations
@@ -34,11 +32,12 @@ from benchmarks.common import (
 )
 from benchmarks.vlm_speed import Answer, Answered, Runner, cut, drafts, race, row
 from specmm import methods
-from specmm.diffusion_drafters.train.texts import read_files
 from specmm.dtypes import named_dtype
+from specmm.recipes.training.texts import read_files
 from specmm.text.pipeline import TextPipeline
 
-PROMPT, LONGEST = 96, 128  # tokens read and tokens written
+PROMPT = 96  # tokens read and tokens written
+LONGEST = 128
 LENGTHS = (2, 3, 4, 5, 6, 8)  # of a block
 TREES = (4, 8, 16, (2, 1, 1, 1, 1, 1))  # nodes of the likeliest paths, and a fixed one
 COMPILED = (methods.AR(), methods.Block(length=6), methods.Block(), methods.Block(tree=TREES[-1]))
@@ -89,9 +88,7 @@ def ours(pipe: TextPipeline, method: Any, temperature: float, compiled: bool = F
 
 
 def theirs(pipe: TextPipeline, temperature: float, **options: Any) -> Answer:
-    """transformers' own ``generate``, with ``options`` such as ``assistant_model`` or
-    ``prompt_lookup_num_tokens``.
-    """
+    """transformers' ``generate``, with ``options`` such as ``prompt_lookup_num_tokens``."""
     sampling: dict[str, Any] = dict(do_sample=temperature > 0)
     if temperature > 0:
         sampling |= dict(temperature=temperature, top_k=0, top_p=1.0)
@@ -101,16 +98,14 @@ def theirs(pipe: TextPipeline, temperature: float, **options: Any) -> Answer:
         rows = [{"input_ids": ids} for ids in pipe.encode(asked.prompts, asked.chat)]
         inputs = pipe.tokenizer.pad(rows, padding_side="left", return_tensors="pt")
         torch.manual_seed(asked.seed)
-        said = pipe.model.generate(**inputs, max_new_tokens=LONGEST, **sampling, **options)
-        return Answered([cut(ids, ends) for ids in said[:, inputs["input_ids"].shape[1] :]])
+        found = pipe.model.generate(**inputs, max_new_tokens=LONGEST, **sampling, **options)
+        return Answered([cut(ids, ends) for ids in found[:, inputs["input_ids"].shape[1] :]])
 
     return answer
 
 
 def contenders(pipe: TextPipeline, temperature: float, batch: int) -> list[Runner]:
-    """Plain decoding twice first, then everything that drafts; transformers' own assistants at
-    batch 1 only.
-    """
+    """Plain decoding twice first, then all that draft; transformers' assistants at batch 1 only."""
     chosen: list[Any] = [methods.AR()]
     for kind in (methods.DEER, methods.Block):
         if drafts(pipe, kind()):
@@ -145,9 +140,7 @@ def contenders(pipe: TextPipeline, temperature: float, batch: int) -> list[Runne
 
 
 def compiled_contenders(pipe: TextPipeline, temperature: float) -> list[Runner]:
-    """Plain decoding and a block drafter as compiled programs, made here, and plain decoding
-    without.
-    """
+    """Plain decoding and a block drafter as compiled programs, and plain decoding without."""
     found = [
         Runner(f"{label(method)}, compiled", ours(pipe, method, temperature, True))
         for method in COMPILED
@@ -163,9 +156,7 @@ def compiled_contenders(pipe: TextPipeline, temperature: float) -> list[Runner]:
 
 
 def _of_size(assistant: Any, vocabulary: int) -> Any:
-    """A copy without the tokens only the drafter has (a mask), since transformers asks for equal
-    vocabularies.
-    """
+    """A copy without the drafter's own tokens (a mask): transformers wants equal vocabularies."""
     found = copy.deepcopy(assistant)
     found.resize_token_embeddings(vocabulary)
     return found
@@ -173,7 +164,8 @@ def _of_size(assistant: Any, vocabulary: int) -> Any:
 
 def places(pipe: TextPipeline, texts: Sequence[str], batch: int, seed: int) -> Questions:
     """``batch`` prompts of the held-out ``texts``, each the lines before a random one of them."""
-    random, prompts = Random(f"places {seed}"), []
+    random = Random(f"places {seed}")
+    prompts = []
     for _ in range(batch):
         lines = random.choice(texts).splitlines(keepends=True)
         ids = pipe.tokenizer("".join(lines[: random.randrange(4, len(lines))]))["input_ids"]
@@ -189,8 +181,7 @@ def measure(
     repeats: int,
     compiled: bool = False,
 ) -> list[Row]:
-    """Every contender (with ``compiled`` those that are programs) over ``repeats`` batches of a
-    ``kind``.
+    """Every contender (with ``compiled`` the programs) over ``repeats`` batches of a ``kind``.
 
     It is held-out ``code``, or questions: ``prose``, ``tasks``.
     """
@@ -203,8 +194,10 @@ def measure(
     def ask(seed: int) -> Questions:
         if kind == "code":
             return places(pipe, texts, batch, seed)
-        said = PROSE if kind == "prose" else TASKS
-        return Questions([said[(seed + i) % len(said)] for i in range(batch)], seed, chat=True)
+        prompts = PROSE if kind == "prose" else TASKS
+        return Questions(
+            [prompts[(seed + i) % len(prompts)] for i in range(batch)], seed, chat=True
+        )
 
     title = f"{kind} T={temperature:g} batch {batch}"
     chosen = (
@@ -234,12 +227,11 @@ def main(
     threads: Threads = 2,
     out: Out = RESULTS,
 ) -> None:
-    """Measure and write ``text_speed_NAME.json`` and ``.csv`` (``…_compiled`` with --compile) part
-    by part.
-    """
+    """Write ``text_speed_NAME.json`` and ``.csv`` (``…_compiled`` with --compile) part by part."""
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
-    budget, rows = Budget(minutes), list[Row]()
+    budget = Budget(minutes)
+    rows = list[Row]()
     pipe = TextPipeline.from_pretrained(model, torch_dtype=named_dtype(dtype))
     facts = environment(model=model, dtype=dtype, transformers=transformers.__version__)
     name = f"text_speed_{Path(model).name}" + ("_compiled" if compiled else "")

@@ -1,10 +1,9 @@
-"""Tree attention on the CPU: what a round's path through the library costs beside the attention
-itself.
+"""Tree attention on the CPU: what a round's path through the library adds to the attention.
 
-``python -m benchmarks.tree_path``. The attention itself is SDPA with a mask that is there already,
-once a layer. The path adds the choice of implementation, the mask of the round and the call of
-every layer. Interleaved, one thread; writes ``tree_path.csv``. Shape letters: R rows, H heads, N
-tree nodes, S slots, D head width.
+``python -m benchmarks.tree_path``. The attention itself is SDPA with a ready mask, once a layer.
+The path adds the choice of implementation, the mask of the round and the call of every layer.
+Interleaved, one thread; writes ``tree_path.csv``. Shape letters: R rows, H heads, N tree nodes, S
+slots, D head width.
 """
 
 from __future__ import annotations
@@ -45,22 +44,16 @@ def main(out: Path = RESULTS) -> int:
 def measure(
     name: str, layers: int, heads: int, width: int, branches: int, capacity: int, nodes: int
 ) -> Row:
-    """Milliseconds of a round's attention, bare, by the library's path, and by the operator (a mask
-    every layer).
-    """
+    """Milliseconds of a round's attention: bare, by the library's path, and by the operator."""
     size = CacheSize(layers, heads, width, 1, branches, capacity, nodes)
-    cache, shape = (
-        Cache(size, torch.float32),
-        TreeShape.from_parents([-1, *(n // 2 for n in range(nodes - 1))]),
-    )
+    cache = Cache(size, torch.float32)
+    shape = TreeShape.from_parents([-1, *(n // 2 for n in range(nodes - 1))])
     cache.data.normal_()
     cache.lengths += capacity // 2
     q = torch.randn(branches, nodes, heads, width).transpose(1, 2)
     memories = [(m.keys.transpose(1, 2), m.values.transpose(1, 2)) for m in cache.layers]
-    ready, words = (
-        cache.tree_bias(shape.ancestors),
-        TreeMask(shape.ancestor_words, cache.lengths, capacity),
-    )
+    ready = cache.tree_bias(shape.ancestors)
+    words = TreeMask(shape.ancestor_words, cache.lengths, capacity)
 
     def bare() -> None:
         for k, v in memories:
@@ -81,9 +74,7 @@ def measure(
 
 
 def interleaved(runs: dict[str, Callable[[], None]]) -> Row:
-    """Median milliseconds of CPU time of each of ``runs``, taken in turn; others use the machine,
-    too.
-    """
+    """Median milliseconds of CPU time of each of ``runs``, taken in turn."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(REPEATS + 5):
         for name, run in runs.items():

@@ -1,10 +1,9 @@
-"""VAR and CoDe by N: seconds, memory, FID, training-free and specialised; and our plain VAR over a
-first loop.
+"""VAR and CoDe by N: seconds, memory, FID; and our plain VAR over a first loop.
 
     python -m benchmarks.var pocket/var [--specialised FOLDER …]
 
-The FLOP ideal of an N is the arithmetic of the large model alone over that of both in turn, pixels
-left out on both sides; ``realised`` is the measured speed-up of drawing tokens over it.
+The FLOP ideal of an N is the arithmetic of the large model alone over that of both in turn, without
+pixels; ``realised`` is the measured speed-up of drawing tokens over it.
 """
 
 from __future__ import annotations
@@ -32,24 +31,22 @@ from benchmarks.common import (
     load_pipeline,
     write_results,
 )
+from benchmarks.memory import measured_peak
 from benchmarks.quality import Real
 from benchmarks.settings import Options
 from benchmarks.straightforward_var import straightforward
 from benchmarks.sweep import Setting, draw_samples, plot, quality, time_settings, timing
 from specmm import methods, zoo
-from specmm.image_ar.scales import tuning
 from specmm.image_ar.scales.loading import load_var
-from specmm.image_ar.scales.memory import measured_peak
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.planner import model_work
+from specmm.image_ar.scales.tuning import workload
 from specmm.image_ar.scales.var import VAR
 from specmm.randomness import Uniforms
 
 
 def settings_of(pipe: VARPipeline, specials: Sequence[VARPipeline]) -> list[Setting]:
-    """Plain decoding, CoDe by N and the exact variant; then CoDe by specialised pairs, each at its
-    own N.
-    """
+    """Plain decoding, CoDe by N and the exact variant; then specialised pairs, each at its N."""
     scales = len(pipe.transformer.config.schedule)
     found = [Setting("ar", pipe, dict(method="ar"))]
     if pipe.small is not None:
@@ -67,11 +64,9 @@ def settings_of(pipe: VARPipeline, specials: Sequence[VARPipeline]) -> list[Sett
 
 def ideal(pipe: VARPipeline, n: int, batch: int) -> float:
     """Arithmetic of the large model alone over that of CoDe with the first ``n`` scales by it."""
-    setup, large, small = (
-        tuning.setup_of(pipe.transformer, batch, pipe.target()),
-        pipe.transformer,
-        pipe.small,
-    )
+    setup = workload(pipe.transformer, batch, pipe.target())
+    large = pipe.transformer
+    small = pipe.small
     scales = len(large.config.schedule)
     whole = sum(w.flops for w in model_work(large.config, setup, range(scales)))
     parts = model_work(large.config, setup, range(n)) + model_work(
@@ -94,9 +89,7 @@ def row(setting: Setting, plain: Setting, batch: int) -> Row:
 
 
 def forecast(setting: Setting, batch: int) -> Row:
-    """The N of a setting and the planner's seconds a picture for it; nothing of those it does not
-    plan.
-    """
+    """The N of a setting and the planner's seconds a picture for it; nothing where not planned."""
     method = setting.call["method"]
     if setting.pipe.small is None or method == "speculative":
         return {}
@@ -112,9 +105,7 @@ def forecast(setting: Setting, batch: int) -> Row:
 
 
 def over_ideal(setting: Setting, plain: Setting, batch: int) -> Row:
-    """The N of a setting of CoDe, the arithmetic's ideal and how much of it came out as time;
-    nothing of others.
-    """
+    """The N of a setting of CoDe, its ideal and how much of it is realised; nothing for others."""
     method = setting.call["method"]
     if not isinstance(method, methods.CoDe) or method.n == -1:
         return {}
@@ -130,11 +121,10 @@ def loop(setting: Setting) -> float:
 def against_straightforward(
     pipe: VARPipeline, model: VAR, batch: int, repeats: int, compiled: bool = False
 ) -> Row:
-    """Our plain decoding over the loop one writes at first, in float32 at temperature 1.
+    """Our plain decoding over a straightforward loop, in float32 at temperature 1.
 
-    ``model`` is the pipeline's as it is loaded at first, its weights not laid out for anything.
-    Tokens are compared as drawn with the same uniforms, where rounding decides now and then (the
-    share of equal pictures), and greedily.
+    ``model`` is the pipeline's as loaded, its weights not prepacked. Tokens are compared greedily,
+    and as drawn with the same uniforms, where rounding decides now and then (the share of equals).
     """
     sampling = pipe.target(temperature=1.0)
     labels = torch.arange(batch) % model.config.num_classes
@@ -199,11 +189,13 @@ def main(
     threads: Threads = 2,
     out: Out = RESULTS,
 ) -> None:
-    """Measure and write ``var.json``, ``var.csv`` and ``var.png``; ``var_loop`` for the first loop."""
+    """Write ``var.json``, ``var.csv`` and ``var.png``; ``var_loop`` for the first loop."""
     torch.set_num_threads(threads)
-    pipe, specials = load_pipeline(model), [load_pipeline(folder) for folder in specialised]
+    pipe = load_pipeline(model)
+    specials = [load_pipeline(folder) for folder in specialised]
     facts = environment(model=model, dtype=str(pipe.transformer.dtype), cfg=pipe.settings.cfg)
-    single, rows = load_pipeline(model, torch.float32), list[Row]()
+    single = load_pipeline(model, torch.float32)
+    rows = list[Row]()
     loops = list[Row]()
     first = load_var(zoo.find(model) / "transformer")
     for batch in (1, 16):

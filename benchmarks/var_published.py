@@ -1,12 +1,10 @@
-"""CoDe over its FLOP ideal at the published sizes: VAR-d30 refined by VAR-d16, the pair of CoDe's
-release.
+"""CoDe over its FLOP ideal at the published sizes: VAR-d30 refined by VAR-d16.
 
     python -m benchmarks.var_published
 
-Their weights cannot be had here and are random: what a step costs does not depend on them. Tokens
-only are counted, for the tokenizer is a small one. Under the paper's pair a picture takes 18
-seconds of two cores and 11 GiB of memory in float32; in batches the first scales' weights, read for
-a few rows each, weigh less.
+The weights are random: the cost of a step does not depend on them. Only tokens are counted, since
+the tokenizer is a small one. With this pair a picture takes 18 seconds of two cores and 11 GiB of
+memory in float32; in batches the first scales' weights, read for a few rows each, weigh less.
 """
 
 from __future__ import annotations
@@ -24,15 +22,15 @@ from specmm import methods
 from specmm.dtypes import LARGE, choose_dtype, named_dtype
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.planner import Forecast
-from specmm.image_ar.scales.sampling import Sampling
-from specmm.image_ar.scales.settings import Settings
-from specmm.image_ar.scales.sizes import foresee, published, random_var, random_vqvae
+from specmm.image_ar.scales.sampling import Sampling, VARSettings
+from specmm.image_ar.scales.tuning import plan_of_sizes, random_var, random_vqvae
+from specmm.image_ar.scales.var import published
 
-DEMO = Settings(cfg=4.0, temperature=1.0, top_k=900, top_p=0.95)
+DEMO = VARSettings(cfg=4.0, temperature=1.0, top_k=900, top_p=0.95)
 
 
 def pair(large: int, small: int, dtype: torch.dtype) -> VARPipeline:
-    """Both models after a tokenizer of their sizes but for its decoder, whose time is not counted."""
+    """Both models with a tokenizer of their sizes, but a small decoder, which is not timed."""
     models = [random_var(published(depth), dtype) for depth in (large, small)]
     pipe = VARPipeline(models[0], random_vqvae(models[0].config), models[1], DEMO)
     pipe.set_progress_bar_config(disable=True)
@@ -40,10 +38,9 @@ def pair(large: int, small: int, dtype: torch.dtype) -> VARPipeline:
 
 
 def row(setting: Setting, plain: Setting, batch: int, forecasts: Sequence[Forecast]) -> Row:
-    """A setting's seconds a picture, those forecast, its speed-up, and how much of the arithmetic's
-    ideal that is.
-    """
-    seconds, method = loop(setting), setting.call["method"]
+    """A setting's seconds a picture, the forecast, its speed-up, and the realised share."""
+    seconds = loop(setting)
+    method = setting.call["method"]
     expected = forecasts[method.n if isinstance(method, methods.CoDe) else -1].seconds
     times = {
         "batch": batch,
@@ -76,12 +73,11 @@ def main(
     torch.set_num_threads(threads)
     held = named_dtype(dtype) or choose_dtype(LARGE, long=True)
     counts = [int(batch) for batch in batches.split(",")]
-    sizes, sampling = (
-        (published(large), published(small)),
-        Sampling(DEMO.cfg, DEMO.top_k, DEMO.top_p),
-    )
-    planned = {batch: foresee(*sizes, batch, sampling, held).forecasts for batch in counts}
-    pipe, rows = pair(large, small, held), list[Row]()
+    sizes = (published(large), published(small))
+    sampling = Sampling(DEMO.cfg, DEMO.top_k, DEMO.top_p)
+    planned = {batch: plan_of_sizes(*sizes, batch, sampling, held).forecasts for batch in counts}
+    pipe = pair(large, small, held)
+    rows = list[Row]()
     what = f"VAR-d{large} and VAR-d{small}, random weights"
     for batch in counts:
         settings = [Setting("ar", pipe, dict(method="ar"))]

@@ -1,5 +1,4 @@
-"""Speculative Verdict: accuracy of the experts, of their majority, of the judge alone, and once it
-has heard them.
+"""Speculative Verdict: accuracy of the experts, their majority, the judge alone, and the verdict.
 
     python -m benchmarks.verdict pocket/llava
 
@@ -26,7 +25,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from benchmarks.common import EMOJI, RESULTS, Out, Row, Threads, environment, write_results
-from benchmarks.language_bars import ALONE, EXPERT, HEARD
+from benchmarks.language_bars import ALONE, EXPERT, VERDICT
 from benchmarks.vqa_accuracy import Question, easy_questions, row, scene_questions
 from recipes.scenes.stream import World, load_world
 from specmm.vlm.pipeline import VQAPipeline
@@ -37,13 +36,13 @@ LONGEST = 24  # tokens of a short answer
 
 @dataclass
 class Scores:
-    """Who was right, question by question, and the seconds a question took."""
+    """Who was right on each question, and the seconds it took."""
 
     right: dict[str, list[bool]] = field(default_factory=dict)
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, who: str, asked: Question, answer: str, seconds: float | None = None) -> None:
-        """Note one answer."""
+        """Record one answer."""
         self.right.setdefault(who, []).append(answer.strip() in asked.right)
         if seconds is not None:
             self.seconds.setdefault(who, []).append(seconds)
@@ -63,10 +62,9 @@ def _without(found: Row, name: str) -> Row:
 
 
 def paired(ours: Sequence[bool], theirs: Sequence[bool]) -> Row:
-    """Gain in accuracy of ``ours`` over ``theirs`` on the same questions, with its 95% interval
-    (Wald, paired).
-    """
-    count, won = len(ours), sum(a and not b for a, b in zip(ours, theirs, strict=True))
+    """Gain in accuracy of ``ours`` over ``theirs``, with its 95% interval (Wald, paired)."""
+    count = len(ours)
+    won = sum(a and not b for a, b in zip(ours, theirs, strict=True))
     lost = sum(b and not a for a, b in zip(ours, theirs, strict=True))
     gain = (won - lost) / count
     spread = 1.96 * math.sqrt(max(won + lost - (won - lost) ** 2 / count, 0)) / count
@@ -74,29 +72,30 @@ def paired(ours: Sequence[bool], theirs: Sequence[bool]) -> Row:
 
 
 def questions(world: World, scenes: int, easy: int, seed: int) -> dict[str, list[Question]]:
-    """What is asked, by what it is about; easy-VQA's are drawn over all its pictures."""
+    """The questions by what they are about; easy-VQA's are drawn over all its pictures."""
     short = [a for a in scene_questions(world, scenes, seed) if a.kind != "describe"]
     return {"scenes": short, "easy-VQA": Random(seed).sample(easy_questions(world, None), easy)}
 
 
 def majority(answers: Sequence[str]) -> str:
-    """What most of the experts say; the first of them where they tie."""
+    """The majority of the experts' answers; the first of them in a tie."""
     return Counter(answers).most_common(1)[0][0]
 
 
 def measure(pipe: VQAPipeline, asked: Sequence[Question]) -> Scores:
-    """Ask everybody everything."""
+    """Every question to the judge alone and by Speculative Verdict."""
     scores = Scores()
     for one in tqdm(asked, desc="ask"):
-        picture, options = Image.fromarray(one.image), dict(max_new_tokens=LONGEST)
+        picture = Image.fromarray(one.image)
+        options = dict(max_new_tokens=LONGEST)
         start = time.perf_counter()
         alone = pipe(picture, one.question, method="ar", **options)
         scores.add(ALONE, one, alone.answers[0], time.perf_counter() - start)
         start = time.perf_counter()
-        heard = pipe(picture, one.question, method="verdict", **options)
-        scores.add(HEARD, one, heard.answers[0], time.perf_counter() - start)
-        scores.add(MAJORITY, one, majority(heard.ruling.answers))
-        for i, answer in enumerate(heard.ruling.answers):
+        judged = pipe(picture, one.question, method="verdict", **options)
+        scores.add(VERDICT, one, judged.answers[0], time.perf_counter() - start)
+        scores.add(MAJORITY, one, majority(judged.ruling.answers))
+        for i, answer in enumerate(judged.ruling.answers):
             scores.add(f"{EXPERT} {i + 1}", one, answer)
     return scores
 

@@ -1,11 +1,10 @@
-"""Seconds a token of answers about pictures: every method against the faster of ``model.generate``
-and our plain loop.
+"""Seconds a token of answers about pictures, against ``model.generate`` and our plain loop.
 
     python -m benchmarks.vlm_speed pocket/llava
 
-Each repeat asks every contender the same questions about the same held-out scenes with the same
-seed, so that whatever else the machine does falls on all alike. Wall clock is a whole call:
-picture, prompt and answer.
+The baseline is the faster of the two. In each repeat every contender answers the same questions
+about the same held-out scenes with the same seed, so that drift affects all alike. Wall clock is a
+whole call: picture, prompt and answer.
 """
 
 from __future__ import annotations
@@ -64,9 +63,7 @@ class Batch:
 
 @dataclass
 class Answered:
-    """What a contender's call gave: the ids of each answer, and the loop's statistics where it is
-    ours.
-    """
+    """The ids of each answer of a call, and the loop's statistics where it is ours."""
 
     tokens: list[Tensor]
     stats: Stats | None = None
@@ -88,7 +85,7 @@ class Runner:
     certificate: str = ""
 
     def once(self, asked: Any) -> None:
-        """Answer and note what it took."""
+        """Answer and record the seconds."""
         start = time.perf_counter()
         found = self.answer(asked)
         seconds = time.perf_counter() - start
@@ -134,9 +131,7 @@ def cut(ids: Tensor, ends: Sequence[int]) -> Tensor:
 
 
 def contenders(pipe: VQAPipeline, temperature: float, batch: int) -> list[Runner]:
-    """Plain decoding twice first, then everything that drafts; transformers' own assistants at
-    batch 1 only.
-    """
+    """Plain decoding twice first, then all that draft; transformers' assistants at batch 1 only."""
     found = [Runner("transformers generate", theirs(pipe, temperature))]
     chosen: list[methods.VQAMethod] = [methods.AR()]
     if temperature > 0:
@@ -165,9 +160,7 @@ def drafts(pipe: Any, method: Any) -> bool:
 
 
 def ask(world: World, kind: str, batch: int, seed: int) -> Batch:
-    """``batch`` questions of a ``kind``: descriptions, short ones about pictures, or text without a
-    picture.
-    """
+    """``batch`` questions of a ``kind``: descriptions, short ones, or text without a picture."""
     random = Random(f"{kind} {seed}")
     pictures: list[Image.Image | None] = []
     questions = []
@@ -200,9 +193,7 @@ def measure(
 def race(
     runners: list[Runner], ask: Callable[[int], Any], repeats: int, title: str
 ) -> list[Runner]:
-    """Every one of ``runners`` on what ``ask`` gives for each of ``repeats`` seeds; those that
-    cannot are left out.
-    """
+    """Each of ``runners`` on what ``ask`` gives for each seed; those that cannot are left out."""
     for runner in runners[:]:
         try:
             runner.answer(ask(10**6))  # warm-up: caches, plans
@@ -217,10 +208,9 @@ def race(
 
 
 def row(runner: Runner, runners: list[Runner], kind: str, temperature: float, batch: int) -> Row:
-    """One line of the table; the baseline is the faster of the two plain contenders, which come
-    first.
-    """
-    generate, plain = runners[0], runners[1]
+    """A line of the table; the baseline is the faster of the two plain contenders, the first."""
+    generate = runners[0]
+    plain = runners[1]
     best = min((generate, plain), key=lambda r: sorted(r.seconds)[len(r.seconds) // 2])
     low, high = quartiles(best.seconds, runner.seconds)
     pairs = zip(chain(*generate.answers), chain(*runner.answers), strict=True)
@@ -265,7 +255,9 @@ def main(
     """Measure and write ``vlm_speed_NAME.json`` and ``.csv`` part by part."""
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
-    world, budget, rows = load_world(data, "test"), Budget(minutes), []
+    world = load_world(data, "test")
+    budget = Budget(minutes)
+    rows = []
     pipe = VQAPipeline.from_pretrained(model, torch_dtype=named_dtype(dtype))
     facts = environment(model=model, dtype=dtype, transformers=transformers.__version__)
     parts = [("describe", 0.0, 1), ("describe", 1.0, 1), ("describe", 0.0, 8), ("describe", 1.0, 8)]

@@ -79,13 +79,15 @@ def answer(model: Any, processor: Any, asked: list[Question]) -> list[str]:
 
 def wilson(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
     """The 95% interval of a share (Wilson 1927)."""
-    centre, spread = right + z * z / 2, z * math.sqrt(right * (count - right) / count + z * z / 4)
+    centre = right + z * z / 2
+    spread = z * math.sqrt(right * (count - right) / count + z * z / 4)
     return (centre - spread) / (count + z * z), (centre + spread) / (count + z * z)
 
 
 def row(kind: str, outcomes: list[bool]) -> Row:
     """One line of the table."""
-    right, count = sum(outcomes), len(outcomes)
+    right = sum(outcomes)
+    count = len(outcomes)
     low, high = wilson(right, count)
     return {
         "kind": kind,
@@ -98,7 +100,7 @@ def row(kind: str, outcomes: list[bool]) -> Row:
 
 
 def measure(model: Any, processor: Any, asked: list[Question], batch: int) -> list[Row]:
-    """Accuracy by kind of question, and over all of easy-VQA and all short questions about scenes."""
+    """Accuracy by kind of question, over all of easy-VQA and all short questions about scenes."""
     outcomes: dict[str, list[bool]] = {}
     asked = sorted(
         asked, key=lambda a: a.kind == "describe"

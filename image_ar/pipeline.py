@@ -1,21 +1,70 @@
-"""``ImagePipeline``: opens an image model of any family as the pipeline of its family."""
+"""``ImagePipeline``: opens an image model as the pipeline of its family."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+
+import torch
 
 from specmm import methods, zoo
 from specmm.checkpoints import read_json
-from specmm.registry import Registry, unknown
+from specmm.registry import Registry, named, unknown
+
+if TYPE_CHECKING:
+    from specmm.hf.picture_tokens import PictureModel
+
+
+M = TypeVar("M", bound=methods.Declared)
+
+
+class PicturePipeline(Generic[M]):
+    """What an image pipeline of any family declares, so that nobody asks its type."""
+
+    transformer: Any
+    settings: Any
+    sampling_options: ClassVar[tuple[str, ...]]  # of ``target``, and of a call
+    compiles: ClassVar[bool] = False  # whether calls take ``compiled``
+    plans: ClassVar[Literal["trees", "scales"] | None] = None  # what ``specmm plan`` measures
+    log_likelihood: Any = None  # of tokens under the target, where they have one
+
+    @property
+    def device(self) -> torch.device:
+        """Where the transformer is."""
+        raise NotImplementedError
+
+    @property
+    def takes(self) -> Literal["classes", "prompt"]:
+        """What a picture is drawn from."""
+        return "classes"
+
+    @property
+    def grid(self) -> int:
+        """Tokens along a side of a picture that is drawn token by token, else 0."""
+        return 0
+
+    def timed(self, method: M) -> bool:
+        """Whether what ``method`` draws depends on seconds measured on this machine."""
+        return method.timed
+
+    def runnable(self, usual: list[M]) -> list[M]:
+        """Those of the ``usual`` methods that this model has a drafter or a small model for."""
+        return list(usual)
+
+    def settle(self, method: M, batch: int, sampling: Any) -> tuple[M, str]:
+        """``method`` with what it leaves open decided for ``batch`` pictures at once, and why.
+
+        Methods that decide during the call are left as they are.
+        """
+        return method, ""
 
 
 @dataclass(frozen=True)
-class Family:
-    """Where a family's pipeline is, its methods by name, and those that ``specmm bench`` compares
-    unless told.
+class ImageFamily:
+    """A family's pipeline class and its module, its methods by name, and those that
+    ``specmm bench`` compares by default.
     """
 
     module: str
@@ -25,16 +74,29 @@ class Family:
 
 
 FAMILIES = {  # by the "family" in model_index.json
-    "llamagen": Family(
+    "llamagen": ImageFamily(
         "specmm.image_ar.tokens.pipeline",
         "LlamaGenPipeline",
         methods.IMAGE_TOKENS,
         "speculative,lantern++",
     ),
-    "mar": Family("specmm.image_ar.continuous.pipeline", "MARPipeline", methods.CONTINUOUS, "cspd"),
-    "var": Family(
+    "mar": ImageFamily(
+        "specmm.image_ar.continuous.pipeline", "MARPipeline", methods.CONTINUOUS, "cspd"
+    ),
+    "var": ImageFamily(
         "specmm.image_ar.scales.pipeline", "VARPipeline", methods.SCALES, "code,speculative"
     ),
+}
+
+
+TRANSFORMERS_FAMILY = ImageFamily(
+    "specmm.image_ar.transformers_pipeline",
+    "TransformersImagePipeline",
+    methods.TRANSFORMERS_IMAGES,
+    "sjd,prompt-lookup",
+)
+PICTURE_MODELS: dict[str, str] = {  # descriptions by the "model_type" in config.json
+    "chameleon": "specmm.hf.chameleon:CHAMELEON"
 }
 
 
@@ -53,14 +115,28 @@ class ImagePipeline:
         Raises ``ValueError`` for a model that cannot be found or read.
         """
         family = family_of(name)
-        return getattr(import_module(family.module), family.pipeline).from_pretrained(
-            name, **options
-        )
+        pipeline = getattr(import_module(family.module), family.pipeline)
+        return pipeline.from_pretrained(name, **options)
 
 
-def family_of(name: str | Path) -> Family:
-    """The family of a model; raises ``ValueError`` when the model is not found or of none we know."""
-    file = zoo.find(name) / "model_index.json"
+def picture_type(folder: Path) -> PictureModel | None:
+    """The description of the model of transformers in ``folder``, where it is one that draws."""
+    config = folder / zoo.TRANSFORMERS
+    kind = read_json(config).get("model_type") if config.is_file() else None
+    if kind not in PICTURE_MODELS:
+        return None
+    facts: PictureModel = named(PICTURE_MODELS[kind])
+    return facts
+
+
+def family_of(name: str | Path) -> ImageFamily:
+    """The family of a model; raises ``ValueError`` for one not found or of an unknown family."""
+    if picture_type(Path(name)) is not None:
+        return TRANSFORMERS_FAMILY
+    folder = zoo.find(name)
+    if picture_type(folder) is not None:  # fetched from the hub
+        return TRANSFORMERS_FAMILY
+    file = folder / zoo.PIPELINE
     family = read_json(file).get("family", "llamagen")
     if family not in FAMILIES:
         raise unknown(f"family in {file}", family, FAMILIES)

@@ -1,40 +1,82 @@
-"""Answers compared with given ones: ANLS for read text, relaxed accuracy for charts, exact match.
+"""Predicted answers against given ones: ANLS, relaxed accuracy, exact match, BLEU and CIDEr.
 
-Each takes the best of the answers that count as right.
+Each takes the best of the answers that count as right. Files are VQAv2's JSON, DocVQA's JSON, or
+JSON lines. An entry is an object with a question (``question_id``, ``questionId``, ``id``) and an
+``answer``, or for given answers also ``answers`` (texts, or VQAv2's objects with an ``answer``
+each). A file is a list of them, one a line, or an object that holds the list under ``annotations``
+(VQAv2) or ``data`` (DocVQA).
+
+BLEU is sacrebleu's and CIDEr pycocoevalcap's (extra ``specmm[captions]``). The published CIDEr uses
+Stanford's tokenizer (Java), ours differs on abbreviations and hyphens: the protocol says so, and
+such numbers are not the leaderboard's to the last digit.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
+import torch
+
+from specmm.metrics.features import Protocol
 from specmm.metrics.intervals import Bootstrap
 from specmm.metrics.measurement import Measurement
-from specmm.metrics.questions import Answers, Predictions, mean_score
+
+Predictions = Mapping[str, str]  # question to answer
+Answers = Mapping[str, Sequence[str]]  # question to the right answers, or to the annotators'
+Score = Callable[[str, Sequence[str]], float]  # of a prediction on its question's answers: [0, 1]
+T = TypeVar("T")
+QUESTION = ("question_id", "questionId", "id")
+LISTS = ("annotations", "data")
+EXTRA = "captions need sacrebleu and pycocoevalcap; run: pip install 'specmm[captions]'"
 
 
-def edit_distance(first: str, second: str) -> int:
-    """The fewest insertions, deletions and substitutions of a character between two texts
-    (Levenshtein).
+def mean_score(
+    metric: str,
+    predictions: Predictions,
+    answers: Answers,
+    score: Score,
+    protocol: Protocol,
+    draws: Bootstrap | None,
+) -> Measurement:
+    """The mean of ``score`` over questions, with an interval where ``draws`` are given.
+
+    Raises ``ValueError`` unless both name the same questions, and every question has an answer.
     """
-    row = list(
-        range(len(second) + 1)
-    )  # distances of the prefix of `first` so far to every prefix of `second`
-    for i, letter in enumerate(first, 1):
-        above, row[0] = row[0], i
-        for j, other in enumerate(second, 1):
-            above, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, above + (letter != other))
-    return row[-1]
+    _check_questions(predictions, answers)
+    scores = [score(predictions[q], answers[q]) for q in answers]
+    exact = torch.tensor(scores, dtype=torch.float64)
+    interval = draws.of_mean(exact, "questions") if draws else None
+    found = {**protocol, "counts": [len(scores)]}
+    if empty := sum(not predictions[q].strip() for q in answers):
+        found["note"] = f"{empty} of {len(scores)} predictions are empty"
+    return Measurement(metric, sum(scores) / len(scores), found, interval=interval)
 
 
-def anls_score(prediction: str, answers: Sequence[str], threshold: float = 0.5) -> float:
-    """The best of 1 - NL over ``answers``, 0 where NL >= ``threshold``; NL is the edit distance
-    over the longer length.
-
-    Case does not count, nor does how much white space stands between words.
-    """
-    found = _plain(prediction)
-    return max((_similarity(found, _plain(a), threshold) for a in answers), default=0.0)
+def _check_questions(predictions: Predictions, answers: Answers) -> None:
+    if not answers:
+        raise ValueError("answers must hold at least one question, got none; check the file")
+    unknown = [q for q in predictions if q not in answers]
+    missing = [q for q in answers if q not in predictions]
+    empty = [q for q, given in answers.items() if not any(a.strip() for a in given)]
+    if unknown:
+        what = f"prediction must have a question, got {len(unknown)} of {len(predictions)} without"
+        hint = "give the answers of the same split"
+    elif missing:
+        what = f"question must have a prediction, got none for {len(missing)} of {len(answers)}"
+        hint = "predict them too (an empty answer counts as wrong)"
+    elif empty:
+        what = f"question must have an answer, got empty ones for {len(empty)} of {len(answers)}"
+        hint = "remove these questions from both files"
+    else:
+        return
+    first = (unknown or missing or empty)[0]
+    raise ValueError(f"every {what} (first: {first!r}); {hint}")
 
 
 def anls(
@@ -45,27 +87,40 @@ def anls(
 ) -> Measurement:
     """Average normalised Levenshtein similarity (Biten et al. 2019, eq. 1), in [0, 1].
 
-    Raises ``ValueError`` unless ``predictions`` and ``answers`` name the same questions and 0 <
-    threshold <= 1.
+    Raises ``ValueError`` as ``mean_score`` does, and unless 0 < threshold <= 1.
     """
     if not 0 < threshold <= 1:
-        raise ValueError(
-            f"the threshold of ANLS must be in (0, 1], got {threshold}; the published one is 0.5"
-        )
+        raise ValueError(f"threshold must be in (0, 1], got {threshold}; published one is 0.5")
     protocol = {"normalisation": "case and white space", "threshold": threshold}
-    return mean_score(
-        "anls", predictions, answers, lambda p, a: anls_score(p, a, threshold), protocol, bootstrap
-    )
+    score = partial(anls_score, threshold=threshold)
+    return mean_score("anls", predictions, answers, score, protocol, bootstrap)
 
 
-def relaxed_match(prediction: str, answers: Sequence[str], tolerance: float = 0.05) -> bool:
-    """Whether a number is within ``tolerance`` of one of ``answers``, relative to it, or another
-    text equals one.
+def anls_score(prediction: str, answers: Sequence[str], threshold: float = 0.5) -> float:
+    """The best of 1 - NL over ``answers``, 0 where NL >= ``threshold``, ignoring case and spacing.
 
-    ``5%`` is the number 0.05. Around 0 no tolerance is defined: 0 must be given as it is written.
-    Case does not count.
+    NL is the edit distance over the longer length.
     """
-    return any(_relaxed(prediction.strip(), a.strip(), tolerance) for a in answers)
+    found = _plain(prediction)
+    best = 0.0
+    for wanted in map(_plain, answers):
+        longest = max(len(found), len(wanted))
+        distance = edit_distance(found, wanted) / longest if longest else 0.0
+        best = max(best, 1 - distance if distance < threshold else 0.0)
+    return best
+
+
+def edit_distance(first: str, second: str) -> int:
+    """The fewest insertions, deletions and substitutions of characters (Levenshtein)."""
+    row = list(range(len(second) + 1))  # of the prefix of `first` so far to every one of `second`
+    for i, letter in enumerate(first, 1):
+        above = row[0]
+        row[0] = i
+        for j, other in enumerate(second, 1):
+            best = min(row[j] + 1, row[j - 1] + 1, above + (letter != other))
+            above = row[j]
+            row[j] = best
+    return row[-1]
 
 
 def relaxed_accuracy(
@@ -74,22 +129,34 @@ def relaxed_accuracy(
     tolerance: float = 0.05,
     bootstrap: Bootstrap | None = None,
 ) -> Measurement:
-    """Share of answers that are right within 5% (ChartQA; Masry et al. 2022, sec. 5.1, after
-    Methani et al. 2020).
+    """Share of answers that are right within 5% (ChartQA; Masry et al. 2022, sec. 5.1).
 
-    Raises ``ValueError`` unless ``predictions`` and ``answers`` name the same questions and the
-    tolerance is >= 0.
+    Raises ``ValueError`` as ``mean_score`` does, and unless 0 <= tolerance < 1.
     """
     if not 0 <= tolerance < 1:
-        raise ValueError(
-            f"the tolerance must be in [0, 1), got {tolerance}; the published one is 0.05"
-        )
+        raise ValueError(f"the tolerance must be in [0, 1), got {tolerance}; published one is 0.05")
     protocol = {"normalisation": "case, numbers, percent signs", "tolerance": tolerance}
-
-    def score(prediction: str, given: Sequence[str]) -> float:
-        return float(relaxed_match(prediction, given, tolerance))
-
+    score = partial(relaxed_match, tolerance=tolerance)
     return mean_score("relaxed", predictions, answers, score, protocol, bootstrap)
+
+
+def relaxed_match(prediction: str, answers: Sequence[str], tolerance: float = 0.05) -> bool:
+    """Whether a number is within a relative ``tolerance`` of an answer, or a text equals one.
+
+    ``5%`` is the number 0.05. Around 0 no tolerance is defined: 0 must be given as it is written.
+    Case does not count.
+    """
+    found = prediction.strip()
+    number = _number(found)
+    for wanted in (a.strip() for a in answers):
+        truth = _number(wanted)
+        if number is None or not truth:  # a truth that is no number, or 0
+            right = found.lower() == wanted.lower()
+        else:
+            right = abs(number - truth) / abs(truth) <= tolerance
+        if right:
+            return True
+    return False
 
 
 def exact_match(
@@ -97,31 +164,157 @@ def exact_match(
 ) -> Measurement:
     """Share of answers that equal one of the given ones but for case and white space.
 
-    Raises ``ValueError`` unless ``predictions`` and ``answers`` name the same questions.
+    Raises ``ValueError`` as ``mean_score`` does.
     """
     protocol = {"normalisation": "case and white space"}
+    return mean_score("exact", predictions, answers, _equals_one, protocol, bootstrap)
 
-    def score(prediction: str, given: Sequence[str]) -> float:
-        return float(_plain(prediction) in map(_plain, given))
 
-    return mean_score("exact", predictions, answers, score, protocol, bootstrap)
+def _equals_one(prediction: str, answers: Sequence[str]) -> bool:
+    return _plain(prediction) in map(_plain, answers)
+
+
+def bleu(predictions: Predictions, answers: Answers) -> Measurement:
+    """Corpus BLEU-4 in [0, 100] (Papineni et al. 2002) with sacrebleu's default tokenizer.
+
+    ``parts`` are BLEU's own. Raises ``ValueError`` as ``mean_score`` does, and without sacrebleu.
+    """
+    _check_questions(predictions, answers)
+    try:
+        from sacrebleu.metrics.bleu import BLEU
+    except ImportError:
+        raise ValueError(EXTRA) from None
+    metric = BLEU()
+    most = max(len(given) for given in answers.values())
+    padded = [[*given, *[None] * (most - len(given))] for given in answers.values()]
+    references: Any = list(map(list, zip(*padded, strict=True)))  # None: fewer references
+    score = metric.corpus_score([predictions[q] for q in answers], references)
+    parts = {f"precision_{n}": p for n, p in enumerate(score.precisions, 1)}
+    parts["brevity_penalty"] = score.bp
+    protocol = {"signature": str(metric.get_signature()), "references": most}
+    return Measurement("bleu", score.score, {**protocol, "counts": [len(answers)]}, parts)
+
+
+def cider(predictions: Predictions, answers: Answers) -> Measurement:
+    """CIDEr-D (Vedantam et al. 2015, sec. 6), at most 10, with the answers' document frequencies.
+
+    Raises ``ValueError`` as ``mean_score`` does, below two questions (every frequency would be 1
+    and every score 0), and without pycocoevalcap.
+    """
+    _check_questions(predictions, answers)
+    if len(answers) < 2:
+        raise ValueError(f"CIDEr needs at least 2 captions to weight words, got {len(answers)}")
+    try:
+        from pycocoevalcap.cider.cider import Cider
+    except ImportError:
+        raise ValueError(EXTRA) from None
+    given = {q: [tokenised(a) for a in texts] for q, texts in answers.items()}
+    value, _ = Cider().compute_score(given, {q: [tokenised(predictions[q])] for q in answers})
+    tokens = "lower case, words and numbers, no punctuation"
+    protocol = {"library": "pycocoevalcap", "tokens": tokens, "counts": [len(answers)]}
+    return Measurement("cider", float(value), protocol)
+
+
+def tokenised(text: str) -> str:
+    """Words and numbers of ``text`` in lower case, a space between them."""
+    return " ".join(re.findall(r"\d+(?:[.,]\d+)*|[^\W\d_]+(?:'[^\W\d_]+)?", text.lower()))
+
+
+def read_predictions(path: Path) -> Predictions:
+    """One answer a question; raises ``ValueError`` naming the line or entry for anything else."""
+    found: dict[str, str] = {}
+    for where, entry in _entries(path):
+        if "answer" not in entry:
+            raise ValueError(f"{where} must hold 'answer', got {_keys(entry)}; add it")
+        _add(found, where, entry, _text(where, entry["answer"]))
+    return found
+
+
+def read_answers(path: Path) -> Answers:
+    """All given answers of every question; raises ``ValueError`` naming the line or entry."""
+    found: dict[str, list[str]] = {}
+    for where, entry in _entries(path):
+        given = entry.get("answers", entry.get("answer"))
+        if given is None:
+            raise ValueError(f"{where} must hold 'answers' or 'answer', got {_keys(entry)}; add it")
+        listed = given if isinstance(given, list) else [given]
+        texts = [_text(where, a.get("answer") if isinstance(a, dict) else a) for a in listed]
+        _add(found, where, entry, texts)
+    return found
+
+
+def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each entry with the words that say where it is."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        got = f"byte {error.object[error.start]:#x}"
+        raise ValueError(f"{path} must be UTF-8 text, got {got}; convert it") from None
+    listed = _values(path, text)
+    if not listed:
+        raise ValueError(f"{path} must hold at least one entry, got none; is it the right file?")
+    for where, entry in listed:
+        if not isinstance(entry, dict):
+            got = _short(entry)
+            raise ValueError(f"{where} must be an object with a question and an answer, got {got}")
+        yield where, entry
+
+
+def _values(path: Path, text: str) -> list[tuple[str, Any]]:
+    """The entries of one JSON value, or of JSON lines."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        if text.lstrip().startswith("["):
+            line = f"{path} line {error.lineno}"
+            raise ValueError(f"{line} must be JSON, got an error: {error.msg}; repair it") from None
+        lines = enumerate(text.splitlines(), 1)
+        return [_line(f"{path} line {number}", line) for number, line in lines if line.strip()]
+    if isinstance(value, dict) and not set(QUESTION) & set(value):
+        value = next((value[k] for k in LISTS if isinstance(value.get(k), list)), value)
+    entries = value if isinstance(value, list) else [value]
+    return [(f"{path} entry {i}", entry) for i, entry in enumerate(entries, 1)]
+
+
+def _line(where: str, text: str) -> tuple[str, Any]:
+    try:
+        return where, json.loads(text)
+    except json.JSONDecodeError:
+        raise ValueError(f"{where} must be JSON, got {text[:40]!r}; repair it") from None
+
+
+def _add(found: dict[str, T], where: str, entry: dict[str, Any], value: T) -> None:
+    """Add ``value`` under the question of ``entry``."""
+    name = next((entry[k] for k in QUESTION if k in entry), None)
+    if name is None or isinstance(name, bool | list | dict):
+        names = ", ".join(QUESTION)
+        raise ValueError(f"{where} must name its question ({names}), got {_keys(entry)}")
+    if str(name) in found:
+        twice = f"got {str(name)!r} for the second time"
+        raise ValueError(f"{where} must name another question, {twice}; keep one of them")
+    found[str(name)] = value
+
+
+def _keys(entry: dict[str, Any]) -> str:
+    return ", ".join(entry) or "nothing"
+
+
+def _text(where: str, value: object) -> str:
+    """An answer as text: numbers as JSON writes them."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, str) and not number:
+        got = _short(value)
+        raise ValueError(f"{where} must hold its answer as text or a finite number, got {got}")
+    return str(value)
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 40 else text[:40] + "…"
 
 
 def _plain(text: str) -> str:
     return " ".join(text.lower().split())
-
-
-def _similarity(found: str, wanted: str, threshold: float) -> float:
-    longest = max(len(found), len(wanted))
-    distance = edit_distance(found, wanted) / longest if longest else 0.0
-    return 1 - distance if distance < threshold else 0.0
-
-
-def _relaxed(found: str, wanted: str, tolerance: float) -> bool:
-    number, truth = _number(found), _number(wanted)
-    if number is None or not truth:  # a truth that is no number, or 0
-        return found.lower() == wanted.lower()
-    return abs(number - truth) / abs(truth) <= tolerance
 
 
 def _number(text: str) -> float | None:

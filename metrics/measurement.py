@@ -1,11 +1,15 @@
-"""What every metric returns: a number, what was measured, and how sure it is.
+"""What every metric returns: a number, what was measured, and its confidence interval.
 
-A difference between two numbers of different protocols means nothing, so ``difference`` refuses it.
+Two measurements are compared only if their protocols agree. ``read_measurements`` reads what
+``specmm eval --json`` wrote.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from specmm.metrics.features import Protocol, joint_protocol
@@ -16,9 +20,7 @@ SAMPLE_FACTS = ("counts", "note")  # entries that say which samples were measure
 
 @dataclass(frozen=True)
 class Interval:
-    """A confidence interval from ``low`` to ``high`` of ``level``, made by ``method`` (as
-    "bootstrap of 1,000").
-    """
+    """A confidence interval of ``level``; ``method`` says how it was made."""
 
     low: float
     high: float
@@ -28,9 +30,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The ``value`` of ``metric``; ``parts`` are the numbers it is made of, ``protocol`` says what
-    was measured.
-    """
+    """The ``value`` of ``metric``; ``parts`` are the numbers it is made of."""
 
     metric: str
     value: float
@@ -45,36 +45,37 @@ class Measurement:
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Measurement:
         """What ``to_json`` gave; raises ``ValueError`` for any other dictionary."""
-        missing = {"metric", "value", "protocol"} - set(found)
+        missing = ", ".join(sorted({"metric", "value", "protocol"} - set(found)))
         if missing:
             raise ValueError(
-                f"a measurement must hold metric, value and protocol, got no {', '.join(sorted(missing))}"
+                f"a measurement must hold metric, value and protocol, got no {missing}"
             )
-        interval = found.get("interval")
-        known = {k: found[k] for k in ("metric", "value", "protocol")} | {
-            "parts": found.get("parts", {})
-        }
-        return cls(**known, interval=Interval(**interval) if interval else None)
+        interval = Interval(**found["interval"]) if found.get("interval") else None
+        parts = found.get("parts", {})
+        return cls(found["metric"], found["value"], found["protocol"], parts, interval)
 
 
-def unequal_counts(first: Measurement, second: Measurement) -> str:
-    """A warning where a metric that falls with the number of pictures was measured on other numbers
-    of them.
+@dataclass(frozen=True)
+class Difference:
+    """``first`` less ``second`` of one metric; ``interval`` where both have one.
+
+    The samples are taken to be independent: Zou and Donner (2008, eq. 4), from the two intervals.
     """
-    counts = [m.protocol.get("counts") for m in (first, second)]
-    if first.metric not in BIASED or None in counts or counts[0] == counts[1]:
-        return ""
-    return f"{first.metric} falls with the number of pictures, and these had {counts[0]} and {counts[1]}: no comparison"
+
+    metric: str
+    value: float
+    interval: Interval | None
+
+    @property
+    def differ(self) -> bool | None:
+        """Whether the interval excludes 0; None without one."""
+        return None if self.interval is None else not self.interval.low <= 0 <= self.interval.high
 
 
 def difference(first: Measurement, second: Measurement) -> float:
-    """``first`` less ``second``; raises ``ValueError`` naming what differs unless both measured the
-    same way.
-    """
+    """``first`` less ``second``; raises ``ValueError`` unless both measured the same way."""
     if first.metric != second.metric:
-        raise ValueError(
-            f"both must be the same metric, got {first.metric} and {second.metric}; compare like with like"
-        )
+        raise ValueError(f"both must be the same metric, got {first.metric} and {second.metric}")
     one, two = (
         {k: v for k, v in m.protocol.items() if k not in SAMPLE_FACTS} for m in (first, second)
     )
@@ -85,3 +86,48 @@ def difference(first: Measurement, second: Measurement) -> float:
         )
     joint_protocol(one, two)
     return first.value - second.value
+
+
+def compare_results(first: Measurement, second: Measurement) -> Difference:
+    """``first`` less ``second``; raises ``ValueError`` unless both measured the same way."""
+    value = difference(first, second)
+    one = first.interval
+    two = second.interval
+    if one is None or two is None or one.level != two.level:
+        return Difference(first.metric, value, None)
+    low = value - math.hypot(first.value - one.low, two.high - second.value)
+    high = value + math.hypot(one.high - first.value, second.value - two.low)
+    method = f"Zou and Donner, from a {one.method} and a {two.method}"
+    return Difference(first.metric, value, Interval(low, high, one.level, method))
+
+
+def unequal_counts(first: Measurement, second: Measurement) -> str:
+    """A warning where a metric that is biased by small sets had sets of different sizes, or ""."""
+    one, two = (m.protocol.get("counts") for m in (first, second))
+    if first.metric not in BIASED or one is None or two is None or one == two:
+        return ""
+    return f"{first.metric} depends on the number of pictures, here {one} and {two}: no comparison"
+
+
+def read_measurements(path: Path) -> list[Measurement]:
+    """The measurements in a result file; raises ``ValueError`` for any other file."""
+    return parse_measurements(read_json(path), path)
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value of ``path``; raises ``ValueError`` for any other file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise ValueError(f"{path} must be JSON, got something else; write it with --json") from None
+
+
+def parse_measurements(value: Any, path: Path) -> list[Measurement]:
+    """The measurements in the JSON ``value`` of ``path``; raises ``ValueError`` without any."""
+    if not isinstance(value, dict):
+        got = type(value).__name__
+        raise ValueError(f"{path} must hold one result of specmm eval --json, got a {got}")
+    try:
+        return [Measurement.from_json(found) for found in value.get("results", [value])]
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} must hold a result of specmm eval --json ({error})") from None

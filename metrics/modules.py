@@ -1,49 +1,42 @@
-"""The metrics as torchmetrics modules (which must be installed): states add up or join across
-processes.
+"""The metrics as torchmetrics modules (which must be installed): states merge across processes.
 
-A thin layer: every number comes from the functional core. States stay as precise as the core wants
-them whatever ``set_dtype`` says, since a FID in float32 is wrong in its third digit. ``update``
-takes features [N, F], or pictures where an extractor was given, and whether they are ``real``;
-``measurements()`` tells what ``compute()`` measured.
+Every number comes from the functional core. States stay as precise as the core wants them whatever
+``set_dtype`` says, since a FID in float32 is wrong in its third digit. ``update`` takes features
+[N, F], or pictures where an extractor was given, and whether they are ``real``; ``measurements()``
+gives what ``compute()`` measured.
 
 Shapes: features [N, F]; logits [N, C].
 """
 
 from __future__ import annotations
 
-import typing
 from abc import abstractmethod
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
+from specmm.metrics.extractors import Extractor
 from specmm.metrics.features import FeatureSet, Protocol, as_features, joint_protocol
-from specmm.metrics.frechet import FeatureStatistics, frechet_distance
+from specmm.metrics.frechet import (
+    THRESHOLD,
+    FeatureStatistics,
+    frechet_distance,
+    memorisation_distance,
+)
 from specmm.metrics.inception_score import ScoreStatistics
 from specmm.metrics.kernel import kernel_distance
-from specmm.metrics.manifold import density_coverage, precision_recall
 from specmm.metrics.measurement import Measurement
-from specmm.metrics.memorisation import THRESHOLD, memorisation_distance
+from specmm.metrics.neighbours import density_coverage, precision_recall
 
 SIDES = {True: "real", False: "made"}
-
-
-class Extractor(typing.Protocol):
-    """What turns pictures into features."""
-
-    def features(self, pictures: Any) -> FeatureSet:
-        """Features of pictures."""
-        ...
+Options = dict[str, Any]
 
 
 class SampleMetric(Metric):
-    """What the metrics of sets share: extraction, protocols of both sides, keeping the real side,
-    measurements.
-    """
+    """What the metrics of sets share: extraction, both protocols, keeping the real side."""
 
     full_state_update = False
     is_differentiable = False
@@ -56,14 +49,13 @@ class SampleMetric(Metric):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.extractor, self.reset_real_features = extractor, reset_real_features
+        self.extractor = extractor
+        self.reset_real_features = reset_real_features
         self._protocols: dict[str, Protocol] = {side: {} for side in SIDES.values()}
         self._found: tuple[Measurement, ...] = ()
 
-    def update(self, samples: FeatureSet | Tensor | np.ndarray, real: bool) -> None:
-        """Add features [N, F], or pictures where there is an extractor, to the real or the made
-        side.
-        """
+    def update(self, samples: Any, real: bool) -> None:
+        """Add features [N, F], or pictures for the extractor, to the real or the made side."""
         found = self.extractor.features(samples) if self.extractor else as_features(samples)
         side = SIDES[bool(real)]
         self._protocols[side] = joint_protocol(self._protocols[side], found.protocol)
@@ -85,19 +77,16 @@ class SampleMetric(Metric):
 
     def reset(self) -> None:
         """Forget the samples; the real ones only if ``reset_real_features``."""
-        names = (
-            [] if self.reset_real_features else [n for n in self._defaults if n.startswith("real")]
-        )
-        kept = {name: getattr(self, name) for name in names}
-        kept = {
-            name: list(state) if isinstance(state, list) else state for name, state in kept.items()
-        }
+        kept = {}
+        sides = list(SIDES.values())
+        if not self.reset_real_features:
+            states = {n: getattr(self, n) for n in self._defaults if n.startswith("real")}
+            kept = {n: list(s) if isinstance(s, list) else s for n, s in states.items()}
+            sides = ["made"]
         super().reset()  # empties lists in place
         for name, state in kept.items():
             setattr(self, name, state)
-        self._protocols = {
-            side: {} if not kept or side == "made" else p for side, p in self._protocols.items()
-        }
+        self._protocols |= {side: {} for side in sides}
 
     def set_dtype(self, dst_type: str | torch.dtype) -> Metric:
         """Nothing: the states keep the precision they need."""
@@ -111,14 +100,12 @@ class SampleMetric(Metric):
 
 
 class FrechetDistance(SampleMetric):
-    """FID and its kin (``frechet_distance``) of features of ``width``; memory does not grow with N."""
+    """FID and the like (``frechet_distance``) of ``width`` features, in constant memory."""
 
     higher_is_better = False
 
-    def __init__(
-        self, extractor: Extractor | None = None, *, width: int = 2048, **options: Any
-    ) -> None:
-        super().__init__(extractor, **options)
+    def __init__(self, *args: Any, width: int = 2048, **options: Any) -> None:
+        super().__init__(*args, **options)
         for side in SIDES.values():
             empty = FeatureStatistics.empty(width)
             self.add_state(f"{side}_count", torch.tensor(0), dist_reduce_fx="sum")
@@ -126,8 +113,8 @@ class FrechetDistance(SampleMetric):
             self.add_state(f"{side}_outer", empty.outer, dist_reduce_fx="sum")
 
     def _statistics(self, side: str) -> FeatureStatistics:
-        sums = getattr(self, f"{side}_total"), getattr(self, f"{side}_outer")
-        return FeatureStatistics(int(getattr(self, f"{side}_count")), *sums, self._protocols[side])
+        count, total, outer = (getattr(self, f"{side}_{n}") for n in ("count", "total", "outer"))
+        return FeatureStatistics(int(count), total, outer, self._protocols[side])
 
     def _add(self, found: FeatureSet, side: str) -> None:
         self._statistics(side).update(found)  # the sums in place
@@ -143,44 +130,37 @@ class FeatureMetric(SampleMetric):
     torchmetrics can join the processes' features only if each of them has seen some of both sides.
     """
 
-    def __init__(self, extractor: Extractor | None = None, **options: Any) -> None:
-        super().__init__(extractor, **options)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         for side in SIDES.values():
             self.add_state(f"{side}_features", [], dist_reduce_fx="cat")
 
     def _add(self, found: FeatureSet, side: str) -> None:
         getattr(self, f"{side}_features").append(found.values)
 
-    def _set(self, side: str) -> FeatureSet:
-        parts = getattr(self, f"{side}_features")
-        if isinstance(parts, list) and not parts:
-            raise ValueError(
-                f"both sides need samples, got no {side} ones; call update(samples, real={side == 'real'})"
-            )
-        return FeatureSet(dim_zero_cat(parts), self._protocols[side])
+    def _sets(self) -> tuple[FeatureSet, FeatureSet]:
+        """The real and the made side."""
+        found = []
+        for real, side in SIDES.items():
+            parts = getattr(self, f"{side}_features")
+            if isinstance(parts, list) and not parts:
+                hint = f"call update(samples, real={real})"
+                raise ValueError(f"both sides need samples, got no {side} ones; {hint}")
+            found.append(FeatureSet(dim_zero_cat(parts), self._protocols[side]))
+        return found[0], found[1]
 
 
 class KernelDistance(FeatureMetric):
-    """KID (``kernel_distance``, whose keyword ``options`` it takes as ``kernel_options``)."""
+    """KID (``kernel_distance``, whose keyword options it takes as ``kernel_options``)."""
 
     higher_is_better = False
 
-    def __init__(
-        self,
-        extractor: Extractor | None = None,
-        *,
-        kernel_options: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(extractor, **options)
+    def __init__(self, *args: Any, kernel_options: Options | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.kernel_options = kernel_options or {}
 
     def _measure(self) -> tuple[Measurement, ...]:
-        return (
-            kernel_distance(
-                self._set("real"), self._set("made"), **self.kernel_options
-            ).measurement(),
-        )
+        return (kernel_distance(*self._sets(), **self.kernel_options).measurement(),)
 
 
 class PrecisionRecall(FeatureMetric):
@@ -188,12 +168,12 @@ class PrecisionRecall(FeatureMetric):
 
     higher_is_better = True
 
-    def __init__(self, extractor: Extractor | None = None, *, k: int = 3, **options: Any) -> None:
-        super().__init__(extractor, **options)
+    def __init__(self, *args: Any, k: int = 3, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.k = k
 
     def _measure(self) -> tuple[Measurement, ...]:
-        return precision_recall(self._set("real"), self._set("made"), k=self.k)
+        return precision_recall(*self._sets(), k=self.k)
 
 
 class DensityCoverage(FeatureMetric):
@@ -201,12 +181,12 @@ class DensityCoverage(FeatureMetric):
 
     higher_is_better = True
 
-    def __init__(self, extractor: Extractor | None = None, *, k: int = 5, **options: Any) -> None:
-        super().__init__(extractor, **options)
+    def __init__(self, *args: Any, k: int = 5, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.k = k
 
     def _measure(self) -> tuple[Measurement, ...]:
-        return density_coverage(self._set("real"), self._set("made"), k=self.k)
+        return density_coverage(*self._sets(), k=self.k)
 
 
 class MemorisationDistance(FeatureMetric):
@@ -214,42 +194,29 @@ class MemorisationDistance(FeatureMetric):
 
     higher_is_better = False
 
-    def __init__(
-        self, extractor: Extractor | None = None, *, threshold: float = THRESHOLD, **options: Any
-    ) -> None:
-        super().__init__(extractor, **options)
+    def __init__(self, *args: Any, threshold: float = THRESHOLD, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.threshold = threshold
 
     def _measure(self) -> tuple[Measurement, ...]:
-        return (
-            memorisation_distance(self._set("real"), self._set("made"), threshold=self.threshold),
-        )
+        return (memorisation_distance(*self._sets(), threshold=self.threshold),)
 
 
 class InceptionScore(SampleMetric):
-    """Inception Score of logits of ``classes``; real samples are passed over. Memory does not grow
-    with N.
-    """
+    """Inception Score of logits of ``classes``; real samples are ignored, memory is constant."""
 
     higher_is_better = True
     counts: Tensor
     total: Tensor
     certainty: Tensor
 
-    def __init__(
-        self,
-        extractor: Extractor | None = None,
-        *,
-        classes: int = 1008,
-        splits: int = 10,
-        **options: Any,
-    ) -> None:
-        super().__init__(extractor, **options)
+    def __init__(self, *args: Any, classes: int = 1008, splits: int = 10, **options: Any) -> None:
+        super().__init__(*args, **options)
         empty = ScoreStatistics.empty(classes, splits)
         for name in ("counts", "total", "certainty"):
             self.add_state(name, getattr(empty, name), dist_reduce_fx="sum")
 
-    def update(self, samples: FeatureSet | Tensor | np.ndarray, real: bool = False) -> None:
+    def update(self, samples: Any, real: bool = False) -> None:
         """Add logits [N, C], or pictures where there is an extractor, unless they are ``real``."""
         if not real:
             super().update(samples, real=False)

@@ -1,27 +1,114 @@
-"""Nearest training neighbours of samples, in feature or pixel space, so that memorising shows.
+"""What nearest neighbours in feature space tell of two sets.
 
-Shapes: samples [N, F], references [M, F]; pictures [N, R, R, 3] uint8.
+Improved precision and recall (Kynkäänniemi et al. 2019, eq. 1-2) and density and coverage (Naeem et
+al. 2020, eq. 3-4). Each sample of a set is the centre of a ball that reaches to its k-th nearest
+neighbour in the same set; the balls together are the set's manifold. A point on a ball's surface
+is inside for precision and recall and outside for density and coverage, as in the authors' code,
+with an allowance for rounding. Distances are float64, taken in row blocks: memory does not grow
+with N².
+
+``nearest_neighbours`` shows memorising: the training sample nearest to each made one.
+
+Shapes: real [N, F], made [M, F]; radii [N], squared; pictures [N, R, R, 3] uint8.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specmm.metrics.features import FeatureSet, Protocol, as_features, joint_protocol, same_width
+from specmm.metrics.features import Features, FeatureSet, Protocol, comparable
+from specmm.metrics.intervals import Bootstrap
+from specmm.metrics.measurement import Measurement
 
-BLOCK = 1024  # samples at a time
+BLOCK = 1024  # rows of the distance matrix held at a time
+ROUNDING = 1e-12  # of squared distances, relative to the largest squared norm
 CANDIDATES = 8  # neighbours by the fast float32 formula, ranked again exactly
+
+
+def precision_recall(
+    real: Features, made: Features, *, k: int = 3, bootstrap: Bootstrap | None = None
+) -> tuple[Measurement, Measurement]:
+    """Shares of ``made`` [M, F] in the manifold of ``real`` [N, F] (precision), and vice versa.
+
+    ``bootstrap`` gives intervals over the points, the manifolds held fixed. Raises ``ValueError``
+    as ``comparable`` does, or for sets of k samples or fewer.
+    """
+    x, y, protocol = _centred(real, made, k)
+    found = []
+    for name, points, centres in (("precision", y, x), ("recall", x, y)):
+        radii = _squared_radii(centres, k)
+        blocks = [block.any(1) for block in _memberships(points, centres, radii, closed=True)]
+        inside = torch.cat(blocks).double()
+        interval = bootstrap.of_mean(inside, "points, manifold fixed") if bootstrap else None
+        found.append(Measurement(name, float(inside.mean()), dict(protocol), interval=interval))
+    return found[0], found[1]
+
+
+def density_coverage(
+    real: Features, made: Features, *, k: int = 5, bootstrap: Bootstrap | None = None
+) -> tuple[Measurement, Measurement]:
+    """Density (real balls a made sample lies in, over k), coverage (share of real balls not empty).
+
+    ``bootstrap`` gives density an interval over the made samples, and coverage one over the real
+    ones, the balls held fixed. Raises ``ValueError`` as ``precision_recall`` does.
+    """
+    x, y, protocol = _centred(real, made, k)
+    radii = _squared_radii(x, k)
+    blocks = []
+    covered = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+    for block in _memberships(y, x, radii, closed=False):
+        blocks.append(block.sum(1).double() / k)
+        covered |= block.any(0)
+    depth = torch.cat(blocks)
+    density = Measurement("density", float(depth.mean()), dict(protocol))
+    coverage = Measurement("coverage", float(covered.double().mean()), dict(protocol))
+    if bootstrap:
+        of_made = bootstrap.of_mean(depth, "made samples, balls fixed")
+        of_real = bootstrap.of_mean(covered, "real samples, balls fixed")
+        return replace(density, interval=of_made), replace(coverage, interval=of_real)
+    return density, coverage
+
+
+def _squared_radii(x: Tensor, k: int) -> Tensor:
+    """Squared distance [N] of each row of x [N, F] to its k-th nearest other row."""
+    return torch.cat([near.topk(k + 1, largest=False).values[:, k] for near in _distances(x, x)])
+
+
+def _memberships(points: Tensor, centres: Tensor, radii: Tensor, closed: bool) -> Iterator[Tensor]:
+    """Whether each point lies in each ball, in blocks [b, N] of the points [M, F]."""
+    slack = ROUNDING * max(float(s.square().sum(1).max()) for s in (points, centres))
+    for near in _distances(points, centres):
+        yield near <= radii + slack if closed else near < radii - slack
+
+
+def _distances(x: Tensor, y: Tensor) -> Iterator[Tensor]:
+    """Squared distances of x [N, F] to y [M, F], in blocks [b, M]."""
+    norms = y.square().sum(1)
+    for rows in x.split(BLOCK):
+        products = torch.addmm(norms, rows, y.T, alpha=-2)
+        yield products.add_(rows.square().sum(1, keepdim=True)).clamp_(min=0)
+
+
+def _centred(real: Features, made: Features, k: int) -> tuple[Tensor, Tensor, Protocol]:
+    """Both sets in float64 around the real mean (distances stay, rounding shrinks)."""
+    one, two, protocol = comparable(real, made)
+    smaller = min(len(one), len(two))
+    if not 1 <= k < smaller:
+        got = f"{k} of {smaller}"
+        raise ValueError(f"k must be at least 1 and less than the samples of either set, got {got}")
+    x = one.values.double()
+    centre = x.mean(0)
+    return x - centre, two.values.to(x) - centre, {**protocol, "k": k}
 
 
 @dataclass
 class Neighbours:
-    """Euclidean ``distances`` [N] float64 to, and ``indices`` [N] of, the nearest reference of each
-    sample.
-    """
+    """Of each sample the distance [N] float64 to its nearest reference, and that one's index."""
 
     distances: Tensor
     indices: Tensor
@@ -37,52 +124,32 @@ def pixels(pictures: np.ndarray | Tensor) -> FeatureSet:
     values = torch.as_tensor(pictures)
     if values.dtype != torch.uint8 or values.ndim != 4:
         got = f"{values.dtype} {list(values.shape)}"
-        raise ValueError(
-            f"pictures must be uint8 [N, R, R, 3], got {got}; scale to 0..255 and stack them"
-        )
+        raise ValueError(f"pictures must be uint8 [N, R, R, 3], got {got}")
     flat = values.flatten(1).float()
-    protocol: Protocol = {
-        "features": "pixels",
-        "resize": f"none, {values.shape[1]}x{values.shape[2]}",
-    }
-    return FeatureSet(flat / (255 * flat.shape[1] ** 0.5), protocol)
+    size = f"none, {values.shape[1]}x{values.shape[2]}"
+    return FeatureSet(flat / (255 * flat.shape[1] ** 0.5), {"features": "pixels", "resize": size})
 
 
-def nearest_neighbours(
-    samples: FeatureSet | Tensor | np.ndarray, references: FeatureSet | Tensor | np.ndarray
-) -> Neighbours:
+def nearest_neighbours(samples: Features, references: Features) -> Neighbours:
     """The nearest of ``references`` [M, F] to each of ``samples`` [N, F].
 
     Candidates come from a float32 matrix product; their distances are then computed from the
-    differences in float64, so that an exact copy is at distance 0. Raises ``ValueError`` for NaN,
-    different widths or protocols, or no reference.
+    differences in float64, so that an exact copy is at distance 0. Raises ``ValueError`` as
+    ``comparable`` does, or for no reference.
     """
-    one, two = as_features(samples), as_features(references)
-    same_width(one.values.shape[1], two.values.shape[1])
+    one, two, protocol = comparable(samples, references)
     if not len(two):
-        raise ValueError(
-            "references must hold at least one sample, got none; pass the training set"
-        )
-    protocol = {**joint_protocol(one.protocol, two.protocol), "counts": [len(one), len(two)]}
+        raise ValueError("references must hold at least one sample, got none")
     centre = two.values.float().mean(0)  # distances do not change, rounding shrinks
     known = two.values.float() - centre
-    found = [
-        _nearest(rows.float() - centre, known)
-        for rows in torch.split(one.values.to(known.device), BLOCK)
-    ]
-    distances = torch.cat([d for d, _ in found] or [known.new_zeros(0, dtype=torch.float64)])
-    indices = torch.cat([i for _, i in found] or [known.new_zeros(0, dtype=torch.int64)])
-    return Neighbours(distances, indices, protocol)
-
-
-def _nearest(rows: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-    """Distances [n] and indices [n] of the nearest of ``known`` [M, F] to ``rows`` [n, F]."""
-    near = torch.addmm(
-        known.square().sum(1), rows, known.T, alpha=-2
-    )  # squared distance less |row|², [n, M]
-    candidates = near.topk(min(CANDIDATES, len(known)), largest=False).indices  # [n, C]
-    exact = torch.stack(
-        [(rows - known[c]).double().square().sum(1) for c in candidates.T], dim=1
-    )  # [n, C]
-    best = exact.argmin(1, keepdim=True)
-    return exact.gather(1, best).squeeze(1).sqrt(), candidates.gather(1, best).squeeze(1)
+    norms = known.square().sum(1)
+    distances = []
+    indices = []
+    for rows in (one.values.to(known.device).float() - centre).split(BLOCK):
+        near = torch.addmm(norms, rows, known.T, alpha=-2)  # squared distance less |row|²: [n, M]
+        candidates = near.topk(min(CANDIDATES, len(known)), largest=False).indices  # [n, C]
+        exact = torch.stack([(rows - known[c]).double().square().sum(1) for c in candidates.T], 1)
+        best = exact.argmin(1, keepdim=True)
+        distances.append(exact.gather(1, best).squeeze(1).sqrt())
+        indices.append(candidates.gather(1, best).squeeze(1))
+    return Neighbours(torch.cat(distances), torch.cat(indices), protocol)

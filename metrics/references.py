@@ -1,16 +1,13 @@
-"""Files of reference statistics, ours and those of other projects: read, checked and written, never
-unpickled.
+"""Files of reference statistics, ours and those of other projects; nothing in them is unpickled.
 
 | layout | file | holds |
 |---|---|---|
 | ``specmm`` | .npz | ``mu``, ``sigma``, ``count``, ``protocol`` (JSON) |
 | ``clean-fid`` (pytorch-fid, TTUR too) | .npz | ``mu``, ``sigma`` |
-| ``adm`` (guided-diffusion) | .npz | ``mu``, ``sigma``, ``mu_s``, ``sigma_s`` (of spatial features)
-|
+| ``adm`` (guided-diffusion) | .npz | ``mu``, ``sigma``, ``mu_s``, ``sigma_s`` (spatial features) |
 | ``torch-fidelity`` | .pt | a dictionary of the arrays ``mu`` and ``sigma`` |
 
-Ours can be read by whatever reads clean-fid's. The others do not say which features they are of, so
-the caller does.
+Ours can be read by whatever reads clean-fid's. The others do not say which features they are of.
 
 Shapes: ``mu`` [F]; ``sigma`` [F, F].
 """
@@ -28,17 +25,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specmm.metrics.features import Protocol, joint_protocol, same_width
+from specmm.metrics.features import Protocol, joint_protocol
 from specmm.metrics.frechet import Gaussian
 
 Layout = Literal["specmm", "clean-fid", "adm", "torch-fidelity"]
 ASYMMETRY = 1e-6  # of sigma, relative to its largest entry, that rounding may explain
+ARRAYS = {"mu", "sigma", "mu_s", "sigma_s", "count", "protocol"}  # that are read from an .npz
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Mean [F] and covariance [F, F] of a set, float64; ``count`` is None where the file does not
-    tell.
+    """Mean [F] and covariance [F, F] of a set, float64; ``count`` None: the file does not tell.
 
     Raises ``ValueError`` unless both are finite, the covariance symmetric and the widths equal.
     """
@@ -49,25 +46,14 @@ class Reference:
     protocol: Protocol = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        shapes = f"{list(self.mean.shape)} and {list(self.covariance.shape)}"
         if self.mean.ndim != 1 or self.covariance.shape != (len(self.mean),) * 2:
-            raise ValueError(
-                f"a reference must have mu [F] and sigma [F, F], got {shapes}; write it again"
-            )
+            got = f"{list(self.mean.shape)} and {list(self.covariance.shape)}"
+            raise ValueError(f"a reference must have mu [F] and sigma [F, F], got {got}")
         if not (self.mean.isfinite().all() and self.covariance.isfinite().all()):
-            raise ValueError(
-                "a reference must be finite, got NaN or inf; write it again from checked features"
-            )
+            raise ValueError("a reference must be finite, got NaN or inf; write it again")
         apart = (self.covariance - self.covariance.T).abs().max()
         if apart > ASYMMETRY * self.covariance.abs().max():
-            raise ValueError(
-                f"sigma must be symmetric, got a difference of {float(apart):.3g}; write it again"
-            )
-
-    @classmethod
-    def of(cls, found: Gaussian) -> Reference:
-        """The moments of a set's statistics."""
-        return cls(*found.moments(), found.count, dict(found.protocol))
+            raise ValueError(f"sigma must be symmetric, got a difference of {float(apart):.3g}")
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Mean [F] and a copy of the covariance [F, F]."""
@@ -77,23 +63,22 @@ class Reference:
 def read_reference(
     path: Path, *, protocol: Mapping[str, Any] | None = None, spatial: bool = False
 ) -> Reference:
-    """The reference in ``path`` (.npz, .pt), whatever its layout; ``spatial`` takes an ADM file's
-    second pair.
+    """The reference in ``path`` (.npz, .pt) of any layout; ``spatial``: an ADM file's second pair.
 
-    ``protocol`` is what the caller knows of it, as ``network.protocol`` when the same network made
-    it: a foreign file says nothing, and a distance checks only what both sides say. Raises
-    ``ValueError`` for any other file, or where ``protocol`` contradicts the file's own.
+    ``protocol`` is what the caller knows of it, such as ``network.protocol``: a foreign file says
+    nothing. Raises ``ValueError`` for any other file, or where it contradicts the file's own.
     """
     found = _arrays(path)
     names = ("mu_s", "sigma_s") if spatial else ("mu", "sigma")
     if not set(names) <= set(found):
-        raise ValueError(
-            f"{path} must hold {names[0]!r} and {names[1]!r}, got {', '.join(sorted(found))}{_hint(found)}"
-        )
+        held = ", ".join(sorted(found))
+        raise ValueError(f"{path} must hold {' and '.join(names)}, got {held}{_hint(found)}")
     mean, covariance = (torch.as_tensor(np.asarray(found[n]), dtype=torch.float64) for n in names)
-    own: Protocol = {"source": f"{_layout(path, found)} statistics"}
     if "protocol" in found:
         own = json.loads(str(found["protocol"]))
+    else:
+        npz = "adm" if "mu_s" in found else "clean-fid"
+        own = {"source": f"{npz if path.suffix == '.npz' else 'torch-fidelity'} statistics"}
     count = int(found["count"]) if "count" in found else None
     return Reference(mean, covariance, count, joint_protocol(own, protocol or {}))
 
@@ -101,100 +86,60 @@ def read_reference(
 def write_reference(
     found: Gaussian, path: Path, layout: Layout = "specmm", *, spatial: Gaussian | None = None
 ) -> None:
-    """Write the moments of ``found`` to ``path`` in ``layout``; ``adm`` needs those of ``spatial``
-    features as well.
+    """Write the moments of ``found`` to ``path``; ``adm`` needs those of ``spatial`` features too.
 
-    Raises ``ValueError`` for another layout, a suffix that readers of the layout do not expect, or
-    no ``spatial``.
+    Raises ``ValueError`` for another layout, a suffix that does not fit it, or no ``spatial``.
     """
     if layout not in get_args(Layout):
         raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}, got {layout!r}")
     suffix = ".pt" if layout == "torch-fidelity" else ".npz"
     if path.suffix != suffix:
-        raise ValueError(
-            f"a file in the layout {layout} must end in {suffix}, got {path.name!r}; rename it"
-        )
+        raise ValueError(f"a file of {layout} must end in {suffix}, got {path.name!r}; rename it")
     if (spatial is not None) != (layout == "adm"):
-        raise ValueError(
-            "spatial statistics belong to the layout adm, which needs them; pass both or neither"
-        )
+        raise ValueError("spatial statistics belong to the layout adm, which needs them")
     mean, covariance = found.moments()
     arrays = {"mu": mean.cpu().numpy(), "sigma": covariance.cpu().numpy()}
     if layout == "specmm":
-        facts = {"protocol": np.array(json.dumps(found.protocol))}
-        arrays |= facts if found.count is None else facts | {"count": np.array(found.count)}
+        arrays["protocol"] = np.array(json.dumps(found.protocol))
+        if found.count is not None:
+            arrays["count"] = np.array(found.count)
     if spatial is not None:
-        arrays |= {
-            f"{n}_s": m.cpu().numpy()
-            for n, m in zip(("mu", "sigma"), spatial.moments(), strict=True)
-        }
+        mean, covariance = spatial.moments()
+        arrays |= {"mu_s": mean.cpu().numpy(), "sigma_s": covariance.cpu().numpy()}
     with path.open("wb") as file:
         torch.save(arrays, file) if suffix == ".pt" else np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
-def check_reference(reference: Reference, protocol: Mapping[str, Any], width: int) -> None:
-    """Raise ``ValueError`` naming what differs, before any picture is decoded, unless features of
-    ``width`` fit.
-    """
-    same_width(len(reference.mean), width)
-    joint_protocol(reference.protocol, protocol)
-
-
 def _arrays(path: Path) -> dict[str, Any]:
-    """What is in the file, by name."""
     if not path.is_file():
-        raise ValueError(
-            f"{path} must be a file of reference statistics (.npz or .pt), there is none"
-        )
+        raise ValueError(f"{path} must be a file of statistics (.npz or .pt), there is none")
     try:
         return _tensors(path) if path.suffix in (".pt", ".pth") else _npz(path)
     except ValueError as error:
         raise ValueError(f"{path} must be .npz or .pt with arrays only: {error}") from error
     except Exception as error:  # a broken zip or pickle raises whatever it likes
-        raise ValueError(
-            f"{path} must be a whole .npz or .pt file, got {type(error).__name__}; copy it again"
-        ) from error
+        got = f"{type(error).__name__}; copy it again"
+        raise ValueError(f"{path} must be a whole .npz or .pt file, got {got}") from error
 
 
 def _npz(path: Path) -> dict[str, Any]:
     if not zipfile.is_zipfile(path):
         raise zipfile.BadZipFile(str(path))
-    with np.load(path, allow_pickle=False) as data:
-        wanted = {
-            "mu",
-            "sigma",
-            "mu_s",
-            "sigma_s",
-            "count",
-            "protocol",
-        }  # pictures beside them are not read
-        return {name: data[name] if name in wanted else None for name in data.files}
+    with np.load(path, allow_pickle=False) as data:  # pictures beside the statistics are not read
+        return {name: data[name] if name in ARRAYS else None for name in data.files}
 
 
 def _tensors(path: Path) -> dict[str, Any]:
-    """A torch file in which nothing but arrays and tensors may be made."""
-    reconstruct = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
-    makers: list[Any] = [
-        np.ndarray,
-        np.dtype,
-        type(np.dtype(np.float64)),
-        type(np.dtype(np.float32)),
-        reconstruct,
-    ]
-    makers.append(
-        (reconstruct, "numpy.core.multiarray._reconstruct")
-    )  # its name in files of NumPy 1
-    with torch.serialization.safe_globals(makers):
+    """The dictionary in a torch file, from which only arrays and tensors are made."""
+    make = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
+    floats = [type(np.dtype(kind)) for kind in (np.float64, np.float32)]
+    in_numpy_1 = (make, "numpy.core.multiarray._reconstruct")  # the name in older files
+    allowed: list[Any] = [np.ndarray, np.dtype, *floats, make, in_numpy_1]
+    with torch.serialization.safe_globals(allowed):
         found = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(found, dict):
         raise ValueError(f"expected a dictionary of mu and sigma, got {type(found).__name__}")
     return found
-
-
-def _layout(path: Path, found: Mapping[str, Any]) -> Layout:
-    if path.suffix != ".npz":
-        return "torch-fidelity"
-    return "adm" if "mu_s" in found else "clean-fid"
 
 
 def _hint(found: Mapping[str, Any]) -> str:

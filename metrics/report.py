@@ -1,23 +1,33 @@
-"""Speed against quality: rows of methods from result files, one Markdown table, one picture.
+"""Speed against quality: rows of methods from result files, a Markdown table and a plot.
 
 Result files are what ``specmm bench --json`` and ``specmm eval … --json`` print and what the
 benchmarks write (rows in .csv or .json). A row is a dictionary: ``method``, ``speedup`` and
 ``certificate`` from a speed measurement, ``fid`` (or another metric) and ``samples`` from a quality
-one.
+one. In the plot each method is a point with its name; no name lies on another or on a point.
+
+Shapes: boxes are matplotlib's, in pixels.
 """
 
 from __future__ import annotations
 
 import csv
-import json
-from collections.abc import Iterable, Sequence
+import itertools
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from specmm.metrics.measurement import Measurement
-from specmm.metrics.results import measurements, same_protocol
+import numpy as np
+
+from specmm.metrics.measurement import Measurement, difference, parse_measurements, read_json
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
 
 Row = dict[str, Any]
+Point = tuple[float, float]
 PLAIN = "ar"  # the baseline's name
 COLUMNS = {
     "method": "method",
@@ -32,6 +42,8 @@ COLUMNS = {
     "kid": "KID",
     "log_likelihood": "log p / token",
 }
+REACH = (9, 18, 30, 45, 65, 90, 120, 160)  # points between a mark and its name, tried in turn
+TURNS = (0, 45, -45, 90, -90, 180, 135, -135, 20, -20, 160, -160)  # degrees, to the right first
 
 
 def read_files(paths: Sequence[Path]) -> tuple[list[Row], list[Row]]:
@@ -43,109 +55,91 @@ def read_files(paths: Sequence[Path]) -> tuple[list[Row], list[Row]]:
     speed: list[Row] = []
     quality: dict[str, Row] = {}
     measured: dict[str, Measurement] = {}
-    for path in paths:
-        for row in _read(path):
-            if isinstance(row.get("speedup"), int | float):
-                speed.append(row)
-            elif isinstance(found := row.get("measurement"), Measurement):
-                same_protocol(measured.setdefault(found.metric, found), found)
-                quality.setdefault(row["method"], {}).update(_measured(row["method"], found))
-            elif isinstance(row.get("fid"), int | float):
-                quality.setdefault(row["method"], {}).update(row)
+    for row in itertools.chain.from_iterable(map(_read, paths)):
+        found = row.get("measurement")
+        if isinstance(row.get("speedup"), int | float):
+            speed.append(row)
+        elif isinstance(found, Measurement):
+            difference(measured.setdefault(found.metric, found), found)  # of one protocol
+            quality.setdefault(row["method"], {}).update(_quality_row(row["method"], found))
+        elif isinstance(row.get("fid"), int | float):
+            quality.setdefault(row["method"], {}).update(row)
     return speed, list(quality.values())
 
 
 def join(speed: Sequence[Row], quality: Sequence[Row]) -> list[Row]:
-    """Rows of methods that have both a speed and a quality; of plain decoding, the fastest."""
+    """Rows of methods that have both a speed and a quality; of several speeds, the fastest."""
     fastest = {r["method"]: r for r in sorted(speed, key=lambda r: r["speedup"])}
     return [{**fastest[q["method"]], **q} for q in quality if q["method"] in fastest]
 
 
 def joined(speed: Sequence[Row], quality: Sequence[Row]) -> list[Row]:
-    """As ``join``, fastest last, with ``fid_ratio`` to plain decoding; raises ``ValueError`` where
-    nothing meets.
-    """
+    """As ``join``, fastest last, with ``fid_ratio`` to plain decoding; ``ValueError`` if empty."""
     rows = [r for r in join(speed, quality) if r.get("fid") is not None]
     if not rows:
-        names = [
-            ", ".join(sorted({r["method"] for r in side})) or "none" for side in (speed, quality)
-        ]
+        sides = [sorted({r["method"] for r in side}) for side in (speed, quality)]
+        speeds, fids = (", ".join(names) or "none" for names in sides)
         raise ValueError(
-            f"no method has both a speed and a FID: speeds of {names[0]}, FIDs of {names[1]}; "
+            f"no method has both a speed and a FID: speeds of {speeds}, FIDs of {fids}; "
             "give eval the method's name with --name"
         )
     plain = next((r["fid"] for r in rows if r["method"] == PLAIN), None)
-    ratios = [{} if plain is None else {"fid_ratio": r["fid"] / plain} for r in rows]
-    return sorted(
-        ({**r, **extra} for r, extra in zip(rows, ratios, strict=True)), key=lambda r: r["speedup"]
-    )
+    if plain is not None:
+        rows = [{**r, "fid_ratio": r["fid"] / plain} for r in rows]
+    return sorted(rows, key=lambda r: r["speedup"])
 
 
 def table(rows: Sequence[Row], columns: dict[str, str] | None = None) -> str:
-    """A Markdown table of ``rows``; ``columns`` picks and titles them (default: all, by their
-    keys).
-    """
+    """A Markdown table of ``rows``; ``columns`` picks and titles them (default: all by key)."""
     if not rows:
         return ""
-    titles = columns or {k: k for k in dict.fromkeys(k for row in rows for k in row)}
+    titles = columns or {k: k for row in rows for k in row}
     used = {k: t for k, t in titles.items() if any(row.get(k) is not None for row in rows)}
     lines = ["| " + " | ".join(used.values()) + " |", "|---" * len(used) + "|"]
     lines += ["| " + " | ".join(cell(row.get(k)) for k in used) + " |" for row in rows]
     return "\n".join(lines)
 
 
-def cell(value: Any) -> str:
+def cell(value: object) -> str:
     """A value in a Markdown table."""
     if value is None:
         return ""
-    if isinstance(value, float):
-        return (
-            f"{value:.4f}"
-            if abs(value) < 0.1
-            else f"{value:.3f}"
-            if abs(value) < 10
-            else f"{value:.1f}"
-        )
-    return str(value).replace("|", "\\|")
+    if not isinstance(value, float):
+        return str(value).replace("|", "\\|")
+    digits = 4 if abs(value) < 0.1 else 3 if abs(value) < 10 else 1
+    return f"{value:.{digits}f}"
 
 
-def _read(path: Path) -> Iterable[Row]:
+def _read(path: Path) -> list[Row]:
     if path.suffix == ".csv":
         return _csv(path)
     if path.suffix != ".json":
-        raise ValueError(
-            f"{path} must be .json or .csv, got {path.suffix or 'no suffix'}; give results of bench or eval"
-        )
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise ValueError(f"{path} must be JSON, got something else; write it with --json") from None
+        got = path.suffix or "no suffix"
+        raise ValueError(f"{path} must be .json or .csv, got {got}; give results of bench or eval")
+    value = read_json(path)
     rows = value.get("rows", value) if isinstance(value, dict) else value
     if isinstance(rows, list) and rows and all(isinstance(r, dict) and "method" in r for r in rows):
         return [{**r, "method": r.get("label", r["method"]), "certificate": _kind(r)} for r in rows]
-    found = measurements(value, path)
+    found = parse_measurements(value, path)
     return [{"method": value.get("name", path.stem), "measurement": m} for m in found]
 
 
-def _kind(row: Row) -> Any:
-    """The certificate's kind: bench holds a whole certificate, the benchmarks' rows its kind alone."""
+def _kind(row: Row) -> object:
+    """The certificate's kind: bench holds a whole certificate, the benchmarks' rows its kind."""
     found = row.get("certificate")
     return found.get("kind") if isinstance(found, dict) else found
 
 
 def _csv(path: Path) -> list[Row]:
-    lines = [
-        line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("# ")
-    ]
-    rows = [{k: _value(v) for k, v in row.items() if k} for row in csv.DictReader(lines)]
-    if not rows or not {"method"} <= set(rows[0]) or not {"speedup", "fid"} & set(rows[0]):
-        raise ValueError(
-            f"{path} must have columns 'method' and 'speedup' or 'fid'; give speed.csv or quality.csv"
-        )
+    lines = path.read_text(encoding="utf-8").splitlines()
+    reader = csv.DictReader(line for line in lines if not line.startswith("# "))
+    rows = [{k: _value(v) for k, v in row.items() if k} for row in reader]
+    if not rows or "method" not in rows[0] or not {"speedup", "fid"} & set(rows[0]):
+        raise ValueError(f"{path} must have columns 'method' and 'speedup' or 'fid'")
     return rows
 
 
-def _value(text: Any) -> Any:
+def _value(text: str | None) -> str | int | float | None:
     if not text:
         return None
     try:
@@ -154,15 +148,139 @@ def _value(text: Any) -> Any:
         return text
 
 
-def _measured(method: str, found: Measurement) -> Row:
-    row = {
-        "method": method,
-        found.metric: found.value,
-        "samples": (found.protocol.get("counts") or [None])[0],
-    }
+def _quality_row(method: str, found: Measurement) -> Row:
+    counts = found.protocol.get("counts") or [None]
+    row = {"method": method, found.metric: found.value, "samples": counts[0]}
     if found.interval:
-        row |= {
-            f"{found.metric}_low": found.interval.low,
-            f"{found.metric}_high": found.interval.high,
-        }
+        row[f"{found.metric}_low"] = found.interval.low
+        row[f"{found.metric}_high"] = found.interval.high
     return row
+
+
+def draw_trade(rows: Sequence[Row], path: Path, floor: float | None = None) -> Path:
+    """Plot FID over speed-up (``method``, ``speedup``, ``fid``, ``certificate``) into ``path``.
+
+    Bars are the intervals ``fid_low`` to ``fid_high``; lines mark plain decoding, a tenth above it,
+    and ``floor``, the FID of real against real. Raises ``ValueError`` without matplotlib.
+    """
+    figure, axes = _axes(rows)
+    for row in rows:
+        exact = str(row.get("certificate")).startswith("exact")
+        shape = "o" if exact else "^"
+        color = "C0" if exact else "C1"
+        reach = None
+        if row.get("fid_low") is not None and row.get("fid_high") is not None:
+            reach = [[max(row["fid"] - row["fid_low"], 0)], [max(row["fid_high"] - row["fid"], 0)]]
+        bar: dict[str, Any] = {"elinewidth": 1, "capsize": 3}
+        axes.errorbar(row["speedup"], row["fid"], reach, marker=shape, color=color, **bar)
+    plain = next((r["fid"] for r in rows if r["method"] == PLAIN), None)
+    if plain is not None:
+        axes.axhline(plain, color="C0", linewidth=0.8, label="plain decoding")
+        dashed: dict[str, Any] = {"linestyle": "--", "linewidth": 0.8}
+        axes.axhline(1.1 * plain, color="C3", label="plain decoding + 10%", **dashed)
+    if floor is not None:
+        axes.axhline(floor, color="gray", linestyle=":", label="real against real (halves)")
+    axes.margins(x=0.2, y=0.2)
+    if axes.get_legend_handles_labels()[0]:
+        figure.legend(loc="outside lower center", ncols=3, fontsize=8)
+    place_names(figure, axes, rows)
+    figure.savefig(path, dpi=figure.dpi)
+    figure.clear()
+    return path
+
+
+def place_names(figure: Figure, axes: Axes, rows: Sequence[Row]) -> list[Bbox]:
+    """Write every row's name beside its mark, inside ``axes`` and clear of all else: the boxes."""
+    figure.canvas.draw()
+    figure.set_layout_engine("none")  # nothing moves from here on
+    scale = figure.dpi / 72
+    frame = axes.get_window_extent()
+    marks = [tuple(axes.transData.transform((r["speedup"], r["fid"])).tolist()) for r in rows]
+    taken = [_box(x, y, 12 * scale, 12 * scale) for x, y in marks]
+    lines = (line for line in axes.get_lines() if not str(line.get_label() or "_").startswith("_"))
+    heights = (float(np.asarray(line.get_ydata())[0]) for line in lines)
+    levels = (axes.transData.transform((0, height))[1] for height in heights)
+    taken += [_box(frame.x0 + frame.width / 2, y, frame.width, 2) for y in levels]
+    names = []
+    for row, (x, y) in zip(rows, marks, strict=True):
+        at = (row["speedup"], row["fid"])
+        text = axes.annotate(_name(row, rows), at, (0, 0), textcoords="offset points", fontsize=8)
+        text.set(ha="center", va="center")
+        size = text.get_window_extent()
+        tried = [_shifted(x, y, size, r * scale, t) for r, t in itertools.product(REACH, TURNS)]
+        best = min(  # of equal ones the first, which is the nearest
+            tried, key=lambda box: _overlap(box, taken, frame) + _ambiguity(box, marks, (x, y))
+        )
+        centre = ((best.x0 + best.x1) / 2, (best.y0 + best.y1) / 2)
+        text.set_position(((centre[0] - x) / scale, (centre[1] - y) / scale))
+        taken.append(best)
+        names.append(best)
+        edge = _nearest_point(best, (x, y))
+        if math.dist(edge, (x, y)) > 20 * scale:  # a thin line to a name that is far off
+            ends = axes.transData.inverted().transform([(x, y), edge])
+            axes.plot(*ends.T, color="gray", linewidth=0.6, scalex=False, scaley=False)
+    return names
+
+
+def _axes(rows: Sequence[Row]) -> tuple[Figure, Axes]:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("a plot needs matplotlib; run: pip install 'specmm[bench]'") from None
+    figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")  # no pyplot: no global state
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    each = f" ({rows[0]['samples']} samples each)" if _same_count(rows) else ""
+    axes.set(title=f"Quality against speed: circles exact, triangles relaxed{each}")
+    axes.set(xlabel="speed-up over plain decoding", ylabel="FID (lower is better)")
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+def _name(row: Row, rows: Sequence[Row]) -> str:
+    """The method, with its count of samples where these differ (else the title has it)."""
+    counted = row.get("samples") and not _same_count(rows)
+    return f"{row['method']}\nn = {row['samples']}" if counted else str(row["method"])
+
+
+def _same_count(rows: Sequence[Row]) -> bool:
+    return len({row.get("samples") for row in rows}) == 1 and bool(rows[0].get("samples"))
+
+
+def _box(x: float, y: float, width: float, height: float) -> Bbox:
+    from matplotlib.transforms import Bbox
+
+    return Bbox.from_bounds(x - width / 2, y - height / 2, width, height)
+
+
+def _shifted(x: float, y: float, size: Bbox, reach: float, turn: float) -> Bbox:
+    """A box of ``size`` with its edge ``reach`` pixels from (x, y), ``turn`` degrees from right."""
+    across = math.cos(math.radians(turn)) * (reach + size.width / 2)
+    up = math.sin(math.radians(turn)) * (reach + size.height / 2)
+    return _box(x + across, y + up, size.width, size.height)
+
+
+def _overlap(box: Bbox, taken: Sequence[Bbox], frame: Bbox) -> float:
+    """Square pixels of ``box`` on other boxes, and ten times those outside of ``frame``."""
+    area = box.width * box.height
+    outside = area - _shared(box, frame)
+    shared = sum(_shared(box.padded(2), other) for other in taken)
+    return shared + (10 * outside if outside > 1e-6 * area else 0)
+
+
+def _ambiguity(box: Bbox, marks: Sequence[Point], own: Point) -> float:
+    """Square pixels of ``box`` if it is nearer to another of the ``marks`` than its own, else 0."""
+    reach = math.dist(_nearest_point(box, own), own) * (1 - 1e-9)
+    nearer = any(math.dist(_nearest_point(box, m), m) < reach for m in marks)
+    return float(nearer * box.width * box.height)
+
+
+def _nearest_point(box: Bbox, mark: Point) -> Point:
+    return min(max(mark[0], box.x0), box.x1), min(max(mark[1], box.y0), box.y1)
+
+
+def _shared(one: Bbox, two: Bbox) -> float:
+    width = min(one.x1, two.x1) - max(one.x0, two.x0)
+    height = min(one.y1, two.y1) - max(one.y0, two.y0)
+    return max(width, 0) * max(height, 0)

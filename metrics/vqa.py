@@ -1,5 +1,4 @@
-"""VQA soft accuracy: an answer counts by how many of the ten annotators gave it (VQAv2; Goyal et
-al. 2017).
+"""VQA soft accuracy: an answer counts by how many of ten annotators gave it (Goyal et al. 2017).
 
 The published normalisation (visualqa.org/evaluation.html) lowers the case, strips punctuation,
 turns number words into digits, drops articles and mends contractions. Two readings of it are in
@@ -15,11 +14,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, get_args
 
+from specmm.metrics.answers import Answers, Predictions, mean_score
 from specmm.metrics.intervals import Bootstrap
 from specmm.metrics.measurement import Measurement
-from specmm.metrics.questions import Answers, Predictions, mean_score
 from specmm.registry import unknown
 
 Variant = Literal["protocol", "official-code"]
@@ -28,7 +28,8 @@ DIGITS = {"none": "0", **{word: str(n) for n, word in enumerate(NUMBERS)}}
 ARTICLES = frozenset({"a", "an", "the"})
 PUNCTUATION = r';/[]"{}()=+\_-><@`,?!'  # neither apostrophes (girl's) nor colons (2:50 pm)
 ENDINGS = {  # the contractions that are mended, by ending
-    "n't": "ai are ca could did does do had has have is might must need ought sha should was were wo would",
+    "n't": "ai are ca could did does do had has have is might must need ought sha should was were "
+    "wo would",
     "n't've": "could had might should would",
     "'ve": "could might must not should they we what where who would you",
     "'d": "he how it someone something there they where who you",
@@ -43,12 +44,10 @@ IRREGULAR = ("ma'am", "o'clock", "'ow's'at", "'twas", "y'all", "y'all'll", "y'al
 def _contractions() -> dict[str, str]:
     """Each contraction by its spellings that lack one apostrophe."""
     regular = (stem + ending for ending, stems in ENDINGS.items() for stem in stems.split())
-    forms = (*regular, *IRREGULAR)
-    lacking = {f[:i] + f[i + 1 :]: f for f in forms for i, letter in enumerate(f) if letter == "'"}
-    return {
-        **lacking,
-        "somebody'd": "somebodyd",
-    }  # the one that the release's table has the wrong way round
+    lacking: dict[str, str] = {}
+    for form in (*regular, *IRREGULAR):
+        lacking |= {form[:i] + form[i + 1 :]: form for i in range(len(form)) if form[i] == "'"}
+    return {**lacking, "somebody'd": "somebodyd"}  # which the release's table has the wrong way
 
 
 CONTRACTIONS = _contractions()
@@ -58,7 +57,7 @@ def strip_punctuation(text: str) -> str:
     """``text`` without punctuation.
 
     A mark with a space beside it goes, one between letters becomes a space, and where a comma
-    stands between digits (100,978) every mark goes. Periods stay before a digit only.
+    is between digits (100,978) every mark goes. Periods stay before a digit only.
     """
     joined = re.search(r"\d,\d", text) is not None
     gone = {m for m in PUNCTUATION if joined or m + " " in text or " " + m in text}
@@ -66,17 +65,14 @@ def strip_punctuation(text: str) -> str:
     return re.sub(r"\.(?!\d)", "", spaced)
 
 
-def settle_words(text: str) -> str:
-    """``text`` in lower case with digits for number words, no articles, and apostrophes in its
-    contractions.
-    """
-    words = (DIGITS.get(w, w) for w in text.lower().split())
-    return " ".join(CONTRACTIONS.get(w, w) for w in words if w not in ARTICLES)
-
-
 def normalise(text: str) -> str:
-    """An answer as the protocol compares it: punctuation first, then words."""
-    return settle_words(strip_punctuation(_one_line(text)))
+    """An answer as the protocol compares it: without punctuation and articles, in lower case.
+
+    Number words become digits, and contractions get their apostrophes.
+    """
+    words = strip_punctuation(_one_line(text)).lower().split()
+    digits = (DIGITS.get(w, w) for w in words)
+    return " ".join(CONTRACTIONS.get(w, w) for w in digits if w not in ARTICLES)
 
 
 def soft_accuracy(
@@ -89,21 +85,19 @@ def soft_accuracy(
     if variant not in get_args(Variant):
         raise unknown("variant", variant, get_args(Variant))
     if len(annotators) < 2:
-        raise ValueError(
-            f"VQA accuracy leaves one annotator out, got {len(annotators)} answer; use exact match with one answer"
-        )
-    given, wanted = [_one_line(a) for a in annotators], normalise(prediction)
+        got = f"{len(annotators)} answer"
+        raise ValueError(f"VQA accuracy leaves an annotator out, got {got}; use exact match")
+    given = [_one_line(a) for a in annotators]
+    wanted = normalise(prediction)
     if variant == "protocol":
         given = [normalise(a) for a in given]
     elif len(set(given)) > 1:
         given = [strip_punctuation(a) for a in given]
     same = given.count(wanted)
+    if not same:
+        return 0.0
     others = len(given) - same
-    return (
-        (same * min(1.0, (same - 1) / 3) + others * min(1.0, same / 3)) / len(given)
-        if same
-        else 0.0
-    )
+    return (same * min(1.0, (same - 1) / 3) + others * min(1.0, same / 3)) / len(given)
 
 
 def vqa_accuracy(
@@ -112,18 +106,14 @@ def vqa_accuracy(
     variant: Variant = "protocol",
     bootstrap: Bootstrap | None = None,
 ) -> Measurement:
-    """Mean soft accuracy, in [0, 1], of ``predictions`` (question to answer) on ``answers``
-    (question to annotators').
+    """Mean soft accuracy, in [0, 1], of ``predictions`` on the ``answers`` of annotators.
 
     Raises ``ValueError`` unless both name the same questions, each with at least two annotators.
     """
-    protocol = {
-        "normalisation": f"VQAv2, {variant}",
-        "annotators": "one left out in turn, min(1, matches / 3)",
-    }
-    return mean_score(
-        "vqa", predictions, answers, lambda p, a: soft_accuracy(p, a, variant), protocol, bootstrap
-    )
+    score = partial(soft_accuracy, variant=variant)
+    annotators = "one left out in turn, min(1, matches / 3)"
+    protocol = {"normalisation": f"VQAv2, {variant}", "annotators": annotators}
+    return mean_score("vqa", predictions, answers, score, protocol, bootstrap)
 
 
 def _one_line(text: str) -> str:

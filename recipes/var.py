@@ -13,13 +13,17 @@ import torch
 from recipes.data import emoji
 from recipes.training.var import Examples, train_drafter, train_refiner, train_var
 from recipes.training.vqvae import encode_pictures, train_vqvae
-from specmm.collaborative import split
 from specmm.files import writable
-from specmm.image_ar.scales.loading import load_vqvae, save_vqvae
-from specmm.image_ar.scales.pair import save_small, tokenizer_fingerprint
+from specmm.image_ar.scales.collaborative import split
+from specmm.image_ar.scales.loading import (
+    load_vqvae,
+    save_small_var,
+    save_vqvae,
+    tokenizer_fingerprint,
+)
 from specmm.image_ar.scales.pipeline import VARPipeline
+from specmm.image_ar.scales.sampling import VARSettings
 from specmm.image_ar.scales.scale_schedule import ScaleSchedule
-from specmm.image_ar.scales.settings import Settings
 from specmm.image_ar.scales.var import VARConfig
 from specmm.image_ar.scales.vqvae import VQVAEConfig
 from specmm.recipes.recipe import Count, Found, Seed, Width
@@ -77,10 +81,10 @@ def var(
     model = train_var(examples, config, out, steps=steps, batch=batch, seed=seed, compiled=compile)
     if beside is None:
         place = out / "model"
-        settings = Settings(classes=tuple(found.classes))
+        settings = VARSettings(classes=tuple(found.classes))
         VARPipeline(model, vae, None, settings).save_pretrained(place, torch.bfloat16)
     else:
-        place = save_small(model, beside, vae, torch.bfloat16)
+        place = save_small_var(model, beside, vae, torch.bfloat16)
     return {"kind": "var", "steps": steps, "outputs": [str(place)]}
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from specmm.shape.expected import Acceptance, expected_tau
+from specmm.shape.sequoia import Acceptance, expected_tau
 from specmm.tree import TreeShape
 
 NOISE = 1.03  # speedups nearer to one another than this are taken for equal

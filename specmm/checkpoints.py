@@ -132,6 +132,12 @@ def read_json(file: Path) -> dict[str, Any]:
     return found
 
 
+def embeddings_of(model: Any) -> Tensor:
+    """The input embeddings [V, C] of a ``model`` of transformers."""
+    found: Tensor = model.get_input_embeddings().weight
+    return found
+
+
 def fingerprint(*weights: Tensor) -> str:
     """Twelve hexadecimal digits that tell models apart by some of their weights.
 

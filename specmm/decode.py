@@ -1,43 +1,86 @@
 """The one loop: draft a tree, score it in one forward, keep what the rule accepts.
 
-Shape letters: B batch, T tokens wanted, N nodes, D deepest level.
+Rows accept different numbers of tokens and none waits for another: each ends after its length, or
+where a :class:`Stop` says.
+
+Shape letters: B batch, T tokens wanted, N nodes, D deepest level, V vocabulary, E end tokens.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from specmm.continuous_batching import Queue, begin_anew
 from specmm.drafter import Drafter, Feedback, committed
+from specmm.kernels.acceptance import decide_fused
+from specmm.kernels.backend import backend
 from specmm.processors import check_finite
 from specmm.randomness import Uniforms, UniformSource, categorical
 from specmm.stats import Clock, Stats
-from specmm.stopping import Stop
 from specmm.target import Target
 from specmm.tree import DraftTree, TreeShape
-from specmm.verify.deciding import decide
-from specmm.verify.rule import Rule, VerifyResult
+from specmm.verify.rule import Rule, VerifyResult, draw_uniforms, sample_result
 
-# the least that a row's tokens are given where programs may be compiled; twice as much for more,
-# and so on
+# A row's tokens have room for a power of two of these, so that texts of many lengths share a
+# compiled program.
 ROOM = 256
-MEASURE_EVERY = (
-    8  # rounds between two measurements of a relaxed rule's excess: it costs a second recursion
-)
+# Rounds from one measurement of a relaxed rule's excess to the next: it costs a second recursion.
+MEASURE_EVERY = 8
+
+
+class Stop(Protocol):
+    """Says where rows end. Called once a round, on the device; it should not wait for a value."""
+
+    def __call__(self, tokens: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+        """Counts [B] to commit, and whether rows are done [B] bool.
+
+        ``tokens`` [B, T] holds each row's tokens; those from ``before`` [B] to ``after`` [B] are
+        this round's.
+        """
+        ...
+
+
+class EndTokens:
+    """Ends a row after the first of the end tokens ``ids``, which is kept."""
+
+    def __init__(self, ids: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self.ids = torch.tensor(list(ids), dtype=torch.int64, device=device)  # [E]
+
+    def __call__(self, tokens: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`Stop`."""
+        column = torch.arange(tokens.shape[1], device=tokens.device)
+        fresh = (column >= before[:, None]) & (column < after[:, None])
+        ends = torch.isin(tokens, self.ids) & fresh
+        done = ends.any(1)
+        return torch.where(done, ends.int().argmax(1) + 1, after), done
+
+
+def all_of(*stops: Stop) -> Stop:
+    """Ends a row where the first of ``stops`` does."""
+
+    def first(tokens: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+        done = torch.zeros_like(after, dtype=torch.bool)
+        for stop in stops:
+            after, ended = stop(tokens, before, after)
+            done = done | ended
+        return after, done
+
+    return first
 
 
 @dataclass
 class Progress:
-    """The state after a round: ``tokens`` [B, T or more] of which each row's first ``counts`` [B]
-    are committed.
+    """The state after a round: the first ``counts`` [B] of each row of ``tokens`` are committed.
 
-    A row ends at its number of ``limits`` [B], which ``stop`` may lower.
+    ``tokens`` is [B, T or more]. A row ends at its number of ``limits`` [B], which ``stop`` may
+    lower. The first ``taken`` [B] of the last round's tokens were committed, of ``kept`` [B] that
+    the rule kept.
     """
 
     tokens: Tensor
@@ -48,19 +91,15 @@ class Progress:
     measured: Tensor  # tokens of those rounds
     stop: Stop | None = None
     length: int = 0  # T
-    gained: tuple[Tensor, Tensor] | None = (
-        None  # of the last round, tokens taken and tokens the rule kept [B]
-    )
+    gained: tuple[Tensor, Tensor] | None = None  # (taken, kept)
 
     def restart(self, row: int, token: Tensor) -> None:
         """A new sample begins in ``row`` with ``token`` [1], which may end it."""
         before = self.counts.clone()
-        self.tokens[row, 0], self.counts[row], self.limits[row], before[row] = (
-            token[0],
-            1,
-            self.length,
-            0,
-        )
+        before[row] = 0
+        self.tokens[row, 0] = token[0]
+        self.counts[row] = 1
+        self.limits[row] = self.length
         if self.stop is not None:
             self.counts, done = self.stop(self.tokens, before, self.counts)
             self.limits = torch.where(done, self.counts, self.limits)
@@ -75,37 +114,56 @@ class Progress:
         return found
 
     def take(self, tokens: Tensor, kept: Tensor) -> Tensor:
-        """Commit the first ``kept`` [B] of ``tokens`` [B, D + 1]; returns how many of them the row
-        had use for [B].
+        """Commit the first ``kept`` [B] of ``tokens`` [B, D + 1], as far as a row needs them.
+
+        Returns how many of them each row took [B].
         """
         where = self.counts[:, None] + torch.arange(tokens.shape[1], device=kept.device)
         self.tokens.scatter_(1, where, tokens)
-        before, after = self.counts, torch.minimum(self.counts + kept, self.limits)
+        before = self.counts
+        after = torch.minimum(self.counts + kept, self.limits)
         if self.stop is not None:
             after, done = self.stop(self.tokens, before, after)
             self.limits = torch.where(done, after, self.limits)
         self.counts = after
         taken = after - before
-        self.gained = taken, kept
+        self.gained = (taken, kept)
         return taken
 
     def unfinished(self, sure: bool = False) -> bool:
-        """Whether a row lacks tokens; only a stop makes us look when the caller is ``sure`` of it."""
+        """Whether a row lacks tokens. Without a stop, nothing is read if the caller is ``sure``."""
         return (sure and self.stop is None) or bool((self.counts < self.limits).any())
 
     def observe(self, result: VerifyResult, histogram: Tensor) -> None:
         """Count a round; ``histogram`` [D + 2] counts sample rounds by tokens committed."""
-        kept, excess = result.kept, result.excess
+        kept = result.kept
         histogram.scatter_add_(0, kept, torch.ones_like(kept))
-        if excess is not None:
-            counted = torch.arange(excess.shape[1], device=kept.device) < kept[:, None]
-            self.excess += (excess * counted).sum()
+        if result.excess is not None:
+            counted = torch.arange(result.excess.shape[1], device=kept.device) < kept[:, None]
+            self.excess += (result.excess * counted).sum()
             self.measured += kept.sum()
 
 
 Parts: TypeAlias = tuple[Any, Any, Rule]
 """Target, drafter, rule."""
 Play: TypeAlias = Callable[[Parts, Feedback, Progress, UniformSource, Clock, bool], Feedback]
+"""Plays a round as :func:`one_round` does."""
+
+
+def decide(
+    rule: Rule, tree: DraftTree, p: Tensor, uniforms: UniformSource, *, measure: bool = False
+) -> VerifyResult:
+    """What ``rule`` keeps of ``tree`` under the target's distributions ``p`` [B, N, V].
+
+    On a GPU, rules that ``specmm.kernels.acceptance`` knows are one kernel, unless the excess is to
+    be measured.
+    """
+    if not measure and backend(p.device) == "triton":
+        result = decide_fused(rule, tree, p, uniforms)
+        if result is not None:
+            return result
+    decisions = rule.decisions(tree, p, measure=measure)
+    return sample_result(decisions, tree.shape, draw_uniforms(tree.shape, uniforms))
 
 
 def one_round(
@@ -116,10 +174,9 @@ def one_round(
     clock: Clock,
     measure: bool,
 ) -> Feedback:
-    """Draft after ``feedback``, score, keep what the rule accepts; returns what the next round
-    begins with.
+    """Draft after ``feedback``, score, keep what the rule accepts; returns the next feedback.
 
-    ``measure`` asks a relaxed rule for its excess.
+    With ``measure`` a relaxed rule's excess is computed.
     """
     target, drafter, rule = parts
     tree = drafter.propose(feedback, uniforms)
@@ -145,15 +202,14 @@ def decode(
     queue: Queue | None = None,
     play: Play = one_round,
 ) -> Iterator[Progress]:
-    """Generate ``length`` tokens, or up to ``stop``, for every row of ``prompt``, yielding after
-    each round.
+    """Generate ``length`` tokens, or up to ``stop``, for every row of ``prompt``.
 
-    Rows accept different lengths and none waits for another; a finished row keeps nothing further,
-    unless a sample of the ``queue`` takes it over (which needs a target and a drafter that admit).
-    The stats of the last yield are those of the run. ``play`` is what plays a round. Raises
+    Yields after each round, and once more with the run's stats. A finished row keeps nothing more,
+    unless a sample of the ``queue`` takes it over (see :mod:`specmm.continuous_batching`). Raises
     ``ValueError`` when the target's logits or the drafter's distributions are not finite.
     """
-    start, clock = time.perf_counter(), Clock(sync)
+    start = time.perf_counter()
+    clock = Clock(sync)
     with clock("verify"):
         output = target.prefill(prompt, drafter.max_nodes)
     token = first_token(rule, output.probs[:, -1:], uniforms.draw(1)[:, 0])
@@ -162,16 +218,14 @@ def decode(
     progress = _start(token, length, drafter.max_depth + 1, stop)
     histogram = torch.zeros(drafter.max_depth + 2, dtype=torch.int64, device=token.device)
     depths: list[int] = []
-    parts = target, drafter, rule
-    while progress.unfinished(sure=len(depths) * (drafter.max_depth + 1) < length - 1) or (
-        queue and queue.left
-    ):
+    parts = (target, drafter, rule)
+    most = drafter.max_depth + 1  # tokens of a round
+    while progress.unfinished(sure=len(depths) * most < length - 1) or (queue and queue.left):
         measure = not rule.exact and len(depths) % MEASURE_EVERY == 0
         feedback = play(parts, feedback, progress, uniforms, clock, measure)
         tree, result = feedback.drafted
-        if (
-            tree.probs is not None and tree.shape.size > 1
-        ):  # a rule took ratios of them, but nothing has left yet
+        # a rule took ratios of these, but the round's tokens have not been yielded yet
+        if tree.probs is not None and tree.shape.size > 1:
             check_finite(tree.probs[:, 1:], len(depths), "the drafter")
         progress.observe(result, histogram)
         depths.append(tree.levels)
@@ -195,14 +249,15 @@ def decode_plain(
     sync: bool = False,
     stop: Stop | None = None,
 ) -> Iterator[Progress]:
-    """Generate ``length`` tokens (or up to ``stop``) one at a time, on the target's fastest path:
-    the baseline.
-    """
-    start, clock = time.perf_counter(), Clock(sync)
+    """Generate one token at a time on the target's fastest path: the baseline. See :func:`decode`."""
+    start = time.perf_counter()
+    clock = Clock(sync)
     with clock("verify"):
         output = target.prefill(prompt, 0)
     token = categorical(output.probs[:, -1], uniforms.draw(1)[:, 0])
-    progress, one, steps = _start(token, length, 0, stop), torch.ones_like(token), 0
+    progress = _start(token, length, 0, stop)
+    one = torch.ones_like(token)
+    steps = 0
     while progress.unfinished(sure=True) and steps < length - 1:
         with clock("verify"):
             output = target.step(token)
@@ -225,9 +280,8 @@ def _fill_rows(
 ) -> None:
     """Let samples of the ``queue`` take over the rows that are finished."""
     target, drafter, rule = parts
-    while queue.left and (
-        ended := progress.ended()
-    ):  # again: a sample may end with its first token
+    # in a loop, for a sample may end with its first token
+    while queue.left and (ended := progress.ended()):
         for row in ended[: queue.left]:
             queue.collect(row, progress.row(row))
             output, numbers = queue.start_row(row, target, drafter, uniforms, clock)
@@ -237,20 +291,18 @@ def _fill_rows(
 
 
 def first_token(rule: Rule, probs: Tensor, uniforms: Tensor) -> Tensor:
-    """The token [B] after the prefill's ``probs`` [B, 1, V]: what ``rule`` emits after a tree
-    without drafts.
+    """The token [B] after the prefill's ``probs`` [B, 1, V]: what ``rule`` emits without drafts.
 
-    ``uniforms`` [B] are uniforms. For most rules a draw from the distribution; for those of greedy
-    decoding, whose distributions are softened, its mode.
+    ``uniforms`` is [B]. For most rules this samples ``probs``. Rules of greedy decoding, which see
+    the softmax of the logits, take the mode.
     """
-    alone = DraftTree(
-        probs.new_zeros(len(probs), 1, dtype=torch.int64), TreeShape.chain(0, probs.device), probs
-    )
+    root = probs.new_zeros(len(probs), 1, dtype=torch.int64)
+    alone = DraftTree(root, TreeShape.chain(0, probs.device), probs)
     return categorical(rule.decisions(alone, probs).next_probs[:, 0], uniforms)
 
 
 def room(tokens: int) -> int:
-    """Room for ``tokens``, rounded up so that texts of many lengths share a program."""
+    """Room for ``tokens``: the next power of two of ``ROOM``."""
     found = ROOM
     while found < tokens:
         found *= 2
@@ -262,9 +314,8 @@ def _start(token: Tensor, length: int, spare: int, stop: Stop | None) -> Progres
         tokens = token.new_zeros(len(token), room(length + spare) if spare else length)
     none = torch.zeros_like(token)
     excess = torch.zeros((), device=token.device)
-    progress = Progress(
-        tokens, none, torch.full_like(none, length), Stats(), excess, excess.clone(), stop, length
-    )
+    limits = torch.full_like(none, length)
+    progress = Progress(tokens, none, limits, Stats(), excess, excess.clone(), stop, length)
     progress.take(token[:, None], torch.ones_like(token))
     return progress
 

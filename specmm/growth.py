@@ -23,7 +23,7 @@ from specmm.drafter import Feedback
 from specmm.randomness import UniformSource
 from specmm.shape import eagle2
 from specmm.shape.eagle2 import Dynamic
-from specmm.shape.sampled import Siblings, draw_siblings
+from specmm.shape.trees import Siblings, draw_siblings
 from specmm.tree import DraftTree, TreeShape
 
 

@@ -1,9 +1,11 @@
-"""From a model's raw logits to the distribution that is sampled: guidance, temperature, top-k,
-top-p.
+"""From raw logits to the distribution that is sampled: guidance, penalty, temperature, top-k, top-p.
 
-Everything here is a pure function over the last axis. A distribution has the shape of its logits,
-is float32 (float64 for float64 logits) and sums to 1. Source: LlamaGen (arXiv 2406.06525),
-``generate.sample``. Shape letters: V vocabulary.
+A distribution has the shape of its logits, is float32 (float64 for float64 logits) and sums to 1.
+Source: LlamaGen (arXiv 2406.06525), ``generate.sample``. What a repetition penalty needs to know is
+:class:`History`: a node of a draft tree has seen its row's committed tokens, its ancestors and
+itself.
+
+Shape letters: B batch, N nodes, V vocabulary, S room for tokens, M most tokens appended.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specmm.history import History
 from specmm.tree import DraftTree
 
 
@@ -29,18 +30,54 @@ def guide(cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
     return cond if scale == 1 else torch.add(uncond, cond - uncond, alpha=scale)
 
 
+class History:
+    """The first ``lengths`` [B] of each row's ``tokens`` [B, S], prompt included, are committed."""
+
+    def __init__(self, tokens: Tensor, lengths: Tensor, room: int) -> None:
+        self.tokens = F.pad(tokens, (0, room + 1))  # the last column takes what does not count
+        self.lengths = lengths.clone()
+
+    def take(self, row: int, other: History) -> None:
+        """Replace ``row``'s tokens by those of the only row of ``other``, which must fit."""
+        self.tokens[row, : other.tokens.shape[1]] = other.tokens[0]
+        self.lengths[row] = other.lengths[0]
+
+    def append(self, tokens: Tensor, kept: Tensor) -> None:
+        """Add the first ``kept`` [B] of ``tokens`` [B, M]."""
+        order = torch.arange(tokens.shape[1], device=tokens.device)
+        spare = self.tokens.shape[1] - 1
+        where = torch.where(order < kept[:, None], self.lengths[:, None] + order, spare)
+        self.tokens.scatter_(1, where, tokens)
+        self.lengths += kept
+
+    def seen(self, tree: DraftTree | None, vocabulary: int) -> Tensor:
+        """Whether each node of ``tree`` has seen each token [B, N, V]; without a tree [B, 1, V]."""
+        row = self.tokens.new_zeros(len(self.tokens), vocabulary, dtype=torch.bool)
+        column = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        valid = (column < self.lengths[:, None]) & (self.tokens < vocabulary)
+        row.scatter_reduce_(1, self.tokens.where(valid, 0), valid, "amax")
+        if tree is None:
+            return row[:, None]
+        own = tree.tokens[:, :, None]  # in place of nodes that are no ancestors
+        path = torch.where(tree.shape.ancestors, tree.tokens[:, None], own)  # [B, N, N]
+        return row[:, None].repeat(1, tree.shape.size, 1).scatter_(-1, path, True)
+
+    def sequence(self, row: int) -> Tensor:
+        """The committed tokens [S'] of a row."""
+        return self.tokens[row, : int(self.lengths[row])]
+
+
 @dataclass(frozen=True)
 class Processor:
-    """Turns logits [..., V] into the distribution that is sampled: temperature, then top-k, then
-    top-p, then softmax.
+    """Turns logits [..., V] into the distribution that is sampled.
 
-    ``temperature`` 0 puts all mass on the largest logit (the first of equals). ``top_k`` 0 is off;
-    values equal to the k-th largest are all kept. ``top_p`` 1 is off; a token is kept while the
-    mass above it is at most ``top_p``, and so are all that equal a kept one. ``top_p_first`` takes
-    the nucleus of the whole distribution and then the top k, as LANTERN's (transformers')
-    processors do. ``repetition_penalty`` r (CTRL, arXiv 1909.05858; 1 is off) comes first: positive
-    logits of tokens already seen are divided by r, negative ones multiplied; it needs to be told
-    what every node has seen. Raises ``ValueError`` on options out of range.
+    In this order: repetition penalty, temperature, top-k, top-p, softmax. ``temperature`` 0 puts
+    all mass on the largest logit (the first of equals). ``top_k`` 0 is off; values equal to the
+    k-th largest are all kept. ``top_p`` 1 is off; a token is kept while the mass above it is at
+    most ``top_p``, and so are all equal to a kept one. ``top_p_first`` takes the nucleus of the
+    whole distribution and then the top k, as the processors of LANTERN and transformers do.
+    ``repetition_penalty`` r (CTRL, arXiv 1909.05858; 1 is off) divides positive logits of tokens
+    already seen by r and multiplies negative ones. Raises ``ValueError`` on options out of range.
     """
 
     temperature: float = 1.0
@@ -52,11 +89,13 @@ class Processor:
     def __post_init__(self) -> None:
         if not 0 < self.repetition_penalty < float("inf"):
             raise ValueError(
-                f"repetition_penalty must be finite and above 0, got {self.repetition_penalty}, use 1 for none"
+                "repetition_penalty must be finite and above 0, "
+                f"got {self.repetition_penalty}, use 1 for none"
             )
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(
-                f"temperature must be finite and at least 0, got {self.temperature}, use 0 for greedy"
+                "temperature must be finite and at least 0, "
+                f"got {self.temperature}, use 0 for greedy"
             )
         if self.top_k < 0:
             raise ValueError(
@@ -67,17 +106,15 @@ class Processor:
 
     @property
     def settings(self) -> dict[str, float]:
-        """The options that shape the distribution, for certificates: temperature, and the others
-        that are on.
-        """
-        on = {
-            "top_k": self.top_k > 0,
-            "top_p": self.top_p < 1,
-            "repetition_penalty": self.repetition_penalty != 1,
-        }
-        return {"temperature": self.temperature} | {
-            k: getattr(self, k) for k, used in on.items() if used
-        }
+        """The options of the distribution, for certificates: the temperature, and those that are on."""
+        found = {"temperature": self.temperature}
+        if self.top_k > 0:
+            found["top_k"] = self.top_k
+        if self.top_p < 1:
+            found["top_p"] = self.top_p
+        if self.repetition_penalty != 1:
+            found["repetition_penalty"] = self.repetition_penalty
+        return found
 
     @property
     def greedy(self) -> bool:
@@ -93,17 +130,17 @@ class Processor:
         """Raise ``ValueError`` when ``top_k`` exceeds the codebook ``size`` V."""
         if self.top_k > size:
             raise ValueError(
-                f"top_k must be at most the codebook size {size}, got {self.top_k}, use 0 to keep all"
+                f"top_k must be at most the codebook size {size}, got {self.top_k}, "
+                "use 0 to keep all"
             )
 
     def __call__(
         self, logits: Tensor, seen: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Distributions [..., V] of ``logits`` [..., V]; ``seen`` [..., V] bool for the repetition
-        penalty.
+        """Distributions [..., V] of ``logits`` [..., V]; ``seen`` [..., V] is for the penalty.
 
-        Greedy distributions are written to ``out``, if given: fresh memory for a large vocabulary
-        takes longer than the rest.
+        Greedy distributions are written to ``out``, if given: allocating memory for a large
+        vocabulary would take longer than all the rest.
         """
         self.check_vocabulary(logits.shape[-1])
         penalised = seen is not None and self.stateful
@@ -125,38 +162,32 @@ class Processor:
 
     def threshold(self, logits: Tensor) -> Tensor:
         """The smallest of ``logits`` [..., V] that top-k and top-p keep, [..., 1]."""
-        logits, k = logits.detach(), self.top_k or logits.shape[-1]
+        logits = logits.detach()
+        k = self.top_k or logits.shape[-1]
         if self.top_p == 1:
             return kth_largest(logits, k)
         ordered = descending(logits)
         least = ordered[..., k - 1 : k]
         pool = ordered if self.top_p_first else ordered.masked_fill(ordered < least, float("-inf"))
-        above = F.pad(
-            pool.softmax(-1).cumsum(-1)[..., :-1], (1, 0)
-        )  # mass before each token, 0 for the first
+        # the mass above each token, 0 for the first
+        above = F.pad(pool.softmax(-1).cumsum(-1)[..., :-1], (1, 0))
         kept = (above <= self.top_p).sum(-1, keepdim=True)
         return torch.maximum(pool.gather(-1, kept - 1), least)
 
     def probs(
         self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None
     ) -> Tensor:
-        """Distributions [B, N, V] of the ``logits`` [B, N, V] of a tree's nodes, or of the last
-        tokens of ``history``.
-        """
+        """Distributions [B, N, V] of the nodes of ``tree``, or after the last tokens of ``history``."""
         return self(logits, history.seen(tree, logits.shape[-1]) if self.stateful else None, out)
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Make ``seen`` tokens less likely (``penalty`` above 1): positive logits divided by it,
-    negative multiplied.
-    """
+    """Divide positive logits of ``seen`` tokens by ``penalty`` and multiply negative ones."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def kth_largest(x: Tensor, k: int) -> Tensor:
-    """The ``k``-th largest of ``x`` [..., V] as [..., 1]; on the CPU by numpy, whose selection is
-    ten times faster.
-    """
+    """The ``k``-th largest of ``x`` [..., V] as [..., 1]; numpy selects ten times faster on a CPU."""
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return x.topk(k, dim=-1).values[..., -1:]
     place = x.shape[-1] - k
@@ -164,27 +195,23 @@ def kth_largest(x: Tensor, k: int) -> Tensor:
 
 
 def descending(x: Tensor) -> Tensor:
-    """``x`` [..., V] sorted along the last axis, largest first; on the CPU by numpy, which is far
-    faster.
-    """
+    """``x`` [..., V], largest first; numpy sorts far faster on a CPU."""
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return x.sort(dim=-1, descending=True).values
     return torch.from_numpy(np.sort(x.numpy(), axis=-1)).flip(-1)
 
 
 def check_finite(logits: Tensor, round_number: int, model_name: str, step: str = "round") -> None:
-    """Raise ``ValueError`` naming round and model when ``logits`` hold NaN or infinity (one pass,
-    one answer).
+    """Raise ``ValueError`` naming round and model when ``logits`` hold NaN or infinity.
 
-    A CUDA graph being captured cannot answer; the runs that warm it up can. ``step`` is the word
-    for a round.
+    Nothing is checked while a CUDA graph is captured; the runs that warm it up are checked.
+    ``step`` is the word for a round.
     """
     if logits.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    if not bool(
-        torch.stack(logits.detach().aminmax()).isfinite().all()
-    ):  # NaN travels through both
+    extremes = torch.stack(logits.detach().aminmax())  # both are NaN if anything is
+    if not bool(extremes.isfinite().all()):
         raise ValueError(
-            f"logits must be finite, got NaN or infinity from {model_name} in {step} {round_number}, "
-            "check its weights or run it in float32"
+            f"logits must be finite, got NaN or infinity from {model_name} in "
+            f"{step} {round_number}, check its weights or run it in float32"
         )

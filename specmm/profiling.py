@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 
 from specmm.autotune import Passes, Plan, measure, plan, until_stable
+from specmm.decode import decide
 from specmm.drafter import Drafter, Feedback, committed
 from specmm.randomness import Uniforms, categorical
-from specmm.shape.expected import Acceptance
+from specmm.shape.sequoia import Acceptance
 from specmm.stats import Clock
 from specmm.target import Target
 from specmm.tree import TreeShape
-from specmm.verify.deciding import decide
 from specmm.verify.rule import Rule
 
 

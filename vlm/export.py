@@ -1,45 +1,30 @@
-"""Drafters for other engines: the MSD layout, and speculators / vLLM folders for the text path
-where they can say it.
+"""MSD heads for other engines: speculators / vLLM folders, for text prompts.
 
 The speculators format knows drafters that read text: every slot goes through the fusion layer. An
 MSD head takes a picture's slots raw, and no field says so; after text prompts it is an EAGLE-1
 head, which the format does know (``eagle`` without layer norms). Its ``eagle3`` drafters read
 [embedding; fused states] of twice the width, which a head with ``fc`` in front of a layer of the
-model's width cannot be.
+model's width cannot be. For the MSD format see ``msd_head``.
 
 Shape letters: V vocabulary, C width.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from specmm.checkpoints import State, load_strict, read_checkpoint, read_json
-from specmm.vlm.drafters.msd_files import config_json, load_msd, save_msd
-from specmm.vlm.drafters.msd_head import MSDConfig, MSDHead
-
-__all__ = [
-    "Verifier",
-    "export_speculators",
-    "import_speculators",
-    "load_msd",
-    "save_msd",
-    "speculators_config",
-]
+from specmm.vlm.msd_head import MSDConfig, MSDHead, write_folder
 
 ALGORITHM = "eagle"
 VERSION = "0.1.0"  # of the configuration's schema
-NAMES = {
-    "fc.": "fusion_fc.",
-    "layers.0.": "transformer.",
-}  # ours to theirs; the others are the same
+# Ours to theirs; other names are the same.
+NAMES = {"fc.": "fusion_fc.", "layers.0.": "transformer."}
 OUTPUT = "lm_head.weight"
 
 
@@ -56,12 +41,12 @@ def speculators_config(
 ) -> dict[str, Any]:
     """The ``config.json`` of a text-path drafter that proposes ``tokens`` tokens greedily.
 
-    Raises ``ValueError`` for heads and algorithms that the format cannot bring together.
+    Raises ``ValueError`` for heads and algorithms that the format cannot describe.
     """
-    _check_sayable(config, algorithm)
+    _check_expressible(config, algorithm)
     if tokens < 1:
         raise ValueError(f"tokens must be at least 1, got {tokens}")
-    layer = {k: v for k, v in config_json(config).items() if k not in ("bias", "architectures")}
+    layer = {k: v for k, v in config.to_json().items() if k not in ("bias", "architectures")}
     return {
         "architectures": ["EagleSpeculator"],
         "speculators_model_type": algorithm,
@@ -92,28 +77,23 @@ def export_speculators(
     algorithm: str = ALGORITHM,
     text_only: bool = False,
 ) -> None:
-    """Write ``head`` with the target's ``output`` head [V, C] as a speculators folder for text
-    prompts.
+    """Write ``head`` with the target's ``output`` head [V, C] as a speculators folder.
 
-    Raises ``ValueError`` when the format cannot say what the head does, unless ``text_only`` admits
-    that an engine will send pictures through ``fc`` (exact as ever, fewer tokens accepted).
+    Raises ``ValueError`` when the format cannot describe the head, unless ``text_only`` accepts
+    that an engine will send pictures through ``fc`` (still exact, but fewer tokens accepted).
     """
-    config = head.config
     if not text_only:
         raise ValueError(
-            "speculators has no field for MSD's raw image slots, got an MSD head; export the MSD layout with save_msd, "
-            "or give text_only=True to use it after text prompts"
+            "speculators has no field for MSD's raw image slots, got an MSD head; export the MSD "
+            "format with save_msd, or give text_only=True to use it after text prompts"
         )
-    facts = speculators_config(config, verifier, tokens=tokens, algorithm=algorithm)
-    if tuple(output.shape) != (config.vocab_size, config.hidden_size):
-        wanted = [config.vocab_size, config.hidden_size]
+    facts = speculators_config(head.config, verifier, tokens=tokens, algorithm=algorithm)
+    wanted = [head.config.vocab_size, head.config.hidden_size]
+    if list(output.shape) != wanted:
         raise ValueError(f"output must be the target's head {wanted}, got {list(output.shape)}")
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     weights = {_renamed(k, NAMES): v for k, v in head.state_dict().items()} | {OUTPUT: output}
     state: State = {k: v.detach().cpu().clone().contiguous() for k, v in weights.items()}
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
+    write_folder(folder, state, facts)
 
 
 def import_speculators(folder: str | Path) -> tuple[MSDHead, Tensor]:
@@ -122,20 +102,20 @@ def import_speculators(folder: str | Path) -> tuple[MSDHead, Tensor]:
     Raises ``ValueError`` for drafters an MSD head cannot be and, naming them, for missing or extra
     weights.
     """
-    folder = Path(folder)
-    facts, state = read_json(folder / "config.json"), read_checkpoint(folder)
+    file = Path(folder) / "config.json"
+    facts = read_json(file)
+    state = read_checkpoint(folder)
     layer = facts.get("transformer_layer_config")
     kind = facts.get("speculators_model_type")
     if kind != ALGORITHM or not isinstance(layer, Mapping) or facts.get("layernorms"):
         raise ValueError(
-            f"{folder} must be a speculators {ALGORITHM} folder with a transformer_layer_config and no layernorms, "
-            f"got {kind!r} with layernorms {facts.get('layernorms')}"
+            f"{folder} must be a speculators {ALGORITHM} folder with a transformer_layer_config "
+            f"and no layernorms, got {kind!r} with layernorms {facts.get('layernorms')}"
         )
     output = state.pop(OUTPUT, None)
     if output is None:
         raise ValueError(f"{folder} must hold {OUTPUT}, got {len(state)} other tensors")
-    bias = bool(facts.get("fusion_bias"))
-    head = MSDHead(MSDConfig.from_json({**layer, "bias": bias}, folder / "config.json"))
+    head = MSDHead(MSDConfig.from_json({**layer, "bias": bool(facts.get("fusion_bias"))}, file))
     theirs = {new: old for old, new in NAMES.items()}
     load_strict(head, {_renamed(k, theirs): v for k, v in state.items()}, source=folder)
     return head.eval(), output
@@ -146,13 +126,11 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
     return names[old] + name[len(old) :] if old else name
 
 
-def _check_sayable(config: MSDConfig, algorithm: str) -> None:
+def _check_expressible(config: MSDConfig, algorithm: str) -> None:
     if algorithm != ALGORITHM:
-        why = (
-            "its layer is as wide as [embedding; fused states]"
-            if algorithm == "eagle3"
-            else "it is another network"
-        )
+        why = "it is another network"
+        if algorithm == "eagle3":
+            why = "its layer is as wide as [embedding; fused states]"
         raise ValueError(
             f"an MSD head's text path can be said as {ALGORITHM!r}, got {algorithm!r} ({why})"
         )

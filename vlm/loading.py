@@ -1,35 +1,85 @@
-"""Models, processors and drafters from folders: a VLM's folder is transformers' own, its drafters
-lie in ``drafters/``.
+"""Vision-language models, processors and drafters from folders.
 
-``drafters/text`` holds a language model, ``drafters/vlm`` a small vision-language model (without
-one the first expert drafts), ``drafters/msd`` an MSD head, ``drafters/experts`` a folder for each
-of the models that Speculative Verdict hears, and ``prompts.json`` where they are asked in other
-words than the usual.
+A folder is transformers' own, or that of a composed model: a LLaVA of parts that come in packages,
+in which EfficientNet-lite0 sees, SmolLM2-135M-Instruct speaks and only the projector is ours. Such
+a folder holds ``projector.safetensors`` and a ``config.json`` that names the language model; the
+whole is transformers' own ``LlavaForConditionalGeneration``.
 
-Shape letters: none.
+Drafters are in ``drafters/``: ``text`` holds a language model, ``vlm`` a small vision-language model
+(without one the first expert drafts), ``msd`` an MSD head, ``experts`` a folder for each model of
+Speculative Verdict, and ``prompts.json`` where they are asked in other words than the usual.
+
+Shape letters: B pictures, N patches, D channels, S pixels a side that the tower sees.
 """
 
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForImageTextToText
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForImageTextToText,
+    CLIPImageProcessor,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import BaseModelOutput
 
-from specmm.checkpoints import read_json
+from specmm.checkpoints import (
+    check_fingerprint,
+    embeddings_of,
+    fingerprint,
+    load_strict,
+    read_checkpoint,
+    read_json,
+)
 from specmm.hf import pretrained
 from specmm.hf.drafters.small_model import SmallModel
+from specmm.hf.loading import find_target, load_target, weights_folder
+from specmm.hf.packaged import is_packaged, missing_packages
 from specmm.prepacked import lay_weights
-from specmm.vlm.composed import build_processor, compose, is_composed
+from specmm.training import seeded
+from specmm.zoo import efficientnet
+
+PROJECTOR = "projector.safetensors"
+LANGUAGE = "pocket/smollm2"
+IMAGE = "<file_sep>"  # a token that no chat holds is the placeholder of a picture's patch
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] if part['type'] == 'image' %}{{ '<file_sep>' }}{% endfor %}"
+    "{% for part in message['content'] if part['type'] == 'text' %}{{ part['text'] }}{% endfor %}"
+    "{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{{ '<|im_start|>assistant\\n' if add_generation_prompt }}"
+)
+FINE_BLOCK = 10  # the tower's last block at stride 16; the last of all is at stride 32
+MEAN = 127 / 255  # of a pixel in [0, 1], each channel
+STD = 128 / 255
 
 
 def load_model(folder: Path, dtype: torch.dtype | None = None) -> Any:
     """The vision-language model in ``folder``; ``ValueError`` when it holds something else."""
     if is_composed(folder):
-        return compose(folder, dtype)
-    _check_kind(folder)
+        return _compose(folder, dtype)
+    try:
+        config = pretrained.load_config(folder)
+    except (OSError, ValueError, json.JSONDecodeError) as error:
+        raise ValueError(f"{folder} must hold a transformers model ({error})") from error
+    if not hasattr(config, "vision_config"):
+        raise ValueError(
+            f"{folder} must hold a vision-language model, got model type {config.model_type!r}"
+        )
     return pretrained.load_model(AutoModelForImageTextToText, folder, dtype=dtype or "auto").eval()
 
 
@@ -48,20 +98,161 @@ def load_processor(folder: Path) -> Any:
     return found
 
 
-def load_small(folder: Path, target: Any, method: str) -> SmallModel:
-    """The small vision-language model in ``folder``, as the ``target`` model is, with its
-    processor.
-    """
+def load_small(folder: Path, target: PreTrainedModel, method: str) -> SmallModel:
+    """The small vision-language model in ``folder`` with its processor, as ``target`` is."""
     processor = load_processor(folder) if (folder / "processor_config.json").is_file() else None
     return SmallModel(lay_weights(load_model(folder, target.dtype).to(target.device)), processor)
 
 
-def _check_kind(folder: Path) -> None:
-    try:
-        config = pretrained.load_config(folder)
-    except (OSError, ValueError, json.JSONDecodeError) as error:
-        raise ValueError(f"{folder} must hold a transformers model ({error})") from error
-    if not hasattr(config, "vision_config"):
-        raise ValueError(
-            f"{folder} must hold a vision-language model, got model type {config.model_type!r}"
-        )
+def is_composed(folder: Path) -> bool:
+    """Whether ``folder`` holds only what joins two packages' models."""
+    return (folder / PROJECTOR).is_file()
+
+
+def missing_parts(folder: Path) -> list[str]:
+    """The packages that the composed model of ``folder`` needs and that are not installed."""
+    language = find_target(read_json(folder / "config.json")["language_model"])
+    missing = missing_packages(language) if is_packaged(language) else []
+    tower = (efficientnet.CODE, efficientnet.WEIGHTS)
+    return [*missing, *(name for name in tower if find_spec(name) is None)]
+
+
+def _compose(folder: Path, dtype: torch.dtype | None) -> LlavaForConditionalGeneration:
+    """The composed model of ``folder``, in ``dtype`` or float32.
+
+    Raises ``ValueError`` for packages that are missing, a projector of another language model and
+    weights that do not fit.
+    """
+    facts = read_json(folder / "config.json")
+    model: Any = untrained(facts["language_model"])
+    check_fingerprint(facts.get("target_fingerprint"), fingerprint(embeddings_of(model)), folder)
+    projector = read_checkpoint(folder / PROJECTOR)
+    load_strict(model.model.multi_modal_projector, projector, source=folder)
+    return model.to(dtype or torch.float32).eval()
+
+
+def untrained(language: str = LANGUAGE, seed: int = 0) -> LlavaForConditionalGeneration:
+    """The packages' models with a random projector between them, float32."""
+    speaker, tokenizer = load_target(find_target(language), torch.float32)
+    tower: Any = Tower.pretrained()
+    config = LlavaConfig(
+        vision_config=tower.config,
+        text_config=speaker.config,
+        image_token_index=tokenizer.convert_tokens_to_ids(IMAGE),
+        image_seq_length=(tower.config.image_size // tower.config.patch_size) ** 2,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        tie_word_embeddings=True,
+    )
+    with seeded(seed), torch.device("meta"):
+        model: Any = LlavaForConditionalGeneration(config)
+    model.model.vision_tower = tower
+    model.model.language_model = speaker.model
+    model.lm_head = speaker.lm_head
+    with seeded(seed):
+        projector = model.model.multi_modal_projector.to_empty(device="cpu")
+        for layer in (projector.linear_1, projector.linear_2):
+            layer.reset_parameters()
+    model.generation_config = speaker.generation_config
+    return model.eval()
+
+
+def build_processor(language: str = LANGUAGE) -> LlavaProcessor:
+    """The processor of a composed model, with the tokenizer of the ``language`` model."""
+    sizes = TowerConfig()
+    tokenizer = pretrained.load_tokenizer(
+        weights_folder(find_target(language)),
+        extra_special_tokens={"image_token": IMAGE},
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+    pictures = CLIPImageProcessor(
+        size={"height": sizes.image_size, "width": sizes.image_size},
+        do_center_crop=False,
+        image_mean=[MEAN] * 3,
+        image_std=[STD] * 3,
+    )
+    return LlavaProcessor(
+        image_processor=pictures,
+        tokenizer=tokenizer,
+        patch_size=sizes.patch_size,
+        vision_feature_select_strategy="full",
+        num_additional_image_tokens=0,
+        image_token=IMAGE,
+        chat_template=TEMPLATE,
+    )
+
+
+def save_composed(
+    model: LlavaForConditionalGeneration, folder: Path, language: str = LANGUAGE
+) -> None:
+    """Write the projector of ``model`` (bf16) and the facts that tell what it belongs to."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = model.model.multi_modal_projector.state_dict()
+    kept = {k: v.detach().to(torch.bfloat16).contiguous() for k, v in weights.items()}
+    save_file(kept, folder / PROJECTOR)
+    vision: Any = model.config.vision_config
+    facts = {
+        "model_type": "llava",
+        "vision_config": {"model_type": vision.model_type},
+        "language_model": language,
+        "target_fingerprint": fingerprint(embeddings_of(model)),
+    }
+    (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+class TowerConfig(PreTrainedConfig):
+    """Sizes: ``hidden_size`` D = 112 + 320 channels, ``image_size`` S, ``patch_size`` of a token."""
+
+    model_type = "efficientnet_lite0"
+
+    def __init__(
+        self, hidden_size: int = 432, image_size: int = 256, patch_size: int = 32, **rest: Any
+    ) -> None:
+        self.hidden_size = hidden_size
+        self.image_size = image_size
+        self.patch_size = patch_size
+        super().__init__(**rest)
+
+
+class Tower(PreTrainedModel):
+    """EfficientNet-lite0, pretrained on ImageNet, as the vision tower of a transformers LLaVA.
+
+    Its last blocks at strides 16 and 32 are read side by side: the one tells what is where, the
+    other what it is. Raises ``ValueError`` where its package is missing.
+    """
+
+    config_class = TowerConfig
+    main_input_name = "pixel_values"
+
+    def __init__(self, config: TowerConfig) -> None:
+        super().__init__(config)
+        self.network = efficientnet.new_network()
+        start: Any = self.post_init
+        start()
+
+    def _init_weights(self, module: Any) -> None:
+        """Nothing: the weights are those of the package."""
+
+    @classmethod
+    def pretrained(cls) -> Tower:
+        """The tower with the package's weights; raises ``ValueError`` saying how to get them."""
+        tower: Any = cls(TowerConfig())
+        tower.network = efficientnet.load_network()
+        return tower.eval()
+
+    def forward(self, pixel_values: Tensor, **_: Any) -> BaseModelOutput:
+        """Features [B, N, D] of pictures [B, 3, S, S], row by row, as the only hidden state."""
+        net: Any = self.network
+        x = net._swish(net._bn0(net._conv_stem(pixel_values)))
+        fine = x
+        for place, block in enumerate(net._blocks):
+            x = block(x)
+            fine = x if place == FINE_BLOCK else fine
+        both = torch.cat([F.avg_pool2d(fine, 2), x], dim=1)  # [B, D, S / 32, S / 32]
+        found = both.flatten(2).transpose(1, 2)
+        return BaseModelOutput(last_hidden_state=found, hidden_states=(found,))
+
+
+AutoConfig.register(TowerConfig.model_type, TowerConfig)
+AutoModel.register(TowerConfig, Tower)

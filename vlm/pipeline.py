@@ -1,5 +1,4 @@
-"""``VQAPipeline``: answers about pictures from a transformers vision-language model, by any method,
-certified.
+"""``VQAPipeline``: answers about pictures from a vision-language model of transformers.
 
 Shape letters: B questions of a batch, T tokens of an answer.
 """
@@ -38,7 +37,8 @@ from specmm.vlm.loading import load_model, load_processor
 @dataclass
 class VQAOutput:
     """``answers`` [B], ``tokens`` [B] of ids (an end token included), ``stats``, ``certificate``,
-    ``method``; of Speculative Verdict also the ``ruling``: who said what, and who was heard.
+    ``method``; of Speculative Verdict also the ``ruling``: all answers, and which experts were
+    chosen.
     """
 
     answers: list[str]
@@ -50,10 +50,10 @@ class VQAOutput:
 
 
 class VQAPipeline(Pipeline):
-    """A vision-language model, its processor and its drafters after one call.
+    """A vision-language model, its processor and its drafters.
 
-    Several threads may share one: calls are answered in the order they come, and streams take turns
-    round by round.
+    Several threads may share one: calls are answered in the order they arrive, and streams take
+    turns round by round.
 
     >>> pipe = VQAPipeline.from_pretrained("pocket/llava", method="msd")
     >>> pipe("street.png", "How many bags are there?", max_new_tokens=64).answers
@@ -70,7 +70,9 @@ class VQAPipeline(Pipeline):
         folder: Path | None = None,
         name: str = "vlm",
     ) -> None:
-        self.model, self.processor, self.name = model.eval(), processor, name
+        self.model = model.eval()
+        self.processor = processor
+        self.name = name
         self.tokenizer = processor.tokenizer
         self.method = methods.resolve_vqa(method)
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
@@ -86,18 +88,16 @@ class VQAPipeline(Pipeline):
         torch_dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> VQAPipeline:
-        """A pipeline of a folder, a pocket name or a hub id; the dtype defaults to this machine's
-        fastest.
+        """A pipeline of a folder, a pocket name or a hub id, in this machine's fastest dtype.
 
         ``drafter`` is a loaded one, or the folder, pocket name or hub id of the method's drafter
         where it is not beside the model.
         """
-        resolved, folder = methods.resolve_vqa(method), find(name)
+        resolved = methods.resolve_vqa(method)
+        folder = find(name)
         model = load_model(folder, torch_dtype)
-        dtype = torch_dtype or choose_dtype(
-            sum(p.numel() for p in model.parameters()), device=device
-        )
-        model = model.to(device, dtype)
+        size = sum(p.numel() for p in model.parameters())
+        model = model.to(device, torch_dtype or choose_dtype(size, device=device))
         lay_weights(use_tree_attention(model))
         if isinstance(drafter, str | Path):
             drafter = load_drafter(cls.drafter_kind(resolved), find(drafter), model)
@@ -115,8 +115,8 @@ class VQAPipeline(Pipeline):
         of those.
 
         ``options`` are those of :class:`Options`. An answer depends on its own random stream, not
-        on the batch (auto plans for the batch, though). ``streamer`` is told a single answer's ids,
-        as transformers' streamers are, but not the prompt's: leave its ``skip_prompt`` off. Raises
+        on the batch (but auto plans for the batch). ``streamer`` gets a single answer's ids, as
+        transformers' streamers do, but not the prompt's: leave its ``skip_prompt`` off. Raises
         ``ValueError`` for pictures, questions, options and methods that do not fit.
         """
         with ending(streamer):
@@ -125,29 +125,26 @@ class VQAPipeline(Pipeline):
                 return self._rule(method, images, questions, options, streamer)
             run = self._start(images, questions, given)
             answers, tokens, end = run.finish(streamer)
-        return VQAOutput(
-            [a.strip() for a in answers], tokens, end.stats, run.certificate(end), run.method
-        )
+        texts = [answer.strip() for answer in answers]
+        return VQAOutput(texts, tokens, end.stats, run.certificate(end), run.method)
 
     def stream(
         self, images: Pictures | Sequence[Pictures], questions: str | Sequence[str], **options: Any
     ) -> Iterator[list[str]]:
-        """The new text of every answer after each round; joined they are the answers. Options as
-        for a call.
-        """
+        """The new text of every answer after each round; options as for a call."""
         given = Options.of(options)
         if isinstance(self._method(given), methods.Verdict):
             raise ValueError(
-                "method 'verdict' answers at once, when all models have spoken; call the pipeline instead"
+                "method 'verdict' answers at once, when all models have answered; "
+                "call the pipeline instead"
             )
         for round_ in turns_of(self.model).each(self._rounds(images, questions, given, False)):
             yield [said.text for said in round_]
 
     def rounds(self, images: Any, questions: Any, **options: Any) -> Iterator[list[Said]]:
         """As ``stream``, with the tokens of each round, and its accepted drafts set apart."""
-        yield from turns_of(self.model).each(
-            self._rounds(images, questions, Options.of(options), True)
-        )
+        rounds = self._rounds(images, questions, Options.of(options), True)
+        yield from turns_of(self.model).each(rounds)
 
     def _rounds(
         self, images: Any, questions: Any, options: Options, apart: bool
@@ -165,24 +162,19 @@ class VQAPipeline(Pipeline):
         options: dict[str, Any],
         streamer: Any,
     ) -> VQAOutput:
-        """Speculative Verdict by the experts (pipelines) this pipeline was given, this model being
-        the judge.
-        """
+        """Speculative Verdict by the experts (pipelines) of this pipeline; its model is the judge."""
         if not isinstance(question, str):
             raise ValueError(f"method 'verdict' takes one question at a time, got {len(question)}")
-        judge, experts = (
-            VQAPipeline(self.model, self.processor, name=self.name),
-            self.drafter(method.name),
-        )
-        asked = {
-            k: v for k, v in options.items() if k != "method" and not (k == "seed" and v is None)
-        }
+        judge = VQAPipeline(self.model, self.processor, name=self.name)
+        experts = self.drafter(method.name)
+        given = {name: value for name, value in options.items() if name != "method"}
+        if given.get("seed", 0) is None:
+            del given["seed"]
         begin = time.perf_counter()
-        ruling = named(KINDS[method.name].judge)(experts, judge, method.keep)(
-            images, question, **asked
-        )
+        decide = named(KINDS[method.name].judge)(experts, judge, method.keep)
+        ruling = decide(images, question, **given)
         ids = torch.tensor(self.tokenizer.encode(ruling.answer, add_special_tokens=False))
-        if streamer is not None:  # the others must have spoken before there is anything to tell
+        if streamer is not None:  # nothing to stream before the experts have answered
             tell(streamer, [ids])
         stats = Stats(tokens=len(ids), rounds=len(ids), seconds=time.perf_counter() - begin)
         claim = Certificate(
@@ -192,24 +184,25 @@ class VQAPipeline(Pipeline):
         return VQAOutput([ruling.answer], [ids], stats, claim, method.name, ruling)
 
     def _start(self, images: Any, questions: Any, options: Options) -> Run:
-        """Prepare a batch; nothing runs before the first round is asked for."""
+        """Prepare a batch; nothing runs before the first round."""
         method = self._method(options)
         if options.compiled:
             raise ValueError(
-                "compiled=True serves text (TextPipeline), not questions about pictures; leave it out"
+                "compiled=True serves text (TextPipeline), not questions about pictures; "
+                "leave it out"
             )
         target = VLMTarget(self.model, options.processor, self.name)
         check_continuous_batching(method, options.batch_size)
-        all_asked = Questions.of(images, questions, options.chat)
+        given = Questions.of(images, questions, options.chat)
 
         def prepared(some: slice) -> VLMPrompt:
-            part = all_asked.rows(some)
+            part = given.rows(some)
             return VLMPrompt(part.inputs(self.processor), options.max_new_tokens, part)
 
-        asked = Prompts(prepared, len(all_asked.texts), options.batch_size)
-        prompt = asked.first(target)
+        prompts = Prompts(prepared, len(given.texts), options.batch_size)
+        prompt = prompts.first(target)
         method, name = self.chosen(method, target, prompt)
         parts = None
         if method.drafts:
             parts = assemble(method, target, self.drafter(method.name), self.tokenizer)
-        return self._run(name, target, prompt, options, parts, asked)
+        return self._run(name, target, prompt, options, parts, prompts)

@@ -1,9 +1,9 @@
-"""Speculative Verdict: small models answer, those that all models find plausible are heard, a large
-one decides.
+"""Speculative Verdict: small models answer, and a large one decides after it has read the answers
+that all of them find plausible.
 
-Its gain is accuracy, not speed. Every expert scores every answer in one forward; answers on which
+Its gain is accuracy, not speed. Every expert scores every answer in one forward. Answers on which
 the experts' perplexities agree with those of their own answers make the consensus
-(cross-perplexity), and the best few experts are heard by the verdict model, with reasons if it
+(cross-perplexity), and the best few experts are shown to the verdict model, with reasons if it
 wants them. Source: Speculative Verdict (arXiv 2510.20812).
 
 Shape letters: K experts (and answers), U different answers, L positions, V vocabulary.
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from specmm.files import write_whole
 from specmm.hf.prompt import PER_TOKEN, on_device
@@ -37,18 +38,17 @@ OPTIONAL = {"number", "reasoning"}  # of an expert's line
 PROMPTS = "prompts.json"  # beside the experts of a model that was taught other words
 
 
-def fields_of(text: str) -> set[str]:
+def _fields_of(text: str) -> set[str]:
     """What ``str.format`` fills into ``text``; raises ``ValueError`` where a brace is left open."""
     return {field for _, field, _, _ in Formatter().parse(text) if field is not None}
 
 
 @dataclass(frozen=True)
-class Prompts:
-    """What the models are asked: for an answer, for its plausibility, for reasons, and for the
-    verdict, into which ``expert`` puts what each expert said; without ``{reasoning}`` in it nobody
-    is asked for reasons.
+class VerdictPrompts:
+    """What the models are asked: for an answer, its plausibility, reasons, and the verdict.
 
-    Raises ``ValueError`` when a text lacks a field it needs.
+    ``expert`` says what is shown of each expert; without ``{reasoning}`` in it no reasons are asked
+    for. Raises ``ValueError`` when a text lacks a field it needs.
     """
 
     answer: str = "{question}"
@@ -64,7 +64,8 @@ class Prompts:
 
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self)):
-            found, needed = fields_of(getattr(self, name)), FIELDS[name] - OPTIONAL
+            found = _fields_of(getattr(self, name))
+            needed = FIELDS[name] - OPTIONAL
             if not needed <= found <= FIELDS[name]:
                 may = sorted(FIELDS[name] - needed)
                 wanted = f"{sorted(needed)}" + (f" and may use {may}" if may else "")
@@ -75,34 +76,34 @@ class Prompts:
     @property
     def reasoned(self) -> bool:
         """Whether experts are asked for reasons."""
-        return "reasoning" in fields_of(self.expert)
+        return "reasoning" in _fields_of(self.expert)
 
     def save(self, folder: Path) -> None:
-        """Write them beside the experts in ``folder``, where :meth:`Experts.load` finds them."""
+        """Write them beside the experts in ``folder``, where :func:`load_experts` finds them."""
         write_whole(folder / PROMPTS, (json.dumps(asdict(self), indent=1) + "\n").encode())
 
     def ask(
         self, question: str, answers: Sequence[str], reasons: Sequence[str] | None = None
     ) -> str:
-        """What the verdict model is asked once it knows the experts' ``answers`` and ``reasons``,
-        best first.
+        """The question to the verdict model with the experts' ``answers`` and ``reasons``, best
+        first.
         """
-        said = zip(answers, reasons or [""] * len(answers), strict=True)
+        pairs = zip(answers, reasons or [""] * len(answers), strict=True)
         lines = [
-            self.expert.format(number=n + 1, answer=a, reasoning=r) for n, (a, r) in enumerate(said)
+            self.expert.format(number=n, answer=answer, reasoning=reason)
+            for n, (answer, reason) in enumerate(pairs, start=1)
         ]
         return self.verdict.format(question=question, experts="\n".join(lines))
 
 
 class Experts(list[VQAPipeline]):
-    """The models that are heard, and in which words they and the judge are asked."""
+    """The small models, and the words in which they and the judge are asked."""
 
-    prompts: Prompts = Prompts()
+    prompts: VerdictPrompts = VerdictPrompts()
 
     @classmethod
     def load(cls, folder: Path, dtype: torch.dtype, device: torch.device | str) -> Experts:
-        """The models in the folders of ``folder``, asked as its ``prompts.json`` says where there
-        is one.
+        """The models in the folders of ``folder``, asked as its ``prompts.json`` says, if any.
 
         Raises ``ValueError`` when that file holds something else.
         """
@@ -112,7 +113,7 @@ class Experts(list[VQAPipeline]):
         )
         if (file := folder / PROMPTS).is_file():
             try:
-                found.prompts = Prompts(**json.loads(file.read_text()))
+                found.prompts = VerdictPrompts(**json.loads(file.read_text()))
             except (ValueError, TypeError) as error:
                 raise ValueError(
                     f"{file} must hold texts for {sorted(FIELDS)} as JSON ({error}); mend it"
@@ -120,16 +121,18 @@ class Experts(list[VQAPipeline]):
         return found
 
 
-def load_experts(folder: Path, target: Any, method: str) -> Experts:
+def load_experts(folder: Path, target: PreTrainedModel, method: str) -> Experts:
     """The experts in ``folder``, in the dtype and on the device of the ``target`` model."""
     return Experts.load(folder, target.dtype, target.device)
 
 
 @dataclass(frozen=True)
 class Ruling:
-    """``answer`` of the verdict model; ``answers`` of the K experts with their ``scores`` [K]
-    (lower: more plausible to all), ``log_perplexities`` [K, K] (model by answer), and who was
-    ``heard``, best first, with what ``reasons`` (none where the judge is not told any).
+    """The verdict model's ``answer`` and what led to it.
+
+    ``answers`` of the K experts with their ``scores`` [K] (lower: more plausible to all),
+    ``log_perplexities`` [K, K] (model by answer), and the experts ``heard``, best first, with their
+    ``reasons`` (none where the judge is not shown any).
     """
 
     answer: str
@@ -140,22 +143,21 @@ class Ruling:
     reasons: list[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: experts are numbered from 0."""
-        table, scores = self.log_perplexities.tolist(), self.scores.tolist()
-        said = {
+        """For JSON, without ``answer``; experts are numbered from 0."""
+        return {
             "answers": self.answers,
-            "scores": scores,
+            "scores": self.scores.tolist(),
             "heard": self.heard,
             "reasons": self.reasons,
+            "log_perplexities": self.log_perplexities.tolist(),
         }
-        return said | {"log_perplexities": table}
 
 
 class SpeculativeVerdict:
-    """``experts`` (two or more) and the model of the ``verdict``, which may be one of them;
-    ``hear`` m of the experts.
+    """``experts`` (two or more) and the model of the ``verdict``, which may be one of them.
 
-    Raises ``ValueError`` for too few experts or a number to hear outside [1, K].
+    ``hear`` m of the experts are shown to it. Raises ``ValueError`` for too few experts or a number
+    to hear outside [1, K].
     """
 
     def __init__(
@@ -164,15 +166,18 @@ class SpeculativeVerdict:
         verdict: VQAPipeline,
         *,
         hear: int | None = None,
-        prompts: Prompts | None = None,
+        prompts: VerdictPrompts | None = None,
     ) -> None:
         hear = min(3, len(experts)) if hear is None else hear
         if len(experts) < 2:
             raise ValueError(f"experts must be at least 2 models, got {len(experts)}")
         if not 1 <= hear <= len(experts):
             raise ValueError(f"hear must be in [1, {len(experts)}] (the experts), got {hear}")
-        self.experts, self.verdict, self.hear = list(experts), verdict, hear
-        self.prompts = prompts or (experts.prompts if isinstance(experts, Experts) else Prompts())
+        self.experts = list(experts)
+        self.verdict = verdict
+        self.hear = hear
+        own: VerdictPrompts = getattr(experts, "prompts", VerdictPrompts())
+        self.prompts = prompts or own
 
     def __call__(
         self,
@@ -191,24 +196,22 @@ class SpeculativeVerdict:
             raise ValueError(
                 f"seed must be one whole number, got {seed!r}: every model is asked once"
             )
-        asked, prompts = (
-            options if "generator" in options else {"seed": seed, **options},
-            self.prompts,
-        )
+        seeded = options if "generator" in options else {"seed": seed, **options}
+        prompts = self.prompts
+
+        def ask(pipe: VQAPipeline, text: str, length: int) -> str:
+            return pipe(images, text, max_new_tokens=length, **seeded).answers[0]
+
         text = prompts.answer.format(question=question)
-        answers = [
-            e(images, text, max_new_tokens=max_new_tokens, **asked).answers[0] for e in self.experts
-        ]
+        answers = [ask(expert, text, max_new_tokens) for expert in self.experts]
         table = self.score(images, question, answers)
         scores = consensus(table)
         heard = best(scores, self.hear, torch.Generator().manual_seed(seed))
-        text, asking = prompts.reason.format(question=question), heard if prompts.reasoned else []
-        reasons = [
-            self.experts[i](images, text, max_new_tokens=reason_tokens, **asked).answers[0]
-            for i in asking
-        ]
+        text = prompts.reason.format(question=question)
+        reasoning = heard if prompts.reasoned else []
+        reasons = [ask(self.experts[i], text, reason_tokens) for i in reasoning]
         text = prompts.ask(question, [answers[i] for i in heard], reasons)
-        final = self.verdict(images, text, max_new_tokens=max_new_tokens, **asked).answers[0]
+        final = ask(self.verdict, text, max_new_tokens)
         return Ruling(final, answers, scores, table, heard, reasons)
 
     def score(self, images: Pictures, question: str, answers: Sequence[str]) -> Tensor:
@@ -217,14 +220,12 @@ class SpeculativeVerdict:
         """
         different = list(dict.fromkeys(answers))
         text = self.prompts.score.format(question=question)
-        table = torch.stack(
-            [log_perplexities(e, images, text, different) for e in self.experts]
-        )  # [K, U]
-        return table[:, [different.index(answer) for answer in answers]]
+        rows = [log_perplexities(expert, images, text, different) for expert in self.experts]
+        return torch.stack(rows)[:, [different.index(answer) for answer in answers]]
 
 
 def make_judge(experts: Sequence[VQAPipeline], judge: VQAPipeline, keep: int) -> SpeculativeVerdict:
-    """Method ``verdict``: ``judge`` hears at most ``keep`` of the ``experts``."""
+    """Method ``verdict``: ``judge`` is shown at most ``keep`` of the ``experts``."""
     return SpeculativeVerdict(experts, judge, hear=min(keep, len(experts)))
 
 
@@ -250,18 +251,21 @@ def log_perplexities(
     """ln PPL [U] of each of ``answers`` after ``prompt`` and ``images``: the mean of −ln p over the
     answer's tokens.
 
-    One forward of U rows, padded at the right. An answer without tokens is judged as the end of the
+    One forward of U rows, padded at the right. An answer without tokens is scored as the end of the
     text.
     """
-    model, tokenizer = expert.model, expert.processor.tokenizer
-    inputs = on_device(
-        Questions.of(images, prompt).inputs(expert.processor), model.device, model.dtype
-    )
-    end = tokenizer.eos_token_id
+    model = expert.model
+    tokenizer = expert.processor.tokenizer
+    inputs = Questions.of(images, prompt).inputs(expert.processor)
+    inputs = on_device(inputs, model.device, model.dtype)
     ids = [
-        tokenizer.encode(f" {a}", add_special_tokens=False) if a.strip() else [end] for a in answers
+        tokenizer.encode(f" {answer}", add_special_tokens=False)
+        if answer.strip()
+        else [tokenizer.eos_token_id]
+        for answer in answers
     ]
-    rows, start = _append(inputs, ids), inputs["input_ids"].shape[1]
+    rows = _append(inputs, ids)
+    start = inputs["input_ids"].shape[1]
     logits = model(**rows).logits[:, start - 1 : -1].float()  # [U, most tokens, V]
     targets = rows["input_ids"][:, start:]
     losses = -logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
@@ -270,16 +274,14 @@ def log_perplexities(
 
 
 def _append(inputs: dict[str, Any], answers: Sequence[list[int]]) -> dict[str, Any]:
-    """A batch of one prompt with each of ``answers`` after it; pictures are repeated, one set a
-    row.
-    """
-    count, most = len(answers), max(map(len, answers))
+    """A batch of one prompt with each of ``answers`` after it, its pictures repeated for each row."""
+    count = len(answers)
+    most = max(map(len, answers))
     ids = inputs["input_ids"]
     tails = torch.tensor([a + [0] * (most - len(a)) for a in answers], device=ids.device)
     masks = torch.tensor([[1] * len(a) + [0] * (most - len(a)) for a in answers], device=ids.device)
-    heads = {**inputs, "attention_mask": torch.ones_like(ids)}
     rows = {}
-    for name, value in heads.items():
+    for name, value in {**inputs, "attention_mask": torch.ones_like(ids)}.items():
         wide = torch.cat([value] * count)
         tail = {"input_ids": tails, "attention_mask": masks}.get(name, torch.zeros_like(tails))
         rows[name] = torch.cat([wide, tail.to(wide.dtype)], dim=1) if name in PER_TOKEN else wide

@@ -1,6 +1,4 @@
-"""What the GPU benchmarks of whole models share: their options, and a table that grows by batch
-size.
-"""
+"""What the GPU benchmarks of whole models share: options, and a table that grows by batch size."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ def measure_batches(
     options: argparse.Namespace,
     measure: Callable[[Any, int, argparse.Namespace], list[Row]],
 ) -> int:
-    """Call ``measure(pipe, batch, options)`` for each batch size; the table ``name`` is written
-    after every one.
-    """
+    """Call ``measure(pipe, batch, options)`` by batch size; write ``name`` after every one."""
     facts = environment(
         model=options.model,
         dtype=dtype_name(pipe),

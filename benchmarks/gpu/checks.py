@@ -1,5 +1,4 @@
-"""Correctness on the device at hand, before anything is timed: attention, commit, acceptance, and
-no host syncs.
+"""Correctness on the device before timing: attention, commit, acceptance, and no host syncs.
 
 Shape letters: R rows, T tree nodes, V vocabulary.
 """
@@ -43,7 +42,8 @@ def check_commit(device: torch.device) -> None:
     """Accepted paths move as one entry at a time would."""
     data = torch.randn(8, 4, 64, 6, 80, device=device).bfloat16()
     path = torch.tensor([[0, 2, 5, -1], [0, 1, 3, 7]], device=device)
-    kept, lengths = torch.tensor([3, 4], device=device), torch.tensor([17, 40], device=device)
+    kept = torch.tensor([3, 4], device=device)
+    lengths = torch.tensor([17, 40], device=device)
     expected = data.clone()
     naive.kv_commit(expected, path, kept, lengths, 48)
     commit(data, path, kept, lengths, 48)
@@ -52,7 +52,7 @@ def check_commit(device: torch.device) -> None:
 
 
 def drafts(rows: int, nodes: int, vocabulary: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Target distributions, tokens, parents, uniforms and draft distributions of random trees."""
+    """Target probs, tokens, parents, uniforms and draft probs of random trees."""
     generator = torch.Generator(device).manual_seed(0)
     probs = (
         torch.randn(2, rows, nodes, vocabulary, device=device, generator=generator)
@@ -65,9 +65,7 @@ def drafts(rows: int, nodes: int, vocabulary: int, device: torch.device) -> tupl
 
 
 def check_acceptance(device: torch.device) -> float:
-    """The share of rows whose result is that of the core's rules: rounding decides a few of
-    thousands.
-    """
+    """The share of rows with the result of the core's rules: rounding decides a few."""
     probs, tokens, parents, uniforms, drawn = drafts(512, 26, 4096, device)
     found = accept(probs, tokens, parents, uniforms, 26, drawn)
     strict = None, 0, 0.0, False, 0, None, False, False  # nothing borrowed, from the root down
@@ -78,16 +76,13 @@ def check_acceptance(device: torch.device) -> float:
     share = float(same.double().mean())
     if share < 0.98:
         raise SystemExit(
-            f"fused acceptance agrees with the rules on {share:.1%} of the rows, "
-            "expected 98% or more"
+            f"fused acceptance agrees on {share:.1%} of the rows, expected 98% or more"
         )
     return share
 
 
 def syncs_in_a_round(device: torch.device) -> int:
-    """Host syncs of attention, acceptance and commit of one round; the second round counts,
-    compiled by then.
-    """
+    """Host syncs of attention, acceptance and commit in one round; the first round compiles."""
     given = Inputs.random(Shape("LlamaGen-XL", 1024, 26, 2), device)
     probs, tokens, parents, uniforms, drawn = drafts(2, 26, 16384, device)
     data = torch.zeros(8, 2, 1100, 20, 64, device=device, dtype=torch.bfloat16)

@@ -1,5 +1,4 @@
-"""Ways to attend a tree, on the same inputs: ours, SDPA under a dense mask, flex_attention, and a
-copy of the bytes.
+"""Ways to attend a tree on the same inputs: ours, SDPA with a dense mask, flex_attention, a copy.
 
 Shape letters: R rows, H query heads, K key/value heads, T tree nodes, S committed tokens, D head
 width.
@@ -71,9 +70,7 @@ def _apart(given: Inputs) -> int:
 
 
 def calls(name: str, inputs: Sequence[Inputs]) -> list[Call]:
-    """A call for each of ``inputs``; flex_attention is compiled once and takes the first one's tree
-    for all.
-    """
+    """A call for each of ``inputs``; flex_attention is compiled once, for the first one's tree."""
     if name != "flex":
         return [CONTENDERS[name](given) for given in inputs]
     one = flex(inputs[0])

@@ -1,5 +1,4 @@
-"""Targets whose forwards are captured CUDA graphs: plain steps and tree scoring without launch
-overhead.
+"""Targets whose forwards are captured CUDA graphs: plain steps and tree scoring.
 
 Trees of one size share a graph, whatever their shape, for words and depths are inputs of it. The
 finiteness check, which waits for the GPU, is left out. A next-scale model's pictures are one graph
@@ -17,14 +16,12 @@ import torch
 from torch import Tensor
 
 from specmm.cache import Cache
-from specmm.collaborative import alternate
 from specmm.hf.target import VLMTarget
-from specmm.image_ar.scales.drawing import code_turns
-from specmm.image_ar.scales.feature_map import FeatureMap
+from specmm.image_ar.scales.collaborative import alternate, code_turns
+from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.pipeline import VARPipeline
-from specmm.image_ar.scales.sampling import Inverse, Sampling
-from specmm.image_ar.tokens.static import StaticTarget
-from specmm.image_ar.tokens.target import LlamaGenTarget
+from specmm.image_ar.scales.sampling import InverseCDF, Sampling
+from specmm.image_ar.tokens.target import LlamaGenTarget, StaticTarget
 from specmm.kernels.tree_attention import TreeMask
 from specmm.randomness import Dealt
 from specmm.stats import Clock
@@ -33,10 +30,9 @@ from specmm.tree import DraftTree, TreeShape
 
 
 class Graph:
-    """``function`` of tensors, captured at its first call and replayed at the others of the same
-    shapes.
+    """``function`` of tensors, captured at its first call and replayed for the same shapes.
 
-    Without a GPU it just calls ``function``. Results are copies, for the next replay overwrites the
+    Without a GPU it just calls ``function``. Results are copies: the next replay overwrites the
     originals.
     """
 
@@ -69,9 +65,7 @@ class Graph:
 
 
 class TreeGraphs:
-    """``function`` of (tokens [B, N], depths [B, N], words [B, N, W], …), one graph for each number
-    of nodes.
-    """
+    """``function`` of (tokens [B, N], depths [B, N], words [B, N, W], …), one graph for each N."""
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
         self.function = function
@@ -105,15 +99,11 @@ class GraphTarget(StaticTarget):
         return TargetOutput(*self.graphs(tree))
 
     def _tree_forward(self, tokens: Tensor, depths: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-        """Distributions [B, N, V] and hidden states [R, N, C] of drafts ``tokens`` [B, N] after the
-        cache's lengths.
-        """
+        """Probs [B, N, V] and hidden states [R, N, C] of drafts [B, N] after the committed."""
         positions = (self.cache.lengths[:, None] + depths).clamp(max=self.cache.size.capacity - 1)
         branches = self.guidance.branches
-        x, positions = (
-            self.model.tok_embeddings(tokens).repeat(branches, 1, 1),
-            positions.repeat(branches, 1),
-        )
+        x = self.model.tok_embeddings(tokens).repeat(branches, 1, 1)
+        positions = positions.repeat(branches, 1)
         logits, hidden = self.model(
             x, positions, mask_of(self.cache, words), self.cache.layers, self.aux_layers
         )
@@ -121,8 +111,7 @@ class GraphTarget(StaticTarget):
 
 
 class VLMGraphTarget(VLMTarget):
-    """A transformers model loaded with ``specmm_tree``, with captured forwards; one batch and one
-    cache size.
+    """A transformers model loaded with ``specmm_tree``, with captured forwards, for one batch size.
 
     A plain step is a tree of one node, scored by the graph of that size and kept, as any tree is.
     """
@@ -142,7 +131,8 @@ class VLMGraphTarget(VLMTarget):
     def score(self, tree: DraftTree) -> TargetOutput:
         """One captured tree-attention forward."""
         self.cache.aim(self.cache.size.capacity, self.cache.size.capacity + tree.shape.size)
-        self.tree, self.calls = tree, self.calls + 1
+        self.tree = tree
+        self.calls = self.calls + 1
         return TargetOutput(*self.graphs(tree, self.offsets))
 
     @torch.inference_mode()
@@ -156,10 +146,9 @@ class VLMGraphTarget(VLMTarget):
     def _tree_forward(
         self, tokens: Tensor, depths: Tensor, words: Tensor, offsets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Distributions [B, N, V] and states [B, N, C] of drafts ``tokens`` [B, N] after the
-        cache's lengths.
-        """
-        given, self.offsets = self.offsets, offsets  # of the graph's own memory
+        """Probs [B, N, V] and states [B, N, C] of drafts [B, N] after the committed tokens."""
+        given = self.offsets  # of the graph's own memory
+        self.offsets = offsets
         states = self.states(
             tokens, self.cache.lengths[:, None] + depths, mask_of(self.cache, words)
         )
@@ -170,35 +159,35 @@ class VLMGraphTarget(VLMTarget):
         """The memory of the first call, which graphs go on using; a larger one forgets them."""
         wanted = super()._new_cache(batch, capacity, max(scratch, 1))
         if self.memory is None or self.memory.size != wanted.size:
-            self.memory, self.graphs.by_size = wanted, {}
+            self.memory = wanted
+            self.graphs.by_size = {}
         self.memory.lengths.zero_()
         return self.memory
 
 
 class PictureGraph:
-    """VAR alone, or CoDe, as one captured graph: scales have fixed sizes and nothing is decided on
-    the way.
+    """VAR alone, or CoDe, as one captured graph: scales have fixed sizes, nothing is decided.
 
     The first ``n`` scales are the large model's, the others the small one's.
     """
 
     def __init__(self, pipe: VARPipeline, n: int, sampling: Sampling) -> None:
-        self.pipe, self.n, self.sampling = pipe, n, sampling
+        self.pipe = pipe
+        self.n = n
+        self.sampling = sampling
         self.graph = Graph(self.eager)
 
     @torch.inference_mode()
     def __call__(self, labels: Tensor, numbers: Tensor) -> tuple[Tensor, ...]:
-        """Tokens [B, L] and sums of codes [B, E, P, P] of ``labels`` [B], with the uniforms
-        ``numbers`` [B, L].
-        """
+        """Tokens [B, L] and sums of codes [B, E, P, P] of ``labels`` [B], with uniforms [B, L]."""
         return self.graph(labels, numbers)
 
     @torch.inference_mode()
     def eager(self, labels: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """The same, launch by launch."""
+        """The same without a graph."""
         feature_map = FeatureMap(self.pipe.vae.quantize, len(labels))
-        uniforms = Inverse(self.sampling, Dealt(numbers), len(feature_map.schedule))
+        uniforms = InverseCDF(self.sampling, Dealt(numbers), len(feature_map.schedule))
         models = self.pipe.transformer, self.pipe.small
-        turns = code_turns(*models, self.n, feature_map, labels, self.sampling, lambda _: uniforms)
-        deque(alternate(turns, Clock()), maxlen=0)
-        return torch.cat(feature_map.tokens, dim=1), feature_map.sums[-1]
+        given = code_turns(*models, self.n), feature_map, labels, self.sampling
+        deque(alternate(*given, lambda _: uniforms, Clock()), maxlen=0)
+        return torch.cat(feature_map.tokens, dim=1), feature_map.f_hats[-1]

@@ -1,9 +1,9 @@
-"""The kernels on a GPU: correctness first, then tree attention against SDPA, flex_attention and a
-copy of the bytes.
+"""The kernels on a GPU: correctness first, then tree attention's time.
 
-``benchmarks/gpu/run.sh``; see README.md here. Within ``--minutes``: all shapes of ours, SDPA and
-the copy come first, flex_attention, which compiles for every shape, gets what is left. Without a
-GPU nothing is timed and the table says so. Writes ``gpu_kernels.csv``.
+Against SDPA, flex_attention and a copy of the bytes. ``benchmarks/gpu/run.sh``; see README.md here.
+Within ``--minutes``: all shapes of ours, SDPA and the copy come first; flex_attention, which
+compiles for every shape, gets what is left. Without a GPU nothing is timed and the table says so.
+Writes ``gpu_kernels.csv``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check(device: torch.device) -> int:
-    """Check the kernels before anything is timed; returns the host syncs of a round."""
+    """What must be true before a time means anything; returns the host syncs of a round."""
     for model in MODELS:
         for shape in (
             Shape(model, 257, 1, 2),
@@ -65,11 +65,10 @@ def check(device: torch.device) -> int:
                     f"tree attention is off by {errors['ours']:.2e}, expected {checks.TOLERANCE}"
                 )
     checks.check_commit(device)
-    share, syncs = checks.check_acceptance(device), checks.syncs_in_a_round(device)
-    print(
-        f"KV commit exact; acceptance as the rules on {share:.2%} of the rows; "
-        f"host syncs a round: {syncs}"
-    )
+    share = checks.check_acceptance(device)
+    syncs = checks.syncs_in_a_round(device)
+    acceptance = f"acceptance as the rules on {share:.2%} of the rows"
+    print(f"KV commit exact; {acceptance}; host syncs a round: {syncs}")
     return syncs
 
 
@@ -106,7 +105,7 @@ def table(times: Times) -> str:
 
 
 def bars(times: Times, syncs: int | None) -> str:
-    """What is asked of the kernels, with what was found."""
+    """The bars with what was found."""
     wanted = [s for s in every_shape() if s.length >= 1000]
     gains = [g for s in wanted if (g := _over("sdpa")(times, s)) is not None]
     rate = _median(_rate(times, s) for s in every_shape() if s.length == max(LENGTHS))

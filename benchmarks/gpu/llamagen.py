@@ -1,9 +1,8 @@
-"""LlamaGen on a GPU: plain, exact and LANTERN++ decoding by batch size, eager and with captured or
-compiled forwards.
+"""LlamaGen on a GPU: plain, exact and LANTERN++ decoding by batch size and mode.
 
-``python -m benchmarks.gpu.llamagen --out benchmarks/results``; see README.md here for what to run.
-Without a GPU it runs, too (captured means eager then), which is how it is tested. Writes
-``gpu_llamagen.csv`` and ``.json``.
+``python -m benchmarks.gpu.llamagen --out benchmarks/results``; see README.md here. Modes: eager,
+captured and compiled forwards. Without a GPU captured means eager, which is how it is tested.
+Writes ``gpu_llamagen.csv`` and ``.json``.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from specmm.decode import Play, Progress, decode, decode_plain, one_round
 from specmm.drafter import Drafter
 from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
-from specmm.image_ar.tokens.static import StaticTarget
-from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
 from specmm.verify import Rule
@@ -53,9 +51,7 @@ def move(pipe: LlamaGenPipeline, device: str) -> LlamaGenPipeline:
 
 
 def measure(pipe: LlamaGenPipeline, batch: int, options: argparse.Namespace) -> list[Row]:
-    """Rows of every mode and method at ``batch``, runs interleaved; speed-ups over the fastest
-    plain decoding.
-    """
+    """Rows of every mode and method at ``batch``, interleaved; speed-ups over the fastest plain."""
     if "compile" in options.modes:
         prepare_compiler(pipe.device)
     runs = [Run.of(pipe, mode, method) for mode in options.modes for method in options.methods]
@@ -82,9 +78,7 @@ class Run:
 
     @classmethod
     def of(cls, pipe: LlamaGenPipeline, mode: str, method: methods.Method) -> Run:
-        """``eager`` is the pipeline's own target; ``graph`` captures its forwards; ``compile`` its
-        steps and rounds.
-        """
+        """``eager``: the pipeline's target; ``graph``: captured; ``compile``: steps and rounds."""
         target = pipe.target()
         if mode != "eager":
             target = GraphTarget(target) if mode == "graph" else StaticTarget(target)

@@ -1,5 +1,4 @@
-"""What the kernels are measured on: attention shapes of published models, and random inputs of
-them.
+"""What the kernels are measured on: attention shapes of published models, with random inputs.
 
 Shape letters: R rows, H query heads, K key/value heads, T tree nodes, S committed tokens, D head
 width.
@@ -43,9 +42,7 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """What attention must at least move in bfloat16: keys and values once, queries and outputs
-        once.
-        """
+        """Least bytes moved in bfloat16: keys and values once, queries and outputs once."""
         heads, kv, width = self.sizes
         return (
             2 * self.rows * width * (2 * kv * (self.length + self.nodes) + 2 * heads * self.nodes)
@@ -60,9 +57,7 @@ def every_shape() -> Iterator[Shape]:
 
 @dataclass
 class Inputs:
-    """Queries [R, H, T, D], keys and values [R, K, S + T, D] (a cache of [R, S + T, K, D]) and the
-    tree's mask.
-    """
+    """Queries [R, H, T, D], keys and values [R, K, S + T, D] as views of a cache, and the mask."""
 
     q: Tensor
     keys: Tensor

@@ -1,6 +1,4 @@
-"""Times of captured calls: what a kernel costs inside a CUDA graph, with caches too large to stay
-in L2.
-"""
+"""Times of captured calls: the kernel inside a CUDA graph, with caches too large for L2."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ def copies_of(size: int) -> int:
 
 
 def milliseconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Median time of one of ``calls``, which are captured together and replayed; events, no host in
-    between.
-    """
+    """Median time of one of ``calls``, captured together and replayed; no host in between."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -34,7 +30,8 @@ def milliseconds(calls: Sequence[Callable[[], object]]) -> float:
             call()
     times = []
     for _ in range(REPLAYS + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
         end.record()

@@ -1,9 +1,8 @@
 """VAR and CoDe on a GPU by batch size: eager, and with the whole picture as one captured graph.
 
-``python -m benchmarks.gpu.var --out benchmarks/results``; see README.md here. Without a GPU it
-runs, too (captured means eager then), which is how it is tested. Writes ``gpu_var.csv`` and
-``.json``. Seconds are of tokens and sums of codes; pixels, which are the same for all, have a
-column of their own.
+``python -m benchmarks.gpu.var --out benchmarks/results``; see README.md here. Without a GPU
+captured means eager, which is how it is tested. Writes ``gpu_var.csv`` and ``.json``. Seconds are
+of tokens and sums of codes; pixels, the same for all, are in another column.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ MODES = ("eager", "graph")
 
 @dataclass
 class Run:
-    """The first ``n`` scales by the large model, the rest by the small one, in a mode; seconds by
-    part and repeat.
-    """
+    """Seconds by part and repeat of a mode; the first ``n`` scales are the large model's."""
 
     mode: str
     n: int
@@ -59,9 +56,7 @@ class Run:
 
 
 def measure(pipe: VARPipeline, batch: int, options: argparse.Namespace) -> list[Row]:
-    """Rows of every mode and N at ``batch``, runs interleaved; speed-ups over the fastest plain
-    decoding.
-    """
+    """Rows of every mode and N at ``batch``, interleaved; speed-ups over the fastest plain."""
     scales = len(pipe.transformer.config.schedule)
     shares = [scales] + [n for n in options.n if pipe.small is not None and n < scales]
     runs = [

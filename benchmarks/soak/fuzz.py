@@ -1,9 +1,8 @@
-"""Broken inputs by the thousand: ``python -m benchmarks.soak.fuzz --inputs 120000 --out
-benchmarks/results/fuzz.json``.
+"""Broken inputs by the thousand: ``python -m benchmarks.soak.fuzz --inputs 120000``.
 
 Pictures, job files and checkpoints are damaged at random (bits, cuts, copies, numbers) and read as
-users' files are. Whatever happens must be a result or a named error (``ValueError``, ``OSError``),
-and no pickle may ever run.
+users' files are. Each must give a result or a named error (``ValueError``, ``OSError``), and no
+pickle may ever run. ``--out`` writes what was found.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from safetensors.torch import save
 
 from specmm.checkpoints import read_checkpoint
 from specmm.jobs.items import read_items
-from specmm.vlm.images import open_image
+from specmm.vlm.asking import open_image
 
 CANARY = "specmm-canary"
 
@@ -104,7 +103,8 @@ def job_files() -> list[tuple[str, bytes]]:
 
 def checkpoints(canary: Path) -> list[tuple[str, bytes]]:
     state = {"a.weight": torch.ones(2, 3), "b": torch.arange(4)}
-    packed, nested = io.BytesIO(), io.BytesIO()
+    packed = io.BytesIO()
+    nested = io.BytesIO()
     torch.save(state, packed)
     torch.save({"model": state, "bomb": Bomb(canary)}, nested)
     return [
@@ -116,14 +116,15 @@ def checkpoints(canary: Path) -> list[tuple[str, bytes]]:
     ]
 
 
-def damaged(data: bytes, uniforms: random.Random) -> bytes:
+def damaged(data: bytes, rng: random.Random) -> bytes:
     """``data`` with one to four random faults."""
     found = bytearray(data)
-    for _ in range(uniforms.randint(1, 4)):
-        at, size = uniforms.randrange(len(found) + 1), uniforms.randint(1, 16)
-        match uniforms.randrange(6):
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(found) + 1)
+        size = rng.randint(1, 16)
+        match rng.randrange(6):
             case 0 if found:
-                found[at % len(found)] ^= 1 << uniforms.randrange(8)
+                found[at % len(found)] ^= 1 << rng.randrange(8)
             case 1:
                 del found[at:]
             case 2:
@@ -131,30 +132,27 @@ def damaged(data: bytes, uniforms: random.Random) -> bytes:
             case 3:
                 found[at:at] = found[at : at + size]
             case 4:
-                found[at : at + 4] = struct.pack(
-                    "<I", uniforms.choice((0, 1, 2**16, 2**31, 2**32 - 1))
-                )
+                found[at : at + 4] = struct.pack("<I", rng.choice((0, 1, 2**16, 2**31, 2**32 - 1)))
             case _:
-                found[at:at] = uniforms.choice(
+                found[at:at] = rng.choice(
                     (b"\0", b'"', b"{", b"}", b"\n", b",", b"NaN", b"1e999", b"\xff\xfe", b"[" * 40)
                 )
     return bytes(found)
 
 
 def fuzz(inputs: int, seed: int = 0) -> dict[str, Any]:
-    """Read ``inputs`` damaged files in turn; returns what became of them; raises at one that is no
-    named error.
-    """
-    uniforms, outcomes, begin = random.Random(seed), Counter[str](), time.perf_counter()
+    """Read ``inputs`` damaged files; returns the outcomes; raises for an error without a name."""
+    rng = random.Random(seed)
+    outcomes = Counter[str]()
+    begin = time.perf_counter()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
         folder = Path(name)
         every = kinds(folder)
         for number in range(inputs):
             kind = every[number % len(every)]
-            suffix, data = uniforms.choice(kind.seeds)
-            outcomes[
-                f"{kind.name}: {attempt(kind, folder / f'file{suffix}', damaged(data, uniforms), number)}"
-            ] += 1
+            suffix, data = rng.choice(kind.seeds)
+            outcome = attempt(kind, folder / f"file{suffix}", damaged(data, rng), number)
+            outcomes[f"{kind.name}: {outcome}"] += 1
             if (folder / CANARY).exists():
                 raise AssertionError(f"input {number}: a pickle ran")
     return {

@@ -1,8 +1,6 @@
-"""Thousands of pictures in one process: ``python -m benchmarks.soak.generations --model FOLDER
---count 2000``.
+"""Thousands of pictures in one process: ``python -m benchmarks.soak.generations --model FOLDER``.
 
-Memory and open files are noted as it goes; after the first tenth, which warms caches, neither may
-grow.
+Memory and open files are recorded; after the first tenth, which warms caches, neither may grow.
 """
 
 from __future__ import annotations
@@ -36,7 +34,8 @@ def soak(model: str, count: int, methods: list[str]) -> dict[str, Any]:
 
     pipe = ImagePipeline.from_pretrained(model)
     pipe.set_progress_bar_config(disable=True)
-    classes, marks = pipe.transformer.config.num_classes, []
+    classes = pipe.transformer.config.num_classes
+    marks = []
     for i in range(count):
         generator = torch.Generator().manual_seed(i)
         pipe(classes=[i % classes], generator=generator, method=methods[i % len(methods)])
@@ -45,7 +44,8 @@ def soak(model: str, count: int, methods: list[str]) -> dict[str, Any]:
             marks.append(
                 {"generations": i + 1, "megabytes": round(resident(), 1), "handles": handles()}
             )
-    settled, last = marks[1], marks[-1]
+    settled = marks[1]
+    last = marks[-1]
     grown = last["megabytes"] - settled["megabytes"], last["handles"] - settled["handles"]
     if grown[0] > ROOM or grown[1] > 0:
         raise AssertionError(f"grew by {grown[0]:.1f} MB and {grown[1]} handles: {marks}")

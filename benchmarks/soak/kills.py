@@ -1,5 +1,4 @@
-"""Kill -9 at random moments: ``python -m benchmarks.soak.kills --kills 60 --out
-benchmarks/results/kills.json``.
+"""Kill -9 at random moments: ``python -m benchmarks.soak.kills --kills 60``.
 
 A parent loads a tiny random model once and forks; each child works on the same job and is killed
 after a random delay. When the job is finished every item must be done exactly once, with the bytes
@@ -25,10 +24,9 @@ import torch
 
 from specmm.jobs.engines import run_local
 from specmm.jobs.finish import finish
+from specmm.jobs.folder import ARCHIVES, RESULTS, Limits, Spec, prepare
 from specmm.jobs.items import Item, seed_of
 from specmm.jobs.run import pending
-from specmm.jobs.spec import Limits, Spec, prepare
-from specmm.jobs.store import ARCHIVES, RESULTS
 from specmm.jobs.verify import verify
 from specmm.jobs.workers import ImageWorker
 
@@ -47,8 +45,7 @@ def go(folder: Path, worker: ImageWorker, items: Sequence[Item]) -> None:
 
 
 def struck(work: Callable[[], None], delay: float) -> bool:
-    """Do ``work`` in a child and kill it after ``delay`` seconds; False when it had finished by
-    then.
+    """Do ``work`` in a child and kill it after ``delay`` seconds; False when it finished before.
 
     Raises ChildProcessError when the work itself failed: its traceback is on stderr.
     """
@@ -70,17 +67,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def trial(
-    worker: ImageWorker,
-    items: Sequence[Item],
-    longest: float,
-    wanted: dict[str, bytes],
-    uniforms: Any,
+    worker: ImageWorker, items: Sequence[Item], longest: float, wanted: dict[str, bytes], rng: Any
 ) -> int:
-    """Kill a fresh job until it is finished; returns the number of kills. Raises when anything is
-    lost or doubled.
-    """
-    folder, kills = Path(tempfile.mkdtemp()), 0
-    while struck(lambda: go(folder, worker, items), uniforms.uniform(0, longest)):
+    """Kill a fresh job until it is finished; returns the number of kills, raises for lost items."""
+    folder = Path(tempfile.mkdtemp())
+    kills = 0
+    while struck(lambda: go(folder, worker, items), rng.uniform(0, longest)):
         kills += 1
     found = verify(folder, items)
     if (found.done, found.left, found.failed, found.problems) != (len(items), 0, 0, []):
@@ -102,7 +94,7 @@ def campaign(worker: ImageWorker, kills: int, count: int, seed: int = 0) -> dict
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """torch on one thread: a forked process has no pool of them, and its parent must round alike."""
+    """One thread for torch: a forked process has no thread pool, its parent must round alike."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -112,12 +104,16 @@ def one_thread() -> Iterator[None]:
 
 
 def _campaign(worker: ImageWorker, kills: int, count: int, seed: int) -> dict[str, Any]:
-    uniforms, items, whole = random.Random(seed), items_of(count), Path(tempfile.mkdtemp())
+    rng = random.Random(seed)
+    items = items_of(count)
+    whole = Path(tempfile.mkdtemp())
     begin = time.perf_counter()
     go(whole, worker, items)
-    seconds, done, trials = time.perf_counter() - begin, 0, 0
+    seconds = time.perf_counter() - begin
+    done = 0
+    trials = 0
     while done < kills:
-        done += trial(worker, items, seconds * 1.2, contents(whole), uniforms)
+        done += trial(worker, items, seconds * 1.2, contents(whole), rng)
         trials += 1
     shutil.rmtree(whole)
     return {

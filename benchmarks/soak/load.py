@@ -1,9 +1,9 @@
-"""Many people on the app at once: ``python -m benchmarks.soak.load --users 20 --seconds 180``.
+"""Many users of the app at once: ``python -m benchmarks.soak.load --users 20 --seconds 180``.
 
-The app runs in a process of its own, as ``specmm demo --app`` starts it; every user asks, waits for
-the end of the answer, and asks again, in the browser's own protocol (join the queue, follow its
-events). Raises when a request fails, when a user gets less than half of what others of the same tab
-get, or when memory grows after the first minute.
+The app runs in another process, as ``specmm demo --app`` starts it; every user sends a request,
+waits for the end of the answer, and sends the next, in the browser's protocol (join the queue,
+follow its events). Raises when a request fails, when a user gets less than half of what others of
+the same tab get, or when memory grows after the first minute.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TEXT_EVERY = 4  # every fourth user completes text, the others draw
 
 @dataclass
 class User:
-    """One person: how long each of the answers took, and what went wrong."""
+    """One user: how long each of the answers took, and what went wrong."""
 
     number: int
     function: int
@@ -42,7 +42,7 @@ class User:
     errors: list[str] = field(default_factory=list)
 
     def stay(self, address: str, until: float) -> None:
-        """Ask again and again until the clock says ``until``."""
+        """Send requests until the clock says ``until``."""
         with httpx.Client(base_url=address, timeout=300) as client:
             while time.monotonic() < until:
                 begin = time.monotonic()
@@ -99,7 +99,8 @@ def people(address: str, count: int) -> list[User]:
     """Users of the tabs: most draw, each another class and seed, some complete text."""
     config = httpx.get(f"{address}/config").json()
     by_name = {d.get("api_name"): d["id"] for d in config["dependencies"]}
-    drawing, writing = by_name["draw"], by_name.get("go")
+    drawing = by_name["draw"]
+    writing = by_name.get("go")
     found = []
     for n in range(count):
         if n % TEXT_EVERY == TEXT_EVERY - 1 and writing is not None:
@@ -110,9 +111,11 @@ def people(address: str, count: int) -> list[User]:
 
 
 def load(count: int, seconds: float, port: int) -> dict[str, Any]:
-    """Run it and say what happened."""
+    """Run it and print what happened."""
     with server(port) as (address, pid):
-        users, marks, begin = people(address, count), [], time.monotonic()
+        users = people(address, count)
+        marks = []
+        begin = time.monotonic()
         threads = [threading.Thread(target=u.stay, args=(address, begin + seconds)) for u in users]
         for thread in threads:
             thread.start()

@@ -46,13 +46,12 @@ def result(out: Path) -> tuple[dict[str, Any], list[list[str]]]:
         return torch.load(out / "checkpoint.pt", weights_only=True)["model"], list(csv.reader(file))
 
 
-def trial(whole: Path, longest: float, uniforms: random.Random) -> int:
-    """Kill a fresh training until it is finished; returns the number of kills. Raises when it ends
-    elsewhere.
-    """
+def trial(whole: Path, longest: float, rng: random.Random) -> int:
+    """Kill a fresh training until it is finished; the number of kills. Raises for another end."""
     with tempfile.TemporaryDirectory() as folder:
-        out, kills = Path(folder), 0
-        while struck(lambda: train(out), uniforms.uniform(0, longest)):
+        out = Path(folder)
+        kills = 0
+        while struck(lambda: train(out), rng.uniform(0, longest)):
             kills += 1
         (weights, curve), (wanted, steps) = result(out), result(whole)
     if curve != steps:
@@ -68,7 +67,9 @@ def trial(whole: Path, longest: float, uniforms: random.Random) -> int:
 
 def campaign(kills: int, seed: int = 0) -> dict[str, Any]:
     """Trials until there were ``kills`` kills."""
-    uniforms, done, trials = random.Random(seed), 0, 0
+    rng = random.Random(seed)
+    done = 0
+    trials = 0
     with one_thread(), tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / "whole"
         train(whole)
@@ -76,7 +77,7 @@ def campaign(kills: int, seed: int = 0) -> dict[str, Any]:
         train(Path(folder) / "again")  # the first one warmed up
         seconds = time.perf_counter() - begin
         while done < kills:
-            done += trial(whole, seconds, uniforms)
+            done += trial(whole, seconds, rng)
             trials += 1
     return {
         "kills": done,

@@ -1,1 +1,1 @@
-"""Diffusion language models and block drafters: Dream, LLaDA, MDLM, BD3LM, DFlash."""
+"""Networks: diffusion language models (Dream, LLaDA, MDLM, BD3LM), DEER and DFlash drafters."""

@@ -1,7 +1,7 @@
-"""What a diffusion language model is to us: it fills in masks, all at once, seeing both sides.
+"""Diffusion language models as drafters use them: they fill in masks, all at once.
 
-``block_logits`` is the one forward of a draft: [tokens | masks], and only the rows that score the
-masks meet the head.
+``block_logits`` is the one forward of a draft, over [tokens | masks]; only the rows that score the
+masks go through the head.
 
 Shape letters: B batch, P prefix positions, L all positions, K masks (the block), C width, v the
 drafter's vocabulary.
@@ -9,7 +9,7 @@ drafter's vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,10 @@ from torch import Tensor
 
 
 class DiffusionLM(Protocol):
-    """A masked diffusion model. Plain attributes serve: ``vocabulary`` v, the ids ``mask`` and
-    ``end`` (None where it has none), ``room`` in positions, and ``shift``: 1 where row i scores
-    token i + 1 (Dream), 0 where it scores token i.
+    """A masked diffusion model.
+
+    It has ``vocabulary`` v, the ids ``mask`` and ``end`` (None where it has none), ``room`` in
+    positions, and ``shift``: 1 where row i scores token i + 1 (Dream), 0 where it scores token i.
     """
 
     vocabulary: int
@@ -30,13 +31,11 @@ class DiffusionLM(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights live."""
+        """Where the weights are."""
         ...
 
     def states(self, tokens: Tensor, valid: Tensor | None = None) -> Tensor:
-        """States [B, L, C] of ``tokens`` [B, L]; nobody attends where ``valid`` [B, L] bool is
-        false.
-        """
+        """States [B, L, C] of ``tokens`` [B, L]; those not ``valid`` [B, L] bool are not seen."""
         ...
 
     def head(self, states: Tensor) -> Tensor:
@@ -48,20 +47,28 @@ class DiffusionLM(Protocol):
 def block_logits(
     model: DiffusionLM, tokens: Tensor, block: int, lengths: Tensor | None = None
 ) -> Tensor:
-    """Logits [B, K, v] of the ``block`` = K positions after each row of ``tokens`` [B, P], float32,
-    by one forward.
+    """Logits [B, K, v] of the ``block`` = K positions after each row of ``tokens`` [B, P], float32.
 
-    ``lengths`` [B] are the rows' own where they differ; tokens after them do not matter. The mask
+    ``lengths`` [B] are those of the rows where they differ; tokens after them are ignored. The mask
     is never proposed: its logit is -inf. Raises ``ValueError`` for an empty prefix or block and for
     one that the model has no room for.
     """
-    check_block(model, tokens.shape[1], block)
-    place = torch.arange(block, device=tokens.device)
+    prefix = tokens.shape[1]
+    if prefix < 1 or block < 1:
+        raise ValueError(
+            f"prefix and block must hold at least one token each, got {prefix} and {block}"
+        )
+    if prefix + block > model.room:
+        raise ValueError(
+            f"prefix and block must fit the drafter's {model.room} positions, got {prefix} and "
+            f"{block}; give a shorter prompt or block"
+        )
     if lengths is None:
-        first, ids = tokens.shape[1], F.pad(tokens, (0, block), value=model.mask)
-        states = model.states(ids)[:, first - model.shift : first - model.shift + block]
+        first = prefix - model.shift
+        ids = F.pad(tokens, (0, block), value=model.mask)
+        states = model.states(ids)[:, first : first + block]
     else:
-        masks = lengths[:, None] + place  # [B, K]
+        masks = lengths[:, None] + torch.arange(block, device=tokens.device)  # [B, K]
         ids = F.pad(tokens, (0, block)).scatter(1, masks, model.mask)
         valid = torch.arange(ids.shape[1], device=ids.device) <= masks[:, -1:]
         states = model.states(ids, valid)
@@ -71,36 +78,20 @@ def block_logits(
     return logits
 
 
-def check_block(model: DiffusionLM, prefix: int, block: int) -> None:
-    """Raise ``ValueError`` unless ``block`` masks after ``prefix`` tokens are something ``model``
-    can read.
-    """
-    if prefix < 1 or block < 1:
-        raise ValueError(
-            f"prefix and block must hold at least one token each, got {prefix} and {block}"
-        )
-    if prefix + block > model.room:
-        raise ValueError(
-            f"prefix and block must fit the drafter's {model.room} positions, got {prefix} and {block}; "
-            "give a shorter prompt or block"
-        )
-
-
-def check_mask(mask: Any, vocabulary: int, end: int | None) -> int:
-    """``mask``, one of ``vocabulary`` tokens; raises ``ValueError`` if it is none of them or the
-    ``end`` of a text.
-    """
+def check_mask(mask: object, vocabulary: int, end: int | None) -> int:
+    """``mask``, one of ``vocabulary`` tokens; ``ValueError`` if it is none, or ``end``."""
     if type(mask) is not int or not 0 <= mask < vocabulary:
         raise ValueError(
             f"mask token must be one of the {vocabulary} of the model, got {mask!r}; give its id"
         )
     if mask == end:
         raise ValueError(
-            f"mask token must not be the token that ends a text, got {mask} for both; give the mask's id"
+            f"mask token must not be the token that ends a text, got {mask} for both; "
+            "give the mask's id"
         )
     return mask
 
 
-def places(valid: Tensor) -> Tensor:
+def positions(valid: Tensor) -> Tensor:
     """Each token's position [B, L] among the valid ones of its row; 0 before the first."""
     return (valid.long().cumsum(1) - 1).clamp(min=0)

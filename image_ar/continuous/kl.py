@@ -19,9 +19,7 @@ LOG_VARIANCE = (-30.0, 20.0)  # the encoder's answer is clamped to this
 
 @dataclass(frozen=True)
 class KLConfig:
-    """Sizes of an autoencoder; the defaults are the published KL-16. ``scale`` brings latents to
-    unit variance.
-    """
+    """Sizes; the defaults are the published KL-16. ``scale`` brings latents to unit variance."""
 
     ch: int = 128
     ch_mult: tuple[int, ...] = (1, 1, 2, 2, 4)
@@ -60,20 +58,15 @@ class AutoencoderKL(nn.Module):
     def __init__(self, config: KLConfig) -> None:
         super().__init__()
         self.config = config
-        attending = [
-            i
-            for i in range(len(config.ch_mult))
-            if config.resolution // 2**i in config.attn_resolutions
-        ]
-        sizes = config.ch, config.ch_mult
-        self.encoder = Encoder(
-            Stack(*sizes, config.num_res_blocks, 2 * config.z_channels, attending)
-        )
-        self.decoder = Decoder(
-            Stack(*sizes, config.num_res_blocks + 1, config.z_channels)
-        )  # attends in the middle only
-        self.quant_conv = nn.Conv2d(2 * config.z_channels, 2 * config.z_channels, 1)
-        self.post_quant_conv = nn.Conv2d(config.z_channels, config.z_channels, 1)
+        levels = range(len(config.ch_mult))
+        attending = [i for i in levels if config.resolution // 2**i in config.attn_resolutions]
+        width = config.z_channels
+        blocks = config.num_res_blocks
+        self.encoder = Encoder(Stack(config.ch, config.ch_mult, blocks, 2 * width, attending))
+        # the decoder attends in the middle only
+        self.decoder = Decoder(Stack(config.ch, config.ch_mult, blocks + 1, width))
+        self.quant_conv = nn.Conv2d(2 * width, 2 * width, 1)
+        self.post_quant_conv = nn.Conv2d(width, width, 1)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,28 +1,38 @@
-"""Published and our own MAR and KL files as modules, and back to files under the official names.
+"""MAR and KL files as modules and back, and which models may be used together.
 
-``checkpoint-last.pth`` holds the averaged weights under ``model_ema`` (which are taken) beside the
+``checkpoint-last.pth`` holds the averaged weights under ``model_ema`` (which are loaded) beside the
 trained ones and the command line's arguments; ``kl16.ckpt`` holds its weights under ``model``. Both
-are read without running code.
+are read without running code. A small model is kept in ``small/`` beside the target, with its
+autoencoder's fingerprint in ``pair.json``: latents of another autoencoder have the same shapes and
+mean something else.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from specmm.checkpoints import NESTING, fingerprint, load_strict, read_checkpoint
+from specmm.checkpoints import NESTING, fingerprint, load_strict, read_checkpoint, read_json
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
 from specmm.image_ar.continuous.mar import MAR, PUBLISHED, MARConfig
-from specmm.image_ar.files import count, read_config, save_module, shape_of
+from specmm.image_ar.shared import count, read_config, save_module, shape_of
 
 EMA = "model_ema"
 KL_LEFTOVERS = ("loss",)  # the discriminator of latent diffusion's training
 CELL = 16  # pixels a token side of the published models
+PAIR = "pair.json"
+SHARED = {  # what both models' configurations must agree on
+    "token_dim": "token width",
+    "seq_len": "order's length",
+    "vae_stride": "VAE stride",
+    "patch_size": "patch size",
+    "class_num": "number of classes",
+}
 
 
 def load_mar(
@@ -39,9 +49,8 @@ def load_mar(
     sizes are missing and, naming them, when weights are missing, extra or misshapen.
     """
     state = read_checkpoint(path, (EMA, *NESTING))
-    model = MAR(
-        config or read_config(path, MARConfig) or infer_mar_config(state, heads=heads, source=path)
-    )
+    config = config or read_config(path, MARConfig)
+    model = MAR(config or infer_mar_config(state, heads=heads, source=path))
     load_strict(model, state, source=path)
     return model.to(dtype).eval()
 
@@ -49,9 +58,7 @@ def load_mar(
 def load_kl(
     path: str | Path, config: KLConfig | None = None, *, dtype: torch.dtype = torch.float32
 ) -> AutoencoderKL:
-    """The autoencoder in the file or folder ``path``, in evaluation mode; sizes and errors as
-    ``load_mar``.
-    """
+    """The autoencoder in ``path``, in evaluation mode; sizes and errors as ``load_mar``."""
     state = read_checkpoint(path)
     model = AutoencoderKL(config or read_config(path, KLConfig) or infer_kl_config(state, path))
     load_strict(model, state, KL_LEFTOVERS, path)
@@ -59,14 +66,12 @@ def load_kl(
 
 
 def save_mar(model: MAR, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write ``folder/model.safetensors`` (official names; ``dtype`` such as bf16 halves it) and
-    ``config.json``.
-    """
+    """Write ``folder/model.safetensors`` (as ``dtype``) and ``folder/config.json``."""
     save_module(model, model.config, folder, dtype)
 
 
 def save_kl(model: AutoencoderKL, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write ``folder/model.safetensors`` and ``folder/config.json`` as ``save_mar`` does."""
+    """Write ``folder/model.safetensors`` (as ``dtype``) and ``folder/config.json``."""
     save_module(model, model.config, folder, dtype)
 
 
@@ -80,53 +85,100 @@ def kl_fingerprint(model: AutoencoderKL) -> str:
 def infer_mar_config(
     state: Mapping[str, Tensor], *, heads: int | None = None, source: str | Path = ""
 ) -> MARConfig:
-    """Sizes of a MAR ``state`` by its shapes, at 16 pixels a token; ``heads`` also by the published
-    sizes.
+    """Sizes of a MAR ``state`` by its shapes, at 16 pixels a token.
+
+    The ``heads`` are those of the published model of this width, unless given.
     """
-    sizes: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
     for side in ("encoder", "decoder"):
         dim = shape_of(state, f"{side}_norm.weight", source)[0]
-        depth = count(state, rf"{side}_blocks\.(\d+)\.")
         known = (
             p[f"{side}_num_heads"] for p in PUBLISHED.values() if p[f"{side}_embed_dim"] == dim
         )
         found = heads or next(known, None)
         if found is None:
             raise ValueError(
-                f"heads must be given: {source} does not tell, pass it or put a config.json beside it"
+                f"heads must be given: {source} does not tell, "
+                "pass it or put a config.json beside it"
             )
+        depth = count(state, rf"{side}_blocks\.(\d+)\.")
         sizes |= {f"{side}_embed_dim": dim, f"{side}_depth": depth, f"{side}_num_heads": found}
     length = shape_of(state, "diffusion_pos_embed_learned", source)[1]
-    net = "diffloss.net"
-    return MARConfig(
+    inner = shape_of(state, "encoder_blocks.0.mlp.fc1.weight", source)[0]
+    config = MARConfig(
         img_size=round(length**0.5) * CELL,
         vae_stride=CELL,
         vae_embed_dim=shape_of(state, "z_proj.weight", source)[1],
-        mlp_ratio=shape_of(state, "encoder_blocks.0.mlp.fc1.weight", source)[0]
-        / sizes["encoder_embed_dim"],
+        mlp_ratio=inner / sizes["encoder_embed_dim"],
         class_num=shape_of(state, "class_emb.weight", source)[0],
         buffer_size=shape_of(state, "encoder_pos_embed_learned", source)[1] - length,
         diffloss_d=count(state, r"diffloss\.net\.res_blocks\.(\d+)\."),
-        diffloss_w=shape_of(state, f"{net}.input_proj.weight", source)[0],
+        diffloss_w=shape_of(state, "diffloss.net.input_proj.weight", source)[0],
         fake_latent="fake_latent" in state,
-        **sizes,
     )
+    return replace(config, **sizes)  # type: ignore[arg-type]
 
 
 def infer_kl_config(state: Mapping[str, Tensor], source: str | Path = "") -> KLConfig:
     """Sizes of an autoencoder's ``state`` by its shapes; the scale is the published one."""
     ch = shape_of(state, "encoder.conv_in.weight", source)[0]
-    levels = count(state, r"encoder\.down\.(\d+)\.")
-    widths = [
-        shape_of(state, f"encoder.down.{i}.block.0.conv1.weight", source)[0] for i in range(levels)
-    ]
-    with_attention = [i for i in range(levels) if f"encoder.down.{i}.attn.0.q.weight" in state]
-    config = KLConfig(
+    levels = range(count(state, r"encoder\.down\.(\d+)\."))
+    widths = [shape_of(state, f"encoder.down.{i}.block.0.conv1.weight", source)[0] for i in levels]
+    attending = [i for i in levels if f"encoder.down.{i}.attn.0.q.weight" in state]
+    return KLConfig(
         ch=ch,
         ch_mult=tuple(w // ch for w in widths),
         num_res_blocks=count(state, r"encoder\.down\.0\.block\.(\d+)\."),
         z_channels=shape_of(state, "post_quant_conv.weight", source)[0],
+        attn_resolutions=tuple(KLConfig.resolution // 2**i for i in attending),
     )
-    return replace(
-        config, attn_resolutions=tuple(config.resolution // 2**i for i in with_attention)
-    )
+
+
+def check_models(target: MAR, small: MAR) -> None:
+    """Raise ``ValueError`` when ``small`` makes other tokens than ``target``."""
+    for field, name in SHARED.items():
+        ours = getattr(target.config, field)
+        theirs = getattr(small.config, field)
+        if ours != theirs:
+            raise ValueError(f"drafter's {name} must be the target's {ours}, got {theirs}")
+
+
+def check_vae(target: MAR, vae: AutoencoderKL) -> None:
+    """Raise ``ValueError`` when ``vae`` does not decode what ``target`` makes."""
+    for name, ours, theirs in (
+        ("channels", target.config.vae_embed_dim, vae.config.z_channels),
+        ("stride", target.config.vae_stride, vae.config.downsampling),
+    ):
+        if ours != theirs:
+            raise ValueError(f"autoencoder's {name} must be the transformer's {ours}, got {theirs}")
+
+
+def check_same_vae(vae: AutoencoderKL, found: str, source: Path) -> None:
+    """Raise ``ValueError`` when a drafter's autoencoder of fingerprint ``found`` is not ``vae``."""
+    wanted = kl_fingerprint(vae)
+    if found != wanted:
+        raise ValueError(f"drafter's VAE must be the target's {wanted}, got {found} for {source}")
+
+
+def load_small_mar(folder: Path, vae: AutoencoderKL, whole: bool = False) -> MAR | None:
+    """The model in ``folder/small``, or a ``whole`` model's transformer; None if there is none.
+
+    Raises ``ValueError`` when it was trained for another autoencoder than ``vae``.
+    """
+    place = folder / ("transformer" if whole else "small")
+    if not place.is_dir():
+        return None
+    if whole:
+        found = kl_fingerprint(load_kl(folder / "vae"))
+    else:
+        found = str(read_json(place / PAIR).get("vae"))
+    check_same_vae(vae, found, folder)
+    return load_mar(place)
+
+
+def save_small_mar(
+    small: MAR, folder: Path, vae: AutoencoderKL, dtype: torch.dtype | None = None
+) -> None:
+    """Write ``folder/small`` with the fingerprint of ``vae``."""
+    save_mar(small, folder / "small", dtype)
+    (folder / "small" / PAIR).write_text(json.dumps({"vae": kl_fingerprint(vae)}) + "\n")

@@ -1,9 +1,8 @@
-"""MAR: a masked autoregressive transformer over continuous image tokens, with the official
-parameter names.
+"""MAR: a masked autoregressive transformer over continuous image tokens.
 
-Source: MAR (arXiv 2406.11838). Shape letters: R rows (batch, doubled under guidance), L tokens a
-picture, K known ones, M wanted ones, C token width, D width, H heads, P buffer slots in front, all
-holding the class.
+Source: MAR (arXiv 2406.11838); parameter names are the official ones. Shape letters: R rows (batch,
+doubled under guidance), L tokens a picture, K known ones, M wanted ones, C token width, D width, H
+heads, P buffer slots in front, all holding the class.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specmm.image_ar.continuous.head import DiffLoss, SimpleMLPAdaLN
+from specmm.image_ar.continuous.diffusion_head import DiffLoss, SimpleMLPAdaLN
 
 EPS = 1e-6
 
@@ -42,7 +41,8 @@ class MARConfig:
 
     def __post_init__(self) -> None:
         for side in ("encoder", "decoder"):
-            dim, heads = getattr(self, f"{side}_embed_dim"), getattr(self, f"{side}_num_heads")
+            dim = getattr(self, f"{side}_embed_dim")
+            heads = getattr(self, f"{side}_num_heads")
             if dim % heads:
                 raise ValueError(
                     f"{side}_embed_dim must be a multiple of its heads, got {dim} and {heads} heads"
@@ -77,9 +77,9 @@ class MARConfig:
 def _published(
     dim: int, depth: int, heads: int, head_width: int, head_depth: int
 ) -> dict[str, int]:
-    sizes = {f"{side}_{k}": v for side in ("encoder", "decoder") for k, v in
-             (("embed_dim", dim), ("depth", depth), ("num_heads", heads))}  # fmt: skip
-    return {**sizes, "diffloss_w": head_width, "diffloss_d": head_depth}
+    sizes = {"embed_dim": dim, "depth": depth, "num_heads": heads}
+    both = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in sizes.items()}
+    return both | {"diffloss_w": head_width, "diffloss_d": head_depth}
 
 
 PUBLISHED = {
@@ -89,8 +89,8 @@ PUBLISHED = {
 }
 
 
-class Attention(nn.Module):
-    """Self-attention; ``rows`` asks for some queries only."""
+class MARAttention(nn.Module):
+    """Self-attention, of all queries or of some."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -99,15 +99,12 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, bias: Tensor | None, wanted: Tensor | None) -> Tensor:
-        """[R, T, D] -> [R, T or M, D]; ``bias`` [R, 1, 1, T] is added to scores, ``wanted`` [R, M]
-        picks queries.
-        """
+        """[R, T, D] -> [R, T or M, D]; ``bias`` [R, 1, 1, T], queries at ``wanted`` [R, M]."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)  # [R, T, H, D/H] each
         if wanted is not None:
             q = q.gather(1, wanted[:, :, None, None].expand(-1, -1, *q.shape[2:]))
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias
-        )
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
@@ -116,20 +113,23 @@ class Mlp(nn.Module):
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+        self.fc1 = nn.Linear(dim, hidden)
+        self.fc2 = nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
         return self.fc2(F.gelu(self.fc1(x)))
 
 
-class Block(nn.Module):
+class MARBlock(nn.Module):
     """Pre-norm attention and MLP, each with a residual (a ViT block)."""
 
     def __init__(self, dim: int, heads: int, mlp_ratio: float) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(dim, eps=EPS), nn.LayerNorm(dim, eps=EPS)
-        self.attn, self.mlp = Attention(dim, heads), Mlp(dim, int(dim * mlp_ratio))
+        self.norm1 = nn.LayerNorm(dim, eps=EPS)
+        self.norm2 = nn.LayerNorm(dim, eps=EPS)
+        self.attn = MARAttention(dim, heads)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio))
 
     def forward(
         self, x: Tensor, bias: Tensor | None = None, wanted: Tensor | None = None
@@ -141,32 +141,31 @@ class Block(nn.Module):
 
 
 class MAR(nn.Module):
-    """The model: an encoder of known tokens, a decoder of all positions, and a diffusion head for
-    the wanted ones.
-    """
+    """An encoder of known tokens, a decoder of all positions, a diffusion head for the wanted."""
 
     def __init__(self, config: MARConfig) -> None:
         super().__init__()
         self.config = config
-        enc, dec, slots = (
-            config.encoder_embed_dim,
-            config.decoder_embed_dim,
-            config.buffer_size + config.seq_len,
-        )
+        enc = config.encoder_embed_dim
+        dec = config.decoder_embed_dim
+        slots = config.buffer_size + config.seq_len
         self.class_emb = nn.Embedding(config.class_num, enc)
         if config.fake_latent:
             self.fake_latent = _positions(1, enc)
-        self.z_proj, self.z_proj_ln = nn.Linear(config.token_dim, enc), nn.LayerNorm(enc, eps=EPS)
+        self.z_proj = nn.Linear(config.token_dim, enc)
+        self.z_proj_ln = nn.LayerNorm(enc, eps=EPS)
         self.encoder_pos_embed_learned = _positions(1, slots, enc)
-        self.encoder_blocks = _blocks(
-            enc, config.encoder_depth, config.encoder_num_heads, config.mlp_ratio
+        self.encoder_blocks = nn.ModuleList(
+            MARBlock(enc, config.encoder_num_heads, config.mlp_ratio)
+            for _ in range(config.encoder_depth)
         )
         self.encoder_norm = nn.LayerNorm(enc, eps=EPS)
         self.decoder_embed = nn.Linear(enc, dec)
         self.mask_token = _positions(1, 1, dec)
         self.decoder_pos_embed_learned = _positions(1, slots, dec)
-        self.decoder_blocks = _blocks(
-            dec, config.decoder_depth, config.decoder_num_heads, config.mlp_ratio
+        self.decoder_blocks = nn.ModuleList(
+            MARBlock(dec, config.decoder_num_heads, config.mlp_ratio)
+            for _ in range(config.decoder_depth)
         )
         self.decoder_norm = nn.LayerNorm(dec, eps=EPS)
         self.diffusion_pos_embed_learned = _positions(1, config.seq_len, dec)
@@ -194,7 +193,8 @@ class MAR(nn.Module):
             return self.class_emb(labels)
         if not self.config.fake_latent:
             raise ValueError(
-                "cfg must be 1 for a model without fake_latent, got another: it has no 'no class' rows"
+                "cfg must be 1 for a model without fake_latent, got another: "
+                "it has no 'no class' rows"
             )
         return self.fake_latent.expand(rows, -1)
 
@@ -206,8 +206,7 @@ class MAR(nn.Module):
         wanted: Tensor | None = None,
         valid: Tensor | None = None,
     ) -> Tensor:
-        """Conditions z [R, M, D] of the head at positions ``wanted`` [R, M] (all of them when
-        None).
+        """Conditions z [R, M, D] of the head at positions ``wanted`` [R, M] (None: all of them).
 
         ``tokens`` [R, L, C]; positions ``known`` [R, K] of them are seen, less those that are not
         ``valid`` [R, K] (rows may know different numbers); ``condition`` [R, D] from
@@ -219,9 +218,7 @@ class MAR(nn.Module):
     def encode(
         self, tokens: Tensor, known: Tensor, condition: Tensor, valid: Tensor | None = None
     ) -> Tensor:
-        """Encoder states [R, P + K, D] of the buffer and the known tokens (arguments as
-        ``forward``).
-        """
+        """Encoder states [R, P + K, D] of the buffer and the known tokens; see ``forward``."""
         buffer = self.config.buffer_size
         seen = self.z_proj(pick(tokens, known).to(self.dtype))
         x = torch.cat([condition[:, None].expand(-1, buffer, -1), seen], dim=1)
@@ -234,13 +231,12 @@ class MAR(nn.Module):
     def decode(
         self, x: Tensor, known: Tensor, wanted: Tensor | None = None, valid: Tensor | None = None
     ) -> Tensor:
-        """Conditions z [R, M, D] from encoder states ``x`` [R, P + K, D] (arguments as
-        ``forward``).
-        """
-        x, buffer, length = self.decoder_embed(x), self.config.buffer_size, self.config.seq_len
-        full = self.mask_token.to(x.dtype).repeat(
-            len(x), buffer + length + 1, 1
-        )  # a spare slot for what is invalid
+        """Conditions z [R, M, D] from encoder states ``x`` [R, P + K, D]; see ``forward``."""
+        x = self.decoder_embed(x)
+        buffer = self.config.buffer_size
+        length = self.config.seq_len
+        # with a spare slot for what is invalid
+        full = self.mask_token.to(x.dtype).repeat(len(x), buffer + length + 1, 1)
         full[:, :buffer] = x[:, :buffer]
         where = known if valid is None else known.masked_fill(~valid, length)
         full.scatter_(1, (where + buffer)[:, :, None].expand(-1, -1, x.shape[-1]), x[:, buffer:])
@@ -253,7 +249,7 @@ class MAR(nn.Module):
         return self.decoder_norm(x) + self.diffusion_pos_embed_learned[0][wanted]
 
     def _positions(self, table: Tensor, known: Tensor) -> Tensor:
-        """Rows [R, P + K, D] of a table [1, P + L, D] for the buffer and the ``known`` positions."""
+        """Rows [R, P + K, D] of a table [1, P + L, D] of the buffer and ``known`` positions."""
         buffer = self.config.buffer_size
         front = table[:, :buffer].expand(len(known), -1, -1)
         return torch.cat([front, table[0, buffer:][known]], dim=1)
@@ -265,9 +261,7 @@ def pick(x: Tensor, where: Tensor) -> Tensor:
 
 
 def patchify(latents: Tensor, patch: int = 1) -> Tensor:
-    """Tokens [B, L, C] in raster order of latents [B, c, h, h]; a token holds channel, row, column
-    of its patch.
-    """
+    """Tokens [B, L, C] in raster order of latents [B, c, h, h]; C is channel, row, column."""
     x = latents.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # [B, c, h, p, w, q]
     return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
@@ -281,17 +275,12 @@ def unpatchify(tokens: Tensor, patch: int = 1) -> Tensor:
 
 def _bias(valid: Tensor, dtype: torch.dtype) -> Tensor:
     """Additive attention mask [R, 1, 1, T] of the keys that count."""
-    return torch.zeros(valid.shape, dtype=dtype, device=valid.device).masked_fill(
-        ~valid, -torch.inf
-    )[:, None, None]
+    bias = torch.zeros(valid.shape, dtype=dtype, device=valid.device)
+    return bias.masked_fill(~valid, -torch.inf)[:, None, None]
 
 
 def _positions(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape) * 0.02)
-
-
-def _blocks(dim: int, depth: int, heads: int, mlp_ratio: float) -> nn.ModuleList:
-    return nn.ModuleList(Block(dim, heads, mlp_ratio) for _ in range(depth))
 
 
 def _initialise(module: nn.Module) -> None:

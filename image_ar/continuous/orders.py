@@ -1,5 +1,4 @@
-"""In which order a picture's tokens are made, how many at each iteration, and how much guidance
-they get.
+"""How a picture is made: its options, the order of its tokens, and its random numbers.
 
 Source: MAR (arXiv 2406.11838, sections 3.4-3.5 and the release's cosine schedule). Shape letters: B
 pictures, L tokens, n iterations. An order is run from its end: its last entries are made first.
@@ -8,15 +7,61 @@ pictures, L tokens, n iterations. An order is run from its end: its last entries
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 CFGSchedule = Literal["linear", "constant"]
+Solver = Literal["ddpm", "ddim"]
+
+BLOCK = 16384  # numbers drawn from a generator at a time
+
+
+@dataclass(frozen=True)
+class MARSettings:
+    """Options of sampling; those that are recommended are in ``settings.json`` beside a model.
+
+    Iterations, head steps (``NoiseSchedule.of``), guidance, temperature of the head and its solver;
+    ``classes`` are names by id. Raises ``ValueError`` for options out of range.
+    """
+
+    num_iter: int = 64
+    head_steps: str = "100"
+    cfg: float = 1.0
+    cfg_schedule: CFGSchedule = "linear"
+    temperature: float = 1.0
+    solver: Solver = "ddpm"
+    classes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "head_steps", str(self.head_steps))  # users also give numbers
+        if self.num_iter < 1:
+            raise ValueError(f"num_iter must be at least 1, got {self.num_iter}")
+        for name in ("temperature", "cfg"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.solver not in ("ddpm", "ddim"):
+            raise ValueError(f"solver must be 'ddpm' or 'ddim', got {self.solver!r}")
+        if self.cfg_schedule not in ("linear", "constant"):
+            raise ValueError(
+                f"cfg_schedule must be 'linear' or 'constant', got {self.cfg_schedule!r}"
+            )
+
+    @property
+    def claimed(self) -> dict[str, object]:
+        """The options that shape the distribution, for certificates."""
+        solver = {"solver": self.solver} if self.solver != "ddpm" else {}
+        guided = {"cfg_schedule": self.cfg_schedule} if self.cfg != 1 else {}
+        steps = {"num_iter": self.num_iter, "head_steps": self.head_steps}
+        return steps | {"temperature": self.temperature, "cfg": self.cfg} | guided | solver
+
+    def iterations(self, length: int) -> list[Iteration]:
+        """The iterations that make the L = ``length`` tokens of a picture."""
+        return iterations(length, self.num_iter, self.cfg, self.cfg_schedule)
 
 
 def random_orders(generators: Sequence[torch.Generator], length: int) -> Tensor:
@@ -25,15 +70,13 @@ def random_orders(generators: Sequence[torch.Generator], length: int) -> Tensor:
 
 
 def mask_lengths(length: int, iterations: int) -> list[int]:
-    """How many tokens are still unknown after each of n iterations, but the last, which makes all
-    that are left.
+    """How many tokens are still unknown after each of n iterations, by MAR's cosine schedule.
 
-    The cosine schedule, where every iteration makes one token at least and leaves one to the last.
-    With more iterations than tokens it stays at 1: such iterations make nothing.
+    Every iteration makes one token at least and leaves one to the last, which makes all that are
+    left. With more iterations than tokens the number stays at 1: such iterations make nothing.
     """
-    if iterations < 1:
-        raise ValueError(f"num_iter must be at least 1, got {iterations}")
-    lengths, left = [], length
+    lengths = []
+    left = length
     for k in range(iterations):
         wanted = math.floor(length * math.cos(math.pi / 2 * (k + 1) / iterations))
         left = max(1, min(left - 1, wanted))
@@ -53,23 +96,69 @@ class Iteration:
 def iterations(
     length: int, count: int, cfg: float = 1.0, schedule: CFGSchedule = "linear"
 ) -> list[Iteration]:
-    """The iterations that make any tokens, from part (…, L) of the orders down to (0, …)."""
-    left = mask_lengths(length, count)
-    bounds = list(pairwise([length, *left[:-1], 0]))
-    return [
-        Iteration(first, last, guidance(schedule, cfg, length, n))
-        for (last, first), n in zip(bounds, left, strict=True)
-        if first < last
-    ]
+    """The iterations that make any tokens, from part (…, L) of the orders down to (0, …).
 
-
-def guidance(schedule: CFGSchedule, cfg: float, length: int, left: int) -> float:
-    """The guidance scale of an iteration that leaves ``left`` tokens by its mask length (1 at the
-    last).
-
-    ``linear`` rises from 1 to nearly ``cfg`` as tokens become known; ``constant`` is ``cfg``
-    throughout.
+    The guidance scale rises from 1 to nearly ``cfg`` as tokens become known (``linear``), or is
+    ``cfg`` throughout (``constant``).
     """
-    if schedule not in ("linear", "constant"):
-        raise ValueError(f"cfg_schedule must be 'linear' or 'constant', got {schedule!r}")
-    return cfg if schedule == "constant" else 1 + (cfg - 1) * (length - left) / length
+    left = mask_lengths(length, count)
+    made = []
+    for (last, first), unknown in zip(pairwise([length, *left[:-1], 0]), left, strict=True):
+        scale = cfg if schedule == "constant" else 1 + (cfg - 1) * (length - unknown) / length
+        if first < last:
+            made.append(Iteration(first, last, scale))
+    return made
+
+
+class Stream(Protocol):
+    """Where samplers get their random numbers."""
+
+    def draw(self, rows: Sequence[int], width: int) -> Tensor:
+        """The next [sum(rows), ``width``] numbers, ``rows[b]`` rows of picture b."""
+        ...
+
+
+class PictureStreams:
+    """A stream for each picture from its own generator, in the order in which it is used.
+
+    Pictures of a batch use different amounts, since their chains are accepted at different lengths;
+    so a picture does not depend on the batch it is drawn in.
+    """
+
+    def __init__(
+        self, generators: Sequence[torch.Generator], fill: Callable[[int, torch.Generator], Tensor]
+    ) -> None:
+        self.generators = list(generators)
+        self.fill = fill
+        self._blocks = [fill(0, g) for g in self.generators]
+        self._used = [0] * len(self.generators)
+        self._held = [0] * len(self.generators)
+
+    def draw(self, rows: Sequence[int], width: int) -> Tensor:
+        """See ``Stream``."""
+        parts = [self._take(b, n * width) for b, n in enumerate(rows) if n]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(-1, width)
+
+    def _take(self, b: int, count: int) -> Tensor:
+        if self._held[b] - self._used[b] < count:
+            fresh = self.fill(max(BLOCK, count), self.generators[b])
+            self._blocks[b] = torch.cat([self._blocks[b][self._used[b] :], fresh])
+            self._used[b] = 0
+            self._held[b] = len(self._blocks[b])
+        first = self._used[b]
+        self._used[b] += count
+        return self._blocks[b][first : first + count]
+
+
+def normals(generators: Sequence[torch.Generator]) -> PictureStreams:
+    """Standard normal numbers, float32."""
+    return PictureStreams(
+        generators, lambda count, g: torch.randn(count, generator=g, device=g.device)
+    )
+
+
+def log_uniforms(generators: Sequence[torch.Generator]) -> PictureStreams:
+    """Logarithms of uniforms in (0, 1], float32, to compare with ratios in the log domain."""
+    return PictureStreams(
+        generators, lambda count, g: (1 - torch.rand(count, generator=g, device=g.device)).log_()
+    )

@@ -1,12 +1,13 @@
-"""``MARPipeline``: pictures from a model of continuous tokens, by any of its methods, with a
-certificate.
+"""``MARPipeline``: pictures from a model of continuous tokens, by any of its methods.
 
-Shape letters: B pictures of a batch, L tokens a picture, C token width, R pixels a side.
+Shape letters: B pictures of a batch, L tokens a picture, S head steps, C token width, R pixels a
+side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,56 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from specmm import methods, zoo
+from specmm.certificate import Certificate
 from specmm.dtypes import choose_dtype
 from specmm.image_ar.autoencoder import to_uint8
-from specmm.image_ar.continuous.assemble import Draw, Models, assemble
+from specmm.image_ar.continuous.chain_speculation import ChainOptions, ChainSpeculation
+from specmm.image_ar.continuous.cspd import (
+    CSpDBatch,
+    CSpDModel,
+    DraftWindow,
+    ReleaseRule,
+    StreamNumbers,
+    decode_release,
+)
+from specmm.image_ar.continuous.cspd_paper import decode_paper
+from specmm.image_ar.continuous.diffusion import NoiseSchedule
+from specmm.image_ar.continuous.diffusion_head import ChainHead
 from specmm.image_ar.continuous.kl import AutoencoderKL
-from specmm.image_ar.continuous.loading import load_kl, load_mar, save_kl, save_mar
+from specmm.image_ar.continuous.loading import (
+    check_models,
+    check_vae,
+    load_kl,
+    load_mar,
+    load_small_mar,
+    save_kl,
+    save_mar,
+    save_small_mar,
+)
 from specmm.image_ar.continuous.mar import MAR, unpatchify
-from specmm.image_ar.continuous.orders import CFGSchedule
-from specmm.image_ar.continuous.pair import check_pair, check_vae, load_small, save_small
-from specmm.image_ar.continuous.settings import Settings, Solver
-from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
-from specmm.image_ar.settings import (
+from specmm.image_ar.continuous.masked_decode import (
+    Ancestral,
+    Deterministic,
+    MARProgress,
+    MARSampler,
+    decode_mar,
+)
+from specmm.image_ar.continuous.orders import (
+    CFGSchedule,
+    MARSettings,
+    Solver,
+    log_uniforms,
+    normals,
+    random_orders,
+)
+from specmm.image_ar.pipeline import PicturePipeline
+from specmm.image_ar.shared import (
+    Callback,
+    Drawn,
+    ImageOutput,
+    check_call,
     class_labels,
+    draw_batches,
     read_settings,
     with_options,
     write_index,
@@ -35,33 +74,186 @@ from specmm.image_ar.settings import (
 from specmm.randomness import sample_generators
 from specmm.turns import in_its_turn
 
+HEAD_STEPS = 16  # the default window of cspd's variant ``exact``
+ITERATIONS = 8  # that of the other variants
+PLAIN = Certificate("exact", "plain sampling of the target", 0.0)
+DDIM = Certificate(
+    "heuristic",
+    "DDIM leaves out the noise that the target's steps add, and with it the temperature",
+)
+EXACT = Certificate(
+    "exact",
+    "every step of every token's chain is kept or drawn by a maximal coupling "
+    "with the target's own head",
+    0.0,
+)
+PAPER = Certificate(
+    "heuristic",
+    "the paper's rule takes the last step's Gaussian, whose noise is never added, for a token's "
+    "density, and compares chains that share their noise as if they did not",
+)
+RELEASE = Certificate(
+    "heuristic",
+    "the release's rule: the target does not see the drafts of a window, the factor of the spreads "
+    "is upside down, densities are widened, and what follows a rejection is kept",
+)
+ALIGNED = Certificate(
+    "heuristic",
+    "the target does not see the drafts of a window, and what follows a replaced draft is kept",
+)
 
-class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
+
+@dataclass
+class MARModels:
+    """The target and perhaps a smaller model, with the target's heads made so far, by schedule."""
+
+    target: MAR
+    small: MAR | None = None
+    heads: dict[str, ChainHead] = field(default_factory=dict)
+
+    @torch.inference_mode()
+    def head(self, spec: str) -> ChainHead:
+        """The target's head with ``spec`` steps."""
+        if spec not in self.heads:
+            self.heads[spec] = ChainHead(self.target.head, NoiseSchedule.of(spec))
+        return self.heads[spec]
+
+    def needed(self, method: str) -> MAR:
+        """The small model; raises ``ValueError`` where there is none and ``method`` needs it."""
+        if self.small is None:
+            raise ValueError(
+                f"cspd's {method} needs a small model beside the target, there is none"
+            )
+        return self.small
+
+
+@dataclass
+class MARBatch:
+    """What is to be drawn: ``labels`` [B], one generator each, and how."""
+
+    labels: Tensor
+    generators: Sequence[torch.Generator]
+    settings: MARSettings
+
+
+def steps_of(
+    method: methods.ContinuousMethod, models: MARModels, batch: MARBatch
+) -> tuple[Iterator[MARProgress], Certificate]:
+    """The loop that draws ``batch`` by ``method``, and its certificate.
+
+    Raises ``ValueError`` for a variant without the small model it needs and for a solver without
+    distributions to compare.
+    """
+    settings = batch.settings
+    orders = random_orders(batch.generators, models.target.config.seq_len)
+    sampler: MARSampler
+    match method:
+        case methods.CSpD(variant="exact"):
+            sampler, claim = _speculation(method, models, batch)
+        case methods.CSpD():
+            return _between_models(method, models, batch, orders)
+        case _:
+            head = models.head(settings.head_steps)
+            normal = normals(batch.generators)
+            if settings.solver == "ddim":
+                sampler = Deterministic(head, normal)
+                claim = DDIM
+            else:
+                sampler = Ancestral(head, normal, settings.temperature)
+                claim = PLAIN
+    return decode_mar(models.target, batch.labels, orders, sampler, settings), claim
+
+
+def _check_solver(settings: MARSettings) -> None:
+    if settings.solver != "ddpm":
+        raise ValueError(
+            "solver must be 'ddpm' for cspd, which compares the distributions of its steps, "
+            f"got {settings.solver!r}"
+        )
+
+
+@torch.inference_mode()
+def _speculation(
+    method: methods.CSpD, models: MARModels, batch: MARBatch
+) -> tuple[MARSampler, Certificate]:
+    """Speculation along the chain, exact."""
+    settings = batch.settings
+    _check_solver(settings)
+    head = models.head(settings.head_steps)
+    normal = normals(batch.generators)
+    if settings.temperature == 0:  # a chain without noise has nothing to couple
+        return Ancestral(head, normal, 0.0), PLAIN
+    small = None
+    if method.predictor == "small":
+        model = models.needed("prediction 'small'")
+        drafter = CSpDModel(model, batch.labels, len(batch.labels), settings)
+        small = drafter.bind
+    options = ChainOptions(settings.temperature, method.predictor)
+    window = method.window or HEAD_STEPS
+    log_uniform = log_uniforms(batch.generators)
+    return ChainSpeculation(head, normal, log_uniform, window, options, small), EXACT
+
+
+def _between_models(
+    method: methods.CSpD, models: MARModels, batch: MARBatch, orders: Tensor
+) -> tuple[Iterator[MARProgress], Certificate]:
+    """Whole tokens drafted by the small model, by the paper or the release."""
+    settings = batch.settings
+    small = models.needed(f"variant {method.variant!r}")
+    _check_solver(settings)
+    if settings.temperature == 0:
+        raise ValueError(
+            f"temperature must be above 0 for variant {method.variant!r}, got 0: its σ would be 0"
+        )
+    window = DraftWindow(method.window or ITERATIONS, method.prefill)
+    normal = normals(batch.generators)
+    log_uniform = log_uniforms(batch.generators)
+    count, length = orders.shape
+    steps = len(models.head(settings.head_steps).schedule) + 1
+    width = models.target.config.token_dim
+    noise = normal.draw([length] * count, steps * width).view(count, length, steps, width)
+    numbers = [StreamNumbers(normal, log_uniform, b, count) for b in range(count)]
+    target, draft = (
+        CSpDModel(model, batch.labels, count, settings) for model in (models.target, small)
+    )
+    both = CSpDBatch(target, draft, orders, noise, numbers)
+    if method.variant == "paper":
+        return decode_paper(both, window), PAPER
+    if method.variant == "aligned":
+        return decode_release(both, None, window), ALIGNED
+    return decode_release(both, ReleaseRule(method.relax), window), RELEASE
+
+
+class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):  # type: ignore[misc]
     """A model of continuous tokens (MAR), its autoencoder, and perhaps a small model that shares
     it.
 
-    Several threads may share one: calls are answered in the order they come.
+    Threads may share one: calls are answered in the order they come.
 
     >>> pipe = MARPipeline.from_pretrained("pocket/mar", method="cspd")
     >>> out = pipe(classes=["heart"], generator=torch.Generator().manual_seed(0))
     """
+
+    sampling_options = ("cfg", "temperature", "num_iter", "head_steps", "cfg_schedule", "solver")
 
     def __init__(
         self,
         transformer: MAR,
         vae: AutoencoderKL,
         small: MAR | None = None,
-        settings: Settings | None = None,
+        settings: MARSettings | None = None,
         method: str | methods.ContinuousMethod = "ar",
         name: str = "mar",
     ) -> None:
         super().__init__()
         check_vae(transformer, vae)
         if small is not None:
-            check_pair(transformer, small)
+            check_models(transformer, small)
         self.register_modules(transformer=transformer, vae=vae, small=small)
-        self.settings, self.name = settings or Settings(), name
-        self.method, self.models = methods.resolve_continuous(method), Models(transformer, small)
+        self.settings = settings or MARSettings()
+        self.name = name
+        self.method = methods.resolve_continuous(method)
+        self.models = MARModels(transformer, small)
 
     @classmethod
     def from_pretrained(
@@ -73,44 +265,46 @@ class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
         text_encoder: None = None,
         device: torch.device | str = "cpu",
     ) -> MARPipeline:
-        """A pipeline of a folder, pocket name or hub id; the dtype defaults to the device's
-        fastest.
+        """A pipeline of a folder, pocket name or hub id; the default dtype is the device's fastest.
 
         The small model is that of the folder, or ``small``: another model's folder, name or id.
         """
         if text_encoder is not None:
             raise ValueError("text_encoder must be left out: this model draws classes")
-        resolved, folder = methods.resolve_continuous(method), zoo.find(name)
-        transformer, vae = load_mar(folder / "transformer"), load_kl(folder / "vae")
+        resolved = methods.resolve_continuous(method)
+        folder = zoo.find(name)
+        transformer = load_mar(folder / "transformer")
+        vae = load_kl(folder / "vae")
         size = sum(p.numel() for p in transformer.parameters())
         dtype = torch_dtype or choose_dtype(size, long=True, device=device)
-        second = (
-            load_small(folder, vae)
-            if small is None
-            else load_small(zoo.find(small), vae, whole=True)
-        )
+        if small is None:
+            second = load_small_mar(folder, vae)
+        else:
+            second = load_small_mar(zoo.find(small), vae, whole=True)
         large = transformer.to(device, dtype)
         second = None if second is None else second.to(device, dtype)
-        return cls(
-            large, vae.to(device), second, read_settings(Settings, folder), resolved, str(name)
-        )
+        settings = read_settings(MARSettings, folder)
+        return cls(large, vae.to(device), second, settings, resolved, str(name))
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write everything ``from_pretrained`` reads, with the official parameter names, in
-        safetensors.
-        """
+        """Write everything ``from_pretrained`` reads, under the official names, in safetensors."""
         folder = Path(folder)
         save_mar(self.transformer, folder / "transformer", dtype)
         save_kl(self.vae, folder / "vae", dtype)
         if self.small is not None:
-            save_small(self.small, folder, self.vae, dtype)
+            save_small_mar(self.small, folder, self.vae, dtype)
         write_settings(self.settings, folder)
         write_index("MARPipeline", "mar", folder)
 
     @property
     def device(self) -> torch.device:
-        """Where the transformer lives."""
+        """Where the transformer is."""
         return self.transformer.mask_token.device
+
+    @property
+    def grid(self) -> int:
+        """Tokens along a side."""
+        return int(self.transformer.config.grid)
 
     def to(self, *args: Any, **kwargs: Any) -> MARPipeline:
         """Move models and autoencoder to a device or dtype."""
@@ -135,13 +329,12 @@ class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
         output_type: str = "pil",
         callback_on_step_end: Callback | None = None,
     ) -> ImageOutput:
-        """Draw ``num_images_per_prompt`` pictures of every class; ``tokens`` are [B, L, C] in
-        raster order.
+        """Draw ``num_images_per_prompt`` pictures of every class; ``tokens`` are [B, L, C].
 
-        What is not given comes from the model's settings. ``generator`` is one for all (each
-        picture gets a seed from it) or one a picture; its uniforms depend on its own seed only, not
-        on the batch. Raises ``ValueError`` for an unknown class or method, for options out of range
-        and for a method without the small model it needs.
+        Tokens are in raster order. Options default to the model's settings. ``generator`` is one
+        for all (each picture gets a seed from it) or one a picture; its uniforms depend on its own
+        seed only, not on the batch. Raises ``ValueError`` for an unknown class or method, for
+        options out of range and for a method without the small model it needs.
         """
         check_call(output_type, batch_size, num_images_per_prompt)
         settings = self.target(cfg, temperature, num_iter, head_steps, cfg_schedule, solver)
@@ -150,8 +343,14 @@ class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
         generators = sample_generators(generator, len(labels), self.device)
 
         def draw(rows: slice) -> Drawn:
-            what = Draw(labels[rows], generators[rows], settings.plan(), settings.solver)
-            return self._batch(what, chosen, output_type, callback_on_step_end)
+            batch = MARBatch(labels[rows], generators[rows], settings)
+            steps, claim = steps_of(chosen, self.models, batch)
+            for i, progress in enumerate(steps):
+                if callback_on_step_end is not None:
+                    callback_on_step_end(self, i, progress.count, {"tokens": progress.tokens})
+            tokens = progress.tokens
+            images = None if output_type == "latent" else self.decode_tokens(tokens)
+            return Drawn(tokens, images, progress.stats, claim, chosen.name)
 
         bar = self.progress_bar(total=len(labels))
         return draw_batches(draw, len(labels), batch_size, output_type, bar, settings.claimed)
@@ -164,38 +363,24 @@ class MARPipeline(DiffusionPipeline):  # type: ignore[misc]
         head_steps: str | int | None = None,
         cfg_schedule: CFGSchedule | None = None,
         solver: Solver | None = None,
-    ) -> Settings:
-        """How the model is sampled under these options, its settings standing in for what is None."""
-        steps = None if head_steps is None else str(head_steps)
-        options: dict[str, Any] = dict(
-            cfg=cfg, temperature=temperature, num_iter=num_iter, head_steps=steps
+    ) -> MARSettings:
+        """The options of a run, by default the settings'; ``ValueError`` for any out of range."""
+        chosen = with_options(
+            self.settings,
+            cfg=cfg,
+            temperature=temperature,
+            num_iter=num_iter,
+            head_steps=head_steps,
+            cfg_schedule=cfg_schedule,
+            solver=solver,
         )
-        chosen = with_options(self.settings, **options, cfg_schedule=cfg_schedule, solver=solver)
-        plan = chosen.plan()
-        if plan.cfg != 1.0:
+        if chosen.cfg != 1.0:
             self.transformer.embed_classes(None, 1)
-        self.models.head(plan.head_steps)
+        self.models.head(chosen.head_steps)
         return chosen
 
     @torch.inference_mode()
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Pictures [B, R, R, 3] uint8 of tokens [B, L, C], one by one: batches of other sizes round
-        otherwise.
-        """
+        """Pictures [B, R, R, 3] uint8 of tokens [B, L, C], one by one: batches round otherwise."""
         latents = unpatchify(tokens, self.transformer.config.patch_size)
         return torch.cat([to_uint8(self.vae.decode_scaled(row)) for row in latents.split(1)])
-
-    def _batch(
-        self,
-        what: Draw,
-        method: methods.ContinuousMethod,
-        output_type: str,
-        callback: Callback | None,
-    ) -> Drawn:
-        steps, certificate = assemble(method, self.models, what)
-        for i, progress in enumerate(steps):
-            if callback is not None:
-                callback(self, i, progress.count, {"tokens": progress.tokens})
-        tokens = progress.tokens
-        images = None if output_type == "latent" else self.decode_tokens(tokens)
-        return Drawn(tokens, images, progress.stats, certificate, method.name)

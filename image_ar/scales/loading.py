@@ -1,8 +1,7 @@
-"""Published, trainer-made and our own VAR and VQVAE files as modules, and back to files under the
-official names.
+"""VAR and VQVAE files as modules and back, and which models may be used together.
 
-Sizes come from a ``config.json`` beside the weights, else from the shapes of the weights, as far as
-these tell.
+Reads published, trainer-made and our own files; writes under the official names. Sizes come from a
+``config.json`` beside the weights, else from the shapes of the weights, as far as these tell.
 """
 
 from __future__ import annotations
@@ -14,25 +13,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specmm.checkpoints import NESTING, State, load_strict, read_checkpoint
-from specmm.image_ar.files import count, read_config, save_module, shape_of
+from specmm import zoo
+from specmm.checkpoints import NESTING, State, fingerprint, load_strict, read_checkpoint
+from specmm.dtypes import gpu_has_bfloat16
 from specmm.image_ar.scales.scale_schedule import PATCHES_256
-from specmm.image_ar.scales.var import VAR, VARConfig
+from specmm.image_ar.scales.var import PUBLISHED_HEAD_DIM, VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
+from specmm.image_ar.shared import count, read_config, save_module, shape_of
 
 MASK = "attn_bias_for_masking"  # holds -inf by design
-PUBLISHED_HEAD_DIM = 64
-TRAINED = {
-    VARConfig: ("var_wo_ddp", "var"),
-    VQVAEConfig: ("vae_local", "vae_wo_ddp", "vae"),
-}  # names in a trainer
+TRAINER_NAMES = {VARConfig: ("var_wo_ddp", "var"), VQVAEConfig: ("vae_local", "vae_wo_ddp", "vae")}
+SHARED_BY_MODELS = ("patch_nums", "num_classes", "vocab_size", "z_channels")
+SHARED_WITH_TOKENIZER = ("patch_nums", "vocab_size", "z_channels")
 
 
 def load_var(
     path: str | Path, config: VARConfig | None = None, *, dtype: torch.dtype = torch.float32
 ) -> VAR:
-    """The transformer in the file or folder ``path``, in evaluation mode, with weights in
-    ``dtype``.
+    """The transformer in the file or folder ``path``, in evaluation mode, with weights ``dtype``.
 
     Without ``config`` the sizes are those of ``config.json`` beside the weights, else of the
     weights. A training checkpoint (``trainer.var_wo_ddp``) is understood. Raises ``ValueError``
@@ -66,30 +64,26 @@ def load_vqvae(
     """
     state = _read(path, VQVAEConfig)
     config = config or read_config(path, VQVAEConfig) or infer_vqvae_config(state, patch_nums, path)
-    config = replace(config, patch_nums=patch_nums or config.patch_nums)
-    model = VQVAE(config)
+    model = VQVAE(replace(config, patch_nums=patch_nums or config.patch_nums))
     load_strict(model, state, (), path)
     return model.to(dtype).eval()
 
 
 def save_var(model: VAR, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write ``folder/model.safetensors`` (official names; ``dtype`` such as bf16 halves it) and
-    ``config.json``.
-    """
+    """Write ``folder/model.safetensors`` (as ``dtype``) and ``folder/config.json``."""
     save_module(model, model.config, folder, dtype)
 
 
 def save_vqvae(model: VQVAE, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write ``folder/model.safetensors`` and ``folder/config.json`` as ``save_var`` does."""
+    """Write ``folder/model.safetensors`` (as ``dtype``) and ``folder/config.json``."""
     save_module(model, model.config, folder, dtype)
 
 
 def _read(path: str | Path, kind: type[VARConfig] | type[VQVAEConfig]) -> State:
-    """The tensors of ``path``; of a training checkpoint those under ``trainer`` and one of
-    ``kind``'s names.
-    """
-    state = read_checkpoint(path, ("trainer", *TRAINED[kind], *NESTING))
-    for name in TRAINED[kind]:
+    """The tensors of ``path``; of a training checkpoint those under ``trainer``."""
+    names = TRAINER_NAMES[kind]
+    state = read_checkpoint(path, ("trainer", *names, *NESTING))
+    for name in names:
         start = f"trainer.{name}."
         if any(key.startswith(start) for key in state):
             return {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
@@ -97,23 +91,19 @@ def _read(path: str | Path, kind: type[VARConfig] | type[VQVAEConfig]) -> State:
 
 
 def infer_var_config(state: Mapping[str, Tensor], source: str | Path = "") -> VARConfig:
-    """Sizes of a VAR ``state`` by its shapes and its levels; heads of 64 where attn_l2_norm does
-    not tell them.
-    """
+    """Sizes of a VAR ``state`` by its shapes and levels; heads of 64 without attn_l2_norm."""
     width, codes = shape_of(state, "word_embed.weight", source)
-    depth = count(state, r"blocks\.(\d+)\.")
     shape_of(state, "lvl_1L", source)
     counts = state["lvl_1L"].flatten().bincount().tolist()
-    l2_norm = "blocks.0.attn.scale_mul_1H11" in state
-    heads = (
-        state["blocks.0.attn.scale_mul_1H11"].shape[1] if l2_norm else width // PUBLISHED_HEAD_DIM
-    )
+    factors = state.get("blocks.0.attn.scale_mul_1H11")
+    heads = width // PUBLISHED_HEAD_DIM if factors is None else factors.shape[1]
     if not heads:
         raise ValueError(
-            f"num_heads must be given: {source} does not tell, pass a config or put config.json beside it"
+            f"num_heads must be given: {source} does not tell, "
+            "pass a config or put config.json beside it"
         )
     return VARConfig(
-        depth=depth,
+        depth=count(state, r"blocks\.(\d+)\."),
         embed_dim=width,
         num_heads=heads,
         mlp_ratio=shape_of(state, "blocks.0.ffn.fc1.weight", source)[0] / width,
@@ -122,16 +112,14 @@ def infer_var_config(state: Mapping[str, Tensor], source: str | Path = "") -> VA
         num_classes=shape_of(state, "class_emb.weight", source)[0] - 1,
         patch_nums=tuple(round(n**0.5) for n in counts),
         shared_aln="shared_ada_lin.1.weight" in state,
-        attn_l2_norm=l2_norm,
+        attn_l2_norm=factors is not None,
     )
 
 
 def infer_vqvae_config(
     state: Mapping[str, Tensor], patch_nums: tuple[int, ...] | None = None, source: str | Path = ""
 ) -> VQVAEConfig:
-    """Sizes of a VQVAE ``state`` by its shapes; ``patch_nums`` must be given unless there are ten
-    scales.
-    """
+    """Sizes of a VQVAE ``state`` by its shapes; ``patch_nums`` are needed unless it has ten."""
     vocab_size, width = shape_of(state, "quantize.embedding.weight", source)
     scales = shape_of(state, "quantize.ema_vocab_hit_SV", source)[0]
     sides = patch_nums or (PATCHES_256 if scales == len(PATCHES_256) else ())
@@ -145,7 +133,6 @@ def infer_vqvae_config(
         shape_of(state, f"encoder.down.{i}.block.0.conv1.weight", source)[0] for i in range(levels)
     ]
     one = "quantize.quant_resi.qresi.weight" in state
-    shared = 1 if one else count(state, r"quantize\.quant_resi\.qresi_ls\.(\d+)")
     return VQVAEConfig(
         vocab_size=vocab_size,
         z_channels=width,
@@ -153,6 +140,84 @@ def infer_vqvae_config(
         ch_mult=tuple(w // ch for w in widths),
         num_res_blocks=count(state, r"encoder\.down\.0\.block\.(\d+)\."),
         patch_nums=tuple(sides),
-        share_quant_resi=shared,
+        share_quant_resi=1 if one else count(state, r"quantize\.quant_resi\.qresi_ls\.(\d+)"),
         quant_conv_ks=shape_of(state, "quant_conv.weight", source)[-1],
     )
+
+
+def check_tokenizer(model: VAR, vqvae: VQVAE) -> None:
+    """Raise ``ValueError`` naming what ``model`` and its tokenizer do not share."""
+    for name in SHARED_WITH_TOKENIZER:
+        ours = getattr(model.config, name)
+        theirs = getattr(vqvae.config, name)
+        if ours != theirs:
+            raise ValueError(
+                f"transformer and tokenizer must share {name}, got {ours} and {theirs}"
+            )
+
+
+def check_models(large: VAR, small: VAR) -> None:
+    """Raise ``ValueError`` naming what two models that are to draw one picture do not share."""
+    for name in SHARED_BY_MODELS:
+        ours = getattr(large.config, name)
+        theirs = getattr(small.config, name)
+        if ours != theirs:
+            raise ValueError(
+                f"the two models must share {name}, got {ours} (large) and {theirs} (small)"
+            )
+
+
+def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ``ValueError`` when ``device`` cannot compute in the half precision ``dtype``."""
+    if dtype == torch.float16 and device.type == "cpu":
+        raise ValueError("float16 must run on a GPU, got a CPU, use bfloat16 or float32")
+    if dtype == torch.bfloat16 and device.type == "cuda" and not gpu_has_bfloat16():
+        raise ValueError(
+            "bfloat16 must run on a GPU that has it, got one without, use float16 or float32"
+        )
+
+
+def load_small_var(name: str | Path, vqvae: VQVAE) -> VAR:
+    """The transformer of a model folder, pocket name or hub id, or of a weights file or folder.
+
+    Raises ``ValueError`` when a tokenizer lies beside it that is not ``vqvae``.
+    """
+    file = Path(name)
+    weights = file if file.name == "model.safetensors" else file / "model.safetensors"
+    if weights.is_file():
+        file = weights.parent
+        folder = weights.resolve().parents[1]  # of a whole model, if the weights are in one
+    elif file.is_file():
+        return load_var(file)
+    else:
+        folder = zoo.find(name)
+        file = folder / "transformer"
+    if (folder / "vae").is_dir():
+        _check_same(load_vqvae(folder / "vae"), vqvae, folder)
+    return load_var(file)
+
+
+def save_small_var(
+    small: VAR, folder: Path, vqvae: VQVAE, dtype: torch.dtype | None = None
+) -> Path:
+    """Write ``small`` beside the large model in ``folder`` and return where.
+
+    Raises ``ValueError`` unless models and tokenizers fit.
+    """
+    check_models(load_var(folder / "transformer"), small)
+    _check_same(load_vqvae(folder / "vae"), vqvae, folder)
+    save_var(small, folder / "small", dtype)
+    return folder / "small"
+
+
+def _check_same(theirs: VQVAE, ours: VQVAE, folder: Path) -> None:
+    if tokenizer_fingerprint(theirs) != tokenizer_fingerprint(ours):
+        raise ValueError(
+            f"the two models must share their tokenizer, got another one in {folder / 'vae'}"
+        )
+
+
+def tokenizer_fingerprint(vqvae: VQVAE) -> str:
+    """Tells tokenizers apart by codes, φ and the decoder's first layer."""
+    phi = [w for _, w in vqvae.quantize.named_parameters() if w.ndim == 4]
+    return fingerprint(vqvae.quantize.embedding.weight, *phi, vqvae.post_quant_conv.weight)

@@ -1,5 +1,4 @@
-"""What drawing a picture costs: arithmetic, memory traffic and launches by scale, hence time and
-memory by N of CoDe.
+"""What drawing a picture costs: arithmetic, memory traffic and launches, hence CoDe's N.
 
 The counts are exact for the matrix products and attention, and approximate for what surrounds them;
 a ``Machine`` turns them into seconds, from its data sheet or fitted to seconds measured here
@@ -16,13 +15,13 @@ import torch
 
 from specmm.image_ar.scales.var import VARConfig
 
-LAUNCHES_OF_LAYER, LAUNCHES_AROUND = (
-    18,
-    40,
-)  # kernels of a block; of embedding, head, sampling and painting
+LAUNCHES_OF_LAYER = 18  # kernels of a block
+LAUNCHES_AROUND = 40  # of embedding, head, sampling and the feature map
 PASSES = 12  # over a layer's activations; and over the logits when they are filtered and sampled
 ALIVE = 9  # rows of a layer at once: itself, normed, fused projection, queries and keys normalised
-SPEEDUP_WANTED, FID_ALLOWED, MARGIN = 1.7, 1.1, 1.05
+SPEEDUP_WANTED = 1.7
+FID_ALLOWED = 1.1
+MARGIN = 1.05
 
 
 @dataclass(frozen=True)
@@ -34,16 +33,13 @@ class Work:
     launches: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.flops + other.flops, self.bytes + other.bytes, self.launches + other.launches
-        )
+        launches = self.launches + other.launches
+        return Work(self.flops + other.flops, self.bytes + other.bytes, launches)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds a unit of each: per flop, per byte, per launch; and those of decoding one picture's
-    f_hat.
-    """
+    """Seconds per flop, per byte and per launch, and of decoding one picture's f_hat."""
 
     per_flop: float
     per_byte: float
@@ -51,19 +47,14 @@ class Machine:
     decode: float = 0.0
 
     def seconds(self, work: Work) -> float:
-        """What ``work`` takes; the three add up, as they do where nothing overlaps."""
-        return (
-            self.per_flop * work.flops
-            + self.per_byte * work.bytes
-            + self.per_launch * work.launches
-        )
+        """Seconds of ``work``; the three add up, as they do where nothing overlaps."""
+        computing = self.per_flop * work.flops + self.per_byte * work.bytes
+        return computing + self.per_launch * work.launches
 
 
 @dataclass(frozen=True)
-class Draw:
-    """How a run is set up: ``batch`` pictures, with guidance or not, weights of ``width`` bytes a
-    number.
-    """
+class Workload:
+    """``batch`` pictures, with guidance or not, by weights of ``width`` bytes a number."""
 
     batch: int
     guided: bool = True
@@ -77,8 +68,9 @@ class Draw:
 
 @dataclass(frozen=True)
 class Forecast:
-    """CoDe with the first ``n`` scales by the large model: seconds a batch, peak bytes (without the
-    tokenizer's, the same for all n), speedup over n = K.
+    """CoDe with the first ``n`` scales by the large model.
+
+    Seconds a batch, peak bytes (without the tokenizer's, the same for all n), speedup over n = K.
     """
 
     n: int
@@ -87,101 +79,97 @@ class Forecast:
     speedup: float
 
 
-def matrix_weights(config: VARConfig) -> int:
+def _matrix_weights(config: VARConfig) -> int:
     """Weights of one block's matrices, adaLN apart."""
     return 4 * config.embed_dim**2 + 2 * config.embed_dim * config.hidden_dim
 
 
+def _condition_weights(config: VARConfig) -> int:
+    """Weights of adaLN in all blocks."""
+    return 6 * config.embed_dim**2 * (1 if config.shared_aln else config.depth)
+
+
 def parameters(config: VARConfig) -> int:
     """All weights of a model, to within its biases."""
-    ada = 6 * config.embed_dim**2 * (1 if config.shared_aln else config.depth)
-    return (
-        config.depth * matrix_weights(config)
-        + ada
-        + config.embed_dim * (config.vocab_size + config.num_classes)
-    )
+    ends = config.embed_dim * (config.vocab_size + config.num_classes)
+    return config.depth * _matrix_weights(config) + _condition_weights(config) + ends
 
 
-def condition_work(config: VARConfig, draw: Draw) -> Work:
+def condition_work(config: VARConfig, load: Workload) -> Work:
     """The class's part, once a picture."""
-    weights = 6 * config.embed_dim**2 * (1 if config.shared_aln else config.depth)
-    return Work(2 * draw.rows * weights, weights * draw.width, 2 * config.depth)
+    weights = _condition_weights(config)
+    return Work(2 * load.rows * weights, weights * load.width, 2 * config.depth)
 
 
-def forward_work(config: VARConfig, draw: Draw, first: int, k: int) -> Work:
-    """A forward of scales ``first`` … ``k`` at once, of which only ``k`` gets logits, with sampling
-    and painting.
+def forward_work(config: VARConfig, load: Workload, first: int, k: int) -> Work:
+    """A forward of scales ``first`` … ``k`` at once, with logits and sampling of ``k`` only.
 
     Under a mask every row is multiplied with every column, hidden or not. The last layer computes
     ``k`` only.
     """
-    starts, width = config.schedule.starts, config.embed_dim
-    steps, seen, shown = starts[k + 1] - starts[first], starts[k + 1], config.schedule.tokens(k)
-    matrices = matrix_weights(config)
-    token_layers = (config.depth - 1) * steps + shown
-    keys = 2 * 3 * width**2 * (steps - shown)  # of the rows that the last layer only looks at
-    flops = draw.rows * (2 * matrices * token_layers + 4 * seen * width * token_layers + keys)
-    head = 2 * draw.batch * shown * width * config.vocab_size  # guidance mixes what it reads
-    traffic = config.depth * (
-        matrices + 2 * draw.rows * seen * width + PASSES * draw.rows * steps * width
-    )
-    logits = 4 * PASSES * draw.batch * shown * config.vocab_size
+    starts = config.schedule.starts
+    width = config.embed_dim
+    seen = starts[k + 1]
+    rows = seen - starts[first]
+    shown = config.schedule.tokens(k)
+    matrices = _matrix_weights(config)
+    token_layers = (config.depth - 1) * rows + shown
+    keys = 2 * 3 * width**2 * (rows - shown)  # the last layer's, of rows without logits
+    flops = load.rows * (2 * matrices * token_layers + 4 * seen * width * token_layers + keys)
+    head = 2 * load.batch * shown * width * config.vocab_size  # guidance mixes what it reads
+    layer = matrices + 2 * load.rows * seen * width + PASSES * load.rows * rows * width
+    traffic = config.depth * layer + width * config.vocab_size
+    logits = 4 * PASSES * load.batch * shown * config.vocab_size
     launches = LAUNCHES_OF_LAYER * config.depth + LAUNCHES_AROUND
-    return Work(flops + head, draw.width * (traffic + width * config.vocab_size) + logits, launches)
+    return Work(flops + head, load.width * traffic + logits, launches)
 
 
-def model_work(config: VARConfig, draw: Draw, scales: range) -> list[Work]:
-    """Each step of a model that draws ``scales``, catching up with the coarser ones in the first."""
+def model_work(config: VARConfig, load: Workload, scales: range) -> list[Work]:
+    """Each step of a model that draws ``scales``; the first also prefills the coarser ones."""
     if not scales:
         return []
-    steps = [forward_work(config, draw, 0, scales.start)]
-    steps += [forward_work(config, draw, k, k) for k in scales[1:]]
-    return [condition_work(config, draw) + steps[0], *steps[1:]]
+    prefill = condition_work(config, load) + forward_work(config, load, 0, scales.start)
+    return [prefill, *(forward_work(config, load, k, k) for k in scales[1:])]
 
 
-def model_memory(config: VARConfig, draw: Draw, scales: range) -> float:
-    """Peak bytes beside the weights: keys and values of all but the last scale, and a layer or the
-    logits.
+def model_memory(config: VARConfig, load: Workload, scales: range) -> float:
+    """Peak bytes beside the weights: the KV cache, and a layer's activations or the logits.
 
     A layer holds about ``ALIVE`` times its rows at its busiest, in attention; in the last scale,
-    whose keys and values are not stored, those of its own layer once more.
+    whose keys and values are not cached, those of its own layer once more.
     """
     if not scales:
         return 0.0
-    starts, width = config.schedule.starts, config.embed_dim
-    stored = 0 if len(scales) == 1 else starts[scales[-1]]
-    first, last = starts[scales.start + 1], config.schedule.tokens(scales[-1])
-    joined = starts[scales[-1] + 1] if stored else 0
-    cache = 2 * config.depth * draw.rows * stored * width * draw.width
-    layer = draw.rows * width * draw.width * max(ALIVE * first, ALIVE * last + 2 * joined)
-    logits = 4 * 4 * draw.batch * last * config.vocab_size
-    given = draw.rows * 6 * config.depth * width * draw.width
-    return float(cache + given + max(layer, logits))
+    starts = config.schedule.starts
+    width = config.embed_dim
+    cached = 0 if len(scales) == 1 else starts[scales[-1]]
+    first = starts[scales.start + 1]
+    last = config.schedule.tokens(scales[-1])
+    joined = starts[scales[-1] + 1] if cached else 0
+    cache = 2 * config.depth * load.rows * cached * width * load.width
+    layer = load.rows * width * load.width * max(ALIVE * first, ALIVE * last + 2 * joined)
+    logits = 4 * 4 * load.batch * last * config.vocab_size
+    condition = load.rows * 6 * config.depth * width * load.width
+    return float(cache + condition + max(layer, logits))
 
 
-def forecast(large: VARConfig, small: VARConfig, draw: Draw, machine: Machine) -> list[Forecast]:
+def forecast(
+    large: VARConfig, small: VARConfig, load: Workload, machine: Machine
+) -> list[Forecast]:
     """Time and memory of CoDe for every N from 0 (the small model alone) to K (the large alone)."""
     scales = len(large.schedule)
-    seconds = [_seconds(large, small, draw, machine, n) for n in range(scales + 1)]
+    seconds, memory = [], []
+    for n in range(scales + 1):
+        coarse = range(n)
+        fine = range(n, scales)
+        work = model_work(large, load, coarse) + model_work(small, load, fine)
+        seconds.append(sum(map(machine.seconds, work)) + load.batch * machine.decode)
+        weights = (parameters(large) if coarse else 0) + (parameters(small) if fine else 0)
+        peak = max(model_memory(large, load, coarse), model_memory(small, load, fine))
+        memory.append(weights * load.width + peak)
     return [
-        Forecast(
-            n, seconds[n], _memory(large, small, draw, n, scales), seconds[scales] / seconds[n]
-        )
-        for n in range(scales + 1)
+        Forecast(n, seconds[n], memory[n], seconds[scales] / seconds[n]) for n in range(scales + 1)
     ]
-
-
-def _seconds(large: VARConfig, small: VARConfig, draw: Draw, machine: Machine, n: int) -> float:
-    work = model_work(large, draw, range(n)) + model_work(
-        small, draw, range(n, len(large.schedule))
-    )
-    return sum(machine.seconds(w) for w in work) + draw.batch * machine.decode
-
-
-def _memory(large: VARConfig, small: VARConfig, draw: Draw, n: int, scales: int) -> float:
-    weights = (parameters(large) if n else 0) + (parameters(small) if n < scales else 0)
-    parts = model_memory(large, draw, range(n)), model_memory(small, draw, range(n, scales))
-    return weights * draw.width + max(parts)
 
 
 def choose_n(
@@ -199,30 +187,30 @@ def choose_n(
     if last.n in measured:
         limit = FID_ALLOWED * measured[last.n]
         good = [f for f in forecasts if measured.get(f.n, float("inf")) <= limit]
-        best, why = max(good, key=lambda f: f.speedup), f"the fastest with FID at most {limit:.2f}"
+        best = max(good, key=lambda f: f.speedup)
+        why = f"the fastest with FID at most {limit:.2f}"
+    elif quick := [f for f in forecasts[1:-1] if f.speedup >= SPEEDUP_WANTED]:
+        best = quick[-1]
+        why = f"the largest with {SPEEDUP_WANTED}x"
     else:
-        quick = [f for f in forecasts[1:-1] if f.speedup >= SPEEDUP_WANTED]
-        best = quick[-1] if quick else max(forecasts[1:], key=lambda f: f.speedup)
-        why = (
-            f"the largest with {SPEEDUP_WANTED}x"
-            if quick
-            else f"the fastest, none reaches {SPEEDUP_WANTED}x"
-        )
+        best = max(forecasts[1:], key=lambda f: f.speedup)
+        why = f"the fastest, none reaches {SPEEDUP_WANTED}x"
     if best.n != last.n and best.speedup < MARGIN:
-        best, why = last, "the large model alone: no switch is faster"
+        best = last
+        why = "the large model alone: no switch is faster"
     return best.n, f"n {best.n}: {why}; {best.speedup:.2f}x expected"
 
 
 def fit(work: Sequence[Work], seconds: Sequence[float]) -> Machine:
-    """The machine whose seconds are nearest to those measured, relative to each; no rate below 0."""
+    """The machine whose seconds are nearest to those measured, relative to each; no rate < 0."""
     counts = torch.tensor([[w.flops, w.bytes, w.launches] for w in work], dtype=torch.float64)
     rows = counts / torch.tensor(seconds, dtype=torch.float64)[:, None]
-    kept, rates = [0, 1, 2], torch.zeros(3, dtype=torch.float64)
+    ones = torch.ones(len(rows), 1, dtype=torch.float64)
+    rates = torch.zeros(3, dtype=torch.float64)
+    kept = [0, 1, 2]
     while kept:
         scale = rows[:, kept].norm(dim=0)
-        found = torch.linalg.lstsq(
-            rows[:, kept] / scale, torch.ones(len(rows), 1, dtype=torch.float64)
-        ).solution[:, 0]
+        found = torch.linalg.lstsq(rows[:, kept] / scale, ones).solution[:, 0]
         if (found >= 0).all():
             rates[kept] = found / scale
             break

@@ -1,38 +1,58 @@
-"""From VAR's logits to tokens: guidance by scale, top-k and top-p, temperature, and three ways to
-Draw the uniforms.
+"""From VAR's logits to tokens: guidance by scale, top-k and top-p, temperature, and the samplers.
 
-Every way takes one generator a picture, so that a picture's uniforms do not depend on its batch;
-``release`` has the official one, which takes a generator for all. Source: VAR (arXiv 2404.02905),
-released sampler. Shape letters: B batch, T tokens of a scale, V vocabulary, K scales.
+``InverseCDF`` and ``SharedGumbel`` take one generator a picture, so that a picture's uniforms do
+not depend on its batch. ``ReleaseSampler`` is VAR's released code draw for draw, with one generator
+for the batch, for comparisons with recorded runs. Source: VAR (arXiv 2404.02905). Shape letters: B
+batch, T tokens of a scale, V vocabulary, K scales.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from specmm.image_ar.scales.scale_schedule import ScaleSchedule
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, UniformSource, categorical
+
+Temperature = float | tuple[float, ...]  # one, or one for each scale
+
+
+@dataclass(frozen=True)
+class VARSettings:
+    """Recommended sampling of a model, from ``settings.json`` beside it.
+
+    ``cfg`` 0 is no guidance, ``classes`` are names by id, ``fid`` the FID by CoDe's N (as text) if
+    it was measured, ``n`` the N that the two models were specialised for, -1 if none.
+    """
+
+    cfg: float = 1.5
+    temperature: Temperature = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    more_smooth: bool = False
+    classes: tuple[str, ...] = ()
+    fid: dict[str, float] = field(default_factory=dict)
+    n: int = -1
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of one run; ``temperature`` may differ by scale, and divides after the filters, not
-    before.
+    """Options of one run; ``temperature`` divides after the filters, not before.
 
     Guidance grows over the scales: at scale k logits are (1 + t) cond - t null with t = ``cfg`` · k
     / (K - 1), so 0 is none. ``more_smooth`` feeds soft codes to the next scale: prettier pictures,
-    another distribution, that no temperature changes. Raises ``ValueError`` on options out of
-    range.
+    another distribution, at any temperature. Raises ``ValueError`` for options out of range.
     """
 
     cfg: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    temperature: float | tuple[float, ...] = 1.0
+    temperature: Temperature = 1.0
     more_smooth: bool = False
 
     def __post_init__(self) -> None:
@@ -40,13 +60,13 @@ class Sampling:
             raise ValueError(
                 f"cfg must be finite and at least 0, got {self.cfg}, use 0 for no guidance"
             )
-        for value in (
-            self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
-        ):
+        by_scale = self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
+        for value in by_scale:
             Processor(value, self.top_k, self.top_p)
             if self.more_smooth and value == 0:
                 raise ValueError(
-                    "more_smooth must be off at temperature 0: its soft codes are drawn at any temperature"
+                    "more_smooth must be off at temperature 0: "
+                    "its soft codes are drawn at any temperature"
                 )
 
     def check(self, vocabulary: int, scales: int) -> None:
@@ -54,20 +74,20 @@ class Sampling:
         self.filter.check_vocabulary(vocabulary)
         if isinstance(self.temperature, tuple) and len(self.temperature) != scales:
             raise ValueError(
-                f"temperature must be one or one for each of {scales} scales, got {self.temperature}"
+                f"temperature must be one or one for each of {scales} scales, "
+                f"got {self.temperature}"
             )
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The options that shape the distribution, for certificates: those of the filters that are
-        on.
-        """
+    def settings(self) -> dict[str, object]:
+        """The options that shape the distribution, for certificates."""
+        own: dict[str, object] = {"temperature": self.temperature, "cfg": self.cfg}
         smooth = {"more_smooth": True} if self.more_smooth else {}
-        return self.filter.settings | {"temperature": self.temperature, "cfg": self.cfg} | smooth
+        return self.filter.settings | own | smooth
 
     @property
     def filters(self) -> bool:
-        """Whether top-k or top-p take anything away."""
+        """Whether top-k or top-p exclude anything."""
         return self.top_k > 0 or self.top_p < 1
 
     @property
@@ -84,23 +104,18 @@ class Sampling:
         return self.temperature[k] if isinstance(self.temperature, tuple) else self.temperature
 
     def masked(self, logits: Tensor) -> Tensor:
-        """``logits`` [B, T, V] with -inf for what top-k and then top-p take away; equals stay
-        together.
-        """
+        """``logits`` [B, T, V] with -inf for what top-k and then top-p exclude; ties stay."""
         if not self.filters:
             return logits
         return logits.masked_fill(logits < self.filter.threshold(logits), float("-inf"))
 
     def weights(self, logits: Tensor, k: int) -> Tensor:
-        """The distribution of scale ``k`` up to a factor, [B, T, V]: what is taken away is
-        multiplied by 0.
-
-        (A CPU multiplies twice as fast as it fills by a mask.)
-        """
+        """The distribution of scale ``k`` up to a factor, [B, T, V]."""
         temperature = self.temperature_at(k)
         if temperature == 0:
             return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         probs = (logits if temperature == 1 else logits / temperature).softmax(-1)
+        # a CPU multiplies by the mask twice as fast as it fills by it
         return probs * torch.ge(logits, self.filter.threshold(logits)) if self.filters else probs
 
     def probs(self, logits: Tensor, k: int) -> Tensor:
@@ -110,30 +125,26 @@ class Sampling:
 
 
 def progress(k: int, scales: int) -> float:
-    """How far up the schedule scale ``k`` is, in [0, 1]."""
+    """Position of scale ``k`` in the schedule, from 0 to 1."""
     return k / max(scales - 1, 1)
 
 
-class Choice(NamedTuple):
-    """Tokens [B, T] of a scale, and the soft weights [B, T, V] over the codebook under
-    ``more_smooth``.
-    """
+class ScaleTokens(NamedTuple):
+    """Tokens [B, T] of a scale; under ``more_smooth`` weights [B, T, V] over the codebook, too."""
 
     tokens: Tensor
     weights: Tensor | None = None
 
 
-class Sampler(Protocol):
-    """Throws the uniforms, scale after scale."""
+class ScaleSampler(Protocol):
+    """Chooses the tokens of scale after scale."""
 
-    def draw(self, logits: Tensor, k: int) -> Choice:
-        """Choose the tokens of scale ``k`` from guided ``logits`` [B, T, V]."""
+    def draw(self, logits: Tensor, k: int) -> ScaleTokens:
+        """The tokens of scale ``k`` from guided ``logits`` [B, T, V]."""
 
 
 def soften(masked: Tensor, noise: Tensor, done: float) -> Tensor:
-    """Weights [B, T, V] of ``more_smooth``: a Gumbel softmax that hardens as ``done`` goes from 0
-    to 1.
-    """
+    """Weights [B, T, V] of ``more_smooth``: a Gumbel softmax, harder as ``done`` goes to 1."""
     temperature = max(0.27 * (1 - 0.95 * done), 0.005)
     return torch.add(noise, masked, alpha=1 + done).div_(temperature).softmax(-1)
 
@@ -143,56 +154,52 @@ def gumbel(uniforms: Tensor) -> Tensor:
     return uniforms.log().neg_().log_().neg_()
 
 
-class Inverse:
-    """One uniform number a token, through the inverse of the cumulative distribution: the fastest
-    way.
-    """
+class InverseCDF:
+    """One uniform a token, through the inverse of the cumulative distribution: the fastest way."""
 
     def __init__(self, sampling: Sampling, uniforms: UniformSource, scales: int) -> None:
-        self.sampling, self.uniforms, self.scales = sampling, uniforms, scales
+        self.sampling = sampling
+        self.uniforms = uniforms
+        self.scales = scales
 
-    def draw(self, logits: Tensor, k: int) -> Choice:
-        """Choose the tokens of scale ``k``."""
+    def draw(self, logits: Tensor, k: int) -> ScaleTokens:
+        """See ``ScaleSampler``."""
         if self.sampling.more_smooth:
             masked = self.sampling.masked(logits)
             noise = gumbel(self.uniforms.draw(logits[0].numel()).view(logits.shape))
             weights = soften(masked, noise, progress(k, self.scales))
-            return Choice(weights.argmax(-1), weights)
+            return ScaleTokens(weights.argmax(-1), weights)
         if self.sampling.temperature_at(k) == 0:
-            return Choice(logits.argmax(-1))
-        return Choice(
-            categorical(self.sampling.weights(logits, k), self.uniforms.draw(logits.shape[1]))
-        )
+            return ScaleTokens(logits.argmax(-1))
+        weights = self.sampling.weights(logits, k)
+        return ScaleTokens(categorical(weights, self.uniforms.draw(logits.shape[1])))
 
 
-class Race:
-    """Gumbel noise for every place and token: the token is the argmax of logits plus noise.
+class SharedGumbel:
+    """The Gumbel-max trick with the same noise for two models: argmax of logits plus noise.
 
-    The noise of a scale stays the same until ``forget``, so that two models that choose with it
-    agree as often as any coupling of this kind allows, and each of them alone follows its own
-    distribution. Scales from ``coupled`` on, which one model alone draws, take a uniform number a
-    token instead, as ``Inverse`` does.
+    The noise of a scale is kept until ``forget``. Each model alone samples its own distribution,
+    and the two agree as often as a coupling of this kind allows. Scales from ``coupled`` on, which
+    one model alone draws, take a uniform a token instead, as ``InverseCDF`` does.
     """
 
     def __init__(self, sampling: Sampling, uniforms: Uniforms, coupled: int) -> None:
-        self.sampling, self.uniforms, self.coupled = sampling, uniforms, coupled
+        self.sampling = sampling
+        self.uniforms = uniforms
+        self.coupled = coupled
         self.noise: dict[int, Tensor] = {}
 
-    def draw(self, logits: Tensor, k: int) -> Choice:
-        """Choose the tokens of scale ``k`` with its noise, made at the first call: scales must
-        first come in order.
-        """
-        if self.sampling.temperature_at(k) == 0:
-            return Choice(logits.argmax(-1))
+    def draw(self, logits: Tensor, k: int) -> ScaleTokens:
+        """See ``ScaleSampler``; the first calls must be in the order of the scales."""
+        temperature = self.sampling.temperature_at(k)
+        if temperature == 0:
+            return ScaleTokens(logits.argmax(-1))
         if k not in self.noise:
             self.noise[k] = self._fresh(logits, k)
         if k >= self.coupled:
-            return Choice(categorical(self.sampling.weights(logits, k), self.noise[k]))
-        return Choice(
-            (self.sampling.masked(logits) / self.sampling.temperature_at(k) + self.noise[k]).argmax(
-                -1
-            )
-        )
+            return ScaleTokens(categorical(self.sampling.weights(logits, k), self.noise[k]))
+        scores = self.sampling.masked(logits) / temperature + self.noise[k]
+        return ScaleTokens(scores.argmax(-1))
 
     def _fresh(self, logits: Tensor, k: int) -> Tensor:
         """Gumbel noise [B, T, V], or uniforms [B, T] where nothing is coupled."""
@@ -203,3 +210,86 @@ class Race:
     def forget(self, k: int) -> None:
         """Drop the noise of scales below ``k``."""
         self.noise = {i: noise for i, noise in self.noise.items() if i >= k}
+
+
+class ReleaseSampler:
+    """Top-k, top-p by sorting, multinomial, as released; a picture depends on its batch.
+
+    Raises ``ValueError`` for a temperature of 0, by which the release divides.
+    """
+
+    def __init__(self, sampling: Sampling, generator: torch.Generator, scales: int) -> None:
+        if not all(map(sampling.temperature_at, range(scales))):
+            raise ValueError(
+                "temperature must be above 0 for the release's sampler, got 0; "
+                "top_k=1 is its greedy"
+            )
+        self.sampling = sampling
+        self.generator = generator
+        self.scales = scales
+
+    def draw(self, logits: Tensor, k: int) -> ScaleTokens:
+        """See ``ScaleSampler``; under ``more_smooth`` tokens are drawn first and stay unused."""
+        masked = sorted_mask(logits, self.sampling.top_k, self.sampling.top_p)
+        probs = (masked / self.sampling.temperature_at(k)).softmax(-1)
+        rows = probs.flatten(0, 1)
+        drawn = torch.multinomial(rows, 1, replacement=True, generator=self.generator)
+        tokens = drawn.view(probs.shape[:2])
+        if not self.sampling.more_smooth:
+            return ScaleTokens(tokens)
+        noise = torch.empty_like(masked).exponential_(generator=self.generator).log_().neg_()
+        return ScaleTokens(tokens, soften(masked, noise, progress(k, self.scales)))
+
+    def burn(self, schedule: ScaleSchedule, batch: int, vocabulary: int, scales: int) -> None:
+        """Use up the numbers that the released refiner draws for the first ``scales`` scales.
+
+        They are discarded there. ``multinomial`` draws one exponential a token, so no logits are
+        needed. Raises ``ValueError`` under ``more_smooth``, of which no recorded run shows how many
+        are discarded.
+        """
+        if scales and self.sampling.more_smooth:
+            raise ValueError(
+                "more_smooth must be off where the release's two models take turns, got it on"
+            )
+        for k in range(scales):
+            shape = batch * schedule.tokens(k), vocabulary
+            torch.empty(shape, device=self.generator.device).exponential_(generator=self.generator)
+
+
+def release_state(
+    generator: torch.Generator | Sequence[torch.Generator] | None,
+    device: torch.device,
+    pictures: int,
+    at_once: int,
+) -> Tensor:
+    """The state of the one generator of a run, which is left as it is.
+
+    Raises ``ValueError`` unless there is one, on ``device``, and all ``pictures`` are drawn
+    ``at_once``.
+    """
+    if isinstance(generator, Sequence) or pictures > at_once:
+        raise ValueError(
+            "release draws one batch from one generator: give one and a batch_size of at least "
+            f"{pictures}, got batch_size {at_once}"
+        )
+    if generator is None:
+        generator = torch.Generator(device)
+        generator.seed()
+    if generator.device.type != device.type:
+        raise ValueError(
+            f"release needs a generator on {device}, where the models are, "
+            f"got one on {generator.device}"
+        )
+    return generator.get_state()
+
+
+def sorted_mask(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """``logits`` [B, T, V] with -inf for what is excluded; the sort breaks ties at top-p's edge."""
+    if top_k:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], float("-inf"))
+    if top_p == 1:
+        return logits
+    ascending, order = logits.sort(-1)
+    removed = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
+    removed[..., -1] = False
+    return logits.masked_fill(removed.scatter(-1, order, removed), float("-inf"))

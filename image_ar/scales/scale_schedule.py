@@ -1,14 +1,13 @@
-"""The schedule of scales a next-scale model climbs: grids of growing sides, their tokens one after
-the other.
+"""The scales of a next-scale model (VAR's ``patch_nums``): square token grids of growing side.
 
-Shape letters: K scales, L tokens of all scales together, T queries, S keys.
+Shape letters: K scales, L tokens of all scales, T queries, S keys.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ class ScaleSchedule:
     sides: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        grows = all(a < b for a, b in zip(self.sides, self.sides[1:], strict=False))
+        grows = all(a < b for a, b in pairwise(self.sides))
         if not self.sides or self.sides[0] < 1 or not grows:
             raise ValueError(f"patch_nums must be growing sides from 1 on, got {self.sides}")
 
@@ -51,14 +50,15 @@ class ScaleSchedule:
         return torch.cat([torch.full((self.tokens(k),), k) for k in range(len(self))])[None]
 
     def split(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Tokens [..., T] of the first scales, laid end to end, as one tensor [..., p²] a scale."""
+        """Concatenated tokens [..., T] of the first scales, as one tensor [..., p²] for each."""
         counts = [self.tokens(k) for k in range(self.starts.index(tokens.shape[-1]))]
         return tokens.split(counts, dim=-1)
 
 
 def scale_bias(queries: Tensor, keys: Tensor) -> Tensor:
-    """Additive mask [1, 1, T, S] of levels [1, T] and [1, S]: a level sees itself and the coarser
-    ones.
+    """Additive block-causal mask [1, 1, T, S] of levels [1, T] and [1, S].
+
+    A position attends its own scale and the coarser ones.
     """
     hidden = queries[0, :, None] < keys[0]
     return torch.zeros(hidden.shape, device=keys.device).masked_fill_(hidden, -math.inf)[None, None]

@@ -1,44 +1,48 @@
-"""What this machine makes of two VARs: the planner's rates, fitted to measured scales, and method
-``auto``.
+"""Decisions measured on this machine: CoDe's N and method ``auto``.
 
-Shape letters: B batch, K scales.
+The planner's rates are fitted to timed scales. Shape letters: B batch, K scales.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from specmm.image_ar.scales.drawing import ScaleDrawing
-from specmm.image_ar.scales.feature_map import FeatureMap
+from specmm import methods
+from specmm.image_ar.scales.collaborative import LARGE, Turn, alternate
+from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.planner import (
-    Draw,
     Forecast,
     Machine,
     Work,
+    Workload,
     choose_n,
     fit,
     forecast,
     model_work,
+    parameters,
 )
-from specmm.image_ar.scales.sampling import Inverse, Sampler, Sampling
-from specmm.image_ar.scales.session import Session
-from specmm.image_ar.scales.var import VAR
-from specmm.image_ar.scales.verified import Verified
-from specmm.image_ar.scales.vqvae import VQVAE
+from specmm.image_ar.scales.sampling import InverseCDF, Sampling, VARSettings
+from specmm.image_ar.scales.scale_speculation import ScaleSpeculation, coarse_scales
+from specmm.image_ar.scales.var import VAR, VARConfig
+from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
+from specmm.prepacked import MOST, lay_weights
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
 
-REPEATS = 2  # of a measured run; the fastest counts
+REPEATS = 2  # of a measured run, after one that is not counted; the fastest counts
 CLEAR_WIN = 1.05
+MEASURED_BLOCKS = 2  # of published sizes, in place of all
+
+Decided = tuple[methods.ScalesMethod, str]  # what is run, and why
 
 
 @dataclass(frozen=True)
-class Plan:
+class CoDePlan:
     """The planner's choice for ``code`` with all it was chosen from."""
 
     n: int
@@ -46,17 +50,13 @@ class Plan:
     forecasts: list[Forecast]
     machine: Machine
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """For JSON."""
-        table = [
-            {"n": f.n, "seconds": f.seconds, "memory": f.memory, "speedup": f.speedup}
-            for f in self.forecasts
-        ]
         return {
             "choice": self.n,
             "reason": self.reason,
             "machine": vars(self.machine),
-            "by_n": table,
+            "by_n": [vars(f) for f in self.forecasts],
         }
 
     def lines(self) -> list[str]:
@@ -68,32 +68,97 @@ class Plan:
         return [*rows, f"choice  {self.reason}"]
 
 
-def plan(
-    large: VAR, small: VAR, vqvae: VQVAE, batch: int, sampling: Sampling, fid: dict[str, float]
-) -> Plan:
-    """Measure both models at this batch, forecast every N and choose one."""
-    setup = setup_of(large, batch, sampling)
-    machine = calibrate(large, small, vqvae, batch, sampling)
-    forecasts = forecast(large.config, small.config, setup, machine)
-    return Plan(*choose_n(forecasts, fid), forecasts, machine)
+@dataclass
+class Chooser:
+    """Decides what a method leaves open, once for each number of pictures at once and sampling.
+
+    ``settings`` hold the FID by N, and the N of specialised models.
+    """
+
+    large: VAR
+    small: VAR | None
+    vqvae: VQVAE
+    settings: VARSettings
+    plans: dict[tuple[int, Sampling], CoDePlan] = field(default_factory=dict)
+    races: dict[tuple[int, Sampling], Decided] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Forget what was measured: the models have moved."""
+        self.plans.clear()
+        self.races.clear()
+
+    def settle(self, method: methods.ScalesMethod, batch: int, sampling: Sampling) -> Decided:
+        """``method`` with nothing left open for ``batch`` pictures at once, and the reason."""
+        match method:
+            case methods.CoDe(n=-1):
+                if self.settings.n != -1:
+                    return replace(method, n=self.settings.n), self._specialised()
+                made = self.plan(batch, sampling)
+                return replace(method, n=made.n), made.reason
+            case methods.ScaleSpeculative(until=-1):
+                return replace(method, until=coarse_scales(self.large.config.schedule)), ""
+            case methods.Auto():
+                key = batch, sampling
+                if key not in self.races:
+                    self.races[key] = self._race(batch, sampling)
+                return self.races[key]
+        return method, ""
+
+    def plan(self, batch: int, sampling: Sampling) -> CoDePlan:
+        """What ``code`` costs by N, measured once, and the N it takes.
+
+        Raises ``ValueError`` without a small model.
+        """
+        small = needed(self.small, "code")
+        key = batch, sampling
+        if key not in self.plans:
+            machine = calibrate(self.large, small, self.vqvae, batch, sampling)
+            load = workload(self.large, batch, sampling)
+            forecasts = forecast(self.large.config, small.config, load, machine)
+            n, reason = choose_n(forecasts, self.settings.fid)
+            if self.settings.n != -1:
+                n = self.settings.n
+                reason = self._specialised()
+            self.plans[key] = CoDePlan(n, reason, forecasts, machine)
+        return self.plans[key]
+
+    def _specialised(self) -> str:
+        return f"n {self.settings.n}: what the models were specialised for"
+
+    def _race(self, batch: int, sampling: Sampling) -> Decided:
+        """Speculation if it is measured to win, else plain decoding: exact methods only."""
+        if self.small is None:
+            return methods.AR(), "plain decoding: no small model"
+        method = methods.ScaleSpeculative(until=coarse_scales(self.large.config.schedule))
+        wins, reason = speculation_wins(
+            self.large, self.small, self.vqvae, batch, sampling, method.window, method.until
+        )
+        return (method if wins else methods.AR()), reason
 
 
-def setup_of(model: VAR, batch: int, sampling: Sampling) -> Draw:
-    """The planner's words for a run."""
-    return Draw(batch, sampling.cfg > 0, model.dtype.itemsize)
+def needed(small: VAR | None, method: str) -> VAR:
+    """``small``; raises ``ValueError`` where there is none and ``method`` needs it."""
+    if small is None:
+        raise ValueError(
+            f"method {method!r} needs a small model, give from_pretrained(…, small=folder) "
+            "or use ar"
+        )
+    return small
+
+
+def workload(model: VAR, batch: int, sampling: Sampling) -> Workload:
+    """What the planner has to know of a run."""
+    return Workload(batch, sampling.cfg > 0, model.dtype.itemsize)
 
 
 def calibrate(large: VAR, small: VAR, vqvae: VQVAE, batch: int, sampling: Sampling) -> Machine:
-    """Rates fitted to every scale of both models and to the small one's catching up at the last
-    scale.
-    """
-    scales, work, seconds = len(large.config.schedule), list[Work](), list[float]()
-    for model, steps in (
-        (large, range(scales)),
-        (small, range(scales)),
-        (small, range(scales - 1, scales)),
-    ):
-        work += model_work(model.config, setup_of(model, batch, sampling), steps)
+    """Rates fitted to every scale of both models and to the small one's prefill of all but one."""
+    scales = len(large.config.schedule)
+    work: list[Work] = []
+    seconds: list[float] = []
+    everything = range(scales)
+    for model, steps in ((large, everything), (small, everything), (small, everything[-1:])):
+        work += model_work(model.config, workload(model, batch, sampling), steps)
         seconds += time_steps(model, vqvae, batch, sampling, steps)
     return replace(fit(work, seconds), decode=time_decode(vqvae))
 
@@ -102,31 +167,29 @@ def calibrate(large: VAR, small: VAR, vqvae: VQVAE, batch: int, sampling: Sampli
 def time_steps(
     model: VAR, vqvae: VQVAE, batch: int, sampling: Sampling, steps: range
 ) -> list[float]:
-    """Seconds of each of ``steps``, drawn after the scales before them; conditions count for the
-    first.
-    """
+    """Seconds of each of ``steps``, after the scales before them; the first with the condition."""
     labels = torch.zeros(batch, dtype=torch.int64, device=model.device)
     runs = []
     for _ in range(REPEATS + 1):
         feature_map = FeatureMap(vqvae.quantize, batch)
-        uniforms = Inverse(sampling, _uniforms(batch, model.device), len(feature_map.schedule))
+        draw = _plain(model, feature_map, labels, sampling)
         if steps.start:
-            _draw_scales(model, labels, sampling, feature_map, uniforms, range(steps.start))
-        begin, marks = _now(model.device), list[float]()
-        _draw_scales(model, labels, sampling, feature_map, uniforms, steps, marks)
-        runs.append([b - a for a, b in zip([begin, *marks], marks, strict=False)])
+            draw(range(steps.start))
+        runs.append(draw(steps))
     return [min(times) for times in zip(*runs[1:], strict=True)]
 
 
 @torch.inference_mode()
 def time_decode(vqvae: VQVAE) -> float:
     """Seconds of decoding one picture."""
-    side, weight = vqvae.config.schedule.sides[-1], vqvae.post_quant_conv.weight
-    f_hat, times = torch.zeros(1, vqvae.config.z_channels, side, side, device=weight.device), []
+    side = vqvae.config.schedule.sides[-1]
+    device = vqvae.post_quant_conv.weight.device
+    f_hat = torch.zeros(1, vqvae.config.z_channels, side, side, device=device)
+    times = []
     for _ in range(REPEATS + 1):
-        begin = _now(weight.device)
+        begin = _now(device)
         vqvae.decode(f_hat)
-        times.append(_now(weight.device) - begin)
+        times.append(_now(device) - begin)
     return min(times)
 
 
@@ -134,52 +197,51 @@ def time_decode(vqvae: VQVAE) -> float:
 def speculation_wins(
     large: VAR, small: VAR, vqvae: VQVAE, batch: int, sampling: Sampling, window: int, until: int
 ) -> tuple[bool, str]:
-    """Whether exact speculation beats plain decoding here by CLEAR_WIN, each run on the same
-    pictures; and a reason.
-    """
+    """Whether exact speculation beats plain decoding by CLEAR_WIN on the same pictures, and why."""
     if sampling.more_smooth:
         return False, "plain decoding: soft codes cannot be verified"
-    labels = torch.arange(batch, device=large.device) % large.config.num_classes
-    best = {"plain": float("inf"), "speculative": float("inf")}
+    device = large.device
+    labels = torch.arange(batch, device=device) % large.config.num_classes
+    plain: list[float] = []
+    speculative: list[float] = []
     for _ in range(REPEATS + 1):
-        for name in best:
-            begin, feature_map = _now(large.device), FeatureMap(vqvae.quantize, batch)
-            uniforms = _uniforms(batch, large.device)
-            if name == "speculative":
-                list(
-                    Verified(
-                        large, small, feature_map, labels, sampling, uniforms, window, until
-                    ).rounds(Clock())
-                )
-            else:
-                numbers = Inverse(sampling, uniforms, len(feature_map.schedule))
-                _draw_scales(
-                    large, labels, sampling, feature_map, numbers, range(len(feature_map.schedule))
-                )
-            best[name] = min(best[name], _now(large.device) - begin)
-    gain = best["plain"] / best["speculative"]
+        begin = _now(device)
+        feature_map = FeatureMap(vqvae.quantize, batch)
+        everything = range(len(feature_map.schedule))
+        _plain(large, feature_map, labels, sampling)(everything)
+        plain.append(_now(device) - begin)
+        begin = _now(device)
+        feature_map = FeatureMap(vqvae.quantize, batch)
+        uniforms = _uniforms(batch, device)
+        speculation = ScaleSpeculation(
+            large, small, feature_map, labels, sampling, uniforms, window, until
+        )
+        list(speculation.rounds(Clock()))
+        speculative.append(_now(device) - begin)
+    gain = min(plain) / min(speculative)
     wins = gain >= CLEAR_WIN
-    return (
-        wins,
-        f"{'speculation' if wins else 'plain decoding'}: speculation measured at {gain:.2f}x plain decoding",
-    )
+    name = "speculation" if wins else "plain decoding"
+    return wins, f"{name}: speculation measured at {gain:.2f}x plain decoding"
 
 
-def _draw_scales(
-    model: VAR,
-    labels: Tensor,
-    sampling: Sampling,
-    feature_map: FeatureMap,
-    uniforms: Sampler,
-    steps: range,
-    marks: list[float] | None = None,
-) -> None:
-    """Draw ``steps``, noting the time after each in ``marks``."""
-    drawing = ScaleDrawing(Session(model, labels, sampling, steps[-1]), feature_map, uniforms)
-    for k in steps:
-        drawing.step(k)
-        if marks is not None:
-            marks.append(_now(model.device))
+def _plain(
+    model: VAR, feature_map: FeatureMap, labels: Tensor, sampling: Sampling
+) -> Callable[[range], list[float]]:
+    """A function that draws scales by ``model`` and returns the seconds of each."""
+    uniforms = _uniforms(len(labels), model.device)
+    sampler = InverseCDF(sampling, uniforms, len(feature_map.schedule))
+
+    def draw(steps: range) -> list[float]:
+        own = [Turn(LARGE, model, steps)]
+        seconds = []
+        begin = _now(model.device)
+        for _ in alternate(own, feature_map, labels, sampling, lambda _: sampler, Clock()):
+            end = _now(model.device)
+            seconds.append(end - begin)
+            begin = end
+        return seconds
+
+    return draw
 
 
 def _uniforms(batch: int, device: torch.device) -> Uniforms:
@@ -190,3 +252,34 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def random_var(config: VARConfig, dtype: torch.dtype, whole: VARConfig | None = None) -> VAR:
+    """A model of random weights, prepacked as a loaded one of size ``whole`` (its own) would be."""
+    model = VAR(config).to(dtype).eval()
+    return lay_weights(model, long=True) if parameters(whole or config) <= MOST else model
+
+
+def random_vqvae(config: VARConfig) -> VQVAE:
+    """A tokenizer that fits ``config`` and, but for its decoder, has the published one's sizes."""
+    sizes = VQVAEConfig(config.vocab_size, config.z_channels, ch=32, ch_mult=(1, 2, 2))
+    return VQVAE(replace(sizes, patch_nums=config.patch_nums)).eval()
+
+
+def plan_of_sizes(
+    large: VARConfig, small: VARConfig, batch: int, sampling: Sampling, dtype: torch.dtype
+) -> CoDePlan:
+    """CoDe by N for models of these sizes without their weights: time depends on sizes alone.
+
+    The rates are fitted to ``MEASURED_BLOCKS`` blocks of each width. Seconds are those of tokens,
+    without decoding pixels.
+    """
+    short_large, short_small = (
+        random_var(replace(config, depth=MEASURED_BLOCKS), dtype, config)
+        for config in (large, small)
+    )
+    measured = calibrate(short_large, short_small, random_vqvae(large), batch, sampling)
+    machine = replace(measured, decode=0.0)
+    load = Workload(batch, sampling.cfg > 0, dtype.itemsize)
+    forecasts = forecast(large, small, load, machine)
+    return CoDePlan(*choose_n(forecasts), forecasts, machine)

@@ -18,11 +18,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specmm.image_ar.scales.scale_schedule import PATCHES_256, ScaleSchedule, scale_bias
+from specmm.image_ar.scales.scale_schedule import (
+    PATCHES_256,
+    PATCHES_512,
+    ScaleSchedule,
+    scale_bias,
+)
 from specmm.prepacked import product
 
 LOG_MAX_SCALE = math.log(100)  # of attn_l2_norm's learnt temperature
 NORM_EPS = 1e-12  # the least that a query or a key is divided by
+PUBLISHED_HEAD_DIM = 64
+PUBLISHED_PATCHES = {256: PATCHES_256, 512: PATCHES_512}
+PUBLISHED_DEPTHS = {256: (16, 20, 24, 30), 512: (36,)}  # by resolution
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,8 @@ class VARConfig:
     def __post_init__(self) -> None:
         if self.embed_dim % self.num_heads:
             raise ValueError(
-                f"embed_dim must be a multiple of num_heads, got {self.embed_dim} and {self.num_heads}"
+                f"embed_dim must be a multiple of num_heads, got {self.embed_dim} "
+                f"and {self.num_heads}"
             )
         ScaleSchedule(self.patch_nums)
 
@@ -59,10 +68,37 @@ class VARConfig:
         return round(self.embed_dim * self.mlp_ratio)
 
 
-class Given(NamedTuple):
-    """What a block computes of the class alone: factors [R, 1, C] (1 is added to both scales), the
-    bias [3C] of the fused projection and the factors [2, H, 1] of attn_l2_norm's queries (a
-    temperature) and keys (1).
+def published(depth: int, resolution: int = 256) -> VARConfig:
+    """The sizes of VAR-d``depth``; raises ``ValueError`` for an unpublished resolution."""
+    if depth < 1 or resolution not in PUBLISHED_PATCHES:
+        raise ValueError(
+            f"depth must be at least 1 and resolution 256 or 512, got {depth} and {resolution}"
+        )
+    patches = PUBLISHED_PATCHES[resolution]
+    width = PUBLISHED_HEAD_DIM * depth
+    return VARConfig(depth, width, depth, patch_nums=patches, shared_aln=resolution == 512)
+
+
+def check_published(large: int, small: int, resolution: int) -> None:
+    """Raise ``ValueError`` unless both depths exist at ``resolution``, the larger one first."""
+    for depth in (large, small):
+        if depth not in PUBLISHED_DEPTHS.get(resolution, ()):
+            every = "; ".join(
+                f"{', '.join(f'd{d}' for d in depths)} at {size}"
+                for size, depths in PUBLISHED_DEPTHS.items()
+            )
+            raise ValueError(f"published sizes are {every}, got d{depth} at {resolution}")
+    if large < small:
+        raise ValueError(
+            f"the larger model comes first, got d{large},d{small}; give d{small},d{large}"
+        )
+
+
+class BlockCondition(NamedTuple):
+    """What a block computes of the class alone.
+
+    Factors [R, 1, C] (1 is added to both scales), the bias [3C] of the fused projection and the
+    factors [2, H, 1] of attn_l2_norm's queries (a temperature) and keys (1).
     """
 
     gate1: Tensor
@@ -75,23 +111,19 @@ class Given(NamedTuple):
     qk_scale: Tensor | None
 
 
-class Conditioned(NamedTuple):
-    """Everything a model computes of the class alone: its embedding [R, C], blocks, the head's
-    scale and shift.
-    """
+class ClassCondition(NamedTuple):
+    """What a model computes of the class alone; ``head``: scale and shift in front of the head."""
 
-    cond: Tensor
-    blocks: list[Given]
+    embedding: Tensor  # [R, C]
+    blocks: list[BlockCondition]
     head: tuple[Tensor, Tensor]
 
 
-class Store(Protocol):
-    """Where a layer's keys and values [R, T, H, D] go; it gives back all those to attend [R, S, H,
-    D].
-    """
+class KVStore(Protocol):
+    """Where a layer's keys and values [R, T, H, D] go."""
 
     def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add ``k`` and ``v``."""
+        """Add ``k`` and ``v``; return all keys and values to attend [R, S, H, D]."""
 
 
 def modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
@@ -99,30 +131,27 @@ def modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
     return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=eps), scale)
 
 
-class SelfAttention(nn.Module):
-    """Fused projections without a key bias (``zero_k_bias`` is a buffer of zeros, as in the
-    official files).
-    """
+class VARAttention(nn.Module):
+    """Attention with fused projections and no key bias (``zero_k_bias`` is an official buffer)."""
 
     zero_k_bias: Tensor
 
     def __init__(self, config: VARConfig) -> None:
         super().__init__()
         width = config.embed_dim
-        self.heads, self.l2_norm = config.num_heads, config.attn_l2_norm
+        self.heads = config.num_heads
+        self.l2_norm = config.attn_l2_norm
         self.scale = 1.0 if config.attn_l2_norm else 0.25 / math.sqrt(width // config.num_heads)
         if config.attn_l2_norm:
             self.scale_mul_1H11 = nn.Parameter(torch.full((1, self.heads, 1, 1), math.log(4.0)))
         self.mat_qkv = nn.Linear(width, 3 * width, bias=False)
-        self.q_bias, self.v_bias = (
-            nn.Parameter(torch.zeros(width)),
-            nn.Parameter(torch.zeros(width)),
-        )
+        self.q_bias = nn.Parameter(torch.zeros(width))
+        self.v_bias = nn.Parameter(torch.zeros(width))
         self.register_buffer("zero_k_bias", torch.zeros(width))
         self.proj = nn.Linear(width, width)
 
     def fixed(self) -> tuple[Tensor, Tensor | None]:
-        """The fused bias [3C] and the factors [2, H, 1] of normed queries and keys."""
+        """The fused bias [3C] and the factors [2, H, 1] of normalised queries and keys."""
         bias = torch.cat([self.q_bias, self.zero_k_bias, self.v_bias])
         if not self.l2_norm:
             return bias, None
@@ -130,21 +159,25 @@ class SelfAttention(nn.Module):
         return bias, torch.stack([scale, torch.ones_like(scale)])
 
     def forward(
-        self, x: Tensor, given: Given, bias: Tensor | None, store: Store | None, tail: int
+        self,
+        x: Tensor,
+        given: BlockCondition,
+        bias: Tensor | None,
+        store: KVStore | None,
+        tail: int,
     ) -> Tensor:
-        """The last ``tail`` rows of ``x`` [R, T, C] attend; all of it is seen, and what ``store``
-        holds besides.
-        """
+        """The last ``tail`` rows of ``x`` [R, T, C] attend all of it, and what ``store`` holds."""
         qkv = product(self.mat_qkv, x, given.qkv_bias).view(*x.shape[:2], 3, self.heads, -1)
         qk, v = qkv[:, :, :2], qkv[:, :, 2]  # [R, T, 2, H, D], [R, T, H, D]
-        if given.qk_scale is not None:  # both at once, the factors on the norms: half the time
-            wide = (
-                torch.float32 if qk.dtype == torch.float16 else None
-            )  # float16 cannot divide by short vectors
+        if given.qk_scale is not None:
+            # Queries and keys at once, the factors multiplied into the norms: half the time.
+            # float16 cannot divide by short vectors, so its norms are float32.
+            wide = torch.float32 if qk.dtype == torch.float16 else None
             norms = torch.linalg.vector_norm(qk, dim=-1, keepdim=True, dtype=wide)
             qk = (qk * (given.qk_scale / norms.clamp_min(NORM_EPS))).to(v.dtype)
         q, k = qk.unbind(2)
-        k, v = store.write(k, v) if store is not None else (k, v)
+        if store is not None:
+            k, v = store.write(k, v)
         q, k, v = (part.transpose(1, 2) for part in (q[:, -tail:], k, v))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale)
         return self.proj(y.transpose(1, 2).flatten(2))
@@ -160,44 +193,49 @@ class FFN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., C] -> [..., C]."""
-        if torch.is_grad_enabled():  # what hangs on the layer learns, too
+        if torch.is_grad_enabled():  # the fused product has no gradient
             return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
         return self.fc2(product(self.fc1, x, self.fc1.bias, gelu=True))
 
 
-class Block(nn.Module):
+class VARBlock(nn.Module):
     """Attention and feed-forward, each gated, scaled and shifted by the class (adaLN)."""
 
     def __init__(self, config: VARConfig) -> None:
         super().__init__()
-        self.eps, width = config.norm_eps, config.embed_dim
-        self.attn, self.ffn = SelfAttention(config), FFN(config)
+        width = config.embed_dim
+        self.eps = config.norm_eps
+        self.shared_aln = config.shared_aln
+        self.attn = VARAttention(config)
+        self.ffn = FFN(config)
         if config.shared_aln:
             self.ada_gss = nn.Parameter(torch.randn(1, 1, 6, width) / width**0.5)
         else:
             self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
-    def condition(self, cond: Tensor) -> Given:
-        """What the block makes of the class embedding [R, C], or of the shared adaLN's output [R,
-        1, 6, C].
-        """
-        table = (
-            self.ada_gss + cond
-            if hasattr(self, "ada_gss")
-            else self.ada_lin(cond).unflatten(-1, (1, 6, -1))
-        )
+    def condition(self, cond: Tensor) -> BlockCondition:
+        """Of the class embedding [R, C], or of the shared adaLN's output [R, 1, 6, C]."""
+        if self.shared_aln:
+            table = self.ada_gss + cond
+        else:
+            table = self.ada_lin(cond).unflatten(-1, (1, 6, -1))
         gate1, gate2, scale1, scale2, shift1, shift2 = table.unbind(2)
-        return Given(gate1, gate2, scale1 + 1, scale2 + 1, shift1, shift2, *self.attn.fixed())
+        fixed = self.attn.fixed()
+        return BlockCondition(gate1, gate2, scale1 + 1, scale2 + 1, shift1, shift2, *fixed)
 
     def forward(
-        self, x: Tensor, given: Given, bias: Tensor | None, store: Store | None, tail: int
+        self,
+        x: Tensor,
+        given: BlockCondition,
+        bias: Tensor | None,
+        store: KVStore | None,
+        tail: int,
     ) -> Tensor:
         """[R, T, C] -> its last ``tail`` rows; the others only serve as keys and values."""
         seen = modulate(x, given.scale1, given.shift1, self.eps)
         x = torch.addcmul(x[:, -tail:], given.gate1, self.attn(seen, given, bias, store, tail))
-        return torch.addcmul(
-            x, given.gate2, self.ffn(modulate(x, given.scale2, given.shift2, self.eps))
-        )
+        inner = modulate(x, given.scale2, given.shift2, self.eps)
+        return torch.addcmul(x, given.gate2, self.ffn(inner))
 
 
 class HeadNorm(nn.Module):
@@ -214,31 +252,31 @@ class HeadNorm(nn.Module):
 
 
 class VAR(nn.Module):
-    """The model: a start from the class, then scales whose inputs are the picture so far, brought
-    to their size.
-    """
+    """The model: scale 0 from the class, then each scale from f_hat downsampled to its side."""
 
     lvl_1L: Tensor
     attn_bias_for_masking: Tensor
 
     def __init__(self, config: VARConfig) -> None:
         super().__init__()
-        self.config, schedule, width = config, config.schedule, config.embed_dim
+        schedule = config.schedule
+        width = config.embed_dim
+        length = schedule.length
+        self.config = config
         self.word_embed = nn.Linear(config.z_channels, width)
         self.class_emb = nn.Embedding(config.num_classes + 1, width)
         self.pos_start = nn.Parameter(torch.empty(1, schedule.tokens(0), width))
-        self.pos_1LC = nn.Parameter(torch.empty(1, schedule.length, width))
+        self.pos_1LC = nn.Parameter(torch.empty(1, length, width))
         self.lvl_embed = nn.Embedding(len(schedule), width)
         if config.shared_aln:
             self.shared_ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
-        self.head_nm, self.head = HeadNorm(config), nn.Linear(width, config.vocab_size)
+        self.blocks = nn.ModuleList(VARBlock(config) for _ in range(config.depth))
+        self.head_nm = HeadNorm(config)
+        self.head = nn.Linear(width, config.vocab_size)
         self.register_buffer("lvl_1L", schedule.levels)
-        self.register_buffer(
-            "attn_bias_for_masking", torch.empty(1, 1, schedule.length, schedule.length)
-        )
+        self.register_buffer("attn_bias_for_masking", torch.empty(1, 1, length, length))
         self.reset_mask()
-        initialise(self)
+        _initialise(self)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -254,56 +292,49 @@ class VAR(nn.Module):
         """Write the training mask: a position sees its own scale and the coarser ones."""
         self.attn_bias_for_masking.copy_(scale_bias(self.lvl_1L, self.lvl_1L))
 
-    def condition(self, labels: Tensor) -> Conditioned:
-        """All that depends on the classes ``labels`` [R] alone; ``num_classes`` stands for none."""
+    def condition(self, labels: Tensor) -> ClassCondition:
+        """All that depends on the classes ``labels`` [R] alone; ``num_classes`` means none."""
         cond = self.class_emb(labels)  # [R, C]
-        table = (
-            self.shared_ada_lin(cond).unflatten(-1, (1, 6, -1)) if self.config.shared_aln else cond
-        )
-        blocks = [cast(Block, block).condition(table) for block in self.blocks]
-        return Conditioned(cond, blocks, self.head_nm.condition(cond))
+        table = cond
+        if self.config.shared_aln:
+            table = self.shared_ada_lin(cond).unflatten(-1, (1, 6, -1))
+        blocks = [cast(VARBlock, block).condition(table) for block in self.blocks]
+        return ClassCondition(cond, blocks, self.head_nm.condition(cond))
 
-    def places(self) -> Tensor:
+    def positions(self) -> Tensor:
         """Embeddings [1, L, C] of scale and position."""
         return self.lvl_embed(self.lvl_1L) + self.pos_1LC
 
-    def begin(self, cond: Tensor, places: Tensor) -> Tensor:
+    def start(self, embedding: Tensor, positions: Tensor) -> Tensor:
         """Embeddings [R, T, C] of scale 0, from the class embedding [R, C]."""
-        return cond[:, None] + self.pos_start + places[:, : self.pos_start.shape[1]]
+        return embedding[:, None] + self.pos_start + positions[:, : self.pos_start.shape[1]]
 
     def run(
         self,
         x: Tensor,
-        given: Conditioned,
+        given: ClassCondition,
         bias: Tensor | None = None,
-        stores: Sequence[Store | None] | None = None,
+        stores: Sequence[KVStore | None] | None = None,
         tail: int | None = None,
     ) -> Tensor:
-        """The blocks over embeddings [R, T, C], scale by scale or several at once under ``bias``
-        [1, 1, T, S].
+        """The blocks over embeddings [R, T, C] of one scale, or of several under ``bias``.
 
-        Returns the last ``tail`` rows (all without it): the last block computes no others.
+        ``bias`` [1, 1, T, S]. Returns the last ``tail`` rows (all without it): the last block
+        computes no others.
         """
-        stores, keep, last = (
-            stores or [None] * len(self.blocks),
-            tail or x.shape[1],
-            len(self.blocks) - 1,
-        )
+        stores = stores or [None] * len(self.blocks)
+        last = len(self.blocks) - 1
         for i, (block, factors) in enumerate(zip(self.blocks, given.blocks, strict=True)):
-            rows = keep if i == last else x.shape[1]
+            rows = (tail or x.shape[1]) if i == last else x.shape[1]
             part = bias if bias is None else bias[:, :, -rows:]
             x = block(x, factors, part, stores[i], rows)
         return x
-
-    def logits(self, x: Tensor, head: tuple[Tensor, Tensor]) -> Tensor:
-        """Float32 logits [R, T, V] of ``run``'s output."""
-        return self.scores(self.normed(x, head))
 
     def normed(self, x: Tensor, head: tuple[Tensor, Tensor]) -> Tensor:
         """What the head reads of ``run``'s output, in float32 whatever the weights are."""
         return modulate(x.float(), *head, self.config.norm_eps)
 
-    def scores(self, normed: Tensor) -> Tensor:
+    def logits(self, normed: Tensor) -> Tensor:
         """Float32 logits [R, T, V] of ``normed`` states [R, T, C]."""
         return self.head(normed.to(self.dtype)).float()
 
@@ -313,31 +344,28 @@ class VAR(nn.Module):
         ``inputs`` [R, T - first scale, E]: what the tokenizer makes of the coarser scales; the
         finest may be left out.
         """
-        given, places = self.condition(labels), self.places()
-        start = self.begin(given.cond, places)
-        rest = (
-            self.word_embed(inputs.to(self.dtype))
-            + places[:, start.shape[1] : start.shape[1] + inputs.shape[1]]
-        )
+        given = self.condition(labels)
+        positions = self.positions()
+        start = self.start(given.embedding, positions)
+        first = start.shape[1]
+        stop = first + inputs.shape[1]
+        rest = self.word_embed(inputs.to(self.dtype)) + positions[:, first:stop]
         x = torch.cat([start, rest], dim=1)
-        seen = x.shape[1]
-        return self.logits(
-            self.run(x, given, self.attn_bias_for_masking[:, :, :seen, :seen]), given.head
-        )
+        x = self.run(x, given, self.attn_bias_for_masking[:, :, :stop, :stop])
+        return self.logits(self.normed(x, given.head))
 
 
 @torch.no_grad()
-def initialise(model: VAR) -> None:
+def _initialise(model: VAR) -> None:
     """Weights to train from: blocks that start near the identity, small logits."""
-    width = model.config.embed_dim
-    std = (3 * width) ** -0.5
+    std = (3 * model.config.embed_dim) ** -0.5
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.trunc_normal_(module.weight, std=std)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-    for place in (model.pos_start, model.pos_1LC):
-        nn.init.trunc_normal_(place, std=std)
+    for embedding in (model.pos_start, model.pos_1LC):
+        nn.init.trunc_normal_(embedding, std=std)
     model.head.weight.mul_(0.02)
     depth = (2 * len(model.blocks)) ** -0.5
     for name, weight in model.named_parameters():

@@ -1,29 +1,30 @@
-"""VAR's image tokenizer: a VQGAN-like autoencoder around the multi-scale quantizer, with the
-official names.
+"""VAR's image tokenizer: a VQGAN-like autoencoder around a multi-scale residual quantizer.
 
-Source: VAR (arXiv 2404.02905), which follows VQGAN (arXiv 2012.09841). Shape letters: B batch, R
-image side, P latent side (R / downsampling), E code width, C channels. Images are float in [-1, 1].
+The quantizer makes token grids of growing sides: each scale quantises what the coarser ones left
+over; its codes are resized to full size and convolved by φ before they are added to f_hat. Sources:
+VAR (arXiv 2404.02905, algorithms 1 and 2), VQGAN (arXiv 2012.09841); parameter names are the
+official ones. Shape letters: B batch, R image side, P full latent side (R / downsampling), p side
+of a scale, E code width, C channels, K scales, V codebook size, T tokens of several scales. Images
+are float in [-1, 1].
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specmm.image_ar.autoencoder import Decoder, Encoder, Stack, norm
-from specmm.image_ar.scales.quantizer import MultiScaleQuantizer, Quantized
 from specmm.image_ar.scales.scale_schedule import PATCHES_256, ScaleSchedule
 
 
 @dataclass(frozen=True)
 class VQVAEConfig:
-    """Sizes of a tokenizer; the defaults are the published ``vae_ch160v4096z32``, which also serves
-    512 px.
-    """
+    """Sizes; the defaults are the published ``vae_ch160v4096z32``, which also serves 512 px."""
 
     vocab_size: int = 4096
     z_channels: int = 32
@@ -51,18 +52,130 @@ class VQVAEConfig:
         return ScaleSchedule(self.patch_nums)
 
 
-class AttnBlock(nn.Module):
-    """Single-head self-attention over the cells, its projections fused: [B, C, P, P] -> [B, C, P,
-    P].
-    """
+def phi_of_scale(shared: int, scales: int) -> list[int]:
+    """The φ of each of K = ``scales`` scales, out of ``shared`` ones (0: each has its own)."""
+    if shared == 0:
+        return list(range(scales))
+    edge = 1 / (3 * shared) if shared == 4 else 1 / (2 * shared)
+    ticks = np.linspace(edge, 1 - edge, shared)
+    return [int(np.abs(ticks - k / max(scales - 1, 1)).argmin()) for k in range(scales)]
+
+
+class SharedPhi(nn.Module):
+    """The φ convolutions under the official names: ``qresi_ls.i``, or ``qresi`` for one alone."""
+
+    def __init__(self, width: int, shared: int) -> None:
+        super().__init__()
+        self.alone = shared == 1
+        if self.alone:
+            self.qresi = _conv(width)
+        else:
+            self.qresi_ls = nn.ModuleList(_conv(width) for _ in range(shared))
+
+    def __getitem__(self, i: int) -> nn.Module:
+        return self.qresi if self.alone else self.qresi_ls[i]
+
+
+def _conv(width: int) -> nn.Conv2d:
+    return nn.Conv2d(width, width, 3, padding=1)
+
+
+class MultiScaleQuantizer(nn.Module):
+    """The codebook [V, E], the φ convolutions and the official counter of used codes."""
+
+    ema_vocab_hit_SV: Tensor
+
+    def __init__(self, config: VQVAEConfig) -> None:
+        super().__init__()
+        width = config.z_channels
+        shared = config.share_quant_resi
+        self.schedule = config.schedule
+        self.ratio = config.quant_resi
+        self.znorm = config.using_znorm
+        self.beta = config.beta
+        self.phi_of_scale = phi_of_scale(shared, len(self.schedule))
+        self.embedding = nn.Embedding(config.vocab_size, width)
+        own = nn.ModuleList(_conv(width) for _ in self.schedule.sides)
+        self.quant_resi = SharedPhi(width, shared) if shared else own
+        used = torch.zeros(len(self.schedule), config.vocab_size)
+        self.register_buffer("ema_vocab_hit_SV", used)
+
+    def codes(self, tokens: Tensor) -> Tensor:
+        """Code vectors [B, E, p, p] of a scale's ``tokens`` [B, p²]."""
+        return _as_grid(self.embedding(tokens))
+
+    def soft_codes(self, weights: Tensor) -> Tensor:
+        """Mixtures [B, E, p, p] of code vectors by ``weights`` [B, p², V]."""
+        return _as_grid(weights @ self.embedding.weight)
+
+    def contribution(self, codes: Tensor, k: int) -> Tensor:
+        """What ``codes`` [B, E, p, p] of scale ``k`` add to f_hat [B, E, P, P]: φ_k, upsampled."""
+        h = self._resize(codes, self.schedule.sides[-1], "bicubic", k)
+        return torch.lerp(h, self.quant_resi[self.phi_of_scale[k]](h), self.ratio)
+
+    def downsample(self, f_hat: Tensor, k: int) -> Tensor:
+        """The transformer's inputs [B, p², E] at scale ``k``: f_hat averaged down to its side."""
+        return self._resize(f_hat, self.schedule.sides[k], "area", k).flatten(2).transpose(1, 2)
+
+    def _resize(self, x: Tensor, side: int, mode: str, k: int) -> Tensor:
+        return x if k == len(self.schedule) - 1 else F.interpolate(x, size=(side, side), mode=mode)
+
+    def nearest(self, rows: Tensor) -> Tensor:
+        """Codes [...] nearest to ``rows`` [..., E]: by distance, or by angle with ``znorm``."""
+        book = self.embedding.weight
+        if self.znorm:
+            return (F.normalize(rows, dim=-1) @ F.normalize(book, dim=-1).T).argmax(-1)
+        # |rows|² is the same for every code
+        return (book.square().sum(1) - 2 * rows @ book.T).argmin(-1)
+
+    def residuals(self, features: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """By scale, the residual [B, p², E] of ``features`` [B, E, P, P] and its tokens [B, p²]."""
+        rest = features.float()
+        for k in range(len(self.schedule)):
+            rows = self.downsample(rest, k)
+            tokens = self.nearest(rows)
+            yield rows, tokens
+            rest = rest - self.contribution(self.codes(tokens), k)
+
+    @torch.no_grad()
+    def encode(self, features: Tensor) -> list[Tensor]:
+        """Tokens [B, p²] of every scale of ``features`` [B, E, P, P]."""
+        return [tokens for _, tokens in self.residuals(features)]
+
+    def f_hats(self, tokens: Sequence[Tensor]) -> list[Tensor]:
+        """f_hat [B, E, P, P] after each of the scales that ``tokens`` holds."""
+        sums: list[Tensor] = []
+        for k, part in enumerate(tokens):
+            added = self.contribution(self.codes(part), k)
+            sums.append(sums[-1] + added if sums else added)
+        return sums
+
+    def inputs(self, tokens: Sequence[Tensor]) -> Tensor:
+        """Inputs [B, T, E] of scales 1 … for teacher forcing with ``tokens``.
+
+        All K scales' tokens give the inputs of scales 1 … K-1; fewer (at least one) give one scale
+        more than they are.
+        """
+        sums = self.f_hats(tokens[: len(self.schedule) - 1])
+        return torch.cat([self.downsample(f_hat, k) for k, f_hat in enumerate(sums, 1)], dim=1)
+
+
+def _as_grid(rows: Tensor) -> Tensor:
+    side = round(rows.shape[1] ** 0.5)
+    return rows.transpose(1, 2).unflatten(2, (side, side))
+
+
+class VQVAEAttention(nn.Module):
+    """Single-head self-attention over the cells, its projections fused."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.norm, self.qkv = norm(channels), nn.Conv2d(channels, 3 * channels, 1)
+        self.norm = norm(channels)
+        self.qkv = nn.Conv2d(channels, 3 * channels, 1)
         self.proj_out = nn.Conv2d(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the block."""
+        """[B, C, P, P] -> [B, C, P, P]."""
         q, k, v = self.qkv(self.norm(x)).flatten(2).transpose(1, 2).chunk(3, dim=-1)  # [B, P², C]
         y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
         return x + self.proj_out(y)
@@ -74,27 +187,17 @@ class VQVAE(nn.Module):
     def __init__(self, config: VQVAEConfig) -> None:
         super().__init__()
         self.config = config
-        sizes, lowest = (config.ch, config.ch_mult), [len(config.ch_mult) - 1]
-        self.encoder = Encoder(
-            Stack(*sizes, config.num_res_blocks, config.z_channels, lowest, AttnBlock)
+        width = config.z_channels
+        lowest = [len(config.ch_mult) - 1]
+        stack = Stack(
+            config.ch, config.ch_mult, config.num_res_blocks, width, lowest, VQVAEAttention
         )
-        self.decoder = Decoder(
-            Stack(*sizes, config.num_res_blocks + 1, config.z_channels, lowest, AttnBlock)
-        )
-        self.quantize = MultiScaleQuantizer(
-            config.vocab_size,
-            config.z_channels,
-            config.schedule,
-            config.share_quant_resi,
-            config.quant_resi,
-            config.using_znorm,
-            config.beta,
-        )
-        kernel, padding = config.quant_conv_ks, config.quant_conv_ks // 2
-        self.quant_conv = nn.Conv2d(config.z_channels, config.z_channels, kernel, padding=padding)
-        self.post_quant_conv = nn.Conv2d(
-            config.z_channels, config.z_channels, kernel, padding=padding
-        )
+        self.encoder = Encoder(stack)
+        self.decoder = Decoder(replace(stack, blocks=config.num_res_blocks + 1))
+        self.quantize = MultiScaleQuantizer(config)
+        kernel = config.quant_conv_ks
+        self.quant_conv = nn.Conv2d(width, width, kernel, padding=kernel // 2)
+        self.post_quant_conv = nn.Conv2d(width, width, kernel, padding=kernel // 2)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -110,14 +213,9 @@ class VQVAE(nn.Module):
         return self.quantize.encode(self.features(images))
 
     def decode(self, f_hat: Tensor) -> Tensor:
-        """Images [B, 3, R, R] in [-1, 1] of sums [B, E, P, P]."""
+        """Images [B, 3, R, R] in [-1, 1] of f_hat [B, E, P, P]."""
         return self.decoder(self.post_quant_conv(f_hat.to(self.dtype))).clamp(-1, 1)
 
     def decode_tokens(self, tokens: Sequence[Tensor]) -> Tensor:
         """Images [B, 3, R, R] of the tokens [B, p²] of every scale, or of the first few."""
         return self.decode(self.quantize.f_hats(tokens)[-1])
-
-    def forward(self, images: Tensor) -> tuple[Tensor, Quantized]:
-        """Reconstruction [B, 3, R, R] (not clamped) and what was quantised, with gradients."""
-        quantized = self.quantize(self.features(images))
-        return self.decoder(self.post_quant_conv(quantized.f_hat)), quantized

@@ -1,132 +1,151 @@
-"""From a method to the three parts of the loop: target, drafter, rule.
+"""From a method to the three parts of the loop: target, drafter, rule; and the plan of method
+``auto``.
 
-Shape letters: V codebook size, K neighbours.
+``auto`` takes the exact tree that should be fastest. Acceptance by level and rank is the model's
+(``settings.json``, measured when it was made); seconds are this machine's, on the real model, for
+this batch size, measured once per process. Shape letters: V codebook size, E code width, K
+neighbours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
-from specmm import methods
+from specmm import methods, profiling
 from specmm.autotune import Plan
+from specmm.decode import decode, decode_plain
 from specmm.drafter import Drafter
 from specmm.image_ar.tokens.drafters.block import BlockDrafter
 from specmm.image_ar.tokens.drafters.eagle import EagleDrafter
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
-from specmm.image_ar.tokens.target import LlamaGenTarget
+from specmm.image_ar.tokens.loading import DrafterHead
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
-from specmm.registry import unknown
-from specmm.shape.names import make_tree, static_tree
-from specmm.spec import parse_spec
-from specmm.verify import GreedyMatch, Rule, neighbour_table
-from specmm.verify.names import RuleKind, make_rule, rule_kind
+from specmm.randomness import Uniforms
+from specmm.registry import parse_spec, unknown
+from specmm.shape.sequoia import best_tree
+from specmm.shape.trees import make_tree, static_tree
+from specmm.tree import TreeShape
+from specmm.verify import GreedyMatch, Recursive, Rule, neighbour_table
+from specmm.verify.rule import RuleKind, make_rule, rule_kind
 
 T = TypeVar("T")
 DEFAULT_TREE = (3, 2, 2, 1, 1)
+# nodes of the trees that auto considers, with the root; matrix kernels like multiples of 4
+SIZES = (3, 4, 8, 12, 16, 24)
+# the rule that acceptance by level and rank describes
+PLANNED = methods.Speculative(rule="recursive")
+PICTURES = 3  # drawn by each method where nothing can be planned
+MARGIN = 0.05  # what a method must gain at least
 
 
 @dataclass
-class Parts:
-    """What methods may draw on: the drafters by kind, the codebook [V, E], trees by method that the
-    model's maker recommends (children by level of a spine), the block drafter's measured acceptance
-    by level and rank; and the plans made so far, by what they depend on.
+class LlamaGenParts:
+    """What methods are assembled from.
+
+    Drafters by kind, the codebook [V, E], trees by method that the model's maker recommends
+    (children by level of a spine) and the block drafter's measured acceptance by level and rank.
+    ``plans`` holds those made so far, ``made`` shapes, rules and programs that calls share, both by
+    what they depend on.
     """
 
-    drafters: dict[str, Any] = field(default_factory=dict)
+    drafters: Mapping[str, DrafterHead] = field(default_factory=dict)
     codebook: Tensor | None = None
-    trees: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    trees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     acceptance: tuple[tuple[float, ...], ...] = ()
-    plans: dict[Any, Plan] = field(default_factory=dict)
-    made: dict[Any, Any] = field(
-        default_factory=dict
-    )  # shapes and rules by what they depend on: calls share them
+    plans: dict[Hashable, Plan] = field(default_factory=dict)
+    made: dict[Hashable, object] = field(default_factory=dict)
 
-    def once(self, key: Any, make: Callable[[], T]) -> T:
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """What ``make`` gives, made at the first call with ``key``."""
         if key not in self.made:
             self.made[key] = make()
-        found: T = self.made[key]
-        return found
+        return cast(T, self.made[key])
 
     def head(self, kind: str) -> Any:
         """The drafter called ``kind``; raises ``ValueError`` when the model has none."""
         if kind not in self.drafters:
             there = ", ".join(sorted(self.drafters)) or "none"
             raise ValueError(
-                f"this model has no {kind!r} drafter (it has: {there}); train one or use method sjd or ar"
+                f"this model has no {kind!r} drafter (it has: {there}); "
+                "train one or use method sjd or ar"
             )
         return self.drafters[kind]
 
 
-class Assembly(NamedTuple):
-    """The three parts of the loop; the target may be another view of the model than the one given."""
-
-    target: LlamaGenTarget
-    drafter: Drafter
-    rule: Rule
-
-
-def assemble(method: methods.Method, target: LlamaGenTarget, parts: Parts) -> Assembly:
-    """The parts of a speculative ``method``; ``ar`` and ``auto`` are not, and are resolved before."""
+def assemble(
+    method: methods.Method, target: LlamaGenTarget, parts: LlamaGenParts
+) -> tuple[LlamaGenTarget, Drafter, Rule]:
+    """The parts of the loop for a ``method`` that drafts, not ``auto``; the target may be another
+    view of the model than the one given.
+    """
     choice: methods.Choice | None = getattr(method, "choice", None)
     if choice is None:
         raise ValueError(f"method {method.name!r} drafts nothing")
     if choice.drafter not in DRAFTERS:
         raise unknown("drafter", choice.drafter, DRAFTERS)
     kind, greedy = rule_kind(choice.rule), target.processor.greedy
-    target.aux_layers = ()  # a drafter says which it reads
-    if kind.relaxed:
-        target = _softened(target)
+    target.aux_layers = ()  # the drafter says which it reads
+    if kind.relaxed and greedy:
+        # LANTERN relaxes the softmax of the raw logits, then takes its mode
+        target = target.with_processor(Processor())
     sampled = kind.siblings is not None and not greedy
     drafter = DRAFTERS[choice.drafter](choice, method.name, target, parts, sampled)
-    rule = parts.once(
-        (choice.rule, greedy), lambda: _rule(choice.rule, kind, target, parts, greedy)
-    )
-    return Assembly(target, drafter, rule)
+    key = (choice.rule, greedy)
+    return target, drafter, parts.once(key, lambda: _rule(choice.rule, kind, target, parts, greedy))
 
 
-def _rule(spec: str, kind: RuleKind, target: LlamaGenTarget, parts: Parts, greedy: bool) -> Rule:
+def _rule(
+    spec: str, kind: RuleKind, target: LlamaGenTarget, parts: LlamaGenParts, greedy: bool
+) -> Rule:
     if not kind.relaxed:
         return GreedyMatch() if greedy else make_rule(spec)
     k = int(parse_spec(spec)[2].get("k", kind.rule.k))
     return make_rule(spec, table=_neighbours(parts, k, target), greedy=greedy)
 
 
-def _softened(target: LlamaGenTarget) -> LlamaGenTarget:
-    """At temperature 0 LANTERN relaxes the softmax of the raw logits and takes the mode of that."""
-    if not target.processor.greedy:
-        return target
-    return target.with_processor(Processor())
+def _neighbours(parts: LlamaGenParts, k: int, target: LlamaGenTarget) -> Tensor:
+    """Nearest codes [V, K + 1] of every code, checked against the target's vocabulary."""
+    size = target.model.config.vocab_size
+    if parts.codebook is None or len(parts.codebook) != size:
+        got = "none" if parts.codebook is None else f"{len(parts.codebook)} codes"
+        raise ValueError(
+            f"the neighbour table must be of the target's codebook of {size} codes, got {got}"
+        )
+    if not 0 <= k < size - 1:
+        raise ValueError(f"k must be in [0, {size - 2}] for a codebook of {size} codes, got {k}")
+    return neighbour_table(parts.codebook.float(), k + 1)
 
 
 def _block(
-    choice: methods.Choice, name: str, target: LlamaGenTarget, parts: Parts, sampled: bool
+    choice: methods.Choice, name: str, target: LlamaGenTarget, parts: LlamaGenParts, sampled: bool
 ) -> Drafter:
     """The block drafter on a tree of fixed shape, cut to the levels it has."""
-    head, device = parts.head("block"), target.model.output.weight.device
+    head, device = parts.head("block"), target.device
     tree = choice.tree or parts.trees.get(name, DEFAULT_TREE)[: head.config.levels]
-    acceptance = parts.acceptance
-    shape = parts.once((tree, device), lambda: static_tree(tree, device, acceptance))
+    shape = parts.once((tree, device), lambda: static_tree(tree, device, parts.acceptance))
     siblings = rule_kind(choice.rule).siblings or "distinct"
     return BlockDrafter(head, target, shape, sampled, choice.rejected_weight, siblings)
 
 
 def _eagle(
-    choice: methods.Choice, name: str, target: LlamaGenTarget, parts: Parts, sampled: bool
+    choice: methods.Choice, name: str, target: LlamaGenTarget, parts: LlamaGenParts, sampled: bool
 ) -> Drafter:
     """EAGLE's head on a tree of fixed shape, or on one of another shape every round."""
-    device = target.model.output.weight.device
-    tree = make_tree(choice.tree or parts.trees.get(name, DEFAULT_TREE), device)
+    tree = make_tree(choice.tree or parts.trees.get(name, DEFAULT_TREE), target.device)
     siblings = rule_kind(choice.rule).siblings or "distinct"
     return EagleDrafter(parts.head("eagle"), target, tree, sampled, siblings)
 
 
 def _jacobi(
-    choice: methods.Choice, name: str, target: LlamaGenTarget, parts: Parts, sampled: bool
+    choice: methods.Choice, name: str, target: LlamaGenTarget, parts: LlamaGenParts, sampled: bool
 ) -> Drafter:
     """The target itself, on a chain."""
     shape = static_tree(choice.tree or "chain(8)")
@@ -138,14 +157,73 @@ def _jacobi(
 DRAFTERS = {"block": _block, "eagle": _eagle, "jacobi": _jacobi}
 
 
-def _neighbours(parts: Parts, k: int, target: LlamaGenTarget) -> Tensor:
-    """Nearest codes [V, k + 1] of every code, checked against the target's vocabulary."""
-    size = target.model.config.vocab_size
-    if parts.codebook is None or len(parts.codebook) != size:
-        got = "none" if parts.codebook is None else f"{len(parts.codebook)} codes"
-        raise ValueError(
-            f"the neighbour table must be of the target's codebook of {size} codes, got {got}"
-        )
-    if not 0 <= k < size - 1:
-        raise ValueError(f"k must be in [0, {size - 2}] for a codebook of {size} codes, got {k}")
-    return neighbour_table(parts.codebook.float(), k + 1)
+def choose_method(target: LlamaGenTarget, parts: LlamaGenParts, batch: int) -> methods.Method:
+    """The speculative method with the planned tree, or plain decoding where that should be as fast.
+
+    A model without a block drafter draws by SJD where that was faster than plain decoding.
+    """
+    planned = planned_for(target, parts, batch)
+    if planned.shape is None:
+        return planned.draft_free or methods.AR()
+    return replace(PLANNED, tree=tuple(int(p) for p in planned.shape.parents[0]))
+
+
+def planned_for(target: LlamaGenTarget, parts: LlamaGenParts, batch: int) -> Plan:
+    """The plan for ``batch`` pictures at a time, made once per process and kept in ``parts``."""
+    key = (batch, target.guidance.branches, torch.get_num_threads(), target.processor)
+    if key not in parts.plans:
+        parts.plans[key] = _plan(target, parts, batch)
+    return parts.plans[key]
+
+
+def _plan(target: LlamaGenTarget, parts: LlamaGenParts, batch: int) -> Plan:
+    prompt = _any_prompt(target, batch)
+    if not parts.acceptance or "block" not in parts.drafters:
+        return _without_drafter(target, parts, prompt, batch)
+    head, uniforms = parts.head("block"), Uniforms.from_seeds(range(batch))
+
+    def drafter_of(shape: TreeShape) -> BlockDrafter:
+        return BlockDrafter(head, target, shape, rejected_weight=PLANNED.rejected_weight)
+
+    shapes, rule = candidates(parts), Recursive()
+    return profiling.planned(target, drafter_of, shapes, rule, prompt, uniforms, parts.acceptance)
+
+
+def _without_drafter(
+    target: LlamaGenTarget, parts: LlamaGenParts, prompt: Prompt, batch: int
+) -> Plan:
+    """Jacobi rounds or plain decoding: whole pictures by both in turn, the medians of their seconds
+    compared.
+    """
+    method = methods.SJD()
+    own, drafter, rule = assemble(method, target, parts)
+
+    def seconds(jacobi: bool, i: int) -> float:
+        uniforms, length = Uniforms.from_seeds(range(i, i + batch)), target.length
+        steps = decode(own, drafter, rule, prompt, length, uniforms) if jacobi else None
+        begin = time.perf_counter()
+        *_, end = steps or decode_plain(target, prompt, length, uniforms)
+        taus.append(end.stats.tau)
+        return time.perf_counter() - begin
+
+    taus: list[float] = []
+    speedup = statistics.median(seconds(False, i) / seconds(True, i) for i in range(PICTURES))
+    lacking = "the model has no block drafter or no measured acceptance"
+    if speedup <= 1 + MARGIN:
+        return Plan(None, 1.0, 1.0, f"plain decoding: {lacking}, and sjd is {speedup:.2f}x as fast")
+    reason = f"sjd: {lacking}; {speedup:.2f}x plain decoding measured"
+    return Plan(None, statistics.median(taus[1::2]), speedup, reason, draft_free=method)
+
+
+def candidates(parts: LlamaGenParts) -> list[TreeShape]:
+    """The trees to choose from: Sequoia's for the block drafter's acceptance."""
+    levels = parts.head("block").config.levels
+    return [best_tree(parts.acceptance, n, levels)[0] for n in SIZES]
+
+
+def _any_prompt(target: LlamaGenTarget, batch: int) -> Prompt:
+    config, device = target.model.config, target.device
+    if config.model_type == "c2i":
+        return Prompt(torch.arange(batch, device=device) % config.num_classes)
+    shape = (batch, config.cls_token_num, config.caption_dim)
+    return Prompt(torch.zeros(shape, dtype=target.dtype, device=device))

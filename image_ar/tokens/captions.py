@@ -1,32 +1,21 @@
-"""Captions for text-conditional models: T5 features, their padding, and the attention masks they
-ask for.
+"""Captions for text-conditional models: T5 features and their padding.
 
-Source: LlamaGen (arXiv 2406.06525). Shape letters: B captions, R rows (B, doubled under guidance),
-P prefix positions (120 in the published models), C T5 width, T query positions, S attended
-positions (P prefix ones first).
+Source: LlamaGen (arXiv 2406.06525). Shape letters: B captions, P prefix positions (120 in the
+published models), C T5 width.
 """
 
 from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from specmm.image_ar.tokens.target import Prompt
+
 FLAN_T5_XL = "google/flan-t5-xl"  # the encoder of the published models
-
-
-@dataclass
-class CaptionBatch:
-    """``features`` [B, P, C] left-padded with zeros and ``mask`` [B, P], true on the caption's own
-    positions.
-    """
-
-    features: Tensor
-    mask: Tensor
 
 
 class CaptionEncoder:
@@ -56,9 +45,10 @@ class CaptionEncoder:
         self.tokens = tokens
 
     @torch.no_grad()
-    def __call__(self, prompts: Sequence[str]) -> CaptionBatch:
-        """Features of ``prompts``, cut at P tokens. Raises ``ValueError`` when there are none or
-        one is empty.
+    def __call__(self, prompts: Sequence[str]) -> Prompt:
+        """Features of ``prompts``, cut at P tokens and left-padded.
+
+        Raises ``ValueError`` when there are none or one is empty.
         """
         if not prompts or not all(prompt.strip() for prompt in prompts):
             raise ValueError(f"prompts must be non-empty texts, got {list(prompts)}")
@@ -71,16 +61,7 @@ class CaptionEncoder:
         )
         mask = words["attention_mask"].to(self.model.device)
         hidden = self.model(input_ids=words["input_ids"].to(self.model.device), attention_mask=mask)
-        return CaptionBatch(*left_pad(hidden.last_hidden_state, mask))
-
-
-def encode_captions(
-    prompts: Sequence[str], folder: str | Path = FLAN_T5_XL, *, tokens: int = 120
-) -> CaptionBatch:
-    """Features of ``prompts`` by the T5 encoder in ``folder``; keep a ``CaptionEncoder`` to encode
-    more than once.
-    """
-    return CaptionEncoder(folder, tokens=tokens)(prompts)
+        return Prompt(*left_pad(hidden.last_hidden_state, mask))
 
 
 def clean(prompt: str) -> str:
@@ -101,25 +82,3 @@ def left_pad(features: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     flipped = mask.bool().flip(1)
     moved = features.gather(1, source[..., None].expand_as(features))
     return moved * flipped[..., None], flipped
-
-
-def prefix_mask(mask: Tensor, length: int, first: int = 0) -> Tensor:
-    """What positions ``first`` … ``length`` - 1 attend to, [R, T, S] bool with S = ``length``.
-
-    Earlier positions and themselves, of the prefix only where ``mask`` [R, P] is true; a masked
-    position still attends to itself. Training uses ``length`` = P + tokens - 1; under guidance both
-    halves take the caption's mask.
-    """
-    rows, prefix = mask.shape
-    places = torch.arange(length, device=mask.device)
-    own = places[first:, None] == places  # [T, S]
-    shown = torch.ones(rows, length, dtype=torch.bool, device=mask.device)
-    shown[:, :prefix] = mask[:, :length].bool()
-    return own | (shown[:, None] & (places[first:, None] > places))
-
-
-def additive(allowed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Attention bias [R, 1, T, S] of ``allowed`` [R, T, S]: 0 where true, -inf where not."""
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(
-        ~allowed, float("-inf")
-    )[:, None]

@@ -22,7 +22,7 @@ from specmm.kernels.tree_attention import Mask, attend
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a model; ``grid`` is the side of its token raster."""
+    """Sizes of a model."""
 
     dim: int = 768
     n_layer: int = 12
@@ -90,17 +90,19 @@ def rotary_table(grid: int, head_dim: int, prefix: int, base: float = 10000.0) -
 
 
 def rotate(x: Tensor, factors: Tensor) -> Tensor:
-    """Turn interleaved pairs of ``x`` [R, T, H, D] by ``factors`` [R or 1, T, 1, D/2] complex, in
+    """Turn interleaved pairs of ``x`` [R, T, H, D] by complex ``factors`` [R or 1, T, 1, D/2], in
     fp32.
     """
     if torch.compiler.is_compiling():  # the compiler cannot fuse complex arithmetic
-        (a, b), cos, sin = x.float().unflatten(-1, (-1, 2)).unbind(-1), factors.real, factors.imag
+        a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        cos = factors.real
+        sin = factors.imag
         return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * factors).flatten(-2).to(x.dtype)
 
 
-class Rotary(nn.Module):
+class RotaryTable(nn.Module):
     """A table of rotary factors that follows its module from device to device but is never cast."""
 
     table: Tensor
@@ -139,7 +141,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
-class Attention(nn.Module):
+class LlamaGenAttention(nn.Module):
     """Self-attention whose ``wqkv`` rows are [all queries | all keys | all values]."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -156,12 +158,12 @@ class Attention(nn.Module):
         qkv = self.wqkv(x).view(rows, steps, 3 * self.heads, -1)
         turned = rotate(qkv[:, :, : 2 * self.heads], factors)
         q = turned[:, :, : self.heads].transpose(1, 2)  # [R, H, T, D]
-        k, v = turned[:, :, self.heads :], qkv[:, :, 2 * self.heads :]  # [R, T, H, D]
+        k = turned[:, :, self.heads :]  # [R, T, H, D]
+        v = qkv[:, :, 2 * self.heads :]
         if memory is not None:
             k, v = memory.write(k, v)
-        y = attend(
-            q, k.transpose(1, 2), v.transpose(1, 2), bias, causal=memory is None and bias is None
-        )
+        causal = memory is None and bias is None
+        y = attend(q, k.transpose(1, 2), v.transpose(1, 2), bias, causal=causal)
         return self.wo(y.transpose(1, 2).flatten(2))
 
 
@@ -180,16 +182,14 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and feed-forward, each with a residual; the latter ``inner`` wide (0: as C
-    says).
+    """Pre-norm attention and feed-forward (``inner`` wide, 0: ``config.ffn_dim``), each with a
+    residual.
     """
 
     def __init__(self, config: GPTConfig, inner: int = 0) -> None:
         super().__init__()
-        self.attention, self.feed_forward = (
-            Attention(config),
-            FeedForward(config.dim, inner or config.ffn_dim),
-        )
+        self.attention = LlamaGenAttention(config)
+        self.feed_forward = FeedForward(config.dim, inner or config.ffn_dim)
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
 
@@ -210,27 +210,29 @@ class LabelEmbedder(nn.Module):
         """Look the classes up."""
         return self.embedding_table(ids)[:, None]
 
+    def unconditional(self, ids: Tensor) -> Tensor:
+        """ "No class" for each of ``ids``."""
+        return torch.full_like(ids, self.embedding_table.num_embeddings - 1)
+
 
 class CaptionEmbedder(nn.Module):
-    """T5 features [R, P, caption_dim] -> prefix [R, P, C]; ``uncond_embedding`` stands for "no
-    caption".
-    """
+    """T5 features [R, P, caption_dim] -> prefix [R, P, C]; ``uncond_embedding`` is "no caption"."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.cap_proj = nn.ModuleDict(
-            {
-                "fc1": nn.Linear(config.caption_dim, config.dim, bias=False),
-                "fc2": nn.Linear(config.dim, config.dim, bias=False),
-            }
-        )
-        self.uncond_embedding = nn.Parameter(
-            torch.randn(config.cls_token_num, config.caption_dim) * 0.01
-        )
+        fc1 = nn.Linear(config.caption_dim, config.dim, bias=False)
+        fc2 = nn.Linear(config.dim, config.dim, bias=False)
+        self.cap_proj = nn.ModuleDict({"fc1": fc1, "fc2": fc2})
+        nothing = torch.randn(config.cls_token_num, config.caption_dim) * 0.01
+        self.uncond_embedding = nn.Parameter(nothing)
 
     def forward(self, features: Tensor) -> Tensor:
         """Project the features."""
         return self.cap_proj["fc2"](F.gelu(self.cap_proj["fc1"](features), approximate="tanh"))
+
+    def unconditional(self, features: Tensor) -> Tensor:
+        """ "No caption" for each of ``features``."""
+        return self.uncond_embedding.to(features.dtype).expand_as(features)
 
 
 class Transformer(nn.Module):
@@ -240,14 +242,13 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.cls_embedding = (LabelEmbedder if config.model_type == "c2i" else CaptionEmbedder)(
-            config
-        )
+        embedder = LabelEmbedder if config.model_type == "c2i" else CaptionEmbedder
+        self.cls_embedding = embedder(config)
         self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         table = rotary_table(config.grid, config.head_dim, config.cls_token_num, config.rope_base)
-        self.rotary = Rotary(table)
+        self.rotary = RotaryTable(table)
         self.apply(_initialise)
 
     def forward(
@@ -262,17 +263,18 @@ class Transformer(nn.Module):
 
         Without ``positions`` [R or 1, T] they are 0 … T-1; without ``memories`` the attention is
         causal unless an additive ``bias`` [R or 1, 1, T, S] or a tree's mask says otherwise.
-        Returns logits [R, T, V] and the hidden states after the final norm, followed by those in
-        front of each layer of ``aux_layers``: [R, T, C · (1 + len(auxiliary layers))].
+        Returns logits [R, T, V] and the hidden states after the final norm, followed by the inputs
+        of each of ``aux_layers``: [R, T, C · (1 + auxiliary layers)].
         """
         factors = self.rotary.first(x.shape[1]) if positions is None else self.rotary.at(positions)
-        tapped = []
+        auxiliary = []
         for i, layer in enumerate(self.layers):
             if i in aux_layers:
-                tapped.append(x)
+                auxiliary.append(x)
             x = layer(x, factors, bias, memories[i] if memories else None)
         hidden = self.norm(x)
-        return self.output(hidden), torch.cat([hidden, *tapped], dim=-1) if tapped else hidden
+        read = torch.cat([hidden, *auxiliary], dim=-1) if auxiliary else hidden
+        return self.output(hidden), read
 
     @property
     def dtype(self) -> torch.dtype:
@@ -280,9 +282,7 @@ class Transformer(nn.Module):
         return self.output.weight.dtype
 
     def embed(self, prefix: Tensor, tokens: Tensor) -> Tensor:
-        """Embeddings [R, P + T, C] of a condition (class ids [R] or features) followed by tokens
-        [R, T].
-        """
+        """Embeddings [R, P + T, C] of a condition (class ids [R] or features) and tokens [R, T]."""
         return torch.cat([self.cls_embedding(prefix), self.tok_embeddings(tokens)], dim=1)
 
 

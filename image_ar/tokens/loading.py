@@ -1,13 +1,15 @@
-"""Published and our own LlamaGen and VQ files as modules, and back to files under the official
-names.
+"""Files of a LlamaGen, published or ours, as modules, and back under the official names.
 
 Sizes come from a ``config.json`` beside the weights, or from the shapes of the weights, as far as
-these tell.
+these tell. LANTERN's files have Hugging Face's names of a Llama and keep queries, keys and values
+apart; the order of rows and the rotary pairing are the same. Shape letters: C width, P prefix
+positions, D head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmm.checkpoints import LEFTOVERS, load_strict, read_checkpoint
-from specmm.image_ar.files import count, read_config, save_module, shape_of
-from specmm.image_ar.tokens.convert import from_lantern, is_lantern
+from specmm.checkpoints import (
+    LEFTOVERS,
+    State,
+    check_fingerprint,
+    fingerprint,
+    load_strict,
+    read_checkpoint,
+    read_json,
+    weights_file,
+)
+from specmm.image_ar.autoencoder import VQConfig, VQModel
+from specmm.image_ar.shared import count, read_config, save_module, save_weights, shape_of
+from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
+from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import PUBLISHED, GPTConfig, Transformer
-from specmm.image_ar.tokens.vq import VQConfig, VQModel
 
+DrafterHead = BlockHead | EagleHead
 VQ_LEFTOVERS = ("codebook_used",)  # the release's ring buffer of used codes
+EAGLE_LEFTOVERS = ("rotary_emb", "freqs_cis")
+EAGLE_GATE = "layers.0.mlp.gate_proj.weight"
+TO_LANTERN = {
+    "tok_embeddings": "model.embed_tokens",
+    "output": "lm_head",
+    "norm": "model.norm",
+    "cls_embedding": "model.cls_embedding",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+FROM_LANTERN = {new: old for old, new in TO_LANTERN.items()}
+QKV = tuple(f"self_attn.{name}_proj.weight" for name in "qkv")
+FUSED = "attention.wqkv.weight"
 
 
 def load_gpt(
@@ -41,7 +71,7 @@ def load_gpt(
     them, when weights are missing, extra or misshapen.
     """
     state = read_checkpoint(path)
-    if is_lantern(state):
+    if "model.embed_tokens.weight" in state:
         state = from_lantern({k: v for k, v in state.items() if "rotary_emb" not in k})
     config = config or read_config(path, GPTConfig)
     config = config or infer_gpt_config(state, n_head=n_head, block_size=block_size, source=path)
@@ -92,23 +122,21 @@ def infer_gpt_config(
     prefix = _prefix_sizes(state, source)
     if "freqs_cis" in state:
         rows, half, _ = shape_of(state, "freqs_cis", source)
-        n_head, block_size = (
-            n_head or dim // (2 * half),
-            block_size or rows - prefix.get("cls_token_num", 1),
-        )
-    n_head = n_head or next(
-        (p["n_head"] for p in PUBLISHED.values() if (p["dim"], p["n_layer"]) == (dim, n_layer)),
-        None,
-    )
+        n_head = n_head or dim // (2 * half)
+        block_size = block_size or rows - prefix.get("cls_token_num", 1)
+    known = (p["n_head"] for p in PUBLISHED.values() if (p["dim"], p["n_layer"]) == (dim, n_layer))
+    n_head = n_head or next(known, None)
     if n_head is None or block_size is None:
         wanted = "n_head" if n_head is None else "block_size (256 for 256 px, 576 for 384 px)"
         raise ValueError(
-            f"{wanted} must be given: {source} does not tell, pass it or put a config.json beside the file"
+            f"{wanted} must be given: {source} does not tell, pass it or put a config.json beside "
+            "the file"
         )
-    sizes: dict[str, Any] = dict(
-        dim=dim, n_layer=n_layer, n_head=n_head, vocab_size=vocab_size, block_size=block_size
-    )
-    return _with_ffn(GPTConfig(**sizes, **prefix), ffn_dim)
+    config = GPTConfig(dim, n_layer, n_head, vocab_size, block_size, **prefix)
+    if config.ffn_dim == ffn_dim:
+        return config
+    multiplier = (ffn_dim + 0.5) / int(8 * config.dim / 3)  # rounds down to ffn_dim
+    return replace(config, multiple_of=1, ffn_dim_multiplier=multiplier)
 
 
 def _prefix_sizes(state: Mapping[str, Tensor], source: str | Path) -> dict[str, Any]:
@@ -119,30 +147,180 @@ def _prefix_sizes(state: Mapping[str, Tensor], source: str | Path) -> dict[str, 
     return {"num_classes": shape_of(state, "cls_embedding.embedding_table.weight", source)[0] - 1}
 
 
-def _with_ffn(config: GPTConfig, ffn_dim: int) -> GPTConfig:
-    """``config`` with the feed-forward width ``ffn_dim``, said as LlamaGen's configurations say it."""
-    if config.ffn_dim == ffn_dim:
-        return config
-    multiplier = (ffn_dim + 0.5) / int(8 * config.dim / 3)  # rounds down to ffn_dim
-    return replace(config, multiple_of=1, ffn_dim_multiplier=multiplier)
-
-
 def infer_vq_config(state: Mapping[str, Tensor], source: str | Path = "") -> VQConfig:
     """Sizes of a VQ ``state`` by its shapes; the codebook counts as normalised, as in all published
     ones.
     """
     size, width = shape_of(state, "quantize.embedding.weight", source)
     ch = shape_of(state, "encoder.conv_in.weight", source)[0]
-    levels = count(state, r"encoder\.conv_blocks\.(\d+)\.")
-    widths = [
-        shape_of(state, f"encoder.conv_blocks.{i}.res.0.conv1.weight", source)[0]
-        for i in range(levels)
-    ]
+    levels = range(count(state, r"encoder\.conv_blocks\.(\d+)\."))
+    names = (f"encoder.conv_blocks.{i}.res.0.conv1.weight" for i in levels)
     return VQConfig(
         codebook_size=size,
         codebook_embed_dim=width,
         ch=ch,
-        ch_mult=tuple(w // ch for w in widths),
+        ch_mult=tuple(shape_of(state, name, source)[0] // ch for name in names),
         num_res_blocks=count(state, r"encoder\.conv_blocks\.0\.res\.(\d+)\."),
         z_channels=shape_of(state, "encoder.conv_out.weight", source)[0],
     )
+
+
+def to_lantern(state: Mapping[str, Tensor]) -> State:
+    """LANTERN's names for a LlamaGen ``state``. Raises ``ValueError`` on a name that LlamaGen does
+    not have.
+    """
+    renamed: State = {}
+    for key, tensor in state.items():
+        layer, rest = _split(key)
+        if layer and rest == FUSED:
+            for name, part in zip(QKV, tensor.chunk(3), strict=True):
+                renamed[f"model.{layer}{name}"] = part.clone()
+        else:
+            renamed[("model." if layer else "") + layer + _rename(rest, TO_LANTERN, key)] = tensor
+    return renamed
+
+
+def from_lantern(state: Mapping[str, Tensor]) -> State:
+    """LlamaGen's names for a LANTERN ``state``.
+
+    Raises ``ValueError`` on a name that LANTERN does not have and on a layer without all of q, k
+    and v.
+    """
+    renamed: State = {}
+    for key, tensor in state.items():
+        layer, rest = _split(key.removeprefix("model.") if key.startswith("model.layers.") else key)
+        if rest not in QKV:
+            renamed[layer + _rename(rest, FROM_LANTERN, key)] = tensor
+            continue
+        names = [f"model.{layer}{name}" for name in QKV]
+        missing = [name for name in names if name not in state]
+        if missing:
+            raise ValueError(
+                f"a layer must hold its q, k and v projections, got none named {missing[0]}"
+            )
+        renamed[layer + FUSED] = torch.cat([state[name] for name in names])  # [3C, C]
+    return renamed
+
+
+def _split(key: str) -> tuple[str, str]:
+    """``("layers.3.", rest)`` of a layer's name, ``("", name)`` of any other."""
+    found = re.match(r"layers\.\d+\.", key)
+    return ("", key) if found is None else (found[0], key[found.end() :])
+
+
+def _rename(name: str, table: Mapping[str, str], key: str) -> str:
+    for old, new in table.items():
+        if name.startswith(old + "."):
+            return new + name[len(old) :]
+    raise ValueError(f"weights must carry names of {', '.join(table)}, got {key}")
+
+
+def target_fingerprint(model: Transformer) -> str:
+    """Which target a drafter was trained for: a hash of the head and of the first and last layer,
+    twelve hexadecimal digits.
+    """
+    weights, last = model.state_dict(), model.config.n_layer - 1
+    names = (
+        "output.weight",
+        "layers.0.attention.wo.weight",
+        f"layers.{last}.feed_forward.w2.weight",
+    )
+    return fingerprint(*(weights[name] for name in names))
+
+
+def load_drafters(folder: Path, target: Transformer) -> dict[str, DrafterHead]:
+    """Every drafter in ``folder``, at ``<kind>/{model.safetensors, config.json}``, in the target's
+    dtype; raises ``ValueError`` for another target's.
+    """
+    kinds: dict[str, Callable[[Path, Transformer], DrafterHead]]
+    kinds = {"block": load_block, "eagle": _load_own_eagle}
+    return {k: load(folder / k, target) for k, load in kinds.items() if (folder / k).is_dir()}
+
+
+def save_drafters(
+    drafters: Mapping[str, DrafterHead],
+    folder: Path,
+    target: Transformer,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write every drafter with the target's fingerprint."""
+    own = target_fingerprint(target)
+    for kind, head in drafters.items():
+        save_drafter(head, folder / kind, fingerprint=own, dtype=dtype)
+
+
+def save_drafter(
+    head: DrafterHead,
+    folder: Path,
+    *,
+    fingerprint: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a drafter's weights and sizes.
+
+    With the target's ``fingerprint`` it is not loaded for another one.
+    """
+    known = {} if fingerprint is None else {"target_fingerprint": fingerprint}
+    save_weights(head, head.config.facts() | known, folder, dtype)
+
+
+def load_block(folder: Path, target: Transformer) -> BlockHead:
+    """The block drafter in ``folder``; raises ``ValueError`` when it was trained for another
+    target.
+    """
+    facts = read_json(folder / "config.json")
+    if "taps" in facts:  # folders written before version 0.2
+        facts["aux_layers"] = facts.pop("taps")
+    needed = ("levels", "layers", "aux_layers", "target_fingerprint")
+    missing = [key for key in needed if key not in facts]
+    if missing:
+        raise ValueError(
+            f"{folder / 'config.json'} must say {', '.join(missing)}, got {sorted(facts)}"
+        )
+    check_fingerprint(facts["target_fingerprint"], target_fingerprint(target), folder)
+    sizes = (tuple(facts["aux_layers"]), facts.get("inner", 0))
+    head = BlockHead(BlockConfig(facts["levels"], facts["layers"], target.config, *sizes))
+    load_strict(head, read_checkpoint(folder), source=folder)
+    return head.to(target.output.weight.device, target.dtype).eval()
+
+
+def load_eagle(
+    path: str | Path,
+    target: GPTConfig,
+    *,
+    fingerprint: str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> EagleHead:
+    """The EAGLE head in the file or folder ``path``, ours or LANTERN's, in evaluation mode, for a
+    target of ``target`` sizes.
+
+    ``fingerprint`` is the target's (``target_fingerprint``); it is compared when the
+    ``config.json`` beside the weights records one. Raises ``ValueError`` for a drafter of another
+    target and, naming them, when weights are missing, extra or misshapen.
+    """
+    state = read_checkpoint(path)
+    gate = state.get(EAGLE_GATE)
+    config = EagleConfig(target, None if gate is None else len(gate))
+    _check_eagle(path, state, config.sizes() | {"target_fingerprint": fingerprint})
+    head = EagleHead(config)
+    load_strict(head, state, EAGLE_LEFTOVERS, path)
+    return head.to(dtype).eval()
+
+
+def _load_own_eagle(folder: Path, target: Transformer) -> EagleHead:
+    own = target_fingerprint(target)
+    head = load_eagle(folder, target.config, fingerprint=own, dtype=target.dtype)
+    return head.to(target.output.weight.device)
+
+
+def _check_eagle(path: str | Path, state: State, wanted: Mapping[str, object]) -> None:
+    file = weights_file(path).with_name("config.json")
+    facts = read_json(file) if file.is_file() else {}
+    if "embed_tokens.weight" in state:
+        facts["vocab_size"], facts["hidden_size"] = state["embed_tokens.weight"].shape
+    for name, value in wanted.items():
+        if value is not None and facts.get(name, value) != value:
+            raise ValueError(
+                f"drafter must be of this target ({name} {value}), got {facts[name]} in {path}, "
+                "train one for it"
+            )

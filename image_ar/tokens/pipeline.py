@@ -1,15 +1,16 @@
 """``LlamaGenPipeline``: pictures from a token image model, by any of its methods, with a
 certificate.
 
-Shape letters: B pictures of a batch, h latent side, T = h² tokens a picture.
+Shape letters: B pictures of a batch, h latent side, T = h² tokens a picture, D levels of a block
+drafter, K ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from diffusers import DiffusionPipeline
@@ -21,56 +22,81 @@ from specmm.compiled import CompiledRound, prepare_compiler
 from specmm.continuous_batching import Queue
 from specmm.decode import Progress, decode, decode_plain, one_round
 from specmm.dtypes import choose_dtype
-from specmm.image_ar.autoencoder import to_uint8
-from specmm.image_ar.output import Callback, Drawn, ImageOutput, check_call, draw_batches
-from specmm.image_ar.settings import (
+from specmm.guidance import Guidance
+from specmm.image_ar.autoencoder import VQModel, to_uint8
+from specmm.image_ar.pipeline import PicturePipeline
+from specmm.image_ar.shared import (
+    Callback,
+    Drawn,
+    ImageOutput,
+    check_call,
     class_labels,
+    draw_batches,
     read_settings,
     with_options,
     write_index,
     write_settings,
 )
-from specmm.image_ar.tokens.assemble import Parts, assemble
-from specmm.image_ar.tokens.captions import CaptionEncoder, left_pad
-from specmm.image_ar.tokens.drafters.files import load_drafters, save_drafters
+from specmm.image_ar.tokens.assemble import LlamaGenParts, assemble, choose_method
+from specmm.image_ar.tokens.captions import CaptionEncoder
 from specmm.image_ar.tokens.gpt import Transformer
-from specmm.image_ar.tokens.loading import load_gpt, load_vq, save_gpt, save_vq
-from specmm.image_ar.tokens.quality import log_likelihood
-from specmm.image_ar.tokens.settings import Settings
-from specmm.image_ar.tokens.static import StaticTarget
-from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
-from specmm.image_ar.tokens.tuning import choose_method
-from specmm.image_ar.tokens.vq import VQModel
+from specmm.image_ar.tokens.loading import (
+    DrafterHead,
+    load_drafters,
+    load_gpt,
+    load_vq,
+    save_drafters,
+    save_gpt,
+    save_vq,
+)
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget, log_likelihood
 from specmm.prepacked import lay_weights
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
 from specmm.turns import in_its_turn
+from specmm.verify import Rule
 
-# batches' worth of pictures that one loop draws where rows can be taken over by waiting samples
+# With continuous batching one loop draws as many pictures as so many batches
 TURNS = 8
 
 
 @dataclass(frozen=True)
-class Draw:
-    """What one loop draws: pictures of ``prompt``, ``batch_size`` at a time; ``tell(1)`` of each
-    that is finished.
+class LlamaGenSettings:
+    """Recommended sampling, class names by id, recommended trees (children by level) by method, and
+    the block drafter's acceptance by level and rank [D, K] (the chance that this child is the one
+    kept): what ``settings.json`` holds.
+    """
+
+    cfg: float = 1.0
+    cfg_interval: int = -1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    classes: tuple[str, ...] = ()
+    trees: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    acceptance: tuple[tuple[float, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class LlamaGenBatch:
+    """Pictures of ``prompt`` that one loop draws, ``batch_size`` at a time; ``tell(1)`` is called
+    for each that is finished.
     """
 
     prompt: Prompt
     generators: list[torch.Generator]
     batch_size: int
-    tell: Callable[[int], Any]
+    tell: Callable[[int], object]
 
     def queue(self) -> Queue | None:
         """The pictures by number where there are more than rows."""
         if len(self.generators) <= self.batch_size:
             return None
-        return Queue(
-            lambda i: self.prompt.rows(slice(i, i + 1)), self.generators, self.batch_size, self.tell
-        )
+        rows = self.prompt.rows
+        return Queue(lambda i: rows(slice(i, i + 1)), self.generators, self.batch_size, self.tell)
 
 
-class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
+class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # type: ignore[misc]
     """A token image model (LlamaGen), its tokenizer and its drafters after one call.
 
     Several threads may share one: calls are answered in the order they come.
@@ -79,12 +105,16 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
     >>> out = pipe(classes=["heart"], generator=torch.Generator().manual_seed(0))
     """
 
+    sampling_options = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
+    compiles = True
+    plans = "trees"
+
     def __init__(
         self,
         transformer: Transformer,
         vq: VQModel,
-        drafters: dict[str, Any] | None = None,
-        settings: Settings | None = None,
+        drafters: Mapping[str, DrafterHead] | None = None,
+        settings: LlamaGenSettings | None = None,
         method: str | methods.Method = "ar",
         text_encoder: CaptionEncoder | None = None,
         name: str = "llamagen",
@@ -93,12 +123,18 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         self.register_modules(transformer=transformer, vq=vq)
         if vq.config.codebook_size != transformer.config.vocab_size:
             raise ValueError(
-                f"tokenizer and transformer must share a codebook, got {vq.config.codebook_size} codes "
-                f"and {transformer.config.vocab_size} tokens"
+                "tokenizer and transformer must share a codebook, got "
+                f"{vq.config.codebook_size} codes and {transformer.config.vocab_size} tokens"
             )
-        self.settings, self.text_encoder, self.name = settings or Settings(), text_encoder, name
-        codebook = vq.quantize.embedding.weight.detach()
-        self.parts = Parts(drafters or {}, codebook, self.settings.trees, self.settings.acceptance)
+        self.settings = settings or LlamaGenSettings()
+        self.text_encoder = text_encoder
+        self.name = name
+        self.parts = LlamaGenParts(
+            drafters or {},
+            vq.quantize.embedding.weight.detach(),
+            self.settings.trees,
+            self.settings.acceptance,
+        )
         self.method = methods.resolve(method)
 
     @classmethod
@@ -117,29 +153,18 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         """
         resolved, folder = methods.resolve(method), zoo.find(name)
         transformer = load_gpt(folder / "transformer")
-        dtype = torch_dtype or choose_dtype(
-            sum(p.numel() for p in transformer.parameters()), device=device
-        )
-        transformer = transformer.to(dtype)
-        drafters = load_drafters(
-            folder / "drafters", transformer
-        )  # whose fingerprint is taken on the CPU
+        size = sum(p.numel() for p in transformer.parameters())
+        transformer = transformer.to(torch_dtype or choose_dtype(size, device=device))
+        # before the weights move: the fingerprint that drafters are checked by is read on the CPU
+        drafters = load_drafters(folder / "drafters", transformer)
         for module in (transformer, *drafters.values()):
             lay_weights(module.to(device))
-        captions = (
-            CaptionEncoder(text_encoder, tokens=transformer.config.cls_token_num)
-            if text_encoder
-            else None
-        )
-        return cls(
-            transformer,
-            load_vq(folder / "vq").to(device),
-            drafters,
-            read_settings(Settings, folder),
-            resolved,
-            captions,
-            str(name),
-        )
+        vq = load_vq(folder / "vq").to(device)
+        settings = read_settings(LlamaGenSettings, folder)
+        captions = None
+        if text_encoder:
+            captions = CaptionEncoder(text_encoder, tokens=transformer.config.cls_token_num)
+        return cls(transformer, vq, drafters, settings, resolved, captions, str(name))
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write everything ``from_pretrained`` reads, with the official parameter names, in
@@ -154,8 +179,23 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
 
     @property
     def device(self) -> torch.device:
-        """Where the transformer lives."""
+        """Where the transformer's weights are."""
         return self.transformer.output.weight.device
+
+    @property
+    def takes(self) -> Literal["classes", "prompt"]:
+        """Classes or prompts, as the transformer was trained."""
+        return "classes" if self.transformer.config.model_type == "c2i" else "prompt"
+
+    @property
+    def grid(self) -> int:
+        """Tokens along a side."""
+        return int(self.transformer.config.grid)
+
+    def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
+        """Those of the ``usual`` methods that it has a drafter for, or draft-free SJD."""
+        known = (None, *self.parts.drafters)
+        return [m for m in usual if getattr(m, "drafter", None) in known] or [methods.SJD()]
 
     def to(self, *args: Any, **kwargs: Any) -> LlamaGenPipeline:
         """Move transformer, tokenizer and drafters to a device or dtype."""
@@ -203,11 +243,10 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         static = self._static(target, chosen, rows) if compiled else target
 
         def draw(part: slice) -> Drawn:
-            what = Draw(prompts.rows(part), generators[part], batch_size, bar.update)
-            fitting = (
-                static if len(what.generators) >= rows else target
-            )  # a program for the rest would not pay
-            return self._batch(fitting, what, chosen, output_type, callback_on_step_end)
+            what = LlamaGenBatch(prompts.rows(part), generators[part], batch_size, bar.update)
+            # the last pictures may be too few for the program, and another would not pay
+            fitting = static if len(what.generators) >= rows else target
+            return self._draw(fitting, what, chosen, output_type, callback_on_step_end)
 
         bar = self.progress_bar(total=len(generators))
         continuous = chosen.drafts and chosen.can_refill and callback_on_step_end is None
@@ -217,10 +256,9 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
 
     def log_likelihood(self, classes: Sequence[str | int], tokens: Tensor) -> Tensor:
         """Mean log-probability a token [B] of ``tokens`` [B, T] of ``classes``; see
-        ``quality.log_likelihood``.
+        :func:`specmm.image_ar.tokens.target.log_likelihood`.
         """
-        labels = class_labels(self, classes)
-        return log_likelihood(self.target(), Prompt(labels), tokens)
+        return log_likelihood(self.target(), Prompt(class_labels(self, classes)), tokens)
 
     def target(
         self,
@@ -230,76 +268,68 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         top_k: int | None = None,
         top_p: float | None = None,
     ) -> LlamaGenTarget:
-        """The transformer as a target under these options, the model's settings standing in for
-        what is None.
+        """The transformer as a target under these options, or the model's settings where they are
+        None.
         """
-        chosen = with_options(
-            self.settings,
-            cfg=cfg,
-            cfg_interval=cfg_interval,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-        )
+        sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+        chosen = with_options(self.settings, cfg=cfg, cfg_interval=cfg_interval, **sampling)
         processor = Processor(chosen.temperature, chosen.top_k, chosen.top_p)
-        return LlamaGenTarget(
-            self.transformer, Guidance(chosen.cfg, chosen.cfg_interval), processor, self.name
-        )
+        guidance = Guidance(chosen.cfg, chosen.cfg_interval)
+        return LlamaGenTarget(self.transformer, guidance, processor, self.name)
 
     @torch.inference_mode()
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Pictures [B, R, R, 3] uint8 of tokens [B, T], one by one: batches of other sizes round
-        otherwise.
+        """Pictures [B, R, R, 3] uint8 of tokens [B, T].
+
+        They are decoded one by one, since values round differently in batches of other sizes.
         """
         side = self.transformer.config.grid
         rows = tokens.unflatten(1, (side, side)).split(1)
         return torch.cat([to_uint8(self.vq.decode_code(row)) for row in rows])
 
-    def _batch(
+    def _draw(
         self,
         target: LlamaGenTarget,
-        what: Draw,
+        what: LlamaGenBatch,
         method: methods.Method,
         output_type: str,
         callback: Callback | None,
     ) -> Drawn:
         name = method.name
-        if isinstance(method, methods.Auto):
+        if name == methods.Auto.name:
             method = choose_method(target, self.parts, len(what.generators))
             name = f"auto: {method}"
         queue = what.queue()
-        steps, rule = self._loop(target, what, method, queue)
+        steps, rule = self._steps(target, what, method, queue)
         for i, progress in enumerate(steps):
             if callback is not None:
                 callback(self, i, int(progress.counts.min()), {"tokens": progress.tokens})
         tokens = progress.tokens[:, : target.length] if queue is None else torch.stack(queue.tokens)
         images = None if output_type == "latent" else self.decode_tokens(tokens)
-        measured, certificate = (
-            float(progress.measured),
-            Certificate("exact", "plain decoding of the target", 0.0),
-        )
-        if rule is not None:
-            certificate = of_rule(
-                rule.name, rule.exact, float(progress.excess) / measured if measured else None
-            )
+        measured = float(progress.measured)
+        if rule is None:
+            certificate = Certificate("exact", "plain decoding of the target", 0.0)
+        else:
+            excess = float(progress.excess) / measured if measured else None
+            certificate = of_rule(rule.name, rule.exact, excess)
         return Drawn(tokens, images, progress.stats, certificate, name, measured)
 
-    def _loop(
-        self, target: LlamaGenTarget, what: Draw, method: methods.Method, queue: Queue | None
-    ) -> tuple[Iterator[Progress], Any]:
+    def _steps(
+        self,
+        target: LlamaGenTarget,
+        what: LlamaGenBatch,
+        method: methods.Method,
+        queue: Queue | None,
+    ) -> tuple[Iterator[Progress], Rule | None]:
+        """The loop over ``what``, and its rule (none for plain decoding)."""
         first = slice(what.batch_size)
         prompt, uniforms = what.prompt.rows(first), Uniforms(what.generators[first])
-        if isinstance(method, methods.AR):
+        if not method.drafts:
             return decode_plain(target, prompt, target.length, uniforms), None
         target, drafter, rule = assemble(method, target, self.parts)
-        play = (
-            self.parts.once("round", CompiledRound)
-            if isinstance(target, StaticTarget)
-            else one_round
-        )
-        return decode(
-            target, drafter, rule, prompt, target.length, uniforms, queue=queue, play=play
-        ), rule
+        play = self.parts.once("round", CompiledRound) if target.static_shapes else one_round
+        length = target.length
+        return decode(target, drafter, rule, prompt, length, uniforms, queue=queue, play=play), rule
 
     def _static(self, target: LlamaGenTarget, method: methods.Method, batch: int) -> StaticTarget:
         """``target`` for compiled steps and rounds of ``batch`` pictures; calls with the same
@@ -307,14 +337,15 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
         """
         if not method.static_shapes:
             raise ValueError(
-                f"compiled=True needs ar, sjd or a method with a block drafter (rounds all alike), got {method}"
+                "compiled=True needs ar, sjd or a method with a block drafter (rounds all alike), "
+                f"got {method}"
             )
         prepare_compiler(self.device)
         key = (target.guidance, target.processor, batch)
         if self.parts.made.get("static of") != key:  # one at a time: it keeps its cache
-            self.parts.made |= {"static of": key, "static": StaticTarget(target)}
-        found: StaticTarget = self.parts.made["static"]
-        return found
+            self.parts.made["static of"] = key
+            self.parts.made.pop("static", None)
+        return self.parts.once("static", lambda: StaticTarget(target))
 
     def _prompts(
         self,
@@ -336,10 +367,8 @@ class LlamaGenPipeline(DiffusionPipeline):  # type: ignore[misc]
                 "prompt needs a text-to-image model and from_pretrained(…, text_encoder=T5 folder)"
             )
         texts = [prompt] if isinstance(prompt, str) else list(prompt or [])
-        batch = self.text_encoder(texts)
-        features, mask = left_pad(batch.features, batch.mask)
-        features = features.to(self.device, self.transformer.output.weight.dtype)
-        return Prompt(
-            features.repeat_interleave(repeats, 0),
-            mask.to(self.device).repeat_interleave(repeats, 0),
-        )
+        found = self.text_encoder(texts)
+        features = found.condition.to(self.device, self.transformer.dtype)
+        assert found.mask is not None
+        mask = found.mask.to(self.device)
+        return Prompt(features.repeat_interleave(repeats, 0), mask.repeat_interleave(repeats, 0))

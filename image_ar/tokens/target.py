@@ -1,4 +1,5 @@
-"""LlamaGen as a target of the core.
+"""LlamaGen as a target of the core, with shapes as they come or, for compilers and captured graphs,
+static ones.
 
 Shape letters: B batch, G guidance branches ([cond; uncond] under guidance), R = G·B rows, N tree
 nodes, P prefix positions, T tokens of a picture, C width, V vocabulary.
@@ -6,17 +7,21 @@ nodes, P prefix positions, T tokens of a picture, C width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from specmm.cache import Cache, CacheSize
-from specmm.image_ar.tokens.gpt import CaptionEmbedder, Transformer
+from specmm.cache import Cache, CacheSize, StaticMemory
+from specmm.compiled import DeferredStop, compiled
+from specmm.guidance import Guidance as Guidance
+from specmm.image_ar.tokens.gpt import Transformer
 from specmm.kernels.tree_attention import Mask
 from specmm.processors import Processor, check_finite
 from specmm.target import TargetOutput
-from specmm.tree import DraftTree
+from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import VerifyResult
 
 
@@ -34,47 +39,23 @@ class Prompt:
         return Prompt(self.condition[some], None if self.mask is None else self.mask[some])
 
 
-@dataclass(frozen=True)
-class Guidance:
-    """Classifier-free guidance: ``scale`` ≥ 0 (1 is off); with ``interval`` n > -1 only tokens 0 …
-    n + 1 are guided.
+class LlamaGenTarget:
+    """A :class:`Transformer` with a cache; one instance serves one batch at a time.
+
+    ``aux_layers`` are those whose inputs the drafter reads beside the last hidden state.
     """
 
-    scale: float = 1.0
-    interval: int = -1
-
-    def __post_init__(self) -> None:
-        if not self.scale >= 0:
-            raise ValueError(f"cfg must be at least 0, got {self.scale}, use 1 for no guidance")
-
-    @property
-    def branches(self) -> int:
-        """G: LlamaGen guides only above scale 1."""
-        return 2 if self.scale > 1 else 1
-
-    @property
-    def settings(self) -> dict[str, float]:
-        """The options that shape the distribution, for certificates."""
-        last = {"cfg_interval": self.interval} if self.branches > 1 and self.interval > -1 else {}
-        return {"cfg": self.scale} | last
-
-
-class LlamaGenTarget:
-    """A :class:`Transformer` with a cache; one instance serves one batch at a time."""
+    static_shapes: ClassVar[bool] = False
 
     def __init__(
         self, model: Transformer, guidance: Guidance, processor: Processor, name: str = "llamagen"
     ) -> None:
-        self.model, self.guidance, self.processor, self.name = (
-            model.eval(),
-            guidance,
-            processor,
-            name,
-        )
         processor.check_vocabulary(model.config.vocab_size)
-        self.aux_layers: tuple[
-            int, ...
-        ] = ()  # layers whose inputs the drafter reads beside the last hidden state
+        self.model = model.eval()
+        self.guidance = guidance
+        self.processor = processor
+        self.name = name
+        self.aux_layers: tuple[int, ...] = ()
         self.calls = 0
         self.cache: Cache
 
@@ -88,6 +69,16 @@ class LlamaGenTarget:
         return self.model.config.block_size
 
     @property
+    def grid(self) -> int:
+        """Tokens a row of the picture."""
+        return self.model.config.grid
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self.model.output.weight.device
+
+    @property
     def dtype(self) -> torch.dtype:
         """The weights' dtype, which the cache shares."""
         return self.model.output.weight.dtype
@@ -95,19 +86,20 @@ class LlamaGenTarget:
     @torch.inference_mode()
     def prefill(self, prompt: Prompt, scratch: int) -> TargetOutput:
         """Run the prefix of ``prompt``; see :class:`specmm.target.Target`."""
-        config = self.model.config
-        rows = self._branches(prompt)
+        config, rows = self.model.config, prompt.condition
         size = CacheSize(
             layers=config.n_layer,
             heads=config.n_head,
             head_dim=config.head_dim,
-            batch=len(prompt.condition),
+            batch=len(rows),
             branches=self.guidance.branches,
             capacity=config.cls_token_num + self.length,
             scratch=scratch,
         )
-        self.cache = Cache(size, self.dtype, prompt.condition.device)
+        self.cache = Cache(size, self.dtype, rows.device)
         self.calls = 0
+        if self.guidance.branches == 2:
+            rows = torch.cat([rows, self.model.cls_embedding.unconditional(rows)])
         bias = self._hide_padding(prompt.mask, config.cls_token_num)
         x = self.model.cls_embedding(rows)
         self.cache.aim(0, config.cls_token_num)
@@ -138,8 +130,8 @@ class LlamaGenTarget:
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> TargetOutput:
-        """One plain step; the rows have the same length here, so that slices serve and, unpadded,
-        no mask.
+        """One plain step. All rows have the same length here, so slices serve and, without padding,
+        no mask is needed.
         """
         cache, done = self.cache, self.model.config.cls_token_num + self.calls - 1
         cache.aim(done, done + 1)
@@ -170,39 +162,17 @@ class LlamaGenTarget:
         return TargetOutput(self.processor(guided), hidden)
 
     def _count(self, guided: Tensor) -> None:
-        """Another forward gave these logits."""
         check_finite(guided, self.calls, self.name)
         self.calls += 1
 
     def guide(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Logits [B, N, V] of both branches' [R, N, V] at ``positions`` [1 or R, N]."""
-        if self.guidance.branches == 1:
-            return logits
-        cond, uncond = logits.chunk(2)
-        if self.guidance.interval < 0:
-            return torch.lerp(uncond, cond, self.guidance.scale)
-        index = (
-            positions[: len(cond)] - self.model.config.cls_token_num + 1
-        )  # of the token these logits predict
-        scale = torch.where(index <= self.guidance.interval + 1, self.guidance.scale, 1.0)
-        return torch.lerp(uncond, cond, scale[..., None])
-
-    def _branches(self, prompt: Prompt) -> Tensor:
-        if self.guidance.branches == 1:
-            return prompt.condition
-        embedder = self.model.cls_embedding
-        if self.model.config.model_type == "c2i":
-            nothing = torch.full_like(prompt.condition, self.model.config.num_classes)
-        else:
-            assert isinstance(embedder, CaptionEmbedder)
-            nothing = embedder.uncond_embedding.to(prompt.condition.dtype).expand_as(
-                prompt.condition
-            )
-        return torch.cat([prompt.condition, nothing])
+        return self.guidance.mix(logits, positions, self.model.config.cls_token_num)
 
     def _hide_padding(self, mask: Tensor | None, prefix: int) -> Tensor | None:
-        """Bias [R, 1, P, P] of the prefix forward; both branches share the caption's mask, the
-        diagonal stays open.
+        """Bias [R, 1, P, P] of the prefix forward.
+
+        Both branches share the caption's ``mask``; every position sees itself.
         """
         if mask is None and prefix == 1:
             return None
@@ -210,13 +180,96 @@ class LlamaGenTarget:
         seen = torch.ones(prefix, prefix, dtype=torch.bool, device=device).tril()[None]
         if mask is not None:
             padded = (mask == 0).repeat(self.guidance.branches, 1)
-            hidden = torch.zeros(
-                len(padded), self.cache.size.capacity, dtype=torch.bool, device=device
-            )
+            shape = (len(padded), self.cache.size.capacity)
+            hidden = torch.zeros(shape, dtype=torch.bool, device=device)
             hidden[:, :prefix] = padded
             self.cache.hidden_prefix = hidden
             seen = (seen & ~padded[:, None]) | torch.eye(prefix, dtype=torch.bool, device=device)
-        bias = torch.zeros(seen.shape, dtype=self.dtype, device=device).masked_fill_(
-            ~seen, float("-inf")
-        )
-        return bias[:, None]
+        bias = torch.zeros(seen.shape, dtype=self.dtype, device=device)
+        return bias.masked_fill_(~seen, float("-inf"))[:, None]
+
+
+Step: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+class StaticTarget(DeferredStop, LlamaGenTarget):
+    """A class-conditional target whose plain step has the same shapes, and the same memory, at
+    every call.
+
+    A step attends all slots of the cache under a mask and writes by index; the eager one slices and
+    needs no mask. ``transform`` turns the step's function into a faster one. A compiled program
+    cannot stop at logits that are not finite: the caller checks after a round (``end_round``).
+    """
+
+    static_shapes: ClassVar[bool] = True
+
+    def __init__(self, plain: LlamaGenTarget, transform: Callable[[Step], Step] = compiled) -> None:
+        if plain.model.config.model_type != "c2i":
+            raise ValueError(
+                "steps and rounds of static shapes serve class-conditional models only"
+            )
+        super().__init__(plain.model, plain.guidance, plain.processor, plain.name)
+        self.kept: Cache | None = None
+        self.run = transform(self.logits_of)
+
+    @torch.inference_mode()
+    def prefill(self, prompt: Prompt, scratch: int) -> TargetOutput:
+        """As the parent's, then moved into the memory of the first call, which all steps use."""
+        output = super().prefill(prompt, scratch)
+        if self.kept is None or self.kept.data.shape != self.cache.data.shape:
+            self.kept = self.cache
+            device = self.cache.lengths.device
+            self.place = torch.zeros(1, dtype=torch.int64, device=device)
+            self.columns = torch.arange(self.cache.slots, device=device)
+            layers = self.cache.data
+            self.memories = [StaticMemory(layer[0], layer[1], self.place) for layer in layers]
+        else:
+            self.kept.data.copy_(self.cache.data)
+            self.kept.lengths.copy_(self.cache.lengths)
+            self.cache = self.kept
+        return output
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor) -> TargetOutput:
+        """One plain step of static shapes."""
+        self.place.fill_(self.model.config.cls_token_num + self.calls - 1)
+        guided, hidden = self.run(tokens)
+        self._count(guided)
+        self.cache.lengths += 1
+        return TargetOutput(self.processor(guided), hidden)
+
+    def score(self, tree: DraftTree) -> TargetOutput:
+        """One tree-attention forward, in the caller's inference mode: entering one would break a
+        compiled program.
+        """
+        return self._scored(tree)
+
+    def logits_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Guided logits [B, 1, V] and hidden states [R, 1, C] after ``tokens`` [B] at ``place``."""
+        x = self.model.tok_embeddings(tokens[:, None]).repeat(self.guidance.branches, 1, 1)
+        later = self.columns > self.place
+        bias = torch.zeros_like(later, dtype=x.dtype).masked_fill(later, float("-inf"))
+        logits, hidden = self.model(x, self.place[None], bias[None, None, None], self.memories)
+        return self.guide(logits.float(), self.place[None]), hidden
+
+    def with_processor(self, processor: Processor) -> StaticTarget:
+        """The same model under another processor, with its own memory and programs."""
+        return type(self)(super().with_processor(processor))
+
+
+@torch.inference_mode()
+def log_likelihood(target: LlamaGenTarget, prompt: Prompt, tokens: Tensor) -> Tensor:
+    """Mean log-probability a token [B] (nats) of ``tokens`` [B, T] under ``target``.
+
+    It shows what a relaxed rule costs. Guidance and temperature are the target's (1 where it is
+    greedy); top-k and top-p are not applied, since a relaxed rule may keep a token that they
+    exclude. The picture is scored as one chain in one forward.
+    """
+    processor = Processor(target.processor.temperature or 1.0)
+    judge = LlamaGenTarget(target.model, target.guidance, processor, target.name)
+    first = judge.prefill(prompt, tokens.shape[1]).probs[:, -1:]  # [B, 1, V]
+    chain = TreeShape.chain(tokens.shape[1] - 1, tokens.device)
+    # the distribution after token i is that of token i + 1
+    rest = judge.score(DraftTree(tokens, chain)).probs[:, :-1]
+    chosen = torch.cat([first, rest], dim=1).gather(-1, tokens[..., None]).squeeze(-1)
+    return chosen.clamp(min=torch.finfo(chosen.dtype).tiny).log().mean(1)

@@ -19,7 +19,7 @@ from specmm.tree import DraftTree, TreeShape
 from specmm.verify.bottom_up import Block, Traversal
 from specmm.verify.exact import GreedyMatch, PointMass, Recursive
 from specmm.verify.lantern import Lantern, LanternPP
-from specmm.verify.rule import Rule, VerifyResult, settle, throw
+from specmm.verify.rule import Rule, VerifyResult, draw_uniforms, sample_result
 
 GREEDY = [0.0, 0.0, 1.0, 0.0]  # processing that leaves the argmax
 
@@ -42,7 +42,7 @@ def accept(
     greedy: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Path [B, D + 1] padded with -1, nodes kept [B] and next token [B], as
-    ``specmm.verify.rule.settle`` has them.
+    ``specmm.verify.rule.sample_result`` has them.
 
     ``probs`` [B, N, V] (float32 or float64) are the target's processed distributions or, with
     ``processing`` = [temperature, top_k, top_p, top_p_first (0 or 1)], its float32 logits.
@@ -156,7 +156,7 @@ def by_rule(
         kind = LanternPP if factor else Lantern
         rule = kind(table, near, bound, greedy=greedy, offset=offset)
     tree = DraftTree(tokens, TreeShape(parents, depth, tokens.shape[1]), drafts)
-    result = settle(rule.decisions(tree, probs), tree.shape, uniforms)
+    result = sample_result(rule.decisions(tree, probs), tree.shape, uniforms)
     return result.path, result.kept, result.next_token
 
 
@@ -187,7 +187,7 @@ def decide_fused(
     if options is None:
         return None
     probs = p.float() if "processing" in options else p
-    numbers = throw(tree.shape, uniforms)
+    numbers = draw_uniforms(tree.shape, uniforms)
     path, kept, following = accept(
         probs, tree.tokens, tree.shape.parents, numbers, tree.shape.depth, **options
     )

@@ -1,5 +1,5 @@
 """Scenes and conversations as a model of two packages' parts takes them
-(:mod:`specmm.vlm.composed`).
+(:mod:`specmm.vlm.loading`).
 
 Shape letters: B pictures, R pixels a side.
 """
@@ -14,8 +14,7 @@ from torch import Tensor
 from recipes.scenes.packing import Encoder, Marks, to_pixels
 from recipes.scenes.tokenizer import MEAN as SCENE_MEAN
 from recipes.scenes.tokenizer import STD as SCENE_STD
-from specmm.vlm.composed import IMAGE
-from specmm.vlm.tower import MEAN, STD
+from specmm.vlm.loading import IMAGE, MEAN, STD
 
 MARKS = Marks(
     opening="<|im_start|>user\n",

@@ -9,9 +9,11 @@ from dataclasses import replace
 from random import Random
 
 from recipes.scenes.questions import Turn
-from specmm.vlm.verdict import Prompts
+from specmm.vlm.verdict import VerdictPrompts
 
-PROMPTS = Prompts(score="{question}", expert="{number}. {answer}", verdict="{experts}\n {question}")
+PROMPTS = VerdictPrompts(
+    score="{question}", expert="{number}. {answer}", verdict="{experts}\n {question}"
+)
 MOST = 3  # opinions about one question
 RIGHT = (0.3, 0.95)  # shares of right opinions a judge meets
 ALIKE = 0.5  # probability that those who are wrong say the same

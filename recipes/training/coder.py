@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from recipes.scenes.tokenizer import byte_pairs
-from specmm.diffusion_drafters.train.target import LENGTH, compile_layers
-from specmm.diffusion_drafters.train.texts import windows
+from specmm.recipes.training.small_qwen import LENGTH, compile_layers
+from specmm.recipes.training.texts import windows
 from specmm.training import Losses, fit
 
 END, PAD, MASK = "<|end|>", "<|pad|>", "<|mask|>"

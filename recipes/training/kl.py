@@ -17,7 +17,7 @@ from torch import Tensor
 
 from recipes.training.pictures import flip_some, reconstruction_loss
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig, Posterior
-from specmm.image_ar.training import encode_views, to_float
+from specmm.recipes.training.encoding import encode_views, to_float
 from specmm.training import Losses, batch_rows, fit, seeded
 
 

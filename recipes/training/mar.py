@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from specmm.image_ar.continuous.diffusion import Schedule
+from recipes.training.diffusion import diffusion_loss, noised
+from specmm.image_ar.continuous.diffusion import NoiseSchedule
 from specmm.image_ar.continuous.mar import MAR, MARConfig, patchify, pick
-from specmm.image_ar.training import CLASS_DROPOUT
+from specmm.recipes.training.encoding import CLASS_DROPOUT
 from specmm.training import MUON, Losses, batch_rows, fit, seeded
 
 MASK_MEAN, MASK_STD, MASK_LEAST = 1.0, 0.25, 0.7  # of the share of tokens that are masked, cut at 1
@@ -68,7 +69,7 @@ def train_mar(
         )
     with seeded(seed):
         both = Averaged(start or MAR(config), decay)
-    schedule = Schedule.of("")
+    schedule = NoiseSchedule.of("")
 
     def step(i: int) -> Losses:
         generator = torch.Generator().manual_seed(seed + i)
@@ -87,7 +88,7 @@ def train_mar(
 
 def mar_loss(
     model: MAR,
-    schedule: Schedule,
+    schedule: NoiseSchedule,
     tokens: Tensor,
     labels: Tensor,
     generator: torch.Generator,
@@ -114,9 +115,9 @@ def mar_loss(
         clean = pick(tokens, masked).flatten(0, 1).repeat(times, 1)  # [U · B · K, C]
         t = torch.randint(len(schedule), (len(clean),), generator=generator)
         noise = torch.randn(clean.shape, generator=generator)
-        x = schedule.noised(clean, t, noise)
+        x = noised(schedule, clean, t, noise)
         answer = model.head(x, t, z.flatten(0, 1).repeat(times, 1))
-    mse, bound = schedule.loss(answer.float(), clean, x, t, noise)
+    mse, bound = diffusion_loss(schedule, answer.float(), clean, x, t, noise)
     return {"loss": (mse + bound).mean(), "mse": mse.mean(), "bound": bound.mean()}
 
 

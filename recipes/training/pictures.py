@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specmm.image_ar.training import CLASS_DROPOUT
+from specmm.recipes.training.encoding import CLASS_DROPOUT
 from specmm.training import batch_rows
 
 RESTART_EVERY = 200  # steps between two moves of unused codes

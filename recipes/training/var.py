@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipes.training.pictures import labelled_batch
-from specmm.image_ar.scales.quantizer import MultiScaleQuantizer
 from specmm.image_ar.scales.var import VAR, VARConfig
+from specmm.image_ar.scales.vqvae import MultiScaleQuantizer
 from specmm.training import MUON, Losses, fit, seeded
 
 FIRST_STAGE = 0.5  # share of the refiner's steps that look at all scales

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipes.training.pictures import RESTART_EVERY, flip_some, reconstruction_loss
-from specmm.image_ar.tokens.vq import Quantized, VQConfig, VQModel
-from specmm.image_ar.training import to_float
+from specmm.image_ar.autoencoder import VQCodes, VQConfig, VQModel
+from specmm.recipes.training.encoding import to_float
 from specmm.training import Losses, batch_rows, fit, seeded
 
 
@@ -59,7 +59,7 @@ def train_tokenizer(
     return model
 
 
-def _reconstruct(model: VQModel, x: Tensor) -> tuple[Tensor, Quantized]:
+def _reconstruct(model: VQModel, x: Tensor) -> tuple[Tensor, VQCodes]:
     quantized = model.encode(x)
     return model.decode(quantized.codes), quantized
 

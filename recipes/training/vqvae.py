@@ -7,6 +7,7 @@ quantise.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,10 +15,45 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipes.training.pictures import RESTART_EVERY, flip_some, reconstruction_loss
-from specmm.image_ar.scales.quantizer import Quantized
-from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
-from specmm.image_ar.training import encode_views, to_float
+from specmm.image_ar.scales.vqvae import VQVAE, MultiScaleQuantizer, VQVAEConfig
+from specmm.recipes.training.encoding import encode_views, to_float
 from specmm.training import Losses, batch_rows, fit, seeded
+
+
+@dataclass
+class QuantizedScales:
+    """``f_hat`` [B, E, P, P] (straight-through), tokens [B, p²] by scale, and the VQ loss."""
+
+    f_hat: Tensor
+    tokens: list[Tensor]
+    loss: Tensor
+
+
+def quantise(quantizer: MultiScaleQuantizer, features: Tensor) -> QuantizedScales:
+    """Quantise ``features`` [B, E, P, P] with gradients; the loss is the mean over scales.
+
+    In float32 whatever autocast says: what one scale rounds away the next has to encode.
+    """
+    with torch.autocast(features.device.type, enabled=False):
+        features = features.float()
+        fixed = features.detach()
+        f_hat = torch.zeros_like(fixed)
+        loss = fixed.new_zeros(())
+        tokens: list[Tensor] = []
+        for k in range(len(quantizer.schedule)):
+            rest = quantizer.downsample(fixed - f_hat.detach(), k)
+            tokens.append(quantizer.nearest(rest))
+            f_hat = f_hat + quantizer.contribution(quantizer.codes(tokens[k]), k)
+            commitment = quantizer.beta * F.mse_loss(features, f_hat.detach())
+            loss = loss + F.mse_loss(f_hat, fixed) + commitment
+        straight_through = features + (f_hat - features).detach()
+        return QuantizedScales(straight_through, tokens, loss / len(quantizer.schedule))
+
+
+def _reconstruct(model: VQVAE, images: Tensor) -> tuple[Tensor, QuantizedScales]:
+    """Reconstruction [B, 3, R, R] (not clamped) and what was quantised."""
+    quantized = quantise(model.quantize, model.features(images))
+    return model.decoder(model.post_quant_conv(quantized.f_hat)), quantized
 
 
 def train_vqvae(
@@ -38,7 +74,7 @@ def train_vqvae(
         model = VQVAE(config)
         model.quantize.embedding.weight.data.normal_()
     used = torch.zeros(config.vocab_size)
-    forward = torch.compile(model) if compiled else model
+    forward = torch.compile(_reconstruct) if compiled else _reconstruct
 
     def step(i: int) -> Losses:
         generator = torch.Generator().manual_seed(seed + i)
@@ -46,14 +82,14 @@ def train_vqvae(
         if i % RESTART_EVERY == RESTART_EVERY - 1 and i < steps * 0.8:
             _restart_unused(model, used, x, generator)
         with torch.autocast("cpu", torch.bfloat16):
-            made, quantized = forward(x)
+            made, quantized = forward(model, x)
         return _losses(made.float(), quantized, x, used)
 
     fit(model, step, out=out, steps=steps, lr=lr, weight_decay=0.0)
     return model
 
 
-def _losses(made: Tensor, quantized: Quantized, x: Tensor, used: Tensor) -> Losses:
+def _losses(made: Tensor, quantized: QuantizedScales, x: Tensor, used: Tensor) -> Losses:
     for tokens in quantized.tokens:
         used.index_add_(0, tokens.flatten(), torch.ones(tokens.numel()))
     recon = reconstruction_loss(made, x)
@@ -74,7 +110,7 @@ def _restart_unused(model: VQVAE, used: Tensor, x: Tensor, generator: torch.Gene
 
 
 def encode_pictures(vqvae: VQVAE, images: Tensor, batch: int = 64) -> Tensor:
-    """Tokens [M, 2, L], all scales laid end to end, of pictures [M, R, R, 3] uint8 and of their
+    """Tokens [M, 2, L], all scales concatenated, of pictures [M, R, R, 3] uint8 and of their
     mirror images.
     """
     vqvae.eval()

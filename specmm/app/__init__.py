@@ -1,7 +1,5 @@
-"""The demo in a browser: pictures, questions and text, plain and accelerated, on models that are
-already here.
+"""The demo in a browser: pictures, questions and text, plain and accelerated, on local models.
 
-``page`` lays it out, ``drawing`` and ``writing`` stream what the models make, ``measuring`` races
-methods, ``models`` keeps pipelines. Nothing is fetched from or sent to anywhere unless the user
-asks for it on the command line.
+``page`` has the layout, ``streams`` shows what the models make as they make it, ``models`` keeps
+pipelines. Nothing is downloaded or sent unless the user asks for it on the command line.
 """

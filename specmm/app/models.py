@@ -1,7 +1,4 @@
-"""The models of the app's menus, loaded when first used, and errors as sentences.
-
-Shape letters: none.
-"""
+"""The models of the app's menus, loaded when first used, and errors as sentences."""
 
 from __future__ import annotations
 
@@ -11,55 +8,49 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from specmm import methods, zoo
-from specmm.runs.models import HERE, Kind, Place, kind_of, methods_of, open_model
+from specmm import zoo
+from specmm.hf.packaged import is_packaged, missing_packages
+from specmm.runs.run import HERE, Kind, Place, kind_of, methods_of, open_model
+from specmm.vlm.loading import is_composed, missing_parts
 
 MOST_SECONDS = 120.0  # of one request
 
 
-class Models:
-    """Pocket models and the local folders ``extra``, by what they do; a name that is not listed
-    cannot be loaded.
-    """
+class AppModels:
+    """Pocket models and the local folders ``extra``, by kind; others cannot be loaded."""
 
     def __init__(self, extra: tuple[str, ...] = (), place: Place = HERE) -> None:
         self.names: dict[Kind, list[str]] = {"images": [], "questions": [], "text": []}
-        for name in (
-            *extra,
-            *(name for name, folder in zoo.pocket_models().items() if _is_here(folder)),
-        ):
+        pocket = [name for name, folder in zoo.pocket_models().items() if _has_weights(folder)]
+        for name in (*extra, *pocket):
             self.names[kind_of(name)].append(name)
         self.place = place
-        self._loaded: dict[tuple[str, str], Any] = {}
+        self._loaded: dict[tuple[Kind, str], Any] = {}
 
     def get(self, kind: Kind, name: str) -> Any:
         """The pipeline of a listed model; raises ``ValueError`` for others."""
         if name not in self.names[kind]:
-            raise ValueError(
-                f"model must be one of {', '.join(self.names[kind]) or '(there are none)'}, got {name!r}"
-            )
+            known = ", ".join(self.names[kind]) or "(there are none)"
+            raise ValueError(f"model must be one of {known}, got {name!r}")
         if (kind, name) not in self._loaded:
             self._loaded[kind, name] = open_model(kind, name, self.place)
         return self._loaded[kind, name]
 
     def methods(self, kind: Kind, name: str) -> list[str]:
-        """The methods a model can be run by, for a menu."""
+        """The methods a model can be run by whose answers can be streamed, for a menu."""
         registry = methods_of(kind, name)
-        return [m for m in registry if m != methods.Verdict.name]
+        return [method for method in registry if registry.get(method).streams]
 
 
-def _is_here(folder: Path) -> bool:
-    """Whether the weights are: some come in packages of their own."""
-    from specmm.hf.packaged import is_packaged, missing_packages
-    from specmm.vlm.composed import is_composed, missing_parts
-
+def _has_weights(folder: Path) -> bool:
+    """Whether the weights are on this machine: some come in packages."""
     if is_composed(folder):
         return not missing_parts(folder)
     return not (is_packaged(folder) and missing_packages(folder))
 
 
 def in_sentences(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` (or generator) with a user's mistake shown as its sentence, not as a traceback."""
+    """``function`` (or generator) with a user's mistake shown as its sentence, not a traceback."""
     import gradio as gr
 
     def told(error: Exception) -> Exception:

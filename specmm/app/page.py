@@ -1,27 +1,29 @@
 """The app's page: tabs, their inputs with limits, and what happens on a click.
 
-One request runs the models at a time; others wait in a queue of bounded length and are told their
-place in it.
-
-Shape letters: none.
+One request runs the models at a time; others wait in a queue of bounded length, which shows them
+their place in it.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from specmm.app.drawing import Easel, grid_of, saved, shown_of
-from specmm.app.models import Models, in_sentences
-from specmm.app.writing import DRAFT, written
-from specmm.runs.models import Kind
+from specmm.app.models import AppModels, in_sentences
+from specmm.app.streams import DRAFT, PictureStream, saved, text_pieces
+from specmm.methods import AR
+from specmm.runs.race import race, summary
+from specmm.runs.run import Kind, methods_of, parse_methods
+from specmm.vlm.asking import open_image
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when gradio is imported
 
 import gradio as gr
+import pandas
+from PIL import Image, ImageDraw
 
 WAITING = 20  # requests in the queue; more are turned away with a sentence
 LONGEST = 500  # letters of a question or a prompt
@@ -31,43 +33,30 @@ FAVOURITES = ("heart", "food-fruit", "country-flag", "face-smiling")
 SIDE = 96  # pixels of an example picture
 SHAPES = (("circle", "red"), ("rectangle", "blue"), ("triangle", "green"))
 MOST_RUNS = 5  # of a method in the benchmark
-COLUMNS = (
-    "method",
-    "speedup",
-    "seconds a picture",
-    "tau",
-    "certificate",
-)  # of the benchmark's table
+COLUMNS = ("method", "speedup", "seconds a picture", "tau", "certificate")  # of the benchmark
 ONE: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "models"}
-PLAIN: dict[str, Any] = {
-    "format": "png",
-    "buttons": ["download", "fullscreen"],
-}  # no button that shares a picture
-FONTS: dict[str, Any] = {
-    "font": ["system-ui", "sans-serif"],
-    "font_mono": ["monospace"],
-}  # none from the network
+# no button that shares a picture, no fonts from the network
+PLAIN: dict[str, Any] = {"format": "png", "buttons": ["download", "fullscreen"]}
+FONTS: dict[str, Any] = {"font": ["system-ui", "sans-serif"], "font_mono": ["monospace"]}
 CSS = ".grid img, .picture img {image-rendering: pixelated} footer {display: none !important}"
 
 
-def build(models: Models) -> gr.Blocks:
+def build(models: AppModels) -> gr.Blocks:
     """The app over ``models``; call ``serve`` to open it."""
     with gr.Blocks(title="specmm", analytics_enabled=False, delete_cache=KEEP) as app:
         gr.Markdown(
             "# specmm\nPlain decoding and drafts that are verified, side by side, on this machine."
         )
-        if models.names["images"]:
-            with gr.Tab("Pictures"):
-                _pictures(models)
-        if models.names["questions"]:
-            with gr.Tab("Questions"):
-                _questions(models)
-        if models.names["text"]:
-            with gr.Tab("Completion"):
-                _completion(models)
-        if models.names["images"]:
-            with gr.Tab("Benchmark"):
-                _benchmark(models)
+        tabs: list[tuple[str, Kind, Callable[[AppModels], None]]] = [
+            ("Pictures", "images", _pictures),
+            ("Questions", "questions", _questions),
+            ("Completion", "text", _completion),
+            ("Benchmark", "images", _benchmark),
+        ]
+        for title, kind, fill in tabs:
+            if models.names[kind]:
+                with gr.Tab(title):
+                    fill(models)
     app.queue(max_size=WAITING, default_concurrency_limit=1, api_open=False)
     return app
 
@@ -100,17 +89,17 @@ def _seed() -> gr.Number:
     return gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**31)
 
 
-def _model(models: Models, kind: Kind) -> gr.Dropdown:
+def _model(models: AppModels, kind: Kind) -> gr.Dropdown:
     names = models.names[kind]
     return gr.Dropdown(names, value=names[0], label="Model", visible=len(names) > 1)
 
 
-def _method(models: Models, kind: Kind, preferred: str) -> gr.Dropdown:
+def _method(models: AppModels, kind: Kind, preferred: str) -> gr.Dropdown:
     known = models.methods(kind, models.names[kind][0])
     return gr.Dropdown(known, value=preferred if preferred in known else known[-1], label="Method")
 
 
-def _pictures(models: Models) -> None:
+def _pictures(models: AppModels) -> None:
     classes = _classes(models, models.names["images"][0])
     with gr.Row():
         model = _model(models, "images")
@@ -119,23 +108,25 @@ def _pictures(models: Models) -> None:
         seed = _seed()
     button = gr.Button("Draw", variant="primary")
     with gr.Row():
-        shown = [out for title in ("Plain decoding", "Accelerated") for out in _easel(title)]
+        shown = [*_picture("Plain decoding"), *_picture("Accelerated")]
     gr.Markdown(
-        "Tokens: blue the model's own, green accepted drafts, grey still to come. Rejected drafts leave no trace."
+        "Tokens: blue the model's own, green accepted drafts, grey still to come. "
+        "Rejected drafts leave no trace."
     )
     gr.Examples([c for c in FAVOURITES if c in classes], name, cache_examples=False)
 
     @in_sentences
     def draw(model: str, name: str, method: str, seed: float) -> Iterator[list[Any]]:
-        pipe, view = models.get("images", model), [None, None, "", None] * 2
+        pipe = models.get("images", model)
+        view: list[Any] = [None, None, "", None] * 2
         for place, each in ((0, "ar"), (4, method)):
             try:
-                for frame in Easel(pipe, each, str(name), int(seed)).run():
-                    view[place : place + 3] = shown_of(frame, each, grid_of(pipe))
+                for frame in PictureStream(pipe, each, str(name), int(seed)).run():
+                    view[place : place + 3] = frame.shown(each, pipe.grid)
                     if frame.out is not None:
                         view[place + 3] = saved(frame.out, model, str(name), int(seed))
                     yield view
-            except ValueError as error:  # the other side is still worth looking at
+            except ValueError as error:  # the other side may still work
                 view[place + 2] = f"**{each}** could not draw this: {error}"
                 yield view
 
@@ -148,7 +139,7 @@ def _pictures(models: Models) -> None:
     model.change(in_sentences(renew), model, [name, method], **ONE)
 
 
-def _easel(title: str) -> list[Any]:
+def _picture(title: str) -> list[Any]:
     """Picture, token grid, line and file of one method."""
     with gr.Column(min_width=300):
         picture = gr.Image(
@@ -162,14 +153,14 @@ def _easel(title: str) -> list[Any]:
     return [picture, grid, line, file]
 
 
-def _classes(models: Models, model: str) -> list[str]:
+def _classes(models: AppModels, model: str) -> list[str]:
     pipe = models.get("images", model)
     return list(pipe.settings.classes) or [
         str(i) for i in range(pipe.transformer.config.num_classes)
     ]
 
 
-def _questions(models: Models) -> None:
+def _questions(models: AppModels) -> None:
     with gr.Row():
         with gr.Column(min_width=300):
             file = gr.File(label=f"Picture (at most {LARGEST})", file_types=["image"], height=140)
@@ -183,7 +174,7 @@ def _questions(models: Models) -> None:
             length = gr.Slider(1, 128, 48, step=1, label="Most tokens of the answer")
             button = gr.Button("Ask", variant="primary")
             answer, line = _text()
-    gr.Examples(scenes(), file, cache_examples=False, label="Example pictures")
+    gr.Examples(_scenes(), file, cache_examples=False, label="Example pictures")
 
     @in_sentences
     def look(file: str | None) -> Any:
@@ -196,7 +187,7 @@ def _questions(models: Models) -> None:
         if file is None:
             raise ValueError("a question needs a picture: upload one or click an example")
         pipe = models.get("questions", model)
-        yield from written(
+        yield from text_pieces(
             pipe.rounds(_opened(file), _short(question), method=method, max_new_tokens=int(length))
         )
 
@@ -206,16 +197,14 @@ def _questions(models: Models) -> None:
 
 
 def _opened(file: str) -> Any:
-    """An uploaded picture; an error names it as its owner does."""
-    from specmm.vlm.images import open_image
-
+    """An uploaded picture; an error names it as the user does."""
     try:
         return open_image(file)
     except ValueError as error:
         raise ValueError(str(error).replace(file, Path(file).name)) from error
 
 
-def _completion(models: Models) -> None:
+def _completion(models: AppModels) -> None:
     model = _model(models, "text")
     prompt = gr.Textbox("def add(a, b):", label="Text to continue", lines=4, max_length=LONGEST)
     with gr.Row():
@@ -227,7 +216,9 @@ def _completion(models: Models) -> None:
     @in_sentences
     def go(model: str, prompt: str, method: str, length: float) -> Iterator[Any]:
         pipe = models.get("text", model)
-        yield from written(pipe.rounds(_short(prompt), method=method, max_new_tokens=int(length)))
+        yield from text_pieces(
+            pipe.rounds(_short(prompt), method=method, max_new_tokens=int(length))
+        )
 
     button.click(go, [model, prompt, method, length], [answer, line], **ONE)
 
@@ -246,7 +237,7 @@ def _short(text: str) -> str:
     return text
 
 
-def _benchmark(models: Models) -> None:
+def _benchmark(models: AppModels) -> None:
     known = [m for m in models.methods("images", models.names["images"][0]) if m != "ar"]
     with gr.Row():
         model = _model(models, "images")
@@ -265,19 +256,16 @@ def _benchmark(models: Models) -> None:
 
     @in_sentences
     def go(model: str, names: list[str], runs: float) -> tuple[Any, Any]:
-        found = measured(models.get("images", model), names, int(runs), 0)
+        found = _measured(models, model, names, int(runs))
         return found, found
 
     button.click(go, [model, names, runs], [plot, table], **ONE)
 
 
-def scenes() -> list[str]:
-    """Paths of pictures to ask about, in a folder of their own: coloured shapes, as in the data of
-    ``pocket/llava``.
-    """
-    from PIL import Image, ImageDraw
-
-    folder, found = Path(tempfile.mkdtemp(prefix="specmm-")), []
+def _scenes() -> list[str]:
+    """Paths of new pictures to ask about: coloured shapes, as in the data of ``pocket/llava``."""
+    folder = Path(tempfile.mkdtemp(prefix="specmm-"))
+    found = []
     for shape, colour in SHAPES:
         image = Image.new("RGB", (SIDE, SIDE), "#e8ebf2")
         pen = ImageDraw.Draw(image)
@@ -292,42 +280,29 @@ def scenes() -> list[str]:
     return found
 
 
-def measured(pipe: Any, names: list[str], runs: int, seed: int) -> Any:
-    """A data frame with a row a method, as ``specmm bench`` measures them, plain decoding first.
+def _measured(models: AppModels, model: str, names: list[str], runs: int) -> pandas.DataFrame:
+    """A row for each method, as ``specmm bench`` measures them, plain decoding first.
 
     Raises ``ValueError`` for no method, an unknown one, and too many runs.
     """
-    import pandas
-
-    from specmm.methods import AR, make
-    from specmm.runs.race import race, summary
-
     if not names or not 1 <= runs <= MOST_RUNS:
         raise ValueError(
             f"choose one method at least and 1 to {MOST_RUNS} runs, got {len(names)} and {runs}"
         )
-    registry = pipe_methods(pipe)
-    contenders = [AR(), *(make(registry, name) for name in names if name != AR.name)]
+    pipe = models.get("images", model)
+    others = [name for name in names if name != AR.name]
+    contenders = parse_methods(methods_of("images", model), ",".join([AR.name, *others]))
     count = pipe.transformer.config.num_classes
-    lanes = race(pipe, contenders, [[i % count] for i in range(runs)], seed)
+    lanes = race(pipe, contenders, [[i % count] for i in range(runs)], seed=0)
     rows = [summary(lane, lanes[0], 1) for lane in lanes]
     cells = [
         (
-            r["label"],
-            round(r["speedup"], 3),
-            round(r["seconds"], 4),
-            round(r["tau"], 2),
-            r["certificate"]["kind"],
+            row["label"],
+            round(row["speedup"], 3),
+            round(row["seconds"], 4),
+            round(row["tau"], 2),
+            row["certificate"]["kind"],
         )
-        for r in rows
+        for row in rows
     ]
     return pandas.DataFrame(cells, columns=list(COLUMNS))
-
-
-def pipe_methods(pipe: Any) -> Any:
-    """The methods of the pipeline's family."""
-    from specmm.image_ar.pipeline import FAMILIES
-
-    return next(
-        family.methods for family in FAMILIES.values() if family.pipeline == type(pipe).__name__
-    )

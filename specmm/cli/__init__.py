@@ -11,20 +11,8 @@ from typing import Annotated
 import typer
 
 import specmm
-from specmm.cli import (
-    ask,
-    batch,
-    bench,
-    complete,
-    demo,
-    evaluate,
-    generate,
-    methods,
-    plan,
-    train,
-    zoo,
-)
-from specmm.cli.errors import OneLine
+from specmm.cli import batch, bench, catalog, evaluate, generate, language, train
+from specmm.cli.output import OneLine
 
 app = typer.Typer(
     cls=OneLine,
@@ -36,16 +24,16 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate.generate)
-app.command()(ask.ask)
+app.command()(language.ask)
 app.command()(batch.batch)
 app.command()(bench.bench)
-app.command()(complete.complete)
+app.command()(language.complete)
 app.add_typer(evaluate.app, name="eval")
-app.command(context_settings=train.ANY)(train.train)
-app.command("methods")(methods.methods_command)
-app.command()(plan.plan)
-app.command()(zoo.zoo)
-app.command()(demo.demo)
+app.command(context_settings=train.UNKNOWN_OPTIONS)(train.train)
+app.command("methods")(catalog.methods_command)
+app.command()(bench.plan)
+app.command()(catalog.zoo)
+app.command()(bench.demo)
 
 
 def _version(wanted: bool) -> None:

@@ -1,16 +1,24 @@
-"""``specmm bench``: methods against plain decoding, interleaved in one process."""
+"""``specmm bench``, ``plan`` and ``demo``: what the methods gain on this machine."""
 
 from __future__ import annotations
 
+import re
 import secrets
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specmm.cli.options import Device, Dtype, Json, Model, Seed
-from specmm.cli.output import emit, number, stdout_reserved, table
+from specmm.cli.output import emit, say, stdout_reserved, table
+from specmm.files import writable
+
+if TYPE_CHECKING:
+    from specmm.runs.run import Place
 
 COLUMNS = ("method", "s/picture", "speed-up", "tau", "host", "ideal", "log-lik", "certificate")
+PAIR = re.compile(r"d(\d+),d(\d+)")  # depths of a large and a small VAR of published sizes
+DEFAULT = "pocket/llamagen"
 
 
 def bench(
@@ -28,41 +36,130 @@ def bench(
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Measure speed, block efficiency and likelihood; plain decoding always runs along as the
-    baseline.
-    """
+    """Measure speed, block efficiency and likelihood; plain decoding is always the baseline."""
     from specmm.image_ar.pipeline import family_of
-    from specmm.runs.method_names import parse_methods
-    from specmm.runs.models import Place, open_model
-    from specmm.runs.race import measure, runnable
+    from specmm.runs.race import measure
+    from specmm.runs.run import Place, open_model, parse_methods
 
     family = family_of(model)
     contenders = parse_methods(family.methods, methods or family.compared)
     seed = secrets.randbelow(2**31) if seed is None else seed
     with stdout_reserved():
         pipe = open_model("images", model, Place.named(device, dtype))
-        contenders = runnable(pipe, contenders) if methods is None else contenders
+        contenders = pipe.runnable(contenders) if methods is None else contenders
         rows = measure(pipe, model, contenders, batch, n, seed)
     if as_json:
-        emit(rows)
-        return
-    typer.echo(table([COLUMNS, *(_cells(row) for row in rows)]))
-    typer.echo(
-        f"{n} runs each at batch {batch}, {rows[0]['dtype']}, {rows[0]['threads']} threads, seed {seed}"
-    )
+        return emit(rows)
+    where = f"{rows[0]['dtype']}, {rows[0]['threads']} threads, seed {seed}"
+    typer.echo(table([COLUMNS, *map(_cells, rows)]))
+    typer.echo(f"{n} runs each at batch {batch}, {where}")
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    tv = row["certificate"]["tv"]
-    likelihood = row["quality"]["log_likelihood"]
-    kind = row["certificate"]["kind"] + (f", tv {tv:.4f}" if tv else "")
+    from specmm.runs.figures import claim, number
+
     return [
         row["label"],
-        number(row["seconds_per_picture"]),
+        f"{row['seconds_per_picture']:.3f}",
         f"{row['speedup']:.2f}x",
-        number(row["tau"], ".2f"),
+        f"{row['tau']:.2f}",
         f"{row['host_overhead']:.0%}",
         f"{row['ideal']:.2f}x",
-        number(likelihood) if likelihood is not None else "-",
-        kind,
+        number(row["quality"]["log_likelihood"]),
+        claim(row["certificate"]),
     ]
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A folder, a pocket model (see specmm zoo) or a hub id; or two published sizes of "
+            "VAR, as d30,d16: no weights are needed."
+        ),
+    ],
+    batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 1,
+    cfg: Annotated[
+        float | None,
+        typer.Option(help="Guidance scale: twice the rows a step; none is 1, of VAR 0."),
+    ] = None,
+    resolution: Annotated[
+        int, typer.Option(help="Pixels a side of published sizes: 256 or 512.")
+    ] = 256,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Measure this machine, and say which tree method auto takes, or how many scales the large
+    model of code draws.
+    """
+    from specmm.runs.plans import plan_model, plan_published
+    from specmm.runs.run import Place
+
+    with stdout_reserved():
+        place = Place.named(device, dtype)
+        if pair := PAIR.fullmatch(model):
+            large, small = map(int, pair.groups())
+            found, lines = plan_published(large, small, resolution, batch, cfg, place)
+        else:
+            found, lines = plan_model(model, batch, cfg, place)
+    if as_json:
+        emit(found)
+    else:
+        typer.echo("\n".join(lines))
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder of what is made.")] = Path("out/demo"),
+    model: Annotated[str, typer.Option(help="A folder or pocket model.")] = DEFAULT,
+    n: Annotated[int, typer.Option("-n", min=1, help="Pictures of each of four classes.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same pictures.")] = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    app: Annotated[
+        bool, typer.Option("--app", help="Open the app in a browser instead of making a page.")
+    ] = False,
+    host: Annotated[
+        str, typer.Option(help="Of the app: 0.0.0.0 opens it to the network.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None, typer.Option(min=0, help="Of the app; a free one if not given.")
+    ] = None,
+    share: Annotated[
+        bool, typer.Option("--share", help="Give the app a public address, by gradio.live.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Draw a few classes by three methods, one picture at a time, and compare them; or open the
+    app.
+    """
+    from specmm.runs import figures
+    from specmm.runs.run import Place
+
+    if app:
+        return _open(model, host, port, share, Place.named(device, dtype))
+    folder = writable(out)
+    with stdout_reserved():
+        place = Place.named(device, dtype)
+        rows, paths = figures.compare(model, place, folder, n, seed, say)
+    if as_json:
+        return emit({"model": model, "seed": seed, "methods": rows, "outputs": paths})
+    typer.echo(table([figures.COLUMNS, *map(figures.cells, rows)]))
+    typer.echo(figures.notes(rows))
+    typer.echo("\n".join(paths[:2]))
+
+
+def _open(model: str, host: str, port: int | None, share: bool, place: Place) -> None:
+    """Serve the app until Ctrl-C.
+
+    Raises ``ValueError`` without gradio and for a port that is taken.
+    """
+    from specmm.app.models import AppModels
+
+    models = AppModels((model,) if model != DEFAULT else (), place)
+    try:
+        from specmm.app.page import build, serve
+    except ModuleNotFoundError as error:
+        raise ValueError(f"the app needs {error.name}, run: pip install 'specmm[app]'") from error
+    say("loading the models and opening the app; Ctrl-C ends it")
+    serve(build(models), host, port, share)

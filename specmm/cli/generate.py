@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specmm.cli.errors import Interrupted
 from specmm.cli.options import Device, Dtype, Json, Model, Options, Seed
-from specmm.cli.output import emit, say, stdout_reserved, writable
+from specmm.cli.output import Interrupted, emit, say, stdout_reserved
+from specmm.files import writable
 
 if TYPE_CHECKING:
-    from specmm.runs.pictures import Report
+    from specmm.runs.run import PictureRun
 
 Class = Annotated[list[str], typer.Option("--class", help="Class name or id; may be repeated.")]
 Prompt = Annotated[
@@ -22,8 +22,8 @@ Prompt = Annotated[
 MethodName = Annotated[
     str,
     typer.Option(
-        help="LlamaGen: ar, sjd, speculative, eagle, lantern, lantern++, auto; VAR: ar, code, speculative, auto; "
-        "MAR: ar, cspd."
+        help="LlamaGen: ar, sjd, speculative, eagle, lantern, lantern++, draft, auto; "
+        "VAR: ar, code, speculative, auto; MAR: ar, cspd."
     ),
 ]
 
@@ -54,11 +54,10 @@ def generate(
         bool,
         typer.Option(
             "--batch-invariant",
-            "--steady",
-            help="Pictures do not depend on --batch-size, to the last bit (float32, CPU). "
-            "Called --steady until now.",
+            help="Pictures do not depend on --batch-size, to the last bit (float32, CPU).",
         ),
     ] = False,
+    steady: Annotated[bool, typer.Option("--steady", hidden=True)] = False,
     text_encoder: Annotated[
         Path | None, typer.Option(help="Folder of the T5 encoder, for --prompt.")
     ] = None,
@@ -68,52 +67,55 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Draw pictures; each is saved as soon as its batch is done."""
-    from specmm.image_ar.pipeline import family_of
-    from specmm.runs.method_names import parse_method
-    from specmm.runs.models import Place, open_model
-    from specmm.runs.pictures import Job, check, draw
+    from specmm.runs import run as runs
 
     if bool(classes) == bool(prompt):
         raise ValueError("give --class or --prompt (either may be repeated), and not both")
-    chosen = parse_method(family_of(model).methods, method, option)
+    if steady:  # until version 0.3
+        say("deprecated: --steady is called --batch-invariant")
+    chosen = runs.parse_method(runs.methods_of("images", model), method, option)
     seed = secrets.randbelow(2**31) if seed is None else seed
-    folder = writable(out or Path("out") / f"{method}-{seed}")
     sampling = dict(
         cfg=cfg, cfg_interval=cfg_interval, temperature=temperature, top_k=top_k, top_p=top_p
     )
-    sampling = {name: value for name, value in sampling.items() if value is not None}
-    kind, inputs = ("classes", classes) if classes else ("prompt", prompt)
-    asked = model, chosen, kind, [i for i in inputs for _ in range(n)], seed, sampling
-    job = Job(*asked, batch_size, folder, compiled, batch_invariant)
+    run = runs.PictureRun(
+        model,
+        chosen,
+        "classes" if classes else "prompt",
+        [text for text in classes or prompt for _ in range(n)],
+        seed,
+        {name: value for name, value in sampling.items() if value is not None},
+        batch_size,
+        writable(out or Path("out") / f"{method}-{seed}"),
+        compiled,
+        batch_invariant or steady,
+    )
     with stdout_reserved():
-        pipe = open_model("images", model, Place.named(device, dtype), text_encoder=text_encoder)
-        check(pipe, job)
-        report = draw(pipe, job, say)
-    report.save()
+        place = runs.Place.named(device, dtype)
+        pipe = runs.open_model("images", model, place, text_encoder=text_encoder)
+        runs.check(pipe, run)
+        runs.draw(pipe, run, say)
+    run.save()
     if as_json:
-        emit(report.as_dict())
+        emit(run.as_dict())
     else:
-        typer.echo(_lines(report))
-    if report.interrupted:
+        typer.echo(_summary(run))
+    if run.interrupted:
         raise Interrupted(
-            f"{len(report.outputs)} of {len(job.inputs)} pictures are finished and in {folder}"
+            f"{len(run.outputs)} of {len(run.inputs)} pictures are finished and in {run.out}"
         )
 
 
-def _lines(report: Report) -> str:
-    """A summary for people."""
-    from specmm.certificate import merged
-
-    job, found = report.job, merged(report.certificates)
-    rate = f", {report.seconds / len(report.outputs):.2f} s each" if report.outputs else ""
-    first = f"{len(report.outputs)} of {len(job.inputs)} pictures by {report.ran} in {report.seconds:.1f} s{rate}"
-    counts = f"{report.stats.tokens} tokens in {report.stats.rounds} rounds, tau {report.stats.tau:.2f}, "
-    return "\n".join(
-        [
-            first + f", seed {job.seed}",
-            *([f"chosen       {report.reason}"] if report.reason else []),
-            counts + f"host overhead {report.stats.host_overhead:.0%}",
-            f"certificate  {found or 'none'}",
-            f"saved in     {job.out}",
-        ]
-    )
+def _summary(run: PictureRun) -> str:
+    """A run for people."""
+    stats = run.stats
+    drawn = f"{len(run.outputs)} of {len(run.inputs)} pictures by {run.ran}"
+    each = f", {run.seconds / len(run.outputs):.2f} s each" if run.outputs else ""
+    lines = [f"{drawn} in {run.seconds:.1f} s{each}, seed {run.seed}"]
+    if run.reason:
+        lines.append(f"chosen       {run.reason}")
+    counts = f"{stats.tokens} tokens in {stats.rounds} rounds, tau {stats.tau:.2f}"
+    lines.append(f"{counts}, host overhead {stats.host_overhead:.0%}")
+    lines.append(f"certificate  {run.certificate or 'none'}")
+    lines.append(f"saved in     {run.out}")
+    return "\n".join(lines)

@@ -1,27 +1,77 @@
-"""What commands print: exactly one JSON value on stdout if asked for, tables for people, and files
-written whole.
-"""
+"""What commands print: one JSON value on stdout if asked for, tables, and mistakes on one line."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from specmm.files import writable as writable
 from specmm.files import write_whole
 
+DEBUG = "SPECMM_DEBUG"  # if set, the traceback of a mistake is shown, too
+ClickError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
-@contextlib.contextmanager
-def stdout_reserved() -> Iterator[None]:
+
+class Interrupted(Exception):
+    """Ctrl-C, once everything finished is safe; its text says where that is."""
+
+
+class OneLine(TyperGroup):
+    """The group of all commands; it turns the errors of users into one line."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run a command; exit status 0, 2 for a user's mistake, 130 after Ctrl-C."""
+        try:
+            status = super().main(
+                args, prog_name, complete_var, False, windows_expand_args, **extra
+            )
+        except ClickError as error:
+            if type(error).__name__ == "NoArgsIsHelpError":
+                error.show()
+                sys.exit(2)
+            _fail(error.format_message())
+        except typer.Abort:
+            _fail("interrupted", 130)
+        except Interrupted as stop:  # the only line: typer's own about Ctrl-C would be a second
+            say(f"interrupted: {stop}")
+            sys.exit(130)
+        except (ValueError, OSError) as error:
+            if os.environ.get(DEBUG):
+                raise
+            text = str(error)
+            if isinstance(error, OSError) and error.strerror:
+                text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+            _fail(text)
+        if status == 130:  # how typer reports Ctrl-C itself
+            _fail("interrupted", 130)
+        sys.exit(status if isinstance(status, int) else 0)
+
+
+def _fail(message: str, status: int = 2) -> NoReturn:
+    """Say what is wrong on one line and exit."""
+    say("error: " + " ".join(message.split()))
+    sys.exit(status)
+
+
+def stdout_reserved() -> contextlib.AbstractContextManager[object]:
     """Whatever a library prints meanwhile goes to stderr, so that stdout holds the result only."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
+    return contextlib.redirect_stdout(sys.stderr)
 
 
 def say(text: str) -> None:
@@ -41,11 +91,6 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
     return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
-
-
-def number(value: Any, form: str = ".3f") -> str:
-    """A number as text, a dash for what is not known."""
-    return "-" if value is None else format(value, form)
 
 
 def write_text(file: Path, text: str) -> None:

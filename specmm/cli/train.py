@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from specmm.recipes.recipe import Recipe
 
 OLD = {"drafter": "emoji-drafter", "msd": "scenes-msd"}  # what old options of these names meant
-ANY = {"ignore_unknown_options": True}  # old options are read here
+UNKNOWN_OPTIONS = {"ignore_unknown_options": True}  # old options are read here
 Words = Annotated[
     list[str] | None,
     typer.Argument(
@@ -48,8 +48,7 @@ def train(
     from specmm.recipes.recipe import load, recipes
 
     if not words:
-        rows = [(name, _first_line(file)) for name, file in recipes().items()]
-        return typer.echo(table([("recipe", "what it trains"), *rows]))
+        return typer.echo(table([("recipe", "what it trains"), *map(_listed, recipes().values())]))
     name, *rest = words
     if show:
         return typer.echo(recipes().get(name, Path(name)).read_text(encoding="utf-8"), nl=False)
@@ -59,12 +58,15 @@ def train(
     settings = _pairs([*(given or []), *_rest(recipe, rest), *([f"out={out}"] if out else [])])
     with stdout_reserved():
         found = recipe.having(settings).run()
-    _done(found, as_json)
+    if as_json:
+        return emit(found)
+    what = " of ".join(str(found[k]) for k in ("kind", "model") if k in found)
+    say(f"trained {what}, {found['steps']} steps: {', '.join(found['outputs'])}")
 
 
-def _first_line(file: Path) -> str:
-    """What a config file says first."""
-    return file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+def _listed(file: Path) -> tuple[str, str]:
+    """A recipe's name, and what its config file says first."""
+    return file.stem, file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
 
 
 def _pairs(given: list[str]) -> dict[str, str | list[str]]:
@@ -79,14 +81,14 @@ def _pairs(given: list[str]) -> dict[str, str | list[str]]:
 
 
 def _rest(recipe: Recipe, words: list[str]) -> list[str]:
-    """What follows the recipe's name as KEY=VALUE: more settings, the model, options as they were
-    spelt before.
-    """
-    kinds, pairs, old = recipe.kinds(), [], []
+    """The words after the recipe's name as KEY=VALUE: settings, the model, options of old."""
+    kinds: dict[str, Any] = recipe.kinds()
+    pairs: list[str] = []
+    old: list[str] = []
     left = iter(words)
     for word in left:
         option, equals, value = word.removeprefix("--").partition("=")
-        name = option.replace("-", "_")
+        name = recipe.current(option.replace("-", "_"))
         flag = name.removeprefix("no_")
         if not word.startswith("--"):
             pairs.append(word if equals and option.isidentifier() else f"model={word}")
@@ -97,11 +99,3 @@ def _rest(recipe: Recipe, words: list[str]) -> list[str]:
     if old:
         say(f"deprecated: write specmm train {recipe.name} … --set {' '.join(old)}")
     return pairs + old
-
-
-def _done(found: dict[str, Any], as_json: bool) -> None:
-    """Say what was trained."""
-    if as_json:
-        return emit(found)
-    what = " of ".join(str(found[k]) for k in ("kind", "model") if k in found)
-    say(f"trained {what}, {found['steps']} steps: {', '.join(found['outputs'])}")

@@ -53,32 +53,29 @@ KINDS: Mapping[str, DrafterKind] = {
         f"{SMALL}:make_seeing", f"{VLM}.loading:load_small", "vlm", "experts/1"
     ),
     "msd": DrafterKind(
-        f"{VLM}.drafters.msd:make",
-        f"{VLM}.drafters.msd_files:load_for",
-        "msd",
-        plan=f"{VLM}.tuning:choose_method",
+        f"{VLM}.msd:make", f"{VLM}.msd_head:load_for", "msd", plan=f"{VLM}.msd:choose_method"
     ),
     "verdict": DrafterKind(
         "", f"{VLM}.verdict:load_experts", "experts", judge=f"{VLM}.verdict:make_judge"
     ),
     "diffuspec": DrafterKind(
-        f"{BLOCKS}.assemble:make_diffuspec", f"{BLOCKS}.loading:load_diffusion", "diffusion"
+        f"{BLOCKS}.assemble:make_diffuspec", f"{BLOCKS}.assemble:load_diffusion", "diffusion"
     ),
     "specdiff": DrafterKind(
-        f"{BLOCKS}.assemble:make_specdiff", f"{BLOCKS}.loading:load_diffusion", "diffusion"
+        f"{BLOCKS}.assemble:make_specdiff", f"{BLOCKS}.assemble:load_diffusion", "diffusion"
     ),
     "deer": DrafterKind(
         f"{BLOCKS}.assemble:make_block",
-        f"{BLOCKS}.loading:load_deer_or_diffusion",
+        f"{BLOCKS}.assemble:load_deer_or_diffusion",
         "deer",
-        plan=f"{BLOCKS}.tuning:choose_method",
+        plan=f"{BLOCKS}.assemble:choose_method",
         model_type="deer",
     ),
     "block": DrafterKind(
         f"{BLOCKS}.assemble:make_block",
-        f"{BLOCKS}.loading:load_block",
+        f"{BLOCKS}.assemble:load_block",
         "block",
-        plan=f"{BLOCKS}.tuning:choose_method",
+        plan=f"{BLOCKS}.assemble:choose_method",
     ),
 }
 

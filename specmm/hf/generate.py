@@ -38,8 +38,7 @@ from specmm.hf.drafting import assemble, choose, planned_by, preset_of
 from specmm.hf.prompt import POSITIONS, VLMPrompt
 from specmm.hf.streaming import ending, gains, stop_texts
 from specmm.hf.target import VLMTarget
-from specmm.history import History
-from specmm.processors import Processor
+from specmm.processors import History, Processor
 from specmm.randomness import Uniforms, sample_generators
 from specmm.tree import DraftTree
 from specmm.turns import in_its_turn

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from specmm.drafter import Drafter
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
-from specmm.shape.sampled import Siblings
+from specmm.shape.trees import Siblings
 from specmm.verify import Recursive, Rule
-from specmm.verify.names import make_rule, rule_kind
+from specmm.verify.rule import make_rule, rule_kind
 
 
 class Assembly(NamedTuple):

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from specmm.hf.after_head import forward, plain_tokens
+from specmm.hf.families import own_logits, plain_tokens
 from specmm.hf.prompt import VLMPrompt
 from specmm.tree import DraftTree, TreeShape
 
@@ -89,7 +89,7 @@ def _own(model: Any, tokens: Tensor) -> Tensor:
     width = PROMPT + max(map(len, PATHS))
     rows = [torch.cat([tokens[:PROMPT], tokens[PROMPT:][list(path)]]) for path in PATHS]
     filled = [torch.cat([row, tokens[:1].expand(width - len(row))]) for row in rows]
-    logits = forward(model, torch.stack(filled))
+    logits = own_logits(model, torch.stack(filled))
     return (
         torch.stack([logits[i, len(row) - 1] for i, row in enumerate(rows)]).float().log_softmax(-1)
     )

@@ -3,16 +3,18 @@
 On the right, a causal mask hides the padding by itself, row b's token j lies in cache slot j, and a
 row's numbers do not depend on how long the others are.
 
-Shape letters: B batch, L longest prompt.
+Shape letters: B batch, R = 2·B rows of two guidance branches, L longest prompt.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
@@ -20,7 +22,7 @@ POSITIONS = "position_ids"  # of M-RoPE [3 or 4, B, L], the last three rows coun
 
 
 class Source(Protocol):
-    """What was asked, which another processor can read as well."""
+    """The question itself, which another processor can read as well."""
 
     def inputs(self, processor: Any) -> dict[str, Any]:
         """What ``processor`` makes of it: ``input_ids`` [B, L] and the rest, as tensors."""
@@ -30,14 +32,17 @@ class Source(Protocol):
 @dataclass
 class VLMPrompt:
     """``inputs`` as the processor gives them (``input_ids`` [B, L], ``pixel_values``,
-    ``image_grid_thw``, …) and the number of tokens there must be room for. Raises ``ValueError``
-    when there is nothing to continue.
+    ``image_grid_thw``, …) and the number of tokens there must be room for.
+
+    ``unconditional`` is what guidance compares with, of text alone. Raises ``ValueError`` when
+    there is nothing to continue.
     """
 
     inputs: dict[str, Any]
     max_new_tokens: int
     source: Source | None = None  # for drafters with a processor of their own
     longest: int = 0  # tokens of the longest prompt that a row may begin anew with
+    unconditional: VLMPrompt | None = None
 
     def __post_init__(self) -> None:
         ids = self.inputs["input_ids"]
@@ -48,7 +53,8 @@ class VLMPrompt:
         mask = self.inputs["attention_mask"].bool()
         if ids.ndim != 2 or not ids.numel() or not bool(mask.any(1).all()):
             raise ValueError(
-                f"every prompt must hold at least one token, got input_ids of shape {list(ids.shape)}"
+                "every prompt must hold at least one token, got input_ids of shape "
+                f"{list(ids.shape)}"
             )
         order = (~mask).to(torch.int8).argsort(dim=1, stable=True)  # tokens first, in their order
         moved = {
@@ -73,20 +79,44 @@ class VLMPrompt:
         """Tokens of each row [B]."""
         return self.mask.sum(1)
 
+    @cached_property
+    def begins(self) -> Tensor:
+        """The slot of each row's first new token [B]: after the longer of its two branches."""
+        if self.unconditional is None:
+            return self.lengths
+        return torch.maximum(self.lengths, self.unconditional.lengths)
+
+    @property
+    def width(self) -> int:
+        """Slots of the prefill: L, or that of the unconditional prompt where it is longer."""
+        other = self.unconditional.width if self.unconditional is not None else 0
+        return max(self.input_ids.shape[1], other)
+
     @property
     def room(self) -> int:
         """Tokens that a row may come to hold."""
-        return max(self.input_ids.shape[1], self.longest) + self.max_new_tokens
+        return max(self.width, self.longest) + self.max_new_tokens
 
     @cached_property
     def padded(self) -> bool:
         """Whether the rows differ in length."""
-        return not bool(self.mask.all())
+        return bool((self.begins < self.width).any())
 
     @property
     def vision(self) -> dict[str, Any]:
         """Everything but the tokens: pixels, grids, sizes."""
         return {k: v for k, v in self.inputs.items() if k not in (*PER_TOKEN, POSITIONS)}
+
+    def branches(self) -> tuple[Tensor, Tensor]:
+        """Ids [R, ``width``] of both branches, which end where the answer begins, and each one's
+        first slot [R].
+        """
+        assert self.unconditional is not None
+        both = (self, self.unconditional)
+        ids = torch.cat([F.pad(p.input_ids, (0, self.width - p.input_ids.shape[1])) for p in both])
+        first = self.begins.repeat(2) - torch.cat([p.lengths for p in both])
+        column = torch.arange(self.width, device=ids.device)
+        return ids.gather(1, (column - first[:, None]).clamp(min=0)), first
 
     def next_positions(self) -> Tensor:
         """Under M-RoPE with given positions: that of the token after each row [B]."""
@@ -98,44 +128,47 @@ class VLMPrompt:
         inputs = dict(self.inputs)
         if inputs.get(POSITIONS) is not None:
             where = self.lengths.expand(3, -1)[..., None]
-            longer = torch.nn.functional.pad(inputs[POSITIONS], (0, 1))
-            inputs[POSITIONS] = longer.scatter(
-                2, where, self.next_positions().expand(3, -1)[..., None]
-            )
-        new_values = (
-            ("input_ids", tokens),
-            ("attention_mask", 1),
-            ("mm_token_type_ids", 0),
-            ("token_type_ids", 0),
-        )
-        for key, value in new_values:
+            new = self.next_positions().expand(3, -1)[..., None]
+            inputs[POSITIONS] = F.pad(inputs[POSITIONS], (0, 1)).scatter(2, where, new)
+        values = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        for key in PER_TOKEN:
             if inputs.get(key) is not None:
-                longer = torch.nn.functional.pad(inputs[key], (0, 1))
-                new = torch.as_tensor(value, dtype=longer.dtype, device=longer.device).expand(
-                    len(longer)
-                )
+                longer = F.pad(inputs[key], (0, 1))
+                new = values.get(key, torch.zeros_like(tokens)).to(longer)
                 inputs[key] = longer.scatter(1, self.lengths[:, None], new[:, None])
         return VLMPrompt(inputs, max(self.max_new_tokens - 1, 1), self.source)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> VLMPrompt:
         """The same on ``device``, pixels in ``dtype``."""
-        return VLMPrompt(
-            on_device(self.inputs, device, dtype), self.max_new_tokens, self.source, self.longest
-        )
+        inputs = on_device(self.inputs, device, dtype)
+        other = None if self.unconditional is None else self.unconditional.to(device, dtype)
+        return VLMPrompt(inputs, self.max_new_tokens, self.source, self.longest, other)
 
     def rows(self) -> list[list[int]]:
         """The token ids of each row, without padding."""
-        return [
-            ids[:n] for ids, n in zip(self.input_ids.tolist(), self.lengths.tolist(), strict=True)
-        ]
+        lengths = self.lengths.tolist()
+        return [row[:n] for row, n in zip(self.input_ids.tolist(), lengths, strict=True)]
 
 
 def on_device(
-    inputs: dict[str, Any], device: torch.device, dtype: torch.dtype | None = None
+    inputs: Mapping[str, Any], device: torch.device, dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
     """``inputs`` with every tensor on ``device`` and pixels (what is fractional) in ``dtype``."""
-    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device, dtype if value.is_floating_point() else None)
+
+    return {name: moved(value) for name, value in inputs.items()}
+
+
+def padded(rows: list[list[int]], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """``rows`` of ids as one batch, padded at the right."""
+    width = max(map(len, rows))
+    ids = [row + [0] * (width - len(row)) for row in rows]
+    mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
     return {
-        k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v
-        for k, v in moved.items()
+        "input_ids": torch.tensor(ids, device=device),
+        "attention_mask": torch.tensor(mask, device=device),
     }

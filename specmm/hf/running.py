@@ -19,7 +19,7 @@ from specmm import methods
 from specmm.autotune import Plan
 from specmm.certificate import Certificate, of_rule
 from specmm.continuous_batching import BatchingDrafter, Queue
-from specmm.decode import Play, Progress, decode, decode_plain, one_round
+from specmm.decode import EndTokens, Play, Progress, all_of, decode, decode_plain, one_round
 from specmm.drafter import DeferredDrafter, Drafter, NoDrafts
 from specmm.hf.drafting import Drafters, choose, preset_of, said_by
 from specmm.hf.prompt import VLMPrompt
@@ -28,7 +28,6 @@ from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
 from specmm.registry import unknown
-from specmm.stopping import EndTokens, all_of
 from specmm.verify import Recursive, Rule
 
 
@@ -131,7 +130,7 @@ class Prompts:
             )
         prompt = self.of(slice(rows))
         self.waiting = {i: self.of(slice(i, i + 1)) for i in range(rows, self.count)}
-        prompt.longest = max((len(p.input_ids[0]) for p in self.waiting.values()), default=0)
+        prompt.longest = max((p.width for p in self.waiting.values()), default=0)
         for one in (prompt, *self.waiting.values()):
             target.check(one)
         return prompt.to(target.device, target.dtype)

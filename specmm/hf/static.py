@@ -18,9 +18,8 @@ from torch import Tensor
 from specmm.cache import StaticMemory
 from specmm.compiled import DeferredStop, compiled
 from specmm.decode import room
-from specmm.hf.cache_slots import with_memories
 from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import ProbsProcessor, VLMTarget
+from specmm.hf.target import ProbsProcessor, VLMTarget, as_transformers
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
 
@@ -60,7 +59,7 @@ class StaticVLMTarget(DeferredStop, VLMTarget):
         shut = torch.arange(self.cache.slots, device=self.device) >= prompt.lengths[:, None]
         bias = torch.zeros(shut.shape, dtype=self.cache.data.dtype, device=self.device)
         self.bias = bias.masked_fill_(shut, float("-inf"))[:, None, None]
-        self.past = with_memories(
+        self.past = as_transformers(
             [StaticMemory(layer.keys, layer.values, self.place) for layer in self.cache.layers]
         )
 

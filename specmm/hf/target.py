@@ -1,40 +1,44 @@
-"""A transformers vision-language model (or text model), as it is, as a target of the core.
+"""A model of transformers, as it is, as a target of the core.
 
 The prompt goes through the model's own forward with its pictures; trees and steps go straight to
 its decoder with the core's cache as ``past_key_values``, additive masks and explicit positions.
+Under guidance every sample has two rows, those of its unconditional prompt after all others.
 
-Shape letters: B batch, N tree nodes, L prompt positions, S slots, C width, V vocabulary.
+Shape letters: B batch, G guidance branches, R = G·B rows, N tree nodes, L prompt positions, S
+slots, H heads, D head width, C width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import CacheLayerMixin
 
-from specmm.cache import Cache, CacheSize
-from specmm.hf.cache_slots import as_transformers
+from specmm.cache import Cache, CacheSize, Memory, StaticMemory, branched
+from specmm.guidance import AllowedTokens, Guidance
 from specmm.hf.families import Family
 from specmm.hf.probe import check_model
 from specmm.hf.prompt import VLMPrompt as VLMPrompt
-from specmm.history import History
 from specmm.kernels.tree_attention import Mask, TreeMask
 from specmm.kernels.tree_attention.interface import PLACEHOLDER
-from specmm.processors import Processor, check_finite
+from specmm.processors import History, Processor, check_finite
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
 from specmm.verify.rule import VerifyResult
 
+UNGUIDED = Guidance()
+
 
 class ProbsProcessor(Protocol):
-    """What a target needs of a processor: :class:`specmm.processors.Processor`, or transformers'
-    own wrapped.
-    """
+    """From logits to distributions: :class:`specmm.processors.Processor`, or transformers' own."""
 
     @property
     def greedy(self) -> bool:
@@ -53,10 +57,45 @@ class ProbsProcessor(Protocol):
     def probs(
         self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None
     ) -> Tensor:
-        """Distributions [B, N, V] of logits [B, N, V] in any dtype; ``out`` may be written to in
-        place of fresh memory.
-        """
+        """Distributions [B, N, V] of logits [B, N, V]; ``out`` may be written to."""
         ...
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer of a transformers cache; the :class:`Memory` knows where keys and values go."""
+
+    is_sliding = False
+
+    def __init__(self, memory: Memory | StaticMemory) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.memory, self.is_initialized = memory, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the memory is there."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Store [R, H, N, D] and return what is attended, [R, H, S, D]."""
+        keys, values = self.memory.write(key_states.transpose(1, 2), value_states.transpose(1, 2))
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Slots attended and the first of them."""
+        return self.memory.stop, 0
+
+    def get_seq_length(self) -> int:
+        """Slots before those of the next forward."""
+        return self.memory.first
+
+    def get_max_length(self) -> int:
+        """All slots."""
+        return self.memory.keys.shape[1]
+
+
+def as_transformers(layers: Sequence[Memory | StaticMemory]) -> TransformersCache:
+    """The memories of all ``layers`` as ``past_key_values``."""
+    return TransformersCache(layers=[SlotLayer(memory) for memory in layers])
 
 
 @dataclass
@@ -76,17 +115,28 @@ class VLMTarget:
     """A transformers model with a cache; one instance serves one batch at a time.
 
     Drafters that read the prompt set ``wants_context``; the prefill then leaves a :class:`Context`.
-    Raises ``ValueError`` for a model that cannot be one, unless it has been ``checked`` (see
-    ``probe``).
+    ``family`` names the model's parts where they are not those of its own forward. Raises
+    ``ValueError`` for a model that cannot be a target (see ``probe``; where the family is given,
+    the model is not checked), and for guidance of models with sliding layers or M-RoPE.
     """
 
     def __init__(
-        self, model: Any, processor: ProbsProcessor, name: str = "vlm", checked: bool = False
+        self,
+        model: PreTrainedModel,
+        processor: ProbsProcessor,
+        name: str = "vlm",
+        family: Family | None = None,
+        guidance: Guidance = UNGUIDED,
+        allowed: AllowedTokens | None = None,
     ) -> None:
         self.model, self.processor, self.name = model.eval(), processor, name
-        self.family = Family.of(model)
-        if not checked:
-            check_model(model, lambda: VLMTarget(model, Processor(1.0), "probe", checked=True))
+        self.family = family or Family.of(model)
+        self.guidance, self.allowed = guidance, allowed
+        if family is None:
+            own = self.family
+            check_model(model, lambda: VLMTarget(model, Processor(1.0), "probe", own))
+        if guidance.branches > 1 and (self.family.window or self.family.mrope):
+            raise ValueError(f"cfg must be at most 1 for {name}: it has sliding layers or M-RoPE")
         processor.check_vocabulary(self.family.vocabulary)
         self.wants_context = False
         self.context: Context | None = None
@@ -94,9 +144,7 @@ class VLMTarget:
         self.running = False  # a forward of this target, not of another on the same model
         self.starting_row = False  # that of a row that begins anew
         self.started: VLMTarget  # the latest such row by itself, for drafters to read
-        self.spent: Tensor | None = (
-            None  # greedy distributions of the forward before, which nobody reads any more
-        )
+        self.spent: Tensor | None = None  # distributions whose memory the next greedy ones take
         self.cache: Cache
         self.prompt: VLMPrompt
         self.history: History
@@ -104,12 +152,16 @@ class VLMTarget:
     @property
     def device(self) -> torch.device:
         """Where the weights live."""
-        return self.family.head.weight.device
+        return self._weight.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The weights' dtype."""
-        return self.family.head.weight.dtype
+        return self._weight.dtype
+
+    @property
+    def _weight(self) -> Tensor:
+        return self.family.decoder.get_input_embeddings().weight
 
     @property
     def image_tokens(self) -> tuple[int, ...]:
@@ -117,8 +169,8 @@ class VLMTarget:
         return self.family.image_tokens
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings [..., C] of text ``tokens`` [...]."""
-        return self.family.decoder.get_input_embeddings()(tokens)
+        """Embeddings [..., C] of drafted or chosen ``tokens`` [...]."""
+        return self.family.embedding(tokens)
 
     def head(self, states: Tensor) -> Tensor:
         """Logits [..., V] of post-final-norm ``states`` [..., C]."""
@@ -129,41 +181,63 @@ class VLMTarget:
         """Run ``prompt`` through the whole model; see :class:`specmm.target.Target`.
 
         Raises ``ValueError`` when prompt and answer exceed the model's positions or placeholders do
-        not fit pictures.
+        not fit pictures, and under guidance for a prompt without an unconditional one.
         """
-        where, width = self.make_room(prompt, scratch), prompt.input_ids.shape[1]
-        self.cache.aim(0, width)
-        mask = prompt.inputs["attention_mask"] if prompt.padded else None
+        where = self.make_room(prompt, scratch)
+        self.cache.aim(0, prompt.width)
+        if self.guidance.branches > 1:
+            given: dict[str, Tensor | None] = {**self._both_branches(prompt)}
+        else:
+            mask = prompt.inputs["attention_mask"] if prompt.padded else None
+            given = {"input_ids": prompt.input_ids, "attention_mask": mask, **where}
         with self._watch_embeddings(prompt), self._runs():
-            states = self.family.body(
-                input_ids=prompt.input_ids,
-                attention_mask=mask,
-                past_key_values=self.past,
-                use_cache=True,
-                **prompt.vision,
-                **where,
-            ).last_hidden_state  # [B, L, C]
+            states: Tensor = self.family.body(
+                past_key_values=self.past, use_cache=True, **prompt.vision, **given
+            ).last_hidden_state  # [R, L, C]
         if self.context is not None:
             self.context.hidden = states
-        self.cache.lengths += prompt.lengths
-        self.history = History(prompt.input_ids, prompt.lengths, prompt.room - width)
-        last = (prompt.lengths - 1)[:, None, None].expand(-1, 1, states.shape[-1])
-        return self._output(states.gather(1, last), None)
+        self.cache.lengths += self.begins
+        self.history = History(
+            prompt.input_ids, prompt.lengths, prompt.room - prompt.input_ids.shape[1]
+        )
+        last = (self.begins - 1)[:, None]
+        place = branched(last, self.guidance.branches)[..., None].expand(-1, -1, states.shape[-1])
+        return self._output(states.gather(1, place), None, last)
 
-    def make_room(self, prompt: VLMPrompt, scratch: int) -> dict[str, Any]:
+    def make_room(self, prompt: VLMPrompt, scratch: int) -> dict[str, Tensor]:
         """An empty cache for ``prompt``, its answer and ``scratch``; the prompt's positions as the
         model takes them.
         """
         self.check(prompt)
         self.prompt, self.calls, self.spent = prompt, 0, None
+        self.begins = prompt.begins.clone()  # [B], where answers begin
         self.cache = self._new_cache(len(prompt.input_ids), prompt.room, scratch)
-        self.past = as_transformers(self.cache)
-        self.places = torch.arange(self.cache.slots, device=self.device).repeat(
-            len(prompt.input_ids), 1
-        )  # by slot
+        self.past = as_transformers(self.cache.layers)
+        slots = torch.arange(self.cache.slots, device=self.device)
+        self.places = slots.repeat(len(prompt.input_ids), 1)  # positions by slot
         self.last = self._last_position(prompt.room)
         where, self.offsets = self.family.positions(prompt)
         return where
+
+    def _both_branches(self, prompt: VLMPrompt) -> dict[str, Tensor]:
+        """The prefill of both branches: ids, mask and positions. All end where answers begin, and
+        what lies before the shorter one is hidden.
+        """
+        ids, first = prompt.branches()  # [R, L], [R]
+        column = torch.arange(prompt.width, device=self.device)
+        hidden = column < first[:, None]
+        if bool(hidden.any()):
+            spare = self.cache.size.capacity - prompt.width
+            self.cache.hidden_prefix = nn.functional.pad(hidden, (0, spare))
+        seen = (column <= column[:, None]) & ~hidden[:, None]
+        seen |= torch.eye(prompt.width, dtype=torch.bool, device=self.device)
+        bias = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
+        self.offsets = -first
+        return {
+            "input_ids": ids,
+            "attention_mask": bias.masked_fill_(~seen, float("-inf"))[:, None],
+            "position_ids": (column - first[:, None]).clamp(min=0),
+        }
 
     @torch.inference_mode()
     def start_row(self, row: int, prompt: VLMPrompt) -> TargetOutput:
@@ -180,19 +254,18 @@ class VLMTarget:
             self.starting_row = False
         self.cache.take(row, alone.cache)
         self.history.take(row, alone.history)
-        self.offsets[row] = alone.offsets[0]
+        self.offsets[row :: len(self.begins)] = alone.offsets
+        self.begins[row] = alone.begins[0]
         return output
 
     def score(self, tree: DraftTree) -> TargetOutput:
-        """One tree-attention forward, in whatever mode it is called: one that begins in a program
-        breaks it.
-        """
+        """One tree-attention forward; a caller in inference mode may compile it."""
         cache, self.tree = self.cache, tree
         cache.aim(cache.size.capacity, cache.slots)
         positions = cache.lengths[:, None] + tree.shape.depths
         whole = self.family.takes_trees
         mask = cache.tree_mask(tree.shape) if whole else cache.tree_bias(tree.shape.ancestors)
-        return self._output(self.states(tree.tokens, positions, mask), tree)
+        return self._output(self.states(tree.tokens, positions, mask), tree, positions)
 
     def commit(self, result: VerifyResult) -> None:
         """Keep the accepted nodes."""
@@ -205,29 +278,32 @@ class VLMTarget:
         """One plain step. All rows write the same slot, after the longest prompt: slices serve, and
         no mask where the prompts have one length.
         """
-        slot = self.prompt.input_ids.shape[1] + self.calls - 1
+        slot = self.prompt.width + self.calls - 1
         self.cache.aim(slot, slot + 1)
         if self.processor.stateful:
             self.history.append(tokens[:, None], torch.ones_like(tokens))
-        positions = (self.prompt.lengths + self.calls - 1)[:, None]
-        return self._output(self.states(tokens[:, None], positions, self._step_bias(slot)), None)
+        positions = (self.begins + self.calls - 1)[:, None]
+        states = self.states(tokens[:, None], positions, self._step_bias(slot))
+        return self._output(states, None, positions)
 
     def states(self, tokens: Tensor, positions: Tensor, bias: Mask) -> Tensor:
-        """Post-final-norm states [B, N, C] of ``tokens`` [B, N], stored where the cache aims.
+        """Post-final-norm states [R, N, C] of ``tokens`` [B, N], stored where the cache aims.
 
-        ``positions`` [1 or B, N] count tokens, those beyond the last one count as it; ``bias`` [B,
+        ``positions`` [1 or B, N] count tokens, those beyond the last one count as it; ``bias`` [R,
         1, N, S] is the additive mask of full attention, or a tree's mask for models that take it.
         """
         positions = positions.clamp(max=self.last)  # a block may reach beyond the text's end
         if isinstance(bias, TreeMask):
             masks: dict[str, Any] = {"attention_mask": PLACEHOLDER, "tree_mask": bias}
         else:
-            masks = {
-                "attention_mask": self.family.masks(bias, self._within_window(bias, positions))
-            }
+            sliding = self._within_window(bias, positions)
+            masks = {"attention_mask": self.family.masks(bias, sliding)}
+        inputs = branched(self.embed(tokens), self.guidance.branches)
+        if len(positions) > 1:
+            positions = branched(positions, self.guidance.branches)
         with self._runs():
             states: Tensor = self.family.decoder(
-                inputs_embeds=self.embed(tokens),
+                inputs_embeds=inputs,
                 **masks,
                 position_ids=self.family.spread(positions + self.offsets[:, None]),
                 past_key_values=self.past,
@@ -244,7 +320,7 @@ class VLMTarget:
             self.running = False
 
     def _within_window(self, bias: Tensor | None, positions: Tensor) -> Tensor | None:
-        """``bias`` of sliding layers: with every slot shut that lies a window or more after a node."""
+        """``bias`` of sliding layers: every slot a window or more before a node is shut."""
         if not self.family.window or bias is None:
             return bias
         first = self.cache.layers[0].first
@@ -252,9 +328,14 @@ class VLMTarget:
         far = positions[:, :, None] - self.places[:, None, : bias.shape[-1]] >= self.family.window
         return bias.masked_fill(far[:, None], float("-inf"))
 
-    def _output(self, states: Tensor, tree: DraftTree | None) -> TargetOutput:
+    def _output(self, states: Tensor, tree: DraftTree | None, positions: Tensor) -> TargetOutput:
+        """Distributions of ``states`` [R, N, C] of tokens at ``positions`` [B, N]."""
         logits = self.head(states)
         self._count(logits)
+        if self.guidance.branches > 1:
+            logits = self.guidance.mix(logits.float(), positions, self.begins[:, None])
+        if self.allowed is not None:
+            logits = self.allowed(logits, positions - self.begins[:, None] + 1)
         return TargetOutput(self._probs(logits, tree), states)
 
     def _count(self, logits: Tensor) -> None:
@@ -264,59 +345,68 @@ class VLMTarget:
     def _probs(self, logits: Tensor, tree: DraftTree | None) -> Tensor:
         spent = self.spent if self.spent is not None and self.spent.shape == logits.shape else None
         probs = self.processor.probs(logits, self.history, tree, spent)
-        self.spent = (
-            probs if isinstance(self.processor, Processor) and self.processor.greedy else None
-        )
+        reused = isinstance(self.processor, Processor) and self.processor.greedy
+        self.spent = probs if reused else None
         return probs
 
     def _step_bias(self, slot: int) -> Tensor | None:
-        """Additive mask [B, 1, 1, slot + 1] that hides the prompts' padding; None where nothing
+        """Additive mask [R, 1, 1, slot + 1] that hides the prompts' padding; None where nothing
         needs hiding.
         """
-        if not self.prompt.padded and not self.family.window:
+        prefix = self.cache.hidden_prefix
+        if not self.prompt.padded and not self.family.window and prefix is None:
             return None
         column = torch.arange(slot + 1, device=self.device)
-        shut = (column >= self.prompt.lengths[:, None]) & (column < self.prompt.input_ids.shape[1])
+        shut = (column >= self.begins[:, None]) & (column < self.prompt.width)
+        shut = branched(shut, self.guidance.branches)
+        if prefix is not None:
+            shut = shut | prefix[:, : slot + 1]
         bias = torch.zeros(shut.shape, dtype=self.cache.data.dtype, device=self.device)
         return bias.masked_fill_(shut, float("-inf"))[:, None, None]
 
     def _new_cache(self, batch: int, capacity: int, scratch: int) -> Cache:
         config = self.family.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = CacheSize(
-            config.num_hidden_layers, heads, self.family.head_dim, batch, 1, capacity, scratch
+            layers=config.num_hidden_layers,
+            heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            head_dim=self.family.head_dim,
+            batch=batch,
+            branches=self.guidance.branches,
+            capacity=capacity,
+            scratch=scratch,
         )
-        return Cache(size, self.family.head.weight.dtype, self.device)
+        return Cache(size, self.dtype, self.device)
 
     def check(self, prompt: VLMPrompt) -> None:
-        """Raise ``ValueError`` when ``prompt`` and its answer exceed the model's positions."""
-        room, longest = int(self.family.config.max_position_embeddings), int(prompt.lengths.max())
+        """Raise ``ValueError`` when ``prompt`` does not suit: too long, or without a needed part."""
+        if self.guidance.branches > 1 and prompt.unconditional is None:
+            raise ValueError(f"cfg {self.guidance.scale} needs an unconditional prompt, got none")
+        room = int(self.family.config.max_position_embeddings)
+        longest = int(prompt.begins.max())
         if longest + prompt.max_new_tokens > room:
             raise ValueError(
-                f"prompt and answer must fit the {room} positions of {self.name}, got {longest} prompt tokens and "
-                f"max_new_tokens {prompt.max_new_tokens}; shorten one of them or give fewer or smaller pictures"
+                f"prompt and answer must fit the {room} positions of {self.name}, got {longest} "
+                f"prompt tokens and max_new_tokens {prompt.max_new_tokens}; shorten one of them or "
+                "give fewer or smaller pictures"
             )
-
-        turn, longest = self.family.turning_point, longest + prompt.max_new_tokens
-        if turn is not None and int(prompt.lengths.min()) <= turn < longest:
+        turn = self.family.turning_point
+        total = longest + prompt.max_new_tokens
+        if turn is not None and int(prompt.lengths.min()) <= turn < total:
             raise ValueError(
-                f"prompt and answer must lie on one side of {self.name}'s {turn} positions, got {longest}: after them "
-                "its positions turn by other factors, the prompt's too; give fewer max_new_tokens"
+                f"prompt and answer must lie on one side of {self.name}'s {turn} positions, got "
+                f"{total}: after them its positions turn by other factors, the prompt's too; give "
+                "fewer max_new_tokens"
             )
 
     def _last_position(self, total: int) -> int:
-        """The last position of a text of ``total`` tokens that a block may use, which may reach
-        beyond its end.
-        """
+        """The last position that a block may use, in a text with room for ``total`` tokens."""
         turn = self.family.turning_point
         room = int(self.family.config.max_position_embeddings)
         return (room if turn is None or total > turn else turn) - 1
 
     @contextmanager
     def _watch_embeddings(self, prompt: VLMPrompt) -> Iterator[None]:
-        """Leave a context of ``prompt`` if a drafter wants one: the decoder's inputs are seen by a
-        hook.
-        """
+        """Leave a context of ``prompt`` if a drafter wants one: a hook sees the decoder's inputs."""
         self.context = None
         if not self.wants_context:
             yield
@@ -324,7 +414,7 @@ class VLMTarget:
         stand_ins = torch.tensor(self.image_tokens, dtype=torch.int64, device=self.device)
         images = torch.isin(prompt.input_ids, stand_ins) & prompt.mask
 
-        def see(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             embeddings = kwargs.get("inputs_embeds")
             if embeddings is None:  # a model without pictures embeds its tokens itself
                 embeddings = self.embed(prompt.input_ids)

@@ -1,26 +1,89 @@
 """Who works on a job: this process, one process of many started by a launcher, or actors of a Ray
 cluster.
 
-Processes share nothing but the output folder, so none waits for another and any may die; whoever
-finishes last leaves the whole index.
-
-Shape letters: none.
+Processes share nothing but the output folder, so none waits for another and any may die; the last
+one to finish leaves the whole index. A Ray actor that dies takes a batch with it; the batch is
+halved and given to others, and an item that kills its actor again and again is set aside.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from specmm.jobs.finish import finish
+from specmm.jobs.folder import (
+    JOURNALS,
+    Journal,
+    Limits,
+    Spec,
+    failure,
+    ledger,
+    occupied,
+    prepare,
+    remove_parts,
+)
 from specmm.jobs.items import Item
-from specmm.jobs.journal import occupied
-from specmm.jobs.run import JobCounts, Opener, Watch, work
-from specmm.jobs.spec import Limits, Spec
-from specmm.jobs.store import JOURNALS, remove_parts
+from specmm.jobs.run import Bar, JobCounts, Metrics, Opener, Watch, pending, work
+from specmm.jobs.verify import damage, unpack_torn
 from specmm.jobs.workers import Worker, open_worker
+from specmm.registry import unknown
 
 ENGINES = ("local", "accelerate", "ray")
+CHUNK = 32  # items an actor is given at a time, which it makes in batches
+
+
+def run_job(
+    folder: Path,
+    spec: Spec,
+    limits: Limits,
+    items: Sequence[Item],
+    engine: str = "local",
+    actors: int = 0,
+    parquet: bool = False,
+    retry_failed: bool = False,
+    repair: bool = False,
+    metrics: Metrics | None = None,
+) -> tuple[dict[str, Any], JobCounts]:
+    """The whole job: the summary of all that is done so far, and what this process did of it.
+
+    ``actors`` are those of engine ray. Raises ``ValueError`` for what does not fit the job in
+    ``folder``, and where another process works there.
+    """
+    if engine not in ENGINES:
+        raise unknown("engine", engine, ENGINES)
+    prepare(folder, spec)
+    mine = share(items) if engine == "accelerate" else list(items)
+    if repair:
+        unpack_torn(folder)
+    damaged = damage(folder) if repair else {}
+    left = pending(folder, mine, retry_failed, damaged)
+    begin = time.perf_counter()
+    with Bar(len(mine), len(mine) - len(left), metrics) as bar:
+        if engine == "ray":
+            counts = run_ray(folder, spec, limits, left, bar, actors=actors)
+        elif engine == "accelerate":
+            counts = run_rank(folder, spec, limits, left, bar)
+        else:
+            counts = run_local(folder, spec, limits, left, bar)
+    counts.seconds = time.perf_counter() - begin
+    if metrics is not None:
+        metrics.close()
+    summary = finish(folder, spec, items, limits.shard, parquet)
+    if repair:
+        now = ledger(folder / JOURNALS)
+        again = [item.id for item in mine if item.id in damaged]
+        other = [i for i in again if now[i].get("sha256") != damaged[i].sha256]
+        summary |= {"repaired": len(again), "repaired_otherwise": len(other)}
+    return summary, counts
 
 
 def run_local(
@@ -31,20 +94,14 @@ def run_local(
     watch: Watch | None = None,
     opener: Opener | None = None,
 ) -> JobCounts:
-    """Make ``items`` here, alone in ``folder``. Raises ``ValueError`` when another process works
-    there.
+    """Make ``items`` here, alone in ``folder``.
+
+    Raises ``ValueError`` when another process works there.
     """
+    opener = opener or partial(open_worker, spec, items, limits.device)
     with occupied(folder / JOURNALS, shared=False):
         remove_parts(folder)
-        return work(
-            folder,
-            spec,
-            limits,
-            items,
-            opener or opener_of(spec, items, limits.device),
-            "local",
-            watch,
-        )
+        return work(folder, spec, limits, items, opener, "local", watch)
 
 
 def run_rank(
@@ -55,21 +112,15 @@ def run_rank(
     watch: Watch | None = None,
     opener: Opener | None = None,
 ) -> JobCounts:
-    """Make those of ``items`` (already this process's, see ``share``) under a journal of its own."""
-    name = f"rank-{rank()[0]:05d}"
+    """Make ``items``, this rank's (see ``share``), on its own GPU or the CPU."""
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
+    opener = opener or partial(open_worker, spec, items, device)
     with occupied(folder / JOURNALS, shared=True):
-        return work(
-            folder,
-            spec,
-            limits,
-            items,
-            opener or opener_of(spec, items, device_of_rank()),
-            name,
-            watch,
-        )
+        return work(folder, spec, limits, items, opener, f"rank-{_rank()[0]:05d}", watch)
 
 
-def rank() -> tuple[int, int]:
+def _rank() -> tuple[int, int]:
     """This process's number and how many there are, as ``accelerate launch`` and ``torchrun`` say.
 
     Raises ``ValueError`` where neither started it.
@@ -78,28 +129,134 @@ def rank() -> tuple[int, int]:
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except (KeyError, ValueError):
         raise ValueError(
-            "engine accelerate must be started by torchrun --no-python specmm batch … (or accelerate launch), "
-            "got no RANK and WORLD_SIZE; do that, or use --engine local"
+            "engine accelerate must be started by torchrun --no-python specmm batch … (or "
+            "accelerate launch), got no RANK and WORLD_SIZE; do that, or use --engine local"
         ) from None
 
 
 def share(items: Sequence[Item]) -> list[Item]:
-    """This rank's part of all items of the job, done or not: the same whenever it is asked."""
-    number, count = rank()
+    """This rank's part of all items of the job, done or not: always the same."""
+    number, count = _rank()
     return list(items[number::count])
 
 
-def device_of_rank() -> str:
-    """The rank's own GPU, or the CPU."""
-    import torch
-
-    return f"cuda:{int(os.environ.get('LOCAL_RANK', 0))}" if torch.cuda.is_available() else "cpu"
+# ---- Ray
 
 
-def opener_of(spec: Spec, items: Sequence[Item], device: str) -> Opener:
-    """Loads the worker when it is called for."""
+class Actor:
+    """One worker of the cluster; it loads the model when the first items come."""
 
-    def open_it() -> Worker:
-        return open_worker(spec, items, device)
+    def __init__(
+        self, folder: str, spec: Spec, limits: Limits, opener: Opener | None, threads: int
+    ) -> None:
+        self.folder, self.spec, self.limits = Path(folder), spec, limits
+        self.opener = opener
+        self.name = f"ray-{uuid.uuid4().hex[:12]}"
+        self.worker: Worker | None = None
+        torch.set_num_threads(min(threads, os.cpu_count() or 1))  # Ray sets it to one
 
-    return open_it
+    def make(self, items: list[Item]) -> tuple[list[str], list[str]]:
+        """Ids done and set aside."""
+        opener = self.opener or partial(open_worker, self.spec, items, self.limits.device)
+        worker = self.worker = self.worker or opener()
+        counts = work(self.folder, self.spec, self.limits, items, lambda: worker, self.name)
+        return counts.done, counts.failed
+
+
+def run_ray(
+    folder: Path,
+    spec: Spec,
+    limits: Limits,
+    items: Sequence[Item],
+    watch: Watch | None = None,
+    opener: Opener | None = None,
+    actors: int = 0,
+) -> JobCounts:
+    """Make ``items`` with ``actors`` workers (0: one a GPU, or one a CPU core, of the cluster).
+
+    Raises ``ValueError`` without ray and where another process works in ``folder``.
+    """
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise ValueError("engine ray needs ray, run: pip install 'specmm[ray]'") from error
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
+    with occupied(folder / JOURNALS, shared=False):
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        cores = int(ray.cluster_resources()["CPU"])
+        count = min(actors or gpus or cores, max(len(items), 1))
+        kind: Any = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(Actor)
+        arguments = (str(folder.absolute()), spec, limits, opener, max(1, cores // count))
+        pool = _Pool(lambda: kind.remote(*arguments), count, folder, limits.retries, watch)
+        return pool.run(items)
+
+
+class _Pool:
+    """Hands items to actors and replaces those that die."""
+
+    def __init__(
+        self, start: Callable[[], Any], count: int, folder: Path, retries: int, watch: Watch | None
+    ) -> None:
+        self.start, self.count = start, count
+        self.folder, self.retries, self.watch = folder, retries, watch
+        self.busy: dict[Any, tuple[Any, list[Item]]] = {}  # a call's reference: its actor and items
+        self.deaths: dict[str, int] = {}
+        self.counts = JobCounts()
+        self.waiting: deque[list[Item]] = deque()
+        self.journal = Journal(folder / JOURNALS, "ray-driver")
+
+    def run(self, items: Sequence[Item]) -> JobCounts:
+        import ray
+
+        chunk = max(1, min(CHUNK, -(-len(items) // self.count)))
+        self.waiting += [list(items[i : i + chunk]) for i in range(0, len(items), chunk)]
+        idle = [self.start() for _ in range(min(self.count, len(self.waiting)))]
+        try:
+            while self.waiting or self.busy:
+                while self.waiting and idle:
+                    actor, batch = idle.pop(), self.waiting.popleft()
+                    self.busy[actor.make.remote(batch)] = actor, batch
+                ready, _ = ray.wait(list(self.busy))
+                for call in ready:
+                    idle.append(self._take(call))
+        except KeyboardInterrupt:
+            self.counts.interrupted = True
+        finally:
+            self.journal.close()
+            for actor in [*idle, *(a for a, _ in self.busy.values())]:
+                ray.kill(actor)
+        return self.counts
+
+    def _take(self, call: Any) -> Any:
+        """Count what a call did; returns its actor, or a new one for an actor that died."""
+        import ray
+
+        actor, batch = self.busy.pop(call)
+        try:
+            done, failed = ray.get(call)
+        except ray.exceptions.RayActorError as error:
+            self._share_out(batch, f"its worker died: {' '.join(str(error).split())[:300]}")
+            return self.start()
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause if isinstance(error.cause, ValueError) else error from None
+        self.counts.done += done
+        self.counts.failed += failed
+        if self.watch is not None:
+            self.watch.observe(len(done), len(failed), len(batch), 0.0)
+        return actor
+
+    def _share_out(self, batch: list[Item], reason: str) -> None:
+        """Give what a dead actor left to others, halved until the item that kills is alone."""
+        left = pending(self.folder, batch)
+        self.counts.done += [i.id for i in batch if i not in left]
+        if len(left) > 1:
+            middle = len(left) // 2
+            self.waiting += [left[:middle], left[middle:]]
+        for item in left if len(left) == 1 else []:
+            deaths = self.deaths[item.id] = self.deaths.get(item.id, 0) + 1
+            if deaths <= self.retries:
+                self.waiting.append([item])
+            else:
+                self.journal.append([failure(item, reason, deaths)])
+                self.counts.failed.append(item.id)

@@ -1,10 +1,7 @@
-"""What a job leaves for others to read: the index, the items set aside, archives, and what the run
-was.
+"""What a job leaves for others to read: the index, the items set aside, archives, and a summary.
 
 All of it is made anew from the journals whenever a process finishes, under a lock, so that the last
 one to finish sees everything and a killed one leaves nothing half made.
-
-Shape letters: none.
 """
 
 from __future__ import annotations
@@ -15,19 +12,16 @@ import logging
 import os
 import tarfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from specmm.files import sync_folder, write_whole
+from specmm.jobs.folder import ARCHIVES, JOURNALS, Record, Spec, alone, ledger
 from specmm.jobs.items import Item
-from specmm.jobs.journal import Record, ledger
-from specmm.jobs.spec import Spec, alone
-from specmm.jobs.store import ARCHIVES, JOURNALS
 
-INDEX, FAILED, RUN = "index.jsonl", "failed.jsonl", "run.json"
 log = logging.getLogger(__name__)
-HIDDEN = ("state", "at", "item", "bytes")  # of a journal's record, of no use in an index
+HIDDEN = ("state", "at", "item", "bytes")  # of a journal's record, not needed in an index
 
 
 def finish(
@@ -45,16 +39,25 @@ def finish(
         if spec.layout == "tar":
             archive(folder, items, known, shard)
         index = [_indexed(spec, row, n, shard) for n, row in done.items()]
-        _write_lines(folder / INDEX, index)
-        _write_lines(folder / FAILED, failed)
+        _write_lines(folder / "index.jsonl", index)
+        _write_lines(folder / "failed.jsonl", failed)
         if parquet:
             _write_parquet(folder / "index.parquet", index)
-        summary = _summary(spec, len(items), list(done.values()), len(failed))
-        write_whole(
-            folder / RUN,
-            (json.dumps(summary, indent=1, ensure_ascii=False) + "\n").encode(),
-            durable=True,
-        )
+        summary = {
+            "model": spec.model,
+            "method": spec.method,
+            "method_options": list(spec.options),
+            "seed": spec.seed,
+            "items": len(items),
+            "done": len(done),
+            "failed": len(failed),
+            "tokens": sum(row["stats"]["tokens"] for row in done.values()),
+            "seconds": sum(row["stats"]["seconds"] for row in done.values()),
+            "certificates": dict(Counter(row["certificate"]["kind"] for row in done.values())),
+            "sampling": spec.sampling,
+        }
+        text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
+        write_whole(folder / "run.json", text.encode(), durable=True)
         sync_folder(folder)
     return summary
 
@@ -62,51 +65,31 @@ def finish(
 def _indexed(spec: Spec, record: Record, number: int, shard: int) -> Record:
     row = {k: v for k, v in record.items() if k not in HIDDEN}
     if spec.layout == "tar":
-        row |= {
-            "file": f"{ARCHIVES}/{_archive(number, shard)}",
-            "member": Path(record["file"]).name,
-        }
+        row["file"] = f"{ARCHIVES}/{_archive_name(number, shard)}"
+        row["member"] = Path(record["file"]).name
     return row
 
 
-def _summary(spec: Spec, items: int, done: Sequence[Record], failed: int) -> dict[str, Any]:
-    seconds = sum(row["stats"]["seconds"] for row in done)
-    return {
-        "model": spec.model,
-        "method": spec.method,
-        "method_options": list(spec.options),
-        "seed": spec.seed,
-        "items": items,
-        "done": len(done),
-        "failed": failed,
-        "tokens": sum(row["stats"]["tokens"] for row in done),
-        "seconds": seconds,
-        "certificates": dict(Counter(row["certificate"]["kind"] for row in done)),
-        "sampling": spec.sampling,
-    }
-
-
-def _write_lines(file: Path, rows: Sequence[Record]) -> None:
+def _write_lines(file: Path, rows: Iterable[Record]) -> None:
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_whole(file, text.encode(), durable=True)
 
 
-def _write_parquet(file: Path, rows: Sequence[Record]) -> None:
+def _write_parquet(file: Path, rows: list[Record]) -> None:
     import pyarrow
     from pyarrow import parquet
 
     packed = io.BytesIO()
-    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), packed)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), packed)
     write_whole(file, packed.getvalue(), durable=True)
 
 
-def _archive(number: int, shard: int) -> str:
+def _archive_name(number: int, shard: int) -> str:
     return f"shard-{number // shard:05d}.tar"
 
 
 def archive(folder: Path, items: Sequence[Item], known: dict[str, Record], shard: int) -> None:
-    """Move finished results into webdataset archives of ``shard`` items each, in the order of the
-    job.
+    """Move results into webdataset archives of ``shard`` items each, in the order of the job.
 
     An archive is written whole before the files in it are removed, so that a result is always
     somewhere. The bytes of an archive depend on its items only.
@@ -114,28 +97,26 @@ def archive(folder: Path, items: Sequence[Item], known: dict[str, Record], shard
     for first in range(0, len(items), shard):
         records = [known[i.id] for i in items[first : first + shard] if i.id in known]
         wanted = {Path(r["file"]).name: folder / r["file"] for r in records if r["state"] == "done"}
-        loose = {name: file for name, file in wanted.items() if file.exists()}
-        target = folder / ARCHIVES / _archive(first, shard)
-        if loose:
-            packed = dict(members(target)) if target.exists() else {}
-            missing = [name for name in wanted if name not in loose and name not in packed]
-            if missing:  # lost, or being made again by another process
-                log.warning(
-                    "%s lacks %s: the shard is left open; see --verify, --repair",
-                    target,
-                    missing[0],
-                )
-                continue
-            _write_archive(target, wanted, packed)
-            for file in loose.values():
-                os.unlink(file)
+        loose = {name for name, file in wanted.items() if file.exists()}
+        if not loose:
+            continue
+        target = folder / ARCHIVES / _archive_name(first, shard)
+        packed = dict(members(target)) if target.exists() else {}
+        missing = [name for name in wanted if name not in loose and name not in packed]
+        if missing:  # lost, or being made again by another process
+            text = "%s lacks %s: the shard is left open; see --verify, --repair"
+            log.warning(text, target, missing[0])
+            continue
+        _write_archive(target, wanted, packed)
+        for name in loose:
+            os.unlink(wanted[name])
 
 
 def members(file: Path) -> Iterator[tuple[str, bytes]]:
     """Names and bytes of the files in an archive, one after the other."""
-    with tarfile.open(file) as archive:
-        for member in archive:
-            yield member.name, archive.extractfile(member).read()  # type: ignore[union-attr]
+    with tarfile.open(file) as opened:
+        for member in opened:
+            yield member.name, opened.extractfile(member).read()  # type: ignore[union-attr]
 
 
 def _write_archive(target: Path, wanted: dict[str, Path], packed: dict[str, bytes]) -> None:
@@ -144,7 +125,7 @@ def _write_archive(target: Path, wanted: dict[str, Path], packed: dict[str, byte
         with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as made:
             for name, file in wanted.items():
                 data = file.read_bytes() if file.exists() else packed[name]
-                member = tarfile.TarInfo(name)  # its time is 0, its owner nobody
+                member = tarfile.TarInfo(name)  # without time and owner
                 member.size = len(data)
                 made.addfile(member, io.BytesIO(data))
         stream.flush()

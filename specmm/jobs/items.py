@@ -2,8 +2,6 @@
 
 An item's random seed comes from its id, so its result depends on no other item, on no order and on
 no batch.
-
-Shape letters: none.
 """
 
 from __future__ import annotations
@@ -21,13 +19,14 @@ from specmm.registry import unknown
 FIELDS = ("id", "class", "prompt", "image", "question", "seed", "method")
 MOST_ID = 512  # characters
 Kind = Literal["class", "prompt", "question"]
-Row = tuple[str, dict[str, Any]]  # where it stands, for messages, and its fields
+Row = tuple[str, dict[str, Any]]  # its place in the file, for messages, and its fields
 
 
 @dataclass(frozen=True)
 class Item:
-    """One thing to make: ``text`` is the class, prompt or question, ``images`` the question's
-    pictures as the job file names them, from its ``folder``.
+    """One thing to make: ``text`` is the class, prompt or question.
+
+    ``images`` are the question's pictures as the job file in ``folder`` names them.
     """
 
     id: str
@@ -56,8 +55,7 @@ def seed_of(identity: str, base: int) -> int:
 
 
 def read_items(path: Path, base: int = 0) -> list[Item]:
-    """The items of a ``.jsonl``, ``.csv`` or ``.parquet`` file, or of a text file with one class a
-    line.
+    """The items of a ``.jsonl``, ``.csv`` or ``.parquet`` file, or of a ``.txt`` of classes.
 
     Paths of pictures are relative to the file. Raises ``ValueError`` naming the line for anything
     that is no item, for an id given twice and for a file without items.
@@ -93,16 +91,16 @@ def parse(where: str, row: dict[str, Any], base: int, folder: Path) -> Item:
     seed = _seed(where, row["seed"]) if "seed" in row else seed_of(identity, base)
     method = _text(where, row, "method") if "method" in row else None
     kind: Any = kinds[0]
+    text = _text(where, row, kind)
     images = _images(where, row.get("image"))
-    return Item(
-        identity, kind, _text(where, row, kind), seed, images, method, str(folder) if images else ""
-    )
+    return Item(identity, kind, text, seed, images, method, str(folder) if images else "")
 
 
 def _text(where: str, row: dict[str, Any], name: str) -> str:
-    """A field as text; numbers are taken as they are written, since a class may be an id."""
+    """A field as text; a whole number becomes text, since a class may be an id."""
     value = row.get(name)
-    value = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if type(value) is int:
+        value = str(value)
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{where}: {name} must be text that is not empty, got {value!r}")
     if name == "id" and (len(value) > MOST_ID or not value.isprintable()):
@@ -119,16 +117,12 @@ def _text(where: str, row: dict[str, Any], name: str) -> str:
 
 
 def _seed(where: str, value: Any) -> int:
-    number = (
-        int(value)
-        if isinstance(value, str) and value.strip().isdecimal() and len(value) < 20
-        else value
+    text = str(value).strip()
+    if type(value) in (int, str) and text.isdecimal() and len(text) < 20 and int(text) < 2**63:
+        return int(text)
+    raise ValueError(
+        f"{where}: seed must be a whole number from 0 to 2**63 - 1, got {str(value)[:40]!r}"
     )
-    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 2**63:
-        raise ValueError(
-            f"{where}: seed must be a whole number from 0 to 2**63 - 1, got {str(value)[:40]!r}"
-        )
-    return number
 
 
 def _images(where: str, value: Any) -> tuple[str, ...]:
@@ -149,7 +143,7 @@ def _all_lines(path: Path) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Lines that are not blank, with the words that say where they stand."""
+    """Lines that are not blank, each after its place in the file."""
     for number, line in enumerate(_all_lines(path), start=1):
         if line.strip():
             yield f"{path} line {number}", line
@@ -170,15 +164,13 @@ def _jsonl(path: Path) -> Iterator[Row]:
 
 def _csv(path: Path) -> Iterator[Row]:
     try:
-        reader = csv.DictReader(
-            _all_lines(path), restkey="", strict=True
-        )  # blank lines belong to it: some are quoted
+        # blank lines are not dropped: some are inside quotes
+        reader = csv.DictReader(_all_lines(path), restkey="", strict=True)
         for number, row in enumerate(reader, start=1):
             where = f"{path} row {number}"
             if row.pop("", None) is not None:
-                raise ValueError(
-                    f"{where}: must have {len(reader.fieldnames or ())} fields, got more"
-                )
+                count = len(reader.fieldnames or ())
+                raise ValueError(f"{where}: must have {count} fields, got more")
             yield where, row
     except csv.Error as error:
         raise ValueError(f"{path} must be CSV with a header, got: {error}") from None
@@ -193,11 +185,9 @@ def _parquet(path: Path) -> Iterator[Row]:
         ) from error
     try:
         with parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path} row {number}", row
+            rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+            for number, row in enumerate(rows, start=1):
+                yield f"{path} row {number}", row
     except (ArrowException, OSError, ValueError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise

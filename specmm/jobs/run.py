@@ -1,10 +1,8 @@
 """The loop of a job: batches of what is left, results on the disk, then a line in the journal.
 
-An item is done when the journal says so, and the journal says so only after the item's file. What a
-killed process left undone is made again under the same name, with the same bytes on a CPU in
-float32: exactly once.
-
-Shape letters: none.
+An item is done when the journal says so, and the journal says so only after the item's file is
+written. What a killed process left undone is made again under the same name, with the same bytes on
+a CPU in float32: exactly once.
 """
 
 from __future__ import annotations
@@ -12,15 +10,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
+from tqdm import tqdm
+
+from specmm.jobs.folder import JOURNALS, Journal, Limits, Spec, check_same, failure, ledger, save
 from specmm.jobs.items import Item
-from specmm.jobs.journal import Journal, ledger
-from specmm.jobs.spec import Limits, Spec, check_same
-from specmm.jobs.store import JOURNALS, Store
 from specmm.jobs.workers import Worker
 
 log = logging.getLogger(__name__)
@@ -30,11 +29,75 @@ GAIN = 1.05  # a doubled batch must make this much more a second to be worth its
 
 
 class Watch(Protocol):
-    """Is told what happens, for progress bars and metrics."""
+    """Gets reports of progress, for progress bars and metrics."""
 
     def observe(self, done: int, failed: int, batch: int, seconds: float) -> None:
         """Items done and set aside since the last call, the batch's size and its seconds."""
         ...
+
+
+class Bar:
+    """A progress bar over ``total`` items of which ``before`` were done earlier, and metrics."""
+
+    def __init__(self, total: int, before: int, metrics: Metrics | None = None) -> None:
+        self.bar = tqdm(total=total, initial=before, unit="item", disable=None, smoothing=0.1)
+        self.failures = 0
+        self.metrics = metrics
+
+    def observe(self, done: int, failed: int, batch: int, seconds: float) -> None:
+        """See :class:`Watch`."""
+        self.failures += failed
+        self.bar.update(done + failed)
+        self.bar.set_postfix(batch=batch, failed=self.failures, refresh=False)
+        if self.metrics is not None:
+            self.metrics.observe(done, failed, batch, seconds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+
+class Metrics:
+    """Counters for Prometheus at http://127.0.0.1:``port``/metrics; 0 takes a free port."""
+
+    def __init__(self, port: int) -> None:
+        try:
+            from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                "metrics need prometheus_client, run: pip install 'specmm[batch]'"
+            ) from error
+        registry = CollectorRegistry()
+
+        def counter(name: str, text: str) -> Any:
+            return Counter(f"specmm_{name}", text, registry=registry)
+
+        self.done = counter("items_done", "Items finished by this process.")
+        self.failed = counter("items_failed", "Items set aside by this process.")
+        self.seconds = counter("busy_seconds", "Seconds spent in the model.")
+        self.batch = Gauge("specmm_batch_size", "Items of the last batch.", registry=registry)
+        try:
+            self.server, _ = start_http_server(port, addr="127.0.0.1", registry=registry)
+        except OSError as error:
+            raise ValueError(
+                f"metrics port {port} must be free, got: {error.strerror}; choose another"
+            ) from error
+        self.port = self.server.server_port
+
+    def observe(self, done: int, failed: int, batch: int, seconds: float) -> None:
+        """See :class:`Watch`."""
+        self.done.inc(done)
+        self.failed.inc(failed)
+        self.seconds.inc(seconds)
+        if batch:
+            self.batch.set(batch)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.server.shutdown()
+        self.server.server_close()
 
 
 @dataclass
@@ -44,13 +107,14 @@ class JobCounts:
     done: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     interrupted: bool = False
+    seconds: float = 0.0
 
 
 def pending(
     folder: Path, items: Sequence[Item], retry_failed: bool = False, damaged: Container[str] = ()
 ) -> list[Item]:
-    """The items neither done nor set aside (which ``retry_failed`` takes up again), and those of
-    the ids ``damaged``.
+    """The items neither done nor set aside, those of the ids ``damaged``, and with ``retry_failed``
+    those set aside.
 
     Raises ``ValueError`` for an item that is done and has changed since.
     """
@@ -60,15 +124,39 @@ def pending(
     return [i for i in items if i.id not in known or i.id in again or i.id in damaged]
 
 
+def work(
+    folder: Path,
+    spec: Spec,
+    limits: Limits,
+    items: Sequence[Item],
+    opener: Opener,
+    name: str,
+    watch: Watch | None = None,
+) -> JobCounts:
+    """Make ``items`` in this process, whose journal is called ``name``.
+
+    The worker is opened only if there are items. Raises ``ValueError`` when results cannot be
+    written; all that was done is kept.
+    """
+    journal = Journal(folder / JOURNALS, name)
+    try:
+        if not items:
+            return JobCounts()
+        return _Runner(opener(), folder, spec, journal, limits, watch).run(items)
+    finally:
+        journal.close()
+
+
 @dataclass
-class Runner:
-    """Works through items with one pipeline, one store and one journal."""
+class _Runner:
+    """Works through items with one pipeline and one journal."""
 
     worker: Worker
-    store: Store
+    folder: Path
+    spec: Spec
     journal: Journal
     limits: Limits
-    watch: Watch | None = None
+    watch: Watch | None
     counts: JobCounts = field(default_factory=JobCounts)
 
     def __post_init__(self) -> None:
@@ -76,9 +164,6 @@ class Runner:
         self.tries: dict[str, int] = {}
 
     def run(self, items: Sequence[Item]) -> JobCounts:
-        """Make all of ``items``. Raises ``ValueError`` when results cannot be written; all that was
-        done is kept.
-        """
         queue = deque(self._possible(items))
         try:
             while queue:
@@ -88,33 +173,29 @@ class Runner:
         return self.counts
 
     def _possible(self, items: Sequence[Item]) -> list[Item]:
-        """``items`` without those the model cannot make, which are set aside; those of a key side
-        by side.
-        """
-        found = []
+        """``items`` with those of a key side by side; those the model cannot make are set aside."""
+        by_key: dict[Hashable, list[Item]] = {}
         for item in items:
             try:
                 self.worker.check(item)
-                found.append(item)
             except ValueError as error:
                 self._set_aside(item, error)
-        places: dict[Any, int] = {}
-        for item in found:
-            places.setdefault(self.worker.key(item), len(places))
-        return sorted(found, key=lambda item: places[self.worker.key(item)])
+            else:
+                by_key.setdefault(self.worker.key(item), []).append(item)
+        return [item for group in by_key.values() for item in group]
 
     def _next(self, queue: deque[Item]) -> list[Item]:
         batch = [queue.popleft()]
+        key = self.worker.key(batch[0])
         most = self.sizer.size * self.worker.turns(batch[0])
-        while (
-            queue and len(batch) < most and self.worker.key(queue[0]) == self.worker.key(batch[0])
-        ):
+        while queue and len(batch) < most and self.worker.key(queue[0]) == key:
             batch.append(queue.popleft())
         return batch
 
     def _attempt(self, batch: list[Item], queue: deque[Item]) -> None:
-        """Make a batch; one that fails is taken apart until the item at fault is alone."""
-        start, rows = time.perf_counter(), min(self.sizer.size, len(batch))
+        """Make a batch; one that fails is halved until the item at fault is alone."""
+        start = time.perf_counter()
+        rows = min(self.sizer.size, len(batch))
         try:
             results = self.worker.run(batch, rows)
         except Exception as error:  # whatever a model does with an item, the others go on
@@ -123,15 +204,16 @@ class Runner:
                 return
             if out_of_memory(error):
                 self.sizer.shrink(rows)
-                log.warning(
-                    "memory ran out at %d items, going on with %d at a time", rows, self.sizer.size
-                )
+                size = self.sizer.size
+                log.warning("memory ran out at %d items, going on with %d at a time", rows, size)
             middle = len(batch) // 2
             self._attempt(batch[:middle], queue)
             self._attempt(batch[middle:], queue)
             return
         seconds = time.perf_counter() - start
-        self._write(lambda: self.journal.append(self.store.save(results)))
+        with self._full_disk_explained():
+            records = save(self.folder, results, self.spec.format, self.spec.model)
+            self.journal.append(records)
         self.counts.done += [item.id for item in batch]
         self.sizer.observe(len(batch), seconds)
         self._tell(len(batch), 0, rows, seconds)
@@ -147,57 +229,32 @@ class Runner:
     def _set_aside(self, item: Item, error: Exception) -> None:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         log.warning("item %s is set aside: %s", item.id, text)
-        record = failure(item, text, self.tries.get(item.id, 1))
-        self._write(lambda: self.journal.append([record]))
+        with self._full_disk_explained():
+            self.journal.append([failure(item, text, self.tries.get(item.id, 1))])
         self.counts.failed.append(item.id)
         self._tell(0, 1, 0, 0.0)
 
-    def _tell(self, *facts: Any) -> None:
+    def _tell(self, done: int, failed: int, batch: int, seconds: float) -> None:
         if self.watch is not None:
-            self.watch.observe(*facts)
+            self.watch.observe(done, failed, batch, seconds)
 
-    def _write(self, action: Callable[[], None]) -> None:
+    @contextmanager
+    def _full_disk_explained(self) -> Iterator[None]:
         try:
-            action()
+            yield
         except OSError as error:
             raise ValueError(
-                f"writing to {self.store.folder} failed ({error.strerror or error}); {len(self.counts.done)} items done "
-                "now are kept, make room and run the same command again"
+                f"writing to {self.folder} failed ({error.strerror or error}); "
+                f"{len(self.counts.done)} items done now are kept, "
+                "make room and run the same command again"
             ) from error
-
-
-def failure(item: Item, error: str, tries: int) -> dict[str, Any]:
-    """The journal's record of an item that is set aside."""
-    return {"id": item.id, "state": "failed", "item": item.digest, "error": error, "tries": tries}
-
-
-def work(
-    folder: Path,
-    spec: Spec,
-    limits: Limits,
-    items: Sequence[Item],
-    opener: Opener,
-    journal: str,
-    watch: Watch | None = None,
-) -> JobCounts:
-    """Make ``items`` in this process, whose journal is called ``journal``; nothing is loaded where
-    nothing is left.
-    """
-    held = Journal(folder / JOURNALS, journal)
-    try:
-        if not items:
-            return JobCounts()
-        return Runner(opener(), Store(folder, spec.format, spec.model), held, limits, watch).run(
-            items
-        )
-    finally:
-        held.close()
 
 
 @dataclass
 class BatchSizer:
-    """The next batch's ``size``: doubled from ``FIRST`` while that pays, or ``fixed``; never above
-    ``ceiling``, which halves when memory runs out.
+    """The next batch's ``size``: ``fixed``, or doubled from ``FIRST`` while that pays.
+
+    It never exceeds ``ceiling``, which halves when memory runs out.
     """
 
     fixed: int = 0
@@ -212,8 +269,9 @@ class BatchSizer:
         self.warm = False
 
     def observe(self, items: int, seconds: float) -> None:
-        """A batch of ``items`` took ``seconds``; the first one, which loads and compiles, does not
-        count.
+        """A batch of ``items`` took ``seconds``.
+
+        The first one, which loads and compiles, does not count.
         """
         if self.settled or items < self.size:
             return
@@ -222,11 +280,13 @@ class BatchSizer:
             return
         rate = items / max(seconds, 1e-9)
         if rate < self.rate * GAIN:
-            self.size, self.settled = max(self.size // 2, 1), True
+            self.size = max(self.size // 2, 1)
+            self.settled = True
         elif self.size * 2 > self.ceiling:
             self.settled = True
         else:
-            self.rate, self.size = rate, self.size * 2
+            self.rate = rate
+            self.size *= 2
 
     def shrink(self, items: int) -> None:
         """Memory ran out at ``items``: from now on at most half as many."""

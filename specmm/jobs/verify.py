@@ -1,7 +1,5 @@
 """``specmm batch --verify`` and ``--repair``: whether a folder holds every item of a job exactly
 once, and whole.
-
-Shape letters: none.
 """
 
 from __future__ import annotations
@@ -10,17 +8,15 @@ import hashlib
 import io
 import os
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from specmm.files import write_whole
 from specmm.jobs.finish import members
+from specmm.jobs.folder import ARCHIVES, JOB, JOURNALS, RESULTS, Record, alone, description, ledger
 from specmm.jobs.items import Item
-from specmm.jobs.journal import Record, ledger
-from specmm.jobs.spec import FILE, alone
-from specmm.jobs.store import ARCHIVES, JOURNALS, RESULTS, description
 
 
 @dataclass
@@ -40,48 +36,42 @@ class Findings:
 
 def verify(folder: Path, items: Sequence[Item]) -> Findings:
     """Read every result in ``folder`` and compare it with the journal and the job's ``items``."""
-    known, found = ledger(folder / JOURNALS), Findings(len(items))
+    known = ledger(folder / JOURNALS)
+    found = Findings(len(items))
     files, packed = _files(folder), _packed(folder, found.problems)
     for item in items:
         record = known.pop(item.id, None)
         if record is None:
             found.left += 1
-        elif record["state"] == "failed":
+            continue
+        if record["state"] == "failed":
             found.failed += 1
-        else:
-            found.done += 1
-            changed = (
-                "was made from other fields than the job file has now"
-                if record["item"] != item.digest
-                else ""
-            )
-            problem = _problem(record, files, packed) or changed
-            found.problems += [f"{item.id}: {problem}"] if problem else []
+            continue
+        found.done += 1
+        problem = _problem(record, files, packed)
+        if not problem and record["item"] != item.digest:
+            problem = "was made from other fields than the job file has now"
+        found.problems += [f"{item.id}: {problem}"] if problem else []
     found.problems += [f"{identity}: is not in the job file" for identity in known]
-    found.problems += [
-        f"{name}: belongs to no item" for name in (*files, *packed) if not name.endswith(".part")
-    ]
-    found.problems += [
-        f"{name}: was never finished; the next run removes it"
-        for name in files
-        if name[-5:] == ".part"
-    ]
+    for name in (*files, *packed):
+        part = name.endswith(".part") and name in files
+        what = "was never finished; the next run removes it" if part else "belongs to no item"
+        found.problems.append(f"{name}: {what}")
     return found
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A result that is not what the journal says: what is wrong, and the bytes' hash that it had."""
+    """A result that differs from the journal: what is wrong, and the hash its bytes had."""
 
     problem: str
     sha256: str
 
 
 def damage(folder: Path) -> dict[str, Damage]:
-    """The results in ``folder`` that are missing or hold other bytes than were written, by the
-    item's id.
-    """
-    files, packed, found = _files(folder), _packed(folder, []), {}
+    """The results in ``folder`` that are missing or hold other bytes than were written, by id."""
+    files, packed = _files(folder), _packed(folder, [])
+    found = {}
     for identity, record in ledger(folder / JOURNALS).items():
         if record["state"] == "done" and (problem := _problem(record, files, packed)):
             found[identity] = Damage(problem, record["sha256"])
@@ -89,37 +79,33 @@ def damage(folder: Path) -> dict[str, Damage]:
 
 
 def check_whole(source: Path) -> None:
-    """Raise ``ValueError`` when ``source`` is, or lies in, a job's output with a damaged or missing
-    result.
-    """
+    """Raise ``ValueError`` when ``source`` lies in, or is, a job's output that is damaged."""
     for folder in (source, *source.parents[:2]):
-        if (folder / FILE).is_file() and (folder / JOURNALS).is_dir():
+        if (folder / JOB).is_file() and (folder / JOURNALS).is_dir():
             if found := damage(folder):
                 identity, first = next(iter(found.items()))
                 raise ValueError(
-                    f"{folder} has {len(found)} damaged or missing results, such as {identity}: {first.problem}; "
-                    f"make them again with specmm batch JOBS --out {folder} --repair"
+                    f"{folder} has {len(found)} damaged or missing results, such as {identity}: "
+                    f"{first.problem}; make them again with specmm batch JOBS --out {folder} "
+                    "--repair"
                 )
             return
 
 
 def unpack_torn(folder: Path) -> None:
-    """Take the whole results out of archives that cannot be read to their end, and remove those
-    archives.
+    """Take whole results out of archives that cannot be read to their end; remove those archives.
 
     Their other results are missing then, and a repair makes them again.
     """
     with alone(folder):
-        known = {
-            Path(r["file"]).name: r
-            for r in ledger(folder / JOURNALS).values()
-            if r["state"] == "done"
-        }
+        records = ledger(folder / JOURNALS).values()
+        known = {Path(r["file"]).name: r for r in records if r["state"] == "done"}
         for file in sorted((folder / ARCHIVES).glob("*.tar")):
+            found: dict[str, bytes] = {}
             try:
-                found = dict(members(file))
+                for name, data in members(file):
+                    found[name] = data
             except (tarfile.TarError, OSError):
-                found = dict(_readable(file))
                 for name, data in found.items():
                     if name in known and hashlib.sha256(data).hexdigest() == known[name]["sha256"]:
                         place = folder / known[name]["file"]
@@ -128,20 +114,10 @@ def unpack_torn(folder: Path) -> None:
                 os.unlink(file)
 
 
-def _readable(file: Path) -> Iterator[tuple[str, bytes]]:
-    """The members before the place where an archive is torn."""
-    try:
-        yield from members(file)
-    except (tarfile.TarError, OSError):
-        return
-
-
 def _files(folder: Path) -> dict[str, Path]:
-    return {
-        f"{RESULTS}/{f.relative_to(folder / RESULTS)}": f
-        for f in (folder / RESULTS).rglob("*")
-        if f.is_file()
-    }
+    """Loose results by their path in ``folder``."""
+    files = (file for file in (folder / RESULTS).rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): file for file in files}
 
 
 def _packed(folder: Path, problems: list[str]) -> dict[str, bytes]:
@@ -160,15 +136,15 @@ def _packed(folder: Path, problems: list[str]) -> dict[str, bytes]:
 
 def _problem(record: Record, files: dict[str, Path], packed: dict[str, bytes]) -> str:
     """What is wrong with a result, "" if nothing; takes it out of ``files`` or ``packed``."""
-    place, name = record["file"], Path(record["file"]).name
-    data = packed.pop(name, None)
-    file = files.pop(place, None)
-    data = file.read_bytes() if file is not None else data
+    place = record["file"]
+    data = packed.pop(Path(place).name, None)
+    if file := files.pop(place, None):
+        data = file.read_bytes()
     if data is None:
         return f"{place} is missing"
     if hashlib.sha256(data).hexdigest() != record["sha256"]:
         return f"{place} holds other bytes than were written"
     if place.endswith(".json"):
         return ""
-    told = description(io.BytesIO(data))
-    return "" if told.get("id") == record["id"] else f"{place} says it is {told.get('id')!r}"
+    named = description(io.BytesIO(data)).get("id")
+    return "" if named == record["id"] else f"{place} says it is {named!r}"

@@ -3,8 +3,6 @@ prompts.
 
 An item's generator is seeded by the item, and rounding does not depend on the batch
 (``batch_invariant``), so neither does the result.
-
-Shape letters: none.
 """
 
 from __future__ import annotations
@@ -15,18 +13,25 @@ from typing import Any, Protocol
 
 import torch
 
-from specmm import methods
 from specmm.batch_invariant import batch_invariant
-from specmm.certificate import Certificate
+from specmm.hf.families import Family
+from specmm.hf.running import Options
+from specmm.image_ar.shared import class_ids
+from specmm.jobs.folder import Result, Spec
 from specmm.jobs.items import Item
-from specmm.jobs.spec import Spec
-from specmm.jobs.store import Result
-from specmm.registry import Registry, unknown
-from specmm.runs.method_names import label, parse_method
-from specmm.runs.models import Kind, Place, draws, methods_of, open_model
-from specmm.stats import Stats
+from specmm.registry import Registry
+from specmm.runs.run import (
+    Kind,
+    Place,
+    check_sampling,
+    draws,
+    label,
+    methods_of,
+    open_model,
+    parse_method,
+)
 
-TURNS = 4  # a killed job makes at most so many batches again
+TURNS = 4  # batches' worth of items that a killed job may have to make again
 
 
 class Worker(Protocol):
@@ -41,8 +46,9 @@ class Worker(Protocol):
         ...
 
     def turns(self, item: Item) -> int:
-        """How many batches' worth of items like ``item`` one ``run`` takes: several where rows are
-        taken over by waiting samples.
+        """How many batches' worth of items like ``item`` one ``run`` takes.
+
+        Several where rows that end take waiting items.
         """
         ...
 
@@ -52,16 +58,17 @@ class Worker(Protocol):
 
 
 def open_worker(spec: Spec, items: Sequence[Item], device: str = "cpu") -> Worker:
-    """The worker of ``spec``'s model for the kinds of ``items``; raises ``ValueError`` where they
-    do not fit.
+    """The worker of ``spec``'s model for the kinds of ``items``.
+
+    Raises ``ValueError`` where they do not fit.
     """
-    kinds = {item.kind for item in items}
-    if "question" in kinds and len(kinds) > 1:
+    questions = [item.kind == "question" for item in items]
+    if any(questions) and not all(questions):
         raise ValueError(
             "a job must hold questions, or classes and prompts, got both; make two jobs of it"
         )
-    if "question" in kinds or ("prompt" in kinds and not draws(spec.model)):
-        return AnswerWorker(spec, "question" in kinds, device)
+    if any(questions) or (not draws(spec.model) and any(i.kind == "prompt" for i in items)):
+        return AnswerWorker(spec, any(questions), device)
     return ImageWorker(spec, device)
 
 
@@ -72,61 +79,50 @@ def kind_of_items(model: str, items: Sequence[Item]) -> Kind:
     return "text" if items[0].kind == "prompt" and not draws(model) else "images"
 
 
-class Methods:
-    """The methods of a job by name, each looked up once; ``options`` belong to the job's own
-    method.
-    """
+class _Methods:
+    """The methods of a job by name; the spec's options belong to the job's own method."""
 
     def __init__(self, registry: Registry, spec: Spec) -> None:
-        self.registry, self.own = registry, parse_method(registry, spec.method, spec.options)
+        self.registry = registry
+        self.own = parse_method(registry, spec.method, spec.options)
         self._known: dict[str | None, Any] = {None: self.own}
 
     def of(self, item: Item) -> Any:
-        """The item's method; raises ``ValueError`` for an unknown one, and for one that looks at
-        the clock.
-        """
+        """The item's method; raises ``ValueError`` for an unknown one."""
         if item.method not in self._known:
             self._known[item.method] = parse_method(self.registry, str(item.method))
-        found = self._known[item.method]
-        if isinstance(found, methods.Auto):
-            raise ValueError(
-                "a job's method must not depend on measured seconds, got auto; name the one that specmm plan prints"
-            )
-        return found
+        return self._known[item.method]
+
+
+def _check_timed(method: Any, timed: bool) -> None:
+    if timed:
+        raise ValueError(
+            f"a job's method must not depend on measured seconds, got {method.name}; "
+            "give what specmm plan chooses, such as code with -o n=8"
+        )
 
 
 class ImageWorker:
-    """Pictures of classes or prompts. Rows of plain batches end together; those of drafts are taken
-    over by waiting samples as they end.
+    """Pictures of classes or prompts.
+
+    Rows of plain batches end together; those of drafts take waiting items as they end.
     """
 
     def __init__(self, spec: Spec, device: str = "cpu", pipe: Any = None) -> None:
-        from specmm.runs.pictures import check_sampling
-
         self.spec = spec
-        self.methods = Methods(methods_of("images", spec.model), spec)
+        self.methods = _Methods(methods_of("images", spec.model), spec)
         place = Place.named(device, spec.dtype)
         self.pipe = pipe or open_model("images", spec.model, place, text_encoder=spec.text_encoder)
         check_sampling(self.pipe, spec.model, spec.sampling)
 
     def check(self, item: Item) -> None:
-        """See :class:`Worker`; classes are checked here, so that a batch does not fail by one of
-        them.
-        """
-        from specmm.image_ar.settings import class_ids
+        """See :class:`Worker`; one unknown class must not make a batch fail."""
 
-        planned = (
-            getattr(self.methods.of(item), "n", 0) == -1
-            and getattr(self.pipe.settings, "n", -1) == -1
-        )
-        if planned:
-            raise ValueError(
-                "a job's method must not depend on measured seconds, got code; give its n, as in -o n=8"
-            )
+        method = self.methods.of(item)
+        _check_timed(method, self.pipe.timed(method))
         if item.kind == "class":
-            class_ids(
-                [item.text], self.pipe.settings.classes, self.pipe.transformer.config.num_classes
-            )
+            count = self.pipe.transformer.config.num_classes
+            class_ids([item.text], self.pipe.settings.classes, count)
 
     def key(self, item: Item) -> Hashable:
         """See :class:`Worker`."""
@@ -139,18 +135,14 @@ class ImageWorker:
 
     def run(self, items: Sequence[Item], rows: int = 0) -> list[Result]:
         """See :class:`Worker`."""
-        first, start, rows = items[0], time.perf_counter(), rows or len(items)
-        method = self.methods.of(first)
-        given = {"classes" if first.kind == "class" else "prompt": [i.text for i in items]}
+        start = time.perf_counter()
+        method = self.methods.of(items[0])
+        given = {"classes" if items[0].kind == "class" else "prompt": [i.text for i in items]}
         generators = [torch.Generator(self.pipe.device).manual_seed(item.seed) for item in items]
+        options = dict(generator=generators, method=method, batch_size=rows or len(items))
         with batch_invariant():
-            out = self.pipe(
-                **given, generator=generators, method=method, batch_size=rows, **self.spec.sampling
-            )
-        facts = _facts(
-            label(method), out.certificate, out.stats, len(items), time.perf_counter() - start
-        )
-        facts["stats"]["batch"] = min(rows, len(items))
+            out = self.pipe(**given, **options, **self.spec.sampling)
+        facts = _facts(method, out, items, rows, time.perf_counter() - start)
         return [
             Result(item, {**facts}, image=image)
             for item, image in zip(items, out.images, strict=True)
@@ -158,16 +150,16 @@ class ImageWorker:
 
 
 class AnswerWorker:
-    """Answers to questions about pictures, or texts after prompts: transformers models. Rows are
-    taken over by waiting samples, too.
+    """Answers to questions about pictures, or texts after prompts, by transformers models.
+
+    Rows that end take waiting items where the method can do that; else a batch lasts as long as its
+    longest answer.
     """
 
     def __init__(self, spec: Spec, questions: bool, device: str = "cpu", pipe: Any = None) -> None:
-        from specmm.hf.running import Options
-
         kind: Kind = "questions" if questions else "text"
         self.spec, self.questions = spec, questions
-        self.methods = Methods(methods_of(kind, spec.model), spec)
+        self.methods = _Methods(methods_of(kind, spec.model), spec)
         Options.of(dict(spec.sampling))
         place = Place.named(device, spec.dtype)
         self.pipe = pipe or open_model(kind, spec.model, place, self.methods.own, spec.drafter)
@@ -175,13 +167,17 @@ class AnswerWorker:
     def check(self, item: Item) -> None:
         """See :class:`Worker`."""
         method = self.methods.of(item)
-        if isinstance(method, methods.Verdict):
-            raise unknown(
-                "method of a job", "verdict", ("ar", "msd", "text-draft", "prompt-lookup")
-            )
-        if getattr(method, "sure", 0) and self.spec.sampling.get("temperature", 0):
+        _check_timed(method, method.timed)
+        if not method.streams:
+            known = [name for name in self.methods.registry if name != method.name]
             raise ValueError(
-                f"a job's {method.name} must not be cut by sure at temperature above 0: leave sure out"
+                f"a job's method must answer by itself, got {method.name}; "
+                f"choose from: {', '.join(known)}"
+            )
+        if method.batch_dependent and self.spec.sampling.get("temperature", 0):
+            raise ValueError(
+                f"a job's {method.name} must not be cut by sure at temperature above 0: "
+                "leave sure out"
             )
 
     def key(self, item: Item) -> Hashable:
@@ -190,30 +186,20 @@ class AnswerWorker:
 
     def turns(self, item: Item) -> int:
         """See :class:`Worker`."""
-        from specmm.hf.families import Family
-
-        turns = (
-            Family.of(self.pipe.model).turning_point is not None
-        )  # its positions depend on the batch's longest text
-        return TURNS if self.methods.of(item).can_refill and not turns else 1
+        # positions that depend on the batch's longest text leave no room for waiting items
+        fixed = Family.of(self.pipe.model).turning_point is not None
+        return TURNS if self.methods.of(item).can_refill and not fixed else 1
 
     def run(self, items: Sequence[Item], rows: int = 0) -> list[Result]:
-        """See :class:`Worker`. Where rows are not taken over by waiting samples a batch ends with
-        its longest answer.
-        """
-        method, start, rows = self.methods.of(items[0]), time.perf_counter(), rows or len(items)
+        """See :class:`Worker`."""
+        start = time.perf_counter()
+        method = self.methods.of(items[0])
         shown = ([i.pictures for i in items],) if self.questions else ()
-        options = {
-            "seed": [i.seed for i in items],
-            "method": method,
-            "batch_size": rows if method.can_refill else 0,
-        }
+        options: dict[str, Any] = dict(seed=[i.seed for i in items], method=method)
+        options["batch_size"] = (rows or len(items)) if method.can_refill else 0
         with batch_invariant():
             out = self.pipe(*shown, [i.text for i in items], **options, **self.spec.sampling)
-        facts = _facts(
-            label(method), out.certificate, out.stats, len(items), time.perf_counter() - start
-        )
-        facts["stats"]["batch"] = min(rows, len(items))
+        facts = _facts(method, out, items, rows, time.perf_counter() - start)
         answers = out.answers if self.questions else out.texts
         return [
             Result(item, {**facts, "stats": {**facts["stats"], "tokens": len(ids)}}, answer=answer)
@@ -222,15 +208,14 @@ class AnswerWorker:
 
 
 def _facts(
-    method: str, certificate: Certificate, stats: Stats, count: int, seconds: float
+    method: Any, out: Any, items: Sequence[Item], rows: int, seconds: float
 ) -> dict[str, Any]:
-    """For the index. Tokens and seconds are an item's share; ``tau`` and the certificate are its
-    batch's.
-    """
+    """For the index. Tokens and seconds are an item's share; tau and certificate its batch's."""
+    count = len(items)
     shares = {
-        "tokens": round(stats.tokens / count),
-        "tau": stats.tau,
+        "tokens": round(out.stats.tokens / count),
+        "tau": out.stats.tau,
         "seconds": seconds / count,
-        "batch": count,
+        "batch": min(rows or count, count),
     }
-    return {"method": method, "certificate": certificate.as_dict(), "stats": shares}
+    return {"method": label(method), "certificate": out.certificate.as_dict(), "stats": shares}

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from specmm.recipes.training.msd import Example
 from specmm.vlm.asking import Questions
-from specmm.vlm.train.msd import Example
 
 HELD_OUT = 10  # one line with a picture of so many is not trained on
 PER_TOKEN = (

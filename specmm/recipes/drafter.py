@@ -12,20 +12,22 @@ from tqdm import tqdm
 
 from specmm import zoo
 from specmm.files import writable
-from specmm.image_ar.settings import read_settings, write_settings
-from specmm.image_ar.tokens.acceptance import measure_acceptance
+from specmm.guidance import Guidance
+from specmm.image_ar.shared import read_settings, write_settings
 from specmm.image_ar.tokens.drafters.block import BlockConfig
-from specmm.image_ar.tokens.drafters.files import load_block, save_drafters
-from specmm.image_ar.tokens.drafters.fingerprint import target_fingerprint
-from specmm.image_ar.tokens.loading import load_gpt, load_vq
-from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
-from specmm.image_ar.tokens.settings import Settings
-from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
-from specmm.image_ar.tokens.train.block import train_block
-from specmm.image_ar.tokens.train.eagle import train_eagle
-from specmm.image_ar.training import CLASS_DROPOUT, encode_views
+from specmm.image_ar.tokens.loading import (
+    load_block,
+    load_gpt,
+    load_vq,
+    save_drafters,
+    target_fingerprint,
+)
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, LlamaGenSettings
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.recipes.recipe import Amount, Count, Found, Open, Seed, Size, beside
+from specmm.recipes.training.encoding import CLASS_DROPOUT, encode_views
+from specmm.recipes.training.llamagen_drafters import measure_acceptance, train_block, train_eagle
 from specmm.registry import unknown
 
 KINDS = ("block", "eagle")
@@ -92,7 +94,7 @@ def _dropout(model: Path, cfg: float | None) -> float:
     """The share of pictures a block drafter sees without their class: none where the model is not
     guided.
     """
-    guided = (read_settings(Settings, model).cfg if cfg is None else cfg) > 1
+    guided = (read_settings(LlamaGenSettings, model).cfg if cfg is None else cfg) > 1
     return (
         3 * CLASS_DROPOUT if guided else 0.0
     )  # more than the model's, for both guidance branches draft
@@ -128,7 +130,7 @@ def _examples(
     """
     target, vq = load_gpt(model / "transformer"), load_vq(model / "vq")
     side = round(target.config.block_size**0.5) * vq.config.downsampling
-    pictures = data(read_settings(Settings, model).classes, target.config.num_classes, side)
+    pictures = data(read_settings(LlamaGenSettings, model).classes, target.config.num_classes, side)
     (count, alone), labels = drawn, torch.from_numpy(pictures.labels)
     if pictures.images is None and not count:
         raise ValueError(
@@ -153,7 +155,7 @@ def _draw(
     """Tokens [N, T] that the target draws for ``labels`` [N] by plain decoding, kept in ``out``
     batch by batch.
     """
-    pipe = LlamaGenPipeline(target, vq, {}, read_settings(Settings, model))
+    pipe = LlamaGenPipeline(target, vq, {}, read_settings(LlamaGenSettings, model))
     pipe.set_progress_bar_config(disable=True)
     kept = writable(out / f"{target_fingerprint(target)}-{cfg}-{seed}")
     found = []
@@ -177,7 +179,7 @@ def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) ->
     """Measure what is accepted by level and rank at the model's sampling, and write it where method
     auto reads it.
     """
-    settings = read_settings(Settings, model)
+    settings = read_settings(LlamaGenSettings, model)
     processor = Processor(settings.temperature, settings.top_k, settings.top_p)
     judge = LlamaGenTarget(target, Guidance(settings.cfg, settings.cfg_interval), processor)
     prompt = Prompt(torch.arange(pictures) % target.config.num_classes)

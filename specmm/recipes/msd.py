@@ -16,10 +16,10 @@ from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.recipes.recipe import Amount, Count, Found, Open, Seed, beside
-from specmm.vlm.drafters.msd_files import save_msd
+from specmm.recipes.training.msd import msd_config, train_msd
 from specmm.vlm.loading import load_model, load_processor
-from specmm.vlm.train.msd import msd_config, train_msd
-from specmm.vlm.tuning import measure_acceptance
+from specmm.vlm.msd import measure_acceptance
+from specmm.vlm.msd_head import save_msd
 
 LONGEST = 80  # tokens of an answer that acceptance is measured on
 

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import ImageOps
 
-from specmm.image_ar.settings import class_ids
-from specmm.metrics.files import SUFFIXES
-from specmm.vlm.images import open_image
+from specmm.image_ar.shared import class_ids
+from specmm.metrics.inputs import SUFFIXES
+from specmm.vlm.asking import open_image
 
 
 @dataclass(frozen=True)

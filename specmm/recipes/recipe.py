@@ -1,6 +1,6 @@
 """A recipe: a config file that names what is trained and holds its settings.
 
-    train = "specmm.recipes.text:deer"  # a function; or, for settings of your own, recipe = "deer"
+    train = "specmm.recipes.text:deer"  # a function; a config file of yours has recipe = "deer"
 
     [settings]
     steps = 1500
@@ -18,6 +18,7 @@ import sysconfig
 import tomllib
 import types
 import typing
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,16 +29,14 @@ import specmm
 from specmm.registry import named, unknown
 
 SHIPPED = Path(__file__).parent
-CHECKOUT = (
-    Path(specmm.__file__).resolve().parents[1] / "recipes"
-)  # what made the pocket models; not in the wheel
+CHECKOUT = Path(specmm.__file__).resolve().parents[1] / "recipes"  # of the pocket models, no wheel
 Count = Annotated[int, 1]
 Width = Annotated[int, 4]
 Share = Annotated[float, 0, 1]
 Amount = Annotated[float, 0]
 Size = Annotated[int, 0]
 Seed = Annotated[int, 0]
-Found = dict[str, Any]  # what a training tells: kind, steps, outputs
+Found = dict[str, Any]  # what a training returns: kind, steps, outputs
 Open = Callable[..., Any]  # a setting that is read by the function the recipe names as ``open``
 WORDS = {
     int: "a whole number",
@@ -47,12 +46,18 @@ WORDS = {
     Path: "a path",
 }
 BOOLEANS = {"true": True, "false": False}
+RENAMED = {  # settings, until version 0.3
+    "law_weight": "probs_weight",
+    "taps": "aux_layers",
+    "hindsight": "rejected_weight",
+}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """``train`` names a function, ``open`` what reads its ``data``; ``chosen`` are the settings the
-    user gave.
+    """``train`` names a function, ``open`` what reads its ``data``.
+
+    ``chosen`` are the settings that the user gave.
     """
 
     name: str
@@ -62,7 +67,7 @@ class Recipe:
     chosen: frozenset[str] = field(default=frozenset())
 
     def function(self) -> Callable[..., Found]:
-        """What trains, imported now."""
+        """The training, imported now."""
         if any(place.startswith("recipes.") for place in (self.train, self.open)):
             _import_checkout()
         found: Callable[..., Found] = named(self.train)
@@ -73,36 +78,49 @@ class Recipe:
         hints = typing.get_type_hints(self.function(), include_extras=True)
         return {name: hint for name, hint in hints.items() if name not in ("return", "chosen")}
 
+    def current(self, setting: str) -> str:
+        """The name that ``setting`` has now."""
+        new = RENAMED.get(setting, setting)
+        return new if new in self.kinds() else setting
+
     def having(self, given: Mapping[str, Any]) -> Recipe:
-        """This recipe with settings that the user chose; raises ``ValueError`` for unknown ones."""
+        """This recipe with settings that the user chose.
+
+        Warns of old names; raises ``ValueError`` for unknown ones.
+        """
         kinds = self.kinds()
-        for name in given:
+        chosen: dict[str, Any] = {}
+        for old, value in given.items():
+            name = self.current(old)
             if name not in kinds:
                 raise unknown(f"setting of recipe {self.name}", name, kinds)
-        return replace(self, settings={**self.settings, **given}, chosen=self.chosen | set(given))
+            if name != old:
+                text = f"setting {old} of recipe {self.name} is called {name} now"
+                warnings.warn(text, FutureWarning, stacklevel=2)
+            chosen[name] = value
+        return replace(self, settings={**self.settings, **chosen}, chosen=self.chosen | set(chosen))
 
     def run(self) -> Found:
         """Train; raises ``ValueError`` for settings that are missing or do not fit."""
-        function, settings = self.function(), {}
+        function = self.function()
+        settings: dict[str, Any] = {}
         for name, kind in self.kinds().items():
             value = self.settings.get(name)
             if value is None and not _optional(kind):
                 raise ValueError(
                     f"recipe {self.name} must be given {name}, got none; give --set {name}=…"
                 )
-            settings[name] = self._opened(value) if kind == Open else _fitting(name, value, kind)
+            if kind == Open:
+                settings[name] = partial(named(self.open), str(value))
+            else:
+                settings[name] = _fitting(name, value, kind)
         if "chosen" in function.__annotations__:
             settings["chosen"] = self.chosen
         return function(**settings)
 
-    def _opened(self, value: Any) -> Open:
-        return partial(named(self.open), str(value))
-
 
 def recipes() -> dict[str, Path]:
-    """The config files by name: those of the package, and in a checkout those that made the pocket
-    models.
-    """
+    """The config files by name: the package's, and in a checkout those of the pocket models."""
     places = [SHIPPED, CHECKOUT] if (CHECKOUT / "coder.toml").is_file() else [SHIPPED]
     return {file.stem: file for place in places for file in sorted(place.glob("*.toml"))}
 
@@ -120,22 +138,23 @@ def load(name: str) -> Recipe:
         raise ValueError(f"{file} must be TOML, got an error: {error}") from error
     settings, keys = read.get("settings", {}), set(read) - {"settings"}
     if "recipe" in read and keys <= {"recipe", "open"}:
-        base = replace(
-            load(read["recipe"]), name=name, **({"open": read["open"]} if "open" in read else {})
-        )
-        return (
-            base.having(settings) if own else replace(base, settings={**base.settings, **settings})
-        )
+        base = load(read["recipe"])
+        base = replace(base, name=name, open=read.get("open", base.open))
+        if own:
+            return base.having(settings)
+        return replace(base, settings={**base.settings, **settings})
     if own or "train" not in read or not keys <= {"train", "open"}:
         raise ValueError(
-            f'{file} must hold recipe = "NAME" and a table [settings], got {", ".join(sorted(keys))}'
+            f'{file} must hold recipe = "NAME" and a table [settings], '
+            f"got {', '.join(sorted(keys))}"
         )
     return Recipe(name, read["train"], settings, read.get("open", ""))
 
 
 def train(name: str, **settings: Any) -> Found:
-    """Train by the recipe ``name`` with other ``settings``; raises ``ValueError`` for what does not
-    fit it.
+    """Train by the recipe ``name`` with other ``settings``.
+
+    Raises ``ValueError`` for what does not fit it.
     """
     return load(name).having(settings).run()
 
@@ -173,7 +192,7 @@ def _optional(kind: Any) -> bool:
 
 
 def _fitting(name: str, value: Any, kind: Any) -> Any:
-    """``value`` as ``kind`` asks for; a text, which is what a command line gives, is read as that."""
+    """``value`` as ``kind`` wants it; a text, as a command line gives it, is parsed."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         if value is None:
             return None
@@ -191,7 +210,7 @@ def _fitting(name: str, value: Any, kind: Any) -> Any:
 
 
 def _check_bounds(name: str, value: float, least: float, most: float = float("inf")) -> None:
-    if not least <= value <= most:  # which is so for NaN, too
+    if not least <= value <= most:  # true for NaN, too
         wanted = f"at least {least}" if most == float("inf") else f"from {least} to {most}"
         raise ValueError(f"{name} must be {wanted}, got {value}")
 

@@ -12,18 +12,12 @@ from typing import Annotated, Any
 import torch
 
 from specmm.checkpoints import read_json
-from specmm.diffusion_drafters.diffuspec.ngram import fit
-from specmm.diffusion_drafters.loading import PROXY
-from specmm.diffusion_drafters.models.bidirectional import FullAttention
-from specmm.diffusion_drafters.models.causal import check_target, save_deer
+from specmm.diffusion_drafters.assemble import PROXY
+from specmm.diffusion_drafters.models.deer import save_deer
 from specmm.diffusion_drafters.models.dflash import load_dflash, save_dflash
-from specmm.diffusion_drafters.train.block import build_block, layers_read, train_block, with_memory
-from specmm.diffusion_drafters.train.chats import drawn_chats
-from specmm.diffusion_drafters.train.deer import build_deer, train_deer
-from specmm.diffusion_drafters.train.diffusion import save_dream, train_diffusion
-from specmm.diffusion_drafters.train.rows import Rows, drawn_rows, frequent
-from specmm.diffusion_drafters.train.target import LENGTH, Sizes, build_model
-from specmm.diffusion_drafters.train.texts import given_texts, read_files, token_stream, windows
+from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
+from specmm.diffusion_drafters.models.drafter_files import check_target
+from specmm.diffusion_drafters.ngram import fit
 from specmm.files import writable
 from specmm.hf.drafting import KINDS
 from specmm.hf.loading import find_target, load_target, weights_folder
@@ -31,6 +25,12 @@ from specmm.hf.pretrained import load_config, load_tokenizer
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Share, Size, beside
+from specmm.recipes.training.deer import build_deer, train_deer
+from specmm.recipes.training.dflash import build_block, layers_read, train_block, with_memory
+from specmm.recipes.training.drawn_rows import Rows, drawn_chats, drawn_rows, frequent
+from specmm.recipes.training.masked_diffusion import save_dream, train_diffusion
+from specmm.recipes.training.small_qwen import LENGTH, Sizes, build_model
+from specmm.recipes.training.texts import given_texts, read_files, token_stream, windows
 from specmm.text.pipeline import TextPipeline
 
 SIZES = (

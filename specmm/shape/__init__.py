@@ -1,3 +1,1 @@
-"""Tree shapes and draft lengths: how many nodes to draft, how they hang together, and when to stop
-drafting.
-"""
+"""Draft trees: their shapes, how they are drawn, and which are worth their nodes."""

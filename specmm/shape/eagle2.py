@@ -1,7 +1,6 @@
-"""EAGLE-2's dynamic tree: expand level by level on path probability, then rerank globally (arXiv
-2406.16858).
+"""EAGLE-2's dynamic tree (arXiv 2406.16858): expand by path probability, then rerank globally.
 
-A drafter drives it, one forward a level, and stays the only one to know a model::
+A drafter drives it, one forward a level::
 
     beam = start(log_q, k)                        # [B, V] after the root
     for _ in range(levels):
@@ -11,7 +10,7 @@ A drafter drives it, one forward a level, and stays the only one to know a model
 The tree is a deterministic function of the prefix: its drafts are point masses, and only a
 point-mass rule is exact.
 
-Shape letters: B batch, k beam width (children per node too), V vocabulary, M pool (all candidates
+Shape letters: B batch, k beam width (also children per node), V vocabulary, M pool (all candidates
 so far), N nodes.
 """
 
@@ -27,9 +26,7 @@ from specmm.tree import DraftTree, TreeShape
 
 @dataclass(frozen=True)
 class Dynamic:
-    """EAGLE-2's tree: beams of ``top_k`` for ``depth`` levels after the first, then the best
-    ``total`` nodes.
-    """
+    """EAGLE-2's tree: beams of ``top_k`` for ``depth`` + 1 levels, then the best ``total`` nodes."""
 
     top_k: int = 10
     depth: int = 4
@@ -39,7 +36,8 @@ class Dynamic:
         most = 1 + self.top_k + self.depth * self.top_k**2
         if self.top_k < 1 or self.depth < 0 or not 2 <= self.total <= most:
             raise ValueError(
-                f"total must be in [2, {most}] for top_k {self.top_k} and depth {self.depth}, got {self.total}"
+                f"total must be in [2, {most}] for top_k {self.top_k} and depth {self.depth}, "
+                f"got {self.total}"
             )
 
 
@@ -47,9 +45,9 @@ class Dynamic:
 class Beam:
     """The drafting state after some levels.
 
-    ``tokens``, ``scores`` [B, k]: the nodes to feed next and their path log-probabilities;
-    ``index`` [B, k] their place in the pool; ``origin`` [B, k] the row of the previous beam each
-    came from (0 at first), to gather hidden states and caches; ``mask`` [B, k, k * levels] which
+    ``tokens``, ``scores`` [B, k]: the nodes to feed next and their path log-probabilities.
+    ``index`` [B, k]: their place in the pool. ``origin`` [B, k]: which node of the previous beam is
+    the parent (0 at first), to gather hidden states and caches. ``mask`` [B, k, k * levels]: which
     beam nodes fed so far each may attend, itself included. ``pool_*`` [B, M]: every candidate, its
     score, and the pool index of its parent (-1: the root).
     """
@@ -72,9 +70,8 @@ def expand(scores: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
     each.
     """
     best = _topk(logprobs, scores.shape[1])
-    return best.values.clamp(max=0) + scores.unsqueeze(
-        -1
-    ), best.indices  # never above the parent, rounding or not
+    # clamped, so that rounding never lifts a child above its parent
+    return best.values.clamp(max=0) + scores.unsqueeze(-1), best.indices
 
 
 def start(logprobs: Tensor, k: int, d2t: Tensor | None = None) -> Beam:
@@ -100,10 +97,12 @@ def step(beam: Beam, logprobs: Tensor, d2t: Tensor | None = None) -> Beam:
     k = beam.tokens.shape[1]
     if logprobs.shape[:2] != beam.tokens.shape:
         raise ValueError(
-            f"logprobs must be [B, k, V] for a beam of {list(beam.tokens.shape)}, got {list(logprobs.shape)}"
+            f"logprobs must be [B, k, V] for a beam of {list(beam.tokens.shape)}, "
+            f"got {list(logprobs.shape)}"
         )
     scores, ids = expand(beam.scores, logprobs)
-    scores, tokens = scores.flatten(1), _target_ids(ids.flatten(1), d2t)
+    scores = scores.flatten(1)
+    tokens = _target_ids(ids.flatten(1), d2t)
     best = scores.topk(k)
     origin = best.indices // k
     eye = torch.eye(k, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
@@ -123,14 +122,8 @@ def step(beam: Beam, logprobs: Tensor, d2t: Tensor | None = None) -> Beam:
 
 def finish(beam: Beam, root: Tensor, total: int) -> DraftTree:
     """The tree of ``total`` nodes: ``root`` [B] and the ``total`` - 1 best of the pool."""
-    drafts, shape = rerank(
-        beam.pool_scores,
-        beam.pool_parents,
-        beam.pool_tokens,
-        total,
-        depth=beam.levels,
-        width=beam.tokens.shape[1],
-    )
+    bounds = {"depth": beam.levels, "width": beam.tokens.shape[1]}
+    drafts, shape = rerank(beam.pool_scores, beam.pool_parents, beam.pool_tokens, total, **bounds)
     return DraftTree(torch.cat([root.unsqueeze(1), drafts], dim=1), shape)
 
 
@@ -143,8 +136,7 @@ def rerank(
     depth: int,
     width: int,
 ) -> tuple[Tensor, TreeShape]:
-    """The best ``total`` - 1 of a pool [B, M]: their tokens [B, total - 1] in pool order and the
-    shape under a root.
+    """The best ``total`` - 1 of a pool [B, M]: their tokens in pool order, and the shape with a root.
 
     Parents must come before their children in the pool and score at least as much; among equals the
     earlier wins, so a node is never kept without its parent. ``depth`` and ``width`` are the pool's
@@ -161,9 +153,8 @@ def rerank(
     nodes = torch.searchsorted(kept, parents) + 1
     nodes = torch.where(parents < 0, 0, nodes)
     nodes = torch.nn.functional.pad(nodes, (1, 0), value=-1)
-    return pool_tokens.gather(1, kept), TreeShape(
-        nodes, depth=min(depth, count), width=min(width, count)
-    )
+    shape = TreeShape(nodes, depth=min(depth, count), width=min(width, count))
+    return pool_tokens.gather(1, kept), shape
 
 
 def _topk(logprobs: Tensor, k: int) -> torch.return_types.topk:

@@ -1,68 +1,87 @@
-"""Sequoia's dynamic programme: the tree of N nodes that is kept longest (arXiv 2402.12374).
+"""Sequoia (arXiv 2402.12374): what a tree is worth by measured acceptance, and the best tree.
 
-Under positional acceptance (``specmm.shape.expected``) a tree is worth the sum over its nodes of
-the product of a[rank] along the path. The best tree under a node splits its budget among the
-children, rank by rank. Runs once, on the host.
+The positional model: given that a node is kept, its child of rank r is the one kept with
+probability a[r], whatever the context. So a is a sub-distribution over ranks, and its sum is the
+chance that the path goes on. A table of one a for each depth refines it. A tree is worth the sum
+over its nodes of the product of a[rank] along the path. The best tree under a node splits its
+budget among the children, rank by rank: a dynamic programme, run once, on the host.
 
-Shape letters: D deepest level, K ranks, N nodes (the root included).
+Shape letters: B batch, N nodes (the root included), D deepest level, K ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch import Tensor
 
-from specmm.shape.expected import Acceptance, rank_table
 from specmm.tree import TreeShape
 
+Acceptance = Tensor | Sequence[float] | Sequence[Sequence[float]]
 Array = NDArray[np.float64]
 Splits = list[list[NDArray[np.int64]]]  # [depth][rank][budget left] -> nodes given to that child
+
+
+def rank_table(rank_acceptance: Acceptance, depth: int) -> Tensor:
+    """The table [depth, K] float64 of ``rank_acceptance``, [K] for all depths or [D, K].
+
+    Levels past D count as never kept. Raises ``ValueError`` when a row is not a sub-distribution.
+    """
+    table = torch.as_tensor(rank_acceptance, dtype=torch.float64, device="cpu")
+    if table.ndim not in (1, 2) or table.numel() == 0:
+        raise ValueError(f"rank acceptance must be [K] or [D, K], got shape {list(table.shape)}")
+    if bool((table < 0).any() | (table.sum(-1) > 1 + 1e-6).any() | table.isnan().any()):
+        raise ValueError(
+            "rank acceptance must be at least 0 and sum to at most 1 over ranks, "
+            f"got {table.tolist()}"
+        )
+    if table.ndim == 1:
+        return table.expand(depth, -1)
+    missing = max(0, depth - len(table))
+    return torch.cat([table[:depth], table.new_zeros(missing, table.shape[1])])
+
+
+def reach(shape: TreeShape, rank_acceptance: Acceptance) -> Tensor:
+    """Probability that each node is on the accepted path, [1 or B, N] float64; 1 for the root."""
+    table = rank_table(rank_acceptance, shape.depth)
+    padded = F.pad(table, (0, max(0, shape.width - table.shape[1]))).to(shape.parents.device)
+    step = torch.ones_like(shape.depths, dtype=torch.float64)
+    if shape.depth:
+        step = padded[(shape.depths - 1).clamp(min=0), shape.ranks]
+    root = shape.parents < 0
+    parents = shape.parents.clamp(min=0)
+    kept = root.double()
+    for _ in range(shape.depth):
+        kept = torch.where(root, 1.0, step * kept.gather(1, parents))
+    return kept
+
+
+def expected_tau(shape: TreeShape, rank_acceptance: Acceptance) -> Tensor:
+    """Expected tokens committed per round, [1 or B] float64.
+
+    It is the sum of ``reach``: the root counts for the recovered or bonus token.
+    """
+    return reach(shape, rank_acceptance).sum(-1)
 
 
 def best_tree(
     rank_acceptance: Acceptance, total: int, max_depth: int, device: torch.device | str = "cpu"
 ) -> tuple[TreeShape, float]:
-    """The shape of at most ``total`` nodes and ``max_depth`` levels with the largest expected tau,
-    and that tau.
+    """The shape with the largest expected tau, of at most ``total`` nodes and ``max_depth`` levels.
 
-    ``rank_acceptance`` is [K] or [D, K]. Nodes that could never be kept are left out.
+    Returns that tau, too. ``rank_acceptance`` is [K] or [D, K]. Nodes that could never be kept are
+    left out.
     """
     values, splits = _solve(rank_acceptance, total, max_depth)
     return TreeShape.from_parents(_build(splits, total), device), float(values[total])
 
 
-def fastest_tree(
-    rank_acceptance: Acceptance,
-    seconds: Callable[[int, int], float],
-    sizes: Sequence[int],
-    max_depth: int,
-    device: torch.device | str = "cpu",
-) -> tuple[TreeShape, float]:
-    """The shape with the most expected tokens per second, and that rate, over ``sizes`` and depths
-    up to ``max_depth``.
-
-    ``seconds(nodes, depth)`` is the measured cost of a round: drafting ``depth`` levels, verifying
-    ``nodes`` nodes and the host's share (``specmm.autotune.Costs.round``). Sequoia's hardware-aware
-    search.
-    """
-    if not sizes or max_depth < 1:
-        raise ValueError(
-            f"sizes must not be empty and max_depth at least 1, got {list(sizes)} and {max_depth}"
-        )
-    solved = [_solve(rank_acceptance, max(sizes), depth) for depth in range(1, max_depth + 1)]
-    rate, total, depth = max(
-        (float(values[total]) / seconds(total, depth), total, depth)
-        for depth, (values, _) in enumerate(solved, start=1)
-        for total in sizes
-    )
-    return TreeShape.from_parents(_build(solved[depth - 1][1], total), device), rate
-
-
 def _solve(rank_acceptance: Acceptance, total: int, max_depth: int) -> tuple[Array, Splits]:
-    """Best value of a tree [total + 1] by budget, and how each budget is split among the children."""
+    """Best value of a tree by budget [total + 1], and how a budget is split among the children."""
     if total < 1 or max_depth < 0:
         raise ValueError(
             f"total must be at least 1 and max_depth at least 0, got {total} and {max_depth}"
@@ -80,8 +99,7 @@ def _solve(rank_acceptance: Acceptance, total: int, max_depth: int) -> tuple[Arr
 
 
 def _split(row: Array, subtree: Array) -> tuple[Array, list[NDArray[np.int64]]]:
-    """Best value of the children of one node by budget left, and the first child's share for each
-    rank.
+    """Best value of one node's children by budget left, and the first child's share by rank.
 
     forest_r(n) = max over m of a[r] * subtree(m) + forest_{r+1}(n - m), or 0 when the ranks from r
     on stay empty.
@@ -104,7 +122,8 @@ def _split(row: Array, subtree: Array) -> tuple[Array, list[NDArray[np.int64]]]:
 
 def _build(splits: Splits, total: int) -> list[int]:
     """Parents, level by level, of the tree that the splits describe."""
-    parents, level = [-1], [(0, total - 1)]
+    parents = [-1]
+    level = [(0, total - 1)]  # nodes and what is left of the budget for their descendants
     for ranks in splits:
         below: list[tuple[int, int]] = []
         for node, budget in level:

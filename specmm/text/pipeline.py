@@ -21,11 +21,10 @@ from specmm.compiled import CompiledRound, prepare_compiler
 from specmm.decode import Progress
 from specmm.dtypes import choose_dtype
 from specmm.hf.attention import use_tree_attention
-from specmm.hf.drafters.small_model import padded
 from specmm.hf.drafting import Drafters, assemble, load_drafter
 from specmm.hf.loading import find, find_target, load_target
 from specmm.hf.parts import Assembly
-from specmm.hf.prompt import VLMPrompt
+from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.running import Options, Pipeline, Prompts, Run, Said, check_continuous_batching
 from specmm.hf.static import StaticVLMTarget
 from specmm.hf.streaming import ending

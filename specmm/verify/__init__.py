@@ -1,4 +1,4 @@
-"""Acceptance rules: which drafts a round keeps and where the next token comes from.
+"""Acceptance rules: which drafts a round keeps, and where the next token comes from.
 
 Exact: ``GreedyMatch``, ``Recursive``, ``PointMass``, ``GreedyMultiDraft``, ``KSeq``,
 ``Block``, ``Traversal``. Relaxed: ``Lantern``, ``LanternPP``, ``Typical``.
@@ -6,12 +6,10 @@ Exact: ``GreedyMatch``, ``Recursive``, ``PointMass``, ``GreedyMultiDraft``, ``KS
 
 from specmm.verify.bottom_up import Block, Traversal
 from specmm.verify.exact import GreedyMatch, GreedyMultiDraft, PointMass, Recursive
-from specmm.verify.kseq import KSeq
+from specmm.verify.kseq import KSeq, ot_bound
 from specmm.verify.lantern import Lantern, LanternPP, neighbour_table
-from specmm.verify.outcomes import endings, expected_tokens
 from specmm.verify.relaxed import Typical
-from specmm.verify.rule import Decisions, Rule, VerifyResult
-from specmm.verify.transport import ot_bound
+from specmm.verify.rule import Decisions, Rule, VerifyResult, endings, expected_tokens
 
 __all__ = [
     "Block",

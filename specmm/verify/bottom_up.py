@@ -1,9 +1,9 @@
-"""Exact rules that test nodes from the leaves up: block verification (chains) and traversal
-verification (trees).
+"""Exact rules that test nodes from the leaves up: block verification and traversal verification.
 
-Shape letters: B batch, N nodes, M nodes but the root, P families of one level, V vocabulary. Drafts
-must be drawn from the distributions the tree carries, siblings without replacement (or be point
-masses, without distributions).
+Drafts must be drawn from the distributions the tree records, siblings without replacement, or be
+point masses, without distributions.
+
+Shape letters: B batch, N nodes, M nodes but the root, P families of one level, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from specmm.tree import DraftTree, TreeShape
-from specmm.verify.families import Plan, Trial, level_plans, one_hot, take, trials
+from specmm.verify.exact import Families, Trial, families_by_level, one_hot, take, trials
 from specmm.verify.rule import Decisions
 
 
 def deepest_first(shape: TreeShape) -> Tensor:
-    """Nodes but the root from the deepest level up, within a level by number: [M], or [B, M] for
-    per-row shapes.
-    """
+    """Nodes but the root from the deepest level up: [M], or [B, M] for per-row shapes."""
     return shape.once("orders", _both_orders)[0]
 
 
@@ -37,8 +35,10 @@ def _both_orders(shape: TreeShape) -> tuple[Tensor, Tensor]:
 
 
 def _earlier(shape: TreeShape) -> Tensor:
-    """Whether node j comes before i in post-order [1 or B, N, N]: below it, or below an earlier
-    sibling of i or its ancestors.
+    """Whether node j comes before i in post-order, [1 or B, N, N].
+
+    It does if it is below i, or if it or one of its ancestors is an earlier sibling of i or of one
+    of i's ancestors.
     """
     up = shape.ancestors.float()
     aside = (up @ shape.earlier_siblings.float() @ up.mT) > 0
@@ -59,14 +59,13 @@ class Block:
     exact: bool = True
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
-        """Decisions for the target's processed distributions ``p`` [B, N, V]. Raises ``ValueError``
-        unless a chain.
-        """
+        """See :class:`specmm.verify.rule.Rule`; raises ``ValueError`` unless ``tree`` is a chain."""
         if tree.shape.width > 1:
             raise ValueError(
                 f"tree must be a chain for block verification, got {tree.shape.width} siblings"
             )
-        token, before = tree.tokens[:, 1:], p[:, :-1]  # [B, M], [B, M, V]
+        token = tree.tokens[:, 1:]  # [B, M]
+        before = p[:, :-1]  # [B, M, V]
         probs = one_hot(token, p) if tree.probs is None else tree.probs[:, 1:]
         ratio = take(before, token) / take(probs, token).clamp(min=torch.finfo(p.dtype).tiny)
         reach = _running(ratio)  # [B, N]
@@ -92,66 +91,57 @@ def _raised(reach: Tensor, total: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Traversal:
-    """Traversal verification (Weng et al. 2025) of any tree drawn without replacement; on a chain,
-    block verification.
+    """Traversal verification (Weng et al. 2025) of any tree drawn without replacement.
 
-    A node enters with r_v = min(1, r_u p_u(v) / q(v)), u its parent. Rejecting v, with S = sum((r_u
-    p_u - q)+), sets p_u <- norm((r_u p_u - q)+) and r_u <- S / (S + 1 - r_u), and the next
-    sibling's distribution is q without v, as the tree records it. Nodes are tested in post-order,
-    each with the r it is left with once its children are gone; an r that was updated is never
-    computed again from the parent.
+    On a chain it is block verification. A node v with parent u starts with
+    r_v = min(1, r_u p_u(v) / q(v)). Rejecting v, with S = sum((r_u p_u - q)+), sets
+    p_u <- norm((r_u p_u - q)+) and r_u <- S / (S + 1 - r_u); the next sibling's q is the one the
+    tree records, without v. Nodes are tested in post-order, each with the r that is left after its
+    children were rejected; an r that was updated is never computed again from the parent.
     """
 
     name: str = "traversal"
     exact: bool = True
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
-        """Decisions for the target's processed distributions ``p`` [B, N, V]."""
+        """See :class:`specmm.verify.rule.Rule`."""
         if tree.shape.shared and tree.shape.width == 1:
             return Block().decisions(tree, p)  # the same numbers in a quarter of the operations
-        reach = p.new_ones(
-            len(p), tree.shape.size + 1
-        )  # missing children (-1) fall into the spare column
+        # missing children (-1) fall into the spare column
+        reach = p.new_ones(len(p), tree.shape.size + 1)
         probs = p
-        for walk in level_plans(tree.shape):
-            target, left = probs.index_select(1, walk.inner), reach.index_select(1, walk.inner)
+        for walk in families_by_level(tree.shape):
+            target = probs.index_select(1, walk.inner)
+            left = reach.index_select(1, walk.inner)
             entered = []
             for trial in trials(tree, walk):
                 kept, target, left = _reject(walk, target, left, trial)
                 entered.append(kept)
-            probs, reach = (
-                probs.index_copy(1, walk.inner, target),
-                reach.index_copy(1, walk.inner, left),
-            )
+            probs = probs.index_copy(1, walk.inner, target)
+            reach = reach.index_copy(1, walk.inner, left)
             children = walk.nodes.expand(len(p), -1) % reach.shape[1]
             reach.scatter_(1, children, torch.cat(entered, dim=1))
         return Decisions(reach[:, :-1], probs, leaves_first(tree.shape))
 
 
 def _reject(
-    walk: Plan, target: Tensor, left: Tensor, trial: Trial
+    walk: Families, target: Tensor, left: Tensor, trial: Trial
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a child enters with [B, F], and target [B, P, V] and r [B, P] of its parents once it is
-    rejected.
-    """
+    """A child's first r [B, F]; target [B, P, V] and r [B, P] of its parents once it is rejected."""
     count = trial.token.shape[1]
-    now, r = target[:, :count], left[:, :count]
+    now = target[:, :count]
+    r = left[:, :count]
     probs = one_hot(trial.token, target) if trial.probs is None else trial.probs
     drawn = take(probs, trial.token).clamp(min=torch.finfo(target.dtype).tiny)
     kept = (r * take(now, trial.token) / drawn).clamp(max=1)
     rest = (r[..., None] * now - probs).clamp_(min=0)
     total = rest.sum(-1)
-    raised, probs_after = (
-        _raised(r, total),
-        torch.where(total[..., None] > 0, rest / total[..., None], now),
-    )
+    raised = _raised(r, total)
+    probs_after = torch.where(total[..., None] > 0, rest / total[..., None], now)
     if walk.real is not None:
         real = walk.real[trial.rank]
         return kept, torch.where(real[..., None], probs_after, now), torch.where(real, raised, r)
-    if count == target.shape[1]:
-        return kept, probs_after, raised
-    return (
-        kept,
-        torch.cat([probs_after, target[:, count:]], 1),
-        torch.cat([raised, left[:, count:]], 1),
-    )
+    if count < target.shape[1]:
+        probs_after = torch.cat([probs_after, target[:, count:]], dim=1)
+        raised = torch.cat([raised, left[:, count:]], dim=1)
+    return kept, probs_after, raised

@@ -1,11 +1,9 @@
-"""What a rule emits, exactly: every draw of a small draft tree, with its probability, through the
-real rule.
+"""What a rule emits, exactly: every draw of a small tree, with its probability, through the rule.
 
 This is how a rule is shown to be exact (tests/unit/verify), and how a new one should be. Target and
-drafter are
-*tables*: entry d, [V**d, V], holds the distribution of the next token after each prefix of d tokens
-(prefixes read as numbers in base V), so that distributions depend on the whole path. Meant for V <=
-5, a handful of nodes, float64.
+drafter are *tables*: entry d, [V**d, V], holds the distribution of the next token after each prefix
+of d tokens (prefixes read as numbers in base V), so that distributions depend on the whole path.
+Meant for V <= 5, a handful of nodes, float64.
 
 Shape letters: R rows, one per draw; N nodes, D deepest level, V vocabulary.
 """
@@ -20,9 +18,8 @@ import torch
 from torch import Tensor
 
 from specmm.tree import DraftTree, TreeShape
-from specmm.verify.families import one_hot
-from specmm.verify.outcomes import endings
-from specmm.verify.rule import Rule
+from specmm.verify.exact import one_hot
+from specmm.verify.rule import Rule, endings
 
 Tables: TypeAlias = Sequence[Tensor]
 Scheme: TypeAlias = Literal["independent", "without replacement", "top", "top and sample"]
@@ -30,9 +27,7 @@ Scheme: TypeAlias = Literal["independent", "without replacement", "top", "top an
 
 @dataclass
 class Draws:
-    """Every draw of a tree: the tree with one row a draw, the probability of each [R], and its
-    prefixes [R, N].
-    """
+    """Every draw of a tree, one a row: the probability of each [R], and its prefixes [R, N]."""
 
     tree: DraftTree
     chance: Tensor
@@ -47,10 +42,12 @@ def draws(shape: TreeShape, drafter: Tables, scheme: Scheme) -> Draws:
     masses, no distributions), or ``"top and sample"``: the first a sample of the distribution
     without its top k - 1, the others those k - 1.
     """
-    vocab, parents = drafter[0].shape[-1], shape.parents[0].tolist()
+    vocab = drafter[0].shape[-1]
+    parents = shape.parents[0].tolist()
     depths = shape.depths[0].tolist()
     tokens = torch.zeros(1, 1, dtype=torch.int64)
-    prefix, chance = torch.zeros_like(tokens), drafter[0].new_ones(1)
+    prefix = torch.zeros_like(tokens)
+    chance = drafter[0].new_ones(1)
     probs = drafter[0].new_zeros(1, 1, vocab)
     for node, parent in enumerate(parents[1:], start=1):
         earlier_siblings = [n for n in range(1, node) if parents[n] == parent]
@@ -65,9 +62,7 @@ def draws(shape: TreeShape, drafter: Tables, scheme: Scheme) -> Draws:
 
 
 def _node_probs(probs: Tensor, earlier_siblings: Tensor, siblings: int, scheme: Scheme) -> Tensor:
-    """The distribution [R, V] of the next sibling, ``earlier_siblings`` [R, rank] being drawn and
-    ``probs`` [R, V] the drafter's.
-    """
+    """The next sibling's distribution [R, V], after ``earlier_siblings`` [R, rank]."""
     rank = earlier_siblings.shape[1]
     if scheme == "independent":
         return probs
@@ -93,18 +88,20 @@ def sequence_probs(target: Tables, length: int) -> Tensor:
 
 
 def emitted_probs(rule: Rule, drawn: Draws, target: Tables, after: Tables | None = None) -> Tensor:
-    """The distribution [V**(D + 1)] of the first D + 1 tokens of a round by ``rule``, completed
-    from ``after`` (the target).
+    """The distribution [V**(D + 1)] of the first D + 1 tokens by ``rule``.
+
+    Tokens after the round's own are drawn from ``after`` (by default the target).
     """
-    tree, prefix, vocab = drawn.tree, drawn.prefix, target[0].shape[-1]
+    tree = drawn.tree
+    prefix = drawn.prefix
+    vocab = target[0].shape[-1]
     decisions = rule.decisions(tree, node_probs(drawn, target))
     ends = endings(tree.shape, decisions) * drawn.chance[:, None]  # [R, N]
     next_probs = decisions.next_probs / decisions.next_probs.sum(-1, keepdim=True)
-    depths, carried = tree.shape.depths[0], target[0].new_zeros(1)
+    depths = tree.shape.depths[0]
+    carried = target[0].new_zeros(1)  # nothing has ended before depth 0
     for depth in range(tree.shape.depth + 1):
-        carried = (
-            carried[:, None] * (after or target)[depth]
-        ).flatten()  # zeros at depth 0: nothing has ended yet
+        carried = (carried[:, None] * (after or target)[depth]).flatten()
         level = depths == depth
         ended = ends[:, level, None] * next_probs[:, level]  # [R, nodes of the level, V]
         index = prefix[:, level, None] * vocab + torch.arange(vocab)
@@ -113,9 +110,7 @@ def emitted_probs(rule: Rule, drawn: Draws, target: Tables, after: Tables | None
 
 
 def expected_excess(rule: Rule, drawn: Draws, target: Tables) -> float:
-    """The mean of the excess a result reports: a bound on the total variation of ``emitted_probs``
-    to the target.
-    """
+    """The mean excess of a result: it bounds the total variation of ``emitted_probs``."""
     decisions = rule.decisions(drawn.tree, node_probs(drawn, target), measure=True)
     assert decisions.excess is not None, "the rule measures no excess"
     ends = endings(drawn.tree.shape, decisions)
@@ -126,9 +121,8 @@ def expected_excess(rule: Rule, drawn: Draws, target: Tables) -> float:
 def node_probs(drawn: Draws, target: Tables) -> Tensor:
     """The target's distribution at every node of every draw [R, N, V]."""
     depths = drawn.tree.shape.depths[0].tolist()
-    return torch.stack(
-        [target[depth][drawn.prefix[:, node]] for node, depth in enumerate(depths)], dim=1
-    )
+    found = [target[depth][drawn.prefix[:, node]] for node, depth in enumerate(depths)]
+    return torch.stack(found, dim=1)
 
 
 def total_variation(first: Tensor, second: Tensor) -> float:

@@ -34,12 +34,12 @@ from torch import Tensor
 
 from specmm.tree import DraftTree
 from specmm.verify.bottom_up import deepest_first
-from specmm.verify.exact import strict_step
-from specmm.verify.families import (
+from specmm.verify.exact import (
     Step,
     Trial,
     normalised,
     one_hot,
+    strict_step,
     take,
     top_down,
     top_down_measured,

@@ -1,6 +1,6 @@
 """A relaxed rule for any vocabulary: typical acceptance (Medusa).
 
-Shape letters: B batch, N nodes, V vocabulary.
+Shape letters: B batch, N nodes, F families, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ import torch
 from torch import Tensor
 
 from specmm.tree import DraftTree
-from specmm.verify.exact import strict_step
-from specmm.verify.families import Trial, take, top_down, top_down_measured
+from specmm.verify.exact import Trial, strict_step, take, top_down, top_down_measured
 from specmm.verify.rule import Decisions
 
 
 @dataclass(frozen=True)
 class Typical:
-    """Typical acceptance (Cai et al. 2024, Medusa): keep x if p(x) > min(epsilon, delta
-    exp(-H(p))).
+    """Typical acceptance (Medusa, Cai et al. 2024): keep x if p(x) > min(epsilon, delta exp(-H(p))).
 
-    Siblings are tried in turn and the first that passes is kept (Medusa takes the longest path);
-    where none passes, the next token is drawn from p itself.
+    Siblings are tried in turn and the first that passes is kept (Medusa takes the longest path). If
+    none passes, the next token is drawn from p itself.
     """
 
     epsilon: float = 0.09
@@ -37,14 +35,12 @@ class Typical:
             )
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
-        """Decisions for the target's processed distributions ``p`` [B, N, V]."""
-        return (
-            top_down_measured(tree, p, self._step, strict_step)
-            if measure
-            else top_down(tree, p, self._step)
-        )
+        """See :class:`specmm.verify.rule.Rule`."""
+        if measure:
+            return top_down_measured(tree, p, self._step, strict_step)
+        return top_down(tree, p, self._step)
 
     def _step(self, target: Tensor, trial: Trial) -> tuple[Tensor, Tensor]:
         entropy = torch.special.entr(target).sum(-1)
-        bar = (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
-        return (take(target, trial.token) > bar).to(target.dtype), target
+        threshold = (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
+        return (take(target, trial.token) > threshold).to(target.dtype), target

@@ -1,40 +1,46 @@
-"""What an acceptance rule is, and how its decisions become a result.
+"""What an acceptance rule is, the rules by name, and how a rule's decisions become a result.
 
-A rule is deterministic: from the drafts and the target's distributions it computes *decisions*, the
-probability of keeping each node and the distribution of the next token wherever the path may end.
-``decide`` then draws the uniforms. The split is what makes exact enumeration of the real code
-possible (tests/unit/verify).
+A rule is deterministic. From the drafts and the target's distributions it computes *decisions*: the
+probability of keeping each node, and the distribution of the next token wherever the path may end.
+:func:`sample_result` then compares them with uniforms. Randomness is in that one place, so that
+tests can enumerate the outcomes of the real rules (tests/unit/verify).
 
-Shape letters: B batch, N nodes, V vocabulary, D deepest level.
+Shape letters: B batch, N nodes, M nodes tested bottom-up, V vocabulary, D deepest level.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.randomness import UniformSource, categorical
+from specmm.registry import named, parse_spec, unknown
+from specmm.shape.trees import Siblings
 from specmm.tree import DraftTree, TreeShape
 
 
 @dataclass
 class Decisions:
-    """Probabilities of one round.
+    """What a rule decides about one tree.
 
-    Top-down rules (``order`` is None): ``accept[b, n]`` is the probability that node n is kept
-    given that its parent is and that its earlier siblings were rejected. Bottom-up rules: nodes are
-    tested in ``order`` ([M], or [B, M] when the rows differ) and the first one accepted ends the
-    path; ``accept[b, n]`` is then given that all before it in the order were rejected. ``after`` is
-    the distribution (any positive total) of the next token when the path ends at node n, [B, N, V],
-    or a function from where the paths end, nodes [B], to their distributions [B, V]: a residual
-    costs a rule most, and one of them is drawn from. ``excess`` [B, N], when measured, bounds the
-    total variation between what the rule emits after node n and the target's distribution there:
-    the probability that the relaxed rule and its strict twin, run on the same uniforms, part.
+    Top-down rules (``order`` is None): ``accept[b, n]`` is the probability that node n is kept,
+    given that its parent is kept and its earlier siblings are rejected.
+    Bottom-up rules: nodes are tested in ``order``, [M] or [B, M], and the first one accepted ends
+    the path; ``accept[b, n]`` is given that all nodes earlier in the order are rejected.
+
+    ``after`` holds the distribution of the next token, of any positive total, for a path that ends
+    at node n: [B, N, V], or a function from last nodes [B] to distributions [B, V]. The function
+    saves time: a residual is what costs a rule most, and only one of them is sampled.
+
+    ``excess`` [B, N], if measured, bounds the total variation between what a relaxed rule emits
+    after node n and the target's distribution there. It is the probability that the rule and its
+    strict counterpart differ when they run on the same uniforms.
     """
 
     accept: Tensor
@@ -43,14 +49,14 @@ class Decisions:
     excess: Tensor | None = None
 
     def probs_after(self, node: Tensor) -> Tensor:
-        """The next token's distribution [B, V] where the paths end at ``node`` [B]."""
+        """The next token's distribution [B, V] for paths that end at ``node`` [B]."""
         if isinstance(self.after, Tensor):
             return self.after[torch.arange(len(node), device=node.device), node]
         return self.after(node)
 
     @property
     def next_probs(self) -> Tensor:
-        """The next token's distributions after every node [B, N, V]."""
+        """The next token's distribution after every node, [B, N, V]."""
         if isinstance(self.after, Tensor):
             return self.after
         rows, nodes = self.accept.shape
@@ -62,10 +68,9 @@ class Decisions:
 class VerifyResult:
     """The outcome of a round.
 
-    ``path`` [B, D + 1] holds the nodes kept, root first, padded with -1; ``kept`` [B] counts them
-    (at least 1); ``next_token`` [B] is the recovered or bonus token; ``excess`` [B, D + 1] is the
-    measured excess of the token after each node of the path (0 past its end), so that a round cut
-    short counts what it kept alone.
+    ``path`` [B, D + 1] holds the nodes kept, the root first, padded with -1; ``kept`` [B] counts
+    them (at least 1). ``next_token`` [B] is the recovered or bonus token. ``excess`` [B, D + 1] is
+    the measured excess after each node of the path, 0 past its end.
     """
 
     path: Tensor
@@ -75,63 +80,63 @@ class VerifyResult:
 
 
 class Rule(Protocol):
-    """An acceptance rule. Plain attributes or fields serve as ``name`` and ``exact``."""
+    """An acceptance rule. ``name`` and ``exact`` may be plain attributes or dataclass fields."""
 
     @property
     def name(self) -> str:
-        """What it is called in reports."""
+        """The name in reports."""
         ...
 
     @property
     def exact(self) -> bool:
-        """Whether it keeps the target's distribution."""
+        """Whether the output has the target's distribution."""
         ...
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
-        """Decisions for the target's processed distributions ``p`` [B, N, V]; ``measure`` asks a
-        relaxed rule for its excess.
+        """The decisions about ``tree`` for the target's processed distributions ``p`` [B, N, V].
+
+        With ``measure`` a relaxed rule also computes its excess.
         """
         ...
 
 
-def throw(shape: TreeShape, uniforms: UniformSource) -> Tensor:
-    """The uniforms [B, N + 1] of a round; a root without drafts draws one number, as plain decoding
-    does.
+def draw_uniforms(shape: TreeShape, source: UniformSource) -> Tensor:
+    """The uniforms of a round [B, N + 1]: one for each node, then one for the next token.
+
+    A root without drafts takes one number from the ``source``, as plain decoding does.
     """
     if shape.size == 1:
-        return F.pad(uniforms.draw(1), (1, 0))
-    return uniforms.draw(shape.size + 1)
+        return F.pad(source.draw(1), (1, 0))
+    return source.draw(shape.size + 1)
 
 
-def settle(decisions: Decisions, shape: TreeShape, uniforms: Tensor) -> VerifyResult:
-    """The result of ``decisions`` on a tree of ``shape`` under the uniforms ``uniforms`` [B, N +
-    1].
-    """
+def sample_result(decisions: Decisions, shape: TreeShape, uniforms: Tensor) -> VerifyResult:
+    """The path and the next token that ``uniforms`` [B, N + 1] select."""
     hit = uniforms[:, :-1] < decisions.accept  # strict: probability 0 is never accepted
     hit[:, 0] = True
-    on_path = _walk(shape, hit) if decisions.order is None else _first(shape, hit, decisions.order)
-    reached = on_path * (shape.depths + 1)  # [B, N]
+    if decisions.order is None:
+        on_path = _path_from_the_root(shape, hit)
+    else:
+        on_path = _path_of_the_first_hit(shape, hit, decisions.order)
+    reached = on_path * (shape.depths + 1)  # [B, N]: depth + 1 on the path, 0 off it
     kept, last = reached.max(1)
     next_token = categorical(decisions.probs_after(last), uniforms[:, -1])
-    path, excess = _path(reached, shape.depth), None
+    path = _nodes_by_depth(reached, shape.depth)
+    excess = None
     if decisions.excess is not None:
         excess = decisions.excess.gather(1, path.clamp(min=0)).masked_fill(path < 0, 0.0)
     return VerifyResult(path, kept, next_token, excess)
 
 
-def _walk(shape: TreeShape, hit: Tensor) -> Tensor:
-    """Nodes kept [B, N] when siblings are tested in turn from the root down: all of whose ancestors
-    were chosen.
-    """
+def _path_from_the_root(shape: TreeShape, hit: Tensor) -> Tensor:
+    """Nodes kept [B, N] by a top-down rule: those that are chosen with all their ancestors."""
     earlier_hit = (shape.earlier_siblings & hit[:, None]).any(-1)
     missed = ~hit | earlier_hit
     return ~(shape.ancestors & missed[:, None]).any(-1)
 
 
-def _first(shape: TreeShape, hit: Tensor, order: Tensor) -> Tensor:
-    """Nodes kept [B, N] when the first accepted node of ``order`` [M] or [B, M] ends the path; the
-    root if none is.
-    """
+def _path_of_the_first_hit(shape: TreeShape, hit: Tensor, order: Tensor) -> Tensor:
+    """Nodes kept [B, N] by a bottom-up rule: up to the first hit of ``order`` [M] or [B, M]."""
     order = F.pad(order.expand(len(hit), -1), (0, 1))  # the root (0) comes last
     first = hit.gather(1, order).int().argmax(1, keepdim=True)  # argmax takes the first of equals
     last = order.gather(1, first).squeeze(1)
@@ -139,12 +144,115 @@ def _first(shape: TreeShape, hit: Tensor, order: Tensor) -> Tensor:
     return shape.ancestors.expand(len(last), -1, -1)[row, last]
 
 
-def _path(reached: Tensor, depth: int) -> Tensor:
-    """Nodes by depth [B, D + 1], padded with -1, of ``reached`` [B, N]: depth + 1 on the path, 0
-    off it.
-    """
+def _nodes_by_depth(reached: Tensor, depth: int) -> Tensor:
+    """The path [B, D + 1], padded with -1, of ``reached`` [B, N]."""
     path = reached.new_full((len(reached), depth + 2), -1)
     nodes = torch.arange(reached.shape[1], device=reached.device).expand_as(reached)
-    return path.scatter_(1, reached, nodes)[
-        :, 1:
-    ]  # nodes off the path went to the spare first column
+    path.scatter_(1, reached, nodes)
+    return path[:, 1:]  # nodes off the path went to the spare first column
+
+
+def endings(shape: TreeShape, decisions: Decisions) -> Tensor:
+    """The probability [B, N] that the path ends at each node, given the drafts."""
+    if decisions.order is None:
+        return _endings_from_the_root(shape, decisions.accept)
+    order = decisions.order.expand(len(decisions.accept), -1)
+    tested = decisions.accept.gather(1, order)
+    before = F.pad((1 - tested).cumprod(1), (1, 0), value=1.0)  # [B, M + 1]: all earlier rejected
+    ends = torch.zeros_like(decisions.accept).scatter(1, order, tested * before[:, :-1])
+    ends[:, 0] = before[:, -1]
+    return ends
+
+
+def _endings_from_the_root(shape: TreeShape, accept: Tensor) -> Tensor:
+    refuse = (1 - accept)[:, None]  # [B, 1, N]
+    chosen = accept * torch.where(shape.earlier_siblings, refuse, 1.0).prod(-1)
+    chosen[:, 0] = 1
+    reached = torch.where(shape.ancestors, chosen[:, None], 1.0).prod(-1)
+    nodes = torch.arange(shape.size, device=accept.device)
+    child_of = shape.parents[:, None, :] == nodes[:, None]  # [1 or B, N, N]: column's parent is row
+    return reached * torch.where(child_of, refuse, 1.0).prod(-1)
+
+
+def expected_tokens(shape: TreeShape, decisions: Decisions) -> Tensor:
+    """The expected number of tokens committed [B], the next token included, given the drafts."""
+    return (endings(shape, decisions) * (shape.depths + 1)).sum(1)
+
+
+@dataclass(frozen=True)
+class RuleKind:
+    """An entry of :data:`RULES`: the rule's class as ``"module:name"``, and what drafts it needs.
+
+    ``siblings`` says how the siblings are drawn. None: drafts are the likeliest tokens, without
+    probabilities. ``relaxed`` rules relax greedy decoding, too.
+    """
+
+    place: str
+    siblings: Siblings | None
+    what: str
+    relaxed: bool = False
+    preset: Mapping[str, str] = field(default_factory=dict)  # options that the name stands for
+
+    @property
+    def rule(self) -> Any:
+        """The rule's class."""
+        return named(f"specmm.verify.{self.place}")
+
+
+def _released(place: str, name: str) -> RuleKind:
+    """The rule with what its authors' code draws from once a draft is rejected."""
+    preset = {"residual": "release", "name": f"{name}-release"}
+    what = f"{name} as its authors' code, for comparisons"
+    return RuleKind(place, "distinct", what, relaxed=True, preset=preset)
+
+
+# A new rule is a class with ``decisions`` and one entry here.
+RULES: Mapping[str, RuleKind] = {
+    "recursive": RuleKind("exact:Recursive", "distinct", "siblings in turn, min(1, p/q) each"),
+    "traversal": RuleKind("bottom_up:Traversal", "distinct", "from the leaves up, keeps the most"),
+    "block": RuleKind("bottom_up:Block", "distinct", "a chain as a whole"),
+    "k-seq": RuleKind("kseq:KSeq", "independent", "SpecTr's, siblings drawn independently"),
+    "greedy-multi-draft": RuleKind(
+        "exact:GreedyMultiDraft", "likeliest and one", "the likeliest tokens and one that is drawn"
+    ),
+    "point-mass": RuleKind("exact:PointMass", None, "the likeliest tokens, kept with p(x)"),
+    "typical": RuleKind("relaxed:Typical", None, "Medusa's: what is likely enough is kept"),
+    "lantern": RuleKind(
+        "lantern:Lantern", "distinct", "a token stands for its near codes", relaxed=True
+    ),
+    "lantern-release": _released("lantern:Lantern", "lantern"),
+    "lantern++": RuleKind(
+        "lantern:LanternPP", "distinct", "the same, bounded by p(x)", relaxed=True
+    ),
+    "lantern++-release": _released("lantern:LanternPP", "lantern++"),
+}
+
+
+def rule_kind(spec: str) -> RuleKind:
+    """The entry of the rule that ``spec`` names; raises ``ValueError`` with a suggestion."""
+    name, _, _ = parse_spec(spec)
+    if name not in RULES:
+        raise unknown("rule", name, RULES)
+    return RULES[name]
+
+
+def make_rule(spec: str, **given: Any) -> Rule:
+    """The rule of ``spec``, as ``typical(epsilon=0.2)``, with ``given`` what text cannot express.
+
+    Raises ``ValueError`` for a name or an option that is not known.
+    """
+    kind = rule_kind(spec)
+    rule = kind.rule
+    name, values, options = parse_spec(spec)
+    hidden = {"name", "exact", *given}
+    known = [field.name for field in dataclasses.fields(rule) if field.name not in hidden]
+    strange = [str(value) for value in values] + [key for key in options if key not in known]
+    if strange:
+        raise unknown(f"option of rule {name}", strange[0], known or ["(none)"])
+    made: Rule = rule(**{**kind.preset, **options}, **given)
+    return made
+
+
+def is_exact(spec: str) -> bool:
+    """Whether the rule of ``spec`` keeps the target's distribution."""
+    return bool(rule_kind(spec).rule.exact)

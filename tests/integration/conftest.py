@@ -11,16 +11,15 @@ import transformers as tf
 from safetensors.torch import save_file
 
 from recipes.training.coder import build_tokenizer
-from specmm.diffusion_drafters.diffuspec.ngram import fit
-from specmm.diffusion_drafters.loading import PROXY
-from specmm.diffusion_drafters.models.causal import CausalPrefix, save_deer, share
+from specmm.diffusion_drafters.assemble import PROXY
+from specmm.diffusion_drafters.models.deer import DEERModel, save_deer, share
 from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig, save_dflash
+from specmm.diffusion_drafters.ngram import fit
+from specmm.image_ar.autoencoder import VQConfig, VQModel
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
-from specmm.image_ar.tokens.drafters.eagle_head import EagleConfig, EagleHead
+from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
-from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
-from specmm.image_ar.tokens.settings import Settings
-from specmm.image_ar.tokens.vq import VQConfig, VQModel
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, LlamaGenSettings
 from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline
 
@@ -52,7 +51,10 @@ def tiny_pipeline(
     }
     trees = {"speculative": (2, 1, 1), "lantern++": (2, 2, 1)}
     return LlamaGenPipeline(
-        gpt.eval(), vq.eval(), heads if drafters else {}, Settings(classes=CLASSES, trees=trees)
+        gpt.eval(),
+        vq.eval(),
+        heads if drafters else {},
+        LlamaGenSettings(classes=CLASSES, trees=trees),
     )
 
 
@@ -115,7 +117,7 @@ def write_drafters(folder, target, words):
     fit([words(TEXT)["input_ids"]], size).save(folder / "diffusion" / PROXY)
     inner = qwen2(size, 5, layers=1)
     share(inner, target)
-    save_deer(CausalPrefix(inner, mask, 5, 0, shared=True), folder / "deer", torch.float32)
+    save_deer(DEERModel(inner, mask, 5, 0, shared=True), folder / "deer", torch.float32)
     sizes = tf.Qwen3Config(
         vocab_size=size, num_hidden_layers=1, head_dim=8, attn_implementation="sdpa", **TEXT_SIZES
     )

@@ -13,9 +13,8 @@ import pytest
 from PIL import Image
 
 from specmm import zoo
-from specmm.app.drawing import Easel, Frame
-from specmm.app.models import Models
-from specmm.app.writing import DRAFT, written
+from specmm.app.models import AppModels
+from specmm.app.streams import DRAFT, Frame, PictureStream, text_pieces
 from specmm.hf.running import Said
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -35,7 +34,7 @@ needs_browser = pytest.mark.skipif(
 def address(tiny: Path) -> Iterator[str]:
     from specmm.app.page import build, serve
 
-    app = build(Models((str(tiny),)))
+    app = build(AppModels((str(tiny),)))
     yield serve(app, wait=False)
     app.close()
 
@@ -78,7 +77,7 @@ def look(page: Any, name: str) -> None:
 
 @needs_browser
 def test_pictures_side_by_side_and_a_reload(page: Any, tmp_path: Path) -> None:
-    from specmm.jobs.store import description
+    from specmm.jobs.folder import description
 
     page.get_by_role("button", name="Draw").click()
     page.reload()  # in the middle
@@ -150,18 +149,18 @@ def test_frames_show_what_was_accepted() -> None:
 
 
 def test_a_drawing_that_is_left_stops(tiny: Path) -> None:
-    pipe = Models((str(tiny),)).get("images", str(tiny))
-    frames = Easel(pipe, "ar", "heart", 0).run()
+    pipe = AppModels((str(tiny),)).get("images", str(tiny))
+    frames = PictureStream(pipe, "ar", "heart", 0).run()
     next(frames)
     frames.close()
     assert threading.active_count() < 50
     with pytest.raises(ValueError, match="did you mean"):
-        list(Easel(pipe, "specualtive", "heart", 0).run())
+        list(PictureStream(pipe, "specualtive", "heart", 0).run())
 
 
 def test_answers_set_accepted_drafts_apart() -> None:
     rounds = [Said([("abc", True), ("def", False)], 3), Said([], 1), Said([("xyz", False)], 1)]
-    *_, (pieces, line) = written(iter([[said] for said in rounds]))
+    *_, (pieces, line) = text_pieces(iter([[said] for said in rounds]))
     assert pieces == [("abc", DRAFT), ("def", None), ("xyz", None)] and line.startswith(
         "5 tokens in 3 rounds"
     )
@@ -169,9 +168,9 @@ def test_answers_set_accepted_drafts_apart() -> None:
 
 def test_only_listed_models_are_loaded() -> None:
     with pytest.raises(ValueError, match="model must be one of"):
-        Models().get("images", "/etc")
+        AppModels().get("images", "/etc")
     with pytest.raises(ValueError, match="folder or a pocket model"):
-        Models(("no/such",))
-    assert "pocket/llava" in Models().names["questions"] and set(Models().names["images"]) <= set(
-        zoo.pocket_models()
-    )
+        AppModels(("no/such",))
+    assert "pocket/llava" in AppModels().names["questions"] and set(
+        AppModels().names["images"]
+    ) <= set(zoo.pocket_models())

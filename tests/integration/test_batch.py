@@ -27,14 +27,12 @@ from typer.testing import CliRunner
 from benchmarks.soak.kills import campaign
 from specmm.cli import app
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
-from specmm.jobs import store
+from specmm.jobs import folder as job_folder
 from specmm.jobs.engines import run_local, run_rank, share
 from specmm.jobs.finish import finish
+from specmm.jobs.folder import Limits, Result, Spec, description, pack, prepare, unpack
 from specmm.jobs.items import Item, read_items
-from specmm.jobs.journal import pack, unpack
 from specmm.jobs.run import JobCounts, pending
-from specmm.jobs.spec import Limits, Spec, prepare
-from specmm.jobs.store import Result, description
 from specmm.jobs.verify import verify
 from specmm.jobs.workers import AnswerWorker, ImageWorker
 
@@ -178,7 +176,7 @@ def test_formats_carry_their_description(
 ) -> None:
     (item,) = read_items(jobs(tmp_path, 1))
     (tmp_path / "results").mkdir()
-    (record,) = store.Store(tmp_path, kind, "tiny").save(worker.run([item]))
+    (record,) = job_folder.save(tmp_path, worker.run([item]), kind, "tiny")
     assert (
         record["file"].endswith(suffix) and description(tmp_path / record["file"])["id"] == "set/0"
     )
@@ -350,7 +348,7 @@ def test_bit_equal_across_batches_orders_workers_and_restarts(
 
 
 def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
-    from specmm.jobs.journal import Journal, occupied
+    from specmm.jobs.folder import Journal, occupied
 
     held = Journal(tmp_path, "local")
     with pytest.raises(ValueError, match="another process"):
@@ -491,7 +489,7 @@ def test_the_clock_may_jump(
 
 
 def test_metrics_are_served_while_it_works(tmp_path: Path) -> None:
-    from specmm.jobs.watch import Bar, Metrics
+    from specmm.jobs.run import Bar, Metrics
 
     metrics = Metrics(0)
     with Bar(3, 0, metrics) as bar:

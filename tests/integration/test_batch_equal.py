@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from specmm.jobs.folder import Spec
 from specmm.jobs.items import Item, seed_of
-from specmm.jobs.spec import Spec
 from specmm.jobs.workers import ImageWorker
 
 NAMES = ("heart", "face-smiling", "heart", "time", "country-flag")

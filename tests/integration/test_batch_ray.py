@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from specmm.jobs.cluster import run_ray
+from specmm.jobs.engines import run_ray
 from specmm.jobs.finish import finish
+from specmm.jobs.folder import Limits, Spec, prepare
 from specmm.jobs.items import Item, seed_of
 from specmm.jobs.run import pending
-from specmm.jobs.spec import Limits, Spec, prepare
 from specmm.jobs.verify import verify
 
 
@@ -47,7 +47,7 @@ def test_a_worker_that_dies_takes_nothing_with_it(one_core: Any, tmp_path: Path)
         """
         from PIL import Image
 
-        from specmm.jobs.store import Result
+        from specmm.jobs.folder import Result
 
         class Fatal:
             def check(self, item: Item) -> None:

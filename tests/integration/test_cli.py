@@ -26,7 +26,7 @@ from specmm.files import slug
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.methods import Speculative
 from specmm.recipes.recipe import train
-from specmm.runs import pictures as drawing
+from specmm.runs import run as drawing
 
 MAIN = [sys.executable, "-c", "from specmm.cli import main; main()"]
 Maker = Callable[..., LlamaGenPipeline]
@@ -140,6 +140,20 @@ def test_a_picture_is_the_same_whatever_the_batch(tiny: Path, tmp_path: Path, me
     assert found["certificate"]["kind"] == ("bounded" if method == "lantern++" else "exact")
     assert len(pictures(tmp_path / "1")) == 4
     assert pictures(tmp_path / "1") == pictures(tmp_path / "3")
+
+
+def test_steady_is_the_old_name_of_batch_invariant(tiny: Path, tmp_path: Path) -> None:
+    common = ("generate", tiny, "--class", "heart", "--seed", 1, "--dtype", "float32", "--out")
+    new = run(*common, tmp_path / "new", "--batch-invariant")
+    old = run(*common, tmp_path / "old", "--steady")
+    assert new.exit_code == 0 and "deprecated" not in new.stderr
+    assert old.stderr == "deprecated: --steady is called --batch-invariant\n" + new.stderr
+    assert pictures(tmp_path / "new") == pictures(tmp_path / "old") != []
+    refusal = run(
+        "generate", tiny, "--class", 0, "--steady", "--dtype", "bfloat16", "--out", tmp_path
+    )
+    assert refusal.exit_code == 2 and "--batch-invariant needs float32" in refusal.stderr
+    assert "--steady" not in run("generate", "--help").stdout
 
 
 def test_the_command_draws_what_python_draws(tiny: Path, tmp_path: Path) -> None:

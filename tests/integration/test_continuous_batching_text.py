@@ -9,8 +9,8 @@ from transformers import TextIteratorStreamer
 
 from specmm import methods
 from specmm.batch_invariant import batch_invariant
+from specmm.jobs.folder import Spec
 from specmm.jobs.items import Item
-from specmm.jobs.spec import Spec
 from specmm.jobs.workers import AnswerWorker
 
 PROMPTS = ["def add(a, b):\n", "x", "    return a + b + a", "def", "sub(a", "return", "\n\n"]

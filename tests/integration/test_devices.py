@@ -4,6 +4,7 @@ The device "meta" stands for one that is not the CPU: it holds no values, but sa
 there.
 """
 
+import inspect
 import json
 from itertools import chain
 from pathlib import Path
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from specmm.cli import app
 from specmm.image_ar.pipeline import ImagePipeline
-from specmm.runs.models import Place
+from specmm.runs.run import Place
 
 FAMILIES = ("pocket/llamagen", "pocket/var", "pocket/mar")
 
@@ -32,6 +33,16 @@ def test_everything_of_a_pipeline_is_opened_on_its_device(name):
     weights = chain.from_iterable((*part.parameters(), *part.buffers()) for part in networks(pipe))
     assert {weight.device.type for weight in weights} == {"meta"}
     assert pipe.device.type == "meta" and pipe.transformer.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_pipeline_declares_its_options(name):
+    pipe = ImagePipeline.from_pretrained(name)
+    assert pipe.sampling_options == tuple(inspect.signature(pipe.target).parameters)
+    options = inspect.signature(pipe.__call__).parameters
+    assert set(pipe.sampling_options) <= set(options) and pipe.compiles == ("compiled" in options)
+    assert (pipe.plans == "scales") == (name == "pocket/var") and pipe.takes == "classes"
+    assert (pipe.log_likelihood is None) == (pipe.plans is None) == (name == "pocket/mar")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

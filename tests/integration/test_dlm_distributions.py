@@ -11,17 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from specmm.diffusion_drafters.diffuspec.lattice import prune
-from specmm.diffusion_drafters.diffuspec.ngram import fit
-from specmm.diffusion_drafters.diffuspec.search import Objective
-from specmm.diffusion_drafters.diffuspec.search import Path as Draft
-from specmm.diffusion_drafters.recorded_drafts import (
-    lattice_chain,
-    marginal_chain,
-    next_probs,
-    point_chain,
-    with_root,
-)
+from specmm.diffusion_drafters.block_drafters import marginal_chain, with_root
+from specmm.diffusion_drafters.diffusion_chains import lattice_chain, next_probs, point_chain
+from specmm.diffusion_drafters.lattice_search import Objective, prune
+from specmm.diffusion_drafters.lattice_search import Path as Draft
+from specmm.diffusion_drafters.ngram import fit
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import PointMass, Recursive, expected_tokens
 from specmm.verify.exhaustive import (

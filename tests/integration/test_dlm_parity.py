@@ -11,12 +11,35 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specmm.diffusion_drafters.models.ddit import subs, two_copies
-from specmm.diffusion_drafters.models.files import load_diffusion_lm
+from specmm.diffusion_drafters.models.diffusion_lms import load_diffusion_lm
 from specmm.diffusion_drafters.models.masked import block_logits
 
 PARITY = Path(__file__).parents[1] / "parity" / "dlm"
 CLOSE = {"rtol": 0, "atol": 2e-5}
+NEVER = -1e6  # the log-probability SUBS gives what cannot be
+
+
+def subs(logits, tokens, mask):
+    """Log-probabilities [B, L, v] by SUBS (MDLM, section 3.2): never the mask, and a token that is
+    no mask stays what it is.
+    """
+    barred = logits.clone()
+    barred[..., mask] += NEVER
+    filled = barred.log_softmax(-1)
+    kept = torch.full_like(filled, NEVER).scatter(-1, tokens[..., None], 0.0)
+    return torch.where((tokens == mask)[..., None], filled, kept)
+
+
+def two_copies(length, block):
+    """Who sees whom [2·L, 2·L] bool when BD3LM trains on [noisy | clean] copies of a text.
+
+    Noisy tokens see their own noisy block and the clean blocks before it; clean ones are causal
+    between blocks.
+    """
+    which = torch.arange(length) // block
+    same, before = which[:, None] == which, which[:, None] > which
+    none = torch.zeros_like(same)
+    return torch.cat([torch.cat([same, before], 1), torch.cat([none, same | before], 1)])
 
 
 @pytest.fixture(scope="module", params=["dream", "llada", "mdlm", "bd3lm"])

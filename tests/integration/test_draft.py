@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 import specmm
 from specmm.cli import app
 from specmm.methods import CONTINUOUS, IMAGE_TOKENS, SCALES, TEXT, VQA, Draft, LanternPP
-from specmm.shape.names import make_tree
-from specmm.verify.names import is_exact
+from specmm.shape.trees import make_tree
+from specmm.verify.rule import is_exact
 
 PICTURES = [
     Draft("block", "branching(2, 1)", "k-seq"),

@@ -11,19 +11,15 @@ import pytest
 import torch
 
 from specmm.decode import decode
-from specmm.image_ar.tokens.drafters.eagle import Dynamic, EagleDrafter
-from specmm.image_ar.tokens.drafters.eagle_head import (
-    EagleConfig,
-    EagleHead,
-    load_eagle,
-    save_eagle,
-)
-from specmm.image_ar.tokens.drafters.fingerprint import target_fingerprint
+from specmm.guidance import Guidance
+from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleDrafter, EagleHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
-from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
-from specmm.image_ar.tokens.train.eagle import eagle_loss, train_eagle
+from specmm.image_ar.tokens.loading import load_eagle, save_drafter, target_fingerprint
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
+from specmm.recipes.training.llamagen_drafters import eagle_loss, train_eagle
+from specmm.shape.eagle2 import Dynamic
 from specmm.tree import TreeShape
 from specmm.verify import PointMass, Recursive
 
@@ -152,7 +148,7 @@ def test_chosen_siblings_are_the_most_likely(model, head):
 
 def test_files_round_trip(model, head, tmp_path):
     fingerprint = target_fingerprint(model)
-    save_eagle(head, tmp_path, fingerprint=fingerprint)
+    save_drafter(head, tmp_path, fingerprint=fingerprint)
     again = load_eagle(tmp_path, CONFIG, fingerprint=fingerprint)
     assert not again.training and again.config == head.config
     assert all(
@@ -165,7 +161,7 @@ def test_files_round_trip(model, head, tmp_path):
         and facts["intermediate_size"] == 24
         and facts["num_hidden_layers"] == 1
     )
-    save_eagle(head, tmp_path, dtype=torch.bfloat16)
+    save_drafter(head, tmp_path, dtype=torch.bfloat16)
     assert (
         load_eagle(tmp_path, CONFIG, fingerprint="of another", dtype=torch.bfloat16).fc.weight.dtype
         == torch.bfloat16
@@ -182,7 +178,7 @@ def test_files_round_trip(model, head, tmp_path):
     ],
 )
 def test_a_drafter_of_another_target_is_refused(change, message, head, tmp_path):
-    save_eagle(head, tmp_path)
+    save_drafter(head, tmp_path)
     with pytest.raises(ValueError, match=message):
         load_eagle(tmp_path, replace(CONFIG, **change))
     with pytest.raises(ValueError, match="head must be made for"):
@@ -194,7 +190,7 @@ def test_a_drafter_of_another_target_is_refused(change, message, head, tmp_path)
 
 
 def test_a_drafter_of_other_weights_is_refused(model, head, tmp_path):
-    save_eagle(head, tmp_path, fingerprint=target_fingerprint(model))
+    save_drafter(head, tmp_path, fingerprint=target_fingerprint(model))
     other = target_fingerprint(random_weights(Transformer(CONFIG), 5))
     with pytest.raises(
         ValueError, match=rf"target_fingerprint {other}\), got {target_fingerprint(model)} in"
@@ -210,7 +206,7 @@ def test_fingerprints_survive_a_cast(model):
 
 
 def test_damaged_files_are_named(head, tmp_path):
-    save_eagle(head, tmp_path)
+    save_drafter(head, tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json must be JSON"):
         load_eagle(tmp_path, CONFIG)

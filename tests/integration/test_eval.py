@@ -14,7 +14,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from specmm.cli import app
-from specmm.metrics.extractors.base import Extractor
+from specmm.metrics.extractors import Extractor
 from specmm.metrics.features import FeatureSet
 from specmm.metrics.measurement import Interval, Measurement
 
@@ -45,7 +45,8 @@ def refused(*arguments: object) -> str:
 @pytest.fixture(scope="session")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Features: a and b of one distribution, c of another, other of another network."""
-    folder, generator = tmp_path_factory.mktemp("features"), torch.Generator().manual_seed(0)
+    folder = tmp_path_factory.mktemp("features")
+    generator = torch.Generator().manual_seed(0)
     for name, shift in (("a", 0.0), ("b", 0.0), ("c", 0.7)):
         values = torch.randn(96, 6, generator=generator) + shift
         FeatureSet(values, {"features": "inception made up"}).save(folder / f"{name}.npz")
@@ -90,7 +91,8 @@ def tiny_network(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_every_distance_of_stored_features(sets: Path) -> None:
-    one, two = sets / "a.npz", sets / "c.npz"
+    one = sets / "a.npz"
+    two = sets / "c.npz"
     found = as_json("fid", one, two)
     assert (
         found["metric"] == "fid"
@@ -239,7 +241,8 @@ def test_compare_of_results(sets: Path, tmp_path: Path) -> None:
         (tmp_path / name).write_text(json.dumps(found.to_json()))
         return tmp_path / name
 
-    one, two = result("one.json", 10.0), result("two.json", 13.0)
+    one = result("one.json", 10.0)
+    two = result("two.json", 13.0)
     found = as_json("compare", one, two)["differences"][0]
     assert found["value"] == -3 and found["interval"]["high"] < 0
     assert "more than sampling noise" in evaluate("compare", one, two).stdout

@@ -11,9 +11,10 @@ import torch
 
 from specmm.decode import decode
 from specmm.drafter import Feedback
+from specmm.guidance import Guidance
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
-from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
@@ -58,17 +59,9 @@ def second_round(drafter, kept=(2, 6)):
     return newest, drafter.propose(feedback, Uniforms.from_seeds([2, 3]))
 
 
-@pytest.mark.parametrize("initial", ["uniform", "left", "above"])
-def test_the_first_window_has_the_initial_distribution(initial):
-    tree = begin(JacobiDrafter(target(), WINDOW, initial))
-    expected = torch.full((2, 1, 7), 1 / 7) if initial == "uniform" else probs(1, 0)
-    last = tree.probs[:, 4:5].argmax(-1) if initial == "above" else None
-    if initial == "above":  # a raster row is four wide: token 4 lies below token 0, the root
-        assert last.flatten().tolist() == [3, 5] and tree.tokens[:, 4].tolist() == [3, 5]
-        assert (tree.probs[:, 4].amax(-1) == 1).all()
-        torch.testing.assert_close(tree.probs[:, 1:4], expected.expand(-1, 3, -1))
-    else:
-        torch.testing.assert_close(tree.probs[:, 1:], expected.expand(-1, WINDOW, -1))
+def test_the_first_window_has_the_distribution_of_the_last_place_scored():
+    tree = begin(JacobiDrafter(target(), WINDOW))
+    torch.testing.assert_close(tree.probs[:, 1:], probs(1, 0).expand(-1, WINDOW, -1))
     assert (
         tree.tokens[:, 0].tolist() == [3, 5]
         and tree.shape.depth == WINDOW
@@ -76,34 +69,20 @@ def test_the_first_window_has_the_initial_distribution(initial):
     )
 
 
-@pytest.mark.parametrize("initial", ["uniform", "left", "above"])
-def test_rejected_places_are_drawn_from_the_newest_distributions(initial):
-    newest, tree = second_round(JacobiDrafter(target(), WINDOW, initial))
+def test_rejected_places_are_drawn_from_the_newest_distributions():
+    newest, tree = second_round(JacobiDrafter(target(), WINDOW))
     assert tree.tokens[:, 0].tolist() == [6, 2]
     # row 0: place 3 of the first window is the first draft now; node 2 predicts it
     assert torch.equal(tree.probs[0, 1:5], newest[0, 2:6])
-    new = {"uniform": torch.full((7,), 1 / 7), "left": newest[0, -1]}
-    if (
-        initial == "above"
-    ):  # committed: 3, 4, 6; the last place is raster index 7, below index 3, which is unknown
-        assert torch.equal(tree.probs[0, 5], newest[0, -1])
-        # row 1: 5, 1, 2, 3, 4, 5, 2 are committed; drafts 7 … 11 lie below 3, 4, 5, 2 and an
-        # unknown token
-        assert (
-            tree.tokens[1, 1:5].tolist() == [3, 4, 5, 2]
-            and (tree.probs[1, 1:5].amax(-1) == 1).all()
-        )
-    else:
-        torch.testing.assert_close(tree.probs[0, 5], new[initial])
-        row = {"uniform": torch.full((7,), 1 / 7), "left": newest[1, -1]}[initial]
-        torch.testing.assert_close(tree.probs[1, 1:], row.expand(WINDOW, -1))
+    torch.testing.assert_close(tree.probs[0, 5], newest[0, -1])
+    torch.testing.assert_close(tree.probs[1, 1:], newest[1, -1].expand(WINDOW, -1))
 
 
 def test_drafts_have_the_recorded_distributions():
     """Drawn ten thousand times from the same feedback, each place shows the distribution that the
     tree records.
     """
-    drafter, rows = JacobiDrafter(target(), 2, "left"), 10000
+    drafter, rows = JacobiDrafter(target(), 2), 10000
     dist = probs(1, 0)[:1]
     feedback = Feedback(
         TargetOutput(dist.expand(rows, -1, -1), torch.empty(0)),
@@ -144,7 +123,3 @@ def test_greedy_needs_few_rounds_for_a_constant_picture():
 def test_options_out_of_range_are_named():
     with pytest.raises(ValueError, match=r"window must be in \[1, 15\], got 16"):
         JacobiDrafter(target(), 16)
-    with pytest.raises(
-        ValueError, match="initial must be one of uniform, left, above, got 'right'"
-    ):
-        JacobiDrafter(target(), 4, "right")

@@ -17,15 +17,15 @@ from safetensors.torch import load_file, save_file
 from specmm.checkpoints import load_strict
 from specmm.decode import decode, decode_plain
 from specmm.drafter import Feedback
-from specmm.image_ar.tokens.convert import from_lantern
-from specmm.image_ar.tokens.drafters.eagle import Dynamic, EagleDrafter
-from specmm.image_ar.tokens.drafters.eagle_head import load_eagle
+from specmm.guidance import Guidance
+from specmm.image_ar.tokens.drafters.eagle import EagleDrafter
 from specmm.image_ar.tokens.gpt import Transformer
-from specmm.image_ar.tokens.loading import infer_gpt_config
-from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
+from specmm.image_ar.tokens.loading import from_lantern, infer_gpt_config, load_eagle
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.shape.static import named
+from specmm.shape.eagle2 import Dynamic
+from specmm.shape.trees import make_tree
 from specmm.stats import Clock
 from specmm.target import TargetOutput
 from specmm.verify import Lantern, LanternPP, Recursive, VerifyResult
@@ -115,7 +115,7 @@ def test_the_dynamic_tree_is_the_recorded_one(model, head):
 
 @pytest.mark.parametrize("name", ["mc_sim_7b_63", "naive_extend_57"])
 def test_static_trees_are_the_recorded_ones(model, head, name):
-    (tree, logits), recorded = drafted(model, head, named(name)), f"out.static.{name}."
+    (tree, logits), recorded = drafted(model, head, make_tree(name)), f"out.static.{name}."
     best = logits.topk(10)
     assert torch.equal(best.indices, T[recorded + "topk_tokens"])
     torch.testing.assert_close(best.values, T[recorded + "topk_logits"], atol=2e-4, rtol=0)
@@ -159,7 +159,7 @@ def test_whole_runs_are_the_recorded_ones(model, head, run):
     mode, from token 0 on.
     """
     target = target_of(model, temperature=1.0 if run.lantern else 0.0)
-    tree = named(run.tree) if run.static_tree else Dynamic(10, 4, 59)
+    tree = make_tree(run.tree) if run.static_tree else Dynamic(10, 4, 59)
     drafter = EagleDrafter(head, target, tree, sampled=False)
     counts = [1]
     for progress in decode(

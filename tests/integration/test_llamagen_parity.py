@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 
 from specmm.checkpoints import load_strict
 from specmm.decode import decode_plain
-from specmm.image_ar.tokens.captions import additive, left_pad, prefix_mask
-from specmm.image_ar.tokens.convert import from_lantern, to_lantern
+from specmm.guidance import Guidance
+from specmm.image_ar.autoencoder import VQConfig, VQModel
+from specmm.image_ar.tokens.captions import left_pad
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer, rotary_table
-from specmm.image_ar.tokens.loading import infer_gpt_config
-from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
-from specmm.image_ar.tokens.vq import VQConfig, VQModel
+from specmm.image_ar.tokens.loading import from_lantern, infer_gpt_config, to_lantern
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor, guide
 from specmm.randomness import Uniforms
 
@@ -201,6 +201,25 @@ def test_filters(c2i, combo):
 # --- text-conditional ---
 
 
+def prefix_mask(mask, length, first=0):
+    """What positions ``first`` … ``length`` - 1 attend to, [R, T, S] bool with S = ``length``.
+
+    Earlier positions and themselves, of the prefix only where ``mask`` [R, P] is true; a masked
+    position still attends to itself. Under guidance both halves take the caption's mask.
+    """
+    rows, prefix = mask.shape
+    places = torch.arange(length)
+    own = places[first:, None] == places  # [T, S]
+    shown = torch.ones(rows, length, dtype=torch.bool)
+    shown[:, :prefix] = mask[:, :length].bool()
+    return own | (shown[:, None] & (places[first:, None] > places))
+
+
+def additive(allowed):
+    """Attention bias [R, 1, T, S] of ``allowed`` [R, T, S]: 0 where true, -inf where not."""
+    return torch.zeros(allowed.shape).masked_fill_(~allowed, float("-inf"))[:, None]
+
+
 def test_left_padding(t2i):
     t = t2i.t
     features, mask = left_pad(t["in.t5_feats_right_padded"], t["in.t5_mask_right_padded"])
@@ -216,6 +235,14 @@ def test_masks(t2i):
     assert torch.equal(prefix_mask(both, 7), wanted)
     assert torch.equal(prefix_mask(both, 7, first=4), wanted[:, 4:])
     assert torch.equal(additive(prefix_mask(both, 7)) == 0, wanted[:, None])
+
+
+def test_prefix_mask_by_hand():
+    allowed = prefix_mask(torch.tensor([[0, 1]]), 4)
+    assert allowed.int().tolist() == [[[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]]]
+    assert torch.equal(prefix_mask(torch.tensor([[0, 1]]), 4, first=3), allowed[:, 3:])
+    bias = additive(allowed)
+    assert bias.shape == (1, 1, 4, 4) and torch.equal(bias == 0, allowed[:, None])
 
 
 @torch.no_grad()

@@ -9,12 +9,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specmm.image_ar.continuous.cspd import Side, Window, decode_release, settle
-from specmm.image_ar.continuous.decode import Plan
+from specmm.image_ar.continuous.cspd import (
+    ChainEnd,
+    CSpDBatch,
+    CSpDModel,
+    DraftWindow,
+    PaperRule,
+    ReleaseRule,
+    accept,
+    decode_release,
+    resample,
+    verify_tokens,
+)
+from specmm.image_ar.continuous.loading import check_models
 from specmm.image_ar.continuous.mar import MAR, MARConfig, unpatchify
-from specmm.image_ar.continuous.orders import iterations
-from specmm.image_ar.continuous.pair import check_pair
-from specmm.image_ar.continuous.ratios import Paper, Release, Trace, accept, resample
+from specmm.image_ar.continuous.orders import MARSettings, iterations
 
 PARITY = Path(__file__).parents[1] / "parity" / "cspd"
 FACTS = json.loads((PARITY / "cspd_accept.json").read_text())
@@ -54,7 +63,7 @@ def group(t, prefix):
 
 
 def trace(g, side):
-    return Trace(*(g[f"{side}_{k}"].double().numpy() for k in ("mean", "std", "log_var")))
+    return ChainEnd(*(g[f"{side}_{k}"].double().numpy() for k in ("mean", "std", "log_var")))
 
 
 class PictureNumbers:
@@ -81,7 +90,7 @@ def cases(t):
 def test_ratios_of_the_release_and_of_the_paper(t):
     for g, tau in cases(t):
         x, p, q = g["x"].double().numpy(), trace(g, "x2"), trace(g, "x1")
-        ours = torch.from_numpy(Release(tau).log_ratio(x, p, q))
+        ours = torch.from_numpy(ReleaseRule(tau).log_ratio(x, p, q))
         close(ours, g["derived.log_ratio_code"], 1e-4) if g[
             "derived.log_ratio_code"
         ].any() else None
@@ -89,7 +98,7 @@ def test_ratios_of_the_release_and_of_the_paper(t):
         torch.testing.assert_close(
             ours[sure], g["ratio"][sure].double().log(), atol=2e-3, rtol=1e-3
         )
-        paper = torch.from_numpy(Paper().log_ratio(x, p, q))
+        paper = torch.from_numpy(PaperRule().log_ratio(x, p, q))
         torch.testing.assert_close(
             paper, g["derived.log_ratio_paper_sign_tau1"], atol=1e-3, rtol=1e-4
         )
@@ -98,12 +107,12 @@ def test_ratios_of_the_release_and_of_the_paper(t):
 def test_acceptance_and_resampling_of_the_release(t):
     for g, tau in cases(t):
         x, p, q = g["x"].double().numpy(), trace(g, "x2"), trace(g, "x1")
-        kept = accept(Release(tau), x, p, q, PictureNumbers([g["uniform"]], []))
+        kept = accept(ReleaseRule(tau), x, p, q, PictureNumbers([g["uniform"]], []))
         assert np.array_equal(kept, g["accept"].bool().numpy())
         if int(g["n_tries"]) in (0, 100):
             continue
         made, found = resample(
-            Release(tau),
+            ReleaseRule(tau),
             p,
             q,
             PictureNumbers(g["resample.uniform"], g["resample.noise"]),
@@ -129,11 +138,16 @@ class Fresh:
 @pytest.mark.parametrize("i", [11, 28])
 def test_residuals_without_mass_are_told(t, i):
     g = group(t, f"dp.{i:02d}.")  # the release returns zeros here
-    made, found = resample(Release(), trace(g, "x2"), trace(g, "x1"), Fresh(i), last=True)
+    made, found = resample(ReleaseRule(), trace(g, "x2"), trace(g, "x1"), Fresh(i), last=True)
     assert np.array_equal(found, g["resample.accepted_any"].bool().numpy())
     assert not made[~found].any()
-    settled, kept = settle(
-        Release(), g["x"].double().numpy() + 1, trace(g, "x2"), trace(g, "x1"), Rejecting(), True
+    settled, kept = verify_tokens(
+        ReleaseRule(),
+        g["x"].double().numpy() + 1,
+        trace(g, "x2"),
+        trace(g, "x1"),
+        Rejecting(),
+        True,
     )
     assert not kept.any() and settled.any(1).all()  # never silently zero
 
@@ -148,17 +162,17 @@ class Rejecting(Fresh):
 
 @pytest.mark.parametrize("std", [0.0, np.inf, np.nan])
 def test_widths_that_no_density_has(std):
-    ends = Trace(np.zeros((1, 2)), np.full((1, 2), std), np.zeros((1, 2)))
+    ends = ChainEnd(np.zeros((1, 2)), np.full((1, 2), std), np.zeros((1, 2)))
     with pytest.raises(ValueError, match="must be above 0 and finite"):
-        accept(Paper(), np.zeros((1, 2)), ends, ends, Fresh(0))
+        accept(PaperRule(), np.zeros((1, 2)), ends, ends, Fresh(0))
 
 
 @pytest.mark.parametrize("facts", FACTS["trajectories"], ids=lambda f: f["name"])
 def test_chains_of_both_models(t, pair, facts):
     for model, name in zip(pair, ("target", "draft"), strict=True):
         g = group(t, f"traj.{facts['index']:02d}.{name}.")
-        plan = Plan(head_steps="ddim8", cfg=facts["cfg"], temperature=facts["temperature"])
-        side = Side(model, torch.tensor(facts["labels"]), facts["N"], plan)
+        plan = MARSettings(head_steps="ddim8", cfg=facts["cfg"], temperature=facts["temperature"])
+        side = CSpDModel(model, torch.tensor(facts["labels"]), facts["N"], plan)
         noise = torch.cat([g["x_T"][None], g["inter_noise"].flip(0)])
         z = g["z"].view(-1, facts["N"], g["z"].shape[-1]).transpose(0, 1)
         tokens, ends = side.chains(z, facts["cfg"], noise)
@@ -171,8 +185,10 @@ def test_chains_of_both_models(t, pair, facts):
 @pytest.mark.parametrize("run", FACTS["runs"], ids=lambda run: run["name"])
 def test_whole_runs_of_the_release(t, pair, run):
     g = group(t, f"run.{run['name']}.")
-    plan = Plan(run["num_iter"], "ddim8", run["cfg"], run["cfg_schedule"], run["temperature"])
-    sides = [Side(model, torch.tensor(run["labels"]), run["bsz"], plan) for model in pair]
+    plan = MARSettings(
+        run["num_iter"], "ddim8", run["cfg"], run["cfg_schedule"], run["temperature"]
+    )
+    sides = [CSpDModel(model, torch.tensor(run["labels"]), run["bsz"], plan) for model in pair]
     noise = torch.cat([g["noise"][:, :, None], g["inter_noise"].flip(2)], dim=2)
     verifies = sum("uniform" in k and k.startswith("verify") and "resample" not in k for k in g)
     numbers = []
@@ -187,17 +203,21 @@ def test_whole_runs_of_the_release(t, pair, run):
             )
             normals += [] if kept.all() else [r["resample_noise"][0][rows]]
         numbers.append(PictureNumbers(uniforms, normals))
-    window = Window(run["num_draft"], run["ratio"])
+    window = DraftWindow(run["num_draft"], run["ratio"])
     states = [
         p.tokens.clone()
         for p in decode_release(
-            *sides, g["orders"], noise, numbers, Release(run["inner_temperature"]), window
+            CSpDBatch(*sides, g["orders"], noise, numbers),
+            ReleaseRule(run["inner_temperature"]),
+            window,
         )
     ]
     close(unpatchify(states[-1]), g["result_latent"], 2e-3)
     follow(g, run, states)
     assert len(states) == len(iterations(16, run["num_iter"])) + 1
-    *_, last = decode_release(*sides, g["orders"], noise, [AlwaysKeep()] * 3, Release(), window)
+    *_, last = decode_release(
+        CSpDBatch(*sides, g["orders"], noise, [AlwaysKeep()] * 3), ReleaseRule(), window
+    )
     assert last.stats.drafted == sum(c["n"] for c in run["calls"] if c["kind"] == "verify")
 
 
@@ -226,9 +246,12 @@ class AlwaysKeep:
 
 def test_pairs_that_do_not_fit(pair):
     target, draft = pair
-    for change, message in ((dict(vae_embed_dim=8), "token width"), (dict(img_size=64), "order's length"),
-                            (dict(img_size=64, vae_stride=16), "VAE stride")):  # fmt: skip
+    for change, message in (
+        (dict(vae_embed_dim=8), "token width"),
+        (dict(img_size=64), "order's length"),
+        (dict(img_size=64, vae_stride=16), "VAE stride"),
+    ):
         other = MAR(replace(draft.config, **change))
         with pytest.raises(ValueError, match=message):
-            check_pair(target, other)
-    check_pair(target, draft)
+            check_models(target, other)
+    check_models(target, draft)

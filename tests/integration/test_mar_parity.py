@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from recipes.training.diffusion import denoised, diffusion_loss, noised, step_distribution
 from specmm.checkpoints import load_strict
-from specmm.image_ar.continuous.diffusion import Schedule
-from specmm.image_ar.continuous.head import guide, sinusoid
+from specmm.image_ar.continuous.diffusion import NoiseSchedule
+from specmm.image_ar.continuous.diffusion_head import ChainHead, HeadCondition, sinusoid
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
 from specmm.image_ar.continuous.mar import MAR, MARConfig, patchify, unpatchify
 from specmm.image_ar.continuous.orders import iterations, mask_lengths
@@ -45,8 +46,10 @@ def t():
 
 @pytest.fixture(scope="module")
 def model():
-    return loaded(MAR(MARConfig(**{k: v for k, v in facts("mar_tiny")["config"].items() if k not in ONCE})),
-                  "mar_tiny_state_fp16")  # fmt: skip
+    return loaded(
+        MAR(MARConfig(**{k: v for k, v in facts("mar_tiny")["config"].items() if k not in ONCE})),
+        "mar_tiny_state_fp16",
+    )
 
 
 def close(got, wanted, relative=1e-5):
@@ -121,26 +124,34 @@ def test_head(t, model):
 def test_guided_head(t, model, cfg):
     g = under(t, "head_cfg.")
     half = len(g["x"]) // 2
-    x = g["x"][:half].repeat(2, 1)
-    cond, uncond = model.head(x, g["t"], g["z"]).chunk(2)
-    wanted = g[f"out.cfg{cfg}"]
-    close(guide(cond, uncond, cfg), wanted[:half])
+    z = g["z"].view(2, half, -1).transpose(0, 1)
+    bound = ChainHead(model.head, NoiseSchedule.of("")).bind(HeadCondition(z, cfg))
+    eps, v = bound.window((999 - g["t"][:half]).tolist(), g["x"][:half, None])
+    close(torch.cat([eps[:, 0], v[:, 0]], dim=-1), g[f"out.cfg{cfg}"][:half])
 
 
 @pytest.mark.parametrize("spec", ["8", "50", "100"])
 def test_tables(spec):
-    g, schedule = under(tensors("gaussian_diffusion_tables"), f"{spec}."), Schedule.of(spec)
-    for name in ("timestep_map", "betas", "alphas_cumprod", "alphas_cumprod_prev", "posterior_variance",
-                 "posterior_log_variance_clipped", "posterior_mean_coef1", "posterior_mean_coef2"):  # fmt: skip
+    g, schedule = under(tensors("gaussian_diffusion_tables"), f"{spec}."), NoiseSchedule.of(spec)
+    for name in (
+        "timestep_map",
+        "betas",
+        "alphas_cumprod",
+        "alphas_cumprod_prev",
+        "posterior_variance",
+        "posterior_log_variance_clipped",
+        "posterior_mean_coef1",
+        "posterior_mean_coef2",
+    ):
         torch.testing.assert_close(getattr(schedule, name), g[name], atol=1e-12, rtol=1e-11)
     assert len(schedule) == int(spec)
 
 
 def test_full_tables_and_strides():
-    g, schedule = under(tensors("gaussian_diffusion_tables"), "full1000."), Schedule.of("")
+    g, schedule = under(tensors("gaussian_diffusion_tables"), "full1000."), NoiseSchedule.of("")
     for name in ("betas", "alphas_cumprod", "posterior_log_variance_clipped"):
         torch.testing.assert_close(getattr(schedule, name), g[name], atol=1e-12, rtol=1e-12)
-    assert Schedule.of("ddim8").timestep_map.tolist() == facts("cspd_accept")["timestep_map"]
+    assert NoiseSchedule.of("ddim8").timestep_map.tolist() == facts("cspd_accept")["timestep_map"]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +159,7 @@ def test_full_tables_and_strides():
 )
 def test_steps_that_do_not_fit(spec, message):
     with pytest.raises(ValueError, match=message):
-        Schedule.of(spec)
+        NoiseSchedule.of(spec)
 
 
 @torch.no_grad()
@@ -156,24 +167,30 @@ def test_steps_that_do_not_fit(spec, message):
     ("name", "cfg"), [("pmv", 1.0), ("pmv_cfg", facts("mar_tiny")["p_mean_variance_cfg"])]
 )
 def test_distributions(t, model, name, cfg):
-    g, schedule, rows = under(t, f"{name}."), Schedule.of("8"), 6
+    g, schedule, rows = under(t, f"{name}."), NoiseSchedule.of("8"), 6
     branches = g["z"].split(rows)
     for i in range(8):
         x, steps = g["x"][i][:rows], torch.full((rows,), i)
         outs = [model.head(x, schedule.timestep_map[steps], z) for z in branches]
-        out = guide(*outs, cfg) if len(outs) == 2 else outs[0]
-        mean, log_var = schedule.probs(out, x, steps)
+        eps, v = outs[0].chunk(2, dim=-1)
+        eps = torch.lerp(outs[-1].chunk(2, dim=-1)[0], eps, cfg)
+        out = torch.cat([eps, v], dim=-1)
+        mean, log_var = step_distribution(schedule, out, x, steps)
         close(mean, g["mean"][i][:rows], 1e-4)
         close(log_var, g["log_variance"][i][:rows])
         close(log_var.exp(), g["variance"][i][:rows])
-        close(schedule.x_start(x, steps, out.chunk(2, dim=-1)[0]), g["pred_xstart"][i][:rows], 1e-4)
+        close(
+            denoised(schedule, x, steps, out.chunk(2, dim=-1)[0]), g["pred_xstart"][i][:rows], 1e-4
+        )
 
 
 @torch.no_grad()
 def test_training_loss(t, model):
-    g, schedule = under(t, "train."), Schedule.of("")
-    x = schedule.noised(g["target"], g["t"], g["noise"])
-    mse, vb = schedule.loss(model.head(x, g["t"], g["z"]), g["target"], x, g["t"], g["noise"])
+    g, schedule = under(t, "train."), NoiseSchedule.of("")
+    x = noised(schedule, g["target"], g["t"], g["noise"])
+    mse, vb = diffusion_loss(
+        schedule, model.head(x, g["t"], g["z"]), g["target"], x, g["t"], g["noise"]
+    )
     close(mse, g["mse"])
     close(vb, g["vb"], 1e-4)
     close(mse + vb, g["loss"], 1e-4)

@@ -15,8 +15,8 @@ from specmm.cli.bench import bench
 from specmm.cli.generate import generate
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
 from specmm.image_ar.continuous.mar import MAR, MARConfig
+from specmm.image_ar.continuous.orders import MARSettings
 from specmm.image_ar.continuous.pipeline import MARPipeline
-from specmm.image_ar.continuous.settings import Settings
 from specmm.image_ar.pipeline import ImagePipeline
 from specmm.training import seeded
 
@@ -39,7 +39,7 @@ SIZES = dict(
     diffloss_w=16,
 )
 CLASSES = ("heart", "face-smiling", "food-fruit", "time")
-FAST = Settings(num_iter=6, head_steps="12", classes=CLASSES)
+FAST = MARSettings(num_iter=6, head_steps="12", classes=CLASSES)
 
 
 def transformer(dim=16, depth=2, **changes):

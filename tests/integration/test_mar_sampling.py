@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specmm.image_ar.continuous.chain import ChainHead, Condition, Steps, ancestral
-from specmm.image_ar.continuous.decode import Plan, decode_mar
-from specmm.image_ar.continuous.diffusion import Schedule
+from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
+from specmm.image_ar.continuous.diffusion_head import ChainHead, HeadCondition, ancestral
 from specmm.image_ar.continuous.mar import MAR, MARConfig, unpatchify
-from specmm.image_ar.continuous.samplers import Ancestral
+from specmm.image_ar.continuous.masked_decode import Ancestral, decode_mar
+from specmm.image_ar.continuous.orders import MARSettings
 
 PARITY = Path(__file__).parents[1] / "parity" / "cspd"
 FACTS = json.loads((PARITY / "mar_tiny.json").read_text())
@@ -56,29 +56,32 @@ class Recorded:
 
 
 class Watching:
-    """A sampler that keeps what it was asked and what it made."""
+    """A sampler that keeps the conditions and what it made."""
 
     def __init__(self, sampler):
-        self.sampler, self.asked, self.made = sampler, [], []
+        self.sampler, self.conditions, self.made = sampler, [], []
 
     def sample(self, condition, view):
-        made = self.sampler.sample(condition, view)
-        self.asked.append(condition.z)
-        self.made.append(made.tokens)
-        return made
+        made, calls = self.sampler.sample(condition, view)
+        self.conditions.append(condition.z)
+        self.made.append(made)
+        return made, calls
 
 
 @pytest.mark.parametrize(("name", "how"), FACTS["loop"].items())
 def test_chains(t, model, name, how):
     g = {k.removeprefix(f"loop.{name}."): v for k, v in t.items() if k.startswith(f"loop.{name}.")}
     head, rows = (
-        ChainHead(model.head, Schedule.of(how.get("num_sampling_steps", "8"))),
+        ChainHead(model.head, NoiseSchedule.of(how.get("num_sampling_steps", "8"))),
         len(g["x_T"]),
     )
     z = g["z"].view(-1, rows, 48).transpose(0, 1)
     noise = torch.cat([g["x_T"][None], g["noises"][:, :rows]])
     got = ancestral(
-        head.bind(Condition(z, how["cfg"])), Steps.ddpm(head.schedule), noise, how["temperature"]
+        head.bind(HeadCondition(z, how["cfg"])),
+        ChainSteps.ddpm(head.schedule),
+        noise,
+        how["temperature"],
     )
     close(got, g["result"][:rows], 1e-4)
 
@@ -88,10 +91,10 @@ def test_chains(t, model, name, how):
 def test_one_step(t, model, name, i):
     x, z = (t[f"{name.replace('psample', 'pmv')}.{k}"] for k in ("x", "z"))
     rows, k = 6, 7 - i
-    bound = ChainHead(model.head, Schedule.of("8")).bind(
-        Condition(z.view(-1, rows, 48).transpose(0, 1), FACTS["p_mean_variance_cfg"])
+    bound = ChainHead(model.head, NoiseSchedule.of("8")).bind(
+        HeadCondition(z.view(-1, rows, 48).transpose(0, 1), FACTS["p_mean_variance_cfg"])
     )
-    steps = Steps.ddpm(Schedule.of("8"))
+    steps = ChainSteps.ddpm(NoiseSchedule.of("8"))
     eps, v = bound.at(k, x[i][:rows])
     got = steps.keep[k] * x[i][:rows] + steps.noise[k] * eps
     std = FACTS["p_sample_temperature"] * torch.exp(steps.mid[k] + steps.half[k] * v)
@@ -103,13 +106,13 @@ def test_one_step(t, model, name, i):
 def test_pictures(t, model, run):
     name, plan = (
         run["name"],
-        Plan(run["num_iter"], run["num_sampling_steps"], run["cfg"], run["cfg_schedule"]),
+        MARSettings(run["num_iter"], run["num_sampling_steps"], run["cfg"], run["cfg_schedule"]),
     )
     labels = None if run["labels"] is None else torch.tensor(run["labels"])
-    head = ChainHead(model.head, Schedule.of(plan.head_steps))
+    head = ChainHead(model.head, NoiseSchedule.of(plan.head_steps))
     sampler = Watching(Ancestral(head, Recorded(t, name), run["temperature"]))
     *_, last = decode_mar(model, labels, t[f"sample.{name}.orders"], sampler, plan)
-    for k, (z, tokens) in enumerate(zip(sampler.asked, sampler.made, strict=True)):
+    for k, (z, tokens) in enumerate(zip(sampler.conditions, sampler.made, strict=True)):
         if f"sample.{name}.step{k}.z_pred" in t:
             close(z.transpose(0, 1).flatten(0, 1), t[f"sample.{name}.step{k}.z_pred"], 2e-3)
             close(tokens, t[f"sample.{name}.step{k}.tokens_pred"][: len(tokens)], 2e-3)
@@ -119,7 +122,7 @@ def test_pictures(t, model, run):
 
 
 def test_more_iterations_than_tokens(t, model):
-    head = ChainHead(model.head, Schedule.of("8"))
+    head = ChainHead(model.head, NoiseSchedule.of("8"))
 
     class Zeros:
         def draw(self, rows, width):
@@ -130,6 +133,6 @@ def test_more_iterations_than_tokens(t, model):
         torch.tensor([1, 2]),
         torch.arange(16).repeat(2, 1),
         Ancestral(head, Zeros()),
-        Plan(num_iter=21),
+        MARSettings(num_iter=21),
     )
     assert last.count == 16 and last.stats.batch_rounds == 16

@@ -16,18 +16,19 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 
 from specmm.decode import decode
 from specmm.drafter import Feedback
-from specmm.hf.target import Context, VLMPrompt, VLMTarget
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import Context, VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
+from specmm.recipes.training.msd import Slots, msd_loss, visual_share
 from specmm.shape.eagle2 import Dynamic
 from specmm.stats import Clock
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import GreedyMatch, PointMass
 from specmm.verify.rule import VerifyResult
-from specmm.vlm.drafters.msd import MSDDrafter
-from specmm.vlm.drafters.msd_head import MSDConfig, MSDHead
-from specmm.vlm.train.msd import Slots, msd_loss, visual_share
+from specmm.vlm.msd import MSDDrafter
+from specmm.vlm.msd_head import MSDConfig, MSDHead
 
 PARITY = Path(__file__).parents[1] / "parity" / "msd"
 CASES = {

@@ -20,8 +20,8 @@ from recipes.scenes.stream import World
 from specmm import VQAPipeline, zoo
 from specmm.recipes.conversations import Line, conversations, example
 from specmm.recipes.recipe import train
-from specmm.vlm.drafters.msd_files import ACCEPTANCE, read_acceptance
 from specmm.vlm.loading import load_processor
+from specmm.vlm.msd_head import ACCEPTANCE, read_acceptance
 
 LLAVA = zoo.POCKET / "llava"
 

@@ -14,12 +14,12 @@ from recipes.training.coder import build_tokenizer
 from specmm import methods
 from specmm.decode import decode, decode_plain
 from specmm.diffusion_drafters.assemble import Diffusion
-from specmm.diffusion_drafters.diffuspec.ngram import fit
-from specmm.diffusion_drafters.drafters.diffuspec import DiffuSpecDrafter
-from specmm.diffusion_drafters.models.bidirectional import FullAttention
-from specmm.hf.drafters.small_model import SmallModel, padded
+from specmm.diffusion_drafters.diffusion_chains import DiffuSpecDrafter
+from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
+from specmm.diffusion_drafters.ngram import fit
+from specmm.hf.drafters.small_model import SmallModel
 from specmm.hf.drafting import load_drafter
-from specmm.hf.prompt import VLMPrompt
+from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms

@@ -13,12 +13,11 @@ from typer.testing import CliRunner
 import specmm
 from specmm import methods
 from specmm.cli import app
-from specmm.cli.ask import Echo
-from specmm.cli.complete import complete
+from specmm.cli.language import Echo, complete
 from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
-from specmm.diffusion_drafters.train.block import build_block
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
+from specmm.recipes.training.dflash import build_block
 
 DRAFTING = ["diffuspec", "specdiff", "deer", "block", "text-draft", "prompt-lookup"]
 PROMPTS = ["def add(a, b):\n", "x", "    return a + b + a"]

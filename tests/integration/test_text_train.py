@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 import specmm
 from specmm.cli import app
-from specmm.diffusion_drafters.diffuspec.ngram import NGram
 from specmm.diffusion_drafters.models.dflash import load_dflash
-from specmm.diffusion_drafters.train import chats
-from specmm.diffusion_drafters.train import texts as code
+from specmm.diffusion_drafters.ngram import NGram
 from specmm.recipes.recipe import train
+from specmm.recipes.training import drawn_rows as chats
+from specmm.recipes.training import texts as code
 
 TEXT = "".join(f"def add_{i}(a, b):\n    return a + b + {i}\n\n\n" for i in range(300))
 DRAFTERS = {
@@ -144,12 +144,12 @@ def talker(folder, tmp_path):
 
 
 def test_conversations_are_questions_and_answers_of_the_models_own(talker, tmp_path, monkeypatch):
-    for name, value in {"AT_ONCE": 3, "QUESTION": 6, "ANSWER": 8}.items():
+    for name, value in {"CHATS_AT_ONCE": 3, "QUESTION": 6, "ANSWER": 8}.items():
         monkeypatch.setattr(chats, name, value)
     pipe = specmm.TextPipeline.from_pretrained(talker)
     rows = chats.drawn_chats(pipe, 2, 40, tmp_path)
     asked = (
-        pipe(["def "] * 3, max_new_tokens=6, temperature=chats.ASKING, seed=[0, 1, 2])
+        pipe(["def "] * 3, max_new_tokens=6, temperature=chats.QUESTION_TEMPERATURE, seed=[0, 1, 2])
         .texts[0]
         .strip()
     )
@@ -174,7 +174,7 @@ def test_models_that_cannot_converse(talker, tmp_path, monkeypatch):
     monkeypatch.setattr(chats, "QUESTION", 1)
     monkeypatch.setattr(pipe, "text", lambda ids: "")
     with pytest.raises(
-        ValueError, match=f"must ask questions of its own, got none in {chats.AT_ONCE}"
+        ValueError, match=f"must ask questions of its own, got none in {chats.CHATS_AT_ONCE}"
     ):
         chats.drawn_chats(pipe, 1, 8, tmp_path)
 

@@ -26,7 +26,7 @@ from specmm.kernels.acceptance import fused_options
 from specmm.kernels.tree_attention import dense, interface
 from specmm.methods import MSD, Block, Draft, LanternPP
 from specmm.tree import DraftTree, TreeShape
-from specmm.verify.names import RULES, make_rule
+from specmm.verify.rule import RULES, make_rule
 
 CODE, QUESTION = "def add(a, b):", "How many?"
 KERNELS = {  # columns of the table

@@ -12,14 +12,17 @@ import torch
 from safetensors.torch import load_file
 
 from specmm.checkpoints import load_strict
-from specmm.collaborative import alternate
-from specmm.image_ar.scales.drawing import code_turns, turn
-from specmm.image_ar.scales.feature_map import FeatureMap
+from specmm.image_ar.scales.collaborative import Turn, alternate, code_turns
 from specmm.image_ar.scales.loading import infer_var_config, infer_vqvae_config
+from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.pipeline import VARPipeline
-from specmm.image_ar.scales.release import Release, sorted_mask
-from specmm.image_ar.scales.sampling import Sampling, soften
-from specmm.image_ar.scales.settings import Settings
+from specmm.image_ar.scales.sampling import (
+    ReleaseSampler,
+    Sampling,
+    VARSettings,
+    soften,
+    sorted_mask,
+)
 from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.vqvae import VQVAE
 from specmm.methods import CoDe
@@ -83,11 +86,11 @@ def models(var):
 def test_filters_and_draws(i):
     case = Case("sampling")
     facts, logits = case.facts["cases"][i], case.t["logits"]
-    top_k, top_p, heat = facts["top_k"], facts["top_p"] or 1.0, float(facts["temp"])
-    sampling = Sampling(0.0, top_k, top_p, heat)
+    top_k, top_p, temperature = facts["top_k"], facts["top_p"] or 1.0, float(facts["temp"])
+    sampling = Sampling(0.0, top_k, top_p, temperature)
     kept = case.t[f"case{i}.kept"]
     assert torch.equal(sorted_mask(logits, top_k, top_p).isfinite(), kept)
-    drawn = Release(sampling, torch.Generator().manual_seed(7), 4).draw(logits, 0)
+    drawn = ReleaseSampler(sampling, torch.Generator().manual_seed(7), 4).draw(logits, 0)
     assert torch.equal(drawn.tokens, case.t[f"case{i}.idx"])
     ours = sampling.masked(logits).isfinite()
     assert (ours | ~kept).all()  # ours keeps all equals of a kept token, the release some of them
@@ -98,15 +101,17 @@ def test_filters_and_draws(i):
 @pytest.mark.parametrize("i", range(3))
 def test_gumbel_softmax(i):
     case = Case("sampling")
-    heat, scale = case.facts["gumbel"][i]
+    temperature, scale = case.facts["gumbel"][i]
     noise = (
         torch.empty_like(case.t["logits"])
         .exponential_(generator=torch.Generator().manual_seed(9))
         .log_()
         .neg_()
     )
-    close(((case.t["logits"] * scale + noise) / heat).softmax(-1), case.t[f"gumbel{i}"], 1e-5)
-    if heat != 0.1:  # the others are heats that go with their scale
+    close(
+        ((case.t["logits"] * scale + noise) / temperature).softmax(-1), case.t[f"gumbel{i}"], 1e-5
+    )
+    if temperature != 0.1:  # the others are temperatures that go with their scale
         close(soften(case.t["logits"], noise, scale - 1), case.t[f"gumbel{i}"], 1e-5)
 
 
@@ -125,30 +130,23 @@ class Recorder:
 
 
 @torch.no_grad()
-def paint(vqvae, labels, turns_of, cfg, sampler):
-    """The feature map, and the logits of every scale, of a run by the turns that
-    ``turns_of(feature_map, sampler)`` makes.
-    """
-    feature_map, recorder = FeatureMap(vqvae.quantize, len(labels)), Recorder(sampler)
-    list(alternate(turns_of(feature_map, recorder), Clock()))
-    return feature_map, recorder.logits
+def drawn(vqvae, labels, turns, sampling, sampler):
+    """The feature map of a run of ``turns``."""
+    feature_map = FeatureMap(vqvae.quantize, len(labels))
+    list(alternate(turns, feature_map, labels, sampling, sampler, Clock()))
+    return feature_map
 
 
 def alone(model, vqvae, labels, cfg, sampler=None):
     labels, sampling = torch.tensor(labels), Sampling(cfg, 1)
-    sampler = sampler or Release(sampling, torch.Generator().manual_seed(0), 4)
-
-    def turns(feature_map, sampler):
-        return [
-            turn(model, "large", range(4), feature_map, labels, sampling, lambda steps: sampler)
-        ]
-
-    return paint(vqvae, labels, turns, cfg, sampler)
+    recorder = Recorder(sampler or ReleaseSampler(sampling, torch.Generator().manual_seed(0), 4))
+    turns = [Turn("large", model, range(4))]
+    return drawn(vqvae, labels, turns, sampling, lambda steps: recorder), recorder.logits
 
 
 def image(vqvae, feature_map):
     with torch.no_grad():
-        return (vqvae.decode(feature_map.sums[-1]) + 1) / 2
+        return (vqvae.decode(feature_map.f_hats[-1]) + 1) / 2
 
 
 def same_tokens(feature_map, wanted):
@@ -162,7 +160,7 @@ def test_greedy(var, models, vqvae, name):
     same_tokens(feature_map, var.scales(f"{name}.greedy.idx"))
     for k in range(4):
         close(logits[k], var.t[f"{name}.greedy.cfg_logits.{k}"])
-        close(feature_map.sums[k], var.t[f"{name}.greedy.fhat.{k}"])
+        close(feature_map.f_hats[k], var.t[f"{name}.greedy.fhat.{k}"])
     close(image(vqvae, feature_map), var.t[f"{name}.greedy.image01"])
 
 
@@ -184,13 +182,13 @@ def test_greedy_at_other_options(var, models, vqvae, name, run, labels, cfg):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_seeded_runs(var, models, vqvae, name):
     for run, smooth in (("stoch", False), ("smooth", True)):
-        sampler = Release(
+        sampler = ReleaseSampler(
             Sampling(1.5, 20, 0.9, 1.0, smooth), torch.Generator().manual_seed(123), 4
         )
         feature_map, _ = alone(models[name], vqvae, var.facts["labels"], 1.5, sampler)
         same_tokens(feature_map, var.scales(f"{name}.{run}.idx"))
         close(image(vqvae, feature_map), var.t[f"{name}.{run}.image01"])
-    pipe = VARPipeline(models[name], vqvae, None, Settings(1.5, 1.0, 20, 0.9))
+    pipe = VARPipeline(models[name], vqvae, None, VARSettings(1.5, 1.0, 20, 0.9))
     released = dict(
         generator=torch.Generator().manual_seed(123),
         method=CoDe(4, release=True),
@@ -212,16 +210,18 @@ def sway(choice, embedding, k, rounding=5e-4):
     it and the temperature is 0.005.
     """
     done = k / 3
-    heat = max(0.27 * (1 - 0.95 * done), 0.005)
+    temperature = max(0.27 * (1 - 0.95 * done), 0.005)
     codes = choice.weights @ embedding
     spread = (choice.weights[..., None] * (embedding - codes[..., None, :]).abs()).sum(-2)
-    return rounding * (1 + done) / heat * spread
+    return rounding * (1 + done) / temperature * spread
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
 def test_soft_codes(var, models, vqvae, name):
-    sampler = Release(Sampling(1.5, 20, 0.9, 1.0, True), torch.Generator().manual_seed(123), 4)
+    sampler = ReleaseSampler(
+        Sampling(1.5, 20, 0.9, 1.0, True), torch.Generator().manual_seed(123), 4
+    )
     made, draw = [], sampler.draw
 
     def keep(logits, k):
@@ -255,19 +255,12 @@ def pair(code):
 
 def collaborate(code, pair, vqvae, n, samplers):
     """A run of CoDe whose two models have a sampler each."""
-    labels, large, small = torch.tensor(code.facts["labels"]), *pair
-
-    def turns(feature_map, _):
-        made = iter(samplers)
-        return code_turns(
-            large, small, n, feature_map, labels, Sampling(1.5), lambda steps: next(made)
-        )
-
-    return paint(vqvae, labels, turns, 1.5, None)[0]
+    labels, made = torch.tensor(code.facts["labels"]), iter(samplers)
+    return drawn(vqvae, labels, code_turns(*pair, n), Sampling(1.5), lambda steps: next(made))
 
 
 def release(seed, *options):
-    return Release(Sampling(1.5, *options), torch.Generator().manual_seed(seed), 4)
+    return ReleaseSampler(Sampling(1.5, *options), torch.Generator().manual_seed(seed), 4)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -278,15 +271,15 @@ def test_code_greedy(code, pair, vqvae, n):
     for k, logits in enumerate(samplers[0].logits + samplers[1].logits):
         close(logits, code.t[f"N{n}.cfg_logits.{k}"])
     close(feature_map.inputs(1, n), code.t[f"N{n}.draft_token_hub"])
-    close(feature_map.sums[n - 1], code.t[f"N{n}.draft_fhat"])
-    close(feature_map.sums[-1], code.t[f"N{n}.final_fhat"])
+    close(feature_map.f_hats[n - 1], code.t[f"N{n}.draft_fhat"])
+    close(feature_map.f_hats[-1], code.t[f"N{n}.final_fhat"])
     close(image(vqvae, feature_map), code.t[f"N{n}.image01"])
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_code_seeded(code, pair, vqvae, n):
     """As anyone would ask for it: the pipeline with the release's seed."""
-    pipe = VARPipeline(pair[0], vqvae, pair[1], Settings(1.5, 1.1, 20, 0.95))
+    pipe = VARPipeline(pair[0], vqvae, pair[1], VARSettings(1.5, 1.1, 20, 0.95))
     pipe.set_progress_bar_config(disable=True)
     seeded, method = torch.Generator().manual_seed(42), CoDe(n, release=True)
     drawn = [

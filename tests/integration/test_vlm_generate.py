@@ -13,14 +13,14 @@ from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteria
 import specmm
 from specmm import methods
 from specmm.autotune import Plan
-from specmm.diffusion_drafters.train.block import build_block
 from specmm.hf.drafting import choose, planned_by
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
+from specmm.recipes.training.dflash import build_block
+from specmm.recipes.training.msd import msd_config
 from specmm.tree import TreeShape
-from specmm.vlm.drafters.msd_head import MSDHead
-from specmm.vlm.train.msd import msd_config
+from specmm.vlm.msd_head import MSDHead
 
 IMAGE = 36
 TEXT = dict(

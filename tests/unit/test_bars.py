@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.bars import Bar, bars, ideal_bars, job_bars, loop_bars, metric_bars, var_bars
-from benchmarks.language_bars import ALONE, HEARD, answer_bars, text_bars, vlm_bars
+from benchmarks.language_bars import ALONE, VERDICT, answer_bars, text_bars, vlm_bars
 from benchmarks.report import render
 from benchmarks.verdict import Scores, majority
 from benchmarks.vqa_accuracy import Question
@@ -189,9 +189,15 @@ def test_the_bar_of_code_s_ideal_shows_the_worst_and_the_best():
 
 
 def test_the_first_loop_must_be_beaten_at_every_batch_with_equal_tokens():
-    rows = [{"method": m, "batch": b, "speedup": s, "token_equal": 1.0} for m, b, s in (
-        ("plain", 1, 1.1), ("plain", 16, 1.4), ("plain, compiled", 1, 1.4), ("plain, compiled", 16, 1.3)
-    )]  # fmt: skip
+    rows = [
+        {"method": m, "batch": b, "speedup": s, "token_equal": 1.0}
+        for m, b, s in (
+            ("plain", 1, 1.1),
+            ("plain", 16, 1.4),
+            ("plain, compiled", 1, 1.4),
+            ("plain, compiled", 16, 1.3),
+        )
+    ]
     assert [b.met for b in loop_bars(rows)] == [False, True]
     rows[3]["token_equal"] = 0.9
     assert [b.met for b in loop_bars(rows)] == [False, False] and "not token-equal" in loop_bars(
@@ -203,20 +209,23 @@ def test_the_first_loop_must_be_beaten_at_every_batch_with_equal_tokens():
 
 
 def test_accuracy_and_verdict():
-    scores, asked = Scores(), Question(np.zeros((2, 2, 3), np.uint8), "?", {"a cat"}, "what")
-    for judge, heard, expert in [("a cat", "a cat", "a cat")] * 6 + [
+    scores = Scores()
+    asked = Question(np.zeros((2, 2, 3), np.uint8), "?", {"a cat"}, "what")
+    for judge, judged, expert in [("a cat", "a cat", "a cat")] * 6 + [
         ("a dog", " a cat", "a cat"),
         ("a cat", "", "x"),
     ]:
         scores.add(ALONE, asked, judge, 1.0)
-        scores.add(HEARD, asked, heard, 2.0)
+        scores.add(VERDICT, asked, judged, 2.0)
         scores.add("expert 1", asked, expert)
     rows = {r["who"]: r for r in scores.rows("scenes")}
-    assert [rows[who]["right"] for who in (ALONE, HEARD, "expert 1")] == [7, 7, 7]
-    assert rows[HEARD]["gain"] == 0 and rows[HEARD]["gain_high"] == pytest.approx(1.96 * 2**0.5 / 8)
-    assert rows[HEARD]["seconds"] == 2 and "seconds" not in rows["expert 1"]
+    assert [rows[who]["right"] for who in (ALONE, VERDICT, "expert 1")] == [7, 7, 7]
+    assert rows[VERDICT]["gain"] == 0 and rows[VERDICT]["gain_high"] == pytest.approx(
+        1.96 * 2**0.5 / 8
+    )
+    assert rows[VERDICT]["seconds"] == 2 and "seconds" not in rows["expert 1"]
     accuracy = [{"kind": "easy all", "accuracy": 0.96}, {"kind": "scenes all", "accuracy": 0.8}]
     assert [b.met for b in answer_bars(accuracy, list(rows.values()))] == [True, False, False, None]
-    rows[HEARD]["accuracy"] = 0.99
+    rows[VERDICT]["accuracy"] = 0.99
     assert [b.met for b in answer_bars([], list(rows.values()))] == [None, None, True, None]
     assert majority(["a", "b", "b"]) == "b" and majority(["b", "a"]) == "b"

@@ -37,17 +37,14 @@ from benchmarks.speed import measure_speed
 from recipes.emoji import EmojiSet
 from specmm import methods
 from specmm.decode import decode_plain
+from specmm.image_ar.autoencoder import VQConfig, VQModel
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
-from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
-from specmm.image_ar.tokens.quality import log_likelihood
-from specmm.image_ar.tokens.settings import Settings
-from specmm.image_ar.tokens.static import StaticTarget
-from specmm.image_ar.tokens.target import Prompt
-from specmm.image_ar.tokens.vq import VQConfig, VQModel
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, LlamaGenSettings
+from specmm.image_ar.tokens.target import Prompt, StaticTarget, log_likelihood
 from specmm.metrics.features import FeatureSet
 from specmm.randomness import Uniforms
-from specmm.shape.static import spine
+from specmm.shape.trees import spine
 from specmm.stats import Stats
 from specmm.verify import PointMass, Recursive
 
@@ -71,7 +68,7 @@ def model(tmp_path_factory):
     torch.manual_seed(0)
     heads = {"block": BlockHead(BlockConfig(3, 2, GPT, aux_layers=(0,)))}
     vq = VQModel(VQConfig(64, 8, 32, (1, 2), 1, 16))
-    settings = Settings(
+    settings = LlamaGenSettings(
         cfg=1.5,
         acceptance=((0.4, 0.2, 0.1),) * 3,
         trees={"speculative": (2, 1, 1), "lantern++": (2, 1)},
@@ -84,10 +81,19 @@ def model(tmp_path_factory):
 @pytest.fixture
 def options(model, tmp_path):
     return Options(
-        model=model, out=tmp_path / "out", cache=tmp_path / "cache", threads=1, dtype=torch.float32, repeats=2,
-        samples=6, batch=2, pictures=2, budgets=(4,), batches=(1, 2),
+        model=model,
+        out=tmp_path / "out",
+        cache=tmp_path / "cache",
+        threads=1,
+        dtype=torch.float32,
+        repeats=2,
+        samples=6,
+        batch=2,
+        pictures=2,
+        budgets=(4,),
+        batches=(1, 2),
         methods=(methods.AR(), methods.Speculative(), methods.LanternPP(lambda_=3.0, k=5)),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
@@ -129,7 +135,8 @@ def test_methods_as_text():
 
 def test_every_prefix_of_the_labels_is_balanced():
     real = np.repeat([0, 1, 2], [60, 30, 10])
-    long, short = balanced_labels(real, 50), balanced_labels(real, 20)
+    long = balanced_labels(real, 50)
+    short = balanced_labels(real, 20)
     assert (long[:20] == short).all()
     for n in range(1, 51):
         assert (
@@ -138,7 +145,8 @@ def test_every_prefix_of_the_labels_is_balanced():
 
 
 def test_samples_resume_and_are_the_same_whoever_made_them(model, tmp_path):
-    pipe, labels = load_pipeline(model, torch.float32), np.array([0, 1, 2, 0])
+    pipe = load_pipeline(model, torch.float32)
+    labels = np.array([0, 1, 2, 0])
     method = methods.Speculative()
     found = SampleSet.of(tmp_path, pipe, model, method, 2)
     assert found.make(pipe, method, labels[:2], 0) and found.make(pipe, method, labels[2:], 2)
@@ -237,12 +245,13 @@ def test_greedy_drafts_and_spines():
 
 
 @pytest.mark.parametrize("make", [IndependentDrafter, GreedyDrafter])
-def test_recorded_distributions_are_distributions_and_drafts_are_theirs(model, make):
+def test_recorded_probs_sum_to_one_and_drafts_have_probability(model, make):
     class Spy(Recursive):
         def decisions(self, tree, p, *, measure=False):
             if tree.shape.size > 1:
                 drawn = (tree.shape.ranks[0] == 0) & (tree.shape.depths[0] > 0)
-                probs, tokens = tree.probs[:, drawn], tree.tokens[:, drawn]
+                probs = tree.probs[:, drawn]
+                tokens = tree.tokens[:, drawn]
                 assert (probs >= 0).all() and torch.allclose(
                     probs.sum(-1), torch.ones(probs.shape[:2]), atol=1e-4
                 )

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
-from specmm.image_ar.tokens.drafters.files import load_block, save_block
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
+from specmm.image_ar.tokens.loading import load_block, save_drafter, target_fingerprint
+from specmm.recipes.training.llamagen_drafters import go_on_from
 
 GPT = GPTConfig(
     dim=32, n_layer=2, n_head=2, vocab_size=20, block_size=16, num_classes=3, multiple_of=16
@@ -40,17 +41,17 @@ def states(drafter: BlockHead) -> torch.Tensor:
 def test_a_wider_drafter_begins_as_the_one_it_goes_on_from() -> None:
     narrow, wide = head(), head(160, seed=1)
     assert not torch.allclose(states(wide), states(narrow), atol=1e-2)
-    wide.go_on_from(narrow)
+    go_on_from(wide, narrow)
     torch.testing.assert_close(states(wide), states(narrow))
     with pytest.raises(ValueError, match="at most 96 wide, got one with 3 levels"):
-        narrow.go_on_from(wide)
+        go_on_from(narrow, wide)
     with pytest.raises(ValueError, match="got one with 2 levels"):
-        wide.go_on_from(BlockHead(BlockConfig(2, 2, GPT, (1,))))
+        go_on_from(wide, BlockHead(BlockConfig(2, 2, GPT, (1,))))
 
 
 def test_its_new_units_learn() -> None:
     wide = head(160)
-    wide.go_on_from(head(seed=1))
+    go_on_from(wide, head(seed=1))
     states(wide).square().sum().backward()
     added = wide.layers[0].feed_forward.w2.weight.grad[:, GPT.ffn_dim :]
     assert bool((added != 0).any())
@@ -60,7 +61,7 @@ def test_its_new_units_learn() -> None:
 def test_the_width_is_kept_on_disk(tmp_path: Path) -> None:
     torch.manual_seed(2)
     target, wide = Transformer(GPT).eval(), head(160)
-    save_block(wide, tmp_path, target)
+    save_drafter(wide, tmp_path, fingerprint=target_fingerprint(target))
     assert torch.equal(states(load_block(tmp_path, target)), states(wide))
     facts = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(facts | {"inner": 48}))

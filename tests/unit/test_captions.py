@@ -5,14 +5,15 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-from specmm.image_ar.tokens.captions import (
-    CaptionEncoder,
-    additive,
-    clean,
-    encode_captions,
-    left_pad,
-    prefix_mask,
-)
+from specmm.decode import decode_plain
+from specmm.guidance import Guidance
+from specmm.image_ar.autoencoder import VQConfig, VQModel
+from specmm.image_ar.tokens.captions import CaptionEncoder, clean, left_pad
+from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
+from specmm.image_ar.tokens.target import LlamaGenTarget
+from specmm.processors import Processor
+from specmm.randomness import Uniforms
 
 WORDS = ["<pad>", "</s>", "<unk>", "a", "red", "cat", "on", "the", "mat"]
 
@@ -42,28 +43,28 @@ def folder(tmp_path_factory):
 
 @torch.no_grad()
 def test_captions_are_left_padded_features(folder):
-    batch = encode_captions(["A red  cat", "the mat"], folder, tokens=6)
-    assert batch.features.shape == (2, 6, 16) and batch.mask.tolist() == [
+    batch = CaptionEncoder(folder, tokens=6)(["A red  cat", "the mat"])
+    assert batch.condition.shape == (2, 6, 16) and batch.mask.tolist() == [
         [0, 0, 1, 1, 1, 1],
         [0, 0, 0, 1, 1, 1],
     ]
-    assert not batch.features[~batch.mask].any()
+    assert not batch.condition[~batch.mask].any()
     for row, ids in enumerate([[3, 4, 5, 1], [7, 8, 1]]):
         alone = T5EncoderModel.from_pretrained(folder)(torch.tensor([ids])).last_hidden_state[0]
-        torch.testing.assert_close(batch.features[row, -len(ids) :], alone, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(batch.condition[row, -len(ids) :], alone, atol=1e-5, rtol=1e-4)
 
 
 def test_long_captions_are_cut(folder):
     encoder = CaptionEncoder(folder, tokens=4)
     batch = encoder(["a red cat on the mat"])
-    assert batch.mask.all() and batch.features.shape == (1, 4, 16)
-    torch.testing.assert_close(batch.features, encoder(["a red cat"]).features)
+    assert batch.mask.all() and batch.condition.shape == (1, 4, 16)
+    torch.testing.assert_close(batch.condition, encoder(["a red cat"]).condition)
 
 
 @pytest.mark.parametrize("prompts", [[], [""], ["a cat", "  "]])
 def test_empty_prompts(folder, prompts):
     with pytest.raises(ValueError, match="prompts must be non-empty texts"):
-        encode_captions(prompts, folder)
+        CaptionEncoder(folder)(prompts)
 
 
 def test_missing_encoder(tmp_path):
@@ -82,13 +83,27 @@ def test_left_pad_by_hand():
     assert mask.tolist() == [[False, False, True, True], [True] * 4]
 
 
-def test_prefix_mask_by_hand():
-    allowed = prefix_mask(torch.tensor([[0, 1]]), 4)
-    assert allowed.int().tolist() == [[[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]]]
-    assert torch.equal(prefix_mask(torch.tensor([[0, 1]]), 4, first=3), allowed[:, 3:])
-    bias = additive(allowed, torch.bfloat16)
-    assert (
-        bias.shape == (1, 1, 4, 4)
-        and bias.dtype == torch.bfloat16
-        and torch.equal(bias == 0, allowed[:, None])
+def test_pictures_of_prompts_see_left_padded_captions(folder):
+    """The pipeline's tokens are those of the captions' own features, the padding on the left."""
+    torch.manual_seed(0)
+    config = GPTConfig(
+        32, 2, 2, 24, 16, model_type="t2i", cls_token_num=6, caption_dim=16, multiple_of=8
     )
+    model = Transformer(config).eval()
+    model.output.weight.data.normal_(std=0.4)
+    vq = VQModel(VQConfig(24, 8, 32, (1, 1), 1, 32)).eval()
+    encoder = CaptionEncoder(folder, tokens=6)
+    pipe = LlamaGenPipeline(model, vq, text_encoder=encoder)
+    pipe.set_progress_bar_config(disable=True)
+    out = pipe(
+        prompt=["a red cat", "the mat"],
+        temperature=0,
+        cfg=2.0,
+        output_type="latent",
+        num_images_per_prompt=2,
+    )
+    captions = encoder(["a red cat", "the mat"])
+    assert captions.mask[:, -1].all()
+    target = LlamaGenTarget(model, Guidance(2.0), Processor(0))
+    *_, end = decode_plain(target, captions, 16, Uniforms.from_seeds([0, 0]))
+    assert torch.equal(out.tokens, end.tokens[:, :16].repeat_interleave(2, 0))

@@ -16,15 +16,16 @@ from torch import nn
 
 from specmm.decode import decode, decode_plain, first_token
 from specmm.drafter import Feedback
+from specmm.guidance import Guidance
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
-from specmm.image_ar.tokens.drafters.eagle import Dynamic, EagleDrafter
-from specmm.image_ar.tokens.drafters.eagle_head import EagleConfig, EagleHead
+from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleDrafter, EagleHead
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
-from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.shape.static import branching
+from specmm.shape.eagle2 import Dynamic
+from specmm.shape.trees import branching
 from specmm.stats import Clock
 from specmm.tree import TreeShape
 from specmm.verify import Block, Lantern, PointMass, Recursive, Traversal, neighbour_table
@@ -75,9 +76,7 @@ DRAFTERS = {
     "eagle drawn": lambda target: eagle(target, LOPSIDED, sampled=True),
     "eagle dynamic": lambda target: eagle(target, Dynamic(3, 2, 9)),
     "eagle one level": lambda target: eagle(target, Dynamic(3, 0, 4)),
-    "jacobi uniform": lambda target: JacobiDrafter(target, 3, "uniform"),
-    "jacobi left": lambda target: JacobiDrafter(target, 3, "left"),
-    "jacobi above": lambda target: JacobiDrafter(target, 3, "above"),
+    "jacobi": lambda target: JacobiDrafter(target, 3),
 }
 every_drafter = pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
 
@@ -224,9 +223,7 @@ DRAWN = {
         target, branching([2, 1]), sampled=True, rejected_weight=0.5
     ),
     "eagle": lambda target: eagle(target, branching([2, 1]), sampled=True),
-    "jacobi uniform": lambda target: JacobiDrafter(target, 2, "uniform"),
-    "jacobi left": lambda target: JacobiDrafter(target, 2, "left"),
-    "jacobi above": lambda target: JacobiDrafter(target, 2, "above"),
+    "jacobi": lambda target: JacobiDrafter(target, 2),
 }
 WAYS = {
     "plain": (Processor(), Guidance()),
@@ -281,7 +278,7 @@ def test_a_wrong_recorded_distribution_is_noticed(make, lie):
 @pytest.mark.parametrize("rule", [Block(), Traversal(), PointMass()], ids=lambda rule: rule.name)
 def test_other_exact_rules_keep_the_distribution_of_a_chain(rule):
     target = target_of(TINY, Processor())
-    assert p_value(target, JacobiDrafter(target, 3, "left"), rule) > 1e-3
+    assert p_value(target, JacobiDrafter(target, 3), rule) > 1e-3
 
 
 def test_rejected_positions_keeps_the_distribution_under_a_rule_that_looks_at_every_draft():

@@ -5,9 +5,8 @@ Shape letters: B batch, N nodes, V vocabulary.
 
 import torch
 
-from specmm.history import History
-from specmm.processors import Processor, penalise
-from specmm.stopping import EndTokens, all_of
+from specmm.decode import EndTokens, all_of
+from specmm.processors import History, Processor, penalise
 from specmm.tree import DraftTree, TreeShape
 
 V = 9

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from benchmarks.soak.fuzz import fuzz
 from specmm.cache import Cache, CacheSize
+from specmm.decode import decide
+from specmm.jobs.folder import Journal, ledger, name_of, pack, place_of, unpack
 from specmm.jobs.items import Item, parse, read_items, seed_of
-from specmm.jobs.journal import Journal, ledger, pack, unpack
 from specmm.jobs.run import BatchSizer, out_of_memory
-from specmm.jobs.store import name_of, place_of
 from specmm.randomness import Uniforms
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive, Traversal
-from specmm.verify.deciding import decide
 
 QUICK = settings(max_examples=60, deadline=None)
 TEXT = st.text(max_size=20)

@@ -8,10 +8,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from specmm.image_ar.tokens.convert import to_lantern
+from specmm.image_ar.autoencoder import VQConfig, VQModel
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer, rotary_table
-from specmm.image_ar.tokens.loading import infer_gpt_config, load_gpt, load_vq, save_gpt, save_vq
-from specmm.image_ar.tokens.vq import VQConfig, VQModel
+from specmm.image_ar.tokens.loading import (
+    infer_gpt_config,
+    load_gpt,
+    load_vq,
+    save_gpt,
+    save_vq,
+    to_lantern,
+)
 
 C2I = GPTConfig(dim=64, n_layer=3, n_head=4, vocab_size=128, block_size=16, num_classes=10)
 T2I = GPTConfig(

@@ -1,9 +1,13 @@
 """Methods by name, their options, and their spelling on the command line."""
 
+import re
+from collections.abc import Callable
+
 import pytest
 
 from specmm import methods
-from specmm.runs.method_names import label, parse_method, parse_methods
+from specmm.registry import Registry
+from specmm.runs.run import label, parse_method, parse_methods
 
 
 def test_names_lead_to_methods() -> None:
@@ -84,6 +88,56 @@ def test_lists_of_methods() -> None:
     for wrong in ("", "lantern++(k=1", "ar,lanturn"):
         with pytest.raises(ValueError):
             parse_methods(methods.IMAGE_TOKENS, wrong)
+
+
+@pytest.mark.parametrize(
+    ("made", "wanted", "old"),
+    [
+        (
+            lambda: methods.LanternPP(hindsight=0.2),  # type: ignore[call-arg]
+            methods.LanternPP(rejected_weight=0.2),
+            "hindsight of lantern++ is called rejected_weight",
+        ),
+        (
+            lambda: methods.resolve(methods.Speculative(), hindsight=0.2),
+            methods.Speculative(rejected_weight=0.2),
+            "hindsight of speculative is called rejected_weight",
+        ),
+        (
+            lambda: parse_method(methods.IMAGE_TOKENS, "draft", ["hindsight=0.2"]),
+            methods.Draft(rejected_weight=0.2),
+            "hindsight of draft is called rejected_weight",
+        ),
+        (
+            lambda: parse_methods(methods.CONTINUOUS, "cspd(belief=frozen)")[0],
+            methods.CSpD(predictor="frozen"),
+            "belief of cspd is called predictor",
+        ),
+    ],
+)
+def test_old_names_of_options_work_with_a_warning(
+    made: Callable[[], object], wanted: object, old: str
+) -> None:
+    with pytest.warns(FutureWarning, match=re.escape(f"option {old} now")):
+        assert made() == wanted
+
+
+def test_a_method_has_no_options_of_other_methods_by_old_names() -> None:
+    with pytest.raises(TypeError, match="hindsight"):
+        methods.SJD(hindsight=0.2)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="unknown option of sjd 'hindsight'"):
+        methods.resolve("sjd", hindsight=0.2)
+
+
+def test_methods_declare_what_jobs_and_the_app_ask() -> None:
+    def having(registry: Registry, name: str) -> set[str]:
+        return {kind for kind in registry if getattr(registry.get(kind)(), name)}
+
+    assert having(methods.GENERATE, "timed") == {"auto"}
+    assert having(methods.SCALES, "timed") == {"auto", "code"} and not methods.CoDe(n=2).timed
+    assert set(methods.VQA) - having(methods.VQA, "streams") == {"verdict"}
+    assert not having(methods.SCALES, "one_generator") and methods.CoDe(release=True).one_generator
+    assert not having(methods.TEXT, "batch_dependent") and methods.Block(sure=0.1).batch_dependent
 
 
 def test_the_residual_of_lantern_and_its_old_name() -> None:

@@ -2,9 +2,9 @@
 
 import torch
 
+from specmm.guidance import Guidance
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
-from specmm.image_ar.tokens.quality import log_likelihood
-from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, log_likelihood
 from specmm.processors import Processor
 
 

@@ -23,6 +23,7 @@ def learn(
     model: str,
     steps: Count,
     share: Share,
+    probs_weight: float,
     lr: float | None,
     text: list[Path],
     replace: bool,
@@ -35,6 +36,7 @@ def learn(
         "steps": steps,
         "outputs": [],
         "all": (share, lr, text, replace, data("x"), sorted(chosen)),
+        "probs_weight": probs_weight,
     }
 
 
@@ -47,7 +49,7 @@ def own(tmp_path, monkeypatch):
     """A folder of recipes with one in it."""
     monkeypatch.setattr(recipes, "SHIPPED", tmp_path)
     monkeypatch.setattr(recipes, "named", {"here:learn": learn, "here:read": read}.__getitem__)
-    settings = 'steps = 3\nshare = 1\ntext = []\nreplace = false\ndata = "d"'
+    settings = 'steps = 3\nshare = 1\nprobs_weight = 1.0\ntext = []\nreplace = false\ndata = "d"'
     (tmp_path / "some.toml").write_text(
         f'# so\ntrain = "here:learn"\nopen = "here:read"\n[settings]\n{settings}\n'
     )
@@ -119,6 +121,33 @@ def test_a_config_file_of_ones_own_stands_on_a_recipe(own):
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
             load(str(file))
+
+
+def test_old_names_of_settings_work_with_a_warning(own):
+    """In Python, after --set, and in config files; as old options they are only written anew."""
+    renamed = "setting law_weight of recipe .* is called probs_weight now"
+    with pytest.warns(FutureWarning, match=renamed):
+        assert train("some", model="m", law_weight=0.1)["probs_weight"] == 0.1
+    with pytest.warns(FutureWarning, match=renamed):
+        done = CliRunner().invoke(app, ["train", "some", "m", "--set", "law_weight=0.2", "--json"])
+    assert json.loads(done.stdout)["probs_weight"] == 0.2
+    file = own / "mine" / "m.toml"
+    file.parent.mkdir()
+    file.write_text('recipe = "some"\n[settings]\nmodel = "mine"\nlaw_weight = 0.3\n')
+    with pytest.warns(FutureWarning, match=renamed):
+        found = train(str(file))
+    assert found["probs_weight"] == 0.3 and found["all"][-1] == ["model", "probs_weight"]
+    done = CliRunner().invoke(app, ["train", "some", "m", "--law-weight", "0.4", "--json"])
+    assert json.loads(done.stdout)["probs_weight"] == 0.4
+    assert done.stderr == "deprecated: write specmm train some … --set probs_weight=0.4\n"
+    with pytest.raises(ValueError, match="unknown setting of recipe some 'taps'"):
+        train("some", model="m", taps="1")  # which this recipe has by no name
+
+
+def test_old_names_are_of_settings_that_recipes_have():
+    known = {name for recipe in recipes.recipes() for name in load(recipe).kinds()}
+    assert {"probs_weight", "aux_layers"} <= known & set(recipes.RENAMED.values())
+    assert not known & set(recipes.RENAMED)
 
 
 def test_recipes_are_listed_and_shown(own):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specmm.drafter import Feedback
-from specmm.image_ar.tokens.drafters.rejected_positions import RejectedPositions, first_below
+from specmm.image_ar.tokens.drafters.block import RejectedPositions, first_below
 from specmm.methods import LanternPP, Speculative
 from specmm.target import TargetOutput
 from specmm.tree import TreeShape
@@ -74,11 +74,11 @@ def test_nothing_is_known_after_the_prefill_and_zeros_stay_zero():
 
 @pytest.mark.parametrize("weight", [1.0, -0.1])
 def test_the_weight_is_a_share(weight):
-    with pytest.raises(ValueError, match=r"rejected positions must be in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"rejected_weight must be in \[0, 1\)"):
         RejectedPositions(SHAPE, weight)
     for method in (
         Speculative,
         LanternPP,
     ):  # at any temperature: greedy rounds, too, which have no use for it
-        with pytest.raises(ValueError, match=r"rejected positions must be in \[0, 1\)"):
+        with pytest.raises(ValueError, match=r"rejected_weight must be in \[0, 1\)"):
             method(rejected_weight=weight)

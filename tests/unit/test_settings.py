@@ -4,23 +4,23 @@ from pathlib import Path
 
 import pytest
 
-from specmm.image_ar.settings import class_ids, read_settings, with_options, write_settings
-from specmm.image_ar.tokens.settings import Settings
+from specmm.image_ar.shared import class_ids, read_settings, with_options, write_settings
+from specmm.image_ar.tokens.pipeline import LlamaGenSettings
 
 NAMES = ("heart", "face-smiling", "time")
 
 
 def test_settings_survive_the_disk(tmp_path: Path) -> None:
-    settings = Settings(
+    settings = LlamaGenSettings(
         1.5, 10, 0.9, 40, 0.95, NAMES, {"speculative": (3, 2)}, ((0.5, 0.2), (0.4, 0.1))
     )
     write_settings(settings, tmp_path)
-    assert read_settings(Settings, tmp_path) == settings
-    assert read_settings(Settings, tmp_path / "elsewhere") == Settings()
+    assert read_settings(LlamaGenSettings, tmp_path) == settings
+    assert read_settings(LlamaGenSettings, tmp_path / "elsewhere") == LlamaGenSettings()
 
 
 def test_options_that_are_none_keep_the_model_s() -> None:
-    settings = with_options(Settings(cfg=2.0, top_k=40), cfg=None, top_k=0, temperature=0.5)
+    settings = with_options(LlamaGenSettings(cfg=2.0, top_k=40), cfg=None, top_k=0, temperature=0.5)
     assert (settings.cfg, settings.top_k, settings.temperature) == (2.0, 0, 0.5)
 
 

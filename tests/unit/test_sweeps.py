@@ -1,4 +1,4 @@
-"""The tables of MAR and VAR: what is timed, compared with and kept on disk; on tiny random models."""
+"""The tables of MAR and VAR: what is timed, compared and kept on disk; on tiny random models."""
 
 import dataclasses
 
@@ -12,19 +12,37 @@ from benchmarks.report import render
 from benchmarks.samples import SampleSet
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
 from specmm.image_ar.continuous.mar import MAR, MARConfig
+from specmm.image_ar.continuous.orders import MARSettings
 from specmm.image_ar.continuous.pipeline import MARPipeline
-from specmm.image_ar.continuous.settings import Settings
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 from specmm.training import seeded
 
-SMALL = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in
-         (("embed_dim", 16), ("depth", 1), ("num_heads", 2))}  # fmt: skip
-MAR_SIZES = MARConfig(img_size=8, vae_stride=2, vae_embed_dim=3, class_num=4, buffer_size=2, diffloss_d=1,
-                      diffloss_w=16, **SMALL)  # fmt: skip
-VAR_SIZES = VARConfig(depth=2, embed_dim=32, num_heads=2, vocab_size=32, z_channels=8, num_classes=4,
-                      patch_nums=(1, 2, 4))  # fmt: skip
+SMALL = {
+    f"{side}_{name}": n
+    for side in ("encoder", "decoder")
+    for name, n in (("embed_dim", 16), ("depth", 1), ("num_heads", 2))
+}
+MAR_SIZES = MARConfig(
+    img_size=8,
+    vae_stride=2,
+    vae_embed_dim=3,
+    class_num=4,
+    buffer_size=2,
+    diffloss_d=1,
+    diffloss_w=16,
+    **SMALL,
+)
+VAR_SIZES = VARConfig(
+    depth=2,
+    embed_dim=32,
+    num_heads=2,
+    vocab_size=32,
+    z_channels=8,
+    num_classes=4,
+    patch_nums=(1, 2, 4),
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +53,7 @@ def continuous():
             MAR(MAR_SIZES).eval(),
             AutoencoderKL(vae).eval(),
             MAR(MAR_SIZES).eval(),
-            Settings(8, "8"),
+            MARSettings(8, "8"),
         )
     made.set_progress_bar_config(disable=True)
     return made

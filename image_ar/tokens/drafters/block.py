@@ -1,38 +1,37 @@
 """A drafter that predicts a whole block in one pass: a few layers over all levels at once, then a
-step per level that costs a table look-up and the head.
+table look-up and the target's head for each level.
 
 Each committed position i gives a feature e_i = fc([emb(token_i); hidden_i]), as in EAGLE (arXiv
 2401.15077), where hidden_i is the state that token i was drawn from. Level d of the block is a
 query e_t + slot_d placed at the cell it predicts; queries attend the features, and features the
-ones before them. What a level cannot know, the token drafted just before it, comes in as a row of a
+ones before them. A level cannot know the token drafted just before it: that comes in as a row of a
 table added after the layers (a first-order correction, as in Hydra, arXiv 2402.05109), so siblings
-get distributions of their own and the recorded distributions are exact.
+get their own distributions and the recorded distributions are exact.
 
 Shape letters: B batch, G guidance branches, R = G·B rows, M most positions committed a round, K
-levels, S cache slots, C width, P parents of a level, V vocabulary.
+levels, S cache slots, C width, N tree nodes, D tree depth, P parents of a level, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from specmm.cache import Cache, CacheSize, Memory, branched
 from specmm.drafter import Feedback
-from specmm.image_ar.tokens.drafters.rejected_positions import RejectedPositions
 from specmm.image_ar.tokens.gpt import (
     GPTConfig,
     RMSNorm,
-    Rotary,
-    Transformer,
+    RotaryTable,
     TransformerBlock,
     rotary_table,
 )
 from specmm.image_ar.tokens.target import LlamaGenTarget
+from specmm.methods import check_rejected_weight
 from specmm.randomness import UniformSource
-from specmm.shape.sampled import Siblings, draw_siblings
+from specmm.shape.trees import Siblings, draw_siblings
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 
@@ -53,6 +52,16 @@ class BlockConfig:
     aux_layers: tuple[int, ...] = ()
     inner: int = 0
 
+    def facts(self) -> dict[str, object]:
+        """What ``config.json`` says of a drafter."""
+        return {
+            "model": "BlockHead",
+            "levels": self.levels,
+            "layers": self.layers,
+            "aux_layers": self.aux_layers,
+            "inner": self.inner,
+        }
+
 
 class BlockHead(nn.Module):
     """The network; the target's embeddings and output head are used, not copied."""
@@ -63,46 +72,16 @@ class BlockHead(nn.Module):
         self.config = config
         self.fc = nn.Linear((2 + len(config.aux_layers)) * target.dim, target.dim)
         self.slots = nn.Parameter(torch.randn(config.levels, target.dim) * 0.02)
-        self.layers = nn.ModuleList(
-            TransformerBlock(target, config.inner) for _ in range(config.layers)
-        )
+        layers = (TransformerBlock(target, config.inner) for _ in range(config.layers))
+        self.layers = nn.ModuleList(layers)
         self.previous = nn.Embedding(target.vocab_size, target.dim)
         self.norm = RMSNorm(target.dim, target.norm_eps)
-        self.rotary = Rotary(rotary_table(target.grid, target.head_dim, 0, target.rope_base))
+        self.rotary = RotaryTable(rotary_table(target.grid, target.head_dim, 0, target.rope_base))
         nn.init.normal_(self.previous.weight, std=0.02)
 
-    @torch.no_grad()
-    def start_from(self, target: Transformer) -> None:
-        """Begin training where a feature is the target's hidden state and the final norm is the
-        target's.
-        """
-        width = self.config.target.dim
-        self.fc.weight[:, width : 2 * width] = torch.eye(width)
-        self.norm.weight.copy_(target.norm.weight)
-
-    @torch.no_grad()
-    def go_on_from(self, other: BlockHead) -> None:
-        """Begin training as ``other``; units that its feed-forward layers do not have add nothing
-        yet.
-
-        Raises ``ValueError`` where these are wider than this drafter's, or the drafters differ in
-        anything else.
-        """
-        wide, given = (head.config.inner or head.config.target.ffn_dim for head in (self, other))
-        if given > wide or replace(other.config, inner=self.config.inner) != self.config:
-            raise ValueError(
-                f"drafter must go on from one of its levels, layers and auxiliary layers, at most {wide} wide, got one with "
-                f"{other.config.levels} levels, {other.config.layers} layers, auxiliary layers {other.config.aux_layers}, {given} wide"
-            )
-        own = self.state_dict()
-        for name, old in other.state_dict().items():
-            if name.endswith("feed_forward.w2.weight"):
-                own[name].zero_()
-            own[name][tuple(slice(size) for size in old.shape)] = old
-
     def features(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """e_i [R, M, C] of tokens' embeddings [R, M, C] and the states [R, M, C · (1 + auxiliary
-        layers)] they were drawn from.
+        """e_i [R, M, C] of tokens' embeddings [R, M, C] and the states they were drawn from [R, M,
+        C · (1 + auxiliary layers)].
         """
         return self.fc(torch.cat([embedded, hidden], dim=-1))
 
@@ -133,7 +112,7 @@ class BlockHead(nn.Module):
 
 
 @dataclass(frozen=True)
-class Level:
+class BlockLevel:
     """The n nodes at ``depth`` of a static tree; their P parents all get ``width`` children drawn.
 
     ``above`` [P] are the parents' places among the nodes of the level above (None: all of them, in
@@ -147,30 +126,31 @@ class Level:
     width: int
 
     @classmethod
-    def of(cls, shape: TreeShape, depth: int) -> Level:
+    def of(cls, shape: TreeShape, depth: int) -> BlockLevel:
         """The nodes of ``shape`` at ``depth`` ≥ 1; raises ``ValueError`` unless nodes are numbered
         level by level.
         """
-        if bool((shape.depths[0].diff() < 0).any()):
+        depths = shape.depths[0]
+        if bool((depths.diff() < 0).any()):
             raise ValueError("a drafter's tree must number its nodes level by level")
-        nodes = (shape.depths[0] == depth).nonzero()[:, 0]
+        nodes = (depths == depth).nonzero()[:, 0]
         parents, index = shape.parents[0, nodes].unique(return_inverse=True)
         width = int(shape.ranks[0, nodes].max()) + 1
-        first, count = (
-            int((shape.depths[0] < depth - 1).sum()),
-            int((shape.depths[0] == depth - 1).sum()),
-        )
         pick = index * width + shape.ranks[0, nodes]
         everything = pick.equal(torch.arange(len(parents) * width, device=pick.device))
-        above = None if len(parents) == count else parents - first
-        return cls(depth, above, None if everything else pick, width)
+        first = int((depths < depth - 1).sum())
+        childless = len(parents) < int((depths == depth - 1).sum())
+        return cls(
+            depth, parents - first if childless else None, None if everything else pick, width
+        )
 
 
 class BlockDrafter:
     """Draws a tree of a fixed shape, siblings without replacement from the recorded distributions;
-    or, with ``sampled=False``, takes the most likely tokens (point masses). ``rejected_weight`` is
-    the weight of the target's distributions after the drafts it rejected in what is drawn from;
-    ``siblings`` says how they are drawn instead.
+    or, with ``sampled=False``, takes the most likely tokens (point masses).
+
+    ``rejected_weight`` is the weight of :class:`RejectedPositions` in what is drawn from;
+    ``siblings`` says how siblings are drawn instead.
     """
 
     def __init__(
@@ -184,15 +164,20 @@ class BlockDrafter:
     ) -> None:
         if shape.depth > head.config.levels:
             raise ValueError(
-                f"tree depth must be at most the drafter's {head.config.levels} levels, got {shape.depth}"
+                f"tree depth must be at most the drafter's {head.config.levels} levels, "
+                f"got {shape.depth}"
             )
-        self.head, self.target, self.shape, self.sampled = head.eval(), target, shape, sampled
-        self.max_nodes, self.max_depth, self.siblings = shape.size, shape.depth, siblings
-        self.rejected_weight = (
-            RejectedPositions(shape, rejected_weight) if rejected_weight and sampled else None
-        )
+        self.head = head.eval()
+        self.target = target
+        self.shape = shape
+        self.sampled = sampled
+        self.siblings: Siblings = siblings
+        self.max_nodes = shape.size
+        self.max_depth = shape.depth
+        mixes = rejected_weight and sampled
+        self.rejected = RejectedPositions(shape, rejected_weight) if mixes else None
         target.aux_layers = head.config.aux_layers
-        self.plan = [Level.of(shape, d) for d in range(1, shape.depth + 1)]
+        self.plan = [BlockLevel.of(shape, d) for d in range(1, shape.depth + 1)]
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
         """Start a batch: a cache for every token's feature, with room for a round's features and
@@ -201,7 +186,8 @@ class BlockDrafter:
         hidden, target = feedback.output.hidden, self.head.config.target
         if hidden.shape[-1] != target.dim * (1 + len(self.head.config.aux_layers)):
             raise ValueError(
-                f"the target must give the states of layers {self.head.config.aux_layers}, build the drafter first"
+                f"the target must give the states of layers {self.head.config.aux_layers}, "
+                "build the drafter first"
             )
         self.most = self.max_depth + 1  # M
         size = CacheSize(
@@ -213,14 +199,14 @@ class BlockDrafter:
             capacity=target.block_size,
             scratch=self.most + self.max_depth,
         )
-        self.cache, self.clock = Cache(size, hidden.dtype, hidden.device), clock
+        self.clock = clock
+        self.cache = Cache(size, hidden.dtype, hidden.device)
         self.branches = size.branches
         self.order = torch.arange(size.scratch, device=hidden.device)
         self.bias = hidden.new_full((size.rows, 1, size.scratch, self.cache.slots), float("-inf"))
         earlier = self.order[: self.most, None] >= self.order[: self.most]
-        self.bias[:, :, : self.most, size.capacity : size.capacity + self.most].masked_fill_(
-            earlier, 0
-        )
+        own = self.bias[:, :, : self.most, size.capacity : size.capacity + self.most]
+        own.masked_fill_(earlier, 0)
 
     def start_row(self, row: int) -> None:
         """See :class:`specmm.continuous_batching.BatchingDrafter`."""
@@ -230,52 +216,49 @@ class BlockDrafter:
         """Draft the tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         with self.clock("draft"):
             states = self._levels(feedback)
+        if self.rejected is not None:
+            self.rejected.read(feedback)
         tokens = [feedback.token[:, None]]
-        probs = [
-            states.new_zeros(
-                len(tokens[0]), 1, self.head.config.target.vocab_size, dtype=torch.float32
-            )
-        ]
-        if self.rejected_weight is not None:
-            self.rejected_weight.read(feedback)
-        index = self.cache.lengths[:, None]  # raster index of the first token drafted
+        vocabulary = self.head.config.target.vocab_size
+        probs = [states.new_zeros(len(tokens[0]), 1, vocabulary, dtype=torch.float32)]
+        # the position whose logits predict the first token drafted: guidance may depend on it
+        position = self.cache.lengths[:, None] + self.target.model.config.cls_token_num - 1
         for depth, level in enumerate(self.plan):
-            previous = (
-                tokens[-1] if level.above is None else tokens[-1].index_select(1, level.above)
-            )
+            latest = tokens[-1]
+            previous = latest if level.above is None else latest.index_select(1, level.above)
             with self.clock("draft"):
                 logits = self._read(states[:, depth : depth + 1], previous)
-            guided = self.target.guide(logits, self._positions(index + depth))
+            guided = self.target.guide(logits, position + depth)
             drafts, drawn = self._draw(guided, level, uniforms)
             tokens.append(drafts)
             probs.append(drawn)
-        return DraftTree(
-            torch.cat(tokens, 1), self.shape, torch.cat(probs, 1) if self.sampled else None
-        )
+        recorded = torch.cat(probs, 1) if self.sampled else None
+        return DraftTree(torch.cat(tokens, 1), self.shape, recorded)
 
-    def _draw(self, logits: Tensor, level: Level, uniforms: UniformSource) -> tuple[Tensor, Tensor]:
+    def _draw(
+        self, logits: Tensor, level: BlockLevel, uniforms: UniformSource
+    ) -> tuple[Tensor, Tensor]:
         """A level's nodes [B, n] and the distributions [B, n, V] they were drawn from, of each
         parent's ``logits`` [B, P, V].
         """
-        if (
-            not self.sampled
-        ):  # of the raw logits: at temperature 0 all but one token of the distribution have no mass
+        if not self.sampled:
+            # of the raw logits: at temperature 0 only one token of the distribution has any mass
             drafts = logits.topk(level.width).indices.flatten(1)
-            return drafts if level.pick is None else drafts.index_select(1, level.pick), logits[
-                :, :0
-            ]
+            chosen = drafts if level.pick is None else drafts.index_select(1, level.pick)
+            return chosen, logits[:, :0]
         dist = self.target.processor(logits)
-        if self.rejected_weight is not None:
-            dist = self.rejected_weight.mix(dist, level.depth)
+        if self.rejected is not None:
+            dist = self.rejected.mix(dist, level.depth)
         children, probs = draw_siblings(dist, level.width, uniforms, self.siblings)
-        drafts, drawn = children.flatten(1), probs.flatten(1, 2)
+        drafts = children.flatten(1)
+        drawn = probs.flatten(1, 2)
         if level.pick is None:
             return drafts, drawn
         return drafts.index_select(1, level.pick), drawn.index_select(1, level.pick)
 
     def _levels(self, feedback: Feedback) -> Tensor:
-        """Take in the tokens just committed and return the level states [R, K, C]."""
-        hidden, tokens, kept = self._news(feedback)
+        """Read the tokens just committed and return the level states [R, K, C]."""
+        hidden, tokens, kept = self._committed(feedback)
         embedded = branched(self.target.model.tok_embeddings(tokens), self.branches)
         features = self.head.features(embedded, hidden)  # [R, M, C]
         last = branched(kept.clamp(min=1) - 1, self.branches)[:, None, None]
@@ -288,19 +271,16 @@ class BlockDrafter:
         self.cache.keep(self.order[: self.most].expand(len(kept), -1), kept)
         return states[:, self.most :]
 
-    def _news(self, feedback: Feedback) -> tuple[Tensor, Tensor, Tensor]:
-        """States [R, M, C], the tokens drawn from them [B, M] and how many of each row count [B]."""
+    def _committed(self, feedback: Feedback) -> tuple[Tensor, Tensor, Tensor]:
+        """States [R, M, C], the tokens drawn from them [B, M], how many of each row count [B]."""
         if feedback.result is not None and feedback.tokens is not None:
             return feedback.kept_hidden(), feedback.tokens, feedback.result.kept
         hidden = feedback.output.hidden[:, -1:].expand(-1, self.most, -1)
-        return (
-            hidden,
-            feedback.token[:, None].expand(-1, self.most),
-            torch.ones_like(feedback.token),
-        )
+        tokens = feedback.token[:, None].expand(-1, self.most)
+        return hidden, tokens, torch.ones_like(feedback.token)
 
     def _aim(self, kept: Tensor) -> None:
-        """Write after the cache's capacity; features see what is before them, queries only what was
+        """Write after the cache's capacity; features see those before them, queries only what was
         ``kept`` [B].
         """
         capacity = self.cache.size.capacity
@@ -312,12 +292,69 @@ class BlockDrafter:
 
     def _read(self, states: Tensor, previous: Tensor) -> Tensor:
         """Raw logits [R, P, V] of a level's children of the tokens ``previous`` [B, P]."""
-        return self.target.model.output(
-            self.head.read(states, branched(previous, self.branches))
-        ).float()
+        read = self.head.read(states, branched(previous, self.branches))
+        return self.target.model.output(read).float()
 
-    def _positions(self, index: Tensor) -> Tensor:
-        """Position of the node whose logits predict raster ``index`` [B, 1] (guidance may depend on
-        it).
+
+class RejectedPositions:
+    """The target's distributions after the drafts it rejected, mixed into a drafter's, whose trees
+    all have one ``shape``.
+
+    The round before scored its whole tree. After a rejected draft the target gave a distribution
+    for the place after it, right but for one wrong token, which is what Speculative Jacobi Decoding
+    (arXiv 2410.01699) drafts from. A mixture is q^(1 - w) s^w, normalised, of the drafter's q and
+    that older distribution s, with w = ``weight`` in [0, 1): it costs no forward and overlaps with
+    the target's more than either. Decoding stays exact, because the mixture is settled before the
+    draft is drawn from it, and the tree records it.
+    """
+
+    def __init__(self, shape: TreeShape, weight: float) -> None:
+        check_rejected_weight(weight)
+        self.weight = weight
+        self.below = first_below(shape)
+        self.probs: tuple[Tensor, ...] | None = None  # s^w by level [B, 1, V]; None after a prefill
+
+    def read(self, feedback: Feedback) -> None:
+        """Keep the distributions after what ``feedback`` rejected, for the tree drafted next."""
+        if feedback.result is None:
+            self.probs = None
+            return
+        end = (feedback.result.kept - 1).clamp(min=0)[:, None]
+        last = feedback.result.path.gather(1, end)  # [B, 1]
+        source = self.below[last[:, 0]]  # [B, D]
+        probs = feedback.output.probs
+        place = source.clamp(min=0)[..., None].expand(-1, -1, probs.shape[-1])
+        share = self.weight * (source >= 0)[..., None].to(probs.dtype)  # [B, D, 1]
+        older = probs.gather(1, place).clamp_(min=torch.finfo(probs.dtype).tiny)
+        self.probs = older.pow_(share).split(1, dim=1)
+        self.rest = (1 - share).split(1, dim=1)
+        self.fresh = feedback.fresh
+
+    def mix(self, probs: Tensor, depth: int) -> Tensor:
+        """The distributions [B, P, V] of the parents' children at ``depth`` ≥ 1, mixed where there
+        is an older one.
         """
-        return index + self.target.model.config.cls_token_num - 1
+        if self.probs is None:
+            return probs
+        mixed = probs.pow(self.rest[depth - 1]).mul_(self.probs[depth - 1])
+        mixed.div_(mixed.sum(-1, keepdim=True))
+        return mixed if self.fresh is None else torch.where(self.fresh[:, None, None], probs, mixed)
+
+
+def first_below(shape: TreeShape) -> Tensor:
+    """Node d steps below each node along first children, for d = 1 … D, -1 where there is none: [N,
+    D].
+
+    With the last node kept in row n, the distributions of these nodes are those of the places the
+    next tree drafts: the recovered token takes the first child's place.
+    """
+    # the spare row at the end keeps -1 at -1
+    child = torch.full((shape.size + 1,), -1, device=shape.parents.device)
+    nodes = zip(shape.parents[0].tolist(), shape.ranks[0].tolist(), strict=True)
+    for node, (parent, rank) in enumerate(nodes):
+        if node and rank == 0:
+            child[parent] = node
+    steps = [child[:-1]]
+    for _ in range(shape.depth - 1):
+        steps.append(child[steps[-1]])
+    return torch.stack(steps, dim=1)

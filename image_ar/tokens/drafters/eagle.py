@@ -1,29 +1,161 @@
-"""EAGLE-style drafting with a trained head: a static tree, sampled or of the likeliest tokens, or
-EAGLE-2's.
+"""LANTERN's EAGLE head for LlamaGen and its drafter: a static tree, sampled or of the likeliest
+tokens, or EAGLE-2's.
 
-The tree is grown by :class:`specmm.growth.Growth`; here is what is LlamaGen's: guidance, and a
-prompt whose padded positions the head reads like any others, as in the release.
+The head is one layer over features of the committed tokens, with the official names. Position i
+reads fc([emb(token_{i+1}); hidden_i]), hidden_i the target's state after its final norm, and
+predicts hidden_{i+1}; the target's output head, without a norm, turns that into logits. The layer
+has no norm before its attention. Positions are the target's less one: P - 1 prefix rows without
+rotation, then the raster. :class:`specmm.growth.Growth` grows the tree. A prompt's padded positions
+are read like any others, as in the release. Source: EAGLE (arXiv 2401.15077), LANTERN (2410.03355).
 
-Shape letters: B batch, G guidance branches, R = G·B rows, n nodes, C width, V vocabulary.
+Shape letters: B batch, G guidance branches, R = G·B rows, T query positions, S cached positions, n
+nodes, C width, H heads, D head width, F inner width, V vocabulary, P prefix positions.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
 
-from specmm.cache import Cache, CacheSize, branched
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specmm.cache import Cache, CacheSize, Memory, branched
 from specmm.drafter import Feedback
 from specmm.growth import Growth
-from specmm.image_ar.tokens.drafters.eagle_head import EagleHead
+from specmm.image_ar.tokens.gpt import GPTConfig, RMSNorm, RotaryTable, rotary_table, rotate
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.randomness import UniformSource
 from specmm.shape.eagle2 import Dynamic
-from specmm.shape.sampled import Siblings
+from specmm.shape.trees import Siblings
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 
-__all__ = ["Dynamic", "EagleDrafter", "EagleHead"]
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """Sizes of a head for a ``target``; F = ``ffn_dim``, by default the target's."""
+
+    target: GPTConfig
+    ffn_dim: int | None = None
+
+    def sizes(self) -> dict[str, object]:
+        """What a head and its target must agree on, under the names of a Llama configuration."""
+        return {
+            "hidden_size": self.target.dim,
+            "vocab_size": self.target.vocab_size,
+            "num_attention_heads": self.target.n_head,
+            "block_size": self.target.block_size,
+            "cls_token_num": self.target.cls_token_num,
+        }
+
+    def facts(self) -> dict[str, object]:
+        """What ``config.json`` says of a head."""
+        return {
+            "model": "EagleHead",
+            **self.sizes(),
+            "num_key_value_heads": self.target.n_head,
+            "num_hidden_layers": 1,
+            "intermediate_size": self.ffn_dim or self.target.ffn_dim,
+            "rms_norm_eps": self.target.norm_eps,
+            "bias": True,
+        }
+
+
+class EagleAttention(nn.Module):
+    """Self-attention with separate projections and two-dimensional rotary factors."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(dim, dim, bias=False) for _ in range(4)
+        )
+
+    def forward(
+        self, x: Tensor, factors: Tensor, bias: Tensor | None, memory: Memory | None
+    ) -> Tensor:
+        """Attend ``x`` [R, T, C] to itself (causally, without memory) or to what ``memory`` holds
+        under ``bias``.
+        """
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)) for f in projections)  # [R, T, H, D]
+        q = rotate(q, factors)
+        k = rotate(k, factors)
+        if memory is not None:
+            k, v = memory.write(k, v)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        causal = memory is None and bias is None
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class EagleMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(dim, ffn_dim, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(ffn_dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., C] -> [..., C]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class EagleLayer(nn.Module):
+    """Attention without a norm before it, then a normed feed-forward, each with a residual."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        target = config.target
+        self.self_attn = EagleAttention(target.dim, target.n_head)
+        self.mlp = EagleMLP(target.dim, config.ffn_dim or target.ffn_dim)
+        self.post_attention_layernorm = RMSNorm(target.dim, target.norm_eps)
+
+    def forward(
+        self, x: Tensor, factors: Tensor, bias: Tensor | None, memory: Memory | None
+    ) -> Tensor:
+        """[R, T, C] -> [R, T, C]."""
+        x = x + self.self_attn(x, factors, bias, memory)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class EagleHead(nn.Module):
+    """The network; it has its own token embeddings and uses the target's output head."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        target = config.target
+        self.config = config
+        self.embed_tokens = nn.Embedding(target.vocab_size, target.dim)
+        self.fc = nn.Linear(2 * target.dim, target.dim)
+        self.layers = nn.ModuleList([EagleLayer(config)])
+        prefix = target.cls_token_num - 1
+        table = rotary_table(target.grid, target.head_dim, prefix, target.rope_base)
+        self.rotary = RotaryTable(table)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor | None = None,
+        bias: Tensor | None = None,
+        memory: Memory | None = None,
+    ) -> Tensor:
+        """Predicted next hidden states [R, T, C] of ``hidden`` [R, T, C] and the ``tokens`` [R, T]
+        after them.
+
+        ``positions`` [R or 1, T] (0 … T-1 by default) count from the first prefix position; without
+        ``memory`` the attention is causal, else it sees what ``memory`` holds under the additive
+        ``bias`` [R or 1, 1, T, S].
+        """
+        if positions is None:
+            factors = self.rotary.first(tokens.shape[1])
+        else:
+            factors = self.rotary.at(positions)
+        x = self.fc(torch.cat([self.embed_tokens(tokens), hidden], dim=-1))
+        return self.layers[0](x, factors, bias, memory)
 
 
 class EagleDrafter:
@@ -41,14 +173,14 @@ class EagleDrafter:
         sampled: bool = True,
         siblings: Siblings = "distinct",
     ) -> None:
-        if head.config.target != target.model.config:
-            raise ValueError(
-                f"head must be made for {target.model.config}, got one for {head.config.target}"
-            )
-        self.head, self.target = head.eval(), target
-        weight = target.model.output.weight
-        self.growth = Growth(tree, sampled, target.model.config.vocab_size, weight.device, siblings)
-        self.max_nodes, self.max_depth = self.growth.max_nodes, self.growth.max_depth
+        config = target.model.config
+        if head.config.target != config:
+            raise ValueError(f"head must be made for {config}, got one for {head.config.target}")
+        self.head = head.eval()
+        self.target = target
+        self.growth = Growth(tree, sampled, config.vocab_size, target.device, siblings)
+        self.max_nodes = self.growth.max_nodes
+        self.max_depth = self.growth.max_depth
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
         """Start a batch: a cache for the prefix and every token, and the attention masks of the
@@ -64,15 +196,16 @@ class EagleDrafter:
             capacity=config.cls_token_num - 1 + config.block_size,
             scratch=self.growth.scratch,
         )
-        self.cache, self.clock = Cache(size, hidden.dtype, hidden.device), clock
+        self.clock = clock
+        self.cache = Cache(size, hidden.dtype, hidden.device)
         self.growth.begin(self.cache)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """Draft the tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
-        prompt = feedback.result is None
-        state = (
-            self._read_prompt(feedback) if prompt else self.growth.read_committed(self, feedback)
-        )
+        if feedback.result is None:
+            state = self._read_prompt(feedback)
+        else:
+            state = self.growth.read_committed(self, feedback)
         return self.growth.grow(self, feedback.token, state, uniforms)
 
     def probs(self, logits: Tensor) -> Tensor:
@@ -90,17 +223,15 @@ class EagleDrafter:
         branches = self.cache.size.branches
         if len(positions) > 1:
             positions = branched(positions, branches)
+        rows = branched(tokens, branches)
         with self.clock("draft"):
-            return self.head(
-                branched(tokens, branches), hidden, positions, bias, self.cache.layers[0]
-            )
+            return self.head(rows, hidden, positions, bias, self.cache.layers[0])
 
     def _read_prompt(self, feedback: Feedback) -> Tensor:
         hidden, cache = feedback.output.hidden, self.cache
         prefix = hidden.shape[1]
-        tokens = torch.nn.functional.pad(
-            feedback.token[:, None], (prefix - 1, 0)
-        )  # the prefix counts as ids 0
+        # the prefix counts as tokens 0
+        tokens = F.pad(feedback.token[:, None], (prefix - 1, 0))
         cache.aim(0, prefix)
         cache.lengths += prefix
         later = torch.ones(prefix, prefix, dtype=torch.bool, device=tokens.device).triu(1)

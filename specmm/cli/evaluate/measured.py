@@ -1,75 +1,130 @@
-"""What all measuring commands share: the options about pictures, features and printing, in one
-decorator.
-"""
+"""What the commands of ``specmm eval`` share: arguments, options, and how results are printed."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, get_type_hints
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from specmm.cli.evaluate import options
-from specmm.cli.evaluate.show import show
-from specmm.cli.evaluate.sources import Reader, name_of
+import typer
+
+from specmm.cli.evaluate.sources import SourceReader, name_of
 from specmm.cli.options import Json
-from specmm.cli.output import stdout_reserved
+from specmm.cli.output import emit, stdout_reserved
 
-Command = Callable[..., Any]
+if TYPE_CHECKING:
+    from specmm.metrics.features import Protocol
+    from specmm.metrics.measurement import Interval, Measurement
+
+PICTURES = "a folder, glob, .zip, .tar or .npz of pictures, or an .npz of features"
+Source = Annotated[str, typer.Argument(help=f"What is measured: {PICTURES}.")]
+Reference = Annotated[str, typer.Argument(help=f"What it is measured against: {PICTURES}.")]
+STATISTICS = "or statistics (ours, ADM's, clean-fid's, …)"
+Statistics = Annotated[
+    str, typer.Argument(help=f"What it is measured against: {PICTURES} {STATISTICS}.")
+]
+Seed = Annotated[int, typer.Option(help="Of resamples and subsets.")]
+WithInterval = Annotated[
+    bool, typer.Option("--interval", help="With a confidence interval: takes longer.")
+]
+Name = Annotated[
+    str | None,
+    typer.Option("--name", help="Of the method, for the report (default: SOURCE's own)."),
+]
+READER = {  # the options of a ``SourceReader``, with their defaults but for the network's
+    "network": Annotated[
+        str,
+        typer.Option(
+            "--features", help="Network that sees the pictures (see: specmm eval weights)."
+        ),
+    ],
+    "weights": Annotated[
+        Path | None, typer.Option(help="Its weights, where they are not found by themselves.")
+    ],
+    "skip_bad": Annotated[
+        bool,
+        typer.Option("--skip-bad", help="Leave out pictures that cannot be read, and list them."),
+    ],
+    "workers": Annotated[
+        int | None, typer.Option(min=0, help="Processes that read pictures (default: one a core).")
+    ],
+    "batch": Annotated[int, typer.Option(min=1, help="Pictures at a time.")],
+    "device": Annotated[str, typer.Option(help="Where the network runs, such as cpu or cuda.")],
+}
+TITLES = {
+    "fid": "FID",
+    "fd": "Fréchet distance",
+    "rfid": "rFID",
+    "kid": "KID",
+    "kid_difference": "KID, first less second",
+    "inception_score": "Inception Score",
+    "mifid": "MiFID",
+    "clip_score": "CLIPScore",
+    "psnr": "PSNR, dB",
+    "ssim": "SSIM",
+    "lpips": "LPIPS",
+    "vqa": "VQA accuracy",
+    "anls": "ANLS",
+    "relaxed": "relaxed accuracy",
+    "exact": "exact match",
+    "bleu": "BLEU",
+    "cider": "CIDEr",
+}
+FINE = ("kid", "kid_difference")  # small numbers
 
 
-def reading(network: str) -> Callable[[Command], Command]:
-    """Make a command of a function that takes a ``reader``: with the options of a ``Reader`` in its
-    place.
+def reading(network: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a command of a function that takes a ``reader``: the reader's options take its place.
 
-    Its network is ``network`` if not given.
+    ``network`` is the default of ``--features``.
     """
 
-    def wrap(function: Command) -> Command:
-        shared = _picture_options(network)
-
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def command(**given: Any) -> Any:
-            reader = Reader(**{p.name: given.pop(p.name) for p in shared})
+            reader = SourceReader(**{name: given.pop(name) for name in READER})
             return function(reader=reader, **given)
 
         own = [p for p in _parameters(function) if p.name != "reader"]
-        return _with_parameters(command, [*own, *shared])
+        defaults = {**vars(SourceReader), "network": network}
+        options = [_parameter(name, READER[name], defaults[name]) for name in READER]
+        return _with_parameters(command, [*own, *options])
 
     return wrap
 
 
-def measured(network: str) -> Callable[[Command], Command]:
-    """Make a command of a function that takes a ``reader`` and gives one or more measurements: it
-    prints them.
+def measured(network: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """As ``reading``, for a function that returns measurements: with ``--name`` and ``--json``."""
 
-    Beside the options of ``reading`` it has ``--name`` and ``--json``.
-    """
-
-    def wrap(function: Command) -> Command:
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def command(**given: Any) -> None:
-            as_json, name, reader = given.pop("as_json"), given.pop("name"), given["reader"]
+        def command(as_json: bool, name: str | None, reader: SourceReader, **given: Any) -> None:
             with stdout_reserved():
-                found = function(**given)
+                found = function(reader=reader, **given)
             several = found if isinstance(found, Sequence) else [found]
-            show([reader.noted(m) for m in several], as_json, name or name_of(given["source"]))
+            noted = [reader.noted(m) for m in several]
+            show(noted, as_json, name or name_of(given["source"]))
 
-        printing = [_parameter("name", options.Name, None), _parameter("as_json", Json, False)]
+        printing = [_parameter("name", Name, None), _parameter("as_json", Json, False)]
         return reading(network)(_with_parameters(command, [*_parameters(function), *printing]))
 
     return wrap
 
 
-def _parameters(function: Command) -> list[inspect.Parameter]:
-    """The parameters of ``function``, their annotations evaluated."""
-    hints = get_type_hints(function, include_extras=True)
-    return [
-        p.replace(annotation=hints[p.name]) for p in inspect.signature(function).parameters.values()
-    ]
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(function).parameters.values())
 
 
-def _with_parameters(command: Command, parameters: Sequence[inspect.Parameter]) -> Command:
+def _parameter(name: str, annotation: object, default: object) -> inspect.Parameter:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+
+
+def _with_parameters(
+    command: Callable[..., Any], parameters: Sequence[inspect.Parameter]
+) -> Callable[..., Any]:
     """``command`` with the signature that typer is to see."""
     changed: Any = command
     changed.__signature__ = inspect.Signature(parameters)
@@ -77,19 +132,42 @@ def _with_parameters(command: Command, parameters: Sequence[inspect.Parameter]) 
     return command
 
 
-def _picture_options(network: str) -> list[inspect.Parameter]:
-    """The parameters of a ``Reader``, as options."""
-    return [
-        _parameter("network", options.Network, network),
-        _parameter("weights", options.Weights, None),
-        _parameter("skip_bad", options.SkipBad, False),
-        _parameter("workers", options.Workers, None),
-        _parameter("batch", options.Batch, 32),
-        _parameter("device", options.Device, "cpu"),
-    ]
+def show(found: Sequence[Measurement], as_json: bool, name: str) -> None:
+    """Print the measurements of a method's samples on stdout."""
+    if as_json:
+        rows = [m.to_json() for m in found]
+        emit({**(rows[0] if len(rows) == 1 else {"results": rows}), "name": name})
+        return
+    typer.echo("\n".join(line(m) for m in found))
+    typer.echo(protocol_lines([m.protocol for m in found]))
 
 
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(
-        name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation
-    )
+def line(found: Measurement) -> str:
+    """Value, interval and parts of a measurement on one line."""
+    form = ".6f" if found.metric in FINE else ".4f"
+    text = f"{TITLES.get(found.metric, found.metric)} {found.value:{form}}"
+    if found.interval is not None:
+        text += f"  {interval_text(found.interval, form)}"
+    parts = ", ".join(f"{k.replace('_', ' ')} {v:{form}}" for k, v in found.parts.items())
+    return f"{text}  ({parts})" if parts else text
+
+
+def interval_text(found: Interval, form: str) -> str:
+    """An interval with its level and method."""
+    return f"[{found.low:{form}}, {found.high:{form}}] {found.level:.0%} {found.method}"
+
+
+def protocol_lines(protocols: Sequence[Protocol]) -> str:
+    """What was measured, an entry a line; the notes last."""
+    whole = {k: v for protocol in protocols for k, v in protocol.items() if k != "note"}
+    notes = dict.fromkeys(str(p["note"]) for p in protocols if "note" in p)
+    rows = [(k.replace("_", " "), _text(v)) for k, v in whole.items()]
+    rows += [("note", note) for note in notes]
+    width = max((len(k) for k, _ in rows), default=0)
+    return "\n".join(f"  {k.ljust(width)}  {v}" for k, v in rows)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return ", ".join(map(_text, value))
+    return "unknown" if value is None else str(value)

@@ -1,41 +1,164 @@
-"""``specmm eval clip | reconstruction``: pictures one by one, against their texts or their
-originals.
-"""
+"""``specmm eval`` of pictures: distances and scores, and the files that they start from."""
 
-from __future__ import annotations
+# typer reads the annotations of these functions when this module is imported: they are evaluated
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specmm.cli.evaluate.measured import measured
-from specmm.cli.evaluate.options import Source
-from specmm.cli.evaluate.sources import Reader
+from specmm.cli.evaluate.measured import (
+    Reference,
+    Seed,
+    Source,
+    Statistics,
+    WithInterval,
+    measured,
+    reading,
+)
+from specmm.cli.evaluate.sources import SourceReader, generator, is_reference
+from specmm.cli.options import Json
+from specmm.cli.output import emit, say, stdout_reserved, table
+from specmm.files import writable
+from specmm.registry import unknown
+
+if TYPE_CHECKING:
+    from specmm.metrics.features import Protocol
+    from specmm.metrics.measurement import Measurement
+    from specmm.metrics.references import Layout
+
+INCEPTIONS = ("inception", "inception-fidelity")
+FORMATS: "dict[str, Layout]" = {
+    "ours": "specmm",
+    "adm": "adm",
+    "clean-fid": "clean-fid",
+    "torch-fidelity": "torch-fidelity",
+}
+Out = Annotated[Path, typer.Option(help="The file to write.")]
+Neighbours = Annotated[int, typer.Option("-k", min=1, help="Neighbours that make a sample's ball.")]
+
+
+@measured("inception")
+def fid(
+    source: Source,
+    reference: Statistics,
+    reader: SourceReader,
+    interval: WithInterval = False,
+    seed: Seed = 0,
+) -> "Measurement":
+    """Fréchet Inception distance; compare equal counts only, small sets are biased upwards."""
+    hint = "use specmm eval fd for other networks"
+    if reader.network not in INCEPTIONS:
+        raise ValueError(f"FID is of Inception's features, got {reader.network!r}; {hint}")
+    found = _frechet(reader, source, reference, seed if interval else None)
+    named = str(found.protocol.get("features", "inception"))
+    if not named.startswith("inception"):
+        raise ValueError(f"FID is of Inception's features, these files hold {named}; {hint}")
+    return found
+
+
+@measured("dinov2")
+def fd(
+    source: Source,
+    reference: Statistics,
+    reader: SourceReader,
+    interval: WithInterval = False,
+    seed: Seed = 0,
+) -> "Measurement":
+    """Fréchet distance of other features: dinov2 (FD-DINOv2), clip, efficientnet-lite0 (quick)."""
+    return replace(_frechet(reader, source, reference, seed if interval else None), metric="fd")
+
+
+@measured("inception")
+def kid(
+    source: Source,
+    reference: Reference,
+    reader: SourceReader,
+    subsets: Annotated[int, typer.Option(min=1, help="Random subsets.")] = 100,
+    subset_size: Annotated[int, typer.Option(min=2, help="Pictures of a subset.")] = 1000,
+    interval: WithInterval = False,
+    seed: Seed = 0,
+) -> "Measurement":
+    """Kernel Inception distance: the steadier number below 5,000 pictures."""
+    from specmm.metrics.intervals import Bootstrap
+    from specmm.metrics.kernel import kernel_distance
+
+    found = kernel_distance(
+        *reader.both(source, reference),
+        subsets=subsets,
+        subset_size=subset_size,
+        seed=seed,
+        bootstrap=Bootstrap(generator(seed)) if interval else None,
+    )
+    return found.measurement()
+
+
+@measured("inception-fidelity")
+def inception_score(
+    source: Source,
+    reader: SourceReader,
+    splits: Annotated[int, typer.Option(min=1, help="Parts the pictures are dealt out to.")] = 10,
+) -> "Measurement":
+    """Inception Score: how sure and how varied a classifier finds the pictures; no reference."""
+    from specmm.metrics.inception_score import inception_score as score
+
+    return score(reader.logits(source), splits=splits)
+
+
+@measured("inception")
+def precision_recall(
+    source: Source, reference: Reference, reader: SourceReader, k: Neighbours = 3, seed: Seed = 0
+) -> "tuple[Measurement, Measurement]":
+    """Precision (how many pictures look real) and recall (how much of what is real they cover)."""
+    from specmm.metrics import intervals, neighbours
+
+    made, real = reader.both(source, reference)
+    bootstrap = intervals.Bootstrap(generator(seed))
+    return neighbours.precision_recall(real, made, k=k, bootstrap=bootstrap)
+
+
+@measured("inception")
+def density_coverage(
+    source: Source, reference: Reference, reader: SourceReader, k: Neighbours = 5, seed: Seed = 0
+) -> "tuple[Measurement, Measurement]":
+    """Density and coverage, the steadier successors of precision and recall."""
+    from specmm.metrics import intervals, neighbours
+
+    made, real = reader.both(source, reference)
+    bootstrap = intervals.Bootstrap(generator(seed))
+    return neighbours.density_coverage(real, made, k=k, bootstrap=bootstrap)
+
+
+@measured("inception")
+def mifid(source: Source, reference: Reference, reader: SourceReader) -> "Measurement":
+    """Memorisation-informed FID: larger where pictures are close to the training set, REFERENCE."""
+    from specmm.metrics.frechet import memorisation_distance
+
+    made, real = reader.both(source, reference)
+    return memorisation_distance(real, made)
 
 
 @measured("clip")
 def clip(
     source: Source,
-    reader: Reader,
+    reader: SourceReader,
     prompts: Annotated[
         Path, typer.Option(help="Text file: a line a picture, in the order of the pictures' names.")
     ],
-) -> Any:
+) -> "Measurement":
     """CLIPScore: how well pictures fit their prompts."""
+    from specmm.metrics.networks import CLIP
+    from specmm.metrics.paired import clip_score
+
     if reader.network != "clip" or reader.skip_bad:
-        raise ValueError(
-            "CLIPScore is of the network clip, and of every picture with its prompt: no other options"
-        )
+        raise ValueError("CLIPScore is of the network clip and of every picture: no other options")
     lines = prompts.read_text(encoding="utf-8").splitlines()
     blank = next((i for i, text in enumerate(lines, 1) if not text.strip()), None)
     if blank is not None:
-        raise ValueError(
-            f"{prompts} line {blank} must hold a prompt, got an empty line; write one a picture"
-        )
-    from specmm.metrics.clip_score import clip_score
-
-    model: Any = reader.extractor
+        raise ValueError(f"{prompts} line {blank} must hold a prompt, got an empty line")
+    model = reader.extractor
+    assert isinstance(model, CLIP)
     return clip_score(reader.pictures(source), lines, model, batch=reader.batch)
 
 
@@ -45,22 +168,99 @@ def reconstruction(
     originals: Annotated[
         str, typer.Argument(help="The pictures that SOURCE was made from, in the same order.")
     ],
-    reader: Reader,
+    reader: SourceReader,
     lpips: Annotated[str, typer.Option(help="Network of LPIPS: alex, vgg or none.")] = "alex",
     rfid: Annotated[
         bool, typer.Option("--rfid/--no-rfid", help="With the FID of SOURCE against its originals.")
     ] = True,
-) -> Any:
+) -> "list[Measurement]":
     """PSNR, SSIM, LPIPS and rFID of pictures that went through a tokenizer."""
     if reader.skip_bad:
-        raise ValueError(
-            "pictures are compared in pairs, so that none may be left out: drop --skip-bad"
-        )
-    made, given = reader.pictures(source), reader.pictures(originals)
+        raise ValueError("pictures are compared in pairs, none may be left out: drop --skip-bad")
+    made = reader.pictures(source)
+    given = reader.pictures(originals)
     from specmm.metrics.lpips import LPIPS
-    from specmm.metrics.reconstruction import reconstruction as measure
+    from specmm.metrics.paired import reconstruction as measure
 
-    judge = None if lpips == "none" else LPIPS(lpips, device=reader.device)
-    return measure(
-        given, made, lpips=judge, extractor=reader.extractor if rfid else None, batch=reader.batch
+    metric = None if lpips == "none" else LPIPS(lpips, device=reader.device)
+    network = reader.extractor if rfid else None
+    return measure(given, made, lpips=metric, extractor=network, batch=reader.batch)
+
+
+def _frechet(reader: SourceReader, source: str, reference: str, seed: int | None) -> "Measurement":
+    """The distance; with ``seed`` also its interval, which needs all features in memory."""
+    from specmm.metrics.frechet import frechet_distance
+    from specmm.metrics.intervals import frechet_interval
+
+    if seed is None:
+        return frechet_distance(*reader.both_statistics(source, reference))
+    known = reader.gaussian(reference)
+    made = reader.features(source)
+    interval = frechet_interval(made, known, generator(seed))
+    return replace(frechet_distance(made, known), interval=interval)
+
+
+@reading("inception")
+def features(source: Source, out: Out, reader: SourceReader, as_json: Json = False) -> None:
+    """Write the features of pictures to an .npz, from which distances need no network."""
+    if out.suffix != ".npz":
+        raise ValueError(f"features are written to .npz, got {out.name}; rename it")
+    writable(out.parent)
+    with stdout_reserved():
+        found = reader.features(source)
+        found.save(out)
+    _written(out, len(found), found.values.shape[1], found.protocol, as_json)
+
+
+@reading("inception")
+def stats(
+    source: Source,
+    out: Out,
+    reader: SourceReader,
+    layout: Annotated[str, typer.Option("--format", help=f"One of {', '.join(FORMATS)}.")] = "ours",
+    as_json: Json = False,
+) -> None:
+    """Write reference statistics of pictures, of features, or of a file in another format."""
+    if layout not in FORMATS:
+        raise unknown("format", layout, FORMATS)
+    from specmm.metrics.references import read_reference, write_reference
+
+    if layout == "adm" and not is_reference(source):
+        raise ValueError("adm needs spatial features, which no network here gives; --format ours")
+    writable(out.parent)
+    with stdout_reserved():
+        found = reader.gaussian(source)
+        spatial = read_reference(Path(source), spatial=True) if layout == "adm" else None
+        write_reference(found, out, FORMATS[layout], spatial=spatial)
+    _written(out, found.count, len(found.moments()[0]), found.protocol, as_json)
+
+
+def weights(as_json: Json = False) -> None:
+    """Where every network's weights are looked for, if they are there, and how to get them."""
+    with stdout_reserved():
+        from specmm.metrics.weights import weights_folder, weights_table
+
+        rows = weights_table()
+        folder = weights_folder()
+    if as_json:
+        emit({"folder": str(folder), "weights": rows})
+        return
+    lines = [("name", "here", "what", "licence")]
+    places = []
+    for r in rows:
+        missing = r["found"] == "no"
+        lines.append((r["name"], "no" if missing else "yes", r["what"], r["licence"]))
+        places.append(f"{r['name']}: {r['get'] if missing else r['found']}")
+    typer.echo(table(lines) + "\n\n" + "\n".join(places) + "\n")
+    typer.echo(
+        f"looked for in {folder} ($SPECMM_WEIGHTS), installed packages, torch hub's cache and the "
+        "HF cache; without a network, copy the file there from another machine, or name it with "
+        "--weights"
     )
+
+
+def _written(out: Path, count: int | None, width: int, protocol: "Protocol", as_json: bool) -> None:
+    if as_json:
+        emit({"out": str(out), "count": count, "width": width, "protocol": protocol})
+    else:
+        say(f"{'unknown' if count is None else count} samples of {width} features are in {out}")

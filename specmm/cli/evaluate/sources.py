@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import json
-import operator
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from specmm.cli.output import say
 
+if TYPE_CHECKING:
+    import torch
+
+    from specmm.metrics.compare import Comparison
+    from specmm.metrics.extractors import Extractor
+    from specmm.metrics.features import FeatureSet
+    from specmm.metrics.frechet import Gaussian
+    from specmm.metrics.inputs import PictureSource
+    from specmm.metrics.measurement import Measurement
+
+    Noted = TypeVar("Noted", Measurement, Comparison)
+
+T = TypeVar("T")
 REFERENCE_NAMES = {"mu", "sigma"}
 
 
 @dataclass
-class Reader:
+class SourceReader:
     """Reads sources; the network is loaded once, and only if one of them holds pictures."""
 
     network: str = "inception"
@@ -27,80 +39,71 @@ class Reader:
     workers: int | None = None
     batch: int = 32
     device: str = "cpu"
-    skipped: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # (name, reason) of pictures left out
-    checked: set[str] = field(
-        default_factory=set
-    )  # sources that were compared with their job's journal
+    skipped: list[tuple[str, str]] = field(default_factory=list)  # (name, reason) of pictures
+    checked: set[str] = field(default_factory=set)  # sources compared with their job's journal
 
     @cached_property
-    def extractor(self) -> Any:
-        """The network; raises ``ValueError`` for an unknown name or device, and for missing
-        weights.
-        """
+    def extractor(self) -> Extractor:
+        """The network; ``ValueError`` for an unknown name or device, and for missing weights."""
         from specmm.dtypes import named_device
-        from specmm.metrics.extractors import extractor
+        from specmm.metrics import extractors
 
-        return extractor(self.network, weights=self.weights, device=named_device(self.device))
+        device = named_device(self.device)
+        return extractors.extractor(self.network, weights=self.weights, device=device)
 
-    def both(self, source: str, reference: str, statistics: bool = False) -> tuple[Any, Any]:
-        """Features, or ``statistics``, of both, once it is known that there is something to read in
-        both.
-        """
-        read = self.gaussian if statistics else self.features
+    def both(self, source: str, reference: str) -> tuple[FeatureSet, FeatureSet]:
+        """Features of both, once it is known that there is something to read in both."""
+        return self._both(self.features, source, reference)
+
+    def both_statistics(self, source: str, reference: str) -> tuple[Gaussian, Gaussian]:
+        """As ``both``, with statistics instead of features."""
+        return self._both(self.gaussian, source, reference)
+
+    def _both(self, read: Callable[[str], T], source: str, reference: str) -> tuple[T, T]:
         known = read(reference) if is_file_of_numbers(reference) else None
         for each in (source, reference):
             if not is_file_of_numbers(each):
                 self.pictures(each)
         return read(source), read(reference) if known is None else known
 
-    def features(self, source: str) -> Any:
-        """The features in an .npz, or those of pictures, as a ``FeatureSet``."""
-        import torch
-
-        from specmm.metrics.features import FeatureSet
+    def features(self, source: str) -> FeatureSet:
+        """The features in an .npz, or those of pictures."""
+        from specmm.metrics.extractors import joined
 
         stored = stored_features(source)
-        if stored is not None:
-            return stored
-        blocks = list(self._blocks(source))
-        return FeatureSet(torch.cat([b.values for b in blocks]), blocks[0].protocol)
+        return joined(self._blocks(source)) if stored is None else stored
 
-    def gaussian(self, source: str) -> Any:
-        """Statistics of pictures, block by block, of stored features, or those in a file of
-        reference statistics.
-        """
+    def gaussian(self, source: str) -> Gaussian:
+        """Statistics of pictures (block by block) or of stored features, or those in a file."""
         from specmm.metrics.frechet import FeatureStatistics
+        from specmm.metrics.references import read_reference
 
         if is_reference(source):
-            from specmm.metrics.references import read_reference
-
             return read_reference(Path(source))
         stored = stored_features(source)
         if stored is not None:
             return FeatureStatistics.of(stored)
-        found: Any = None
-        for block in self._blocks(source):
-            found = FeatureStatistics.empty(block.values.shape[1]) if found is None else found
+        blocks = self._blocks(source)
+        found = FeatureStatistics.of(next(blocks))
+        for block in blocks:
             found.update(block)
         return found
 
-    def logits(self, source: str) -> Any:
-        """Class logits of pictures as a ``FeatureSet``, or those stored in an .npz."""
+    def logits(self, source: str) -> FeatureSet:
+        """Class logits of pictures, or those stored in an .npz."""
         stored = stored_features(source)
         if stored is not None:
             if "features" in stored.protocol:
-                raise ValueError(
-                    f"{source} must hold class logits, got features of {stored.protocol['features']}; give the pictures"
-                )
+                got = f"features of {stored.protocol['features']}; give the pictures"
+                raise ValueError(f"{source} must hold class logits, got {got}")
             return stored
-        network, pictures = self.extractor, self.pictures(source)
+        network = self.extractor
+        pictures = self.pictures(source)
         found = network.logits(pictures, batch=self.batch, progress=sys.stderr.isatty())
         self._report(pictures)
         return found
 
-    def pictures(self, source: str) -> Any:
+    def pictures(self, source: str) -> PictureSource:
         """The pictures of ``source``, decoded by ``workers`` processes.
 
         Raises ``ValueError`` where there are none, and for a job's output with a damaged or missing
@@ -114,37 +117,29 @@ class Reader:
             self.checked.add(source)
         return open_pictures(source, skip_bad=self.skip_bad, workers=self.workers)
 
-    def noted(self, found: Any) -> Any:
-        """The measurement ``found`` with a note about pictures that were left out."""
+    def noted(self, found: Noted) -> Noted:
+        """The result ``found`` with a note about pictures that were left out."""
         if not self.skipped:
             return found
         notes = [found.protocol["note"]] if "note" in found.protocol else []
         notes.append(f"{len(self.skipped)} pictures could not be read and were left out")
         return replace(found, protocol={**found.protocol, "note": "; ".join(notes)})
 
-    def _blocks(self, source: str) -> Iterator[Any]:
-        from tqdm import tqdm
-
-        pictures, network = self.pictures(source), self.extractor
-        total = operator.length_hint(pictures) or None
-        with tqdm(
-            total=total, desc=f"{network.name} {name_of(source)}", unit="picture", disable=None
-        ) as bar:
-            for block in network.stream(pictures, batch=self.batch):
-                bar.update(len(block))
-                yield block
+    def _blocks(self, source: str) -> Iterator[FeatureSet]:
+        pictures = self.pictures(source)
+        network = self.extractor
+        title = f"{network.name} {name_of(source)}" if sys.stderr.isatty() else None
+        yield from network.stream(pictures, batch=self.batch, progress=title)
         self._report(pictures)
 
-    def _report(self, pictures: Any) -> None:
+    def _report(self, pictures: PictureSource) -> None:
         for name, reason in pictures.skipped:
             say(f"left out {name}: {reason}")
         self.skipped += pictures.skipped
 
 
-def stored_features(source: str) -> Any:
-    """The ``FeatureSet`` in an .npz of features, ours or a bare matrix [N, F]; None where it holds
-    something else.
-    """
+def stored_features(source: str) -> FeatureSet | None:
+    """The features in an .npz, ours or a bare matrix [N, F]; None where it holds something else."""
     import numpy as np
 
     from specmm.metrics.features import FeatureSet, as_features
@@ -170,22 +165,18 @@ def is_reference(source: str) -> bool:
 
 
 def npz_names(source: str) -> set[str]:
-    """The arrays in an .npz file; none for anything else. Raises ``ValueError`` for a damaged one."""
+    """The arrays in an .npz file, none for anything else; ``ValueError`` for a damaged one."""
     if Path(source).suffix != ".npz" or not Path(source).is_file():
         return set()
     try:
         with zipfile.ZipFile(source) as found:
             return {n.removesuffix(".npy") for n in found.namelist()}
     except (zipfile.BadZipFile, OSError):
-        raise ValueError(
-            f"{source} must be an .npz file, got a damaged one; write it again"
-        ) from None
+        raise ValueError(f"{source} must be an .npz file, got a damaged one") from None
 
 
 def name_of(source: str) -> str:
-    """The method that made the pictures of ``source`` if ``specmm generate`` wrote it down there,
-    else its name.
-    """
+    """The method that ``specmm generate`` recorded for the pictures of ``source``, or its name."""
     run = Path(source) / "run.json"
     try:
         return str(json.loads(run.read_text(encoding="utf-8"))["method"])
@@ -193,7 +184,7 @@ def name_of(source: str) -> str:
         return Path(source).name.removesuffix(Path(source).suffix) or source
 
 
-def generator(seed: int) -> Any:
+def generator(seed: int) -> torch.Generator:
     """A generator of the CPU."""
     import torch
 

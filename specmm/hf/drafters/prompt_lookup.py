@@ -88,7 +88,10 @@ class Recall:
 
     def _read(self, target: VLMTarget) -> list[Row]:
         banned = frozenset(target.image_tokens)
-        return [Row(tokens, self.ngram, banned) for tokens in target.prompt.rows()]
+        rows = target.prompt.rows()
+        if not target.family.shared:  # its ids are of other tokens
+            rows = [[] for _ in rows]
+        return [Row(tokens, self.ngram, banned) for tokens in rows]
 
     def _extend(self, tokens: list[list[int]], kept: list[int]) -> None:
         for row, new, count in zip(self.rows, tokens, kept, strict=True):

@@ -25,15 +25,14 @@ from specmm.growth import Growth
 from specmm.hf import pretrained
 from specmm.hf.loading import own_tokenizer
 from specmm.hf.parts import Assembly, Verification, translated
-from specmm.hf.prompt import VLMPrompt, on_device
+from specmm.hf.prompt import VLMPrompt, on_device, padded
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
 from specmm.prepacked import lay_weights
 from specmm.processors import Processor
 from specmm.randomness import UniformSource
 from specmm.shape.eagle2 import Dynamic
-from specmm.shape.names import static_tree
-from specmm.shape.sampled import Siblings
+from specmm.shape.trees import Siblings, static_tree
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 
@@ -130,17 +129,6 @@ def text_only(prompt: VLMPrompt, image_tokens: tuple[int, ...]) -> dict[str, Any
     """The tokens of ``prompt`` without those of pictures, for a drafter that knows the same tokens."""
     rows = [[t for t in row if t not in image_tokens] for row in prompt.rows()]
     return padded([row or [0] for row in rows], prompt.input_ids.device)
-
-
-def padded(rows: list[list[int]], device: torch.device) -> dict[str, Any]:
-    """``rows`` of ids as one batch, padded at the right."""
-    width = max(map(len, rows))
-    ids = [row + [0] * (width - len(row)) for row in rows]
-    mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
-    return {
-        "input_ids": torch.tensor(ids, device=device),
-        "attention_mask": torch.tensor(mask, device=device),
-    }
 
 
 def load_language_model(folder: Path, target: Any, method: str) -> SmallModel:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specmm.image_ar.continuous.chain import ChainHead, Condition
-from specmm.image_ar.continuous.diffusion import Schedule
+from recipes.training.diffusion import log_variance
+from specmm.image_ar.continuous.diffusion import NoiseSchedule
+from specmm.image_ar.continuous.diffusion_head import ChainHead, HeadCondition
 from specmm.image_ar.continuous.mar import MAR, MARConfig
 
 PARITY = Path(__file__).parents[2] / "parity" / "cspd"
@@ -68,8 +69,8 @@ class GaussianHead:
             offset = self.mean.double() * (1 - level[i]) / spread
             c1, c2 = s.posterior_mean_coef1[i], s.posterior_mean_coef2[i]
             mean = c1 * (offset + gain * mean) + c2 * mean
-            noise = s.log_variance(
-                torch.full((1, 1), self.wide, dtype=torch.float64), torch.tensor([i])
+            noise = log_variance(
+                s, torch.full((1, 1), self.wide, dtype=torch.float64), torch.tensor([i])
             ).exp()[0, 0]
             std = ((c1 * gain + c2) ** 2 * std**2 + (noise if i else 0)).sqrt()
         return mean, std
@@ -101,12 +102,12 @@ def conditions():
 
 @pytest.fixture(scope="session")
 def bind(tiny_mar, conditions):
-    """The tiny head bound to ``rows`` copies of one condition, with guidance ``scale`` (1: none)."""
+    """The tiny head bound to ``rows`` copies of one condition, at guidance ``scale`` (1: none)."""
 
     def make(rows, scale=1.0, spec="ddim100", row=0):
-        head = ChainHead(tiny_mar.head, Schedule.of(spec))
+        head = ChainHead(tiny_mar.head, NoiseSchedule.of(spec))
         cond, uncond = conditions[row], conditions[row + 6]
         z = cond[None] if scale == 1.0 else torch.stack([cond, uncond])
-        return head.bind(Condition(z.expand(rows, -1, -1), scale))
+        return head.bind(HeadCondition(z.expand(rows, -1, -1), scale))
 
     return make

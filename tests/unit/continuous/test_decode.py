@@ -8,13 +8,18 @@ import pytest
 import torch
 from scipy import stats
 
-from specmm.image_ar.continuous.chain import ChainHead, Steps, deterministic
-from specmm.image_ar.continuous.decode import ChainStats, Plan, decode_mar
-from specmm.image_ar.continuous.diffusion import Schedule
-from specmm.image_ar.continuous.noise import BLOCK, log_uniforms, normals
-from specmm.image_ar.continuous.orders import iterations, random_orders
-from specmm.image_ar.continuous.samplers import Ancestral, Speculative
-from specmm.image_ar.continuous.speculate import Options
+from specmm.image_ar.continuous.chain_speculation import ChainOptions, ChainSpeculation
+from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
+from specmm.image_ar.continuous.diffusion_head import ChainHead, deterministic
+from specmm.image_ar.continuous.masked_decode import Ancestral, ChainStats, decode_mar
+from specmm.image_ar.continuous.orders import (
+    BLOCK,
+    MARSettings,
+    iterations,
+    log_uniforms,
+    normals,
+    random_orders,
+)
 from specmm.stats import Stats
 
 PICTURES = 400
@@ -27,9 +32,11 @@ def generators(seed, count=PICTURES):
 def pictures(model, sampler_of, seed):
     random = generators(seed)
     orders = torch.arange(16).repeat(PICTURES, 1)
-    head = ChainHead(model.head, Schedule.of("ddim10"))
+    head = ChainHead(model.head, NoiseSchedule.of("ddim10"))
     sampler = sampler_of(head, normals(random), random)
-    *_, last = decode_mar(model, torch.full((PICTURES,), 3), orders, sampler, Plan(3, "ddim10"))
+    *_, last = decode_mar(
+        model, torch.full((PICTURES,), 3), orders, sampler, MARSettings(3, "ddim10")
+    )
     return last
 
 
@@ -38,7 +45,9 @@ def plain(head, normal, random):
 
 
 def speculative(head, normal, random, residual=True):
-    return Speculative(head, normal, log_uniforms(random), 8, Options(1.0, "frozen", residual))
+    return ChainSpeculation(
+        head, normal, log_uniforms(random), 8, ChainOptions(1.0, "frozen", residual)
+    )
 
 
 def pvalues(a, b):
@@ -69,7 +78,7 @@ def test_the_faster_solver_follows_the_exact_denoiser(gaussian):
     """For a Gaussian token, DDIM's map from noise to token is known: it is linear, with one factor
     a step.
     """
-    schedule = Schedule.of("50")
+    schedule = NoiseSchedule.of("50")
     head = gaussian(schedule, torch.tensor([0.5]), torch.tensor([0.4]), 3)
     start = torch.tensor([[-1.0], [0.0], [2.0]])
     x, level = start.double(), schedule.alphas_cumprod.flip(0)
@@ -78,7 +87,7 @@ def test_the_faster_solver_follows_the_exact_denoiser(gaussian):
         eps = (1 - now).sqrt() * (x - now.sqrt() * 0.5) / spread
         clean = (x - (1 - now).sqrt() * eps) / now.sqrt()
         x = after.sqrt() * clean + (1 - after).sqrt() * eps
-    got = deterministic(head, Steps.ddim(schedule), start)
+    got = deterministic(head, ChainSteps.ddim(schedule), start)
     torch.testing.assert_close(got.double(), x, atol=1e-3, rtol=1e-3)
     assert abs(float(got[1]) - 0.5) < 0.15
 
@@ -117,7 +126,7 @@ def test_every_token_is_made_once(count, made):
 )
 def test_plans_out_of_range(options, message):
     with pytest.raises(ValueError, match=f"{message} must be at least"):
-        Plan(**options)
+        MARSettings(**options)
 
 
 def test_counts_add_up():

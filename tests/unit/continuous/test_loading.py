@@ -18,8 +18,18 @@ from specmm.image_ar.continuous.loading import (
 )
 from specmm.image_ar.continuous.mar import MAR, PUBLISHED, MARConfig
 
-SMALL = dict(encoder_embed_dim=16, encoder_depth=1, encoder_num_heads=2, decoder_embed_dim=16, decoder_depth=2,
-             decoder_num_heads=2, class_num=3, buffer_size=2, diffloss_d=1, diffloss_w=8)  # fmt: skip
+SMALL = dict(
+    encoder_embed_dim=16,
+    encoder_depth=1,
+    encoder_num_heads=2,
+    decoder_embed_dim=16,
+    decoder_depth=2,
+    decoder_num_heads=2,
+    class_num=3,
+    buffer_size=2,
+    diffloss_d=1,
+    diffloss_w=8,
+)
 TINY = MARConfig(img_size=64, vae_stride=16, vae_embed_dim=4, **SMALL)
 KL = KLConfig(
     ch=32, ch_mult=(1, 2), num_res_blocks=1, z_channels=4, resolution=256, attn_resolutions=(128,)

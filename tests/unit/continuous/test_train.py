@@ -7,7 +7,7 @@ import torch
 
 from recipes.training.kl import encode_moments, latent_std, train_kl
 from recipes.training.mar import Averaged, mar_loss, mask_share, train_mar
-from specmm.image_ar.continuous.diffusion import Schedule
+from specmm.image_ar.continuous.diffusion import NoiseSchedule
 from specmm.image_ar.continuous.kl import KLConfig
 from specmm.image_ar.continuous.mar import MAR, MARConfig
 
@@ -20,8 +20,18 @@ KL = KLConfig(
     attn_resolutions=(4,),
     scale=1.0,
 )
-SIZES = dict(encoder_embed_dim=16, encoder_depth=1, encoder_num_heads=2, decoder_embed_dim=16, decoder_depth=1,
-             decoder_num_heads=2, class_num=2, buffer_size=2, diffloss_d=1, diffloss_w=16)  # fmt: skip
+SIZES = dict(
+    encoder_embed_dim=16,
+    encoder_depth=1,
+    encoder_num_heads=2,
+    decoder_embed_dim=16,
+    decoder_depth=1,
+    decoder_num_heads=2,
+    class_num=2,
+    buffer_size=2,
+    diffloss_d=1,
+    diffloss_w=16,
+)
 CONFIG = MARConfig(img_size=8, vae_stride=2, vae_embed_dim=3, **SIZES)
 
 
@@ -62,7 +72,9 @@ def test_a_mar_trains_and_its_average_is_kept_with_it(tmp_path):
 def test_the_loss_of_a_fresh_model_is_that_of_predicting_no_noise():
     torch.manual_seed(0)
     tokens, labels = torch.randn(8, 16, 3), torch.arange(8) % 2
-    found = mar_loss(MAR(CONFIG), Schedule.of(""), tokens, labels, torch.Generator().manual_seed(2))
+    found = mar_loss(
+        MAR(CONFIG), NoiseSchedule.of(""), tokens, labels, torch.Generator().manual_seed(2)
+    )
     assert abs(found["mse"].item() - 1) < 0.1
     assert found["loss"].item() == pytest.approx((found["mse"] + found["bound"]).item())
 

@@ -11,19 +11,16 @@ from scipy.stats import chi2
 
 from specmm.decode import decode, decode_plain
 from specmm.diffusion_drafters.assemble import chain_rule
-from specmm.diffusion_drafters.diffuspec.ngram import fit
-from specmm.diffusion_drafters.drafters.block import ChainDrafter, TreeDrafter
-from specmm.diffusion_drafters.drafters.cached import CausalSource, KeptSource
-from specmm.diffusion_drafters.drafters.diffuspec import DiffuSpecDrafter
-from specmm.diffusion_drafters.drafters.drawn import DrawnTreeDrafter
-from specmm.diffusion_drafters.drafters.sources import DFlashSource, DiffusionSource
-from specmm.diffusion_drafters.drafters.specdiff import StepsDrafter
-from specmm.diffusion_drafters.models.bidirectional import FullAttention
-from specmm.diffusion_drafters.models.causal import CausalPrefix
+from specmm.diffusion_drafters.block_drafters import ChainDrafter, DrawnTreeDrafter, TreeDrafter
+from specmm.diffusion_drafters.cached_sources import CausalSource, KeptSource
+from specmm.diffusion_drafters.diffusion_chains import DiffuSpecDrafter, StepsDrafter
 from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
+from specmm.diffusion_drafters.models.deer import DEERModel
 from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig
-from specmm.hf.drafters.small_model import padded
-from specmm.hf.prompt import VLMPrompt
+from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
+from specmm.diffusion_drafters.ngram import fit
+from specmm.diffusion_drafters.sources import DFlashSource, DiffusionSource
+from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.randomness import Uniforms
 from specmm.tree import TreeShape
@@ -89,7 +86,7 @@ def paired(vocabulary, known=None, recurrent=0):
         )
     )
     if known is not None:
-        model.know(torch.tensor(known))
+        model.set_ids(torch.tensor(known))
     shaken(model, 4, 0.3).markov.before.weight.mul_(12)  # pairs that say much
     if recurrent:
         model.recurrent.place.bias.zero_()
@@ -100,7 +97,7 @@ def paired(vocabulary, known=None, recurrent=0):
 def deer(vocabulary, end=None):
     """Two layers of its own, for blocks of four; one more token than the target: the mask."""
     config = tf.Qwen2Config(vocab_size=vocabulary + 1, **(SIZES | {"num_hidden_layers": 2}))
-    return CausalPrefix(shaken(tf.Qwen2ForCausalLM(config), 6), vocabulary, 4, end)
+    return DEERModel(shaken(tf.Qwen2ForCausalLM(config), 6), vocabulary, 4, end)
 
 
 def proxy(vocabulary):

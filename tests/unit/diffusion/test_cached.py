@@ -6,12 +6,11 @@ import torch
 import transformers as tf
 
 from specmm.decode import decode
-from specmm.diffusion_drafters.drafters.block import ChainDrafter
-from specmm.diffusion_drafters.drafters.cached import CausalSource
-from specmm.diffusion_drafters.models.causal import CausalPrefix
+from specmm.diffusion_drafters.block_drafters import ChainDrafter
+from specmm.diffusion_drafters.cached_sources import CausalSource
+from specmm.diffusion_drafters.models.deer import DEERModel
 from specmm.drafter import Feedback
-from specmm.hf.drafters.small_model import padded
-from specmm.hf.prompt import VLMPrompt
+from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
@@ -44,14 +43,9 @@ class Anew:
     def __init__(self, drafter, target):
         self.source, self.target = CausalSource(drafter, target), target
         self.fresh = CausalSource(drafter, VLMTarget(target.model, Processor(0)))
-        self.longest, self.end, self.follow, self.furthest, self.apart = (
-            self.source.longest,
-            None,
-            None,
-            0.0,
-            0,
-        )
-        self.known = self.source.known
+        self.longest, self.end, self.next_logits = self.source.longest, None, None
+        self.furthest, self.apart = 0.0, 0
+        self.vocabulary = self.source.vocabulary
 
     def begin(self, feedback, most):
         self.texts = [[*row, int(token)] for row, token in zip(ROWS, feedback.token, strict=True)]
@@ -83,7 +77,7 @@ class Anew:
 
 def test_reading_a_text_once_is_reading_it_anew():
     network = model(V, 2, 0)
-    target, drafter = VLMTarget(network, Processor(1.0)), CausalPrefix(model(V + 1, 2, 1), V, K)
+    target, drafter = VLMTarget(network, Processor(1.0)), DEERModel(model(V + 1, 2, 1), V, K)
     source = Anew(drafter, target)
     prompt = VLMPrompt(padded(ROWS, "cpu"), LENGTH)
     uniforms = Uniforms.from_seeds([0, 1, 2])

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from recipes.training.coder import build_tokenizer
-from specmm.diffusion_drafters.train import texts as code
-from specmm.diffusion_drafters.train.texts import (
+from specmm.recipes.training import texts as code
+from specmm.recipes.training.texts import (
     find_files,
     given_texts,
     is_held_out,

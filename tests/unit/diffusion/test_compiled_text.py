@@ -12,9 +12,8 @@ import transformers as tf
 from specmm import methods
 from specmm.compiled import CompiledRound, compiled
 from specmm.decode import ROOM, decode, decode_plain
-from specmm.hf.drafters.small_model import padded
 from specmm.hf.drafting import assemble
-from specmm.hf.prompt import VLMPrompt
+from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.running import Options
 from specmm.hf.static import StaticVLMTarget
 from specmm.hf.target import VLMTarget

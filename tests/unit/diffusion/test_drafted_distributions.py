@@ -5,7 +5,7 @@ from is caught.
 import pytest
 import torch
 
-from specmm.diffusion_drafters.recorded_drafts import followed_marginals, with_root
+from specmm.diffusion_drafters.block_drafters import next_marginals, with_root
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.tree import DraftTree
@@ -51,8 +51,8 @@ class ForgetsPairs(LikeliestWithMarginals):
         tree = self.whole.propose(feedback, uniforms)
         target, tokens = self.whole.target, feedback.token
         source = self.whole.source
-        probs = followed_marginals(
-            tokens, self.logits, self.whole.probs, source.follow, source.known
+        probs = next_marginals(
+            tokens, self.logits, self.whole.probs, source.next_logits, source.vocabulary
         )
         assert target.processor == self.whole.probs
         return DraftTree(tree.tokens, tree.shape, with_root(probs))
@@ -75,7 +75,7 @@ class ForgetsMemory(ForgetsPairs):
 
     def propose(self, feedback, uniforms):
         tree = self.whole.propose(feedback, uniforms)
-        scores, _ = self.whole.source.follow(self.logits, tree.tokens[:, :-1], None)
+        scores, _ = self.whole.source.next_logits(self.logits, tree.tokens[:, :-1], None)
         return DraftTree(tree.tokens, tree.shape, with_root(self.whole.probs(scores)))
 
 

@@ -9,17 +9,14 @@ import pytest
 import torch
 
 from specmm.decode import decode
-from specmm.diffusion_drafters.drafters.block import ChainDrafter, TreeDrafter
-from specmm.diffusion_drafters.drafters.cached import KeptSource
-from specmm.diffusion_drafters.drafters.diffuspec import DiffuSpecDrafter
-from specmm.diffusion_drafters.drafters.drawn import DrawnTreeDrafter
-from specmm.diffusion_drafters.drafters.sources import DFlashSource, DiffusionSource
-from specmm.diffusion_drafters.drafters.specdiff import StepsDrafter
+from specmm.diffusion_drafters.block_drafters import ChainDrafter, DrawnTreeDrafter, TreeDrafter
+from specmm.diffusion_drafters.cached_sources import KeptSource
+from specmm.diffusion_drafters.diffusion_chains import DiffuSpecDrafter, StepsDrafter
 from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig, load_dflash, save_dflash
 from specmm.diffusion_drafters.models.masked import block_logits
+from specmm.diffusion_drafters.sources import DFlashSource, DiffusionSource
 from specmm.drafter import Feedback
-from specmm.hf.drafters.small_model import padded
-from specmm.hf.prompt import VLMPrompt
+from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
 from specmm.processors import Processor
@@ -99,7 +96,7 @@ def test_every_node_of_a_drawn_tree_records_the_distribution_it_was_drawn_from(r
     memories = {0: None}
     for node, parent in enumerate(shape.parents[0].tolist()[1:], start=1):
         place, before = block[:, int(shape.depths[0, parent])], tree.tokens[:, parent]
-        scores, memories[node] = source.follow(place, before, memories[parent])
+        scores, memories[node] = source.next_logits(place, before, memories[parent])
         probs = drafter.probs(scores)
         for earlier in shape.earlier_siblings[0, node].nonzero()[:, 0].tolist():
             probs = probs.scatter(1, tree.tokens[:, earlier, None], 0.0)
@@ -300,7 +297,7 @@ def test_later_steps_read_earlier_drafts():
     feedback = Feedback(None, torch.tensor([1, 2, 3]))
     source.begin(feedback, 4)
     drafted = torch.tensor([[5, 6], [7, 8], [9, 4]])
-    together = source.behind(drafted, 3)
+    together = source.logits_after(drafted, 3)
     for row, tokens in enumerate(ROWS):
         whole = torch.tensor([[*tokens, row + 1, *drafted[row].tolist()]])
         torch.testing.assert_close(
@@ -353,7 +350,7 @@ def test_a_mask_is_never_drafted(known, recurrent):
     output = target.prefill(VLMPrompt(padded(ROWS[:1], "cpu"), 8), 5)
     feedback = Feedback(output, torch.tensor([4]))
     source.begin(feedback, 4)
-    logits, _ = source.follow(source.logits(feedback, 4), torch.tensor([[4, 2, 4, 2]]), None)
+    logits, _ = source.next_logits(source.logits(feedback, 4), torch.tensor([[4, 2, 4, 2]]), None)
     mask = V - 1 if known is None else 1
     assert bool((logits[..., mask] == float("-inf")).all())
     assert int(logits.isinf().sum()) == 4

@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specmm.diffusion_drafters.models.bidirectional import FullAttention
-from specmm.diffusion_drafters.models.files import load_diffusion_lm
+from specmm.diffusion_drafters.models.diffusion_lms import FullAttention, load_diffusion_lm
 from specmm.diffusion_drafters.models.masked import block_logits
 
 PARITY = Path(__file__).parents[2] / "parity" / "dlm"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specmm import zoo
-from specmm.app.models import Models
+from specmm.app.models import AppModels
 from specmm.diffusion_drafters.models.dflash import load_dflash
 from specmm.hf.loading import find_target
 from specmm.hf.packaged import is_packaged, missing_packages, unpacked
@@ -78,4 +78,4 @@ def test_the_app_lists_only_what_is_installed(tmp_path, monkeypatch):
             json.dumps({"package": package, "file": "a.gguf"})
         )
     monkeypatch.setattr("specmm.hf.packaged.HELPERS", ())
-    assert Models().names["text"] == ["pocket/here"]
+    assert AppModels().names["text"] == ["pocket/here"]

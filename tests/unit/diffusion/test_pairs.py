@@ -9,16 +9,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specmm.diffusion_drafters.recorded_drafts import (
-    DrafterVocabulary,
-    followed_chain,
-    followed_marginals,
-    followed_tree,
-    with_points,
+from specmm.diffusion_drafters.block_drafters import (
+    next_chain,
+    next_marginals,
+    next_tree,
+    with_point_masses,
 )
+from specmm.diffusion_drafters.sources import DrafterVocabulary
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.shape.heap import best_first
+from specmm.shape.blocks import best_first
 from specmm.tree import TreeShape
 
 TABLE = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))  # of the drafter's tokens
@@ -30,30 +30,30 @@ def block(rows, places=3):
     return torch.randn(rows, places, 5, generator=torch.Generator().manual_seed(0))
 
 
-def follow(known, remembers=False):
+def next_logits(vocabulary, remembers=False):
     """After the target's tokens, of which the drafter may not know all; the latest alone or all of
     a block.
     """
-    place = torch.zeros(known.size, dtype=torch.int64)
-    place[known.ids if known.ids is not None else torch.arange(5)] = torch.arange(5)
+    place = torch.zeros(vocabulary.size, dtype=torch.int64)
+    place[vocabulary.ids if vocabulary.ids is not None else torch.arange(5)] = torch.arange(5)
 
-    def behind(logits, before, memory):
+    def after(logits, before, memory):
         said = TABLE[place[before]]
         if not remembers:
             return logits + said, None
         memory = said if memory is None else said - 0.7 * memory.flip(-1)
         return logits + memory, memory
 
-    return behind
+    return after
 
 
-def along(behind, logits, path):
+def along(after, logits, path):
     """Logits [..., v] after every token [...] of ``path``, one after another; ``logits`` are those
     of each place.
     """
     memory, found = None, []
     for place, token in enumerate(path):
-        scores, memory = behind(logits[place], torch.as_tensor(token), memory)
+        scores, memory = after(logits[place], torch.as_tensor(token), memory)
         found.append(scores)
     return found
 
@@ -68,7 +68,7 @@ def paths(tree):
 def test_pairs_marginals_are_those_of_their_chains():
     """Over all tokens before, not the likeliest few: Σ p(a) p(b | a) by enumeration."""
     logits, root, table = block(2), torch.tensor([1, 4]), TABLE
-    found = followed_marginals(root, logits, Processor(), follow(ALL), ALL, 5)
+    found = next_marginals(root, logits, Processor(), next_logits(ALL), ALL, 5)
     probs = (logits[:, 0] + table[root]).softmax(-1)
     for place in range(3):
         torch.testing.assert_close(found[:, place], probs)
@@ -79,17 +79,17 @@ def test_pairs_marginals_are_those_of_their_chains():
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("known", [ALL, FEW])
+@pytest.mark.parametrize("vocabulary", [ALL, FEW])
 @pytest.mark.parametrize("total", [2, 4, 6])
 @pytest.mark.parametrize("remembers", [False, True])
-def test_a_tree_of_pairs_holds_the_likeliest_paths(known, total, remembers):
-    logits, behind = block(1), follow(known, remembers)
-    root = known.name(torch.tensor([3]))
+def test_a_tree_of_pairs_holds_the_likeliest_paths(vocabulary, total, remembers):
+    logits, after = block(1), next_logits(vocabulary, remembers)
+    root = vocabulary.to_target(torch.tensor([3]))
 
     def probs(path):
-        return known.spread(Processor()(along(behind, logits[0], (int(root), *path))[-1]))
+        return vocabulary.spread(Processor()(along(after, logits[0], (int(root), *path))[-1]))
 
-    found = followed_tree(root, logits, Processor(), behind, known, total)
+    found = next_tree(root, logits, Processor(), after, vocabulary, total)
     assert found.shape.size == total and found.probs is None
     assert paths(found) == paths(best_first(probs, int(root), total, 3, 5))
 
@@ -97,41 +97,43 @@ def test_a_tree_of_pairs_holds_the_likeliest_paths(known, total, remembers):
 @torch.inference_mode()
 def test_a_tree_of_one_level_and_one_of_many_nodes():
     root = torch.tensor([1])
-    level = followed_tree(root, block(1, 1), Processor(), follow(ALL), ALL, 5)
+    level = next_tree(root, block(1, 1), Processor(), next_logits(ALL), ALL, 5)
     assert level.shape.depth == 1 and len(set(level.tokens[0, 1:].tolist())) == 4
-    assert followed_tree(root, block(1, 4), Processor(), follow(ALL), ALL, 50).shape.size == 50
+    assert next_tree(root, block(1, 4), Processor(), next_logits(ALL), ALL, 50).shape.size == 50
     with pytest.raises(ValueError, match=r"total must be in \[2, 6\]"):
-        followed_tree(root, block(1, 1), Processor(), follow(ALL), ALL, 9)
+        next_tree(root, block(1, 1), Processor(), next_logits(ALL), ALL, 9)
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("known", [ALL, FEW])
+@pytest.mark.parametrize("vocabulary", [ALL, FEW])
 @pytest.mark.parametrize("remembers", [False, True])
-def test_a_chain_records_the_distribution_of_every_draw(known, remembers):
-    logits, root, behind = block(2), known.name(torch.tensor([1, 4])), follow(known, remembers)
+def test_a_chain_records_the_distribution_of_every_draw(vocabulary, remembers):
+    logits, root, after = (
+        block(2),
+        vocabulary.to_target(torch.tensor([1, 4])),
+        next_logits(vocabulary, remembers),
+    )
     uniforms, shape = Uniforms.from_seeds([0, 1]), TreeShape.chain(3, "cpu")
-    tree = followed_chain(root, logits, Processor(0.7), behind, known, uniforms, None, shape)
-    for place, scores in enumerate(along(behind, logits.unbind(1), tree.tokens[:, :3].unbind(1))):
-        probs = known.spread(Processor(0.7)(scores))
+    tree = next_chain(root, logits, Processor(0.7), after, vocabulary, uniforms, None, shape)
+    for place, scores in enumerate(along(after, logits.unbind(1), tree.tokens[:, :3].unbind(1))):
+        probs = vocabulary.spread(Processor(0.7)(scores))
         torch.testing.assert_close(tree.probs[:, place + 1], probs, rtol=0, atol=0)
         assert bool((probs.gather(1, tree.tokens[:, place + 1 : place + 2]) > 0).all())
 
 
 @torch.inference_mode()
 def test_a_greedy_chain_takes_the_likeliest_and_what_is_settled():
-    logits, root, behind = block(1), torch.tensor([7]), follow(FEW)
+    logits, root, after = block(1), torch.tensor([7]), next_logits(FEW)
     fixed = torch.tensor([[-1, 3, -1]])  # a token that the drafter does not know
-    tree = followed_chain(
-        root, logits, Processor(), behind, FEW, None, fixed, TreeShape.chain(3, "cpu")
-    )
+    tree = next_chain(root, logits, Processor(), after, FEW, None, fixed, TreeShape.chain(3, "cpu"))
     first, last = (
-        FEW.name(behind(logits[:, i], tree.tokens[:, i], None)[0].argmax(-1)) for i in (0, 2)
+        FEW.to_target(after(logits[:, i], tree.tokens[:, i], None)[0].argmax(-1)) for i in (0, 2)
     )
     assert tree.probs is None and tree.tokens[0].tolist() == [7, int(first), 3, int(last)]
 
 
 def test_what_is_settled_is_a_point_mass_whatever_its_number():
     probs = block(1).softmax(-1)
-    found = with_points(probs, torch.tensor([[0, -1, 4]]))
+    found = with_point_masses(probs, torch.tensor([[0, -1, 4]]))
     assert found[0, 0].tolist() == [1, 0, 0, 0, 0] and found[0, 2].tolist() == [0, 0, 0, 0, 1]
-    assert torch.equal(found[0, 1], probs[0, 1]) and with_points(probs, None) is probs
+    assert torch.equal(found[0, 1], probs[0, 1]) and with_point_masses(probs, None) is probs

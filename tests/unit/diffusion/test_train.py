@@ -5,20 +5,20 @@ import torch
 import transformers as tf
 
 from specmm.decode import decode_plain
-from specmm.diffusion_drafters.drafters.cached import CausalSource
-from specmm.diffusion_drafters.drafters.sources import DFlashSource
-from specmm.diffusion_drafters.models.bidirectional import FullAttention
-from specmm.diffusion_drafters.models.recurrent import Recurrent
-from specmm.diffusion_drafters.train import block, deer
-from specmm.diffusion_drafters.train.blocks import Anchors, fading, probs_loss
-from specmm.diffusion_drafters.train.diffusion import denoising_loss, hide, train_diffusion
-from specmm.diffusion_drafters.train.rows import Batch, Rows, drawn_rows, frequent
-from specmm.diffusion_drafters.train.texts import windows
+from specmm.diffusion_drafters.cached_sources import CausalSource
+from specmm.diffusion_drafters.models.dflash import BlockMemory
+from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
+from specmm.diffusion_drafters.sources import DFlashSource
 from specmm.drafter import Feedback
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
+from specmm.recipes.training import deer, dflash
+from specmm.recipes.training.blocks import Anchors, fading, probs_loss
+from specmm.recipes.training.drawn_rows import Batch, Rows, drawn_rows, frequent
+from specmm.recipes.training.masked_diffusion import denoising_loss, hide, train_diffusion
+from specmm.recipes.training.texts import windows
 
 V, MASK, L, K = 23, 22, 20, 4
 
@@ -135,13 +135,13 @@ def test_block_drafters_of_targets_that_name_their_parts_otherwise(name, config,
 def test_layers_of_no_known_name_are_refused():
     opt = other("OPT", **SIZES, word_embed_proj_dim=16, ffn_dim=24)
     with pytest.raises(ValueError, match="name its decoder's layers layers or h, got a OPTModel"):
-        block.build_block(opt, 1, K, MASK)
+        dflash.build_block(opt, 1, K, MASK)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("place", [1, 7, 13])
 def test_a_block_drafter_drafts_what_it_is_trained_on(target, tokens, place):
-    drafter = block.build_block(target, 2, K + 1, MASK, read=2)
+    drafter = dflash.build_block(target, 2, K + 1, MASK, read=2)
     data = Rows(target, tokens, drafter.config.layers)
     drafted = first_round(target, DFlashSource(drafter, target), tokens, place)
     target.family.decoder(input_ids=tokens, use_cache=False)
@@ -149,7 +149,7 @@ def test_a_block_drafter_drafts_what_it_is_trained_on(target, tokens, place):
     anchors = Anchors(torch.tensor([[3, place], [place, 5]]), K + 1)
     ids = torch.full((2, 2, K + 1), MASK)
     ids[..., 0] = tokens.gather(1, anchors.places)
-    states = block._forward(drafter, context, target.embed(ids.flatten(1)), anchors)[
+    states = dflash._forward(drafter, context, target.embed(ids.flatten(1)), anchors)[
         [0, 1], [1, 0], 1:
     ]
     torch.testing.assert_close(
@@ -161,8 +161,8 @@ def test_a_block_drafter_drafts_what_it_is_trained_on(target, tokens, place):
 @pytest.mark.parametrize("recurrent", [0, 5])
 def test_pairs_memory_and_few_tokens_draft_what_they_are_trained_on(target, tokens, recurrent):
     place, known = 7, frequent(tokens, 6)
-    drafter = block.build_block(
-        target, 1, K + 1, MASK, read=2, markov=3, recurrent=recurrent, known=known
+    drafter = dflash.build_block(
+        target, 1, K + 1, MASK, read=2, markov=3, recurrent=recurrent, ids=known
     )
     for weight in (
         drafter.markov.after.weight,
@@ -171,21 +171,21 @@ def test_pairs_memory_and_few_tokens_draft_what_they_are_trained_on(target, toke
         weight.normal_(generator=torch.Generator().manual_seed(2))
     assert torch.equal(drafter.ids, known.sort().values)
     source = DFlashSource(drafter, target)
-    assert torch.equal(source.known.ids, drafter.ids)
+    assert torch.equal(source.vocabulary.ids, drafter.ids)
     drafted = first_round(target, source, tokens, place)
     target.family.decoder(input_ids=tokens, use_cache=False)
     data = Batch(tokens, source.aux_layers.context(), torch.zeros(2, L, 16))
     anchors = Anchors(torch.full((2, 1), place), K + 1)
     ids = torch.full((2, 1, K + 1), MASK)
     ids[..., 0] = tokens.gather(1, anchors.places)
-    states = block._forward(drafter, data.context, target.embed(ids.flatten(1)), anchors)[:, :, 1:]
+    states = dflash._forward(drafter, data.context, target.embed(ids.flatten(1)), anchors)[:, :, 1:]
     if recurrent:
         states = drafter.recurrent.along(states, target.embed(tokens[:, None, place : place + K]))
     memory = None
     for depth in range(K):
         before = tokens[:, place + depth]
         wanted = target.family.logits_of(drafter.ids)(states[:, 0, depth]) + drafter.pairs(before)
-        found, memory = source.follow(drafted[:, depth], before, memory)
+        found, memory = source.next_logits(drafted[:, depth], before, memory)
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
@@ -247,8 +247,8 @@ def test_training_learns_and_resumes(target, kind, tmp_path):
             made = deer.build_deer(target, 1, K, MASK, None)
             deer.train_deer(target, made, Rows(target, tokens), out, **options)
             return made.model.model.norm.weight
-        made = block.build_block(target, 1, K + 1, MASK, read=2)
-        block.train_block(target, made, Rows(target, tokens, made.config.layers), out, **options)
+        made = dflash.build_block(target, 1, K + 1, MASK, read=2)
+        dflash.train_block(target, made, Rows(target, tokens, made.config.layers), out, **options)
         return made.norm.weight
 
     before = [p.clone() for p in target.model.parameters()]
@@ -304,7 +304,7 @@ def test_windows_and_rows_too_short():
 
 
 def test_a_memorys_table_follows_its_weights():
-    memory, embeddings = Recurrent(6, 4), torch.randn(9, 6)
+    memory, embeddings = BlockMemory(6, 4), torch.randn(9, 6)
     kept = memory.table(embeddings)
     torch.testing.assert_close(kept, memory.read(embeddings))
     assert memory.table(embeddings) is kept

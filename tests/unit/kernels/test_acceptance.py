@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from specmm import methods
+from specmm.decode import decide
 from specmm.kernels.acceptance import accept, decide_fused, fused_options, naive
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import naive as rules
 from specmm.verify.bottom_up import Block, Traversal
-from specmm.verify.deciding import decide
 from specmm.verify.exact import GreedyMatch, PointMass, Recursive
 from specmm.verify.lantern import Lantern, LanternPP, neighbour_table
-from specmm.verify.names import make_rule
+from specmm.verify.rule import make_rule
 
 V, OFFSET = 63, 2
 

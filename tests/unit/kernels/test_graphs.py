@@ -7,10 +7,11 @@ import transformers as tf
 
 from benchmarks.gpu import kernels
 from benchmarks.gpu.graphs import GraphTarget, VLMGraphTarget
+from specmm.guidance import Guidance
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
-from specmm.image_ar.tokens.target import Guidance, LlamaGenTarget, Prompt
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import VerifyResult

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from specmm.metrics.answer_files import read_answers, read_predictions
 from specmm.metrics.answers import (
     anls,
     anls_score,
     edit_distance,
     exact_match,
+    read_answers,
+    read_predictions,
     relaxed_accuracy,
     relaxed_match,
 )
@@ -97,10 +98,8 @@ def test_relaxed_accuracy_of_one_question(prediction: str, answer: str, right: b
 
 
 def test_relaxed_accuracy_and_exact_match_take_the_best_answer() -> None:
-    predictions, answers = (
-        {"1": "104", "2": "The  Cat"},
-        {"1": ["7", "100"], "2": ["the cat", "dog"]},
-    )
+    predictions = {"1": "104", "2": "The  Cat"}
+    answers = {"1": ["7", "100"], "2": ["the cat", "dog"]}
     assert relaxed_accuracy(predictions, answers).value == 0.5  # the two spaces
     assert exact_match(predictions, answers).value == 0.5
     with pytest.raises(ValueError, match=r"published one is 0\.05"):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specmm.metrics.captions import bleu, cider, tokenised
+from specmm.metrics.answers import bleu, cider, tokenised
 
 pytest.importorskip("sacrebleu")
 pytest.importorskip("pycocoevalcap")

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from specmm.metrics.extractors.clip import CLIP
 from specmm.metrics.frechet import frechet_distance
+from specmm.metrics.networks import CLIP
 
 
 def pictures(count: int, seed: int = 0) -> list[np.ndarray]:

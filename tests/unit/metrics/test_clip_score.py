@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from specmm.metrics.clip_score import clip_score
-from specmm.metrics.extractors.clip import CLIP
+from specmm.metrics.networks import CLIP
+from specmm.metrics.paired import clip_score
 
 TEXTS = ["a cat", "dog", "the green house", "x", "abc def"]
 
@@ -22,7 +22,8 @@ class TensorFeatures:
     """The model as torchmetrics expects it: features as tensors, which transformers 5 wraps."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.config = model, model.config
+        self.model = model
+        self.config = model.config
 
     def to(self, device: torch.device) -> "TensorFeatures":
         return self
@@ -38,10 +39,8 @@ def test_agrees_with_torchmetrics(tiny_clip: Path) -> None:
     functional = pytest.importorskip("torchmetrics.functional.multimodal.clip_score")
     from transformers import AutoProcessor, CLIPModel
 
-    model, processor = (
-        CLIPModel.from_pretrained(tiny_clip).eval(),
-        AutoProcessor.from_pretrained(tiny_clip),
-    )
+    model = CLIPModel.from_pretrained(tiny_clip).eval()
+    processor = AutoProcessor.from_pretrained(tiny_clip)
     given = [torch.from_numpy(p).permute(2, 0, 1) for p in pictures()]
     scores, _ = functional._clip_score_update(given, TEXTS, TensorFeatures(model), processor)
     found = clip_score(pictures(), TEXTS, CLIP(weights=tiny_clip), batch=2)

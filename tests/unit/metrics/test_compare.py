@@ -4,8 +4,8 @@ import pytest
 import torch
 from scipy import stats
 
-from specmm.metrics import compare as gate
 from specmm.metrics.compare import Comparison, compare, labelled_distances, relabellings
+from specmm.metrics.compare import compare as gate
 from specmm.metrics.features import FeatureSet
 from specmm.metrics.kernel import PolynomialKernel, kernel_distance
 
@@ -28,7 +28,7 @@ def p_values(shift: float = 0.0) -> list[float]:
 
 
 def uniform(found: list[float]) -> float:
-    """Chance of p-values at least as uneven as ``found`` if they are uniform on 0.01, 0.02, …, 1."""
+    """Chance of p-values at least as uneven as ``found`` if uniform on 0.01, 0.02, …, 1."""
     jitter = torch.rand(len(found), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return float(
         stats.kstest(
@@ -64,7 +64,9 @@ def test_a_shift_is_found() -> None:
 
 
 def test_statistic_is_the_kernel_distance_of_any_labelling() -> None:
-    x, y, kernel = normal(20, 0), normal(31, 1) + 0.3, PolynomialKernel()
+    x = normal(20, 0)
+    y = normal(31, 1) + 0.3
+    kernel = PolynomialKernel()
     assert compared(x, y).distance == pytest.approx(kernel_distance(x, y).full, rel=1e-10)
     labels = relabellings(20, 31, 5, torch.Generator().manual_seed(0), paired=False)
     pool = torch.cat([x, y])
@@ -74,7 +76,8 @@ def test_statistic_is_the_kernel_distance_of_any_labelling() -> None:
 
 
 def test_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, y = normal(40, 0), normal(50, 1)
+    x = normal(40, 0)
+    y = normal(50, 1)
     whole = compared(x, y)
     monkeypatch.setattr(gate, "BLOCK", 7)
     assert compared(x, y).p_value == whole.p_value
@@ -98,7 +101,9 @@ def test_identical_sets_do_not_differ() -> None:
 
 
 def test_loss_is_the_difference_of_distances_with_an_interval() -> None:
-    real, x, y = normal(120, 0), normal(100, 1) + 0.9, normal(90, 2) + 0.5
+    real = normal(120, 0)
+    x = normal(100, 1) + 0.9
+    y = normal(90, 2) + 0.5
     loss = compared(x, y, reference=real).loss
     assert loss is not None and loss.interval is not None
     kid = [kernel_distance(s, real).full for s in (x, y)]
@@ -108,7 +113,8 @@ def test_loss_is_the_difference_of_distances_with_an_interval() -> None:
 
 
 def test_pairing_narrows_the_interval() -> None:
-    real, x = normal(150, 0), normal(100, 1) + 0.5
+    real = normal(150, 0)
+    x = normal(100, 1) + 0.5
     y = x + 0.1 * normal(100, 2)
     widths = []
     for paired in (True, False):
@@ -119,7 +125,8 @@ def test_pairing_narrows_the_interval() -> None:
 
 
 def test_seed_decides_and_json_is_plain() -> None:
-    x, y = normal(30, 0), normal(30, 1) + 0.2
+    x = normal(30, 0)
+    y = normal(30, 1) + 0.2
     one, again, other = (compared(x, y, s, reference=normal(40, 2)) for s in (1, 1, 2))
     assert one == again != other
     found = json.loads(json.dumps(one.to_json()))
@@ -130,7 +137,8 @@ def test_seed_decides_and_json_is_plain() -> None:
 
 
 def test_bad_input() -> None:
-    x, y = normal(10, 0), normal(12, 1)
+    x = normal(10, 0)
+    y = normal(12, 1)
     with pytest.raises(ValueError, match="one size, got 10 and 12"):
         compared(x, y, paired=True)
     with pytest.raises(ValueError, match=r"alpha must be in .*, got 0.05 of 9"):

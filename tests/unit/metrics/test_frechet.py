@@ -20,8 +20,10 @@ def correlated(n: int, width: int, seed: int, shift: float = 0.0) -> torch.Tenso
 
 def by_square_root(x: torch.Tensor, y: torch.Tensor) -> float:
     """The definition, with SciPy's matrix square root."""
-    a, b = x.double().numpy(), y.double().numpy()
-    cov_a, cov_b = np.cov(a, rowvar=False), np.cov(b, rowvar=False)
+    a = x.double().numpy()
+    b = y.double().numpy()
+    cov_a = np.cov(a, rowvar=False)
+    cov_b = np.cov(b, rowvar=False)
     root = scipy.linalg.sqrtm(cov_a @ cov_b).real
     return float(((a.mean(0) - b.mean(0)) ** 2).sum() + np.trace(cov_a + cov_b - 2 * root))
 
@@ -31,7 +33,8 @@ def by_nuclear_norm(x: torch.Tensor, y: torch.Tensor) -> float:
     rank.
     """
     a, b = (s.double() - s.double().mean(0) for s in (x, y))
-    a, b = a / (len(a) - 1) ** 0.5, b / (len(b) - 1) ** 0.5
+    a = a / (len(a) - 1) ** 0.5
+    b = b / (len(b) - 1) ** 0.5
     shift = (x.double().mean(0) - y.double().mean(0)).square().sum()
     return float(
         shift + a.square().sum() + b.square().sum() - 2 * torch.linalg.svdvals(a @ b.T).sum()
@@ -39,13 +42,15 @@ def by_nuclear_norm(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def test_agrees_with_scipy_matrix_square_root() -> None:
-    x, y = correlated(800, 64, 0), correlated(700, 64, 1, shift=0.1)
+    x = correlated(800, 64, 0)
+    y = correlated(700, 64, 1, shift=0.1)
     assert frechet_distance(x, y).value == pytest.approx(by_square_root(x, y), rel=1e-6)
 
 
 def test_agrees_with_torchmetrics() -> None:
     fid = pytest.importorskip("torchmetrics.image.fid")
-    x, y = correlated(900, 128, 2), correlated(900, 128, 3, shift=0.05)
+    x = correlated(900, 128, 2)
+    y = correlated(900, 128, 3, shift=0.05)
     (m1, s1), (m2, s2) = FeatureStatistics.of(x).moments(), FeatureStatistics.of(y).moments()
     expected = float(fid._compute_fid(m1, s1, m2, s2))
     assert frechet_distance(x, y).value == pytest.approx(expected, rel=1e-6)
@@ -53,15 +58,18 @@ def test_agrees_with_torchmetrics() -> None:
 
 def test_agrees_with_torch_fidelity() -> None:
     fid = pytest.importorskip("torch_fidelity.metric_fid")
-    x, y = correlated(900, 128, 2), correlated(700, 128, 3, shift=0.05)
+    x = correlated(900, 128, 2)
+    y = correlated(700, 128, 3, shift=0.05)
     statistics = [fid.fid_features_to_statistics(s.double()) for s in (x, y)]
     expected = fid.fid_statistics_to_metric(*statistics, False)["frechet_inception_distance"]
     assert frechet_distance(x, y).value == pytest.approx(expected, rel=1e-6)
 
 
 def test_parts_add_up_and_order_does_not_matter() -> None:
-    x, y = correlated(300, 16, 2), correlated(200, 16, 3, shift=0.05)
-    one, two = frechet_distance(x, y), frechet_distance(y, x)
+    x = correlated(300, 16, 2)
+    y = correlated(200, 16, 3, shift=0.05)
+    one = frechet_distance(x, y)
+    two = frechet_distance(y, x)
     assert (
         one.value
         == one.parts["mean_term"] + one.parts["covariance_term"]
@@ -72,7 +80,8 @@ def test_parts_add_up_and_order_does_not_matter() -> None:
 
 @pytest.mark.parametrize("columns", [1, 24, 100])
 def test_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    x, y = correlated(300, 100, 2), correlated(200, 100, 3, shift=0.05)
+    x = correlated(300, 100, 2)
+    y = correlated(200, 100, 3, shift=0.05)
     whole = frechet_distance(x, y).value
     monkeypatch.setattr("specmm.metrics.frechet.COLUMNS", columns)
     monkeypatch.setattr("specmm.metrics.frechet.ROWS", 37)
@@ -81,7 +90,8 @@ def test_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch, columns: int) -> 
 
 
 def test_singular_covariance_of_many_samples() -> None:
-    x, y = correlated(900, 40, 2), correlated(900, 40, 3, shift=0.05)
+    x = correlated(900, 40, 2)
+    y = correlated(900, 40, 3, shift=0.05)
     for same in (x, y):
         same[:, 7], same[:, 8] = same[:, 6], 2.5  # a copied feature and a constant one
     assert frechet_distance(x, y).value == pytest.approx(by_nuclear_norm(x, y), rel=1e-9)
@@ -105,19 +115,22 @@ def test_zero_for_equal_sets(count: int) -> None:
 
 @pytest.mark.parametrize(("n", "m"), [(30, 500), (500, 30), (30, 30), (64, 65)])
 def test_exact_when_rank_deficient(n: int, m: int) -> None:
-    x, y = correlated(n, 64, 5), correlated(m, 64, 6)
+    x = correlated(n, 64, 5)
+    y = correlated(m, 64, 6)
     result = frechet_distance(x, y)
     assert result.value == pytest.approx(by_nuclear_norm(x, y), rel=1e-9)
     assert f"{min(n, m)} samples of 64 features" in result.protocol["note"]
 
 
 def test_constant_features() -> None:
-    x, y = torch.ones(5, 3), torch.full((6, 3), 3.0)
+    x = torch.ones(5, 3)
+    y = torch.full((6, 3), 3.0)
     assert frechet_distance(x, y).value == pytest.approx(12.0)
 
 
 def test_statistics_merge_and_stream() -> None:
-    x, y = correlated(500, 32, 7), correlated(300, 32, 8)
+    x = correlated(500, 32, 7)
+    y = correlated(300, 32, 8)
     whole = FeatureStatistics.of(torch.cat([x, y]))
     merged = FeatureStatistics.of(x).merge(FeatureStatistics.of(y))
     streamed = FeatureStatistics.empty(32)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from specmm.metrics.features import FeatureSet
-from specmm.metrics.inception import Inception, tensorflow_resize
+from specmm.metrics.networks import Inception, tensorflow_resize
 from specmm.metrics.weights import locate
 
 installed = pytest.mark.skipif(

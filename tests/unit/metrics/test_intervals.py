@@ -39,14 +39,17 @@ def test_interval_of_a_mean_is_the_normal_one() -> None:
 
 
 def test_interval_of_kid_covers_as_often_as_it_says() -> None:
-    shift, truth = 0.7, []
+    shift = 0.7
+    truth = []
     for seed in range(40):
-        x, y = normal(150, seed), normal(150, seed + 1000) + shift
+        x = normal(150, seed)
+        y = normal(150, seed + 1000) + shift
         truth.append(kernel_distance(x, y, subsets=1, subset_size=2).full)
     centre = float(torch.tensor(truth).mean())
     inside = 0
     for seed in range(40):
-        x, y = normal(150, seed), normal(150, seed + 1000) + shift
+        x = normal(150, seed)
+        y = normal(150, seed + 1000) + shift
         found = kernel_distance(
             x, y, subsets=1, subset_size=2, bootstrap=bootstrap(seed, 200)
         ).interval

@@ -9,7 +9,8 @@ from specmm.metrics.kernel import PolynomialKernel, kernel_distance
 
 def naive(x: torch.Tensor, y: torch.Tensor) -> float:
     """The unbiased estimate as a double loop, in Python floats."""
-    a, b = x.double().numpy(), y.double().numpy()
+    a = x.double().numpy()
+    b = y.double().numpy()
 
     def k(u: np.ndarray, v: np.ndarray) -> float:
         return float((u @ v / len(u) + 1) ** 3)
@@ -95,11 +96,10 @@ def test_measurement_says_which_estimate() -> None:
 
 def test_equal_distributions_are_near_zero_and_shift_is_not() -> None:
     generator = torch.Generator().manual_seed(1)
-    x, y = torch.rand(400, 8, generator=generator), torch.rand(400, 8, generator=generator)
-    same, moved = (
-        kernel_distance(x, y, subset_size=200),
-        kernel_distance(x, y + 0.2, subset_size=200),
-    )
+    x = torch.rand(400, 8, generator=generator)
+    y = torch.rand(400, 8, generator=generator)
+    same = kernel_distance(x, y, subset_size=200)
+    moved = kernel_distance(x, y + 0.2, subset_size=200)
     assert same.full is not None and moved.full is not None
     assert abs(same.full) < 0.01 < moved.full
 

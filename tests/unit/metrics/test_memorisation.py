@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from specmm.metrics.frechet import frechet_distance
-from specmm.metrics.memorisation import mean_cosine_distance, memorisation_distance
+from specmm.metrics.frechet import frechet_distance, mean_cosine_distance, memorisation_distance
 
 
 def sets(spread: float) -> tuple[torch.Tensor, torch.Tensor]:

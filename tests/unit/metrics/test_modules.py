@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from specmm.metrics.features import FeatureSet
-from specmm.metrics.frechet import frechet_distance
+from specmm.metrics.frechet import frechet_distance, memorisation_distance
 from specmm.metrics.inception_score import ScoreStatistics, inception_score
 from specmm.metrics.kernel import kernel_distance
-from specmm.metrics.manifold import density_coverage, precision_recall
-from specmm.metrics.memorisation import memorisation_distance
+from specmm.metrics.neighbours import density_coverage, precision_recall
 
 pytest.importorskip("torchmetrics")
 

@@ -7,7 +7,8 @@ from specmm.metrics.neighbours import nearest_neighbours, pixels
 
 def test_agrees_with_all_distances() -> None:
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.rand(1100, 12, generator=generator), torch.rand(300, 12, generator=generator)
+    x = torch.rand(1100, 12, generator=generator)
+    y = torch.rand(300, 12, generator=generator)
     expected = torch.cdist(x.double(), y.double(), compute_mode="donot_use_mm_for_euclid_dist").min(
         1
     )

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from specmm.metrics.extractors.base import Extractor, channels_first
+from specmm.metrics.extractors import Extractor, channels_first
 from specmm.metrics.frechet import frechet_distance
-from specmm.metrics.reconstruction import reconstruction
+from specmm.metrics.paired import reconstruction
 
 image = pytest.importorskip("torchmetrics.functional.image", reason="needs the extra specmm[fid]")
 

@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 
-from specmm.metrics.measurement import Interval, Measurement
-from specmm.metrics.picture import _axes, _shared, draw_trade, place_names
-from specmm.metrics.report import COLUMNS, joined, read_files, table
-from specmm.metrics.results import compare_results, read_measurements
+from specmm.metrics.measurement import Interval, Measurement, compare_results, read_measurements
+from specmm.metrics.report import (
+    COLUMNS,
+    _axes,
+    _shared,
+    draw_trade,
+    joined,
+    place_names,
+    read_files,
+    table,
+)
 
 BENCH = [
     {"method": "ar", "label": "ar", "speedup": 1.0, "certificate": {"kind": "exact"}},

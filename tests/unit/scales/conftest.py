@@ -5,12 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from specmm.collaborative import alternate
-from specmm.image_ar.scales.drawing import turn
-from specmm.image_ar.scales.feature_map import FeatureMap
+from specmm.image_ar.scales.collaborative import Turn, alternate
+from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.pipeline import VARPipeline
-from specmm.image_ar.scales.sampling import Inverse
-from specmm.image_ar.scales.settings import Settings
+from specmm.image_ar.scales.sampling import InverseCDF, VARSettings
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 from specmm.randomness import Uniforms
@@ -74,7 +72,7 @@ def pipe(large, small, vqvae):
         large,
         vqvae,
         small,
-        Settings(2.0, 1.0, 20, 0.95, classes=tuple(f"class{i}" for i in range(10))),
+        VARSettings(2.0, 1.0, 20, 0.95, classes=tuple(f"class{i}" for i in range(10))),
     )
     made.set_progress_bar_config(disable=True)
     return made
@@ -91,20 +89,16 @@ def plain():
     """``plain(model, vqvae, labels, sampling, seeds)``: tokens by scale of our plain decoding."""
 
     @torch.inference_mode()
-    def run(model, vqvae, labels, sampling, seeds, sampler=Inverse):
+    def run(model, vqvae, labels, sampling, seeds, sampler=InverseCDF):
         feature_map = FeatureMap(vqvae.quantize, len(labels))
         uniforms = (
-            Inverse(sampling, Uniforms.from_seeds(seeds), len(feature_map.schedule))
-            if sampler is Inverse
+            InverseCDF(sampling, Uniforms.from_seeds(seeds), len(feature_map.schedule))
+            if sampler is InverseCDF
             else sampler
         )
         steps = range(len(feature_map.schedule))
-        list(
-            alternate(
-                [turn(model, "large", steps, feature_map, labels, sampling, lambda _: uniforms)],
-                Clock(),
-            )
-        )
+        turns = [Turn("large", model, steps)]
+        list(alternate(turns, feature_map, labels, sampling, lambda _: uniforms, Clock()))
         return feature_map
 
     return run

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from specmm.cli import app
-from specmm.image_ar.scales import sizes
+from specmm.image_ar.scales import var
 
 
 def test_plan_on_the_command_line(pipe, tmp_path):
@@ -25,7 +25,9 @@ def test_plan_on_the_command_line(pipe, tmp_path):
 
 
 def test_published_sizes_are_planned_without_weights(monkeypatch):
-    monkeypatch.setattr(sizes, "DEPTHS", {256: (1, 2)})  # as if small ones had been published
+    monkeypatch.setattr(
+        var, "PUBLISHED_DEPTHS", {256: (1, 2)}
+    )  # as if small ones had been published
     arguments = ["plan", "d2,d1", "--batch", "2", "--dtype", "float32"]
     found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     seconds = [row["seconds"] for row in found["by_n"]]

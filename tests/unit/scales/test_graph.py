@@ -41,7 +41,7 @@ def uniforms(count):
 @pytest.mark.parametrize("options", [{}, dict(cfg=2.0, top_k=5, top_p=0.9, temperature=0.8)])
 def test_a_captured_picture_is_the_pipelines(pipe, n, options, monkeypatch):
     monkeypatch.setattr(
-        "specmm.image_ar.scales.session.check_finite", lambda *_: None
+        "specmm.image_ar.scales.next_scale.check_finite", lambda *_: None
     )  # as while capturing
     graph = PictureGraph(pipe, n, pipe.target(**options))
     labels, length = torch.tensor([1, 4, 7]), pipe.transformer.config.schedule.length

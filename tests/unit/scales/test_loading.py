@@ -7,9 +7,14 @@ import json
 import pytest
 import torch
 
-from specmm.image_ar.scales.loading import load_var, load_vqvae, save_var, save_vqvae
-from specmm.image_ar.scales.pair import tokenizer_fingerprint
-from specmm.image_ar.scales.quantizer import phi_of_scale
+from specmm.image_ar.scales.loading import (
+    load_var,
+    load_vqvae,
+    save_var,
+    save_vqvae,
+    tokenizer_fingerprint,
+)
+from specmm.image_ar.scales.vqvae import phi_of_scale
 
 SIDES = (1, 2, 3, 4, 6)
 

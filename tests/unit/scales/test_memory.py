@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from specmm.collaborative import alternate
-from specmm.image_ar.scales.drawing import code_turns
-from specmm.image_ar.scales.feature_map import FeatureMap
-from specmm.image_ar.scales.memory import measured_peak
-from specmm.image_ar.scales.planner import Draw, model_memory
-from specmm.image_ar.scales.sampling import Inverse, Sampling
+from benchmarks.memory import measured_peak
+from specmm.image_ar.scales.collaborative import alternate, code_turns
+from specmm.image_ar.scales.next_scale import FeatureMap
+from specmm.image_ar.scales.planner import Workload, model_memory
+from specmm.image_ar.scales.sampling import InverseCDF, Sampling
 from specmm.prepacked import lay_weights
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
@@ -52,12 +51,11 @@ def test_forecasts(make, vqvae, n):
     @torch.inference_mode()
     def run():
         feature_map = FeatureMap(vqvae.quantize, len(labels))
-        turns = code_turns(
-            large, small, n, feature_map, labels, sampling, lambda _: Inverse(sampling, uniforms, 5)
-        )
-        list(alternate(turns, Clock()))
+        sampler = InverseCDF(sampling, uniforms, 5)
+        turns = code_turns(large, small, n)
+        list(alternate(turns, feature_map, labels, sampling, lambda _: sampler, Clock()))
 
-    draw = Draw(40)
+    draw = Workload(40)
     wanted = max(
         model_memory(large.config, draw, range(n)), model_memory(small.config, draw, range(n, 5))
     )

@@ -9,8 +9,8 @@ import torch
 from specmm import methods
 from specmm.image_ar.scales.loading import save_var
 from specmm.image_ar.scales.pipeline import VARPipeline
-from specmm.image_ar.scales.settings import Settings
-from specmm.image_ar.scales.tuning import Plan
+from specmm.image_ar.scales.sampling import VARSettings
+from specmm.image_ar.scales.tuning import CoDePlan
 
 
 def seeded(seed=0):
@@ -117,7 +117,7 @@ def test_temperature_by_scale_and_smooth(pipe):
 def test_code_without_n_takes_the_planners(pipe):
     out = draw(pipe, "code")
     made = pipe.chooser.plans[3, pipe.target()]
-    assert isinstance(made, Plan) and out.method == f"code: {made.reason}"
+    assert isinstance(made, CoDePlan) and out.method == f"code: {made.reason}"
     assert torch.equal(out.tokens, draw(pipe, methods.CoDe(made.n)).tokens)
     found = made.as_dict()
     assert len(found["by_n"]) == 6 and json.dumps(found) and len(made.lines()) == 7
@@ -152,7 +152,7 @@ def test_specialised_models_are_planned_as_they_are_run(pipe, vqvae, large, smal
 
 def test_schedules_that_begin_with_many_tokens(make):
     models = [make.var(seed, depth=1, patch_nums=(10, 12)) for seed in (0, 1)]
-    made = VARPipeline(models[0], make.vqvae((10, 12)), models[1], Settings())
+    made = VARPipeline(models[0], make.vqvae((10, 12)), models[1], VARSettings())
     plain = draw(made, "ar", [3], temperature=0.0).tokens
     for method in ("auto", "speculative"):
         assert torch.equal(draw(made, method, [3], temperature=0.0).tokens, plain)
@@ -276,7 +276,7 @@ def test_tokenizers_that_do_not_fit(make, large, small, vqvae, pipe, tmp_path):
 
 def test_missing_small_model(pipe, large, vqvae):
     alone = VARPipeline(
-        large, vqvae, None, dataclasses.replace(Settings(), classes=pipe.settings.classes)
+        large, vqvae, None, dataclasses.replace(VARSettings(), classes=pipe.settings.classes)
     )
     for method in ("code", methods.CoDe(2), "speculative"):
         with pytest.raises(ValueError, match="needs a small model"):

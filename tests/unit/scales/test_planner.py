@@ -5,10 +5,10 @@ N.
 import pytest
 
 from specmm.image_ar.scales.planner import (
-    Draw,
     Forecast,
     Machine,
     Work,
+    Workload,
     choose_n,
     condition_work,
     fit,
@@ -29,7 +29,7 @@ D16, D30 = VARConfig(), VARConfig(depth=30, embed_dim=1920, num_heads=30)
     ],
 )
 def test_published_counts(config, wanted, size):
-    draw = Draw(1)
+    draw = Workload(1)
     again = condition_work(
         config, draw
     ).flops  # the release computes it at every scale, and the head of both halves
@@ -43,7 +43,7 @@ def test_published_counts(config, wanted, size):
 
 
 def test_ideal_speedups():
-    found = forecast(D30, D16, Draw(64), Machine(1, 0, 0))
+    found = forecast(D30, D16, Workload(64), Machine(1, 0, 0))
     assert [found[n].speedup for n in range(9, 3, -1)] == pytest.approx(
         [1.28, 1.89, 2.61, 3.43, 4.18, 4.92], rel=0.02
     )
@@ -51,7 +51,7 @@ def test_ideal_speedups():
 
 
 def test_memory_falls_with_the_switch():
-    memory = [f.memory / 2**30 for f in forecast(D30, D16, Draw(64, True, 2), Machine(1, 0, 0))]
+    memory = [f.memory / 2**30 for f in forecast(D30, D16, Workload(64, True, 2), Machine(1, 0, 0))]
     assert memory[0] < memory[8] < 0.6 * memory[10]
 
 

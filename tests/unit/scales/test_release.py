@@ -10,10 +10,8 @@ from scipy.stats import chisquare
 
 from specmm import methods
 from specmm.image_ar.scales.pipeline import VARPipeline
-from specmm.image_ar.scales.release import sorted_mask
-from specmm.image_ar.scales.sampling import Sampling
-from specmm.image_ar.scales.settings import Settings
-from tests.unit.scales.test_verified import exact_probs
+from specmm.image_ar.scales.sampling import Sampling, VARSettings, sorted_mask
+from tests.unit.scales.test_scale_speculation import exact_probs
 
 PICTURES = 4000
 
@@ -23,7 +21,7 @@ def two_codes(make):
     """A pipeline of two codes on 1 + 4 tokens, and the chance of each of its 32 pictures."""
     model = make.var(3, depth=1, vocab_size=2, patch_nums=(1, 2), embed_dim=32, num_heads=2)
     vqvae = make.vqvae((1, 2), 2)
-    return VARPipeline(model, vqvae, None, Settings(1.0, 1.5)), exact_probs(
+    return VARPipeline(model, vqvae, None, VARSettings(1.0, 1.5)), exact_probs(
         model, vqvae, Sampling(1.0, temperature=1.5)
     )
 

@@ -6,8 +6,15 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from specmm.image_ar.scales.release import Release, sorted_mask
-from specmm.image_ar.scales.sampling import Inverse, Race, Sampling, gumbel, soften
+from specmm.image_ar.scales.sampling import (
+    InverseCDF,
+    ReleaseSampler,
+    Sampling,
+    SharedGumbel,
+    gumbel,
+    soften,
+    sorted_mask,
+)
 from specmm.randomness import Uniforms
 
 LOGITS = torch.randn(1, 1, 12, generator=torch.Generator().manual_seed(0)) * 1.5
@@ -23,10 +30,10 @@ def probs():
 def test_every_way_follows_the_distribution(kind):
     uniforms = Uniforms.from_seeds(range(ROWS))
     sampler = {
-        "inverse": lambda: Inverse(SAMPLING, uniforms, 4),
-        "race": lambda: Race(SAMPLING, uniforms, 4),
-        "uncoupled": lambda: Race(SAMPLING, uniforms, 0),
-        "release": lambda: Release(SAMPLING, torch.Generator().manual_seed(0), 4),
+        "inverse": lambda: InverseCDF(SAMPLING, uniforms, 4),
+        "race": lambda: SharedGumbel(SAMPLING, uniforms, 4),
+        "uncoupled": lambda: SharedGumbel(SAMPLING, uniforms, 0),
+        "release": lambda: ReleaseSampler(SAMPLING, torch.Generator().manual_seed(0), 4),
     }[kind]()
     tokens = sampler.draw(LOGITS.expand(ROWS, PLACES, 12), 0).tokens
     assert tokens.shape == (ROWS, PLACES)
@@ -56,16 +63,16 @@ def test_weights_grow_over_the_scales():
 def test_shared_noise_makes_models_agree():
     logits = LOGITS.expand(ROWS, PLACES, 12)
     others = logits + 0.3 * torch.randn(12, generator=torch.Generator().manual_seed(1))
-    race = Race(Sampling(), Uniforms.from_seeds(range(ROWS)), 4)
+    race = SharedGumbel(Sampling(), Uniforms.from_seeds(range(ROWS)), 4)
     shared = (race.draw(logits, 0).tokens == race.draw(others, 0).tokens).float().mean()
-    fresh = Race(Sampling(), Uniforms.from_seeds(range(100, 100 + ROWS)), 4)
+    fresh = SharedGumbel(Sampling(), Uniforms.from_seeds(range(100, 100 + ROWS)), 4)
     alone = (race.draw(logits, 0).tokens == fresh.draw(others, 0).tokens).float().mean()
     overlap = float(torch.minimum(logits.softmax(-1), others.softmax(-1))[0, 0].sum())
     assert alone < overlap - 0.2 and overlap - 0.15 < shared <= overlap + 0.02
 
 
 def test_noise_lasts_until_forgotten():
-    race, logits = Race(Sampling(), Uniforms.from_seeds([0, 1]), 2), LOGITS.expand(2, 9, 12)
+    race, logits = SharedGumbel(Sampling(), Uniforms.from_seeds([0, 1]), 2), LOGITS.expand(2, 9, 12)
     first = [race.draw(logits, k).tokens for k in (0, 1, 2)]
     assert all(torch.equal(race.draw(logits, k).tokens, tokens) for k, tokens in enumerate(first))
     assert race.noise[1].shape == (2, 9, 12) and race.noise[2].shape == (2, 9)
@@ -79,7 +86,7 @@ def test_noise_lasts_until_forgotten():
 
 def test_rows_have_their_own_uniforms():
     logits = LOGITS.expand(2, 50, 12)
-    for make in (lambda u: Inverse(Sampling(), u, 4), lambda u: Race(Sampling(), u, 4)):
+    for make in (lambda u: InverseCDF(Sampling(), u, 4), lambda u: SharedGumbel(Sampling(), u, 4)):
         both = make(Uniforms.from_seeds([5, 6])).draw(logits, 0).tokens
         single = make(Uniforms.from_seeds([6])).draw(logits[:1], 0).tokens
         assert torch.equal(both[1:], single) and not torch.equal(both[0], both[1])
@@ -89,7 +96,7 @@ def test_soft_codes_harden():
     noise = gumbel(torch.rand(1, 1, 12, generator=torch.Generator().manual_seed(0)))
     early, late = soften(LOGITS, noise, 0.0), soften(LOGITS, noise, 1.0)
     assert early.sum() == pytest.approx(1) and early.max() < late.max()
-    choice = Inverse(Sampling(more_smooth=True), Uniforms.from_seeds([0]), 4).draw(LOGITS, 3)
+    choice = InverseCDF(Sampling(more_smooth=True), Uniforms.from_seeds([0]), 4).draw(LOGITS, 3)
     assert choice.weights.shape == (1, 1, 12) and choice.tokens == choice.weights.argmax(-1)
 
 

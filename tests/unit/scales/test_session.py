@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from benchmarks.straightforward_var import straightforward
-from specmm.image_ar.scales.feature_map import FeatureMap
-from specmm.image_ar.scales.quality import log_likelihood
-from specmm.image_ar.scales.sampling import Choice, Sampling
-from specmm.image_ar.scales.session import Session
+from specmm.image_ar.scales.next_scale import FeatureMap, Session, log_likelihood
+from specmm.image_ar.scales.sampling import Sampling, ScaleTokens
 from specmm.randomness import Uniforms
 
 LABELS = torch.tensor([3, 0, 7])
@@ -24,7 +22,7 @@ def test_equals_a_straightforward_loop(make, vqvae, plain, shape, options):
         model, vqvae.quantize, LABELS, *options, Uniforms.from_seeds([1, 2, 3])
     )
     assert all(torch.equal(a, b) for a, b in zip(feature_map.tokens, tokens, strict=True))
-    torch.testing.assert_close(feature_map.sums[-1], f_hat, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(feature_map.f_hats[-1], f_hat, atol=1e-4, rtol=1e-4)
     assert (
         len(torch.cat(tokens, 1).unique()) > 8
     )  # the test would prove little with one token everywhere
@@ -44,7 +42,7 @@ def test_a_picture_does_not_depend_on_its_batch(large, vqvae, plain):
 @pytest.mark.parametrize("jumps", [(0, 1, 2, 3, 4), (4,), (2, 4), (0, 3, 4), (1, 2, 4)])
 @pytest.mark.parametrize("cfg", [0.0, 1.5])
 def test_scales_at_once_equal_scales_one_by_one(large, vqvae, jumps, cfg):
-    feature_map, sampling = painted(vqvae, LABELS), Sampling(cfg)
+    feature_map, sampling = drawn_map(vqvae, LABELS), Sampling(cfg)
     session, parts = Session(large, LABELS, sampling, 4), []
     for k in jumps:
         parts.append(session.advance(feature_map, k, session.filled))
@@ -58,15 +56,15 @@ def test_scales_at_once_equal_scales_one_by_one(large, vqvae, jumps, cfg):
 
 @torch.inference_mode()
 def test_after_a_crop_scales_are_run_again(large, vqvae):
-    feature_map, sampling = painted(vqvae, LABELS), Sampling(1.0)
+    feature_map, sampling = drawn_map(vqvae, LABELS), Sampling(1.0)
     session = Session(large, LABELS, sampling, 5)
     session.advance(feature_map, 3)
     wanted = session.advance(feature_map, 4)
-    other = painted(vqvae, LABELS, seed=1)
+    other = drawn_map(vqvae, LABELS, seed=1)
     feature_map.crop(2)
     session.crop(2)
-    feature_map.add(Choice(other.tokens[2]))
-    feature_map.add(Choice(other.tokens[3]))
+    feature_map.add(ScaleTokens(other.tokens[2]))
+    feature_map.add(ScaleTokens(other.tokens[3]))
     fresh = Session(large, LABELS, sampling, 5).advance(feature_map, 4)
     again = session.advance(feature_map, 4)
     torch.testing.assert_close(again, fresh, atol=2e-4, rtol=1e-4)
@@ -75,7 +73,7 @@ def test_after_a_crop_scales_are_run_again(large, vqvae):
 
 @torch.inference_mode()
 def test_no_work_for_nothing(large, vqvae):
-    feature_map, calls = painted(vqvae, LABELS), []
+    feature_map, calls = drawn_map(vqvae, LABELS), []
     hook = large.head.register_forward_hook(
         lambda _, inputs, __: calls.append(tuple(inputs[0].shape[:2]))
     )
@@ -84,11 +82,11 @@ def test_no_work_for_nothing(large, vqvae):
         session.advance(feature_map, k)
     hook.remove()
     assert calls == [(3, 1), (3, 4), (3, 9), (3, 16), (3, 36)]  # guidance mixes what the head reads
-    assert session.memories[0].keys.shape[1] == 30  # nothing stored of the last scale
+    assert session.caches[0].keys.shape[1] == 30  # nothing stored of the last scale
     assert not Session(large, LABELS, Sampling(0.0), 4).guided
 
 
-def painted(vqvae, labels, seed=0):
+def drawn_map(vqvae, labels, seed=0):
     """A feature map full of random tokens."""
     feature_map, generator = (
         FeatureMap(vqvae.quantize, len(labels)),
@@ -96,14 +94,16 @@ def painted(vqvae, labels, seed=0):
     )
     for k in range(len(feature_map.schedule)):
         shape = (len(labels), feature_map.schedule.tokens(k))
-        feature_map.add(Choice(torch.randint(vqvae.config.vocab_size, shape, generator=generator)))
+        feature_map.add(
+            ScaleTokens(torch.randint(vqvae.config.vocab_size, shape, generator=generator))
+        )
     return feature_map
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("cfg", [0.0, 1.5])
 def test_likelihood_is_that_of_teacher_forcing(large, vqvae, cfg):
-    feature_map, sampling = painted(vqvae, LABELS), Sampling(cfg, temperature=0.7)
+    feature_map, sampling = drawn_map(vqvae, LABELS), Sampling(cfg, temperature=0.7)
     tokens = torch.cat(feature_map.tokens, 1)
     own, null = (
         large(rows, feature_map.inputs(1, 4)) for rows in (LABELS, torch.full_like(LABELS, 10))

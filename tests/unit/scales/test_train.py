@@ -20,11 +20,9 @@ from recipes.training.var import (
 )
 from recipes.training.vqvae import encode_pictures, train_vqvae
 from specmm.image_ar.scales.pipeline import VARPipeline
-from specmm.image_ar.scales.quantizer import MultiScaleQuantizer
-from specmm.image_ar.scales.scale_schedule import ScaleSchedule
-from specmm.image_ar.scales.settings import Settings
+from specmm.image_ar.scales.sampling import VARSettings
 from specmm.image_ar.scales.var import VARConfig
-from specmm.image_ar.scales.vqvae import VQVAEConfig
+from specmm.image_ar.scales.vqvae import MultiScaleQuantizer, VQVAEConfig
 from specmm.recipes.recipe import train
 from specmm.training import seeded
 
@@ -44,7 +42,7 @@ def pictures():
 @pytest.fixture(scope="module")
 def examples():
     with seeded(0):
-        quantizer = MultiScaleQuantizer(16, 4, ScaleSchedule(SIDES), 4, 0.5, False, 0.25)
+        quantizer = MultiScaleQuantizer(VQVAEConfig(16, 4, patch_nums=SIDES))
     tokens = torch.randint(16, (3, 1, 14), generator=torch.Generator().manual_seed(1)).repeat(
         4, 2, 1
     )
@@ -159,7 +157,7 @@ def test_recipes(pictures, tmp_path, monkeypatch):
     del run["tokenizer"]
     made = train("code", model=tmp_path / "pair", out=tmp_path / "code", **run)
     pipe = VARPipeline.from_pretrained(tmp_path / "code/model", method="code")
-    assert pipe.small is not None and pipe.settings == Settings(classes=("x", "y", "z"), n=1)
+    assert pipe.small is not None and pipe.settings == VARSettings(classes=("x", "y", "z"), n=1)
     drawn = pipe(classes=["y"])
     assert (
         drawn.images[0].size == (6, 6)

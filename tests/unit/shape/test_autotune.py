@@ -3,7 +3,7 @@ import time
 import pytest
 
 from specmm.autotune import Costs, Plan, lookup, measure, plan, until_stable
-from specmm.shape.static import branching
+from specmm.shape.trees import branching
 from specmm.tree import TreeShape
 
 CHEAP = Costs(

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from specmm.shape.expected import expected_tau, rank_table, reach
-from specmm.shape.static import branching, named
+from specmm.shape.sequoia import expected_tau, rank_table, reach
+from specmm.shape.trees import branching, make_tree
 from specmm.tree import TreeShape
 
 ACCEPT = [0.5, 0.2, 0.1]
@@ -22,7 +22,7 @@ def test_levels_multiply():
 
 
 def test_equals_a_walk_over_all_outcomes():
-    shape = named("mc_sim_7b_63")
+    shape = make_tree("mc_sim_7b_63")
     children = {
         n: [c for c in range(shape.size) if shape.parents[0, c] == n] for n in range(shape.size)
     }

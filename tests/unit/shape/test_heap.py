@@ -3,8 +3,8 @@ import itertools
 import pytest
 import torch
 
+from specmm.shape.blocks import best_first, block_tree, block_tree_heap
 from specmm.shape.eagle2 import finish, start, step
-from specmm.shape.heap import best_first, block_tree, block_tree_heap
 
 
 def paths(tree, row=0):

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from specmm.shape.length import acceptance_bound, adaedl_stop, entropy
+from specmm.shape.blocks import acceptance_bound, adaedl_stop, entropy
 
 PROBS = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25]])
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from specmm.shape.sampled import sample_siblings, sample_siblings_iid, sibling_probs
+from specmm.shape.trees import sample_siblings, sample_siblings_iid, sibling_probs
 
 PROBS = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
 

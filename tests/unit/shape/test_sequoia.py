@@ -1,11 +1,9 @@
-import itertools
 from functools import cache
 
 import pytest
 import torch
 
-from specmm.shape.expected import expected_tau
-from specmm.shape.sequoia import best_tree, fastest_tree
+from specmm.shape.sequoia import best_tree, expected_tau
 from specmm.tree import TreeShape
 
 
@@ -77,27 +75,6 @@ def test_leaves_out_nodes_that_are_never_kept():
     assert tau == 1.75
 
 
-@pytest.mark.parametrize("accept", tables())
-def test_fastest_equals_brute_force(accept):
-    def seconds(nodes, depth):
-        return 1.0 + 0.1 * nodes + 0.2 * depth
-
-    shape, rate = fastest_tree(accept, seconds, sizes=[2, 4, 6], max_depth=3)
-    best = max(
-        brute(accept, n, d) / seconds(n, d) for n, d in itertools.product([2, 4, 6], [1, 2, 3])
-    )
-    assert rate == pytest.approx(best)
-    assert expected_tau(shape, accept).item() / seconds(shape.size, shape.depth) >= rate - 1e-9
-
-
-def test_costly_nodes_make_small_trees():
-    cheap, _ = fastest_tree([0.5, 0.2], lambda n, d: 1 + 0.001 * n, sizes=range(2, 33), max_depth=5)
-    dear, _ = fastest_tree([0.5, 0.2], lambda n, d: 1 + 0.2 * n, sizes=range(2, 33), max_depth=5)
-    assert dear.size < cheap.size
-
-
 def test_errors():
     with pytest.raises(ValueError, match="total must be at least 1"):
         best_tree([0.5], 0, 2)
-    with pytest.raises(ValueError, match="sizes must not be empty"):
-        fastest_tree([0.5], lambda n, d: 1.0, [], 2)

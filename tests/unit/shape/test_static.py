@@ -1,26 +1,22 @@
 import pytest
 import torch
 
-from specmm.shape.delayed import delayed
-from specmm.shape.static import MC_SIM_7B_63, NAIVE_EXTEND_57, branching, named, spine
+from specmm.shape.trees import NAMED, branching, delayed, make_tree, spine
 
 
 @pytest.mark.parametrize(
-    ("choices", "name", "counts"),
-    [
-        (NAIVE_EXTEND_57, "naive_extend_57", [1, 5, 13, 16, 14, 9]),
-        (MC_SIM_7B_63, "mc_sim_7b_63", [1, 4, 8, 8, 3, 2]),
-    ],
+    ("name", "counts"),
+    [("naive_extend_57", [1, 5, 13, 16, 14, 9]), ("mc_sim_7b_63", [1, 4, 8, 8, 3, 2])],
 )
-def test_published_lists(choices, name, counts):
-    shape = named(name)
+def test_published_lists(name, counts):
+    shape, choices = make_tree(name), NAMED[name]
     assert shape.size == len(choices) + 1 == len(set(choices)) + 1
     assert torch.bincount(shape.depths[0]).tolist() == counts
 
 
 def test_unknown_name_lists_the_known():
-    with pytest.raises(ValueError, match=r"mc_sim_7b_63.*got 'medusa'"):
-        named("medusa")
+    with pytest.raises(ValueError, match=r"unknown tree 'medusa'.*mc_sim_7b_63"):
+        make_tree("medusa")
 
 
 def test_branching():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from specmm.decode import decide
 from specmm.randomness import Uniforms
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import (
@@ -25,7 +26,6 @@ from specmm.verify import (
     endings,
     expected_tokens,
 )
-from specmm.verify.deciding import decide
 from specmm.verify.exhaustive import Draws, draws, emitted_probs, node_probs, sequence_probs
 
 ROWS = 20_000

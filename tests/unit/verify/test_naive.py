@@ -26,7 +26,7 @@ from specmm.verify import (
     naive,
     neighbour_table,
 )
-from specmm.verify.families import one_hot
+from specmm.verify.exact import one_hot
 
 VOCAB, TABLE = 7, neighbour_table(torch.randn(7, 3, generator=torch.Generator().manual_seed(1)), 6)
 SHAPES = [[-1, 0, 0, 0, 1, 1, 2, 4, 4], [-1, 0, 1, 2, 2, 0, 0, 6, 3], [-1, 0, 0, 1, 0, 1, 1, 1, 5]]

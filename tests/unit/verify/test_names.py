@@ -4,13 +4,12 @@ import pytest
 import torch
 from scipy.stats import chi2
 
+from specmm.decode import decide
 from specmm.randomness import Uniforms
 from specmm.shape.eagle2 import Dynamic
-from specmm.shape.names import TREES, make_tree, static_tree
-from specmm.shape.sampled import draw_siblings, likeliest_and_one
+from specmm.shape.trees import TREES, draw_siblings, likeliest_and_one, make_tree, static_tree
 from specmm.tree import DraftTree, TreeShape
-from specmm.verify.deciding import decide
-from specmm.verify.names import RULES, is_exact, make_rule, rule_kind
+from specmm.verify.rule import RULES, is_exact, make_rule, rule_kind
 
 TARGET = torch.tensor([0.1, 0.35, 0.05, 0.3, 0.2], dtype=torch.float64)
 DRAFT = torch.tensor([0.3, 0.1, 0.25, 0.3, 0.05], dtype=torch.float64)

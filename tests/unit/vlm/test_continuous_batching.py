@@ -7,20 +7,20 @@ import torch
 
 from specmm.batch_invariant import batch_invariant
 from specmm.continuous_batching import Queue
-from specmm.decode import decode, decode_plain
+from specmm.decode import EndTokens, decode, decode_plain
 from specmm.drafter import NoDrafts
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
+from specmm.hf.prompt import VLMPrompt
 from specmm.hf.running import Prompts
-from specmm.hf.target import VLMPrompt, VLMTarget
+from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
+from specmm.recipes.training.msd import msd_config
 from specmm.shape.eagle2 import Dynamic
-from specmm.shape.static import branching
-from specmm.stopping import EndTokens
+from specmm.shape.trees import branching
 from specmm.verify import Recursive
-from specmm.vlm.drafters.msd import MSDDrafter
-from specmm.vlm.drafters.msd_head import MSDHead
-from specmm.vlm.train.msd import msd_config
+from specmm.vlm.msd import MSDDrafter
+from specmm.vlm.msd_head import MSDHead
 
 LENGTH = 12
 STOP = EndTokens([3, 8, 13, 21, 30])

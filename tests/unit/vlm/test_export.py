@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specmm.vlm.drafters.msd_head import MSDConfig, MSDHead
 from specmm.vlm.export import Verifier, export_speculators, import_speculators, speculators_config
+from specmm.vlm.msd_head import MSDConfig, MSDHead
 
 SIZES = dict(
     vocab_size=20,

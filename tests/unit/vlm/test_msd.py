@@ -7,17 +7,18 @@ import torch
 
 from specmm.decode import decode, decode_plain
 from specmm.drafter import DeferredDrafter, Feedback
-from specmm.hf.target import VLMPrompt, VLMTarget
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
+from specmm.recipes.training.msd import msd_config
 from specmm.shape.eagle2 import Dynamic
-from specmm.shape.static import branching
+from specmm.shape.trees import branching
 from specmm.stats import Clock
 from specmm.tree import DraftTree
 from specmm.verify import GreedyMatch, Recursive
-from specmm.vlm.drafters.msd import MSDDrafter
-from specmm.vlm.drafters.msd_head import MSDConfig, MSDHead
-from specmm.vlm.train.msd import msd_config
+from specmm.vlm.msd import MSDDrafter
+from specmm.vlm.msd_head import MSDConfig, MSDHead
 
 LENGTH = 12
 TREE = Dynamic(top_k=3, depth=2, total=10)

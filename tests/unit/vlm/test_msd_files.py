@@ -7,8 +7,7 @@ import json
 import pytest
 import torch
 
-from specmm.vlm.drafters.msd_files import load_msd, save_msd
-from specmm.vlm.drafters.msd_head import MSDConfig, MSDHead
+from specmm.vlm.msd_head import MSDConfig, MSDHead, load_msd, save_msd
 
 SIZES = dict(
     vocab_size=20,

@@ -9,7 +9,7 @@ import torch
 
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
-from specmm.vlm.train.msd import (
+from specmm.recipes.training.msd import (
     Example,
     msd_config,
     msd_loss,
@@ -129,7 +129,7 @@ def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch):
     for it.
     """
     from specmm.recipes import conversations, msd, recipe
-    from specmm.vlm.drafters.msd_files import load_msd
+    from specmm.vlm.msd_head import load_msd
 
     model = zoo.model("llava")
     model.save_pretrained(tmp_path / "model")

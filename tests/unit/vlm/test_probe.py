@@ -5,7 +5,7 @@ import torch
 import transformers as tf
 
 import specmm
-from specmm.hf.after_head import AfterHead, after_head
+from specmm.hf.families import AfterHead, after_head
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor

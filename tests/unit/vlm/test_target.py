@@ -10,7 +10,8 @@ from specmm.decode import decode, decode_plain
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
 from specmm.hf.drafters.small_model import SmallModel
 from specmm.hf.drafting import assemble
-from specmm.hf.target import VLMPrompt, VLMTarget
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.verify import Recursive

@@ -9,10 +9,9 @@ from specmm import methods
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
-from specmm.vlm.drafters.msd_files import load_msd, save_msd
-from specmm.vlm.drafters.msd_head import MSDHead
-from specmm.vlm.train.msd import msd_config
-from specmm.vlm.tuning import choose_method, measure_acceptance
+from specmm.recipes.training.msd import msd_config
+from specmm.vlm.msd import choose_method, measure_acceptance
+from specmm.vlm.msd_head import MSDHead, load_msd, save_msd
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from PIL import Image
 from recipes.scenes.tokenizer import build_processor, build_tokenizer
 from specmm.hf.drafting import load_drafter
 from specmm.vlm.pipeline import VQAPipeline
-from specmm.vlm.verdict import Prompts, SpeculativeVerdict, best, consensus, log_perplexities
+from specmm.vlm.verdict import SpeculativeVerdict, VerdictPrompts, best, consensus, log_perplexities
 
 WORDS = "question : answer what is it a red green dog cat house expert reasoning think step by the picture shows then"
 QUESTION = "what is it"
@@ -142,18 +142,18 @@ def test_experts_of_a_folder_are_asked_in_their_own_words(experts, picture, tmp_
         one.model.save_pretrained(tmp_path / str(i))
         one.processor.save_pretrained(tmp_path / str(i))
     load = lambda: load_drafter("verdict", tmp_path, experts[0].model)  # noqa: E731
-    assert load().prompts == Prompts()
+    assert load().prompts == VerdictPrompts()
     words = {
         "score": "{question}",
         "expert": "{number}. {answer}",
         "verdict": "{experts} {question}",
     }
-    Prompts(**words).save(tmp_path)
+    VerdictPrompts(**words).save(tmp_path)
     found = SpeculativeVerdict(load(), experts[0])
-    assert found.prompts == Prompts(**words) and not found.prompts.reasoned
+    assert found.prompts == VerdictPrompts(**words) and not found.prompts.reasoned
     assert (
-        Prompts(expert="{answer} {reasoning!s}").reasoned
-        and not Prompts(expert="{{reasoning}} {answer}").reasoned
+        VerdictPrompts(expert="{answer} {reasoning!s}").reasoned
+        and not VerdictPrompts(expert="{{reasoning}} {answer}").reasoned
     )
     ruling = found(picture, QUESTION, max_new_tokens=3)
     assert ruling.reasons == [] and len(ruling.heard) == 2, (
@@ -173,4 +173,4 @@ def test_mistakes_are_named(experts):
     with pytest.raises(
         ValueError, match=r"prompt 'verdict' must use \['experts', 'question'\], got \['question'\]"
     ):
-        Prompts(verdict="{question}")
+        VerdictPrompts(verdict="{question}")

@@ -1,0 +1,394 @@
+"""Chains and trees from a block, with the distributions that drafts are drawn from.
+
+Every draft is recorded with the distribution it was drawn from, so that verification is exact at
+any temperature; tokens that were chosen, not drawn, are point masses. A chain's tokens are drawn
+independently, each from its marginal (DEER, arXiv 2512.15176), or, where the source has a table of
+pairs or a memory, each after the one drawn before it. A tree holds the most probable paths under a
+budget of nodes, as point masses (DDTree), or has a fixed shape, the children of a node drawn from
+the distribution after it, by default without replacement. For a greedy target drafts are the
+likeliest tokens, as point masses. A likeliest path recorded with its marginals would not be exact:
+nobody drew it.
+
+Shape letters: B batch, K block, N nodes, P parents of a level, W beam width, S width of a place
+(its logits, v, or what logits are made of), R size of a memory, v tokens of the drafter, V of the
+target.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specmm.diffusion_drafters.sources import BlockSource, DrafterVocabulary, NextLogits
+from specmm.drafter import Feedback
+from specmm.growth import Level
+from specmm.hf.drafters.prompt_lookup import Recall
+from specmm.hf.target import VLMTarget
+from specmm.processors import Processor
+from specmm.randomness import UniformSource, categorical
+from specmm.shape import eagle2
+from specmm.shape.blocks import adaedl_stop, block_tree
+from specmm.shape.trees import Siblings, draw_siblings
+from specmm.stats import Clock
+from specmm.tree import DraftTree, TreeShape
+
+Probs = Callable[[Tensor], Tensor]  # from logits [..., v] to probabilities
+BEAM = 8  # least width of the beam that finds a likeliest tree
+
+
+class BlockDrafter:
+    """What drafters of blocks share: a ``source`` for blocks of ``depth`` drafts (None: its
+    longest).
+
+    Raises ``ValueError`` for a depth that the source cannot draft.
+    """
+
+    def __init__(self, source: BlockSource, target: VLMTarget, depth: int | None) -> None:
+        self.source = source
+        self.target = target
+        self.max_depth = block_length(source, depth)
+        self.greedy = target.processor.greedy
+        self.probs = drafting_probs(target, source.vocabulary)
+
+    def begin(self, feedback: Feedback, clock: Clock) -> None:
+        """Let the source read the prompt."""
+        self.clock = clock
+        with clock("draft"):
+            self.source.begin(feedback, self.max_depth)
+
+    def start_row(self, row: int) -> None:
+        """Let the source read the prompt with which ``row`` was started."""
+        with self.clock("draft"):
+            self.source.start_row(row)
+
+
+def drafting_probs(target: VLMTarget, vocabulary: DrafterVocabulary) -> Processor:
+    """The processor of drafts: the target's own, which agrees best; softmax for a greedy target.
+
+    Repetition penalties are left to the target, and so are other kinds of processors. The drafter
+    may have fewer tokens than the target's top k.
+    """
+    own = target.processor
+    if not isinstance(own, Processor) or own.greedy:
+        return Processor()
+    return Processor(own.temperature, min(own.top_k, vocabulary.count), own.top_p, own.top_p_first)
+
+
+def block_length(source: BlockSource, wanted: int | None) -> int:
+    """Drafts a round; raises ``ValueError`` for none, and for more than ``source`` has."""
+    length = source.longest if wanted is None else wanted
+    if length is None or length < 1 or (source.longest is not None and length > source.longest):
+        limit = "" if source.longest is None else f" and at most the drafter's {source.longest}"
+        raise ValueError(f"length must be at least 1{limit}, got {length}")
+    return length
+
+
+class ChainDrafter(BlockDrafter):
+    """Chains of ``length`` drafts (None: the source's longest).
+
+    ``recall`` above 0: where that many of a row's latest tokens occur earlier in it, what followed
+    them there is drafted (as point masses), and the block elsewhere. ``sure`` above 0 cuts a block
+    in front of the first token whose marginal promises less acceptance than that (AdaEDL's bound,
+    arXiv 2410.18351), before anything is drawn. All rows of a batch stay as long as the longest;
+    where drafts are sampled a batch of several rows is never cut, for a row's uniforms must not
+    depend on the others. Raises ``ValueError`` for a length that the source cannot draft, a bound
+    outside [0, 1] and a negative ``recall``.
+    """
+
+    def __init__(
+        self,
+        source: BlockSource,
+        target: VLMTarget,
+        length: int | None = None,
+        sure: float = 0.0,
+        recall: int = 0,
+    ) -> None:
+        super().__init__(source, target, length)
+        if not 0 <= sure <= 1:
+            raise ValueError(f"sure must be in [0, 1], got {sure}")
+        if recall < 0:
+            raise ValueError(f"recall must be at least 0 tokens, got {recall}")
+        self.sure = sure
+        self.recall = Recall(target, recall) if recall else None
+        self.max_nodes = self.max_depth + 1
+        self.shapes = [TreeShape.chain(n, target.device) for n in range(self.max_nodes)]
+
+    def begin(self, feedback: Feedback, clock: Clock) -> None:
+        """Let the source read the prompt."""
+        super().begin(feedback, clock)
+        if self.recall is not None:
+            with clock("draft"):
+                self.recall.begin(feedback.token)
+
+    def start_row(self, row: int) -> None:
+        """Let the source read the prompt with which ``row`` was started."""
+        super().start_row(row)
+        if self.recall is not None:
+            with self.clock("draft"):
+                self.recall.start_row(row)
+
+    def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """The chain after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        root = feedback.token
+        vocabulary = self.source.vocabulary
+        next_logits = self.source.next_logits
+        numbers = None if self.greedy else uniforms
+        with self.clock("draft"):
+            block = self.source.logits(feedback, self.max_depth)  # [B, K, S]
+            fixed = self._recalled(feedback)
+            if next_logits is not None:
+                if self.sure:
+                    probs = next_marginals(root, block, self.probs, next_logits, vocabulary)
+                    # A point mass on any token is as sure.
+                    point = None if fixed is None else fixed.clamp(max=0)
+                    block = block[:, : self._length(with_point_masses(probs, point))]
+                shape = self.shapes[block.shape[1]]
+                return next_chain(
+                    root, block, self.probs, next_logits, vocabulary, numbers, fixed, shape
+                )
+            probs = with_point_masses(vocabulary.spread(self.probs(block)), fixed)
+            probs = probs[:, : self._length(probs)]
+            shape = self.shapes[probs.shape[1]]
+            if numbers is not None:
+                return marginal_chain(root, probs, numbers, shape)
+            return DraftTree(torch.cat([root[:, None], probs.argmax(-1)], dim=1), shape)
+
+    def _recalled(self, feedback: Feedback) -> Tensor | None:
+        """What followed the rows' latest tokens earlier [B, K]; -1 where they did not occur."""
+        if self.recall is None:
+            return None
+        self.recall.extend(feedback)
+        fixed = feedback.token.new_full((len(feedback.token), self.max_depth), -1)
+        for row, log in enumerate(self.recall.rows):
+            if guess := log.guess(self.max_depth, self.recall.ngram):
+                fixed[row, : len(guess)] = torch.tensor(guess, device=fixed.device)
+        return fixed
+
+    def _length(self, probs: Tensor) -> int:
+        """Drafts that a block of ``probs`` [B, K, v or V] is cut to."""
+        if not self.sure or (len(probs) > 1 and not self.greedy):
+            return probs.shape[1]
+        going = ~adaedl_stop(probs, self.sure)
+        return int(going.long().cumprod(1).sum(1).max())
+
+
+class TreeDrafter(BlockDrafter):
+    """The ``total``-node tree (root included) of the most probable paths of ``depth`` tokens at most.
+
+    With a table of pairs or a memory it is found by beams; then a larger tree holds nearly the most
+    probable. Raises ``ValueError`` for a depth that the source cannot draft and a budget without a
+    draft.
+    """
+
+    def __init__(
+        self, source: BlockSource, target: VLMTarget, total: int = 32, depth: int | None = None
+    ) -> None:
+        super().__init__(source, target, depth)
+        if total < 2:
+            raise ValueError(f"total must be at least 2 nodes (the root and a draft), got {total}")
+        self.max_nodes = total
+
+    def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """The tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        root = feedback.token
+        vocabulary = self.source.vocabulary
+        next_logits = self.source.next_logits
+        with self.clock("draft"):
+            block = self.source.logits(feedback, self.max_depth)  # [B, K, S]
+            if next_logits is not None:
+                return next_tree(root, block, self.probs, next_logits, vocabulary, self.max_nodes)
+            return block_tree(vocabulary.spread(self.probs(block)), root, self.max_nodes)
+
+
+class DrawnTreeDrafter(BlockDrafter):
+    """Trees of a fixed ``shape``, the children of a node drawn as ``siblings`` says.
+
+    All levels come from one forward of the source. With a greedy target, or not ``sampled``, the
+    children are the likeliest tokens. Raises ``ValueError`` for a tree deeper than the source's
+    blocks or with more children than there are tokens.
+    """
+
+    def __init__(
+        self,
+        source: BlockSource,
+        target: VLMTarget,
+        shape: TreeShape,
+        sampled: bool = True,
+        siblings: Siblings = "distinct",
+    ) -> None:
+        count = source.vocabulary.count
+        if shape.width > count:
+            raise ValueError(f"tree must have at most {count} children a node, got {shape.width}")
+        super().__init__(source, target, shape.depth)
+        self.greedy = self.greedy or not sampled
+        self.max_nodes = shape.size
+        self.shape = shape
+        self.siblings = siblings
+        self.levels = Level.all_of(shape)
+
+    def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """The tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        vocabulary = self.source.vocabulary
+        with self.clock("draft"):
+            block = self.source.logits(feedback, self.max_depth)  # [B, K, S]
+            tokens = feedback.token[:, None].repeat(1, self.max_nodes)
+            probs = None
+            if not self.greedy:
+                probs = block.new_zeros(*tokens.shape, vocabulary.size, dtype=torch.float32)
+            memory = None
+            for place, level in zip(block.unbind(1), self.levels, strict=True):
+                scores, memory = self._scores(place, tokens[:, level.parents], memory, level)
+                drafts, drawn = self._draw(scores, level.width, uniforms)
+                tokens.index_copy_(1, level.nodes, drafts.flatten(1).index_select(1, level.pick))
+                if probs is not None and drawn is not None:
+                    recorded = drawn.flatten(1, 2).index_select(1, level.pick)
+                    probs.index_copy_(1, level.nodes, vocabulary.spread(recorded))
+            return DraftTree(tokens, self.shape, probs)
+
+    def _scores(
+        self, place: Tensor, parents: Tensor, memory: Tensor | None, level: Level
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [B, P, v] after the tokens ``parents`` [B, P] of a level, and the next memory."""
+        places = place[:, None].expand(-1, parents.shape[1], -1)
+        if self.source.next_logits is None:
+            return places, None
+        before = None if memory is None else memory[:, level.origin]
+        return self.source.next_logits(places, parents, before)
+
+    def _draw(
+        self, scores: Tensor, width: int, uniforms: UniformSource
+    ) -> tuple[Tensor, Tensor | None]:
+        """Children [B, P, width] of a level by ``scores`` [B, P, v], and their distributions."""
+        if self.greedy:
+            return self.source.vocabulary.to_target(scores.topk(width).indices), None
+        drafts, probs = draw_siblings(self.probs(scores), width, uniforms, self.siblings)
+        return self.source.vocabulary.to_target(drafts), probs
+
+
+def marginal_chain(
+    root: Tensor, probs: Tensor, uniforms: UniformSource, shape: TreeShape | None = None
+) -> DraftTree:
+    """A chain after ``root`` [B], token i drawn from row i of ``probs`` [B, K, V] independently.
+
+    ``probs`` must be what is drawn from: after temperature, filters and barred tokens.
+    """
+    drafts = categorical(probs, uniforms.draw(probs.shape[1]))
+    tokens = torch.cat([root[:, None], drafts], dim=1)
+    shape = shape or TreeShape.chain(probs.shape[1], root.device)
+    return DraftTree(tokens, shape, with_root(probs))
+
+
+def next_chain(
+    root: Tensor,
+    block: Tensor,
+    probs: Probs,
+    next_logits: NextLogits,
+    vocabulary: DrafterVocabulary,
+    uniforms: UniformSource | None,
+    fixed: Tensor | None,
+    shape: TreeShape,
+) -> DraftTree:
+    """A chain after ``root`` [B], token i drawn by place i of ``block`` [B, K, S] and the tokens
+    before.
+
+    Where ``fixed`` [B, ≥ K] holds a token (not -1) it is taken, as a point mass. Without
+    ``uniforms`` every token is the likeliest one and no distributions are recorded.
+    """
+    count = block.shape[1]
+    numbers = None if uniforms is None else uniforms.draw(count)
+    points = [None] * count if fixed is None else fixed[:, :count].unbind(1)
+    tokens = [root]
+    recorded: list[Tensor] = []
+    memory = None
+    for i, (place, point) in enumerate(zip(block.unbind(1), points, strict=True)):
+        scores, memory = next_logits(place, tokens[-1], memory)
+        if numbers is None:
+            draft = vocabulary.to_target(scores.argmax(-1))
+        else:
+            dist = probs(scores)
+            draft = vocabulary.to_target(categorical(dist, numbers[:, i]))
+            recorded.append(with_point_masses(vocabulary.spread(dist), point))
+        tokens.append(draft if point is None else torch.where(point >= 0, point, draft))
+    # A chain without drafts has no distributions either.
+    return DraftTree(
+        torch.stack(tokens, 1), shape, with_root(torch.stack(recorded, 1)) if recorded else None
+    )
+
+
+def next_tree(
+    root: Tensor,
+    block: Tensor,
+    probs: Probs,
+    next_logits: NextLogits,
+    vocabulary: DrafterVocabulary,
+    total: int,
+) -> DraftTree:
+    """The ``total`` likeliest paths (root included) of what :func:`next_chain` draws, as point
+    masses.
+
+    They are found by EAGLE-2's beams over ``block`` [B, K, S], each node's children by the
+    distribution after its own path: exactly the likeliest up to BEAM + 1 nodes, nearly beyond (5%
+    less is expected of 32 nodes of flat distributions).
+    """
+    levels = block.shape[1]
+    count = vocabulary.count
+    enough = math.ceil(math.sqrt((total - 1) / (levels - 1))) if levels > 1 else total - 1
+    width = min(max(min(BEAM, total - 1), enough), count)
+    shift = None
+    if vocabulary.ids is not None:
+        shift = vocabulary.ids - torch.arange(count, device=block.device)
+    scores, memory = next_logits(block[:, 0], root, None)
+    beam = eagle2.start(probs(scores).log(), width, shift)
+    memory = None if memory is None else memory[:, None]
+    for place in block[:, 1:].unbind(1):
+        before = None
+        if memory is not None:
+            before = memory.gather(1, beam.origin[..., None].expand(-1, -1, memory.shape[-1]))
+        places = place[:, None].expand(-1, width, -1)
+        scores, memory = next_logits(places, beam.tokens, before)  # [B, W, v]
+        beam = eagle2.step(beam, probs(scores).log(), shift)
+    return eagle2.finish(beam, root, total)
+
+
+def next_marginals(
+    root: Tensor,
+    block: Tensor,
+    probs: Probs,
+    next_logits: NextLogits,
+    vocabulary: DrafterVocabulary,
+    width: int = 4,
+) -> Tensor:
+    """Marginals [B, K, v] of what :func:`next_chain` draws, over the ``width`` likeliest tokens
+    before each.
+
+    Approximate with a memory: the next place gets the mean of the memories after those tokens.
+    """
+    scores, memory = next_logits(block[:, 0], root, None)
+    found = [probs(scores)]
+    for place in block[:, 1:].unbind(1):
+        likeliest = found[-1].topk(min(width, vocabulary.count))  # [B, W]
+        count = likeliest.indices.shape[1]
+        share = (likeliest.values / likeliest.values.sum(1, keepdim=True))[..., None]
+        before = None if memory is None else memory[:, None].expand(-1, count, -1)
+        tokens = vocabulary.to_target(likeliest.indices)
+        scores, memory = next_logits(place[:, None].expand(-1, count, -1), tokens, before)
+        found.append((probs(scores) * share).sum(1))
+        memory = None if memory is None else (memory * share).sum(1)
+    return torch.stack(found, dim=1)
+
+
+def with_point_masses(probs: Tensor, fixed: Tensor | None) -> Tensor:
+    """``probs`` [..., V] with point masses where ``fixed`` [...] holds a token (not -1)."""
+    if fixed is None:
+        return probs
+    points = F.one_hot(fixed.clamp(min=0), probs.shape[-1]).to(probs.dtype)
+    return torch.where((fixed >= 0)[..., None], points, probs)
+
+
+def with_root(probs: Tensor) -> Tensor:
+    """``probs`` [B, K, V] as those of a chain's nodes [B, K + 1, V]; the root's is never read."""
+    return F.pad(probs, (0, 0, 1, 0))

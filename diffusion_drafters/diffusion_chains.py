@@ -1,0 +1,326 @@
+"""Chains of a diffusion language model: DiffuSpec's searched or drawn paths, SpecDiff's pieces.
+
+DiffuSpec (arXiv 2510.02358): each row's block is pruned to a lattice, searched for a causal path,
+and as long as a controller says, which depends on earlier rounds only. Searched paths are point
+masses, exact at any temperature; drawn ones are drawn left to right from the lattice's renormalised
+scores, each token recorded with its distribution.
+
+SpecDiff (arXiv 2408.05636): a chain denoised in several forwards, a piece at a time from the left.
+Each forward reads the pieces drawn before, so a token's row depends on the drafts in front of it
+and on nothing after: that row is the distribution it was drawn from, and the ratio test is exact.
+One step is an independent chain. The source denoises random places, whose joint distribution no row
+gives.
+
+Shape letters: B batch, K block, M tokens of a piece, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specmm.diffusion_drafters.block_drafters import block_length, drafting_probs, with_root
+from specmm.diffusion_drafters.lattice_search import (
+    CausalProxy,
+    Lattice,
+    Objective,
+    Path,
+    beam_path,
+    best_path,
+    prune,
+)
+from specmm.diffusion_drafters.sources import DiffusionSource
+from specmm.drafter import Feedback
+from specmm.hf.target import VLMTarget
+from specmm.randomness import UniformSource, categorical
+from specmm.stats import Clock
+from specmm.tree import DraftTree, TreeShape
+
+
+@dataclass(frozen=True)
+class Search:
+    """DiffuSpec's settings: mass ``tau`` and ``most`` candidates a position, the block's ``weight``
+    (lambda) against the proxy, the beam's ``width``; ``width`` 0 finds the exact optimum.
+    """
+
+    tau: float = 0.8
+    most: int = 15
+    weight: float = 0.5
+    width: int = 3
+
+
+@dataclass(frozen=True)
+class RowDraft:
+    """``tokens`` to verify as point masses; ``generated``, L_gen, are those before an end token."""
+
+    tokens: tuple[int, ...]
+    generated: int
+
+
+def draft(
+    log_probs: Tensor,
+    prefix: Sequence[int],
+    end: int | None,
+    proxy: CausalProxy | None,
+    search: Search,
+) -> RowDraft:
+    """The draft after ``prefix`` from a block's ``log_probs`` [K, V]; without ``proxy`` the
+    likeliest tokens.
+
+    A block that begins with the end token drafts it alone; one without any possible token drafts
+    nothing.
+    """
+    lattice = prune(log_probs, search.tau, search.most)
+    length = lattice.before(end)
+    ends = (end,) if end is not None and length < len(lattice) else ()
+    if proxy is None:
+        return RowDraft((*lattice.likeliest[:length], *ends), length)
+    free = lattice.first(length)
+    if end is not None:
+        free = free.without(end)
+    objective = Objective(proxy, prefix, search.weight)
+    found = beam_path(free, objective, search.width) if search.width else best_path(free, objective)
+    return RowDraft((*found.tokens, *ends), length)
+
+
+@dataclass
+class AdaptiveLength:
+    """DiffuSpec's controller of one row (equations 10 and 11): ``length`` is the next block's.
+
+    It follows the lengths that drafts had lately, and grows while all of them are accepted. The
+    averages start at 0 and the length at ``most``; fractions are cut, which the paper leaves open.
+    Raises ``ValueError`` for impossible bounds.
+    """
+
+    least: int = 20
+    most: int = 30
+    step: float = 10.0
+    rate: float = 0.5
+    generated: float = field(default=0.0, init=False)
+    accepted: float = field(default=0.0, init=False)
+    length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise ValueError(
+                f"lengths must have 1 <= least <= most, got {self.least} and {self.most}"
+            )
+        if not 0 < self.rate <= 1 or not self.step >= 0:
+            raise ValueError(
+                f"rate must be in (0, 1] and step at least 0, got {self.rate} and {self.step}"
+            )
+        self.length = self.most
+
+    def observe(self, generated: int, accepted: int) -> None:
+        """Learn from a round of ``generated`` tokens before an end token, ``accepted`` of them."""
+        self.generated += self.rate * (generated - self.generated)
+        self.accepted += self.rate * (accepted - self.accepted)
+        wanted = self.generated + (self.step if self.accepted >= self.generated else 0)
+        self.length = math.floor(min(max(wanted, self.least), self.most))
+
+
+@dataclass
+class AdaptiveRow:
+    """A row's controller, its latest draft, and (drafted, accepted) of every round so far."""
+
+    control: AdaptiveLength
+    latest: RowDraft = field(default_factory=lambda: RowDraft((), 0))
+    trace: list[tuple[int, int]] = field(default_factory=list)
+
+    def observe(self, kept: int) -> None:
+        """Learn from a round that committed ``kept`` tokens; a finished row commits none."""
+        if kept:
+            accepted = min(kept - 1, self.latest.generated)  # an end token does not count
+            self.control.observe(self.latest.generated, accepted)
+            self.trace.append((self.latest.generated, accepted))
+
+
+class DiffuSpecDrafter:
+    """DiffuSpec's drafts for ``source.target``.
+
+    ``proxy`` None takes the likeliest tokens (no path search); ``least`` and ``most`` bound the
+    drafts' length, equal ones fix it. ``sampled`` draws paths, unless the target is greedy. Unless
+    it is, every block is ``most`` long and a row's path is cut to its own length, filler after it,
+    for a row's uniforms must not depend on the others. Raises ``ValueError`` for impossible bounds.
+    """
+
+    def __init__(
+        self,
+        source: DiffusionSource,
+        proxy: CausalProxy | None,
+        search: Search | None = None,
+        least: int = 20,
+        most: int = 30,
+        step: float = 10.0,
+        rate: float = 0.5,
+        sampled: bool = False,
+    ) -> None:
+        self.bounds = (least, most, step, rate)
+        AdaptiveLength(*self.bounds)  # raises for impossible bounds
+        if sampled and proxy is None:
+            raise ValueError(
+                "a sampled path needs a proxy, got none; give one or leave sampled out"
+            )
+        self.source = source
+        self.proxy = proxy
+        self.search = search or Search()
+        self.max_depth = most
+        self.max_nodes = most + 1
+        self.greedy = source.target.processor.greedy
+        self.sampled = sampled and not self.greedy
+        self.read = 0 if proxy is None else proxy.order - 1
+
+    def begin(self, feedback: Feedback, clock: Clock) -> None:
+        """Reset every row's controller."""
+        self.clock = clock
+        self.rows = [AdaptiveRow(AdaptiveLength(*self.bounds)) for _ in feedback.token]
+        self.source.begin(feedback, self.max_depth)
+
+    def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """Each row's path after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        if feedback.result is not None:
+            for row, kept in zip(self.rows, feedback.result.kept.tolist(), strict=True):
+                row.observe(kept)
+        block = max(row.control.length for row in self.rows) if self.greedy else self.max_depth
+        with self.clock("draft"):
+            log_probs = self.source.logits(feedback, block).log_softmax(-1)  # [B, K, V]
+            if self.sampled:
+                return self._drawn(feedback.token, log_probs, uniforms)
+            with self.clock("search"):
+                paths = [self._path(i, log_probs[i]) for i in range(len(self.rows))]
+            length = max(map(len, paths)) if self.greedy else block
+            return point_chain(feedback.token, paths, length)
+
+    def _path(self, row: int, log_probs: Tensor) -> tuple[int, ...]:
+        """A row's draft from its block [K, V]."""
+        own = self.rows[row]
+        before = self.source.latest(row, self.read)
+        block = log_probs[: own.control.length]
+        own.latest = draft(block, before, self.source.end, self.proxy, self.search)
+        return own.latest.tokens
+
+    def _drawn(self, root: Tensor, log_probs: Tensor, uniforms: UniformSource) -> DraftTree:
+        """Each row's path drawn from its lattice, no longer than its controller says."""
+        assert self.proxy is not None, "sampled paths have one"
+        lattices = []
+        objectives = []
+        for i, own in enumerate(self.rows):
+            lattice = prune(log_probs[i, : own.control.length], self.search.tau, self.search.most)
+            own.latest = RowDraft((), lattice.before(self.source.end))
+            before = self.source.latest(i, self.read)
+            lattices.append(lattice)
+            objectives.append(Objective(self.proxy, before, self.search.weight))
+        vocabulary = log_probs.shape[-1]
+        return lattice_chain(root, lattices, objectives, vocabulary, uniforms, self.max_depth)
+
+
+def point_chain(root: Tensor, paths: Sequence[Sequence[int]], length: int) -> DraftTree:
+    """Chains of chosen ``paths`` [B] after ``root`` [B], as point masses, filled up with the root's
+    token.
+    """
+    rows = [list(path)[:length] for path in paths]
+    padded = zip(rows, root.tolist(), strict=True)
+    filled = [row + [first] * (length - len(row)) for row, first in padded]
+    drafts = torch.tensor(filled, dtype=root.dtype, device=root.device).view(len(root), length)
+    tokens = torch.cat([root[:, None], drafts], dim=1)
+    return DraftTree(tokens, TreeShape.chain(length, root.device), drafted=max(map(len, rows)))
+
+
+def next_probs(
+    lattice: Lattice, objective: Objective, path: Path, temperature: float = 1.0
+) -> tuple[list[Path], Tensor]:
+    """The continuations of ``path`` by one token and their probabilities, proportional to exp(gain
+    / temperature).
+
+    Raises ``ValueError`` for a temperature that is not positive.
+    """
+    if not temperature > 0:
+        raise ValueError(
+            f"temperature must be positive, got {temperature}; search a path at temperature 0"
+        )
+    grown = objective.extend(lattice, path)
+    gains = torch.tensor([longer.score - path.score for longer in grown], dtype=torch.float64)
+    return grown, (gains / temperature).softmax(0)
+
+
+def lattice_chain(
+    root: Tensor,
+    lattices: Sequence[Lattice],
+    objectives: Sequence[Objective],
+    vocabulary: int,
+    uniforms: UniformSource,
+    length: int,
+) -> DraftTree:
+    """Chains of ``length`` = K drawn left to right from each row's lattice, with the distribution
+    of every draw.
+
+    After the end of a row's lattice or path comes the root's token, with certainty. K uniforms a
+    row.
+    """
+    numbers = uniforms.draw(length)
+    tokens = root[:, None].repeat(1, length + 1)
+    probs = numbers.new_zeros(len(root), length + 1, vocabulary)
+    probs.scatter_(2, tokens[..., None], 1.0)
+    drafted = 0
+    for row, (lattice, objective) in enumerate(zip(lattices, objectives, strict=True)):
+        path = Path(finished=not len(lattice))
+        for place in range(length):
+            if path.finished:
+                break
+            grown, chances = next_probs(lattice, objective, path)
+            dist = probs[row, place + 1].zero_()
+            dist[[longer.tokens[-1] for longer in grown]] = chances.to(dist)
+            path = grown[int(categorical(chances.to(dist), numbers[row, place]))]
+            tokens[row, place + 1] = path.tokens[-1]
+        drafted = max(drafted, len(path.tokens))
+    return DraftTree(tokens, TreeShape.chain(length, root.device), probs, drafted)
+
+
+class StepsDrafter:
+    """SpecDiff's chains of ``length`` drafts in ``steps`` forwards; for a greedy target the likeliest
+    tokens.
+
+    Raises ``ValueError`` for a length or a number of steps below 1, and for more steps than drafts.
+    """
+
+    def __init__(
+        self, source: DiffusionSource, target: VLMTarget, length: int = 12, steps: int = 4
+    ) -> None:
+        self.source = source
+        self.greedy = target.processor.greedy
+        self.probs = drafting_probs(target, source.vocabulary)
+        self.max_depth = block_length(source, length)
+        self.max_nodes = self.max_depth + 1
+        if not 1 <= steps <= length:
+            raise ValueError(
+                f"steps must be at least 1 and at most the length, got {steps} for {length}"
+            )
+        self.pieces = [len(piece) for piece in torch.arange(length).tensor_split(steps)]
+        self.shape = TreeShape.chain(length, target.device)
+
+    def begin(self, feedback: Feedback, clock: Clock) -> None:
+        """Let the source read the prompt."""
+        self.clock = clock
+        with clock("draft"):
+            self.source.begin(feedback, self.max_depth)
+
+    def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """The chain after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        with self.clock("draft"):
+            logits = self.source.logits(feedback, self.max_depth)
+            drafts = feedback.token.new_empty(len(feedback.token), 0)
+            probs: list[Tensor] = []
+            for place, piece in enumerate(self.pieces):
+                if place:
+                    logits = self.source.logits_after(drafts, self.max_depth - drafts.shape[1])
+                dist = self.probs(logits[:, :piece])  # [B, M, V]
+                drawn = dist.argmax(-1) if self.greedy else categorical(dist, uniforms.draw(piece))
+                drafts = torch.cat([drafts, drawn], dim=1)
+                probs.append(dist)
+        tokens = torch.cat([feedback.token[:, None], drafts], dim=1)
+        recorded = None if self.greedy else with_root(torch.cat(probs, dim=1))
+        return DraftTree(tokens, self.shape, recorded)

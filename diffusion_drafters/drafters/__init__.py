@@ -1,1 +1,0 @@
-"""Drafters of the core loop that draft a block in one forward: chains, trees, DiffuSpec's paths."""

@@ -1,0 +1,289 @@
+"""DiffuSpec's lattice of a block, and the path of it that both the block and a causal proxy prefer.
+
+The lattice holds at each position the likeliest tokens, as many as carry the mass tau (DiffuSpec,
+arXiv 2510.02358, equations 7 and 9). Causal-consistency path search maximises (equation 8)
+
+    S(path) = Σ weight · log q_i(token) + (1 - weight) · log p_proxy(token | prefix, path before).
+
+A path is a deterministic function of the prefix: verify it as point masses. S is a raw sum of
+negative terms, so with an end token on offer the best path often is to end at once. Drafts therefore
+take the end token from the block, and search the best path of exactly the tokens in front of it.
+
+Shape letters: K block, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+GROUP = 32  # tokens of a column
+LARGE = 2**14  # tokens from which columns pay
+# Decimals of a score: paths that agree so far are equal, and the one with smaller tokens is taken.
+SAME = 11
+TIE = 10.0**-SAME
+
+
+@dataclass(frozen=True)
+class Lattice:
+    """Each position's candidate ``tokens``, likeliest first, and their ``scores``
+    (log-probabilities, nats); ``likeliest`` are the tokens that the block alone prefers.
+    """
+
+    tokens: list[list[int]]
+    scores: list[list[float]]
+    likeliest: list[int]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def first(self, length: int) -> Lattice:
+        """The lattice of the first ``length`` positions."""
+        return Lattice(self.tokens[:length], self.scores[:length], self.likeliest[:length])
+
+    def without(self, token: int) -> Lattice:
+        """The lattice without ``token``, up to the first position that has no other candidate."""
+        if not any(token in row for row in self.tokens):
+            return self
+        kept = [[i for i, t in enumerate(row) if t != token] for row in self.tokens]
+        stop = next((i for i, row in enumerate(kept) if not row), len(kept))
+        tokens = [[self.tokens[i][j] for j in kept[i]] for i in range(stop)]
+        scores = [[self.scores[i][j] for j in kept[i]] for i in range(stop)]
+        return Lattice(tokens, scores, self.likeliest[:stop])
+
+    def before(self, end: int | None) -> int:
+        """Positions in front of the first whose likeliest token is ``end`` (all if none is)."""
+        return self.likeliest.index(end) if end in self.likeliest else len(self)
+
+
+def prune(log_probs: Tensor, tau: float = 0.8, most: int = 15, keep: int | None = None) -> Lattice:
+    """The lattice of ``log_probs`` [K, V]: the fewest likeliest tokens with mass ``tau``, at most
+    ``most``.
+
+    Equal tokens are taken by number. ``tau`` 1 keeps ``most`` everywhere. ``keep`` is a token that
+    every position offers (the paper keeps the end token). Tokens of no probability are never
+    offered, and the lattice ends in front of a position that has no others. Raises ``ValueError``
+    for options out of range.
+    """
+    if not 0 < tau <= 1 or most < 1:
+        raise ValueError(f"tau must be in (0, 1] and most at least 1, got {tau} and {most}")
+    if log_probs.ndim != 2:
+        raise ValueError(f"log_probs must be [K, V], got {list(log_probs.shape)}")
+    tokens: list[list[int]] = []
+    scores: list[list[float]] = []
+    for values, ids in zip(*_likeliest(log_probs, min(most, log_probs.shape[1])), strict=True):
+        count = _carrying(values, tau)
+        if not count:
+            break
+        tokens.append(ids[:count])
+        scores.append(values[:count])
+    likeliest = [row[0] for row in tokens]
+    if keep is not None:
+        given = log_probs[: len(tokens), keep].tolist()
+        for row, score, value in zip(tokens, scores, given, strict=True):
+            if keep not in row and value > -math.inf:
+                row.append(keep)
+                score.append(value)
+    return Lattice(tokens, scores, likeliest)
+
+
+def _carrying(values: list[float], tau: float) -> int:
+    """How many of the likeliest tokens with log-probabilities ``values`` carry the mass ``tau``."""
+    possible = values
+    if not math.isfinite(values[-1]):
+        possible = [value for value in values if math.isfinite(value)]
+    if tau == 1:
+        return len(possible)
+    masses = list(accumulate(map(math.exp, possible)))
+    return min(bisect_left(masses, tau) + 1, len(masses))
+
+
+def _likeliest(log_probs: Tensor, count: int) -> tuple[list[list[float]], list[list[int]]]:
+    """The ``count`` largest of each row and their ids, equal ones by id."""
+    largest = _largest(log_probs, min(count + 1, log_probs.shape[1]))
+    values, ids = (found.tolist() for found in largest)
+    if any(len(set(row)) < len(row) for row in values):  # a tie needs a full, stable sort
+        ordered = log_probs.sort(dim=1, descending=True, stable=True)
+        return ordered.values[:, :count].tolist(), ordered.indices[:, :count].tolist()
+    return [row[:count] for row in values], [row[:count] for row in ids]
+
+
+def _largest(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """As ``x.topk(count)``, in a seventh of the time for 151,936 tokens on a CPU.
+
+    Of a large V only those ``count`` columns of GROUP tokens are searched that hold the largest.
+    """
+    columns = x.shape[1] // GROUP
+    if x.shape[1] < LARGE or x.shape[1] % GROUP or count > columns:
+        return x.topk(count)
+    groups = x.reshape(len(x), GROUP, columns)
+    chosen = groups.amax(1).topk(count, sorted=False).indices
+    best = groups.gather(2, chosen[:, None].expand(-1, GROUP, -1)).flatten(1).topk(count)
+    places = best.indices // count * columns
+    return best.values, places + chosen.gather(1, best.indices % count)
+
+
+class CausalProxy(Protocol):
+    """A cheap causal model that reads ``order`` - 1 tokens."""
+
+    order: int
+
+    def log_probs(
+        self, contexts: Sequence[Sequence[int]], tokens: Sequence[int]
+    ) -> list[list[float]]:
+        """Log-probabilities (nats) of each of ``tokens`` after each of ``contexts``."""
+        ...
+
+
+class Path(NamedTuple):
+    """Tokens chosen, their score S in nats, and whether nothing can follow."""
+
+    tokens: tuple[int, ...] = ()
+    score: float = 0.0
+    finished: bool = False
+
+    @property
+    def rank(self) -> tuple[float, tuple[int, ...]]:
+        """Sorts better paths first."""
+        return _rank((self.score, self.tokens, ()))
+
+
+# A path in a beam: its score, its tokens, what the proxy reads after it.
+OpenPath = tuple[float, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """S for one ``prefix``, with the ``weight`` of the block (the paper's lambda).
+
+    ``end`` is a token that ends a path. Raises ``ValueError`` for a weight outside [0, 1].
+    """
+
+    proxy: CausalProxy
+    prefix: Sequence[int]
+    weight: float = 0.5
+    end: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.weight <= 1:
+            raise ValueError(f"weight must be in [0, 1], got {self.weight}")
+
+    @cached_property
+    def before(self) -> tuple[int, ...]:
+        """What the proxy reads of the prefix, at most."""
+        return tuple(self.prefix[max(len(self.prefix) - self.proxy.order + 1, 0) :])
+
+    def scores(
+        self, paths: Sequence[OpenPath], tokens: Sequence[int], block: Sequence[float]
+    ) -> list[float]:
+        """S of each of ``paths`` with each of ``tokens`` after it; ``block`` scores the tokens."""
+        rest = 1 - self.weight
+        block = [self.weight * score for score in block]
+        if not rest:
+            return [before + score for before, _, _ in paths for score in block]
+        causal = self.proxy.log_probs([read for _, _, read in paths], tokens)
+        found: list[float] = []
+        for (before, _, _), row in zip(paths, causal, strict=True):
+            pairs = zip(block, row, strict=True)
+            found += [before + score + rest * proxy for score, proxy in pairs]
+        return found
+
+    def extend(self, lattice: Lattice, path: Path) -> list[Path]:
+        """``path`` with every candidate of the next position after it."""
+        place = len(path.tokens)
+        tokens = lattice.tokens[place]
+        last = place + 1 == len(lattice)
+        given = (path.score, path.tokens, self.context(path))
+        scores = self.scores([given], tokens, lattice.scores[place])
+        found = zip(tokens, scores, strict=True)
+        return [Path((*path.tokens, t), score, last or t == self.end) for t, score in found]
+
+    def context(self, path: Path) -> tuple[int, ...]:
+        """What the proxy reads after ``path``."""
+        count = self.proxy.order - 1
+        return (self.before + path.tokens)[-count:] if count else ()
+
+
+def beam_path(lattice: Lattice, objective: Objective, width: int = 3) -> Path:
+    """The best of the paths that a beam of ``width`` finds; finished ones stay in it and compete.
+
+    Raises ``ValueError`` for a width below 1. An empty lattice has the empty path.
+    """
+    if width < 1:
+        raise ValueError(f"width must be at least 1, got {width}")
+    going: list[OpenPath] = [(0.0, (), objective.before)]
+    done: list[OpenPath] = []
+    for tokens, block in zip(lattice.tokens, lattice.scores, strict=True):
+        beam = done + _grown(objective, going, tokens, block, width)
+        if len(beam) > width:
+            beam = sorted(beam, key=_rank)[:width]
+        if objective.end is None:
+            going = beam
+        else:
+            done = [path for path in beam if path[1][-1] == objective.end]
+            going = [path for path in beam if path[1][-1] != objective.end]
+        if not going:
+            break
+    score, path, _ = min(going + done, key=_rank)
+    return Path(path, score, True)
+
+
+def _grown(
+    objective: Objective,
+    going: Sequence[OpenPath],
+    tokens: Sequence[int],
+    block: Sequence[float],
+    count: int,
+) -> list[OpenPath]:
+    """The ``count`` best of ``going`` with one of ``tokens`` after, and those as good as the last.
+
+    Other paths are never made.
+    """
+    scores = objective.scores(going, tokens, block)
+    read = objective.proxy.order - 1
+    worst = sorted(scores)[-count:][0] - TIE
+    found: list[OpenPath] = []
+    for i, score in enumerate(scores):
+        if score >= worst:
+            _, path, context = going[i // len(tokens)]
+            token = tokens[i % len(tokens)]
+            found.append((score, (*path, token), (*context, token)[-read:] if read else ()))
+    return found
+
+
+def _rank(path: OpenPath) -> tuple[float, tuple[int, ...]]:
+    """Sorts better paths first."""
+    return -round(path[0], SAME), path[1]
+
+
+def best_path(lattice: Lattice, objective: Objective) -> Path:
+    """The best path of all, exactly: of those that the proxy cannot tell apart, only the best is
+    continued.
+
+    With M candidates a position and a proxy of order n that is K·M^n steps: for small lattices and
+    low orders.
+    """
+    going = [Path(finished=not len(lattice))]
+    done: list[Path] = []
+    while going:
+        done += [path for path in going if path.finished]
+        grown = (p for path in going if not path.finished for p in objective.extend(lattice, path))
+        going = _leaders(objective, grown)
+    return min(done, key=lambda path: path.rank)
+
+
+def _leaders(objective: Objective, paths: Iterable[Path]) -> list[Path]:
+    """The best of equally long ``paths`` for each context of the proxy, and of those finished."""
+    best: dict[tuple[int, ...] | None, Path] = {}
+    for path in paths:
+        key = None if path.finished else objective.context(path)
+        if key not in best or path.rank < best[key].rank:
+            best[key] = path
+    return list(best.values())

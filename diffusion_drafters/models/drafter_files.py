@@ -1,0 +1,121 @@
+"""What drafters' folders have in common: tensors in one file or several, and a ``config.json``.
+
+Weights are checked by name, shape and value before the first is copied, and no code of a folder is
+run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel, Qwen2Config
+
+from specmm.checkpoints import (
+    State,
+    check_fingerprint,
+    embeddings_of,
+    fingerprint,
+    read_checkpoint,
+    read_json,
+)
+
+INDEX = "model.safetensors.index.json"
+LEFTOVERS = ("inv_freq", "sampling_eps_min", "sampling_eps_max")
+HEAD = "lm_head.weight"
+TOKENS = "model.embed_tokens.weight"
+QWEN_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
+Facts = Mapping[str, Any]  # what a config.json holds
+Network = TypeVar("Network", bound=nn.Module)
+
+
+def read_state(folder: str | Path) -> State:
+    """The tensors in ``folder``, from one file or from those that an index names."""
+    index = Path(folder) / INDEX
+    if not index.is_file():
+        return read_checkpoint(folder)
+    state: State = {}
+    for file in sorted(set(read_json(index).get("weight_map", {}).values())):
+        state |= read_checkpoint(index.parent / Path(file).name)
+    return state
+
+
+def cast(module: Network, dtype: torch.dtype) -> Network:
+    """``module`` with its weights in ``dtype``; rounded buffers would be wrong (rotary ones)."""
+    for weight in module.parameters():
+        weight.data = weight.data.to(dtype)
+    return module
+
+
+def write_model(state: State, facts: Facts, folder: str | Path, dtype: torch.dtype) -> None:
+    """Write ``state``, floating point in ``dtype`` and ids as they are, and ``config.json``."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {}
+    for name, tensor in state.items():
+        wanted = dtype if tensor.is_floating_point() else tensor.dtype
+        kept[name] = tensor.detach().to("cpu", wanted).contiguous()
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def check_target(facts: Facts, target: PreTrainedModel, source: object) -> None:
+    """Raise ``ValueError`` unless the drafter of ``facts`` was trained with this ``target``."""
+    recorded = facts.get("target_fingerprint")
+    if recorded is not None:
+        check_fingerprint(recorded, fingerprint(embeddings_of(target)), source)
+
+
+def qwen_config(facts: Facts, kind: str) -> Qwen2Config:
+    """The ``config.json`` of a ``kind`` of model as Qwen2's.
+
+    Raises ``ValueError`` for sizes that are missing and layers that a Qwen2 cannot have.
+    """
+    return Qwen2Config(
+        **read_sizes(facts, {name: name for name in QWEN_SIZES}, kind),
+        **plain_rope(facts, 10000.0),
+        tie_word_embeddings=bool(facts.get("tie_word_embeddings", False)),
+    )
+
+
+def read_sizes(facts: Facts, names: Mapping[str, str], kind: str) -> dict[str, Any]:
+    """Sizes under the keys of ``names`` that ``facts`` have under its values.
+
+    Raises ``ValueError`` for those that are missing.
+    """
+    missing = [name for name in names.values() if not isinstance(facts.get(name), int | float)]
+    if missing:
+        raise ValueError(
+            f"the config of a {kind} model must give numbers, got none for {', '.join(missing)}"
+        )
+    return {ours: facts[theirs] for ours, theirs in names.items()}
+
+
+def plain_rope(facts: Facts, base: float) -> dict[str, Any]:
+    """Plain rotary positions as transformers 5 expects them, whichever version wrote ``facts``.
+
+    Raises ``ValueError`` for scaled positions and for sliding windows.
+    """
+    kept = facts.get("rope_parameters") or {}
+    if facts.get("rope_scaling") or kept.get("rope_type", "default") != "default":
+        raise ValueError(
+            f"positions must be plain rotary ones, got {facts.get('rope_scaling') or kept}"
+        )
+    if facts.get("use_sliding_window") or "sliding_attention" in (facts.get("layer_types") or ()):
+        raise ValueError("every layer must attend everything, got layers with a sliding window")
+    given = {"rope_theta": base, **kept, **facts}["rope_theta"]
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": float(given)}}

@@ -1,0 +1,143 @@
+"""An n-gram model as causal proxy: counts of token sequences, smoothed so that all stays possible.
+
+p(w | h) = (c(h w) + T(h) p(w | h')) / (c(h) + T(h)), T(h) the number of different tokens seen after
+h and h' one token less: Witten and Bell's interpolation (IEEE Trans. Inf. Theory 37, 1991). Below
+the unigrams all tokens are alike.
+
+Shape letters: G n-grams of one order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from math import exp, log
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+Gram = tuple[int, ...]
+
+
+class SeenAfter(NamedTuple):
+    """After a context: log-probabilities (nats) of the tokens seen, and what is added (``less``,
+    negative) to those of all others after the shorter context.
+    """
+
+    logs: dict[int, float]
+    less: float
+
+
+class NGram:
+    """Counts by n-gram, of every length up to ``order``, over ``vocabulary`` tokens; see
+    :func:`fit`.
+
+    All logarithms are taken beforehand: a path search needs tens of thousands a second.
+    """
+
+    def __init__(self, order: int, vocabulary: int, counts: dict[Gram, int]) -> None:
+        if order < 1 or vocabulary < 1:
+            raise ValueError(
+                f"order and vocabulary must be at least 1, got {order} and {vocabulary}"
+            )
+        self.order = order
+        self.vocabulary = vocabulary
+        self.counts = counts
+        # Without a context: log-probabilities of the tokens seen, and of any other.
+        self.unigrams: dict[int, float] = {}
+        self.unseen = -log(vocabulary)
+        self.after: dict[Gram, SeenAfter] = {}
+        seen: dict[Gram, dict[int, int]] = {}
+        for gram, count in counts.items():
+            seen.setdefault(gram[:-1], {})[gram[-1]] = count
+        for context in sorted(seen, key=len):
+            self.after[context] = self._interpolated(context, seen[context])
+            if not context:
+                self.unigrams, less = self.after[context]
+                self.unseen += less
+
+    def _interpolated(self, context: Gram, counts: dict[int, int]) -> SeenAfter:
+        """Of ``counts`` by token after ``context``, and of the shorter context."""
+        share = 1 / (sum(counts.values()) + len(counts))
+        back = share * len(counts)
+        shorter = self._log_probs(context[1:], list(counts), self._unigram_logs(counts))
+        found = zip(counts.items(), shorter, strict=True)
+        logs = {token: log(count * share + back * exp(less)) for (token, count), less in found}
+        return SeenAfter(logs, log(back))
+
+    def log_probs(
+        self, contexts: Sequence[Sequence[int]], tokens: Sequence[int]
+    ) -> list[list[float]]:
+        """Log-probabilities (nats) of ``tokens`` after each of ``contexts``, of which the last
+        tokens are read.
+        """
+        unigrams = self._unigram_logs(tokens)
+        count = self.order - 1
+        reads = (tuple(context[-count:]) if count else () for context in contexts)
+        return [self._log_probs(read, tokens, unigrams) for read in reads]
+
+    def _unigram_logs(self, tokens: Iterable[int]) -> list[float]:
+        return list(map(self.unigrams.get, tokens, repeat(self.unseen)))
+
+    def _log_probs(self, read: Gram, tokens: Sequence[int], found: Iterable[float]) -> list[float]:
+        """Log-probabilities of ``tokens`` after ``read``, from those ``found`` without a context."""
+        for start in range(len(read) - 1, -1, -1):
+            after = self.after.get(read[start:])
+            if after is None:
+                break  # nor was anything longer seen
+            logs, less = after
+            found = map(logs.get, tokens, [less + shorter for shorter in found])
+        return list(found)
+
+    def save(self, file: str | Path) -> None:
+        """Write one safetensors file: n-grams [G, n] and counts [G] for each length n."""
+        tensors = {}
+        for n in range(1, self.order + 1):
+            grams = sorted(gram for gram in self.counts if len(gram) == n)
+            counts = [self.counts[gram] for gram in grams]
+            tensors[f"grams.{n}"] = _narrowed(torch.tensor(grams).view(-1, n))
+            tensors[f"counts.{n}"] = _narrowed(torch.tensor(counts))
+        save_file(tensors, file, {"order": str(self.order), "vocabulary": str(self.vocabulary)})
+
+    @classmethod
+    def load(cls, file: str | Path) -> NGram:
+        """Read what ``save`` wrote; raises ``ValueError`` for another file."""
+        counts: dict[Gram, int] = {}
+        with safe_open(file, "pt") as opened:
+            facts = opened.metadata() or {}
+            if not facts.keys() >= {"order", "vocabulary"}:
+                raise ValueError(
+                    f"{file} must hold an n-gram model, got a file without order and vocabulary"
+                )
+            for n in range(1, int(facts["order"]) + 1):
+                grams = map(tuple, opened.get_tensor(f"grams.{n}").tolist())
+                counts.update(zip(grams, opened.get_tensor(f"counts.{n}").tolist(), strict=True))
+        return cls(int(facts["order"]), int(facts["vocabulary"]), counts)
+
+
+def _narrowed(numbers: Tensor) -> Tensor:
+    """``numbers`` in the narrowest dtype that holds them."""
+    most = int(numbers.max()) if numbers.numel() else 0
+    dtypes = (torch.int16, torch.int32, torch.int64)
+    return numbers.to(next(d for d in dtypes if most <= torch.iinfo(d).max))
+
+
+def fit(texts: Iterable[Sequence[int]], vocabulary: int, order: int = 3, least: int = 1) -> NGram:
+    """The model of order ``order`` of ``texts`` (token ids below ``vocabulary``).
+
+    N-grams of two and more tokens seen fewer than ``least`` times are dropped, for size. Raises
+    ``ValueError`` for ids outside the vocabulary and for sizes below 1.
+    """
+    counts: Counter[Gram] = Counter()
+    for text in texts:
+        ids = list(text)
+        if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+            raise ValueError(f"tokens must be in [0, {vocabulary}), got {min(ids)} to {max(ids)}")
+        for n in range(1, order + 1):
+            counts.update(zip(*(ids[i:] for i in range(n)), strict=False))
+    return NGram(order, vocabulary, {g: c for g, c in counts.items() if len(g) == 1 or c >= least})

@@ -1,0 +1,320 @@
+"""Where blocks come from: a diffusion language model that reads the tokens, or a DFlash drafter that
+reads hidden states.
+
+A source gives logits over the target's vocabulary, over the part of it that the drafter has, or
+what ``next_logits`` makes such logits of. Tokens that the two do not share are barred before any
+softmax.
+
+Shape letters: B batch, K block, S width of a place (logits, or what they are made of), M drafted or
+committed tokens, N tree nodes, P prefix positions, F layers read, C width, R size of a memory, v the
+drafter's vocabulary, V the target's.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specmm.diffusion_drafters.models.dflash import DFlash, check_layers
+from specmm.diffusion_drafters.models.masked import DiffusionLM, block_logits
+from specmm.drafter import Feedback
+from specmm.hf.target import VLMTarget
+from specmm.hf.translation import Translation
+from specmm.processors import History
+
+
+class NextLogits(Protocol):
+    """Makes logits of a place of a block, given the token drafted before it."""
+
+    def __call__(
+        self, place: Tensor, before: Tensor, memory: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [..., v] of ``place`` [..., S] after the target's tokens ``before`` [...], and the
+        memory [..., R] for the next place, if the drafter has one.
+
+        ``memory`` is the one returned for those tokens' own place (None: the block's first).
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class DrafterVocabulary:
+    """A drafter's v of a target's V = ``size`` tokens: ``ids`` [v], None where it has all."""
+
+    size: int
+    ids: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """v."""
+        return self.size if self.ids is None else len(self.ids)
+
+    def to_target(self, drafts: Tensor) -> Tensor:
+        """The target's ids [...] of the drafter's."""
+        return drafts if self.ids is None else self.ids[drafts]
+
+    def spread(self, probs: Tensor) -> Tensor:
+        """Distributions [..., V] over the target's tokens of ``probs`` [..., v]."""
+        if self.ids is None:
+            return probs
+        return probs.new_zeros(*probs.shape[:-1], self.size).index_copy_(-1, self.ids, probs)
+
+
+class BlockSource(Protocol):
+    """Predicts the tokens after the root, all at once.
+
+    ``longest`` is the longest block (None: no limit), ``end`` the target's id of its end token,
+    ``vocabulary`` the tokens that its logits are of. ``next_logits``, where there is one, makes
+    logits of a place after the tokens that were drafted before it.
+    """
+
+    longest: int | None
+    end: int | None
+    vocabulary: DrafterVocabulary
+    next_logits: NextLogits | None
+
+    def begin(self, feedback: Feedback, most: int) -> None:
+        """Start a batch after the target's prefill, with rounds of at most ``most`` drafts."""
+        ...
+
+    def start_row(self, row: int) -> None:
+        """Read the prompt with which the target has just started ``row``."""
+        ...
+
+    def logits(self, feedback: Feedback, block: int) -> Tensor:
+        """Logits [B, K, v] of the ``block`` positions after ``feedback.token``, once a round.
+
+        Where there are ``next_logits``, what those are made of [B, K, S].
+        """
+        ...
+
+
+class DiffusionSource:
+    """A diffusion language model for ``target`` that reads all tokens afresh each round, or as many
+    of the last ones as it has room for.
+
+    ``translation`` maps the target's tokens to the model's (None: the same ones); without one, a
+    ``ValueError`` is raised when the vocabularies differ by more than padding.
+    """
+
+    longest: int | None = None
+    next_logits: NextLogits | None = None
+
+    def __init__(
+        self, model: DiffusionLM, target: VLMTarget, translation: Translation | None = None
+    ) -> None:
+        self.model = model
+        self.target = target
+        self.translation = shared_tokens(translation, model.vocabulary, model.mask, target)
+        self.end = end_token(self.translation, model.end)
+        self.vocabulary = DrafterVocabulary(target.family.vocabulary)
+
+    def begin(self, feedback: Feedback, most: int) -> None:
+        """See :class:`BlockSource`. Raises ``ValueError`` for a block that the model cannot hold."""
+        if most >= self.model.room:
+            raise ValueError(
+                f"block must be shorter than the drafter's {self.model.room} positions, got {most}"
+            )
+        prompt = self.target.prompt
+        room = prompt.room - prompt.input_ids.shape[1] + most
+        self.history = History(prompt.input_ids, prompt.lengths, room)
+        self.history.append(feedback.token[:, None], torch.ones_like(feedback.token))
+
+    def start_row(self, row: int) -> None:
+        """See :class:`BlockSource`."""
+        self.history.take(row, self.target.started.history)
+
+    def logits(self, feedback: Feedback, block: int) -> Tensor:
+        """Logits [B, K, V]; see :class:`BlockSource`."""
+        if feedback.result is not None and feedback.tokens is not None:
+            self.history.append(feedback.tokens, feedback.result.kept)
+        return self.logits_after(feedback.token.new_empty(len(feedback.token), 0), block)
+
+    def logits_after(self, drafted: Tensor, block: int) -> Tensor:
+        """Logits [B, K, V] of the ``block`` positions after the text and ``drafted`` [B, M] tokens."""
+        count = drafted.shape[1]
+        tokens, lengths = self._window(self.model.room - block - count)
+        if count:
+            where = lengths[:, None] + torch.arange(count, device=lengths.device)
+            tokens = F.pad(tokens, (0, count)).scatter(1, where, drafted)
+            lengths = lengths + count
+        ragged = bool((lengths != tokens.shape[1]).any())
+        read = self.translation.to_drafter(tokens)
+        found = block_logits(self.model, read, block, lengths if ragged else None)
+        return self.translation.from_drafter(found)
+
+    def latest(self, row: int, count: int) -> list[int]:
+        """The last ``count`` tokens of a row at most, the root last."""
+        stop = int(self.history.lengths[row])
+        return self.history.tokens[row, max(stop - count, 0) : stop].tolist()
+
+    def _window(self, most: int) -> tuple[Tensor, Tensor]:
+        """The last ``most`` tokens of each row at most [B, P], padded right, and their counts [B]."""
+        lengths = self.history.lengths.clamp(max=most)
+        first = self.history.lengths - lengths
+        order = torch.arange(int(lengths.max()), device=lengths.device)
+        return self.history.tokens.gather(1, first[:, None] + order), lengths
+
+
+def shared_tokens(
+    translation: Translation | None, vocabulary: int, mask: int, target: VLMTarget
+) -> Translation:
+    """``translation``, or that of a drafter with ``target``'s tokens, without ``mask`` and pictures.
+
+    Raises ``ValueError`` when there is none and the vocabularies differ by more than padding.
+    """
+    found = translation or Translation.same(vocabulary, target.family.vocabulary)
+    masks = (found.ids == mask).nonzero()[:, 0].tolist()
+    found.ban([*masks, *target.image_tokens])
+    return found
+
+
+def end_token(translation: Translation, end: int | None) -> int | None:
+    """The target's token for the drafter's ``end``; None where there is none."""
+    if end is None:
+        return None
+    same = ((translation.ids == end) & translation.shared).nonzero()
+    return int(same[0]) if len(same) else None
+
+
+class DFlashSource:
+    """A DFlash drafter of ``target``; its context is the states of chosen layers at the committed
+    tokens.
+
+    Raises ``ValueError`` for a target that has not the layers, the width or the mask token's
+    embedding, and for a drafter with a vocabulary, pairs or a memory of another target's tokens.
+    """
+
+    longest: int | None
+    end: int | None = None
+    next_logits: NextLogits | None = None
+
+    def __init__(self, model: DFlash, target: VLMTarget) -> None:
+        _check_dflash(model, target)
+        family = target.family
+        # The same weights with another cache: several runs may be interleaved.
+        self.model = copy.copy(model)
+        self.target = target
+        self.longest = model.config.block - 1
+        read = [family.layers[i] for i in model.config.layers]
+        self.aux_layers = AuxStates(read, lambda: target.running)
+        self.new_row = AuxStates(read, lambda: target.starting_row)
+        # Of rows that were started: the context [F·C] of the prompt's last token.
+        self.last_contexts: dict[int, Tensor] = {}
+        self.vocabulary = DrafterVocabulary(family.vocabulary, model.ids)
+        ids = model.ids
+        if ids is None:
+            ids = torch.arange(family.vocabulary, device=target.device)
+        never = torch.tensor([model.config.mask, *target.image_tokens], device=ids.device)
+        self.barred = torch.isin(ids, never).nonzero()[:, 0]  # of the drafter's tokens
+        self.head = family.logits_of(model.ids)
+        if model.markov is not None or model.recurrent is not None:
+            self.next_logits = self._next_logits
+        if model.recurrent is not None:
+            embeddings = family.decoder.get_input_embeddings().weight
+            self.token_table = model.recurrent.table(embeddings)  # [V, R]
+
+    def begin(self, feedback: Feedback, most: int) -> None:
+        """See :class:`BlockSource`."""
+        prompt = self.target.prompt
+        self.model.begin(len(prompt.lengths), prompt.room, most + 1)
+        self.model.read_prompt(self.aux_layers.context(), prompt.lengths)
+
+    def start_row(self, row: int) -> None:
+        """See :class:`BlockSource`; the prompt's last token is read in the next round."""
+        context = self.new_row.context()
+        alone = copy.copy(self.model)
+        alone.begin(1, context.shape[1], 1)
+        alone.read_prompt(context, self.target.started.prompt.lengths)
+        alone.cache.lengths -= 1
+        self.model.cache.take(row, alone.cache)
+        self.last_contexts[row] = context[0, -1]
+
+    def logits(self, feedback: Feedback, block: int) -> Tensor:
+        """[B, K, S]; see :class:`BlockSource`."""
+        if feedback.result is not None:
+            path = feedback.result.path.clamp(min=0)
+            context = self.aux_layers.context()  # [B, N, F·C]
+            for row in list(self.last_contexts):
+                context[row, 0] = self.last_contexts.pop(row)
+            kept = context.gather(1, path[..., None].expand(-1, -1, context.shape[-1]))
+            self.model.read(kept, feedback.result.kept)
+        config = self.model.config
+        masks = feedback.token.new_full((len(feedback.token), config.block - 1), config.mask)
+        ids = torch.cat([feedback.token[:, None], masks], dim=1)
+        states = self.model.draft(self.target.embed(ids))[:, 1 : block + 1]
+        if self.model.recurrent is None:
+            return self._scored(states)
+        return self.model.recurrent.places(states)
+
+    def _scored(self, states: Tensor) -> Tensor:
+        """Logits [..., v] of ``states`` [..., C], -inf for tokens that are never drafted."""
+        return self.head(states).float().index_fill_(-1, self.barred, float("-inf"))
+
+    def _next_logits(
+        self, place: Tensor, before: Tensor, memory: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """See :class:`NextLogits`: with a memory ``place`` holds a state, without one logits."""
+        if self.model.recurrent is not None:
+            tokens = F.embedding(before, self.token_table)
+            state, memory = self.model.recurrent(place, tokens, memory)
+            place = self._scored(state)
+        if self.model.markov is not None:
+            place = place + self.model.pairs(before).float()
+        return place, memory
+
+
+def _check_dflash(model: DFlash, target: VLMTarget) -> None:
+    """Raise ``ValueError`` unless ``model`` can read and draft for ``target``."""
+    check_layers(model.config.layers, len(target.family.layers))
+    width = model.fc.weight.shape[0]
+    own_width = target.family.config.hidden_size
+    vocabulary = target.family.vocabulary
+    if own_width != width or vocabulary <= model.config.mask:
+        raise ValueError(
+            f"drafter must have the target's width {own_width} and a mask among its {vocabulary} "
+            f"tokens, got width {width} and mask {model.config.mask}"
+        )
+    bound = any(part is not None for part in (model.ids, model.markov, model.recurrent))
+    if bound and len(model.t2d) != vocabulary:
+        raise ValueError(
+            f"drafter must be of the target's {vocabulary} tokens, got one of {len(model.t2d)}"
+        )
+
+
+class AuxStates:
+    """The latest outputs of ``layers``, kept by hooks that are removed with this object.
+
+    ``listens`` says whether a forward counts: others may use the same layers.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], listens: Callable[[], bool] = lambda: True
+    ) -> None:
+        self.seen: list[Tensor | None] = [None] * len(layers)
+        for place, layer in enumerate(layers):
+            handle = layer.register_forward_hook(_recorder(self.seen, place, listens))
+            weakref.finalize(self, handle.remove)
+
+    def context(self) -> Tensor:
+        """The layers' outputs side by side, [B, L or N, F·C]."""
+        return torch.cat([states for states in self.seen if states is not None], dim=-1)
+
+
+def _recorder(
+    seen: list[Tensor | None], place: int, listens: Callable[[], bool]
+) -> Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]:
+    """A hook that holds no reference to the object that owns ``seen``."""
+
+    def record(_: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        if listens():
+            seen[place] = output if isinstance(output, Tensor) else output[0]
+
+    return record

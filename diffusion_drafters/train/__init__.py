@@ -1,1 +1,0 @@
-"""Training of a text target and of the drafters for it."""

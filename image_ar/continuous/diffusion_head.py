@@ -1,0 +1,298 @@
+"""The diffusion head of MAR, a residual MLP that predicts a token's noise, and its denoising chain.
+
+The modules have the official parameter names. For sampling, the modulations (adaLN) of all steps
+are made in one product, since they depend on the step and the token's condition only; under
+guidance the two branches share x. Source: MAR (arXiv 2406.11838, section 3.3 and appendix B).
+Shape letters: N rows, R rows (tokens) of a chain, S steps, W steps of a window, G branches (1, or 2
+with guidance: conditional, unconditional), C token width, w head width, Z width of the condition z,
+F modulations of a row. Steps are counted as they are run: k = 0 is the noisiest, k = S-1 the last,
+which adds no noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
+
+EPS = 1e-6
+FREQUENCIES = 256
+PERIOD = 10_000.0
+TABLE_LIMIT = 2**24  # modulations kept at a time (64 MiB); beyond, they are made call by call
+
+
+def sinusoid(t: Tensor, width: int = FREQUENCIES) -> Tensor:
+    """Cosines, then sines, of original timesteps ``t`` [N] (0 … 999): [N, width] float32."""
+    half = width // 2
+    rates = torch.exp(-math.log(PERIOD) * torch.arange(half, device=t.device) / half)
+    angles = t[:, None].float() * rates
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def _mlp(inner: int, width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inner, width), nn.SiLU(), nn.Linear(width, width))
+
+
+def _linear(layers: nn.Sequential, i: int) -> nn.Linear:
+    return cast(nn.Linear, layers[i])
+
+
+class TimeEmbed(nn.Module):
+    """Timesteps [N] -> [N, w]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mlp = _mlp(FREQUENCIES, width)
+
+    def forward(self, t: Tensor) -> Tensor:
+        """Embed the timesteps."""
+        return self.mlp(sinusoid(t).to(_linear(self.mlp, 0).weight.dtype))
+
+
+class HeadBlock(nn.Module):
+    """A residual MLP; its norm is shifted and scaled, its output gated, by the condition."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.in_ln = nn.LayerNorm(width, eps=EPS)
+        self.mlp = _mlp(width, width)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 3 * width))
+
+
+class FinalLayer(nn.Module):
+    """A norm without parameters, shifted and scaled by the condition, and the output projection."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, out)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
+
+
+class SimpleMLPAdaLN(nn.Module):
+    """Noisy tokens, timesteps and conditions to noise and variance: [N, C] -> [N, 2C] = eps | v."""
+
+    def __init__(self, channels: int, width: int, cond: int, depth: int) -> None:
+        super().__init__()
+        self.width = width
+        self.time_embed = TimeEmbed(width)
+        self.cond_embed = nn.Linear(cond, width)
+        self.input_proj = nn.Linear(channels, width)
+        self.res_blocks = nn.ModuleList(HeadBlock(width) for _ in range(depth))
+        self.final_layer = FinalLayer(width, 2 * channels)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """Xavier weights, and modulations and output at zero, so that blocks start as identity."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+        for i in (0, 2):
+            nn.init.normal_(_linear(self.time_embed.mlp, i).weight, std=0.02)
+        for layer in (*self._modulators(), self.final_layer.linear):
+            nn.init.zeros_(layer.weight)
+
+    def _modulators(self) -> list[nn.Linear]:
+        blocks = cast(Iterable[HeadBlock], self.res_blocks)
+        made = [_linear(block.adaLN_modulation, 1) for block in blocks]
+        return [*made, _linear(self.final_layer.adaLN_modulation, 1)]
+
+    def forward(self, x: Tensor, t: Tensor, z: Tensor) -> Tensor:
+        """Predict for tokens ``x`` [N, C] at original timesteps ``t`` [N] under ``z`` [N, Z]."""
+        y = F.silu(self.time_embed(t) + self.cond_embed(z))
+        return HeadWeights.of(self).predict(x, F.linear(y, *self.modulation()))
+
+    def modulation(self) -> tuple[Tensor, Tensor]:
+        """Weight [F, w] and bias [F] of all modulations, with 1 added to the biases of scales."""
+        layers = self._modulators()
+        biases = [layer.bias.clone() for layer in layers]
+        for bias in biases:
+            bias[self.width : 2 * self.width] += 1
+        return torch.cat([layer.weight for layer in layers]), torch.cat(biases)
+
+
+class DiffLoss(nn.Module):
+    """The head under its official name, ``diffloss.net``."""
+
+    def __init__(self, net: SimpleMLPAdaLN) -> None:
+        super().__init__()
+        self.net = net
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """The weights of a prediction, outside of their modules.
+
+    At one token a call, looking them up costs as much as the arithmetic.
+    """
+
+    width: int
+    first: tuple[Tensor, Tensor]
+    # weight and bias of norm and both layers
+    blocks: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]
+    last: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, net: SimpleMLPAdaLN) -> HeadWeights:
+        """The weights of ``net``."""
+        blocks = []
+        for block in cast(Iterable[HeadBlock], net.res_blocks):
+            norm = block.in_ln
+            inner = _linear(block.mlp, 0)
+            outer = _linear(block.mlp, 2)
+            blocks.append(
+                (norm.weight, norm.bias, inner.weight, inner.bias, outer.weight, outer.bias)
+            )
+        first = (net.input_proj.weight, net.input_proj.bias)
+        last = (net.final_layer.linear.weight, net.final_layer.linear.bias)
+        return cls(net.width, first, blocks, last)
+
+    def predict(self, x: Tensor, modulations: Tensor) -> Tensor:
+        """Predictions [..., 2C] for ``x`` [..., C] under ``modulations`` [..., F]; both broadcast.
+
+        F is, block by block, shift, scale (the release's 1 + scale) and gate, then shift and scale
+        of the last layer.
+        """
+        parts = modulations.split(self.width, dim=-1)
+        shape = (self.width,)
+        h = F.linear(x, *self.first)
+        for i, (norm, norm_bias, w1, b1, w2, b2) in enumerate(self.blocks):
+            shift, scale, gate = parts[3 * i : 3 * i + 3]
+            inner = torch.addcmul(shift, torch.layer_norm(h, shape, norm, norm_bias, EPS), scale)
+            h = torch.addcmul(h, gate, F.linear(F.silu(F.linear(inner, w1, b1)), w2, b2))
+        shift, scale = parts[-2:]
+        h = torch.addcmul(shift, torch.layer_norm(h, shape, eps=EPS), scale)
+        return F.linear(h, *self.last)
+
+
+@dataclass
+class HeadCondition:
+    """z [R, G, Z], and the guidance ``scale`` of this iteration (unused when G = 1)."""
+
+    z: Tensor
+    scale: float | Tensor = 1.0
+
+
+class ChainHead:
+    """A head under a respaced schedule; ``bind`` it to the tokens of an iteration."""
+
+    def __init__(self, net: SimpleMLPAdaLN, schedule: NoiseSchedule) -> None:
+        self.net = net
+        self.schedule = schedule
+        self.device = net.input_proj.weight.device
+        self.dtype = net.input_proj.weight.dtype
+        self.weight, self.bias = net.modulation()  # [F, w], [F]
+        self.times = net.time_embed(schedule.timestep_map.flip(0).to(self.device))  # [S, w]
+        self.channels = net.input_proj.in_features
+        self.weights = HeadWeights.of(net)
+
+    def bind(self, condition: HeadCondition) -> BoundHead:
+        """The head for the tokens of ``condition``."""
+        return BoundHead(self, condition)
+
+
+class BoundHead:
+    """A head bound to R tokens' conditions: predictions at any step, guided."""
+
+    def __init__(self, head: ChainHead, condition: HeadCondition) -> None:
+        self.head = head
+        self.scale = condition.scale
+        self.cond = head.net.cond_embed(condition.z.to(head.dtype))  # [R, G, w]
+        self.guided = self.cond.shape[1] == 2
+        size = len(head.times) * self.cond.shape[0] * self.cond.shape[1] * len(head.bias)
+        self.table: Tensor | None = None  # [S, R, G, F]
+        if size <= TABLE_LIMIT:
+            self.table = self._modulate(head.times[:, None, None])
+
+    def __len__(self) -> int:
+        return len(self.cond)
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with some ``rows`` [R'] only."""
+        self.cond = self.cond[rows]
+        self.table = None if self.table is None else self.table[:, rows]
+
+    def at(self, k: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Guided noise and variance (eps, v) [R, C] of ``x`` [R, C] at step ``k``, float32."""
+        made = self._modulate(self.head.times[k]) if self.table is None else self.table[k]
+        return self._predict(x, made)
+
+    def window(self, first: list[int], x: Tensor) -> tuple[Tensor, Tensor]:
+        """(eps, v) [R, W, C] of ``x`` [R, W, C], row r from step first[r] on (at most S-1)."""
+        width = x.shape[1]
+        last = len(self.head.times) - 1
+        if self.table is not None and len(first) == 1 and first[0] + width <= last + 1:
+            return self._predict(x, self.table[first[0] : first[0] + width].transpose(0, 1))
+        starts = torch.tensor(first, device=x.device)[:, None]
+        steps = (starts + torch.arange(width, device=x.device)).clamp_(max=last)
+        if self.table is not None:
+            rows = torch.arange(len(x), device=x.device)[:, None]
+            return self._predict(x, self.table[steps, rows])
+        inner = F.silu(self.head.times[steps][:, :, None] + self.cond[:, None])
+        return self._predict(x, F.linear(inner, self.head.weight, self.head.bias))
+
+    def _modulate(self, times: Tensor) -> Tensor:
+        return F.linear(F.silu(times + self.cond), self.head.weight, self.head.bias)
+
+    def _predict(self, x: Tensor, modulations: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.head.weights.predict(x[..., None, :].to(self.head.dtype), modulations)
+        out = out.float()  # [..., G, 2C]
+        eps = out[..., 0, : self.head.channels]
+        v = out[..., 0, self.head.channels :]
+        if self.guided:
+            eps = torch.lerp(out[..., 1, : self.head.channels], eps, self.scale)
+        return eps, v
+
+
+def ancestral(
+    bound: BoundHead,
+    steps: ChainSteps,
+    noise: Tensor,
+    temperature: float = 1.0,
+    trace: list[Tensor] | None = None,
+) -> Tensor:
+    """Tokens [R, C] by DDPM from ``noise`` [S + 1, R, C]: the start, then one for each step.
+
+    The last step uses none. ``temperature`` multiplies the standard deviation of every step.
+    ``trace`` is filled with the steps' log standard deviations [R, C] at temperature 1, the last
+    step's among them.
+    """
+    x = noise[0]
+    last = len(steps.keep) - 1
+    noise = noise if temperature == 1.0 else noise * temperature
+    for k in range(last + 1):
+        eps, v = bound.at(k, x)
+        x = torch.add(x * steps.keep[k], eps, alpha=steps.noise[k])
+        if k < last or trace is not None:
+            log_std = (v * steps.half[k]).add_(steps.mid[k])
+            if trace is not None:
+                trace.append(log_std)
+            if k < last:
+                x = torch.addcmul(x, log_std.exp(), noise[k + 1])
+    return finite(x)
+
+
+def deterministic(bound: BoundHead, steps: ChainSteps, start: Tensor) -> Tensor:
+    """Tokens [R, C] by DDIM from the noise ``start`` [R, C]."""
+    x = start
+    for k, keep in enumerate(steps.keep):
+        eps, _ = bound.at(k, x)
+        x = torch.add(x * keep, eps, alpha=steps.noise[k])
+    return finite(x)
+
+
+def finite(tokens: Tensor) -> Tensor:
+    """``tokens``; raises ``ValueError`` when a chain has left the finite numbers."""
+    if not bool(tokens.isfinite().all()):
+        raise ValueError(
+            "denoising chain must stay finite, got NaN or infinity: "
+            "the head's weights, its dtype or cfg do not suit it"
+        )
+    return tokens

@@ -1,0 +1,204 @@
+"""MAR's loop over a picture's iterations: the transformer conditions the head, a sampler runs it.
+
+Shape letters: B pictures, L tokens a picture, n tokens of an iteration, R = B·n, G branches (2 with
+guidance), C token width, Z width of the head's condition. A round is one pass of the target's
+transformer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specmm.image_ar.continuous.diffusion import ChainSteps
+from specmm.image_ar.continuous.diffusion_head import (
+    ChainHead,
+    HeadCondition,
+    ancestral,
+    deterministic,
+)
+from specmm.image_ar.continuous.mar import MAR
+from specmm.image_ar.continuous.orders import MARSettings, Stream
+from specmm.stats import Clock, Stats
+
+
+@dataclass
+class ChainStats(Stats):
+    """Counts of a run of continuous tokens; ``rounds`` are passes of the target's transformer.
+
+    ``head_calls`` sums, over tokens, the target's head calls a token waited for; ``accepted`` of
+    ``drafted`` tokens were kept by variants that draft whole tokens.
+    """
+
+    head_calls: int = 0
+    head_seconds: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def head_calls_per_token(self) -> float:
+        """Sequential head calls per token."""
+        return self.head_calls / max(self.tokens, 1)
+
+    @property
+    def acceptance(self) -> float:
+        """Share of drafted tokens that were kept; 0 when none were drafted."""
+        return self.accepted / max(self.drafted, 1)
+
+    def as_dict(self) -> dict[str, object]:
+        """What a report says, for JSON."""
+        own = {"head_calls_per_token": self.head_calls_per_token, "acceptance": self.acceptance}
+        return super().as_dict() | own
+
+    def add(self, other: Stats) -> None:
+        """Add another run's counts."""
+        super().add(other)
+        for name in ("head_calls", "head_seconds", "drafted", "accepted"):
+            setattr(self, name, getattr(self, name) + getattr(other, name, 0))
+
+
+@dataclass
+class View:
+    """An iteration: tokens at ``wanted`` [B, n] from those at ``known`` [B, K] of [B, L, C]."""
+
+    tokens: Tensor
+    known: Tensor
+    wanted: Tensor
+
+    @property
+    def rows(self) -> list[int]:
+        """How many tokens each picture gets."""
+        return [self.wanted.shape[1]] * len(self.wanted)
+
+
+class MARSampler(Protocol):
+    """Draws the tokens of one iteration."""
+
+    def sample(self, condition: HeadCondition, view: View) -> tuple[Tensor, int]:
+        """Tokens [B · n, C] under ``condition``, and the sum of the head calls each waited for."""
+        ...
+
+
+@dataclass
+class Ancestral:
+    """DDPM as published: one head call a step."""
+
+    head: ChainHead
+    normal: Stream
+    temperature: float = 1.0
+    steps: ChainSteps = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.steps = ChainSteps.ddpm(self.head.schedule)
+
+    def sample(self, condition: HeadCondition, view: View) -> tuple[Tensor, int]:
+        """See ``MARSampler``."""
+        count = len(self.head.times)
+        width = self.head.channels
+        drawn = self.normal.draw(view.rows, (count + 1) * width)
+        noise = drawn.view(-1, count + 1, width).transpose(0, 1)
+        tokens = ancestral(self.head.bind(condition), self.steps, noise, self.temperature)
+        return tokens, count * len(tokens)
+
+
+@dataclass
+class Deterministic:
+    """DDIM: noise at the start only, so fewer steps are enough; not the distribution of DDPM."""
+
+    head: ChainHead
+    normal: Stream
+    steps: ChainSteps = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.steps = ChainSteps.ddim(self.head.schedule)
+
+    def sample(self, condition: HeadCondition, view: View) -> tuple[Tensor, int]:
+        """See ``MARSampler``."""
+        start = self.normal.draw(view.rows, self.head.channels)
+        tokens = deterministic(self.head.bind(condition), self.steps, start)
+        return tokens, len(self.head.times) * len(tokens)
+
+
+@dataclass
+class MARProgress:
+    """The state after an iteration: ``tokens`` [B, L, C], of which ``count`` a picture are made."""
+
+    tokens: Tensor
+    count: int
+    stats: ChainStats = field(default_factory=ChainStats)
+
+
+@torch.inference_mode()
+def decode_mar(
+    model: MAR, labels: Tensor | None, orders: Tensor, sampler: MARSampler, settings: MARSettings
+) -> Iterator[MARProgress]:
+    """Make pictures of classes ``labels`` [B] (None: no class) in their ``orders`` [B, L].
+
+    Yields after each iteration; the stats of the last yield are those of the run. Raises
+    ``ValueError`` for guidance without ``fake_latent``.
+    """
+    start = time.perf_counter()
+    clock = Clock()
+    stats = ChainStats()
+    batch, length = orders.shape
+    classes = class_conditions(model, labels, batch, settings.cfg)
+    tokens = torch.zeros(batch, length, model.config.token_dim, device=orders.device)
+    progress = MARProgress(tokens, 0)
+    for part in settings.iterations(length):
+        wanted = orders[:, part.first : part.last].sort(-1).values
+        known = orders[:, part.last :]
+        with clock("verify"):
+            z = head_conditions(model, tokens, known, classes, wanted)
+        with clock("head"):
+            made, calls = sampler.sample(HeadCondition(z, part.scale), View(tokens, known, wanted))
+        write_tokens(tokens, wanted, made)
+        progress.count += wanted.shape[1]
+        stats.head_calls += calls
+        stats.rounds += batch
+        stats.batch_rounds += 1
+        yield progress
+    stats.tokens = batch * length
+    stats.seconds = time.perf_counter() - start
+    stats.head_seconds = clock.seconds["head"]
+    stats.verify_seconds = clock.seconds["verify"] + stats.head_seconds
+    progress.stats = stats
+    yield progress
+
+
+def class_conditions(model: MAR, labels: Tensor | None, batch: int, cfg: float) -> Tensor:
+    """Conditions [G · B, D] of the rows: the pictures' own, then "no class" under guidance."""
+    own = model.embed_classes(labels, batch)
+    return own if cfg == 1.0 else torch.cat([own, model.embed_classes(None, batch)])
+
+
+def head_conditions(
+    model: MAR,
+    tokens: Tensor,
+    known: Tensor,
+    classes: Tensor,
+    wanted: Tensor,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """z [B · n, G, Z] at ``wanted`` [B, n] given ``known`` [B, K] of ``tokens`` [B, L, C].
+
+    ``classes`` from ``class_conditions``; ``valid`` as in ``MAR.forward``.
+    """
+    branches = len(classes) // len(tokens)
+
+    def rows(x: Tensor) -> Tensor:
+        return x if branches == 1 else x.repeat(branches, *[1] * (x.ndim - 1))
+
+    counted = None if valid is None else rows(valid)
+    z = model(rows(tokens), rows(known), classes, rows(wanted), counted)
+    return z.view(branches, -1, z.shape[-1]).transpose(0, 1)
+
+
+def write_tokens(tokens: Tensor, where: Tensor, rows: Tensor) -> None:
+    """Write ``rows`` [B · n, C] to positions ``where`` [B, n] of ``tokens`` [B, L, C]."""
+    rows = rows.view(*where.shape, -1).to(tokens.dtype)
+    tokens.scatter_(1, where[:, :, None].expand(-1, -1, tokens.shape[-1]), rows)

@@ -1,0 +1,87 @@
+"""CoDe, collaborative decoding: two VARs take turns on one feature map, without verification.
+
+Source: arXiv 2411.17787. The *large* model draws the coarse scales, few tokens that decide what the
+picture shows; the *small* one prefills them in one block-causal pass and draws the fine ones, most
+of the tokens. The output has neither model's distribution, so the certificate is ``heuristic``,
+unless one model draws everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specmm.certificate import Certificate
+from specmm.image_ar.scales.next_scale import FeatureMap, Session
+from specmm.image_ar.scales.sampling import Sampling, ScaleSampler
+from specmm.image_ar.scales.var import VAR
+from specmm.stats import Clock
+
+LARGE = "large"
+SMALL = "small"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The ``scales`` that one model draws."""
+
+    name: str
+    model: VAR
+    scales: range
+
+
+def split(scales: int, n: int) -> tuple[range, range]:
+    """The scales of the large and of the small model: the large draws ``n`` of them.
+
+    Raises ``ValueError`` unless 0 ≤ ``n`` ≤ ``scales``, a whole number.
+    """
+    if not isinstance(n, int) or not 0 <= n <= scales:
+        raise ValueError(
+            f"n must be a whole number from 0 (the second model alone) to {scales} (the first), "
+            f"got {n!r}"
+        )
+    return range(n), range(n, scales)
+
+
+def code_turns(large: VAR, small: VAR, n: int) -> list[Turn]:
+    """CoDe: scales below ``n`` by the large model, the others by the small one; see ``split``."""
+    coarse, fine = split(len(large.config.schedule), n)
+    return [Turn(LARGE, large, coarse), Turn(SMALL, small, fine)]
+
+
+def alternate(
+    turns: Sequence[Turn],
+    feature_map: FeatureMap,
+    labels: Tensor,
+    sampling: Sampling,
+    sampler: Callable[[range], ScaleSampler],
+    clock: Clock,
+) -> Iterator[int]:
+    """Draw the scales of ``turns`` onto ``feature_map``, yielding the number of each.
+
+    ``sampler(scales)`` draws the tokens of a turn. A model's caches are freed before the next
+    model's turn. The model that draws the last scale counts as the one that verifies.
+    """
+    for turn in turns:
+        if not turn.scales:
+            continue
+        part = "draft" if turn.scales.stop < len(feature_map.schedule) else "verify"
+        with clock(part):
+            session = Session(turn.model, labels, sampling, turn.scales[-1])
+            drawer = sampler(turn.scales)
+        for k in turn.scales:
+            with clock(part):
+                feature_map.add(drawer.draw(session.advance(feature_map, k), k))
+            yield k
+        del session
+
+
+def certificate(turns: Sequence[Turn], target: str) -> Certificate:
+    """What a run may claim about the distribution of the model called ``target``."""
+    scales = {turn.name: len(turn.scales) for turn in turns if turn.scales}
+    if set(scales) == {target}:
+        return Certificate("exact", "plain decoding of the target", 0.0)
+    shares = ", ".join(f"{count} by {name}" for name, count in scales.items())
+    return Certificate("heuristic", f"nothing is verified: steps {shares}")

@@ -1,0 +1,232 @@
+"""What the families of image models share: outputs, the loop over batches, classes by name,
+settings and model folders.
+
+Shape letters: B pictures, R pixels a side.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from diffusers.utils import BaseOutput
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from specmm import __version__
+from specmm.certificate import Certificate, merged
+from specmm.checkpoints import read_json, weights_file
+from specmm.registry import unknown
+from specmm.stats import Stats, total
+
+T = TypeVar("T")
+Callback = Callable[[Any, int, int, dict[str, Any]], dict[str, Any]]
+OUTPUT_TYPES = ("pil", "np", "latent")
+SETTINGS = "settings.json"
+
+
+@dataclass
+class ImageOutput(BaseOutput):  # type: ignore[misc]
+    """``images`` (PIL, or uint8 [B, R, R, 3] arrays), ``tokens`` [B, …], ``stats``,
+    ``certificate``, ``method``.
+    """
+
+    images: Any
+    tokens: Tensor
+    stats: Stats
+    certificate: Certificate
+    method: str
+
+
+@dataclass
+class Drawn:
+    """One batch: ``tokens`` [B, …], ``images`` [B, R, R, 3] uint8 (None for output type latent).
+
+    ``measured`` is the number of tokens that the certificate's total variation is the mean of.
+    """
+
+    tokens: Tensor
+    images: Tensor | None
+    stats: Stats
+    certificate: Certificate
+    method: str
+    measured: float = 1.0
+
+
+def draw_batches(
+    draw: Callable[[slice], Drawn],
+    count: int,
+    batch_size: int,
+    output_type: str,
+    bar: Any,
+    settings: Mapping[str, object],
+) -> ImageOutput:
+    """``draw`` the rows of ``count`` pictures, ``batch_size`` at a time, under a progress ``bar``,
+    which ``draw`` may move earlier. ``settings`` are those the certificate is about.
+    """
+    parts = []
+    with bar:
+        for first in range(0, count, batch_size):
+            parts.append(draw(slice(first, first + batch_size)))
+            bar.update(first + len(parts[-1].tokens) - bar.n)
+    certificate = merged([(part.certificate, part.measured) for part in parts])
+    assert certificate is not None, "there is at least one picture"
+    drawn = [part.images for part in parts if part.images is not None]
+    pictures: npt.NDArray[Any] = torch.cat(drawn).cpu().numpy() if drawn else np.empty(0)
+    return ImageOutput(
+        images=[Image.fromarray(p) for p in pictures] if output_type == "pil" else pictures,
+        tokens=torch.cat([part.tokens for part in parts]),
+        stats=total([part.stats for part in parts]),
+        certificate=certificate.under(settings),
+        method=parts[-1].method,
+    )
+
+
+def check_call(output_type: str, batch_size: int, num_images_per_prompt: int) -> None:
+    """Raise ``ValueError`` for options that no pipeline supports."""
+    if output_type not in OUTPUT_TYPES:
+        raise ValueError(f"output_type must be 'pil', 'np' or 'latent', got {output_type!r}")
+    if batch_size < 1 or num_images_per_prompt < 1:
+        raise ValueError(
+            "batch_size and num_images_per_prompt must be at least 1, "
+            f"got {batch_size} and {num_images_per_prompt}"
+        )
+
+
+def class_ids(wanted: Sequence[str | int], names: Sequence[str], count: int) -> list[int]:
+    """Ids of class names or ids (also as text, "3"); raises ``ValueError`` with a suggestion for an
+    unknown one.
+    """
+    ids = []
+    for item in wanted:
+        if str(item).isdecimal():
+            if int(item) >= count:
+                raise ValueError(f"class id must be below {count}, got {item}")
+            ids.append(int(item))
+        elif item in names:
+            ids.append(list(names).index(str(item)))
+        else:
+            raise unknown("class", item, names)
+    return ids
+
+
+def class_labels(pipe: Any, wanted: str | int | Sequence[str | int], repeats: int = 1) -> Tensor:
+    """Labels that ``pipe`` draws for ``wanted`` classes, ``repeats`` of each; raises ``ValueError``
+    for none and as :func:`class_ids`.
+    """
+    wanted = [wanted] if isinstance(wanted, str | int) else wanted
+    if not wanted:
+        raise ValueError("classes must name at least one class, got none")
+    ids = class_ids(wanted, pipe.settings.classes, pipe.transformer.config.num_classes)
+    return torch.tensor(ids, device=pipe.device).repeat_interleave(repeats)
+
+
+def with_options(settings: T, **options: object) -> T:
+    """``settings`` with every option that is not None in place of its own."""
+    given = {k: v for k, v in options.items() if v is not None}
+    return replace(settings, **given)  # type: ignore[type-var]
+
+
+def read_settings(kind: type[T], folder: Path) -> T:
+    """The ``kind`` of settings beside a model, or the defaults.
+
+    Raises ``ValueError`` for an unknown setting.
+    """
+    file = folder / SETTINGS
+    if not file.exists():
+        return kind()
+    found, known = read_json(file), _names(kind)
+    for key in found.keys() - set(known):
+        raise unknown(f"setting in {file}", key, known)
+    return kind(**{key: _frozen(value) for key, value in found.items()})
+
+
+def write_settings(settings: Any, folder: Path) -> None:
+    """Write the dataclass of a model's settings beside it."""
+    (folder / SETTINGS).write_text(json.dumps(asdict(settings), indent=1) + "\n")
+
+
+def write_index(pipeline: str, family: str, folder: Path) -> None:
+    """Write which ``pipeline`` saved the model in ``folder``, and its ``family``, by which it is
+    opened.
+    """
+    index = {"_class_name": pipeline, "_specmm_version": __version__, "family": family}
+    (folder / "model_index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+
+def save_module(
+    model: nn.Module, config: Any, folder: str | Path, dtype: torch.dtype | None = None
+) -> None:
+    """Write ``model.safetensors`` (in ``dtype``, such as bf16) and the dataclass ``config`` as
+    ``config.json`` into ``folder``.
+    """
+    save_weights(model, {"model": type(config).__name__, **asdict(config)}, folder, dtype)
+
+
+def save_weights(
+    model: nn.Module, facts: Mapping[str, object], folder: str | Path, dtype: torch.dtype | None
+) -> None:
+    """As :func:`save_module`, with ``facts`` as ``config.json``."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
+    state = {k: v.to(dtype or v.dtype) if v.is_floating_point() else v for k, v in state.items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def read_config(path: str | Path, kind: type[T]) -> T | None:
+    """The ``kind`` of configuration in the ``config.json`` beside ``path``'s weights; None when
+    there is none.
+
+    A file of another program (LANTERN's, a hub's) has no ``model`` of ours in it and counts as
+    none. Raises ``ValueError`` for one of ours that is not JSON, describes another kind of model or
+    holds unknown names.
+    """
+    file = weights_file(path).with_name("config.json")
+    sizes = read_json(file) if file.is_file() else {}
+    if not str(sizes.get("model", "")).endswith("Config"):
+        return None
+    found = sizes.pop("model")
+    if found != kind.__name__:
+        raise ValueError(
+            f"{file} must describe a {kind.__name__}, got a {found}, point to the right folder"
+        )
+    strange = sizes.keys() - set(_names(kind))
+    if strange:
+        raise ValueError(
+            f"{file} must hold sizes of {kind.__name__}, got {', '.join(sorted(strange))}"
+        )
+    return kind(**{k: _frozen(v) for k, v in sizes.items()})
+
+
+def shape_of(state: Mapping[str, Tensor], key: str, source: str | Path) -> torch.Size:
+    """The shape of a weight; raises ``ValueError`` naming a missing one."""
+    if key not in state:
+        raise ValueError(f"{source} must hold {key}, got a file without it: is it another model's?")
+    return state[key].shape
+
+
+def count(state: Mapping[str, Tensor], pattern: str) -> int:
+    """One more than the largest number that ``pattern`` finds at the start of a name."""
+    found = (re.match(pattern, key) for key in state)
+    return 1 + max((int(match[1]) for match in found if match), default=-1)
+
+
+def _names(kind: type[Any]) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def _frozen(value: Any) -> Any:
+    """Lists of JSON as the tuples they were."""
+    if isinstance(value, dict):
+        return {k: _frozen(v) for k, v in value.items()}
+    return tuple(_frozen(v) for v in value) if isinstance(value, list) else value

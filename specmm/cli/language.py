@@ -1,0 +1,232 @@
+"""``specmm ask`` and ``specmm complete``: questions about pictures answered, texts continued."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specmm.cli.options import Device, Drafter, Dtype, Json, Model, Options, Seed
+from specmm.cli.output import emit, say, stdout_reserved
+
+if TYPE_CHECKING:
+    import torch
+
+    from specmm.hf.running import Pipeline
+
+Images = Annotated[
+    list[Path],
+    typer.Argument(help="Pictures, all shown with the question; none for a text question."),
+]
+Question = Annotated[str, typer.Option("--question", "-q", help="What to ask.")]
+Prompts = Annotated[
+    list[str], typer.Option("--prompt", "-p", help="Text to continue; may be repeated for a batch.")
+]
+CompleteOptions = Annotated[
+    list[str],
+    typer.Option(
+        "--option",
+        "-o",
+        help="KEY=VALUE of the method; may be repeated. sure=… counts for a single prompt or at "
+        "temperature 0 only.",
+    ),
+]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopK = Annotated[int, typer.Option(help="0 is off.")]
+TopP = Annotated[float, typer.Option(help="1 is off.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="1 is off.")]
+
+
+def ask(
+    model: Model,
+    question: Question,
+    images: Images = [],  # noqa: B006  typer copies it
+    method: Annotated[
+        str,
+        typer.Option(help="ar, text-draft, vlm-draft, msd, prompt-lookup, verdict, draft or auto."),
+    ] = "ar",
+    option: Options = [],  # noqa: B006
+    drafter: Drafter = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 64,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    seed: Seed = None,
+    as_json: Json = False,
+) -> None:
+    """Answer a question about pictures; the answer is written to stderr as it comes."""
+    from specmm.methods import VQA
+    from specmm.runs.run import Place, label, open_model, parse_method, record_of
+
+    chosen = parse_method(VQA, method, option)
+    seed = secrets.randbelow(2**31) if seed is None else seed
+    sampling = dict(
+        temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty
+    )
+    options = dict(max_new_tokens=max_new_tokens, seed=seed, **sampling)
+    with stdout_reserved():
+        pipe = open_model("questions", model, Place.named(device, dtype), chosen, drafter)
+        begin = time.perf_counter()
+        out = pipe(list(images), question, Echo(pipe), **options)
+        seconds = time.perf_counter() - begin
+    record = record_of(model, pipe, chosen, out, seed, seconds, sampling)
+    record |= {"question": question, "images": [str(i) for i in images], "outputs": out.answers}
+    if out.ruling is not None:
+        record["ruling"] = out.ruling.as_dict()
+    if as_json:
+        return emit(record)
+    _show(record, out, label(chosen))
+    if out.ruling is not None:
+        _show_ruling(out.ruling)
+
+
+def complete(
+    model: Model,
+    prompt: Prompts,
+    method: Annotated[
+        str,
+        typer.Option(
+            help="ar, diffuspec, specdiff, deer, block, text-draft, prompt-lookup, draft or auto."
+        ),
+    ] = "ar",
+    option: CompleteOptions = [],  # noqa: B006  typer copies it
+    drafter: Drafter = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a text.")] = 128,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    stop: Annotated[
+        list[str], typer.Option(help="A text to end in front of; may be repeated.")
+    ] = [],  # noqa: B006
+    chat: Annotated[
+        bool, typer.Option(help="Put the prompt into the model's chat template.")
+    ] = False,
+    compiled: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Compile rounds: small models are twice as fast, after a minute or two.",
+        ),
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw acceptance, lengths and times into this .png, .pdf or .svg."),
+    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    seed: Seed = None,
+    as_json: Json = False,
+) -> None:
+    """Continue a text; a single one is written to stderr as it comes."""
+    from specmm.methods import TEXT
+    from specmm.runs.run import Place, label, open_model, parse_method, record_of
+
+    chosen = parse_method(TEXT, method, option)
+    if plot is not None:
+        from specmm.runs.figures import check_plot, plot_drafting
+
+        check_plot(plot)
+    seed = secrets.randbelow(2**31) if seed is None else seed
+    sampling = dict(
+        temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty
+    )
+    options = dict(max_new_tokens=max_new_tokens, seed=seed, stop=stop, chat=chat, **sampling)
+    with stdout_reserved():
+        pipe = open_model("text", model, Place.named(device, dtype), chosen, drafter)
+        begin = time.perf_counter()
+        echo = Echo(pipe, stop) if len(prompt) == 1 else None
+        out = pipe(prompt, echo, compiled=compiled, **options)
+        seconds = time.perf_counter() - begin
+    record = record_of(model, pipe, chosen, out, seed, seconds, sampling)
+    record |= {"prompts": prompt, "outputs": out.texts, **_drafting(out)}
+    if as_json:
+        emit(record)
+    else:
+        _show(record, out, label(chosen))
+        _show_drafting(out)
+    if plot is not None:  # last: if it fails, the text has been printed
+        plot_drafting(out.stats, out.trace, plot)
+
+
+def _show(record: dict[str, Any], out: Any, method: str) -> None:
+    """Print texts, and what they took."""
+    for text in record["outputs"]:
+        typer.echo(text)
+    tokens = f"{record['tokens']} tokens by {method} in {record['seconds']:.2f} s"
+    say(f"{tokens}, tau {out.stats.tau:.2f}, seed {record['seed']}")
+    say(f"certificate  {out.certificate}")
+
+
+def _show_ruling(ruling: Any) -> None:
+    """Print a line for every expert of Speculative Verdict."""
+    for i, (answer, score) in enumerate(zip(ruling.answers, ruling.scores.tolist(), strict=True)):
+        heard = f"read as number {ruling.heard.index(i) + 1}" if i in ruling.heard else "not read"
+        say(f"expert {i + 1}     {answer!r}, consensus {score:.2f} (lower is better), {heard}")
+
+
+def _drafting(out: Any) -> dict[str, Any]:
+    """Acceptance by position, lengths by round, seconds by part."""
+    stats = out.stats
+    return {
+        "accepted_by_position": stats.accepted_by_position,
+        "drafted_by_round": stats.depths,
+        "controller": out.trace,
+        "draft_seconds": stats.draft_seconds,
+        "search_seconds": stats.search_seconds,
+        "verify_seconds": stats.verify_seconds,
+    }
+
+
+def _show_drafting(out: Any) -> None:
+    stats = out.stats
+    if stats.depths:
+        say("accepted by position  " + " ".join(f"{s:.2f}" for s in stats.accepted_by_position))
+        searched = f" ({stats.search_seconds:.2f} s of it search)" if stats.search_seconds else ""
+        seconds = (
+            f"draft {stats.draft_seconds:.2f} s{searched}, verify {stats.verify_seconds:.2f} s"
+        )
+        lengths = f"{min(stats.depths)} to {max(stats.depths)} drafts a round"
+        say(f"{seconds}, {lengths}, {len(stats.depths)} rounds")
+    for row, trace in enumerate(out.trace):
+        say(f"drafted/accepted of text {row + 1}  " + " ".join(f"{d}/{a}" for d, a in trace))
+
+
+class Echo:
+    """A streamer that writes a text to stderr as it grows, up to one of the texts ``stop``.
+
+    It writes to a terminal only.
+    """
+
+    def __init__(self, pipe: Pipeline, stop: Sequence[str] = ()) -> None:
+        from specmm.hf.streaming import StopStrings
+
+        self.pipe = pipe
+        self.stops = StopStrings(stop, pipe.text)
+        self.ids: list[int] = []
+        self.written = ""
+
+    def put(self, value: torch.Tensor) -> None:
+        """Write what these ids add."""
+        self.ids += value.flatten().tolist()
+        self._write(self.stops.sure(self.pipe.text(self.ids)))
+
+    def end(self) -> None:
+        """Write what was held back, as it might have become a stop, and end the line."""
+        self._write(self.stops.cut(self.pipe.text(self.ids)))
+        if self.ids and sys.stderr.isatty():  # a call that was refused has no line
+            say("")
+
+    def _write(self, text: str) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write(text[len(self.written) :])
+            sys.stderr.flush()
+        self.written = text

@@ -1,0 +1,82 @@
+"""Classifier-free guidance over branches, and which tokens may be drawn where.
+
+Shape letters: B batch, G guidance branches ([cond; uncond] under guidance), R = G·B rows, N tree
+nodes, V vocabulary, K masks, T tokens of an answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """Classifier-free guidance: ``scale`` ≥ 0 (1 is off); with ``interval`` n > -1 only tokens 0 …
+    n + 1 are guided.
+    """
+
+    scale: float = 1.0
+    interval: int = -1
+
+    def __post_init__(self) -> None:
+        if not self.scale >= 0:
+            raise ValueError(f"cfg must be at least 0, got {self.scale}, use 1 for no guidance")
+
+    @property
+    def branches(self) -> int:
+        """G: as in LlamaGen, only scales above 1 guide."""
+        return 2 if self.scale > 1 else 1
+
+    @property
+    def settings(self) -> dict[str, float]:
+        """The options that shape the distribution, for certificates."""
+        last = {"cfg_interval": self.interval} if self.branches > 1 and self.interval > -1 else {}
+        return {"cfg": self.scale} | last
+
+    def mix(self, logits: Tensor, positions: Tensor, prompt: Tensor | int) -> Tensor:
+        """Guided logits [B, N, V] of those of all branches [R, N, V].
+
+        ``positions`` [1 or R, N] are those of the nodes, ``prompt`` ([B, 1] or one number) counts
+        the tokens before the first that is drawn.
+        """
+        if self.branches == 1:
+            return logits
+        cond, uncond = logits.chunk(2)
+        if self.interval < 0:
+            return torch.lerp(uncond, cond, self.scale)
+        drawn = positions[: len(cond)] - prompt + 1  # the token that these logits predict
+        scale = torch.where(drawn <= self.interval + 1, self.scale, 1.0)
+        return torch.lerp(uncond, cond, scale[..., None])
+
+
+@dataclass(frozen=True)
+class AllowedTokens:
+    """Which tokens may be drawn: ``masks`` [K, V] bool, and in ``places`` [T] the mask of each token.
+
+    The last place holds for every token after it.
+    """
+
+    masks: Tensor
+    places: Tensor
+
+    @classmethod
+    def everywhere(cls, mask: Tensor) -> AllowedTokens:
+        """The same ``mask`` [V] bool for every token."""
+        return cls(mask[None], torch.zeros(1, dtype=torch.int64, device=mask.device))
+
+    def to(self, device: torch.device) -> AllowedTokens:
+        """The same on ``device``."""
+        return AllowedTokens(self.masks.to(device), self.places.to(device))
+
+    def at(self, drawn: Tensor) -> Tensor:
+        """Masks [..., V] of the tokens that are the ``drawn``-th [...] of their answers, from 0."""
+        if len(self.masks) == 1:
+            return self.masks[0].expand(*drawn.shape, -1)
+        return self.masks[self.places[drawn.clamp(max=len(self.places) - 1)]]
+
+    def __call__(self, logits: Tensor, drawn: Tensor) -> Tensor:
+        """``logits`` [B, N, V], ``-inf`` where a token may not be the ``drawn``-th [1 or B, N]."""
+        return logits.masked_fill(~self.at(drawn), float("-inf"))

@@ -1,0 +1,365 @@
+"""A job's output folder: what the job is, journals of what is done, and one file for each result.
+
+``OUT/results/3f/heart-0001-3fa2b1c4d5e6.png``: two digits of the id's hash spread any number of
+items over 256 folders. The journals are the truth about a job: a line is written after the file it
+is about. A line is a checksum and a JSON record. A process that dies while it writes leaves a torn
+last line, which is cut off when the journal is opened again. Every process of a job appends to its
+own journal and reads all of them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import json
+import os
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from specmm.checkpoints import read_json
+from specmm.files import slug, sync_folder, write_whole
+from specmm.jobs.items import Item
+from specmm.registry import unknown
+
+JOB = "job.json"
+RESULTS, JOURNALS, ARCHIVES = "results", "journal", "archives"
+LAYOUTS = ("folders", "tar")
+FORMATS = {"png": "PNG", "webp": "WEBP", "jpeg": "JPEG"}
+DESCRIPTION = 0x010E  # EXIF ImageDescription
+Record = dict[str, Any]
+
+# ---- what the job is
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How items become results: everything that results depend on, apart from the items.
+
+    ``method`` and its ``options`` ("KEY=VALUE") are for items without a method. ``sampling`` are
+    options of the pipeline's call. ``seed`` makes the items' own seeds from their ids.
+    """
+
+    model: str
+    method: str = "ar"
+    options: tuple[str, ...] = ()
+    sampling: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    dtype: str = "auto"
+    format: str = "png"
+    layout: str = "folders"
+    drafter: str | None = None
+    text_encoder: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise unknown("format", self.format, FORMATS)
+        if self.layout not in LAYOUTS:
+            raise unknown("layout", self.layout, LAYOUTS)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How a job is worked on, which no result depends on.
+
+    ``batch`` items are made at a time (0 finds the size), an item is tried ``retries`` more times,
+    an archive holds ``shard`` items.
+    """
+
+    batch: int = 0
+    retries: int = 2
+    shard: int = 1000
+    device: str = "cpu"
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process prepares or finishes the job in ``folder``."""
+    with (folder / JOURNALS / "folder.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def prepare(folder: Path, spec: Spec) -> None:
+    """Make the output ``folder``, or check that the results in it are of the same job.
+
+    Raises ``ValueError`` naming what differs.
+    """
+    for name in (JOURNALS, RESULTS, *([ARCHIVES] if spec.layout == "tar" else [])):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    file, wanted = folder / JOB, json.loads(json.dumps(asdict(spec)))
+    with alone(folder):
+        if not file.exists() or not any(True for _ in read_journals(folder / JOURNALS)):
+            text = json.dumps(wanted, indent=1, ensure_ascii=False) + "\n"
+            write_whole(file, text.encode(), durable=True)
+            sync_folder(folder)
+            return
+        found = read_json(file)
+    changed = [
+        f"{k} {found.get(k)!r} and not {v!r}" for k, v in wanted.items() if found.get(k) != v
+    ]
+    if changed:
+        raise ValueError(
+            f"{folder} holds a job with {', '.join(changed)}; "
+            "give the same options or another --out"
+        )
+
+
+def read_spec(folder: Path) -> Spec:
+    """The spec of the job in ``folder``; raises ``ValueError`` when there is none."""
+    if not (folder / JOB).is_file():
+        raise ValueError(f"{folder} must be the output of specmm batch, got a folder without {JOB}")
+    found = read_json(folder / JOB)
+    return Spec(**{**found, "options": tuple(found.get("options", ()))})
+
+
+# ---- what is done
+
+
+def pack(record: Record) -> bytes:
+    """A line of the journal."""
+    text = json.dumps(record, ensure_ascii=True, separators=(",", ":"), allow_nan=False).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def unpack(line: bytes) -> Record | None:
+    """The record of a line; None for a line that was not written whole."""
+    text = line[9:-1]
+    try:
+        if line[-1:] != b"\n" or int(line[:8], 16) != zlib.crc32(text):
+            return None
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+@contextmanager
+def occupied(journals: Path, shared: bool) -> Iterator[None]:
+    """Keep other jobs out of the folder of ``journals``, except those that share it.
+
+    Raises ``ValueError`` when another one works there.
+    """
+    handle = os.open(journals / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    _lock(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, journals)
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, mode: int, journals: Path) -> None:
+    """Lock an open file; the system unlocks it when the process ends, in whatever way."""
+    try:
+        fcntl.flock(handle, mode | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        raise ValueError(
+            f"{journals.parent} is being written by another process, "
+            "wait for it or choose another --out"
+        ) from error
+
+
+class Journal:
+    """The journal of one process in ``journals``; at most one process holds it.
+
+    Raises ``ValueError`` when another one does.
+    """
+
+    def __init__(self, journals: Path, name: str) -> None:
+        file = journals / f"{name}.log"
+        self.handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        _lock(self.handle, fcntl.LOCK_EX, journals)
+        self.size = _whole(file.read_bytes())
+        os.ftruncate(self.handle, self.size)
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Add ``records``; they are on the disk when this returns.
+
+        Raises ``OSError`` having added none of them.
+        """
+        data = b"".join(map(pack, records))
+        try:
+            written = 0
+            while written < len(data):  # a nearly full disk takes a part first
+                written += os.write(self.handle, data[written:])
+            os.fsync(self.handle)
+        except OSError:
+            os.ftruncate(self.handle, self.size)
+            raise
+        self.size += len(data)
+
+    def close(self) -> None:
+        """Let another process have it."""
+        os.close(self.handle)
+
+
+def _whole(data: bytes) -> int:
+    """Bytes up to the end of the last whole line."""
+    end = place = 0
+    for line in data.splitlines(keepends=True):
+        place += len(line)
+        end = place if unpack(line) is not None else end
+    return end
+
+
+def read_journals(journals: Path) -> Iterator[Record]:
+    """The records of all journals; lines that were not written whole are skipped."""
+    for file in sorted(journals.glob("*.log")):
+        with file.open("rb") as stream:
+            for line in stream:
+                record = unpack(line)
+                if record is not None:
+                    yield record
+
+
+def ledger(journals: Path) -> dict[str, Record]:
+    """The record that counts of every item, by id: "done" over "failed", the latest of several.
+
+    A repaired result has two. Journals are read in no order of time, so a record holds the time.
+    """
+    found: dict[str, Record] = {}
+    for record in read_journals(journals):
+        if "id" in record and _counts(record, found.get(record["id"])):
+            found[record["id"]] = record
+    return found
+
+
+def _counts(record: Record, known: Record | None) -> bool:
+    """Whether ``record`` replaces what was ``known`` of its item."""
+    if known is None or known["state"] != "done":
+        return True
+    return bool(record["state"] == "done" and record.get("at", 0) > known.get("at", 0))
+
+
+def check_same(items: Sequence[Item], known: dict[str, Record]) -> None:
+    """Raise ``ValueError`` when an item that is done has changed in the job file since."""
+    for item in items:
+        record = known.get(item.id)
+        if record is not None and record["state"] == "done" and record["item"] != item.digest:
+            raise ValueError(
+                f"item {item.id!r} is done but has changed in the job file; "
+                "give it a new id or choose another --out"
+            )
+
+
+def failure(item: Item, error: str, tries: int) -> Record:
+    """The record of an item that is set aside."""
+    return {"id": item.id, "state": "failed", "item": item.digest, "error": error, "tries": tries}
+
+
+# ---- results
+
+
+@dataclass
+class Result:
+    """What was made of an item, an ``image`` or an ``answer``, and ``facts`` for the index."""
+
+    item: Item
+    facts: dict[str, Any]
+    image: Image.Image | None = None
+    answer: str | None = None
+
+
+def name_of(item: Item) -> str:
+    """The name of the item's file without suffix: readable, and different for different ids."""
+    return f"{slug(item.id.replace('.', '-'))}-{_hash(item)[:12]}"
+
+
+def place_of(item: Item, suffix: str) -> str:
+    """The item's file below the output folder."""
+    return f"{RESULTS}/{_hash(item)[:2]}/{name_of(item)}.{suffix}"
+
+
+def _hash(item: Item) -> str:
+    return hashlib.sha256(item.id.encode()).hexdigest()
+
+
+def encode(result: Result, kind: str, model: str) -> bytes:
+    """The bytes of the item's file: a picture of format ``kind``, or JSON.
+
+    Both hold a description, of what stays the same when the item is made again in another batch.
+    """
+    item, facts = result.item, result.facts
+    about = {
+        "id": item.id,
+        item.kind: item.text,
+        "seed": item.seed,
+        "model": model,
+        "method": facts["method"],
+        # without the total variation, which is measured on the whole batch
+        "certificate": {k: v for k, v in facts["certificate"].items() if k != "tv"},
+    }
+    if result.image is None:
+        return (json.dumps({**about, "answer": result.answer}, ensure_ascii=False) + "\n").encode()
+    text = json.dumps(about, ensure_ascii=True)
+    packed = io.BytesIO()
+    if kind == "png":
+        info = PngInfo()
+        info.add_text("specmm", text)
+        result.image.save(packed, format=FORMATS[kind], pnginfo=info)
+        return packed.getvalue()
+    exif = Image.Exif()
+    exif[DESCRIPTION] = text
+    quality: dict[str, Any] = {"quality": 95} if kind == "jpeg" else {"lossless": True}
+    result.image.save(packed, format=FORMATS[kind], exif=exif, **quality)
+    return packed.getvalue()
+
+
+def description(file: Path | IO[bytes]) -> dict[str, Any]:
+    """What ``encode`` wrote into a picture's ``file``, or {} where there is nothing."""
+    with Image.open(file) as image:
+        text = image.info.get("specmm") or image.getexif().get(DESCRIPTION) or "{}"
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def save(folder: Path, results: Iterable[Result], kind: str, model: str) -> list[Record]:
+    """Write the files of ``results`` below ``folder``, pictures in format ``kind``.
+
+    Returns their records for the journal once all files are on the disk. Raises ``OSError`` when
+    the disk will not take them.
+    """
+    records: list[Record] = []
+    touched: set[Path] = set()
+    for result in results:
+        item = result.item
+        place = place_of(item, "json" if result.image is None else kind)
+        data = encode(result, kind, model)
+        file = folder / place
+        if not file.parent.exists():
+            file.parent.mkdir(exist_ok=True)
+            touched.add(file.parent.parent)
+        write_whole(file, data, durable=True)
+        touched.add(file.parent)
+        made = {
+            "id": item.id,
+            "state": "done",
+            "at": time.time(),
+            "item": item.digest,
+            item.kind: item.text,
+            "seed": item.seed,
+            "file": place,
+            "bytes": len(data),
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+        answer = {} if result.answer is None else {"answer": result.answer}
+        records.append({**made, **answer, **result.facts})
+    for each in touched:
+        sync_folder(each)
+    return records
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove files that a killed process was writing; only while no other process writes here."""
+    parts = [*folder.glob("*.part"), *(folder / ARCHIVES).glob("*.part")]
+    for part in [*parts, *(folder / RESULTS).rglob("*.part")]:
+        os.unlink(part)

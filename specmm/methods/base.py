@@ -1,0 +1,169 @@
+"""What every method declares, the choice of drafter, tree and rule, and making methods by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from specmm.registry import Registry, unknown
+
+TreeName = str | tuple[int, ...]  # see specmm/shape/trees.py
+Tree = TreeName | None  # None: the tree that the model's maker recommends
+M = TypeVar("M")
+
+RENAMED = {"hindsight": "rejected_weight", "belief": "predictor"}  # until version 0.3
+
+
+class _OldNames(type):
+    """Makes methods of options by their old names, too, with a warning."""
+
+    def __call__(cls, *values: Any, **options: Any) -> Any:
+        current = {current_option(cls, option): value for option, value in options.items()}
+        return super().__call__(*values, **current)
+
+
+class Declared(metaclass=_OldNames):
+    """What a method declares about itself, so that nobody asks its type."""
+
+    name: ClassVar[str]
+    claims: ClassVar[str] = "exact"  # of its runs; each run's certificate is what counts
+    drafts: ClassVar[bool] = True
+    streams: ClassVar[bool] = True  # one model answers, token by token
+
+    @property
+    def timed(self) -> bool:
+        """Whether it decides by seconds measured on this machine."""
+        return False
+
+    @property
+    def one_generator(self) -> bool:
+        """Whether one generator draws all pictures, in one batch, as a released code does."""
+        return False
+
+    @property
+    def batch_dependent(self) -> bool:
+        """Whether a row that is drawn at temperature above 0 depends on the rows beside it."""
+        return False
+
+    @property
+    def can_refill(self) -> bool:
+        """Whether a row that has ended may take the next sample while other rows go on."""
+        return False
+
+    @property
+    def static_shapes(self) -> bool:
+        """Whether all rounds have the same shapes, so that they can be compiled."""
+        return False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Drafter, tree and rule of a method of image tokens, by name, and the drafter's option."""
+
+    drafter: str
+    tree: Tree
+    rule: str
+    rejected_weight: float = 0.0
+
+
+class Composed(Declared):
+    """A method that is a choice of drafter, tree and rule; the drafter decides what it can do."""
+
+    @property
+    def choice(self) -> Choice:
+        """Drafter, tree and rule."""
+        raise NotImplementedError
+
+    @property
+    def can_refill(self) -> bool:
+        """EAGLE's head and models that draft read their rows together."""
+        return self.choice.drafter in ("block", "jacobi", "msd", "deer")
+
+    @property
+    def static_shapes(self) -> bool:
+        """Of a block drafter or none."""
+        return self.choice.drafter in ("block", "jacobi")
+
+
+@dataclass(frozen=True)
+class AR(Declared):
+    """Plain decoding: one token a step."""
+
+    name: ClassVar[str] = "ar"
+    drafts: ClassVar[bool] = False
+    can_refill: ClassVar[bool] = True  # answers and texts: a plain batch of pictures ends at once
+    static_shapes: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Auto(Declared):
+    """Measures this machine and takes the fastest exact method, plain decoding included."""
+
+    name: ClassVar[str] = "auto"
+    timed: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Draft(Composed):
+    """Any drafter, tree and rule together; other methods are such choices with defaults.
+
+    ``specmm methods`` lists what there is. ``tree`` None is the one that the model's maker
+    recommends. Answers and texts are drafted by the drafters of their methods: ``msd``,
+    ``text-draft``, ``block`` and so on.
+    """
+
+    name: ClassVar[str] = "draft"
+    claims: ClassVar[str] = "as its rule"
+    drafter: str = "block"
+    tree: Tree = None
+    rule: str = "recursive"
+    rejected_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_rejected_weight(self.rejected_weight)
+
+    @property
+    def choice(self) -> Choice:
+        """Drafter, tree and rule."""
+        return Choice(self.drafter, self.tree, self.rule, self.rejected_weight)
+
+
+def check_rejected_weight(weight: float) -> None:
+    """Raise ``ValueError`` unless 0 <= ``weight`` < 1, the weight of rejected positions."""
+    if not 0 <= weight < 1:
+        raise ValueError(
+            "rejected_weight must be in [0, 1), the weight of the target's distributions at "
+            f"rejected positions, got {weight}"
+        )
+
+
+def registry(kinds: Iterable[type[Any]]) -> Registry:
+    """The registry of these method classes by their names."""
+    return Registry("method", {kind.name: f"specmm.methods:{kind.__name__}" for kind in kinds})
+
+
+def make(registry: Registry, method: Any, **options: Any) -> Any:
+    """The method called ``method`` in ``registry``, or the method object itself, with ``options``.
+
+    Raises ``ValueError`` with a suggestion for a name or an option that is not known.
+    """
+    kind = registry.get(method if isinstance(method, str) else method.name)
+    options = {current_option(kind, option): value for option, value in options.items()}
+    known = [field.name for field in dataclasses.fields(kind)]
+    if strange := [option for option in options if option not in known]:
+        raise unknown(f"option of {kind.name}", strange[0], known or ["(none)"])
+    return kind(**options) if isinstance(method, str) else dataclasses.replace(method, **options)
+
+
+def current_option(kind: type[Any], option: str) -> str:
+    """The name that ``option`` of ``kind`` has now; warns about a deprecated one."""
+    new = RENAMED.get(option)
+    if new is None or new not in {field.name for field in dataclasses.fields(kind)}:
+        return option
+    warnings.warn(
+        f"option {option} of {kind.name} is called {new} now", FutureWarning, stacklevel=4
+    )
+    return new

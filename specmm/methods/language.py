@@ -1,0 +1,157 @@
+"""Methods of answers to questions about pictures, and of text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from specmm.methods.base import Declared, TreeName
+
+
+@dataclass(frozen=True)
+class TextDraft(Declared):
+    """A small language model drafts without seeing the picture (arXiv 2404.08856)."""
+
+    name: ClassVar[str] = "text-draft"
+    tree: TreeName = (1, 1, 1, 1)
+    rule: str = "recursive"
+
+
+@dataclass(frozen=True)
+class VLMDraft(Declared):
+    """A small vision-language model drafts and sees the picture, too."""
+
+    name: ClassVar[str] = "vlm-draft"
+    tree: TreeName = (1, 1, 1, 1)
+    rule: str = "recursive"
+
+
+@dataclass(frozen=True)
+class MSD(Declared):
+    """MSD (Lin et al. 2025): EAGLE-2 with a drafter that treats text and picture separately.
+
+    The tree has ``total`` nodes. ``sampled`` draws a static ``tree`` from recorded distributions
+    instead, which is exact, too, and keeps more at high temperatures.
+    """
+
+    name: ClassVar[str] = "msd"
+    can_refill: ClassVar[bool] = True
+    total: int = 59
+    depth: int = 5
+    top_k: int = 10
+    sampled: bool = False
+    tree: TreeName = (3, 2, 2, 1, 1)
+    rule: str = "recursive"
+
+
+@dataclass(frozen=True)
+class PromptLookup(Declared):
+    """Drafts what followed the last earlier occurrence of the latest ``ngram`` tokens."""
+
+    name: ClassVar[str] = "prompt-lookup"
+    can_refill: ClassVar[bool] = True
+    ngram: int = 3
+    length: int = 8
+
+
+@dataclass(frozen=True)
+class Verdict(Declared):
+    """Speculative Verdict (arXiv 2510.20812): several models answer, a judge decides.
+
+    The judge reads the ``keep`` answers that agree most with the others.
+    """
+
+    name: ClassVar[str] = "verdict"
+    claims: ClassVar[str] = "heuristic"
+    streams: ClassVar[bool] = False
+    keep: int = 3
+
+
+@dataclass(frozen=True)
+class DiffuSpec(Declared):
+    """DiffuSpec (arXiv 2510.02358): a diffusion model's block, searched for a causal path.
+
+    Drafts are point masses. Without ``search`` they are the likeliest tokens; ``sampled`` draws a
+    path with its distribution. A block has ``most`` drafts or, if ``adaptive``, from ``least`` to
+    ``most`` by ``step`` and ``rate``. ``beam`` 0 finds the best path. ``reuse`` keeps keys and
+    values between rounds: faster, with other drafts.
+    """
+
+    name: ClassVar[str] = "diffuspec"
+    search: bool = True
+    sampled: bool = False
+    adaptive: bool = True
+    least: int = 3
+    most: int = 12
+    step: float = 4.0
+    rate: float = 0.5
+    tau: float = 0.8
+    candidates: int = 15
+    weight: float = 0.5
+    beam: int = 3
+    reuse: bool = False
+
+
+@dataclass(frozen=True)
+class SpecDiff(Declared):
+    """SpecDiff (arXiv 2408.05636): ``length`` drafts, drawn and recorded in ``steps`` denoising steps.
+
+    As ``point`` masses it is exact, too, but keeps fewer.
+    """
+
+    name: ClassVar[str] = "specdiff"
+    length: int = 10
+    steps: int = 2
+    point: bool = False
+
+
+@dataclass(frozen=True)
+class DEER(Declared):
+    """DEER (arXiv 2512.15176): a diffusion drafter's block of ``length`` tokens in one step.
+
+    ``length`` 0 is the drafter's own. The block's distribution is the product of its marginals.
+    ``sure`` above 0 cuts a block before the first token that promises less acceptance (ignored in a
+    batch of several at T > 0). ``recall`` above 0 drafts what followed an earlier occurrence of
+    that many latest tokens. ``tree`` above 0 verifies that many nodes of the likeliest paths, as
+    point masses; a tree of fixed shape, as MSD's, is drawn from recorded distributions.
+    """
+
+    name: ClassVar[str] = "deer"
+    can_refill: ClassVar[bool] = True
+    length: int = 0
+    sure: float = 0.0
+    tree: int | TreeName = 0
+    recall: int = 0
+    rule: str = ""  # of a tree of fixed shape
+
+    @property
+    def batch_dependent(self) -> bool:
+        """Blocks are cut by what the rows of a batch promise together."""
+        return self.sure > 0
+
+
+@dataclass(frozen=True)
+class Block(Declared):
+    """A block drafter that reads the target's hidden states (DFlash, arXiv 2602.06036).
+
+    Options as :class:`DEER`'s.
+    """
+
+    name: ClassVar[str] = "block"
+    can_refill: ClassVar[bool] = True
+    length: int = 0
+    sure: float = 0.0
+    tree: int | TreeName = 0
+    recall: int = 0
+    rule: str = ""  # of a tree of fixed shape
+
+    @property
+    def batch_dependent(self) -> bool:
+        """Blocks are cut by what the rows of a batch promise together."""
+        return self.sure > 0
+
+    @property
+    def static_shapes(self) -> bool:
+        """Of chains of one length and drawn trees of a fixed shape."""
+        likeliest = isinstance(self.tree, int) and self.tree > 0
+        return not (self.sure or self.recall or likeliest)

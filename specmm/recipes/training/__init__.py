@@ -1,0 +1,1 @@
+"""Trainings of drafters and their data: what recipes run."""

@@ -1,0 +1,90 @@
+"""Learning to draft blocks: many anchors a row, each with a block of drafts after it.
+
+A block sees the text up to its anchor and itself only, and predicts the tokens after the anchor all
+at once. At each of them it learns the target's distribution given the real tokens in between.
+
+Shape letters: B batch, L tokens of a row, A anchors, K drafts of a block, N positions of all
+blocks, C width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specmm.training import Losses
+
+ANCHORS = 16  # blocks a row
+Head = Callable[[Tensor], Tensor]  # from states [..., C] to logits [..., V]
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """``places`` [B, A] of the last token before each block; the network reads ``size`` positions
+    of a block.
+    """
+
+    places: Tensor
+    size: int
+
+    @classmethod
+    def draw(cls, rows: int, length: int, count: int, block: int, size: int, seed: int) -> Anchors:
+        """Random places that leave room for ``block`` drafts; ``ValueError`` for rows too short."""
+        if length <= block:
+            raise ValueError(f"rows must be longer than a block of {block}, got {length} tokens")
+        generator = torch.Generator().manual_seed(seed)
+        return cls(torch.randint(length - block, (rows, count), generator=generator), size)
+
+    def after(self, count: int, first: int = 0) -> Tensor:
+        """The ``count`` positions from ``first`` after each anchor [B, A, count]."""
+        return self.places[..., None] + first + torch.arange(count, device=self.places.device)
+
+    def bias(self, length: int, seen: int, present: Tensor | None = None) -> Tensor:
+        """Additive mask [B, 1, N, L + N] of the blocks.
+
+        They see the row up to ``seen`` places after the anchor, and their own block, of which only
+        the positions that are ``present`` [B, A, size].
+        """
+        rows, count = self.places.shape
+        device = self.places.device
+        owner = torch.arange(count, device=device).repeat_interleave(self.size)  # [N]
+        last = self.places[:, owner] + seen
+        text = torch.arange(length, device=device) <= last[..., None]  # [B, N, L]
+        own = (owner == owner[:, None]).expand(rows, -1, -1)
+        if present is not None:
+            # An absent position sees itself, for a softmax needs something.
+            eye = torch.eye(len(owner), dtype=torch.bool, device=device)
+            own = own & (present.flatten(1)[:, None] | eye)
+        allowed = torch.cat([text, own], dim=-1)
+        bias = torch.zeros(allowed.shape, device=device)
+        return bias.masked_fill_(~allowed, float("-inf"))[:, None]
+
+
+def probs_loss(
+    states: Tensor, wanted: Tensor, weights: Tensor, output: Head, pairs: Tensor | None = None
+) -> Losses:
+    """Cross-entropy (nats) between the target's distributions and the drafter's.
+
+    ``states`` [B, A, K, C] are the drafter's, ``wanted`` [B, A, K, C] the target's, and ``output``
+    is the head. ``weights`` [K] or [B, A, K] say how much each position counts; ``pairs`` [B, A, K,
+    V] is added to the drafter's logits. Beside the loss: ``first`` and ``last``, the overlaps Σ
+    min(p, q) at the block's ends, with which a draft there is accepted.
+    """
+    with torch.no_grad():
+        probs = output(wanted).float().softmax(-1)  # [B, A, K, V]
+    logits = output(states).float()
+    drafted = (logits if pairs is None else logits + pairs).log_softmax(-1)
+    surprise = -(probs * drafted).sum(-1)  # [B, A, K]
+    weights = weights.expand_as(surprise)
+    with torch.no_grad():
+        overlap = torch.minimum(probs, drafted.exp()).sum(-1).mean((0, 1))
+    loss = (surprise * weights).sum() / weights.sum()
+    return {"loss": loss, "first": overlap[0], "last": overlap[-1]}
+
+
+def fading(count: int, length: float) -> Tensor:
+    """Weights [K] exp(-k / ``length``): a later draft counts less, for it needs all before it."""
+    return torch.exp(-torch.arange(count) / length)

@@ -1,0 +1,189 @@
+"""Training of a DEER drafter in two stages, with the target frozen.
+
+Stage 1 hides a random share of each block and learns to fill it in, weighted by one over the share.
+Stage 2 hides the whole block, of random length R, and weighs position i by alpha to the power of R
+- i: what comes right after the text counts most. Source: DEER (arXiv 2512.15176). The end mark that
+it appends to truncated text is left out, since here blocks lie inside a row, and distributions are
+learnt in place of tokens.
+
+Shape letters: B batch, L tokens of a row, A anchors, K drafts of a block, N positions of all
+blocks, C width.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from specmm.diffusion_drafters.models.deer import DEERModel, share
+from specmm.diffusion_drafters.models.drafter_files import QWEN_SIZES
+from specmm.hf.target import VLMTarget
+from specmm.recipes.training.blocks import ANCHORS, Anchors, probs_loss
+from specmm.recipes.training.drawn_rows import Batch, Rows
+from specmm.recipes.training.small_qwen import compile_layers
+from specmm.training import MUON, Losses, fit, seeded
+
+ALPHA = 1.02
+
+
+def build_deer(
+    target: VLMTarget, layers: int, block: int, mask: int, end: int | None, inner: int = 0
+) -> DEERModel:
+    """A drafter of ``layers`` with the embedding and the head of ``target``, initialised with the
+    target's first layers.
+
+    ``inner`` is the width of its feed-forward layers where it is not the target's. Raises
+    ``ValueError`` for a target whose layers are not a Qwen2's or Llama's.
+    """
+    sizes = _sizes(target.family.config)
+    sizes["max_position_embeddings"] += block
+    sizes |= {"num_hidden_layers": layers, "intermediate_size": inner or sizes["intermediate_size"]}
+    with seeded(0):
+        model: Any = Qwen2ForCausalLM(Qwen2Config(**sizes))
+    _copy_layers(model.model.layers, target.family.layers)
+    model.model.norm.load_state_dict(target.family.decoder.norm.state_dict())
+    share(model, target.model)
+    return DEERModel(model, mask, block, end, shared=True)
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    """Sizes and rotary base of a target; raises ``ValueError`` where a Qwen2 has more."""
+    # The rotary base is given by kind of layer where kinds differ.
+    base = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
+    sizes = {name: getattr(config, name, None) for name in QWEN_SIZES} | {"rope_theta": base}
+    if missing := [name for name, size in sizes.items() if size is None]:
+        raise ValueError(
+            f"target must have a Qwen2's or Llama's layers, got {config.model_type!r} with no "
+            f"{missing[0]} for all; train a block drafter (dflash) instead"
+        )
+    del sizes["rope_theta"]
+    return sizes | {"rope_parameters": {"rope_type": "default", "rope_theta": base}}
+
+
+@torch.no_grad()
+def _copy_layers(layers: Any, others: Any) -> None:
+    """Copy the weights of ``others`` that fit; a Llama has no biases, which then are 0."""
+    for layer, other in zip(layers, others, strict=False):
+        own = layer.state_dict()
+        theirs = other.state_dict()
+        fitting = {k: v for k, v in theirs.items() if k in own and own[k].shape == v.shape}
+        layer.load_state_dict(fitting, strict=False)
+
+
+def train_deer(
+    target: VLMTarget,
+    drafter: DEERModel,
+    rows: Rows,
+    out: Path,
+    *,
+    steps: int,
+    batch: int = 8,
+    lr: float = 2e-3,
+    first_stage: float = 0.25,
+    alpha: float = ALPHA,
+    anchors: int = ANCHORS,
+    seed: int = 0,
+    compiled: bool = True,
+) -> None:
+    """Train ``drafter`` in place, the first ``first_stage`` of ``steps`` in stage 1; resumes from
+    ``out``.
+    """
+    target.model.requires_grad_(False)  # embedding and head are among the drafter's weights
+    compile_layers(drafter.model.model.layers, compiled)
+
+    def step(i: int) -> Losses:
+        data = rows.batch(i, batch, seed)
+        filling = i < first_stage * steps
+        with torch.autocast(target.device.type, torch.bfloat16):
+            return deer_loss(drafter, target, data, anchors, filling, alpha, seed * 1_000_003 + i)
+
+    fit(_Own(drafter.model), step, out=out, steps=steps, lr=lr, muon=MUON * lr)
+    drafter.model.eval()
+
+
+class _Own(torch.nn.Module):
+    """The drafter's own weights only, for checkpoints that do not repeat the target's."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.layers = model.model.layers
+        self.norm = model.model.norm
+
+
+def deer_loss(
+    drafter: DEERModel,
+    target: VLMTarget,
+    data: Batch,
+    anchors: int,
+    filling: bool,
+    alpha: float,
+    seed: int,
+) -> Losses:
+    """Loss of the rows' blocks and of the first drafts of all their positions; ``filling`` is stage
+    1.
+    """
+    tokens = data.tokens
+    masks = drafter.block - 1
+    rows, length = tokens.shape
+    device = tokens.device
+    drawn = Anchors.draw(rows, length, anchors, drafter.block, masks, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    hidden, weights = _hide(rows, anchors, masks, generator, filling, alpha)
+    places = drawn.after(masks, 1)  # of the blocks' own positions [B, A, K - 1]
+    true = tokens.gather(1, places.flatten(1).to(device)).view(places.shape)
+    ids = torch.where(hidden.to(device), drafter.mask, true)
+    present = None if filling else weights > 0
+    states = _forward(drafter, tokens, ids, drawn, present)  # [B, L + N, C]
+    blocks = states[:, length:].unflatten(1, (anchors, masks))
+    index = places.flatten(1)[..., None].to(device)
+    wanted = data.hidden.gather(1, index.expand(-1, -1, data.hidden.shape[-1]))
+    found = probs_loss(blocks, wanted.view_as(blocks), weights.to(device), target.head)
+    even = torch.ones(1, device=device)
+    first = probs_loss(states[:, None, :length], data.hidden[:, None], even, target.head)
+    part = 1 / drafter.block
+    loss = part * first["loss"] + (1 - part) * found["loss"]
+    return {**found, "loss": loss, "first": first["first"]}
+
+
+def _hide(
+    rows: int, anchors: int, masks: int, generator: torch.Generator, filling: bool, alpha: float
+) -> tuple[Tensor, Tensor]:
+    """Which positions [B, A, K - 1] are masks, and how much each counts."""
+    shape = (rows, anchors, masks)
+    if filling:
+        share = torch.rand(rows, anchors, 1, generator=generator).clamp(min=0.1)
+        hidden = torch.rand(shape, generator=generator) < share
+        # A row scores the token after it, so what counts is whether that one is hidden.
+        scored = F.pad(hidden[..., 1:], (0, 1), value=True)
+        return hidden, scored / share
+    reach = torch.randint(1, masks + 1, (rows, anchors, 1), generator=generator)  # R
+    order = torch.arange(masks)
+    return torch.ones(shape, dtype=torch.bool), (alpha ** (reach - 1 - order)) * (order < reach)
+
+
+def _forward(
+    drafter: DEERModel, tokens: Tensor, ids: Tensor, drawn: Anchors, present: Tensor | None
+) -> Tensor:
+    """States [B, L + N, C] of the rows, read causally, and of their blocks of ``ids`` [B, A, K -
+    1].
+    """
+    rows, length = tokens.shape
+    device = tokens.device
+    order = torch.arange(length, device=device)
+    blocks = drawn.bias(length, 0, present).to(device)
+    text = torch.full((length, blocks.shape[-1]), float("-inf"), device=device)
+    text[:, :length].masked_fill_(order <= order[:, None], 0)
+    bias = torch.cat([text.expand(rows, 1, -1, -1), blocks], dim=2)
+    places = drawn.after(drawn.size, 1).flatten(1).to(device)
+    read = drafter.model.model(
+        input_ids=torch.cat([tokens, ids.flatten(1)], dim=1),
+        attention_mask=bias,
+        position_ids=torch.cat([order.expand(rows, -1), places], dim=1),
+        use_cache=False,
+    )
+    return read.last_hidden_state

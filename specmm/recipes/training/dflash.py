@@ -1,0 +1,194 @@
+"""Training of a DFlash block drafter on the frozen target's hidden states.
+
+Blocks lie at random anchors, see the target's states of the text before them, and draft k counts by
+exp(-(k - 1) / fade). Source: DFlash (arXiv 2602.06036), learning distributions in place of tokens.
+
+Shape letters: B batch, L tokens of a row, A anchors, K block (anchor included), F layers read, C
+width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen3Config
+
+from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig, context_keys
+from specmm.hf.target import VLMTarget
+from specmm.recipes.training.blocks import ANCHORS, Anchors, Head, fading, probs_loss
+from specmm.recipes.training.drawn_rows import Batch, Rows
+from specmm.recipes.training.small_qwen import compile_layers
+from specmm.training import MUON, Losses, fit, seeded
+
+FADE = 4.0
+
+
+def build_block(
+    target: VLMTarget,
+    layers: int,
+    block: int,
+    mask: int,
+    read: int = 4,
+    inner: int = 0,
+    markov: int = 0,
+    recurrent: int = 0,
+    ids: Tensor | None = None,
+) -> DFlash:
+    """A drafter of ``layers`` for rounds of ``block`` - 1 drafts, which reads ``read`` of the
+    target's layers.
+
+    They lie evenly between the second and the third last, as in the release. ``inner`` is the width
+    of its feed-forward layers where it is not the target's, ``markov`` the rank of its table of
+    pairs and ``recurrent`` the size of its memory (0: none), ``ids`` [v] are the target's tokens
+    that it drafts (None: all). Raises ``ValueError`` as ``layers_read`` does, and for a target
+    whose layers have no known name.
+    """
+    chosen = layers_read(target, read)
+    sizes = _sizes(target, layers, block, inner)
+    with seeded(0):
+        count = 0 if ids is None else len(ids)
+        model = DFlash(DFlashConfig(sizes, block, mask, chosen, count, markov, recurrent))
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                torch.nn.init.normal_(weight, 0, sizes.initializer_range)
+        if model.markov is not None:
+            model.markov.reset(sizes.initializer_range)
+        if model.recurrent is not None:
+            model.recurrent.reset()
+    if ids is not None:
+        model.set_ids(ids.sort().values)
+    return model.to(target.device)
+
+
+def _sizes(target: VLMTarget, layers: int, block: int, inner: int) -> Any:
+    config = target.family.config
+    kind: Any = Qwen3Config
+    return kind(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=inner or target.family.inner,
+        num_hidden_layers=layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
+        head_dim=target.family.head_dim,
+        max_position_embeddings=config.max_position_embeddings + block,
+        rms_norm_eps=1e-6,
+        initializer_range=0.04 if config.hidden_size < 512 else 0.02,
+        attn_implementation="sdpa",
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+
+
+def layers_read(target: VLMTarget, read: int) -> tuple[int, ...]:
+    """The ``read`` layers of the target whose states a drafter reads, lowest first.
+
+    Raises ``ValueError`` for more than there are before the last one.
+    """
+    depth = len(target.family.layers)
+    if not 1 <= read < depth:
+        raise ValueError(
+            f"read must be 1 to {depth - 1}, the target's layers in front of its last, got {read}"
+        )
+    places = torch.linspace(1, max(depth - 3, 0), read) if depth - 1 > read else torch.arange(read)
+    return tuple(dict.fromkeys(places.round().int().tolist()))
+
+
+def with_memory(before: DFlash, size: int) -> DFlash:
+    """A drafter that drafts as ``before`` does, with an untrained memory of ``size`` (0: as it is).
+
+    Raises ``ValueError`` for one that has a memory of another size.
+    """
+    config = before.config
+    if size and config.recurrent not in (0, size):
+        raise ValueError(f"recurrent must be the drafter's own {config.recurrent} or 0, got {size}")
+    with seeded(0):
+        model = DFlash(dataclasses.replace(config, recurrent=size or config.recurrent))
+    if model.recurrent is not None and before.recurrent is None:
+        model.recurrent.reset()
+    model.load_state_dict(before.state_dict(), strict=False)
+    if model.ids is not None:
+        model.set_ids(model.ids)
+    return model.to(before.fc.weight.device)
+
+
+def train_block(
+    target: VLMTarget,
+    model: DFlash,
+    rows: Rows,
+    out: Path,
+    *,
+    steps: int,
+    batch: int = 8,
+    lr: float = 2e-3,
+    fade: float = FADE,
+    anchors: int = ANCHORS,
+    seed: int = 0,
+    compiled: bool = True,
+) -> None:
+    """Train ``model`` in place; ``rows`` must have been made with its layers. Resumes from ``out``."""
+    target.model.requires_grad_(False)
+    compile_layers(model.layers, compiled)
+    head = target.family.logits_of(model.ids)
+
+    def step(i: int) -> Losses:
+        data = rows.batch(i, batch, seed)
+        with torch.autocast(target.device.type, torch.bfloat16):
+            return block_loss(model, target, head, data, anchors, fade, seed * 1_000_003 + i)
+
+    fit(model, step, out=out, steps=steps, lr=lr, muon=MUON * lr)
+    model.eval()
+
+
+def block_loss(
+    model: DFlash, target: VLMTarget, head: Head, data: Batch, anchors: int, fade: float, seed: int
+) -> Losses:
+    """Loss of the rows' blocks; ``head`` gives logits of the drafter's tokens only."""
+    rows, length = data.tokens.shape
+    device = data.tokens.device
+    size = model.config.block
+    drawn = Anchors.draw(rows, length - 1, anchors, size - 1, size, seed)
+    drawn = Anchors(drawn.places.to(device) + 1, size)  # an anchor needs a context
+    ids = torch.full((rows, anchors, size), model.config.mask, device=device)
+    ids[..., 0] = data.tokens.gather(1, drawn.places)
+    states = _forward(model, data.context, target.embed(ids.flatten(1)), drawn)
+    states = states[:, :, 1:]  # [B, A, K - 1, C]
+    # The target's distribution of a token comes from its state one place before.
+    places = drawn.after(size - 1).flatten(1)
+    wanted = data.hidden.gather(1, places[..., None].expand(-1, -1, data.hidden.shape[-1]))
+    before = data.tokens.gather(1, places).view(states.shape[:3])
+    if model.recurrent is not None:
+        states = model.recurrent.along(states, target.embed(before))
+    pairs = None if model.markov is None else model.pairs(before)
+    weights = fading(size - 1, fade).to(device)
+    return probs_loss(states, wanted.view_as(states), weights, head, pairs)
+
+
+def _forward(model: DFlash, context: Tensor, embeddings: Tensor, drawn: Anchors) -> Tensor:
+    """States [B, A, K, C] of blocks of ``embeddings`` [B, A·K, C] after ``context`` [B, L, F·C]."""
+    length = context.shape[1]
+    place = torch.arange(length, device=context.device)[None]
+    prefix = _Prefix(context_keys(model, context, place))
+    turns = model.turns(embeddings, drawn.after(drawn.size).flatten(1))
+    bias = drawn.bias(length, -1)
+    x = embeddings
+    for layer in model.layers:
+        mask = bias.to(x.dtype)
+        x = layer(x, attention_mask=mask, past_key_values=prefix, position_embeddings=turns)
+    return model.norm(x).unflatten(1, (-1, drawn.size))
+
+
+class _Prefix:
+    """A cache that puts each layer's context keys and values [B, H, L, D] before the blocks' own."""
+
+    def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        self.pairs = pairs
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
+        """See transformers' ``Cache``."""
+        old_keys, old_values = self.pairs[layer]
+        values = torch.cat([old_values.to(values.dtype), values], dim=2)
+        return torch.cat([old_keys, keys], dim=2), values

@@ -1,0 +1,195 @@
+"""What block drafters learn from: rows of text and the target's hidden states for them.
+
+Rows may be drawn by the target itself: texts that it continues, or whole conversations that an
+instructed model makes up by continuing its own chat template, first a question, then its answer
+(Magpie, arXiv 2406.08464). Hidden states are computed when a row is first used, and kept.
+
+Shape letters: R rows, B batch, L tokens of a row, P of a prompt, F layers read, C width.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, count
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from specmm.checkpoints import fingerprint
+from specmm.decode import decode_plain
+from specmm.diffusion_drafters.sources import AuxStates
+from specmm.files import write_whole
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
+from specmm.processors import Processor
+from specmm.randomness import Uniforms
+from specmm.text.pipeline import TextPipeline
+from specmm.training import batch_rows
+
+ROWS_AT_ONCE = 32  # rows the target continues together
+CHATS_AT_ONCE = 256  # conversations drawn together
+QUESTION = 48  # tokens of a question at most
+ANSWER = 192  # tokens of an answer at most
+QUESTION_TEMPERATURE = 0.7
+ANSWER_TEMPERATURES = (0.0, 0.7)  # in turn
+# Beginnings of questions, in turn: without one a model seldom asks for code.
+OPENINGS = ("", "", "", "Write a Python")
+MARK = "\0"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """``tokens`` [B, L], ``context`` [B, L, F·C] of the layers read, ``hidden`` [B, L, C] last."""
+
+    tokens: Tensor
+    context: Tensor
+    hidden: Tensor
+
+
+class Rows:
+    """Rows ``tokens`` [R, L] with the states of ``target``; a drafter reads its ``layers``."""
+
+    def __init__(self, target: VLMTarget, tokens: Tensor, layers: Sequence[int] = ()) -> None:
+        self.target = target
+        self.tokens = tokens.long()
+        self.aux_layers = AuxStates([target.family.layers[i] for i in layers])
+        width = target.family.config.hidden_size
+        self.states = torch.empty(*tokens.shape, (len(layers) + 1) * width, dtype=torch.bfloat16)
+        self.computed = torch.zeros(len(tokens), dtype=torch.bool)
+
+    def batch(self, step: int, size: int, seed: int) -> Batch:
+        """The rows of ``step``, on the target's device."""
+        rows = batch_rows(step, size, len(self.tokens), seed)
+        if not bool(self.computed[rows].all()):
+            self._compute(rows[~self.computed[rows]].unique())
+        device = self.target.device
+        width = self.target.family.config.hidden_size
+        states = self.states[rows].to(device)
+        return Batch(self.tokens[rows].to(device), states[..., width:], states[..., :width])
+
+    @torch.inference_mode()
+    def _compute(self, rows: Tensor) -> None:
+        device = self.target.device
+        tokens = self.tokens[rows].to(device)
+        with torch.autocast(device.type, torch.bfloat16):
+            found = self.target.family.decoder(input_ids=tokens, use_cache=False)
+        parts = [found.last_hidden_state]
+        if self.aux_layers.seen:
+            parts.append(self.aux_layers.context())
+        self.states[rows] = torch.cat(parts, dim=-1).to("cpu", torch.bfloat16)
+        self.computed[rows] = True
+
+
+def frequent(tokens: Tensor, count: int) -> Tensor:
+    """The ``count`` most frequent ids in ``tokens``; raises ``ValueError`` for more than occur."""
+    seen = torch.bincount(tokens.flatten())
+    different = int((seen > 0).sum())
+    if not 1 <= count <= different:
+        raise ValueError(
+            f"vocabulary must be 1 to the text's {different} different tokens, got {count}"
+        )
+    return seen.topk(count).indices
+
+
+def drawn_rows(
+    target: VLMTarget,
+    prompts: Tensor,
+    length: int,
+    temperatures: Sequence[float],
+    out: Path,
+    seed: int = 0,
+) -> Tensor:
+    """``prompts`` [R, P] continued by the target to rows [R, L], at ``temperatures`` in turn.
+
+    Kept in ``out`` batch by batch, so that an interrupted run continues.
+    """
+    kept = out / f"drawn-{fingerprint(target.family.head.weight)}-{length}-{seed}"
+    kept.mkdir(parents=True, exist_ok=True)
+    found = []
+    for i, part in enumerate(tqdm(prompts.split(ROWS_AT_ONCE), desc="draw")):
+        file = kept / f"{i:04d}-{len(part)}.pt"
+        if not file.exists():
+            processor = Processor(temperatures[i % len(temperatures)])
+            own = VLMTarget(target.model, processor, target.name)
+            first = seed * 1_000_003 + ROWS_AT_ONCE * i
+            uniforms = Uniforms.from_seeds(range(first, first + len(part)))
+            wanted = length - part.shape[1]
+            prompt = VLMPrompt({"input_ids": part.to(own.device)}, wanted)
+            *_, end = decode_plain(own, prompt, wanted, uniforms)
+            _save_whole(file, torch.cat([part, end.tokens[:, :wanted].cpu()], dim=1).int())
+        found.append(torch.load(file, weights_only=True))
+    return torch.cat(found)
+
+
+def drawn_chats(pipe: TextPipeline, rows: int, length: int, out: Path, seed: int = 0) -> Tensor:
+    """Rows [R, L] full of conversations, one after the other.
+
+    Kept in ``out`` batch by batch, so that an interrupted run continues. Raises ``ValueError`` for
+    a model without a chat template, a template that begins with the question, and a model that asks
+    nothing.
+    """
+    kept = out / f"chats-{fingerprint(pipe.model.get_input_embeddings().weight)}-{seed}"
+    kept.mkdir(parents=True, exist_ok=True)
+    found = torch.empty(0, dtype=torch.int32)
+    wanted = rows * length
+    with tqdm(total=wanted, desc="draw", unit="token") as bar:
+        for turn in count():
+            file = kept / f"{turn:04d}.pt"
+            if not file.exists():
+                _save_whole(file, _conversations(pipe, turn, seed))
+            found = torch.cat([found, torch.load(file, weights_only=True)])
+            bar.update(min(len(found), wanted) - bar.n)
+            if len(found) >= wanted:
+                break
+    return found[:wanted].view(rows, length)
+
+
+def _conversations(pipe: TextPipeline, turn: int, seed: int) -> Tensor:
+    """Ids of the conversations of a ``turn``, one after the other."""
+    first = (seed * 1_000_003 + turn) * CHATS_AT_ONCE
+    questions, seeds = _questions(pipe, list(range(first, first + CHATS_AT_ONCE)))
+    temperature = ANSWER_TEMPERATURES[turn % len(ANSWER_TEMPERATURES)]
+    answers = pipe(
+        questions, chat=True, max_new_tokens=ANSWER, temperature=temperature, seed=seeds
+    ).tokens
+    prompts = pipe.encode(questions, chat=True)
+    chats = [[*ids, *answer.tolist()] for ids, answer in zip(prompts, answers, strict=True)]
+    return torch.tensor(list(chain.from_iterable(chats)), dtype=torch.int32)
+
+
+def _questions(pipe: TextPipeline, seeds: list[int]) -> tuple[list[str], list[int]]:
+    """Questions that the model makes up, one for each of ``seeds``, without those left empty."""
+    before, after = pipe.templated(MARK).split(MARK)
+    before = before.removeprefix(pipe.tokenizer.bos_token or "")
+    if not before:
+        raise ValueError(
+            f"{pipe.name}'s chat template must begin with more than the question; give --text"
+        )
+    stop = [word for word in after.split()[:1] if word not in pipe.tokenizer.all_special_tokens]
+    openings = [OPENINGS[i % len(OPENINGS)] for i in range(len(seeds))]
+    texts = pipe(
+        [before + opening for opening in openings],
+        max_new_tokens=QUESTION,
+        temperature=QUESTION_TEMPERATURE,
+        seed=seeds,
+        stop=stop,
+    ).texts
+    made = zip(openings, texts, seeds, strict=True)
+    pairs = [((opening + text).strip(), i) for opening, text, i in made if text.strip()]
+    if not pairs:
+        raise ValueError(
+            f"{pipe.name} must ask questions of its own, got none in {len(seeds)}; "
+            "give --text, not --chats"
+        )
+    return [text for text, _ in pairs], [i for _, i in pairs]
+
+
+def _save_whole(file: Path, tokens: Tensor) -> None:
+    """Write ``tokens`` to ``file`` whole or not at all."""
+    buffer = io.BytesIO()
+    torch.save(tokens, buffer)
+    write_whole(file, buffer.getvalue())

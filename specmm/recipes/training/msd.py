@@ -1,0 +1,221 @@
+"""Training of an MSD head in two stages, text first.
+
+The head reads the target's states with a little noise and learns the next state (SmoothL1) and the
+distribution that the output head makes of it (soft cross-entropy), on the tokens of answers only.
+States are computed in each step, not stored. Stage 1 draws text; in stage 2 the share of examples
+with a picture rises to 1, epoch by epoch.
+Sources: MSD (arXiv 2505.14260), EAGLE (2401.15077).
+
+Shape letters: B batch, L positions, M answer slots, C width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import Context, VLMTarget
+from specmm.training import Losses, fit, seeded
+from specmm.vlm.msd import next_positions
+from specmm.vlm.msd_head import MSDConfig, MSDHead
+
+PROBS_WEIGHT = 0.1  # of the cross-entropy beside the SmoothL1
+MOSTLY = 0.8  # the share of pictures a ramp leads to: with none of it left, text would be forgotten
+EPOCHS = 40  # of the release's schedule, to which any number of steps is scaled
+BETAS, CLIP, DECAY = (0.9, 0.95), 0.5, 0.01
+
+
+@dataclass(frozen=True)
+class Example:
+    """A conversation: ``input_ids`` [L] with its pictures' placeholders, ``answer_mask`` [L] bool,
+    and what the model takes of the pictures (``pixel_values``, ``image_grid_thw``, …), joined along
+    the first axis in a batch.
+    """
+
+    input_ids: Tensor
+    answer_mask: Tensor
+    vision: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+# Draws an example, with a picture or without one, from a seeded stream.
+Source = Callable[[Random, bool], Example]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What a head is trained on.
+
+    ``embeddings`` [B, L, C] and ``image`` [B, L] are of the next positions, ``hidden`` [B, L, C]
+    is read, ``wanted`` [B, L, C] predicted, and ``mask`` [B, L] tells which slots count.
+    """
+
+    embeddings: Tensor
+    image: Tensor
+    hidden: Tensor
+    wanted: Tensor
+    mask: Tensor
+
+
+def train_msd(
+    target: VLMTarget,
+    source: Source,
+    out: Path,
+    *,
+    steps: int,
+    config: MSDConfig | None = None,
+    batch: int = 8,
+    lr: float = 5e-5,
+    noise: float = 0.2,
+    probs_weight: float = PROBS_WEIGHT,
+    passes: int = 1,
+    seed: int = 0,
+    ramp: int | None = None,
+    autocast: bool = True,
+) -> MSDHead:
+    """Train a head for ``target`` on what ``source`` draws; resumes from ``out/checkpoint.pt``.
+
+    With ``ramp`` the share of pictures rises to ``MOSTLY`` in so many steps and stays there, in
+    place of the release's two stages, which leave few steps to pictures alone. ``config`` gives
+    other sizes than the target's own layers (``msd_config``). Token embeddings are the target's,
+    frozen. The noise on the states of a row is uniform in ±``noise`` · 256 / its length.
+    ``probs_weight`` is that of the cross-entropy: the release's suits states of thousands of
+    channels, small targets need more; for ``passes`` see ``msd_loss``.
+    """
+    with seeded(seed):
+        head = MSDHead(config or msd_config(target)).to(target.device)
+    head.embed_tokens.weight.data.copy_(
+        target.embed(torch.arange(head.config.vocab_size, device=target.device))
+    )
+    head.embed_tokens.requires_grad_(False)
+    target.model.requires_grad_(False)
+    target.wants_context = True
+
+    def step(i: int) -> Losses:
+        random = Random(f"msd {seed} {i}")
+        share = MOSTLY * min(1.0, i / ramp) if ramp else visual_share(i, steps)
+        examples = [source(random, random.random() < share) for _ in range(batch)]
+        with torch.autocast(target.device.type, torch.bfloat16, enabled=autocast):
+            slots = read_slots(target, examples, shaking(noise, random.randrange(2**40)))
+            return msd_loss(head, target.head, slots, probs_weight, passes)
+
+    fit(head, step, out=out, steps=steps, lr=lr, betas=BETAS, clip=CLIP, weight_decay=DECAY)
+    return head
+
+
+def visual_share(step: int, steps: int, epochs: int = EPOCHS) -> float:
+    """Share of pictures at ``step`` of ``steps``: 0 in the first half, (e − 20) / 20 in epoch e."""
+    epoch = 1 + step * epochs // steps
+    return max(0.0, (epoch - epochs // 2) / (epochs / 2))
+
+
+def msd_config(target: VLMTarget, **changes: Any) -> MSDConfig:
+    """Sizes of a head like one layer of ``target``'s decoder; ``changes`` replace some of them."""
+    facts = target.family.config.to_dict()
+    rope = facts.get("rope_parameters") or {}
+    base = facts.get("rope_theta") or rope.get("rope_theta") or 10000.0
+    kept = {
+        k: v
+        for k, v in facts.items()
+        if k not in ("rope_parameters", "rope_scaling", "num_hidden_layers", "bias")
+    }
+    return replace(MSDConfig.from_json(kept | {"rope_theta": float(base)}, target.name), **changes)
+
+
+def shaking(noise: float, seed: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function that adds noise to states [B, L, C] of rows of ``lengths`` [B]."""
+
+    def shake(hidden: Tensor, lengths: Tensor) -> Tensor:
+        unit = torch.rand(hidden.shape, generator=torch.Generator().manual_seed(seed)) - 0.5
+        return hidden + unit.to(hidden) * (noise * 512 / lengths[:, None, None]).to(hidden)
+
+    return shake
+
+
+def read_slots(
+    target: VLMTarget,
+    examples: Sequence[Example],
+    shake: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Slots:
+    """Run ``target`` over ``examples``; a slot counts when the token it reads belongs to an answer.
+
+    Raises ``ValueError`` when no token of the batch does.
+    """
+    prompt, answers = collate(examples, target.device)
+    target.prefill(prompt, 0)
+    context = target.context
+    assert context is not None, "train_msd makes the target keep a context"
+    plain = Context(
+        context.hidden.clone(), context.embeddings.clone(), context.lengths, context.image_mask
+    )
+    embeddings, image = next_positions(
+        plain, plain.embeddings.new_zeros(len(examples), plain.embeddings.shape[-1])
+    )
+    hidden = plain.hidden if shake is None else shake(plain.hidden, plain.lengths)
+    mask = F.pad(answers[:, 1:], (0, 1))
+    if not bool(mask.any()):
+        raise ValueError(
+            f"examples must hold answers after their first token, got none in a batch of {len(examples)}"
+        )
+    return Slots(embeddings, image, hidden, plain.hidden.roll(-1, 1), mask)
+
+
+def collate(examples: Sequence[Example], device: torch.device) -> tuple[VLMPrompt, Tensor]:
+    """A prompt of the whole conversations, padded at the right, and their answer masks [B, L]."""
+    ids = torch.nn.utils.rnn.pad_sequence([e.input_ids for e in examples], batch_first=True)
+    answers = torch.nn.utils.rnn.pad_sequence([e.answer_mask for e in examples], batch_first=True)
+    lengths = torch.tensor([len(e.input_ids) for e in examples])
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    names = sorted({name for e in examples for name in e.vision})
+    vision = {
+        name: torch.cat([e.vision[name] for e in examples if name in e.vision]) for name in names
+    }
+    inputs = {"input_ids": ids, "attention_mask": mask} | vision
+    return VLMPrompt({k: v.to(device) for k, v in inputs.items()}, 1), answers.to(device)
+
+
+def msd_loss(
+    head: MSDHead,
+    output: Callable[[Tensor], Tensor],
+    slots: Slots,
+    probs_weight: float = PROBS_WEIGHT,
+    passes: int = 1,
+) -> Losses:
+    """SmoothL1 + ``probs_weight`` · soft cross-entropy, mean of ``passes``; and its parts.
+
+    ``output`` is the target's head; ``overlap`` the mean of Σ min(p, q), with which a single draft
+    is accepted. From the second pass on the head reads its own states on answers, as it does when
+    it drafts (as in EAGLE-3, arXiv 2503.01840); ``overlap`` is the first pass's, ``overlap_last``
+    the last's.
+    """
+    wanted = slots.wanted[slots.mask].float()  # [M, C]
+    with torch.no_grad():
+        probs = output(wanted).float().softmax(-1)  # [M, V]
+    # Slots that read a state which an answer's slot before them predicts.
+    own = F.pad(slots.mask[:, :-1], (1, 0))[..., None]
+    hidden = slots.hidden
+    found = []
+    for _ in range(passes):
+        states = head(head.prompt_slots(slots.embeddings, hidden, slots.image))
+        found.append(_pass_losses(states[slots.mask].float(), wanted, probs, output))
+        hidden = torch.where(own, F.pad(states.detach()[:, :-1], (0, 0, 1, 0)).to(hidden), hidden)
+    regression, cross_entropy = (torch.stack([f[i] for f in found]).mean() for i in (0, 1))
+    loss = regression + probs_weight * cross_entropy
+    overlaps = {"overlap": found[0][2], "overlap_last": found[-1][2]}
+    return {"loss": loss, "smooth_l1": regression, "cross_entropy": cross_entropy, **overlaps}
+
+
+def _pass_losses(
+    predicted: Tensor, wanted: Tensor, probs: Tensor, output: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """SmoothL1, cross-entropy and overlap of ``predicted`` states [M, C]."""
+    drafted = output(predicted).float().log_softmax(-1)
+    overlap = torch.minimum(probs, drafted.detach().exp()).sum(-1).mean()
+    return F.smooth_l1_loss(predicted, wanted), -(probs * drafted).sum(-1).mean(), overlap

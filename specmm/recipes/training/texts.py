@@ -1,0 +1,139 @@
+"""Texts to learn from: Python source code, split into training and held-out files, or a user's own.
+
+The code is the standard library and installed packages. Whether a file is held out depends on its
+name only, so every command and every machine splits alike. A user's texts are all trained on.
+
+Shape letters: T tokens of all files, B rows, L tokens of a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PACKAGES = (
+    "networkx",
+    "jinja2",
+    "fsspec",
+    "huggingface_hub",
+    "typer",
+    "rich",
+    "click",
+    "packaging",
+    "filelock",
+)
+SKIPPED = {
+    "test",
+    "tests",
+    "testing",
+    "idle_test",
+    "lib2to3",
+    "encodings",
+    "pydoc_data",
+    "site-packages",
+    "_vendor",
+}
+HELD_OUT = 40  # one file of so many
+LONGEST = 200_000  # characters; longer files are tables
+
+
+def find_files(packages: Sequence[str] = PACKAGES) -> dict[str, Path]:
+    """Python files of the standard library and ``packages`` by name ("json/decoder.py"), no tests.
+
+    Raises ``ValueError`` for a package that is not installed.
+    """
+    roots = [Path(sysconfig.get_paths()["stdlib"])]
+    found = {path.relative_to(roots[0]).as_posix(): path for path in _python(roots[0])}
+    for package in packages:
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise ValueError(
+                f"package {package!r} must be installed to learn from it, got none of that name"
+            )
+        root = Path(spec.submodule_search_locations[0])
+        found |= {f"{package}/{path.relative_to(root).as_posix()}": path for path in _python(root)}
+    return found
+
+
+def _python(root: Path) -> Iterator[Path]:
+    for folder, below, files in os.walk(root):
+        below[:] = sorted(set(below) - SKIPPED)
+        yield from (Path(folder) / name for name in sorted(files) if name.endswith(".py"))
+
+
+def is_held_out(name: str) -> bool:
+    """Whether the file ``name`` is kept for measuring."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) % HELD_OUT == 0
+
+
+def read_files(held_out: bool) -> dict[str, str]:
+    """Source code by file name, of one side of the split.
+
+    Without duplicates and without empty, undecodable and overlong files.
+    """
+    names = _texts(find_files())
+    chosen = {text: name for text, name in names.items() if is_held_out(name) == held_out}
+    return {name: text for text, name in chosen.items() if len(text) <= LONGEST}
+
+
+def given_texts(places: Sequence[Path]) -> dict[str, str]:
+    """The texts of the files and folders ``places``, by path, none held out, without duplicates.
+
+    Empty and undecodable files are left out. Raises ``ValueError`` for a place where nothing is
+    left.
+    """
+    found: dict[str, str] = {}
+    for place in places:
+        files = sorted(p for p in place.rglob("*") if p.is_file()) if place.is_dir() else [place]
+        if not files or not files[0].exists():
+            raise ValueError(f"text must be a file or a folder of files, got nothing at {place}")
+        read = _texts({file.as_posix(): file for file in files})
+        if not read:
+            raise ValueError(
+                f"text must be readable as UTF-8 and not empty, got none at {place}; give other text"
+            )
+        found |= read
+    return {name: text for text, name in found.items()}
+
+
+def _texts(files: Mapping[str, Path]) -> dict[str, str]:
+    """The names of ``files`` by text, the first of equal ones; no empty and undecodable ones."""
+    found: dict[str, str] = {}
+    for name, path in files.items():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        if text.strip():
+            found.setdefault(text, name)
+    return found
+
+
+def token_stream(texts: Iterable[str], tokenizer: Any) -> Tensor:
+    """All ``texts`` as one row of ids [T], int32, an end token after each."""
+    batch = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    return torch.tensor(
+        [i for ids in batch for i in (*ids, tokenizer.eos_token_id)], dtype=torch.int32
+    )
+
+
+def windows(stream: Tensor, step: int, batch: int, length: int, seed: int) -> Tensor:
+    """The rows [B, L] of ``step``, from anywhere in ``stream`` [T].
+
+    Raises ``ValueError`` for a stream that is too short.
+    """
+    if len(stream) < length:
+        raise ValueError(
+            f"texts must hold at least {length} tokens, got {len(stream)}; give more text"
+        )
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    starts = torch.randint(len(stream) - length + 1, (batch, 1), generator=generator)
+    return stream[starts + torch.arange(length)].long()

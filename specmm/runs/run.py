@@ -1,0 +1,409 @@
+"""One run: a model and a method, both by name, the pictures drawn, and a record of it for JSON.
+
+A picture's uniforms depend on its own seed only, so every batch of a run is a call of its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import io
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import torch
+from PIL import Image
+from torch import nn
+from tqdm import tqdm
+
+from specmm import dtypes, methods, zoo
+from specmm.batch_invariant import batch_invariant
+from specmm.certificate import Certificate, merged
+from specmm.checkpoints import read_json
+from specmm.files import slug, write_whole
+from specmm.image_ar.pipeline import ImagePipeline, family_of, picture_type
+from specmm.image_ar.shared import class_ids, with_options
+from specmm.randomness import sample_generators
+from specmm.registry import Registry, unknown
+from specmm.stats import Stats, total
+
+Kind = Literal["images", "questions", "text"]
+
+# ---- models by name
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model runs and in which dtype; None is the device's fastest."""
+
+    device: torch.device | str = "cpu"
+    dtype: torch.dtype | None = None
+
+    @staticmethod
+    def named(device: str = "cpu", dtype: str = "auto") -> Place:
+        """The place of these names.
+
+        Raises ``ValueError`` for a device that is not on this machine and for an unknown dtype.
+        """
+        return Place(dtypes.named_device(device), dtypes.named_dtype(dtype))
+
+
+HERE = Place()
+
+
+def place_of(network: nn.Module) -> dict[str, str]:
+    """Device and dtype of ``network``, for JSON."""
+    weight = next(network.parameters())
+    return {"device": str(weight.device), "dtype": str(weight.dtype).removeprefix("torch.")}
+
+
+def kind_of(model: str) -> Kind:
+    """What a model is for; raises ``ValueError`` when it is neither a folder nor a pocket model."""
+    folder = zoo.pocket_models().get(model, Path(model))
+    if (folder / zoo.PIPELINE).is_file() or picture_type(folder) is not None:
+        return "images"
+    if (folder / zoo.PACKAGE).is_file():
+        return "text"
+    if not (folder / zoo.TRANSFORMERS).is_file():
+        raise ValueError(
+            f"model must be a folder or a pocket model, got {model!r}; specmm zoo lists them"
+        )
+    sees = "vision_config" in read_json(folder / zoo.TRANSFORMERS)
+    return "questions" if sees or (folder / "preprocessor_config.json").is_file() else "text"
+
+
+def draws(model: str) -> bool:
+    """Whether ``model`` is an image model."""
+    try:
+        family_of(model)
+    except ValueError:
+        return False
+    return True
+
+
+def methods_of(kind: Kind, model: str) -> Registry:
+    """The methods that ``model``, of a ``kind``, can be run by."""
+    if kind == "images":
+        return family_of(model).methods
+    return methods.VQA if kind == "questions" else methods.TEXT
+
+
+def open_model(
+    kind: Kind,
+    model: str,
+    place: Place = HERE,
+    method: Any = "ar",
+    drafter: str | None = None,
+    text_encoder: str | Path | None = None,
+) -> Any:
+    """The pipeline of ``model``, a folder, pocket name or hub id, without a progress bar.
+
+    ``drafter`` is for questions and text, ``text_encoder`` for images of prompts. Raises
+    ``ValueError`` for a model that cannot be found or read.
+    """
+    if kind == "images":
+        given = dict(torch_dtype=place.dtype, device=place.device, text_encoder=text_encoder)
+        pipe = ImagePipeline.from_pretrained(model, method=method, **given)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+    from transformers.utils.logging import disable_progress_bar
+
+    from specmm.text.pipeline import TextPipeline
+    from specmm.vlm.pipeline import VQAPipeline
+
+    disable_progress_bar()
+    if kind == "questions":
+        return VQAPipeline.from_pretrained(model, method, drafter, place.dtype, place.device)
+    return TextPipeline.from_pretrained(model, method, drafter, place.dtype, place.device)
+
+
+# ---- methods from text
+
+
+def parse_method(registry: Registry, name: str, options: Sequence[str] = ()) -> Any:
+    """The method ``name`` of ``registry`` with ``options`` "KEY=VALUE".
+
+    Raises ``ValueError`` for a name, an option or a value that is not known.
+    """
+    kind = registry.get(name)
+    hints = get_type_hints(kind)
+    known = {f.name for f in dataclasses.fields(kind)}
+    given: dict[str, object] = {}
+    for option in options:
+        key, equals, text = option.partition("=")
+        if not equals:
+            raise ValueError(f"a method's option must read KEY=VALUE, got {option!r}")
+        key = key.strip().replace("-", "_")
+        key = f"{key}_" if key not in known and f"{key}_" in known else key  # lambda is lambda_
+        key = methods.current_option(kind, key)
+        given[key] = _value(key, text.strip(), hints[key]) if key in known else text
+    return methods.make(registry, name, **given)
+
+
+def parse_methods(registry: Registry, text: str) -> list[Any]:
+    """Methods separated by commas, each a name or name(key=value, …)."""
+    found = []
+    for item in _split(text):
+        name, bracket, rest = item.partition("(")
+        if bracket and not rest.endswith(")"):
+            raise ValueError(f"a method must read NAME or NAME(KEY=VALUE, …), got {item!r}")
+        found.append(parse_method(registry, name.strip(), _split(rest[:-1]) if bracket else ()))
+    if not found:
+        raise ValueError("methods must name at least one, such as ar,lantern++")
+    return found
+
+
+def label(method: Any) -> str:
+    """The name, and the options that are not the default ones."""
+    values = {f.name: (getattr(method, f.name), f.default) for f in dataclasses.fields(method)}
+    changed = [f"{name}={value}" for name, (value, default) in values.items() if value != default]
+    return f"{method.name}({', '.join(changed)})" if changed else str(method.name)
+
+
+def _split(text: str) -> list[str]:
+    """Parts of ``text`` between commas outside brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [p.strip() for p in parts if p.strip()]
+
+
+def _value(key: str, text: str, kind: Any) -> object:
+    """``text`` as the option ``key``, annotated as ``kind``, wants it."""
+    if get_origin(kind) is Literal:
+        if text not in get_args(kind):
+            raise unknown(key, text, get_args(kind))
+        return text
+    if kind is bool:
+        if text not in ("true", "false"):
+            raise ValueError(f"{key} must be true or false, got {text!r}")
+        return text == "true"
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            wanted = "a whole number" if kind is int else "a number"
+            raise ValueError(f"{key} must be {wanted}, got {text!r}") from None
+    if int in get_args(kind) and text.isdigit():
+        return int(text)
+    return _tree(text)
+
+
+def _tree(text: str) -> methods.TreeName:
+    """A tree's name, or numbers "3,2,1" (brackets allowed)."""
+    try:
+        numbers = ast.literal_eval(text if "," in text else f"({text},)")
+    except (ValueError, SyntaxError):
+        return text
+    numbers = numbers[0] if isinstance(numbers[0], tuple) else numbers
+    if not all(isinstance(n, int) for n in numbers):
+        raise ValueError(f"tree must be a name or whole numbers such as 3,2,1, got {text!r}")
+    return tuple(numbers)
+
+
+def _options(method: object) -> dict[str, object]:
+    """The options of a method that are not None, for JSON."""
+    return {name: value for name, value in vars(method).items() if value is not None}
+
+
+# ---- answers and texts
+
+
+def record_of(
+    model: str,
+    pipe: Any,
+    method: object,
+    out: Any,
+    seed: int,
+    seconds: float,
+    sampling: Mapping[str, float],
+) -> dict[str, Any]:
+    """What ``pipe`` did and how long it took, for JSON; ``out`` is what it gave."""
+    return {
+        "model": model,
+        "method": out.method,
+        "method_options": _options(method),
+        "seed": seed,
+        **place_of(pipe.model),
+        "seconds": seconds,
+        "tokens": sum(map(len, out.tokens)),
+        "rounds": out.stats.rounds,
+        "tau": out.stats.tau,
+        "certificate": out.certificate.as_dict(),
+        "sampling": sampling,
+    }
+
+
+# ---- pictures
+
+
+@dataclass
+class PictureRun:
+    """What is to be drawn, and what has been drawn so far.
+
+    ``inputs`` (one a picture) are of one ``kind``, "classes" or "prompt"; ``ran`` is the method
+    with everything decided that it leaves to this machine, ``reason`` why so. ``certificates`` come
+    with the number of tokens each is about.
+    """
+
+    model: str
+    method: methods.Method
+    kind: str
+    inputs: list[str]
+    seed: int
+    sampling: dict[str, Any]
+    batch_size: int
+    out: Path
+    compiled: bool = False
+    batch_invariant: bool = False
+    outputs: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    stats: Stats = field(default_factory=Stats)
+    ran: str = ""
+    reason: str = ""
+    certificates: list[tuple[Certificate, int]] = field(default_factory=list)
+    interrupted: bool = False
+    place: dict[str, str] = field(default_factory=dict)  # device and dtype
+
+    @property
+    def rows(self) -> int:
+        """Pictures of a full batch."""
+        return min(self.batch_size, len(self.inputs))
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """That of all batches together; None before the first is done."""
+        return merged(self.certificates)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        certificate = self.certificate
+        return {
+            "model": self.model,
+            "method": self.method.name,
+            "method_options": _options(self.method),
+            "ran": self.ran,
+            "reason": self.reason,
+            "seed": self.seed,
+            **self.place,
+            "seconds": self.seconds,
+            "pictures": len(self.outputs),
+            **self.stats.as_dict(),
+            "certificate": certificate.as_dict() if certificate else None,
+            "sampling": self.sampling,
+            self.kind: self.inputs,
+            "outputs": self.outputs,
+            "interrupted": self.interrupted,
+        }
+
+    def save(self) -> None:
+        """Write ``run.json`` beside the pictures."""
+        text = json.dumps(self.as_dict(), indent=1, ensure_ascii=False) + "\n"
+        write_whole(self.out / "run.json", text.encode())
+
+
+def check(pipe: Any, run: PictureRun) -> None:
+    """Raise ``ValueError`` for options and classes that ``pipe`` cannot take.
+
+    Sampling options that were not given are set to the model's.
+    """
+    if pipe.takes == "prompt" and run.kind == "classes":
+        raise ValueError(f"{run.model} draws from prompts, give --prompt in place of {run.kind}")
+    if run.compiled and not pipe.compiles:
+        raise ValueError(f"--compile does not serve models such as {run.model}; leave it out")
+    exact = pipe.transformer.dtype == torch.float32 and pipe.device.type == "cpu"
+    if run.batch_invariant and (run.compiled or not exact):
+        raise ValueError(
+            "--batch-invariant needs float32 on a CPU, uncompiled; "
+            "give --dtype float32 and leave --compile out"
+        )
+    check_sampling(pipe, run.model, run.sampling)
+    settings = with_options(pipe.settings, **run.sampling)
+    run.sampling = {name: getattr(settings, name) for name in pipe.sampling_options}
+    if run.kind == "classes":
+        class_ids(run.inputs, pipe.settings.classes, pipe.transformer.config.num_classes)
+
+
+def check_sampling(pipe: Any, model: str, sampling: Mapping[str, object]) -> None:
+    """Raise ``ValueError`` for sampling options that ``pipe``, of ``model``, cannot take."""
+    for name in sampling.keys() - set(pipe.sampling_options):
+        raise unknown(f"option of {model}", name, pipe.sampling_options)
+    pipe.target(**sampling)
+
+
+def draw(pipe: Any, run: PictureRun, tell: Callable[[str], None], callback: Any = None) -> None:
+    """Draw and save all pictures of ``run``; Ctrl-C leaves what is finished.
+
+    ``tell`` is called with notes for people. Raises ``ValueError`` when the disk is full.
+    """
+    run.place = place_of(pipe.transformer)
+    count = len(run.inputs)
+    if old := sum(1 for _ in run.out.glob("*.png")):
+        tell(f"note: {run.out} already holds {old} pictures; those of other names stay there")
+    if run.compiled:
+        tell("note: rounds, or scales, are compiled first, which takes half a minute to two")
+    method, run.reason = pipe.settle(run.method, run.rows, pipe.target(**run.sampling))
+    run.ran = label(method)
+    if method.one_generator and run.rows < count:
+        raise ValueError(
+            f"{run.ran} draws one batch, give --batch-size {count}, got {run.batch_size}"
+        )
+    source = torch.Generator().manual_seed(run.seed)
+    generators = [] if method.one_generator else sample_generators(source, count, pipe.device)
+    try:
+        with tqdm(total=count, unit="picture", disable=None, leave=False) as bar:
+            for first in range(0, count, run.batch_size):
+                rows = range(first, min(first + run.batch_size, count))
+                own = source if method.one_generator else [generators[i] for i in rows]
+                _draw_batch(pipe, run, rows, method, own, callback)
+                bar.update(len(rows))
+    except KeyboardInterrupt:
+        run.interrupted = True
+    except OSError as error:
+        raise ValueError(
+            f"writing failed ({error.strerror or error}), make room or choose another --out; "
+            f"{len(run.outputs)} of {count} pictures are in {run.out}"
+        ) from error
+
+
+def _draw_batch(
+    pipe: Any, run: PictureRun, rows: range, method: Any, generator: object, callback: object
+) -> None:
+    start = time.perf_counter()
+    inputs = [run.inputs[i] for i in rows]
+    options: dict[str, Any] = {run.kind: inputs, **run.sampling}
+    if run.compiled and len(rows) == run.rows:  # programs for a smaller last batch would not pay
+        options["compiled"] = True
+    with batch_invariant() if run.batch_invariant else nullcontext():
+        out = pipe(
+            generator=generator,
+            method=method,
+            batch_size=len(rows),
+            callback_on_step_end=callback,
+            **options,
+        )
+    if method.timed and not run.outputs:
+        run.reason = out.method.partition(": ")[2]
+    run.seconds += time.perf_counter() - start
+    run.stats = total([out.stats, run.stats] if run.outputs else [out.stats])
+    run.certificates.append((out.certificate, out.tokens.numel()))
+    for i, text, image in zip(rows, inputs, out.images, strict=True):
+        file = run.out / f"{i:04d}-{slug(text)}.png"
+        save_picture(image, file)
+        run.outputs.append(str(file))
+
+
+def save_picture(image: Image.Image, file: Path) -> None:
+    """Write a picture as PNG, whole or not at all."""
+    packed = io.BytesIO()
+    image.save(packed, format="PNG")
+    write_whole(file, packed.getvalue())

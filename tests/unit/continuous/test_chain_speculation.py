@@ -1,0 +1,197 @@
+"""Speculation along the denoising chain has the distribution of plain sampling; without the
+residual the same tests see it.
+"""
+
+import pytest
+import torch
+from scipy import stats
+
+from specmm.image_ar.continuous.chain_speculation import ChainOptions, WindowTables, speculate
+from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
+from specmm.image_ar.continuous.diffusion_head import ancestral
+from specmm.image_ar.continuous.orders import log_uniforms, normals
+
+MEAN, STD = torch.tensor([0.5, -1.0, 0.0]), torch.tensor([0.3, 1.0, 2.0])
+PROJECTIONS = 6
+
+
+def streams(seed, batch=1):
+    def make(offset):
+        return [torch.Generator().manual_seed(1000 * seed + 10 * b + offset) for b in range(batch)]
+
+    return normals(make(0)), log_uniforms(make(1))
+
+
+def run(bound, schedule, rows, seed=0, window=8, **options):
+    tables = WindowTables(schedule, window)
+    return speculate(bound, tables, rows, *streams(seed, len(rows)), ChainOptions(**options))
+
+
+def plain(bound, schedule, rows, seed=0, temperature=1.0):
+    noise = torch.randn(
+        len(schedule) + 1, rows, bound.head.channels, generator=torch.Generator().manual_seed(seed)
+    )
+    return ancestral(bound, ChainSteps.ddpm(schedule), noise, temperature)
+
+
+# --- a closed form ---
+
+
+@pytest.mark.parametrize("predictor", ["gaussian", "frozen"])
+@pytest.mark.parametrize(
+    ("temperature", "wide", "window"), [(1.0, -1.0, 8), (0.7, 0.3, 5), (1.0, 0.5, 25)]
+)
+def test_gaussian_tokens_have_the_distribution_of_the_recursion(
+    gaussian, predictor, temperature, wide, window
+):
+    schedule, rows = NoiseSchedule.of("25"), 4000
+    head = gaussian(schedule, MEAN, STD, rows, wide)
+    got = run(
+        head, schedule, [rows], window=window, temperature=temperature, predictor=predictor
+    ).tokens
+    if temperature == 1.0:
+        mean, std = head.probs()
+    else:
+        sampled = plain(
+            gaussian(schedule, MEAN, STD, 20_000, wide), schedule, 20_000, 1, temperature
+        )
+        mean, std = sampled.mean(0), sampled.std(0)
+    for c in range(3):
+        assert (
+            stats.kstest(got[:, c].numpy(), stats.norm(float(mean[c]), float(std[c])).cdf).pvalue
+            > 1e-3
+        )
+
+
+def test_the_closed_form_is_that_of_plain_sampling(gaussian):
+    schedule = NoiseSchedule.of("25")
+    head = gaussian(schedule, MEAN, STD, 4000, 0.3)
+    (mean, std), got = head.probs(), plain(head, schedule, 4000)
+    for c in range(3):
+        assert (
+            stats.kstest(got[:, c].numpy(), stats.norm(float(mean[c]), float(std[c])).cdf).pvalue
+            > 1e-3
+        )
+
+
+def test_the_broken_twin_is_seen_in_closed_form(gaussian):
+    schedule = NoiseSchedule.of("25")
+    head = gaussian(schedule, MEAN, STD, 4000, 0.5)
+    got = run(head, schedule, [4000], residual=False, predictor="frozen").tokens
+    mean, std = gaussian(schedule, MEAN, STD, 1, 0.5).probs()
+    worst = min(
+        stats.kstest(got[:, c].numpy(), stats.norm(float(mean[c]), float(std[c])).cdf).pvalue
+        for c in range(3)
+    )
+    assert worst < 1e-6
+
+
+def test_a_predictor_that_is_right_is_always_kept(gaussian):
+    """Tokens of unit variance have reverse steps of variance β, v = 1: the drafter's distribution
+    is then the target's.
+    """
+    schedule, one = NoiseSchedule.of("25"), torch.ones(3)
+    result = run(gaussian(schedule, one * 0.4, one, 200, wide=1.0), schedule, [200], window=25)
+    assert max(result.row_calls) <= 3  # the first window is drafted without knowing the mean
+
+
+# --- the tiny model ---
+
+
+def pvalues(a, b):
+    """Two-sample Kolmogorov-Smirnov of the marginals and of random projections."""
+    directions = torch.randn(a.shape[1], PROJECTIONS, generator=torch.Generator().manual_seed(5))
+    both = [torch.cat([x, x @ directions], dim=1).T.numpy() for x in (a, b)]
+    return [stats.ks_2samp(x, y).pvalue for x, y in zip(*both, strict=True)]
+
+
+@pytest.mark.parametrize("predictor", ["gaussian", "frozen"])
+@pytest.mark.parametrize(
+    ("spec", "rows", "scale", "temperature"),
+    [("ddim10", 4000, 1.0, 1.0), ("ddim20", 1500, 2.0, 0.9)],
+)
+def test_the_tiny_models_tokens_have_the_distribution_of_plain_sampling(
+    bind, spec, rows, scale, temperature, predictor
+):
+    schedule = NoiseSchedule.of(spec)
+    wanted = plain(bind(rows, scale, spec), schedule, rows, 3, temperature)
+    made = run(
+        bind(rows, scale, spec), schedule, [rows], 4, temperature=temperature, predictor=predictor
+    )
+    assert min(pvalues(made.tokens, wanted)) > 1e-3
+
+
+@pytest.mark.parametrize(("predictor", "seen"), [("frozen", 1e-6), ("gaussian", 1e-3)])
+def test_the_broken_twin_is_seen_on_the_tiny_model(bind, predictor, seen):
+    schedule, rows = NoiseSchedule.of("ddim10"), 4000
+    wanted = plain(bind(rows, 1.0, "ddim10"), schedule, rows, 3)
+    made = run(bind(rows, 1.0, "ddim10"), schedule, [rows], 4, predictor=predictor, residual=False)
+    assert min(pvalues(made.tokens, wanted)) < seen
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_drafts_of_a_smaller_head_leave_the_distribution_alone(bind, scale):
+    """Another condition's head plays the smaller model's: wrong enough to be rejected often."""
+    schedule, rows = NoiseSchedule.of("ddim10"), 6000
+    tables, given = (
+        WindowTables(schedule, 5),
+        (bind(rows, scale, "ddim10"), bind(rows, scale, "ddim10", row=3)),
+    )
+    wanted = plain(bind(rows, scale, "ddim10"), schedule, rows, 3)
+    made = speculate(
+        given[0], tables, [rows], *streams(4), ChainOptions(predictor="small"), given[1]
+    )
+    assert min(pvalues(made.tokens, wanted)) > 1e-3
+    broken = bind(rows, scale, "ddim10"), bind(rows, scale, "ddim10", row=3)
+    twin = speculate(
+        broken[0], tables, [rows], *streams(4), ChainOptions(1.0, "small", False), broken[1]
+    )
+    assert min(pvalues(twin.tokens, wanted)) < 1e-4
+
+
+def test_a_smaller_head_that_is_the_target_is_always_kept(bind):
+    schedule = NoiseSchedule.of("ddim50")
+    tables = WindowTables(schedule, 10)
+    made = speculate(
+        bind(4, spec="ddim50"), tables, [4], *streams(1), ChainOptions(), bind(4, spec="ddim50")
+    )
+    assert max(made.row_calls) <= 6  # 5 windows of 10 points
+
+
+def test_few_head_calls_are_made_one_after_another(bind):
+    schedule = NoiseSchedule.of("ddim100")
+    calls = [run(bind(1), schedule, [1], seed, window=16).calls for seed in range(8)]
+    assert sum(calls) / len(calls) <= 35
+
+
+def test_a_picture_does_not_depend_on_its_batch(bind):
+    schedule = NoiseSchedule.of("ddim50")
+    together = run(bind(5, spec="ddim50"), schedule, [2, 3], 7)
+    alone = run(bind(2, spec="ddim50"), schedule, [2], 7)
+    torch.testing.assert_close(together.tokens[:2], alone.tokens, atol=1e-4, rtol=1e-4)
+    assert together.row_calls[:2] == alone.row_calls
+
+
+def test_the_large_table_and_its_absence_agree(bind, monkeypatch):
+    from specmm.image_ar.continuous import diffusion_head
+
+    schedule = NoiseSchedule.of("ddim50")
+    kept = run(bind(3, 2.0, spec="ddim50"), schedule, [3], 8)
+    monkeypatch.setattr(diffusion_head, "TABLE_LIMIT", 0)
+    made = run(bind(3, 2.0, spec="ddim50"), schedule, [3], 8)
+    torch.testing.assert_close(kept.tokens, made.tokens, atol=1e-4, rtol=1e-4)
+
+
+# --- bad input ---
+
+
+def test_a_chain_without_noise_cannot_be_speculated(bind):
+    with pytest.raises(ValueError, match="temperature must be above 0"):
+        run(bind(1, spec="ddim50"), NoiseSchedule.of("ddim50"), [1], temperature=0.0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), 1e6])
+def test_answers_that_are_no_numbers_or_overflow(gaussian, bad):
+    head = gaussian(NoiseSchedule.of("25"), MEAN, STD, 2, bad)
+    with pytest.raises(ValueError, match="finite"):
+        run(head, NoiseSchedule.of("25"), [2])

@@ -1,1 +1,0 @@
-"""Drafters of vision-language models."""

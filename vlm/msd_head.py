@@ -1,0 +1,343 @@
+"""The head of Multimodal Speculative Decoding (MSD): decoupled prompt slots, a decoder layer, files.
+
+After a prompt of L positions with target states h and language-model input embeddings e, slot j
+carries position j + 1: a text slot reads fc([e_{j+1}; h_j]), an image slot *is* e_{j+1}, the
+projector's output, without fc or state. Position 0 has no slot, be it text or image. The layers see
+slots 0 … L - 1 causally and end without a norm: their output stands for h_{j+1} and goes straight
+into the target's output head. Sources: MSD (arXiv 2505.14260), EAGLE (2401.15077).
+
+On disk a head is ``config.json`` beside ``pytorch_model.bin`` (as released) or
+``model.safetensors``, with the official names. The official format has a frozen copy of the
+target's token embeddings, which tells whose drafter this is; ours may leave it out
+(``target_embeddings`` in the config) and then records the target's fingerprint.
+
+Shape letters: R rows, L prompt positions, T slots, H heads, K key/value heads, D head width, C
+width, V vocabulary, v rows of a drafter's embeddings, S cached slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
+
+from specmm.cache import Memory
+from specmm.checkpoints import (
+    State,
+    check_fingerprint,
+    embeddings_of,
+    fingerprint,
+    load_strict,
+    read_checkpoint,
+    read_json,
+    weights_file,
+)
+from specmm.prepacked import lay_weights
+
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+PLAIN_ROPE = ("default", "mrope")  # the release turns M-RoPE models' slots one-dimensionally, too
+EMBEDDINGS = "embed_tokens.weight"
+ACCEPTANCE = "acceptance.json"  # of the head, by temperature, level and rank; ours only
+LEFTOVERS = ("rotary_emb",)
+# Relative distance of embeddings: two roundings of the same are far below, others are at about 1.
+SAME = 0.05
+KINDS = {
+    False: ("llava", "LlavaLlamaForCausalLM"),
+    True: ("qwen2_vl", "Qwen2VLForConditionalGeneration"),
+}
+# [levels, ranks]: the chance that this child is the one kept.
+Acceptance = tuple[tuple[float, ...], ...]
+Turns = tuple[Tensor, Tensor]  # cosines and sines
+
+
+@dataclass(frozen=True)
+class MSDConfig:
+    """Sizes under their names in ``config.json``; ``qwen`` heads have a first norm and q, k, v
+    biases.
+
+    Raises ``ValueError`` on sizes that do not fit together.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    num_hidden_layers: int = 1
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    hidden_act: str = "silu"
+    bias: bool = True
+    qwen: bool = False
+
+    def __post_init__(self) -> None:
+        heads = self.num_attention_heads
+        groups = self.num_key_value_heads
+        if self.hidden_size % (2 * heads) or heads % groups:
+            raise ValueError(
+                "heads must divide the width into even parts and be a multiple of the key/value "
+                f"heads, got width {self.hidden_size}, {heads} heads and {groups} key/value heads"
+            )
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any], source: object = "config.json") -> MSDConfig:
+        """Sizes from a drafter's (or a text model's) ``config.json``.
+
+        Raises ``ValueError`` naming what is missing, and for scaled rotary positions.
+        """
+        missing = [name for name in SIZES if not isinstance(facts.get(name), int)]
+        if missing:
+            raise ValueError(
+                f"{source} must give {', '.join(SIZES)} as whole numbers, got none for {missing}"
+            )
+        rope = facts.get("rope_parameters") or {}  # where transformers 5 puts the base
+        scaling = facts.get("rope_scaling") or rope
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind not in PLAIN_ROPE:
+            wanted = " or ".join(PLAIN_ROPE)
+            raise ValueError(f"{source} must have plain rotary positions ({wanted}), got {kind!r}")
+        names = cls.__dataclass_fields__
+        given = {name: facts[name] for name in names if facts.get(name) is not None}
+        given.setdefault("rope_theta", float(rope.get("rope_theta", 10000.0)))
+        given.setdefault("num_key_value_heads", facts["num_attention_heads"])
+        given.setdefault("qwen", str(facts.get("model_type", "")).startswith("qwen2"))
+        return cls(**given)
+
+    def to_json(self) -> dict[str, Any]:
+        """What the release's loader reads of a drafter's ``config.json``."""
+        facts = dataclasses.asdict(self)
+        kind, architecture = KINDS[facts.pop("qwen")]
+        return {"model_type": kind, "architectures": [architecture], **facts}
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.hidden_size // self.num_attention_heads
+
+
+class MSDAttention(nn.Module):
+    """Grouped-query self-attention with one-dimensional rotary positions."""
+
+    def __init__(self, config: MSDConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        width = config.hidden_size
+        inner = config.num_key_value_heads * config.head_dim
+        self.grouped = inner != width
+        self.q_proj = nn.Linear(width, width, bias=config.qwen)
+        self.k_proj, self.v_proj = (nn.Linear(width, inner, bias=config.qwen) for _ in range(2))
+        self.o_proj = nn.Linear(width, width, bias=False)
+
+    def forward(
+        self, x: Tensor, turns: Turns, bias: Tensor | None, memory: Memory | None
+    ) -> Tensor:
+        """``x`` [R, T, C] attends to what ``memory`` holds under ``bias``, or causally to itself."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)) for f in projections)
+        q, k = apply_rotary_pos_emb(q, k, *turns, unsqueeze_dim=2)  # [R, T, H or K, D]
+        if memory is not None:
+            k, v = memory.write(k, v)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(
+            q, k, v, bias, is_causal=bias is None, enable_gqa=self.grouped
+        )
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class MSDLayer(nn.Module):
+    """A decoder layer; the first one of a LLaVA's head has no norm before its attention."""
+
+    def __init__(self, config: MSDConfig, first: bool) -> None:
+        super().__init__()
+        sizes = LlamaConfig(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            hidden_act=config.hidden_act,
+            num_attention_heads=config.num_attention_heads,  # must divide the width; not read
+        )
+        self.self_attn = MSDAttention(config)
+        self.mlp = LlamaMLP(sizes)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm: nn.Module | None = None
+        if config.qwen or not first:
+            self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x: Tensor, turns: Turns, bias: Tensor | None, memory: Memory | None
+    ) -> Tensor:
+        """[R, T, C] -> [R, T, C]."""
+        inner = x if self.input_layernorm is None else self.input_layernorm(x)
+        x = x + self.self_attn(inner, turns, bias, memory)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class MSDHead(nn.Module):
+    """The network: frozen token embeddings, ``fc``, the layers; the output head is the target's.
+
+    ``acceptance`` by temperature was measured after training, for method ``auto``.
+    """
+
+    method: ClassVar[str] = "msd"
+
+    def __init__(self, config: MSDConfig) -> None:
+        super().__init__()
+        self.acceptance: dict[float, Acceptance] = {}
+        self.config = config
+        width = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        self.fc = nn.Linear(2 * width, width, bias=config.bias)
+        layers = (MSDLayer(config, first=i == 0) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(layers)
+        # Not a buffer: a cast of the weights must not round it.
+        steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        self.frequencies = config.rope_theta**-steps
+
+    def prompt_slots(self, embeddings: Tensor, hidden: Tensor, image: Tensor) -> Tensor:
+        """Slots [R, T, C] of ``embeddings`` [R, T, C] of the next positions and ``hidden`` [R, T, C].
+
+        Where ``image`` [R, T] tells that the *next* position is a picture's, they are the
+        embeddings as they are.
+        """
+        return torch.where(image[..., None], embeddings, self.text_slots(embeddings, hidden))
+
+    def text_slots(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        """fc([e; h]) [R, T, C], the embedding's half first."""
+        return self.fc(torch.cat([embeddings, hidden], dim=-1))
+
+    def forward(
+        self,
+        slots: Tensor,
+        positions: Tensor | None = None,
+        bias: Tensor | None = None,
+        memory: Sequence[Memory | None] | None = None,
+    ) -> Tensor:
+        """Predicted next hidden states [R, T, C] of ``slots`` [R, T, C] at ``positions`` [R or 1,
+        T], 0 … T - 1.
+
+        Without ``bias`` the attention is causal over the slots given; else it sees what each
+        layer's ``memory`` holds under the additive ``bias`` [R or 1, 1, T, S].
+        """
+        if positions is None:
+            positions = torch.arange(slots.shape[1], device=slots.device)[None]
+        angles = positions[..., None] * self.frequencies.to(positions.device)
+        angles = torch.cat([angles, angles], dim=-1)  # [R or 1, T, D]
+        turns = (angles.cos().to(slots.dtype), angles.sin().to(slots.dtype))
+        for layer, room in zip(self.layers, memory or [None] * len(self.layers), strict=True):
+            slots = layer(slots, turns, bias, room)
+        return slots
+
+
+def load_for(folder: Path, target: PreTrainedModel, method: str) -> MSDHead:
+    """The head in ``folder`` for the ``target`` model, with prepacked weights."""
+    return lay_weights(load_msd(folder, embeddings_of(target)))
+
+
+def load_msd(
+    path: str | Path, embeddings: Tensor | None = None, *, dtype: torch.dtype | None = None
+) -> MSDHead:
+    """The head in the folder ``path``, in evaluation mode, in ``dtype`` or that of ``embeddings``.
+
+    ``embeddings`` [V, C] are the target's; drafters of other sizes or of another target's
+    embeddings are refused, and a target padded with further rows (as llava-hf's conversions are)
+    lends them to the head. Raises ``ValueError`` naming missing, extra, misshapen or non-finite
+    weights, and for a config that does not say the sizes.
+    """
+    file = weights_file(path).with_name("config.json")
+    facts = read_json(file)
+    state = read_checkpoint(path)
+    config = MSDConfig.from_json(facts, file)
+    if embeddings is not None:
+        _check_target(config, facts, state.get(EMBEDDINGS), embeddings, path)
+        config = dataclasses.replace(config, vocab_size=len(embeddings))
+        state[EMBEDDINGS] = embeddings.detach().cpu()
+    elif facts.get("target_embeddings"):
+        raise ValueError(f"{path} must be loaded with its target's embeddings, got none; give them")
+    head = MSDHead(config)
+    load_strict(head, state, LEFTOVERS, path)
+    head.acceptance = read_acceptance(file.with_name(ACCEPTANCE))
+    wanted = dtype or (torch.float32 if embeddings is None else embeddings.dtype)
+    return head.to("cpu" if embeddings is None else embeddings.device, wanted).eval()
+
+
+def _check_target(
+    config: MSDConfig,
+    facts: Mapping[str, Any],
+    own: Tensor | None,
+    embeddings: Tensor,
+    path: str | Path,
+) -> None:
+    """Raise ``ValueError`` unless a drafter with ``own`` embeddings [v, C] is for ``embeddings``."""
+    rows, width = embeddings.shape
+    if config.hidden_size != width or config.vocab_size > rows:
+        found = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+        raise ValueError(
+            f"drafter must have the target's embeddings [{rows}, {width}], got {found} in {path}"
+        )
+    if own is None:
+        if not facts.get("target_embeddings"):
+            raise ValueError(
+                f"{path} must hold {EMBEDDINGS}, or say target_embeddings in its config.json, "
+                "got neither"
+            )
+        check_fingerprint(facts.get("target_fingerprint"), fingerprint(embeddings), path)
+    elif own.shape != (config.vocab_size, width):
+        raise ValueError(
+            f"{EMBEDDINGS} must be [{config.vocab_size}, {width}], got {list(own.shape)} in {path}"
+        )
+    elif not _distance(own, embeddings[: len(own)]) < SAME:
+        raise ValueError(
+            f"drafter must be of this target, got other token embeddings in {path}, "
+            "use its own drafter"
+        )
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    wanted = b.detach().cpu().float()
+    return float((a.float() - wanted).norm() / wanted.norm().clamp(min=1e-12))
+
+
+def save_msd(
+    head: MSDHead, folder: str | Path, *, dtype: torch.dtype | None = None, embeddings: bool = True
+) -> None:
+    """Write ``model.safetensors`` (official names, in ``dtype``) and ``config.json``.
+
+    ``embeddings=False`` leaves the target's embeddings out and records their fingerprint.
+    """
+    state: State = {
+        k: v.detach().to("cpu", dtype or v.dtype).contiguous() for k, v in head.state_dict().items()
+    }
+    facts = head.config.to_json()
+    if not embeddings:
+        facts["target_embeddings"] = True
+        facts["target_fingerprint"] = fingerprint(state.pop(EMBEDDINGS))
+    write_folder(folder, state, facts)
+    if head.acceptance:
+        found = {str(temperature): table for temperature, table in head.acceptance.items()}
+        (Path(folder) / ACCEPTANCE).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def write_folder(folder: str | Path, state: State, facts: Mapping[str, Any]) -> None:
+    """Write ``state`` as ``model.safetensors`` and ``facts`` as ``config.json``."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def read_acceptance(file: Path) -> dict[float, Acceptance]:
+    """The tables by temperature in ``file``; none where the drafter was never measured."""
+    found = read_json(file) if file.exists() else {}
+    return {
+        float(temperature): tuple(tuple(row) for row in table)
+        for temperature, table in found.items()
+    }
