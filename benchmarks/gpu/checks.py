@@ -76,8 +76,7 @@ def check_acceptance(device: torch.device) -> float:
     share = float(same.double().mean())
     if share < 0.98:
         raise SystemExit(
-            f"fused acceptance agrees with the rules on {share:.1%} of the rows, "
-            "expected 98% or more"
+            f"fused acceptance agrees on {share:.1%} of the rows, expected 98% or more"
         )
     return share
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.golden.calls import calls as golden
+from tests.golden import calls as golden
 
 KEPT = json.loads(golden.KEPT.read_text())
 CALLS = golden.calls()
