@@ -141,7 +141,8 @@ def check_fingerprint(found: str | None, wanted: str, source: object) -> None:
     """Raise ``ValueError`` unless ``found``, the target of ``source``'s drafter, is ``wanted``."""
     if found != wanted:
         raise ValueError(
-            f"drafter must be of this target ({wanted}), got one of {found} in {source}; use its own"
+            f"drafter must be of this target ({wanted}), got one of {found} in {source}; "
+            "use its own"
         )
 
 
