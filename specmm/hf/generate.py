@@ -305,7 +305,7 @@ class Criteria:
 
 
 def _joined(input_ids: Tensor, end: Progress, width: int | None, config: GenerationConfig) -> Any:
-    """PromptBatch and answers [B, L + T], padded as generate does; T defaults to the longest answer."""
+    """Prompts and answers [B, L + T], padded as generate does; T defaults to the longest answer."""
     width = int(end.counts.max()) if width is None else width
     column = torch.arange(width, device=input_ids.device)
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]

@@ -101,11 +101,11 @@ def _dropout(model: Path, cfg: float | None) -> float:
 
 
 def _layers(text: str, count: int) -> tuple[int, ...]:
-    """The layers in "4,9,14"; raises ``ValueError`` when one is not among the target's ``count``."""
+    """The layers in "4,9,14"; raises ``ValueError`` for one that the target does not have."""
     found = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isdecimal() and int(part) < count for part in found):
         raise ValueError(
-            f"auxiliary layers must be layers from 0 to {count - 1} with commas between, got {text!r}"
+            f"aux_layers must be layers from 0 to {count - 1} with commas between, got {text!r}"
         )
     return tuple(map(int, found))
 
@@ -188,7 +188,7 @@ def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) ->
 
 
 def picture_tokens(vq: Any, images: Any, out: Path) -> Any:
-    """Tokens [M, 2, T] of the pictures and their mirror images, kept in ``out`` for the next run."""
+    """Tokens [M, 2, T] of the pictures and their mirror images; ``out`` keeps them."""
     weights = b"".join(v.detach().float().numpy().tobytes() for v in vq.state_dict().values())
     key = hashlib.sha256(weights + images.tobytes()).hexdigest()
     file = out / "tokens.pt"

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import torch
 
 from specmm.checkpoints import read_json
-from specmm.diffusion_drafters.assemble import LENGTH, PROXY
+from specmm.diffusion_drafters.assemble import PROXY
 from specmm.diffusion_drafters.models.deer import save_deer
 from specmm.diffusion_drafters.models.dflash import load_dflash, save_dflash
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
@@ -200,7 +200,8 @@ def _mask(tokenizer: Any, given: int | None) -> int:
     found = tokenizer.mask_token_id if given is None else given
     if found is None:
         raise ValueError(
-            "tokenizer must have a mask token for a block drafter, got none; give one of its ids as mask"
+            "tokenizer must have a mask token for a block drafter, got none; "
+            "give one of its ids as mask"
         )
     return int(found)
 

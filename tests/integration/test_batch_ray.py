@@ -32,9 +32,7 @@ def one_core(monkeypatch: pytest.MonkeyPatch) -> Any:
     except Exception as error:  # ray raises a bare one
         if "timed out during startup" not in str(error):
             raise
-        pytest.skip(
-            "ray gives its own processes half a minute to start, and this machine is too busy for that"
-        )
+        pytest.skip("ray gives its processes half a minute to start, and this machine is too busy")
     yield
     ray.shutdown()
 

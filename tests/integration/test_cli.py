@@ -239,7 +239,10 @@ def test_bench_interleaves_and_compares(tiny: Path) -> None:
         "float32",
     )
     assert [r["method"] for r in rows] == ["ar", "lantern++"]
-    wanted = "baseline_seconds speedup tau host_overhead ideal quality seed certificate tokens rounds model outputs"
+    wanted = (
+        "baseline_seconds speedup tau host_overhead ideal quality seed certificate tokens rounds "
+        "model outputs"
+    )
     assert all(set(wanted.split()) <= set(r) for r in rows)
     assert rows[0]["speedup"] == 1 and rows[0]["tau"] == 1
     assert rows[1]["speedup"] == pytest.approx(rows[0]["seconds"] / rows[1]["seconds"])

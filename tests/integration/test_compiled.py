@@ -34,9 +34,16 @@ def draw(pipe, method, cfg, compiled, top_k=0, **options):
     """Three pictures in two rows: rows end apart, and the third takes over one of them."""
     generators = [torch.Generator().manual_seed(i) for i in range(3)]
     return pipe(
-        NAMES, generator=generators, method=method, cfg=cfg, top_k=top_k, batch_size=2, compiled=compiled,
-        output_type="latent", **{"temperature": 0.8} | options,
-    )  # fmt: skip
+        NAMES,
+        generator=generators,
+        method=method,
+        cfg=cfg,
+        top_k=top_k,
+        batch_size=2,
+        compiled=compiled,
+        output_type="latent",
+        **{"temperature": 0.8} | options,
+    )
 
 
 def same(pipe, method, cfg=1.0, top_k=0, **options):

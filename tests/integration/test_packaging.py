@@ -185,7 +185,10 @@ print(kernels.__file__, specmm.metrics.frechet.__file__, *specmm.kernels.__path_
 
 
 def test_checkout_without_links_imports(checkout: Path, tmp_path: Path) -> None:
-    code = "import specmm.metrics.frechet as f, specmm.image_ar.tokens.gpt as g; print(f.__file__, g.__file__)"
+    code = (
+        "import specmm.metrics.frechet as f, specmm.image_ar.tokens.gpt as g; "
+        "print(f.__file__, g.__file__)"
+    )
     frechet, gpt = python(Path(sys.executable), code, tmp_path, path=str(checkout))
     assert Path(frechet) == checkout / "metrics/frechet.py"
     assert Path(gpt) == checkout / "image_ar/tokens/gpt.py"

@@ -1,4 +1,4 @@
-"""One pipeline serves several threads: the tokens of each are those of calls one after the other."""
+"""One pipeline serves several threads: each gets the tokens of calls one after the other."""
 
 from concurrent.futures import ThreadPoolExecutor
 

@@ -15,11 +15,15 @@ from typer.testing import CliRunner
 import specmm
 from specmm import methods
 
-TALK = "what is this where how many colour red blue green a the one two three dog cat box and are in it"
+TALK = (
+    "what is this where how many colour red blue green a the one two three dog cat box and are "
+    "in it"
+)
 WORDS = TALK.split()
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<image>"]
 TEMPLATE = (
-    "<s>{% for m in messages %}{% for c in m['content'] %}{% if c['type'] == 'image' %}<image> {% else %}"
+    "<s>{% for m in messages %}{% for c in m['content'] %}"
+    "{% if c['type'] == 'image' %}<image> {% else %}"
     "{{ c['text'] }} {% endif %}{% endfor %}{% endfor %}"
 )
 TEXT = dict(

@@ -73,8 +73,12 @@ def test_done_stands_against_failed_in_any_order(tmp_path: Path) -> None:
 
 
 @QUICK
-@given(st.dictionaries(st.sampled_from(["id", "class", "prompt", "image", "question", "seed", "method", "idd"]),
-                       st.one_of(TEXT, st.integers(), st.none(), st.lists(TEXT, max_size=2), st.floats())))  # fmt: skip
+@given(
+    st.dictionaries(
+        st.sampled_from(["id", "class", "prompt", "image", "question", "seed", "method", "idd"]),
+        st.one_of(TEXT, st.integers(), st.none(), st.lists(TEXT, max_size=2), st.floats()),
+    )
+)
 def test_a_row_is_an_item_or_a_sentence(row: dict) -> None:
     try:
         found = parse("row 1", row, 0, Path())
@@ -109,8 +113,10 @@ def test_csv_parquet_and_class_lists(tmp_path: Path) -> None:
     from pyarrow import parquet
 
     (tmp_path / "a.csv").write_text("id,class,seed\na,heart,7\nb,time,\n")
-    parquet.write_table(pyarrow.table({"id": ["a", "b"], "class": ["heart", "time"], "seed": [7, None]}),
-                        tmp_path / "a.parquet")  # fmt: skip
+    parquet.write_table(
+        pyarrow.table({"id": ["a", "b"], "class": ["heart", "time"], "seed": [7, None]}),
+        tmp_path / "a.parquet",
+    )
     assert read_items(tmp_path / "a.csv") == read_items(tmp_path / "a.parquet")
     (tmp_path / "a.txt").write_text("heart\n\ntime\n")
     assert [(i.id, i.text) for i in read_items(tmp_path / "a.txt")] == [

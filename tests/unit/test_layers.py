@@ -85,7 +85,7 @@ def modules() -> dict[str, Path]:
 
 
 def of_package(file: Path, known: Collection[str]) -> set[str]:
-    """The modules of the package that ``file`` imports; of a package and what is in it, the latter."""
+    """The modules of the package that ``file`` imports; not a package of which it imports parts."""
     found = {name for name in imported(file) if name in known}
     return {n for n in found if not any(other.startswith(n + ".") for other in found)}
 

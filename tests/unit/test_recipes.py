@@ -1,4 +1,4 @@
-"""Recipes: every config file fits what it trains, settings are checked, data of one's own are read."""
+"""Recipes: every config file fits what it trains, settings are checked, users' data are read."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The training loop: it learns, resumes where it was killed, and stops at a loss that is no number."""
+"""The training loop: it learns, resumes where it was killed, and stops at a loss of NaN."""
 
 import csv
 import json

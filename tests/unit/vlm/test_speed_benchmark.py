@@ -1,4 +1,4 @@
-"""The arithmetic of the vision-language benchmark: cut answers, the right baseline, token equality."""
+"""Arithmetic of the vision-language benchmark: cut answers, the right baseline, equal tokens."""
 
 import pytest
 import torch

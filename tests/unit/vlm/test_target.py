@@ -60,7 +60,7 @@ def test_greedy_decoding_equals_generate(zoo, family):
 
 @pytest.mark.parametrize("penalty", [0.9, 1.1, 1.3])
 def test_penalties_see_every_token_of_a_round(zoo, penalty):
-    """After runs of many accepted drafts, too: the target is its own drafter, with a chain of four."""
+    """Also after many accepted drafts: the target is its own drafter, with a chain of four."""
     world = zoo.of_vocabulary(200)
     model, kept = world.model("llava"), [0] * 5
     target = VLMTarget(model, Processor(0, repetition_penalty=penalty))
