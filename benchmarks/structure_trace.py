@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import sys
 import threading
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import FrameType
-
-import specmm.cli
 
 ROOT = Path(__file__).parents[1].resolve()
 OPTIMIZED = 1  # of code.co_flags: a function's, not a module's or a class's
 
 
 def main() -> None:
-    """Trace the command line."""
+    """Trace what the console script runs."""
+    [script] = entry_points(group="console_scripts", name="specmm")
+    run = script.load()
     called: set[tuple[str, int]] = set()
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -25,7 +26,7 @@ def main() -> None:
     threading.setprofile(note)
     sys.setprofile(note)
     try:
-        specmm.cli.main()
+        run()
     except SystemExit as end:
         if end.code:
             raise

@@ -4,8 +4,8 @@ import pytest
 import torch
 from scipy import stats
 
+from specmm.metrics import compare as gate
 from specmm.metrics.compare import Comparison, compare, labelled_distances, relabellings
-from specmm.metrics.compare import compare as gate
 from specmm.metrics.features import FeatureSet
 from specmm.metrics.kernel import PolynomialKernel, kernel_distance
 
