@@ -209,6 +209,7 @@ def _released(place: str, name: str) -> RuleKind:
 # A new rule is a class with ``decisions`` and one entry here.
 RULES: Mapping[str, RuleKind] = {
     "recursive": RuleKind("exact:Recursive", "distinct", "siblings in turn, min(1, p/q) each"),
+    "specinfer": RuleKind("exact:Recursive", "independent", "the same, siblings independent"),
     "traversal": RuleKind("bottom_up:Traversal", "distinct", "from the leaves up, keeps the most"),
     "block": RuleKind("bottom_up:Block", "distinct", "a chain as a whole"),
     "k-seq": RuleKind("kseq:KSeq", "independent", "SpecTr's, siblings drawn independently"),

@@ -104,7 +104,8 @@ def test_siblings_are_drawn_as_an_exact_rule_wants_them(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "siblings"), [("k-seq", "distinct"), ("recursive", "likeliest and one")]
+    ("name", "siblings"),
+    [("k-seq", "distinct"), ("recursive", "likeliest and one"), ("specinfer", "likeliest and one")],
 )
 def test_siblings_drawn_for_another_rule_are_caught(name, siblings):
     assert not fits(first_tokens(make_rule(name), siblings))
