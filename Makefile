@@ -31,7 +31,7 @@ AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 DNNL_MAX_CPU_ISA=AVX2 \
 	MKL_ENABLE_INSTRUCTIONS=AVX2 OPENBLAS_CORETYPE=Haswell
 NUMERICAL := tests/unit $(wildcard tests/integration/test_*parity.py tests/integration/test_batch_equal.py \
 	tests/integration/test_dlm_*.py tests/integration/test_mar_[cps]*.py tests/integration/test_pocket*.py \
-	tests/integration/test_refill*.py tests/integration/test_vlm_*.py tests/integration/test_compiled.py)
+	tests/integration/test_continuous_batching*.py tests/integration/test_vlm_*.py tests/integration/test_compiled.py)
 
 test-portable: $(STAMP)  ## the numerical tests as on processors with less, with one thread and with two
 	$(AVX2) $(PYTEST) -m "not slow" $(NUMERICAL)

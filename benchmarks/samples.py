@@ -35,7 +35,8 @@ def sample_key(pipe: LlamaGenPipeline, model: str | Path, method: methods.Method
     files = [f for part in parts for f in (folder / part).rglob("*.safetensors")]
     facts: list[Any] = [dtype_name(pipe), *(getattr(pipe.settings, name) for name in SAMPLING)]
     if not isinstance(method, methods.AR):
-        facts += [label(method), pipe.parts.trees.get(method.name, DEFAULT_TREE)]
+        rule = method.choice.rule if isinstance(method, methods.Composed) else ""
+        facts += [label(method), rule, pipe.parts.trees.get(method.name, DEFAULT_TREE)]
     return weights_key(files, facts)
 
 

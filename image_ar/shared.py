@@ -59,6 +59,7 @@ class PicturePipeline(Generic[M]):
     parts: Any  # drafters and plans, of token models
     sampling_options: ClassVar[tuple[str, ...]]  # of ``target``, and of a call
     compiles: ClassVar[bool] = False  # whether calls take ``compiled``
+    batch_invariant: ClassVar[bool] = True  # within ``specmm.batch_invariant``, in float32
     plans: ClassVar[Literal["trees", "scales"] | None] = None  # what ``specmm plan`` measures
     log_likelihood: Any = None  # of tokens under the target, where they have one
 

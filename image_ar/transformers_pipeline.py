@@ -57,6 +57,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
 
     sampling_options = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
     takes = "prompt"
+    batch_invariant = False  # a prompt's padding depends on the longest of its batch
 
     def __init__(
         self,
@@ -69,7 +70,9 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
     ) -> None:
         super().__init__()
         self.register_modules(transformer=transformer, tokenizer=tokenizer)
-        self.facts, self.folder, self.name = facts, folder, name
+        self.facts = facts
+        self.folder = folder
+        self.name = name
         given = (folder / SETTINGS).exists()
         self.settings = (
             read_settings(LlamaGenSettings, folder) if given else LlamaGenSettings(cfg=facts.cfg)
@@ -183,6 +186,12 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         processor = Processor(chosen.temperature, chosen.top_k, chosen.top_p)
         guidance = Guidance(chosen.cfg, chosen.cfg_interval)
         return PictureTarget(self.transformer, self.facts, processor, guidance, self.name)
+
+    def to(self, *args: Any, **kwargs: Any) -> TransformersImagePipeline:
+        """Move the model to a device or dtype; the decoder is made anew there."""
+        super().to(*args, **kwargs)
+        self._decoder = None
+        return self
 
     def decoder(self) -> Decoder:
         """What turns tokens into pixels; raises ``ValueError`` where the folder has nothing."""

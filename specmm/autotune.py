@@ -185,7 +185,7 @@ def until_stable(
         if len(chosen) >= least and all(shape is made.shape for shape in chosen[-3:]):
             return made
     if None in chosen[-3:]:
-        reason = "plain decoding: its seconds and those of rounds changed places from pass to pass"
+        reason = "plain decoding: which of the two was faster changed from pass to pass"
         return replace(made, shape=None, expected_tau=1.0, expected_speedup=1.0, reason=reason)
     return made
 

@@ -86,7 +86,7 @@ def _read_pickle(file: Path) -> object:
 def _damaged(file: Path) -> ValueError:
     size = file.stat().st_size
     return ValueError(
-        f"{file} must be a whole {file.suffix} file, got {size} bytes that are not one, "
+        f"{file} must be a whole {file.suffix} file, it is damaged or incomplete ({size} bytes), "
         "fetch it again"
     )
 

@@ -79,4 +79,6 @@ class AllowedTokens:
 
     def __call__(self, logits: Tensor, drawn: Tensor) -> Tensor:
         """``logits`` [B, N, V], ``-inf`` where a token may not be the ``drawn``-th [1 or B, N]."""
+        if len(self.masks) == 1:  # one row of V is inverted, not one a node
+            return logits.masked_fill(~self.masks[0], float("-inf"))
         return logits.masked_fill(~self.at(drawn), float("-inf"))

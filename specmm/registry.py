@@ -9,6 +9,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 
+class OldName(FutureWarning):
+    """Warns of a name that still works, for one release."""
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:
     """The error for a ``name`` that is no ``kind``: suggests the nearest, else lists all."""
     names = sorted(known)

@@ -59,9 +59,14 @@ class MARConfig:
         return self.class_num
 
     @property
+    def grid(self) -> int:
+        """Tokens along a side of the picture."""
+        return self.img_size // self.vae_stride // self.patch_size
+
+    @property
     def seq_len(self) -> int:
         """L."""
-        return (self.img_size // self.vae_stride // self.patch_size) ** 2
+        return self.grid**2
 
     @property
     def token_dim(self) -> int:

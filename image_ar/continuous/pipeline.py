@@ -152,7 +152,7 @@ def steps_of(
             sampler, claim = _speculation(method, models, batch)
         case methods.CSpD():
             return _between_models(method, models, batch, orders)
-        case _:
+        case methods.AR():
             head = models.head(settings.head_steps)
             normal = normals(batch.generators)
             if settings.solver == "ddim":
@@ -185,7 +185,7 @@ def _speculation(
         return Ancestral(head, normal, 0.0), PLAIN
     small = None
     if method.predictor == "small":
-        model = models.needed("prediction 'small'")
+        model = models.needed("predictor 'small'")
         drafter = CSpDModel(model, batch.labels, len(batch.labels), settings)
         small = drafter.bind
     options = ChainOptions(settings.temperature, method.predictor)

@@ -63,11 +63,9 @@ from specmm.turns import in_its_turn
 
 SPECULATION = Certificate("exact", "scales kept are the target's own draws", 0.0)
 SOFT_CODES = Certificate(
-    "heuristic", "as released, tokens are drawn beside the soft codes that the picture is made of"
+    "heuristic", "as released, the picture is made from soft codes; tokens are sampled separately"
 )
-TIES = Certificate(
-    "heuristic", "as released, a sort decides which equals of the nucleus's last token are left out"
-)
+TIES = Certificate("heuristic", "as released, ties at the top-p boundary are broken by sort order")
 
 
 class VARBatch(NamedTuple):
@@ -247,10 +245,9 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         labels = class_labels(self, classes, num_images_per_prompt)
         at_once = min(batch_size, len(labels))
         state = None
-        match chosen:
-            case methods.CoDe(release=True):
-                state = release_state(generator, self.device, len(labels), batch_size)
-                generator = None
+        if chosen.one_generator:
+            state = release_state(generator, self.device, len(labels), batch_size)
+            generator = None
         generators = sample_generators(generator, len(labels), self.device)
         if compiled:
             check_method(chosen)

@@ -197,9 +197,7 @@ def _plan(target: LlamaGenTarget, parts: LlamaGenParts, batch: int) -> Plan:
 def _without_drafter(
     target: LlamaGenTarget, parts: LlamaGenParts, prompt: Prompt, batch: int
 ) -> Plan:
-    """Jacobi rounds or plain decoding: whole pictures by both in turn, the medians of their seconds
-    compared.
-    """
+    """SJD or plain decoding: whole pictures by both in turn, compared by their median ratio."""
     method = methods.SJD()
     own, drafter, rule = assemble(method, target, parts)
 

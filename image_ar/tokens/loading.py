@@ -266,7 +266,7 @@ def load_block(folder: Path, target: Transformer) -> BlockHead:
     target.
     """
     facts = read_json(folder / "config.json")
-    if "taps" in facts:  # folders written before version 0.2
+    if "taps" in facts:  # as older folders say
         facts["aux_layers"] = facts.pop("taps")
     needed = ("levels", "layers", "aux_layers", "target_fingerprint")
     missing = [key for key in needed if key not in facts]

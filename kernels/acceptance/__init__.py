@@ -122,7 +122,7 @@ def _check_neighbours(
 ) -> None:
     if leaves_first and table is not None:
         raise ValueError(
-            "no rule that tests leaves first borrows from neighbours: leave the table out"
+            "leaves_first cannot be combined with a neighbour table: leave the table out"
         )
     if near > (0 if table is None else table.shape[1]):
         there = "no table" if table is None else str(list(table.shape))

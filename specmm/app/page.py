@@ -156,6 +156,8 @@ def _picture(title: str) -> list[Any]:
 
 def _classes(models: AppModels, model: str) -> list[str]:
     pipe = models.get("images", model)
+    if pipe.takes != "classes":
+        raise ValueError(f"{model} draws from prompts, and the app draws classes")
     return list(pipe.settings.classes or map(str, range(pipe.transformer.config.num_classes)))
 
 

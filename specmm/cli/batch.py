@@ -89,6 +89,8 @@ def batch(
     or the launcher would end the other ranks), 2 for a mistake in the arguments and 130 after
     Ctrl-C.
     """
+    if verify:
+        return _verify(jobs, out, as_json)
     from specmm.jobs.engines import run_job
     from specmm.jobs.folder import Job, Limits, Spec
     from specmm.jobs.items import read_items
@@ -96,8 +98,6 @@ def batch(
     from specmm.jobs.workers import kind_of_items
     from specmm.runs.run import Place, methods_of, parse_method
 
-    if verify:
-        return _verify(jobs, out, as_json)
     if model is None:
         raise ValueError(
             "batch needs a model, give --model NAME (specmm zoo lists the shipped ones)"
@@ -190,5 +190,5 @@ def _repaired(repaired: int, otherwise: int) -> str:
         return "nothing was damaged or missing"
     same = "bit for bit"
     if otherwise:
-        same = f"{otherwise} of them with other bytes: this machine rounds differently"
+        same = f"{otherwise} of them with other bytes: this machine or version differs"
     return f"{repaired} damaged or missing results made again, {same}"

@@ -18,6 +18,7 @@ FAMILIES: dict[str, Registry] = {
     "image tokens": methods.IMAGE_TOKENS,
     "scales": methods.SCALES,
     "continuous tokens": methods.CONTINUOUS,
+    "picture tokens of transformers": methods.TRANSFORMERS_IMAGES,
     "questions about pictures": methods.VQA,
     "text": methods.TEXT,
 }
@@ -62,7 +63,7 @@ def _described(kinds: Registry) -> dict[str, tuple[str, str]]:
     found = {}
     for name in kinds:
         method = kinds.get(name)
-        line = (method.__doc__ or "").splitlines()[0].replace("``", "")
+        line = (method.__doc__ or "").splitlines()[0].replace("``", "`")
         found[name] = (method.claims, re.sub(r":class:`(\w+)`", r"\1", line))
     return found
 

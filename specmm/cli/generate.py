@@ -23,7 +23,8 @@ MethodName = Annotated[
     str,
     typer.Option(
         help="LlamaGen: ar, sjd, speculative, eagle, lantern, lantern++, draft, auto; "
-        "VAR: ar, code, speculative, auto; MAR: ar, cspd."
+        "VAR: ar, code, speculative, auto; MAR: ar, cspd; "
+        "models of transformers: ar, sjd, prompt-lookup."
     ),
 ]
 
@@ -36,7 +37,7 @@ def generate(
     option: Options = [],  # noqa: B006
     n: Annotated[int, typer.Option("-n", min=1, help="Pictures of every class or prompt.")] = 1,
     seed: Seed = None,
-    cfg: Annotated[float | None, typer.Option(help="Guidance scale; none is 1, of VAR 0.")] = None,
+    cfg: Annotated[float | None, typer.Option(help="Guidance scale; off is 1, for VAR 0.")] = None,
     cfg_interval: Annotated[
         int | None, typer.Option(help="Guide only this many tokens, -1 for all.")
     ] = None,
@@ -71,7 +72,7 @@ def generate(
 
     if bool(classes) == bool(prompt):
         raise ValueError("give --class or --prompt (either may be repeated), and not both")
-    if steady:  # until version 0.3
+    if steady:  # for one release
         say("deprecated: --steady is called --batch-invariant")
     chosen = runs.parse_method(runs.methods_of("images", model), method, option)
     seed = secrets.randbelow(2**31) if seed is None else seed

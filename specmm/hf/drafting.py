@@ -1,7 +1,8 @@
 """The drafters of transformers' targets: what makes each, reads it from a folder, and plans for it.
 
 Functions are named, not imported: a drafter's package is imported at its first use, and knows
-nothing of the others. A new drafter is one entry here and its options in ``specmm/methods.py``.
+nothing of the others. A new drafter is one entry here, and its options in
+``specmm/methods/language.py``.
 """
 
 from __future__ import annotations

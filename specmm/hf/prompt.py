@@ -99,7 +99,7 @@ class VLMPrompt:
 
     @cached_property
     def padded(self) -> bool:
-        """Whether the rows differ in length."""
+        """Whether any row's answer begins before the prefill's last slot."""
         return bool((self.begins < self.width).any())
 
     @property

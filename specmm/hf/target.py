@@ -379,6 +379,8 @@ class VLMTarget:
         """Raise ``ValueError`` for a ``prompt`` that is too long or lacks what guidance needs."""
         if self.branches > 1 and prompt.unconditional is None:
             raise ValueError("cfg above 1 needs an unconditional prompt, got none")
+        if self.branches == 1 and prompt.unconditional is not None:
+            raise ValueError("cfg of 1 takes no unconditional prompt, got one")
         room = int(self.family.config.max_position_embeddings)
         longest = int(prompt.begins.max())
         if longest + prompt.max_new_tokens > room:

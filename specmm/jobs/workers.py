@@ -16,7 +16,6 @@ import torch
 from specmm.batch_invariant import batch_invariant
 from specmm.hf.families import Family
 from specmm.hf.running import Options
-from specmm.image_ar.shared import class_ids
 from specmm.jobs.folder import Result, Spec
 from specmm.jobs.items import Item
 from specmm.registry import Registry
@@ -96,7 +95,7 @@ def _check_timed(method: Any, timed: bool) -> None:
     if timed:
         raise ValueError(
             f"a job's method must not depend on measured seconds, got {method.name}; "
-            "give what specmm plan chooses, such as code with -o n=8"
+            + ("give its n, as in -o n=8" if method.name == "code" else "name what plan prints")
         )
 
 
@@ -115,6 +114,7 @@ class ImageWorker:
 
     def check(self, item: Item) -> None:
         """See :class:`Worker`; one unknown class must not make a batch fail."""
+        from specmm.image_ar.shared import class_ids
 
         method = self.methods.of(item)
         _check_timed(method, self.pipe.timed(method))

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TypeAlias, get_args
+from typing import Any, TypeAlias, get_args
 
 from specmm.methods.base import (
     AR,
+    RENAMED_VALUES,
     Auto,
     Choice,
     Composed,
@@ -51,6 +51,7 @@ __all__ = [
     "GENERATE",
     "IMAGE_TOKENS",
     "MSD",
+    "RENAMED_VALUES",
     "SCALES",
     "SJD",
     "TEXT",
@@ -123,7 +124,29 @@ CONTINUOUS = registry(get_args(ContinuousMethod))
 TEXT = registry(get_args(TextMethod))
 GENERATE = registry(get_args(GenerateMethod))
 
-resolve = partial(make, IMAGE_TOKENS)
-resolve_vqa = partial(make, VQA)
-resolve_scales = partial(make, SCALES)
-resolve_continuous = partial(make, CONTINUOUS)
+
+def resolve(method: str | Method, **options: Any) -> Method:
+    """The image-token method of a name, or a method object, with ``options``.
+
+    Raises ``ValueError`` with a suggestion for a name or an option that is not known.
+    """
+    made: Method = make(IMAGE_TOKENS, method, **options)
+    return made
+
+
+def resolve_vqa(method: str | VQAMethod, **options: Any) -> VQAMethod:
+    """As :func:`resolve`, for questions about pictures."""
+    made: VQAMethod = make(VQA, method, **options)
+    return made
+
+
+def resolve_scales(method: str | ScalesMethod, **options: Any) -> ScalesMethod:
+    """As :func:`resolve`, for next-scale models."""
+    made: ScalesMethod = make(SCALES, method, **options)
+    return made
+
+
+def resolve_continuous(method: str | ContinuousMethod, **options: Any) -> ContinuousMethod:
+    """As :func:`resolve`, for continuous tokens."""
+    made: ContinuousMethod = make(CONTINUOUS, method, **options)
+    return made

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from specmm.registry import Registry, unknown
+from specmm.registry import OldName, Registry, unknown
 
 TreeName = str | tuple[int, ...]  # see specmm/shape/trees.py
 Tree = TreeName | None  # None: the tree that the model's maker recommends
 M = TypeVar("M")
 
-RENAMED = {"hindsight": "rejected_weight", "belief": "predictor"}  # until version 0.3
+# old names and values, which work for one release
+RENAMED = {"hindsight": "rejected_weight", "belief": "predictor"}
+RENAMED_VALUES = {("residual", "official"): "release"}
 
 
 class _OldNames(type):
     """Makes methods of options by their old names, too, with a warning."""
 
     def __call__(cls, *values: Any, **options: Any) -> Any:
-        current = {current_option(cls, option): value for option, value in options.items()}
-        return super().__call__(*values, **current)
+        return super().__call__(*values, **current_options(cls, options))
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The options, for ``help`` and editors: this class's ``__call__`` would hide them."""
+        found = inspect.signature(cls.__init__)  # type: ignore[misc]
+        options = list(found.parameters.values())[1:]
+        return found.replace(parameters=options, return_annotation=inspect.Signature.empty)
 
 
 class Declared(metaclass=_OldNames):
@@ -40,7 +49,7 @@ class Declared(metaclass=_OldNames):
 
     @property
     def one_generator(self) -> bool:
-        """Whether one generator draws all pictures, in one batch, as a released code does."""
+        """Whether all pictures share one generator, as in the authors' released code."""
         return False
 
     @property
@@ -151,7 +160,7 @@ def make(registry: Registry, method: Any, **options: Any) -> Any:
     Raises ``ValueError`` with a suggestion for a name or an option that is not known.
     """
     kind = registry.get(method if isinstance(method, str) else method.name)
-    options = {current_option(kind, option): value for option, value in options.items()}
+    options = current_options(kind, options)
     known = [field.name for field in dataclasses.fields(kind)]
     if strange := [option for option in options if option not in known]:
         raise unknown(f"option of {kind.name}", strange[0], known or ["(none)"])
@@ -159,11 +168,29 @@ def make(registry: Registry, method: Any, **options: Any) -> Any:
 
 
 def current_option(kind: type[Any], option: str) -> str:
-    """The name that ``option`` of ``kind`` has now; warns about a deprecated one."""
+    """The name that ``option`` of ``kind`` has now."""
     new = RENAMED.get(option)
-    if new is None or new not in {field.name for field in dataclasses.fields(kind)}:
-        return option
-    warnings.warn(
-        f"option {option} of {kind.name} is called {new} now", FutureWarning, stacklevel=4
-    )
-    return new
+    known = {field.name for field in dataclasses.fields(kind)}
+    return new if new in known else option
+
+
+def current_options(kind: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """``options`` of ``kind`` by the names and with the values that they have now.
+
+    Warns about deprecated ones; raises ``TypeError`` for an option given by both names.
+    """
+    found: dict[str, Any] = {}
+    for option, value in options.items():
+        new = current_option(kind, option)
+        if new in found:
+            raise TypeError(f"{kind.name} takes {new} once, got it as {option}, too")
+        found[new] = value
+        if new != option:
+            message = f"option {option} of {kind.name} is called {new} now"
+            warnings.warn(message, OldName, stacklevel=3)
+    for (option, old), new in RENAMED_VALUES.items():
+        if found.get(option) == old:
+            message = f'{option} "{old}" is called "{new}" now'
+            warnings.warn(message, OldName, stacklevel=3)
+            found[option] = new
+    return found

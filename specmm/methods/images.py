@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -67,23 +66,23 @@ class Eagle(Composed):
 class Lantern(Composed):
     """LANTERN (arXiv 2410.03355): a token may borrow its ``k`` nearest codes' mass up to ``delta``.
 
-    ``residual``, what is drawn from after a rejection, never emits an excluded token; "release" is
-    the authors' code's, for comparisons. ``total``, ``depth`` and ``top_k`` are of EAGLE-2's tree;
-    a block drafter has its own.
+    ``residual`` is the distribution sampled after a rejection. The default never emits an excluded
+    token; "release" reproduces the authors' code. ``total``, ``depth`` and ``top_k`` shape
+    EAGLE-2's tree; a block drafter has its own.
     """
 
     name: ClassVar[str] = "lantern"
     claims: ClassVar[str] = "bounded"
     k: int = 20
     delta: float = 0.1
-    residual: Literal["corrected", "release", "official"] = "corrected"
+    residual: Literal["corrected", "release"] = "corrected"
     drafter: Literal["block", "eagle"] = "eagle"
     total: int = 24
     depth: int = 4
     top_k: int = 6
 
     def __post_init__(self) -> None:
-        _current_residual(self)
+        _check_residual(self.residual)
 
     @property
     def choice(self) -> Choice:
@@ -103,14 +102,14 @@ class LanternPP(Composed):
     claims: ClassVar[str] = "bounded"
     lambda_: float = 20.0
     k: int = 60
-    residual: Literal["corrected", "release", "official"] = "corrected"
+    residual: Literal["corrected", "release"] = "corrected"
     drafter: Literal["block", "eagle"] = "block"
     tree: Tree = None
     rejected_weight: float = 0.3  # as Speculative's
 
     def __post_init__(self) -> None:
         check_rejected_weight(self.rejected_weight)
-        _current_residual(self)
+        _check_residual(self.residual)
 
     @property
     def choice(self) -> Choice:
@@ -182,11 +181,10 @@ class CSpD(Declared):
     relax: float = 42.0
 
 
-def _current_residual(method: Lantern | LanternPP) -> None:
-    """Take the residual's old name, "official", for the one that it has now; it warns."""
-    if method.residual == "official":  # until version 0.3
-        warnings.warn('residual "official" is called "release" now', FutureWarning, stacklevel=4)
-        object.__setattr__(method, "residual", "release")
+def _check_residual(residual: str) -> None:
+    """Raise ``ValueError`` for a ``residual`` that no method has."""
+    if residual not in ("corrected", "release"):
+        raise ValueError(f"residual must be one of corrected, release, got {residual!r}")
 
 
 def _lantern_rule(method: Lantern | LanternPP, bounds: str) -> str:

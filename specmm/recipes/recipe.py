@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import specmm
-from specmm.registry import named, unknown
+from specmm.registry import OldName, named, unknown
 
 SHIPPED = Path(__file__).parent
 CHECKOUT = Path(specmm.__file__).resolve().parents[1] / "recipes"  # of the pocket models, no wheel
@@ -46,10 +46,9 @@ WORDS = {
     Path: "a path",
 }
 BOOLEANS = {"true": True, "false": False}
-RENAMED = {  # settings, until version 0.3
+RENAMED = {  # settings, for one release
     "law_weight": "probs_weight",
     "taps": "aux_layers",
-    "hindsight": "rejected_weight",
 }
 
 
@@ -96,7 +95,7 @@ class Recipe:
                 raise unknown(f"setting of recipe {self.name}", name, kinds)
             if name != old:
                 text = f"setting {old} of recipe {self.name} is called {name} now"
-                warnings.warn(text, FutureWarning, stacklevel=2)
+                warnings.warn(text, OldName, stacklevel=2)
             chosen[name] = value
         return replace(self, settings={**self.settings, **chosen}, chosen=self.chosen | set(chosen))
 

@@ -52,6 +52,10 @@ def compare(
     Returns a row for each method, and the paths of sheet, page and pictures in ``folder``.
     """
     pipe = open_model("images", model, place)
+    if pipe.takes != "classes":
+        raise ValueError(
+            f"{model} draws from prompts and the demo draws classes; run specmm generate --prompt"
+        )
     known = pipe.settings.classes or tuple(range(pipe.transformer.config.num_classes))
     names = [*(c for c in FAVOURITES if c in known), *(c for c in known if c not in FAVOURITES)][:4]
     rounds = [[name] for name in names for _ in range(n)]

@@ -26,7 +26,6 @@ from specmm.batch_invariant import batch_invariant
 from specmm.checkpoints import read_json
 from specmm.files import slug, write_whole
 from specmm.image_ar.pipeline import ImagePipeline, family_of, picture_type
-from specmm.image_ar.shared import class_ids, with_options
 from specmm.randomness import sample_generators
 from specmm.registry import Registry, unknown
 from specmm.stats import Certificate, Stats, merged_certificate, total
@@ -144,8 +143,10 @@ def parse_method(registry: Registry, name: str, options: Sequence[str] = ()) -> 
             raise ValueError(f"a method's option must read KEY=VALUE, got {option!r}")
         key = key.strip().replace("-", "_")
         key = f"{key}_" if key not in known and f"{key}_" in known else key  # lambda is lambda_
-        key = methods.current_option(kind, key)
-        given[key] = _value(key, text.strip(), hints[key]) if key in known else text
+        new = methods.current_option(kind, key)
+        text = text.strip()
+        old_value = (new, text) in methods.RENAMED_VALUES
+        given[key] = text if old_value or new not in known else _value(new, text, hints[new])
     return methods.make(registry, name, **given)
 
 
@@ -322,10 +323,14 @@ def check(pipe: Images, run: PictureRun) -> None:
 
     Sampling options that were not given are set to the model's.
     """
+    from specmm.image_ar.shared import class_ids, with_options
+
     if pipe.takes == "prompt" and run.kind == "classes":
-        raise ValueError(f"{run.model} draws from prompts, give --prompt in place of {run.kind}")
+        raise ValueError(f"{run.model} draws from prompts, give --prompt in place of --class")
     if run.compiled and not pipe.compiles:
         raise ValueError(f"--compile does not serve models such as {run.model}; leave it out")
+    if run.batch_invariant and not pipe.batch_invariant:
+        raise ValueError(f"--batch-invariant does not hold for {run.model}; leave it out")
     exact = pipe.transformer.dtype == torch.float32 and pipe.device.type == "cpu"
     if run.batch_invariant and (run.compiled or not exact):
         raise ValueError(

@@ -133,14 +133,16 @@ def _dynamic(total: int = 24, depth: int = 4, top_k: int = 6, *, device: Device)
 TREES: Mapping[str, TreeKind] = {
     "chain": TreeKind(_chain, "chain(6)", "one draft after the other"),
     "spine": TreeKind(_spine, "spine(3, 2, 2, 1)", "a chain with siblings, or plainly 3,2,2,1"),
-    "branching": TreeKind(_branching, "branching(4, 2, 1)", "so many children a node, by level"),
+    "branching": TreeKind(
+        _branching, "branching(4, 2, 1)", "a fixed number of children per node at each level"
+    ),
     "delayed": TreeKind(
         delayed, "delayed(trunk=2, branches=3, length=2)", "a chain that branches at its end"
     ),
     "dynamic": TreeKind(
         _dynamic,
         "dynamic(total=24, depth=4, top_k=6)",
-        "EAGLE-2's, of the likeliest tokens, another each round",
+        "EAGLE-2's dynamic tree, rebuilt every round",
     ),
 }
 

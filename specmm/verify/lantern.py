@@ -32,6 +32,7 @@ from typing import Literal, TypeAlias, cast, get_args
 import torch
 from torch import Tensor
 
+from specmm.registry import OldName
 from specmm.tree import DraftTree
 from specmm.verify.bottom_up import deepest_first
 from specmm.verify.exact import (
@@ -74,8 +75,8 @@ def neighbour_table(codebook: Tensor, columns: int) -> Tensor:
 
 def checked_residual(name: str) -> Residual:
     """``name`` as a residual; the old name of ``"release"`` warns, others raise ``ValueError``."""
-    if name == "official":  # until version 0.3
-        warnings.warn('residual "official" is called "release" now', FutureWarning, stacklevel=4)
+    if name == "official":  # for one release
+        warnings.warn('residual "official" is called "release" now', OldName, stacklevel=4)
         return "release"
     if name not in get_args(Residual):
         raise ValueError(f"residual must be one of {', '.join(get_args(Residual))}, got {name!r}")
@@ -84,9 +85,8 @@ def checked_residual(name: str) -> Residual:
 
 @dataclass(frozen=True)
 class Neighbourhood:
-    """The mass S_x that a token borrows: at most ``bound``, or (``bound`` - 1) target(x).
+    """The mass S_x that a token borrows: up to ``bound`` or, if ``factor``, (bound - 1) target(x).
 
-    ``factor`` says that it is the latter.
     Token ``offset + c`` is code c of ``table`` [W, J]; tokens that are no code borrow nothing.
     """
 
@@ -129,7 +129,9 @@ class Neighbourhood:
 
 @dataclass(frozen=True)
 class Lantern:
-    """LANTERN: a draft borrows at most ``delta`` of its ``k`` nearest codes, then the TV spent.
+    """LANTERN: a draft may borrow up to ``delta`` of the probability of its ``k`` nearest codes.
+
+    The amount borrowed is the total variation spent.
 
     ``table`` [W, J] from ``neighbour_table`` (J >= k, and k + 1 for the release's residual).
     ``greedy`` is the rule of temperature 0: p is then the softmax of the logits. ``offset``: id of
@@ -149,6 +151,8 @@ class Lantern:
         if not 0 <= self.delta <= 1:
             raise ValueError(f"delta must be in [0, 1], got {self.delta}")
         object.__setattr__(self, "residual", checked_residual(self.residual))
+        if self.residual == "release":  # so that certificates tell it from the default
+            object.__setattr__(self, "name", f"{self.name.removesuffix('-release')}-release")
         _ = self.neighbourhood  # refuses a table with fewer columns
 
     @cached_property
@@ -181,6 +185,8 @@ class LanternPP:
         if self.lambda_ < 1:
             raise ValueError(f"lambda_ must be at least 1, got {self.lambda_}")
         object.__setattr__(self, "residual", checked_residual(self.residual))
+        if self.residual == "release":  # so that certificates tell it from the default
+            object.__setattr__(self, "name", f"{self.name.removesuffix('-release')}-release")
         _ = self.neighbourhood  # refuses a table with fewer columns
 
     @cached_property

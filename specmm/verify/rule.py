@@ -202,28 +202,41 @@ class RuleKind:
 def _released(place: str, name: str) -> RuleKind:
     """The rule with what its authors' code draws from once a draft is rejected."""
     preset = {"residual": "release", "name": f"{name}-release"}
-    what = f"{name} as its authors' code, for comparisons"
+    what = f"{name} as in the authors' released code, for comparisons"
     return RuleKind(place, "distinct", what, relaxed=True, preset=preset)
 
 
 # A new rule is a class with ``decisions`` and one entry here.
 RULES: Mapping[str, RuleKind] = {
-    "recursive": RuleKind("exact:Recursive", "distinct", "siblings in turn, min(1, p/q) each"),
-    "specinfer": RuleKind("exact:Recursive", "independent", "the same, siblings independent"),
-    "traversal": RuleKind("bottom_up:Traversal", "distinct", "from the leaves up, keeps the most"),
-    "block": RuleKind("bottom_up:Block", "distinct", "a chain as a whole"),
+    "recursive": RuleKind("exact:Recursive", "distinct", "siblings in turn, each with min(1, p/q)"),
+    "specinfer": RuleKind(
+        "exact:Recursive",
+        "independent",
+        "SpecInfer: siblings drawn with replacement, tested in turn",
+    ),
+    "traversal": RuleKind(
+        "bottom_up:Traversal",
+        "distinct",
+        "traversal verification: leaves first, accepts the most tokens",
+    ),
+    "block": RuleKind("bottom_up:Block", "distinct", "block verification: accepts a chain jointly"),
     "k-seq": RuleKind("kseq:KSeq", "independent", "SpecTr's, siblings drawn independently"),
     "greedy-multi-draft": RuleKind(
         "exact:GreedyMultiDraft", "likeliest and one", "the likeliest tokens and one that is drawn"
     ),
     "point-mass": RuleKind("exact:PointMass", None, "the likeliest tokens, kept with p(x)"),
-    "typical": RuleKind("relaxed:Typical", None, "Medusa's: what is likely enough is kept"),
+    "typical": RuleKind(
+        "relaxed:Typical", None, "Medusa's typical acceptance: an entropy-based threshold"
+    ),
     "lantern": RuleKind(
         "lantern:Lantern", "distinct", "a token may borrow from its nearest codes", relaxed=True
     ),
     "lantern-release": _released("lantern:Lantern", "lantern"),
     "lantern++": RuleKind(
-        "lantern:LanternPP", "distinct", "the same, at most a multiple of p(x)", relaxed=True
+        "lantern:LanternPP",
+        "distinct",
+        "LANTERN with the borrowed mass capped at (λ - 1) p(x)",
+        relaxed=True,
     ),
     "lantern++-release": _released("lantern:LanternPP", "lantern++"),
 }
@@ -245,12 +258,12 @@ def make_rule(spec: str, **given: Any) -> Rule:
     kind = rule_kind(spec)
     rule = kind.rule
     name, values, options = parse_spec(spec)
-    hidden = {"name", "exact", *given}
+    hidden = {"name", "exact", *given, *kind.preset}
     known = [field.name for field in dataclasses.fields(rule) if field.name not in hidden]
     strange = [str(value) for value in values] + [key for key in options if key not in known]
     if strange:
         raise unknown(f"option of rule {name}", strange[0], known or ["(none)"])
-    made: Rule = rule(**{**kind.preset, **options}, **given)
+    made: Rule = rule(**{**kind.preset, **options, **given})
     return made
 
 

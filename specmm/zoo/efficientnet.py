@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,10 @@ def load_network(path: Path | None = None) -> Any:
 
 
 def _packaged_weights() -> Path:
+    """The file in ``$SPECMM_WEIGHTS``, if there is one, or the package's."""
+    own = Path(os.environ.get("SPECMM_WEIGHTS") or Path.home() / ".cache/specmm/weights")
+    if (own / Path(FILE).name).is_file():
+        return own / Path(FILE).name
     spec = importlib.util.find_spec(WEIGHTS)
     if spec is None or spec.origin is None:
         raise ValueError(

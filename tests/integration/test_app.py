@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+import specmm
 from specmm import zoo
 from specmm.app.models import AppModels
 from specmm.app.streams import DRAFT, Frame, PictureStream, text_pieces
@@ -178,3 +179,11 @@ def test_only_listed_models_are_loaded() -> None:
     assert "pocket/llava" in AppModels().names["questions"] and set(
         AppModels().names["images"]
     ) <= set(zoo.pocket_models())
+
+
+@pytest.mark.parametrize("name", ["pocket/mar", "pocket/var"])
+def test_pictures_of_every_family_are_streamed(name: str) -> None:
+    pipe = specmm.ImagePipeline.from_pretrained(name)
+    pipe.set_progress_bar_config(disable=True)
+    *_, last = PictureStream(pipe, "ar", pipe.settings.classes[0], 0).run()
+    assert last is not None and pipe.grid >= 0

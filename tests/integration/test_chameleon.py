@@ -8,9 +8,11 @@ from diffusers import VQModel
 from scipy.stats import chisquare
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import ChameleonConfig, ChameleonForConditionalGeneration, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 import specmm
 from specmm.cache import Cache
+from specmm.cli import app
 from specmm.decode import decode, decode_plain
 from specmm.guidance import AllowedTokens, Guidance
 from specmm.hf.chameleon import BEGIN, CHAMELEON
@@ -331,3 +333,11 @@ def test_trees_are_scored_by_the_kernel_where_triton_runs(pipe, folder, monkeypa
     drafter, uniforms = JacobiDrafter(target, 3), Uniforms.from_seeds([0, 1])
     *_, end = decode(target, drafter, GreedyMatch(), prompt_of(target, pipe), 4, uniforms)
     assert torch.equal(end.tokens[:, :4], wanted[:, :4])
+
+
+def test_what_needs_classes_is_refused_in_a_sentence(folder):
+    calls = [["demo", "--model", str(folder)], ["bench", str(folder)]]
+    calls.append(["generate", str(folder), "--prompt", "tree", "--batch-invariant"])
+    for words, said in zip(calls, ["draws classes", "draws classes", "does not hold"], strict=True):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 2 and said in done.stderr and "Traceback" not in done.stderr

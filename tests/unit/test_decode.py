@@ -69,7 +69,7 @@ LOPSIDED = TreeShape.from_parents(
 DRAFTERS = {
     "block": lambda target: block(target, branching([2, 2, 1])),
     "block drawn": lambda target: block(target, branching([2, 2, 1]), sampled=True),
-    "block in rejected positions": lambda target: block(
+    "block, rejected_weight": lambda target: block(
         target, branching([2, 2, 1]), sampled=True, rejected_weight=0.4
     ),
     "eagle static": lambda target: eagle(target, LOPSIDED),
@@ -219,7 +219,7 @@ class Misreported:
 
 DRAWN = {
     "block": lambda target: block(target, branching([2, 1]), sampled=True),
-    "block in rejected positions": lambda target: block(
+    "block, rejected_weight": lambda target: block(
         target, branching([2, 1]), sampled=True, rejected_weight=0.5
     ),
     "eagle": lambda target: eagle(target, branching([2, 1]), sampled=True),
@@ -281,7 +281,7 @@ def test_other_exact_rules_keep_the_distribution_of_a_chain(rule):
     assert p_value(target, JacobiDrafter(target, 3), rule) > 1e-3
 
 
-def test_rejected_positions_keeps_the_distribution_under_a_rule_that_looks_at_every_draft():
+def test_rejected_weight_keeps_the_distribution_under_a_rule_that_looks_at_every_draft():
     target = target_of(TINY, Processor())
     assert (
         p_value(

@@ -93,7 +93,7 @@ def of_package(file: Path, known: Collection[str]) -> set[str]:
 def test_no_modules_import_one_another_in_a_circle() -> None:
     """Lazy imports count, too."""
     files = modules()
-    assert len(files) > 150
+    assert len(files) > 180
     graph = {name: of_package(file, files) - {name} for name, file in files.items()}
     assert len(list(TopologicalSorter(graph).static_order())) == len(files)
     graph["specmm.tree"].add("specmm.decode")

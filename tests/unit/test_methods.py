@@ -1,13 +1,16 @@
 """Methods by name, their options, and their spelling on the command line."""
 
+import inspect
 import re
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from specmm import methods
 from specmm.registry import Registry
 from specmm.runs.run import label, parse_method, parse_methods
+from specmm.verify.rule import make_rule
 
 
 def test_names_lead_to_methods() -> None:
@@ -64,7 +67,7 @@ def test_options_from_text_have_their_types() -> None:
     [
         ("k=many", "k must be a whole number, got 'many'"),
         ("lambda_=x", "lambda_ must be a number"),
-        ("residual=oficial", "did you mean 'official'"),
+        ("residual=relase", "did you mean 'release'"),
         ("k", "must read KEY=VALUE"),
         ("lamda_=2", "did you mean 'lambda_'"),
         ("tree=1.5,2", "whole numbers such as"),
@@ -149,3 +152,30 @@ def test_the_residual_of_lantern_and_its_old_name() -> None:
         assert old.choice.rule.startswith(f"{kind.name}-release(")
     with pytest.warns(FutureWarning):
         parse_method(methods.IMAGE_TOKENS, "lantern++", ["residual=official"])
+
+
+def test_a_residual_that_no_method_has_is_refused() -> None:
+    for kind in (methods.Lantern, methods.LanternPP):
+        with pytest.raises(ValueError, match="residual must be one of corrected, release"):
+            kind(residual="offical")  # type: ignore[arg-type]
+
+
+def test_warnings_name_the_callers_line_and_signatures_the_options() -> None:
+    for made in (
+        lambda: methods.LanternPP(residual="official"),  # type: ignore[arg-type]
+        lambda: methods.LanternPP(hindsight=0.2),  # type: ignore[call-arg]
+        lambda: methods.resolve("lantern++", hindsight=0.2),
+    ):
+        with pytest.warns(FutureWarning) as caught:
+            made()
+        assert [w.filename.endswith(("test_methods.py", "__init__.py")) for w in caught] == [True]
+    with pytest.raises(TypeError, match="rejected_weight once"):
+        methods.Speculative(rejected_weight=0.1, hindsight=0.2)  # type: ignore[call-arg]
+    assert list(inspect.signature(methods.LanternPP).parameters)[:2] == ["lambda_", "k"]
+
+
+def test_a_rules_name_says_its_residual() -> None:
+    table = torch.zeros(4, 4, dtype=torch.int64)
+    assert make_rule("lantern++(k=1, residual=release)", table=table).name == "lantern++-release"
+    with pytest.raises(ValueError, match="unknown option of rule lantern-release 'residual'"):
+        make_rule("lantern-release(k=1, residual=corrected)", table=table)

@@ -146,7 +146,7 @@ def test_old_names_of_settings_work_with_a_warning(own):
 
 def test_old_names_are_of_settings_that_recipes_have():
     known = {name for recipe in recipes.recipes() for name in load(recipe).kinds()}
-    assert {"probs_weight", "aux_layers"} <= known & set(recipes.RENAMED.values())
+    assert {"probs_weight", "aux_layers"} == known & set(recipes.RENAMED.values())
     assert not known & set(recipes.RENAMED)
 
 

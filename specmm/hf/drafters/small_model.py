@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from specmm import methods
@@ -54,12 +54,13 @@ class SmallModel:
         """``drafter``, or a bare model as one; ``ValueError`` for anything else."""
         if isinstance(drafter, cls):
             return drafter
-        if not isinstance(drafter, PreTrainedModel):
+        # a compiled or adapted model wraps one of transformers
+        if not (isinstance(drafter, nn.Module) and hasattr(drafter, "config")):
             given = type(drafter).__name__
             raise ValueError(
                 f"drafter must be a transformers model, got {given}; load one and give it"
             )
-        return cls(drafter)
+        return cls(cast(PreTrainedModel, drafter))
 
 
 class ModelDrafter:

@@ -167,7 +167,7 @@ def _questions(pipe: TextPipeline, seeds: list[int]) -> tuple[list[str], list[in
     before = before.removeprefix(pipe.tokenizer.bos_token or "")
     if not before:
         raise ValueError(
-            f"{pipe.name}'s chat template must begin with more than the question; give --text"
+            f"{pipe.name}'s chat template must begin with more than the question; set text=FOLDER"
         )
     stop = [word for word in after.split()[:1] if word not in pipe.tokenizer.all_special_tokens]
     openings = [OPENINGS[i % len(OPENINGS)] for i in range(len(seeds))]
@@ -183,7 +183,7 @@ def _questions(pipe: TextPipeline, seeds: list[int]) -> tuple[list[str], list[in
     if not pairs:
         raise ValueError(
             f"{pipe.name} must ask questions of its own, got none in {len(seeds)}; "
-            "give --text, not --chats"
+            "set text=FOLDER, not chats=true"
         )
     return [text for text, _ in pairs], [i for _, i in pairs]
 

@@ -131,27 +131,24 @@ def settled(passes, acceptance=(0.6, 0.15, 0.05)):
     return made, len(passes) - len(list(left))
 
 
-def test_a_batch_invariant_machine_needs_three_passes():
+def test_a_steady_machine_needs_three_passes():
     made, passes = settled([(1.0, 1.1, 1.5)] * 9)
     assert made.shape is CHAIN and passes == 3
     assert made.costs.step == 1.0
 
 
 def test_a_machine_that_slows_down_changes_no_forecast():
-    batch_invariant, _ = settled([(1.0, 1.1, 1.5)] * 9)
+    steady, _ = settled([(1.0, 1.1, 1.5)] * 9)
     slower, _ = settled([(k, 1.1 * k, 1.5 * k) for k in (1.0, 2.0, 5.0)])
     assert slower.shape is CHAIN and slower.expected_speedup == pytest.approx(
-        batch_invariant.expected_speedup
+        steady.expected_speedup
     )
 
 
 def test_one_pass_that_something_else_disturbed_decides_nothing():
-    batch_invariant, _ = settled([(1.0, 1.1, 1.5)] * 9)
+    steady, _ = settled([(1.0, 1.1, 1.5)] * 9)
     made, passes = settled([(9.0, 1.1, 1.5), *[(1.0, 1.1, 1.5)] * 8])
-    assert (
-        made.expected_speedup == pytest.approx(batch_invariant.expected_speedup, rel=0.1)
-        and passes >= 3
-    )
+    assert made.expected_speedup == pytest.approx(steady.expected_speedup, rel=0.1) and passes >= 3
 
 
 def test_a_choice_that_never_settles_is_plain_decoding():
