@@ -23,10 +23,11 @@ from specmm.randomness import Uniforms
 from specmm.verify import Recursive
 
 NAMES = ("heart", "time", "country-flag")
-FLOWING = (
+CONTINUOUS = (
     methods.Speculative(),
     methods.Speculative(tree=(2, 2, 1), rule="recursive", rejected_weight=0.0),
     methods.LanternPP(),
+    methods.LanternPP(residual="release"),
     methods.SJD(window=5),
 )
 
@@ -40,7 +41,7 @@ def drawn(pipe: LlamaGenPipeline, count: int, batch: int, **options: Any) -> Any
 
 
 @pytest.mark.parametrize("cfg", [1.0, 2.5])
-@pytest.mark.parametrize("method", FLOWING, ids=[str(i) for i in range(len(FLOWING))])
+@pytest.mark.parametrize("method", CONTINUOUS, ids=[str(i) for i in range(len(CONTINUOUS))])
 def test_pictures_are_those_of_fresh_batches(
     make_tiny: Callable[..., LlamaGenPipeline],
     method: methods.Method,
