@@ -83,8 +83,15 @@ def compare(
 
 
 def _recorded(measured: Iterable[dict[str, Any]], method: str) -> dict[str, Any]:
-    """What a model's card says was measured of a ``method``, or {}."""
-    return next((row for row in measured if row.get("method", "").split("(")[0] == method), {})
+    """What a model's card says was measured of a ``method``, or {}.
+
+    Rows of another residual than the method's own do not count.
+    """
+    for row in measured:
+        name, _, options = row.get("method", "").partition("(")
+        if name == method and "residual=" not in options:
+            return row
+    return {}
 
 
 def table_of(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> list[list[str]]:
