@@ -41,9 +41,7 @@ class Questions:
         texts = [questions] if isinstance(questions, str) else list(questions)
         each = [images] if isinstance(questions, str) else _per_question(images, len(texts))
         if not texts or not all(text.strip() for text in texts):
-            raise ValueError(
-                "question must not be empty, got nothing to ask; say what you want to know"
-            )
+            raise ValueError("question must not be empty")
         return cls(texts, [_opened(item) for item in each], chat)
 
     def rows(self, some: slice) -> Questions:

@@ -135,8 +135,8 @@ class VQAPipeline(Pipeline):
         given = Options.of(options)
         if _is_judged(self._method(given)):
             raise ValueError(
-                "method 'verdict' answers at once, when all models have answered; "
-                "call the pipeline instead"
+                "method 'verdict' cannot stream, because its answer comes after all models have "
+                "answered; call the pipeline instead"
             )
         for round_ in turns_of(self.model).each(self._rounds(images, questions, given, False)):
             yield [said.text for said in round_]

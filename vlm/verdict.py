@@ -114,7 +114,7 @@ class Experts(list[VQAPipeline]):
                 found.prompts = VerdictPrompts(**json.loads(file.read_text()))
             except (ValueError, TypeError) as error:
                 raise ValueError(
-                    f"{file} must hold texts for {sorted(FIELDS)} as JSON ({error}); mend it"
+                    f"{file} must hold texts for {sorted(FIELDS)} as JSON ({error}); fix the file"
                 ) from error
         return found
 

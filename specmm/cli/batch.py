@@ -30,9 +30,7 @@ def batch(
         Path, typer.Option(help="Folder of the results; a stopped job is resumed in it.")
     ],
     model: Model = None,
-    method: Annotated[
-        str, typer.Option(help="Of items that name none; as for generate and ask.")
-    ] = "ar",
+    method: Annotated[str, typer.Option(help="Default method for items without one.")] = "ar",
     option: Options = [],  # noqa: B006  typer copies it
     engine: Annotated[
         str, typer.Option(help="local, accelerate (under torchrun or accelerate launch) or ray.")
@@ -47,7 +45,7 @@ def batch(
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Try items again that were set aside.")
     ] = False,
-    shard_size: Annotated[int, typer.Option(min=1, help="Items an archive.")] = 1000,
+    shard_size: Annotated[int, typer.Option(min=1, help="Items per archive.")] = 1000,
     workers: Annotated[
         int, typer.Option(min=0, help="Actors of engine ray; 0 is one a GPU or core.")
     ] = 0,
@@ -70,7 +68,7 @@ def batch(
         str | None, typer.Option(help="Folder of the T5 encoder, for prompts.")
     ] = None,
     price: Annotated[
-        Real, typer.Option(min=0, help="Of an hour of this machine: the cost is printed.")
+        Real, typer.Option(min=0, help="Price per machine hour; prints the total cost.")
     ] = None,
     metrics_port: Annotated[
         int | None, typer.Option(min=0, help="Serve Prometheus metrics on 127.0.0.1.")

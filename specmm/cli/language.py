@@ -105,9 +105,7 @@ def complete(
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     repetition_penalty: RepetitionPenalty = 1.0,
-    stop: Annotated[
-        list[str], typer.Option(help="A text to end in front of; may be repeated.")
-    ] = [],  # noqa: B006
+    stop: Annotated[list[str], typer.Option(help="Stop string; may be repeated.")] = [],  # noqa: B006
     chat: Annotated[
         bool, typer.Option(help="Put the prompt into the model's chat template.")
     ] = False,

@@ -55,10 +55,10 @@ class DrafterKind:
 
 KINDS: Mapping[str, DrafterKind] = {
     "prompt-lookup": DrafterKind("specmm.hf.drafters.prompt_lookup:make"),
-    "text-draft": DrafterKind(f"{SMALL}:make_blind", f"{SMALL}:load_language_model", "text"),
+    "text-draft": DrafterKind(f"{SMALL}:make_text_draft", f"{SMALL}:load_language_model", "text"),
     # a small model that answers for Speculative Verdict may draft, too
     "vlm-draft": DrafterKind(
-        f"{SMALL}:make_seeing", f"{VLM}.loading:load_small", "vlm", "experts/1"
+        f"{SMALL}:make_vlm_draft", f"{VLM}.loading:load_small", "vlm", "experts/1"
     ),
     "msd": DrafterKind(
         f"{VLM}.msd:make", f"{VLM}.msd_head:load_for", "msd", plan=f"{VLM}.msd:choose_method"

@@ -80,7 +80,11 @@ def _fault(model: PreTrainedModel, target: Callable[[], Target]) -> str:
     spread = (wanted.amax() - wanted.amin()).clamp(min=1e-6)
     off = float((found.clamp(min=LEAST) - wanted).abs().amax() / spread)
     limit = CLOSE.get(next(model.parameters()).dtype, ROUNDED)
-    return "" if off <= limit else f"its scores of a small tree are off by {off:.2f} of their range"
+    return (
+        ""
+        if off <= limit
+        else f"its scores of a small draft tree differ from its own by {off:.2f} of their range"
+    )
 
 
 def _own(model: PreTrainedModel, tokens: Tensor) -> Tensor:

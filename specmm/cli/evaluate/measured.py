@@ -26,7 +26,7 @@ STATISTICS = "or statistics (ours, ADM's, clean-fid's, …)"
 Statistics = Annotated[
     str, typer.Argument(help=f"What it is measured against: {PICTURES} {STATISTICS}.")
 ]
-Seed = Annotated[int, typer.Option(help="Of resamples and subsets.")]
+Seed = Annotated[int, typer.Option(help="Random seed for resampling and subsets.")]
 WithInterval = Annotated[
     bool, typer.Option("--interval", help="With a confidence interval: takes longer.")
 ]

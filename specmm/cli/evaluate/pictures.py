@@ -37,7 +37,7 @@ FORMATS: "dict[str, Layout]" = {
     "torch-fidelity": "torch-fidelity",
 }
 Out = Annotated[Path, typer.Option(help="The file to write.")]
-Neighbours = Annotated[int, typer.Option("-k", min=1, help="Neighbours that make a sample's ball.")]
+Neighbours = Annotated[int, typer.Option("-k", min=1, help="k of the k-nearest-neighbour radius.")]
 
 
 @measured("inception")
@@ -99,7 +99,7 @@ def kid(
 def inception_score(
     source: Source,
     reader: SourceReader,
-    splits: Annotated[int, typer.Option(min=1, help="Parts the pictures are dealt out to.")] = 10,
+    splits: Annotated[int, typer.Option(min=1, help="Number of splits.")] = 10,
 ) -> "Measurement":
     """Inception Score: how sure and how varied a classifier finds the pictures; no reference."""
     from specmm.metrics.inception_score import inception_score as score

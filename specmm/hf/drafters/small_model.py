@@ -127,7 +127,7 @@ def load_language_model(folder: Path, target: PreTrainedModel, method: str) -> S
     return SmallModel(prepack(model.to(target.device).eval()), own_tokenizer(folder))
 
 
-def make_blind(
+def make_text_draft(
     method: methods.TextDraft,
     target: VLMTarget,
     drafter: object,
@@ -152,7 +152,7 @@ def make_blind(
     return _assembled(method, target, small.model, read, translation)
 
 
-def make_seeing(
+def make_vlm_draft(
     method: methods.VLMDraft, target: VLMTarget, drafter: object, tokenizer: PreTrainedTokenizerBase
 ) -> Assembly:
     """The parts of method ``vlm-draft``: a small vision-language model.
