@@ -160,7 +160,7 @@ def by_rule(
     return result.path, result.kept, result.next_token
 
 
-class Options(TypedDict, total=False):
+class FusedOptions(TypedDict, total=False):
     """What a rule is to ``accept``, by the names of its arguments."""
 
     drafts: Tensor | None
@@ -194,7 +194,7 @@ def decide_fused(
     return VerifyResult(path, kept, following)
 
 
-def fused_options(rule: Rule, tree: DraftTree) -> Options | None:
+def fused_options(rule: Rule, tree: DraftTree) -> FusedOptions | None:
     """The arguments of ``accept`` that make it ``rule``; None for one that it does not know."""
     match rule:
         case GreedyMatch():

@@ -129,7 +129,11 @@ class Apart(tf.LlavaForConditionalGeneration):
 
 @pytest.mark.parametrize(
     ("kind", "fault"),
-    [(Squared, "more to its logits"), (Masked, "more to its logits"), (Apart, "differ from its own by")],
+    [
+        (Squared, "more to its logits"),
+        (Masked, "more to its logits"),
+        (Apart, "differ from its own by"),
+    ],
 )
 def test_a_vision_model_that_does_otherwise_is_refused(kind, fault):
     with pytest.raises(
