@@ -67,6 +67,6 @@ def test_a_nucleus_claims_nothing(two_codes):
     """
     pipe, _ = two_codes
     out = pipe([3], method=methods.CoDe(2, release=True), top_p=0.9, output_type="latent")
-    assert out.certificate.kind == "heuristic" and "equals" in out.certificate.reason
+    assert out.certificate.kind == "heuristic" and "ties" in out.certificate.reason
     logits, kept = torch.tensor([[[2.0, 1, 1, 1, 0]]]), Sampling(top_p=0.7)
     assert sorted_mask(logits, 0, 0.7).isfinite().sum() < kept.masked(logits).isfinite().sum()
