@@ -33,12 +33,12 @@ def load_network(path: Path | None = None) -> Any:
     Raises ``ValueError`` where a package is missing.
     """
     model = new_network()
-    file = path or _packaged_weights()
+    file = path or _weights_file()
     model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
     return model.eval()
 
 
-def _packaged_weights() -> Path:
+def _weights_file() -> Path:
     """The file in ``$SPECMM_WEIGHTS``, if there is one, or the package's."""
     own = Path(os.environ.get("SPECMM_WEIGHTS") or Path.home() / ".cache/specmm/weights")
     if (own / Path(FILE).name).is_file():
