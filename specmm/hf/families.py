@@ -10,6 +10,8 @@ some of its tokens.
 
 from __future__ import annotations
 
+import inspect
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,13 +22,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from specmm.hardware import prepack
 from specmm.hf.prompt import POSITIONS, VLMPrompt
 from specmm.kernels.tree_attention.interface import NAME as TREES
 from specmm.registry import unknown
 
+CACHES = ("past_key_values", "cache_params")  # what decoders call their cache
+STATEFUL = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}  # layers that have states
 GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")  # what M-RoPE counts by
 LAYERS = ("layers", "h")  # what decoders call their layers
 INNER = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")  # widths of feed-forwards
@@ -123,10 +128,42 @@ class Family:
 
     @cached_property
     def kinds(self) -> set[str]:
-        """The kinds of attention layers: full_attention, sliding_attention or both."""
+        """The kinds of attention layers: full_attention, sliding_attention, both or none."""
+        if self.chains_only:
+            slides = [layer.is_sliding for layer in self.cache_layers if has_keys(layer)]
+            return {"sliding_attention" if sliding else "full_attention" for sliding in slides}
         window = getattr(self.config, "sliding_window", None)
         types = getattr(self.config, "layer_types", None)
         return set(types or ["sliding_attention" if window else "full_attention"])
+
+    @cached_property
+    def cache_layers(self) -> list[Any]:
+        """The layers of the cache that the model's own forward would make."""
+        return DynamicCache(config=self.config).layers
+
+    @cached_property
+    def chains_only(self) -> bool:
+        """Whether drafts must be chains: some layers have a state, which only one path can move."""
+        types = getattr(self.config, "layer_types", None) or ()
+        return bool(STATEFUL & set(types)) and any(map(has_states, self.cache_layers))
+
+    @cached_property
+    def takes(self) -> set[str]:
+        """The names of the decoder's arguments."""
+        return set(inspect.signature(self.decoder.forward).parameters)
+
+    @cached_property
+    def cache_name(self) -> str:
+        """The decoder's argument that is a cache."""
+        return next((name for name in CACHES if name in self.takes), CACHES[0])
+
+    @cached_property
+    def room(self) -> int | None:
+        """Positions that a text may have; None where the model does not say."""
+        if self.chains_only and not any(map(has_keys, self.cache_layers)):
+            return sys.maxsize  # states alone have no positions
+        found = getattr(self.config, "max_position_embeddings", None)
+        return None if found is None else int(found)
 
     @cached_property
     def window(self) -> int:
@@ -178,6 +215,8 @@ class Family:
 
     def masks(self, full: Tensor | None, sliding: Tensor | None) -> Any:
         """The attention mask argument of the decoder: one mask, or one by kind of layer."""
+        if not self.kinds:
+            return None
         if self.kinds == {"full_attention"}:
             return full
         if self.kinds == {"sliding_attention"}:
@@ -209,6 +248,16 @@ class Family:
     def spread(self, positions: Tensor) -> Tensor:
         """Positions of text [B, N] in the form the decoder takes: three equal rows under M-RoPE."""
         return positions.expand(3, -1, -1) if self.mrope else positions
+
+
+def has_keys(layer: Any) -> bool:
+    """Whether a ``layer`` of transformers' cache keeps keys and values."""
+    return isinstance(layer, CacheLayerMixin)
+
+
+def has_states(layer: Any) -> bool:
+    """Whether a ``layer`` of transformers' cache keeps states."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
 
 
 def after_head(model: PreTrainedModel) -> AfterHead:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,9 +24,10 @@ from transformers.cache_utils import CacheLayerMixin
 
 from specmm.cache import Cache, CacheSize, Memory, StaticMemory, branched
 from specmm.guidance import AllowedTokens, Guidance
-from specmm.hf.families import Family
+from specmm.hf.families import Family, has_keys, has_states
 from specmm.hf.probe import check_model
 from specmm.hf.prompt import VLMPrompt as VLMPrompt
+from specmm.hf.states import StateLayer, States
 from specmm.kernels.tree_attention import Mask, TreeMask
 from specmm.kernels.tree_attention.interface import PLACEHOLDER
 from specmm.processors import History, Processor, check_finite
@@ -84,9 +85,36 @@ class _SlotLayer(CacheLayerMixin):
         return self.memory.keys.shape[1]
 
 
+class _SlotStateLayer(StateLayer, _SlotLayer):
+    """A layer of both kinds."""
+
+    def __init__(self, memory: Memory | StaticMemory, number_of_states: int, number: int) -> None:
+        _SlotLayer.__init__(self, memory)
+        StateLayer.__init__(self, number_of_states, number)
+
+    lazy_initialization = StateLayer.lazy_initialization
+    get_max_length = _SlotLayer.get_max_length
+
+
 def as_transformers(layers: Sequence[Memory | StaticMemory]) -> TransformersCache:
     """The memories of all ``layers`` as ``past_key_values``."""
     return TransformersCache(layers=[_SlotLayer(memory) for memory in layers])
+
+
+def with_states(
+    memories: Sequence[Memory | StaticMemory], layers: Sequence[Any]
+) -> TransformersCache:
+    """As :func:`as_transformers` for a decoder with states; ``layers`` are those of its cache."""
+    left = iter(memories)
+    made: list[Any] = []
+    for number, layer in enumerate(layers):
+        if has_states(layer) and has_keys(layer):
+            made.append(_SlotStateLayer(next(left), layer.number_of_states, number))
+        elif has_states(layer):
+            made.append(StateLayer(layer.number_of_states, number))
+        else:
+            made.append(_SlotLayer(next(left)) if has_keys(layer) else layer)
+    return TransformersCache(layers=made)
 
 
 @dataclass
@@ -130,8 +158,11 @@ class VLMTarget:
         if family is None:
             own = self.family
             check_model(model, lambda: VLMTarget(model, Processor(1.0), "probe", own))
-        if self.branches > 1 and (self.family.window or self.family.mrope):
-            raise ValueError(f"cfg must be at most 1 for {name}: it has sliding layers or M-RoPE")
+        odd = self.family.window or self.family.mrope or self.family.chains_only
+        if self.branches > 1 and odd:
+            raise ValueError(
+                f"cfg must be at most 1 for {name}: it has sliding layers, states or M-RoPE"
+            )
         processor.check_vocabulary(self.family.vocabulary)
         self.wants_context = False
         self.context: Context | None = None
@@ -141,6 +172,7 @@ class VLMTarget:
         self.started: VLMTarget  # the latest such row by itself, for drafters to read
         self.spent: Tensor | None = None  # distributions whose memory the next greedy ones take
         self.cache: Cache
+        self.recurrent: States | None  # of layers that have states
         self.prompt: VLMPrompt
         self.history: History
 
@@ -181,13 +213,15 @@ class VLMTarget:
         where = self.make_room(prompt, scratch)
         self.cache.aim(0, prompt.width)
         if self.branches > 1:
-            given: dict[str, Tensor | None] = {**self._both_branches(prompt)}
+            given: dict[str, Any] = {**self._both_branches(prompt)}
         else:
             mask = prompt.inputs["attention_mask"] if prompt.padded else None
             given = {"input_ids": prompt.input_ids, "attention_mask": mask, **where}
-        with self._watch_embeddings(prompt), self._runs():
+        given[self.family.cache_name] = self.past
+        finding = nullcontext() if self.recurrent is None else self.recurrent.prefill()
+        with self._watch_embeddings(prompt), self._runs(), finding:
             states: Tensor = self.family.body(
-                past_key_values=self.past, use_cache=True, **prompt.vision, **given
+                use_cache=True, **prompt.vision, **given
             ).last_hidden_state  # [R, L, C]
         if self.context is not None:
             self.context.hidden = states
@@ -209,12 +243,22 @@ class VLMTarget:
         self.spent = None
         self.begins = prompt.begins.clone()  # [B], where answers begin
         self.cache = self._new_cache(len(prompt.input_ids), prompt.room, scratch)
-        self.past = as_transformers(self.cache.layers)
+        self._make_past(len(prompt.input_ids))
         slots = torch.arange(self.cache.slots, device=self.device)
         self.places = slots.repeat(len(prompt.input_ids), 1)  # positions by slot
         self.last = self._last_position(prompt.room)
         where, self.offsets = self.family.positions(prompt)
         return where
+
+    def _make_past(self, batch: int) -> None:
+        """The cache as the model takes it, and the states in it."""
+        self.recurrent = None
+        if not self.family.chains_only:
+            self.past = as_transformers(self.cache.layers)
+            return
+        self.past = with_states(self.cache.layers, self.family.cache_layers)
+        layers = [layer for layer in self.past.layers if isinstance(layer, StateLayer)]
+        self.recurrent = States(self.family.decoder, layers, batch * self.branches, self.branches)
 
     def _both_branches(self, prompt: VLMPrompt) -> dict[str, Tensor]:
         """The prefill of both branches: ids, mask and positions. All end where answers begin, and
@@ -250,6 +294,8 @@ class VLMTarget:
         finally:
             self.starting_row = False
         self.cache.take(row, alone.cache)
+        if self.recurrent is not None and alone.recurrent is not None:
+            self.recurrent.take(row, alone.recurrent)
         self.history.take(row, alone.history)
         self.offsets[row :: len(self.begins)] = alone.offsets
         self.begins[row] = alone.begins[0]
@@ -263,11 +309,27 @@ class VLMTarget:
         positions = cache.lengths[:, None] + tree.shape.depths
         whole = self.family.takes_trees
         mask = cache.tree_mask(tree.shape) if whole else cache.tree_bias(tree.shape.ancestors)
-        return self._output(self.states(tree.tokens, positions, mask), tree, positions)
+        with self._states_of(tree):
+            states = self.states(tree.tokens, positions, mask)
+        return self._output(states, tree, positions)
+
+    def _states_of(self, tree: DraftTree) -> AbstractContextManager[None]:
+        """While ``tree`` is scored: layers with states keep what a commit needs."""
+        if self.recurrent is None:
+            return nullcontext()
+        if tree.shape.width > 1:
+            raise ValueError(
+                f"drafts for {self.name} must be chains, for its layers have states that only one "
+                f"path can move, got a tree with {tree.shape.width} children of a node; give a "
+                "tree such as chain(5)"
+            )
+        return self.recurrent.chain(tree.shape.size, self.past)
 
     def commit(self, result: VerifyResult) -> None:
         """Keep the accepted nodes."""
         self.cache.keep(result.path, result.kept)
+        if self.recurrent is not None:
+            self.recurrent.commit(result.kept)
         if self.processor.stateful:
             self.history.append(self.tree.tokens.gather(1, result.path.clamp(min=0)), result.kept)
 
@@ -278,6 +340,8 @@ class VLMTarget:
         """
         slot = self.prompt.width + self.calls - 1
         self.cache.aim(slot, slot + 1)
+        if self.recurrent is not None:
+            self.recurrent.settle()
         if self.processor.stateful:
             self.history.append(tokens[:, None], torch.ones_like(tokens))
         positions = (self.begins + self.calls - 1)[:, None]
@@ -299,13 +363,12 @@ class VLMTarget:
         inputs = branched(self.embed(tokens), self.branches)
         if len(positions) > 1:
             positions = branched(positions, self.branches)
+        if "position_ids" in self.family.takes:
+            masks["position_ids"] = self.family.spread(positions + self.offsets[:, None])
+        masks[self.family.cache_name] = self.past
         with self._runs():
             states: Tensor = self.family.decoder(
-                inputs_embeds=inputs,
-                **masks,
-                position_ids=self.family.spread(positions + self.offsets[:, None]),
-                past_key_values=self.past,
-                use_cache=True,
+                inputs_embeds=inputs, **masks, use_cache=True
             ).last_hidden_state
         return states
 
@@ -364,10 +427,14 @@ class VLMTarget:
 
     def _new_cache(self, batch: int, capacity: int, scratch: int) -> Cache:
         config = self.family.config
+        layers = config.num_hidden_layers
+        if self.family.chains_only:
+            layers = sum(map(has_keys, self.family.cache_layers))
+        heads = getattr(config, "num_key_value_heads", None)
         size = CacheSize(
-            layers=config.num_hidden_layers,
-            heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            head_dim=self.family.head_dim,
+            layers=layers,
+            heads=heads or config.num_attention_heads if layers else 1,
+            head_dim=self.family.head_dim if layers else 1,
             batch=batch,
             branches=self.branches,
             capacity=capacity,
@@ -381,7 +448,8 @@ class VLMTarget:
             raise ValueError("cfg above 1 needs an unconditional prompt, got none")
         if self.branches == 1 and prompt.unconditional is not None:
             raise ValueError("cfg of 1 takes no unconditional prompt, got one")
-        room = int(self.family.config.max_position_embeddings)
+        room = self.family.room
+        assert room is not None
         longest = int(prompt.begins.max())
         if longest + prompt.max_new_tokens > room:
             raise ValueError(
@@ -401,7 +469,8 @@ class VLMTarget:
     def _last_position(self, total: int) -> int:
         """The last position that a block may use, in a text with room for ``total`` tokens."""
         turn = self.family.turning_point
-        room = int(self.family.config.max_position_embeddings)
+        room = self.family.room
+        assert room is not None
         return (room if turn is None or total > turn else turn) - 1
 
     @contextmanager
