@@ -31,7 +31,6 @@ from specmm.kernels.tree_attention.interface import NAME as TREES
 from specmm.registry import unknown
 
 CACHES = ("past_key_values", "cache_params")  # what decoders call their cache
-STATEFUL = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}  # layers that have states
 GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")  # what M-RoPE counts by
 LAYERS = ("layers", "h")  # what decoders call their layers
 INNER = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")  # widths of feed-forwards
@@ -144,8 +143,7 @@ class Family:
     @cached_property
     def chains_only(self) -> bool:
         """Whether drafts must be chains: some layers have a state, which only one path can move."""
-        types = getattr(self.config, "layer_types", None) or ()
-        return bool(STATEFUL & set(types)) and any(map(has_states, self.cache_layers))
+        return any(map(has_states, self.cache_layers))
 
     @cached_property
     def takes(self) -> set[str]:

@@ -38,7 +38,7 @@ from specmm.randomness import Uniforms, sample_generators
 from specmm.tree import DraftTree
 from specmm.turns import in_its_turn
 
-NOT_INPUTS = {"past_key_values", "logits_to_keep", "use_cache", "cache_position"}
+NOT_INPUTS = {"past_key_values", "cache_params", "logits_to_keep", "use_cache", "cache_position"}
 NOT_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 OTHER_MODES = ("penalty_alpha", "dola_layers", "constraints", "force_words_ids")

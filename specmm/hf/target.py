@@ -85,14 +85,14 @@ class _SlotLayer(CacheLayerMixin):
         return self.memory.keys.shape[1]
 
 
-class _SlotStateLayer(StateLayer, _SlotLayer):
+class _SlotStateLayer(StateLayer, _SlotLayer):  # type: ignore[override]  # as transformers' own
     """A layer of both kinds."""
 
     def __init__(self, memory: Memory | StaticMemory, number_of_states: int, number: int) -> None:
         _SlotLayer.__init__(self, memory)
         StateLayer.__init__(self, number_of_states, number)
 
-    lazy_initialization = StateLayer.lazy_initialization
+    lazy_initialization = StateLayer.lazy_initialization  # type: ignore[assignment]
     get_max_length = _SlotLayer.get_max_length
 
 
@@ -317,13 +317,17 @@ class VLMTarget:
         """While ``tree`` is scored: layers with states keep what a commit needs."""
         if self.recurrent is None:
             return nullcontext()
-        if tree.shape.width > 1:
-            raise ValueError(
-                f"drafts for {self.name} must be chains, for its layers have states that only one "
-                f"path can move, got a tree with {tree.shape.width} children of a node; give a "
-                "tree such as chain(5)"
-            )
+        self.check_tree(tree.shape.width)
         return self.recurrent.chain(tree.shape.size, self.past)
+
+    def check_tree(self, width: int) -> None:
+        """Raise ``ValueError`` if this model takes no trees with ``width`` children of a node."""
+        if width > 1 and self.family.chains_only:
+            raise ValueError(
+                f"drafts for {self.name} must be chains, got a tree with up to {width} children "
+                "of a node: its layers have states, which move along one path; give a tree such as "
+                "chain(5), or leave it out"
+            )
 
     def commit(self, result: VerifyResult) -> None:
         """Keep the accepted nodes."""
