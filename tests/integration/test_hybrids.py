@@ -15,17 +15,23 @@ from scipy.stats import chi2
 
 import specmm
 from specmm import methods
-from specmm.decode import decode, decode_plain
+from specmm.continuous_batching import Queue
+from specmm.decode import EndTokens, decode, decode_plain
+from specmm.guidance import Guidance
 from specmm.hf import states
+from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
 from specmm.hf.drafters.small_model import SmallModel
 from specmm.hf.drafting import assemble
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
+from specmm.recipes.training.dflash import build_block
+from specmm.recipes.training.msd import msd_config
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 from specmm.verify.rule import VerifyResult
+from specmm.vlm.msd_head import MSDHead
 
 VOCABULARY = 40
 SIZES = dict(
@@ -246,6 +252,74 @@ def test_methods_equal_generate(model, name, method):
     assert torch.equal(end.tokens[:, :LENGTH], generated(model, ROWS))
 
 
+def msd_head(target):
+    config = msd_config(target)
+    torch.manual_seed(1)
+    head = MSDHead(config)
+    head.embed_tokens.weight.data.copy_(target.embed(torch.arange(VOCABULARY)))
+    return head
+
+
+HEADS = {
+    "msd": msd_head,
+    "block": lambda target: build_block(target, 1, 5, VOCABULARY - 1, 2).float(),
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "falcon_h1", "nemotron_h"])
+@pytest.mark.parametrize("method", HEADS)
+def test_heads_that_read_hidden_states(model, name, method):
+    """MSD's dynamic tree becomes a chain by itself."""
+    target = VLMTarget(model, Processor(0))
+    parts = assemble(methods.make(methods.GENERATE, method), target, HEADS[method](target))
+    prompt = VLMPrompt({"input_ids": ROWS}, LENGTH)
+    end = last(decode(target, *parts, prompt, LENGTH, Uniforms.from_seeds([0, 1, 2])))
+    assert torch.equal(end.tokens[:, :LENGTH], generated(model, ROWS))
+    assert max(end.stats.depths) >= 4
+
+
+@pytest.mark.parametrize(
+    ("method", "drafter"),
+    [
+        (methods.MSD(total=9), msd_head),
+        (methods.MSD(sampled=True, tree=(2, 1)), msd_head),
+        (methods.TextDraft(tree=(2, 1, 1)), lambda _: SmallModel(text_model())),
+        (methods.Block(tree=8), HEADS["block"]),
+        (methods.Block(tree=(2, 1)), HEADS["block"]),
+    ],
+    ids=str,
+)
+def test_trees_are_refused(method, drafter):
+    target = VLMTarget(made("qwen3_5"), Processor(1.0))
+    with pytest.raises(ValueError, match=r"drafts for vlm must be chains, got a tree with up to"):
+        assemble(method, target, drafter(target))
+
+
+def test_drawn_trees_are_chains_where_none_was_given():
+    target = VLMTarget(made("qwen3_5"), Processor(1.0))
+    drafter, _ = assemble(methods.MSD(sampled=True), target, msd_head(target))
+    assert drafter.inner.growth.tree.width == 1
+
+
+def test_a_tree_is_never_scored():
+    target = VLMTarget(made("qwen3_5"), Processor(0))
+    target.prefill(VLMPrompt({"input_ids": ROWS}, 4), 3)
+    shape = TreeShape.from_parents([-1, 0, 0])
+    with pytest.raises(ValueError, match="its layers have states"):
+        target.score(DraftTree(torch.ones(3, 3, dtype=torch.int64), shape))
+
+
+def test_a_drafter_with_states_is_refused():
+    target = VLMTarget(made("qwen3_5"), Processor(0))
+    with pytest.raises(ValueError, match="got a mamba2 model, whose layers have states"):
+        assemble(methods.TextDraft(), target, SmallModel(made("mamba2")))
+
+
+def test_guidance_is_refused():
+    with pytest.raises(ValueError, match="cfg must be at most 1 for vlm: it has"):
+        VLMTarget(made("qwen3_5"), Processor(0), guidance=Guidance(2.0))
+
+
 @ALL
 def test_custom_generate(model, name):
     wanted = model.generate(input_ids=ROWS, max_new_tokens=LENGTH, do_sample=False)
@@ -256,6 +330,40 @@ def test_custom_generate(model, name):
         custom_generate=specmm.custom_generate(),
     )
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "jamba", "falcon_h1"])
+def test_rows_begin_anew(model, name):
+    """Three prompts in two rows: the third takes over the row that ends first."""
+    target = VLMTarget(model, Processor(0))
+    wanted = generated(model, ROWS)
+    ends = EndTokens([int(wanted[0, 7])])
+    prompts = {i: VLMPrompt({"input_ids": ROWS[i : i + 1]}, LENGTH) for i in (2,)}
+    generators = [torch.Generator().manual_seed(i) for i in range(3)]
+    queue = Queue(prompts.pop, generators, 2)
+    prompt = VLMPrompt({"input_ids": ROWS[:2]}, LENGTH)
+    drafter = PromptLookupDrafter(target, 2, 4)
+    uniforms = Uniforms(generators[:2])
+    steps = decode(target, drafter, Recursive(), prompt, LENGTH, uniforms, stop=ends, queue=queue)
+    last(steps)
+    for found, row in zip(queue.tokens, wanted.tolist(), strict=True):
+        end = int(wanted[0, 7])
+        assert found.tolist() == row[: row.index(end) + 1 if end in row else LENGTH]
+
+
+@ONE_OF_EACH
+@torch.inference_mode()
+def test_another_s_forward_is_left_alone(model, name):
+    """Of the same model, while a chain of ours is scored."""
+    target = VLMTarget(model, Processor(0))
+    target.prefill(VLMPrompt({"input_ids": ROWS[:1]}, 40), 5)
+    wanted = model(ROWS[1:2], use_cache=True)
+    chain = DraftTree(ROWS[:1, :4], TreeShape.chain(3))
+    target.score(chain)
+    target.commit(VerifyResult(torch.arange(4)[None], torch.tensor([2]), ROWS[0, :1]))
+    with target.recurrent.chain(4, target.past):
+        found = model(ROWS[1:2], use_cache=True)
+    assert torch.equal(found.logits, wanted.logits)
 
 
 def held(target):
