@@ -178,15 +178,19 @@ class States:
         seen = _Watch(self)
         with seen.hooks(self.decoder):
             yield
-        _found[self.decoder] = tuple(self._mixer(*found) for found in seen.modules.items())
-
-    def _mixer(self, module: nn.Module, found: tuple[list[Slot], Call]) -> Mixer:
-        slots, call = found
-        if all(slot.kind == "conv" for slot in slots):
-            return Mixer(module, tuple(slots), "window")
-        return Mixer(
-            module, tuple(slots), "chunk" if self._continues(module, slots, call) else "steps"
+        ways: dict[type[nn.Module], Way] = {}
+        for module, (slots, call) in seen.modules.items():
+            if type(module) not in ways:
+                ways[type(module)] = self._way(module, slots, call)
+        _found[self.decoder] = tuple(
+            Mixer(module, tuple(slots), ways[type(module)])
+            for module, (slots, _) in seen.modules.items()
         )
+
+    def _way(self, module: nn.Module, slots: Sequence[Slot], call: Call) -> Way:
+        if all(slot.kind == "conv" for slot in slots):
+            return "window"
+        return "chunk" if self._continues(module, slots, call) else "steps"
 
     def _continues(self, module: nn.Module, slots: Sequence[Slot], call: Call) -> bool:
         """Whether ``module`` does with some tokens at once what it does with one after the other.
