@@ -22,7 +22,7 @@ from specmm.hf import states
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
 from specmm.hf.drafters.small_model import SmallModel
 from specmm.hf.drafting import assemble
-from specmm.hf.prompt import VLMPrompt
+from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
@@ -82,7 +82,9 @@ CONFIGS = {
     "qwen3_next": lambda: tf.Qwen3NextConfig(**SIZES, **DELTA, **EXPERTS),
     "qwen3_5": lambda: tf.Qwen3_5TextConfig(**SIZES, **DELTA),
     "olmo_hybrid": lambda: tf.OlmoHybridConfig(**SIZES, **DELTA | dict(linear_num_value_heads=2)),
-    "falcon_h1": lambda: tf.FalconH1Config(**SIZES, **SSM, mamba_d_ssm=64, head_dim=8),
+    "falcon_h1": lambda: tf.FalconH1Config(
+        **SIZES, **SSM, mamba_d_ssm=64, head_dim=8, embedding_multiplier=2.5
+    ),
     "bamba": lambda: tf.BambaConfig(**SIZES, **SSM, attn_layer_indices=[1, 3]),
     "granitemoehybrid": lambda: tf.GraniteMoeHybridConfig(
         **SIZES,
@@ -155,6 +157,7 @@ def random_model(name, seed=0, std=0.3):
 LENGTH = 24
 STEPS = ("jamba", "mamba", "falcon_mamba", "zamba2", "nemotron_h")
 WAYS = {"lfm2": "window"} | dict.fromkeys(STEPS, "steps")  # all others: chunk
+RAGGED = [[5, 6, 7, 8, 5, 6, 7], [9, 3, 9, 3], [20, 31, 12, 5, 6, 20, 31, 4, 20, 31]]
 ROWS = torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 3, 9, 3, 9, 3, 9], [20, 31, 12, 5, 6, 20, 31]])
 ALL = pytest.mark.parametrize("name", CONFIGS)
 ONE_OF_EACH = pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "jamba"])
@@ -241,15 +244,33 @@ def text_model():
     return tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=VOCABULARY, **sizes)).eval()
 
 
+def drafted(target, parts, inputs, length=LENGTH):
+    uniforms = Uniforms.from_seeds(range(len(inputs["input_ids"])))
+    prompt = VLMPrompt(inputs, length)
+    if parts is None:
+        return last(decode_plain(target, prompt, length, uniforms)).tokens[:, :length]
+    return last(decode(target, *parts, prompt, length, uniforms)).tokens[:, :length]
+
+
 @ALL
-@pytest.mark.parametrize("method", ["prompt-lookup", "text-draft"])
-def test_methods_equal_generate(model, name, method):
+@pytest.mark.parametrize("method", ["ar", "prompt-lookup", "text-draft"])
+def test_methods_equal_generate_in_ragged_batches(model, name, method):
+    """Padding is at the left, as generate's: each row's answer is that of the row alone."""
     target = VLMTarget(model, Processor(0))
-    drafter = SmallModel(text_model()) if method == "text-draft" else None
-    parts = assemble(methods.make(methods.GENERATE, method), target, drafter)
-    prompt = VLMPrompt({"input_ids": ROWS}, LENGTH)
-    end = last(decode(target, *parts, prompt, LENGTH, Uniforms.from_seeds([0, 1, 2])))
-    assert torch.equal(end.tokens[:, :LENGTH], generated(model, ROWS))
+    wanted = torch.cat([generated(model, torch.tensor([row])) for row in RAGGED])
+    parts = None
+    if method != "ar":
+        drafter = SmallModel(text_model()) if method == "text-draft" else None
+        parts = assemble(methods.make(methods.GENERATE, method), target, drafter)
+    assert torch.equal(drafted(target, parts, padded(RAGGED)), wanted)
+
+
+@ALL
+def test_greedy_chains_equal_generate_in_ragged_batches(model, name):
+    wanted = torch.cat([generated(model, torch.tensor([row])) for row in RAGGED])
+    target = VLMTarget(model, Processor(0))
+    parts = (Knowing(wanted), Recursive())
+    assert torch.equal(drafted(target, parts, padded(RAGGED)), wanted)
 
 
 def msd_head(target):
@@ -272,10 +293,8 @@ def test_heads_that_read_hidden_states(model, name, method):
     """MSD's dynamic tree becomes a chain by itself."""
     target = VLMTarget(model, Processor(0))
     parts = assemble(methods.make(methods.GENERATE, method), target, HEADS[method](target))
-    prompt = VLMPrompt({"input_ids": ROWS}, LENGTH)
-    end = last(decode(target, *parts, prompt, LENGTH, Uniforms.from_seeds([0, 1, 2])))
-    assert torch.equal(end.tokens[:, :LENGTH], generated(model, ROWS))
-    assert max(end.stats.depths) >= 4
+    wanted = torch.cat([generated(model, torch.tensor([row])) for row in RAGGED])
+    assert torch.equal(drafted(target, parts, padded(RAGGED)), wanted)
 
 
 @pytest.mark.parametrize(
@@ -336,12 +355,12 @@ def test_custom_generate(model, name):
 def test_rows_begin_anew(model, name):
     """Three prompts in two rows: the third takes over the row that ends first."""
     target = VLMTarget(model, Processor(0))
-    wanted = generated(model, ROWS)
+    rows = [torch.tensor([row]) for row in RAGGED]
+    wanted = torch.cat([generated(model, row) for row in rows])
     ends = EndTokens([int(wanted[0, 7])])
-    prompts = {i: VLMPrompt({"input_ids": ROWS[i : i + 1]}, LENGTH) for i in (2,)}
     generators = [torch.Generator().manual_seed(i) for i in range(3)]
-    queue = Queue(prompts.pop, generators, 2)
-    prompt = VLMPrompt({"input_ids": ROWS[:2]}, LENGTH)
+    queue = Queue(lambda i: VLMPrompt({"input_ids": rows[i]}, LENGTH), generators, 2)
+    prompt = VLMPrompt(padded(RAGGED[:2]), LENGTH, longest=10)
     drafter = PromptLookupDrafter(target, 2, 4)
     uniforms = Uniforms(generators[:2])
     steps = decode(target, drafter, Recursive(), prompt, LENGTH, uniforms, stop=ends, queue=queue)
