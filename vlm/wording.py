@@ -1,0 +1,189 @@
+"""How a processor of transformers wants questions, asked of the processor itself.
+
+Processors differ in who puts a picture's placeholder into the text (the chat template, the user or
+the processor), in what templates take as a message's content, and in how pictures are nested.
+
+Shape letters: B batch, L positions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jinja2 import TemplateError
+from PIL import Image
+
+from specmm.hf.prompt import PER_TOKEN
+from specmm.vlm.videos import Video
+
+FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+NOT_ASKED = ("labels",)  # what a processor adds for training
+PROBE = 32  # pixels a side of the picture that tells who puts placeholders
+
+_places: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # whether a processor puts them itself
+
+
+def prompt(processor: Any, text: str, counts: Mapping[str, int], chat: bool) -> str:
+    """The text that ``processor`` reads of a question ``text`` about so many of each kind, image or
+    video; without ``chat`` the text itself, checked.
+
+    Raises ``ValueError`` for placeholders that do not fit and kinds that the processor lacks.
+    """
+    if counts["video"] and getattr(processor, "video_processor", None) is None:
+        raise ValueError(
+            f"this model must take videos, got a {type(processor).__name__}, which takes none; "
+            "give frames as pictures"
+        )
+    tokens = {kind: _placeholder(processor, kind) for kind in counts}
+    before = "".join((tokens[kind] or "") * n for kind, n in counts.items())
+    template = _template(processor)
+    placed = template is None and places_pictures(processor)
+    if not chat:
+        _check_raw(text, counts, tokens)
+        return text.removeprefix(before) if placed else text
+    for token in filter(None, tokens.values()):
+        if token in text:
+            raise ValueError(
+                f"question must not hold the placeholder {token} (the chat template puts "
+                f"it), got {text.count(token)}; leave it out or pass chat=False for a raw prompt"
+            )
+    if template is None:
+        return text if placed else f"{before}\n{text}\n"
+    return _rendered(processor, template, text, before, counts, tokens)
+
+
+def _check_raw(text: str, counts: Mapping[str, int], tokens: Mapping[str, str | None]) -> None:
+    for kind, token in tokens.items():
+        if token and text.count(token) != counts[kind]:
+            many = {"image": "pictures", "video": "videos"}[kind]
+            raise ValueError(
+                f"a raw prompt must hold one {token} for each of its {counts[kind]} {many}, "
+                f"got {text.count(token)}"
+            )
+
+
+def read(
+    processor: Any,
+    prompts: Sequence[str],
+    pictures: Sequence[Sequence[Image.Image]],
+    videos: Sequence[Sequence[Video]],
+) -> dict[str, Any]:
+    """What ``processor`` makes of ``prompts`` with the pictures and videos of each.
+
+    Raises ``ValueError`` for what it does not take.
+    """
+    order = list(range(len(prompts)))
+    if _template(processor) is None and places_pictures(processor):
+        order.sort(key=lambda row: not pictures[row])  # it looks for pictures in the first row
+    given: dict[str, Any] = _shown(processor, [pictures[row] for row in order], videos)
+    bos = getattr(processor.tokenizer, "bos_token", None)
+    if bos is not None and all(text.startswith(bos) for text in prompts):
+        given["add_special_tokens"] = False
+    texts = [prompts[row] for row in order]
+    try:
+        with _quiet(processor):
+            found = dict(processor(text=texts, padding=True, return_tensors="pt", **given))
+    except torch.OutOfMemoryError:
+        raise
+    except FAULTS as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            f"{type(processor).__name__} cannot read the question: {reason}"
+        ) from error
+    back = torch.tensor(order).argsort()
+    moved = {name: found[name][back] for name in PER_TOKEN if name in found}
+    return {name: v for name, v in (found | moved).items() if name not in NOT_ASKED}
+
+
+def places_pictures(processor: Any) -> bool:
+    """Whether ``processor`` puts the placeholders of pictures into texts that hold none."""
+    if processor not in _places:
+        picture = Image.new("RGB", (PROBE, PROBE))
+        try:
+            with _quiet(processor):
+                processor(text=["a"], images=[[picture]])
+            _places[processor] = True
+        except FAULTS:
+            _places[processor] = False
+    return _places[processor]
+
+
+@contextmanager
+def _quiet(processor: Any) -> Iterator[None]:
+    """Without the advice of a ``processor`` that puts placeholders itself to put them."""
+
+    def other(record: logging.LogRecord) -> bool:
+        return "passing both `text` and `images`" not in record.getMessage()
+
+    logger = logging.getLogger(type(processor).__module__)
+    logger.addFilter(other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(other)
+
+
+def _shown(
+    processor: Any, pictures: Sequence[Sequence[Image.Image]], videos: Sequence[Sequence[Video]]
+) -> dict[str, Any]:
+    """The arguments for pictures and videos."""
+    given: dict[str, Any] = {}
+    if any(pictures):
+        given["images"] = [list(shown) for shown in pictures]
+    if any(videos):
+        read = [video.frames(processor.video_processor) for video in chain.from_iterable(videos)]
+        given["videos"] = [frames for frames, _ in read]
+        given["video_metadata"] = [metadata for _, metadata in read]
+        given["do_sample_frames"] = False
+    return given
+
+
+def _placeholder(processor: Any, kind: str) -> str | None:
+    token = getattr(processor, f"{kind}_token", None)
+    return None if token is None else str(token)
+
+
+def _template(processor: Any) -> Any:
+    """The chat template, which older folders keep with the tokenizer."""
+    own = getattr(processor, "chat_template", None)
+    return own or getattr(processor.tokenizer, "chat_template", None)
+
+
+def _rendered(
+    processor: Any,
+    template: Any,
+    text: str,
+    before: str,
+    counts: Mapping[str, int],
+    tokens: Mapping[str, str | None],
+) -> str:
+    """``text`` in the chat template: parts of a message, or for templates of plain text a text with
+    the placeholders ``before`` it.
+    """
+    parts = [{"type": kind} for kind, n in counts.items() for _ in range(n)]
+    given = {} if getattr(processor, "chat_template", None) else {"chat_template": template}
+    reason = "other numbers of placeholders"
+    for content in ([*parts, {"type": "text", "text": text}], before + text):
+        message = [{"role": "user", "content": content}]
+        try:
+            found = str(
+                processor.apply_chat_template(
+                    message, add_generation_prompt=True, tokenize=False, **given
+                )
+            )
+        except (TemplateError, *FAULTS) as error:
+            reason = str(error)
+            continue
+        fits = all(found.count(t) == counts[kind] for kind, t in tokens.items() if t)
+        if fits and text.strip() in found:
+            return found
+    raise ValueError(
+        f"the chat template of this {type(processor).__name__} must hold the question and one "
+        f"placeholder for each picture and video, got {reason}; pass chat=False for a raw prompt"
+    )
