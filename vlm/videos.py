@@ -33,6 +33,8 @@ VideoSource = str | Path | np.ndarray | Tensor | Sequence[Image.Image]
 Choice = Callable[[VideoMetadata], Sequence[int]]  # of frames, by number
 Frames = tuple[np.ndarray, VideoMetadata]  # [F, H, W, 3] of bytes, and what they are of
 MOST_PIXELS = 500_000_000  # of all frames shown: more take over 1.5 GB before they are scaled down
+SAMPLING = ("num_frames", "fps", "do_sample_frames")  # what says that a processor samples
+FPS = 24.0  # what transformers takes frames of unknown speed for
 READERS = {  # of files, by the name that transformers gives them
     "torchcodec": is_torchcodec_available,
     "pyav": is_av_available,
@@ -108,8 +110,12 @@ def _all(metadata: VideoMetadata) -> Sequence[int]:
 
 
 def _sampled(sampler: Any, metadata: VideoMetadata) -> Sequence[int]:
-    """The frames that a processor takes of a video; all of one that is too short for it."""
+    """The frames that a processor takes of a video: all where it names no numbers, and all of one
+    that is too short for it.
+    """
     options = {name: getattr(sampler, name, None) for name in sampler.valid_kwargs.__annotations__}
+    if not any(options.get(name) for name in SAMPLING):
+        return _all(metadata)
     try:
         found = sampler.sample_frames(metadata=metadata, **options)
     except ValueError:
@@ -118,9 +124,9 @@ def _sampled(sampler: Any, metadata: VideoMetadata) -> Sequence[int]:
 
 
 def _of_frames(name: str, frames: np.ndarray) -> Video:
-    """The ``frames`` [F, H, W, 3] themselves, which nobody knows the seconds of."""
+    """The ``frames`` [F, H, W, 3] themselves; nobody knows their seconds."""
     count, height, width, _ = frames.shape
-    metadata = VideoMetadata(count, width=width, height=height)
+    metadata = VideoMetadata(count, FPS, width, height, count / FPS)
 
     def read(choose: Choice) -> Frames:
         return _picked(frames, metadata, list(choose(metadata)))

@@ -24,6 +24,7 @@ from specmm.vlm.videos import Video
 
 FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 NOT_ASKED = ("labels",)  # what a processor adds for training
+ONE = {"image": 1, "video": 0}
 PROBE = 32  # pixels a side of the picture that tells who puts placeholders
 
 _places: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # whether a processor puts them itself
@@ -41,12 +42,11 @@ def prompt(processor: Any, text: str, counts: Mapping[str, int], chat: bool) -> 
             "give frames as pictures"
         )
     tokens = {kind: _placeholder(processor, kind) for kind in counts}
-    before = "".join((tokens[kind] or "") * n for kind, n in counts.items())
     template = _template(processor)
     placed = template is None and places_pictures(processor)
     if not chat:
         _check_raw(text, counts, tokens)
-        return text.removeprefix(before) if placed else text
+        return text.removeprefix(_plain(processor, "", counts)) if placed else text
     for token in filter(None, tokens.values()):
         if token in text:
             raise ValueError(
@@ -54,8 +54,8 @@ def prompt(processor: Any, text: str, counts: Mapping[str, int], chat: bool) -> 
                 f"it), got {text.count(token)}; leave it out or pass chat=False for a raw prompt"
             )
     if template is None:
-        return text if placed else f"{before}\n{text}\n"
-    return _rendered(processor, template, text, before, counts, tokens)
+        return text if placed else _plain(processor, f"\n{text}\n", counts)
+    return _rendered(processor, text, counts)
 
 
 def _check_raw(text: str, counts: Mapping[str, int], tokens: Mapping[str, str | None]) -> None:
@@ -135,6 +135,12 @@ def _shown(
     """The arguments for pictures and videos."""
     given: dict[str, Any] = {}
     if any(pictures):
+        each = {len(shown) for shown in pictures}
+        if _placeholder(processor, "image") is None and each != {1}:
+            raise ValueError(
+                f"{type(processor).__name__} takes one picture for each question, got "
+                f"{min(each)} to {max(each)}; ask the questions apart"
+            )
         given["images"] = [list(shown) for shown in pictures]
     if any(videos):
         read = [video.frames(processor.video_processor) for video in chain.from_iterable(videos)]
@@ -155,35 +161,48 @@ def _template(processor: Any) -> Any:
     return own or getattr(processor.tokenizer, "chat_template", None)
 
 
-def _rendered(
-    processor: Any,
-    template: Any,
-    text: str,
-    before: str,
-    counts: Mapping[str, int],
-    tokens: Mapping[str, str | None],
-) -> str:
-    """``text`` in the chat template: parts of a message, or for templates of plain text a text with
-    the placeholders ``before`` it.
+def _rendered(processor: Any, text: str, counts: Mapping[str, int]) -> str:
+    """``text`` in the chat template: as parts of a message, or for templates of plain text with
+    placeholders before it.
+
+    What a template takes is seen by a question about one picture.
     """
-    parts = [{"type": kind} for kind, n in counts.items() for _ in range(n)]
-    given = {} if getattr(processor, "chat_template", None) else {"chat_template": template}
     reason = "other numbers of placeholders"
-    for content in ([*parts, {"type": "text", "text": text}], before + text):
-        message = [{"role": "user", "content": content}]
+    for form in (_parts, _plain):
         try:
-            found = str(
-                processor.apply_chat_template(
-                    message, add_generation_prompt=True, tokenize=False, **given
-                )
-            )
+            if _fits(processor, "a", ONE, _templated(processor, form(processor, "a", ONE))):
+                found = _templated(processor, form(processor, text, counts))
+                if _fits(processor, text, counts, found):
+                    return found
         except (TemplateError, *FAULTS) as error:
             reason = str(error)
-            continue
-        fits = all(found.count(t) == counts[kind] for kind, t in tokens.items() if t)
-        if fits and text.strip() in found:
-            return found
     raise ValueError(
         f"the chat template of this {type(processor).__name__} must hold the question and one "
         f"placeholder for each picture and video, got {reason}; pass chat=False for a raw prompt"
     )
+
+
+def _parts(_: Any, text: str, counts: Mapping[str, int]) -> Any:
+    shown = [{"type": kind} for kind, n in counts.items() for _ in range(n)]
+    return [*shown, {"type": "text", "text": text}]
+
+
+def _plain(processor: Any, text: str, counts: Mapping[str, int]) -> str:
+    """``text`` after the placeholders."""
+    return "".join((_placeholder(processor, kind) or "") * n for kind, n in counts.items()) + text
+
+
+def _templated(processor: Any, content: Any) -> str:
+    own = getattr(processor, "chat_template", None)
+    given = {} if own else {"chat_template": _template(processor)}
+    message = [{"role": "user", "content": content}]
+    return str(
+        processor.apply_chat_template(message, add_generation_prompt=True, tokenize=False, **given)
+    )
+
+
+def _fits(processor: Any, text: str, counts: Mapping[str, int], found: str) -> bool:
+    """Whether a prompt holds the question and its placeholders."""
+    tokens = {kind: _placeholder(processor, kind) for kind in counts}
+    shown = all(found.count(token) == counts[kind] for kind, token in tokens.items() if token)
+    return shown and text.strip() in found
