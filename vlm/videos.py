@@ -8,6 +8,7 @@ Shape letters: F frames, H height, W width.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,6 @@ import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
-from transformers.utils import (
-    is_av_available,
-    is_cv2_available,
-    is_decord_available,
-    is_torchcodec_available,
-)
 from transformers.video_utils import VideoMetadata, load_video
 
 from specmm.vlm.pictures import Source, open_image, rgb
@@ -35,12 +30,16 @@ Frames = tuple[np.ndarray, VideoMetadata]  # [F, H, W, 3] of bytes, and what the
 MOST_PIXELS = 500_000_000  # of all frames shown: more take over 1.5 GB before they are scaled down
 SAMPLING = ("num_frames", "fps", "do_sample_frames")  # what says that a processor samples
 FPS = 24.0  # what transformers takes frames of unknown speed for
-READERS = {  # of files, by the name that transformers gives them
-    "torchcodec": is_torchcodec_available,
-    "pyav": is_av_available,
-    "decord": is_decord_available,
-    "opencv": is_cv2_available,
+READERS = {  # packages that read files, by the names that transformers gives them
+    "torchcodec": "torchcodec",
+    "pyav": "av",
+    "decord": "decord",
+    "opencv": "cv2",
 }
+
+
+class _TooLarge(ValueError):
+    """A video whose frames would not fit into memory."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Video:
             found = choose(metadata)
             pixels = len(found) * (metadata.height or 0) * (metadata.width or 0)
             if pixels > MOST_PIXELS:
-                raise ValueError(
+                raise _TooLarge(
                     f"{self.name} must have at most {MOST_PIXELS:,} pixels in the frames that are "
                     f"shown, got {len(found)} frames of {metadata.width} x {metadata.height}; "
                     "shorten it or scale it down"
@@ -83,7 +82,7 @@ def open_video(source: VideoSource) -> Video:
     """
     if isinstance(source, np.ndarray | Tensor):
         return _of_frames("video", _bytes(source))
-    if isinstance(source, list | tuple):
+    if not isinstance(source, str | Path):
         return _of_pictures("video", source)
     path = Path(source)
     if path.is_dir():
@@ -198,20 +197,20 @@ def _read_animation(path: Path, choose: Choice) -> Frames:
 
 def _read_file(path: Path, choose: Choice) -> Frames:
     """Frames of a film, by the first package that is installed here and can read it."""
-    reader = next((name for name, is_there in READERS.items() if is_there()), None)
-    if reader is None:
+    readers = [name for name, package in READERS.items() if importlib.util.find_spec(package)]
+    if not readers:
         raise ValueError(
             f"reading {path} needs a package for videos, run: pip install av (or torchcodec); or "
             "give its frames, as a GIF, a folder or a list of pictures"
         )
-    try:
-        frames, metadata = load_video(str(path), backend=reader, sample_indices_fn=choose)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # each package fails in its own way
-        if isinstance(error, ValueError) and str(path) in str(error):
+    reasons = []
+    for name in readers:
+        try:
+            film: Any = str(path)
+            frames, metadata = load_video(film, backend=name, sample_indices_fn=choose)
+            return np.asarray(frames), metadata
+        except (torch.OutOfMemoryError, _TooLarge):
             raise
-        raise ValueError(
-            f"{path} must be a video, got what {reader} cannot read ({error})"
-        ) from error
-    return np.asarray(frames), metadata
+        except Exception as error:  # each package fails in its own way
+            reasons.append(f"{name}: {' '.join(str(error).split())}")
+    raise ValueError(f"{path} must be a video, got one that cannot be read ({'; '.join(reasons)})")
