@@ -95,6 +95,9 @@ def load_processor(folder: Path) -> Any:
         return build_processor(read_json(folder / "config.json")["language_model"])
     try:
         found = pretrained.load_processor(folder)
+    except ImportError as error:  # some processors need packages of their own
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the processor of {folder} needs a package: {reason}") from error
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{folder} must hold a processor beside the model ({error})") from error
     if not hasattr(found, "tokenizer"):

@@ -1,4 +1,4 @@
-"""Options of generate inside ``custom_generate``, on ten types of model: the tokens of
+"""Options of generate inside ``custom_generate``, on twelve types of model: the tokens of
 generate itself, or a refusal in one sentence.
 """
 
@@ -8,11 +8,14 @@ import functools
 import pytest
 import torch
 import transformers as tf
+from PIL import Image
 from scipy import stats
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import specmm
 from specmm.hf.generate import PathProcessor
+from specmm.vlm.asking import Questions
+from tests.unit.vlm.tiny_vlms import PROCESSORS, random_model
 
 SIZES = dict(
     vocab_size=40,
@@ -37,9 +40,11 @@ TEXTS = {
     "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**SIZES, sliding_window=5)),
 }
 SEEING = ("llava", "qwen2.5-vl", "qwen3-vl", "idefics3", "smolvlm")
+ASKED = ("internvl", "gemma3")  # with processors of their own
 FAST = ("llama", "llava", "qwen2.5-vl")  # the others are slow only in that they are many
 TYPES = [
-    pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in (*TEXTS, *SEEING)
+    pytest.param(name, marks=[] if name in FAST else pytest.mark.slow)
+    for name in (*TEXTS, *SEEING, *ASKED)
 ]
 
 
@@ -68,8 +73,18 @@ def made(request, zoo, texts):
     name = request.param
     if name in SEEING:
         return zoo.model(name), zoo.batch(name, zoo.rows[:2])
+    if name in ASKED:
+        return asked(name)
     ids = torch.tensor([[1, 5, 6, 7, 5, 6], [0, 0, 0, 1, 9, 10]])
     return texts(name), {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+
+def asked(name):
+    model = random_model(name)
+    model.generation_config.eos_token_id = None
+    picture = Image.effect_noise((20, 12), 60).convert("RGB")
+    questions = Questions.of([picture, None], ["what is this", "how many red dog"])
+    return model, questions.inputs(PROCESSORS[name]())
 
 
 class NotTwice(tf.LogitsProcessor):
@@ -94,7 +109,7 @@ EQUAL = {
     "ends, no pad": dict(eos_token_id=ENDS, pad_token_id=None),
     "min_new_tokens": dict(min_new_tokens=7, eos_token_id=ENDS),
     "min_length": dict(min_length=14, eos_token_id=ENDS),
-    "max_length": dict(max_new_tokens=None, max_length=24),
+    "max_length": dict(max_new_tokens=None, max_length=44),
     "suppress": dict(suppress_tokens=[5, 6, 7, 11], begin_suppress_tokens=[30, 31, 32]),
     "bad words": dict(bad_words_ids=[[5], [6, 7]]),
     "ngrams": dict(no_repeat_ngram_size=2),
