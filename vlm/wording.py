@@ -143,11 +143,21 @@ def _shown(
             )
         given["images"] = [list(shown) for shown in pictures]
     if any(videos):
+        if any(pictures) and _names(processor.image_processor) & _names(processor.video_processor):
+            raise ValueError(
+                f"{type(processor).__name__} takes pictures or videos, got both, of which it would "
+                "drop the pictures; ask the questions apart, or give frames as pictures"
+            )
         read = [video.frames(processor.video_processor) for video in chain.from_iterable(videos)]
         given["videos"] = [frames for frames, _ in read]
         given["video_metadata"] = [metadata for _, metadata in read]
         given["do_sample_frames"] = False
     return given
+
+
+def _names(part: Any) -> set[str]:
+    """The inputs that a ``part`` of a processor makes."""
+    return set(getattr(part, "model_input_names", ()))
 
 
 def _placeholder(processor: Any, kind: str) -> str | None:

@@ -304,12 +304,15 @@ class Criteria:
     token of every row.
 
     Rows that end are padded where one of the criteria knows an end token. Where none does, they go
-    on until the last of them ends, as in generate.
+    on until the last of them ends, as in generate. Criteria that are not transformers' own see a
+    row in its place of a batch, since they may keep something by row. Raises ``ValueError`` for one
+    that does not answer row by row.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, input_ids: Tensor) -> None:
         self.criteria = criteria
         self.input_ids = input_ids
+        self.own = all(type(c).__module__.startswith("transformers.") for c in criteria)
         self.together = not any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self.ends: list[int | None] = [None] * len(input_ids)
 
@@ -324,19 +327,36 @@ class Criteria:
         bounds = zip(before.tolist(), after.tolist(), strict=True)
         for row, pair in enumerate(bounds):
             if self.ends[row] is None:
-                self.ends[row] = self._end(torch.cat([self.input_ids[row], tokens[row]]), *pair)
+                ids = torch.cat([self.input_ids[row], tokens[row]])
+                self.ends[row] = self._end(row, ids, *pair)
         ends = [self.width] * len(self.ends) if self.together else self.ends
         counts = torch.tensor([-1 if end is None else end for end in ends], device=after.device)
         done = (counts >= 0) & (counts <= after)
         return torch.where(done, counts.maximum(before), after), done
 
-    def _end(self, ids: Tensor, before: int, after: int) -> int | None:
-        """The first count above ``before``, up to ``after``, at which ``ids`` are done."""
+    def _end(self, row: int, ids: Tensor, before: int, after: int) -> int | None:
+        """The first count above ``before``, up to ``after``, at which a row's ``ids`` are done."""
         width = self.input_ids.shape[1]
+        rows = 1 if self.own else len(self.input_ids)
         for count in range(before + 1, after + 1):
-            if bool(self.criteria(ids[None, : width + count], None)[0]):
+            batch = ids[None, : width + count].expand(rows, -1)
+            if self._done(batch)[row if rows > 1 else 0]:
                 return count
         return None
+
+    def _done(self, batch: Tensor) -> list[bool]:
+        """By row, whether one of the criteria ends a ``batch`` [B, L + T] of sequences."""
+        done = torch.zeros(len(batch), dtype=torch.bool, device=batch.device)
+        for criterion in self.criteria:
+            found = criterion(batch, None)
+            if len(batch) > 1 and not (isinstance(found, Tensor) and found.ndim):
+                raise ValueError(
+                    f"stopping criteria must answer row by row for {len(batch)} rows, got one "
+                    f"{type(found).__name__} for all from {type(criterion).__name__}; return a "
+                    "tensor of bools"
+                )
+            done = done | found
+        return done.tolist()
 
 
 def _joined(input_ids: Tensor, end: Progress, width: int | None, config: GenerationConfig) -> Any:

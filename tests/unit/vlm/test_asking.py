@@ -173,6 +173,15 @@ def test_a_raw_prompt_may_hold_a_video():
     assert ids(made, None, raw, videos=[PICTURE, PICTURE], chat=False) == asked
 
 
+def test_pictures_that_videos_would_replace_are_refused():
+    """SmolVLM's videos have the names of its pictures, and the last ones count."""
+    made = PROCESSORS["qwen2-vl"]()
+    made.video_processor.model_input_names = made.image_processor.model_input_names
+    assert ids(made, None, "what is", videos=[PICTURE, PICTURE])
+    with pytest.raises(ValueError, match="Qwen2VLProcessor takes pictures or videos, got both"):
+        ids(made, [PICTURE, None], ["what", "where"], videos=[None, [PICTURE, PICTURE]])
+
+
 def test_numbers_of_videos_must_match():
     with pytest.raises(ValueError, match="videos must be a list with an entry for each of the 2"):
         Questions.of(None, ["what", "where"], videos=[PICTURE])

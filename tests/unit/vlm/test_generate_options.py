@@ -157,6 +157,45 @@ def test_greedy_tokens_are_those_of_generate(made, options):
     assert torch.equal(sequences(made, options | {"custom_generate": fn}), wanted)
 
 
+class Counted(StoppingCriteria):
+    """Ends row i after 3 + i new tokens, as one that keeps each row's number does."""
+
+    def __init__(self, width):
+        self.most = torch.tensor([width + 3, width + 4])
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.shape[1] >= self.most[: len(input_ids)]
+
+
+class OneForAll(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return bool((input_ids[:, -1] % 3 == 0).any())
+
+
+def test_criteria_may_keep_something_by_row(made):
+    rule = StoppingCriteriaList([Counted(made[1]["input_ids"].shape[1])])
+    options = dict(stopping_criteria=rule, eos_token_id=[7])
+    wanted = sequences(made, options)
+    ours = sequences(made, options | {"custom_generate": specmm.custom_generate()})
+    assert torch.equal(ours, wanted) and wanted.shape[1] <= made[1]["input_ids"].shape[1] + 4
+
+
+def test_a_criterion_that_answers_for_all_rows_at_once_is_refused(made):
+    options = dict(stopping_criteria=StoppingCriteriaList([OneForAll()]))
+    fn = specmm.custom_generate()
+    with pytest.raises(ValueError, match=r"row by row for 2 rows, got one bool .* OneForAll"):
+        sequences(made, options | {"custom_generate": fn})
+
+
+def test_one_row_may_be_told_by_a_bool(texts, prompt):
+    made = (texts("llama"), {"input_ids": prompt})
+    options = dict(stopping_criteria=StoppingCriteriaList([OneForAll()]))
+    wanted = sequences(made, options)
+    assert wanted.shape[1] < 16
+    fn = specmm.custom_generate()
+    assert torch.equal(sequences(made, options | {"custom_generate": fn}), wanted)
+
+
 def test_the_model_s_own_settings_hold(made):
     """What a model's generation_config says, as released ones do, without a word at the call."""
     model, inputs = made

@@ -143,6 +143,13 @@ PROCESSORS = {
         patch_size=4,
         image_token="[IMG]",
     ),
+    "aya-vision": lambda: of(
+        "AyaVision",
+        tf.GotOcr2ImageProcessor(size=square(16)),
+        patch_size=4,
+        img_size=16,
+        downsample_factor=2,
+    ),
     "cohere2-vision": lambda: of(
         "Cohere2Vision", tf.Cohere2VisionImageProcessor(size=square(16), patch_size=4)
     ),
