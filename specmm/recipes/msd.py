@@ -56,8 +56,8 @@ def msd(
     options: dict[str, Any] = dict(
         batch=batch, lr=lr, noise=noise, probs_weight=probs_weight, passes=passes, seed=seed
     )
-    options |= dict(config=msd_config(target, **sizes), ramp=ramp)
     opened = data(target, processor)
+    options |= dict(config=msd_config(target, **sizes), ramp=ramp, read=opened.read)
     head = train_msd(target, opened.draw, writable(out), steps=steps, **options)
     head.acceptance = _acceptance(target, head, processor, opened.questions(scenes))
     save_msd(head, result, dtype=torch.bfloat16, embeddings=False)
