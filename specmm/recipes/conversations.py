@@ -20,10 +20,14 @@ from typing import Any
 from torch import Tensor
 
 from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
 from specmm.recipes.training.msd import Read, answered, collate
 from specmm.vlm.asking import Pictures, Questions
+from specmm.vlm.pipeline import VQAPipeline
 
 HELD_OUT = 10  # one line with a picture of so many is not trained on
+QUESTION = "Question"  # words of a talk that shows what the template puts after an answer
+ANSWER = "Answer"
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Line:
     images: Pictures = None
 
 
-def conversations(place: str, target: Any, processor: Any) -> Conversations:
+def conversations(place: str, target: VLMTarget, processor: Any) -> Conversations:
     """Those in the file ``place``. Without a line of the wanted sort (with a picture or none) the
     other is drawn.
 
@@ -69,17 +73,39 @@ def conversations(place: str, target: Any, processor: Any) -> Conversations:
     def questions(count: int) -> Questions:
         return _asked(held_out[:count])
 
-    return Conversations(draw, questions, partial(read_lines, processor))
+    return Conversations(draw, questions, reader(processor, target))
 
 
-def read_lines(processor: Any, lines: Sequence[Line]) -> tuple[VLMPrompt, Tensor]:
+def reader(processor: Any, target: VLMTarget) -> Read:
+    """What makes batches of lines for ``target``."""
+    ends = VQAPipeline(target.model, processor).ends()
+    return partial(read_lines, processor, answer_end(processor, ends))
+
+
+def read_lines(processor: Any, end: int, lines: Sequence[Line]) -> tuple[VLMPrompt, Tensor]:
     """``lines`` as the model reads them: questions in the chat template with all that goes with
-    their pictures, then each answer and its end; and which tokens are answers' [B, L].
+    their pictures, then each answer and its ``end``; and which tokens are answers' [B, L].
     """
     words = processor.tokenizer
     answers = [words.encode(line.answer, add_special_tokens=False) for line in lines]
     prompt = VLMPrompt(_asked(lines).inputs(processor), 1)
-    return answered(prompt, [[*answer, words.eos_token_id] for answer in answers])
+    return answered(prompt, [[*answer, end] for answer in answers])
+
+
+def answer_end(processor: Any, ends: Sequence[int]) -> int:
+    """The token that ends an answer: the first of ``ends`` after one in the chat template.
+
+    Where there is none it is the tokenizer's end of sequence.
+    """
+    words = processor.tokenizer
+    after: list[int] = []
+    if getattr(processor, "chat_template", None):
+        talk = zip(("user", "assistant"), (QUESTION, ANSWER), strict=True)
+        said = [{"role": r, "content": [{"type": "text", "text": text}]} for r, text in talk]
+        text = str(processor.apply_chat_template(said, tokenize=False))
+        after = words.encode(text.rpartition(ANSWER)[2], add_special_tokens=False)
+    found = [token for token in (*after, words.eos_token_id) if token in ends]
+    return int(found[0] if found else words.eos_token_id)
 
 
 def _asked(lines: Sequence[Line]) -> Questions:

@@ -20,6 +20,7 @@ from specmm.recipes.training.msd import msd_config, train_msd
 from specmm.vlm.loading import load_model, load_processor
 from specmm.vlm.msd import measure_acceptance
 from specmm.vlm.msd_head import save_msd
+from specmm.vlm.pipeline import VQAPipeline
 
 LONGEST = 80  # tokens of an answer that acceptance is measured on
 
@@ -68,11 +69,12 @@ def _acceptance(target: Any, head: Any, processor: Any, asked: Any) -> Any:
     """By temperature, what is accepted of the answers to held-out questions: what method auto plans
     with.
     """
-    inputs, end = asked.inputs(processor), processor.tokenizer.eos_token_id
+    inputs = asked.inputs(processor)
+    ends = VQAPipeline(target.model, processor).ends()
     found = {}
     for temperature in (0.0, 1.0):
         judge = VLMTarget(target.model, Processor(temperature), target.name)
         found[temperature] = measure_acceptance(
-            judge, head, [VLMPrompt(inputs, LONGEST, asked)], [end]
+            judge, head, [VLMPrompt(inputs, LONGEST, asked)], ends
         )
     return found

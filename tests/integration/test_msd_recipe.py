@@ -18,9 +18,11 @@ from recipes.scenes.questions import Turn
 from recipes.scenes.sprites import Sprite, Sprites
 from recipes.scenes.stream import World
 from specmm import VQAPipeline, zoo
-from specmm.recipes.conversations import Line, conversations, read_lines
+from specmm.hf.target import VLMTarget
+from specmm.processors import Processor
+from specmm.recipes.conversations import Line, answer_end, conversations, read_lines
 from specmm.recipes.recipe import train
-from specmm.vlm.loading import load_processor
+from specmm.vlm.loading import load_model, load_processor
 from specmm.vlm.msd_head import ACCEPTANCE, read_acceptance
 
 LLAVA = zoo.POCKET / "llava"
@@ -42,8 +44,9 @@ def lines(tmp_path_factory):
 def test_a_line_is_what_the_models_own_training_made_of_it(lines):
     processor, file = load_processor(LLAVA), lines.parent / "a.png"
     encoder = Encoder(processor.tokenizer, 64)
+    end = answer_end(processor, [processor.tokenizer.eos_token_id])
     for image in (str(file), None):
-        prompt, answers = read_lines(processor, [Line("Is it a star?", "yes", image)])
+        prompt, answers = read_lines(processor, end, [Line("Is it a star?", "yes", image)])
         pixels = np.asarray(Image.open(image)) if image else None
         wanted = encoder.chat([Turn("Is it a star?", "yes", "is there")], pixels)
         assert prompt.input_ids[0].tolist() == wanted.input_ids.tolist()
@@ -54,8 +57,8 @@ def test_a_line_is_what_the_models_own_training_made_of_it(lines):
 
 
 def test_held_out_lines_are_not_learnt(lines):
-    processor = load_processor(LLAVA)
-    found = conversations(str(lines), None, processor)
+    processor, target = load_processor(LLAVA), VLMTarget(load_model(LLAVA), Processor())
+    found = conversations(str(lines), target, processor)
     asked = found.questions(5).texts
     random = Random(0)
     shown = [found.draw(random, i % 2 == 0) for i in range(80)]
