@@ -82,10 +82,8 @@ def test_greedy_answers_are_those_of_generate(pipe, asked, wanted, options):
 
 def test_the_recipe_learns(trained):
     curve = (trained / "run" / "loss.csv").read_text().splitlines()
-    first, last = (
-        dict(zip(curve[0].split(","), row.split(","), strict=True)) for row in curve[1::2]
-    )
-    assert float(last["loss"]) < 0.9 * float(first["loss"])
+    losses = [float(row.split(",")[1]) for row in curve[1:]]
+    assert losses[-1] < 0.9 * losses[0]
 
 
 def own_states(pipe, line, end):
