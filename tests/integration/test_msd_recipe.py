@@ -117,3 +117,24 @@ def test_lines_that_are_none(text, message, tmp_path):
     file.write_text(text)
     with pytest.raises(ValueError, match=message):
         conversations(str(file), None, None)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"question": "is it?", "answer": "a", "image": 3}, "lines.jsonl:2 must hold question and"),
+        ({"question": "is it?", "answer": "a"}, "two or more lines with an image, got 1"),
+        ({"question": " ", "answer": "a", "image": "a.png"}, "question must not be empty"),
+        ({"question": "is it?", "answer": "a", "image": "lines.jsonl"}, "must be a picture, got"),
+        ({"question": "it?" * 999, "answer": "a", "image": "a.png"}, "must fit the 1024 positions"),
+    ],
+)
+def test_lines_that_cannot_train_are_named(lines, line, message, tmp_path):
+    model = shutil.copytree(LLAVA, tmp_path / "model", ignore=shutil.ignore_patterns("drafters"))
+    shutil.copy(lines.parent / "a.png", tmp_path)
+    rows = [dict(question="is it?", answer="yes", image="a.png"), line]
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = dict(steps=1, batch=2, width=32, scenes=1, ramp=1, out=tmp_path / "run")
+    with pytest.raises(ValueError, match=message) as error:
+        train("msd", model=model, data=tmp_path / "lines.jsonl", **options)
+    assert "\n" not in str(error.value)

@@ -2,19 +2,35 @@
 is what the model's own processor makes, and greedy answers stay those of ``generate``.
 """
 
+import dataclasses
 import json
+import shutil
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from recipes import data
+from recipes.scenes.kinds import KINDS
+from recipes.scenes.sprites import Sprite, Sprites
+from recipes.scenes.stream import World
 from specmm import VQAPipeline
+from specmm.decode import decode
+from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
-from specmm.recipes.conversations import Line, reader
+from specmm.randomness import Uniforms
+from specmm.recipes.conversations import Line, answer_end, read_lines, reader
 from specmm.recipes.recipe import train
 from specmm.recipes.training.msd import read_slots
+from specmm.shape.trees import spine
+from specmm.tree import DraftTree
+from specmm.verify import Recursive
 from specmm.vlm.asking import Questions
+from specmm.vlm.loading import load_model
+from specmm.vlm.msd import MSDDrafter
+from specmm.vlm.msd_head import MSDHead, load_for, save_msd
 from tests.integration.vlm_models import END, save
 
 LENGTH = 20
@@ -43,7 +59,7 @@ def lines(pictures):
     return pictures / "lines.jsonl"
 
 
-@pytest.fixture(scope="module", params=["qwen2.5-vl"])
+@pytest.fixture(scope="module", params=["qwen2.5-vl", "gemma3", "internvl"])
 def trained(request, lines, tmp_path_factory):
     """Each kind of model with a drafter that the recipe made."""
     folder = save(request.param, tmp_path_factory.mktemp("model"))
@@ -140,3 +156,107 @@ def test_a_loaded_head_reads_tokens_as_the_decoder_does(pipe):
     head = pipe.drafter("msd")
     ids = torch.arange(head.config.vocab_size)
     assert torch.equal(head.embed_tokens(ids), target.embed(ids))
+
+
+def test_an_answer_ends_as_the_template_ends_it(pipe):
+    words = pipe.tokenizer
+    assert answer_end(pipe.processor, [2, END]) == END
+    assert answer_end(pipe.processor, [2]) == words.eos_token_id == 2
+    assert answer_end(pipe.processor, []) == 2
+    prompt, answers = read_lines(pipe.processor, END, [Line("is it?", "yes", None)])
+    assert words.decode(prompt.input_ids[0]) == "<s>user:is it?assistant:yes<unk>"
+    assert words.decode(prompt.input_ids[0][answers[0]]) == "yes<unk>"
+
+
+CELLS = 4  # tokens that the filter leaves at each place
+
+
+def own_pairs(pipe, inputs, temperature):
+    """The joint distribution [V, V] of the first two tokens, by the model's own forward."""
+    size = pipe.model.get_output_embeddings().weight.shape[0]
+
+    def probs(given):
+        with torch.no_grad():
+            logits = pipe.model(**given, use_cache=False).logits[:, -1].double() / temperature
+        kept = logits.topk(CELLS)
+        return torch.zeros_like(logits).scatter_(-1, kept.indices, kept.values.softmax(-1))
+
+    def followed(token):
+        more = {"input_ids": token, "attention_mask": 1}
+        width = inputs["input_ids"].shape[1]
+        return {
+            name: torch.cat([x, torch.full((1, 1), more.get(name, 0))], 1).to(x.dtype)
+            if x.shape == (1, width)
+            else x
+            for name, x in inputs.items()
+        }
+
+    first = probs(inputs)[0]
+    return torch.stack(
+        [p * probs(followed(t))[0] if p > 0 else torch.zeros(size) for t, p in enumerate(first)]
+    )
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["exact", "broken twin"])
+def test_sampling_keeps_the_models_own_distribution(pipe, pictures, broken):
+    """Chi-square of the first two of three tokens after a picture; a twin that says its drafts
+    were drawn uniformly is found out.
+    """
+    runs = 1000
+    question = Questions.of(Image.open(pictures / "wide.png"), "is it red?")
+    alone = question.inputs(pipe.processor)
+    joint = own_pairs(pipe, alone, 1.5).flatten()
+    target = VLMTarget(pipe.model, Processor(1.5, top_k=CELLS))
+    widths = (1, 1) if getattr(target.family, "chains_only", False) else (2, 1)
+    drafter = MSDDrafter(pipe.drafter("msd"), target, spine(widths))
+    if broken:
+        propose = drafter.propose
+        drafter.propose = lambda *args: mistaken(propose(*args))
+    inputs = {name: x.repeat(runs, *[1] * (x.ndim - 1)) for name, x in alone.items()}
+    prompt = VLMPrompt(inputs, 4)
+    uniforms = Uniforms.from_seeds(range(runs))
+    *_, end = decode(target, drafter, Recursive(), prompt, 3, uniforms)
+    cells = end.tokens[:, 0] * target.family.vocabulary + end.tokens[:, 1]
+    counts = torch.bincount(cells, minlength=len(joint)).double()
+    assert float(counts[joint == 0].sum()) == 0
+    often = joint * runs >= 5
+    found, wanted = (torch.cat([x[often], x[~often].sum()[None]]) for x in (counts, joint * runs))
+    statistic = float(((found - wanted) ** 2 / wanted.clamp(min=1e-9)).sum())
+    freedom = int(often.sum())
+    assert (statistic > freedom + 5 * (2 * freedom) ** 0.5) == broken
+
+
+def mistaken(tree):
+    return DraftTree(tree.tokens, tree.shape, torch.full_like(tree.probs, 1 / CELLS))
+
+
+def test_scenes_train_any_model(trained, tmp_path, monkeypatch):
+    """The pocket models' recipe: a model that did not learn scenes reads them through its own
+    processor.
+    """
+    square = np.full((64, 64, 4), 255, np.uint8)
+    sprites = Sprites(
+        tuple(Sprite(k.name, colour, square) for k in KINDS for colour in k.icons.values())
+    )
+    monkeypatch.setattr(data, "load_world", lambda folder, split: World(sprites, ()))
+    skip = shutil.ignore_patterns("drafters", "run")
+    model = shutil.copytree(trained, tmp_path / "model", ignore=skip)
+    options = SETTINGS | dict(steps=2, batch=2, scenes=1, out=tmp_path / "run")
+    train("scenes-msd", model=model, data=tmp_path, **options)
+    assert load_for(model / "drafters" / "msd", load_model(model, torch.float32), "msd").acceptance
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "drafter must be of this target"),
+        ({"hidden_size": 24}, "drafter must have the target's embeddings"),
+        ({"vocab_size": 50}, "drafter must have the target's embeddings"),
+    ],
+)
+def test_heads_of_other_targets_are_refused(pipe, changes, message, tmp_path):
+    config = dataclasses.replace(pipe.drafter("msd").config, **changes)
+    save_msd(MSDHead(config), tmp_path, embeddings=False)
+    with pytest.raises(ValueError, match=message) as error:
+        load_for(tmp_path, pipe.model, "msd")
+    assert "\n" not in str(error.value)
