@@ -259,9 +259,10 @@ def load_msd(
     """The head in the folder ``path``, in evaluation mode, in ``dtype`` or that of ``embeddings``.
 
     ``embeddings`` [V, C] are the target's as its decoder reads them (``drafted_embeddings``);
-    drafters of other sizes or of another target's embeddings are refused. Where the target is padded with further rows (as llava-hf's conversions
-    are), the head gets them, too. Raises ``ValueError`` naming missing, extra, misshapen or
-    non-finite weights, and for a config without the sizes.
+    drafters of other sizes or of another target's embeddings are refused. Where the target is
+    padded with further rows (as llava-hf's conversions are), the head gets them, too. Raises
+    ``ValueError`` naming missing, extra, misshapen or non-finite weights, and for a config without
+    the sizes.
     """
     file = weights_file(path).with_name("config.json")
     facts = read_json(file)
