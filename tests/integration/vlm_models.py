@@ -160,6 +160,7 @@ def save(name, folder, seed=0, std=0.25):
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, std, generator=generator)
+        model.get_output_embeddings().weight[: len(MARKS)] = 0  # answers hold few marks
     model.generation_config.eos_token_id = [2, END]
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder)
