@@ -22,6 +22,7 @@ from transformers import (
     StopStringCriteria,
     SynthIDTextWatermarkLogitsProcessor,
 )
+from transformers.cache_utils import DummyLayer
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
@@ -220,7 +221,8 @@ def _check(
 
 def _filled(cache: Any) -> int:
     """Tokens that a caller's ``cache`` holds; 1 where its layers do not count them."""
-    layers = [x for x in getattr(cache, "layers", ()) if getattr(x, "is_initialized", False)]
+    kept = (x for x in getattr(cache, "layers", ()) if not isinstance(x, DummyLayer))
+    layers = [layer for layer in kept if getattr(layer, "is_initialized", False)]
     counts = [layer.get_seq_length() if hasattr(layer, "get_seq_length") else 1 for layer in layers]
     return max((int(count) for count in counts), default=0)
 
