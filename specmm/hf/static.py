@@ -35,7 +35,7 @@ class StaticVLMTarget(DeferredStop, VLMTarget):
         self, model: PreTrainedModel, processor: ProbsProcessor, name: str = "text"
     ) -> None:
         super().__init__(model, processor, name)
-        if self.family.turning_point is not None or self.family.partial:
+        if self.family.turning_point is not None or self.family.partial or self.family.chains_only:
             raise ValueError(
                 f"compiled=True needs full attention and one set of positions, {name} has others"
             )
