@@ -154,9 +154,21 @@ class Family:
     @cached_property
     def kinds(self) -> set[str]:
         """The kinds of attention layers: full, sliding (a window) or chunked, or several."""
+        if self.chains_only:
+            return set(filter(None, self._attention_of.values()))
         window = getattr(self.config, "sliding_window", None)
         types = getattr(self.config, "layer_types", None)
         return set(types or [SLIDING if window else FULL])
+
+    @cached_property
+    def _attention_of(self) -> dict[str, str]:
+        """Where layers have states: the kind of attention of each kind of layer, "" for none."""
+        types = getattr(self.config, "layer_types", None) or [FULL] * len(self.cache_kinds)
+        kinds = zip(types, self.cache_kinds, self.layer_sizes, strict=True)
+        return {
+            name: (SLIDING if kind.is_sliding else FULL) if size else ""
+            for name, kind, size in kinds
+        }
 
     @cached_property
     def window(self) -> int:
@@ -291,9 +303,9 @@ class Family:
         if self.chunk:
             far = queries // self.chunk != keys // self.chunk
             masks[CHUNKED] = bias.masked_fill(far, float("-inf"))
-        if len(self.kinds) == 1:
-            return masks[next(iter(self.kinds))]
-        return dict.fromkeys(self.kinds) | masks  # none for states
+        if self.chains_only:
+            return masks | {name: masks.get(kind) for name, kind in self._attention_of.items()}
+        return masks[next(iter(self.kinds))] if len(self.kinds) == 1 else masks
 
     def positions(self, prompt: VLMPrompt) -> tuple[dict[str, Tensor], Tensor]:
         """What the prefill is given of positions, and what is added to those after it [B].

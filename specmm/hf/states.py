@@ -36,7 +36,9 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from specmm.cache import branched
 
-MOST = 64  # tokens of one call of a mixer: kernels take chunks of 64 or more at a time
+# Tokens of one call of a mixer. To give it those kept once more costs less than a call for them
+# alone, until they are many; kernels take chunks of 64 or more at a time anyway.
+MOST = 32
 SCALES = (1.0, 16.0, -16.0)  # of the tokens that a mixer is asked with: bounds must show
 CLOSE = 1e-3  # of the largest number
 
@@ -242,11 +244,31 @@ class States:
         self._record(True)
         handles = [handle for mixer in self.mixers for handle in self._hook(mixer, past)]
         try:
-            yield
+            with self._short_chunks():
+                yield
         finally:
             self._record(False)
             for handle in handles:
                 handle.remove()
+
+    @contextmanager
+    def _short_chunks(self) -> Iterator[None]:
+        """While few tokens run: PyTorch's versions of Mamba 2's kernels pad them to a chunk of up
+        to 256, whose work grows with its square. Which chunks a text is cut in changes nothing.
+        """
+        modules = [mixer.module for mixer in self.mixers if mixer.way == "chunk"]
+        sizes = {module: getattr(module, "chunk_size", 0) for module in modules}
+        long = {module: size for module, size in sizes.items() if size > MOST}
+        if not long or self._read(self.mixers[0].slots)[0].device.type != "cpu":
+            yield
+            return
+        for module in long:
+            setattr(module, "chunk_size", MOST)  # noqa: B010
+        try:
+            yield
+        finally:
+            for module, size in long.items():
+                setattr(module, "chunk_size", size)  # noqa: B010
 
     def _hook(self, mixer: Mixer, past: TransformersCache) -> list[Any]:
         ways = {"chunk": (self._joined, self._new_only), "steps": (self._first_steps, self._last)}
@@ -381,11 +403,12 @@ class States:
     def settle(self) -> None:
         """Bring the committed states to the last token kept, rows of one count at a time."""
         groups = sorted({count for count in self.counts if count})
-        for count in groups:
-            which = [row for row, n in enumerate(self.counts) if n == count]
-            for mixer in self.mixers:
-                if mixer.way == "chunk":
-                    self._replay(mixer, which, count)
+        with self._short_chunks():
+            for count in groups:
+                which = [row for row, n in enumerate(self.counts) if n == count]
+                for mixer in self.mixers:
+                    if mixer.way == "chunk":
+                        self._replay(mixer, which, count)
         self.counts = [0] * self.rows
 
     def _replay(self, mixer: Mixer, which: list[int], count: int) -> None:

@@ -67,7 +67,7 @@ SSM = dict(
     mamba_n_groups=1,
     mamba_d_state=8,
     mamba_expand=2,
-    mamba_chunk_size=16,
+    mamba_chunk_size=64,
 )
 STATES_ONLY = dict(
     vocab_size=VOCABULARY,
@@ -102,7 +102,7 @@ CONFIGS = {
         mamba_head_dim=8,
         n_groups=1,
         ssm_state_size=8,
-        chunk_size=16,
+        chunk_size=64,
         n_routed_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=16,
@@ -128,14 +128,14 @@ CONFIGS = {
         mamba_headdim=8,
         n_mamba_heads=8,
         mamba_ngroups=1,
-        chunk_size=16,
+        chunk_size=64,
         layers_block_type=["linear_attention", "hybrid"] * 2,
         num_mem_blocks=1,
         adapter_rank=4,
         use_mamba_kernels=False,
     ),
     "mamba2": lambda: tf.Mamba2Config(
-        **STATES_ONLY, num_heads=8, head_dim=8, n_groups=1, chunk_size=16
+        **STATES_ONLY, num_heads=8, head_dim=8, n_groups=1, chunk_size=64
     ),
     "mamba": lambda: tf.MambaConfig(**STATES_ONLY),
     "falcon_mamba": lambda: tf.FalconMambaConfig(**STATES_ONLY),
