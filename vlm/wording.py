@@ -9,8 +9,8 @@ Shape letters: B batch, L positions.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,6 +27,9 @@ NOT_ASKED = ("labels",)  # what a processor adds for training
 ONE = {"image": 1, "video": 0}
 PROBE = 32  # pixels a side of the picture that tells who puts placeholders
 
+Form = Callable[[Any, str, Mapping[str, int]], Any]  # a message's content
+
+_forms: WeakKeyDictionary[Any, tuple[Any, Form]] = WeakKeyDictionary()  # by processor, template
 _places: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # whether a processor puts them itself
 
 
@@ -172,24 +175,34 @@ def _template(processor: Any) -> Any:
 
 
 def _rendered(processor: Any, text: str, counts: Mapping[str, int]) -> str:
-    """``text`` in the chat template: as parts of a message, or for templates of plain text with
-    placeholders before it.
-
-    What a template takes is seen by a question about one picture.
-    """
+    """``text`` in the chat template, which is asked once what it takes."""
     reason = "other numbers of placeholders"
-    for form in (_parts, _plain):
-        try:
-            if _fits(processor, "a", ONE, _templated(processor, form(processor, "a", ONE))):
-                found = _templated(processor, form(processor, text, counts))
-                if _fits(processor, text, counts, found):
-                    return found
-        except (TemplateError, *FAULTS) as error:
-            reason = str(error)
+    try:
+        found = _templated(processor, _form(processor)(processor, text, counts))
+        if _fits(processor, text, counts, found):
+            return found
+    except (TemplateError, *FAULTS) as error:
+        reason = str(error)
     raise ValueError(
         f"the chat template of this {type(processor).__name__} must hold the question and one "
         f"placeholder for each picture and video, got {reason}; pass chat=False for a raw prompt"
     )
+
+
+def _form(processor: Any) -> Form:
+    """What the chat template takes as a message's content: parts, or plain text with placeholders
+    before it. Which is seen by a question about one picture.
+    """
+    template = _template(processor)
+    known = _forms.get(processor)
+    if known is not None and known[0] == template:
+        return known[1]
+    form: Form = _plain
+    with suppress(TemplateError, *FAULTS):
+        if _fits(processor, "a", ONE, _templated(processor, _parts(processor, "a", ONE))):
+            form = _parts
+    _forms[processor] = template, form
+    return form
 
 
 def _parts(_: Any, text: str, counts: Mapping[str, int]) -> Any:
@@ -215,4 +228,4 @@ def _fits(processor: Any, text: str, counts: Mapping[str, int], found: str) -> b
     """Whether a prompt holds the question and its placeholders."""
     tokens = {kind: _placeholder(processor, kind) for kind in counts}
     shown = all(found.count(token) == counts[kind] for kind, token in tokens.items() if token)
-    return shown and text.strip() in found
+    return shown and "".join(text.split()) in "".join(found.split())  # templates trim

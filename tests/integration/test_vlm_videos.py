@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import specmm
 from specmm.cli import app
+from specmm.hf.drafters.small_model import SmallModel
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<|image_pad|>", "<|video_pad|>", "<v>", "</v>"]
 TALK = "what is this where how many colour red blue green a the one two three dog cat box"
@@ -46,7 +47,7 @@ def processor():
     return tf.Qwen2_5_VLProcessor(pictures, made, films, chat_template=TEMPLATE)
 
 
-def model():
+def model(seed=0):
     config = tf.Qwen2_5_VLConfig(
         vision_config=dict(
             patch_size=4,
@@ -77,9 +78,9 @@ def model():
         vision_start_token_id=6,
         vision_end_token_id=7,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     made = tf.Qwen2_5_VLForConditionalGeneration(config).eval()
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.ndim > 1:
@@ -209,6 +210,34 @@ def test_a_job_of_pictures_and_videos(folder, pipe, frames, gif, tmp_path):
         "text": pipe(None, "how many", max_new_tokens=6),
     }
     assert said == {name: out.answers[0] for name, out in wanted.items()}
+
+
+@pytest.mark.parametrize("method", ["vlm-draft", "text-draft"])
+def test_small_models_draft_for_questions_about_videos(pipe, frames, method):
+    """One that sees the video, too, and one that reads its placeholders as nothing."""
+    if method == "vlm-draft":
+        drafter = SmallModel(model(1), processor())
+    else:
+        sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+        sizes |= dict(num_attention_heads=4, vocab_size=len(SPECIAL) + len(WORDS))
+        torch.manual_seed(0)
+        drafter = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)).eval()
+    drafted = specmm.VQAPipeline(pipe.model, pipe.processor, method, drafter)
+    asked = [[frames[0]], None, None], ["what is", "how many red dog", "where"]
+    options = dict(videos=[None, frames[1:5], None], max_new_tokens=9)
+    wanted = pipe(*asked, **options)
+    found = drafted(*asked, **options)
+    assert found.method == method and found.answers == wanted.answers
+
+
+def test_a_drafter_that_takes_no_videos_is_named(pipe, frames):
+    blind = tf.LlavaProcessor(
+        tf.CLIPImageProcessor(), processor().tokenizer, patch_size=4, chat_template=TEMPLATE
+    )
+    drafter = SmallModel(model(1), blind)
+    drafted = specmm.VQAPipeline(pipe.model, pipe.processor, "vlm-draft", drafter)
+    with pytest.raises(ValueError, match="must take videos, got a LlavaProcessor"):
+        drafted(None, "what is", videos=frames, max_new_tokens=4)
 
 
 def test_a_verdict_is_about_pictures(pipe, frames):

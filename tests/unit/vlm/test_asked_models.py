@@ -6,6 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
+from specmm.runs.run import kind_of
 from specmm.vlm.asking import Questions
 from specmm.vlm.pipeline import VQAPipeline
 from tests.unit.vlm.tiny_vlms import CONFIGS, FILMS, PROCESSORS, random_model
@@ -84,3 +85,16 @@ def test_what_is_shown_matters(asked, noise):
     first = generated(pipe, pictures, QUESTIONS, videos)
     other = [noise[4:6], pictures[1], noise[6], pictures[3]]
     assert not torch.equal(generated(pipe, other, QUESTIONS, videos), first)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_folder_is_opened_and_answers_the_same(name, noise, tmp_path):
+    """The model, the processor, its template and its parts come back from their files."""
+    model, processor = random_model(name), PROCESSORS[name]()
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    assert kind_of(str(tmp_path)) == "questions"
+    opened = VQAPipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
+    options = dict(max_new_tokens=LENGTH, method="prompt-lookup")
+    wanted = VQAPipeline(model, processor)(noise[0], QUESTIONS[0], **options)
+    assert torch.equal(opened(noise[0], QUESTIONS[0], **options).tokens[0], wanted.tokens[0])

@@ -116,6 +116,13 @@ def test_a_template_may_be_the_tokenizer_s():
     assert ids(made, PICTURE, "what is") == ids(llava(), PICTURE, "what is")
 
 
+def test_a_template_may_trim_what_is_asked():
+    lines = "{{ c['text'].split() | join(' ') }}"
+    trimmed = template().replace("{{ c['text'] }}", lines)
+    asked = ids(llava(chat_template=trimmed), PICTURE, " what \n\n is ")
+    assert asked == ids(llava(), PICTURE, "what is")
+
+
 def test_without_a_template_placeholders_come_before_the_question():
     text = tokenizer().decode(ids(llava(chat_template=None), PICTURE, "what is")[0])
     assert text.startswith("<image>") and text.endswith("what is")
@@ -126,6 +133,7 @@ def test_without_a_template_placeholders_come_before_the_question():
     [
         "<s>{% for m in messages %}{{ m['content'][-1]['text'] }}{% endfor %}",  # no picture
         "{{ raise_exception('only tools') }}",
+        "<s>{% for m in messages %}{% for c in m['content'] %}<image>{% endfor %}{% endfor %}",
     ],
 )
 def test_a_template_that_shows_no_picture_is_refused(bad):

@@ -42,6 +42,7 @@ TEXTS = {
 SEEING = ("llava", "qwen2.5-vl", "qwen3-vl", "idefics3", "smolvlm")
 ASKED = ("internvl", "gemma3")  # with processors of their own
 FAST = ("llama", "llava", "qwen2.5-vl")  # the others are slow only in that they are many
+PER_ROW = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 TYPES = [
     pytest.param(name, marks=[] if name in FAST else pytest.mark.slow)
     for name in (*TEXTS, *SEEING, *ASKED)
@@ -85,6 +86,11 @@ def asked(name):
     picture = Image.effect_noise((20, 12), 60).convert("RGB")
     questions = Questions.of([picture, None], ["what is this", "how many red dog"])
     return model, questions.inputs(PROCESSORS[name]())
+
+
+def first_row(made):
+    """The model and the row with pictures, which are all of that row's."""
+    return made[0], {k: v[:1] if k in PER_ROW else v for k, v in made[1].items()}
 
 
 class NotTwice(tf.LogitsProcessor):
@@ -196,6 +202,47 @@ def test_one_row_may_be_told_by_a_bool(texts, prompt):
     assert torch.equal(sequences(made, options | {"custom_generate": fn}), wanted)
 
 
+class Heard:
+    """A streamer that writes down what it is told."""
+
+    def __init__(self):
+        self.said = []
+
+    def put(self, value):
+        self.said.append(value.tolist())
+
+    def end(self):
+        self.said.append("end")
+
+
+@pytest.mark.parametrize("method", ["ar", "prompt-lookup"])
+def test_a_streamer_hears_what_generate_tells_it(made, method):
+    """The prompt, token after token, one end."""
+    model, inputs = first_row(made)
+    heard = []
+    for options in ({}, {"custom_generate": specmm.custom_generate(method=method)}):
+        heard.append(Heard())
+        model.generate(**inputs, streamer=heard[-1], max_new_tokens=8, do_sample=False, **options)
+    assert heard[1].said == heard[0].said
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_streamer_hears_one_end_of_what_fails(made, stop):
+    model, inputs = first_row(made)
+    heard, fn = Heard(), specmm.custom_generate()
+    options = dict(guidance_scale=2.0) if stop else dict(num_beams=1, use_mtp=True)
+    with pytest.raises(ValueError, match="must be"):
+        model.generate(
+            **inputs,
+            streamer=heard,
+            max_new_tokens=8,
+            custom_generate=fn,
+            do_sample=False,
+            **options,
+        )
+    assert heard.said.count("end") == 1 and heard.said[-1] == "end"
+
+
 def test_the_model_s_own_settings_hold(made):
     """What a model's generation_config says, as released ones do, without a word at the call."""
     model, inputs = made
@@ -259,7 +306,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("options", "sentence"), REFUSED.values(), ids=REFUSED)
 def test_what_generate_does_otherwise_is_refused(made, options, sentence):
-    one = (made[0], {k: v[:1] if k.endswith(("ids", "mask")) else v for k, v in made[1].items()})
+    one = first_row(made)
     with pytest.raises(ValueError, match=sentence) as error:
         sequences(one, options | {"custom_generate": specmm.custom_generate()})
     assert "\n" not in str(error.value)
