@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from specmm.cache import LayerSize
 from specmm.hardware import prepack
@@ -33,6 +34,7 @@ from specmm.hf.prompt import POSITIONS, VLMPrompt
 from specmm.kernels.tree_attention.interface import NAME as TREES
 
 GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")  # what M-RoPE counts by
+CACHES = ("past_key_values", "cache_params")  # what models call their cache
 LAYERS = ("layers", "h")  # what decoders call their layers
 INNER = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")  # widths of feed-forwards
 PLACEHOLDERS = ("image", "video", "audio")  # of what config names end tokens with
@@ -174,9 +176,29 @@ class Family:
             cache = empty_cache(self.model)
             ids = plain_tokens(self.model.config, 1)[None].to(self.model.device)
             with torch.inference_mode():
-                self.body(input_ids=ids, past_key_values=cache, use_cache=True)
+                self.body(input_ids=ids, use_cache=True, **{self.cache_name: cache})
             _layer_sizes[self.model] = _sizes(cache)
         return _layer_sizes[self.model]
+
+    @cached_property
+    def cache_kinds(self) -> list[Any]:
+        """The layers of the cache that the model's own forward would make."""
+        return empty_cache(self.model).layers
+
+    @cached_property
+    def chains_only(self) -> bool:
+        """Whether drafts must be chains: some layers have a state, which only one path can move."""
+        return any(map(has_states, self.cache_kinds))
+
+    @cached_property
+    def takes(self) -> set[str]:
+        """The names of the decoder's arguments."""
+        return set(inspect.signature(self.decoder.forward).parameters)
+
+    @cached_property
+    def cache_name(self) -> str:
+        """The decoder's argument that is a cache."""
+        return cache_name(self.decoder)
 
     @property
     def room(self) -> int:
@@ -232,6 +254,8 @@ class Family:
         ``bias`` [B, 1, N, S] is that of full attention, ``queries`` [1 or B, N] and ``keys`` [B, S]
         the places of nodes and slots in their texts.
         """
+        if not any(self.layer_sizes):  # states alone
+            return None
         if bias is None or not self.partial:
             return bias
         queries = queries[:, None, :, None]
@@ -243,7 +267,9 @@ class Family:
         if self.chunk:
             far = queries // self.chunk != keys // self.chunk
             masks[CHUNKED] = bias.masked_fill(far, float("-inf"))
-        return masks[next(iter(self.kinds))] if len(self.kinds) == 1 else masks
+        if len(self.kinds) == 1:
+            return masks[next(iter(self.kinds))]
+        return dict.fromkeys(self.kinds) | masks  # none for states
 
     def positions(self, prompt: VLMPrompt) -> tuple[dict[str, Tensor], Tensor]:
         """What the prefill is given of positions, and what is added to those after it [B].
@@ -280,9 +306,9 @@ class Family:
         if takes and rest.get(POSITIONS) is None:
             rest[POSITIONS] = model._prepare_position_ids_for_generation(ids, dict(rest))
         given = model.prepare_inputs_for_generation(
-            ids, is_first_iteration=True, past_key_values=past, use_cache=True, **rest
+            ids, is_first_iteration=True, use_cache=True, **{self.cache_name: past}, **rest
         )
-        dropped = {"logits_to_keep", "past_key_values", "use_cache", "return_dict", "labels"}
+        dropped = {"logits_to_keep", *CACHES, "use_cache", "return_dict", "labels"}
         given = {name: value for name, value in given.items() if name not in dropped}
         if given.get(POSITIONS) is None:
             return given, torch.full_like(ids[:, 0], ids.shape[1])
@@ -294,6 +320,17 @@ class Family:
         are three equal ones for text.
         """
         return positions.expand(3, -1, -1) if self.mrope and positions.ndim == 2 else positions
+
+
+def cache_name(module: nn.Module) -> str:
+    """The argument of ``module`` that is a cache."""
+    takes = inspect.signature(module.forward).parameters
+    return next((name for name in CACHES if name in takes), CACHES[0])
+
+
+def has_states(layer: Any) -> bool:
+    """Whether a ``layer`` of transformers' cache keeps states."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
 
 
 def after_head(model: PreTrainedModel) -> AfterHead:
@@ -332,7 +369,7 @@ def own_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     handle = model.get_output_embeddings().register_forward_hook(add_known)
     try:
         with torch.inference_mode():
-            given = {"input_ids": input_ids.to(model.device), "past_key_values": cache}
+            given = {"input_ids": input_ids.to(model.device), cache_name(model): cache}
             logits: Tensor = model(**given, use_cache=True).logits
     finally:
         handle.remove()

@@ -6,7 +6,10 @@ model is asked, once for text when a target is made of it, and once for each kin
 pictures when the first one comes: a few tokens of its own ``generate``, with the logits, against a
 prefill and a small tree of ours. Ways to run it are tried in turn until one agrees.
 
-Shape letters: B batch, N tokens of the tree, T tokens of the model's own, V vocabulary.
+Models that take chains only (layers with states) are asked with several, of which a part is kept
+each time: a state that does not go back to the last token kept shows in the next chain.
+
+Shape letters: B batch, N tokens of the trees, T tokens of the model's own, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,13 +23,17 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from specmm.hf.families import WAYS, Way, own_logits, plain_tokens
+from specmm.hf.families import WAYS, Family, Way, own_logits, plain_tokens
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.target import Target
 from specmm.tree import DraftTree, TreeShape
+from specmm.verify.rule import VerifyResult
 
-PATHS = ((0,), (0, 1), (0, 2), (0, 1, 3))  # from the root of the tree to each of its nodes
-PARENTS = (-1, 0, 0, 1)
+Trees = Sequence[tuple[tuple[int, ...], int]]  # parents, and how many first nodes are kept
+TREE: Trees = (((-1, 0, 0, 1), 0),)
+CHAINS: Trees = (((-1, 0, 1, 2), 2), ((-1, 0), 1), ((-1, 0, 1), 0))
+SIBLING: Trees = (((-1, 0, 0), 0),)  # of a token that the model chose, and one after it
+LATER: Trees = (((-1, 0), 1), ((-1,), 0))  # the same by chains
 PROMPTS = (3, 2)  # tokens of each row before the tree
 OWN = 3  # tokens that the model itself answers a prompt with
 CLOSE = {torch.float32: 0.01, torch.float64: 0.01}  # of the spread of log-probabilities
@@ -87,20 +94,25 @@ def _of_text(model: PreTrainedModel, target: Probing) -> Answer:
     config = model.config.get_text_config()
     if "local" in (getattr(config, "attention_layers", None) or ()):
         return "it counts its local window by cache slots"
-    if _room(model) < PROMPTS[0] + len(PARENTS):
-        return WAYS[0]
-    tokens = plain_tokens(model.config, PROMPTS[0] + len(PARENTS))
+    chains = Family.of(model).chains_only
+    ways = WAYS[1:] if chains else WAYS  # padding at the right would move the states
+    trees = CHAINS if chains else TREE
+    nodes = sum(len(parents) for parents, _ in trees)
+    if _room(model) < PROMPTS[0] + nodes:
+        return ways[0]
+    tokens = plain_tokens(model.config, PROMPTS[0] + nodes)
     drafts = tokens[PROMPTS[0] :].expand(len(PROMPTS), -1)
     try:
-        wanted = _own(model, tokens)
+        wanted = _own(model, tokens, _paths(trees))
     except FAULTS as error:
         return _told(error)
-    prompt = VLMPrompt(padded([tokens[:count].tolist() for count in PROMPTS], model.device), 1)
+    rows = padded([tokens[:count].tolist() for count in PROMPTS], model.device)
+    prompt = VLMPrompt(rows, 1 + sum(kept for _, kept in trees))
 
     def found(way: Way) -> Tensor:
-        return _ours(target(way), prompt, drafts.to(model.device), PARENTS)[:, 1:]
+        return _ours(target(way), prompt, drafts.to(model.device), trees)[:, 1:]
 
-    return _agreeing(WAYS, found, wanted)
+    return _agreeing(ways, found, wanted)
 
 
 def _of_prompt(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> Answer:
@@ -114,10 +126,11 @@ def _of_prompt(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> An
         return _told(error)
     other = (tokens[:, :1] + 1) % wanted.shape[-1]  # a sibling that is not chosen
     drafts = torch.cat([tokens[:, :1], other, tokens[:, 1:2]], dim=1)
-    ours = VLMPrompt(prompt.inputs, len(PARENTS))
+    ours = VLMPrompt(prompt.inputs, OWN + 1)
+    trees = LATER if Family.of(model).chains_only else SIBLING
 
     def found(way: Way) -> Tensor:
-        return _ours(target(way), ours, drafts, (-1, 0, 0))[:, [0, 1, 3]]
+        return _ours(target(way), ours, drafts, trees)[:, [0, 1, 3]]
 
     return _agreeing(WAYS[WAYS.index(first) :], found, wanted)
 
@@ -165,15 +178,27 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
-def _own(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+def _paths(trees: Trees) -> list[tuple[int, ...]]:
+    """From the first root to each node, by its number among those of all ``trees``."""
+    paths: list[tuple[int, ...]] = []
+    before: tuple[int, ...] = ()
+    for parents, kept in trees:
+        first = len(paths)
+        for node, parent in enumerate(parents):
+            paths.append((*(before if parent < 0 else paths[first + parent]), first + node))
+        before = paths[first + kept - 1] if kept else before
+    return paths
+
+
+def _own(model: PreTrainedModel, tokens: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
     """Log-probabilities [B, N, V] after each prompt and path, by the model's own forward."""
-    width = PROMPTS[0] + max(map(len, PATHS))
+    width = PROMPTS[0] + max(map(len, paths))
     drafts = tokens[PROMPTS[0] :]
-    rows = [torch.cat([tokens[:n], drafts[list(path)]]) for n in PROMPTS for path in PATHS]
+    rows = [torch.cat([tokens[:n], drafts[list(path)]]) for n in PROMPTS for path in paths]
     filled = [torch.cat([row, tokens[:1].expand(width - len(row))]) for row in rows]
     logits = own_logits(model, torch.stack(filled))
     last = torch.stack([logits[i, len(row) - 1] for i, row in enumerate(rows)])
-    return last.float().log_softmax(-1).to(logits.dtype).unflatten(0, (len(PROMPTS), len(PATHS)))
+    return last.float().log_softmax(-1).to(logits.dtype).unflatten(0, (len(PROMPTS), len(paths)))
 
 
 def _generated(model: PreTrainedModel, prompt: VLMPrompt) -> tuple[Tensor, Tensor]:
@@ -197,10 +222,18 @@ def _generated(model: PreTrainedModel, prompt: VLMPrompt) -> tuple[Tensor, Tenso
 
 
 @torch.inference_mode()
-def _ours(target: Target, prompt: VLMPrompt, drafts: Tensor, parents: Sequence[int]) -> Tensor:
-    """Log-probabilities [B, 1 + N, V] after ``prompt``, and by one pass over a tree of ``drafts``
-    [B, N].
+def _ours(target: Target, prompt: VLMPrompt, drafts: Tensor, trees: Trees) -> Tensor:
+    """Log-probabilities [B, 1 + N, V] after ``prompt``, and by one pass over each of the ``trees``
+    of ``drafts`` [B, N].
     """
-    first = target.prefill(prompt, len(parents)).probs
-    shape = TreeShape.from_parents(parents, drafts.device)
-    return torch.cat([first, target.score(DraftTree(drafts, shape)).probs], dim=1).log()
+    found = [target.prefill(prompt, max(len(parents) for parents, _ in trees)).probs]
+    left = drafts
+    for parents, kept in trees:
+        shape = TreeShape.from_parents(parents, drafts.device)
+        found.append(target.score(DraftTree(left[:, : shape.size], shape)).probs)
+        if kept:
+            path = torch.arange(kept, device=drafts.device).expand(len(drafts), -1)
+            counts = torch.full_like(left[:, 0], kept)
+            target.commit(VerifyResult(path, counts, left[:, shape.size]))
+        left = left[:, shape.size :]
+    return torch.cat(found, dim=1).log()

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -24,9 +25,10 @@ from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentio
 
 from specmm.cache import Cache, CacheSize, LayerSize, Memory, StaticMemory, branched
 from specmm.guidance import AllowedTokens, Guidance
-from specmm.hf.families import WAYS, Family, Way
+from specmm.hf.families import WAYS, Family, Way, has_states
 from specmm.hf.probe import check_model, way_of
 from specmm.hf.prompt import VLMPrompt as VLMPrompt
+from specmm.hf.states import StateLayer, States
 from specmm.kernels.tree_attention import Mask, TreeMask
 from specmm.kernels.tree_attention.interface import PLACEHOLDER
 from specmm.processors import History, Processor, check_finite
@@ -62,7 +64,7 @@ class _SlotLayer(CacheLayerMixin):
 
     def __init__(self, memory: Memory | StaticMemory) -> None:
         self.memory = memory
-        super().__init__()  # type: ignore[no-untyped-call]
+        CacheLayerMixin.__init__(self)
 
     @property
     def is_initialized(self) -> bool:
@@ -92,18 +94,38 @@ class _SlotLayer(CacheLayerMixin):
         return self.memory.keys.shape[1]
 
 
+class _SlotStateLayer(StateLayer, _SlotLayer):  # type: ignore[override]  # as transformers' own
+    """A layer of both kinds."""
+
+    def __init__(self, memory: Memory | StaticMemory, number_of_states: int, number: int) -> None:
+        _SlotLayer.__init__(self, memory)
+        StateLayer.__init__(self, number_of_states, number)
+
+    lazy_initialization = StateLayer.lazy_initialization  # type: ignore[assignment]
+    get_max_length = _SlotLayer.get_max_length
+
+
 def as_transformers(
-    memories: Sequence[Memory | StaticMemory], sizes: Sequence[LayerSize | None] = ()
+    memories: Sequence[Memory | StaticMemory],
+    sizes: Sequence[LayerSize | None] = (),
+    kinds: Sequence[Any] = (),
 ) -> TransformersCache:
     """The ``memories`` as ``past_key_values``, in the order of the layers that have one.
 
-    ``sizes`` of all layers are None for those that store nothing; by default all do store.
+    ``sizes`` of all layers are None for those that store nothing; by default all do store. Where
+    some have states, ``kinds`` are the layers of the model's own cache.
     """
     left = iter(memories)
     has = [size is not None for size in sizes] or [True] * len(memories)
-    made: list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer] = [
-        _SlotLayer(next(left)) if own else DummyLayer() for own in has
-    ]
+    states = [kind.number_of_states if has_states(kind) else 0 for kind in kinds]
+    made: list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer] = []
+    for number, (own, count) in enumerate(zip_longest(has, states, fillvalue=0)):
+        if own and count:
+            made.append(_SlotStateLayer(next(left), count, number))
+        elif count:
+            made.append(StateLayer(count, number))
+        else:
+            made.append(_SlotLayer(next(left)) if own else DummyLayer())
     return TransformersCache(layers=made)
 
 
@@ -151,10 +173,11 @@ class VLMTarget:
         self.asks = family is None
         if self.asks:
             self.way = check_model(model, self._probing)
-        if self.branches > 1 and (self.family.partial or self.family.mrope):
+        odd = self.family.partial or self.family.mrope or self.family.chains_only
+        if self.branches > 1 and odd:
             raise ValueError(
-                f"cfg must be at most 1 for {name}: it has layers that attend a part of the text, "
-                "or M-RoPE"
+                f"cfg must be at most 1 for {name}: it has layers with states or that attend part "
+                "of the text, or M-RoPE"
             )
         processor.check_vocabulary(self.family.vocabulary)
         self.wants_context = False
@@ -166,6 +189,7 @@ class VLMTarget:
         self.spent: Tensor | None = None  # distributions whose memory the next greedy ones take
         self.first: Tensor | None = None  # slots [B], where padding comes before them
         self.cache: Cache
+        self.recurrent: States | None  # of layers that have some
         self.prompt: VLMPrompt
         self.history: History
 
@@ -213,9 +237,11 @@ class VLMTarget:
             self.way = way_of(self.model, prompt, self._probing)
         self.cache.aim(0, prompt.width)
         given = self._given(prompt)
-        with self._watch_embeddings(prompt), self._runs():
+        given[self.family.cache_name] = self.past
+        finding = nullcontext() if self.recurrent is None else self.recurrent.prefill()
+        with self._watch_embeddings(prompt), self._runs(), finding:
             states: Tensor = self.family.body(
-                past_key_values=self.past, use_cache=True, **given
+                use_cache=True, **given
             ).last_hidden_state  # [R, L, C]
         if self.context is not None:
             self.context.hidden = self.ordered(states)
@@ -244,12 +270,21 @@ class VLMTarget:
         self.spent = None
         self.begins = prompt.begins.clone()  # [B], where answers begin
         self.cache = self._new_cache(len(prompt.input_ids), prompt.room, scratch)
-        self.past = as_transformers(self.cache.layers, self.family.layer_sizes)
+        self.past, self.recurrent = self._new_past(len(prompt.input_ids))
         slots = torch.arange(self.cache.slots, device=self.device)
         self.places = slots.repeat(len(prompt.input_ids), 1)  # in its text, by slot
         self.last = self._last_position(prompt.room)
         self.first = None
         self.offsets = torch.zeros_like(self.begins)
+
+    def _new_past(self, batch: int) -> tuple[TransformersCache, States | None]:
+        """The cache as the model takes it, and the states in it."""
+        if not self.family.chains_only:
+            return as_transformers(self.cache.layers, self.family.layer_sizes), None
+        kinds = self.family.cache_kinds
+        past = as_transformers(self.cache.layers, self.family.layer_sizes, kinds)
+        layers = [layer for layer in past.layers if isinstance(layer, StateLayer)]
+        return past, States(self.family.decoder, layers, batch * self.branches, self.branches)
 
     def _given(self, prompt: VLMPrompt) -> dict[str, Any]:
         """What the model's body takes of ``prompt``; what comes after it is counted from there."""
@@ -312,6 +347,8 @@ class VLMTarget:
         finally:
             self.starting_row = False
         self.cache.take(row, alone.cache)
+        if self.recurrent is not None and alone.recurrent is not None:
+            self.recurrent.take(row, alone.recurrent)
         self.history.take(row, alone.history)
         self.offsets[..., row :: len(self.begins)] = alone.offsets
         self.begins[row] = alone.begins[0]
@@ -328,11 +365,31 @@ class VLMTarget:
         positions = cache.lengths[:, None] + tree.shape.depths
         whole = self.family.takes_trees
         mask = cache.tree_mask(tree.shape) if whole else cache.tree_bias(tree.shape.ancestors)
-        return self._output(self.states(tree.tokens, positions, mask), tree, positions)
+        with self._chain(tree):
+            states = self.states(tree.tokens, positions, mask)
+        return self._output(states, tree, positions)
+
+    def _chain(self, tree: DraftTree) -> AbstractContextManager[None]:
+        """While ``tree`` is scored: layers with states keep what a commit needs."""
+        if self.recurrent is None:
+            return nullcontext()
+        self.check_tree(tree.shape.width)
+        return self.recurrent.chain(tree.shape.size, self.past)
+
+    def check_tree(self, width: int) -> None:
+        """Raise ``ValueError`` if this model takes no trees with ``width`` children of a node."""
+        if width > 1 and self.family.chains_only:
+            raise ValueError(
+                f"drafts for {self.name} must be chains, got a tree with up to {width} children "
+                "of a node: its layers have states, which move along one path; give a tree such as "
+                "chain(5), or leave it out"
+            )
 
     def commit(self, result: VerifyResult) -> None:
         """Keep the accepted nodes."""
         self.cache.keep(result.path, result.kept)
+        if self.recurrent is not None:
+            self.recurrent.commit(result.kept)
         if self.processor.stateful:
             self.history.append(self.tree.tokens.gather(1, result.path.clamp(min=0)), result.kept)
 
@@ -343,6 +400,8 @@ class VLMTarget:
         """
         slot = self.prompt.width + self.calls - 1
         self.cache.aim(slot, slot + 1)
+        if self.recurrent is not None:
+            self.recurrent.settle()
         if self.processor.stateful:
             self.history.append(tokens[:, None], torch.ones_like(tokens))
         positions = (self.begins + self.calls - 1)[:, None]
@@ -363,7 +422,9 @@ class VLMTarget:
         if len(positions) > 1:
             positions = branched(positions, self.branches)
         where = self.family.spread(positions + self.offsets[..., None])
-        rest = {**masks, "position_ids": where, "past_key_values": self.past, "use_cache": True}
+        rest = {**masks, self.family.cache_name: self.past, "use_cache": True}
+        if "position_ids" in self.family.takes:
+            rest["position_ids"] = where
         with self._runs():
             if self.way.whole:
                 output = self.family.body(input_ids=tokens, **rest)

@@ -175,11 +175,6 @@ def test_positions_may_be_said_by_the_text_config():
         ("Bert", "LMHeadModel", SIZES | dict(is_decoder=True)),  # layers between decoder and head
         ("Bloom", "ForCausalLM", dict(vocab_size=60, hidden_size=32, n_layer=2, n_head=4)),  # alibi
         (
-            "Mamba",
-            "ForCausalLM",
-            dict(vocab_size=60, hidden_size=32, num_hidden_layers=2),
-        ),  # no attention
-        (
             "GPTNeo",
             "ForCausalLM",
             dict(
