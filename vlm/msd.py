@@ -240,8 +240,12 @@ def measure_acceptance(
     ends: Sequence[int],
     levels: int = 6,
 ) -> Acceptance:
-    """Acceptance [D, K] by level and rank over exact answers to ``prompts``, until ``ends``."""
-    shape = spine(WIDEST[:levels])
+    """Acceptance [D, K] by level and rank over exact answers to ``prompts``, until ``ends``.
+
+    Where drafts must be chains K is 1.
+    """
+    chains = target.family.chains_only
+    shape = spine((1,) * levels if chains else WIDEST[:levels])
     counter = AcceptanceCounter(MSDDrafter(head, target, shape), shape)
     for i, prompt in enumerate(prompts):
         uniforms = Uniforms.from_seeds(range(i, i + len(prompt.lengths)))

@@ -212,7 +212,7 @@ def test_sampling_keeps_the_models_own_distribution(pipe, pictures, broken):
     alone = question.inputs(pipe.processor)
     joint = own_pairs(pipe, alone, 1.5).flatten()
     target = VLMTarget(pipe.model, Processor(1.5, top_k=CELLS))
-    widths = (1, 1) if getattr(target.family, "chains_only", False) else (2, 1)
+    widths = (1, 1) if target.family.chains_only else (2, 1)
     drafter = MSDDrafter(pipe.drafter("msd"), target, spine(widths))
     if broken:
         propose = drafter.propose
