@@ -187,7 +187,7 @@ def as_chains(method: methods.MSD) -> methods.MSD:
     found = method
     if method.sampled and method.tree == plain.tree:
         found = dataclasses.replace(method, tree=(1,) * len(plain.tree))
-    elif (method.top_k, method.total) == (plain.top_k, plain.total):
+    elif not method.sampled and (method.top_k, method.total) == (plain.top_k, plain.total):
         found = dataclasses.replace(method, top_k=1, total=method.depth + 2)
     if found is not method:
         logger.info("layers with states take chains: %s drafts as %s", method.name, found)
