@@ -149,7 +149,95 @@ def gemma3():
     return tf.Gemma3ForConditionalGeneration(config), processor
 
 
-MODELS = {"qwen2.5-vl": qwen2_5_vl, "internvl": internvl, "gemma3": gemma3, "qwen3.5": qwen3_5}
+def qwen3_vl():
+    """Features of pictures go into later layers, too."""
+    vision = dict(num_position_embeddings=64, deepstack_visual_indexes=[0, 1])
+    config = tf.Qwen3VLConfig(
+        text_config=TEXT | dict(head_dim=8, rope_parameters=MROPE),
+        vision_config=QWEN_TOWER | vision,
+        **QWEN_IDS,
+    )
+    model = tf.Qwen3VLForConditionalGeneration(config)
+    return model, qwen_processor(tf.Qwen3VLProcessor, tf.Qwen3VLVideoProcessor)
+
+
+def llava_onevision():
+    """Pictures in tiles and in whole, and their sizes."""
+    shapes = [[16, 16], [16, 32], [32, 16]]
+    config = tf.LlavaOnevisionConfig(
+        text_config=TEXT | dict(model_type="qwen2"),
+        vision_config=TOWER | dict(model_type="siglip_vision_model", image_size=16, patch_size=4),
+        image_token_id=4,
+        video_token_id=5,
+        image_grid_pinpoints=shapes,
+    )
+    size = dict(height=16, width=16)
+    processor = tf.LlavaOnevisionProcessor(
+        tf.LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=shapes),
+        tokenizer(image_token="<image>", video_token="<video>"),
+        tf.LlavaOnevisionVideoProcessor(size=size),
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
+        chat_template=TEMPLATE.replace("PICTURE", "<image>"),
+    )
+    return tf.LlavaOnevisionForConditionalGeneration(config), processor
+
+
+def mistral3():
+    """Pictures of their own sizes, filled up in a batch."""
+    config = tf.Mistral3Config(
+        text_config=TEXT | dict(model_type="mistral", head_dim=16),
+        vision_config=TOWER | dict(model_type="pixtral", image_size=32, patch_size=4, head_dim=8),
+        image_token_index=4,
+        spatial_merge_size=2,
+    )
+    marks = dict(image_token="<image>", image_break_token="<start>", image_end_token="<end>")
+    size = dict(longest_edge=32)
+    processor = tf.PixtralProcessor(
+        tf.PixtralImageProcessor(size=size, patch_size=dict(height=4, width=4)),
+        tokenizer(**marks),
+        patch_size=4,
+        spatial_merge_size=2,
+        chat_template=TEMPLATE.replace("PICTURE", "<image>"),
+        **marks,
+    )
+    return tf.Mistral3ForConditionalGeneration(config), processor
+
+
+def idefics3():
+    """Tiles by row, filled up with empty ones that a mask hides."""
+    words = tokenizer(
+        image_token="<image>",
+        fake_image_token="<start>",
+        global_image_token="<end>",
+        end_of_utterance_token="<unk>",
+    )
+    edges = dict(size=dict(longest_edge=32), max_image_size=dict(longest_edge=16))
+    processor = tf.Idefics3Processor(
+        tf.Idefics3ImageProcessor(**edges),
+        words,
+        image_seq_len=4,
+        chat_template=TEMPLATE.replace("PICTURE", "<image>"),
+    )
+    config = tf.Idefics3Config(
+        text_config=TEXT | dict(model_type="llama", vocab_size=len(words)),
+        vision_config=TOWER | dict(image_size=16, patch_size=4),
+        image_token_id=processor.image_token_id,
+        scale_factor=2,
+        pad_token_id=0,
+    )
+    return tf.Idefics3ForConditionalGeneration(config), processor
+
+
+MODELS = {
+    "qwen2.5-vl": qwen2_5_vl,
+    "internvl": internvl,
+    "gemma3": gemma3,
+    "qwen3-vl": qwen3_vl,
+    "llava-onevision": llava_onevision,
+    "mistral3": mistral3,
+    "idefics3": idefics3,
+}
 
 
 def save(name, folder, seed=0, std=0.25):
