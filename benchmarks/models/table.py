@@ -19,11 +19,11 @@ from benchmarks.models import check
 from benchmarks.models.check import CRASH, EQUAL, REFUSED, TIED, WRONG, Outcome
 from benchmarks.models.pictures import picture_prompts
 from benchmarks.models.prompts import text_prompts
-from benchmarks.models.tiny import NotBuildable, build, tiny_config
+from benchmarks.models.tiny import Gains, NotBuildable, build, tiny_config
 
 SERVED = "served"
 NOT_BUILDABLE = "not buildable here"
-EMBEDDINGS = (1.0, 0.2, 0.05, 3.0, 0.01, 0.5)  # tried until answers vary and no tie decides
+GAINS = tuple(Gains(*g) for g in ((1.5, 1.5), (0.3, 1.5), (0.05, 2.0), (1.0, 4.0), (0.1, 8.0)))
 SECONDS = 120  # that a type may take
 IMAGE_TEXT = "image-text-to-text"
 CAUSAL = "causal"
@@ -90,9 +90,9 @@ def _first_line(error: Exception) -> str:
 
 
 def _ask(line: Line) -> None:
-    for seed, embeddings in enumerate(EMBEDDINGS):
+    for seed, gains in enumerate(GAINS):
         config = tiny_config(line.type)
-        model = build(line.architecture, config, seed, embeddings)
+        model = build(line.architecture, config, seed, gains)
         line.decoder_only = not (
             config.is_encoder_decoder or hasattr(model.config, "is_decoder")
         )

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from benchmarks.models.special import SPECIAL
+from benchmarks.models.special import OTHER, SPECIAL
 
 VOCABULARY = 128
 ORDINARY = 96  # ids of ordinary tokens are less
@@ -40,7 +40,7 @@ SIZES = (  # the first expression that a field's name matches gives the most it 
     (r".*(head_dim|head_size|kv_channels|d_kv|d_head|dim_head|key_dim|value_dim)", HEAD_DIM),
     (r".*(intermediate_size|intermediate_size_mlp|ffn_dim|ffn_hidden_size|mlp_dim|d_ff|dff)", 96),
     (r"n_inner|dim_ff|feed_forward_size|d_inner|moe_hidden_size|share_expert_dim", 96),
-    (r".*(hidden_size|_embed_dim|output_dim|input_dim|out_dim|in_dim|projection_dim)", WIDTH),
+    (r".*(hidden_size|_embed_dim|output_dim|_input_size|input_dim|out_dim|in_dim|projection_dim)", WIDTH),
     (r"hidden_size_global|d_model|n_embd|embed_dim|dim|word_embed_proj_dim|emb_dim|embedding_dim"
      r"|embedding_size|hidden_dim|lru_width|mamba_d_ssm|projection_hidden_dim|attention_dim", WIDTH),
     (r"hidden_size_per_layer_input|.*_rank|mamba_d_state|ssm_state_size|state_size|d_rel", 16),
@@ -67,7 +67,12 @@ class NotBuildable(Exception):
 
 
 def tiny_config(name: str) -> PreTrainedConfig:
-    """The smallest config of the model type ``name`` that has every kind of layer."""
+    """The smallest config of the model type ``name`` that has every kind of layer.
+
+    Raises :class:`NotBuildable`.
+    """
+    if name in OTHER:
+        raise NotBuildable(OTHER[name])
     return shrunk(CONFIG_MAPPING[name], Ids(), SPECIAL.get(name, {}))
 
 
@@ -163,20 +168,27 @@ def rope(default: PreTrainedConfig) -> dict[str, Any]:
     return {"rope_parameters": {**parameters, "mrope_section": sections}}
 
 
+class Gains(NamedTuple):
+    """Sizes of random weights, in parts of one over the root of their inputs."""
+
+    embeddings: float
+    layers: float
+
+
 def build(
-    architecture: str, config: PreTrainedConfig, seed: int, embeddings: float = 1.0
+    architecture: str, config: PreTrainedConfig, seed: int, gains: Gains
 ) -> PreTrainedModel:
-    """A model of the class ``architecture`` with random weights, the tokens' ``embeddings`` times
-    a factor. Its answers hold no placeholder, as those of a trained one.
+    """A model of the class ``architecture`` with random weights of the given sizes. Its answers
+    hold no placeholder, as those of a trained one.
     """
     torch.manual_seed(seed)
     kind = getattr(transformers, architecture)
     model: PreTrainedModel = kind(_own(kind, config)).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            _randomise(name, parameter, generator)
-        model.get_input_embeddings().weight.mul_(embeddings)
+        for parameter in model.parameters():
+            _randomise(parameter, generator, gains.layers)
+        model.get_input_embeddings().weight.mul_(gains.embeddings / gains.layers)
         head = model.get_output_embeddings()
         if head is not None:  # ids of special tokens are at the end
             head.weight[ORDINARY:] = 0
@@ -190,11 +202,11 @@ def _own(kind: Any, config: PreTrainedConfig) -> PreTrainedConfig:
     if isinstance(config, kind.config_class):
         return config
     inner = (getattr(config, name, None) for name in config.sub_configs)
-    return next(c for c in inner if isinstance(c, kind.config_class))
+    return next((c for c in inner if isinstance(c, kind.config_class)), config)
 
 
-def _randomise(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
+def _randomise(parameter: nn.Parameter, generator: torch.Generator, gain: float) -> None:
     if parameter.ndim > 1:
-        parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5, generator=generator)
+        parameter.normal_(0, gain * parameter.shape[-1] ** -0.5, generator=generator)
     elif not bool(parameter.isfinite().all()):
         parameter.normal_(0, 1, generator=generator)
