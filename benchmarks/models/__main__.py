@@ -17,7 +17,7 @@ import typer
 from tqdm import tqdm
 
 from benchmarks.models import check
-from benchmarks.models.table import ask, ask_apart, types
+from benchmarks.models.table import ask_apart, types
 
 
 def main(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import io
 import multiprocessing
 import time
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from benchmarks.models import check
@@ -149,4 +147,6 @@ def ask_apart(line: Line, seconds: float = SECONDS) -> Line:
 def _child(line: Line, out: Connection) -> None:
     torch.set_num_threads(1)
     check.quiet()
-    out.send(ask(line))
+    with contextlib.redirect_stdout(io.StringIO()):
+        found = ask(line)
+    out.send(found)

@@ -160,7 +160,8 @@ def per_layer(default: PreTrainedConfig, values: dict[str, Any]) -> dict[str, An
 def rope(default: PreTrainedConfig) -> dict[str, Any]:
     """Rotary parameters with sections that fit the small heads, where there are sections."""
     parameters = getattr(default, "rope_parameters", None) or {}
-    if "mrope_section" not in parameters:
+    known = getattr(default, "ignore_keys_at_rope_validation", None) or ()
+    if "mrope_section" not in {*parameters, *known} or "rope_type" not in parameters:
         return {}
     turned = int(HEAD_DIM // 2 * parameters.get("partial_rotary_factor", 1.0))
     third = turned // 3
