@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import RESULTS, Row, environment, write_results
-from specmm.cache import Cache, CacheSize
+from specmm.cache import Cache, CacheSize, alike
 from specmm.kernels.tree_attention import TreeMask, attend, tree_attention
 from specmm.tree import TreeShape
 
@@ -45,10 +45,11 @@ def measure(
     name: str, layers: int, heads: int, width: int, branches: int, capacity: int, nodes: int
 ) -> Row:
     """Milliseconds of a round's attention: bare, by the library's path, and by the operator."""
-    size = CacheSize(layers, heads, width, 1, branches, capacity, nodes)
+    size = CacheSize(alike(layers, heads, width), 1, branches, capacity, nodes)
     cache = Cache(size, torch.float32)
     shape = TreeShape.from_parents([-1, *(n // 2 for n in range(nodes - 1))])
-    cache.data.normal_()
+    for array in cache.arrays:
+        array.normal_()
     cache.lengths += capacity // 2
     q = torch.randn(branches, nodes, heads, width).transpose(1, 2)
     memories = [(m.keys.transpose(1, 2), m.values.transpose(1, 2)) for m in cache.layers]

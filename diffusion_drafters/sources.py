@@ -225,7 +225,8 @@ class DFlashSource:
         """See :class:`BlockSource`."""
         prompt = self.target.prompt
         self.model.begin(len(prompt.lengths), prompt.room, most + 1)
-        self.model.read_prompt(self.aux_layers.context(), prompt.lengths)
+        context = self.target.ordered(self.aux_layers.context())
+        self.model.read_prompt(context, prompt.lengths)
 
     def start_row(self, row: int) -> None:
         """See :class:`BlockSource`; the prompt's last token is read in the next round."""

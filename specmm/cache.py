@@ -4,12 +4,14 @@ Slots [0, capacity) hold committed tokens. The last ``scratch`` slots hold the n
 tree, of which those kept are then moved after the row's committed tokens. The moves and, where
 Triton runs, tree attention are kernels (:mod:`specmm.kernels`).
 
-Shape letters: L layers, G guidance branches (1, or 2 for [cond; uncond]), B batch, R = G·B rows, S
-slots, T new tokens, H heads, D head width, N tree nodes, M most nodes kept a round.
+Shape letters: A arrays (keys and values of layers alike), G guidance branches (1, or 2 for [cond;
+uncond]), B batch, R = G·B rows, S slots, T new tokens, H heads, D head width, N tree nodes, M most
+nodes kept a round.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,12 +67,24 @@ class StaticMemory:
 
 
 @dataclass(frozen=True)
+class LayerSize:
+    """What a layer stores of a token: ``heads`` H of width ``keys`` and of width ``values``."""
+
+    heads: int
+    keys: int
+    values: int
+
+
+def alike(layers: int, heads: int, head_dim: int) -> tuple[LayerSize, ...]:
+    """The sizes of ``layers`` that store the same."""
+    return (LayerSize(heads, head_dim, head_dim),) * layers
+
+
+@dataclass(frozen=True)
 class CacheSize:
     """Sizes of a cache; ``capacity`` and ``scratch`` in tokens."""
 
-    layers: int
-    heads: int
-    head_dim: int
+    layers: Sequence[LayerSize]
     batch: int
     branches: int
     capacity: int
@@ -83,18 +97,30 @@ class CacheSize:
 
 
 class Cache:
-    """Keys and values [L, 2, R, S, H, D], and the ``lengths`` [B] that each row has committed."""
+    """Keys and values of all layers in ``arrays``, one [A, R, S, H, D] for each H and D, and the
+    ``lengths`` [B] that each row has committed.
+    """
 
     def __init__(
         self, size: CacheSize, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
         self.size = size
         self.slots = size.capacity + size.scratch
-        shape = (size.layers, 2, size.rows, self.slots, size.heads, size.head_dim)
+        self.dtype = dtype
+        halves = [(x.heads, width) for x in size.layers for width in (x.keys, x.values)]
         # no inference tensors: compiled programs only write to tensors whose views are tracked
         with torch.inference_mode(False):
-            self.data = torch.zeros(shape, dtype=dtype, device=device)
-            self.layers = [Memory(layer[0], layer[1]) for layer in self.data]
+            made = {
+                half: torch.zeros(
+                    (halves.count(half), size.rows, self.slots, *half), dtype=dtype, device=device
+                )
+                for half in dict.fromkeys(halves)
+            }
+            self.arrays = list(made.values())
+            left = {half: iter(array) for half, array in made.items()}
+            each = [next(left[half]) for half in halves]
+            pairs = zip(each[::2], each[1::2], strict=True)
+            self.layers = [Memory(keys, values) for keys, values in pairs]
             self.lengths = torch.zeros(size.batch, dtype=torch.int64, device=device)
         # [R, capacity] bool: padding that no row may attend
         self.hidden_prefix: Tensor | None = None
@@ -112,7 +138,7 @@ class Cache:
 
     def tree_mask(self, shape: TreeShape) -> Tensor | TreeMask:
         """What a tree in the scratch region attends: a dense bias or, for Triton, words."""
-        if backend(self.data.device) == "torch":
+        if backend(self.lengths.device) == "torch":
             return self.tree_bias(shape.ancestors)
         return TreeMask(shape.ancestor_words, self.lengths, self.size.capacity, self.hidden_prefix)
 
@@ -125,7 +151,7 @@ class Cache:
         """
         if self._bias_of is not ancestors:
             nodes = ancestors.shape[-1]
-            bias = self.data.new_full((self.size.rows, 1, nodes, self.slots), float("-inf"))
+            bias = self._closed.repeat(self.size.rows, 1, nodes, self.slots)
             seen = branched(ancestors.expand(self.size.batch, -1, -1), self.size.branches)
             bias[:, 0, :, self.size.capacity : self.size.capacity + nodes].masked_fill_(seen, 0)
             self._bias = bias
@@ -143,7 +169,8 @@ class Cache:
 
     def keep(self, path: Tensor, kept: Tensor) -> None:
         """Move the first ``kept`` [B] nodes of ``path`` [B, M] after the committed tokens."""
-        commit(self.data.flatten(0, 1), path, kept, self.lengths, self.size.capacity)
+        for array in self.arrays:
+            commit(array, path, kept, self.lengths, self.size.capacity)
         self.lengths += kept
 
     def take(self, row: int, other: Cache) -> None:
@@ -157,7 +184,8 @@ class Cache:
             raise ValueError(
                 f"a sample must fit the {self.size.capacity} slots of its row, got {slots}"
             )
-        self.data[:, :, rows, :slots] = other.data[:, :, :, :slots]
+        for ours, theirs in zip(self.arrays, other.arrays, strict=True):
+            ours[:, rows, :slots] = theirs[:, :, :slots]
         self.lengths[row] = other.lengths[0]
         hidden = other.hidden_prefix
         if self.hidden_prefix is None and hidden is not None:

@@ -126,7 +126,8 @@ class Growth:
         """Start a batch, or continue one in a larger ``cache``: make the tree's attention mask."""
         self.cache = cache
         first = cache.size.capacity
-        self.bias = cache.data.new_full((cache.size.rows, 1, self.fed, cache.slots), float("-inf"))
+        shape = (cache.size.rows, 1, self.fed, cache.slots)
+        self.bias = torch.full(shape, float("-inf"), dtype=cache.dtype, device=cache.lengths.device)
         if isinstance(self.tree, TreeShape) and self.fed:
             nodes = torch.cat([level.parents for level in self.levels[1:]])
             seen = self.tree.ancestors[0, nodes][:, nodes]  # the root is a committed position

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specmm import methods
 from specmm.autotune import WIDEST, AcceptanceCounter, Plan, planned
-from specmm.cache import Cache, CacheSize
+from specmm.cache import Cache, CacheSize, alike
 from specmm.decode import EndTokens, decode
 from specmm.drafter import DeferredDrafter, Feedback
 from specmm.growth import Growth
@@ -72,9 +72,7 @@ class MSDDrafter:
         hidden = feedback.output.hidden
         config = self.head.config
         size = CacheSize(
-            layers=config.num_hidden_layers,
-            heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
+            layers=alike(config.num_hidden_layers, config.num_key_value_heads, config.head_dim),
             batch=len(feedback.token),
             branches=1,
             capacity=self.target.cache.size.capacity,
@@ -90,7 +88,7 @@ class MSDDrafter:
         alone = self.target.started
         ids = alone.prompt.input_ids
         size = dataclasses.replace(self.cache.size, batch=1, scratch=0, capacity=ids.shape[1])
-        slots = Cache(size, self.cache.data.dtype, alone.device)
+        slots = Cache(size, self.cache.dtype, alone.device)
         self._read_prompt(alone, ids[:, -1], slots)
         slots.lengths -= 1
         self.cache.take(row, slots)

@@ -33,7 +33,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from specmm.cache import Cache, CacheSize
+from specmm.cache import Cache, CacheSize, alike
 from specmm.checkpoints import fingerprint, load_strict, read_json
 from specmm.diffusion_drafters.models.drafter_files import (
     LEFTOVERS,
@@ -256,9 +256,7 @@ class DFlash(nn.Module):
         block = self.config.block
         device = self.fc.weight.device
         size = CacheSize(
-            layers=len(self.layers),
-            heads=sizes.num_key_value_heads,
-            head_dim=sizes.head_dim,
+            layers=alike(len(self.layers), sizes.num_key_value_heads, sizes.head_dim),
             batch=batch,
             branches=1,
             capacity=capacity,

@@ -14,7 +14,7 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from specmm.cache import Cache, CacheSize, StaticMemory
+from specmm.cache import Cache, CacheSize, StaticMemory, alike
 from specmm.compiled import DeferredStop, compiled
 from specmm.guidance import Guidance as Guidance
 from specmm.image_ar.tokens.gpt import Transformer
@@ -89,9 +89,7 @@ class LlamaGenTarget:
         config = self.model.config
         rows = prompt.condition
         size = CacheSize(
-            layers=config.n_layer,
-            heads=config.n_head,
-            head_dim=config.head_dim,
+            layers=alike(config.n_layer, config.n_head, config.head_dim),
             batch=len(rows),
             branches=self.guidance.branches,
             capacity=config.cls_token_num + self.length,
@@ -218,15 +216,16 @@ class StaticTarget(DeferredStop, LlamaGenTarget):
     def prefill(self, prompt: Prompt, scratch: int) -> TargetOutput:
         """As the parent's, then moved into the memory of the first call, which all steps use."""
         output = super().prefill(prompt, scratch)
-        if self.kept is None or self.kept.data.shape != self.cache.data.shape:
+        if self.kept is None or self.kept.size != self.cache.size:
             self.kept = self.cache
             device = self.cache.lengths.device
             self.place = torch.zeros(1, dtype=torch.int64, device=device)
             self.columns = torch.arange(self.cache.slots, device=device)
-            layers = self.cache.data
-            self.memories = [StaticMemory(layer[0], layer[1], self.place) for layer in layers]
+            layers = self.cache.layers
+            self.memories = [StaticMemory(x.keys, x.values, self.place) for x in layers]
         else:
-            self.kept.data.copy_(self.cache.data)
+            for kept, new in zip(self.kept.arrays, self.cache.arrays, strict=True):
+                kept.copy_(new)
             self.kept.lengths.copy_(self.cache.lengths)
             self.cache = self.kept
         return output

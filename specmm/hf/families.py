@@ -1,8 +1,10 @@
-"""What differs between the models of transformers: decoder, head, embeddings, masks, positions.
+"""What differs between the models of transformers: decoder, head, embeddings, masks, positions,
+what each layer stores.
 
 What a class does to its logits after the head is not in the config: one name divides in one class
 and multiplies in the next. So it is measured on the model's own forward: known numbers are put
-beside the head's output, and what becomes of them is read.
+beside the head's output, and what becomes of them is read. What a layer stores of a token is read
+from the cache of the same forward.
 
 Shape letters: B batch, L prompt positions, C width, T positions, P known numbers, V vocabulary, v
 some of its tokens.
@@ -10,6 +12,8 @@ some of its tokens.
 
 from __future__ import annotations
 
+import inspect
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,17 +24,21 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache as TransformersCache
 
+from specmm.cache import LayerSize
 from specmm.hardware import prepack
 from specmm.hf.prompt import POSITIONS, VLMPrompt
 from specmm.kernels.tree_attention.interface import NAME as TREES
-from specmm.registry import unknown
 
 GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")  # what M-RoPE counts by
 LAYERS = ("layers", "h")  # what decoders call their layers
 INNER = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")  # widths of feed-forwards
-SUPPORTED = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm")
+PLACEHOLDERS = ("image", "video", "audio")  # of what config names end tokens with
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+CHUNKED = "chunked_attention"
 
 LARGE = 2.0**60  # where a cap of any size is reached
 SMALL = 2.0**-10
@@ -51,7 +59,25 @@ class AfterHead:
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
 
-_measured: WeakKeyDictionary[PreTrainedModel, AfterHead] = WeakKeyDictionary()
+_after_heads: WeakKeyDictionary[PreTrainedModel, AfterHead] = WeakKeyDictionary()
+_layer_sizes: WeakKeyDictionary[PreTrainedModel, tuple[LayerSize | None, ...]]
+_layer_sizes = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is run.
+
+    With ``left`` a prompt is padded at the left and prepared by the model itself, as its generate
+    does. With ``whole`` trees and steps go by tokens through all of the model before its head, not
+    by embeddings through its decoder.
+    """
+
+    left: bool = False
+    whole: bool = False
+
+
+WAYS = (Way(), Way(left=True), Way(left=True, whole=True))  # in the order in which they are tried
 
 
 @dataclass(frozen=True)
@@ -77,23 +103,21 @@ class Family:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Family:
-        """Parts of a vision-language model or a text model; raises ``ValueError`` for others."""
+        """Parts of a vision-language model or a text model."""
         config = model.config
-        sees = hasattr(config, "vision_config")
-        if sees and config.model_type not in SUPPORTED:
-            raise unknown("vision-language model type", config.model_type, SUPPORTED)
-        decoder: Any = model.get_decoder() if sees else model.base_model
-        ids = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
-        text = config.get_text_config()
+        text = config.get_text_config(decoder=True)
+        decoder: Any = model.base_model if text is config else model.get_decoder()
+        while decoder.base_model is not decoder:  # a language model with a head of its own
+            decoder = decoder.base_model
         return cls(
             model=model,
             body=model.base_model,
             decoder=decoder,
             head=model.get_output_embeddings(),
-            embedding=decoder.get_input_embeddings(),
+            embedding=model.get_input_embeddings(),
             config=text,
             vocabulary=int(text.vocab_size),
-            image_tokens=tuple(i for i in ids if i is not None),
+            image_tokens=_placeholders(config),
         )
 
     @property
@@ -123,15 +147,41 @@ class Family:
 
     @cached_property
     def kinds(self) -> set[str]:
-        """The kinds of attention layers: full_attention, sliding_attention or both."""
+        """The kinds of attention layers: full, sliding (a window) or chunked, or several."""
         window = getattr(self.config, "sliding_window", None)
         types = getattr(self.config, "layer_types", None)
-        return set(types or ["sliding_attention" if window else "full_attention"])
+        return set(types or [SLIDING if window else FULL])
 
     @cached_property
     def window(self) -> int:
         """Positions a sliding layer attends, itself included; 0 where no layer slides."""
-        return int(self.config.sliding_window) if "sliding_attention" in self.kinds else 0
+        return int(self.config.sliding_window or 0) if SLIDING in self.kinds else 0
+
+    @cached_property
+    def chunk(self) -> int:
+        """Positions of a chunk, within which a chunked layer attends; 0 where there is none."""
+        return int(self.config.attention_chunk_size) if CHUNKED in self.kinds else 0
+
+    @property
+    def partial(self) -> bool:
+        """Whether some layers attend a part of the positions before a token."""
+        return bool(self.window or self.chunk)
+
+    @cached_property
+    def layer_sizes(self) -> tuple[LayerSize | None, ...]:
+        """What each layer stores of a token; None for one without keys and values of its own."""
+        if self.model not in _layer_sizes:  # its own forward was not asked
+            cache = empty_cache(self.model)
+            ids = plain_tokens(self.model.config, 1)[None].to(self.model.device)
+            with torch.inference_mode():
+                self.body(input_ids=ids, past_key_values=cache, use_cache=True)
+            _layer_sizes[self.model] = _sizes(cache)
+        return _layer_sizes[self.model]
+
+    @property
+    def room(self) -> int:
+        """Positions that a text may have."""
+        return int(getattr(self.config, "max_position_embeddings", None) or sys.maxsize)
 
     @cached_property
     def turning_point(self) -> int | None:
@@ -174,15 +224,26 @@ class Family:
     @property
     def takes_trees(self) -> bool:
         """Whether attention takes a tree's mask: loaded with ``specmm_tree``, without a window."""
-        return self.config._attn_implementation == TREES and not self.window
+        return self.config._attn_implementation == TREES and not self.partial
 
-    def masks(self, full: Tensor | None, sliding: Tensor | None) -> Any:
-        """The attention mask argument of the decoder: one mask, or one by kind of layer."""
-        if self.kinds == {"full_attention"}:
-            return full
-        if self.kinds == {"sliding_attention"}:
-            return sliding
-        return {"full_attention": full, "sliding_attention": sliding}
+    def masks(self, bias: Tensor | None, queries: Tensor, keys: Tensor) -> Any:
+        """The attention mask argument of the decoder: one mask, or one by kind of layer.
+
+        ``bias`` [B, 1, N, S] is that of full attention, ``queries`` [1 or B, N] and ``keys`` [B, S]
+        the places of nodes and slots in their texts.
+        """
+        if bias is None or not self.partial:
+            return bias
+        queries = queries[:, None, :, None]
+        keys = keys[:, None, None]
+        masks = {FULL: bias}
+        if self.window:
+            far = queries - keys >= self.window
+            masks[SLIDING] = bias.masked_fill(far, float("-inf"))
+        if self.chunk:
+            far = queries // self.chunk != keys // self.chunk
+            masks[CHUNKED] = bias.masked_fill(far, float("-inf"))
+        return masks[next(iter(self.kinds))] if len(self.kinds) == 1 else masks
 
     def positions(self, prompt: VLMPrompt) -> tuple[dict[str, Tensor], Tensor]:
         """What the prefill is given of positions, and what is added to those after it [B].
@@ -206,9 +267,33 @@ class Family:
         )
         return {"position_ids": positions}, offsets[:, 0]
 
+    def own_inputs(
+        self, inputs: dict[str, Any], past: TransformersCache
+    ) -> tuple[dict[str, Any], Tensor]:
+        """What the model's generate would give its forward with ``inputs``, and the position of the
+        token after each row [B] or, where positions have several parts, [parts, B].
+        """
+        model: Any = self.model
+        ids = inputs["input_ids"]
+        rest = {name: value for name, value in inputs.items() if name != "input_ids"}
+        takes = POSITIONS in inspect.signature(model.forward).parameters
+        if takes and rest.get(POSITIONS) is None:
+            rest[POSITIONS] = model._prepare_position_ids_for_generation(ids, dict(rest))
+        given = model.prepare_inputs_for_generation(
+            ids, is_first_iteration=True, past_key_values=past, use_cache=True, **rest
+        )
+        dropped = {"logits_to_keep", "past_key_values", "use_cache", "return_dict", "labels"}
+        given = {name: value for name, value in given.items() if name not in dropped}
+        if given.get(POSITIONS) is None:
+            return given, torch.full_like(ids[:, 0], ids.shape[1])
+        following = given[POSITIONS][..., -1] + 1
+        return given, following.expand(*following.shape[:-1], len(ids))
+
     def spread(self, positions: Tensor) -> Tensor:
-        """Positions of text [B, N] in the form the decoder takes: three equal rows under M-RoPE."""
-        return positions.expand(3, -1, -1) if self.mrope else positions
+        """Positions [B, N] or [parts, B, N] as the decoder takes them: under M-RoPE in parts, which
+        are three equal ones for text.
+        """
+        return positions.expand(3, -1, -1) if self.mrope and positions.ndim == 2 else positions
 
 
 def after_head(model: PreTrainedModel) -> AfterHead:
@@ -216,16 +301,23 @@ def after_head(model: PreTrainedModel) -> AfterHead:
 
     Raises ``ValueError`` when that is neither a factor nor a cap.
     """
-    if model not in _measured:
+    if model not in _after_heads:
         own_logits(model, plain_tokens(model.config, 1)[None])
-    return _measured[model]
+    return _after_heads[model]
+
+
+def empty_cache(model: PreTrainedModel) -> DynamicCache:
+    """A cache of transformers with what each of the ``model``'s layers needs."""
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
 def own_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-    """The model's own logits [B, T, V] of ``input_ids`` [B, T]; ``after_head`` is measured, too.
+    """The model's own logits [B, T, V] of ``input_ids`` [B, T].
 
-    Raises ``ValueError`` when that is neither a factor nor a cap.
+    ``after_head`` and ``layer_sizes`` are read from the same forward. Raises ``ValueError`` when
+    the model does more than to scale and to cap its logits.
     """
+    cache = empty_cache(model)
     known = torch.tensor(KNOWN, dtype=torch.float64, device=model.device)
     me = threading.get_ident()
     runs = []
@@ -240,13 +332,27 @@ def own_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     handle = model.get_output_embeddings().register_forward_hook(add_known)
     try:
         with torch.inference_mode():
-            logits: Tensor = model(input_ids=input_ids.to(model.device), use_cache=False).logits
+            given = {"input_ids": input_ids.to(model.device), "past_key_values": cache}
+            logits: Tensor = model(**given, use_cache=True).logits
     finally:
         handle.remove()
     if len(runs) != 1:
         raise ValueError(f"its head must be run once a forward, it was run {len(runs)} times")
-    _measured[model] = _fitted(known, logits[0, -len(KNOWN) :])
+    _after_heads[model] = _fitted(known, logits[0, -len(KNOWN) :])
+    _layer_sizes[model] = _sizes(cache)
     return logits[:, : -len(KNOWN)]
+
+
+def _sizes(cache: DynamicCache) -> tuple[LayerSize | None, ...]:
+    """What each layer has written to the ``cache``."""
+
+    def size(layer: Any) -> LayerSize | None:
+        keys = getattr(layer, "keys", None)
+        if keys is None or not keys.numel():
+            return None
+        return LayerSize(keys.shape[1], keys.shape[-1], layer.values.shape[-1])
+
+    return tuple(size(layer) for layer in cache.layers)
 
 
 def plain_tokens(config: PreTrainedConfig, count: int) -> Tensor:
@@ -257,6 +363,13 @@ def plain_tokens(config: PreTrainedConfig, count: int) -> Tensor:
     order = (*range(size // 2, size), *range(size // 2))
     plain = list(islice((i for i in order if i not in special), count))
     return torch.tensor((plain * count)[:count])
+
+
+def _placeholders(config: PreTrainedConfig) -> tuple[int, ...]:
+    """The tokens that stand for the content of pictures, videos and sounds, in that order."""
+    names = [f"{kind}_token_{end}" for kind in PLACEHOLDERS for end in ("id", "index")]
+    ids = (getattr(config, name, None) for name in names)
+    return tuple(dict.fromkeys(i for i in ids if isinstance(i, int)))
 
 
 def _special(config: PreTrainedConfig) -> set[int]:

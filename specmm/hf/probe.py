@@ -1,29 +1,34 @@
-"""Whether a model of transformers can be a target: its tree scores against its own forward.
+"""Whether and how a model of transformers can be a target: its tree scores against its own.
 
 Classes differ in what follows the decoder, in how positions and masks are given and in what is
-cached; a target that gets one of them wrong would give wrong answers without any error. Which
-vision-language models are tried at all is in ``families``; they are checked on text alone.
+cached; a target that gets one of them wrong would give wrong answers without any error. So every
+model is asked, once for text when a target is made of it, and once for each kind of prompt with
+pictures when the first one comes: a few tokens of its own ``generate``, with the logits, against a
+prefill and a small tree of ours. Ways to run it are tried in turn until one agrees.
 
-Shape letters: N tokens, V vocabulary.
+Shape letters: B batch, N tokens of the tree, T tokens of the model's own, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
-from specmm.hf.families import own_logits, plain_tokens
-from specmm.hf.prompt import VLMPrompt
+from specmm.hf.families import WAYS, Way, own_logits, plain_tokens
+from specmm.hf.prompt import VLMPrompt, padded
 from specmm.target import Target
 from specmm.tree import DraftTree, TreeShape
 
 PATHS = ((0,), (0, 1), (0, 2), (0, 1, 3))  # from the root of the tree to each of its nodes
 PARENTS = (-1, 0, 0, 1)
-PROMPT = 3  # tokens before the tree
+PROMPTS = (3, 2)  # tokens of each row before the tree
+OWN = 3  # tokens that the model itself answers a prompt with
 CLOSE = {torch.float32: 0.01, torch.float64: 0.01}  # of the spread of log-probabilities
 ROUNDED = 0.15  # the same in half precision
 LEAST = -80.0  # a log-probability that float32 can still tell from that of 0
@@ -36,70 +41,166 @@ FAULTS = (
     TypeError,
     ValueError,
 )
+Answer = Way | str  # the way that agrees, or what is wrong
+Probing = Callable[[Way], Target]
 
-_found: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # faults; "" is none
+_text: WeakKeyDictionary[PreTrainedModel, Answer] = WeakKeyDictionary()
+_prompts: WeakKeyDictionary[PreTrainedModel, dict[frozenset[str], Answer]] = WeakKeyDictionary()
 
 
-def check_model(model: PreTrainedModel, target: Callable[[], Target]) -> None:
-    """Raise ``ValueError`` naming the model's type unless trees on it score as its own forwards do.
+def check_model(model: PreTrainedModel, target: Probing) -> Way:
+    """The way in which trees of text score as the ``model``'s own forwards do.
 
     ``target`` makes an unchecked target of the model that samples at temperature 1. Each model is
-    checked once, on text alone; one whose logits are not finite passes.
+    asked once; one whose logits are not finite passes. Raises ``ValueError`` naming the model's
+    type where no way agrees.
     """
-    if model not in _found:
-        _found[model] = _fault(model, target)
-    if _found[model]:
-        instead = "use a causal language model such as Llama, Qwen, Mistral, Phi or GPT-2"
-        if hasattr(model.config, "vision_config"):
-            instead = "let transformers' own generate answer, or use a LLaVA, Qwen-VL or Idefics 3"
-        raise ValueError(
-            f"model type {model.config.model_type!r} cannot be accelerated here: {_found[model]}; "
-            f"{instead}"
-        )
+    if model not in _text:
+        _text[model] = _of_text(model, target)
+    return _way(model, _text[model], "")
 
 
-def _fault(model: PreTrainedModel, target: Callable[[], Target]) -> str:
-    config = model.config.get_text_config()
-    if getattr(config, "max_position_embeddings", None) is None:
-        return "it has no max_position_embeddings"
-    if "local" in (getattr(config, "attention_layers", None) or ()):
-        return "it counts its local window by cache slots"
-    if config.max_position_embeddings < PROMPT + len(PARENTS):
-        return ""
-    tokens = plain_tokens(model.config, PROMPT + len(PARENTS))
-    try:
-        wanted = _own(model, tokens)
-        if not bool(wanted.isfinite().all()):
-            return ""
-        found = _ours(target(), tokens.to(model.device))
-    except torch.OutOfMemoryError:  # says nothing of the model
-        raise
-    except FAULTS as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    wanted = wanted.clamp(min=LEAST)
-    spread = (wanted.amax() - wanted.amin()).clamp(min=1e-6)
-    off = float((found.clamp(min=LEAST) - wanted).abs().amax() / spread)
-    limit = CLOSE.get(next(model.parameters()).dtype, ROUNDED)
-    return (
-        ""
-        if off <= limit
-        else f"its scores of a small draft tree differ from its own by {off:.2f} of their range"
+def way_of(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> Way:
+    """The way in which prompts like this one, with pictures or the like, score as in ``generate``.
+
+    Each kind of prompt is asked about once a model. Raises ``ValueError`` saying what differs.
+    """
+    known = _prompts.setdefault(model, {})
+    if prompt.kind not in known:
+        known[prompt.kind] = _of_prompt(model, prompt, target)
+    return _way(model, known[prompt.kind], f" with {', '.join(sorted(prompt.kind))}")
+
+
+def _way(model: PreTrainedModel, answer: Answer, given: str) -> Way:
+    if isinstance(answer, Way):
+        return answer
+    instead = "use a causal language model such as Llama, Qwen, Mistral, Phi or GPT-2"
+    if model.config is not model.config.get_text_config():
+        instead = "let transformers' own generate answer, or use a LLaVA, Qwen-VL or Idefics 3"
+    raise ValueError(
+        f"model type {model.config.model_type!r} cannot be accelerated here{given}: {answer}; "
+        f"{instead}"
     )
 
 
+def _of_text(model: PreTrainedModel, target: Probing) -> Answer:
+    config = model.config.get_text_config()
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        return "it counts its local window by cache slots"
+    if _room(model) < PROMPTS[0] + len(PARENTS):
+        return WAYS[0]
+    tokens = plain_tokens(model.config, PROMPTS[0] + len(PARENTS))
+    drafts = tokens[PROMPTS[0] :].expand(len(PROMPTS), -1)
+    try:
+        wanted = _own(model, tokens)
+    except FAULTS as error:
+        return _told(error)
+    prompt = VLMPrompt(padded([tokens[:count].tolist() for count in PROMPTS], model.device), 1)
+
+    def found(way: Way) -> Tensor:
+        return _ours(target(way), prompt, drafts.to(model.device), PARENTS)[:, 1:]
+
+    return _agreeing(WAYS, found, wanted)
+
+
+def _of_prompt(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> Answer:
+    of_text = _text[model]
+    first = of_text if isinstance(of_text, Way) else WAYS[0]
+    if _room(model) < prompt.width + OWN:
+        return first
+    try:
+        tokens, wanted = _generated(model, prompt)  # [B, T], [B, T, V]
+    except FAULTS as error:
+        return _told(error)
+    other = (tokens[:, :1] + 1) % wanted.shape[-1]  # a sibling that is not chosen
+    drafts = torch.cat([tokens[:, :1], other, tokens[:, 1:2]], dim=1)
+    ours = VLMPrompt(prompt.inputs, len(PARENTS))
+
+    def found(way: Way) -> Tensor:
+        return _ours(target(way), ours, drafts, (-1, 0, 0))[:, [0, 1, 3]]
+
+    return _agreeing(WAYS[WAYS.index(first) :], found, wanted)
+
+
+def _room(model: PreTrainedModel) -> int:
+    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return found or sys.maxsize
+
+
+def _agreeing(ways: Sequence[Way], found: Callable[[Way], Tensor], wanted: Tensor) -> Answer:
+    """The first of ``ways`` whose log-probabilities are those ``wanted``; else what is wrong with
+    the one that comes nearest.
+    """
+    if bool(wanted.isnan().any()):
+        return ways[0]
+    faults = []
+    for way in ways:
+        try:
+            off = _distance(found(way), wanted)
+        except FAULTS as error:
+            faults.append((float("inf"), _told(error)))
+            continue
+        if off <= CLOSE.get(wanted.dtype, ROUNDED):
+            return way
+        faults.append(
+            (
+                off,
+                f"its scores of a small draft tree differ from its own by {off:.2f} of their range",
+            )
+        )
+    return min(faults, key=lambda fault: fault[0])[1]
+
+
+def _distance(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference of log-probabilities, as a share of their range."""
+    wanted = wanted.float().clamp(min=LEAST)
+    spread = (wanted.amax() - wanted.amin()).clamp(min=1e-6)
+    return float((found.clamp(min=LEAST) - wanted).abs().amax() / spread)
+
+
+def _told(error: Exception) -> str:
+    """``error`` in a line; one about memory says nothing of the model and is raised."""
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
 def _own(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Log-probabilities [4, V] after each path, by the model's own forward."""
-    width = PROMPT + max(map(len, PATHS))
-    rows = [torch.cat([tokens[:PROMPT], tokens[PROMPT:][list(path)]]) for path in PATHS]
+    """Log-probabilities [B, N, V] after each prompt and path, by the model's own forward."""
+    width = PROMPTS[0] + max(map(len, PATHS))
+    drafts = tokens[PROMPTS[0] :]
+    rows = [torch.cat([tokens[:n], drafts[list(path)]]) for n in PROMPTS for path in PATHS]
     filled = [torch.cat([row, tokens[:1].expand(width - len(row))]) for row in rows]
     logits = own_logits(model, torch.stack(filled))
     last = torch.stack([logits[i, len(row) - 1] for i, row in enumerate(rows)])
-    return last.float().log_softmax(-1)
+    return last.float().log_softmax(-1).to(logits.dtype).unflatten(0, (len(PROMPTS), len(PATHS)))
+
+
+def _generated(model: PreTrainedModel, prompt: VLMPrompt) -> tuple[Tensor, Tensor]:
+    """The model's own next tokens [B, T] and log-probabilities [B, T, V], the likeliest of which
+    need not be these tokens: its generation settings may forbid some.
+    """
+    inputs, _ = prompt.at_left()
+    plain = GenerationConfig(
+        max_new_tokens=OWN,
+        min_new_tokens=OWN,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+    )
+    generator: Any = model
+    with torch.inference_mode():
+        made = generator.generate(**inputs, generation_config=plain)
+    logits = torch.stack(made.logits, dim=1)
+    return made.sequences[:, -OWN:], logits.float().log_softmax(-1).to(model.dtype)
 
 
 @torch.inference_mode()
-def _ours(target: Target, tokens: Tensor) -> Tensor:
-    """The same by one pass over the tree."""
-    target.prefill(VLMPrompt({"input_ids": tokens[None, :PROMPT]}, 1), len(PARENTS))
-    shape = TreeShape.from_parents(PARENTS, tokens.device)
-    return target.score(DraftTree(tokens[None, PROMPT:], shape)).probs[0].log()
+def _ours(target: Target, prompt: VLMPrompt, drafts: Tensor, parents: Sequence[int]) -> Tensor:
+    """Log-probabilities [B, 1 + N, V] after ``prompt``, and by one pass over a tree of ``drafts``
+    [B, N].
+    """
+    first = target.prefill(prompt, len(parents)).probs
+    shape = TreeShape.from_parents(parents, drafts.device)
+    return torch.cat([first, target.score(DraftTree(drafts, shape)).probs], dim=1).log()

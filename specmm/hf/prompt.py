@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
+TYPES = ("mm_token_type_ids", "token_type_ids")
+PER_TOKEN = ("input_ids", "attention_mask", *TYPES)
 POSITIONS = "position_ids"  # of M-RoPE [3 or 4, B, L], the last three rows count
 
 
@@ -105,7 +106,34 @@ class VLMPrompt:
     @property
     def vision(self) -> dict[str, Any]:
         """Everything but the tokens: pixels, grids, sizes."""
-        return {k: v for k, v in self.inputs.items() if k not in (*PER_TOKEN, POSITIONS)}
+        return {
+            k: v
+            for k, v in self.inputs.items()
+            if k not in (*PER_TOKEN, POSITIONS) and v is not None
+        }
+
+    @property
+    def types(self) -> dict[str, Tensor]:
+        """Which tokens [B, L] are of text, of pictures and so on, where the processor says so."""
+        return {k: self.inputs[k] for k in TYPES if self.inputs.get(k) is not None}
+
+    @property
+    def kind(self) -> frozenset[str]:
+        """What it holds beside tokens, and whether its rows differ in length."""
+        ragged = {"rows of several lengths"} if self.padded else set()
+        return frozenset({*self.vision, *self.types, *ragged})
+
+    def at_left(self) -> tuple[dict[str, Any], Tensor]:
+        """The inputs with their padding at the left, and each row's first slot [B]."""
+        first = self.input_ids.shape[1] - self.lengths
+        if not self.padded:
+            return self.inputs, first
+        column = torch.arange(self.input_ids.shape[1], device=first.device)
+        order = (column - first[:, None]) % len(column)
+        moved = {k: self.inputs[k].gather(1, order) for k in PER_TOKEN if k in self.inputs}
+        if self.inputs.get(POSITIONS) is not None:
+            moved[POSITIONS] = self.inputs[POSITIONS].gather(2, order.expand(3, -1, -1))
+        return {**self.inputs, **moved}, first
 
     def branches(self) -> tuple[Tensor, Tensor]:
         """Ids [R, ``width``] of both branches, which end where the answer begins, and each one's

@@ -35,7 +35,7 @@ class StaticVLMTarget(DeferredStop, VLMTarget):
         self, model: PreTrainedModel, processor: ProbsProcessor, name: str = "text"
     ) -> None:
         super().__init__(model, processor, name)
-        if self.family.turning_point is not None or self.family.window:
+        if self.family.turning_point is not None or self.family.partial:
             raise ValueError(
                 f"compiled=True needs full attention and one set of positions, {name} has others"
             )
@@ -57,10 +57,10 @@ class StaticVLMTarget(DeferredStop, VLMTarget):
         self.place = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.positions = lengths.clone()
         shut = torch.arange(self.cache.slots, device=self.device) >= lengths
-        bias = torch.zeros(shut.shape, dtype=self.cache.data.dtype, device=self.device)
+        bias = torch.zeros(shut.shape, dtype=self.cache.dtype, device=self.device)
         self.bias = bias.masked_fill_(shut, float("-inf"))[:, None, None]
-        layers = self.cache.layers
-        self.past = as_transformers([StaticMemory(x.keys, x.values, self.place) for x in layers])
+        memories = [StaticMemory(x.keys, x.values, self.place) for x in self.cache.layers]
+        self.past = as_transformers(memories, self.family.layer_sizes)
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> TargetOutput:

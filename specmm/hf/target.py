@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
 
-from specmm.cache import Cache, CacheSize, Memory, StaticMemory, branched
+from specmm.cache import Cache, CacheSize, LayerSize, Memory, StaticMemory, branched
 from specmm.guidance import AllowedTokens, Guidance
-from specmm.hf.families import Family
-from specmm.hf.probe import check_model
+from specmm.hf.families import WAYS, Family, Way
+from specmm.hf.probe import check_model, way_of
 from specmm.hf.prompt import VLMPrompt as VLMPrompt
 from specmm.kernels.tree_attention import Mask, TreeMask
 from specmm.kernels.tree_attention.interface import PLACEHOLDER
@@ -61,9 +61,17 @@ class _SlotLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, memory: Memory | StaticMemory) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.memory = memory
-        self.is_initialized = True
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there are tokens before those that come next."""
+        return self.memory.first > 0
+
+    @is_initialized.setter
+    def is_initialized(self, _: bool) -> None:
+        pass
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass
@@ -84,9 +92,19 @@ class _SlotLayer(CacheLayerMixin):
         return self.memory.keys.shape[1]
 
 
-def as_transformers(layers: Sequence[Memory | StaticMemory]) -> TransformersCache:
-    """The memories of all ``layers`` as ``past_key_values``."""
-    return TransformersCache(layers=[_SlotLayer(memory) for memory in layers])
+def as_transformers(
+    memories: Sequence[Memory | StaticMemory], sizes: Sequence[LayerSize | None] = ()
+) -> TransformersCache:
+    """The ``memories`` as ``past_key_values``, in the order of the layers that have one.
+
+    ``sizes`` of all layers are None for those that store nothing; by default all do store.
+    """
+    left = iter(memories)
+    has = [size is not None for size in sizes] or [True] * len(memories)
+    made: list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer] = [
+        _SlotLayer(next(left)) if own else DummyLayer() for own in has
+    ]
+    return TransformersCache(layers=made)
 
 
 @dataclass
@@ -106,9 +124,10 @@ class VLMTarget:
     """A transformers model with a cache; one instance serves one batch at a time.
 
     Drafters that read the prompt set ``wants_context``; the prefill then leaves a :class:`Context`.
-    ``family`` names the model's parts where they are not those of its own forward. Raises
-    ``ValueError`` for a model that cannot be a target (see ``probe``; where the family is given,
-    the model is not checked), and for guidance of models with sliding layers or M-RoPE.
+    ``family`` names the model's parts where they are not those of its own forward, and ``way`` how
+    it is run. Raises ``ValueError`` for a model that cannot be a target (see ``probe``; where the
+    family is given, the model is not checked), and for guidance of models with layers that attend a
+    part of the text, or M-RoPE.
     """
 
     def __init__(
@@ -119,6 +138,7 @@ class VLMTarget:
         family: Family | None = None,
         guidance: Guidance | None = None,
         allowed: AllowedTokens | None = None,
+        way: Way = WAYS[0],
     ) -> None:
         self.model = model.eval()
         self.processor = processor
@@ -127,11 +147,15 @@ class VLMTarget:
         self.guidance = guidance
         self.branches = 1 if guidance is None else guidance.branches  # G
         self.allowed = allowed
-        if family is None:
-            own = self.family
-            check_model(model, lambda: VLMTarget(model, Processor(1.0), "probe", own))
-        if self.branches > 1 and (self.family.window or self.family.mrope):
-            raise ValueError(f"cfg must be at most 1 for {name}: it has sliding layers or M-RoPE")
+        self.way = way
+        self.asks = family is None
+        if self.asks:
+            self.way = check_model(model, self._probing)
+        if self.branches > 1 and (self.family.partial or self.family.mrope):
+            raise ValueError(
+                f"cfg must be at most 1 for {name}: it has layers that attend a part of the text, "
+                "or M-RoPE"
+            )
         processor.check_vocabulary(self.family.vocabulary)
         self.wants_context = False
         self.context: Context | None = None
@@ -140,9 +164,14 @@ class VLMTarget:
         self.starting_row = False  # that of a row that begins anew
         self.started: VLMTarget  # the latest such row by itself, for drafters to read
         self.spent: Tensor | None = None  # distributions whose memory the next greedy ones take
+        self.first: Tensor | None = None  # slots [B], where padding comes before them
         self.cache: Cache
         self.prompt: VLMPrompt
         self.history: History
+
+    def _probing(self, way: Way) -> VLMTarget:
+        """An unchecked target of the same model, run in some ``way``."""
+        return VLMTarget(self.model, Processor(1.0), "probe", self.family, way=way)
 
     @property
     def device(self) -> torch.device:
@@ -156,7 +185,7 @@ class VLMTarget:
 
     @property
     def _weight(self) -> Tensor:
-        return self.family.decoder.get_input_embeddings().weight
+        return next(self.family.decoder.parameters())
 
     @property
     def image_tokens(self) -> tuple[int, ...]:
@@ -176,21 +205,21 @@ class VLMTarget:
         """Run ``prompt`` through the whole model; see :class:`specmm.target.Target`.
 
         Raises ``ValueError`` when prompt and answer exceed the model's positions or placeholders do
-        not fit pictures, and under guidance for a prompt without an unconditional one.
+        not fit pictures, for a prompt that the model reads as we cannot, and under guidance for one
+        without an unconditional one.
         """
-        where = self.make_room(prompt, scratch)
+        self.make_room(prompt, scratch)
+        if self.asks and prompt.kind and self.branches == 1:
+            self.way = way_of(self.model, prompt, self._probing)
         self.cache.aim(0, prompt.width)
-        if self.branches > 1:
-            given: dict[str, Tensor | None] = {**self._both_branches(prompt)}
-        else:
-            mask = prompt.inputs["attention_mask"] if prompt.padded else None
-            given = {"input_ids": prompt.input_ids, "attention_mask": mask, **where}
+        given = self._given(prompt)
         with self._watch_embeddings(prompt), self._runs():
             states: Tensor = self.family.body(
-                past_key_values=self.past, use_cache=True, **prompt.vision, **given
+                past_key_values=self.past, use_cache=True, **given
             ).last_hidden_state  # [R, L, C]
         if self.context is not None:
-            self.context.hidden = states
+            self.context.hidden = self.ordered(states)
+            self.context.embeddings = self.ordered(self.context.embeddings)
         self.cache.lengths += self.begins
         self.history = History(
             prompt.input_ids, prompt.lengths, prompt.room - prompt.input_ids.shape[1]
@@ -199,24 +228,58 @@ class VLMTarget:
         place = branched(last, self.branches)[..., None].expand(-1, -1, states.shape[-1])
         return self._output(states.gather(1, place), None, last)
 
-    def make_room(self, prompt: VLMPrompt, scratch: int) -> dict[str, Tensor]:
-        """An empty cache for ``prompt``, its answer and ``scratch``; the prompt's positions as the
-        model takes them.
-        """
+    def ordered(self, states: Tensor) -> Tensor:
+        """What the prefill has made of the prompt's tokens [R, L, ...], padding at the right."""
+        if self.first is None:
+            return states
+        column = torch.arange(states.shape[1], device=self.device)
+        order = (column + self.first[:, None]) % states.shape[1]
+        return states[torch.arange(len(states), device=self.device)[:, None], order]
+
+    def make_room(self, prompt: VLMPrompt, scratch: int) -> None:
+        """An empty cache for ``prompt``, its answer and ``scratch``."""
         self.check(prompt)
         self.prompt = prompt
         self.calls = 0
         self.spent = None
         self.begins = prompt.begins.clone()  # [B], where answers begin
         self.cache = self._new_cache(len(prompt.input_ids), prompt.room, scratch)
-        self.past = as_transformers(self.cache.layers)
+        self.past = as_transformers(self.cache.layers, self.family.layer_sizes)
         slots = torch.arange(self.cache.slots, device=self.device)
-        self.places = slots.repeat(len(prompt.input_ids), 1)  # positions by slot
+        self.places = slots.repeat(len(prompt.input_ids), 1)  # in its text, by slot
         self.last = self._last_position(prompt.room)
-        where, self.offsets = self.family.positions(prompt)
-        return where
+        self.first = None
+        self.offsets = torch.zeros_like(self.begins)
 
-    def _both_branches(self, prompt: VLMPrompt) -> dict[str, Tensor]:
+    def _given(self, prompt: VLMPrompt) -> dict[str, Any]:
+        """What the model's body takes of ``prompt``; what comes after it is counted from there."""
+        if self.branches > 1:
+            return self._both_branches(prompt)
+        if self.way.left:
+            return self._as_generate(prompt)
+        where, self.offsets = self.family.positions(prompt)
+        mask = prompt.inputs["attention_mask"] if prompt.padded else None
+        ids = {"input_ids": prompt.input_ids, "attention_mask": mask}
+        return {**prompt.vision, **prompt.types, **ids, **where}
+
+    def _as_generate(self, prompt: VLMPrompt) -> dict[str, Any]:
+        """The prefill as the model's generate has it: padding at the left, own preparation."""
+        inputs, first = prompt.at_left()
+        if prompt.padded:
+            self.first = first
+            self.places -= first[:, None]
+            self._hide(torch.arange(prompt.width, device=self.device) < first[:, None])
+        self.begins.fill_(prompt.width)
+        given, following = self.family.own_inputs(inputs, self.past)
+        self.offsets = following - prompt.width
+        return given
+
+    def _hide(self, padding: Tensor) -> None:
+        """No row may attend its slots of ``padding`` [R, L] before the prompt."""
+        spare = self.cache.size.capacity - padding.shape[1]
+        self.cache.hidden_prefix = nn.functional.pad(padding, (0, spare))
+
+    def _both_branches(self, prompt: VLMPrompt) -> dict[str, Any]:
         """The prefill of both branches: ids, mask and positions. All end where answers begin, and
         what lies before the shorter one is hidden.
         """
@@ -224,13 +287,12 @@ class VLMTarget:
         column = torch.arange(prompt.width, device=self.device)
         hidden = column < first[:, None]
         if bool(hidden.any()):
-            spare = self.cache.size.capacity - prompt.width
-            self.cache.hidden_prefix = nn.functional.pad(hidden, (0, spare))
+            self._hide(hidden)
         seen = (column <= column[:, None]) & ~hidden[:, None]
         seen |= torch.eye(prompt.width, dtype=torch.bool, device=self.device)
         bias = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
         self.offsets = -first
-        return {
+        return prompt.vision | {
             "input_ids": ids,
             "attention_mask": bias.masked_fill_(~seen, float("-inf"))[:, None],
             "position_ids": (column - first[:, None]).clamp(min=0),
@@ -251,8 +313,11 @@ class VLMTarget:
             self.starting_row = False
         self.cache.take(row, alone.cache)
         self.history.take(row, alone.history)
-        self.offsets[row :: len(self.begins)] = alone.offsets
+        self.offsets[..., row :: len(self.begins)] = alone.offsets
         self.begins[row] = alone.begins[0]
+        self.places[row] = torch.arange(self.cache.slots, device=self.device)
+        if self.first is not None:
+            self.first[row] = 0
         return output
 
     def score(self, tree: DraftTree) -> TargetOutput:
@@ -294,19 +359,18 @@ class VLMTarget:
         if isinstance(bias, TreeMask):
             masks: dict[str, Any] = {"attention_mask": PLACEHOLDER, "tree_mask": bias}
         else:
-            sliding = self._within_window(bias, positions)
-            masks = {"attention_mask": self.family.masks(bias, sliding)}
-        inputs = branched(self.embed(tokens), self.branches)
+            masks = {"attention_mask": self._masks(bias, positions)}
         if len(positions) > 1:
             positions = branched(positions, self.branches)
+        where = self.family.spread(positions + self.offsets[..., None])
+        rest = {**masks, "position_ids": where, "past_key_values": self.past, "use_cache": True}
         with self._runs():
-            states: Tensor = self.family.decoder(
-                inputs_embeds=inputs,
-                **masks,
-                position_ids=self.family.spread(positions + self.offsets[:, None]),
-                past_key_values=self.past,
-                use_cache=True,
-            ).last_hidden_state
+            if self.way.whole:
+                output = self.family.body(input_ids=tokens, **rest)
+            else:
+                inputs = branched(self.embed(tokens), self.branches)
+                output = self.family.decoder(inputs_embeds=inputs, **rest)
+        states: Tensor = output.last_hidden_state
         return states
 
     @contextmanager
@@ -317,14 +381,15 @@ class VLMTarget:
         finally:
             self.running = False
 
-    def _within_window(self, bias: Tensor | None, positions: Tensor) -> Tensor | None:
-        """``bias`` of sliding layers: every slot a window or more before a node is shut."""
-        if not self.family.window or bias is None:
-            return bias
+    def _masks(self, bias: Tensor | None, positions: Tensor) -> Any:
+        """``bias`` as the model's layers take it, whatever part of a text they attend."""
+        if not self.family.partial or bias is None:
+            return self.family.masks(bias, positions, positions)
         first = self.cache.layers[0].first
+        if self.first is not None:
+            positions = positions - self.first[:, None]
         self.places[:, first : first + positions.shape[1]] = positions
-        far = positions[:, :, None] - self.places[:, None, : bias.shape[-1]] >= self.family.window
-        return bias.masked_fill(far[:, None], float("-inf"))
+        return self.family.masks(bias, positions, self.places[:, : bias.shape[-1]])
 
     def _output(self, states: Tensor, tree: DraftTree | None, positions: Tensor) -> TargetOutput:
         """Distributions of ``states`` [R, N, C] of tokens at ``positions`` [B, N]."""
@@ -352,22 +417,19 @@ class VLMTarget:
         needs hiding.
         """
         prefix = self.cache.hidden_prefix
-        if not self.prompt.padded and not self.family.window and prefix is None:
+        if not self.prompt.padded and not self.family.partial and prefix is None:
             return None
         column = torch.arange(slot + 1, device=self.device)
         shut = (column >= self.begins[:, None]) & (column < self.prompt.width)
         shut = branched(shut, self.branches)
         if prefix is not None:
             shut = shut | prefix[:, : slot + 1]
-        bias = torch.zeros(shut.shape, dtype=self.cache.data.dtype, device=self.device)
+        bias = torch.zeros(shut.shape, dtype=self.cache.dtype, device=self.device)
         return bias.masked_fill_(shut, float("-inf"))[:, None, None]
 
     def _new_cache(self, batch: int, capacity: int, scratch: int) -> Cache:
-        config = self.family.config
         size = CacheSize(
-            layers=config.num_hidden_layers,
-            heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            head_dim=self.family.head_dim,
+            layers=tuple(layer for layer in self.family.layer_sizes if layer is not None),
             batch=batch,
             branches=self.branches,
             capacity=capacity,
@@ -381,7 +443,7 @@ class VLMTarget:
             raise ValueError("cfg above 1 needs an unconditional prompt, got none")
         if self.branches == 1 and prompt.unconditional is not None:
             raise ValueError("cfg of 1 takes no unconditional prompt, got one")
-        room = int(self.family.config.max_position_embeddings)
+        room = self.family.room
         longest = int(prompt.begins.max())
         if longest + prompt.max_new_tokens > room:
             raise ValueError(
@@ -401,8 +463,7 @@ class VLMTarget:
     def _last_position(self, total: int) -> int:
         """The last position that a block may use, in a text with room for ``total`` tokens."""
         turn = self.family.turning_point
-        room = int(self.family.config.max_position_embeddings)
-        return (room if turn is None or total > turn else turn) - 1
+        return (self.family.room if turn is None or total > turn else turn) - 1
 
     @contextmanager
     def _watch_embeddings(self, prompt: VLMPrompt) -> Iterator[None]:
@@ -417,7 +478,7 @@ class VLMTarget:
         def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             embeddings = kwargs.get("inputs_embeds")
             if embeddings is None:  # a model without pictures embeds its tokens itself
-                embeddings = self.embed(prompt.input_ids)
+                embeddings = self.embed(kwargs["input_ids"])
             self.context = Context(embeddings, embeddings, prompt.lengths, images)
 
         handle = self.family.decoder.register_forward_pre_hook(see, with_kwargs=True)

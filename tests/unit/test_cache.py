@@ -9,17 +9,20 @@ import dataclasses
 import pytest
 import torch
 
-from specmm.cache import Cache, CacheSize
+from specmm.cache import Cache, CacheSize, LayerSize, alike
 from specmm.tree import TreeShape
 
-SIZE = CacheSize(layers=2, heads=2, head_dim=3, batch=3, branches=2, capacity=9, scratch=5)
+SIZE = CacheSize(alike(2, 2, 3), batch=3, branches=2, capacity=9, scratch=5)
+MIXED = dataclasses.replace(
+    SIZE, layers=(LayerSize(2, 3, 3), LayerSize(1, 5, 3), LayerSize(2, 3, 4))
+)
 
 
 class Lists:
     """Committed entries of every layer and row, in plain lists."""
 
-    def __init__(self):
-        self.rows = [[[] for _ in range(SIZE.rows)] for _ in range(SIZE.layers)]
+    def __init__(self, size):
+        self.rows = [[[] for _ in range(SIZE.rows)] for _ in size.layers]
 
     def keep(self, entries, path, kept):
         """``entries``: for each layer keys and values [R, N, H, D]."""
@@ -47,7 +50,13 @@ def agree(cache, lists):
 def write(cache, nodes, generator):
     """Random entries of a tree of ``nodes`` written to the scratch region of every layer."""
     cache.aim(SIZE.capacity, cache.slots)
-    entries = [torch.randn(2, SIZE.rows, nodes, 2, 3, generator=generator) for _ in cache.layers]
+    entries = [
+        [
+            torch.randn(SIZE.rows, nodes, layer.heads, width, generator=generator)
+            for width in (layer.keys, layer.values)
+        ]
+        for layer in cache.size.layers
+    ]
     for memory, (keys, values) in zip(cache.layers, entries, strict=True):
         seen_keys, seen_values = memory.write(keys, values)
         assert seen_keys.shape[1] == seen_values.shape[1] == cache.slots
@@ -55,8 +64,11 @@ def write(cache, nodes, generator):
     return entries
 
 
-def test_rows_keep_what_they_accepted():
-    cache, lists, generator = Cache(SIZE, torch.float32), Lists(), torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("size", [SIZE, MIXED])
+def test_rows_keep_what_they_accepted(size):
+    cache = Cache(size, torch.float32)
+    lists = Lists(size)
+    generator = torch.Generator().manual_seed(0)
     rounds = [
         (5, [[0, 1, 3], [0, 2, 4], [0, 4, -1]], [3, 2, 1]),
         (5, [[0, 3, 4], [0, -1, -1], [0, 1, 2]], [2, 1, 3]),

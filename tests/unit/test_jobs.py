@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.soak.fuzz import fuzz
-from specmm.cache import Cache, CacheSize
+from specmm.cache import Cache, CacheSize, alike
 from specmm.decode import decide
 from specmm.jobs.folder import Journal, ledger, name_of, pack, place_of, unpack
 from specmm.jobs.items import Item, parse, read_items, seed_of
@@ -240,7 +240,7 @@ def test_verdicts_are_paths_of_the_tree(
 )
 def test_a_cache_keeps_what_was_kept(rounds: list[list[int]]) -> None:
     """Rows that keep different nodes hold, in order, just what they kept."""
-    cache, told = Cache(CacheSize(1, 1, 1, 2, 1, 16, 4), torch.float32), [[], []]
+    cache, told = Cache(CacheSize(alike(1, 1, 1), 2, 1, 16, 4), torch.float32), [[], []]
     for number, kept in enumerate(rounds):
         values = torch.arange(4.0) + 10 * number + torch.tensor([[0.0], [100.0]])  # [B, N]
         cache.aim(cache.size.capacity, cache.slots)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from specmm.cache import Cache, CacheSize, Memory, branched
+from specmm.cache import Cache, CacheSize, Memory, alike, branched
 from specmm.drafter import Feedback
 from specmm.image_ar.tokens.gpt import (
     GPTConfig,
@@ -192,9 +192,7 @@ class BlockDrafter:
             )
         self.most = self.max_depth + 1  # M
         size = CacheSize(
-            layers=len(self.head.layers),
-            heads=target.n_head,
-            head_dim=target.head_dim,
+            layers=alike(len(self.head.layers), target.n_head, target.head_dim),
             batch=len(feedback.token),
             branches=len(hidden) // len(feedback.token),
             capacity=target.block_size,

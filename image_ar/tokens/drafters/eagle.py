@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specmm.cache import Cache, CacheSize, Memory, branched
+from specmm.cache import Cache, CacheSize, Memory, alike, branched
 from specmm.drafter import Feedback
 from specmm.growth import Growth
 from specmm.image_ar.tokens.gpt import GPTConfig, RMSNorm, RotaryTable, rotary_table, rotate
@@ -189,9 +189,7 @@ class EagleDrafter:
         hidden = feedback.output.hidden
         config = self.head.config.target
         size = CacheSize(
-            layers=1,
-            heads=config.n_head,
-            head_dim=config.head_dim,
+            layers=alike(1, config.n_head, config.head_dim),
             batch=len(feedback.token),
             branches=len(hidden) // len(feedback.token),
             capacity=config.cls_token_num - 1 + config.block_size,
