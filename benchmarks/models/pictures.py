@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.models.prompts import BOS, WORDS, Inputs, left_padded, text_prompts
 
+Rows = Sequence[Sequence[int]]  # the seeds of the pictures of each row
 Row = list[int | str]  # ids of words, and pictures by their seeds
 PICTURE: Row = [BOS, *WORDS[:8], "1", *WORDS[3:]]
 PICTURES: Row = [BOS, *WORDS[:3], "2", 18, "3", *WORDS]
@@ -53,7 +54,7 @@ class Prompts:
             raise ValueError("its config names no placeholder of pictures")
         self.vision = self._vision()
 
-    def _vision(self) -> Callable[[Sequence[Sequence[int]]], Inputs]:
+    def _vision(self) -> Callable[[Rows], Inputs]:
         by_type = BY_TYPE.get(self.config.model_type)
         if by_type is not None:
             make = by_type
@@ -61,6 +62,10 @@ class Prompts:
             make = grids
         elif takes(self.model, "image_position_ids"):
             make = positioned
+        elif hasattr(self.config, "image_grid_pinpoints"):
+            make = pinpoints
+        elif takes(self.model, "target_sizes"):
+            make = strips
         elif takes(self.model, "pixel_attention_mask") or takes(self.model, "pixel_mask"):
             make = tiles
         else:
@@ -99,6 +104,7 @@ class Prompts:
         source = whole if hasattr(whole, "get_image_features") else whole.model
         found = source.get_image_features(**self.vision([[seed]]))
         features = getattr(found, "pooler_output", found)
+        features = found.last_hidden_state if features is None else features
         parts = [features] if isinstance(features, Tensor) else list(features)
         width = parts[0].shape[-1]
         return sum(part.numel() for part in parts) // width
@@ -127,13 +133,13 @@ def side(config: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
-def plain(config: Any, rows: Sequence[Sequence[int]]) -> Inputs:
+def plain(config: Any, rows: Rows) -> Inputs:
     """Pictures one after another, all of one size [N, 3, S, S]."""
     pixels = [noise(seed, 1, 3, *side(config)) for row in rows for seed in row]
     return {"pixel_values": torch.cat(pixels)}
 
 
-def tiles(config: Any, rows: Sequence[Sequence[int]]) -> Inputs:
+def tiles(config: Any, rows: Rows) -> Inputs:
     """Pictures by row, rows with fewer filled up with zeros [B, N, 3, S, S]."""
     most = max(map(len, rows))
     height, width = side(config)
@@ -159,11 +165,12 @@ def grid_of(config: Any, seed: int) -> tuple[int, int]:
     return 2 * high, (1 + seed % 3) * wide
 
 
-def grids(config: Any, rows: Sequence[Sequence[int]]) -> Inputs:
+def grids(config: Any, rows: Rows) -> Inputs:
     """Patches one after another [P, 3 · time · size · size] and each picture's grid [N, 3]."""
     vision = vision_of(config)
     high, wide = pair(vision.patch_size)
-    time = pair(getattr(vision, "temporal_patch_size", 1))[0]
+    frames = getattr(vision, "temporal_patch_size", getattr(vision, "patch_temporal", 1))
+    time = pair(frames)[0]
     sizes = {seed: grid_of(config, seed) for row in rows for seed in row}
     seeds = [seed for row in rows for seed in row]
     pixels = [noise(s, sizes[s][0] * sizes[s][1], 3 * time * high * wide) for s in seeds]
@@ -171,7 +178,7 @@ def grids(config: Any, rows: Sequence[Sequence[int]]) -> Inputs:
     return {"pixel_values": torch.cat(pixels), "image_grid_thw": found}
 
 
-def positioned(config: Any, rows: Sequence[Sequence[int]]) -> Inputs:
+def positioned(config: Any, rows: Rows) -> Inputs:
     """Patches by picture, filled up [N, P, 3 · size · size], and the place of each [N, P, 2]."""
     vision = vision_of(config)
     pooled = getattr(vision, "pooling_kernel_size", 1)
@@ -189,4 +196,105 @@ def positioned(config: Any, rows: Sequence[Sequence[int]]) -> Inputs:
     return {"pixel_values": pixels, "image_position_ids": places}
 
 
-BY_TYPE: dict[str, Callable[[Any, Sequence[Sequence[int]]], Inputs]] = {}
+def sized(config: Any, rows: Rows) -> Inputs:
+    """Pictures of several widths, filled up [N, 3, S, S], and the size of each [N, 2]."""
+    height, width = side(config)
+    seeds = [seed for row in rows for seed in row]
+    sizes = [(height, width if seed % 2 else width // 2) for seed in seeds]
+    pixels = torch.zeros(len(seeds), 3, height, width)
+    for i, (seed, (high, wide)) in enumerate(zip(seeds, sizes, strict=True)):
+        pixels[i, :, :high, :wide] = noise(seed, 3, high, wide)
+    return {"pixel_values": pixels, "image_sizes": torch.tensor(sizes)}
+
+
+def pinpoints(config: Any, rows: Rows) -> Inputs:
+    """Two tiles and the whole picture, for each [N, 3, 3, S, S], and the size of each [N, 2]."""
+    height, width = side(config)
+    seeds = [seed for row in rows for seed in row]
+    sizes = [(height, 2 * width) if seed % 2 else (2 * height, width) for seed in seeds]
+    pixels = torch.stack([noise(seed, 3, 3, height, width) for seed in seeds])
+    return {"pixel_values": pixels, "image_sizes": torch.tensor(sizes)}
+
+
+def spatial(config: Any, rows: Rows) -> Inputs:
+    """Patches by picture, filled up [N, P, 3 · size · size], their mask, and heights and widths."""
+    seeds = [seed for row in rows for seed in row]
+    width = 3 * vision_of(config).patch_size ** 2
+    sizes = [(4, 2 + 2 * (seed % 2)) for seed in seeds]
+    pixels = torch.zeros(len(seeds), 16, width)
+    mask = torch.zeros(len(seeds), 16, dtype=torch.int64)
+    for i, (seed, (high, wide)) in enumerate(zip(seeds, sizes, strict=True)):
+        pixels[i, : high * wide] = noise(seed, high * wide, width)
+        mask[i, : high * wide] = 1
+    shapes = torch.tensor(sizes)
+    return {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+
+
+def square_patches(config: Any, rows: Rows) -> Inputs:
+    """As :func:`grids`, each patch a picture [P, 3, size, size]."""
+    size = vision_of(config).patch_size
+    found = grids(config, rows)
+    return {**found, "pixel_values": found["pixel_values"].view(-1, 3, size, size)}
+
+
+def merged_patches(config: Any, rows: Rows) -> Inputs:
+    """Blocks of patches that are merged, channels last, and the grid of blocks."""
+    vision = vision_of(config)
+    block = vision.spatial_merge_size * vision.patch_size
+    seeds = [seed for row in rows for seed in row]
+    sizes = [(2, 1 + seed % 3) for seed in seeds]
+    pixels = [noise(s, h * w, block, block, 3) for s, (h, w) in zip(seeds, sizes, strict=True)]
+    found = torch.tensor([[1, *size] for size in sizes])
+    return {"pixel_values": torch.cat(pixels), "image_grid_thw": found}
+
+
+def merge_sizes(config: Any, rows: Rows) -> Inputs:
+    """As :func:`grids`, and by how much each picture is merged [N]."""
+    found = grids(config, rows)
+    return {**found, "image_merge_sizes": torch.full((len(found["image_grid_thw"]),), 2)}
+
+
+def two_resolutions(config: Any, rows: Rows) -> Inputs:
+    """As :func:`plain`, and again in more pixels."""
+    size = config.high_res_vision_config.image_size
+    pixels = [noise(seed + 100, 1, 3, size, size) for row in rows for seed in row]
+    return {**plain(config, rows), "high_res_pixel_values": torch.cat(pixels)}
+
+
+def strips(config: Any, rows: Rows) -> Inputs:
+    """Patches side by side [1, 3, size, P · size], and each picture's height and width [N, 2]."""
+    size = vision_of(config).patch_size
+    seeds = [seed for row in rows for seed in row]
+    sizes = [(4, 4 * (1 + seed % 2)) for seed in seeds]
+    pixels = [noise(s, 1, 3, size, h * w * size) for s, (h, w) in zip(seeds, sizes, strict=True)]
+    return {
+        "pixel_values": torch.cat(pixels, dim=-1),
+        "target_sizes": torch.tensor(sizes, dtype=torch.int32),
+    }
+
+
+def locals_and_whole(config: Any, rows: Rows) -> Inputs:
+    """Whole pictures [N, 3, S, S], of odd seeds two tiles more, and how many each has [N]."""
+    height, width = side(config)
+    seeds = [seed for row in rows for seed in row]
+    counts = [2 * (seed % 2) for seed in seeds]
+    parts = [noise(s + 50, n, 3, height, width) for s, n in zip(seeds, counts, strict=True) if n]
+    found = {**plain(config, rows), "num_local_patches": torch.tensor(counts)}
+    return found if not parts else {**found, "pixel_values_local": torch.cat(parts)}
+
+
+BY_TYPE: dict[str, Callable[[Any, Rows], Inputs]] = {
+    "aria": plain,
+    "deepseek_ocr2": locals_and_whole,
+    "deepseek_vl_hybrid": two_resolutions,
+    "inkling2": merged_patches,
+    "kimi_k25": square_patches,
+    "lfm2_vl": spatial,
+    "lighton_ocr": sized,
+    "mistral3": sized,
+    "mistral_large4": sized,
+    "paddleocr_vl": square_patches,
+    "step3p7": locals_and_whole,
+    "unlimited_ocr": locals_and_whole,
+    "video_llama_3": merge_sizes,
+}

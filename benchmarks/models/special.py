@@ -39,10 +39,51 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
 }
-SPECIAL["qwen4_exp"] = {"text_config": SPECIAL["qwen4_exp_text"]}
+PINPOINTS = [[16, 32], [32, 16], [32, 32]]
+QWEN4 = SPECIAL["qwen4_exp_text"]
+SIDEWAYS = {  # dots3_note's sliding layers
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 16,
+    "swa_kv_lora_rank": 16,
+    "swa_head_dim": 32,
+    "swa_qk_nope_head_dim": 16,
+    "swa_v_head_dim": 16,
+}
+SAM = {"image_size": 64, "patch_size": 4, "global_attn_indexes": [1], "output_channels": 16}
+SPECIAL |= {
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "chameleon": {"vocabulary_map": {"<image>": 120, "IMGIMGAZ": 121}, "image_token_id": 120},
+    "cohere_compass": {"text_config": SPECIAL["cohere_compass_text"]},
+    "deepseek_ocr2": {"text_config": {"num_experts_per_tok": 2}},
+    "dots3_note": {"text_config": SIDEWAYS},
+    "dots3_note_text": SIDEWAYS,
+    "emu3": {"vocabulary_map": {"<image>": 120}},
+    "gemma3": {"mm_tokens_per_image": 4},
+    "gemma4": {"vision_config": {}},
+    "gemma4_unified": {"vision_config": {}},
+    "glm5_next": {"text_config": {"index_kpool": 4, "index_topk": 8}},
+    "hunyuan_vl": {"text_config": {"head_dim": 16, "rope_parameters": MROPE}},
+    "llama4": {"vision_config": {"intermediate_size": 256}},
+    "llava_next": {"image_grid_pinpoints": PINPOINTS},
+    "llava_next_video": {"image_grid_pinpoints": PINPOINTS},
+    "llava_onevision": {"image_grid_pinpoints": PINPOINTS},
+    "minicpm_ocr": {"image_token_id": 120},
+    "minicpmv4_6": {"image_token_id": 120, "insert_layer_id": 0},
+    "minicpmv4_7": {"image_token_id": 120, "insert_layer_id": 0},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 120, "vision_end_token_id": 121},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 120, "vision_end_token_id": 121},
+    "qwen4_exp": {"text_config": QWEN4},
+    "shieldgemma2": {"mm_tokens_per_image": 4},
+    "step3p7": {"text_config": {"sliding_window": 6}},
+    "vipllava": {"vision_feature_layer": [-1, -2]},
+}
 
 # what a model of a type needs that a prompt does not give
 OTHER = {
+    "diffusion_gemma": "it denoises blocks of tokens, it has no generate of single ones",
+    "evolla": "what it sees are proteins",
+    "pi0": "it gives a robot's actions, not tokens",
     "gemma4_assistant": "it drafts for Gemma 4, from that model's keys and values",
     "gemma4_unified_assistant": "it drafts for Gemma 4, from that model's keys and values",
     "musicgen": "its rows are the codebooks of a sound",

@@ -103,9 +103,13 @@ def shrunk(kind: Any, ids: Ids, given: dict[str, Any]) -> PreTrainedConfig:
     values: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         value = vars(default).get(field.name)
-        if isinstance(value, PreTrainedConfig):
+        if isinstance(value, PreTrainedConfig) or isinstance(given.get(field.name), dict):
             inner = given.pop(field.name, {})
-            values[field.name] = inner if inner is None else shrunk(type(value), ids, inner)
+            inside = kind.sub_configs[field.name] if value is None else type(value)
+            if isinstance(value, PreTrainedConfig) or value is None:
+                values[field.name] = shrunk(inside, ids, inner)
+            else:
+                values[field.name] = inner
         elif field.init and _is_size(value):
             values[field.name] = smaller(field.name, value, ids)
     values |= per_layer(default, values)
@@ -144,16 +148,19 @@ def per_layer(default: PreTrainedConfig, values: dict[str, Any]) -> dict[str, An
         for key, value in vars(default).items()
         if key in fields and isinstance(value, list | tuple) and len(value) == depth
     }
+    kinds = {key: value for key, value in lists.items() if list(value) != list(range(depth))}
     seen: set[tuple[str, Any]] = set()
     chosen = []
     for layer in range(depth):
-        new = {(key, str(value[layer])) for key, value in lists.items()} - seen
-        if new or layer < LAYERS - 1:
+        new = {(key, str(value[layer])) for key, value in kinds.items()} - seen
+        if new:
             chosen.append(layer)
             seen |= new
-    chosen += [layer for layer in range(depth) if layer not in chosen][: LAYERS - len(chosen)]
+    spare = max(LAYERS - len(chosen), 0)
+    chosen += [layer for layer in range(depth) if layer not in chosen][:spare]
     chosen.sort()
-    found: dict[str, Any] = {key: [value[i] for i in chosen] for key, value in lists.items()}
+    found: dict[str, Any] = {key: list(range(len(chosen))) for key in lists}
+    found |= {key: [value[i] for i in chosen] for key, value in kinds.items()}
     return found | {name: len(chosen)}
 
 
@@ -163,9 +170,11 @@ def rope(default: PreTrainedConfig) -> dict[str, Any]:
     known = getattr(default, "ignore_keys_at_rope_validation", None) or ()
     if "mrope_section" not in {*parameters, *known} or "rope_type" not in parameters:
         return {}
+    if "partial_rotary_factor" in parameters:  # there must be something for each section
+        parameters = {**parameters, "partial_rotary_factor": 0.5}
     turned = int(HEAD_DIM // 2 * parameters.get("partial_rotary_factor", 1.0))
     third = turned // 3
-    sections = [turned - 2 * third, third, third]
+    sections = [third, third, turned - 2 * third]
     return {"rope_parameters": {**parameters, "mrope_section": sections}}
 
 
