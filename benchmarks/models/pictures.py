@@ -29,12 +29,13 @@ PLACEHOLDERS = ("image_token_id", "image_token_index", "image_patch_id")
 
 
 def picture_prompts(model: PreTrainedModel) -> dict[str, Inputs]:
-    """Text, one picture, two, and a ragged batch whose second row has none."""
+    """Text, one picture, two, and a ragged batch whose second row has none where it may."""
+    each = takes(model, "cross_attention_mask")  # rows without pictures are not mixed in
     return {
         **{name: text for name, text in text_prompts().items() if name == "text"},
         "picture": Prompts(model).of([PICTURE]),
         "pictures": Prompts(model).of([PICTURES]),
-        "batch": Prompts(model).of(ROWS),
+        "batch": Prompts(model).of([ROWS[0], PICTURE, ROWS[2]] if each else ROWS),
     }
 
 
@@ -85,7 +86,16 @@ class Prompts:
             # PaliGemma's mark what is answered, and all of the prompt is not
             whole = self.config.model_type == "paligemma"
             inputs["token_type_ids"] = torch.zeros_like(pictures) if whole else pictures
+        if takes(self.model, "cross_attention_mask") and any(seeds):
+            inputs["cross_attention_mask"] = self._attended(inputs)
         return inputs
+
+    def _attended(self, inputs: Inputs) -> Tensor:
+        """Which tiles each token attends to: those of the picture before it [B, L, N, 4]."""
+        before = (inputs["input_ids"] == self.image).cumsum(1)  # pictures so far
+        pictures = torch.arange(1, inputs["pixel_values"].shape[1] + 1)
+        attended = (before[..., None] == pictures)[..., None]
+        return (attended & (inputs["aspect_ratio_mask"] > 0)[:, None]).long()
 
     def _ids(self, row: Row) -> list[int]:
         parts = ([part] if isinstance(part, int) else self._stand_ins(int(part)) for part in row)
@@ -100,6 +110,8 @@ class Prompts:
     @torch.no_grad()
     def count(self, seed: int) -> int:
         """How many tokens stand for the picture ``seed``."""
+        if takes(self.model, "cross_attention_mask"):
+            return 1
         whole: Any = self.model
         source = whole if hasattr(whole, "get_image_features") else whole.model
         found = source.get_image_features(**self.vision([[seed]]))
@@ -283,16 +295,61 @@ def locals_and_whole(config: Any, rows: Rows) -> Inputs:
     return found if not parts else {**found, "pixel_values_local": torch.cat(parts)}
 
 
+def time_patches(config: Any, rows: Rows) -> Inputs:
+    """Patches one after another, channels last [P, time, size, size, 3]."""
+    vision = vision_of(config)
+    size = vision.patch_size
+    seeds = [seed for row in rows for seed in row]
+    pixels = [noise(s, 3 + s, vision.temporal_patch_size, size, size, 3) for s in seeds]
+    return {"pixel_values": torch.cat(pixels)}
+
+
+def tiles_and_mask(config: Any, rows: Rows) -> Inputs:
+    """As :func:`tiles`, and which are not filled up [B, N]."""
+    counts = torch.tensor([len(row) for row in rows])[:, None]
+    found = tiles(config, rows)
+    mask = torch.arange(found["pixel_values"].shape[1]) < counts
+    return {**found, "pixel_attention_mask": mask}
+
+
+def larger(config: Any, rows: Rows) -> Inputs:
+    """As :func:`plain`, 64 pixels high and wide."""
+    pixels = [noise(seed, 1, 3, 64, 64) for row in rows for seed in row]
+    return {"pixel_values": torch.cat(pixels)}
+
+
+def cross_attended(config: Any, rows: Rows) -> Inputs:
+    """Four tiles of each picture of a row [B, N, 4, 3, S, S], odd seeds' last two empty."""
+    height, width = side(config)
+    most = max(map(len, rows))
+    pixels = torch.zeros(len(rows), most, 4, 3, height, width)
+    shapes = torch.zeros(len(rows), most, dtype=torch.int64)
+    mask = torch.zeros(len(rows), most, 4, dtype=torch.int64)
+    mask[:, :, 0] = 1
+    for i, row in enumerate(rows):
+        for j, seed in enumerate(row):
+            count = 2 if seed % 2 else 4
+            pixels[i, j, :count] = noise(seed, count, 3, height, width)
+            shapes[i, j] = 2 if seed % 2 else 6
+            mask[i, j, :count] = 1
+    return {"pixel_values": pixels, "aspect_ratio_ids": shapes, "aspect_ratio_mask": mask}
+
+
 BY_TYPE: dict[str, Callable[[Any, Rows], Inputs]] = {
     "aria": plain,
     "deepseek_ocr2": locals_and_whole,
     "deepseek_vl_hybrid": two_resolutions,
+    "fast_vlm": larger,
+    "gemma3n": larger,
+    "granite_docling": tiles_and_mask,
     "inkling2": merged_patches,
+    "inkling_mm_model": time_patches,
     "kimi_k25": square_patches,
     "lfm2_vl": spatial,
     "lighton_ocr": sized,
     "mistral3": sized,
     "mistral_large4": sized,
+    "mllama": cross_attended,
     "paddleocr_vl": square_patches,
     "step3p7": locals_and_whole,
     "unlimited_ocr": locals_and_whole,

@@ -51,19 +51,56 @@ SIDEWAYS = {  # dots3_note's sliding layers
     "swa_v_head_dim": 16,
 }
 SAM = {"image_size": 64, "patch_size": 4, "global_attn_indexes": [1], "output_channels": 16}
+GEMMA3N = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+    "intermediate_size": [96] * 4,
+}
+QFORMER = {"hidden_size": 64, "encoder_hidden_size": 64, "num_hidden_layers": 2}
 SPECIAL |= {
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "chameleon": {"vocabulary_map": {"<image>": 120, "IMGIMGAZ": 121}, "image_token_id": 120},
     "cohere_compass": {"text_config": SPECIAL["cohere_compass_text"]},
-    "deepseek_ocr2": {"text_config": {"num_experts_per_tok": 2}},
+    "deepseek_ocr2": {
+        "text_config": {"num_experts_per_tok": 2},
+        "vision_config": {"sam_config": {**SAM, "downsample_channels": [16, 64]}},
+    },
+    "deepseek_vl_hybrid": {"high_res_vision_config": SAM},
     "dots3_note": {"text_config": SIDEWAYS},
     "dots3_note_text": SIDEWAYS,
     "emu3": {"vocabulary_map": {"<image>": 120}},
+    "fast_vlm": {"vision_config": {"architecture": "fastvit_t8", "hidden_size": 768}},
     "gemma3": {"mm_tokens_per_image": 4},
+    "gemma3n_text": GEMMA3N,
+    "gemma3n": {
+        "text_config": GEMMA3N,
+        "vision_config": {
+            "architecture": "mobilenetv3_small_050",
+            "hidden_size": 288,
+            "vocab_offset": 112,
+            "vocab_size": 8,
+        },
+        "audio_config": {"vocab_offset": 120, "vocab_size": 8},
+        "vision_soft_tokens_per_image": 4,
+        "image_token_id": 113,
+        "boi_token_id": 100,
+        "eoi_token_id": 112,
+        "audio_token_id": 121,
+    },
     "gemma4": {"vision_config": {}},
     "gemma4_unified": {"vision_config": {}},
     "glm5_next": {"text_config": {"index_kpool": 4, "index_topk": 8}},
+    "granite4_vision": {
+        "image_grid_pinpoints": PINPOINTS,
+        "deepstack_layer_map": [[-1, 0]],
+        "spatial_target_layers": [0, 1, 0, 1],
+        "downsample_rate": "1/2",
+        "qformer_config": QFORMER,
+    },
     "hunyuan_vl": {"text_config": {"head_dim": 16, "rope_parameters": MROPE}},
+    "inkling_mm_model": {"vision_config": {"num_hidden_layers": 3}},
     "llama4": {"vision_config": {"intermediate_size": 256}},
     "llava_next": {"image_grid_pinpoints": PINPOINTS},
     "llava_next_video": {"image_grid_pinpoints": PINPOINTS},
@@ -71,11 +108,20 @@ SPECIAL |= {
     "minicpm_ocr": {"image_token_id": 120},
     "minicpmv4_6": {"image_token_id": 120, "insert_layer_id": 0},
     "minicpmv4_7": {"image_token_id": 120, "insert_layer_id": 0},
+    "mllama": {
+        "text_config": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
+        "vision_config": {
+            "num_global_layers": 1,
+            "intermediate_layers_indices": [0],
+            "vision_output_dim": 128,
+        },
+    },
     "qwen2_5_omni_thinker": {"vision_start_token_id": 120, "vision_end_token_id": 121},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 120, "vision_end_token_id": 121},
     "qwen4_exp": {"text_config": QWEN4},
     "shieldgemma2": {"mm_tokens_per_image": 4},
     "step3p7": {"text_config": {"sliding_window": 6}},
+    "unlimited_ocr": {"vision_config": {"sam_config": {**SAM, "downsample_channels": [16, 64]}}},
     "vipllava": {"vision_feature_layer": [-1, -2]},
 }
 

@@ -92,36 +92,43 @@ class Ids:
         return self.given[name]
 
 
-def shrunk(kind: Any, ids: Ids, given: dict[str, Any]) -> PreTrainedConfig:
+def shrunk(kind: Any, ids: Ids, given: dict[str, Any], found: Any = None) -> PreTrainedConfig:
     """A small config of the class ``kind``; ``given`` are fields that are known, by name.
 
-    What is given for a config inside it is a dictionary of the same form.
+    What is given for a config inside it is a dictionary of the same form, ``found`` that config as
+    the one around it has it.
     """
-    given = dict(given)
-    start = {k: given.pop(k) for k in list(given) if k.startswith("start.")}
-    default = kind(**{k.removeprefix("start."): v for k, v in start.items()})
-    values: dict[str, Any] = {}
+    default = kind()
+    usual = vars(default)
+    if found is not None:
+        default = found
+    values = {}
     for field in dataclasses.fields(kind):
-        value = vars(default).get(field.name)
-        if isinstance(value, PreTrainedConfig) or isinstance(given.get(field.name), dict):
-            inner = given.pop(field.name, {})
-            inside = kind.sub_configs[field.name] if value is None else type(value)
-            if isinstance(value, PreTrainedConfig) or value is None:
-                values[field.name] = shrunk(inside, ids, inner)
-            else:
-                values[field.name] = inner
+        name = field.name
+        value = vars(default).get(kind.attribute_map.get(name, name), vars(default).get(name))
+        inside = given.get(name)
+        if isinstance(value, PreTrainedConfig):
+            values[name] = shrunk(type(value), ids, inside or {}, value)
+        elif name in kind.sub_configs and isinstance(inside, dict):
+            values[name] = shrunk(kind.sub_configs[name], ids, inside)
         elif field.init and _is_size(value):
-            values[field.name] = smaller(field.name, value, ids)
+            values[name] = smaller(name, value, ids)
+        elif field.init and _is_pair(name, value):
+            values[name] = [smaller(name, one, ids) for one in value]
+        elif field.init and isinstance(value, str | bool) and usual.get(name) != value:
+            values[name] = value
     values |= per_layer(default, values)
     values |= rope(default)
     if "kv_lora_rank" in values and "num_key_value_heads" in values:
         values["num_key_value_heads"] = HEADS  # one for each query head, from the latent
-    if "is_decoder" in values or vars(default).get("is_decoder") is False:
+    if vars(default).get("is_decoder") is False:
         values["is_decoder"] = True
-    values |= {k.removeprefix("start."): v for k, v in start.items()}
-    values |= given
-    inner = {k: v for k, v in values.items() if isinstance(v, PreTrainedConfig)}
-    return kind(**{k: v for k, v in values.items() if k not in inner}, **inner)
+    return kind(**{**values, **{k: v for k, v in given.items() if k not in kind.sub_configs}})
+
+
+def _is_pair(name: str, value: Any) -> bool:
+    """Whether ``value`` is a height and a width."""
+    return name in ("image_size", "patch_size") and isinstance(value, list | tuple)
 
 
 def _is_size(value: Any) -> bool:
