@@ -45,11 +45,13 @@ class Dull(Exception):
 
 @dataclass
 class Answer:
-    """The model's own: ``tokens`` [B, T] and, for each, how far the second best logit was, in parts
-    of the range of its step's logits [B, T].
+    """The model's own: ``tokens`` [B, T], the length of what was returned, with the prompt where it
+    is, and for each token how far the second best logit was, in parts of the range of its step's
+    logits [B, T].
     """
 
     tokens: Tensor
+    length: int
     margins: Tensor
 
 
@@ -59,7 +61,7 @@ def outcomes(model: PreTrainedModel, prompts: dict[str, Inputs]) -> Iterator[Out
         own = own_answer(model, inputs)
         if any(len(row.unique()) < VARIED for row in own.tokens):
             raise Dull(f"{name}: {own.tokens.tolist()}")
-        drafter = bigrams(model, inputs["input_ids"], own.tokens)
+        drafter = bigrams(model, inputs.get("input_ids", own.tokens[:, :0]), own.tokens)
         for method in METHODS:
             yield Outcome(name, method.name, *compare(model, inputs, own, method, drafter))
 
@@ -73,8 +75,8 @@ def own_answer(model: PreTrainedModel, inputs: Inputs) -> Answer:
     logits = torch.stack(found.logits, dim=1).float()  # [B, T, V]
     best = logits.topk(2).values
     spread = logits.amax(-1) - logits.masked_fill(logits.isinf(), 0).amin(-1)
-    tokens = found.sequences[:, inputs["input_ids"].shape[1] :]
-    return Answer(tokens, (best[..., 0] - best[..., 1]) / spread.clamp(min=1e-30))
+    sequences = found.sequences
+    return Answer(sequences[:, -NEW:], sequences.shape[1], (best[..., 0] - best[..., 1]) / spread.clamp(min=1e-30))
 
 
 OPTIONS: Inputs = {"max_new_tokens": NEW, "do_sample": False}
@@ -99,15 +101,15 @@ def compare(
         return (CRASH, f"ValueError: {sentence}") if "\n" in sentence else (REFUSED, sentence)
     except Exception as error:
         return CRASH, f"{type(error).__name__}: {error}".splitlines()[0]
-    answer = found[:, inputs["input_ids"].shape[1] :]
+    if found.shape[1] != own.length:
+        return WRONG, f"{found.shape[1]} tokens, prompt and answer, for {own.length}"
+    answer = found[:, -NEW:]
     if torch.equal(answer, own.tokens):
         return EQUAL, ""
     return _difference(answer, own)
 
 
 def _difference(answer: Tensor, own: Answer) -> tuple[str, str]:
-    if answer.shape != own.tokens.shape:
-        return WRONG, f"{answer.shape[1]} tokens for {own.tokens.shape[1]}"
     differs = answer != own.tokens
     row = int(differs.any(1).nonzero()[0])
     place = int(differs[row].nonzero()[0])

@@ -50,9 +50,7 @@ class Prompts:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.config = model.config
-        self.image = first_of(self.config, PLACEHOLDERS)
-        if self.image is None:
-            raise ValueError("its config names no placeholder of pictures")
+        self.image = placeholder(self.config)
         self.vision = self._vision()
 
     def _vision(self) -> Callable[[Rows], Inputs]:
@@ -128,6 +126,11 @@ def first_of(config: Any, names: Sequence[str]) -> int | None:
     return next((value for value in found if value is not None), None)
 
 
+def placeholder(config: Any) -> int | None:
+    """The id that stands for pictures, if there is one."""
+    return first_of(config, PLACEHOLDERS)
+
+
 def noise(seed: int, *shape: int) -> Tensor:
     """A picture by its ``seed``."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
@@ -135,8 +138,10 @@ def noise(seed: int, *shape: int) -> Tensor:
 
 def vision_of(config: Any) -> Any:
     """The config of the vision tower."""
-    names = ("vision_config", "high_res_vision_config", "vision_tower_config")
-    return next(getattr(config, n) for n in names if getattr(config, n, None) is not None)
+    names = ("vision_config", "high_res_vision_config", "vision_tower_config", "encoder")
+    found = (getattr(config, name, None) for name in names)
+    inner = next((one for one in found if one is not None), None)
+    return config if inner is None else vision_of(inner)
 
 
 def side(config: Any) -> tuple[int, int]:

@@ -108,6 +108,8 @@ SPECIAL |= {
     "minicpm_ocr": {"image_token_id": 120},
     "minicpmv4_6": {"image_token_id": 120, "insert_layer_id": 0},
     "minicpmv4_7": {"image_token_id": 120, "insert_layer_id": 0},
+    "kosmos-2": {"latent_query_num": 4},
+    "kosmos-2.5": {"latent_query_num": 4},
     "mllama": {
         "text_config": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
         "vision_config": {
