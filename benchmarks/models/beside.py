@@ -17,10 +17,14 @@ from transformers import PreTrainedModel
 
 from benchmarks.models.pictures import noise, picture_prompts, placeholder, side, takes
 from benchmarks.models.prompts import ROWS, Inputs, left_padded, text_prompts
-from benchmarks.models.tiny import BOS, EOS, VOCABULARY
+from benchmarks.models.tiny import BOS
 
 Words = Sequence[Sequence[int]]
 PATCHES = (6, 4, 8)  # of the pictures of three rows
+START = 100
+END = 101
+FIRST = 102  # of the tokens that stand for a picture
+ONE_TWO = torch.tensor([1, 2])
 
 
 def any_prompts(model: PreTrainedModel) -> dict[str, Inputs]:
@@ -58,9 +62,6 @@ def patches_only(config: Any, rows: Words) -> Inputs:
     return {"flattened_patches": found, "attention_mask": mask}
 
 
-ONE_TWO = torch.tensor([1, 2])
-
-
 def picture_in_place(config: Any, rows: Words) -> Inputs:
     """A picture after each row's first token, and where [B, L]."""
     stand_ins = [START, *range(FIRST, FIRST + config.latent_query_num), END]
@@ -77,15 +78,34 @@ def patches_in_place(config: Any, rows: Words) -> Inputs:
     return {**found, "flattened_patches": patches_only(config, rows)["flattened_patches"]}
 
 
-START = 100
-END = 101
-FIRST = 102
+def looked_at(config: Any, rows: Words) -> Inputs:
+    """A picture for each row [B, 1, 3, S, S], and which tokens look at it: all but the first and
+    padding [B, L, 1].
+    """
+    found = picture_and_text(config, rows)
+    mask = found["attention_mask"]
+    looking = mask * (found["input_ids"] != BOS)
+    return {
+        **found,
+        "pixel_values": found["pixel_values"][:, None],
+        "image_attention_mask": looking[..., None],
+    }
+
+
+def on_a_page(config: Any, rows: Words) -> Inputs:
+    """A page for each row, and where on it each token stands [B, L, 4], in parts of the page."""
+    found = picture_and_text(config, rows)
+    length = found["input_ids"].shape[1]
+    corner = torch.rand(len(rows), length, 2, generator=torch.Generator().manual_seed(0)) / 2
+    return {**found, "bbox": torch.cat([corner, corner + 0.25], dim=-1)}
 
 
 BY_TYPE: dict[str, Callable[[Any, Words], Inputs]] = {
+    "idefics": looked_at,
     "kosmos-2": picture_in_place,
     "kosmos-2.5": patches_in_place,
     "pix2struct": patches_only,
     "pp_formulanet": picture_only,
+    "udop": on_a_page,
     "vision-encoder-decoder": picture_only,
 }

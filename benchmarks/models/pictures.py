@@ -340,11 +340,19 @@ def cross_attended(config: Any, rows: Rows) -> Inputs:
     return {"pixel_values": pixels, "aspect_ratio_ids": shapes, "aspect_ratio_mask": mask}
 
 
+def flat_patches(config: Any, rows: Rows) -> Inputs:
+    """Patches one after another [P, 3 · size · size]."""
+    width = 3 * config.patch_size**2
+    pixels = [noise(seed, 4 + 2 * (seed % 2), width) for row in rows for seed in row]
+    return {"pixel_values": torch.cat(pixels)}
+
+
 BY_TYPE: dict[str, Callable[[Any, Rows], Inputs]] = {
     "aria": plain,
     "deepseek_ocr2": locals_and_whole,
     "deepseek_vl_hybrid": two_resolutions,
     "fast_vlm": larger,
+    "fuyu": flat_patches,
     "gemma3n": larger,
     "granite_docling": tiles_and_mask,
     "inkling2": merged_patches,

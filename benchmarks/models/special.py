@@ -122,6 +122,8 @@ SPECIAL |= {
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 120, "vision_end_token_id": 121},
     "qwen4_exp": {"text_config": QWEN4},
     "shieldgemma2": {"mm_tokens_per_image": 4},
+    "t5gemma2": {"encoder": {"mm_tokens_per_image": 4}},
+    "vision-encoder-decoder": {"decoder": {"add_cross_attention": True}},
     "step3p7": {"text_config": {"sliding_window": 6}},
     "unlimited_ocr": {"vision_config": {"sam_config": {**SAM, "downsample_channels": [16, 64]}}},
     "vipllava": {"vision_feature_layer": [-1, -2]},

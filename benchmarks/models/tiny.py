@@ -205,13 +205,25 @@ def build(
     with torch.no_grad():
         for parameter in model.parameters():
             _randomise(parameter, generator, gains.layers)
-        model.get_input_embeddings().weight.mul_(gains.embeddings / gains.layers)
+        embeddings(model).weight.mul_(gains.embeddings / gains.layers)
         head = model.get_output_embeddings()
         if head is not None:  # ids of special tokens are at the end
             head.weight[ORDINARY:] = 0
     model.generation_config.eos_token_id = None
+    model.generation_config.forced_eos_token_id = None
     model.generation_config.pad_token_id = PAD
+    if model.generation_config.decoder_start_token_id is None and model.config.is_encoder_decoder:
+        model.generation_config.decoder_start_token_id = BOS
     return model
+
+
+def embeddings(model: PreTrainedModel) -> nn.Embedding:
+    """Those of the vocabulary's tokens."""
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:  # of some encoder-decoders
+        inside = (part for part in model.modules() if isinstance(part, nn.Embedding))
+        return next(part for part in inside if part.num_embeddings == VOCABULARY)
 
 
 def _own(kind: Any, config: PreTrainedConfig) -> PreTrainedConfig:
