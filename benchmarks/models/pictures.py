@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.models.prompts import BOS, WORDS, Inputs, left_padded, text_prompts
+from benchmarks.models.tiny import PLACEHOLDERS
 
 Rows = Sequence[Sequence[int]]  # the seeds of the pictures of each row
 Row = list[int | str]  # ids of words, and pictures by their seeds
@@ -25,7 +26,6 @@ PICTURES: Row = [BOS, *WORDS[:3], "2", 18, "3", *WORDS]
 ROWS: tuple[Row, ...] = (PICTURES, [BOS, *WORDS[5:], *WORDS[:4]], ["1", *WORDS[2:9]])
 STARTS = ("vision_start_token_id", "image_start_token_id", "boi_token_id", "boi_token_index")
 ENDS = ("vision_end_token_id", "image_end_token_id", "eoi_token_id", "eoi_token_index")
-PLACEHOLDERS = ("image_token_id", "image_token_index", "image_patch_id")
 
 
 def picture_prompts(model: PreTrainedModel) -> dict[str, Inputs]:

@@ -72,6 +72,14 @@ SPECIAL |= {
     "dots3_note_text": SIDEWAYS,
     "emu3": {"vocabulary_map": {"<image>": 120}},
     "fast_vlm": {"vision_config": {"architecture": "fastvit_t8", "hidden_size": 768}},
+    "florence2": {
+        "vision_config": {
+            "depths": [1, 1, 1, 1],
+            "embed_dim": [16, 16, 32, 64],
+            "num_heads": [2, 2, 2, 2],
+            "num_groups": [2, 2, 2, 2],
+        }
+    },
     "gemma3": {"mm_tokens_per_image": 4},
     "gemma3n_text": GEMMA3N,
     "gemma3n": {
