@@ -73,8 +73,7 @@ def own_answer(model: PreTrainedModel, inputs: Inputs) -> Answer:
     logits = torch.stack(found.logits, dim=1).float()  # [B, T, V]
     best = logits.topk(2).values
     spread = logits.amax(-1) - logits.masked_fill(logits.isinf(), 0).amin(-1)
-    tokens = found.sequences[:, inputs["input_ids"].shape[1] :]
-    return Answer(tokens, (best[..., 0] - best[..., 1]) / spread.clamp(min=1e-30))
+    return Answer(found.sequences[:, -len(found.logits) :], (best[..., 0] - best[..., 1]) / spread.clamp(min=1e-30))
 
 
 OPTIONS: Inputs = {"max_new_tokens": NEW, "do_sample": False}
@@ -99,7 +98,7 @@ def compare(
         return (CRASH, f"ValueError: {sentence}") if "\n" in sentence else (REFUSED, sentence)
     except Exception as error:
         return CRASH, f"{type(error).__name__}: {error}".splitlines()[0]
-    answer = found[:, inputs["input_ids"].shape[1] :]
+    answer = found[:, -own.tokens.shape[1] :]
     if torch.equal(answer, own.tokens):
         return EQUAL, ""
     return _difference(answer, own)
