@@ -77,8 +77,9 @@ def own_answer(model: PreTrainedModel, inputs: Inputs) -> Answer:
     logits = torch.stack(found.logits, dim=1).float()  # [B, T, V]
     best = logits.topk(2).values
     spread = logits.amax(-1) - logits.masked_fill(logits.isinf(), 0).amin(-1)
+    margins = (best[..., 0] - best[..., 1]) / spread.clamp(min=1e-30)
     sequences = found.sequences
-    return Answer(sequences[:, -NEW:], sequences.shape[1], (best[..., 0] - best[..., 1]) / spread.clamp(min=1e-30))
+    return Answer(sequences[:, -len(found.logits) :], sequences.shape[1], margins)
 
 
 OPTIONS: Inputs = {"max_new_tokens": NEW, "do_sample": False}
@@ -105,7 +106,7 @@ def compare(
         return CRASH, f"{type(error).__name__}: {error}".splitlines()[0]
     if found.shape[1] != own.length:
         return WRONG, f"{found.shape[1]} tokens, prompt and answer, for {own.length}"
-    answer = found[:, -NEW:]
+    answer = found[:, -own.tokens.shape[1] :]
     if torch.equal(answer, own.tokens):
         return EQUAL, ""
     return _difference(answer, own)

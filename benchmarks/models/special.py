@@ -58,19 +58,41 @@ GEMMA3N = {
     "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
     "intermediate_size": [96] * 4,
 }
+LETTERS = "ABCDEFGHIJ"
+VQ = {
+    "base_channels": 32,
+    "channel_multiplier": [1, 1, 1],
+    "num_res_blocks": 1,
+    "latent_channels": 32,
+    "embed_dim": 32,
+    "resolution": 16,
+}
 QFORMER = {"hidden_size": 64, "encoder_hidden_size": 64, "num_hidden_layers": 2}
 SPECIAL |= {
     "aria": {"projector_patch_to_query_dict": {16: 4}},
-    "chameleon": {"vocabulary_map": {"<image>": 120, "IMGIMGAZ": 121}, "image_token_id": 120},
+    "blip-2": {"image_token_index": 120, "num_query_tokens": 4},
+    "chameleon": {
+        "vocabulary_map": {"<image>": 120, **{f"IMGIMG{LETTERS[i]}Z": 60 + i for i in range(10)}},
+        "image_token_id": 120,
+        "vq_config": VQ | {"num_embeddings": 10},
+    },
     "cohere_compass": {"text_config": SPECIAL["cohere_compass_text"]},
     "deepseek_ocr2": {
-        "text_config": {"num_experts_per_tok": 2},
+        "text_config": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]},
         "vision_config": {"sam_config": {**SAM, "downsample_channels": [16, 64]}},
     },
     "deepseek_vl_hybrid": {"high_res_vision_config": SAM},
     "dots3_note": {"text_config": SIDEWAYS},
     "dots3_note_text": SIDEWAYS,
-    "emu3": {"vocabulary_map": {"<image>": 120}},
+    "emu3": {
+        "vocabulary_map": {
+            "<image>": 120,
+            "<|extra_200|>": 119,
+            **{f"<|visual token {i:06d}|>": 60 + i for i in range(16)},
+        },
+        "image_token_id": 120,
+        "vq_config": VQ | {"codebook_size": 16, "attn_resolutions": []},
+    },
     "fast_vlm": {"vision_config": {"architecture": "fastvit_t8", "hidden_size": 768}},
     "florence2": {
         "vision_config": {
@@ -108,7 +130,10 @@ SPECIAL |= {
         "qformer_config": QFORMER,
     },
     "hunyuan_vl": {"text_config": {"head_dim": 16, "rope_parameters": MROPE}},
-    "inkling_mm_model": {"vision_config": {"num_hidden_layers": 3}},
+    "idefics": {"alpha_initializer": "ones"},
+    "instructblip": {"image_token_index": 120, "num_query_tokens": 4},
+    "kosmos-2": {"latent_query_num": 4},
+    "kosmos-2.5": {"latent_query_num": 4},
     "llama4": {"vision_config": {"intermediate_size": 256}},
     "llava_next": {"image_grid_pinpoints": PINPOINTS},
     "llava_next_video": {"image_grid_pinpoints": PINPOINTS},
@@ -124,6 +149,23 @@ SPECIAL |= {
             "num_global_layers": 1,
             "intermediate_layers_indices": [0],
             "vision_output_dim": 128,
+        },
+    },
+    "molmo2": {
+        "adapter_config": {"vision_feature_layer": [1, 0]},
+        "vision_config": {"image_size": [16, 16], "num_position_embeddings": 16},
+    },
+    "nemotron_h_omni": {
+        "image_token_id": 120,
+        "video_token_id": 121,
+        "audio_token_id": 122,
+        "vision_config": {"video_temporal_patch_size": 2, "num_registers": 1},
+    },
+    "perception_lm": {
+        "vision_config": {
+            "architecture": "vit_pe_core_tiny_patch16_384",
+            "model_args": {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": [64, 64]},
+            "do_pooling": False,
         },
     },
     "qwen2_5_omni_thinker": {"vision_start_token_id": 120, "vision_end_token_id": 121},

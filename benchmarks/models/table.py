@@ -14,9 +14,8 @@ import torch
 from transformers.models.auto import modeling_auto
 
 from benchmarks.models import check
-from benchmarks.models.beside import any_prompts
 from benchmarks.models.check import CRASH, EQUAL, REFUSED, TIED, WRONG, Outcome
-from benchmarks.models.prompts import text_prompts
+from benchmarks.models.prompts import prompts_for, text_prompts
 from benchmarks.models.tiny import Gains, NotBuildable, build, tiny_config
 
 SERVED = "served"
@@ -94,7 +93,7 @@ def _ask(line: Line) -> None:
         line.decoder_only = not (
             config.is_encoder_decoder or hasattr(model.config, "is_decoder")
         )
-        prompts = any_prompts(model) if line.mapping == IMAGE_TEXT else text_prompts()
+        prompts = prompts_for(model) if line.mapping == IMAGE_TEXT else text_prompts()
         try:
             found = list(check.outcomes(model, prompts))
         except check.Dull as error:

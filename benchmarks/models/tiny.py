@@ -149,7 +149,7 @@ def per_layer(default: PreTrainedConfig, values: dict[str, Any]) -> dict[str, An
     name = next((n for n in DEPTHS if n in values), None)
     if name is None:
         return {}
-    depth = int(vars(default)[name])
+    depth = int(vars(default).get(name) or 0)
     fields = {field.name for field in dataclasses.fields(default)}  # type: ignore[arg-type]
     lists = {
         key: value
@@ -237,6 +237,7 @@ def _own(kind: Any, config: PreTrainedConfig) -> PreTrainedConfig:
 
 def _randomise(parameter: nn.Parameter, generator: torch.Generator, gain: float) -> None:
     if parameter.ndim > 1:
-        parameter.normal_(0, gain * parameter.shape[-1] ** -0.5, generator=generator)
+        inputs = parameter[0].numel() if parameter.ndim > 3 else parameter.shape[-1]
+        parameter.normal_(0, gain * inputs**-0.5, generator=generator)
     elif not bool(parameter.isfinite().all()):
         parameter.normal_(0, 1, generator=generator)
