@@ -133,6 +133,11 @@ def larger(config: Any, rows: Rows) -> Inputs:
     return {"pixel_values": torch.cat(pixels)}
 
 
+def larger_tiles(config: Any, rows: Rows) -> Inputs:
+    """Of each picture a row of one tile [N, 1, 3, 64, 64]."""
+    return {"pixel_values": larger(config, rows)["pixel_values"][:, None]}
+
+
 def cross_attended(config: Any, rows: Rows) -> Inputs:
     """Four tiles of each picture of a row [B, N, 4, 3, S, S], odd seeds' last two empty."""
     height, width = side(config)
@@ -175,7 +180,8 @@ def locals_and_grid(config: Any, rows: Rows) -> Inputs:
     """As :func:`locals_and_whole`, and columns and rows of the tiles [N, 2]."""
     found = locals_and_whole(config, rows)
     counts = found["num_local_patches"]
-    return {**found, "patches_grid": torch.stack([counts.clamp(min=1), counts.clamp(max=1)], -1)}
+    grid = torch.stack([counts.clamp(min=1), counts.clamp(max=1)], dim=-1)
+    return {**found, "num_local_patches": counts.tolist(), "patches_grid": grid}
 
 
 def indexed_patches(config: Any, rows: Rows) -> Inputs:
@@ -217,6 +223,13 @@ def questions(config: Any, rows: Rows) -> Inputs:
     return {**plain(config, rows), **told}
 
 
+def four_frames(config: Any, rows: Rows) -> Inputs:
+    """As :func:`questions`, of videos of four pictures [N, 4, 3, S, S]."""
+    height, width = side(config)
+    frames = [noise(seed, 1, 4, 3, height, width) for seed in in_order(rows)]
+    return {**questions(config, rows), "pixel_values": torch.cat(frames)}
+
+
 BY_TYPE: dict[str, Callable[[Any, Rows], Inputs]] = {
     "aria": plain,
     "deepseek_ocr2": locals_and_whole,
@@ -231,6 +244,7 @@ BY_TYPE: dict[str, Callable[[Any, Rows], Inputs]] = {
     "inkling2": merged_patches,
     "inkling_mm_model": time_patches,
     "instructblip": questions,
+    "instructblipvideo": four_frames,
     "kimi_k25": square_patches,
     "kosmos-2.5": indexed_patches,
     "lfm2_vl": spatial,
@@ -241,7 +255,7 @@ BY_TYPE: dict[str, Callable[[Any, Rows], Inputs]] = {
     "molmo2": pooled_patches,
     "nemotron_h_omni": grids_of_two,
     "paddleocr_vl": square_patches,
-    "perception_lm": tiles,
+    "perception_lm": larger_tiles,
     "pix2struct": indexed_patches,
     "step3p7": locals_and_whole,
     "unlimited_ocr": locals_and_grid,

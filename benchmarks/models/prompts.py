@@ -36,7 +36,7 @@ ENDS = ("vision_end_token_id", "image_end_token_id", "eoi_token_id", "eoi_token_
 SOME = 120  # the placeholder of types whose config names none
 PIXELS = ("pixel_values", "flattened_patches")
 ALONE = ("pix2struct", "pp_formulanet", "vision-encoder-decoder")  # all that the encoder reads
-ONE_A_ROW = ("blip", "blip-2", "git", "instructblip", "kosmos-2", "kosmos-2.5", "udop")
+ONE_A_ROW = ("blip", "blip-2", "git", "instructblip", "instructblipvideo", "kosmos-2", "kosmos-2.5", "udop")
 EVERY_ROW = ("idefics", "mllama")  # rows without pictures are not mixed with others
 
 
@@ -51,8 +51,9 @@ def prompts_for(model: PreTrainedModel) -> dict[str, Inputs]:
     if kind in ALONE:
         return {"picture": made.alone([1]), "batch": made.alone([1, 2, 3])}
     found = {"picture": made.of([PICTURE])}
-    if kind not in ONE_A_ROW:
+    if kind not in (*ONE_A_ROW, "idefics"):
         found["text"] = text_prompts()["text"]
+    if kind not in ONE_A_ROW:
         found["pictures"] = made.of([PICTURES])
     found["batch"] = made.of(EACH if kind in (*ONE_A_ROW, *EVERY_ROW) else ROWS)
     return found
@@ -169,9 +170,11 @@ class Prompts:
         """How many tokens stand for the picture ``seed``."""
         queries = first_of(self.config, ("num_query_tokens", "latent_query_num"))
         if queries is not None:
-            return queries
+            return queries * (4 if self.config.model_type == "instructblipvideo" else 1)
         whole: Any = self.model
-        source = whole if hasattr(whole, "get_image_features") else whole.model
+        source = whole
+        if not hasattr(source, "get_image_features"):
+            source = getattr(whole, "model", whole)
         if not hasattr(source, "get_image_features"):  # pictures are attended to or put before
             return 0 if self.config.model_type in ("blip", "git", "udop") else 1
         found = source.get_image_features(**self.make(self.config, [[seed]]))

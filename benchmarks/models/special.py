@@ -58,6 +58,7 @@ GEMMA3N = {
     "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
     "intermediate_size": [96] * 4,
 }
+SMALL_SOUND = {"hidden_sizes": [16, 16, 16, 16], "depths": [1, 1, 1, 1]}
 LETTERS = "ABCDEFGHIJ"
 VQ = {
     "base_channels": 32,
@@ -66,6 +67,7 @@ VQ = {
     "latent_channels": 32,
     "embed_dim": 32,
     "resolution": 16,
+    "hidden_size": 32,
 }
 QFORMER = {"hidden_size": 64, "encoder_hidden_size": 64, "num_hidden_layers": 2}
 SPECIAL |= {
@@ -132,6 +134,8 @@ SPECIAL |= {
     "hunyuan_vl": {"text_config": {"head_dim": 16, "rope_parameters": MROPE}},
     "idefics": {"alpha_initializer": "ones"},
     "instructblip": {"image_token_index": 120, "num_query_tokens": 4},
+    "inkling_mm_model": {"vision_config": {"num_hidden_layers": 3}},
+    "instructblipvideo": {"num_query_tokens": 4},
     "kosmos-2": {"latent_query_num": 4},
     "kosmos-2.5": {"latent_query_num": 4},
     "llama4": {"vision_config": {"intermediate_size": 256}},
@@ -155,12 +159,15 @@ SPECIAL |= {
         "adapter_config": {"vision_feature_layer": [1, 0]},
         "vision_config": {"image_size": [16, 16], "num_position_embeddings": 16},
     },
+    "muse_glimmer": {"out_hidden_size": 256},
+    "muse_spark": {"out_hidden_size": 256, "audio_config": SMALL_SOUND},
     "nemotron_h_omni": {
         "image_token_id": 120,
         "video_token_id": 121,
         "audio_token_id": 122,
         "vision_config": {"video_temporal_patch_size": 2, "num_registers": 1},
     },
+    "paddleocr_vl": {"text_config": {"rope_parameters": MROPE}},
     "perception_lm": {
         "vision_config": {
             "architecture": "vit_pe_core_tiny_patch16_384",
