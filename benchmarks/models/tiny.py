@@ -112,7 +112,7 @@ def shrunk(kind: Any, ids: Ids, given: dict[str, Any], found: Any = None) -> Pre
             values[name] = shrunk(type(value), ids, inside or {}, value)
         elif name in kind.sub_configs and isinstance(inside, dict):
             values[name] = shrunk(kind.sub_configs[name], ids, inside)
-        elif field.init and _is_size(value):
+        elif field.init and (_is_size(value) or value is None and name in PLACEHOLDERS):
             values[name] = smaller(name, value, ids)
         elif field.init and _is_pair(name, value):
             values[name] = [smaller(name, one, ids) for one in value]
@@ -136,9 +136,9 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def smaller(name: str, value: int, ids: Ids) -> int:
+def smaller(name: str, value: Any, ids: Ids) -> int:
     """``value`` of the field ``name``, or what a rule makes of it."""
-    if TOKEN.fullmatch(name):
+    if TOKEN.fullmatch(name) or name in PLACEHOLDERS:
         return ids.of(name)
     most = next((most for rule, most in SIZES if re.fullmatch(rule, name)), value)
     return min(value, most)
