@@ -133,6 +133,11 @@ def larger(config: Any, rows: Rows) -> Inputs:
     return {"pixel_values": torch.cat(pixels)}
 
 
+def larger_tiles(config: Any, rows: Rows) -> Inputs:
+    """Of each picture a row of one tile [N, 1, 3, 64, 64]."""
+    return {"pixel_values": larger(config, rows)["pixel_values"][:, None]}
+
+
 def cross_attended(config: Any, rows: Rows) -> Inputs:
     """Four tiles of each picture of a row [B, N, 4, 3, S, S], odd seeds' last two empty."""
     height, width = side(config)
@@ -175,7 +180,8 @@ def locals_and_grid(config: Any, rows: Rows) -> Inputs:
     """As :func:`locals_and_whole`, and columns and rows of the tiles [N, 2]."""
     found = locals_and_whole(config, rows)
     counts = found["num_local_patches"]
-    return {**found, "patches_grid": torch.stack([counts.clamp(min=1), counts.clamp(max=1)], -1)}
+    grid = torch.stack([counts.clamp(min=1), counts.clamp(max=1)], dim=-1)
+    return {**found, "num_local_patches": counts.tolist(), "patches_grid": grid}
 
 
 def indexed_patches(config: Any, rows: Rows) -> Inputs:
@@ -241,7 +247,7 @@ BY_TYPE: dict[str, Callable[[Any, Rows], Inputs]] = {
     "molmo2": pooled_patches,
     "nemotron_h_omni": grids_of_two,
     "paddleocr_vl": square_patches,
-    "perception_lm": tiles,
+    "perception_lm": larger_tiles,
     "step3p7": locals_and_whole,
     "unlimited_ocr": locals_and_grid,
     "video_llama_3": merge_sizes,

@@ -49,8 +49,9 @@ def prompts_for(model: PreTrainedModel) -> dict[str, Inputs]:
     made = Prompts(model)
     kind = model.config.model_type
     found = {"picture": made.of([PICTURE])}
-    if kind not in ONE_A_ROW:
+    if kind not in (*ONE_A_ROW, "idefics"):
         found["text"] = text_prompts()["text"]
+    if kind not in ONE_A_ROW:
         found["pictures"] = made.of([PICTURES])
     found["batch"] = made.of(EACH if kind in (*ONE_A_ROW, *EVERY_ROW) else ROWS)
     return found
@@ -158,7 +159,9 @@ class Prompts:
         if queries is not None:
             return queries
         whole: Any = self.model
-        source = whole if hasattr(whole, "get_image_features") else whole.model
+        source = whole
+        if not hasattr(source, "get_image_features"):
+            source = getattr(whole, "model", whole)
         if not hasattr(source, "get_image_features"):  # pictures are attended to or put before
             return 0 if self.config.model_type in ("git", "blip") else 1
         found = source.get_image_features(**self.make(self.config, [[seed]]))

@@ -58,6 +58,7 @@ GEMMA3N = {
     "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
     "intermediate_size": [96] * 4,
 }
+SMALL_SOUND = {"hidden_sizes": [16, 16, 16, 16], "depths": [1, 1, 1, 1]}
 LETTERS = "ABCDEFGHIJ"
 VQ = {
     "base_channels": 32,
@@ -66,6 +67,7 @@ VQ = {
     "latent_channels": 32,
     "embed_dim": 32,
     "resolution": 16,
+    "hidden_size": 32,
 }
 QFORMER = {"hidden_size": 64, "encoder_hidden_size": 64, "num_hidden_layers": 2}
 SPECIAL |= {
@@ -145,6 +147,8 @@ SPECIAL |= {
         "adapter_config": {"vision_feature_layer": [1, 0]},
         "vision_config": {"image_size": [16, 16], "num_position_embeddings": 16},
     },
+    "muse_glimmer": {"out_hidden_size": 256},
+    "muse_spark": {"out_hidden_size": 256, "audio_config": SMALL_SOUND},
     "nemotron_h_omni": {
         "image_token_id": 120,
         "video_token_id": 121,
