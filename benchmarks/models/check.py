@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -150,9 +149,3 @@ def bigrams(model: PreTrainedModel, prompts: Tensor, answers: Tensor) -> LlamaFo
         drafter.model.embed_tokens.weight.copy_(torch.eye(size))
         drafter.lm_head.weight.copy_(table * 10 / size**0.5)
     return drafter
-
-
-def quiet() -> None:
-    """No warnings of transformers about tiny models."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import multiprocessing
 import time
 import traceback
+import warnings
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 import torch
+import transformers
 from transformers.models.auto import modeling_auto
 
 from benchmarks.models import check
@@ -124,28 +127,29 @@ def _worst(found: list[Outcome]) -> str:
 
 def ask_apart(line: Line, seconds: float = SECONDS) -> Line:
     """As :func:`ask`, in a process of its own that may take so many ``seconds``."""
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")  # of a process that ran nothing
+    context.set_forkserver_preload([__name__])
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(line, theirs))
     child.start()
     theirs.close()
     try:
         if ours.poll(seconds):
-            return ours.recv()
-        line.reason = f"took more than {seconds:g} s"
-        line.status = CRASH
+            found: Line = ours.recv()
+            return found
+        return dataclasses.replace(line, status=CRASH, reason=f"took more than {seconds:g} s")
     except EOFError:
-        line.reason = f"its process ended with {child.exitcode}"
-        line.status = CRASH
+        return dataclasses.replace(line, status=CRASH, reason="its process ended")
     finally:
         child.kill()
         child.join()
-    return line
 
 
 def _child(line: Line, out: Connection) -> None:
     torch.set_num_threads(1)
-    check.quiet()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     with contextlib.redirect_stdout(io.StringIO()):
         found = ask(line)
     out.send(found)

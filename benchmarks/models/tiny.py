@@ -40,9 +40,10 @@ SIZES = (  # the first expression that a field's name matches gives the most it 
     (r".*(head_dim|head_size|kv_channels|d_kv|d_head|dim_head|key_dim|value_dim)", HEAD_DIM),
     (r".*(intermediate_size|intermediate_size_mlp|ffn_dim|ffn_hidden_size|mlp_dim|d_ff|dff)", 96),
     (r"n_inner|dim_ff|feed_forward_size|d_inner|moe_hidden_size|share_expert_dim", 96),
-    (r".*(hidden_size|_embed_dim|output_dim|_input_size|input_dim|out_dim|in_dim|projection_dim)", WIDTH),
-    (r"hidden_size_global|d_model|n_embd|embed_dim|dim|word_embed_proj_dim|emb_dim|embedding_dim"
-     r"|embedding_size|hidden_dim|lru_width|mamba_d_ssm|projection_hidden_dim|attention_dim", WIDTH),
+    (r".*(hidden_size|_embed_dim|output_dim|_input_size|input_dim|out_dim|in_dim)", WIDTH),
+    (r".*(projection_dim|output_proj_dims)|hidden_size_global|d_model|n_embd|embed_dim", WIDTH),
+    (r"dim|word_embed_proj_dim|emb_dim|embedding_dim|embedding_size|hidden_dim", WIDTH),
+    (r"lru_width|mamba_d_ssm|projection_hidden_dim|attention_dim", WIDTH),
     (r"hidden_size_per_layer_input|.*_rank|mamba_d_state|ssm_state_size|state_size|d_rel", 16),
     (r".*(num|n|local|routed)_(local_|routed_)?experts|moe_num_experts|num_codebooks", 4),
     (r".*experts_per_tok(en)?|top_k_experts|moe_topk|moe_k|moe_top_k|num_selected_experts", 2),
@@ -50,7 +51,7 @@ SIZES = (  # the first expression that a field's name matches gives the most it 
     (r"(decoder_|encoder_|num_|n_|num_hidden_|num_encoder_|num_decoder_)?layers?|depth"
      r"|max_window_layers|resampler_depth|num_blocks", LAYERS),
     (r"(original_)?max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length"
-     r"|max_source_positions|max_target_positions|context_length|seq_len", 512),
+     r"|max_source_positions|max_target_positions|context_length|seq_len", 1024),
     (r"sliding_window(_size)?|attention_window_size|local_attention", 6),
     (r"(mamba_)?chunk_size|attention_chunk_size", 8),
     (r"image_size|image_resolution", 16),
