@@ -230,11 +230,24 @@ def four_frames(config: Any, rows: Rows) -> Inputs:
     return {**questions(config, rows), "pixel_values": torch.cat(frames)}
 
 
+def proteins(config: Any, rows: Rows) -> Inputs:
+    """Chains of amino acids, one a row, filled up [B, L], and which positions are no filler."""
+    lengths = torch.tensor([8 + 3 * row[0] for row in rows])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    ids = torch.arange(5, 5 + mask.numel()).view_as(mask) % config.protein_encoder_config.vocab_size
+    filler = config.protein_encoder_config.pad_token_id
+    return {
+        "protein_input_ids": ids.masked_fill(~mask, filler),
+        "protein_attention_mask": mask.long(),
+    }
+
+
 BY_TYPE: dict[str, Callable[[Any, Rows], Inputs]] = {
     "aria": plain,
     "deepseek_ocr2": locals_and_whole,
     "deepseek_vl_hybrid": two_resolutions,
     "emu3": sized,
+    "evolla": proteins,
     "fast_vlm": larger,
     "fuyu": by_channel,
     "gemma3n": larger,

@@ -34,9 +34,10 @@ EACH: list[Row] = [PICTURE, [BOS, "2", *WORDS[:5]], [BOS, 12, "3", *WORDS[2:9]]]
 STARTS = ("vision_start_token_id", "image_start_token_id", "boi_token_id", "boi_token_index")
 ENDS = ("vision_end_token_id", "image_end_token_id", "eoi_token_id", "eoi_token_index")
 SOME = 120  # the placeholder of types whose config names none
-PIXELS = ("pixel_values", "flattened_patches")
+PIXELS = ("pixel_values", "flattened_patches", "protein_input_ids")
 ALONE = ("pix2struct", "pp_formulanet", "vision-encoder-decoder")  # all that the encoder reads
-ONE_A_ROW = ("blip", "blip-2", "git", "instructblip", "instructblipvideo", "kosmos-2", "kosmos-2.5", "udop")
+ONE_A_ROW = ("blip", "blip-2", "evolla", "git", "instructblip", "instructblipvideo", "kosmos-2", "kosmos-2.5", "udop")
+NO_STAND_INS = ("blip", "evolla", "git", "udop")
 EVERY_ROW = ("idefics", "mllama")  # rows without pictures are not mixed with others
 
 
@@ -176,7 +177,7 @@ class Prompts:
         if not hasattr(source, "get_image_features"):
             source = getattr(whole, "model", whole)
         if not hasattr(source, "get_image_features"):  # pictures are attended to or put before
-            return 0 if self.config.model_type in ("blip", "git", "udop") else 1
+            return 0 if self.config.model_type in NO_STAND_INS else 1
         found = source.get_image_features(**self.make(self.config, [[seed]]))
         return tokens_of(found)
 

@@ -189,7 +189,6 @@ SPECIAL |= {
 # what a model of a type needs that a prompt does not give
 OTHER = {
     "diffusion_gemma": "it denoises blocks of tokens, it has no generate of single ones",
-    "evolla": "what it sees are proteins",
     "pi0": "it gives a robot's actions, not tokens",
     "gemma4_assistant": "it drafts for Gemma 4, from that model's keys and values",
     "gemma4_unified_assistant": "it drafts for Gemma 4, from that model's keys and values",
