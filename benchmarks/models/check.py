@@ -18,7 +18,7 @@ from specmm import methods
 
 NEW = 12  # tokens of an answer
 TIE = 1e-4  # of the range of the logits: what rounding may decide
-VARIED = 3  # different tokens that an answer must hold
+VARIED = 4  # different tokens that answers must hold
 EQUAL = "equal"
 REFUSED = "refused"
 WRONG = "WRONG"
@@ -56,7 +56,7 @@ def outcomes(model: PreTrainedModel, prompts: dict[str, Inputs]) -> Iterator[Out
     """Every method with each of ``prompts``, by name. Raises :class:`Dull`."""
     for name, inputs in prompts.items():
         own = own_answer(model, inputs)
-        if any(len(row.unique()) < VARIED for row in own.tokens):
+        if len(own.tokens.unique()) < VARIED or any(len(row.unique()) == 1 for row in own.tokens):
             raise Dull(f"{name}: {own.tokens.tolist()}")
         drafter = bigrams(model, inputs["input_ids"], own.tokens)
         for method in METHODS:

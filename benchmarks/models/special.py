@@ -11,7 +11,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"num_hidden_layers": 2},
     "cohere_compass_text": {"rope_parameters": {"full_attention": MROPE}},
-    "dbrx": {"attn_config": {"rope_theta": 10000.0}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "falcon_h1": {"mamba_n_heads": 8},
@@ -37,7 +37,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds_dim": [16, 48]},
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
+    "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
 }
 PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 QWEN4 = SPECIAL["qwen4_exp_text"]
@@ -125,6 +125,7 @@ SPECIAL |= {
     },
     "hunyuan_vl": {"text_config": {"head_dim": 16, "rope_parameters": MROPE}},
     "idefics": {"alpha_initializer": "ones"},
+    "inkling_mm_model": {"vision_config": {"num_hidden_layers": 4}},
     "instructblip": {"image_token_index": 120, "num_query_tokens": 4},
     "kosmos-2": {"latent_query_num": 4},
     "kosmos-2.5": {"latent_query_num": 4},

@@ -60,7 +60,7 @@ SIZES = (  # the first expression that a field's name matches gives the most it 
     (r"index_topk|rotary_dim", 8),
 )  # fmt: skip
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-TOKEN = re.compile(r".*_(token_id|token_index)")
+TOKEN = re.compile(r".*_(token_id|token_index)|image_patch_id")
 
 
 class NotBuildable(Exception):
