@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from specmm import methods
 
 NEW = 12  # tokens of an answer
 TIE = 1e-4  # of the range of the logits: what rounding may decide
+SEEN = 0.01  # of the range of the logits: what another picture must move them by
+PIXELS = ("pixel_values", "flattened_patches", "high_res_pixel_values", "pixel_values_local")
 VARIED = 4  # different tokens that answers must hold
 EQUAL = "equal"
 REFUSED = "refused"
@@ -27,6 +30,7 @@ TIED = "tied"  # not told apart at rounding level: another seed is to be tried
 METHODS = (methods.AR(), methods.PromptLookup(), methods.TextDraft(tree=(2, 2, 1)))
 
 Inputs = dict[str, Any]
+OPTIONS: Inputs = {"max_new_tokens": NEW, "do_sample": False}
 
 
 class Outcome(NamedTuple):
@@ -58,24 +62,39 @@ def outcomes(model: PreTrainedModel, prompts: dict[str, Inputs]) -> Iterator[Out
         own = own_answer(model, inputs)
         if len(own.tokens.unique()) < VARIED or any(len(row.unique()) == 1 for row in own.tokens):
             raise Dull(f"{name}: {own.tokens.tolist()}")
-        drafter = bigrams(model, inputs["input_ids"], own.tokens)
+        if name == "picture":
+            check_pictures(model, inputs)
+        drafter = bigrams(model, inputs.get("input_ids", own.tokens), own.tokens)
         for method in METHODS:
             yield Outcome(name, method.name, *compare(model, inputs, own, method, drafter))
+
+
+def check_pictures(model: PreTrainedModel, inputs: Inputs) -> None:
+    """Raise :class:`Dull` unless other pixels give other logits."""
+    first: Inputs = {**inputs, "max_new_tokens": 1}
+    other = {k: -v if k in PIXELS else v for k, v in first.items()}
+    found = [_with_logits(model, given).logits[0] for given in (first, other)]  # [B, V]
+    moved = (found[0] - found[1]).abs().amax() / (found[0].amax() - found[0].amin())
+    if float(moved) < SEEN:
+        raise Dull(f"the picture moves logits by {float(moved):.1e} of their range")
 
 
 @torch.no_grad()
 def own_answer(model: PreTrainedModel, inputs: Inputs) -> Answer:
     """What ``generate`` itself answers."""
-    found: Any = model.generate(  # type: ignore[operator]
-        **fresh(inputs), **OPTIONS, return_dict_in_generate=True, output_logits=True
-    )
+    found = _with_logits(model, inputs)
     logits = torch.stack(found.logits, dim=1).float()  # [B, T, V]
     best = logits.topk(2).values
     spread = logits.amax(-1) - logits.masked_fill(logits.isinf(), 0).amin(-1)
-    return Answer(found.sequences[:, -len(found.logits) :], (best[..., 0] - best[..., 1]) / spread.clamp(min=1e-30))
+    return Answer(
+        found.sequences[:, -len(found.logits) :],
+        (best[..., 0] - best[..., 1]) / spread.clamp(min=1e-30),
+    )
 
 
-OPTIONS: Inputs = {"max_new_tokens": NEW, "do_sample": False}
+def _with_logits(model: PreTrainedModel, inputs: Inputs) -> Any:
+    options = OPTIONS | {"return_dict_in_generate": True, "output_logits": True}
+    return model.generate(**(options | fresh(inputs)))  # type: ignore[operator]
 
 
 def fresh(inputs: Inputs) -> Inputs:
@@ -135,7 +154,7 @@ def bigrams(model: PreTrainedModel, prompts: Tensor, answers: Tensor) -> LlamaFo
     generator = torch.Generator().manual_seed(0)
     table = torch.rand(size, size, generator=generator)  # [next, last]
     for row in torch.cat([prompts, answers], dim=1).tolist():
-        for last, following in zip(row, row[1:], strict=False):
+        for last, following in pairwise(row):
             table[following, last] = 0.5 + torch.rand((), generator=generator)
     with torch.no_grad():
         for parameter in drafter.model.layers.parameters():

@@ -209,10 +209,7 @@ def pooled_patches(config: Any, rows: Rows) -> Inputs:
 def grids_of_two(config: Any, rows: Rows) -> Inputs:
     """As :func:`grids`, without time."""
     found = grids(config, rows)
-    return {
-        "pixel_values": found["pixel_values"],
-        "image_grid_hw": found["image_grid_thw"][:, 1:],
-    }
+    return {"pixel_values": found["pixel_values"], "image_grid_hw": found["image_grid_thw"][:, 1:]}
 
 
 def questions(config: Any, rows: Rows) -> Inputs:
@@ -221,6 +218,14 @@ def questions(config: Any, rows: Rows) -> Inputs:
     ids = torch.tensor([[11, 12, 13, 14]] * len(seeds))
     told = {"qformer_input_ids": ids, "qformer_attention_mask": torch.ones_like(ids)}
     return {**plain(config, rows), **told}
+
+
+def questions_of_videos(config: Any, rows: Rows) -> Inputs:
+    """Four frames of each video [N, 4, 3, S, S], and what the query tokens are told of each."""
+    seeds = in_order(rows)
+    frames = [[4 * seed + i for i in range(4)] for seed in seeds]
+    pixels = plain(config, frames)["pixel_values"].unflatten(0, (len(seeds), 4))
+    return {**questions(config, rows), "pixel_values": pixels}
 
 
 BY_TYPE: dict[str, Callable[[Any, Rows], Inputs]] = {
@@ -237,6 +242,7 @@ BY_TYPE: dict[str, Callable[[Any, Rows], Inputs]] = {
     "inkling2": merged_patches,
     "inkling_mm_model": time_patches,
     "instructblip": questions,
+    "instructblipvideo": questions_of_videos,
     "kimi_k25": square_patches,
     "kosmos-2.5": indexed_patches,
     "lfm2_vl": spatial,
@@ -247,6 +253,7 @@ BY_TYPE: dict[str, Callable[[Any, Rows], Inputs]] = {
     "molmo2": pooled_patches,
     "nemotron_h_omni": grids_of_two,
     "paddleocr_vl": square_patches,
+    "pix2struct": indexed_patches,
     "perception_lm": larger_tiles,
     "step3p7": locals_and_whole,
     "unlimited_ocr": locals_and_grid,

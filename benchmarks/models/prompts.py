@@ -33,10 +33,10 @@ ROWS: list[Row] = [PICTURES, [BOS, *WORDS[5:], *WORDS[:4]], ["1", *WORDS[2:9]]]
 EACH: list[Row] = [PICTURE, [BOS, "2", *WORDS[:5]], [BOS, 12, "3", *WORDS[2:9]]]
 STARTS = ("vision_start_token_id", "image_start_token_id", "boi_token_id", "boi_token_index")
 ENDS = ("vision_end_token_id", "image_end_token_id", "eoi_token_id", "eoi_token_index")
-PLACEHOLDERS = ("image_token_id", "image_token_index", "image_patch_id")
+PLACEHOLDERS = ("image_token_id", "image_token_index", "image_patch_id", "video_token_index")
 SOME = 120  # the placeholder of types whose config names none
 PIXELS = ("pixel_values", "flattened_patches")
-ONE_A_ROW = ("blip", "blip-2", "git", "instructblip", "kosmos-2", "kosmos-2.5")
+ONE_A_ROW = ("blip", "blip-2", "git", "instructblip", "instructblipvideo", "kosmos-2", "kosmos-2.5")
 EVERY_ROW = ("idefics", "mllama")  # rows without pictures are not mixed with others
 
 
@@ -49,6 +49,8 @@ def prompts_for(model: PreTrainedModel) -> dict[str, Inputs]:
     made = Prompts(model)
     kind = model.config.model_type
     found = {"picture": made.of([PICTURE])}
+    if model.config.is_encoder_decoder:
+        return found | {"batch": made.of(EACH)}
     if kind not in (*ONE_A_ROW, "idefics"):
         found["text"] = text_prompts()["text"]
     if kind not in ONE_A_ROW:
@@ -113,6 +115,10 @@ class Prompts:
         inputs = left_padded([self._ids(row) for row in rows])
         if any(seeds):
             inputs |= self.make(self.config, seeds)
+        if takes(self.model, "bbox"):
+            inputs["bbox"] = inputs["input_ids"][..., None].expand(-1, -1, 4)
+        if not takes(self.model, "input_ids"):
+            return {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask")}
         return inputs | self._types(inputs)
 
     def _types(self, inputs: Inputs) -> Inputs:
@@ -157,7 +163,7 @@ class Prompts:
         """How many tokens stand for the picture ``seed``."""
         queries = first_of(self.config, ("num_query_tokens", "latent_query_num"))
         if queries is not None:
-            return queries
+            return 4 * queries if self.config.model_type == "instructblipvideo" else queries
         whole: Any = self.model
         source = whole
         if not hasattr(source, "get_image_features"):

@@ -37,7 +37,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds_dim": [16, 48]},
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
+    "zamba": {
+        "num_hidden_layers": 3,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "mamba_dt_rank": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+    },
 }
 PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 QWEN4 = SPECIAL["qwen4_exp_text"]
@@ -96,6 +102,14 @@ SPECIAL |= {
         "vq_config": VQ | {"codebook_size": 16, "attn_resolutions": []},
     },
     "fast_vlm": {"vision_config": {"architecture": "fastvit_t8", "hidden_size": 768}},
+    "florence2": {
+        "vision_config": {
+            "embed_dim": [16, 16, 16, 16],
+            "depths": [1, 1, 1, 1],
+            "num_heads": [2, 2, 2, 2],
+            "num_groups": [2, 2, 2, 2],
+        }
+    },
     "gemma3": {"mm_tokens_per_image": 4},
     "gemma3n_text": GEMMA3N,
     "gemma3n": {
@@ -127,6 +141,7 @@ SPECIAL |= {
     "idefics": {"alpha_initializer": "ones"},
     "inkling_mm_model": {"vision_config": {"num_hidden_layers": 4}},
     "instructblip": {"image_token_index": 120, "num_query_tokens": 4},
+    "instructblipvideo": {"video_token_index": 120, "num_query_tokens": 4},
     "kosmos-2": {"latent_query_num": 4},
     "kosmos-2.5": {"latent_query_num": 4},
     "llama4": {"vision_config": {"intermediate_size": 256}},
@@ -161,13 +176,14 @@ SPECIAL |= {
             "architecture": "vit_pe_core_tiny_patch16_384",
             "model_args": {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": [64, 64]},
             "do_pooling": False,
-        },
+        }
     },
     "qwen2_5_omni_thinker": {"vision_start_token_id": 120, "vision_end_token_id": 121},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 120, "vision_end_token_id": 121},
     "qwen4_exp": {"text_config": QWEN4},
     "shieldgemma2": {"mm_tokens_per_image": 4},
     "step3p7": {"text_config": {"sliding_window": 6}},
+    "t5gemma2": {"encoder": {"mm_tokens_per_image": 4}},
     "unlimited_ocr": {"vision_config": {"sam_config": {**SAM, "downsample_channels": [16, 64]}}},
     "vipllava": {"vision_feature_layer": [-1, -2]},
 }

@@ -7,6 +7,7 @@ vocabulary, configs inside it likewise. ``special`` holds what no rule can know.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from typing import Any, NamedTuple
@@ -156,8 +157,18 @@ def per_layer(default: PreTrainedConfig, values: dict[str, Any]) -> dict[str, An
         for key, value in vars(default).items()
         if key in fields and isinstance(value, list | tuple) and len(value) == depth
     }
+    found = layers_of_each_kind(lists, depth)
+    layers = min(depth, LAYERS) if not found else len(next(iter(found.values())))
+    return found | {name: layers}
+
+
+def layers_of_each_kind(lists: dict[str, Any], depth: int) -> dict[str, Any]:
+    """``lists`` of ``depth`` layers at the first layers that show each entry of each; two at least.
+
+    A list that numbers the layers numbers those.
+    """
     kinds = {key: value for key, value in lists.items() if list(value) != list(range(depth))}
-    seen: set[tuple[str, Any]] = set()
+    seen: set[tuple[str, str]] = set()
     chosen = []
     for layer in range(depth):
         new = {(key, str(value[layer])) for key, value in kinds.items()} - seen
@@ -168,8 +179,7 @@ def per_layer(default: PreTrainedConfig, values: dict[str, Any]) -> dict[str, An
     chosen += [layer for layer in range(depth) if layer not in chosen][:spare]
     chosen.sort()
     found: dict[str, Any] = {key: list(range(len(chosen))) for key in lists}
-    found |= {key: [value[i] for i in chosen] for key, value in kinds.items()}
-    return found | {name: len(chosen)}
+    return found | {key: [value[i] for i in chosen] for key, value in kinds.items()}
 
 
 def rope(default: PreTrainedConfig) -> dict[str, Any]:
@@ -193,9 +203,7 @@ class Gains(NamedTuple):
     layers: float
 
 
-def build(
-    architecture: str, config: PreTrainedConfig, seed: int, gains: Gains
-) -> PreTrainedModel:
+def build(architecture: str, config: PreTrainedConfig, seed: int, gains: Gains) -> PreTrainedModel:
     """A model of the class ``architecture`` with random weights of the given sizes. Its answers
     hold no placeholder, as those of a trained one.
     """
@@ -206,12 +214,8 @@ def build(
     with torch.no_grad():
         for parameter in model.parameters():
             _randomise(parameter, generator, gains.layers)
-        model.get_input_embeddings().weight.mul_(gains.embeddings / gains.layers)
-        head = model.get_output_embeddings()
-        if head is not None:  # ids of special tokens are at the end
-            head.weight[ORDINARY:] = 0
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = PAD
+        _scale_ends(model, gains.embeddings / gains.layers)
+    _no_end(model.generation_config)
     return model
 
 
@@ -221,6 +225,23 @@ def _own(kind: Any, config: PreTrainedConfig) -> PreTrainedConfig:
         return config
     inner = (getattr(config, name, None) for name in config.sub_configs)
     return next((c for c in inner if isinstance(c, kind.config_class)), config)
+
+
+def _scale_ends(model: Any, factor: float) -> None:
+    """The tokens' embeddings times ``factor``; no logits for special tokens, which come last."""
+    with contextlib.suppress(NotImplementedError):  # of some encoder-decoders
+        model.get_input_embeddings().weight.mul_(factor)
+    head = model.get_output_embeddings()
+    if head is not None:
+        head.weight[ORDINARY:] = 0
+
+
+def _no_end(config: Any) -> None:
+    config.eos_token_id = None
+    config.forced_eos_token_id = None
+    config.pad_token_id = PAD
+    config.bos_token_id = BOS
+    config.decoder_start_token_id = BOS
 
 
 def _randomise(parameter: nn.Parameter, generator: torch.Generator, gain: float) -> None:
