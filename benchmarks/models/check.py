@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,9 @@ from specmm import methods
 
 NEW = 12  # tokens of an answer
 TIE = 1e-4  # of the range of the logits: what rounding may decide
-VARIED = 3  # different tokens that an answer must hold
+SEEN = 0.01  # of the range of the logits: what another picture must move them by
+PIXELS = ("pixel_values", "flattened_patches", "high_res_pixel_values", "pixel_values_local")
+VARIED = 4  # different tokens that answers must hold
 EQUAL = "equal"
 REFUSED = "refused"
 WRONG = "WRONG"
@@ -27,6 +30,7 @@ TIED = "tied"  # not told apart at rounding level: another seed is to be tried
 METHODS = (methods.AR(), methods.PromptLookup(), methods.TextDraft(tree=(2, 2, 1)))
 
 Inputs = dict[str, Any]
+OPTIONS: Inputs = {"max_new_tokens": NEW, "do_sample": False}
 
 
 class Outcome(NamedTuple):
@@ -44,13 +48,11 @@ class Dull(Exception):
 
 @dataclass
 class Answer:
-    """The model's own: ``tokens`` [B, T], the length of what was returned, with the prompt where it
-    is, and for each token how far the second best logit was, in parts of the range of its step's
-    logits [B, T].
+    """The model's own: ``tokens`` [B, T] and, for each, how far the second best logit was, in parts
+    of the range of its step's logits [B, T].
     """
 
     tokens: Tensor
-    length: int
     margins: Tensor
 
 
@@ -58,30 +60,41 @@ def outcomes(model: PreTrainedModel, prompts: dict[str, Inputs]) -> Iterator[Out
     """Every method with each of ``prompts``, by name. Raises :class:`Dull`."""
     for name, inputs in prompts.items():
         own = own_answer(model, inputs)
-        varied = all(len(row.unique()) >= VARIED for row in own.tokens)
-        drafter = bigrams(model, inputs.get("input_ids", own.tokens[:, :0]), own.tokens)
+        if len(own.tokens.unique()) < VARIED or any(len(row.unique()) == 1 for row in own.tokens):
+            raise Dull(f"{name}: {own.tokens.tolist()}")
+        if name == "picture":
+            check_pictures(model, inputs)
+        drafter = bigrams(model, inputs.get("input_ids", own.tokens), own.tokens)
         for method in METHODS:
-            outcome = Outcome(name, method.name, *compare(model, inputs, own, method, drafter))
-            if outcome.found == EQUAL and not varied:  # which shows nothing
-                raise Dull(f"{name}: {own.tokens.tolist()}")
-            yield outcome
+            yield Outcome(name, method.name, *compare(model, inputs, own, method, drafter))
+
+
+def check_pictures(model: PreTrainedModel, inputs: Inputs) -> None:
+    """Raise :class:`Dull` unless other pixels give other logits."""
+    first: Inputs = {**inputs, "max_new_tokens": 1}
+    other = {k: -v if k in PIXELS else v for k, v in first.items()}
+    found = [_with_logits(model, given).logits[0] for given in (first, other)]  # [B, V]
+    moved = (found[0] - found[1]).abs().amax() / (found[0].amax() - found[0].amin())
+    if float(moved) < SEEN:
+        raise Dull(f"the picture moves logits by {float(moved):.1e} of their range")
 
 
 @torch.no_grad()
 def own_answer(model: PreTrainedModel, inputs: Inputs) -> Answer:
     """What ``generate`` itself answers."""
-    found: Any = model.generate(  # type: ignore[operator]
-        **fresh(inputs), **OPTIONS, return_dict_in_generate=True, output_logits=True
-    )
+    found = _with_logits(model, inputs)
     logits = torch.stack(found.logits, dim=1).float()  # [B, T, V]
     best = logits.topk(2).values
     spread = logits.amax(-1) - logits.masked_fill(logits.isinf(), 0).amin(-1)
-    margins = (best[..., 0] - best[..., 1]) / spread.clamp(min=1e-30)
-    sequences = found.sequences
-    return Answer(sequences[:, -len(found.logits) :], sequences.shape[1], margins)
+    return Answer(
+        found.sequences[:, -len(found.logits) :],
+        (best[..., 0] - best[..., 1]) / spread.clamp(min=1e-30),
+    )
 
 
-OPTIONS: Inputs = {"max_new_tokens": NEW, "do_sample": False}
+def _with_logits(model: PreTrainedModel, inputs: Inputs) -> Any:
+    options = OPTIONS | {"return_dict_in_generate": True, "output_logits": True}
+    return model.generate(**(options | fresh(inputs)))  # type: ignore[operator]
 
 
 def fresh(inputs: Inputs) -> Inputs:
@@ -103,8 +116,6 @@ def compare(
         return (CRASH, f"ValueError: {sentence}") if "\n" in sentence else (REFUSED, sentence)
     except Exception as error:
         return CRASH, f"{type(error).__name__}: {error}".splitlines()[0]
-    if found.shape[1] != own.length:
-        return WRONG, f"{found.shape[1]} tokens, prompt and answer, for {own.length}"
     answer = found[:, -own.tokens.shape[1] :]
     if torch.equal(answer, own.tokens):
         return EQUAL, ""
@@ -112,6 +123,8 @@ def compare(
 
 
 def _difference(answer: Tensor, own: Answer) -> tuple[str, str]:
+    if answer.shape != own.tokens.shape:
+        return WRONG, f"{answer.shape[1]} tokens for {own.tokens.shape[1]}"
     differs = answer != own.tokens
     row = int(differs.any(1).nonzero()[0])
     place = int(differs[row].nonzero()[0])
@@ -141,7 +154,7 @@ def bigrams(model: PreTrainedModel, prompts: Tensor, answers: Tensor) -> LlamaFo
     generator = torch.Generator().manual_seed(0)
     table = torch.rand(size, size, generator=generator)  # [next, last]
     for row in torch.cat([prompts, answers], dim=1).tolist():
-        for last, following in zip(row, row[1:], strict=False):
+        for last, following in pairwise(row):
             table[following, last] = 0.5 + torch.rand((), generator=generator)
     with torch.no_grad():
         for parameter in drafter.model.layers.parameters():

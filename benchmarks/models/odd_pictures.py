@@ -209,10 +209,7 @@ def pooled_patches(config: Any, rows: Rows) -> Inputs:
 def grids_of_two(config: Any, rows: Rows) -> Inputs:
     """As :func:`grids`, without time."""
     found = grids(config, rows)
-    return {
-        "pixel_values": found["pixel_values"],
-        "image_grid_hw": found["image_grid_thw"][:, 1:],
-    }
+    return {"pixel_values": found["pixel_values"], "image_grid_hw": found["image_grid_thw"][:, 1:]}
 
 
 def questions(config: Any, rows: Rows) -> Inputs:
@@ -223,23 +220,12 @@ def questions(config: Any, rows: Rows) -> Inputs:
     return {**plain(config, rows), **told}
 
 
-def four_frames(config: Any, rows: Rows) -> Inputs:
-    """As :func:`questions`, of videos of four pictures [N, 4, 3, S, S]."""
-    height, width = side(config)
-    frames = [noise(seed, 1, 4, 3, height, width) for seed in in_order(rows)]
-    return {**questions(config, rows), "pixel_values": torch.cat(frames)}
-
-
-def proteins(config: Any, rows: Rows) -> Inputs:
-    """Chains of amino acids, one a row, filled up [B, L], and which positions are no filler."""
-    lengths = torch.tensor([8 + 3 * row[0] for row in rows])
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    ids = torch.arange(5, 5 + mask.numel()).view_as(mask) % config.protein_encoder_config.vocab_size
-    filler = config.protein_encoder_config.pad_token_id
-    return {
-        "protein_input_ids": ids.masked_fill(~mask, filler),
-        "protein_attention_mask": mask.long(),
-    }
+def questions_of_videos(config: Any, rows: Rows) -> Inputs:
+    """Four frames of each video [N, 4, 3, S, S], and what the query tokens are told of each."""
+    seeds = in_order(rows)
+    frames = [[4 * seed + i for i in range(4)] for seed in seeds]
+    pixels = plain(config, frames)["pixel_values"].unflatten(0, (len(seeds), 4))
+    return {**questions(config, rows), "pixel_values": pixels}
 
 
 BY_TYPE: dict[str, Callable[[Any, Rows], Inputs]] = {
@@ -247,7 +233,6 @@ BY_TYPE: dict[str, Callable[[Any, Rows], Inputs]] = {
     "deepseek_ocr2": locals_and_whole,
     "deepseek_vl_hybrid": two_resolutions,
     "emu3": sized,
-    "evolla": proteins,
     "fast_vlm": larger,
     "fuyu": by_channel,
     "gemma3n": larger,
@@ -257,7 +242,7 @@ BY_TYPE: dict[str, Callable[[Any, Rows], Inputs]] = {
     "inkling2": merged_patches,
     "inkling_mm_model": time_patches,
     "instructblip": questions,
-    "instructblipvideo": four_frames,
+    "instructblipvideo": questions_of_videos,
     "kimi_k25": square_patches,
     "kosmos-2.5": indexed_patches,
     "lfm2_vl": spatial,
@@ -268,8 +253,8 @@ BY_TYPE: dict[str, Callable[[Any, Rows], Inputs]] = {
     "molmo2": pooled_patches,
     "nemotron_h_omni": grids_of_two,
     "paddleocr_vl": square_patches,
-    "perception_lm": larger_tiles,
     "pix2struct": indexed_patches,
+    "perception_lm": larger_tiles,
     "step3p7": locals_and_whole,
     "unlimited_ocr": locals_and_grid,
     "video_llama_3": merge_sizes,

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.models.odd_pictures import BY_TYPE, pinpoints, strips
-from benchmarks.models.pictures import Inputs, Rows, grids, noise, plain, positioned, tiles
-from benchmarks.models.tiny import BOS, PAD, PLACEHOLDERS
+from benchmarks.models.pictures import Inputs, Rows, grids, plain, positioned, tiles
+from benchmarks.models.tiny import BOS, PAD
 
 Row = list[int | str]  # ids of words, and pictures by their seeds
 WORDS = [11, 12, 13, 14, 15, 11, 12, 13, 16, 17, 11, 12, 13]
@@ -33,11 +33,10 @@ ROWS: list[Row] = [PICTURES, [BOS, *WORDS[5:], *WORDS[:4]], ["1", *WORDS[2:9]]]
 EACH: list[Row] = [PICTURE, [BOS, "2", *WORDS[:5]], [BOS, 12, "3", *WORDS[2:9]]]
 STARTS = ("vision_start_token_id", "image_start_token_id", "boi_token_id", "boi_token_index")
 ENDS = ("vision_end_token_id", "image_end_token_id", "eoi_token_id", "eoi_token_index")
+PLACEHOLDERS = ("image_token_id", "image_token_index", "image_patch_id", "video_token_index")
 SOME = 120  # the placeholder of types whose config names none
-PIXELS = ("pixel_values", "flattened_patches", "protein_input_ids")
-ALONE = ("pix2struct", "pp_formulanet", "vision-encoder-decoder")  # all that the encoder reads
-ONE_A_ROW = ("blip", "blip-2", "evolla", "git", "instructblip", "instructblipvideo", "kosmos-2", "kosmos-2.5", "udop")
-NO_STAND_INS = ("blip", "evolla", "git", "udop")
+PIXELS = ("pixel_values", "flattened_patches")
+ONE_A_ROW = ("blip", "blip-2", "git", "instructblip", "instructblipvideo", "kosmos-2", "kosmos-2.5")
 EVERY_ROW = ("idefics", "mllama")  # rows without pictures are not mixed with others
 
 
@@ -49,9 +48,9 @@ def prompts_for(model: PreTrainedModel) -> dict[str, Inputs]:
         return text_prompts()
     made = Prompts(model)
     kind = model.config.model_type
-    if kind in ALONE:
-        return {"picture": made.alone([1]), "batch": made.alone([1, 2, 3])}
     found = {"picture": made.of([PICTURE])}
+    if model.config.is_encoder_decoder:
+        return found | {"batch": made.of(EACH)}
     if kind not in (*ONE_A_ROW, "idefics"):
         found["text"] = text_prompts()["text"]
     if kind not in ONE_A_ROW:
@@ -116,11 +115,11 @@ class Prompts:
         inputs = left_padded([self._ids(row) for row in rows])
         if any(seeds):
             inputs |= self.make(self.config, seeds)
+        if takes(self.model, "bbox"):
+            inputs["bbox"] = inputs["input_ids"][..., None].expand(-1, -1, 4)
+        if not takes(self.model, "input_ids"):
+            return {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask")}
         return inputs | self._types(inputs)
-
-    def alone(self, seeds: Sequence[int]) -> Inputs:
-        """Rows of a picture each, and no text."""
-        return self.make(self.config, [[seed] for seed in seeds])
 
     def _types(self, inputs: Inputs) -> Inputs:
         """What tells of each token whether it stands for a picture [B, L], by its several names."""
@@ -137,14 +136,7 @@ class Prompts:
             found["cross_attention_mask"] = self._attended(inputs)
         if takes(self.model, "image_attention_mask"):
             found["image_attention_mask"] = self._of_pictures(inputs)
-        if takes(self.model, "bbox"):
-            found["bbox"] = self._boxes(inputs)
         return found
-
-    def _boxes(self, inputs: Inputs) -> Tensor:
-        """Where on the page each token stands [B, L, 4], in parts of it."""
-        corner = noise(0, *inputs["input_ids"].shape, 2).sigmoid() / 2
-        return torch.cat([corner, corner + 0.25], dim=-1)
 
     def _of_pictures(self, inputs: Inputs) -> Tensor:
         """Which pictures each token attends to: the one before it [B, L, N]."""
@@ -171,13 +163,13 @@ class Prompts:
         """How many tokens stand for the picture ``seed``."""
         queries = first_of(self.config, ("num_query_tokens", "latent_query_num"))
         if queries is not None:
-            return queries * (4 if self.config.model_type == "instructblipvideo" else 1)
+            return 4 * queries if self.config.model_type == "instructblipvideo" else queries
         whole: Any = self.model
         source = whole
         if not hasattr(source, "get_image_features"):
             source = getattr(whole, "model", whole)
         if not hasattr(source, "get_image_features"):  # pictures are attended to or put before
-            return 0 if self.config.model_type in NO_STAND_INS else 1
+            return 0 if self.config.model_type in ("git", "blip") else 1
         found = source.get_image_features(**self.make(self.config, [[seed]]))
         return tokens_of(found)
 

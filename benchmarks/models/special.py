@@ -11,7 +11,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"num_hidden_layers": 2},
     "cohere_compass_text": {"rope_parameters": {"full_attention": MROPE}},
-    "dbrx": {"attn_config": {"rope_theta": 10000.0}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "falcon_h1": {"mamba_n_heads": 8},
@@ -37,7 +37,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds_dim": [16, 48]},
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
+    "zamba": {
+        "num_hidden_layers": 3,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "mamba_dt_rank": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+    },
 }
 PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 QWEN4 = SPECIAL["qwen4_exp_text"]
@@ -98,8 +104,8 @@ SPECIAL |= {
     "fast_vlm": {"vision_config": {"architecture": "fastvit_t8", "hidden_size": 768}},
     "florence2": {
         "vision_config": {
+            "embed_dim": [16, 16, 16, 16],
             "depths": [1, 1, 1, 1],
-            "embed_dim": [16, 16, 32, 64],
             "num_heads": [2, 2, 2, 2],
             "num_groups": [2, 2, 2, 2],
         }
@@ -133,9 +139,9 @@ SPECIAL |= {
     },
     "hunyuan_vl": {"text_config": {"head_dim": 16, "rope_parameters": MROPE}},
     "idefics": {"alpha_initializer": "ones"},
+    "inkling_mm_model": {"vision_config": {"num_hidden_layers": 4}},
     "instructblip": {"image_token_index": 120, "num_query_tokens": 4},
-    "inkling_mm_model": {"vision_config": {"num_hidden_layers": 3}},
-    "instructblipvideo": {"num_query_tokens": 4},
+    "instructblipvideo": {"video_token_index": 120, "num_query_tokens": 4},
     "kosmos-2": {"latent_query_num": 4},
     "kosmos-2.5": {"latent_query_num": 4},
     "llama4": {"vision_config": {"intermediate_size": 256}},
@@ -145,8 +151,6 @@ SPECIAL |= {
     "minicpm_ocr": {"image_token_id": 120},
     "minicpmv4_6": {"image_token_id": 120, "insert_layer_id": 0},
     "minicpmv4_7": {"image_token_id": 120, "insert_layer_id": 0},
-    "kosmos-2": {"latent_query_num": 4},
-    "kosmos-2.5": {"latent_query_num": 4},
     "mllama": {
         "text_config": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
         "vision_config": {
@@ -167,21 +171,19 @@ SPECIAL |= {
         "audio_token_id": 122,
         "vision_config": {"video_temporal_patch_size": 2, "num_registers": 1},
     },
-    "paddleocr_vl": {"text_config": {"rope_parameters": MROPE}},
     "perception_lm": {
         "vision_config": {
             "architecture": "vit_pe_core_tiny_patch16_384",
             "model_args": {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": [64, 64]},
             "do_pooling": False,
-        },
+        }
     },
     "qwen2_5_omni_thinker": {"vision_start_token_id": 120, "vision_end_token_id": 121},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 120, "vision_end_token_id": 121},
     "qwen4_exp": {"text_config": QWEN4},
     "shieldgemma2": {"mm_tokens_per_image": 4},
-    "t5gemma2": {"encoder": {"mm_tokens_per_image": 4}},
-    "vision-encoder-decoder": {"decoder": {"add_cross_attention": True}},
     "step3p7": {"text_config": {"sliding_window": 6}},
+    "t5gemma2": {"encoder": {"mm_tokens_per_image": 4}},
     "unlimited_ocr": {"vision_config": {"sam_config": {**SAM, "downsample_channels": [16, 64]}}},
     "vipllava": {"vision_feature_layer": [-1, -2]},
 }
@@ -189,6 +191,7 @@ SPECIAL |= {
 # what a model of a type needs that a prompt does not give
 OTHER = {
     "diffusion_gemma": "it denoises blocks of tokens, it has no generate of single ones",
+    "evolla": "what it sees are proteins",
     "pi0": "it gives a robot's actions, not tokens",
     "gemma4_assistant": "it drafts for Gemma 4, from that model's keys and values",
     "gemma4_unified_assistant": "it drafts for Gemma 4, from that model's keys and values",

@@ -93,21 +93,19 @@ def _ask(line: Line) -> None:
     for seed, gains in enumerate(GAINS):
         config = tiny_config(line.type)
         model = build(line.architecture, config, seed, gains)
-        line.decoder_only = not (
-            config.is_encoder_decoder or hasattr(model.config, "is_decoder")
-        )
+        line.decoder_only = not (config.is_encoder_decoder or hasattr(model.config, "is_decoder"))
         prompts = prompts_for(model) if line.mapping == IMAGE_TEXT else text_prompts()
         try:
             found = list(check.outcomes(model, prompts))
         except check.Dull as error:
             line.reason = f"answers of a random model do not vary: {error}"
             continue
-        _enter(line, found)
+        enter(line, found)
         if line.status != TIED:
             return
 
 
-def _enter(line: Line, found: list[Outcome]) -> None:
+def enter(line: Line, found: list[Outcome]) -> None:
     """The outcomes, the worst of which is the type's."""
     line.outcomes = found
     line.settings = len(found)
@@ -117,7 +115,9 @@ def _enter(line: Line, found: list[Outcome]) -> None:
     worst = _worst(found)
     line.status = SERVED if worst == EQUAL else worst
     reasons = [o for o in found if o.found == worst and worst != EQUAL]
-    line.reason = f"{reasons[0].prompt}, {reasons[0].method}: {reasons[0].reason}" if reasons else ""
+    line.reason = (
+        f"{reasons[0].prompt}, {reasons[0].method}: {reasons[0].reason}" if reasons else ""
+    )
 
 
 def _worst(found: list[Outcome]) -> str:

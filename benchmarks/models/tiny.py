@@ -7,6 +7,7 @@ vocabulary, configs inside it likewise. ``special`` holds what no rule can know.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from typing import Any, NamedTuple
@@ -60,8 +61,7 @@ SIZES = (  # the first expression that a field's name matches gives the most it 
     (r"index_topk|rotary_dim", 8),
 )  # fmt: skip
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-PLACEHOLDERS = ("image_token_id", "image_token_index", "image_patch_id", "video_token_index")
-TOKEN = re.compile(r".*_(token_id|token_index)")
+TOKEN = re.compile(r".*_(token_id|token_index)|image_patch_id")
 
 
 class NotBuildable(Exception):
@@ -113,7 +113,7 @@ def shrunk(kind: Any, ids: Ids, given: dict[str, Any], found: Any = None) -> Pre
             values[name] = shrunk(type(value), ids, inside or {}, value)
         elif name in kind.sub_configs and isinstance(inside, dict):
             values[name] = shrunk(kind.sub_configs[name], ids, inside)
-        elif field.init and (_is_size(value) or value is None and name in PLACEHOLDERS):
+        elif field.init and _is_size(value):
             values[name] = smaller(name, value, ids)
         elif field.init and _is_pair(name, value):
             values[name] = [smaller(name, one, ids) for one in value]
@@ -137,9 +137,9 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def smaller(name: str, value: Any, ids: Ids) -> int:
+def smaller(name: str, value: int, ids: Ids) -> int:
     """``value`` of the field ``name``, or what a rule makes of it."""
-    if TOKEN.fullmatch(name) or name in PLACEHOLDERS:
+    if TOKEN.fullmatch(name):
         return ids.of(name)
     most = next((most for rule, most in SIZES if re.fullmatch(rule, name)), value)
     return min(value, most)
@@ -157,8 +157,18 @@ def per_layer(default: PreTrainedConfig, values: dict[str, Any]) -> dict[str, An
         for key, value in vars(default).items()
         if key in fields and isinstance(value, list | tuple) and len(value) == depth
     }
+    found = layers_of_each_kind(lists, depth)
+    layers = min(depth, LAYERS) if not found else len(next(iter(found.values())))
+    return found | {name: layers}
+
+
+def layers_of_each_kind(lists: dict[str, Any], depth: int) -> dict[str, Any]:
+    """``lists`` of ``depth`` layers at the first layers that show each entry of each; two at least.
+
+    A list that numbers the layers numbers those.
+    """
     kinds = {key: value for key, value in lists.items() if list(value) != list(range(depth))}
-    seen: set[tuple[str, Any]] = set()
+    seen: set[tuple[str, str]] = set()
     chosen = []
     for layer in range(depth):
         new = {(key, str(value[layer])) for key, value in kinds.items()} - seen
@@ -169,8 +179,7 @@ def per_layer(default: PreTrainedConfig, values: dict[str, Any]) -> dict[str, An
     chosen += [layer for layer in range(depth) if layer not in chosen][:spare]
     chosen.sort()
     found: dict[str, Any] = {key: list(range(len(chosen))) for key in lists}
-    found |= {key: [value[i] for i in chosen] for key, value in kinds.items()}
-    return found | {name: len(chosen)}
+    return found | {key: [value[i] for i in chosen] for key, value in kinds.items()}
 
 
 def rope(default: PreTrainedConfig) -> dict[str, Any]:
@@ -194,9 +203,7 @@ class Gains(NamedTuple):
     layers: float
 
 
-def build(
-    architecture: str, config: PreTrainedConfig, seed: int, gains: Gains
-) -> PreTrainedModel:
+def build(architecture: str, config: PreTrainedConfig, seed: int, gains: Gains) -> PreTrainedModel:
     """A model of the class ``architecture`` with random weights of the given sizes. Its answers
     hold no placeholder, as those of a trained one.
     """
@@ -207,25 +214,9 @@ def build(
     with torch.no_grad():
         for parameter in model.parameters():
             _randomise(parameter, generator, gains.layers)
-        embeddings(model).weight.mul_(gains.embeddings / gains.layers)
-        head = model.get_output_embeddings()
-        if head is not None:  # ids of special tokens are at the end
-            head.weight[ORDINARY:] = 0
-    model.generation_config.eos_token_id = None
-    model.generation_config.forced_eos_token_id = None
-    model.generation_config.pad_token_id = PAD
-    if model.generation_config.decoder_start_token_id is None and model.config.is_encoder_decoder:
-        model.generation_config.decoder_start_token_id = BOS
+        _scale_ends(model, gains.embeddings / gains.layers)
+    _no_end(model.generation_config)
     return model
-
-
-def embeddings(model: PreTrainedModel) -> nn.Embedding:
-    """Those of the vocabulary's tokens."""
-    try:
-        return model.get_input_embeddings()
-    except NotImplementedError:  # of some encoder-decoders
-        inside = (part for part in model.modules() if isinstance(part, nn.Embedding))
-        return next(part for part in inside if part.num_embeddings == VOCABULARY)
 
 
 def _own(kind: Any, config: PreTrainedConfig) -> PreTrainedConfig:
@@ -234,6 +225,23 @@ def _own(kind: Any, config: PreTrainedConfig) -> PreTrainedConfig:
         return config
     inner = (getattr(config, name, None) for name in config.sub_configs)
     return next((c for c in inner if isinstance(c, kind.config_class)), config)
+
+
+def _scale_ends(model: Any, factor: float) -> None:
+    """The tokens' embeddings times ``factor``; no logits for special tokens, which come last."""
+    with contextlib.suppress(NotImplementedError):  # of some encoder-decoders
+        model.get_input_embeddings().weight.mul_(factor)
+    head = model.get_output_embeddings()
+    if head is not None:
+        head.weight[ORDINARY:] = 0
+
+
+def _no_end(config: Any) -> None:
+    config.eos_token_id = None
+    config.forced_eos_token_id = None
+    config.pad_token_id = PAD
+    config.bos_token_id = BOS
+    config.decoder_start_token_id = BOS
 
 
 def _randomise(parameter: nn.Parameter, generator: torch.Generator, gain: float) -> None:
