@@ -31,6 +31,12 @@ MAPPINGS = {
     IMAGE_TEXT: modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     CAUSAL: modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 }
+OTHERS = (  # what a type is made for that is not only a decoder
+    modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES,
+)
 COLUMNS = ("text", "picture", "pictures", "batch")  # kinds of prompts
 
 
@@ -64,7 +70,7 @@ class Line:
 def types() -> list[Line]:
     """Every type of both mappings, not asked yet."""
     return [
-        Line(mapping, name, architecture)
+        Line(mapping, name, architecture, decoder_only=not any(name in other for other in OTHERS))
         for mapping, names in MAPPINGS.items()
         for name, architecture in dict(names).items()
     ]
@@ -93,7 +99,7 @@ def _ask(line: Line) -> None:
     for seed, gains in enumerate(GAINS):
         config = tiny_config(line.type)
         model = build(line.architecture, config, seed, gains)
-        line.decoder_only = not (config.is_encoder_decoder or hasattr(model.config, "is_decoder"))
+        line.decoder_only &= not config.is_encoder_decoder
         prompts = prompts_for(model) if line.mapping == IMAGE_TEXT else text_prompts()
         try:
             found = list(check.outcomes(model, prompts))
