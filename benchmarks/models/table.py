@@ -23,7 +23,18 @@ from benchmarks.models.tiny import Gains, NotBuildable, build, tiny_config
 
 SERVED = "served"
 NOT_BUILDABLE = "not buildable here"
-GAINS = tuple(Gains(*g) for g in ((1.5, 1.5), (0.3, 1.5), (0.05, 2.0), (1.0, 4.0), (0.1, 8.0)))
+GAINS = tuple(
+    Gains(*sizes)
+    for sizes in (
+        (1.5, 1.5),
+        (0.3, 1.5),
+        (0.05, 2.0),
+        (1.0, 4.0),
+        (0.1, 8.0),
+        (1.0, 12.0),
+        (8.0, 1.0),
+    )
+)
 SECONDS = 120  # that a type may take
 IMAGE_TEXT = "image-text-to-text"
 CAUSAL = "causal"
