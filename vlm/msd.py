@@ -187,7 +187,7 @@ def as_chains(method: methods.MSD) -> methods.MSD:
     found = method
     if method.sampled and method.tree == plain.tree:
         found = dataclasses.replace(method, tree=(1,) * len(plain.tree))
-    elif (method.top_k, method.total) == (plain.top_k, plain.total):
+    elif not method.sampled and (method.top_k, method.total) == (plain.top_k, plain.total):
         found = dataclasses.replace(method, top_k=1, total=method.depth + 2)
     if found is not method:
         logger.info("layers with states take chains: %s drafts as %s", method.name, found)
@@ -240,8 +240,12 @@ def measure_acceptance(
     ends: Sequence[int],
     levels: int = 6,
 ) -> Acceptance:
-    """Acceptance [D, K] by level and rank over exact answers to ``prompts``, until ``ends``."""
-    shape = spine(WIDEST[:levels])
+    """Acceptance [D, K] by level and rank over exact answers to ``prompts``, until ``ends``.
+
+    Where drafts must be chains K is 1.
+    """
+    chains = target.family.chains_only
+    shape = spine((1,) * levels if chains else WIDEST[:levels])
     counter = AcceptanceCounter(MSDDrafter(head, target, shape), shape)
     for i, prompt in enumerate(prompts):
         uniforms = Uniforms.from_seeds(range(i, i + len(prompt.lengths)))

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from specmm.cache import LayerSize
 from specmm.hardware import prepack
@@ -35,8 +35,10 @@ from specmm.kernels.tree_attention.interface import NAME as TREES
 
 GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")  # what M-RoPE counts by
 CACHES = ("past_key_values", "cache_params")  # what models call their cache
+DROPPED = {"logits_to_keep", *CACHES, "use_cache", "return_dict", "labels"}  # said otherwise
 LAYERS = ("layers", "h")  # what decoders call their layers
 INNER = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")  # widths of feed-forwards
+PER_LAYER = "per_layer_inputs"  # what decoders call what their layers read of the tokens themselves
 PLACEHOLDERS = ("image", "video", "audio")  # of what config names end tokens with
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -79,7 +81,7 @@ class Way:
     whole: bool = False
 
 
-WAYS = (Way(), Way(left=True), Way(left=True, whole=True))  # in the order in which they are tried
+WAYS = tuple(Way(left, whole) for left in (False, True) for whole in (False, True))  # tried in turn
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,9 @@ class Family:
         config = model.config
         text = config.get_text_config(decoder=True)
         decoder: Any = model.base_model if text is config else model.get_decoder()
-        while decoder.base_model is not decoder:  # a language model with a head of its own
-            decoder = decoder.base_model
+        if decoder is not model and decoder.get_output_embeddings() is not None:
+            parts = (x for x in decoder.children() if isinstance(x, PreTrainedModel))
+            decoder = next(parts, decoder)  # of a language model with its head
         return cls(
             model=model,
             body=model.base_model,
@@ -133,7 +136,8 @@ class Family:
     def inner(self) -> int:
         """The width of a feed-forward layer."""
         widths = (getattr(self.config, name, None) for name in INNER)
-        return int(next(filter(None, widths), 4 * self.config.hidden_size))
+        found = next(filter(None, widths), 4 * self.config.hidden_size)
+        return max(found) if isinstance(found, list) else int(found)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -203,6 +207,25 @@ class Family:
         return any(map(has_states, self.cache_kinds))
 
     @cached_property
+    def ways(self) -> tuple[Way, ...]:
+        """The ways in which this model may be run."""
+        # padding at the right would move states; some decoders take more of a token than a state
+        return tuple(
+            way
+            for way in WAYS
+            if (way.left or not self.chains_only) and (way.whole or PER_LAYER not in self.takes)
+        )
+
+    @cached_property
+    def reads_pictures_apart(self) -> bool:
+        """Whether some layers attend to pictures alone, not to the text before."""
+        kinds = zip(self.layer_sizes, self.cache_kinds, strict=False)
+        return any(
+            size is None and isinstance(kind, CacheLayerMixin) and not has_states(kind)
+            for size, kind in kinds
+        )
+
+    @cached_property
     def takes(self) -> set[str]:
         """The names of the decoder's arguments."""
         return set(inspect.signature(self.decoder.forward).parameters)
@@ -215,7 +238,8 @@ class Family:
     @property
     def room(self) -> int:
         """Positions that a text may have."""
-        return int(getattr(self.config, "max_position_embeddings", None) or sys.maxsize)
+        found = int(getattr(self.config, "max_position_embeddings", None) or 0)
+        return found if found > 0 else sys.maxsize
 
     @cached_property
     def turning_point(self) -> int | None:
@@ -320,12 +344,42 @@ class Family:
         given = model.prepare_inputs_for_generation(
             ids, is_first_iteration=True, use_cache=True, **{self.cache_name: past}, **rest
         )
-        dropped = {"logits_to_keep", *CACHES, "use_cache", "return_dict", "labels"}
-        given = {name: value for name, value in given.items() if name not in dropped}
+        given = {name: value for name, value in given.items() if name not in DROPPED}
         if given.get(POSITIONS) is None:
             return given, torch.full_like(ids[:, 0], ids.shape[1])
         following = given[POSITIONS][..., -1] + 1
         return given, following.expand(*following.shape[:-1], len(ids))
+
+    def run(self, given: dict[str, Any]) -> tuple[Tensor, Any]:
+        """The decoder's last states [R, L, C] in a forward of the body, and the body's output."""
+        if self.body is not self.model:
+            output = self.body(use_cache=True, **given)
+            return output.last_hidden_state, output
+        seen = []  # the model names no body: its head is run, too
+
+        def see(_: nn.Module, __: object, output: Any) -> None:
+            seen.append(output.last_hidden_state)
+
+        handle = self.decoder.register_forward_hook(see)
+        try:
+            output = self.body(use_cache=True, logits_to_keep=1, **given)
+        finally:
+            handle.remove()
+        return seen[-1], output
+
+    def each_token(self, inputs: dict[str, Any], output: Any) -> dict[str, Any]:
+        """What the model's generate would give its forward with the next token after ``inputs``,
+        whose prefill gave ``output``, beside its mask and position: [B, 1, ...] each.
+        """
+        model: Any = self.model
+        rest = {name: value for name, value in inputs.items() if name != "input_ids"}
+        ids = torch.cat([inputs["input_ids"], inputs["input_ids"][:, -1:]], dim=1)
+        rest = model._update_model_kwargs_for_generation(output, rest, is_encoder_decoder=False)
+        given = model.prepare_inputs_for_generation(
+            ids, next_sequence_length=1, use_cache=True, **rest
+        )
+        known = {*DROPPED, "input_ids", "attention_mask", POSITIONS}
+        return {k: v for k, v in given.items() if k not in known and isinstance(v, Tensor)}
 
     def spread(self, positions: Tensor) -> Tensor:
         """Positions [B, N] or [parts, B, N] as the decoder takes them: under M-RoPE in parts, which

@@ -14,7 +14,6 @@ Shape letters: B batch, N tokens of the trees, T tokens of the model's own, V vo
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -39,12 +38,14 @@ OWN = 3  # tokens that the model itself answers a prompt with
 CLOSE = {torch.float32: 0.01, torch.float64: 0.01}  # of the spread of log-probabilities
 ROUNDED = 0.15  # the same in half precision
 LEAST = -80.0  # a log-probability that float32 can still tell from that of 0
+DIFFERS = "its scores of a small draft tree differ from its own"
 FAULTS = (
     AttributeError,
     IndexError,
     KeyError,
     NotImplementedError,
     RuntimeError,
+    StopIteration,
     TypeError,
     ValueError,
 )
@@ -60,11 +61,16 @@ def check_model(model: PreTrainedModel, target: Probing) -> Way:
 
     ``target`` makes an unchecked target of the model that samples at temperature 1. Each model is
     asked once; one whose logits are not finite passes. Raises ``ValueError`` naming the model's
-    type where no way agrees.
+    type where no way agrees, but for models that may read pictures as they do not read text: these
+    are asked again (see ``way_of``).
     """
     if model not in _text:
-        _text[model] = _of_text(model, target)
-    return _way(model, _text[model], "")
+        with torch.autocast(model.device.type, enabled=False):  # a training may be in it
+            _text[model] = _of_text(model, target)
+    answer = _text[model]
+    if isinstance(answer, str) and answer.startswith(DIFFERS) and _reads_pictures(model):
+        return WAYS[-1]
+    return _way(model, answer, "")
 
 
 def way_of(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> Way:
@@ -72,17 +78,24 @@ def way_of(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> Way:
 
     Each kind of prompt is asked about once a model. Raises ``ValueError`` saying what differs.
     """
+    if not prompt.kind:
+        return _way(model, _text[model], "")
     known = _prompts.setdefault(model, {})
     if prompt.kind not in known:
-        known[prompt.kind] = _of_prompt(model, prompt, target)
+        with torch.autocast(model.device.type, enabled=False):
+            known[prompt.kind] = _of_prompt(model, prompt, target)
     return _way(model, known[prompt.kind], f" with {', '.join(sorted(prompt.kind))}")
+
+
+def _reads_pictures(model: PreTrainedModel) -> bool:
+    return model.config is not model.config.get_text_config()
 
 
 def _way(model: PreTrainedModel, answer: Answer, given: str) -> Way:
     if isinstance(answer, Way):
         return answer
     instead = "use a causal language model such as Llama, Qwen, Mistral, Phi or GPT-2"
-    if model.config is not model.config.get_text_config():
+    if _reads_pictures(model):
         instead = "let transformers' own generate answer, or use a LLaVA, Qwen-VL or Idefics 3"
     raise ValueError(
         f"model type {model.config.model_type!r} cannot be accelerated here{given}: {answer}; "
@@ -94,8 +107,9 @@ def _of_text(model: PreTrainedModel, target: Probing) -> Answer:
     config = model.config.get_text_config()
     if "local" in (getattr(config, "attention_layers", None) or ()):
         return "it counts its local window by cache slots"
-    chains = Family.of(model).chains_only
-    ways = WAYS[1:] if chains else WAYS  # padding at the right would move the states
+    family = Family.of(model)
+    chains = family.chains_only
+    ways = family.ways
     trees = CHAINS if chains else TREE
     nodes = sum(len(parents) for parents, _ in trees)
     if _room(model) < PROMPTS[0] + nodes:
@@ -116,10 +130,9 @@ def _of_text(model: PreTrainedModel, target: Probing) -> Answer:
 
 
 def _of_prompt(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> Answer:
-    of_text = _text[model]
-    first = of_text if isinstance(of_text, Way) else WAYS[0]
+    family = Family.of(model)
     if _room(model) < prompt.width + OWN:
-        return first
+        return _text[model]
     try:
         tokens, wanted = _generated(model, prompt)  # [B, T], [B, T, V]
     except FAULTS as error:
@@ -127,17 +140,16 @@ def _of_prompt(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> An
     other = (tokens[:, :1] + 1) % wanted.shape[-1]  # a sibling that is not chosen
     drafts = torch.cat([tokens[:, :1], other, tokens[:, 1:2]], dim=1)
     ours = VLMPrompt(prompt.inputs, OWN + 1)
-    trees = LATER if Family.of(model).chains_only else SIBLING
+    trees = LATER if family.chains_only else SIBLING
 
     def found(way: Way) -> Tensor:
         return _ours(target(way), ours, drafts, trees)[:, [0, 1, 3]]
 
-    return _agreeing(WAYS[WAYS.index(first) :], found, wanted)
+    return _agreeing(family.ways, found, wanted)
 
 
 def _room(model: PreTrainedModel) -> int:
-    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return found or sys.maxsize
+    return Family.of(model).room
 
 
 def _agreeing(ways: Sequence[Way], found: Callable[[Way], Tensor], wanted: Tensor) -> Answer:
@@ -155,12 +167,7 @@ def _agreeing(ways: Sequence[Way], found: Callable[[Way], Tensor], wanted: Tenso
             continue
         if off <= CLOSE.get(wanted.dtype, ROUNDED):
             return way
-        faults.append(
-            (
-                off,
-                f"its scores of a small draft tree differ from its own by {off:.2f} of their range",
-            )
-        )
+        faults.append((off, f"{DIFFERS} by {off:.2f} of their range"))
     return min(faults, key=lambda fault: fault[0])[1]
 
 

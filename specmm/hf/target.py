@@ -11,21 +11,20 @@ slots, H heads, D head width, C width, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
 
-from specmm.cache import Cache, CacheSize, LayerSize, Memory, StaticMemory, branched
+from specmm.cache import Cache, CacheSize, branched
 from specmm.guidance import AllowedTokens, Guidance
-from specmm.hf.families import WAYS, Family, Way, has_states
+from specmm.hf.cache_layers import as_transformers
+from specmm.hf.families import WAYS, Family, Way
 from specmm.hf.probe import check_model, way_of
 from specmm.hf.prompt import VLMPrompt as VLMPrompt
 from specmm.hf.states import StateLayer, States
@@ -55,78 +54,6 @@ class ProbsProcessor(Protocol):
         self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None
     ) -> Tensor:
         """Distributions [B, N, V] of logits [B, N, V]; ``out`` may be written to."""
-
-
-class _SlotLayer(CacheLayerMixin):
-    """One layer of a transformers cache, [R, H, N, D]; the memory knows where new slots go."""
-
-    is_sliding = False
-
-    def __init__(self, memory: Memory | StaticMemory) -> None:
-        self.memory = memory
-        CacheLayerMixin.__init__(self)
-
-    @property
-    def is_initialized(self) -> bool:
-        """Whether there are tokens before those that come next."""
-        return self.memory.first > 0
-
-    @is_initialized.setter
-    def is_initialized(self, _: bool) -> None:
-        pass
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        pass
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = self.memory.write(key_states.transpose(1, 2), value_states.transpose(1, 2))
-        return keys.transpose(1, 2), values.transpose(1, 2)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.memory.stop, 0
-
-    def get_seq_length(self) -> int:
-        return self.memory.first
-
-    def get_max_length(self) -> int:
-        return self.memory.keys.shape[1]
-
-
-class _SlotStateLayer(StateLayer, _SlotLayer):  # type: ignore[override]  # as transformers' own
-    """A layer of both kinds."""
-
-    def __init__(self, memory: Memory | StaticMemory, number_of_states: int, number: int) -> None:
-        _SlotLayer.__init__(self, memory)
-        StateLayer.__init__(self, number_of_states, number)
-
-    lazy_initialization = StateLayer.lazy_initialization  # type: ignore[assignment]
-    get_max_length = _SlotLayer.get_max_length
-
-
-def as_transformers(
-    memories: Sequence[Memory | StaticMemory],
-    sizes: Sequence[LayerSize | None] = (),
-    kinds: Sequence[Any] = (),
-) -> TransformersCache:
-    """The ``memories`` as ``past_key_values``, in the order of the layers that have one.
-
-    ``sizes`` of all layers are None for those that store nothing; by default all do store. Where
-    some have states, ``kinds`` are the layers of the model's own cache.
-    """
-    left = iter(memories)
-    has = [size is not None for size in sizes] or [True] * len(memories)
-    states = [kind.number_of_states if has_states(kind) else 0 for kind in kinds]
-    made: list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer] = []
-    for number, (own, count) in enumerate(zip_longest(has, states, fillvalue=0)):
-        if own and count:
-            made.append(_SlotStateLayer(next(left), count, number))
-        elif count:
-            made.append(StateLayer(count, number))
-        else:
-            made.append(_SlotLayer(next(left)) if own else DummyLayer())
-    return TransformersCache(layers=made)
 
 
 @dataclass
@@ -188,6 +115,7 @@ class VLMTarget:
         self.started: VLMTarget  # the latest such row by itself, for drafters to read
         self.spent: Tensor | None = None  # distributions whose memory the next greedy ones take
         self.first: Tensor | None = None  # slots [B], where padding comes before them
+        self.each: dict[str, Any] = {}  # what the whole model takes with every token, [B, 1, ...]
         self.cache: Cache
         self.recurrent: States | None  # of layers that have some
         self.prompt: VLMPrompt
@@ -233,16 +161,16 @@ class VLMTarget:
         without an unconditional one.
         """
         self.make_room(prompt, scratch)
-        if self.asks and prompt.kind and self.branches == 1:
+        if self.asks and self.branches == 1:
             self.way = way_of(self.model, prompt, self._probing)
         self.cache.aim(0, prompt.width)
         given = self._given(prompt)
         given[self.family.cache_name] = self.past
         finding = nullcontext() if self.recurrent is None else self.recurrent.prefill()
         with self._watch_embeddings(prompt), self._runs(), finding:
-            states: Tensor = self.family.body(
-                use_cache=True, **given
-            ).last_hidden_state  # [R, L, C]
+            states, output = self.family.run(given)  # [R, L, C]
+        if self.way.left and self.way.whole:
+            self.each = self.family.each_token(self.each, output)
         if self.context is not None:
             self.context.hidden = self.ordered(states)
             self.context.embeddings = self.ordered(self.context.embeddings)
@@ -275,14 +203,15 @@ class VLMTarget:
         self.places = slots.repeat(len(prompt.input_ids), 1)  # in its text, by slot
         self.last = self._last_position(prompt.room)
         self.first = None
+        self.each = {}
         self.offsets = torch.zeros_like(self.begins)
 
     def _new_past(self, batch: int) -> tuple[TransformersCache, States | None]:
         """The cache as the model takes it, and the states in it."""
+        sizes = self.family.layer_sizes
+        past = as_transformers(self.cache.layers, sizes, self.family.cache_kinds)
         if not self.family.chains_only:
-            return as_transformers(self.cache.layers, self.family.layer_sizes), None
-        kinds = self.family.cache_kinds
-        past = as_transformers(self.cache.layers, self.family.layer_sizes, kinds)
+            return past, None
         layers = [layer for layer in past.layers if isinstance(layer, StateLayer)]
         return past, States(self.family.decoder, layers, batch * self.branches, self.branches)
 
@@ -307,6 +236,7 @@ class VLMTarget:
         self.begins.fill_(prompt.width)
         given, following = self.family.own_inputs(inputs, self.past)
         self.offsets = following - prompt.width
+        self.each = inputs
         return given
 
     def _hide(self, padding: Tensor) -> None:
@@ -422,17 +352,19 @@ class VLMTarget:
         if len(positions) > 1:
             positions = branched(positions, self.branches)
         where = self.family.spread(positions + self.offsets[..., None])
-        rest = {**masks, self.family.cache_name: self.past, "use_cache": True}
+        rest = {**masks, self.family.cache_name: self.past}
         if "position_ids" in self.family.takes:
             rest["position_ids"] = where
         with self._runs():
             if self.way.whole:
-                output = self.family.body(input_ids=tokens, **rest)
-            else:
-                inputs = branched(self.embed(tokens), self.branches)
-                output = self.family.decoder(inputs_embeds=inputs, **rest)
-        states: Tensor = output.last_hidden_state
-        return states
+                nodes = tokens.shape[1]
+                each = {k: v.expand(-1, nodes, *v.shape[2:]) for k, v in self.each.items()}
+                return self.family.run({"input_ids": tokens, **rest, **each})[0]
+            inputs = branched(self.embed(tokens), self.branches)
+            states: Tensor = self.family.decoder(
+                inputs_embeds=inputs, use_cache=True, **rest
+            ).last_hidden_state
+            return states
 
     @contextmanager
     def _runs(self) -> Iterator[None]:

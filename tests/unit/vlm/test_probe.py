@@ -139,7 +139,8 @@ def test_a_vision_model_that_does_otherwise_is_refused(kind, fault):
     with pytest.raises(
         ValueError, match=rf"model type 'llava' cannot be accelerated here: .*{fault}.*own generate"
     ):
-        VLMTarget(seeing("llama", kind), Processor())
+        target = VLMTarget(seeing("llama", kind), Processor())
+        target.prefill(VLMPrompt({"input_ids": IDS}, 4), 2)  # pictures may be read otherwise
 
 
 def test_an_interrupted_probe_has_not_passed():
