@@ -116,10 +116,6 @@ PICTURE = Image.effect_noise((20, 12), 60)
 TEXT_ONLY = "<s>{% for m in messages %} {{ m['content'] | trim }} {% endfor %}"
 
 
-def pieces_of(processor, text):
-    return processor.tokenizer.convert_tokens_to_ids(text.split())
-
-
 def ids(processor, *given, **options):
     return rows_of(Questions.of(*given, **options).inputs(processor))
 
@@ -173,10 +169,10 @@ def test_paligemma_puts_its_placeholders_itself(capfd):
     assert raw == [first, second]
     assert "passing both" not in capfd.readouterr().err
     assert ids(made, None, "what is this") == [first]
-    assert ids(made, [None, None], ["where", "what is this"]) == [
-        pieces_of(made, "<s> where"),
-        first,
-    ]
+    both = Questions.of([None, None], ["where", "what is this"]).inputs(made)
+    assert rows_of(both) == [made.tokenizer.convert_tokens_to_ids(["<s>", "where"]), first]
+    assert both["input_ids"].shape == (2, 4)  # not padded to the row that it was asked with
+    assert both.keys() == {"input_ids", "attention_mask", "token_type_ids"}
 
 
 def test_a_processor_without_placeholders_takes_one_picture_for_each_question():
