@@ -22,6 +22,7 @@ from transformers import (
     StopStringCriteria,
     SynthIDTextWatermarkLogitsProcessor,
 )
+from transformers.cache_utils import DummyLayer
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
@@ -39,7 +40,7 @@ from specmm.randomness import Uniforms, sample_generators
 from specmm.tree import DraftTree
 from specmm.turns import in_its_turn
 
-NOT_INPUTS = {"past_key_values", "logits_to_keep", "use_cache", "cache_position"}
+NOT_INPUTS = {"past_key_values", "cache_params", "logits_to_keep", "use_cache", "cache_position"}
 NOT_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 OTHER_MODES = ("penalty_alpha", "dola_layers", "constraints", "force_words_ids")
@@ -220,7 +221,8 @@ def _check(
 
 def _filled(cache: Any) -> int:
     """Tokens that a caller's ``cache`` holds; 1 where its layers do not count them."""
-    layers = [x for x in getattr(cache, "layers", ()) if getattr(x, "is_initialized", False)]
+    kept = (x for x in getattr(cache, "layers", ()) if not isinstance(x, DummyLayer))
+    layers = [layer for layer in kept if getattr(layer, "is_initialized", False)]
     counts = [layer.get_seq_length() if hasattr(layer, "get_seq_length") else 1 for layer in layers]
     return max((int(count) for count in counts), default=0)
 

@@ -1,0 +1,164 @@
+"""Whether a model's answers through specmm are those of its own ``generate``.
+
+Shape letters: B batch, L prompt positions, T new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import specmm
+from specmm import methods
+
+NEW = 12  # tokens of an answer
+TIE = 1e-4  # of the range of the logits: what rounding may decide
+SEEN = 0.01  # of the range of the logits: what another picture must move them by
+PIXELS = ("pixel_values", "flattened_patches", "high_res_pixel_values", "pixel_values_local")
+VARIED = 4  # different tokens that answers must hold
+EQUAL = "equal"
+REFUSED = "refused"
+WRONG = "WRONG"
+CRASH = "crash"
+TIED = "tied"  # not told apart at rounding level: another seed is to be tried
+METHODS = (methods.AR(), methods.PromptLookup(), methods.TextDraft(tree=(2, 2, 1)))
+
+Inputs = dict[str, Any]
+OPTIONS: Inputs = {"max_new_tokens": NEW, "do_sample": False}
+
+
+class Outcome(NamedTuple):
+    """What came of one method with one kind of prompt; ``found`` is one of the words above."""
+
+    prompt: str
+    method: str
+    found: str
+    reason: str = ""
+
+
+class Dull(Exception):
+    """The model's own answers hardly vary."""
+
+
+@dataclass
+class Answer:
+    """The model's own: ``tokens`` [B, T] and, for each, how far the second best logit was, in parts
+    of the range of its step's logits [B, T].
+    """
+
+    tokens: Tensor
+    margins: Tensor
+
+
+def outcomes(model: PreTrainedModel, prompts: dict[str, Inputs]) -> Iterator[Outcome]:
+    """Every method with each of ``prompts``, by name. Raises :class:`Dull`."""
+    for name, inputs in prompts.items():
+        own = own_answer(model, inputs)
+        if len(own.tokens.unique()) < VARIED or any(len(row.unique()) == 1 for row in own.tokens):
+            raise Dull(f"{name}: {own.tokens.tolist()}")
+        if name == "picture":
+            check_pictures(model, inputs)
+        drafter = bigrams(model, inputs.get("input_ids", own.tokens), own.tokens)
+        for method in METHODS:
+            yield Outcome(name, method.name, *compare(model, inputs, own, method, drafter))
+
+
+def check_pictures(model: PreTrainedModel, inputs: Inputs) -> None:
+    """Raise :class:`Dull` unless other pixels give other logits."""
+    first: Inputs = {**inputs, "max_new_tokens": 1}
+    other = {k: -v if k in PIXELS else v for k, v in first.items()}
+    found = [_with_logits(model, given).logits[0] for given in (first, other)]  # [B, V]
+    moved = (found[0] - found[1]).abs().amax() / (found[0].amax() - found[0].amin())
+    if float(moved) < SEEN:
+        raise Dull(f"the picture moves logits by {float(moved):.1e} of their range")
+
+
+@torch.no_grad()
+def own_answer(model: PreTrainedModel, inputs: Inputs) -> Answer:
+    """What ``generate`` itself answers."""
+    found = _with_logits(model, inputs)
+    logits = torch.stack(found.logits, dim=1).float()  # [B, T, V]
+    best = logits.topk(2).values
+    spread = logits.amax(-1) - logits.masked_fill(logits.isinf(), 0).amin(-1)
+    return Answer(
+        found.sequences[:, -len(found.logits) :],
+        (best[..., 0] - best[..., 1]) / spread.clamp(min=1e-30),
+    )
+
+
+def _with_logits(model: PreTrainedModel, inputs: Inputs) -> Any:
+    options = OPTIONS | {"return_dict_in_generate": True, "output_logits": True}
+    return model.generate(**(options | fresh(inputs)))  # type: ignore[operator]
+
+
+def fresh(inputs: Inputs) -> Inputs:
+    """A copy, since some classes write to what they are given."""
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+
+
+def compare(
+    model: PreTrainedModel, inputs: Inputs, own: Answer, method: Any, drafter: PreTrainedModel
+) -> tuple[str, str]:
+    """What came of ``method``, and the sentence that goes with it."""
+    ours = specmm.custom_generate(
+        drafter if method.name == methods.TextDraft.name else None, method=method
+    )
+    try:
+        found: Any = model.generate(**fresh(inputs), **OPTIONS, custom_generate=ours)  # type: ignore[operator]
+    except ValueError as error:
+        sentence = str(error)
+        return (CRASH, f"ValueError: {sentence}") if "\n" in sentence else (REFUSED, sentence)
+    except Exception as error:
+        return CRASH, f"{type(error).__name__}: {error}".splitlines()[0]
+    answer = found[:, -own.tokens.shape[1] :]
+    if torch.equal(answer, own.tokens):
+        return EQUAL, ""
+    return _difference(answer, own)
+
+
+def _difference(answer: Tensor, own: Answer) -> tuple[str, str]:
+    if answer.shape != own.tokens.shape:
+        return WRONG, f"{answer.shape[1]} tokens for {own.tokens.shape[1]}"
+    differs = answer != own.tokens
+    row = int(differs.any(1).nonzero()[0])
+    place = int(differs[row].nonzero()[0])
+    margin = float(own.margins[row, place])
+    sentence = f"token {place} of row {row} differs, decided by {margin:.1e} of the logits' range"
+    return (TIED if margin < TIE else WRONG), sentence
+
+
+def bigrams(model: PreTrainedModel, prompts: Tensor, answers: Tensor) -> LlamaForCausalLM:
+    """A language model of the same vocabulary that knows which token followed which here.
+
+    A random one would be accepted once in V tokens. This one's second choice is right about half of
+    the time, so that trees keep, reject and branch.
+    """
+    size = int(model.config.get_text_config().vocab_size)
+    config = LlamaConfig(
+        vocab_size=size,
+        hidden_size=size,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        head_dim=8,
+        max_position_embeddings=1024,
+        pad_token_id=0,
+    )
+    drafter: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    table = torch.rand(size, size, generator=generator)  # [next, last]
+    for row in torch.cat([prompts, answers], dim=1).tolist():
+        for last, following in pairwise(row):
+            table[following, last] = 0.5 + torch.rand((), generator=generator)
+    with torch.no_grad():
+        for parameter in drafter.model.layers.parameters():
+            parameter.zero_()  # what remains is the last token
+        drafter.model.embed_tokens.weight.copy_(torch.eye(size))
+        drafter.lm_head.weight.copy_(table * 10 / size**0.5)
+    return drafter
