@@ -33,7 +33,7 @@ from specmm.vlm.msd import MSDDrafter
 from specmm.vlm.msd_head import MSDHead, load_for, save_msd
 from tests.integration.vlm_models import END, MODELS, save
 
-QUICK = ("qwen2.5-vl", "internvl", "gemma3")  # M-RoPE, tiles, windows
+QUICK = ("qwen2.5-vl", "internvl", "gemma3", "qwen3.5")  # M-RoPE, tiles, windows, states
 LENGTH = 20
 SETTINGS = dict(steps=41, batch=4, width=32, scenes=2, ramp=20, lr=1e-2)
 

@@ -233,6 +233,7 @@ MODELS = {
     "qwen2.5-vl": qwen2_5_vl,
     "internvl": internvl,
     "gemma3": gemma3,
+    "qwen3.5": qwen3_5,
     "qwen3-vl": qwen3_vl,
     "llava-onevision": llava_onevision,
     "mistral3": mistral3,
