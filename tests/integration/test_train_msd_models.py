@@ -15,7 +15,7 @@ from recipes import data
 from recipes.scenes.kinds import KINDS
 from recipes.scenes.sprites import Sprite, Sprites
 from recipes.scenes.stream import World
-from specmm import VQAPipeline
+from specmm import VQAPipeline, custom_generate
 from specmm.decode import decode
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
@@ -84,11 +84,20 @@ def asked(pictures):
 
 
 @pytest.fixture(scope="module")
-def wanted(pipe, asked):
-    """What transformers' own generate answers, up to the first end."""
-    inputs = Questions.of(*asked).inputs(pipe.processor)
-    found = pipe.model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False)
-    rows = [row[inputs["input_ids"].shape[1] :].tolist() for row in found]
+def inputs(pipe, asked):
+    return Questions.of(*asked).inputs(pipe.processor)
+
+
+@pytest.fixture(scope="module")
+def own(pipe, inputs):
+    """What transformers' own generate answers."""
+    return pipe.model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False)
+
+
+@pytest.fixture(scope="module")
+def wanted(own, inputs):
+    """The same up to the first end."""
+    rows = [row[inputs["input_ids"].shape[1] :].tolist() for row in own]
     ends = [min([i + 1 for i, t in enumerate(row) if t in (2, END)] or [LENGTH]) for row in rows]
     return [row[:end] for row, end in zip(rows, ends, strict=True)]
 
@@ -98,6 +107,13 @@ def test_greedy_answers_are_those_of_generate(pipe, asked, wanted, options):
     out = pipe(*asked, max_new_tokens=LENGTH, temperature=0.0, **options)
     assert [ids.tolist() for ids in out.tokens] == wanted
     assert out.stats.tau > 1
+
+
+@pytest.mark.parametrize("method", ["msd", "auto"])
+def test_inside_generate(pipe, inputs, own, method):
+    ours = custom_generate(pipe.drafter("msd"), method=method)
+    options = dict(max_new_tokens=LENGTH, do_sample=False, custom_generate=ours)
+    assert torch.equal(pipe.model.generate(**inputs, **options), own)
 
 
 def test_the_recipe_learns(trained):
