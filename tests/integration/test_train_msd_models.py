@@ -40,10 +40,12 @@ SETTINGS = dict(steps=41, batch=4, width=32, scenes=2, ramp=20, lr=1e-2)
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """A folder with a wide picture and a high one."""
+    """A folder with a wide picture, a high one and a video of four frames."""
     folder = tmp_path_factory.mktemp("pictures")
     for name, size in (("wide.png", (40, 20)), ("high.png", (24, 40))):
         Image.effect_noise(size, 120).convert("RGB").save(folder / name)
+    first, *others = (Image.effect_noise((32, 32), 40 * i).convert("RGB") for i in range(1, 5))
+    first.save(folder / "clip.gif", save_all=True, append_images=others, duration=100)
     return folder
 
 
@@ -126,7 +128,8 @@ def own_states(pipe, line, end):
     """By the model's own forward over one whole conversation: the decoder's inputs, its states,
     and where the answer begins.
     """
-    inputs = Questions.of(line.images, line.question).inputs(pipe.processor)
+    question = Questions.of(line.images, line.question, videos=line.videos)
+    inputs = question.inputs(pipe.processor)
     answer = [*pipe.tokenizer.encode(line.answer, add_special_tokens=False), end]
     start = inputs["input_ids"].shape[1]
     for name, value in inputs.items():
@@ -145,14 +148,8 @@ def own_states(pipe, line, end):
     return seen[0][0], found[0], start
 
 
-def test_what_trains_a_head_is_what_the_model_itself_sees(pipe, pictures):
-    """In a ragged batch, of everything that the processor makes."""
-    wide, high = str(pictures / "wide.png"), str(pictures / "high.png")
-    talks = [
-        Line("is it red?", "yes", wide),
-        Line("what is it", "a dog", None),
-        Line("how many", "two", [high, wide]),
-    ]
+def check_slots(pipe, talks):
+    """A batch of ``talks`` gives a head what the model's own forward over each of them sees."""
     target = VLMTarget(pipe.model, Processor(1.0))
     target.wants_context = True
     slots = read_slots(target, talks, read=reader(pipe.processor, target))
@@ -168,6 +165,28 @@ def test_what_trains_a_head_is_what_the_model_itself_sees(pipe, pictures):
             (slots.wanted, states[1:]),
         ):
             torch.testing.assert_close(found[row, :count], own, rtol=1e-4, atol=1e-4)
+
+
+def test_what_trains_a_head_is_what_the_model_itself_sees(pipe, pictures):
+    """In a ragged batch, of everything that the processor makes."""
+    wide, high = str(pictures / "wide.png"), str(pictures / "high.png")
+    lines = [
+        Line("is it red?", "yes", wide),
+        Line("what is it", "a dog"),
+        Line("how many", "two", [high, wide]),
+    ]
+    check_slots(pipe, lines)
+
+
+def test_videos(pipe, pictures):
+    """They train a head and are drafted after, where the processor takes them."""
+    if not hasattr(pipe.processor, "video_processor"):
+        pytest.skip("its processor takes no videos")
+    clip = str(pictures / "clip.gif")
+    check_slots(pipe, [Line("what is it", "a dog", None, clip), Line("is it?", "yes")])
+    asked = dict(videos=clip, max_new_tokens=LENGTH, temperature=0.0)
+    drafted, plain = (pipe(None, "is it?", method=m, **asked) for m in ("msd", "ar"))
+    assert drafted.tokens[0].tolist() == plain.tokens[0].tolist()
 
 
 def test_a_loaded_head_reads_tokens_as_the_decoder_does(pipe):
