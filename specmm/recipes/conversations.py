@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from jinja2 import TemplateError
 from torch import Tensor
 
 from specmm.hf.prompt import VLMPrompt
@@ -24,6 +26,7 @@ from specmm.hf.target import VLMTarget
 from specmm.recipes.training.msd import Read, answered, collate
 from specmm.vlm.asking import Clips, Pictures, Questions
 from specmm.vlm.pipeline import VQAPipeline
+from specmm.vlm.wording import FAULTS
 
 HELD_OUT = 10  # one line with a picture of so many is not trained on
 QUESTION = "Question"  # words of a talk that shows what the template puts after an answer
@@ -105,14 +108,14 @@ def answer_end(processor: Any, ends: Sequence[int]) -> int:
     Where there is none it is the tokenizer's end of sequence.
     """
     words = processor.tokenizer
-    after: list[int] = []
-    if getattr(processor, "chat_template", None):
-        talk = zip(("user", "assistant"), (QUESTION, ANSWER), strict=True)
-        said = [{"role": r, "content": [{"type": "text", "text": text}]} for r, text in talk]
-        text = str(processor.apply_chat_template(said, tokenize=False))
-        after = words.encode(text.rpartition(ANSWER)[2], add_special_tokens=False)
-    found = [token for token in (*after, words.eos_token_id) if token in ends]
-    return int(found[0] if found else words.eos_token_id)
+    talk = zip(("user", "assistant"), (QUESTION, ANSWER), strict=True)
+    said = [{"role": r, "content": [{"type": "text", "text": text}]} for r, text in talk]
+    after = ""
+    with suppress(TemplateError, *FAULTS):  # it has no template, or one for other talks
+        after = str(processor.apply_chat_template(said, tokenize=False)).rpartition(ANSWER)[2]
+    last = words.eos_token_id
+    tokens = [*words.encode(after, add_special_tokens=False), last]
+    return int(next((token for token in tokens if token in ends), last))
 
 
 def _asked(lines: Sequence[Line]) -> Questions:

@@ -2,6 +2,7 @@
 is what the model's own processor makes, and greedy answers stay those of ``generate``.
 """
 
+import copy
 import dataclasses
 import json
 import shutil
@@ -202,6 +203,9 @@ def test_an_answer_ends_as_the_template_ends_it(pipe):
     assert answer_end(pipe.processor, [2, END]) == END
     assert answer_end(pipe.processor, [2]) == words.eos_token_id == 2
     assert answer_end(pipe.processor, []) == 2
+    silent = copy.copy(pipe.processor)
+    silent.chat_template = None
+    assert answer_end(silent, [2, END]) == 2
     prompt, answers = read_lines(pipe.processor, END, [Line("is it?", "yes", None)])
     assert words.decode(prompt.input_ids[0]) == "<s>user:is it?assistant:yes<unk>"
     assert words.decode(prompt.input_ids[0][answers[0]]) == "yes<unk>"

@@ -166,9 +166,9 @@ def msd_config(target: VLMTarget, **changes: Any) -> MSDConfig:
         intermediate_size=target.family.inner,
         num_attention_heads=heads,
         num_key_value_heads=next(n for n in range(min(groups, heads), 0, -1) if heads % n == 0),
-        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
         rope_theta=_rope_base(config),
-        hidden_act=getattr(config, "hidden_act", "silu"),
+        hidden_act=getattr(config, "hidden_act", None) or "silu",
         qwen=config.model_type.startswith("qwen2"),
     )
     return MSDConfig(**(found | changes))
