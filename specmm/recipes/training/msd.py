@@ -178,8 +178,8 @@ def _rope_base(config: Any) -> float:
     """The base of a decoder's rotary positions, the largest where its layers' differ."""
     rope = getattr(config, "rope_parameters", None) or {}
     each = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
-    bases = [kind["rope_theta"] for kind in each if kind.get("rope_theta")]
-    return float(max(bases, default=10000.0))
+    bases = [getattr(config, "rope_theta", None), *(kind.get("rope_theta") for kind in each)]
+    return float(max(filter(None, bases), default=10000.0))
 
 
 def shaking(noise: float, seed: int) -> Callable[[Tensor, Tensor], Tensor]:
