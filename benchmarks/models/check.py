@@ -181,7 +181,7 @@ def bigrams(model: PreTrainedModel, prompts: Tensor, answers: Tensor) -> LlamaFo
         max_position_embeddings=1024,
         pad_token_id=0,
     )
-    drafter = LlamaForCausalLM(config).eval()
+    drafter: LlamaForCausalLM = LlamaForCausalLM(config).eval()
     generator = torch.Generator().manual_seed(0)
     table = torch.rand(size, size, generator=generator)  # [next, last]
     for row in torch.cat([prompts, answers], dim=1).tolist():

@@ -35,7 +35,7 @@ def page(rows: Sequence[Row], facts: dict[str, Any]) -> str:
     causal = [row for row in rows if row["mapping"] == CAUSAL]
     decoders = [row for row in causal if row["decoder_only"]]
     others = [row for row in causal if not row["decoder_only"]]
-    parts = [
+    parts: list[str] = [
         INTRODUCTION.format(**facts),
         counts(("image-text-to-text", images), ("causal", decoders), ("causal, other", others)),
         section("Image-text-to-text", images, ("text", "picture", "pictures", "batch")),
@@ -59,13 +59,13 @@ def counts(*groups: tuple[str, Sequence[Row]]) -> str:
 
 def section(title: str, rows: Iterable[Row], prompts: Sequence[str]) -> str:
     """A table of types; ``prompts`` are the kinds of prompts that have a column."""
-    lines = [
+    lines: list[str] = [
         f"## {title}\n",
         f"| type | class | | {' | '.join(prompts)} | why not |",
         "|---" * (len(prompts) + 4) + "|",
     ]
     for row in rows:
-        cells = [SYMBOLS.get(row[name], row[name]) for name in prompts]
+        cells = [str(SYMBOLS.get(row[name], row[name])) for name in prompts]
         why = row["reason"].replace("|", "\\|")
         lines.append(
             f"| `{row['type']}` | {row['architecture']} | {row['status']} | {' | '.join(cells)} "

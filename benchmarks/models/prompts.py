@@ -149,13 +149,15 @@ class Prompts:
 
     def _of_pictures(self, inputs: Inputs) -> Tensor:
         """Which pictures each token attends to: the one before it [B, L, N]."""
-        before = (inputs["input_ids"] == self.image).cumsum(1)  # pictures so far
+        ids: Tensor = inputs["input_ids"]
+        before = (ids == self.image).cumsum(1)  # pictures so far
         pictures = torch.arange(1, inputs["pixel_values"].shape[1] + 1)
         return (before[..., None] == pictures).long()
 
     def _attended(self, inputs: Inputs) -> Tensor:
         """Which tiles each token attends to: those of the picture before it [B, L, N, 4]."""
-        return self._of_pictures(inputs)[..., None] * inputs["aspect_ratio_mask"][:, None]
+        tiles_of: Tensor = inputs["aspect_ratio_mask"]
+        return self._of_pictures(inputs)[..., None] * tiles_of[:, None]
 
     def _ids(self, row: Row) -> list[int]:
         parts = ([part] if isinstance(part, int) else self._stand_ins(int(part)) for part in row)

@@ -75,6 +75,12 @@ VQ = {
     "resolution": 16,
     "hidden_size": 32,
 }
+GEMMA4 = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "global_head_dim": 32,
+}
 QFORMER = {"hidden_size": 64, "encoder_hidden_size": 64, "num_hidden_layers": 2}
 SPECIAL |= {
     "aria": {"projector_patch_to_query_dict": {16: 4}},
@@ -127,8 +133,10 @@ SPECIAL |= {
         "eoi_token_id": 112,
         "audio_token_id": 121,
     },
-    "gemma4": {"vision_config": {}},
-    "gemma4_unified": {"vision_config": {}},
+    "gemma4": {"vision_config": {}, "text_config": GEMMA4},
+    "gemma4_text": GEMMA4,
+    "gemma4_unified": {"vision_config": {}, "text_config": {"global_head_dim": 32}},
+    "gemma4_unified_text": {"global_head_dim": 32},
     "glm5_next": {"text_config": {"index_kpool": 4, "index_topk": 8}},
     "granite4_vision": {
         "image_grid_pinpoints": PINPOINTS,
@@ -144,6 +152,7 @@ SPECIAL |= {
     "instructblipvideo": {"video_token_index": 120, "num_query_tokens": 4},
     "kosmos-2": {"latent_query_num": 4},
     "kosmos-2.5": {"latent_query_num": 4},
+    "lfm2_vl": {"text_config": SPECIAL["lfm2"]},
     "llama4": {"vision_config": {"intermediate_size": 256}},
     "llava_next": {"image_grid_pinpoints": PINPOINTS},
     "llava_next_video": {"image_grid_pinpoints": PINPOINTS},
@@ -171,6 +180,7 @@ SPECIAL |= {
         "audio_token_id": 122,
         "vision_config": {"video_temporal_patch_size": 2, "num_registers": 1},
     },
+    "paddleocr_vl": {"text_config": {"rope_parameters": MROPE}},
     "perception_lm": {
         "vision_config": {
             "architecture": "vit_pe_core_tiny_patch16_384",

@@ -23,7 +23,18 @@ from benchmarks.models.tiny import Gains, NotBuildable, build, tiny_config
 
 SERVED = "served"
 NOT_BUILDABLE = "not buildable here"
-GAINS = tuple(Gains(*g) for g in ((1.5, 1.5), (0.3, 1.5), (0.05, 2.0), (1.0, 4.0), (0.1, 8.0)))
+GAINS = tuple(
+    Gains(*sizes)
+    for sizes in (
+        (1.5, 1.5),
+        (0.3, 1.5),
+        (0.05, 2.0),
+        (1.0, 4.0),
+        (0.1, 8.0),
+        (1.0, 12.0),
+        (8.0, 1.0),
+    )
+)
 SECONDS = 120  # that a type may take
 IMAGE_TEXT = "image-text-to-text"
 CAUSAL = "causal"
@@ -31,6 +42,12 @@ MAPPINGS = {
     IMAGE_TEXT: modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     CAUSAL: modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 }
+OTHERS = (  # what a type is made for that is not only a decoder
+    modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES,
+)
 COLUMNS = ("text", "picture", "pictures", "batch")  # kinds of prompts
 
 
@@ -64,7 +81,7 @@ class Line:
 def types() -> list[Line]:
     """Every type of both mappings, not asked yet."""
     return [
-        Line(mapping, name, architecture)
+        Line(mapping, name, architecture, decoder_only=not any(name in other for other in OTHERS))
         for mapping, names in MAPPINGS.items()
         for name, architecture in dict(names).items()
     ]
@@ -93,7 +110,7 @@ def _ask(line: Line) -> None:
     for seed, gains in enumerate(GAINS):
         config = tiny_config(line.type)
         model = build(line.architecture, config, seed, gains)
-        line.decoder_only = not (config.is_encoder_decoder or hasattr(model.config, "is_decoder"))
+        line.decoder_only &= not config.is_encoder_decoder
         prompts = prompts_for(model) if line.mapping == IMAGE_TEXT else text_prompts()
         try:
             found = list(check.outcomes(model, prompts))

@@ -100,41 +100,43 @@ def shrunk(kind: Any, ids: Ids, given: dict[str, Any], found: Any = None) -> Pre
     What is given for a config inside it is a dictionary of the same form, ``found`` that config as
     the one around it has it.
     """
-    default = kind()
-    usual = vars(default)
-    if found is not None:
-        default = found
-    values = {}
+    usual = kind()
+    default = usual if found is None else found
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         name = field.name
-        value = vars(default).get(kind.attribute_map.get(name, name), vars(default).get(name))
+        value = _of(default, name)
         inside = given.get(name)
         if isinstance(value, PreTrainedConfig):
             values[name] = shrunk(type(value), ids, inside or {}, value)
         elif name in kind.sub_configs and isinstance(inside, dict):
             values[name] = shrunk(kind.sub_configs[name], ids, inside)
-        elif field.init and _is_size(value):
-            values[name] = smaller(name, value, ids)
-        elif field.init and _is_pair(name, value):
-            values[name] = [smaller(name, one, ids) for one in value]
-        elif field.init and isinstance(value, str | bool) and usual.get(name) != value:
-            values[name] = value
+        elif field.init:
+            values |= _small(name, value, ids, changed=value != _of(usual, name))
     values |= per_layer(default, values)
     values |= rope(default)
     if "kv_lora_rank" in values and "num_key_value_heads" in values:
         values["num_key_value_heads"] = HEADS  # one for each query head, from the latent
     if vars(default).get("is_decoder") is False:
         values["is_decoder"] = True
-    return kind(**{**values, **{k: v for k, v in given.items() if k not in kind.sub_configs}})
+    values |= {k: v for k, v in given.items() if k not in kind.sub_configs}
+    config: PreTrainedConfig = kind(**values)
+    return config
 
 
-def _is_pair(name: str, value: Any) -> bool:
-    """Whether ``value`` is a height and a width."""
-    return name in ("image_size", "patch_size") and isinstance(value, list | tuple)
+def _of(config: PreTrainedConfig, name: str) -> Any:
+    """The field ``name`` itself: some configs refuse to tell it where it differs by layer."""
+    own = vars(config)
+    return own.get(config.attribute_map.get(name, name), own.get(name))
 
 
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _small(name: str, value: Any, ids: Ids, changed: bool) -> dict[str, Any]:
+    """What to give for the field ``name``: nothing where the class knows it."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {name: smaller(name, value, ids)}
+    if name in ("image_size", "patch_size") and isinstance(value, list | tuple):
+        return {name: [smaller(name, one, ids) for one in value]}
+    return {name: value} if changed and isinstance(value, str | bool) else {}
 
 
 def smaller(name: str, value: int, ids: Ids) -> int:
@@ -151,7 +153,7 @@ def per_layer(default: PreTrainedConfig, values: dict[str, Any]) -> dict[str, An
     if name is None:
         return {}
     depth = int(vars(default).get(name) or 0)
-    fields = {field.name for field in dataclasses.fields(default)}  # type: ignore[arg-type]
+    fields = {field.name for field in dataclasses.fields(default)}
     lists = {
         key: value
         for key, value in vars(default).items()
@@ -223,8 +225,11 @@ def _own(kind: Any, config: PreTrainedConfig) -> PreTrainedConfig:
     """``config``, or the one inside it that the class ``kind`` takes."""
     if isinstance(config, kind.config_class):
         return config
-    inner = (getattr(config, name, None) for name in config.sub_configs)
-    return next((c for c in inner if isinstance(c, kind.config_class)), config)
+    for name in config.sub_configs:
+        inner = getattr(config, name, None)
+        if isinstance(inner, PreTrainedConfig) and isinstance(inner, kind.config_class):
+            return inner
+    return config
 
 
 def _scale_ends(model: Any, factor: float) -> None:
