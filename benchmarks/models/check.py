@@ -100,7 +100,7 @@ def check_pictures(model: PreTrainedModel, inputs: Inputs) -> None:
 
 
 def _another(pixels: Tensor) -> Tensor:
-    """Other ``pixels``, the places among them kept, which are whole numbers; ids in turned order."""
+    """Other ``pixels``: the places among them, whole numbers, are kept; ids are turned around."""
     if not pixels.is_floating_point():
         return pixels.flip(-1)
     return torch.where(pixels == pixels.round(), pixels, -pixels)
