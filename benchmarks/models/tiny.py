@@ -25,6 +25,7 @@ WIDTH = 64
 HEADS = 4
 HEAD_DIM = 16
 LAYERS = 2  # at least
+GATE = 0.7  # of what a new model leaves out, as Mllama does with pictures
 PAD = 0
 BOS = 1
 EOS = 2
@@ -253,5 +254,7 @@ def _randomise(parameter: nn.Parameter, generator: torch.Generator, gain: float)
     if parameter.ndim > 1:
         inputs = parameter[0].numel() if parameter.ndim > 3 else parameter.shape[-1]
         parameter.normal_(0, gain * inputs**-0.5, generator=generator)
+    elif parameter.numel() == 1 and float(parameter) == 0:
+        parameter.fill_(GATE)
     elif not bool(parameter.isfinite().all()):
         parameter.normal_(0, 1, generator=generator)
