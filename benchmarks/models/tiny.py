@@ -224,13 +224,9 @@ def build(architecture: str, config: PreTrainedConfig, seed: int, gains: Gains) 
 
 def _own(kind: Any, config: PreTrainedConfig) -> PreTrainedConfig:
     """``config``, or the one inside it that the class ``kind`` takes."""
-    if isinstance(config, kind.config_class):
-        return config
-    for name in config.sub_configs:
-        inner = getattr(config, name, None)
-        if isinstance(inner, PreTrainedConfig) and isinstance(inner, kind.config_class):
-            return inner
-    return config
+    wanted: type[PreTrainedConfig] = kind.config_class
+    inner = (getattr(config, name, None) for name in config.sub_configs)
+    return next((c for c in (config, *inner) if isinstance(c, wanted)), config)
 
 
 def _scale_ends(model: Any, factor: float) -> None:
