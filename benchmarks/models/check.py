@@ -21,7 +21,8 @@ NEW = 12  # tokens of an answer
 TIE = 1e-4  # of the range of the logits: what rounding may decide
 SEEN = 0.01  # of the range of the logits: what another picture must move them by
 PIXELS = ("pixel_values", "flattened_patches", "high_res_pixel_values", "pixel_values_local")
-VARIED = 4  # different tokens that answers must hold
+SHUT = -1e30  # less than any logit that is not masked
+VARIED = 3  # different tokens that answers must hold
 EQUAL = "equal"
 REFUSED = "refused"
 WRONG = "WRONG"
@@ -78,11 +79,26 @@ def outcomes(model: PreTrainedModel, prompts: dict[str, Inputs]) -> Iterator[Out
 def check_pictures(model: PreTrainedModel, inputs: Inputs) -> None:
     """Raise :class:`Dull` unless other pixels give other logits."""
     first: Inputs = {**inputs, "max_new_tokens": 1}
-    other = {k: -v if k in PIXELS else v for k, v in first.items()}
-    found = [_with_logits(model, given).logits[0] for given in (first, other)]  # [B, V]
-    moved = (found[0] - found[1]).abs().amax() / (found[0].amax() - found[0].amin())
+    other = {name: _negative(name, value) for name, value in first.items()}
+    found = [_with_logits(model, given).logits[0].float() for given in (first, other)]  # [B, V]
+    moved = (found[0] - found[1]).abs().amax() / spread_of(found[0]).amin()
     if float(moved) < SEEN:
         raise Dull(f"the picture moves logits by {float(moved):.1e} of their range")
+
+
+def _negative(name: str, value: Any) -> Any:
+    """The ``value`` of an input, of another picture where it is one."""
+    if name not in PIXELS:
+        return value
+    if name == "flattened_patches":  # the first two numbers of each are its place
+        return torch.cat([value[..., :2], -value[..., 2:]], dim=-1)
+    return -value
+
+
+def spread_of(logits: Tensor) -> Tensor:
+    """The range [...] of ``logits`` [..., V], without those that are shut."""
+    lowest = logits.masked_fill(logits < SHUT, float("inf")).amin(-1)
+    return (logits.amax(-1) - lowest).clamp(min=1e-30)
 
 
 @torch.no_grad()
@@ -91,7 +107,6 @@ def own_answer(model: PreTrainedModel, inputs: Inputs) -> Answer:
     found = _with_logits(model, inputs)
     logits = torch.stack(found.logits, dim=1).float()  # [B, T, V]
     best = logits.topk(2).values
-    spread = logits.amax(-1) - logits.masked_fill(logits.isinf(), 0).amin(-1)
     return Answer(
         found.sequences[:, -len(found.logits) :],
         (best[..., 0] - best[..., 1]) / spread.clamp(min=1e-30),
