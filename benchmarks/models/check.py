@@ -35,6 +35,7 @@ WRONG = "WRONG"
 CRASH = "crash"
 TIED = "tied"  # not told apart at rounding level: another seed is to be tried
 METHODS = (methods.AR(), methods.PromptLookup(), methods.TextDraft(tree=(2, 2, 1)))
+CHAIN = methods.TextDraft(tree=(1, 1, 1))  # where trees are refused: layers with states
 
 Inputs = dict[str, Any]
 OPTIONS: Inputs = {"max_new_tokens": NEW, "do_sample": False}
@@ -72,15 +73,28 @@ def outcomes(model: PreTrainedModel, prompts: dict[str, Inputs]) -> Iterator[Out
     for name, inputs in prompts.items():
         own = own_answer(model, inputs)
         drafter = bigrams(model, inputs.get("input_ids", own.tokens), own.tokens)
-        found = [
-            Outcome(name, method.name, *compare(model, inputs, own, method, drafter))
-            for method in METHODS
-        ]
+        found = [_outcome(model, name, inputs, own, method, drafter) for method in METHODS]
         if any(outcome.found == EQUAL for outcome in found):
             check_varied(name, own.tokens)
             if name == "picture":
                 check_pictures(model, inputs)
         yield from found
+
+
+def _outcome(
+    model: PreTrainedModel,
+    name: str,
+    inputs: Inputs,
+    own: Answer,
+    method: methods.TextMethod,
+    drafter: LlamaForCausalLM,
+) -> Outcome:
+    """What came of ``method``; a chain is tried where a tree is refused."""
+    found, reason = compare(model, inputs, own, method, drafter)
+    if found == REFUSED and "must be chains" in reason:
+        chained, why = compare(model, inputs, own, CHAIN, drafter)
+        return Outcome(name, "text-draft of chains", chained, why or reason)
+    return Outcome(name, method.name, found, reason)
 
 
 def check_varied(name: str, tokens: Tensor) -> None:
