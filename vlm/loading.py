@@ -89,6 +89,18 @@ def load_model(folder: Path, dtype: torch.dtype | None = None) -> Any:
     return pretrained.load_model(AutoModelForImageTextToText, folder, dtype=dtype or "auto").eval()
 
 
+def moved(model: Any, device: torch.device | str, dtype: torch.dtype) -> Any:
+    """``model`` on ``device`` in ``dtype``; its complex numbers stay, of which a cast keeps the
+    real part only (Llama 4's vision tower turns by such).
+    """
+    kept = {name: buffer for name, buffer in model.named_buffers() if buffer.is_complex()}
+    model = model.to(device, dtype)
+    for name, buffer in kept.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, buffer.to(device))
+    return model
+
+
 def load_processor(folder: Path) -> Any:
     """The processor beside the model; ``ValueError`` when there is none."""
     if is_composed(folder):

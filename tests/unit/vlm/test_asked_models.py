@@ -13,6 +13,11 @@ from tests.unit.vlm.tiny_vlms import CONFIGS, FILMS, PROCESSORS, random_model
 
 QUESTIONS = ["what is this", "how many red dog", "where is the box a", "one two three"]
 LENGTH = 8
+FAILING = {  # where generate itself fails
+    "glm4v": "its class takes the pictures and videos of a batch for one another",
+    "kimi": "its class splits a video's features by frames that it has averaged",
+}
+SEEN = [name for name in CONFIGS if name in FILMS and name != "kimi"]
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +29,7 @@ def noise():
 def asked(request, noise):
     """A pipeline, and pictures and videos of four questions: two pictures, none, one, a video."""
     name = request.param
-    # Glm4v's class takes a batch's pictures and videos for one another, generate itself fails
-    film = noise[3:] if name in FILMS and name != "glm4v" else None
+    film = noise[3:] if name in FILMS and name not in FAILING else None
     pipe = VQAPipeline(random_model(name), PROCESSORS[name]())
     shown = [noise[:2], None, noise[2], noise[4:6]]
     if film is not None:
@@ -36,6 +40,7 @@ def asked(request, noise):
 def generated(pipe, pictures, questions, videos):
     """What the model's own generate answers, greedily, padded at the left."""
     inputs = Questions.of(pictures, questions, videos=videos).inputs(pipe.processor)
+    inputs = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}  # Llama 4's
     out = pipe.model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False)
     return out[:, inputs["input_ids"].shape[1] :]
 
@@ -58,7 +63,7 @@ def test_answers_are_those_of_generate(asked, method):
         assert same(pipe(pictures[row], QUESTIONS[row], videos=videos[row], **options).tokens, own)
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name in FILMS])
+@pytest.mark.parametrize("name", SEEN)
 def test_a_video_is_seen(name, noise):
     pipe = VQAPipeline(random_model(name), PROCESSORS[name]())
     film = noise[3:]
