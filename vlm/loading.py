@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,9 @@ def moved(model: Any, device: torch.device | str, dtype: torch.dtype) -> Any:
     real part only (Llama 4's vision tower turns by such).
     """
     kept = {name: buffer for name, buffer in model.named_buffers() if buffer.is_complex()}
-    model = model.to(device, dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Casting complex values to real")
+        model = model.to(device, dtype)
     for name, buffer in kept.items():
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, buffer.to(device))
