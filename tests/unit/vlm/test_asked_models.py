@@ -12,7 +12,8 @@ from specmm.hf.families import Family
 from specmm.runs.run import kind_of
 from specmm.vlm.asking import Questions
 from specmm.vlm.pipeline import VQAPipeline
-from tests.unit.vlm.tiny_vlms import CONFIGS, FILMS, PROCESSORS, random_model
+from tests.unit.vlm.tiny_processors import FILMS, PROCESSORS
+from tests.unit.vlm.tiny_vlms import CONFIGS, random_model
 
 QUESTIONS = ["what is this", "how many red dog", "where is the box a", "one two three"]
 LENGTH = 8

@@ -15,7 +15,8 @@ from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteria
 import specmm
 from specmm.hf.generate import PathProcessor
 from specmm.vlm.asking import Questions
-from tests.unit.vlm.tiny_vlms import PROCESSORS, random_model
+from tests.unit.vlm.tiny_processors import PROCESSORS
+from tests.unit.vlm.tiny_vlms import random_model
 
 SIZES = dict(
     vocab_size=40,
