@@ -108,8 +108,7 @@ def own_answer(model: PreTrainedModel, inputs: Inputs) -> Answer:
     logits = torch.stack(found.logits, dim=1).float()  # [B, T, V]
     best = logits.topk(2).values
     return Answer(
-        found.sequences[:, -len(found.logits) :],
-        (best[..., 0] - best[..., 1]) / spread.clamp(min=1e-30),
+        found.sequences[:, -len(found.logits) :], (best[..., 0] - best[..., 1]) / spread_of(logits)
     )
 
 
