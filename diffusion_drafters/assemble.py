@@ -101,6 +101,7 @@ def make_block(
             f"tree takes neither sure nor recall, got {tree} and {method.sure or method.recall}"
         )
     if isinstance(tree, int):
+        target.check_tree(tree - 1)
         return Assembly(TreeDrafter(source, target, tree, length), Recursive())
     if method.length:
         raise ValueError(
@@ -108,6 +109,7 @@ def make_block(
         )
     verification = Verification.of(method.rule or "traversal", target)
     shape = static_tree(tree, target.device)
+    target.check_tree(shape.width)
     return Assembly(DrawnTreeDrafter(source, target, shape, *verification.drawn), verification.rule)
 
 

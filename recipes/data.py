@@ -9,17 +9,19 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 from PIL import Image
 from torch.nn.functional import interpolate
 
 from recipes.emoji import load
 from recipes.scenes.composed import encoder
 from recipes.scenes.packing import Encoder, to_pixels
+from recipes.scenes.questions import Turn
 from recipes.scenes.stream import load_world
 from specmm.hf.pretrained import find
-from specmm.recipes.conversations import Conversations
+from specmm.recipes.conversations import Conversations, Line, read_lines, reader
 from specmm.recipes.pictures import Pictures
-from specmm.recipes.training.msd import Example
+from specmm.recipes.training.msd import Example, collate
 from specmm.vlm.asking import Questions
 from specmm.vlm.loading import is_composed
 
@@ -60,30 +62,67 @@ def world(folder: Path, split: str) -> Any:
 
 
 def scene_conversations(place: str, target: Any, processor: Any) -> Conversations:
-    """What ``llava`` trains on, about pictures (in the size that the target sees) or facts without
-    one; descriptions of held-out scenes are asked for.
+    """What ``llava`` trains on, about pictures or facts without one; descriptions of held-out
+    scenes are asked for.
+
+    A model that learnt scenes reads whole chats as then, any other one the first question of each
+    through its processor.
     """
     folder = Path(place).expanduser()
-    encoder = _encoder(processor, target)
+    packed = _encoder(processor, target)
     drawn = world(folder, "train")
 
-    def draw(random: Random, visual: bool) -> Example:
-        sample = next(drawn.conversations(encoder, random, float(visual)))
-        vision = {} if sample.pixel_values is None else {"pixel_values": sample.pixel_values[None]}
-        return Example(sample.input_ids, sample.answer_mask, vision)
+    def draw(random: Random, visual: bool) -> Any:
+        made = next(drawn.conversations(packed or FirstTurn(), random, float(visual)))
+        return _example(made) if packed else made
 
-    return Conversations(draw, lambda count: _described(world(folder, "test"), count))
+    read = collate if packed else reader(processor, target)
+    return Conversations(draw, lambda count: _described(world(folder, "test"), count), read)
+
+
+class FirstTurn:
+    """Makes lines of chats, as :class:`Encoder` makes samples."""
+
+    def chat(self, turns: Sequence[Turn], image: Any = None) -> Line:
+        """The first of ``turns`` about the picture ``image`` [R, R, 3]."""
+        picture = None if image is None else Image.fromarray(image)
+        return Line(turns[0].question, turns[0].answer, picture)
+
+
+def _example(sample: Any) -> Example:
+    vision = {} if sample.pixel_values is None else {"pixel_values": sample.pixel_values[None]}
+    return Example(sample.input_ids, sample.answer_mask, vision)
 
 
 def _encoder(processor: Any, target: Any) -> Any:
+    """What packs chats as the model's own training did; None where its processor reads otherwise.
+
+    Pictures come in the size that the target sees.
+    """
+    config = target.model.config
     if is_composed(find(target.name)):
         return encoder(target.model, processor.tokenizer)
-    sees = target.model.config.vision_config.image_size
+    sees = getattr(config.vision_config, "image_size", None)
+    count = getattr(config, "image_seq_length", None)
+    if not isinstance(sees, int) or count is None:
+        return None
 
     def pixels(image: Any) -> Any:
         return interpolate(to_pixels(image)[None], (sees, sees), mode="bicubic", antialias=True)[0]
 
-    return Encoder(processor.tokenizer, target.model.config.image_seq_length, pixels=pixels)
+    made = Encoder(processor.tokenizer, count, pixels=pixels)
+    return made if _reads_alike(made, processor) else None
+
+
+def _reads_alike(packed: Any, processor: Any) -> bool:
+    """Whether the ids of a chat about a picture are those that ``processor`` makes of it."""
+    if packed.image is None:
+        return False
+    picture = np.zeros((64, 64, 3), np.uint8)
+    chat = packed.chat([Turn("Is it?", "yes", "")], picture)
+    line = FirstTurn().chat([Turn("Is it?", "yes", "")], picture)
+    prompt, _ = read_lines(processor, processor.tokenizer.eos_token_id, [line])
+    return bool(prompt.rows()[0] == chat.input_ids.tolist())
 
 
 def _described(held_out: Any, count: int) -> Any:

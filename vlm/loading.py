@@ -35,6 +35,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from specmm.checkpoints import (
     check_fingerprint,
@@ -81,7 +82,7 @@ def load_model(folder: Path, dtype: torch.dtype | None = None) -> Any:
         config = pretrained.load_config(folder)
     except (OSError, ValueError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder} must hold a transformers model ({error})") from error
-    if not hasattr(config, "vision_config"):
+    if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         raise ValueError(
             f"{folder} must hold a vision-language model, got model type {config.model_type!r}"
         )
@@ -94,6 +95,9 @@ def load_processor(folder: Path) -> Any:
         return build_processor(read_json(folder / "config.json")["language_model"])
     try:
         found = pretrained.load_processor(folder)
+    except ImportError as error:  # some processors need packages of their own
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the processor of {folder} needs a package: {reason}") from error
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{folder} must hold a processor beside the model ({error})") from error
     if not hasattr(found, "tokenizer"):

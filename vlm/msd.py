@@ -11,6 +11,7 @@ Shape letters: B batch, L prompt positions, n nodes, C width, V vocabulary, D le
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 from specmm.vlm.msd_head import Acceptance, MSDHead
 
+logger = logging.getLogger(__name__)
 RELEASED = Dynamic(top_k=10, depth=5, total=59)
 SIZES = (3, 4, 8, 12, 16, 24)  # nodes of the trees that a plan compares, the root included
 ROOM = 24  # tokens of answer that measuring needs
@@ -162,13 +164,34 @@ def _check_sizes(head: MSDHead, target: VLMTarget) -> None:
 
 
 def make(method: methods.MSD, target: VLMTarget, drafter: MSDHead, tokenizer: object) -> Assembly:
-    """The parts of method ``msd``: EAGLE-2's tree, or one of fixed shape that is drawn."""
+    """The parts of method ``msd``: EAGLE-2's tree, or one of fixed shape that is drawn.
+
+    Where drafts must be chains, the default trees are chains as deep.
+    """
+    if target.family.chains_only:
+        method = as_chains(method)
     if not method.sampled:
+        target.check_tree(method.top_k)
         tree = Dynamic(method.top_k, method.depth, method.total)
         return Assembly(DeferredDrafter(MSDDrafter(drafter, target, tree, False)), Recursive())
     verification = Verification.of(method.rule, target)
-    made = MSDDrafter(drafter, target, static_tree(method.tree, target.device), *verification.drawn)
+    shape = static_tree(method.tree, target.device)
+    target.check_tree(shape.width)
+    made = MSDDrafter(drafter, target, shape, *verification.drawn)
     return Assembly(DeferredDrafter(made), verification.rule)
+
+
+def as_chains(method: methods.MSD) -> methods.MSD:
+    """``method`` with chains where it has the default trees, which the log says."""
+    plain = methods.MSD()
+    found = method
+    if method.sampled and method.tree == plain.tree:
+        found = dataclasses.replace(method, tree=(1,) * len(plain.tree))
+    elif not method.sampled and (method.top_k, method.total) == (plain.top_k, plain.total):
+        found = dataclasses.replace(method, top_k=1, total=method.depth + 2)
+    if found is not method:
+        logger.info("layers with states take chains: %s drafts as %s", method.name, found)
+    return found
 
 
 def choose_method(
@@ -198,6 +221,8 @@ def _plan(target: VLMTarget, head: MSDHead, prompt: VLMPrompt) -> Plan:
     except ValueError as error:
         return Plan(None, 1.0, 1.0, f"no room to measure ({error})")
     table = acceptance[min(acceptance) if target.processor.greedy else max(acceptance)]
+    if target.family.chains_only:
+        table = tuple(level[:1] for level in table)
     shapes = [best_tree(table, n, len(table))[0] for n in SIZES]
     seeds = range(len(prompt.lengths))
     uniforms = Uniforms([torch.Generator(target.device).manual_seed(seed) for seed in seeds])
@@ -215,8 +240,12 @@ def measure_acceptance(
     ends: Sequence[int],
     levels: int = 6,
 ) -> Acceptance:
-    """Acceptance [D, K] by level and rank over exact answers to ``prompts``, until ``ends``."""
-    shape = spine(WIDEST[:levels])
+    """Acceptance [D, K] by level and rank over exact answers to ``prompts``, until ``ends``.
+
+    Where drafts must be chains K is 1.
+    """
+    chains = target.family.chains_only
+    shape = spine((1,) * levels if chains else WIDEST[:levels])
     counter = AcceptanceCounter(MSDDrafter(head, target, shape), shape)
     for i, prompt in enumerate(prompts):
         uniforms = Uniforms.from_seeds(range(i, i + len(prompt.lengths)))

@@ -35,7 +35,6 @@ from specmm.cache import Memory
 from specmm.checkpoints import (
     State,
     check_fingerprint,
-    embeddings_of,
     fingerprint,
     load_strict,
     read_checkpoint,
@@ -239,7 +238,19 @@ class MSDHead(nn.Module):
 
 def load_for(folder: Path, target: PreTrainedModel, method: str) -> MSDHead:
     """The head in ``folder`` for the ``target`` model, with prepacked weights."""
-    return prepack(load_msd(folder, embeddings_of(target)))
+    return prepack(load_msd(folder, drafted_embeddings(target)))
+
+
+@torch.no_grad()
+def drafted_embeddings(target: Any) -> Tensor:
+    """What the decoder of ``target`` reads for each token that its head can give [V, C].
+
+    It is asked of the module: some scale what their table holds, and some tables have more rows
+    than the head.
+    """
+    rows = len(target.get_output_embeddings().weight)
+    found: Tensor = target.get_input_embeddings()(torch.arange(rows, device=target.device))
+    return found
 
 
 def load_msd(
@@ -247,10 +258,11 @@ def load_msd(
 ) -> MSDHead:
     """The head in the folder ``path``, in evaluation mode, in ``dtype`` or that of ``embeddings``.
 
-    ``embeddings`` [V, C] are the target's; drafters of other sizes or of another target's
-    embeddings are refused. Where the target is padded with further rows (as llava-hf's conversions
-    are), the head gets them, too. Raises ``ValueError`` naming missing, extra, misshapen or
-    non-finite weights, and for a config without the sizes.
+    ``embeddings`` [V, C] are the target's as its decoder reads them (``drafted_embeddings``);
+    drafters of other sizes or of another target's embeddings are refused. Where the target is
+    padded with further rows (as llava-hf's conversions are), the head gets them, too. Raises
+    ``ValueError`` naming missing, extra, misshapen or non-finite weights, and for a config without
+    the sizes.
     """
     file = weights_file(path).with_name("config.json")
     facts = read_json(file)

@@ -35,7 +35,7 @@ from specmm.hf.target import VLMTarget
 from specmm.registry import named
 from specmm.stats import Certificate, Stats
 from specmm.turns import in_its_turn, turns_of
-from specmm.vlm.asking import Images, Questions, Texts
+from specmm.vlm.asking import Images, Questions, Texts, Videos
 from specmm.vlm.loading import load_model, load_processor
 
 
@@ -110,10 +110,16 @@ class VQAPipeline(Pipeline):
 
     @in_its_turn(lambda pipe: pipe.model)
     def __call__(
-        self, images: Images, questions: Texts, streamer: BaseStreamer | None = None, **options: Any
+        self,
+        images: Images,
+        questions: Texts,
+        streamer: BaseStreamer | None = None,
+        videos: Videos = None,
+        **options: Any,
     ) -> VQAOutput:
         """Answer one question about a picture, several or none, or a list of questions about a list
-        of those.
+        of those; ``videos`` are given alike, to models that take them: files, folders or lists of
+        frames, arrays [F, H, W, 3].
 
         ``options`` are those of :class:`Options`. An answer depends on its own random stream, not
         on the batch (but auto plans for the batch). ``streamer`` gets a single answer's ids, as
@@ -124,13 +130,20 @@ class VQAPipeline(Pipeline):
             given = Options.of(options)
             method = self._method(given)
             if _is_judged(method):
+                if videos is not None:
+                    raise ValueError(
+                        f"method {method.name!r} must be asked about pictures, got videos; choose "
+                        "another method"
+                    )
                 return self._judge(method, images, questions, options, streamer)
-            run = self._start(images, questions, given)
+            run = self._start(images, questions, given, videos)
             answers, tokens, end = run.finish(streamer)
         texts = [answer.strip() for answer in answers]
         return VQAOutput(texts, tokens, end.stats, run.certificate(end), run.method)
 
-    def stream(self, images: Images, questions: Texts, **options: Any) -> Iterator[list[str]]:
+    def stream(
+        self, images: Images, questions: Texts, videos: Videos = None, **options: Any
+    ) -> Iterator[list[str]]:
         """The new text of every answer after each round; options as for a call."""
         given = Options.of(options)
         if _is_judged(self._method(given)):
@@ -138,18 +151,22 @@ class VQAPipeline(Pipeline):
                 "method 'verdict' cannot stream, because its answer comes after all models have "
                 "answered; call the pipeline instead"
             )
-        for round_ in turns_of(self.model).each(self._rounds(images, questions, given, False)):
+        for round_ in turns_of(self.model).each(
+            self._rounds(images, questions, given, False, videos)
+        ):
             yield [said.text for said in round_]
 
-    def rounds(self, images: Images, questions: Texts, **options: Any) -> Iterator[list[RoundText]]:
+    def rounds(
+        self, images: Images, questions: Texts, videos: Videos = None, **options: Any
+    ) -> Iterator[list[RoundText]]:
         """As ``stream``, with the tokens of each round, and its accepted drafts set apart."""
-        rounds = self._rounds(images, questions, Options.of(options), True)
+        rounds = self._rounds(images, questions, Options.of(options), True, videos)
         yield from turns_of(self.model).each(rounds)
 
     def _rounds(
-        self, images: Images, questions: Texts, options: Options, apart: bool
+        self, images: Images, questions: Texts, options: Options, apart: bool, videos: Videos
     ) -> Iterator[list[RoundText]]:
-        yield from self._start(images, questions, options).rounds(apart)
+        yield from self._start(images, questions, options, videos).rounds(apart)
 
     def _method(self, options: Options) -> methods.VQAMethod:
         return self.method if options.method is None else methods.resolve_vqa(options.method)
@@ -182,7 +199,9 @@ class VQAPipeline(Pipeline):
         claim = claim.under(Options.of(options).processor.settings)
         return VQAOutput([ruling.answer], [ids], stats, claim, method.name, ruling)
 
-    def _start(self, images: Images, questions: Texts, options: Options) -> Run:
+    def _start(
+        self, images: Images, questions: Texts, options: Options, videos: Videos = None
+    ) -> Run:
         """Prepare a batch; nothing runs before the first round."""
         method = self._method(options)
         if options.compiled:
@@ -192,7 +211,7 @@ class VQAPipeline(Pipeline):
             )
         target = VLMTarget(self.model, options.processor, self.name)
         check_continuous_batching(method, options.batch_size)
-        given = Questions.of(images, questions, options.chat)
+        given = Questions.of(images, questions, options.chat, videos)
 
         def prepared(some: slice) -> VLMPrompt:
             part = given.rows(some)

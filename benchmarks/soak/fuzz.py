@@ -29,7 +29,7 @@ from safetensors.torch import save
 
 from specmm.checkpoints import read_checkpoint
 from specmm.jobs.items import read_items
-from specmm.vlm.asking import open_image
+from specmm.vlm.pictures import open_image
 
 CANARY = "specmm-canary"
 

@@ -46,7 +46,7 @@ from specmm.diffusion_drafters.models.drafter_files import (
     write_model,
 )
 from specmm.hardware import state_of
-from specmm.hf.target import as_transformers
+from specmm.hf.cache_layers import as_transformers
 
 TRANSFORMERS_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 NORM_EPS = 1e-6  # added to an embedding's mean square

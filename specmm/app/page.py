@@ -17,7 +17,7 @@ from specmm.app.streams import DRAFT, PictureStream, saved, text_pieces
 from specmm.methods import AR
 from specmm.runs.race import measure
 from specmm.runs.run import Kind, methods_of, parse_methods
-from specmm.vlm.asking import open_image
+from specmm.vlm.pictures import open_image
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when gradio is imported
 

@@ -22,6 +22,14 @@ Images = Annotated[
     list[Path],
     typer.Argument(help="Pictures, all shown with the question; none for a text question."),
 ]
+VideoFiles = Annotated[
+    list[Path],
+    typer.Option(
+        "--video",
+        help="A film, GIF or folder of frames, shown with the question by models that take videos; "
+        "may be repeated.",
+    ),
+]
 Question = Annotated[str, typer.Option("--question", "-q", help="What to ask.")]
 PromptBatch = Annotated[
     list[str], typer.Option("--prompt", "-p", help="Text to continue; may be repeated for a batch.")
@@ -45,6 +53,7 @@ def ask(
     model: Model,
     question: Question,
     images: Images = [],  # noqa: B006  typer copies it
+    video: VideoFiles = [],  # noqa: B006
     method: Annotated[
         str,
         typer.Option(help="ar, text-draft, vlm-draft, msd, prompt-lookup, verdict, draft or auto."),
@@ -61,7 +70,7 @@ def ask(
     seed: Seed = None,
     as_json: Json = False,
 ) -> None:
-    """Answer a question about pictures; the answer is written to stderr as it comes."""
+    """Answer a question about pictures or videos; the answer is written to stderr as it comes."""
     from specmm.methods import VQA
     from specmm.runs.run import Place, answered, label, parse_method
 
@@ -73,13 +82,14 @@ def ask(
     options["seed"] = secrets.randbelow(2**31) if seed is None else seed
 
     def call(pipe: Any) -> Any:
-        return pipe(list(images), question, Echo(pipe), **options)
+        return pipe(list(images), question, Echo(pipe), list(video) or None, **options)
 
     with stdout_reserved():
         place = Place.named(device, dtype)
         out, record = answered("questions", model, place, chosen, drafter, call)
-    found = {"question": question, "images": [str(i) for i in images], "outputs": out.answers}
-    record |= {"seed": options["seed"], "sampling": sampling, **found}
+    found = {"question": question, "images": [str(i) for i in images]}
+    found |= {"videos": [str(file) for file in video]} if video else {}
+    record |= {"seed": options["seed"], "sampling": sampling, **found, "outputs": out.answers}
     if out.ruling is not None:
         record["ruling"] = out.ruling.as_dict()
     if as_json:

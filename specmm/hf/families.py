@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from specmm.cache import LayerSize
 from specmm.hardware import prepack
@@ -33,8 +34,11 @@ from specmm.hf.prompt import POSITIONS, VLMPrompt
 from specmm.kernels.tree_attention.interface import NAME as TREES
 
 GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")  # what M-RoPE counts by
+CACHES = ("past_key_values", "cache_params")  # what models call their cache
+DROPPED = {"logits_to_keep", *CACHES, "use_cache", "return_dict", "labels"}  # said otherwise
 LAYERS = ("layers", "h")  # what decoders call their layers
 INNER = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")  # widths of feed-forwards
+PER_LAYER = "per_layer_inputs"  # what decoders call what their layers read of the tokens themselves
 PLACEHOLDERS = ("image", "video", "audio")  # of what config names end tokens with
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -77,7 +81,7 @@ class Way:
     whole: bool = False
 
 
-WAYS = (Way(), Way(left=True), Way(left=True, whole=True))  # in the order in which they are tried
+WAYS = tuple(Way(left, whole) for left in (False, True) for whole in (False, True))  # tried in turn
 
 
 @dataclass(frozen=True)
@@ -107,8 +111,9 @@ class Family:
         config = model.config
         text = config.get_text_config(decoder=True)
         decoder: Any = model.base_model if text is config else model.get_decoder()
-        while decoder.base_model is not decoder:  # a language model with a head of its own
-            decoder = decoder.base_model
+        if decoder is not model and decoder.get_output_embeddings() is not None:
+            parts = (x for x in decoder.children() if isinstance(x, PreTrainedModel))
+            decoder = next(parts, decoder)  # of a language model with its head
         return cls(
             model=model,
             body=model.base_model,
@@ -131,7 +136,8 @@ class Family:
     def inner(self) -> int:
         """The width of a feed-forward layer."""
         widths = (getattr(self.config, name, None) for name in INNER)
-        return int(next(filter(None, widths), 4 * self.config.hidden_size))
+        found = next(filter(None, widths), 4 * self.config.hidden_size)
+        return max(found) if isinstance(found, list) else int(found)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -148,9 +154,21 @@ class Family:
     @cached_property
     def kinds(self) -> set[str]:
         """The kinds of attention layers: full, sliding (a window) or chunked, or several."""
+        if self.chains_only:
+            return set(filter(None, self._attention_of.values()))
         window = getattr(self.config, "sliding_window", None)
         types = getattr(self.config, "layer_types", None)
         return set(types or [SLIDING if window else FULL])
+
+    @cached_property
+    def _attention_of(self) -> dict[str, str]:
+        """Where layers have states: the kind of attention of each kind of layer, "" for none."""
+        types = getattr(self.config, "layer_types", None) or [FULL] * len(self.cache_kinds)
+        kinds = zip(types, self.cache_kinds, self.layer_sizes, strict=True)
+        return {
+            name: (SLIDING if kind.is_sliding else FULL) if size else ""
+            for name, kind, size in kinds
+        }
 
     @cached_property
     def window(self) -> int:
@@ -174,14 +192,54 @@ class Family:
             cache = empty_cache(self.model)
             ids = plain_tokens(self.model.config, 1)[None].to(self.model.device)
             with torch.inference_mode():
-                self.body(input_ids=ids, past_key_values=cache, use_cache=True)
+                self.body(input_ids=ids, use_cache=True, **{self.cache_name: cache})
             _layer_sizes[self.model] = _sizes(cache)
         return _layer_sizes[self.model]
+
+    @cached_property
+    def cache_kinds(self) -> list[Any]:
+        """The layers of the cache that the model's own forward would make."""
+        return empty_cache(self.model).layers
+
+    @cached_property
+    def chains_only(self) -> bool:
+        """Whether drafts must be chains: some layers have a state, which only one path can move."""
+        return any(map(has_states, self.cache_kinds))
+
+    @cached_property
+    def ways(self) -> tuple[Way, ...]:
+        """The ways in which this model may be run."""
+        # padding at the right would move states; some decoders take more of a token than a state
+        return tuple(
+            way
+            for way in WAYS
+            if (way.left or not self.chains_only) and (way.whole or PER_LAYER not in self.takes)
+        )
+
+    @cached_property
+    def reads_pictures_apart(self) -> bool:
+        """Whether some layers attend to pictures alone, not to the text before."""
+        kinds = zip(self.layer_sizes, self.cache_kinds, strict=False)
+        return any(
+            size is None and isinstance(kind, CacheLayerMixin) and not has_states(kind)
+            for size, kind in kinds
+        )
+
+    @cached_property
+    def takes(self) -> set[str]:
+        """The names of the decoder's arguments."""
+        return set(inspect.signature(self.decoder.forward).parameters)
+
+    @cached_property
+    def cache_name(self) -> str:
+        """The decoder's argument that is a cache."""
+        return cache_name(self.decoder)
 
     @property
     def room(self) -> int:
         """Positions that a text may have."""
-        return int(getattr(self.config, "max_position_embeddings", None) or sys.maxsize)
+        found = int(getattr(self.config, "max_position_embeddings", None) or 0)
+        return found if found > 0 else sys.maxsize
 
     @cached_property
     def turning_point(self) -> int | None:
@@ -232,6 +290,8 @@ class Family:
         ``bias`` [B, 1, N, S] is that of full attention, ``queries`` [1 or B, N] and ``keys`` [B, S]
         the places of nodes and slots in their texts.
         """
+        if not any(self.layer_sizes):  # states alone
+            return None
         if bias is None or not self.partial:
             return bias
         queries = queries[:, None, :, None]
@@ -243,6 +303,8 @@ class Family:
         if self.chunk:
             far = queries // self.chunk != keys // self.chunk
             masks[CHUNKED] = bias.masked_fill(far, float("-inf"))
+        if self.chains_only:
+            return masks | {name: masks.get(kind) for name, kind in self._attention_of.items()}
         return masks[next(iter(self.kinds))] if len(self.kinds) == 1 else masks
 
     def positions(self, prompt: VLMPrompt) -> tuple[dict[str, Tensor], Tensor]:
@@ -280,20 +342,61 @@ class Family:
         if takes and rest.get(POSITIONS) is None:
             rest[POSITIONS] = model._prepare_position_ids_for_generation(ids, dict(rest))
         given = model.prepare_inputs_for_generation(
-            ids, is_first_iteration=True, past_key_values=past, use_cache=True, **rest
+            ids, is_first_iteration=True, use_cache=True, **{self.cache_name: past}, **rest
         )
-        dropped = {"logits_to_keep", "past_key_values", "use_cache", "return_dict", "labels"}
-        given = {name: value for name, value in given.items() if name not in dropped}
+        given = {name: value for name, value in given.items() if name not in DROPPED}
         if given.get(POSITIONS) is None:
             return given, torch.full_like(ids[:, 0], ids.shape[1])
         following = given[POSITIONS][..., -1] + 1
         return given, following.expand(*following.shape[:-1], len(ids))
+
+    def run(self, given: dict[str, Any]) -> tuple[Tensor, Any]:
+        """The decoder's last states [R, L, C] in a forward of the body, and the body's output."""
+        if self.body is not self.model:
+            output = self.body(use_cache=True, **given)
+            return output.last_hidden_state, output
+        seen = []  # the model names no body: its head is run, too
+
+        def see(_: nn.Module, __: object, output: Any) -> None:
+            seen.append(output.last_hidden_state)
+
+        handle = self.decoder.register_forward_hook(see)
+        try:
+            output = self.body(use_cache=True, logits_to_keep=1, **given)
+        finally:
+            handle.remove()
+        return seen[-1], output
+
+    def each_token(self, inputs: dict[str, Any], output: Any) -> dict[str, Any]:
+        """What the model's generate would give its forward with the next token after ``inputs``,
+        whose prefill gave ``output``, beside its mask and position: [B, 1, ...] each.
+        """
+        model: Any = self.model
+        rest = {name: value for name, value in inputs.items() if name != "input_ids"}
+        ids = torch.cat([inputs["input_ids"], inputs["input_ids"][:, -1:]], dim=1)
+        rest = model._update_model_kwargs_for_generation(output, rest, is_encoder_decoder=False)
+        given = model.prepare_inputs_for_generation(
+            ids, next_sequence_length=1, use_cache=True, **rest
+        )
+        known = {*DROPPED, "input_ids", "attention_mask", POSITIONS}
+        return {k: v for k, v in given.items() if k not in known and isinstance(v, Tensor)}
 
     def spread(self, positions: Tensor) -> Tensor:
         """Positions [B, N] or [parts, B, N] as the decoder takes them: under M-RoPE in parts, which
         are three equal ones for text.
         """
         return positions.expand(3, -1, -1) if self.mrope and positions.ndim == 2 else positions
+
+
+def cache_name(module: nn.Module) -> str:
+    """The argument of ``module`` that is a cache."""
+    takes = inspect.signature(module.forward).parameters
+    return next((name for name in CACHES if name in takes), CACHES[0])
+
+
+def has_states(layer: Any) -> bool:
+    """Whether a ``layer`` of transformers' cache keeps states."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
 
 
 def after_head(model: PreTrainedModel) -> AfterHead:
@@ -332,7 +435,7 @@ def own_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     handle = model.get_output_embeddings().register_forward_hook(add_known)
     try:
         with torch.inference_mode():
-            given = {"input_ids": input_ids.to(model.device), "past_key_values": cache}
+            given = {"input_ids": input_ids.to(model.device), cache_name(model): cache}
             logits: Tensor = model(**given, use_cache=True).logits
     finally:
         handle.remove()

@@ -20,7 +20,9 @@ from transformers import (
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
     StopStringCriteria,
+    SynthIDTextWatermarkLogitsProcessor,
 )
+from transformers.cache_utils import DummyLayer
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
@@ -38,7 +40,7 @@ from specmm.randomness import Uniforms, sample_generators
 from specmm.tree import DraftTree
 from specmm.turns import in_its_turn
 
-NOT_INPUTS = {"past_key_values", "logits_to_keep", "use_cache", "cache_position"}
+NOT_INPUTS = {"past_key_values", "cache_params", "logits_to_keep", "use_cache", "cache_position"}
 NOT_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 OTHER_MODES = ("penalty_alpha", "dola_layers", "constraints", "force_words_ids")
@@ -69,8 +71,9 @@ def custom_generate(
     never from torch's global state. Several threads may share a model. Method ``auto`` plans for an
     MSD, DEER or block ``drafter``, once for each batch size. Raises ``ValueError`` for whatever
     makes generate decode otherwise than token by token (beams, an assistant, contrastive search and
-    the like), for guidance, ``inputs_embeds``, dictionaries with scores, logits, attentions or
-    hidden states, ``stop`` without a tokenizer, and auto with another drafter or none.
+    the like), for guidance, SynthID's watermarks, ``inputs_embeds``, caches that hold tokens,
+    positions other than the tokens' own, dictionaries with scores, logits, attentions or hidden
+    states, ``stop`` without a tokenizer, and auto with another drafter or none.
     """
     resolved: Method = methods.make(methods.GENERATE, method)
     plans: dict[Any, Plan] = {}
@@ -92,7 +95,8 @@ def custom_generate(
             _check(generation_config, caller.get("assistant_model"), model_kwargs)
             if streamer is not None and len(input_ids) == 1:
                 streamer.put(input_ids.cpu())  # as generate does: streamers may skip the prompt
-            inputs = _inputs(model_kwargs) | {"input_ids": input_ids}
+            given = bool(caller.get("kwargs_has_position_ids"))
+            inputs = _inputs(model_kwargs, input_ids, given) | {"input_ids": input_ids}
             prompt = VLMPrompt(inputs, generation_config.max_length - input_ids.shape[1])
             sampled = bool(generation_config.do_sample)
             target = VLMTarget(model, PathProcessor(logits_processor, input_ids, sampled))
@@ -100,6 +104,7 @@ def custom_generate(
             parts = None
             chosen = choice(model, prompt, sampled)
             if chosen.drafts:
+                _check_processors(logits_processor)
                 parts = assemble(chosen, target, drafter, tokenizer)
             uniforms = Uniforms(sample_generators(generator, len(input_ids), target.device))
             end = last_of(_steps(target, parts, prompt, uniforms, criteria), watcher)
@@ -123,12 +128,31 @@ def _steps(
     return decode(target, parts.drafter, parts.rule, prompt, length, uniforms, stop=stop)
 
 
-def _inputs(given: dict[str, Any]) -> dict[str, Any]:
-    """What of generate's arguments the model reads with the prompt."""
+def _inputs(given: dict[str, Any], input_ids: Tensor, positions_given: bool) -> dict[str, Any]:
+    """What of generate's arguments the model reads with the prompt.
+
+    Raises ``ValueError`` for positions of text that are not those of its tokens in order.
+    """
     inputs = {k: v for k, v in given.items() if k not in NOT_INPUTS and v is not None}
     if POSITIONS in inputs and inputs[POSITIONS].ndim < 3:
-        del inputs[POSITIONS]  # those of text, which the target counts itself
+        positions = inputs.pop(POSITIONS)  # those of text, which the target counts itself
+        mask = inputs.get("attention_mask", torch.ones_like(input_ids))
+        plain = (positions == mask.cumsum(-1) - 1) | (mask == 0)
+        if positions_given and not bool(plain.all()):
+            raise ValueError(
+                f"{POSITIONS} must count the prompt's tokens from 0, got others, which trees would "
+                "not go on from; leave them out"
+            )
     return inputs
+
+
+def _check_processors(processors: LogitsProcessorList) -> None:
+    """Raise ``ValueError`` for those that must see every token once, in order."""
+    if any(isinstance(found, SynthIDTextWatermarkLogitsProcessor) for found in processors):
+        raise ValueError(
+            "watermarking_config must not be SynthID's, which keeps a state from token to token "
+            "and would hear drafts that are rejected; give WatermarkingConfig, or method='ar'"
+        )
 
 
 def _stop_criteria(
@@ -181,6 +205,11 @@ def _check(
             "prompts must be input_ids, got inputs_embeds, whose tokens drafters cannot read; give "
             "ids"
         )
+    if length := _filled(inputs.get("past_key_values")):
+        raise ValueError(
+            f"past_key_values must be empty, got a cache of {length} tokens, which rounds cannot "
+            "go on from; leave it out and give the whole prompt"
+        )
     wanted = [name for name in NOT_OUTPUTS if getattr(config, name)]
     if wanted and config.return_dict_in_generate:  # without a dictionary they are not returned
         raise ValueError(
@@ -188,6 +217,14 @@ def _check(
             "there is not one forward a token to return; leave it out, or score the sequences with "
             "one forward of the model"
         )
+
+
+def _filled(cache: Any) -> int:
+    """Tokens that a caller's ``cache`` holds; 1 where its layers do not count them."""
+    kept = (x for x in getattr(cache, "layers", ()) if not isinstance(x, DummyLayer))
+    layers = [layer for layer in kept if getattr(layer, "is_initialized", False)]
+    counts = [layer.get_seq_length() if hasattr(layer, "get_seq_length") else 1 for layer in layers]
+    return max((int(count) for count in counts), default=0)
 
 
 class PathProcessor:
@@ -269,12 +306,15 @@ class Criteria:
     token of every row.
 
     Rows that end are padded where one of the criteria knows an end token. Where none does, they go
-    on until the last of them ends, as in generate.
+    on until the last of them ends, as in generate. Criteria that are not transformers' own see a
+    row in its place of a batch, since they may keep something by row. Raises ``ValueError`` for one
+    that does not answer row by row.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, input_ids: Tensor) -> None:
         self.criteria = criteria
         self.input_ids = input_ids
+        self.own = all(type(c).__module__.startswith("transformers.") for c in criteria)
         self.together = not any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self.ends: list[int | None] = [None] * len(input_ids)
 
@@ -289,19 +329,36 @@ class Criteria:
         bounds = zip(before.tolist(), after.tolist(), strict=True)
         for row, pair in enumerate(bounds):
             if self.ends[row] is None:
-                self.ends[row] = self._end(torch.cat([self.input_ids[row], tokens[row]]), *pair)
+                ids = torch.cat([self.input_ids[row], tokens[row]])
+                self.ends[row] = self._end(row, ids, *pair)
         ends = [self.width] * len(self.ends) if self.together else self.ends
         counts = torch.tensor([-1 if end is None else end for end in ends], device=after.device)
         done = (counts >= 0) & (counts <= after)
         return torch.where(done, counts.maximum(before), after), done
 
-    def _end(self, ids: Tensor, before: int, after: int) -> int | None:
-        """The first count above ``before``, up to ``after``, at which ``ids`` are done."""
+    def _end(self, row: int, ids: Tensor, before: int, after: int) -> int | None:
+        """The first count above ``before``, up to ``after``, at which a row's ``ids`` are done."""
         width = self.input_ids.shape[1]
+        rows = 1 if self.own else len(self.input_ids)
         for count in range(before + 1, after + 1):
-            if bool(self.criteria(ids[None, : width + count], None)[0]):
+            batch = ids[None, : width + count].expand(rows, -1)
+            if self._done(batch)[row if rows > 1 else 0]:
                 return count
         return None
+
+    def _done(self, batch: Tensor) -> list[bool]:
+        """By row, whether one of the criteria ends a ``batch`` [B, L + T] of sequences."""
+        done = torch.zeros(len(batch), dtype=torch.bool, device=batch.device)
+        for criterion in self.criteria:
+            found = criterion(batch, None)
+            if len(batch) > 1 and not (isinstance(found, Tensor) and found.ndim):
+                raise ValueError(
+                    f"stopping criteria must answer row by row for {len(batch)} rows, got one "
+                    f"{type(found).__name__} for all from {type(criterion).__name__}; return a "
+                    "tensor of bools"
+                )
+            done = done | found
+        return done.tolist()
 
 
 def _joined(input_ids: Tensor, end: Progress, width: int | None, config: GenerationConfig) -> Any:

@@ -6,12 +6,14 @@ model is asked, once for text when a target is made of it, and once for each kin
 pictures when the first one comes: a few tokens of its own ``generate``, with the logits, against a
 prefill and a small tree of ours. Ways to run it are tried in turn until one agrees.
 
-Shape letters: B batch, N tokens of the tree, T tokens of the model's own, V vocabulary.
+Models that take chains only (layers with states) are asked with several, of which a part is kept
+each time: a state that does not go back to the last token kept shows in the next chain.
+
+Shape letters: B batch, N tokens of the trees, T tokens of the model's own, V vocabulary.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,24 +22,30 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from specmm.hf.families import WAYS, Way, own_logits, plain_tokens
+from specmm.hf.families import WAYS, Family, Way, own_logits, plain_tokens
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.target import Target
 from specmm.tree import DraftTree, TreeShape
+from specmm.verify.rule import VerifyResult
 
-PATHS = ((0,), (0, 1), (0, 2), (0, 1, 3))  # from the root of the tree to each of its nodes
-PARENTS = (-1, 0, 0, 1)
+Trees = Sequence[tuple[tuple[int, ...], int]]  # parents, and how many first nodes are kept
+TREE: Trees = (((-1, 0, 0, 1), 0),)
+CHAINS: Trees = (((-1, 0, 1, 2), 2), ((-1, 0), 1), ((-1, 0, 1), 0))
+SIBLING: Trees = (((-1, 0, 0), 0),)  # of a token that the model chose, and one after it
+LATER: Trees = (((-1, 0), 1), ((-1,), 0))  # the same by chains
 PROMPTS = (3, 2)  # tokens of each row before the tree
 OWN = 3  # tokens that the model itself answers a prompt with
 CLOSE = {torch.float32: 0.01, torch.float64: 0.01}  # of the spread of log-probabilities
 ROUNDED = 0.15  # the same in half precision
 LEAST = -80.0  # a log-probability that float32 can still tell from that of 0
+DIFFERS = "its scores of a small draft tree differ from its own"
 FAULTS = (
     AttributeError,
     IndexError,
     KeyError,
     NotImplementedError,
     RuntimeError,
+    StopIteration,
     TypeError,
     ValueError,
 )
@@ -53,11 +61,16 @@ def check_model(model: PreTrainedModel, target: Probing) -> Way:
 
     ``target`` makes an unchecked target of the model that samples at temperature 1. Each model is
     asked once; one whose logits are not finite passes. Raises ``ValueError`` naming the model's
-    type where no way agrees.
+    type where no way agrees, but for models that may read pictures as they do not read text: these
+    are asked again (see ``way_of``).
     """
     if model not in _text:
-        _text[model] = _of_text(model, target)
-    return _way(model, _text[model], "")
+        with torch.autocast(model.device.type, enabled=False):  # a training may be in it
+            _text[model] = _of_text(model, target)
+    answer = _text[model]
+    if isinstance(answer, str) and answer.startswith(DIFFERS) and _reads_pictures(model):
+        return WAYS[-1]
+    return _way(model, answer, "")
 
 
 def way_of(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> Way:
@@ -65,17 +78,24 @@ def way_of(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> Way:
 
     Each kind of prompt is asked about once a model. Raises ``ValueError`` saying what differs.
     """
+    if not prompt.kind:
+        return _way(model, _text[model], "")
     known = _prompts.setdefault(model, {})
     if prompt.kind not in known:
-        known[prompt.kind] = _of_prompt(model, prompt, target)
+        with torch.autocast(model.device.type, enabled=False):
+            known[prompt.kind] = _of_prompt(model, prompt, target)
     return _way(model, known[prompt.kind], f" with {', '.join(sorted(prompt.kind))}")
+
+
+def _reads_pictures(model: PreTrainedModel) -> bool:
+    return model.config is not model.config.get_text_config()
 
 
 def _way(model: PreTrainedModel, answer: Answer, given: str) -> Way:
     if isinstance(answer, Way):
         return answer
     instead = "use a causal language model such as Llama, Qwen, Mistral, Phi or GPT-2"
-    if model.config is not model.config.get_text_config():
+    if _reads_pictures(model):
         instead = "let transformers' own generate answer, or use a LLaVA, Qwen-VL or Idefics 3"
     raise ValueError(
         f"model type {model.config.model_type!r} cannot be accelerated here{given}: {answer}; "
@@ -87,44 +107,49 @@ def _of_text(model: PreTrainedModel, target: Probing) -> Answer:
     config = model.config.get_text_config()
     if "local" in (getattr(config, "attention_layers", None) or ()):
         return "it counts its local window by cache slots"
-    if _room(model) < PROMPTS[0] + len(PARENTS):
-        return WAYS[0]
-    tokens = plain_tokens(model.config, PROMPTS[0] + len(PARENTS))
+    family = Family.of(model)
+    chains = family.chains_only
+    ways = family.ways
+    trees = CHAINS if chains else TREE
+    nodes = sum(len(parents) for parents, _ in trees)
+    if _room(model) < PROMPTS[0] + nodes:
+        return ways[0]
+    tokens = plain_tokens(model.config, PROMPTS[0] + nodes)
     drafts = tokens[PROMPTS[0] :].expand(len(PROMPTS), -1)
     try:
-        wanted = _own(model, tokens)
+        wanted = _own(model, tokens, _paths(trees))
     except FAULTS as error:
         return _told(error)
-    prompt = VLMPrompt(padded([tokens[:count].tolist() for count in PROMPTS], model.device), 1)
+    rows = padded([tokens[:count].tolist() for count in PROMPTS], model.device)
+    prompt = VLMPrompt(rows, 1 + sum(kept for _, kept in trees))
 
     def found(way: Way) -> Tensor:
-        return _ours(target(way), prompt, drafts.to(model.device), PARENTS)[:, 1:]
+        return _ours(target(way), prompt, drafts.to(model.device), trees)[:, 1:]
 
-    return _agreeing(WAYS, found, wanted)
+    return _agreeing(ways, found, wanted)
 
 
 def _of_prompt(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> Answer:
-    of_text = _text[model]
-    first = of_text if isinstance(of_text, Way) else WAYS[0]
+    family = Family.of(model)
     if _room(model) < prompt.width + OWN:
-        return first
+        return _text[model]
     try:
         tokens, wanted = _generated(model, prompt)  # [B, T], [B, T, V]
     except FAULTS as error:
         return _told(error)
     other = (tokens[:, :1] + 1) % wanted.shape[-1]  # a sibling that is not chosen
     drafts = torch.cat([tokens[:, :1], other, tokens[:, 1:2]], dim=1)
-    ours = VLMPrompt(prompt.inputs, len(PARENTS))
+    ours = VLMPrompt(prompt.inputs, OWN + 1)
+    trees = LATER if family.chains_only else SIBLING
 
     def found(way: Way) -> Tensor:
-        return _ours(target(way), ours, drafts, (-1, 0, 0))[:, [0, 1, 3]]
+        return _ours(target(way), ours, drafts, trees)[:, [0, 1, 3]]
 
-    return _agreeing(WAYS[WAYS.index(first) :], found, wanted)
+    return _agreeing(family.ways, found, wanted)
 
 
 def _room(model: PreTrainedModel) -> int:
-    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return found or sys.maxsize
+    return Family.of(model).room
 
 
 def _agreeing(ways: Sequence[Way], found: Callable[[Way], Tensor], wanted: Tensor) -> Answer:
@@ -142,12 +167,7 @@ def _agreeing(ways: Sequence[Way], found: Callable[[Way], Tensor], wanted: Tenso
             continue
         if off <= CLOSE.get(wanted.dtype, ROUNDED):
             return way
-        faults.append(
-            (
-                off,
-                f"its scores of a small draft tree differ from its own by {off:.2f} of their range",
-            )
-        )
+        faults.append((off, f"{DIFFERS} by {off:.2f} of their range"))
     return min(faults, key=lambda fault: fault[0])[1]
 
 
@@ -165,15 +185,27 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
-def _own(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+def _paths(trees: Trees) -> list[tuple[int, ...]]:
+    """From the first root to each node, by its number among those of all ``trees``."""
+    paths: list[tuple[int, ...]] = []
+    before: tuple[int, ...] = ()
+    for parents, kept in trees:
+        first = len(paths)
+        for node, parent in enumerate(parents):
+            paths.append((*(before if parent < 0 else paths[first + parent]), first + node))
+        before = paths[first + kept - 1] if kept else before
+    return paths
+
+
+def _own(model: PreTrainedModel, tokens: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
     """Log-probabilities [B, N, V] after each prompt and path, by the model's own forward."""
-    width = PROMPTS[0] + max(map(len, PATHS))
+    width = PROMPTS[0] + max(map(len, paths))
     drafts = tokens[PROMPTS[0] :]
-    rows = [torch.cat([tokens[:n], drafts[list(path)]]) for n in PROMPTS for path in PATHS]
+    rows = [torch.cat([tokens[:n], drafts[list(path)]]) for n in PROMPTS for path in paths]
     filled = [torch.cat([row, tokens[:1].expand(width - len(row))]) for row in rows]
     logits = own_logits(model, torch.stack(filled))
     last = torch.stack([logits[i, len(row) - 1] for i, row in enumerate(rows)])
-    return last.float().log_softmax(-1).to(logits.dtype).unflatten(0, (len(PROMPTS), len(PATHS)))
+    return last.float().log_softmax(-1).to(logits.dtype).unflatten(0, (len(PROMPTS), len(paths)))
 
 
 def _generated(model: PreTrainedModel, prompt: VLMPrompt) -> tuple[Tensor, Tensor]:
@@ -197,10 +229,18 @@ def _generated(model: PreTrainedModel, prompt: VLMPrompt) -> tuple[Tensor, Tenso
 
 
 @torch.inference_mode()
-def _ours(target: Target, prompt: VLMPrompt, drafts: Tensor, parents: Sequence[int]) -> Tensor:
-    """Log-probabilities [B, 1 + N, V] after ``prompt``, and by one pass over a tree of ``drafts``
-    [B, N].
+def _ours(target: Target, prompt: VLMPrompt, drafts: Tensor, trees: Trees) -> Tensor:
+    """Log-probabilities [B, 1 + N, V] after ``prompt``, and by one pass over each of the ``trees``
+    of ``drafts`` [B, N].
     """
-    first = target.prefill(prompt, len(parents)).probs
-    shape = TreeShape.from_parents(parents, drafts.device)
-    return torch.cat([first, target.score(DraftTree(drafts, shape)).probs], dim=1).log()
+    found = [target.prefill(prompt, max(len(parents) for parents, _ in trees)).probs]
+    left = drafts
+    for parents, kept in trees:
+        shape = TreeShape.from_parents(parents, drafts.device)
+        found.append(target.score(DraftTree(left[:, : shape.size], shape)).probs)
+        if kept:
+            path = torch.arange(kept, device=drafts.device).expand(len(drafts), -1)
+            counts = torch.full_like(left[:, 0], kept)
+            target.commit(VerifyResult(path, counts, left[:, shape.size]))
+        left = left[:, shape.size :]
+    return torch.cat(found, dim=1).log()

@@ -124,6 +124,11 @@ class PromptBatch:
                 f"batch_size must be 0 for {target.name}, whose positions depend on a batch's "
                 "longest text"
             )
+        if rows < self.count and target.family.reads_pictures_apart:
+            raise ValueError(
+                f"batch_size must be 0 for {target.name}, whose layers attend to all pictures of a "
+                "batch side by side"
+            )
         prompt = self.of(slice(rows))
         self.waiting = {i: self.of(slice(i, i + 1)) for i in range(rows, self.count)}
         prompt.longest = max((p.width for p in self.waiting.values()), default=0)

@@ -17,8 +17,10 @@ from transformers import PreTrainedModel
 from specmm.cache import StaticMemory
 from specmm.compiled import DeferredStop, compiled
 from specmm.decode import room
+from specmm.hf.cache_layers import as_transformers
+from specmm.hf.families import WAYS
 from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import ProbsProcessor, VLMTarget, as_transformers
+from specmm.hf.target import ProbsProcessor, VLMTarget
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
 
@@ -35,7 +37,8 @@ class StaticVLMTarget(DeferredStop, VLMTarget):
         self, model: PreTrainedModel, processor: ProbsProcessor, name: str = "text"
     ) -> None:
         super().__init__(model, processor, name)
-        if self.family.turning_point is not None or self.family.partial:
+        odd = self.family.turning_point is not None or self.family.partial
+        if odd or self.way != WAYS[0]:
             raise ValueError(
                 f"compiled=True needs full attention and one set of positions, {name} has others"
             )

@@ -11,8 +11,8 @@ slots, H heads, D head width, C width, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
 
-from specmm.cache import Cache, CacheSize, LayerSize, Memory, StaticMemory, branched
+from specmm.cache import Cache, CacheSize, branched
 from specmm.guidance import AllowedTokens, Guidance
+from specmm.hf.cache_layers import as_transformers
 from specmm.hf.families import WAYS, Family, Way
 from specmm.hf.probe import check_model, way_of
 from specmm.hf.prompt import VLMPrompt as VLMPrompt
+from specmm.hf.states import StateLayer, States
 from specmm.kernels.tree_attention import Mask, TreeMask
 from specmm.kernels.tree_attention.interface import PLACEHOLDER
 from specmm.processors import History, Processor, check_finite
@@ -53,58 +54,6 @@ class ProbsProcessor(Protocol):
         self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None
     ) -> Tensor:
         """Distributions [B, N, V] of logits [B, N, V]; ``out`` may be written to."""
-
-
-class _SlotLayer(CacheLayerMixin):
-    """One layer of a transformers cache, [R, H, N, D]; the memory knows where new slots go."""
-
-    is_sliding = False
-
-    def __init__(self, memory: Memory | StaticMemory) -> None:
-        self.memory = memory
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @property
-    def is_initialized(self) -> bool:
-        """Whether there are tokens before those that come next."""
-        return self.memory.first > 0
-
-    @is_initialized.setter
-    def is_initialized(self, _: bool) -> None:
-        pass
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        pass
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = self.memory.write(key_states.transpose(1, 2), value_states.transpose(1, 2))
-        return keys.transpose(1, 2), values.transpose(1, 2)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.memory.stop, 0
-
-    def get_seq_length(self) -> int:
-        return self.memory.first
-
-    def get_max_length(self) -> int:
-        return self.memory.keys.shape[1]
-
-
-def as_transformers(
-    memories: Sequence[Memory | StaticMemory], sizes: Sequence[LayerSize | None] = ()
-) -> TransformersCache:
-    """The ``memories`` as ``past_key_values``, in the order of the layers that have one.
-
-    ``sizes`` of all layers are None for those that store nothing; by default all do store.
-    """
-    left = iter(memories)
-    has = [size is not None for size in sizes] or [True] * len(memories)
-    made: list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer] = [
-        _SlotLayer(next(left)) if own else DummyLayer() for own in has
-    ]
-    return TransformersCache(layers=made)
 
 
 @dataclass
@@ -151,10 +100,11 @@ class VLMTarget:
         self.asks = family is None
         if self.asks:
             self.way = check_model(model, self._probing)
-        if self.branches > 1 and (self.family.partial or self.family.mrope):
+        odd = self.family.partial or self.family.mrope or self.family.chains_only
+        if self.branches > 1 and odd:
             raise ValueError(
-                f"cfg must be at most 1 for {name}: it has layers that attend a part of the text, "
-                "or M-RoPE"
+                f"cfg must be at most 1 for {name}: it has layers with states or that attend part "
+                "of the text, or M-RoPE"
             )
         processor.check_vocabulary(self.family.vocabulary)
         self.wants_context = False
@@ -165,7 +115,9 @@ class VLMTarget:
         self.started: VLMTarget  # the latest such row by itself, for drafters to read
         self.spent: Tensor | None = None  # distributions whose memory the next greedy ones take
         self.first: Tensor | None = None  # slots [B], where padding comes before them
+        self.each: dict[str, Any] = {}  # what the whole model takes with every token, [B, 1, ...]
         self.cache: Cache
+        self.recurrent: States | None  # of layers that have some
         self.prompt: VLMPrompt
         self.history: History
 
@@ -209,14 +161,16 @@ class VLMTarget:
         without an unconditional one.
         """
         self.make_room(prompt, scratch)
-        if self.asks and prompt.kind and self.branches == 1:
+        if self.asks and self.branches == 1:
             self.way = way_of(self.model, prompt, self._probing)
         self.cache.aim(0, prompt.width)
         given = self._given(prompt)
-        with self._watch_embeddings(prompt), self._runs():
-            states: Tensor = self.family.body(
-                past_key_values=self.past, use_cache=True, **given
-            ).last_hidden_state  # [R, L, C]
+        given[self.family.cache_name] = self.past
+        finding = nullcontext() if self.recurrent is None else self.recurrent.prefill()
+        with self._watch_embeddings(prompt), self._runs(), finding:
+            states, output = self.family.run(given)  # [R, L, C]
+        if self.way.left and self.way.whole:
+            self.each = self.family.each_token(self.each, output)
         if self.context is not None:
             self.context.hidden = self.ordered(states)
             self.context.embeddings = self.ordered(self.context.embeddings)
@@ -244,12 +198,22 @@ class VLMTarget:
         self.spent = None
         self.begins = prompt.begins.clone()  # [B], where answers begin
         self.cache = self._new_cache(len(prompt.input_ids), prompt.room, scratch)
-        self.past = as_transformers(self.cache.layers, self.family.layer_sizes)
+        self.past, self.recurrent = self._new_past(len(prompt.input_ids))
         slots = torch.arange(self.cache.slots, device=self.device)
         self.places = slots.repeat(len(prompt.input_ids), 1)  # in its text, by slot
         self.last = self._last_position(prompt.room)
         self.first = None
+        self.each = {}
         self.offsets = torch.zeros_like(self.begins)
+
+    def _new_past(self, batch: int) -> tuple[TransformersCache, States | None]:
+        """The cache as the model takes it, and the states in it."""
+        sizes = self.family.layer_sizes
+        past = as_transformers(self.cache.layers, sizes, self.family.cache_kinds)
+        if not self.family.chains_only:
+            return past, None
+        layers = [layer for layer in past.layers if isinstance(layer, StateLayer)]
+        return past, States(self.family.decoder, layers, batch * self.branches, self.branches)
 
     def _given(self, prompt: VLMPrompt) -> dict[str, Any]:
         """What the model's body takes of ``prompt``; what comes after it is counted from there."""
@@ -272,6 +236,7 @@ class VLMTarget:
         self.begins.fill_(prompt.width)
         given, following = self.family.own_inputs(inputs, self.past)
         self.offsets = following - prompt.width
+        self.each = inputs
         return given
 
     def _hide(self, padding: Tensor) -> None:
@@ -312,6 +277,8 @@ class VLMTarget:
         finally:
             self.starting_row = False
         self.cache.take(row, alone.cache)
+        if self.recurrent is not None and alone.recurrent is not None:
+            self.recurrent.take(row, alone.recurrent)
         self.history.take(row, alone.history)
         self.offsets[..., row :: len(self.begins)] = alone.offsets
         self.begins[row] = alone.begins[0]
@@ -328,11 +295,31 @@ class VLMTarget:
         positions = cache.lengths[:, None] + tree.shape.depths
         whole = self.family.takes_trees
         mask = cache.tree_mask(tree.shape) if whole else cache.tree_bias(tree.shape.ancestors)
-        return self._output(self.states(tree.tokens, positions, mask), tree, positions)
+        with self._chain(tree):
+            states = self.states(tree.tokens, positions, mask)
+        return self._output(states, tree, positions)
+
+    def _chain(self, tree: DraftTree) -> AbstractContextManager[None]:
+        """While ``tree`` is scored: layers with states keep what a commit needs."""
+        if self.recurrent is None:
+            return nullcontext()
+        self.check_tree(tree.shape.width)
+        return self.recurrent.chain(tree.shape.size, self.past)
+
+    def check_tree(self, width: int) -> None:
+        """Raise ``ValueError`` if this model takes no trees with ``width`` children of a node."""
+        if width > 1 and self.family.chains_only:
+            raise ValueError(
+                f"drafts for {self.name} must be chains, got a tree with up to {width} children "
+                "of a node: its layers have states, which move along one path; give a tree such as "
+                "chain(5), or leave it out"
+            )
 
     def commit(self, result: VerifyResult) -> None:
         """Keep the accepted nodes."""
         self.cache.keep(result.path, result.kept)
+        if self.recurrent is not None:
+            self.recurrent.commit(result.kept)
         if self.processor.stateful:
             self.history.append(self.tree.tokens.gather(1, result.path.clamp(min=0)), result.kept)
 
@@ -343,6 +330,8 @@ class VLMTarget:
         """
         slot = self.prompt.width + self.calls - 1
         self.cache.aim(slot, slot + 1)
+        if self.recurrent is not None:
+            self.recurrent.settle()
         if self.processor.stateful:
             self.history.append(tokens[:, None], torch.ones_like(tokens))
         positions = (self.begins + self.calls - 1)[:, None]
@@ -363,15 +352,19 @@ class VLMTarget:
         if len(positions) > 1:
             positions = branched(positions, self.branches)
         where = self.family.spread(positions + self.offsets[..., None])
-        rest = {**masks, "position_ids": where, "past_key_values": self.past, "use_cache": True}
+        rest = {**masks, self.family.cache_name: self.past}
+        if "position_ids" in self.family.takes:
+            rest["position_ids"] = where
         with self._runs():
             if self.way.whole:
-                output = self.family.body(input_ids=tokens, **rest)
-            else:
-                inputs = branched(self.embed(tokens), self.branches)
-                output = self.family.decoder(inputs_embeds=inputs, **rest)
-        states: Tensor = output.last_hidden_state
-        return states
+                nodes = tokens.shape[1]
+                each = {k: v.expand(-1, nodes, *v.shape[2:]) for k, v in self.each.items()}
+                return self.family.run({"input_ids": tokens, **rest, **each})[0]
+            inputs = branched(self.embed(tokens), self.branches)
+            states: Tensor = self.family.decoder(
+                inputs_embeds=inputs, use_cache=True, **rest
+            ).last_hidden_state
+            return states
 
     @contextmanager
     def _runs(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from specmm.registry import unknown
 
-FIELDS = ("id", "class", "prompt", "image", "question", "seed", "method")
+FIELDS = ("id", "class", "prompt", "image", "video", "question", "seed", "method")
 MOST_ID = 512  # characters
 Kind = Literal["class", "prompt", "question"]
 Row = tuple[str, dict[str, Any]]  # its place in the file, for messages, and its fields
@@ -26,7 +26,7 @@ Row = tuple[str, dict[str, Any]]  # its place in the file, for messages, and its
 class Item:
     """One thing to make: ``text`` is the class, prompt or question.
 
-    ``images`` are the question's pictures as the job file in ``folder`` names them.
+    ``images`` and ``videos`` are the question's as the job file in ``folder`` names them.
     """
 
     id: str
@@ -36,17 +36,25 @@ class Item:
     images: tuple[str, ...] = ()
     method: str | None = None
     folder: str = ""
+    videos: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
         """What distinguishes this item from another of the same id, wherever the job file is."""
         fields = {name: value for name, value in asdict(self).items() if name != "folder"}
+        if not self.videos:  # items without any are those of earlier releases
+            del fields["videos"]
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def pictures(self) -> list[str]:
         """Paths of ``images``."""
         return [str(Path(self.folder) / name) for name in self.images]
+
+    @property
+    def films(self) -> list[str]:
+        """Paths of ``videos``."""
+        return [str(Path(self.folder) / name) for name in self.videos]
 
 
 def seed_of(identity: str, base: int) -> int:
@@ -57,8 +65,8 @@ def seed_of(identity: str, base: int) -> int:
 def read_items(path: Path, base: int = 0) -> list[Item]:
     """The items of a ``.jsonl``, ``.csv`` or ``.parquet`` file, or of a ``.txt`` of classes.
 
-    Paths of pictures are relative to the file. Raises ``ValueError`` naming the line for anything
-    that is no item, for an id given twice and for a file without items.
+    Paths of pictures and videos are relative to the file. Raises ``ValueError`` naming the line for
+    anything that is no item, for an id given twice and for a file without items.
     """
     reader = READERS.get(path.suffix.lower())
     if reader is None:
@@ -86,14 +94,17 @@ def parse(where: str, row: dict[str, Any], base: int, folder: Path) -> Item:
     if len(kinds) != 1:
         got = " and ".join(kinds) or "none of them"
         raise ValueError(f"{where}: an item must hold one of class, prompt or question, got {got}")
-    if "image" in row and kinds != ["question"]:
-        raise ValueError(f"{where}: image must come with a question, got a {kinds[0]}")
+    for name in ("image", "video"):
+        if name in row and kinds != ["question"]:
+            raise ValueError(f"{where}: {name} must come with a question, got a {kinds[0]}")
     seed = _seed(where, row["seed"]) if "seed" in row else seed_of(identity, base)
     method = _text(where, row, "method") if "method" in row else None
     kind: Any = kinds[0]
     text = _text(where, row, kind)
-    images = _images(where, row.get("image"))
-    return Item(identity, kind, text, seed, images, method, str(folder) if images else "")
+    images = _paths(where, row, "image")
+    videos = _paths(where, row, "video")
+    place = str(folder) if images or videos else ""
+    return Item(identity, kind, text, seed, images, method, place, videos)
 
 
 def _text(where: str, row: dict[str, Any], name: str) -> str:
@@ -125,10 +136,11 @@ def _seed(where: str, value: Any) -> int:
     )
 
 
-def _images(where: str, value: Any) -> tuple[str, ...]:
+def _paths(where: str, row: dict[str, Any], name: str) -> tuple[str, ...]:
+    value = row.get(name)
     given = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(v, str) and v and "\0" not in v for v in given):
-        raise ValueError(f"{where}: image must be a path or a list of paths, got {value!r}")
+        raise ValueError(f"{where}: {name} must be a path or a list of paths, got {value!r}")
     return tuple(given)
 
 

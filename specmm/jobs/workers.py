@@ -181,7 +181,7 @@ class AnswerWorker:
 
     def key(self, item: Item) -> Hashable:
         """See :class:`Worker`."""
-        return item.method, len(item.images)
+        return item.method, len(item.images), len(item.videos)
 
     def turns(self, item: Item) -> int:
         """See :class:`Worker`."""
@@ -195,6 +195,8 @@ class AnswerWorker:
         method = self.methods.of(items[0])
         shown = ([i.pictures for i in items],) if self.questions else ()
         options: dict[str, Any] = dict(seed=[i.seed for i in items], method=method)
+        if any(item.videos for item in items):
+            options["videos"] = [item.films for item in items]
         options["batch_size"] = (rows or len(items)) if method.can_refill else 0
         with batch_invariant():
             out = self.pipe(*shown, [i.text for i in items], **options, **self.spec.sampling)

@@ -31,7 +31,8 @@ class MSD(Declared):
     """MSD (Lin et al. 2025): EAGLE-2 with a drafter that treats text and picture separately.
 
     The tree has ``total`` nodes. ``sampled`` draws a static ``tree`` from recorded distributions
-    instead, which is exact, too, and keeps more at high temperatures.
+    instead, which is exact, too, and keeps more at high temperatures. For targets whose layers have
+    states, which take chains only, the trees given here stand for chains as deep.
     """
 
     name: ClassVar[str] = "msd"

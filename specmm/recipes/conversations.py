@@ -1,58 +1,56 @@
 """Conversations of your own for an MSD drafter: lines of JSON, read through the model's own
-processor.
+processor as a pipeline reads questions.
 
 A line holds ``question``, ``answer`` and, where there is one, ``image``: a file, relative to the
-lines'.
+lines', or a list of them.
 
-Shape letters: L tokens.
+Shape letters: B lines of a batch, L tokens.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from specmm.recipes.training.msd import Example
-from specmm.vlm.asking import Questions
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
+from specmm.recipes.training.msd import Read, answered, collate
+from specmm.vlm.asking import Pictures, Questions
+from specmm.vlm.pipeline import VQAPipeline
 
 HELD_OUT = 10  # one line with a picture of so many is not trained on
-PER_TOKEN = (
-    "attention_mask",
-    "token_type_ids",
-    "mm_token_type_ids",
-)  # which the target makes by itself
+QUESTION = "Question"  # words of a talk that shows what the template puts after an answer
+ANSWER = "Answer"
 
 
 @dataclass(frozen=True)
 class Conversations:
-    """``draw`` gives examples to train on; ``questions`` are some that were held out, to measure
-    acceptance on.
+    """``draw`` gives what to train on, ``read`` makes a batch of it; ``questions`` are some that
+    were held out, to measure acceptance on.
     """
 
-    draw: Callable[[Random, bool], Example]
+    draw: Callable[[Random, bool], Any]
     questions: Callable[[int], Questions]
+    read: Read = collate
 
 
 @dataclass(frozen=True)
 class Line:
-    """A question with its answer, ``image`` empty where it has none."""
+    """A question with its answer and its pictures."""
 
     question: str
     answer: str
-    image: str = ""
-
-    def asked(self) -> Questions:
-        """The question with its picture opened."""
-        return Questions.of(self.image or None, self.question)
+    images: Pictures = None
 
 
-def conversations(place: str, target: Any, processor: Any) -> Conversations:
+def conversations(place: str, target: VLMTarget, processor: Any) -> Conversations:
     """Those in the file ``place``. Without a line of the wanted sort (with a picture or none) the
     other is drawn.
 
@@ -60,8 +58,8 @@ def conversations(place: str, target: Any, processor: Any) -> Conversations:
     on.
     """
     lines = _lines(Path(place).expanduser())
-    visual = [line for line in lines if line.image]
-    text = [line for line in lines if not line.image]
+    visual = [line for line in lines if line.images]
+    text = [line for line in lines if not line.images]
     held_out = visual[::HELD_OUT]
     learnt = [line for i, line in enumerate(visual) if i % HELD_OUT]
     if not learnt:
@@ -69,27 +67,49 @@ def conversations(place: str, target: Any, processor: Any) -> Conversations:
             f"data must hold two or more lines with an image, got {len(visual)} in {place}"
         )
 
-    def draw(random: Random, wanted: bool) -> Example:
-        return example(random.choice(learnt if wanted or not text else text), processor)
+    def draw(random: Random, wanted: bool) -> Line:
+        return random.choice(learnt if wanted or not text else text)
 
     def questions(count: int) -> Questions:
-        some = held_out[:count]
-        return Questions.of([line.image for line in some], [line.question for line in some])
+        return _asked(held_out[:count])
 
-    return Conversations(draw, questions)
+    return Conversations(draw, questions, reader(processor, target))
 
 
-def example(line: Line, processor: Any) -> Example:
-    """``line`` as the model reads it: its question in the chat template, then the answer and its
-    end.
+def reader(processor: Any, target: VLMTarget) -> Read:
+    """What makes batches of lines for ``target``."""
+    ends = VQAPipeline(target.model, processor).ends()
+    return partial(read_lines, processor, answer_end(processor, ends))
+
+
+def read_lines(processor: Any, end: int, lines: Sequence[Line]) -> tuple[VLMPrompt, Tensor]:
+    """``lines`` as the model reads them: questions in the chat template with all that goes with
+    their pictures, then each answer and its ``end``; and which tokens are answers' [B, L].
     """
-    inputs = line.asked().inputs(processor)
     words = processor.tokenizer
-    answer = [*words.encode(line.answer, add_special_tokens=False), words.eos_token_id]
-    asked = inputs.pop("input_ids")[0]
-    mask = torch.arange(len(asked) + len(answer)) >= len(asked)
-    vision = {name: value for name, value in inputs.items() if name not in PER_TOKEN}
-    return Example(torch.cat([asked, torch.tensor(answer)]), mask, vision)
+    answers = [words.encode(line.answer, add_special_tokens=False) for line in lines]
+    prompt = VLMPrompt(_asked(lines).inputs(processor), 1)
+    return answered(prompt, [[*answer, end] for answer in answers])
+
+
+def answer_end(processor: Any, ends: Sequence[int]) -> int:
+    """The token that ends an answer: the first of ``ends`` after one in the chat template.
+
+    Where there is none it is the tokenizer's end of sequence.
+    """
+    words = processor.tokenizer
+    after: list[int] = []
+    if getattr(processor, "chat_template", None):
+        talk = zip(("user", "assistant"), (QUESTION, ANSWER), strict=True)
+        said = [{"role": r, "content": [{"type": "text", "text": text}]} for r, text in talk]
+        text = str(processor.apply_chat_template(said, tokenize=False))
+        after = words.encode(text.rpartition(ANSWER)[2], add_special_tokens=False)
+    found = [token for token in (*after, words.eos_token_id) if token in ends]
+    return int(found[0] if found else words.eos_token_id)
+
+
+def _asked(lines: Sequence[Line]) -> Questions:
+    return Questions.of([line.images for line in lines], [line.question for line in lines])
 
 
 def _lines(file: Path) -> list[Line]:
@@ -97,14 +117,16 @@ def _lines(file: Path) -> list[Line]:
     for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         try:
             row = json.loads(text)
-            line = Line(
-                row["question"],
-                row["answer"],
-                str(file.parent / row["image"]) if row.get("image") else "",
-            )
+            line = Line(row["question"], row["answer"], _files(file.parent, row.get("image")))
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{file}:{number} must hold question and answer, got {text[:60]!r}"
             ) from error
         found.append(line)
     return found
+
+
+def _files(folder: Path, named: str | list[str] | None) -> list[str]:
+    """The pictures that a line names, beside it."""
+    names = [named] if isinstance(named, str) else named or []
+    return [str(folder / name) for name in names if name]

@@ -20,6 +20,7 @@ from specmm.recipes.training.msd import msd_config, train_msd
 from specmm.vlm.loading import load_model, load_processor
 from specmm.vlm.msd import measure_acceptance
 from specmm.vlm.msd_head import save_msd
+from specmm.vlm.pipeline import VQAPipeline
 
 LONGEST = 80  # tokens of an answer that acceptance is measured on
 
@@ -56,8 +57,8 @@ def msd(
     options: dict[str, Any] = dict(
         batch=batch, lr=lr, noise=noise, probs_weight=probs_weight, passes=passes, seed=seed
     )
-    options |= dict(config=msd_config(target, **sizes), ramp=ramp)
     opened = data(target, processor)
+    options |= dict(config=msd_config(target, **sizes), ramp=ramp, read=opened.read)
     head = train_msd(target, opened.draw, writable(out), steps=steps, **options)
     head.acceptance = _acceptance(target, head, processor, opened.questions(scenes))
     save_msd(head, result, dtype=torch.bfloat16, embeddings=False)
@@ -68,11 +69,12 @@ def _acceptance(target: Any, head: Any, processor: Any, asked: Any) -> Any:
     """By temperature, what is accepted of the answers to held-out questions: what method auto plans
     with.
     """
-    inputs, end = asked.inputs(processor), processor.tokenizer.eos_token_id
+    inputs = asked.inputs(processor)
+    ends = VQAPipeline(target.model, processor).ends()
     found = {}
     for temperature in (0.0, 1.0):
         judge = VLMTarget(target.model, Processor(temperature), target.name)
         found[temperature] = measure_acceptance(
-            judge, head, [VLMPrompt(inputs, LONGEST, asked)], [end]
+            judge, head, [VLMPrompt(inputs, LONGEST, asked)], ends
         )
     return found

@@ -16,7 +16,7 @@ from PIL import ImageOps
 
 from specmm.image_ar.shared import class_ids
 from specmm.metrics.inputs import SUFFIXES
-from specmm.vlm.asking import open_image
+from specmm.vlm.pictures import open_image
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # diffusers takes seconds to import
     Images = PicturePipeline[Any]  # of any family
 
 Kind = Literal["images", "questions", "text"]
+PROCESSORS = ("processor_config.json", "preprocessor_config.json")  # beside models that see
 
 # ---- models by name
 
@@ -77,7 +78,7 @@ def kind_of(model: str) -> Kind:
             f"model must be a folder or a pocket model, got {model!r}; specmm zoo lists them"
         )
     sees = "vision_config" in read_json(folder / zoo.TRANSFORMERS)
-    return "questions" if sees or (folder / "preprocessor_config.json").is_file() else "text"
+    return "questions" if sees or any((folder / n).is_file() for n in PROCESSORS) else "text"
 
 
 def draws(model: str) -> bool:

@@ -324,7 +324,7 @@ def llava_of(facts, t):
     model.lm_head.weight.data.copy_(weights.pop("lm_head.weight"))
     model.model.language_model.load_state_dict(part(weights, "model."), strict=True)
     features = SimpleNamespace(pooler_output=list(t["in.image_features"]))
-    model.model.get_image_features = lambda *args, **kwargs: features
+    model.model.get_image_features = lambda pixel_values=None, **kwargs: features
     return model
 
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import specmm
 from specmm import methods
+from specmm.vlm.loading import load_model
 
 TALK = (
     "what is this where how many colour red blue green a the one two three dog cat box and are "
@@ -303,6 +304,27 @@ def test_folders_that_hold_something_else(folder, tmp_path):
     shutil.copy(folder / "config.json", tmp_path / "config.json")
     with pytest.raises((ValueError, OSError)):
         specmm.VQAPipeline.from_pretrained(tmp_path)
+
+
+def test_a_processor_that_needs_a_package_says_which(folder, monkeypatch):
+    def without(*_):
+        raise ImportError(
+            "Package `num2words` is required.\nInstall it with `pip install num2words`."
+        )
+
+    monkeypatch.setattr("specmm.hf.pretrained.load_processor", without)
+    with pytest.raises(ValueError, match=r"needs a package: Package `num2words`.*pip install num2"):
+        specmm.VQAPipeline.from_pretrained(folder)
+
+
+def test_models_are_asked_for_by_their_class_not_by_a_tower(tmp_path):
+    """Emu3 sees, and has no vision_config; a tower alone does not answer."""
+    tf.Emu3Config().save_pretrained(tmp_path / "emu3")
+    with pytest.raises((ValueError, OSError), match=r"weights|file named|safetensors"):
+        load_model(tmp_path / "emu3")
+    tf.CLIPVisionConfig().save_pretrained(tmp_path / "clip")
+    with pytest.raises(ValueError, match="vision-language model, got model type 'clip_vision_mo"):
+        load_model(tmp_path / "clip")
 
 
 def test_methods_are_dataclasses():

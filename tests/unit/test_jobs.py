@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,8 @@ def test_csv_parquet_and_class_lists(tmp_path: Path) -> None:
         ("a.jsonl", '{"id": "a"', "line 1: must be a JSON object"),
         ("a.jsonl", '{"id": "a", "class": "x", "prompt": "y"}', "class and prompt"),
         ("a.jsonl", '{"id": "a", "class": "x", "image": "y"}', "with a question"),
+        ("a.jsonl", '{"id": "a", "class": "x", "video": "y"}', "video must come with a question"),
+        ("a.jsonl", '{"id": "a", "question": "x", "video": 3}', "video must be a path or a list"),
         ("a.jsonl", '{"id": "a", "class": "x", "seed": -1}', "seed must be"),
         ("a.csv", "id,class\na,b,c\n", "got more"),
         ("a.parquet", "no", "must be a Parquet file"),
@@ -272,7 +275,20 @@ def test_an_item_is_the_same_wherever_the_job_file_lies(tmp_path, monkeypatch):
     file.write_text('{"id": "a", "question": "what?", "image": "one.png"}\n')
     monkeypatch.chdir(tmp_path)
     near, far = read_items(Path("jobs/q.jsonl"))[0], read_items(file)[0]
+    assert near.digest == "8efb64aead399f16"  # as before there were videos: old jobs are resumed
     assert near.digest == far.digest and far.pictures == [str(tmp_path / "jobs" / "one.png")]
+
+
+def test_videos_are_of_an_item_and_of_its_digest(tmp_path):
+    rows = [
+        {"id": "a", "question": "what?", "video": "one.mp4"},
+        {"id": "b", "question": "what?", "video": ["one.mp4", "two.gif"], "image": "a.png"},
+    ]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    one, two = read_items(tmp_path / "q.jsonl")
+    assert one.films == [str(tmp_path / "one.mp4")] and one.pictures == []
+    assert [Path(film).name for film in two.films] == ["one.mp4", "two.gif"]
+    assert one.digest != replace(one, videos=()).digest
 
 
 def test_blank_lines_within_quotes_stay(tmp_path):

@@ -174,3 +174,15 @@ def test_drafts_are_kept_and_rejected(model, prompt, own):
     either = float((drafts[:-1] == row[1:, None]).any(-1).float().mean())
     assert 0.2 < first < 0.9
     assert either > first
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "chains"),
+    [("llama", "LlamaForCausalLM", False), ("lfm2", "Lfm2ForCausalLM", True)],
+)
+def test_chains_are_tried_where_trees_are_refused(name, architecture, chains, prompt):
+    found = list(check.outcomes(build(architecture, tiny_config(name), 0, GAINS[0]), {"x": prompt}))
+    assert {outcome.found for outcome in found} == {EQUAL}
+    drafted = found[-1]
+    assert drafted.method == ("text-draft of chains" if chains else "text-draft")
+    assert ("chains" in drafted.reason) == chains

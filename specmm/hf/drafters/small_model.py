@@ -86,6 +86,12 @@ class ModelDrafter:
         sampled = sampled and not target.processor.greedy
         self.probs = target.processor if isinstance(target.processor, Processor) else Processor()
         self.small = VLMTarget(model, Processor(), "drafter")
+        if self.small.family.chains_only:
+            raise ValueError(
+                "drafter must keep keys only, for it grows drafts beside one another, got a "
+                f"{model.config.model_type} model, whose layers have states; give a model such as "
+                "a small Llama or Qwen 3"
+            )
         vocabulary = target.family.vocabulary
         self.translation = translation or Translation.same(self.small.family.vocabulary, vocabulary)
         self.translation.ban(target.image_tokens)
@@ -187,5 +193,6 @@ def _assembled(
     """Deferred, as every drafter that must read the prompt: many answers are one word."""
     verification = Verification.of(method.rule, target)
     shape = static_tree(method.tree, target.device)
+    target.check_tree(shape.width)
     made = ModelDrafter(model, target, shape, inputs, translation, *verification.drawn)
     return Assembly(DeferredDrafter(made), verification.rule)

@@ -12,7 +12,7 @@ Shape letters: B batch, L positions, M answer slots, C width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specmm.hf.prompt import VLMPrompt
+from specmm.hf.prompt import PER_TOKEN, VLMPrompt, padded
 from specmm.hf.target import Context, VLMTarget
 from specmm.training import Losses, fit, seeded
 from specmm.vlm.msd import next_positions
@@ -45,8 +45,10 @@ class Example:
     vision: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-# Draws an example, with a picture or without one, from a seeded stream.
-Source = Callable[[Random, bool], Example]
+# Draws a conversation, with a picture or without one, from a seeded stream.
+Source = Callable[[Random, bool], Any]
+# Makes a batch of what was drawn: whole conversations, and which tokens are answers' [B, L] bool.
+Read = Callable[[Sequence[Any]], tuple[VLMPrompt, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,37 @@ class Slots:
     mask: Tensor
 
 
+def collate(examples: Sequence[Example]) -> tuple[VLMPrompt, Tensor]:
+    """A prompt of the whole conversations, padded at the right, and their answer masks [B, L]."""
+    ids = torch.nn.utils.rnn.pad_sequence([e.input_ids for e in examples], batch_first=True)
+    answers = torch.nn.utils.rnn.pad_sequence([e.answer_mask for e in examples], batch_first=True)
+    lengths = torch.tensor([len(e.input_ids) for e in examples])
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    names = sorted({name for e in examples for name in e.vision})
+    vision = {
+        name: torch.cat([e.vision[name] for e in examples if name in e.vision]) for name in names
+    }
+    return VLMPrompt({"input_ids": ids, "attention_mask": mask} | vision, 1), answers
+
+
+def answered(prompt: VLMPrompt, answers: Sequence[Sequence[int]]) -> tuple[VLMPrompt, Tensor]:
+    """``prompt`` with the ids of each row's answer after it, and which tokens those are [B, L]."""
+    said = padded([list(ids) for ids in answers])
+    said_mask = said["attention_mask"]
+    count = said_mask.shape[1]
+    where = prompt.lengths[:, None] + torch.arange(count)
+    width = int((prompt.lengths + said_mask.sum(1)).max())
+    nothing = torch.zeros_like(said_mask)  # the kind of a text's token, to every model
+
+    def longer(values: Tensor, new: Tensor) -> Tensor:
+        return F.pad(values, (0, count)).scatter(1, where, new.to(values))[:, :width]
+
+    given = {k: prompt.inputs[k] for k in PER_TOKEN if prompt.inputs.get(k) is not None}
+    tokens = {k: longer(values, said.get(k, nothing)) for k, values in given.items()}
+    spoken = longer(torch.zeros_like(prompt.mask), said_mask)
+    return VLMPrompt({**prompt.inputs, **tokens}, prompt.max_new_tokens), spoken
+
+
 def train_msd(
     target: VLMTarget,
     source: Source,
@@ -79,8 +112,10 @@ def train_msd(
     seed: int = 0,
     ramp: int | None = None,
     autocast: bool = True,
+    read: Read = collate,
 ) -> MSDHead:
-    """Train a head for ``target`` on what ``source`` draws; resumes from ``out/checkpoint.pt``.
+    """Train a head for ``target`` on what ``source`` draws and ``read`` makes batches of; resumes
+    from ``out/checkpoint.pt``.
 
     With ``ramp`` the share of pictures rises to ``MOSTLY`` in so many steps and stays there, in
     place of the release's two stages, which leave few steps to pictures alone. ``config`` gives
@@ -103,7 +138,7 @@ def train_msd(
         share = MOSTLY * min(1.0, i / ramp) if ramp else visual_share(i, steps)
         examples = [source(random, random.random() < share) for _ in range(batch)]
         with torch.autocast(target.device.type, torch.bfloat16, enabled=autocast):
-            slots = read_slots(target, examples, shaking(noise, random.randrange(2**40)))
+            slots = read_slots(target, examples, shaking(noise, random.randrange(2**40)), read)
             return msd_loss(head, target.head, slots, probs_weight, passes)
 
     fit(head, step, out=out, steps=steps, lr=lr, betas=BETAS, clip=CLIP, weight_decay=DECAY)
@@ -117,16 +152,34 @@ def visual_share(step: int, steps: int, epochs: int = EPOCHS) -> float:
 
 
 def msd_config(target: VLMTarget, **changes: Any) -> MSDConfig:
-    """Sizes of a head like one layer of ``target``'s decoder; ``changes`` replace some of them."""
-    facts = target.family.config.to_dict()
-    rope = facts.get("rope_parameters") or {}
-    base = facts.get("rope_theta") or rope.get("rope_theta") or 10000.0
-    kept = {
-        k: v
-        for k, v in facts.items()
-        if k not in ("rope_parameters", "rope_scaling", "num_hidden_layers", "bias")
-    }
-    return replace(MSDConfig.from_json(kept | {"rope_theta": float(base)}, target.name), **changes)
+    """Sizes of a head for ``target``, with the attention heads of its layers where they divide its
+    width; ``changes`` replace some of them.
+    """
+    config = target.family.config
+    vocabulary, width = target.family.head.weight.shape
+    heads = getattr(config, "num_attention_heads", None) or 1
+    heads = next(n for n in range(heads, 0, -1) if width % (2 * n) == 0)
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    found: dict[str, Any] = dict(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=target.family.inner,
+        num_attention_heads=heads,
+        num_key_value_heads=next(n for n in range(min(groups, heads), 0, -1) if heads % n == 0),
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        rope_theta=_rope_base(config),
+        hidden_act=getattr(config, "hidden_act", "silu"),
+        qwen=config.model_type.startswith("qwen2"),
+    )
+    return MSDConfig(**(found | changes))
+
+
+def _rope_base(config: Any) -> float:
+    """The base of a decoder's rotary positions, the largest where its layers' differ."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    each = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
+    bases = [kind["rope_theta"] for kind in each if kind.get("rope_theta")]
+    return float(max(bases, default=10000.0))
 
 
 def shaking(noise: float, seed: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -141,15 +194,17 @@ def shaking(noise: float, seed: int) -> Callable[[Tensor, Tensor], Tensor]:
 
 def read_slots(
     target: VLMTarget,
-    examples: Sequence[Example],
+    examples: Sequence[Any],
     shake: Callable[[Tensor, Tensor], Tensor] | None = None,
+    read: Read = collate,
 ) -> Slots:
     """Run ``target`` over ``examples``; a slot counts when the token it reads belongs to an answer.
 
-    Raises ``ValueError`` when no token of the batch does.
+    ``read`` makes a batch of them. Raises ``ValueError`` when no token of the batch does.
     """
-    prompt, answers = collate(examples, target.device)
-    target.prefill(prompt, 0)
+    prompt, spoken = read(examples)
+    answers = spoken.to(target.device)
+    target.prefill(prompt.to(target.device, target.dtype), 0)
     context = target.context
     assert context is not None, "train_msd makes the target keep a context"
     plain = Context(
@@ -166,20 +221,6 @@ def read_slots(
             f"{len(examples)}"
         )
     return Slots(embeddings, image, hidden, plain.hidden.roll(-1, 1), mask)
-
-
-def collate(examples: Sequence[Example], device: torch.device) -> tuple[VLMPrompt, Tensor]:
-    """A prompt of the whole conversations, padded at the right, and their answer masks [B, L]."""
-    ids = torch.nn.utils.rnn.pad_sequence([e.input_ids for e in examples], batch_first=True)
-    answers = torch.nn.utils.rnn.pad_sequence([e.answer_mask for e in examples], batch_first=True)
-    lengths = torch.tensor([len(e.input_ids) for e in examples])
-    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
-    names = sorted({name for e in examples for name in e.vision})
-    vision = {
-        name: torch.cat([e.vision[name] for e in examples if name in e.vision]) for name in names
-    }
-    inputs = {"input_ids": ids, "attention_mask": mask} | vision
-    return VLMPrompt({k: v.to(device) for k, v in inputs.items()}, 1), answers.to(device)
 
 
 def msd_loss(

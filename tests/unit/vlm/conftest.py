@@ -116,10 +116,43 @@ MODELS = {
     "smolvlm": lambda: idefics("SmolVLM"),
 }
 
+DELTA = dict(
+    head_dim=8,
+    num_hidden_layers=4,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+)
+
+
+def lfm2():
+    vision = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+    text = TEXT | dict(num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2)
+    config = tf.Lfm2VlConfig(
+        vision_config=vision | dict(patch_size=4, num_patches=16),
+        text_config=text | dict(model_type="lfm2", block_auto_adjust_ff_dim=False),
+        image_token_id=IMAGE,
+        downsample_factor=2,
+        projector_hidden_size=32,
+    )
+    return tf.Lfm2VlForConditionalGeneration(config)
+
+
+WITH_STATES = {  # whose drafts are chains
+    "qwen3.5": lambda: qwen(
+        "Qwen3_5",
+        dict(hidden_size=16, intermediate_size=24, out_hidden_size=32, num_position_embeddings=64),
+        DELTA | dict(rope_parameters=MROPE | dict(partial_rotary_factor=1.0)),
+    ),
+    "lfm2": lfm2,
+}
+
 
 def random_model(name, seed=0, std=0.25, make=None):
     torch.manual_seed(seed)
-    model = (make or MODELS[name])().eval()
+    model = (make or (MODELS | WITH_STATES)[name])().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -169,7 +202,20 @@ def idefics_pictures(rows):
     return {s: 4 for row in rows for s in row}, {"pixel_values": stacked}
 
 
+def lfm2_pictures(rows):
+    seeds = [s for row in rows for s in row]
+    patches = torch.ones(1, 16, dtype=torch.int64)
+    vision = {
+        "pixel_values": [noise(s, 1, 16, 48) for s in seeds],
+        "pixel_attention_mask": [patches] * len(seeds),
+        "spatial_shapes": [torch.tensor([[4, 4]])] * len(seeds),
+    }
+    return dict.fromkeys(seeds, 4), vision
+
+
 PICTURES = {
+    "lfm2": lfm2_pictures,
+    "qwen3.5": qwen_pictures,
     "llava": llava_pictures,
     "llava-next": next_pictures,
     "qwen2": qwen_pictures,

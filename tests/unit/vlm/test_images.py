@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from specmm.vlm.asking import open_image
+from specmm.vlm.pictures import open_image
 
 
 @pytest.fixture

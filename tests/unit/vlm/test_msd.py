@@ -9,6 +9,7 @@ from specmm.decode import decode, decode_plain
 from specmm.drafter import DeferredDrafter, Feedback
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
+from specmm.methods import MSD
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.recipes.training.msd import msd_config
@@ -17,7 +18,7 @@ from specmm.shape.trees import branching
 from specmm.stats import Clock
 from specmm.tree import DraftTree
 from specmm.verify import GreedyMatch, Recursive
-from specmm.vlm.msd import MSDDrafter
+from specmm.vlm.msd import MSDDrafter, as_chains
 from specmm.vlm.msd_head import MSDConfig, MSDHead
 
 LENGTH = 12
@@ -172,6 +173,23 @@ def test_misfits_are_named(zoo):
 
 def drafter_of_config(target, config):
     return MSDDrafter(MSDHead(config), target)
+
+
+@pytest.mark.parametrize(
+    ("given", "chains"),
+    [
+        (MSD(), MSD(top_k=1, total=7)),
+        (MSD(depth=2), MSD(top_k=1, depth=2, total=4)),
+        (MSD(sampled=True), MSD(sampled=True, tree=(1, 1, 1, 1, 1))),
+        (MSD(sampled=True, tree="chain(3)"), None),
+        (MSD(sampled=True, tree=(2, 1)), None),
+        (MSD(top_k=1, total=4, depth=2), None),
+    ],
+)
+def test_default_trees_become_chains_and_the_log_says_so(given, chains, caplog):
+    with caplog.at_level("INFO"):
+        assert as_chains(given) == (chains or given)
+    assert ("take chains" in caplog.text) == (chains is not None)
 
 
 def test_a_late_drafter_never_begins_for_an_answer_of_two_tokens(zoo):

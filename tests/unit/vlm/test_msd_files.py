@@ -3,11 +3,12 @@ is wrong.
 """
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from specmm.vlm.msd_head import MSDConfig, MSDHead, load_msd, save_msd
+from specmm.vlm.msd_head import MSDConfig, MSDHead, drafted_embeddings, load_msd, save_msd
 
 SIZES = dict(
     vocab_size=20,
@@ -53,6 +54,22 @@ def test_a_padded_target_lends_its_rows(head, tmp_path):
     loaded = load_msd(released(head, tmp_path), padded)
     assert loaded.config.vocab_size == 24
     assert torch.equal(loaded.embed_tokens.weight, padded)
+
+
+class Scaled(torch.nn.Embedding):
+    """As Gemma's: the decoder reads twice what the table holds."""
+
+    def forward(self, ids):
+        return 2 * super().forward(ids)
+
+
+def test_embeddings_are_those_of_the_heads_tokens_as_the_decoder_reads_them():
+    """Some tables have rows of placeholders that no head gives (Mllama's)."""
+    table, output = Scaled(28, 16), torch.nn.Linear(16, 20, bias=False)
+    model = SimpleNamespace(
+        get_input_embeddings=lambda: table, get_output_embeddings=lambda: output, device="cpu"
+    )
+    assert torch.equal(drafted_embeddings(model), 2 * table.weight[:20])
 
 
 def test_embeddings_may_be_left_out(head, tmp_path):

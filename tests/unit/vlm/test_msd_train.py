@@ -18,6 +18,7 @@ from specmm.recipes.training.msd import (
     train_msd,
     visual_share,
 )
+from tests.unit.vlm.conftest import llava, random_model
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +111,36 @@ def test_schedule_and_mistakes(target):
     target.wants_context = True
     with pytest.raises(ValueError, match="must hold answers"):
         read_slots(target, [silent])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads"),
+    [
+        (dict(hidden_size=36, num_attention_heads=8, num_key_value_heads=4, head_dim=8), (6, 3)),
+        (dict(hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=32), (2, 1)),
+        (dict(hidden_size=14, num_attention_heads=6, num_key_value_heads=6, head_dim=6), (1, 1)),
+    ],
+)
+def test_heads_divide_widths_that_the_targets_do_not(sizes, heads, tmp_path):
+    """A target's attention may be of another width than its states; the head's is not."""
+    odd = VLMTarget(random_model("odd", make=lambda: llava("qwen3", **sizes)), Processor(1.0))
+    config = msd_config(odd)
+    assert (config.num_attention_heads, config.num_key_value_heads) == heads
+    assert (config.hidden_size, config.vocab_size) == (sizes["hidden_size"], 40)
+    train_msd(odd, source, tmp_path, steps=1, batch=2)
+
+
+@pytest.mark.parametrize(
+    ("rope", "base"),
+    [
+        ({}, 10000.0),
+        ({"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}, 500.0),
+        ({"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}, 1e6),
+    ],
+)
+def test_a_head_turns_by_the_targets_largest_base(target, rope, base, monkeypatch):
+    monkeypatch.setattr(target.family.config, "rope_parameters", rope)
+    assert msd_config(target).rope_theta == base
 
 
 def test_a_ramp_brings_the_pictures_early(target, tmp_path):

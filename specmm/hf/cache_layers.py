@@ -1,0 +1,128 @@
+"""The core's cache as transformers' models take it: a layer of theirs for each kind of ours.
+
+Shape letters: R rows, N tokens, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
+
+from specmm.cache import LayerSize, Memory, StaticMemory
+from specmm.hf.families import has_states
+from specmm.hf.states import StateLayer
+
+
+class _SlotLayer(CacheLayerMixin):
+    """One layer of a transformers cache, [R, H, N, D]; the memory knows where new slots go."""
+
+    is_sliding = False
+
+    def __init__(self, memory: Memory | StaticMemory) -> None:
+        self.memory = memory
+        CacheLayerMixin.__init__(self)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there are tokens before those that come next."""
+        return self.memory.first > 0
+
+    @is_initialized.setter
+    def is_initialized(self, _: bool) -> None:
+        pass
+
+    @property
+    def keys(self) -> Tensor:
+        """Those of all slots."""
+        return self.memory.keys.transpose(1, 2)
+
+    @keys.setter
+    def keys(self, _: Tensor | None) -> None:
+        pass
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        pass
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self.memory.write(key_states.transpose(1, 2), value_states.transpose(1, 2))
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.memory.stop, 0
+
+    def get_seq_length(self) -> int:
+        return self.memory.first
+
+    def get_max_length(self) -> int:
+        return self.memory.keys.shape[1]
+
+
+class _SlotStateLayer(StateLayer, _SlotLayer):  # type: ignore[override]  # as transformers' own
+    """A layer of both kinds."""
+
+    def __init__(self, memory: Memory | StaticMemory, number_of_states: int, number: int) -> None:
+        _SlotLayer.__init__(self, memory)
+        StateLayer.__init__(self, number_of_states, number)
+
+    lazy_initialization = StateLayer.lazy_initialization  # type: ignore[assignment]
+    get_max_length = _SlotLayer.get_max_length
+
+
+class _FixedLayer(CacheLayerMixin):
+    """What a layer attends of pictures, [R, H, N, D]: written by the prefill alone."""
+
+    is_sliding = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys = key_states
+        self.values = value_states
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        self.lazy_initialization(key_states, value_states)
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length(), 0
+
+    def get_seq_length(self) -> int:
+        return 0 if self.keys is None else int(self.keys.shape[-2])
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def as_transformers(
+    memories: Sequence[Memory | StaticMemory],
+    sizes: Sequence[LayerSize | None] = (),
+    kinds: Sequence[Any] = (),
+) -> TransformersCache:
+    """The ``memories`` as ``past_key_values``, in the order of the layers that have one.
+
+    ``sizes`` of all layers are None for those that store nothing of a text; by default all do
+    store. Where some do not, ``kinds`` are the layers of the model's own cache.
+    """
+    left = iter(memories)
+    has = [size is not None for size in sizes] or [True] * len(memories)
+    states = [kind.number_of_states if has_states(kind) else 0 for kind in kinds]
+    made: list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer] = []
+    for number, (own, count) in enumerate(zip_longest(has, states, fillvalue=0)):
+        if own and count:
+            made.append(_SlotStateLayer(next(left), count, number))
+        elif count:
+            made.append(StateLayer(count, number))
+        elif own:
+            made.append(_SlotLayer(next(left)))
+        else:
+            dummy = isinstance(kinds[number], DummyLayer)
+            made.append(DummyLayer() if dummy else _FixedLayer())  # type: ignore[no-untyped-call]
+    return TransformersCache(layers=made)

@@ -1,0 +1,271 @@
+"""MSD drafters learn and draft for models of every kind of attention to pictures: what trains them
+is what the model's own processor makes, and greedy answers stay those of ``generate``.
+"""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from recipes import data
+from recipes.scenes.kinds import KINDS
+from recipes.scenes.sprites import Sprite, Sprites
+from recipes.scenes.stream import World
+from specmm import VQAPipeline
+from specmm.decode import decode
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
+from specmm.processors import Processor
+from specmm.randomness import Uniforms
+from specmm.recipes.conversations import Line, answer_end, read_lines, reader
+from specmm.recipes.recipe import train
+from specmm.recipes.training.msd import read_slots
+from specmm.shape.trees import spine
+from specmm.tree import DraftTree
+from specmm.verify import Recursive
+from specmm.vlm.asking import Questions
+from specmm.vlm.loading import load_model
+from specmm.vlm.msd import MSDDrafter
+from specmm.vlm.msd_head import MSDHead, load_for, save_msd
+from tests.integration.vlm_models import END, MODELS, save
+
+QUICK = ("qwen2.5-vl", "internvl", "gemma3")  # M-RoPE, tiles, windows
+LENGTH = 20
+SETTINGS = dict(steps=41, batch=4, width=32, scenes=2, ramp=20, lr=1e-2)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A folder with a wide picture and a high one."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for name, size in (("wide.png", (40, 20)), ("high.png", (24, 40))):
+        Image.effect_noise(size, 120).convert("RGB").save(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lines(pictures):
+    """Questions about one picture, about two and about none."""
+    shown = ["wide.png", ["wide.png", "high.png"], ["high.png"]]
+    rows = [
+        dict(question=f"is it {word}?", answer=f"{word} it is", image=shown[i % 3])
+        for i, word in enumerate(("red", "blue", "one", "a dog", "a box", "in it"))
+    ]
+    rows.append({"question": "what is a dog", "answer": "it is a cat"})
+    (pictures / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return pictures / "lines.jsonl"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in MODELS],
+)
+def trained(request, lines, tmp_path_factory):
+    """Each kind of model with a drafter that the recipe made."""
+    folder = save(request.param, tmp_path_factory.mktemp("model"))
+    train("msd", model=folder, data=lines, out=folder / "run", **SETTINGS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipe(trained):
+    return VQAPipeline.from_pretrained(trained, method="msd", torch_dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def asked(pictures):
+    """Of no picture, of one and of two, of different lengths."""
+    wide, high = (Image.open(pictures / name) for name in ("wide.png", "high.png"))
+    return [None, wide, [wide, high]], ["what is this", "how many", "is it red?"]
+
+
+@pytest.fixture(scope="module")
+def wanted(pipe, asked):
+    """What transformers' own generate answers, up to the first end."""
+    inputs = Questions.of(*asked).inputs(pipe.processor)
+    found = pipe.model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False)
+    rows = [row[inputs["input_ids"].shape[1] :].tolist() for row in found]
+    ends = [min([i + 1 for i, t in enumerate(row) if t in (2, END)] or [LENGTH]) for row in rows]
+    return [row[:end] for row, end in zip(rows, ends, strict=True)]
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}], ids=["batch", "refilled"])
+def test_greedy_answers_are_those_of_generate(pipe, asked, wanted, options):
+    out = pipe(*asked, max_new_tokens=LENGTH, temperature=0.0, **options)
+    assert [ids.tolist() for ids in out.tokens] == wanted
+    assert out.stats.tau > 1
+
+
+def test_the_recipe_learns(trained):
+    curve = (trained / "run" / "loss.csv").read_text().splitlines()
+    losses = [float(row.split(",")[1]) for row in curve[1:]]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def own_states(pipe, line, end):
+    """By the model's own forward over one whole conversation: the decoder's inputs, its states,
+    and where the answer begins.
+    """
+    inputs = Questions.of(line.images, line.question).inputs(pipe.processor)
+    answer = [*pipe.tokenizer.encode(line.answer, add_special_tokens=False), end]
+    start = inputs["input_ids"].shape[1]
+    for name, value in inputs.items():
+        if value.shape == (1, start):
+            new = {"input_ids": answer, "attention_mask": [1] * len(answer)}
+            more = torch.tensor([new.get(name, [0] * len(answer))])
+            inputs[name] = torch.cat([value, more], dim=1)
+    seen = []
+    decoder = pipe.model.get_decoder()
+    handle = decoder.register_forward_pre_hook(
+        lambda _, args, given: seen.append(given["inputs_embeds"]), with_kwargs=True
+    )
+    with torch.no_grad():
+        found = pipe.model.model(**inputs, use_cache=False).last_hidden_state
+    handle.remove()
+    return seen[0][0], found[0], start
+
+
+def test_what_trains_a_head_is_what_the_model_itself_sees(pipe, pictures):
+    """In a ragged batch, of everything that the processor makes."""
+    wide, high = str(pictures / "wide.png"), str(pictures / "high.png")
+    talks = [
+        Line("is it red?", "yes", wide),
+        Line("what is it", "a dog", None),
+        Line("how many", "two", [high, wide]),
+    ]
+    target = VLMTarget(pipe.model, Processor(1.0))
+    target.wants_context = True
+    slots = read_slots(target, talks, read=reader(pipe.processor, target))
+    for row, line in enumerate(talks):
+        inputs, states, start = own_states(pipe, line, END)
+        count = len(states) - 1
+        answers = torch.arange(count) >= start - 1
+        assert slots.mask[row, :count].tolist() == answers.tolist()
+        assert not slots.mask[row, count:].any()
+        for found, own in (
+            (slots.embeddings, inputs[1:]),
+            (slots.hidden, states[:-1]),
+            (slots.wanted, states[1:]),
+        ):
+            torch.testing.assert_close(found[row, :count], own, rtol=1e-4, atol=1e-4)
+
+
+def test_a_loaded_head_reads_tokens_as_the_decoder_does(pipe):
+    """Gemma's are scaled after the table that they come from."""
+    target = VLMTarget(pipe.model, Processor(1.0))
+    head = pipe.drafter("msd")
+    ids = torch.arange(head.config.vocab_size)
+    assert torch.equal(head.embed_tokens(ids), target.embed(ids))
+
+
+def test_an_answer_ends_as_the_template_ends_it(pipe):
+    words = pipe.tokenizer
+    assert answer_end(pipe.processor, [2, END]) == END
+    assert answer_end(pipe.processor, [2]) == words.eos_token_id == 2
+    assert answer_end(pipe.processor, []) == 2
+    prompt, answers = read_lines(pipe.processor, END, [Line("is it?", "yes", None)])
+    assert words.decode(prompt.input_ids[0]) == "<s>user:is it?assistant:yes<unk>"
+    assert words.decode(prompt.input_ids[0][answers[0]]) == "yes<unk>"
+
+
+CELLS = 4  # tokens that the filter leaves at each place
+PART = 200  # rows of a batch
+
+
+def own_pairs(pipe, inputs, temperature):
+    """The joint distribution [V, V] of the first two tokens, by the model's own forward."""
+    size = pipe.model.get_output_embeddings().weight.shape[0]
+
+    def probs(given):
+        with torch.no_grad():
+            logits = pipe.model(**given, use_cache=False).logits[:, -1].double() / temperature
+        kept = logits.topk(CELLS)
+        return torch.zeros_like(logits).scatter_(-1, kept.indices, kept.values.softmax(-1))
+
+    def followed(token):
+        more = {"input_ids": token, "attention_mask": 1}
+        width = inputs["input_ids"].shape[1]
+        return {
+            name: torch.cat([x, torch.full((1, 1), more.get(name, 0))], 1).to(x.dtype)
+            if x.shape == (1, width)
+            else x
+            for name, x in inputs.items()
+        }
+
+    first = probs(inputs)[0]
+    return torch.stack(
+        [p * probs(followed(t))[0] if p > 0 else torch.zeros(size) for t, p in enumerate(first)]
+    )
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["exact", "broken twin"])
+def test_sampling_keeps_the_models_own_distribution(pipe, pictures, broken):
+    """Chi-square of the first two of three tokens after a picture; a twin that says its drafts
+    were drawn uniformly is found out.
+    """
+    runs = 1000
+    question = Questions.of(Image.open(pictures / "wide.png"), "is it red?")
+    alone = question.inputs(pipe.processor)
+    joint = own_pairs(pipe, alone, 1.5).flatten()
+    target = VLMTarget(pipe.model, Processor(1.5, top_k=CELLS))
+    widths = (1, 1) if target.family.chains_only else (2, 1)
+    drafter = MSDDrafter(pipe.drafter("msd"), target, spine(widths))
+    if broken:
+        propose = drafter.propose
+        drafter.propose = lambda *args: mistaken(propose(*args))
+    inputs = {name: x.repeat(PART, *[1] * (x.ndim - 1)) for name, x in alone.items()}
+    tokens = []
+    for seeds in torch.arange(runs).split(PART):
+        uniforms = Uniforms.from_seeds(seeds.tolist())
+        prompt = VLMPrompt(inputs, 4)
+        *_, end = decode(target, drafter, Recursive(), prompt, 3, uniforms)
+        tokens.append(end.tokens)
+    first, second = torch.cat(tokens)[:, :2].unbind(1)
+    cells = first * target.family.vocabulary + second
+    counts = torch.bincount(cells, minlength=len(joint)).double()
+    assert float(counts[joint == 0].sum()) == 0
+    often = joint * runs >= 5
+    found, wanted = (torch.cat([x[often], x[~often].sum()[None]]) for x in (counts, joint * runs))
+    statistic = float(((found - wanted) ** 2 / wanted.clamp(min=1e-9)).sum())
+    freedom = int(often.sum())
+    assert (statistic > freedom + 5 * (2 * freedom) ** 0.5) == broken
+
+
+def mistaken(tree):
+    return DraftTree(tree.tokens, tree.shape, torch.full_like(tree.probs, 1 / CELLS))
+
+
+def test_scenes_train_any_model(trained, tmp_path, monkeypatch):
+    """The pocket models' recipe: a model that did not learn scenes reads them through its own
+    processor.
+    """
+    square = np.full((64, 64, 4), 255, np.uint8)
+    sprites = Sprites(
+        tuple(Sprite(k.name, colour, square) for k in KINDS for colour in k.icons.values())
+    )
+    monkeypatch.setattr(data, "load_world", lambda folder, split: World(sprites, ()))
+    skip = shutil.ignore_patterns("drafters", "run")
+    model = shutil.copytree(trained, tmp_path / "model", ignore=skip)
+    options = SETTINGS | dict(steps=2, batch=2, scenes=1, out=tmp_path / "run")
+    train("scenes-msd", model=model, data=tmp_path, **options)
+    assert load_for(model / "drafters" / "msd", load_model(model, torch.float32), "msd").acceptance
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "drafter must be of this target"),
+        ({"hidden_size": 24}, "drafter must have the target's embeddings"),
+        ({"vocab_size": 50}, "drafter must have the target's embeddings"),
+    ],
+)
+def test_heads_of_other_targets_are_refused(pipe, changes, message, tmp_path):
+    config = dataclasses.replace(pipe.drafter("msd").config, **changes)
+    save_msd(MSDHead(config), tmp_path, embeddings=False)
+    with pytest.raises(ValueError, match=message) as error:
+        load_for(tmp_path, pipe.model, "msd")
+    assert "\n" not in str(error.value)

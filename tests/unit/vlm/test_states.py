@@ -1,0 +1,47 @@
+"""Vision-language models with states: ragged batches with two pictures, none and one."""
+
+import pytest
+import torch
+
+from specmm import methods
+from specmm.decode import decode, decode_plain
+from specmm.hf.drafting import assemble
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
+from specmm.processors import Processor
+from specmm.randomness import Uniforms
+from specmm.recipes.training.msd import msd_config
+from specmm.vlm.msd_head import MSDHead
+
+LENGTH = 20
+METHODS = {"ar": None, "prompt-lookup": methods.PromptLookup(1, 5), "msd": methods.MSD()}
+
+
+def msd_head(target):
+    config = msd_config(target)
+    torch.manual_seed(1)
+    head = MSDHead(config)
+    head.embed_tokens.weight.data.copy_(target.embed(torch.arange(config.vocab_size)))
+    return head
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["qwen3.5", "lfm2"])
+def test_answers_about_pictures_equal_generate(zoo, name, method):
+    model = zoo.model(name)
+    wanted = []
+    for row in zoo.rows:
+        alone = zoo.batch(name, [row])
+        found = model.generate(**alone, max_new_tokens=LENGTH, do_sample=False)
+        wanted.append(found[0, alone["input_ids"].shape[1] :])
+    assert len(torch.stack(wanted).unique()) > 4
+    target = VLMTarget(model, Processor(0))
+    prompt = VLMPrompt(zoo.batch(name, zoo.rows), LENGTH)
+    uniforms = Uniforms.from_seeds([0, 1, 2])
+    chosen = METHODS[method]
+    if chosen is None:
+        *_, end = decode_plain(target, prompt, LENGTH, uniforms)
+    else:
+        parts = assemble(chosen, target, msd_head(target) if method == "msd" else None)
+        *_, end = decode(target, *parts, prompt, LENGTH, uniforms)
+    assert torch.equal(end.tokens[:, :LENGTH], torch.stack(wanted))

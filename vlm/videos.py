@@ -1,0 +1,216 @@
+"""Videos of questions: files, animations, folders and lists of frames, arrays.
+
+A file is read when a processor is asked: only the processor knows which frames its model samples.
+Frames that are given one by one have been chosen, and all are shown.
+
+Shape letters: F frames, H height, W width.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from transformers.video_utils import VideoMetadata, load_video
+
+from specmm.vlm.pictures import Source, open_image, rgb
+
+VideoSource = str | Path | np.ndarray | Tensor | Sequence[Image.Image]
+Choice = Callable[[VideoMetadata], Sequence[int]]  # of frames, by number
+Frames = tuple[np.ndarray, VideoMetadata]  # [F, H, W, 3] of bytes, and what they are of
+MOST_PIXELS = 500_000_000  # of all frames shown: more take over 1.5 GB before they are scaled down
+SAMPLING = ("num_frames", "fps", "do_sample_frames")  # what says that a processor samples
+FPS = 24.0  # what transformers takes frames of unknown speed for
+READERS = {  # packages that read files, by the names that transformers gives them
+    "torchcodec": "torchcodec",
+    "pyav": "av",
+    "decord": "decord",
+    "opencv": "cv2",
+}
+
+
+class _TooLarge(ValueError):
+    """A video whose frames would not fit into memory."""
+
+
+@dataclass(frozen=True)
+class Video:
+    """A video by its ``name``; ``read`` gives the frames of a choice.
+
+    Frames that were ``given`` one by one are not sampled again.
+    """
+
+    name: str
+    read: Callable[[Choice], Frames]
+    given: bool = False
+
+    def frames(self, sampler: Any = None) -> Frames:
+        """The frames that ``sampler``, a video processor of transformers, wants (None: all).
+
+        Raises ``ValueError`` for a file that cannot be read and for too many pixels.
+        """
+        choose = _all if self.given or sampler is None else partial(_sampled, sampler)
+
+        def chosen(metadata: VideoMetadata, **_: Any) -> Sequence[int]:
+            found = choose(metadata)
+            pixels = len(found) * (metadata.height or 0) * (metadata.width or 0)
+            if pixels > MOST_PIXELS:
+                raise _TooLarge(
+                    f"{self.name} must have at most {MOST_PIXELS:,} pixels in the frames that are "
+                    f"shown, got {len(found)} frames of {metadata.width} x {metadata.height}; "
+                    "shorten it or scale it down"
+                )
+            return found
+
+        return self.read(chosen)
+
+
+def open_video(source: VideoSource) -> Video:
+    """A video of a file, an animation, a folder of frames, a list of pictures or an array.
+
+    Arrays are [F, H, W, 3], of bytes or of numbers from 0 to 1. Raises ``ValueError`` for anything
+    else and for files that hold no video.
+    """
+    if isinstance(source, np.ndarray | Tensor):
+        return _of_frames("video", _bytes(source))
+    if not isinstance(source, str | Path):
+        return _of_pictures("video", source)
+    path = Path(source)
+    if path.is_dir():
+        return _of_pictures(str(path), _frame_files(path))
+    try:
+        with Image.open(path) as image:
+            count = int(getattr(image, "n_frames", 1))
+    except UnidentifiedImageError:  # no picture; a missing file is an error that is clear by itself
+        return Video(str(path), partial(_read_file, path))
+    if count == 1:
+        raise ValueError(f"{path} must be a video, got a picture that does not move; ask it as one")
+    return Video(str(path), partial(_read_animation, path))
+
+
+def is_video(value: object) -> bool:
+    """Whether ``value`` is one video, not a list of them."""
+    if isinstance(value, list | tuple):
+        return bool(value) and all(isinstance(item, Image.Image) for item in value)
+    return isinstance(value, str | Path | np.ndarray | Tensor)
+
+
+def _all(metadata: VideoMetadata) -> Sequence[int]:
+    return range(metadata.total_num_frames)
+
+
+def _sampled(sampler: Any, metadata: VideoMetadata) -> Sequence[int]:
+    """The frames that a processor takes of a video: all where it names no numbers, and all of one
+    that is too short for it.
+    """
+    options = {name: getattr(sampler, name, None) for name in sampler.valid_kwargs.__annotations__}
+    if not any(options.get(name) for name in SAMPLING):
+        return _all(metadata)
+    try:
+        found = sampler.sample_frames(metadata=metadata, **options)
+    except ValueError:
+        return _all(metadata)
+    return [int(index) for index in found] or _all(metadata)
+
+
+def _of_frames(name: str, frames: np.ndarray) -> Video:
+    """The ``frames`` [F, H, W, 3] themselves; nobody knows their seconds."""
+    count, height, width, _ = frames.shape
+    metadata = VideoMetadata(count, FPS, width, height, count / FPS)
+
+    def read(choose: Choice) -> Frames:
+        return _picked(frames, metadata, list(choose(metadata)))
+
+    return Video(name, read, given=True)
+
+
+def _picked(frames: np.ndarray, metadata: VideoMetadata, indices: list[int]) -> Frames:
+    found = VideoMetadata(**{**vars(metadata), "frames_indices": indices})
+    return frames[indices], found
+
+
+def _of_pictures(name: str, pictures: Sequence[Source]) -> Video:
+    frames = [open_image(picture) for picture in pictures]
+    sizes = {frame.size for frame in frames}
+    if len(sizes) != 1:
+        got = "none" if not sizes else " and ".join(f"{w} x {h}" for w, h in sorted(sizes)[:2])
+        raise ValueError(f"{name} must hold frames of one size, got {got}")
+    return _of_frames(name, np.stack([np.asarray(frame) for frame in frames]))
+
+
+def _frame_files(folder: Path) -> list[Path]:
+    """The pictures in ``folder``, frame 2 before frame 10."""
+    known = Image.registered_extensions()
+    found = [file for file in folder.iterdir() if file.suffix.lower() in known]
+    return sorted(found, key=lambda file: [_number(part) for part in re.split(r"(\d+)", file.stem)])
+
+
+def _number(text: str) -> str | int:
+    return int(text) if text.isdigit() else text
+
+
+def _bytes(array: np.ndarray | Tensor) -> np.ndarray:
+    """``array`` [F, H, W, 3] as bytes."""
+    found = array.cpu().numpy() if isinstance(array, Tensor) else array
+    if found.ndim != 4 or found.shape[-1] != 3 or 0 in found.shape:
+        raise ValueError(
+            f"video must be an array of frames, height, width and 3 colours, got {found.shape}"
+        )
+    if found.dtype == np.uint8:
+        return found
+    if not np.issubdtype(found.dtype, np.floating) or not 0 <= found.min() <= found.max() <= 1:
+        raise ValueError(
+            "video must be an array of bytes, or of numbers from 0 to 1, got "
+            f"{found.dtype} from {found.min()} to {found.max()}"
+        )
+    return (found * 255).round().astype(np.uint8)
+
+
+def _read_animation(path: Path, choose: Choice) -> Frames:
+    """Frames of a GIF, WebP or APNG; its speed is that of its mean frame."""
+    with Image.open(path) as image:
+        count = int(getattr(image, "n_frames", 1))
+        width, height = image.size
+        seconds = 0.0
+        for index in range(count):
+            image.seek(index)
+            seconds += image.info.get("duration", 0) / 1000
+        fps = count / seconds if seconds else None
+        metadata = VideoMetadata(count, fps, width, height, seconds or None, "pillow")
+        indices = [int(index) for index in choose(metadata)]
+        frames = []
+        for index in indices:
+            image.seek(index)
+            frames.append(np.asarray(rgb(image.copy())))
+    metadata.frames_indices = indices
+    return np.stack(frames), metadata
+
+
+def _read_file(path: Path, choose: Choice) -> Frames:
+    """Frames of a film, by the first package that is installed here and can read it."""
+    readers = [name for name, package in READERS.items() if importlib.util.find_spec(package)]
+    if not readers:
+        raise ValueError(
+            f"reading {path} needs a package for videos, run: pip install av (or torchcodec); or "
+            "give its frames, as a GIF, a folder or a list of pictures"
+        )
+    reasons = []
+    for name in readers:
+        try:
+            film: Any = str(path)
+            frames, metadata = load_video(film, backend=name, sample_indices_fn=choose)
+            return np.asarray(frames), metadata
+        except (torch.OutOfMemoryError, _TooLarge):
+            raise
+        except Exception as error:  # each package fails in its own way
+            reasons.append(f"{name}: {' '.join(str(error).split())}")
+    raise ValueError(f"{path} must be a video, got one that cannot be read ({'; '.join(reasons)})")

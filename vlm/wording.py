@@ -1,0 +1,231 @@
+"""How a processor of transformers wants questions, asked of the processor itself.
+
+Processors differ in who puts a picture's placeholder into the text (the chat template, the user or
+the processor), in what templates take as a message's content, and in how pictures are nested.
+
+Shape letters: B batch, L positions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jinja2 import TemplateError
+from PIL import Image
+
+from specmm.hf.prompt import PER_TOKEN
+from specmm.vlm.videos import Video
+
+FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+NOT_ASKED = ("labels",)  # what a processor adds for training
+ONE = {"image": 1, "video": 0}
+PROBE = 32  # pixels a side of the picture that tells who puts placeholders
+
+Form = Callable[[Any, str, Mapping[str, int]], Any]  # a message's content
+
+_forms: WeakKeyDictionary[Any, tuple[Any, Form]] = WeakKeyDictionary()  # by processor, template
+_places: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # whether a processor puts them itself
+
+
+def prompt(processor: Any, text: str, counts: Mapping[str, int], chat: bool) -> str:
+    """The text that ``processor`` reads of a question ``text`` about so many of each kind, image or
+    video; without ``chat`` the text itself, checked.
+
+    Raises ``ValueError`` for placeholders that do not fit and kinds that the processor lacks.
+    """
+    if counts["video"] and getattr(processor, "video_processor", None) is None:
+        raise ValueError(
+            f"this model must take videos, got a {type(processor).__name__}, which takes none; "
+            "give frames as pictures"
+        )
+    tokens = {kind: _placeholder(processor, kind) for kind in counts}
+    template = _template(processor)
+    placed = template is None and places_pictures(processor)
+    if not chat:
+        _check_raw(text, counts, tokens)
+        return text.removeprefix(_plain(processor, "", counts)) if placed else text
+    for token in filter(None, tokens.values()):
+        if token in text:
+            raise ValueError(
+                f"question must not hold the placeholder {token} (the chat template puts "
+                f"it), got {text.count(token)}; leave it out or pass chat=False for a raw prompt"
+            )
+    if template is None:
+        return text if placed else _plain(processor, f"\n{text}\n", counts)
+    return _rendered(processor, text, counts)
+
+
+def _check_raw(text: str, counts: Mapping[str, int], tokens: Mapping[str, str | None]) -> None:
+    for kind, token in tokens.items():
+        if token and text.count(token) != counts[kind]:
+            many = {"image": "pictures", "video": "videos"}[kind]
+            raise ValueError(
+                f"a raw prompt must hold one {token} for each of its {counts[kind]} {many}, "
+                f"got {text.count(token)}"
+            )
+
+
+def read(
+    processor: Any,
+    prompts: Sequence[str],
+    pictures: Sequence[Sequence[Image.Image]],
+    videos: Sequence[Sequence[Video]],
+) -> dict[str, Any]:
+    """What ``processor`` makes of ``prompts`` with the pictures and videos of each.
+
+    Raises ``ValueError`` for what it does not take.
+    """
+    order = list(range(len(prompts)))
+    if _template(processor) is None and places_pictures(processor):
+        order.sort(key=lambda row: not pictures[row])  # it looks for pictures in the first row
+    given: dict[str, Any] = _shown(processor, [pictures[row] for row in order], videos)
+    bos = getattr(processor.tokenizer, "bos_token", None)
+    if bos is not None and all(text.startswith(bos) for text in prompts):
+        given["add_special_tokens"] = False
+    texts = [prompts[row] for row in order]
+    try:
+        with _quiet(processor):
+            found = dict(processor(text=texts, padding=True, return_tensors="pt", **given))
+    except torch.OutOfMemoryError:
+        raise
+    except FAULTS as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            f"{type(processor).__name__} cannot read the question: {reason}"
+        ) from error
+    back = torch.tensor(order).argsort()
+    moved = {name: found[name][back] for name in PER_TOKEN if name in found}
+    return {name: v for name, v in (found | moved).items() if name not in NOT_ASKED}
+
+
+def places_pictures(processor: Any) -> bool:
+    """Whether ``processor`` puts the placeholders of pictures into texts that hold none."""
+    if processor not in _places:
+        picture = Image.new("RGB", (PROBE, PROBE))
+        try:
+            with _quiet(processor):
+                processor(text=["a"], images=[[picture]])
+            _places[processor] = True
+        except FAULTS:
+            _places[processor] = False
+    return _places[processor]
+
+
+@contextmanager
+def _quiet(processor: Any) -> Iterator[None]:
+    """Without the advice of a ``processor`` that puts placeholders itself to put them."""
+
+    def other(record: logging.LogRecord) -> bool:
+        return "passing both `text` and `images`" not in record.getMessage()
+
+    logger = logging.getLogger(type(processor).__module__)
+    logger.addFilter(other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(other)
+
+
+def _shown(
+    processor: Any, pictures: Sequence[Sequence[Image.Image]], videos: Sequence[Sequence[Video]]
+) -> dict[str, Any]:
+    """The arguments for pictures and videos."""
+    given: dict[str, Any] = {}
+    if any(pictures):
+        each = {len(shown) for shown in pictures}
+        if _placeholder(processor, "image") is None and each != {1}:
+            raise ValueError(
+                f"{type(processor).__name__} takes one picture for each question, got "
+                f"{min(each)} to {max(each)}; ask the questions apart"
+            )
+        given["images"] = [list(shown) for shown in pictures]
+    if any(videos):
+        if any(pictures) and _names(processor.image_processor) & _names(processor.video_processor):
+            raise ValueError(
+                f"{type(processor).__name__} takes pictures or videos, got both, of which it would "
+                "drop the pictures; ask the questions apart, or give frames as pictures"
+            )
+        read = [video.frames(processor.video_processor) for video in chain.from_iterable(videos)]
+        given["videos"] = [frames for frames, _ in read]
+        given["video_metadata"] = [metadata for _, metadata in read]
+        given["do_sample_frames"] = False
+    return given
+
+
+def _names(part: Any) -> set[str]:
+    """The inputs that a ``part`` of a processor makes."""
+    return set(getattr(part, "model_input_names", ()))
+
+
+def _placeholder(processor: Any, kind: str) -> str | None:
+    token = getattr(processor, f"{kind}_token", None)
+    return None if token is None else str(token)
+
+
+def _template(processor: Any) -> Any:
+    """The chat template, which older folders keep with the tokenizer."""
+    own = getattr(processor, "chat_template", None)
+    return own or getattr(processor.tokenizer, "chat_template", None)
+
+
+def _rendered(processor: Any, text: str, counts: Mapping[str, int]) -> str:
+    """``text`` in the chat template, which is asked once what it takes."""
+    reason = "other numbers of placeholders"
+    try:
+        found = _templated(processor, _form(processor)(processor, text, counts))
+        if _fits(processor, text, counts, found):
+            return found
+    except (TemplateError, *FAULTS) as error:
+        reason = str(error)
+    raise ValueError(
+        f"the chat template of this {type(processor).__name__} must hold the question and one "
+        f"placeholder for each picture and video, got {reason}; pass chat=False for a raw prompt"
+    )
+
+
+def _form(processor: Any) -> Form:
+    """What the chat template takes as a message's content: parts, or plain text with placeholders
+    before it. Which is seen by a question about one picture.
+    """
+    template = _template(processor)
+    known = _forms.get(processor)
+    if known is not None and known[0] == template:
+        return known[1]
+    form: Form = _plain
+    with suppress(TemplateError, *FAULTS):
+        if _fits(processor, "a", ONE, _templated(processor, _parts(processor, "a", ONE))):
+            form = _parts
+    _forms[processor] = template, form
+    return form
+
+
+def _parts(_: Any, text: str, counts: Mapping[str, int]) -> Any:
+    shown = [{"type": kind} for kind, n in counts.items() for _ in range(n)]
+    return [*shown, {"type": "text", "text": text}]
+
+
+def _plain(processor: Any, text: str, counts: Mapping[str, int]) -> str:
+    """``text`` after the placeholders."""
+    return "".join((_placeholder(processor, kind) or "") * n for kind, n in counts.items()) + text
+
+
+def _templated(processor: Any, content: Any) -> str:
+    own = getattr(processor, "chat_template", None)
+    given = {} if own else {"chat_template": _template(processor)}
+    message = [{"role": "user", "content": content}]
+    return str(
+        processor.apply_chat_template(message, add_generation_prompt=True, tokenize=False, **given)
+    )
+
+
+def _fits(processor: Any, text: str, counts: Mapping[str, int], found: str) -> bool:
+    """Whether a prompt holds the question and its placeholders."""
+    tokens = {kind: _placeholder(processor, kind) for kind in counts}
+    shown = all(found.count(token) == counts[kind] for kind, token in tokens.items() if token)
+    return shown and "".join(text.split()) in "".join(found.split())  # templates trim
