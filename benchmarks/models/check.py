@@ -20,7 +20,13 @@ from specmm import methods
 NEW = 12  # tokens of an answer
 TIE = 1e-4  # of the range of the logits: what rounding may decide
 SEEN = 0.01  # of the range of the logits: what another picture must move them by
-PIXELS = ("pixel_values", "flattened_patches", "high_res_pixel_values", "pixel_values_local")
+PIXELS = (
+    "pixel_values",
+    "flattened_patches",
+    "high_res_pixel_values",
+    "pixel_values_local",
+    "protein_input_ids",
+)
 SHUT = -1e30  # less than any logit that is not masked
 VARIED = 3  # different tokens that answers must hold
 EQUAL = "equal"
@@ -50,30 +56,51 @@ class Dull(Exception):
 
 @dataclass
 class Answer:
-    """The model's own: ``tokens`` [B, T] and, for each, how far the second best logit was, in parts
-    of the range of its step's logits [B, T].
+    """The model's own: ``tokens`` [B, T], the length of what was returned, with the prompt where it
+    is, and for each token how far the second best logit was, in parts of the range of its step's
+    logits [B, T].
     """
 
     tokens: Tensor
+    length: int
     margins: Tensor
 
 
 def outcomes(model: PreTrainedModel, prompts: dict[str, Inputs]) -> Iterator[Outcome]:
-    """Every method with each of ``prompts``, by name. Raises :class:`Dull`."""
+    """Every method with each of ``prompts``, by name. Raises :class:`Dull` where answers that
+    hardly vary are equal; a refusal says the same of any weights.
+    """
     for name, inputs in prompts.items():
         own = own_answer(model, inputs)
-        if len(own.tokens.unique()) < VARIED or any(len(row.unique()) == 1 for row in own.tokens):
-            raise Dull(f"{name}: {own.tokens.tolist()}")
-        if name == "picture":
-            check_pictures(model, inputs)
         drafter = bigrams(model, inputs.get("input_ids", own.tokens), own.tokens)
-        for method in METHODS:
-            found, reason = compare(model, inputs, own, method, drafter)
-            if found == REFUSED and "must be chains" in reason:
-                found, why = compare(model, inputs, own, CHAIN, drafter)
-                yield Outcome(name, "text-draft of chains", found, why or reason)
-            else:
-                yield Outcome(name, method.name, found, reason)
+        found = [outcome(name, model, inputs, own, method, drafter) for method in METHODS]
+        if any(one.found == EQUAL for one in found):
+            check_varied(name, own.tokens)
+            if name == "picture":
+                check_pictures(model, inputs)
+        yield from found
+
+
+def outcome(
+    name: str,
+    model: PreTrainedModel,
+    inputs: Inputs,
+    own: Answer,
+    method: Any,
+    drafter: PreTrainedModel,
+) -> Outcome:
+    """What came of ``method``, by chains where the model takes no trees."""
+    found, reason = compare(model, inputs, own, method, drafter)
+    if found == REFUSED and "must be chains" in reason:
+        found, why = compare(model, inputs, own, CHAIN, drafter)
+        return Outcome(name, "text-draft of chains", found, why or reason)
+    return Outcome(name, method.name, found, reason)
+
+
+def check_varied(name: str, tokens: Tensor) -> None:
+    """Raise :class:`Dull` unless the answers ``tokens`` [B, T] are of several tokens."""
+    if len(tokens.unique()) < VARIED or any(len(row.unique()) == 1 for row in tokens):
+        raise Dull(f"{name}: {tokens.tolist()}")
 
 
 def check_pictures(model: PreTrainedModel, inputs: Inputs) -> None:
@@ -81,9 +108,9 @@ def check_pictures(model: PreTrainedModel, inputs: Inputs) -> None:
     first: Inputs = {**inputs, "max_new_tokens": 1}
     other = {name: _negative(name, value) for name, value in first.items()}
     found = [_with_logits(model, given).logits[0].float() for given in (first, other)]  # [B, V]
-    moved = (found[0] - found[1]).abs().amax() / spread_of(found[0]).amin()
-    if float(moved) < SEEN:
-        raise Dull(f"the picture moves logits by {float(moved):.1e} of their range")
+    moved = float(((found[0] - found[1]).abs().amax(-1) / spread_of(found[0])).amin())
+    if moved < SEEN:
+        raise Dull(f"the picture moves logits by {moved:.1e} of their range")
 
 
 def _negative(name: str, value: Any) -> Any:
@@ -92,7 +119,7 @@ def _negative(name: str, value: Any) -> Any:
         return value
     if name == "flattened_patches":  # the first two numbers of each are its place
         return torch.cat([value[..., :2], -value[..., 2:]], dim=-1)
-    return -value
+    return -value if value.is_floating_point() else value.flip(-1)
 
 
 def spread_of(logits: Tensor) -> Tensor:
@@ -107,9 +134,9 @@ def own_answer(model: PreTrainedModel, inputs: Inputs) -> Answer:
     found = _with_logits(model, inputs)
     logits = torch.stack(found.logits, dim=1).float()  # [B, T, V]
     best = logits.topk(2).values
-    return Answer(
-        found.sequences[:, -len(found.logits) :], (best[..., 0] - best[..., 1]) / spread_of(logits)
-    )
+    margins = (best[..., 0] - best[..., 1]) / spread_of(logits)
+    sequences = found.sequences
+    return Answer(sequences[:, -len(found.logits) :], sequences.shape[1], margins)
 
 
 def _with_logits(model: PreTrainedModel, inputs: Inputs) -> Any:
@@ -136,6 +163,8 @@ def compare(
         return (CRASH, f"ValueError: {sentence}") if "\n" in sentence else (REFUSED, sentence)
     except Exception as error:
         return CRASH, f"{type(error).__name__}: {error}".splitlines()[0]
+    if found.shape[1] != own.length:
+        return WRONG, f"{found.shape[1]} tokens with the prompt's for {own.length}"
     answer = found[:, -own.tokens.shape[1] :]
     if torch.equal(answer, own.tokens):
         return EQUAL, ""
@@ -143,8 +172,6 @@ def compare(
 
 
 def _difference(answer: Tensor, own: Answer) -> tuple[str, str]:
-    if answer.shape != own.tokens.shape:
-        return WRONG, f"{answer.shape[1]} tokens for {own.tokens.shape[1]}"
     differs = answer != own.tokens
     row = int(differs.any(1).nonzero()[0])
     place = int(differs[row].nonzero()[0])
