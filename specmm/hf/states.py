@@ -200,21 +200,21 @@ class States:
         Its states are random numbers meanwhile, so that to ignore them makes a difference. Numbers
         are float32: half precision would hide what a bound changes.
         """
-        module = copy.deepcopy(module).float()
         last = call.part(call.width - 1, call.width).map(_float, 1)
         tokens = [last.map(partial(_scaled, by=scale), 1) for scale in SCALES]
         together = last.map(lambda x: torch.cat([_scaled(x, by) for by in SCALES], 1), len(SCALES))
         committed = self._read(slots)
         generator = torch.Generator(committed[0].device)
 
-        def run(*calls: Call) -> list[Tensor]:
+        def run(own: nn.Module, *calls: Call) -> list[Tensor]:
             generator.manual_seed(0)
             self._write(slots, [_noise(x, generator) for x in committed])
-            outputs = [_tokens(part.run(module), part.width) for part in calls]
+            outputs = [_tokens(part.run(own), part.width) for part in calls]
             return [torch.cat(outputs, dim=1), *self._read(slots)]
 
         try:
-            pairs = zip(run(together), run(*tokens), strict=True)
+            own = copy.deepcopy(module).float()
+            pairs = zip(run(own, together), run(own, *tokens), strict=True)
             return all(_close(a, b) for a, b in pairs)
         except (RuntimeError, ValueError, IndexError):
             return False  # it takes one token only
@@ -365,19 +365,27 @@ class States:
         if not self.nodes:
             return
         kept = branched(kept, self.branches)
-        counts = kept.tolist()
-        whole = all(n == self.nodes for n in counts) and min(self.counts) == max(self.counts)
         for mixer in self.mixers:
             if mixer.way == "window":
                 self._cut(mixer, kept)
             elif mixer.way == "steps":
                 self._choose(mixer, kept)
-            elif whole:  # the states after the last token are the ones wanted
-                self._take_made(mixer)
-        some = any(mixer.way == "chunk" for mixer in self.mixers) and not whole
-        before = zip(self.counts, counts, strict=True)
-        self.counts = [old + new for old, new in before] if some else [0] * self.rows
+        chunks = [mixer for mixer in self.mixers if mixer.way == "chunk"]
+        if chunks:
+            self._put_off(chunks, kept.tolist())
         self.nodes = 0
+
+    def _put_off(self, mixers: Sequence[Mixer], kept: list[int]) -> None:
+        """Count the tokens that ``mixers`` are to be given once more; none if the states after the
+        chain's last token are the ones wanted.
+        """
+        uneven = min(self.counts) != max(self.counts)
+        if uneven or any(n != self.nodes for n in kept):
+            self.counts = [old + new for old, new in zip(self.counts, kept, strict=True)]
+            return
+        for mixer in mixers:
+            self._take_made(mixer)
+        self.counts = [0] * self.rows
 
     def _cut(self, mixer: Mixer, kept: Tensor) -> None:
         for slot in mixer.slots:
