@@ -27,8 +27,8 @@ PIXELS = (
     "pixel_values_local",
     "protein_input_ids",
 )
-SHUT = -1e30  # less than any logit that is not masked
-VARIED = 3  # different tokens that answers must hold
+MASKED = -1e30  # logits below are of tokens that may not come
+VARIED = 4  # different tokens that answers must hold
 EQUAL = "equal"
 REFUSED = "refused"
 WRONG = "WRONG"
@@ -73,27 +73,27 @@ def outcomes(model: PreTrainedModel, prompts: dict[str, Inputs]) -> Iterator[Out
     for name, inputs in prompts.items():
         own = own_answer(model, inputs)
         drafter = bigrams(model, inputs.get("input_ids", own.tokens), own.tokens)
-        found = [outcome(name, model, inputs, own, method, drafter) for method in METHODS]
-        if any(one.found == EQUAL for one in found):
+        found = [_outcome(model, name, inputs, own, method, drafter) for method in METHODS]
+        if any(outcome.found == EQUAL for outcome in found):
             check_varied(name, own.tokens)
             if name == "picture":
                 check_pictures(model, inputs)
         yield from found
 
 
-def outcome(
-    name: str,
+def _outcome(
     model: PreTrainedModel,
+    name: str,
     inputs: Inputs,
     own: Answer,
-    method: Any,
-    drafter: PreTrainedModel,
+    method: methods.TextMethod,
+    drafter: LlamaForCausalLM,
 ) -> Outcome:
-    """What came of ``method``, by chains where the model takes no trees."""
+    """What came of ``method``; a chain is tried where a tree is refused."""
     found, reason = compare(model, inputs, own, method, drafter)
     if found == REFUSED and "must be chains" in reason:
-        found, why = compare(model, inputs, own, CHAIN, drafter)
-        return Outcome(name, "text-draft of chains", found, why or reason)
+        chained, why = compare(model, inputs, own, CHAIN, drafter)
+        return Outcome(name, "text-draft of chains", chained, why or reason)
     return Outcome(name, method.name, found, reason)
 
 
@@ -106,26 +106,24 @@ def check_varied(name: str, tokens: Tensor) -> None:
 def check_pictures(model: PreTrainedModel, inputs: Inputs) -> None:
     """Raise :class:`Dull` unless other pixels give other logits."""
     first: Inputs = {**inputs, "max_new_tokens": 1}
-    other = {name: _negative(name, value) for name, value in first.items()}
+    other = {k: _another(v) if k in PIXELS else v for k, v in first.items()}
     found = [_with_logits(model, given).logits[0].float() for given in (first, other)]  # [B, V]
-    moved = float(((found[0] - found[1]).abs().amax(-1) / spread_of(found[0])).amin())
-    if moved < SEEN:
-        raise Dull(f"the picture moves logits by {moved:.1e} of their range")
+    moved = (found[0] - found[1]).abs().amax(-1) / _spread(found[0])
+    if float(moved.amin()) < SEEN:
+        raise Dull(f"the picture moves logits by {float(moved.amin()):.1e} of their range")
 
 
-def _negative(name: str, value: Any) -> Any:
-    """The ``value`` of an input, of another picture where it is one."""
-    if name not in PIXELS:
-        return value
-    if name == "flattened_patches":  # the first two numbers of each are its place
-        return torch.cat([value[..., :2], -value[..., 2:]], dim=-1)
-    return -value if value.is_floating_point() else value.flip(-1)
+def _another(pixels: Tensor) -> Tensor:
+    """Other ``pixels``: the places among them, whole numbers, are kept; ids are turned around."""
+    if not pixels.is_floating_point():
+        return pixels.flip(-1)
+    return torch.where(pixels == pixels.round(), pixels, -pixels)
 
 
-def spread_of(logits: Tensor) -> Tensor:
-    """The range [...] of ``logits`` [..., V], without those that are shut."""
-    lowest = logits.masked_fill(logits < SHUT, float("inf")).amin(-1)
-    return (logits.amax(-1) - lowest).clamp(min=1e-30)
+def _spread(logits: Tensor) -> Tensor:
+    """The range [...] of ``logits`` [..., V] that are not masked."""
+    masked = logits < MASKED
+    return (logits.amax(-1) - logits.masked_fill(masked, float("inf")).amin(-1)).clamp(min=1e-30)
 
 
 @torch.no_grad()
@@ -134,7 +132,7 @@ def own_answer(model: PreTrainedModel, inputs: Inputs) -> Answer:
     found = _with_logits(model, inputs)
     logits = torch.stack(found.logits, dim=1).float()  # [B, T, V]
     best = logits.topk(2).values
-    margins = (best[..., 0] - best[..., 1]) / spread_of(logits)
+    margins = (best[..., 0] - best[..., 1]) / _spread(logits)
     sequences = found.sequences
     return Answer(sequences[:, -len(found.logits) :], sequences.shape[1], margins)
 
