@@ -45,7 +45,7 @@ from specmm.training import seeded
 
 MODEL = "pocket/coder"
 ATTENTION = "attention"
-TRAININGS = "lfm2:150:80,qwen3_5:100:60,granite:1:1"
+TRAININGS = "lfm2:150:80,qwen3_5:53:3,granite:2:2"
 PROMPT = 96  # tokens read
 WRITTEN = 96  # tokens of an answer
 DRAFTS = 6  # of a round
@@ -228,7 +228,7 @@ def main(
         ids = held_out[first : first + PROMPT].long()[None]
         for drafts in (True, False):
             play(players, ids, drafts)
-    facts = environment(model=MODEL, drafts=DRAFTS, transformers=tf.__version__)
+    facts = environment(model=MODEL, kinds=kinds, drafts=DRAFTS, transformers=tf.__version__)
     rows = [row(player, players[0]) for player in players]
     write_results(out, "hybrids", rows, facts)
     for found in rows:
