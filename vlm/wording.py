@@ -25,11 +25,14 @@ from specmm.vlm.videos import Video
 FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 NOT_ASKED = ("labels",)  # what a processor adds for training
 ONE = {"image": 1, "video": 0}
+TWO = {"image": 2, "video": 0}
 PROBE = 32  # pixels a side of the picture that tells who puts placeholders
 
+Row = tuple[str, Sequence[Image.Image], Sequence[Video]]  # a prompt and what belongs to it
 Form = Callable[[Any, str, Mapping[str, int]], Any]  # a message's content
 
 _forms: WeakKeyDictionary[Any, tuple[Any, Form]] = WeakKeyDictionary()  # by processor, template
+_rowwise: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # whether inputs are by row
 _places: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # whether a processor puts them itself
 
 
@@ -79,19 +82,36 @@ def read(
 ) -> dict[str, Any]:
     """What ``processor`` makes of ``prompts`` with the pictures and videos of each.
 
-    Raises ``ValueError`` for what it does not take.
+    Some look for pictures in the first row or up to the last one that has any; they are asked with
+    a picture before and after the rows, which is left out again. Raises ``ValueError`` for what a
+    processor does not take.
     """
-    order = list(range(len(prompts)))
-    if _template(processor) is None and places_pictures(processor):
-        order.sort(key=lambda row: not pictures[row])  # it looks for pictures in the first row
-    given: dict[str, Any] = _shown(processor, [pictures[row] for row in order], videos)
+    rows = list(zip(prompts, pictures, videos, strict=True))
+    whole = bool(pictures[0]) and bool(pictures[-1])
+    try:
+        found = _called(processor, rows)
+        lengths = {len(value) for value in found.values()}
+        if whole or not any(pictures) or lengths == {len(rows)} or not _by_row(processor):
+            return found
+    except ValueError as error:
+        if whole:
+            raise
+        with suppress(ValueError):
+            return _between(processor, rows)
+        raise error
+    return _between(processor, rows)
+
+
+def _called(processor: Any, rows: Sequence[Row]) -> dict[str, Any]:
+    """What ``processor`` makes of ``rows``."""
+    prompts = [text for text, _, _ in rows]
+    given = _shown(processor, [shown for _, shown, _ in rows], [clips for *_, clips in rows])
     bos = getattr(processor.tokenizer, "bos_token", None)
     if bos is not None and all(text.startswith(bos) for text in prompts):
         given["add_special_tokens"] = False
-    texts = [prompts[row] for row in order]
     try:
         with _quiet(processor):
-            found = dict(processor(text=texts, padding=True, return_tensors="pt", **given))
+            found = dict(processor(text=prompts, padding=True, return_tensors="pt", **given))
     except torch.OutOfMemoryError:
         raise
     except FAULTS as error:
@@ -99,9 +119,36 @@ def read(
         raise ValueError(
             f"{type(processor).__name__} cannot read the question: {reason}"
         ) from error
-    back = torch.tensor(order).argsort()
-    moved = {name: found[name][back] for name in PER_TOKEN if name in found}
-    return {name: v for name, v in (found | moved).items() if name not in NOT_ASKED}
+    return {k: v for k, v in found.items() if k not in NOT_ASKED and v is not None}
+
+
+def _between(processor: Any, rows: Sequence[Row]) -> dict[str, Any]:
+    """As ``_called``, with a row with a picture before and after the ``rows``, and without what is
+    made of those.
+    """
+    sample = _sample(processor, ONE)
+    counts = {name: len(value) for name, value in _called(processor, [sample]).items()}
+    found = _called(processor, [sample, *rows, sample])
+    found = {name: value[counts[name] : -counts[name]] for name, value in found.items()}
+    used = found["attention_mask"].any(0)  # a row that is left out may be the longest
+    shape = found["input_ids"].shape
+    found = {k: v[:, used] if v.shape[:2] == shape else v for k, v in found.items()}
+    shown = any(pictures for _, pictures, _ in rows)
+    return {k: v for k, v in found.items() if shown or k in PER_TOKEN}
+
+
+def _by_row(processor: Any) -> bool:
+    """Whether what ``processor`` makes of pictures has an entry for each row, not each picture."""
+    if processor not in _rowwise:
+        found = _called(processor, [_sample(processor, TWO)])
+        _rowwise[processor] = all(len(value) == 1 for value in found.values())
+    return _rowwise[processor]
+
+
+def _sample(processor: Any, counts: Mapping[str, int]) -> Row:
+    """A row with blank pictures."""
+    blank = [Image.new("RGB", (PROBE, PROBE))] * counts["image"]
+    return prompt(processor, "a", counts, True), blank, []
 
 
 def places_pictures(processor: Any) -> bool:

@@ -228,11 +228,24 @@ def questions_of_videos(config: Any, rows: Rows) -> Inputs:
     return {**questions(config, rows), "pixel_values": pixels}
 
 
+def proteins(config: Any, rows: Rows) -> Inputs:
+    """Chains of amino acids, one a row, filled up [B, L], and which positions are no filler."""
+    encoder = config.protein_encoder_config
+    lengths = torch.tensor([8 + 3 * seed for seed in in_order(rows)])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    ids = 5 + torch.arange(mask.numel()).view_as(mask) % (encoder.vocab_size - 5)
+    return {
+        "protein_input_ids": ids.masked_fill(~mask, encoder.pad_token_id),
+        "protein_attention_mask": mask.long(),
+    }
+
+
 BY_TYPE: dict[str, Callable[[Any, Rows], Inputs]] = {
     "aria": plain,
     "deepseek_ocr2": locals_and_whole,
     "deepseek_vl_hybrid": two_resolutions,
     "emu3": sized,
+    "evolla": proteins,
     "fast_vlm": larger,
     "fuyu": by_channel,
     "gemma3n": larger,

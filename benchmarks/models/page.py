@@ -19,13 +19,13 @@ Written by `python -m benchmarks.models`, with transformers {transformers} and t
 
 A tiny random model of every type in transformers' mappings for image-text-to-text and for causal
 language models, made from its own config class, answers greedily in float32: through its own
-`generate`, and through `custom_generate=specmm.custom_generate(method=…)` with `ar`,
-`prompt-lookup` and `text-draft` (a tree of drafts, many of which are kept). *Served* means that all
-answers are `generate`'s, token for token: to text; where the type takes pictures also to one
-picture, to two in one prompt, and to a ragged, left-padded batch of three in which, where the type
-allows it, one row has no picture. *Refused* is one sentence (`ValueError`) before anything is
-answered. A type that answers otherwise, or ends in another error, fails
-`tests/integration/test_models_table.py`.
+`generate`, and through `custom_generate=specmm.custom_generate(method=…)` with `ar`, `prompt-
+lookup` and `text-draft` (a tree of drafts, many of which are kept; a chain where layers have
+states, as linear attention has). *Served* means that all answers are `generate`'s, token for
+token: to text; where the type takes pictures also to one picture, to two in one prompt, and to a
+ragged, left-padded batch of three in which, where the type allows it, one row has no picture.
+*Refused* is one sentence (`ValueError`) before anything is answered. A type that answers
+otherwise, or ends in another error, fails `tests/integration/test_models_table.py`.
 """
 
 
@@ -61,7 +61,7 @@ def section(title: str, rows: Iterable[Row], prompts: Sequence[str]) -> str:
     """A table of types; ``prompts`` are the kinds of prompts that have a column."""
     lines: list[str] = [
         f"## {title}\n",
-        f"| type | class | | {' | '.join(prompts)} | why not |",
+        f"| type | class | | {' | '.join(prompts)} | note |",
         "|---" * (len(prompts) + 4) + "|",
     ]
     for row in rows:

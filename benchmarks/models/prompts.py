@@ -35,8 +35,17 @@ STARTS = ("vision_start_token_id", "image_start_token_id", "boi_token_id", "boi_
 ENDS = ("vision_end_token_id", "image_end_token_id", "eoi_token_id", "eoi_token_index")
 PLACEHOLDERS = ("image_token_id", "image_token_index", "image_patch_id", "video_token_index")
 SOME = 120  # the placeholder of types whose config names none
-PIXELS = ("pixel_values", "flattened_patches")
-ONE_A_ROW = ("blip", "blip-2", "git", "instructblip", "instructblipvideo", "kosmos-2", "kosmos-2.5")
+PIXELS = ("pixel_values", "flattened_patches", "protein_input_ids")
+ONE_A_ROW = (
+    "blip",
+    "blip-2",
+    "evolla",
+    "git",
+    "instructblip",
+    "instructblipvideo",
+    "kosmos-2",
+    "kosmos-2.5",
+)
 EVERY_ROW = ("idefics", "mllama")  # rows without pictures are not mixed with others
 
 
@@ -171,7 +180,7 @@ class Prompts:
         if not hasattr(source, "get_image_features"):
             source = getattr(whole, "model", whole)
         if not hasattr(source, "get_image_features"):  # pictures are attended to or put before
-            return 0 if self.config.model_type in ("git", "blip") else 1
+            return 0 if self.config.model_type in ("blip", "evolla", "git") else 1
         found = source.get_image_features(**self.make(self.config, [[seed]]))
         return tokens_of(found)
 

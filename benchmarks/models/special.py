@@ -195,13 +195,13 @@ SPECIAL |= {
     "step3p7": {"text_config": {"sliding_window": 6}},
     "t5gemma2": {"encoder": {"mm_tokens_per_image": 4}},
     "unlimited_ocr": {"vision_config": {"sam_config": {**SAM, "downsample_channels": [16, 64]}}},
+    "vision-encoder-decoder": {"decoder": {"add_cross_attention": True}},
     "vipllava": {"vision_feature_layer": [-1, -2]},
 }
 
 # what a model of a type needs that a prompt does not give
 OTHER = {
     "diffusion_gemma": "it denoises blocks of tokens, it has no generate of single ones",
-    "evolla": "what it sees are proteins",
     "pi0": "it gives a robot's actions, not tokens",
     "gemma4_assistant": "it drafts for Gemma 4, from that model's keys and values",
     "gemma4_unified_assistant": "it drafts for Gemma 4, from that model's keys and values",

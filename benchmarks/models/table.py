@@ -131,10 +131,8 @@ def enter(line: Line, found: list[Outcome]) -> None:
         setattr(line, name, _worst([o for o in found if o.prompt == name]))
     worst = _worst(found)
     line.status = SERVED if worst == EQUAL else worst
-    reasons = [o for o in found if o.found == worst and worst != EQUAL]
-    line.reason = (
-        f"{reasons[0].prompt}, {reasons[0].method}: {reasons[0].reason}" if reasons else ""
-    )
+    told = [o for o in found if o.found == worst and o.reason]
+    line.reason = f"{told[0].prompt}, {told[0].method}: {told[0].reason}" if told else ""
 
 
 def _worst(found: list[Outcome]) -> str:

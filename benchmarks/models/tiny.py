@@ -214,8 +214,8 @@ def build(architecture: str, config: PreTrainedConfig, seed: int, gains: Gains) 
     model: PreTrainedModel = kind(_own(kind, config)).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            _randomise(parameter, generator, gains.layers)
+        for name, parameter in model.named_parameters():
+            _randomise(name, parameter, generator, gains.layers)
         _scale_ends(model, gains.embeddings / gains.layers)
     _no_end(model.generation_config)
     return model
@@ -249,9 +249,11 @@ def _no_end(config: Any) -> None:
     config.decoder_start_token_id = BOS
 
 
-def _randomise(parameter: nn.Parameter, generator: torch.Generator, gain: float) -> None:
+def _randomise(name: str, parameter: nn.Parameter, generator: torch.Generator, gain: float) -> None:
     if parameter.ndim > 1:
         inputs = parameter[0].numel() if parameter.ndim > 3 else parameter.shape[-1]
         parameter.normal_(0, gain * inputs**-0.5, generator=generator)
+    elif "gate" in name.rsplit(".", 1)[-1] and not bool(parameter.any()):
+        parameter.fill_(1.0)  # of cross-attention, which is shut before training
     elif not bool(parameter.isfinite().all()):
         parameter.normal_(0, 1, generator=generator)

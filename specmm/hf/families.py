@@ -107,8 +107,16 @@ class Family:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Family:
-        """Parts of a vision-language model or a text model."""
+        """Parts of a vision-language model or a text model.
+
+        Raises ``ValueError`` for encoder-decoders.
+        """
         config = model.config
+        if config.is_encoder_decoder:
+            raise ValueError(
+                f"model type {config.model_type!r} cannot be accelerated here: it is an "
+                "encoder-decoder; let transformers' own generate answer"
+            )
         text = config.get_text_config(decoder=True)
         decoder: Any = model.base_model if text is config else model.get_decoder()
         if decoder is not model and decoder.get_output_embeddings() is not None:
@@ -118,7 +126,7 @@ class Family:
             model=model,
             body=model.base_model,
             decoder=decoder,
-            head=model.get_output_embeddings(),
+            head=head_of(model),
             embedding=model.get_input_embeddings(),
             config=text,
             vocabulary=int(text.vocab_size),
@@ -389,6 +397,13 @@ class Family:
         return positions.expand(3, -1, -1) if self.mrope and positions.ndim == 2 else positions
 
 
+def head_of(model: PreTrainedModel) -> Any:
+    """What turns states into logits: the ``model``'s own head, or that of its language model."""
+    own = model.get_output_embeddings()
+    decoder: Any = model.get_decoder()
+    return decoder.get_output_embeddings() if own is None and decoder is not model else own
+
+
 def cache_name(module: nn.Module) -> str:
     """The argument of ``module`` that is a cache."""
     takes = inspect.signature(module.forward).parameters
@@ -433,7 +448,7 @@ def own_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
         ours = known[None, :, None].expand(len(logits), -1, logits.shape[-1])
         return torch.cat([logits.to(known.dtype), ours], dim=1)
 
-    handle = model.get_output_embeddings().register_forward_hook(add_known)
+    handle = head_of(model).register_forward_hook(add_known)
     try:
         with torch.inference_mode():
             given = {"input_ids": input_ids.to(model.device), cache_name(model): cache}

@@ -97,9 +97,9 @@ def custom_generate(
                 streamer.put(input_ids.cpu())  # as generate does: streamers may skip the prompt
             given = bool(caller.get("kwargs_has_position_ids"))
             inputs = _inputs(model_kwargs, input_ids, given) | {"input_ids": input_ids}
-            prompt = VLMPrompt(inputs, generation_config.max_length - input_ids.shape[1])
             sampled = bool(generation_config.do_sample)
             target = VLMTarget(model, PathProcessor(logits_processor, input_ids, sampled))
+            prompt = VLMPrompt(inputs, generation_config.max_length - input_ids.shape[1])
             criteria = Criteria(StoppingCriteriaList([*stopping_criteria, *ends]), input_ids)
             parts = None
             chosen = choice(model, prompt, sampled)

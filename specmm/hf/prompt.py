@@ -119,9 +119,9 @@ class VLMPrompt:
 
     @property
     def kind(self) -> frozenset[str]:
-        """What it holds beside tokens and, if anything, whether its rows differ in length."""
-        found = {*self.vision, *self.types}
-        return frozenset(found | {"rows of several lengths"} if found and self.padded else found)
+        """What it holds beside tokens, and whether its rows differ in length."""
+        ragged = {"rows of several lengths"} if self.padded else set()
+        return frozenset({*self.vision, *self.types, *ragged})
 
     def at_left(self) -> tuple[dict[str, Any], Tensor]:
         """The inputs with their padding at the left, and each row's first slot [B]."""

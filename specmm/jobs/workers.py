@@ -185,8 +185,9 @@ class AnswerWorker:
 
     def turns(self, item: Item) -> int:
         """See :class:`Worker`."""
-        # positions that depend on the batch's longest text leave no room for waiting items
-        fixed = Family.of(self.pipe.model).turning_point is not None
+        # positions or pictures that depend on the batch leave no room for waiting items
+        family = Family.of(self.pipe.model)
+        fixed = family.turning_point is not None or family.reads_pictures_apart
         return TURNS if self.methods.of(item).can_refill and not fixed else 1
 
     def run(self, items: Sequence[Item], rows: int = 0) -> list[Result]:

@@ -1,8 +1,8 @@
 """Conversations of your own for an MSD drafter: lines of JSON, read through the model's own
 processor as a pipeline reads questions.
 
-A line holds ``question``, ``answer`` and, where there is one, ``image``: a file, relative to the
-lines', or a list of them.
+A line holds ``question``, ``answer`` and, where there are any, ``image`` and ``video``: a file,
+relative to the lines', or a list of them.
 
 Shape letters: B lines of a batch, L tokens.
 """
@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from jinja2 import TemplateError
 from torch import Tensor
 
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.recipes.training.msd import Read, answered, collate
-from specmm.vlm.asking import Pictures, Questions
+from specmm.vlm.asking import Clips, Pictures, Questions
 from specmm.vlm.pipeline import VQAPipeline
+from specmm.vlm.wording import FAULTS
 
 HELD_OUT = 10  # one line with a picture of so many is not trained on
 QUESTION = "Question"  # words of a talk that shows what the template puts after an answer
@@ -43,11 +46,17 @@ class Conversations:
 
 @dataclass(frozen=True)
 class Line:
-    """A question with its answer and its pictures."""
+    """A question with its answer, its pictures and its videos."""
 
     question: str
     answer: str
     images: Pictures = None
+    videos: Clips = None
+
+    @property
+    def visual(self) -> bool:
+        """Whether there is anything to see."""
+        return bool(self.images or self.videos)
 
 
 def conversations(place: str, target: VLMTarget, processor: Any) -> Conversations:
@@ -58,13 +67,14 @@ def conversations(place: str, target: VLMTarget, processor: Any) -> Conversation
     on.
     """
     lines = _lines(Path(place).expanduser())
-    visual = [line for line in lines if line.images]
-    text = [line for line in lines if not line.images]
+    visual = [line for line in lines if line.visual]
+    text = [line for line in lines if not line.visual]
     held_out = visual[::HELD_OUT]
     learnt = [line for i, line in enumerate(visual) if i % HELD_OUT]
     if not learnt:
         raise ValueError(
-            f"data must hold two or more lines with an image, got {len(visual)} in {place}"
+            f"data must hold two or more lines with an image or a video, got {len(visual)} in "
+            f"{place}"
         )
 
     def draw(random: Random, wanted: bool) -> Line:
@@ -98,18 +108,22 @@ def answer_end(processor: Any, ends: Sequence[int]) -> int:
     Where there is none it is the tokenizer's end of sequence.
     """
     words = processor.tokenizer
-    after: list[int] = []
-    if getattr(processor, "chat_template", None):
-        talk = zip(("user", "assistant"), (QUESTION, ANSWER), strict=True)
-        said = [{"role": r, "content": [{"type": "text", "text": text}]} for r, text in talk]
-        text = str(processor.apply_chat_template(said, tokenize=False))
-        after = words.encode(text.rpartition(ANSWER)[2], add_special_tokens=False)
-    found = [token for token in (*after, words.eos_token_id) if token in ends]
-    return int(found[0] if found else words.eos_token_id)
+    talk = zip(("user", "assistant"), (QUESTION, ANSWER), strict=True)
+    said = [{"role": r, "content": [{"type": "text", "text": text}]} for r, text in talk]
+    after = ""
+    with suppress(TemplateError, *FAULTS):  # it has no template, or one for other talks
+        after = str(processor.apply_chat_template(said, tokenize=False)).rpartition(ANSWER)[2]
+    last = words.eos_token_id
+    tokens = [*words.encode(after, add_special_tokens=False), last]
+    return int(next((token for token in tokens if token in ends), last))
 
 
 def _asked(lines: Sequence[Line]) -> Questions:
-    return Questions.of([line.images for line in lines], [line.question for line in lines])
+    return Questions.of(
+        [line.images for line in lines],
+        [line.question for line in lines],
+        videos=[line.videos for line in lines],
+    )
 
 
 def _lines(file: Path) -> list[Line]:
@@ -117,7 +131,8 @@ def _lines(file: Path) -> list[Line]:
     for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         try:
             row = json.loads(text)
-            line = Line(row["question"], row["answer"], _files(file.parent, row.get("image")))
+            shown = (_files(file.parent, row.get(name)) for name in ("image", "video"))
+            line = Line(row["question"], row["answer"], *shown)
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{file}:{number} must hold question and answer, got {text[:60]!r}"
@@ -127,6 +142,6 @@ def _lines(file: Path) -> list[Line]:
 
 
 def _files(folder: Path, named: str | list[str] | None) -> list[str]:
-    """The pictures that a line names, beside it."""
+    """The files that a line names, beside it."""
     names = [named] if isinstance(named, str) else named or []
     return [str(folder / name) for name in names if name]

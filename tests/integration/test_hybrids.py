@@ -297,7 +297,7 @@ def test_heads_that_read_hidden_states(model, name, method):
         (methods.Block(tree=8), HEADS["block"]),
         (methods.Block(tree=(2, 1)), HEADS["block"]),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_trees_are_refused(method, drafter):
     target = VLMTarget(made("qwen3_5"), Processor(1.0))

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 from collections import Counter
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ LINES = [
 ]
 
 
+@lru_cache
 def committed():
     """What is committed, by mapping and type; nothing where it is another transformers'."""
     found = read_results(RESULTS, "models")

@@ -107,7 +107,7 @@ def test_the_recipe_on_scenes(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"question": "a", "answer": "b"}', "two or more lines with an image, got 0"),
+        ('{"question": "a", "answer": "b"}', "two or more lines with an image or a video, got 0"),
         ('{"question": "a"}', "lines.jsonl:1 must hold question and answer, got"),
         ("{", "lines.jsonl:1 must hold question and answer, got '{'"),
     ],
@@ -123,7 +123,10 @@ def test_lines_that_are_none(text, message, tmp_path):
     ("line", "message"),
     [
         ({"question": "is it?", "answer": "a", "image": 3}, "lines.jsonl:2 must hold question and"),
-        ({"question": "is it?", "answer": "a"}, "two or more lines with an image, got 1"),
+        (
+            {"question": "is it?", "answer": "a"},
+            "two or more lines with an image or a video, got 1",
+        ),
         ({"question": " ", "answer": "a", "image": "a.png"}, "question must not be empty"),
         ({"question": "is it?", "answer": "a", "image": "lines.jsonl"}, "must be a picture, got"),
         ({"question": "it?" * 999, "answer": "a", "image": "a.png"}, "must fit the 1024 positions"),

@@ -2,6 +2,7 @@
 is what the model's own processor makes, and greedy answers stay those of ``generate``.
 """
 
+import copy
 import dataclasses
 import json
 import shutil
@@ -15,7 +16,7 @@ from recipes import data
 from recipes.scenes.kinds import KINDS
 from recipes.scenes.sprites import Sprite, Sprites
 from recipes.scenes.stream import World
-from specmm import VQAPipeline
+from specmm import VQAPipeline, custom_generate
 from specmm.decode import decode
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
@@ -33,17 +34,19 @@ from specmm.vlm.msd import MSDDrafter
 from specmm.vlm.msd_head import MSDHead, load_for, save_msd
 from tests.integration.vlm_models import END, MODELS, save
 
-QUICK = ("qwen2.5-vl", "internvl", "gemma3")  # M-RoPE, tiles, windows
+QUICK = ("qwen2.5-vl", "internvl", "gemma3", "qwen3.5")  # M-RoPE, tiles, windows, states
 LENGTH = 20
 SETTINGS = dict(steps=41, batch=4, width=32, scenes=2, ramp=20, lr=1e-2)
 
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """A folder with a wide picture and a high one."""
+    """A folder with a wide picture, a high one and a video of four frames."""
     folder = tmp_path_factory.mktemp("pictures")
     for name, size in (("wide.png", (40, 20)), ("high.png", (24, 40))):
         Image.effect_noise(size, 120).convert("RGB").save(folder / name)
+    first, *others = (Image.effect_noise((32, 32), 40 * i).convert("RGB") for i in range(1, 5))
+    first.save(folder / "clip.gif", save_all=True, append_images=others, duration=100)
     return folder
 
 
@@ -84,11 +87,20 @@ def asked(pictures):
 
 
 @pytest.fixture(scope="module")
-def wanted(pipe, asked):
-    """What transformers' own generate answers, up to the first end."""
-    inputs = Questions.of(*asked).inputs(pipe.processor)
-    found = pipe.model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False)
-    rows = [row[inputs["input_ids"].shape[1] :].tolist() for row in found]
+def inputs(pipe, asked):
+    return Questions.of(*asked).inputs(pipe.processor)
+
+
+@pytest.fixture(scope="module")
+def own(pipe, inputs):
+    """What transformers' own generate answers."""
+    return pipe.model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False)
+
+
+@pytest.fixture(scope="module")
+def wanted(own, inputs):
+    """The same up to the first end."""
+    rows = [row[inputs["input_ids"].shape[1] :].tolist() for row in own]
     ends = [min([i + 1 for i, t in enumerate(row) if t in (2, END)] or [LENGTH]) for row in rows]
     return [row[:end] for row, end in zip(rows, ends, strict=True)]
 
@@ -98,6 +110,13 @@ def test_greedy_answers_are_those_of_generate(pipe, asked, wanted, options):
     out = pipe(*asked, max_new_tokens=LENGTH, temperature=0.0, **options)
     assert [ids.tolist() for ids in out.tokens] == wanted
     assert out.stats.tau > 1
+
+
+@pytest.mark.parametrize("method", ["msd", "auto"])
+def test_inside_generate(pipe, inputs, own, method):
+    ours = custom_generate(pipe.drafter("msd"), method=method)
+    options = dict(max_new_tokens=LENGTH, do_sample=False, custom_generate=ours)
+    assert torch.equal(pipe.model.generate(**inputs, **options), own)
 
 
 def test_the_recipe_learns(trained):
@@ -110,7 +129,8 @@ def own_states(pipe, line, end):
     """By the model's own forward over one whole conversation: the decoder's inputs, its states,
     and where the answer begins.
     """
-    inputs = Questions.of(line.images, line.question).inputs(pipe.processor)
+    question = Questions.of(line.images, line.question, videos=line.videos)
+    inputs = question.inputs(pipe.processor)
     answer = [*pipe.tokenizer.encode(line.answer, add_special_tokens=False), end]
     start = inputs["input_ids"].shape[1]
     for name, value in inputs.items():
@@ -129,14 +149,8 @@ def own_states(pipe, line, end):
     return seen[0][0], found[0], start
 
 
-def test_what_trains_a_head_is_what_the_model_itself_sees(pipe, pictures):
-    """In a ragged batch, of everything that the processor makes."""
-    wide, high = str(pictures / "wide.png"), str(pictures / "high.png")
-    talks = [
-        Line("is it red?", "yes", wide),
-        Line("what is it", "a dog", None),
-        Line("how many", "two", [high, wide]),
-    ]
+def check_slots(pipe, talks):
+    """A batch of ``talks`` gives a head what the model's own forward over each of them sees."""
     target = VLMTarget(pipe.model, Processor(1.0))
     target.wants_context = True
     slots = read_slots(target, talks, read=reader(pipe.processor, target))
@@ -154,6 +168,28 @@ def test_what_trains_a_head_is_what_the_model_itself_sees(pipe, pictures):
             torch.testing.assert_close(found[row, :count], own, rtol=1e-4, atol=1e-4)
 
 
+def test_what_trains_a_head_is_what_the_model_itself_sees(pipe, pictures):
+    """In a ragged batch, of everything that the processor makes."""
+    wide, high = str(pictures / "wide.png"), str(pictures / "high.png")
+    lines = [
+        Line("is it red?", "yes", wide),
+        Line("what is it", "a dog"),
+        Line("how many", "two", [high, wide]),
+    ]
+    check_slots(pipe, lines)
+
+
+def test_videos(pipe, pictures):
+    """They train a head and are drafted after, where the processor takes them."""
+    if not hasattr(pipe.processor, "video_processor"):
+        pytest.skip("its processor takes no videos")
+    clip = str(pictures / "clip.gif")
+    check_slots(pipe, [Line("what is it", "a dog", None, clip), Line("is it?", "yes")])
+    asked = dict(videos=clip, max_new_tokens=LENGTH, temperature=0.0)
+    drafted, plain = (pipe(None, "is it?", method=m, **asked) for m in ("msd", "ar"))
+    assert drafted.tokens[0].tolist() == plain.tokens[0].tolist()
+
+
 def test_a_loaded_head_reads_tokens_as_the_decoder_does(pipe):
     """Gemma's are scaled after the table that they come from."""
     target = VLMTarget(pipe.model, Processor(1.0))
@@ -167,6 +203,9 @@ def test_an_answer_ends_as_the_template_ends_it(pipe):
     assert answer_end(pipe.processor, [2, END]) == END
     assert answer_end(pipe.processor, [2]) == words.eos_token_id == 2
     assert answer_end(pipe.processor, []) == 2
+    silent = copy.copy(pipe.processor)
+    silent.chat_template = None
+    assert answer_end(silent, [2, END]) == 2
     prompt, answers = read_lines(pipe.processor, END, [Line("is it?", "yes", None)])
     assert words.decode(prompt.input_ids[0]) == "<s>user:is it?assistant:yes<unk>"
     assert words.decode(prompt.input_ids[0][answers[0]]) == "yes<unk>"

@@ -8,7 +8,8 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz:?Ġ"  # of byte-level tokenizers, the last
 MARKS = ("<pad>", "<s>", "</s>", "<unk>", "<image>", "<video>", "<start>", "<end>")
 TEMPLATE = (
     "<s>{% for m in messages %}{{ m['role'] }}:{% for c in m['content'] %}"
-    "{% if c['type'] == 'image' %}PICTURE{% else %}{{ c['text'] }}{% endif %}{% endfor %}"
+    "{% if c['type'] == 'image' %}PICTURE{% elif c['type'] == 'video' %}VIDEO"
+    "{% else %}{{ c['text'] }}{% endif %}{% endfor %}"
     "{{ '<unk>' if m['role'] == 'assistant' }}{% endfor %}"
     "{{ 'assistant:' if add_generation_prompt }}"
 )
@@ -40,6 +41,11 @@ QWEN_TOWER = dict(
 QWEN_IDS = dict(image_token_id=4, video_token_id=5, vision_start_token_id=6, vision_end_token_id=7)
 
 
+def template(picture, video="<video>"):
+    """A chat template with those placeholders."""
+    return TEMPLATE.replace("PICTURE", picture).replace("VIDEO", video)
+
+
 def tokenizer(**named):
     vocabulary = {mark: i for i, mark in enumerate((*MARKS, *LETTERS))}
     made = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
@@ -66,8 +72,9 @@ def qwen_processor(kind, videos):
     )
     sizes = dict(QWEN_SIZES, merge_size=2)
     pictures = tf.Qwen2VLImageProcessor(**sizes, min_pixels=64, max_pixels=512)
-    template = TEMPLATE.replace("PICTURE", "<start><image><end>")
-    return kind(pictures, words, videos(**sizes), chat_template=template)
+    clips = videos(**sizes, size=dict(shortest_edge=256, longest_edge=1024))
+    talk = template("<start><image><end>", "<start><video><end>")
+    return kind(pictures, words, clips, chat_template=talk)
 
 
 def qwen2_5_vl(**text):
@@ -122,7 +129,7 @@ def internvl():
         words,
         tf.InternVLVideoProcessor(size=size),
         image_seq_length=4,
-        chat_template=TEMPLATE.replace("PICTURE", "<image>"),
+        chat_template=template("<image>"),
     )
     return tf.InternVLForConditionalGeneration(config), processor
 
@@ -144,7 +151,7 @@ def gemma3():
         tf.Gemma3ImageProcessor(size=dict(height=16, width=16)),
         tokenizer(image_token="<image>", boi_token="<start>", eoi_token="<end>"),
         image_seq_length=4,
-        chat_template=TEMPLATE.replace("PICTURE", "<start>"),
+        chat_template=template("<start>"),
     )
     return tf.Gemma3ForConditionalGeneration(config), processor
 
@@ -178,7 +185,7 @@ def llava_onevision():
         tf.LlavaOnevisionVideoProcessor(size=size),
         num_image_tokens=16,
         vision_feature_select_strategy="full",
-        chat_template=TEMPLATE.replace("PICTURE", "<image>"),
+        chat_template=template("<image>"),
     )
     return tf.LlavaOnevisionForConditionalGeneration(config), processor
 
@@ -198,7 +205,7 @@ def mistral3():
         tokenizer(**marks),
         patch_size=4,
         spatial_merge_size=2,
-        chat_template=TEMPLATE.replace("PICTURE", "<image>"),
+        chat_template=template("<image>"),
         **marks,
     )
     return tf.Mistral3ForConditionalGeneration(config), processor
@@ -217,7 +224,7 @@ def idefics3():
         tf.Idefics3ImageProcessor(**edges),
         words,
         image_seq_len=4,
-        chat_template=TEMPLATE.replace("PICTURE", "<image>"),
+        chat_template=template("<image>"),
     )
     config = tf.Idefics3Config(
         text_config=TEXT | dict(model_type="llama", vocab_size=len(words)),
@@ -229,14 +236,43 @@ def idefics3():
     return tf.Idefics3ForConditionalGeneration(config), processor
 
 
+def lfm2_vl():
+    """Short convolutions in every other layer; patches filled up, and how many there are."""
+    layers = ["conv", "full_attention"]
+    config = tf.Lfm2VlConfig(
+        text_config=TEXT
+        | dict(model_type="lfm2", block_auto_adjust_ff_dim=False, layer_types=layers),
+        vision_config=TOWER | dict(model_type="siglip2_vision_model", patch_size=4, num_patches=64),
+        image_token_id=4,
+        projector_hidden_size=32,
+    )
+    pictures = tf.Lfm2VlImageProcessor(
+        encoder_patch_size=4,
+        min_image_tokens=1,
+        max_image_tokens=8,
+        max_num_patches=64,
+        do_image_splitting=False,
+    )
+    words = tokenizer(
+        image_token="<image>",
+        image_start_token="<start>",
+        image_end_token="<end>",
+        image_thumbnail_token="<video>",
+    )
+    processor = tf.Lfm2VlProcessor(pictures, words, chat_template=template("<image>"))
+    return tf.Lfm2VlForConditionalGeneration(config), processor
+
+
 MODELS = {
     "qwen2.5-vl": qwen2_5_vl,
     "internvl": internvl,
     "gemma3": gemma3,
+    "qwen3.5": qwen3_5,
     "qwen3-vl": qwen3_vl,
     "llava-onevision": llava_onevision,
     "mistral3": mistral3,
     "idefics3": idefics3,
+    "lfm2-vl": lfm2_vl,
 }
 
 

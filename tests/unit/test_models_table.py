@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.models import check
 from benchmarks.models.check import CRASH, EQUAL, REFUSED, TIED, WRONG, Answer, Outcome
-from benchmarks.models.prompts import PICTURES, Prompts, text_prompts
+from benchmarks.models.prompts import PICTURE, PICTURES, Prompts, text_prompts
 from benchmarks.models.table import CAUSAL, GAINS, SERVED, Line, ask, enter
 from benchmarks.models.tiny import (
     ORDINARY,
@@ -60,7 +60,7 @@ def test_a_tie_is_no_difference(model, prompt, own, monkeypatch):
     answers[1, 3] = (answers[1, 3] + 1) % VOCABULARY
     margins = own.margins.clone()
     margins[1, 3] = check.TIE / 2
-    tied = Answer(own.tokens, margins)
+    tied = Answer(own.tokens, own.length, margins)
     assert compared(model, prompt, tied, answers, None, monkeypatch)[0] == TIED
 
 
@@ -91,6 +91,35 @@ def test_a_picture_without_effect_proves_nothing():
         check.check_pictures(seeing, inputs)
 
 
+def test_dull_answers_may_be_refused(model, prompt, monkeypatch):
+    """A refusal says the same of any weights."""
+    monkeypatch.setattr(check, "compare", lambda *_: (REFUSED, "why"))
+    with torch.no_grad():
+        same = build("LlamaForCausalLM", tiny_config("llama"), 0, GAINS[0])
+        same.lm_head.weight.zero_()
+    found = list(check.outcomes(same, {"text": prompt}))
+    assert {outcome.found for outcome in found} == {REFUSED}
+
+
+def test_cross_attention_is_not_shut():
+    """Mllama's gates are zero at first: no picture would be seen."""
+    seeing = build("MllamaForConditionalGeneration", tiny_config("mllama"), 0, GAINS[0])
+    inputs = Prompts(seeing).of([PICTURE])
+    check.check_pictures(seeing, inputs)
+    with torch.no_grad():
+        for name, parameter in seeing.named_parameters():
+            if "cross_attn" in name and "gate" in name:
+                parameter.zero_()
+    with pytest.raises(check.Dull, match="picture"):
+        check.check_pictures(seeing, inputs)
+
+
+def test_another_picture_has_its_patches_in_their_places():
+    """The first two numbers of a flat patch are its row and column."""
+    reading = build("Kosmos2_5ForConditionalGeneration", tiny_config("kosmos-2.5"), 0, GAINS[0])
+    check.check_pictures(reading, Prompts(reading).of([PICTURE]))
+
+
 def test_the_worst_setting_is_the_type_s():
     line = Line(CAUSAL, "llama", "LlamaForCausalLM")
     equal = Outcome("text", "ar", EQUAL)
@@ -108,8 +137,8 @@ def test_the_worst_setting_is_the_type_s():
 def test_a_class_that_cannot_be_made_has_a_reason():
     line = ask(Line(CAUSAL, "llama", "NoSuchClass"))
     assert "NoSuchClass" in line.reason
-    with pytest.raises(NotBuildable, match="proteins"):
-        tiny_config("evolla")
+    with pytest.raises(NotBuildable, match="robot"):
+        tiny_config("pi0")
 
 
 def test_every_kind_of_layer_stays():
@@ -145,3 +174,15 @@ def test_drafts_are_kept_and_rejected(model, prompt, own):
     either = float((drafts[:-1] == row[1:, None]).any(-1).float().mean())
     assert 0.2 < first < 0.9
     assert either > first
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "chains"),
+    [("llama", "LlamaForCausalLM", False), ("lfm2", "Lfm2ForCausalLM", True)],
+)
+def test_chains_are_tried_where_trees_are_refused(name, architecture, chains, prompt):
+    found = list(check.outcomes(build(architecture, tiny_config(name), 0, GAINS[0]), {"x": prompt}))
+    assert {outcome.found for outcome in found} == {EQUAL}
+    drafted = found[-1]
+    assert drafted.method == ("text-draft of chains" if chains else "text-draft")
+    assert ("chains" in drafted.reason) == chains

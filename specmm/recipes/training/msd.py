@@ -166,9 +166,9 @@ def msd_config(target: VLMTarget, **changes: Any) -> MSDConfig:
         intermediate_size=target.family.inner,
         num_attention_heads=heads,
         num_key_value_heads=next(n for n in range(min(groups, heads), 0, -1) if heads % n == 0),
-        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
         rope_theta=_rope_base(config),
-        hidden_act=getattr(config, "hidden_act", "silu"),
+        hidden_act=getattr(config, "hidden_act", None) or "silu",
         qwen=config.model_type.startswith("qwen2"),
     )
     return MSDConfig(**(found | changes))
@@ -178,8 +178,8 @@ def _rope_base(config: Any) -> float:
     """The base of a decoder's rotary positions, the largest where its layers' differ."""
     rope = getattr(config, "rope_parameters", None) or {}
     each = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
-    bases = [kind["rope_theta"] for kind in each if kind.get("rope_theta")]
-    return float(max(bases, default=10000.0))
+    bases = [getattr(config, "rope_theta", None), *(kind.get("rope_theta") for kind in each)]
+    return float(max(filter(None, bases), default=10000.0))
 
 
 def shaking(noise: float, seed: int) -> Callable[[Tensor, Tensor], Tensor]:

@@ -308,6 +308,97 @@ CONFIGS = {
         video_start_token_id=ids("<|begin_of_video|>"),
         video_end_token_id=ids("<|end_of_video|>"),
     ),
+    "gemma4": lambda: tf.Gemma4Config(
+        vision_config=dict(
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=8,
+            patch_size=16,
+            pooling_kernel_size=3,
+            position_embedding_size=64,
+        ),
+        text_config=TEXT
+        | dict(
+            head_dim=8,
+            global_head_dim=8,
+            sliding_window=8,
+            num_kv_shared_layers=0,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=TEXT["vocab_size"],
+            tie_word_embeddings=False,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+        audio_config=None,
+        tie_word_embeddings=False,
+        image_token_id=ids("<image>"),
+        video_token_id=ids("<|video|>"),
+        audio_token_id=ids("<audio>"),
+        boi_token_id=ids("<boi>"),
+        eoi_token_id=ids("<eoi>"),
+    ),
+    "lfm2-vl": lambda: tf.Lfm2VlConfig(
+        vision_config=dict(
+            model_type="siglip2_vision_model",
+            num_patches=16,
+            vision_use_head=False,
+            **{k: v for k, v in TOWER.items() if k != "image_size"},
+        ),
+        text_config=text("lfm2", layer_types=["conv", "full_attention"]),
+        image_token_id=ids("<image>"),
+        projector_hidden_size=24,
+        downsample_factor=2,
+    ),
+    "janus": lambda: tf.JanusConfig(
+        vision_config=dict(
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=8,
+            patch_size=4,
+            projection_dim=32,
+            mlp_ratio=2,
+            depth=2,
+            num_image_tokens=4,
+        ),
+        text_config=text("llama"),
+        vq_config=dict(
+            embed_dim=4,
+            num_embeddings=8,
+            base_channels=32,
+            channel_multiplier=[1, 1],
+            num_res_blocks=1,
+            latent_channels=4,
+            num_hidden_layers=1,
+            projection_dim=32,
+            image_token_embed_dim=32,
+        ),
+        image_token_id=ids("<image>"),
+    ),
+    "mllama": lambda: tf.MllamaConfig(
+        vision_config=dict(
+            image_size=16,
+            patch_size=4,
+            attention_heads=2,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_global_layers=1,
+            vision_output_dim=48,
+            intermediate_layers_indices=[0, 1],
+            max_num_tiles=4,
+            supported_aspect_ratios=[[w, h] for w in range(1, 5) for h in range(1, 4 // w + 1)],
+        ),
+        text_config=TEXT
+        | dict(
+            num_hidden_layers=3,
+            cross_attention_layers=[1],
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        ),
+        image_token_index=ids("<image>"),
+    ),
     "idefics3": lambda: tf.Idefics3Config(
         vision_config=TOWER,
         text_config=text("llama"),
@@ -329,8 +420,10 @@ def random_model(name):
     made = tf.AutoModelForImageTextToText.from_config(CONFIGS[name]()).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for key, parameter in made.named_parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.25, generator=generator)
+            elif "gate" in key:  # of layers that read pictures, shut until they are trained
+                parameter.fill_(1.0)
     made.generation_config.eos_token_id, made.generation_config.pad_token_id = 2, 0
     return made
