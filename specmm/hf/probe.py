@@ -19,7 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from specmm.hf.families import WAYS, Family, Way, own_logits, plain_tokens
@@ -158,6 +158,8 @@ def _agreeing(family: Family, found: Callable[[Way], Tensor], wanted: Tensor) ->
     wrong with the one that comes nearest.
     """
     ways = family.ways
+    if not _embeds_alike(family):
+        ways = tuple(way for way in ways if way.whole)
     if bool(wanted.isnan().any()):
         return ways[0]
     close = CLOSE.get(wanted.dtype, ROUNDED)
@@ -172,6 +174,27 @@ def _agreeing(family: Family, found: Callable[[Way], Tensor], wanted: Tensor) ->
             return way
         faults.append((off, f"{DIFFERS} by {off:.1%} of their range"))
     return min(faults, key=lambda fault: fault[0])[1]
+
+
+def _embeds_alike(family: Family) -> bool:
+    """Whether a placeholder that is generated reaches the decoder as its own embedding."""
+    if not family.image_tokens or family.body is family.decoder:
+        return True
+    ids = torch.tensor([family.image_tokens], device=family.model.device)
+    seen: list[Tensor] = []
+
+    def see(_: nn.Module, __: object, given: dict[str, Any]) -> None:
+        seen.append(given["inputs_embeds"])
+
+    handle = family.decoder.register_forward_pre_hook(see, with_kwargs=True)
+    try:
+        with torch.inference_mode():
+            family.body(input_ids=ids, use_cache=False)
+            return torch.equal(seen[0], family.embedding(ids))
+    except FAULTS:  # it takes no placeholders without pictures
+        return True
+    finally:
+        handle.remove()
 
 
 def _distance(found: Tensor, wanted: Tensor) -> float:

@@ -121,9 +121,8 @@ class Forced(LogitsProcessor):
         return torch.full_like(scores, float("-inf")).index_fill(1, torch.tensor([self.token]), 0.0)
 
 
-WRONG = pytest.mark.xfail(reason="Kimi's class reads a placeholder as padding", strict=False)
 # Janus's generate passes no processors on
-READ = [pytest.param(n, marks=[WRONG] if n == "kimi" else []) for n in CONFIGS if n != "janus"]
+READ = [name for name in CONFIGS if name != "janus"]
 
 
 @pytest.mark.parametrize("name", READ)
