@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import specmm
 from specmm import methods
+from specmm.hf.families import Family
 
 NEW = 12  # tokens of an answer
 TIE = 1e-4  # of the range of the logits: what rounding may decide
@@ -27,8 +28,13 @@ PIXELS = (
     "pixel_values_local",
     "protein_input_ids",
 )
+<<<<<<< HEAD
 SHUT = -1e30  # less than any logit that is not masked
 VARIED = 3  # different tokens that answers must hold
+=======
+MASKED = -1e30  # logits below are of tokens that may not come
+VARIED = 4  # different tokens that answers must hold
+>>>>>>> core29
 EQUAL = "equal"
 REFUSED = "refused"
 WRONG = "WRONG"
@@ -73,14 +79,20 @@ def outcomes(model: PreTrainedModel, prompts: dict[str, Inputs]) -> Iterator[Out
     for name, inputs in prompts.items():
         own = own_answer(model, inputs)
         drafter = bigrams(model, inputs.get("input_ids", own.tokens), own.tokens)
+<<<<<<< HEAD
         found = [outcome(name, model, inputs, own, method, drafter) for method in METHODS]
         if any(one.found == EQUAL for one in found):
+=======
+        found = [_outcome(model, name, inputs, own, method, drafter) for method in METHODS]
+        if any(outcome.found == EQUAL for outcome in found):
+>>>>>>> core29
             check_varied(name, own.tokens)
             if name == "picture":
                 check_pictures(model, inputs)
         yield from found
 
 
+<<<<<<< HEAD
 def outcome(
     name: str,
     model: PreTrainedModel,
@@ -94,6 +106,21 @@ def outcome(
     if found == REFUSED and "must be chains" in reason:
         found, why = compare(model, inputs, own, CHAIN, drafter)
         return Outcome(name, "text-draft of chains", found, why or reason)
+=======
+def _outcome(
+    model: PreTrainedModel,
+    name: str,
+    inputs: Inputs,
+    own: Answer,
+    method: methods.TextMethod,
+    drafter: LlamaForCausalLM,
+) -> Outcome:
+    """What came of ``method``; a chain is tried where a tree is refused."""
+    found, reason = compare(model, inputs, own, method, drafter)
+    if found == REFUSED and "must be chains" in reason:
+        chained, why = compare(model, inputs, own, CHAIN, drafter)
+        return Outcome(name, "text-draft of chains", chained, why or reason)
+>>>>>>> core29
     return Outcome(name, method.name, found, reason)
 
 
@@ -106,6 +133,7 @@ def check_varied(name: str, tokens: Tensor) -> None:
 def check_pictures(model: PreTrainedModel, inputs: Inputs) -> None:
     """Raise :class:`Dull` unless other pixels give other logits."""
     first: Inputs = {**inputs, "max_new_tokens": 1}
+<<<<<<< HEAD
     other = {name: _negative(name, value) for name, value in first.items()}
     found = [_with_logits(model, given).logits[0].float() for given in (first, other)]  # [B, V]
     moved = float(((found[0] - found[1]).abs().amax(-1) / spread_of(found[0])).amin())
@@ -126,6 +154,26 @@ def spread_of(logits: Tensor) -> Tensor:
     """The range [...] of ``logits`` [..., V], without those that are shut."""
     lowest = logits.masked_fill(logits < SHUT, float("inf")).amin(-1)
     return (logits.amax(-1) - lowest).clamp(min=1e-30)
+=======
+    other = {k: _another(v) if k in PIXELS else v for k, v in first.items()}
+    found = [_with_logits(model, given).logits[0].float() for given in (first, other)]  # [B, V]
+    moved = (found[0] - found[1]).abs().amax(-1) / _spread(found[0])
+    if float(moved.amin()) < SEEN:
+        raise Dull(f"the picture moves logits by {float(moved.amin()):.1e} of their range")
+
+
+def _another(pixels: Tensor) -> Tensor:
+    """Other ``pixels``: the places among them, whole numbers, are kept; ids are turned around."""
+    if not pixels.is_floating_point():
+        return pixels.flip(-1)
+    return torch.where(pixels == pixels.round(), pixels, -pixels)
+
+
+def _spread(logits: Tensor) -> Tensor:
+    """The range [...] of ``logits`` [..., V] that are not masked."""
+    masked = logits < MASKED
+    return (logits.amax(-1) - logits.masked_fill(masked, float("inf")).amin(-1)).clamp(min=1e-30)
+>>>>>>> core29
 
 
 @torch.no_grad()
@@ -134,7 +182,11 @@ def own_answer(model: PreTrainedModel, inputs: Inputs) -> Answer:
     found = _with_logits(model, inputs)
     logits = torch.stack(found.logits, dim=1).float()  # [B, T, V]
     best = logits.topk(2).values
+<<<<<<< HEAD
     margins = (best[..., 0] - best[..., 1]) / spread_of(logits)
+=======
+    margins = (best[..., 0] - best[..., 1]) / _spread(logits)
+>>>>>>> core29
     sequences = found.sequences
     return Answer(sequences[:, -len(found.logits) :], sequences.shape[1], margins)
 
@@ -152,7 +204,12 @@ def fresh(inputs: Inputs) -> Inputs:
 def compare(
     model: PreTrainedModel, inputs: Inputs, own: Answer, method: Any, drafter: PreTrainedModel
 ) -> tuple[str, str]:
-    """What came of ``method``, and the sentence that goes with it."""
+    """What came of ``method``, and the sentence that goes with it.
+
+    Layers with states take chains: there ``text-draft`` has its default tree, which is one.
+    """
+    if method.name == methods.TextDraft.name and Family.of(model).chains_only:
+        method = methods.TextDraft()
     ours = specmm.custom_generate(
         drafter if method.name == methods.TextDraft.name else None, method=method
     )

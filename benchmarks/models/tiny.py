@@ -25,7 +25,6 @@ WIDTH = 64
 HEADS = 4
 HEAD_DIM = 16
 LAYERS = 2  # at least
-GATE = 0.7  # of what a new model leaves out, as Mllama does with pictures
 PAD = 0
 BOS = 1
 EOS = 2
@@ -224,9 +223,13 @@ def build(architecture: str, config: PreTrainedConfig, seed: int, gains: Gains) 
 
 def _own(kind: Any, config: PreTrainedConfig) -> PreTrainedConfig:
     """``config``, or the one inside it that the class ``kind`` takes."""
-    wanted: type[PreTrainedConfig] = kind.config_class
-    inner = (getattr(config, name, None) for name in config.sub_configs)
-    return next((c for c in (config, *inner) if isinstance(c, wanted)), config)
+    if isinstance(config, kind.config_class):
+        return config
+    for name in config.sub_configs:
+        inner = getattr(config, name, None)
+        if isinstance(inner, PreTrainedConfig) and isinstance(inner, kind.config_class):
+            return inner
+    return config
 
 
 def _scale_ends(model: Any, factor: float) -> None:
@@ -250,7 +253,7 @@ def _randomise(name: str, parameter: nn.Parameter, generator: torch.Generator, g
     if parameter.ndim > 1:
         inputs = parameter[0].numel() if parameter.ndim > 3 else parameter.shape[-1]
         parameter.normal_(0, gain * inputs**-0.5, generator=generator)
-    elif parameter.numel() == 1 and float(parameter) == 0:
-        parameter.fill_(GATE)
+    elif "gate" in name.rsplit(".", 1)[-1] and not bool(parameter.any()):
+        parameter.fill_(1.0)  # of cross-attention, which is shut before training
     elif not bool(parameter.isfinite().all()):
         parameter.normal_(0, 1, generator=generator)

@@ -312,7 +312,8 @@ class Family:
             far = queries // self.chunk != keys // self.chunk
             masks[CHUNKED] = bias.masked_fill(far, float("-inf"))
         if self.chains_only:
-            return masks | {name: masks.get(kind) for name, kind in self._attention_of.items()}
+            none = dict.fromkeys(("linear_attention", "conv"))  # as decoders name what states take
+            return none | masks | {name: masks.get(k) for name, k in self._attention_of.items()}
         return masks[next(iter(self.kinds))] if len(self.kinds) == 1 else masks
 
     def positions(self, prompt: VLMPrompt) -> tuple[dict[str, Tensor], Tensor]:

@@ -36,6 +36,7 @@ LATER: Trees = (((-1, 0), 1), ((-1,), 0))  # the same by chains
 PROMPTS = (3, 2)  # tokens of each row before the tree
 OWN = 3  # tokens that the model itself answers a prompt with
 CLOSE = {torch.float32: 0.001, torch.float64: 0.001}  # of the spread of log-probabilities
+STEPS = 0.01  # where layers have states: some compute one token otherwise than several
 ROUNDED = 0.15  # the same in half precision
 LEAST = -80.0  # a log-probability that float32 can still tell from that of 0
 DIFFERS = "its scores of a small draft tree differ from its own"
@@ -118,7 +119,7 @@ def _of_text(model: PreTrainedModel, target: Probing) -> Answer:
     tokens = plain_tokens(model.config, PROMPTS[0] + nodes)
     drafts = tokens[PROMPTS[0] :].expand(len(PROMPTS), -1)
     try:
-        wanted = _own(model, tokens, _paths(trees))
+        wanted = (_own_steps if chains else _own)(model, tokens, _paths(trees))
     except FAULTS as error:
         return _told(error)
     rows = padded([tokens[:count].tolist() for count in PROMPTS], model.device)
@@ -127,7 +128,7 @@ def _of_text(model: PreTrainedModel, target: Probing) -> Answer:
     def found(way: Way) -> Tensor:
         return _ours(target(way), prompt, drafts.to(model.device), trees)[:, 1:]
 
-    return _agreeing(ways, found, wanted)
+    return _agreeing(family, found, wanted)
 
 
 def _of_prompt(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> Answer:
@@ -146,19 +147,23 @@ def _of_prompt(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> An
     def found(way: Way) -> Tensor:
         return _ours(target(way), ours, drafts, trees)[:, [0, 1, 3]]
 
-    return _agreeing(family.ways, found, wanted)
+    return _agreeing(family, found, wanted)
 
 
 def _room(model: PreTrainedModel) -> int:
     return Family.of(model).room
 
 
-def _agreeing(ways: Sequence[Way], found: Callable[[Way], Tensor], wanted: Tensor) -> Answer:
-    """The first of ``ways`` whose log-probabilities are those ``wanted``; else what is wrong with
-    the one that comes nearest.
+def _agreeing(family: Family, found: Callable[[Way], Tensor], wanted: Tensor) -> Answer:
+    """The first of the ``family``'s ways whose log-probabilities are those ``wanted``; else what is
+    wrong with the one that comes nearest.
     """
+    ways = family.ways
     if bool(wanted.isnan().any()):
         return ways[0]
+    close = CLOSE.get(wanted.dtype, ROUNDED)
+    if family.chains_only:
+        close = max(close, STEPS)
     faults = []
     for way in ways:
         try:
@@ -166,7 +171,7 @@ def _agreeing(ways: Sequence[Way], found: Callable[[Way], Tensor], wanted: Tenso
         except FAULTS as error:
             faults.append((float("inf"), _told(error)))
             continue
-        if off <= CLOSE.get(wanted.dtype, ROUNDED):
+        if off <= close:
             return way
         faults.append((off, f"{DIFFERS} by {off:.1%} of their range"))
     return min(faults, key=lambda fault: fault[0])[1]
@@ -209,14 +214,46 @@ def _own(model: PreTrainedModel, tokens: Tensor, paths: Sequence[tuple[int, ...]
     return last.float().log_softmax(-1).to(logits.dtype).unflatten(0, (len(PROMPTS), len(paths)))
 
 
+def _own_steps(model: PreTrainedModel, tokens: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
+    """As :func:`_own`, token by token as its generate: some mixers compute otherwise at once."""
+    own_logits(model, tokens[None, :1])  # what else is read of it
+    longest = [path for path in paths if not any(_begins(path, other) for other in paths)]
+    row_of = [next(i for i, x in enumerate(longest) if x[: len(p)] == p) for p in paths]
+    width = max(map(len, paths))
+    drafts = tokens[PROMPTS[0] :]
+    forced = [drafts[[*path, *path[:1] * (width - len(path))]].tolist() for path in longest]
+    places = [len(path) for path in paths]
+    found = []
+    for count in PROMPTS:
+
+        def next_token(row: int, before: Tensor, count: int = count) -> list[int]:
+            return [forced[row][min(len(before) - count, width - 1)]]
+
+        inputs = {"input_ids": tokens[:count].expand(len(longest), -1).to(model.device)}
+        _, logits = _generate(model, inputs, width + 1, prefix_allowed_tokens_fn=next_token)
+        found.append(logits[row_of, places])
+    return torch.stack(found)
+
+
+def _begins(path: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether ``other`` goes on from ``path``."""
+    return len(path) < len(other) and other[: len(path)] == path
+
+
 def _generated(model: PreTrainedModel, prompt: VLMPrompt) -> tuple[Tensor, Tensor]:
     """The model's own next tokens [B, T] and log-probabilities [B, T, V], the likeliest of which
     need not be these tokens: its generation settings may forbid some.
     """
-    inputs, _ = prompt.at_left()
+    return _generate(model, prompt.at_left()[0], OWN)
+
+
+def _generate(
+    model: PreTrainedModel, inputs: dict[str, Any], count: int, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """``count`` tokens [B, T] of the model's own generate, and log-probabilities [B, T, V]."""
     plain = GenerationConfig(
-        max_new_tokens=OWN,
-        min_new_tokens=OWN,
+        max_new_tokens=count,
+        min_new_tokens=count,
         do_sample=False,
         output_logits=True,
         return_dict_in_generate=True,
@@ -224,9 +261,9 @@ def _generated(model: PreTrainedModel, prompt: VLMPrompt) -> tuple[Tensor, Tenso
     )
     generator: Any = model
     with torch.inference_mode():
-        made = generator.generate(**inputs, generation_config=plain)
+        made = generator.generate(**inputs, generation_config=plain, **options)
     logits = torch.stack(made.logits, dim=1)
-    return made.sequences[:, -OWN:], logits.float().log_softmax(-1).to(model.dtype)
+    return made.sequences[:, -count:], logits.float().log_softmax(-1).to(model.dtype)
 
 
 @torch.inference_mode()

@@ -39,8 +39,10 @@ from specmm.cache import branched
 # Tokens of one call of a mixer. To give it those kept once more costs less than a call for them
 # alone, until they are many; kernels take chunks of 64 or more at a time anyway.
 MOST = 32
-SCALES = (1.0, 16.0, -16.0)  # of the tokens that a mixer is asked with: bounds must show
-CLOSE = 1e-3  # of the largest number
+# Of the tokens that a mixer is asked with: small ones leave the state as it is, large ones show
+# what is bounded.
+SCALES = (0.05, 1.0, 16.0, -16.0)
+CLOSE = 1e-3  # of a token's largest number
 
 Way = Literal["window", "chunk", "steps"]
 
@@ -210,7 +212,7 @@ class States:
             generator.manual_seed(0)
             self._write(slots, [_noise(x, generator) for x in committed])
             outputs = [_tokens(part.run(own), part.width) for part in calls]
-            return [torch.cat(outputs, dim=1), *self._read(slots)]
+            return [*torch.cat(outputs, dim=1).unbind(1), *self._read(slots)]
 
         try:
             own = copy.deepcopy(module).float()

@@ -236,6 +236,33 @@ def idefics3():
     return tf.Idefics3ForConditionalGeneration(config), processor
 
 
+def lfm2_vl():
+    """Short convolutions in every other layer; patches filled up, and how many there are."""
+    layers = ["conv", "full_attention"]
+    config = tf.Lfm2VlConfig(
+        text_config=TEXT
+        | dict(model_type="lfm2", block_auto_adjust_ff_dim=False, layer_types=layers),
+        vision_config=TOWER | dict(model_type="siglip2_vision_model", patch_size=4, num_patches=64),
+        image_token_id=4,
+        projector_hidden_size=32,
+    )
+    pictures = tf.Lfm2VlImageProcessor(
+        encoder_patch_size=4,
+        min_image_tokens=1,
+        max_image_tokens=8,
+        max_num_patches=64,
+        do_image_splitting=False,
+    )
+    words = tokenizer(
+        image_token="<image>",
+        image_start_token="<start>",
+        image_end_token="<end>",
+        image_thumbnail_token="<video>",
+    )
+    processor = tf.Lfm2VlProcessor(pictures, words, chat_template=template("<image>"))
+    return tf.Lfm2VlForConditionalGeneration(config), processor
+
+
 MODELS = {
     "qwen2.5-vl": qwen2_5_vl,
     "internvl": internvl,
@@ -245,6 +272,7 @@ MODELS = {
     "llava-onevision": llava_onevision,
     "mistral3": mistral3,
     "idefics3": idefics3,
+    "lfm2-vl": lfm2_vl,
 }
 
 
