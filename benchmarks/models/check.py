@@ -28,13 +28,8 @@ PIXELS = (
     "pixel_values_local",
     "protein_input_ids",
 )
-<<<<<<< HEAD
-SHUT = -1e30  # less than any logit that is not masked
-VARIED = 3  # different tokens that answers must hold
-=======
 MASKED = -1e30  # logits below are of tokens that may not come
 VARIED = 4  # different tokens that answers must hold
->>>>>>> core29
 EQUAL = "equal"
 REFUSED = "refused"
 WRONG = "WRONG"
@@ -79,34 +74,14 @@ def outcomes(model: PreTrainedModel, prompts: dict[str, Inputs]) -> Iterator[Out
     for name, inputs in prompts.items():
         own = own_answer(model, inputs)
         drafter = bigrams(model, inputs.get("input_ids", own.tokens), own.tokens)
-<<<<<<< HEAD
-        found = [outcome(name, model, inputs, own, method, drafter) for method in METHODS]
-        if any(one.found == EQUAL for one in found):
-=======
         found = [_outcome(model, name, inputs, own, method, drafter) for method in METHODS]
         if any(outcome.found == EQUAL for outcome in found):
->>>>>>> core29
             check_varied(name, own.tokens)
             if name == "picture":
                 check_pictures(model, inputs)
         yield from found
 
 
-<<<<<<< HEAD
-def outcome(
-    name: str,
-    model: PreTrainedModel,
-    inputs: Inputs,
-    own: Answer,
-    method: Any,
-    drafter: PreTrainedModel,
-) -> Outcome:
-    """What came of ``method``, by chains where the model takes no trees."""
-    found, reason = compare(model, inputs, own, method, drafter)
-    if found == REFUSED and "must be chains" in reason:
-        found, why = compare(model, inputs, own, CHAIN, drafter)
-        return Outcome(name, "text-draft of chains", found, why or reason)
-=======
 def _outcome(
     model: PreTrainedModel,
     name: str,
@@ -119,8 +94,7 @@ def _outcome(
     found, reason = compare(model, inputs, own, method, drafter)
     if found == REFUSED and "must be chains" in reason:
         chained, why = compare(model, inputs, own, CHAIN, drafter)
-        return Outcome(name, "text-draft of chains", chained, why or reason)
->>>>>>> core29
+        return Outcome(name, "text-draft of chains", chained, why)
     return Outcome(name, method.name, found, reason)
 
 
@@ -133,28 +107,6 @@ def check_varied(name: str, tokens: Tensor) -> None:
 def check_pictures(model: PreTrainedModel, inputs: Inputs) -> None:
     """Raise :class:`Dull` unless other pixels give other logits."""
     first: Inputs = {**inputs, "max_new_tokens": 1}
-<<<<<<< HEAD
-    other = {name: _negative(name, value) for name, value in first.items()}
-    found = [_with_logits(model, given).logits[0].float() for given in (first, other)]  # [B, V]
-    moved = float(((found[0] - found[1]).abs().amax(-1) / spread_of(found[0])).amin())
-    if moved < SEEN:
-        raise Dull(f"the picture moves logits by {moved:.1e} of their range")
-
-
-def _negative(name: str, value: Any) -> Any:
-    """The ``value`` of an input, of another picture where it is one."""
-    if name not in PIXELS:
-        return value
-    if name == "flattened_patches":  # the first two numbers of each are its place
-        return torch.cat([value[..., :2], -value[..., 2:]], dim=-1)
-    return -value if value.is_floating_point() else value.flip(-1)
-
-
-def spread_of(logits: Tensor) -> Tensor:
-    """The range [...] of ``logits`` [..., V], without those that are shut."""
-    lowest = logits.masked_fill(logits < SHUT, float("inf")).amin(-1)
-    return (logits.amax(-1) - lowest).clamp(min=1e-30)
-=======
     other = {k: _another(v) if k in PIXELS else v for k, v in first.items()}
     found = [_with_logits(model, given).logits[0].float() for given in (first, other)]  # [B, V]
     moved = (found[0] - found[1]).abs().amax(-1) / _spread(found[0])
@@ -173,7 +125,6 @@ def _spread(logits: Tensor) -> Tensor:
     """The range [...] of ``logits`` [..., V] that are not masked."""
     masked = logits < MASKED
     return (logits.amax(-1) - logits.masked_fill(masked, float("inf")).amin(-1)).clamp(min=1e-30)
->>>>>>> core29
 
 
 @torch.no_grad()
@@ -182,11 +133,7 @@ def own_answer(model: PreTrainedModel, inputs: Inputs) -> Answer:
     found = _with_logits(model, inputs)
     logits = torch.stack(found.logits, dim=1).float()  # [B, T, V]
     best = logits.topk(2).values
-<<<<<<< HEAD
-    margins = (best[..., 0] - best[..., 1]) / spread_of(logits)
-=======
     margins = (best[..., 0] - best[..., 1]) / _spread(logits)
->>>>>>> core29
     sequences = found.sequences
     return Answer(sequences[:, -len(found.logits) :], sequences.shape[1], margins)
 
