@@ -45,6 +45,7 @@ from specmm.training import seeded
 
 MODEL = "pocket/coder"
 ATTENTION = "attention"
+TRAININGS = "lfm2:150:80,qwen3_5:53:3,granite:2:2"
 PROMPT = 96  # tokens read
 WRITTEN = 96  # tokens of an answer
 DRAFTS = 6  # of a round
@@ -204,9 +205,9 @@ def row(player: Player, baseline: Player) -> Row:
 
 
 def main(
-    kinds: Annotated[str, typer.Option(help="Which, with commas between.")] = ",".join(KINDS),
-    steps: Annotated[int, typer.Option(min=1, help="Of training a model.")] = 150,
-    drafting: Annotated[int, typer.Option(min=1, help="Of training its drafter.")] = 80,
+    kinds: Annotated[
+        str, typer.Option(help="KIND:STEPS:STEPS of model and drafter, with commas between.")
+    ] = TRAININGS,
     prompts: Annotated[int, typer.Option(min=1, help="Places in held-out files.")] = 6,
     cache: Annotated[Path, typer.Option(help="Where trainings are kept.")] = CACHE / "hybrids",
     threads: Threads = 1,
@@ -216,8 +217,10 @@ def main(
     torch.set_num_threads(threads)
     tf.logging.set_verbosity_error()
     coder = TextPipeline.from_pretrained(MODEL, torch_dtype=torch.float32)
-    made = [trained(kind, coder, writable(cache), steps, drafting) for kind in kinds.split(",")]
-    players = [attention(coder, cache), *made]
+    players = [attention(coder, writable(cache))]
+    for chosen in kinds.split(","):
+        kind, steps, drafting = chosen.split(":")
+        players.append(trained(kind, coder, cache, int(steps), int(drafting)))
     held_out = text_stream(coder.tokenizer, cache, held_out=True)
     random = Random("hybrids")
     for _ in tqdm(range(prompts), desc="prompts"):
@@ -225,7 +228,7 @@ def main(
         ids = held_out[first : first + PROMPT].long()[None]
         for drafts in (True, False):
             play(players, ids, drafts)
-    facts = environment(model=MODEL, drafts=DRAFTS, transformers=tf.__version__)
+    facts = environment(model=MODEL, kinds=kinds, drafts=DRAFTS, transformers=tf.__version__)
     rows = [row(player, players[0]) for player in players]
     write_results(out, "hybrids", rows, facts)
     for found in rows:

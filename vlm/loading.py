@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,20 @@ def load_model(folder: Path, dtype: torch.dtype | None = None) -> Any:
             f"{folder} must hold a vision-language model, got model type {config.model_type!r}"
         )
     return pretrained.load_model(AutoModelForImageTextToText, folder, dtype=dtype or "auto").eval()
+
+
+def moved(model: Any, device: torch.device | str, dtype: torch.dtype) -> Any:
+    """``model`` on ``device`` in ``dtype``; its complex numbers stay, of which a cast keeps the
+    real part only (Llama 4's vision tower turns by such).
+    """
+    kept = {name: buffer for name, buffer in model.named_buffers() if buffer.is_complex()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Casting complex values to real")
+        model = model.to(device, dtype)
+    for name, buffer in kept.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, buffer.to(device))
+    return model
 
 
 def load_processor(folder: Path) -> Any:

@@ -36,7 +36,7 @@ from specmm.registry import named
 from specmm.stats import Certificate, Stats
 from specmm.turns import in_its_turn, turns_of
 from specmm.vlm.asking import Images, Questions, Texts, Videos
-from specmm.vlm.loading import load_model, load_processor
+from specmm.vlm.loading import load_model, load_processor, moved
 
 
 @dataclass
@@ -102,7 +102,7 @@ class VQAPipeline(Pipeline):
         folder = find(name)
         model = load_model(folder, torch_dtype)
         size = sum(p.numel() for p in model.parameters())
-        model = model.to(device, torch_dtype or choose_dtype(size, device=device))
+        model = moved(model, device, torch_dtype or choose_dtype(size, device=device))
         prepack(use_tree_attention(model))
         if isinstance(drafter, str | Path):
             drafter = load_drafter(cls.drafter_kind(resolved), find(drafter), model)

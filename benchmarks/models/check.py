@@ -16,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import specmm
 from specmm import methods
-from specmm.hf.families import Family
 
 NEW = 12  # tokens of an answer
 TIE = 1e-4  # of the range of the logits: what rounding may decide
@@ -151,12 +150,7 @@ def fresh(inputs: Inputs) -> Inputs:
 def compare(
     model: PreTrainedModel, inputs: Inputs, own: Answer, method: Any, drafter: PreTrainedModel
 ) -> tuple[str, str]:
-    """What came of ``method``, and the sentence that goes with it.
-
-    Layers with states take chains: there ``text-draft`` has its default tree, which is one.
-    """
-    if method.name == methods.TextDraft.name and Family.of(model).chains_only:
-        method = methods.TextDraft()
+    """What came of ``method``, and the sentence that goes with it."""
     ours = specmm.custom_generate(
         drafter if method.name == methods.TextDraft.name else None, method=method
     )

@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentio
 
 from specmm.cache import LayerSize, Memory, StaticMemory
 from specmm.hf.families import has_states
-from specmm.hf.states import StateLayer
+from specmm.hf.mixers import StateLayer
 
 
 class _SlotLayer(CacheLayerMixin):

@@ -118,13 +118,16 @@ class Family:
                 "encoder-decoder; let transformers' own generate answer"
             )
         text = config.get_text_config(decoder=True)
-        decoder: Any = model.base_model if text is config else model.get_decoder()
-        if decoder is not model and decoder.get_output_embeddings() is not None:
+        body: Any = model.base_model
+        decoder: Any = body if text is config else model.get_decoder()
+        if decoder.get_output_embeddings() is not None:
             parts = (x for x in decoder.children() if isinstance(x, PreTrainedModel))
             decoder = next(parts, decoder)  # of a language model with its head
+        if text is config:
+            body = decoder
         return cls(
             model=model,
-            body=model.base_model,
+            body=body,
             decoder=decoder,
             head=head_of(model),
             embedding=model.get_input_embeddings(),

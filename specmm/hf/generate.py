@@ -50,6 +50,7 @@ INSTEAD = {  # of options that make generate decode otherwise
     "use_mtp": "use the method of a drafter that you have",
     "assistant_early_exit": "use the method of a drafter that you have",
 } | dict.fromkeys(OTHER_MODES, "call generate without custom_generate")
+PICTURES = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")  # in a prompt
 WARPERS = ("Epsilon", "MinP", "Temperature", "TopK", "TopP", "Typical")
 SCORES_ONLY = tuple(getattr(transformers, f"{name}LogitsWarper") for name in WARPERS)
 
@@ -72,8 +73,9 @@ def custom_generate(
     MSD, DEER or block ``drafter``, once for each batch size. Raises ``ValueError`` for whatever
     makes generate decode otherwise than token by token (beams, an assistant, contrastive search and
     the like), for guidance, SynthID's watermarks, ``inputs_embeds``, caches that hold tokens,
-    positions other than the tokens' own, dictionaries with scores, logits, attentions or hidden
-    states, ``stop`` without a tokenizer, and auto with another drafter or none.
+    positions other than the tokens' own, pictures read in chunks, dictionaries with scores, logits,
+    attentions or hidden states, ``stop`` without a tokenizer, and auto with another drafter or
+    none.
     """
     resolved: Method = methods.make(methods.GENERATE, method)
     plans: dict[Any, Plan] = {}
@@ -204,6 +206,12 @@ def _check(
         raise ValueError(
             "prompts must be input_ids, got inputs_embeds, whose tokens drafters cannot read; give "
             "ids"
+        )
+    shown = sorted(name for name in inputs if name in PICTURES and inputs[name] is not None)
+    if config.prefill_chunk_size is not None and shown:
+        raise ValueError(
+            f"prefill_chunk_size must be off for prompts with {', '.join(shown)}, which are read "
+            f"whole, got {config.prefill_chunk_size}; leave it out"
         )
     if length := _filled(inputs.get("past_key_values")):
         raise ValueError(

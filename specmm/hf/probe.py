@@ -36,7 +36,6 @@ LATER: Trees = (((-1, 0), 1), ((-1,), 0))  # the same by chains
 PROMPTS = (3, 2)  # tokens of each row before the tree
 OWN = 3  # tokens that the model itself answers a prompt with
 CLOSE = {torch.float32: 0.001, torch.float64: 0.001}  # of the spread of log-probabilities
-STEPS = 0.01  # where layers have states: some compute one token otherwise than several
 ROUNDED = 0.15  # the same in half precision
 LEAST = -80.0  # a log-probability that float32 can still tell from that of 0
 DIFFERS = "its scores of a small draft tree differ from its own"
@@ -162,8 +161,6 @@ def _agreeing(family: Family, found: Callable[[Way], Tensor], wanted: Tensor) ->
     if bool(wanted.isnan().any()):
         return ways[0]
     close = CLOSE.get(wanted.dtype, ROUNDED)
-    if family.chains_only:
-        close = max(close, STEPS)
     faults = []
     for way in ways:
         try:

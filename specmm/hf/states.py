@@ -19,133 +19,34 @@ the states, C width, W inputs of a convolution, T tokens.
 
 from __future__ import annotations
 
-import copy
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import LinearAttentionLayer
 
 from specmm.cache import branched
+from specmm.hf.mixers import (
+    Call,
+    Mixer,
+    StateLayer,
+    Watch,
+    Way,
+    map_tokens,
+    of_tokens,
+    read,
+    way_of,
+    write,
+    zipped,
+)
 
 # Tokens of one call of a mixer. To give it those kept once more costs less than a call for them
 # alone, until they are many; kernels take chunks of 64 or more at a time anyway.
 MOST = 32
-# Of the tokens that a mixer is asked with: small ones leave the state as it is, large ones show
-# what is bounded.
-SCALES = (0.05, 1.0, 16.0, -16.0)
-CLOSE = 1e-3  # of a token's largest number
-
-Way = Literal["window", "chunk", "steps"]
-
-
-class Slot(NamedTuple):
-    """Where a state is: the layer's number, which kind, and its number in the layer."""
-
-    layer: int
-    kind: Literal["conv", "recurrent"]
-    place: int
-
-
-@dataclass(frozen=True)
-class Mixer:
-    """A module that reads and writes the states at ``slots``, and its way back."""
-
-    module: nn.Module
-    slots: tuple[Slot, ...]
-    way: Way
-
-
-class Call(NamedTuple):
-    """What a module was called with; ``width`` tokens [1 or R, T, ...] in most tensors."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    width: int
-
-    def map(self, change: Callable[[Tensor], Tensor], width: int) -> Call:
-        """With every tensor of tokens changed to one of ``width`` tokens."""
-        args, kwargs = _map(change, self.width, (self.args, self.kwargs))
-        return Call(args, kwargs, width)
-
-    def part(self, first: int, stop: int) -> Call:
-        """Only the tokens from ``first`` to ``stop``."""
-        return self.map(lambda x: x[:, first:stop], stop - first)
-
-    def rows(self, which: Tensor) -> Call:
-        """Only the rows ``which``; tensors that all rows share stay."""
-        return self.map(lambda x: x if len(x) == 1 else x[which], self.width)
-
-    def run(self, module: nn.Module) -> Any:
-        """What ``module`` gives."""
-        return module(*self.args, **self.kwargs)
-
-
-class StateLayer(LinearAttentionLayer):
-    """The states of one layer, [R, ...].
-
-    While ``record_past`` is on, a forward leaves them alone: what it makes of them is in ``made``.
-    """
-
-    def __init__(self, number_of_states: int = 1, number: int = 0) -> None:
-        super().__init__(number_of_states)
-        self.number = number
-        self.made: dict[Slot, Tensor] = {}
-        self.written: Callable[[Slot], None] | None = None  # told where a module writes
-
-    def update_conv_state(
-        self,
-        conv_states: Tensor,
-        state_idx: int = 0,
-        conv_kernel_size: int | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """The inputs [R, C, T] of a convolution after those that the state holds."""
-        slot = Slot(self.number, "conv", state_idx)
-        if self.written is not None:
-            self.written(slot)
-        if not self.record_past:
-            full: Tensor = super().update_conv_state(
-                conv_states, state_idx, conv_kernel_size=conv_kernel_size, **kwargs
-            )
-            return full
-        self.made[slot] = torch.cat([self.state(slot), conv_states], dim=-1)
-        return self.made[slot]
-
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
-        """Take the state after a forward."""
-        slot = Slot(self.number, "recurrent", state_idx)
-        if self.written is not None:
-            self.written(slot)
-        if not self.record_past:
-            kept: Tensor = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
-            return kept
-        self.made[slot] = recurrent_states
-        return recurrent_states
-
-    def state(self, slot: Slot) -> Tensor:
-        """The state at ``slot``."""
-        held = self.conv_states if slot.kind == "conv" else self.recurrent_states
-        found = held[slot.place]
-        assert found is not None, "the prefill leaves a state"
-        return found
-
-    def put(self, slot: Slot, state: Tensor) -> None:
-        """Let ``state`` be the one at ``slot``."""
-        held = self.conv_states if slot.kind == "conv" else self.recurrent_states
-        held[slot.place] = state
-
-
 _found: WeakKeyDictionary[nn.Module, tuple[Mixer, ...]] = WeakKeyDictionary()  # by decoder
 
 
@@ -179,56 +80,17 @@ class States:
         if self.decoder in _found:
             yield
             return
-        seen = _Watch(self)
+        seen = Watch(self.layers)
         with seen.hooks(self.decoder):
             yield
         ways: dict[type[nn.Module], Way] = {}
         for module, (slots, call) in seen.modules.items():
             if type(module) not in ways:
-                ways[type(module)] = self._way(module, slots, call)
+                ways[type(module)] = way_of(self.layers, module, slots, call)
         _found[self.decoder] = tuple(
             Mixer(module, tuple(slots), ways[type(module)])
             for module, (slots, _) in seen.modules.items()
         )
-
-    def _way(self, module: nn.Module, slots: Sequence[Slot], call: Call) -> Way:
-        if all(slot.kind == "conv" for slot in slots):
-            return "window"
-        return "chunk" if self._continues(module, slots, call) else "steps"
-
-    def _continues(self, module: nn.Module, slots: Sequence[Slot], call: Call) -> bool:
-        """Whether ``module`` does with some tokens at once what it does with one after the other.
-
-        Its states are random numbers meanwhile, so that to ignore them makes a difference. Numbers
-        are float32: half precision would hide what a bound changes.
-        """
-        last = call.part(call.width - 1, call.width).map(_float, 1)
-        tokens = [last.map(partial(_scaled, by=scale), 1) for scale in SCALES]
-        together = last.map(lambda x: torch.cat([_scaled(x, by) for by in SCALES], 1), len(SCALES))
-        committed = self._read(slots)
-        generator = torch.Generator(committed[0].device)
-
-        def run(own: nn.Module, *calls: Call) -> list[Tensor]:
-            generator.manual_seed(0)
-            self._write(slots, [_noise(x, generator) for x in committed])
-            outputs = [_tokens(part.run(own), part.width) for part in calls]
-            return [*torch.cat(outputs, dim=1).unbind(1), *self._read(slots)]
-
-        try:
-            own = copy.deepcopy(module).float()
-            pairs = zip(run(own, together), run(own, *tokens), strict=True)
-            return all(_close(a, b) for a, b in pairs)
-        except (RuntimeError, ValueError, IndexError):
-            return False  # it takes one token only
-        finally:
-            self._write(slots, committed)
-
-    def _read(self, slots: Sequence[Slot]) -> list[Tensor]:
-        return [self.layers[slot.layer].state(slot) for slot in slots]
-
-    def _write(self, slots: Sequence[Slot], states: Sequence[Tensor]) -> None:
-        for slot, state in zip(slots, states, strict=True):
-            self.layers[slot.layer].put(slot, state)
 
     def _record(self, on: bool, layers: Iterable[int] | None = None) -> None:
         for number in self.layers if layers is None else layers:
@@ -261,7 +123,7 @@ class States:
         modules = [mixer.module for mixer in self.mixers if mixer.way == "chunk"]
         sizes = {module: getattr(module, "chunk_size", 0) for module in modules}
         long = {module: size for module, size in sizes.items() if size > MOST}
-        if not long or self._read(self.mixers[0].slots)[0].device.type != "cpu":
+        if not long or read(self.layers, self.mixers[0].slots)[0].device.type != "cpu":
             yield
             return
         for module in long:
@@ -303,7 +165,7 @@ class States:
         joined = call
         if most:
             before = self.calls[mixer.module]
-            joined = _zipped(before, call, most, lambda old, new: self._row_by_row(old, new, most))
+            joined = zipped(before, call, most, lambda old, new: self._row_by_row(old, new, most))
         self.calls[mixer.module] = joined
         return joined
 
@@ -334,29 +196,31 @@ class States:
                 return x[:, most:]
             return x.gather(1, self._places(x[:, : self.nodes]))
 
-        return _map(new, most + self.nodes, output)
+        return map_tokens(new, most + self.nodes, output)
 
     # a mixer that takes one token at a time
 
     def _first_steps(self, mixer: Mixer, call: Call) -> Call:
         """Run all tokens but the last; what remains to be called."""
         self._record(False, {slot.layer for slot in mixer.slots})
-        states = [[state.clone() for state in self._read(mixer.slots)]]
+        states = [[state.clone() for state in read(self.layers, mixer.slots)]]
         self.outputs = []
         for token in range(call.width - 1):
             part = call.part(token, token + 1)
             self.outputs.append(mixer.module.forward(*part.args, **part.kwargs))
-            states.append([state.clone() for state in self._read(mixer.slots)])
+            states.append([state.clone() for state in read(self.layers, mixer.slots)])
         self.stages[mixer.module] = states
         return call.part(call.width - 1, call.width)
 
     def _last(self, mixer: Mixer, output: Any) -> Any:
         """The outputs of all tokens as one."""
-        self.stages[mixer.module].append([state.clone() for state in self._read(mixer.slots)])
+        self.stages[mixer.module].append(
+            [state.clone() for state in read(self.layers, mixer.slots)]
+        )
         self._record(True, {slot.layer for slot in mixer.slots})
         outputs = [*self.outputs, output]
         return pytree.tree_map(
-            lambda *parts: torch.cat(parts, dim=1) if _of_tokens(parts[0], 1) else parts[-1],
+            lambda *parts: torch.cat(parts, dim=1) if of_tokens(parts[0], 1) else parts[-1],
             *outputs,
         )
 
@@ -401,7 +265,7 @@ class States:
         stages = self.stages.pop(mixer.module)
         rows = torch.arange(len(kept), device=kept.device)
         states = [torch.stack(stage)[kept, rows] for stage in zip(*stages, strict=True)]
-        self._write(mixer.slots, states)
+        write(self.layers, mixer.slots, states)
 
     def _take_made(self, mixer: Mixer) -> None:
         for slot in mixer.slots:
@@ -424,110 +288,23 @@ class States:
     def _replay(self, mixer: Mixer, which: list[int], count: int) -> None:
         """Run the first ``count`` tokens of the rows ``which`` through the mixer."""
         call = self.calls[mixer.module].part(0, count)
-        whole = self._read(mixer.slots)
+        whole = read(self.layers, mixer.slots)
         if len(which) == self.rows:
             call.run(mixer.module)
             return
         rows = torch.tensor(which, device=whole[0].device)
-        self._write(mixer.slots, [state[rows] for state in whole])
+        write(self.layers, mixer.slots, [state[rows] for state in whole])
         call.rows(rows).run(mixer.module)
-        for state, part in zip(whole, self._read(mixer.slots), strict=True):
+        for state, part in zip(whole, read(self.layers, mixer.slots), strict=True):
             state[rows] = part.to(state.dtype)
-        self._write(mixer.slots, whole)
+        write(self.layers, mixer.slots, whole)
 
     def take(self, row: int, other: States) -> None:
         """Let ``row``'s states be those of the only sample of ``other``."""
         batch = self.rows // self.branches
         for mixer in self.mixers:
             slots = mixer.slots
-            for mine, new in zip(self._read(slots), other._read(slots), strict=True):
+            for mine, new in zip(read(self.layers, slots), read(other.layers, slots), strict=True):
                 mine[row::batch] = new
         for place in range(row, self.rows, batch):
             self.counts[place] = 0
-
-
-class _Watch:
-    """Which modules write states, and what they were called with."""
-
-    def __init__(self, states: States) -> None:
-        self.states = states
-        self.running: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
-        self.modules: dict[nn.Module, tuple[list[Slot], Call]] = {}
-        self.thread = threading.get_ident()
-
-    @contextmanager
-    def hooks(self, decoder: nn.Module) -> Iterator[None]:
-        """While ``decoder`` runs once."""
-        handles: list[Any] = []
-        for module in decoder.modules():
-            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(self._leave))
-        for layer in self.states.layers.values():
-            layer.written = self._written
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for layer in self.states.layers.values():
-                layer.written = None
-
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if threading.get_ident() == self.thread:
-            self.running.append((module, args, kwargs))
-
-    def _leave(self, module: nn.Module, args: object, output: object) -> None:
-        if threading.get_ident() == self.thread:
-            self.running.pop()
-
-    def _written(self, slot: Slot) -> None:
-        module, args, kwargs = self.running[-1]
-        first = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        call = Call(args, kwargs, first.shape[1])
-        slots, _ = self.modules.setdefault(module, ([], call))
-        if slot in slots:
-            raise ValueError(f"its {type(module).__name__} runs more than once a forward")
-        slots.append(slot)
-
-
-def _of_tokens(x: object, width: int) -> bool:
-    return isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == width
-
-
-def _map(change: Callable[[Tensor], Tensor], width: int, value: Any) -> Any:
-    """``value`` with each of its tensors [R, ``width``, ...] changed."""
-    return pytree.tree_map(lambda x: change(x) if _of_tokens(x, width) else x, value)
-
-
-def _zipped(old: Call, new: Call, most: int, join: Callable[[Tensor, Tensor], Tensor]) -> Call:
-    """``new`` with its tensors of tokens joined to those of ``old``."""
-    args, kwargs = pytree.tree_map(
-        lambda a, b: join(a, b) if _of_tokens(b, new.width) else b,
-        (old.args, old.kwargs),
-        (new.args, new.kwargs),
-    )
-    return Call(args, kwargs, most + new.width)
-
-
-def _tokens(output: Any, width: int) -> Tensor:
-    """The first tensor [R, ``width``, ...] of a module's ``output``."""
-    found: Tensor = next(x for x in pytree.tree_leaves(output) if _of_tokens(x, width))
-    return found
-
-
-def _float(x: Tensor) -> Tensor:
-    return x.float() if x.is_floating_point() else x
-
-
-def _scaled(x: Tensor, by: float) -> Tensor:
-    return x * by if x.is_floating_point() else x
-
-
-def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
-    if not like.is_floating_point():
-        return like.clone()
-    return torch.empty_like(like, dtype=torch.float32).normal_(generator=generator)
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    return float((a - b).abs().max()) <= CLOSE * float(b.abs().max())

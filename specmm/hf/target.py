@@ -25,9 +25,10 @@ from specmm.cache import Cache, CacheSize, branched
 from specmm.guidance import AllowedTokens, Guidance
 from specmm.hf.cache_layers import as_transformers
 from specmm.hf.families import WAYS, Family, Way
+from specmm.hf.mixers import StateLayer
 from specmm.hf.probe import check_model, way_of
 from specmm.hf.prompt import VLMPrompt as VLMPrompt
-from specmm.hf.states import StateLayer, States
+from specmm.hf.states import States
 from specmm.kernels.tree_attention import Mask, TreeMask
 from specmm.kernels.tree_attention.interface import PLACEHOLDER
 from specmm.processors import History, Processor, check_finite

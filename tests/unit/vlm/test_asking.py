@@ -11,7 +11,7 @@ from PIL import Image
 
 from specmm.vlm import wording
 from specmm.vlm.asking import Questions
-from tests.unit.vlm.tiny_vlms import (
+from tests.unit.vlm.tiny_processors import (
     CROPPED,
     FILMS,
     NESTED,

@@ -15,7 +15,8 @@ from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteria
 import specmm
 from specmm.hf.generate import PathProcessor
 from specmm.vlm.asking import Questions
-from tests.unit.vlm.tiny_vlms import PROCESSORS, random_model
+from tests.unit.vlm.tiny_processors import PROCESSORS
+from tests.unit.vlm.tiny_vlms import random_model
 
 SIZES = dict(
     vocab_size=40,
@@ -139,7 +140,6 @@ EQUAL = {
     "no time": dict(max_time=0.0),
     "static cache": dict(cache_implementation="static"),
     "dynamic cache": dict(cache_implementation="dynamic"),
-    "chunks": dict(prefill_chunk_size=4),
     "dictionary": dict(return_dict_in_generate=True),
     "scores that are not returned": dict(output_scores=True, output_attentions=True),
     "logits_to_keep": dict(logits_to_keep=2),
@@ -342,6 +342,15 @@ def test_a_cache_that_holds_tokens_is_refused(texts, prompt):
         model(prompt[:, :4], past_key_values=cache)
         with pytest.raises(ValueError, match="past_key_values must be empty, got a cache of 4 tok"):
             model.generate(prompt, max_new_tokens=4, do_sample=False, **given)
+
+
+def test_pictures_are_not_read_in_chunks(zoo, texts, prompt):
+    """Generate's own answer depends on where a chunk ends; a text's does not."""
+    options, fn = dict(prefill_chunk_size=4), {"custom_generate": specmm.custom_generate()}
+    made = (texts("llama"), {"input_ids": prompt})
+    assert torch.equal(sequences(made, options | fn), sequences(made, options))
+    with pytest.raises(ValueError, match="prefill_chunk_size must be off for prompts with"):
+        sequences((zoo.model("llava"), zoo.batch("llava", zoo.rows)), options | fn)
 
 
 def test_positions_of_others_are_refused(texts, prompt):

@@ -1,203 +1,9 @@
-"""Tiny processors of transformers over one tokenizer, and random models for what they give."""
+"""Tiny random models for what the processors of ``tiny_processors`` give."""
 
 import torch
 import transformers as tf
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-NAMED = {  # attributes of tokenizers that some processors read
-    "image_token": "<image>",
-    "boi_token": "<boi>",
-    "eoi_token": "<eoi>",
-    "video_token": "<video>",
-    "audio_token": "<audio>",
-    "boa_token": "<boa>",
-    "eoa_token": "<eoa>",
-    "start_image_token": "<img>",
-    "end_image_token": "</img>",
-    "context_image_token": "<IMG_CONTEXT>",
-    "img_line_break_token": "<line>",
-    "image_wrapper_token": "<wrap>",
-    "eof_token": "<eof>",
-    "image_start_token": "<image_start>",
-    "image_end_token": "<image_end>",
-    "image_break_token": "[IMG_BREAK]",
-}
-MORE = (
-    "<|image|> <|video|> [IMG] [IMG_END] <fake_token_around_image> <global-img> "
-    "<|begin_of_video|> <|end_of_video|> <|vision_start|> <|vision_end|> <IMG_START> <IMG_ATOM> "
-    "<IMG_GRID> <IMG_COL> <IMG_ROW> <IMG_END> <|patch|> <|image_start|> <|image_end|> "
-    "<|tile_x_separator|> <|tile_y_separator|> <|python_tag|> <|IMG_PATCH|> TILE_GLOBAL TILE_1"
-)
-SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", *NAMED.values(), *MORE.split()]
-TALK = "what is this where how many colour red blue green a the one two three dog cat box"
-WORDS = TALK.split()
-
-
-def tokenizer():
-    names = [*SPECIAL, *WORDS]
-    made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(names)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
-    return tf.PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        padding_side="left",
-        extra_special_tokens=NAMED,
-    )
-
-
-def template(image="<image>", video="<video>"):
-    return (
-        "<s>{% for m in messages %}{% for c in m['content'] %}"
-        f"{{% if c['type'] == 'image' %}}{image}{{% elif c['type'] == 'video' %}}{video}"
-        "{% else %} {{ c['text'] }} {% endif %}{% endfor %}{% endfor %}"
-    )
-
-
-def square(side):
-    return {"height": side, "width": side}
-
-
-SMALL = dict(size={"shortest_edge": 64, "longest_edge": 4096}, patch_size=4, merge_size=2)
-TILES = dict(image_grid_pinpoints=[[8, 8], [8, 16], [16, 8], [16, 16]])
-CROPPED = dict(size=square(8), crop_size=square(8))
-CLIP = dict(patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1)
-IN_VISION = "<|vision_start|>{}<|vision_end|>"
-BETWEEN = template(IN_VISION.format("<image>"), IN_VISION.format("<video>"))
-GLM = template(IN_VISION.format("<image>"), "<|begin_of_video|><video><|end_of_video|>")
-
-
-def qwen(name, pictures="Qwen2VL", videos="Qwen2VL", chat=BETWEEN):
-    pixels = getattr(tf, f"{pictures}ImageProcessor")(**SMALL)
-    films = getattr(tf, f"{videos}VideoProcessor")(**SMALL)
-    return getattr(tf, f"{name}Processor")(pixels, tokenizer(), films, chat_template=chat)
-
-
-def of(name, pictures, image="<image>", **options):
-    """A processor of pictures and a chat template."""
-    made = getattr(tf, f"{name}Processor")
-    return made(pictures, tokenizer(), chat_template=template(image), **options)
-
-
-def paligemma():
-    pictures = tf.SiglipImageProcessor(size=square(8))
-    pictures.image_seq_length = 4
-    return tf.PaliGemmaProcessor(pictures, tokenizer())
-
-
-def llava(**options):
-    return tf.LlavaProcessor(
-        tf.CLIPImageProcessor(**CROPPED),
-        tokenizer(),
-        **(CLIP | {"chat_template": template()} | options),
-    )
-
-
-def smolvlm():
-    films = tf.SmolVLMVideoProcessor(size={"longest_edge": 16}, num_frames=4, fps=1)
-    pictures = tf.SmolVLMImageProcessor(
-        size={"longest_edge": 32}, max_image_size={"longest_edge": 16}
-    )
-    return tf.SmolVLMProcessor(
-        pictures, tokenizer(), films, image_seq_len=4, chat_template=template()
-    )
-
-
-PROCESSORS = {
-    "llava": llava,
-    "llava-next": lambda: of("LlavaNext", tf.LlavaNextImageProcessor(**CROPPED, **TILES), **CLIP),
-    "llava-onevision": lambda: tf.LlavaOnevisionProcessor(
-        tf.LlavaOnevisionImageProcessor(size=square(8), **TILES),
-        tokenizer(),
-        tf.LlavaOnevisionVideoProcessor(size=square(8)),
-        num_image_tokens=4,
-        vision_feature_select_strategy="full",
-        chat_template=template(),
-    ),
-    "internvl": lambda: tf.InternVLProcessor(
-        tf.GotOcr2ImageProcessor(size=square(16)),
-        tokenizer(),
-        tf.InternVLVideoProcessor(size=square(16)),
-        image_seq_length=4,
-        chat_template=template("<IMG_CONTEXT>"),
-    ),
-    "gemma3": lambda: of(
-        "Gemma3", tf.Gemma3ImageProcessor(size=square(16)), "<boi>", image_seq_length=4
-    ),
-    "gemma4": lambda: tf.Gemma4Processor(
-        tf.Gemma4AudioFeatureExtractor(),
-        tf.Gemma4ImageProcessor(),
-        tokenizer(),
-        tf.Gemma4VideoProcessor(),
-        image_seq_length=4,
-        chat_template=template("<image>", "<|video|>"),
-    ),
-    "paligemma": paligemma,
-    "pixtral": lambda: of(
-        "Pixtral",
-        tf.PixtralImageProcessor(size={"longest_edge": 16}, patch_size=4),
-        "[IMG]",
-        patch_size=4,
-        image_token="[IMG]",
-    ),
-    "aya-vision": lambda: of(
-        "AyaVision",
-        tf.GotOcr2ImageProcessor(size=square(16)),
-        patch_size=4,
-        img_size=16,
-        downsample_factor=2,
-    ),
-    "cohere2-vision": lambda: of(
-        "Cohere2Vision", tf.Cohere2VisionImageProcessor(size=square(16), patch_size=4)
-    ),
-    "ovis2": lambda: of("Ovis2", tf.Ovis2ImageProcessor(size=square(16)), image_seq_length=4),
-    "qwen2-vl": lambda: qwen("Qwen2VL"),
-    "qwen2.5-vl": lambda: qwen("Qwen2_5_VL"),
-    "qwen3-vl": lambda: qwen("Qwen3VL", videos="Qwen3VL"),
-    "glm4v": lambda: qwen("Glm4v", "Glm4v", "Glm4v", GLM),
-    "llama4": lambda: of(
-        "Llama4", tf.Llama4ImageProcessor(size=square(16)), "<|image|>", patch_size=4
-    ),
-    "idefics3": lambda: of(
-        "Idefics3",
-        tf.Idefics3ImageProcessor(size={"longest_edge": 32}, max_image_size={"longest_edge": 16}),
-        image_seq_len=4,
-    ),
-    "smolvlm": smolvlm,
-    "lfm2-vl": lambda: of(
-        "Lfm2Vl",
-        tf.Lfm2VlImageProcessor(
-            tile_size=16,
-            encoder_patch_size=4,
-            downsample_factor=2,
-            min_image_tokens=1,
-            max_image_tokens=8,
-            max_num_patches=64,
-        ),
-    ),
-    "kimi": lambda: tf.Kimi_K25Processor(
-        tf.Kimi_K25ImageProcessor(),
-        tokenizer(),
-        tf.Kimi_K25VideoProcessor(),
-        chat_template=template(),
-    ),
-    "deepseek-vl": lambda: of(
-        "DeepseekVL", tf.DeepseekVLImageProcessor(size=square(8), min_size=4), num_image_tokens=4
-    ),
-    "janus": lambda: of(
-        "Janus", tf.JanusImageProcessor(size=square(8), min_size=4), num_image_tokens=4
-    ),
-    "mllama": lambda: of("Mllama", tf.MllamaImageProcessor(size=square(16))),
-}
-FILMS = ("llava-onevision", "internvl", "gemma4", "kimi", "glm4v", "smolvlm")
-FILMS += ("qwen2-vl", "qwen2.5-vl", "qwen3-vl")
-NESTED = ("idefics3", "smolvlm", "mllama", "llava-onevision")  # pictures padded to a batch's most
-
-
-# ---- models of the same tokens
+from tests.unit.vlm.tiny_processors import SPECIAL, TILES, WORDS, tokenizer
 
 ids = tokenizer().convert_tokens_to_ids
 TEXT = dict(
@@ -277,6 +83,54 @@ CONFIGS = {
         image_token_index=ids("[IMG]"),
         spatial_merge_size=1,
         vision_feature_layer=-1,
+    ),
+    "aya-vision": lambda: tf.AyaVisionConfig(
+        vision_config=siglip(vision_use_head=False),
+        text_config=text("cohere2"),
+        image_token_index=ids("<|IMG_PATCH|>"),
+    ),
+    "llama4": lambda: tf.Llama4Config(
+        vision_config=TOWER
+        | dict(
+            intermediate_size=64,
+            vision_output_dim=32,
+            projector_input_dim=32,
+            projector_output_dim=32,
+            pixel_shuffle_ratio=0.5,
+        ),
+        text_config=TEXT
+        | dict(head_dim=8, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=16),
+        image_token_index=ids("<|patch|>"),
+        boi_token_index=ids("<|image_start|>"),
+        eoi_token_index=ids("<|image_end|>"),
+    ),
+    "kimi": lambda: tf.Kimi_K25Config(
+        vision_config=dict(
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            patch_size=14,
+        ),
+        projection_hidden_size=16,
+        text_config=text(
+            "deepseek_v3",
+            num_key_value_heads=4,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            moe_intermediate_size=16,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=8,
+            v_head_dim=8,
+            first_k_dense_replace=1,
+            n_shared_experts=1,
+        ),
+        image_token_id=ids("<image>"),
+        video_token_id=ids("<video>"),
     ),
     "cohere2-vision": lambda: tf.Cohere2VisionConfig(
         vision_config=siglip(),
