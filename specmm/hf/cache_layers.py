@@ -67,6 +67,8 @@ class _SlotLayer(CacheLayerMixin):
 class _SlotStateLayer(StateLayer, _SlotLayer):  # type: ignore[override]  # as transformers' own
     """A layer of both kinds."""
 
+    is_compileable = False  # or generate's preparation would make masks itself, without windows
+
     def __init__(self, memory: Memory | StaticMemory, number_of_states: int, number: int) -> None:
         _SlotLayer.__init__(self, memory)
         StateLayer.__init__(self, number_of_states, number)
