@@ -93,7 +93,7 @@ def _outcome(
     found, reason = compare(model, inputs, own, method, drafter)
     if found == REFUSED and "must be chains" in reason:
         chained, why = compare(model, inputs, own, CHAIN, drafter)
-        return Outcome(name, "text-draft of chains", chained, why)
+        return Outcome(name, "text-draft of chains", chained, why or reason)
     return Outcome(name, method.name, found, reason)
 
 
