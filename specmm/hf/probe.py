@@ -120,7 +120,7 @@ def _of_text(model: PreTrainedModel, target: Probing) -> Answer:
     try:
         wanted = (_own_steps if chains else _own)(model, tokens, _paths(trees))
     except FAULTS as error:
-        return _told(error)
+        return f"its own forward cannot read text alone ({_told(error)})"
     rows = padded([tokens[:count].tolist() for count in PROMPTS], model.device)
     prompt = VLMPrompt(rows, 1 + sum(kept for _, kept in trees))
 
@@ -168,7 +168,8 @@ def _agreeing(family: Family, found: Callable[[Way], Tensor], wanted: Tensor) ->
         try:
             off = _distance(found(way), wanted)
         except FAULTS as error:
-            faults.append((float("inf"), _told(error)))
+            fault = f"its forward fails with a cache that holds draft trees ({_told(error)})"
+            faults.append((float("inf"), fault))
             continue
         if off <= close:
             return way
