@@ -47,10 +47,12 @@ from specmm.diffusion_drafters.models.drafter_files import (
 )
 from specmm.hardware import state_of
 from specmm.hf.cache_layers import as_transformers
+from specmm.hf.families import cache_name
 
 TRANSFORMERS_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 NORM_EPS = 1e-6  # added to an embedding's mean square
 TABLE_ROWS = 8192  # embeddings normed at a time
+CACHE = cache_name(Qwen3DecoderLayer)
 
 
 @dataclass(frozen=True)
@@ -293,7 +295,7 @@ class DFlash(nn.Module):
         bias = cache.tree_bias(self.everyone)
         x = embeddings
         for layer in self.layers:
-            x = layer(x, attention_mask=bias, past_key_values=self.past, position_embeddings=turns)
+            x = layer(x, attention_mask=bias, position_embeddings=turns, **{CACHE: self.past})
         return self.norm(x)
 
     def _write(self, context: Tensor, positions: Tensor) -> None:

@@ -34,7 +34,7 @@ from specmm.hf.prompt import POSITIONS, VLMPrompt
 from specmm.kernels.tree_attention.interface import NAME as TREES
 
 GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")  # what M-RoPE counts by
-CACHES = ("past_key_values", "cache_params")  # what models call their cache
+CACHES = ("cache", "past_key_values", "cache_params")  # what models call theirs, now and before
 DROPPED = {"logits_to_keep", *CACHES, "use_cache", "return_dict", "labels"}  # said otherwise
 LAYERS = ("layers", "h")  # what decoders call their layers
 INNER = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")  # widths of feed-forwards
@@ -407,7 +407,7 @@ def head_of(model: PreTrainedModel) -> Any:
     return decoder.get_output_embeddings() if own is None and decoder is not model else own
 
 
-def cache_name(module: nn.Module) -> str:
+def cache_name(module: nn.Module | type[nn.Module]) -> str:
     """The argument of ``module`` that is a cache."""
     takes = inspect.signature(module.forward).parameters
     return next((name for name in CACHES if name in takes), CACHES[0])

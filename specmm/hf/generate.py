@@ -32,6 +32,7 @@ from specmm import methods
 from specmm.autotune import Plan
 from specmm.decode import Progress, decode, decode_plain
 from specmm.hf.drafting import Assembly, Method, assemble, choose, planned_by, preset_of
+from specmm.hf.families import CACHES
 from specmm.hf.prompt import POSITIONS, VLMPrompt
 from specmm.hf.running import ending, last_of, stop_texts
 from specmm.hf.target import VLMTarget
@@ -40,7 +41,7 @@ from specmm.randomness import Uniforms, sample_generators
 from specmm.tree import DraftTree
 from specmm.turns import in_its_turn
 
-NOT_INPUTS = {"past_key_values", "cache_params", "logits_to_keep", "use_cache", "cache_position"}
+NOT_INPUTS = {*CACHES, "logits_to_keep", "use_cache", "cache_position"}
 NOT_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 OTHER_MODES = ("penalty_alpha", "dola_layers", "constraints", "force_words_ids")
@@ -213,7 +214,7 @@ def _check(
             f"prefill_chunk_size must be off for prompts with {', '.join(shown)}, which are read "
             f"whole, got {config.prefill_chunk_size}; leave it out"
         )
-    if length := _filled(inputs.get("past_key_values")):
+    if length := max(_filled(inputs.get(name)) for name in CACHES):
         raise ValueError(
             f"past_key_values must be empty, got a cache of {length} tokens, which rounds cannot "
             "go on from; leave it out and give the whole prompt"

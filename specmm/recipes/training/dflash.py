@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
-from specmm.diffusion_drafters.models.dflash import BlockMemory, DFlash, DFlashConfig, context_keys
+from specmm.diffusion_drafters.models.dflash import (
+    CACHE,
+    BlockMemory,
+    DFlash,
+    DFlashConfig,
+    context_keys,
+)
 from specmm.hf.target import VLMTarget
 from specmm.recipes.training.blocks import ANCHORS, Anchors, Head, fading, probs_loss
 from specmm.recipes.training.drawn_rows import Batch, Rows
@@ -198,7 +204,7 @@ def _forward(model: DFlash, context: Tensor, embeddings: Tensor, drawn: Anchors)
     x = embeddings
     for layer in model.layers:
         mask = bias.to(x.dtype)
-        x = layer(x, attention_mask=mask, past_key_values=prefix, position_embeddings=turns)
+        x = layer(x, attention_mask=mask, position_embeddings=turns, **{CACHE: prefix})
     return model.norm(x).unflatten(1, (-1, drawn.size))
 
 
