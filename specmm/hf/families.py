@@ -239,7 +239,7 @@ class Family:
     @cached_property
     def takes(self) -> set[str]:
         """The names of the decoder's arguments."""
-        return set(inspect.signature(self.decoder.forward).parameters)
+        return set(inspect.signature(_compiled_from(self.decoder).forward).parameters)
 
     @cached_property
     def cache_name(self) -> str:
@@ -271,7 +271,8 @@ class Family:
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [..., V] of the decoder's ``states`` [..., C]."""
-        return self.after_head(self.head(states))
+        weight = getattr(self.head, "weight", states)
+        return self.after_head(self.head(states.to(weight.dtype)))
 
     def logits_of(self, ids: Tensor | None) -> Callable[[Tensor], Tensor]:
         """A head for the tokens ``ids`` [v] (None: all): states [..., C] to logits [..., v]."""
@@ -283,7 +284,7 @@ class Family:
         if bias is not None:
             few.bias = nn.Parameter(bias.detach()[ids], requires_grad=False)
         prepack(few)
-        return lambda states: self.after_head(few(states))
+        return lambda states: self.after_head(few(states.to(few.weight.dtype)))
 
     @cached_property
     def after_head(self) -> AfterHead:
@@ -328,7 +329,8 @@ class Family:
         if not self.mrope:
             return {}, none
         if prompt.inputs.get(POSITIONS) is not None:
-            return {POSITIONS: prompt.inputs[POSITIONS]}, prompt.next_positions() - prompt.lengths
+            given = prompt.inputs[POSITIONS]
+            return {POSITIONS: given}, _after(given, prompt.lengths) - prompt.lengths
         types = prompt.inputs.get("mm_token_type_ids")
         if types is None:  # 1 stands for a picture's token, 2 for a video's
             kinds = enumerate(self.image_tokens, start=1)
@@ -336,10 +338,10 @@ class Family:
         grids = {name: prompt.inputs[name] for name in GRIDS if prompt.inputs.get(name) is not None}
         if not grids:
             return {}, none
-        positions, offsets = self.body.get_rope_index(  # type: ignore[operator]
+        positions, _ = self.body.get_rope_index(  # type: ignore[operator]
             prompt.input_ids, mm_token_type_ids=types, attention_mask=prompt.mask, **grids
         )
-        return {"position_ids": positions}, offsets[:, 0]
+        return {POSITIONS: positions}, _after(positions, prompt.lengths) - prompt.lengths
 
     def own_inputs(
         self, inputs: dict[str, Any], past: TransformersCache
@@ -400,6 +402,14 @@ class Family:
         return positions.expand(3, -1, -1) if self.mrope and positions.ndim == 2 else positions
 
 
+def _after(positions: Tensor, lengths: Tensor) -> Tensor:
+    """What generate goes on with after ``positions`` [parts, B, L]: each part's last one and one
+    more [parts, B].
+    """
+    last = (lengths - 1).expand(len(positions), -1)[..., None]
+    return positions.gather(2, last)[..., 0] + 1
+
+
 def head_of(model: PreTrainedModel) -> Any:
     """What turns states into logits: the ``model``'s own head, or that of its language model."""
     own = model.get_output_embeddings()
@@ -409,8 +419,13 @@ def head_of(model: PreTrainedModel) -> Any:
 
 def cache_name(module: nn.Module | type[nn.Module]) -> str:
     """The argument of ``module`` that is a cache."""
-    takes = inspect.signature(module.forward).parameters
-    return next((name for name in CACHES if name in takes), CACHES[0])
+    takes = inspect.signature(_compiled_from(module).forward).parameters
+    return next((name for name in CACHES if name in takes), CACHES[1])
+
+
+def _compiled_from(module: Any) -> Any:
+    """What torch.compile has wrapped, or ``module``."""
+    return getattr(module, "_orig_mod", module)
 
 
 def has_states(layer: Any) -> bool:

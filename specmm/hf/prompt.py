@@ -130,7 +130,9 @@ class VLMPrompt:
             return self.inputs, first
         column = torch.arange(self.input_ids.shape[1], device=first.device)
         order = (column - first[:, None]) % len(column)
-        moved = {k: self.inputs[k].gather(1, order) for k in PER_TOKEN if k in self.inputs}
+        moved = {
+            k: self.inputs[k].gather(1, order) for k in PER_TOKEN if self.inputs.get(k) is not None
+        }
         if self.inputs.get(POSITIONS) is not None:
             moved[POSITIONS] = self.inputs[POSITIONS].gather(2, order.expand(3, -1, -1))
         return {**self.inputs, **moved}, first

@@ -38,6 +38,7 @@ class StaticVLMTarget(DeferredStop, VLMTarget):
     ) -> None:
         super().__init__(model, processor, name)
         odd = self.family.turning_point is not None or self.family.partial
+        odd = odd or None in self.family.layer_sizes
         if odd or self.way != WAYS[0]:
             raise ValueError(
                 f"compiled=True needs full attention and one set of positions, {name} has others"
@@ -49,6 +50,8 @@ class StaticVLMTarget(DeferredStop, VLMTarget):
         """As the parent's; one without ``scratch`` begins plain steps."""
         longest = room(prompt.room) - prompt.max_new_tokens
         output = super().prefill(dataclasses.replace(prompt, longest=longest), scratch)
+        if self.way != WAYS[0]:
+            raise ValueError(f"compiled=True does not serve rows of several lengths of {self.name}")
         with torch.inference_mode(False):  # programs write to them
             self.history.tokens = self.history.tokens.clone()
             self.history.lengths = self.history.lengths.clone()

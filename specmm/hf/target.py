@@ -102,7 +102,7 @@ class VLMTarget:
         if self.asks:
             self.way = check_model(model, self._probing)
         odd = self.family.partial or self.family.mrope or self.family.chains_only
-        if self.branches > 1 and odd:
+        if self.branches > 1 and (odd or self.way != WAYS[0]):
             raise ValueError(
                 f"cfg must be at most 1 for {name}: it has layers with states or that attend part "
                 "of the text, or M-RoPE"
@@ -138,7 +138,8 @@ class VLMTarget:
 
     @property
     def _weight(self) -> Tensor:
-        return next(self.family.decoder.parameters())
+        embedding = getattr(self.family.decoder.get_input_embeddings(), "weight", None)
+        return next(self.family.decoder.parameters()) if embedding is None else embedding
 
     @property
     def image_tokens(self) -> tuple[int, ...]:
@@ -161,9 +162,10 @@ class VLMTarget:
         not fit pictures, for a prompt that the model reads as we cannot, and under guidance for one
         without an unconditional one.
         """
-        self.make_room(prompt, scratch)
+        self.check(prompt)
         if self.asks and self.branches == 1:
             self.way = way_of(self.model, prompt, self._probing)
+        self.make_room(prompt, scratch)
         self.cache.aim(0, prompt.width)
         given = self._given(prompt)
         given[self.family.cache_name] = self.past
@@ -281,6 +283,8 @@ class VLMTarget:
         if self.recurrent is not None and alone.recurrent is not None:
             self.recurrent.take(row, alone.recurrent)
         self.history.take(row, alone.history)
+        if alone.offsets.ndim > self.offsets.ndim:  # the first row with positions in parts
+            self.offsets = self.offsets.expand(len(alone.offsets), -1).clone()
         self.offsets[..., row :: len(self.begins)] = alone.offsets
         self.begins[row] = alone.begins[0]
         self.places[row] = torch.arange(self.cache.slots, device=self.device)
@@ -433,6 +437,8 @@ class VLMTarget:
 
     def check(self, prompt: VLMPrompt) -> None:
         """Raise ``ValueError`` for a ``prompt`` that is too long or lacks what guidance needs."""
+        if self.branches > 1 and self.asks and prompt.vision:
+            raise ValueError(f"cfg must be at most 1 for pictures, got {', '.join(prompt.vision)}")
         if self.branches > 1 and prompt.unconditional is None:
             raise ValueError("cfg above 1 needs an unconditional prompt, got none")
         if self.branches == 1 and prompt.unconditional is not None:

@@ -33,6 +33,7 @@ from specmm.vlm.loading import load_model
 from specmm.vlm.msd import MSDDrafter
 from specmm.vlm.msd_head import MSDHead, load_for, save_msd
 from tests.integration.vlm_models import END, MODELS, save
+from tests.noisy import noisy
 
 QUICK = ("qwen2.5-vl", "internvl", "gemma3", "qwen3.5")  # M-RoPE, tiles, windows, states
 LENGTH = 20
@@ -44,8 +45,8 @@ def pictures(tmp_path_factory):
     """A folder with a wide picture, a high one and a video of four frames."""
     folder = tmp_path_factory.mktemp("pictures")
     for name, size in (("wide.png", (40, 20)), ("high.png", (24, 40))):
-        Image.effect_noise(size, 120).convert("RGB").save(folder / name)
-    first, *others = (Image.effect_noise((32, 32), 40 * i).convert("RGB") for i in range(1, 5))
+        noisy(size, 120).convert("RGB").save(folder / name)
+    first, *others = (noisy((32, 32), 40 * i).convert("RGB") for i in range(1, 5))
     first.save(folder / "clip.gif", save_all=True, append_images=others, duration=100)
     return folder
 

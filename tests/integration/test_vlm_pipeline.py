@@ -8,13 +8,13 @@ import shutil
 import pytest
 import torch
 import transformers as tf
-from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
 import specmm
 from specmm import methods
 from specmm.vlm.loading import load_model
+from tests.noisy import noisy
 
 TALK = (
     "what is this where how many colour red blue green a the one two three dog cat box and are "
@@ -114,7 +114,7 @@ def pipe(folder):
 
 @pytest.fixture
 def pictures():
-    return [Image.effect_noise((20, 12), 80 + 40 * i).convert("RGB") for i in range(3)]
+    return [noisy((20, 12), 80 + 40 * i).convert("RGB") for i in range(3)]
 
 
 def test_an_expert_drafts_where_no_other_small_model_does(folder, pictures, tmp_path):

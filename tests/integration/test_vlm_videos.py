@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import specmm
 from specmm.cli import app
 from specmm.hf.drafters.small_model import SmallModel
+from tests.noisy import noisy
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<|image_pad|>", "<|video_pad|>", "<v>", "</v>"]
 TALK = "what is this where how many colour red blue green a the one two three dog cat box"
@@ -104,7 +105,7 @@ def pipe(folder):
 
 @pytest.fixture(scope="module")
 def frames():
-    return [Image.effect_noise((20, 12), 40 + 20 * i).convert("RGB") for i in range(7)]
+    return [noisy((20, 12), 40 + 20 * i).convert("RGB") for i in range(7)]
 
 
 @pytest.fixture

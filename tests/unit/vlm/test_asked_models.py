@@ -4,7 +4,6 @@ answered as generate answers them.
 
 import pytest
 import torch
-from PIL import Image
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import specmm
@@ -12,6 +11,7 @@ from specmm.hf.families import Family
 from specmm.runs.run import kind_of
 from specmm.vlm.asking import Questions
 from specmm.vlm.pipeline import VQAPipeline
+from tests.noisy import noisy
 from tests.unit.vlm.tiny_processors import FILMS, PROCESSORS
 from tests.unit.vlm.tiny_vlms import CONFIGS, random_model
 
@@ -26,7 +26,7 @@ SEEN = [name for name in CONFIGS if name in FILMS and name != "kimi"]
 
 @pytest.fixture(scope="module")
 def noise():
-    return [Image.effect_noise((20, 12), 60 + 20 * i).convert("RGB") for i in range(7)]
+    return [noisy((20, 12), 60 + 20 * i).convert("RGB") for i in range(7)]
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

@@ -7,10 +7,10 @@ import importlib.util
 import pytest
 import torch
 import transformers as tf
-from PIL import Image
 
 from specmm.vlm import wording
 from specmm.vlm.asking import Questions
+from tests.noisy import noisy
 from tests.unit.vlm.tiny_processors import (
     CROPPED,
     FILMS,
@@ -43,7 +43,7 @@ def shown(name):
     """Pictures of four questions (two, none, one, none) and the last one's video where the
     processor takes any; 14 is a whole number of Kimi's patches.
     """
-    noise = [Image.effect_noise((20, 12), 60 + 20 * i).convert("RGB") for i in range(7)]
+    noise = [noisy((20, 12), 60 + 20 * i).convert("RGB") for i in range(7)]
     return [noise[:2], None, noise[2], None], [None] * 3 + [noise[3:] if name in FILMS else None]
 
 
@@ -101,7 +101,7 @@ def test_a_processor_without_videos_says_so(name, processor):
     if name in FILMS:
         return
     with pytest.raises(ValueError, match=r"must take videos, got a .*Processor, which takes none"):
-        noise = Image.effect_noise((20, 12), 60)
+        noise = noisy((20, 12), 60)
         Questions.of(None, "what is", videos=[noise, noise]).inputs(processor)
 
 
@@ -112,7 +112,7 @@ def test_it_begins_with_one_bos(name, processor):
     assert row.count(1) == 1 and row[0] == 1
 
 
-PICTURE = Image.effect_noise((20, 12), 60)
+PICTURE = noisy((20, 12), 60)
 TEXT_ONLY = "<s>{% for m in messages %} {{ m['content'] | trim }} {% endfor %}"
 
 

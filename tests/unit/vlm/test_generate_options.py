@@ -8,13 +8,13 @@ import functools
 import pytest
 import torch
 import transformers as tf
-from PIL import Image
 from scipy import stats
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import specmm
 from specmm.hf.generate import PathProcessor
 from specmm.vlm.asking import Questions
+from tests.noisy import noisy
 from tests.unit.vlm.tiny_processors import PROCESSORS
 from tests.unit.vlm.tiny_vlms import random_model
 
@@ -84,7 +84,7 @@ def made(request, zoo, texts):
 def asked(name):
     model = random_model(name)
     model.generation_config.eos_token_id = None
-    picture = Image.effect_noise((20, 12), 60).convert("RGB")
+    picture = noisy((20, 12), 60).convert("RGB")
     questions = Questions.of([picture, None], ["what is this", "how many red dog"])
     return model, questions.inputs(PROCESSORS[name]())
 

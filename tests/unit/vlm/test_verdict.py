@@ -5,12 +5,12 @@ who is heard.
 import pytest
 import torch
 import transformers as tf
-from PIL import Image
 
 from recipes.scenes.tokenizer import build_processor, build_tokenizer
 from specmm.hf.drafting import load_drafter
 from specmm.vlm.pipeline import VQAPipeline
 from specmm.vlm.verdict import SpeculativeVerdict, VerdictPrompts, best, consensus, log_perplexities
+from tests.noisy import noisy
 
 WORDS = (
     "question : answer what is it a red green dog cat house expert reasoning think step by the "
@@ -51,7 +51,7 @@ def expert(processor, seed):
 
 @pytest.fixture
 def picture():
-    return Image.effect_noise((8, 8), 90).convert("RGB")
+    return noisy((8, 8), 90).convert("RGB")
 
 
 def naive(expert, picture, prompt, answer):
