@@ -177,6 +177,15 @@ def _bytes(array: np.ndarray | Tensor) -> np.ndarray:
 
 def _read_animation(path: Path, choose: Choice) -> Frames:
     """Frames of a GIF, WebP or APNG; its speed is that of its mean frame."""
+    try:
+        return _frames_of(path, choose)
+    except (OSError, EOFError, SyntaxError) as error:
+        raise ValueError(
+            f"{path} must be a whole video, got a damaged or truncated one ({error})"
+        ) from error
+
+
+def _frames_of(path: Path, choose: Choice) -> Frames:
     with Image.open(path) as image:
         count = int(getattr(image, "n_frames", 1))
         width, height = image.size
@@ -200,7 +209,7 @@ def _read_file(path: Path, choose: Choice) -> Frames:
     readers = [name for name, package in READERS.items() if importlib.util.find_spec(package)]
     if not readers:
         raise ValueError(
-            f"reading {path} needs a package for videos, run: pip install av (or torchcodec); or "
+            f"reading {path} needs a package for videos, run: pip install 'specmm[video]' (or torchcodec); or "
             "give its frames, as a GIF, a folder or a list of pictures"
         )
     reasons = []
@@ -208,6 +217,8 @@ def _read_file(path: Path, choose: Choice) -> Frames:
         try:
             film: Any = str(path)
             frames, metadata = load_video(film, backend=name, sample_indices_fn=choose)
+            if not len(frames) or len(frames) != len(metadata.frames_indices):
+                raise ValueError(f"only {len(frames)} of the chosen frames can be read")
             return np.asarray(frames), metadata
         except (torch.OutOfMemoryError, _TooLarge):
             raise

@@ -37,6 +37,8 @@ def main(
         for line in types()
         if (not only or line.type in only) and mapping in ("", line.mapping)
     ]
+    if not chosen:
+        raise typer.BadParameter(f"no type of transformers is called {' or '.join(only or ())}")
     found = []
     with ThreadPoolExecutor(workers) as pool:
         for line in tqdm(pool.map(ask_apart, chosen), total=len(chosen), desc="types"):

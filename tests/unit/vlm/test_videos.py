@@ -92,7 +92,7 @@ def test_a_film_is_read_by_an_installed_package(tmp_path):
 def test_without_a_package_it_is_said_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(videos, "READERS", {"pyav": "no_such_package"})
     (tmp_path / "a.mp4").write_bytes(b"\0" * 100)
-    with pytest.raises(ValueError, match=r"pip install av .*or give its frames"):
+    with pytest.raises(ValueError, match=r"pip install .*or give its frames"):
         open_video(tmp_path / "a.mp4").frames()
 
 

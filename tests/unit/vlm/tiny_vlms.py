@@ -266,6 +266,8 @@ CONFIGS = {
         image_token_id=ids("<image>"),
     ),
 }
+if tf.__version__ == "5.24.0":  # its Llama 4 asks its language model for pictures
+    del CONFIGS["llama4"]
 
 
 def random_model(name):
