@@ -209,8 +209,8 @@ def _read_file(path: Path, choose: Choice) -> Frames:
     readers = [name for name, package in READERS.items() if importlib.util.find_spec(package)]
     if not readers:
         raise ValueError(
-            f"reading {path} needs a package for videos, run: pip install 'specmm[video]' (or torchcodec); or "
-            "give its frames, as a GIF, a folder or a list of pictures"
+            f"reading {path} needs a package for videos, run: pip install 'specmm[video]' (or "
+            "torchcodec); or give its frames, as a GIF, a folder or a list of pictures"
         )
     reasons = []
     for name in readers:
