@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from specmm.decode import decode
 from specmm.drafter import Feedback
@@ -323,7 +324,7 @@ def llava_of(facts, t):
     weights = part(t, "base.")
     model.lm_head.weight.data.copy_(weights.pop("lm_head.weight"))
     model.model.language_model.load_state_dict(part(weights, "model."), strict=True)
-    features = SimpleNamespace(pooler_output=list(t["in.image_features"]))
+    features = BaseModelOutputWithPooling(pooler_output=list(t["in.image_features"]))
     model.model.get_image_features = lambda pixel_values=None, **kwargs: features
     return model
 

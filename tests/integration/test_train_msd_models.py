@@ -45,7 +45,7 @@ def pictures(tmp_path_factory):
     """A folder with a wide picture, a high one and a video of four frames."""
     folder = tmp_path_factory.mktemp("pictures")
     for name, size in (("wide.png", (40, 20)), ("high.png", (24, 40))):
-        noisy(size, 120).convert("RGB").save(folder / name)
+        noisy(size, 60).convert("RGB").save(folder / name)
     first, *others = (noisy((32, 32), 40 * i).convert("RGB") for i in range(1, 5))
     first.save(folder / "clip.gif", save_all=True, append_images=others, duration=100)
     return folder

@@ -214,7 +214,9 @@ class _Prefix:
     def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         self.pairs = pairs
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
         """See transformers' ``Cache``."""
         old_keys, old_values = self.pairs[layer]
         values = torch.cat([old_values.to(values.dtype), values], dim=2)

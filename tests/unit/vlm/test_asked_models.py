@@ -26,7 +26,7 @@ SEEN = [name for name in CONFIGS if name in FILMS and name != "kimi"]
 
 @pytest.fixture(scope="module")
 def noise():
-    return [noisy((20, 12), 60 + 20 * i).convert("RGB") for i in range(7)]
+    return [noisy((20, 12), 40 + 30 * i).convert("RGB") for i in range(7)]
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
