@@ -10,6 +10,7 @@ import specmm
 from specmm.hf.families import Family
 from specmm.runs.run import kind_of
 from specmm.vlm.asking import Questions
+from specmm.vlm.loading import moved
 from specmm.vlm.pipeline import VQAPipeline
 from tests.noisy import noisy
 from tests.unit.vlm.tiny_processors import FILMS, PROCESSORS
@@ -139,3 +140,13 @@ def test_a_placeholder_that_is_generated_is_read_as_by_generate(name):
         fn = specmm.custom_generate()
         ours = model.generate(**inputs, **options, logits_processor=forced, custom_generate=fn)
         assert torch.equal(ours, wanted)
+
+
+def test_complex_numbers_stay_whole_in_another_dtype():
+    """Llama 4's vision tower turns by such."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model[0].register_buffer("turns", torch.tensor([1j, 2.0 - 3j]))
+    wanted = model[0].turns.clone()
+    found = moved(model, "cpu", torch.bfloat16)
+    assert found[0].weight.dtype == torch.bfloat16
+    assert torch.equal(found[0].turns, wanted)
