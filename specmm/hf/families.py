@@ -66,6 +66,7 @@ class AfterHead:
 _after_heads: WeakKeyDictionary[PreTrainedModel, AfterHead] = WeakKeyDictionary()
 _layer_sizes: WeakKeyDictionary[PreTrainedModel, tuple[LayerSize | None, ...]]
 _layer_sizes = WeakKeyDictionary()
+_cache_kinds: WeakKeyDictionary[PreTrainedModel, list[Any]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,9 @@ class Family:
     @cached_property
     def cache_kinds(self) -> list[Any]:
         """The layers of the cache that the model's own forward would make."""
-        return empty_cache(self.model).layers
+        if self.model not in _cache_kinds:  # making a cache takes milliseconds
+            _cache_kinds[self.model] = list(empty_cache(self.model).layers)
+        return _cache_kinds[self.model]
 
     @cached_property
     def chains_only(self) -> bool:
