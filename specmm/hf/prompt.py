@@ -58,12 +58,7 @@ class VLMPrompt:
                 f"{list(ids.shape)}"
             )
         order = (~mask).to(torch.int8).argsort(dim=1, stable=True)  # tokens first, in their order
-        moved = {
-            k: self.inputs[k].gather(1, order) for k in PER_TOKEN if self.inputs.get(k) is not None
-        }
-        if self.inputs.get(POSITIONS) is not None:
-            moved[POSITIONS] = self.inputs[POSITIONS][-3:].gather(2, order.expand(3, -1, -1))
-        self.inputs = {**self.inputs, **moved}
+        self.inputs = _moved(self.inputs, order)
 
     @property
     def input_ids(self) -> Tensor:
@@ -130,12 +125,7 @@ class VLMPrompt:
             return self.inputs, first
         column = torch.arange(self.input_ids.shape[1], device=first.device)
         order = (column - first[:, None]) % len(column)
-        moved = {
-            k: self.inputs[k].gather(1, order) for k in PER_TOKEN if self.inputs.get(k) is not None
-        }
-        if self.inputs.get(POSITIONS) is not None:
-            moved[POSITIONS] = self.inputs[POSITIONS].gather(2, order.expand(3, -1, -1))
-        return {**self.inputs, **moved}, first
+        return _moved(self.inputs, order), first
 
     def branches(self) -> tuple[Tensor, Tensor]:
         """Ids [R, ``width``] of both branches, which end where the answer begins, and each one's
@@ -178,6 +168,14 @@ class VLMPrompt:
         """The token ids of each row, without padding."""
         lengths = self.lengths.tolist()
         return [row[:n] for row, n in zip(self.input_ids.tolist(), lengths, strict=True)]
+
+
+def _moved(inputs: Mapping[str, Any], order: Tensor) -> dict[str, Any]:
+    """``inputs`` with what is per token in another ``order`` [B, L]."""
+    moved = {k: inputs[k].gather(1, order) for k in PER_TOKEN if inputs.get(k) is not None}
+    if inputs.get(POSITIONS) is not None:
+        moved[POSITIONS] = inputs[POSITIONS][-3:].gather(2, order.expand(3, -1, -1))
+    return {**inputs, **moved}
 
 
 def on_device(
