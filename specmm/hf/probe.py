@@ -74,8 +74,7 @@ def way_of(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> Way:
         return _way(model, _text[model], "")
     known = _prompts.setdefault(model, {})
     if prompt.kind not in known:
-        room = _room(model)
-        if room < prompt.width + OWN + 1:  # too long to ask about
+        if Family.of(model).room < prompt.width + OWN + 1:  # too long to ask about
             return _way(model, _text[model], "")
         with torch.autocast(model.device.type, enabled=False):
             known[prompt.kind] = _of_prompt(model, prompt, target)
@@ -104,7 +103,7 @@ def _of_text(model: PreTrainedModel, target: Probing) -> Answer:
     ways = family.ways
     trees = CHAINS if chains else TREE
     nodes = sum(len(parents) for parents, _ in trees)
-    if _room(model) < PROMPTS[0] + nodes:
+    if family.room < PROMPTS[0] + nodes:
         return ways[0]
     tokens = plain_tokens(model.config, PROMPTS[0] + nodes)
     drafts = tokens[PROMPTS[0] :].expand(len(PROMPTS), -1)
@@ -138,10 +137,6 @@ def _of_prompt(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> An
         return _ours(target(way), ours, drafts, trees)[:, [0, 1, 3]]
 
     return _agreeing(family, found, wanted)
-
-
-def _room(model: PreTrainedModel) -> int:
-    return Family.of(model).room
 
 
 def _agreeing(family: Family, found: Callable[[Way], Tensor], wanted: Tensor) -> Answer:
