@@ -48,6 +48,7 @@ def eagle3(
     rollout: Count,
     layers: Count,
     inner: Size,
+    slots: Size,
     vocabulary: Size,
     scenes: Count,
     seed: Seed,
@@ -75,7 +76,7 @@ def eagle3(
         beginnings = padded([row[:PROMPT].tolist() for row in found[-scenes:]])
         prompts = [VLMPrompt(beginnings, LONGEST)]
         ends = TextPipeline(network, tokenizer).ends()
-    train_eagle3(target, head, draw, out, steps=steps, lr=lr, rollout=rollout)
+    train_eagle3(target, head, draw, out, steps=steps, lr=lr, rollout=rollout, slots=slots)
     head.acceptance = _acceptance(target, head, prompts, ends)
     save_eagle3(head, place, target.model)
     return {"kind": "eagle3", "model": model, "steps": steps, "outputs": [str(place)]}
