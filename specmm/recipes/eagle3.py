@@ -120,7 +120,8 @@ def _visual(
         random = Random(f"eagle3 {seed} {i}")
         share = MOSTLY * min(1.0, 3 * i / rows)
         lines.append(opened.draw(random, random.random() < share))
-    lines = answered_lines(VQAPipeline(model, processor), lines, drawn, out)
+    if drawn:  # in the dtype that is fastest here
+        lines = answered_lines(VQAPipeline.from_pretrained(folder), lines, drawn, out)
     asked = opened.questions(scenes)
     prompts = [VLMPrompt(asked.inputs(processor), LONGEST, asked)]
     conversations = SeenConversations(target, lines, opened.read, batch)
