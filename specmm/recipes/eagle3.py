@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from specmm.files import writable
-from specmm.hf.drafters.eagle3 import Eagle3Head, save_eagle3
+from specmm.hf.drafters.eagle3_files import save_eagle3
+from specmm.hf.drafters.eagle3_head import Eagle3Head
 from specmm.hf.drafters.features import measure_acceptance
 from specmm.hf.pretrained import find_target, load_config, load_target, weights_folder
 from specmm.hf.prompt import VLMPrompt, padded
