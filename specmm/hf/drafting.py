@@ -63,6 +63,7 @@ KINDS: Mapping[str, DrafterKind] = {
     "msd": DrafterKind(
         f"{VLM}.msd:make", f"{VLM}.msd_head:load_for", "msd", plan=f"{VLM}.msd:choose_method"
     ),
+    "mtp": DrafterKind("specmm.hf.drafters.mtp:make", "specmm.hf.drafters.mtp_layers:load_layers"),
     "verdict": DrafterKind(
         "", f"{VLM}.verdict:load_experts", "experts", judge=f"{VLM}.verdict:make_judge"
     ),

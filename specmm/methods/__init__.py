@@ -35,6 +35,7 @@ from specmm.methods.images import (
 from specmm.methods.language import (
     DEER,
     MSD,
+    MTP,
     Block,
     DiffuSpec,
     PromptLookup,
@@ -51,6 +52,7 @@ __all__ = [
     "GENERATE",
     "IMAGE_TOKENS",
     "MSD",
+    "MTP",
     "RENAMED_VALUES",
     "SCALES",
     "SJD",
@@ -95,18 +97,19 @@ __all__ = [
 ]
 
 Method: TypeAlias = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Draft | Auto
-VQAMethod: TypeAlias = AR | TextDraft | VLMDraft | MSD | PromptLookup | Verdict | Draft | Auto
+VQAMethod: TypeAlias = AR | TextDraft | VLMDraft | MSD | MTP | PromptLookup | Verdict | Draft | Auto
 TransformersImageMethod: TypeAlias = AR | SJD | PromptLookup  # models that draw picture tokens
 ScalesMethod: TypeAlias = AR | CoDe | ScaleSpeculative | Auto
 ContinuousMethod: TypeAlias = AR | CSpD
 TextMethod: TypeAlias = (
-    AR | DiffuSpec | SpecDiff | DEER | Block | TextDraft | PromptLookup | Draft | Auto
+    AR | DiffuSpec | SpecDiff | DEER | Block | MTP | TextDraft | PromptLookup | Draft | Auto
 )
 GenerateMethod: TypeAlias = (
     AR
     | TextDraft
     | VLMDraft
     | MSD
+    | MTP
     | PromptLookup
     | DiffuSpec
     | SpecDiff
