@@ -5,10 +5,13 @@ that transformers' own conversions write.
 """
 
 import json
+import re
 
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
+
+from tests.integration import vlm_models
 
 SIZES = dict(
     vocab_size=37,
@@ -92,6 +95,14 @@ def qwen3_5_text(count):
     return config, True
 
 
+def qwen3_5(count):
+    """Pictures, M-RoPE and linear attention."""
+    model, _ = vlm_models.qwen3_5()
+    config = model.config
+    config.text_config.mtp_num_hidden_layers = count
+    return config, True
+
+
 def deeper(config, count):
     """``config`` of a model with ``count`` more layers, of the kinds of its MTP layers."""
     told = config.__class__.from_dict(config.to_dict())
@@ -105,21 +116,40 @@ def deeper(config, count):
     return told
 
 
-def save(folder, config, under_mtp, count, seed=0, made=None):
-    """A checkpoint of ``config`` with ``count`` MTP layers in ``folder``.
+KINDS = {
+    "deepseek": deepseek,
+    "glm": glm,
+    "mellum": mellum,
+    "qwen3.5 text": qwen3_5_text,
+    "qwen3.5": qwen3_5,
+}
 
-    Their names are those after the last layer or, with ``under_mtp``, Qwen 3.5's. ``made`` makes
-    the model of a config, by default a causal language model.
+
+SEEDS = {"glm": 4, "mellum": 4}  # with which drafts are kept, and rejected
+
+
+def save(name, folder, count=1, **sizes):
+    """A checkpoint of kind ``name`` with ``count`` MTP layers in ``folder``, and a processor.
+
+    The layers' names are those after the last layer, or Qwen 3.5's.
     """
-    torch.manual_seed(seed)
-    made = made or tf.AutoModelForCausalLM.from_config
-    model = made(deeper(config, count))
+    torch.manual_seed(SEEDS.get(name, 6))
+    config, under_mtp = KINDS[name](count)
+    for size, value in sizes.items():
+        setattr(config, size, value)
+    pictures = config.get_text_config() is not config
+    made = tf.AutoModelForImageTextToText if pictures else tf.AutoModelForCausalLM
+    model = made.from_config(deeper(config, count))
     spread(model)
+    (vlm_models.qwen3_5()[1] if pictures else vlm_models.tokenizer()).save_pretrained(folder)
+    model.generation_config.eos_token_id = [2, vlm_models.END]
+    model.generation_config.pad_token_id = 0
     model.save_pretrained(folder)
     text = config.get_text_config()
     first = text.num_hidden_layers
     state = load_file(folder / "model.safetensors")
-    (prefix,) = {n.split("layers.")[0] for n in state if f"layers.{first}." in n}
+    last = re.compile(rf"(.*\.)layers\.{first}\.input_layernorm")
+    (prefix,) = {found[1] for found in map(last.match, state) if found}
     for number in range(count):
         own = f"{prefix}layers.{first + number}."
         if under_mtp:
@@ -130,21 +160,27 @@ def save(folder, config, under_mtp, count, seed=0, made=None):
         beside = {
             "enorm": norm.detach() + 0.1 * torch.randn(width),
             "hnorm": norm.detach() + 0.1 * torch.randn(width),
-            "eh_proj": torch.randn(width, 2 * width) * width**-0.5,
+            "eh_proj": torch.cat([torch.eye(width), 0.1 * torch.randn(width, width)], 1),
             "norm": norm.detach() + 0.1 * torch.randn(width),
         }
         for name, x in beside.items():
             further = own + ("shared_head.norm" if name == "norm" else name)
             state[(f"mtp.{UNDER_MTP[name]}" if under_mtp else further) + ".weight"] = x
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    facts = json.loads((folder / "config.json").read_text()) | json.loads(config.to_json_string())
+    facts = json.loads((folder / "config.json").read_text()) | json.loads(config.to_json_string(use_diff=False))
     (folder / "config.json").write_text(json.dumps(facts))
     return folder
 
 
 def spread(model, by=4.0):
-    """Larger weights: those of a fresh model say nearly the same whatever they read."""
+    """Larger weights, for those of a fresh model say nearly the same whatever they read.
+
+    The latest token counts most, so that layers which pass on its embedding draft well.
+    """
     with torch.no_grad():
         for x in model.parameters():
             if x.ndim > 1:
                 x.mul_(by)
+        model.get_input_embeddings().weight.mul_(8)
+        if model.get_output_embeddings().out_features > len(vlm_models.MARKS):
+            model.get_output_embeddings().weight[: len(vlm_models.MARKS)] = 0  # answers hold few

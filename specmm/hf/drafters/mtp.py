@@ -179,8 +179,9 @@ class MtpDrafter:
 
 
 def shift_of(target: VLMTarget) -> Tensor:
-    """What is added to the place of a token in its text, for its position: [B] or [parts, B]."""
-    return target.offsets + target.begins - target.prompt.lengths
+    """What is added to the place of a token in its text, for its position: [B] or [3, B]."""
+    offsets = target.offsets if target.offsets.ndim == 1 else target.offsets[-3:]
+    return offsets + target.begins - target.prompt.lengths
 
 
 def _at(states: Tensor, slots: Tensor) -> Tensor:
