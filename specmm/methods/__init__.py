@@ -38,6 +38,7 @@ from specmm.methods.language import (
     MTP,
     Block,
     DiffuSpec,
+    Eagle3,
     PromptLookup,
     SpecDiff,
     TextDraft,
@@ -70,6 +71,7 @@ __all__ = [
     "DiffuSpec",
     "Draft",
     "Eagle",
+    "Eagle3",
     "GenerateMethod",
     "Lantern",
     "LanternPP",
@@ -97,18 +99,21 @@ __all__ = [
 ]
 
 Method: TypeAlias = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Draft | Auto
-VQAMethod: TypeAlias = AR | TextDraft | VLMDraft | MSD | MTP | PromptLookup | Verdict | Draft | Auto
+VQAMethod: TypeAlias = (
+    AR | TextDraft | VLMDraft | MSD | Eagle3 | MTP | Block | PromptLookup | Verdict | Draft | Auto
+)
 TransformersImageMethod: TypeAlias = AR | SJD | PromptLookup  # models that draw picture tokens
 ScalesMethod: TypeAlias = AR | CoDe | ScaleSpeculative | Auto
 ContinuousMethod: TypeAlias = AR | CSpD
 TextMethod: TypeAlias = (
-    AR | DiffuSpec | SpecDiff | DEER | Block | MTP | TextDraft | PromptLookup | Draft | Auto
+    AR | DiffuSpec | SpecDiff | DEER | Block | Eagle3 | MTP | TextDraft | PromptLookup | Draft | Auto
 )
 GenerateMethod: TypeAlias = (
     AR
     | TextDraft
     | VLMDraft
     | MSD
+    | Eagle3
     | MTP
     | PromptLookup
     | DiffuSpec

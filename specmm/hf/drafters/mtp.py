@@ -21,12 +21,11 @@ from torch import Tensor
 
 from specmm import methods
 from specmm.cache import Cache, CacheSize
-from specmm.drafter import DeferredDrafter, Feedback
+from specmm.drafter import DeferredDrafter, DrafterVocabulary, Feedback
 from specmm.growth import Growth
 from specmm.hf.drafters.mtp_layers import LayerSlots, MtpLayers, layers_of
-from specmm.hf.drafting import Assembly, Verification
+from specmm.hf.drafting import Assembly, Verification, drafting_probs
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
 from specmm.randomness import UniformSource
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings, static_tree
@@ -57,10 +56,11 @@ class MtpDrafter:
         self.target = target
         target.wants_context = True
         sampled = sampled and not target.processor.greedy
-        self.growth = Growth(tree, sampled, target.family.vocabulary, target.device, siblings)
+        vocabulary = DrafterVocabulary(target.family.vocabulary)
+        self.growth = Growth(tree, sampled, vocabulary, target.device, siblings)
         self.max_nodes = self.growth.max_nodes
         self.max_depth = self.growth.max_depth
-        self.probs = target.processor if isinstance(target.processor, Processor) else Processor()
+        self.probs = drafting_probs(target, vocabulary)
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
         """Make a cache as roomy as the target's and read the prompt."""
@@ -97,9 +97,7 @@ class MtpDrafter:
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """The tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         if feedback.result is not None:
-            self.depth = 0
             self.last = self.growth.read_committed(self, feedback)
-        self.depth = 1
         return self.growth.grow(self, feedback.token, self.last, uniforms)
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
@@ -108,7 +106,9 @@ class MtpDrafter:
             own = states.chunk(self.layers.count, -1)[min(depth, self.layers.count - 1)]
             return self.target.head(own).float()
 
-    def read(self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
+    def read(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor, depth: int
+    ) -> Tensor:
         """States [B, N, K · C] of all layers after ``tokens`` [B, N].
 
         ``hidden`` are the target's [B, N, C] of committed tokens, those of the parents [B, N, K ·
@@ -117,18 +117,17 @@ class MtpDrafter:
         with self.clock("draft"):
             embeddings = self.layers.model.embed_tokens(tokens)
             self.slots.aim(positions, positions + 1 + self.shift[..., None], bias)
-            if self.depth:
-                return self._read_drafts(embeddings, hidden)
+            if depth:
+                return self._read_drafts(embeddings, hidden, depth)
             return self._read_in_turn(self.slots, embeddings, hidden, self.last)
 
-    def _read_drafts(self, embeddings: Tensor, parents: Tensor) -> Tensor:
+    def _read_drafts(self, embeddings: Tensor, parents: Tensor, depth: int) -> Tensor:
         """One level of drafts: every layer reads what the one before predicted at the parents."""
         count = self.layers.count
         states = list(parents.chunk(count, -1))
-        before = states.copy() if self.depth >= count else [states[0], *states]
-        for number in range(min(self.depth, count - 1), count):
+        before = states.copy() if depth >= count else [states[0], *states]
+        for number in range(min(depth, count - 1), count):
             states[number] = self.slots.run(number, embeddings, before[number])
-        self.depth += 1
         return torch.cat(states, -1)
 
     def _read_in_turn(
