@@ -259,9 +259,7 @@ def _check_loaded(model: PreTrainedModel, report: dict[str, Any], folder: str | 
     kinds = {numberless(name) for name in model.state_dict()}
     beyond = _mtp_names(model.config)
     layers = [
-        name
-        for name in extra
-        if missing or (numberless(name) in kinds and not beyond.search(name))
+        name for name in extra if missing or (numberless(name) in kinds and not beyond.search(name))
     ]
     problems = {"missing": missing, "unexpected": layers, "wrong-shaped": shapes}
     check_names(problems, type(model).__name__, folder, ADVICE)

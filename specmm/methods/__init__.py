@@ -106,7 +106,17 @@ TransformersImageMethod: TypeAlias = AR | SJD | PromptLookup  # models that draw
 ScalesMethod: TypeAlias = AR | CoDe | ScaleSpeculative | Auto
 ContinuousMethod: TypeAlias = AR | CSpD
 TextMethod: TypeAlias = (
-    AR | DiffuSpec | SpecDiff | DEER | Block | Eagle3 | MTP | TextDraft | PromptLookup | Draft | Auto
+    AR
+    | DiffuSpec
+    | SpecDiff
+    | DEER
+    | Block
+    | Eagle3
+    | MTP
+    | TextDraft
+    | PromptLookup
+    | Draft
+    | Auto
 )
 GenerateMethod: TypeAlias = (
     AR

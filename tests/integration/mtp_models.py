@@ -167,7 +167,9 @@ def save(name, folder, count=1, **sizes):
             further = own + ("shared_head.norm" if name == "norm" else name)
             state[(f"mtp.{UNDER_MTP[name]}" if under_mtp else further) + ".weight"] = x
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    facts = json.loads((folder / "config.json").read_text()) | json.loads(config.to_json_string(use_diff=False))
+    facts = json.loads((folder / "config.json").read_text()) | json.loads(
+        config.to_json_string(use_diff=False)
+    )
     (folder / "config.json").write_text(json.dumps(facts))
     return folder
 

@@ -1,5 +1,5 @@
-"""Method ``mtp`` on tiny checkpoints with MTP layers: transformers' own numbers and tokens, pictures,
-ragged rows, exact sampling, and what is refused.
+"""Method ``mtp`` on tiny checkpoints with MTP layers: transformers' own numbers and tokens, ragged
+rows, pictures, and what is refused.
 """
 
 import json
@@ -12,16 +12,20 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 from specmm import TextPipeline, VQAPipeline, custom_generate, methods
 from specmm.decode import decode
+from specmm.drafter import Feedback
 from specmm.hf.drafters.mtp import MtpDrafter
 from specmm.hf.drafters.mtp_layers import layers_of
+from specmm.hf.families import cache_name
 from specmm.hf.pretrained import load_model
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.shape.trees import branching
+from specmm.stats import Clock
 from specmm.tree import TreeShape
 from specmm.verify import Recursive
+from specmm.vlm.asking import Questions
 from tests.integration.mtp_models import save
 from tests.noisy import noisy
 
@@ -85,7 +89,9 @@ def greedy(model, drafter_class, tree, prompts, length=LENGTH):
     target = VLMTarget(model, Processor(0.0))
     drafter = drafter_class(layers_of(model), target, tree)
     uniforms = Uniforms.from_seeds(range(len(prompts)))
-    *_, end = decode(target, drafter, Recursive(), VLMPrompt(padded(prompts), length), length, uniforms)
+    *_, end = decode(
+        target, drafter, Recursive(), VLMPrompt(padded(prompts), length), length, uniforms
+    )
     return end, drafter
 
 
@@ -107,7 +113,9 @@ def test_every_round_is_transformers_own(model_of, name, count, monkeypatch):
 
     monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", watched)
     ids = torch.tensor(PROMPTS[:1])
-    wanted = model.generate(ids, use_mtp=True, max_new_tokens=40, do_sample=False)[0, ids.shape[1] :]
+    wanted = model.generate(ids, use_mtp=True, max_new_tokens=40, do_sample=False)[
+        0, ids.shape[1] :
+    ]
     end, drafter = greedy(model, Watched, TreeShape.chain(count), PROMPTS[:1], 40)
     assert torch.equal(end.tokens[0, :40], wanted)
     assert end.stats.kept[0] > 1 and sum(end.stats.kept[1:]) > 5
@@ -145,14 +153,21 @@ def test_one_round_of_a_tree_is_that_of_each_of_its_paths(model_of):
     end, _ = greedy(model, MtpDrafter, tree, PROMPTS)
     assert len(end.stats.kept) > 3
     *_, _ = decode(
-        target, drafter, Recursive(), VLMPrompt(padded(PROMPTS[:1]), 12), 12, Uniforms.from_seeds([0])
+        target,
+        drafter,
+        Recursive(),
+        VLMPrompt(padded(PROMPTS[:1]), 12),
+        12,
+        Uniforms.from_seeds([0]),
     )
-    chain, watched = greedy(model, Watched, TreeShape.chain(5), PROMPTS[:1], 12)
+    _, watched = greedy(model, Watched, TreeShape.chain(5), PROMPTS[:1], 12)
     first = next(iter(drafter.found))
     spine = [0]  # the first child of every node
     while (below := (tree.parents[0] == spine[-1]).nonzero()).numel():
         spine.append(int(below[0]))
-    assert torch.equal(drafter.found[first][0][torch.tensor(spine[1:]) - 1], watched.found[first][0])
+    assert torch.equal(
+        drafter.found[first][0][torch.tensor(spine[1:]) - 1], watched.found[first][0]
+    )
 
 
 def test_text_pipelines_find_the_layers_in_the_checkpoint(folder_of):
@@ -182,6 +197,55 @@ def test_questions_about_pictures_equal_generate(folder_of):
     assert sum(found.stats.kept[1:]) > 10  # drafts are kept
     refilled = pipe(pictures, questions, batch_size=2, **options)
     assert refilled.answers == found.answers
+
+
+def test_slots_of_pictures_are_those_of_a_naive_reading(folder_of):
+    """A ragged batch's states, by transformers' layer: vLLM's positions, pictures' embeddings.
+
+    With the embeddings of placeholders they would be others.
+    """
+    pipe = VQAPipeline.from_pretrained(folder_of("qwen3.5"), method="mtp")
+    pictures = [[noisy((16, 24), 60), noisy((24, 16), 60)], [], [noisy((32, 16), 60)]]
+    questions = ["what is this", "hello", "where"]
+    given = Questions.of(pictures, questions, True, None)
+    prompt = VLMPrompt(given.inputs(pipe.processor), 8, given)
+    target = VLMTarget(pipe.model, Processor(0.0))
+    layers = layers_of(pipe.model)
+    drafter = MtpDrafter(layers, target, TreeShape.chain(2))
+    output = target.prefill(prompt, drafter.max_nodes)
+    token = torch.tensor([20, 21, 22])
+    drafter.begin(Feedback(output, token), Clock())
+    for row in range(3):
+        alone = VLMPrompt(given.rows(slice(row, row + 1)).inputs(pipe.processor), 8)
+        wanted, without = naive_state(pipe.model, layers, alone, token[row : row + 1])
+        torch.testing.assert_close(drafter.last[row], wanted, rtol=0, atol=1e-4)
+        assert torch.allclose(wanted, without, atol=1e-3) == (not pictures[row])
+
+
+@torch.inference_mode()
+def naive_state(model, layers, prompt, token):
+    """What the layer predicts after ``token``, with pictures' embeddings and without."""
+    seen = {}
+
+    def see(_, __, named):
+        seen["embeddings"] = named["inputs_embeds"]
+
+    handle = model.get_decoder().register_forward_pre_hook(see, with_kwargs=True)
+    hidden = model.model(**prompt.inputs).last_hidden_state
+    handle.remove()
+    grids = {k: v for k, v in prompt.inputs.items() if k.endswith("_thw")}
+    types = prompt.inputs["mm_token_type_ids"]
+    positions, _ = model.model.get_rope_index(prompt.input_ids, mm_token_type_ids=types, **grids)
+    turned = layers.model.rotary_emb(hidden, position_ids=positions)
+    ids = torch.cat([prompt.input_ids[:, 1:], token[None]], 1)
+    plain = model.get_input_embeddings()(ids)
+    both = torch.cat([seen["embeddings"][:, 1:], plain[:, -1:]], 1)
+    layer = layers.model.layers[0]
+    rest = {cache_name(layer): None}
+    return tuple(
+        layer(x, hidden, turned, attention_mask=None, position_ids=None, **rest)[0, -1]
+        for x in (both, plain)
+    )
 
 
 @pytest.mark.parametrize(

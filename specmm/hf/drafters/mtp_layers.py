@@ -28,7 +28,7 @@ from specmm.cache import Cache, LayerSize
 from specmm.checkpoints import check_weights, some_names
 from specmm.hardware import prepack
 from specmm.hf.cache_layers import as_transformers
-from specmm.hf.families import FULL, SLIDING, cache_name
+from specmm.hf.families import FULL, SLIDING, cache_name, stored_sizes
 from specmm.hf.pretrained import mtp_layers_of
 
 ADVICE = "use a checkpoint that holds them, or another method such as prompt-lookup"
@@ -150,7 +150,13 @@ def layers_of(target: PreTrainedModel) -> MtpLayers:
     """
     found = _loaded.get(target)
     if found is None:
-        found = _loaded[target] = load_layers(Path(target.config.name_or_path), target)
+        place = target.config.name_or_path
+        if not place:
+            raise ValueError(
+                "method 'mtp' reads layers of the target's checkpoint, got a model that was not "
+                f"loaded from one; give drafter=FOLDER, where it is, or {ADVICE}"
+            )
+        found = _loaded[target] = load_layers(Path(place), target)
     return found
 
 
@@ -226,5 +232,5 @@ def _sizes(model: Any) -> tuple[LayerSize, ...]:
     states = model.embed_tokens(token)
     for number in range(len(model.layers)):
         states = model.forward_layer(number, states, token, cache, input_ids=token)
-    kept = [(layer.keys, layer.values) for layer in cache.layers]
-    return tuple(LayerSize(k.shape[1], k.shape[-1], v.shape[-1]) for k, v in kept)
+    sizes = stored_sizes(cache)
+    return tuple(size for size in sizes if size is not None)
