@@ -71,6 +71,7 @@ KINDS: Mapping[str, DrafterKind] = {
         "eagle3",
         plan=f"{FEATURES}:choose_method",
     ),
+    "mtp": DrafterKind("specmm.hf.drafters.mtp:make", "specmm.hf.drafters.mtp_layers:load_layers"),
     "verdict": DrafterKind(
         "", f"{VLM}.verdict:load_experts", "experts", judge=f"{VLM}.verdict:make_judge"
     ),

@@ -35,6 +35,7 @@ from specmm.methods.images import (
 from specmm.methods.language import (
     DEER,
     MSD,
+    MTP,
     Block,
     DiffuSpec,
     Eagle3,
@@ -52,6 +53,7 @@ __all__ = [
     "GENERATE",
     "IMAGE_TOKENS",
     "MSD",
+    "MTP",
     "RENAMED_VALUES",
     "SCALES",
     "SJD",
@@ -98,13 +100,23 @@ __all__ = [
 
 Method: TypeAlias = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Draft | Auto
 VQAMethod: TypeAlias = (
-    AR | TextDraft | VLMDraft | MSD | Eagle3 | Block | PromptLookup | Verdict | Draft | Auto
+    AR | TextDraft | VLMDraft | MSD | Eagle3 | MTP | Block | PromptLookup | Verdict | Draft | Auto
 )
 TransformersImageMethod: TypeAlias = AR | SJD | PromptLookup  # models that draw picture tokens
 ScalesMethod: TypeAlias = AR | CoDe | ScaleSpeculative | Auto
 ContinuousMethod: TypeAlias = AR | CSpD
 TextMethod: TypeAlias = (
-    AR | DiffuSpec | SpecDiff | DEER | Block | Eagle3 | TextDraft | PromptLookup | Draft | Auto
+    AR
+    | DiffuSpec
+    | SpecDiff
+    | DEER
+    | Block
+    | Eagle3
+    | MTP
+    | TextDraft
+    | PromptLookup
+    | Draft
+    | Auto
 )
 GenerateMethod: TypeAlias = (
     AR
@@ -112,6 +124,7 @@ GenerateMethod: TypeAlias = (
     | VLMDraft
     | MSD
     | Eagle3
+    | MTP
     | PromptLookup
     | DiffuSpec
     | SpecDiff
