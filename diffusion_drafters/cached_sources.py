@@ -110,6 +110,7 @@ class CausalSource:
 
     longest: int | None
     next_logits: NextLogits | None = None
+    confidence: Confidence | None = None
 
     def __init__(
         self, model: DEERModel, target: VLMTarget, translation: Translation | None = None

@@ -16,7 +16,8 @@ from specmm.diffusion_drafters.cached_sources import CausalSource, KeptSource
 from specmm.diffusion_drafters.diffusion_chains import DiffuSpecDrafter, StepsDrafter
 from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
 from specmm.diffusion_drafters.models.deer import DEERModel
-from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig
+from specmm.diffusion_drafters.models.dflash import DFlash
+from specmm.diffusion_drafters.models.dflash_config import DFlashConfig
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
 from specmm.diffusion_drafters.sources import DFlashSource, DiffusionSource
 from specmm.hf.prompt import VLMPrompt, padded

@@ -12,7 +12,8 @@ from specmm.decode import decode
 from specmm.diffusion_drafters.block_drafters import ChainDrafter, DrawnTreeDrafter, TreeDrafter
 from specmm.diffusion_drafters.cached_sources import KeptSource
 from specmm.diffusion_drafters.diffusion_chains import DiffuSpecDrafter, StepsDrafter
-from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig, load_dflash, save_dflash
+from specmm.diffusion_drafters.models.dflash import DFlash, load_dflash, save_dflash
+from specmm.diffusion_drafters.models.dflash_config import DFlashConfig
 from specmm.diffusion_drafters.models.masked import block_logits
 from specmm.diffusion_drafters.sources import DFlashSource, DiffusionSource
 from specmm.drafter import Feedback
@@ -247,8 +248,8 @@ def test_filler_is_not_counted_as_drafted(sampled, rows):
         (lambda t: DiffuSpecDrafter(DiffusionSource(dream(V), t), None, least=0), "least"),
         (lambda t: DiffusionSource(dream(V + 600), t), "share the target's vocabulary"),
         (
-            lambda t: DFlashSource(DFlash(DFlashConfig(dflash(V).config.sizes, 5, 1, (0, 3))), t),
-            r"in front of the last of the target's 4, got \[0, 3\] counted from 0",
+            lambda t: DFlashSource(DFlash(DFlashConfig(dflash(V).config.sizes, 5, 1, (0, 4))), t),
+            r"some of the target's 4 layers, got \[0, 4\] counted from 0",
         ),
         (lambda t: DFlashSource(dflash(V + 9), t), "mask among its 30"),
         (
