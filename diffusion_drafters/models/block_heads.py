@@ -13,7 +13,7 @@ v the drafter's.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -185,7 +185,7 @@ class DominoHead(nn.Module):
         """The addition [..., v] after tokens of the target's ``embeddings`` [..., C], and the next
         memory [..., R]; ``place`` [..., E] is of :meth:`read`.
         """
-        gru = self.prefix_gru
+        gru: Any = self.prefix_gru
         size = gru.hidden_size
         reset, update, new = F.linear(embeddings, gru.weight_ih_l0).chunk(3, dim=-1)
         if memory is None:

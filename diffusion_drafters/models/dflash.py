@@ -42,14 +42,8 @@ from specmm.diffusion_drafters.models.block_heads import (
     PairTable,
 )
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig, Reach
-from specmm.diffusion_drafters.models.drafter_files import (
-    LEFTOVERS,
-    QWEN_SIZES,
-    cast,
-    read_state,
-    write_model,
-)
 from specmm.hf.cache_layers import as_transformers
+from specmm.hf.drafters.files import LEFTOVERS, QWEN_SIZES, cast, read_state, write_model
 from specmm.hf.families import cache_name
 
 RENAMED = {

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import Qwen3Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from specmm.diffusion_drafters.models.drafter_files import QWEN_SIZES, Facts, plain_rope, read_sizes
+from specmm.hf.drafters.files import QWEN_SIZES, Facts, plain_rope, read_sizes
 
 SPECULATORS = "speculators_model_type"
 SLIDING = "sliding_attention"

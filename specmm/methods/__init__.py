@@ -37,6 +37,7 @@ from specmm.methods.language import (
     MSD,
     Block,
     DiffuSpec,
+    Eagle3,
     PromptLookup,
     SpecDiff,
     TextDraft,
@@ -68,6 +69,7 @@ __all__ = [
     "DiffuSpec",
     "Draft",
     "Eagle",
+    "Eagle3",
     "GenerateMethod",
     "Lantern",
     "LanternPP",
@@ -95,18 +97,21 @@ __all__ = [
 ]
 
 Method: TypeAlias = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Draft | Auto
-VQAMethod: TypeAlias = AR | TextDraft | VLMDraft | MSD | PromptLookup | Verdict | Draft | Auto
+VQAMethod: TypeAlias = (
+    AR | TextDraft | VLMDraft | MSD | Eagle3 | Block | PromptLookup | Verdict | Draft | Auto
+)
 TransformersImageMethod: TypeAlias = AR | SJD | PromptLookup  # models that draw picture tokens
 ScalesMethod: TypeAlias = AR | CoDe | ScaleSpeculative | Auto
 ContinuousMethod: TypeAlias = AR | CSpD
 TextMethod: TypeAlias = (
-    AR | DiffuSpec | SpecDiff | DEER | Block | TextDraft | PromptLookup | Draft | Auto
+    AR | DiffuSpec | SpecDiff | DEER | Block | Eagle3 | TextDraft | PromptLookup | Draft | Auto
 )
 GenerateMethod: TypeAlias = (
     AR
     | TextDraft
     | VLMDraft
     | MSD
+    | Eagle3
     | PromptLookup
     | DiffuSpec
     | SpecDiff

@@ -46,6 +46,23 @@ class MSD(Declared):
 
 
 @dataclass(frozen=True)
+class Eagle3(Declared):
+    """EAGLE-3 (arXiv 2503.01840): a head reads the states of three of the target's layers.
+
+    Options as :class:`MSD`'s.
+    """
+
+    name: ClassVar[str] = "eagle3"
+    can_refill: ClassVar[bool] = True
+    total: int = 59
+    depth: int = 5
+    top_k: int = 10
+    sampled: bool = False
+    tree: TreeName = (3, 2, 2, 1, 1)
+    rule: str = "recursive"
+
+
+@dataclass(frozen=True)
 class PromptLookup(Declared):
     """Drafts what followed the last earlier occurrence of the latest ``ngram`` tokens."""
 
