@@ -64,12 +64,14 @@ class Context:
     """What drafters may read of the prompt: ``hidden`` [B, L, C] post-final-norm states, or those
     of the layers that a drafter reads [B, L, F·C], ``embeddings`` [B, L, C] the decoder's inputs
     (projected pictures at image positions), ``lengths`` [B] and ``image_mask`` [B, L] bool.
+    ``positions`` [3, B, L] are those of M-RoPE.
     """
 
     hidden: Tensor
     embeddings: Tensor
     lengths: Tensor
     image_mask: Tensor
+    positions: Tensor | None = None
 
 
 class VLMTarget:
@@ -204,6 +206,9 @@ class VLMTarget:
         if self.context is not None:
             self.context.hidden = self.ordered(hidden)
             self.context.embeddings = self.ordered(self.context.embeddings)
+            if self.context.positions is not None:
+                moved = self.context.positions.expand(-1, len(states), -1).permute(1, 2, 0)
+                self.context.positions = self.ordered(moved).permute(2, 0, 1)
         self.cache.lengths += self.begins
         self.history = History(
             prompt.input_ids, prompt.lengths, prompt.room - prompt.input_ids.shape[1]
@@ -517,8 +522,16 @@ class VLMTarget:
                 embeddings = self.embed(kwargs["input_ids"])
             self.context = Context(embeddings, embeddings, prompt.lengths, images)
 
-        handle = self.family.decoder.register_forward_pre_hook(see, with_kwargs=True)
+        def see_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            assert self.context is not None
+            self.context.positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+
+        watch = [self.family.decoder.register_forward_pre_hook(see, with_kwargs=True)]
+        if self.family.mrope:  # what turns queries and keys is given the parts alone
+            rotary = self.family.decoder.rotary_emb
+            watch.append(rotary.register_forward_pre_hook(see_positions, with_kwargs=True))
         try:
             yield
         finally:
-            handle.remove()
+            for handle in watch:
+                handle.remove()

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig
 
-from specmm.hf.drafters.eagle3 import Eagle3Config, Eagle3Head
+from specmm.hf.drafters.eagle3_head import Eagle3Config, Eagle3Head, layers_read
 from specmm.hf.target import VLMTarget
 from specmm.training import MUON, Losses, fit, seeded
 
@@ -68,7 +68,8 @@ def build_eagle3(
     sizes = _sizes(target, layers, inner)
     vocabulary = int(sizes.vocab_size)
     with seeded(0):
-        head = Eagle3Head(Eagle3Config(sizes, chosen, vocabulary if ids is None else len(ids)))
+        tokens = vocabulary if ids is None else len(ids)
+        head = Eagle3Head(Eagle3Config(sizes, chosen, tokens, picture_embeddings=True))
         for weight in head.parameters():
             if weight.ndim > 1:
                 torch.nn.init.normal_(weight, 0, 0.04 if sizes.hidden_size < 512 else 0.02)
@@ -77,13 +78,6 @@ def build_eagle3(
     rows = target.family.head.weight.detach()
     head.lm_head.weight.data.copy_(rows if head.ids is None else rows[head.ids.to(rows.device)])
     return head.to(target.device)
-
-
-def layers_read(count: int) -> tuple[int, ...]:
-    """The release's choice among ``count`` layers: states before layers 2, the middle one and the
-    third last.
-    """
-    return tuple(sorted({min(2, count) - 1, count // 2 - 1, max(count - 3, 1) - 1} - {-1}))
 
 
 def _sizes(target: VLMTarget, layers: int, inner: int) -> Any:
@@ -157,7 +151,7 @@ def rollout_loss(
         probs = output(seen.hidden.roll(-1, 1)[seen.mask]).float().softmax(-1)  # [M, v]
     length = seen.embeddings.shape[1]
     past = DynamicCache()
-    hidden = head.fc(seen.context)
+    hidden = head.mixed(seen.context)
     found = []
     for k in range(rollout):
         bias = rollout_bias(length, k).to(hidden)
