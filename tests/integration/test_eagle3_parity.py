@@ -89,7 +89,8 @@ def test_rollouts_of_training(name):
     hidden, past = head.mixed(given["hidden"]), DynamicCache()
     seen = torch.ones(count, count).tril().bool()
     wanted = zip(
-        *(given[key].view(-1, count, given[key].shape[-1]) for key in ("states", "logits"))
+        *(given[key].view(-1, count, given[key].shape[-1]) for key in ("states", "logits")),
+        strict=True,
     )
     for step, (states, logits) in enumerate(wanted):
         bias = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))[None, None]
