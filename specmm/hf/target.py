@@ -393,11 +393,15 @@ class VLMTarget:
         """Distributions of ``states`` [R, N, C] of tokens at ``positions`` [B, N]."""
         logits = self.head(states)
         self._count(logits)
+        return TargetOutput(self._probs(self.guided(logits, positions), tree), states)
+
+    def guided(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Logits [B, N, V] of those of all branches [R, N, V] of tokens at ``positions`` [B, N]."""
         if self.guidance is not None and self.branches > 1:
             logits = self.guidance.mix(logits.float(), positions, self.begins[:, None])
         if self.allowed is not None:
             logits = self.allowed(logits, positions - self.begins[:, None] + 1)
-        return TargetOutput(self._probs(logits, tree), states)
+        return logits
 
     def _count(self, logits: Tensor) -> None:
         check_finite(logits, self.calls, self.name)

@@ -38,6 +38,7 @@ from specmm.methods.language import (
     Block,
     DiffuSpec,
     PromptLookup,
+    SelfDraft,
     SpecDiff,
     TextDraft,
     Verdict,
@@ -75,6 +76,7 @@ __all__ = [
     "PromptLookup",
     "ScaleSpeculative",
     "ScalesMethod",
+    "SelfDraft",
     "SpecDiff",
     "Speculative",
     "TextDraft",
@@ -95,12 +97,14 @@ __all__ = [
 ]
 
 Method: TypeAlias = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Draft | Auto
-VQAMethod: TypeAlias = AR | TextDraft | VLMDraft | MSD | PromptLookup | Verdict | Draft | Auto
+VQAMethod: TypeAlias = (
+    AR | TextDraft | VLMDraft | MSD | PromptLookup | SelfDraft | Verdict | Draft | Auto
+)
 TransformersImageMethod: TypeAlias = AR | SJD | PromptLookup  # models that draw picture tokens
 ScalesMethod: TypeAlias = AR | CoDe | ScaleSpeculative | Auto
 ContinuousMethod: TypeAlias = AR | CSpD
 TextMethod: TypeAlias = (
-    AR | DiffuSpec | SpecDiff | DEER | Block | TextDraft | PromptLookup | Draft | Auto
+    AR | DiffuSpec | SpecDiff | DEER | Block | TextDraft | PromptLookup | SelfDraft | Draft | Auto
 )
 GenerateMethod: TypeAlias = (
     AR
@@ -108,6 +112,7 @@ GenerateMethod: TypeAlias = (
     | VLMDraft
     | MSD
     | PromptLookup
+    | SelfDraft
     | DiffuSpec
     | SpecDiff
     | DEER
