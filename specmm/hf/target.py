@@ -11,7 +11,7 @@ slots, H heads, D head width, C width, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -115,6 +115,8 @@ class VLMTarget:
         self.starting_row = False  # that of a row that begins anew
         self.started: VLMTarget  # the latest such row by itself, for drafters to read
         self.spent: Tensor | None = None  # distributions whose memory the next greedy ones take
+        # what scores trees in place of ``states``: a part of the model, where the rest has run
+        self.rest: Callable[[Tensor, Tensor, Mask], Tensor] | None = None
         self.first: Tensor | None = None  # slots [B], where padding comes before them
         self.each: dict[str, Any] = {}  # what the whole model takes with every token, [B, 1, ...]
         self.cache: Cache
@@ -199,6 +201,7 @@ class VLMTarget:
         self.prompt = prompt
         self.calls = 0
         self.spent = None
+        self.rest = None
         self.begins = prompt.begins.clone()  # [B], where answers begin
         self.cache = self._new_cache(len(prompt.input_ids), prompt.room, scratch)
         self.past, self.recurrent = self._new_past(len(prompt.input_ids))
@@ -301,7 +304,7 @@ class VLMTarget:
         whole = self.family.takes_trees
         mask = cache.tree_mask(tree.shape) if whole else cache.tree_bias(tree.shape.ancestors)
         with self._chain(tree):
-            states = self.states(tree.tokens, positions, mask)
+            states = (self.rest or self.states)(tree.tokens, positions, mask)
         return self._output(states, tree, positions)
 
     def _chain(self, tree: DraftTree) -> AbstractContextManager[None]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -28,22 +29,37 @@ from specmm.self_drafting import SelfDrafter, Skip, skipped
 from specmm.verify import Block, Recursive
 
 M = TypeVar("M", bound=nn.Module)
-_outputs: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked of a model: how many ``outputs`` a layer has (0: the states by themselves),
+    and whether it ``resumes``: whether what it reads between two layers is the states alone.
+    """
+
+    outputs: int
+    resumes: bool
+
+
+_asked: WeakKeyDictionary[PreTrainedModel, Asked] = WeakKeyDictionary()
 
 
 class LeftOut(nn.Module):
-    """In place of ``layer``: gives back the states it is given, as the first of ``outputs`` (0: by
-    themselves).
+    """In place of ``layer``: gives back the states it is given, or those that are ``given``, as the
+    first of ``outputs`` (0: by themselves). What it was given last is ``seen``.
     """
 
-    def __init__(self, layer: nn.Module, outputs: int) -> None:
+    def __init__(self, layer: nn.Module, outputs: int = 0) -> None:
         super().__init__()
         self.__dict__["layer"] = layer  # not a module of this one
         self.outputs = outputs
+        self.given: Tensor | None = None
+        self.seen = torch.empty(0)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The states that ``layer`` would read."""
-        states = args[0] if args else kwargs["hidden_states"]
+        self.seen = args[0] if args else kwargs["hidden_states"]
+        states = self.seen if self.given is None else self.given
         return (states, *[None] * (self.outputs - 1)) if self.outputs else states
 
     def __getattr__(self, name: str) -> Any:
@@ -67,33 +83,49 @@ def replaced(root: M, old: nn.Module, new: nn.Module) -> M:
     return found
 
 
-def without(family: Family, skip: Skip) -> Family:
-    """The ``family`` of the same model without the layers ``skip``."""
-    outputs = outputs_of_layers(family)
-    layers = nn.ModuleList(
-        LeftOut(layer, outputs) if number in skip else layer
-        for number, layer in enumerate(family.layers)
-    )
+def without(family: Family, skip: Skip, outputs: int) -> tuple[Family, dict[int, LeftOut]]:
+    """The ``family`` of the same model without the layers ``skip``, and what is in their place."""
+    left = {number: LeftOut(family.layers[number], outputs) for number in skip}
+    layers = nn.ModuleList(left.get(i, layer) for i, layer in enumerate(family.layers))
     decoder = replaced(family.decoder, family.layers, layers)
     body = replaced(family.body, family.decoder, decoder)
-    return dataclasses.replace(family, decoder=decoder, body=body)
+    return dataclasses.replace(family, decoder=decoder, body=body), left
 
 
-def outputs_of_layers(family: Family) -> int:
-    """How many outputs a layer has; 0 for states by themselves. Asked of one forward a model."""
-    if family.model not in _outputs:
+def asked(family: Family) -> Asked:
+    """What there is to ask of the ``family``'s model, by three forwards over a token, once."""
+    if family.model not in _asked:
         found: list[Any] = []
-        first = family.layers[0]
-        handle = first.register_forward_hook(lambda _, __, output: found.append(output))
-        ids = plain_tokens(family.model.config, 1)[None].to(family.model.device)
-        given = {"input_ids": ids, family.cache_name: empty_cache(family.model)}
+        handle = family.layers[0].register_forward_hook(lambda *call: found.append(call[-1]))
         try:
-            with torch.inference_mode():
-                family.body(**given, use_cache=True)
+            _one_token(family)
         finally:
             handle.remove()
-        _outputs[family.model] = len(found[0]) if isinstance(found[0], tuple) else 0
-    return _outputs[family.model]
+        outputs = len(found[0]) if isinstance(found[0], tuple) else 0
+        _asked[family.model] = Asked(outputs, _resumes(family, outputs))
+    return _asked[family.model]
+
+
+def _resumes(family: Family, outputs: int) -> bool:
+    """Whether the second half of the layers on states of the first gives what all would."""
+    count = len(family.layers)
+    half = count // 2
+    if not half:
+        return False
+    first, left = without(family, tuple(range(half, count)), outputs)
+    whole = _one_token(family)
+    _one_token(first)
+    second, given = without(family, tuple(range(half)), outputs)
+    given[half - 1].given = left[half].seen
+    return torch.allclose(_one_token(second), whole, rtol=1e-3, atol=1e-4)
+
+
+def _one_token(family: Family) -> Tensor:
+    """The decoder's states [1, 1, C] after a token."""
+    ids = plain_tokens(family.model.config, 1)[None].to(family.model.device)
+    given = {"input_ids": ids, family.cache_name: empty_cache(family.model)}
+    with torch.inference_mode():
+        return family.run(given)[0]
 
 
 class LayeredTarget:
@@ -105,29 +137,58 @@ class LayeredTarget:
     def __init__(self, target: VLMTarget) -> None:
         _check(target)
         self.target = target
-        self.views: dict[Skip, VLMTarget] = {}
+        self.asked = asked(target.family)
+        self.begin()
 
     @property
     def layers(self) -> int:
-        """How many layers it has."""
+        """See :class:`Layered`."""
         return len(self.target.family.layers)
 
     @property
+    def resumes(self) -> bool:
+        """See :class:`Layered`."""
+        return self.asked.resumes
+
+    @property
     def cache(self) -> Cache:
-        """That of the batch."""
+        """See :class:`Layered`."""
         return self.target.cache
 
     def begin(self) -> None:
-        """See :class:`specmm.self_drafting.Layered`: views are of a batch."""
-        self.views = {}
+        """See :class:`Layered`: views are of a batch."""
+        self.views: dict[Skip, tuple[VLMTarget, dict[int, LeftOut]]] = {}
+        self.target.rest = None
 
-    def logits(self, skip: Skip, tokens: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
-        """See :class:`specmm.self_drafting.Layered`."""
+    def logits(
+        self, skip: Skip, tokens: Tensor, positions: Tensor, bias: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`Layered`."""
+        view, left = self._view(skip)
+        logits = view.head(view.states(tokens, positions, bias))
+        return view.guided(logits, positions), left[skip[0]].seen
+
+    def states(self, stop: int, tokens: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
+        """See :class:`Layered`."""
+        view, left = self._view(tuple(range(stop, self.layers)))
+        view.states(tokens, positions, bias)
+        return left[stop].seen
+
+    def resume(self, first: int, states: Tensor | None) -> None:
+        """See :class:`Layered`."""
+        self.target.rest = None
+        if states is not None:
+            view, left = self._view(tuple(range(first)))
+            left[first - 1].given = states
+            self.target.rest = view.states
+
+    def _view(self, skip: Skip) -> tuple[VLMTarget, dict[int, LeftOut]]:
+        """The target without the layers ``skip``, and what is in their place."""
         if skip not in self.views:
-            view = self.views[skip] = copy.copy(self.target)
-            view.family = without(self.target.family, skip)
-        view = self.views[skip]
-        return view.guided(view.head(view.states(tokens, positions, bias)), positions)
+            view = copy.copy(self.target)
+            view.family, left = without(self.target.family, skip, self.asked.outputs)
+            self.views[skip] = (view, left)
+        return self.views[skip]
 
 
 def _check(target: VLMTarget) -> None:
@@ -135,13 +196,13 @@ def _check(target: VLMTarget) -> None:
     kind = target.model.config.model_type
     if family.chains_only:
         raise ValueError(
-            f"method 'self' needs layers that keep keys only, got a {kind} model, whose layers have "
-            "states, which drafts would move; use prompt-lookup or a method with a drafter"
+            f"method 'self' needs layers that keep keys only, got a {kind} model, whose layers "
+            "have states, which drafts would move; use prompt-lookup or a method with a drafter"
         )
     if None in family.layer_sizes and not family.reads_pictures_apart:
         raise ValueError(
-            f"method 'self' needs layers that read their own keys, got a {kind} model, whose layers "
-            "read those of others; use prompt-lookup or a method with a drafter"
+            f"method 'self' needs layers that read their own keys, got a {kind} model, whose "
+            "layers read those of others; use prompt-lookup or a method with a drafter"
         )
     if target.way.whole and family.body is family.model:
         raise ValueError(
