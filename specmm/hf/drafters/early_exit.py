@@ -49,22 +49,36 @@ class LeftOut(nn.Module):
     first of ``outputs`` (0: by themselves). What it was given last is ``seen``.
     """
 
+    seen: Tensor
+
     def __init__(self, layer: nn.Module, outputs: int = 0) -> None:
         super().__init__()
-        self.__dict__["layer"] = layer  # not a module of this one
+        self.__dict__.update(layer=layer, given=None)  # no module of this one, nor set as such
         self.outputs = outputs
-        self.given: Tensor | None = None
-        self.seen = torch.empty(0)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The states that ``layer`` would read."""
-        self.seen = args[0] if args else kwargs["hidden_states"]
-        states = self.seen if self.given is None else self.given
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The states that ``layer`` would read; without hooks, which cost more than all of this."""
+        own = self.__dict__
+        own["seen"] = args[0] if args else kwargs["hidden_states"]
+        states = own["seen"] if own["given"] is None else own["given"]
         return (states, *[None] * (self.outputs - 1)) if self.outputs else states
 
     def __getattr__(self, name: str) -> Any:
         """What decoders ask of a layer, such as its kind of attention."""
         return getattr(self.__dict__["layer"], name)
+
+    def give(self, states: Tensor) -> None:
+        """Give back these ``states`` from now on."""
+        self.__dict__["given"] = states
+
+
+class Layers(nn.ModuleList):
+    """Layers that decoders may slice without a new list of modules each time."""
+
+    def __getitem__(self, index: Any) -> Any:
+        """A layer, or some of them."""
+        found = list(self._modules.values())
+        return found[index]
 
 
 def replaced(root: M, old: nn.Module, new: nn.Module) -> M:
@@ -86,7 +100,7 @@ def replaced(root: M, old: nn.Module, new: nn.Module) -> M:
 def without(family: Family, skip: Skip, outputs: int) -> tuple[Family, dict[int, LeftOut]]:
     """The ``family`` of the same model without the layers ``skip``, and what is in their place."""
     left = {number: LeftOut(family.layers[number], outputs) for number in skip}
-    layers = nn.ModuleList(left.get(i, layer) for i, layer in enumerate(family.layers))
+    layers = Layers(left.get(i, layer) for i, layer in enumerate(family.layers))
     decoder = replaced(family.decoder, family.layers, layers)
     body = replaced(family.body, family.decoder, decoder)
     return dataclasses.replace(family, decoder=decoder, body=body), left
@@ -116,7 +130,7 @@ def _resumes(family: Family, outputs: int) -> bool:
     whole = _one_token(family)
     _one_token(first)
     second, given = without(family, tuple(range(half)), outputs)
-    given[half - 1].given = left[half].seen
+    given[half - 1].give(left[half].seen)
     return torch.allclose(_one_token(second), whole, rtol=1e-3, atol=1e-4)
 
 
@@ -179,7 +193,7 @@ class LayeredTarget:
         self.target.rest = None
         if states is not None:
             view, left = self._view(tuple(range(first)))
-            left[first - 1].given = states
+            left[first - 1].give(states)
             self.target.rest = view.states
 
     def _view(self, skip: Skip) -> tuple[VLMTarget, dict[int, LeftOut]]:
