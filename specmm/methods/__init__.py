@@ -40,6 +40,7 @@ from specmm.methods.language import (
     DiffuSpec,
     Eagle3,
     PromptLookup,
+    SelfDraft,
     SpecDiff,
     TextDraft,
     Verdict,
@@ -79,6 +80,7 @@ __all__ = [
     "PromptLookup",
     "ScaleSpeculative",
     "ScalesMethod",
+    "SelfDraft",
     "SpecDiff",
     "Speculative",
     "TextDraft",
@@ -100,7 +102,18 @@ __all__ = [
 
 Method: TypeAlias = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Draft | Auto
 VQAMethod: TypeAlias = (
-    AR | TextDraft | VLMDraft | MSD | Eagle3 | MTP | Block | PromptLookup | Verdict | Draft | Auto
+    AR
+    | TextDraft
+    | VLMDraft
+    | MSD
+    | Eagle3
+    | MTP
+    | Block
+    | PromptLookup
+    | SelfDraft
+    | Verdict
+    | Draft
+    | Auto
 )
 TransformersImageMethod: TypeAlias = AR | SJD | PromptLookup  # models that draw picture tokens
 ScalesMethod: TypeAlias = AR | CoDe | ScaleSpeculative | Auto
@@ -115,6 +128,7 @@ TextMethod: TypeAlias = (
     | MTP
     | TextDraft
     | PromptLookup
+    | SelfDraft
     | Draft
     | Auto
 )
@@ -126,6 +140,7 @@ GenerateMethod: TypeAlias = (
     | Eagle3
     | MTP
     | PromptLookup
+    | SelfDraft
     | DiffuSpec
     | SpecDiff
     | DEER
