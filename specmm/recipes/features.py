@@ -97,7 +97,7 @@ class Source:
         opened = self.data(target, processor)
         lines = []
         for i in range(self.rows):
-            random = Random(f"features {self.seed} {i}")
+            random = Random(f"lines {self.seed} {i}")
             share = MOSTLY * min(1.0, 3 * i / self.rows)
             lines.append(opened.draw(random, random.random() < share))
         if self.drawn:  # in the dtype that is fastest here
