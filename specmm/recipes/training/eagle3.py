@@ -10,6 +10,7 @@ vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,17 +108,35 @@ def train_eagle3(
     steps: int,
     lr: float,
     rollout: int = 4,
+    slots: int = 0,
     decay: float = DECAY,
 ) -> None:
-    """Train ``head`` in place on what ``draw`` gives for each step; resumes from ``out``."""
+    """Train ``head`` in place on what ``draw`` gives for each step; resumes from ``out``.
+
+    At most so many ``slots`` count in a step (0: all), drawn at random: a large vocabulary costs
+    more than the head's layers.
+    """
     target.model.requires_grad_(False)
     output = target.family.logits_of(head.ids)
 
     def step(i: int) -> Losses:
-        return rollout_loss(head, output, draw(i), rollout, decay)
+        seen = draw(i)
+        if slots:
+            seen = dataclasses.replace(seen, mask=some_of(seen.mask, slots, i))
+        with torch.autocast(target.device.type, torch.bfloat16):
+            return rollout_loss(head, output, seen, rollout, decay)
 
     fit(head, step, out=out, steps=steps, lr=lr, clip=0.5, muon=MUON * lr)
     head.eval()
+
+
+def some_of(mask: Tensor, count: int, seed: int) -> Tensor:
+    """``mask`` [B, L] with at most ``count`` of its places, drawn at random."""
+    noise = torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed)).to(mask.device)
+    order = noise.masked_fill(~mask, 2).flatten().argsort()[:count]
+    chosen = torch.zeros_like(mask).flatten()
+    chosen[order] = True
+    return chosen.view_as(mask) & mask
 
 
 def rollout_loss(
