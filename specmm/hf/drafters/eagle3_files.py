@@ -340,7 +340,7 @@ def _flat_facts(config: Eagle3Config, layout: str, dtype: torch.dtype) -> dict[s
     scaled = dict(sizes.rope_parameters)
     base = scaled.pop("rope_theta")
     if config.sections:
-        scaled = {"type": "mrope", "rope_type": "default"} | _mrope(config)
+        scaled = {"type": "mrope"} | _mrope(config)
     plain = len(scaled) == 1  # its type alone
     parallel = config.mask is not None
     names = {"eagle": "LlamaForCausalLM"}
