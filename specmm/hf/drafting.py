@@ -43,7 +43,7 @@ class DrafterKind:
     model, method)`` what it drafts with. A model's own is in its folder ``drafters/place``, or
     ``instead``. ``plan(target, drafter, prompt, plans, method)`` is method ``auto`` for it,
     ``judge(experts, pipeline, keep)`` what answers where nothing is drafted, and ``model_type``
-    what its config holds where that tells it apart.
+    what its config holds where that tells it apart, or ``recognises(config)`` does.
     """
 
     make: str
@@ -53,6 +53,7 @@ class DrafterKind:
     plan: str = ""
     judge: str = ""
     model_type: str = ""
+    recognises: str = ""
 
 
 KINDS: Mapping[str, DrafterKind] = {
@@ -71,6 +72,7 @@ KINDS: Mapping[str, DrafterKind] = {
         "specmm.hf.drafters.eagle3:load_for",
         "eagle3",
         plan=f"{FEATURES}:choose_method",
+        recognises="specmm.hf.drafters.eagle3_files:is_eagle3",
     ),
     "mtp": DrafterKind("specmm.hf.drafters.mtp:make", "specmm.hf.drafters.mtp_layers:load_layers"),
     "verdict": DrafterKind(
@@ -217,8 +219,12 @@ def choose(
 def method_of(drafter: object) -> str:
     """The method that a ``drafter`` (loaded, or its folder) is for; empty where unknown."""
     if isinstance(drafter, Path):
+        facts = read_json(drafter / "config.json")
+        for name, kind in KINDS.items():
+            if kind.recognises and named(kind.recognises)(facts):
+                return name
         types = {kind.model_type: name for name, kind in KINDS.items() if kind.model_type}
-        return types.get(str(read_json(drafter / "config.json").get("model_type")), "")
+        return types.get(str(facts.get("model_type")), "")
     return str(getattr(drafter, "method", ""))
 
 
@@ -231,8 +237,8 @@ def planned_by(drafter: object) -> Method:
     if name not in KINDS or not KINDS[name].plan:
         given = "none" if drafter is None else f"a {type(drafter).__name__}"
         raise ValueError(
-            f"method 'auto' plans for an MSD, DEER or block drafter, got {given}; name another "
-            "method"
+            f"method 'auto' plans for an MSD, EAGLE-3, DEER or block drafter, got {given}; name "
+            "another method"
         )
     found: Method = methods.make(methods.GENERATE, name)
     return found
