@@ -36,6 +36,7 @@ from specmm.methods.language import (
     DEER,
     MSD,
     MTP,
+    Assistant,
     Block,
     DiffuSpec,
     Eagle3,
@@ -60,6 +61,7 @@ __all__ = [
     "TEXT",
     "TRANSFORMERS_IMAGES",
     "VQA",
+    "Assistant",
     "Auto",
     "Block",
     "CSpD",
@@ -100,7 +102,18 @@ __all__ = [
 
 Method: TypeAlias = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Draft | Auto
 VQAMethod: TypeAlias = (
-    AR | TextDraft | VLMDraft | MSD | Eagle3 | MTP | Block | PromptLookup | Verdict | Draft | Auto
+    AR
+    | TextDraft
+    | VLMDraft
+    | MSD
+    | Eagle3
+    | MTP
+    | Assistant
+    | Block
+    | PromptLookup
+    | Verdict
+    | Draft
+    | Auto
 )
 TransformersImageMethod: TypeAlias = AR | SJD | PromptLookup  # models that draw picture tokens
 ScalesMethod: TypeAlias = AR | CoDe | ScaleSpeculative | Auto
@@ -113,6 +126,7 @@ TextMethod: TypeAlias = (
     | Block
     | Eagle3
     | MTP
+    | Assistant
     | TextDraft
     | PromptLookup
     | Draft
@@ -125,6 +139,7 @@ GenerateMethod: TypeAlias = (
     | MSD
     | Eagle3
     | MTP
+    | Assistant
     | PromptLookup
     | DiffuSpec
     | SpecDiff
