@@ -247,6 +247,8 @@ class BoundMSD:
     """
 
     layers = ()
+    parts = False
+    mask = None
 
     def __init__(self, head: MSDHead, target: VLMTarget) -> None:
         _check_sizes(head, target)
@@ -259,6 +261,10 @@ class BoundMSD:
         self.sizes: Sequence[LayerSize] = alike(
             config.num_hidden_layers, config.num_key_value_heads, config.head_dim
         )
+
+    def prompt_embeddings(self, tokens: Tensor, embeddings: Tensor) -> Tensor:
+        """The target's own."""
+        return embeddings
 
     def slots(self, embeddings: Tensor, hidden: Tensor, depth: int) -> Tensor:
         """Text slots, at every depth."""

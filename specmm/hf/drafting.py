@@ -57,6 +57,7 @@ class DrafterKind:
 
 KINDS: Mapping[str, DrafterKind] = {
     "prompt-lookup": DrafterKind("specmm.hf.drafters.prompt_lookup:make"),
+    "self": DrafterKind("specmm.hf.drafters.early_exit:make"),
     "text-draft": DrafterKind(f"{SMALL}:make_text_draft", f"{SMALL}:load_language_model", "text"),
     # a small model that answers for Speculative Verdict may draft, too
     "vlm-draft": DrafterKind(

@@ -41,6 +41,7 @@ from specmm.methods.language import (
     DiffuSpec,
     Eagle3,
     PromptLookup,
+    SelfDraft,
     SpecDiff,
     TextDraft,
     Verdict,
@@ -81,6 +82,7 @@ __all__ = [
     "PromptLookup",
     "ScaleSpeculative",
     "ScalesMethod",
+    "SelfDraft",
     "SpecDiff",
     "Speculative",
     "TextDraft",
@@ -111,6 +113,7 @@ VQAMethod: TypeAlias = (
     | Assistant
     | Block
     | PromptLookup
+    | SelfDraft
     | Verdict
     | Draft
     | Auto
@@ -129,6 +132,7 @@ TextMethod: TypeAlias = (
     | Assistant
     | TextDraft
     | PromptLookup
+    | SelfDraft
     | Draft
     | Auto
 )
@@ -141,6 +145,7 @@ GenerateMethod: TypeAlias = (
     | MTP
     | Assistant
     | PromptLookup
+    | SelfDraft
     | DiffuSpec
     | SpecDiff
     | DEER

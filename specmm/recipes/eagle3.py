@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from specmm.files import writable
-from specmm.hf.drafters.eagle3 import Eagle3Head, save_eagle3
+from specmm.hf.drafters.eagle3_files import save_eagle3
+from specmm.hf.drafters.eagle3_head import Eagle3Head
 from specmm.hf.drafters.features import measure_acceptance
 from specmm.hf.pretrained import find_target, load_config, load_target, weights_folder
 from specmm.hf.prompt import VLMPrompt, padded
@@ -48,6 +49,7 @@ def eagle3(
     rollout: Count,
     layers: Count,
     inner: Size,
+    slots: Size,
     vocabulary: Size,
     scenes: Count,
     seed: Seed,
@@ -75,7 +77,7 @@ def eagle3(
         beginnings = padded([row[:PROMPT].tolist() for row in found[-scenes:]])
         prompts = [VLMPrompt(beginnings, LONGEST)]
         ends = TextPipeline(network, tokenizer).ends()
-    train_eagle3(target, head, draw, out, steps=steps, lr=lr, rollout=rollout)
+    train_eagle3(target, head, draw, out, steps=steps, lr=lr, rollout=rollout, slots=slots)
     head.acceptance = _acceptance(target, head, prompts, ends)
     save_eagle3(head, place, target.model)
     return {"kind": "eagle3", "model": model, "steps": steps, "outputs": [str(place)]}
@@ -119,7 +121,8 @@ def _visual(
         random = Random(f"eagle3 {seed} {i}")
         share = MOSTLY * min(1.0, 3 * i / rows)
         lines.append(opened.draw(random, random.random() < share))
-    lines = answered_lines(VQAPipeline(model, processor), lines, drawn, out)
+    if drawn:  # in the dtype that is fastest here
+        lines = answered_lines(VQAPipeline.from_pretrained(folder), lines, drawn, out)
     asked = opened.questions(scenes)
     prompts = [VLMPrompt(asked.inputs(processor), LONGEST, asked)]
     conversations = SeenConversations(target, lines, opened.read, batch)

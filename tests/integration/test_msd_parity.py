@@ -110,6 +110,11 @@ def stage(case, temperature=0.0):
         family=SimpleNamespace(head=SimpleNamespace(weight=weight)),
         device="cpu",
         read_layers=lambda layers: None,
+        offsets=torch.zeros(1, dtype=torch.int64),
+        begins=torch.tensor([length]),
+        prompt=SimpleNamespace(
+            input_ids=torch.zeros(1, length, dtype=torch.int64), lengths=torch.tensor([length])
+        ),
         head=lambda states: states @ weight.T,
         cache=SimpleNamespace(size=SimpleNamespace(capacity=length + 40)),
         context=Context(

@@ -27,6 +27,7 @@ from specmm.decode import EndTokens, decode
 from specmm.drafter import DeferredDrafter, DrafterVocabulary, Feedback
 from specmm.growth import Growth
 from specmm.hf.drafters.files import Acceptance
+from specmm.hf.drafters.parallel import MaskedPass
 from specmm.hf.drafting import Assembly, Verification, drafting_probs
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import Context, VLMTarget
@@ -71,8 +72,22 @@ class BoundNetwork(Protocol):
     def layers(self) -> Sequence[int]:
         """Those of the target that it reads; none: the states that the target's head reads."""
 
+    @property
+    def parts(self) -> bool:
+        """Whether it takes the target's positions in three parts (M-RoPE); others count slots."""
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The slot [1, 1, ...] of a token that is not known yet, if it predicts several a pass."""
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [B, n, C] of the target's ``tokens`` [B, n]."""
+        ...
+
+    def prompt_embeddings(self, tokens: Tensor, embeddings: Tensor) -> Tensor:
+        """What it reads [B, L, C] of a prompt's ``tokens`` [B, L], of which the target read the
+        ``embeddings`` [B, L, C].
+        """
         ...
 
     def prompt_slots(self, embeddings: Tensor, hidden: Tensor, image: Tensor) -> Tensor:
@@ -98,7 +113,8 @@ class BoundNetwork(Protocol):
         bias: Tensor | None = None,
         memory: Sequence[Memory | None] | None = None,
     ) -> Tensor:
-        """Predicted states [B, n, C] of ``slots`` at ``positions`` [1 or B, n] (0 … n - 1).
+        """Predicted states [B, n, C] of ``slots`` at ``positions`` [1 or B, n] (0 … n - 1), or in
+        parts [3, B, n].
 
         Without ``bias`` the attention is causal over the slots given; else it sees what each
         layer's ``memory`` holds under the additive ``bias`` [1 or B, 1, n, S].
@@ -135,6 +151,9 @@ class FeatureDrafter:
         self.max_nodes = self.growth.max_nodes
         self.max_depth = self.growth.max_depth
         self.probs = drafting_probs(target, vocabulary)
+        self.ahead: MaskedPass | None = None
+        if self.network.mask is not None and self.max_depth > 1:
+            self.ahead = MaskedPass(self.network.mask, self.max_depth, self._run)
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
         """Make a cache as roomy as the target's and read the prompt."""
@@ -144,11 +163,14 @@ class FeatureDrafter:
             batch=len(feedback.token),
             branches=1,
             capacity=self.target.cache.size.capacity,
-            scratch=self.growth.scratch,
+            scratch=self.growth.scratch if self.ahead is None else self.ahead.scratch,
         )
         self.cache = Cache(size, hidden.dtype, hidden.device)
         self.clock = clock
         self.growth.begin(self.cache)
+        if self.ahead is not None:
+            self.ahead.begin(self.cache)
+        self.shift = shift_of(self.target)
         self.state = self._read_prompt(self.target, feedback.token, self.cache)  # [B, C]
 
     def start_row(self, row: int) -> None:
@@ -160,12 +182,20 @@ class FeatureDrafter:
         self._read_prompt(alone, ids[:, -1], slots)
         slots.lengths -= 1
         self.cache.take(row, slots)
+        shift = shift_of(alone)
+        if shift.ndim > self.shift.ndim:  # the first row with positions in parts
+            self.shift = self.shift.expand(len(shift), -1).clone()
+        self.shift[..., row] = shift[..., 0]
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """The tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         state = self.state
         if feedback.result is not None:
+            self.kept = feedback.result.kept
             state = self.growth.read_committed(self, feedback)
+        elif self.ahead is not None:
+            with self.clock("draft"):
+                self.ahead.read_alone()
         return self.growth.grow(self, feedback.token, state, uniforms)
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
@@ -178,19 +208,33 @@ class FeatureDrafter:
     ) -> Tensor:
         """One pass of the network; see :class:`specmm.growth.FeatureHead`."""
         with self.clock("draft"):
+            if self.ahead is not None and depth:
+                return self.ahead.after(depth, tokens.shape[1])
             slots = self.network.slots(self.network.embed(tokens), hidden, depth)
-            return self.network.run(slots, positions, bias, self.cache.layers)
+            if self.ahead is not None:
+                return self.ahead.read(slots, positions, bias, self.kept)
+            return self._run(slots, positions, bias)
+
+    def _run(self, slots: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
+        """One pass over ``slots`` whose tokens lie at places ``positions`` [B, n] of their text."""
+        if self.network.parts:
+            positions = self.target.family.spread(positions + self.shift[..., None])
+        return self.network.run(slots, positions, bias, self.cache.layers)
 
     def _read_prompt(self, target: VLMTarget, token: Tensor, cache: Cache) -> Tensor:
         """Store the prompt's slots; the state [B, C] predicted after the sampled ``token`` [B]."""
         context = target.context
         assert context is not None, "the target keeps a context for drafters that want one"
+        network = self.network
         with self.clock("draft"):
-            embeddings, image = next_positions(context, self.network.embed(token[:, None])[:, 0])
+            own = network.prompt_embeddings(target.prompt.input_ids, context.embeddings)
+            read = dataclasses.replace(context, embeddings=own)
+            embeddings, image = next_positions(read, network.embed(token[:, None])[:, 0])
             cache.aim(0, embeddings.shape[1])
             cache.lengths += context.lengths
-            slots = self.network.prompt_slots(embeddings, context.hidden, image)
-            states = self.network.run(slots, memory=cache.layers)
+            slots = network.prompt_slots(embeddings, context.hidden, image)
+            positions = context.positions if network.parts else None
+            states = network.run(slots, positions, memory=cache.layers)
         return states[torch.arange(len(token), device=token.device), context.lengths - 1]
 
 
@@ -204,6 +248,12 @@ def next_positions(context: Context, last: Tensor) -> tuple[Tensor, Tensor]:
     ends = order == context.lengths[:, None] - 1  # [B, L]
     embeddings = torch.where(ends[..., None], last[:, None], context.embeddings.roll(-1, 1))
     return embeddings, context.image_mask.roll(-1, 1) & ~ends
+
+
+def shift_of(target: VLMTarget) -> Tensor:
+    """What is added to the place of a token in its text, for its position: [B] or [3, B]."""
+    offsets = target.offsets if target.offsets.ndim == 1 else target.offsets[-3:]
+    return offsets + target.begins - target.prompt.lengths
 
 
 def make(method: Grown, target: VLMTarget, drafter: Any, tokenizer: object) -> Assembly:

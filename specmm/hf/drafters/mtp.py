@@ -23,6 +23,7 @@ from specmm import methods
 from specmm.cache import Cache, CacheSize
 from specmm.drafter import DeferredDrafter, DrafterVocabulary, Feedback
 from specmm.growth import Growth
+from specmm.hf.drafters.features import shift_of
 from specmm.hf.drafters.mtp_layers import LayerSlots, MtpLayers, layers_of
 from specmm.hf.drafters.trees import check_unguided, trees_of
 from specmm.hf.drafting import Assembly, drafting_probs
@@ -173,12 +174,6 @@ class MtpDrafter:
         found: Tensor = self.layers.model.embed_tokens(ids)
         pictures = context.image_mask.roll(-1, 1).scatter(1, ends, False)
         return torch.where(pictures[..., None], context.embeddings.roll(-1, 1), found)
-
-
-def shift_of(target: VLMTarget) -> Tensor:
-    """What is added to the place of a token in its text, for its position: [B] or [3, B]."""
-    offsets = target.offsets if target.offsets.ndim == 1 else target.offsets[-3:]
-    return offsets + target.begins - target.prompt.lengths
 
 
 def _at(states: Tensor, slots: Tensor) -> Tensor:

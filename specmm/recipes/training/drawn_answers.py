@@ -18,9 +18,10 @@ from tqdm import tqdm
 
 from specmm.files import write_whole
 from specmm.hf.aux_states import AuxStates
+from specmm.hf.drafters.eagle3_head import layers_read
 from specmm.hf.drafters.features import next_positions
 from specmm.hf.target import VLMTarget
-from specmm.recipes.training.eagle3 import Seen, layers_read
+from specmm.recipes.training.eagle3 import Seen
 from specmm.recipes.training.msd import Read
 from specmm.vlm.pipeline import VQAPipeline
 

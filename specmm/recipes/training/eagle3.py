@@ -10,6 +10,7 @@ vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig
 
-from specmm.hf.drafters.eagle3 import Eagle3Config, Eagle3Head
+from specmm.hf.drafters.eagle3_head import Eagle3Config, Eagle3Head, layers_read
 from specmm.hf.target import VLMTarget
 from specmm.training import MUON, Losses, fit, seeded
 
@@ -67,7 +68,8 @@ def build_eagle3(
     sizes = _sizes(target, layers, inner)
     vocabulary = int(sizes.vocab_size)
     with seeded(0):
-        head = Eagle3Head(Eagle3Config(sizes, chosen, vocabulary if ids is None else len(ids)))
+        tokens = vocabulary if ids is None else len(ids)
+        head = Eagle3Head(Eagle3Config(sizes, chosen, tokens, picture_embeddings=True))
         for weight in head.parameters():
             if weight.ndim > 1:
                 torch.nn.init.normal_(weight, 0, 0.04 if sizes.hidden_size < 512 else 0.02)
@@ -76,13 +78,6 @@ def build_eagle3(
     rows = target.family.head.weight.detach()
     head.lm_head.weight.data.copy_(rows if head.ids is None else rows[head.ids.to(rows.device)])
     return head.to(target.device)
-
-
-def layers_read(count: int) -> tuple[int, ...]:
-    """The release's choice among ``count`` layers: states before layers 2, the middle one and the
-    third last.
-    """
-    return tuple(sorted({min(2, count) - 1, count // 2 - 1, max(count - 3, 1) - 1} - {-1}))
 
 
 def _sizes(target: VLMTarget, layers: int, inner: int) -> Any:
@@ -113,17 +108,35 @@ def train_eagle3(
     steps: int,
     lr: float,
     rollout: int = 4,
+    slots: int = 0,
     decay: float = DECAY,
 ) -> None:
-    """Train ``head`` in place on what ``draw`` gives for each step; resumes from ``out``."""
+    """Train ``head`` in place on what ``draw`` gives for each step; resumes from ``out``.
+
+    At most so many ``slots`` count in a step (0: all), drawn at random: a large vocabulary costs
+    more than the head's layers.
+    """
     target.model.requires_grad_(False)
     output = target.family.logits_of(head.ids)
 
     def step(i: int) -> Losses:
-        return rollout_loss(head, output, draw(i), rollout, decay)
+        seen = draw(i)
+        if slots:
+            seen = dataclasses.replace(seen, mask=some_of(seen.mask, slots, i))
+        with torch.autocast(target.device.type, torch.bfloat16):
+            return rollout_loss(head, output, seen, rollout, decay)
 
     fit(head, step, out=out, steps=steps, lr=lr, clip=0.5, muon=MUON * lr)
     head.eval()
+
+
+def some_of(mask: Tensor, count: int, seed: int) -> Tensor:
+    """``mask`` [B, L] with at most ``count`` of its places, drawn at random."""
+    noise = torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed)).to(mask.device)
+    order = noise.masked_fill(~mask, 2).flatten().argsort()[:count]
+    chosen = torch.zeros_like(mask).flatten()
+    chosen[order] = True
+    return chosen.view_as(mask) & mask
 
 
 def rollout_loss(
@@ -138,7 +151,7 @@ def rollout_loss(
         probs = output(seen.hidden.roll(-1, 1)[seen.mask]).float().softmax(-1)  # [M, v]
     length = seen.embeddings.shape[1]
     past = DynamicCache()
-    hidden = head.fc(seen.context)
+    hidden = head.mixed(seen.context)
     found = []
     for k in range(rollout):
         bias = rollout_bias(length, k).to(hidden)
