@@ -75,6 +75,11 @@ KINDS: Mapping[str, DrafterKind] = {
         recognises="specmm.hf.drafters.eagle3_files:is_eagle3",
     ),
     "mtp": DrafterKind("specmm.hf.drafters.mtp:make", "specmm.hf.drafters.mtp_layers:load_layers"),
+    "assistant": DrafterKind(
+        "specmm.hf.drafters.assistant:make",
+        "specmm.hf.drafters.assistant:load_assistant",
+        "assistant",
+    ),
     "verdict": DrafterKind(
         "", f"{VLM}.verdict:load_experts", "experts", judge=f"{VLM}.verdict:make_judge"
     ),

@@ -36,6 +36,7 @@ from specmm.methods.language import (
     DEER,
     MSD,
     MTP,
+    Assistant,
     Block,
     DiffuSpec,
     Eagle3,
@@ -61,6 +62,7 @@ __all__ = [
     "TEXT",
     "TRANSFORMERS_IMAGES",
     "VQA",
+    "Assistant",
     "Auto",
     "Block",
     "CSpD",
@@ -108,6 +110,7 @@ VQAMethod: TypeAlias = (
     | MSD
     | Eagle3
     | MTP
+    | Assistant
     | Block
     | PromptLookup
     | SelfDraft
@@ -126,6 +129,7 @@ TextMethod: TypeAlias = (
     | Block
     | Eagle3
     | MTP
+    | Assistant
     | TextDraft
     | PromptLookup
     | SelfDraft
@@ -139,6 +143,7 @@ GenerateMethod: TypeAlias = (
     | MSD
     | Eagle3
     | MTP
+    | Assistant
     | PromptLookup
     | SelfDraft
     | DiffuSpec

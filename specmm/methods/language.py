@@ -83,6 +83,23 @@ class Eagle3(Declared):
 
 
 @dataclass(frozen=True)
+class Assistant(Declared):
+    """Gemma 4's assistants, which draft from one position over the target's keys and values.
+
+    Options as :class:`MTP`'s.
+    """
+
+    name: ClassVar[str] = "assistant"
+    can_refill: ClassVar[bool] = True
+    total: int = 12
+    depth: int = 3
+    top_k: int = 4
+    sampled: bool = True
+    tree: TreeName = ""
+    rule: str = "recursive"
+
+
+@dataclass(frozen=True)
 class PromptLookup(Declared):
     """Drafts what followed the last earlier occurrence of the latest ``ngram`` tokens."""
 
