@@ -57,6 +57,7 @@ class DrafterKind:
 
 KINDS: Mapping[str, DrafterKind] = {
     "prompt-lookup": DrafterKind("specmm.hf.drafters.prompt_lookup:make"),
+    "self": DrafterKind("specmm.hf.drafters.early_exit:make"),
     "text-draft": DrafterKind(f"{SMALL}:make_text_draft", f"{SMALL}:load_language_model", "text"),
     # a small model that answers for Speculative Verdict may draft, too
     "vlm-draft": DrafterKind(
@@ -71,6 +72,7 @@ KINDS: Mapping[str, DrafterKind] = {
         "eagle3",
         plan=f"{FEATURES}:choose_method",
     ),
+    "mtp": DrafterKind("specmm.hf.drafters.mtp:make", "specmm.hf.drafters.mtp_layers:load_layers"),
     "verdict": DrafterKind(
         "", f"{VLM}.verdict:load_experts", "experts", judge=f"{VLM}.verdict:make_judge"
     ),

@@ -48,7 +48,7 @@ OTHER_MODES = ("penalty_alpha", "dola_layers", "constraints", "force_words_ids")
 INSTEAD = {  # of options that make generate decode otherwise
     "assistant_model": "give custom_generate(drafter=…, method='text-draft')",
     "prompt_lookup_num_tokens": "give custom_generate(method='prompt-lookup')",
-    "use_mtp": "use the method of a drafter that you have",
+    "use_mtp": "give custom_generate(method='mtp')",
     "assistant_early_exit": "use the method of a drafter that you have",
 } | dict.fromkeys(OTHER_MODES, "call generate without custom_generate")
 PICTURES = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")  # in a prompt

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -120,6 +120,8 @@ class VLMTarget:
         self.starting_row = False  # that of a row that begins anew
         self.started: VLMTarget  # the latest such row by itself, for drafters to read
         self.spent: Tensor | None = None  # distributions whose memory the next greedy ones take
+        # what scores trees in place of ``states``: a part of the model, where the rest has run
+        self.rest: Callable[[Tensor, Tensor, Mask], Tensor] | None = None
         self.first: Tensor | None = None  # slots [B], where padding comes before them
         self.each: dict[str, Any] = {}  # what the whole model takes with every token, [B, 1, ...]
         self.cache: Cache
@@ -236,6 +238,7 @@ class VLMTarget:
         self.prompt = prompt
         self.calls = 0
         self.spent = None
+        self.rest = None
         self.begins = prompt.begins.clone()  # [B], where answers begin
         self.cache = self._new_cache(len(prompt.input_ids), prompt.room, scratch)
         self.past, self.recurrent = self._new_past(len(prompt.input_ids))
@@ -338,7 +341,7 @@ class VLMTarget:
         whole = self.family.takes_trees
         mask = cache.tree_mask(tree.shape) if whole else cache.tree_bias(tree.shape.ancestors)
         with self._chain(tree):
-            states = self.states(tree.tokens, positions, mask)
+            states = (self.rest or self.states)(tree.tokens, positions, mask)
         return self._output(states, self._drafters_states(states), tree, positions)
 
     def _chain(self, tree: DraftTree) -> AbstractContextManager[None]:
@@ -434,11 +437,15 @@ class VLMTarget:
         """
         logits = self.head(states)
         self._count(logits)
+        return TargetOutput(self._probs(self.guided(logits, positions), tree), hidden)
+
+    def guided(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Logits [B, N, V] of those of all branches [R, N, V] of tokens at ``positions`` [B, N]."""
         if self.guidance is not None and self.branches > 1:
             logits = self.guidance.mix(logits.float(), positions, self.begins[:, None])
         if self.allowed is not None:
             logits = self.allowed(logits, positions - self.begins[:, None] + 1)
-        return TargetOutput(self._probs(logits, tree), hidden)
+        return logits
 
     def _count(self, logits: Tensor) -> None:
         check_finite(logits, self.calls, self.name)

@@ -35,10 +35,12 @@ from specmm.methods.images import (
 from specmm.methods.language import (
     DEER,
     MSD,
+    MTP,
     Block,
     DiffuSpec,
     Eagle3,
     PromptLookup,
+    SelfDraft,
     SpecDiff,
     TextDraft,
     Verdict,
@@ -52,6 +54,7 @@ __all__ = [
     "GENERATE",
     "IMAGE_TOKENS",
     "MSD",
+    "MTP",
     "RENAMED_VALUES",
     "SCALES",
     "SJD",
@@ -77,6 +80,7 @@ __all__ = [
     "PromptLookup",
     "ScaleSpeculative",
     "ScalesMethod",
+    "SelfDraft",
     "SpecDiff",
     "Speculative",
     "TextDraft",
@@ -98,13 +102,35 @@ __all__ = [
 
 Method: TypeAlias = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Draft | Auto
 VQAMethod: TypeAlias = (
-    AR | TextDraft | VLMDraft | MSD | Eagle3 | Block | PromptLookup | Verdict | Draft | Auto
+    AR
+    | TextDraft
+    | VLMDraft
+    | MSD
+    | Eagle3
+    | MTP
+    | Block
+    | PromptLookup
+    | SelfDraft
+    | Verdict
+    | Draft
+    | Auto
 )
 TransformersImageMethod: TypeAlias = AR | SJD | PromptLookup  # models that draw picture tokens
 ScalesMethod: TypeAlias = AR | CoDe | ScaleSpeculative | Auto
 ContinuousMethod: TypeAlias = AR | CSpD
 TextMethod: TypeAlias = (
-    AR | DiffuSpec | SpecDiff | DEER | Block | Eagle3 | TextDraft | PromptLookup | Draft | Auto
+    AR
+    | DiffuSpec
+    | SpecDiff
+    | DEER
+    | Block
+    | Eagle3
+    | MTP
+    | TextDraft
+    | PromptLookup
+    | SelfDraft
+    | Draft
+    | Auto
 )
 GenerateMethod: TypeAlias = (
     AR
@@ -112,7 +138,9 @@ GenerateMethod: TypeAlias = (
     | VLMDraft
     | MSD
     | Eagle3
+    | MTP
     | PromptLookup
+    | SelfDraft
     | DiffuSpec
     | SpecDiff
     | DEER

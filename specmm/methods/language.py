@@ -46,6 +46,26 @@ class MSD(Declared):
 
 
 @dataclass(frozen=True)
+class MTP(Declared):
+    """The multi-token prediction layers of the target's own checkpoint (arXiv 2412.19437).
+
+    Several layers draft in turn, the last one again and again for what is deeper (FastMTP, arXiv
+    2509.18362). Greedy decoding, and any with ``sampled`` off, verifies EAGLE-2's tree of ``total``
+    point masses; other runs draw a tree from recorded distributions. A ``tree`` given is of fixed
+    shape in both. For targets whose layers have states the trees are chains.
+    """
+
+    name: ClassVar[str] = "mtp"
+    can_refill: ClassVar[bool] = True
+    total: int = 12
+    depth: int = 3
+    top_k: int = 4
+    sampled: bool = True
+    tree: TreeName = ""
+    rule: str = "recursive"
+
+
+@dataclass(frozen=True)
 class Eagle3(Declared):
     """EAGLE-3 (arXiv 2503.01840): a head reads the states of three of the target's layers.
 
@@ -70,6 +90,23 @@ class PromptLookup(Declared):
     can_refill: ClassVar[bool] = True
     ngram: int = 3
     length: int = 8
+
+
+@dataclass(frozen=True)
+class SelfDraft(Declared):
+    """The target drafts ``length`` tokens without some of its layers, on its own keys and values.
+
+    With ``exit`` its first layers draft (LayerSkip, arXiv 2404.16710), with ``skip`` all but these
+    (Draft & Verify, arXiv 2309.08168). ``sure`` above 0 ends a chain before the first token that
+    promises less acceptance.
+    """
+
+    name: ClassVar[str] = "self"
+    can_refill: ClassVar[bool] = True
+    exit: int = 0
+    skip: tuple[int, ...] = ()
+    length: int = 4
+    sure: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,7 @@ from speculators import SpeculatorModelConfig
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Config
 
-__all__ = [
-    "DFlashSpeculatorConfig",
-]
+__all__ = ["DFlashSpeculatorConfig"]
 
 
 @SpeculatorModelConfig.register("dflash")
@@ -29,36 +27,27 @@ class DFlashSpeculatorConfig(SpeculatorModelConfig):
     )
 
     transformer_layer_config: PretrainedConfig = Field(
-        default_factory=Qwen3Config,
-        description="Configuration for the transformer decoder layer",
+        default_factory=Qwen3Config, description="Configuration for the transformer decoder layer"
     )
 
     draft_vocab_size: int = Field(
-        default=32000,
-        description="Size of draft model vocabulary for speculation",
+        default=32000, description="Size of draft model vocabulary for speculation"
     )
 
     block_size: int = Field(
         default=8,
-        description=(
-            "Default size of the draft block predicted with a forward pass of the model"
-        ),
+        description=("Default size of the draft block predicted with a forward pass of the model"),
     )
 
     target_hidden_size: int | None = Field(
-        default=None,
-        description="Hidden size of the target model (if different from draft model)",
+        default=None, description="Hidden size of the target model (if different from draft model)"
     )
 
     aux_hidden_state_layer_ids: list[int] | None = Field(
-        default=None,
-        description="Layer IDs of the DFlash auxiliary hidden state layers",
+        default=None, description="Layer IDs of the DFlash auxiliary hidden state layers"
     )
 
-    mask_token_id: int | None = Field(
-        default=None,
-        description="Token ID used for masking",
-    )
+    mask_token_id: int | None = Field(default=None, description="Token ID used for masking")
 
     sliding_window_non_causal: bool = Field(
         default=False,
@@ -90,9 +79,7 @@ class DFlashSpeculatorConfig(SpeculatorModelConfig):
         if isinstance(value, dict):
             config_class: type[PretrainedConfig] = Qwen3Config
             if "model_type" in value:
-                config_class = AutoConfig.for_model(
-                    model_type=value["model_type"]
-                ).__class__
+                config_class = AutoConfig.for_model(model_type=value["model_type"]).__class__
             return config_class(**value)
         return value
 

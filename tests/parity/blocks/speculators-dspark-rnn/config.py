@@ -4,9 +4,7 @@ from pydantic import Field
 from speculators import SpeculatorModelConfig
 from speculators.models.dflash.config import DFlashSpeculatorConfig
 
-__all__ = [
-    "DSparkSpeculatorConfig",
-]
+__all__ = ["DSparkSpeculatorConfig"]
 
 
 @SpeculatorModelConfig.register("dspark")
@@ -54,8 +52,7 @@ class DSparkSpeculatorConfig(DFlashSpeculatorConfig):
 
     # Confidence head.
     enable_confidence_head: bool = Field(
-        default=True,
-        description="Whether to attach the per-position acceptance-probability head.",
+        default=True, description="Whether to attach the per-position acceptance-probability head."
     )
     confidence_head_with_markov: bool = Field(
         default=True,

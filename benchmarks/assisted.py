@@ -1,0 +1,293 @@
+"""The same drafter in this library and in transformers' own assisted generation, in one run.
+
+    python -m benchmarks.assisted --kinds "early exit" --models pocket/coder
+
+Contenders take turns on the same prompts with the same seeds. At batch 1 ours is compared with the
+fastest of transformers' settings, which draft up to a fixed number of tokens or until the drafter
+is unsure; transformers refuses batches, so that ragged ones of 4 and 8 are compared with plain
+decoding. Greedy texts are compared with those of transformers' plain ``generate``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.arithmetic import quartiles, speedup
+from benchmarks.common import (
+    RESULTS,
+    Budget,
+    Dtype,
+    Out,
+    Row,
+    Threads,
+    environment,
+    label,
+    read_results,
+    write_results,
+)
+from benchmarks.text_speed import PROSE, Questions, ours, places, theirs
+from benchmarks.vlm_speed import Answer, Answered, Runner, race, row
+from recipes.scenes.facts import fact
+from specmm import methods
+from specmm.hardware import named_dtype
+from specmm.recipes.training.texts import read_files
+from specmm.text.pipeline import TextPipeline
+from specmm.vlm.pipeline import VQAPipeline
+
+NAME = "assisted"  # of the results
+BATCHES = (4, 8)
+ASSISTED = "transformers assisted"  # how the names of theirs begin
+TOKENS = (1, 2, 4)  # drafts of a round that transformers is tried with, beside its defaults
+
+Ask = Callable[[int, int], Questions]
+"""A batch of so many prompts by its seed."""
+
+
+@dataclass(frozen=True)
+class Assisted:
+    """One setting of transformers' assisted generation.
+
+    ``options`` are generate's. ``drafting`` are set in the generation config of ``assistant``
+    (None: the target itself), where transformers reads how many tokens to draft.
+    """
+
+    options: Mapping[str, Any]
+    drafting: Mapping[str, Any] = field(default_factory=dict)
+    assistant: PreTrainedModel | None = None
+
+    @property
+    def name(self) -> str:
+        """What tells it apart."""
+        return (
+            f"{ASSISTED} ({', '.join(f'{k}={v}' for k, v in self.drafting.items()) or 'default'})"
+        )
+
+
+@dataclass(frozen=True)
+class Contest:
+    """One drafter of one model: the methods of ours that use it, and transformers' settings.
+
+    ``batched`` are the methods for batches; ``auto`` falls back to plain decoding by measurement.
+    """
+
+    drafter: str
+    pipe: TextPipeline
+    ask: Ask
+    ours: Sequence[methods.TextMethod]
+    theirs: Sequence[Assisted]
+    batched: Sequence[methods.TextMethod] = (methods.Auto(),)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of drafter: ``contest(model, dtype)`` for each of ``models`` by default."""
+
+    contest: Callable[[str, torch.dtype], Contest]
+    models: tuple[str, ...]
+
+
+def counted(
+    options: Mapping[str, Any], assistant: PreTrainedModel | None = None, unsure: bool = True
+) -> list[Assisted]:
+    """Transformers' defaults with ``options``, and each number of ``TOKENS``.
+
+    With ``unsure`` these end where the drafter is less sure than transformers' default, too.
+    """
+    found = [Assisted(options, assistant=assistant)]
+    for count in TOKENS:
+        fixed = {"num_assistant_tokens": count, "num_assistant_tokens_schedule": "constant"}
+        for bound in (0.0, 0.4) if unsure else (0.0,):
+            drafting = {**fixed, "assistant_confidence_threshold": bound}
+            found.append(Assisted(options, drafting, assistant))
+    return found
+
+
+# ---- kinds of drafters: an entry each
+
+
+EXITS = {"pocket/coder": 2, "pocket/smollm2": 26, "pocket/llava": 4}  # layers that draft
+
+
+def early_exit(model: str, dtype: torch.dtype) -> Contest:
+    """The target's first layers, of models that were not trained for it."""
+    layers = EXITS[model]
+    pipe = without_drafters(model, dtype)
+    return Contest(
+        f"exit={layers}",
+        pipe,
+        asking(model, pipe),
+        [
+            *(methods.SelfDraft(exit=layers, length=n) for n in (1, 2, 3)),
+            methods.SelfDraft(exit=layers, length=5, sure=0.4),
+        ],
+        counted({"assistant_early_exit": layers}),
+        [methods.Auto(), methods.SelfDraft(exit=layers, length=2)],
+    )
+
+
+KINDS: Mapping[str, Kind] = {"early exit": Kind(early_exit, tuple(EXITS))}
+
+
+# ---- models and prompts
+
+
+def without_drafters(model: str, dtype: torch.dtype) -> TextPipeline:
+    """The text model, or the language model of a vision-language one, with no drafter beside it."""
+    if model != "pocket/llava":
+        whole = TextPipeline.from_pretrained(model, torch_dtype=dtype)
+        return TextPipeline(whole.model, whole.tokenizer, name=model)
+    seeing = VQAPipeline.from_pretrained(model, torch_dtype=dtype)
+    text = AutoModelForCausalLM.from_config(seeing.model.config.get_text_config(decoder=True))
+    setattr(text, text.base_model_prefix, seeing.model.get_decoder())
+    text.set_output_embeddings(seeing.model.get_output_embeddings())
+    text.generation_config = seeing.model.generation_config
+    return TextPipeline(text.eval(), seeing.tokenizer, name=model)
+
+
+def asking(model: str, pipe: TextPipeline) -> Ask:
+    """Prompts of the kind that ``model`` was trained on: held-out code, prose, or short facts."""
+    if model == "pocket/coder":
+        texts = [text for text in read_files(True).values() if text.count("\n") > 30]
+        return lambda batch, seed: places(pipe, texts, batch, seed)
+    if model == "pocket/llava":
+        return facts
+    return prose
+
+
+def prose(batch: int, seed: int) -> Questions:
+    """Questions whose answers are some sentences."""
+    return Questions([PROSE[(seed + i) % len(PROSE)] for i in range(batch)], seed, chat=True)
+
+
+def facts(batch: int, seed: int) -> Questions:
+    """Questions of the kind that the scenes' models know the answers of."""
+    random = Random(f"facts {seed}")
+    return Questions([fact(random).question for _ in range(batch)], seed, chat=True)
+
+
+# ---- contenders
+
+
+def assisted(pipe: TextPipeline, temperature: float, setting: Assisted) -> Answer:
+    """Transformers' generate with a drafter."""
+    generate = theirs(pipe, temperature, **setting.options)
+
+    def answer(asked: Questions) -> Answered:
+        with drafting(setting.assistant or pipe.model, setting.drafting):
+            found: Answered = generate(asked)
+            return found
+
+    return answer
+
+
+@contextmanager
+def drafting(model: PreTrainedModel, settings: Mapping[str, Any]) -> Iterator[None]:
+    """While ``model`` drafts with ``settings``."""
+    config = model.generation_config
+    assert config is not None
+    before = {name: getattr(config, name) for name in settings}
+    config.update(**settings)
+    try:
+        yield
+    finally:
+        config.update(**before)
+
+
+def contenders(contest: Contest, temperature: float, batch: int) -> list[Runner]:
+    """Plain decoding by both first, then the drafter by both; in batches by ours alone."""
+    pipe = contest.pipe
+    chosen = contest.ours if batch == 1 else contest.batched
+    found = [
+        Runner("transformers generate", theirs(pipe, temperature)),
+        Runner("ar", ours(pipe, methods.AR(), temperature)),
+        *(Runner(label(method), ours(pipe, method, temperature)) for method in chosen),  # type: ignore[arg-type]
+    ]
+    if batch == 1:
+        settings = contest.theirs
+        found += [Runner(one.name, assisted(pipe, temperature, one)) for one in settings]
+    return found
+
+
+def measure(
+    contest: Contest, model: str, kind: str, temperature: float, batch: int, repeats: int
+) -> list[Row]:
+    """Every contender over ``repeats`` batches."""
+    title = f"{kind} of {model} T={temperature:g} batch {batch}"
+    runners = race(
+        contenders(contest, temperature, batch),
+        lambda seed: contest.ask(batch, seed),
+        repeats,
+        title,
+    )
+    facts = {"drafter": kind, "model": model, "with": contest.drafter}
+    return [
+        facts | row(r, runners, kind, temperature, batch) | compared(r, runners) for r in runners
+    ]
+
+
+def compared(runner: Runner, runners: Sequence[Runner]) -> Row:
+    """How much faster than the fastest of transformers' settings, and than our plain decoding."""
+    found: Row = {}
+    theirs = [r for r in runners if r.name.startswith(ASSISTED)]
+    if theirs:
+        best = min(theirs, key=lambda r: statistics.median(r.seconds))
+        low, high = quartiles(best.seconds, runner.seconds)
+        ratio = speedup(best.seconds, runner.seconds)
+        found |= {"over_theirs": ratio, "over_theirs_low": low, "over_theirs_high": high}
+    plain = runners[1].seconds
+    low, high = quartiles(plain, runner.seconds)
+    ratio = speedup(plain, runner.seconds)
+    return found | {"over_plain": ratio, "over_plain_low": low, "over_plain_high": high}
+
+
+def main(
+    kinds: Annotated[
+        str, typer.Option(help="Kinds of drafters, with commas between; all by default.")
+    ] = ",".join(KINDS),
+    models: Annotated[
+        str, typer.Option(help="Their models, with commas between; all of a kind by default.")
+    ] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Calls of every contender.")] = 12,
+    minutes: Annotated[float, typer.Option(min=0, help="No new part begins after so many.")] = 30.0,
+    dtype: Dtype = "float32",
+    threads: Threads = 2,
+    out: Out = RESULTS,
+) -> None:
+    """Write ``assisted.json`` and ``.csv``; rows of other kinds and models stay."""
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity_error()
+    budget = Budget(minutes)
+    facts = environment(dtype=dtype, transformers=transformers.__version__)
+    for kind in kinds.split(","):
+        for model in models.split(",") if models else KINDS[kind].models:
+            contest = KINDS[kind].contest(model, named_dtype(dtype))
+            for temperature, batch in ((0.0, 1), (1.0, 1), *((0.0, n) for n in BATCHES)):
+                if not budget.spent:
+                    times = repeats if batch == 1 else -(-repeats // 3)
+                    rows = measure(contest, model, kind, temperature, batch, times)
+                    write_results(out, NAME, merged(out, rows), facts)
+
+
+def merged(out: Any, rows: Sequence[Row]) -> list[Row]:
+    """The results in ``out`` with ``rows`` in place of those of the same part."""
+
+    def part(one: Row) -> tuple[Any, ...]:
+        return tuple(one[name] for name in ("drafter", "model", "temperature", "batch"))
+
+    before = (read_results(out, NAME) or {}).get("rows", [])
+    new = {part(one) for one in rows}
+    return [one for one in before if part(one) not in new] + list(rows)
+
+
+if __name__ == "__main__":
+    typer.run(main)
