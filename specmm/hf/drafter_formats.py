@@ -2,7 +2,7 @@
 targets.
 
 Only ``config.json`` and the headers of safetensors files are read, never a weight. A new layout is
-one entry of ``FORMATS``.
+one entry of ``FORMATS``, of which the first that matches counts.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from safetensors import SafetensorError, safe_open
 
 from specmm import zoo
 from specmm.checkpoints import FOLDER_NAMES, PICKLED, read_json
-from specmm.hf.drafters.eagle3_files import is_eagle3
 from specmm.hf.drafters.files import INDEX, Facts
+from specmm.hf.pretrained import MTP
+from specmm.registry import named
 
 SPECULATORS = "speculators_model_type"
 ASSISTANT = "_assistant"  # how transformers' types of them end
 DIFFUSION = ("dream", "llada", "mdlm", "bd3lm")
 DFLASH = ("block_size", "mask_token_id", "target_layer_ids")
-# how configs call a number of layers that predict several tokens (MTP)
-MTP = ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
 class Weight(NamedTuple):
@@ -101,8 +100,8 @@ class DrafterFormat:
     the best first.
 
     Of ``own`` layouts the drafter belongs to one target; others are models by themselves. What may
-    be a target, too, has a ``command``, by which it is run. ``exports`` are functions that write it as another layout,
-    ``"module:name"`` by the layout's name: ``(folder, target model, out)``.
+    be a target, too, has a ``command``, by which it is run. ``exports`` are functions that write
+    it as another layout, ``"module:name"`` by the layout's name: ``(folder, out, target)``.
     """
 
     title: str
@@ -162,7 +161,7 @@ FORMATS: tuple[DrafterFormat, ...] = (
     DrafterFormat("DEER drafter", lambda folder: _type(folder) == "deer", ("deer",)),
     DrafterFormat(
         "EAGLE-3 head as of SafeAILab or SpecForge",
-        lambda folder: is_eagle3(folder.facts),
+        lambda folder: bool(named("specmm.hf.drafters.eagle3_files:is_eagle3")(folder.facts)),
         ("eagle3",),
     ),
     DrafterFormat(

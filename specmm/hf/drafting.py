@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specmm import methods
 from specmm.autotune import Plan
-from specmm.checkpoints import read_json
 from specmm.drafter import Drafter, DrafterVocabulary
+from specmm.hf.drafter_formats import ModelFolder, recognised
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
@@ -42,8 +42,9 @@ class DrafterKind:
     ``make(method, target, drafter, tokenizer)`` gives drafter and rule, ``load(folder, target
     model, method)`` what it drafts with. A model's own is in its folder ``drafters/place``, or
     ``instead``. ``plan(target, drafter, prompt, plans, method)`` is method ``auto`` for it,
-    ``judge(experts, pipeline, keep)`` what answers where nothing is drafted, and ``model_type``
-    what its config holds where that tells it apart.
+    ``judge(experts, pipeline, keep)`` what answers where nothing is drafted, and
+    ``offers(target model)`` says whether the target itself has what drafts. Which layouts of
+    folders it reads is said in ``drafter_formats``.
     """
 
     make: str
@@ -52,7 +53,7 @@ class DrafterKind:
     instead: str = ""
     plan: str = ""
     judge: str = ""
-    model_type: str = ""
+    offers: str = ""
 
 
 KINDS: Mapping[str, DrafterKind] = {
@@ -72,7 +73,11 @@ KINDS: Mapping[str, DrafterKind] = {
         "eagle3",
         plan=f"{FEATURES}:choose_method",
     ),
-    "mtp": DrafterKind("specmm.hf.drafters.mtp:make", "specmm.hf.drafters.mtp_layers:load_layers"),
+    "mtp": DrafterKind(
+        "specmm.hf.drafters.mtp:make",
+        "specmm.hf.drafters.mtp_layers:load_layers",
+        offers="specmm.hf.pretrained:has_mtp_layers",
+    ),
     "verdict": DrafterKind(
         "", f"{VLM}.verdict:load_experts", "experts", judge=f"{VLM}.verdict:make_judge"
     ),
@@ -87,7 +92,6 @@ KINDS: Mapping[str, DrafterKind] = {
         f"{BLOCKS}.assemble:load_deer_or_diffusion",
         "deer",
         plan=f"{BLOCKS}.assemble:choose_method",
-        model_type="deer",
     ),
     "block": DrafterKind(
         f"{BLOCKS}.assemble:make_block",
@@ -215,10 +219,12 @@ def choose(
 
 
 def method_of(drafter: object) -> str:
-    """The method that a ``drafter`` (loaded, or its folder) is for; empty where unknown."""
+    """The method that a ``drafter`` (loaded, or its folder) is for; empty where unknown.
+
+    Raises ``ValueError`` for a folder that holds neither a drafter nor a model.
+    """
     if isinstance(drafter, Path):
-        types = {kind.model_type: name for name, kind in KINDS.items() if kind.model_type}
-        return types.get(str(read_json(drafter / "config.json").get("model_type")), "")
+        return next(iter(recognised(ModelFolder(drafter)).methods), "")
     return str(getattr(drafter, "method", ""))
 
 
@@ -250,6 +256,9 @@ class Drafters:
     target: PreTrainedModel
     given: dict[str, Any]
 
+    def __post_init__(self) -> None:
+        self.passed = frozenset(self.given)  # by the caller, not read here
+
     def get(self, method: str) -> Any:
         """What ``method`` drafts with; None where it needs nothing.
 
@@ -269,6 +278,8 @@ class Drafters:
 
     def has(self, method: str) -> bool:
         """Whether ``method`` finds what it drafts with."""
+        if method in KINDS and KINDS[method].offers and method not in self.given:
+            return bool(named(KINDS[method].offers)(self.target))
         needs = method in KINDS and bool(KINDS[method].place)
         return not needs or method in self.given or self._folder(method) is not None
 
