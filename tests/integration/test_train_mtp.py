@@ -96,8 +96,8 @@ def test_the_recipe(model_of, tmp_path):
     assert found["outputs"] == [str(folder / "drafters" / "mtp")]
     curve = (tmp_path / "run" / "loss.csv").read_text().splitlines()
     assert curve[0].startswith("step,loss,overlap")
-    tuned = folder / "drafters" / "mtp"
-    pipe = TextPipeline.from_pretrained(folder, method="mtp", drafter=tuned)
+    pipe = TextPipeline.from_pretrained(folder, method="mtp")
+    assert pipe.drafter("mtp") is not None  # those that were fine-tuned, not the checkpoint's
     drafted = pipe("a b c", max_new_tokens=12)
     assert drafted.texts == pipe("a b c", method="ar", max_new_tokens=12).texts
 
