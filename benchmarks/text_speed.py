@@ -30,7 +30,7 @@ from benchmarks.common import (
     label,
     write_results,
 )
-from benchmarks.vlm_speed import Answer, Answered, Runner, cut, drafts, race, row
+from benchmarks.vlm_speed import Answer, Answered, Runner, cut, drafts, dynamic, race, row
 from specmm import methods
 from specmm.hardware import named_dtype
 from specmm.recipes.training.texts import read_files
@@ -40,6 +40,7 @@ PROMPT = 96  # tokens read
 LONGEST = 128  # tokens written
 LENGTHS = (2, 3, 4, 5, 6, 8)  # of a block
 TREES = (4, 8, 16, (2, 1, 1, 1, 1, 1))  # nodes of the likeliest paths, and a fixed one
+GROWN = ((1, 1), (1, 1, 1), (1, 1, 1, 1), (2, 1, 1, 1))  # of an EAGLE-3 head, children by level
 COMPILED = (methods.AR(), methods.Block(length=6), methods.Block(), methods.Block(tree=TREES[-1]))
 DIFFUSPEC = (
     (True, True),
@@ -111,6 +112,9 @@ def contenders(pipe: TextPipeline, temperature: float, batch: int) -> list[Runne
         if drafts(pipe, kind()):
             chosen += [kind(length=n) for n in LENGTHS] + [kind(tree=n) for n in TREES]
             chosen += [kind(sure=0.3), kind(recall=3)]
+    if drafts(pipe, methods.Eagle3()):
+        chosen += [methods.Eagle3(sampled=True, tree=tree) for tree in GROWN]
+        chosen += dynamic(methods.Eagle3, temperature)
     if drafts(pipe, methods.DiffuSpec()):
         chosen += [
             methods.DiffuSpec(search=search, adaptive=adaptive) for search, adaptive in DIFFUSPEC

@@ -49,7 +49,7 @@ from specmm.vlm.asking import Questions
 from specmm.vlm.pipeline import VQAPipeline
 
 LONGEST = 80  # tokens of an answer
-TREES = ((1, 1, 1), (2, 1, 1, 1, 1, 1), (3, 2, 1, 1, 1))  # of the MSD drafter, children by level
+TREES = ((1, 1, 1), (2, 1, 1, 1, 1, 1), (3, 2, 1, 1, 1))  # of feature drafters, children by level
 
 
 @dataclass(frozen=True)
@@ -130,16 +130,21 @@ def cut(ids: Tensor, ends: Sequence[int]) -> Tensor:
     return ids[: int(found[0]) + 1] if len(found) else ids
 
 
+def dynamic(kind: Any, temperature: float) -> list[Any]:
+    """EAGLE-2's trees of feature drafters."""
+    if temperature > 0:
+        return [kind(total=12, depth=4, top_k=4)]
+    return [kind(total=8, depth=4, top_k=3), kind(total=24, depth=5, top_k=5)]
+
+
 def contenders(pipe: VQAPipeline, temperature: float, batch: int) -> list[Runner]:
     """Plain decoding twice first, then all that draft; transformers' assistants at batch 1 only."""
     found = [Runner("transformers generate", theirs(pipe, temperature))]
     chosen: list[methods.VQAMethod] = [methods.AR()]
-    if temperature > 0:
-        chosen += [methods.MSD(sampled=True, tree=tree) for tree in TREES]
-        chosen += [methods.MSD(total=12, depth=4, top_k=4)]
-    else:
-        chosen += [methods.MSD(sampled=True, tree=tree) for tree in TREES]
-        chosen += [methods.MSD(total=8, depth=4, top_k=3), methods.MSD(total=24, depth=5, top_k=5)]
+    for kind in (methods.MSD, methods.Eagle3):
+        if drafts(pipe, kind()):
+            chosen += [kind(sampled=True, tree=tree) for tree in TREES]
+            chosen += dynamic(kind, temperature)
     small = [m for m in (methods.TextDraft(), methods.VLMDraft()) if drafts(pipe, m)]
     chosen += [*small, methods.PromptLookup(), methods.Auto()]
     found += [Runner(label(method), ours(pipe, method, temperature)) for method in chosen]  # type: ignore[arg-type]

@@ -33,11 +33,11 @@ from specmm.diffusion_drafters.lattice_search import CausalProxy
 from specmm.diffusion_drafters.models.deer import DEERModel, is_deer, load_deer
 from specmm.diffusion_drafters.models.dflash import DFlash, load_dflash
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention, load_diffusion_lm
-from specmm.diffusion_drafters.models.drafter_files import check_target
 from specmm.diffusion_drafters.models.masked import DiffusionLM
 from specmm.diffusion_drafters.ngram import NGram
 from specmm.diffusion_drafters.sources import BlockSource, DFlashSource, DiffusionSource
 from specmm.hardware import prepack
+from specmm.hf.drafters.files import check_target
 from specmm.hf.drafting import Assembly, Verification, translated
 from specmm.hf.pretrained import own_tokenizer
 from specmm.hf.prompt import VLMPrompt

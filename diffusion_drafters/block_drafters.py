@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specmm.diffusion_drafters.sources import BlockSource, DrafterVocabulary, NextLogits
-from specmm.drafter import Feedback
+from specmm.diffusion_drafters.sources import BlockSource, NextLogits
+from specmm.drafter import DrafterVocabulary, Feedback
 from specmm.growth import Level
 from specmm.hf.drafters.prompt_lookup import Recall
+from specmm.hf.drafting import drafting_probs
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
 from specmm.randomness import UniformSource, categorical
 from specmm.shape import eagle2
 from specmm.shape.blocks import adaedl_stop, block_tree
@@ -68,18 +68,6 @@ class SourceDrafter:
         """Let the source read the prompt with which ``row`` was started."""
         with self.clock("draft"):
             self.source.start_row(row)
-
-
-def drafting_probs(target: VLMTarget, vocabulary: DrafterVocabulary) -> Processor:
-    """The processor of drafts: the target's own, which agrees best; softmax for a greedy target.
-
-    Repetition penalties are left to the target, and so are other kinds of processors. The drafter
-    may have fewer tokens than the target's top k.
-    """
-    own = target.processor
-    if not isinstance(own, Processor) or own.greedy:
-        return Processor()
-    return Processor(own.temperature, min(own.top_k, vocabulary.count), own.top_p, own.top_p_first)
 
 
 def block_length(source: BlockSource, wanted: int | None) -> int:
@@ -334,9 +322,7 @@ class NextDrafts:
         count = self.vocabulary.count
         enough = math.ceil(math.sqrt((total - 1) / (levels - 1))) if levels > 1 else total - 1
         width = min(max(min(BEAM, total - 1), enough), count)
-        shift = None
-        if self.vocabulary.ids is not None:
-            shift = self.vocabulary.ids - torch.arange(count, device=block.device)
+        shift = self.vocabulary.shift
         scores, memory = self.next_logits(block[:, 0], root, None)
         beam = eagle2.start(self.probs(scores).log(), width, shift)
         memory = None if memory is None else memory[:, None]

@@ -18,14 +18,8 @@ from torch import Tensor
 
 from specmm.diffusion_drafters.models.deer import DEERModel
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
-from specmm.diffusion_drafters.sources import (
-    DiffusionSource,
-    DrafterVocabulary,
-    NextLogits,
-    end_token,
-    shared_tokens,
-)
-from specmm.drafter import Feedback
+from specmm.diffusion_drafters.sources import DiffusionSource, NextLogits, end_token, shared_tokens
+from specmm.drafter import DrafterVocabulary, Feedback
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation

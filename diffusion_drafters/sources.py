@@ -13,18 +13,16 @@ drafter's vocabulary, V the target's.
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from specmm.diffusion_drafters.models.dflash import DFlash, check_layers
 from specmm.diffusion_drafters.models.masked import DiffusionLM, block_logits
-from specmm.drafter import Feedback
+from specmm.drafter import DrafterVocabulary, Feedback
+from specmm.hf.aux_states import AuxStates
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
 from specmm.processors import History
@@ -42,29 +40,6 @@ class NextLogits(Protocol):
         ``memory`` is the one returned for those tokens' own place (None: the block's first).
         """
         ...
-
-
-@dataclass(frozen=True)
-class DrafterVocabulary:
-    """A drafter's v of a target's V = ``size`` tokens: ``ids`` [v], None where it has all."""
-
-    size: int
-    ids: Tensor | None = None
-
-    @property
-    def count(self) -> int:
-        """v."""
-        return self.size if self.ids is None else len(self.ids)
-
-    def to_target(self, drafts: Tensor) -> Tensor:
-        """The target's ids [...] of the drafter's."""
-        return drafts if self.ids is None else self.ids[drafts]
-
-    def spread(self, probs: Tensor) -> Tensor:
-        """Distributions [..., V] over the target's tokens of ``probs`` [..., v]."""
-        if self.ids is None:
-            return probs
-        return probs.new_zeros(*probs.shape[:-1], self.size).index_copy_(-1, self.ids, probs)
 
 
 class BlockSource(Protocol):
@@ -288,34 +263,3 @@ def _check_dflash(model: DFlash, target: VLMTarget) -> None:
         raise ValueError(
             f"drafter must be of the target's {vocabulary} tokens, got one of {len(model.t2d)}"
         )
-
-
-class AuxStates:
-    """The latest outputs of ``layers``, kept by hooks that are removed with this object.
-
-    ``listens`` says whether a forward counts: others may use the same layers.
-    """
-
-    def __init__(
-        self, layers: Sequence[nn.Module], listens: Callable[[], bool] = lambda: True
-    ) -> None:
-        self.seen: list[Tensor | None] = [None] * len(layers)
-        for place, layer in enumerate(layers):
-            handle = layer.register_forward_hook(_recorder(self.seen, place, listens))
-            weakref.finalize(self, handle.remove)
-
-    def context(self) -> Tensor:
-        """The layers' outputs side by side, [B, L or N, F·C]."""
-        return torch.cat([states for states in self.seen if states is not None], dim=-1)
-
-
-def _recorder(
-    seen: list[Tensor | None], place: int, listens: Callable[[], bool]
-) -> Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]:
-    """A hook that holds no reference to the object that owns ``seen``."""
-
-    def record(_: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
-        if listens():
-            seen[place] = output if isinstance(output, Tensor) else output[0]
-
-    return record

@@ -68,8 +68,18 @@ def scene_conversations(place: str, target: Any, processor: Any) -> Conversation
     A model that learnt scenes reads whole chats as then, any other one the first question of each
     through its processor.
     """
+    return _scenes(place, target, processor, _encoder(processor, target))
+
+
+def scene_lines(place: str, target: Any, processor: Any) -> Conversations:
+    """As :func:`scene_conversations`, but every model reads first questions by its processor, so
+    that it may answer them itself.
+    """
+    return _scenes(place, target, processor, None)
+
+
+def _scenes(place: str, target: Any, processor: Any, packed: Any) -> Conversations:
     folder = Path(place).expanduser()
-    packed = _encoder(processor, target)
     drawn = world(folder, "train")
 
     def draw(random: Random, visual: bool) -> Any:

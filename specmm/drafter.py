@@ -7,6 +7,7 @@ vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -56,6 +57,36 @@ def committed(tree: DraftTree, result: VerifyResult) -> Tensor:
     drafts = tree.tokens.gather(1, result.path[:, 1:].clamp(min=0))
     tokens = torch.cat([drafts, drafts.new_zeros(len(drafts), 1)], dim=1)
     return tokens.scatter_(1, result.kept[:, None] - 1, result.next_token[:, None])
+
+
+@dataclass(frozen=True)
+class DrafterVocabulary:
+    """A drafter's v of a target's V = ``size`` tokens: ``ids`` [v], None where it has all."""
+
+    size: int
+    ids: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """v."""
+        return self.size if self.ids is None else len(self.ids)
+
+    @cached_property
+    def shift(self) -> Tensor | None:
+        """What is added to a draft's id [v] to get the target's (EAGLE-3's ``d2t``)."""
+        if self.ids is None:
+            return None
+        return self.ids - torch.arange(self.count, device=self.ids.device)
+
+    def to_target(self, drafts: Tensor) -> Tensor:
+        """The target's ids [...] of the drafter's."""
+        return drafts if self.ids is None else self.ids[drafts]
+
+    def spread(self, probs: Tensor) -> Tensor:
+        """Distributions [..., V] over the target's tokens of ``probs`` [..., v]."""
+        if self.ids is None:
+            return probs
+        return probs.new_zeros(*probs.shape[:-1], self.size).index_copy_(-1, self.ids, probs)
 
 
 class Drafter(Protocol):

@@ -5,7 +5,7 @@ forward a level reads the drafts with the head's own predictions. The head's cac
 with the round's drafts in the scratch region, so that every round has the same shapes.
 
 Shape letters: B batch, G guidance branches, R = G·B rows, N tree nodes, n nodes fed at a level, k
-beam width, C width, S slots, V vocabulary.
+beam width, C width, S slots, V the target's vocabulary, v the drafter's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specmm.cache import Cache, branched
-from specmm.drafter import Feedback
+from specmm.drafter import DrafterVocabulary, Feedback
 from specmm.randomness import UniformSource
 from specmm.shape import eagle2
 from specmm.shape.eagle2 import Dynamic
@@ -62,19 +62,23 @@ class Level:
 class FeatureHead(Protocol):
     """What a drafter provides for growing its trees."""
 
-    def read(self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
-        """States [R, n, C] predicted after ``tokens`` [B, n] with ``hidden`` [R, n, C].
+    def read(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor, depth: int
+    ) -> Tensor:
+        """States [R, n, C] predicted after ``tokens`` [B, n] of the target's.
 
-        Keys and values are stored where the cache aims.
+        ``hidden`` [R, n, ...] are states predicted before those tokens, which lie at ``depth`` of
+        the tree or, at depth 0, were committed: then they are the target's own. Keys and values are
+        stored where the cache aims.
         """
         ...
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
-        """Logits [B, n, V] after nodes at ``depth`` with the predicted ``states`` [R, n, C]."""
+        """Logits [B, n, v] after nodes at ``depth`` with the predicted ``states`` [R, n, C]."""
         ...
 
     def probs(self, logits: Tensor) -> Tensor:
-        """The distribution [B, n, V] that drafts are drawn from."""
+        """The distribution [B, n, v] that drafts are drawn from."""
         ...
 
 
@@ -83,15 +87,15 @@ class Growth:
 
     A ``tree`` of fixed shape has siblings drawn as ``siblings`` says, with their distributions
     recorded, or, unless ``sampled``, the likeliest tokens as point masses. A :class:`Dynamic` tree
-    always has point masses. Raises ``ValueError`` if a node would have more children than there are
-    tokens.
+    always has point masses. ``vocabulary`` is the drafter's. Raises ``ValueError`` if a node would
+    have more children than there are tokens.
     """
 
     def __init__(
         self,
         tree: TreeShape | Dynamic,
         sampled: bool,
-        vocabulary: int,
+        vocabulary: DrafterVocabulary,
         device: torch.device | str = "cpu",
         siblings: Siblings = "distinct",
     ) -> None:
@@ -111,9 +115,10 @@ class Growth:
             self.max_depth = tree.depth + 1
             self.fed = tree.top_k * tree.depth
             width = tree.top_k
-        if width > vocabulary:
+        if width > vocabulary.count:
             raise ValueError(
-                f"tree must have at most {vocabulary} children a node (the vocabulary), got {width}"
+                f"tree must have at most {vocabulary.count} children a node (the vocabulary), got "
+                f"{width}"
             )
         self.chain = TreeShape.chain(self.max_depth, device)
 
@@ -143,7 +148,7 @@ class Growth:
         cache.aim(cache.size.capacity, cache.slots)
         positions = cache.lengths[:, None] + order
         bias = cache.tree_bias(self.chain.ancestors)
-        states = head.read(tokens, feedback.kept_hidden(), positions, bias)
+        states = head.read(tokens, feedback.kept_hidden(), positions, bias, 0)
         cache.keep(order.expand(len(kept), -1), kept)
         last = branched(kept.clamp(min=1) - 1, cache.size.branches)
         return states[torch.arange(len(states), device=last.device), last]
@@ -168,7 +173,7 @@ class Growth:
         tokens = root[:, None].repeat(1, shape.size)
         probs = None
         if self.sampled:
-            probs = states.new_zeros(*tokens.shape, self.vocabulary, dtype=torch.float32)
+            probs = states.new_zeros(*tokens.shape, self.vocabulary.size, dtype=torch.float32)
         for depth, level in enumerate(self.levels):
             if depth:
                 above = states[:, level.origin]
@@ -176,22 +181,25 @@ class Growth:
             drafts, drawn = self._draw(head, head.logits(states, depth), level.width, uniforms)
             tokens.index_copy_(1, level.nodes, drafts.flatten(1).index_select(1, level.pick))
             if probs is not None and drawn is not None:
-                probs.index_copy_(1, level.nodes, drawn.flatten(1, 2).index_select(1, level.pick))
+                recorded = drawn.flatten(1, 2).index_select(1, level.pick)
+                probs.index_copy_(1, level.nodes, self.vocabulary.spread(recorded))
         return DraftTree(tokens, shape, probs)
 
     def _draw(
         self, head: FeatureHead, logits: Tensor, width: int, uniforms: UniformSource
     ) -> tuple[Tensor, Tensor | None]:
-        """Children [B, n, width] of each parent, and their distributions [B, n, width, V]."""
+        """Children [B, n, width] of each parent, and their distributions [B, n, width, v]."""
         if not self.sampled:
-            return logits.topk(width).indices, None
-        return draw_siblings(head.probs(logits), width, uniforms, self.siblings)
+            return self.vocabulary.to_target(logits.topk(width).indices), None
+        drafts, probs = draw_siblings(head.probs(logits), width, uniforms, self.siblings)
+        return self.vocabulary.to_target(drafts), probs
 
     def _dynamic(self, head: FeatureHead, tree: Dynamic, root: Tensor, state: Tensor) -> DraftTree:
         k = tree.top_k
         capacity = self.cache.size.capacity
         branches = self.cache.size.branches
-        beam = eagle2.start(head.logits(state, 0)[:, 0].log_softmax(-1), k)
+        shift = self.vocabulary.shift
+        beam = eagle2.start(head.logits(state, 0)[:, 0].log_softmax(-1), k, shift)
         states = state
         for depth in range(1, tree.depth + 1):
             first = (depth - 1) * k
@@ -201,7 +209,7 @@ class Growth:
             scratch.copy_(mask)
             origin = branched(beam.origin, branches)[..., None].expand(-1, -1, state.shape[-1])
             states = self._feed(head, beam.tokens, states.gather(1, origin), depth, first)
-            beam = eagle2.step(beam, head.logits(states, depth).log_softmax(-1))
+            beam = eagle2.step(beam, head.logits(states, depth).log_softmax(-1), shift)
         return eagle2.finish(beam, root, tree.total)
 
     def _feed(
@@ -216,4 +224,4 @@ class Growth:
         count = tokens.shape[1]
         cache.aim(cache.size.capacity + first, cache.slots)
         positions = (cache.lengths[:, None] + depth - 1).expand(-1, count)
-        return head.read(tokens, states, positions, self.bias[:, :, first : first + count])
+        return head.read(tokens, states, positions, self.bias[:, :, first : first + count], depth)

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from specmm.checkpoints import State, load_strict, read_checkpoint, read_json
-from specmm.vlm.msd_head import MSDConfig, MSDHead, write_folder
+from specmm.vlm.msd import MSDConfig, MSDHead, write_folder
 
 ALGORITHM = "eagle"
 VERSION = "0.1.0"  # of the configuration's schema

@@ -1,149 +1,278 @@
-"""Method ``msd``: an MSD head drafts EAGLE-2's tree of point masses, or a static tree of recorded
-distributions; and which tree ``auto`` chooses.
+"""The head of Multimodal Speculative Decoding (MSD): network, decoupled prompt slots, files.
 
-The prompt's slots are decoupled (see ``msd_head``), wherever and however many its pictures are: the
-target tells. In every round the slots of the committed tokens are run again on the target's own
-hidden states.
+After a prompt of L positions with target states h and language-model input embeddings e, slot j
+carries position j + 1: a text slot reads fc([e_{j+1}; h_j]), an image slot *is* e_{j+1}, the
+projector's output, without fc or state. Position 0 has no slot, be it text or image. The layers see
+slots 0 … L - 1 causally and end without a norm: their output approximates h_{j+1} and goes
+straight into the target's output head. Sources: MSD (arXiv 2505.14260), EAGLE (2401.15077).
 
-Shape letters: B batch, L prompt positions, n nodes, C width, V vocabulary, D levels, K ranks.
+On disk a head is ``config.json`` beside ``pytorch_model.bin`` (as released) or
+``model.safetensors``, with the official names. The official format has a frozen copy of the
+target's token embeddings, which tells whose drafter this is; ours may leave it out
+(``target_embeddings`` in the config) and then records the target's fingerprint.
+
+Shape letters: R rows, L prompt positions, T slots, H heads, K key/value heads, D head width, C
+width, V vocabulary, v rows of a drafter's embeddings, S cached slots.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Iterable, Sequence
-from typing import Any
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 
-from specmm import methods
-from specmm.autotune import WIDEST, AcceptanceCounter, Plan, planned
-from specmm.cache import Cache, CacheSize, alike
-from specmm.decode import EndTokens, decode
-from specmm.drafter import DeferredDrafter, Feedback
-from specmm.growth import Growth
-from specmm.hf.drafting import Assembly, Verification
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import Context, VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms, UniformSource
-from specmm.shape.eagle2 import Dynamic
-from specmm.shape.sequoia import best_tree
-from specmm.shape.trees import Siblings, spine, static_tree
-from specmm.stats import Clock
-from specmm.tree import DraftTree, TreeShape
-from specmm.verify import Recursive
-from specmm.vlm.msd_head import Acceptance, MSDHead
+from specmm.cache import LayerSize, Memory, alike
+from specmm.checkpoints import (
+    State,
+    check_fingerprint,
+    fingerprint,
+    load_strict,
+    read_checkpoint,
+    read_json,
+    weights_file,
+)
+from specmm.drafter import DrafterVocabulary
+from specmm.hardware import prepack
+from specmm.hf.drafters.files import Acceptance, read_acceptance, write_acceptance
+from specmm.hf.target import VLMTarget
 
-logger = logging.getLogger(__name__)
-RELEASED = Dynamic(top_k=10, depth=5, total=59)
-SIZES = (3, 4, 8, 12, 16, 24)  # nodes of the trees that a plan compares, the root included
-ROOM = 24  # tokens of answer that measuring needs
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+PLAIN_ROPE = ("default", "mrope")  # the release turns M-RoPE models' slots one-dimensionally, too
+EMBEDDINGS = "embed_tokens.weight"
+LEFTOVERS = ("rotary_emb",)
+# Relative distance of embeddings: two roundings of the same are far below, others are at about 1.
+SAME = 0.05
+KINDS = {
+    False: ("llava", "LlavaLlamaForCausalLM"),
+    True: ("qwen2_vl", "Qwen2VLForConditionalGeneration"),
+}
+Turns = tuple[Tensor, Tensor]  # cosines and sines
 
 
-class MSDDrafter:
-    """Drafts with an :class:`MSDHead` for ``target``.
+@dataclass(frozen=True)
+class MSDConfig:
+    """Sizes under their names in ``config.json``; ``qwen`` heads have a first norm and q, k, v
+    biases.
 
-    ``tree``, ``sampled`` and ``siblings`` are those of :class:`specmm.growth.Growth`; greedy
-    decoding never samples. Raises ``ValueError`` when the head's width or vocabulary is not the
-    target's.
+    Raises ``ValueError`` on sizes that do not fit together.
     """
 
-    def __init__(
-        self,
-        head: MSDHead,
-        target: VLMTarget,
-        tree: TreeShape | Dynamic = RELEASED,
-        sampled: bool = True,
-        siblings: Siblings = "distinct",
-    ) -> None:
-        _check_sizes(head, target)
-        self.head = head.eval()
-        self.target = target
-        target.wants_context = True
-        sampled = sampled and not target.processor.greedy
-        self.growth = Growth(tree, sampled, head.config.vocab_size, target.device, siblings)
-        self.max_nodes = self.growth.max_nodes
-        self.max_depth = self.growth.max_depth
-        self.probs = target.processor if isinstance(target.processor, Processor) else Processor()
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    num_hidden_layers: int = 1
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    hidden_act: str = "silu"
+    bias: bool = True
+    qwen: bool = False
 
-    def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """Make a cache as roomy as the target's and read the prompt."""
-        hidden = feedback.output.hidden
-        config = self.head.config
-        size = CacheSize(
-            layers=alike(config.num_hidden_layers, config.num_key_value_heads, config.head_dim),
-            batch=len(feedback.token),
-            branches=1,
-            capacity=self.target.cache.size.capacity,
-            scratch=self.growth.scratch,
+    def __post_init__(self) -> None:
+        heads = self.num_attention_heads
+        groups = self.num_key_value_heads
+        if self.hidden_size % (2 * heads) or heads % groups:
+            raise ValueError(
+                "heads must divide the width into even parts and be a multiple of the key/value "
+                f"heads, got width {self.hidden_size}, {heads} heads and {groups} key/value heads"
+            )
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any], source: object = "config.json") -> MSDConfig:
+        """Sizes from a drafter's (or a text model's) ``config.json``.
+
+        Raises ``ValueError`` naming what is missing, and for scaled rotary positions.
+        """
+        missing = [name for name in SIZES if not isinstance(facts.get(name), int)]
+        if missing:
+            raise ValueError(
+                f"{source} must give {', '.join(SIZES)} as whole numbers, got none for {missing}"
+            )
+        rope = facts.get("rope_parameters") or {}  # where transformers 5 puts the base
+        scaling = facts.get("rope_scaling") or rope
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind not in PLAIN_ROPE:
+            wanted = " or ".join(PLAIN_ROPE)
+            raise ValueError(f"{source} must have plain rotary positions ({wanted}), got {kind!r}")
+        names = cls.__dataclass_fields__
+        given = {name: facts[name] for name in names if facts.get(name) is not None}
+        given.setdefault("rope_theta", float(rope.get("rope_theta", 10000.0)))
+        given.setdefault("num_key_value_heads", facts["num_attention_heads"])
+        given.setdefault("qwen", str(facts.get("model_type", "")).startswith("qwen2"))
+        return cls(**given)
+
+    def to_json(self) -> dict[str, Any]:
+        """What the release's loader reads of a drafter's ``config.json``."""
+        facts = dataclasses.asdict(self)
+        kind, architecture = KINDS[facts.pop("qwen")]
+        return {"model_type": kind, "architectures": [architecture], **facts}
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.hidden_size // self.num_attention_heads
+
+
+class MSDAttention(nn.Module):
+    """Grouped-query self-attention with one-dimensional rotary positions."""
+
+    def __init__(self, config: MSDConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        width = config.hidden_size
+        inner = config.num_key_value_heads * config.head_dim
+        self.grouped = inner != width
+        self.q_proj = nn.Linear(width, width, bias=config.qwen)
+        self.k_proj, self.v_proj = (nn.Linear(width, inner, bias=config.qwen) for _ in range(2))
+        self.o_proj = nn.Linear(width, width, bias=False)
+
+    def forward(
+        self, x: Tensor, turns: Turns, bias: Tensor | None, memory: Memory | None
+    ) -> Tensor:
+        """``x`` [R, T, C] attends to ``memory`` under ``bias``, or causally to itself."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)) for f in projections)
+        q, k = apply_rotary_pos_emb(q, k, *turns, unsqueeze_dim=2)  # [R, T, H or K, D]
+        if memory is not None:
+            k, v = memory.write(k, v)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(
+            q, k, v, bias, is_causal=bias is None, enable_gqa=self.grouped
         )
-        self.cache = Cache(size, hidden.dtype, hidden.device)
-        self.clock = clock
-        self.growth.begin(self.cache)
-        self.state = self._read_prompt(self.target, feedback.token, self.cache)  # [B, C]
-
-    def start_row(self, row: int) -> None:
-        """Read the new prompt but for its last slot: the next round reads that with a token."""
-        alone = self.target.started
-        ids = alone.prompt.input_ids
-        size = dataclasses.replace(self.cache.size, batch=1, scratch=0, capacity=ids.shape[1])
-        slots = Cache(size, self.cache.dtype, alone.device)
-        self._read_prompt(alone, ids[:, -1], slots)
-        slots.lengths -= 1
-        self.cache.take(row, slots)
-
-    def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """The tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
-        state = self.state
-        if feedback.result is not None:
-            state = self.growth.read_committed(self, feedback)
-        return self.growth.grow(self, feedback.token, state, uniforms)
-
-    def logits(self, states: Tensor, depth: int) -> Tensor:
-        """The target's output head [B, n, V] on predicted ``states`` [B, n, C]."""
-        with self.clock("draft"):
-            return self.target.head(states).float()
-
-    def read(self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
-        """One pass of the head over text slots of ``tokens`` [B, n] and ``hidden`` [B, n, C]."""
-        with self.clock("draft"):
-            slots = self.head.text_slots(self.head.embed_tokens(tokens), hidden)
-            return self.head(slots, positions, bias, self.cache.layers)
-
-    def _read_prompt(self, target: VLMTarget, token: Tensor, cache: Cache) -> Tensor:
-        """Store the prompt's slots; the state [B, C] predicted after the sampled ``token`` [B]."""
-        context = target.context
-        assert context is not None, "the target keeps a context for drafters that want one"
-        with self.clock("draft"):
-            embeddings, image = next_positions(context, self.head.embed_tokens(token))
-            cache.aim(0, embeddings.shape[1])
-            cache.lengths += context.lengths
-            slots = self.head.prompt_slots(embeddings, context.hidden, image)
-            states = self.head(slots, memory=cache.layers)
-        return states[torch.arange(len(token), device=token.device), context.lengths - 1]
+        return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
-def next_positions(context: Context, last: Tensor) -> tuple[Tensor, Tensor]:
-    """For each slot [B, L] the embedding [B, L, C] of the position after it, and whether that is a
-    picture's.
+class MSDLayer(nn.Module):
+    """A decoder layer; the first one of a LLaVA's head has no norm before its attention."""
 
-    For the last slot of each row it is ``last`` [B, C], of the token after the prompt.
+    def __init__(self, config: MSDConfig, first: bool) -> None:
+        super().__init__()
+        sizes = LlamaConfig(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            hidden_act=config.hidden_act,
+            num_attention_heads=config.num_attention_heads,  # must divide the width; not read
+        )
+        self.self_attn = MSDAttention(config)
+        self.mlp = LlamaMLP(sizes)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm: nn.Module | None = None
+        if config.qwen or not first:
+            self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x: Tensor, turns: Turns, bias: Tensor | None, memory: Memory | None
+    ) -> Tensor:
+        """[R, T, C] -> [R, T, C]."""
+        inner = x if self.input_layernorm is None else self.input_layernorm(x)
+        x = x + self.self_attn(inner, turns, bias, memory)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class MSDHead(nn.Module):
+    """The network: frozen token embeddings, ``fc``, the layers; the output head is the target's.
+
+    ``acceptance`` by temperature was measured after training, for method ``auto``.
     """
-    order = torch.arange(context.embeddings.shape[1], device=last.device)
-    ends = order == context.lengths[:, None] - 1  # [B, L]
-    embeddings = torch.where(ends[..., None], last[:, None], context.embeddings.roll(-1, 1))
-    return embeddings, context.image_mask.roll(-1, 1) & ~ends
+
+    method: ClassVar[str] = "msd"
+
+    def __init__(self, config: MSDConfig) -> None:
+        super().__init__()
+        self.acceptance: dict[float, Acceptance] = {}
+        self.config = config
+        width = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        self.fc = nn.Linear(2 * width, width, bias=config.bias)
+        layers = (MSDLayer(config, first=i == 0) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(layers)
+        # Not a buffer: a cast of the weights must not round it.
+        steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        self.frequencies = config.rope_theta**-steps
+
+    def bound(self, target: VLMTarget) -> BoundMSD:
+        """See :class:`specmm.hf.drafters.features.FeatureNetwork`."""
+        return BoundMSD(self, target)
+
+    def prompt_slots(self, embeddings: Tensor, hidden: Tensor, image: Tensor) -> Tensor:
+        """Slots [R, T, C] of the next positions' ``embeddings`` [R, T, C] and of ``hidden``.
+
+        Where ``image`` [R, T] tells that the *next* position is a picture's, they are the
+        embeddings as they are; ``hidden`` is [R, T, C].
+        """
+        return torch.where(image[..., None], embeddings, self.text_slots(embeddings, hidden))
+
+    def text_slots(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        """fc([e; h]) [R, T, C], the embedding's half first."""
+        return self.fc(torch.cat([embeddings, hidden], dim=-1))
+
+    def forward(
+        self,
+        slots: Tensor,
+        positions: Tensor | None = None,
+        bias: Tensor | None = None,
+        memory: Sequence[Memory | None] | None = None,
+    ) -> Tensor:
+        """Predicted next hidden states [R, T, C] of ``slots`` [R, T, C] at ``positions`` [R or 1,
+        T], 0 … T - 1.
+
+        Without ``bias`` the attention is causal over the slots given; else it sees what each
+        layer's ``memory`` holds under the additive ``bias`` [R or 1, 1, T, S].
+        """
+        if positions is None:
+            positions = torch.arange(slots.shape[1], device=slots.device)[None]
+        angles = positions[..., None] * self.frequencies.to(positions.device)
+        angles = torch.cat([angles, angles], dim=-1)  # [R or 1, T, D]
+        turns = (angles.cos().to(slots.dtype), angles.sin().to(slots.dtype))
+        for layer, room in zip(self.layers, memory or [None] * len(self.layers), strict=True):
+            slots = layer(slots, turns, bias, room)
+        return slots
+
+
+class BoundMSD:
+    """``head`` as it drafts for ``target``; see :class:`specmm.hf.drafters.features.BoundNetwork`.
+
+    Raises ``ValueError`` when the head's dtype, width or vocabulary is not the target's.
+    """
+
+    layers = ()
+    parts = False
+    mask = None
+
+    def __init__(self, head: MSDHead, target: VLMTarget) -> None:
+        _check_sizes(head, target)
+        self.run = head.eval()
+        self.prompt_slots = head.prompt_slots
+        self.embed = head.embed_tokens
+        self.logits = target.head
+        config = head.config
+        self.vocabulary = DrafterVocabulary(config.vocab_size)
+        self.sizes: Sequence[LayerSize] = alike(
+            config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        )
+
+    def prompt_embeddings(self, tokens: Tensor, embeddings: Tensor) -> Tensor:
+        """The target's own."""
+        return embeddings
+
+    def slots(self, embeddings: Tensor, hidden: Tensor, depth: int) -> Tensor:
+        """Text slots, at every depth."""
+        return self.run.text_slots(embeddings, hidden)
 
 
 def _check_sizes(head: MSDHead, target: VLMTarget) -> None:
     """Raise ``ValueError`` unless dtype, width and vocabulary are those of ``target``'s head."""
-    if not isinstance(head, MSDHead):
-        raise ValueError(
-            f"drafter must be an MSD head, got {type(head).__name__}; load one with load_msd"
-        )
     output = target.family.head.weight
     dtype = head.embed_tokens.weight.dtype
     if dtype != output.dtype:
@@ -163,94 +292,109 @@ def _check_sizes(head: MSDHead, target: VLMTarget) -> None:
             )
 
 
-def make(method: methods.MSD, target: VLMTarget, drafter: MSDHead, tokenizer: object) -> Assembly:
-    """The parts of method ``msd``: EAGLE-2's tree, or one of fixed shape that is drawn.
+def load_for(folder: Path, target: PreTrainedModel, method: str) -> MSDHead:
+    """The head in ``folder`` for the ``target`` model, with prepacked weights."""
+    return prepack(load_msd(folder, drafted_embeddings(target)))
 
-    Where drafts must be chains, the default trees are chains as deep.
+
+@torch.no_grad()
+def drafted_embeddings(target: Any) -> Tensor:
+    """What the decoder of ``target`` reads for each token that its head can give [V, C].
+
+    It is asked of the module: some scale what their table holds, and some tables have more rows
+    than the head.
     """
-    if target.family.chains_only:
-        method = as_chains(method)
-    if not method.sampled:
-        target.check_tree(method.top_k)
-        tree = Dynamic(method.top_k, method.depth, method.total)
-        return Assembly(DeferredDrafter(MSDDrafter(drafter, target, tree, False)), Recursive())
-    verification = Verification.of(method.rule, target)
-    shape = static_tree(method.tree, target.device)
-    target.check_tree(shape.width)
-    made = MSDDrafter(drafter, target, shape, *verification.drawn)
-    return Assembly(DeferredDrafter(made), verification.rule)
-
-
-def as_chains(method: methods.MSD) -> methods.MSD:
-    """``method`` with chains where it has the default trees, which the log says."""
-    plain = methods.MSD()
-    found = method
-    if method.sampled and method.tree == plain.tree:
-        found = dataclasses.replace(method, tree=(1,) * len(plain.tree))
-    elif not method.sampled and (method.top_k, method.total) == (plain.top_k, plain.total):
-        found = dataclasses.replace(method, top_k=1, total=method.depth + 2)
-    if found is not method:
-        logger.info("layers with states take chains: %s drafts as %s", method.name, found)
+    rows = len(target.get_output_embeddings().weight)
+    found: Tensor = target.get_input_embeddings()(torch.arange(rows, device=target.device))
     return found
 
 
-def choose_method(
-    target: VLMTarget, head: MSDHead, prompt: VLMPrompt, plans: dict[Any, Plan], kind: methods.MSD
-) -> methods.VQAMethod:
-    """Method ``auto``: MSD with the tree that should be fastest here, or plain decoding.
+def load_msd(
+    path: str | Path, embeddings: Tensor | None = None, *, dtype: torch.dtype | None = None
+) -> MSDHead:
+    """The head in the folder ``path``, in evaluation mode, in ``dtype`` or that of ``embeddings``.
 
-    Acceptance comes with the head, seconds are measured on the first prompt of each batch size;
-    ``plans`` keeps the plans.
+    ``embeddings`` [V, C] are the target's as its decoder reads them (``drafted_embeddings``);
+    drafters of other sizes or of another target's embeddings are refused. Where the target is
+    padded with further rows (as llava-hf's conversions are), the head gets them, too. Raises
+    ``ValueError`` naming missing, extra, misshapen or non-finite weights, and for a config without
+    the sizes.
     """
-    key = (len(prompt.lengths), target.processor.greedy, torch.get_num_threads())
-    if key not in plans:
-        plans[key] = _plan(target, head, prompt)
-    shape = plans[key].shape
-    if shape is None:
-        return methods.AR()
-    return dataclasses.replace(kind, sampled=True, tree=tuple(int(p) for p in shape.parents[0]))
+    file = weights_file(path).with_name("config.json")
+    facts = read_json(file)
+    state = read_checkpoint(path)
+    config = MSDConfig.from_json(facts, file)
+    if embeddings is not None:
+        _check_target(config, facts, state.get(EMBEDDINGS), embeddings, path)
+        config = dataclasses.replace(config, vocab_size=len(embeddings))
+        state[EMBEDDINGS] = embeddings.detach().cpu()
+    elif facts.get("target_embeddings"):
+        raise ValueError(f"{path} must be loaded with its target's embeddings, got none; give them")
+    head = MSDHead(config)
+    load_strict(head, state, LEFTOVERS, path)
+    head.acceptance = read_acceptance(file.parent)
+    wanted = dtype or (torch.float32 if embeddings is None else embeddings.dtype)
+    return head.to("cpu" if embeddings is None else embeddings.device, wanted).eval()
 
 
-def _plan(target: VLMTarget, head: MSDHead, prompt: VLMPrompt) -> Plan:
-    acceptance = head.acceptance
-    if not acceptance:
-        return Plan(None, 1.0, 1.0, "the drafter's acceptance was never measured")
-    longer = dataclasses.replace(prompt, max_new_tokens=max(prompt.max_new_tokens, ROOM))
-    try:
-        target.check(longer)
-    except ValueError as error:
-        return Plan(None, 1.0, 1.0, f"no room to measure ({error})")
-    table = acceptance[min(acceptance) if target.processor.greedy else max(acceptance)]
-    if target.family.chains_only:
-        table = tuple(level[:1] for level in table)
-    shapes = [best_tree(table, n, len(table))[0] for n in SIZES]
-    seeds = range(len(prompt.lengths))
-    uniforms = Uniforms([torch.Generator(target.device).manual_seed(seed) for seed in seeds])
+def _check_target(
+    config: MSDConfig,
+    facts: Mapping[str, Any],
+    own: Tensor | None,
+    embeddings: Tensor,
+    path: str | Path,
+) -> None:
+    """Raise ``ValueError`` unless a drafter of ``own`` embeddings [v, C] is for ``embeddings``."""
+    rows, width = embeddings.shape
+    if config.hidden_size != width or config.vocab_size > rows:
+        found = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+        raise ValueError(
+            f"drafter must have the target's embeddings [{rows}, {width}], got {found} in {path}"
+        )
+    if own is None:
+        if not facts.get("target_embeddings"):
+            raise ValueError(
+                f"{path} must hold {EMBEDDINGS}, or say target_embeddings in its config.json, "
+                "got neither"
+            )
+        check_fingerprint(facts.get("target_fingerprint"), fingerprint(embeddings), path)
+    elif own.shape != (config.vocab_size, width):
+        raise ValueError(
+            f"{EMBEDDINGS} must be [{config.vocab_size}, {width}], got {list(own.shape)} in {path}"
+        )
+    elif not _distance(own, embeddings[: len(own)]) < SAME:
+        raise ValueError(
+            f"drafter must be of this target, got other token embeddings in {path}, "
+            "use its own drafter"
+        )
 
-    def drafter(shape: TreeShape) -> MSDDrafter:
-        return MSDDrafter(head, target, shape)
 
-    return planned(target, drafter, shapes, Recursive(), longer, uniforms, table)
+def _distance(a: Tensor, b: Tensor) -> float:
+    wanted = b.detach().cpu().float()
+    return float((a.float() - wanted).norm() / wanted.norm().clamp(min=1e-12))
 
 
-def measure_acceptance(
-    target: VLMTarget,
-    head: MSDHead,
-    prompts: Iterable[VLMPrompt],
-    ends: Sequence[int],
-    levels: int = 6,
-) -> Acceptance:
-    """Acceptance [D, K] by level and rank over exact answers to ``prompts``, until ``ends``.
+def save_msd(
+    head: MSDHead, folder: str | Path, *, dtype: torch.dtype | None = None, embeddings: bool = True
+) -> None:
+    """Write ``model.safetensors`` (official names, in ``dtype``) and ``config.json``.
 
-    Where drafts must be chains K is 1.
+    ``embeddings=False`` leaves the target's embeddings out and records their fingerprint.
     """
-    chains = target.family.chains_only
-    shape = spine((1,) * levels if chains else WIDEST[:levels])
-    counter = AcceptanceCounter(MSDDrafter(head, target, shape), shape)
-    for i, prompt in enumerate(prompts):
-        uniforms = Uniforms.from_seeds(range(i, i + len(prompt.lengths)))
-        stop = EndTokens(ends, target.device)
-        length = prompt.max_new_tokens
-        for _ in decode(target, counter, Recursive(), prompt, length, uniforms, stop=stop):
-            pass
-    return counter.table()
+    state: State = {
+        k: v.detach().to("cpu", dtype or v.dtype).contiguous() for k, v in head.state_dict().items()
+    }
+    facts = head.config.to_json()
+    if not embeddings:
+        facts["target_embeddings"] = True
+        facts["target_fingerprint"] = fingerprint(state.pop(EMBEDDINGS))
+    write_folder(folder, state, facts)
+    write_acceptance(head.acceptance, Path(folder))
+
+
+def write_folder(folder: str | Path, state: State, facts: Mapping[str, Any]) -> None:
+    """Write ``state`` as ``model.safetensors`` and ``facts`` as ``config.json``."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")

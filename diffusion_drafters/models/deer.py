@@ -18,7 +18,8 @@ import torch
 from transformers import PreTrainedModel, Qwen2ForCausalLM
 
 from specmm.checkpoints import fingerprint, load_strict, read_json
-from specmm.diffusion_drafters.models.drafter_files import (
+from specmm.diffusion_drafters.models.masked import check_mask
+from specmm.hf.drafters.files import (
     HEAD,
     LEFTOVERS,
     QWEN_SIZES,
@@ -28,7 +29,6 @@ from specmm.diffusion_drafters.models.drafter_files import (
     read_state,
     write_model,
 )
-from specmm.diffusion_drafters.models.masked import check_mask
 
 KIND = "deer"
 SHARED = (TOKENS, HEAD)

@@ -35,7 +35,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from specmm.cache import Cache, CacheSize, alike
 from specmm.checkpoints import fingerprint, load_strict, read_json
-from specmm.diffusion_drafters.models.drafter_files import (
+from specmm.hardware import state_of
+from specmm.hf.cache_layers import as_transformers
+from specmm.hf.drafters.files import (
     LEFTOVERS,
     QWEN_SIZES,
     Facts,
@@ -45,8 +47,6 @@ from specmm.diffusion_drafters.models.drafter_files import (
     read_state,
     write_model,
 )
-from specmm.hardware import state_of
-from specmm.hf.cache_layers import as_transformers
 from specmm.hf.families import cache_name
 
 TRANSFORMERS_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}

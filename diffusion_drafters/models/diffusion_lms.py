@@ -21,7 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM
 
 from specmm.checkpoints import State, load_strict, read_json
 from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
-from specmm.diffusion_drafters.models.drafter_files import (
+from specmm.diffusion_drafters.models.masked import DiffusionLM, check_mask, positions
+from specmm.hf.drafters.files import (
     HEAD,
     LEFTOVERS,
     TOKENS,
@@ -32,7 +33,6 @@ from specmm.diffusion_drafters.models.drafter_files import (
     read_sizes,
     read_state,
 )
-from specmm.diffusion_drafters.models.masked import DiffusionLM, check_mask, positions
 from specmm.registry import unknown
 
 LLADA_SIZES = {

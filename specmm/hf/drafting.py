@@ -18,10 +18,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.checkpoints import read_json
-from specmm.drafter import Drafter
+from specmm.drafter import Drafter, DrafterVocabulary
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
+from specmm.processors import Processor
 from specmm.registry import named, unknown
 from specmm.shape.trees import Siblings
 from specmm.verify import Recursive, Rule
@@ -30,6 +31,7 @@ from specmm.verify.rule import make_rule, rule_kind
 Method: TypeAlias = methods.VQAMethod | methods.TextMethod
 VLM = "specmm.vlm"
 BLOCKS = "specmm.diffusion_drafters"
+FEATURES = "specmm.hf.drafters.features"
 SMALL = "specmm.hf.drafters.small_model"
 
 
@@ -62,7 +64,13 @@ KINDS: Mapping[str, DrafterKind] = {
         f"{SMALL}:make_vlm_draft", f"{VLM}.loading:load_small", "vlm", "experts/1"
     ),
     "msd": DrafterKind(
-        f"{VLM}.msd:make", f"{VLM}.msd_head:load_for", "msd", plan=f"{VLM}.msd:choose_method"
+        f"{FEATURES}:make", f"{VLM}.msd:load_for", "msd", plan=f"{FEATURES}:choose_method"
+    ),
+    "eagle3": DrafterKind(
+        f"{FEATURES}:make",
+        "specmm.hf.drafters.eagle3:load_for",
+        "eagle3",
+        plan=f"{FEATURES}:choose_method",
     ),
     "verdict": DrafterKind(
         "", f"{VLM}.verdict:load_experts", "experts", judge=f"{VLM}.verdict:make_judge"
@@ -116,6 +124,18 @@ class Verification(NamedTuple):
         if target.processor.greedy:
             return cls(Recursive(), (False, "distinct"))
         return cls(make_rule(spec), (kind.siblings is not None, kind.siblings or "distinct"))
+
+
+def drafting_probs(target: VLMTarget, vocabulary: DrafterVocabulary) -> Processor:
+    """The processor of drafts: the target's own, which agrees best; softmax for a greedy target.
+
+    Repetition penalties are left to the target, and so are other kinds of processors. The drafter
+    may have fewer tokens than the target's top k.
+    """
+    own = target.processor
+    if not isinstance(own, Processor) or own.greedy:
+        return Processor()
+    return Processor(own.temperature, min(own.top_k, vocabulary.count), own.top_p, own.top_p_first)
 
 
 def translated(

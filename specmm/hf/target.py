@@ -5,13 +5,14 @@ its decoder with the core's cache as ``past_key_values``, additive masks and exp
 Under guidance every sample has two rows, those of its unconditional prompt after all others.
 
 Shape letters: B batch, G guidance branches, R = G·B rows, N tree nodes, L prompt positions, S
-slots, H heads, D head width, C width, V vocabulary.
+slots, H heads, D head width, C width, F layers read, V vocabulary.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from transformers.cache_utils import Cache as TransformersCache
 
 from specmm.cache import Cache, CacheSize, branched
 from specmm.guidance import AllowedTokens, Guidance
+from specmm.hf.aux_states import AuxStates
 from specmm.hf.cache_layers import as_transformers
 from specmm.hf.families import WAYS, Family, Way
 from specmm.hf.mixers import StateLayer
@@ -59,15 +61,17 @@ class ProbsProcessor(Protocol):
 
 @dataclass
 class Context:
-    """What drafters may read of the prompt: ``hidden`` [B, L, C] post-final-norm states,
-    ``embeddings`` [B, L, C] the decoder's inputs (projected pictures at image positions),
-    ``lengths`` [B] and ``image_mask`` [B, L] bool.
+    """What drafters may read of the prompt: ``hidden`` [B, L, C] post-final-norm states, or those
+    of the layers that a drafter reads [B, L, F·C], ``embeddings`` [B, L, C] the decoder's inputs
+    (projected pictures at image positions), ``lengths`` [B] and ``image_mask`` [B, L] bool.
+    ``positions`` [3, B, L] are those of M-RoPE.
     """
 
     hidden: Tensor
     embeddings: Tensor
     lengths: Tensor
     image_mask: Tensor
+    positions: Tensor | None = None
 
 
 class VLMTarget:
@@ -110,6 +114,7 @@ class VLMTarget:
         processor.check_vocabulary(self.family.vocabulary)
         self.wants_context = False
         self.context: Context | None = None
+        self.aux: AuxStates | None = None  # what drafters read in place of the last states
         self.calls = 0
         self.running = False  # a forward of this target, not of another on the same model
         self.starting_row = False  # that of a row that begins anew
@@ -156,6 +161,29 @@ class VLMTarget:
         """Logits [..., V] of post-final-norm ``states`` [..., C]."""
         return self.family.logits(states)
 
+    def read_layers(self, layers: Sequence[int]) -> None:
+        """From now on drafters read the outputs of ``layers``, counted from 0, side by side
+        [R, N, F·C], and not the states that the head reads.
+
+        No ``layers``: as before. Raises ``ValueError`` for some that the model does not have.
+        """
+        self.aux = None
+        if not layers:
+            return
+        own = self.family.layers
+        if min(layers) < 0 or max(layers) >= len(own):
+            raise ValueError(
+                f"drafter must read layers 0 to {len(own) - 1} of {self.name}, got {list(layers)}; "
+                "use one trained for it"
+            )
+        target = weakref.ref(self)  # the hooks must not keep it alive
+
+        def listens() -> bool:
+            found = target()
+            return found is not None and (found.running or found.starting_row)
+
+        self.aux = AuxStates([own[i] for i in layers], listens)
+
     @torch.inference_mode()
     def prefill(self, prompt: VLMPrompt, scratch: int) -> TargetOutput:
         """Run ``prompt`` through the whole model; see :class:`specmm.target.Target`.
@@ -176,16 +204,25 @@ class VLMTarget:
             states, output = self.family.run(given)  # [R, L, C]
         if self.way.left and self.way.whole:
             self.each = self.family.each_token(self.each, output)
+        hidden = self._drafters_states(states)
         if self.context is not None:
-            self.context.hidden = self.ordered(states)
+            self.context.hidden = self.ordered(hidden)
             self.context.embeddings = self.ordered(self.context.embeddings)
+            if self.context.positions is not None:
+                moved = self.context.positions.expand(-1, len(states), -1).permute(1, 2, 0)
+                self.context.positions = self.ordered(moved).permute(2, 0, 1)
         self.cache.lengths += self.begins
         self.history = History(
             prompt.input_ids, prompt.lengths, prompt.room - prompt.input_ids.shape[1]
         )
         last = (self.begins - 1)[:, None]
-        place = branched(last, self.branches)[..., None].expand(-1, -1, states.shape[-1])
-        return self._output(states.gather(1, place), None, last)
+        rows = torch.arange(len(states), device=self.device)[:, None]
+        place = branched(last, self.branches)  # [R, 1]
+        return self._output(states[rows, place], hidden[rows, place], None, last)
+
+    def _drafters_states(self, states: Tensor) -> Tensor:
+        """What drafters read of the forward that gave ``states`` [R, N, C]."""
+        return states if self.aux is None else self.aux.context()
 
     def ordered(self, states: Tensor) -> Tensor:
         """What the prefill has made of the prompt's tokens [R, L, ...], padding at the right."""
@@ -305,7 +342,7 @@ class VLMTarget:
         mask = cache.tree_mask(tree.shape) if whole else cache.tree_bias(tree.shape.ancestors)
         with self._chain(tree):
             states = (self.rest or self.states)(tree.tokens, positions, mask)
-        return self._output(states, tree, positions)
+        return self._output(states, self._drafters_states(states), tree, positions)
 
     def _chain(self, tree: DraftTree) -> AbstractContextManager[None]:
         """While ``tree`` is scored: layers with states keep what a commit needs."""
@@ -344,7 +381,7 @@ class VLMTarget:
             self.history.append(tokens[:, None], torch.ones_like(tokens))
         positions = (self.begins + self.calls - 1)[:, None]
         states = self.states(tokens[:, None], positions, self._step_bias(slot))
-        return self._output(states, None, positions)
+        return self._output(states, states, None, positions)
 
     def states(self, tokens: Tensor, positions: Tensor, bias: Mask) -> Tensor:
         """Post-final-norm states [R, N, C] of ``tokens`` [B, N], stored where the cache aims.
@@ -392,11 +429,15 @@ class VLMTarget:
         self.places[:, first : first + positions.shape[1]] = positions
         return self.family.masks(bias, positions, self.places[:, : bias.shape[-1]])
 
-    def _output(self, states: Tensor, tree: DraftTree | None, positions: Tensor) -> TargetOutput:
-        """Distributions of ``states`` [R, N, C] of tokens at ``positions`` [B, N]."""
+    def _output(
+        self, states: Tensor, hidden: Tensor, tree: DraftTree | None, positions: Tensor
+    ) -> TargetOutput:
+        """Distributions of ``states`` [R, N, C] of tokens at ``positions`` [B, N]; drafters read
+        ``hidden`` [R, N, ...].
+        """
         logits = self.head(states)
         self._count(logits)
-        return TargetOutput(self._probs(self.guided(logits, positions), tree), states)
+        return TargetOutput(self._probs(self.guided(logits, positions), tree), hidden)
 
     def guided(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Logits [B, N, V] of those of all branches [R, N, V] of tokens at ``positions`` [B, N]."""
@@ -488,8 +529,16 @@ class VLMTarget:
                 embeddings = self.embed(kwargs["input_ids"])
             self.context = Context(embeddings, embeddings, prompt.lengths, images)
 
-        handle = self.family.decoder.register_forward_pre_hook(see, with_kwargs=True)
+        def see_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            assert self.context is not None
+            self.context.positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+
+        watch = [self.family.decoder.register_forward_pre_hook(see, with_kwargs=True)]
+        if self.family.mrope:  # what turns queries and keys is given the parts alone
+            rotary = self.family.decoder.rotary_emb
+            watch.append(rotary.register_forward_pre_hook(see_positions, with_kwargs=True))
         try:
             yield
         finally:
-            handle.remove()
+            for handle in watch:
+                handle.remove()

@@ -15,6 +15,7 @@ from specmm.methods.base import (
     Composed,
     Declared,
     Draft,
+    SelfDraft,
     Tree,
     TreeName,
     check_rejected_weight,
@@ -37,8 +38,8 @@ from specmm.methods.language import (
     MSD,
     Block,
     DiffuSpec,
+    Eagle3,
     PromptLookup,
-    SelfDraft,
     SpecDiff,
     TextDraft,
     Verdict,
@@ -69,6 +70,7 @@ __all__ = [
     "DiffuSpec",
     "Draft",
     "Eagle",
+    "Eagle3",
     "GenerateMethod",
     "Lantern",
     "LanternPP",
@@ -96,21 +98,42 @@ __all__ = [
     "resolve_vqa",
 ]
 
-Method: TypeAlias = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Draft | Auto
+Method: TypeAlias = AR | SJD | Speculative | Eagle | Lantern | LanternPP | SelfDraft | Draft | Auto
 VQAMethod: TypeAlias = (
-    AR | TextDraft | VLMDraft | MSD | PromptLookup | SelfDraft | Verdict | Draft | Auto
+    AR
+    | TextDraft
+    | VLMDraft
+    | MSD
+    | Eagle3
+    | Block
+    | PromptLookup
+    | SelfDraft
+    | Verdict
+    | Draft
+    | Auto
 )
 TransformersImageMethod: TypeAlias = AR | SJD | PromptLookup  # models that draw picture tokens
 ScalesMethod: TypeAlias = AR | CoDe | ScaleSpeculative | Auto
 ContinuousMethod: TypeAlias = AR | CSpD
 TextMethod: TypeAlias = (
-    AR | DiffuSpec | SpecDiff | DEER | Block | TextDraft | PromptLookup | SelfDraft | Draft | Auto
+    AR
+    | DiffuSpec
+    | SpecDiff
+    | DEER
+    | Block
+    | Eagle3
+    | TextDraft
+    | PromptLookup
+    | SelfDraft
+    | Draft
+    | Auto
 )
 GenerateMethod: TypeAlias = (
     AR
     | TextDraft
     | VLMDraft
     | MSD
+    | Eagle3
     | PromptLookup
     | SelfDraft
     | DiffuSpec

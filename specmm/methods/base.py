@@ -70,12 +70,16 @@ class Declared(metaclass=_OldNames):
 
 @dataclass(frozen=True)
 class Choice:
-    """Drafter, tree and rule of a method of image tokens, by name, and the drafter's option."""
+    """Drafter, tree and rule of a method of image tokens, by name, and the drafter's option.
+
+    A drafter with several options has them of its ``method``.
+    """
 
     drafter: str
     tree: Tree
     rule: str
     rejected_weight: float = 0.0
+    method: Any = None
 
 
 class Composed(Declared):
@@ -138,6 +142,33 @@ class Draft(Composed):
     def choice(self) -> Choice:
         """Drafter, tree and rule."""
         return Choice(self.drafter, self.tree, self.rule, self.rejected_weight)
+
+
+@dataclass(frozen=True)
+class SelfDraft(Declared):
+    """The target drafts ``length`` tokens without some of its layers, on its own keys and values.
+
+    With ``exit`` its first layers draft (LayerSkip, arXiv 2404.16710), with ``skip`` all but these
+    (Draft & Verify, arXiv 2309.08168). ``sure`` above 0 ends a chain before the first token that
+    promises less acceptance (ignored in a batch of several at T > 0).
+    """
+
+    name: ClassVar[str] = "self"
+    can_refill: ClassVar[bool] = True
+    exit: int = 0
+    skip: tuple[int, ...] = ()
+    length: int = 4
+    sure: float = 0.0
+
+    @property
+    def batch_dependent(self) -> bool:
+        """A row by itself is cut where it is unsure, beside others it is not."""
+        return self.sure > 0
+
+    @property
+    def choice(self) -> Choice:
+        """Drafter, tree and rule, of image tokens."""
+        return Choice("self", None, "block", method=self)
 
 
 def check_rejected_weight(weight: float) -> None:

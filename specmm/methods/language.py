@@ -46,6 +46,23 @@ class MSD(Declared):
 
 
 @dataclass(frozen=True)
+class Eagle3(Declared):
+    """EAGLE-3 (arXiv 2503.01840): a head reads the states of three of the target's layers.
+
+    Options as :class:`MSD`'s.
+    """
+
+    name: ClassVar[str] = "eagle3"
+    can_refill: ClassVar[bool] = True
+    total: int = 59
+    depth: int = 5
+    top_k: int = 10
+    sampled: bool = False
+    tree: TreeName = (3, 2, 2, 1, 1)
+    rule: str = "recursive"
+
+
+@dataclass(frozen=True)
 class PromptLookup(Declared):
     """Drafts what followed the last earlier occurrence of the latest ``ngram`` tokens."""
 
@@ -53,23 +70,6 @@ class PromptLookup(Declared):
     can_refill: ClassVar[bool] = True
     ngram: int = 3
     length: int = 8
-
-
-@dataclass(frozen=True)
-class SelfDraft(Declared):
-    """The target drafts ``length`` tokens without some of its layers, on its own keys and values.
-
-    With ``exit`` its first layers draft (LayerSkip, arXiv 2404.16710), with ``skip`` all but these
-    (Draft & Verify, arXiv 2309.08168). ``sure`` above 0 ends a chain before the first token that
-    promises less acceptance.
-    """
-
-    name: ClassVar[str] = "self"
-    can_refill: ClassVar[bool] = True
-    exit: int = 0
-    skip: tuple[int, ...] = ()
-    length: int = 4
-    sure: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from specmm.files import writable
+from specmm.hf.drafters.features import measure_acceptance
 from specmm.hf.drafting import KINDS
 from specmm.hf.pretrained import find
 from specmm.hf.prompt import VLMPrompt
@@ -18,8 +19,7 @@ from specmm.processors import Processor
 from specmm.recipes.recipe import Amount, Count, Found, Open, Seed, beside
 from specmm.recipes.training.msd import msd_config, train_msd
 from specmm.vlm.loading import load_model, load_processor
-from specmm.vlm.msd import measure_acceptance
-from specmm.vlm.msd_head import save_msd
+from specmm.vlm.msd import save_msd
 from specmm.vlm.pipeline import VQAPipeline
 
 LONGEST = 80  # tokens of an answer that acceptance is measured on

@@ -16,8 +16,8 @@ from specmm.diffusion_drafters.assemble import PROXY
 from specmm.diffusion_drafters.models.deer import save_deer
 from specmm.diffusion_drafters.models.dflash import load_dflash, save_dflash
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
-from specmm.diffusion_drafters.models.drafter_files import check_target
 from specmm.files import writable
+from specmm.hf.drafters.files import check_target
 from specmm.hf.drafting import KINDS
 from specmm.hf.pretrained import (
     find_target,
@@ -78,7 +78,8 @@ def deer(
         target, layers, block, _mask(tokenizer, mask), tokenizer.eos_token_id, inner
     )
     data = Rows(
-        target, _rows(target, tokenizer, text, rows, None if chats else drawn, writable(out), seed)
+        target,
+        text_rows(target, tokenizer, text, rows, None if chats else drawn, writable(out), seed),
     )
     options: dict[str, Any] = dict(first_stage=first_stage, alpha=alpha, seed=seed)
     train_deer(target, drafter, data, out, steps=steps, batch=batch, lr=lr, **options)
@@ -125,7 +126,7 @@ def dflash(
     else:
         hidden = _mask(tokenizer, mask)
         layers_read(target, read)  # a mistake is told before rows are drawn, which takes minutes
-    tokens = _rows(target, tokenizer, text, rows, None if chats else drawn, writable(out), seed)
+    tokens = text_rows(target, tokenizer, text, rows, None if chats else drawn, writable(out), seed)
     if start is None:
         known = frequent(tokens, vocabulary) if vocabulary else None
         drafter = build_block(
@@ -156,7 +157,7 @@ def diffusion(
     drafters/diffusion.
     """
     folder = beside(model, find_target(model))
-    place = _place(folder, "diffuspec", replace)
+    place = place_of(folder, "diffuspec", replace)
     tokenizer = load_tokenizer(weights_folder(folder))
     made = build_model(Sizes(dim, layers, heads), tokenizer, seed)
     drafter = FullAttention(made, _mask(tokenizer, mask), tokenizer.eos_token_id, shift=1)
@@ -183,12 +184,13 @@ def proxy(*, model: str, text: list[Path], order: Count, least: Count, out: Path
 def _begin(model: str, kind: str, replace: bool) -> tuple[Path, Any, Any]:
     """Where the drafter goes, the target in float32 and its tokenizer."""
     folder = beside(model, find_target(model))
-    place = _place(folder, kind, replace)
+    place = place_of(folder, kind, replace)
     network, tokenizer = load_target(folder, torch.float32)
     return place, VLMTarget(network, Processor(), model), tokenizer
 
 
-def _place(folder: Path, kind: str, replace: bool) -> Path:
+def place_of(folder: Path, kind: str, replace: bool) -> Path:
+    """Where the drafter of method ``kind`` goes; raises ``ValueError`` where one is and stays."""
     place = folder / "drafters" / KINDS[kind].place
     if (place / "config.json").exists() and not replace:
         raise ValueError(f"{place} exists, give --set replace=true to train another in its place")
@@ -206,7 +208,7 @@ def _mask(tokenizer: Any, given: int | None) -> int:
     return int(found)
 
 
-def _rows(
+def text_rows(
     target: Any,
     tokenizer: Any,
     text: list[Path],

@@ -31,7 +31,7 @@ from specmm.recipes.training.msd import msd_config
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 from specmm.verify.rule import VerifyResult
-from specmm.vlm.msd_head import MSDHead
+from specmm.vlm.msd import MSDHead
 
 VOCABULARY = 40
 SIZES = dict(

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from specmm.decode import decode
 from specmm.drafter import Feedback
+from specmm.hf.drafters.features import FeatureDrafter
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import Context, VLMTarget
 from specmm.processors import Processor
@@ -28,8 +29,7 @@ from specmm.target import TargetOutput
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import GreedyMatch, PointMass
 from specmm.verify.rule import VerifyResult
-from specmm.vlm.msd import MSDDrafter
-from specmm.vlm.msd_head import MSDConfig, MSDHead
+from specmm.vlm.msd import MSDConfig, MSDHead
 
 PARITY = Path(__file__).parents[1] / "parity" / "msd"
 CASES = {
@@ -109,6 +109,12 @@ def stage(case, temperature=0.0):
         processor=Processor(temperature),
         family=SimpleNamespace(head=SimpleNamespace(weight=weight)),
         device="cpu",
+        read_layers=lambda layers: None,
+        offsets=torch.zeros(1, dtype=torch.int64),
+        begins=torch.tensor([length]),
+        prompt=SimpleNamespace(
+            input_ids=torch.zeros(1, length, dtype=torch.int64), lengths=torch.tensor([length])
+        ),
         head=lambda states: states @ weight.T,
         cache=SimpleNamespace(size=SimpleNamespace(capacity=length + 40)),
         context=Context(
@@ -117,11 +123,11 @@ def stage(case, temperature=0.0):
     )
 
 
-class Watched(MSDDrafter):
+class Watched(FeatureDrafter):
     """Keeps the states predicted for drafts."""
 
-    def read(self, tokens, hidden, positions, bias):
-        states = super().read(tokens, hidden, positions, bias)
+    def read(self, tokens, hidden, positions, bias, depth):
+        states = super().read(tokens, hidden, positions, bias, depth)
         self.states.append(states)
         return states
 
@@ -276,7 +282,7 @@ def test_a_whole_run():
     head = MSDHead(MSDConfig.from_json(facts["drafter_config"]))
     head.load_state_dict(part(t, "drafter."), strict=True)
     target = VLMTarget(llava_of(facts, t), Processor(0))
-    drafter = MSDDrafter(
+    drafter = FeatureDrafter(
         head, target, Dynamic(facts["top_k"], facts["depth"], facts["total_token"])
     )
     expected = t["out.msd_ids"][:, t["in.input_ids"].shape[1] :]

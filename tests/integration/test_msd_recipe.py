@@ -18,12 +18,12 @@ from recipes.scenes.questions import Turn
 from recipes.scenes.sprites import Sprite, Sprites
 from recipes.scenes.stream import World
 from specmm import VQAPipeline, zoo
+from specmm.hf.drafters.files import read_acceptance
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.recipes.conversations import Line, answer_end, conversations, read_lines
 from specmm.recipes.recipe import train
 from specmm.vlm.loading import load_model, load_processor
-from specmm.vlm.msd_head import ACCEPTANCE, read_acceptance
 
 LLAVA = zoo.POCKET / "llava"
 
@@ -100,7 +100,7 @@ def test_the_recipe_on_scenes(tmp_path, monkeypatch):
         ramp=1,
         out=tmp_path / "run",
     )
-    measured = read_acceptance(model / "drafters" / "msd" / ACCEPTANCE)
+    measured = read_acceptance(model / "drafters" / "msd")
     assert measured.keys() == {0.0, 1.0}
 
 

@@ -18,6 +18,7 @@ from recipes.scenes.sprites import Sprite, Sprites
 from recipes.scenes.stream import World
 from specmm import VQAPipeline, custom_generate
 from specmm.decode import decode
+from specmm.hf.drafters.features import FeatureDrafter
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
@@ -30,8 +31,7 @@ from specmm.tree import DraftTree
 from specmm.verify import Recursive
 from specmm.vlm.asking import Questions
 from specmm.vlm.loading import load_model
-from specmm.vlm.msd import MSDDrafter
-from specmm.vlm.msd_head import MSDHead, load_for, save_msd
+from specmm.vlm.msd import MSDHead, load_for, save_msd
 from tests.integration.vlm_models import END, MODELS, save
 from tests.noisy import noisy
 
@@ -253,7 +253,7 @@ def test_sampling_keeps_the_models_own_distribution(pipe, pictures, broken):
     joint = own_pairs(pipe, alone, 1.5).flatten()
     target = VLMTarget(pipe.model, Processor(1.5, top_k=CELLS))
     widths = (1, 1) if target.family.chains_only else (2, 1)
-    drafter = MSDDrafter(pipe.drafter("msd"), target, spine(widths))
+    drafter = FeatureDrafter(pipe.drafter("msd"), target, spine(widths))
     if broken:
         propose = drafter.propose
         drafter.propose = lambda *args: mistaken(propose(*args))

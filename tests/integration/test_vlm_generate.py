@@ -20,7 +20,7 @@ from specmm.processors import Processor
 from specmm.recipes.training.dflash import build_block
 from specmm.recipes.training.msd import msd_config
 from specmm.tree import TreeShape
-from specmm.vlm.msd_head import MSDHead
+from specmm.vlm.msd import MSDHead
 
 IMAGE = 36
 TEXT = dict(

@@ -163,7 +163,9 @@ def test_recipes_are_listed_and_shown(own):
 def test_without_a_checkout_its_recipes_are_not_there(tmp_path, monkeypatch):
     assert {"coder", "emoji-drafter", "deer"} <= set(recipes.recipes())
     monkeypatch.setattr(recipes, "CHECKOUT", tmp_path)
-    assert set(recipes.recipes()) == {"deer", "dflash", "diffusion", "drafter", "msd", "proxy"}
+    assert set(recipes.recipes()) == {
+        *("deer", "dflash", "diffusion", "drafter", "eagle3", "msd", "proxy")
+    }
 
 
 def test_those_of_the_checkout_run_from_anywhere(tmp_path):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specmm.cache import Cache, CacheSize, Memory, alike, branched
-from specmm.drafter import Feedback
+from specmm.drafter import DrafterVocabulary, Feedback
 from specmm.growth import Growth
 from specmm.image_ar.tokens.gpt import GPTConfig, RMSNorm, RotaryTable, rotary_table, rotate
 from specmm.image_ar.tokens.target import LlamaGenTarget
@@ -178,7 +178,9 @@ class EagleDrafter:
             raise ValueError(f"head must be made for {config}, got one for {head.config.target}")
         self.head = head.eval()
         self.target = target
-        self.growth = Growth(tree, sampled, config.vocab_size, target.device, siblings)
+        self.growth = Growth(
+            tree, sampled, DrafterVocabulary(config.vocab_size), target.device, siblings
+        )
         self.max_nodes = self.growth.max_nodes
         self.max_depth = self.growth.max_depth
 
@@ -217,7 +219,9 @@ class EagleDrafter:
             logits = self.target.model.output(states).float()
         return self.target.guide(logits, self.cache.lengths[:, None] + depth)
 
-    def read(self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
+    def read(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor, depth: int = 0
+    ) -> Tensor:
         """One pass of the head over ``tokens`` [B, n] and ``hidden`` [R, n, C] of both branches."""
         branches = self.cache.size.branches
         if len(positions) > 1:

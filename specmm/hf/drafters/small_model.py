@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from specmm import methods
-from specmm.drafter import DeferredDrafter, Feedback
+from specmm.drafter import DeferredDrafter, DrafterVocabulary, Feedback
 from specmm.growth import Growth
 from specmm.hardware import prepack
 from specmm.hf.drafting import Assembly, Verification, translated
@@ -95,7 +95,8 @@ class ModelDrafter:
         vocabulary = target.family.vocabulary
         self.translation = translation or Translation.same(self.small.family.vocabulary, vocabulary)
         self.translation.ban(target.image_tokens)
-        self.growth = Growth(tree, sampled, vocabulary, target.device, siblings)
+        known = DrafterVocabulary(vocabulary)
+        self.growth = Growth(tree, sampled, known, target.device, siblings)
         self.max_nodes = self.growth.max_nodes
         self.max_depth = self.growth.max_depth
 
@@ -121,7 +122,9 @@ class ModelDrafter:
         with self.clock("draft"):
             return self.translation.from_drafter(self.small.head(states).float())
 
-    def read(self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
+    def read(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor, depth: int
+    ) -> Tensor:
         """The drafter's states [B, n, C] at ``tokens`` [B, n]; ``hidden`` is not read."""
         with self.clock("draft"):
             return self.small.states(self.translation.to_drafter(tokens), positions, bias)

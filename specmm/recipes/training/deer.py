@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from specmm.diffusion_drafters.models.deer import DEERModel, share
-from specmm.diffusion_drafters.models.drafter_files import QWEN_SIZES
+from specmm.hf.drafters.files import QWEN_SIZES
 from specmm.hf.target import VLMTarget
 from specmm.recipes.training.blocks import ANCHORS, Anchors, probs_loss
 from specmm.recipes.training.drawn_rows import Batch, Rows

@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from specmm.checkpoints import fingerprint
 from specmm.decode import decode_plain
-from specmm.diffusion_drafters.sources import AuxStates
 from specmm.files import write_whole
+from specmm.hf.aux_states import AuxStates
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
-from specmm.diffusion_drafters.models.drafter_files import HEAD, write_model
+from specmm.hf.drafters.files import HEAD, write_model
 from specmm.recipes.training.small_qwen import compile_layers
 from specmm.recipes.training.texts import windows
 from specmm.training import MUON, Losses, fit

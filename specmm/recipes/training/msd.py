@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specmm.hf.drafters.features import next_positions
 from specmm.hf.prompt import PER_TOKEN, VLMPrompt, padded
 from specmm.hf.target import Context, VLMTarget
 from specmm.training import Losses, fit, seeded
-from specmm.vlm.msd import next_positions
-from specmm.vlm.msd_head import MSDConfig, MSDHead
+from specmm.vlm.msd import MSDConfig, MSDHead
 
 PROBS_WEIGHT = 0.1  # of the cross-entropy beside the SmoothL1
 MOSTLY = 0.8  # the share of pictures a ramp leads to: with none of it left, text would be forgotten

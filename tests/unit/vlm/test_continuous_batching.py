@@ -9,6 +9,7 @@ from specmm.batch_invariant import batch_invariant
 from specmm.continuous_batching import Queue
 from specmm.decode import EndTokens, decode, decode_plain
 from specmm.drafter import NoDrafts
+from specmm.hf.drafters.features import FeatureDrafter
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.running import PromptBatch
@@ -19,8 +20,7 @@ from specmm.recipes.training.msd import msd_config
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import branching
 from specmm.verify import Recursive
-from specmm.vlm.msd import MSDDrafter
-from specmm.vlm.msd_head import MSDHead
+from specmm.vlm.msd import MSDHead
 
 LENGTH = 12
 STOP = EndTokens([3, 8, 13, 21, 30])
@@ -39,7 +39,7 @@ def msd(target, tree):
     torch.manual_seed(1)
     head = MSDHead(config := msd_config(target))
     head.embed_tokens.weight.data.copy_(target.embed(torch.arange(config.vocab_size)))
-    return MSDDrafter(head, target, tree)
+    return FeatureDrafter(head, target, tree)
 
 
 DRAFTERS = {

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from specmm.vlm.export import Verifier, export_speculators, import_speculators, speculators_config
-from specmm.vlm.msd_head import MSDConfig, MSDHead
+from specmm.vlm.msd import MSDConfig, MSDHead
 
 SIZES = dict(
     vocab_size=20,

@@ -55,7 +55,8 @@ def test_pictures_that_are_encoded_already_are_not_shown_to_another_model(zoo):
 
 
 @pytest.mark.parametrize(
-    ("method", "sentence"), [("msd", "an MSD head, got NoneType"), ("text-draft", "got NoneType")]
+    ("method", "sentence"),
+    [("msd", "of method 'msd', got NoneType"), ("text-draft", "got NoneType")],
 )
 def test_a_missing_drafter_is_a_sentence(zoo, method, sentence):
     fn = specmm.custom_generate(method=method)

@@ -7,6 +7,7 @@ import torch
 
 from specmm.decode import decode, decode_plain
 from specmm.drafter import DeferredDrafter, Feedback
+from specmm.hf.drafters.features import FeatureDrafter, as_chains
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.methods import MSD
@@ -18,8 +19,7 @@ from specmm.shape.trees import branching
 from specmm.stats import Clock
 from specmm.tree import DraftTree
 from specmm.verify import GreedyMatch, Recursive
-from specmm.vlm.msd import MSDDrafter, as_chains
-from specmm.vlm.msd_head import MSDConfig, MSDHead
+from specmm.vlm.msd import MSDConfig, MSDHead
 
 LENGTH = 12
 TREE = Dynamic(top_k=3, depth=2, total=10)
@@ -35,7 +35,7 @@ def drafter_of(target, tree=TREE, sampled=True, **changes):
     torch.manual_seed(1)
     head = MSDHead(config)
     head.embed_tokens.weight.data.copy_(target.embed(torch.arange(config.vocab_size)))
-    return MSDDrafter(head, target, tree, sampled)
+    return FeatureDrafter(head, target, tree, sampled)
 
 
 def prompt_of(zoo, family, rows=ROWS):
@@ -76,7 +76,7 @@ def test_prompt_slots_are_those_of_a_naive_loop(zoo):
     prompt, token = prompt_of(zoo, "llava"), torch.tensor([3, 4, 5])
     drafter.begin(Feedback(target.prefill(prompt, 4), token), Clock())
     states = drafter.state
-    head, context = drafter.head, target.context
+    head, context = drafter.network.run, target.context
     for row, length in enumerate(prompt.lengths.tolist()):
         slots = []
         for j in range(length):
@@ -172,7 +172,7 @@ def test_misfits_are_named(zoo):
 
 
 def drafter_of_config(target, config):
-    return MSDDrafter(MSDHead(config), target)
+    return FeatureDrafter(MSDHead(config), target)
 
 
 @pytest.mark.parametrize(
@@ -197,12 +197,12 @@ def test_a_late_drafter_never_begins_for_an_answer_of_two_tokens(zoo):
     early = drafter_of(target, branching([2, 1]))
     prompt, began = prompt_of(zoo, "llava"), []
 
-    class Watched(MSDDrafter):
+    class Watched(FeatureDrafter):
         def begin(self, feedback, clock):
             began.append(1)
             super().begin(feedback, clock)
 
-    late = DeferredDrafter(Watched(early.head, target, branching([2, 1])))
+    late = DeferredDrafter(Watched(early.network.run, target, branching([2, 1])))
     for length, begins in ((2, 0), (9, 1)):
         tokens = []
         for drafter in (early, late):

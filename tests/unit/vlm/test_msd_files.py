@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specmm.vlm.msd_head import MSDConfig, MSDHead, drafted_embeddings, load_msd, save_msd
+from specmm.vlm.msd import MSDConfig, MSDHead, drafted_embeddings, load_msd, save_msd
 
 SIZES = dict(
     vocab_size=20,

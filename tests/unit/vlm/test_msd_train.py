@@ -160,7 +160,7 @@ def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch):
     for it.
     """
     from specmm.recipes import conversations, msd, recipe
-    from specmm.vlm.msd_head import load_msd
+    from specmm.vlm.msd import load_msd
 
     model = zoo.model("llava")
     model.save_pretrained(tmp_path / "model")

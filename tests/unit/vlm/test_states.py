@@ -11,7 +11,7 @@ from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.recipes.training.msd import msd_config
-from specmm.vlm.msd_head import MSDHead
+from specmm.vlm.msd import MSDHead
 
 LENGTH = 20
 METHODS = {"ar": None, "prompt-lookup": methods.PromptLookup(1, 5), "msd": methods.MSD()}

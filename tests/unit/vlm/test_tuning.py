@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from specmm import methods
+from specmm.hf.drafters.features import choose_method, measure_acceptance
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.recipes.training.msd import msd_config
-from specmm.vlm.msd import choose_method, measure_acceptance
-from specmm.vlm.msd_head import MSDHead, load_msd, save_msd
+from specmm.vlm.msd import MSDHead, load_msd, save_msd
 
 
 @pytest.fixture(scope="module")

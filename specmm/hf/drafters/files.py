@@ -39,6 +39,9 @@ QWEN_SIZES = (
     "max_position_embeddings",
     "rms_norm_eps",
 )
+ACCEPTANCE = "acceptance.json"  # by temperature, level and rank; ours only
+# [levels, ranks]: the chance that this child is the one kept.
+Acceptance = tuple[tuple[float, ...], ...]
 Facts = Mapping[str, Any]  # what a config.json holds
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -119,3 +122,20 @@ def plain_rope(facts: Facts, base: float) -> dict[str, Any]:
         raise ValueError("every layer must attend everything, got layers with a sliding window")
     given = {"rope_theta": base, **kept, **facts}["rope_theta"]
     return {"rope_parameters": {"rope_type": "default", "rope_theta": float(given)}}
+
+
+def read_acceptance(folder: Path) -> dict[float, Acceptance]:
+    """The tables by temperature in ``folder``; none where the drafter was never measured."""
+    file = folder / ACCEPTANCE
+    found = read_json(file) if file.exists() else {}
+    return {
+        float(temperature): tuple(tuple(row) for row in table)
+        for temperature, table in found.items()
+    }
+
+
+def write_acceptance(tables: Mapping[float, Acceptance], folder: Path) -> None:
+    """Write the ``tables`` by temperature to ``folder``, if there are any."""
+    if tables:
+        found = {str(temperature): table for temperature, table in tables.items()}
+        (folder / ACCEPTANCE).write_text(json.dumps(found, indent=1) + "\n")

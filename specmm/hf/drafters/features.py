@@ -1,0 +1,359 @@
+"""Drafters that predict the target's next state from a token and the state before it: EAGLE's kind
+(MSD, EAGLE-3, layers for multi-token prediction).
+
+They grow EAGLE-2's tree of point masses, or a static tree of recorded distributions; ``auto``
+chooses which. A prompt's slot j carries position j + 1, whose embedding the target tells, wherever
+and however many its pictures are. In every round the slots of the committed tokens are run again on
+the target's own hidden states.
+
+Shape letters: B batch, L prompt positions, n nodes, C width, F layers of the target that are read,
+v the drafter's vocabulary, D levels, K ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from specmm import methods
+from specmm.autotune import WIDEST, AcceptanceCounter, Plan, planned
+from specmm.cache import Cache, CacheSize, LayerSize, Memory
+from specmm.decode import EndTokens, decode
+from specmm.drafter import DeferredDrafter, DrafterVocabulary, Feedback
+from specmm.growth import Growth
+from specmm.hf.drafters.files import Acceptance
+from specmm.hf.drafters.parallel import MaskedPass
+from specmm.hf.drafting import Assembly, Verification, drafting_probs
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import Context, VLMTarget
+from specmm.randomness import Uniforms, UniformSource
+from specmm.shape.eagle2 import Dynamic
+from specmm.shape.sequoia import best_tree
+from specmm.shape.trees import Siblings, spine, static_tree
+from specmm.stats import Clock
+from specmm.tree import DraftTree, TreeShape
+from specmm.verify import Recursive
+
+Grown = TypeVar("Grown", methods.MSD, methods.Eagle3)
+
+logger = logging.getLogger(__name__)
+RELEASED = Dynamic(top_k=10, depth=5, total=59)
+SIZES = (3, 4, 8, 12, 16, 24)  # nodes of the trees that a plan compares, the root included
+ROOM = 24  # tokens of answer that measuring needs
+
+
+class FeatureNetwork(Protocol):
+    """A network that drafts; ``acceptance`` by temperature was measured after its training."""
+
+    acceptance: dict[float, Acceptance]
+
+    def bound(self, target: VLMTarget) -> BoundNetwork:
+        """The network as it drafts for ``target``; raises ``ValueError`` where it does not fit."""
+        ...
+
+
+class BoundNetwork(Protocol):
+    """A network that drafts for one target."""
+
+    @property
+    def sizes(self) -> Sequence[LayerSize]:
+        """What its layers keep of a token."""
+
+    @property
+    def vocabulary(self) -> DrafterVocabulary:
+        """The tokens that it drafts."""
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """Those of the target that it reads; none: the states that the target's head reads."""
+
+    @property
+    def parts(self) -> bool:
+        """Whether it takes the target's positions in three parts (M-RoPE); others count slots."""
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The slot [1, 1, ...] of a token that is not known yet, if it predicts several a pass."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [B, n, C] of the target's ``tokens`` [B, n]."""
+        ...
+
+    def prompt_embeddings(self, tokens: Tensor, embeddings: Tensor) -> Tensor:
+        """What it reads [B, L, C] of a prompt's ``tokens`` [B, L], of which the target read the
+        ``embeddings`` [B, L, C].
+        """
+        ...
+
+    def prompt_slots(self, embeddings: Tensor, hidden: Tensor, image: Tensor) -> Tensor:
+        """Slots [B, L, ...] of the next positions' ``embeddings`` [B, L, C].
+
+        ``hidden`` [B, L, C or F·C] are the target's states, ``image`` [B, L] tells where the next
+        position is a picture's.
+        """
+        ...
+
+    def slots(self, embeddings: Tensor, hidden: Tensor, depth: int) -> Tensor:
+        """Slots [B, n, ...] of tokens with ``embeddings`` [B, n, C].
+
+        ``hidden`` are the target's states [B, n, C or F·C] at ``depth`` 0, and below what the
+        network predicted [B, n, C].
+        """
+        ...
+
+    def run(
+        self,
+        slots: Tensor,
+        positions: Tensor | None = None,
+        bias: Tensor | None = None,
+        memory: Sequence[Memory | None] | None = None,
+    ) -> Tensor:
+        """Predicted states [B, n, C] of ``slots`` at ``positions`` [1 or B, n] (0 … n - 1), or in
+        parts [3, B, n].
+
+        Without ``bias`` the attention is causal over the slots given; else it sees what each
+        layer's ``memory`` holds under the additive ``bias`` [1 or B, 1, n, S].
+        """
+        ...
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits [B, n, v] of predicted ``states`` [B, n, C]."""
+        ...
+
+
+class FeatureDrafter:
+    """Drafts with a ``network`` for ``target``.
+
+    ``tree``, ``sampled`` and ``siblings`` are those of :class:`specmm.growth.Growth`; greedy
+    decoding never samples. Raises ``ValueError`` when the network does not fit the target.
+    """
+
+    def __init__(
+        self,
+        network: FeatureNetwork,
+        target: VLMTarget,
+        tree: TreeShape | Dynamic = RELEASED,
+        sampled: bool = True,
+        siblings: Siblings = "distinct",
+    ) -> None:
+        self.network = network.bound(target)
+        self.target = target
+        target.wants_context = True
+        target.read_layers(self.network.layers)
+        sampled = sampled and not target.processor.greedy
+        vocabulary = self.network.vocabulary
+        self.growth = Growth(tree, sampled, vocabulary, target.device, siblings)
+        self.max_nodes = self.growth.max_nodes
+        self.max_depth = self.growth.max_depth
+        self.probs = drafting_probs(target, vocabulary)
+        self.ahead: MaskedPass | None = None
+        if self.network.mask is not None and self.max_depth > 1:
+            self.ahead = MaskedPass(self.network.mask, self.max_depth, self._run)
+
+    def begin(self, feedback: Feedback, clock: Clock) -> None:
+        """Make a cache as roomy as the target's and read the prompt."""
+        hidden = feedback.output.hidden
+        size = CacheSize(
+            layers=self.network.sizes,
+            batch=len(feedback.token),
+            branches=1,
+            capacity=self.target.cache.size.capacity,
+            scratch=self.growth.scratch if self.ahead is None else self.ahead.scratch,
+        )
+        self.cache = Cache(size, hidden.dtype, hidden.device)
+        self.clock = clock
+        self.growth.begin(self.cache)
+        if self.ahead is not None:
+            self.ahead.begin(self.cache)
+        self.shift = shift_of(self.target)
+        self.state = self._read_prompt(self.target, feedback.token, self.cache)  # [B, C]
+
+    def start_row(self, row: int) -> None:
+        """Read the new prompt but for its last slot: the next round reads that with a token."""
+        alone = self.target.started
+        ids = alone.prompt.input_ids
+        size = dataclasses.replace(self.cache.size, batch=1, scratch=0, capacity=ids.shape[1])
+        slots = Cache(size, self.cache.dtype, alone.device)
+        self._read_prompt(alone, ids[:, -1], slots)
+        slots.lengths -= 1
+        self.cache.take(row, slots)
+        shift = shift_of(alone)
+        if shift.ndim > self.shift.ndim:  # the first row with positions in parts
+            self.shift = self.shift.expand(len(shift), -1).clone()
+        self.shift[..., row] = shift[..., 0]
+
+    def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """The tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        state = self.state
+        if feedback.result is not None:
+            self.kept = feedback.result.kept
+            state = self.growth.read_committed(self, feedback)
+        elif self.ahead is not None:
+            with self.clock("draft"):
+                self.ahead.read_alone()
+        return self.growth.grow(self, feedback.token, state, uniforms)
+
+    def logits(self, states: Tensor, depth: int) -> Tensor:
+        """Logits [B, n, v] of predicted ``states`` [B, n, C]."""
+        with self.clock("draft"):
+            return self.network.logits(states).float()
+
+    def read(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor, depth: int
+    ) -> Tensor:
+        """One pass of the network; see :class:`specmm.growth.FeatureHead`."""
+        with self.clock("draft"):
+            if self.ahead is not None and depth:
+                return self.ahead.after(depth, tokens.shape[1])
+            slots = self.network.slots(self.network.embed(tokens), hidden, depth)
+            if self.ahead is not None:
+                return self.ahead.read(slots, positions, bias, self.kept)
+            return self._run(slots, positions, bias)
+
+    def _run(self, slots: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
+        """One pass over ``slots`` whose tokens lie at places ``positions`` [B, n] of their text."""
+        if self.network.parts:
+            positions = self.target.family.spread(positions + self.shift[..., None])
+        return self.network.run(slots, positions, bias, self.cache.layers)
+
+    def _read_prompt(self, target: VLMTarget, token: Tensor, cache: Cache) -> Tensor:
+        """Store the prompt's slots; the state [B, C] predicted after the sampled ``token`` [B]."""
+        context = target.context
+        assert context is not None, "the target keeps a context for drafters that want one"
+        network = self.network
+        with self.clock("draft"):
+            own = network.prompt_embeddings(target.prompt.input_ids, context.embeddings)
+            read = dataclasses.replace(context, embeddings=own)
+            embeddings, image = next_positions(read, network.embed(token[:, None])[:, 0])
+            cache.aim(0, embeddings.shape[1])
+            cache.lengths += context.lengths
+            slots = network.prompt_slots(embeddings, context.hidden, image)
+            positions = context.positions if network.parts else None
+            states = network.run(slots, positions, memory=cache.layers)
+        return states[torch.arange(len(token), device=token.device), context.lengths - 1]
+
+
+def next_positions(context: Context, last: Tensor) -> tuple[Tensor, Tensor]:
+    """For each slot [B, L] the embedding [B, L, C] of the position after it, and whether that is a
+    picture's.
+
+    For the last slot of each row it is ``last`` [B, C], of the token after the prompt.
+    """
+    order = torch.arange(context.embeddings.shape[1], device=last.device)
+    ends = order == context.lengths[:, None] - 1  # [B, L]
+    embeddings = torch.where(ends[..., None], last[:, None], context.embeddings.roll(-1, 1))
+    return embeddings, context.image_mask.roll(-1, 1) & ~ends
+
+
+def shift_of(target: VLMTarget) -> Tensor:
+    """What is added to the place of a token in its text, for its position: [B] or [3, B]."""
+    offsets = target.offsets if target.offsets.ndim == 1 else target.offsets[-3:]
+    return offsets + target.begins - target.prompt.lengths
+
+
+def make(method: Grown, target: VLMTarget, drafter: Any, tokenizer: object) -> Assembly:
+    """The parts of a ``method``: EAGLE-2's tree, or one of fixed shape that is drawn.
+
+    Where drafts must be chains, the default trees are chains as deep. Raises ``ValueError`` for
+    what is no drafter of this method.
+    """
+    if getattr(drafter, "method", "") != method.name:
+        raise ValueError(
+            f"drafter must be one of method {method.name!r}, got {type(drafter).__name__}; give "
+            "its folder or load one"
+        )
+    if target.family.chains_only:
+        method = as_chains(method)
+    if not method.sampled:
+        target.check_tree(method.top_k)
+        tree = Dynamic(method.top_k, method.depth, method.total)
+        return Assembly(DeferredDrafter(FeatureDrafter(drafter, target, tree, False)), Recursive())
+    verification = Verification.of(method.rule, target)
+    shape = static_tree(method.tree, target.device)
+    target.check_tree(shape.width)
+    made = FeatureDrafter(drafter, target, shape, *verification.drawn)
+    return Assembly(DeferredDrafter(made), verification.rule)
+
+
+def as_chains(method: Grown) -> Grown:
+    """``method`` with chains where it has the default trees, which the log says."""
+    plain = type(method)()
+    found = method
+    if method.sampled and method.tree == plain.tree:
+        found = dataclasses.replace(method, tree=(1,) * len(plain.tree))
+    elif not method.sampled and (method.top_k, method.total) == (plain.top_k, plain.total):
+        found = dataclasses.replace(method, top_k=1, total=method.depth + 2)
+    if found is not method:
+        logger.info("layers with states take chains: %s drafts as %s", method.name, found)
+    return found
+
+
+def choose_method(
+    target: VLMTarget,
+    network: FeatureNetwork,
+    prompt: VLMPrompt,
+    plans: dict[Any, Plan],
+    kind: Grown,
+) -> methods.VQAMethod:
+    """Method ``auto``: ``kind`` with the tree that should be fastest here, or plain decoding.
+
+    Acceptance comes with the head, seconds are measured on the first prompt of each batch size;
+    ``plans`` keeps the plans.
+    """
+    key = (kind.name, len(prompt.lengths), target.processor.greedy, torch.get_num_threads())
+    if key not in plans:
+        plans[key] = _plan(target, network, prompt)
+    shape = plans[key].shape
+    if shape is None:
+        return methods.AR()
+    return dataclasses.replace(kind, sampled=True, tree=tuple(int(p) for p in shape.parents[0]))
+
+
+def _plan(target: VLMTarget, network: FeatureNetwork, prompt: VLMPrompt) -> Plan:
+    acceptance = network.acceptance
+    if not acceptance:
+        return Plan(None, 1.0, 1.0, "the drafter's acceptance was never measured")
+    longer = dataclasses.replace(prompt, max_new_tokens=max(prompt.max_new_tokens, ROOM))
+    try:
+        target.check(longer)
+    except ValueError as error:
+        return Plan(None, 1.0, 1.0, f"no room to measure ({error})")
+    table = acceptance[min(acceptance) if target.processor.greedy else max(acceptance)]
+    if target.family.chains_only:
+        table = tuple(level[:1] for level in table)
+    shapes = [best_tree(table, n, len(table))[0] for n in SIZES]
+    seeds = range(len(prompt.lengths))
+    uniforms = Uniforms([torch.Generator(target.device).manual_seed(seed) for seed in seeds])
+
+    def drafter(shape: TreeShape) -> FeatureDrafter:
+        return FeatureDrafter(network, target, shape)
+
+    return planned(target, drafter, shapes, Recursive(), longer, uniforms, table)
+
+
+def measure_acceptance(
+    target: VLMTarget,
+    network: FeatureNetwork,
+    prompts: Iterable[VLMPrompt],
+    ends: Sequence[int],
+    levels: int = 6,
+) -> Acceptance:
+    """Acceptance [D, K] by level and rank over exact answers to ``prompts``, until ``ends``.
+
+    Where drafts must be chains K is 1.
+    """
+    chains = target.family.chains_only
+    shape = spine((1,) * levels if chains else WIDEST[:levels])
+    counter = AcceptanceCounter(FeatureDrafter(network, target, shape), shape)
+    for i, prompt in enumerate(prompts):
+        uniforms = Uniforms.from_seeds(range(i, i + len(prompt.lengths)))
+        stop = EndTokens(ends, target.device)
+        length = prompt.max_new_tokens
+        for _ in decode(target, counter, Recursive(), prompt, length, uniforms, stop=stop):
+            pass
+    return counter.table()
