@@ -28,10 +28,12 @@ from specmm.image_ar.tokens.drafters.early_exit import LayeredLlamaGen
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.loading import DrafterHead
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
+from specmm.layered import Skip, skipped
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.registry import parse_spec, unknown
-from specmm.self_drafting import SelfDrafter, skipped
+from specmm.self_drafting import SelfDrafter
+from specmm.self_search import Search, search_of
 from specmm.shape.sequoia import best_tree
 from specmm.shape.trees import make_tree, static_tree
 from specmm.tree import TreeShape
@@ -164,8 +166,10 @@ def _self(
     """The target without some of its layers, on a chain."""
     method = choice.method or methods.SelfDraft()
     layered = LayeredLlamaGen(target)
-    skip = skipped(layered.layers, method.exit, method.skip)
     processor = target.processor
+    skip: Skip | Search = skipped(layered.layers, method.exit, method.skip)
+    if not skip:
+        skip = search_of(target.model, layered, method.length, method.seed, processor.greedy)
     return SelfDrafter(layered, processor, skip, method.length, method.sure, target.device)
 
 
