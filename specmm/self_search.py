@@ -79,7 +79,7 @@ class Search:
         return self.spent <= SHARE * self.passed + AHEAD
 
     def next(self, gated: bool) -> Skip:
-        """The set to try: first those to begin with, then in turn the best and a neighbour of it."""
+        """The set to try: those to begin with, then in turn the best and a neighbour of it."""
         if self.waiting:
             return self.waiting.pop(0)
         best = self.best(gated, drafting=True).skip
@@ -137,7 +137,7 @@ class Search:
 
 
 def _fixed(length: int, kept: float, draft: float) -> float:
-    """Tokens for a pass of the target, by chains of ``length`` of whose drafts ``kept`` are kept."""
+    """Tokens a pass of the target, by chains of ``length`` of whose drafts ``kept`` are kept."""
     tokens = sum(kept**i for i in range(length + 1))
     return tokens / (length * draft + 1)
 
