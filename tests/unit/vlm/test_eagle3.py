@@ -166,6 +166,47 @@ def test_rounds_read_what_a_whole_text_would_give(zoo, name, kind):
                 torch.testing.assert_close(ahead[row], fresh.ahead.states[0], rtol=0, atol=1e-4)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["plain", "own tables", "pictures"])
+def test_prompt_slots_are_those_of_a_naive_loop(zoo, kind):
+    """Slot by slot: the states of the layers before and after the first, as the model's own forward
+    has them, with the next token or, in heads that read them, a picture's embedding.
+    """
+    target = VLMTarget(zoo.model("llava"), Processor(1.0))
+    head = head_for(target, **KINDS[kind])
+    drafter = FeatureDrafter(head, target, branching([2]))
+    token = torch.tensor([3, 4, 5])
+    drafter.begin(Feedback(target.prefill(prompt_of(zoo, "llava"), 4), token), Clock())
+    table = head.embed_tokens if kind == "own tables" else target.embed
+    for row, text in enumerate(ROWS):
+        inputs = zoo.batch("llava", [text])
+        seen = target.model(**inputs, output_hidden_states=True).hidden_states
+        ids = [*inputs["input_ids"][0].tolist()[1:], int(token[row])]
+        read = [table(torch.tensor(token)) for token in ids]
+        if kind == "pictures":
+            own = seen[0][0, 1:]  # what the decoder reads
+            read = [
+                own[j] if t == zoo.image else e
+                for j, (t, e) in enumerate(zip(ids, read, strict=True))
+            ]
+        # the layer after the last one's states are those before its norm
+        last = unnormed(target.model, inputs)
+        states = torch.cat([seen[1], last], dim=-1)[0]
+        slots = [torch.cat([e, head.mixed(h)]) for e, h in zip(read, states, strict=True)]
+        wanted = head(torch.stack(slots)[None])[0, -1]
+        torch.testing.assert_close(drafter.state[row], wanted, rtol=1e-4, atol=1e-5)
+
+
+def unnormed(model, inputs):
+    """What the last layer gives [1, L, C]."""
+    found = []
+    last = model.model.language_model.layers[-1]
+    handle = last.register_forward_hook(lambda *a: found.append(a[-1]))
+    model(**inputs)
+    handle.remove()
+    return found[0] if isinstance(found[0], torch.Tensor) else found[0][0]
+
+
 REFILLED = [("llava", "parallel"), ("qwen2.5-vl", "plain"), ("qwen3-vl", "parallel")]
 
 
