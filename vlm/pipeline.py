@@ -64,7 +64,7 @@ class VQAPipeline(Pipeline):
     >>> pipe("street.png", "How many bags are there?", max_new_tokens=64).answers
     """
 
-    planned = ("msd", "eagle3")
+    registry = methods.VQA
 
     def __init__(
         self,
