@@ -315,21 +315,28 @@ def before_temperature(drafter):
 TWINS = {"": None, "d2t ignored": ignoring_d2t, "before temperature": before_temperature}
 
 
+DRAWN = {
+    "tree": ("plain", branching([2, 1])),
+    "chain": ("plain", branching([1, 1])),
+    "parallel": ("parallel", branching([1, 1])),
+    "dynamic": ("plain", Dynamic(top_k=2, depth=1, total=5)),
+}
+
+
 @pytest.mark.parametrize("twin", TWINS)
-@pytest.mark.parametrize(
-    ("kind", "tree"), [("plain", (2, 1)), ("plain", (1, 1)), ("parallel", (1, 1))]
-)
-def test_sampling_keeps_the_distribution(zoo, kind, tree, twin):
+@pytest.mark.parametrize("drawn", DRAWN)
+def test_sampling_keeps_the_distribution(zoo, drawn, twin):
     """Three tokens after a prompt with a picture, thousands of runs in one batch, against the
     model's own distribution; twins that record another are found out.
     """
-    if twin == "before temperature" and tree != (1, 1):
-        pytest.skip("a twin of chains")
+    kind, tree = DRAWN[drawn]
+    if twin and (drawn == "dynamic" or (drawn == "tree" and twin == "before temperature")):
+        pytest.skip("a twin of chains, or of drawn trees")
     small, runs, size = zoo.of_vocabulary(6), 3000, 6
     target = VLMTarget(small.model("llava"), PROCESS)
     joint = joint_of(small, size)
     changes = {"mask": 3, "deep": 2} if kind == "parallel" else {}
-    drafter = FeatureDrafter(head_for(target, tokens=4, **changes), target, branching(tree))
+    drafter = FeatureDrafter(head_for(target, tokens=4, **changes), target, tree)
     if TWINS[twin] is not None:
         TWINS[twin](drafter)
     prompt = VLMPrompt(small.batch("llava", TEXT * runs), 4)
