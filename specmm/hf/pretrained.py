@@ -274,6 +274,11 @@ def mtp_layers_of(config: PreTrainedConfig) -> int:
     return next((int(n) for name in MTP if (n := getattr(text, name, None))), 0)
 
 
+def has_mtp_layers(model: PreTrainedModel) -> bool:
+    """Whether the checkpoint of ``model`` says that it holds such layers."""
+    return mtp_layers_of(model.config) > 0
+
+
 def _mtp_names(config: PreTrainedConfig) -> re.Pattern[str]:
     """The names of layers after the last one, which draft for the others."""
     text = config.get_text_config(decoder=True)

@@ -15,6 +15,7 @@ from specmm.methods.base import (
     Composed,
     Declared,
     Draft,
+    SelfDraft,
     Tree,
     TreeName,
     check_rejected_weight,
@@ -41,7 +42,6 @@ from specmm.methods.language import (
     DiffuSpec,
     Eagle3,
     PromptLookup,
-    SelfDraft,
     SpecDiff,
     TextDraft,
     Verdict,
@@ -102,7 +102,7 @@ __all__ = [
     "resolve_vqa",
 ]
 
-Method: TypeAlias = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Draft | Auto
+Method: TypeAlias = AR | SJD | Speculative | Eagle | Lantern | LanternPP | SelfDraft | Draft | Auto
 VQAMethod: TypeAlias = (
     AR
     | TextDraft

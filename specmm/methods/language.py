@@ -110,23 +110,6 @@ class PromptLookup(Declared):
 
 
 @dataclass(frozen=True)
-class SelfDraft(Declared):
-    """The target drafts ``length`` tokens without some of its layers, on its own keys and values.
-
-    With ``exit`` its first layers draft (LayerSkip, arXiv 2404.16710), with ``skip`` all but these
-    (Draft & Verify, arXiv 2309.08168). ``sure`` above 0 ends a chain before the first token that
-    promises less acceptance.
-    """
-
-    name: ClassVar[str] = "self"
-    can_refill: ClassVar[bool] = True
-    exit: int = 0
-    skip: tuple[int, ...] = ()
-    length: int = 4
-    sure: float = 0.0
-
-
-@dataclass(frozen=True)
 class Verdict(Declared):
     """Speculative Verdict (arXiv 2510.20812): several models answer, a judge decides.
 

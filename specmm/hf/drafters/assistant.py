@@ -180,12 +180,12 @@ def _sources(model: PreTrainedModel, target: VLMTarget) -> dict[str, int]:
     kept = [(kind, size) for kind, size in zip(kinds, family.layer_sizes, strict=False) if size]
     last = {kind: number for number, (kind, _) in enumerate(kept)}
     for number, kind in enumerate(text.layer_types):
-        wanted = _attended(text.per_layer_config[number])
-        if kind not in last or kept[last[kind]][1] != wanted:
+        attended = _attended(text.per_layer_config[number])
+        if kind not in last or kept[last[kind]][1] != attended:
             size = kept[last[kind]][1] if kind in last else None
             raise ValueError(
                 f"drafter must attend what the target keeps of a token in its {kind} layers, "
-                f"{size}, got an assistant for {wanted}; use the one made for it"
+                f"{size}, got an assistant for {attended}; use the one made for it"
             )
     return last
 
@@ -208,8 +208,9 @@ def load_assistant(folder: Path, target: PreTrainedModel, method: str) -> PreTra
             f"{folder} must hold an assistant that transformers can build, got {error} from "
             f"{transformers.__version__}; install transformers 5.24 or newer"
         ) from error
-    model: PreTrainedModel = load_model(AutoModelForCausalLM, folder, dtype=target.dtype)
-    return prepack(model.to(target.device).eval())
+    model: Any = load_model(AutoModelForCausalLM, folder, dtype=target.dtype)
+    found: PreTrainedModel = prepack(model.to(target.device).eval())
+    return found
 
 
 def make(
