@@ -243,6 +243,13 @@ def save_eagle3(
     write_acceptance(head.acceptance, Path(folder))
 
 
+def rewrite(folder: Path, out: Path, target: PreTrainedModel, layout: str) -> str:
+    """Write the head in ``folder`` of the ``target`` model in another ``layout``."""
+    head = load_eagle3(folder)
+    save_eagle3(head, out, target, layout=layout, dtype=head.fc.weight.dtype)
+    return ""
+
+
 def check_layout(config: Eagle3Config, layout: str, target: PreTrainedModel | None = None) -> None:
     """Raise ``ValueError`` naming what a head of ``config`` has and ``layout`` cannot hold."""
     sizes: Any = config.sizes
