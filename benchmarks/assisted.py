@@ -115,7 +115,7 @@ def counted(
 # ---- kinds of drafters: an entry each
 
 
-EXITS = {"pocket/coder": 2, "pocket/smollm2": 26, "pocket/llava": 4}  # layers that draft
+EXITS = {"pocket/coder": 15, "pocket/smollm2": 28, "pocket/llava": 12}  # layers that draft
 
 
 def early_exit(model: str, dtype: torch.dtype) -> Contest:
@@ -127,11 +127,12 @@ def early_exit(model: str, dtype: torch.dtype) -> Contest:
         pipe,
         asking(model, pipe),
         [
-            *(methods.SelfDraft(exit=layers, length=n) for n in (1, 2, 3)),
-            methods.SelfDraft(exit=layers, length=5, sure=0.4),
+            *(methods.SelfDraft(exit=layers, length=n) for n in TOKENS),
+            *(methods.SelfDraft(exit=layers, length=6, sure=bound) for bound in (0.3, 0.5)),
+            methods.SelfDraft(),
         ],
         counted({"assistant_early_exit": layers}),
-        [methods.Auto(), methods.SelfDraft(exit=layers, length=2)],
+        [methods.Auto(), methods.SelfDraft(exit=layers, length=2), methods.SelfDraft()],
     )
 
 

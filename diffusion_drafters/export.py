@@ -27,7 +27,7 @@ from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 
 
-def to_speculators(folder: Path, out: Path, target: PreTrainedModel, layout: str) -> str:
+def to_speculators(folder: Path, target: PreTrainedModel, out: Path) -> None:
     """Write the drafter in ``folder`` of the ``target`` model as speculators' ``dflash``, or as
     ``dspark`` where its drafts are bound to those before.
 
@@ -38,7 +38,6 @@ def to_speculators(folder: Path, out: Path, target: PreTrainedModel, layout: str
     spark = _as_dspark(model.config, len(target_layers(target)))
     dtype = model.fc.weight.dtype
     write_model(_state(model, target), _facts(model, target, spark), out, dtype)
-    return ""
 
 
 def _as_dspark(config: DFlashConfig, layers: int) -> HeadSizes | None:
@@ -118,7 +117,7 @@ def _tables(ids: Tensor, vocabulary: int) -> State:
     return {"d2t": ids - torch.arange(len(ids)), "t2d": known}
 
 
-def to_specforge(folder: Path, out: Path, target: PreTrainedModel, layout: str) -> str:
+def to_specforge(folder: Path, target: PreTrainedModel, out: Path) -> None:
     """Write the drafter in ``folder`` of the ``target`` model as SpecForge's DFlash.
 
     Raises ``ValueError`` for what that cannot describe and for a drafter of another target.
@@ -151,7 +150,6 @@ def to_specforge(folder: Path, out: Path, target: PreTrainedModel, layout: str) 
         "target_fingerprint": fingerprint(embeddings_of(target)),
     }
     write_model(model.state_dict(), facts, out, model.fc.weight.dtype)
-    return ""
 
 
 def target_layers(target: PreTrainedModel) -> range:

@@ -15,93 +15,22 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeAlias
-
 import torch
 from torch import Tensor
 
-from specmm.cache import Cache
 from specmm.drafter import Feedback
+from specmm.layered import Layered, Skip
 from specmm.processors import Processor
 from specmm.randomness import UniformSource, categorical
+from specmm.self_search import WINDOW, Search, Setting, Verified, trial
 from specmm.shape.blocks import adaedl_stop
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 
-Skip: TypeAlias = tuple[int, ...]
-"""The layers that are left out, in order."""
-
-
-class Layered(Protocol):
-    """A target that can run without some of its layers.
-
-    Keys and values of a pass go where the cache aims. ``tokens`` are [B, n], ``positions`` [B, n]
-    count the tokens of the text, ``bias`` [R, 1, n, S] is an additive mask.
-    """
-
-    @property
-    def layers(self) -> int:
-        """How many layers it has."""
-        ...
-
-    @property
-    def resumes(self) -> bool:
-        """Whether it can go on from the states between two layers."""
-        ...
-
-    @property
-    def cache(self) -> Cache:
-        """That of the batch."""
-        ...
-
-    def begin(self) -> None:
-        """The target has begun a batch, or a row of it."""
-        ...
-
-    def logits(
-        self, skip: Skip, tokens: Tensor, positions: Tensor, bias: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Guided logits [B, n, V] without the layers ``skip``, and the states [R, n, C] that the
-        first of these would read.
-        """
-        ...
-
-    def states(self, stop: int, tokens: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
-        """The states [R, n, C] after the first ``stop`` layers."""
-        ...
-
-    def resume(self, first: int, states: Tensor | None) -> None:
-        """Score the next tree from its ``states`` [R, N, C] on, which layer ``first`` reads; with
-        None as ever.
-        """
-        ...
-
-
-def skipped(layers: int, exit: int = 0, skip: Sequence[int] = ()) -> Skip:
-    """The layers left out of ``layers``: all from ``exit`` on, or those of ``skip``.
-
-    Raises ``ValueError`` for both at once, layers that there are not, and if none would be left.
-    """
-    if exit and skip:
-        raise ValueError(f"give exit or skip, not both, got exit {exit} and skip {tuple(skip)}")
-    if exit and not 0 < exit < layers:
-        raise ValueError(
-            f"exit must be in [1, {layers - 1}], for the model has {layers} layers, got {exit}"
-        )
-    found = tuple(range(exit, layers)) if exit else tuple(sorted(set(skip)))
-    strange = [layer for layer in found if not 0 <= layer < layers]
-    if strange:
-        raise ValueError(
-            f"skip must be layers from 0 to {layers - 1}, got {', '.join(map(str, strange))}"
-        )
-    if len(found) == layers:
-        raise ValueError(f"skip must leave at least one of the {layers} layers, got all of them")
-    return found
-
 
 class SelfDrafter:
-    """Chains of at most ``length`` drafts by the target without the layers ``skip``.
+    """Chains of at most ``length`` drafts by the target without the layers ``skip``, which a search
+    may find.
 
     Drafts are drawn from ``processor``'s distributions, which are recorded; where it is greedy they
     are the likeliest tokens, as point masses. ``sure`` above 0 ends a chain in front of the first
@@ -115,7 +44,7 @@ class SelfDrafter:
         self,
         target: Layered,
         processor: Processor,
-        skip: Skip,
+        skip: Skip | Search,
         length: int = 4,
         sure: float = 0.0,
         device: torch.device | str = "cpu",
@@ -126,53 +55,72 @@ class SelfDrafter:
             raise ValueError(f"sure must be in [0, 1], got {sure}")
         self.target = target
         self.processor = processor
-        self.skip = skip
-        self.sure = sure
+        self.search = skip if isinstance(skip, Search) else None
+        self.fixed = None if isinstance(skip, Search) else Setting(skip, length, sure, 1.0)
         self.max_depth = length
-        self.max_nodes = length + 1
+        self.max_nodes = length + 1 if self.search is None else max(length + 1, WINDOW)
         self.shapes = [TreeShape.chain(n, device) for n in range(length + 1)]
 
     @property
     def common(self) -> int:
         """Layers from the first on that compute for a draft what the whole target would."""
-        return self.skip[0] if self.target.resumes else 0
+        skip = self.setting.skip
+        return skip[0] if skip and self.target.resumes else 0
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
         """Make the masks of the drafting passes."""
         self.clock = clock
         self.target.begin()
         cache = self.target.cache
-        first = cache.size.capacity
-        nodes = torch.arange(self.max_nodes, device=cache.lengths.device)
-        shape = (cache.size.rows, 1, self.max_nodes, first + self.max_nodes)
+        nodes = torch.arange(self.max_depth + 1, device=cache.lengths.device)
+        shape = (cache.size.rows, 1, len(nodes), cache.size.capacity + len(nodes))
         self.bias = torch.full(shape, float("-inf"), dtype=cache.dtype, device=nodes.device)
-        self.bias[..., first:].masked_fill_(nodes <= nodes[:, None], 0)
+        self.bias[..., cache.size.capacity :].masked_fill_(nodes <= nodes[:, None], 0)
+        self.gated = self.processor.greedy or len(feedback.token) == 1
+        self.setting = self.fixed or self._found()
+        self.verified = None if self.search is None else Verified(cache)
 
     def start_row(self, row: int) -> None:
         """The target has begun ``row`` anew; see :class:`specmm.drafter.BatchingDrafter`."""
         self.target.begin()
+        if self.verified is not None:
+            self.verified.forget(row)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """The chain after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
-        greedy = self.processor.greedy
-        numbers = None if greedy else uniforms.draw(self.max_depth)
-        may_end = self.sure > 0 and (greedy or len(feedback.token) == 1)
+        numbers = None if self.processor.greedy else uniforms.draw(self.max_depth)
         with self.clock("draft"):
+            if feedback.result is not None and self.verified is not None:
+                self.verified.add(feedback)
+                self._learn(self.verified)
             first = self.target.cache.size.capacity
             self.bias[..., :first] = self.target.cache.prefix_bias()[:, None, None]
-            return self._chain(feedback.token, numbers, may_end)
+            return self._chain(feedback.token, numbers)
 
-    def _chain(self, root: Tensor, numbers: Tensor | None, may_end: bool) -> DraftTree:
+    def _found(self) -> Setting:
+        assert self.search is not None
+        return self.search.best(self.gated)
+
+    def _learn(self, verified: Verified) -> None:
+        """Try a set of layers, if it is time to."""
+        search = self.search
+        if search is not None and verified.enough and search.may_try():
+            skip = search.next(self.gated)
+            search.saw(skip, trial(self.target, self.processor, skip, verified), self.gated)
+            self.setting = self._found()
+
+    def _chain(self, root: Tensor, numbers: Tensor | None) -> DraftTree:
+        skip, length, sure, _ = self.setting
         tokens = [root]
         probs: list[Tensor] = []
         states: list[Tensor] = []
         ended = torch.zeros_like(root, dtype=torch.bool)
-        for place in range(self.max_depth):
-            logits, state = self.target.logits(self.skip, *self._at(place, tokens[-1]))
+        for place in range(length):
+            logits, state = self.target.logits(skip, *self._at(place, tokens[-1]))
             states.append(state)
             q = self._probs(logits[:, 0], numbers)
-            if may_end:
-                ended = ended | adaedl_stop(q, self.sure)
+            if sure and self.gated:
+                ended = ended | adaedl_stop(q, sure)
                 if bool(ended.all()):
                     break
             probs.append(q)
@@ -190,7 +138,7 @@ class SelfDrafter:
         """
         if numbers is not None:
             return self.processor(logits)
-        return logits.float().softmax(-1) if self.sure else logits
+        return logits.float().softmax(-1) if self.setting.sure else logits
 
     def _tree(self, tokens: list[Tensor], probs: list[Tensor] | None) -> DraftTree:
         shape = self.shapes[len(tokens) - 1]

@@ -97,7 +97,7 @@ def export_speculators(
     write_folder(folder, state, facts)
 
 
-def to_speculators(folder: Path, out: Path, target: PreTrainedModel, layout: str) -> str:
+def to_speculators(folder: Path, target: PreTrainedModel, out: Path) -> str:
     """Write the head in ``folder`` of the ``target`` model for text prompts, and what to know."""
     verifier = Verifier(str(target.config.name_or_path), [type(target).__name__])
     head = load_msd(folder, drafted_embeddings(target))

@@ -24,12 +24,16 @@ from specmm.decode import decode, decode_plain
 from specmm.drafter import Drafter
 from specmm.image_ar.tokens.drafters.block import BlockDrafter
 from specmm.image_ar.tokens.drafters.eagle import EagleDrafter
+from specmm.image_ar.tokens.drafters.early_exit import LayeredLlamaGen
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.loading import DrafterHead
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
+from specmm.layered import Skip, skipped
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.registry import parse_spec, unknown
+from specmm.self_drafting import SelfDrafter
+from specmm.self_search import Search, search_of
 from specmm.shape.sequoia import best_tree
 from specmm.shape.trees import make_tree, static_tree
 from specmm.tree import TreeShape
@@ -156,7 +160,20 @@ def _jacobi(
     return JacobiDrafter(target, shape.depth)
 
 
-DRAFTERS = {"block": _block, "eagle": _eagle, "jacobi": _jacobi}
+def _self(
+    choice: methods.Choice, name: str, target: LlamaGenTarget, parts: LlamaGenParts, sampled: bool
+) -> Drafter:
+    """The target without some of its layers, on a chain."""
+    method = choice.method or methods.SelfDraft()
+    layered = LayeredLlamaGen(target)
+    processor = target.processor
+    skip: Skip | Search = skipped(layered.layers, method.exit, method.skip)
+    if not skip:
+        skip = search_of(target.model, layered, method.length, method.seed, processor.greedy)
+    return SelfDrafter(layered, processor, skip, method.length, method.sure, target.device)
+
+
+DRAFTERS = {"block": _block, "eagle": _eagle, "jacobi": _jacobi, "self": _self}
 
 
 def choose_method(target: LlamaGenTarget, parts: LlamaGenParts, batch: int) -> methods.Method:

@@ -7,14 +7,14 @@ nodes, P prefix positions, T tokens of a picture, C width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from specmm.cache import Cache, CacheSize, StaticMemory, alike
+from specmm.cache import Cache, CacheSize, StaticMemory, alike, branched
 from specmm.compiled import DeferredStop, compiled
 from specmm.guidance import Guidance as Guidance
 from specmm.image_ar.tokens.gpt import Transformer
@@ -39,6 +39,15 @@ class Prompt:
         return Prompt(self.condition[some], None if self.mask is None else self.mask[some])
 
 
+class Known(NamedTuple):
+    """What is known of the tree to score: its ``states`` [R, N, C] after the first ``layers``,
+    whose keys and values are in the scratch slots.
+    """
+
+    layers: int
+    states: Tensor
+
+
 class LlamaGenTarget:
     """A :class:`Transformer` with a cache; one instance serves one batch at a time.
 
@@ -57,6 +66,7 @@ class LlamaGenTarget:
         self.name = name
         self.aux_layers: tuple[int, ...] = ()
         self.calls = 0
+        self.known: Known | None = None
         self.cache: Cache
 
     def with_processor(self, processor: Processor) -> LlamaGenTarget:
@@ -97,6 +107,7 @@ class LlamaGenTarget:
         )
         self.cache = Cache(size, self.dtype, rows.device)
         self.calls = 0
+        self.known = None
         if self.guidance.branches == 2:
             rows = torch.cat([rows, self.model.cls_embedding.unconditional(rows)])
         bias = self._hide_padding(prompt.mask, config.cls_token_num)
@@ -125,7 +136,11 @@ class LlamaGenTarget:
     def _scored(self, tree: DraftTree) -> TargetOutput:
         self.cache.aim(self.cache.size.capacity, self.cache.slots)
         positions = self.cache.lengths[:, None] + tree.shape.depths
-        return self._score(tree.tokens, positions, self.cache.tree_mask(tree.shape))
+        mask = self.cache.tree_mask(tree.shape)
+        if self.known is None:
+            return self._score(tree.tokens, positions, mask)
+        done = range(self.known.layers)
+        return self._forward(self.known.states, self.branched(positions), mask, done)
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> TargetOutput:
@@ -149,14 +164,20 @@ class LlamaGenTarget:
         self.cache.keep(result.path, result.kept)
 
     def _score(self, tokens: Tensor, positions: Tensor, bias: Mask) -> TargetOutput:
-        x = self.model.tok_embeddings(tokens)
-        if self.guidance.branches == 2:
-            x = x.repeat(2, 1, 1)
-            positions = positions if len(positions) == 1 else positions.repeat(2, 1)
-        return self._forward(x, positions, bias)
+        return self._forward(self.embed(tokens), self.branched(positions), bias)
 
-    def _forward(self, x: Tensor, positions: Tensor, bias: Mask) -> TargetOutput:
-        logits, hidden = self.model(x, positions, bias, self.cache.layers, self.aux_layers)
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [R, N, C] of ``tokens`` [B, N], in all branches."""
+        return branched(self.model.tok_embeddings(tokens), self.guidance.branches)
+
+    def branched(self, positions: Tensor) -> Tensor:
+        """``positions`` [1 or B, N] in all branches, [1 or R, N]."""
+        return positions if len(positions) == 1 else branched(positions, self.guidance.branches)
+
+    def _forward(
+        self, x: Tensor, positions: Tensor, bias: Mask, skip: Container[int] = ()
+    ) -> TargetOutput:
+        logits, hidden = self.model(x, positions, bias, self.cache.layers, self.aux_layers, skip)
         guided = self.guide(logits.float(), positions)
         self._count(guided)
         return TargetOutput(self.processor(guided), hidden)

@@ -101,8 +101,8 @@ class DrafterFormat:
 
     Of ``own`` layouts the drafter belongs to one target; others are models by themselves. What may
     be a target, too, has a ``command``, by which it is run. ``exports`` are functions that write
-    it as another layout, ``"module:name"`` by the layout's name: ``(folder, out, target model,
-    layout)``; they return what to know about it.
+    it as another layout, ``"module:name"`` by the layout's name: ``(folder, target model, out)``;
+    they may return what to know about it.
     """
 
     title: str
@@ -149,9 +149,8 @@ def _sees(folder: ModelFolder) -> bool:
 
 
 BLOCKS = "specmm.diffusion_drafters.export"
-EAGLE3 = dict.fromkeys(
-    ("speculators", "eagle", "specforge"), "specmm.hf.drafters.eagle3_files:rewrite"
-)
+HEADS = "specmm.hf.drafters.eagle3_files"
+EAGLE3 = {layout: f"{HEADS}:to_{layout}" for layout in ("speculators", "eagle", "specforge")}
 FORMATS: tuple[DrafterFormat, ...] = (
     DrafterFormat("LlamaGen block drafter", _model("BlockHead"), ("speculative",)),
     DrafterFormat("LlamaGen EAGLE head", _model("EagleHead"), ("eagle",)),
@@ -162,10 +161,11 @@ FORMATS: tuple[DrafterFormat, ...] = (
     DrafterFormat("speculators MTP layers", _named("mtp"), ("mtp",)),
     DrafterFormat("speculators EAGLE-1 head", _named("eagle")),
     DrafterFormat("another speculators drafter", lambda folder: SPECULATORS in folder.facts),
+    DrafterFormat("MTP layers, fine-tuned here", lambda folder: _type(folder) == "mtp", ("mtp",)),
     DrafterFormat("DEER drafter", lambda folder: _type(folder) == "deer", ("deer",)),
     DrafterFormat(
         "EAGLE-3 head as of SafeAILab or SpecForge",
-        lambda folder: bool(named("specmm.hf.drafters.eagle3_files:is_eagle3")(folder.facts)),
+        lambda folder: bool(named(f"{HEADS}:is_eagle3")(folder.facts)),
         ("eagle3",),
         exports=EAGLE3,
     ),

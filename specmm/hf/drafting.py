@@ -76,7 +76,13 @@ KINDS: Mapping[str, DrafterKind] = {
     "mtp": DrafterKind(
         "specmm.hf.drafters.mtp:make",
         "specmm.hf.drafters.mtp_layers:load_layers",
+        "mtp",
         offers="specmm.hf.pretrained:has_mtp_layers",
+    ),
+    "assistant": DrafterKind(
+        "specmm.hf.drafters.assistant:make",
+        "specmm.hf.drafters.assistant:load_assistant",
+        "assistant",
     ),
     "verdict": DrafterKind(
         "", f"{VLM}.verdict:load_experts", "experts", judge=f"{VLM}.verdict:make_judge"
@@ -237,8 +243,8 @@ def planned_by(drafter: object) -> Method:
     if name not in KINDS or not KINDS[name].plan:
         given = "none" if drafter is None else f"a {type(drafter).__name__}"
         raise ValueError(
-            f"method 'auto' plans for an MSD, DEER or block drafter, got {given}; name another "
-            "method"
+            f"method 'auto' plans for an MSD, EAGLE-3, DEER or block drafter, got {given}; name "
+            "another method"
         )
     found: Method = methods.make(methods.GENERATE, name)
     return found
@@ -267,6 +273,8 @@ class Drafters:
         place = KINDS[method].place if method in KINDS else ""
         if place and method not in self.given:
             folder = self._folder(method)
+            if folder is None and self._offered(method):
+                return None
             if folder is None:
                 raise ValueError(
                     f"method {method!r} needs a drafter and {self.name} has none in "
@@ -278,10 +286,15 @@ class Drafters:
 
     def has(self, method: str) -> bool:
         """Whether ``method`` finds what it drafts with."""
-        if method in KINDS and KINDS[method].offers and method not in self.given:
-            return bool(named(KINDS[method].offers)(self.target))
-        needs = method in KINDS and bool(KINDS[method].place)
-        return not needs or method in self.given or self._folder(method) is not None
+        if method not in KINDS or not (KINDS[method].place or KINDS[method].offers):
+            return True
+        found = method in self.given or self._folder(method) is not None
+        return found or self._offered(method)
+
+    def _offered(self, method: str) -> bool:
+        """Whether the target itself has what drafts."""
+        offers = KINDS[method].offers
+        return bool(offers) and bool(named(offers)(self.target))
 
     def _folder(self, method: str) -> Path | None:
         if self.folder is None:

@@ -15,6 +15,7 @@ from specmm.methods.base import (
     Composed,
     Declared,
     Draft,
+    SelfDraft,
     Tree,
     TreeName,
     check_rejected_weight,
@@ -36,11 +37,11 @@ from specmm.methods.language import (
     DEER,
     MSD,
     MTP,
+    Assistant,
     Block,
     DiffuSpec,
     Eagle3,
     PromptLookup,
-    SelfDraft,
     SpecDiff,
     TextDraft,
     Verdict,
@@ -61,6 +62,7 @@ __all__ = [
     "TEXT",
     "TRANSFORMERS_IMAGES",
     "VQA",
+    "Assistant",
     "Auto",
     "Block",
     "CSpD",
@@ -100,7 +102,7 @@ __all__ = [
     "resolve_vqa",
 ]
 
-Method: TypeAlias = AR | SJD | Speculative | Eagle | Lantern | LanternPP | Draft | Auto
+Method: TypeAlias = AR | SJD | Speculative | Eagle | Lantern | LanternPP | SelfDraft | Draft | Auto
 VQAMethod: TypeAlias = (
     AR
     | TextDraft
@@ -108,6 +110,7 @@ VQAMethod: TypeAlias = (
     | MSD
     | Eagle3
     | MTP
+    | Assistant
     | Block
     | PromptLookup
     | SelfDraft
@@ -126,6 +129,7 @@ TextMethod: TypeAlias = (
     | Block
     | Eagle3
     | MTP
+    | Assistant
     | TextDraft
     | PromptLookup
     | SelfDraft
@@ -139,6 +143,7 @@ GenerateMethod: TypeAlias = (
     | MSD
     | Eagle3
     | MTP
+    | Assistant
     | PromptLookup
     | SelfDraft
     | DiffuSpec

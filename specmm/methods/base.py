@@ -70,12 +70,16 @@ class Declared(metaclass=_OldNames):
 
 @dataclass(frozen=True)
 class Choice:
-    """Drafter, tree and rule of a method of image tokens, by name, and the drafter's option."""
+    """Drafter, tree and rule of a method of image tokens, by name, and the drafter's option.
+
+    A drafter with several options has them of its ``method``.
+    """
 
     drafter: str
     tree: Tree
     rule: str
     rejected_weight: float = 0.0
+    method: Any = None
 
 
 class Composed(Declared):
@@ -138,6 +142,37 @@ class Draft(Composed):
     def choice(self) -> Choice:
         """Drafter, tree and rule."""
         return Choice(self.drafter, self.tree, self.rule, self.rejected_weight)
+
+
+@dataclass(frozen=True)
+class SelfDraft(Declared):
+    """The target drafts without some of its layers, on its own keys and values.
+
+    With ``exit`` its first layers draft (LayerSkip, arXiv 2404.16710), with ``skip`` all but these
+    (Draft & Verify, arXiv 2309.08168). Without either they are searched on the text as it grows
+    (SWIFT, arXiv 2410.06916), in an order that ``seed`` gives, and remembered for later calls;
+    where no set of layers promises to be faster, nothing is drafted. Chains have at most ``length``
+    drafts. ``sure`` above 0 ends one before the first token that promises less acceptance; a search
+    finds it, too. In a batch of several at T > 0 chains are of one length.
+    """
+
+    name: ClassVar[str] = "self"
+    can_refill: ClassVar[bool] = True
+    exit: int = 0
+    skip: tuple[int, ...] = ()
+    length: int = 4
+    sure: float = 0.0
+    seed: int = 0
+
+    @property
+    def batch_dependent(self) -> bool:
+        """A search reads all rows; where a row is unsure it is cut by itself, not beside others."""
+        return self.sure > 0 or not (self.exit or self.skip)
+
+    @property
+    def choice(self) -> Choice:
+        """Drafter, tree and rule, of image tokens."""
+        return Choice("self", None, "block", method=self)
 
 
 def check_rejected_weight(weight: float) -> None:

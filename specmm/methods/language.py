@@ -83,6 +83,23 @@ class Eagle3(Declared):
 
 
 @dataclass(frozen=True)
+class Assistant(Declared):
+    """Gemma 4's assistants, which draft from one position over the target's keys and values.
+
+    Options as :class:`MTP`'s.
+    """
+
+    name: ClassVar[str] = "assistant"
+    can_refill: ClassVar[bool] = True
+    total: int = 12
+    depth: int = 3
+    top_k: int = 4
+    sampled: bool = True
+    tree: TreeName = ""
+    rule: str = "recursive"
+
+
+@dataclass(frozen=True)
 class PromptLookup(Declared):
     """Drafts what followed the last earlier occurrence of the latest ``ngram`` tokens."""
 
@@ -90,23 +107,6 @@ class PromptLookup(Declared):
     can_refill: ClassVar[bool] = True
     ngram: int = 3
     length: int = 8
-
-
-@dataclass(frozen=True)
-class SelfDraft(Declared):
-    """The target drafts ``length`` tokens without some of its layers, on its own keys and values.
-
-    With ``exit`` its first layers draft (LayerSkip, arXiv 2404.16710), with ``skip`` all but these
-    (Draft & Verify, arXiv 2309.08168). ``sure`` above 0 ends a chain before the first token that
-    promises less acceptance.
-    """
-
-    name: ClassVar[str] = "self"
-    can_refill: ClassVar[bool] = True
-    exit: int = 0
-    skip: tuple[int, ...] = ()
-    length: int = 4
-    sure: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 from transformers.utils.logging import disable_progress_bar
 
 from specmm.hf.drafter_formats import FORMATS, ModelFolder, recognised
-from specmm.hf.inspection import find_folder
+from specmm.hf.inspection import find_folder, read_folder
 from specmm.hf.pretrained import find, find_target, load_target
 from specmm.registry import named
 from specmm.runs.run import kind_of
@@ -34,7 +34,11 @@ def export(drafter: str, layout: str, out: Path, target: str | None = None) -> d
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out must be a new folder, got {out}, which is there; name another")
     model = _target(target or _beside(folder.path))
-    note = str(named(kind.exports[layout])(folder.path, out, model, layout))
+    if why := read_folder(folder).wanted.misfits(model.config):
+        raise ValueError(
+            f"{folder.path} must be a drafter of {model.config.name_or_path}, {why[0]}"
+        )
+    note = named(kind.exports[layout])(folder.path, model, out) or ""
     return {"format": kind.title, "layout": layout, "folder": str(out), "note": note}
 
 

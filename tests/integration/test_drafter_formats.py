@@ -296,6 +296,12 @@ def test_an_export_needs_its_target_and_a_new_folder(tmp_path):
         export(str(zlab), "specforge", zlab)
 
 
+def test_an_export_is_of_the_targets_own_drafter(tmp_path):
+    model_folder(tmp_path / "model")
+    with pytest.raises(ValueError, match="it needs a target of width 16, got 32"):
+        export(str(PARITY / "eagle3/llama"), "eagle", tmp_path / "out", str(tmp_path / "model"))
+
+
 def test_a_head_of_eagle3_is_written_by_its_own_writer():
     kinds = [one for one in FORMATS if one.methods == ("eagle3",)]
     assert len(kinds) == 3

@@ -15,7 +15,8 @@ from specmm.hf.drafters.files import read_acceptance
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.recipes.recipe import train
-from specmm.recipes.training.eagle3 import Seen, build_eagle3, rollout_bias, rollout_loss, some_of
+from specmm.recipes.training.rollout import RolledEagle3, build_eagle3, rollout_loss, some_of
+from specmm.recipes.training.seen import Seen
 from specmm.training import seeded
 
 LLAVA = zoo.POCKET / "llava"
@@ -41,7 +42,7 @@ def rolled(head, given, steps):
     """The states [steps][1, L, C] of a rollout, as the loss computes them."""
     past, hidden, found = DynamicCache(), head.mixed(given.context), []
     for k in range(steps):
-        states = head(head.slots(given.embeddings, hidden), None, rollout_bias(LENGTH, k), past)
+        states = RolledEagle3(head).advance(k, given.embeddings, hidden, past)
         found.append(states)
         hidden = torch.nn.functional.pad(states[:, :-1], (0, 0, 1, 0))
     return found
@@ -72,13 +73,13 @@ def test_the_loss_is_least_where_drafts_are_the_targets(head):
         states = rolled(head, given, 1)[0]
     # the target's state of place p + 1 is what slot p predicts: then both heads agree
     wanted = Seen(given.embeddings, given.context, states.roll(1, 1), given.mask)
-    found = rollout_loss(head, head.logits, wanted, 1)
+    found = rollout_loss(RolledEagle3(head), head.logits, wanted, 1)
     log_probs = head.logits(states[given.mask]).log_softmax(-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
     torch.testing.assert_close(found["loss"], entropy)
     torch.testing.assert_close(found["overlap"], torch.tensor(1.0))
     with torch.no_grad():
-        worse = rollout_loss(head, lambda x: head.logits(x).flip(-1), wanted, 1)
+        worse = rollout_loss(RolledEagle3(head), lambda x: head.logits(x).flip(-1), wanted, 1)
     assert worse["loss"] > found["loss"] and worse["overlap"] < 1
 
 

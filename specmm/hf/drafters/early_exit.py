@@ -24,8 +24,10 @@ from specmm.cache import Cache
 from specmm.hf.drafting import Assembly
 from specmm.hf.families import Family, empty_cache, plain_tokens
 from specmm.hf.target import VLMTarget
+from specmm.layered import Skip, Weights, skipped
 from specmm.processors import Processor
-from specmm.self_drafting import SelfDrafter, Skip, skipped
+from specmm.self_drafting import SelfDrafter
+from specmm.self_search import Search, search_of
 from specmm.verify import Block, Recursive
 
 M = TypeVar("M", bound=nn.Module)
@@ -143,7 +145,8 @@ def _one_token(family: Family) -> Tensor:
 
 
 class LayeredTarget:
-    """``target`` as one that runs without some of its layers; see :class:`Layered`.
+    """``target`` as one that runs without some of its layers; see
+    :class:`specmm.layered.Layered`.
 
     Raises ``ValueError`` for models whose layers have states or read what other layers stored.
     """
@@ -163,6 +166,13 @@ class LayeredTarget:
     def resumes(self) -> bool:
         """See :class:`Layered`."""
         return self.asked.resumes
+
+    @property
+    def weights(self) -> Weights:
+        """See :class:`Layered`."""
+        family = self.target.family
+        head = getattr(family.head, "weight", torch.empty(0))
+        return Weights(tuple(map(_size, family.layers)), float(head.numel()))
 
     @property
     def cache(self) -> Cache:
@@ -205,6 +215,10 @@ class LayeredTarget:
         return self.views[skip]
 
 
+def _size(module: nn.Module) -> float:
+    return float(sum(p.numel() for p in module.parameters()))
+
+
 def _check(target: VLMTarget) -> None:
     family = target.family
     kind = target.model.config.model_type
@@ -229,8 +243,10 @@ def make(
 ) -> Assembly:
     """The parts of method ``self``: chains, by block verification where they are drawn."""
     layered = LayeredTarget(target)
-    skip = skipped(layered.layers, method.exit, method.skip)
     own = target.processor
+    skip: Skip | Search = skipped(layered.layers, method.exit, method.skip)
+    if not skip:
+        skip = search_of(target.model, layered, method.length, method.seed, own.greedy)
     processor = own if isinstance(own, Processor) else Processor(float(not own.greedy))
     made = SelfDrafter(layered, processor, skip, method.length, method.sure, target.device)
     return Assembly(made, Recursive() if own.greedy else Block())

@@ -25,16 +25,14 @@ from specmm.drafter import DeferredDrafter, DrafterVocabulary, Feedback
 from specmm.growth import Growth
 from specmm.hf.drafters.features import shift_of
 from specmm.hf.drafters.mtp_layers import LayerSlots, MtpLayers, layers_of
-from specmm.hf.drafting import Assembly, Verification, drafting_probs
+from specmm.hf.drafters.trees import check_unguided, trees_of
+from specmm.hf.drafting import Assembly, drafting_probs
 from specmm.hf.target import VLMTarget
 from specmm.randomness import UniformSource
 from specmm.shape.eagle2 import Dynamic
-from specmm.shape.trees import Siblings, static_tree
+from specmm.shape.trees import Siblings
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
-from specmm.verify import Recursive
-
-DRAWN = (2, 2, 1)  # the tree that is drawn where none is given
 
 
 class MtpDrafter:
@@ -184,22 +182,8 @@ def _at(states: Tensor, slots: Tensor) -> Tensor:
 
 
 def make(method: methods.MTP, target: VLMTarget, drafter: object, tokenizer: object) -> Assembly:
-    """The parts of method ``mtp``: EAGLE-2's tree, or one of fixed shape that is drawn.
-
-    Where drafts must be chains, those given by default are chains as deep.
-    """
+    """The parts of method ``mtp``; ``drafter`` are other layers than the checkpoint's, if any."""
+    check_unguided(method, target)
     layers = drafter if isinstance(drafter, MtpLayers) else layers_of(target.model)
-    if target.branches > 1:
-        raise ValueError("cfg must be at most 1 for method 'mtp'; give cfg of 1, or method ar")
-    chains = target.family.chains_only
-    if not method.tree and (target.processor.greedy or not method.sampled):
-        width = 1 if chains else method.top_k
-        total = method.depth + 2 if chains else method.total
-        tree = Dynamic(width, method.depth, total)
-        return Assembly(DeferredDrafter(MtpDrafter(layers, target, tree, False)), Recursive())
-    verification = Verification.of(method.rule, target)
-    default = (1,) * len(DRAWN) if chains else DRAWN
-    shape = static_tree(method.tree or default, target.device)
-    target.check_tree(shape.width)
-    made = MtpDrafter(layers, target, shape, *verification.drawn)
-    return Assembly(DeferredDrafter(made), verification.rule)
+    tree, drawn, rule = trees_of(method, target)
+    return Assembly(DeferredDrafter(MtpDrafter(layers, target, tree, *drawn)), rule)

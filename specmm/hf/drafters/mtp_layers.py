@@ -25,12 +25,22 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from specmm.cache import Cache, LayerSize
-from specmm.checkpoints import check_weights, some_names
+from specmm.checkpoints import (
+    check_weights,
+    embeddings_of,
+    fingerprint,
+    load_strict,
+    read_checkpoint,
+    read_json,
+    some_names,
+)
 from specmm.hardware import prepack
 from specmm.hf.cache_layers import as_transformers
+from specmm.hf.drafters.files import cast, check_target, write_model
 from specmm.hf.families import FULL, SLIDING, cache_name, stored_sizes
 from specmm.hf.pretrained import mtp_layers_of
 
+TUNED = "mtp"  # the model type of folders that hold fine-tuned layers
 ADVICE = "use a checkpoint that holds them, or another method such as prompt-lookup"
 
 
@@ -166,6 +176,8 @@ def load_layers(folder: Path, target: PreTrainedModel, method: str = "mtp") -> M
     Raises ``ValueError`` for a folder or a config without them, and for weights that are missing,
     of another shape or not finite.
     """
+    if read_json(folder / "config.json").get("model_type") == TUNED:
+        return _load_tuned(folder, target)
     main = copy.copy(target)  # with a config of its own, all the rest shared
     main.config = _told(target.config)
     main.config.name_or_path = str(folder)
@@ -180,7 +192,42 @@ def load_layers(folder: Path, target: PreTrainedModel, method: str = "mtp") -> M
         ) from error
     own = {name: x for name, x in model.state_dict().items() if name.startswith("layers.")}
     check_weights(own, folder)
-    model = prepack(model.to(target.device, target.dtype).eval().requires_grad_(False))
+    return _ready(model, target)
+
+
+def save_layers(layers: MtpLayers, folder: Path, target: PreTrainedModel) -> None:
+    """Write fine-tuned ``layers`` of ``target`` under their names in transformers' ``MtpModel``."""
+    facts = {
+        "model_type": TUNED,
+        "architectures": ["MtpModel"],
+        "num_mtp_layers": layers.count,
+        "target_fingerprint": fingerprint(embeddings_of(target)),
+    }
+    write_model(_own(layers.model), facts, folder, torch.bfloat16)
+
+
+def _own(model: Any) -> dict[str, Tensor]:
+    """The weights of ``model`` that are not the target's."""
+    state = model.state_dict()
+    return {k: x for k, x in state.items() if k.split(".")[0] in ("layers", "shared_post_norm")}
+
+
+def _load_tuned(folder: Path, target: PreTrainedModel) -> MtpLayers:
+    """Layers that were fine-tuned for ``target``, as :func:`save_layers` writes them."""
+    check_target(read_json(folder / "config.json"), target, folder)
+    main = copy.copy(target)
+    main.config = _told(target.config)
+    model: Any = MtpModel(main, main.config.get_text_config(decoder=True).num_mtp_layers)
+    state = read_checkpoint(folder)
+    shared = {k: x for k, x in model.state_dict().items() if k not in _own(model)}
+    load_strict(model, {**shared, **state}, source=folder)
+    return _ready(model, target)
+
+
+def _ready(model: Any, target: PreTrainedModel) -> MtpLayers:
+    """The loaded ``model`` as it drafts for ``target``."""
+    model = cast(model.to(target.device), target.dtype)
+    model = prepack(model.eval().requires_grad_(False))
     return MtpLayers(model, _sizes(model))
 
 
