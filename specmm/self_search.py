@@ -29,7 +29,7 @@ WINDOW = 16  # W
 SHARE = 0.1  # of the passes' weights that trials may take
 AHEAD = 2.0  # trials that need not wait
 BOUNDS = (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9)  # T values of ``sure`` that are compared
-PRIOR = 16.0  # tokens without a draft that every set of layers begins with
+PRIOR = 4.0  # tokens without a draft that every set of layers begins with
 GAIN = 1.02  # what drafting must promise over plain decoding
 PATIENCE = 24  # trials without a better set after which the search ends
 
@@ -79,7 +79,7 @@ class Search:
         return self.spent <= SHARE * self.passed + AHEAD
 
     def next(self, gated: bool) -> Skip:
-        """The set to try: first those to begin with, then in turn the best and a neighbour of it."""
+        """The set to try: those to begin with, then in turn the best and a neighbour of it."""
         if self.waiting:
             return self.waiting.pop(0)
         best = self.best(gated, drafting=True).skip
@@ -137,7 +137,7 @@ class Search:
 
 
 def _fixed(length: int, kept: float, draft: float) -> float:
-    """Tokens for a pass of the target, by chains of ``length`` of whose drafts ``kept`` are kept."""
+    """Tokens for a pass of the target by chains of ``length``, the share ``kept`` of them kept."""
     tokens = sum(kept**i for i in range(length + 1))
     return tokens / (length * draft + 1)
 
@@ -225,7 +225,8 @@ class Verified:
         """
         order = torch.arange(count, device=self.rows.device)
         slots = (self.cache.lengths[:, None] - count + order).clamp(min=0)
-        return slots, *(x.gather(1, slots) for x in (self.tokens, self.following, self.probs))
+        known = self.probs.gather(1, slots)
+        return slots, self.tokens.gather(1, slots), self.following.gather(1, slots), known
 
 
 class Trial(NamedTuple):

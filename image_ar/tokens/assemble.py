@@ -160,11 +160,18 @@ def _jacobi(
     return JacobiDrafter(target, shape.depth)
 
 
+def _chain_of_own(choice: methods.Choice) -> methods.SelfDraft:
+    shape = static_tree(choice.tree or "chain(4)")
+    if shape.width > 1:
+        raise ValueError(f"drafter self needs a chain, as chain(4), got {choice.tree}")
+    return methods.SelfDraft(length=shape.depth)
+
+
 def _self(
     choice: methods.Choice, name: str, target: LlamaGenTarget, parts: LlamaGenParts, sampled: bool
 ) -> Drafter:
     """The target without some of its layers, on a chain."""
-    method = choice.method or methods.SelfDraft()
+    method = choice.method or _chain_of_own(choice)
     layered = LayeredLlamaGen(target)
     processor = target.processor
     skip: Skip | Search = skipped(layered.layers, method.exit, method.skip)
