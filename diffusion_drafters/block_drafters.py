@@ -85,10 +85,11 @@ class ChainDrafter(SourceDrafter):
     ``recall`` above 0: where that many of a row's latest tokens occur earlier in it, what followed
     them there is drafted (as point masses), and the block elsewhere. ``sure`` above 0 cuts a block
     in front of the first token whose marginal promises less acceptance than that (AdaEDL's bound,
-    arXiv 2410.18351), before anything is drawn. All rows of a batch stay as long as the longest;
-    where drafts are sampled a batch of several rows is never cut, for a row's uniforms must not
-    depend on the others. Raises ``ValueError`` for a length that the source cannot draft, a bound
-    outside [0, 1] and a negative ``recall``.
+    arXiv 2410.18351), before anything is drawn; or by what the source's own head says of a place
+    and the drafts before it, never of the draft itself. All rows of a batch stay as long as the
+    longest; where drafts are sampled a batch of several rows is never cut, for a row's uniforms
+    must not depend on the others. Raises ``ValueError`` for a length that the source cannot draft,
+    a bound outside [0, 1] and a negative ``recall``.
     """
 
     def __init__(
@@ -131,13 +132,14 @@ class ChainDrafter(SourceDrafter):
             block = self.source.logits(feedback, self.max_depth)  # [B, K, S]
             fixed = self._recalled(feedback)
             if self.next_drafts is not None:
-                if self.sure:
+                if self.sure and self.source.confidence is None:
                     probs = self.next_drafts.marginals(root, block)
                     # A point mass on any token is as sure.
                     point = None if fixed is None else fixed.clamp(max=0)
                     block = block[:, : self._length(with_point_masses(probs, point))]
                 shape = self.shapes[block.shape[1]]
-                return self.next_drafts.chain(root, block, shape, numbers, fixed)
+                chain = self.next_drafts.chain(root, block, shape, numbers, fixed)
+                return self._cut(chain, block, fixed)
             probs = with_point_masses(self.source.vocabulary.spread(self.probs(block)), fixed)
             probs = probs[:, : self._length(probs)]
             shape = self.shapes[probs.shape[1]]
@@ -156,12 +158,30 @@ class ChainDrafter(SourceDrafter):
                 fixed[row, : len(guess)] = torch.tensor(guess, device=fixed.device)
         return fixed
 
+    def _cut(self, chain: DraftTree, block: Tensor, fixed: Tensor | None) -> DraftTree:
+        """``chain`` up to the first draft that the source's own head is not ``sure`` of."""
+        if self.source.confidence is None or not self._cuts(len(block)):
+            return chain
+        sure = self.source.confidence(block, chain.tokens[:, :-1])  # [B, K]
+        if fixed is not None:
+            sure = torch.where(fixed >= 0, 1.0, sure)
+        length = _shared_length(sure >= self.sure)
+        probs = None if chain.probs is None or not length else chain.probs[:, : length + 1]
+        return DraftTree(chain.tokens[:, : length + 1], self.shapes[length], probs)
+
+    def _cuts(self, rows: int) -> bool:
+        return self.sure > 0 and (rows == 1 or self.greedy)
+
     def _length(self, probs: Tensor) -> int:
         """Drafts that a block of ``probs`` [B, K, v or V] is cut to."""
-        if not self.sure or (len(probs) > 1 and not self.greedy):
+        if not self._cuts(len(probs)):
             return probs.shape[1]
-        going = ~adaedl_stop(probs, self.sure)
-        return int(going.long().cumprod(1).sum(1).max())
+        return _shared_length(~adaedl_stop(probs, self.sure))
+
+
+def _shared_length(going: Tensor) -> int:
+    """Drafts before the first that is not ``going`` [B, K], of the row that goes on longest."""
+    return int(going.long().cumprod(1).sum(1).max())
 
 
 class TreeDrafter(SourceDrafter):

@@ -13,16 +13,20 @@ drafter's vocabulary, V the target's.
 from __future__ import annotations
 
 import copy
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from specmm.diffusion_drafters.models.block_heads import DominoHead, MarkovHead
 from specmm.diffusion_drafters.models.dflash import DFlash, check_layers
+from specmm.diffusion_drafters.models.dflash_config import DFlashConfig
 from specmm.diffusion_drafters.models.masked import DiffusionLM, block_logits
 from specmm.drafter import DrafterVocabulary, Feedback
 from specmm.hf.aux_states import AuxStates
+from specmm.hf.families import Family
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
 from specmm.processors import History
@@ -42,18 +46,31 @@ class NextLogits(Protocol):
         ...
 
 
+class Confidence(Protocol):
+    """Says how sure the drafts of a block are, as a drafter's own head has learnt it."""
+
+    def __call__(self, block: Tensor, before: Tensor) -> Tensor:
+        """For every place of ``block`` [B, K, S], after the target's tokens ``before`` [B, K], the
+        chance [B, K] that its draft is kept where those before it are. It must not depend on the
+        draft itself, or a chain cut by it would not be exact.
+        """
+        ...
+
+
 class BlockSource(Protocol):
     """Predicts the tokens after the root, all at once.
 
     ``longest`` is the longest block (None: no limit), ``end`` the target's id of its end token,
     ``vocabulary`` the tokens that its logits are of. ``next_logits``, where there is one, makes
-    logits of a place after the tokens that were drafted before it.
+    logits of a place after the tokens that were drafted before it; ``confidence`` says how sure
+    they are, where the drafter has learnt it.
     """
 
     longest: int | None
     end: int | None
     vocabulary: DrafterVocabulary
     next_logits: NextLogits | None
+    confidence: Confidence | None
 
     def begin(self, feedback: Feedback, most: int) -> None:
         """Start a batch after the target's prefill, with rounds of at most ``most`` drafts."""
@@ -81,6 +98,7 @@ class DiffusionSource:
 
     longest: int | None = None
     next_logits: NextLogits | None = None
+    confidence: Confidence | None = None
 
     def __init__(
         self, model: DiffusionLM, target: VLMTarget, translation: Translation | None = None
@@ -164,12 +182,13 @@ class DFlashSource:
     tokens.
 
     Raises ``ValueError`` for a target that has not the layers, the width or the mask token's
-    embedding, and for a drafter with a vocabulary, pairs or a memory of another target's tokens.
+    embedding, and for a drafter with a vocabulary or a head of another target's tokens.
     """
 
     longest: int | None
     end: int | None = None
     next_logits: NextLogits | None = None
+    confidence: Confidence | None = None
 
     def __init__(self, model: DFlash, target: VLMTarget) -> None:
         _check_dflash(model, target)
@@ -177,8 +196,9 @@ class DFlashSource:
         # The same weights with another cache: several runs may be interleaved.
         self.model = copy.copy(model)
         self.target = target
-        self.longest = model.config.block - 1
-        read = [family.layers[i] for i in model.config.layers]
+        self.dtype = model.fc.weight.dtype
+        self.longest = model.config.longest
+        read = layers_read(model.config, family)
         self.aux_layers = AuxStates(read, lambda: target.running)
         self.new_row = AuxStates(read, lambda: target.starting_row)
         # Of rows that were started: the context [F·C] of the prompt's last token.
@@ -189,9 +209,13 @@ class DFlashSource:
             ids = torch.arange(family.vocabulary, device=target.device)
         never = torch.tensor([model.config.mask, *target.image_tokens], device=ids.device)
         self.barred = torch.isin(ids, never).nonzero()[:, 0]  # of the drafter's tokens
-        self.head = family.logits_of(model.ids)
-        if model.markov is not None or model.recurrent is not None:
+        self.head = model.lm_head or family.logits_of(model.ids)
+        self.embed = model.embed_tokens or plain_embedding(family)
+        heads = (model.markov, model.recurrent, model.markov_head, model.confidence_head)
+        if any(head is not None for head in heads):
             self.next_logits = self._next_logits
+        if model.confidence_head is not None:
+            self.confidence = self._confidence
         if model.recurrent is not None:
             embeddings = family.decoder.get_input_embeddings().weight
             self.token_table = model.recurrent.table(embeddings)  # [V, R]
@@ -225,10 +249,13 @@ class DFlashSource:
         config = self.model.config
         masks = feedback.token.new_full((len(feedback.token), config.block - 1), config.mask)
         ids = torch.cat([feedback.token[:, None], masks], dim=1)
-        states = self.model.draft(self.target.embed(ids))[:, 1 : block + 1]
-        if self.model.recurrent is None:
-            return self._scored(states)
-        return self.model.recurrent.places(states)
+        first = 0 if config.anchor else 1
+        states = self.model.draft(self.embed(ids))[:, first : block + first]
+        if self.model.recurrent is not None:
+            return self.model.recurrent.places(states)
+        heads = (self.model.markov_head, self.model.confidence_head)
+        read = [head.read(states) for head in heads if head is not None]
+        return torch.cat([self._scored(states), *read], dim=-1)
 
     def _scored(self, states: Tensor) -> Tensor:
         """Logits [..., v] of ``states`` [..., C], -inf for tokens that are never drafted."""
@@ -237,14 +264,52 @@ class DFlashSource:
     def _next_logits(
         self, place: Tensor, before: Tensor, memory: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """See :class:`NextLogits`: with a memory ``place`` holds a state, without one logits."""
+        """See :class:`NextLogits`: with our memory ``place`` holds a state, otherwise logits and
+        what a release's heads read.
+        """
         if self.model.recurrent is not None:
             tokens = F.embedding(before, self.token_table)
             state, memory = self.model.recurrent(place, tokens, memory)
             place = self._scored(state)
+        place, rest = place.tensor_split([self.vocabulary.count], dim=-1)
+        head = self.model.markov_head
+        if head is not None:
+            if self.model.confidence_head is not None:
+                rest = rest[..., :-1]
+            read = self.embed(before) if isinstance(head, DominoHead) else before
+            added, memory = head(rest.to(self.dtype), read, memory)
+            place = place + added.float()
         if self.model.markov is not None:
             place = place + self.model.pairs(before).float()
         return place, memory
+
+    def _confidence(self, block: Tensor, before: Tensor) -> Tensor:
+        """See :class:`Confidence`."""
+        head = self.model.markov_head
+        latent = head.markov_w1(before) if isinstance(head, MarkovHead) else None
+        assert self.model.confidence_head is not None
+        found: Tensor = self.model.confidence_head(block[..., -1:].to(self.dtype), latent)
+        return found
+
+
+def layers_read(config: DFlashConfig, family: Family) -> list[nn.Module]:
+    """The modules of a target whose outputs a drafter of ``config`` reads."""
+    last = len(family.layers) - 1
+    # transformers' states of the last layer are those after the final norm.
+    return [
+        family.decoder if config.normed and i == last else family.layers[i] for i in config.layers
+    ]
+
+
+def plain_embedding(family: Family) -> Callable[[Tensor], Tensor]:
+    """A target's embeddings [..., C] of tokens [...] as block drafters read them: before a norm
+    that some models put on top.
+    """
+    module = family.embedding
+    if not hasattr(module, "embed_norm"):
+        return module
+    weight: Any = family.model.get_input_embeddings().weight
+    return lambda tokens: F.embedding(tokens, weight)
 
 
 def _check_dflash(model: DFlash, target: VLMTarget) -> None:
@@ -258,7 +323,8 @@ def _check_dflash(model: DFlash, target: VLMTarget) -> None:
             f"drafter must have the target's width {own_width} and a mask among its {vocabulary} "
             f"tokens, got width {width} and mask {model.config.mask}"
         )
-    bound = any(part is not None for part in (model.ids, model.markov, model.recurrent))
+    parts = (model.ids, model.markov, model.recurrent, model.markov_head, model.lm_head)
+    bound = any(part is not None for part in (*parts, model.embed_tokens))
     if bound and len(model.t2d) != vocabulary:
         raise ValueError(
             f"drafter must be of the target's {vocabulary} tokens, got one of {len(model.t2d)}"

@@ -68,6 +68,7 @@ class Search:
         self.waiting = beginnings(len(weights.layers))
         self.spent = 0.0
         self.passed = 0.0
+        self.share = SHARE
         self.idle = 0  # trials since the best set changed
         self.trials = 0
 
@@ -76,7 +77,7 @@ class Search:
         self.passed += 1
         if self.idle >= PATIENCE:
             return False
-        return self.spent <= SHARE * self.passed + AHEAD
+        return self.spent <= self.share * self.passed + AHEAD
 
     def next(self, gated: bool) -> Skip:
         """The set to try: those to begin with, then in turn the best and a neighbour of it."""
@@ -137,7 +138,7 @@ class Search:
 
 
 def _fixed(length: int, kept: float, draft: float) -> float:
-    """Tokens for a pass of the target by chains of ``length``, the share ``kept`` of them kept."""
+    """Tokens a pass of the target, by chains of ``length`` of whose drafts ``kept`` are kept."""
     tokens = sum(kept**i for i in range(length + 1))
     return tokens / (length * draft + 1)
 

@@ -64,7 +64,7 @@ class VQAPipeline(Pipeline):
     >>> pipe("street.png", "How many bags are there?", max_new_tokens=64).answers
     """
 
-    planned = ("msd",)
+    registry = methods.VQA
 
     def __init__(
         self,
@@ -105,7 +105,8 @@ class VQAPipeline(Pipeline):
         model = moved(model, device, torch_dtype or choose_dtype(size, device=device))
         prepack(use_tree_attention(model))
         if isinstance(drafter, str | Path):
-            drafter = load_drafter(cls.drafter_kind(resolved), find(drafter), model)
+            place = find(drafter)
+            drafter = load_drafter(cls.drafter_kind(resolved, place), place, model)
         return cls(model, load_processor(folder), resolved, drafter, folder, str(name))
 
     @in_its_turn(lambda pipe: pipe.model)

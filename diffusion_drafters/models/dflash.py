@@ -2,30 +2,29 @@
 
 One bidirectional pass over [anchor | masks] drafts a block. The context is the states of the
 target's chosen layers at each committed token, mixed by ``fc`` and normed; its keys and values are
-all that is cached, and rejected drafts leave no trace. Embeddings and head are the target's. Names
-are z-lab's; transformers' are renamed. Source: DFlash (arXiv 2602.06036).
+all that is cached, and rejected drafts leave no trace. Embeddings and head are the target's, unless
+a release brings its own. Names are z-lab's; those of other releases are renamed. Source: DFlash
+(arXiv 2602.06036).
 
 Three things may be added. ``draft_vocab_size`` v: the drafter knows only v of the target's tokens,
 and draft token i is the target's i + d2t[i] (EAGLE-3's convention), which makes its head cheaper.
 ``markov_rank``: a token's logits depend on the token before it in the block, too
-(:class:`PairTable`). ``recurrent_size``: and on all before it (:class:`BlockMemory`).
+(:class:`PairTable`). ``recurrent_size``: and on all before it (:class:`BlockMemory`). Releases have
+heads of their own for that (:mod:`block_heads`).
 
 Shape letters: B batch, M new context positions, K block (anchor included), F
-target layers read, C width, H heads, D head width, R size of the memory or rank of the table, V
-vocabulary, v the drafter's.
+target layers read, C width, H heads, D head width, R size of the memory or rank of the table, S
+slots, V vocabulary, v the drafter's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3DecoderLayer,
     Qwen3RMSNorm,
@@ -34,166 +33,32 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from specmm.cache import Cache, CacheSize, alike
-from specmm.checkpoints import fingerprint, load_strict, read_json
-from specmm.hardware import state_of
-from specmm.hf.cache_layers import as_transformers
-from specmm.hf.drafters.files import (
-    LEFTOVERS,
-    QWEN_SIZES,
-    Facts,
-    cast,
-    plain_rope,
-    read_sizes,
-    read_state,
-    write_model,
+from specmm.checkpoints import State, fingerprint, load_strict, read_json
+from specmm.diffusion_drafters.models.block_heads import (
+    BlockMemory,
+    ConfidenceHead,
+    DominoHead,
+    MarkovHead,
+    PairTable,
 )
+from specmm.diffusion_drafters.models.dflash_config import DFlashConfig, Reach
+from specmm.hf.cache_layers import as_transformers
+from specmm.hf.drafters.files import LEFTOVERS, QWEN_SIZES, cast, read_state, write_model
 from specmm.hf.families import cache_name
 
-TRANSFORMERS_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
-NORM_EPS = 1e-6  # added to an embedding's mean square
-TABLE_ROWS = 8192  # embeddings normed at a time
+RENAMED = {
+    "encoder.fc.": "fc.",  # transformers'
+    "encoder.output_norm_enc.": "hidden_norm.",
+    "logit_head.": "",  # early SpecForge's
+    "prefix_gru.": "markov_head.prefix_gru.",
+    "embed_proj.0.": "markov_head.inner.",
+    "embed_proj.2.": "markov_head.outer.",
+}
+# Of the target, as releases write them beside the drafter's own, and its tokens the other way.
+TARGETS = ("verifier_norm", "verifier_lm_head", "t2d")
+OWN_HEAD = "lm_head.weight"
+OWN_TOKENS = "embed_tokens.weight"
 CACHE = cache_name(Qwen3DecoderLayer)
-
-
-@dataclass(frozen=True)
-class DFlashConfig:
-    """``sizes`` of the layers, the ``block`` K, the ``mask`` id and the target ``layers`` read,
-    counted from 0.
-
-    ``tokens`` is the size v of the drafter's own vocabulary (0: the target's), ``markov`` the rank
-    of its table of pairs (0: none), ``recurrent`` the size of its memory along a block (0: none).
-    Raises ``ValueError`` for a block without a mask, a mask outside the vocabulary, no or repeated
-    layers and sizes that cannot be.
-    """
-
-    sizes: Qwen3Config
-    block: int
-    mask: int
-    layers: tuple[int, ...]
-    tokens: int = 0
-    markov: int = 0
-    recurrent: int = 0
-
-    def __post_init__(self) -> None:
-        vocabulary = self.sizes.vocab_size
-        if self.block < 2:
-            raise ValueError(
-                f"block_size must be at least 2 (the anchor and a mask), got {self.block}"
-            )
-        if not 0 <= self.mask < vocabulary:
-            raise ValueError(f"mask_token_id must be in [0, {vocabulary}), got {self.mask}")
-        if not self.layers or min(self.layers) < 0 or len(set(self.layers)) < len(self.layers):
-            raise ValueError(
-                f"target_layer_ids must be different layers counted from 0, got {list(self.layers)}"
-            )
-        if not 0 <= self.tokens <= vocabulary:
-            raise ValueError(
-                f"draft_vocab_size must be 0 to vocab_size {vocabulary}, got {self.tokens}"
-            )
-        if min(self.markov, self.recurrent) < 0:
-            raise ValueError(
-                f"markov_rank and recurrent_size must be at least 0, got {self.markov} and "
-                f"{self.recurrent}"
-            )
-
-    @classmethod
-    def from_json(cls, facts: Facts, source: object = "config.json") -> DFlashConfig:
-        """From a ``config.json``: z-lab nests in ``dflash_config`` what transformers has on top."""
-        given = {**facts, **(facts.get("dflash_config") or {})}
-        needed = ("block_size", "mask_token_id", "target_layer_ids")
-        if missing := [name for name in needed if given.get(name) is None]:
-            raise ValueError(
-                f"{source} must describe a DFlash drafter, got no {', '.join(missing)}"
-            )
-        names = ("draft_vocab_size", "markov_rank", "recurrent_size")
-        counts = {name: given.get(name) or 0 for name in ("block_size", "mask_token_id", *names)}
-        strange = [f"{name} {value!r}" for name, value in counts.items() if type(value) is not int]
-        if strange:
-            raise ValueError(f"{source} must give whole numbers, got {', '.join(strange)}")
-        width = facts.get("head_dim") or facts["hidden_size"] // facts["num_attention_heads"]
-        kind: Any = Qwen3Config
-        sizes = kind(
-            **read_sizes(facts, {name: name for name in QWEN_SIZES}, "DFlash"),
-            **plain_rope(facts, 1e6),
-            head_dim=width,
-            attention_bias=bool(facts.get("attention_bias")),
-            attn_implementation="sdpa",
-        )
-        layers = tuple(given["target_layer_ids"])
-        extras = (counts[name] for name in names)
-        return cls(sizes, counts["block_size"], counts["mask_token_id"], layers, *extras)
-
-
-class PairTable(nn.Module):
-    """Logits that one token adds to those of the next, of low rank: W2 W1[x] after a token x.
-
-    A block's marginals do not depend on which tokens were drawn before; this binds them for one
-    small product a draft. The last row of W1 is for all tokens that the drafter lacks. Source:
-    DSpark's Markov head; names and sizes are our own.
-    """
-
-    def __init__(self, tokens: int, rank: int) -> None:
-        super().__init__()
-        self.before = nn.Embedding(tokens + 1, rank)
-        self.after = nn.Linear(rank, tokens, bias=False)
-
-    def forward(self, previous: Tensor) -> Tensor:
-        """The addition to the logits [..., v] after tokens ``previous`` [...] of the drafter."""
-        found: Tensor = self.after(self.before(previous))
-        return found
-
-
-class BlockMemory(nn.Module):
-    """A memory of ``size`` R along a block of states of ``width`` C, which binds each draft to
-    those before it.
-
-        h_k = silu(token e(x_{k-1}) + place s_k + memory h_{k-1}),   logits_k = head(s_k + out h_k)
-
-    with the block's states s, the target's normed embeddings e and its head: a few small products a
-    draft. The products of tokens are computed once for all of them. Source: DSpark's sequential
-    head; the cell and its names are our own.
-    """
-
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.token = nn.Linear(width, size, bias=False)
-        self.place = nn.Linear(width, size)
-        self.memory = nn.Linear(size, size, bias=False)
-        self.out = nn.Linear(size, width, bias=False)
-        self._table = torch.empty(0)
-        self._table_of: tuple[object, ...] = ()
-
-    def read(self, embeddings: Tensor) -> Tensor:
-        """The part [..., R] of drafted tokens with the target's ``embeddings`` [..., C]."""
-        found: Tensor = self.token(F.rms_norm(embeddings, embeddings.shape[-1:], eps=NORM_EPS))
-        return found
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def table(self, embeddings: Tensor) -> Tensor:
-        """``read`` of all tokens [V, R], again where ``embeddings`` [V, C] or weights changed."""
-        state = (state_of(embeddings), state_of(self.token.weight))
-        if self._table_of[:2] != state:
-            parts = [self.read(part) for part in embeddings.split(TABLE_ROWS)]
-            self._table = torch.cat(parts)
-            # The embeddings are kept alive, or their place in memory could become another's.
-            self._table_of = (*state, embeddings)
-        return self._table
-
-    def places(self, states: Tensor) -> Tensor:
-        """The block's ``states`` [..., C] and their part of the memory, joined [..., C + R]."""
-        return torch.cat([states, self.place(states)], dim=-1)
-
-    def forward(self, place: Tensor, token: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
-        """A draft's state [..., C] and the memory [..., R] after it.
-
-        ``place`` [..., C + R] is of :meth:`places`, ``token`` [..., R] of the token before by
-        :meth:`read`, ``memory`` the one after that token (None: the block begins).
-        """
-        states, inner = place.split([self.out.out_features, self.out.in_features], dim=-1)
-        inner = inner + token
-        memory = F.silu(inner if memory is None else inner + self.memory(memory))
-        return states + self.out(memory), memory
 
 
 class DFlash(nn.Module):
@@ -220,6 +85,24 @@ class DFlash(nn.Module):
         self.register_buffer("t2d", torch.arange(sizes.vocab_size), persistent=False)
         self.markov = PairTable(count, config.markov) if config.markov else None
         self.recurrent = BlockMemory(width, config.recurrent) if config.recurrent else None
+        self.markov_head = block_head(config, count)
+        self.confidence_head: ConfidenceHead | None = None
+        if config.confidence:
+            rank = config.head.size if config.head and config.confidence == "markov" else 0
+            self.confidence_head = ConfidenceHead(width, rank)
+        # A release's own, where it has them.
+        self.lm_head: nn.Linear | None = None
+        self.embed_tokens: nn.Embedding | None = None
+
+    def own(self, state: Mapping[str, Tensor]) -> None:
+        """Make room for the head and the embeddings that ``state`` has."""
+        sizes = self.config.sizes
+        width: int = sizes.hidden_size
+        if OWN_HEAD in state:
+            count = self.config.tokens or sizes.vocab_size
+            self.lm_head = nn.Linear(width, count, bias=False)
+        if OWN_TOKENS in state:
+            self.embed_tokens = nn.Embedding(sizes.vocab_size, width)
 
     @property
     def ids(self) -> Tensor | None:
@@ -292,16 +175,61 @@ class DFlash(nn.Module):
         cache.aim(cache.size.capacity, cache.slots)
         order = torch.arange(embeddings.shape[1], device=embeddings.device)
         turns = self.turns(embeddings, cache.lengths[:, None] + order)
-        bias = cache.tree_bias(self.everyone)
+        biases = self._biases(cache.tree_bias(self.everyone))
         x = embeddings
-        for layer in self.layers:
+        for layer, bias in zip(self.layers, biases, strict=True):
             x = layer(x, attention_mask=bias, position_embeddings=turns, **{CACHE: self.past})
         return self.norm(x)
+
+    def _biases(self, bias: Tensor) -> list[Tensor]:
+        """Each layer's mask [B, 1, K, S], of one in which every place sees everything."""
+        reaches = self.config.reaches or (Reach(),) * len(self.layers)
+        size = self.cache.size
+        made = {
+            reach: narrowed(bias, reach, self.cache.lengths, size.capacity)
+            for reach in dict.fromkeys(reaches)
+        }
+        return [made[reach] for reach in reaches]
 
     def _write(self, context: Tensor, positions: Tensor) -> None:
         pairs = context_keys(self, context, positions)
         for (keys, values), memory in zip(pairs, self.cache.layers, strict=True):
             memory.write(keys.transpose(1, 2), values.transpose(1, 2))
+
+
+def narrowed(bias: Tensor, reach: Reach, lengths: Tensor, capacity: int) -> Tensor:
+    """``bias`` [B, 1, K, S] closed for what places do not see by their ``reach``.
+
+    Slot i of the first ``capacity`` is the context's position i of ``lengths`` [B], slot
+    ``capacity`` + i the block's place i.
+    """
+    if reach == Reach():
+        return bias
+    place = torch.arange(bias.shape[-2], device=bias.device)
+    slot = torch.arange(bias.shape[-1], device=bias.device)
+    block = slot - capacity  # [S], negative in the context
+    unseen = block.new_zeros(1, len(place), len(slot), dtype=torch.bool)
+    if reach.causal:
+        unseen = unseen | (block > place[:, None])
+    if reach.past is not None:
+        first = lengths[:, None] + (place if reach.moving else 0 * place) - reach.past  # [B, K]
+        unseen = unseen | ((block < 0) & (slot < first[..., None]))
+        if reach.moving:
+            away = (block - place[:, None]).abs()
+            unseen = unseen | ((block >= 0) & (away > reach.past))
+    return bias.masked_fill(unseen[:, None], float("-inf"))
+
+
+def block_head(config: DFlashConfig, tokens: int) -> MarkovHead | DominoHead | None:
+    """The head of a release of ``config`` for a drafter of ``tokens`` v; None where it has none."""
+    head = config.head
+    if head is None:
+        return None
+    width: int = config.sizes.hidden_size
+    if head.kind == "domino":
+        return DominoHead(tokens, width, head.size, head.inner, head.pure)
+    vocabulary: int = config.sizes.vocab_size
+    return MarkovHead(vocabulary, tokens, head.size, width, head.kind)
 
 
 def context_keys(model: DFlash, context: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -319,15 +247,29 @@ def context_keys(model: DFlash, context: Tensor, positions: Tensor) -> list[tupl
 
 
 def load_dflash(folder: str | Path, dtype: torch.dtype | None = None) -> DFlash:
-    """The drafter in ``folder``, of z-lab's or transformers' format, in ``dtype`` or the file's.
+    """The drafter in ``folder``, of any layout that ``dflash_config`` knows, in ``dtype`` or the
+    file's.
 
     In evaluation mode. Raises ``ValueError`` naming sizes that are missing and missing, extra,
     misshapen or non-finite weights.
     """
     config = DFlashConfig.from_json(read_json(Path(folder) / "config.json"), folder)
+    return dflash_of(config, read_state(folder), folder, dtype)
+
+
+def dflash_of(
+    config: DFlashConfig, weights: Mapping[str, Tensor], source: object, dtype: torch.dtype | None
+) -> DFlash:
+    """The drafter of ``config`` with ``weights`` by any release's names (:func:`load_dflash`)."""
     model = DFlash(config)
-    state = {_zlab_name(name): tensor for name, tensor in read_state(folder).items()}
-    load_strict(model, state, LEFTOVERS, folder)
+    state: State = {}
+    for name, tensor in weights.items():
+        if name.split(".")[0] not in TARGETS:
+            state[_zlab_name(name)] = tensor
+    if not config.tokens:
+        state.pop("d2t", None)  # of all tokens, which changes nothing
+    model.own(state)
+    load_strict(model, state, LEFTOVERS, str(source))
     if model.ids is not None:
         model.set_ids(model.ids)
     cast(model, dtype or state["fc.weight"].dtype)
@@ -337,8 +279,16 @@ def load_dflash(folder: str | Path, dtype: torch.dtype | None = None) -> DFlash:
 def save_dflash(
     model: DFlash, folder: str | Path, embeddings: Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """Write z-lab's format, with the fingerprint of the target's ``embeddings`` [V, C]."""
+    """Write z-lab's format, with the fingerprint of the target's ``embeddings`` [V, C].
+
+    Raises ``ValueError`` for a drafter with what other releases alone have.
+    """
     config = model.config
+    if config.head or config.confidence or config.anchor or config.reaches or model.lm_head:
+        raise ValueError(
+            "the drafter must be one of our own to be saved, got one of another release; copy its "
+            "folder"
+        )
     sizes: Any = config.sizes
     facts = {name: getattr(sizes, name) for name in QWEN_SIZES} | {
         "architectures": ["DFlashDraftModel"],
@@ -361,19 +311,15 @@ def save_dflash(
 
 def _zlab_name(name: str) -> str:
     name = name.removeprefix("model.")
-    for theirs, ours in TRANSFORMERS_NAMES.items():
+    for theirs, ours in RENAMED.items():
         name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
     return name
 
 
 def check_layers(layers: Sequence[int], count: int) -> None:
-    """Raise ``ValueError`` unless ``layers`` come before the last of a target's ``count``.
-
-    For the last one releases read transformers' states, which are after the final norm, and ours
-    are not.
-    """
-    if max(layers) >= count - 1:
+    """Raise ``ValueError`` unless a target of ``count`` layers has all of ``layers``."""
+    if max(layers) >= count:
         raise ValueError(
-            f"drafter must read layers in front of the last of the target's {count}, got "
-            f"{list(layers)} counted from 0; use its own drafter, or train one that reads others"
+            f"drafter must read some of the target's {count} layers, got {list(layers)} counted "
+            "from 0; use its own drafter, or train one that reads others"
         )

@@ -94,7 +94,7 @@ def ask(
         record["ruling"] = out.ruling.as_dict()
     if as_json:
         return emit(record)
-    _show(record, out, label(chosen))
+    _show(record, out, _said(out, label(chosen)))
     if out.ruling is not None:
         _show_ruling(out.ruling)
 
@@ -162,10 +162,15 @@ def complete(
     if as_json:
         emit(record)
     else:
-        _show(record, out, label(chosen))
+        _show(record, out, _said(out, label(chosen)))
         _show_drafting(out)
     if plot is not None:  # last: if it fails, the text has been printed
         plot_drafting(out.stats, out.trace, plot)
+
+
+def _said(out: Any, name: str) -> str:
+    """What ran: of method auto what it chose, and why."""
+    return str(out.method) if str(out.method).startswith("auto:") else name
 
 
 def _show(record: dict[str, Any], out: Any, method: str) -> None:

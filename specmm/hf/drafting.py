@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specmm import methods
 from specmm.autotune import Plan
-from specmm.checkpoints import read_json
 from specmm.drafter import Drafter, DrafterVocabulary
+from specmm.hf.drafter_formats import ModelFolder, recognised
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
@@ -32,6 +32,7 @@ Method: TypeAlias = methods.VQAMethod | methods.TextMethod
 VLM = "specmm.vlm"
 BLOCKS = "specmm.diffusion_drafters"
 FEATURES = "specmm.hf.drafters.features"
+OWN = "specmm.hf.drafters.early_exit"
 SMALL = "specmm.hf.drafters.small_model"
 
 
@@ -42,8 +43,10 @@ class DrafterKind:
     ``make(method, target, drafter, tokenizer)`` gives drafter and rule, ``load(folder, target
     model, method)`` what it drafts with. A model's own is in its folder ``drafters/place``, or
     ``instead``. ``plan(target, drafter, prompt, plans, method)`` is method ``auto`` for it,
-    ``judge(experts, pipeline, keep)`` what answers where nothing is drafted, and ``model_type``
-    what its config holds where that tells it apart.
+    ``judge(experts, pipeline, keep)`` what answers where nothing is drafted, and
+    ``offers(target model)`` says whether the target itself has what drafts. Method ``auto`` turns
+    to one that is ``drafterless`` where nothing else drafts. Which layouts of folders it reads is
+    said in ``drafter_formats``.
     """
 
     make: str
@@ -52,12 +55,13 @@ class DrafterKind:
     instead: str = ""
     plan: str = ""
     judge: str = ""
-    model_type: str = ""
+    offers: str = ""
+    drafterless: bool = False
 
 
 KINDS: Mapping[str, DrafterKind] = {
     "prompt-lookup": DrafterKind("specmm.hf.drafters.prompt_lookup:make"),
-    "self": DrafterKind("specmm.hf.drafters.early_exit:make"),
+    "self": DrafterKind(f"{OWN}:make", plan=f"{OWN}:choose_method", drafterless=True),
     "text-draft": DrafterKind(f"{SMALL}:make_text_draft", f"{SMALL}:load_language_model", "text"),
     # a small model that answers for Speculative Verdict may draft, too
     "vlm-draft": DrafterKind(
@@ -71,6 +75,17 @@ KINDS: Mapping[str, DrafterKind] = {
         "specmm.hf.drafters.eagle3:load_for",
         "eagle3",
         plan=f"{FEATURES}:choose_method",
+    ),
+    "mtp": DrafterKind(
+        "specmm.hf.drafters.mtp:make",
+        "specmm.hf.drafters.mtp_layers:load_layers",
+        "mtp",
+        offers="specmm.hf.pretrained:has_mtp_layers",
+    ),
+    "assistant": DrafterKind(
+        "specmm.hf.drafters.assistant:make",
+        "specmm.hf.drafters.assistant:load_assistant",
+        "assistant",
     ),
     "verdict": DrafterKind(
         "", f"{VLM}.verdict:load_experts", "experts", judge=f"{VLM}.verdict:make_judge"
@@ -86,7 +101,6 @@ KINDS: Mapping[str, DrafterKind] = {
         f"{BLOCKS}.assemble:load_deer_or_diffusion",
         "deer",
         plan=f"{BLOCKS}.assemble:choose_method",
-        model_type="deer",
     ),
     "block": DrafterKind(
         f"{BLOCKS}.assemble:make_block",
@@ -214,10 +228,12 @@ def choose(
 
 
 def method_of(drafter: object) -> str:
-    """The method that a ``drafter`` (loaded, or its folder) is for; empty where unknown."""
+    """The method that a ``drafter`` (loaded, or its folder) is for; empty where unknown.
+
+    Raises ``ValueError`` for a folder that holds neither a drafter nor a model.
+    """
     if isinstance(drafter, Path):
-        types = {kind.model_type: name for name, kind in KINDS.items() if kind.model_type}
-        return types.get(str(read_json(drafter / "config.json").get("model_type")), "")
+        return next(iter(recognised(ModelFolder(drafter)).methods), "")
     return str(getattr(drafter, "method", ""))
 
 
@@ -230,8 +246,8 @@ def planned_by(drafter: object) -> Method:
     if name not in KINDS or not KINDS[name].plan:
         given = "none" if drafter is None else f"a {type(drafter).__name__}"
         raise ValueError(
-            f"method 'auto' plans for an MSD, DEER or block drafter, got {given}; name another "
-            "method"
+            f"method 'auto' plans for an MSD, EAGLE-3, DEER or block drafter, got {given}; name "
+            "another method"
         )
     found: Method = methods.make(methods.GENERATE, name)
     return found
@@ -249,6 +265,9 @@ class Drafters:
     target: PreTrainedModel
     given: dict[str, Any]
 
+    def __post_init__(self) -> None:
+        self.passed = frozenset(self.given)  # by the caller, not read here
+
     def get(self, method: str) -> Any:
         """What ``method`` drafts with; None where it needs nothing.
 
@@ -257,6 +276,8 @@ class Drafters:
         place = KINDS[method].place if method in KINDS else ""
         if place and method not in self.given:
             folder = self._folder(method)
+            if folder is None and self._offered(method):
+                return None
             if folder is None:
                 raise ValueError(
                     f"method {method!r} needs a drafter and {self.name} has none in "
@@ -268,8 +289,15 @@ class Drafters:
 
     def has(self, method: str) -> bool:
         """Whether ``method`` finds what it drafts with."""
-        needs = method in KINDS and bool(KINDS[method].place)
-        return not needs or method in self.given or self._folder(method) is not None
+        if method not in KINDS or not (KINDS[method].place or KINDS[method].offers):
+            return True
+        found = method in self.given or self._folder(method) is not None
+        return found or self._offered(method)
+
+    def _offered(self, method: str) -> bool:
+        """Whether the target itself has what drafts."""
+        offers = KINDS[method].offers
+        return bool(offers) and bool(named(offers)(self.target))
 
     def _folder(self, method: str) -> Path | None:
         if self.folder is None:

@@ -205,7 +205,7 @@ class Family:
             ids = plain_tokens(self.model.config, 1)[None].to(self.model.device)
             with torch.inference_mode():
                 self.body(input_ids=ids, use_cache=True, **{self.cache_name: cache})
-            _layer_sizes[self.model] = _sizes(cache)
+            _layer_sizes[self.model] = stored_sizes(cache)
         return _layer_sizes[self.model]
 
     @cached_property
@@ -479,11 +479,11 @@ def own_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     if len(runs) != 1:
         raise ValueError(f"its head must be run once a forward, it was run {len(runs)} times")
     _after_heads[model] = _fitted(known, logits[0, -len(KNOWN) :])
-    _layer_sizes[model] = _sizes(cache)
+    _layer_sizes[model] = stored_sizes(cache)
     return logits[:, : -len(KNOWN)]
 
 
-def _sizes(cache: DynamicCache) -> tuple[LayerSize | None, ...]:
+def stored_sizes(cache: DynamicCache) -> tuple[LayerSize | None, ...]:
     """What each layer has written to the ``cache``."""
 
     def size(layer: Any) -> LayerSize | None:

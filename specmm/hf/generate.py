@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -31,8 +33,17 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.decode import Progress, decode, decode_plain
-from specmm.hf.drafting import Assembly, Method, assemble, choose, planned_by, preset_of
+from specmm.hf.drafting import (
+    Assembly,
+    Method,
+    assemble,
+    choose,
+    load_drafter,
+    planned_by,
+    preset_of,
+)
 from specmm.hf.families import CACHES
+from specmm.hf.pretrained import find
 from specmm.hf.prompt import POSITIONS, VLMPrompt
 from specmm.hf.running import ending, last_of, stop_texts
 from specmm.hf.target import VLMTarget
@@ -48,7 +59,7 @@ OTHER_MODES = ("penalty_alpha", "dola_layers", "constraints", "force_words_ids")
 INSTEAD = {  # of options that make generate decode otherwise
     "assistant_model": "give custom_generate(drafter=…, method='text-draft')",
     "prompt_lookup_num_tokens": "give custom_generate(method='prompt-lookup')",
-    "use_mtp": "use the method of a drafter that you have",
+    "use_mtp": "give custom_generate(method='mtp')",
     "assistant_early_exit": "use the method of a drafter that you have",
 } | dict.fromkeys(OTHER_MODES, "call generate without custom_generate")
 PICTURES = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")  # in a prompt
@@ -70,8 +81,9 @@ def custom_generate(
     given here or to generate, for one row; it is ended when a run fails, too. ``tokenizer``, which
     generate does not pass on, is the target's: for text drafters with another one and for ``stop``,
     texts that end a row as generate's ``stop_strings`` would. Sampling draws from ``generator``,
-    never from torch's global state. Several threads may share a model. Method ``auto`` plans for an
-    MSD, DEER or block ``drafter``, once for each batch size. Raises ``ValueError`` for whatever
+    never from torch's global state. Several threads may share a model. ``drafter`` is a loaded one
+    or its folder, which is read for the model at the first call. Method ``auto`` plans for an MSD,
+    EAGLE-3, DEER or block ``drafter``, once for each batch size. Raises ``ValueError`` for whatever
     makes generate decode otherwise than token by token (beams, an assistant, contrastive search and
     the like), for guidance, SynthID's watermarks, ``inputs_embeds``, caches that hold tokens,
     positions other than the tokens' own, pictures read in chunks, dictionaries with scores, logits,
@@ -80,7 +92,9 @@ def custom_generate(
     """
     resolved: Method = methods.make(methods.GENERATE, method)
     plans: dict[Any, Plan] = {}
+    drafter = find(drafter) if isinstance(drafter, str | Path) else drafter
     planned = planned_by(drafter) if resolved.name == methods.Auto.name else None
+    drafter_of = _drafters(drafter, planned or resolved)
     ends = _stop_criteria(stop, tokenizer)
 
     @in_its_turn(lambda model: model)
@@ -108,7 +122,7 @@ def custom_generate(
             chosen = choice(model, prompt, sampled)
             if chosen.drafts:
                 _check_processors(logits_processor)
-                parts = assemble(chosen, target, drafter, tokenizer)
+                parts = assemble(chosen, target, drafter_of(model), tokenizer)
             uniforms = Uniforms(sample_generators(generator, len(input_ids), target.device))
             end = last_of(_steps(target, parts, prompt, uniforms, criteria), watcher)
             return _joined(input_ids, end, criteria.width, generation_config)
@@ -116,10 +130,25 @@ def custom_generate(
     def choice(model: PreTrainedModel, prompt: VLMPrompt, sampled: bool) -> Method:
         if planned is not None:  # measured without the processors, which may keep state
             plain = VLMTarget(model, Processor(float(sampled)))
-            return choose(plain, drafter, prompt, plans, planned)
+            return choose(plain, drafter_of(model), prompt, plans, planned)
         return preset_of(resolved) if isinstance(resolved, methods.Draft) else resolved
 
     return run
+
+
+def _drafters(drafter: object, method: Method) -> Callable[[PreTrainedModel], object]:
+    """Gives what ``method`` drafts with for a model: ``drafter``, or what is in that folder."""
+    loaded: WeakKeyDictionary[PreTrainedModel, object] = WeakKeyDictionary()
+    kind = method.drafter if isinstance(method, methods.Draft) else method.name
+
+    def find_for(model: PreTrainedModel) -> object:
+        if not isinstance(drafter, Path):
+            return drafter
+        if model not in loaded:
+            loaded[model] = load_drafter(kind, drafter, model)
+        return loaded[model]
+
+    return find_for
 
 
 def _steps(

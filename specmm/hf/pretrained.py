@@ -47,6 +47,8 @@ WHOLE_TOKENIZER = "tokenizer.json"
 SAME_TOKENIZERS = {"DreamTokenizer": "Qwen2Tokenizer"}  # a folder's class, one that reads alike
 TEMPLATES = "additional_chat_templates"
 ADVICE = "fetch it again, or name its weights as save_pretrained does"
+# what configs call the number of layers for multi-token prediction (MTP)
+MTP = ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers")
 HELPERS = ("gguf", "accelerate")  # packages that transformers unpacks GGUF files with
 CACHE = Path("~/.cache/specmm/unpacked")
 
@@ -255,11 +257,34 @@ def _check_loaded(model: PreTrainedModel, report: dict[str, Any], folder: str | 
     other = sorted(report["mismatched_keys"])
     shapes = [f"{name} {list(theirs)} for {list(ours)}" for name, theirs, ours in other]
     kinds = {numberless(name) for name in model.state_dict()}
-    layers = [name for name in extra if missing or numberless(name) in kinds]
+    beyond = _mtp_names(model.config)
+    layers = [
+        name for name in extra if missing or (numberless(name) in kinds and not beyond.search(name))
+    ]
     problems = {"missing": missing, "unexpected": layers, "wrong-shaped": shapes}
     check_names(problems, type(model).__name__, folder, ADVICE)
-    if extra:
-        LOGGER.warning("%s: not used by %s: %s", folder, type(model).__name__, some_names(extra))
+    unused = [name for name in extra if not beyond.search(name)]
+    if unused:
+        LOGGER.warning("%s: not used by %s: %s", folder, type(model).__name__, some_names(unused))
+
+
+def mtp_layers_of(config: PreTrainedConfig) -> int:
+    """How many layers for multi-token prediction the checkpoints of ``config`` hold."""
+    text = config.get_text_config(decoder=True)
+    return next((int(n) for name in MTP if (n := getattr(text, name, None))), 0)
+
+
+def has_mtp_layers(model: PreTrainedModel) -> bool:
+    """Whether the checkpoint of ``model`` says that it holds such layers."""
+    return mtp_layers_of(model.config) > 0
+
+
+def _mtp_names(config: PreTrainedConfig) -> re.Pattern[str]:
+    """The names of layers after the last one, which draft for the others."""
+    text = config.get_text_config(decoder=True)
+    first = getattr(text, "num_hidden_layers", 0)
+    numbers = range(first, first + mtp_layers_of(config))
+    return re.compile(rf"(^|\.)layers\.({'|'.join(map(str, numbers)) or 'none'})\.")
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -22,12 +23,13 @@ from specmm.autotune import Plan
 from specmm.continuous_batching import Queue
 from specmm.decode import EndTokens, Play, Progress, all_of, decode, decode_plain, one_round
 from specmm.drafter import BatchingDrafter, DeferredDrafter, Drafter, NoDrafts
-from specmm.hf.drafting import Drafters, Method, choose, method_of, preset_of
+from specmm.hf.choosing import chosen_of, kinds_of
+from specmm.hf.drafting import KINDS, Drafters, Method, method_of, preset_of
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
-from specmm.registry import unknown
+from specmm.registry import Registry, unknown
 from specmm.stats import Certificate, rule_certificate
 from specmm.verify import Recursive, Rule
 
@@ -343,14 +345,14 @@ class Pipeline:
     """What pipelines of questions and of text share.
 
     ``model``, ``tokenizer``, the ``drafters`` beside it, the ``plans`` made for method ``auto`` by
-    what they depend on; ``planned``: the methods that ``auto`` chooses among, the best first.
+    what they depend on; ``registry``: the methods there are, among which ``auto`` chooses.
     """
 
     model: Any
     tokenizer: Any
     drafters: Drafters
     plans: dict[Any, Plan]
-    planned: ClassVar[tuple[str, ...]]
+    registry: ClassVar[Registry]
 
     def text(self, ids: Tensor | list[int]) -> str:
         """The text of ``ids``, without a last character whose bytes are incomplete."""
@@ -368,22 +370,25 @@ class Pipeline:
         if method.name != methods.Auto.name:
             return str(method.name)
         kind = method_of(drafter)
-        return kind if kind in cls.planned else cls.planned[0]
+        if kind not in KINDS or kind not in cls.registry:
+            given = drafter if isinstance(drafter, Path) else f"a {type(drafter).__name__}"
+            raise ValueError(
+                f"method 'auto' needs a drafter that one of its methods uses, got {given} for "
+                f"method {kind or 'none'}; name another method"
+            )
+        return kind
 
     def chosen(self, method: Any, target: VLMTarget, prompt: VLMPrompt) -> tuple[Any, str]:
-        """What runs for ``method``, and its name: ``auto`` plans for the best drafter there is."""
+        """What runs for ``method``, and its name: ``auto`` chooses among all drafters there are."""
         if method.name == methods.Draft.name:
             return preset_of(method), method.name
         if method.name != methods.Auto.name:
             return method, method.name
-        kinds = sorted(self.planned, key=lambda kind: kind not in self.drafters.given)
-        kind = next((kind for kind in kinds if self.drafters.has(kind)), None)
-        if kind is None:
-            lacking = " or ".join(self.planned)
-            return methods.AR(), f"auto: {methods.AR()}, for there is no {lacking} drafter"
-        wanted = methods.make(methods.GENERATE, kind)
-        found = choose(target, self.drafter(kind), prompt, self.plans, wanted)
-        return found, f"auto: {found}"
+        kinds = kinds_of(list(self.registry), self.drafters)
+        if not kinds:
+            return methods.AR(), f"auto: {methods.AR()}, for there is no drafter to plan for"
+        found, why = chosen_of(kinds, self.drafters, target, prompt, self.plans, self.tokenizer)
+        return found, f"auto: {found} ({why})"
 
     def ends(self) -> list[int]:
         """The model's end tokens."""

@@ -36,6 +36,8 @@ from specmm.methods.images import (
 from specmm.methods.language import (
     DEER,
     MSD,
+    MTP,
+    Assistant,
     Block,
     DiffuSpec,
     Eagle3,
@@ -53,12 +55,14 @@ __all__ = [
     "GENERATE",
     "IMAGE_TOKENS",
     "MSD",
+    "MTP",
     "RENAMED_VALUES",
     "SCALES",
     "SJD",
     "TEXT",
     "TRANSFORMERS_IMAGES",
     "VQA",
+    "Assistant",
     "Auto",
     "Block",
     "CSpD",
@@ -105,6 +109,8 @@ VQAMethod: TypeAlias = (
     | VLMDraft
     | MSD
     | Eagle3
+    | MTP
+    | Assistant
     | Block
     | PromptLookup
     | SelfDraft
@@ -122,6 +128,8 @@ TextMethod: TypeAlias = (
     | DEER
     | Block
     | Eagle3
+    | MTP
+    | Assistant
     | TextDraft
     | PromptLookup
     | SelfDraft
@@ -134,6 +142,8 @@ GenerateMethod: TypeAlias = (
     | VLMDraft
     | MSD
     | Eagle3
+    | MTP
+    | Assistant
     | PromptLookup
     | SelfDraft
     | DiffuSpec

@@ -46,6 +46,26 @@ class MSD(Declared):
 
 
 @dataclass(frozen=True)
+class MTP(Declared):
+    """The multi-token prediction layers of the target's own checkpoint (arXiv 2412.19437).
+
+    Several layers draft in turn, the last one again and again for what is deeper (FastMTP, arXiv
+    2509.18362). Greedy decoding, and any with ``sampled`` off, verifies EAGLE-2's tree of ``total``
+    point masses; other runs draw a tree from recorded distributions. A ``tree`` given is of fixed
+    shape in both. For targets whose layers have states the trees are chains.
+    """
+
+    name: ClassVar[str] = "mtp"
+    can_refill: ClassVar[bool] = True
+    total: int = 12
+    depth: int = 3
+    top_k: int = 4
+    sampled: bool = True
+    tree: TreeName = ""
+    rule: str = "recursive"
+
+
+@dataclass(frozen=True)
 class Eagle3(Declared):
     """EAGLE-3 (arXiv 2503.01840): a head reads the states of three of the target's layers.
 
@@ -59,6 +79,23 @@ class Eagle3(Declared):
     top_k: int = 10
     sampled: bool = False
     tree: TreeName = (3, 2, 2, 1, 1)
+    rule: str = "recursive"
+
+
+@dataclass(frozen=True)
+class Assistant(Declared):
+    """Gemma 4's assistants, which draft from one position over the target's keys and values.
+
+    Options as :class:`MTP`'s.
+    """
+
+    name: ClassVar[str] = "assistant"
+    can_refill: ClassVar[bool] = True
+    total: int = 12
+    depth: int = 3
+    top_k: int = 4
+    sampled: bool = True
+    tree: TreeName = ""
     rule: str = "recursive"
 
 

@@ -86,7 +86,7 @@ class TextPipeline(Pipeline):
     >>> pipe("def add(a, b):", max_new_tokens=64).texts
     """
 
-    planned = ("block", "deer")  # on the target's states; reading the text
+    registry = methods.TEXT
 
     def __init__(
         self,

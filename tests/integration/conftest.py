@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from recipes.training.coder import build_tokenizer
 from specmm.diffusion_drafters.assemble import PROXY
 from specmm.diffusion_drafters.models.deer import DEERModel, save_deer, share
-from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig, save_dflash
+from specmm.diffusion_drafters.models.dflash import DFlash, save_dflash
+from specmm.diffusion_drafters.models.dflash_config import DFlashConfig
 from specmm.image_ar.autoencoder import VQConfig, VQModel
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead

@@ -88,11 +88,8 @@ def test_rollouts_of_training(name):
     positions = given.get("positions", torch.arange(count)[None])
     hidden, past = head.mixed(given["hidden"]), DynamicCache()
     seen = torch.ones(count, count).tril().bool()
-    wanted = zip(
-        *(given[key].view(-1, count, given[key].shape[-1]) for key in ("states", "logits")),
-        strict=True,
-    )
-    for step, (states, logits) in enumerate(wanted):
+    wanted = [given[key].view(-1, count, given[key].shape[-1]) for key in ("states", "logits")]
+    for step, (states, logits) in enumerate(zip(*wanted, strict=True)):
         bias = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))[None, None]
         hidden = head(head.slots(table[tokens], hidden), positions + step, bias, past)
         torch.testing.assert_close(hidden[0], states, **CLOSE)

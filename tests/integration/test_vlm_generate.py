@@ -323,7 +323,7 @@ def test_auto_plans_for_the_drafter_and_changes_nothing(model, inputs, kind):
 
 
 def test_auto_wants_a_drafter_that_can_be_planned_with():
-    with pytest.raises(ValueError, match="MSD, DEER or block drafter, got none"):
+    with pytest.raises(ValueError, match="MSD, EAGLE-3, DEER or block drafter, got none"):
         specmm.custom_generate(method="auto")
 
 

@@ -243,6 +243,26 @@ def save_eagle3(
     write_acceptance(head.acceptance, Path(folder))
 
 
+def to_speculators(folder: Path, target: PreTrainedModel | None, out: Path) -> None:
+    """Write the head in ``folder`` to ``out`` in speculators' layout, in its own dtype."""
+    _rewrite(folder, target, out, "speculators")
+
+
+def to_eagle(folder: Path, target: PreTrainedModel | None, out: Path) -> None:
+    """Write the head in ``folder`` to ``out`` in SafeAILab's layout, in its own dtype."""
+    _rewrite(folder, target, out, "eagle")
+
+
+def to_specforge(folder: Path, target: PreTrainedModel | None, out: Path) -> None:
+    """Write the head in ``folder`` to ``out`` in SpecForge's layout, in its own dtype."""
+    _rewrite(folder, target, out, "specforge")
+
+
+def _rewrite(folder: Path, target: PreTrainedModel | None, out: Path, layout: str) -> None:
+    head = load_eagle3(folder)
+    save_eagle3(head, out, target, layout=layout, dtype=head.fc.weight.dtype)
+
+
 def check_layout(config: Eagle3Config, layout: str, target: PreTrainedModel | None = None) -> None:
     """Raise ``ValueError`` naming what a head of ``config`` has and ``layout`` cannot hold."""
     sizes: Any = config.sizes
@@ -320,7 +340,7 @@ def _flat_facts(config: Eagle3Config, layout: str, dtype: torch.dtype) -> dict[s
     scaled = dict(sizes.rope_parameters)
     base = scaled.pop("rope_theta")
     if config.sections:
-        scaled = {"type": "mrope", "rope_type": "default"} | _mrope(config)
+        scaled = {"type": "mrope"} | _mrope(config)
     plain = len(scaled) == 1  # its type alone
     parallel = config.mask is not None
     names = {"eagle": "LlamaForCausalLM"}

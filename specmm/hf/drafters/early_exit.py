@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -20,16 +21,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specmm import methods
+from specmm.autotune import Plan
 from specmm.cache import Cache
+from specmm.decode import Progress, decode, decode_plain
+from specmm.hf.choosing import TOKENS, fastest, raced
 from specmm.hf.drafting import Assembly
 from specmm.hf.families import Family, empty_cache, plain_tokens
+from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.layered import Skip, Weights, skipped
 from specmm.processors import Processor
+from specmm.randomness import Uniforms
 from specmm.self_drafting import SelfDrafter
-from specmm.self_search import Search, search_of
+from specmm.self_search import SHARE, Search, search_of
 from specmm.verify import Block, Recursive
 
+ROOM = 48  # tokens of text that a plan searches on
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -236,6 +243,56 @@ def _check(target: VLMTarget) -> None:
         raise ValueError(
             f"method 'self' needs a model with a body, got a {kind} model, which runs with its head"
         )
+
+
+def choose_method(
+    target: VLMTarget,
+    drafter: object,
+    prompt: VLMPrompt,
+    plans: dict[Any, Plan],
+    kind: methods.SelfDraft,
+) -> methods.TextMethod:
+    """Method ``auto``: ``kind`` where it is faster than plain decoding, measured on ``prompt``.
+
+    Layers are searched first, on a text of ``ROOM`` tokens; only where some promise to draft well
+    the two are timed. ``plans`` keeps what came of it.
+    """
+    key = (kind.name, len(prompt.lengths), target.processor.greedy, torch.get_num_threads())
+    if key not in plans:
+        plans[key] = _plan(target, prompt, kind)
+    return plans[key].draft_free or methods.AR()
+
+
+def _plan(target: VLMTarget, prompt: VLMPrompt, kind: methods.SelfDraft) -> Plan:
+    text = dataclasses.replace(prompt, max_new_tokens=ROOM)
+    try:
+        target.check(text)
+        parts = make(kind, target, None, None)
+    except ValueError as error:
+        return Plan(None, 1.0, 1.0, f"not to be measured ({error})")
+    search = parts.drafter.search
+    search.share = 1.0
+    try:
+        raced([lambda: _answer(target, parts, text)], 1)
+    finally:
+        search.share = SHARE
+    gain = search.best(parts.drafter.gated).gain
+    if gain <= 1:
+        return Plan(None, 1.0, 1.0, "no layers can be left out")
+    short = dataclasses.replace(prompt, max_new_tokens=TOKENS)
+    plain, own = raced(
+        [lambda: _answer(target, None, short), lambda: _answer(target, parts, short)]
+    )
+    return fastest({kind: own / plain})
+
+
+def _answer(target: VLMTarget, parts: Assembly | None, prompt: VLMPrompt) -> Iterator[Progress]:
+    length = prompt.max_new_tokens
+    seeds = range(len(prompt.lengths))
+    uniforms = Uniforms([torch.Generator(target.device).manual_seed(seed) for seed in seeds])
+    if parts is None:
+        return decode_plain(target, prompt, length, uniforms)
+    return decode(target, parts.drafter, parts.rule, prompt, length, uniforms)
 
 
 def make(

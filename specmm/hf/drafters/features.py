@@ -163,7 +163,7 @@ class FeatureDrafter:
             batch=len(feedback.token),
             branches=1,
             capacity=self.target.cache.size.capacity,
-            scratch=self.growth.scratch if self.ahead is None else self.ahead.scratch,
+            scratch=max(self.growth.scratch, self.ahead.scratch if self.ahead else 0),
         )
         self.cache = Cache(size, hidden.dtype, hidden.device)
         self.clock = clock

@@ -108,17 +108,21 @@ def read_sizes(facts: Facts, names: Mapping[str, str], kind: str) -> dict[str, A
     return {ours: facts[theirs] for ours, theirs in names.items()}
 
 
-def plain_rope(facts: Facts, base: float) -> dict[str, Any]:
+def plain_rope(facts: Facts, base: float, windows: bool = False) -> dict[str, Any]:
     """Plain rotary positions as transformers 5 expects them, whichever version wrote ``facts``.
 
-    Raises ``ValueError`` for scaled positions and for sliding windows.
+    Raises ``ValueError`` for scaled positions and, unless ``windows`` are allowed, for sliding
+    windows.
     """
     kept = facts.get("rope_parameters") or {}
     if facts.get("rope_scaling") or kept.get("rope_type", "default") != "default":
         raise ValueError(
             f"positions must be plain rotary ones, got {facts.get('rope_scaling') or kept}"
         )
-    if facts.get("use_sliding_window") or "sliding_attention" in (facts.get("layer_types") or ()):
+    slides = facts.get("use_sliding_window") or "sliding_attention" in (
+        facts.get("layer_types") or ()
+    )
+    if slides and not windows:
         raise ValueError("every layer must attend everything, got layers with a sliding window")
     given = {"rope_theta": base, **kept, **facts}["rope_theta"]
     return {"rope_parameters": {"rope_type": "default", "rope_theta": float(given)}}

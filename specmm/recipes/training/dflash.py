@@ -17,13 +17,9 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
-from specmm.diffusion_drafters.models.dflash import (
-    CACHE,
-    BlockMemory,
-    DFlash,
-    DFlashConfig,
-    context_keys,
-)
+from specmm.diffusion_drafters.models.block_heads import BlockMemory
+from specmm.diffusion_drafters.models.dflash import CACHE, DFlash, context_keys
+from specmm.diffusion_drafters.models.dflash_config import DFlashConfig
 from specmm.hf.target import VLMTarget
 from specmm.recipes.training.blocks import ANCHORS, Anchors, Head, fading, probs_loss
 from specmm.recipes.training.drawn_rows import Batch, Rows

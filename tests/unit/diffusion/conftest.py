@@ -16,7 +16,8 @@ from specmm.diffusion_drafters.cached_sources import CausalSource, KeptSource
 from specmm.diffusion_drafters.diffusion_chains import DiffuSpecDrafter, StepsDrafter
 from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
 from specmm.diffusion_drafters.models.deer import DEERModel
-from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig
+from specmm.diffusion_drafters.models.dflash import DFlash
+from specmm.diffusion_drafters.models.dflash_config import DFlashConfig, HeadSizes
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
 from specmm.diffusion_drafters.sources import DFlashSource, DiffusionSource
 from specmm.hf.prompt import VLMPrompt, padded
@@ -94,6 +95,44 @@ def paired(vocabulary, known=None, recurrent=0):
     return model
 
 
+def bound(vocabulary, head, known=None, confidence="", anchor=True):
+    """A DFlash drafter with a release's ``head``, that knows all tokens or ``known`` of them."""
+    sizes = tf.Qwen3Config(vocab_size=vocabulary, head_dim=8, attn_implementation="sdpa", **SIZES)
+    model = DFlash(
+        DFlashConfig(
+            sizes,
+            4 if anchor else 5,
+            vocabulary - 1,
+            (0, 3),
+            0 if known is None else len(known),
+            anchor=anchor,
+            head=head,
+            confidence=confidence,
+        )
+    )
+    if known is not None:
+        model.set_ids(torch.tensor(known))
+    shaken(model, 4)
+    if confidence:
+        model.confidence_head.proj.weight.mul_(3)
+    if head.kind != "domino":  # tokens before that say much
+        model.markov_head.markov_w1.weight.mul_(12)
+    return model
+
+
+SPARK = HeadSizes("vanilla", 3)
+GATED = HeadSizes("gated", 3)
+RNN = HeadSizes("rnn", 3)
+DOMINO = HeadSizes("domino", 5, 6, 1)
+
+
+def of_release(*given, sure=0.0, **options):
+    """A chain of :func:`bound`."""
+    return lambda t: ChainDrafter(
+        DFlashSource(bound(t.family.vocabulary, *given, **options), t), t, sure=sure
+    )
+
+
 def deer(vocabulary, end=None):
     """Two layers of its own, for blocks of four; one more token than the target: the mask."""
     config = tf.Qwen2Config(vocab_size=vocabulary + 1, **(SIZES | {"num_hidden_layers": 2}))
@@ -125,6 +164,17 @@ DRAFTERS = {
     ),
     "recalling chain of pairs": lambda t: ChainDrafter(
         DFlashSource(paired(t.family.vocabulary), t), t, recall=1
+    ),
+    "chain of spark": of_release(SPARK, [4, 1, 2]),
+    "chain of gated spark": of_release(GATED, anchor=False),
+    "chain of recurrent spark": of_release(RNN, confidence="markov"),
+    "chain of domino": of_release(DOMINO),
+    "sure chain of spark": of_release(SPARK, confidence="markov", sure=SURE),
+    "tree of recurrent spark": lambda t: TreeDrafter(
+        DFlashSource(bound(t.family.vocabulary, RNN), t), t, 7
+    ),
+    "drawn tree of domino": lambda t: DrawnTreeDrafter(
+        DFlashSource(bound(t.family.vocabulary, DOMINO), t), t, BUSH
     ),
     "sure chain of pairs": lambda t: ChainDrafter(
         DFlashSource(paired(t.family.vocabulary), t), t, sure=SURE

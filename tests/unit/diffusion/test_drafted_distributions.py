@@ -118,7 +118,8 @@ def test_siblings_recorded_as_independent_are_caught():
     )
 
 
-def test_a_sure_chain_is_cut_before_it_is_drawn():
+@pytest.mark.parametrize("name", ["sure chain", "sure chain of spark"])
+def test_a_sure_chain_is_cut_before_it_is_drawn(name):
     lengths = []
 
     class Watch(LikeliestWithMarginals):
@@ -130,12 +131,7 @@ def test_a_sure_chain_is_cut_before_it_is_drawn():
     def sample(seed):
         uniforms = Uniforms.from_seeds([seed])
         return run(
-            lambda t: Watch(DRAFTERS["sure chain"](t)),
-            Processor(1.3),
-            uniforms,
-            [[1, 3, 2]],
-            SMALL,
-            3,
+            lambda t: Watch(DRAFTERS[name](t)), Processor(1.3), uniforms, [[1, 3, 2]], SMALL, 3
         )
 
     tokens = torch.cat([sample(seed).tokens[:, :2] for seed in range(100)])

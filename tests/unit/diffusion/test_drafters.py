@@ -12,7 +12,8 @@ from specmm.decode import decode
 from specmm.diffusion_drafters.block_drafters import ChainDrafter, DrawnTreeDrafter, TreeDrafter
 from specmm.diffusion_drafters.cached_sources import KeptSource
 from specmm.diffusion_drafters.diffusion_chains import DiffuSpecDrafter, StepsDrafter
-from specmm.diffusion_drafters.models.dflash import DFlash, DFlashConfig, load_dflash, save_dflash
+from specmm.diffusion_drafters.models.dflash import DFlash, load_dflash, save_dflash
+from specmm.diffusion_drafters.models.dflash_config import DFlashConfig
 from specmm.diffusion_drafters.models.masked import block_logits
 from specmm.diffusion_drafters.sources import DFlashSource, DiffusionSource
 from specmm.drafter import Feedback
@@ -135,7 +136,7 @@ def test_a_row_does_not_depend_on_its_batch(name):
         assert torch.equal(alone.tokens[0, :LENGTH], together.tokens[i, :LENGTH])
 
 
-@pytest.mark.parametrize("name", ["sure chain", "sure chain of pairs"])
+@pytest.mark.parametrize("name", ["sure chain", "sure chain of pairs", "sure chain of spark"])
 def test_a_sure_row_does_not_depend_on_the_others_of_a_batch(name):
     """Which is never cut, where a lone row is."""
     rows, seeds = [[1, 3, 2], [4], [2, 5, 1, 3], [5, 2]], [0, 1, 2, 3]
@@ -160,6 +161,24 @@ def test_how_long_a_sure_chain_is_does_not_depend_on_what_is_drawn(name):
         assert len({tree.shape.depth for tree in trees}) == 1
         depths.append(trees[0].shape.depth)
     assert len(set(depths)) > 1
+
+
+@torch.inference_mode()
+def test_a_learnt_confidence_cuts_by_the_drafts_before_alone():
+    """A chain that ends after some drafts never goes on after them, whatever would come next."""
+    stops, goes_on = set(), set()
+    for row in ([1, 3, 2], [4], [2, 5, 1, 3], [5, 2]):
+        target = VLMTarget(target_model(SMALL), Processor(1.3), "tiny")
+        drafter = DRAFTERS["sure chain of spark"](target)
+        output = target.prefill(VLMPrompt(padded([row], "cpu"), LENGTH), 5)
+        drafter.begin(feedback := Feedback(output, torch.tensor([4])), Clock())
+        for seed in range(60):
+            drafts = drafter.propose(feedback, Uniforms.from_seeds([seed])).tokens[0, 1:].tolist()
+            goes_on |= {(*row, -1, *drafts[:n]) for n in range(len(drafts))}
+            if len(drafts) < 4:
+                stops.add((*row, -1, *drafts))
+    assert stops and not stops & goes_on
+    assert len({len(path) for path in stops}) > 2
 
 
 def test_what_stood_before_is_recalled():
@@ -247,8 +266,8 @@ def test_filler_is_not_counted_as_drafted(sampled, rows):
         (lambda t: DiffuSpecDrafter(DiffusionSource(dream(V), t), None, least=0), "least"),
         (lambda t: DiffusionSource(dream(V + 600), t), "share the target's vocabulary"),
         (
-            lambda t: DFlashSource(DFlash(DFlashConfig(dflash(V).config.sizes, 5, 1, (0, 3))), t),
-            r"in front of the last of the target's 4, got \[0, 3\] counted from 0",
+            lambda t: DFlashSource(DFlash(DFlashConfig(dflash(V).config.sizes, 5, 1, (0, 4))), t),
+            r"some of the target's 4 layers, got \[0, 4\] counted from 0",
         ),
         (lambda t: DFlashSource(dflash(V + 9), t), "mask among its 30"),
         (

@@ -6,7 +6,7 @@ import transformers as tf
 
 from specmm.decode import decode_plain
 from specmm.diffusion_drafters.cached_sources import CausalSource
-from specmm.diffusion_drafters.models.dflash import BlockMemory
+from specmm.diffusion_drafters.models.block_heads import BlockMemory
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
 from specmm.diffusion_drafters.sources import DFlashSource
 from specmm.drafter import Feedback

@@ -1,4 +1,5 @@
-"""Training of an EAGLE-3 head, which learns from its own drafts (arXiv 2503.01840).
+"""Training of feature drafters, which learn from their own drafts: EAGLE-3 heads (arXiv
+2503.01840) and MTP layers (FastMTP, arXiv 2509.18362).
 
 In step k of a rollout every slot reads the state that step k - 1 predicted for its place, and
 attends what it will when it drafts: the target's states of the text before the root, and the slots
@@ -14,42 +15,109 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig
 
 from specmm.hf.drafters.eagle3_head import Eagle3Config, Eagle3Head, layers_read
+from specmm.hf.drafters.mtp_layers import MtpLayers
+from specmm.hf.families import cache_name
 from specmm.hf.target import VLMTarget
+from specmm.recipes.training.seen import Seen
 from specmm.training import MUON, Losses, fit, seeded
 
 DECAY = 0.8  # a step of the rollout counts this share of the one before
 Head = Callable[[Tensor], Tensor]  # the target's, for the drafter's tokens: [..., C] to [..., v]
 
 
+class Rolled(Protocol):
+    """A network that is trained."""
+
+    def mixed(self, context: Tensor) -> Tensor:
+        """What the first step reads [B, L, C] of the target's states ``context`` [B, L, F·C]."""
+        ...
+
+    def advance(self, step: int, embeddings: Tensor, hidden: Tensor, past: DynamicCache) -> Tensor:
+        """States [B, L, C] that a ``step`` predicts after tokens with ``embeddings`` [B, L, C].
+
+        ``hidden`` [B, L, C] were predicted for the places before; keys and values of all steps so
+        far are in ``past``.
+        """
+        ...
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits [M, v] of predicted ``states`` [M, C]."""
+        ...
+
+
 @dataclass(frozen=True)
-class Seen:
-    """What the target saw and thought: ``embeddings`` [B, L, C] of the next positions, ``context``
-    [B, L, F·C] of the layers read, the last states ``hidden`` [B, L, C], and which slots count,
-    ``mask`` [B, L].
+class RolledEagle3:
+    """An EAGLE-3 ``head`` as it is trained; see :class:`Rolled`."""
+
+    head: Eagle3Head
+
+    def mixed(self, context: Tensor) -> Tensor:
+        """See :class:`Rolled`."""
+        return self.head.mixed(context)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """See :class:`Rolled`."""
+        return self.head.logits(states)
+
+    def advance(self, step: int, embeddings: Tensor, hidden: Tensor, past: DynamicCache) -> Tensor:
+        """One pass over all slots."""
+        bias = rollout_bias(embeddings.shape[1], step).to(hidden)
+        found: Tensor = self.head(self.head.slots(embeddings, hidden), None, bias, past)
+        return found
+
+
+class RolledMtp:
+    """The MTP ``layers`` of ``target`` as they are trained; see :class:`Rolled`.
+
+    A single layer reads its own predictions again and again. Of several each drafts one token: its
+    slots read what the layer before predicted, and attend its own slots of the text before. Raises
+    ``ValueError`` for a ``rollout`` of more steps than such layers, and for layers that attend a
+    window.
     """
 
-    embeddings: Tensor
-    context: Tensor
-    hidden: Tensor
-    mask: Tensor
+    def __init__(self, layers: MtpLayers, target: VLMTarget, rollout: int) -> None:
+        if 1 < layers.count < rollout:
+            raise ValueError(
+                f"rollout must be at most the {layers.count} MTP layers, got {rollout}; each "
+                "drafts one token"
+            )
+        if any(layers.windows()):
+            raise ValueError("MTP layers that are trained must attend all tokens, got a window")
+        self.layers = layers
+        self.network: nn.Module = layers.model.layers.float().requires_grad_()
+        self.target = target
 
-    @torch.inference_mode(False)
-    def to(self, device: torch.device | str, dtype: torch.dtype) -> Seen:
-        """A copy that may be learnt from, on ``device``, its states in ``dtype``."""
-        return Seen(
-            self.embeddings.to(device, dtype, copy=True),
-            self.context.to(device, dtype, copy=True),
-            self.hidden.to(device, dtype, copy=True),
-            self.mask.to(device, copy=True),
+    def mixed(self, context: Tensor) -> Tensor:
+        """The target's own states, as they are."""
+        return context
+
+    def advance(self, step: int, embeddings: Tensor, hidden: Tensor, past: DynamicCache) -> Tensor:
+        """One pass of the step's layer over all slots."""
+        model = self.layers.model
+        number = min(step, self.layers.count - 1)
+        bias = rollout_bias(embeddings.shape[1], step if self.layers.count == 1 else 0)
+        positions = torch.arange(1, embeddings.shape[1] + 1, device=embeddings.device)[None]
+        found: Tensor = model.layers[number](
+            embeddings,
+            hidden,
+            position_embeddings=model.rotary_emb(embeddings, position_ids=positions),
+            attention_mask=bias.to(embeddings),
+            position_ids=positions,
+            **{cache_name(model.layers[number]): past},
         )
+        return model.shared_post_norm(found) if model.use_shared_post_norm else found
+
+    def logits(self, states: Tensor) -> Tensor:
+        """The target's."""
+        return self.target.family.logits(states)
 
 
 def build_eagle3(
@@ -99,9 +167,10 @@ def _sizes(target: VLMTarget, layers: int, inner: int) -> Any:
     )
 
 
-def train_eagle3(
-    target: VLMTarget,
-    head: Eagle3Head,
+def train_rollout(
+    network: nn.Module,
+    rolled: Rolled,
+    output: Head,
     draw: Callable[[int], Seen],
     out: Path,
     *,
@@ -111,23 +180,22 @@ def train_eagle3(
     slots: int = 0,
     decay: float = DECAY,
 ) -> None:
-    """Train ``head`` in place on what ``draw`` gives for each step; resumes from ``out``.
+    """Train ``network`` in place, as it is ``rolled`` out on what ``draw`` gives for each step.
 
-    At most so many ``slots`` count in a step (0: all), drawn at random: a large vocabulary costs
-    more than the head's layers.
+    ``output`` is the target's head for the drafter's tokens. At most so many ``slots`` count in a
+    step (0: all), drawn at random: a large vocabulary costs more than the layers. Resumes from
+    ``out``.
     """
-    target.model.requires_grad_(False)
-    output = target.family.logits_of(head.ids)
 
     def step(i: int) -> Losses:
         seen = draw(i)
         if slots:
             seen = dataclasses.replace(seen, mask=some_of(seen.mask, slots, i))
-        with torch.autocast(target.device.type, torch.bfloat16):
-            return rollout_loss(head, output, seen, rollout, decay)
+        with torch.autocast(seen.hidden.device.type, torch.bfloat16):
+            return rollout_loss(rolled, output, seen, rollout, decay)
 
-    fit(head, step, out=out, steps=steps, lr=lr, clip=0.5, muon=MUON * lr)
-    head.eval()
+    fit(network, step, out=out, steps=steps, lr=lr, clip=0.5, muon=MUON * lr)
+    network.eval()
 
 
 def some_of(mask: Tensor, count: int, seed: int) -> Tensor:
@@ -140,23 +208,21 @@ def some_of(mask: Tensor, count: int, seed: int) -> Tensor:
 
 
 def rollout_loss(
-    head: Eagle3Head, output: Head, seen: Seen, rollout: int, decay: float = DECAY
+    rolled: Rolled, output: Head, seen: Seen, rollout: int, decay: float = DECAY
 ) -> Losses:
-    """Cross-entropy with the target's distributions over the head's tokens, over all steps.
+    """Cross-entropy with the target's distributions over the drafter's tokens, over all steps.
 
     Beside it the overlaps Σ min(p, q) of the first and of the last step, with which a draft there
     is accepted.
     """
     with torch.no_grad():
         probs = output(seen.hidden.roll(-1, 1)[seen.mask]).float().softmax(-1)  # [M, v]
-    length = seen.embeddings.shape[1]
     past = DynamicCache()
-    hidden = head.mixed(seen.context)
+    hidden = rolled.mixed(seen.context)
     found = []
     for k in range(rollout):
-        bias = rollout_bias(length, k).to(hidden)
-        states = head(head.slots(seen.embeddings, hidden), None, bias, past)
-        drafted = head.logits(states[seen.mask]).float().log_softmax(-1)
+        states = rolled.advance(k, seen.embeddings, hidden, past)
+        drafted = rolled.logits(states[seen.mask]).float().log_softmax(-1)
         overlap = torch.minimum(probs, drafted.detach().exp()).sum(-1).mean()
         found.append((-(probs * drafted).sum(-1).mean(), overlap))
         hidden = F.pad(states[:, :-1], (0, 0, 1, 0))

@@ -1,0 +1,224 @@
+"""What binds the drafts of a block to one another, and says how sure they are: small networks on a
+DFlash drafter's states.
+
+A block's marginals do not depend on which of its tokens were drawn. Our own :class:`PairTable` and
+:class:`BlockMemory` add that, and so do the heads of others' releases under the names of their
+files: DSpark's :class:`MarkovHead` and :class:`ConfidenceHead` (arXiv 2607.05147; speculators,
+SpecForge), Domino's :class:`DominoHead` (SpecForge). Each of theirs reads a whole block's states
+once (``read``) and then adds to the logits of one place after another.
+
+Shape letters: C width, R rank or size of the memory, E what a head reads of a state, V vocabulary,
+v the drafter's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specmm.hardware import state_of
+
+NORM_EPS = 1e-6  # added to an embedding's mean square
+TABLE_ROWS = 8192  # embeddings normed at a time
+Markov = Literal["vanilla", "gated", "rnn"]
+
+
+class PairTable(nn.Module):
+    """Logits that one token adds to those of the next, of low rank: W2 W1[x] after a token x.
+
+    A block's marginals do not depend on which tokens were drawn before; this binds them for one
+    small product a draft. The last row of W1 is for all tokens that the drafter lacks. Source:
+    DSpark's Markov head; names and sizes are our own.
+    """
+
+    def __init__(self, tokens: int, rank: int) -> None:
+        super().__init__()
+        self.before = nn.Embedding(tokens + 1, rank)
+        self.after = nn.Linear(rank, tokens, bias=False)
+
+    def forward(self, previous: Tensor) -> Tensor:
+        """The addition to the logits [..., v] after tokens ``previous`` [...] of the drafter."""
+        found: Tensor = self.after(self.before(previous))
+        return found
+
+
+class BlockMemory(nn.Module):
+    """A memory of ``size`` R along a block of states of ``width`` C, which binds each draft to
+    those before it.
+
+        h_k = silu(token e(x_{k-1}) + place s_k + memory h_{k-1}),   logits_k = head(s_k + out h_k)
+
+    with the block's states s, the target's normed embeddings e and its head: a few small products a
+    draft. The products of tokens are computed once for all of them. Source: DSpark's sequential
+    head; the cell and its names are our own.
+    """
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.token = nn.Linear(width, size, bias=False)
+        self.place = nn.Linear(width, size)
+        self.memory = nn.Linear(size, size, bias=False)
+        self.out = nn.Linear(size, width, bias=False)
+        self._table = torch.empty(0)
+        self._table_of: tuple[object, ...] = ()
+
+    def read(self, embeddings: Tensor) -> Tensor:
+        """The part [..., R] of drafted tokens with the target's ``embeddings`` [..., C]."""
+        found: Tensor = self.token(F.rms_norm(embeddings, embeddings.shape[-1:], eps=NORM_EPS))
+        return found
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def table(self, embeddings: Tensor) -> Tensor:
+        """``read`` of all tokens [V, R], again where ``embeddings`` [V, C] or weights changed."""
+        state = (state_of(embeddings), state_of(self.token.weight))
+        if self._table_of[:2] != state:
+            parts = [self.read(part) for part in embeddings.split(TABLE_ROWS)]
+            self._table = torch.cat(parts)
+            # The embeddings are kept alive, or their place in memory could become another's.
+            self._table_of = (*state, embeddings)
+        return self._table
+
+    def places(self, states: Tensor) -> Tensor:
+        """The block's ``states`` [..., C] and their part of the memory, joined [..., C + R]."""
+        return torch.cat([states, self.place(states)], dim=-1)
+
+    def forward(self, place: Tensor, token: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
+        """A draft's state [..., C] and the memory [..., R] after it.
+
+        ``place`` [..., C + R] is of :meth:`places`, ``token`` [..., R] of the token before by
+        :meth:`read`, ``memory`` the one after that token (None: the block begins).
+        """
+        states, inner = place.split([self.out.out_features, self.out.in_features], dim=-1)
+        inner = inner + token
+        memory = F.silu(inner if memory is None else inner + self.memory(memory))
+        return states + self.out(memory), memory
+
+
+class MarkovHead(nn.Module):
+    """DSpark's addition to a place's logits [..., v], of low rank, by the token before it.
+
+        vanilla: W2 e,   gated: W2 (sigmoid(G [h; e]) * e),   rnn: W2 tanh(o)
+
+    with e = W1[token before] of ``rank`` R and the place's state h [..., C]; "rnn" has a memory
+    s, and [g; c; o] = J [s; e; h], s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c). ``vocabulary`` V
+    is the target's, ``tokens`` v the drafter's. Raises ``ValueError`` for another ``kind``.
+    """
+
+    def __init__(
+        self, vocabulary: int, tokens: int, rank: int, width: int, kind: str = "vanilla"
+    ) -> None:
+        super().__init__()
+        if kind not in get_args(Markov):
+            raise ValueError(
+                f"markov_head_type must be {', '.join(get_args(Markov))}, got {kind!r}"
+            )
+        self.kind = kind
+        self.markov_w1 = nn.Embedding(vocabulary, rank)
+        self.markov_w2 = nn.Linear(rank, tokens, bias=False)
+        if kind == "gated":
+            self.gate_proj = nn.Linear(width + rank, rank)
+        if kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
+
+    def read(self, states: Tensor) -> Tensor:
+        """What it reads of ``states`` [..., C]: [..., E]."""
+        width = states.shape[-1]
+        if self.kind == "gated":
+            return F.linear(states, self.gate_proj.weight[:, :width], self.gate_proj.bias)
+        if self.kind == "rnn":
+            return F.linear(states, self.joint_proj.weight[:, -width:], self.joint_proj.bias)
+        return states[..., :0]
+
+    def forward(
+        self, place: Tensor, before: Tensor, memory: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The addition [..., v] after the target's tokens ``before`` [...], and the next memory
+        [..., R]; ``place`` [..., E] is of :meth:`read`.
+        """
+        latent = self.markov_w1(before)  # [..., R]
+        rank = latent.shape[-1]
+        if self.kind == "gated":
+            gate = place + F.linear(latent, self.gate_proj.weight[:, -rank:])
+            latent = gate.sigmoid() * latent
+        if self.kind == "rnn":
+            weight = self.joint_proj.weight
+            joint = place + F.linear(latent, weight[:, rank : 2 * rank])
+            if memory is not None:
+                joint = joint + F.linear(memory, weight[:, :rank])
+            gate, candidate, out = joint.chunk(3, dim=-1)
+            kept = gate.sigmoid()
+            fresh = (1 - kept) * candidate.tanh()
+            memory = fresh if memory is None else kept * memory + fresh
+            latent = out.tanh()
+        return self.markov_w2(latent), memory
+
+
+class DominoHead(nn.Module):
+    """Domino's addition to a place's logits [..., v], by a GRU over the block's tokens so far.
+
+        m_k = GRU(e(x_{k-1}), m_{k-1}),   addition = outer silu(inner [h_k; m_k])
+
+    with the target's embeddings e and the block's states h. The first ``pure`` drafts get none.
+    ``size`` R is the GRU's, ``inner`` the width of the layer between.
+    """
+
+    def __init__(self, tokens: int, width: int, size: int, inner: int, pure: int = 0) -> None:
+        super().__init__()
+        self.pure = pure
+        self.prefix_gru = nn.GRU(width, size, batch_first=True, bias=False)
+        self.inner = nn.Linear(width + size, inner, bias=False)
+        self.outer = nn.Linear(inner, tokens, bias=False)
+
+    def read(self, states: Tensor) -> Tensor:
+        """What it reads of a block's ``states`` [..., K, C], and whether it adds: [..., K, E]."""
+        found = F.linear(states, self.inner.weight[:, : states.shape[-1]])
+        adds = torch.arange(states.shape[-2], device=states.device) >= self.pure
+        return torch.cat([found, adds.to(found).expand(found.shape[:-1])[..., None]], dim=-1)
+
+    def forward(
+        self, place: Tensor, embeddings: Tensor, memory: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The addition [..., v] after tokens of the target's ``embeddings`` [..., C], and the next
+        memory [..., R]; ``place`` [..., E] is of :meth:`read`.
+        """
+        gru: Any = self.prefix_gru
+        size = gru.hidden_size
+        reset, update, new = F.linear(embeddings, gru.weight_ih_l0).chunk(3, dim=-1)
+        if memory is None:
+            memory = embeddings.new_zeros(*embeddings.shape[:-1], size)
+        old_reset, old_update, old_new = F.linear(memory, gru.weight_hh_l0).chunk(3, dim=-1)
+        candidate = (new + (reset + old_reset).sigmoid() * old_new).tanh()
+        kept = (update + old_update).sigmoid()
+        memory = (1 - kept) * candidate + kept * memory
+        weight = self.inner.weight[:, -size:]
+        found: Tensor = self.outer(F.silu(place[..., :-1] + F.linear(memory, weight)))
+        return found * place[..., -1:], memory
+
+
+class ConfidenceHead(nn.Module):
+    """DSpark's estimate of how likely a draft is kept where those before it were.
+
+    It reads the place's state [..., C] and, with a ``rank`` R above 0, W1 of the Markov head for
+    the token before.
+    """
+
+    def __init__(self, width: int, rank: int = 0) -> None:
+        super().__init__()
+        self.width = width
+        self.proj = nn.Linear(width + rank, 1)
+
+    def read(self, states: Tensor) -> Tensor:
+        """What it reads of ``states`` [..., C]: [..., 1]."""
+        return F.linear(states, self.proj.weight[:, : self.width], self.proj.bias)
+
+    def forward(self, place: Tensor, latent: Tensor | None) -> Tensor:
+        """The estimate [...] at a ``place`` [..., 1] of :meth:`read`, after W1 ``latent`` [..., R]
+        of the token before.
+        """
+        if latent is not None and self.proj.in_features > self.width:
+            place = place + F.linear(latent, self.proj.weight[:, self.width :])
+        return place[..., 0].float().sigmoid()

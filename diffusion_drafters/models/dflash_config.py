@@ -1,0 +1,282 @@
+"""What a DFlash drafter is, read from the ``config.json`` of any release that has one.
+
+z-lab and SpecForge nest in ``dflash_config`` what transformers' assistants and DeepSeek's DSpark
+have on top; speculators has a layer's config inside and counts layers from the embeddings. They
+differ in which state of a target's last layer is meant, in what a layer with a window sees, and in
+whether the anchor's own place drafts; the readers below spell that out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import Qwen3Config
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from specmm.hf.drafters.files import QWEN_SIZES, Facts, plain_rope, read_sizes
+
+SPECULATORS = "speculators_model_type"
+SLIDING = "sliding_attention"
+NEEDED = ("block_size", "mask_token_id", "target_layer_ids")
+OWN = ("draft_vocab_size", "markov_rank", "recurrent_size")
+PROJECTORS = {
+    "DSparkDraftModel": "dspark",
+    "Qwen3DSparkModel": "dspark",
+    "DominoDraftModel": "domino",
+}
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a place of a block sees in one layer.
+
+    ``past`` context tokens (None: all), counted back from the place itself if the window is
+    ``moving``, from the anchor otherwise; of its block the places up to its own if ``causal``,
+    those at most ``past`` away otherwise.
+    """
+
+    past: int | None = None
+    moving: bool = True
+    causal: bool = False
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """A release's head that binds a block's drafts: DSpark's ``kind`` "vanilla", "gated" or "rnn"
+    of rank ``size``, or "domino" with a GRU of ``size``, a layer of ``inner`` and ``pure`` drafts
+    before it.
+    """
+
+    kind: str
+    size: int
+    inner: int = 0
+    pure: int = 0
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """``sizes`` of the layers, the ``block`` K, the ``mask`` id and the target ``layers`` read,
+    counted from 0.
+
+    ``tokens`` is the size v of the drafter's own vocabulary (0: the target's), ``markov`` the rank
+    of its table of pairs (0: none), ``recurrent`` the size of its memory along a block (0: none).
+    With ``anchor`` the anchor's place drafts, too, and place i the token after its own position.
+    Of the target's last layer the states after the final norm are read if ``normed``. ``reaches``
+    are what each layer sees (empty: everything), ``head`` is a release's, ``confidence`` what its
+    confidence head reads: "" (there is none), "states", or "markov" (the head's token, too). Raises
+    ``ValueError`` for a block without a draft, a mask outside the vocabulary, no or repeated layers
+    and sizes that cannot be.
+    """
+
+    sizes: Qwen3Config
+    block: int
+    mask: int
+    layers: tuple[int, ...]
+    tokens: int = 0
+    markov: int = 0
+    recurrent: int = 0
+    anchor: bool = False
+    normed: bool = True
+    reaches: tuple[Reach, ...] = ()
+    head: HeadSizes | None = None
+    confidence: str = ""
+
+    def __post_init__(self) -> None:
+        vocabulary = self.sizes.vocab_size
+        if self.block < 2 - self.anchor:
+            raise ValueError(
+                f"block_size must be at least 2 (the anchor and a mask), got {self.block}"
+            )
+        if not 0 <= self.mask < vocabulary:
+            raise ValueError(f"mask_token_id must be in [0, {vocabulary}), got {self.mask}")
+        if not self.layers or min(self.layers) < 0 or len(set(self.layers)) < len(self.layers):
+            raise ValueError(
+                f"target_layer_ids must be different layers counted from 0, got {list(self.layers)}"
+            )
+        if not 0 <= self.tokens <= vocabulary:
+            raise ValueError(
+                f"draft_vocab_size must be 0 to vocab_size {vocabulary}, got {self.tokens}"
+            )
+        if min(self.markov, self.recurrent) < 0:
+            raise ValueError(
+                f"markov_rank and recurrent_size must be at least 0, got {self.markov} and "
+                f"{self.recurrent}"
+            )
+        if self.reaches and len(self.reaches) != self.sizes.num_hidden_layers:
+            raise ValueError(
+                f"layer_types must name each of {self.sizes.num_hidden_layers} layers, got "
+                f"{len(self.reaches)}"
+            )
+        self._check_heads()
+
+    def _check_heads(self) -> None:
+        head = self.head
+        if head is None:
+            if self.confidence == "markov":
+                raise ValueError("confidence_head_with_markov needs a markov_rank, got 0")
+            return
+        if min(head.size, head.pure + 1) < 1 or (head.kind == "domino" and head.inner < 1):
+            raise ValueError(f"the head's sizes must be at least 1, got {head}")
+        if self.markov or self.recurrent:
+            raise ValueError(f"a drafter must have one head along its blocks, got {head} and more")
+        if head.kind == "rnn" and not self.anchor:
+            raise ValueError(
+                "a recurrent Markov head must draft from its anchor, got sample_from_anchor false; "
+                "use a vanilla or gated one"
+            )
+
+    @property
+    def longest(self) -> int:
+        """The drafts of a block."""
+        return self.block if self.anchor else self.block - 1
+
+    @classmethod
+    def from_json(cls, facts: Facts, source: object = "config.json") -> DFlashConfig:
+        """From a ``config.json`` of any of these layouts.
+
+        Raises ``ValueError`` for other kinds of drafters and for what is missing or cannot be.
+        """
+        read = _speculators if SPECULATORS in facts else _on_top
+        given, convention = read(facts, source)
+        if missing := [name for name in NEEDED if given.get(name) is None]:
+            raise ValueError(
+                f"{source} must describe a DFlash drafter, got no {', '.join(missing)}"
+            )
+        counts = {name: given.get(name) or 0 for name in (*NEEDED[:2], *OWN)}
+        strange = [f"{name} {value!r}" for name, value in counts.items() if type(value) is not int]
+        if strange:
+            raise ValueError(f"{source} must give whole numbers, got {', '.join(strange)}")
+        given = {"vocab_size": counts["mask_token_id"] + 1, **given}
+        sizes = _layer_sizes(given)
+        tokens = counts["draft_vocab_size"]
+        return cls(
+            sizes,
+            counts["block_size"],
+            counts["mask_token_id"],
+            tuple(given["target_layer_ids"]),
+            tokens=0 if tokens == sizes.vocab_size and SPECULATORS in facts else tokens,
+            # a release's rank is that of its own head
+            markov=0 if "head" in convention else counts["markov_rank"],
+            recurrent=counts["recurrent_size"],
+            reaches=_reaches(given, sizes.num_hidden_layers, source),
+            **convention,
+        )
+
+
+def _layer_sizes(given: Facts) -> Any:
+    kind: Any = Qwen3Config
+    width = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
+    return kind(
+        **read_sizes(given, {name: name for name in QWEN_SIZES}, "DFlash"),
+        **plain_rope(given, 1e6, windows=True),
+        head_dim=width,
+        hidden_act=given.get("hidden_act") or "silu",
+        attention_bias=bool(given.get("attention_bias")),
+        attn_implementation="sdpa",
+    )
+
+
+def _on_top(facts: Facts, source: object) -> tuple[dict[str, Any], dict[str, Any]]:
+    """z-lab's, SpecForge's, transformers', DeepSeek's and our own layout: what is given, and the
+    fields of :class:`DFlashConfig` that follow.
+    """
+    nested = facts.get("dflash_config") or {}
+    given = {**facts, **nested, "window": "moving"}
+    if str(facts.get("model_type")).endswith("_assistant"):
+        given["window"] = "both"
+    names = [PROJECTORS.get(str(name)) for name in facts.get("architectures") or ()]
+    projector = given.get("projector_type") or next(filter(None, names), None)
+    if projector is None:
+        anchor = bool(given.get("sample_from_anchor", given.get("shift_label")))
+        return given, {"anchor": anchor}
+    if projector == "domino":
+        return given, {"anchor": bool(given.get("shift_label")), "head": _domino(given, source)}
+    if projector != "dspark":
+        raise ValueError(
+            f"{source} must have projector_type dspark or domino or none, got {projector!r}"
+        )
+    # SpecForge trains each place on the token after its own, as DeepSeek's release does.
+    anchor = bool(given.get("sample_from_anchor", given.get("shift_label") or True))
+    sure = given.get("enable_confidence_head", (given.get("confidence_head_alpha") or 0) > 0)
+    return given, {"anchor": anchor, **_dspark(given, bool(sure), False)}
+
+
+def _speculators(facts: Facts, source: object) -> tuple[dict[str, Any], dict[str, Any]]:
+    """speculators' layout; see :func:`_on_top`."""
+    kind = facts[SPECULATORS]
+    if kind not in ("dflash", "dspark"):
+        raise ValueError(
+            f"{source} must be a speculators dflash or dspark drafter for method 'block', "
+            f"got {kind!r}; see specmm inspect"
+        )
+    layer = facts.get("transformer_layer_config")
+    if not isinstance(layer, Mapping):
+        raise ValueError(f"{source} must have a transformer_layer_config, got {layer!r}")
+    model_type = layer.get("model_type", "qwen3")
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"{source} must have layers of a type that transformers knows, got {model_type!r}"
+        )
+    whole = CONFIG_MAPPING[model_type](**layer).to_dict()  # a release leaves defaults out
+    numbers = facts.get("aux_hidden_state_layer_ids")
+    given = {**whole, **facts, "window": "anchor"}
+    # Number 0 is the embeddings' output, number i that of the i-th layer.
+    given["target_layer_ids"] = None if numbers is None else [number - 1 for number in numbers]
+    if numbers and min(numbers) < 1:
+        raise ValueError(
+            f"{source} must read layers, counted from 1 by aux_hidden_state_layer_ids, got "
+            f"{list(numbers)}, of which 0 is the embeddings"
+        )
+    spark = kind == "dspark"
+    convention = {"anchor": bool(facts.get("sample_from_anchor", spark)), "normed": False}
+    if spark:
+        sure = bool(facts.get("enable_confidence_head", True))
+        convention |= _dspark({"markov_rank": 256, **facts}, sure, True)
+    return given, convention
+
+
+def _dspark(given: Facts, sure: bool, with_markov: bool) -> dict[str, Any]:
+    rank = given.get("markov_rank") or 0
+    kind = str(given.get("markov_head_type") or "vanilla").lower()
+    reads = "markov" if given.get("confidence_head_with_markov", with_markov) else "states"
+    return {"head": HeadSizes(kind, rank) if rank else None, "confidence": reads if sure else ""}
+
+
+def _domino(given: Facts, source: object) -> HeadSizes:
+    names = ("gru_hidden_dim", "emb_dim")
+    if missing := [name for name in names if not isinstance(given.get(name), int)]:
+        raise ValueError(f"{source} must give sizes of a Domino head, got no {', '.join(missing)}")
+    pure = int(given.get("pure_draft_prefix_len") or 0)
+    return HeadSizes("domino", given["gru_hidden_dim"], given["emb_dim"], pure)
+
+
+def _reaches(given: Facts, layers: int, source: object) -> tuple[Reach, ...]:
+    """What each layer sees.
+
+    speculators' windows begin at the anchor and hold ``sliding_window`` context tokens; z-lab's
+    move along the block and hold the place itself, too; transformers' reach as far to both sides.
+    Where a window is said by ``layer_types`` a block is causal, unless ``causal`` or
+    ``sliding_window_non_causal`` say otherwise.
+    """
+    types = list(given.get("layer_types") or ["full_attention"] * layers)
+    named = SLIDING in types
+    if given.get("use_swa") and not named:
+        types = [SLIDING] * layers
+    if SLIDING not in types:
+        causal = bool(given.get("causal"))
+        return (Reach(causal=True),) * layers if causal else ()
+    size = given.get("swa_window_size") or given.get("sliding_window")
+    if not isinstance(size, int) or size < 1 or given.get("use_sliding_window") is False:
+        raise ValueError(
+            f"{source} must give a sliding_window for its layers of {SLIDING}, got {size!r} with "
+            f"use_sliding_window {given.get('use_sliding_window')!r}"
+        )
+    window = {
+        "anchor": Reach(size, False, not given.get("sliding_window_non_causal")),
+        "moving": Reach(size - 1, True, bool(given.get("causal", named))),
+        "both": Reach(size),
+    }[given["window"]]
+    full = Reach(causal=bool(given.get("causal")))
+    return tuple(window if kind == SLIDING else full for kind in types)

@@ -1,0 +1,79 @@
+"""``specmm inspect`` and ``specmm export``: what a drafter is, and written for other engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specmm.cli.options import Json
+from specmm.cli.output import emit, say, stdout_reserved
+
+if TYPE_CHECKING:
+    from specmm.hf.inspection import Inspection
+
+Folder = Annotated[
+    str,
+    typer.Argument(
+        metavar="FOLDER", help="Of a drafter or a model: a folder, a pocket model or a hub id."
+    ),
+]
+Target = Annotated[
+    str | None, typer.Option("--target", help="A model, to say whether the drafter fits it.")
+]
+Format = Annotated[str, typer.Option("--format", help="speculators, eagle or specforge.")]
+Out = Annotated[Path, typer.Option("--out", help="The folder to write; it must not be there.")]
+ExportTarget = Annotated[
+    str | None,
+    typer.Option("--target", help="The drafter's model, if the drafter is not in its folder."),
+]
+
+
+def inspect(folder: Folder, target: Target = None, as_json: Json = False) -> None:
+    """Say what a drafter is, for which target, and how to use it; its weights are not read."""
+    from specmm.hf.inspection import inspect as read
+
+    with stdout_reserved():
+        found = read(folder, target)
+    if as_json:
+        return emit(found.as_dict())
+    for line in _lines(found, target):
+        typer.echo(line)
+
+
+def export(
+    drafter: Folder, layout: Format, out: Out, target: ExportTarget = None, as_json: Json = False
+) -> None:
+    """Write a drafter in the layout of another project."""
+    from specmm.runs.export import export as write
+
+    with stdout_reserved():
+        made = write(drafter, layout, out, target)
+    if as_json:
+        return emit(made)
+    say(f"{made['format']} written to {made['folder']} as {made['layout']}")
+
+
+def _lines(found: Inspection, target: str | None) -> list[str]:
+    lines = [f"{found.folder}", f"  {found.format}"]
+    if found.methods:
+        lines.append(f"  methods   {', '.join(found.methods)}")
+    if said := _target_line(found.wanted.__dict__):
+        lines.append(f"  target    {said}")
+    if found.sizes:
+        lines.append(f"  sizes     {', '.join(f'{k} {v}' for k, v in found.sizes.items())}")
+    lines.append(f"  use       {found.use}")
+    lines += [f"  note      {note}" for note in found.notes]
+    if found.misfits is not None:
+        fits = "fits" if not found.misfits else "does not fit"
+        lines.append(f"  {fits} {target}" + "".join(f"; {why}" for why in found.misfits))
+    for one in found.drafters:
+        lines += [f"  {line}" for line in _lines(one, None)]
+    return lines
+
+
+def _target_line(wanted: dict[str, Any]) -> str:
+    shown = {**wanted, "architectures": ", ".join(wanted["architectures"])}
+    shown["reads"] = "layers " + " ".join(map(str, wanted["reads"])) if wanted["reads"] else None
+    return ", ".join(f"{name} {value}" for name, value in shown.items() if value)

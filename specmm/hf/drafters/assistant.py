@@ -1,0 +1,222 @@
+"""Method ``assistant``: Gemma 4's assistants, which attend to the target's own keys and values.
+
+A small decoder without keys of its own reads [embedding of a token, the state before it] and drafts
+the next token, its own state goes on in place of the target's, and its position is that of the last
+committed token all the while. It keeps nothing, so drafts beside one another cost nothing more than
+rows of a matrix, and rows begin anew without it.
+
+Each layer attends the keys of the target's last layer of its kind that has some: those of the
+committed tokens, which are the ones before the root. transformers' own loop shows it one slot
+more after a rejection, that of the rejected draft; here rejected drafts are gone.
+
+Shape letters: B rows, N nodes of a level, C the target's width, D the assistant's, H heads, S
+slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from specmm import methods
+from specmm.cache import Cache, CacheSize, LayerSize
+from specmm.drafter import DrafterVocabulary, Feedback
+from specmm.growth import Growth
+from specmm.hardware import prepack
+from specmm.hf.drafters.trees import check_unguided, trees_of
+from specmm.hf.drafting import Assembly, drafting_probs
+from specmm.hf.families import FULL, SLIDING
+from specmm.hf.pretrained import load_config, load_model
+from specmm.hf.target import VLMTarget
+from specmm.randomness import UniformSource
+from specmm.shape.eagle2 import Dynamic
+from specmm.shape.trees import Siblings
+from specmm.stats import Clock
+from specmm.tree import DraftTree, TreeShape
+
+ALL = slice(None)  # of a level's states; a number would have the layers cut them
+SHARED = "shared_kv_states"  # what such a model's forward takes of the target
+
+
+class AssistantDrafter:
+    """Drafts with the assistant ``model`` of transformers for ``target``.
+
+    ``tree``, ``sampled`` and ``siblings`` are those of :class:`specmm.growth.Growth`; greedy
+    decoding never samples. Raises ``ValueError`` when the assistant does not fit the target.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        target: VLMTarget,
+        tree: TreeShape | Dynamic,
+        sampled: bool = True,
+        siblings: Siblings = "distinct",
+    ) -> None:
+        self.sources = _sources(model, target)
+        self.model: Any = model.eval()
+        self.window = int(model.config.get_text_config().sliding_window or 0)
+        self.target = target
+        vocabulary = DrafterVocabulary(target.family.vocabulary)
+        sampled = sampled and not target.processor.greedy
+        self.growth = Growth(tree, sampled, vocabulary, target.device, siblings)
+        self.max_nodes = self.growth.max_nodes
+        self.max_depth = self.growth.max_depth
+        self.probs = drafting_probs(target, vocabulary)
+
+    def begin(self, feedback: Feedback, clock: Clock) -> None:
+        """Nothing is read: the assistant has no cache of its own."""
+        self.clock = clock
+        size = CacheSize((), len(feedback.token), 1, 0, self.growth.scratch)
+        self.growth.begin(Cache(size, self.target.dtype, self.target.device))
+
+    def start_row(self, row: int) -> None:
+        """See :class:`specmm.drafter.BatchingDrafter`: it keeps nothing of a row."""
+
+    def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """The tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        hidden = feedback.output.hidden[:, -1]
+        if feedback.result is not None:
+            last = feedback.result.kept.clamp(min=1) - 1
+            hidden = feedback.kept_hidden()[torch.arange(len(last), device=last.device), last]
+        with self.clock("draft"):
+            self._look_at_target()
+            state = self._states(feedback.token[:, None], hidden[:, None])[:, 0]
+        return self.growth.grow(self, feedback.token, state, uniforms)
+
+    def logits(self, states: Tensor, depth: int) -> Tensor:
+        """The assistant's logits [B, N, V] of its ``states`` [B, N, D]."""
+        with self.clock("draft"):
+            clusters = self.model.masked_embedding
+            if clusters is None:
+                return self.model.lm_head(states).float()  # type: ignore[no-any-return]
+            return clustered(clusters, states, self.model.lm_head.weight)
+
+    def read(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor, depth: int
+    ) -> Tensor:
+        """States [B, N, D] after drafts ``tokens`` [B, N] and their parents' ``hidden`` [B, N, D].
+
+        All have one position and attend what is committed, whatever ``positions`` and ``bias`` are.
+        """
+        with self.clock("draft"):
+            return self._states(tokens, self.model.post_projection(hidden))
+
+    def _states(self, tokens: Tensor, before: Tensor) -> Tensor:
+        """States [B, N, D] after ``tokens`` [B, N] and the target's or like states [B, N, C]."""
+        both = torch.cat([self.target.embed(tokens), before], -1)
+        count = tokens.shape[1]
+        states: Tensor = self.model.model(
+            inputs_embeds=self.model.pre_projection(both),
+            attention_mask={k: mask.expand(-1, -1, count, -1) for k, mask in self.masks.items()},
+            position_ids=self.position.expand(-1, count),
+            shared_kv_states=dict(self.shared),
+            use_cache=False,
+            logits_to_keep=ALL,
+        ).last_hidden_state
+        return states
+
+    def _look_at_target(self) -> None:
+        """The target's keys and values of a round, which of them are seen, and from where."""
+        cache = self.target.cache
+        capacity = cache.size.capacity
+        self.shared = {}
+        for kind, number in self.sources.items():
+            memory = cache.layers[number]
+            halves = (memory.keys, memory.values)
+            self.shared[kind] = tuple(x[:, :capacity].transpose(1, 2) for x in halves)
+        self.position = (cache.lengths + self.target.offsets)[:, None]
+        bias = cache.prefix_bias()
+        slots = torch.arange(capacity, device=bias.device)
+        far = slots < cache.lengths[:, None] - 1 - self.window
+        near = bias.masked_fill(far, float("-inf"))
+        self.masks = {FULL: bias[:, None, None], SLIDING: near[:, None, None]}
+
+
+def clustered(clusters: Any, states: Tensor, weight: Tensor) -> Tensor:
+    """Logits [B, N, V] of the tokens in the likeliest ``clusters`` of each of ``states``.
+
+    All others are -inf: transformers sets them below the least logit of the whole batch, of which
+    no row may depend here. ``weight`` [V, D] is the head's.
+    """
+    count = clusters.centroid_intermediate_top_k
+    likeliest = clusters.centroids(states).topk(count).indices  # [B, N, count]
+    members = clusters.token_ordering.long().view(clusters.num_centroids, -1)
+    tokens = members[likeliest].flatten(2)  # [B, N, n]
+    found = (weight[tokens] @ states[..., None])[..., 0].float()
+    logits = found.new_full((*states.shape[:2], len(weight)), float("-inf"))
+    return logits.scatter_(-1, tokens, found)
+
+
+def _sources(model: PreTrainedModel, target: VLMTarget) -> dict[str, int]:
+    """Which of the layers of the target's cache each kind of the assistant's layers attends.
+
+    Raises ``ValueError`` when it is an assistant of another target.
+    """
+    if SHARED not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            "drafter must be an assistant that reads the target's keys and values, as Gemma 4's, "
+            f"got a {type(model).__name__}; use method text-draft for a language model"
+        )
+    text: Any = model.config.get_text_config()
+    family = target.family
+    pairs = (
+        ("width", model.config.backbone_hidden_size, int(family.config.hidden_size)),
+        ("vocabulary", text.vocab_size, family.vocabulary),
+    )
+    for what, found, wanted in pairs:
+        if found != wanted:
+            raise ValueError(
+                f"drafter must be for the target's {what} {wanted}, got {found}; use the assistant "
+                "made for it"
+            )
+    kinds = getattr(family.config, "layer_types", None) or ()
+    kept = [(kind, size) for kind, size in zip(kinds, family.layer_sizes, strict=False) if size]
+    last = {kind: number for number, (kind, _) in enumerate(kept)}
+    for number, kind in enumerate(text.layer_types):
+        attended = _attended(text.per_layer_config[number])
+        if kind not in last or kept[last[kind]][1] != attended:
+            size = kept[last[kind]][1] if kind in last else None
+            raise ValueError(
+                f"drafter must attend what the target keeps of a token in its {kind} layers, "
+                f"{size}, got an assistant for {attended}; use the one made for it"
+            )
+    return last
+
+
+def _attended(config: Any) -> LayerSize:
+    """What a layer of the assistant attends of each token."""
+    return LayerSize(config.num_key_value_heads, config.head_dim, config.head_dim)
+
+
+def load_assistant(folder: Path, target: PreTrainedModel, method: str) -> PreTrainedModel:
+    """The assistant in ``folder``, in the dtype and on the device of the ``target`` model.
+
+    Raises ``ValueError`` where transformers cannot build one: 5.23 cannot.
+    """
+    text: Any = load_config(folder).get_text_config()
+    try:
+        getattr(text, "kv_sharing_modes", None)
+    except ValueError as error:
+        raise ValueError(
+            f"{folder} must hold an assistant that transformers can build, got {error} from "
+            f"{transformers.__version__}; install transformers 5.24 or newer"
+        ) from error
+    model: Any = load_model(AutoModelForCausalLM, folder, dtype=target.dtype)
+    found: PreTrainedModel = prepack(model.to(target.device).eval())
+    return found
+
+
+def make(
+    method: methods.Assistant, target: VLMTarget, drafter: PreTrainedModel, tokenizer: object
+) -> Assembly:
+    """The parts of method ``assistant``; it reads no prompt, so it drafts from the first round."""
+    check_unguided(method, target)
+    tree, drawn, rule = trees_of(method, target)
+    return Assembly(AssistantDrafter(drafter, target, tree, *drawn), rule)

@@ -1,0 +1,189 @@
+"""Method ``mtp``: the target's own multi-token prediction layers draft chains or trees.
+
+Layer k reads a token and the state that layer k - 1 predicted for the token before it; the first
+reads the target's own states, and the last one goes on from its own predictions (as FastMTP trains
+it, arXiv 2509.18362). So a draft at depth k comes from layer k, as in transformers, whose
+``use_mtp`` stops there. What a later layer will attend of a token is computed along with it.
+
+A picture's embeddings are read where the next token is a picture's, and slots turn by the position
+of their own token and one: for text the next token's, as in transformers; under M-RoPE, which
+transformers does not draft with, vLLM's convention moved by one, which attention cannot see.
+
+Shape letters: B rows, K layers, N tokens, L prompt positions, C width, S slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from specmm import methods
+from specmm.cache import Cache, CacheSize
+from specmm.drafter import DeferredDrafter, DrafterVocabulary, Feedback
+from specmm.growth import Growth
+from specmm.hf.drafters.features import shift_of
+from specmm.hf.drafters.mtp_layers import LayerSlots, MtpLayers, layers_of
+from specmm.hf.drafters.trees import check_unguided, trees_of
+from specmm.hf.drafting import Assembly, drafting_probs
+from specmm.hf.target import VLMTarget
+from specmm.randomness import UniformSource
+from specmm.shape.eagle2 import Dynamic
+from specmm.shape.trees import Siblings
+from specmm.stats import Clock
+from specmm.tree import DraftTree, TreeShape
+
+
+class MtpDrafter:
+    """Drafts with the ``layers`` of ``target``.
+
+    ``tree``, ``sampled`` and ``siblings`` are those of :class:`specmm.growth.Growth`; greedy
+    decoding never samples.
+    """
+
+    def __init__(
+        self,
+        layers: MtpLayers,
+        target: VLMTarget,
+        tree: TreeShape | Dynamic,
+        sampled: bool = True,
+        siblings: Siblings = "distinct",
+    ) -> None:
+        self.layers = layers
+        self.windows = layers.windows()
+        self.target = target
+        target.wants_context = True
+        sampled = sampled and not target.processor.greedy
+        vocabulary = DrafterVocabulary(target.family.vocabulary)
+        self.growth = Growth(tree, sampled, vocabulary, target.device, siblings)
+        self.max_nodes = self.growth.max_nodes
+        self.max_depth = self.growth.max_depth
+        self.probs = drafting_probs(target, vocabulary)
+
+    def begin(self, feedback: Feedback, clock: Clock) -> None:
+        """Make a cache as roomy as the target's and read the prompt."""
+        size = CacheSize(
+            layers=self.layers.sizes,
+            batch=len(feedback.token),
+            branches=1,
+            capacity=self.target.cache.size.capacity,
+            scratch=self.growth.scratch,
+        )
+        self.clock = clock
+        self.cache = Cache(size, self.target.dtype, self.target.device)
+        self.slots = LayerSlots(self.layers, self.windows, self.cache)
+        self.growth.begin(self.cache)
+        self.shift = shift_of(self.target)
+        states = self._read_prompt(self.target, feedback.token, self.cache)
+        self.last = _at(states, self.cache.lengths - 1)  # [B, K · C], after the last token
+
+    def start_row(self, row: int) -> None:
+        """Read the new prompt but for its last slot: the next round reads that with a token."""
+        alone = self.target.started
+        ids = alone.prompt.input_ids
+        size = dataclasses.replace(self.cache.size, batch=1, scratch=0, capacity=ids.shape[1])
+        slots = Cache(size, self.cache.dtype, alone.device)
+        states = self._read_prompt(alone, ids[:, -1], slots)
+        slots.lengths -= 1
+        self.cache.take(row, slots)
+        self.last[row] = _at(states, (slots.lengths - 1).clamp(min=0))[0]
+        shift = shift_of(alone)
+        if shift.ndim > self.shift.ndim:  # the first row with positions in parts
+            self.shift = self.shift.expand(len(shift), -1).clone()
+        self.shift[..., row] = shift[..., 0]
+
+    def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """The tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        if feedback.result is not None:
+            self.last = self.growth.read_committed(self, feedback)
+        return self.growth.grow(self, feedback.token, self.last, uniforms)
+
+    def logits(self, states: Tensor, depth: int) -> Tensor:
+        """The target's output head [B, N, V] on the ``states`` [B, N, K · C] of a node's layer."""
+        with self.clock("draft"):
+            own = states.chunk(self.layers.count, -1)[min(depth, self.layers.count - 1)]
+            return self.target.head(own).float()
+
+    def read(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor, depth: int
+    ) -> Tensor:
+        """States [B, N, K · C] of all layers after ``tokens`` [B, N].
+
+        ``hidden`` are the target's [B, N, C] of committed tokens, those of the parents [B, N, K ·
+        C] of drafts. Layers that neither draft after them nor are attended later leave theirs.
+        """
+        with self.clock("draft"):
+            embeddings = self.layers.model.embed_tokens(tokens)
+            self.slots.aim(positions, positions + 1 + self.shift[..., None], bias)
+            if depth:
+                return self._read_drafts(embeddings, hidden, depth)
+            return self._read_in_turn(self.slots, embeddings, hidden, self.last)
+
+    def _read_drafts(self, embeddings: Tensor, parents: Tensor, depth: int) -> Tensor:
+        """One level of drafts: every layer reads what the one before predicted at the parents."""
+        count = self.layers.count
+        states = list(parents.chunk(count, -1))
+        before = states.copy() if depth >= count else [states[0], *states]
+        for number in range(min(depth, count - 1), count):
+            states[number] = self.slots.run(number, embeddings, before[number])
+        return torch.cat(states, -1)
+
+    def _read_in_turn(
+        self, slots: LayerSlots, embeddings: Tensor, hidden: Tensor, last: Tensor
+    ) -> Tensor:
+        """Tokens that follow one another: every layer reads the one before, one token later.
+
+        ``last`` [B, K · C] are the states of the token before them.
+        """
+        states = [slots.run(0, embeddings, hidden)]
+        for number, first in enumerate(last.chunk(self.layers.count, -1)[:-1], start=1):
+            before = torch.cat([first[:, None], states[-1][:, :-1]], 1)
+            states.append(slots.run(number, embeddings, before))
+        return torch.cat(states, -1)
+
+    def _read_prompt(self, target: VLMTarget, token: Tensor, cache: Cache) -> Tensor:
+        """Store the prompt's slots; states [B, L, K · C] of all layers, ``token`` [B] the last."""
+        context = target.context
+        assert context is not None, "the target keeps a context for drafters that want one"
+        with self.clock("draft"):
+            embeddings = self._next_embeddings(target, token)
+            length = embeddings.shape[1]
+            cache.aim(0, length)
+            cache.lengths += context.lengths
+            order = torch.arange(length, device=token.device)
+            bias = torch.full((length, length), float("-inf"), dtype=cache.dtype).triu(1)
+            positions = order + shift_of(target)[..., None]
+            if context.positions is not None:
+                positions = context.positions
+            slots = LayerSlots(self.layers, self.windows, cache)
+            slots.aim(order[None], positions + 1, bias.to(token.device)[None, None])
+            none = embeddings.new_zeros(len(token), self.layers.count * embeddings.shape[-1])
+            return self._read_in_turn(slots, embeddings, context.hidden, none)
+
+    def _next_embeddings(self, target: VLMTarget, token: Tensor) -> Tensor:
+        """What is read of the token after each slot of the prompt [B, L, C], at last ``token`` [B].
+
+        The layers embed tokens themselves, for a decoder may norm what it reads; pictures are as
+        the decoder reads them.
+        """
+        context = target.context
+        assert context is not None
+        ends = (context.lengths - 1)[:, None]
+        ids = target.prompt.input_ids.roll(-1, 1).scatter(1, ends, token[:, None])
+        found: Tensor = self.layers.model.embed_tokens(ids)
+        pictures = context.image_mask.roll(-1, 1).scatter(1, ends, False)
+        return torch.where(pictures[..., None], context.embeddings.roll(-1, 1), found)
+
+
+def _at(states: Tensor, slots: Tensor) -> Tensor:
+    """``states`` [B, L, C] at ``slots`` [B]: [B, C]."""
+    return states[torch.arange(len(states), device=slots.device), slots]
+
+
+def make(method: methods.MTP, target: VLMTarget, drafter: object, tokenizer: object) -> Assembly:
+    """The parts of method ``mtp``; ``drafter`` are other layers than the checkpoint's, if any."""
+    check_unguided(method, target)
+    layers = drafter if isinstance(drafter, MtpLayers) else layers_of(target.model)
+    tree, drawn, rule = trees_of(method, target)
+    return Assembly(DeferredDrafter(MtpDrafter(layers, target, tree, *drawn)), rule)

@@ -1,0 +1,283 @@
+"""The multi-token prediction (MTP) layers of a target's own checkpoint, as transformers has them.
+
+A checkpoint keeps them beside its other weights: as further layers (DeepSeek-V3, GLM-4 MoE, Step)
+or under ``mtp`` (Qwen 3.5, Mellum). transformers' ``MtpModel`` makes them of the target's own layer
+class and reads either layout; here it is told how many there are where the config says so under
+another name, and which weights are theirs whatever the depth of the target.
+
+Shape letters: B rows, N tokens, C width, S slots.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from specmm.cache import Cache, LayerSize
+from specmm.checkpoints import (
+    check_weights,
+    embeddings_of,
+    fingerprint,
+    load_strict,
+    read_checkpoint,
+    read_json,
+    some_names,
+)
+from specmm.hardware import prepack
+from specmm.hf.cache_layers import as_transformers
+from specmm.hf.drafters.files import cast, check_target, write_model
+from specmm.hf.families import FULL, SLIDING, cache_name, stored_sizes
+from specmm.hf.pretrained import mtp_layers_of
+
+TUNED = "mtp"  # the model type of folders that hold fine-tuned layers
+ADVICE = "use a checkpoint that holds them, or another method such as prompt-lookup"
+
+
+@dataclass
+class MtpLayers:
+    """The loaded ``model`` of transformers, and what its layers store of a token, ``sizes``."""
+
+    model: Any
+    sizes: tuple[LayerSize, ...]
+    method = "mtp"
+
+    @property
+    def count(self) -> int:
+        """How many layers draft in turn."""
+        return len(self.sizes)
+
+    def windows(self) -> list[int]:
+        """Positions that each layer attends, itself included; 0 for all.
+
+        Raises ``ValueError`` for layers that keep states.
+        """
+        config = self.model.config
+        types = getattr(config, "layer_types", None) or [FULL] * self.count
+        strange = sorted(set(types) - {FULL, SLIDING})
+        if strange:
+            raise ValueError(
+                f"MTP layers must attend to all tokens or a window, got {strange[0]}; use another "
+                "method such as prompt-lookup"
+            )
+        each = [self._config_of(number) for number in range(self.count)]
+        return [
+            int(one.sliding_window) if kind == SLIDING else 0
+            for kind, one in zip(types, each, strict=True)
+        ]
+
+    def _config_of(self, number: int) -> Any:
+        config = self.model.config
+        return config.per_layer_config[number] if config.is_heterogeneous else config
+
+
+class LayerSlots:
+    """The ``layers`` over a ``cache`` of their own, slot s of the token at place s + 1 of a text.
+
+    Layer k has nothing to read for a text's first k slots: what it stores there is hidden.
+    """
+
+    def __init__(self, layers: MtpLayers, windows: Sequence[int], cache: Cache) -> None:
+        self.model = layers.model
+        self.windows = windows
+        self.cache_name = cache_name(layers.model.layers[0])
+        self.past = as_transformers(cache.layers, layers.sizes)
+        slots = torch.arange(cache.slots, device=cache.lengths.device)
+        self.places = slots.repeat(cache.size.rows, 1)  # [B, S]
+        self.first = cache.layers[0]
+
+    def aim(self, slots: Tensor, positions: Tensor, bias: Tensor) -> None:
+        """The next :meth:`run` reads tokens of ``slots`` [1 or B, N] in their texts.
+
+        ``positions`` [1 or B, N] or [parts, B, N] are what they turn by, ``bias`` [B, 1, N, S] the
+        mask of full attention.
+        """
+        self.slots = slots
+        self.positions = positions
+        self.bias = bias
+        start = self.first.first
+        self.places[:, start : start + slots.shape[1]] = slots
+        self.turned: dict[str, Any] = {}
+
+    def run(self, number: int, embeddings: Tensor, states: Tensor) -> Tensor:
+        """States [B, N, C] that layer ``number`` predicts after tokens with ``embeddings``.
+
+        ``states`` [B, N, C] are those of the token before each.
+        """
+        layer = self.model.layers[number]
+        text = self.positions if self.positions.ndim == 2 else self.positions[0]
+        found: Tensor = layer(
+            embeddings,
+            states,
+            position_embeddings=self._rotary(number, embeddings),
+            attention_mask=self._mask(number),
+            position_ids=text,
+            **{self.cache_name: self.past},
+        )
+        return self.model.shared_post_norm(found) if self.model.use_shared_post_norm else found
+
+    def _rotary(self, number: int, like: Tensor) -> Any:
+        """Position embeddings of a layer; layers of one kind share them."""
+        model = self.model
+        if model.rotary_emb is None:
+            return None
+        kind = model.config.layer_types[number] if model.has_per_layer_rope else ""
+        if kind not in self.turned:
+            options = {"layer_type": kind} if kind else {}
+            self.turned[kind] = model.rotary_emb(like, position_ids=self.positions, **options)
+        return self.turned[kind]
+
+    def _mask(self, number: int) -> Tensor:
+        """The mask of a layer: that of full attention but for its window and its first slots."""
+        window = self.windows[number]
+        if not window and not number:
+            return self.bias
+        queries = self.slots[:, None, :, None]
+        keys = self.places[:, None, None, : self.bias.shape[-1]]
+        hidden = (keys < number) & (keys != queries)  # itself it may attend: nobody reads that
+        if window:
+            hidden = hidden | (queries - keys >= window)
+        return self.bias.masked_fill(hidden, float("-inf"))
+
+
+_loaded: WeakKeyDictionary[PreTrainedModel, MtpLayers] = WeakKeyDictionary()
+
+
+def layers_of(target: PreTrainedModel) -> MtpLayers:
+    """The MTP layers of the ``target``'s checkpoint; read at the first call.
+
+    Raises as :func:`load_layers` does.
+    """
+    found = _loaded.get(target)
+    if found is None:
+        place = target.config.name_or_path
+        if not place:
+            raise ValueError(
+                "method 'mtp' reads layers of the target's checkpoint, got a model that was not "
+                f"loaded from one; give drafter=FOLDER, where it is, or {ADVICE}"
+            )
+        found = _loaded[target] = load_layers(Path(place), target)
+    return found
+
+
+def load_layers(folder: Path, target: PreTrainedModel, method: str = "mtp") -> MtpLayers:
+    """The MTP layers that ``folder`` holds for the ``target`` model, on its device.
+
+    Raises ``ValueError`` for a folder or a config without them, and for weights that are missing,
+    of another shape or not finite.
+    """
+    if read_json(folder / "config.json").get("model_type") == TUNED:
+        return _load_tuned(folder, target)
+    main = copy.copy(target)  # with a config of its own, all the rest shared
+    main.config = _told(target.config)
+    main.config.name_or_path = str(folder)
+    main.config.dtype = target.dtype
+    main._keys_to_ignore_on_load_unexpected = _names(main)
+    try:
+        model: Any = MtpModel.from_pretrained(main)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"{folder} must hold the MTP layers of a {type(target).__name__}, {_reason(error)}; "
+            f"{ADVICE}"
+        ) from error
+    own = {name: x for name, x in model.state_dict().items() if name.startswith("layers.")}
+    check_weights(own, folder)
+    return _ready(model, target)
+
+
+def save_layers(layers: MtpLayers, folder: Path, target: PreTrainedModel) -> None:
+    """Write fine-tuned ``layers`` of ``target`` under their names in transformers' ``MtpModel``."""
+    facts = {
+        "model_type": TUNED,
+        "architectures": ["MtpModel"],
+        "num_mtp_layers": layers.count,
+        "target_fingerprint": fingerprint(embeddings_of(target)),
+    }
+    write_model(_own(layers.model), facts, folder, torch.bfloat16)
+
+
+def _own(model: Any) -> dict[str, Tensor]:
+    """The weights of ``model`` that are not the target's."""
+    state = model.state_dict()
+    return {k: x for k, x in state.items() if k.split(".")[0] in ("layers", "shared_post_norm")}
+
+
+def _load_tuned(folder: Path, target: PreTrainedModel) -> MtpLayers:
+    """Layers that were fine-tuned for ``target``, as :func:`save_layers` writes them."""
+    check_target(read_json(folder / "config.json"), target, folder)
+    main = copy.copy(target)
+    main.config = _told(target.config)
+    model: Any = MtpModel(main, main.config.get_text_config(decoder=True).num_mtp_layers)
+    state = read_checkpoint(folder)
+    shared = {k: x for k, x in model.state_dict().items() if k not in _own(model)}
+    load_strict(model, {**shared, **state}, source=folder)
+    return _ready(model, target)
+
+
+def _ready(model: Any, target: PreTrainedModel) -> MtpLayers:
+    """The loaded ``model`` as it drafts for ``target``."""
+    model = cast(model.to(target.device), target.dtype)
+    model = prepack(model.eval().requires_grad_(False))
+    return MtpLayers(model, _sizes(model))
+
+
+def _told(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of ``config`` that says how many MTP layers there are, and of which kind.
+
+    Where it names no kinds they attend to all tokens, as Qwen 3.5's, and their feed-forward is that
+    of the last layer. Raises ``ValueError`` where it names no such layers.
+    """
+    told = copy.deepcopy(config)
+    text: Any = told.get_text_config(decoder=True)
+    count = mtp_layers_of(told)
+    if not count:
+        raise ValueError(
+            f"method 'mtp' needs MTP layers in the target's checkpoint, got a {text.model_type} "
+            f"config that names none; {ADVICE}"
+        )
+    text.num_mtp_layers = count
+    for name, kind in (("layer_types", FULL), ("mlp_layer_types", None)):
+        kinds = getattr(text, name, None)
+        if kinds and getattr(text, f"mtp_{name}", None) is None:
+            setattr(text, f"mtp_{name}", [kind or kinds[-1]] * count)
+    return told
+
+
+def _names(main: PreTrainedModel) -> list[str]:
+    """What the names of the layers' weights look like, whatever the depth of the ``main`` model."""
+    text: Any = main.config.get_text_config(decoder=True)
+    first = text.num_hidden_layers
+    further = range(first, first + text.num_mtp_layers)
+    known = main._keys_to_ignore_on_load_unexpected or ()
+    own = [pattern for pattern in known if "mtp" in pattern]
+    return own + [rf"(^|\.)(model|language_model)\.layers\.{number}\." for number in further]
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, from an ``error`` of transformers that may list every weight."""
+    missing = re.findall(r"'(layers\.[\w.]+)'", str(error))
+    if missing:
+        return f"missing are {some_names(missing)}"
+    return f"got: {next(iter(str(error).strip().splitlines()), type(error).__name__)}"
+
+
+@torch.inference_mode()
+def _sizes(model: Any) -> tuple[LayerSize, ...]:
+    """What each layer stores of a token: one is run."""
+    cache = MtpCache(config=model.config)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    states = model.embed_tokens(token)
+    for number in range(len(model.layers)):
+        states = model.forward_layer(number, states, token, cache, input_ids=token)
+    sizes = stored_sizes(cache)
+    return tuple(size for size in sizes if size is not None)

@@ -1,0 +1,51 @@
+"""The tree and the rule of drafters that draft EAGLE-2's tree where nothing is drawn, and a tree of
+recorded distributions where something is.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+from specmm import methods
+from specmm.hf.drafting import Verification
+from specmm.hf.target import VLMTarget
+from specmm.shape.eagle2 import Dynamic
+from specmm.shape.trees import Siblings, static_tree
+from specmm.tree import TreeShape
+from specmm.verify import Recursive, Rule
+
+Grown: TypeAlias = methods.MTP | methods.Assistant
+DRAWN = (2, 2, 1)  # the tree that is drawn where none is given
+
+
+class Trees(NamedTuple):
+    """A ``tree``, how it is ``drawn`` (whether sampled, siblings how), and the ``rule`` for it."""
+
+    tree: TreeShape | Dynamic
+    drawn: tuple[bool, Siblings]
+    rule: Rule
+
+
+def trees_of(method: Grown, target: VLMTarget) -> Trees:
+    """What ``method`` drafts for ``target``; where drafts must be chains, the defaults are.
+
+    Raises ``ValueError`` for trees and rules that do not fit the target.
+    """
+    chains = target.family.chains_only
+    if not method.tree and (target.processor.greedy or not method.sampled):
+        width = 1 if chains else method.top_k
+        total = method.depth + 2 if chains else method.total
+        return Trees(Dynamic(width, method.depth, total), (False, "distinct"), Recursive())
+    verification = Verification.of(method.rule, target)
+    default = (1,) * len(DRAWN) if chains else DRAWN
+    shape = static_tree(method.tree or default, target.device)
+    target.check_tree(shape.width)
+    return Trees(shape, verification.drawn, verification.rule)
+
+
+def check_unguided(method: Grown, target: VLMTarget) -> None:
+    """Raise ``ValueError`` for guidance, whose rows these drafters do not read."""
+    if target.branches > 1:
+        raise ValueError(
+            f"cfg must be at most 1 for method {method.name!r}; leave it out, or use method ar"
+        )

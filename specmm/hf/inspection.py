@@ -1,0 +1,238 @@
+"""What a drafter is, for which target, and what to do with it, from its folder alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from specmm import methods, zoo
+from specmm.hf.drafter_formats import SPECULATORS, ModelFolder, mtp_layers, recognised
+from specmm.hf.pretrained import TOKENIZER, find_target, load_config, weights_folder
+from specmm.hf.translation import PADDING
+
+SIZES = {  # what is shown of a layer, and the names in configs
+    "layers": ("num_hidden_layers", "n_layers"),
+    "width": ("hidden_size", "d_model"),
+    "vocabulary": ("vocab_size", "embedding_size"),
+}
+OTHERS = (
+    "projector_type",
+    "draft_vocab_size",
+    "block_size",
+    "markov_rank",
+    "recurrent_size",
+    "levels",
+)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The target that a drafter belongs to, as far as its folder says; None where it does not.
+
+    Its ``name`` and ``architectures``, ``width``, ``vocabulary``, number of ``layers``, the
+    ``fingerprint`` of its embeddings, and which layers the drafter ``reads``, counted from 0.
+    """
+
+    name: str | None = None
+    architectures: tuple[str, ...] = ()
+    width: int | None = None
+    vocabulary: int | None = None
+    layers: int | None = None
+    reads: tuple[int, ...] = ()
+    fingerprint: str | None = None
+
+    def misfits(self, config: PreTrainedConfig) -> list[str]:
+        """Why a drafter of such a target cannot draft for one of ``config``; empty if it can."""
+        text: Any = config.get_text_config(decoder=True)
+        found = {
+            "width": (self.width, text.hidden_size),
+            "vocabulary": (self.vocabulary, text.vocab_size),
+            "number of layers": (self.layers, text.num_hidden_layers),
+        }
+        why = [
+            f"it needs a target of {what} {wanted}, got {given}"
+            for what, (wanted, given) in found.items()
+            if wanted is not None and wanted != given
+        ]
+        if self.reads and max(self.reads) >= text.num_hidden_layers:
+            why.append(
+                f"it reads layers {list(self.reads)} counted from 0, got a target of "
+                f"{text.num_hidden_layers}"
+            )
+        return why
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What ``folder`` holds: its ``format``, the ``methods`` that use it, the target ``wanted``,
+    ``sizes``, what to call (``use``), ``notes``, and for a model the ``drafters`` beside it.
+
+    ``misfits`` says why it cannot draft for the target asked about (empty: it can; None: no target
+    was asked about).
+    """
+
+    folder: str
+    format: str
+    methods: tuple[str, ...]
+    wanted: Wanted
+    sizes: Mapping[str, int | str]
+    use: str
+    notes: tuple[str, ...] = ()
+    drafters: tuple[Inspection, ...] = ()
+    misfits: tuple[str, ...] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self)
+
+
+@dataclass
+class _Reader:
+    """Fills an :class:`Inspection` of ``folder``."""
+
+    folder: ModelFolder
+    notes: list[str] = field(default_factory=list)
+
+    def inspection(self) -> Inspection:
+        kind = recognised(self.folder)
+        known = tuple(name for name in kind.methods if name in _all_methods())
+        beside = self.folder.path / "drafters"
+        files = sorted(beside.rglob(zoo.TRANSFORMERS)) if kind.command else []
+        drafters = tuple(_Reader(ModelFolder(file.parent)).inspection() for file in files)
+        layers = mtp_layers(self.folder) if kind.command else 0
+        if layers:
+            self.notes.append(f"its checkpoint has {layers} MTP layers, for method mtp")
+        if kind.methods and not known:
+            self.notes.append(f"method {kind.methods[0]} is not in this version")
+        if self.folder.files and not self.folder.weights:
+            self.notes.append("its weights are pickled, and were not looked at")
+        return Inspection(
+            folder=str(self.folder.path),
+            format=kind.title,
+            methods=known,
+            wanted=self._wanted() if kind.own else self._alone(),
+            sizes=self._sizes(),
+            use=self._use(known, kind.command, bool(drafters)),
+            notes=tuple(self.notes),
+            drafters=drafters,
+        )
+
+    def _wanted(self) -> Wanted:
+        facts = self.folder.facts
+        verifier = (facts.get("speculators_config") or {}).get("verifier") or {}
+        return Wanted(
+            name=verifier.get("name_or_path") or None,
+            architectures=tuple(verifier.get("architectures") or ()),
+            width=facts.get("target_hidden_size") or self._size("width"),
+            vocabulary=self._size("vocabulary"),
+            layers=facts.get("num_target_layers"),
+            reads=self._reads(),
+            fingerprint=facts.get("target_fingerprint"),
+        )
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether there is a tokenizer, without which a model is no target."""
+        path = self.folder.path
+        return any((path / name).is_file() for name in (TOKENIZER, zoo.PIPELINE, zoo.PACKAGE))
+
+    def _alone(self) -> Wanted:
+        """A model that drafts by itself shares the target's tokens, or brings its tokenizer."""
+        return Wanted() if self._speaks else Wanted(vocabulary=self._size("vocabulary"))
+
+    def _use(self, known: tuple[str, ...], command: str, drafters: bool) -> str:
+        """The command that uses it."""
+        path = self.folder.path
+        composed = "language_model" in self.folder.facts
+        if command and (self._speaks or composed):
+            return f"specmm {command} {path}" + (" --method auto" if drafters else "")
+        if not known:
+            return "nothing here uses it"
+        if known[0] in methods.IMAGE_TOKENS:
+            place = path.name if path.parent.name == "drafters" else known[0]
+            return f"specmm generate MODEL --method {known[0]}, from the model's drafters/{place}"
+        run = "complete" if known[0] in methods.TEXT else "ask"
+        return f"specmm {run} MODEL --method {known[0]} --drafter {path}"
+
+    def _reads(self) -> tuple[int, ...]:
+        """Layers counted from 0; speculators counts states, of which 0 are the embeddings."""
+        facts = self.folder.facts
+        given = {**facts, **(facts.get("dflash_config") or {}), **(facts.get("eagle_config") or {})}
+        names = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
+        states = next((given[name] for name in names if given.get(name)), None)
+        if states and (SPECULATORS in facts or names[0] in given):
+            return tuple(number - 1 for number in states)
+        return tuple(given.get("target_layer_ids") or given.get("aux_layers") or states or ())
+
+    def _size(self, what: str) -> int | None:
+        given = (self.folder.layer.get(name) for name in SIZES[what])
+        return next((int(value) for value in given if isinstance(value, int)), None)
+
+    def _sizes(self) -> dict[str, int | str]:
+        facts = self.folder.facts
+        weights = self.folder.weights
+        found: dict[str, int | str] = {}
+        for what in SIZES:
+            if (value := self._size(what)) is not None:
+                found[what] = value
+        for name in OTHERS:
+            value = {**facts, **(facts.get("dflash_config") or {})}.get(name)
+            if isinstance(value, int | str) and value:
+                found[name] = value
+        if weights:
+            found["parameters"] = sum(prod(one.shape) for one in weights.values())
+            found["dtype"] = ", ".join(sorted({one.dtype for one in weights.values()}))
+        if self.folder.files:
+            found["bytes"] = sum(file.stat().st_size for file in self.folder.files)
+        return found
+
+
+def _all_methods() -> set[str]:
+    return {*methods.GENERATE, *methods.TEXT, *methods.VQA, *methods.IMAGE_TOKENS}
+
+
+def find_folder(name: str | Path) -> Path:
+    """A local folder, a pocket model or a folder inside it, or a hub id.
+
+    Raises ``ValueError`` where there is none.
+    """
+    path = Path(name)
+    if path.is_dir():
+        return path
+    for model, folder in zoo.pocket_models().items():
+        inner = folder / str(name).removeprefix(model).lstrip("/")
+        if str(name).startswith(model) and inner.is_dir():
+            return inner
+    if path.is_file():
+        raise ValueError(f"there must be a folder at {path}, got a file; name the folder it is in")
+    return zoo.find(name, zoo.TRANSFORMERS)
+
+
+def inspect(name: str | Path, target: str | Path | None = None) -> Inspection:
+    """What the folder, pocket model or hub id ``name`` holds, and whether it fits the ``target``
+    model.
+
+    Raises ``ValueError`` for what is no drafter and no model.
+    """
+    found = _Reader(ModelFolder(find_folder(name))).inspection()
+    if target is None:
+        return found
+    config = load_config(weights_folder(find_target(target)))
+    return dataclasses.replace(found, misfits=tuple(_misfits(found, config)))
+
+
+def _misfits(found: Inspection, config: PreTrainedConfig) -> list[str]:
+    if not found.methods:
+        return [f"no method here drafts with a {found.format}"]
+    wanted = found.wanted
+    if wanted.vocabulary is not None and wanted.width is None:  # a model that shares tokens
+        size = int(config.get_text_config(decoder=True).vocab_size)
+        if abs(wanted.vocabulary - size) <= PADDING:
+            wanted = Wanted()
+    return wanted.misfits(config)

@@ -1,0 +1,345 @@
+"""Method ``assistant``: Gemma 4's assistants over the target's keys and values.
+
+transformers 5.23 cannot build one.
+"""
+
+import itertools
+
+import pytest
+import torch
+from scipy.stats import chi2
+from transformers.generation.candidate_generator import (
+    SinglePositionMultiTokenCandidateGenerator as Theirs,
+)
+
+from benchmarks.models.prompts import prompts_for
+from benchmarks.models.table import GAINS
+from benchmarks.models.tiny import build, tiny_config
+from specmm import TextPipeline, custom_generate, methods
+from specmm.decode import decode
+from specmm.drafter import Feedback
+from specmm.hf.drafters.assistant import AssistantDrafter, clustered
+from specmm.hf.drafting import assemble
+from specmm.hf.prompt import VLMPrompt, padded
+from specmm.hf.target import VLMTarget
+from specmm.processors import Processor
+from specmm.randomness import Uniforms
+from specmm.shape.trees import branching
+from specmm.stats import Clock
+from specmm.tree import DraftTree, TreeShape
+from specmm.verify import Recursive
+from specmm.verify.exhaustive import draws, emitted_probs, sequence_probs, total_variation
+from tests.integration import vlm_models
+from tests.integration.assistant_models import SHARING, SIZES, assistant_of, buildable, target
+
+pytestmark = pytest.mark.skipif(not buildable(), reason="transformers 5.23 cannot build one")
+
+PROMPTS = [[9, 20, 31, 12, 25, 8, 17, 3, 4, 5, 6], [30], [11, 13, 22]]
+WAYS = {
+    "dynamic": methods.Assistant(),
+    "tree": methods.Assistant(tree=(2, 2, 1)),
+    "chain": methods.Assistant(tree="chain(4)"),
+}
+LENGTH = 24
+
+
+@pytest.fixture(scope="module", params=["own keys", "shared keys", "clusters"])
+def pair(request):
+    """A target and its assistant."""
+    model = target(3, **(SHARING if request.param == "shared keys" else {}))
+    if request.param != "clusters":
+        return model, assistant_of(model)
+    few = dict(use_ordered_embeddings=True, num_centroids=6, centroid_intermediate_top_k=2)
+    wide = target(3, vocab_size=36)
+    return wide, assistant_of(wide, sizes=SIZES | dict(vocab_size=36), **few)
+
+
+class Watched(AssistantDrafter):
+    """Keeps what it drafts, by the number of tokens before."""
+
+    def begin(self, feedback, clock):
+        self.found = {}
+        super().begin(feedback, clock)
+
+    def propose(self, feedback, uniforms):
+        self.logged = []
+        before = int(self.target.cache.lengths[0]) + 1
+        tree = super().propose(feedback, uniforms)
+        self.found[before] = (tree.tokens[0, 1:], torch.cat(self.logged))
+        return tree
+
+    def logits(self, states, depth):
+        logits = super().logits(states, depth)
+        self.logged.append(logits[0])
+        return logits
+
+
+@torch.no_grad()
+def naive_round(model, assistant, ids, count):
+    """``count`` greedy drafts after ``ids`` and their logits, the assistant run as by transformers
+    over fresh keys and values of all tokens but the last.
+    """
+    seen = model(ids[None, :-1], output_hidden_states=True, return_shared_kv_states=True)
+    state = seen.hidden_states[-1][:, -1:]
+    token = ids[None, -1:]
+    place = torch.tensor([[len(ids) - 1]])
+    tokens, logits = [], []
+    for _ in range(count):
+        both = torch.cat([model.get_input_embeddings()(token), state], -1)
+        found = assistant(
+            inputs_embeds=both, position_ids=place, shared_kv_states=dict(seen.shared_kv_states)
+        )
+        token, state = found.logits.argmax(-1), found.last_hidden_state
+        tokens.append(int(token))
+        logits.append(found.logits[0, 0])
+    return torch.tensor(tokens), torch.stack(logits)
+
+
+def test_every_round_is_transformers_own(pair, monkeypatch):
+    """By its assistant over fresh keys and values, and in its own loop where no draft was rejected
+    before: there it attends a rejected one, too.
+    """
+    model, assistant = pair
+    theirs = []
+    own = Theirs.get_candidates
+
+    def watched(self, input_ids, *given, **named):
+        tokens, logits = own(self, input_ids, *given, **named)
+        if logits is not None:
+            theirs.append((tokens[0, input_ids.shape[1] :], logits[0]))
+        return tokens, logits
+
+    monkeypatch.setattr(Theirs, "get_candidates", watched)
+    assistant.generation_config.num_assistant_tokens = 3
+    ids = torch.tensor(PROMPTS[:1])
+    options = dict(max_new_tokens=30, do_sample=False)
+    wanted = model.generate(ids, assistant_model=assistant, **options)[0]
+    drafter = Watched(assistant, VLMTarget(model, Processor(0.0)), TreeShape.chain(3))
+    prompt = VLMPrompt(padded(PROMPTS[:1]), 30)
+    *_, end = decode(drafter.target, drafter, Recursive(), prompt, 30, Uniforms.from_seeds([0]))
+    assert torch.equal(end.tokens[0, :30], wanted[ids.shape[1] :])
+    assert sum(end.stats.kept[1:]) > 3 and end.stats.kept[0] > 1
+    for before, (tokens, logits) in drafter.found.items():
+        naive = naive_round(model, assistant, wanted[:before], 3)
+        check_round(tokens, logits, *naive)
+    check_round(*drafter.found[ids.shape[1] + 1], *theirs[0])
+
+
+def check_round(tokens, logits, their_tokens, their_logits):
+    """The same drafts, and logits within 1e-4 where ours are finite."""
+    assert torch.equal(tokens, their_tokens)
+    seen = logits.isfinite()
+    assert int(seen.sum()) >= 12 * len(tokens)
+    torch.testing.assert_close(logits[seen], their_logits.float()[seen], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ragged_greedy_rows_are_generates_own(pair, way):
+    model, assistant = pair
+    width = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in PROMPTS])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in PROMPTS])
+    options = dict(max_new_tokens=LENGTH, do_sample=False)
+    run = custom_generate(drafter=assistant, method=WAYS[way])
+    found = model.generate(ids, attention_mask=mask, custom_generate=run, **options)[:, width:]
+    for row, prompt in zip(found, PROMPTS, strict=True):
+        wanted = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :]
+        assert torch.equal(row, wanted)
+
+
+def test_a_folder_of_transformers_drafts_for_a_pipeline(tmp_path):
+    """Rows that begin anew while others go on answer as by themselves."""
+    model = target(3)
+    model.generation_config.eos_token_id = 2
+    model.save_pretrained(tmp_path / "target")
+    vlm_models.tokenizer().save_pretrained(tmp_path / "target")
+    assistant_of(model).save_pretrained(tmp_path / "assistant")
+    pipe = TextPipeline.from_pretrained(
+        tmp_path / "target", method="assistant", drafter=tmp_path / "assistant"
+    )
+    texts = ["abc:", "d", "efgh?fe", "hello:", "no"]
+    options = dict(max_new_tokens=16, temperature=0.0)
+    together = pipe(texts, batch_size=2, **options)
+    assert together.certificate.kind == "exact"
+    for text, found in zip(texts, together.texts, strict=True):
+        assert pipe([text], method="ar", **options).texts == [found]
+    drawn = dict(max_new_tokens=16, temperature=1.0, seed=4)
+    assert pipe(texts, **drawn).texts == pipe(texts, batch_size=2, **drawn).texts
+
+
+@pytest.mark.parametrize("kind", ["picture", "pictures", "batch"])
+def test_pictures_of_gemma_4(kind):
+    config = tiny_config("gemma4")
+    model = build("Gemma4ForConditionalGeneration", config, 0, GAINS[0])
+    text = model.config.get_text_config()
+    each = text.per_layer_config
+    heads = {k: c for k, c in zip(text.layer_types, each, strict=True)}
+    sizes = SIZES | dict(
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        num_attention_heads=text.num_attention_heads,
+        num_key_value_heads=each[0].num_key_value_heads,
+        head_dim=heads["sliding_attention"].head_dim,
+        global_head_dim=heads["full_attention"].head_dim,
+    )
+    assistant = assistant_of(model, sizes=sizes)
+    inputs = prompts_for(model)[kind]
+    options = dict(max_new_tokens=12, do_sample=False)
+    run = custom_generate(drafter=assistant, method="assistant")
+    found = model.generate(**inputs, custom_generate=run, **options)
+    assert torch.equal(found, model.generate(**inputs, **options))
+
+
+def test_clusters_of_a_row_do_not_depend_on_its_batch():
+    model = target(3, vocab_size=36)
+    few = dict(use_ordered_embeddings=True, num_centroids=6, centroid_intermediate_top_k=2)
+    assistant = assistant_of(model, sizes=SIZES | dict(vocab_size=36), **few)
+    states = torch.randn(3, 2, 32, generator=torch.Generator().manual_seed(0))
+    weight = assistant.lm_head.weight
+    together = clustered(assistant.masked_embedding, states, weight)
+    for row in range(3):
+        alone = clustered(assistant.masked_embedding, states[row : row + 1], weight)
+        torch.testing.assert_close(alone[0], together[row])
+        assert int(alone.isfinite().sum()) == 2 * 12
+
+
+V = 6
+ROOT = 2
+T = 1.5
+PROCESSOR = Processor(T)
+SHORT = [4, 1, 5, 3]
+
+
+@pytest.fixture(scope="module")
+def small():
+    model = target(0, vocab_size=V)
+    return model, assistant_of(model, sizes=SIZES | dict(vocab_size=V))
+
+
+@torch.no_grad()
+def target_tables(model, prompt, depths):
+    tables = []
+    for depth in range(depths):
+        paths = torch.tensor(list(itertools.product(range(V), repeat=depth)), dtype=torch.int64)
+        paths = paths.view(V**depth, depth)
+        ids = torch.cat([torch.tensor(prompt).expand(len(paths), -1), paths], 1)
+        tables.append(PROCESSOR(model(ids).logits[:, -1].double()))
+    return tables
+
+
+@torch.no_grad()
+def recorded_tables(model, assistant):
+    """The drafter's distributions after the root [1, V] and after each first draft [V, V]."""
+    drafter = AssistantDrafter(assistant, VLMTarget(model, PROCESSOR), branching([V, 1]))
+    output = drafter.target.prefill(VLMPrompt(padded([SHORT]), 8), drafter.max_nodes)
+    feedback = Feedback(output, torch.tensor([ROOT]))
+    drafter.begin(feedback, Clock())
+    tree = drafter.propose(feedback, Uniforms.from_seeds([0]))
+    firsts = (tree.shape.depths[0] == 1).nonzero()[:, 0]
+    second = torch.empty(V, V)
+    for node in firsts.tolist():
+        below = int((tree.shape.parents[0] == node).nonzero()[0])
+        second[tree.tokens[0, node]] = tree.probs[0, below]
+    return tree.probs[0, firsts[0]][None], second
+
+
+@torch.no_grad()
+def test_recorded_distributions_are_the_assistants_own(small):
+    model, assistant = small
+    seen = model(torch.tensor([SHORT]), output_hidden_states=True, return_shared_kv_states=True)
+    place = torch.tensor([[len(SHORT)]])
+
+    def after(token, state):
+        embedding = model.get_input_embeddings()(torch.tensor([[token]]))
+        return assistant(
+            inputs_embeds=torch.cat([embedding, state], -1),
+            position_ids=place,
+            shared_kv_states=dict(seen.shared_kv_states),
+        )
+
+    first = after(ROOT, seen.hidden_states[-1][:, -1:])
+    found = recorded_tables(model, assistant)
+    wanted = PROCESSOR(first.logits[0].double())
+    torch.testing.assert_close(found[0].double(), wanted, rtol=0, atol=1e-6)
+    for token in range(V):
+        wanted = PROCESSOR(after(token, first.last_hidden_state).logits[0, 0].double())
+        torch.testing.assert_close(found[1][token].double(), wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (2, 2)])
+def test_every_draw_together_is_the_targets_distribution(small, shape):
+    """Enumerated; a twin that records the first draft's for the second's is found out."""
+    model, assistant = small
+    q = [x.double() / x.double().sum(-1, keepdim=True) for x in recorded_tables(model, assistant)]
+    p = target_tables(model, [*SHORT, ROOT], 3)
+    wanted = sequence_probs(p, 3)
+    drawn = draws(branching(list(shape)), q, "without replacement")
+    assert total_variation(emitted_probs(Recursive(), drawn, p), wanted) < 1e-12
+    wrong = draws(branching(list(shape)), [q[0], q[0].expand(V, -1)], "without replacement")
+    recorded = dict(zip(map(tuple, wrong.tree.tokens.tolist()), wrong.tree.probs, strict=True))
+    probs = torch.stack([recorded[tuple(row)] for row in drawn.tree.tokens.tolist()])
+    drawn.tree = DraftTree(drawn.tree.tokens, drawn.tree.shape, probs)
+    assert total_variation(emitted_probs(Recursive(), drawn, p), wanted) > 1e-3
+
+
+class Stream(Uniforms):
+    """One generator for thousands of rows."""
+
+    def __init__(self, rows):
+        self.rows, self.generator = rows, torch.Generator().manual_seed(1)
+
+    @property
+    def device(self):
+        return self.generator.device
+
+    def draw(self, count):
+        return torch.rand(self.rows, count, generator=self.generator)
+
+
+def colder(drafter):
+    """Drafts come from a colder distribution than the one recorded."""
+    grow = drafter.growth._draw
+
+    def draw(head, logits, width, uniforms):
+        tokens, _ = grow(head, logits * 3, width, uniforms)
+        return tokens, grow(head, logits, width, Stream(len(logits)))[1]
+
+    drafter.growth._draw = draw
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize(
+    "method", [methods.Assistant(tree="chain(3)", rule="block"), methods.Assistant(tree=(2, 1))]
+)
+def test_samples_follow_the_targets_distribution(small, method, broken):
+    rows, length = 3000, 3
+    model, assistant = small
+    aim = VLMTarget(model, PROCESSOR)
+    drafter, rule = assemble(method, aim, assistant)
+    if broken:
+        colder(drafter)
+    prompt = VLMPrompt(padded([SHORT] * rows), length)
+    *_, end = decode(aim, drafter, rule, prompt, length, Stream(rows))
+    probs = sequence_probs(target_tables(model, SHORT, length), length)
+    index = sum(end.tokens[:, t] * V ** (length - 1 - t) for t in range(length))
+    seen = torch.bincount(index, minlength=V**length).double()
+    wanted, order = (probs * rows).sort(descending=True)
+    common = int((wanted >= 5).sum())
+    cells = [torch.cat([x[:common], x[common:].sum()[None]]) for x in (wanted, seen[order])]
+    statistic = ((cells[1] - cells[0]) ** 2 / cells[0])[cells[0] > 1e-9].sum()
+    limit = chi2.ppf(0.999, int((cells[0] > 1e-9).sum()) - 1)
+    assert (statistic < limit) == (not broken)
+
+
+def test_misfits_are_named():
+    model = target(0)
+    aim = VLMTarget(model, Processor(0.0))
+
+    def refused(assistant, said):
+        with pytest.raises(ValueError, match=said):
+            assemble(methods.Assistant(), aim, assistant)
+
+    refused(assistant_of(model, backbone_hidden_size=48), "target's width 32, got 48")
+    refused(assistant_of(model, sizes=SIZES | dict(vocab_size=40)), "vocabulary 37, got 40")
+    refused(assistant_of(model, sizes=SIZES | dict(head_dim=16)), "sliding_attention layers")
+    refused(model, "use method text-draft for a language model")

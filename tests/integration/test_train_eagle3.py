@@ -1,0 +1,130 @@
+"""An EAGLE-3 head learns what it will do when it drafts, from texts and from conversations."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import DynamicCache
+
+from specmm import TextPipeline, VQAPipeline, zoo
+from specmm.hf.drafters.eagle3_files import load_eagle3
+from specmm.hf.drafters.files import read_acceptance
+from specmm.hf.target import VLMTarget
+from specmm.processors import Processor
+from specmm.recipes.recipe import train
+from specmm.recipes.training.rollout import RolledEagle3, build_eagle3, rollout_loss, some_of
+from specmm.recipes.training.seen import Seen
+from specmm.training import seeded
+
+LLAVA = zoo.POCKET / "llava"
+CODER = zoo.POCKET / "coder"
+LENGTH = 7
+
+
+@pytest.fixture(scope="module")
+def head():
+    pipe = TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float32)
+    return build_eagle3(VLMTarget(pipe.model, Processor()), inner=32, ids=torch.arange(3, 90, 3))
+
+
+def seen(head, length=LENGTH):
+    with seeded(1):
+        width = head.config.sizes.hidden_size
+        context = torch.randn(1, length, len(head.config.layers) * width)
+        mask = torch.ones(1, length, dtype=torch.bool)
+        return Seen(torch.randn(1, length, width), context, torch.randn(1, length, width), mask)
+
+
+def rolled(head, given, steps):
+    """The states [steps][1, L, C] of a rollout, as the loss computes them."""
+    past, hidden, found = DynamicCache(), head.mixed(given.context), []
+    for k in range(steps):
+        states = RolledEagle3(head).advance(k, given.embeddings, hidden, past)
+        found.append(states)
+        hidden = torch.nn.functional.pad(states[:, :-1], (0, 0, 1, 0))
+    return found
+
+
+@torch.no_grad()
+def test_a_rollout_is_what_drafting_computes(head):
+    """For every root: the slots before it on the target's states, then drafts one by one."""
+    given, steps = seen(head), 4
+    found = rolled(head, given, steps)
+    for root in range(LENGTH - steps):
+        past, mixed = DynamicCache(), head.mixed(given.context)
+        before = head.slots(given.embeddings[:, : root + 1], mixed[:, : root + 1])
+        state = head(before, None, None, past)[:, -1:]
+        torch.testing.assert_close(found[0][:, root], state[:, 0])
+        for k in range(1, steps):
+            place = root + k
+            slot = head.slots(given.embeddings[:, place : place + 1], state)
+            bias = torch.zeros(1, 1, 1, place + 1)
+            state = head(slot, torch.tensor([[place]]), bias, past)
+            torch.testing.assert_close(found[k][:, place], state[:, 0])
+
+
+def test_the_loss_is_least_where_drafts_are_the_targets(head):
+    """Cross-entropy of a head whose drafts have the target's own distribution: its entropy."""
+    given = seen(head)
+    with torch.no_grad():
+        states = rolled(head, given, 1)[0]
+    # the target's state of place p + 1 is what slot p predicts: then both heads agree
+    wanted = Seen(given.embeddings, given.context, states.roll(1, 1), given.mask)
+    found = rollout_loss(RolledEagle3(head), head.logits, wanted, 1)
+    log_probs = head.logits(states[given.mask]).log_softmax(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
+    torch.testing.assert_close(found["loss"], entropy)
+    torch.testing.assert_close(found["overlap"], torch.tensor(1.0))
+    with torch.no_grad():
+        worse = rollout_loss(RolledEagle3(head), lambda x: head.logits(x).flip(-1), wanted, 1)
+    assert worse["loss"] > found["loss"] and worse["overlap"] < 1
+
+
+def test_places_that_count_are_drawn():
+    mask = torch.zeros(3, 10, dtype=torch.bool)
+    mask[:, 2:8] = True
+    some = some_of(mask, 5, seed=0)
+    assert int(some.sum()) == 5 and not bool((some & ~mask).any())
+    assert not torch.equal(some, some_of(mask, 5, seed=1))
+    torch.testing.assert_close(some_of(mask, 50, seed=0), mask)
+
+
+def test_the_recipe_of_text(tmp_path):
+    model = shutil.copytree(CODER, tmp_path / "model", ignore=shutil.ignore_patterns("drafters"))
+    text = tmp_path / "text.py"
+    text.write_text("".join(f"def add_{i}(a, b):\n    return a + b + {i}\n\n" for i in range(300)))
+    options = dict(text=text, rows=4, drawn=0.5, batch=2, rollout=2, inner=32, scenes=2)
+    found = train(
+        "eagle3", model=model, steps=2, vocabulary=12, slots=50, out=tmp_path / "run", **options
+    )
+    folder = model / "drafters" / "eagle3"
+    assert found["outputs"] == [str(folder)]
+    assert read_acceptance(folder).keys() == {0.0, 1.0}
+    assert load_eagle3(folder).config.tokens == 12
+    pipe = TextPipeline.from_pretrained(model, method="eagle3", torch_dtype=torch.float32)
+    drafted = pipe("def add(", max_new_tokens=12)
+    assert drafted.texts == pipe("def add(", method="ar", max_new_tokens=12).texts
+    with pytest.raises(ValueError, match="replace=true"):
+        train("eagle3", model=model, steps=1, out=tmp_path / "again", **options)
+
+
+def test_the_recipe_of_conversations(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 255, (96, 96, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    rows = [{"question": f"Is it {i}?", "answer": f"yes, {i}", "image": "a.png"} for i in range(11)]
+    rows.append({"question": "What is a fish?", "answer": "an animal"})
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = shutil.copytree(LLAVA, tmp_path / "model", ignore=shutil.ignore_patterns("drafters"))
+    options = dict(rows=4, drawn=0.5, batch=2, rollout=2, inner=32, scenes=2)
+    train("eagle3", model=model, data=lines, steps=3, out=tmp_path / "run", **options)
+    answers = json.loads((tmp_path / "run" / "answers" / "0000-2.json").read_text())
+    assert len(answers) == 2 and all(answers)  # the target's own
+    pipe = VQAPipeline.from_pretrained(model, method="eagle3", torch_dtype=torch.float32)
+    asked = (Image.open(tmp_path / "a.png"), "What is it?")
+    drafted = pipe(*asked, max_new_tokens=8)
+    assert drafted.answers == pipe(*asked, method="ar", max_new_tokens=8).answers
+    assert drafted.certificate.kind == "exact"
