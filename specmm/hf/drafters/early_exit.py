@@ -13,6 +13,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -33,8 +34,8 @@ from specmm.layered import Skip, Weights, skipped
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.self_drafting import SelfDrafter
-from specmm.self_search import SHARE, Search, search_of
-from specmm.verify import Block, Recursive
+from specmm.self_search import Search, search_of
+from specmm.verify import Block, Recursive, Rule
 
 ROOM = 48  # tokens of text that a plan searches on
 M = TypeVar("M", bound=nn.Module)
@@ -267,43 +268,47 @@ def _plan(target: VLMTarget, prompt: VLMPrompt, kind: methods.SelfDraft) -> Plan
     text = dataclasses.replace(prompt, max_new_tokens=ROOM)
     try:
         target.check(text)
-        parts = make(kind, target, None, None)
+        drafter = drafter_of(kind, target)
     except ValueError as error:
         return Plan(None, 1.0, 1.0, f"not to be measured ({error})")
-    search = parts.drafter.search
-    search.share = 1.0
-    try:
-        raced([lambda: _answer(target, parts, text)], 1)
-    finally:
-        search.share = SHARE
-    gain = search.best(parts.drafter.gated).gain
-    if gain <= 1:
+    with drafter.searching():
+        raced([lambda: _answer(target, drafter, text)], 1)
+    if not drafter.setting.skip:
         return Plan(None, 1.0, 1.0, "no layers can be left out")
     short = dataclasses.replace(prompt, max_new_tokens=TOKENS)
-    plain, own = raced(
-        [lambda: _answer(target, None, short), lambda: _answer(target, parts, short)]
-    )
+    contenders = [partial(_answer, target, who, short) for who in (None, drafter)]
+    plain, own = raced(contenders)
     return fastest({kind: own / plain})
 
 
-def _answer(target: VLMTarget, parts: Assembly | None, prompt: VLMPrompt) -> Iterator[Progress]:
+def _answer(target: VLMTarget, own: SelfDrafter | None, prompt: VLMPrompt) -> Iterator[Progress]:
+    """The run of ``prompt`` by method ``self``, or plain decoding."""
     length = prompt.max_new_tokens
     seeds = range(len(prompt.lengths))
     uniforms = Uniforms([torch.Generator(target.device).manual_seed(seed) for seed in seeds])
-    if parts is None:
+    if own is None:
         return decode_plain(target, prompt, length, uniforms)
-    return decode(target, parts.drafter, parts.rule, prompt, length, uniforms)
+    return decode(target, own, rule_of(target), prompt, length, uniforms)
 
 
 def make(
     method: methods.SelfDraft, target: VLMTarget, drafter: object, tokenizer: object
 ) -> Assembly:
-    """The parts of method ``self``: chains, by block verification where they are drawn."""
+    """The parts of method ``self``."""
+    return Assembly(drafter_of(method, target), rule_of(target))
+
+
+def drafter_of(method: methods.SelfDraft, target: VLMTarget) -> SelfDrafter:
+    """Chains by ``target`` itself, without the layers that ``method`` or a search names."""
     layered = LayeredTarget(target)
     own = target.processor
     skip: Skip | Search = skipped(layered.layers, method.exit, method.skip)
     if not skip:
         skip = search_of(target.model, layered, method.length, method.seed, own.greedy)
     processor = own if isinstance(own, Processor) else Processor(float(not own.greedy))
-    made = SelfDrafter(layered, processor, skip, method.length, method.sure, target.device)
-    return Assembly(made, Recursive() if own.greedy else Block())
+    return SelfDrafter(layered, processor, skip, method.length, method.sure, target.device)
+
+
+def rule_of(target: VLMTarget) -> Rule:
+    """Block verification where drafts are drawn."""
+    return Recursive() if target.processor.greedy else Block()
