@@ -279,8 +279,8 @@ class Drafters:
         place = KINDS[method].place if method in KINDS else ""
         if place and method not in self.given:
             folder = self._folder(method)
-            if folder is None and self._offered(method):
-                return None
+            if folder is None and KINDS[method].offers:
+                return None  # the target's own, or it says what is missing
             if folder is None:
                 raise ValueError(
                     f"method {method!r} needs a drafter and {self.name} has none in "
