@@ -191,7 +191,7 @@ class DFlashSource:
     confidence: Confidence | None = None
 
     def __init__(self, model: DFlash, target: VLMTarget) -> None:
-        _check_dflash(model, target)
+        check_dflash(model, target)
         family = target.family
         # The same weights with another cache: several runs may be interleaved.
         self.model = copy.copy(model)
@@ -312,7 +312,7 @@ def plain_embedding(family: Family) -> Callable[[Tensor], Tensor]:
     return lambda tokens: F.embedding(tokens, weight)
 
 
-def _check_dflash(model: DFlash, target: VLMTarget) -> None:
+def check_dflash(model: DFlash, target: VLMTarget) -> None:
     """Raise ``ValueError`` unless ``model`` can read and draft for ``target``."""
     check_layers(model.config.layers, len(target.family.layers))
     width = model.fc.weight.shape[0]

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from specmm.checkpoints import State, load_strict, read_checkpoint, read_json
-from specmm.vlm.msd import MSDConfig, MSDHead, write_folder
+from specmm.vlm.msd import MSDConfig, MSDHead, drafted_embeddings, load_msd, write_folder
 
 ALGORITHM = "eagle"
 VERSION = "0.1.0"  # of the configuration's schema
@@ -94,6 +95,15 @@ def export_speculators(
     weights = {_renamed(k, NAMES): v for k, v in head.state_dict().items()} | {OUTPUT: output}
     state: State = {k: v.detach().cpu().clone().contiguous() for k, v in weights.items()}
     write_folder(folder, state, facts)
+
+
+def to_speculators(folder: Path, target: PreTrainedModel, out: Path) -> str:
+    """Write the head in ``folder`` of the ``target`` model for text prompts, and what to know."""
+    verifier = Verifier(str(target.config.name_or_path), [type(target).__name__])
+    head = load_msd(folder, drafted_embeddings(target))
+    weight: Any = target.get_output_embeddings().weight
+    export_speculators(head, weight.to(head.fc.weight.dtype), out, verifier, text_only=True)
+    return "for text prompts: the format has no field for pictures' raw slots"
 
 
 def import_speculators(folder: str | Path) -> tuple[MSDHead, Tensor]:

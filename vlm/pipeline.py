@@ -88,7 +88,7 @@ class VQAPipeline(Pipeline):
     def from_pretrained(
         cls,
         name: str | Path,
-        method: str | methods.VQAMethod = "ar",
+        method: str | methods.VQAMethod | None = None,
         drafter: str | Path | Any = None,
         torch_dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
@@ -96,9 +96,10 @@ class VQAPipeline(Pipeline):
         """A pipeline of a folder, a pocket name or a hub id, in this machine's fastest dtype.
 
         ``drafter`` is a loaded one, or the folder, pocket name or hub id of the method's drafter
-        where it is not beside the model.
+        where it is not beside the model; ``method`` None is the one that such a folder is for, and
+        plain decoding without one.
         """
-        resolved = methods.resolve_vqa(method)
+        resolved = methods.resolve_vqa(method or cls.default_method(drafter))
         folder = find(name)
         model = load_model(folder, torch_dtype)
         size = sum(p.numel() for p in model.parameters())

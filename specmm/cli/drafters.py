@@ -53,6 +53,8 @@ def export(
     if as_json:
         return emit(made)
     say(f"{made['format']} written to {made['folder']} as {made['layout']}")
+    if made["note"]:
+        say(made["note"])
 
 
 def _lines(found: Inspection, target: str | None) -> list[str]:

@@ -55,9 +55,12 @@ def ask(
     images: Images = [],  # noqa: B006  typer copies it
     video: VideoFiles = [],  # noqa: B006
     method: Annotated[
-        str,
-        typer.Option(help="ar, text-draft, vlm-draft, msd, prompt-lookup, verdict, draft or auto."),
-    ] = "ar",
+        str | None,
+        typer.Option(
+            help="ar, text-draft, vlm-draft, msd, eagle3, block, mtp, prompt-lookup, verdict, "
+            "draft or auto; without it ar, or the drafter's."
+        ),
+    ] = None,
     option: Options = [],  # noqa: B006
     drafter: Drafter = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 64,
@@ -72,9 +75,9 @@ def ask(
 ) -> None:
     """Answer a question about pictures or videos; the answer is written to stderr as it comes."""
     from specmm.methods import VQA
-    from specmm.runs.run import Place, answered, label, parse_method
+    from specmm.runs.run import Place, answered, default_method, label, parse_method
 
-    chosen = parse_method(VQA, method, option)
+    chosen = parse_method(VQA, method or default_method("questions", drafter), option)
     sampling = dict(
         temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty
     )
@@ -103,11 +106,12 @@ def complete(
     model: Model,
     prompt: PromptBatch,
     method: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="ar, diffuspec, specdiff, deer, block, text-draft, prompt-lookup, draft or auto."
+            help="ar, diffuspec, specdiff, deer, block, eagle3, mtp, text-draft, prompt-lookup, "
+            "draft or auto; without it ar, or the drafter's."
         ),
-    ] = "ar",
+    ] = None,
     option: CompleteOptions = [],  # noqa: B006  typer copies it
     drafter: Drafter = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a text.")] = 128,
@@ -137,9 +141,9 @@ def complete(
 ) -> None:
     """Continue a text; a single one is written to stderr as it comes."""
     from specmm.methods import TEXT
-    from specmm.runs.run import Place, answered, label, parse_method
+    from specmm.runs.run import Place, answered, default_method, label, parse_method
 
-    chosen = parse_method(TEXT, method, option)
+    chosen = parse_method(TEXT, method or default_method("text", drafter), option)
     if plot is not None:
         from specmm.runs.figures import check_plot, plot_drafting
 

@@ -36,14 +36,14 @@ Answer = Callable[[], Iterator[Progress]]
 
 
 def kinds_of(registry: Sequence[str], drafters: Drafters) -> list[str]:
-    """The methods of a ``registry`` that ``auto`` chooses among: those with a plan, or of a part of
-    the target itself, for which there is a drafter, and those whose drafter was given. One that
-    needs no drafter is for models that have none.
+    """The methods of a ``registry`` that ``auto`` chooses among: those that contend or have a plan,
+    and for which there is a drafter, and those whose drafter was given. One that needs no drafter
+    is for models that have none.
     """
 
     def ready(name: str) -> bool:
         kind = KINDS[name]
-        offered = bool(kind.plan or kind.offers) and drafters.has(name)
+        offered = (bool(kind.plan) or kind.contends) and drafters.has(name)
         return bool(kind.make) and (offered or name in drafters.passed)
 
     found = [name for name in KINDS if name in registry and ready(name)]

@@ -101,7 +101,8 @@ class DrafterFormat:
 
     Of ``own`` layouts the drafter belongs to one target; others are models by themselves. What may
     be a target, too, has a ``command``, by which it is run. ``exports`` are functions that write
-    it as another layout, ``"module:name"`` by the layout's name: ``(folder, out, target)``.
+    it as another layout, ``"module:name"`` by the layout's name: ``(folder, target model, out)``;
+    they may return what to know about it.
     """
 
     title: str
@@ -148,11 +149,13 @@ def _sees(folder: ModelFolder) -> bool:
 
 
 BLOCKS = "specmm.diffusion_drafters.export"
+HEADS = "specmm.hf.drafters.eagle3_files"
+EAGLE3 = {layout: f"{HEADS}:to_{layout}" for layout in ("speculators", "eagle", "specforge")}
 FORMATS: tuple[DrafterFormat, ...] = (
     DrafterFormat("LlamaGen block drafter", _model("BlockHead"), ("speculative",)),
     DrafterFormat("LlamaGen EAGLE head", _model("EagleHead"), ("eagle",)),
-    DrafterFormat("speculators EAGLE-3 head", _named("eagle3"), ("eagle3",)),
-    DrafterFormat("speculators P-EAGLE head", _named("peagle"), ("eagle3",)),
+    DrafterFormat("speculators EAGLE-3 head", _named("eagle3"), ("eagle3",), exports=EAGLE3),
+    DrafterFormat("speculators P-EAGLE head", _named("peagle"), ("eagle3",), exports=EAGLE3),
     DrafterFormat("speculators DFlash drafter", _named("dflash"), ("block",)),
     DrafterFormat("speculators DSpark drafter", _named("dspark"), ("block",)),
     DrafterFormat("speculators MTP layers", _named("mtp"), ("mtp",)),
@@ -162,8 +165,9 @@ FORMATS: tuple[DrafterFormat, ...] = (
     DrafterFormat("DEER drafter", lambda folder: _type(folder) == "deer", ("deer",)),
     DrafterFormat(
         "EAGLE-3 head as of SafeAILab or SpecForge",
-        lambda folder: bool(named("specmm.hf.drafters.eagle3_files:is_eagle3")(folder.facts)),
+        lambda folder: bool(named(f"{HEADS}:is_eagle3")(folder.facts)),
         ("eagle3",),
+        exports=EAGLE3,
     ),
     DrafterFormat(
         "DFlash assistant of transformers",

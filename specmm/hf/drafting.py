@@ -44,9 +44,9 @@ class DrafterKind:
     model, method)`` what it drafts with. A model's own is in its folder ``drafters/place``, or
     ``instead``. ``plan(target, drafter, prompt, plans, method)`` is method ``auto`` for it,
     ``judge(experts, pipeline, keep)`` what answers where nothing is drafted, and
-    ``offers(target model)`` says whether the target itself has what drafts. Method ``auto`` turns
-    to one that is ``drafterless`` where nothing else drafts. Which layouts of folders it reads is
-    said in ``drafter_formats``.
+    ``offers(target model)`` says whether the target itself has what drafts. Method ``auto`` also
+    tries what ``contends`` without a plan, and turns to one that is ``drafterless`` where nothing
+    else drafts. Which layouts of folders it reads is said in ``drafter_formats``.
     """
 
     make: str
@@ -56,6 +56,7 @@ class DrafterKind:
     plan: str = ""
     judge: str = ""
     offers: str = ""
+    contends: bool = False
     drafterless: bool = False
 
 
@@ -81,11 +82,13 @@ KINDS: Mapping[str, DrafterKind] = {
         "specmm.hf.drafters.mtp_layers:load_layers",
         "mtp",
         offers="specmm.hf.pretrained:has_mtp_layers",
+        contends=True,
     ),
     "assistant": DrafterKind(
         "specmm.hf.drafters.assistant:make",
         "specmm.hf.drafters.assistant:load_assistant",
         "assistant",
+        contends=True,
     ),
     "verdict": DrafterKind(
         "", f"{VLM}.verdict:load_experts", "experts", judge=f"{VLM}.verdict:make_judge"

@@ -104,7 +104,7 @@ class _Reader:
         known = tuple(name for name in kind.methods if name in _all_methods())
         beside = self.folder.path / "drafters"
         files = sorted(beside.rglob(zoo.TRANSFORMERS)) if kind.command else []
-        drafters = tuple(_Reader(ModelFolder(file.parent)).inspection() for file in files)
+        drafters = tuple(read_folder(ModelFolder(file.parent)) for file in files)
         layers = mtp_layers(self.folder) if kind.command else 0
         if layers:
             self.notes.append(f"its checkpoint has {layers} MTP layers, for method mtp")
@@ -214,13 +214,18 @@ def find_folder(name: str | Path) -> Path:
     return zoo.find(name, zoo.TRANSFORMERS)
 
 
+def read_folder(folder: ModelFolder) -> Inspection:
+    """What ``folder`` holds; see :func:`inspect`."""
+    return _Reader(folder).inspection()
+
+
 def inspect(name: str | Path, target: str | Path | None = None) -> Inspection:
     """What the folder, pocket model or hub id ``name`` holds, and whether it fits the ``target``
     model.
 
     Raises ``ValueError`` for what is no drafter and no model.
     """
-    found = _Reader(ModelFolder(find_folder(name))).inspection()
+    found = read_folder(ModelFolder(find_folder(name)))
     if target is None:
         return found
     config = load_config(weights_folder(find_target(target)))

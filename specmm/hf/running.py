@@ -25,6 +25,7 @@ from specmm.decode import EndTokens, Play, Progress, all_of, decode, decode_plai
 from specmm.drafter import BatchingDrafter, DeferredDrafter, Drafter, NoDrafts
 from specmm.hf.choosing import chosen_of, kinds_of
 from specmm.hf.drafting import KINDS, Drafters, Method, method_of, preset_of
+from specmm.hf.pretrained import find
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
@@ -363,6 +364,18 @@ class Pipeline:
         return self.drafters.get(kind)
 
     @classmethod
+    def default_method(cls, drafter: object) -> str:
+        """The method where none is named: that of the ``drafter``, loaded or by the name of its
+        folder; plain decoding without one.
+
+        Raises ``ValueError`` for one that no method here drafts with.
+        """
+        if drafter is None:
+            return str(methods.AR.name)
+        place = find(drafter) if isinstance(drafter, str | Path) else drafter
+        return cls.drafter_kind(methods.Auto(), place)
+
+    @classmethod
     def drafter_kind(cls, method: Any, drafter: object = None) -> str:
         """The method whose ``drafter`` (a loaded one or a folder) ``method`` uses."""
         if method.name == methods.Draft.name:
@@ -373,8 +386,9 @@ class Pipeline:
         if kind not in KINDS or kind not in cls.registry:
             given = drafter if isinstance(drafter, Path) else f"a {type(drafter).__name__}"
             raise ValueError(
-                f"method 'auto' needs a drafter that one of its methods uses, got {given} for "
-                f"method {kind or 'none'}; name another method"
+                f"drafter must be of a method here, got {given} for method {kind or 'none'}; give "
+                f"one of {', '.join(name for name in KINDS if name in cls.registry)}, or name the "
+                "method"
             )
         return kind
 

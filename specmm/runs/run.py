@@ -97,6 +97,17 @@ def methods_of(kind: Kind, model: str) -> Registry:
     return methods.VQA if kind == "questions" else methods.TEXT
 
 
+def default_method(kind: Kind, drafter: str | None) -> str:
+    """The method of a ``drafter``'s folder, for questions or text; plain decoding without one."""
+    if drafter is None:
+        return str(methods.AR.name)
+    from specmm.text.pipeline import TextPipeline
+    from specmm.vlm.pipeline import VQAPipeline
+
+    pipeline = VQAPipeline if kind == "questions" else TextPipeline
+    return pipeline.default_method(drafter)
+
+
 def open_model(
     kind: Kind,
     model: str,

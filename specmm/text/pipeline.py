@@ -110,7 +110,7 @@ class TextPipeline(Pipeline):
     def from_pretrained(
         cls,
         name: str | Path,
-        method: str | methods.TextMethod = "ar",
+        method: str | methods.TextMethod | None = None,
         drafter: object = None,
         torch_dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
@@ -119,9 +119,10 @@ class TextPipeline(Pipeline):
         fastest.
 
         ``drafter`` is a loaded one, or the folder, pocket name or hub id of the method's drafter
-        where it is not beside the model.
+        where it is not beside the model; ``method`` None is the one that such a folder is for, and
+        plain decoding without one.
         """
-        resolved = methods.make(methods.TEXT, method)
+        resolved = methods.make(methods.TEXT, method or cls.default_method(drafter))
         folder = find_target(name)
         model, tokenizer = load_target(folder, torch_dtype)
         size = sum(p.numel() for p in model.parameters())

@@ -2,8 +2,10 @@
 where it loses.
 """
 
+import dataclasses
 import json
 import shutil
+import time
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from typer.testing import CliRunner
 from specmm import methods
 from specmm.autotune import plan
 from specmm.cli import app
+from specmm.decode import Progress
 from specmm.guidance import Guidance
+from specmm.hf import choosing
 from specmm.image_ar.tokens import assemble
 from specmm.image_ar.tokens.assemble import LlamaGenParts, choose_method, planned_for
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
@@ -108,3 +112,77 @@ def test_bench_and_plan_of_a_model_without_drafters(make_tiny, tmp_path):
     assert [row["method"] for row in json.loads(done.stdout)] == ["ar", "sjd"]
     done = CliRunner().invoke(app, ["plan", str(tmp_path), "--json"])
     assert done.exit_code == 0 and json.loads(done.stdout)["choice"] in ("ar", "sjd")
+
+
+def test_the_fastest_of_a_race_is_taken_if_it_gains_more_than_noise():
+    gains = {methods.Block(length=2): 1.4, methods.DEER(length=3): 1.7}
+    made = choosing.fastest(gains)
+    assert made.draft_free == methods.DEER(length=3) and made.expected_speedup == 1.7
+    assert "1.40x" in made.reason and "1.70x" in made.reason
+    slow = {method: gain / 1.65 for method, gain in gains.items()}
+    assert choosing.fastest(slow).draft_free is None, "3% is noise"
+    assert choosing.fastest({}).draft_free is None
+
+
+def test_contenders_take_turns_and_the_prompt_is_not_counted():
+    """Their speed is that of tokens after the first round, the median of the passes."""
+    turns = []
+
+    def contender(name, pause):
+        def steps():
+            turns.append(name)
+            time.sleep(0.05)  # a prompt
+            for count in (1, 5, 9):
+                none = torch.zeros(1)
+                yield Progress(none, torch.tensor([count]), torch.tensor([9]), None, none, none)
+                time.sleep(pause if count < 9 else 0)
+
+        return steps
+
+    quick, slow = choosing.raced([contender("quick", 0.002), contender("slow", 0.02)], passes=3)
+    assert turns == ["quick", "slow"] * 3
+    assert quick > 3 * slow and slow > 8 / 0.1, "the prompt would make it less"
+
+
+@pytest.mark.parametrize("first", ["block", "deer"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_all_drafters_there_are_contend(first, temperature, text_folder, monkeypatch):
+    """Their plans are asked, then they race; what wins answers as plain decoding does."""
+    pipe = TextPipeline.from_pretrained(text_folder, torch_dtype=torch.float32)
+    asked, raced = [], []
+
+    def choose(target, drafter, prompt, plans, method):
+        asked.append(method.name)
+        return dataclasses.replace(method, length=2)
+
+    def race(contenders):
+        for contender in contenders:
+            raced.append(int([*contender()][-1].counts[0]))
+        order = [kind for kind in asked if kind in ("block", "deer")]
+        return [1.0, *(2.0 if kind == first else 1.5 for kind in order)]
+
+    monkeypatch.setattr(choosing, "choose", choose)
+    monkeypatch.setattr(choosing, "raced", race)
+    options = dict(max_new_tokens=6, temperature=temperature, seed=3)
+    out = pipe("def add(", method="auto", **options)
+    assert set(asked) == {"block", "deer"} and out.method.startswith(f"auto: {first_name(first)}(")
+    assert raced == [choosing.TOKENS] * 3 and "2.00x" in out.method and "1.50x" in out.method
+    assert pipe("def add(", method="auto", **options).texts == out.texts and len(raced) == 3
+    assert pipe(
+        "def add(", method=methods.make(methods.TEXT, first, length=2), **options
+    ).texts == (out.texts)
+
+
+def first_name(kind):
+    return type(methods.make(methods.TEXT, kind)).__name__
+
+
+def test_what_was_read_for_another_call_does_not_contend(text_folder):
+    pipe = TextPipeline.from_pretrained(text_folder, torch_dtype=torch.float32)
+    before = choosing.kinds_of(list(methods.TEXT), pipe.drafters)
+    assert set(before) == {"block", "deer"}
+    pipe("def add(", method="text-draft", max_new_tokens=2)
+    assert choosing.kinds_of(list(methods.TEXT), pipe.drafters) == before
+    given = pipe.drafter("text-draft")
+    own = TextPipeline(pipe.model, pipe.tokenizer, "text-draft", given)
+    assert choosing.kinds_of(list(methods.TEXT), own.drafters) == ["text-draft"]

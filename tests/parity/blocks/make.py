@@ -138,7 +138,12 @@ def speculators_round(drafter, context, anchor, ids):
     loss_mask = torch.zeros(tokens.shape)
     loss_mask[0, length] = 1
     states, logits, *_ = drafter._backbone_forward(
-        context, tokens, loss_mask, context[..., :32], torch.zeros_like(tokens), max_anchors=1
+        context,
+        tokens,
+        loss_mask,
+        context[..., : drafter.hidden_size],
+        torch.zeros_like(tokens),
+        max_anchors=1,
     )
     first = 0 if drafter.config.sample_from_anchor else 1
     count = BLOCK - first
