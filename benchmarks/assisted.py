@@ -47,7 +47,7 @@ from specmm.vlm.pipeline import VQAPipeline
 NAME = "assisted"  # of the results
 BATCHES = (4, 8)
 ASSISTED = "transformers assisted"  # how the names of theirs begin
-TOKENS = (1, 2, 4)  # drafts of a round that transformers is tried with, beside its defaults
+TOKENS = (1, 3)  # drafts of a round that transformers is tried with, beside its defaults
 
 Ask = Callable[[int, int], Questions]
 """A batch of so many prompts by its seed."""
@@ -92,7 +92,7 @@ class Contest:
 class Kind:
     """A kind of drafter: ``contest(model, dtype)`` for each of ``models`` by default."""
 
-    contest: Callable[[str, torch.dtype], Contest]
+    contest: Callable[[str, torch.dtype | None], Contest]
     models: tuple[str, ...]
 
 
@@ -115,10 +115,10 @@ def counted(
 # ---- kinds of drafters: an entry each
 
 
-EXITS = {"pocket/coder": 15, "pocket/smollm2": 28, "pocket/llava": 12}  # layers that draft
+EXITS = {"pocket/coder": 4, "pocket/smollm2": 28, "pocket/llava": 9}  # layers that draft
 
 
-def early_exit(model: str, dtype: torch.dtype) -> Contest:
+def early_exit(model: str, dtype: torch.dtype | None) -> Contest:
     """The target's first layers, of models that were not trained for it."""
     layers = EXITS[model]
     pipe = without_drafters(model, dtype)
@@ -127,8 +127,9 @@ def early_exit(model: str, dtype: torch.dtype) -> Contest:
         pipe,
         asking(model, pipe),
         [
-            *(methods.SelfDraft(exit=layers, length=n) for n in TOKENS),
-            *(methods.SelfDraft(exit=layers, length=6, sure=bound) for bound in (0.3, 0.5)),
+            methods.SelfDraft(exit=layers, length=1),
+            methods.SelfDraft(exit=layers, length=2),
+            methods.SelfDraft(exit=layers, length=6, sure=0.5),
             methods.SelfDraft(),
         ],
         counted({"assistant_early_exit": layers}),
@@ -142,7 +143,7 @@ KINDS: Mapping[str, Kind] = {"early exit": Kind(early_exit, tuple(EXITS))}
 # ---- models and prompts
 
 
-def without_drafters(model: str, dtype: torch.dtype) -> TextPipeline:
+def without_drafters(model: str, dtype: torch.dtype | None) -> TextPipeline:
     """The text model, or the language model of a vision-language one, with no drafter beside it."""
     if model != "pocket/llava":
         whole = TextPipeline.from_pretrained(model, torch_dtype=dtype)
