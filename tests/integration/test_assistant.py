@@ -343,3 +343,4 @@ def test_misfits_are_named():
     refused(assistant_of(model, sizes=SIZES | dict(vocab_size=40)), "vocabulary 37, got 40")
     refused(assistant_of(model, sizes=SIZES | dict(head_dim=16)), "sliding_attention layers")
     refused(model, "use method text-draft for a language model")
+    refused(None, "got a NoneType")

@@ -15,6 +15,7 @@ from specmm.decode import decode
 from specmm.drafter import Feedback
 from specmm.hf.drafters.mtp import MtpDrafter
 from specmm.hf.drafters.mtp_layers import layers_of
+from specmm.hf.drafting import assemble
 from specmm.hf.families import cache_name
 from specmm.hf.pretrained import load_model
 from specmm.hf.prompt import VLMPrompt, padded
@@ -258,3 +259,13 @@ def test_checkpoints_without_the_layers_are_refused(tmp_path, name, count, said)
     config.write_text(json.dumps(facts))
     with pytest.raises(ValueError, match=re.escape(said)):
         TextPipeline.from_pretrained(tmp_path, method="mtp")("abc", max_new_tokens=4)
+
+
+def test_other_drafters_and_models_from_nowhere_are_refused(model_of):
+    target = VLMTarget(model_of("glm"), Processor(0.0))
+    with pytest.raises(ValueError, match="drafter must be MTP layers, got a str"):
+        assemble(methods.MTP(), target, "layers")
+    made = VLMTarget(AutoModelForCausalLM.from_config(target.model.config), Processor(0.0))
+    made.model.config.name_or_path = ""
+    with pytest.raises(ValueError, match="a model that was not loaded from one"):
+        assemble(methods.MTP(), made)

@@ -159,7 +159,8 @@ def _sources(model: PreTrainedModel, target: VLMTarget) -> dict[str, int]:
 
     Raises ``ValueError`` when it is an assistant of another target.
     """
-    if SHARED not in inspect.signature(model.forward).parameters:
+    forward = getattr(model, "forward", None)
+    if forward is None or SHARED not in inspect.signature(forward).parameters:
         raise ValueError(
             "drafter must be an assistant that reads the target's keys and values, as Gemma 4's, "
             f"got a {type(model).__name__}; use method text-draft for a language model"

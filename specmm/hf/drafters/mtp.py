@@ -182,8 +182,16 @@ def _at(states: Tensor, slots: Tensor) -> Tensor:
 
 
 def make(method: methods.MTP, target: VLMTarget, drafter: object, tokenizer: object) -> Assembly:
-    """The parts of method ``mtp``; ``drafter`` are other layers than the checkpoint's, if any."""
+    """The parts of method ``mtp``; ``drafter`` are other layers than the checkpoint's, if any.
+
+    Raises ``ValueError`` for anything else.
+    """
     check_unguided(method, target)
-    layers = drafter if isinstance(drafter, MtpLayers) else layers_of(target.model)
+    layers = layers_of(target.model) if drafter is None else drafter
+    if not isinstance(layers, MtpLayers):
+        raise ValueError(
+            f"drafter must be MTP layers, got a {type(layers).__name__}; leave it out, or give a "
+            "folder that holds some"
+        )
     tree, drawn, rule = trees_of(method, target)
     return Assembly(DeferredDrafter(MtpDrafter(layers, target, tree, *drawn)), rule)

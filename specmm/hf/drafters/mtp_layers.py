@@ -181,7 +181,8 @@ def load_layers(folder: Path, target: PreTrainedModel, method: str = "mtp") -> M
     Raises ``ValueError`` for a folder or a config without them, and for weights that are missing,
     of another shape or not finite.
     """
-    if read_json(folder / "config.json").get("model_type") == TUNED:
+    config = folder / "config.json"  # not there for a hub's name, which transformers resolves
+    if config.is_file() and read_json(config).get("model_type") == TUNED:
         return _load_tuned(folder, target)
     main = copy.copy(target)  # with a config of its own, all the rest shared
     main.config = _told(target.config)
