@@ -22,7 +22,7 @@ Prompt = Annotated[
 MethodName = Annotated[
     str,
     typer.Option(
-        help="LlamaGen: ar, sjd, speculative, eagle, lantern, lantern++, draft, auto; "
+        help="LlamaGen: ar, sjd, speculative, eagle, lantern, lantern++, self, draft, auto; "
         "VAR: ar, code, speculative, auto; MAR: ar, cspd; "
         "models of transformers: ar, sjd, prompt-lookup."
     ),

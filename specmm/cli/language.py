@@ -57,8 +57,8 @@ def ask(
     method: Annotated[
         str | None,
         typer.Option(
-            help="ar, text-draft, vlm-draft, msd, eagle3, block, mtp, prompt-lookup, verdict, "
-            "draft or auto; without it ar, or the drafter's."
+            help="ar, text-draft, vlm-draft, msd, eagle3, block, mtp, self, prompt-lookup, "
+            "verdict, draft or auto; without it ar, or the drafter's."
         ),
     ] = None,
     option: Options = [],  # noqa: B006
@@ -108,8 +108,8 @@ def complete(
     method: Annotated[
         str | None,
         typer.Option(
-            help="ar, diffuspec, specdiff, deer, block, eagle3, mtp, text-draft, prompt-lookup, "
-            "draft or auto; without it ar, or the drafter's."
+            help="ar, diffuspec, specdiff, deer, block, eagle3, mtp, self, text-draft, "
+            "prompt-lookup, draft or auto; without it ar, or the drafter's."
         ),
     ] = None,
     option: CompleteOptions = [],  # noqa: B006  typer copies it

@@ -60,7 +60,7 @@ INSTEAD = {  # of options that make generate decode otherwise
     "assistant_model": "give custom_generate(drafter=…, method='text-draft')",
     "prompt_lookup_num_tokens": "give custom_generate(method='prompt-lookup')",
     "use_mtp": "give custom_generate(method='mtp')",
-    "assistant_early_exit": "use the method of a drafter that you have",
+    "assistant_early_exit": "give custom_generate(method='self')",
 } | dict.fromkeys(OTHER_MODES, "call generate without custom_generate")
 PICTURES = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")  # in a prompt
 WARPERS = ("Epsilon", "MinP", "Temperature", "TopK", "TopP", "Typical")
