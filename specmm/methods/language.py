@@ -69,6 +69,7 @@ class MTP(Declared):
 class Eagle3(Declared):
     """EAGLE-3 (arXiv 2503.01840): a head reads the states of three of the target's layers.
 
+    Heads of speculators', SafeAILab's and SpecForge's layouts; those of P-EAGLE draft in one pass.
     Options as :class:`MSD`'s.
     """
 

@@ -74,8 +74,11 @@ def load_eagle3(folder: str | Path) -> Eagle3Head:
     missing and tables of tokens that contradict one another.
     """
     file = Path(folder) / "config.json"
+    facts = read_json(file)
     state = {_official(name): tensor for name, tensor in read_state(folder).items()}
-    head = Eagle3Head(read_config(read_json(file), state, file))
+    if facts.get("tie_word_embeddings") and EMBEDDINGS in state:
+        state.setdefault(HEAD, state[EMBEDDINGS])
+    head = Eagle3Head(read_config(facts, state, file))
     load_strict(head, _with_tables(state, head.config, folder), LEFTOVERS, folder)
     head.acceptance = read_acceptance(file.parent)
     return cast(head, state["fc.weight"].dtype).eval()
