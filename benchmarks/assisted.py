@@ -1,6 +1,6 @@
 """The same drafter in this library and in transformers' own assisted generation, in one run.
 
-    python -m benchmarks.assisted --kinds "early exit" --models pocket/coder
+    python -m benchmarks.assisted --kinds "early exit,dflash" --models pocket/coder
 
 Contenders take turns on the same prompts with the same seeds. At batch 1 ours is compared with the
 fastest of transformers' settings, which draft up to a fixed number of tokens or until the drafter
@@ -10,6 +10,7 @@ decoding. Greedy texts are compared with those of transformers' plain ``generate
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,10 @@ import torch
 import transformers
 import typer
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import (
+    MuseGlimmerAssistantConfig,
+    MuseGlimmerAssistantModel,
+)
 
 from benchmarks.arithmetic import quartiles, speedup
 from benchmarks.common import (
@@ -39,7 +44,9 @@ from benchmarks.text_speed import PROSE, Questions, ours, places, theirs
 from benchmarks.vlm_speed import Answer, Answered, Runner, race, row
 from recipes.scenes.facts import fact
 from specmm import methods
+from specmm.diffusion_drafters.models.dflash import RENAMED, DFlash
 from specmm.hardware import named_dtype
+from specmm.hf.drafters.files import QWEN_SIZES
 from specmm.recipes.training.texts import read_files
 from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline
@@ -136,7 +143,58 @@ def early_exit(model: str, dtype: torch.dtype) -> Contest:
     )
 
 
-KINDS: Mapping[str, Kind] = {"early exit": Kind(early_exit, tuple(EXITS))}
+def dflash(model: str, dtype: torch.dtype) -> Contest:
+    """The block drafter beside the model, without what transformers' class of them lacks."""
+    whole = TextPipeline.from_pretrained(model, torch_dtype=dtype)
+    drafter = alone(whole.drafter("block"))
+    pipe = TextPipeline(whole.model, whole.tokenizer, "block", drafter, name=model)
+    options = {"assistant_model": as_assistant(drafter), "speculation_type": "dflash"}
+    lengths = [n for n in (2, 4, 8) if n <= drafter.config.longest]
+    return Contest(
+        f"block of {drafter.config.block}",
+        pipe,
+        asking(model, pipe),
+        [*(methods.Block(length=n) for n in lengths), methods.Auto()],
+        [Assisted(options)],
+        [methods.Auto(), methods.Block(length=lengths[0])],
+    )
+
+
+def alone(drafter: DFlash) -> DFlash:
+    """``drafter`` without its table of pairs and its memory: a DFlash as published."""
+    plain = DFlash(dataclasses.replace(drafter.config, markov=0, recurrent=0))
+    own = plain.state_dict()
+    plain.load_state_dict({name: x for name, x in drafter.state_dict().items() if name in own})
+    return plain.to(drafter.fc.weight.dtype).eval()
+
+
+def as_assistant(drafter: DFlash) -> PreTrainedModel:
+    """The same weights in transformers' class of DFlash assistants."""
+    config = drafter.config
+    sizes: Any = config.sizes
+    names = (*QWEN_SIZES[1:], "head_dim", "rope_parameters")
+    made = MuseGlimmerAssistantModel(
+        MuseGlimmerAssistantConfig(
+            **{name: getattr(sizes, name) for name in names},
+            layer_types=["full_attention"] * sizes.num_hidden_layers,
+            block_size=config.block,
+            mask_token_id=config.mask,
+            target_layer_ids=list(config.layers),
+        )
+    )
+    theirs = {ours: name for name, ours in RENAMED.items() if name.startswith("encoder.")}
+    state = {}
+    for name, x in drafter.state_dict().items():
+        prefix = next((one for one in theirs if name.startswith(one)), "")
+        state[theirs.get(prefix, "") + name.removeprefix(prefix)] = x
+    made.load_state_dict(state)
+    return made.to(drafter.fc.weight.dtype).eval()
+
+
+KINDS: Mapping[str, Kind] = {
+    "early exit": Kind(early_exit, tuple(EXITS)),
+    "dflash": Kind(dflash, ("pocket/coder",)),
+}
 
 
 # ---- models and prompts
