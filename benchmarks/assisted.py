@@ -10,7 +10,6 @@ decoding. Greedy texts are compared with those of transformers' plain ``generate
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,12 +20,10 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import (
-    MuseGlimmerAssistantConfig,
-    MuseGlimmerAssistantModel,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import MtpModel
 
+from benchmarks.agreeing import with_assistant, with_mtp
 from benchmarks.arithmetic import quartiles, speedup
 from benchmarks.common import (
     RESULTS,
@@ -40,13 +37,13 @@ from benchmarks.common import (
     read_results,
     write_results,
 )
+from benchmarks.dflash_assistant import alone, as_assistant
 from benchmarks.text_speed import PROSE, Questions, ours, places, theirs
 from benchmarks.vlm_speed import Answer, Answered, Runner, race, row
 from recipes.scenes.facts import fact
 from specmm import methods
-from specmm.diffusion_drafters.models.dflash import RENAMED, DFlash
 from specmm.hardware import named_dtype
-from specmm.hf.drafters.files import QWEN_SIZES
+from specmm.hf.pretrained import find, load_tokenizer
 from specmm.recipes.training.texts import read_files
 from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline
@@ -54,7 +51,7 @@ from specmm.vlm.pipeline import VQAPipeline
 NAME = "assisted"  # of the results
 BATCHES = (4, 8)
 ASSISTED = "transformers assisted"  # how the names of theirs begin
-TOKENS = (1, 2, 4)  # drafts of a round that transformers is tried with, beside its defaults
+TOKENS = (1, 3)  # drafts of a round that transformers is tried with, beside its defaults
 
 Ask = Callable[[int, int], Questions]
 """A batch of so many prompts by its seed."""
@@ -99,7 +96,7 @@ class Contest:
 class Kind:
     """A kind of drafter: ``contest(model, dtype)`` for each of ``models`` by default."""
 
-    contest: Callable[[str, torch.dtype], Contest]
+    contest: Callable[[str, torch.dtype | None], Contest]
     models: tuple[str, ...]
 
 
@@ -122,10 +119,10 @@ def counted(
 # ---- kinds of drafters: an entry each
 
 
-EXITS = {"pocket/coder": 15, "pocket/smollm2": 28, "pocket/llava": 12}  # layers that draft
+EXITS = {"pocket/coder": 4, "pocket/smollm2": 28, "pocket/llava": 9}  # layers that draft
 
 
-def early_exit(model: str, dtype: torch.dtype) -> Contest:
+def early_exit(model: str, dtype: torch.dtype | None) -> Contest:
     """The target's first layers, of models that were not trained for it."""
     layers = EXITS[model]
     pipe = without_drafters(model, dtype)
@@ -134,8 +131,9 @@ def early_exit(model: str, dtype: torch.dtype) -> Contest:
         pipe,
         asking(model, pipe),
         [
-            *(methods.SelfDraft(exit=layers, length=n) for n in TOKENS),
-            *(methods.SelfDraft(exit=layers, length=6, sure=bound) for bound in (0.3, 0.5)),
+            methods.SelfDraft(exit=layers, length=1),
+            methods.SelfDraft(exit=layers, length=2),
+            methods.SelfDraft(exit=layers, length=6, sure=0.5),
             methods.SelfDraft(),
         ],
         counted({"assistant_early_exit": layers}),
@@ -154,53 +152,60 @@ def dflash(model: str, dtype: torch.dtype) -> Contest:
         f"block of {drafter.config.block}",
         pipe,
         asking(model, pipe),
-        [*(methods.Block(length=n) for n in lengths), methods.Auto()],
+        [
+            *(methods.Block(length=n) for n in lengths),
+            *(methods.Block(tree=n) for n in (6, 12)),
+            methods.Auto(),
+        ],
         [Assisted(options)],
         [methods.Auto(), methods.Block(length=lengths[0])],
     )
 
 
-def alone(drafter: DFlash) -> DFlash:
-    """``drafter`` without its table of pairs and its memory: a DFlash as published."""
-    plain = DFlash(dataclasses.replace(drafter.config, markov=0, recurrent=0))
-    own = plain.state_dict()
-    plain.load_state_dict({name: x for name, x in drafter.state_dict().items() if name in own})
-    return plain.to(drafter.fc.weight.dtype).eval()
-
-
-def as_assistant(drafter: DFlash) -> PreTrainedModel:
-    """The same weights in transformers' class of DFlash assistants."""
-    config = drafter.config
-    sizes: Any = config.sizes
-    names = (*QWEN_SIZES[1:], "head_dim", "rope_parameters")
-    made = MuseGlimmerAssistantModel(
-        MuseGlimmerAssistantConfig(
-            **{name: getattr(sizes, name) for name in names},
-            layer_types=["full_attention"] * sizes.num_hidden_layers,
-            block_size=config.block,
-            mask_token_id=config.mask,
-            target_layer_ids=list(config.layers),
-        )
+def mtp(model: str, dtype: torch.dtype) -> Contest:
+    """MTP layers of a random model that agree with it; theirs are not charged for loading them."""
+    count = int(model.rpartition(" ")[2])
+    target, layers = with_mtp(count, dtype)
+    MtpModel.from_pretrained = classmethod(lambda *_, **__: layers.model)
+    pipe = TextPipeline(target, coder_tokenizer(), methods.MTP(), layers, name=model)
+    same = methods.MTP(tree=f"chain({count})")
+    return Contest(
+        "MTP",
+        pipe,
+        asking("pocket/coder", pipe),
+        [same, methods.MTP(tree="chain(4)"), methods.MTP(), methods.MTP(tree=(2, 2, 1))],
+        [Assisted({"use_mtp": True})],
+        [same, methods.MTP()],
     )
-    theirs = {ours: name for name, ours in RENAMED.items() if name.startswith("encoder.")}
-    state = {}
-    for name, x in drafter.state_dict().items():
-        prefix = next((one for one in theirs if name.startswith(one)), "")
-        state[theirs.get(prefix, "") + name.removeprefix(prefix)] = x
-    made.load_state_dict(state)
-    return made.to(drafter.fc.weight.dtype).eval()
+
+
+def assistant(model: str, dtype: torch.dtype) -> Contest:
+    """An assistant of a random Gemma 4 that agrees with it."""
+    target, drafter = with_assistant(dtype)
+    pipe = TextPipeline(target, coder_tokenizer(), methods.Assistant(), drafter, name=model)
+    chains = [methods.Assistant(tree=f"chain({count})") for count in TOKENS]
+    return Contest(
+        "assistant",
+        pipe,
+        asking("pocket/coder", pipe),
+        [*chains, methods.Assistant(), methods.Assistant(tree=(2, 2, 1))],
+        counted({"assistant_model": drafter}, drafter, unsure=False),
+        [chains[-1], methods.Assistant()],
+    )
 
 
 KINDS: Mapping[str, Kind] = {
     "early exit": Kind(early_exit, tuple(EXITS)),
     "dflash": Kind(dflash, ("pocket/coder",)),
+    "mtp": Kind(mtp, ("random layers 1", "random layers 3")),
+    "assistant": Kind(assistant, ("random Gemma 4",)),  # transformers 5.24 builds it
 }
 
 
 # ---- models and prompts
 
 
-def without_drafters(model: str, dtype: torch.dtype) -> TextPipeline:
+def without_drafters(model: str, dtype: torch.dtype | None) -> TextPipeline:
     """The text model, or the language model of a vision-language one, with no drafter beside it."""
     if model != "pocket/llava":
         whole = TextPipeline.from_pretrained(model, torch_dtype=dtype)
@@ -211,6 +216,12 @@ def without_drafters(model: str, dtype: torch.dtype) -> TextPipeline:
     text.set_output_embeddings(seeing.model.get_output_embeddings())
     text.generation_config = seeing.model.generation_config
     return TextPipeline(text.eval(), seeing.tokenizer, name=model)
+
+
+def coder_tokenizer() -> PreTrainedTokenizerBase:
+    """That of pocket/coder, which the random models share."""
+    found: PreTrainedTokenizerBase = load_tokenizer(find("pocket/coder"))
+    return found
 
 
 def asking(model: str, pipe: TextPipeline) -> Ask:

@@ -18,16 +18,16 @@ NEITHER = "diffuspec(search=False, adaptive=False)"
 
 def vlm_bars(rows: Sequence[Row]) -> list[Bar]:
     """The bars of MSD, on descriptions."""
-    greedy, sampled, together = (_part(rows, DESCRIBE, *at) for at in ((0, 1), (1, 1), (0, 8)))
+    greedy, sampled, together = (part(rows, DESCRIBE, *at) for at in ((0, 1), (1, 1), (0, 8)))
     auto = [
-        r for at in ((0, 8), (1, 8)) for r in _part(rows, DESCRIBE, *at) if r["method"] == "auto"
+        r for at in ((0, 8), (1, 8)) for r in part(rows, DESCRIBE, *at) if r["method"] == "auto"
     ]
     others = ("text-draft", "prompt-lookup", "transformers assisted")
     return [
-        _fastest(greedy, ("msd",), "MSD, greedy descriptions", 2.0, equal=True),
-        _fastest(sampled, ("msd",), "MSD, descriptions at temperature 1", 1.6),
+        fastest(greedy, ("msd",), "MSD, greedy descriptions", 2.0, equal=True),
+        fastest(sampled, ("msd",), "MSD, descriptions at temperature 1", 1.6),
         _ahead(greedy, ("msd",), others, "MSD ahead of the other drafts, greedy"),
-        _fastest(together, ("msd",), "MSD, ragged batch of 8", 1.2, equal=True),
+        fastest(together, ("msd",), "MSD, ragged batch of 8", 1.2, equal=True),
         _never_below(auto, "auto at batch 8", 0.97),
     ]
 
@@ -67,15 +67,15 @@ def text_bars(
     rows: Sequence[Row], name: str, kinds: Sequence[str], greedy: float, sampled: float = 0.0
 ) -> list[Bar]:
     """The bars of text drafters on ``kinds`` of prompts; without ``sampled`` the greedy one."""
-    cold = [r for kind in kinds for r in _part(rows, kind, 0, 1)]
-    bars = [_fastest(cold, ("deer", "block"), f"{name}: DEER or block, greedy", greedy, equal=True)]
+    cold = [r for kind in kinds for r in part(rows, kind, 0, 1)]
+    bars = [fastest(cold, ("deer", "block"), f"{name}: DEER or block, greedy", greedy, equal=True)]
     if not sampled:
         return bars
-    warm = [r for kind in kinds for r in _part(rows, kind, 1, 1)]
+    warm = [r for kind in kinds for r in part(rows, kind, 1, 1)]
     others = ("transformers prompt lookup", "text-draft", "transformers assisted")
     return [
         *bars,
-        _fastest(warm, ("deer", "block"), f"{name}: DEER or block at temperature 1", sampled),
+        fastest(warm, ("deer", "block"), f"{name}: DEER or block at temperature 1", sampled),
         _ahead(
             cold,
             ("deer", "block"),
@@ -87,7 +87,8 @@ def text_bars(
     ]
 
 
-def _part(rows: Sequence[Row], kind: str, temperature: float, batch: int) -> list[Row]:
+def part(rows: Sequence[Row], kind: str, temperature: float, batch: int) -> list[Row]:
+    """The rows of a ``kind`` of questions at a temperature and a batch size."""
     return [
         r
         for r in rows
@@ -100,7 +101,7 @@ def _of(rows: Iterable[Row], names: Sequence[str]) -> list[Row]:
     return [r for r in rows if r["method"].split("(")[0] in names]
 
 
-def _fastest(
+def fastest(
     rows: Sequence[Row], names: Sequence[str], what: str, least: float, equal: bool = False
 ) -> Bar:
     """The fastest of these methods against ``least``; with ``equal`` of the token-equal ones."""

@@ -19,6 +19,7 @@ from benchmarks.bars import (
 )
 from benchmarks.columns import AUTOTUNE, FRECHET, LANGUAGE, LOOP, MAR, QUALITY, SPEED, TEXT, VAR
 from benchmarks.common import Row, read_results
+from benchmarks.drafter_bars import drafter_bars
 from benchmarks.language_bars import answer_bars, text_bars, vlm_bars
 from benchmarks.plots import best_by_budget, draw_plots
 from specmm.metrics.report import cell, table
@@ -33,7 +34,7 @@ NAMES = (
         "vlm_speed_smollava",
         "vqa_accuracy_smollava",
     ),
-    *("text_speed_coder", "text_speed_coder_compiled", "text_speed_smollm2", "jobs"),
+    *("text_speed_coder", "text_speed_coder_compiled", "text_speed_smollm2", "jobs", "assisted"),
 )
 COMPILED = (
     " A round is one compiled program here, all of it under verify; host is what is left outside. "
@@ -95,6 +96,7 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
                     rows["text_speed_smollm2"], f"SmolLM2-135M{smol}, {kind}", (kind,), 2.0
                 )
             ),
+            *drafter_bars(rows),
             *job_bars(rows["jobs"]),
         ]
     ]

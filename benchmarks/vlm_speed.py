@@ -49,7 +49,8 @@ from specmm.vlm.asking import Questions
 from specmm.vlm.pipeline import VQAPipeline
 
 LONGEST = 80  # tokens of an answer
-TREES = ((1, 1, 1), (2, 1, 1, 1, 1, 1), (3, 2, 1, 1, 1))  # of feature drafters, children by level
+# of feature drafters, children by level
+TREES = ((1, 1, 1), (2, 1, 1, 1, 1, 1), (3, 2, 1, 1, 1), (1,) * 7, (1,) * 10)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from specmm.verify.rule import Rule
 
 NOISE = 1.03  # speedups nearer to one another than this factor count as equal
 # Children by level of a spine wide enough to measure whatever a tree may hold.
-WIDEST = (6, 5, 4, 4, 3, 3, 2, 2)
+WIDEST = (6, 5, 4, 4, 3, 3, 2, 2, 1, 1)
 Table = Mapping[int, float] | Callable[[int], float]
 
 

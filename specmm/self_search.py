@@ -29,7 +29,7 @@ WINDOW = 16  # W
 SHARE = 0.1  # of the passes' weights that trials may take
 AHEAD = 2.0  # trials that need not wait
 BOUNDS = (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9)  # T values of ``sure`` that are compared
-PRIOR = 16.0  # tokens without a draft that every set of layers begins with
+PRIOR = 4.0  # tokens without a draft that every set of layers begins with
 GAIN = 1.02  # what drafting must promise over plain decoding
 PATIENCE = 24  # trials without a better set after which the search ends
 
@@ -68,6 +68,7 @@ class Search:
         self.waiting = beginnings(len(weights.layers))
         self.spent = 0.0
         self.passed = 0.0
+        self.share = SHARE
         self.idle = 0  # trials since the best set changed
         self.trials = 0
 
@@ -76,7 +77,7 @@ class Search:
         self.passed += 1
         if self.idle >= PATIENCE:
             return False
-        return self.spent <= SHARE * self.passed + AHEAD
+        return self.spent <= self.share * self.passed + AHEAD
 
     def next(self, gated: bool) -> Skip:
         """The set to try: those to begin with, then in turn the best and a neighbour of it."""
@@ -225,7 +226,8 @@ class Verified:
         """
         order = torch.arange(count, device=self.rows.device)
         slots = (self.cache.lengths[:, None] - count + order).clamp(min=0)
-        return slots, *(x.gather(1, slots) for x in (self.tokens, self.following, self.probs))
+        known = self.probs.gather(1, slots)
+        return slots, self.tokens.gather(1, slots), self.following.gather(1, slots), known
 
 
 class Trial(NamedTuple):

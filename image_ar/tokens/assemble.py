@@ -46,6 +46,7 @@ DEFAULT_TREE = (3, 2, 2, 1, 1)
 SIZES = (3, 4, 8, 12, 16, 24)
 # the rule that acceptance by level and rank describes
 PLANNED = methods.Speculative(rule="recursive")
+WITHOUT_DRAFTER: tuple[methods.Method, ...] = (methods.SJD(), methods.SelfDraft())
 PICTURES = 3  # drawn by each method where nothing can be planned
 MARGIN = 0.05  # what a method must gain at least
 
@@ -160,11 +161,18 @@ def _jacobi(
     return JacobiDrafter(target, shape.depth)
 
 
+def _chain_of_own(choice: methods.Choice) -> methods.SelfDraft:
+    shape = static_tree(choice.tree or "chain(4)")
+    if shape.width > 1:
+        raise ValueError(f"drafter self needs a chain, as chain(4), got {choice.tree}")
+    return methods.SelfDraft(length=shape.depth)
+
+
 def _self(
     choice: methods.Choice, name: str, target: LlamaGenTarget, parts: LlamaGenParts, sampled: bool
 ) -> Drafter:
     """The target without some of its layers, on a chain."""
-    method = choice.method or methods.SelfDraft()
+    method = choice.method or _chain_of_own(choice)
     layered = LayeredLlamaGen(target)
     processor = target.processor
     skip: Skip | Search = skipped(layered.layers, method.exit, method.skip)
@@ -179,7 +187,8 @@ DRAFTERS = {"block": _block, "eagle": _eagle, "jacobi": _jacobi, "self": _self}
 def choose_method(target: LlamaGenTarget, parts: LlamaGenParts, batch: int) -> methods.Method:
     """The speculative method with the planned tree, or plain decoding where that should be as fast.
 
-    A model without a block drafter draws by SJD where that was faster than plain decoding.
+    A model without a block drafter draws by SJD, or by itself without some layers, where that was
+    faster than plain decoding.
     """
     planned = planned_for(target, parts, batch)
     if planned.shape is None:
@@ -214,26 +223,37 @@ def _plan(target: LlamaGenTarget, parts: LlamaGenParts, batch: int) -> Plan:
 def _without_drafter(
     target: LlamaGenTarget, parts: LlamaGenParts, prompt: Prompt, batch: int
 ) -> Plan:
-    """SJD or plain decoding: whole pictures by both in turn, compared by their median ratio."""
-    method = methods.SJD()
-    own, drafter, rule = assemble(method, target, parts)
+    """SJD, the target by itself, or plain decoding: whole pictures by all in turn, compared by
+    their median ratios.
+    """
+    length = target.length
 
-    def seconds(jacobi: bool, i: int) -> float:
+    def seconds(method: methods.Method, i: int) -> float:
         uniforms = Uniforms.from_seeds(range(i, i + batch))
-        length = target.length
-        steps = decode(own, drafter, rule, prompt, length, uniforms) if jacobi else None
+        steps = None
+        if method.drafts:
+            own, drafter, rule = assemble(method, target, parts)
+            steps = decode(own, drafter, rule, prompt, length, uniforms)
         begin = time.perf_counter()
         *_, end = steps or decode_plain(target, prompt, length, uniforms)
-        taus.append(end.stats.tau)
+        taus.setdefault(method, []).append(end.stats.tau)
         return time.perf_counter() - begin
 
-    taus: list[float] = []
-    speedup = statistics.median(seconds(False, i) / seconds(True, i) for i in range(PICTURES))
+    taus: dict[methods.Method, list[float]] = {}
+    contenders: list[methods.Method] = [methods.AR(), *WITHOUT_DRAFTER]
+    passes = [[seconds(method, i) for method in contenders] for i in range(PICTURES)]
+    gains = {
+        method: statistics.median(one[0] / one[place] for one in passes)
+        for place, method in enumerate(contenders)
+    }
+    best = max(WITHOUT_DRAFTER, key=lambda method: gains[method])
     lacking = "the model has no block drafter or no measured acceptance"
-    if speedup <= 1 + MARGIN:
-        return Plan(None, 1.0, 1.0, f"plain decoding: {lacking}, and sjd is {speedup:.2f}x as fast")
-    reason = f"sjd: {lacking}; {speedup:.2f}x plain decoding measured"
-    return Plan(None, statistics.median(taus[1::2]), speedup, reason, draft_free=method)
+    if gains[best] <= 1 + MARGIN:
+        said = ", ".join(f"{method.name} {gains[method]:.2f}x" for method in WITHOUT_DRAFTER)
+        return Plan(None, 1.0, 1.0, f"plain decoding: {lacking}, and measured were {said}")
+    reason = f"{best.name}: {lacking}; {gains[best]:.2f}x plain decoding measured"
+    tau = statistics.median(taus[best])
+    return Plan(None, tau, gains[best], reason, draft_free=best)
 
 
 def candidates(parts: LlamaGenParts) -> list[TreeShape]:

@@ -32,6 +32,7 @@ Method: TypeAlias = methods.VQAMethod | methods.TextMethod
 VLM = "specmm.vlm"
 BLOCKS = "specmm.diffusion_drafters"
 FEATURES = "specmm.hf.drafters.features"
+OWN = "specmm.hf.drafters.early_exit"
 SMALL = "specmm.hf.drafters.small_model"
 
 
@@ -44,8 +45,8 @@ class DrafterKind:
     ``instead``. ``plan(target, drafter, prompt, plans, method)`` is method ``auto`` for it,
     ``judge(experts, pipeline, keep)`` what answers where nothing is drafted, and
     ``offers(target model)`` says whether the target itself has what drafts. Method ``auto`` also
-    tries what ``contends`` without a plan. Which layouts of
-    folders it reads is said in ``drafter_formats``.
+    tries what ``contends`` without a plan, and turns to one that is ``drafterless`` where nothing
+    else drafts. Which layouts of folders it reads is said in ``drafter_formats``.
     """
 
     make: str
@@ -56,11 +57,12 @@ class DrafterKind:
     judge: str = ""
     offers: str = ""
     contends: bool = False
+    drafterless: bool = False
 
 
 KINDS: Mapping[str, DrafterKind] = {
     "prompt-lookup": DrafterKind("specmm.hf.drafters.prompt_lookup:make"),
-    "self": DrafterKind("specmm.hf.drafters.early_exit:make"),
+    "self": DrafterKind(f"{OWN}:make", plan=f"{OWN}:choose_method", drafterless=True),
     "text-draft": DrafterKind(f"{SMALL}:make_text_draft", f"{SMALL}:load_language_model", "text"),
     # a small model that answers for Speculative Verdict may draft, too
     "vlm-draft": DrafterKind(
@@ -277,8 +279,8 @@ class Drafters:
         place = KINDS[method].place if method in KINDS else ""
         if place and method not in self.given:
             folder = self._folder(method)
-            if folder is None and self._offered(method):
-                return None
+            if folder is None and KINDS[method].offers:
+                return None  # the target's own, or it says what is missing
             if folder is None:
                 raise ValueError(
                     f"method {method!r} needs a drafter and {self.name} has none in "

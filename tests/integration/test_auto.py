@@ -91,20 +91,18 @@ def test_hopeless_drafts_fall_back_and_certain_ones_are_taken(parts_and_target):
     assert static_tree(chosen.tree).depth >= 2
 
 
-def test_auto_without_a_drafter_is_plain_decoding(text_folder, llava_pipe, tmp_path):
+def test_auto_without_a_drafter_measures_the_target_by_itself(text_folder, llava_pipe, tmp_path):
     bare = shutil.copytree(
         text_folder, tmp_path / "bare", ignore=shutil.ignore_patterns("drafters")
     )
     pipe = TextPipeline.from_pretrained(bare, torch_dtype=torch.float32)
     out = pipe("def add(", method="auto", max_new_tokens=6)
-    assert "there is no drafter" in out.method and out.certificate.kind == "exact"
+    assert "plan of self would gain" in out.method and out.certificate.kind == "exact"
     assert out.texts == pipe("def add(", max_new_tokens=6).texts
     alone = VQAPipeline(llava_pipe.model, llava_pipe.processor)
     out = alone([], "What is it?", method="auto", max_new_tokens=4)
-    assert (
-        "there is no drafter" in out.method
-        and out.answers == alone([], "What is it?", max_new_tokens=4).answers
-    )
+    assert "of self" in out.method and out.certificate.kind == "exact"
+    assert out.answers == alone([], "What is it?", max_new_tokens=4).answers
 
 
 def test_bench_and_plan_of_a_model_without_drafters(make_tiny, tmp_path):

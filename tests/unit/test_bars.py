@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.bars import Bar, bars, ideal_bars, job_bars, loop_bars, metric_bars, var_bars
+from benchmarks.drafter_bars import assisted_bars, drafter_bars
 from benchmarks.language_bars import ALONE, VERDICT, answer_bars, text_bars, vlm_bars
 from benchmarks.report import render
 from benchmarks.verdict import Scores, majority
@@ -134,6 +135,39 @@ def test_equal_tokens_are_told_with_the_answers_they_rest_on():
     )
     [bar] = text_bars(rows[:1], "it", ("tasks",), 2.0)
     assert bar.found == "2.00× with block(tree=8) (100% of 4 answers equal)"
+
+
+def test_bars_of_drafters():
+    names = ("vlm_speed_llava", "vlm_speed_smollava", "text_speed_smollm2", "text_speed_coder")
+    nothing = dict.fromkeys((*names, "assisted"), ())
+    assert {b.met for b in drafter_bars(nothing)} == {None}
+    rows = dict(nothing)
+    rows["vlm_speed_llava"] = [
+        language_row("describe", 0.0, 1, "msd", 2.4),
+        language_row("describe", 0.0, 1, "eagle3(depth=8)", 2.6),
+        language_row("describe", 1.0, 1, "eagle3", 2.2),
+    ]
+    rows["text_speed_coder"] = [language_row("code", 1.0, 1, "block", 2.41)]
+    assert [b.met for b in drafter_bars(rows)] == [True, False, None, None, True]
+
+
+def test_bars_of_assisted_generation():
+    def at(method, batch, temperature=0.0, **more):
+        row = language_row("mtp", temperature, batch, method, 1.0, **more)
+        return row | {"drafter": "mtp", "model": "tiny"}
+
+    rows = [
+        at("ar", 1, over_theirs=9.0),
+        at("transformers assisted (default)", 1, over_theirs=1.0),
+        at("mtp", 1, over_theirs=1.2),
+        at("mtp(depth=1)", 1, over_theirs=1.9, token_equal=0.5),
+        at("mtp", 1, 1.0, over_theirs=1.1),
+        at("auto", 4, over_plain=0.98),
+        at("auto", 8, over_plain=0.96),
+    ]
+    assert [b.met for b in assisted_bars(rows)] == [True, False, False]
+    assert [b.met for b in assisted_bars(rows[:-1])] == [True, False, True]
+    assert assisted_bars(rows)[0].found == "1.20× with mtp"
 
 
 def test_bars_of_jobs():

@@ -140,7 +140,8 @@ def test_methods_declare_what_jobs_and_the_app_ask() -> None:
     assert having(methods.SCALES, "timed") == {"auto", "code"} and not methods.CoDe(n=2).timed
     assert set(methods.VQA) - having(methods.VQA, "streams") == {"verdict"}
     assert not having(methods.SCALES, "one_generator") and methods.CoDe(release=True).one_generator
-    assert not having(methods.TEXT, "batch_dependent") and methods.Block(sure=0.1).batch_dependent
+    assert having(methods.TEXT, "batch_dependent") == {"self"}
+    assert methods.Block(sure=0.1).batch_dependent and not methods.SelfDraft(3).batch_dependent
 
 
 def test_the_residual_of_lantern_and_its_old_name() -> None:

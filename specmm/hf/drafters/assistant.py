@@ -95,7 +95,7 @@ class AssistantDrafter:
         with self.clock("draft"):
             clusters = self.model.masked_embedding
             if clusters is None:
-                return self.model.lm_head(states).float()  # type: ignore[no-any-return]
+                return self.model.lm_head(states).float()
             return clustered(clusters, states, self.model.lm_head.weight)
 
     def read(

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -20,16 +22,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specmm import methods
+from specmm.autotune import Plan
 from specmm.cache import Cache
+from specmm.decode import Progress, decode, decode_plain
+from specmm.hf.choosing import TOKENS, fastest, raced
 from specmm.hf.drafting import Assembly
 from specmm.hf.families import Family, empty_cache, plain_tokens
+from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.layered import Skip, Weights, skipped
 from specmm.processors import Processor
+from specmm.randomness import Uniforms
 from specmm.self_drafting import SelfDrafter
 from specmm.self_search import Search, search_of
-from specmm.verify import Block, Recursive
+from specmm.verify import Block, Recursive, Rule
 
+ROOM = 48  # tokens of text that a plan searches on
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -238,15 +246,69 @@ def _check(target: VLMTarget) -> None:
         )
 
 
+def choose_method(
+    target: VLMTarget,
+    drafter: object,
+    prompt: VLMPrompt,
+    plans: dict[Any, Plan],
+    kind: methods.SelfDraft,
+) -> methods.TextMethod:
+    """Method ``auto``: ``kind`` where it is faster than plain decoding, measured on ``prompt``.
+
+    Layers are searched first, on a text of ``ROOM`` tokens; only where some promise to draft well
+    the two are timed. ``plans`` keeps what came of it.
+    """
+    key = (kind.name, len(prompt.lengths), target.processor.greedy, torch.get_num_threads())
+    if key not in plans:
+        plans[key] = _plan(target, prompt, kind)
+    return plans[key].draft_free or methods.AR()
+
+
+def _plan(target: VLMTarget, prompt: VLMPrompt, kind: methods.SelfDraft) -> Plan:
+    text = dataclasses.replace(prompt, max_new_tokens=ROOM)
+    try:
+        target.check(text)
+        drafter = drafter_of(kind, target)
+    except ValueError as error:
+        return Plan(None, 1.0, 1.0, f"not to be measured ({error})")
+    with drafter.searching():
+        raced([lambda: _answer(target, drafter, text)], 1)
+    if not drafter.setting.skip:
+        return Plan(None, 1.0, 1.0, "no layers can be left out")
+    short = dataclasses.replace(prompt, max_new_tokens=TOKENS)
+    contenders = [partial(_answer, target, who, short) for who in (None, drafter)]
+    plain, own = raced(contenders)
+    return fastest({kind: own / plain})
+
+
+def _answer(target: VLMTarget, own: SelfDrafter | None, prompt: VLMPrompt) -> Iterator[Progress]:
+    """The run of ``prompt`` by method ``self``, or plain decoding."""
+    length = prompt.max_new_tokens
+    seeds = range(len(prompt.lengths))
+    uniforms = Uniforms([torch.Generator(target.device).manual_seed(seed) for seed in seeds])
+    if own is None:
+        return decode_plain(target, prompt, length, uniforms)
+    return decode(target, own, rule_of(target), prompt, length, uniforms)
+
+
 def make(
     method: methods.SelfDraft, target: VLMTarget, drafter: object, tokenizer: object
 ) -> Assembly:
-    """The parts of method ``self``: chains, by block verification where they are drawn."""
+    """The parts of method ``self``."""
+    return Assembly(drafter_of(method, target), rule_of(target))
+
+
+def drafter_of(method: methods.SelfDraft, target: VLMTarget) -> SelfDrafter:
+    """Chains by ``target`` itself, without the layers that ``method`` or a search names."""
     layered = LayeredTarget(target)
     own = target.processor
     skip: Skip | Search = skipped(layered.layers, method.exit, method.skip)
     if not skip:
         skip = search_of(target.model, layered, method.length, method.seed, own.greedy)
     processor = own if isinstance(own, Processor) else Processor(float(not own.greedy))
-    made = SelfDrafter(layered, processor, skip, method.length, method.sure, target.device)
-    return Assembly(made, Recursive() if own.greedy else Block())
+    return SelfDrafter(layered, processor, skip, method.length, method.sure, target.device)
+
+
+def rule_of(target: VLMTarget) -> Rule:
+    """Block verification where drafts are drawn."""
+    return Recursive() if target.processor.greedy else Block()

@@ -341,7 +341,7 @@ def measure_acceptance(
     network: FeatureNetwork,
     prompts: Iterable[VLMPrompt],
     ends: Sequence[int],
-    levels: int = 6,
+    levels: int = 10,
 ) -> Acceptance:
     """Acceptance [D, K] by level and rank over exact answers to ``prompts``, until ``ends``.
 

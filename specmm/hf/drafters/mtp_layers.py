@@ -52,6 +52,11 @@ class MtpLayers:
     sizes: tuple[LayerSize, ...]
     method = "mtp"
 
+    @classmethod
+    def of(cls, model: MtpModel) -> MtpLayers:
+        """A loaded ``model`` of transformers; a token is run to see what its layers store."""
+        return cls(model, _sizes(model))
+
     @property
     def count(self) -> int:
         """How many layers draft in turn."""
@@ -228,7 +233,7 @@ def _ready(model: Any, target: PreTrainedModel) -> MtpLayers:
     """The loaded ``model`` as it drafts for ``target``."""
     model = cast(model.to(target.device), target.dtype)
     model = prepack(model.eval().requires_grad_(False))
-    return MtpLayers(model, _sizes(model))
+    return MtpLayers.of(model)
 
 
 def _told(config: PreTrainedConfig) -> PreTrainedConfig:

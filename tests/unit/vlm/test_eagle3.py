@@ -10,14 +10,17 @@ import itertools
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, Qwen3Config, Qwen3VLTextConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from specmm.decode import decode
 from specmm.drafter import DrafterVocabulary, Feedback
 from specmm.hf.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from specmm.hf.drafters.features import FeatureDrafter
+from specmm.hf.drafting import assemble
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
+from specmm.methods import Eagle3
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.shape.eagle2 import Dynamic
@@ -26,9 +29,11 @@ from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import GreedyMatch, Recursive
 from specmm.verify.exhaustive import draws, emitted_probs, sequence_probs, total_variation
+from tests.unit.vlm.conftest import WITH_STATES
+from tests.unit.vlm.test_continuous_batching import ASKED, SEEDS, answered, prompts_of
 
 LENGTH = 10
-TREE = Dynamic(top_k=3, depth=2, total=10)
+TREE = Dynamic(top_k=8, depth=2, total=60)
 ROWS = [[1, 5, "2", 6, 7], [1, 9, 10, 11], [1, "3", 12, 4, "4", 3]]
 MROPE = dict(sections=(1, 1, 2))
 KINDS = {
@@ -89,7 +94,7 @@ def test_greedy_drafting_is_what_generate_gives(zoo, name, kind):
     own = model.generate(**zoo.batch(name, ROWS), max_new_tokens=LENGTH, do_sample=False)
     target = VLMTarget(model, Processor(0))
     head = head_for(target, **changes)
-    for tree in (TREE, branching([2, 2, 1])):
+    for tree in (TREE, branching([8, 4, 1])):
         found = run(
             FeatureDrafter(head, target, tree), GreedyMatch(), prompt_of(zoo, name), [0] * 3
         )
@@ -132,7 +137,7 @@ def watched_rounds(drafter, prompt):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["plain", "eagle 3.1", "own tables", "parallel"])
+@pytest.mark.parametrize("kind", ["eagle 3.1", "own tables", "parallel"])
 @pytest.mark.parametrize("name", ["llava", "qwen2.5-vl", "qwen3-vl"])
 def test_rounds_read_what_a_whole_text_would_give(zoo, name, kind):
     """After every round of a ragged batch: the state of each row is that of a head that reads the
@@ -148,7 +153,7 @@ def test_rounds_read_what_a_whole_text_would_give(zoo, name, kind):
     alone = VLMTarget(zoo.model(name), Processor(1.0))
     fresh = FeatureDrafter(head, alone, branching([2, 1, 1]))
     assert len(rounds) > 3
-    for texts, state, ahead in rounds[:5]:
+    for texts, state, ahead in rounds[1:4]:
         for row, said in enumerate(texts):
             if len(said) >= LENGTH:  # this answer has ended
                 continue
@@ -159,6 +164,104 @@ def test_rounds_read_what_a_whole_text_would_give(zoo, name, kind):
             if fresh.ahead is not None:
                 fresh.ahead.read_alone()
                 torch.testing.assert_close(ahead[row], fresh.ahead.states[0], rtol=0, atol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["plain", "own tables", "pictures"])
+def test_prompt_slots_are_those_of_a_naive_loop(zoo, kind):
+    """Slot by slot: the states of the layers before and after the first, as the model's own forward
+    has them, with the next token or, in heads that read them, a picture's embedding.
+    """
+    target = VLMTarget(zoo.model("llava"), Processor(1.0))
+    head = head_for(target, **KINDS[kind])
+    drafter = FeatureDrafter(head, target, branching([2]))
+    token = torch.tensor([3, 4, 5])
+    drafter.begin(Feedback(target.prefill(prompt_of(zoo, "llava"), 4), token), Clock())
+    table = head.embed_tokens if kind == "own tables" else target.embed
+    for row, text in enumerate(ROWS):
+        inputs = zoo.batch("llava", [text])
+        seen = target.model(**inputs, output_hidden_states=True).hidden_states
+        ids = [*inputs["input_ids"][0].tolist()[1:], int(token[row])]
+        read = [table(torch.tensor(token)) for token in ids]
+        if kind == "pictures":
+            own = seen[0][0, 1:]  # what the decoder reads
+            read = [
+                own[j] if t == zoo.image else e
+                for j, (t, e) in enumerate(zip(ids, read, strict=True))
+            ]
+        # the layer after the last one's states are those before its norm
+        last = unnormed(target.model, inputs)
+        states = torch.cat([seen[1], last], dim=-1)[0]
+        slots = [torch.cat([e, head.mixed(h)]) for e, h in zip(read, states, strict=True)]
+        wanted = head(torch.stack(slots)[None])[0, -1]
+        torch.testing.assert_close(drafter.state[row], wanted, rtol=1e-4, atol=1e-5)
+
+
+def unnormed(model, inputs):
+    """What the last layer gives [1, L, C]."""
+    found = []
+    last = model.model.language_model.layers[-1]
+    handle = last.register_forward_hook(lambda *a: found.append(a[-1]))
+    model(**inputs)
+    handle.remove()
+    return found[0] if isinstance(found[0], torch.Tensor) else found[0][0]
+
+
+REFILLED = [("llava", "parallel"), ("qwen2.5-vl", "plain"), ("qwen3-vl", "parallel")]
+
+
+@pytest.mark.parametrize(("name", "kind"), REFILLED)
+def test_answers_do_not_depend_on_what_their_row_held(zoo, name, kind):
+    """Rows begin anew, with pictures or without; M-RoPE's positions go along."""
+    changes = KINDS[kind] | (
+        MROPE | dict(interleaved=name == "qwen3-vl") if name != "llava" else {}
+    )
+    target = VLMTarget(zoo.model(name), Processor(1.0))
+    head = head_for(target, **changes)
+    head.layers[0].self_attn.q_proj.weight.data.mul_(8)  # positions matter much
+    drafter = FeatureDrafter(head, target, branching([4, 2, 1]))
+    prompts = prompts_of(zoo, name, ASKED)
+    continuous, rounds = answered(target, drafter, prompts, SEEDS, 2)
+    alone = [
+        answered(target, drafter, prompts_of(zoo, name, [asked]), [seed], 1)
+        for asked, seed in zip(ASKED, SEEDS, strict=True)
+    ]
+    for tokens, ([wanted], _) in zip(continuous, alone, strict=True):
+        assert torch.equal(tokens, wanted)
+    assert rounds < sum(count for _, count in alone)
+
+
+@pytest.mark.parametrize("name", WITH_STATES)
+def test_targets_with_states_take_chains(zoo, name):
+    model = zoo.model(name)
+    target = VLMTarget(model, Processor(0))
+    own = model.generate(**zoo.batch(name, ROWS), max_new_tokens=LENGTH, do_sample=False)
+    for kind in ("plain", "parallel"):
+        parts = assemble(Eagle3(), target, head_for(target, **KINDS[kind]))
+        prompt = prompt_of(zoo, name)
+        uniforms = Uniforms.from_seeds([0] * 3)
+        *_, end = decode(target, parts.drafter, parts.rule, prompt, LENGTH, uniforms)
+        assert torch.equal(end.tokens[:, :LENGTH], own[:, -LENGTH:])
+        with pytest.raises(ValueError, match="must be chains"):
+            assemble(Eagle3(sampled=True, tree=(2, 1)), target, head_for(target))
+
+
+def test_sections_turn_as_transformers_turns_them():
+    """Qwen3-VL's, which interleave; Qwen2.5-VL's are in tests/parity/eagle3."""
+    sizes = dict(hidden_size=64, num_attention_heads=1, head_dim=64, vocab_size=9)
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    theirs = Qwen3VLTextRotaryEmbedding(
+        Qwen3VLTextConfig(**sizes, rope_parameters=rope | {"mrope_section": [12, 10, 10]})
+    )
+    layers = LlamaConfig(**sizes, intermediate_size=8, num_hidden_layers=1, rope_parameters=rope)
+    config = Eagle3Config(layers, (0,), 9, sections=(12, 10, 10), interleaved=True)
+    head = Eagle3Head(config)
+    positions = torch.randint(0, 50, (3, 2, 7), generator=torch.Generator().manual_seed(0))
+    x = torch.zeros(1)
+    for ours, wanted in zip(
+        head._turned(head.turns(x, positions)), theirs(x, positions), strict=True
+    ):
+        torch.testing.assert_close(ours, wanted)
 
 
 @torch.inference_mode()
@@ -212,21 +315,28 @@ def before_temperature(drafter):
 TWINS = {"": None, "d2t ignored": ignoring_d2t, "before temperature": before_temperature}
 
 
+DRAWN = {
+    "tree": ("plain", branching([2, 1])),
+    "chain": ("plain", branching([1, 1])),
+    "parallel": ("parallel", branching([1, 1])),
+    "dynamic": ("plain", Dynamic(top_k=2, depth=1, total=5)),
+}
+
+
 @pytest.mark.parametrize("twin", TWINS)
-@pytest.mark.parametrize(
-    ("kind", "tree"), [("plain", (2, 1)), ("plain", (1, 1)), ("parallel", (1, 1))]
-)
-def test_sampling_keeps_the_distribution(zoo, kind, tree, twin):
+@pytest.mark.parametrize("drawn", DRAWN)
+def test_sampling_keeps_the_distribution(zoo, drawn, twin):
     """Three tokens after a prompt with a picture, thousands of runs in one batch, against the
     model's own distribution; twins that record another are found out.
     """
-    if twin == "before temperature" and tree != (1, 1):
-        pytest.skip("a twin of chains")
+    kind, tree = DRAWN[drawn]
+    if twin and (drawn == "dynamic" or (drawn == "tree" and twin == "before temperature")):
+        pytest.skip("a twin of chains, or of drawn trees")
     small, runs, size = zoo.of_vocabulary(6), 3000, 6
     target = VLMTarget(small.model("llava"), PROCESS)
     joint = joint_of(small, size)
     changes = {"mask": 3, "deep": 2} if kind == "parallel" else {}
-    drafter = FeatureDrafter(head_for(target, tokens=4, **changes), target, branching(tree))
+    drafter = FeatureDrafter(head_for(target, tokens=4, **changes), target, tree)
     if TWINS[twin] is not None:
         TWINS[twin](drafter)
     prompt = VLMPrompt(small.batch("llava", TEXT * runs), 4)

@@ -1,0 +1,65 @@
+"""The bars of drafters that others trained, and of those that were trained beside them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from benchmarks.bars import Bar, measured
+from benchmarks.common import Row
+from benchmarks.language_bars import DESCRIBE, fastest, part
+
+FEATURES = ("msd", "eagle3")
+TEXT = ("block", "eagle3", "self", "deer", "mtp")
+OVER_THEIRS = 1.15  # times as fast as transformers' own assisted generation
+OVER_PLAIN = 0.97  # in batches
+
+
+def drafter_bars(rows: Mapping[str, Sequence[Row]]) -> list[Bar]:
+    """Of the pocket models, then of each drafter beside transformers."""
+    llava = rows["vlm_speed_llava"]
+    smollava = part(rows["vlm_speed_smollava"], DESCRIBE, 0, 1)
+    prose = part(rows["text_speed_smollm2"], "prose", 0, 1)
+    code = part(rows["text_speed_coder"], "code", 1, 1)
+    greedy = part(llava, DESCRIBE, 0, 1)
+    sampled = part(llava, DESCRIBE, 1, 1)
+    return [
+        fastest(greedy, FEATURES, "pocket/llava, MSD or EAGLE-3, greedy", 2.5, equal=True),
+        fastest(sampled, FEATURES, "pocket/llava, MSD or EAGLE-3 at temperature 1", 2.3),
+        fastest(smollava, FEATURES, "pocket/smollava, greedy descriptions", 2.2, equal=True),
+        fastest(prose, TEXT, "pocket/smollm2, greedy prose", 1.8, equal=True),
+        fastest(code, TEXT, "pocket/coder at temperature 1", 2.4),
+        *assisted_bars(rows["assisted"]),
+    ]
+
+
+def assisted_bars(rows: Sequence[Row]) -> list[Bar]:
+    """Each drafter of each model against transformers' own use of it, and in batches."""
+    found = []
+    for drafter, model in dict.fromkeys((r["drafter"], r["model"]) for r in rows):
+        own = [r for r in rows if (r["drafter"], r["model"]) == (drafter, model)]
+        ours = [
+            r for r in own if not r["method"].startswith("transformers") and r["method"] != "ar"
+        ]
+        for temperature in (0, 1):
+            alone = [r for r in ours if r["batch"] == 1 and r["temperature"] == temperature]
+            alone = [r for r in alone if temperature or r["token_equal"] == 1]
+            what = f"{drafter} of {model}, T = {temperature}: ours over transformers'"
+            found.append(_best(alone, "over_theirs", what, OVER_THEIRS))
+        together = [r for r in ours if r["batch"] > 1 and r["method"] == "auto"]
+        what = f"{drafter} of {model}, batches, auto over plain"
+        least = min((r["over_plain"] for r in together), default=None)
+        wanted = f"≥ {OVER_PLAIN:.2f}×"
+        found.append(measured(what, wanted, least, partial(operator.le, OVER_PLAIN), ".2f"))
+    return found
+
+
+def _best(rows: Sequence[Row], key: str, what: str, least: float) -> Bar:
+    """The largest of ``key`` against ``least``."""
+    best = max(rows, key=lambda r: r[key], default=None)
+    if best is None:
+        return Bar(what, f"≥ {least:.2f}×", "", None)
+    return Bar(
+        what, f"≥ {least:.2f}×", f"{best[key]:.2f}× with {best['method']}", best[key] >= least
+    )
