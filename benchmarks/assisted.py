@@ -1,6 +1,6 @@
 """The same drafter in this library and in transformers' own assisted generation, in one run.
 
-    python -m benchmarks.assisted --kinds "early exit" --models pocket/coder
+    python -m benchmarks.assisted --kinds "early exit,dflash" --models pocket/coder
 
 Contenders take turns on the same prompts with the same seeds. At batch 1 ours is compared with the
 fastest of transformers' settings, which draft up to a fixed number of tokens or until the drafter
@@ -37,6 +37,7 @@ from benchmarks.common import (
     read_results,
     write_results,
 )
+from benchmarks.dflash_assistant import alone, as_assistant
 from benchmarks.text_speed import PROSE, Questions, ours, places, theirs
 from benchmarks.vlm_speed import Answer, Answered, Runner, race, row
 from recipes.scenes.facts import fact
@@ -140,6 +141,27 @@ def early_exit(model: str, dtype: torch.dtype | None) -> Contest:
     )
 
 
+def dflash(model: str, dtype: torch.dtype) -> Contest:
+    """The block drafter beside the model, without what transformers' class of them lacks."""
+    whole = TextPipeline.from_pretrained(model, torch_dtype=dtype)
+    drafter = alone(whole.drafter("block"))
+    pipe = TextPipeline(whole.model, whole.tokenizer, "block", drafter, name=model)
+    options = {"assistant_model": as_assistant(drafter), "speculation_type": "dflash"}
+    lengths = [n for n in (2, 4, 8) if n <= drafter.config.longest]
+    return Contest(
+        f"block of {drafter.config.block}",
+        pipe,
+        asking(model, pipe),
+        [
+            *(methods.Block(length=n) for n in lengths),
+            *(methods.Block(tree=n) for n in (6, 12)),
+            methods.Auto(),
+        ],
+        [Assisted(options)],
+        [methods.Auto(), methods.Block(length=lengths[0])],
+    )
+
+
 def mtp(model: str, dtype: torch.dtype) -> Contest:
     """MTP layers of a random model that agree with it; theirs are not charged for loading them."""
     count = int(model.rpartition(" ")[2])
@@ -174,6 +196,7 @@ def assistant(model: str, dtype: torch.dtype) -> Contest:
 
 KINDS: Mapping[str, Kind] = {
     "early exit": Kind(early_exit, tuple(EXITS)),
+    "dflash": Kind(dflash, ("pocket/coder",)),
     "mtp": Kind(mtp, ("random layers 1", "random layers 3")),
     "assistant": Kind(assistant, ("random Gemma 4",)),  # transformers 5.24 builds it
 }
