@@ -175,7 +175,7 @@ def mtp(model: str, dtype: torch.dtype) -> Contest:
         asking("pocket/coder", pipe),
         [same, methods.MTP(tree="chain(4)"), methods.MTP(), methods.MTP(tree=(2, 2, 1))],
         [Assisted({"use_mtp": True})],
-        [same, methods.MTP()],
+        [methods.MTP(tree="chain(3)"), methods.MTP(total=6, depth=2, top_k=2)],
     )
 
 
@@ -190,7 +190,7 @@ def assistant(model: str, dtype: torch.dtype) -> Contest:
         asking("pocket/coder", pipe),
         [*chains, methods.Assistant(), methods.Assistant(tree=(2, 2, 1))],
         counted({"assistant_model": drafter}, drafter, unsure=False),
-        [chains[-1], methods.Assistant()],
+        [chains[1], methods.Assistant(total=6, depth=2, top_k=2)],
     )
 
 
