@@ -11,6 +11,7 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
+from benchmarks.models.tiny import tiny_config
 from tests.integration import vlm_models
 
 SIZES = dict(
@@ -103,6 +104,17 @@ def qwen3_5(count):
     return config, True
 
 
+def step3p7(count):
+    """Pictures, and several layers after the last one."""
+    config = tiny_config("step3p7")
+    text = config.text_config.to_dict()
+    first = text["num_hidden_layers"]
+    for name, kind in (("layer_types", "full_attention"), ("mlp_layer_types", "dense")):
+        text[name] = [*text[name][:first], *[kind] * count]
+    text["num_nextn_predict_layers"] = count
+    return type(config).from_dict(config.to_dict() | {"text_config": text}), False
+
+
 def deeper(config, count):
     """``config`` of a model with ``count`` more layers, of the kinds of its MTP layers."""
     told = config.__class__.from_dict(config.to_dict())
@@ -122,6 +134,7 @@ KINDS = {
     "mellum": mellum,
     "qwen3.5 text": qwen3_5_text,
     "qwen3.5": qwen3_5,
+    "step3p7": step3p7,
 }
 
 

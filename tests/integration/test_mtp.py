@@ -7,9 +7,10 @@ import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
+from benchmarks.models.prompts import prompts_for
 from specmm import TextPipeline, VQAPipeline, custom_generate, methods
 from specmm.decode import decode
 from specmm.drafter import Feedback
@@ -198,6 +199,16 @@ def test_questions_about_pictures_equal_generate(folder_of):
     assert sum(found.stats.kept[1:]) > 10  # drafts are kept
     refilled = pipe(pictures, questions, batch_size=2, **options)
     assert refilled.answers == found.answers
+
+
+def test_three_layers_draft_after_pictures(folder_of):
+    """Of a model without M-RoPE, asked through generate."""
+    model = load_model(AutoModelForImageTextToText, folder_of("step3p7", 3))
+    model.generation_config.eos_token_id = None
+    options = dict(max_new_tokens=12, do_sample=False)
+    for inputs in prompts_for(model).values():
+        found = model.generate(**inputs, custom_generate=custom_generate(method="mtp"), **options)
+        assert torch.equal(found, model.generate(**inputs, **options))
 
 
 def test_slots_of_pictures_are_those_of_a_naive_reading(folder_of):
