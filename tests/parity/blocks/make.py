@@ -126,6 +126,7 @@ def speculators():
             mask[ids] = True
             drafter.load_vocab_mappings(mask, ids - torch.arange(len(ids)))
         drafter.save_pretrained(HERE / f"speculators-{name}")
+        (HERE / f"speculators-{name}" / "config.py").unlink()  # a copy of their source
         numbers = speculators_round(drafter, torch.cat([hidden[1], last], -1), anchor, ids)
         write(HERE / f"speculators-{name}", anchor=anchor, **numbers)
 
