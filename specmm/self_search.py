@@ -29,8 +29,9 @@ WINDOW = 16  # W
 SHARE = 0.1  # of the passes' weights that trials may take
 AHEAD = 2.0  # trials that need not wait
 BOUNDS = (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9)  # T values of ``sure`` that are compared
-PRIOR = 4.0  # tokens without a draft that every set of layers begins with
-GAIN = 1.02  # what drafting must promise over plain decoding
+PRIOR = 8.0  # tokens without a draft that every set of layers begins with
+LEAST = 2  # trials of a set before it drafts: one may be luck
+GAIN = 1.05  # what drafting must promise over plain decoding
 PATIENCE = 24  # trials without a better set after which the search ends
 
 
@@ -51,6 +52,7 @@ class Tried:
     and how many of those kept (all T).
     """
 
+    times: int = 0
     tokens: float = PRIOR
     drafted: Tensor = field(default_factory=lambda: torch.zeros(len(BOUNDS), dtype=torch.float64))
     kept: Tensor = field(default_factory=lambda: torch.zeros(len(BOUNDS), dtype=torch.float64))
@@ -90,6 +92,7 @@ class Search:
         """Count a trial of ``skip``."""
         before = self.best(gated).skip
         found = self.tried.setdefault(skip, Tried())
+        found.times += 1
         found.tokens += seen.tokens
         found.drafted += seen.drafted
         found.kept += seen.kept
@@ -98,12 +101,14 @@ class Search:
         self.idle = 0 if self.waiting or self.best(gated).skip != before else self.idle + 1
 
     def best(self, gated: bool, drafting: bool = False) -> Setting:
-        """The setting that promises most; with ``drafting`` even where plain decoding does.
+        """The setting that promises most; with ``drafting`` even where plain decoding does, or
+        where that was seen only once.
 
         Chains that are ``gated`` end where they are unsure, others have one length.
         """
         plain = Setting((), 0, 0.0, 1.0)
-        made = [self._setting(skip, gated) for skip in self.tried]
+        least = 1 if drafting else LEAST
+        made = [self._setting(s, gated) for s, seen in self.tried.items() if seen.times >= least]
         found = max(made, key=lambda one: one.gain, default=plain)
         return found if drafting or found.gain > GAIN else plain
 

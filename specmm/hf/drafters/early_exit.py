@@ -112,7 +112,9 @@ def without(family: Family, skip: Skip, outputs: int) -> tuple[Family, dict[int,
     left = {number: LeftOut(family.layers[number], outputs) for number in skip}
     layers = Layers(left.get(i, layer) for i, layer in enumerate(family.layers))
     decoder = replaced(family.decoder, family.layers, layers)
-    body = replaced(family.body, family.decoder, decoder)
+    body = family.body
+    if body is not family.model:  # which is asked as a whole only where it has a body
+        body = replaced(body, family.decoder, decoder)
     return dataclasses.replace(family, decoder=decoder, body=body), left
 
 
@@ -147,16 +149,21 @@ def _resumes(family: Family, outputs: int) -> bool:
 def _one_token(family: Family) -> Tensor:
     """The decoder's states [1, 1, C] after a token."""
     ids = plain_tokens(family.model.config, 1)[None].to(family.model.device)
-    given = {"input_ids": ids, family.cache_name: empty_cache(family.model)}
+    cache = {family.cache_name: empty_cache(family.model)}
     with torch.inference_mode():
-        return family.run(given)[0]
+        if family.body is not family.model:
+            return family.run({"input_ids": ids, **cache})[0]
+        inputs = family.embedding(ids)
+        states: Tensor = family.decoder(inputs_embeds=inputs, use_cache=True, **cache)[0]
+        return states
 
 
 class LayeredTarget:
     """``target`` as one that runs without some of its layers; see
     :class:`specmm.layered.Layered`.
 
-    Raises ``ValueError`` for models whose layers have states or read what other layers stored.
+    Raises ``ValueError`` for models whose layers have states or read what other layers or pictures
+    have stored.
     """
 
     def __init__(self, target: VLMTarget) -> None:
@@ -235,10 +242,10 @@ def _check(target: VLMTarget) -> None:
             f"method 'self' needs layers that keep keys only, got a {kind} model, whose layers "
             "have states, which drafts would move; use prompt-lookup or a method with a drafter"
         )
-    if None in family.layer_sizes and not family.reads_pictures_apart:
+    if None in family.layer_sizes:
         raise ValueError(
-            f"method 'self' needs layers that read their own keys, got a {kind} model, whose "
-            "layers read those of others; use prompt-lookup or a method with a drafter"
+            f"method 'self' needs layers that read their own keys of the text, got a {kind} model, "
+            "some of which read others; use prompt-lookup or a method with a drafter"
         )
     if target.way.whole and family.body is family.model:
         raise ValueError(

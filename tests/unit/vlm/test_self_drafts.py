@@ -499,7 +499,7 @@ def test_what_settings_promise():
     search = Search(Weights((1.0, 1.0), 0.0), True, 1)
     sums = torch.tensor([8.0] + [0.0] * 6, dtype=torch.float64)
     search.saw((1,), Trial(12.0, sums, sums), True)
-    share = 8 / 16
+    share = 8 / (12 + self_search.PRIOR)
     rounds = (1 - share) / (1 - share**2)
     assert search._setting((1,), True).gain == pytest.approx(1 / (2 / 3 + 2 / 3 * rounds))
     assert search._setting((1,), False).gain == pytest.approx((1 + share) / (2 / 3 + 1))
