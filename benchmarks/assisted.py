@@ -142,7 +142,10 @@ def early_exit(model: str, dtype: torch.dtype | None) -> Contest:
 
 
 def dflash(model: str, dtype: torch.dtype) -> Contest:
-    """The block drafter beside the model, without what transformers' class of them lacks."""
+    """The block drafter beside the model, without what transformers' class of them lacks.
+
+    Best a folder of pocket/coder with a plain one: ``specmm train dflash FOLDER``.
+    """
     whole = TextPipeline.from_pretrained(model, torch_dtype=dtype)
     drafter = alone(whole.drafter("block"))
     pipe = TextPipeline(whole.model, whole.tokenizer, "block", drafter, name=model)
@@ -151,7 +154,7 @@ def dflash(model: str, dtype: torch.dtype) -> Contest:
     return Contest(
         f"block of {drafter.config.block}",
         pipe,
-        asking(model, pipe),
+        asking("pocket/coder", pipe),
         [
             *(methods.Block(length=n) for n in lengths),
             *(methods.Block(tree=n) for n in (6, 12)),
