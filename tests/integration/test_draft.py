@@ -94,7 +94,10 @@ def test_what_does_not_go_together(pictures, method, said):
 
 def test_texts_that_do_not_go_together(texts):
     for method, said in (
-        (Draft("diffuspec"), "takes any tree and rule 'diffuspec'; choose from: block, deer"),
+        (
+            Draft("diffuspec"),
+            "takes any tree and rule 'diffuspec'; choose from: assistant, block, deer",
+        ),
         (Draft("block"), "needs a tree of fixed shape"),
         (Draft("block", (2, 1), "lantern++"), "about the codes of pictures"),
     ):

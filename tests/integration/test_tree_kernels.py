@@ -25,9 +25,13 @@ from specmm.hf.target import VLMTarget
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.kernels.acceptance import fused_options
 from specmm.kernels.tree_attention import dense, interface
-from specmm.methods import MSD, Block, Draft, LanternPP
+from specmm.methods import MSD, Block, Draft, Eagle3, LanternPP, SelfDraft
+from specmm.processors import Processor
+from specmm.recipes.training.dflash import build_block
+from specmm.recipes.training.rollout import build_eagle3
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import RULES, make_rule
+from tests.integration.mtp_models import save
 
 CODE, QUESTION = "def add(a, b):", "How many?"
 KERNELS = {  # columns of the table
@@ -154,6 +158,7 @@ SHORT = {  # shapes that are quick in the interpreter
     "lantern": methods.Lantern(k=10, total=4, depth=2, top_k=2),
     "lantern++": LanternPP(k=10),
     "draft": Draft(tree=(2, 1)),
+    "self": methods.SelfDraft(exit=1, length=2),
 }
 
 
@@ -203,20 +208,26 @@ def test_continuous_tokens(launches, name):
 
 
 TEXTS = {"draft": Draft("block", tree=(2, 1)), "block, tree": Block(tree=(2, 1))}
+TEXTS |= {"eagle3": Eagle3(total=4, depth=2, top_k=2), "self": SelfDraft(exit=1, length=2)}
+ELSEWHERE = ("auto", "verdict", "mtp", "assistant")  # the last two need targets of their own
 
 
-@pytest.mark.parametrize("name", [*(n for n in methods.TEXT if n != "auto"), "block, tree"])
+@pytest.mark.parametrize("name", [*(n for n in methods.TEXT if n not in ELSEWHERE), "block, tree"])
 def test_texts(text_folder, launches, no_dense_masks, name):
     plain = specmm.TextPipeline.from_pretrained(text_folder, torch_dtype=torch.float32)
     wanted = plain(CODE * 2, max_new_tokens=6).texts
     pipe = specmm.TextPipeline.from_pretrained(text_folder, torch_dtype=torch.float32)
     assert pipe.model.config._attn_implementation == interface.NAME
+    if name == "eagle3":
+        pipe.drafters.given["eagle3"] = build_eagle3(VLMTarget(plain.model, Processor())).eval()
     assert pipe(CODE * 2, max_new_tokens=6, method=TEXTS.get(name, name)).texts == wanted
     assert launched(launches) == TABLE["text", name.partition(",")[0]]
 
 
 ANSWERS = {"draft": Draft("msd", tree=(2, 1)), "msd, drawn": MSD(sampled=True, tree=(2, 1))}
-ANSWERS |= {"msd": MSD(total=4, depth=2, top_k=2)}
+ANSWERS |= {"msd": MSD(total=4, depth=2, top_k=2), "eagle3": Eagle3(total=4, depth=2, top_k=2)}
+ANSWERS |= {"block": Block(length=2), "self": SelfDraft(exit=1, length=2)}
+UNTRAINED = {"eagle3": build_eagle3, "block": lambda target: build_block(target, 1, 3, 5)}
 
 
 @pytest.fixture(scope="module")
@@ -226,9 +237,7 @@ def answer_pipe():
         return specmm.VQAPipeline.from_pretrained("pocket/llava", torch_dtype=torch.float32)
 
 
-@pytest.mark.parametrize(
-    "name", [*(n for n in methods.VQA if n not in ("auto", "verdict")), "msd, drawn"]
-)
+@pytest.mark.parametrize("name", [*(n for n in methods.VQA if n not in ELSEWHERE), "msd, drawn"])
 def test_answers(answer_pipe, launches, no_dense_masks, name):
     picture = Image.new("RGB", (64, 64), "red")
     config = answer_pipe.model.config
@@ -236,8 +245,22 @@ def test_answers(answer_pipe, launches, no_dense_masks, name):
     assert config.vision_config._attn_implementation != interface.NAME
     wanted = answer_pipe(picture, QUESTION, max_new_tokens=4).answers
     method = ANSWERS.get(name, name)
+    if name in UNTRAINED:
+        target = VLMTarget(answer_pipe.model, Processor())
+        answer_pipe.drafters.given[name] = UNTRAINED[name](target).eval()
     assert answer_pipe(picture, QUESTION, max_new_tokens=4, method=method).answers == wanted
     assert launched(launches) == TABLE["questions about pictures", name.partition(",")[0]]
+
+
+def test_mtp_layers(tmp_path, launches, no_dense_masks):
+    folder = save("glm", tmp_path)
+    pipe = specmm.TextPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    assert pipe.model.config._attn_implementation == interface.NAME
+    wanted = pipe("a b c", max_new_tokens=6).texts
+    method = methods.MTP(total=4, depth=2, top_k=2)
+    assert pipe("a b c", max_new_tokens=6, method=method).texts == wanted
+    for family in ("text", "questions about pictures"):
+        assert launched(launches) == TABLE[family, "mtp"]
 
 
 @pytest.mark.parametrize("place", ["Cache.tree_bias", "dense.dense_mask"])
