@@ -162,6 +162,8 @@ def test_bars_of_assisted_generation():
         at("mtp", 1, over_theirs=1.2),
         at("mtp(depth=1)", 1, over_theirs=1.9, token_equal=0.5),
         at("mtp", 1, 1.0, over_theirs=1.1),
+        at("auto", 1, 1.0, over_theirs=1.5),  # may have taken plain decoding
+        at("mtp(depth=2)", 1, 1.0, over_theirs=1.5, tau=1.0),  # drafts nothing
         at("auto", 4, over_plain=0.98),
         at("auto", 8, over_plain=0.96),
     ]
