@@ -38,16 +38,14 @@ from specmm.diffusion_drafters.ngram import NGram
 from specmm.diffusion_drafters.sources import BlockSource, DFlashSource, DiffusionSource
 from specmm.hardware import prepack
 from specmm.hf.drafters.files import check_target
-from specmm.hf.drafting import Assembly, Verification, translated
+from specmm.hf.drafting import Assembly, Verification, chain_rule, row_uniforms, translated
 from specmm.hf.pretrained import own_tokenizer
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import PADDING
-from specmm.randomness import Uniforms
 from specmm.shape.trees import static_tree
 from specmm.tree import TreeShape
-from specmm.verify import Block as BlockVerification
-from specmm.verify import PointMass, Recursive, Rule
+from specmm.verify import PointMass, Recursive
 
 PROXY = "ngram.safetensors"
 LENGTH = 12  # drafts a round of a diffusion model, which has no longest block
@@ -147,11 +145,6 @@ def make_diffuspec(
     return Assembly(made, chain_rule(target) if method.sampled else Recursive())
 
 
-def chain_rule(target: VLMTarget) -> Rule:
-    """Block verification for drawn chains, which keeps more; token by token where all is greedy."""
-    return Recursive() if target.processor.greedy else BlockVerification()
-
-
 def block_source(
     method: BlockMethod, drafter: object, target: VLMTarget, tokenizer: Tokenizer | None = None
 ) -> BlockSource:
@@ -231,7 +224,7 @@ def _plan(target: VLMTarget, kind: BlockMethod, drafter: object, prompt: VLMProm
     def make(shape: TreeShape) -> ChainDrafter:
         return ChainDrafter(block_source(kind, drafter, target), target, shape.depth)
 
-    return planned(target, make, shapes, chain_rule(target), longer, _uniforms(prompt), table)
+    return planned(target, make, shapes, chain_rule(target), longer, row_uniforms(prompt), table)
 
 
 def _acceptance(
@@ -242,12 +235,6 @@ def _acceptance(
     shape = TreeShape.chain(length, target.device)
     counter = AcceptanceCounter(ChainDrafter(source, target, length), shape)
     rule = chain_rule(target)
-    for _ in decode(target, counter, rule, prompt, prompt.max_new_tokens, _uniforms(prompt)):
+    for _ in decode(target, counter, rule, prompt, prompt.max_new_tokens, row_uniforms(prompt)):
         pass
     return counter.table()
-
-
-def _uniforms(prompt: VLMPrompt) -> Uniforms:
-    device = prompt.input_ids.device
-    seeds = range(len(prompt.lengths))
-    return Uniforms([torch.Generator(device).manual_seed(seed) for seed in seeds])

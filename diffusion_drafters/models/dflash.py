@@ -43,7 +43,7 @@ from specmm.diffusion_drafters.models.block_heads import (
 )
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig, Reach
 from specmm.hf.cache_layers import as_transformers
-from specmm.hf.drafters.files import LEFTOVERS, QWEN_SIZES, cast, read_state, write_model
+from specmm.hf.drafters.files import LEFTOVERS, QWEN_SIZES, cast, check_ids, read_state, write_model
 from specmm.hf.families import cache_name
 
 RENAMED = {
@@ -118,13 +118,7 @@ class DFlash(nn.Module):
         the config says.
         """
         count = self.config.tokens
-        vocabulary = self.config.sizes.vocab_size
-        possible = bool(((ids >= 0) & (ids < vocabulary)).all())
-        if len(ids.unique()) != count or len(ids) != count or not possible:
-            raise ValueError(
-                f"d2t must name {count} different tokens in [0, {vocabulary}), "
-                "got others or some twice"
-            )
+        check_ids(ids, count, self.config.sizes.vocab_size)
         order = torch.arange(count, device=ids.device)
         self.d2t.copy_(ids - order)
         self.t2d.fill_(count)[ids] = order

@@ -22,10 +22,9 @@ from transformers import PreTrainedTokenizerBase
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.decode import Progress, decode, decode_plain
-from specmm.hf.drafting import KINDS, Drafters, Method, assemble, choose
+from specmm.hf.drafting import KINDS, Drafters, Method, assemble, choose, row_uniforms
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.randomness import Uniforms
 
 LOGGER = logging.getLogger(__name__)
 PASSES = 3
@@ -95,11 +94,11 @@ def race(
 
     def answer(method: Method) -> Answer:
         if not method.drafts:
-            return lambda: decode_plain(target, short, TOKENS, _uniforms(short))
+            return lambda: decode_plain(target, short, TOKENS, row_uniforms(short))
 
         def drafted() -> Iterator[Progress]:
             parts = assemble(method, target, drafters.get(method.name), tokenizer)
-            return decode(target, parts.drafter, parts.rule, short, TOKENS, _uniforms(short))
+            return decode(target, parts.drafter, parts.rule, short, TOKENS, row_uniforms(short))
 
         return drafted
 
@@ -156,9 +155,3 @@ def _speed(steps: Iterator[Progress]) -> float:
     last = deque(steps, maxlen=1).pop()
     gained = int(last.counts.sum()) - before  # waits for a GPU
     return gained / max(time.perf_counter() - begin, 1e-9)
-
-
-def _uniforms(prompt: VLMPrompt) -> Uniforms:
-    device = prompt.input_ids.device
-    seeds = range(len(prompt.lengths))
-    return Uniforms([torch.Generator(device).manual_seed(seed) for seed in seeds])

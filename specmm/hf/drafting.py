@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specmm import methods
@@ -23,9 +24,10 @@ from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
 from specmm.processors import Processor
+from specmm.randomness import Uniforms
 from specmm.registry import named, unknown
 from specmm.shape.trees import Siblings
-from specmm.verify import Recursive, Rule
+from specmm.verify import Block, Recursive, Rule
 from specmm.verify.rule import make_rule, rule_kind
 
 Method: TypeAlias = methods.VQAMethod | methods.TextMethod
@@ -141,6 +143,18 @@ class Verification(NamedTuple):
         if target.processor.greedy:
             return cls(Recursive(), (False, "distinct"))
         return cls(make_rule(spec), (kind.siblings is not None, kind.siblings or "distinct"))
+
+
+def chain_rule(target: VLMTarget) -> Rule:
+    """Block verification for drawn chains, which keeps more; token by token where all is greedy."""
+    return Recursive() if target.processor.greedy else Block()
+
+
+def row_uniforms(prompt: VLMPrompt) -> Uniforms:
+    """Streams for runs of ``prompt`` that are measured, by the number of each row."""
+    device = prompt.input_ids.device
+    seeds = range(len(prompt.lengths))
+    return Uniforms([torch.Generator(device).manual_seed(seed) for seed in seeds])
 
 
 def drafting_probs(target: VLMTarget, vocabulary: DrafterVocabulary) -> Processor:

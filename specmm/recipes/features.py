@@ -15,8 +15,8 @@ from torch import Tensor
 
 from specmm.files import writable
 from specmm.hf.drafters.eagle3_files import save_eagle3
-from specmm.hf.drafters.eagle3_head import Eagle3Head, layers_read
-from specmm.hf.drafters.features import measure_acceptance
+from specmm.hf.drafters.eagle3_head import layers_read
+from specmm.hf.drafters.features import acceptance_of
 from specmm.hf.drafters.mtp_layers import layers_of, save_layers
 from specmm.hf.pretrained import find_target, load_config, load_target, weights_folder
 from specmm.hf.prompt import VLMPrompt, padded
@@ -147,7 +147,7 @@ def eagle3(
     output = target.family.logits_of(head.ids)
     options: dict[str, Any] = dict(steps=steps, lr=lr, rollout=rollout, slots=slots)
     train_rollout(head, RolledEagle3(head), output, lessons.draw, out, **options)
-    head.acceptance = _acceptance(lessons, head)
+    head.acceptance = acceptance_of(target, head, lessons.prompts, lessons.ends)
     save_eagle3(head, place, target.model)
     return {"kind": "eagle3", "model": model, "steps": steps, "outputs": [str(place)]}
 
@@ -184,13 +184,3 @@ def mtp(
     train_rollout(rolled.network, rolled, output, lessons.draw, out, **options)
     save_layers(layers, place, target.model)
     return {"kind": "mtp", "model": model, "steps": steps, "outputs": [str(place)]}
-
-
-def _acceptance(lessons: Lessons, head: Eagle3Head) -> Any:
-    """By temperature, what is accepted of the answers to held-out prompts, for method ``auto``."""
-    found = {}
-    target = lessons.target
-    for temperature in (0.0, 1.0):
-        judge = VLMTarget(target.model, Processor(temperature), target.name)
-        found[temperature] = measure_acceptance(judge, head, lessons.prompts, lessons.ends)
-    return found

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from specmm.files import writable
-from specmm.hf.drafters.features import measure_acceptance
+from specmm.hf.drafters.features import acceptance_of
 from specmm.hf.drafting import KINDS
 from specmm.hf.pretrained import find
 from specmm.hf.prompt import VLMPrompt
@@ -60,21 +60,9 @@ def msd(
     opened = data(target, processor)
     options |= dict(config=msd_config(target, **sizes), ramp=ramp, read=opened.read)
     head = train_msd(target, opened.draw, writable(out), steps=steps, **options)
-    head.acceptance = _acceptance(target, head, processor, opened.questions(scenes))
+    asked = opened.questions(scenes)
+    prompts = [VLMPrompt(asked.inputs(processor), LONGEST, asked)]
+    ends = VQAPipeline(target.model, processor).ends()
+    head.acceptance = acceptance_of(target, head, prompts, ends)
     save_msd(head, result, dtype=torch.bfloat16, embeddings=False)
     return {"kind": "msd", "model": model, "steps": steps, "outputs": [str(result)]}
-
-
-def _acceptance(target: Any, head: Any, processor: Any, asked: Any) -> Any:
-    """By temperature, what is accepted of the answers to held-out questions: what method auto plans
-    with.
-    """
-    inputs = asked.inputs(processor)
-    ends = VQAPipeline(target.model, processor).ends()
-    found = {}
-    for temperature in (0.0, 1.0):
-        judge = VLMTarget(target.model, Processor(temperature), target.name)
-        found[temperature] = measure_acceptance(
-            judge, head, [VLMPrompt(inputs, LONGEST, asked)], ends
-        )
-    return found

@@ -25,6 +25,7 @@ from specmm.hf.drafters.files import (
     HEAD,
     Facts,
     cast,
+    check_ids,
     read_acceptance,
     read_state,
     write_acceptance,
@@ -108,12 +109,7 @@ def _with_tables(state: State, config: Eagle3Config, source: object) -> State:
             f"(its target has {vocabulary}), got none; use a whole checkpoint"
         )
     ids = d2t.long() + torch.arange(len(d2t))
-    possible = bool(((ids >= 0) & (ids < vocabulary)).all())
-    if len(ids.unique()) != config.tokens or len(ids) != config.tokens or not possible:
-        raise ValueError(
-            f"d2t in {source} must name {config.tokens} different tokens in [0, {vocabulary}), "
-            "got others or some twice"
-        )
+    check_ids(ids, config.tokens, vocabulary, f"d2t in {source}")
     known = torch.zeros(vocabulary, dtype=torch.bool)
     known[ids] = True
     if t2d is not None and not torch.equal(t2d.bool(), known):

@@ -26,16 +26,14 @@ from specmm.autotune import Plan
 from specmm.cache import Cache
 from specmm.decode import Progress, decode, decode_plain
 from specmm.hf.choosing import TOKENS, fastest, raced
-from specmm.hf.drafting import Assembly
+from specmm.hf.drafting import Assembly, chain_rule, row_uniforms
 from specmm.hf.families import Family, empty_cache, plain_tokens
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.layered import Skip, Weights, skipped
 from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.self_drafting import SelfDrafter
 from specmm.self_search import Search, search_of
-from specmm.verify import Block, Recursive, Rule
 
 ROOM = 48  # tokens of text that a plan searches on
 M = TypeVar("M", bound=nn.Module)
@@ -291,18 +289,17 @@ def _plan(target: VLMTarget, prompt: VLMPrompt, kind: methods.SelfDraft) -> Plan
 def _answer(target: VLMTarget, own: SelfDrafter | None, prompt: VLMPrompt) -> Iterator[Progress]:
     """The run of ``prompt`` by method ``self``, or plain decoding."""
     length = prompt.max_new_tokens
-    seeds = range(len(prompt.lengths))
-    uniforms = Uniforms([torch.Generator(target.device).manual_seed(seed) for seed in seeds])
+    uniforms = row_uniforms(prompt)
     if own is None:
         return decode_plain(target, prompt, length, uniforms)
-    return decode(target, own, rule_of(target), prompt, length, uniforms)
+    return decode(target, own, chain_rule(target), prompt, length, uniforms)
 
 
 def make(
     method: methods.SelfDraft, target: VLMTarget, drafter: object, tokenizer: object
 ) -> Assembly:
     """The parts of method ``self``."""
-    return Assembly(drafter_of(method, target), rule_of(target))
+    return Assembly(drafter_of(method, target), chain_rule(target))
 
 
 def drafter_of(method: methods.SelfDraft, target: VLMTarget) -> SelfDrafter:
@@ -314,8 +311,3 @@ def drafter_of(method: methods.SelfDraft, target: VLMTarget) -> SelfDrafter:
         skip = search_of(target.model, layered, method.length, method.seed, own.greedy)
     processor = own if isinstance(own, Processor) else Processor(float(not own.greedy))
     return SelfDrafter(layered, processor, skip, method.length, method.sure, target.device)
-
-
-def rule_of(target: VLMTarget) -> Rule:
-    """Block verification where drafts are drawn."""
-    return Recursive() if target.processor.greedy else Block()

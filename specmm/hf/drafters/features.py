@@ -28,9 +28,10 @@ from specmm.drafter import DeferredDrafter, DrafterVocabulary, Feedback
 from specmm.growth import Growth
 from specmm.hf.drafters.files import Acceptance
 from specmm.hf.drafters.parallel import MaskedPass
-from specmm.hf.drafting import Assembly, Verification, drafting_probs
+from specmm.hf.drafting import Assembly, Verification, drafting_probs, row_uniforms
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import Context, VLMTarget
+from specmm.processors import Processor
 from specmm.randomness import Uniforms, UniformSource
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.sequoia import best_tree
@@ -182,10 +183,7 @@ class FeatureDrafter:
         self._read_prompt(alone, ids[:, -1], slots)
         slots.lengths -= 1
         self.cache.take(row, slots)
-        shift = shift_of(alone)
-        if shift.ndim > self.shift.ndim:  # the first row with positions in parts
-            self.shift = self.shift.expand(len(shift), -1).clone()
-        self.shift[..., row] = shift[..., 0]
+        self.shift = with_row(self.shift, row, shift_of(alone))
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """The tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
@@ -254,6 +252,14 @@ def shift_of(target: VLMTarget) -> Tensor:
     """What is added to the place of a token in its text, for its position: [B] or [3, B]."""
     offsets = target.offsets if target.offsets.ndim == 1 else target.offsets[-3:]
     return offsets + target.begins - target.prompt.lengths
+
+
+def with_row(shift: Tensor, row: int, own: Tensor) -> Tensor:
+    """``shift`` [B] or [3, B] with the ``own`` [1] or [3, 1] of a ``row`` that begins anew."""
+    if own.ndim > shift.ndim:  # the first row with positions in parts
+        shift = shift.expand(len(own), -1).clone()
+    shift[..., row] = own[..., 0]
+    return shift
 
 
 def make(method: Grown, target: VLMTarget, drafter: Any, tokenizer: object) -> Assembly:
@@ -327,13 +333,11 @@ def _plan(target: VLMTarget, network: FeatureNetwork, prompt: VLMPrompt) -> Plan
     if target.family.chains_only:
         table = tuple(level[:1] for level in table)
     shapes = [best_tree(table, n, len(table))[0] for n in SIZES]
-    seeds = range(len(prompt.lengths))
-    uniforms = Uniforms([torch.Generator(target.device).manual_seed(seed) for seed in seeds])
 
     def drafter(shape: TreeShape) -> FeatureDrafter:
         return FeatureDrafter(network, target, shape)
 
-    return planned(target, drafter, shapes, Recursive(), longer, uniforms, table)
+    return planned(target, drafter, shapes, Recursive(), longer, row_uniforms(prompt), table)
 
 
 def measure_acceptance(
@@ -357,3 +361,14 @@ def measure_acceptance(
         for _ in decode(target, counter, Recursive(), prompt, length, uniforms, stop=stop):
             pass
     return counter.table()
+
+
+def acceptance_of(
+    target: VLMTarget, network: FeatureNetwork, prompts: Sequence[VLMPrompt], ends: Sequence[int]
+) -> dict[float, Acceptance]:
+    """By temperature, what is accepted of the answers to ``prompts``: what ``auto`` plans with."""
+    found = {}
+    for temperature in (0.0, 1.0):
+        judge = VLMTarget(target.model, Processor(temperature), target.name)
+        found[temperature] = measure_acceptance(judge, network, prompts, ends)
+    return found

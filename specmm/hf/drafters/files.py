@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen2Config
 
 from specmm.checkpoints import (
@@ -62,6 +62,16 @@ def cast(module: Network, dtype: torch.dtype) -> Network:
     for weight in module.parameters():
         weight.data = weight.data.to(dtype)
     return module
+
+
+def check_ids(ids: Tensor, count: int, vocabulary: int, what: str = "d2t") -> None:
+    """Raise ``ValueError`` unless ``ids`` are ``count`` different ones of a ``vocabulary``."""
+    possible = bool(((ids >= 0) & (ids < vocabulary)).all())
+    if len(ids.unique()) != count or len(ids) != count or not possible:
+        raise ValueError(
+            f"{what} must name {count} different tokens in [0, {vocabulary}), "
+            "got others or some twice"
+        )
 
 
 def write_model(state: State, facts: Facts, folder: str | Path, dtype: torch.dtype) -> None:

@@ -23,7 +23,7 @@ from specmm import methods
 from specmm.cache import Cache, CacheSize
 from specmm.drafter import DeferredDrafter, DrafterVocabulary, Feedback
 from specmm.growth import Growth
-from specmm.hf.drafters.features import shift_of
+from specmm.hf.drafters.features import shift_of, with_row
 from specmm.hf.drafters.mtp_layers import LayerSlots, MtpLayers, layers_of
 from specmm.hf.drafters.trees import check_unguided, trees_of
 from specmm.hf.drafting import Assembly, drafting_probs
@@ -88,10 +88,7 @@ class MtpDrafter:
         slots.lengths -= 1
         self.cache.take(row, slots)
         self.last[row] = _at(states, (slots.lengths - 1).clamp(min=0))[0]
-        shift = shift_of(alone)
-        if shift.ndim > self.shift.ndim:  # the first row with positions in parts
-            self.shift = self.shift.expand(len(shift), -1).clone()
-        self.shift[..., row] = shift[..., 0]
+        self.shift = with_row(self.shift, row, shift_of(alone))
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """The tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""

@@ -121,18 +121,14 @@ class RolledMtp:
 
 
 def build_eagle3(
-    target: VLMTarget,
-    layers: int = 1,
-    inner: int = 0,
-    ids: Tensor | None = None,
-    read: tuple[int, ...] = (),
+    target: VLMTarget, layers: int = 1, inner: int = 0, ids: Tensor | None = None
 ) -> Eagle3Head:
-    """A head of ``layers`` for ``target`` that reads its layers ``read`` (low, middle, high).
+    """A head of ``layers`` for ``target`` that reads the usual three of its layers.
 
     ``inner`` is the width of its feed-forward layers where it is not the target's, ``ids`` [v] the
     target's tokens that it drafts (None: all). Its vocabulary begins with the target's rows.
     """
-    chosen = read or layers_read(len(target.family.layers))
+    chosen = layers_read(len(target.family.layers))
     sizes = _sizes(target, layers, inner)
     vocabulary = int(sizes.vocab_size)
     with seeded(0):

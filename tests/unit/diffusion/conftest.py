@@ -10,7 +10,6 @@ import transformers as tf
 from scipy.stats import chi2
 
 from specmm.decode import decode, decode_plain
-from specmm.diffusion_drafters.assemble import chain_rule
 from specmm.diffusion_drafters.block_drafters import ChainDrafter, DrawnTreeDrafter, TreeDrafter
 from specmm.diffusion_drafters.cached_sources import CausalSource, KeptSource
 from specmm.diffusion_drafters.diffusion_chains import DiffuSpecDrafter, StepsDrafter
@@ -20,6 +19,7 @@ from specmm.diffusion_drafters.models.dflash import DFlash
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig, HeadSizes
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
 from specmm.diffusion_drafters.sources import DFlashSource, DiffusionSource
+from specmm.hf.drafting import chain_rule
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.randomness import Uniforms
