@@ -133,7 +133,9 @@ for name in recipes():
         "dflash",
         "diffusion",
         "drafter",
+        "eagle3",
         "msd",
+        "mtp",
         "proxy",
     ]
     model = shutil.copytree(text_folder, tmp_path / "model")

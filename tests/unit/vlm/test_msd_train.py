@@ -167,7 +167,7 @@ def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch):
     monkeypatch.setattr(msd, "load_processor", lambda folder: None)
     opened = conversations.Conversations(source, lambda count: None)
     monkeypatch.setattr(conversations, "conversations", lambda *_: opened)
-    monkeypatch.setattr(msd, "_acceptance", lambda *_: {0.0: ((0.9, 0.05),)})
+    monkeypatch.setattr(msd, "acceptance_of", lambda *_: {0.0: ((0.9, 0.05),)})
     options = dict(
         model=tmp_path / "model", steps=2, batch=2, width=40, out=tmp_path / "run", data=tmp_path
     )
