@@ -3,6 +3,7 @@ pictures rises.
 """
 
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,8 +165,10 @@ def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch):
 
     model = zoo.model("llava")
     model.save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(msd, "load_processor", lambda folder: None)
-    opened = conversations.Conversations(source, lambda count: None)
+    processor = SimpleNamespace(tokenizer=SimpleNamespace(eos_token_id=2))
+    monkeypatch.setattr(msd, "load_processor", lambda folder: processor)
+    asked = SimpleNamespace(inputs=lambda _: {"input_ids": torch.tensor([[1, 2]])})
+    opened = conversations.Conversations(source, lambda count: asked)
     monkeypatch.setattr(conversations, "conversations", lambda *_: opened)
     monkeypatch.setattr(msd, "acceptance_of", lambda *_: {0.0: ((0.9, 0.05),)})
     options = dict(
