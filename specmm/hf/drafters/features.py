@@ -257,6 +257,7 @@ class FeatureDrafter:
             if network.pictures is not None:
                 slots, kept = network.pictures(slots, image)
                 lengths = lengths - kept.logical_not().sum(1)
+                slots = slots[:, : int(lengths.max())]
         return Reading(slots, lengths, context.positions if network.parts else None)
 
     def _store(self, read: Reading, cache: Cache) -> Tensor:

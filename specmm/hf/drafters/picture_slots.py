@@ -38,7 +38,7 @@ class PictureSlots(nn.Module):
         # which slots are read together: a picture's, while text reads but itself
         group = torch.where(image, begins.cumsum(1), -1 - place)
         seen = packed(group, kept)[:, :, None] == group[:, None]  # [B, M, L]
-        queries = self.queries[packed(left, kept).clamp(min=1) - 1]
+        queries = self.queries[packed(left, kept).clamp(1, self.count) - 1]
         keys = F.rms_norm(slots, slots.shape[-1:])
         found = F.scaled_dot_product_attention(
             queries.to(slots.dtype)[:, None],
