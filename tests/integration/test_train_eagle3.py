@@ -156,7 +156,7 @@ def test_the_recipe_of_conversations(tmp_path):
     head = load_eagle3(model / "drafters" / "eagle3")
     assert head.config.picture_slots == 2 and bool(head.pictures.queries.any())
     for layout in ("eagle", "specforge"):
-        with pytest.raises(ValueError, match="must do without.* picture_slots"):
+        with pytest.raises(ValueError, match="without picture_slots"):
             save_eagle3(head, tmp_path / layout, layout=layout)
     pipe = VQAPipeline.from_pretrained(model, method="eagle3", torch_dtype=torch.float32)
     asked = (Image.open(tmp_path / "a.png"), "What is it?")
