@@ -24,6 +24,7 @@ SIZES = {  # what is shown of a layer, and the names in configs
 OTHERS = (
     "projector_type",
     "draft_vocab_size",
+    "picture_slots",
     "block_size",
     "markov_rank",
     "recurrent_size",

@@ -69,9 +69,11 @@ class Source:
 
         ``reads`` tells which of so many layers of the target are read.
         """
-        if is_composed(self.folder) or hasattr(self._config(), "vision_config"):
-            return self._conversations(reads)
-        return self._texts(reads)
+        return self._conversations(reads) if self.sees() else self._texts(reads)
+
+    def sees(self) -> bool:
+        """Whether the model reads pictures."""
+        return is_composed(self.folder) or hasattr(self._config(), "vision_config")
 
     def _config(self) -> Any:
         return load_config(weights_folder(self.folder))
@@ -129,6 +131,7 @@ def eagle3(
     inner: Size,
     slots: Size,
     vocabulary: Size,
+    picture_slots: Size,
     scenes: Count,
     seed: Seed,
     replace: bool,
@@ -139,11 +142,13 @@ def eagle3(
     place = place_of(folder, "eagle3", replace)
     out = writable(out)
     source = Source(folder, data, text, rows, drawn, chats, batch, scenes, seed, out)
+    if picture_slots and not source.sees():
+        raise ValueError(f"picture_slots must be 0 for a model without pictures, got {model}")
     lessons = source.lessons(layers_read)
     target = lessons.target
     most = min(vocabulary, len(lessons.said.unique()))
     ids = frequent(lessons.said, most) if vocabulary else None
-    head = build_eagle3(target, layers, inner, ids)
+    head = build_eagle3(target, layers, inner, ids, picture_slots)
     output = target.family.logits_of(head.ids)
     options: dict[str, Any] = dict(steps=steps, lr=lr, rollout=rollout, slots=slots)
     train_rollout(head, RolledEagle3(head), output, lessons.draw, out, **options)

@@ -145,6 +145,7 @@ def read_config(facts: Facts, state: State, source: object = "config.json") -> E
         own_embeddings=EMBEDDINGS in state,
         own_head=HEAD in state,
         picture_embeddings=bool(facts.get("picture_embeddings")),
+        picture_slots=int(facts.get("picture_slots") or 0),
         target_width=int(facts.get("target_hidden_size") or 0),
         mask=_mask(facts, source) if MASK in state else None,
         sections=sections,
@@ -238,6 +239,8 @@ def save_eagle3(
         facts["target_fingerprint"] = fingerprint(embeddings_of(target))
     if head.config.picture_embeddings:
         facts["picture_embeddings"] = True
+    if head.config.picture_slots:
+        facts["picture_slots"] = head.config.picture_slots
     write_model(state, facts, folder, dtype)
     write_acceptance(head.acceptance, Path(folder))
 
@@ -275,6 +278,7 @@ def check_layout(config: Eagle3Config, layout: str, target: PreTrainedModel | No
         "normed queries and keys": flat and sizes.model_type == "qwen3",
         "norm_before_residual": flat and config.norm_before_residual and config.mask is None,
         "several layers": flat and deep and config.mask is None,
+        "picture_slots": flat and config.picture_slots > 0,
         "fc_norm": eagle and config.fc_norm,
         "norm_output": eagle and config.norm_output,
         "mask_hidden": eagle and config.mask is not None,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ from specmm.drafter import DeferredDrafter, DrafterVocabulary, Feedback
 from specmm.growth import Growth
 from specmm.hf.drafters.files import Acceptance
 from specmm.hf.drafters.parallel import MaskedPass
+from specmm.hf.drafters.picture_slots import PictureSlots
 from specmm.hf.drafting import Assembly, Verification, drafting_probs, row_uniforms
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import Context, VLMTarget
@@ -81,6 +83,10 @@ class BoundNetwork(Protocol):
     def mask(self) -> Tensor | None:
         """The slot [1, 1, ...] of a token that is not known yet, if it predicts several a pass."""
 
+    @property
+    def pictures(self) -> PictureSlots | None:
+        """What leaves a prompt few slots of a picture, if it reads no more."""
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [B, n, C] of the target's ``tokens`` [B, n]."""
         ...
@@ -127,6 +133,17 @@ class BoundNetwork(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Reading:
+    """The ``slots`` [B, L, ...] that a network reads of prompts, how many of each, ``lengths`` [B],
+    and where they turn: ``positions`` [3, B, L] of M-RoPE (None: 0 … L - 1).
+    """
+
+    slots: Tensor
+    lengths: Tensor
+    positions: Tensor | None
+
+
 class FeatureDrafter:
     """Drafts with a ``network`` for ``target``.
 
@@ -157,30 +174,37 @@ class FeatureDrafter:
             self.ahead = MaskedPass(self.network.mask, self.max_depth, self._run)
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """Make a cache as roomy as the target's and read the prompt."""
+        """Make a cache as roomy as the target's, but for what is left out of pictures, and read the
+        prompt.
+        """
         hidden = feedback.output.hidden
+        self.clock = clock
+        read = self._read(self.target, feedback.token)
+        prompt = self.target.prompt
+        whole = max(prompt.input_ids.shape[1], prompt.longest)  # that of those that wait
+        spared = whole - max(read.slots.shape[1], prompt.longest)
         size = CacheSize(
             layers=self.network.sizes,
             batch=len(feedback.token),
             branches=1,
-            capacity=self.target.cache.size.capacity,
+            capacity=self.target.cache.size.capacity - spared,
             scratch=max(self.growth.scratch, self.ahead.scratch if self.ahead else 0),
         )
         self.cache = Cache(size, hidden.dtype, hidden.device)
-        self.clock = clock
         self.growth.begin(self.cache)
         if self.ahead is not None:
             self.ahead.begin(self.cache)
         self.shift = shift_of(self.target)
-        self.state = self._read_prompt(self.target, feedback.token, self.cache)  # [B, C]
+        self.state = self._store(read, self.cache)  # [B, C]
 
     def start_row(self, row: int) -> None:
         """Read the new prompt but for its last slot: the next round reads that with a token."""
         alone = self.target.started
-        ids = alone.prompt.input_ids
-        size = dataclasses.replace(self.cache.size, batch=1, scratch=0, capacity=ids.shape[1])
+        read = self._read(alone, alone.prompt.input_ids[:, -1])
+        length = read.slots.shape[1]
+        size = dataclasses.replace(self.cache.size, batch=1, scratch=0, capacity=length)
         slots = Cache(size, self.cache.dtype, alone.device)
-        self._read_prompt(alone, ids[:, -1], slots)
+        self._store(read, slots)
         slots.lengths -= 1
         self.cache.take(row, slots)
         self.shift = with_row(self.shift, row, shift_of(alone))
@@ -219,8 +243,8 @@ class FeatureDrafter:
             positions = self.target.family.spread(positions + self.shift[..., None])
         return self.network.run(slots, positions, bias, self.cache.layers)
 
-    def _read_prompt(self, target: VLMTarget, token: Tensor, cache: Cache) -> Tensor:
-        """Store the prompt's slots; the state [B, C] predicted after the sampled ``token`` [B]."""
+    def _read(self, target: VLMTarget, token: Tensor) -> Reading:
+        """What the network reads of the prompt and the sampled ``token`` [B] after it."""
         context = target.context
         assert context is not None, "the target keeps a context for drafters that want one"
         network = self.network
@@ -228,12 +252,21 @@ class FeatureDrafter:
             own = network.prompt_embeddings(target.prompt.input_ids, context.embeddings)
             read = dataclasses.replace(context, embeddings=own)
             embeddings, image = next_positions(read, network.embed(token[:, None])[:, 0])
-            cache.aim(0, embeddings.shape[1])
-            cache.lengths += context.lengths
             slots = network.prompt_slots(embeddings, context.hidden, image)
-            positions = context.positions if network.parts else None
-            states = network.run(slots, positions, memory=cache.layers)
-        return states[torch.arange(len(token), device=token.device), context.lengths - 1]
+            lengths = context.lengths
+            if network.pictures is not None:
+                slots, kept = network.pictures(slots, image)
+                lengths = lengths - kept.logical_not().sum(1)
+                slots = slots[:, : int(lengths.max())]
+        return Reading(slots, lengths, context.positions if network.parts else None)
+
+    def _store(self, read: Reading, cache: Cache) -> Tensor:
+        """Store the slots that are ``read`` of a prompt; the state [B, C] predicted after each."""
+        with self.clock("draft"):
+            cache.aim(0, read.slots.shape[1])
+            cache.lengths += read.lengths
+            states = self.network.run(read.slots, read.positions, memory=cache.layers)
+        return states[torch.arange(len(states), device=states.device), read.lengths - 1]
 
 
 def next_positions(context: Context, last: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from transformers import DynamicCache, LlamaConfig
 
 from specmm.hf.drafters.eagle3_head import Eagle3Config, Eagle3Head, layers_read
 from specmm.hf.drafters.mtp_layers import MtpLayers
+from specmm.hf.drafters.picture_slots import packed
 from specmm.hf.families import cache_name
 from specmm.hf.target import VLMTarget
 from specmm.recipes.training.seen import Seen
@@ -36,8 +37,10 @@ Head = Callable[[Tensor], Tensor]  # the target's, for the drafter's tokens: [..
 class Rolled(Protocol):
     """A network that is trained."""
 
-    def mixed(self, context: Tensor) -> Tensor:
-        """What the first step reads [B, L, C] of the target's states ``context`` [B, L, F·C]."""
+    def begin(self, seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
+        """What the first step reads of what was ``seen``: embeddings and states [B, L, C] of the
+        slots, and which of them count [B, L].
+        """
         ...
 
     def advance(self, step: int, embeddings: Tensor, hidden: Tensor, past: DynamicCache) -> Tensor:
@@ -59,9 +62,14 @@ class RolledEagle3:
 
     head: Eagle3Head
 
-    def mixed(self, context: Tensor) -> Tensor:
-        """See :class:`Rolled`."""
-        return self.head.mixed(context)
+    def begin(self, seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of text and the few that are left of a picture, if the head reads no more."""
+        hidden = self.head.mixed(seen.context)
+        if self.head.pictures is None or seen.image is None:
+            return seen.embeddings, hidden, seen.mask
+        slots, kept = self.head.pictures(self.head.slots(seen.embeddings, hidden), seen.image)
+        embeddings, hidden = slots.chunk(2, dim=-1)
+        return embeddings, hidden, packed(seen.mask, kept)
 
     def logits(self, states: Tensor) -> Tensor:
         """See :class:`Rolled`."""
@@ -95,9 +103,9 @@ class RolledMtp:
         self.network: nn.Module = layers.model.layers.float().requires_grad_()
         self.target = target
 
-    def mixed(self, context: Tensor) -> Tensor:
-        """The target's own states, as they are."""
-        return context
+    def begin(self, seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
+        """All, on the target's own states as they are."""
+        return seen.embeddings, seen.context, seen.mask
 
     def advance(self, step: int, embeddings: Tensor, hidden: Tensor, past: DynamicCache) -> Tensor:
         """One pass of the step's layer over all slots."""
@@ -121,19 +129,25 @@ class RolledMtp:
 
 
 def build_eagle3(
-    target: VLMTarget, layers: int = 1, inner: int = 0, ids: Tensor | None = None
+    target: VLMTarget,
+    layers: int = 1,
+    inner: int = 0,
+    ids: Tensor | None = None,
+    picture_slots: int = 0,
 ) -> Eagle3Head:
     """A head of ``layers`` for ``target`` that reads the usual three of its layers.
 
     ``inner`` is the width of its feed-forward layers where it is not the target's, ``ids`` [v] the
-    target's tokens that it drafts (None: all). Its vocabulary begins with the target's rows.
+    target's tokens that it drafts (None: all), and it reads so many ``picture_slots`` (0: those of
+    all places). Its vocabulary begins with the target's rows.
     """
     chosen = layers_read(len(target.family.layers))
     sizes = _sizes(target, layers, inner)
     vocabulary = int(sizes.vocab_size)
     with seeded(0):
         tokens = vocabulary if ids is None else len(ids)
-        head = Eagle3Head(Eagle3Config(sizes, chosen, tokens, picture_embeddings=True))
+        options: dict[str, Any] = dict(picture_embeddings=True, picture_slots=picture_slots)
+        head = Eagle3Head(Eagle3Config(sizes, chosen, tokens, **options))
         for weight in head.parameters():
             if weight.ndim > 1:
                 torch.nn.init.normal_(weight, 0, 0.04 if sizes.hidden_size < 512 else 0.02)
@@ -214,11 +228,11 @@ def rollout_loss(
     with torch.no_grad():
         probs = output(seen.hidden.roll(-1, 1)[seen.mask]).float().softmax(-1)  # [M, v]
     past = DynamicCache()
-    hidden = rolled.mixed(seen.context)
+    embeddings, hidden, mask = rolled.begin(seen)
     found = []
     for k in range(rollout):
-        states = rolled.advance(k, seen.embeddings, hidden, past)
-        drafted = rolled.logits(states[seen.mask]).float().log_softmax(-1)
+        states = rolled.advance(k, embeddings, hidden, past)
+        drafted = rolled.logits(states[mask]).float().log_softmax(-1)
         overlap = torch.minimum(probs, drafted.detach().exp()).sum(-1).mean()
         found.append((-(probs * drafted).sum(-1).mean(), overlap))
         hidden = F.pad(states[:, :-1], (0, 0, 1, 0))

@@ -35,13 +35,15 @@ LONGEST = 96  # tokens of an answer
 class Seen:
     """What the target saw and thought: ``embeddings`` [B, L, C] of the next positions, ``context``
     [B, L, F·C] of the layers read (of none: ``hidden``), the last states ``hidden`` [B, L, C], and
-    which slots count, ``mask`` [B, L].
+    which slots count, ``mask`` [B, L]. ``image`` [B, L] tells which next positions are pictures'
+    (None: none is).
     """
 
     embeddings: Tensor
     context: Tensor
     hidden: Tensor
     mask: Tensor
+    image: Tensor | None = None
 
     @torch.inference_mode(False)
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Seen:
@@ -51,6 +53,7 @@ class Seen:
             self.context.to(device, dtype, copy=True),
             self.hidden.to(device, dtype, copy=True),
             self.mask.to(device, copy=True),
+            None if self.image is None else self.image.to(device, copy=True),
         )
 
 
@@ -137,7 +140,7 @@ class SeenConversations:
         target.prefill(prompt.to(target.device, target.dtype), 0)
         context = target.context
         assert context is not None
-        following, _ = next_positions(context, torch.zeros_like(context.embeddings[:, 0]))
+        following, image = next_positions(context, torch.zeros_like(context.embeddings[:, 0]))
         mask = F.pad(answers.to(target.device)[:, 1:], (0, 1))
         states = target.ordered(self.aux.context()) if self.aux.seen else context.hidden
-        return Seen(following, states, context.hidden, mask)
+        return Seen(following, states, context.hidden, mask, image)

@@ -1,0 +1,68 @@
+"""A few slots in place of those of a picture, so that a small head need not find what matters among
+hundreds that say much the same, and keeps less of them.
+
+Learned queries attend the slots of one picture, each all of them, and what they find stands in the
+picture's last places. Source: ViSpec (arXiv 2509.15235), whose adaptor reads the projected picture;
+the slots here hold the target's states of it, too. It adds a vector of the picture to all later
+text, which we leave out: the target's states of that text have seen the picture.
+
+Shape letters: B batch, L slots, M slots that are left, W width of a slot, n slots of a picture.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class PictureSlots(nn.Module):
+    """``count`` n slots of ``width`` W for every unbroken run of a picture's places.
+
+    A run that has no more keeps as many as it has.
+    """
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.count = count
+        self.queries = nn.Parameter(torch.zeros(count, width))
+
+    def forward(self, slots: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
+        """``slots`` [B, L, W], ``image`` [B, L] bool where they are of pictures; returns those
+        [B, M, W] that are left, in order and padded at the right, and their places ``kept`` [B, L].
+        """
+        left = _left(image, self.count + 1)
+        kept = left <= self.count
+        begins = image & ~F.pad(image[:, :-1], (1, 0))
+        place = torch.arange(image.shape[1], device=image.device)
+        # which slots are read together: a picture's, while text reads but itself
+        group = torch.where(image, begins.cumsum(1), -1 - place)
+        seen = packed(group, kept)[:, :, None] == group[:, None]  # [B, M, L]
+        queries = self.queries[packed(left, kept).clamp(1, self.count) - 1]
+        keys = F.rms_norm(slots, slots.shape[-1:])
+        found = F.scaled_dot_product_attention(
+            queries.to(slots.dtype)[:, None],
+            keys[:, None],
+            slots[:, None],
+            seen[:, None],
+            scale=1.0,
+        )
+        return found[:, 0], kept
+
+
+def _left(image: Tensor, most: int) -> Tensor:
+    """How many places of its run there are from each of ``image`` [B, L] on, at ``most`` so many;
+    0 for text.
+    """
+    ahead = F.pad(image, (0, most - 1)).unfold(1, most, 1)  # [B, L, most]
+    return ahead.long().cumprod(-1).sum(-1)
+
+
+def packed(x: Tensor, kept: Tensor) -> Tensor:
+    """What ``x`` [B, L, ...] has at the places ``kept`` [B, L], moved to the front [B, M, ...].
+
+    Rows that keep fewer are padded with what they do not keep.
+    """
+    count = int(kept.sum(1).max())
+    order = kept.logical_not().long().argsort(dim=1, stable=True)[:, :count]
+    return x[torch.arange(len(x), device=x.device)[:, None], order]
