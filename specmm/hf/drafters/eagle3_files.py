@@ -262,6 +262,11 @@ def to_specforge(folder: Path, target: PreTrainedModel | None, out: Path) -> Non
 
 def _rewrite(folder: Path, target: PreTrainedModel | None, out: Path, layout: str) -> None:
     head = load_eagle3(folder)
+    if head.config.picture_slots:
+        raise ValueError(
+            f"{folder} reads few slots of a picture (picture_slots), which no other library does; "
+            "train one with picture_slots=0 to export it"
+        )
     save_eagle3(head, out, target, layout=layout, dtype=head.fc.weight.dtype)
 
 
@@ -278,7 +283,6 @@ def check_layout(config: Eagle3Config, layout: str, target: PreTrainedModel | No
         "normed queries and keys": flat and sizes.model_type == "qwen3",
         "norm_before_residual": flat and config.norm_before_residual and config.mask is None,
         "several layers": flat and deep and config.mask is None,
-        "picture_slots": flat and config.picture_slots > 0,
         "fc_norm": eagle and config.fc_norm,
         "norm_output": eagle and config.norm_output,
         "mask_hidden": eagle and config.mask is not None,
