@@ -180,8 +180,12 @@ def test_text_pipelines_find_the_layers_in_the_checkpoint(folder_of):
     together = pipe(texts, batch_size=2, **options)
     for text, found in zip(texts, together.texts, strict=True):
         assert pipe([text], method="ar", **options).texts == [found]
-    drawn = dict(max_new_tokens=16, temperature=1.0, seed=4)
-    assert pipe(texts, **drawn).texts == pipe(texts, batch_size=2, **drawn).texts
+    drawn = dict(max_new_tokens=16, temperature=1.0, seed=[4, 5, 6, 7, 8])
+    for method in (methods.MTP(), methods.Draft("mtp", (2, 1))):
+        refilled = pipe(texts, method=method, batch_size=2, **drawn)
+        for text, seed, found in zip(texts, drawn["seed"], refilled.texts, strict=True):
+            alone = pipe([text], method=method, **(drawn | {"seed": [seed]}))
+            assert alone.texts == [found]
     assert together.certificate.kind == "exact"
 
 
