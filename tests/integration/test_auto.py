@@ -17,6 +17,9 @@ from specmm.cli import app
 from specmm.decode import Progress
 from specmm.guidance import Guidance
 from specmm.hf import choosing
+from specmm.hf.drafting import assemble as assemble_parts
+from specmm.hf.prompt import VLMPrompt, padded
+from specmm.hf.target import VLMTarget
 from specmm.image_ar.tokens import assemble
 from specmm.image_ar.tokens.assemble import LlamaGenParts, choose_method, planned_for
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
@@ -195,6 +198,31 @@ def test_all_drafters_there_are_contend(first, temperature, text_folder, monkeyp
     assert pipe(
         "def add(", method=methods.make(methods.TEXT, first, length=2), **options
     ).texts == (out.texts)
+
+
+def test_contenders_have_targets_of_their_own(text_folder, monkeypatch):
+    """Each is assembled once, though it runs several times, and the run's own target is left."""
+    pipe = TextPipeline.from_pretrained(text_folder, torch_dtype=torch.float32)
+    target = VLMTarget(pipe.model, Processor(0.0))
+    prompt = VLMPrompt(padded([pipe.tokenizer("def add(")["input_ids"]]), 6)
+    made, runs = [], []
+
+    def fitting(method, drafters, own, tokenizer):
+        made.append(own)
+        return assemble_parts(method, own, drafters.get(method.name), tokenizer)
+
+    def raced(contenders, worth):
+        runs.extend([*one()][-1].tokens[0, :6].tolist() for one in contenders * 2)
+        return [1.0, 2.0, 3.0]
+
+    monkeypatch.setattr(choosing, "fitting", fitting)
+    monkeypatch.setattr(choosing, "raced", raced)
+    found = [methods.Block(length=2), methods.DEER(length=2)]
+    plan = choosing.race(found, pipe.drafters, target, prompt, pipe.tokenizer)
+    assert plan.draft_free == found[1] and len(made) == 2
+    assert len({id(own) for own in [target, *made]}) == 3
+    assert target.aux is None and not target.wants_context
+    assert len(runs) == 6 and all(run == runs[0] for run in runs)
 
 
 def first_name(kind):
