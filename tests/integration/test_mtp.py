@@ -29,6 +29,7 @@ from specmm.tree import TreeShape
 from specmm.verify import Recursive
 from specmm.vlm.asking import Questions
 from tests.integration.mtp_models import save
+from tests.integration.two_drafts import Watching
 from tests.noisy import noisy
 
 KINDS = [("deepseek", 1), ("deepseek", 3), ("glm", 1), ("mellum", 1)]
@@ -67,24 +68,8 @@ def model_of(folder_of):
     return found
 
 
-class Watched(MtpDrafter):
-    """Keeps what it drafts, by the number of tokens before."""
-
-    def begin(self, feedback, clock):
-        self.found = {}
-        super().begin(feedback, clock)
-
-    def propose(self, feedback, uniforms):
-        self.logged = []
-        before = int(self.target.cache.lengths[0]) + 1
-        tree = super().propose(feedback, uniforms)
-        self.found[before] = (tree.tokens[0, 1:], torch.cat(self.logged))
-        return tree
-
-    def logits(self, states, depth):
-        logits = super().logits(states, depth)
-        self.logged.append(logits[0])
-        return logits
+class Watched(Watching, MtpDrafter):
+    """Keeps what it drafts."""
 
 
 def greedy(model, drafter_class, tree, prompts, length=LENGTH):
