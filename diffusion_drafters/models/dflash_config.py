@@ -15,7 +15,7 @@ from typing import Any
 from transformers import Qwen3Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from specmm.hf.drafters.files import QWEN_SIZES, Facts, plain_rope, read_sizes
+from specmm.hf.drafters.files import QWEN_SIZES, STATES, Facts, layers_named, plain_rope, read_sizes
 
 SPECULATORS = "speculators_model_type"
 SLIDING = "sliding_attention"
@@ -220,13 +220,12 @@ def _speculators(facts: Facts, source: object) -> tuple[dict[str, Any], dict[str
             f"{source} must have layers of a type that transformers knows, got {model_type!r}"
         )
     whole = CONFIG_MAPPING[model_type](**layer).to_dict()  # a release leaves defaults out
-    numbers = facts.get("aux_hidden_state_layer_ids")
+    numbers = facts.get(STATES)
     given = {**whole, **facts, "window": "anchor"}
-    # Number 0 is the embeddings' output, number i that of the i-th layer.
-    given["target_layer_ids"] = None if numbers is None else [number - 1 for number in numbers]
+    given["target_layer_ids"] = None if numbers is None else layers_named(facts)
     if numbers and min(numbers) < 1:
         raise ValueError(
-            f"{source} must read layers, counted from 1 by aux_hidden_state_layer_ids, got "
+            f"{source} must read layers, counted from 1 by {STATES}, got "
             f"{list(numbers)}, of which 0 is the embeddings"
         )
     spark = kind == "dspark"

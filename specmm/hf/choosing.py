@@ -8,12 +8,14 @@ slower than plain decoding beyond noise. Its answer is kept for prompts of as ma
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
+import math
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +24,16 @@ from transformers import PreTrainedTokenizerBase
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.decode import Progress, decode, decode_plain
-from specmm.hf.drafting import KINDS, Drafters, Method, assemble, choose, row_uniforms
+from specmm.hf.drafting import KINDS, Assembly, Drafters, Method, assemble, choose, row_uniforms
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 
 LOGGER = logging.getLogger(__name__)
 PASSES = 3
-TOKENS = 32  # that each contender answers in a pass
+TOKENS = 32  # that each contender answers in a pass, at most
+FEWEST = 8
+SHARE = 0.5  # of the seconds of the whole answer, plainly decoded: longer races end after a pass
+BEHIND = 0.7  # of the fastest's speed: a contender that is slower races no more
 MARGIN = 1.05  # times as fast as plain decoding a drafter must be
 
 Answer = Callable[[], Iterator[Progress]]
@@ -73,8 +78,11 @@ def chosen_of(
     greedy = target.processor.greedy
     key = ("race", *map(str, found), len(prompt.lengths), greedy, torch.get_num_threads())
     if key not in plans:
+        begin = time.perf_counter()
         plans[key] = race(found, drafters, target, prompt, tokenizer)
-        LOGGER.info("auto: %s", plans[key].reason)
+        seconds = time.perf_counter() - begin
+        taken = plans[key].draft_free or methods.AR()
+        LOGGER.info("auto: %s, %s; raced in %.1f s", taken, plans[key].reason, seconds)
     return plans[key].draft_free or methods.AR(), plans[key].reason
 
 
@@ -85,44 +93,48 @@ def race(
     prompt: VLMPrompt,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> Plan:
-    """A plan whose ``draft_free`` is the fastest of the methods ``found``; None: plain decoding."""
-    short = dataclasses.replace(prompt, max_new_tokens=TOKENS)
+    """A plan whose ``draft_free`` is the fastest of the methods ``found``; None: plain decoding.
+
+    It takes about as long as half of the answer would, plainly decoded, but a pass at least.
+    """
+    asked = prompt.max_new_tokens
+    length = min(TOKENS, max(FEWEST, asked // PASSES))
+    short = dataclasses.replace(prompt, max_new_tokens=length)
     try:
         target.check(short)
     except ValueError as error:
         return Plan(None, 1.0, 1.0, f"no room to race ({error})", draft_free=found[0])
 
-    def answer(method: Method) -> Answer:
-        if not method.drafts:
-            return lambda: decode_plain(target, short, TOKENS, row_uniforms(short))
+    def plain() -> Iterator[Progress]:
+        return decode_plain(target, short, length, row_uniforms(short))
 
-        def drafted() -> Iterator[Progress]:
-            parts = assemble(method, target, drafters.get(method.name), tokenizer)
-            return decode(target, parts.drafter, parts.rule, short, TOKENS, row_uniforms(short))
+    def drafted(own: VLMTarget, parts: Assembly) -> Iterator[Progress]:
+        return decode(own, parts.drafter, parts.rule, short, length, row_uniforms(short))
 
-        return drafted
-
-    ready = [method for method in found if fits(method, drafters, target, tokenizer)]
-    speeds = raced([answer(methods.AR()), *map(answer, ready)])
+    ready: dict[Method, Answer] = {}
+    for method in found:
+        own = copy.copy(target)  # drafters tell their target what they read
+        if parts := fitting(method, drafters, own, tokenizer):
+            ready[method] = partial(drafted, own, parts)
+    speeds = raced([plain, *ready.values()], worth=SHARE * asked * len(prompt.lengths))
     gains = {method: speed / speeds[0] for method, speed in zip(ready, speeds[1:], strict=True)}
     return fastest(gains)
 
 
-def fits(
+def fitting(
     method: Method, drafters: Drafters, target: VLMTarget, tokenizer: PreTrainedTokenizerBase | None
-) -> bool:
-    """Whether the drafter of ``method`` can be used with ``target``.
+) -> Assembly | None:
+    """Drafter and rule of ``method``; None where the drafter cannot be used with ``target``.
 
     Raises ``ValueError`` for one that cannot and that the caller has given.
     """
     try:
-        assemble(method, target, drafters.get(method.name), tokenizer)
+        return assemble(method, target, drafters.get(method.name), tokenizer)
     except ValueError as error:
         if method.name in drafters.passed:
             raise
         LOGGER.info("auto: without %s: %s", method.name, error)
-        return False
-    return True
+        return None
 
 
 def fastest(gains: Mapping[Method, float], margin: float = MARGIN) -> Plan:
@@ -138,20 +150,43 @@ def fastest(gains: Mapping[Method, float], margin: float = MARGIN) -> Plan:
     return Plan(None, 1.0, gains[best], f"fastest in a race: {said}", draft_free=best)
 
 
-def raced(contenders: Sequence[Answer], passes: int = PASSES) -> list[float]:
-    """Tokens a second of each, the median of several passes in which they take turns."""
+def raced(
+    contenders: Sequence[Answer], passes: int = PASSES, worth: float = math.inf
+) -> list[float]:
+    """Tokens a second of each, the median of its passes, in which they take turns.
+
+    One that falls clearly behind the fastest races no more, not even to the end of its pass. The
+    race is over when one is left, or when it has taken the seconds that the first contender needs
+    for ``worth`` tokens.
+    """
+    begin = time.perf_counter()
     speeds: list[list[float]] = [[] for _ in contenders]
+    racing = list(range(len(contenders)))
+    best = 0.0
     for _ in range(passes):
-        for found, contender in zip(speeds, contenders, strict=True):
-            found.append(_speed(contender()))
+        for one in racing:
+            speeds[one].append(_speed(contenders[one](), BEHIND * best))
+            best = max(map(statistics.median, filter(None, speeds)))
+        racing = [one for one in racing if statistics.median(speeds[one]) >= BEHIND * best]
+        spent = (time.perf_counter() - begin) * statistics.median(speeds[0])
+        if len(racing) < 2 or spent >= worth:
+            break
     return [statistics.median(found) for found in speeds]
 
 
-def _speed(steps: Iterator[Progress]) -> float:
-    """Tokens a second after the first round, which reads the prompt."""
+def _speed(steps: Iterator[Progress], least: float = 0.0) -> float:
+    """Tokens a second after the first round, which reads the prompt.
+
+    ``steps`` are left when even all their tokens by now would make less than ``least`` a second.
+    """
     first = next(steps)
-    before = int(first.counts.sum())
+    counts = first.counts
+    before = int(counts.sum())
+    whole = int(first.limits.sum()) - before
     begin = time.perf_counter()
-    last = deque(steps, maxlen=1).pop()
-    gained = int(last.counts.sum()) - before  # waits for a GPU
+    for progress in steps:
+        counts = progress.counts
+        if (time.perf_counter() - begin) * least > whole:
+            break
+    gained = int(counts.sum()) - before  # waits for a GPU
     return gained / max(time.perf_counter() - begin, 1e-9)

@@ -12,7 +12,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from specmm import methods, zoo
-from specmm.hf.drafter_formats import SPECULATORS, ModelFolder, mtp_layers, recognised
+from specmm.hf.drafter_formats import ModelFolder, mtp_layers, recognised
+from specmm.hf.drafters.files import layers_named
 from specmm.hf.pretrained import TOKENIZER, find_target, load_config, weights_folder
 from specmm.hf.translation import PADDING
 
@@ -133,7 +134,7 @@ class _Reader:
             width=facts.get("target_hidden_size") or self._size("width"),
             vocabulary=self._size("vocabulary"),
             layers=facts.get("num_target_layers"),
-            reads=self._reads(),
+            reads=layers_named(facts),
             fingerprint=facts.get("target_fingerprint"),
         )
 
@@ -160,16 +161,6 @@ class _Reader:
             return f"specmm generate MODEL --method {known[0]}, from the model's drafters/{place}"
         run = "complete" if known[0] in methods.TEXT else "ask"
         return f"specmm {run} MODEL --method {known[0]} --drafter {path}"
-
-    def _reads(self) -> tuple[int, ...]:
-        """Layers counted from 0; speculators counts states, of which 0 are the embeddings."""
-        facts = self.folder.facts
-        given = {**facts, **(facts.get("dflash_config") or {}), **(facts.get("eagle_config") or {})}
-        names = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
-        states = next((given[name] for name in names if given.get(name)), None)
-        if states and (SPECULATORS in facts or names[0] in given):
-            return tuple(number - 1 for number in states)
-        return tuple(given.get("target_layer_ids") or given.get("aux_layers") or states or ())
 
     def _size(self, what: str) -> int | None:
         given = (self.folder.layer.get(name) for name in SIZES[what])

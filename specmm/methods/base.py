@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from specmm.registry import OldName, Registry, unknown
+from specmm.registry import OldName, Registry, named, unknown
 
 TreeName = str | tuple[int, ...]  # see specmm/shape/trees.py
 Tree = TreeName | None  # None: the tree that the model's maker recommends
@@ -18,6 +18,21 @@ M = TypeVar("M")
 # old names and values, which work for one release
 RENAMED = {"hindsight": "rejected_weight", "belief": "predictor"}
 RENAMED_VALUES = {("residual", "official"): "release"}
+FEATURES = "specmm.hf.drafters.features:FeatureDrafter"
+SMALL = "specmm.hf.drafters.small_model:ModelDrafter"
+DRAFTERS = {  # the class of each drafter that takes trees and rules, which is asked what it can do
+    "block": "specmm.image_ar.tokens.drafters.block:BlockDrafter",
+    "eagle": "specmm.image_ar.tokens.drafters.eagle:EagleDrafter",
+    "jacobi": "specmm.image_ar.tokens.drafters.jacobi:JacobiDrafter",
+    "self": "specmm.self_drafting:SelfDrafter",
+    "text-draft": SMALL,
+    "vlm-draft": SMALL,
+    "msd": FEATURES,
+    "eagle3": FEATURES,
+    "mtp": "specmm.hf.drafters.mtp:MtpDrafter",
+    "assistant": "specmm.hf.drafters.assistant:AssistantDrafter",
+    "deer": "specmm.diffusion_drafters.block_drafters:SourceDrafter",
+}
 
 
 class _OldNames(type):
@@ -92,8 +107,9 @@ class Composed(Declared):
 
     @property
     def can_refill(self) -> bool:
-        """EAGLE's head and models that draft read their rows together."""
-        return self.choice.drafter in ("block", "jacobi", "msd", "deer")
+        """Whether its drafter's rows can: EAGLE's head and small models read theirs together."""
+        place = DRAFTERS.get(self.choice.drafter)
+        return place is not None and hasattr(named(place), "start_row")
 
     @property
     def static_shapes(self) -> bool:

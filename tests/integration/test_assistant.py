@@ -3,11 +3,8 @@
 transformers 5.23 cannot build one.
 """
 
-import itertools
-
 import pytest
 import torch
-from scipy.stats import chi2
 from transformers.generation.candidate_generator import (
     SinglePositionMultiTokenCandidateGenerator as Theirs,
 )
@@ -17,20 +14,28 @@ from benchmarks.models.table import GAINS
 from benchmarks.models.tiny import build, tiny_config
 from specmm import TextPipeline, custom_generate, methods
 from specmm.decode import decode
-from specmm.drafter import Feedback
 from specmm.hf.drafters.assistant import AssistantDrafter, clustered
 from specmm.hf.drafting import assemble
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.shape.trees import branching
-from specmm.stats import Clock
-from specmm.tree import DraftTree, TreeShape
+from specmm.tree import TreeShape
 from specmm.verify import Recursive
-from specmm.verify.exhaustive import draws, emitted_probs, sequence_probs, total_variation
 from tests.integration import vlm_models
 from tests.integration.assistant_models import SHARING, SIZES, assistant_of, buildable, target
+from tests.integration.two_drafts import (
+    EVERY,
+    PROCESSOR,
+    PROMPT,
+    ROOT,
+    V,
+    Watching,
+    check_every_draw,
+    colder,
+    follows,
+    recorded_tables,
+)
 
 pytestmark = pytest.mark.skipif(not buildable(), reason="transformers 5.23 cannot build one")
 
@@ -54,24 +59,8 @@ def pair(request):
     return wide, assistant_of(wide, sizes=SIZES | dict(vocab_size=36), **few)
 
 
-class Watched(AssistantDrafter):
-    """Keeps what it drafts, by the number of tokens before."""
-
-    def begin(self, feedback, clock):
-        self.found = {}
-        super().begin(feedback, clock)
-
-    def propose(self, feedback, uniforms):
-        self.logged = []
-        before = int(self.target.cache.lengths[0]) + 1
-        tree = super().propose(feedback, uniforms)
-        self.found[before] = (tree.tokens[0, 1:], torch.cat(self.logged))
-        return tree
-
-    def logits(self, states, depth):
-        logits = super().logits(states, depth)
-        self.logged.append(logits[0])
-        return logits
+class Watched(Watching, AssistantDrafter):
+    """Keeps what it drafts."""
 
 
 @torch.no_grad()
@@ -203,51 +192,22 @@ def test_clusters_of_a_row_do_not_depend_on_its_batch():
         assert int(alone.isfinite().sum()) == 2 * 12
 
 
-V = 6
-ROOT = 2
-T = 1.5
-PROCESSOR = Processor(T)
-SHORT = [4, 1, 5, 3]
-
-
 @pytest.fixture(scope="module")
 def small():
     model = target(0, vocab_size=V)
     return model, assistant_of(model, sizes=SIZES | dict(vocab_size=V))
 
 
-@torch.no_grad()
-def target_tables(model, prompt, depths):
-    tables = []
-    for depth in range(depths):
-        paths = torch.tensor(list(itertools.product(range(V), repeat=depth)), dtype=torch.int64)
-        paths = paths.view(V**depth, depth)
-        ids = torch.cat([torch.tensor(prompt).expand(len(paths), -1), paths], 1)
-        tables.append(PROCESSOR(model(ids).logits[:, -1].double()))
-    return tables
-
-
-@torch.no_grad()
-def recorded_tables(model, assistant):
-    """The drafter's distributions after the root [1, V] and after each first draft [V, V]."""
-    drafter = AssistantDrafter(assistant, VLMTarget(model, PROCESSOR), branching([V, 1]))
-    output = drafter.target.prefill(VLMPrompt(padded([SHORT]), 8), drafter.max_nodes)
-    feedback = Feedback(output, torch.tensor([ROOT]))
-    drafter.begin(feedback, Clock())
-    tree = drafter.propose(feedback, Uniforms.from_seeds([0]))
-    firsts = (tree.shape.depths[0] == 1).nonzero()[:, 0]
-    second = torch.empty(V, V)
-    for node in firsts.tolist():
-        below = int((tree.shape.parents[0] == node).nonzero()[0])
-        second[tree.tokens[0, node]] = tree.probs[0, below]
-    return tree.probs[0, firsts[0]][None], second
+def every(model, assistant):
+    """A drafter of every first draft, and one after each."""
+    return AssistantDrafter(assistant, VLMTarget(model, PROCESSOR), EVERY)
 
 
 @torch.no_grad()
 def test_recorded_distributions_are_the_assistants_own(small):
     model, assistant = small
-    seen = model(torch.tensor([SHORT]), output_hidden_states=True, return_shared_kv_states=True)
-    place = torch.tensor([[len(SHORT)]])
+    seen = model(torch.tensor([PROMPT]), output_hidden_states=True, return_shared_kv_states=True)
+    place = torch.tensor([[len(PROMPT)]])
 
     def after(token, state):
         embedding = model.get_input_embeddings()(torch.tensor([[token]]))
@@ -258,7 +218,7 @@ def test_recorded_distributions_are_the_assistants_own(small):
         )
 
     first = after(ROOT, seen.hidden_states[-1][:, -1:])
-    found = recorded_tables(model, assistant)
+    found = recorded_tables(every(model, assistant))
     wanted = PROCESSOR(first.logits[0].double())
     torch.testing.assert_close(found[0].double(), wanted, rtol=0, atol=1e-6)
     for token in range(V):
@@ -268,43 +228,8 @@ def test_recorded_distributions_are_the_assistants_own(small):
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (2, 2)])
 def test_every_draw_together_is_the_targets_distribution(small, shape):
-    """Enumerated; a twin that records the first draft's for the second's is found out."""
-    model, assistant = small
-    q = [x.double() / x.double().sum(-1, keepdim=True) for x in recorded_tables(model, assistant)]
-    p = target_tables(model, [*SHORT, ROOT], 3)
-    wanted = sequence_probs(p, 3)
-    drawn = draws(branching(list(shape)), q, "without replacement")
-    assert total_variation(emitted_probs(Recursive(), drawn, p), wanted) < 1e-12
-    wrong = draws(branching(list(shape)), [q[0], q[0].expand(V, -1)], "without replacement")
-    recorded = dict(zip(map(tuple, wrong.tree.tokens.tolist()), wrong.tree.probs, strict=True))
-    probs = torch.stack([recorded[tuple(row)] for row in drawn.tree.tokens.tolist()])
-    drawn.tree = DraftTree(drawn.tree.tokens, drawn.tree.shape, probs)
-    assert total_variation(emitted_probs(Recursive(), drawn, p), wanted) > 1e-3
-
-
-class Stream(Uniforms):
-    """One generator for thousands of rows."""
-
-    def __init__(self, rows):
-        self.rows, self.generator = rows, torch.Generator().manual_seed(1)
-
-    @property
-    def device(self):
-        return self.generator.device
-
-    def draw(self, count):
-        return torch.rand(self.rows, count, generator=self.generator)
-
-
-def colder(drafter):
-    """Drafts come from a colder distribution than the one recorded."""
-    grow = drafter.growth._draw
-
-    def draw(head, logits, width, uniforms):
-        tokens, _ = grow(head, logits * 3, width, uniforms)
-        return tokens, grow(head, logits, width, Stream(len(logits)))[1]
-
-    drafter.growth._draw = draw
+    model, _ = small
+    check_every_draw(model, every(*small), shape)
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -312,23 +237,11 @@ def colder(drafter):
     "method", [methods.Assistant(tree="chain(3)", rule="block"), methods.Assistant(tree=(2, 1))]
 )
 def test_samples_follow_the_targets_distribution(small, method, broken):
-    rows, length = 3000, 3
     model, assistant = small
-    aim = VLMTarget(model, PROCESSOR)
-    drafter, rule = assemble(method, aim, assistant)
+    drafter, rule = assemble(method, VLMTarget(model, PROCESSOR), assistant)
     if broken:
         colder(drafter)
-    prompt = VLMPrompt(padded([SHORT] * rows), length)
-    *_, end = decode(aim, drafter, rule, prompt, length, Stream(rows))
-    probs = sequence_probs(target_tables(model, SHORT, length), length)
-    index = sum(end.tokens[:, t] * V ** (length - 1 - t) for t in range(length))
-    seen = torch.bincount(index, minlength=V**length).double()
-    wanted, order = (probs * rows).sort(descending=True)
-    common = int((wanted >= 5).sum())
-    cells = [torch.cat([x[:common], x[common:].sum()[None]]) for x in (wanted, seen[order])]
-    statistic = ((cells[1] - cells[0]) ** 2 / cells[0])[cells[0] > 1e-9].sum()
-    limit = chi2.ppf(0.999, int((cells[0] > 1e-9).sum()) - 1)
-    assert (statistic < limit) == (not broken)
+    assert follows(model, drafter, rule) == (not broken)
 
 
 def test_misfits_are_named():

@@ -17,6 +17,9 @@ from specmm.cli import app
 from specmm.decode import Progress
 from specmm.guidance import Guidance
 from specmm.hf import choosing
+from specmm.hf.drafting import assemble as assemble_parts
+from specmm.hf.prompt import VLMPrompt, padded
+from specmm.hf.target import VLMTarget
 from specmm.image_ar.tokens import assemble
 from specmm.image_ar.tokens.assemble import LlamaGenParts, choose_method, planned_for
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
@@ -124,24 +127,47 @@ def test_the_fastest_of_a_race_is_taken_if_it_gains_more_than_noise():
     assert choosing.fastest({}).draft_free is None
 
 
-def test_contenders_take_turns_and_the_prompt_is_not_counted():
-    """Their speed is that of tokens after the first round, the median of the passes."""
-    turns = []
+def contenders(pauses, turns, prompt=0.05):
+    """Runs of a ``prompt`` of seconds and eight tokens in two rounds, with a pause before each;
+    ``turns`` gets their names as they go.
+    """
 
     def contender(name, pause):
         def steps():
-            turns.append(name)
-            time.sleep(0.05)  # a prompt
+            time.sleep(prompt)
             for count in (1, 5, 9):
+                time.sleep(pause if count > 1 else 0)
+                turns.append(name)
                 none = torch.zeros(1)
                 yield Progress(none, torch.tensor([count]), torch.tensor([9]), None, none, none)
-                time.sleep(pause if count < 9 else 0)
 
         return steps
 
-    quick, slow = choosing.raced([contender("quick", 0.002), contender("slow", 0.02)], passes=3)
-    assert turns == ["quick", "slow"] * 3
-    assert quick > 3 * slow and slow > 8 / 0.1, "the prompt would make it less"
+    return [contender(*one) for one in pauses.items()]
+
+
+def test_contenders_take_turns_and_the_prompt_is_not_counted():
+    """Their speed is that of tokens after the first round, the median of the passes."""
+    turns = []
+    one, other = choosing.raced(contenders({"one": 0.1, "other": 0.1}, turns), passes=3)
+    assert turns == (["one"] * 3 + ["other"] * 3) * 3
+    assert min(one, other) > 8 / (0.2 + 0.05), "the prompt would make it less"
+
+
+def test_a_contender_that_is_behind_stops_and_a_long_race_ends():
+    """It does not even finish its pass; what lasts longer than it is worth has one pass."""
+    turns = []
+    pauses = {"plain": 0.1, "near": 0.1, "behind": 1.0}
+    plain, near, behind = choosing.raced(contenders(pauses, turns), passes=3)
+    both = ["plain"] * 3 + ["near"] * 3
+    assert turns == [*both, "behind", "behind", *both, *both]
+    assert plain > 3 * behind and near > 3 * behind
+    turns.clear()
+    choosing.raced(contenders({"plain": 0.1, "near": 0.1}, turns), passes=3, worth=8)
+    assert turns == both
+    turns.clear()
+    choosing.raced(contenders({"plain": 0.5, "ahead": 0.1}, turns), passes=3)
+    assert turns == ["plain"] * 3 + ["ahead"] * 3, "nothing is left to race with"
 
 
 @pytest.mark.parametrize("first", ["block", "deer"])
@@ -155,7 +181,8 @@ def test_all_drafters_there_are_contend(first, temperature, text_folder, monkeyp
         asked.append(method.name)
         return dataclasses.replace(method, length=2)
 
-    def race(contenders):
+    def race(contenders, worth):
+        assert worth == 6 * choosing.SHARE
         for contender in contenders:
             raced.append(int([*contender()][-1].counts[0]))
         order = [kind for kind in asked if kind in ("block", "deer")]
@@ -166,11 +193,36 @@ def test_all_drafters_there_are_contend(first, temperature, text_folder, monkeyp
     options = dict(max_new_tokens=6, temperature=temperature, seed=3)
     out = pipe("def add(", method="auto", **options)
     assert set(asked) == {"block", "deer"} and out.method.startswith(f"auto: {first_name(first)}(")
-    assert raced == [choosing.TOKENS] * 3 and "2.00x" in out.method and "1.50x" in out.method
+    assert raced == [choosing.FEWEST] * 3 and "2.00x" in out.method and "1.50x" in out.method
     assert pipe("def add(", method="auto", **options).texts == out.texts and len(raced) == 3
     assert pipe(
         "def add(", method=methods.make(methods.TEXT, first, length=2), **options
     ).texts == (out.texts)
+
+
+def test_contenders_have_targets_of_their_own(text_folder, monkeypatch):
+    """Each is assembled once, though it runs several times, and the run's own target is left."""
+    pipe = TextPipeline.from_pretrained(text_folder, torch_dtype=torch.float32)
+    target = VLMTarget(pipe.model, Processor(0.0))
+    prompt = VLMPrompt(padded([pipe.tokenizer("def add(")["input_ids"]]), 6)
+    made, runs = [], []
+
+    def fitting(method, drafters, own, tokenizer):
+        made.append(own)
+        return assemble_parts(method, own, drafters.get(method.name), tokenizer)
+
+    def raced(contenders, worth):
+        runs.extend([*one()][-1].tokens[0, :6].tolist() for one in contenders * 2)
+        return [1.0, 2.0, 3.0]
+
+    monkeypatch.setattr(choosing, "fitting", fitting)
+    monkeypatch.setattr(choosing, "raced", raced)
+    found = [methods.Block(length=2), methods.DEER(length=2)]
+    plan = choosing.race(found, pipe.drafters, target, prompt, pipe.tokenizer)
+    assert plan.draft_free == found[1] and len(made) == 2
+    assert len({id(own) for own in [target, *made]}) == 3
+    assert target.aux is None and not target.wants_context
+    assert len(runs) == 6 and all(run == runs[0] for run in runs)
 
 
 def first_name(kind):

@@ -89,14 +89,17 @@ def test_texts_are_those_of_generate(folders, name, layout):
 
 
 def test_rows_have_their_own_uniforms_and_are_refilled(folders):
+    """Named as a method, and as the drafter of ``draft``."""
     folder = folders("llama")
-    for layout in ("specforge", "peagle"):
+    drawn = {
+        "specforge": methods.Eagle3(sampled=True, tree=(6, 2)),
+        "peagle": methods.Draft("eagle3", (6, 2)),
+    }
+    for layout, method in drawn.items():
         pipe = TextPipeline.from_pretrained(
             folder / "model", "eagle3", folder / layout, torch_dtype=torch.float32
         )
-        options = dict(
-            method=methods.Eagle3(sampled=True, tree=(6, 2)), temperature=1.0, max_new_tokens=10
-        )
+        options = dict(method=method, temperature=1.0, max_new_tokens=10)
         together = pipe(PROMPTS, seed=[5, 6, 7], **options)
         refilled = pipe(PROMPTS, seed=[5, 6, 7], batch_size=2, **options)
         assert together.texts == refilled.texts

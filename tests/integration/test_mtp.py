@@ -29,6 +29,7 @@ from specmm.tree import TreeShape
 from specmm.verify import Recursive
 from specmm.vlm.asking import Questions
 from tests.integration.mtp_models import save
+from tests.integration.two_drafts import Watching
 from tests.noisy import noisy
 
 KINDS = [("deepseek", 1), ("deepseek", 3), ("glm", 1), ("mellum", 1)]
@@ -67,24 +68,8 @@ def model_of(folder_of):
     return found
 
 
-class Watched(MtpDrafter):
-    """Keeps what it drafts, by the number of tokens before."""
-
-    def begin(self, feedback, clock):
-        self.found = {}
-        super().begin(feedback, clock)
-
-    def propose(self, feedback, uniforms):
-        self.logged = []
-        before = int(self.target.cache.lengths[0]) + 1
-        tree = super().propose(feedback, uniforms)
-        self.found[before] = (tree.tokens[0, 1:], torch.cat(self.logged))
-        return tree
-
-    def logits(self, states, depth):
-        logits = super().logits(states, depth)
-        self.logged.append(logits[0])
-        return logits
+class Watched(Watching, MtpDrafter):
+    """Keeps what it drafts."""
 
 
 def greedy(model, drafter_class, tree, prompts, length=LENGTH):
@@ -180,8 +165,12 @@ def test_text_pipelines_find_the_layers_in_the_checkpoint(folder_of):
     together = pipe(texts, batch_size=2, **options)
     for text, found in zip(texts, together.texts, strict=True):
         assert pipe([text], method="ar", **options).texts == [found]
-    drawn = dict(max_new_tokens=16, temperature=1.0, seed=4)
-    assert pipe(texts, **drawn).texts == pipe(texts, batch_size=2, **drawn).texts
+    drawn = dict(max_new_tokens=16, temperature=1.0, seed=[4, 5, 6, 7, 8])
+    for method in (methods.MTP(), methods.Draft("mtp", (2, 1))):
+        refilled = pipe(texts, method=method, batch_size=2, **drawn)
+        for text, seed, found in zip(texts, drawn["seed"], refilled.texts, strict=True):
+            alone = pipe([text], method=method, **(drawn | {"seed": [seed]}))
+            assert alone.texts == [found]
     assert together.certificate.kind == "exact"
 
 

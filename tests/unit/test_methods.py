@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from specmm import methods
+from specmm.image_ar.tokens.assemble import DRAFTERS as OF_PICTURES
+from specmm.methods.base import DRAFTERS
 from specmm.registry import Registry
 from specmm.runs.run import label, parse_method, parse_methods
 from specmm.verify.rule import make_rule
@@ -141,7 +143,22 @@ def test_methods_declare_what_jobs_and_the_app_ask() -> None:
     assert set(methods.VQA) - having(methods.VQA, "streams") == {"verdict"}
     assert not having(methods.SCALES, "one_generator") and methods.CoDe(release=True).one_generator
     assert having(methods.TEXT, "batch_dependent") == {"self"}
+    pictures = {"ar", "sjd", "speculative", "lantern++", "self", "draft"}
+    assert having(methods.IMAGE_TOKENS, "can_refill") == pictures
     assert methods.Block(sure=0.1).batch_dependent and not methods.SelfDraft(3).batch_dependent
+
+
+def test_drafters_are_asked_whether_their_rows_can_be_refilled() -> None:
+    """Those of answers and texts say what their methods declare; all there are can be asked."""
+    presets = {
+        name
+        for name in methods.GENERATE
+        if "rule" in inspect.signature(methods.GENERATE.get(name)).parameters
+    } - {"draft"}
+    assert set(DRAFTERS) == presets | set(OF_PICTURES)
+    able = {name for name in DRAFTERS if methods.Draft(name).can_refill}
+    declared = {name for name in presets if methods.make(methods.GENERATE, name).can_refill}
+    assert able == declared | {"jacobi", "self"} and {"eagle3", "mtp", "block"} <= able
 
 
 def test_the_residual_of_lantern_and_its_old_name() -> None:

@@ -26,6 +26,7 @@ from specmm.hf.drafters.files import (
     Facts,
     cast,
     check_ids,
+    layers_named,
     read_acceptance,
     read_state,
     write_acceptance,
@@ -140,7 +141,7 @@ def read_config(facts: Facts, state: State, source: object = "config.json") -> E
     flags["norm_before_fc"] |= "input_norm.weight" in state
     return Eagle3Config(
         sizes,
-        _layers(facts),
+        layers_named(facts),
         int(facts.get("draft_vocab_size") or sizes.vocab_size),
         own_embeddings=EMBEDDINGS in state,
         own_head=HEAD in state,
@@ -191,15 +192,6 @@ def _rope(facts: Facts) -> dict[str, Any]:
         given["rope_type"] = "default"
     given.setdefault("rope_theta", float(facts.get("rope_theta") or 10000.0))
     return given
-
-
-def _layers(facts: Facts) -> tuple[int, ...]:
-    """The target's layers that are read, counted from 0; none where the config does not say."""
-    counted = (facts.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    states = facts.get("eagle_aux_hidden_state_layer_ids")
-    if states:
-        return tuple(int(number) - 1 for number in states)
-    return tuple(int(number) for number in counted or ())
 
 
 def _mask(facts: Facts, source: object) -> int:

@@ -39,6 +39,7 @@ QWEN_SIZES = (
     "max_position_embeddings",
     "rms_norm_eps",
 )
+STATES = "aux_hidden_state_layer_ids"
 ACCEPTANCE = "acceptance.json"  # by temperature, level and rank; ours only
 # [levels, ranks]: the chance that this child is the one kept.
 Acceptance = tuple[tuple[float, ...], ...]
@@ -84,6 +85,20 @@ def write_model(state: State, facts: Facts, folder: str | Path, dtype: torch.dty
         kept[name] = tensor.detach().to("cpu", wanted).contiguous()
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def layers_named(facts: Facts) -> tuple[int, ...]:
+    """The target's layers that a drafter of any layout reads, counted from 0; none where ``facts``
+    do not say.
+
+    speculators counts states, of which 0 are the embeddings. What z-lab and SpecForge nest counts
+    layers, and so do transformers' assistants and our own.
+    """
+    given = {**facts, **(facts.get("dflash_config") or {}), **(facts.get("eagle_config") or {})}
+    if states := given.get(STATES) or facts.get(f"eagle_{STATES}"):
+        return tuple(int(number) - 1 for number in states)
+    names = ("target_layer_ids", "aux_layers", f"eagle_{STATES}")
+    return tuple(int(i) for i in next((given[name] for name in names if given.get(name)), ()))
 
 
 def check_target(facts: Facts, target: PreTrainedModel, source: object) -> None:
