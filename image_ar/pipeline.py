@@ -50,7 +50,9 @@ TRANSFORMERS_FAMILY = ImageFamily(
     "sjd,prompt-lookup",
 )
 PICTURE_MODELS: dict[str, str] = {  # descriptions by the "model_type" in config.json
-    "chameleon": "specmm.hf.chameleon:CHAMELEON"
+    "chameleon": "specmm.hf.chameleon:CHAMELEON",
+    "emu3": "specmm.hf.emu3:EMU3",
+    "janus": "specmm.hf.janus:JANUS",
 }
 
 

@@ -1,6 +1,6 @@
 """``TransformersImagePipeline``: pictures from a model of transformers that draws token by token.
 
-Shape letters: B pictures of a batch, T tokens a picture, R pixels a side.
+Shape letters: B pictures of a batch, T tokens a picture, H and W pixels of its sides.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specmm.drafter import Drafter
 from specmm.guidance import Guidance
 from specmm.hardware import choose_dtype, prepack
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
-from specmm.hf.picture_tokens import Decoder, PictureModel, PictureTarget, picture_prompt
+from specmm.hf.picture_tokens import Decoder, Layout, PictureModel, PictureTarget, picture_prompt
 from specmm.hf.pretrained import load_model, load_tokenizer, use_tree_attention
 from specmm.hf.prompt import VLMPrompt
 from specmm.image_ar.autoencoder import to_uint8
@@ -122,7 +122,9 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         self,
         prompt: str | Sequence[str],
         num_images_per_prompt: int = 1,
-        negative_prompt: str = "",
+        negative_prompt: str | None = None,
+        height: int | None = None,
+        width: int | None = None,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         method: str | methods.Method | None = None,
         cfg: float | None = None,
@@ -136,10 +138,13 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
     ) -> ImageOutput:
         """Draw ``num_images_per_prompt`` pictures of every prompt.
 
-        What is not given comes from the model's settings. ``generator`` is one for all or one a
-        picture; a picture's uniforms depend on its own seed only. ``output_type`` "latent" gives
-        tokens alone. Raises ``ValueError`` for an empty list of prompts, an unknown method, options
-        out of range, and pixels where the folder has nothing to decode tokens with.
+        What is not given comes from the model's settings; guidance leads away from
+        ``negative_prompt``, or from what the model has in its place. ``height`` and ``width`` are
+        pixels, both or none, for models that draw several sizes. ``generator`` is one for all or
+        one a picture; a picture's uniforms depend on its own seed only. ``output_type`` "latent"
+        gives tokens alone. Raises ``ValueError`` for an empty list of prompts, an unknown method,
+        options out of range, a size that the model does not draw, and pixels where the folder has
+        nothing to decode tokens with.
         """
         check_call(output_type, batch_size, num_images_per_prompt)
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
@@ -149,20 +154,21 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         if method is not None:
             chosen = methods.make(methods.TRANSFORMERS_IMAGES, method)
         decoder = None if output_type == "latent" else self.decoder()
-        target = self.target(cfg, cfg_interval, temperature, top_k, top_p)
-        rows = [self._ids(text) for text in texts for _ in range(num_images_per_prompt)]
-        negative = self._ids(negative_prompt)
+        layout = self._layout(height, width)
+        target = self.target(cfg, cfg_interval, temperature, top_k, top_p, layout)
+        rows = [self._ids(text, layout) for text in texts for _ in range(num_images_per_prompt)]
+        away = [self._away(ids, negative_prompt, layout) for ids in rows]
         generators = sample_generators(generator, len(rows), self.device)
 
         def draw(part: slice) -> Drawn:
-            batch = picture_prompt(target, rows[part], negative)
+            batch = picture_prompt(target, rows[part], away[part])
             steps, rule = self._loop(target, batch, chosen, Uniforms(generators[part]))
             for i, progress in enumerate(steps):
                 if callback_on_step_end is not None:
                     state = {"tokens": progress.tokens}
                     callback_on_step_end(self, i, int(progress.counts.min()), state)
             tokens = progress.tokens[:, : target.length]
-            images = None if decoder is None else self._pixels(decoder, tokens)
+            images = None if decoder is None else self._pixels(decoder, tokens, layout)
             claim = Certificate("exact", "plain decoding of the target", 0.0)
             if rule is not None:
                 claim = rule_certificate(rule.name, rule.exact, None)
@@ -179,13 +185,14 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        layout: Layout | None = None,
     ) -> PictureTarget:
         """The model as a target under these options, and the model's settings for what is None."""
         options = dict(cfg=cfg, cfg_interval=cfg_interval, temperature=temperature)
         chosen = with_options(self.settings, **options, top_k=top_k, top_p=top_p)
         processor = Processor(chosen.temperature, chosen.top_k, chosen.top_p)
         guidance = Guidance(chosen.cfg, chosen.cfg_interval)
-        return PictureTarget(self.transformer, self.facts, processor, guidance, self.name)
+        return PictureTarget(self.transformer, self.facts, processor, guidance, self.name, layout)
 
     def to(self, *args: Any, **kwargs: Any) -> TransformersImagePipeline:
         """Move the model to a device or dtype; the decoder is made anew there."""
@@ -200,12 +207,26 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         return self._decoder
 
     @torch.inference_mode()
-    def _pixels(self, decoder: Decoder, tokens: Tensor) -> Tensor:
-        """[B, R, R, 3] uint8, one by one: batches of other sizes round otherwise."""
-        return torch.cat([to_uint8(decoder(row)) for row in tokens.split(1)])
+    def _pixels(self, decoder: Decoder, tokens: Tensor, layout: Layout) -> Tensor:
+        """[B, H, W, 3] uint8, one by one: batches of other sizes round otherwise."""
+        return torch.cat([to_uint8(decoder(row, layout)) for row in tokens.split(1)])
 
-    def _ids(self, text: str) -> list[int]:
-        return [*self.tokenizer(text)["input_ids"], *self.facts.begin(self.transformer)]
+    def _layout(self, height: int | None = None, width: int | None = None) -> Layout:
+        """That of pictures of this size; raises ``ValueError`` for one that is not drawn."""
+        if height is None and width is None:
+            return self.facts.layout(self.transformer, None)
+        if height is None or width is None:
+            raise ValueError(f"give both height and width, got {height} and {width}")
+        return self.facts.layout(self.transformer, (height, width))
+
+    def _ids(self, text: str, layout: Layout) -> list[int]:
+        return self.facts.ids(self.transformer, self.tokenizer, text, layout)
+
+    def _away(self, ids: Sequence[int], negative: str | None, layout: Layout) -> list[int]:
+        """What guidance leads away from, for a prompt of ``ids``."""
+        if negative is None and self.facts.away is not None:
+            return self.facts.away(self.transformer, self.tokenizer, ids)
+        return self._ids(negative or "", layout)
 
     def _loop(
         self, target: PictureTarget, prompt: VLMPrompt, method: Any, uniforms: Uniforms

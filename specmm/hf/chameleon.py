@@ -9,22 +9,25 @@ Shape letters: B batch, T tokens of a picture, V vocabulary.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specmm.guidance import AllowedTokens
-from specmm.hf.picture_tokens import Decoder, PictureModel
+from specmm.hf.picture_tokens import Decoder, Layout, PictureModel, Size, square
 
 BEGIN = "<racm3:break>"  # of a picture
 
 
-def _allowed(model: PreTrainedModel) -> AllowedTokens:
-    """Picture tokens alone."""
+def _layout(model: PreTrainedModel, size: Size | None) -> Layout:
+    """Squares of picture tokens alone."""
     mask = torch.zeros(model.config.vocab_size, dtype=torch.bool)
     mask[_codes(model)[0]] = True
-    return AllowedTokens.everywhere(mask)
+    vq = model.config.vq_config
+    side = vq.resolution // 2 ** (len(vq.channel_multiplier) - 1)
+    return square(side**2, size, vq.resolution, AllowedTokens.everywhere(mask))
 
 
 def _codes(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
@@ -33,9 +36,8 @@ def _codes(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     return torch.tensor(ids), torch.tensor(codes)
 
 
-def _grid(model: PreTrainedModel) -> int:
-    vq = model.config.vq_config
-    return vq.resolution // 2 ** (len(vq.channel_multiplier) - 1)
+def _ids(model: PreTrainedModel, tokenizer: Any, text: str, layout: Layout) -> list[int]:
+    return [*tokenizer(text)["input_ids"], model.config.vocabulary_map[BEGIN]]
 
 
 def _decode(model: PreTrainedModel, folder: Path) -> Decoder:
@@ -49,10 +51,10 @@ def _decode(model: PreTrainedModel, folder: Path) -> Decoder:
         )
     vq = VQModel.from_pretrained(folder / "vq", low_cpu_mem_usage=False).to(model.device).eval()
     ids, codes = (table.to(model.device) for table in _codes(model))
-    side = _grid(model)
 
-    def decoder(tokens: Tensor) -> Tensor:
-        found = codes[torch.searchsorted(ids, tokens)].view(len(tokens), side, side)
+    def decoder(tokens: Tensor, layout: Layout) -> Tensor:
+        places = torch.searchsorted(ids, tokens)
+        found = codes[places].view(len(tokens), layout.rows, layout.columns)
         latents = vq.quantize.embedding(found).permute(0, 3, 1, 2)
         return vq.decode(latents, force_not_quantize=True).sample
 
@@ -63,9 +65,8 @@ CHAMELEON = PictureModel(
     architecture="ChameleonForConditionalGeneration",
     head=lambda model: model.lm_head,
     embed=lambda model: model.get_input_embeddings(),
-    allowed=_allowed,
+    layout=_layout,
+    ids=_ids,
     decode=_decode,
-    grid=_grid,
-    begin=lambda model: [model.config.vocabulary_map[BEGIN]],
     cfg=3.0,
 )

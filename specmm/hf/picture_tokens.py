@@ -2,7 +2,7 @@
 
 What such a model must say of itself is a :class:`PictureModel`; nothing else is written for it.
 
-Shape letters: B batch, T tokens of a picture, R pixels a side, C width, V vocabulary.
+Shape letters: B batch, T tokens of a picture, H and W pixels of its sides, C width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +22,25 @@ from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 
-Decoder = Callable[[Tensor], Tensor]
-"""Tokens [B, T] to pictures [B, 3, R, R] in [-1, 1]."""
+Size = tuple[int, int]
+"""Height and width in pixels."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a picture is drawn: ``rows`` of so many ``columns`` of picture tokens.
+
+    ``length`` T are all tokens drawn, with those that end a row, where ``allowed`` says which.
+    """
+
+    rows: int
+    columns: int
+    length: int
+    allowed: AllowedTokens
+
+
+Decoder = Callable[[Tensor, Layout], Tensor]
+"""Tokens [B, T] to pictures [B, 3, H, W] in [-1, 1]."""
 
 
 @dataclass(frozen=True)
@@ -30,25 +48,28 @@ class PictureModel:
     """A class of transformers that draws pictures, described by functions of a model.
 
     ``head`` scores: states [..., C] to logits [..., V]. ``embed`` makes drawn tokens inputs: [...]
-    to [..., C]. ``allowed`` says which tokens may be drawn where. ``decode`` gives what turns
-    tokens into pixels, from the model and the files in its folder, or raises ``ValueError``.
-    ``grid`` is tokens a side, ``begin`` the ids between prompt and picture, ``cfg`` the usual
-    guidance scale. Tokens are ``shared`` where drawn ones have the ids that a prompt would use.
+    to [..., C]. ``layout`` tells what a picture of some size is made of (None: the usual size), and
+    raises ``ValueError`` for one that the model does not draw. ``ids`` are those of a prompt up to
+    the first token drawn, by the model's tokenizer; ``away``, where it is given, makes of them the
+    prompt that guidance leads away from, and else that is the empty one. ``decode`` gives what
+    turns tokens into pixels, from the model and the files in its folder, or raises ``ValueError``.
+    ``cfg`` is the usual guidance scale. Tokens are ``shared`` where drawn ones have the ids that a
+    prompt would use.
     """
 
     architecture: str  # the class
-    head: Callable[[PreTrainedModel], Callable[[Tensor], Tensor]]
-    embed: Callable[[PreTrainedModel], Callable[[Tensor], Tensor]]
-    allowed: Callable[[PreTrainedModel], AllowedTokens]
-    decode: Callable[[PreTrainedModel, Path], Decoder]
-    grid: Callable[[PreTrainedModel], int]
-    begin: Callable[[PreTrainedModel], Sequence[int]]
+    head: Callable[[Any], Callable[[Tensor], Tensor]]
+    embed: Callable[[Any], Callable[[Tensor], Tensor]]
+    layout: Callable[[Any, Size | None], Layout]
+    ids: Callable[[Any, Any, str, Layout], list[int]]
+    decode: Callable[[Any, Path], Decoder]
+    away: Callable[[Any, Any, Sequence[int]], list[int]] | None = None
     cfg: float = 1.0
     shared: bool = True
 
 
 class PictureTarget(VLMTarget):
-    """A model of transformers, by its ``facts``, as a target that draws pictures."""
+    """A model of transformers, by its ``facts``, as a target that draws pictures of ``layout``."""
 
     processor: Processor
     guidance: Guidance
@@ -60,8 +81,10 @@ class PictureTarget(VLMTarget):
         processor: Processor,
         guidance: Guidance,
         name: str = "pictures",
+        layout: Layout | None = None,
     ) -> None:
-        allowed = facts.allowed(model).to(model.device)
+        self.layout = layout or facts.layout(model, None)
+        allowed = self.layout.allowed.to(model.device)
         family = Family(
             model=model,
             body=model.base_model,
@@ -74,17 +97,32 @@ class PictureTarget(VLMTarget):
             shared=facts.shared,
         )
         super().__init__(model, processor, name, family, guidance, allowed)
-        self.grid = facts.grid(model)
-        self.length = self.grid**2  # T
+        self.length = self.layout.length  # T
 
 
 def picture_prompt(
-    target: PictureTarget, prompts: Sequence[Sequence[int]], negative: Sequence[int]
+    target: PictureTarget, prompts: Sequence[Sequence[int]], away: Sequence[Sequence[int]]
 ) -> VLMPrompt:
-    """Prompts for pictures from ids that end with those that begin one; ``negative`` is what
-    guidance leads away from.
+    """Prompts for pictures from ids that end with those that begin one, and for each what guidance
+    leads ``away`` from.
     """
-    away = VLMPrompt(padded([list(negative)] * len(prompts)), target.length)
+    other = None
+    if target.branches > 1:
+        other = VLMPrompt(padded([list(row) for row in away]), target.length)
     ids = padded([list(row) for row in prompts])
-    other = away if target.branches > 1 else None
     return VLMPrompt(ids, target.length, unconditional=other).to(target.device, torch.float32)
+
+
+def square(tokens: int, size: Size | None, side: int, allowed: AllowedTokens) -> Layout:
+    """The layout of a model that draws squares of so many ``tokens`` and ``side`` pixels alone.
+
+    Raises ``ValueError`` for another ``size``, and for tokens that fill no square.
+    """
+    if size is not None and size != (side, side):
+        raise ValueError(
+            f"height and width must be {side} for this model, got {size[0]} and {size[1]}"
+        )
+    rows = round(tokens**0.5)
+    if rows**2 != tokens:
+        raise ValueError(f"a picture must have a square number of tokens, got {tokens}")
+    return Layout(rows, rows, tokens, allowed)

@@ -17,7 +17,7 @@ from specmm.decode import decode, decode_plain
 from specmm.guidance import AllowedTokens, Guidance
 from specmm.hf.chameleon import BEGIN, CHAMELEON
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
-from specmm.hf.picture_tokens import PictureTarget, picture_prompt
+from specmm.hf.picture_tokens import Layout, PictureTarget, picture_prompt
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
@@ -97,14 +97,15 @@ def pipe(folder):
 
 
 def prompt_of(target, pipe, texts=PROMPTS, negative=""):
-    return picture_prompt(target, [pipe._ids(text) for text in texts], pipe._ids(negative))
+    away = [pipe._ids(negative, target.layout)] * len(texts)
+    return picture_prompt(target, [pipe._ids(text, target.layout) for text in texts], away)
 
 
 def reference(pipe, text, drawn, scale):
     """Probabilities [V] after ``drawn`` picture tokens, from forwards without any cache."""
     model, logits = pipe.transformer, []
     for words in (text, ""):
-        ids = torch.tensor([pipe._ids(words) + list(drawn)])
+        ids = torch.tensor([pipe._ids(words, None) + list(drawn)])
         logits.append(model.lm_head(model.model(ids, use_cache=False).last_hidden_state)[0, -1])
     mixed = logits[1] + scale * (logits[0] - logits[1]) if scale > 1 else logits[0]
     allowed = torch.zeros(len(mixed), dtype=torch.bool)
@@ -160,7 +161,7 @@ def test_scoring_a_tree_is_scoring_each_of_its_paths(pipe, cfg, negative, monkey
     probs = target.score(DraftTree(tokens, shape)).probs
     paths = {0: (0,), 1: (0, 1), 2: (0, 2), 3: (0, 1, 3), 4: (0, 1, 3, 4)}
     whole = pipe._ids
-    monkeypatch.setattr(pipe, "_ids", lambda text: whole(text or negative))
+    monkeypatch.setattr(pipe, "_ids", lambda text, _: whole(text or negative, _))
     for row, text in enumerate(PROMPTS):
         torch.testing.assert_close(first[row], reference(pipe, text, (), cfg))
         for node, path in paths.items():
@@ -211,8 +212,12 @@ class Swapped(Guidance):
         return super().mix(logits.roll(len(logits) // 2, 0), positions, prompt)
 
 
+def layout_of(mask):
+    return Layout(SIDE, SIDE, SIDE**2, AllowedTokens.everywhere(mask))
+
+
 FORGOTTEN = dataclasses.replace(
-    CHAMELEON, allowed=lambda model: AllowedTokens.everywhere(torch.ones(40, dtype=torch.bool))
+    CHAMELEON, layout=lambda *_: layout_of(torch.ones(40, dtype=torch.bool))
 )
 TWINS = {
     "mask forgotten": (FORGOTTEN, Guidance(3.0)),
@@ -276,7 +281,7 @@ TURNS = AllowedTokens(ODD, torch.tensor([0, 1] * (SIDE**2 // 2)))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_other_tokens_may_be_allowed_elsewhere(pipe, method, temperature):
     """Those of even places are of the first half of the codes, the others of the second."""
-    facts = dataclasses.replace(CHAMELEON, allowed=lambda model: TURNS)
+    facts = dataclasses.replace(CHAMELEON, layout=lambda *_: Layout(SIDE, SIDE, SIDE**2, TURNS))
     target = PictureTarget(pipe.transformer, facts, Processor(temperature), Guidance(3.0))
     rule = Recursive() if temperature else GreedyMatch()
     drawn = []
@@ -303,7 +308,7 @@ def test_any_head_scores_and_any_module_embeds(pipe, method):
         CHAMELEON,
         head=lambda model: head,
         embed=lambda model: embed,
-        allowed=lambda model: AllowedTokens.everywhere(torch.ones(CODES, dtype=torch.bool)),
+        layout=lambda *_: layout_of(torch.ones(CODES, dtype=torch.bool)),
         shared=False,
     )
     target = PictureTarget(pipe.transformer, facts, Processor(0), Guidance(3.0))
@@ -314,7 +319,7 @@ def test_any_head_scores_and_any_module_embeds(pipe, method):
     for row, text in zip(end.tokens[:, :9], PROMPTS, strict=True):
         logits = []
         for words in (text, ""):
-            prompt = model.embed_tokens(torch.tensor([pipe._ids(words)]))
+            prompt = model.embed_tokens(torch.tensor([pipe._ids(words, None)]))
             inputs = torch.cat([prompt, embed(row[None, :-1])], dim=1)
             states = model(inputs_embeds=inputs, use_cache=False).last_hidden_state
             logits.append(head(states[0, -9:]))

@@ -1,0 +1,66 @@
+"""Emu3 (arXiv 2409.18869) as a model that draws pictures.
+
+A prompt ends with the picture's height and width in tokens. After each row of picture tokens comes
+one that ends the line: nothing else may be drawn there, so that drafts of it are always right.
+
+Shape letters: B batch, T tokens of a picture, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specmm.guidance import AllowedTokens
+from specmm.hf.picture_tokens import Decoder, Layout, PictureModel, Size
+
+USUAL = (720, 720)  # as the released processor has it
+
+
+def _layout(model: Any, size: Size | None) -> Layout:
+    """Any size whose sides the image tokenizer divides."""
+    factor = 2 ** (len(model.config.vq_config.channel_multiplier) - 1)
+    height, width = size or USUAL
+    if height < factor or width < factor or height % factor or width % factor:
+        raise ValueError(
+            f"height and width must be multiples of {factor}, got {height} and {width}"
+        )
+    rows = height // factor
+    columns = width // factor
+    words = model.vocabulary_mapping
+    masks = torch.zeros(2, model.config.get_text_config().vocab_size, dtype=torch.bool)
+    masks[0, words.image_tokens] = True
+    masks[1, words.eol_token_id] = True
+    places = torch.zeros(rows, columns + 1, dtype=torch.int64)
+    places[:, -1] = 1
+    allowed = AllowedTokens(masks, places.flatten())
+    return Layout(rows, columns, rows * (columns + 1), allowed)
+
+
+def _ids(model: Any, tokenizer: Any, text: str, layout: Layout) -> list[int]:
+    size = f"{tokenizer.boi_token}{layout.rows}*{layout.columns}{tokenizer.image_wrapper_token}"
+    return list(tokenizer(f"{tokenizer.bos_token}{text}{size}")["input_ids"])
+
+
+def _decode(model: Any, folder: Path) -> Decoder:
+    def decoder(tokens: Tensor, layout: Layout) -> Tensor:
+        lines = tokens.view(len(tokens), layout.rows, layout.columns + 1)
+        codes = model.vocabulary_mapping.convert_bpe2img(lines)
+        pixels: Tensor = model.model.vqmodel.decode(codes)
+        return pixels.flatten(0, -4)
+
+    return decoder
+
+
+EMU3 = PictureModel(
+    architecture="Emu3ForConditionalGeneration",
+    head=lambda model: model.lm_head,
+    embed=lambda model: model.get_input_embeddings(),
+    layout=_layout,
+    ids=_ids,
+    decode=_decode,
+    cfg=3.0,
+)

@@ -1,0 +1,73 @@
+"""Janus and Janus-Pro (arXiv 2410.13848, 2501.17811) as models that draw pictures.
+
+Picture tokens are a vocabulary apart, with a head and embeddings of their own. Guidance leads away
+from the prompt with all but its first token and the picture's beginning replaced by padding, which
+is attended.
+
+Shape letters: B batch, T tokens of a picture, V codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specmm.guidance import AllowedTokens
+from specmm.hf.picture_tokens import Decoder, Layout, PictureModel, Size, square
+
+
+def _layout(model: Any, size: Size | None) -> Layout:
+    vq = model.config.vq_config
+    tokens = model.model.vision_model.config.num_image_tokens
+    side = round(tokens**0.5) * 2 ** (len(vq.channel_multiplier) - 1)
+    codes = torch.ones(vq.num_embeddings, dtype=torch.bool)
+    return square(tokens, size, side, AllowedTokens.everywhere(codes))
+
+
+def _ids(model: Any, tokenizer: Any, text: str, layout: Layout) -> list[int]:
+    """Of the chat template with ``text``, where there is one, and the token that begins a picture.
+
+    Raises ``ValueError`` for a tokenizer without such a token.
+    """
+    begin = getattr(tokenizer, "boi_token", None)
+    if begin is None:
+        raise ValueError(
+            "tokenizer must name the token that begins a picture (boi_token), got none; "
+            "use the folder as Janus was published for transformers"
+        )
+    if tokenizer.chat_template:
+        said: Any = [{"type": "text", "text": text}]
+        turn = [{"role": "user", "content": said}]
+        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text + begin)["input_ids"])
+
+
+def _away(model: Any, tokenizer: Any, ids: Sequence[int]) -> list[int]:
+    config = model.generation_config
+    kept = (config.bos_token_id, tokenizer.boi_token_id)
+    return [token if token in kept else config.pad_token_id for token in ids]
+
+
+def _decode(model: Any, folder: Path) -> Decoder:
+    def decoder(tokens: Tensor, layout: Layout) -> Tensor:
+        pixels: Tensor = model.decode_image_tokens(tokens)
+        return pixels.permute(0, 3, 1, 2)
+
+    return decoder
+
+
+JANUS = PictureModel(
+    architecture="JanusForConditionalGeneration",
+    head=lambda model: model.model.generation_head,
+    embed=lambda model: model.prepare_embeddings_for_image_generation,
+    layout=_layout,
+    ids=_ids,
+    away=_away,
+    decode=_decode,
+    cfg=5.0,
+    shared=False,
+)

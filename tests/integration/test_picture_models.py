@@ -1,0 +1,333 @@
+"""Models of transformers that draw pictures by their own ``generate``: tiny Janus and Emu3, opened
+from unmodified folders, against it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from scipy.stats import chisquare
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+import specmm
+from specmm.decode import decode, decode_plain
+from specmm.guidance import Guidance
+from specmm.hf.picture_tokens import PictureTarget, picture_prompt
+from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
+from specmm.processors import Processor
+from specmm.randomness import Uniforms
+from specmm.tree import DraftTree, TreeShape
+from specmm.verify import Recursive
+
+CODES = 8
+VISUAL = [f"<|visual token {i:06d}|>" for i in range(CODES)]
+NAMED = dict(image_token="<image>", boi_token="<boi>", eoi_token="<eoi>")
+NAMED |= dict(image_wrapper_token="<wrap>", eof_token="<|extra_201|>")
+SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", *NAMED.values(), "<|extra_200|>", *VISUAL]
+NAMES = [*SPECIAL, "a", "red", "blue", "barn", "tree", "on", "hill", *"*0123456789"]
+IDS = {name: i for i, name in enumerate(NAMES)}
+TEXT = dict(
+    model_type="llama",
+    vocab_size=len(NAMES),
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+VQ = dict(embed_dim=4, base_channels=32, channel_multiplier=[1, 1, 1], num_res_blocks=1)
+TEMPLATE = (
+    "{% for m in messages %}{% for c in m['content'] %} {{ c['text'] }} {% endfor %}{% endfor %}"
+)
+PROMPTS = ["a red barn on a hill", "blue tree"]
+SCALE = 3.0
+
+
+def tokenizer(template=None):
+    words = Tokenizer(models.WordLevel(IDS, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.WhitespaceSplit(),
+            pre_tokenizers.Digits(),
+            pre_tokenizers.Split("*", "isolated"),
+        ]
+    )
+    words.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        padding_side="left",
+        extra_special_tokens=NAMED,
+        chat_template=template,
+    )
+
+
+def loud(model):
+    """Random weights whose next tokens depend on the text."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2 and "vqmodel" not in name and "vision_model" not in name:
+                parameter.normal_(0, 0.5 if "embed" in name else 0.25)
+    return model.eval()
+
+
+def janus():
+    tower = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=12)
+    tower |= dict(patch_size=4, projection_dim=32, mlp_ratio=2, depth=2, num_image_tokens=9)
+    vq = VQ | dict(num_embeddings=CODES, latent_channels=4, num_hidden_layers=1)
+    vq |= dict(projection_dim=32, image_token_embed_dim=32)
+    config = tf.JanusConfig(
+        vision_config=tower, text_config=TEXT, vq_config=vq, image_token_id=IDS["<image>"]
+    )
+    model = loud(tf.JanusForConditionalGeneration(config))
+    more = {"boi_token_id": IDS["<boi>"]}
+    model.generation_config = tf.GenerationConfig(
+        bos_token_id=1, pad_token_id=0, generation_kwargs=more
+    )
+    return model
+
+
+def emu3():
+    vq = VQ | dict(
+        codebook_size=CODES, attn_resolutions=[], temporal_downsample_factor=1, hidden_size=32
+    )
+    config = tf.Emu3Config(
+        vq_config=vq,
+        text_config=TEXT | dict(model_type="emu3_text_model"),
+        vocabulary_map=IDS,
+        image_token_id=IDS["<image>"],
+    )
+    return loud(tf.Emu3ForConditionalGeneration(config))
+
+
+def drawn_by_janus(model, words, texts, size, cfg):
+    pictures = tf.JanusImageProcessor(size=dict(height=8, width=8), min_size=4)
+    processor = tf.JanusProcessor(pictures, words, chat_template=TEMPLATE, num_image_tokens=9)
+    asked = [
+        processor.apply_chat_template(
+            [{"role": "user", "content": [{"type": "text", "text": text}]}],
+            add_generation_prompt=True,
+        )
+        for text in texts
+    ]
+    inputs = processor(text=asked, generation_mode="image", padding=True, return_tensors="pt")
+    return model.generate(**inputs, generation_mode="image", do_sample=False, guidance_scale=cfg)
+
+
+def drawn_by_emu3(model, words, texts, size, cfg):
+    """With the constraint that the released model's users write."""
+    rows, columns = (pixels // 4 for pixels in size)
+    pictures = [IDS[name] for name in VISUAL]
+
+    def allowed(_, ids):
+        place = len(ids) - int((ids == IDS["<wrap>"]).nonzero()[0])
+        if place % (columns + 1) == 0:
+            return [IDS["<|extra_200|>"]]
+        return pictures
+
+    def asked(texts):
+        full = [f"<s>{text}<boi>{rows}*{columns}<wrap>" for text in texts]
+        return words(full, padding=True, return_tensors="pt")
+
+    inputs = asked(texts)
+    away = asked([""] * len(texts))
+    found = model.generate(
+        **inputs,
+        do_sample=False,
+        max_new_tokens=rows * (columns + 1),
+        guidance_scale=cfg,
+        negative_prompt_ids=away["input_ids"],
+        negative_prompt_attention_mask=away["attention_mask"],
+        prefix_allowed_tokens_fn=allowed,
+        eos_token_id=None,
+    )
+    return found[:, inputs["input_ids"].shape[1] :]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """``drawn(model, tokenizer, texts, size, cfg)`` are the tokens of its own generate."""
+
+    model: Any
+    drawn: Any
+    size: tuple[int, int]
+    template: str | None = None
+
+
+KINDS = {
+    "janus": Kind(janus, drawn_by_janus, (12, 12), TEMPLATE),
+    "emu3": Kind(emu3, drawn_by_emu3, (12, 16)),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    return KINDS[request.param]
+
+
+@pytest.fixture(scope="module")
+def folder(kind, tmp_path_factory):
+    found = tmp_path_factory.mktemp("pictures")
+    kind.model().save_pretrained(found)
+    tokenizer(kind.template).save_pretrained(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def pipe(folder):
+    found = specmm.ImagePipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    found.set_progress_bar_config(disable=True)
+    return found
+
+
+def sized(kind):
+    return dict(zip(("height", "width"), kind.size, strict=True))
+
+
+@pytest.mark.parametrize("cfg", [1.5, 5.0])
+def test_greedy_pictures_are_those_of_generate(kind, pipe, cfg):
+    """Alone and in a ragged batch, by every method."""
+    wanted = kind.drawn(pipe.transformer, pipe.tokenizer, PROMPTS, kind.size, cfg)
+    given = dict(temperature=0, cfg=cfg, output_type="latent", **sized(kind))
+    for method in ("ar", "sjd", "prompt-lookup"):
+        out = pipe(PROMPTS, method=method, **given)
+        assert torch.equal(out.tokens, wanted), method
+        assert out.certificate.kind == "exact"
+        assert torch.equal(pipe(PROMPTS[1], method=method, **given).tokens, wanted[1:]), method
+    assert len(wanted.unique()) > 2 and not torch.equal(wanted[0], wanted[1])
+
+
+def target_of(pipe, kind, cfg, temperature=1.0, facts=None):
+    processor = Processor(temperature)
+    layout = pipe._layout(*kind.size)
+    return PictureTarget(
+        pipe.transformer, facts or pipe.facts, processor, Guidance(cfg), layout=layout
+    )
+
+
+def prompt_of(target, pipe, texts):
+    ids = [pipe._ids(text, target.layout) for text in texts]
+    return picture_prompt(target, ids, [pipe._away(row, None, target.layout) for row in ids])
+
+
+def reference(target, prompt, row, drawn):
+    """Probabilities [V] after ``drawn`` tokens, from forwards without any cache."""
+    logits = []
+    for one in (prompt, prompt.unconditional)[: target.branches]:
+        ids = torch.tensor([one.rows()[row]])
+        inputs = target.model.get_input_embeddings()(ids)
+        if drawn:
+            inputs = torch.cat([inputs, target.embed(torch.tensor([drawn]))], dim=1)
+        states = target.model.get_decoder()(inputs_embeds=inputs, use_cache=False)
+        logits.append(target.head(states.last_hidden_state[0, -1]))
+    mixed = logits[-1] + target.guidance.scale * (logits[0] - logits[-1])
+    mask = target.allowed.at(torch.tensor(len(drawn)))
+    return mixed.masked_fill(~mask, float("-inf")).softmax(-1)
+
+
+def pictures_of(target):
+    """The picture tokens that may come first."""
+    return target.allowed.at(torch.tensor(0)).nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("cfg", [1.0, SCALE])
+@torch.no_grad()
+def test_scoring_a_tree_is_scoring_each_of_its_paths(pipe, kind, cfg):
+    target = target_of(pipe, kind, cfg)
+    prompt = prompt_of(target, pipe, PROMPTS)
+    first = target.prefill(prompt, 5).probs[:, 0]
+    some = pictures_of(target)
+    tokens = torch.tensor([some[:5], some[3:8]])
+    probs = target.score(DraftTree(tokens, TreeShape.from_parents((-1, 0, 0, 1, 3)))).probs
+    paths = {0: (0,), 1: (0, 1), 2: (0, 2), 3: (0, 1, 3), 4: (0, 1, 3, 4)}
+    for row in range(len(PROMPTS)):
+        torch.testing.assert_close(first[row], reference(target, prompt, row, []))
+        for node, path in paths.items():
+            drawn = tokens[row][list(path)].tolist()
+            torch.testing.assert_close(probs[row, node], reference(target, prompt, row, drawn))
+
+
+ROWS = 1500
+
+
+def p_value(pipe, target, facts, method):
+    """Of the first two tokens of many pictures, against their exact probabilities."""
+    prompt = prompt_of(target, pipe, [PROMPTS[1]] * ROWS)
+    uniforms = Uniforms.from_seeds(range(ROWS))
+    if method == "ar":
+        steps = decode_plain(target, prompt, 2, uniforms)
+    else:
+        steps = decode(target, JacobiDrafter(target, 3), Recursive(), prompt, 2, uniforms)
+    *_, end = steps
+    some = pictures_of(facts)
+    first = reference(facts, prompt, 0, [])[some]
+    after = torch.stack([reference(facts, prompt, 0, [token])[some] for token in some])
+    expected = (ROWS * first[:, None] * after).flatten()
+    pairs = torch.searchsorted(torch.tensor(some), end.tokens[:, :2].contiguous())
+    counts = torch.bincount(pairs[:, 0] * len(some) + pairs[:, 1], minlength=len(expected))
+    often = expected >= 5
+    found = [*counts[often].tolist(), int(counts[~often].sum())]
+    wanted = [*expected[often].tolist(), max(float(expected[~often].sum()), 1e-9)]
+    return chisquare(found, [x * sum(found) / sum(wanted) for x in wanted]).pvalue
+
+
+@pytest.mark.parametrize("method", ["ar", "sjd"])
+@torch.no_grad()
+def test_samples_follow_the_models_own_distribution(pipe, kind, method):
+    """And broken twins do not: one not guided, one led away from another prompt."""
+    exact = target_of(pipe, kind, SCALE)
+    assert p_value(pipe, exact, exact, method) > 1e-3
+    assert p_value(pipe, target_of(pipe, kind, 3 * SCALE), exact, method) < 1e-6
+
+
+def test_pictures_are_those_of_the_models_own_decoder(pipe, kind):
+    out = pipe(
+        PROMPTS,
+        method="sjd",
+        generator=torch.Generator().manual_seed(0),
+        output_type="np",
+        **sized(kind),
+    )
+    height, width = kind.size
+    assert out.images.shape == (2, height, width, 3)
+    with torch.no_grad():
+        if kind.drawn is drawn_by_janus:
+            wanted = pipe.transformer.decode_image_tokens(out.tokens)
+        else:
+            closing = torch.nn.functional.pad(out.tokens, (0, 3))
+            found = pipe.transformer.decode_image_tokens(
+                image_tokens=closing, height=height // 4, width=width // 4
+            )
+            wanted = found.flatten(0, -4).permute(0, 2, 3, 1)
+    pixels = (127.5 * wanted + 128).clamp(0, 255)
+    assert (torch.tensor(out.images).float() - pixels).abs().max() <= 1.01
+
+
+def test_seeds_prompts_and_numbers_of_pictures(pipe, kind):
+    """A picture does not depend on the others of its batch."""
+    seeds = [torch.Generator().manual_seed(i) for i in range(4)]
+    given = dict(method="sjd", output_type="latent", num_images_per_prompt=2, **sized(kind))
+    out = pipe(PROMPTS, generator=seeds, batch_size=3, **given)
+    alone = pipe(PROMPTS[1], generator=[torch.Generator().manual_seed(i) for i in (2, 3)], **given)
+    assert torch.equal(out.tokens[2:], alone.tokens) and len(out.tokens.unique(dim=0)) == 4
+
+
+def test_mistakes_are_told(pipe, kind):
+    with pytest.raises(ValueError, match="height and width"):
+        pipe("tree", height=13, width=12)
+    with pytest.raises(ValueError, match="give both height and width"):
+        pipe("tree", height=12)
+    with pytest.raises(ValueError, match="prompt and answer must fit"):
+        pipe("tree " * 200, **sized(kind))
+    with pytest.raises(ValueError, match="at least one picture"):
+        pipe([])
