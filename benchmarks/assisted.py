@@ -133,11 +133,16 @@ def early_exit(model: str, dtype: torch.dtype | None) -> Contest:
         [
             methods.SelfDraft(exit=layers, length=1),
             methods.SelfDraft(exit=layers, length=2),
+            *(methods.SelfDraft(exit=layers, length=n, sure=0.3) for n in (1, 2, 6)),
             methods.SelfDraft(exit=layers, length=6, sure=0.5),
             methods.SelfDraft(),
         ],
         counted({"assistant_early_exit": layers}),
-        [methods.Auto(), methods.SelfDraft(exit=layers, length=2), methods.SelfDraft()],
+        [
+            methods.Auto(),
+            *(methods.SelfDraft(exit=layers, length=2, sure=sure) for sure in (0.0, 0.5)),
+            methods.SelfDraft(),
+        ],
     )
 
 
@@ -150,18 +155,18 @@ def dflash(model: str, dtype: torch.dtype) -> Contest:
     drafter = alone(whole.drafter("block"))
     pipe = TextPipeline(whole.model, whole.tokenizer, "block", drafter, name=model)
     options = {"assistant_model": as_assistant(drafter), "speculation_type": "dflash"}
-    lengths = [n for n in (2, 4, 8) if n <= drafter.config.longest]
+    lengths = [n for n in (1, 2, 3, 4, 8) if n <= drafter.config.longest]
     return Contest(
         f"block of {drafter.config.block}",
         pipe,
         asking("pocket/coder", pipe),
         [
             *(methods.Block(length=n) for n in lengths),
-            *(methods.Block(tree=n) for n in (6, 12)),
+            *(methods.Block(tree=n) for n in (4, 6, 12)),
             methods.Auto(),
         ],
         [Assisted(options)],
-        [methods.Auto(), methods.Block(length=lengths[0])],
+        [methods.Auto(), *(methods.Block(length=n) for n in lengths[:2])],
     )
 
 
@@ -171,14 +176,15 @@ def mtp(model: str, dtype: torch.dtype) -> Contest:
     target, layers = with_mtp(count, dtype)
     MtpModel.from_pretrained = classmethod(lambda *_, **__: layers.model)
     pipe = TextPipeline(target, coder_tokenizer(), methods.MTP(), layers, name=model)
-    same = methods.MTP(tree=f"chain({count})")
+    chains = [methods.MTP(tree=f"chain({n})") for n in sorted({count, 2, 4})]
+    small = methods.MTP(total=6, depth=2, top_k=2)
     return Contest(
         "MTP",
         pipe,
         asking("pocket/coder", pipe),
-        [same, methods.MTP(tree="chain(4)"), methods.MTP(), methods.MTP(tree=(2, 2, 1))],
+        [*chains, methods.MTP(), small, methods.MTP(tree=(2, 2)), methods.MTP(tree=(2, 2, 1))],
         [Assisted({"use_mtp": True})],
-        [methods.MTP(tree="chain(3)"), methods.MTP(total=6, depth=2, top_k=2)],
+        [*(methods.MTP(tree=f"chain({n})") for n in (1, 2, 3)), small],
     )
 
 
@@ -186,7 +192,7 @@ def assistant(model: str, dtype: torch.dtype) -> Contest:
     """An assistant of a random Gemma 4 that agrees with it."""
     target, drafter = with_assistant(dtype)
     pipe = TextPipeline(target, coder_tokenizer(), methods.Assistant(), drafter, name=model)
-    chains = [methods.Assistant(tree=f"chain({count})") for count in TOKENS]
+    chains = [methods.Assistant(tree=f"chain({count})") for count in (1, 2, 3)]
     return Contest(
         "assistant",
         pipe,

@@ -91,6 +91,8 @@ class Growth:
     have more children than there are tokens.
     """
 
+    before = 0  # scratch slots, and rows of the mask, before those of the drafts
+
     def __init__(
         self,
         tree: TreeShape | Dynamic,
@@ -130,13 +132,14 @@ class Growth:
     def begin(self, cache: Cache) -> None:
         """Start a batch, or continue one in a larger ``cache``: make the tree's attention mask."""
         self.cache = cache
-        first = cache.size.capacity
-        shape = (cache.size.rows, 1, self.fed, cache.slots)
-        self.bias = torch.full(shape, float("-inf"), dtype=cache.dtype, device=cache.lengths.device)
+        self.start = cache.size.capacity + self.before  # slot of the first draft
+        shape = (cache.size.rows, 1, self.before + self.fed, cache.slots)
+        self.mask = torch.full(shape, float("-inf"), dtype=cache.dtype, device=cache.lengths.device)
+        self.bias = self.mask[:, :, self.before :]  # the rows of drafts
         if isinstance(self.tree, TreeShape) and self.fed:
             nodes = torch.cat([level.parents for level in self.levels[1:]])
             seen = self.tree.ancestors[0, nodes][:, nodes]  # the root is a committed position
-            self.bias[..., first : first + self.fed].masked_fill_(seen, 0)
+            self.bias[..., self.start : self.start + self.fed].masked_fill_(seen, 0)
 
     def read_committed(self, head: FeatureHead, feedback: Feedback) -> Tensor:
         """Read the tokens just committed; returns the state predicted after the last one [R, C]."""
@@ -158,6 +161,12 @@ class Growth:
     ) -> DraftTree:
         """The tree below ``root`` [B], after which the head predicted ``state`` [R, C]."""
         self.bias[..., : self.cache.size.capacity] = self.cache.prefix_bias()[:, None, None]
+        return self._below(head, root, state, uniforms)
+
+    def _below(
+        self, head: FeatureHead, root: Tensor, state: Tensor, uniforms: UniformSource
+    ) -> DraftTree:
+        """As :meth:`grow`, once the mask shows what is committed."""
         if isinstance(self.tree, TreeShape):
             return self._static(head, self.tree, root, state[:, None], uniforms)
         return self._dynamic(head, self.tree, root, state[:, None])
@@ -176,8 +185,9 @@ class Growth:
             probs = states.new_zeros(*tokens.shape, self.vocabulary.size, dtype=torch.float32)
         for depth, level in enumerate(self.levels):
             if depth:
-                above = states[:, level.origin]
-                states = self._feed(head, tokens[:, level.parents], above, depth, level.first)
+                origin = level.origin.expand(len(states), -1)
+                below = tokens[:, level.parents]
+                states = self._feed(head, below, states, origin, depth, level.first)
             drafts, drawn = self._draw(head, head.logits(states, depth), level.width, uniforms)
             tokens.index_copy_(1, level.nodes, drafts.flatten(1).index_select(1, level.pick))
             if probs is not None and drawn is not None:
@@ -196,7 +206,6 @@ class Growth:
 
     def _dynamic(self, head: FeatureHead, tree: Dynamic, root: Tensor, state: Tensor) -> DraftTree:
         k = tree.top_k
-        capacity = self.cache.size.capacity
         branches = self.cache.size.branches
         shift = self.vocabulary.shift
         beam = eagle2.start(head.logits(state, 0)[:, 0].log_softmax(-1), k, shift)
@@ -204,24 +213,36 @@ class Growth:
         for depth in range(1, tree.depth + 1):
             first = (depth - 1) * k
             seen = branched(beam.mask, branches)  # [R, k, k · depth]
-            scratch = self.bias[:, 0, first : first + k, capacity : capacity + k * depth]
+            scratch = self.bias[:, 0, first : first + k, self.start : self.start + k * depth]
             mask = torch.zeros_like(seen, dtype=state.dtype).masked_fill_(~seen, float("-inf"))
             scratch.copy_(mask)
-            origin = branched(beam.origin, branches)[..., None].expand(-1, -1, state.shape[-1])
-            states = self._feed(head, beam.tokens, states.gather(1, origin), depth, first)
+            origin = branched(beam.origin, branches)
+            states = self._feed(head, beam.tokens, states, origin, depth, first)
             beam = eagle2.step(beam, head.logits(states, depth).log_softmax(-1), shift)
         return eagle2.finish(beam, root, tree.total)
 
     def _feed(
-        self, head: FeatureHead, tokens: Tensor, states: Tensor, depth: int, first: int
+        self,
+        head: FeatureHead,
+        tokens: Tensor,
+        states: Tensor,
+        origin: Tensor,
+        depth: int,
+        first: int,
     ) -> Tensor:
         """States [R, n, C] predicted after drafts ``tokens`` [B, n] at ``depth``.
 
-        ``states`` [R, n, C] were predicted at their parents. Keys and values are stored from
-        scratch slot ``first`` on.
+        ``states`` [R, n', C] were predicted one level up, at their parents ``origin`` [R, n]. Keys
+        and values are stored from scratch slot ``first`` of the drafts on.
         """
         cache = self.cache
         count = tokens.shape[1]
-        cache.aim(cache.size.capacity + first, cache.slots)
+        cache.aim(self.start + first, cache.slots)
         positions = (cache.lengths[:, None] + depth - 1).expand(-1, count)
-        return head.read(tokens, states, positions, self.bias[:, :, first : first + count], depth)
+        bias = self.bias[:, :, first : first + count]
+        return head.read(tokens, taken(states, origin), positions, bias, depth)
+
+
+def taken(states: Tensor, places: Tensor) -> Tensor:
+    """``states`` [R, N, C] at ``places`` [R, n]: [R, n, C]."""
+    return states.gather(1, places[..., None].expand(-1, -1, states.shape[-1]))

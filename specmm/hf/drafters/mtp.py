@@ -3,7 +3,7 @@
 Layer k reads a token and the state that layer k - 1 predicted for the token before it; the first
 reads the target's own states, and the last one goes on from its own predictions (as FastMTP trains
 it, arXiv 2509.18362). So a draft at depth k comes from layer k, as in transformers, whose
-``use_mtp`` stops there. What a later layer will attend of a token is computed along with it.
+``use_mtp`` stops there. Each layer runs once a round (``mtp_growth``).
 
 A picture's embeddings are read where the next token is a picture's, and slots turn by the position
 of their own token and one: for text the next token's, as in transformers; under M-RoPE, which
@@ -17,13 +17,14 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specmm import methods
 from specmm.cache import Cache, CacheSize
 from specmm.drafter import DeferredDrafter, DrafterVocabulary, Feedback
-from specmm.growth import Growth
 from specmm.hf.drafters.features import shift_of, with_row
+from specmm.hf.drafters.mtp_growth import LayerGrowth
 from specmm.hf.drafters.mtp_layers import LayerSlots, MtpLayers, layers_of
 from specmm.hf.drafters.trees import check_unguided, trees_of
 from specmm.hf.drafting import Assembly, drafting_probs
@@ -56,7 +57,7 @@ class MtpDrafter:
         target.wants_context = True
         sampled = sampled and not target.processor.greedy
         vocabulary = DrafterVocabulary(target.family.vocabulary)
-        self.growth = Growth(tree, sampled, vocabulary, target.device, siblings)
+        self.growth = LayerGrowth(layers.count, tree, sampled, vocabulary, target.device, siblings)
         self.max_nodes = self.growth.max_nodes
         self.max_depth = self.growth.max_depth
         self.probs = drafting_probs(target, vocabulary)
@@ -64,7 +65,7 @@ class MtpDrafter:
     def begin(self, feedback: Feedback, clock: Clock) -> None:
         """Make a cache as roomy as the target's and read the prompt."""
         size = CacheSize(
-            layers=self.layers.sizes,
+            layers=self.layers.sizes[: self.growth.count],
             batch=len(feedback.token),
             branches=1,
             capacity=self.target.cache.size.capacity,
@@ -76,7 +77,7 @@ class MtpDrafter:
         self.growth.begin(self.cache)
         self.shift = shift_of(self.target)
         states = self._read_prompt(self.target, feedback.token, self.cache)
-        self.last = _at(states, self.cache.lengths - 1)  # [B, K · C], after the last token
+        self.growth.last = _at(states, self.cache.lengths - 1)
 
     def start_row(self, row: int) -> None:
         """Read the new prompt but for its last slot: the next round reads that with a token."""
@@ -87,60 +88,34 @@ class MtpDrafter:
         states = self._read_prompt(alone, ids[:, -1], slots)
         slots.lengths -= 1
         self.cache.take(row, slots)
-        self.last[row] = _at(states, (slots.lengths - 1).clamp(min=0))[0]
+        self.growth.last[row] = _at(states, (slots.lengths - 1).clamp(min=0))[0]
         self.shift = with_row(self.shift, row, shift_of(alone))
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """The tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
-        if feedback.result is not None:
-            self.last = self.growth.read_committed(self, feedback)
-        return self.growth.grow(self, feedback.token, self.last, uniforms)
+        state = self.growth.read_committed(self, feedback)
+        return self.growth.grow(self, feedback.token, state, uniforms)
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
-        """The target's output head [B, N, V] on the ``states`` [B, N, K · C] of a node's layer."""
+        """The target's output head [B, N, V] on the ``states`` [B, N, C]."""
         with self.clock("draft"):
-            own = states.chunk(self.layers.count, -1)[min(depth, self.layers.count - 1)]
-            return self.target.head(own).float()
+            return self.target.head(states).float()
 
     def read(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor, depth: int
     ) -> Tensor:
-        """States [B, N, K · C] of all layers after ``tokens`` [B, N].
+        """States [B, N, C] that the layer of ``depth``, or the last, predicts after ``tokens``
+        [B, N].
 
-        ``hidden`` are the target's [B, N, C] of committed tokens, those of the parents [B, N, K ·
-        C] of drafts. Layers that neither draft after them nor are attended later leave theirs.
+        ``hidden`` [B, N, C] are those of the tokens before.
         """
         with self.clock("draft"):
             embeddings = self.layers.model.embed_tokens(tokens)
             self.slots.aim(positions, positions + 1 + self.shift[..., None], bias)
-            if depth:
-                return self._read_drafts(embeddings, hidden, depth)
-            return self._read_in_turn(self.slots, embeddings, hidden, self.last)
-
-    def _read_drafts(self, embeddings: Tensor, parents: Tensor, depth: int) -> Tensor:
-        """One level of drafts: every layer reads what the one before predicted at the parents."""
-        count = self.layers.count
-        states = list(parents.chunk(count, -1))
-        before = states.copy() if depth >= count else [states[0], *states]
-        for number in range(min(depth, count - 1), count):
-            states[number] = self.slots.run(number, embeddings, before[number])
-        return torch.cat(states, -1)
-
-    def _read_in_turn(
-        self, slots: LayerSlots, embeddings: Tensor, hidden: Tensor, last: Tensor
-    ) -> Tensor:
-        """Tokens that follow one another: every layer reads the one before, one token later.
-
-        ``last`` [B, K · C] are the states of the token before them.
-        """
-        states = [slots.run(0, embeddings, hidden)]
-        for number, first in enumerate(last.chunk(self.layers.count, -1)[:-1], start=1):
-            before = torch.cat([first[:, None], states[-1][:, :-1]], 1)
-            states.append(slots.run(number, embeddings, before))
-        return torch.cat(states, -1)
+            return self.slots.run(min(depth, self.growth.count - 1), embeddings, hidden)
 
     def _read_prompt(self, target: VLMTarget, token: Tensor, cache: Cache) -> Tensor:
-        """Store the prompt's slots; states [B, L, K · C] of all layers, ``token`` [B] the last."""
+        """Store the prompt's slots; states [B, L, K, C] of all layers, ``token`` [B] the last."""
         context = target.context
         assert context is not None, "the target keeps a context for drafters that want one"
         with self.clock("draft"):
@@ -155,8 +130,11 @@ class MtpDrafter:
                 positions = context.positions
             slots = LayerSlots(self.layers, self.windows, cache)
             slots.aim(order[None], positions + 1, bias.to(token.device)[None, None])
-            none = embeddings.new_zeros(len(token), self.layers.count * embeddings.shape[-1])
-            return self._read_in_turn(slots, embeddings, context.hidden, none)
+            states = [slots.run(0, embeddings, context.hidden)]
+            for number in range(1, self.growth.count):
+                before = F.pad(states[-1][:, :-1], (0, 0, 1, 0))
+                states.append(slots.run(number, embeddings, before))
+            return torch.stack(states, 2)
 
     def _next_embeddings(self, target: VLMTarget, token: Tensor) -> Tensor:
         """What is read of the token after each slot of the prompt [B, L, C], at last ``token`` [B].
@@ -174,7 +152,7 @@ class MtpDrafter:
 
 
 def _at(states: Tensor, slots: Tensor) -> Tensor:
-    """``states`` [B, L, C] at ``slots`` [B]: [B, C]."""
+    """``states`` [B, L, K, C] at ``slots`` [B]: [B, K, C]."""
     return states[torch.arange(len(states), device=slots.device), slots]
 
 

@@ -96,7 +96,7 @@ class LayerSlots:
         self.model = layers.model
         self.windows = windows
         self.cache_name = cache_name(layers.model.layers[0])
-        self.past = as_transformers(cache.layers, layers.sizes)
+        self.past = as_transformers(cache.layers)
         slots = torch.arange(cache.slots, device=cache.lengths.device)
         self.places = slots.repeat(cache.size.rows, 1)  # [B, S]
         self.first = cache.layers[0]

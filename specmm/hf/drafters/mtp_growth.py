@@ -1,0 +1,123 @@
+"""Trees grown by layers in turn, each of which runs once a round.
+
+Layer k drafts at depth k, and attends the slots of the text and of the drafts above. So it reads
+the round's committed tokens and all drafts so far in one call, each with what layer k - 1 predicted
+for the token before. Below the last layer's depth that one goes on from its own predictions.
+
+Shape letters: B rows, K layers, D deepest level, N tokens read in a round, n nodes of a level, C
+width, S slots.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specmm.cache import Cache
+from specmm.drafter import Feedback
+from specmm.growth import FeatureHead, Growth, taken
+from specmm.randomness import UniformSource
+from specmm.tree import DraftTree
+
+
+class LayerGrowth(Growth):
+    """As :class:`specmm.growth.Growth`, for a head of ``layers`` in turn, whose ``read`` runs the
+    layer of its ``depth`` or else the last.
+
+    ``last`` [B, K, C] is what each predicted after the last committed token; the caller sets it for
+    the prompt. A round's committed tokens stay in scratch slots, before its drafts, until the tree
+    is grown. Layers that a tree never reaches do not run: ``count`` K are left.
+    """
+
+    last: Tensor
+
+    def __init__(self, layers: int, *given: Any) -> None:
+        super().__init__(*given)
+        self.count = min(layers, self.max_depth)
+        self.before = self.max_depth + 1
+
+    @property
+    def scratch(self) -> int:
+        """Slots a round needs after the committed ones."""
+        return self.before + self.fed
+
+    def begin(self, cache: Cache) -> None:
+        """See :class:`specmm.growth.Growth`; first are the mask's rows of committed tokens."""
+        super().begin(cache)
+        own = slice(cache.size.capacity, self.start)
+        self.mask[:, :, : self.before, own].masked_fill_(self.chain.ancestors, 0)
+        self.order = torch.arange(self.before, device=self.mask.device)
+
+    def read_committed(self, head: FeatureHead, feedback: Feedback) -> Tensor:
+        """The first layer's state [B, C] after the last committed token; it reads the others.
+
+        Without a result nothing was committed since ``last`` was set.
+        """
+        rows = len(feedback.token)
+        if feedback.result is None or feedback.tokens is None:
+            self.kept = torch.zeros_like(feedback.token)
+            tokens = feedback.token[:, None].expand(-1, self.before)  # read, but never attended
+            hidden = self.last.new_zeros(rows, self.before, self.last.shape[-1])
+        else:
+            self.kept = feedback.result.kept
+            tokens = feedback.tokens
+            hidden = feedback.kept_hidden()
+        self._show(self.kept)
+        self.tokens = tokens
+        self.places = self.cache.lengths[:, None] + self.order
+        self.origin = self.order.expand(rows, -1)  # in [last, states]: the token before each
+        self.cache.aim(self.cache.size.capacity, self.cache.slots)
+        states = head.read(tokens, hidden, self.places, self.mask[:, :, : self.before], 0)
+        return self._note(states, 0)
+
+    def grow(
+        self, head: FeatureHead, root: Tensor, state: Tensor, uniforms: UniformSource
+    ) -> DraftTree:
+        """See :class:`specmm.growth.Growth`; then the committed tokens move to their slots."""
+        tree = self._below(head, root, state, uniforms)
+        self.cache.keep(self.order.expand(len(root), -1), self.kept)
+        return tree
+
+    def _show(self, kept: Tensor) -> None:
+        """Open the mask for what was committed before, and to drafts for ``kept`` [B] since."""
+        capacity = self.cache.size.capacity
+        self.mask[..., :capacity] = self.cache.prefix_bias()[:, None, None]
+        seen = self.bias[..., capacity : self.start]
+        seen.copy_((self.order >= kept[:, None])[:, None, None])
+        seen.masked_fill_(seen.bool(), float("-inf"))
+
+    def _feed(
+        self,
+        head: FeatureHead,
+        tokens: Tensor,
+        states: Tensor,
+        origin: Tensor,
+        depth: int,
+        first: int,
+    ) -> Tensor:
+        """See :class:`specmm.growth.Growth`: the states are those of the layer of ``depth``."""
+        count = tokens.shape[1]
+        places = (self.cache.lengths + self.kept + depth - 1)[:, None].expand(-1, count)
+        if depth >= self.count:
+            self.cache.aim(self.start + first, self.cache.slots)
+            bias = self.bias[:, :, first : first + count]
+            return head.read(tokens, taken(states, origin), places, bias, depth)
+        above = self.states.shape[1] - states.shape[1] if depth > 1 else self.kept[:, None]
+        self.tokens = torch.cat([self.tokens, tokens], 1)
+        self.places = torch.cat([self.places, places], 1)
+        self.origin = torch.cat([self.origin, origin + above], 1)
+        self.cache.aim(self.cache.size.capacity, self.cache.slots)
+        before = taken(self.states, self.origin)
+        bias = self.mask[:, :, : before.shape[1]]
+        found = head.read(self.tokens, before, self.places, bias, depth)
+        self._note(found, depth)
+        return found[:, -count:]
+
+    def _note(self, states: Tensor, number: int) -> Tensor:
+        """Keep what layer ``number`` predicted, ``states`` [B, N, C]; what after the last token."""
+        self.states = torch.cat([self.last[:, number, None], states], 1)
+        found = taken(self.states, self.kept[:, None])[:, 0]
+        self.last[:, number] = found
+        return found
