@@ -10,7 +10,7 @@ from typing import Any
 
 from specmm import zoo
 from specmm.hf.pretrained import is_packaged, missing_packages
-from specmm.runs.run import HERE, Kind, Place, kind_of, methods_of, open_model
+from specmm.runs.run import HERE, Kind, Place, kinds_of, methods_of, open_model
 from specmm.vlm.loading import is_composed, missing_parts
 
 MOST_SECONDS = 120.0  # of one request
@@ -23,7 +23,8 @@ class AppModels:
         self.names: dict[Kind, list[str]] = {"images": [], "questions": [], "text": []}
         pocket = [name for name, folder in zoo.pocket_models().items() if _has_weights(folder)]
         for name in (*extra, *pocket):
-            self.names[kind_of(name)].append(name)
+            for kind in kinds_of(name):
+                self.names[kind].append(name)
         self.place = place
         self._loaded: dict[tuple[Kind, str], Any] = {}
 

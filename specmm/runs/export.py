@@ -11,7 +11,7 @@ from specmm.hf.drafter_formats import FORMATS, ModelFolder, recognised
 from specmm.hf.inspection import find_folder, read_folder
 from specmm.hf.pretrained import find, find_target, load_target
 from specmm.registry import named
-from specmm.runs.run import kind_of
+from specmm.runs.run import kinds_of
 
 
 def export(drafter: str, layout: str, out: Path, target: str | None = None) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def _beside(folder: Path) -> str:
 
 
 def _target(name: str) -> Any:
-    if kind_of(name) == "questions":
+    if "questions" in kinds_of(name):
         from specmm.vlm.loading import load_model
 
         return load_model(find(name))

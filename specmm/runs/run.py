@@ -66,19 +66,22 @@ def place_of(network: nn.Module) -> dict[str, str]:
     return {"device": str(weight.device), "dtype": str(weight.dtype).removeprefix("torch.")}
 
 
-def kind_of(model: str) -> Kind:
+def kinds_of(model: str) -> tuple[Kind, ...]:
     """What a model is for; raises ``ValueError`` when it is neither a folder nor a pocket model."""
     folder = zoo.pocket_models().get(model, Path(model))
-    if (folder / zoo.PIPELINE).is_file() or picture_type(folder) is not None:
-        return "images"
+    if (folder / zoo.PIPELINE).is_file():
+        return ("images",)
     if (folder / zoo.PACKAGE).is_file():
-        return "text"
+        return ("text",)
     if not (folder / zoo.TRANSFORMERS).is_file():
         raise ValueError(
             f"model must be a folder or a pocket model, got {model!r}; specmm zoo lists them"
         )
+    processes = any((folder / name).is_file() for name in PROCESSORS)
+    if picture_type(folder) is not None:
+        return ("images", "questions") if processes else ("images",)
     sees = "vision_config" in read_json(folder / zoo.TRANSFORMERS)
-    return "questions" if sees or any((folder / n).is_file() for n in PROCESSORS) else "text"
+    return ("questions",) if sees or processes else ("text",)
 
 
 def draws(model: str) -> bool:

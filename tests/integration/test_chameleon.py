@@ -21,7 +21,7 @@ from specmm.hf.picture_tokens import Layout, PictureTarget, picture_prompt
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.runs.run import kind_of, methods_of
+from specmm.runs.run import kinds_of, methods_of
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import GreedyMatch, Recursive
 
@@ -248,7 +248,7 @@ def test_pictures_are_those_of_the_decoder(pipe, folder):
 
 
 def test_what_is_missing_is_said(pipe, folder, tmp_path):
-    assert kind_of(str(folder)) == "images"
+    assert kinds_of(str(folder)) == ("images",)
     assert set(methods_of("images", str(folder))) == {"ar", "sjd", "prompt-lookup"}
     pipe.save_pretrained(tmp_path)
     bare = specmm.ImagePipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)

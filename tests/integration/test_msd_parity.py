@@ -113,7 +113,9 @@ def stage(case, temperature=0.0):
         offsets=torch.zeros(1, dtype=torch.int64),
         begins=torch.tensor([length]),
         prompt=SimpleNamespace(
-            input_ids=torch.zeros(1, length, dtype=torch.int64), lengths=torch.tensor([length])
+            input_ids=torch.zeros(1, length, dtype=torch.int64),
+            lengths=torch.tensor([length]),
+            longest=0,
         ),
         head=lambda states: states @ weight.T,
         cache=SimpleNamespace(size=SimpleNamespace(capacity=length + 40)),

@@ -12,7 +12,7 @@ from PIL import Image
 from transformers import DynamicCache
 
 from specmm import TextPipeline, VQAPipeline, zoo
-from specmm.hf.drafters.eagle3_files import load_eagle3, save_eagle3
+from specmm.hf.drafters.eagle3_files import load_eagle3, to_eagle, to_specforge, to_speculators
 from specmm.hf.drafters.files import read_acceptance
 from specmm.hf.drafters.picture_slots import PictureSlots
 from specmm.hf.target import VLMTarget
@@ -155,9 +155,9 @@ def test_the_recipe_of_conversations(tmp_path):
     assert len(answers) == 2 and all(answers)  # the target's own
     head = load_eagle3(model / "drafters" / "eagle3")
     assert head.config.picture_slots == 2 and bool(head.pictures.queries.any())
-    for layout in ("eagle", "specforge"):
-        with pytest.raises(ValueError, match="without picture_slots"):
-            save_eagle3(head, tmp_path / layout, layout=layout)
+    for export in (to_speculators, to_eagle, to_specforge):
+        with pytest.raises(ValueError, match="no other library does"):
+            export(model / "drafters" / "eagle3", None, tmp_path / "out")
     pipe = VQAPipeline.from_pretrained(model, method="eagle3", torch_dtype=torch.float32)
     asked = (Image.open(tmp_path / "a.png"), "What is it?")
     drafted = pipe(*asked, max_new_tokens=8)
