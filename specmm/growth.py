@@ -238,9 +238,12 @@ class Growth:
         cache = self.cache
         count = tokens.shape[1]
         cache.aim(self.start + first, cache.slots)
-        positions = (cache.lengths[:, None] + depth - 1).expand(-1, count)
         bias = self.bias[:, :, first : first + count]
-        return head.read(tokens, taken(states, origin), positions, bias, depth)
+        return head.read(tokens, taken(states, origin), self._positions(depth, count), bias, depth)
+
+    def _positions(self, depth: int, count: int) -> Tensor:
+        """The places [R, n] in their text of ``count`` n drafts at ``depth``."""
+        return (self.cache.lengths[:, None] + depth - 1).expand(-1, count)
 
 
 def taken(states: Tensor, places: Tensor) -> Tensor:

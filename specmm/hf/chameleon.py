@@ -63,8 +63,6 @@ def _decode(model: PreTrainedModel, folder: Path) -> Decoder:
 
 CHAMELEON = PictureModel(
     architecture="ChameleonForConditionalGeneration",
-    head=lambda model: model.lm_head,
-    embed=lambda model: model.get_input_embeddings(),
     layout=_layout,
     ids=_ids,
     decode=_decode,

@@ -56,11 +56,5 @@ def _decode(model: Any, folder: Path) -> Decoder:
 
 
 EMU3 = PictureModel(
-    architecture="Emu3ForConditionalGeneration",
-    head=lambda model: model.lm_head,
-    embed=lambda model: model.get_input_embeddings(),
-    layout=_layout,
-    ids=_ids,
-    decode=_decode,
-    cfg=3.0,
+    architecture="Emu3ForConditionalGeneration", layout=_layout, ids=_ids, decode=_decode, cfg=3.0
 )

@@ -40,8 +40,7 @@ def _ids(model: Any, tokenizer: Any, text: str, layout: Layout) -> list[int]:
             "use the folder as Janus was published for transformers"
         )
     if tokenizer.chat_template:
-        said: Any = [{"type": "text", "text": text}]
-        turn = [{"role": "user", "content": said}]
+        turn = [{"role": "user", "content": [{"type": "text", "text": text}]}]
         text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
     return list(tokenizer(text + begin)["input_ids"])
 

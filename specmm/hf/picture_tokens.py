@@ -48,22 +48,22 @@ class PictureModel:
     """A class of transformers that draws pictures, described by functions of a model.
 
     ``head`` scores: states [..., C] to logits [..., V]. ``embed`` makes drawn tokens inputs: [...]
-    to [..., C]. ``layout`` tells what a picture of some size is made of (None: the usual size), and
-    raises ``ValueError`` for one that the model does not draw. ``ids`` are those of a prompt up to
-    the first token drawn, by the model's tokenizer; ``away``, where it is given, makes of them the
-    prompt that guidance leads away from, and else that is the empty one. ``decode`` gives what
-    turns tokens into pixels, from the model and the files in its folder, or raises ``ValueError``.
-    ``cfg`` is the usual guidance scale. Tokens are ``shared`` where drawn ones have the ids that a
-    prompt would use.
+    to [..., C]. Both are the model's own by default. ``layout`` tells what a picture of some size
+    is made of (None: the usual size), and raises ``ValueError`` for one that the model does not
+    draw. ``ids`` are those of a prompt up to the first token drawn, by the model's tokenizer;
+    ``away``, where it is given, makes of them the prompt that guidance leads away from, and else
+    that is the empty one. ``decode`` gives what turns tokens into pixels, from the model and the
+    files in its folder, or raises ``ValueError``. ``cfg`` is the usual guidance scale. Tokens are
+    ``shared`` where drawn ones have the ids that a prompt would use.
     """
 
     architecture: str  # the class
-    head: Callable[[Any], Callable[[Tensor], Tensor]]
-    embed: Callable[[Any], Callable[[Tensor], Tensor]]
     layout: Callable[[Any, Size | None], Layout]
     ids: Callable[[Any, Any, str, Layout], list[int]]
     decode: Callable[[Any, Path], Decoder]
     away: Callable[[Any, Any, Sequence[int]], list[int]] | None = None
+    head: Callable[[Any], Callable[[Tensor], Tensor]] = lambda model: model.get_output_embeddings()
+    embed: Callable[[Any], Callable[[Tensor], Tensor]] = lambda model: model.get_input_embeddings()
     cfg: float = 1.0
     shared: bool = True
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as tf
 from scipy.stats import chisquare
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import pre_tokenizers
 
 import specmm
 from specmm.decode import decode, decode_plain
@@ -20,17 +20,18 @@ from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
+from tests.unit.vlm.tiny_processors import word_tokenizer
 
 CODES = 8
 VISUAL = [f"<|visual token {i:06d}|>" for i in range(CODES)]
 NAMED = dict(image_token="<image>", boi_token="<boi>", eoi_token="<eoi>")
 NAMED |= dict(image_wrapper_token="<wrap>", eof_token="<|extra_201|>")
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", *NAMED.values(), "<|extra_200|>", *VISUAL]
-NAMES = [*SPECIAL, "a", "red", "blue", "barn", "tree", "on", "hill", *"*0123456789"]
-IDS = {name: i for i, name in enumerate(NAMES)}
+WORDS = ["a", "red", "blue", "barn", "tree", "on", "hill", *"*0123456789"]
+IDS = {name: i for i, name in enumerate([*SPECIAL, *WORDS])}
 TEXT = dict(
     model_type="llama",
-    vocab_size=len(NAMES),
+    vocab_size=len(IDS),
     hidden_size=32,
     intermediate_size=48,
     num_hidden_layers=2,
@@ -49,26 +50,17 @@ PROMPTS = ["a red barn on a hill", "blue tree"]
 SCALE = 3.0
 
 
+SPLITS = pre_tokenizers.Sequence(
+    [
+        pre_tokenizers.WhitespaceSplit(),
+        pre_tokenizers.Digits(),
+        pre_tokenizers.Split("*", "isolated"),
+    ]
+)
+
+
 def tokenizer(template=None):
-    words = Tokenizer(models.WordLevel(IDS, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.WhitespaceSplit(),
-            pre_tokenizers.Digits(),
-            pre_tokenizers.Split("*", "isolated"),
-        ]
-    )
-    words.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
-    return tf.PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        padding_side="left",
-        extra_special_tokens=NAMED,
-        chat_template=template,
-    )
+    return word_tokenizer(SPECIAL, WORDS, SPLITS, NAMED, template)
 
 
 def loud(model):

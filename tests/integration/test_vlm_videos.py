@@ -9,13 +9,13 @@ import pytest
 import torch
 import transformers as tf
 from PIL import Image
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
 import specmm
 from specmm.cli import app
 from specmm.hf.drafters.small_model import SmallModel
 from tests.noisy import noisy
+from tests.unit.vlm.tiny_processors import word_tokenizer
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<|image_pad|>", "<|video_pad|>", "<v>", "</v>"]
 TALK = "what is this where how many colour red blue green a the one two three dog cat box"
@@ -31,18 +31,7 @@ ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.
 
 
 def processor():
-    names = [*SPECIAL, *WORDS]
-    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(names)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
-    made = tf.PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        padding_side="left",
-    )
+    made = word_tokenizer(SPECIAL, WORDS)
     films = tf.Qwen2VLVideoProcessor(**SIZES, cap_pixels_per_frame=False)
     pictures = tf.Qwen2VLImageProcessor(**SIZES)
     return tf.Qwen2_5_VLProcessor(pictures, made, films, chat_template=TEMPLATE)

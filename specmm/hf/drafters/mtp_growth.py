@@ -98,15 +98,12 @@ class LayerGrowth(Growth):
         first: int,
     ) -> Tensor:
         """See :class:`specmm.growth.Growth`: the states are those of the layer of ``depth``."""
-        count = tokens.shape[1]
-        places = (self.cache.lengths + self.kept + depth - 1)[:, None].expand(-1, count)
         if depth >= self.count:
-            self.cache.aim(self.start + first, self.cache.slots)
-            bias = self.bias[:, :, first : first + count]
-            return head.read(tokens, taken(states, origin), places, bias, depth)
+            return super()._feed(head, tokens, states, origin, depth, first)
+        count = tokens.shape[1]
         above = self.states.shape[1] - states.shape[1] if depth > 1 else self.kept[:, None]
         self.tokens = torch.cat([self.tokens, tokens], 1)
-        self.places = torch.cat([self.places, places], 1)
+        self.places = torch.cat([self.places, self._positions(depth, count)], 1)
         self.origin = torch.cat([self.origin, origin + above], 1)
         self.cache.aim(self.cache.size.capacity, self.cache.slots)
         before = taken(self.states, self.origin)
@@ -114,6 +111,10 @@ class LayerGrowth(Growth):
         found = head.read(self.tokens, before, self.places, bias, depth)
         self._note(found, depth)
         return found[:, -count:]
+
+    def _positions(self, depth: int, count: int) -> Tensor:
+        """See :class:`specmm.growth.Growth`: after the committed tokens that have no slot yet."""
+        return super()._positions(depth, count) + self.kept[:, None]
 
     def _note(self, states: Tensor, number: int) -> Tensor:
         """Keep what layer ``number`` predicted, ``states`` [B, N, C]; what after the last token."""

@@ -32,11 +32,12 @@ TALK = "what is this where how many colour red blue green a the one two three do
 WORDS = TALK.split()
 
 
-def tokenizer():
-    names = [*SPECIAL, *WORDS]
+def word_tokenizer(special, words, splits=None, named=None, template=None):
+    """One id a word, in order, padded at the left."""
+    names = [*special, *words]
     made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(names)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
+    made.pre_tokenizer = splits or pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     return tf.PreTrainedTokenizerFast(
         tokenizer_object=made,
         pad_token="<pad>",
@@ -44,8 +45,13 @@ def tokenizer():
         eos_token="</s>",
         unk_token="<unk>",
         padding_side="left",
-        extra_special_tokens=NAMED,
+        extra_special_tokens=named or {},
+        chat_template=template,
     )
+
+
+def tokenizer():
+    return word_tokenizer(SPECIAL, WORDS, named=NAMED)
 
 
 def template(image="<image>", video="<video>"):
