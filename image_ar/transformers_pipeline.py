@@ -5,7 +5,7 @@ Shape letters: B pictures of a batch, T tokens a picture, H and W pixels of its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,11 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.decode import Progress, decode, decode_plain
-from specmm.drafter import Drafter
+from specmm.decode import Progress
 from specmm.guidance import Guidance
 from specmm.hardware import choose_dtype, prepack
-from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
 from specmm.hf.picture_tokens import Decoder, Layout, PictureModel, PictureTarget, picture_prompt
 from specmm.hf.pretrained import load_model, load_tokenizer, use_tree_attention
-from specmm.hf.prompt import VLMPrompt
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.pipeline import picture_type
 from specmm.image_ar.shared import (
@@ -37,19 +34,22 @@ from specmm.image_ar.shared import (
     with_options,
     write_settings,
 )
-from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
+from specmm.image_ar.tokens.assemble import PictureParts
+from specmm.image_ar.tokens.loading import DrafterHead, save_drafters_of
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
+from specmm.image_ar.tokens.running import Batch, draw_tokens
+from specmm.image_ar.tokens.transformers_drafters import load_drafters, owner_of
 from specmm.processors import Processor
-from specmm.randomness import Uniforms, sample_generators
-from specmm.stats import Certificate, rule_certificate
+from specmm.randomness import sample_generators
 from specmm.turns import in_its_turn
-from specmm.verify import GreedyMatch, Recursive, Rule
+
+EXAMPLE = "a red apple on a table"  # what methods are measured on before there are prompts
 
 
 class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # type: ignore[misc]
-    """A model of transformers that draws pictures, and its tokenizer, after one call.
+    """A model of transformers that draws pictures, its tokenizer and drafters, after one call.
 
-    Methods are ``ar``, ``sjd`` and ``prompt-lookup``, all exact. Several threads may share one.
+    Several threads may share one.
 
     >>> pipe = ImagePipeline.from_pretrained("path/to/chameleon", method="sjd")
     >>> out = pipe(prompt="a red barn", generator=torch.Generator().manual_seed(0))
@@ -67,6 +67,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         folder: Path,
         method: str | methods.Method = "ar",
         name: str = "pictures",
+        drafters: Mapping[str, DrafterHead] | None = None,
+        owner: str = "",
     ) -> None:
         super().__init__()
         self.register_modules(transformer=transformer, tokenizer=tokenizer)
@@ -78,6 +80,11 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             read_settings(LlamaGenSettings, folder) if given else LlamaGenSettings(cfg=facts.cfg)
         )
         self.method = methods.make(methods.TRANSFORMERS_IMAGES, method)
+        self.fingerprint = owner or owner_of(transformer, facts).fingerprint
+        self.parts = PictureParts(
+            drafters or {}, trees=self.settings.trees, acceptance=self.settings.acceptance
+        )
+        self._read_codebook()
         self._decoder: Decoder | None = None
 
     @classmethod
@@ -88,10 +95,13 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         torch_dtype: torch.dtype | None = None,
         text_encoder: str | Path | None = None,
         device: torch.device | str = "cpu",
+        drafter: str | Path | None = None,
     ) -> TransformersImagePipeline:
         """A pipeline of a folder or hub id; the dtype defaults to the device's fastest.
 
-        Raises ``ValueError`` for ``text_encoder``: these models read prompts themselves.
+        Drafters are those in the folder's ``drafters/``, and a ``drafter`` in a folder of its own.
+        Raises ``ValueError`` for a drafter of another target, and for ``text_encoder``: these
+        models read prompts themselves.
         """
         if text_encoder is not None:
             raise ValueError(f"text_encoder must be None for {name}, which reads prompts itself")
@@ -103,13 +113,19 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         model = load_model(kind, folder, dtype=torch_dtype or "auto")
         size = sum(p.numel() for p in model.parameters())
         model = model.to(device, torch_dtype or choose_dtype(size, device=device)).eval()
-        prepack(use_tree_attention(model))
-        return cls(model, load_tokenizer(folder), facts, folder, method, str(name))
+        owner = owner_of(model, facts)
+        drafters = load_drafters(owner, folder, drafter)
+        for module in (use_tree_attention(model), *drafters.values()):
+            prepack(module)
+        tokenizer = load_tokenizer(folder)
+        given = (str(name), drafters, owner.fingerprint)
+        return cls(model, tokenizer, facts, folder, method, *given)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write model, tokenizer and settings; a decoder beside the model is not copied."""
+        """Write model, tokenizer, drafters and settings, but not a decoder beside the model."""
         self.transformer.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+        save_drafters_of(self.fingerprint, self.parts.drafters, Path(folder) / "drafters")
         write_settings(self.settings, Path(folder))
 
     @property
@@ -160,19 +176,17 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         away = [self._away(ids, negative_prompt, layout) for ids in rows]
         generators = sample_generators(generator, len(rows), self.device)
 
+        def tell(i: int, progress: Progress) -> None:
+            if callback_on_step_end is not None:
+                state = {"tokens": progress.tokens}
+                callback_on_step_end(self, i, int(progress.counts.min()), state)
+
         def draw(part: slice) -> Drawn:
-            batch = picture_prompt(target, rows[part], away[part])
-            steps, rule = self._loop(target, batch, chosen, Uniforms(generators[part]))
-            for i, progress in enumerate(steps):
-                if callback_on_step_end is not None:
-                    state = {"tokens": progress.tokens}
-                    callback_on_step_end(self, i, int(progress.counts.min()), state)
-            tokens = progress.tokens[:, : target.length]
-            images = None if decoder is None else self._pixels(decoder, tokens, layout)
-            claim = Certificate("exact", "plain decoding of the target", 0.0)
-            if rule is not None:
-                claim = rule_certificate(rule.name, rule.exact, None)
-            return Drawn(tokens, images, progress.stats, claim, chosen.name)
+            batch = Batch(picture_prompt(target, rows[part], away[part]), generators[part])
+            drawn = draw_tokens(target, self.parts, batch, chosen, tell)
+            if decoder is not None:
+                drawn.images = self._pixels(decoder, drawn.tokens, layout)
+            return drawn
 
         bar = self.progress_bar(total=len(rows))
         settings = target.processor.settings | target.guidance.settings
@@ -192,13 +206,34 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         chosen = with_options(self.settings, **options, top_k=top_k, top_p=top_p)
         processor = Processor(chosen.temperature, chosen.top_k, chosen.top_p)
         guidance = Guidance(chosen.cfg, chosen.cfg_interval)
-        return PictureTarget(self.transformer, self.facts, processor, guidance, self.name, layout)
+        where = layout or self._layout()
+
+        def example() -> tuple[list[int], list[int]]:
+            ids = self._ids(EXAMPLE, where)
+            return ids, self._away(ids, None, where)
+
+        options = (processor, guidance, self.name, where, example)
+        return PictureTarget(self.transformer, self.facts, *options)
+
+    def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
+        """Those of the ``usual`` methods that it has a drafter for."""
+        free = ("jacobi", "prompt-lookup", "self")
+        known = (*free, *self.parts.drafters)
+        return [m for m in usual if not hasattr(m, "choice") or m.choice.drafter in known]
 
     def to(self, *args: Any, **kwargs: Any) -> TransformersImagePipeline:
         """Move the model to a device or dtype; the decoder is made anew there."""
         super().to(*args, **kwargs)
+        for head in self.parts.drafters.values():
+            head.to(self.device, self.transformer.dtype)
+        self.parts.made.clear()
+        self.parts.plans.clear()
+        self._read_codebook()
         self._decoder = None
         return self
+
+    def _read_codebook(self) -> None:
+        self.parts.code_ids, self.parts.codebook = self.facts.codebook(self.transformer)
 
     def decoder(self) -> Decoder:
         """What turns tokens into pixels; raises ``ValueError`` where the folder has nothing."""
@@ -227,16 +262,3 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         if negative is None and self.facts.away is not None:
             return self.facts.away(self.transformer, self.tokenizer, ids)
         return self._ids(negative or "", layout)
-
-    def _loop(
-        self, target: PictureTarget, prompt: VLMPrompt, method: Any, uniforms: Uniforms
-    ) -> tuple[Iterator[Progress], Rule | None]:
-        if not method.drafts:
-            return decode_plain(target, prompt, target.length, uniforms), None
-        drafter: Drafter
-        if method.name == methods.SJD.name:
-            drafter = JacobiDrafter(target, method.window)
-        else:
-            drafter = PromptLookupDrafter(target, method.ngram, method.length)
-        rule = GreedyMatch() if target.processor.greedy else Recursive()
-        return decode(target, drafter, rule, prompt, target.length, uniforms), rule

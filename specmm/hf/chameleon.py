@@ -36,6 +36,12 @@ def _codes(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     return torch.tensor(ids), torch.tensor(codes)
 
 
+def _codebook(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    rows = model.model.vqmodel.quantize.embedding.weight.detach()
+    ids, codes = (table.to(rows.device) for table in _codes(model))
+    return ids, rows[codes]
+
+
 def _ids(model: PreTrainedModel, tokenizer: Any, text: str, layout: Layout) -> list[int]:
     return [*tokenizer(text)["input_ids"], model.config.vocabulary_map[BEGIN]]
 
@@ -66,5 +72,6 @@ CHAMELEON = PictureModel(
     layout=_layout,
     ids=_ids,
     decode=_decode,
+    codebook=_codebook,
     cfg=3.0,
 )
