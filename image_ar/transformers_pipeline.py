@@ -56,6 +56,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
     """
 
     sampling_options = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
+    call_options = ("negative_prompt", "height", "width")
+    plans = "trees"
     takes = "prompt"
     batch_invariant = False  # a prompt's padding depends on the longest of its batch
 
@@ -123,7 +125,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model, tokenizer, drafters and settings, but not a decoder beside the model."""
-        self.transformer.save_pretrained(folder)
+        self.transformer.save_pretrained(folder, state_dict=_contiguous(self.transformer))
         self.tokenizer.save_pretrained(folder)
         save_drafters_of(self.fingerprint, self.parts.drafters, Path(folder) / "drafters")
         write_settings(self.settings, Path(folder))
@@ -217,9 +219,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
 
     def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
         """Those of the ``usual`` methods that it has a drafter for."""
-        free = ("jacobi", "prompt-lookup", "self")
-        known = (*free, *self.parts.drafters)
-        return [m for m in usual if not hasattr(m, "choice") or m.choice.drafter in known]
+        return [m for m in usual if self.parts.serves(m)]
 
     def to(self, *args: Any, **kwargs: Any) -> TransformersImagePipeline:
         """Move the model to a device or dtype; the decoder is made anew there."""
@@ -262,3 +262,12 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         if negative is None and self.facts.away is not None:
             return self.facts.away(self.transformer, self.tokenizer, ids)
         return self._ids(negative or "", layout)
+
+
+def _contiguous(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
+    """The weights of ``model`` as they are saved: packed ones lie otherwise; tied ones stay so."""
+    made: dict[int, Tensor] = {}
+    return {
+        name: made.setdefault(weight.data_ptr(), weight.contiguous())
+        for name, weight in model.state_dict().items()
+    }

@@ -49,6 +49,8 @@ SIZES = (3, 4, 8, 12, 16, 24)
 # the rule that acceptance by level and rank describes
 PLANNED = methods.Speculative(rule="recursive")
 WITHOUT_DRAFTER: tuple[methods.Method, ...] = (methods.SJD(), methods.SelfDraft())
+ANY = "any"  # drafter: EAGLE's head on its tree where there is one, else the block drafter
+TRAINED = ("block", "eagle", ANY)
 PICTURES = 3  # drawn by each method where nothing can be planned
 MARGIN = 0.05  # what a method must gain at least
 
@@ -78,6 +80,13 @@ class PictureParts:
             self.made[key] = make()
         return cast(T, self.made[key])
 
+    def serves(self, method: Any) -> bool:
+        """Whether there is the drafter that ``method`` takes, if it takes a trained one."""
+        choice: methods.Choice | None = getattr(method, "choice", None)
+        if choice is None or choice.drafter not in TRAINED:
+            return True
+        return choice.drafter in self.drafters or (choice.drafter == ANY and bool(self.drafters))
+
     def head(self, kind: str) -> Any:
         """The drafter called ``kind``; raises ``ValueError`` when the model has none."""
         if kind not in self.drafters:
@@ -98,6 +107,10 @@ def assemble(
     choice: methods.Choice | None = getattr(method, "choice", None)
     if choice is None:
         raise ValueError(f"method {method.name!r} drafts nothing")
+    if choice.drafter == ANY:
+        kind_there = "eagle" if "eagle" in parts.drafters else "block"
+        tree = choice.tree if kind_there == "eagle" else None
+        choice = replace(choice, drafter=kind_there, tree=tree)
     if choice.drafter not in DRAFTERS:
         raise unknown("drafter", choice.drafter, DRAFTERS)
     kind = rule_kind(choice.rule)

@@ -193,8 +193,7 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
 
     def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
         """Those of the ``usual`` methods that it has a drafter for, or draft-free SJD."""
-        known = (None, *self.parts.drafters)
-        return [m for m in usual if getattr(m, "drafter", None) in known] or [methods.SJD()]
+        return [m for m in usual if self.parts.serves(m)] or [methods.SJD()]
 
     def to(self, *args: Any, **kwargs: Any) -> LlamaGenPipeline:
         """Move transformer, tokenizer and drafters to a device or dtype."""

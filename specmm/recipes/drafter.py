@@ -58,6 +58,8 @@ def drafter(
     drawn: Size,
     only_drawn: bool,
     prompts: Path | None,
+    height: int | None,
+    width: int | None,
     cfg: float | None,
     start: Path | None,
     replace: bool,
@@ -81,14 +83,15 @@ def drafter(
     if only_drawn and not drawn:
         raise ValueError("only_drawn needs pictures that the target draws: give --set drawn=N")
     if prompted:
-        request = Request(_prompts(prompts, data, kind, only_drawn), drawn, cfg, seed, folder)
+        found = _prompts(prompts, data, kind, only_drawn)
+        request = Request(found, drawn, cfg, (height, width), seed, folder)
         read = _layers(aux_layers, load_config(place).get_text_config().num_hidden_layers, 1)
         sizes = dict(levels=levels, layers=layers, aux_layers=read, inner=inner)
         options["overlap_weight"] = overlap_weight
         train_prompted(place, request, Training(sizes, start, temperature, options))
         return {"kind": kind, "model": model, "steps": steps, "outputs": [str(result)]}
-    if prompts is not None:
-        raise ValueError(f"{model} draws classes: give data=FOLDER or drawn=N, not prompts")
+    if (prompts, height, width) != (None, None, None):
+        raise ValueError(f"{model} draws no prompts: leave prompts, height and width out")
     block = dict(
         overlap_weight=overlap_weight, temperature=temperature, dropout=_dropout(place, cfg)
     )
@@ -191,7 +194,7 @@ def _draw(
     """
     pipe = LlamaGenPipeline(target, vq, {}, read_settings(LlamaGenSettings, model))
     kept = writable(out / f"{target_fingerprint(target)}-{cfg}-{seed}")
-    return draw_all(pipe, labels.tolist(), kept, cfg, seed)
+    return draw_all(pipe, labels.tolist(), kept, seed, cfg=cfg)
 
 
 def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specmm.files import writable
-from specmm.hf.picture_tokens import picture_prompt
+from specmm.hf.picture_tokens import Layout, picture_prompt
 from specmm.image_ar.shared import write_settings
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.loading import load_block_for, save_drafters_of
@@ -40,12 +40,14 @@ HELD = 32  # pictures that acceptance is measured on
 @dataclass(frozen=True)
 class Request:
     """What is to be learnt from: ``drawn`` pictures (0: one of each) of the lines of a file of
-    ``prompts``, drawn at the guidance scale ``cfg`` (None: the model's) and kept in ``out``.
+    ``prompts``, drawn at the guidance scale ``cfg`` (None: the model's) and kept in ``out``. Their
+    ``size`` is height and width in pixels, both None for the model's usual one.
     """
 
     prompts: Path
     drawn: int
     cfg: float | None
+    size: tuple[int | None, int | None]
     seed: int
     out: Path
 
@@ -89,7 +91,8 @@ def train_prompted(model: Path, request: Request, training: Training) -> None:
     tokens = _drawn(model, [texts[i] for i in rows], request)
     pipe = TransformersImagePipeline.from_pretrained(model, torch_dtype=torch.float32)
     head = _begun(pipe, training, request.seed)
-    seen = _seen(pipe, [texts[i] for i in rows], tokens, head.config.aux_layers)
+    layout = pipe._layout(*request.size)
+    seen = _seen(pipe, [texts[i] for i in rows], tokens, head.config.aux_layers, layout)
     guided = (pipe.settings.cfg if request.cfg is None else request.cfg) > 1
     # more than a model's own training, for both guidance branches draft
     options = training.options | {"dropout": 3 * CLASS_DROPOUT if guided else 0.0}
@@ -105,9 +108,9 @@ def train_prompted(model: Path, request: Request, training: Training) -> None:
     fit_block(head, (len(tokens), tokens.shape[1]), loss, request.out, **options)
     save_drafters_of(pipe.fingerprint, {"block": head}, model / "drafters", torch.bfloat16)
     held = [texts[i % len(texts)] for i in range(HELD)]
-    ids = [pipe._ids(text, seen.target.layout) for text in held]
-    away = [pipe._away(row, None, seen.target.layout) for row in ids]
-    judge = pipe.target(cfg=request.cfg)
+    ids = [pipe._ids(text, layout) for text in held]
+    away = [pipe._away(row, None, layout) for row in ids]
+    judge = pipe.target(cfg=request.cfg, layout=layout)
     table = measure_acceptance(head.eval(), judge, picture_prompt(judge, ids, away), range(HELD))
     write_settings(dataclasses.replace(pipe.settings, acceptance=table), model)
 
@@ -116,9 +119,12 @@ def _drawn(model: Path, texts: list[str], request: Request) -> Tensor:
     """Tokens [M, T] of a picture of each of ``texts``, drawn in the dtype that is fastest here."""
     pipe = TransformersImagePipeline.from_pretrained(model)
     key = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
-    name = f"{pipe.fingerprint}-{key}-{request.cfg}-{request.seed}"
+    name = (
+        f"{pipe.fingerprint}-{key}-{request.cfg}-{'x'.join(map(str, request.size))}-{request.seed}"
+    )
     kept = writable(request.out / "drawn" / name)
-    return draw_all(pipe, texts, kept, request.cfg, request.seed)
+    options = dict(cfg=request.cfg, height=request.size[0], width=request.size[1])
+    return draw_all(pipe, texts, kept, request.seed, **options)
 
 
 def _begun(pipe: TransformersImagePipeline, training: Training, seed: int) -> BlockHead:
@@ -138,9 +144,13 @@ def _begun(pipe: TransformersImagePipeline, training: Training, seed: int) -> Bl
 
 
 def _seen(
-    pipe: TransformersImagePipeline, texts: list[str], tokens: Tensor, layers: tuple[int, ...]
+    pipe: TransformersImagePipeline,
+    texts: list[str],
+    tokens: Tensor,
+    layers: tuple[int, ...],
+    layout: Layout,
 ) -> SeenPictures:
-    target = pipe.target(cfg=1.0)
+    target = pipe.target(cfg=1.0, layout=layout)
     ids = {text: pipe._ids(text, target.layout) for text in set(texts)}
     away = {text: pipe._away(row, None, target.layout) for text, row in ids.items()}
     return SeenPictures(

@@ -17,10 +17,10 @@ AT_ONCE = 96  # pictures
 
 
 def draw_all(
-    pipe: Any, asked: Sequence[int] | Sequence[str], kept: Path, cfg: float | None, seed: int
+    pipe: Any, asked: Sequence[int] | Sequence[str], kept: Path, seed: int, **options: Any
 ) -> Tensor:
     """Tokens [M, T] of a picture of each of what is ``asked``, classes or prompts, ``kept`` batch
-    by batch, so that an interrupted run continues.
+    by batch, so that an interrupted run continues; ``options`` are those of ``pipe``.
     """
     pipe.set_progress_bar_config(disable=True)
     found = []
@@ -29,9 +29,8 @@ def draw_all(
         file = kept / f"{i:04d}-{len(part)}.pt"
         if not file.exists():
             generator = torch.Generator().manual_seed(1_000_003 * seed + i)
-            made = pipe(
-                part, cfg=cfg, batch_size=len(part), generator=generator, output_type="latent"
-            )
+            given = dict(generator=generator, batch_size=len(part), output_type="latent")
+            made = pipe(part, **given, **options)
             torch.save(made.tokens, file)
         found.append(torch.load(file, weights_only=True))
     return torch.cat(found)
