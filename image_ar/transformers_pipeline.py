@@ -20,7 +20,14 @@ from specmm.drafter import Drafter
 from specmm.guidance import Guidance
 from specmm.hardware import choose_dtype, prepack
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
-from specmm.hf.picture_tokens import Decoder, Layout, PictureModel, PictureTarget, picture_prompt
+from specmm.hf.picture_tokens import (
+    Decoder,
+    Layout,
+    Painting,
+    PictureModel,
+    PictureTarget,
+    picture_prompt,
+)
 from specmm.hf.pretrained import load_model, load_tokenizer, use_tree_attention
 from specmm.hf.prompt import VLMPrompt
 from specmm.image_ar.autoencoder import to_uint8
@@ -40,7 +47,7 @@ from specmm.image_ar.shared import (
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
 from specmm.processors import Processor
-from specmm.randomness import Uniforms, sample_generators
+from specmm.randomness import Uniforms, further, sample_generators
 from specmm.stats import Certificate, rule_certificate
 from specmm.turns import in_its_turn
 from specmm.verify import GreedyMatch, Recursive, Rule
@@ -74,9 +81,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         self.folder = folder
         self.name = name
         given = (folder / SETTINGS).exists()
-        self.settings = (
-            read_settings(LlamaGenSettings, folder) if given else LlamaGenSettings(cfg=facts.cfg)
-        )
+        usual = LlamaGenSettings(cfg=facts.cfg, **facts.sampling(transformer))
+        self.settings = read_settings(LlamaGenSettings, folder) if given else usual
         self.method = methods.make(methods.TRANSFORMERS_IMAGES, method)
         self._decoder: Decoder | None = None
 
@@ -95,16 +101,18 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         """
         if text_encoder is not None:
             raise ValueError(f"text_encoder must be None for {name}, which reads prompts itself")
-        folder = zoo.find(name, zoo.TRANSFORMERS)
+        piped = (Path(name) / zoo.PIPELINE).is_file()
+        folder = zoo.find(name, zoo.PIPELINE if piped else zoo.TRANSFORMERS)
         facts = picture_type(folder)
         if facts is None:
             raise ValueError(f"{folder} must hold a model of transformers that draws pictures")
+        weights, words = facts.folders(folder)
         kind = getattr(transformers, facts.architecture)
-        model = load_model(kind, folder, dtype=torch_dtype or "auto")
+        model = load_model(kind, weights, dtype=torch_dtype or "auto")
         size = sum(p.numel() for p in model.parameters())
         model = model.to(device, torch_dtype or choose_dtype(size, device=device)).eval()
         prepack(use_tree_attention(model))
-        return cls(model, load_tokenizer(folder), facts, folder, method, str(name))
+        return cls(model, load_tokenizer(words), facts, folder, method, str(name))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model, tokenizer and settings; a decoder beside the model is not copied."""
@@ -132,6 +140,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
         batch_size: int = 8,
         output_type: str = "pil",
         callback_on_step_end: Callback | None = None,
@@ -140,11 +150,12 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
 
         What is not given comes from the model's settings; guidance leads away from
         ``negative_prompt``, or from what the model has in its place. ``height`` and ``width`` are
-        pixels, both or none, for models that draw several sizes. ``generator`` is one for all or
-        one a picture; a picture's uniforms depend on its own seed only. ``output_type`` "latent"
-        gives tokens alone. Raises ``ValueError`` for an empty list of prompts, an unknown method,
-        options out of range, a size that the model does not draw, and pixels where the folder has
-        nothing to decode tokens with.
+        pixels, both or none, for models that draw several sizes. ``num_inference_steps`` and
+        ``guidance_scale`` are those of the diffusion model that paints pixels, where there is one.
+        ``generator`` is one for all or one a picture; what a picture draws at random depends on its
+        own seed only. ``output_type`` "latent" gives tokens alone. Raises ``ValueError`` for an
+        empty list of prompts, an unknown method, options out of range, a size that the model does
+        not draw, and pixels where the folder has nothing to decode tokens with.
         """
         check_call(output_type, batch_size, num_images_per_prompt)
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
@@ -155,10 +166,14 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             chosen = methods.make(methods.TRANSFORMERS_IMAGES, method)
         decoder = None if output_type == "latent" else self.decoder()
         layout = self._layout(height, width)
+        options = self._painting_options(num_inference_steps, guidance_scale)
         target = self.target(cfg, cfg_interval, temperature, top_k, top_p, layout)
-        rows = [self._ids(text, layout) for text in texts for _ in range(num_images_per_prompt)]
+        asked = [text for text in texts for _ in range(num_images_per_prompt)]
+        rows = [self._ids(text, layout) for text in asked]
         away = [self._away(ids, negative_prompt, layout) for ids in rows]
         generators = sample_generators(generator, len(rows), self.device)
+        seeds = [further(one) for one in generators]
+        paintings = [Painting(*each, options) for each in zip(asked, seeds, strict=True)]
 
         def draw(part: slice) -> Drawn:
             batch = picture_prompt(target, rows[part], away[part])
@@ -168,7 +183,9 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
                     state = {"tokens": progress.tokens}
                     callback_on_step_end(self, i, int(progress.counts.min()), state)
             tokens = progress.tokens[:, : target.length]
-            images = None if decoder is None else self._pixels(decoder, tokens, layout)
+            images = (
+                None if decoder is None else self._pixels(decoder, tokens, layout, paintings[part])
+            )
             claim = Certificate("exact", "plain decoding of the target", 0.0)
             if rule is not None:
                 claim = rule_certificate(rule.name, rule.exact, None)
@@ -207,9 +224,25 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         return self._decoder
 
     @torch.inference_mode()
-    def _pixels(self, decoder: Decoder, tokens: Tensor, layout: Layout) -> Tensor:
+    def _pixels(
+        self, decoder: Decoder, tokens: Tensor, layout: Layout, paintings: Sequence[Painting]
+    ) -> Tensor:
         """[B, H, W, 3] uint8, one by one: batches of other sizes round otherwise."""
-        return torch.cat([to_uint8(decoder(row, layout)) for row in tokens.split(1)])
+        rows = zip(tokens.split(1), paintings, strict=True)
+        return torch.cat([to_uint8(decoder(row, layout, painting)) for row, painting in rows])
+
+    def _painting_options(self, steps: int | None, guidance: float | None) -> dict[str, Any]:
+        """What is given to the diffusion model; raises ``ValueError`` where there is none."""
+        options = {"num_inference_steps": steps, "guidance_scale": guidance}
+        given = {name: value for name, value in options.items() if value is not None}
+        if given and not self.facts.paints:
+            raise ValueError(
+                f"{' and '.join(given)} must be None for {self.name}, whose pixels no diffusion "
+                "model paints; cfg is the guidance of its tokens"
+            )
+        if steps is not None and steps < 1:
+            raise ValueError(f"num_inference_steps must be at least 1, got {steps}")
+        return given
 
     def _layout(self, height: int | None = None, width: int | None = None) -> Layout:
         """That of pictures of this size; raises ``ValueError`` for one that is not drawn."""
