@@ -18,7 +18,14 @@ from specmm import methods, zoo
 from specmm.decode import Progress
 from specmm.guidance import Guidance
 from specmm.hardware import choose_dtype, prepack
-from specmm.hf.picture_tokens import Decoder, Layout, PictureModel, PictureTarget, picture_prompt
+from specmm.hf.picture_tokens import (
+    Decoder,
+    Layout,
+    Painting,
+    PictureModel,
+    PictureTarget,
+    picture_prompt,
+)
 from specmm.hf.pretrained import load_model, load_tokenizer, use_tree_attention
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.pipeline import picture_type
@@ -35,12 +42,12 @@ from specmm.image_ar.shared import (
     write_settings,
 )
 from specmm.image_ar.tokens.assemble import PictureParts
-from specmm.image_ar.tokens.loading import DrafterHead, save_drafters_of
+from specmm.image_ar.tokens.loading import DrafterHead, Owner, save_drafters_of
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
 from specmm.image_ar.tokens.running import Batch, draw_tokens
 from specmm.image_ar.tokens.transformers_drafters import load_drafters, owner_of
 from specmm.processors import Processor
-from specmm.randomness import sample_generators
+from specmm.randomness import further, sample_generators
 from specmm.turns import in_its_turn
 
 EXAMPLE = "a red apple on a table"  # what methods are measured on before there are prompts
@@ -70,7 +77,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         method: str | methods.Method = "ar",
         name: str = "pictures",
         drafters: Mapping[str, DrafterHead] | None = None,
-        owner: str = "",
+        owner: Owner | None = None,
     ) -> None:
         super().__init__()
         self.register_modules(transformer=transformer, tokenizer=tokenizer)
@@ -78,11 +85,10 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         self.folder = folder
         self.name = name
         given = (folder / SETTINGS).exists()
-        self.settings = (
-            read_settings(LlamaGenSettings, folder) if given else LlamaGenSettings(cfg=facts.cfg)
-        )
+        usual = LlamaGenSettings(cfg=facts.cfg, **facts.sampling(transformer))
+        self.settings = read_settings(LlamaGenSettings, folder) if given else usual
         self.method = methods.make(methods.TRANSFORMERS_IMAGES, method)
-        self.fingerprint = owner or owner_of(transformer, facts).fingerprint
+        self.owner = owner or owner_of(transformer, facts)
         self.parts = PictureParts(
             drafters or {}, trees=self.settings.trees, acceptance=self.settings.acceptance
         )
@@ -107,27 +113,29 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         """
         if text_encoder is not None:
             raise ValueError(f"text_encoder must be None for {name}, which reads prompts itself")
-        folder = zoo.find(name, zoo.TRANSFORMERS)
+        piped = (Path(name) / zoo.PIPELINE).is_file()
+        folder = zoo.find(name, zoo.PIPELINE if piped else zoo.TRANSFORMERS)
         facts = picture_type(folder)
         if facts is None:
             raise ValueError(f"{folder} must hold a model of transformers that draws pictures")
+        weights, words = facts.folders(folder)
         kind = getattr(transformers, facts.architecture)
-        model = load_model(kind, folder, dtype=torch_dtype or "auto")
+        model = load_model(kind, weights, dtype=torch_dtype or "auto")
         size = sum(p.numel() for p in model.parameters())
         model = model.to(device, torch_dtype or choose_dtype(size, device=device)).eval()
         owner = owner_of(model, facts)
         drafters = load_drafters(owner, folder, drafter)
         for module in (use_tree_attention(model), *drafters.values()):
             prepack(module)
-        tokenizer = load_tokenizer(folder)
-        given = (str(name), drafters, owner.fingerprint)
+        tokenizer = load_tokenizer(words)
+        given = (str(name), drafters, owner)
         return cls(model, tokenizer, facts, folder, method, *given)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model, tokenizer, drafters and settings, but not a decoder beside the model."""
         self.transformer.save_pretrained(folder, state_dict=_contiguous(self.transformer))
         self.tokenizer.save_pretrained(folder)
-        save_drafters_of(self.fingerprint, self.parts.drafters, Path(folder) / "drafters")
+        save_drafters_of(self.owner.fingerprint, self.parts.drafters, Path(folder) / "drafters")
         write_settings(self.settings, Path(folder))
 
     @property
@@ -150,6 +158,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
         batch_size: int = 8,
         output_type: str = "pil",
         callback_on_step_end: Callback | None = None,
@@ -158,11 +168,12 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
 
         What is not given comes from the model's settings; guidance leads away from
         ``negative_prompt``, or from what the model has in its place. ``height`` and ``width`` are
-        pixels, both or none, for models that draw several sizes. ``generator`` is one for all or
-        one a picture; a picture's uniforms depend on its own seed only. ``output_type`` "latent"
-        gives tokens alone. Raises ``ValueError`` for an empty list of prompts, an unknown method,
-        options out of range, a size that the model does not draw, and pixels where the folder has
-        nothing to decode tokens with.
+        pixels, both or none, for models that draw several sizes. ``num_inference_steps`` and
+        ``guidance_scale`` are those of the diffusion model that paints pixels, where there is one.
+        ``generator`` is one for all or one a picture; what a picture draws at random depends on its
+        own seed only. ``output_type`` "latent" gives tokens alone. Raises ``ValueError`` for an
+        empty list of prompts, an unknown method, options out of range, a size that the model does
+        not draw, and pixels where the folder has nothing to decode tokens with.
         """
         check_call(output_type, batch_size, num_images_per_prompt)
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
@@ -173,10 +184,14 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             chosen = methods.make(methods.TRANSFORMERS_IMAGES, method)
         decoder = None if output_type == "latent" else self.decoder()
         layout = self._layout(height, width)
+        options = self._painting_options(num_inference_steps, guidance_scale)
         target = self.target(cfg, cfg_interval, temperature, top_k, top_p, layout)
-        rows = [self._ids(text, layout) for text in texts for _ in range(num_images_per_prompt)]
+        asked = [text for text in texts for _ in range(num_images_per_prompt)]
+        rows = [self._ids(text, layout) for text in asked]
         away = [self._away(ids, negative_prompt, layout) for ids in rows]
         generators = sample_generators(generator, len(rows), self.device)
+        seeds = [further(one) for one in generators]
+        paintings = [Painting(*each, options) for each in zip(asked, seeds, strict=True)]
 
         def tell(i: int, progress: Progress) -> None:
             if callback_on_step_end is not None:
@@ -187,7 +202,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             batch = Batch(picture_prompt(target, rows[part], away[part]), generators[part])
             drawn = draw_tokens(target, self.parts, batch, chosen, tell)
             if decoder is not None:
-                drawn.images = self._pixels(decoder, drawn.tokens, layout)
+                drawn.images = self._pixels(decoder, drawn.tokens, layout, paintings[part])
             return drawn
 
         bar = self.progress_bar(total=len(rows))
@@ -242,9 +257,25 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         return self._decoder
 
     @torch.inference_mode()
-    def _pixels(self, decoder: Decoder, tokens: Tensor, layout: Layout) -> Tensor:
+    def _pixels(
+        self, decoder: Decoder, tokens: Tensor, layout: Layout, paintings: Sequence[Painting]
+    ) -> Tensor:
         """[B, H, W, 3] uint8, one by one: batches of other sizes round otherwise."""
-        return torch.cat([to_uint8(decoder(row, layout)) for row in tokens.split(1)])
+        rows = zip(tokens.split(1), paintings, strict=True)
+        return torch.cat([to_uint8(decoder(row, layout, painting)) for row, painting in rows])
+
+    def _painting_options(self, steps: int | None, guidance: float | None) -> dict[str, Any]:
+        """What is given to the diffusion model; raises ``ValueError`` where there is none."""
+        options = {"num_inference_steps": steps, "guidance_scale": guidance}
+        given = {name: value for name, value in options.items() if value is not None}
+        if given and not self.facts.paints:
+            raise ValueError(
+                f"{' and '.join(given)} must be None for {self.name}, whose pixels no diffusion "
+                "model paints; cfg is the guidance of its tokens"
+            )
+        if steps is not None and steps < 1:
+            raise ValueError(f"num_inference_steps must be at least 1, got {steps}")
+        return given
 
     def _layout(self, height: int | None = None, width: int | None = None) -> Layout:
         """That of pictures of this size; raises ``ValueError`` for one that is not drawn."""

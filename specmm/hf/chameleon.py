@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specmm.guidance import AllowedTokens
-from specmm.hf.picture_tokens import Decoder, Layout, PictureModel, Size, square
+from specmm.hf.picture_tokens import Decoder, Layout, Painting, PictureModel, Size, square
 
 BEGIN = "<racm3:break>"  # of a picture
 
@@ -58,7 +58,7 @@ def _decode(model: PreTrainedModel, folder: Path) -> Decoder:
     vq = VQModel.from_pretrained(folder / "vq", low_cpu_mem_usage=False).to(model.device).eval()
     ids, codes = (table.to(model.device) for table in _codes(model))
 
-    def decoder(tokens: Tensor, layout: Layout) -> Tensor:
+    def decoder(tokens: Tensor, layout: Layout, painting: Painting) -> Tensor:
         places = torch.searchsorted(ids, tokens)
         found = codes[places].view(len(tokens), layout.rows, layout.columns)
         latents = vq.quantize.embedding(found).permute(0, 3, 1, 2)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specmm.guidance import AllowedTokens
-from specmm.hf.picture_tokens import Decoder, Layout, PictureModel, Size
+from specmm.hf.picture_tokens import Decoder, Layout, Painting, PictureModel, Size
 
 USUAL = (720, 720)  # as the released processor has it
 
@@ -52,7 +52,7 @@ def _codebook(model: Any) -> tuple[Tensor, Tensor]:
 
 
 def _decode(model: Any, folder: Path) -> Decoder:
-    def decoder(tokens: Tensor, layout: Layout) -> Tensor:
+    def decoder(tokens: Tensor, layout: Layout, painting: Painting) -> Tensor:
         lines = tokens.view(len(tokens), layout.rows, layout.columns + 1)
         codes = model.vocabulary_mapping.convert_bpe2img(lines)
         pixels: Tensor = model.model.vqmodel.decode(codes)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.guidance import AllowedTokens
-from specmm.hf.picture_tokens import Decoder, Layout, PictureModel, Size, square
+from specmm.hf.picture_tokens import Decoder, Layout, Painting, PictureModel, Size, square
 
 
 def _layout(model: Any, size: Size | None) -> Layout:
@@ -59,7 +59,7 @@ def _codebook(model: Any) -> tuple[Tensor, Tensor]:
 
 
 def _decode(model: Any, folder: Path) -> Decoder:
-    def decoder(tokens: Tensor, layout: Layout) -> Tensor:
+    def decoder(tokens: Tensor, layout: Layout, painting: Painting) -> Tensor:
         pixels: Tensor = model.decode_image_tokens(tokens)
         return pixels.permute(0, 3, 1, 2)
 

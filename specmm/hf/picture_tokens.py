@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specmm import zoo
+from specmm.cache import branched
 from specmm.drawing import DrafterSizes
 from specmm.guidance import AllowedTokens, Guidance
 from specmm.hf.families import Family
@@ -32,18 +34,32 @@ class Layout:
     """How a picture is drawn: ``rows`` of so many ``columns`` of picture tokens.
 
     ``length`` T are all tokens drawn, with those that end a row, where ``allowed`` says which.
+    ``places`` [3, T] are positions of M-RoPE, counted from the first token drawn; without them
+    tokens follow one another.
     """
 
     rows: int
     columns: int
     length: int
     allowed: AllowedTokens
+    places: Tensor | None = None
 
 
 Example = Callable[[], tuple[Sequence[int], Sequence[int]]]
 """The ids of a prompt, and of what guidance leads away from."""
-Decoder = Callable[[Tensor, Layout], Tensor]
-"""Tokens [B, T] to pictures [B, 3, H, W] in [-1, 1]."""
+
+
+@dataclass(frozen=True)
+class Painting:
+    """What a picture's pixels depend on beside its tokens, where a diffusion model paints them."""
+
+    text: str  # the prompt
+    generator: torch.Generator
+    options: dict[str, Any]  # of the diffusion model, those given
+
+
+Decoder = Callable[[Tensor, Layout, Painting], Tensor]
+"""Tokens [1, T] to a picture [1, 3, H, W] in [-1, 1]."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +74,10 @@ class PictureModel:
     that is the empty one. ``decode`` gives what turns tokens into pixels, from the model and the
     files in its folder, or raises ``ValueError``. ``codebook`` gives the rising ids [W] of the
     picture tokens, and of each what the tokenizer looks up for it [W, E]. ``cfg`` is the usual
-    guidance scale. Tokens are ``shared`` where drawn ones have the ids that a prompt would use.
+    guidance scale, ``sampling`` other settings by name that a model of the kind is usually run
+    with. Tokens are ``shared`` where drawn ones have the ids that a prompt would use. ``parts`` are
+    the folders of model and tokenizer in a pipeline of diffusers, if the model comes in one, and
+    ``paints`` tells that its pixels are made by diffusion.
     """
 
     architecture: str  # the class
@@ -70,7 +89,16 @@ class PictureModel:
     head: Callable[[Any], Callable[[Tensor], Tensor]] = lambda model: model.get_output_embeddings()
     embed: Callable[[Any], Callable[[Tensor], Tensor]] = lambda model: model.get_input_embeddings()
     cfg: float = 1.0
+    sampling: Callable[[Any], dict[str, Any]] = lambda model: {}
     shared: bool = True
+    parts: tuple[str, str] = ("", "")
+    paints: bool = False
+
+    def folders(self, folder: Path) -> tuple[Path, Path]:
+        """Where model and tokenizer are in ``folder``, a pipeline's or the model's own."""
+        if not (folder / zoo.PIPELINE).is_file():
+            return folder, folder
+        return folder / self.parts[0], folder / self.parts[1]
 
 
 class PictureTarget(VLMTarget):
@@ -108,6 +136,8 @@ class PictureTarget(VLMTarget):
         )
         super().__init__(model, processor, name, family, guidance, allowed)
         self.length = self.layout.length  # T
+        places = self.layout.places
+        self.grid = places if places is None else places.to(model.device)  # [3, T]
         self.example = example
         drawable = allowed.masks.any(0)
         self.places_drawn = (drawable.cumsum(0) - 1).clamp(min=0)  # [V], in drawable ones
@@ -137,17 +167,21 @@ class PictureTarget(VLMTarget):
 
     @property
     def sizes(self) -> DrafterSizes:
-        """Those of drafters: layers as wide as the model's, pictures of its layout."""
+        """Those of drafters: layers as wide as the model's, pictures of its layout, as one raster
+        where it has a preview as well.
+        """
         config = self.family.config
         width = int(config.hidden_size)
         most = int(config.num_attention_heads)
+        rows = self.layout.rows
+        columns = self.layout.columns if self.length % rows else self.length // rows
         return DrafterSizes(
             dim=width,
             n_head=next((n for n in range(most, 0, -1) if width % (4 * n) == 0), 1),
             ffn_dim=self.family.inner,
             vocab_size=int(self.places_drawn[-1]) + 1,
-            rows=self.layout.rows,
-            columns=self.length // self.layout.rows,
+            rows=-(-self.length // columns),
+            columns=columns,
         )
 
     def read_layers(self, layers: Sequence[int]) -> None:
@@ -184,6 +218,14 @@ class PictureTarget(VLMTarget):
             raise ValueError(f"{self.name} must be given an example of a prompt to measure on")
         ids, away = self.example()
         return picture_prompt(self, [ids] * batch, [away] * batch)
+
+    def where(self, positions: Tensor) -> Tensor:
+        """Those of the tokens' places in the picture, where the model counts by them."""
+        if self.grid is None:
+            return super().where(positions)
+        begins = branched(self.begins[:, None], self.branches)
+        drawn = (positions - begins).clamp(0, self.length - 1)  # drafts may reach beyond the end
+        return begins + self.offsets[..., None] + self.grid[:, drawn]  # [3, R, N]
 
 
 def picture_prompt(

@@ -68,8 +68,10 @@ def drafter(
     """Train a drafter for a model; the result is MODEL/drafters/KIND."""
     if kind not in KINDS:
         raise unknown("kind", kind, KINDS)
-    prompted = picture_type(zoo.pocket_models().get(model, Path(model))) is not None
-    place = zoo.find(model, zoo.TRANSFORMERS if prompted else zoo.PIPELINE)
+    there = zoo.pocket_models().get(model, Path(model))
+    prompted = picture_type(there)
+    piped = prompted is None or (there / zoo.PIPELINE).is_file()
+    place = zoo.find(model, zoo.PIPELINE if piped else zoo.TRANSFORMERS)
     result = beside(model, place) / "drafters" / kind
     if result.exists() and not replace:
         raise ValueError(f"{result} exists, give --set replace=true to train another in its place")
@@ -82,10 +84,11 @@ def drafter(
         raise ValueError(f"start and only_drawn go with kind=block, got {kind}; leave them out")
     if only_drawn and not drawn:
         raise ValueError("only_drawn needs pictures that the target draws: give --set drawn=N")
-    if prompted:
+    if prompted is not None:
         found = _prompts(prompts, data, kind, only_drawn)
         request = Request(found, drawn, cfg, (height, width), seed, folder)
-        read = _layers(aux_layers, load_config(place).get_text_config().num_hidden_layers, 1)
+        config = load_config(prompted.folders(place)[0]).get_text_config()
+        read = _layers(aux_layers, config.num_hidden_layers, 1)
         sizes = dict(levels=levels, layers=layers, aux_layers=read, inner=inner)
         options["overlap_weight"] = overlap_weight
         train_prompted(place, request, Training(sizes, start, temperature, options))

@@ -19,7 +19,6 @@ from specmm.hf.picture_tokens import Layout, picture_prompt
 from specmm.image_ar.shared import write_settings
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.loading import load_block_for, save_drafters_of
-from specmm.image_ar.tokens.transformers_drafters import owner_of
 from specmm.image_ar.transformers_pipeline import TransformersImagePipeline
 from specmm.recipes.training.block_drafter import (
     Batch,
@@ -106,7 +105,7 @@ def train_prompted(model: Path, request: Request, training: Training) -> None:
         return loss_of(seen.batch(batch.rows, batch.dropped), batch.at)
 
     fit_block(head, (len(tokens), tokens.shape[1]), loss, request.out, **options)
-    save_drafters_of(pipe.fingerprint, {"block": head}, model / "drafters", torch.bfloat16)
+    save_drafters_of(pipe.owner.fingerprint, {"block": head}, model / "drafters", torch.bfloat16)
     held = [texts[i % len(texts)] for i in range(HELD)]
     ids = [pipe._ids(text, layout) for text in held]
     away = [pipe._away(row, None, layout) for row in ids]
@@ -119,9 +118,7 @@ def _drawn(model: Path, texts: list[str], request: Request) -> Tensor:
     """Tokens [M, T] of a picture of each of ``texts``, drawn in the dtype that is fastest here."""
     pipe = TransformersImagePipeline.from_pretrained(model)
     key = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
-    name = (
-        f"{pipe.fingerprint}-{key}-{request.cfg}-{'x'.join(map(str, request.size))}-{request.seed}"
-    )
+    name = f"{pipe.owner.fingerprint}-{key}-{request.cfg}-{'x'.join(map(str, request.size))}-{request.seed}"
     kept = writable(request.out / "drawn" / name)
     options = dict(cfg=request.cfg, height=request.size[0], width=request.size[1])
     return draw_all(pipe, texts, kept, request.seed, **options)
@@ -130,7 +127,7 @@ def _drawn(model: Path, texts: list[str], request: Request) -> Tensor:
 def _begun(pipe: TransformersImagePipeline, training: Training, seed: int) -> BlockHead:
     """A head that is to be trained for the model of ``pipe``."""
     network = pipe.transformer.requires_grad_(False)
-    owner = owner_of(network, pipe.facts)
+    owner = pipe.owner
     sizes = training.sizes
     before = None if training.start is None else load_block_for(owner, training.start)
     if before is not None:

@@ -18,11 +18,9 @@ from specmm.decode import decode
 from specmm.drafter import Feedback
 from specmm.guidance import Guidance
 from specmm.hf.picture_tokens import PictureTarget
-from specmm.image_ar.pipeline import picture_type
 from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
 from specmm.image_ar.tokens.loading import save_drafters_of
-from specmm.image_ar.tokens.transformers_drafters import owner_of
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.shape.trees import branching
@@ -39,17 +37,14 @@ from tests.integration.test_picture_models import (
     reference,
     sized,
     target_of,
-    tokenizer,
 )
 
 
-def save(kind, place, seed=3):
+def save(kind, place):
     """Write the model of ``kind`` with an untrained block drafter that reads two of its layers."""
-    model = kind.model()
-    model.save_pretrained(place)
-    tokenizer(kind.template).save_pretrained(place)
-    owner = owner_of(model, picture_type(place))
-    torch.manual_seed(seed)
+    kind.save(place)
+    owner = opened(place).owner
+    torch.manual_seed(3)
     head = BlockHead(BlockConfig(3, 1, owner.sizes, (1,)))
     with torch.no_grad():
         head.fc.weight[:, 32:64] = torch.eye(32)
@@ -57,7 +52,7 @@ def save(kind, place, seed=3):
     return place
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["janus", "emu3"])
 def kind(request):
     return KINDS[request.param]
 
@@ -105,7 +100,8 @@ def test_greedy_pictures_are_plain_decodings(kind, pipe, cfg):
 ROWS = 3000
 WARM = Processor(4.0)  # guided random weights are sure of all they say
 V = 8  # of codes, which alone may begin a picture
-SMALL = {"janus": ((12, 12), 3), "emu3": ((8, 8), 4)}  # a size, and tokens up to after a line's end
+# a size, and how many tokens are looked at: the first after a line's end, where lines have one
+SMALL = {"janus": ((12, 12), 3), "emu3": ((8, 8), 4)}
 
 
 class Stream(Uniforms):
@@ -137,12 +133,12 @@ def may_come(target, place):
 
 
 @torch.no_grad()
-def table(target, prompt, before):
+def table(target, prompt, before, kind):
     """Probabilities of the tokens that may come after every one of the paths ``before``, without
     any cache.
     """
     some = may_come(target, len(before[0]))
-    found = [reference(target, prompt, 0, list(path))[some] for path in before]
+    found = [reference(target, prompt, 0, list(path), kind)[some] for path in before]
     return WARM(torch.stack(found).log())
 
 
@@ -183,7 +179,7 @@ def test_every_draw_together_is_the_targets_distribution(kind, shape, pipe):
     p = []
     for depth in range(3):
         before = [(root, *path) for path in itertools.product(range(V), repeat=depth)]
-        found = table(target, prompt, before).double()
+        found = table(target, prompt, before, kind).double()
         p.append(found / found.sum(-1, keepdim=True))
     wanted = sequence_probs(p, 3)
     drawn = draws(branching(list(shape)), q, "without replacement")
@@ -220,14 +216,14 @@ METHODS = {
 }
 
 
-def p_value(pipe, method, twin=None):
+def p_value(kind, pipe, method, twin=None):
     """Of the first tokens of many pictures, against their exact probabilities."""
     target, prompt = small(pipe, ROWS)
     _, length = SMALL[pipe.transformer.config.model_type]
     paths = paths_of(target, length)
     probs = torch.ones(1)
     for place in range(length):
-        after = table(target, prompt, paths_of(target, place))
+        after = table(target, prompt, paths_of(target, place), kind)
         probs = (probs[:, None] * after).flatten()
     own, drafter, rule = assemble(method, target, pipe.parts)
     drafter = drafter if twin is None else twin(drafter)
@@ -243,13 +239,13 @@ def p_value(pipe, method, twin=None):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_samples_follow_the_models_own_distribution(pipe, method):
+def test_samples_follow_the_models_own_distribution(kind, pipe, method):
     """With a line's end among them, where the model has such."""
-    assert p_value(pipe, METHODS[method]) > 1e-3
+    assert p_value(kind, pipe, METHODS[method]) > 1e-3
 
 
-def test_samples_of_a_broken_drafter_do_not(pipe):
-    assert p_value(pipe, METHODS["a tree"], Colder) < 1e-6
+def test_samples_of_a_broken_drafter_do_not(kind, pipe):
+    assert p_value(kind, pipe, METHODS["a tree"], Colder) < 1e-6
 
 
 RELAXED = {"lantern": methods.Lantern(k=3, drafter="block"), "lantern++": methods.LanternPP(k=3)}
@@ -281,7 +277,7 @@ def test_neighbours_are_those_of_the_codebook(kind, pipe):
     near, is_code = rule.neighbourhood.near(ids, 3)
     order = torch.cdist(vq, vq).fill_diagonal_(torch.inf).argsort(1)[:, :3]
     assert torch.equal(near, ids[order]) and bool(is_code.all())
-    others = torch.tensor([i for i in range(target.vocabulary) if i not in ids.tolist()])
+    others = torch.tensor([i for i in range(-2, target.vocabulary + 2) if i not in ids.tolist()])
     assert not bool(rule.neighbourhood.near(others, 3)[1].any())
 
 
@@ -341,7 +337,7 @@ def test_a_drafter_is_trained_and_drafts(kind, folder, tmp_path, eager):
     (tmp_path / "prompts.txt").write_text("a red barn\n\nblue tree\na hill\n")
     train = ["train", "drafter", model, "--out", tmp_path / "run"]
     settings = dict(prompts=tmp_path / "prompts.txt", steps=3, batch=2, levels=3, layers=1)
-    settings |= dict(drawn=5, aux_layers="1", inner=32)
+    settings |= dict(drawn=5, aux_layers="1", inner=32, **sized(kind))
     sets = [f"--set={name}={value}" for name, value in settings.items()]
     made = run(*train, *sets)
     assert made.exit_code == 0, made.output
@@ -358,7 +354,7 @@ def test_what_training_lacks_is_told(kind, folder, tmp_path):
     train = ["train", "drafter", model, "--out", tmp_path / "run"]
     for settings, message in (
         ([], "--set prompts=FILE"),
-        ([f"--set=prompts={tmp_path / 'empty'}"], "must hold a prompt a line"),
+        ([f"--set=prompts={tmp_path / 'empty'}"], "a prompt a line, got none"),
         ([f"--set=prompts={tmp_path / 'empty'}", "--set=kind=eagle"], "takes kind=block"),
         ([f"--set=prompts={tmp_path / 'empty'}", "--set=aux_layers=0"], "layers from 1 to 1"),
     ):

@@ -48,11 +48,12 @@ class SeenPictures:
         tokens = self.tokens[rows]
         embedded = self.target.embed(tokens)  # [B, T, C]
         words = self.target.model.get_input_embeddings()(ids)  # [B, L, C]
+        where = self._places(mask, tokens.shape[1] - 1)
         mask = F.pad(mask, (0, tokens.shape[1] - 1), value=True)
         states = self.target.family.decoder(
             inputs_embeds=torch.cat([words, embedded[:, :-1]], dim=1),
             attention_mask=mask.long(),
-            position_ids=(mask.long().cumsum(1) - 1).clamp(min=0),
+            position_ids=where,
             use_cache=False,
         ).last_hidden_state
         hidden = states if not self.aux.seen else torch.cat([states, self.aux.context()], dim=-1)
@@ -60,6 +61,18 @@ class SeenPictures:
         order = torch.arange(tokens.shape[1])[None]
         logits = self.logits(states[:, drawn], order)
         return Seen(logits, hidden[:, drawn], embedded, self.target.drawable(tokens))
+
+    def _places(self, mask: Tensor, drawn: int) -> Tensor:
+        """Positions [B, L + T - 1] after prompts of ``mask`` [B, L], or [3, B, L + T - 1] where the
+        model counts a picture's by its grid.
+        """
+        words = (mask.long().cumsum(1) - 1).clamp(min=0)
+        begins = mask.sum(1, keepdim=True)
+        grid = self.target.grid
+        if grid is None:
+            return torch.cat([words, begins + torch.arange(drawn)], dim=1)
+        places = begins + grid[:, None, :drawn]  # [3, B, T - 1]
+        return torch.cat([words.expand(3, -1, -1), places], dim=2)
 
     def logits(self, states: Tensor, drawn: Tensor) -> Tensor:
         """Logits [B, N, V] of ``states`` [B, N, C] that predict the ``drawn``-th tokens [1 or B,
