@@ -11,6 +11,7 @@ from transformers import ChameleonConfig, ChameleonForConditionalGeneration, Pre
 from typer.testing import CliRunner
 
 import specmm
+from specmm import methods
 from specmm.cache import Cache
 from specmm.cli import app
 from specmm.decode import decode, decode_plain
@@ -18,6 +19,7 @@ from specmm.guidance import AllowedTokens, Guidance
 from specmm.hf.chameleon import BEGIN, CHAMELEON
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
 from specmm.hf.picture_tokens import Layout, PictureTarget, picture_prompt
+from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
@@ -245,6 +247,21 @@ def test_pictures_are_those_of_the_decoder(pipe, folder):
         wanted = vq.decode(latents, force_not_quantize=True).sample
     pixels = (127.5 * wanted + 128).clamp(0, 255).permute(0, 2, 3, 1)
     assert (torch.tensor(out.images).float() - pixels).abs().max() <= 1.01
+
+
+def test_neighbours_are_those_of_the_codes(pipe):
+    """Ids of picture tokens lie apart; those between have no mass to borrow."""
+    method = methods.Draft("jacobi", "chain(3)", "lantern++(k=3, lambda_=2.0)")
+    _, _, rule = assemble(method, pipe.target(), pipe.parts)
+    codes = pipe.transformer.model.vqmodel.quantize.embedding.weight
+    order = torch.cdist(codes, codes).fill_diagonal_(torch.inf).argsort(1)[:, :3]
+    ids = torch.tensor(PICTURE)
+    assert torch.equal(rule.neighbourhood.near(ids, 3)[0], ids[order])
+    between, _ = rule.neighbourhood.near(ids[:-1] + 1, 3)
+    assert not bool(pipe.target().allowed.masks[0, between].any())
+    given = dict(method=method, output_type="latent", generator=torch.Generator().manual_seed(0))
+    out = pipe(PROMPTS, **given)
+    assert out.certificate.kind == "bounded" and set(out.tokens.unique().tolist()) <= set(PICTURE)
 
 
 def test_what_is_missing_is_said(pipe, folder, tmp_path):
