@@ -10,6 +10,7 @@ Shape letters: N pictures, V views of each, R pixels a side.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -28,6 +29,7 @@ STYLES = {  # sets of pictures by the word for their style
     "flat": "fluent-emoji-flat",
     "twemoji": "twemoji",
 }
+SHARED = 3  # names that a keyword is of, at least
 LEFT_OUT = ("country-flag",)  # Fluent has none
 NOT_MIRRORED = ("arrow", "geometric", "time", "zodiac", "hand-fingers-partial", "person-gesture")
 SIDES = ("left", "right", "quarter", "crescent")  # in a name: a mirror image is something else
@@ -96,7 +98,9 @@ class Captioned:
         a little smaller and somewhere else, every second one mirrored where that changes nothing.
         """
         random = Random(seed)
-        return np.stack([[self._view(i, v, random) for v in range(count)] for i in range(len(self))])
+        return np.stack(
+            [[self._view(i, v, random) for v in range(count)] for i in range(len(self))]
+        )
 
     def _view(self, i: int, number: int, random: Random) -> Array:
         found = self.images[i]
@@ -137,8 +141,13 @@ def captioned(folder: Path, split: str) -> Captioned:
 
 
 def _keywords(folder: Path) -> dict[str, list[str]]:
-    """CLDR's keywords by the icons' names."""
+    """CLDR's keywords by the icons' names, those of one word that several names share."""
     known: set[str] = set(subgroup_of_name(folder))
     data: list[dict[str, Any]] = json.loads((folder / "en/data.json").read_text())
     named = {e["label"].lower().replace(" ", "-").replace("’", ""): e.get("tags", []) for e in data}
-    return {name: tags for name, tags in named.items() if name in known}
+    named = {name: tags for name, tags in named.items() if name in known}
+    times = Counter(tag for tags in named.values() for tag in tags)
+    return {
+        name: [tag for tag in tags if tag.isalpha() and times[tag] >= SHARED]
+        for name, tags in named.items()
+    }

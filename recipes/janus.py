@@ -10,6 +10,7 @@ from typing import Annotated
 import torch
 from safetensors.torch import save_model
 from torch import Tensor
+from tqdm import tqdm
 from transformers.models.janus.modeling_janus import JanusVQVAE
 
 from recipes.captioned import SIDE, captioned
@@ -19,6 +20,7 @@ from recipes.training.janus_vq import LEVELS, JanusCodes, finished, tokens_of, v
 from recipes.training.vq import train_codes
 from recipes.wording import build_processor, build_tokenizer
 from specmm.files import writable
+from specmm.recipes.drafter import kept_tokens
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Share, Size
 from specmm.recipes.training.encoding import to_float
 from specmm.training import seeded
@@ -72,16 +74,14 @@ def janus(
     pictures, held_out = (captioned(data, split) for split in ("train", "test"))
     shown = torch.from_numpy(pictures.views(views, seed))
     words = build_tokenizer(pictures)
-    model = build_model(
-        Sizes(dim, layers, heads, inner, tower_dim, tower_layers), vq, words, seed
-    )
+    model = build_model(Sizes(dim, layers, heads, inner, tower_dim, tower_layers), vq, words, seed)
     rest = dict(batch=batch, lr=lr, seed=seed)
     train_tower(model, pictures, shown, out / "tower", steps=tower_steps, **rest)
     unseen = (held_out, encoded(vq, torch.from_numpy(held_out.images)))
-    codes = encoded(vq, shown.flatten(0, 1)).unflatten(0, shown.shape[:2])
-    train_model(
-        model, words, pictures, shown, codes, unseen, out, steps=steps, noise=noise, **rest
-    )
+    codes = kept_tokens(
+        vq, shown.numpy(), out / "tokens.pt", lambda: encoded(vq, shown.flatten(0, 1))
+    ).unflatten(0, shown.shape[:2])
+    train_model(model, words, pictures, shown, codes, unseen, out, steps=steps, noise=noise, **rest)
     model.eval().to(torch.bfloat16).save_pretrained(out / "model")
     build_processor(words, codes.shape[-1]).save_pretrained(out / "model")
     return {"kind": "janus", "steps": steps, "outputs": [str(out / "model")]}
@@ -89,7 +89,9 @@ def janus(
 
 def encoded(vq: JanusVQVAE, images: Tensor) -> Tensor:
     """Tokens [N, T] of ``images`` [N, R, R, 3] uint8."""
-    return torch.cat([tokens_of(vq, to_float(part)) for part in images.split(64)])
+    parts = images.split(64)
+    bar = tqdm(parts, desc="encode", mininterval=5)
+    return torch.cat([tokens_of(vq, to_float(part)) for part in bar])
 
 
 def judge(

@@ -7,7 +7,6 @@ that begins a picture behind it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from random import Random
 
@@ -48,7 +47,6 @@ QUESTIONS = {
     "style": ("which style is this?", "which style?"),
     "kind": ("what kind of thing is this?", "what kind?"),
 }
-LEAST = 3  # names that a keyword is of, to be a word of the tokenizer
 MEAN = 0.5  # of a pixel in [0, 1], each channel
 STD = 0.5
 
@@ -62,7 +60,7 @@ def prompt(pictures: Captioned, i: int, random: Random) -> str:
     """One of many ways to ask for picture ``i``."""
     what = _chosen(WHATS, random)
     if "keywords" in what:
-        known = [word for word in pictures.keywords[i] if " " not in word]
+        known = pictures.keywords[i]
         what = what.replace("keywords", " ".join(random.sample(known, min(2, len(known)))))
     what = what.replace("name", spoken(pictures.names[i])).replace("kind", pictures.kind(i))
     return asked_for(what.removeprefix(", "), pictures.style(i), _chosen(FORMS, random))
@@ -92,7 +90,9 @@ def _chosen(weighted: Iterable[tuple[str, int]], random: Random) -> str:
 
 def build_tokenizer(pictures: Captioned) -> PreTrainedTokenizerFast:
     """A token for each word that prompts, questions and answers about ``pictures`` may hold."""
-    splits = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()])
+    splits = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
+    )
     made = Tokenizer(models.WordLevel(_vocabulary(pictures, splits), unk_token=UNKNOWN))
     made.normalizer = normalizers.Lowercase()
     made.pre_tokenizer = splits
@@ -118,9 +118,7 @@ def _vocabulary(pictures: Captioned, splits: pre_tokenizers.PreTokenizer) -> dic
     texts += map(spoken, pictures.names)
     for text in texts:
         words |= {word for word, _ in splits.pre_tokenize_str(text.lower()) if word not in "{}"}
-    keywords = dict(zip(pictures.names, pictures.keywords, strict=True))
-    often = Counter(word for found in keywords.values() for word in found)
-    words |= {word for word, times in often.items() if times >= LEAST and word.isalpha()}
+    words |= {word for found in pictures.keywords for word in found}
     return {word: number for number, word in enumerate([*SPECIAL, *sorted(words)])}
 
 

@@ -26,9 +26,9 @@ from recipes.wording import BEGIN, IMAGE, chat, prompt
 from specmm.recipes.training.encoding import CLASS_DROPOUT, to_float
 from specmm.training import MUON, Losses, batch_rows, fit, seeded
 
-PROMPT = 24  # P: at most, with what begins a picture
+PROMPT = 16  # P: at most, with what begins a picture
 TALK = 40  # tokens of a chat about a picture, at most
-CHAT_EVERY = 6  # steps: one of so many is a chat
+CHAT_EVERY = 8  # steps: one of so many is a chat
 IGNORED = -100
 HELD_OUT_EVERY = 200  # steps between two looks at held-out pictures
 
@@ -148,9 +148,7 @@ class Writer:
             ids[row, len(asked) : len(asked) + codes.shape[1]] = words + codes[row]
         return Drawing(ids, torch.tensor(begins), codes)
 
-    def talk(
-        self, chats: Sequence[Sequence[tuple[str, str]]], pixels: Tensor, tokens: int
-    ) -> Talk:
+    def talk(self, chats: Sequence[Sequence[tuple[str, str]]], pixels: Tensor, tokens: int) -> Talk:
         """Rows of ``chats`` about ``pixels``, each of so many ``tokens``."""
         shown = BEGIN + IMAGE * tokens + "<end_of_image>"
         length = tokens + 3 + TALK
@@ -173,7 +171,9 @@ class Writer:
 def picture_logits(model: Any, ids: Tensor, begins: Tensor, count: int) -> Tensor:
     """Logits [B, T, V] of ``count`` picture tokens after ``begins`` [B] tokens of ``ids``."""
     inner = model.model
-    codes = model.prepare_embeddings_for_image_generation(torch.arange(inner.vqmodel.config.num_embeddings))
+    codes = model.prepare_embeddings_for_image_generation(
+        torch.arange(inner.vqmodel.config.num_embeddings)
+    )
     table = torch.cat([model.get_input_embeddings().weight, codes.float()])  # [W + V, C]
     hidden = inner.language_model(
         inputs_embeds=F.embedding(ids, table), use_cache=False
@@ -231,9 +231,7 @@ def train_model(
     def step(i: int) -> Losses:
         random = Random(f"janus {seed} {i}")
         if held_out is not None and i % HELD_OUT_EVERY == 0:
-            with torch.no_grad():
-                row = _drawing(writer, *held_out, range(len(held_out[0])), None)
-                last["held out"] = drawing_loss(_in_parts(draw, row, batch), row.codes)
+            last["held out"] = _held_out_loss(writer, draw, *held_out, batch)
         rows = batch_rows(i, batch, len(pictures), seed).tolist()
         shown = [random.randrange(codes.shape[1]) for _ in rows]
         if i % CHAT_EVERY == CHAT_EVERY - 1:
@@ -265,16 +263,17 @@ def _drawing(
     return writer.drawing(words, codes, random)
 
 
-def _in_parts(draw: Any, row: Drawing, batch: int) -> Tensor:
-    """Logits of all whole batches of ``row``; its codes are cut to them."""
-    whole = len(row.ids) // batch * batch
-    row.codes = row.codes[:whole]
-    with torch.autocast("cpu", torch.bfloat16):
-        parts = [
-            draw(row.ids[first : first + batch], row.begins[first : first + batch])
-            for first in range(0, whole, batch)
-        ]
-    return torch.cat(parts)
+def _held_out_loss(
+    writer: Writer, draw: Any, pictures: Captioned, codes: Tensor, batch: int
+) -> Tensor:
+    """Mean cross-entropy of all whole batches of ``pictures`` with ``codes`` [N, T]."""
+    losses = []
+    for first in range(0, len(pictures) - batch + 1, batch):
+        rows = range(first, first + batch)
+        row = _drawing(writer, pictures, codes[first : first + batch], rows, None)
+        with torch.autocast("cpu", torch.bfloat16):  # with gradients: the program that training has
+            losses.append(drawing_loss(draw(row.ids, row.begins), row.codes).detach())
+    return torch.stack(losses).mean()
 
 
 def _noisy(ids: Tensor, codes: Tensor, words: int, noise: float, seed: int) -> Tensor:
