@@ -55,7 +55,7 @@ def prompts(pictures: Captioned, times: int) -> list[str]:
 
 
 def shares(judge: Judge, images: Tensor, pictures: Captioned, times: int = 1) -> Row:
-    """How many of ``images`` [times · N, R, R, 3] uint8 show what was asked for, with 95% bounds."""
+    """Shares of ``images`` [times · N, R, R, 3] uint8 that show what was asked, with 95% bounds."""
     wanted = (np.tile(rows, times) for rows in (pictures.kinds, pictures.styles))
     row: Row = {"pictures": len(images)}
     for name, found in right(judge, images, *wanted).items():

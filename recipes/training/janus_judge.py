@@ -1,7 +1,7 @@
 """A small classifier of kinds and styles, trained on real emoji: the judge of drawn ones.
 
-It knows nothing of the model that draws, nor of its tokenizer, and sees pictures at half their size,
-so that it judges what is shown and not how a decoder blurs it.
+It knows nothing of the model that draws, nor of its tokenizer, and sees pictures at half their
+size, so that it judges what is shown and not how a decoder blurs it.
 
 Shape letters: B pictures, R pixels a side, K kinds, S styles.
 """

@@ -1,5 +1,5 @@
-"""The recipe of pocket/janus on a handful of pictures: its words, its rows of ids, its tokenizer and
-a model that transformers opens, draws with and asks.
+"""The recipe of pocket/janus on a handful of pictures: its words, its rows of ids, its tokenizer
+and a model that transformers opens, draws with and asks.
 """
 
 from random import Random
