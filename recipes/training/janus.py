@@ -190,7 +190,7 @@ def drawing_loss(logits: Tensor, codes: Tensor) -> Tensor:
 
 
 def answer_logits(model: Any, talk_ids: Tensor, pixels: Tensor, seen: int) -> Tensor:
-    """Logits [B, L − seen, W] after ``talk_ids`` [B, L] but for the ``seen`` ones of the picture."""
+    """Logits [B, L − seen, W] after ``talk_ids`` [B, L] but the ``seen`` ones of the picture."""
     image = model.model.get_image_features(pixels, return_dict=True).pooler_output  # [B, T, C]
     embedded = model.get_input_embeddings()(talk_ids)
     after = 2 + image.shape[1]
