@@ -360,6 +360,6 @@ def test_trees_are_scored_by_the_kernel_where_triton_runs(pipe, folder, monkeypa
 def test_what_needs_classes_is_refused_in_a_sentence(folder):
     calls = [["demo", "--model", str(folder)], ["bench", str(folder)]]
     calls.append(["generate", str(folder), "--prompt", "tree", "--batch-invariant"])
-    for words, said in zip(calls, ["draws classes", "draws classes", "does not hold"], strict=True):
+    for words, said in zip(calls, ["draws classes", "give --prompt", "does not hold"], strict=True):
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 2 and said in done.stderr and "Traceback" not in done.stderr
