@@ -339,7 +339,7 @@ def test_mistakes_with_drafters_are_told(kind, folder, tmp_path):
         opened(other)
 
 
-def test_auto_measures_what_needs_no_drafter(kind, folder, tmp_path):
+def test_auto_measures_what_serves(kind, folder, tmp_path):
     bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("drafters"))
     pipe = opened(bare)
     out = pipe("tree", method="auto", output_type="latent", **sized(kind))
