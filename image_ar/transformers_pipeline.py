@@ -19,6 +19,7 @@ from specmm.decode import Progress, decode, decode_plain
 from specmm.drafter import Drafter
 from specmm.guidance import Guidance
 from specmm.hardware import choose_dtype, prepack
+from specmm.hf.drafter_formats import ModelFolder
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
 from specmm.hf.picture_tokens import (
     Decoder,
@@ -64,6 +65,13 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
 
     sampling_options = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
     takes = "prompt"
+    picture_options = (
+        "negative_prompt",
+        "height",
+        "width",
+        "num_inference_steps",
+        "guidance_scale",
+    )
     batch_invariant = False  # a prompt's padding depends on the longest of its batch
 
     def __init__(
@@ -81,7 +89,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         self.folder = folder
         self.name = name
         given = (folder / SETTINGS).exists()
-        usual = LlamaGenSettings(cfg=facts.cfg, **facts.sampling(transformer))
+        usual = LlamaGenSettings(**{"cfg": facts.cfg, **facts.sampling(transformer)})
         self.settings = read_settings(LlamaGenSettings, folder) if given else usual
         self.method = methods.make(methods.TRANSFORMERS_IMAGES, method)
         self._decoder: Decoder | None = None
@@ -107,8 +115,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         if facts is None:
             raise ValueError(f"{folder} must hold a model of transformers that draws pictures")
         weights, words = facts.folders(folder)
-        kind = getattr(transformers, facts.architecture)
-        model = load_model(kind, weights, dtype=torch_dtype or "auto")
+        model = _loaded(facts, weights, torch_dtype or "auto")
         size = sum(p.numel() for p in model.parameters())
         model = model.to(device, torch_dtype or choose_dtype(size, device=device)).eval()
         prepack(use_tree_attention(model))
@@ -161,6 +168,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
         if not texts:
             raise ValueError("prompt must name at least one picture, got none")
+        if not all(text.strip() for text in texts):
+            raise ValueError("prompt must say what to draw, got an empty one")
         chosen = self.method
         if method is not None:
             chosen = methods.make(methods.TRANSFORMERS_IMAGES, method)
@@ -168,6 +177,11 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         layout = self._layout(height, width)
         options = self._painting_options(num_inference_steps, guidance_scale)
         target = self.target(cfg, cfg_interval, temperature, top_k, top_p, layout)
+        if negative_prompt is not None and target.branches == 1:
+            raise ValueError(
+                f"negative_prompt needs cfg above 1, got cfg {target.guidance.scale}, by which "
+                "nothing is led away from it"
+            )
         asked = [text for text in texts for _ in range(num_images_per_prompt)]
         rows = [self._ids(text, layout) for text in asked]
         away = [self._away(ids, negative_prompt, layout) for ids in rows]
@@ -207,6 +221,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         """The model as a target under these options, and the model's settings for what is None."""
         options = dict(cfg=cfg, cfg_interval=cfg_interval, temperature=temperature)
         chosen = with_options(self.settings, **options, top_k=top_k, top_p=top_p)
+        if not chosen.cfg > 0:
+            raise ValueError(f"cfg must be above 0, got {chosen.cfg}, use 1 for no guidance")
         processor = Processor(chosen.temperature, chosen.top_k, chosen.top_p)
         guidance = Guidance(chosen.cfg, chosen.cfg_interval)
         return PictureTarget(self.transformer, self.facts, processor, guidance, self.name, layout)
@@ -242,6 +258,10 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             )
         if steps is not None and steps < 1:
             raise ValueError(f"num_inference_steps must be at least 1, got {steps}")
+        if guidance is not None and not guidance > 0:
+            raise ValueError(
+                f"guidance_scale must be above 0, got {guidance}, use 1 for no guidance"
+            )
         return given
 
     def _layout(self, height: int | None = None, width: int | None = None) -> Layout:
@@ -273,3 +293,17 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             drafter = PromptLookupDrafter(target, method.ngram, method.length)
         rule = GreedyMatch() if target.processor.greedy else Recursive()
         return decode(target, drafter, rule, prompt, target.length, uniforms), rule
+
+
+def _loaded(facts: PictureModel, folder: Path, dtype: torch.dtype | str) -> Any:
+    """The model in ``folder``; raises ``ValueError`` for one without what draws pictures."""
+    names = ModelFolder(folder).weights
+    if names and not any(facts.scores in name for name in names):
+        raise ValueError(
+            f"{folder} must hold weights that score pictures ({facts.scores}…), got none: it only "
+            "writes; use a checkpoint that draws, or VQAPipeline for questions"
+        )
+    kind = getattr(transformers, facts.architecture)
+    model = load_model(kind, folder, facts.unneeded, dtype=dtype)
+    facts.check(model)
+    return model

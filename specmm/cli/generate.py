@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -44,6 +44,16 @@ def generate(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="0 is off.")] = None,
     top_p: Annotated[float | None, typer.Option(help="1 is off.")] = None,
+    negative_prompt: Annotated[
+        str | None, typer.Option(help="What guidance leads away from (models of transformers).")
+    ] = None,
+    height: Annotated[
+        int | None, typer.Option(help="Pixels, with --width, where a model draws several sizes.")
+    ] = None,
+    width: Annotated[int | None, typer.Option(help="Pixels, with --height.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Of the diffusion that paints GLM-Image's pixels.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Pictures drawn at a time.")] = 8,
     dtype: Dtype = "auto",
     device: Device = "cpu",
@@ -79,17 +89,21 @@ def generate(
     sampling = dict(
         cfg=cfg, cfg_interval=cfg_interval, temperature=temperature, top_k=top_k, top_p=top_p
     )
+    options = dict(
+        negative_prompt=negative_prompt, height=height, width=width, num_inference_steps=steps
+    )
     run = runs.PictureRun(
         model,
         chosen,
         "classes" if classes else "prompt",
         [text for text in classes or prompt for _ in range(n)],
         seed,
-        {name: value for name, value in sampling.items() if value is not None},
+        _given(sampling),
         batch_size,
         writable(out or Path("out") / f"{method}-{seed}"),
         compiled,
         batch_invariant or steady,
+        _given(options),
     )
     with stdout_reserved():
         place = runs.Place.named(device, dtype)
@@ -105,6 +119,11 @@ def generate(
         raise Interrupted(
             f"{len(run.outputs)} of {len(run.inputs)} pictures are finished and in {run.out}"
         )
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _summary(run: PictureRun) -> str:

@@ -71,7 +71,9 @@ class PictureModel:
     other settings by name that a model of the kind is usually run with. Tokens are ``shared`` where
     drawn ones have the ids that a prompt would use. ``parts`` are the folders of model and
     tokenizer in a pipeline of diffusers, if the model comes in one, and ``paints`` tells that its
-    pixels are made by diffusion.
+    pixels are made by diffusion. ``check`` raises ``ValueError`` for a model that cannot draw; a
+    checkpoint cannot without weights with ``scores`` in their names, and can without those whose
+    names begin with ``unneeded``.
     """
 
     architecture: str  # the class
@@ -86,6 +88,9 @@ class PictureModel:
     shared: bool = True
     parts: tuple[str, str] = ("", "")
     paints: bool = False
+    check: Callable[[Any], None] = lambda model: None
+    scores: str = ""
+    unneeded: str | None = None
 
     def folders(self, folder: Path) -> tuple[Path, Path]:
         """Where model and tokenizer are in ``folder``, a pipeline's or the model's own."""
@@ -147,6 +152,14 @@ def picture_prompt(
         other = VLMPrompt(padded([list(row) for row in away]), target.length)
     ids = padded([list(row) for row in prompts])
     return VLMPrompt(ids, target.length, unconditional=other).to(target.device, torch.float32)
+
+
+def lined(rows: int, columns: int, pictures: Tensor, line: Tensor) -> Layout:
+    """The layout of ``rows`` that each end with a token more, from masks [V] of either kind."""
+    places = torch.zeros(rows, columns + 1, dtype=torch.int64)
+    places[:, -1] = 1
+    allowed = AllowedTokens(torch.stack([pictures, line]), places.flatten())
+    return Layout(rows, columns, rows * (columns + 1), allowed)
 
 
 def square(tokens: int, size: Size | None, side: int, allowed: AllowedTokens) -> Layout:

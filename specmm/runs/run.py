@@ -287,6 +287,7 @@ class PictureRun:
     out: Path
     compiled: bool = False
     batch_invariant: bool = False
+    options: dict[str, Any] = field(default_factory=dict)  # of pictures, such as their size
     outputs: list[str] = field(default_factory=list)
     seconds: float = 0.0
     stats: Stats = field(default_factory=Stats)
@@ -322,6 +323,7 @@ class PictureRun:
             **self.stats.as_dict(),
             "certificate": certificate.as_dict() if certificate else None,
             "sampling": self.sampling,
+            "options": self.options,
             self.kind: self.inputs,
             "outputs": self.outputs,
             "interrupted": self.interrupted,
@@ -346,6 +348,8 @@ def check(pipe: Images, run: PictureRun) -> None:
         raise ValueError(f"--compile does not serve models such as {run.model}; leave it out")
     if run.batch_invariant and not pipe.batch_invariant:
         raise ValueError(f"--batch-invariant does not hold for {run.model}; leave it out")
+    if odd := sorted(run.options.keys() - set(pipe.picture_options)):
+        raise ValueError(f"{', '.join(odd)} must not be given for models such as {run.model}")
     exact = pipe.transformer.dtype == torch.float32 and pipe.device.type == "cpu"
     if run.batch_invariant and (run.compiled or not exact):
         raise ValueError(
@@ -406,7 +410,7 @@ def _draw_batch(
 ) -> None:
     start = time.perf_counter()
     inputs = [run.inputs[i] for i in rows]
-    options: dict[str, Any] = {run.kind: inputs, **run.sampling}
+    options: dict[str, Any] = {run.kind: inputs, **run.sampling, **run.options}
     if run.compiled and len(rows) == run.rows:  # programs for a smaller last batch would not pay
         options["compiled"] = True
     with batch_invariant() if run.batch_invariant else nullcontext():
