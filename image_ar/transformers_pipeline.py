@@ -173,7 +173,6 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         chosen = self.method
         if method is not None:
             chosen = methods.make(methods.TRANSFORMERS_IMAGES, method)
-        decoder = None if output_type == "latent" else self.decoder()
         layout = self._layout(height, width)
         options = self._painting_options(num_inference_steps, guidance_scale)
         target = self.target(cfg, cfg_interval, temperature, top_k, top_p, layout)
@@ -185,6 +184,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         asked = [text for text in texts for _ in range(num_images_per_prompt)]
         rows = [self._ids(text, layout) for text in asked]
         away = [self._away(ids, negative_prompt, layout) for ids in rows]
+        target.check(picture_prompt(target, rows, away))
+        decoder = None if output_type == "latent" else self.decoder()
         generators = sample_generators(generator, len(rows), self.device)
         seeds = [further(one) for one in generators]
         paintings = [Painting(*each, options) for each in zip(asked, seeds, strict=True)]

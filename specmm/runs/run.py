@@ -124,17 +124,20 @@ def open_model(
     ``drafter`` is for questions and text, ``text_encoder`` for images of prompts. Raises
     ``ValueError`` for a model that cannot be found or read.
     """
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     if kind == "images":
+        from diffusers.utils import logging
+
+        logging.disable_progress_bar()
         given = dict(torch_dtype=place.dtype, device=place.device, text_encoder=text_encoder)
         pipe = ImagePipeline.from_pretrained(model, method=method, **given)
         pipe.set_progress_bar_config(disable=True)
         return pipe
-    from transformers.utils.logging import disable_progress_bar
-
     from specmm.text.pipeline import TextPipeline
     from specmm.vlm.pipeline import VQAPipeline
 
-    disable_progress_bar()
     if kind == "questions":
         return VQAPipeline.from_pretrained(model, method, drafter, place.dtype, place.device)
     return TextPipeline.from_pretrained(model, method, drafter, place.dtype, place.device)

@@ -30,7 +30,9 @@ def folder(kind, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pipe(folder):
-    return specmm.ImagePipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    found = specmm.ImagePipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    found.set_progress_bar_config(disable=True)
+    return found
 
 
 def flags(**options):
@@ -65,7 +67,9 @@ AS_FLAGS = {"num_inference_steps": "steps", "negative_prompt": "negative-prompt"
 
 
 def test_mistakes_are_told(kind, pipe, folder, tmp_path, monkeypatch):
-    """By the pipeline and, in the same words, by the command line, on one line."""
+    """By the pipeline and, in the same words, by the command line, which says nothing else."""
+    words = ["generate", str(folder), "--prompt", "tree", "--out", str(tmp_path), *flags(cfg=-1)]
+    assert CliRunner().invoke(app, words).stderr.startswith("error: cfg must be above 0")
     monkeypatch.setattr(specmm.runs.run, "open_model", lambda *_, **__: pipe)
     for wrong, said in MISTAKES:
         given = dict(prompt="tree", output_type="latent") | kind.sides | wrong
