@@ -25,6 +25,7 @@ class ImageFamily:
     pipeline: str
     methods: Registry
     compared: str
+    takes_drafter: bool = False  # in a folder of its own
 
 
 FAMILIES = {  # by the "family" in model_index.json
@@ -47,7 +48,8 @@ TRANSFORMERS_FAMILY = ImageFamily(
     "specmm.image_ar.transformers_pipeline",
     "TransformersImagePipeline",
     methods.TRANSFORMERS_IMAGES,
-    "sjd,prompt-lookup",
+    "sjd,prompt-lookup,speculative,lantern++",
+    takes_drafter=True,
 )
 PICTURE_MODELS: dict[str, str] = {  # descriptions by the "model_type" in config.json
     "chameleon": "specmm.hf.chameleon:CHAMELEON",

@@ -5,7 +5,7 @@ Shape letters: B pictures of a batch, T tokens a picture, H and W pixels of its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,10 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.decode import Progress, decode, decode_plain
-from specmm.drafter import Drafter
+from specmm.decode import Progress
 from specmm.guidance import Guidance
 from specmm.hardware import choose_dtype, prepack
 from specmm.hf.drafter_formats import ModelFolder
-from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
 from specmm.hf.picture_tokens import (
     Decoder,
     Layout,
@@ -30,7 +28,6 @@ from specmm.hf.picture_tokens import (
     picture_prompt,
 )
 from specmm.hf.pretrained import load_model, load_tokenizer, use_tree_attention
-from specmm.hf.prompt import VLMPrompt
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.pipeline import picture_type
 from specmm.image_ar.shared import (
@@ -45,33 +42,31 @@ from specmm.image_ar.shared import (
     with_options,
     write_settings,
 )
-from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
+from specmm.image_ar.tokens.assemble import PictureParts
+from specmm.image_ar.tokens.loading import DrafterHead, Owner, save_drafters_of
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
+from specmm.image_ar.tokens.running import Batch, draw_tokens
+from specmm.image_ar.tokens.transformers_drafters import load_drafters, owner_of
 from specmm.processors import Processor
-from specmm.randomness import Uniforms, further, sample_generators
-from specmm.stats import Certificate, rule_certificate
+from specmm.randomness import further, sample_generators
 from specmm.turns import in_its_turn
-from specmm.verify import GreedyMatch, Recursive, Rule
+
+EXAMPLE = "a red apple on a table"  # what methods are measured on before there are prompts
 
 
 class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # type: ignore[misc]
-    """A model of transformers that draws pictures, and its tokenizer, after one call.
+    """A model of transformers that draws pictures, its tokenizer and drafters, after one call.
 
-    Methods are ``ar``, ``sjd`` and ``prompt-lookup``, all exact. Several threads may share one.
+    Several threads may share one.
 
     >>> pipe = ImagePipeline.from_pretrained("path/to/chameleon", method="sjd")
     >>> out = pipe(prompt="a red barn", generator=torch.Generator().manual_seed(0))
     """
 
     sampling_options = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
+    call_options = ("negative_prompt", "height", "width", "num_inference_steps", "guidance_scale")
+    plans = "trees"
     takes = "prompt"
-    picture_options = (
-        "negative_prompt",
-        "height",
-        "width",
-        "num_inference_steps",
-        "guidance_scale",
-    )
     batch_invariant = False  # a prompt's padding depends on the longest of its batch
 
     def __init__(
@@ -82,6 +77,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         folder: Path,
         method: str | methods.Method = "ar",
         name: str = "pictures",
+        drafters: Mapping[str, DrafterHead] | None = None,
+        owner: Owner | None = None,
     ) -> None:
         super().__init__()
         self.register_modules(transformer=transformer, tokenizer=tokenizer)
@@ -92,6 +89,11 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         usual = LlamaGenSettings(**{"cfg": facts.cfg, **facts.sampling(transformer)})
         self.settings = read_settings(LlamaGenSettings, folder) if given else usual
         self.method = methods.make(methods.TRANSFORMERS_IMAGES, method)
+        self.owner = owner or owner_of(transformer, facts)
+        self.parts = PictureParts(
+            drafters or {}, trees=self.settings.trees, acceptance=self.settings.acceptance
+        )
+        self._read_codebook()
         self._decoder: Decoder | None = None
 
     @classmethod
@@ -102,10 +104,13 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         torch_dtype: torch.dtype | None = None,
         text_encoder: str | Path | None = None,
         device: torch.device | str = "cpu",
+        drafter: str | Path | None = None,
     ) -> TransformersImagePipeline:
         """A pipeline of a folder or hub id; the dtype defaults to the device's fastest.
 
-        Raises ``ValueError`` for ``text_encoder``: these models read prompts themselves.
+        Drafters are those in the folder's ``drafters/``, and a ``drafter`` in a folder of its own.
+        Raises ``ValueError`` for a drafter of another target, and for ``text_encoder``: these
+        models read prompts themselves.
         """
         if text_encoder is not None:
             raise ValueError(f"text_encoder must be None for {name}, which reads prompts itself")
@@ -118,13 +123,19 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         model = _loaded(facts, weights, torch_dtype or "auto")
         size = sum(p.numel() for p in model.parameters())
         model = model.to(device, torch_dtype or choose_dtype(size, device=device)).eval()
-        prepack(use_tree_attention(model))
-        return cls(model, load_tokenizer(words), facts, folder, method, str(name))
+        owner = owner_of(model, facts)
+        drafters = load_drafters(owner, folder, drafter)
+        for module in (use_tree_attention(model), *drafters.values()):
+            prepack(module)
+        tokenizer = load_tokenizer(words)
+        given = (str(name), drafters, owner)
+        return cls(model, tokenizer, facts, folder, method, *given)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write model, tokenizer and settings; a decoder beside the model is not copied."""
-        self.transformer.save_pretrained(folder)
+        """Write model, tokenizer, drafters and settings, but not a decoder beside the model."""
+        self.transformer.save_pretrained(folder, state_dict=_contiguous(self.transformer))
         self.tokenizer.save_pretrained(folder)
+        save_drafters_of(self.owner.fingerprint, self.parts.drafters, Path(folder) / "drafters")
         write_settings(self.settings, Path(folder))
 
     @property
@@ -190,21 +201,17 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         seeds = [further(one) for one in generators]
         paintings = [Painting(*each, options) for each in zip(asked, seeds, strict=True)]
 
+        def tell(i: int, progress: Progress) -> None:
+            if callback_on_step_end is not None:
+                state = {"tokens": progress.tokens}
+                callback_on_step_end(self, i, int(progress.counts.min()), state)
+
         def draw(part: slice) -> Drawn:
-            batch = picture_prompt(target, rows[part], away[part])
-            steps, rule = self._loop(target, batch, chosen, Uniforms(generators[part]))
-            for i, progress in enumerate(steps):
-                if callback_on_step_end is not None:
-                    state = {"tokens": progress.tokens}
-                    callback_on_step_end(self, i, int(progress.counts.min()), state)
-            tokens = progress.tokens[:, : target.length]
-            images = (
-                None if decoder is None else self._pixels(decoder, tokens, layout, paintings[part])
-            )
-            claim = Certificate("exact", "plain decoding of the target", 0.0)
-            if rule is not None:
-                claim = rule_certificate(rule.name, rule.exact, None)
-            return Drawn(tokens, images, progress.stats, claim, chosen.name)
+            batch = Batch(picture_prompt(target, rows[part], away[part]), generators[part])
+            drawn = draw_tokens(target, self.parts, batch, chosen, tell)
+            if decoder is not None:
+                drawn.images = self._pixels(decoder, drawn.tokens, layout, paintings[part])
+            return drawn
 
         bar = self.progress_bar(total=len(rows))
         settings = target.processor.settings | target.guidance.settings
@@ -226,13 +233,32 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             raise ValueError(f"cfg must be above 0, got {chosen.cfg}, use 1 for no guidance")
         processor = Processor(chosen.temperature, chosen.top_k, chosen.top_p)
         guidance = Guidance(chosen.cfg, chosen.cfg_interval)
-        return PictureTarget(self.transformer, self.facts, processor, guidance, self.name, layout)
+        where = layout or self._layout()
+
+        def example() -> tuple[list[int], list[int]]:
+            ids = self._ids(EXAMPLE, where)
+            return ids, self._away(ids, None, where)
+
+        options = (processor, guidance, self.name, where, example)
+        return PictureTarget(self.transformer, self.facts, *options)
+
+    def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
+        """Those of the ``usual`` methods that it has a drafter for."""
+        return [m for m in usual if self.parts.serves(m)]
 
     def to(self, *args: Any, **kwargs: Any) -> TransformersImagePipeline:
         """Move the model to a device or dtype; the decoder is made anew there."""
         super().to(*args, **kwargs)
+        for head in self.parts.drafters.values():
+            head.to(self.device, self.transformer.dtype)
+        self.parts.made.clear()
+        self.parts.plans.clear()
+        self._read_codebook()
         self._decoder = None
         return self
+
+    def _read_codebook(self) -> None:
+        self.parts.code_ids, self.parts.codebook = self.facts.codebook(self.transformer)
 
     def decoder(self) -> Decoder:
         """What turns tokens into pixels; raises ``ValueError`` where the folder has nothing."""
@@ -282,19 +308,6 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             return self.facts.away(self.transformer, self.tokenizer, ids)
         return self._ids(negative or "", layout)
 
-    def _loop(
-        self, target: PictureTarget, prompt: VLMPrompt, method: Any, uniforms: Uniforms
-    ) -> tuple[Iterator[Progress], Rule | None]:
-        if not method.drafts:
-            return decode_plain(target, prompt, target.length, uniforms), None
-        drafter: Drafter
-        if method.name == methods.SJD.name:
-            drafter = JacobiDrafter(target, method.window)
-        else:
-            drafter = PromptLookupDrafter(target, method.ngram, method.length)
-        rule = GreedyMatch() if target.processor.greedy else Recursive()
-        return decode(target, drafter, rule, prompt, target.length, uniforms), rule
-
 
 def _loaded(facts: PictureModel, folder: Path, dtype: torch.dtype | str) -> Any:
     """The model in ``folder``; raises ``ValueError`` for one without what draws pictures."""
@@ -308,3 +321,12 @@ def _loaded(facts: PictureModel, folder: Path, dtype: torch.dtype | str) -> Any:
     model = load_model(kind, folder, facts.unneeded, dtype=dtype)
     facts.check(model)
     return model
+
+
+def _contiguous(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
+    """The weights of ``model`` as they are saved: packed ones lie otherwise; tied ones stay so."""
+    made: dict[int, Tensor] = {}
+    return {
+        name: made.setdefault(weight.data_ptr(), weight.contiguous())
+        for name, weight in model.state_dict().items()
+    }

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specmm.cli.options import Device, Dtype, Json, Model, Options, Seed
+from specmm.cli.options import Device, Drafter, Dtype, Json, Model, Options, Seed
 from specmm.cli.output import Interrupted, emit, say, stdout_reserved
 from specmm.files import writable
 
@@ -23,8 +23,8 @@ MethodName = Annotated[
     str,
     typer.Option(
         help="LlamaGen: ar, sjd, speculative, eagle, lantern, lantern++, self, draft, auto; "
-        "VAR: ar, code, speculative, auto; MAR: ar, cspd; "
-        "models of transformers: ar, sjd, prompt-lookup."
+        "models of transformers: these without eagle, and prompt-lookup; "
+        "VAR: ar, code, speculative, auto; MAR: ar, cspd."
     ),
 ]
 
@@ -33,8 +33,17 @@ def generate(
     model: Model,
     classes: Class = [],  # noqa: B006  typer copies it
     prompt: Prompt = [],  # noqa: B006
+    negative_prompt: Annotated[
+        str | None, typer.Option(help="What guidance leads away from, beside --prompt.")
+    ] = None,
+    height: Annotated[int | None, typer.Option(help="Pixels, for models of any size.")] = None,
+    width: Annotated[int | None, typer.Option(help="Pixels; goes with --height.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Of the diffusion that paints GLM-Image's pixels.")
+    ] = None,
     method: MethodName = "ar",
     option: Options = [],  # noqa: B006
+    drafter: Drafter = None,
     n: Annotated[int, typer.Option("-n", min=1, help="Pictures of every class or prompt.")] = 1,
     seed: Seed = None,
     cfg: Annotated[float | None, typer.Option(help="Guidance scale; off is 1, for VAR 0.")] = None,
@@ -44,16 +53,6 @@ def generate(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="0 is off.")] = None,
     top_p: Annotated[float | None, typer.Option(help="1 is off.")] = None,
-    negative_prompt: Annotated[
-        str | None, typer.Option(help="What guidance leads away from (models of transformers).")
-    ] = None,
-    height: Annotated[
-        int | None, typer.Option(help="Pixels, with --width, where a model draws several sizes.")
-    ] = None,
-    width: Annotated[int | None, typer.Option(help="Pixels, with --height.")] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Of the diffusion that paints GLM-Image's pixels.")
-    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Pictures drawn at a time.")] = 8,
     dtype: Dtype = "auto",
     device: Device = "cpu",
@@ -89,7 +88,7 @@ def generate(
     sampling = dict(
         cfg=cfg, cfg_interval=cfg_interval, temperature=temperature, top_k=top_k, top_p=top_p
     )
-    options = dict(
+    wanted = dict(
         negative_prompt=negative_prompt, height=height, width=width, num_inference_steps=steps
     )
     run = runs.PictureRun(
@@ -98,16 +97,17 @@ def generate(
         "classes" if classes else "prompt",
         [text for text in classes or prompt for _ in range(n)],
         seed,
-        _given(sampling),
+        {name: value for name, value in sampling.items() if value is not None},
         batch_size,
         writable(out or Path("out") / f"{method}-{seed}"),
         compiled,
         batch_invariant or steady,
-        _given(options),
+        {name: value for name, value in wanted.items() if value is not None},
     )
     with stdout_reserved():
         place = runs.Place.named(device, dtype)
-        pipe = runs.open_model("images", model, place, text_encoder=text_encoder)
+        encoder = text_encoder
+        pipe = runs.open_model("images", model, place, drafter=drafter, text_encoder=encoder)
         runs.check(pipe, run)
         runs.draw(pipe, run, say)
     run.save()
@@ -119,11 +119,6 @@ def generate(
         raise Interrupted(
             f"{len(run.outputs)} of {len(run.inputs)} pictures are finished and in {run.out}"
         )
-
-
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """Those that are not None."""
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _summary(run: PictureRun) -> str:

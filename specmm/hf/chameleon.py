@@ -77,6 +77,12 @@ def _codes(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     return torch.tensor(ids), torch.tensor(codes)
 
 
+def _codebook(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    rows = model.model.vqmodel.quantize.embedding.weight.detach()
+    ids, codes = (table.to(rows.device) for table in _codes(model))
+    return ids, rows[codes]
+
+
 def _ids(model: PreTrainedModel, tokenizer: Any, text: str, layout: Layout) -> list[int]:
     """Of ``text`` as a turn, and of what begins a picture."""
     words = model.config.vocabulary_map
@@ -164,6 +170,7 @@ CHAMELEON = PictureModel(
     ids=_ids,
     away=_away,
     decode=_decode,
+    codebook=_codebook,
     check=_check,
     sampling=_sampling,
     unneeded="model.vqmodel.",

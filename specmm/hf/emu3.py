@@ -39,6 +39,12 @@ def _ids(model: Any, tokenizer: Any, text: str, layout: Layout) -> list[int]:
     return list(tokenizer(f"{tokenizer.bos_token}{text}{size}")["input_ids"])
 
 
+def _codebook(model: Any) -> tuple[Tensor, Tensor]:
+    ids, codes = zip(*sorted(model.vocabulary_mapping.bpe2img.items()), strict=True)
+    rows = model.model.vqmodel.quantize.embedding.weight.detach()
+    return torch.tensor(ids, device=rows.device), rows[list(codes)]
+
+
 def _decode(model: Any, folder: Path) -> Decoder:
     def decoder(tokens: Tensor, layout: Layout, painting: Painting) -> Tensor:
         lines = tokens.view(len(tokens), layout.rows, layout.columns + 1)
@@ -50,5 +56,10 @@ def _decode(model: Any, folder: Path) -> Decoder:
 
 
 EMU3 = PictureModel(
-    architecture="Emu3ForConditionalGeneration", layout=_layout, ids=_ids, decode=_decode, cfg=3.0
+    architecture="Emu3ForConditionalGeneration",
+    layout=_layout,
+    ids=_ids,
+    decode=_decode,
+    codebook=_codebook,
+    cfg=3.0,
 )

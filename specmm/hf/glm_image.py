@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -93,6 +94,12 @@ def _sampling(model: Any) -> dict[str, Any]:
     return {**found, "top_k": min(found["top_k"], width)}
 
 
+def _codebook(model: Any) -> tuple[Tensor, Tensor]:
+    """Every code's row, as the tokenizer compares it: of length 1."""
+    rows = F.normalize(model.model.vqmodel.quantize.embedding.weight.detach().float(), dim=-1)
+    return torch.arange(len(rows), device=rows.device), rows
+
+
 def _decode(model: Any, folder: Path) -> Decoder:
     """The diffusion part of the pipeline in ``folder``; ``ValueError`` where there is none."""
     from diffusers import GlmImagePipeline
@@ -130,6 +137,7 @@ GLM_IMAGE = PictureModel(
     layout=_layout,
     ids=_ids,
     decode=_decode,
+    codebook=_codebook,
     sampling=_sampling,
     paints=True,
     shared=False,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.guidance import AllowedTokens
@@ -51,6 +52,12 @@ def _away(model: Any, tokenizer: Any, ids: Sequence[int]) -> list[int]:
     return [token if token in kept else config.pad_token_id for token in ids]
 
 
+def _codebook(model: Any) -> tuple[Tensor, Tensor]:
+    """Every token's row, as the decoder reads it: of length 1."""
+    rows = F.normalize(model.model.vqmodel.quantize.embedding.weight.detach().float(), dim=-1)
+    return torch.arange(len(rows), device=rows.device), rows
+
+
 def _decode(model: Any, folder: Path) -> Decoder:
     def decoder(tokens: Tensor, layout: Layout, painting: Painting) -> Tensor:
         pixels: Tensor = model.decode_image_tokens(tokens)
@@ -68,6 +75,7 @@ JANUS = PictureModel(
     ids=_ids,
     away=_away,
     decode=_decode,
+    codebook=_codebook,
     cfg=5.0,
     shared=False,
 )

@@ -118,7 +118,9 @@ VQAMethod: TypeAlias = (
     | Draft
     | Auto
 )
-TransformersImageMethod: TypeAlias = AR | SJD | PromptLookup  # models that draw picture tokens
+TransformersImageMethod: TypeAlias = (  # models that draw picture tokens
+    AR | SJD | Speculative | Lantern | LanternPP | SelfDraft | PromptLookup | Draft | Auto
+)
 ScalesMethod: TypeAlias = AR | CoDe | ScaleSpeculative | Auto
 ContinuousMethod: TypeAlias = AR | CSpD
 TextMethod: TypeAlias = (

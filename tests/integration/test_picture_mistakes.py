@@ -47,7 +47,7 @@ def test_the_command_line_draws(kind, folder, tmp_path):
     done = CliRunner().invoke(app, [*words, *sides, "--out", str(tmp_path), "--json"])
     assert done.exit_code == 0, done.stderr
     told = json.loads(done.stdout)
-    assert told["certificate"]["kind"] == "exact" and told["options"]["height"] == kind.size[0]
+    assert told["certificate"]["kind"] == "exact" and told["height"] == kind.size[0]
     assert Image.open(told["outputs"][0]).size == kind.size[::-1]
 
 
