@@ -1,6 +1,6 @@
 """Tiny random models of every kind that draws pictures, and what their own classes draw."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import diffusers
@@ -9,6 +9,9 @@ import torch
 import transformers as tf
 from tokenizers import pre_tokenizers
 
+from specmm.guidance import Guidance
+from specmm.hf.picture_tokens import PictureTarget, picture_prompt
+from specmm.processors import Processor
 from tests.integration import tiny_chameleon, tiny_glm_image
 from tests.unit.vlm.tiny_processors import word_tokenizer
 
@@ -250,11 +253,6 @@ class Kind:
     scales: tuple[float, ...] = (1.5, 5.0)  # of guidance
 
     @property
-    def sides(self):
-        """The options of a call for its size."""
-        return dict(zip(("height", "width"), self.size, strict=True))
-
-    @property
     def tested(self):
         """A guidance scale to sample by, which the class knows."""
         return SCALE if max(self.scales) > SCALE else 1.0
@@ -283,3 +281,44 @@ KINDS = {
     "anole": Kind(drawn_by_chameleon, pixels_of_chameleon, (16, 16), tiny_chameleon.save),
     "lumina": Kind(drawn_by_lumina, pixels_of_chameleon, (16, 24), tiny_chameleon.save_lumina),
 }
+
+
+def sized(kind):
+    """The options of a call for its size."""
+    return dict(zip(("height", "width"), kind.size, strict=True))
+
+
+def target_of(pipe, kind, cfg, guidance=Guidance, **changed):
+    """With what is ``changed`` of the model's layout."""
+    layout = replace(pipe._layout(*kind.size), **changed)
+    return PictureTarget(pipe.transformer, pipe.facts, Processor(1.0), guidance(cfg), layout=layout)
+
+
+def prompt_of(target, pipe, texts, negative=None):
+    ids = [pipe._ids(text, target.layout) for text in texts]
+    return picture_prompt(target, ids, [pipe._away(row, negative, target.layout) for row in ids])
+
+
+def reference(target, prompt, row, drawn, kind):
+    """Probabilities [V] after ``drawn`` tokens, from forwards without any cache."""
+    logits = []
+    for one in (prompt, prompt.unconditional)[: target.branches]:
+        ids = torch.tensor([one.rows()[row]])
+        inputs = target.model.get_input_embeddings()(ids)
+        if drawn:
+            inputs = torch.cat([inputs, target.embed(torch.tensor([drawn]))], dim=1)
+        where = None
+        if kind.places is not None:
+            where = kind.places(target.model, ids.shape[1], kind.size, len(drawn))
+        states = target.model.get_decoder()(
+            inputs_embeds=inputs, use_cache=False, position_ids=where
+        )
+        logits.append(target.head(states.last_hidden_state[0, -1]))
+    mixed = logits[-1] + target.guidance.scale * (logits[0] - logits[-1])
+    mask = target.allowed.at(torch.tensor(len(drawn)))
+    return mixed.masked_fill(~mask, float("-inf")).softmax(-1)
+
+
+def pictures_of(target):
+    """The picture tokens that may come first."""
+    return target.allowed.at(torch.tensor(0)).nonzero()[:, 0].tolist()

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import specmm
 from specmm.cli import app
 from tests.integration import picture_kinds, tiny_chameleon, tiny_glm_image
-from tests.integration.picture_kinds import KINDS, STEPS
+from tests.integration.picture_kinds import KINDS, STEPS, sized
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -40,7 +40,7 @@ def flags(**options):
 
 
 def test_the_command_line_draws(kind, folder, tmp_path):
-    sides = flags(**kind.sides)
+    sides = flags(**sized(kind))
     sides += flags(steps=2) if kind is KINDS["glm_image"] else []
     sides += [] if kind.tested == 1 else ["--negative-prompt", "blue"]
     words = ["generate", str(folder), "--prompt", "a red barn", "--method", "sjd", "--seed", "3"]
@@ -72,7 +72,7 @@ def test_mistakes_are_told(kind, pipe, folder, tmp_path, monkeypatch):
     assert CliRunner().invoke(app, words).stderr.startswith("error: cfg must be above 0")
     monkeypatch.setattr(specmm.runs.run, "open_model", lambda *_, **__: pipe)
     for wrong, said in MISTAKES:
-        given = dict(prompt="tree", output_type="latent") | kind.sides | wrong
+        given = dict(prompt="tree", output_type="latent") | sized(kind) | wrong
         if wrong == dict(height=12):
             given.pop("width")
         with pytest.raises(ValueError, match=said) as told:
@@ -87,7 +87,7 @@ def test_mistakes_are_told(kind, pipe, folder, tmp_path, monkeypatch):
 def test_what_only_some_models_have(kind, pipe):
     with pytest.raises(ValueError, match="at least one picture"):
         pipe([])
-    given = dict(output_type="latent", **kind.sides)
+    given = dict(output_type="latent", **sized(kind))
     if pipe.facts.paints:
         with pytest.raises(ValueError, match="cfg must be at most 1"):
             pipe("tree", cfg=3, **given)

@@ -2,8 +2,6 @@
 folders, against their own ``generate``, and Anole and Lumina-mGPT against their class's forward.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -13,13 +11,20 @@ import specmm
 from specmm.decode import decode, decode_plain
 from specmm.guidance import AllowedTokens, Guidance
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
-from specmm.hf.picture_tokens import PictureTarget, picture_prompt
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
-from specmm.processors import Processor
 from specmm.randomness import Uniforms, further, sample_generators
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
-from tests.integration.picture_kinds import KINDS, PROMPTS, STEPS
+from tests.integration.picture_kinds import (
+    KINDS,
+    PROMPTS,
+    STEPS,
+    pictures_of,
+    prompt_of,
+    reference,
+    sized,
+    target_of,
+)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -45,49 +50,13 @@ def test_greedy_pictures_are_those_of_generate(kind, pipe):
     """Alone and in a ragged batch, by every method and with more and less guidance."""
     for cfg in kind.scales:
         wanted = kind.drawn(pipe.transformer, pipe.tokenizer, PROMPTS, kind.size, cfg)
-        given = dict(temperature=0, cfg=cfg, output_type="latent", **kind.sides)
+        given = dict(temperature=0, cfg=cfg, output_type="latent", **sized(kind))
         for method in ("ar", "sjd", "prompt-lookup"):
             out = pipe(PROMPTS, method=method, **given)
             assert torch.equal(out.tokens, wanted), method
             assert out.certificate.kind == "exact"
             assert torch.equal(pipe(PROMPTS[1], method=method, **given).tokens, wanted[1:]), method
         assert len(wanted.unique()) > 2 and not torch.equal(wanted[0], wanted[1])
-
-
-def target_of(pipe, kind, cfg, guidance=Guidance, **changed):
-    """With what is ``changed`` of the model's layout."""
-    layout = replace(pipe._layout(*kind.size), **changed)
-    return PictureTarget(pipe.transformer, pipe.facts, Processor(1.0), guidance(cfg), layout=layout)
-
-
-def prompt_of(target, pipe, texts, negative=None):
-    ids = [pipe._ids(text, target.layout) for text in texts]
-    return picture_prompt(target, ids, [pipe._away(row, negative, target.layout) for row in ids])
-
-
-def reference(target, prompt, row, drawn, kind):
-    """Probabilities [V] after ``drawn`` tokens, from forwards without any cache."""
-    logits = []
-    for one in (prompt, prompt.unconditional)[: target.branches]:
-        ids = torch.tensor([one.rows()[row]])
-        inputs = target.model.get_input_embeddings()(ids)
-        if drawn:
-            inputs = torch.cat([inputs, target.embed(torch.tensor([drawn]))], dim=1)
-        where = None
-        if kind.places is not None:
-            where = kind.places(target.model, ids.shape[1], kind.size, len(drawn))
-        states = target.model.get_decoder()(
-            inputs_embeds=inputs, use_cache=False, position_ids=where
-        )
-        logits.append(target.head(states.last_hidden_state[0, -1]))
-    mixed = logits[-1] + target.guidance.scale * (logits[0] - logits[-1])
-    mask = target.allowed.at(torch.tensor(len(drawn)))
-    return mixed.masked_fill(~mask, float("-inf")).softmax(-1)
-
-
-def pictures_of(target):
-    """The picture tokens that may come first."""
-    return target.allowed.at(torch.tensor(0)).nonzero()[:, 0].tolist()
 
 
 @torch.no_grad()
@@ -193,7 +162,7 @@ def test_pictures_are_those_of_the_models_own_decoder(pipe, kind):
         method="sjd",
         generator=torch.Generator().manual_seed(0),
         output_type="np",
-        **kind.sides,
+        **sized(kind),
         **given,
     )
     assert out.images.shape == (2, *kind.size, 3)
@@ -207,7 +176,7 @@ def test_pictures_are_those_of_the_models_own_decoder(pipe, kind):
 def test_seeds_prompts_and_numbers_of_pictures(pipe, kind):
     """A picture does not depend on the others of its batch."""
     seeds = [torch.Generator().manual_seed(i) for i in range(4)]
-    given = dict(method="sjd", output_type="latent", num_images_per_prompt=2, **kind.sides)
+    given = dict(method="sjd", output_type="latent", num_images_per_prompt=2, **sized(kind))
     out = pipe(PROMPTS, generator=seeds, batch_size=3, **given)
     alone = pipe(PROMPTS[1], generator=[torch.Generator().manual_seed(i) for i in (2, 3)], **given)
     assert torch.equal(out.tokens[2:], alone.tokens) and len(out.tokens.unique(dim=0)) == 4
