@@ -118,7 +118,8 @@ def _drawn(model: Path, texts: list[str], request: Request) -> Tensor:
     """Tokens [M, T] of a picture of each of ``texts``, drawn in the dtype that is fastest here."""
     pipe = TransformersImagePipeline.from_pretrained(model)
     key = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
-    name = f"{pipe.owner.fingerprint}-{key}-{request.cfg}-{'x'.join(map(str, request.size))}-{request.seed}"
+    size = "x".join(map(str, request.size))
+    name = f"{pipe.owner.fingerprint}-{key}-{request.cfg}-{size}-{request.seed}"
     kept = writable(request.out / "drawn" / name)
     options = dict(cfg=request.cfg, height=request.size[0], width=request.size[1])
     return draw_all(pipe, texts, kept, request.seed, **options)

@@ -1,5 +1,5 @@
 """Models of transformers that draw pictures, by methods that draft: tiny Janus and Emu3 with an
-untrained block drafter against plain decoding; training one; what is wrong with a folder's.
+untrained block drafter against plain decoding; what is wrong with a folder's.
 """
 
 import itertools
@@ -9,11 +9,9 @@ import shutil
 import pytest
 import torch
 from scipy.stats import chisquare
-from typer.testing import CliRunner
 
 import specmm
 from specmm import methods
-from specmm.cli import app
 from specmm.decode import decode
 from specmm.drafter import Feedback
 from specmm.guidance import Guidance
@@ -28,7 +26,7 @@ from specmm.stats import Clock
 from specmm.tree import DraftTree
 from specmm.verify import Recursive
 from specmm.verify.exhaustive import draws, emitted_probs, sequence_probs, total_variation
-from tests.integration.test_picture_models import (
+from tests.integration.picture_kinds import (
     KINDS,
     PROMPTS,
     SCALE,
@@ -319,44 +317,3 @@ def test_auto_measures_what_needs_no_drafter(kind, folder, tmp_path):
     [plan] = pipe.parts.plans.values()
     assert out.method.startswith("auto: ") and out.certificate.kind == "exact"
     assert plan.draft_free is not None or ("sjd" in plan.reason and "prompt-lookup" in plan.reason)
-
-
-@pytest.fixture
-def eager(monkeypatch):
-    """Trainings of a few steps without a compiler."""
-    monkeypatch.setattr(torch, "compile", lambda f, **_: f)
-
-
-def run(*words):
-    return CliRunner().invoke(app, [*map(str, words)])
-
-
-def test_a_drafter_is_trained_and_drafts(kind, folder, tmp_path, eager):
-    """From prompts alone, by the command line; then it draws."""
-    model = shutil.copytree(folder, tmp_path / "m", ignore=shutil.ignore_patterns("drafters"))
-    (tmp_path / "prompts.txt").write_text("a red barn\n\nblue tree\na hill\n")
-    train = ["train", "drafter", model, "--out", tmp_path / "run"]
-    settings = dict(prompts=tmp_path / "prompts.txt", steps=3, batch=2, levels=3, layers=1)
-    settings |= dict(drawn=5, aux_layers="1", inner=32, **sized(kind))
-    sets = [f"--set={name}={value}" for name, value in settings.items()]
-    made = run(*train, *sets)
-    assert made.exit_code == 0, made.output
-    pipe = opened(model)
-    assert set(pipe.parts.drafters) == {"block"} and len(pipe.settings.acceptance) == 3
-    assert pipe.settings.cfg == pipe.facts.cfg
-    again = run(*train, *sets)
-    assert again.exit_code == 2 and "replace=true" in again.output
-
-
-def test_what_training_lacks_is_told(kind, folder, tmp_path):
-    model = shutil.copytree(folder, tmp_path / "m", ignore=shutil.ignore_patterns("drafters"))
-    (tmp_path / "empty").write_text("\n")
-    train = ["train", "drafter", model, "--out", tmp_path / "run"]
-    for settings, message in (
-        ([], "--set prompts=FILE"),
-        ([f"--set=prompts={tmp_path / 'empty'}"], "a prompt a line, got none"),
-        ([f"--set=prompts={tmp_path / 'empty'}", "--set=kind=eagle"], "takes kind=block"),
-        ([f"--set=prompts={tmp_path / 'empty'}", "--set=aux_layers=0"], "layers from 1 to 1"),
-    ):
-        refused = run(*train, *settings)
-        assert refused.exit_code == 2 and message in refused.output.replace("\n", " ")
