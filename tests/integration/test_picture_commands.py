@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import specmm
 from specmm.cli import app
-from tests.integration.test_picture_models import KINDS, sized
+from tests.integration.picture_kinds import KINDS, sized
 
 
 @pytest.fixture(scope="module", params=["janus", "emu3"])
