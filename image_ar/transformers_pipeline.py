@@ -320,6 +320,8 @@ def _loaded(facts: PictureModel, folder: Path, dtype: torch.dtype | str) -> Any:
     kind = getattr(transformers, facts.architecture)
     model = load_model(kind, folder, facts.unneeded, dtype=dtype)
     facts.check(model)
+    if facts.unneeded and names and not any(n.startswith(facts.unneeded) for n in names):
+        facts.fill(model, folder)
     return model
 
 

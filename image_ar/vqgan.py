@@ -21,7 +21,8 @@ from specmm.image_ar.autoencoder import AttnBlock, Decoder, Stack
 FILE = "vqgan.ckpt"
 PLACES = ("", "vq", "tokenizer")  # of the file, from a model's folder
 OWN = "model.vqmodel."  # how a conversion's names begin
-NEEDED = ("decoder.", "post_quant_conv.", "quantize.embedding.")
+BOOK = "quantize.embedding.weight"
+NEEDED = ("decoder.", "post_quant_conv.", BOOK)
 
 
 class VQGANDecoder(nn.Module):
@@ -56,14 +57,30 @@ def decoder_of(folder: Path, config: Any) -> VQGANDecoder | None:
 
     Raises ``ValueError`` for a file that does not fit the config.
     """
-    files = [folder / place / FILE for place in PLACES if (folder / place / FILE).is_file()]
-    state = read_checkpoint(files[0]) if files else _own_weights(folder)
+    file = _published(folder)
+    state = read_checkpoint(file) if file else _own_weights(folder)
     if not any(name.startswith(NEEDED[0]) for name in state):
         return None
     found = VQGANDecoder(config)
     needed = {name: weight for name, weight in state.items() if name.startswith(NEEDED)}
-    load_strict(found, needed, source=files[0] if files else folder)
+    load_strict(found, needed, source=file or folder)
     return found.eval()
+
+
+def fill_codebook(quantize: nn.Module, folder: Path) -> None:
+    """Give a model's ``quantize``, which was saved without it, the codebook published beside it in
+    ``folder``, if there is one.
+    """
+    file = _published(folder)
+    if file is not None:
+        weight = read_checkpoint(file).get(BOOK)
+        load_strict(quantize, {} if weight is None else {"embedding.weight": weight}, source=file)
+
+
+def _published(folder: Path) -> Path | None:
+    """The tokenizer's own file beside or in ``folder``."""
+    files = (folder / place / FILE for place in PLACES)
+    return next((file for file in files if file.is_file()), None)
 
 
 def _own_weights(folder: Path) -> State:

@@ -39,6 +39,7 @@ ASKED = "Generate an image of {}x{} according to the following prompt:\n{}"
 MASKED = "mask_image_logits"
 LUMINA = (MASKED, "z_loss_weight")  # settings of its training
 VQGAN = "specmm.image_ar.vqgan:decoder_of"
+CODEBOOK = "specmm.image_ar.vqgan:fill_codebook"
 
 
 def _lined(model: PreTrainedModel) -> bool:
@@ -122,6 +123,11 @@ def _check(model: PreTrainedModel) -> None:
         )
 
 
+def _fill(model: PreTrainedModel, folder: Path) -> None:
+    """Lumina-mGPT's training leaves the image tokenizer out."""
+    named(CODEBOOK)(model.model.vqmodel.quantize, folder)
+
+
 def _sampling(model: PreTrainedModel) -> dict[str, Any]:
     """As the releases draw."""
     if not _lined(model):
@@ -172,6 +178,7 @@ CHAMELEON = PictureModel(
     decode=_decode,
     codebook=_codebook,
     check=_check,
+    fill=_fill,
     sampling=_sampling,
     unneeded="model.vqmodel.",
     cfg=3.0,

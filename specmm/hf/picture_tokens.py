@@ -79,7 +79,8 @@ class PictureModel:
     folders of model and tokenizer in a pipeline of diffusers, if the model comes in one, and
     ``paints`` tells that its pixels are made by diffusion. ``check`` raises ``ValueError`` for a
     model that cannot draw; a checkpoint cannot without weights with ``scores`` in their names, and
-    can without those whose names begin with ``unneeded``.
+    can without those whose names begin with ``unneeded``, which ``fill`` then takes from elsewhere
+    in the folder.
     """
 
     architecture: str  # the class
@@ -98,6 +99,7 @@ class PictureModel:
     check: Callable[[Any], None] = lambda model: None
     scores: str = ""
     unneeded: str | None = None
+    fill: Callable[[Any, Path], None] = lambda model, folder: None
 
     def folders(self, folder: Path) -> tuple[Path, Path]:
         """Where model and tokenizer are in ``folder``, a pipeline's or the model's own."""

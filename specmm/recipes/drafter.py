@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -214,14 +215,24 @@ def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) ->
 
 def picture_tokens(vq: Any, images: Any, out: Path) -> Any:
     """Tokens [M, 2, T] of the pictures and their mirror images; ``out`` keeps them."""
+
+    def encode() -> Any:
+        return encode_views(lambda x: vq.encode(x).indices.flatten(1), torch.from_numpy(images))
+
+    return kept_tokens(vq, images, out / "tokens.pt", encode)
+
+
+def kept_tokens(vq: Any, images: Any, file: Path, encode: Callable[[], Any]) -> Any:
+    """What ``encode`` makes of ``images`` (an array) by the tokenizer ``vq``; ``file`` keeps it as
+    long as both are the same.
+    """
     weights = b"".join(v.detach().float().numpy().tobytes() for v in vq.state_dict().values())
     key = hashlib.sha256(weights + images.tobytes()).hexdigest()
-    file = out / "tokens.pt"
     if file.exists():
         kept = torch.load(file, weights_only=True)
         if kept["key"] == key:
             return kept["tokens"]
     vq.eval()
-    tokens = encode_views(lambda x: vq.encode(x).indices.flatten(1), torch.from_numpy(images))
+    tokens = encode()
     torch.save({"key": key, "tokens": tokens}, file)
     return tokens

@@ -102,6 +102,13 @@ def test_a_decoder_among_the_models_own_weights_serves(pipe, tmp_path):
     torch.testing.assert_close(pixels, wanted)
 
 
+def test_a_codebook_that_a_checkpoint_lacks_is_the_published_one(tmp_path):
+    tiny_chameleon.save_lumina(tmp_path)
+    found = specmm.ImagePipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
+    wanted = tiny_chameleon.vq().quantize.embedding.weight
+    assert torch.equal(found.transformer.model.vqmodel.quantize.embedding.weight, wanted)
+
+
 def test_rows_may_end_at_different_rounds(pipe):
     target = PictureTarget(pipe.transformer, CHAMELEON, Processor(0), Guidance(3.0))
     uniforms = Uniforms.from_seeds([0, 1])
