@@ -21,8 +21,7 @@ from specmm.image_ar.autoencoder import AttnBlock, Decoder, Stack
 FILE = "vqgan.ckpt"
 PLACES = ("", "vq", "tokenizer")  # of the file, from a model's folder
 OWN = "model.vqmodel."  # how a conversion's names begin
-BOOK = "quantize.embedding.weight"
-NEEDED = ("decoder.", "post_quant_conv.", BOOK)
+NEEDED = ("decoder.", "post_quant_conv.", "quantize.embedding.")
 
 
 class VQGANDecoder(nn.Module):
@@ -67,14 +66,15 @@ def decoder_of(folder: Path, config: Any) -> VQGANDecoder | None:
     return found.eval()
 
 
-def fill_codebook(quantize: nn.Module, folder: Path) -> None:
-    """Give a model's ``quantize``, which was saved without it, the codebook published beside it in
-    ``folder``, if there is one.
+def fill_tokenizer(vqmodel: nn.Module, folder: Path) -> None:
+    """Give a model's ``vqmodel``, which was saved without it, the weights published beside it in
+    ``folder``, if there are some.
     """
     file = _published(folder)
     if file is not None:
-        weight = read_checkpoint(file).get(BOOK)
-        load_strict(quantize, {} if weight is None else {"embedding.weight": weight}, source=file)
+        names = vqmodel.state_dict()
+        state = {name: x for name, x in read_checkpoint(file).items() if name in names}
+        load_strict(vqmodel, state, source=file)
 
 
 def _published(folder: Path) -> Path | None:

@@ -39,7 +39,7 @@ ASKED = "Generate an image of {}x{} according to the following prompt:\n{}"
 MASKED = "mask_image_logits"
 LUMINA = (MASKED, "z_loss_weight")  # settings of its training
 VQGAN = "specmm.image_ar.vqgan:decoder_of"
-CODEBOOK = "specmm.image_ar.vqgan:fill_codebook"
+TOKENIZER = "specmm.image_ar.vqgan:fill_tokenizer"
 
 
 def _lined(model: PreTrainedModel) -> bool:
@@ -125,7 +125,7 @@ def _check(model: PreTrainedModel) -> None:
 
 def _fill(model: PreTrainedModel, folder: Path) -> None:
     """Lumina-mGPT's training leaves the image tokenizer out."""
-    named(CODEBOOK)(model.model.vqmodel.quantize, folder)
+    named(TOKENIZER)(model.model.vqmodel, folder)
 
 
 def _sampling(model: PreTrainedModel) -> dict[str, Any]:

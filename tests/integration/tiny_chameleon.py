@@ -86,8 +86,10 @@ def published(found):
     """The weights of a ``VQModel`` of diffusers by the names of VQGAN's release."""
     levels = len(found.config.block_out_channels)
     names = (
-        (r"decoder\.mid_block\.resnets\.(\d)", lambda m: f"decoder.mid.block_{int(m[1]) + 1}"),
-        (r"decoder\.mid_block\.attentions\.0", "decoder.mid.attn_1"),
+        (r"mid_block\.resnets\.(\d)", lambda m: f"mid.block_{int(m[1]) + 1}"),
+        (r"mid_block\.attentions\.0", "mid.attn_1"),
+        (r"down_blocks\.(\d)\.resnets", r"down.\1.block"),
+        (r"down_blocks\.(\d)\.downsamplers\.0", r"down.\1.downsample"),
         (r"up_blocks\.(\d)\.resnets", lambda m: f"up.{levels - 1 - int(m[1])}.block"),
         (r"up_blocks\.(\d)\.upsamplers\.0", lambda m: f"up.{levels - 1 - int(m[1])}.upsample"),
         (r"conv_norm_out", "norm_out"),
