@@ -18,11 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specmm.guidance import AllowedTokens
-from specmm.hf.picture_tokens import Decoder, Layout, Painting, PictureModel, Size, lined, square
+from specmm.hf.picture_tokens import (
+    Decoder,
+    Encoder,
+    Layout,
+    Painting,
+    PictureModel,
+    Size,
+    lined,
+    pixels_of,
+    square,
+)
 from specmm.registry import named
 
 START = "<s>"
@@ -135,6 +146,20 @@ def _sampling(model: PreTrainedModel) -> dict[str, Any]:
     return {"cfg": 4.0, "top_k": min(2000, model.config.vocab_size)}
 
 
+def _encode(model: Any, layout: Layout) -> tuple[Size, Encoder]:
+    """With the token that ends each line, where lines have one."""
+
+    def encoder(pixels: Tensor) -> Tensor:
+        codes = model.model.vqmodel.encode(pixels).image_tokens
+        tokens = model.model.vocabulary_mapping.convert_img2bpe(codes).long()
+        lines = tokens.view(len(pixels), layout.rows, layout.columns)
+        if _lined(model):
+            lines = F.pad(lines, (0, 1), value=model.config.vocabulary_map[END_OF_LINE])
+        return lines.flatten(1)
+
+    return pixels_of(model, layout), encoder
+
+
 def _decode(model: PreTrainedModel, folder: Path) -> Decoder:
     """The tokenizer's decoder; raises ``ValueError`` where there is none."""
     pictures_of = _pictures_of(model, folder)
@@ -177,6 +202,7 @@ CHAMELEON = PictureModel(
     away=_away,
     decode=_decode,
     codebook=_codebook,
+    encode=_encode,
     check=_check,
     fill=_fill,
     sampling=_sampling,

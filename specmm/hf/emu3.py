@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmm.hf.picture_tokens import Decoder, Layout, Painting, PictureModel, Size, lined
+from specmm.hf.picture_tokens import (
+    Decoder,
+    Encoder,
+    Layout,
+    Painting,
+    PictureModel,
+    Size,
+    lined,
+    pixels_of,
+)
 
 USUAL = (720, 720)  # as the released processor has it
 
@@ -45,6 +54,19 @@ def _codebook(model: Any) -> tuple[Tensor, Tensor]:
     return torch.tensor(ids, device=rows.device), rows[list(codes)]
 
 
+def _encode(model: Any, layout: Layout) -> tuple[Size, Encoder]:
+    """With the token that ends each line."""
+    size = pixels_of(model, layout)
+
+    def encoder(pixels: Tensor) -> Tensor:
+        sizes = torch.tensor([size] * len(pixels))
+        found = model.model.vqmodel.encode(pixels, sizes).image_tokens
+        words = model.vocabulary_mapping
+        return torch.stack([words.convert_img2bpe(codes).flatten() for codes in found]).long()
+
+    return size, encoder
+
+
 def _decode(model: Any, folder: Path) -> Decoder:
     def decoder(tokens: Tensor, layout: Layout, painting: Painting) -> Tensor:
         lines = tokens.view(len(tokens), layout.rows, layout.columns + 1)
@@ -61,5 +83,6 @@ EMU3 = PictureModel(
     ids=_ids,
     decode=_decode,
     codebook=_codebook,
+    encode=_encode,
     cfg=3.0,
 )

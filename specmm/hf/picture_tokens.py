@@ -62,6 +62,10 @@ Decoder = Callable[[Tensor, Layout, Painting], Tensor]
 """Tokens [1, T] to a picture [1, 3, H, W] in [-1, 1]."""
 
 
+Encoder = Callable[[Tensor], Tensor]
+"""Pictures [B, 3, H, W] in [-1, 1] to tokens [B, T]."""
+
+
 @dataclass(frozen=True)
 class PictureModel:
     """A class of transformers that draws pictures, described by functions of a model.
@@ -77,10 +81,11 @@ class PictureModel:
     guidance scale, ``sampling`` settings by name that a model of the kind is usually run with.
     Tokens are ``shared`` where drawn ones have the ids that a prompt would use. ``parts`` are the
     folders of model and tokenizer in a pipeline of diffusers, if the model comes in one, and
-    ``paints`` tells that its pixels are made by diffusion. ``check`` raises ``ValueError`` for a
-    model that cannot draw; a checkpoint cannot without weights with ``scores`` in their names, and
-    can without those whose names begin with ``unneeded``, which ``fill`` then takes from elsewhere
-    in the folder.
+    ``paints`` tells that its pixels are made by diffusion. ``encode`` gives the size in pixels of
+    pictures of a layout, and what makes tokens of them. ``check`` raises ``ValueError`` for a model
+    that cannot draw; a checkpoint cannot without weights with ``scores`` in their names, and can
+    without those whose names begin with ``unneeded``, which ``fill`` then takes from elsewhere in
+    the folder.
     """
 
     architecture: str  # the class
@@ -91,6 +96,7 @@ class PictureModel:
     away: Callable[[Any, Any, Sequence[int]], list[int]] | None = None
     head: Callable[[Any], Callable[[Tensor], Tensor]] = lambda model: model.get_output_embeddings()
     embed: Callable[[Any], Callable[[Tensor], Tensor]] = lambda model: model.get_input_embeddings()
+    encode: Callable[[Any, Layout], tuple[Size, Encoder]] | None = None
     cfg: float = 1.0
     sampling: Callable[[Any], dict[str, Any]] = lambda model: {}
     shared: bool = True
@@ -254,6 +260,12 @@ def lined(rows: int, columns: int, pictures: Tensor, line: Tensor) -> Layout:
     places[:, -1] = 1
     allowed = AllowedTokens(torch.stack([pictures, line]), places.flatten())
     return Layout(rows, columns, rows * (columns + 1), allowed)
+
+
+def pixels_of(model: Any, layout: Layout) -> Size:
+    """The size of a picture whose tokenizer halves it at each of its levels but the first."""
+    factor = 2 ** (len(model.config.vq_config.channel_multiplier) - 1)
+    return layout.rows * factor, layout.columns * factor
 
 
 def square(tokens: int, size: Size | None, side: int, allowed: AllowedTokens) -> Layout:

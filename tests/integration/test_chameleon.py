@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import specmm
+from specmm import methods
 from specmm.cache import Cache
 from specmm.cli import app
 from specmm.decode import decode, decode_plain
@@ -17,6 +18,7 @@ from specmm.guidance import AllowedTokens, Guidance
 from specmm.hf.chameleon import CHAMELEON
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
 from specmm.hf.picture_tokens import Layout, PictureTarget, picture_prompt
+from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
@@ -69,6 +71,21 @@ def layout_of(mask):
     return Layout(SIDE, SIDE, SIDE**2, AllowedTokens.everywhere(mask))
 
 
+def test_neighbours_are_those_of_the_codes(pipe):
+    """Ids of picture tokens lie apart; those between have no mass to borrow."""
+    method = methods.Draft("jacobi", "chain(3)", "lantern++(k=3, lambda_=2.0)")
+    _, _, rule = assemble(method, pipe.target(), pipe.parts)
+    codes = pipe.transformer.model.vqmodel.quantize.embedding.weight
+    order = torch.cdist(codes, codes).fill_diagonal_(torch.inf).argsort(1)[:, :3]
+    ids = torch.tensor(PICTURE)
+    assert torch.equal(rule.neighbourhood.near(ids, 3)[0], ids[order])
+    between, _ = rule.neighbourhood.near(ids[:-1] + 1, 3)
+    assert not bool(pipe.target().allowed.masks[0, between].any())
+    given = dict(method=method, output_type="latent", generator=torch.Generator().manual_seed(0))
+    out = pipe(PROMPTS, **given)
+    assert out.certificate.kind == "bounded" and set(out.tokens.unique().tolist()) <= set(PICTURE)
+
+
 def test_what_is_missing_is_said(pipe, folder, tmp_path):
     assert kinds_of(str(folder)) == ("images",)
     assert {"ar", "sjd", "speculative", "prompt-lookup"} < set(methods_of("images", str(folder)))
@@ -112,6 +129,20 @@ def test_a_tokenizer_that_a_checkpoint_lacks_is_the_published_one(tmp_path):
         features = vq.encode(pixels).latents.permute(0, 2, 3, 1).flatten(0, 2)
     codes = torch.cdist(features, vq.quantize.embedding.weight).argmin(1)
     assert torch.equal(tokens, torch.tensor(PICTURE)[codes]) and len(codes.unique()) > 1
+
+
+def test_pictures_become_the_tokens_that_would_draw_them(pipe, tmp_path):
+    """With the end of each line, where lines have one."""
+    tiny_chameleon.save_lumina(tmp_path)
+    lined = specmm.ImagePipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
+    for one, size in ((pipe, (16, 16)), (lined, (16, 24))):
+        layout = one._layout(*size)
+        found, encoder = one.facts.encode(one.transformer, layout)
+        pixels = torch.rand(2, 3, *size) * 2 - 1
+        with torch.no_grad():
+            tokens = encoder(pixels)
+        assert found == size and tokens.shape == (2, layout.length)
+        assert layout.allowed.at(torch.arange(layout.length)).gather(1, tokens.T).all()
 
 
 def test_rows_may_end_at_different_rounds(pipe):
@@ -197,6 +228,6 @@ def test_trees_are_scored_by_the_kernel_where_triton_runs(pipe, folder, monkeypa
 def test_what_needs_classes_is_refused_in_a_sentence(folder):
     calls = [["demo", "--model", str(folder)], ["bench", str(folder)]]
     calls.append(["generate", str(folder), "--prompt", "tree", "--batch-invariant"])
-    for words, said in zip(calls, ["draws classes", "draws classes", "does not hold"], strict=True):
+    for words, said in zip(calls, ["draws classes", "give --prompt", "does not hold"], strict=True):
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 2 and said in done.stderr and "Traceback" not in done.stderr
