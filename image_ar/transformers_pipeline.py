@@ -18,6 +18,7 @@ from specmm import methods, zoo
 from specmm.decode import Progress
 from specmm.guidance import Guidance
 from specmm.hardware import choose_dtype, prepack
+from specmm.hf.drafter_formats import ModelFolder
 from specmm.hf.picture_tokens import (
     Decoder,
     Layout,
@@ -63,7 +64,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
     """
 
     sampling_options = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
-    call_options = ("negative_prompt", "height", "width")
+    call_options = ("negative_prompt", "height", "width", "num_inference_steps", "guidance_scale")
     plans = "trees"
     takes = "prompt"
     batch_invariant = False  # a prompt's padding depends on the longest of its batch
@@ -85,7 +86,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         self.folder = folder
         self.name = name
         given = (folder / SETTINGS).exists()
-        usual = LlamaGenSettings(cfg=facts.cfg, **facts.sampling(transformer))
+        usual = LlamaGenSettings(**{"cfg": facts.cfg, **facts.sampling(transformer)})
         self.settings = read_settings(LlamaGenSettings, folder) if given else usual
         self.method = methods.make(methods.TRANSFORMERS_IMAGES, method)
         self.owner = owner or owner_of(transformer, facts)
@@ -119,8 +120,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         if facts is None:
             raise ValueError(f"{folder} must hold a model of transformers that draws pictures")
         weights, words = facts.folders(folder)
-        kind = getattr(transformers, facts.architecture)
-        model = load_model(kind, weights, dtype=torch_dtype or "auto")
+        model = _loaded(facts, weights, torch_dtype or "auto")
         size = sum(p.numel() for p in model.parameters())
         model = model.to(device, torch_dtype or choose_dtype(size, device=device)).eval()
         owner = owner_of(model, facts)
@@ -179,16 +179,24 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
         if not texts:
             raise ValueError("prompt must name at least one picture, got none")
+        if not all(text.strip() for text in texts):
+            raise ValueError("prompt must say what to draw, got an empty one")
         chosen = self.method
         if method is not None:
             chosen = methods.make(methods.TRANSFORMERS_IMAGES, method)
-        decoder = None if output_type == "latent" else self.decoder()
         layout = self._layout(height, width)
         options = self._painting_options(num_inference_steps, guidance_scale)
         target = self.target(cfg, cfg_interval, temperature, top_k, top_p, layout)
+        if negative_prompt is not None and target.branches == 1:
+            raise ValueError(
+                f"negative_prompt needs cfg above 1, got cfg {target.guidance.scale}, by which "
+                "nothing is led away from it"
+            )
         asked = [text for text in texts for _ in range(num_images_per_prompt)]
         rows = [self._ids(text, layout) for text in asked]
         away = [self._away(ids, negative_prompt, layout) for ids in rows]
+        target.check(picture_prompt(target, rows, away))
+        decoder = None if output_type == "latent" else self.decoder()
         generators = sample_generators(generator, len(rows), self.device)
         seeds = [further(one) for one in generators]
         paintings = [Painting(*each, options) for each in zip(asked, seeds, strict=True)]
@@ -221,6 +229,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         """The model as a target under these options, and the model's settings for what is None."""
         options = dict(cfg=cfg, cfg_interval=cfg_interval, temperature=temperature)
         chosen = with_options(self.settings, **options, top_k=top_k, top_p=top_p)
+        if not chosen.cfg > 0:
+            raise ValueError(f"cfg must be above 0, got {chosen.cfg}, use 1 for no guidance")
         processor = Processor(chosen.temperature, chosen.top_k, chosen.top_p)
         guidance = Guidance(chosen.cfg, chosen.cfg_interval)
         where = layout or self._layout()
@@ -275,6 +285,10 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             )
         if steps is not None and steps < 1:
             raise ValueError(f"num_inference_steps must be at least 1, got {steps}")
+        if guidance is not None and not guidance > 0:
+            raise ValueError(
+                f"guidance_scale must be above 0, got {guidance}, use 1 for no guidance"
+            )
         return given
 
     def _layout(self, height: int | None = None, width: int | None = None) -> Layout:
@@ -293,6 +307,22 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         if negative is None and self.facts.away is not None:
             return self.facts.away(self.transformer, self.tokenizer, ids)
         return self._ids(negative or "", layout)
+
+
+def _loaded(facts: PictureModel, folder: Path, dtype: torch.dtype | str) -> Any:
+    """The model in ``folder``; raises ``ValueError`` for one without what draws pictures."""
+    names = ModelFolder(folder).weights
+    if names and not any(facts.scores in name for name in names):
+        raise ValueError(
+            f"{folder} must hold weights that score pictures ({facts.scores}…), got none: it only "
+            "writes; use a checkpoint that draws, or VQAPipeline for questions"
+        )
+    kind = getattr(transformers, facts.architecture)
+    model = load_model(kind, folder, facts.unneeded, dtype=dtype)
+    facts.check(model)
+    if facts.unneeded and names and not any(n.startswith(facts.unneeded) for n in names):
+        facts.fill(model, folder)
+    return model
 
 
 def _contiguous(model: transformers.PreTrainedModel) -> dict[str, Tensor]:

@@ -38,6 +38,9 @@ def generate(
     ] = None,
     height: Annotated[int | None, typer.Option(help="Pixels, for models of any size.")] = None,
     width: Annotated[int | None, typer.Option(help="Pixels; goes with --height.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Of the diffusion that paints GLM-Image's pixels.")
+    ] = None,
     method: MethodName = "ar",
     option: Options = [],  # noqa: B006
     drafter: Drafter = None,
@@ -85,7 +88,9 @@ def generate(
     sampling = dict(
         cfg=cfg, cfg_interval=cfg_interval, temperature=temperature, top_k=top_k, top_p=top_p
     )
-    wanted = dict(negative_prompt=negative_prompt, height=height, width=width)
+    wanted = dict(
+        negative_prompt=negative_prompt, height=height, width=width, num_inference_steps=steps
+    )
     run = runs.PictureRun(
         model,
         chosen,

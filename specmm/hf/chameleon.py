@@ -1,17 +1,24 @@
-"""Chameleon (arXiv 2405.09818) as a model that draws pictures.
+"""Chameleon (arXiv 2405.09818), Anole (2407.06135) and Lumina-mGPT (2408.02657) as models that draw
+pictures.
 
-The class of transformers has its image tokenizer's encoder only. Pixels need a decoder: the
-tokenizer as a ``diffusers.VQModel`` in the model's folder, under ``vq/``.
+All are one class of transformers. Chameleon and Anole draw squares of picture tokens after the
+prompt's end of turn. Lumina-mGPT, told by what its training leaves in the config, is asked in a
+sentence of its own, reads the picture's size in two tokens and ends every row with one.
+
+The class has its image tokenizer's encoder only. Pixels need a decoder: the published
+``vqgan.ckpt``, or the tokenizer as a ``diffusers.VQModel`` under ``vq/``.
 
 Shape letters: B batch, T tokens of a picture, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,20 +30,57 @@ from specmm.hf.picture_tokens import (
     Painting,
     PictureModel,
     Size,
+    lined,
     pixels_of,
     square,
 )
+from specmm.registry import named
 
+START = "<s>"
 BEGIN = "<racm3:break>"  # of a picture
+END_OF_TURN = "<reserved08706>"
+END_OF_LINE = "<reserved08799>"  # Lumina-mGPT's
+SIDE = "<reserved{:05d}>"  # Lumina-mGPT's, with so many cells more than this
+SIDES_FROM = 8800
+CELL = 2  # tokens of a cell's sides, by which Lumina-mGPT counts sizes
+MOST = 200  # names of such tokens, in Chameleon's vocabulary
+RATIO = 4  # of a picture's sides, at most, among Lumina-mGPT's
+USUAL = 24  # cells of a side, as Lumina-mGPT's examples have, or as many as there are tokens for
+ASKED = "Generate an image of {}x{} according to the following prompt:\n{}"
+MASKED = "mask_image_logits"
+LUMINA = (MASKED, "z_loss_weight")  # settings of its training
+VQGAN = "specmm.image_ar.vqgan:decoder_of"
+TOKENIZER = "specmm.image_ar.vqgan:fill_tokenizer"
+
+
+def _lined(model: PreTrainedModel) -> bool:
+    """Whether ``model`` is a Lumina-mGPT."""
+    return any(hasattr(model.config, name) for name in LUMINA)
 
 
 def _layout(model: PreTrainedModel, size: Size | None) -> Layout:
-    """Squares of picture tokens alone."""
+    """Squares of picture tokens, or any size that Lumina-mGPT has tokens for."""
     mask = torch.zeros(model.config.vocab_size, dtype=torch.bool)
     mask[_codes(model)[0]] = True
     vq = model.config.vq_config
-    side = vq.resolution // 2 ** (len(vq.channel_multiplier) - 1)
-    return square(side**2, size, vq.resolution, AllowedTokens.everywhere(mask))
+    factor = 2 ** (len(vq.channel_multiplier) - 1)
+    if not _lined(model):
+        side = vq.resolution // factor
+        return square(side**2, size, vq.resolution, AllowedTokens.everywhere(mask))
+    cell = CELL * factor
+    words = model.config.vocabulary_map
+    known = [n for n in range(1, MOST) if SIDE.format(SIDES_FROM + n) in words]
+    usual = max((n for n in known if n <= USUAL), default=USUAL) * cell
+    height, width = size or (usual, usual)
+    whole = all(side % cell == 0 and side // cell in known for side in (height, width))
+    if not whole or max(height, width) > RATIO * min(height, width):
+        raise ValueError(
+            f"height and width must be multiples of {cell} that the model has tokens for, and "
+            f"neither more than {RATIO} times the other, got {height} and {width}"
+        )
+    line = torch.zeros_like(mask)
+    line[words[END_OF_LINE]] = True
+    return lined(height // factor, width // factor, mask, line)
 
 
 def _codes(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
@@ -52,44 +96,116 @@ def _codebook(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 
 
 def _ids(model: PreTrainedModel, tokenizer: Any, text: str, layout: Layout) -> list[int]:
-    return [*tokenizer(text)["input_ids"], model.config.vocabulary_map[BEGIN]]
+    """Of ``text`` as a turn, and of what begins a picture."""
+    words = model.config.vocabulary_map
+    begin = [words[BEGIN]]
+    if _lined(model):
+        rows, columns = (count // CELL for count in (layout.rows, layout.columns))
+        cell = CELL * 2 ** (len(model.config.vq_config.channel_multiplier) - 1)
+        text = ASKED.format(columns * cell, rows * cell, text)
+        begin += [words[SIDE.format(SIDES_FROM + cells)] for cells in (rows, columns)]
+    said = tokenizer(text, add_special_tokens=False)["input_ids"]
+    turn = [words[name] for name in (END_OF_TURN,) if name in words]
+    return [words[START], *said, *turn, *begin]
+
+
+def _away(model: PreTrainedModel, tokenizer: Any, ids: Sequence[int]) -> list[int]:
+    """What begins a picture, and for Chameleon what begins every text."""
+    words = model.config.vocabulary_map
+    begin = list(ids).index(words[BEGIN])
+    return list(ids[begin:]) if _lined(model) else [words[START], *ids[begin:]]
+
+
+def _check(model: PreTrainedModel) -> None:
+    """Raise ``ValueError`` for one that cannot draw: it was trained with pictures masked."""
+    pictures = model.model.vocabulary_mapping.image_tokens
+    rows = model.lm_head.weight[pictures[:2]]
+    reason = ""
+    if not pictures:
+        reason = "its vocabulary has none"
+    elif getattr(model.config, MASKED, False):
+        reason = f"its config has {MASKED}"
+    elif not bool(rows.isfinite().all()) or torch.equal(rows[0], rows[-1]):
+        reason = "its head scores all of them alike"
+    if reason:
+        raise ValueError(
+            f"the model must have learned to draw picture tokens, but {reason}; use one trained "
+            "for it, such as Anole or Lumina-mGPT"
+        )
+
+
+def _fill(model: PreTrainedModel, folder: Path) -> None:
+    """Lumina-mGPT's training leaves the image tokenizer out."""
+    named(TOKENIZER)(model.model.vqmodel, folder)
+
+
+def _sampling(model: PreTrainedModel) -> dict[str, Any]:
+    """As the releases draw."""
+    if not _lined(model):
+        return {"temperature": 0.7, "top_p": 0.9}
+    return {"cfg": 4.0, "top_k": min(2000, model.config.vocab_size)}
 
 
 def _encode(model: Any, layout: Layout) -> tuple[Size, Encoder]:
+    """With the token that ends each line, where lines have one."""
+
     def encoder(pixels: Tensor) -> Tensor:
-        codes = model.model.vqmodel.encode(pixels).image_tokens.view(len(pixels), -1)
-        return model.model.vocabulary_mapping.convert_img2bpe(codes).long()
+        codes = model.model.vqmodel.encode(pixels).image_tokens
+        tokens = model.model.vocabulary_mapping.convert_img2bpe(codes).long()
+        lines = tokens.view(len(pixels), layout.rows, layout.columns)
+        if _lined(model):
+            lines = F.pad(lines, (0, 1), value=model.config.vocabulary_map[END_OF_LINE])
+        return lines.flatten(1)
 
     return pixels_of(model, layout), encoder
 
 
 def _decode(model: PreTrainedModel, folder: Path) -> Decoder:
-    """The tokenizer in ``vq/``; raises ``ValueError`` where there is none."""
-    from diffusers import VQModel
-
-    if not (folder / "vq" / "config.json").is_file():
-        raise ValueError(
-            f"{folder} has no decoder for pictures: put the tokenizer as a diffusers VQModel into "
-            f"{folder / 'vq'}, or give output_type='latent' for tokens alone"
-        )
-    vq = VQModel.from_pretrained(folder / "vq", low_cpu_mem_usage=False).to(model.device).eval()
+    """The tokenizer's decoder; raises ``ValueError`` where there is none."""
+    pictures_of = _pictures_of(model, folder)
     ids, codes = (table.to(model.device) for table in _codes(model))
 
     def decoder(tokens: Tensor, layout: Layout, painting: Painting) -> Tensor:
-        places = torch.searchsorted(ids, tokens)
-        found = codes[places].view(len(tokens), layout.rows, layout.columns)
-        latents = vq.quantize.embedding(found).permute(0, 3, 1, 2)
-        return vq.decode(latents, force_not_quantize=True).sample
+        grid = tokens.view(len(tokens), layout.rows, -1)[..., : layout.columns]
+        return pictures_of(codes[torch.searchsorted(ids, grid.contiguous())])
 
     return decoder
+
+
+def _pictures_of(model: PreTrainedModel, folder: Path) -> Callable[[Tensor], Tensor]:
+    """Codes [B, rows, columns] to pictures."""
+    from diffusers import VQModel
+
+    if (folder / "vq" / "config.json").is_file():
+        vq = VQModel.from_pretrained(folder / "vq", low_cpu_mem_usage=False).to(model.device).eval()
+
+        def pictures(codes: Tensor) -> Tensor:
+            latents = vq.quantize.embedding(codes).permute(0, 3, 1, 2)
+            return vq.decode(latents, force_not_quantize=True).sample
+
+        return pictures
+    found = named(VQGAN)(folder, model.config.vq_config)
+    if found is None:
+        raise ValueError(
+            f"{folder} has no decoder for pictures: put Chameleon's vqgan.ckpt into it, or the "
+            f"tokenizer as a diffusers VQModel into {folder / 'vq'}, or give "
+            "output_type='latent' for tokens alone"
+        )
+    opened: Callable[[Tensor], Tensor] = found.to(model.device)
+    return opened
 
 
 CHAMELEON = PictureModel(
     architecture="ChameleonForConditionalGeneration",
     layout=_layout,
     ids=_ids,
+    away=_away,
     decode=_decode,
     codebook=_codebook,
     encode=_encode,
+    check=_check,
+    fill=_fill,
+    sampling=_sampling,
+    unneeded="model.vqmodel.",
     cfg=3.0,
 )

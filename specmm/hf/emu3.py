@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmm.guidance import AllowedTokens
 from specmm.hf.picture_tokens import (
     Decoder,
     Encoder,
@@ -22,6 +21,7 @@ from specmm.hf.picture_tokens import (
     Painting,
     PictureModel,
     Size,
+    lined,
     pixels_of,
 )
 
@@ -36,16 +36,11 @@ def _layout(model: Any, size: Size | None) -> Layout:
         raise ValueError(
             f"height and width must be multiples of {factor}, got {height} and {width}"
         )
-    rows = height // factor
-    columns = width // factor
     words = model.vocabulary_mapping
-    masks = torch.zeros(2, model.config.get_text_config().vocab_size, dtype=torch.bool)
-    masks[0, words.image_tokens] = True
-    masks[1, words.eol_token_id] = True
-    places = torch.zeros(rows, columns + 1, dtype=torch.int64)
-    places[:, -1] = 1
-    allowed = AllowedTokens(masks, places.flatten())
-    return Layout(rows, columns, rows * (columns + 1), allowed)
+    pictures, line = torch.zeros(2, model.config.get_text_config().vocab_size, dtype=torch.bool)
+    pictures[words.image_tokens] = True
+    line[words.eol_token_id] = True
+    return lined(height // factor, width // factor, pictures, line)
 
 
 def _ids(model: Any, tokenizer: Any, text: str, layout: Layout) -> list[int]:

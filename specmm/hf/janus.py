@@ -84,6 +84,7 @@ def _decode(model: Any, folder: Path) -> Decoder:
 
 JANUS = PictureModel(
     architecture="JanusForConditionalGeneration",
+    scores="generation_head.",
     head=lambda model: model.model.generation_head,
     embed=lambda model: model.prepare_embeddings_for_image_generation,
     layout=_layout,

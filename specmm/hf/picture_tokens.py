@@ -78,11 +78,14 @@ class PictureModel:
     that is the empty one. ``decode`` gives what turns tokens into pixels, from the model and the
     files in its folder, or raises ``ValueError``. ``codebook`` gives the rising ids [W] of the
     picture tokens, and of each what the tokenizer looks up for it [W, E]. ``cfg`` is the usual
-    guidance scale, ``sampling`` other settings by name that a model of the kind is usually run
-    with. Tokens are ``shared`` where drawn ones have the ids that a prompt would use. ``parts`` are
-    the folders of model and tokenizer in a pipeline of diffusers, if the model comes in one, and
+    guidance scale, ``sampling`` settings by name that a model of the kind is usually run with.
+    Tokens are ``shared`` where drawn ones have the ids that a prompt would use. ``parts`` are the
+    folders of model and tokenizer in a pipeline of diffusers, if the model comes in one, and
     ``paints`` tells that its pixels are made by diffusion. ``encode`` gives the size in pixels of
-    pictures of a layout, and what makes tokens of them.
+    pictures of a layout, and what makes tokens of them. ``check`` raises ``ValueError`` for a model
+    that cannot draw; a checkpoint cannot without weights with ``scores`` in their names, and can
+    without those whose names begin with ``unneeded``, which ``fill`` then takes from elsewhere in
+    the folder.
     """
 
     architecture: str  # the class
@@ -99,6 +102,10 @@ class PictureModel:
     shared: bool = True
     parts: tuple[str, str] = ("", "")
     paints: bool = False
+    check: Callable[[Any], None] = lambda model: None
+    scores: str = ""
+    unneeded: str | None = None
+    fill: Callable[[Any, Path], None] = lambda model, folder: None
 
     def folders(self, folder: Path) -> tuple[Path, Path]:
         """Where model and tokenizer are in ``folder``, a pipeline's or the model's own."""
@@ -245,6 +252,14 @@ def picture_prompt(
         other = VLMPrompt(padded([list(row) for row in away]), target.length)
     ids = padded([list(row) for row in prompts])
     return VLMPrompt(ids, target.length, unconditional=other).to(target.device, torch.float32)
+
+
+def lined(rows: int, columns: int, pictures: Tensor, line: Tensor) -> Layout:
+    """The layout of ``rows`` that each end with a token more, from masks [V] of either kind."""
+    places = torch.zeros(rows, columns + 1, dtype=torch.int64)
+    places[:, -1] = 1
+    allowed = AllowedTokens(torch.stack([pictures, line]), places.flatten())
+    return Layout(rows, columns, rows * (columns + 1), allowed)
 
 
 def pixels_of(model: Any, layout: Layout) -> Size:

@@ -125,10 +125,11 @@ def _unsuited(text: PreTrainedConfig) -> str:
     return "it has layers that see a window" if window or kinds - {"full_attention"} else ""
 
 
-def load_model(kind: Any, folder: str | Path, **options: Any) -> Any:
+def load_model(kind: Any, folder: str | Path, unneeded: str | None = None, **options: Any) -> Any:
     """The model in ``folder`` by ``kind``, a model class of transformers or an auto class.
 
-    ``options`` are those of ``from_pretrained``. Raises ``ValueError`` naming weights that are
+    ``options`` are those of ``from_pretrained``; weights whose names begin with ``unneeded`` may be
+    missing. Raises ``ValueError`` naming weights that are
     missing (ties aside), of another shape or unreadable, or of more layers than the config has.
     Weights of other kinds than the class has, such as another task's head, are left out with a
     warning.
@@ -151,7 +152,7 @@ def load_model(kind: Any, folder: str | Path, **options: Any) -> Any:
         raise ValueError(f"{folder} must hold readable weights, got: {found}; {ADVICE}") from error
     except ValueError as error:
         raise _explained(error, folder) from error
-    _check_loaded(model, report, folder)
+    _check_loaded(model, report, folder, unneeded)
     return model
 
 
@@ -254,13 +255,17 @@ def _needs_code(folder: str | Path, what: str) -> ValueError:
     )
 
 
-def _check_loaded(model: PreTrainedModel, report: dict[str, Any], folder: str | Path) -> None:
+def _check_loaded(
+    model: PreTrainedModel, report: dict[str, Any], folder: str | Path, unneeded: str | None
+) -> None:
     """Raise ``ValueError`` naming weights of ``model`` that are not those of the ``folder``."""
 
     def numberless(name: str) -> str:
         return re.sub(r"\b\d+\b", "*", name)
 
-    missing = sorted(report["missing_keys"])
+    missing = sorted(
+        name for name in report["missing_keys"] if unneeded is None or not name.startswith(unneeded)
+    )
     extra = sorted(report["unexpected_keys"])
     other = sorted(report["mismatched_keys"])
     shapes = [f"{name} {list(theirs)} for {list(ours)}" for name, theirs, ours in other]

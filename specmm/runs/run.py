@@ -124,7 +124,13 @@ def open_model(
     ``drafter`` is a folder, ``text_encoder`` for images of LlamaGen's prompts. Raises
     ``ValueError`` for a model that cannot be found or read, and one that takes no drafter.
     """
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     if kind == "images":
+        from diffusers.utils import logging
+
+        logging.disable_progress_bar()
         given = dict(torch_dtype=place.dtype, device=place.device, text_encoder=text_encoder)
         if drafter is not None and not family_of(model).takes_drafter:
             raise ValueError(f"{model} reads the drafters in its own folder; leave --drafter out")
@@ -133,12 +139,9 @@ def open_model(
         pipe = ImagePipeline.from_pretrained(model, method=method, **given)
         pipe.set_progress_bar_config(disable=True)
         return pipe
-    from transformers.utils.logging import disable_progress_bar
-
     from specmm.text.pipeline import TextPipeline
     from specmm.vlm.pipeline import VQAPipeline
 
-    disable_progress_bar()
     if kind == "questions":
         return VQAPipeline.from_pretrained(model, method, drafter, place.dtype, place.device)
     return TextPipeline.from_pretrained(model, method, drafter, place.dtype, place.device)

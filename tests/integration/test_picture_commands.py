@@ -16,7 +16,7 @@ from specmm.hf.picture_tokens import picture_prompt
 from specmm.recipes.pictures import captioned
 from specmm.recipes.training.encoding import to_float
 from specmm.recipes.training.seen_pictures import SeenPictures
-from tests.integration.test_picture_models import KINDS, PROMPTS, reference, sized
+from tests.integration.picture_kinds import KINDS, PROMPTS, reference, sized
 
 
 @pytest.fixture(scope="module", params=["janus", "emu3"])

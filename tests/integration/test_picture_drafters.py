@@ -26,7 +26,7 @@ from specmm.stats import Clock
 from specmm.tree import DraftTree
 from specmm.verify import Recursive
 from specmm.verify.exhaustive import draws, emitted_probs, sequence_probs, total_variation
-from tests.integration.test_picture_models import (
+from tests.integration.picture_kinds import (
     KINDS,
     PROMPTS,
     SCALE,

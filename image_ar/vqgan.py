@@ -1,0 +1,95 @@
+"""VQGAN's decoder as Chameleon's image tokenizer was published: pixels of codes.
+
+transformers leaves it out of Chameleon. It comes in the tokenizer's own file, which Chameleon,
+Anole and Lumina-mGPT share, or among a conversion's weights.
+
+Source: VQGAN (arXiv 2012.09841). Shape letters: B batch, h rows, w columns, E code width.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from specmm.checkpoints import PICKLED, State, load_strict, read_checkpoint
+from specmm.hf.drafter_formats import ModelFolder
+from specmm.image_ar.autoencoder import AttnBlock, Decoder, Stack
+
+FILE = "vqgan.ckpt"
+PLACES = ("", "vq", "tokenizer")  # of the file, from a model's folder
+OWN = "model.vqmodel."  # how a conversion's names begin
+NEEDED = ("decoder.", "post_quant_conv.", "quantize.embedding.")
+
+
+class VQGANDecoder(nn.Module):
+    """Code grids [B, h, w] to pictures [B, 3, H, W] in about [-1, 1], by a ``vq_config``."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        levels = range(len(config.channel_multiplier))
+        attends = config.attn_resolutions or ()
+        stack = Stack(
+            ch=config.base_channels,
+            ch_mult=tuple(config.channel_multiplier),
+            blocks=config.num_res_blocks + 1,
+            latent=config.latent_channels,
+            attending=[i for i in levels if config.resolution // 2**i in attends],
+            kind=AttnBlock if config.attn_type == "vanilla" else nn.Identity,
+        )
+        book = nn.Embedding(config.num_embeddings, config.embed_dim)
+        self.quantize = nn.ModuleDict({"embedding": book})
+        self.post_quant_conv = nn.Conv2d(config.embed_dim, config.latent_channels, 1)
+        self.decoder = Decoder(stack)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """The pictures of ``codes`` [B, h, w]."""
+        vectors: Tensor = self.quantize["embedding"](codes)  # [B, h, w, E]
+        pictures: Tensor = self.decoder(self.post_quant_conv(vectors.permute(0, 3, 1, 2)))
+        return pictures
+
+
+def decoder_of(folder: Path, config: Any) -> VQGANDecoder | None:
+    """The decoder beside or in the model of ``folder``, by its ``vq_config``; None where none is.
+
+    Raises ``ValueError`` for a file that does not fit the config.
+    """
+    file = _published(folder)
+    state = read_checkpoint(file) if file else _own_weights(folder)
+    if not any(name.startswith(NEEDED[0]) for name in state):
+        return None
+    found = VQGANDecoder(config)
+    needed = {name: weight for name, weight in state.items() if name.startswith(NEEDED)}
+    load_strict(found, needed, source=file or folder)
+    return found.eval()
+
+
+def fill_tokenizer(vqmodel: nn.Module, folder: Path) -> None:
+    """Give a model's ``vqmodel``, which was saved without it, the weights published beside it in
+    ``folder``, if there are some.
+    """
+    file = _published(folder)
+    if file is not None:
+        names = vqmodel.state_dict()
+        state = {name: x for name, x in read_checkpoint(file).items() if name in names}
+        load_strict(vqmodel, state, source=file)
+
+
+def _published(folder: Path) -> Path | None:
+    """The tokenizer's own file beside or in ``folder``."""
+    files = (folder / place / FILE for place in PLACES)
+    return next((file for file in files if file.is_file()), None)
+
+
+def _own_weights(folder: Path) -> State:
+    """Those of the tokenizer among the model's, by their names in it."""
+    found: State = {}
+    for file in ModelFolder(folder).files:
+        if file.suffix in PICKLED:
+            continue
+        with safe_open(file, "pt") as opened:
+            names = [name for name in opened.keys() if name.startswith(OWN)]  # noqa: SIM118
+            found |= {name.removeprefix(OWN): opened.get_tensor(name) for name in names}
+    return found

@@ -1,0 +1,152 @@
+"""What a model of transformers that draws pictures cannot do is said in a sentence, in Python and
+on the command line, which draws with it otherwise.
+"""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import specmm
+from specmm.cli import app
+from tests.integration import picture_kinds, tiny_chameleon, tiny_glm_image
+from tests.integration.picture_kinds import KINDS, STEPS, sized
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    return KINDS[request.param]
+
+
+@pytest.fixture(scope="module")
+def folder(kind, tmp_path_factory):
+    found = tmp_path_factory.mktemp("pictures")
+    kind.save(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def pipe(folder):
+    found = specmm.ImagePipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    found.set_progress_bar_config(disable=True)
+    return found
+
+
+def flags(**options):
+    return [str(x) for name, value in options.items() for x in (f"--{name}", value)]
+
+
+def test_the_command_line_draws(kind, folder, tmp_path):
+    sides = flags(**sized(kind))
+    sides += flags(steps=2) if kind is KINDS["glm_image"] else []
+    sides += [] if kind.tested == 1 else ["--negative-prompt", "blue"]
+    words = ["generate", str(folder), "--prompt", "a red barn", "--method", "sjd", "--seed", "3"]
+    done = CliRunner().invoke(app, [*words, *sides, "--out", str(tmp_path), "--json"])
+    assert done.exit_code == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["certificate"]["kind"] == "exact" and told["height"] == kind.size[0]
+    assert Image.open(told["outputs"][0]).size == kind.size[::-1]
+
+
+MISTAKES = [
+    (dict(height=13, width=12), "height and width must be"),
+    (dict(height=4096, width=96), "height and width must be|prompt and answer must fit"),
+    (dict(height=12), "give both height and width"),
+    (dict(prompt=" "), "prompt must say what to draw, got an empty one"),
+    (dict(prompt="tree " * 600), "prompt and answer must fit the"),
+    (dict(cfg=0.0), "cfg must be above 0, got 0.0, use 1 for no guidance"),
+    (dict(cfg=-1.0), "cfg must be above 0, got -1.0"),
+    (dict(cfg=float("nan")), "cfg must be above 0, got nan"),
+    (dict(negative_prompt="blue", cfg=1.0), "negative_prompt needs cfg above 1, got cfg 1.0"),
+    (dict(num_inference_steps=0), "num_inference_steps must be"),
+]
+AS_FLAGS = {"num_inference_steps": "steps", "negative_prompt": "negative-prompt"}
+
+
+def test_mistakes_are_told(kind, pipe, folder, tmp_path, monkeypatch):
+    """By the pipeline and, in the same words, by the command line, which says nothing else."""
+    words = ["generate", str(folder), "--prompt", "tree", "--out", str(tmp_path), *flags(cfg=-1)]
+    assert CliRunner().invoke(app, words).stderr.startswith("error: cfg must be above 0")
+    monkeypatch.setattr(specmm.runs.run, "open_model", lambda *_, **__: pipe)
+    for wrong, said in MISTAKES:
+        given = dict(prompt="tree", output_type="latent") | sized(kind) | wrong
+        if wrong == dict(height=12):
+            given.pop("width")
+        with pytest.raises(ValueError, match=said) as told:
+            pipe(**given)
+        del given["output_type"]
+        options = flags(**{AS_FLAGS.get(name, name): value for name, value in given.items()})
+        done = CliRunner().invoke(app, ["generate", str(folder), *options, "--out", str(tmp_path)])
+        assert done.exit_code == 2 and done.stderr == f"error: {told.value}\n"
+        assert "\n" not in str(told.value)
+
+
+def test_what_only_some_models_have(kind, pipe):
+    with pytest.raises(ValueError, match="at least one picture"):
+        pipe([])
+    given = dict(output_type="latent", **sized(kind))
+    if pipe.facts.paints:
+        with pytest.raises(ValueError, match="cfg must be at most 1"):
+            pipe("tree", cfg=3, **given)
+        with pytest.raises(ValueError, match="guidance_scale must be above 0, got 0"):
+            pipe("tree", guidance_scale=0, **given)
+    else:
+        with pytest.raises(ValueError, match="whose pixels no diffusion model paints"):
+            pipe("tree", **STEPS, **given)
+
+
+def rewritten(folder, change):
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+
+def refused(folder):
+    with pytest.raises(ValueError) as told:
+        specmm.ImagePipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    assert "\n" not in str(told.value)
+    return str(told.value)
+
+
+def test_a_janus_that_only_writes(tmp_path):
+    KINDS["janus"].save(tmp_path)
+    rewritten(tmp_path, lambda state: {k: v for k, v in state.items() if "generation_" not in k})
+    assert "must hold weights that score pictures (generation_head.…), got none" in refused(
+        tmp_path
+    )
+
+
+def test_a_chameleon_whose_pictures_are_masked(tmp_path):
+    model = tiny_chameleon.model(mask_image_logits=True, z_loss_weight=0.0)
+    tiny_chameleon.tokenizer().save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    assert "learned to draw picture tokens, but its config has mask_image_logits" in refused(
+        tmp_path
+    )
+    model = tiny_chameleon.model()
+    with torch.no_grad():
+        model.lm_head.weight[tiny_chameleon.PICTURE] = 0
+    model.save_pretrained(tmp_path)
+    assert "but its head scores all of them alike" in refused(tmp_path)
+    model = tiny_chameleon.model()
+    model.config.vocabulary_map = tiny_chameleon.SPECIAL
+    model.save_pretrained(tmp_path)
+    assert "but its vocabulary has none" in refused(tmp_path)
+
+
+def test_tokenizers_that_do_not_name_what_pictures_need(tmp_path):
+    """And a GLM-Image without its diffusion part draws tokens."""
+    picture_kinds.loud(tiny_glm_image.model()).save_pretrained(tmp_path)
+    words = tiny_glm_image.tokenizer()
+    words.save_pretrained(tmp_path)
+    bare = specmm.ImagePipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
+    given = dict(height=96, width=64)
+    assert bare("tree", output_type="latent", **given).tokens.shape == (1, 19 * 13 + 3 * 2)
+    with pytest.raises(ValueError, match="has no diffusion part: give the folder of the Glm"):
+        bare("tree", **given)
+    picture_kinds.tokenizer().save_pretrained(tmp_path)
+    wrong = specmm.ImagePipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
+    with pytest.raises(ValueError, match="tokenizer must name what stands around a picture's size"):
+        wrong("tree", output_type="latent", **given)
