@@ -39,17 +39,20 @@ from specmm.image_ar.shared import (
 )
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
+from specmm.image_ar.tokens.row_parallel import decode_rows, rows_certificate
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
 from specmm.stats import Certificate, rule_certificate
 from specmm.turns import in_its_turn
 from specmm.verify import GreedyMatch, Recursive, Rule
+from specmm.verify.rule import make_rule
 
 
 class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # type: ignore[misc]
     """A model of transformers that draws pictures, and its tokenizer, after one call.
 
-    Methods are ``ar``, ``sjd`` and ``prompt-lookup``, all exact. Several threads may share one.
+    Methods are ``ar``, ``sjd``, ``gsd``, ``zipar`` and ``prompt-lookup``. Several threads may share
+    one.
 
     >>> pipe = ImagePipeline.from_pretrained("path/to/chameleon", method="sjd")
     >>> out = pipe(prompt="a red barn", generator=torch.Generator().manual_seed(0))
@@ -169,10 +172,14 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
                     callback_on_step_end(self, i, int(progress.counts.min()), state)
             tokens = progress.tokens[:, : target.length]
             images = None if decoder is None else self._pixels(decoder, tokens, layout)
+            measured = float(progress.measured)
             claim = Certificate("exact", "plain decoding of the target", 0.0)
             if rule is not None:
-                claim = rule_certificate(rule.name, rule.exact, None)
-            return Drawn(tokens, images, progress.stats, claim, chosen.name)
+                excess = float(progress.excess) / measured if measured else None
+                claim = rule_certificate(rule.name, rule.exact, excess)
+            elif chosen.name == methods.ZipAR.name:
+                claim = rows_certificate(target, chosen.window)
+            return Drawn(tokens, images, progress.stats, claim, chosen.name, measured)
 
         bar = self.progress_bar(total=len(rows))
         settings = target.processor.settings | target.guidance.settings
@@ -231,12 +238,16 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
     def _loop(
         self, target: PictureTarget, prompt: VLMPrompt, method: Any, uniforms: Uniforms
     ) -> tuple[Iterator[Progress], Rule | None]:
+        if method.name == methods.ZipAR.name:
+            return decode_rows(target, prompt, method.window, uniforms), None
         if not method.drafts:
             return decode_plain(target, prompt, target.length, uniforms), None
         drafter: Drafter
-        if method.name == methods.SJD.name:
-            drafter = JacobiDrafter(target, method.window)
-        else:
+        rule: Rule = GreedyMatch() if target.processor.greedy else Recursive()
+        if method.name == methods.PromptLookup.name:
             drafter = PromptLookupDrafter(target, method.ngram, method.length)
-        rule = GreedyMatch() if target.processor.greedy else Recursive()
+        else:
+            drafter = JacobiDrafter(target, method.window, method.init)
+            if not target.processor.greedy:
+                rule = make_rule(method.choice.rule)
         return decode(target, drafter, rule, prompt, target.length, uniforms), rule

@@ -111,10 +111,14 @@ def assemble(
 def _rule(
     spec: str, kind: RuleKind, target: LlamaGenTarget, parts: LlamaGenParts, greedy: bool
 ) -> Rule:
-    if not kind.relaxed:
-        return GreedyMatch() if greedy else make_rule(spec)
+    if greedy and not kind.relaxed:
+        return GreedyMatch()
+    if not kind.codes:
+        return make_rule(spec)
     k = int(parse_spec(spec)[2].get("k", kind.rule.k))
-    return make_rule(spec, table=_neighbours(parts, k, target), greedy=greedy)
+    if kind.relaxed:
+        return make_rule(spec, table=_neighbours(parts, k, target), greedy=greedy)
+    return make_rule(spec, table=_neighbours(parts, k, target) if k else None)
 
 
 def _neighbours(parts: LlamaGenParts, k: int, target: LlamaGenTarget) -> Tensor:
@@ -158,7 +162,7 @@ def _jacobi(
     shape = static_tree(choice.tree or "chain(8)")
     if shape.width > 1:
         raise ValueError(f"drafter jacobi needs a chain, as chain(8), got {choice.tree}")
-    return JacobiDrafter(target, shape.depth)
+    return JacobiDrafter(target, shape.depth, getattr(choice.method, "init", "last"))
 
 
 def _chain_of_own(choice: methods.Choice) -> methods.SelfDraft:

@@ -48,6 +48,7 @@ from specmm.image_ar.tokens.loading import (
     save_gpt,
     save_vq,
 )
+from specmm.image_ar.tokens.row_parallel import decode_rows, rows_certificate
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget, log_likelihood
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
@@ -307,7 +308,9 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         tokens = progress.tokens[:, : target.length] if queue is None else torch.stack(queue.tokens)
         images = None if output_type == "latent" else self.decode_tokens(tokens)
         measured = float(progress.measured)
-        if rule is None:
+        if name == methods.ZipAR.name:
+            certificate = rows_certificate(target, method.window)
+        elif rule is None:
             certificate = Certificate("exact", "plain decoding of the target", 0.0)
         else:
             excess = float(progress.excess) / measured if measured else None
@@ -325,6 +328,8 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         first = slice(what.batch_size)
         prompt = what.prompt.rows(first)
         uniforms = Uniforms(what.generators[first])
+        if method.name == methods.ZipAR.name:
+            return decode_rows(target, prompt, method.window, uniforms), None
         if not method.drafts:
             return decode_plain(target, prompt, target.length, uniforms), None
         target, drafter, rule = assemble(method, target, self.parts)

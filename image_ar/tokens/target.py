@@ -55,6 +55,7 @@ class LlamaGenTarget:
     """
 
     static_shapes: ClassVar[bool] = False
+    allowed: ClassVar[None] = None  # every token may come everywhere
 
     def __init__(
         self, model: Transformer, guidance: Guidance, processor: Processor, name: str = "llamagen"
@@ -79,9 +80,11 @@ class LlamaGenTarget:
         return self.model.config.block_size
 
     @property
-    def grid(self) -> int:
+    def columns(self) -> int:
         """Tokens a row of the picture."""
         return self.model.config.grid
+
+    line = columns  # nothing ends a row
 
     @property
     def device(self) -> torch.device:
@@ -158,6 +161,18 @@ class LlamaGenTarget:
         output = self._score(tokens[:, None], positions, bias)
         cache.lengths += 1
         return output
+
+    @torch.inference_mode()
+    def step_at(self, tokens: Tensor, places: Tensor, seen: Tensor) -> TargetOutput:
+        """A plain step of several places; see
+        :class:`specmm.image_ar.tokens.row_parallel.RowTarget`.
+        """
+        prefix = self.model.config.cls_token_num
+        hidden = self.cache.hidden_prefix
+        if hidden is None:
+            hidden = torch.zeros(1, prefix + self.length, dtype=torch.bool, device=tokens.device)
+        bias = self.cache.aim_at_places(prefix, places, seen, hidden)
+        return self._score(tokens, (prefix + places)[None], bias)
 
     def commit(self, result: VerifyResult) -> None:
         """Keep the accepted nodes."""

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specmm.cache import branched
 from specmm.guidance import AllowedTokens, Guidance
 from specmm.hf.families import Family
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
+from specmm.target import TargetOutput
 
 Size = tuple[int, int]
 """Height and width in pixels."""
@@ -98,6 +100,30 @@ class PictureTarget(VLMTarget):
         )
         super().__init__(model, processor, name, family, guidance, allowed)
         self.length = self.layout.length  # T
+        self.columns = self.layout.columns
+        self.line = self.length // self.layout.rows
+
+    @torch.inference_mode()
+    def step_at(self, tokens: Tensor, places: Tensor, seen: Tensor) -> TargetOutput:
+        """A plain step of ``tokens`` [B, N] put at ``places`` [N] of the picture, of which each
+        sees ``seen`` [N, T] bool.
+
+        Raises ``ValueError`` for a model whose layers need their tokens in order.
+        """
+        if self.family.partial or self.family.chains_only or self.family.mrope:
+            raise ValueError(
+                f"zipar cannot draw with {self.name}: it has layers with states or that attend "
+                "part of the text, or M-RoPE; use sjd"
+            )
+        first = self.prompt.width
+        column = torch.arange(first + self.length, device=self.device)
+        hidden = branched((column >= self.begins[:, None]) & (column < first), self.branches)
+        if self.cache.hidden_prefix is not None:
+            hidden = hidden | self.cache.hidden_prefix[:, : len(column)]
+        bias = self.cache.aim_at_places(first, places, seen, hidden)
+        positions = self.begins[:, None] + places
+        states = self.states(tokens, positions, bias)
+        return self._output(states, states, None, positions)
 
 
 def picture_prompt(

@@ -12,12 +12,15 @@ from scipy.stats import chisquare
 from tokenizers import pre_tokenizers
 
 import specmm
+from specmm import methods
 from specmm.decode import decode, decode_plain
+from specmm.drafter import Feedback
 from specmm.guidance import Guidance
 from specmm.hf.picture_tokens import PictureTarget, picture_prompt
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
+from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 from tests.unit.vlm.tiny_processors import word_tokenizer
@@ -197,6 +200,34 @@ def test_greedy_pictures_are_those_of_generate(kind, pipe, cfg):
         assert out.certificate.kind == "exact"
         assert torch.equal(pipe(PROMPTS[1], method=method, **given).tokens, wanted[1:]), method
     assert len(wanted.unique()) > 2 and not torch.equal(wanted[0], wanted[1])
+
+
+def test_guesses_begun_from_neighbours_change_no_greedy_token(kind, pipe):
+    given = dict(temperature=0, cfg=1.5, output_type="latent", **sized(kind))
+    plain = pipe(PROMPTS, method="ar", **given).tokens
+    for init in ("left", "above", "random"):
+        out = pipe(PROMPTS, method=methods.SJD(window=6, init=init), **given)
+        assert torch.equal(out.tokens, plain), init
+
+
+def test_guesses_begin_with_tokens_that_may_come_there(kind, pipe):
+    """The first window of a picture: ends of rows only where rows end."""
+    target = target_of(pipe, kind, 1.5)
+    feedback = Feedback(
+        target.prefill(prompt_of(target, pipe, PROMPTS), 8), torch.tensor(pictures_of(target)[1:3])
+    )
+    for init in ("left", "above", "random"):
+        drafter = JacobiDrafter(target, 7, init)
+        drafter.begin(feedback, Clock())
+        tree = drafter.propose(feedback, Uniforms.from_seeds([0, 1]))
+        may = target.allowed.at(torch.arange(1, 8)).expand(2, -1, -1)
+        if init == "random":
+            assert torch.equal(tree.probs[:, 1:] > 0, may)
+        else:  # the first row has nothing above the token that ends it
+            inside = torch.arange(1, 8) % target.line < target.columns
+            drawn = may.gather(2, tree.tokens[:, 1:, None])[..., 0]
+            assert bool(drawn[:, inside].all())
+            assert bool((tree.tokens[:, 1:] == feedback.token[:, None])[:, inside].all())
 
 
 def target_of(pipe, kind, cfg, temperature=1.0, facts=None):

@@ -1,0 +1,74 @@
+"""Pictures as rows of tokens: what methods that know of rows need of a target, and a place's
+neighbours.
+
+Places are numbered in raster order. A row of ``line`` tokens has ``columns`` picture tokens and
+then, in some models, one that ends it.
+
+Shape letters: B batch, W places, T tokens of a picture, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specmm.guidance import AllowedTokens
+
+
+class RasterTarget(Protocol):
+    """A target that draws pictures row by row."""
+
+    @property
+    def length(self) -> int:
+        """T."""
+        ...
+
+    @property
+    def columns(self) -> int:
+        """Picture tokens of a row."""
+        ...
+
+    @property
+    def line(self) -> int:
+        """Tokens of a row, with those that end it."""
+        ...
+
+    @property
+    def allowed(self) -> AllowedTokens | None:
+        """Which tokens may come where; None: all everywhere."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        ...
+
+
+def left_neighbours(places: Tensor, known: Tensor, target: RasterTarget) -> Tensor:
+    """The nearest place to the left of each of ``places`` [B, W] up to ``known`` [B].
+
+    Where a row has none yet: the one above; negative without rows above.
+    """
+    left = torch.minimum(places - 1, known[:, None])
+    column = places % target.line
+    inside = (left >= places - column) & (column < target.columns)
+    return torch.where(inside, left, _above(places, known, target.line))
+
+
+def upper_neighbours(places: Tensor, known: Tensor, target: RasterTarget) -> Tensor:
+    """The nearest place above each of ``places`` [B, W] up to ``known`` [B].
+
+    In the first row: the one to the left; negative for a token that ends the row.
+    """
+    above = _above(places, known, target.line)
+    left = torch.minimum(places - 1, known[:, None])
+    first_row = torch.where(places % target.line < target.columns, left, -1)
+    return torch.where(above >= 0, above, first_row)
+
+
+def _above(places: Tensor, known: Tensor, line: int) -> Tensor:
+    """Places of the same column [B, W], as many rows up as it takes to be known; else negative."""
+    ahead = (places - line - known[:, None]).clamp(min=0)
+    return places - line - (ahead + line - 1) // line * line
