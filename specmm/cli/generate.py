@@ -22,9 +22,10 @@ Prompt = Annotated[
 MethodName = Annotated[
     str,
     typer.Option(
-        help="LlamaGen: ar, sjd, speculative, eagle, lantern, lantern++, self, draft, auto; "
+        help="LlamaGen: ar, sjd, gsd, zipar, speculative, eagle, lantern, lantern++, self, draft, "
+        "auto; "
         "VAR: ar, code, speculative, auto; MAR: ar, cspd; "
-        "models of transformers: ar, sjd, prompt-lookup."
+        "models of transformers: ar, sjd, gsd, zipar, prompt-lookup."
     ),
 ]
 

@@ -230,6 +230,39 @@ def test_guesses_begin_with_tokens_that_may_come_there(kind, pipe):
             assert bool((tree.tokens[:, 1:] == feedback.token[:, None])[:, inside].all())
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_window_of_a_row_is_plain_decoding(kind, pipe, temperature):
+    """Alone and in a ragged batch; smaller windows draw other pictures in fewer rounds."""
+    given = dict(temperature=temperature, cfg=1.5, output_type="latent", **sized(kind))
+
+    def drawn(method, some=slice(None)):
+        seeds = [torch.Generator().manual_seed(i) for i in range(2)][some]
+        return pipe(PROMPTS[some], method=method, generator=seeds, **given)
+
+    plain = drawn("ar")
+    whole = drawn(methods.ZipAR(window=5))
+    assert torch.equal(whole.tokens, plain.tokens) and whole.certificate.kind == "exact"
+    narrow = drawn(methods.ZipAR(window=1))
+    assert narrow.certificate.kind == "heuristic" and narrow.stats.tau > 1.5
+    assert not torch.equal(narrow.tokens, plain.tokens)
+    for i in range(2):
+        one = slice(i, i + 1)
+        assert torch.equal(drawn(methods.ZipAR(window=1), one).tokens, narrow.tokens[one])
+    facts = target_of(pipe, kind, 1.5)
+    may = facts.allowed.at(torch.arange(facts.length)).expand(2, -1, -1)
+    assert bool(may.gather(2, narrow.tokens[..., None]).all())
+
+
+def test_grouped_acceptance_says_what_it_costs(kind, pipe):
+    given = dict(cfg=1.5, output_type="latent", **sized(kind))
+    seeds = [torch.Generator().manual_seed(i) for i in range(2)]
+    drawn = pipe(PROMPTS, method="gsd", generator=seeds, **given)
+    assert drawn.certificate.kind == "bounded" and 0 < drawn.certificate.tv < 1
+    greedy = pipe(PROMPTS, method="gsd", temperature=0, **given)
+    assert greedy.certificate.kind == "exact"
+    assert torch.equal(greedy.tokens, pipe(PROMPTS, method="ar", temperature=0, **given).tokens)
+
+
 def target_of(pipe, kind, cfg, temperature=1.0, facts=None):
     processor = Processor(temperature)
     layout = pipe._layout(*kind.size)
