@@ -49,26 +49,21 @@ class RasterTarget(Protocol):
 def left_neighbours(places: Tensor, known: Tensor, target: RasterTarget) -> Tensor:
     """The nearest place to the left of each of ``places`` [B, W] up to ``known`` [B].
 
-    Where a row has none yet: the one above; negative without rows above.
+    Where a row has none yet, and for tokens that end a row: as :func:`upper_neighbours`.
     """
     left = torch.minimum(places - 1, known[:, None])
     column = places % target.line
     inside = (left >= places - column) & (column < target.columns)
-    return torch.where(inside, left, _above(places, known, target.line))
+    return torch.where(inside, left, upper_neighbours(places, known, target))
 
 
 def upper_neighbours(places: Tensor, known: Tensor, target: RasterTarget) -> Tensor:
     """The nearest place above each of ``places`` [B, W] up to ``known`` [B].
 
-    In the first row: the one to the left; negative for a token that ends the row.
+    Where there is none: the latest known, or -1 for a token that ends the row.
     """
-    above = _above(places, known, target.line)
-    left = torch.minimum(places - 1, known[:, None])
-    first_row = torch.where(places % target.line < target.columns, left, -1)
-    return torch.where(above >= 0, above, first_row)
-
-
-def _above(places: Tensor, known: Tensor, line: int) -> Tensor:
-    """Places of the same column [B, W], as many rows up as it takes to be known; else negative."""
-    ahead = (places - line - known[:, None]).clamp(min=0)
-    return places - line - (ahead + line - 1) // line * line
+    above = places - target.line
+    ahead = (above - known[:, None]).clamp(min=0)  # as many rows up as it takes to be known
+    above = above - (ahead + target.line - 1) // target.line * target.line
+    latest = torch.where(places % target.line < target.columns, known[:, None], -1)
+    return torch.where(above >= 0, above, latest)

@@ -106,8 +106,8 @@ def nearest(place, known, line, columns, upwards):
     up = [c for c in range(place - line, -1, -line) if c <= known]
     left = [c for c in range(place - 1, row * line - 1, -1) if c <= known]
     left = left if column < columns else []
-    first, second = (up, left if row == 0 else []) if upwards else (left, up)
-    return (first + second + [-1])[0]
+    latest = [known] if column < columns else []
+    return ([*up, *latest, -1] if upwards else [*left, *up, *latest, -1])[0]
 
 
 @pytest.mark.parametrize("ends", [0, 1])
@@ -116,7 +116,7 @@ def test_neighbours_are_those_of_the_rows(ends):
     for known in range(20):
         places = torch.arange(known + 1, known + 12)[None]
         for neighbours, upwards in ((left_neighbours, False), (upper_neighbours, True)):
-            found = neighbours(places, torch.tensor([known]), like)[0].clamp(min=-1).tolist()
+            found = neighbours(places, torch.tensor([known]), like)[0].tolist()
             wanted = [nearest(p, known, like.line, 4, upwards) for p in places[0].tolist()]
             assert found == wanted
 
