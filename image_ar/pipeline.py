@@ -25,6 +25,7 @@ class ImageFamily:
     pipeline: str
     methods: Registry
     compared: str
+    takes_drafter: bool = False  # in a folder of its own
 
 
 FAMILIES = {  # by the "family" in model_index.json
@@ -47,13 +48,16 @@ TRANSFORMERS_FAMILY = ImageFamily(
     "specmm.image_ar.transformers_pipeline",
     "TransformersImagePipeline",
     methods.TRANSFORMERS_IMAGES,
-    "sjd,prompt-lookup",
+    "sjd,prompt-lookup,speculative,lantern++",
+    takes_drafter=True,
 )
 PICTURE_MODELS: dict[str, str] = {  # descriptions by the "model_type" in config.json
     "chameleon": "specmm.hf.chameleon:CHAMELEON",
     "emu3": "specmm.hf.emu3:EMU3",
+    "glm_image": "specmm.hf.glm_image:GLM_IMAGE",
     "janus": "specmm.hf.janus:JANUS",
 }
+PICTURE_PIPELINES = {"GlmImagePipeline": "glm_image"}  # of diffusers, with such a model inside
 
 
 class ImagePipeline:
@@ -76,13 +80,20 @@ class ImagePipeline:
 
 
 def picture_type(folder: Path) -> PictureModel | None:
-    """The description of the model of transformers in ``folder``, where it is one that draws."""
-    config = folder / zoo.TRANSFORMERS
-    kind = read_json(config).get("model_type") if config.is_file() else None
+    """The description of the model of transformers in ``folder``, where it is one that draws, or a
+    pipeline of diffusers around one.
+    """
+    kind = _value(folder / zoo.TRANSFORMERS, "model_type")
+    if kind is None:
+        kind = PICTURE_PIPELINES.get(str(_value(folder / zoo.PIPELINE, "_class_name")))
     if kind not in PICTURE_MODELS:
         return None
     facts: PictureModel = named(PICTURE_MODELS[kind])
     return facts
+
+
+def _value(file: Path, key: str) -> Any:
+    return read_json(file).get(key) if file.is_file() else None
 
 
 def family_of(name: str | Path) -> ImageFamily:

@@ -58,6 +58,7 @@ class PicturePipeline(Generic[M]):
     settings: Any
     parts: Any  # drafters and plans, of token models
     sampling_options: ClassVar[tuple[str, ...]]  # of ``target``, and of a call
+    call_options: ClassVar[tuple[str, ...]] = ()  # of a call, what pictures are like
     compiles: ClassVar[bool] = False  # whether calls take ``compiled``
     batch_invariant: ClassVar[bool] = True  # within ``specmm.batch_invariant``, in float32
     plans: ClassVar[Literal["trees", "scales"] | None] = None  # what ``specmm plan`` measures

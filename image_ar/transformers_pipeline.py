@@ -5,7 +5,7 @@ Shape letters: B pictures of a batch, T tokens a picture, H and W pixels of its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,18 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.decode import Progress, decode, decode_plain
-from specmm.drafter import Drafter
+from specmm.decode import Progress
 from specmm.guidance import Guidance
 from specmm.hardware import choose_dtype, prepack
-from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
-from specmm.hf.picture_tokens import Decoder, Layout, PictureModel, PictureTarget, picture_prompt
+from specmm.hf.picture_tokens import (
+    Decoder,
+    Layout,
+    Painting,
+    PictureModel,
+    PictureTarget,
+    picture_prompt,
+)
 from specmm.hf.pretrained import load_model, load_tokenizer, use_tree_attention
-from specmm.hf.prompt import VLMPrompt
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.pipeline import picture_type
 from specmm.image_ar.shared import (
@@ -37,28 +41,30 @@ from specmm.image_ar.shared import (
     with_options,
     write_settings,
 )
-from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
+from specmm.image_ar.tokens.assemble import PictureParts
+from specmm.image_ar.tokens.loading import DrafterHead, Owner, save_drafters_of
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
-from specmm.image_ar.tokens.row_parallel import decode_rows, rows_certificate
+from specmm.image_ar.tokens.running import Batch, draw_tokens
+from specmm.image_ar.tokens.transformers_drafters import load_drafters, owner_of
 from specmm.processors import Processor
-from specmm.randomness import Uniforms, sample_generators
-from specmm.stats import Certificate, rule_certificate
+from specmm.randomness import further, sample_generators
 from specmm.turns import in_its_turn
-from specmm.verify import GreedyMatch, Recursive, Rule
-from specmm.verify.rule import make_rule
+
+EXAMPLE = "a red apple on a table"  # what methods are measured on before there are prompts
 
 
 class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # type: ignore[misc]
-    """A model of transformers that draws pictures, and its tokenizer, after one call.
+    """A model of transformers that draws pictures, its tokenizer and drafters, after one call.
 
-    Methods are ``ar``, ``sjd``, ``gsd``, ``zipar`` and ``prompt-lookup``. Several threads may share
-    one.
+    Several threads may share one.
 
     >>> pipe = ImagePipeline.from_pretrained("path/to/chameleon", method="sjd")
     >>> out = pipe(prompt="a red barn", generator=torch.Generator().manual_seed(0))
     """
 
     sampling_options = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
+    call_options = ("negative_prompt", "height", "width")
+    plans = "trees"
     takes = "prompt"
     batch_invariant = False  # a prompt's padding depends on the longest of its batch
 
@@ -70,6 +76,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         folder: Path,
         method: str | methods.Method = "ar",
         name: str = "pictures",
+        drafters: Mapping[str, DrafterHead] | None = None,
+        owner: Owner | None = None,
     ) -> None:
         super().__init__()
         self.register_modules(transformer=transformer, tokenizer=tokenizer)
@@ -77,10 +85,14 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         self.folder = folder
         self.name = name
         given = (folder / SETTINGS).exists()
-        self.settings = (
-            read_settings(LlamaGenSettings, folder) if given else LlamaGenSettings(cfg=facts.cfg)
-        )
+        usual = LlamaGenSettings(cfg=facts.cfg, **facts.sampling(transformer))
+        self.settings = read_settings(LlamaGenSettings, folder) if given else usual
         self.method = methods.make(methods.TRANSFORMERS_IMAGES, method)
+        self.owner = owner or owner_of(transformer, facts)
+        self.parts = PictureParts(
+            drafters or {}, trees=self.settings.trees, acceptance=self.settings.acceptance
+        )
+        self._read_codebook()
         self._decoder: Decoder | None = None
 
     @classmethod
@@ -91,28 +103,39 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         torch_dtype: torch.dtype | None = None,
         text_encoder: str | Path | None = None,
         device: torch.device | str = "cpu",
+        drafter: str | Path | None = None,
     ) -> TransformersImagePipeline:
         """A pipeline of a folder or hub id; the dtype defaults to the device's fastest.
 
-        Raises ``ValueError`` for ``text_encoder``: these models read prompts themselves.
+        Drafters are those in the folder's ``drafters/``, and a ``drafter`` in a folder of its own.
+        Raises ``ValueError`` for a drafter of another target, and for ``text_encoder``: these
+        models read prompts themselves.
         """
         if text_encoder is not None:
             raise ValueError(f"text_encoder must be None for {name}, which reads prompts itself")
-        folder = zoo.find(name, zoo.TRANSFORMERS)
+        piped = (Path(name) / zoo.PIPELINE).is_file()
+        folder = zoo.find(name, zoo.PIPELINE if piped else zoo.TRANSFORMERS)
         facts = picture_type(folder)
         if facts is None:
             raise ValueError(f"{folder} must hold a model of transformers that draws pictures")
+        weights, words = facts.folders(folder)
         kind = getattr(transformers, facts.architecture)
-        model = load_model(kind, folder, dtype=torch_dtype or "auto")
+        model = load_model(kind, weights, dtype=torch_dtype or "auto")
         size = sum(p.numel() for p in model.parameters())
         model = model.to(device, torch_dtype or choose_dtype(size, device=device)).eval()
-        prepack(use_tree_attention(model))
-        return cls(model, load_tokenizer(folder), facts, folder, method, str(name))
+        owner = owner_of(model, facts)
+        drafters = load_drafters(owner, folder, drafter)
+        for module in (use_tree_attention(model), *drafters.values()):
+            prepack(module)
+        tokenizer = load_tokenizer(words)
+        given = (str(name), drafters, owner)
+        return cls(model, tokenizer, facts, folder, method, *given)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write model, tokenizer and settings; a decoder beside the model is not copied."""
-        self.transformer.save_pretrained(folder)
+        """Write model, tokenizer, drafters and settings, but not a decoder beside the model."""
+        self.transformer.save_pretrained(folder, state_dict=_contiguous(self.transformer))
         self.tokenizer.save_pretrained(folder)
+        save_drafters_of(self.owner.fingerprint, self.parts.drafters, Path(folder) / "drafters")
         write_settings(self.settings, Path(folder))
 
     @property
@@ -135,6 +158,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
         batch_size: int = 8,
         output_type: str = "pil",
         callback_on_step_end: Callback | None = None,
@@ -143,11 +168,12 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
 
         What is not given comes from the model's settings; guidance leads away from
         ``negative_prompt``, or from what the model has in its place. ``height`` and ``width`` are
-        pixels, both or none, for models that draw several sizes. ``generator`` is one for all or
-        one a picture; a picture's uniforms depend on its own seed only. ``output_type`` "latent"
-        gives tokens alone. Raises ``ValueError`` for an empty list of prompts, an unknown method,
-        options out of range, a size that the model does not draw, and pixels where the folder has
-        nothing to decode tokens with.
+        pixels, both or none, for models that draw several sizes. ``num_inference_steps`` and
+        ``guidance_scale`` are those of the diffusion model that paints pixels, where there is one.
+        ``generator`` is one for all or one a picture; what a picture draws at random depends on its
+        own seed only. ``output_type`` "latent" gives tokens alone. Raises ``ValueError`` for an
+        empty list of prompts, an unknown method, options out of range, a size that the model does
+        not draw, and pixels where the folder has nothing to decode tokens with.
         """
         check_call(output_type, batch_size, num_images_per_prompt)
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
@@ -158,28 +184,26 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             chosen = methods.make(methods.TRANSFORMERS_IMAGES, method)
         decoder = None if output_type == "latent" else self.decoder()
         layout = self._layout(height, width)
+        options = self._painting_options(num_inference_steps, guidance_scale)
         target = self.target(cfg, cfg_interval, temperature, top_k, top_p, layout)
-        rows = [self._ids(text, layout) for text in texts for _ in range(num_images_per_prompt)]
+        asked = [text for text in texts for _ in range(num_images_per_prompt)]
+        rows = [self._ids(text, layout) for text in asked]
         away = [self._away(ids, negative_prompt, layout) for ids in rows]
         generators = sample_generators(generator, len(rows), self.device)
+        seeds = [further(one) for one in generators]
+        paintings = [Painting(*each, options) for each in zip(asked, seeds, strict=True)]
+
+        def tell(i: int, progress: Progress) -> None:
+            if callback_on_step_end is not None:
+                state = {"tokens": progress.tokens}
+                callback_on_step_end(self, i, int(progress.counts.min()), state)
 
         def draw(part: slice) -> Drawn:
-            batch = picture_prompt(target, rows[part], away[part])
-            steps, rule = self._loop(target, batch, chosen, Uniforms(generators[part]))
-            for i, progress in enumerate(steps):
-                if callback_on_step_end is not None:
-                    state = {"tokens": progress.tokens}
-                    callback_on_step_end(self, i, int(progress.counts.min()), state)
-            tokens = progress.tokens[:, : target.length]
-            images = None if decoder is None else self._pixels(decoder, tokens, layout)
-            measured = float(progress.measured)
-            claim = Certificate("exact", "plain decoding of the target", 0.0)
-            if rule is not None:
-                excess = float(progress.excess) / measured if measured else None
-                claim = rule_certificate(rule.name, rule.exact, excess)
-            elif chosen.name == methods.ZipAR.name:
-                claim = rows_certificate(target, chosen.window)
-            return Drawn(tokens, images, progress.stats, claim, chosen.name, measured)
+            batch = Batch(picture_prompt(target, rows[part], away[part]), generators[part])
+            drawn = draw_tokens(target, self.parts, batch, chosen, tell)
+            if decoder is not None:
+                drawn.images = self._pixels(decoder, drawn.tokens, layout, paintings[part])
+            return drawn
 
         bar = self.progress_bar(total=len(rows))
         settings = target.processor.settings | target.guidance.settings
@@ -199,13 +223,32 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         chosen = with_options(self.settings, **options, top_k=top_k, top_p=top_p)
         processor = Processor(chosen.temperature, chosen.top_k, chosen.top_p)
         guidance = Guidance(chosen.cfg, chosen.cfg_interval)
-        return PictureTarget(self.transformer, self.facts, processor, guidance, self.name, layout)
+        where = layout or self._layout()
+
+        def example() -> tuple[list[int], list[int]]:
+            ids = self._ids(EXAMPLE, where)
+            return ids, self._away(ids, None, where)
+
+        options = (processor, guidance, self.name, where, example)
+        return PictureTarget(self.transformer, self.facts, *options)
+
+    def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
+        """Those of the ``usual`` methods that it has a drafter for."""
+        return [m for m in usual if self.parts.serves(m)]
 
     def to(self, *args: Any, **kwargs: Any) -> TransformersImagePipeline:
         """Move the model to a device or dtype; the decoder is made anew there."""
         super().to(*args, **kwargs)
+        for head in self.parts.drafters.values():
+            head.to(self.device, self.transformer.dtype)
+        self.parts.made.clear()
+        self.parts.plans.clear()
+        self._read_codebook()
         self._decoder = None
         return self
+
+    def _read_codebook(self) -> None:
+        self.parts.code_ids, self.parts.codebook = self.facts.codebook(self.transformer)
 
     def decoder(self) -> Decoder:
         """What turns tokens into pixels; raises ``ValueError`` where the folder has nothing."""
@@ -214,9 +257,25 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         return self._decoder
 
     @torch.inference_mode()
-    def _pixels(self, decoder: Decoder, tokens: Tensor, layout: Layout) -> Tensor:
+    def _pixels(
+        self, decoder: Decoder, tokens: Tensor, layout: Layout, paintings: Sequence[Painting]
+    ) -> Tensor:
         """[B, H, W, 3] uint8, one by one: batches of other sizes round otherwise."""
-        return torch.cat([to_uint8(decoder(row, layout)) for row in tokens.split(1)])
+        rows = zip(tokens.split(1), paintings, strict=True)
+        return torch.cat([to_uint8(decoder(row, layout, painting)) for row, painting in rows])
+
+    def _painting_options(self, steps: int | None, guidance: float | None) -> dict[str, Any]:
+        """What is given to the diffusion model; raises ``ValueError`` where there is none."""
+        options = {"num_inference_steps": steps, "guidance_scale": guidance}
+        given = {name: value for name, value in options.items() if value is not None}
+        if given and not self.facts.paints:
+            raise ValueError(
+                f"{' and '.join(given)} must be None for {self.name}, whose pixels no diffusion "
+                "model paints; cfg is the guidance of its tokens"
+            )
+        if steps is not None and steps < 1:
+            raise ValueError(f"num_inference_steps must be at least 1, got {steps}")
+        return given
 
     def _layout(self, height: int | None = None, width: int | None = None) -> Layout:
         """That of pictures of this size; raises ``ValueError`` for one that is not drawn."""
@@ -235,19 +294,11 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             return self.facts.away(self.transformer, self.tokenizer, ids)
         return self._ids(negative or "", layout)
 
-    def _loop(
-        self, target: PictureTarget, prompt: VLMPrompt, method: Any, uniforms: Uniforms
-    ) -> tuple[Iterator[Progress], Rule | None]:
-        if method.name == methods.ZipAR.name:
-            return decode_rows(target, prompt, method.window, uniforms), None
-        if not method.drafts:
-            return decode_plain(target, prompt, target.length, uniforms), None
-        drafter: Drafter
-        rule: Rule = GreedyMatch() if target.processor.greedy else Recursive()
-        if method.name == methods.PromptLookup.name:
-            drafter = PromptLookupDrafter(target, method.ngram, method.length)
-        else:
-            drafter = JacobiDrafter(target, method.window, method.init)
-            if not target.processor.greedy:
-                rule = make_rule(method.choice.rule)
-        return decode(target, drafter, rule, prompt, target.length, uniforms), rule
+
+def _contiguous(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
+    """The weights of ``model`` as they are saved: packed ones lie otherwise; tied ones stay so."""
+    made: dict[int, Tensor] = {}
+    return {
+        name: made.setdefault(weight.data_ptr(), weight.contiguous())
+        for name, weight in model.state_dict().items()
+    }

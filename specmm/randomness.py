@@ -137,6 +137,15 @@ def sample_generators(
     return _seeded(source, count, device)
 
 
+def further(generator: torch.Generator) -> torch.Generator:
+    """Another generator, of a stream of its own, that follows from ``generator``'s state, which
+    does not move.
+    """
+    copy = torch.Generator(generator.device)
+    copy.set_state(generator.get_state())
+    return _seeded(copy, 1, generator.device)[0]
+
+
 def _seeded(source: torch.Generator, count: int, device: torch.device) -> list[torch.Generator]:
     """``count`` generators on ``device``, their seeds drawn from ``source``."""
     seeds = torch.randint(2**62, (count,), generator=source, device=source.device).tolist()

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,16 +22,16 @@ from specmm import autotune, methods
 from specmm.autotune import Plan
 from specmm.decode import decode, decode_plain
 from specmm.drafter import Drafter
+from specmm.drawing import DrawingTarget
 from specmm.image_ar.tokens.drafters.block import BlockDrafter
 from specmm.image_ar.tokens.drafters.eagle import EagleDrafter
-from specmm.image_ar.tokens.drafters.early_exit import LayeredLlamaGen
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.loading import DrafterHead
-from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
-from specmm.layered import Skip, skipped
+from specmm.image_ar.tokens.target import LlamaGenTarget
+from specmm.layered import Layered, Skip, skipped
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.registry import parse_spec, unknown
+from specmm.registry import named, parse_spec, unknown
 from specmm.self_drafting import SelfDrafter
 from specmm.self_search import Search, search_of
 from specmm.shape.sequoia import best_tree
@@ -41,28 +41,34 @@ from specmm.verify import GreedyMatch, Recursive, Rule, neighbour_table
 from specmm.verify.rule import RuleKind, make_rule, rule_kind
 
 T = TypeVar("T")
+Method: TypeAlias = methods.Method | methods.PromptLookup
+LOOKUP = "specmm.hf.drafters.prompt_lookup:PromptLookupDrafter"
 DEFAULT_TREE = (3, 2, 2, 1, 1)
 # nodes of the trees that auto considers, with the root; matrix kernels like multiples of 4
 SIZES = (3, 4, 8, 12, 16, 24)
 # the rule that acceptance by level and rank describes
 PLANNED = methods.Speculative(rule="recursive")
 WITHOUT_DRAFTER: tuple[methods.Method, ...] = (methods.SJD(), methods.SelfDraft())
+ANY = "any"  # drafter: EAGLE's head on its tree where there is one, else the block drafter
+TRAINED = ("block", "eagle", ANY)
 PICTURES = 3  # drawn by each method where nothing can be planned
 MARGIN = 0.05  # what a method must gain at least
 
 
 @dataclass
-class LlamaGenParts:
+class PictureParts:
     """What methods are assembled from.
 
-    Drafters by kind, the codebook [V, E], trees by method that the model's maker recommends
-    (children by level of a spine) and the block drafter's measured acceptance by level and rank.
+    Drafters by kind, the codebook [W, E] and the rising ids [W] of the tokens that are its codes
+    (None: all, in order), trees by method that the model's maker recommends (children by level of a
+    spine) and the block drafter's measured acceptance by level and rank.
     ``plans`` holds those made so far, ``made`` shapes, rules and programs that calls share, both by
     what they depend on.
     """
 
     drafters: Mapping[str, DrafterHead] = field(default_factory=dict)
     codebook: Tensor | None = None
+    code_ids: Tensor | None = None
     trees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     acceptance: tuple[tuple[float, ...], ...] = ()
     plans: dict[Hashable, Plan] = field(default_factory=dict)
@@ -73,6 +79,13 @@ class LlamaGenParts:
         if key not in self.made:
             self.made[key] = make()
         return cast(T, self.made[key])
+
+    def serves(self, method: Any) -> bool:
+        """Whether there is the drafter that ``method`` takes, if it takes a trained one."""
+        choice: methods.Choice | None = getattr(method, "choice", None)
+        if choice is None or choice.drafter not in TRAINED:
+            return True
+        return choice.drafter in self.drafters or (choice.drafter == ANY and bool(self.drafters))
 
     def head(self, kind: str) -> Any:
         """The drafter called ``kind``; raises ``ValueError`` when the model has none."""
@@ -86,19 +99,23 @@ class LlamaGenParts:
 
 
 def assemble(
-    method: methods.Method, target: LlamaGenTarget, parts: LlamaGenParts
-) -> tuple[LlamaGenTarget, Drafter, Rule]:
+    method: Method, target: DrawingTarget, parts: PictureParts
+) -> tuple[DrawingTarget, Drafter, Rule]:
     """The parts of the loop for a ``method`` that drafts, not ``auto``; the target may be another
     view of the model than the one given.
     """
     choice: methods.Choice | None = getattr(method, "choice", None)
     if choice is None:
         raise ValueError(f"method {method.name!r} drafts nothing")
+    if choice.drafter == ANY:
+        kind_there = "eagle" if "eagle" in parts.drafters else "block"
+        tree = choice.tree if kind_there == "eagle" else None
+        choice = replace(choice, drafter=kind_there, tree=tree)
     if choice.drafter not in DRAFTERS:
         raise unknown("drafter", choice.drafter, DRAFTERS)
     kind = rule_kind(choice.rule)
     greedy = target.processor.greedy
-    target.aux_layers = ()  # the drafter says which it reads
+    target.read_layers(())  # the drafter says which it reads
     if kind.relaxed and greedy:
         # LANTERN relaxes the softmax of the raw logits, then takes its mode
         target = target.with_processor(Processor())
@@ -109,21 +126,26 @@ def assemble(
 
 
 def _rule(
-    spec: str, kind: RuleKind, target: LlamaGenTarget, parts: LlamaGenParts, greedy: bool
+    spec: str, kind: RuleKind, target: DrawingTarget, parts: PictureParts, greedy: bool
 ) -> Rule:
     if greedy and not kind.relaxed:
         return GreedyMatch()
     if not kind.codes:
         return make_rule(spec)
     k = int(parse_spec(spec)[2].get("k", kind.rule.k))
-    if kind.relaxed:
-        return make_rule(spec, table=_neighbours(parts, k, target), greedy=greedy)
-    return make_rule(spec, table=_neighbours(parts, k, target) if k else None)
+    if not k and not kind.relaxed:
+        return make_rule(spec)
+    table, first = _neighbours(parts, k, target)
+    given = {"greedy": greedy} if kind.relaxed else {}
+    return make_rule(spec, table=table, offset=first, **given)
 
 
-def _neighbours(parts: LlamaGenParts, k: int, target: LlamaGenTarget) -> Tensor:
-    """Nearest codes [V, K + 1] of every code, checked against the target's vocabulary."""
-    size = target.model.config.vocab_size
+def _neighbours(parts: PictureParts, k: int, target: DrawingTarget) -> tuple[Tensor, int]:
+    """Nearest codes [W, K + 1] of every code, checked against the target's, and the first's id.
+
+    Ids between those of codes get rows as well, of a token that never has any mass to borrow.
+    """
+    size = target.codes
     if parts.codebook is None or len(parts.codebook) != size:
         got = "none" if parts.codebook is None else f"{len(parts.codebook)} codes"
         raise ValueError(
@@ -131,11 +153,19 @@ def _neighbours(parts: LlamaGenParts, k: int, target: LlamaGenTarget) -> Tensor:
         )
     if not 0 <= k < size - 1:
         raise ValueError(f"k must be in [0, {size - 2}] for a codebook of {size} codes, got {k}")
-    return neighbour_table(parts.codebook.float(), k + 1)
+    near = neighbour_table(parts.codebook.float(), k + 1)
+    ids = parts.code_ids
+    if ids is None:
+        return near, 0
+    first = int(ids[0])
+    nowhere = first if target.undrawable is None else target.undrawable
+    table = near.new_full((int(ids[-1]) - first + 1, k + 1), nowhere - first)
+    table[ids - first] = ids[near] - first
+    return table, first
 
 
 def _block(
-    choice: methods.Choice, name: str, target: LlamaGenTarget, parts: LlamaGenParts, sampled: bool
+    choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
 ) -> Drafter:
     """The block drafter on a tree of fixed shape, cut to the levels it has."""
     head = parts.head("block")
@@ -147,16 +177,18 @@ def _block(
 
 
 def _eagle(
-    choice: methods.Choice, name: str, target: LlamaGenTarget, parts: LlamaGenParts, sampled: bool
+    choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
 ) -> Drafter:
     """EAGLE's head on a tree of fixed shape, or on one of another shape every round."""
     tree = make_tree(choice.tree or parts.trees.get(name, DEFAULT_TREE), target.device)
     siblings = rule_kind(choice.rule).siblings or "distinct"
-    return EagleDrafter(parts.head("eagle"), target, tree, sampled, siblings)
+    head = parts.head("eagle")
+    assert isinstance(target, LlamaGenTarget), "no other target has such a head"
+    return EagleDrafter(head, target, tree, sampled, siblings)
 
 
 def _jacobi(
-    choice: methods.Choice, name: str, target: LlamaGenTarget, parts: LlamaGenParts, sampled: bool
+    choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
 ) -> Drafter:
     """The target itself, on a chain."""
     shape = static_tree(choice.tree or "chain(8)")
@@ -173,26 +205,45 @@ def _chain_of_own(choice: methods.Choice) -> methods.SelfDraft:
 
 
 def _self(
-    choice: methods.Choice, name: str, target: LlamaGenTarget, parts: LlamaGenParts, sampled: bool
+    choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
 ) -> Drafter:
     """The target without some of its layers, on a chain."""
     method = choice.method or _chain_of_own(choice)
-    layered = LayeredLlamaGen(target)
+    layered: Layered = named(target.layered)(target)
     processor = target.processor
     skip: Skip | Search = skipped(layered.layers, method.exit, method.skip)
     if not skip:
-        skip = search_of(target.model, layered, method.length, method.seed, processor.greedy)
+        skip = search_of(target.network, layered, method.length, method.seed, processor.greedy)
     return SelfDrafter(layered, processor, skip, method.length, method.sure, target.device)
 
 
-DRAFTERS = {"block": _block, "eagle": _eagle, "jacobi": _jacobi, "self": _self}
+def _lookup(
+    choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
+) -> Drafter:
+    """What followed the latest tokens earlier, in the prompt or in the picture."""
+    if not target.prompted:
+        raise ValueError(
+            f"drafter prompt-lookup needs a prompt of tokens, which {target.name} has not"
+        )
+    method = choice.method or methods.PromptLookup()
+    found: Drafter = named(LOOKUP)(target, method.ngram, method.length)
+    return found
 
 
-def choose_method(target: LlamaGenTarget, parts: LlamaGenParts, batch: int) -> methods.Method:
+DRAFTERS = {
+    "block": _block,
+    "eagle": _eagle,
+    "jacobi": _jacobi,
+    "prompt-lookup": _lookup,
+    "self": _self,
+}
+
+
+def choose_method(target: DrawingTarget, parts: PictureParts, batch: int) -> Method:
     """The speculative method with the planned tree, or plain decoding where that should be as fast.
 
-    A model without a block drafter draws by SJD, or by itself without some layers, where that was
-    faster than plain decoding.
+    A model without a block drafter draws by what needs none, where that was faster than plain
+    decoding: SJD, itself without some layers or, where prompts are tokens, a lookup.
     """
     planned = planned_for(target, parts, batch)
     if planned.shape is None:
@@ -200,16 +251,17 @@ def choose_method(target: LlamaGenTarget, parts: LlamaGenParts, batch: int) -> m
     return replace(PLANNED, tree=tuple(int(p) for p in planned.shape.parents[0]))
 
 
-def planned_for(target: LlamaGenTarget, parts: LlamaGenParts, batch: int) -> Plan:
+def planned_for(target: DrawingTarget, parts: PictureParts, batch: int) -> Plan:
     """The plan for ``batch`` pictures at a time, made once per process and kept in ``parts``."""
-    key = (batch, target.guidance.branches, torch.get_num_threads(), target.processor)
+    threads = torch.get_num_threads()
+    key = (batch, target.guidance.branches, threads, target.processor, target.length)
     if key not in parts.plans:
         parts.plans[key] = _plan(target, parts, batch)
     return parts.plans[key]
 
 
-def _plan(target: LlamaGenTarget, parts: LlamaGenParts, batch: int) -> Plan:
-    prompt = _any_prompt(target, batch)
+def _plan(target: DrawingTarget, parts: PictureParts, batch: int) -> Plan:
+    prompt = target.any_prompt(batch)
     if not parts.acceptance or "block" not in parts.drafters:
         return _without_drafter(target, parts, prompt, batch)
     head = parts.head("block")
@@ -224,15 +276,14 @@ def _plan(target: LlamaGenTarget, parts: LlamaGenParts, batch: int) -> Plan:
     )
 
 
-def _without_drafter(
-    target: LlamaGenTarget, parts: LlamaGenParts, prompt: Prompt, batch: int
-) -> Plan:
-    """SJD, the target by itself, or plain decoding: whole pictures by all in turn, compared by
+def _without_drafter(target: DrawingTarget, parts: PictureParts, prompt: Any, batch: int) -> Plan:
+    """A method without a drafter, or plain decoding: whole pictures by all in turn, compared by
     their median ratios.
     """
     length = target.length
+    free = _draft_free(target, parts)
 
-    def seconds(method: methods.Method, i: int) -> float:
+    def seconds(method: Method, i: int) -> float:
         uniforms = Uniforms.from_seeds(range(i, i + batch))
         steps = None
         if method.drafts:
@@ -243,32 +294,36 @@ def _without_drafter(
         taus.setdefault(method, []).append(end.stats.tau)
         return time.perf_counter() - begin
 
-    taus: dict[methods.Method, list[float]] = {}
-    contenders: list[methods.Method] = [methods.AR(), *WITHOUT_DRAFTER]
+    taus: dict[Method, list[float]] = {}
+    contenders: list[Method] = [methods.AR(), *free]
     passes = [[seconds(method, i) for method in contenders] for i in range(PICTURES)]
     gains = {
         method: statistics.median(one[0] / one[place] for one in passes)
         for place, method in enumerate(contenders)
     }
-    best = max(WITHOUT_DRAFTER, key=lambda method: gains[method])
+    best = max(free, key=lambda method: gains[method], default=methods.AR())
     lacking = "the model has no block drafter or no measured acceptance"
     if gains[best] <= 1 + MARGIN:
-        said = ", ".join(f"{method.name} {gains[method]:.2f}x" for method in WITHOUT_DRAFTER)
+        said = ", ".join(f"{method.name} {gains[method]:.2f}x" for method in free)
         return Plan(None, 1.0, 1.0, f"plain decoding: {lacking}, and measured were {said}")
     reason = f"{best.name}: {lacking}; {gains[best]:.2f}x plain decoding measured"
     tau = statistics.median(taus[best])
     return Plan(None, tau, gains[best], reason, draft_free=best)
 
 
-def candidates(parts: LlamaGenParts) -> list[TreeShape]:
+def _draft_free(target: DrawingTarget, parts: PictureParts) -> list[Method]:
+    """The methods without a drafter that serve ``target``."""
+    found: list[Method] = []
+    for method in (*WITHOUT_DRAFTER, methods.PromptLookup()):
+        try:
+            assemble(method, target, parts)
+        except ValueError:  # a small picture, or layers that cannot be left out
+            continue
+        found.append(method)
+    return found
+
+
+def candidates(parts: PictureParts) -> list[TreeShape]:
     """The trees to choose from: Sequoia's for the block drafter's acceptance."""
     levels = parts.head("block").config.levels
     return [best_tree(parts.acceptance, n, levels)[0] for n in SIZES]
-
-
-def _any_prompt(target: LlamaGenTarget, batch: int) -> Prompt:
-    config = target.model.config
-    if config.model_type == "c2i":
-        return Prompt(torch.arange(batch, device=target.device) % config.num_classes)
-    shape = (batch, config.cls_token_num, config.caption_dim)
-    return Prompt(torch.zeros(shape, dtype=target.dtype, device=target.device))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from specmm.checkpoints import (
     read_json,
     weights_file,
 )
+from specmm.drawing import Sizes
 from specmm.image_ar.autoencoder import VQConfig, VQModel
 from specmm.image_ar.shared import count, read_config, save_module, save_weights, shape_of
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
@@ -225,6 +226,24 @@ def target_fingerprint(model: Transformer) -> str:
     return fingerprint(weights["output.weight"], first, last)
 
 
+@dataclass(frozen=True)
+class Owner:
+    """What a drafter must fit: the ``sizes`` and ``fingerprint`` of its target; and where and in
+    which dtype that runs.
+    """
+
+    sizes: Sizes
+    fingerprint: str
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, target: Transformer) -> Owner:
+        """A LlamaGen."""
+        weight = target.output.weight
+        return cls(target.config, target_fingerprint(target), weight.device, weight.dtype)
+
+
 def load_drafters(folder: Path, target: Transformer) -> dict[str, DrafterHead]:
     """Every drafter in ``folder``, at ``<kind>/{model.safetensors, config.json}``, in the target's
     dtype; raises ``ValueError`` for another target's.
@@ -241,9 +260,18 @@ def save_drafters(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Write every drafter with the target's fingerprint."""
-    own = target_fingerprint(target)
+    save_drafters_of(target_fingerprint(target), drafters, folder, dtype)
+
+
+def save_drafters_of(
+    fingerprint: str,
+    drafters: Mapping[str, DrafterHead],
+    folder: Path,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """As :func:`save_drafters`, for a target with this ``fingerprint``."""
     for kind, head in drafters.items():
-        save_drafter(head, folder / kind, fingerprint=own, dtype=dtype)
+        save_drafter(head, folder / kind, fingerprint=fingerprint, dtype=dtype)
 
 
 def save_drafter(
@@ -265,6 +293,11 @@ def load_block(folder: Path, target: Transformer) -> BlockHead:
     """The block drafter in ``folder``; raises ``ValueError`` when it was trained for another
     target.
     """
+    return load_block_for(Owner.of(target), folder)
+
+
+def load_block_for(owner: Owner, folder: Path) -> BlockHead:
+    """As :func:`load_block`, for a target of any class."""
     facts = read_json(folder / "config.json")
     if "taps" in facts:  # as older folders say
         facts["aux_layers"] = facts.pop("taps")
@@ -274,11 +307,11 @@ def load_block(folder: Path, target: Transformer) -> BlockHead:
         raise ValueError(
             f"{folder / 'config.json'} must say {', '.join(missing)}, got {sorted(facts)}"
         )
-    check_fingerprint(facts["target_fingerprint"], target_fingerprint(target), folder)
+    check_fingerprint(facts["target_fingerprint"], owner.fingerprint, folder)
     sizes = (tuple(facts["aux_layers"]), facts.get("inner", 0))
-    head = BlockHead(BlockConfig(facts["levels"], facts["layers"], target.config, *sizes))
+    head = BlockHead(BlockConfig(facts["levels"], facts["layers"], owner.sizes, *sizes))
     load_strict(head, read_checkpoint(folder), source=folder)
-    return head.to(target.output.weight.device, target.dtype).eval()
+    return head.to(owner.device, owner.dtype).eval()
 
 
 def load_eagle(

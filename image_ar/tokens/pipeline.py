@@ -7,7 +7,7 @@ drafter, K ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +17,9 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.compiled import CompiledRound, prepare_compiler
+from specmm.compiled import prepare_compiler
 from specmm.continuous_batching import Queue
-from specmm.decode import Progress, decode, decode_plain, one_round
+from specmm.decode import Progress
 from specmm.guidance import Guidance
 from specmm.hardware import choose_dtype, prepack
 from specmm.image_ar.autoencoder import VQModel, to_uint8
@@ -36,7 +36,7 @@ from specmm.image_ar.shared import (
     write_index,
     write_settings,
 )
-from specmm.image_ar.tokens.assemble import LlamaGenParts, assemble, choose_method
+from specmm.image_ar.tokens.assemble import PictureParts
 from specmm.image_ar.tokens.captions import CaptionEncoder
 from specmm.image_ar.tokens.gpt import Transformer
 from specmm.image_ar.tokens.loading import (
@@ -48,13 +48,11 @@ from specmm.image_ar.tokens.loading import (
     save_gpt,
     save_vq,
 )
-from specmm.image_ar.tokens.row_parallel import decode_rows, rows_certificate
+from specmm.image_ar.tokens.running import Batch, draw_tokens
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget, log_likelihood
 from specmm.processors import Processor
-from specmm.randomness import Uniforms, sample_generators
-from specmm.stats import Certificate, rule_certificate
+from specmm.randomness import sample_generators
 from specmm.turns import in_its_turn
-from specmm.verify import Rule
 
 # With continuous batching one loop draws as many pictures as so many batches
 TURNS = 8
@@ -129,11 +127,11 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         self.settings = settings or LlamaGenSettings()
         self.text_encoder = text_encoder
         self.name = name
-        self.parts = LlamaGenParts(
+        self.parts = PictureParts(
             drafters or {},
             vq.quantize.embedding.weight.detach(),
-            self.settings.trees,
-            self.settings.acceptance,
+            trees=self.settings.trees,
+            acceptance=self.settings.acceptance,
         )
         self.method = methods.resolve(method)
 
@@ -195,8 +193,7 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
 
     def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
         """Those of the ``usual`` methods that it has a drafter for, or draft-free SJD."""
-        known = (None, *self.parts.drafters)
-        return [m for m in usual if getattr(m, "drafter", None) in known] or [methods.SJD()]
+        return [m for m in usual if self.parts.serves(m)] or [methods.SJD()]
 
     def to(self, *args: Any, **kwargs: Any) -> LlamaGenPipeline:
         """Move transformer, tokenizer and drafters to a device or dtype."""
@@ -296,46 +293,17 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         output_type: str,
         callback: Callback | None,
     ) -> Drawn:
-        name = method.name
-        if name == methods.Auto.name:
-            method = choose_method(target, self.parts, len(what.generators))
-            name = f"auto: {method}"
-        queue = what.queue()
-        steps, rule = self._steps(target, what, method, queue)
-        for i, progress in enumerate(steps):
+        first = slice(what.batch_size)
+        batch = Batch(what.prompt.rows(first), what.generators[first], what.queue())
+
+        def tell(i: int, progress: Progress) -> None:
             if callback is not None:
                 callback(self, i, int(progress.counts.min()), {"tokens": progress.tokens})
-        tokens = progress.tokens[:, : target.length] if queue is None else torch.stack(queue.tokens)
-        images = None if output_type == "latent" else self.decode_tokens(tokens)
-        measured = float(progress.measured)
-        if name == methods.ZipAR.name:
-            certificate = rows_certificate(target, method.window)
-        elif rule is None:
-            certificate = Certificate("exact", "plain decoding of the target", 0.0)
-        else:
-            excess = float(progress.excess) / measured if measured else None
-            certificate = rule_certificate(rule.name, rule.exact, excess)
-        return Drawn(tokens, images, progress.stats, certificate, name, measured)
 
-    def _steps(
-        self,
-        target: LlamaGenTarget,
-        what: LlamaGenBatch,
-        method: methods.Method,
-        queue: Queue | None,
-    ) -> tuple[Iterator[Progress], Rule | None]:
-        """The loop over ``what``, and its rule (none for plain decoding)."""
-        first = slice(what.batch_size)
-        prompt = what.prompt.rows(first)
-        uniforms = Uniforms(what.generators[first])
-        if method.name == methods.ZipAR.name:
-            return decode_rows(target, prompt, method.window, uniforms), None
-        if not method.drafts:
-            return decode_plain(target, prompt, target.length, uniforms), None
-        target, drafter, rule = assemble(method, target, self.parts)
-        play = self.parts.once("round", CompiledRound) if target.static_shapes else one_round
-        length = target.length
-        return decode(target, drafter, rule, prompt, length, uniforms, queue=queue, play=play), rule
+        drawn = draw_tokens(target, self.parts, batch, method, tell)
+        if output_type != "latent":
+            drawn.images = self.decode_tokens(drawn.tokens)
+        return drawn
 
     def _static(self, target: LlamaGenTarget, method: methods.Method, batch: int) -> StaticTarget:
         """``target`` for compiled steps and rounds of ``batch`` pictures; calls with the same

@@ -1,52 +1,20 @@
-"""Pictures as rows of tokens: what methods that know of rows need of a target, and a place's
-neighbours.
+"""Pictures as rows of tokens: a place's neighbours.
 
 Places are numbered in raster order. A row of ``line`` tokens has ``columns`` picture tokens and
 then, in some models, one that ends it.
 
-Shape letters: B batch, W places, T tokens of a picture, V vocabulary.
+Shape letters: B batch, W places.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
-from specmm.guidance import AllowedTokens
+from specmm.drawing import DrawingTarget
 
 
-class RasterTarget(Protocol):
-    """A target that draws pictures row by row."""
-
-    @property
-    def length(self) -> int:
-        """T."""
-        ...
-
-    @property
-    def columns(self) -> int:
-        """Picture tokens of a row."""
-        ...
-
-    @property
-    def line(self) -> int:
-        """Tokens of a row, with those that end it."""
-        ...
-
-    @property
-    def allowed(self) -> AllowedTokens | None:
-        """Which tokens may come where; None: all everywhere."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where it runs."""
-        ...
-
-
-def left_neighbours(places: Tensor, known: Tensor, target: RasterTarget) -> Tensor:
+def left_neighbours(places: Tensor, known: Tensor, target: DrawingTarget) -> Tensor:
     """The nearest place to the left of each of ``places`` [B, W] up to ``known`` [B].
 
     Where a row has none yet, and for tokens that end a row: as :func:`upper_neighbours`.
@@ -57,7 +25,7 @@ def left_neighbours(places: Tensor, known: Tensor, target: RasterTarget) -> Tens
     return torch.where(inside, left, upper_neighbours(places, known, target))
 
 
-def upper_neighbours(places: Tensor, known: Tensor, target: RasterTarget) -> Tensor:
+def upper_neighbours(places: Tensor, known: Tensor, target: DrawingTarget) -> Tensor:
     """The nearest place above each of ``places`` [B, W] up to ``known`` [B].
 
     Where there is none: the latest known, or -1 for a token that ends the row.

@@ -19,32 +19,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specmm.decode import Progress, begun
-from specmm.image_ar.tokens.raster import RasterTarget
+from specmm.drawing import DrawingTarget
 from specmm.randomness import Uniforms, categorical
 from specmm.stats import Certificate, Clock, Stats
-from specmm.target import TargetOutput
-
-
-class RowTarget(RasterTarget, Protocol):
-    """A target that draws several places at a time."""
-
-    def prefill(self, prompt: Any, scratch: int) -> TargetOutput:
-        """See :class:`specmm.target.Target`."""
-        ...
-
-    def step_at(self, tokens: Tensor, places: Tensor, seen: Tensor) -> TargetOutput:
-        """A plain step of ``tokens`` [B, N], put at ``places`` [N] of the picture.
-
-        Each sees the prompt and the places ``seen`` [N, T] bool, of which those of this step are
-        new. Outputs predict the places after.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -93,7 +76,7 @@ def _nodes(
 
 @torch.inference_mode()
 def decode_rows(
-    target: RowTarget, prompt: Any, window: int, uniforms: Uniforms, sync: bool = False
+    target: DrawingTarget, prompt: Any, window: int, uniforms: Uniforms, sync: bool = False
 ) -> Iterator[Progress]:
     """Draw a picture for every row of ``prompt``; yields as :func:`specmm.decode.decode_plain`.
 
@@ -125,7 +108,7 @@ def decode_rows(
     yield progress
 
 
-def _planned(target: RowTarget, window: int) -> list[Round]:
+def _planned(target: DrawingTarget, window: int) -> list[Round]:
     if window < 1:
         raise ValueError(f"window must be at least 1 token, got {window}")
     if target.length % target.line:
@@ -136,7 +119,7 @@ def _planned(target: RowTarget, window: int) -> list[Round]:
     return list(rounds(target.length // target.line, target.line, window))
 
 
-def _forced(target: RowTarget) -> Tensor:
+def _forced(target: DrawingTarget) -> Tensor:
     """The only token that may come at each place [T], -1 where there are several."""
     places = torch.arange(target.length, device=target.device)
     if target.allowed is None:
@@ -169,7 +152,7 @@ def _stats(kept: list[int], batch: int, seconds: float, clock: Clock) -> Stats:
     )
 
 
-def rows_certificate(target: RowTarget, window: int) -> Certificate:
+def rows_certificate(target: DrawingTarget, window: int) -> Certificate:
     """What a run with this ``window`` may claim."""
     if window >= target.line:
         return Certificate("exact", "plain decoding of the target, row after row", 0.0)

@@ -7,7 +7,7 @@ nodes, P prefix positions, T tokens of a picture, C width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, TypeAlias
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from specmm.cache import Cache, CacheSize, StaticMemory, alike, branched
 from specmm.compiled import DeferredStop, compiled
 from specmm.guidance import Guidance as Guidance
-from specmm.image_ar.tokens.gpt import Transformer
+from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.kernels.tree_attention import Mask
 from specmm.processors import Processor, check_finite
 from specmm.target import TargetOutput
@@ -55,6 +55,8 @@ class LlamaGenTarget:
     """
 
     static_shapes: ClassVar[bool] = False
+    prompted: ClassVar[bool] = False
+    layered: ClassVar[str] = "specmm.image_ar.tokens.drafters.early_exit:LayeredLlamaGen"
     allowed: ClassVar[None] = None  # every token may come everywhere
 
     def __init__(
@@ -78,6 +80,31 @@ class LlamaGenTarget:
     def length(self) -> int:
         """T, the tokens of a picture."""
         return self.model.config.block_size
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return self.model.config.vocab_size
+
+    @property
+    def codes(self) -> int:
+        """All tokens."""
+        return self.vocabulary
+
+    @property
+    def undrawable(self) -> None:
+        """Any token may come anywhere."""
+        return None
+
+    @property
+    def sizes(self) -> GPTConfig:
+        """The model's own, which its drafters have as well."""
+        return self.model.config
+
+    @property
+    def network(self) -> Transformer:
+        """The model."""
+        return self.model
 
     @property
     def columns(self) -> int:
@@ -164,9 +191,7 @@ class LlamaGenTarget:
 
     @torch.inference_mode()
     def step_at(self, tokens: Tensor, places: Tensor, seen: Tensor) -> TargetOutput:
-        """A plain step of several places; see
-        :class:`specmm.image_ar.tokens.row_parallel.RowTarget`.
-        """
+        """A plain step of several places; see :class:`specmm.drawing.DrawingTarget`."""
         prefix = self.model.config.cls_token_num
         hidden = self.cache.hidden_prefix
         if hidden is None:
@@ -179,11 +204,39 @@ class LlamaGenTarget:
         self.cache.keep(result.path, result.kept)
 
     def _score(self, tokens: Tensor, positions: Tensor, bias: Mask) -> TargetOutput:
-        return self._forward(self.embed(tokens), self.branched(positions), bias)
+        return self._forward(self.inputs(tokens), self.branched(positions), bias)
+
+    def read_layers(self, layers: Sequence[int]) -> None:
+        """See :class:`specmm.drawing.DrawingTarget`."""
+        self.aux_layers = tuple(layers)
 
     def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [..., C] of ``tokens`` [...]."""
+        return self.model.tok_embeddings(tokens)
+
+    def head(self, states: Tensor) -> Tensor:
+        """Logits [..., V] of ``states`` [..., C] after the final norm."""
+        return self.model.output(states)
+
+    def drawable(self, tokens: Tensor) -> Tensor:
+        """``tokens`` themselves: any may be drawn."""
+        return tokens
+
+    def drawn_logits(self, logits: Tensor, drawn: Tensor) -> Tensor:
+        """See :class:`specmm.drawing.DrawingTarget`."""
+        return self.guide(logits, drawn + self.model.config.cls_token_num - 1)
+
+    def any_prompt(self, batch: int) -> Prompt:
+        """Prompts for ``batch`` pictures: classes in turn, or captions of nothing."""
+        config = self.model.config
+        if config.model_type == "c2i":
+            return Prompt(torch.arange(batch, device=self.device) % config.num_classes)
+        shape = (batch, config.cls_token_num, config.caption_dim)
+        return Prompt(torch.zeros(shape, dtype=self.dtype, device=self.device))
+
+    def inputs(self, tokens: Tensor) -> Tensor:
         """Embeddings [R, N, C] of ``tokens`` [B, N], in all branches."""
-        return branched(self.model.tok_embeddings(tokens), self.guidance.branches)
+        return branched(self.embed(tokens), self.guidance.branches)
 
     def branched(self, positions: Tensor) -> Tensor:
         """``positions`` [1 or B, N] in all branches, [1 or R, N]."""

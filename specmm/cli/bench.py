@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 PAIR = re.compile(r"d(\d+),d(\d+)")  # depths of a large and a small VAR of published sizes
 DEFAULT = "pocket/llamagen"
+Prompt = Annotated[
+    list[str], typer.Option("--prompt", help="For models that draw from prompts; may be repeated.")
+]
 
 
 def bench(
@@ -26,6 +29,7 @@ def bench(
         str | None,
         typer.Option(help="Comma separated, options in brackets; the family's own if left out."),
     ] = None,
+    prompt: Prompt = [],  # noqa: B006  typer copies it
     batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 1,
     n: Annotated[
         int, typer.Option("-n", min=1, help="Runs of every method; medians are printed.")
@@ -47,7 +51,7 @@ def bench(
     with stdout_reserved():
         pipe = open_model("images", model, Place.named(device, dtype))
         contenders = pipe.runnable(contenders) if methods is None else contenders
-        rows = measure(pipe, model, contenders, batch, n, seed)
+        rows = measure(pipe, model, contenders, batch, n, seed, prompt)
     if as_json:
         return emit(rows)
     where = f"{rows[0]['dtype']}, {rows[0]['threads']} threads, seed {seed}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specmm.cli.options import Device, Dtype, Json, Model, Options, Seed
+from specmm.cli.options import Device, Drafter, Dtype, Json, Model, Options, Seed
 from specmm.cli.output import Interrupted, emit, say, stdout_reserved
 from specmm.files import writable
 
@@ -23,9 +23,8 @@ MethodName = Annotated[
     str,
     typer.Option(
         help="LlamaGen: ar, sjd, gsd, zipar, speculative, eagle, lantern, lantern++, self, draft, "
-        "auto; "
-        "VAR: ar, code, speculative, auto; MAR: ar, cspd; "
-        "models of transformers: ar, sjd, gsd, zipar, prompt-lookup."
+        "auto; models of transformers: these without eagle, and prompt-lookup; "
+        "VAR: ar, code, speculative, auto; MAR: ar, cspd."
     ),
 ]
 
@@ -34,8 +33,14 @@ def generate(
     model: Model,
     classes: Class = [],  # noqa: B006  typer copies it
     prompt: Prompt = [],  # noqa: B006
+    negative_prompt: Annotated[
+        str | None, typer.Option(help="What guidance leads away from, beside --prompt.")
+    ] = None,
+    height: Annotated[int | None, typer.Option(help="Pixels, for models of any size.")] = None,
+    width: Annotated[int | None, typer.Option(help="Pixels; goes with --height.")] = None,
     method: MethodName = "ar",
     option: Options = [],  # noqa: B006
+    drafter: Drafter = None,
     n: Annotated[int, typer.Option("-n", min=1, help="Pictures of every class or prompt.")] = 1,
     seed: Seed = None,
     cfg: Annotated[float | None, typer.Option(help="Guidance scale; off is 1, for VAR 0.")] = None,
@@ -80,6 +85,7 @@ def generate(
     sampling = dict(
         cfg=cfg, cfg_interval=cfg_interval, temperature=temperature, top_k=top_k, top_p=top_p
     )
+    wanted = dict(negative_prompt=negative_prompt, height=height, width=width)
     run = runs.PictureRun(
         model,
         chosen,
@@ -91,10 +97,12 @@ def generate(
         writable(out or Path("out") / f"{method}-{seed}"),
         compiled,
         batch_invariant or steady,
+        {name: value for name, value in wanted.items() if value is not None},
     )
     with stdout_reserved():
         place = runs.Place.named(device, dtype)
-        pipe = runs.open_model("images", model, place, text_encoder=text_encoder)
+        encoder = text_encoder
+        pipe = runs.open_model("images", model, place, drafter=drafter, text_encoder=encoder)
         runs.check(pipe, run)
         runs.draw(pipe, run, say)
     run.save()

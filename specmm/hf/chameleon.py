@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specmm.guidance import AllowedTokens
-from specmm.hf.picture_tokens import Decoder, Layout, PictureModel, Size, square
+from specmm.hf.picture_tokens import Decoder, Layout, Painting, PictureModel, Size, square
 
 BEGIN = "<racm3:break>"  # of a picture
 
@@ -36,6 +36,12 @@ def _codes(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     return torch.tensor(ids), torch.tensor(codes)
 
 
+def _codebook(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    rows = model.model.vqmodel.quantize.embedding.weight.detach()
+    ids, codes = (table.to(rows.device) for table in _codes(model))
+    return ids, rows[codes]
+
+
 def _ids(model: PreTrainedModel, tokenizer: Any, text: str, layout: Layout) -> list[int]:
     return [*tokenizer(text)["input_ids"], model.config.vocabulary_map[BEGIN]]
 
@@ -52,7 +58,7 @@ def _decode(model: PreTrainedModel, folder: Path) -> Decoder:
     vq = VQModel.from_pretrained(folder / "vq", low_cpu_mem_usage=False).to(model.device).eval()
     ids, codes = (table.to(model.device) for table in _codes(model))
 
-    def decoder(tokens: Tensor, layout: Layout) -> Tensor:
+    def decoder(tokens: Tensor, layout: Layout, painting: Painting) -> Tensor:
         places = torch.searchsorted(ids, tokens)
         found = codes[places].view(len(tokens), layout.rows, layout.columns)
         latents = vq.quantize.embedding(found).permute(0, 3, 1, 2)
@@ -66,5 +72,6 @@ CHAMELEON = PictureModel(
     layout=_layout,
     ids=_ids,
     decode=_decode,
+    codebook=_codebook,
     cfg=3.0,
 )

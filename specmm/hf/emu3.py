@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specmm.guidance import AllowedTokens
-from specmm.hf.picture_tokens import Decoder, Layout, PictureModel, Size
+from specmm.hf.picture_tokens import Decoder, Layout, Painting, PictureModel, Size
 
 USUAL = (720, 720)  # as the released processor has it
 
@@ -45,8 +45,14 @@ def _ids(model: Any, tokenizer: Any, text: str, layout: Layout) -> list[int]:
     return list(tokenizer(f"{tokenizer.bos_token}{text}{size}")["input_ids"])
 
 
+def _codebook(model: Any) -> tuple[Tensor, Tensor]:
+    ids, codes = zip(*sorted(model.vocabulary_mapping.bpe2img.items()), strict=True)
+    rows = model.model.vqmodel.quantize.embedding.weight.detach()
+    return torch.tensor(ids, device=rows.device), rows[list(codes)]
+
+
 def _decode(model: Any, folder: Path) -> Decoder:
-    def decoder(tokens: Tensor, layout: Layout) -> Tensor:
+    def decoder(tokens: Tensor, layout: Layout, painting: Painting) -> Tensor:
         lines = tokens.view(len(tokens), layout.rows, layout.columns + 1)
         codes = model.vocabulary_mapping.convert_bpe2img(lines)
         pixels: Tensor = model.model.vqmodel.decode(codes)
@@ -56,5 +62,10 @@ def _decode(model: Any, folder: Path) -> Decoder:
 
 
 EMU3 = PictureModel(
-    architecture="Emu3ForConditionalGeneration", layout=_layout, ids=_ids, decode=_decode, cfg=3.0
+    architecture="Emu3ForConditionalGeneration",
+    layout=_layout,
+    ids=_ids,
+    decode=_decode,
+    codebook=_codebook,
+    cfg=3.0,
 )

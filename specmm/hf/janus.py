@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.guidance import AllowedTokens
-from specmm.hf.picture_tokens import Decoder, Layout, PictureModel, Size, square
+from specmm.hf.picture_tokens import Decoder, Layout, Painting, PictureModel, Size, square
 
 
 def _layout(model: Any, size: Size | None) -> Layout:
@@ -51,8 +52,14 @@ def _away(model: Any, tokenizer: Any, ids: Sequence[int]) -> list[int]:
     return [token if token in kept else config.pad_token_id for token in ids]
 
 
+def _codebook(model: Any) -> tuple[Tensor, Tensor]:
+    """Every token's row, as the decoder reads it: of length 1."""
+    rows = F.normalize(model.model.vqmodel.quantize.embedding.weight.detach().float(), dim=-1)
+    return torch.arange(len(rows), device=rows.device), rows
+
+
 def _decode(model: Any, folder: Path) -> Decoder:
-    def decoder(tokens: Tensor, layout: Layout) -> Tensor:
+    def decoder(tokens: Tensor, layout: Layout, painting: Painting) -> Tensor:
         pixels: Tensor = model.decode_image_tokens(tokens)
         return pixels.permute(0, 3, 1, 2)
 
@@ -67,6 +74,7 @@ JANUS = PictureModel(
     ids=_ids,
     away=_away,
     decode=_decode,
+    codebook=_codebook,
     cfg=5.0,
     shared=False,
 )

@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specmm import zoo
 from specmm.cache import branched
+from specmm.drawing import DrafterSizes
 from specmm.guidance import AllowedTokens, Guidance
 from specmm.hf.families import Family
 from specmm.hf.prompt import VLMPrompt, padded
@@ -33,16 +35,32 @@ class Layout:
     """How a picture is drawn: ``rows`` of so many ``columns`` of picture tokens.
 
     ``length`` T are all tokens drawn, with those that end a row, where ``allowed`` says which.
+    ``places`` [3, T] are positions of M-RoPE, counted from the first token drawn; without them
+    tokens follow one another.
     """
 
     rows: int
     columns: int
     length: int
     allowed: AllowedTokens
+    places: Tensor | None = None
 
 
-Decoder = Callable[[Tensor, Layout], Tensor]
-"""Tokens [B, T] to pictures [B, 3, H, W] in [-1, 1]."""
+Example = Callable[[], tuple[Sequence[int], Sequence[int]]]
+"""The ids of a prompt, and of what guidance leads away from."""
+
+
+@dataclass(frozen=True)
+class Painting:
+    """What a picture's pixels depend on beside its tokens, where a diffusion model paints them."""
+
+    text: str  # the prompt
+    generator: torch.Generator
+    options: dict[str, Any]  # of the diffusion model, those given
+
+
+Decoder = Callable[[Tensor, Layout, Painting], Tensor]
+"""Tokens [1, T] to a picture [1, 3, H, W] in [-1, 1]."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +73,33 @@ class PictureModel:
     draw. ``ids`` are those of a prompt up to the first token drawn, by the model's tokenizer;
     ``away``, where it is given, makes of them the prompt that guidance leads away from, and else
     that is the empty one. ``decode`` gives what turns tokens into pixels, from the model and the
-    files in its folder, or raises ``ValueError``. ``cfg`` is the usual guidance scale. Tokens are
-    ``shared`` where drawn ones have the ids that a prompt would use.
+    files in its folder, or raises ``ValueError``. ``codebook`` gives the rising ids [W] of the
+    picture tokens, and of each what the tokenizer looks up for it [W, E]. ``cfg`` is the usual
+    guidance scale, ``sampling`` other settings by name that a model of the kind is usually run
+    with. Tokens are ``shared`` where drawn ones have the ids that a prompt would use. ``parts`` are
+    the folders of model and tokenizer in a pipeline of diffusers, if the model comes in one, and
+    ``paints`` tells that its pixels are made by diffusion.
     """
 
     architecture: str  # the class
     layout: Callable[[Any, Size | None], Layout]
     ids: Callable[[Any, Any, str, Layout], list[int]]
     decode: Callable[[Any, Path], Decoder]
+    codebook: Callable[[Any], tuple[Tensor, Tensor]]
     away: Callable[[Any, Any, Sequence[int]], list[int]] | None = None
     head: Callable[[Any], Callable[[Tensor], Tensor]] = lambda model: model.get_output_embeddings()
     embed: Callable[[Any], Callable[[Tensor], Tensor]] = lambda model: model.get_input_embeddings()
     cfg: float = 1.0
+    sampling: Callable[[Any], dict[str, Any]] = lambda model: {}
     shared: bool = True
+    parts: tuple[str, str] = ("", "")
+    paints: bool = False
+
+    def folders(self, folder: Path) -> tuple[Path, Path]:
+        """Where model and tokenizer are in ``folder``, a pipeline's or the model's own."""
+        if not (folder / zoo.PIPELINE).is_file():
+            return folder, folder
+        return folder / self.parts[0], folder / self.parts[1]
 
 
 class PictureTarget(VLMTarget):
@@ -75,6 +107,9 @@ class PictureTarget(VLMTarget):
 
     processor: Processor
     guidance: Guidance
+    static_shapes: ClassVar[bool] = False
+    prompted: ClassVar[bool] = True
+    layered: ClassVar[str] = "specmm.hf.drafters.early_exit:LayeredTarget"
 
     def __init__(
         self,
@@ -84,7 +119,9 @@ class PictureTarget(VLMTarget):
         guidance: Guidance,
         name: str = "pictures",
         layout: Layout | None = None,
+        example: Example | None = None,
     ) -> None:
+        self.facts = facts
         self.layout = layout or facts.layout(model, None)
         allowed = self.layout.allowed.to(model.device)
         family = Family(
@@ -100,8 +137,105 @@ class PictureTarget(VLMTarget):
         )
         super().__init__(model, processor, name, family, guidance, allowed)
         self.length = self.layout.length  # T
-        self.columns = self.layout.columns
-        self.line = self.length // self.layout.rows
+        places = self.layout.places
+        self.grid = places if places is None else places.to(model.device)  # [3, T]
+        self.example = example
+        drawable = allowed.masks.any(0)
+        self.places_drawn = (drawable.cumsum(0) - 1).clamp(min=0)  # [V], in drawable ones
+        never = (~drawable).nonzero()[:1, 0].tolist()
+        self.undrawable = never[0] if never else None
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return self.family.vocabulary
+
+    @property
+    def columns(self) -> int:
+        """Picture tokens a row."""
+        return self.layout.columns
+
+    @property
+    def line(self) -> int:
+        """Tokens a row, with those that end it; of the picture alone where it has a preview."""
+        rows = self.layout.rows
+        return self.layout.columns if self.length % rows else self.length // rows
+
+    @property
+    def codes(self) -> int:
+        """Those that may come first."""
+        return int(self.allowed_tokens.masks[self.allowed_tokens.places[0]].sum())
+
+    @property
+    def allowed_tokens(self) -> AllowedTokens:
+        """Which tokens may come where."""
+        assert self.allowed is not None
+        return self.allowed
+
+    @property
+    def network(self) -> PreTrainedModel:
+        """The model."""
+        return self.model
+
+    @property
+    def sizes(self) -> DrafterSizes:
+        """Those of drafters: layers as wide as the model's, pictures of its layout, as one raster
+        where it has a preview as well.
+        """
+        config = self.family.config
+        width = int(config.hidden_size)
+        most = int(config.num_attention_heads)
+        return DrafterSizes(
+            dim=width,
+            n_head=next((n for n in range(most, 0, -1) if width % (4 * n) == 0), 1),
+            ffn_dim=self.family.inner,
+            vocab_size=int(self.places_drawn[-1]) + 1,
+            rows=-(-self.length // self.line),
+            columns=self.line,
+        )
+
+    def read_layers(self, layers: Sequence[int]) -> None:
+        """From now on drafters read, after the states that the head reads, the inputs of
+        ``layers`` [R, N, C·(1 + F)].
+
+        Raises ``ValueError`` for layers that the model does not have, or the first.
+        """
+        super().read_layers([layer - 1 for layer in layers])
+
+    def _drafters_states(self, states: Tensor) -> Tensor:
+        if self.aux is None:
+            return states
+        return torch.cat([states, self.aux.context()], dim=-1)
+
+    def drawable(self, tokens: Tensor) -> Tensor:
+        """The places [...] of ``tokens`` [...] among those that may be drawn."""
+        return self.places_drawn[tokens]
+
+    def drawn_logits(self, logits: Tensor, drawn: Tensor) -> Tensor:
+        """Logits [B, P, V] of the ``drawn``-th token [B, 1 or P] of pictures, guided, ``-inf`` for
+        what may not come there, of those of all branches [R, P, V].
+        """
+        return self.guided(logits, drawn - 1 + self.begins[:, None])
+
+    def with_processor(self, processor: Processor) -> PictureTarget:
+        """The same model under another processor."""
+        options = (self.guidance, self.name, self.layout, self.example)
+        return PictureTarget(self.model, self.facts, processor, *options)
+
+    def any_prompt(self, batch: int) -> VLMPrompt:
+        """The example, ``batch`` times; raises ``ValueError`` where none was given."""
+        if self.example is None:
+            raise ValueError(f"{self.name} must be given an example of a prompt to measure on")
+        ids, away = self.example()
+        return picture_prompt(self, [ids] * batch, [away] * batch)
+
+    def where(self, positions: Tensor) -> Tensor:
+        """Those of the tokens' places in the picture, where the model counts by them."""
+        if self.grid is None:
+            return super().where(positions)
+        begins = branched(self.begins[:, None], self.branches)
+        drawn = (positions - begins).clamp(0, self.length - 1)  # drafts may reach beyond the end
+        return begins + self.offsets[..., None] + self.grid[:, drawn]  # [3, R, N]
 
     @torch.inference_mode()
     def step_at(self, tokens: Tensor, places: Tensor, seen: Tensor) -> TargetOutput:

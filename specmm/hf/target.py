@@ -396,7 +396,7 @@ class VLMTarget:
             masks = {"attention_mask": self._masks(bias, positions)}
         if len(positions) > 1:
             positions = branched(positions, self.branches)
-        where = self.family.spread(positions + self.offsets[..., None])
+        where = self.where(positions)
         rest = {**masks, self.family.cache_name: self.past}
         if "position_ids" in self.family.takes:
             rest["position_ids"] = where
@@ -410,6 +410,10 @@ class VLMTarget:
                 inputs_embeds=inputs, use_cache=True, **rest
             ).last_hidden_state
             return states
+
+    def where(self, positions: Tensor) -> Tensor:
+        """``positions`` [1 or R, N], which count tokens, as the decoder takes them."""
+        return self.family.spread(positions + self.offsets[..., None])
 
     @contextmanager
     def _runs(self) -> Iterator[None]:

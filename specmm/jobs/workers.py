@@ -109,7 +109,9 @@ class ImageWorker:
         self.spec = spec
         self.methods = _Methods(methods_of("images", spec.model), spec)
         place = Place.named(device, spec.dtype)
-        self.pipe = pipe or open_model("images", spec.model, place, text_encoder=spec.text_encoder)
+        encoder = spec.text_encoder
+        given = dict(drafter=spec.drafter, text_encoder=encoder)
+        self.pipe = pipe or open_model("images", spec.model, place, **given)
         check_sampling(self.pipe, spec.model, spec.sampling)
 
     def check(self, item: Item) -> None:

@@ -125,7 +125,17 @@ VQAMethod: TypeAlias = (
     | Auto
 )
 TransformersImageMethod: TypeAlias = (  # models that draw picture tokens
-    AR | SJD | GSD | ZipAR | PromptLookup
+    AR
+    | SJD
+    | GSD
+    | ZipAR
+    | Speculative
+    | Lantern
+    | LanternPP
+    | SelfDraft
+    | PromptLookup
+    | Draft
+    | Auto
 )
 ScalesMethod: TypeAlias = AR | CoDe | ScaleSpeculative | Auto
 ContinuousMethod: TypeAlias = AR | CSpD

@@ -114,8 +114,8 @@ class Lantern(Composed):
     """LANTERN (arXiv 2410.03355): a token may borrow its ``k`` nearest codes' mass up to ``delta``.
 
     ``residual`` is the distribution sampled after a rejection. The default never emits an excluded
-    token; "release" reproduces the authors' code. ``total``, ``depth`` and ``top_k`` shape
-    EAGLE-2's tree; a block drafter has its own.
+    token; "release" reproduces the authors' code. ``drafter`` "any" is EAGLE's head where the model
+    has one. ``total``, ``depth`` and ``top_k`` shape its tree; a block drafter has its own.
     """
 
     name: ClassVar[str] = "lantern"
@@ -123,7 +123,7 @@ class Lantern(Composed):
     k: int = 20
     delta: float = 0.1
     residual: Literal["corrected", "release"] = "corrected"
-    drafter: Literal["block", "eagle"] = "eagle"
+    drafter: Literal["any", "block", "eagle"] = "any"
     total: int = 24
     depth: int = 4
     top_k: int = 6
@@ -135,7 +135,7 @@ class Lantern(Composed):
     def choice(self) -> Choice:
         """Drafter, tree and rule."""
         rule = _lantern_rule(self, f"k={self.k}, delta={self.delta}")
-        return Choice(self.drafter, _dynamic(self) if self.drafter == "eagle" else None, rule)
+        return Choice(self.drafter, None if self.drafter == "block" else _dynamic(self), rule)
 
 
 @dataclass(frozen=True)

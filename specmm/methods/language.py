@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from specmm.methods.base import Declared, TreeName
+from specmm.methods.base import Choice, Declared, TreeName
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,11 @@ class PromptLookup(Declared):
     can_refill: ClassVar[bool] = True
     ngram: int = 3
     length: int = 8
+
+    @property
+    def choice(self) -> Choice:
+        """Drafter, tree and rule, of image tokens."""
+        return Choice("prompt-lookup", None, "recursive", method=self)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""Block and EAGLE drafters of a LlamaGen (``drafter``), written to the model's ``drafters/``."""
+"""Block and EAGLE drafters of models that draw pictures token by token (``drafter``), written to
+the model's ``drafters/``.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from tqdm import tqdm
 
 from specmm import zoo
 from specmm.files import writable
 from specmm.guidance import Guidance
+from specmm.hf.pretrained import load_config
+from specmm.image_ar.pipeline import picture_type
 from specmm.image_ar.shared import read_settings, write_settings
 from specmm.image_ar.tokens.drafters.block import BlockConfig
 from specmm.image_ar.tokens.loading import (
@@ -25,13 +28,15 @@ from specmm.image_ar.tokens.loading import (
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, LlamaGenSettings
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
+from specmm.recipes.prompted_drafter import Request, Training, train_prompted
 from specmm.recipes.recipe import Amount, Count, Found, Open, Seed, Size, beside
+from specmm.recipes.training.block_drafter import measure_acceptance
+from specmm.recipes.training.drawn_pictures import draw_all
 from specmm.recipes.training.encoding import CLASS_DROPOUT, encode_views
-from specmm.recipes.training.llamagen_drafters import measure_acceptance, train_block, train_eagle
+from specmm.recipes.training.llamagen_drafters import train_block, train_eagle
 from specmm.registry import unknown
 
 KINDS = ("block", "eagle")
-DRAWN_AT_ONCE = 96  # pictures
 
 
 def drafter(
@@ -52,6 +57,9 @@ def drafter(
     lr: float | None,
     drawn: Size,
     only_drawn: bool,
+    prompts: Path | None,
+    height: int | None,
+    width: int | None,
     cfg: float | None,
     start: Path | None,
     replace: bool,
@@ -60,7 +68,10 @@ def drafter(
     """Train a drafter for a model; the result is MODEL/drafters/KIND."""
     if kind not in KINDS:
         raise unknown("kind", kind, KINDS)
-    place = zoo.find(model)
+    there = zoo.pocket_models().get(model, Path(model))
+    prompted = picture_type(there)
+    piped = prompted is None or (there / zoo.PIPELINE).is_file()
+    place = zoo.find(model, zoo.PIPELINE if piped else zoo.TRANSFORMERS)
     result = beside(model, place) / "drafters" / kind
     if result.exists() and not replace:
         raise ValueError(f"{result} exists, give --set replace=true to train another in its place")
@@ -73,6 +84,17 @@ def drafter(
         raise ValueError(f"start and only_drawn go with kind=block, got {kind}; leave them out")
     if only_drawn and not drawn:
         raise ValueError("only_drawn needs pictures that the target draws: give --set drawn=N")
+    if prompted is not None:
+        found = _prompts(prompts, data, kind, only_drawn)
+        request = Request(found, drawn, cfg, (height, width), seed, folder)
+        config = load_config(prompted.folders(place)[0]).get_text_config()
+        read = _layers(aux_layers, config.num_hidden_layers, 1)
+        sizes = dict(levels=levels, layers=layers, aux_layers=read, inner=inner)
+        options["overlap_weight"] = overlap_weight
+        train_prompted(place, request, Training(sizes, start, temperature, options))
+        return {"kind": kind, "model": model, "steps": steps, "outputs": [str(result)]}
+    if (prompts, height, width) != (None, None, None):
+        raise ValueError(f"{model} draws no prompts: leave prompts, height and width out")
     block = dict(
         overlap_weight=overlap_weight, temperature=temperature, dropout=_dropout(place, cfg)
     )
@@ -100,12 +122,30 @@ def _dropout(model: Path, cfg: float | None) -> float:
     )  # more than the model's, for both guidance branches draft
 
 
-def _layers(text: str, count: int) -> tuple[int, ...]:
-    """The layers in "4,9,14"; raises ``ValueError`` for one that the target does not have."""
-    found = [part.strip() for part in text.split(",") if part.strip()]
-    if not all(part.isdecimal() and int(part) < count for part in found):
+def _prompts(prompts: Path | None, data: Any, kind: str, only_drawn: bool) -> Path:
+    """The file of prompts; raises ``ValueError`` without one, and for settings of other models."""
+    if kind != "block" or only_drawn or data.args != ("",):
         raise ValueError(
-            f"aux_layers must be layers from 0 to {count - 1} with commas between, got {text!r}"
+            "a model that draws from prompts takes kind=block and what it draws itself of "
+            "prompts=FILE; leave data and only_drawn out"
+        )
+    if prompts is None or not prompts.is_file():
+        got = "none" if prompts is None else str(prompts)
+        raise ValueError(
+            f"prompts must be a file with a prompt a line, got {got}; give --set prompts=FILE"
+        )
+    return prompts
+
+
+def _layers(text: str, count: int, first: int = 0) -> tuple[int, ...]:
+    """The layers in "4,9,14"; raises ``ValueError`` for one that the target does not have, or
+    before the ``first``.
+    """
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdecimal() and first <= int(part) < count for part in found):
+        raise ValueError(
+            f"aux_layers must be layers from {first} to {count - 1} with commas between, "
+            f"got {text!r}"
         )
     return tuple(map(int, found))
 
@@ -156,23 +196,8 @@ def _draw(
     batch by batch.
     """
     pipe = LlamaGenPipeline(target, vq, {}, read_settings(LlamaGenSettings, model))
-    pipe.set_progress_bar_config(disable=True)
     kept = writable(out / f"{target_fingerprint(target)}-{cfg}-{seed}")
-    found = []
-    for i, part in enumerate(tqdm(labels.split(DRAWN_AT_ONCE), desc="draw")):
-        file = kept / f"{i:04d}-{len(part)}.pt"
-        if not file.exists():
-            generator = torch.Generator().manual_seed(1_000_003 * seed + i)
-            made = pipe(
-                part.tolist(),
-                cfg=cfg,
-                batch_size=len(part),
-                generator=generator,
-                output_type="latent",
-            )
-            torch.save(made.tokens, file)
-        found.append(torch.load(file, weights_only=True))
-    return torch.cat(found)
+    return draw_all(pipe, labels.tolist(), kept, seed, cfg=cfg)
 
 
 def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) -> None:

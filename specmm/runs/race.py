@@ -42,7 +42,7 @@ class Lane:
 def race(
     pipe: Images, contenders: Sequence[methods.Method], rounds: Sequence[Classes], seed: int
 ) -> list[Lane]:
-    """Every method draws the classes of every round with the same seeds, in rotating order.
+    """Every method draws every round's classes or prompts with the same seeds, in rotating order.
 
     Each first draws one batch that is not counted, so that caches, plans and memory are ready.
     """
@@ -76,7 +76,8 @@ def _once(pipe: Images, lane: Lane, classes: Classes, seed: int) -> None:
 
 def _draw(pipe: Images, method: methods.Method, classes: Classes, seed: int) -> ImageOutput:
     generator = torch.Generator().manual_seed(seed)
-    return pipe(classes=list(classes), generator=generator, method=method, batch_size=len(classes))
+    options = dict(generator=generator, method=method, batch_size=len(classes))
+    return pipe(**{pipe.takes: list(classes)}, **options)
 
 
 def summary(lane: Lane, plain: Lane, batch: int) -> dict[str, Any]:
@@ -130,17 +131,26 @@ def summaries(
 
 
 def measure(
-    pipe: Images, model: str, contenders: Sequence[methods.Method], batch: int, runs: int, seed: int
+    pipe: Images,
+    model: str,
+    contenders: Sequence[methods.Method],
+    batch: int,
+    runs: int,
+    seed: int,
+    prompts: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Plain decoding and ``contenders``, ``runs`` batches of classes each: a row for each method.
+    """Plain decoding and ``contenders``, ``runs`` batches of classes or ``prompts`` in turn each: a
+    row for each method.
 
-    Raises ``ValueError`` for a model that does not draw classes.
+    Raises ``ValueError`` for a model that draws from prompts without any, and for prompts of one
+    that draws classes.
     """
-    if pipe.takes != "classes":
-        raise ValueError("bench draws classes, give a class-conditional model")
+    if bool(prompts) != (pipe.takes == "prompt"):
+        advice = "leave prompts out" if prompts else "give --prompt"
+        raise ValueError(f"{model} draws from {pipe.takes}, {advice}")
     plain = methods.AR()
-    count = pipe.transformer.config.num_classes
-    rounds = [[(i * batch + j) % count for j in range(batch)] for i in range(runs)]
+    asked = list(prompts) or list(range(pipe.transformer.config.num_classes))
+    rounds = [[asked[(i * batch + j) % len(asked)] for j in range(batch)] for i in range(runs)]
     lanes = race(pipe, [plain, *(m for m in contenders if m != plain)], rounds, seed)
     facts = {
         "model": model,

@@ -121,11 +121,15 @@ def open_model(
 ) -> Any:
     """The pipeline of ``model``, a folder, pocket name or hub id, without a progress bar.
 
-    ``drafter`` is for questions and text, ``text_encoder`` for images of prompts. Raises
-    ``ValueError`` for a model that cannot be found or read.
+    ``drafter`` is a folder, ``text_encoder`` for images of LlamaGen's prompts. Raises
+    ``ValueError`` for a model that cannot be found or read, and one that takes no drafter.
     """
     if kind == "images":
         given = dict(torch_dtype=place.dtype, device=place.device, text_encoder=text_encoder)
+        if drafter is not None and not family_of(model).takes_drafter:
+            raise ValueError(f"{model} reads the drafters in its own folder; leave --drafter out")
+        if drafter is not None:
+            given["drafter"] = drafter
         pipe = ImagePipeline.from_pretrained(model, method=method, **given)
         pipe.set_progress_bar_config(disable=True)
         return pipe
@@ -287,6 +291,7 @@ class PictureRun:
     out: Path
     compiled: bool = False
     batch_invariant: bool = False
+    wanted: dict[str, Any] = field(default_factory=dict)  # what pictures are like: height, …
     outputs: list[str] = field(default_factory=list)
     seconds: float = 0.0
     stats: Stats = field(default_factory=Stats)
@@ -322,6 +327,7 @@ class PictureRun:
             **self.stats.as_dict(),
             "certificate": certificate.as_dict() if certificate else None,
             "sampling": self.sampling,
+            **self.wanted,
             self.kind: self.inputs,
             "outputs": self.outputs,
             "interrupted": self.interrupted,
@@ -342,6 +348,9 @@ def check(pipe: Images, run: PictureRun) -> None:
 
     if pipe.takes == "prompt" and run.kind == "classes":
         raise ValueError(f"{run.model} draws from prompts, give --prompt in place of --class")
+    for name in run.wanted.keys() - set(pipe.call_options):
+        option = name.replace("_", "-")
+        raise ValueError(f"--{option} does not serve models such as {run.model}; leave it out")
     if run.compiled and not pipe.compiles:
         raise ValueError(f"--compile does not serve models such as {run.model}; leave it out")
     if run.batch_invariant and not pipe.batch_invariant:
@@ -406,7 +415,7 @@ def _draw_batch(
 ) -> None:
     start = time.perf_counter()
     inputs = [run.inputs[i] for i in rows]
-    options: dict[str, Any] = {run.kind: inputs, **run.sampling}
+    options: dict[str, Any] = {run.kind: inputs, **run.sampling, **run.wanted}
     if run.compiled and len(rows) == run.rows:  # programs for a smaller last batch would not pay
         options["compiled"] = True
     with batch_invariant() if run.batch_invariant else nullcontext():

@@ -21,12 +21,12 @@ from specmm.hf.drafting import assemble as assemble_parts
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.image_ar.tokens import assemble
-from specmm.image_ar.tokens.assemble import LlamaGenParts, choose_method, planned_for
+from specmm.image_ar.tokens.assemble import PictureParts, choose_method, planned_for
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
-from specmm.recipes.training.llamagen_drafters import measure_acceptance
+from specmm.recipes.training.block_drafter import measure_acceptance
 from specmm.shape.trees import static_tree
 from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline
@@ -37,7 +37,7 @@ def parts_and_target():
     torch.manual_seed(0)
     model = Transformer(GPTConfig(32, 2, 2, 24, 36, num_classes=3)).eval()
     head = BlockHead(BlockConfig(3, 2, model.config)).eval()
-    return LlamaGenParts({"block": head}), LlamaGenTarget(model, Guidance(1.5), Processor())
+    return PictureParts({"block": head}), LlamaGenTarget(model, Guidance(1.5), Processor())
 
 
 def test_acceptance_is_a_distribution_over_ranks(parts_and_target):
@@ -52,7 +52,7 @@ def test_acceptance_is_a_distribution_over_ranks(parts_and_target):
 
 def test_a_plan_is_decided_on_the_seconds_it_holds(parts_and_target):
     parts, target = parts_and_target
-    known = LlamaGenParts(parts.drafters, acceptance=((0.5, 0.2), (0.5, 0.2), (0.5, 0.2)))
+    known = PictureParts(parts.drafters, acceptance=((0.5, 0.2), (0.5, 0.2), (0.5, 0.2)))
     made = planned_for(target, known, 2)
     costs = made.costs
     assert costs.step > 0 and costs.host > 0 and costs.round(4, 2) > 0
@@ -70,7 +70,7 @@ def test_without_a_drafter_jacobi_rounds_are_tried(parts_and_target, gain, metho
     """
     _, target = parts_and_target
     monkeypatch.setattr(assemble, "MARGIN", gain)
-    alone = LlamaGenParts({})
+    alone = PictureParts({})
     assert choose_method(target, alone, 2) == method
     assert (
         "no block drafter" in planned_for(target, alone, 2).reason
@@ -80,13 +80,13 @@ def test_without_a_drafter_jacobi_rounds_are_tried(parts_and_target, gain, metho
 
 def test_hopeless_drafts_fall_back_and_certain_ones_are_taken(parts_and_target):
     parts, target = parts_and_target
-    hopeless = LlamaGenParts(parts.drafters, acceptance=((0.001,), (0.001,), (0.001,)))
+    hopeless = PictureParts(parts.drafters, acceptance=((0.001,), (0.001,), (0.001,)))
     assert choose_method(target, hopeless, 1) == methods.AR()
     slow = LlamaGenTarget(
         Transformer(GPTConfig(32, 24, 2, 24, 36, num_classes=3)).eval(), Guidance(), Processor()
     )
     head = BlockHead(BlockConfig(3, 2, slow.model.config)).eval()
-    certain = LlamaGenParts({"block": head}, acceptance=((0.99,), (0.99,), (0.99,)))
+    certain = PictureParts({"block": head}, acceptance=((0.99,), (0.99,), (0.99,)))
     chosen = choose_method(slow, certain, 1)
     assert isinstance(chosen, methods.Speculative), (
         "three sure tokens a round against 24 layers a token"

@@ -10,7 +10,7 @@ from scipy.stats import chi2
 from specmm import methods, self_search
 from specmm.decode import decode, decode_plain
 from specmm.guidance import Guidance
-from specmm.image_ar.tokens.assemble import WITHOUT_DRAFTER, LlamaGenParts, assemble, choose_method
+from specmm.image_ar.tokens.assemble import WITHOUT_DRAFTER, PictureParts, assemble, choose_method
 from specmm.image_ar.tokens.drafters.early_exit import LayeredLlamaGen
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
@@ -55,7 +55,7 @@ def drawn(made, method, processor, rows=2, seeds=None, guidance=GUIDED, break_it
     if method is None:
         *_, end = decode_plain(target, prompt, length, uniforms)
     else:
-        own, drafter, rule = assemble(method, target, LlamaGenParts())
+        own, drafter, rule = assemble(method, target, PictureParts())
         drafter = drafter if break_it is None else break_it(drafter)
         *_, end = decode(own, drafter, rule, prompt, length, uniforms)
     return end
@@ -85,7 +85,7 @@ def test_captions_of_several_lengths():
         if method is None:
             steps = decode_plain(target, prompt, 16, Uniforms.from_seeds([0, 1]))
         else:
-            own, drafter, rule = assemble(method, target, LlamaGenParts())
+            own, drafter, rule = assemble(method, target, PictureParts())
             steps = decode(own, drafter, rule, prompt, 16, Uniforms.from_seeds([0, 1]))
         found.append([*steps][-1].tokens[:, :16])
     assert torch.equal(found[1], found[0]) and torch.equal(found[2], found[0])
@@ -97,7 +97,7 @@ def test_a_picture_does_not_depend_on_its_batch(method):
     together = drawn(made, method, Processor(1.0, top_k=8), 3)
     target = LlamaGenTarget(made, GUIDED, Processor(1.0, top_k=8))
     for i in range(3):
-        own, drafter, rule = assemble(method, target, LlamaGenParts())
+        own, drafter, rule = assemble(method, target, PictureParts())
         prompt = Prompt(torch.tensor([i]))
         *_, alone = decode(own, drafter, rule, prompt, 36, Uniforms.from_seeds([i]))
         assert torch.equal(alone.tokens[0, :36], together.tokens[i, :36])
@@ -201,7 +201,7 @@ def test_weights_and_layers_are_the_models():
 def test_auto_measures_the_target_by_itself(monkeypatch):
     """A model without a drafter: each of the methods that need none is tried."""
     target = LlamaGenTarget(model(), GUIDED, Processor())
-    parts = LlamaGenParts()
+    parts = PictureParts()
     found = choose_method(target, parts, 1)
     [plan] = parts.plans.values()
     assert found in (methods.AR(), *WITHOUT_DRAFTER)
@@ -221,4 +221,4 @@ def test_auto_measures_the_target_by_itself(monkeypatch):
 )
 def test_mistakes_get_a_sentence(method, message):
     with pytest.raises(ValueError, match=message):
-        assemble(method, LlamaGenTarget(model(), GUIDED, Processor()), LlamaGenParts())
+        assemble(method, LlamaGenTarget(model(), GUIDED, Processor()), PictureParts())

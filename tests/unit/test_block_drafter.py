@@ -15,7 +15,7 @@ import torch
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.loading import load_block, save_drafter, target_fingerprint
-from specmm.recipes.training.llamagen_drafters import go_on_from
+from specmm.recipes.training.block_drafter import go_on_from
 
 GPT = GPTConfig(
     dim=32, n_layer=2, n_head=2, vocab_size=20, block_size=16, num_classes=3, multiple_of=16

@@ -21,14 +21,8 @@ from torch import Tensor, nn
 
 from specmm.cache import Cache, CacheSize, Memory, alike, branched
 from specmm.drafter import Feedback
-from specmm.image_ar.tokens.gpt import (
-    GPTConfig,
-    RMSNorm,
-    RotaryTable,
-    TransformerBlock,
-    rotary_table,
-)
-from specmm.image_ar.tokens.target import LlamaGenTarget
+from specmm.drawing import DrawingTarget, Sizes
+from specmm.image_ar.tokens.gpt import RMSNorm, RotaryTable, TransformerBlock, rotary_table
 from specmm.methods import check_rejected_weight
 from specmm.randomness import UniformSource
 from specmm.shape.trees import Siblings, draw_siblings
@@ -48,7 +42,7 @@ class BlockConfig:
 
     levels: int
     layers: int
-    target: GPTConfig
+    target: Sizes
     aux_layers: tuple[int, ...] = ()
     inner: int = 0
 
@@ -76,8 +70,13 @@ class BlockHead(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.previous = nn.Embedding(target.vocab_size, target.dim)
         self.norm = RMSNorm(target.dim, target.norm_eps)
-        self.rotary = RotaryTable(rotary_table(target.grid, target.head_dim, 0, target.rope_base))
+        self.rotary = self.rotary_of(target.rows, target.columns)
         nn.init.normal_(self.previous.weight, std=0.02)
+
+    def rotary_of(self, rows: int, columns: int) -> RotaryTable:
+        """The rotary factors for pictures of so many ``rows`` of so many tokens."""
+        target = self.config.target
+        return RotaryTable(rotary_table(rows, target.head_dim, 0, target.rope_base, columns))
 
     def features(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """e_i [R, M, C] of tokens' embeddings [R, M, C] and the states they were drawn from [R, M,
@@ -92,21 +91,26 @@ class BlockHead(nn.Module):
         return (anchor[:, :, None] + self.slots[:levels]).flatten(1, 2)
 
     def forward(
-        self, x: Tensor, cells: Tensor, bias: Tensor, memories: list[Memory] | None = None
+        self,
+        x: Tensor,
+        cells: Tensor,
+        bias: Tensor,
+        memories: list[Memory] | None = None,
+        rotary: RotaryTable | None = None,
     ) -> Tensor:
         """States [R, T, C] of features and queries ``x`` [R, T, C] at raster ``cells`` [R or 1, T].
 
         ``bias`` [R or 1, 1, T, S] is the additive mask over ``x`` itself, or over what ``memories``
-        hold.
+        hold. ``rotary`` is for pictures of another size than usual.
         """
-        factors = self.rotary.at(cells)
+        factors = (rotary or self.rotary).at(cells)
         for i, layer in enumerate(self.layers):
             x = layer(x, factors, bias, memories[i] if memories else None)
         return x
 
     def read(self, states: Tensor, previous: Tensor) -> Tensor:
         """What the target's head reads [..., C]: level ``states`` corrected by the ``previous``
-        tokens [...].
+        tokens [...], by their places among the drawable ones.
         """
         return self.norm(states + self.previous(previous))
 
@@ -156,7 +160,7 @@ class BlockDrafter:
     def __init__(
         self,
         head: BlockHead,
-        target: LlamaGenTarget,
+        target: DrawingTarget,
         shape: TreeShape,
         sampled: bool = True,
         rejected_weight: float = 0.0,
@@ -176,7 +180,12 @@ class BlockDrafter:
         self.max_depth = shape.depth
         mixes = rejected_weight and sampled
         self.rejected = RejectedPositions(shape, rejected_weight) if mixes else None
-        target.aux_layers = head.config.aux_layers
+        target.read_layers(head.config.aux_layers)
+        own = head.config.target
+        sizes = target.sizes
+        usual = (own.rows, own.columns) == (sizes.rows, sizes.columns)
+        self.rotary = head.rotary if usual else head.rotary_of(sizes.rows, sizes.columns)
+        self.rotary.to(target.device)
         self.plan = [BlockLevel.of(shape, d) for d in range(1, shape.depth + 1)]
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
@@ -195,7 +204,7 @@ class BlockDrafter:
             layers=alike(len(self.head.layers), target.n_head, target.head_dim),
             batch=len(feedback.token),
             branches=len(hidden) // len(feedback.token),
-            capacity=target.block_size,
+            capacity=self.target.length,
             scratch=self.most + self.max_depth,
         )
         self.clock = clock
@@ -218,16 +227,15 @@ class BlockDrafter:
         if self.rejected is not None:
             self.rejected.read(feedback)
         tokens = [feedback.token[:, None]]
-        vocabulary = self.head.config.target.vocab_size
+        vocabulary = self.target.vocabulary
         probs = [states.new_zeros(len(tokens[0]), 1, vocabulary, dtype=torch.float32)]
-        # the position whose logits predict the first token drafted: guidance may depend on it
-        position = self.cache.lengths[:, None] + self.target.model.config.cls_token_num - 1
+        place = self.cache.lengths[:, None]  # guidance may depend on the place
         for depth, level in enumerate(self.plan):
             latest = tokens[-1]
             previous = latest if level.above is None else latest.index_select(1, level.above)
             with self.clock("draft"):
                 logits = self._read(states[:, depth : depth + 1], previous)
-            guided = self.target.guide(logits, position + depth)
+            guided = self.target.drawn_logits(logits, place + depth)
             drafts, drawn = self._draw(guided, level, uniforms)
             tokens.append(drafts)
             probs.append(drawn)
@@ -258,7 +266,7 @@ class BlockDrafter:
     def _levels(self, feedback: Feedback) -> Tensor:
         """Read the tokens just committed and return the level states [R, K, C]."""
         hidden, tokens, kept = self._committed(feedback)
-        embedded = branched(self.target.model.tok_embeddings(tokens), self.branches)
+        embedded = branched(self.target.embed(tokens), self.branches)
         features = self.head.features(embedded, hidden)  # [R, M, C]
         last = branched(kept.clamp(min=1) - 1, self.branches)[:, None, None]
         anchor = features.gather(1, last.expand(-1, 1, features.shape[-1]))
@@ -266,7 +274,8 @@ class BlockDrafter:
         ahead = self.order >= self.most  # the queries' cells follow the kept tokens, not all M
         cells = self.cache.lengths[:, None] + self.order - ahead * (self.most - kept)[:, None]
         self._aim(kept)
-        states = self.head(x, branched(cells, self.branches), self.bias, self.cache.layers)
+        cells = branched(cells, self.branches)
+        states = self.head(x, cells, self.bias, self.cache.layers, self.rotary)
         self.cache.keep(self.order[: self.most].expand(len(kept), -1), kept)
         return states[:, self.most :]
 
@@ -291,8 +300,9 @@ class BlockDrafter:
 
     def _read(self, states: Tensor, previous: Tensor) -> Tensor:
         """Raw logits [R, P, V] of a level's children of the tokens ``previous`` [B, P]."""
-        read = self.head.read(states, branched(previous, self.branches))
-        return self.target.model.output(read).float()
+        places = self.target.drawable(previous)
+        read = self.head.read(states, branched(places, self.branches))
+        return self.target.head(read).float()
 
 
 class RejectedPositions:

@@ -49,14 +49,14 @@ class LayeredLlamaGen:
         """See :class:`specmm.layered.Layered`."""
         positions = self.target.branched(positions)
         model = self.target.model
-        x = self.target.embed(tokens)
+        x = self.target.inputs(tokens)
         logits, read = model(x, positions, bias, self.cache.layers, skip[:1], skip)
         return self.target.guide(logits.float(), positions), read[..., x.shape[-1] :]
 
     def states(self, stop: int, tokens: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
         """See :class:`specmm.layered.Layered`."""
         positions = self.target.branched(positions)
-        x = self.target.embed(tokens)
+        x = self.target.inputs(tokens)
         return self.target.model.states(x, positions, bias, self.cache.layers[:stop])
 
     def resume(self, first: int, states: Tensor | None) -> None:

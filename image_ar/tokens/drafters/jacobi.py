@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from specmm.drafter import Feedback
-from specmm.image_ar.tokens.raster import RasterTarget, left_neighbours, upper_neighbours
+from specmm.drawing import DrawingTarget
+from specmm.image_ar.tokens.raster import left_neighbours, upper_neighbours
 from specmm.randomness import UniformSource, categorical
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
@@ -42,7 +43,7 @@ class JacobiDrafter:
     that does not fit into a picture and for an unknown ``init``.
     """
 
-    def __init__(self, target: RasterTarget, window: int = 16, init: Init = "last") -> None:
+    def __init__(self, target: DrawingTarget, window: int = 16, init: Init = "last") -> None:
         if not 1 <= window < target.length:
             raise ValueError(f"window must be in [1, {target.length - 1}], got {window}")
         self.target = target
@@ -128,7 +129,7 @@ class JacobiDrafter:
 NEIGHBOURS = {"left": left_neighbours, "above": upper_neighbours}
 
 
-def _anything(target: RasterTarget, places: Tensor, like: Tensor) -> Tensor:
+def _anything(target: DrawingTarget, places: Tensor, like: Tensor) -> Tensor:
     """The uniform distribution [B, W, V] over the tokens that may come at ``places`` [B, W]."""
     if target.allowed is None:
         return torch.full_like(like[:, 1:], 1 / like.shape[-1])

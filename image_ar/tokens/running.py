@@ -1,0 +1,87 @@
+"""Tokens of pictures by any method, and what a run may claim: what the pipelines of image tokens
+share.
+
+Shape letters: B pictures, T tokens a picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specmm import methods
+from specmm.compiled import CompiledRound
+from specmm.continuous_batching import Queue
+from specmm.decode import Progress, decode, decode_plain, one_round
+from specmm.drawing import DrawingTarget
+from specmm.image_ar.shared import Drawn
+from specmm.image_ar.tokens.assemble import Method, PictureParts, assemble, choose_method
+from specmm.image_ar.tokens.row_parallel import decode_rows, rows_certificate
+from specmm.randomness import Uniforms
+from specmm.stats import Certificate, rule_certificate
+from specmm.verify import Rule
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The ``prompt`` of the pictures drawn at first, a generator each, and the ``queue`` of all
+    where there are more.
+    """
+
+    prompt: Any
+    generators: list[torch.Generator]
+    queue: Queue | None = None
+
+
+def draw_tokens(
+    target: DrawingTarget,
+    parts: PictureParts,
+    batch: Batch,
+    method: Method,
+    tell: Callable[[int, Progress], object],
+) -> Drawn:
+    """Pictures without pixels; ``tell`` is called after each round, with its number.
+
+    Raises ``ValueError`` for a method that the model has no drafter for.
+    """
+    name = method.name
+    if name == methods.Auto.name:
+        method = choose_method(target, parts, len(batch.generators))
+        name = f"auto: {method}"
+    steps, rule = _steps(target, parts, batch, method)
+    for i, progress in enumerate(steps):
+        tell(i, progress)
+    queue = batch.queue
+    tokens = progress.tokens[:, : target.length] if queue is None else torch.stack(queue.tokens)
+    claim = _claim(progress, rule)
+    if method.name == methods.ZipAR.name:
+        claim = rows_certificate(target, method.window)
+    return Drawn(tokens, None, progress.stats, claim, name, float(progress.measured))
+
+
+def _steps(
+    target: DrawingTarget, parts: PictureParts, batch: Batch, method: Method
+) -> tuple[Iterator[Progress], Rule | None]:
+    """The loop over ``batch``, and its rule (none for plain decoding)."""
+    prompt = batch.prompt
+    uniforms = Uniforms(batch.generators)
+    if method.name == methods.ZipAR.name:
+        return decode_rows(target, prompt, method.window, uniforms), None
+    if not method.drafts:
+        return decode_plain(target, prompt, target.length, uniforms), None
+    target, drafter, rule = assemble(method, target, parts)
+    play = parts.once("round", CompiledRound) if target.static_shapes else one_round
+    length = target.length
+    steps = decode(target, drafter, rule, prompt, length, uniforms, queue=batch.queue, play=play)
+    return steps, rule
+
+
+def _claim(progress: Progress, rule: Rule | None) -> Certificate:
+    if rule is None:
+        return Certificate("exact", "plain decoding of the target", 0.0)
+    measured = float(progress.measured)
+    excess = float(progress.excess) / measured if measured else None
+    return rule_certificate(rule.name, rule.exact, excess)

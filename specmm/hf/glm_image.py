@@ -1,0 +1,144 @@
+"""GLM-Image as a model that draws pictures.
+
+Its tokens are drawn in two grids, first a small preview and then the picture, whose tokens have
+positions by row and column (M-RoPE). They are no pixels yet: the diffusion part of diffusers'
+``GlmImagePipeline`` paints them. Token ids of pictures are the first of the vocabulary, in the head
+and in the embeddings. Nothing guides the autoregressive part.
+
+Shape letters: T tokens of both grids.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import GenerationConfig
+
+from specmm import zoo
+from specmm.guidance import AllowedTokens
+from specmm.hf.picture_tokens import Decoder, Layout, Painting, PictureModel, Size
+
+USUAL = (1152, 768)  # pixels, as GlmImageProcessor has them
+SIDE = 32  # pixels of a token's sides
+PREVIEW = 16  # tokens of the preview's sides where it is square
+Grid = tuple[int, int]
+"""Rows and columns."""
+
+
+def _layout(model: Any, size: Size | None) -> Layout:
+    """Any size in whole tokens whose preview has a token."""
+    height, width = size or USUAL
+    whole = height >= SIDE and width >= SIDE and not (height % SIDE or width % SIDE)
+    picture = (height // SIDE, width // SIDE)
+    preview = _preview(picture) if whole else (0, 0)
+    if not min(preview):
+        raise ValueError(
+            f"height and width must be multiples of {SIDE}, and neither more than {PREVIEW**2} "
+            f"times the other, got {height} and {width}"
+        )
+    mask = torch.zeros(model.config.get_text_config().vision_vocab_size, dtype=torch.bool)
+    mask[: model.config.vq_config.num_embeddings] = True
+    places = _places([preview, picture])
+    allowed = AllowedTokens.everywhere(mask)
+    return Layout(*picture, places.shape[1], allowed, places)
+
+
+def _preview(picture: Grid) -> Grid:
+    """The grid drawn before the ``picture``, of about its shape."""
+    ratio = picture[0] / picture[1]
+    return int(ratio**0.5 * PREVIEW), int((1 / ratio) ** 0.5 * PREVIEW)
+
+
+def _places(grids: list[Grid]) -> Tensor:
+    """Positions [3, T] in time, by row and by column, counted from where the first grid begins."""
+    parts = []
+    start = 0
+    for rows, columns in grids:
+        row = torch.arange(rows).repeat_interleave(columns)
+        column = torch.arange(columns).repeat(rows)
+        parts.append(torch.stack([torch.zeros_like(row), row, column]) + start)
+        start += max(rows, columns)
+    return torch.cat(parts, dim=1)
+
+
+def _ids(model: Any, tokenizer: Any, text: str, layout: Layout) -> list[int]:
+    """Of the chat template with ``text``, both grids' sizes and the token that begins pictures.
+
+    Raises ``ValueError`` for a tokenizer that does not name what stands around sizes.
+    """
+    opens, closes = (getattr(tokenizer, f"grid_{end}_token", None) for end in ("bos", "eos"))
+    if opens is None or closes is None:
+        raise ValueError(
+            "tokenizer must name what stands around a picture's size (grid_bos_token and "
+            "grid_eos_token), got none; use the processor's folder as GLM-Image was published"
+        )
+    if tokenizer.chat_template:
+        turn = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+        text = tokenizer.apply_chat_template(turn, tokenize=False)
+    picture = (layout.rows, layout.columns)
+    sizes = "".join(f"{opens}{h} {w}{closes}" for h, w in (picture, _preview(picture)))
+    return list(tokenizer(f"{text}{sizes}{tokenizer.bos_token}")["input_ids"])
+
+
+def _sampling(model: Any) -> dict[str, Any]:
+    """What the model's own generate, which diffusers calls, samples by."""
+    usual = GenerationConfig._get_default_generation_params()
+    names = ("temperature", "top_k", "top_p")
+    given = {name: getattr(model.generation_config, name) for name in names}
+    found = {name: usual[name] if value is None else value for name, value in given.items()}
+    width = int(model.config.get_text_config().vision_vocab_size)
+    return {**found, "top_k": min(found["top_k"], width)}
+
+
+def _codebook(model: Any) -> tuple[Tensor, Tensor]:
+    """Every code's row, as the tokenizer compares it: of length 1."""
+    rows = F.normalize(model.model.vqmodel.quantize.embedding.weight.detach().float(), dim=-1)
+    return torch.arange(len(rows), device=rows.device), rows
+
+
+def _decode(model: Any, folder: Path) -> Decoder:
+    """The diffusion part of the pipeline in ``folder``; ``ValueError`` where there is none."""
+    from diffusers import GlmImagePipeline
+
+    if not (folder / zoo.PIPELINE).is_file():
+        raise ValueError(
+            f"{folder} has no diffusion part: give the folder of the GlmImagePipeline, or "
+            "output_type='latent' for tokens alone"
+        )
+    pipe = GlmImagePipeline.from_pretrained(
+        folder, vision_language_encoder=None, dtype=model.dtype
+    ).to(model.device)
+    pipe.set_progress_bar_config(disable=True)
+
+    def decoder(tokens: Tensor, layout: Layout, painting: Painting) -> Tensor:
+        drawn = tokens[:, -layout.rows * layout.columns :]
+        fine = [pipe._upsample_token_ids(row, layout.rows, layout.columns) for row in drawn]
+        pixels: Tensor = pipe(
+            prompt=[painting.text],
+            height=layout.rows * SIDE,
+            width=layout.columns * SIDE,
+            prior_token_ids=torch.cat(fine),
+            generator=painting.generator,
+            output_type="pt",
+            **painting.options,
+        ).images
+        return 2 * pixels - 1
+
+    return decoder
+
+
+GLM_IMAGE = PictureModel(
+    architecture="GlmImageForConditionalGeneration",
+    parts=("vision_language_encoder", "processor"),
+    layout=_layout,
+    ids=_ids,
+    decode=_decode,
+    codebook=_codebook,
+    sampling=_sampling,
+    paints=True,
+    shared=False,
+)

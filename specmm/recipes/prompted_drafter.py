@@ -1,0 +1,156 @@
+"""Block drafters of models of transformers that draw pictures from prompts.
+
+Shape letters: M pictures, T tokens a picture.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specmm.files import writable
+from specmm.hf.picture_tokens import Layout, picture_prompt
+from specmm.image_ar.shared import write_settings
+from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
+from specmm.image_ar.tokens.loading import load_block_for, save_drafters_of
+from specmm.image_ar.transformers_pipeline import TransformersImagePipeline
+from specmm.recipes.training.block_drafter import (
+    Batch,
+    block_loss,
+    fit_block,
+    go_on_from,
+    measure_acceptance,
+    start_from,
+)
+from specmm.recipes.training.drawn_pictures import draw_all
+from specmm.recipes.training.encoding import CLASS_DROPOUT
+from specmm.recipes.training.seen_pictures import SeenPictures
+from specmm.training import batch_rows, seeded
+
+HELD = 32  # pictures that acceptance is measured on
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be learnt from: ``drawn`` pictures (0: one of each) of the lines of a file of
+    ``prompts``, drawn at the guidance scale ``cfg`` (None: the model's) and kept in ``out``. Their
+    ``size`` is height and width in pixels, both None for the model's usual one.
+    """
+
+    prompts: Path
+    drawn: int
+    cfg: float | None
+    size: tuple[int | None, int | None]
+    seed: int
+    out: Path
+
+    def lines(self) -> list[str]:
+        """The prompts; raises ``ValueError`` where there is none."""
+        found = [line.strip() for line in self.prompts.read_text(encoding="utf-8").splitlines()]
+        found = [line for line in found if line]
+        if not found:
+            raise ValueError(
+                f"prompts must be a file with a prompt a line, got none in {self.prompts}"
+            )
+        return found
+
+    def rows(self, count: int) -> list[int]:
+        """The prompt of each picture, of ``count``: all before any comes again."""
+        found: list[int] = batch_rows(0, self.drawn or count, count, self.seed).tolist()
+        return found
+
+
+@dataclass(frozen=True)
+class Training:
+    """``sizes`` are those of a :class:`BlockConfig`, ``start`` is a drafter's folder to go on from,
+    ``options`` are those of ``fit_block``.
+    """
+
+    sizes: dict[str, Any]
+    start: Path | None
+    temperature: float
+    options: dict[str, Any]
+
+
+def train_prompted(model: Path, request: Request, training: Training) -> None:
+    """Train a block drafter of the model in a folder and write it there, with the acceptance that
+    was measured.
+
+    Raises ``ValueError`` for a file without prompts, layers that the model does not have, and a
+    drafter to go on from that is another target's.
+    """
+    texts = request.lines()
+    rows = request.rows(len(texts))
+    tokens = _drawn(model, [texts[i] for i in rows], request)
+    pipe = TransformersImagePipeline.from_pretrained(model, torch_dtype=torch.float32)
+    head = _begun(pipe, training, request.seed)
+    layout = pipe._layout(*request.size)
+    seen = _seen(pipe, [texts[i] for i in rows], tokens, head.config.aux_layers, layout)
+    guided = (pipe.settings.cfg if request.cfg is None else request.cfg) > 1
+    # more than a model's own training, for both guidance branches draft
+    options = training.options | {"dropout": 3 * CLASS_DROPOUT if guided else 0.0}
+    logits = seen.logits
+
+    @torch.compile
+    def loss_of(read: Any, at: Tensor) -> tuple[Tensor, Tensor]:
+        return block_loss(head, read, logits, at, training.temperature)
+
+    def loss(batch: Batch) -> tuple[Tensor, Tensor]:
+        return loss_of(seen.batch(batch.rows, batch.dropped), batch.at)
+
+    fit_block(head, (len(tokens), tokens.shape[1]), loss, request.out, **options)
+    save_drafters_of(pipe.owner.fingerprint, {"block": head}, model / "drafters", torch.bfloat16)
+    held = [texts[i % len(texts)] for i in range(HELD)]
+    ids = [pipe._ids(text, layout) for text in held]
+    away = [pipe._away(row, None, layout) for row in ids]
+    judge = pipe.target(cfg=request.cfg, layout=layout)
+    table = measure_acceptance(head.eval(), judge, picture_prompt(judge, ids, away), range(HELD))
+    write_settings(dataclasses.replace(pipe.settings, acceptance=table), model)
+
+
+def _drawn(model: Path, texts: list[str], request: Request) -> Tensor:
+    """Tokens [M, T] of a picture of each of ``texts``, drawn in the dtype that is fastest here."""
+    pipe = TransformersImagePipeline.from_pretrained(model)
+    key = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
+    size = "x".join(map(str, request.size))
+    name = f"{pipe.owner.fingerprint}-{key}-{request.cfg}-{size}-{request.seed}"
+    kept = writable(request.out / "drawn" / name)
+    options = dict(cfg=request.cfg, height=request.size[0], width=request.size[1])
+    return draw_all(pipe, texts, kept, request.seed, **options)
+
+
+def _begun(pipe: TransformersImagePipeline, training: Training, seed: int) -> BlockHead:
+    """A head that is to be trained for the model of ``pipe``."""
+    network = pipe.transformer.requires_grad_(False)
+    owner = pipe.owner
+    sizes = training.sizes
+    before = None if training.start is None else load_block_for(owner, training.start)
+    if before is not None:
+        sizes = vars(before.config) | ({"inner": sizes["inner"]} if sizes["inner"] else {})
+    with seeded(seed):
+        head = BlockHead(BlockConfig(**sizes | {"target": owner.sizes}))
+    start_from(head, network.get_decoder().norm.weight)
+    if before is not None:
+        go_on_from(head, before)
+    return head
+
+
+def _seen(
+    pipe: TransformersImagePipeline,
+    texts: list[str],
+    tokens: Tensor,
+    layers: tuple[int, ...],
+    layout: Layout,
+) -> SeenPictures:
+    target = pipe.target(cfg=1.0, layout=layout)
+    ids = {text: pipe._ids(text, target.layout) for text in set(texts)}
+    away = {text: pipe._away(row, None, target.layout) for text, row in ids.items()}
+    return SeenPictures(
+        target, [ids[text] for text in texts], [away[text] for text in texts], tokens, layers
+    )

@@ -1,0 +1,177 @@
+"""Training of a block drafter for any target that draws pictures, on what it reads as it draws; and
+the acceptance that ``auto`` plans trees from.
+
+Shape letters: M pictures, B batch, T tokens of a picture, A anchors a picture, K levels, C width, F
+layers read, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specmm.autotune import WIDEST, AcceptanceCounter
+from specmm.decode import decode
+from specmm.drawing import DrawingTarget
+from specmm.image_ar.tokens.drafters.block import BlockDrafter, BlockHead
+from specmm.randomness import Uniforms
+from specmm.shape.trees import spine
+from specmm.training import Losses, batch_rows, fit
+from specmm.verify import Recursive
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step's pictures by their ``rows`` [B], whether they are ``mirrored`` [B] (0 or 1), whether
+    their condition is ``dropped`` [B], and the anchors ``at`` [B, A].
+    """
+
+    rows: Tensor
+    mirrored: Tensor
+    dropped: Tensor
+    at: Tensor
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the target reads of pictures: ``logits`` [B, T, V] of each token, the ``hidden`` states
+    [B, T, C · (1 + F)] that these were scored from, the tokens' ``embedded`` inputs [B, T, C] and
+    their places among the ``drawable`` ones [B, T].
+    """
+
+    logits: Tensor
+    hidden: Tensor
+    embedded: Tensor
+    drawable: Tensor
+
+
+def fit_block(
+    drafter: BlockHead,
+    pictures: tuple[int, int],
+    loss_of: Callable[[Batch], tuple[Tensor, Tensor]],
+    out: Path,
+    *,
+    steps: int,
+    batch: int = 16,
+    anchors: int = 32,
+    lr: float = 1e-3,
+    overlap_weight: float = 1.0,
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> None:
+    """Train on ``pictures`` (their number M and T) by ``loss_of``, which gives what
+    :func:`block_loss` gives; resumes from ``out/checkpoint.pt``.
+
+    A larger ``overlap_weight`` late in training buys acceptance with calibration. ``dropout`` is
+    the share of pictures shown without their condition, which a drafter needs where guidance makes
+    it draft for both branches.
+    """
+    count, length = pictures
+
+    def step(i: int) -> Losses:
+        generator = torch.Generator().manual_seed(seed + i)
+        rows = batch_rows(i, batch, count, seed)
+        mirrored = torch.randint(2, (batch,), generator=generator)
+        dropped = torch.rand(batch, generator=generator) < dropout
+        last = length - drafter.config.levels
+        at = torch.rand(batch, last, generator=generator).argsort(1)[:, :anchors]
+        with torch.autocast("cpu", torch.bfloat16):
+            cross_entropy, overlap = loss_of(Batch(rows, mirrored, dropped, at))
+        loss = cross_entropy + overlap_weight * (1 - overlap.mean())
+        return {"loss": loss, **{f"overlap_{d + 1}": o for d, o in enumerate(overlap.detach())}}
+
+    fit(drafter, step, out=out, steps=steps, lr=lr, weight_decay=0.01)
+
+
+@torch.no_grad()
+def start_from(drafter: BlockHead, norm: Tensor) -> None:
+    """Make ``drafter`` begin where a feature is the target's hidden state and the final norm has
+    the target's weights ``norm`` [C].
+    """
+    width = drafter.config.target.dim
+    drafter.fc.weight[:, width : 2 * width] = torch.eye(width)
+    drafter.norm.weight.copy_(norm)
+
+
+@torch.no_grad()
+def go_on_from(drafter: BlockHead, other: BlockHead) -> None:
+    """Make ``drafter`` begin as ``other``; units that its feed-forward layers lack add nothing yet.
+
+    Raises ``ValueError`` where these are wider than the drafter's, or where the two differ in
+    levels, layers or auxiliary layers.
+    """
+    config = drafter.config
+    begun = other.config
+    wide, given = (c.inner or c.target.ffn_dim for c in (config, begun))
+    if given > wide or replace(begun, inner=config.inner) != config:
+        raise ValueError(
+            "drafter must go on from one of its levels, layers and auxiliary layers, at most "
+            f"{wide} wide, got one with {begun.levels} levels, {begun.layers} layers, "
+            f"auxiliary layers {begun.aux_layers}, {given} wide"
+        )
+    own = drafter.state_dict()
+    for name, old in other.state_dict().items():
+        if name.endswith("feed_forward.w2.weight"):
+            own[name].zero_()
+        own[name][tuple(slice(size) for size in old.shape)] = old
+
+
+def block_loss(
+    drafter: BlockHead,
+    seen: Seen,
+    head: Callable[[Tensor, Tensor], Tensor],
+    at: Tensor,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Soft cross-entropy and mean overlap Σ min(p, q) by level [K] for anchors ``at`` [B, A] of
+    pictures that the target has ``seen``.
+
+    They compare the drafter's distribution of a level, given the true token before it, with the
+    target's there, both at ``temperature``. The overlap is 1 less the total variation, which is
+    what acceptance loses. ``head`` gives logits [B, N, V] of states [B, N, C] and the numbers
+    [B, N] of the tokens that they predict.
+
+    At anchor a, whose root is token a, the features of positions up to a are seen and tokens a + 1
+    … a + K drafted.
+    """
+    levels = drafter.config.levels
+    count = seen.hidden.shape[1]
+    features = drafter.features(seen.embedded, seen.hidden)  # e_i holds hidden i and token i
+    order = torch.arange(count)[None]
+    wanted = at[..., None] + 1 + torch.arange(levels)  # [B, A, K] tokens drafted
+    anchor = features.gather(1, at[..., None].expand(-1, -1, features.shape[-1]))
+    x = torch.cat([features, drafter.queries(anchor, levels)], dim=1)  # [B, T + A·K, C]
+    cells = torch.cat([order.expand(len(at), -1), wanted.flatten(1)], dim=1)
+    latest = torch.cat([order.expand(len(at), -1), at.repeat_interleave(levels, dim=1)], dim=1)
+    shown = order[:, None] <= latest[..., None]  # [B, T + A·K, T]: nothing attends a query
+    bias = torch.zeros(shown.shape).masked_fill_(~shown, float("-inf"))
+    bias = F.pad(bias, (0, wanted[0].numel()), value=float("-inf"))[:, None].to(seen.hidden.dtype)
+    states = drafter(x, cells, bias)[:, count:]
+    previous = seen.drawable.gather(1, wanted.flatten(1) - 1)
+    drafted = head(drafter.read(states, previous), wanted.flatten(1)).float() / temperature
+    drafted = drafted.log_softmax(-1)  # [B, A·K, V]
+    probs = (seen.logits.float() / temperature).softmax(-1)
+    probs = probs.gather(1, wanted.flatten(1)[..., None].expand_as(drafted))
+    overlap = torch.minimum(probs, drafted.exp()).sum(-1).unflatten(1, (-1, levels))
+    cross_entropy = -(probs * drafted).sum(-1).mean()
+    return cross_entropy, overlap.mean((0, 1))
+
+
+def measure_acceptance(
+    head: BlockHead, target: DrawingTarget, prompt: Any, seeds: Sequence[int]
+) -> tuple[tuple[float, ...], ...]:
+    """How often the block drafter's child of a level and rank is the one kept, over one batch of
+    pictures, one seed each, under exact decoding.
+    """
+    shape = spine(WIDEST[: head.config.levels])
+    counter = AcceptanceCounter(BlockDrafter(head, target, shape), shape)
+    uniforms = Uniforms.from_seeds(seeds)
+    for _ in decode(target, counter, Recursive(), prompt, target.length, uniforms):
+        pass
+    return counter.table()

@@ -1,0 +1,137 @@
+"""Models of transformers that draw pictures, by the command line: a drafter trained from prompts
+and used; pictures, benches and jobs of prompts.
+"""
+
+import json
+import shutil
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+import specmm
+from specmm.cli import app
+from tests.integration.test_picture_models import KINDS, sized
+
+
+@pytest.fixture(scope="module", params=["janus", "emu3"])
+def kind(request):
+    return KINDS[request.param]
+
+
+@pytest.fixture(scope="module")
+def folder(kind, tmp_path_factory):
+    """Without a drafter."""
+    found = tmp_path_factory.mktemp("pictures")
+    kind.save(found)
+    return found
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Trainings of a few steps without a compiler."""
+    monkeypatch.setattr(torch, "compile", lambda f, **_: f)
+
+
+def run(*words):
+    return CliRunner().invoke(app, [*map(str, words)])
+
+
+def test_a_drafter_is_trained_and_drafts(kind, folder, tmp_path, eager):
+    """From prompts alone, by the command line; then it draws."""
+    model = shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "prompts.txt").write_text("a red barn\n\nblue tree\na hill\n")
+    train = ["train", "drafter", model, "--out", tmp_path / "run"]
+    settings = dict(prompts=tmp_path / "prompts.txt", steps=3, batch=2, levels=3, layers=1)
+    settings |= dict(drawn=5, aux_layers="1", inner=32, **sized(kind))
+    sets = [f"--set={name}={value}" for name, value in settings.items()]
+    made = run(*train, *sets)
+    assert made.exit_code == 0, made.output
+    pipe = specmm.ImagePipeline.from_pretrained(model)
+    assert set(pipe.parts.drafters) == {"block"} and len(pipe.settings.acceptance) == 3
+    assert pipe.settings.cfg == pipe.facts.cfg
+    out = tmp_path / "out"
+    words = ["generate", model, "--prompt", "a tree", "--method", "speculative", "--out", out]
+    drawn = run(*words, *sizes(kind), "--seed", 0, "--json")
+    assert drawn.exit_code == 0, drawn.output
+    found = json.loads(drawn.stdout)
+    assert found["certificate"]["kind"] == "exact" and found["tau"] > 1
+    assert Image.open(found["outputs"][0]).size == kind.size[::-1]
+    alone = shutil.move(model / "drafters/block", tmp_path / "block")
+    given = run(*words, *sizes(kind), "--seed", 0, "--json", "--drafter", alone)
+    assert json.loads(given.stdout)["tau"] == found["tau"]
+    refused = run(*words, *sizes(kind))
+    assert refused.exit_code == 2 and "no 'block' drafter" in refused.output
+    shutil.move(alone, model / "drafters/block")
+    again = run(*train, *sets)
+    assert again.exit_code == 2 and "replace=true" in again.output
+
+
+def test_what_training_lacks_is_told(kind, folder, tmp_path):
+    model = shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "empty").write_text("\n")
+    train = ["train", "drafter", model, "--out", tmp_path / "run"]
+    for settings, message in (
+        ([], "--set prompts=FILE"),
+        ([f"--set=prompts={tmp_path / 'empty'}"], "a prompt a line, got none"),
+        ([f"--set=prompts={tmp_path / 'empty'}", "--set=kind=eagle"], "takes kind=block"),
+        ([f"--set=prompts={tmp_path / 'empty'}", "--set=aux_layers=0"], "layers from 1 to 1"),
+    ):
+        refused = run(*train, *settings)
+        assert refused.exit_code == 2 and message in refused.output.replace("\n", " ")
+
+
+def sizes(kind):
+    return [word for name, pixels in sized(kind).items() for word in (f"--{name}", pixels)]
+
+
+def drawn(folder, out, *words):
+    found = run("generate", folder, "--prompt", "a tree", "--seed", 0, "--out", out, *words)
+    assert found.exit_code == 0, found.output
+    return next(out.glob("*.png")).read_bytes()
+
+
+def test_pictures_are_led_away_from_what_is_said(kind, folder, tmp_path):
+    words = [*sizes(kind), "--dtype", "float32", "--temperature", 0]
+    plain = drawn(folder, tmp_path / "plain", *words)
+    other = drawn(folder, tmp_path / "other", *words, "--negative-prompt", "red barn hill")
+    assert plain != other
+    facts = json.loads((tmp_path / "other/run.json").read_text())
+    assert facts["negative_prompt"] == "red barn hill" and facts["height"] == kind.size[0]
+
+
+def test_what_others_do_not_take_is_told(tmp_path):
+    words = ["generate", "pocket/llamagen", "--class", "heart", "--out", tmp_path]
+    for option in (["--height", 48], ["--drafter", tmp_path]):
+        refused = run(*words, *option)
+        assert refused.exit_code == 2 and "leave" in refused.output
+
+
+@pytest.fixture(scope="module")
+def squares(tmp_path_factory):
+    """A Janus, whose pictures have one size."""
+    found = tmp_path_factory.mktemp("squares")
+    KINDS["janus"].save(found)
+    return found
+
+
+def test_methods_are_compared_on_prompts(squares):
+    words = ["bench", squares, "--methods", "sjd,prompt-lookup", "-n", 1, "--json"]
+    found = run(*words, "--prompt", "a tree", "--prompt", "blue hill")
+    assert found.exit_code == 0, found.output
+    assert [row["method"] for row in json.loads(found.stdout)] == ["ar", "sjd", "prompt-lookup"]
+    refused = run(*words)
+    assert refused.exit_code == 2 and "give --prompt" in refused.output
+    planned = run("plan", squares, "--json")
+    assert planned.exit_code == 0 and json.loads(planned.stdout)["reason"], planned.output
+
+
+def test_jobs_of_prompts(squares, tmp_path):
+    rows = [{"id": str(i), "prompt": text} for i, text in enumerate(("a tree", "red barn"))]
+    (tmp_path / "job.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["batch", tmp_path / "job.jsonl", "--model", squares, "--out", tmp_path / "out"]
+    found = run(*words, "--method", "sjd", "--seed", 0)
+    assert found.exit_code == 0, found.output
+    pictures = sorted((tmp_path / "out").rglob("*.png"))
+    assert len(pictures) == 2 and Image.open(pictures[0]).size == (12, 12)
