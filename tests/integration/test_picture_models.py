@@ -316,7 +316,7 @@ def test_a_window_of_a_row_is_plain_decoding(kind, pipe, temperature):
         return pipe(PROMPTS[some], method=method, generator=seeds, **given)
 
     if kind.drawn is drawn_by_glm_image:  # two grids, positions by row and column
-        with pytest.raises(ValueError, match="zipar cannot draw with .* M-RoPE"):
+        with pytest.raises(ValueError, match="zipar cannot draw with "):
             drawn(methods.ZipAR(window=1))
         return
     plain = drawn("ar")
