@@ -57,8 +57,8 @@ def draw_tokens(
     queue = batch.queue
     tokens = progress.tokens[:, : target.length] if queue is None else torch.stack(queue.tokens)
     claim = _claim(progress, rule)
-    if method.name == methods.ZipAR.name:
-        claim = rows_certificate(target, method.window)
+    if method.row_window is not None:
+        claim = rows_certificate(target, method.row_window)
     return Drawn(tokens, None, progress.stats, claim, name, float(progress.measured))
 
 
@@ -68,8 +68,8 @@ def _steps(
     """The loop over ``batch``, and its rule (none for plain decoding)."""
     prompt = batch.prompt
     uniforms = Uniforms(batch.generators)
-    if method.name == methods.ZipAR.name:
-        return decode_rows(target, prompt, method.window, uniforms), None
+    if method.row_window is not None:
+        return decode_rows(target, prompt, method.row_window, uniforms), None
     if not method.drafts:
         return decode_plain(target, prompt, target.length, uniforms), None
     target, drafter, rule = assemble(method, target, parts)

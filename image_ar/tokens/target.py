@@ -309,7 +309,7 @@ class StaticTarget(DeferredStop, LlamaGenTarget):
             self.kept = self.cache
             device = self.cache.lengths.device
             self.place = torch.zeros(1, dtype=torch.int64, device=device)
-            self.columns = torch.arange(self.cache.slots, device=device)
+            self.numbers = torch.arange(self.cache.slots, device=device)
             layers = self.cache.layers
             self.memories = [StaticMemory(x.keys, x.values, self.place) for x in layers]
         else:
@@ -337,7 +337,7 @@ class StaticTarget(DeferredStop, LlamaGenTarget):
     def logits_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Guided logits [B, 1, V] and hidden states [R, 1, C] after ``tokens`` [B] at ``place``."""
         x = self.model.tok_embeddings(tokens[:, None]).repeat(self.guidance.branches, 1, 1)
-        later = self.columns > self.place
+        later = self.numbers > self.place
         bias = torch.zeros_like(later, dtype=x.dtype).masked_fill(later, float("-inf"))
         logits, hidden = self.model(x, self.place[None], bias[None, None, None], self.memories)
         return self.guide(logits.float(), self.place[None]), hidden

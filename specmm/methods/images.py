@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 from specmm.methods.base import Choice, Composed, Declared, Tree, check_rejected_weight
+
+Init: TypeAlias = Literal["last", "left", "above", "random"]
+"""What Jacobi guesses begin from: see specmm/image_ar/tokens/drafters/jacobi.py."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +22,10 @@ class SJD(Composed):
 
     name: ClassVar[str] = "sjd"
     window: int = 8
-    init: Literal["last", "left", "above", "random"] = "last"
+    init: Init = "last"
 
     def __post_init__(self) -> None:
-        _check_init(self.init)
+        check_init(self.init)
 
     @property
     def choice(self) -> Choice:
@@ -45,10 +48,10 @@ class GSD(Composed):
     gap: float = 0.15
     k: int = 0
     window: int = 8
-    init: Literal["last", "left", "above", "random"] = "last"
+    init: Init = "last"
 
     def __post_init__(self) -> None:
-        _check_init(self.init)
+        check_init(self.init)
 
     @property
     def choice(self) -> Choice:
@@ -69,6 +72,11 @@ class ZipAR(Declared):
     claims: ClassVar[str] = "heuristic"
     drafts: ClassVar[bool] = False
     window: int = 8
+
+    @property
+    def row_window(self) -> int:
+        """``window``."""
+        return self.window
 
 
 @dataclass(frozen=True)
@@ -228,10 +236,10 @@ class CSpD(Declared):
     relax: float = 42.0
 
 
-def _check_init(init: str) -> None:
+def check_init(init: str) -> None:
     """Raise ``ValueError`` for an ``init`` that Jacobi drafts do not have."""
-    if init not in ("last", "left", "above", "random"):
-        raise ValueError(f"init must be one of last, left, above, random, got {init!r}")
+    if init not in get_args(Init):
+        raise ValueError(f"init must be one of {', '.join(get_args(Init))}, got {init!r}")
 
 
 def _check_residual(residual: str) -> None:

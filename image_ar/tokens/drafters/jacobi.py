@@ -20,20 +20,17 @@ Shape letters: B batch, W window, N = W + 1 nodes, T tokens of a picture, V voca
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, get_args
-
 import torch
 from torch import Tensor
 
 from specmm.drafter import Feedback
 from specmm.drawing import DrawingTarget
 from specmm.image_ar.tokens.raster import left_neighbours, upper_neighbours
+from specmm.methods.images import Init, check_init
 from specmm.randomness import UniformSource, categorical
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify.exact import one_hot
-
-Init: TypeAlias = Literal["last", "left", "above", "random"]
 
 
 class JacobiDrafter:
@@ -47,7 +44,8 @@ class JacobiDrafter:
         if not 1 <= window < target.length:
             raise ValueError(f"window must be in [1, {target.length - 1}], got {window}")
         self.target = target
-        self.init = checked_init(init)
+        check_init(init)
+        self.init = init
         self.shape = TreeShape.chain(window, target.device)
         self.window = window
         self.max_nodes = window + 1
@@ -135,10 +133,3 @@ def _anything(target: DrawingTarget, places: Tensor, like: Tensor) -> Tensor:
         return torch.full_like(like[:, 1:], 1 / like.shape[-1])
     masks = target.allowed.at(places).to(like.dtype)
     return masks / masks.sum(-1, keepdim=True)
-
-
-def checked_init(init: str) -> Init:
-    """``init``; raises ``ValueError`` for one that is none."""
-    if init not in get_args(Init):
-        raise ValueError(f"init must be one of {', '.join(get_args(Init))}, got {init!r}")
-    return init  # type: ignore[return-value]
