@@ -98,7 +98,7 @@ def _value(file: Path, key: str) -> Any:
 
 def family_of(name: str | Path) -> ImageFamily:
     """The family of a model; raises ``ValueError`` for one not found or of an unknown family."""
-    if picture_type(Path(name)) is not None:
+    if picture_type(zoo.pocket_models().get(str(name), Path(name))) is not None:
         return TRANSFORMERS_FAMILY
     folder = zoo.find(name)
     if picture_type(folder) is not None:  # fetched from the hub

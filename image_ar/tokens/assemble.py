@@ -29,6 +29,7 @@ from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.loading import DrafterHead
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.layered import Layered, Skip, skipped
+from specmm.methods.base import DRAFTERS as PLACES
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.registry import named, parse_spec, unknown
@@ -42,7 +43,6 @@ from specmm.verify.rule import RuleKind, make_rule, rule_kind
 
 T = TypeVar("T")
 Method: TypeAlias = methods.Method | methods.PromptLookup
-LOOKUP = "specmm.hf.drafters.prompt_lookup:PromptLookupDrafter"
 DEFAULT_TREE = (3, 2, 2, 1, 1)
 # nodes of the trees that auto considers, with the root; matrix kernels like multiples of 4
 SIZES = (3, 4, 8, 12, 16, 24)
@@ -226,7 +226,7 @@ def _lookup(
             f"drafter prompt-lookup needs a prompt of tokens, which {target.name} has not"
         )
     method = choice.method or methods.PromptLookup()
-    found: Drafter = named(LOOKUP)(target, method.ngram, method.length)
+    found: Drafter = named(PLACES[choice.drafter])(target, method.ngram, method.length)
     return found
 
 

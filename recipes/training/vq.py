@@ -7,6 +7,7 @@ VQGAN. Codes that nobody used for a while are moved onto encoder outputs of the 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +34,19 @@ def train_tokenizer(
     """
     with seeded(seed):
         model = VQModel(config)
+    train_codes(model, images, out, steps=steps, batch=batch, lr=lr, seed=seed)
+    return model
+
+
+def train_codes(
+    model: Any, images: Tensor, out: Path, *, steps: int, batch: int, lr: float, seed: int
+) -> None:
+    """Train ``model``, a :class:`VQModel` or what has its parts and methods, in place on ``images``
+    [N, R, R, 3] uint8; resumes from ``out/checkpoint.pt``.
+    """
+    with seeded(seed):
         model.quantize.embedding.weight.data.normal_()
-    used = torch.zeros(config.codebook_size)
+    used = torch.zeros(len(model.quantize.embedding.weight))
     forward = torch.compile(lambda x: _reconstruct(model, x))
 
     def step(i: int) -> Losses:
@@ -56,16 +68,15 @@ def train_tokenizer(
         }
 
     fit(model, step, out=out, steps=steps, lr=lr, weight_decay=0.0)
-    return model
 
 
-def _reconstruct(model: VQModel, x: Tensor) -> tuple[Tensor, VQCodes]:
+def _reconstruct(model: Any, x: Tensor) -> tuple[Tensor, VQCodes]:
     quantized = model.encode(x)
     return model.decode(quantized.codes), quantized
 
 
 @torch.no_grad()
-def _restart_unused(model: VQModel, used: Tensor, x: Tensor, generator: torch.Generator) -> None:
+def _restart_unused(model: Any, used: Tensor, x: Tensor, generator: torch.Generator) -> None:
     dead = (used == 0).nonzero()[:, 0]
     features = model.quant_conv(model.encoder(x))
     rows = F.normalize(features.permute(0, 2, 3, 1).flatten(0, 2), dim=-1)

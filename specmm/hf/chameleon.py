@@ -16,7 +16,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specmm.guidance import AllowedTokens
-from specmm.hf.picture_tokens import Decoder, Layout, Painting, PictureModel, Size, square
+from specmm.hf.picture_tokens import (
+    Decoder,
+    Encoder,
+    Layout,
+    Painting,
+    PictureModel,
+    Size,
+    pixels_of,
+    square,
+)
 
 BEGIN = "<racm3:break>"  # of a picture
 
@@ -46,6 +55,14 @@ def _ids(model: PreTrainedModel, tokenizer: Any, text: str, layout: Layout) -> l
     return [*tokenizer(text)["input_ids"], model.config.vocabulary_map[BEGIN]]
 
 
+def _encode(model: Any, layout: Layout) -> tuple[Size, Encoder]:
+    def encoder(pixels: Tensor) -> Tensor:
+        codes = model.model.vqmodel.encode(pixels).image_tokens.view(len(pixels), -1)
+        return model.model.vocabulary_mapping.convert_img2bpe(codes).long()
+
+    return pixels_of(model, layout), encoder
+
+
 def _decode(model: PreTrainedModel, folder: Path) -> Decoder:
     """The tokenizer in ``vq/``; raises ``ValueError`` where there is none."""
     from diffusers import VQModel
@@ -73,5 +90,6 @@ CHAMELEON = PictureModel(
     ids=_ids,
     decode=_decode,
     codebook=_codebook,
+    encode=_encode,
     cfg=3.0,
 )

@@ -7,6 +7,7 @@ one entry of ``FORMATS``, of which the first that matches counts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +25,7 @@ from specmm.registry import named
 SPECULATORS = "speculators_model_type"
 ASSISTANT = "_assistant"  # how transformers' types of them end
 DIFFUSION = ("dream", "llada", "mdlm", "bd3lm")
+UNSAID = {"mimo_v2_flash": r"model\.mtp\.layers\.(\d+)\."}  # MTP layers no config tells of
 DFLASH = ("block_size", "mask_token_id", "target_layer_ids")
 
 
@@ -227,5 +229,12 @@ def recognised(folder: ModelFolder) -> DrafterFormat:
 
 
 def mtp_layers(folder: ModelFolder) -> int:
-    """The layers for multi-token prediction that the checkpoint of a target says it has."""
-    return next((int(folder.layer[name]) for name in MTP if folder.layer.get(name)), 0)
+    """The layers for multi-token prediction in the checkpoint of a target.
+
+    Its config says how many, or else the names of their weights.
+    """
+    said = next((int(folder.layer[name]) for name in MTP if folder.layer.get(name)), 0)
+    if said or _type(folder) not in UNSAID:
+        return said
+    found = map(re.compile(UNSAID[_type(folder)]).match, folder.weights)
+    return len({match[1] for match in found if match})

@@ -83,7 +83,7 @@ KINDS: Mapping[str, DrafterKind] = {
         "specmm.hf.drafters.mtp:make",
         "specmm.hf.drafters.mtp_layers:load_layers",
         "mtp",
-        offers="specmm.hf.pretrained:has_mtp_layers",
+        offers="specmm.hf.drafters.mtp_layouts:has_mtp_layers",
         contends=True,
     ),
     "assistant": DrafterKind(

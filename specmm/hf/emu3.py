@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from specmm.guidance import AllowedTokens
-from specmm.hf.picture_tokens import Decoder, Layout, Painting, PictureModel, Size
+from specmm.hf.picture_tokens import (
+    Decoder,
+    Encoder,
+    Layout,
+    Painting,
+    PictureModel,
+    Size,
+    pixels_of,
+)
 
 USUAL = (720, 720)  # as the released processor has it
 
@@ -51,6 +59,19 @@ def _codebook(model: Any) -> tuple[Tensor, Tensor]:
     return torch.tensor(ids, device=rows.device), rows[list(codes)]
 
 
+def _encode(model: Any, layout: Layout) -> tuple[Size, Encoder]:
+    """With the token that ends each line."""
+    size = pixels_of(model, layout)
+
+    def encoder(pixels: Tensor) -> Tensor:
+        sizes = torch.tensor([size] * len(pixels))
+        found = model.model.vqmodel.encode(pixels, sizes).image_tokens
+        words = model.vocabulary_mapping
+        return torch.stack([words.convert_img2bpe(codes).flatten() for codes in found]).long()
+
+    return size, encoder
+
+
 def _decode(model: Any, folder: Path) -> Decoder:
     def decoder(tokens: Tensor, layout: Layout, painting: Painting) -> Tensor:
         lines = tokens.view(len(tokens), layout.rows, layout.columns + 1)
@@ -67,5 +88,6 @@ EMU3 = PictureModel(
     ids=_ids,
     decode=_decode,
     codebook=_codebook,
+    encode=_encode,
     cfg=3.0,
 )

@@ -18,7 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.guidance import AllowedTokens
-from specmm.hf.picture_tokens import Decoder, Layout, Painting, PictureModel, Size, square
+from specmm.hf.picture_tokens import (
+    Decoder,
+    Encoder,
+    Layout,
+    Painting,
+    PictureModel,
+    Size,
+    pixels_of,
+    square,
+)
 
 
 def _layout(model: Any, size: Size | None) -> Layout:
@@ -58,6 +67,13 @@ def _codebook(model: Any) -> tuple[Tensor, Tensor]:
     return torch.arange(len(rows), device=rows.device), rows
 
 
+def _encode(model: Any, layout: Layout) -> tuple[Size, Encoder]:
+    def encoder(pixels: Tensor) -> Tensor:
+        return model.model.vqmodel.encode(pixels).image_tokens.view(len(pixels), -1)
+
+    return pixels_of(model, layout), encoder
+
+
 def _decode(model: Any, folder: Path) -> Decoder:
     def decoder(tokens: Tensor, layout: Layout, painting: Painting) -> Tensor:
         pixels: Tensor = model.decode_image_tokens(tokens)
@@ -75,6 +91,7 @@ JANUS = PictureModel(
     away=_away,
     decode=_decode,
     codebook=_codebook,
+    encode=_encode,
     cfg=5.0,
     shared=False,
 )

@@ -63,6 +63,10 @@ Decoder = Callable[[Tensor, Layout, Painting], Tensor]
 """Tokens [1, T] to a picture [1, 3, H, W] in [-1, 1]."""
 
 
+Encoder = Callable[[Tensor], Tensor]
+"""Pictures [B, 3, H, W] in [-1, 1] to tokens [B, T]."""
+
+
 @dataclass(frozen=True)
 class PictureModel:
     """A class of transformers that draws pictures, described by functions of a model.
@@ -78,7 +82,8 @@ class PictureModel:
     guidance scale, ``sampling`` other settings by name that a model of the kind is usually run
     with. Tokens are ``shared`` where drawn ones have the ids that a prompt would use. ``parts`` are
     the folders of model and tokenizer in a pipeline of diffusers, if the model comes in one, and
-    ``paints`` tells that its pixels are made by diffusion.
+    ``paints`` tells that its pixels are made by diffusion. ``encode`` gives the size in pixels of
+    pictures of a layout, and what makes tokens of them.
     """
 
     architecture: str  # the class
@@ -89,6 +94,7 @@ class PictureModel:
     away: Callable[[Any, Any, Sequence[int]], list[int]] | None = None
     head: Callable[[Any], Callable[[Tensor], Tensor]] = lambda model: model.get_output_embeddings()
     embed: Callable[[Any], Callable[[Tensor], Tensor]] = lambda model: model.get_input_embeddings()
+    encode: Callable[[Any, Layout], tuple[Size, Encoder]] | None = None
     cfg: float = 1.0
     sampling: Callable[[Any], dict[str, Any]] = lambda model: {}
     shared: bool = True
@@ -271,6 +277,12 @@ def picture_prompt(
         other = VLMPrompt(padded([list(row) for row in away]), target.length)
     ids = padded([list(row) for row in prompts])
     return VLMPrompt(ids, target.length, unconditional=other).to(target.device, torch.float32)
+
+
+def pixels_of(model: Any, layout: Layout) -> Size:
+    """The size of a picture whose tokenizer halves it at each of its levels but the first."""
+    factor = 2 ** (len(model.config.vq_config.channel_multiplier) - 1)
+    return layout.rows * factor, layout.columns * factor
 
 
 def square(tokens: int, size: Size | None, side: int, allowed: AllowedTokens) -> Layout:

@@ -232,7 +232,15 @@ def _known_classes(facts: dict[str, Any], folder: Path, tokenizer: bool) -> dict
 
 
 def _explained(error: Exception, folder: str | Path, brought: bool = False) -> Exception:
-    """``error`` itself; where code was ``brought`` or wanted to run, what to do instead."""
+    """``error`` itself; where code was ``brought`` or wanted to run, what to do instead.
+
+    A type that transformers does not know is one line.
+    """
+    if unknown := re.search("model type `(.+?)` but Transformers does not recognize", str(error)):
+        return ValueError(
+            f"{folder} must hold a model of a type that transformers has a class for, got "
+            f"{unknown[1]}; install another transformers or choose another checkpoint"
+        )
     if not brought and "trust_remote_code" not in str(error):
         return error
     return _needs_code(folder, "one")
@@ -269,14 +277,9 @@ def _check_loaded(model: PreTrainedModel, report: dict[str, Any], folder: str | 
 
 
 def mtp_layers_of(config: PreTrainedConfig) -> int:
-    """How many layers for multi-token prediction the checkpoints of ``config`` hold."""
+    """How many layers for multi-token prediction ``config`` says that its checkpoints hold."""
     text = config.get_text_config(decoder=True)
     return next((int(n) for name in MTP if (n := getattr(text, name, None))), 0)
-
-
-def has_mtp_layers(model: PreTrainedModel) -> bool:
-    """Whether the checkpoint of ``model`` says that it holds such layers."""
-    return mtp_layers_of(model.config) > 0
 
 
 def _mtp_names(config: PreTrainedConfig) -> re.Pattern[str]:

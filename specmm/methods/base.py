@@ -24,6 +24,7 @@ DRAFTERS = {  # the class of each drafter that takes trees and rules, which is a
     "block": "specmm.image_ar.tokens.drafters.block:BlockDrafter",
     "eagle": "specmm.image_ar.tokens.drafters.eagle:EagleDrafter",
     "jacobi": "specmm.image_ar.tokens.drafters.jacobi:JacobiDrafter",
+    "prompt-lookup": "specmm.hf.drafters.prompt_lookup:PromptLookupDrafter",
     "self": "specmm.self_drafting:SelfDrafter",
     "text-draft": SMALL,
     "vlm-draft": SMALL,

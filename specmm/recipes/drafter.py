@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,8 +86,8 @@ def drafter(
     if only_drawn and not drawn:
         raise ValueError("only_drawn needs pictures that the target draws: give --set drawn=N")
     if prompted is not None:
-        found = _prompts(prompts, data, kind, only_drawn)
-        request = Request(found, drawn, cfg, (height, width), seed, folder)
+        sources = _sources(prompts, data, kind, only_drawn)
+        request = Request(*sources, drawn, cfg, (height, width), seed, folder)
         config = load_config(prompted.folders(place)[0]).get_text_config()
         read = _layers(aux_layers, config.num_hidden_layers, 1)
         sizes = dict(levels=levels, layers=layers, aux_layers=read, inner=inner)
@@ -122,19 +123,26 @@ def _dropout(model: Path, cfg: float | None) -> float:
     )  # more than the model's, for both guidance branches draft
 
 
-def _prompts(prompts: Path | None, data: Any, kind: str, only_drawn: bool) -> Path:
-    """The file of prompts; raises ``ValueError`` without one, and for settings of other models."""
-    if kind != "block" or only_drawn or data.args != ("",):
+def _sources(
+    prompts: Path | None, data: Any, kind: str, only_drawn: bool
+) -> tuple[Path | None, Path | None]:
+    """The folder of pictures with texts and the file of prompts; raises ``ValueError`` for neither,
+    and for settings of other models.
+    """
+    if kind != "block" or only_drawn:
         raise ValueError(
-            "a model that draws from prompts takes kind=block and what it draws itself of "
-            "prompts=FILE; leave data and only_drawn out"
+            f"a model that draws from prompts takes kind=block, got kind={kind} and "
+            f"only_drawn={str(only_drawn).lower()}; leave data out for what it draws alone"
         )
-    if prompts is None or not prompts.is_file():
-        got = "none" if prompts is None else str(prompts)
+    place = data.args[0]  # as the recipe's setting has it
+    if prompts is not None and not prompts.is_file():
+        raise ValueError(f"prompts must be a file with a prompt a line, got {prompts}")
+    if prompts is None and not place:
         raise ValueError(
-            f"prompts must be a file with a prompt a line, got {got}; give --set prompts=FILE"
+            "a drafter needs pictures to learn from: give --set prompts=FILE, a prompt a line, or "
+            "--set data=FOLDER with a metadata.jsonl"
         )
-    return prompts
+    return Path(place).expanduser() if place else None, prompts
 
 
 def _layers(text: str, count: int, first: int = 0) -> tuple[int, ...]:
@@ -214,14 +222,24 @@ def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) ->
 
 def picture_tokens(vq: Any, images: Any, out: Path) -> Any:
     """Tokens [M, 2, T] of the pictures and their mirror images; ``out`` keeps them."""
+
+    def encode() -> Any:
+        return encode_views(lambda x: vq.encode(x).indices.flatten(1), torch.from_numpy(images))
+
+    return kept_tokens(vq, images, out / "tokens.pt", encode)
+
+
+def kept_tokens(vq: Any, images: Any, file: Path, encode: Callable[[], Any]) -> Any:
+    """What ``encode`` makes of ``images`` (an array) by the tokenizer ``vq``; ``file`` keeps it as
+    long as both are the same.
+    """
     weights = b"".join(v.detach().float().numpy().tobytes() for v in vq.state_dict().values())
     key = hashlib.sha256(weights + images.tobytes()).hexdigest()
-    file = out / "tokens.pt"
     if file.exists():
         kept = torch.load(file, weights_only=True)
         if kept["key"] == key:
             return kept["tokens"]
     vq.eval()
-    tokens = encode_views(lambda x: vq.encode(x).indices.flatten(1), torch.from_numpy(images))
+    tokens = encode()
     torch.save({"key": key, "tokens": tokens}, file)
     return tokens

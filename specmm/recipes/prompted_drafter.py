@@ -20,6 +20,7 @@ from specmm.image_ar.shared import write_settings
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.loading import load_block_for, save_drafters_of
 from specmm.image_ar.transformers_pipeline import TransformersImagePipeline
+from specmm.recipes.pictures import captioned
 from specmm.recipes.training.block_drafter import (
     Batch,
     block_loss,
@@ -29,41 +30,44 @@ from specmm.recipes.training.block_drafter import (
     start_from,
 )
 from specmm.recipes.training.drawn_pictures import draw_all
-from specmm.recipes.training.encoding import CLASS_DROPOUT
+from specmm.recipes.training.encoding import CLASS_DROPOUT, to_float
 from specmm.recipes.training.seen_pictures import SeenPictures
 from specmm.training import batch_rows, seeded
 
-HELD = 32  # pictures that acceptance is measured on
+AT_ONCE = 16  # pictures that are encoded
+HELD = 32  # pictures at most that acceptance is measured on
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be learnt from: ``drawn`` pictures (0: one of each) of the lines of a file of
-    ``prompts``, drawn at the guidance scale ``cfg`` (None: the model's) and kept in ``out``. Their
-    ``size`` is height and width in pixels, both None for the model's usual one.
+    """What is to be learnt from: a folder ``data`` of pictures with texts, and ``drawn`` pictures
+    (0: one of each) of the lines of a file of ``prompts``, drawn at the guidance scale ``cfg``
+    (None: the model's) and kept in ``out``. Their ``size`` is height and width in pixels, both None
+    for the model's usual one.
     """
 
-    prompts: Path
+    data: Path | None
+    prompts: Path | None
     drawn: int
     cfg: float | None
     size: tuple[int | None, int | None]
     seed: int
     out: Path
 
-    def lines(self) -> list[str]:
-        """The prompts; raises ``ValueError`` where there is none."""
+    def asked(self) -> list[str]:
+        """The prompt of each picture to draw, all before any comes again; raises ``ValueError`` for
+        a file without one.
+        """
+        if self.prompts is None:
+            return []
         found = [line.strip() for line in self.prompts.read_text(encoding="utf-8").splitlines()]
         found = [line for line in found if line]
         if not found:
             raise ValueError(
                 f"prompts must be a file with a prompt a line, got none in {self.prompts}"
             )
-        return found
-
-    def rows(self, count: int) -> list[int]:
-        """The prompt of each picture, of ``count``: all before any comes again."""
-        found: list[int] = batch_rows(0, self.drawn or count, count, self.seed).tolist()
-        return found
+        rows = batch_rows(0, self.drawn or len(found), len(found), self.seed)
+        return [found[i] for i in rows.tolist()]
 
 
 @dataclass(frozen=True)
@@ -85,13 +89,17 @@ def train_prompted(model: Path, request: Request, training: Training) -> None:
     Raises ``ValueError`` for a file without prompts, layers that the model does not have, and a
     drafter to go on from that is another target's.
     """
-    texts = request.lines()
-    rows = request.rows(len(texts))
-    tokens = _drawn(model, [texts[i] for i in rows], request)
+    texts = request.asked()
+    parts = [_drawn(model, texts, request)] if texts else []
     pipe = TransformersImagePipeline.from_pretrained(model, torch_dtype=torch.float32)
-    head = _begun(pipe, training, request.seed)
     layout = pipe._layout(*request.size)
-    seen = _seen(pipe, [texts[i] for i in rows], tokens, head.config.aux_layers, layout)
+    if request.data is not None:
+        shown, own = _encoded(pipe, request.data, layout)
+        texts = texts + own
+        parts.append(shown)
+    tokens = torch.cat(parts)
+    head = _begun(pipe, training, request.seed)
+    seen = _seen(pipe, texts, tokens, head.config.aux_layers, layout)
     guided = (pipe.settings.cfg if request.cfg is None else request.cfg) > 1
     # more than a model's own training, for both guidance branches draft
     options = training.options | {"dropout": 3 * CLASS_DROPOUT if guided else 0.0}
@@ -106,11 +114,11 @@ def train_prompted(model: Path, request: Request, training: Training) -> None:
 
     fit_block(head, (len(tokens), tokens.shape[1]), loss, request.out, **options)
     save_drafters_of(pipe.owner.fingerprint, {"block": head}, model / "drafters", torch.bfloat16)
-    held = [texts[i % len(texts)] for i in range(HELD)]
-    ids = [pipe._ids(text, layout) for text in held]
-    away = [pipe._away(row, None, layout) for row in ids]
+    held = range(0, len(texts), -(-len(texts) // HELD))
+    ids, away = ([rows[i] for i in held] for rows in seen.rows)
     judge = pipe.target(cfg=request.cfg, layout=layout)
-    table = measure_acceptance(head.eval(), judge, picture_prompt(judge, ids, away), range(HELD))
+    asked = picture_prompt(judge, ids, away)
+    table = measure_acceptance(head.eval(), judge, asked, range(len(ids)))
     write_settings(dataclasses.replace(pipe.settings, acceptance=table), model)
 
 
@@ -123,6 +131,19 @@ def _drawn(model: Path, texts: list[str], request: Request) -> Tensor:
     kept = writable(request.out / "drawn" / name)
     options = dict(cfg=request.cfg, height=request.size[0], width=request.size[1])
     return draw_all(pipe, texts, kept, request.seed, **options)
+
+
+@torch.no_grad()
+def _encoded(
+    pipe: TransformersImagePipeline, folder: Path, layout: Layout
+) -> tuple[Tensor, list[str]]:
+    """Tokens [M, T] of the pictures in ``folder``, and their texts."""
+    if pipe.facts.encode is None:
+        raise ValueError(f"{pipe.name} makes no tokens of pictures: leave data out, give prompts")
+    size, encode = pipe.facts.encode(pipe.transformer, layout)
+    images, texts = captioned(folder, size)
+    parts = torch.from_numpy(images).split(AT_ONCE)
+    return torch.cat([encode(to_float(part)) for part in parts]), texts
 
 
 def _begun(pipe: TransformersImagePipeline, training: Training, seed: int) -> BlockHead:

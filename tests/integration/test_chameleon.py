@@ -11,6 +11,7 @@ from transformers import ChameleonConfig, ChameleonForConditionalGeneration, Pre
 from typer.testing import CliRunner
 
 import specmm
+from specmm import methods
 from specmm.cache import Cache
 from specmm.cli import app
 from specmm.decode import decode, decode_plain
@@ -18,6 +19,7 @@ from specmm.guidance import AllowedTokens, Guidance
 from specmm.hf.chameleon import BEGIN, CHAMELEON
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
 from specmm.hf.picture_tokens import Layout, PictureTarget, picture_prompt
+from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
@@ -247,6 +249,21 @@ def test_pictures_are_those_of_the_decoder(pipe, folder):
     assert (torch.tensor(out.images).float() - pixels).abs().max() <= 1.01
 
 
+def test_neighbours_are_those_of_the_codes(pipe):
+    """Ids of picture tokens lie apart; those between have no mass to borrow."""
+    method = methods.Draft("jacobi", "chain(3)", "lantern++(k=3, lambda_=2.0)")
+    _, _, rule = assemble(method, pipe.target(), pipe.parts)
+    codes = pipe.transformer.model.vqmodel.quantize.embedding.weight
+    order = torch.cdist(codes, codes).fill_diagonal_(torch.inf).argsort(1)[:, :3]
+    ids = torch.tensor(PICTURE)
+    assert torch.equal(rule.neighbourhood.near(ids, 3)[0], ids[order])
+    between, _ = rule.neighbourhood.near(ids[:-1] + 1, 3)
+    assert not bool(pipe.target().allowed.masks[0, between].any())
+    given = dict(method=method, output_type="latent", generator=torch.Generator().manual_seed(0))
+    out = pipe(PROMPTS, **given)
+    assert out.certificate.kind == "bounded" and set(out.tokens.unique().tolist()) <= set(PICTURE)
+
+
 def test_what_is_missing_is_said(pipe, folder, tmp_path):
     assert kinds_of(str(folder)) == ("images",)
     assert {"ar", "sjd", "speculative", "prompt-lookup"} < set(methods_of("images", str(folder)))
@@ -343,6 +360,6 @@ def test_trees_are_scored_by_the_kernel_where_triton_runs(pipe, folder, monkeypa
 def test_what_needs_classes_is_refused_in_a_sentence(folder):
     calls = [["demo", "--model", str(folder)], ["bench", str(folder)]]
     calls.append(["generate", str(folder), "--prompt", "tree", "--batch-invariant"])
-    for words, said in zip(calls, ["draws classes", "draws classes", "does not hold"], strict=True):
+    for words, said in zip(calls, ["draws classes", "give --prompt", "does not hold"], strict=True):
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 2 and said in done.stderr and "Traceback" not in done.stderr

@@ -99,6 +99,7 @@ def test_json_is_all_there_is_on_stdout(tiny: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run.json").read_text()) == found
 
 
+@pytest.mark.slow
 def test_a_mistake_is_one_line_in_a_real_process(tiny: Path) -> None:
     done = subprocess.run(
         [*MAIN, "generate", str(tiny), "--class", "hart"], capture_output=True, text=True

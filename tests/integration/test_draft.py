@@ -1,6 +1,7 @@
 """Method ``draft``: any drafter, tree and rule, in every family and from the command line."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from specmm.cli import app
 from specmm.methods import CONTINUOUS, IMAGE_TOKENS, SCALES, TEXT, VQA, Draft, LanternPP
 from specmm.shape.trees import make_tree
 from specmm.verify.rule import is_exact
+from tests.cases import some
 
 PICTURES = [
     Draft("block", "branching(2, 1)", "k-seq"),
@@ -35,13 +37,19 @@ def texts():
     return specmm.TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float32)
 
 
+PICTURE = dict(classes=[0], output_type="latent")
+
+
+@pytest.fixture(scope="module")
+def plain(pictures):
+    return pictures(**PICTURE, method="ar", temperature=0.0).tokens
+
+
 @pytest.mark.parametrize("method", PICTURES, ids=str)
-def test_pictures(pictures, method):
+def test_pictures(pictures, plain, method):
     """Greedily those of plain decoding; drawn, the certificate says exact and drafts are kept."""
-    options = dict(classes=[0], output_type="latent")
-    plain = pictures(**options, method="ar", temperature=0.0).tokens
-    assert torch.equal(pictures(**options, method=method, temperature=0.0).tokens, plain)
-    out = pictures(**options, method=method, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(pictures(**PICTURE, method=method, temperature=0.0).tokens, plain)
+    out = pictures(**PICTURE, method=method, generator=torch.Generator().manual_seed(0))
     assert out.certificate.kind == "exact" and out.stats.tau > 1.2
 
 
@@ -67,8 +75,14 @@ def test_the_release_of_lantern_is_a_rule_by_name(pictures):
     assert not torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("method", ["block", "deer", "text-draft"])
-@pytest.mark.parametrize("rule", ["k-seq", "greedy-multi-draft", "point-mass"])
+TEXT_DRAFTERS = ("block", "deer", "text-draft")
+TEXT_RULES = ("k-seq", "greedy-multi-draft", "point-mass")
+
+
+@pytest.mark.parametrize(
+    ("rule", "method"),
+    some(product(TEXT_RULES, TEXT_DRAFTERS), [*zip(TEXT_RULES, TEXT_DRAFTERS, strict=True)]),
+)
 def test_texts(texts, method, rule):
     prompt, draft = "def add(a, b):\n", Draft(method, (2, 1), rule)
     plain = texts(prompt, max_new_tokens=16).texts

@@ -32,6 +32,7 @@ from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 from specmm.verify.rule import VerifyResult
 from specmm.vlm.msd import MSDHead
+from tests.cases import some
 
 VOCABULARY = 40
 SIZES = dict(
@@ -161,6 +162,7 @@ RAGGED = [[5, 6, 7, 8, 5, 6, 7], [9, 3, 9, 3], [20, 31, 12, 5, 6, 20, 31, 4, 20,
 ROWS = torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 3, 9, 3, 9, 3, 9], [20, 31, 12, 5, 6, 20, 31]])
 EACH = ("qwen3_5", "lfm2", "jamba")  # way of running a mixer
 ALL = pytest.mark.parametrize("name", CONFIGS)
+SOME = pytest.mark.parametrize("name", some(CONFIGS, EACH))
 ONE_OF_EACH = pytest.mark.parametrize("name", EACH)
 
 
@@ -223,8 +225,7 @@ def knowing(target, ids, answers, length=LENGTH, seed=0):
 
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [(name, 3) for name in CONFIGS]
-    + [pytest.param(name, 1, marks=() if name in EACH else pytest.mark.slow) for name in CONFIGS],
+    some([(name, rows) for rows in (3, 1) for name in CONFIGS], [(n, 3) for n in EACH]),
 )
 def test_greedy_chains_equal_generate(model, name, rows):
     """Rows keep different numbers of drafts, over more tokens than a mixer is given at once."""
@@ -252,7 +253,7 @@ def drafted(target, parts, inputs, length=LENGTH):
     return last(decode(target, *parts, prompt, length, uniforms)).tokens[:, :length]
 
 
-@ALL
+@SOME
 @pytest.mark.parametrize("method", ["ar", "prompt-lookup", "text-draft"])
 def test_methods_equal_generate_in_ragged_batches(model, name, method):
     """Padding is at the left, as generate's: each row's answer is that of the row alone."""
@@ -340,7 +341,7 @@ def test_guidance_is_refused():
         VLMTarget(made("qwen3_5"), Processor(0), guidance=Guidance(2.0))
 
 
-@ALL
+@SOME
 def test_custom_generate(model, name):
     wanted = model.generate(input_ids=ROWS, max_new_tokens=LENGTH, do_sample=False)
     found = model.generate(
@@ -491,7 +492,7 @@ def samples(model, ids, method):
     return end.tokens[:, :T]
 
 
-@ONE_OF_EACH
+@pytest.mark.parametrize("name", some(EACH, ["qwen3_5"]))
 def test_samples_follow_the_models_distribution(model, name, monkeypatch):
     """Of which drafts of a small model and repeated tokens are kept; broken states show."""
     probs = sequence_distribution(model, ROWS[:1])

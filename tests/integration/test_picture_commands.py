@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 import specmm
 from specmm.cli import app
+from specmm.recipes.pictures import captioned
+from specmm.recipes.training.encoding import to_float
 from tests.integration.test_picture_models import KINDS, sized
 
 
@@ -74,12 +76,41 @@ def test_what_training_lacks_is_told(kind, folder, tmp_path):
     train = ["train", "drafter", model, "--out", tmp_path / "run"]
     for settings, message in (
         ([], "--set prompts=FILE"),
+        ([f"--set=data={tmp_path}"], "a folder with a metadata.jsonl"),
         ([f"--set=prompts={tmp_path / 'empty'}"], "a prompt a line, got none"),
         ([f"--set=prompts={tmp_path / 'empty'}", "--set=kind=eagle"], "takes kind=block"),
         ([f"--set=prompts={tmp_path / 'empty'}", "--set=aux_layers=0"], "layers from 1 to 1"),
     ):
         refused = run(*train, *settings)
         assert refused.exit_code == 2 and message in refused.output.replace("\n", " ")
+
+
+def test_a_drafter_learns_from_pictures_of_ones_own(kind, folder, tmp_path, eager):
+    """With their texts; their tokens are those of the model's own tokenizer."""
+    model = shutil.copytree(folder, tmp_path / "model")
+    rows = [
+        {"file_name": f"{colour}.png", "text": f"a {colour} hill"} for colour in ("red", "blue")
+    ]
+    data = tmp_path / "data"
+    data.mkdir()
+    for row in rows:
+        Image.new("RGB", (40, 30), row["text"].split()[1]).save(data / row["file_name"])
+    (data / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = dict(data=data, steps=2, batch=2, levels=2, layers=1, **sized(kind))
+    sets = [f"--set={name}={value}" for name, value in settings.items()]
+    made = run("train", "drafter", model, "--out", tmp_path / "run", *sets)
+    assert made.exit_code == 0, made.output
+    pipe = specmm.ImagePipeline.from_pretrained(model, torch_dtype=torch.float32)
+    assert set(pipe.parts.drafters) == {"block"}
+    layout = pipe._layout(*kind.size)
+    size, encode = pipe.facts.encode(pipe.transformer, layout)
+    images, texts = captioned(data, size)
+    assert size == kind.size and texts == ["a red hill", "a blue hill"]
+    with torch.no_grad():
+        tokens = encode(to_float(torch.from_numpy(images)))
+    assert tokens.shape == (2, layout.length)
+    for place in range(layout.length):
+        assert bool(layout.allowed.at(torch.tensor(place))[tokens[:, place]].all())
 
 
 def sizes(kind):

@@ -189,6 +189,23 @@ def test_every_draw_together_is_the_targets_distribution(kind, shape, pipe):
     assert total_variation(emitted_probs(Recursive(), drawn, p), wanted) > 1e-3
 
 
+@torch.no_grad()
+def test_drafts_are_what_may_come_where_they_are(pipe):
+    """A line's end is sure, and comes nowhere else."""
+    if pipe.transformer.config.model_type == "janus":
+        pytest.skip("its lines have no end")
+    target, prompt = small(pipe, 1)
+    drafter = BlockDrafter(pipe.parts.head("block"), target, branching([2, 1, 1]))
+    root = torch.tensor(pictures_of(target)[:1])
+    feedback = Feedback(target.prefill(prompt, drafter.max_nodes), root)
+    drafter.begin(feedback, Clock())
+    tree = drafter.propose(feedback, Uniforms.from_seeds([0]))
+    for node in range(1, tree.shape.size):
+        some = may_come(target, int(tree.shape.depths[0, node]))
+        assert float(tree.probs[0, node, some].sum()) == pytest.approx(1)
+        assert int(tree.tokens[0, node]) in some
+
+
 class Colder:
     """A broken twin: drafts come from a colder distribution than the one recorded."""
 

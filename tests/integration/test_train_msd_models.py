@@ -32,6 +32,7 @@ from specmm.verify import Recursive
 from specmm.vlm.asking import Questions
 from specmm.vlm.loading import load_model
 from specmm.vlm.msd import MSDHead, load_for, save_msd
+from tests.cases import some
 from tests.integration.vlm_models import END, MODELS, save
 from tests.noisy import noisy
 
@@ -64,10 +65,7 @@ def lines(pictures):
     return pictures / "lines.jsonl"
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in MODELS],
-)
+@pytest.fixture(scope="module", params=some(MODELS, QUICK))
 def trained(request, lines, tmp_path_factory):
     """Each kind of model with a drafter that the recipe made."""
     folder = save(request.param, tmp_path_factory.mktemp("model"))

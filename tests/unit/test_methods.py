@@ -158,7 +158,10 @@ def test_drafters_are_asked_whether_their_rows_can_be_refilled() -> None:
     assert set(DRAFTERS) == presets | set(OF_PICTURES)
     able = {name for name in DRAFTERS if methods.Draft(name).can_refill}
     declared = {name for name in presets if methods.make(methods.GENERATE, name).can_refill}
-    assert able == declared | {"jacobi", "self"} and {"eagle3", "mtp", "block"} <= able
+    assert (
+        able == declared | {"jacobi", "prompt-lookup", "self"}
+        and {"eagle3", "mtp", "block"} <= able
+    )
 
 
 def test_the_residual_of_lantern_and_its_old_name() -> None:

@@ -3,7 +3,8 @@
 Layer k reads a token and the state that layer k - 1 predicted for the token before it; the first
 reads the target's own states, and the last one goes on from its own predictions (as FastMTP trains
 it, arXiv 2509.18362). So a draft at depth k comes from layer k, as in transformers, whose
-``use_mtp`` stops there. Each layer runs once a round (``mtp_growth``).
+``use_mtp`` stops there. Layers of some models read the target's own states at every depth
+(``mtp_layouts``). Each layer runs once a round (``mtp_growth``).
 
 A picture's embeddings are read where the next token is a picture's, and slots turn by the position
 of their own token and one: for text the next token's, as in transformers; under M-RoPE, which
@@ -99,7 +100,7 @@ class MtpDrafter:
     def logits(self, states: Tensor, depth: int) -> Tensor:
         """The target's output head [B, N, V] on the ``states`` [B, N, C]."""
         with self.clock("draft"):
-            return self.target.head(states).float()
+            return self.target.head(self.layers.predicted(states)).float()
 
     def read(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor, depth: int

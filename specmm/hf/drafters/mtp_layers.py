@@ -3,7 +3,8 @@
 A checkpoint keeps them beside its other weights: as further layers (DeepSeek-V3, GLM-4 MoE, Step)
 or under ``mtp`` (Qwen 3.5, Mellum). transformers' ``MtpModel`` makes them of the target's own layer
 class and reads either layout; here it is told how many there are where the config says so under
-another name, and which weights are theirs whatever the depth of the target.
+another name, and which weights are theirs whatever the depth of the target. ``mtp_layouts`` has the
+layouts that it does not read.
 
 Shape letters: B rows, N tokens, C width, S slots.
 """
@@ -37,8 +38,8 @@ from specmm.checkpoints import (
 from specmm.hardware import prepack
 from specmm.hf.cache_layers import as_transformers
 from specmm.hf.drafters.files import cast, check_target, write_model
+from specmm.hf.drafters.mtp_layouts import class_of, count_of, layout_of
 from specmm.hf.families import FULL, SLIDING, cache_name, stored_sizes
-from specmm.hf.pretrained import mtp_layers_of
 
 TUNED = "mtp"  # the model type of folders that hold fine-tuned layers
 ADVICE = "use a checkpoint that holds them, or another method such as prompt-lookup"
@@ -46,21 +47,30 @@ ADVICE = "use a checkpoint that holds them, or another method such as prompt-loo
 
 @dataclass
 class MtpLayers:
-    """The loaded ``model`` of transformers, and what its layers store of a token, ``sizes``."""
+    """The loaded ``model`` of transformers, and what its layers store of a token, ``sizes``.
+
+    Unless ``chained``, each reads the target's own states, which those before it hand on.
+    """
 
     model: Any
     sizes: tuple[LayerSize, ...]
+    chained: bool = True
     method = "mtp"
 
     @classmethod
     def of(cls, model: MtpModel) -> MtpLayers:
         """A loaded ``model`` of transformers; a token is run to see what its layers store."""
-        return cls(model, _sizes(model))
+        layout = layout_of(model.config)
+        return cls(model, _sizes(model), layout is None or layout.chained)
 
     @property
     def count(self) -> int:
         """How many layers draft in turn."""
         return len(self.sizes)
+
+    def predicted(self, states: Tensor) -> Tensor:
+        """What was predicted [B, N, C] of the ``states`` that a layer hands on."""
+        return states[..., : self.model.config.hidden_size]
 
     def windows(self) -> list[int]:
         """Positions that each layer attends, itself included; 0 for all.
@@ -94,6 +104,7 @@ class LayerSlots:
 
     def __init__(self, layers: MtpLayers, windows: Sequence[int], cache: Cache) -> None:
         self.model = layers.model
+        self.chained = layers.chained
         self.windows = windows
         self.cache_name = cache_name(layers.model.layers[0])
         self.past = as_transformers(cache.layers)
@@ -117,9 +128,11 @@ class LayerSlots:
     def run(self, number: int, embeddings: Tensor, states: Tensor) -> Tensor:
         """States [B, N, C] that layer ``number`` predicts after tokens with ``embeddings``.
 
-        ``states`` [B, N, C] are those of the token before each.
+        ``states`` [B, N, C] are those of the token before each. Layers that are not chained hand
+        them on as they are, after what they predict: [B, N, C + C].
         """
         layer = self.model.layers[number]
+        states = states[..., -embeddings.shape[-1] :]
         text = self.positions if self.positions.ndim == 2 else self.positions[0]
         found: Tensor = layer(
             embeddings,
@@ -129,7 +142,9 @@ class LayerSlots:
             position_ids=text,
             **{self.cache_name: self.past},
         )
-        return self.model.shared_post_norm(found) if self.model.use_shared_post_norm else found
+        if self.model.use_shared_post_norm:
+            found = self.model.shared_post_norm(found)
+        return found if self.chained else torch.cat([found, states], -1)
 
     def _rotary(self, number: int, like: Tensor) -> Any:
         """Position embeddings of a layer; layers of one kind share them."""
@@ -185,12 +200,12 @@ def load_layers(folder: Path, target: PreTrainedModel, method: str = "mtp") -> M
     if config.is_file() and read_json(config).get("model_type") == TUNED:
         return _load_tuned(folder, target)
     main = copy.copy(target)  # with a config of its own, all the rest shared
-    main.config = _told(target.config)
+    main.config = _told(target.config, folder)
     main.config.name_or_path = str(folder)
     main.config.dtype = target.dtype
     main._keys_to_ignore_on_load_unexpected = _names(main)
     try:
-        model: Any = MtpModel.from_pretrained(main)
+        model: Any = class_of(main).from_pretrained(main)
     except (OSError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"{folder} must hold the MTP layers of a {type(target).__name__}, {_reason(error)}; "
@@ -222,8 +237,9 @@ def _load_tuned(folder: Path, target: PreTrainedModel) -> MtpLayers:
     """Layers that were fine-tuned for ``target``, as :func:`save_layers` writes them."""
     check_target(read_json(folder / "config.json"), target, folder)
     main = copy.copy(target)
-    main.config = _told(target.config)
-    model: Any = MtpModel(main, main.config.get_text_config(decoder=True).num_mtp_layers)
+    main.config = _told(target.config, target.config.name_or_path)
+    count = main.config.get_text_config(decoder=True).num_mtp_layers
+    model: Any = class_of(main)(main, count)
     state = read_checkpoint(folder)
     shared = {k: x for k, x in model.state_dict().items() if k not in _own(model)}
     load_strict(model, {**shared, **state}, source=folder)
@@ -237,21 +253,24 @@ def _ready(model: Any, target: PreTrainedModel) -> MtpLayers:
     return MtpLayers.of(model)
 
 
-def _told(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of ``config`` that says how many MTP layers there are, and of which kind.
+def _told(config: PreTrainedConfig, folder: str | Path) -> PreTrainedConfig:
+    """A copy of ``config`` that says how many MTP layers ``folder`` holds, and of which kind.
 
-    Where it names no kinds they attend to all tokens, as Qwen 3.5's, and their feed-forward is that
-    of the last layer. Raises ``ValueError`` where it names no such layers.
+    Where neither it nor a layout names kinds they attend to all tokens, as Qwen 3.5's, and their
+    feed-forward is that of the last layer. Raises ``ValueError`` where there are no such layers.
     """
     told = copy.deepcopy(config)
     text: Any = told.get_text_config(decoder=True)
-    count = mtp_layers_of(told)
+    count = count_of(told, folder)
     if not count:
         raise ValueError(
             f"method 'mtp' needs MTP layers in the target's checkpoint, got a {text.model_type} "
             f"config that names none; {ADVICE}"
         )
     text.num_mtp_layers = count
+    layout = layout_of(told)
+    for name, value in layout.told(count).items() if layout else ():
+        setattr(text, name, value)
     for name, kind in (("layer_types", FULL), ("mlp_layer_types", None)):
         kinds = getattr(text, name, None)
         if kinds and getattr(text, f"mtp_{name}", None) is None:

@@ -14,6 +14,7 @@ from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteria
 import specmm
 from specmm.hf.generate import PathProcessor
 from specmm.vlm.asking import Questions
+from tests.cases import some
 from tests.noisy import noisy
 from tests.unit.vlm.tiny_processors import PROCESSORS
 from tests.unit.vlm.tiny_vlms import random_model
@@ -44,10 +45,7 @@ SEEING = ("llava", "qwen2.5-vl", "qwen3-vl", "idefics3", "smolvlm")
 ASKED = ("internvl", "gemma3")  # with processors of their own
 FAST = ("llama", "llava", "qwen2.5-vl")  # the others are slow only in that they are many
 PER_ROW = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
-TYPES = [
-    pytest.param(name, marks=[] if name in FAST else pytest.mark.slow)
-    for name in (*TEXTS, *SEEING, *ASKED)
-]
+TYPES = some((*TEXTS, *SEEING, *ASKED), FAST)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,115 @@
+"""Released layouts of MTP layers that transformers' ``MtpModel`` does not know.
+
+ERNIE 4.5 keeps its layer in lists of the model (``mtp_block.0``, ``mtp_emb_norm.0``, …) and norms
+what it predicts with the decoder's last norm, as Baidu's FastDeploy runs it. MiMo-V2 keeps several
+under ``model.mtp.layers``, each with a norm of its own, and its config does not say how many. There
+every layer reads the target's own state of the text, however deep it drafts (SGLang's chains for
+MiMo-V2), where others read what the layer before predicted.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, WeightTransform
+from transformers.modeling_layers import MtpModel
+
+from specmm.hf.drafter_formats import ModelFolder, mtp_layers
+from specmm.hf.families import SLIDING
+from specmm.hf.pretrained import mtp_layers_of
+
+
+@dataclass(frozen=True)
+class MtpLayout:
+    """How the checkpoints of one type keep their layers.
+
+    ``names`` are patterns of names in a checkpoint, in order, and what they are in ``MtpModel``;
+    ``told(layers)`` is what the config must say for so many of them. Unless ``normed``, what a
+    layer predicts passes the decoder's last norm. Unless ``chained``, layers read the target's
+    states and never what was predicted.
+    """
+
+    names: tuple[tuple[str, str], ...]
+    told: Callable[[int], Mapping[str, Any]]
+    normed: bool = True
+    chained: bool = True
+
+
+SHARED = MtpModel._keys_to_ignore_on_load_missing or ()
+UNDER = r"^model\.mtp\.layers\.(\d+)\."
+LAYOUTS: Mapping[str, MtpLayout] = {
+    "ernie4_5_moe": MtpLayout(
+        (
+            (r"^model\.mtp_emb_norm\.(\d+)\.", r"layers.\1.enorm."),
+            (r"^model\.mtp_hidden_norm\.(\d+)\.", r"layers.\1.hnorm."),
+            (r"^model\.mtp_linear_proj\.(\d+)\.", r"layers.\1.eh_proj."),
+            (r"^model\.mtp_block\.(\d+)\.", r"layers.\1.mtp_block."),
+        ),
+        lambda count: {"moe_layer_start_index": count},  # without experts
+        normed=False,
+    ),
+    "mimo_v2_flash": MtpLayout(
+        (
+            *((rf"{UNDER}{name}\.", rf"layers.\1.{name}.") for name in ("enorm", "hnorm")),
+            (rf"{UNDER}eh_proj\.", r"layers.\1.eh_proj."),
+            (rf"{UNDER}final_layernorm\.", r"layers.\1.post_norm."),
+            (rf"{UNDER}pre_mlp_layernorm\.", r"layers.\1.mtp_block.post_attention_layernorm."),
+            (UNDER, r"layers.\1.mtp_block."),
+        ),
+        lambda count: {
+            "mtp_layer_types": [SLIDING] * count,
+            "mtp_mlp_layer_types": ["dense"] * count,
+        },
+        chained=False,
+    ),
+}
+
+
+def layout_of(config: PreTrainedConfig) -> MtpLayout | None:
+    """The layout of a model's checkpoints; none where transformers' own class reads them."""
+    return LAYOUTS.get(config.get_text_config(decoder=True).model_type)
+
+
+class LaidOutMtp(MtpModel):
+    """The layers of a model whose type is in ``LAYOUTS``."""
+
+    def tie_with_main_model(self, main_model: PreTrainedModel) -> None:
+        """Beside what is shared, a copy of the decoder's last norm, where the layers have none."""
+        super().tie_with_main_model(main_model)
+        layout = layout_of(main_model.config)
+        assert layout is not None
+        if not layout.normed:
+            self._keys_to_ignore_on_load_missing = [*SHARED, "post_norm"]
+            for layer in self.layers:
+                layer.post_norm = copy.deepcopy(main_model.get_decoder().norm)
+
+    def get_weight_conversions(self, main_model: PreTrainedModel) -> list[WeightTransform]:
+        """The layout's names, and the model's own of what is in a layer."""
+        layout = layout_of(main_model.config)
+        assert layout is not None
+        named: list[WeightTransform] = [WeightRenaming(*pair) for pair in layout.names]
+        return named + get_model_conversion_mapping(main_model)
+
+
+def class_of(main: PreTrainedModel) -> type[MtpModel]:
+    """The class that makes and reads the MTP layers of the ``main`` model."""
+    return MtpModel if layout_of(main.config) is None else LaidOutMtp
+
+
+def count_of(config: PreTrainedConfig, folder: str | Path) -> int:
+    """How many MTP layers the checkpoint of ``config`` in ``folder`` holds."""
+    count = mtp_layers_of(config)
+    if count or layout_of(config) is None or not Path(folder).is_dir():
+        return count
+    return mtp_layers(ModelFolder(Path(folder)))
+
+
+def has_mtp_layers(model: PreTrainedModel) -> bool:
+    """Whether the checkpoint of ``model`` holds such layers."""
+    return count_of(model.config, model.config.name_or_path) > 0
