@@ -111,7 +111,10 @@ class LlamaGenTarget:
         """Tokens a row of the picture."""
         return self.model.config.grid
 
-    line = columns  # nothing ends a row
+    @property
+    def line(self) -> int:
+        """The same: nothing ends a row."""
+        return self.columns
 
     @property
     def device(self) -> torch.device:
