@@ -229,8 +229,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             ids = self._ids(EXAMPLE, where)
             return ids, self._away(ids, None, where)
 
-        options = (processor, guidance, self.name, where, example)
-        return PictureTarget(self.transformer, self.facts, *options)
+        rest = (self.name, where, example)
+        return PictureTarget(self.transformer, self.facts, processor, guidance, *rest)
 
     def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
         """Those of the ``usual`` methods that it has a drafter for."""

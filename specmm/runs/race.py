@@ -149,7 +149,7 @@ def measure(
         advice = "leave prompts out" if prompts else "give --prompt"
         raise ValueError(f"{model} draws from {pipe.takes}, {advice}")
     plain = methods.AR()
-    asked = list(prompts) or list(range(pipe.transformer.config.num_classes))
+    asked: Sequence[str | int] = prompts or range(pipe.transformer.config.num_classes)
     rounds = [[asked[(i * batch + j) % len(asked)] for j in range(batch)] for i in range(runs)]
     lanes = race(pipe, [plain, *(m for m in contenders if m != plain)], rounds, seed)
     facts = {

@@ -123,7 +123,8 @@ def test_the_command_line_lists_and_takes_them(tmp_path):
     listed = json.loads(CliRunner().invoke(app, ["methods", "--json"]).stdout)
     assert listed["rules"]["k-seq"].startswith("exact")
     assert listed["rules"]["typical"].startswith("relaxed")
-    assert {"block", "eagle", "jacobi", "self"} == set(listed["drafters of image tokens"])
+    pictures = {"block", "eagle", "jacobi", "prompt-lookup", "self"}
+    assert pictures == set(listed["drafters of image tokens"])
     assert listed["methods"]["text"]["draft"][0] == "as its rule"
     assert listed["methods"]["image tokens"]["lantern++"][0] == "bounded"
     assert "draft" not in listed["drafters of answers and texts"] and "``" not in json.dumps(listed)
