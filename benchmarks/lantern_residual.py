@@ -7,6 +7,7 @@ classes, the same cache), without the real pictures that FID needs. Writes ``lan
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -56,6 +57,38 @@ def training_labels(folder: Path) -> np.ndarray:
     return np.array(found)
 
 
+def measure(
+    chosen: Sequence[methods.Method], name: str, out: Path, data: Path, options: Options
+) -> None:
+    """Make what samples of the ``chosen`` methods are missing, then measure the first of each into
+    ``name``.
+    """
+    torch.set_num_threads(options.threads)
+    pipe = load_pipeline(options.model, torch.float32)
+    sets = {
+        label(m): SampleSet.of(options.cache, pipe, options.model, m, options.batch) for m in chosen
+    }
+    make_samples(pipe, chosen, sets, training_labels(data), options)
+    rows = [row_of(method, found, options.samples) for method, found in sets.items()]
+    facts = environment(model=str(options.model), dtype=dtype_name(pipe))
+    write_results(out, name, rows, facts)
+
+
+def row_of(method: str, found: SampleSet, samples: int) -> Row:
+    """What the first ``samples`` of a method were, with the seconds they took."""
+    (likelihood,) = found.arrays("log_likelihood", limit=samples)
+    counts = found.counts(samples)
+    return {
+        "method": method,
+        "samples": len(likelihood),
+        "tau": counts["tokens"] / max(counts["rounds"], 1),
+        "tv": counts["tv"],
+        "certificate": counts["certificate"],
+        "log_likelihood": float(likelihood.mean()),
+        "seconds": counts["seconds"],
+    }
+
+
 def main(
     samples: Annotated[int, typer.Option(help="A method.")] = 640,
     cache: CacheFolder = CACHE,
@@ -64,27 +97,8 @@ def main(
     threads: Threads = 1,
 ) -> None:
     """Make what samples are missing, then measure the first of each method."""
-    torch.set_num_threads(threads)
     options = Options(samples=samples, cache=cache, data=data, threads=threads)
-    pipe = load_pipeline(options.model, torch.float32)
-    sets = {label(m): SampleSet.of(cache, pipe, options.model, m, options.batch) for m in METHODS}
-    make_samples(pipe, METHODS, sets, training_labels(data), options)
-    rows: list[Row] = []
-    for name, found in sets.items():
-        (likelihood,) = found.arrays("log_likelihood", limit=samples)
-        counts = found.counts(samples)
-        rows.append(
-            {
-                "method": name,
-                "samples": len(likelihood),
-                "tau": counts["tokens"] / max(counts["rounds"], 1),
-                "tv": counts["tv"],
-                "certificate": counts["certificate"],
-                "log_likelihood": float(likelihood.mean()),
-            }
-        )
-    facts = environment(model=str(options.model), dtype=dtype_name(pipe))
-    write_results(out, "lantern_residual", rows, facts)
+    measure(METHODS, "lantern_residual", out, data, options)
 
 
 if __name__ == "__main__":

@@ -36,16 +36,23 @@ class Memory:
         self.values = values
         self.first = 0
         self.stop = 0
+        self.places: Tensor | None = None  # slots [T] to write to that need not follow one another
 
     def before(self) -> tuple[Tensor, Tensor]:
         """Keys and values [R, ``first``, H, D] of the slots before the one that is written next."""
         return self.keys[:, : self.first], self.values[:, : self.first]
 
     def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``k`` and ``v`` [R, T, H, D] from slot ``first`` on; return the first ``stop``."""
-        last = self.first + k.shape[1]
-        self.keys[:, self.first : last] = k
-        self.values[:, self.first : last] = v
+        """Store ``k`` and ``v`` [R, T, H, D] from slot ``first`` on, or in ``places``; return the
+        first ``stop``.
+        """
+        if self.places is not None:
+            self.keys.index_copy_(1, self.places, k)
+            self.values.index_copy_(1, self.places, v)
+        else:
+            last = self.first + k.shape[1]
+            self.keys[:, self.first : last] = k
+            self.values[:, self.first : last] = v
         return self.keys[:, : self.stop], self.values[:, : self.stop]
 
 
@@ -131,10 +138,12 @@ class Cache:
         self._committed = torch.empty(0)  # a view of its part before the scratch region
         self._bias_of: Tensor | None = None  # the ancestors it was made for
 
-    def aim(self, first: int, stop: int) -> None:
-        """The next forward writes from slot ``first`` on and attends the slots before ``stop``."""
+    def aim(self, first: int, stop: int, places: Tensor | None = None) -> None:
+        """The next forward writes from slot ``first`` on, or to slots ``places`` [T], and attends
+        the slots before ``stop``.
+        """
         for layer in self.layers:
-            layer.first, layer.stop = first, stop
+            layer.first, layer.stop, layer.places = first, stop, places
 
     def tree_mask(self, shape: TreeShape) -> Tensor | TreeMask:
         """What a tree in the scratch region attends: a dense bias or, for Triton, words."""
@@ -166,6 +175,17 @@ class Cache:
         if self.hidden_prefix is not None:
             shown = shown & ~self.hidden_prefix
         return torch.where(shown, self._open, self._closed)
+
+    def aim_at_places(self, first: int, places: Tensor, seen: Tensor, hidden: Tensor) -> Tensor:
+        """The next forward writes ``places`` [N], counted from slot ``first``; returns its mask.
+
+        Additive, [R or 1, 1, N, S]: a node sees the slots before ``first`` but the ``hidden`` ones
+        [R or 1, S'] bool, and the places that are ``seen`` [N, T] bool.
+        """
+        self.aim(first, first + seen.shape[1], first + places)
+        before = seen.new_ones(len(seen), first)
+        shown = torch.cat([before, seen], dim=1) & ~hidden[:, None, : first + seen.shape[1]]
+        return torch.where(shown, self._open, self._closed)[:, None]
 
     def keep(self, path: Tensor, kept: Tensor) -> None:
         """Move the first ``kept`` [B] nodes of ``path`` [B, M] after the committed tokens."""

@@ -215,7 +215,7 @@ def decode(
     token = first_token(rule, output.probs[:, -1:], uniforms.draw(1)[:, 0])
     feedback = Feedback(output, token)
     drafter.begin(feedback, clock)
-    progress = _start(token, length, drafter.max_depth + 1, stop)
+    progress = begun(token, length, drafter.max_depth + 1, stop)
     histogram = torch.zeros(drafter.max_depth + 2, dtype=torch.int64, device=token.device)
     depths: list[int] = []
     parts = (target, drafter, rule)
@@ -255,7 +255,7 @@ def decode_plain(
     with clock("verify"):
         output = target.prefill(prompt, 0)
     token = categorical(output.probs[:, -1], uniforms.draw(1)[:, 0])
-    progress = _start(token, length, 0, stop)
+    progress = begun(token, length, 0, stop)
     one = torch.ones_like(token)
     steps = 0
     while progress.unfinished(sure=True) and steps < length - 1:
@@ -309,7 +309,10 @@ def room(tokens: int) -> int:
     return found
 
 
-def _start(token: Tensor, length: int, spare: int, stop: Stop | None) -> Progress:
+def begun(token: Tensor, length: int, spare: int, stop: Stop | None = None) -> Progress:
+    """The progress of rows of ``length`` tokens that begin with ``token`` [B], with room for
+    ``spare`` more.
+    """
     with torch.inference_mode(False):  # as a cache's: a compiled round writes them
         tokens = token.new_zeros(len(token), room(length + spare) if spare else length)
     none = torch.zeros_like(token)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from specmm.guidance import Guidance
+from specmm.guidance import AllowedTokens, Guidance
 from specmm.processors import Processor
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
@@ -122,6 +122,18 @@ class DrawingTarget(Protocol):
         """The weights' dtype."""
 
     @property
+    def columns(self) -> int:
+        """Picture tokens of a row."""
+
+    @property
+    def line(self) -> int:
+        """Tokens of a row, with those that end it."""
+
+    @property
+    def allowed(self) -> AllowedTokens | None:
+        """Which tokens may come where; None: all everywhere."""
+
+    @property
     def vocabulary(self) -> int:
         """V."""
 
@@ -152,6 +164,14 @@ class DrawingTarget(Protocol):
 
     def step(self, tokens: Tensor) -> TargetOutput:
         """See :class:`specmm.target.Target`."""
+
+    def step_at(self, tokens: Tensor, places: Tensor, seen: Tensor) -> TargetOutput:
+        """A plain step of ``tokens`` [B, N], put at ``places`` [N] of the picture.
+
+        Each sees the prompt and the places ``seen`` [N, T] bool, of which those of this step are
+        new. Outputs predict the places after. Raises ``ValueError`` for a model that reads its
+        tokens in order.
+        """
 
     def read_layers(self, layers: Sequence[int]) -> None:
         """From now on outputs hold what ``layers`` read after the last states [R, N, C·(1 + F)].

@@ -128,11 +128,16 @@ def assemble(
 def _rule(
     spec: str, kind: RuleKind, target: DrawingTarget, parts: PictureParts, greedy: bool
 ) -> Rule:
-    if not kind.relaxed:
-        return GreedyMatch() if greedy else make_rule(spec)
+    if greedy and not kind.relaxed:
+        return GreedyMatch()
+    if not kind.codes:
+        return make_rule(spec)
     k = int(parse_spec(spec)[2].get("k", kind.rule.k))
+    if not k and not kind.relaxed:
+        return make_rule(spec)
     table, first = _neighbours(parts, k, target)
-    return make_rule(spec, table=table, greedy=greedy, offset=first)
+    given = {"greedy": greedy} if kind.relaxed else {}
+    return make_rule(spec, table=table, offset=first, **given)
 
 
 def _neighbours(parts: PictureParts, k: int, target: DrawingTarget) -> tuple[Tensor, int]:
@@ -189,7 +194,7 @@ def _jacobi(
     shape = static_tree(choice.tree or "chain(8)")
     if shape.width > 1:
         raise ValueError(f"drafter jacobi needs a chain, as chain(8), got {choice.tree}")
-    return JacobiDrafter(target, shape.depth)
+    return JacobiDrafter(target, shape.depth, getattr(choice.method, "init", "last"))
 
 
 def _chain_of_own(choice: methods.Choice) -> methods.SelfDraft:

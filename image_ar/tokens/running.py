@@ -19,6 +19,7 @@ from specmm.decode import Progress, decode, decode_plain, one_round
 from specmm.drawing import DrawingTarget
 from specmm.image_ar.shared import Drawn
 from specmm.image_ar.tokens.assemble import Method, PictureParts, assemble, choose_method
+from specmm.image_ar.tokens.row_parallel import decode_rows, rows_certificate
 from specmm.randomness import Uniforms
 from specmm.stats import Certificate, rule_certificate
 from specmm.verify import Rule
@@ -55,8 +56,10 @@ def draw_tokens(
         tell(i, progress)
     queue = batch.queue
     tokens = progress.tokens[:, : target.length] if queue is None else torch.stack(queue.tokens)
-    measured = float(progress.measured)
-    return Drawn(tokens, None, progress.stats, _claim(progress, rule), name, measured)
+    claim = _claim(progress, rule)
+    if method.row_window is not None:
+        claim = rows_certificate(target, method.row_window)
+    return Drawn(tokens, None, progress.stats, claim, name, float(progress.measured))
 
 
 def _steps(
@@ -65,6 +68,8 @@ def _steps(
     """The loop over ``batch``, and its rule (none for plain decoding)."""
     prompt = batch.prompt
     uniforms = Uniforms(batch.generators)
+    if method.row_window is not None:
+        return decode_rows(target, prompt, method.row_window, uniforms), None
     if not method.drafts:
         return decode_plain(target, prompt, target.length, uniforms), None
     target, drafter, rule = assemble(method, target, parts)

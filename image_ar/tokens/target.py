@@ -57,6 +57,7 @@ class LlamaGenTarget:
     static_shapes: ClassVar[bool] = False
     prompted: ClassVar[bool] = False
     layered: ClassVar[str] = "specmm.image_ar.tokens.drafters.early_exit:LayeredLlamaGen"
+    allowed: ClassVar[None] = None  # every token may come everywhere
 
     def __init__(
         self, model: Transformer, guidance: Guidance, processor: Processor, name: str = "llamagen"
@@ -104,6 +105,16 @@ class LlamaGenTarget:
     def network(self) -> Transformer:
         """The model."""
         return self.model
+
+    @property
+    def columns(self) -> int:
+        """Tokens a row of the picture."""
+        return self.model.config.grid
+
+    @property
+    def line(self) -> int:
+        """The same: nothing ends a row."""
+        return self.columns
 
     @property
     def device(self) -> torch.device:
@@ -180,6 +191,16 @@ class LlamaGenTarget:
         output = self._score(tokens[:, None], positions, bias)
         cache.lengths += 1
         return output
+
+    @torch.inference_mode()
+    def step_at(self, tokens: Tensor, places: Tensor, seen: Tensor) -> TargetOutput:
+        """A plain step of several places; see :class:`specmm.drawing.DrawingTarget`."""
+        prefix = self.model.config.cls_token_num
+        hidden = self.cache.hidden_prefix
+        if hidden is None:
+            hidden = torch.zeros(1, prefix + self.length, dtype=torch.bool, device=tokens.device)
+        bias = self.cache.aim_at_places(prefix, places, seen, hidden)
+        return self._score(tokens, (prefix + places)[None], bias)
 
     def commit(self, result: VerifyResult) -> None:
         """Keep the accepted nodes."""
@@ -291,7 +312,7 @@ class StaticTarget(DeferredStop, LlamaGenTarget):
             self.kept = self.cache
             device = self.cache.lengths.device
             self.place = torch.zeros(1, dtype=torch.int64, device=device)
-            self.columns = torch.arange(self.cache.slots, device=device)
+            self.numbers = torch.arange(self.cache.slots, device=device)
             layers = self.cache.layers
             self.memories = [StaticMemory(x.keys, x.values, self.place) for x in layers]
         else:
@@ -319,7 +340,7 @@ class StaticTarget(DeferredStop, LlamaGenTarget):
     def logits_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Guided logits [B, 1, V] and hidden states [R, 1, C] after ``tokens`` [B] at ``place``."""
         x = self.model.tok_embeddings(tokens[:, None]).repeat(self.guidance.branches, 1, 1)
-        later = self.columns > self.place
+        later = self.numbers > self.place
         bias = torch.zeros_like(later, dtype=x.dtype).masked_fill(later, float("-inf"))
         logits, hidden = self.model(x, self.place[None], bias[None, None, None], self.memories)
         return self.guide(logits.float(), self.place[None]), hidden

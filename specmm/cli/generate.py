@@ -22,8 +22,8 @@ Prompt = Annotated[
 MethodName = Annotated[
     str,
     typer.Option(
-        help="LlamaGen: ar, sjd, speculative, eagle, lantern, lantern++, self, draft, auto; "
-        "models of transformers: these without eagle, and prompt-lookup; "
+        help="LlamaGen: ar, sjd, gsd, zipar, speculative, eagle, lantern, lantern++, self, draft, "
+        "auto; models of transformers: these without eagle, and prompt-lookup; "
         "VAR: ar, code, speculative, auto; MAR: ar, cspd."
     ),
 ]

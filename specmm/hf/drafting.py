@@ -136,7 +136,7 @@ class Verification(NamedTuple):
         Raises ``ValueError`` for rules of image codes, and names that are not known.
         """
         kind = rule_kind(spec)
-        if kind.relaxed:
+        if kind.codes:
             raise ValueError(
                 f"rule {spec} is about the codes of pictures; use recursive or typical"
             )

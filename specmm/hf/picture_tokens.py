@@ -24,6 +24,7 @@ from specmm.hf.families import Family
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
+from specmm.target import TargetOutput
 
 Size = tuple[int, int]
 """Height and width in pixels."""
@@ -163,6 +164,17 @@ class PictureTarget(VLMTarget):
         return self.family.vocabulary
 
     @property
+    def columns(self) -> int:
+        """Picture tokens a row."""
+        return self.layout.columns
+
+    @property
+    def line(self) -> int:
+        """Tokens a row, with those that end it; of the picture alone where it has a preview."""
+        rows = self.layout.rows
+        return self.layout.columns if self.length % rows else self.length // rows
+
+    @property
     def codes(self) -> int:
         """Those that may come first."""
         return int(self.allowed_tokens.masks[self.allowed_tokens.places[0]].sum())
@@ -186,15 +198,13 @@ class PictureTarget(VLMTarget):
         config = self.family.config
         width = int(config.hidden_size)
         most = int(config.num_attention_heads)
-        rows = self.layout.rows
-        columns = self.layout.columns if self.length % rows else self.length // rows
         return DrafterSizes(
             dim=width,
             n_head=next((n for n in range(most, 0, -1) if width % (4 * n) == 0), 1),
             ffn_dim=self.family.inner,
             vocab_size=int(self.places_drawn[-1]) + 1,
-            rows=-(-self.length // columns),
-            columns=columns,
+            rows=-(-self.length // self.line),
+            columns=self.line,
         )
 
     def read_layers(self, layers: Sequence[int]) -> None:
@@ -239,6 +249,28 @@ class PictureTarget(VLMTarget):
         begins = branched(self.begins[:, None], self.branches)
         drawn = (positions - begins).clamp(0, self.length - 1)  # drafts may reach beyond the end
         return begins + self.offsets[..., None] + self.grid[:, drawn]  # [3, R, N]
+
+    @torch.inference_mode()
+    def step_at(self, tokens: Tensor, places: Tensor, seen: Tensor) -> TargetOutput:
+        """A plain step of ``tokens`` [B, N] put at ``places`` [N] of the picture, of which each
+        sees ``seen`` [N, T] bool.
+
+        Raises ``ValueError`` for a model whose layers need their tokens in order.
+        """
+        if self.family.partial or self.family.chains_only or self.family.mrope:
+            raise ValueError(
+                f"zipar cannot draw with {self.name}: it has layers with states or that attend "
+                "part of the text, or M-RoPE; use sjd"
+            )
+        first = self.prompt.width
+        column = torch.arange(first + self.length, device=self.device)
+        hidden = branched((column >= self.begins[:, None]) & (column < first), self.branches)
+        if self.cache.hidden_prefix is not None:
+            hidden = hidden | self.cache.hidden_prefix[:, : len(column)]
+        bias = self.cache.aim_at_places(first, places, seen, hidden)
+        positions = self.begins[:, None] + places
+        states = self.states(tokens, positions, bias)
+        return self._output(states, states, None, positions)
 
 
 def picture_prompt(

@@ -24,6 +24,7 @@ from specmm.methods.base import (
     registry,
 )
 from specmm.methods.images import (
+    GSD,
     SJD,
     CoDe,
     CSpD,
@@ -32,6 +33,7 @@ from specmm.methods.images import (
     LanternPP,
     ScaleSpeculative,
     Speculative,
+    ZipAR,
 )
 from specmm.methods.language import (
     DEER,
@@ -53,6 +55,7 @@ __all__ = [
     "CONTINUOUS",
     "DEER",
     "GENERATE",
+    "GSD",
     "IMAGE_TOKENS",
     "MSD",
     "MTP",
@@ -93,6 +96,7 @@ __all__ = [
     "VLMDraft",
     "VQAMethod",
     "Verdict",
+    "ZipAR",
     "check_rejected_weight",
     "current_option",
     "make",
@@ -102,7 +106,9 @@ __all__ = [
     "resolve_vqa",
 ]
 
-Method: TypeAlias = AR | SJD | Speculative | Eagle | Lantern | LanternPP | SelfDraft | Draft | Auto
+Method: TypeAlias = (
+    AR | SJD | GSD | ZipAR | Speculative | Eagle | Lantern | LanternPP | SelfDraft | Draft | Auto
+)
 VQAMethod: TypeAlias = (
     AR
     | TextDraft
@@ -119,7 +125,17 @@ VQAMethod: TypeAlias = (
     | Auto
 )
 TransformersImageMethod: TypeAlias = (  # models that draw picture tokens
-    AR | SJD | Speculative | Lantern | LanternPP | SelfDraft | PromptLookup | Draft | Auto
+    AR
+    | SJD
+    | GSD
+    | ZipAR
+    | Speculative
+    | Lantern
+    | LanternPP
+    | SelfDraft
+    | PromptLookup
+    | Draft
+    | Auto
 )
 ScalesMethod: TypeAlias = AR | CoDe | ScaleSpeculative | Auto
 ContinuousMethod: TypeAlias = AR | CSpD

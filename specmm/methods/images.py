@@ -3,25 +3,80 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 from specmm.methods.base import Choice, Composed, Declared, Tree, check_rejected_weight
+
+Init: TypeAlias = Literal["last", "left", "above", "random"]
+"""What Jacobi guesses begin from: see specmm/image_ar/tokens/drafters/jacobi.py."""
 
 
 @dataclass(frozen=True)
 class SJD(Composed):
     """Speculative Jacobi decoding (arXiv 2410.01699): no drafter, ``window`` guesses a round.
 
-    Drafts are drawn from the target's own earlier distributions at these positions; exact.
+    Drafts are drawn from the target's own earlier distributions at these positions; exact. Where
+    there is none yet they begin, by ``init``, from the last position's distribution, with the token
+    to the left, with the one above or at random.
     """
 
     name: ClassVar[str] = "sjd"
     window: int = 8
+    init: Init = "last"
+
+    def __post_init__(self) -> None:
+        check_init(self.init)
 
     @property
     def choice(self) -> Choice:
         """Drafter, tree and rule."""
-        return Choice("jacobi", f"chain({self.window})", "recursive")
+        return Choice("jacobi", f"chain({self.window})", "recursive", method=self)
+
+
+@dataclass(frozen=True)
+class GSD(Composed):
+    """Grouped speculative decoding (arXiv 2508.07747): SJD's drafts, kept by groups.
+
+    A draft shares the mass of the tokens up to ``span`` ranks above and below it that are likelier
+    or less likely by less than ``gap``; with ``k``, only of those among its k nearest codes.
+    ``window`` and ``init`` are SJD's.
+    """
+
+    name: ClassVar[str] = "gsd"
+    claims: ClassVar[str] = "bounded"
+    span: int = 7
+    gap: float = 0.15
+    k: int = 0
+    window: int = 8
+    init: Init = "last"
+
+    def __post_init__(self) -> None:
+        check_init(self.init)
+
+    @property
+    def choice(self) -> Choice:
+        """Drafter, tree and rule."""
+        rule = f"grouped(span={self.span}, gap={self.gap}, k={self.k})"
+        return Choice("jacobi", f"chain({self.window})", rule, method=self)
+
+
+@dataclass(frozen=True)
+class ZipAR(Declared):
+    """ZipAR (arXiv 2412.04062): a row begins once the one above is ``window`` tokens ahead.
+
+    Rows in flight are drawn together and nothing is verified. A window of a row or more is plain
+    decoding.
+    """
+
+    name: ClassVar[str] = "zipar"
+    claims: ClassVar[str] = "heuristic"
+    drafts: ClassVar[bool] = False
+    window: int = 8
+
+    @property
+    def row_window(self) -> int:
+        """``window``."""
+        return self.window
 
 
 @dataclass(frozen=True)
@@ -179,6 +234,12 @@ class CSpD(Declared):
     predictor: Literal["gaussian", "frozen", "small"] = "gaussian"
     prefill: float = 0.05
     relax: float = 42.0
+
+
+def check_init(init: str) -> None:
+    """Raise ``ValueError`` for an ``init`` that Jacobi drafts do not have."""
+    if init not in get_args(Init):
+        raise ValueError(f"init must be one of {', '.join(get_args(Init))}, got {init!r}")
 
 
 def _check_residual(residual: str) -> None:

@@ -1,11 +1,12 @@
 """Acceptance rules: which drafts a round keeps, and where the next token comes from.
 
 Exact: ``GreedyMatch``, ``Recursive``, ``PointMass``, ``GreedyMultiDraft``, ``KSeq``,
-``Block``, ``Traversal``. Relaxed: ``Lantern``, ``LanternPP``, ``Typical``.
+``Block``, ``Traversal``. Relaxed: ``Grouped``, ``Lantern``, ``LanternPP``, ``Typical``.
 """
 
 from specmm.verify.bottom_up import Block, Traversal
 from specmm.verify.exact import GreedyMatch, GreedyMultiDraft, PointMass, Recursive
+from specmm.verify.grouped import Grouped
 from specmm.verify.kseq import KSeq, ot_bound
 from specmm.verify.lantern import Lantern, LanternPP, neighbour_table
 from specmm.verify.relaxed import Typical
@@ -16,6 +17,7 @@ __all__ = [
     "Decisions",
     "GreedyMatch",
     "GreedyMultiDraft",
+    "Grouped",
     "KSeq",
     "Lantern",
     "LanternPP",

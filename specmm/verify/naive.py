@@ -222,6 +222,37 @@ def typical(
     return _top_down(tokens, parents, p, probs, step)
 
 
+def group(
+    p: Dist, token: int, span: int, gap: float, near: Sequence[int] | None = None
+) -> list[int]:
+    """GSD's group of ``token``: tokens about as likely, itself included, of those ``near`` it."""
+    order = sorted(range(len(p)), key=lambda x: (-p[x], x))
+    rank = order.index(token)
+    alike = [x for x in order[max(rank - span, 0) : rank + span + 1] if abs(p[x] - p[token]) < gap]
+    return sorted({token, *(x for x in alike if near is None or x in near)})
+
+
+def grouped(
+    tokens: Ints,
+    parents: Ints,
+    p: Dists,
+    probs: Dists | None,
+    span: int,
+    gap: float,
+    table: Sequence[Ints] | None = None,
+    k: int = 0,
+) -> Result:
+    """GSD: a draft is kept with its group's ratio."""
+
+    def step(target: Dist, token: int, dist: Dist | None, rank: int) -> tuple[float, Dist]:
+        drawn = _point(token, len(target)) if dist is None else dist
+        members = group(target, token, span, gap, table[token][:k] if table and k else None)
+        kept = _ratio(math.fsum(target[x] for x in members), math.fsum(drawn[x] for x in members))
+        return kept, strict_step(target, token, dist, rank)[1]
+
+    return _top_down(tokens, parents, p, probs, step)
+
+
 def ot_bound(p: Dist, q: Dist, drafts: int) -> float:
     """1 + min over every set H of p(H) - q(H)^k."""
     tokens = range(len(p))

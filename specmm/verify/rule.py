@@ -184,13 +184,15 @@ class RuleKind:
     """An entry of :data:`RULES`: the rule's class as ``"module:name"``, and what drafts it needs.
 
     ``siblings`` says how the siblings are drawn. None: drafts are the likeliest tokens, without
-    probabilities. ``relaxed`` rules relax greedy decoding, too.
+    probabilities. ``relaxed`` rules relax greedy decoding, too; those of ``codes`` ask which codes
+    of a picture's tokenizer are alike.
     """
 
     place: str
     siblings: Siblings | None
     what: str
     relaxed: bool = False
+    codes: bool = False
     preset: Mapping[str, str] = field(default_factory=dict)  # options that the name stands for
 
     @property
@@ -203,7 +205,7 @@ def _released(place: str, name: str) -> RuleKind:
     """The rule with what its authors' code draws from once a draft is rejected."""
     preset = {"residual": "release", "name": f"{name}-release"}
     what = f"{name} as in the authors' released code, for comparisons"
-    return RuleKind(place, "distinct", what, relaxed=True, preset=preset)
+    return RuleKind(place, "distinct", what, relaxed=True, codes=True, preset=preset)
 
 
 # A new rule is a class with ``decisions`` and one entry here.
@@ -228,8 +230,15 @@ RULES: Mapping[str, RuleKind] = {
     "typical": RuleKind(
         "relaxed:Typical", None, "Medusa's typical acceptance: an entropy-based threshold"
     ),
+    "grouped": RuleKind(
+        "grouped:Grouped", "distinct", "GSD: tokens about as likely share their mass", codes=True
+    ),
     "lantern": RuleKind(
-        "lantern:Lantern", "distinct", "a token may borrow from its nearest codes", relaxed=True
+        "lantern:Lantern",
+        "distinct",
+        "a token may borrow from its nearest codes",
+        relaxed=True,
+        codes=True,
     ),
     "lantern-release": _released("lantern:Lantern", "lantern"),
     "lantern++": RuleKind(
@@ -237,6 +246,7 @@ RULES: Mapping[str, RuleKind] = {
         "distinct",
         "LANTERN with the borrowed mass capped at (λ - 1) p(x)",
         relaxed=True,
+        codes=True,
     ),
     "lantern++-release": _released("lantern:LanternPP", "lantern++"),
 }

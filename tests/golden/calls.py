@@ -22,7 +22,9 @@ from PIL import Image, ImageDraw
 from specmm.image_ar.pipeline import ImagePipeline
 from specmm.methods import (
     DEER,
+    GSD,
     MSD,
+    SJD,
     Block,
     CoDe,
     CSpD,
@@ -32,6 +34,7 @@ from specmm.methods import (
     LanternPP,
     ScaleSpeculative,
     Speculative,
+    ZipAR,
 )
 from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline
@@ -92,6 +95,9 @@ def written(method: Any, temperature: float) -> list[Any]:
 IMAGES: dict[str, Any] = {
     "ar": "ar",
     "sjd": "sjd",
+    "sjd, above": SJD(init="above"),
+    "gsd": GSD(gap=0.3),
+    "zipar": ZipAR(window=4),
     "speculative": "speculative",
     "speculative, token by token": Speculative(rule="recursive", tree=(2, 2, 1)),
     "speculative, eagle": Speculative(drafter="eagle", tree=(2, 1)),

@@ -22,6 +22,7 @@ OPTIONS = {  # method, guidance, top k
     "guided tree": (methods.Speculative(tree=(2, 1, 1), rejected_weight=0.3), 1.5, 30),
     "lantern++": (methods.LanternPP(lambda_=5.0, k=10), 1.0, 0),
     "sjd": (methods.SJD(window=4), 1.0, 20),
+    "sjd, left": (methods.SJD(window=4, init="left"), 1.0, 20),
 }
 
 

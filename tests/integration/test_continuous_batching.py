@@ -30,6 +30,7 @@ CONTINUOUS = (
     methods.LanternPP(),
     methods.LanternPP(residual="release"),
     methods.SJD(window=5),
+    methods.SJD(window=5, init="above"),
 )
 
 

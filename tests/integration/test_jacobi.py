@@ -9,11 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from specmm import methods
 from specmm.decode import decode
 from specmm.drafter import Feedback
 from specmm.guidance import Guidance
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
+from specmm.image_ar.tokens.raster import left_neighbours, upper_neighbours
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
@@ -78,6 +80,47 @@ def test_rejected_places_are_drawn_from_the_newest_distributions():
     torch.testing.assert_close(tree.probs[1, 1:], newest[1, -1].expand(WINDOW, -1))
 
 
+def test_places_that_enter_begin_with_a_neighbours_token():
+    """Row 0 kept 2 of 6 nodes, so that one place enters, row 1 all, so that five do; the root is at
+    places 2 and 6 of rows of 4 tokens.
+    """
+    for init in ("left", "above"):
+        newest, tree = second_round(JacobiDrafter(target(), WINDOW, init))
+        drafts = tree.tokens[:, 1:]
+        assert torch.equal(tree.probs[0, 1:5], newest[0, 2:6])
+        row = [3, 4, 6, *drafts[0].tolist()]  # places 0 to 7
+        assert drafts[0, -1] == row[6 if init == "left" else 3]
+        known = [5, 1, 2, 3, 4, 5, 2]  # places 0 to 6
+        # places 7 to 11: the nearest known to the left, or above where the row has none
+        left = [known[6], known[4], known[5], known[6], known[3]]
+        above = [known[3], known[4], known[5], known[6], known[3]]
+        assert drafts[1].tolist() == (left if init == "left" else above)
+        for b, first in ((0, 4), (1, 0)):
+            chosen = torch.nn.functional.one_hot(drafts[b, first:], CONFIG.vocab_size)
+            assert torch.equal(tree.probs[b, 1 + first :], chosen.float())
+
+
+def nearest(place, known, line, columns, upwards):
+    """The neighbour that a place begins with, in plain steps."""
+    row, column = divmod(place, line)
+    up = [c for c in range(place - line, -1, -line) if c <= known]
+    left = [c for c in range(place - 1, row * line - 1, -1) if c <= known]
+    left = left if column < columns else []
+    latest = [known] if column < columns else []
+    return ([*up, *latest, -1] if upwards else [*left, *up, *latest, -1])[0]
+
+
+@pytest.mark.parametrize("ends", [0, 1])
+def test_neighbours_are_those_of_the_rows(ends):
+    like = SimpleNamespace(line=4 + ends, columns=4)
+    for known in range(20):
+        places = torch.arange(known + 1, known + 12)[None]
+        for neighbours, upwards in ((left_neighbours, False), (upper_neighbours, True)):
+            found = neighbours(places, torch.tensor([known]), like)[0].tolist()
+            wanted = [nearest(p, known, like.line, 4, upwards) for p in places[0].tolist()]
+            assert found == wanted
+
+
 def test_drafts_have_the_recorded_distributions():
     """Drawn ten thousand times from the same feedback, each place shows the distribution that the
     tree records.
@@ -123,3 +166,7 @@ def test_greedy_needs_few_rounds_for_a_constant_picture():
 def test_options_out_of_range_are_named():
     with pytest.raises(ValueError, match=r"window must be in \[1, 15\], got 16"):
         JacobiDrafter(target(), 16)
+    with pytest.raises(ValueError, match="init must be one of last, left, above, random, got 'up'"):
+        JacobiDrafter(target(), 5, "up")
+    with pytest.raises(ValueError, match="init must be one of last, left, above, random, got 'up'"):
+        methods.SJD(init="up")

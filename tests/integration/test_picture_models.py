@@ -8,11 +8,14 @@ import torch
 from scipy.stats import chisquare
 
 import specmm
+from specmm import methods
 from specmm.decode import decode, decode_plain
+from specmm.drafter import Feedback
 from specmm.guidance import AllowedTokens, Guidance
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.randomness import Uniforms, further, sample_generators
+from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 from tests.integration.picture_kinds import (
@@ -57,6 +60,71 @@ def test_greedy_pictures_are_those_of_generate(kind, pipe):
             assert out.certificate.kind == "exact"
             assert torch.equal(pipe(PROMPTS[1], method=method, **given).tokens, wanted[1:]), method
         assert len(wanted.unique()) > 2 and not torch.equal(wanted[0], wanted[1])
+
+
+def test_guesses_begun_from_neighbours_change_no_greedy_token(kind, pipe):
+    given = dict(temperature=0, cfg=kind.scales[0], output_type="latent", **sized(kind))
+    plain = pipe(PROMPTS, method="ar", **given).tokens
+    for init in ("left", "above", "random"):
+        out = pipe(PROMPTS, method=methods.SJD(window=6, init=init), **given)
+        assert torch.equal(out.tokens, plain), init
+
+
+def test_guesses_begin_with_tokens_that_may_come_there(kind, pipe):
+    """The first window of a picture: ends of rows only where rows end."""
+    target = target_of(pipe, kind, kind.scales[0])
+    feedback = Feedback(
+        target.prefill(prompt_of(target, pipe, PROMPTS), 8), torch.tensor(pictures_of(target)[1:3])
+    )
+    for init in ("left", "above", "random"):
+        drafter = JacobiDrafter(target, 7, init)
+        drafter.begin(feedback, Clock())
+        tree = drafter.propose(feedback, Uniforms.from_seeds([0, 1]))
+        may = target.allowed.at(torch.arange(1, 8)).expand(2, -1, -1)
+        if init == "random":
+            assert torch.equal(tree.probs[:, 1:] > 0, may)
+        else:  # the first row has nothing above the token that ends it
+            inside = torch.arange(1, 8) % target.line < target.columns
+            drawn = may.gather(2, tree.tokens[:, 1:, None])[..., 0]
+            assert bool(drawn[:, inside].all())
+            assert bool((tree.tokens[:, 1:] == feedback.token[:, None])[:, inside].all())
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_window_of_a_row_is_plain_decoding(kind, pipe, temperature):
+    """Alone and in a ragged batch; smaller windows draw other pictures in fewer rounds."""
+    given = dict(temperature=temperature, cfg=kind.scales[0], output_type="latent", **sized(kind))
+
+    def drawn(method, some=slice(None)):
+        seeds = [torch.Generator().manual_seed(i) for i in range(2)][some]
+        return pipe(PROMPTS[some], method=method, generator=seeds, **given)
+
+    if kind.places is not None:  # two grids, positions by row and column
+        with pytest.raises(ValueError, match="zipar cannot draw with "):
+            drawn(methods.ZipAR(window=1))
+        return
+    plain = drawn("ar")
+    whole = drawn(methods.ZipAR(window=5))
+    assert torch.equal(whole.tokens, plain.tokens) and whole.certificate.kind == "exact"
+    narrow = drawn(methods.ZipAR(window=1))
+    assert narrow.certificate.kind == "heuristic" and narrow.stats.tau > 1.5
+    assert not torch.equal(narrow.tokens, plain.tokens)
+    for i in range(2):
+        one = slice(i, i + 1)
+        assert torch.equal(drawn(methods.ZipAR(window=1), one).tokens, narrow.tokens[one])
+    facts = target_of(pipe, kind, kind.scales[0])
+    may = facts.allowed.at(torch.arange(facts.length)).expand(2, -1, -1)
+    assert bool(may.gather(2, narrow.tokens[..., None]).all())
+
+
+def test_grouped_acceptance_says_what_it_costs(kind, pipe):
+    given = dict(cfg=kind.scales[0], output_type="latent", **sized(kind))
+    seeds = [torch.Generator().manual_seed(i) for i in range(2)]
+    drawn = pipe(PROMPTS, method="gsd", generator=seeds, **given)
+    assert drawn.certificate.kind == "bounded" and 0 < drawn.certificate.tv < 1
+    greedy = pipe(PROMPTS, method="gsd", temperature=0, **given)
+    assert greedy.certificate.kind == "exact"
+    assert torch.equal(greedy.tokens, pipe(PROMPTS, method="ar", temperature=0, **given).tokens)
 
 
 @torch.no_grad()

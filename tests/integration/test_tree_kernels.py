@@ -154,6 +154,8 @@ def picture_pipe(make_tiny):
 
 SHORT = {  # shapes that are quick in the interpreter
     "sjd": methods.SJD(3),
+    "gsd": methods.GSD(window=3),
+    "zipar": methods.ZipAR(1),
     "eagle": methods.Eagle(total=4, depth=2, top_k=2),
     "lantern": methods.Lantern(k=10, total=4, depth=2, top_k=2),
     "lantern++": LanternPP(k=10),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -77,6 +78,10 @@ DRAFTERS = {
     "eagle dynamic": lambda target: eagle(target, Dynamic(3, 2, 9)),
     "eagle one level": lambda target: eagle(target, Dynamic(3, 0, 4)),
     "jacobi": lambda target: JacobiDrafter(target, 3),
+    **{
+        f"jacobi, {init}": partial(JacobiDrafter, window=7, init=init)
+        for init in ("left", "above", "random")
+    },
 }
 every_drafter = pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
 
@@ -224,6 +229,10 @@ DRAWN = {
     ),
     "eagle": lambda target: eagle(target, branching([2, 1]), sampled=True),
     "jacobi": lambda target: JacobiDrafter(target, 2),
+    **{
+        f"jacobi, {init}": partial(JacobiDrafter, window=4, init=init)
+        for init in ("left", "above", "random")
+    },
 }
 WAYS = {
     "plain": (Processor(), Guidance()),

@@ -143,7 +143,7 @@ def test_methods_declare_what_jobs_and_the_app_ask() -> None:
     assert set(methods.VQA) - having(methods.VQA, "streams") == {"verdict"}
     assert not having(methods.SCALES, "one_generator") and methods.CoDe(release=True).one_generator
     assert having(methods.TEXT, "batch_dependent") == {"self"}
-    pictures = {"ar", "sjd", "speculative", "lantern++", "self", "draft"}
+    pictures = {"ar", "sjd", "gsd", "speculative", "lantern++", "self", "draft"}
     assert having(methods.IMAGE_TOKENS, "can_refill") == pictures
     assert methods.Block(sure=0.1).batch_dependent and not methods.SelfDraft(3).batch_dependent
 
