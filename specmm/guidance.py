@@ -7,6 +7,7 @@ nodes, V vocabulary, K masks, T tokens of an answer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -67,6 +68,11 @@ class AllowedTokens:
         """The same ``mask`` [V] bool for every token."""
         return cls(mask[None], torch.zeros(1, dtype=torch.int64, device=mask.device))
 
+    @cached_property
+    def everything(self) -> bool:
+        """Whether any token may come anywhere."""
+        return bool(self.masks.all())
+
     def to(self, device: torch.device) -> AllowedTokens:
         """The same on ``device``."""
         return AllowedTokens(self.masks.to(device), self.places.to(device))
@@ -79,6 +85,8 @@ class AllowedTokens:
 
     def __call__(self, logits: Tensor, drawn: Tensor) -> Tensor:
         """``logits`` [B, N, V], ``-inf`` where a token may not be the ``drawn``-th [1 or B, N]."""
+        if self.everything:
+            return logits
         if len(self.masks) == 1:  # one row of V is inverted, not one a node
             return logits.masked_fill(~self.masks[0], float("-inf"))
         return logits.masked_fill(~self.at(drawn), float("-inf"))

@@ -242,8 +242,8 @@ DRAFTERS = {
 def choose_method(target: DrawingTarget, parts: PictureParts, batch: int) -> Method:
     """The speculative method with the planned tree, or plain decoding where that should be as fast.
 
-    A model without a block drafter draws by what needs none, where that was faster than plain
-    decoding: SJD, itself without some layers or, where prompts are tokens, a lookup.
+    Where the block drafter's acceptance is not known, or there is none, all that serve are
+    measured: SJD, the model without some layers, a lookup where prompts are tokens, a drafter.
     """
     planned = planned_for(target, parts, batch)
     if planned.shape is None:
@@ -263,7 +263,7 @@ def planned_for(target: DrawingTarget, parts: PictureParts, batch: int) -> Plan:
 def _plan(target: DrawingTarget, parts: PictureParts, batch: int) -> Plan:
     prompt = target.any_prompt(batch)
     if not parts.acceptance or "block" not in parts.drafters:
-        return _without_drafter(target, parts, prompt, batch)
+        return _raced(target, parts, prompt, batch)
     head = parts.head("block")
     uniforms = Uniforms.from_seeds(range(batch))
 
@@ -276,12 +276,12 @@ def _plan(target: DrawingTarget, parts: PictureParts, batch: int) -> Plan:
     )
 
 
-def _without_drafter(target: DrawingTarget, parts: PictureParts, prompt: Any, batch: int) -> Plan:
-    """A method without a drafter, or plain decoding: whole pictures by all in turn, compared by
-    their median ratios.
+def _raced(target: DrawingTarget, parts: PictureParts, prompt: Any, batch: int) -> Plan:
+    """A method that nothing is planned for, or plain decoding: whole pictures by all in turn,
+    compared by their median ratios.
     """
     length = target.length
-    free = _draft_free(target, parts)
+    others = _unplanned(target, parts)
 
     def seconds(method: Method, i: int) -> float:
         uniforms = Uniforms.from_seeds(range(i, i + batch))
@@ -295,29 +295,29 @@ def _without_drafter(target: DrawingTarget, parts: PictureParts, prompt: Any, ba
         return time.perf_counter() - begin
 
     taus: dict[Method, list[float]] = {}
-    contenders: list[Method] = [methods.AR(), *free]
+    contenders: list[Method] = [methods.AR(), *others]
     passes = [[seconds(method, i) for method in contenders] for i in range(PICTURES)]
     gains = {
         method: statistics.median(one[0] / one[place] for one in passes)
         for place, method in enumerate(contenders)
     }
-    best = max(free, key=lambda method: gains[method], default=methods.AR())
+    best = max(others, key=lambda method: gains[method], default=methods.AR())
     lacking = "the model has no block drafter or no measured acceptance"
     if gains[best] <= 1 + MARGIN:
-        said = ", ".join(f"{method.name} {gains[method]:.2f}x" for method in free)
+        said = ", ".join(f"{method.name} {gains[method]:.2f}x" for method in others)
         return Plan(None, 1.0, 1.0, f"plain decoding: {lacking}, and measured were {said}")
     reason = f"{best.name}: {lacking}; {gains[best]:.2f}x plain decoding measured"
     tau = statistics.median(taus[best])
     return Plan(None, tau, gains[best], reason, draft_free=best)
 
 
-def _draft_free(target: DrawingTarget, parts: PictureParts) -> list[Method]:
-    """The methods without a drafter that serve ``target``."""
+def _unplanned(target: DrawingTarget, parts: PictureParts) -> list[Method]:
+    """The exact methods that serve ``target`` without a plan."""
     found: list[Method] = []
-    for method in (*WITHOUT_DRAFTER, methods.PromptLookup()):
+    for method in (*WITHOUT_DRAFTER, methods.PromptLookup(), methods.Speculative()):
         try:
             assemble(method, target, parts)
-        except ValueError:  # a small picture, or layers that cannot be left out
+        except ValueError:  # a small picture, layers that cannot be left out, no drafter
             continue
         found.append(method)
     return found

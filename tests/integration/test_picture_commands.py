@@ -12,9 +12,11 @@ from typer.testing import CliRunner
 
 import specmm
 from specmm.cli import app
+from specmm.hf.picture_tokens import picture_prompt
 from specmm.recipes.pictures import captioned
 from specmm.recipes.training.encoding import to_float
-from tests.integration.test_picture_models import KINDS, sized
+from specmm.recipes.training.seen_pictures import SeenPictures
+from tests.integration.test_picture_models import KINDS, PROMPTS, reference, sized
 
 
 @pytest.fixture(scope="module", params=["janus", "emu3"])
@@ -111,6 +113,28 @@ def test_a_drafter_learns_from_pictures_of_ones_own(kind, folder, tmp_path, eage
     assert tokens.shape == (2, layout.length)
     for place in range(layout.length):
         assert bool(layout.allowed.at(torch.tensor(place))[tokens[:, place]].all())
+
+
+@pytest.mark.parametrize("name", KINDS)
+@torch.no_grad()
+def test_what_is_learnt_from_is_what_the_target_reads(name, tmp_path):
+    """Of prompts of several lengths, one of them what guidance leads away from."""
+    kind = KINDS[name]
+    kind.save(tmp_path)
+    pipe = specmm.ImagePipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
+    given = dict(output_type="latent", cfg=1.0, generator=torch.Generator().manual_seed(0))
+    tokens = pipe(PROMPTS, **given, **sized(kind)).tokens
+    target = pipe.target(cfg=1.0, layout=pipe._layout(*kind.size))
+    ids = [pipe._ids(text, target.layout) for text in PROMPTS]
+    away = [pipe._away(row, None, target.layout) for row in ids]
+    seen = SeenPictures(target, ids, away, tokens, (1,))
+    read = seen.batch(torch.tensor([1, 0]), torch.tensor([False, True]))
+    assert read.hidden.shape == (2, target.length, 2 * target.sizes.dim)
+    asked = picture_prompt(target, [ids[1], away[0]], away)
+    for row, picture in enumerate(tokens.flip(0).tolist()):
+        for place in (0, 1, 4, target.length - 1):
+            wanted = reference(target, asked, row, picture[:place], kind)
+            torch.testing.assert_close(read.logits[row, place].softmax(-1), wanted)
 
 
 def sizes(kind):

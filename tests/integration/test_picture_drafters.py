@@ -44,8 +44,9 @@ def save(kind, place):
     owner = opened(place).owner
     torch.manual_seed(3)
     head = BlockHead(BlockConfig(3, 1, owner.sizes, (1,)))
+    width = owner.sizes.dim
     with torch.no_grad():
-        head.fc.weight[:, 32:64] = torch.eye(32)
+        head.fc.weight[:, width : 2 * width] = torch.eye(width)
     save_drafters_of(owner.fingerprint, {"block": head}, place / "drafters")
     return place
 
@@ -93,6 +94,17 @@ def test_greedy_pictures_are_plain_decodings(kind, pipe, cfg):
         assert torch.equal(out.tokens, wanted), name
         assert out.certificate.kind == "exact"
         assert torch.equal(pipe(PROMPTS[1], method=method, **given).tokens, wanted[1:]), name
+
+
+def test_pictures_after_a_preview_are_plain_decodings(tmp_path):
+    """GLM-Image counts positions by its two grids."""
+    kind = KINDS["glm_image"]
+    pipe = opened(save(kind, tmp_path))
+    given = dict(temperature=0, output_type="latent", **sized(kind))
+    wanted = pipe(PROMPTS[1], method="ar", **given).tokens
+    for name in ("speculative", "a tree", "exit"):
+        out = pipe(PROMPTS[1], method=EXACT[name], **given)
+        assert torch.equal(out.tokens, wanted), name
 
 
 ROWS = 3000
@@ -327,7 +339,7 @@ def test_mistakes_with_drafters_are_told(kind, folder, tmp_path):
         opened(other)
 
 
-def test_auto_measures_what_needs_no_drafter(kind, folder, tmp_path):
+def test_auto_measures_what_serves(kind, folder, tmp_path):
     bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("drafters"))
     pipe = opened(bare)
     out = pipe("tree", method="auto", output_type="latent", **sized(kind))

@@ -36,7 +36,6 @@ class SeenPictures:
         self.rows = (prompts, away)
         self.tokens = tokens
         self.aux = AuxStates([target.family.layers[layer - 1] for layer in layers])
-        self.masked = not bool(target.allowed_tokens.masks.all())
 
     @torch.no_grad()
     def batch(self, rows: Tensor, dropped: Tensor) -> Seen:
@@ -79,7 +78,7 @@ class SeenPictures:
         N].
         """
         logits = self.target.head(states).float()
-        if not self.masked:
+        if self.target.allowed_tokens.everything:
             return logits
         return logits.masked_fill(~self.target.allowed_tokens.at(drawn), NEVER)
 
