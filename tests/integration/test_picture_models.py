@@ -100,11 +100,12 @@ def test_a_window_of_a_row_is_plain_decoding(kind, pipe, temperature):
         return pipe(PROMPTS[some], method=method, generator=seeds, **given)
 
     if kind.places is not None:  # two grids, positions by row and column
-        with pytest.raises(ValueError, match="zipar cannot draw with "):
+        with pytest.raises(ValueError, match="zipar draws pictures of whole rows"):
             drawn(methods.ZipAR(window=1))
         return
+    facts = target_of(pipe, kind, kind.scales[0])
     plain = drawn("ar")
-    whole = drawn(methods.ZipAR(window=5))
+    whole = drawn(methods.ZipAR(window=facts.line))
     assert torch.equal(whole.tokens, plain.tokens) and whole.certificate.kind == "exact"
     narrow = drawn(methods.ZipAR(window=1))
     assert narrow.certificate.kind == "heuristic" and narrow.stats.tau > 1.5
@@ -112,7 +113,6 @@ def test_a_window_of_a_row_is_plain_decoding(kind, pipe, temperature):
     for i in range(2):
         one = slice(i, i + 1)
         assert torch.equal(drawn(methods.ZipAR(window=1), one).tokens, narrow.tokens[one])
-    facts = target_of(pipe, kind, kind.scales[0])
     may = facts.allowed.at(torch.arange(facts.length)).expand(2, -1, -1)
     assert bool(may.gather(2, narrow.tokens[..., None]).all())
 
