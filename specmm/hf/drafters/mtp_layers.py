@@ -253,7 +253,7 @@ def _ready(model: Any, target: PreTrainedModel) -> MtpLayers:
     return MtpLayers.of(model)
 
 
-def _told(config: PreTrainedConfig, folder: str | Path) -> PreTrainedConfig:
+def _told(config: PreTrainedConfig, folder: str | Path | None) -> PreTrainedConfig:
     """A copy of ``config`` that says how many MTP layers ``folder`` holds, and of which kind.
 
     Where neither it nor a layout names kinds they attend to all tokens, as Qwen 3.5's, and their

@@ -102,10 +102,10 @@ def class_of(main: PreTrainedModel) -> type[MtpModel]:
     return MtpModel if layout_of(main.config) is None else LaidOutMtp
 
 
-def count_of(config: PreTrainedConfig, folder: str | Path) -> int:
-    """How many MTP layers the checkpoint of ``config`` in ``folder`` holds."""
+def count_of(config: PreTrainedConfig, folder: str | Path | None) -> int:
+    """How many MTP layers the checkpoint of ``config`` in ``folder``, where it has one, holds."""
     count = mtp_layers_of(config)
-    if count or layout_of(config) is None or not Path(folder).is_dir():
+    if count or layout_of(config) is None or not folder or not Path(folder).is_dir():
         return count
     return mtp_layers(ModelFolder(Path(folder)))
 
