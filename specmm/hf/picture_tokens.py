@@ -171,8 +171,8 @@ class PictureTarget(VLMTarget):
     @property
     def line(self) -> int:
         """Tokens a row, with those that end it; of the picture alone where it has a preview."""
-        rows = self.layout.rows
-        return self.layout.columns if self.length % rows else self.length // rows
+        previewed = self.grid is not None
+        return self.layout.columns if previewed else self.length // self.layout.rows
 
     @property
     def codes(self) -> int:

@@ -70,9 +70,9 @@ def drafter(
     if kind not in KINDS:
         raise unknown("kind", kind, KINDS)
     there = zoo.pocket_models().get(model, Path(model))
-    prompted = picture_type(there)
-    piped = prompted is None or (there / zoo.PIPELINE).is_file()
+    piped = picture_type(there) is None or (there / zoo.PIPELINE).is_file()
     place = zoo.find(model, zoo.PIPELINE if piped else zoo.TRANSFORMERS)
+    prompted = picture_type(place)  # what the hub has is known by now
     result = beside(model, place) / "drafters" / kind
     if result.exists() and not replace:
         raise ValueError(f"{result} exists, give --set replace=true to train another in its place")

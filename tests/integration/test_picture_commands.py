@@ -12,10 +12,16 @@ from typer.testing import CliRunner
 
 import specmm
 from specmm.cli import app
+from specmm.drafter import Feedback
 from specmm.hf.picture_tokens import picture_prompt
+from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
+from specmm.randomness import Uniforms
 from specmm.recipes.pictures import captioned
+from specmm.recipes.training.block_drafter import block_loss
 from specmm.recipes.training.encoding import to_float
 from specmm.recipes.training.seen_pictures import SeenPictures
+from specmm.stats import Clock
+from specmm.tree import TreeShape
 from tests.integration.picture_kinds import KINDS, PROMPTS, reference, sized
 
 
@@ -135,6 +141,38 @@ def test_what_is_learnt_from_is_what_the_target_reads(name, tmp_path):
         for place in (0, 1, 4, target.length - 1):
             wanted = reference(target, asked, row, picture[:place], kind)
             torch.testing.assert_close(read.logits[row, place].softmax(-1), wanted)
+
+
+@torch.no_grad()
+def test_what_is_learnt_is_what_is_drafted(tmp_path):
+    """For pictures of another size than usual, whose places turn by other factors: of rows of a
+    token and a line's end, so that every second draft is sure.
+    """
+    KINDS["emu3"].save(tmp_path)
+    pipe = specmm.ImagePipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
+    target = pipe.target(cfg=1.0, temperature=1.0, layout=pipe._layout(16, 4))
+    ids = [pipe._ids(PROMPTS[0], target.layout)]
+    generator = torch.Generator().manual_seed(0)
+    given = dict(height=16, width=4, cfg=1.0, generator=generator, output_type="latent")
+    tokens = pipe(PROMPTS[0], **given).tokens
+    seen = SeenPictures(target, ids, ids, tokens, ())
+    read = seen.batch(torch.tensor([0]), torch.tensor([False]))
+    torch.manual_seed(1)
+    head = BlockHead(BlockConfig(2, 1, pipe.owner.sizes))
+    drafter = BlockDrafter(head, target, TreeShape.chain(2))
+    asked = picture_prompt(target, ids, ids)
+    feedback = Feedback(target.prefill(asked, drafter.max_nodes), tokens[:, 0])
+    drafter.begin(feedback, Clock())
+    drafts = drafter.propose(feedback, Uniforms.from_seeds([0]))
+    assert torch.equal(drafts.tokens[:, :2], tokens[:, :2])
+    wanted = torch.minimum(read.logits[0, 2].softmax(-1), drafts.probs[0, 2]).sum()
+
+    def overlap(rotary):
+        at = torch.tensor([[0]])
+        return block_loss(head, read, seen.logits, at, rotary)[1][1]
+
+    torch.testing.assert_close(overlap(head.rotary_for(target.sizes)), wanted)
+    assert (overlap(head.rotary) - wanted).abs() > 1e-3
 
 
 def sizes(kind):
