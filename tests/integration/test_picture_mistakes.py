@@ -57,9 +57,9 @@ MISTAKES = [
     (dict(height=12), "give both height and width"),
     (dict(prompt=" "), "prompt must say what to draw, got an empty one"),
     (dict(prompt="tree " * 600), "prompt and answer must fit the"),
-    (dict(cfg=0.0), "cfg must be above 0, got 0.0, use 1 for no guidance"),
-    (dict(cfg=-1.0), "cfg must be above 0, got -1.0"),
-    (dict(cfg=float("nan")), "cfg must be above 0, got nan"),
+    (dict(cfg=0.5), "cfg must be at least 1, got 0.5, use 1 for no guidance"),
+    (dict(cfg=-1.0), "cfg must be at least 1, got -1.0"),
+    (dict(cfg=float("nan")), "cfg must be at least 1, got nan"),
     (dict(negative_prompt="blue", cfg=1.0), "negative_prompt needs cfg above 1, got cfg 1.0"),
     (dict(num_inference_steps=0), "num_inference_steps must be"),
 ]
@@ -69,7 +69,7 @@ AS_FLAGS = {"num_inference_steps": "steps", "negative_prompt": "negative-prompt"
 def test_mistakes_are_told(kind, pipe, folder, tmp_path, monkeypatch):
     """By the pipeline and, in the same words, by the command line, which says nothing else."""
     words = ["generate", str(folder), "--prompt", "tree", "--out", str(tmp_path), *flags(cfg=-1)]
-    assert CliRunner().invoke(app, words).stderr.startswith("error: cfg must be above 0")
+    assert CliRunner().invoke(app, words).stderr.startswith("error: cfg must be at least 1")
     monkeypatch.setattr(specmm.runs.run, "open_model", lambda *_, **__: pipe)
     for wrong, said in MISTAKES:
         given = dict(prompt="tree", output_type="latent") | sized(kind) | wrong
