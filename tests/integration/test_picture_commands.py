@@ -22,6 +22,7 @@ from specmm.recipes.training.encoding import to_float
 from specmm.recipes.training.seen_pictures import SeenPictures
 from specmm.stats import Clock
 from specmm.tree import TreeShape
+from specmm.verify.rule import VerifyResult
 from tests.integration.picture_kinds import KINDS, PROMPTS, reference, sized
 
 
@@ -145,9 +146,7 @@ def test_what_is_learnt_from_is_what_the_target_reads(name, tmp_path):
 
 @torch.no_grad()
 def test_what_is_learnt_is_what_is_drafted(tmp_path):
-    """For pictures of another size than usual, whose places turn by other factors: of rows of a
-    token and a line's end, so that every second draft is sure.
-    """
+    """For pictures of another size than usual, whose places turn by other factors."""
     KINDS["emu3"].save(tmp_path)
     pipe = specmm.ImagePipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
     target = pipe.target(cfg=1.0, temperature=1.0, layout=pipe._layout(16, 4))
@@ -163,13 +162,15 @@ def test_what_is_learnt_is_what_is_drafted(tmp_path):
     asked = picture_prompt(target, ids, ids)
     feedback = Feedback(target.prefill(asked, drafter.max_nodes), tokens[:, 0])
     drafter.begin(feedback, Clock())
-    drafts = drafter.propose(feedback, Uniforms.from_seeds([0]))
-    assert torch.equal(drafts.tokens[:, :2], tokens[:, :2])
-    wanted = torch.minimum(read.logits[0, 2].softmax(-1), drafts.probs[0, 2]).sum()
+    uniforms = Uniforms.from_seeds([0])
+    tree = drafter.propose(feedback, uniforms)
+    result = VerifyResult(torch.tensor([[0, -1, -1]]), torch.tensor([1]), tokens[:, 1])
+    feedback = Feedback(target.score(tree), tokens[:, 1], tree, result, tokens[:, 1:4])
+    drafted = drafter.propose(feedback, uniforms).probs[0, 1]  # of the second row's token
+    wanted = torch.minimum(read.logits[0, 2].softmax(-1), drafted).sum()
 
     def overlap(rotary):
-        at = torch.tensor([[0]])
-        return block_loss(head, read, seen.logits, at, rotary)[1][1]
+        return block_loss(head, read, seen.logits, torch.tensor([[1]]), rotary)[1][0]
 
     torch.testing.assert_close(overlap(head.rotary_for(target.sizes)), wanted)
     assert (overlap(head.rotary) - wanted).abs() > 1e-3
