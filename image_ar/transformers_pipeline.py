@@ -181,6 +181,10 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             raise ValueError("prompt must name at least one picture, got none")
         if not all(text.strip() for text in texts):
             raise ValueError("prompt must say what to draw, got an empty one")
+        if not isinstance(negative_prompt, str | None):
+            raise ValueError(
+                f"negative_prompt must be one text for all pictures, got {negative_prompt!r}"
+            )
         chosen = self.method
         if method is not None:
             chosen = methods.make(methods.TRANSFORMERS_IMAGES, method)

@@ -86,6 +86,12 @@ def test_neighbours_are_those_of_the_codes(pipe):
     assert out.certificate.kind == "bounded" and set(out.tokens.unique().tolist()) <= set(PICTURE)
 
 
+def test_a_lookup_is_as_long_as_its_chain(pipe):
+    method = methods.Draft("prompt-lookup", "chain(2)")
+    assert assemble(method, pipe.target(), pipe.parts)[1].max_depth == 2
+    assert assemble(methods.PromptLookup(length=5), pipe.target(), pipe.parts)[1].max_depth == 5
+
+
 def test_what_is_missing_is_said(pipe, folder, tmp_path):
     assert kinds_of(str(folder)) == ("images",)
     assert {"ar", "sjd", "speculative", "prompt-lookup"} < set(methods_of("images", str(folder)))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import specmm
+from specmm import methods
 from specmm.cli import app
 from tests.integration import picture_kinds, tiny_chameleon, tiny_glm_image
 from tests.integration.picture_kinds import KINDS, STEPS, sized
@@ -63,6 +64,10 @@ MISTAKES = [
     (dict(negative_prompt="blue", cfg=1.0), "negative_prompt needs cfg above 1, got cfg 1.0"),
     (dict(num_inference_steps=0), "num_inference_steps must be"),
 ]
+OF_CALLS = [  # what the command line cannot say
+    (dict(negative_prompt=["blue", "red"]), "negative_prompt must be one text for all pictures"),
+    (dict(method=methods.Draft("prompt-lookup", (2, 1))), "drafter prompt-lookup needs a chain"),
+]
 AS_FLAGS = {"num_inference_steps": "steps", "negative_prompt": "negative-prompt"}
 
 
@@ -82,6 +87,9 @@ def test_mistakes_are_told(kind, pipe, folder, tmp_path, monkeypatch):
         done = CliRunner().invoke(app, ["generate", str(folder), *options, "--out", str(tmp_path)])
         assert done.exit_code == 2 and done.stderr == f"error: {told.value}\n"
         assert "\n" not in str(told.value)
+    for wrong, said in OF_CALLS:
+        with pytest.raises(ValueError, match=said):
+            pipe(**dict(prompt="tree", output_type="latent") | sized(kind) | wrong)
 
 
 def test_what_only_some_models_have(kind, pipe):
