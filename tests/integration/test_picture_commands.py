@@ -86,6 +86,7 @@ def test_what_training_lacks_is_told(kind, folder, tmp_path):
     for settings, message in (
         ([], "--set prompts=FILE"),
         ([f"--set=data={tmp_path}"], "a folder with a metadata.jsonl"),
+        ([f"--set=data={tmp_path}", "--set=drawn=2"], "drawn needs what to draw"),
         ([f"--set=prompts={tmp_path / 'empty'}"], "a prompt a line, got none"),
         ([f"--set=prompts={tmp_path / 'empty'}", "--set=kind=eagle"], "takes kind=block"),
         ([f"--set=prompts={tmp_path / 'empty'}", "--set=aux_layers=0"], "layers from 1 to 1"),
@@ -197,9 +198,10 @@ def test_pictures_are_led_away_from_what_is_said(kind, folder, tmp_path):
 
 def test_what_others_do_not_take_is_told(tmp_path):
     words = ["generate", "pocket/llamagen", "--class", "heart", "--out", tmp_path]
-    for option in (["--height", 48], ["--drafter", tmp_path]):
+    for option in (["--height", 48], ["--drafter", tmp_path], ["--steps", 3]):
         refused = run(*words, *option)
-        assert refused.exit_code == 2 and "leave" in refused.output
+        said = refused.output
+        assert refused.exit_code == 2 and "leave" in said and option[0] in said
 
 
 @pytest.fixture(scope="module")
