@@ -181,6 +181,10 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             raise ValueError("prompt must name at least one picture, got none")
         if not all(text.strip() for text in texts):
             raise ValueError("prompt must say what to draw, got an empty one")
+        if not isinstance(negative_prompt, str | None):
+            raise ValueError(
+                f"negative_prompt must be one text for all pictures, got {negative_prompt!r}"
+            )
         chosen = self.method
         if method is not None:
             chosen = methods.make(methods.TRANSFORMERS_IMAGES, method)
@@ -229,8 +233,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         """The model as a target under these options, and the model's settings for what is None."""
         options = dict(cfg=cfg, cfg_interval=cfg_interval, temperature=temperature)
         chosen = with_options(self.settings, **options, top_k=top_k, top_p=top_p)
-        if not chosen.cfg > 0:
-            raise ValueError(f"cfg must be above 0, got {chosen.cfg}, use 1 for no guidance")
+        if not chosen.cfg >= 1:  # only scales above 1 guide, and a certificate names the scale
+            raise ValueError(f"cfg must be at least 1, got {chosen.cfg}, use 1 for no guidance")
         processor = Processor(chosen.temperature, chosen.top_k, chosen.top_p)
         guidance = Guidance(chosen.cfg, chosen.cfg_interval)
         where = layout or self._layout()

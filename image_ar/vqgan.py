@@ -66,15 +66,16 @@ def decoder_of(folder: Path, config: Any) -> VQGANDecoder | None:
     return found.eval()
 
 
-def fill_tokenizer(vqmodel: nn.Module, folder: Path) -> None:
+def fill_tokenizer(vqmodel: nn.Module, folder: Path) -> bool:
     """Give a model's ``vqmodel``, which was saved without it, the weights published beside it in
-    ``folder``, if there are some.
+    ``folder``; whether there are some.
     """
     file = _published(folder)
     if file is not None:
         names = vqmodel.state_dict()
         state = {name: x for name, x in read_checkpoint(file).items() if name in names}
         load_strict(vqmodel, state, source=file)
+    return file is not None
 
 
 def _published(folder: Path) -> Path | None:

@@ -191,24 +191,24 @@ def _jacobi(
     choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
 ) -> Drafter:
     """The target itself, on a chain."""
-    shape = static_tree(choice.tree or "chain(8)")
-    if shape.width > 1:
-        raise ValueError(f"drafter jacobi needs a chain, as chain(8), got {choice.tree}")
-    return JacobiDrafter(target, shape.depth, getattr(choice.method, "init", "last"))
+    return JacobiDrafter(target, _chain(choice, 8), getattr(choice.method, "init", "last"))
 
 
-def _chain_of_own(choice: methods.Choice) -> methods.SelfDraft:
-    shape = static_tree(choice.tree or "chain(4)")
+def _chain(choice: methods.Choice, usual: int) -> int:
+    """How many tokens are drafted; raises ``ValueError`` for a tree that is no chain."""
+    shape = static_tree(choice.tree or f"chain({usual})")
     if shape.width > 1:
-        raise ValueError(f"drafter self needs a chain, as chain(4), got {choice.tree}")
-    return methods.SelfDraft(length=shape.depth)
+        raise ValueError(
+            f"drafter {choice.drafter} needs a chain, as chain({usual}), got {choice.tree}"
+        )
+    return shape.depth
 
 
 def _self(
     choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
 ) -> Drafter:
     """The target without some of its layers, on a chain."""
-    method = choice.method or _chain_of_own(choice)
+    method = choice.method or methods.SelfDraft(length=_chain(choice, 4))
     layered: Layered = named(target.layered)(target)
     processor = target.processor
     skip: Skip | Search = skipped(layered.layers, method.exit, method.skip)
@@ -225,7 +225,7 @@ def _lookup(
         raise ValueError(
             f"drafter prompt-lookup needs a prompt of tokens, which {target.name} has not"
         )
-    method = choice.method or methods.PromptLookup()
+    method = choice.method or methods.PromptLookup(length=_chain(choice, 8))
     found: Drafter = named(PLACES[choice.drafter])(target, method.ngram, method.length)
     return found
 

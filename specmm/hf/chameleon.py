@@ -89,10 +89,10 @@ def _codes(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     return torch.tensor(ids), torch.tensor(codes)
 
 
-def _codebook(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    rows = model.model.vqmodel.quantize.embedding.weight.detach()
-    ids, codes = (table.to(rows.device) for table in _codes(model))
-    return ids, rows[codes]
+def _codebook(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+    ids, codes = (table.to(model.device) for table in _codes(model))
+    vq = model.model.vqmodel
+    return ids, None if vq is None else vq.quantize.embedding.weight.detach()[codes]
 
 
 def _ids(model: PreTrainedModel, tokenizer: Any, text: str, layout: Layout) -> list[int]:
@@ -135,8 +135,11 @@ def _check(model: PreTrainedModel) -> None:
 
 
 def _fill(model: PreTrainedModel, folder: Path) -> None:
-    """Lumina-mGPT's training leaves the image tokenizer out."""
-    named(TOKENIZER)(model.model.vqmodel, folder)
+    """Lumina-mGPT's training leaves the image tokenizer out. Where it is nowhere, the model has
+    none: a random one would have other neighbours and codes.
+    """
+    if not named(TOKENIZER)(model.model.vqmodel, folder):
+        model.model.vqmodel = None
 
 
 def _sampling(model: PreTrainedModel) -> dict[str, Any]:
@@ -147,7 +150,15 @@ def _sampling(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _encode(model: Any, layout: Layout) -> tuple[Size, Encoder]:
-    """With the token that ends each line, where lines have one."""
+    """With the token that ends each line, where lines have one.
+
+    Raises ``ValueError`` for a model whose folder has no tokenizer.
+    """
+    if model.model.vqmodel is None:
+        raise ValueError(
+            "the model's folder has no image tokenizer to make tokens with: put Chameleon's "
+            "vqgan.ckpt into it, or leave data out and give prompts"
+        )
 
     def encoder(pixels: Tensor) -> Tensor:
         codes = model.model.vqmodel.encode(pixels).image_tokens

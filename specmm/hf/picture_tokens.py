@@ -78,7 +78,8 @@ class PictureModel:
     ``away``, where it is given, makes of them the prompt that guidance leads away from, and else
     that is the empty one. ``decode`` gives what turns tokens into pixels, from the model and the
     files in its folder, or raises ``ValueError``. ``codebook`` gives the rising ids [W] of the
-    picture tokens, and of each what the tokenizer looks up for it [W, E]. ``cfg`` is the usual
+    picture tokens, and of each what the tokenizer looks up for it [W, E], None where the folder has
+    no tokenizer. ``cfg`` is the usual
     guidance scale, ``sampling`` settings by name that a model of the kind is usually run with.
     Tokens are ``shared`` where drawn ones have the ids that a prompt would use. ``parts`` are the
     folders of model and tokenizer in a pipeline of diffusers, if the model comes in one, and
@@ -93,7 +94,7 @@ class PictureModel:
     layout: Callable[[Any, Size | None], Layout]
     ids: Callable[[Any, Any, str, Layout], list[int]]
     decode: Callable[[Any, Path], Decoder]
-    codebook: Callable[[Any], tuple[Tensor, Tensor]]
+    codebook: Callable[[Any], tuple[Tensor, Tensor | None]]
     away: Callable[[Any, Any, Sequence[int]], list[int]] | None = None
     head: Callable[[Any], Callable[[Tensor], Tensor]] = lambda model: model.get_output_embeddings()
     embed: Callable[[Any], Callable[[Tensor], Tensor]] = lambda model: model.get_input_embeddings()
@@ -171,8 +172,8 @@ class PictureTarget(VLMTarget):
     @property
     def line(self) -> int:
         """Tokens a row, with those that end it; of the picture alone where it has a preview."""
-        rows = self.layout.rows
-        return self.layout.columns if self.length % rows else self.length // rows
+        previewed = self.grid is not None
+        return self.layout.columns if previewed else self.length // self.layout.rows
 
     @property
     def codes(self) -> int:

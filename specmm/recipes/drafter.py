@@ -70,9 +70,9 @@ def drafter(
     if kind not in KINDS:
         raise unknown("kind", kind, KINDS)
     there = zoo.pocket_models().get(model, Path(model))
-    prompted = picture_type(there)
-    piped = prompted is None or (there / zoo.PIPELINE).is_file()
+    piped = picture_type(there) is None or (there / zoo.PIPELINE).is_file()
     place = zoo.find(model, zoo.PIPELINE if piped else zoo.TRANSFORMERS)
+    prompted = picture_type(place)  # what the hub has is known by now
     result = beside(model, place) / "drafters" / kind
     if result.exists() and not replace:
         raise ValueError(f"{result} exists, give --set replace=true to train another in its place")
@@ -86,7 +86,7 @@ def drafter(
     if only_drawn and not drawn:
         raise ValueError("only_drawn needs pictures that the target draws: give --set drawn=N")
     if prompted is not None:
-        sources = _sources(prompts, data, kind, only_drawn)
+        sources = _sources(prompts, data, kind, drawn, only_drawn)
         request = Request(*sources, drawn, cfg, (height, width), seed, folder)
         config = load_config(prompted.folders(place)[0]).get_text_config()
         read = _layers(aux_layers, config.num_hidden_layers, 1)
@@ -124,7 +124,7 @@ def _dropout(model: Path, cfg: float | None) -> float:
 
 
 def _sources(
-    prompts: Path | None, data: Any, kind: str, only_drawn: bool
+    prompts: Path | None, data: Any, kind: str, drawn: int, only_drawn: bool
 ) -> tuple[Path | None, Path | None]:
     """The folder of pictures with texts and the file of prompts; raises ``ValueError`` for neither,
     and for settings of other models.
@@ -141,6 +141,11 @@ def _sources(
         raise ValueError(
             "a drafter needs pictures to learn from: give --set prompts=FILE, a prompt a line, or "
             "--set data=FOLDER with a metadata.jsonl"
+        )
+    if prompts is None and drawn:
+        raise ValueError(
+            f"drawn needs what to draw, got {drawn} pictures and no prompts: give "
+            "--set prompts=FILE, a prompt a line, or leave drawn out"
         )
     return Path(place).expanduser() if place else None, prompts
 

@@ -103,11 +103,11 @@ def train_prompted(model: Path, request: Request, training: Training) -> None:
     guided = (pipe.settings.cfg if request.cfg is None else request.cfg) > 1
     # more than a model's own training, for both guidance branches draft
     options = training.options | {"dropout": 3 * CLASS_DROPOUT if guided else 0.0}
-    logits = seen.logits
+    logits, rotary = seen.logits, head.rotary_for(seen.target.sizes)
 
     @torch.compile
     def loss_of(read: Any, at: Tensor) -> tuple[Tensor, Tensor]:
-        return block_loss(head, read, logits, at, training.temperature)
+        return block_loss(head, read, logits, at, rotary, training.temperature)
 
     def loss(batch: Batch) -> tuple[Tensor, Tensor]:
         return loss_of(seen.batch(batch.rows, batch.dropped), batch.at)

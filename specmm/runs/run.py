@@ -352,7 +352,7 @@ def check(pipe: Images, run: PictureRun) -> None:
     if pipe.takes == "prompt" and run.kind == "classes":
         raise ValueError(f"{run.model} draws from prompts, give --prompt in place of --class")
     for name in run.wanted.keys() - set(pipe.call_options):
-        option = name.replace("_", "-")
+        option = {"num_inference_steps": "steps"}.get(name, name.replace("_", "-"))
         raise ValueError(f"--{option} does not serve models such as {run.model}; leave it out")
     if run.compiled and not pipe.compiles:
         raise ValueError(f"--compile does not serve models such as {run.model}; leave it out")

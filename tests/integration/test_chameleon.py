@@ -86,6 +86,12 @@ def test_neighbours_are_those_of_the_codes(pipe):
     assert out.certificate.kind == "bounded" and set(out.tokens.unique().tolist()) <= set(PICTURE)
 
 
+def test_a_lookup_is_as_long_as_its_chain(pipe):
+    method = methods.Draft("prompt-lookup", "chain(2)")
+    assert assemble(method, pipe.target(), pipe.parts)[1].max_depth == 2
+    assert assemble(methods.PromptLookup(length=5), pipe.target(), pipe.parts)[1].max_depth == 5
+
+
 def test_what_is_missing_is_said(pipe, folder, tmp_path):
     assert kinds_of(str(folder)) == ("images",)
     assert {"ar", "sjd", "speculative", "prompt-lookup"} < set(methods_of("images", str(folder)))
@@ -98,6 +104,22 @@ def test_what_is_missing_is_said(pipe, folder, tmp_path):
         target = PictureTarget(pipe.transformer, CHAMELEON, Processor(0), Guidance(3.0))
         prompt = prompt_of(target, pipe)
         target.prefill(dataclasses.replace(prompt, unconditional=None), 2)
+
+
+def test_a_tokenizer_that_is_nowhere_is_not_made_up(tmp_path):
+    """Tokens are drawn without it; what needs its codebook or its encoder is refused."""
+    tiny_chameleon.save_lumina(tmp_path)
+    (tmp_path / "tokenizer" / "vqgan.ckpt").unlink()
+    bare = specmm.ImagePipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
+    given = dict(height=8, width=8, output_type="latent", temperature=1.0)
+    assert bare("tree", method=methods.GSD(window=2), **given).tokens.shape == (1, 6)
+    with pytest.raises(ValueError, match=f"codebook of {len(PICTURE)} codes, got none"):
+        bare("tree", method=methods.GSD(window=2, k=2), **given)
+    with pytest.raises(ValueError, match="has no image tokenizer"):
+        bare.facts.encode(bare.transformer, bare._layout(8, 8))
+    bare.save_pretrained(tmp_path / "again")
+    again = specmm.ImagePipeline.from_pretrained(tmp_path / "again", torch_dtype=torch.float32)
+    assert again.parts.codebook is None
 
 
 def test_a_decoder_among_the_models_own_weights_serves(pipe, tmp_path):

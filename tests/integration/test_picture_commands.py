@@ -12,10 +12,17 @@ from typer.testing import CliRunner
 
 import specmm
 from specmm.cli import app
+from specmm.drafter import Feedback
 from specmm.hf.picture_tokens import picture_prompt
+from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
+from specmm.randomness import Uniforms
 from specmm.recipes.pictures import captioned
+from specmm.recipes.training.block_drafter import block_loss
 from specmm.recipes.training.encoding import to_float
 from specmm.recipes.training.seen_pictures import SeenPictures
+from specmm.stats import Clock
+from specmm.tree import TreeShape
+from specmm.verify.rule import VerifyResult
 from tests.integration.picture_kinds import KINDS, PROMPTS, reference, sized
 
 
@@ -79,6 +86,7 @@ def test_what_training_lacks_is_told(kind, folder, tmp_path):
     for settings, message in (
         ([], "--set prompts=FILE"),
         ([f"--set=data={tmp_path}"], "a folder with a metadata.jsonl"),
+        ([f"--set=data={tmp_path}", "--set=drawn=2"], "drawn needs what to draw"),
         ([f"--set=prompts={tmp_path / 'empty'}"], "a prompt a line, got none"),
         ([f"--set=prompts={tmp_path / 'empty'}", "--set=kind=eagle"], "takes kind=block"),
         ([f"--set=prompts={tmp_path / 'empty'}", "--set=aux_layers=0"], "layers from 1 to 1"),
@@ -137,6 +145,38 @@ def test_what_is_learnt_from_is_what_the_target_reads(name, tmp_path):
             torch.testing.assert_close(read.logits[row, place].softmax(-1), wanted)
 
 
+@torch.no_grad()
+def test_what_is_learnt_is_what_is_drafted(tmp_path):
+    """For pictures of another size than usual, whose places turn by other factors."""
+    KINDS["emu3"].save(tmp_path)
+    pipe = specmm.ImagePipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
+    target = pipe.target(cfg=1.0, temperature=1.0, layout=pipe._layout(16, 4))
+    ids = [pipe._ids(PROMPTS[0], target.layout)]
+    generator = torch.Generator().manual_seed(0)
+    given = dict(height=16, width=4, cfg=1.0, generator=generator, output_type="latent")
+    tokens = pipe(PROMPTS[0], **given).tokens
+    seen = SeenPictures(target, ids, ids, tokens, ())
+    read = seen.batch(torch.tensor([0]), torch.tensor([False]))
+    torch.manual_seed(1)
+    head = BlockHead(BlockConfig(2, 1, pipe.owner.sizes))
+    drafter = BlockDrafter(head, target, TreeShape.chain(2))
+    asked = picture_prompt(target, ids, ids)
+    feedback = Feedback(target.prefill(asked, drafter.max_nodes), tokens[:, 0])
+    drafter.begin(feedback, Clock())
+    uniforms = Uniforms.from_seeds([0])
+    tree = drafter.propose(feedback, uniforms)
+    result = VerifyResult(torch.tensor([[0, -1, -1]]), torch.tensor([1]), tokens[:, 1])
+    feedback = Feedback(target.score(tree), tokens[:, 1], tree, result, tokens[:, 1:4])
+    drafted = drafter.propose(feedback, uniforms).probs[0, 1]  # of the second row's token
+    wanted = torch.minimum(read.logits[0, 2].softmax(-1), drafted).sum()
+
+    def overlap(rotary):
+        return block_loss(head, read, seen.logits, torch.tensor([[1]]), rotary)[1][0]
+
+    torch.testing.assert_close(overlap(head.rotary_for(target.sizes)), wanted)
+    assert (overlap(head.rotary) - wanted).abs() > 1e-3
+
+
 def sizes(kind):
     return [word for name, pixels in sized(kind).items() for word in (f"--{name}", pixels)]
 
@@ -158,9 +198,10 @@ def test_pictures_are_led_away_from_what_is_said(kind, folder, tmp_path):
 
 def test_what_others_do_not_take_is_told(tmp_path):
     words = ["generate", "pocket/llamagen", "--class", "heart", "--out", tmp_path]
-    for option in (["--height", 48], ["--drafter", tmp_path]):
+    for option in (["--height", 48], ["--drafter", tmp_path], ["--steps", 3]):
         refused = run(*words, *option)
-        assert refused.exit_code == 2 and "leave" in refused.output
+        said = refused.output
+        assert refused.exit_code == 2 and "leave" in said and option[0] in said
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from specmm import methods
 from specmm.decode import decode
 from specmm.drafter import Feedback
 from specmm.guidance import Guidance
+from specmm.hf.glm_image import GLM_IMAGE
 from specmm.hf.picture_tokens import PictureTarget
 from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
@@ -26,6 +27,7 @@ from specmm.stats import Clock
 from specmm.tree import DraftTree
 from specmm.verify import Recursive
 from specmm.verify.exhaustive import draws, emitted_probs, sequence_probs, total_variation
+from tests.integration import tiny_glm_image
 from tests.integration.picture_kinds import (
     KINDS,
     PROMPTS,
@@ -105,6 +107,16 @@ def test_pictures_after_a_preview_are_plain_decodings(tmp_path):
     for name in ("speculative", "a tree", "exit"):
         out = pipe(PROMPTS[1], method=EXACT[name], **given)
         assert torch.equal(out.tokens, wanted), name
+
+
+@pytest.mark.parametrize("size", [(96, 64), (1024, 1024)])
+def test_rows_after_a_preview_are_the_pictures_own(size):
+    """Of a square one, too, whose preview has as many tokens for each of its rows."""
+    model = tiny_glm_image.model()
+    layout = GLM_IMAGE.layout(model, size)
+    target = PictureTarget(model, GLM_IMAGE, WARM, Guidance(), layout=layout)
+    assert target.line == target.columns == target.sizes.columns == size[1] // 32
+    assert target.sizes.rows * target.line >= target.length
 
 
 ROWS = 3000

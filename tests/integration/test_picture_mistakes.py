@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import specmm
+from specmm import methods
 from specmm.cli import app
 from tests.integration import picture_kinds, tiny_chameleon, tiny_glm_image
 from tests.integration.picture_kinds import KINDS, STEPS, sized
@@ -57,11 +58,15 @@ MISTAKES = [
     (dict(height=12), "give both height and width"),
     (dict(prompt=" "), "prompt must say what to draw, got an empty one"),
     (dict(prompt="tree " * 600), "prompt and answer must fit the"),
-    (dict(cfg=0.0), "cfg must be above 0, got 0.0, use 1 for no guidance"),
-    (dict(cfg=-1.0), "cfg must be above 0, got -1.0"),
-    (dict(cfg=float("nan")), "cfg must be above 0, got nan"),
+    (dict(cfg=0.5), "cfg must be at least 1, got 0.5, use 1 for no guidance"),
+    (dict(cfg=-1.0), "cfg must be at least 1, got -1.0"),
+    (dict(cfg=float("nan")), "cfg must be at least 1, got nan"),
     (dict(negative_prompt="blue", cfg=1.0), "negative_prompt needs cfg above 1, got cfg 1.0"),
     (dict(num_inference_steps=0), "num_inference_steps must be"),
+]
+OF_CALLS = [  # what the command line cannot say
+    (dict(negative_prompt=["blue", "red"]), "negative_prompt must be one text for all pictures"),
+    (dict(method=methods.Draft("prompt-lookup", (2, 1))), "drafter prompt-lookup needs a chain"),
 ]
 AS_FLAGS = {"num_inference_steps": "steps", "negative_prompt": "negative-prompt"}
 
@@ -69,7 +74,7 @@ AS_FLAGS = {"num_inference_steps": "steps", "negative_prompt": "negative-prompt"
 def test_mistakes_are_told(kind, pipe, folder, tmp_path, monkeypatch):
     """By the pipeline and, in the same words, by the command line, which says nothing else."""
     words = ["generate", str(folder), "--prompt", "tree", "--out", str(tmp_path), *flags(cfg=-1)]
-    assert CliRunner().invoke(app, words).stderr.startswith("error: cfg must be above 0")
+    assert CliRunner().invoke(app, words).stderr.startswith("error: cfg must be at least 1")
     monkeypatch.setattr(specmm.runs.run, "open_model", lambda *_, **__: pipe)
     for wrong, said in MISTAKES:
         given = dict(prompt="tree", output_type="latent") | sized(kind) | wrong
@@ -82,6 +87,9 @@ def test_mistakes_are_told(kind, pipe, folder, tmp_path, monkeypatch):
         done = CliRunner().invoke(app, ["generate", str(folder), *options, "--out", str(tmp_path)])
         assert done.exit_code == 2 and done.stderr == f"error: {told.value}\n"
         assert "\n" not in str(told.value)
+    for wrong, said in OF_CALLS:
+        with pytest.raises(ValueError, match=said):
+            pipe(**dict(prompt="tree", output_type="latent") | sized(kind) | wrong)
 
 
 def test_what_only_some_models_have(kind, pipe):

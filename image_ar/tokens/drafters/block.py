@@ -70,13 +70,19 @@ class BlockHead(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.previous = nn.Embedding(target.vocab_size, target.dim)
         self.norm = RMSNorm(target.dim, target.norm_eps)
-        self.rotary = self.rotary_of(target.rows, target.columns)
+        self.rotary = self._rotary(target)
         nn.init.normal_(self.previous.weight, std=0.02)
 
-    def rotary_of(self, rows: int, columns: int) -> RotaryTable:
-        """The rotary factors for pictures of so many ``rows`` of so many tokens."""
-        target = self.config.target
-        return RotaryTable(rotary_table(rows, target.head_dim, 0, target.rope_base, columns))
+    def rotary_for(self, sizes: Sizes) -> RotaryTable:
+        """The rotary factors for pictures of the rows and columns of ``sizes``."""
+        own = self.config.target
+        usual = (own.rows, own.columns) == (sizes.rows, sizes.columns)
+        return self.rotary if usual else self._rotary(sizes)
+
+    def _rotary(self, sizes: Sizes) -> RotaryTable:
+        own = self.config.target
+        table = rotary_table(sizes.rows, own.head_dim, 0, own.rope_base, sizes.columns)
+        return RotaryTable(table)
 
     def features(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """e_i [R, M, C] of tokens' embeddings [R, M, C] and the states they were drawn from [R, M,
@@ -181,11 +187,7 @@ class BlockDrafter:
         mixes = rejected_weight and sampled
         self.rejected = RejectedPositions(shape, rejected_weight) if mixes else None
         target.read_layers(head.config.aux_layers)
-        own = head.config.target
-        sizes = target.sizes
-        usual = (own.rows, own.columns) == (sizes.rows, sizes.columns)
-        self.rotary = head.rotary if usual else head.rotary_of(sizes.rows, sizes.columns)
-        self.rotary.to(target.device)
+        self.rotary = head.rotary_for(target.sizes).to(target.device)
         self.plan = [BlockLevel.of(shape, d) for d in range(1, shape.depth + 1)]
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:

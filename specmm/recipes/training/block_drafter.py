@@ -20,6 +20,7 @@ from specmm.autotune import WIDEST, AcceptanceCounter
 from specmm.decode import decode
 from specmm.drawing import DrawingTarget
 from specmm.image_ar.tokens.drafters.block import BlockDrafter, BlockHead
+from specmm.image_ar.tokens.gpt import RotaryTable
 from specmm.randomness import Uniforms
 from specmm.shape.trees import spine
 from specmm.training import Losses, batch_rows, fit
@@ -127,6 +128,7 @@ def block_loss(
     seen: Seen,
     head: Callable[[Tensor, Tensor], Tensor],
     at: Tensor,
+    rotary: RotaryTable,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Soft cross-entropy and mean overlap Σ min(p, q) by level [K] for anchors ``at`` [B, A] of
@@ -135,7 +137,7 @@ def block_loss(
     They compare the drafter's distribution of a level, given the true token before it, with the
     target's there, both at ``temperature``. The overlap is 1 less the total variation, which is
     what acceptance loses. ``head`` gives logits [B, N, V] of states [B, N, C] and the numbers
-    [B, N] of the tokens that they predict.
+    [B, N] of the tokens that they predict; ``rotary`` factors are those of pictures of this size.
 
     At anchor a, whose root is token a, the features of positions up to a are seen and tokens a + 1
     … a + K drafted.
@@ -152,7 +154,7 @@ def block_loss(
     shown = order[:, None] <= latest[..., None]  # [B, T + A·K, T]: nothing attends a query
     bias = torch.zeros(shown.shape).masked_fill_(~shown, float("-inf"))
     bias = F.pad(bias, (0, wanted[0].numel()), value=float("-inf"))[:, None].to(seen.hidden.dtype)
-    states = drafter(x, cells, bias)[:, count:]
+    states = drafter(x, cells, bias, rotary=rotary)[:, count:]
     previous = seen.drawable.gather(1, wanted.flatten(1) - 1)
     drafted = head(drafter.read(states, previous), wanted.flatten(1)).float() / temperature
     drafted = drafted.log_softmax(-1)  # [B, A·K, V]

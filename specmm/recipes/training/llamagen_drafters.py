@@ -57,11 +57,12 @@ def train_block(
     start_from(drafter, target.norm.weight)
     if start is not None:
         go_on_from(drafter, start)
+    rotary = drafter.rotary
 
     @torch.compile
     def loss_of(classes: Tensor, pictures: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         seen = seen_by(target, classes, pictures, config.aux_layers)
-        return block_loss(drafter, seen, lambda x, _: target.output(x), at, temperature)
+        return block_loss(drafter, seen, lambda x, _: target.output(x), at, rotary, temperature)
 
     def loss(batch: Batch) -> tuple[Tensor, Tensor]:
         classes = labels[batch.rows].masked_fill(batch.dropped, target.config.num_classes)
