@@ -6,6 +6,7 @@ Shape letters: B pictures of a batch, T tokens a picture, H and W pixels of its 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from specmm.hf.picture_tokens import (
     picture_prompt,
 )
 from specmm.hf.pretrained import load_model, load_tokenizer, use_tree_attention
+from specmm.hf.static import StaticPictureTarget
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.pipeline import picture_type
 from specmm.image_ar.shared import (
@@ -45,7 +47,7 @@ from specmm.image_ar.shared import (
 from specmm.image_ar.tokens.assemble import PictureParts
 from specmm.image_ar.tokens.loading import DrafterHead, Owner, save_drafters_of
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
-from specmm.image_ar.tokens.running import Batch, draw_tokens
+from specmm.image_ar.tokens.running import Batch, draw_tokens, static_target
 from specmm.image_ar.tokens.transformers_drafters import load_drafters, owner_of
 from specmm.processors import Processor
 from specmm.randomness import further, sample_generators
@@ -65,6 +67,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
 
     sampling_options = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
     call_options = ("negative_prompt", "height", "width", "num_inference_steps", "guidance_scale")
+    compiles = True
     plans = "trees"
     takes = "prompt"
     batch_invariant = False  # a prompt's padding depends on the longest of its batch
@@ -163,6 +166,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         batch_size: int = 8,
         output_type: str = "pil",
         callback_on_step_end: Callback | None = None,
+        compiled: bool = False,
     ) -> ImageOutput:
         """Draw ``num_images_per_prompt`` pictures of every prompt.
 
@@ -171,9 +175,11 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         pixels, both or none, for models that draw several sizes. ``num_inference_steps`` and
         ``guidance_scale`` are those of the diffusion model that paints pixels, where there is one.
         ``generator`` is one for all or one a picture; what a picture draws at random depends on its
-        own seed only. ``output_type`` "latent" gives tokens alone. Raises ``ValueError`` for an
-        empty list of prompts, an unknown method, options out of range, a size that the model does
-        not draw, and pixels where the folder has nothing to decode tokens with.
+        own seed only. ``output_type`` "latent" gives tokens alone. ``compiled`` runs steps and
+        rounds as programs of ``torch.compile``, made at the first call of a method, its options, a
+        size and a number of pictures at a time. Raises ``ValueError`` for an empty list of prompts,
+        an unknown method, options out of range, a size that the model does not draw, pixels where
+        the folder has nothing to decode tokens with, and what cannot be compiled.
         """
         check_call(output_type, batch_size, num_images_per_prompt)
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
@@ -204,6 +210,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         generators = sample_generators(generator, len(rows), self.device)
         seeds = [further(one) for one in generators]
         paintings = [Painting(*each, options) for each in zip(asked, seeds, strict=True)]
+        count = min(batch_size, len(rows))
+        static = self._static(target, chosen, count) if compiled else target
 
         def tell(i: int, progress: Progress) -> None:
             if callback_on_step_end is not None:
@@ -212,7 +220,9 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
 
         def draw(part: slice) -> Drawn:
             batch = Batch(picture_prompt(target, rows[part], away[part]), generators[part])
-            drawn = draw_tokens(target, self.parts, batch, chosen, tell)
+            # the last pictures may be too few for the program, and another would not pay
+            fitting = static if len(batch.generators) == count else target
+            drawn = draw_tokens(fitting, self.parts, batch, chosen, tell)
             if decoder is not None:
                 drawn.images = self._pixels(decoder, drawn.tokens, layout, paintings[part])
             return drawn
@@ -245,6 +255,17 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
 
         rest = (self.name, where, example)
         return PictureTarget(self.transformer, self.facts, processor, guidance, *rest)
+
+    def _static(
+        self, target: PictureTarget, method: methods.Method, batch: int
+    ) -> StaticPictureTarget:
+        """``target`` for compiled steps and rounds of ``batch`` pictures; calls with the same
+        options share it.
+        """
+        size = (target.layout.rows, target.layout.columns)
+        key = (target.guidance, target.processor, size, batch)
+        make = partial(StaticPictureTarget, target)
+        return static_target(method, self.parts, key, make, self.device)
 
     def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
         """Those of the ``usual`` methods that it has a drafter for."""

@@ -6,13 +6,14 @@ of a picture, C width, F layers read, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from specmm.compiled import CompiledRound
 from specmm.guidance import AllowedTokens, Guidance
 from specmm.processors import Processor
 from specmm.target import TargetOutput
@@ -96,11 +97,14 @@ class DrawingTarget(Protocol):
     """A :class:`specmm.target.Target` that draws pictures of ``length`` tokens.
 
     ``layered`` names the class by which it runs without some of its layers ("module:class").
-    ``prompted`` ones begin with token ids, which may be looked up.
+    ``prompted`` ones begin with token ids, which may be looked up. Rounds of ``static_shapes`` can
+    be compiled; ``programs`` are a target's own by method, which promise the same parts
+    (:func:`specmm.compiled.compiled`), None where one serves all.
     """
 
     name: str
     processor: Processor
+    programs: dict[Hashable, CompiledRound] | None
     layered: ClassVar[str]
     prompted: ClassVar[bool]
     static_shapes: ClassVar[bool]

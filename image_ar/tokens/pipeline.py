@@ -17,7 +17,6 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.compiled import prepare_compiler
 from specmm.continuous_batching import Queue
 from specmm.decode import Progress
 from specmm.guidance import Guidance
@@ -48,7 +47,7 @@ from specmm.image_ar.tokens.loading import (
     save_gpt,
     save_vq,
 )
-from specmm.image_ar.tokens.running import Batch, draw_tokens
+from specmm.image_ar.tokens.running import Batch, draw_tokens, static_target
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget, log_likelihood
 from specmm.processors import Processor
 from specmm.randomness import sample_generators
@@ -309,17 +308,8 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         """``target`` for compiled steps and rounds of ``batch`` pictures; calls with the same
         options share it.
         """
-        if not method.static_shapes:
-            raise ValueError(
-                "compiled=True needs ar, sjd or a method with a block drafter (rounds all alike), "
-                f"got {method}"
-            )
-        prepare_compiler(self.device)
         key = (target.guidance, target.processor, batch)
-        if self.parts.made.get("static of") != key:  # one at a time: it keeps its cache
-            self.parts.made["static of"] = key
-            self.parts.made.pop("static", None)
-        return self.parts.once("static", lambda: StaticTarget(target))
+        return static_target(method, self.parts, key, lambda: StaticTarget(target), self.device)
 
     def _prompts(
         self,

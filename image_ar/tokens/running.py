@@ -6,16 +6,16 @@ Shape letters: B pictures, T tokens a picture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from specmm import methods
-from specmm.compiled import CompiledRound
+from specmm.compiled import CompiledRound, prepare_compiler
 from specmm.continuous_batching import Queue
-from specmm.decode import Progress, decode, decode_plain, one_round
+from specmm.decode import Play, Progress, decode, decode_plain, one_round
 from specmm.drawing import DrawingTarget
 from specmm.image_ar.shared import Drawn
 from specmm.image_ar.tokens.assemble import Method, PictureParts, assemble, choose_method
@@ -23,6 +23,8 @@ from specmm.image_ar.tokens.row_parallel import decode_rows, rows_certificate
 from specmm.randomness import Uniforms
 from specmm.stats import Certificate, rule_certificate
 from specmm.verify import Rule
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,43 @@ def _steps(
         return decode_rows(target, prompt, method.row_window, uniforms), None
     if not method.drafts:
         return decode_plain(target, prompt, target.length, uniforms), None
+    play = _play(target, parts, method)
     target, drafter, rule = assemble(method, target, parts)
-    play = parts.once("round", CompiledRound) if target.static_shapes else one_round
     length = target.length
     steps = decode(target, drafter, rule, prompt, length, uniforms, queue=batch.queue, play=play)
     return steps, rule
+
+
+def _play(target: DrawingTarget, parts: PictureParts, method: Method) -> Play:
+    """What plays the rounds of ``method``: programs that calls share, or the loop as it is."""
+    if not target.static_shapes:
+        return one_round
+    if target.programs is None:
+        return parts.once("round", CompiledRound)
+    if method not in target.programs:
+        target.programs[method] = CompiledRound(True, target.device)
+    return target.programs[method]
+
+
+def static_target(
+    method: Method, parts: PictureParts, key: Hashable, make: Callable[[], T], device: torch.device
+) -> T:
+    """What ``make`` gives for compiled steps and rounds of ``method``; calls with the same ``key``
+    share it.
+
+    Raises ``ValueError`` for a method that compiled rounds do not serve, and where there is no
+    compiler.
+    """
+    if not method.static_shapes:
+        raise ValueError(
+            "compiled=True needs ar, sjd or a method with a block drafter (rounds all alike), "
+            f"got {method}"
+        )
+    prepare_compiler(device)
+    if parts.made.get("static of") != key:  # one at a time: it keeps its cache
+        parts.made["static of"] = key
+        parts.made.pop("static", None)
+    return parts.once("static", make)
 
 
 def _claim(progress: Progress, rule: Rule | None) -> Certificate:

@@ -55,6 +55,7 @@ class LlamaGenTarget:
     """
 
     static_shapes: ClassVar[bool] = False
+    programs: None = None
     prompted: ClassVar[bool] = False
     layered: ClassVar[str] = "specmm.image_ar.tokens.drafters.early_exit:LayeredLlamaGen"
     allowed: ClassVar[None] = None  # every token may come everywhere

@@ -7,7 +7,7 @@ Shape letters: B batch, T tokens of a picture, H and W pixels of its sides, C wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from specmm import zoo
 from specmm.cache import branched
+from specmm.compiled import CompiledRound
 from specmm.drawing import DrafterSizes
 from specmm.guidance import AllowedTokens, Guidance
 from specmm.hf.families import Family
@@ -121,6 +122,7 @@ class PictureTarget(VLMTarget):
 
     processor: Processor
     guidance: Guidance
+    programs: dict[Hashable, CompiledRound] | None = None
     static_shapes: ClassVar[bool] = False
     prompted: ClassVar[bool] = True
     layered: ClassVar[str] = "specmm.hf.drafters.early_exit:LayeredTarget"

@@ -1,26 +1,31 @@
-"""A transformers text model with static shapes: one compiled program serves every step or round.
+"""A transformers model with static shapes: one compiled program serves every step or round.
 
 Room is rounded up, so that texts of many lengths share a program. A plain step attends all slots of
 the cache under a mask and writes by index, where the eager one attends the slots there are.
 
-Shape letters: B batch, V vocabulary.
+Shape letters: B batch, R rows (all guidance branches), S slots, V vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specmm.cache import StaticMemory
+from specmm.cache import StaticMemory, branched
 from specmm.compiled import DeferredStop, compiled
 from specmm.decode import room
+from specmm.hf.aux_states import AuxStates
 from specmm.hf.cache_layers import as_transformers
 from specmm.hf.families import WAYS
+from specmm.hf.picture_tokens import PictureTarget
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import ProbsProcessor, VLMTarget
+from specmm.processors import Processor
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
 
@@ -37,13 +42,18 @@ class StaticVLMTarget(DeferredStop, VLMTarget):
         self, model: PreTrainedModel, processor: ProbsProcessor, name: str = "text"
     ) -> None:
         super().__init__(model, processor, name)
+        self._prepare()
+
+    def _prepare(self) -> None:
         odd = self.family.turning_point is not None or self.family.partial
         odd = odd or None in self.family.layer_sizes
         if odd or self.way != WAYS[0]:
             raise ValueError(
-                f"compiled=True needs full attention and one set of positions, {name} has others"
+                f"compiled=True needs full attention and one set of positions, {self.name} has "
+                "others"
             )
         self.program = compiled(_next, True, self.device)
+        self.stepped = False
 
     @torch.inference_mode()
     def prefill(self, prompt: VLMPrompt, scratch: int) -> TargetOutput:
@@ -52,17 +62,22 @@ class StaticVLMTarget(DeferredStop, VLMTarget):
         output = super().prefill(dataclasses.replace(prompt, longest=longest), scratch)
         if self.way != WAYS[0]:
             raise ValueError(f"compiled=True does not serve rows of several lengths of {self.name}")
+        if self.branches > 1 and self.cache.hidden_prefix is None:  # as where there is padding
+            self._hide(torch.zeros(self.cache.size.rows, 1, dtype=torch.bool, device=self.device))
         with torch.inference_mode(False):  # programs write to them
             self.history.tokens = self.history.tokens.clone()
             self.history.lengths = self.history.lengths.clone()
             if not scratch:
-                self._begin_steps(prompt.lengths[:, None])
+                self._begin_steps()
         return output
 
-    def _begin_steps(self, lengths: Tensor) -> None:
+    def _begin_steps(self) -> None:
         self.place = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.positions = lengths.clone()
-        shut = torch.arange(self.cache.slots, device=self.device) >= lengths
+        self.positions = self.begins[:, None].clone()
+        begins = branched(self.positions, self.branches)
+        shut = torch.arange(self.cache.slots, device=self.device) >= begins  # [R, S]
+        if self.cache.hidden_prefix is not None:
+            shut = shut | self.cache.hidden_prefix
         bias = torch.zeros(shut.shape, dtype=self.cache.dtype, device=self.device)
         self.bias = bias.masked_fill_(shut, float("-inf"))[:, None, None]
         memories = [StaticMemory(x.keys, x.values, self.place) for x in self.cache.layers]
@@ -74,7 +89,9 @@ class StaticVLMTarget(DeferredStop, VLMTarget):
         slot = self.prompt.width + self.calls - 1
         self.place.fill_(slot)
         self.bias[..., slot] = 0
-        logits, output = self.program(self, tokens)
+        # the first as it is: what it finds out of the model is then known, and not traced
+        logits, output = (self.program if self.stepped else _next)(self, tokens)
+        self.stepped = True
         self._count(logits)
         self.positions += 1
         return output
@@ -83,10 +100,43 @@ class StaticVLMTarget(DeferredStop, VLMTarget):
         return self.processor.probs(logits, self.history, tree)
 
 
+class StaticPictureTarget(StaticVLMTarget, PictureTarget):
+    """``plain`` with plain steps and rounds of the same shapes, for pictures of its layout.
+
+    A program knows the hooks by which drafters read layers, so that they are put once.
+    """
+
+    static_shapes: ClassVar[bool] = True
+
+    def __init__(self, plain: PictureTarget) -> None:
+        options = (plain.processor, plain.guidance, plain.name, plain.layout, plain.example)
+        PictureTarget.__init__(self, plain.model, plain.facts, *options)
+        self._prepare()
+        self.programs = {}
+        self.readings: dict[tuple[int, ...], AuxStates | None] = {}
+        self.others: dict[Processor, StaticPictureTarget] = {}
+
+    def read_layers(self, layers: Sequence[int]) -> None:
+        """As the parent's; the same layers are read by the same hooks."""
+        read = tuple(layers)
+        if read not in self.readings:
+            super().read_layers(layers)
+            self.readings[read] = self.aux
+        self.aux = self.readings[read]
+
+    def with_processor(self, processor: Processor) -> StaticPictureTarget:
+        """The same model under another processor, always the same one."""
+        if processor not in self.others:
+            other = StaticPictureTarget(super().with_processor(processor))
+            self.others[processor] = other
+        return self.others[processor]
+
+
 def _next(target: StaticVLMTarget, tokens: Tensor) -> tuple[Tensor, TargetOutput]:
-    """Logits and output after ``tokens`` [B], at ``target``'s place."""
+    """Logits of all branches and output after ``tokens`` [B], at ``target``'s place."""
     if target.processor.stateful:
         target.history.append(tokens[:, None], torch.ones_like(tokens))
     states = target.states(tokens[:, None], target.positions, target.bias)
     logits = target.head(states)
-    return logits, TargetOutput(target.processor.probs(logits, target.history, None), states)
+    guided = target.guided(logits, target.positions)
+    return logits, TargetOutput(target.processor.probs(guided, target.history, None), states)

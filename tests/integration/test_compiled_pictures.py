@@ -1,0 +1,114 @@
+"""Models of transformers that draw pictures, compiled: the tokens of eager steps and rounds,
+whatever the prompts' lengths, and what is not served.
+"""
+
+import shutil
+
+import pytest
+import torch
+
+from specmm import methods
+from specmm.hf.static import StaticPictureTarget
+from tests.cases import some
+from tests.integration.picture_kinds import KINDS, PROMPTS, sized
+from tests.integration.test_picture_drafters import opened, save
+
+METHODS = {
+    "ar": methods.AR(),
+    "speculative": methods.Speculative(tree=(2, 1)),
+    "sjd": methods.SJD(window=4),
+    "sjd, above": methods.SJD(window=4, init="above"),
+    "lantern++": methods.LanternPP(tree=(2, 1), k=3),  # which reads no greedy distributions
+}
+FOLDERS = {}
+
+
+@pytest.fixture
+def pipe_of(tmp_path_factory):
+    """Kinds to pipelines without programs."""
+
+    def found(name):
+        if name not in FOLDERS:
+            FOLDERS[name] = save(KINDS[name], tmp_path_factory.mktemp(name))
+        return opened(FOLDERS[name])
+
+    return found
+
+
+def draw(pipe, kind, prompts, method, compiled, **options):
+    """One batch of ``prompts``."""
+    return pipe(
+        prompts,
+        method=method,
+        compiled=compiled,
+        generator=[torch.Generator().manual_seed(i) for i in range(len(prompts))],
+        output_type="latent",
+        **{"temperature": 0, "cfg": kind.scales[-1]} | sized(kind) | options,
+    )
+
+
+def same(pipe, name, method, batches, **options):
+    """Of each of ``batches`` the compiled pictures, which are the eager ones; the first of them
+    compiles.
+    """
+    kind = KINDS[name]
+    for number, prompts in enumerate(batches):
+        eager = draw(pipe, kind, prompts, METHODS[method], False, **options)
+        with torch._dynamo.config.patch(error_on_recompile=bool(number)):
+            found = draw(pipe, kind, prompts, METHODS[method], True, **options)
+        assert torch.equal(found.tokens, eager.tokens)
+        assert len(eager.tokens.unique()) > 2
+        assert found.stats.rounds == eager.stats.rounds
+        assert found.certificate.kind == eager.certificate.kind
+
+
+# prompts of different lengths, the longer one first; of one length, so that nothing is padded
+BATCHES = [PROMPTS, PROMPTS[::-1], [PROMPTS[1]] * 2]
+
+
+@pytest.mark.parametrize("method", some(METHODS, ["ar"]))
+def test_greedy_tokens_are_those_of_eager_rounds(method, pipe_of, traced):
+    same(pipe_of("janus"), "janus", method, BATCHES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "method"), [("emu3", "speculative"), ("glm_image", "sjd")])
+def test_lines_and_grids_are_counted_as_in_eager_rounds(name, method, pipe_of, traced):
+    prompts = [[PROMPTS[1]], [PROMPTS[1]]] if name == "glm_image" else BATCHES
+    same(pipe_of(name), name, method, prompts)
+
+
+@pytest.mark.slow
+def test_drawn_tokens_are_those_of_eager_rounds(pipe_of, traced):
+    same(pipe_of("janus"), "janus", "speculative", BATCHES, temperature=1.0, cfg=1.5)
+    same(pipe_of("janus"), "janus", "sjd", BATCHES, temperature=1.0, top_k=5, cfg=1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
+@pytest.mark.parametrize("method", ["ar", "speculative"])
+def test_built_programs_give_the_same_tokens(method, pipe_of):
+    same(pipe_of("janus"), "janus", method, BATCHES)
+
+
+def test_methods_whose_rounds_differ_are_refused(pipe_of):
+    for method in (methods.SelfDraft(), methods.ZipAR(), methods.PromptLookup()):
+        with pytest.raises(ValueError, match=r"^compiled=True needs ar, sjd or a method with a"):
+            pipe_of("janus")(PROMPTS, method=method, compiled=True)
+
+
+def test_no_compiler_is_one_line(pipe_of, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with (
+        torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")}),
+        pytest.raises(ValueError, match=r"need a C\+\+ compiler, no-such-compiler is none"),
+    ):
+        pipe_of("janus")(PROMPTS, method="ar", compiled=True)
+
+
+def test_a_model_whose_layers_attend_a_part_of_the_text_is_refused(pipe_of):
+    pipe = pipe_of("janus")
+    target = pipe.target()
+    target.model.config.get_text_config().sliding_window = 4
+    with pytest.raises(ValueError, match="needs full attention and one set of positions"):
+        StaticPictureTarget(target)
