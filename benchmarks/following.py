@@ -127,6 +127,7 @@ def main(
     methods: Annotated[str, typer.Option(help="To draw by, with commas between.")] = "ar,sjd",
     judge: Annotated[Path, typer.Option(help="Folder of the judge.")] = Path("runs/janus-judge"),
     times: Annotated[int, typer.Option(min=1, help="Pictures of every combination.")] = 1,
+    seen: Annotated[int, typer.Option(min=0, help="Ask for so many seen combinations.")] = 0,
     cfg: Annotated[float | None, typer.Option(help="Guidance, the model's if not given.")] = None,
     temperature: Annotated[float | None, typer.Option(help="The model's if not given.")] = None,
     top_k: Annotated[int | None, typer.Option(help="The model's if not given.")] = None,
@@ -137,7 +138,9 @@ def main(
 ) -> None:
     """Measure and write ``following_NAME.json`` and ``.csv``."""
     torch.set_num_threads(threads)
-    pictures = captioned(data, "test")
+    pictures = captioned(data, "train" if seen else "test")
+    if seen:
+        pictures = pictures.some(Random(0).sample(range(len(pictures)), seen))
     judging = Heads()
     load_model(judging, str(judge / WEIGHTS))
     pipe = load_pipeline(model, torch.float32)
@@ -159,7 +162,9 @@ def main(
     rows += answered(model, pictures)
     facts = environment(model=model, dtype=dtype_name(pipe), settings=pipe.settings.__dict__)
     chosen = {name: value for name, value in options.items() if value is not None}
-    write_results(out, f"following_{find(model).name}", rows, facts | {"options": chosen})
+    write_results(
+        out, f"following_{find(model).name}", rows, facts | {"seen": seen, "options": chosen}
+    )
     for row in rows:
         print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
 
