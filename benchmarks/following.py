@@ -38,7 +38,7 @@ from benchmarks.common import (
 from benchmarks.vqa_accuracy import wilson
 from recipes.captioned import Captioned, captioned
 from recipes.janus import encoded
-from recipes.training.janus_judge import Judge, right
+from recipes.training.janus_judge import WEIGHTS, Heads, all_features, right
 from recipes.wording import QUESTIONS, asked_for, chat, spoken
 from specmm.hf.pretrained import find
 from specmm.image_ar.autoencoder import to_uint8
@@ -54,11 +54,11 @@ def prompts(pictures: Captioned, times: int) -> list[str]:
     return asked * times
 
 
-def shares(judge: Judge, images: Tensor, pictures: Captioned, times: int = 1) -> Row:
+def shares(judge: Heads, images: Tensor, pictures: Captioned, times: int = 1) -> Row:
     """Shares of ``images`` [times · N, R, R, 3] uint8 that show what was asked, with 95% bounds."""
     wanted = (np.tile(rows, times) for rows in (pictures.kinds, pictures.styles))
     row: Row = {"pictures": len(images)}
-    for name, found in right(judge, images, *wanted).items():
+    for name, found in right(judge, all_features(images), *wanted).items():
         row[name] = float(found.float().mean())
         row[f"{name}_low"], row[f"{name}_high"] = wilson(int(found.sum()), len(found))
     return row
@@ -74,7 +74,7 @@ def through_tokenizer(pipe: Any, images: np.ndarray) -> Tensor:
 
 
 def drawn(
-    pipe: Any, judge: Judge, pictures: Captioned, names: list[str], times: int, options: Row
+    pipe: Any, judge: Heads, pictures: Captioned, names: list[str], times: int, options: Row
 ) -> Iterator[tuple[Row, Tensor]]:
     """A row of the table for every method, and the pictures [N, R, R, 3] uint8."""
     texts = prompts(pictures, times)
@@ -127,6 +127,7 @@ def main(
     methods: Annotated[str, typer.Option(help="To draw by, with commas between.")] = "ar,sjd",
     judge: Annotated[Path, typer.Option(help="Folder of the judge.")] = Path("runs/janus-judge"),
     times: Annotated[int, typer.Option(min=1, help="Pictures of every combination.")] = 1,
+    seen: Annotated[int, typer.Option(min=0, help="Ask for so many seen combinations.")] = 0,
     cfg: Annotated[float | None, typer.Option(help="Guidance, the model's if not given.")] = None,
     temperature: Annotated[float | None, typer.Option(help="The model's if not given.")] = None,
     top_k: Annotated[int | None, typer.Option(help="The model's if not given.")] = None,
@@ -137,9 +138,11 @@ def main(
 ) -> None:
     """Measure and write ``following_NAME.json`` and ``.csv``."""
     torch.set_num_threads(threads)
-    pictures = captioned(data, "test")
-    judging = Judge()
-    load_model(judging, str(judge / "model.safetensors"))
+    pictures = captioned(data, "train" if seen else "test")
+    if seen:
+        pictures = pictures.some(Random(0).sample(range(len(pictures)), seen))
+    judging = Heads()
+    load_model(judging, str(judge / WEIGHTS))
     pipe = load_pipeline(model, torch.float32)
     options: Row = {"cfg": cfg, "temperature": temperature, "top_k": top_k}
     real = torch.from_numpy(pictures.images)
@@ -159,7 +162,9 @@ def main(
     rows += answered(model, pictures)
     facts = environment(model=model, dtype=dtype_name(pipe), settings=pipe.settings.__dict__)
     chosen = {name: value for name, value in options.items() if value is not None}
-    write_results(out, f"following_{find(model).name}", rows, facts | {"options": chosen})
+    write_results(
+        out, f"following_{find(model).name}", rows, facts | {"seen": seen, "options": chosen}
+    )
     for row in rows:
         print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -84,6 +85,18 @@ class Captioned:
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def some(self, rows: Sequence[int]) -> Captioned:
+        """The pictures ``rows`` alone."""
+        kept = list(rows)
+        return Captioned(
+            self.images[kept],
+            self.smaller[kept],
+            self.kinds[kept],
+            self.styles[kept],
+            [self.names[i] for i in kept],
+            [self.keywords[i] for i in kept],
+        )
 
     def style(self, i: int) -> str:
         """The word for the style of picture ``i``."""

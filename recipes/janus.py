@@ -15,7 +15,7 @@ from transformers.models.janus.modeling_janus import JanusVQVAE
 
 from recipes.captioned import SIDE, captioned
 from recipes.training.janus import Sizes, build_model, train_model, train_tower
-from recipes.training.janus_judge import Judge, right, train_judge
+from recipes.training.janus_judge import WEIGHTS, Heads, all_features, right, train_judge
 from recipes.training.janus_vq import LEVELS, JanusCodes, finished, tokens_of, vq_config
 from recipes.training.vq import train_codes
 from recipes.wording import build_processor, build_tokenizer
@@ -100,11 +100,14 @@ def judge(
     """Train the judge of kinds and styles on real pictures; the result is OUT/model.safetensors."""
     writable(out)
     pictures, held_out = (captioned(data, split) for split in ("train", "test"))
-    model = Judge()
     shown = torch.from_numpy(pictures.views(views, seed))
-    train_judge(model, pictures, shown, out, steps=steps, batch=batch, lr=lr, seed=seed)
-    save_model(model.eval(), str(out / "model.safetensors"))
-    found = right(model, torch.from_numpy(held_out.images), held_out.kinds, held_out.styles)
+    seen = all_features(shown.flatten(0, 1)).unflatten(0, shown.shape[:2])
+    with seeded(seed):
+        model = Heads()
+    train_judge(model, pictures, seen, out, steps=steps, batch=batch, lr=lr, seed=seed)
+    save_model(model, str(out / WEIGHTS))
+    unseen = all_features(torch.from_numpy(held_out.images))
+    found = right(model, unseen, held_out.kinds, held_out.styles)
     shares = {name: float(rows.float().mean()) for name, rows in found.items()}
-    outputs = [str(out / "model.safetensors")]
+    outputs = [str(out / WEIGHTS)]
     return {"kind": "janus-judge", "steps": steps, "held_out": shares, "outputs": outputs}

@@ -12,12 +12,13 @@ from PIL import Image
 import specmm
 from recipes import captioned, janus
 from recipes.training.janus import PROMPT, Sizes, Writer, answer_logits, build_model, picture_logits
-from recipes.training.janus_judge import Judge, right, train_judge
+from recipes.training.janus_judge import Heads, all_features, right, train_judge
 from recipes.training.janus_vq import JanusCodes, finished, tokens_of, vq_config
 from recipes.wording import asked_for, build_processor, build_tokenizer, chat, prompt
 from specmm.hf.janus import JANUS
 from specmm.recipes.training.encoding import to_float
 from specmm.training import seeded
+from specmm.zoo.efficientnet import new_network
 
 SIZES = Sizes(dim=32, layers=2, heads=2, inner=32, tower_dim=32, tower_layers=1)
 CODES = 16
@@ -153,12 +154,13 @@ def test_a_finished_tokenizer_chooses_the_codes_it_was_trained_with(pictures):
 
 
 def test_the_judge_learns_what_is_shown(pictures, tmp_path):
-    judge = Judge()
-    views = torch.from_numpy(pictures.images)[:, None]
-    options = dict(steps=60, batch=8, lr=3e-3, seed=0)
-    before = right(judge, views[:, 0], pictures.kinds, pictures.styles)
-    train_judge(judge, pictures, views, tmp_path, **options)
-    found = right(judge, views[:, 0], pictures.kinds, pictures.styles)
+    with seeded(0):
+        judge = Heads()
+        network = new_network().eval()
+    seen = all_features(torch.from_numpy(pictures.images), network)
+    before = right(judge, seen, pictures.kinds, pictures.styles)
+    train_judge(judge, pictures, seen[:, None], tmp_path, steps=60, batch=8, lr=3e-3, seed=0)
+    found = right(judge, seen, pictures.kinds, pictures.styles)
     assert found["styles"].float().mean() > before["styles"].float().mean()
     assert found["kinds"].float().mean() > 0.5
 
