@@ -7,7 +7,7 @@ nodes, P prefix positions, T tokens of a picture, C width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, TypeAlias
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specmm.cache import Cache, CacheSize, StaticMemory, alike, branched
-from specmm.compiled import DeferredStop, compiled
+from specmm.compiled import CompiledRound, DeferredStop, compiled
 from specmm.guidance import Guidance as Guidance
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.kernels.tree_attention import Mask
@@ -55,7 +55,7 @@ class LlamaGenTarget:
     """
 
     static_shapes: ClassVar[bool] = False
-    programs: None = None
+    programs: dict[Hashable, CompiledRound] | None = None
     prompted: ClassVar[bool] = False
     layered: ClassVar[str] = "specmm.image_ar.tokens.drafters.early_exit:LayeredLlamaGen"
     allowed: ClassVar[None] = None  # every token may come everywhere
