@@ -131,7 +131,9 @@ class CompiledRound:
         if feedback.fresh is None:
             # always a tensor, so that one program serves whether or not rows have just started
             feedback.fresh = torch.zeros_like(feedback.token, dtype=torch.bool)
-        drawn = PredrawnUniforms(uniforms.draw(self.uniforms).clone())
+        # by itself a row of a larger block keeps its stride, and each stride is another program
+        numbers = uniforms.draw(self.uniforms).clone(memory_format=torch.contiguous_format)
+        drawn = PredrawnUniforms(numbers)
         target, _, rule = parts
         with clock("verify"):
             target.later = True

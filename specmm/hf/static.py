@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from specmm.cache import StaticMemory, branched
 from specmm.compiled import DeferredStop, compiled
 from specmm.decode import room
+from specmm.guidance import Guidance
 from specmm.hf.aux_states import AuxStates
 from specmm.hf.cache_layers import as_transformers
 from specmm.hf.families import WAYS
@@ -106,6 +107,8 @@ class StaticPictureTarget(StaticVLMTarget, PictureTarget):
     A program knows the hooks by which drafters read layers, so that they are put once.
     """
 
+    processor: Processor
+    guidance: Guidance
     static_shapes: ClassVar[bool] = True
 
     def __init__(self, plain: PictureTarget) -> None:

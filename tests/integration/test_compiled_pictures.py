@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from specmm import methods
+from specmm import methods, randomness
 from specmm.hf.static import StaticPictureTarget
 from tests.cases import some
 from tests.integration.picture_kinds import KINDS, PROMPTS, sized
@@ -78,6 +78,12 @@ def test_lines_and_grids_are_counted_as_in_eager_rounds(name, method, pipe_of, t
     same(pipe_of(name), name, method, prompts)
 
 
+def test_a_picture_alone_has_one_program_wherever_its_uniforms_lie(pipe_of, traced, monkeypatch):
+    monkeypatch.setattr(randomness, "BLOCK", 10)  # less than a round takes
+    alone = [[text] for text in PROMPTS]
+    same(pipe_of("janus"), "janus", "speculative", alone, temperature=1.0)
+
+
 @pytest.mark.slow
 def test_drawn_tokens_are_those_of_eager_rounds(pipe_of, traced):
     same(pipe_of("janus"), "janus", "speculative", BATCHES, temperature=1.0, cfg=1.5)
@@ -108,7 +114,7 @@ def test_no_compiler_is_one_line(pipe_of, monkeypatch):
 
 def test_a_model_whose_layers_attend_a_part_of_the_text_is_refused(pipe_of):
     pipe = pipe_of("janus")
-    target = pipe.target()
+    target = pipe.target(cfg=1.0)
     target.model.config.get_text_config().sliding_window = 4
     with pytest.raises(ValueError, match="needs full attention and one set of positions"):
         StaticPictureTarget(target)
