@@ -5,7 +5,7 @@ asked about them, and a judge of what it draws, as pocket/janus was made.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from safetensors.torch import save_model
@@ -79,7 +79,7 @@ def janus(
     shown = torch.from_numpy(pictures.views(views, seed))
     words = build_tokenizer(pictures)
     model = build_model(Sizes(dim, layers, heads, inner, tower_dim, tower_layers), vq, words, seed)
-    rest = dict(batch=batch, lr=lr, seed=seed)
+    rest: dict[str, Any] = dict(batch=batch, lr=lr, seed=seed)
     train_tower(model, pictures, shown, out / "tower", steps=tower_steps, **rest)
     unseen = (held_out, encoded(vq, torch.from_numpy(held_out.images)))
     codes = kept_tokens(
