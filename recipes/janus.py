@@ -20,6 +20,8 @@ from recipes.training.janus_vq import LEVELS, JanusCodes, finished, tokens_of, v
 from recipes.training.vq import train_codes
 from recipes.wording import build_processor, build_tokenizer
 from specmm.files import writable
+from specmm.image_ar.shared import write_settings
+from specmm.image_ar.tokens.pipeline import LlamaGenSettings
 from specmm.recipes.drafter import kept_tokens
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Share, Size
 from specmm.recipes.training.encoding import to_float
@@ -66,6 +68,8 @@ def janus(
     inner: Count,
     tower_dim: Annotated[int, 32],
     tower_layers: Count,
+    cfg: Amount,
+    temperature: Amount,
     out: Path,
 ) -> Found:
     """Train a Janus on the tokenizer's tokens; transformers loads OUT/model as it is."""
@@ -84,6 +88,7 @@ def janus(
     train_model(model, words, pictures, shown, codes, unseen, out, steps=steps, noise=noise, **rest)
     model.eval().to(torch.bfloat16).save_pretrained(out / "model")
     build_processor(words, codes.shape[-1]).save_pretrained(out / "model")
+    write_settings(LlamaGenSettings(cfg=cfg, temperature=temperature), out / "model")
     return {"kind": "janus", "steps": steps, "outputs": [str(out / "model")]}
 
 

@@ -62,7 +62,7 @@ def model(words):
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if parameter.ndim == 2 and "vqmodel" not in name:
-                parameter.normal_(0, 0.3)
+                parameter.normal_(0, 0.6)
     return made.eval()
 
 
@@ -171,12 +171,13 @@ def test_the_whole_recipe(pictures, tmp_path, monkeypatch, traced):
     monkeypatch.setattr(janus, "captioned", lambda data, split: pictures)
     rest = dict(data=tmp_path, seed=0, batch=2, lr=1e-3)
     janus.tokenizer(views=2, steps=2, codes=CODES, out=tmp_path / "vq", **rest)
-    sizes = dict(vars(SIZES), tower_steps=2, noise=0.1)
+    sizes = dict(vars(SIZES), tower_steps=2, noise=0.1, cfg=2.0, temperature=0.7)
     out = tmp_path / "janus"
     janus.janus(tokenizer=tmp_path / "vq", views=2, steps=9, out=out, **rest, **sizes)
     found = janus.judge(views=1, steps=2, out=tmp_path / "judge", **rest)
     assert set(found["held_out"]) == {"kinds", "styles"}
     pipe = specmm.ImagePipeline.from_pretrained(out / "model", method="sjd")
+    assert (pipe.settings.cfg, pipe.settings.temperature) == (2.0, 0.7)
     assert pipe("a red heart, flat", output_type="np").images.shape == (1, 96, 96, 3)
     vqa = specmm.VQAPipeline.from_pretrained(out / "model")
     shown = Image.fromarray(pictures.images[0])
