@@ -8,6 +8,7 @@ one shape and take the same number of uniforms every round.
 
 from __future__ import annotations
 
+import gc
 import os
 import types
 import warnings
@@ -56,6 +57,7 @@ def compiled(
     """
     if not same_parts:
         return torch.compile(function, dynamic=False)
+    gc.collect()  # hooks of targets that nobody holds go now, not while PyTorch counts a layer's
     # a copy, since PyTorch files programs by their code object
     own = types.FunctionType(function.__code__.replace(), function.__globals__)
     own.__kwdefaults__ = function.__kwdefaults__

@@ -2,6 +2,7 @@
 whatever the prompts' lengths, and what is not served.
 """
 
+import gc
 import shutil
 
 import pytest
@@ -82,6 +83,23 @@ def test_a_picture_alone_has_one_program_wherever_its_uniforms_lie(pipe_of, trac
     monkeypatch.setattr(randomness, "BLOCK", 10)  # less than a round takes
     alone = [[text] for text in PROMPTS]
     same(pipe_of("janus"), "janus", "speculative", alone, temperature=1.0)
+
+
+def test_hooks_of_a_target_are_gone_before_the_next_is_traced(pipe_of, traced):
+    """While PyTorch counts the hooks of a layer none may vanish, whenever garbage is collected."""
+    pipe = pipe_of("janus")
+    gc.disable()
+    try:
+        same(pipe, "janus", "speculative", [[PROMPTS[1]]])
+        assert hooks_of(pipe.transformer)
+        same(pipe, "janus", "ar", [[PROMPTS[1]]], temperature=1.0)
+        assert not hooks_of(pipe.transformer)
+    finally:
+        gc.enable()
+
+
+def hooks_of(model):
+    return [hook for part in model.modules() for hook in part._forward_hooks.values()]
 
 
 @pytest.mark.slow
