@@ -16,7 +16,6 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.decode import Progress
 from specmm.guidance import Guidance
 from specmm.hardware import choose_dtype, prepack
 from specmm.hf.drafter_formats import ModelFolder
@@ -213,10 +212,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         count = min(batch_size, len(rows))
         static = self._static(target, chosen, count) if compiled else target
 
-        def tell(i: int, progress: Progress) -> None:
-            if callback_on_step_end is not None:
-                state = {"tokens": progress.tokens}
-                callback_on_step_end(self, i, int(progress.counts.min()), state)
+        tell = None if callback_on_step_end is None else partial(callback_on_step_end, self)
 
         def draw(part: slice) -> Drawn:
             batch = Batch(picture_prompt(target, rows[part], away[part]), generators[part])

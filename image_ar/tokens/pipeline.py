@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from specmm import methods, zoo
 from specmm.continuous_batching import Queue
-from specmm.decode import Progress
 from specmm.guidance import Guidance
 from specmm.hardware import choose_dtype, prepack
 from specmm.image_ar.autoencoder import VQModel, to_uint8
@@ -295,10 +295,7 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         first = slice(what.batch_size)
         batch = Batch(what.prompt.rows(first), what.generators[first], what.queue())
 
-        def tell(i: int, progress: Progress) -> None:
-            if callback is not None:
-                callback(self, i, int(progress.counts.min()), {"tokens": progress.tokens})
-
+        tell = None if callback is None else partial(callback, self)
         drawn = draw_tokens(target, self.parts, batch, method, tell)
         if output_type != "latent":
             drawn.images = self.decode_tokens(drawn.tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -25,6 +25,8 @@ from specmm.stats import Certificate, rule_certificate
 from specmm.verify import Rule
 
 T = TypeVar("T")
+Tell: TypeAlias = Callable[[int, int, dict[str, Any]], object]
+"""Called with a round's number, the fewest tokens that a picture has, and all tokens by name."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,9 @@ class Batch:
 
 
 def draw_tokens(
-    target: DrawingTarget,
-    parts: PictureParts,
-    batch: Batch,
-    method: Method,
-    tell: Callable[[int, Progress], object],
+    target: DrawingTarget, parts: PictureParts, batch: Batch, method: Method, tell: Tell | None
 ) -> Drawn:
-    """Pictures without pixels; ``tell`` is called after each round, with its number.
+    """Pictures without pixels; ``tell`` is called after each round.
 
     Raises ``ValueError`` for a method that the model has no drafter for.
     """
@@ -55,12 +53,12 @@ def draw_tokens(
         name = f"auto: {method}"
     steps, rule = _steps(target, parts, batch, method)
     for i, progress in enumerate(steps):
-        tell(i, progress)
+        if tell is not None:
+            tell(i, int(progress.counts.min()), {"tokens": progress.tokens})
     queue = batch.queue
     tokens = progress.tokens[:, : target.length] if queue is None else torch.stack(queue.tokens)
-    claim = _claim(progress, rule)
-    if method.row_window is not None:
-        claim = rows_certificate(target, method.row_window)
+    window = method.row_window
+    claim = _claim(progress, rule) if window is None else rows_certificate(target, window)
     return Drawn(tokens, None, progress.stats, claim, name, float(progress.measured))
 
 

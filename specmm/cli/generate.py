@@ -106,8 +106,7 @@ def generate(
     )
     with stdout_reserved():
         place = runs.Place.named(device, dtype)
-        encoder = text_encoder
-        pipe = runs.open_model("images", model, place, drafter=drafter, text_encoder=encoder)
+        pipe = runs.open_model("images", model, place, drafter=drafter, text_encoder=text_encoder)
         runs.check(pipe, run)
         runs.draw(pipe, run, say)
     run.save()

@@ -33,6 +33,8 @@ from specmm.hf.picture_tokens import (
     lined,
     pixels_of,
     square,
+    token_codes,
+    token_side,
 )
 from specmm.registry import named
 
@@ -61,12 +63,11 @@ def _lined(model: PreTrainedModel) -> bool:
 def _layout(model: PreTrainedModel, size: Size | None) -> Layout:
     """Squares of picture tokens, or any size that Lumina-mGPT has tokens for."""
     mask = torch.zeros(model.config.vocab_size, dtype=torch.bool)
-    mask[_codes(model)[0]] = True
-    vq = model.config.vq_config
-    factor = 2 ** (len(vq.channel_multiplier) - 1)
+    mask[token_codes(model)[0].cpu()] = True
+    factor = token_side(model)
     if not _lined(model):
-        side = vq.resolution // factor
-        return square(side**2, size, vq.resolution, AllowedTokens.everywhere(mask))
+        side = model.config.vq_config.resolution
+        return square((side // factor) ** 2, size, side, AllowedTokens.everywhere(mask))
     cell = CELL * factor
     words = model.config.vocabulary_map
     known = [n for n in range(1, MOST) if SIDE.format(SIDES_FROM + n) in words]
@@ -83,14 +84,8 @@ def _layout(model: PreTrainedModel, size: Size | None) -> Layout:
     return lined(height // factor, width // factor, mask, line)
 
 
-def _codes(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Ids of the picture tokens, in order, and their codes."""
-    ids, codes = zip(*sorted(model.model.vocabulary_mapping.bpe2img.items()), strict=True)
-    return torch.tensor(ids), torch.tensor(codes)
-
-
 def _codebook(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
-    ids, codes = (table.to(model.device) for table in _codes(model))
+    ids, codes = token_codes(model)
     vq = model.model.vqmodel
     return ids, None if vq is None else vq.quantize.embedding.weight.detach()[codes]
 
@@ -101,7 +96,7 @@ def _ids(model: PreTrainedModel, tokenizer: Any, text: str, layout: Layout) -> l
     begin = [words[BEGIN]]
     if _lined(model):
         rows, columns = (count // CELL for count in (layout.rows, layout.columns))
-        cell = CELL * 2 ** (len(model.config.vq_config.channel_multiplier) - 1)
+        cell = CELL * token_side(model)
         text = ASKED.format(columns * cell, rows * cell, text)
         begin += [words[SIDE.format(SIDES_FROM + cells)] for cells in (rows, columns)]
     said = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -174,7 +169,7 @@ def _encode(model: Any, layout: Layout) -> tuple[Size, Encoder]:
 def _decode(model: PreTrainedModel, folder: Path) -> Decoder:
     """The tokenizer's decoder; raises ``ValueError`` where there is none."""
     pictures_of = _pictures_of(model, folder)
-    ids, codes = (table.to(model.device) for table in _codes(model))
+    ids, codes = token_codes(model)
 
     def decoder(tokens: Tensor, layout: Layout, painting: Painting) -> Tensor:
         grid = tokens.view(len(tokens), layout.rows, -1)[..., : layout.columns]

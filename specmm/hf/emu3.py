@@ -23,6 +23,8 @@ from specmm.hf.picture_tokens import (
     Size,
     lined,
     pixels_of,
+    token_codes,
+    token_side,
 )
 
 USUAL = (720, 720)  # as the released processor has it
@@ -30,7 +32,7 @@ USUAL = (720, 720)  # as the released processor has it
 
 def _layout(model: Any, size: Size | None) -> Layout:
     """Any size whose sides the image tokenizer divides."""
-    factor = 2 ** (len(model.config.vq_config.channel_multiplier) - 1)
+    factor = token_side(model)
     height, width = size or USUAL
     if height < factor or width < factor or height % factor or width % factor:
         raise ValueError(
@@ -49,9 +51,8 @@ def _ids(model: Any, tokenizer: Any, text: str, layout: Layout) -> list[int]:
 
 
 def _codebook(model: Any) -> tuple[Tensor, Tensor]:
-    ids, codes = zip(*sorted(model.vocabulary_mapping.bpe2img.items()), strict=True)
-    rows = model.model.vqmodel.quantize.embedding.weight.detach()
-    return torch.tensor(ids, device=rows.device), rows[list(codes)]
+    ids, codes = token_codes(model)
+    return ids, model.model.vqmodel.quantize.embedding.weight.detach()[codes]
 
 
 def _encode(model: Any, layout: Layout) -> tuple[Size, Encoder]:

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig
 
 from specmm import zoo
 from specmm.guidance import AllowedTokens
-from specmm.hf.picture_tokens import Decoder, Layout, Painting, PictureModel, Size
+from specmm.hf.picture_tokens import Decoder, Layout, Painting, PictureModel, Size, unit_codebook
 
 USUAL = (1152, 768)  # pixels, as GlmImageProcessor has them
 SIDE = 32  # pixels of a token's sides
@@ -94,12 +93,6 @@ def _sampling(model: Any) -> dict[str, Any]:
     return {**found, "top_k": min(found["top_k"], width)}
 
 
-def _codebook(model: Any) -> tuple[Tensor, Tensor]:
-    """Every code's row, as the tokenizer compares it: of length 1."""
-    rows = F.normalize(model.model.vqmodel.quantize.embedding.weight.detach().float(), dim=-1)
-    return torch.arange(len(rows), device=rows.device), rows
-
-
 def _decode(model: Any, folder: Path) -> Decoder:
     """The diffusion part of the pipeline in ``folder``; ``ValueError`` where there is none."""
     from diffusers import GlmImagePipeline
@@ -137,7 +130,7 @@ GLM_IMAGE = PictureModel(
     layout=_layout,
     ids=_ids,
     decode=_decode,
-    codebook=_codebook,
+    codebook=unit_codebook,
     sampling=_sampling,
     paints=True,
     shared=False,

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.guidance import AllowedTokens
@@ -27,13 +26,15 @@ from specmm.hf.picture_tokens import (
     Size,
     pixels_of,
     square,
+    token_side,
+    unit_codebook,
 )
 
 
 def _layout(model: Any, size: Size | None) -> Layout:
     vq = model.config.vq_config
     tokens = model.model.vision_model.config.num_image_tokens
-    side = round(tokens**0.5) * 2 ** (len(vq.channel_multiplier) - 1)
+    side = round(tokens**0.5) * token_side(model)
     codes = torch.ones(vq.num_embeddings, dtype=torch.bool)
     return square(tokens, size, side, AllowedTokens.everywhere(codes))
 
@@ -61,12 +62,6 @@ def _away(model: Any, tokenizer: Any, ids: Sequence[int]) -> list[int]:
     return [token if token in kept else config.pad_token_id for token in ids]
 
 
-def _codebook(model: Any) -> tuple[Tensor, Tensor]:
-    """Every token's row, as the decoder reads it: of length 1."""
-    rows = F.normalize(model.model.vqmodel.quantize.embedding.weight.detach().float(), dim=-1)
-    return torch.arange(len(rows), device=rows.device), rows
-
-
 def _encode(model: Any, layout: Layout) -> tuple[Size, Encoder]:
     def encoder(pixels: Tensor) -> Tensor:
         return model.model.vqmodel.encode(pixels).image_tokens.view(len(pixels), -1)
@@ -91,7 +86,7 @@ JANUS = PictureModel(
     ids=_ids,
     away=_away,
     decode=_decode,
-    codebook=_codebook,
+    codebook=unit_codebook,
     encode=_encode,
     cfg=5.0,
     shared=False,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -80,10 +81,10 @@ class PictureModel:
     that is the empty one. ``decode`` gives what turns tokens into pixels, from the model and the
     files in its folder, or raises ``ValueError``. ``codebook`` gives the rising ids [W] of the
     picture tokens, and of each what the tokenizer looks up for it [W, E], None where the folder has
-    no tokenizer. ``cfg`` is the usual
-    guidance scale, ``sampling`` settings by name that a model of the kind is usually run with.
-    Tokens are ``shared`` where drawn ones have the ids that a prompt would use. ``parts`` are the
-    folders of model and tokenizer in a pipeline of diffusers, if the model comes in one, and
+    no tokenizer. ``cfg`` is the usual guidance scale, ``sampling`` settings by name that a model of
+    the kind is usually run with. Tokens are ``shared`` where drawn ones have the ids that a prompt
+    would use. ``parts`` are the folders of model and tokenizer in a pipeline of diffusers, if the
+    model comes in one, and
     ``paints`` tells that its pixels are made by diffusion. ``encode`` gives the size in pixels of
     pictures of a layout, and what makes tokens of them. ``check`` raises ``ValueError`` for a model
     that cannot draw; a checkpoint cannot without weights with ``scores`` in their names, and can
@@ -298,9 +299,26 @@ def lined(rows: int, columns: int, pictures: Tensor, line: Tensor) -> Layout:
 
 
 def pixels_of(model: Any, layout: Layout) -> Size:
-    """The size of a picture whose tokenizer halves it at each of its levels but the first."""
-    factor = 2 ** (len(model.config.vq_config.channel_multiplier) - 1)
-    return layout.rows * factor, layout.columns * factor
+    """The size of a picture of ``layout``."""
+    side = token_side(model)
+    return layout.rows * side, layout.columns * side
+
+
+def token_side(model: Any) -> int:
+    """Pixels of a token's sides; its tokenizer halves pictures at each level but the first."""
+    return int(2 ** (len(model.config.vq_config.channel_multiplier) - 1))
+
+
+def token_codes(model: Any) -> tuple[Tensor, Tensor]:
+    """Ids of the picture tokens of ``model``'s vocabulary, in order, and their codes."""
+    ids, codes = zip(*sorted(model.model.vocabulary_mapping.bpe2img.items()), strict=True)
+    return torch.tensor(ids, device=model.device), torch.tensor(codes, device=model.device)
+
+
+def unit_codebook(model: Any) -> tuple[Tensor, Tensor]:
+    """Ids and rows where every token is a code, which is looked up by its row at length 1."""
+    rows = F.normalize(model.model.vqmodel.quantize.embedding.weight.detach().float(), dim=-1)
+    return torch.arange(len(rows), device=rows.device), rows
 
 
 def square(tokens: int, size: Size | None, side: int, allowed: AllowedTokens) -> Layout:

@@ -109,8 +109,7 @@ class ImageWorker:
         self.spec = spec
         self.methods = _Methods(methods_of("images", spec.model), spec)
         place = Place.named(device, spec.dtype)
-        encoder = spec.text_encoder
-        given = dict(drafter=spec.drafter, text_encoder=encoder)
+        given = dict(drafter=spec.drafter, text_encoder=spec.text_encoder)
         self.pipe = pipe or open_model("images", spec.model, place, **given)
         check_sampling(self.pipe, spec.model, spec.sampling)
 

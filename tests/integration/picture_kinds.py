@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 from tokenizers import pre_tokenizers
 
+import specmm
 from specmm.guidance import Guidance
 from specmm.hf.picture_tokens import PictureTarget, picture_prompt
 from specmm.processors import Processor
@@ -281,6 +282,20 @@ KINDS = {
     "anole": Kind(drawn_by_chameleon, pixels_of_chameleon, (16, 16), tiny_chameleon.save),
     "lumina": Kind(drawn_by_lumina, pixels_of_chameleon, (16, 24), tiny_chameleon.save_lumina),
 }
+
+
+def saved(kind, tmp_path_factory):
+    """The folder of a model of ``kind``."""
+    found = tmp_path_factory.mktemp("pictures")
+    kind.save(found)
+    return found
+
+
+def opened(folder, **options):
+    """Its pipeline."""
+    found = specmm.ImagePipeline.from_pretrained(folder, torch_dtype=torch.float32, **options)
+    found.set_progress_bar_config(disable=True)
+    return found
 
 
 def sized(kind):

@@ -25,6 +25,7 @@ from specmm.randomness import Uniforms
 from specmm.runs.run import kinds_of, methods_of
 from specmm.verify import GreedyMatch, Recursive
 from tests.integration import tiny_chameleon
+from tests.integration.picture_kinds import opened
 from tests.integration.tiny_chameleon import CODES, PICTURE, SIDE
 
 PROMPTS = ["a red barn on a hill", "tree"]
@@ -41,9 +42,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pipe(folder):
-    found = specmm.ImagePipeline.from_pretrained(folder, torch_dtype=torch.float32)
-    found.set_progress_bar_config(disable=True)
-    return found
+    return opened(folder)
 
 
 def prompt_of(target, pipe, texts=PROMPTS):

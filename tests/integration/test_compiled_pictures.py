@@ -11,8 +11,8 @@ import torch
 from specmm import methods, randomness
 from specmm.hf.static import StaticPictureTarget
 from tests.cases import some
-from tests.integration.picture_kinds import KINDS, PROMPTS, sized
-from tests.integration.test_picture_drafters import opened, save
+from tests.integration.picture_kinds import KINDS, PROMPTS, opened, sized
+from tests.integration.test_picture_drafters import save
 
 METHODS = {
     "ar": methods.AR(),

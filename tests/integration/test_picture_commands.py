@@ -23,7 +23,7 @@ from specmm.recipes.training.seen_pictures import SeenPictures
 from specmm.stats import Clock
 from specmm.tree import TreeShape
 from specmm.verify.rule import VerifyResult
-from tests.integration.picture_kinds import KINDS, PROMPTS, reference, sized
+from tests.integration.picture_kinds import KINDS, PROMPTS, reference, saved, sized
 
 
 @pytest.fixture(scope="module", params=["janus", "emu3"])
@@ -34,9 +34,7 @@ def kind(request):
 @pytest.fixture(scope="module")
 def folder(kind, tmp_path_factory):
     """Without a drafter."""
-    found = tmp_path_factory.mktemp("pictures")
-    kind.save(found)
-    return found
+    return saved(kind, tmp_path_factory)
 
 
 @pytest.fixture

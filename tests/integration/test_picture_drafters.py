@@ -10,7 +10,6 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-import specmm
 from specmm import methods
 from specmm.decode import decode
 from specmm.drafter import Feedback
@@ -24,14 +23,12 @@ from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.shape.trees import branching
 from specmm.stats import Clock
-from specmm.tree import DraftTree
-from specmm.verify import Recursive
-from specmm.verify.exhaustive import draws, emitted_probs, sequence_probs, total_variation
-from tests.integration import tiny_glm_image
+from tests.integration import tiny_glm_image, two_drafts
 from tests.integration.picture_kinds import (
     KINDS,
     PROMPTS,
     SCALE,
+    opened,
     pictures_of,
     prompt_of,
     reference,
@@ -66,12 +63,6 @@ def folder(kind, tmp_path_factory):
 @pytest.fixture(scope="module")
 def pipe(folder):
     return opened(folder)
-
-
-def opened(folder, **options):
-    found = specmm.ImagePipeline.from_pretrained(folder, torch_dtype=torch.float32, **options)
-    found.set_progress_bar_config(disable=True)
-    return found
 
 
 EXACT = {
@@ -203,14 +194,7 @@ def test_every_draw_together_is_the_targets_distribution(kind, shape, pipe):
         before = [(root, *path) for path in itertools.product(range(V), repeat=depth)]
         found = table(target, prompt, before, kind).double()
         p.append(found / found.sum(-1, keepdim=True))
-    wanted = sequence_probs(p, 3)
-    drawn = draws(branching(list(shape)), q, "without replacement")
-    assert total_variation(emitted_probs(Recursive(), drawn, p), wanted) < 1e-12
-    wrong = draws(branching(list(shape)), [q[0], q[0].expand(V, -1)], "without replacement")
-    recorded = dict(zip(map(tuple, wrong.tree.tokens.tolist()), wrong.tree.probs, strict=True))
-    probs = torch.stack([recorded[tuple(row)] for row in drawn.tree.tokens.tolist()])
-    drawn.tree = DraftTree(drawn.tree.tokens, drawn.tree.shape, probs)
-    assert total_variation(emitted_probs(Recursive(), drawn, p), wanted) > 1e-3
+    two_drafts.check_draws(q, p, shape)
 
 
 @torch.no_grad()

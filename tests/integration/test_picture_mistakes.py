@@ -14,7 +14,7 @@ import specmm
 from specmm import methods
 from specmm.cli import app
 from tests.integration import picture_kinds, tiny_chameleon, tiny_glm_image
-from tests.integration.picture_kinds import KINDS, STEPS, sized
+from tests.integration.picture_kinds import KINDS, STEPS, opened, saved, sized
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -24,16 +24,12 @@ def kind(request):
 
 @pytest.fixture(scope="module")
 def folder(kind, tmp_path_factory):
-    found = tmp_path_factory.mktemp("pictures")
-    kind.save(found)
-    return found
+    return saved(kind, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def pipe(folder):
-    found = specmm.ImagePipeline.from_pretrained(folder, torch_dtype=torch.float32)
-    found.set_progress_bar_config(disable=True)
-    return found
+    return opened(folder)
 
 
 def flags(**options):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-import specmm
 from specmm import methods
 from specmm.decode import decode, decode_plain
 from specmm.drafter import Feedback
@@ -22,9 +21,11 @@ from tests.integration.picture_kinds import (
     KINDS,
     PROMPTS,
     STEPS,
+    opened,
     pictures_of,
     prompt_of,
     reference,
+    saved,
     sized,
     target_of,
 )
@@ -37,16 +38,12 @@ def kind(request):
 
 @pytest.fixture(scope="module")
 def folder(kind, tmp_path_factory):
-    found = tmp_path_factory.mktemp("pictures")
-    kind.save(found)
-    return found
+    return saved(kind, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def pipe(folder):
-    found = specmm.ImagePipeline.from_pretrained(folder, torch_dtype=torch.float32)
-    found.set_progress_bar_config(disable=True)
-    return found
+    return opened(folder)
 
 
 def test_greedy_pictures_are_those_of_generate(kind, pipe):

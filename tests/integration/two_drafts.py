@@ -83,11 +83,15 @@ def check_every_draw(model, drafter, shape):
     records the first draft's distributions for the second's is found out.
     """
     q = [x.double() / x.double().sum(-1, keepdim=True) for x in recorded_tables(drafter)]
-    p = target_tables(model, [*PROMPT, ROOT], 3)
+    check_draws(q, target_tables(model, [*PROMPT, ROOT], 3), shape)
+
+
+def check_draws(q, p, shape):
+    """The same, of the distributions ``q`` of two drafts and ``p`` of three tokens."""
     wanted = sequence_probs(p, 3)
     drawn = draws(branching(list(shape)), q, "without replacement")
     assert total_variation(emitted_probs(Recursive(), drawn, p), wanted) < 1e-12
-    wrong = draws(branching(list(shape)), [q[0], q[0].expand(V, -1)], "without replacement")
+    wrong = draws(branching(list(shape)), [q[0], q[0].expand(len(q[1]), -1)], "without replacement")
     recorded = dict(zip(map(tuple, wrong.tree.tokens.tolist()), wrong.tree.probs, strict=True))
     probs = torch.stack([recorded[tuple(row)] for row in drawn.tree.tokens.tolist()])
     drawn.tree = DraftTree(drawn.tree.tokens, drawn.tree.shape, probs)
