@@ -25,6 +25,7 @@ from specmm import __version__, methods
 from specmm.checkpoints import read_json, weights_file
 from specmm.registry import unknown
 from specmm.stats import Certificate, Stats, merged_certificate, total
+from specmm.zoo import SETTINGS as SETTINGS
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 Callback = Callable[[Any, int, int, dict[str, Any]], dict[str, Any]]
 OUTPUT_TYPES = ("pil", "np", "latent")
-SETTINGS = "settings.json"
 
 
 @dataclass

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import textwrap
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from specmm import methods
 from specmm.cli.options import Json
-from specmm.cli.output import emit
-from specmm.registry import Registry
+from specmm.cli.output import emit, table
+from specmm.registry import Registry, unknown
 
 FAMILIES: dict[str, Registry] = {
     "image tokens": methods.IMAGE_TOKENS,
@@ -22,6 +23,10 @@ FAMILIES: dict[str, Registry] = {
     "questions about pictures": methods.VQA,
     "text": methods.TEXT,
 }
+HEAD = ("model", "size", "licence", "what it is")
+SHORT = (24, 60)  # letters of a licence and of a description in the table of models
+WIDTH = 96  # letters of a line of classes
+HINT = "specmm zoo NAME prints a model's card: data, what was measured, classes"
 
 
 def methods_command(as_json: Json = False) -> None:
@@ -74,20 +79,44 @@ def _drafts(name: str) -> bool:
     return {"tree", "rule"} <= options and "drafter" not in options
 
 
-def zoo(as_json: Json = False) -> None:
-    """List the shipped models: size, data, licence, what was measured."""
-    from specmm.zoo import card, pocket_models
+def zoo(
+    name: Annotated[
+        str | None, typer.Argument(help="A shipped model: its whole card, with its classes.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the shipped models, or print the card of one: data, licence, what was measured."""
+    from specmm.zoo import pocket_models
 
-    found = []
-    for name, folder in pocket_models().items():
-        size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-        found.append({"name": name, "bytes": size, **card(name)})
+    shipped = pocket_models()
+    if name is not None and name not in shipped:
+        raise unknown("pocket model", name, shipped)
+    found = [_card(one) for one in ([name] if name else shipped)]
     if as_json:
-        return emit(found)
-    for model in found:
-        typer.echo(_model_lines(model))
+        return emit(found[0] if name else found)
     if not found:
-        typer.echo("no pocket models in this installation")
+        return typer.echo("no pocket models in this installation")
+    if name is None:
+        return typer.echo(table([HEAD, *map(_short, found)]) + "\n" + HINT)
+    typer.echo(_model_lines(found[0]))
+    if named := found[0]["classes"]:
+        lines = textwrap.wrap(", ".join(named), WIDTH, break_on_hyphens=False)
+        typer.echo("\n  ".join([f"  classes, by id from 0 to {len(named) - 1}:", *lines]))
+
+
+def _card(name: str) -> dict[str, Any]:
+    from specmm.zoo import card, classes, pocket_models
+
+    folder = pocket_models()[name]
+    size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    return {"name": name, "bytes": size, **card(name), "classes": classes(folder)}
+
+
+def _short(model: Mapping[str, Any]) -> list[str]:
+    """A row of the table of models."""
+    texts = [str(model.get(key, "")) for key in ("licence", "description")]
+    cut = [textwrap.shorten(t, w, placeholder=" …") for t, w in zip(texts, SHORT, strict=True)]
+    return [model["name"], f"{model['bytes'] / 2**20:.1f} MB", *cut]
 
 
 def _model_lines(model: Mapping[str, Any]) -> str:
