@@ -48,6 +48,7 @@ from specmm.image_ar.tokens.loading import DrafterHead, Owner, save_drafters_of
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
 from specmm.image_ar.tokens.running import Batch, draw_tokens, static_target
 from specmm.image_ar.tokens.transformers_drafters import load_drafters, owner_of
+from specmm.outside import of_others
 from specmm.processors import Processor
 from specmm.randomness import further, sample_generators
 from specmm.turns import in_its_turn
@@ -106,16 +107,20 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         torch_dtype: torch.dtype | None = None,
         text_encoder: str | Path | None = None,
         device: torch.device | str = "cpu",
-        drafter: str | Path | None = None,
+        drafter: Any = None,
     ) -> TransformersImagePipeline:
         """A pipeline of a folder or hub id; the dtype defaults to the device's fastest.
 
-        Drafters are those in the folder's ``drafters/``, and a ``drafter`` in a folder of its own.
+        Drafters are those in the folder's ``drafters/``, and a ``drafter`` in a folder of its own,
+        or one's own (see :func:`specmm.register`).
         Raises ``ValueError`` for a drafter of another target, and for ``text_encoder``: these
         models read prompts themselves.
         """
         if text_encoder is not None:
             raise ValueError(f"text_encoder must be None for {name}, which reads prompts itself")
+        if drafter is not None and of_others(drafter):
+            method = methods.by_hand(methods.TRANSFORMERS_IMAGES, method, drafter)
+            drafter = None
         piped = (Path(name) / zoo.PIPELINE).is_file()
         folder = zoo.find(name, zoo.PIPELINE if piped else zoo.TRANSFORMERS)
         facts = picture_type(folder)
@@ -155,6 +160,9 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         width: int | None = None,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         method: str | methods.Method | None = None,
+        drafter: Any = None,
+        tree: Any = None,
+        rule: Any = None,
         cfg: float | None = None,
         cfg_interval: int | None = None,
         temperature: float | None = None,
@@ -169,6 +177,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
     ) -> ImageOutput:
         """Draw ``num_images_per_prompt`` pictures of every prompt.
 
+        ``drafter``, ``tree`` and ``rule`` are chosen by hand in place of the method's, by name or
+        one's own (see :func:`specmm.register`).
         What is not given comes from the model's settings; guidance leads away from
         ``negative_prompt``, or from what the model has in its place. ``height`` and ``width`` are
         pixels, both or none, for models that draw several sizes. ``num_inference_steps`` and
@@ -190,9 +200,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             raise ValueError(
                 f"negative_prompt must be one text for all pictures, got {negative_prompt!r}"
             )
-        chosen = self.method
-        if method is not None:
-            chosen = methods.make(methods.TRANSFORMERS_IMAGES, method)
+        method = self.method if method is None else method
+        chosen = methods.by_hand(methods.TRANSFORMERS_IMAGES, method, drafter, tree, rule)
         layout = self._layout(height, width)
         options = self._painting_options(num_inference_steps, guidance_scale)
         target = self.target(cfg, cfg_interval, temperature, top_k, top_p, layout)

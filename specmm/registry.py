@@ -64,9 +64,7 @@ class Open(Mapping[str, T]):
     A name of ours is never another's.
     """
 
-    def __init__(
-        self, kind: str, own: Mapping[str, T], entry: Callable[[str, Any], T]
-    ) -> None:
+    def __init__(self, kind: str, own: Mapping[str, T], entry: Callable[[str, Any], T]) -> None:
         self.kind = kind
         self.own = own
         self.entry = entry

@@ -79,6 +79,7 @@ class VQAPipeline(Pipeline):
         self.processor = processor
         self.name = name
         self.tokenizer = processor.tokenizer
+        method, drafter = self.with_own(method, drafter)
         self.method = methods.resolve_vqa(method)
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
         self.drafters = Drafters(folder, name, model, given)
@@ -96,9 +97,10 @@ class VQAPipeline(Pipeline):
         """A pipeline of a folder, a pocket name or a hub id, in this machine's fastest dtype.
 
         ``drafter`` is a loaded one, or the folder, pocket name or hub id of the method's drafter
-        where it is not beside the model; ``method`` None is the one that such a folder is for, and
+        where it is not beside the model, or one's own (see :func:`specmm.register`); ``method`` None is the one that such a folder is for, and
         plain decoding without one.
         """
+        method, drafter = cls.with_own(method, drafter)
         resolved = methods.resolve_vqa(method or cls.default_method(drafter))
         folder = find(name)
         model = load_model(folder, torch_dtype)
@@ -171,7 +173,8 @@ class VQAPipeline(Pipeline):
         yield from self._start(images, questions, options, videos).rounds(apart)
 
     def _method(self, options: Options) -> methods.VQAMethod:
-        return self.method if options.method is None else methods.resolve_vqa(options.method)
+        found: methods.VQAMethod = options.chosen(methods.VQA, self.method)
+        return found
 
     def _judge(
         self,

@@ -100,6 +100,7 @@ class TextPipeline(Pipeline):
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.name = name
+        method, drafter = self.with_own(method, drafter)
         self.method: methods.TextMethod = methods.make(methods.TEXT, method)
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
         self.drafters = Drafters(folder, name, model, given)
@@ -119,9 +120,10 @@ class TextPipeline(Pipeline):
         fastest.
 
         ``drafter`` is a loaded one, or the folder, pocket name or hub id of the method's drafter
-        where it is not beside the model; ``method`` None is the one that such a folder is for, and
+        where it is not beside the model, or one's own (see :func:`specmm.register`); ``method`` None is the one that such a folder is for, and
         plain decoding without one.
         """
+        method, drafter = cls.with_own(method, drafter)
         resolved = methods.make(methods.TEXT, method or cls.default_method(drafter))
         folder = find_target(name)
         model, tokenizer = load_target(folder, torch_dtype)
@@ -189,9 +191,7 @@ class TextPipeline(Pipeline):
 
     def _start(self, prompts: str | Sequence[str], options: Options) -> tuple[Run, Drafter | None]:
         """Prepare a batch, of which nothing runs yet, with its drafter."""
-        method = self.method
-        if options.method is not None:
-            method = methods.make(methods.TEXT, options.method)
+        method = options.chosen(methods.TEXT, self.method)
         target = VLMTarget(self.model, options.processor, self.name)
         check_continuous_batching(method, options.batch_size)
         ids = self.encode(prompts, options.chat)

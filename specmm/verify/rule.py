@@ -211,8 +211,8 @@ class RuleKind:
         told = isinstance(getattr(rule, "exact", None), bool)
         if not (told and callable(getattr(rule, "decisions", None))):
             raise ValueError(
-                f"rule must have decisions(tree, p, *, measure=False) and exact, True or False, got "
-                f"{name}; see specmm.verify.rule.Rule"
+                "rule must have decisions(tree, p, *, measure=False) and exact, True or False, "
+                f"got {name}; see specmm.verify.rule.Rule"
             )
         siblings = getattr(rule, "siblings", "distinct")
         if siblings is not None and siblings not in get_args(Siblings):
