@@ -50,7 +50,7 @@ from specmm.image_ar.tokens.loading import (
 )
 from specmm.image_ar.tokens.running import Batch, draw_tokens, static_target
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget, log_likelihood
-from specmm.outside import of_others
+from specmm.outside import with_own
 from specmm.processors import Processor
 from specmm.randomness import sample_generators
 from specmm.turns import in_its_turn
@@ -153,15 +153,15 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         own (see :func:`specmm.register`), or a folder with a block drafter or an EAGLE head that is
         not in the model's ``drafters/``.
         """
-        own = drafter if drafter is not None and of_others(drafter) else None
-        resolved = methods.by_hand(methods.IMAGE_TOKENS, method, own)
+        method, drafter = with_own(methods.IMAGE_TOKENS, method, drafter)
+        resolved = methods.resolve(method)
         folder = zoo.find(name)
         transformer = load_gpt(folder / "transformer")
         size = sum(p.numel() for p in transformer.parameters())
         transformer = transformer.to(torch_dtype or choose_dtype(size, device=device))
         # before the weights move: the fingerprint that drafters are checked by is read on the CPU
         drafters = load_drafters(folder / "drafters", transformer)
-        if drafter is not None and own is None:
+        if drafter is not None:
             drafters |= load_drafter(Path(drafter), transformer)
         for module in (transformer, *drafters.values()):
             prepack(module.to(device))
@@ -197,6 +197,10 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
     def grid(self) -> int:
         """Tokens along a side."""
         return int(self.transformer.config.grid)
+
+    def steps(self, **wanted: Any) -> int:
+        """Tokens of a picture."""
+        return self.grid**2
 
     def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
         """Those of the ``usual`` methods that it has a drafter for, or draft-free SJD."""
