@@ -25,6 +25,7 @@ from specmm import __version__, methods
 from specmm.checkpoints import read_json, weights_file
 from specmm.registry import unknown
 from specmm.stats import Certificate, Stats, merged_certificate, total
+from specmm.zoo import SETTINGS as SETTINGS
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 Callback = Callable[[Any, int, int, dict[str, Any]], dict[str, Any]]
 OUTPUT_TYPES = ("pil", "np", "latent")
-SETTINGS = "settings.json"
 
 
 @dataclass
@@ -86,6 +86,21 @@ class PicturePipeline(Generic[M]):
     def grid(self) -> int:
         """Tokens along a side of a picture that is drawn token by token, else 0."""
         return 0
+
+    def steps(self, **wanted: Any) -> int:
+        """What a callback is told when a picture is whole, of tokens or scales; pictures are
+        ``wanted`` so.
+        """
+        raise NotImplementedError
+
+    def measured(self, cfg: float | None, prompt: str | None = None, **wanted: Any) -> Any:
+        """The target that plans are measured on: of pictures ``wanted`` so, and of a ``prompt``.
+
+        Raises ``ValueError`` for models that draw one size of classes.
+        """
+        for name in ("prompt",) if prompt else wanted:
+            raise ValueError(f"{name} must be None for models that draw classes, all of one size")
+        return self.target(cfg=cfg)
 
     def timed(self, method: M) -> bool:
         """Whether what ``method`` draws depends on seconds measured on this machine."""

@@ -48,6 +48,7 @@ from specmm.image_ar.tokens.loading import DrafterHead, Owner, save_drafters_of
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
 from specmm.image_ar.tokens.running import Batch, draw_tokens, static_target
 from specmm.image_ar.tokens.transformers_drafters import load_drafters, owner_of
+from specmm.outside import with_own
 from specmm.processors import Processor
 from specmm.randomness import further, sample_generators
 from specmm.turns import in_its_turn
@@ -106,16 +107,18 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         torch_dtype: torch.dtype | None = None,
         text_encoder: str | Path | None = None,
         device: torch.device | str = "cpu",
-        drafter: str | Path | None = None,
+        drafter: Any = None,
     ) -> TransformersImagePipeline:
         """A pipeline of a folder or hub id; the dtype defaults to the device's fastest.
 
-        Drafters are those in the folder's ``drafters/``, and a ``drafter`` in a folder of its own.
+        Drafters are those in the folder's ``drafters/``, and a ``drafter`` in a folder of its own,
+        or one's own (see :func:`specmm.register`).
         Raises ``ValueError`` for a drafter of another target, and for ``text_encoder``: these
         models read prompts themselves.
         """
         if text_encoder is not None:
             raise ValueError(f"text_encoder must be None for {name}, which reads prompts itself")
+        method, drafter = with_own(methods.TRANSFORMERS_IMAGES, method, drafter)
         piped = (Path(name) / zoo.PIPELINE).is_file()
         folder = zoo.find(name, zoo.PIPELINE if piped else zoo.TRANSFORMERS)
         facts = picture_type(folder)
@@ -155,6 +158,9 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         width: int | None = None,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         method: str | methods.Method | None = None,
+        drafter: Any = None,
+        tree: Any = None,
+        rule: Any = None,
         cfg: float | None = None,
         cfg_interval: int | None = None,
         temperature: float | None = None,
@@ -169,6 +175,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
     ) -> ImageOutput:
         """Draw ``num_images_per_prompt`` pictures of every prompt.
 
+        ``drafter``, ``tree`` and ``rule`` are chosen by hand in place of the method's, by name or
+        one's own (see :func:`specmm.register`).
         What is not given comes from the model's settings; guidance leads away from
         ``negative_prompt``, or from what the model has in its place. ``height`` and ``width`` are
         pixels, both or none, for models that draw several sizes. ``num_inference_steps`` and
@@ -190,9 +198,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             raise ValueError(
                 f"negative_prompt must be one text for all pictures, got {negative_prompt!r}"
             )
-        chosen = self.method
-        if method is not None:
-            chosen = methods.make(methods.TRANSFORMERS_IMAGES, method)
+        method = self.method if method is None else method
+        chosen = methods.by_hand(methods.TRANSFORMERS_IMAGES, method, drafter, tree, rule)
         layout = self._layout(height, width)
         options = self._painting_options(num_inference_steps, guidance_scale)
         target = self.target(cfg, cfg_interval, temperature, top_k, top_p, layout)
@@ -235,8 +242,12 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         top_k: int | None = None,
         top_p: float | None = None,
         layout: Layout | None = None,
+        example: str = EXAMPLE,
     ) -> PictureTarget:
-        """The model as a target under these options, and the model's settings for what is None."""
+        """The model as a target under these options, and the model's settings for what is None.
+
+        Methods are measured on the prompt ``example``.
+        """
         options = dict(cfg=cfg, cfg_interval=cfg_interval, temperature=temperature)
         chosen = with_options(self.settings, **options, top_k=top_k, top_p=top_p)
         if not chosen.cfg >= 1:  # only scales above 1 guide, and a certificate names the scale
@@ -245,11 +256,11 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         guidance = Guidance(chosen.cfg, chosen.cfg_interval)
         where = layout or self._layout()
 
-        def example() -> tuple[list[int], list[int]]:
-            ids = self._ids(EXAMPLE, where)
-            return ids, self._away(ids, None, where)
+        def ids() -> tuple[list[int], list[int]]:
+            found = self._ids(example, where)
+            return found, self._away(found, None, where)
 
-        rest = (self.name, where, example)
+        rest = (self.name, where, ids)
         return PictureTarget(self.transformer, self.facts, processor, guidance, *rest)
 
     def _static(
@@ -262,6 +273,17 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         key = (target.guidance, target.processor, size, batch)
         make = partial(StaticPictureTarget, target)
         return static_target(method, self.parts, key, make, self.device)
+
+    def steps(self, **wanted: Any) -> int:
+        """Tokens of a picture, with those that end a row."""
+        return self._layout(wanted.get("height"), wanted.get("width")).length
+
+    def measured(
+        self, cfg: float | None, prompt: str | None = None, **wanted: Any
+    ) -> PictureTarget:
+        """See :class:`PicturePipeline`."""
+        layout = self._layout(wanted.get("height"), wanted.get("width"))
+        return self.target(cfg=cfg, layout=layout, example=prompt or EXAMPLE)
 
     def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
         """Those of the ``usual`` methods that it has a drafter for."""

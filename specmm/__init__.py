@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specmm import methods as methods
+    from specmm.extension import register as register
     from specmm.hf.generate import custom_generate as custom_generate
     from specmm.image_ar.pipeline import ImagePipeline as ImagePipeline
     from specmm.text.pipeline import TextPipeline as TextPipeline
@@ -22,6 +23,7 @@ _LAZY = {  # heavy names, imported on first use
     "TextPipeline": "specmm.text.pipeline",
     "VQAPipeline": "specmm.vlm.pipeline",
     "custom_generate": "specmm.hf.generate",
+    "register": "specmm.extension",
 }
 __all__ = [
     "ImagePipeline",
@@ -30,6 +32,7 @@ __all__ = [
     "__version__",
     "custom_generate",
     "methods",
+    "register",
 ]
 
 

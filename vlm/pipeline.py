@@ -32,6 +32,7 @@ from specmm.hf.running import (
     stream,
 )
 from specmm.hf.target import VLMTarget
+from specmm.outside import with_own
 from specmm.registry import named
 from specmm.stats import Certificate, Stats
 from specmm.turns import in_its_turn, turns_of
@@ -79,6 +80,7 @@ class VQAPipeline(Pipeline):
         self.processor = processor
         self.name = name
         self.tokenizer = processor.tokenizer
+        method, drafter = with_own(methods.VQA, method, drafter)
         self.method = methods.resolve_vqa(method)
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
         self.drafters = Drafters(folder, name, model, given)
@@ -96,9 +98,10 @@ class VQAPipeline(Pipeline):
         """A pipeline of a folder, a pocket name or a hub id, in this machine's fastest dtype.
 
         ``drafter`` is a loaded one, or the folder, pocket name or hub id of the method's drafter
-        where it is not beside the model; ``method`` None is the one that such a folder is for, and
-        plain decoding without one.
+        where it is not beside the model, or one's own (see :func:`specmm.register`); ``method``
+        None is the one that it is for, and plain decoding without one.
         """
+        method, drafter = with_own(methods.VQA, method, drafter)
         resolved = methods.resolve_vqa(method or cls.default_method(drafter))
         folder = find(name)
         model = load_model(folder, torch_dtype)
@@ -165,13 +168,31 @@ class VQAPipeline(Pipeline):
         rounds = self._rounds(images, questions, Options.of(options), True, videos)
         yield from turns_of(self.model).each(rounds)
 
+    @in_its_turn(lambda pipe: pipe.model)
+    def planned(self, images: Images, questions: Texts, **options: Any) -> str:
+        """What method ``auto`` takes for ``questions``, and why; see ``plans``."""
+        given = Options.of({**options, "method": methods.Auto()})
+        return self._start(images, questions, given).method
+
+    def prepared(
+        self, images: Images, questions: Texts, **options: Any
+    ) -> tuple[VLMTarget, VLMPrompt]:
+        """The model as a target for ``questions``, and these as it reads them, all at once."""
+        given = Options.of(options)
+        target = VLMTarget(self.model, given.processor, self.name)
+        asked = Questions.of(images, questions, given.chat)
+        prompt = VLMPrompt(asked.inputs(self.processor), given.max_new_tokens, asked)
+        target.check(prompt)
+        return target, prompt.to(target.device, target.dtype)
+
     def _rounds(
         self, images: Images, questions: Texts, options: Options, apart: bool, videos: Videos
     ) -> Iterator[list[RoundText]]:
         yield from self._start(images, questions, options, videos).rounds(apart)
 
     def _method(self, options: Options) -> methods.VQAMethod:
-        return self.method if options.method is None else methods.resolve_vqa(options.method)
+        found: methods.VQAMethod = options.chosen(methods.VQA, self.method)
+        return found
 
     def _judge(
         self,

@@ -355,6 +355,10 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
         bar = self.progress_bar(total=len(labels))
         return draw_batches(draw, len(labels), batch_size, output_type, bar, settings.claimed)
 
+    def steps(self, **wanted: Any) -> int:
+        """Tokens of a picture."""
+        return int(self.transformer.config.seq_len)
+
     def target(
         self,
         cfg: float | None = None,

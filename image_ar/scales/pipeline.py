@@ -191,6 +191,10 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         """Not for method code where the models are specialised for an N."""
         return method.timed and not (method.name == "code" and self.settings.n != -1)
 
+    def steps(self, **wanted: Any) -> int:
+        """Scales of a picture."""
+        return len(self.transformer.config.schedule)
+
     def runnable(self, usual: list[methods.ScalesMethod]) -> list[methods.ScalesMethod]:
         """All of the ``usual`` methods with a small model, none without."""
         return [m for m in usual if self.small is not None or not m.drafts]

@@ -248,9 +248,22 @@ def load_drafters(folder: Path, target: Transformer) -> dict[str, DrafterHead]:
     """Every drafter in ``folder``, at ``<kind>/{model.safetensors, config.json}``, in the target's
     dtype; raises ``ValueError`` for another target's.
     """
-    kinds: dict[str, Callable[[Path, Transformer], DrafterHead]]
-    kinds = {"block": load_block, "eagle": _load_own_eagle}
-    return {k: load(folder / k, target) for k, load in kinds.items() if (folder / k).is_dir()}
+    return {k: load(folder / k, target) for k, load in READERS.items() if (folder / k).is_dir()}
+
+
+def load_drafter(folder: Path, target: Transformer) -> dict[str, DrafterHead]:
+    """The drafter in ``folder`` itself by its kind; raises ``ValueError`` for none and for another
+    target's.
+    """
+    file = folder / "config.json"
+    kinds = {"BlockHead": "block", "EagleHead": "eagle"}
+    kind = kinds.get(str(read_json(file).get("model"))) if file.is_file() else None
+    if kind is None:
+        raise ValueError(
+            f"drafter must be a folder with a block drafter or an EAGLE head, got {folder}; "
+            "specmm train drafter makes one"
+        )
+    return {kind: READERS[kind](folder, target)}
 
 
 def save_drafters(
@@ -354,3 +367,9 @@ def _check_eagle(path: str | Path, state: State, wanted: Mapping[str, object]) -
                 f"drafter must be of this target ({name} {value}), got {facts[name]} in {path}, "
                 "train one for it"
             )
+
+
+READERS: Mapping[str, Callable[[Path, Transformer], DrafterHead]] = {
+    "block": load_block,
+    "eagle": _load_own_eagle,
+}

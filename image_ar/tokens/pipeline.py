@@ -40,6 +40,7 @@ from specmm.image_ar.tokens.captions import CaptionEncoder
 from specmm.image_ar.tokens.gpt import Transformer
 from specmm.image_ar.tokens.loading import (
     DrafterHead,
+    load_drafter,
     load_drafters,
     load_gpt,
     load_vq,
@@ -49,6 +50,7 @@ from specmm.image_ar.tokens.loading import (
 )
 from specmm.image_ar.tokens.running import Batch, draw_tokens, static_target
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget, log_likelihood
+from specmm.outside import with_own
 from specmm.processors import Processor
 from specmm.randomness import sample_generators
 from specmm.turns import in_its_turn
@@ -142,12 +144,16 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         torch_dtype: torch.dtype | None = None,
         text_encoder: str | Path | None = None,
         device: torch.device | str = "cpu",
+        drafter: Any = None,
     ) -> LlamaGenPipeline:
         """A pipeline of a folder, pocket name or hub id; the dtype defaults to the device's
         fastest.
 
-        The tokenizer stays in float32, whatever the dtype of the transformer.
+        The tokenizer stays in float32, whatever the dtype of the transformer. ``drafter`` is one's
+        own (see :func:`specmm.register`), or a folder with a block drafter or an EAGLE head that is
+        not in the model's ``drafters/``.
         """
+        method, drafter = with_own(methods.IMAGE_TOKENS, method, drafter)
         resolved = methods.resolve(method)
         folder = zoo.find(name)
         transformer = load_gpt(folder / "transformer")
@@ -155,6 +161,8 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         transformer = transformer.to(torch_dtype or choose_dtype(size, device=device))
         # before the weights move: the fingerprint that drafters are checked by is read on the CPU
         drafters = load_drafters(folder / "drafters", transformer)
+        if drafter is not None:
+            drafters |= load_drafter(Path(drafter), transformer)
         for module in (transformer, *drafters.values()):
             prepack(module.to(device))
         vq = load_vq(folder / "vq").to(device)
@@ -190,6 +198,10 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         """Tokens along a side."""
         return int(self.transformer.config.grid)
 
+    def steps(self, **wanted: Any) -> int:
+        """Tokens of a picture."""
+        return self.grid**2
+
     def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
         """Those of the ``usual`` methods that it has a drafter for, or draft-free SJD."""
         return [m for m in usual if self.parts.serves(m)] or [methods.SJD()]
@@ -212,6 +224,9 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         num_images_per_prompt: int = 1,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         method: str | methods.Method | None = None,
+        drafter: Any = None,
+        tree: Any = None,
+        rule: Any = None,
         cfg: float | None = None,
         cfg_interval: int | None = None,
         temperature: float | None = None,
@@ -224,6 +239,8 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
     ) -> ImageOutput:
         """Draw ``num_images_per_prompt`` pictures of every class or prompt.
 
+        ``drafter``, ``tree`` and ``rule`` are chosen by hand in place of the method's, by name or
+        one's own (see :func:`specmm.register`).
         What is not given comes from the model's settings. ``generator`` is one for all (each
         picture gets a seed from it) or one a picture; its uniforms depend on its own seed only, not
         on the batch. ``compiled`` runs steps and rounds as programs of ``torch.compile``, about
@@ -234,7 +251,8 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         check_call(output_type, batch_size, num_images_per_prompt)
         target = self.target(cfg, cfg_interval, temperature, top_k, top_p)
         prompts = self._prompts(classes, prompt, num_images_per_prompt)
-        chosen = self.method if method is None else methods.resolve(method)
+        method = self.method if method is None else method
+        chosen = methods.by_hand(methods.IMAGE_TOKENS, method, drafter, tree, rule)
         generators = sample_generators(generator, len(prompts.condition), self.device)
         rows = min(batch_size, len(generators))
         static = self._static(target, chosen, rows) if compiled else target

@@ -23,12 +23,14 @@ from specmm.hf.drafter_formats import ModelFolder, recognised
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
+from specmm.outside import OTHERS, DraftRequest, make_drafter, of_others, usual_tree
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.registry import named, unknown
-from specmm.shape.trees import Siblings
+from specmm.shape.eagle2 import Dynamic
+from specmm.shape.trees import Siblings, make_tree
 from specmm.verify import Block, Recursive, Rule
-from specmm.verify.rule import make_rule, rule_kind
+from specmm.verify.rule import RuleName, make_rule, rule_kind
 
 Method: TypeAlias = methods.VQAMethod | methods.TextMethod
 VLM = "specmm.vlm"
@@ -130,8 +132,8 @@ class Verification(NamedTuple):
     drawn: tuple[bool, Siblings]
 
     @classmethod
-    def of(cls, spec: str, target: VLMTarget) -> Verification:
-        """By the rule that ``spec`` names; where the ``target`` is greedy nothing is drawn.
+    def of(cls, spec: RuleName, target: VLMTarget) -> Verification:
+        """By the rule that ``spec`` names or is; where the ``target`` is greedy nothing is drawn.
 
         Raises ``ValueError`` for rules of image codes, and names that are not known.
         """
@@ -203,6 +205,8 @@ def assemble(
     ``drafter`` is what it drafts with, ``tokenizer`` the target's. Raises ``ValueError`` for a
     method that drafts nothing and for a drafter that does not fit.
     """
+    if isinstance(method, methods.Composed):  # of a drafter of others: see preset_of
+        return _outside(method.choice, target)
     kind = KINDS.get(method.name)
     if kind is None or not kind.make:
         raise ValueError(f"method {method.name!r} drafts nothing")
@@ -210,22 +214,38 @@ def assemble(
     return made
 
 
-def preset_of(method: methods.Draft) -> Method:
-    """The method of the drafter that ``method`` names, with its tree and its rule.
+def _outside(choice: methods.Choice, target: VLMTarget) -> Assembly:
+    """The parts with a drafter that others wrote."""
+    verification = Verification.of(choice.rule, target)
+    shape = make_tree(choice.tree or usual_tree(choice.drafter), target.device)
+    target.check_tree(shape.top_k if isinstance(shape, Dynamic) else shape.width)
+    request = DraftRequest(shape, *verification.drawn)
+    return Assembly(make_drafter(choice.drafter, target, request), verification.rule)
+
+
+def preset_of(method: methods.Composed) -> Method:
+    """The method of the drafter that the choice of ``method`` names, with its tree and its rule; of
+    one that others wrote, ``method`` itself.
 
     Raises ``ValueError`` for drafters whose trees and rules belong together.
     """
+    choice = method.choice
+    if not isinstance(choice.drafter, str) or of_others(choice.drafter):
+        found: Any = method
+        return found
 
     def options(name: str) -> set[str]:
         return {f.name for f in dataclasses.fields(methods.GENERATE.get(name))}
 
-    own = methods.make(methods.GENERATE, method.drafter)
+    if choice.drafter not in methods.GENERATE.entries:
+        raise unknown("drafter", choice.drafter, [*methods.GENERATE, *OTHERS])
+    own = methods.make(methods.GENERATE, choice.drafter)
     if "rule" not in options(own.name):
         able = [name for name in methods.GENERATE if "rule" in options(name)]
-        raise unknown("drafter that takes any tree and rule", method.drafter, able)
-    given: dict[str, Any] = {"rule": method.rule, "tree": method.tree or own.tree}
+        raise unknown("drafter that takes any tree and rule", choice.drafter, able)
+    given: dict[str, Any] = {"rule": choice.rule, "tree": choice.tree or own.tree}
     if not given["tree"]:
-        raise ValueError(f"drafter {method.drafter} needs a tree of fixed shape, as spine(2, 2, 1)")
+        raise ValueError(f"drafter {choice.drafter} needs a tree of fixed shape, as spine(2, 2, 1)")
     if "sampled" in options(own.name):
         given["sampled"] = True
     return dataclasses.replace(own, **given)

@@ -131,7 +131,7 @@ def custom_generate(
         if planned is not None:  # measured without the processors, which may keep state
             plain = VLMTarget(model, Processor(float(sampled)))
             return choose(plain, drafter_of(model), prompt, plans, planned)
-        return preset_of(resolved) if isinstance(resolved, methods.Draft) else resolved
+        return preset_of(resolved) if isinstance(resolved, methods.Composed) else resolved
 
     return run
 

@@ -28,11 +28,13 @@ from specmm.hf.drafting import KINDS, Drafters, Method, method_of, preset_of
 from specmm.hf.pretrained import find
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
+from specmm.outside import of_others
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
 from specmm.registry import Registry, unknown
-from specmm.stats import Certificate, rule_certificate
+from specmm.stats import Certificate
 from specmm.verify import Recursive, Rule
+from specmm.verify.claims import run_claim
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,9 @@ class Options:
     prompt is raw. An answer ends before the first of the texts ``stop``. With ``batch_size`` that
     many rows are answered at a time, and one that ends takes the next prompt, by methods that can
     refill; 0 answers all at once. ``compiled`` runs steps and rounds of text as programs of
-    ``torch.compile``, which are made at the first call of a method, batch and length.
+    ``torch.compile``, which are made at the first call of a method, batch and length. ``drafter``,
+    ``tree`` and ``rule`` are chosen by hand in place of the method's: by name, or one's own (see
+    :func:`specmm.register`).
     """
 
     max_new_tokens: int = 64
@@ -60,6 +64,9 @@ class Options:
     stop: str | Sequence[str] = ()
     batch_size: int = 0
     compiled: bool = False
+    drafter: Any = None
+    tree: Any = None
+    rule: Any = None
 
     @classmethod
     def of(cls, given: dict[str, Any], **defaults: Any) -> Options:
@@ -71,6 +78,11 @@ class Options:
         if found.batch_size < 0:
             raise ValueError(f"batch_size must be at least 0, got {found.batch_size}")
         return found
+
+    def chosen(self, registry: Registry, usual: Any) -> Any:
+        """The method of these options, else the ``usual`` one, with what was chosen by hand."""
+        method = usual if self.method is None else self.method
+        return methods.by_hand(registry, method, self.drafter, self.tree, self.rule)
 
     @property
     def processor(self) -> Processor:
@@ -264,6 +276,7 @@ class Run:
     stops: StopStrings
     settings: Mapping[str, float]
     queue: Queue | None = None
+    drafter: Drafter | None = None
 
     def finish(
         self, streamer: BaseStreamer | None = None
@@ -321,11 +334,7 @@ class Run:
 
     def certificate(self, end: Progress) -> Certificate:
         """What the run may claim at its ``end``."""
-        if self.rule is None:
-            return Certificate("exact", "plain decoding of the target", 0.0, self.settings)
-        measured = float(end.measured)
-        excess = float(end.excess) / measured if measured else None
-        return rule_certificate(self.rule.name, self.rule.exact, excess).under(self.settings)
+        return run_claim(self.rule, end, self.drafter).under(self.settings)
 
 
 def _gained(progress: Progress) -> list[tuple[int, int]]:
@@ -372,6 +381,8 @@ class Pipeline:
         """
         if drafter is None:
             return str(methods.AR.name)
+        if of_others(drafter):
+            return str(methods.Draft.name)
         place = find(drafter) if isinstance(drafter, str | Path) else drafter
         return cls.drafter_kind(methods.Auto(), place)
 
@@ -379,7 +390,7 @@ class Pipeline:
     def drafter_kind(cls, method: Any, drafter: object = None) -> str:
         """The method whose ``drafter`` (a loaded one or a folder) ``method`` uses."""
         if method.name == methods.Draft.name:
-            return str(method.drafter)
+            return method.name if of_others(method.drafter) else str(method.drafter)
         if method.name != methods.Auto.name:
             return str(method.name)
         kind = method_of(drafter)
@@ -394,7 +405,7 @@ class Pipeline:
 
     def chosen(self, method: Any, target: VLMTarget, prompt: VLMPrompt) -> tuple[Any, str]:
         """What runs for ``method``, and its name: ``auto`` chooses among all drafters there are."""
-        if method.name == methods.Draft.name:
+        if isinstance(method, methods.Composed) and method.name not in KINDS:
             return preset_of(method), method.name
         if method.name != methods.Auto.name:
             return method, method.name
@@ -444,4 +455,5 @@ class Pipeline:
         steps = decode(
             target, drafter, rule, prompt, length, uniforms, stop=stop, queue=queue, play=play
         )
-        return Run(name, steps, rule if parts else None, self.text, stops, settings, queue)
+        ran = (rule, drafter) if parts else (None, None)
+        return Run(name, steps, ran[0], self.text, stops, settings, queue, ran[1])

@@ -25,9 +25,10 @@ from specmm import hardware, methods, zoo
 from specmm.batch_invariant import batch_invariant
 from specmm.checkpoints import read_json
 from specmm.files import slug, write_whole
-from specmm.image_ar.pipeline import ImagePipeline, family_of, picture_type
+from specmm.hf.picture_models import draws_pictures, processes
+from specmm.image_ar.pipeline import ImagePipeline, family_of
 from specmm.randomness import sample_generators
-from specmm.registry import Registry, unknown
+from specmm.registry import Registry, name_of, unknown
 from specmm.stats import Certificate, Stats, merged_certificate, total
 
 if TYPE_CHECKING:  # diffusers takes seconds to import
@@ -36,7 +37,6 @@ if TYPE_CHECKING:  # diffusers takes seconds to import
     Images = PicturePipeline[Any]  # of any family
 
 Kind = Literal["images", "questions", "text"]
-PROCESSORS = ("processor_config.json", "preprocessor_config.json")  # beside models that see
 
 # ---- models by name
 
@@ -77,11 +77,10 @@ def kinds_of(model: str) -> tuple[Kind, ...]:
         raise ValueError(
             f"model must be a folder or a pocket model, got {model!r}; specmm zoo lists them"
         )
-    processes = any((folder / name).is_file() for name in PROCESSORS)
-    if picture_type(folder) is not None:
-        return ("images", "questions") if processes else ("images",)
+    if draws_pictures(folder):
+        return ("images", "questions") if processes(folder) else ("images",)
     sees = "vision_config" in read_json(folder / zoo.TRANSFORMERS)
-    return ("questions",) if sees or processes else ("text",)
+    return ("questions",) if sees or processes(folder) else ("text",)
 
 
 def draws(model: str) -> bool:
@@ -188,7 +187,8 @@ def parse_methods(registry: Registry, text: str) -> list[Any]:
 def label(method: Any) -> str:
     """The name, and the options that are not the default ones."""
     values = {f.name: (getattr(method, f.name), f.default) for f in dataclasses.fields(method)}
-    changed = [f"{name}={value}" for name, (value, default) in values.items() if value != default]
+    others = {name: value for name, (value, default) in values.items() if value != default}
+    changed = [f"{name}={_plain(value)}" for name, value in others.items()]
     return f"{method.name}({', '.join(changed)})" if changed else str(method.name)
 
 
@@ -240,7 +240,12 @@ def _tree(text: str) -> methods.TreeName:
 
 def _options(method: object) -> dict[str, object]:
     """The options of a method that are not None, for JSON."""
-    return {name: value for name, value in vars(method).items() if value is not None}
+    return {name: _plain(value) for name, value in vars(method).items() if value is not None}
+
+
+def _plain(value: object) -> object:
+    """``value``, or what to call an object of one's own."""
+    return value if isinstance(value, str | int | float | tuple | None) else name_of(value)
 
 
 # ---- answers and texts
@@ -402,8 +407,11 @@ def draw(pipe: Images, run: PictureRun, tell: Callable[[str], None], callback: A
             for first in range(0, count, run.batch_size):
                 rows = range(first, min(first + run.batch_size, count))
                 own = source if method.one_generator else [generators[i] for i in rows]
-                _draw_batch(pipe, run, rows, method, own, callback)
-                bar.update(len(rows))
+                seen = callback
+                if callback is None and not bar.disable:  # for nobody else a callback costs time
+                    seen = _moving(bar, len(rows), pipe.steps(**run.wanted))
+                _draw_batch(pipe, run, rows, method, own, seen)
+                bar.update(len(run.outputs) - bar.n)
     except KeyboardInterrupt:
         run.interrupted = True
     except OSError as error:
@@ -411,6 +419,18 @@ def draw(pipe: Images, run: PictureRun, tell: Callable[[str], None], callback: A
             f"writing failed ({error.strerror or error}), make room or choose another --out; "
             f"{len(run.outputs)} of {count} pictures are in {run.out}"
         ) from error
+
+
+def _moving(bar: Any, rows: int, steps: int) -> Callable[..., dict[str, Any]]:
+    """A callback that moves ``bar`` within ``rows`` pictures that are whole after ``steps``."""
+    before = bar.n
+
+    def moved(pipe: object, step: int, done: int, state: dict[str, Any]) -> dict[str, Any]:
+        bar.n = round(before + rows * done / steps, 1)
+        bar.update(0)
+        return state
+
+    return moved
 
 
 def _draw_batch(

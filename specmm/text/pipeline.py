@@ -35,6 +35,7 @@ from specmm.hf.running import (
 )
 from specmm.hf.static import StaticVLMTarget
 from specmm.hf.target import VLMTarget
+from specmm.outside import with_own
 from specmm.processors import Processor
 from specmm.stats import Certificate, Stats
 from specmm.turns import in_its_turn, turns_of
@@ -100,6 +101,7 @@ class TextPipeline(Pipeline):
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.name = name
+        method, drafter = with_own(methods.TEXT, method, drafter)
         self.method: methods.TextMethod = methods.make(methods.TEXT, method)
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
         self.drafters = Drafters(folder, name, model, given)
@@ -119,9 +121,10 @@ class TextPipeline(Pipeline):
         fastest.
 
         ``drafter`` is a loaded one, or the folder, pocket name or hub id of the method's drafter
-        where it is not beside the model; ``method`` None is the one that such a folder is for, and
-        plain decoding without one.
+        where it is not beside the model, or one's own (see :func:`specmm.register`); ``method``
+        None is the one that it is for, and plain decoding without one.
         """
+        method, drafter = with_own(methods.TEXT, method, drafter)
         resolved = methods.make(methods.TEXT, method or cls.default_method(drafter))
         folder = find_target(name)
         model, tokenizer = load_target(folder, torch_dtype)
@@ -166,6 +169,21 @@ class TextPipeline(Pipeline):
 
         yield from turns_of(self.model).each(found())
 
+    @in_its_turn(lambda pipe: pipe.model)
+    def planned(self, prompts: str | Sequence[str], **options: Any) -> str:
+        """What method ``auto`` takes for ``prompts``, and why; ``plans`` holds what it measured."""
+        given = Options.of({**options, "method": methods.Auto()}, chat=False)
+        return self._start(prompts, given)[0].method
+
+    def prepared(self, prompts: str | Sequence[str], **options: Any) -> tuple[VLMTarget, VLMPrompt]:
+        """The model as a target for ``prompts``, and these as it reads them, all at once."""
+        given = Options.of(options, chat=False)
+        target = VLMTarget(self.model, given.processor, self.name)
+        ids = self.encode(prompts, given.chat)
+        prompt = VLMPrompt({**padded(ids)}, given.max_new_tokens)
+        target.check(prompt)
+        return target, prompt.to(target.device, target.dtype)
+
     def encode(self, prompts: str | Sequence[str], chat: bool = False) -> list[list[int]]:
         """Ids of each prompt, with ``chat`` in the model's template; raises for empty ones."""
         given = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -189,9 +207,7 @@ class TextPipeline(Pipeline):
 
     def _start(self, prompts: str | Sequence[str], options: Options) -> tuple[Run, Drafter | None]:
         """Prepare a batch, of which nothing runs yet, with its drafter."""
-        method = self.method
-        if options.method is not None:
-            method = methods.make(methods.TEXT, options.method)
+        method = options.chosen(methods.TEXT, self.method)
         target = VLMTarget(self.model, options.processor, self.name)
         check_continuous_batching(method, options.batch_size)
         ids = self.encode(prompts, options.chat)

@@ -11,6 +11,7 @@ from specmm.registry import unknown
 POCKET = Path(__file__).parent / "pocket"
 PIPELINE = "model_index.json"  # in the folder of an image model
 TRANSFORMERS = "config.json"  # in the folder of a transformers model
+SETTINGS = "settings.json"  # beside an image model, how it is usually run
 PACKAGE = "package.json"  # in the folder of a model whose weights come in a separate package
 
 
@@ -49,6 +50,13 @@ def card(name: str) -> dict[str, Any]:
     file = pocket_models().get(name, Path(name)) / "card.json"
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return found
+
+
+def classes(folder: Path) -> list[str]:
+    """The names of the classes that the image model in ``folder`` draws, by id; none for others."""
+    file = folder / SETTINGS
+    names: list[str] = json.loads(file.read_text()).get("classes", []) if file.is_file() else []
+    return names
 
 
 def _from_hub(name: str) -> Path:
