@@ -46,7 +46,7 @@ def description(readme: str, repository: str | None) -> str:
     return LINK.sub(link, readme)
 
 
-if __name__ in ("__main__", "builtins"):
+if __name__ == "__main__":
     setup(
         packages=packages(),
         long_description=description((ROOT / "README.md").read_text(encoding="utf-8"), REPOSITORY),

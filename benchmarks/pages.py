@@ -138,15 +138,15 @@ def _bar(gain: Gain, y: int) -> str:
 
 def _legend(y: int) -> list[str]:
     said = {
-        "exact": "exact: the model's own distribution",
-        "bounded": "bounded: deviation measured",
+        "exact": "exact (the model's distribution)",
+        "bounded": "bounded (deviation measured)",
         "heuristic": "heuristic",
     }
-    parts, x = [], 40
+    parts, x = [], 20.0
     for kind, text in said.items():
-        parts.append(f'<rect x="{x}" y="{y - 11}" width="12" height="12" fill="{COLOURS[kind]}"/>')
-        parts.append(f'<text x="{x + 18}" y="{y}" fill="#24292f">{text}</text>')
-        x += 40 + 7 * len(text)
+        parts.append(f'<rect x="{x:g}" y="{y - 11}" width="12" height="12" fill="{COLOURS[kind]}"/>')
+        parts.append(f'<text x="{x + 18:g}" y="{y}" fill="#24292f">{text}</text>')
+        x += 40 + 7.4 * len(text)
     return parts
 
 

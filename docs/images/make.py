@@ -110,12 +110,12 @@ def one_round() -> None:
 def llamagen() -> None:
     """A chain of drafts of picture tokens."""
     p = Picture("LlamaGen: a block drafter proposes tokens, one forward verifies them", 760, 300)
-    p.words(20, 30, "1  a block drafter reads the last states and drafts six tokens in one pass")
+    p.words(20, 30, "1. a block drafter reads the last states and drafts six tokens in one pass")
     p.row(20, 44, 70, [("… 17", "text"), ("402", "text"), *[(t, "draft") for t in
           ("402", "88", "91", "88", "13", "7")]])
-    p.words(20, 112, "2  the transformer scores all six in one forward, with guidance")
+    p.words(20, 112, "2. the transformer scores all six in one forward, with guidance")
     p.row(20, 126, 70, [("", "text"), ("p", "next"), *[("p", "next")] * 6])
-    p.words(20, 194, "3  drafts are kept from the left while the rule accepts them; the next token is drawn from p")
+    p.words(20, 194, "3. drafts are kept from the left while the rule accepts them; the next token is drawn from p")
     p.row(20, 208, 70, [("… 17", "text"), ("402", "text"), ("402", "kept"), ("88", "kept"), ("91", "kept"),
           ("90", "next"), ("13", "lost"), ("7", "lost")])
     p.legend(USUAL)
@@ -125,13 +125,13 @@ def llamagen() -> None:
 def mar() -> None:
     """Speculation along a denoising chain."""
     p = Picture("MAR: denoising steps are drafted and accepted along the chain", 760, 270)
-    p.words(20, 30, "1  the transformer gives a condition for each place that is drawn now")
+    p.words(20, 30, "1. the transformer gives a condition for each place that is drawn now")
     p.box(20, 42, 150, "masked transformer", "model")
     p.arrow((170, 59), (230, 59))
     p.box(230, 42, 120, "condition", "text")
-    p.words(20, 110, "2  the head's next sixteen denoising steps are guessed from its last one (Gaussians)")
+    p.words(20, 110, "2. the head's next sixteen denoising steps are guessed from its last one (Gaussians)")
     p.row(20, 122, 76, [("x 100", "text"), *[(f"x {n}", "draft") for n in (99, 98, 97, 96, 95, 94)]])
-    p.words(20, 190, "3  the head scores all of them at once; a ratio of densities accepts a stretch of them")
+    p.words(20, 190, "3. the head scores all of them at once; a ratio of densities accepts a stretch of them")
     p.row(20, 202, 76, [("x 100", "text"), *[(f"x {n}", "kept") for n in (99, 98, 97, 96)], ("x 95", "next"),
           ("x 94", "lost")])
     p.legend(USUAL)
@@ -160,11 +160,11 @@ def var() -> None:
 def vlm() -> None:
     """A drawn chain and a tree of an answer's words."""
     p = Picture("Vision-language models: a head reads the target's states and drafts an answer", 760, 320)
-    p.words(20, 30, "1  picture and question are read once; the head reads the target's states of them")
+    p.words(20, 30, "1. picture and question are read once; the head reads the target's states of them")
     p.row(20, 44, 110, [("picture", "text"), ("what is it?", "text"), ("A", "text")])
     p.arrow((370, 61), (430, 61))
     p.box(430, 44, 130, "MSD, EAGLE-3", "model")
-    p.words(20, 116, "2  it drafts a tree of words; the target scores every path in one forward")
+    p.words(20, 116, "2. it drafts a tree of words; the target scores every path in one forward")
     p.box(20, 158, 70, "A", "text")
     for y, cells in ((130, ("red", "heart", "and")), (186, ("pink", "flower", "."))):
         for i, word in enumerate(cells):
@@ -173,7 +173,7 @@ def vlm() -> None:
             if i:
                 p.arrow((110 + 130 * i, y + 17), (150 + 130 * i, y + 17))
         p.arrow((90, 175), (150, y + 17))
-    p.words(20, 252, "3  the longest accepted path is kept, and the token after it drawn from the target")
+    p.words(20, 252, "3. the longest accepted path is kept, and the token after it drawn from the target")
     p.row(20, 262, 90, [("A", "text"), ("red", "kept"), ("heart", "kept"), (".", "next")])
     p.legend({**USUAL})
     p.height = 320
@@ -183,11 +183,11 @@ def vlm() -> None:
 def text() -> None:
     """A block filled in by a diffusion model."""
     p = Picture("Text: a diffusion model fills a block of masks in one forward", 760, 310)
-    p.words(20, 30, "1  masks stand after the text")
+    p.words(20, 30, "1. masks stand after the text")
     p.row(20, 42, 84, [("def", "text"), ("add(a, b):", "text"), *[("mask", "draft")] * 5])
-    p.words(20, 106, "2  one forward of the drafter gives a distribution for every mask")
+    p.words(20, 106, "2. one forward of the drafter gives a distribution for every mask")
     p.row(20, 118, 84, [("", "text"), ("", "text"), *[(w, "draft") for w in ("return", "a", "+", "a", ";")]])
-    p.words(20, 182, "3  the target scores the block in one forward; block verification keeps a prefix of it")
+    p.words(20, 182, "3. the target scores the block in one forward; block verification keeps a prefix of it")
     p.row(20, 194, 84, [("def", "text"), ("add(a, b):", "text"), ("return", "kept"), ("a", "kept"), ("+", "kept"),
           ("b", "next"), (";", "lost")])
     p.words(20, 262, "An autoregressive drafter needs one forward a token, a diffusion model one a block.", size=13)

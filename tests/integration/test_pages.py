@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from benchmarks import pages
+from tests.integration.page_files import Maker, write_files
 from tests.integration.page_snippets import ROOT, blocks, run_page
 
 DOCS = ROOT / "docs"
@@ -19,14 +19,14 @@ NOTEBOOKS = sorted((ROOT / "demos" / "notebooks").glob("*.ipynb"))
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder with a picture, in which snippets run."""
+    """An empty folder, in which snippets run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
-    Image.new("RGB", (96, 96), "seagreen").save("picture.png")
     return tmp_path
 
 
-def test_snippets_of_the_readme_run(workplace: Path) -> None:
+def test_snippets_of_the_readme_run(workplace: Path, make_tiny: Maker) -> None:
+    write_files(pages.README.read_text(), make_tiny)
     assert run_page(ROOT / "README.md") > 3
 
 
@@ -37,7 +37,8 @@ def test_snippets_of_the_readme_run(workplace: Path) -> None:
         for p in PAGES
     ],
 )
-def test_snippets_of_a_page_run(page: Path, workplace: Path) -> None:
+def test_snippets_of_a_page_run(page: Path, workplace: Path, make_tiny: Maker) -> None:
+    write_files(page.read_text(), make_tiny)
     told = [b for b in blocks(page) if b.kind in ("python", "sh")]
     assert run_page(page) == len(told)
     assert all(b.kind in ("python", "sh", "text", "json", "toml") for b in blocks(page)), page
@@ -45,7 +46,8 @@ def test_snippets_of_a_page_run(page: Path, workplace: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
-def test_a_notebook_runs(notebook: Path, workplace: Path) -> None:
+def test_a_notebook_runs(notebook: Path, workplace: Path, make_tiny: Maker) -> None:
+    write_files("", make_tiny)
     found = json.loads(notebook.read_text())
     if "ray" in notebook.stem:
         pytest.importorskip("ray")
