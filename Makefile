@@ -7,7 +7,7 @@ ARGS ?=
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-portable mutants quality format bench
+.PHONY: help setup demo test test-all test-portable mutants quality format bench docs
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -52,6 +52,10 @@ format: $(STAMP)  ## let ruff fix what it can
 
 bench: $(STAMP)  ## measure everything in benchmarks/ (hours on two cores)
 	$(BIN)/python -m benchmarks.run $(ARGS)
+
+docs: $(STAMP)  ## the site in build/site, from docs/ and benchmarks/results; a warning is an error
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 $(STAMP): pyproject.toml setup.py
 	@command -v $(PYTHON) >/dev/null || { echo "specmm needs Python 3.11 or newer, found no $(PYTHON): install it or run make PYTHON=/path/to/python3"; exit 1; }

@@ -1,17 +1,22 @@
-"""Package discovery: the folders of ``[tool.setuptools.package-dir]`` and every package below them.
+"""Package discovery, and the README as an index shows it.
 
-Declared here because setuptools cannot search several folders under different prefixes by itself,
-and because the links ``specmm/kernels -> ../kernels`` are absent from an sdist and from a checkout
-without symlinks.
+The folders of ``[tool.setuptools.package-dir]`` and every package below them are declared here,
+because setuptools cannot search several folders under different prefixes by itself, and because
+the links ``specmm/kernels -> ../kernels`` are absent from an sdist and from a checkout without
+symlinks.
 """
 
+import re
 import tomllib
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-FOLDERS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FOLDERS = PYPROJECT["tool"]["setuptools"]["package-dir"]
+REPOSITORY = PYPROJECT["project"]["urls"].get("Repository")
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:)([^)]+)\)")  # to a file of the repository
 
 
 def packages() -> list[str]:
@@ -26,4 +31,24 @@ def packages() -> list[str]:
     return sorted([*FOLDERS, *below])
 
 
-setup(packages=packages())
+def description(readme: str, repository: str | None) -> str:
+    """The README where its files are not beside it: links lead to the ``repository``, or, without
+    one, are words.
+    """
+
+    def link(found: re.Match[str]) -> str:
+        picture, text, place = found.groups()
+        if repository is None:
+            return "" if picture else text
+        kind = "raw" if picture else "blob"
+        return f"{picture}[{text}]({repository.rstrip('/')}/{kind}/main/{place})"
+
+    return LINK.sub(link, readme)
+
+
+if __name__ == "__main__":
+    setup(
+        packages=packages(),
+        long_description=description((ROOT / "README.md").read_text(encoding="utf-8"), REPOSITORY),
+        long_description_content_type="text/markdown",
+    )

@@ -4,10 +4,12 @@ Face's ``kernels``.
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -184,6 +186,46 @@ print(kernels.__file__, specmm.metrics.frechet.__file__, *specmm.kernels.__path_
     assert theirs.startswith(str(tmp_path / "hf" / "kernels"))
     for path in (ours, kernels):
         assert path.startswith(str(clean_python.parents[1])), path
+
+
+def tracked() -> list[str]:
+    """The files of the repository, links left out; skips where this is no checkout."""
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("an unpacked sdist is not built again: it has no list of its files")
+    return [name for name in done.stdout.splitlines() if not (ROOT / name).is_symlink()]
+
+
+@pytest.mark.slow
+def test_an_sdist_holds_the_repository_and_its_readme_renders_on_an_index(tmp_path: Path) -> None:
+    names = tracked()
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with tarfile.open(next((tmp_path / "dist").glob("specmm-*.tar.gz"))) as sdist:
+        held = {member.name.partition("/")[2] for member in sdist.getmembers()}
+        facts = sdist.extractfile(next(n for n in sdist.getnames() if n.endswith("/PKG-INFO")))
+        assert facts is not None
+        told = facts.read().decode()
+    assert set(names) - held <= {".gitignore"}, sorted(set(names) - held)[:10]
+    assert "Description-Content-Type: text/markdown" in told
+    assert "Project-URL: Homepage" in told and "Classifier: " in told
+    assert "pip install specmm" in told and "](docs/" not in told
+
+
+def test_links_of_the_readme_lead_to_the_repository_or_are_words() -> None:
+    describe = runpy.run_path(str(ROOT / "setup.py"))["description"]
+    text = "![gain](docs/gain.svg) [start](docs/a.md), [paper](https://arxiv.org)"
+    assert describe(text, None) == " start, [paper](https://arxiv.org)"
+    found = describe(text, "https://example.org/specmm/")
+    assert "![gain](https://example.org/specmm/raw/main/docs/gain.svg)" in found
+    assert "[start](https://example.org/specmm/blob/main/docs/a.md)" in found
+    readme = (ROOT / "README.md").read_text()
+    for place in re.findall(r"\]\((?!https?:)([^)]+)\)", readme):
+        assert (ROOT / place).is_file(), place
 
 
 def test_checkout_without_links_imports(checkout: Path, tmp_path: Path) -> None:

@@ -1,0 +1,310 @@
+"""What the README and the pages show of ``benchmarks/results`` and of the models' cards.
+
+``python -m benchmarks.pages`` writes the README's table and the picture of the gain; a test fails
+where they are older than the results. MkDocs takes this file as its hook: in a page, a line
+``<!-- results: NAME -->`` becomes a table of :data:`TABLES`, so no page holds a copied number.
+Nothing but the standard library is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+CARDS = ROOT / "specmm" / "zoo" / "pocket"
+README = ROOT / "README.md"
+SOURCES = ROOT / "build" / "api"
+PICTURE = ROOT / "docs" / "images" / "gain.svg"
+MARKS = ("<!-- speed: written by python -m benchmarks.pages -->\n\n", "\n<!-- end -->")
+MARKER = re.compile(r"^<!-- results: ([\w-]+) -->$", re.M)
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A bar of the picture and a line of the README: one row of a result file."""
+
+    what: str
+    setting: str
+    file: str
+    method: str
+    facts: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def row(self) -> Row:
+        """The row that was measured."""
+        wanted = {"method": self.method, **dict(self.facts)}
+        for row in read(self.file)["rows"]:
+            if all(row.get(key) == value for key, value in wanted.items()):
+                return dict(row)
+        raise ValueError(f"{self.file}.json must have a row {wanted}: update benchmarks/pages.py")
+
+
+GREEDY = (("questions", "describe"), ("temperature", 0.0), ("batch", 1))
+CODE = (("questions", "code"), ("temperature", 0.0), ("batch", 1))
+FLOAT = (("dtype", "float32"),)
+LANTERN = "lantern++(lambda_=20.0, k=60, residual='release')"
+TEN = "msd(sampled=True, tree=(1, 1, 1, 1, 1, 1, 1, 1, 1, 1))"
+GAINS = (
+    Gain("pictures, LlamaGen", "`speculative`", "speed", f"speculative(tree={(1,) * 6})", FLOAT),
+    Gain("pictures, LlamaGen", "`lantern++`, the authors' rule", "speed", LANTERN, FLOAT),
+    Gain("pictures, Janus", "`sjd`, no drafter", "words_to_pictures_janus", "sjd"),
+    Gain("pictures, MAR", "`cspd`", "mar", "exact"),
+    Gain("pictures, VAR", "`code`, batch 16", "var", "code, N = 5", (("batch", 16),)),
+    Gain("answers, LLaVA", "`msd`, greedy", "vlm_speed_llava", TEN, GREEDY),
+    Gain("text, Qwen2", "`block`, greedy", "text_speed_coder", "block(length=8)", CODE),
+)
+
+
+def read(name: str) -> dict[str, Any]:
+    """A result file: its ``rows`` and the ``environment`` they were measured in."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def markdown(head: Iterable[str], lines: Iterable[Iterable[object]]) -> str:
+    """A table in Markdown."""
+    names = list(head)
+    rows = [names, ["---"] * len(names), *([str(c) for c in line] for line in lines)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def times(value: float) -> str:
+    """A speed-up."""
+    return f"{value:.2f}×"
+
+
+# ---- the README's table and the picture
+
+
+def readme_table() -> str:
+    """What each family gains, a line for each of :data:`GAINS`."""
+    head = ("what", "method", "certificate", "over plain decoding", "tokens a round", "measured")
+    lines = []
+    for gain in GAINS:
+        row = gain.row
+        tau = f"{row['tau']:.1f}" if "tau" in row else ""
+        file = f"`{gain.file}.csv`, {read(gain.file)['environment']['date'][:10]}"
+        lines.append((gain.what, gain.setting, row["certificate"], times(row["speedup"]), tau, file))
+    return markdown(head, lines)
+
+
+COLOURS = {"exact": "#1a7f5a", "bounded": "#9a6700", "heuristic": "#8250df"}
+LEFT, WIDE, HIGH, SCALE = 250, 720, 30, 120
+
+
+def gain_picture() -> str:
+    """The speed-ups of :data:`GAINS` as bars, an SVG that needs no other file."""
+    height = HIGH * len(GAINS) + 74
+    bars = [_bar(gain, 34 + HIGH * i) for i, gain in enumerate(GAINS)]
+    plain = LEFT + SCALE
+    line = f'<path d="M{plain} 26V{height - 36}" stroke="#57606a" stroke-dasharray="4 3"/>'
+    title = "Speed-up over plain decoding, small trained models, two CPU cores"
+    return "\n".join(
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {height}" role="img" '
+            'font-family="system-ui, sans-serif" font-size="14">',
+            f"<title>{title}</title>",
+            f'<rect width="{WIDE}" height="{height}" fill="#ffffff"/>',
+            f'<text x="{plain}" y="18" text-anchor="middle" fill="#24292f">plain = 1</text>',
+            *bars,
+            line,
+            *_legend(height - 14),
+            "</svg>\n",
+        )
+    )
+
+
+def _bar(gain: Gain, y: int) -> str:
+    row = gain.row
+    value, colour = float(row["speedup"]), COLOURS[row["certificate"]]
+    label = f"{gain.what}: {gain.setting}".replace("`", "").replace(", the authors' rule", "")
+    width = SCALE * value
+    return (
+        f'<text x="{LEFT - 10}" y="{y + 16}" text-anchor="end" fill="#24292f">{label}</text>'
+        f'<rect x="{LEFT}" y="{y}" width="{width:.0f}" height="22" rx="2" fill="{colour}"/>'
+        f'<text x="{LEFT + width + 8:.0f}" y="{y + 16}" fill="#24292f">{times(value)}</text>'
+    )
+
+
+def _legend(y: int) -> list[str]:
+    said = {
+        "exact": "exact (the model's distribution)",
+        "bounded": "bounded (deviation measured)",
+        "heuristic": "heuristic",
+    }
+    parts, x = [], 20.0
+    for kind, text in said.items():
+        parts.append(f'<rect x="{x:g}" y="{y - 11}" width="12" height="12" fill="{COLOURS[kind]}"/>')
+        parts.append(f'<text x="{x + 18:g}" y="{y}" fill="#24292f">{text}</text>')
+        x += 40 + 7.4 * len(text)
+    return parts
+
+
+def updated(readme: str) -> str:
+    """The README with its table as the results have it now."""
+    before, start, rest = readme.partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not (start and end):
+        raise ValueError(f"README.md must hold {MARKS[0].strip()!r} and {MARKS[1].strip()!r}")
+    return before + start + readme_table() + end + after
+
+
+# ---- tables of the pages
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns of one result file, and the rows of it that a page shows."""
+
+    file: str
+    columns: tuple[tuple[str, str], ...]
+    keep: Callable[[Row], bool] = lambda row: True
+
+    def markdown(self) -> str:
+        """The table, and a line that says how it was measured."""
+        found = read(self.file)
+        rows = [row for row in found["rows"] if self.keep(row)]
+        lines = [[_cell(key, row.get(key)) for _, key in self.columns] for row in rows]
+        where = found["environment"]
+        commit = where.get("git", where.get("commit", "?"))
+        told = (
+            f"`benchmarks/results/{self.file}.csv`: {where['machine']}, {where['cores']} cores, "
+            f"{where['date'][:10]}, commit `{commit}`."
+        )
+        return markdown([title for title, _ in self.columns], lines) + f"\n\n{told}"
+
+
+def _cell(key: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if key == "method":
+        return f"`{value}`"
+    if key.startswith("speedup"):
+        return times(value)
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+SPEED = (
+    ("method", "method"),
+    ("over plain", "speedup"),
+    ("lower quartile", "speedup_low"),
+    ("upper quartile", "speedup_high"),
+)
+ROUNDS = (*SPEED, ("tokens a round", "tau"), ("certificate", "certificate"))
+TOLD = (("temperature", "temperature"), ("batch", "batch"), *ROUNDS)
+FIDS = (*SPEED, ("FID / plain", "fid_ratio"), ("certificate", "certificate"))
+LLAMAGEN = (("dtype", "dtype"), *ROUNDS, ("TV a token", "tv"))
+QUALITY = (
+    ("method", "method"),
+    ("samples", "samples"),
+    ("FID / plain", "fid_ratio"),
+    ("KID / plain", "kid_ratio"),
+    ("TV a token", "tv"),
+    ("certificate", "certificate"),
+)
+TABLES = {
+    "llamagen": Table("speed", LLAMAGEN),
+    "llamagen-compiled": Table("speed_compiled", LLAMAGEN),
+    "llamagen-quality": Table("quality", QUALITY),
+    "lantern-quality": Table("lantern_quality", QUALITY),
+    "mar": Table("mar", (*FIDS, ("head calls a token", "head_calls_per_token"))),
+    "var": Table("var", (("batch", "batch"), *FIDS)),
+    "var-published": Table(
+        "var_published",
+        (("method", "method"), ("over plain", "speedup"), ("realised", "realised")),
+    ),
+    "llava": Table("vlm_speed_llava", TOLD, lambda row: row["questions"] == "describe"),
+    "coder": Table("text_speed_coder", TOLD),
+    "coder-compiled": Table("text_speed_coder_compiled", TOLD),
+    "smollm2": Table("text_speed_smollm2", (("prompts", "questions"), *TOLD)),
+    "janus": Table("words_to_pictures_janus", TOLD),
+}
+
+
+def zoo_table() -> str:
+    """The shipped models, from their cards."""
+    lines = []
+    for file in sorted(CARDS.glob("*/card.json")):
+        card = json.loads(file.read_text())
+        name = f"`pocket/{file.parent.name}`"
+        lines.append((name, card.get("what", ""), card.get("licence", "")))
+    return markdown(("model", "what", "licence of the weights"), lines)
+
+
+def filled(page: str) -> str:
+    """A page with its tables in place of their markers."""
+
+    def table(found: re.Match[str]) -> str:
+        if found[1] == "zoo":
+            return zoo_table()
+        return TABLES[found[1]].markdown()
+
+    return MARKER.sub(table, page)
+
+
+# ---- MkDocs' hooks
+
+ADDED = {  # pages that are files of the repository, by where they stand in the site
+    "measured.md": "benchmarks/results/README.md",
+    "changelog.md": "CHANGELOG.md",
+    "architecture.md": "ARCHITECTURE.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "packages/kernels.md": "kernels/README.md",
+    "packages/metrics.md": "metrics/README.md",
+    "packages/drafters.md": "diffusion_drafters/README.md",
+    "packages/vlm.md": "vlm/README.md",
+    **{f"cards/{f.parent.name}.md": str(f.parent / "README.md") for f in CARDS.glob("*/card.json")},
+    **{f.name: str(f) for f in RESULTS.glob("*.png")},
+}
+
+
+def on_startup(**_: Any) -> None:
+    """Copy the sources for the API pages, with an ``__init__.py`` in the five folders that have
+    none: what reads them finds no module in a folder without one.
+    """
+    shutil.rmtree(SOURCES, ignore_errors=True)
+    for folder, _, names in os.walk(ROOT / "specmm", followlinks=True):
+        for name in names:
+            _copy(Path(folder, name))
+
+
+def _copy(file: Path) -> None:
+    if file.suffix == ".py":
+        copy = SOURCES / file.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, copy)
+        (copy.parent / "__init__.py").touch()
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the files of :data:`ADDED`."""
+    from mkdocs.structure.files import File
+
+    for place, source in ADDED.items():
+        files.append(File.generated(config, place, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(text: str, **_: Any) -> str:
+    """Put the tables in."""
+    return filled(text)
+
+
+def main() -> None:
+    """Write the README's table and the picture of the gain."""
+    PICTURE.write_text(gain_picture())
+    README.write_text(updated(README.read_text()))
+
+
+if __name__ == "__main__":
+    main()
