@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from specmm import methods
 from specmm.cli.options import Json
 from specmm.cli.output import emit
+from specmm.cli.published import list_published
 from specmm.registry import Registry
 
 FAMILIES: dict[str, Registry] = {
@@ -74,8 +75,15 @@ def _drafts(name: str) -> bool:
     return {"tree", "rule"} <= options and "drafter" not in options
 
 
-def zoo(as_json: Json = False) -> None:
+def zoo(
+    published: Annotated[
+        bool, typer.Option("--published", help="Published models that run by name, instead.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """List the shipped models: size, data, licence, what was measured."""
+    if published:
+        return list_published(as_json)
     from specmm.zoo import card, pocket_models
 
     found = []
