@@ -60,19 +60,37 @@ class ImagePipeline:
     """
 
     @staticmethod
-    def from_pretrained(name: str | Path, **options: Any) -> Any:
-        """The pipeline of a folder, a pocket name or a hub id; ``options``: ``method``, ``device``,
-        …
+    def from_pretrained(
+        name: str | Path,
+        *,
+        file: str | None = None,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        download: bool = False,
+        **options: Any,
+    ) -> Any:
+        """The pipeline of a folder, a pocket name, a published name (``specmm zoo --published``) or
+        a hub id; ``options``: ``method``, ``device``, …
 
-        Raises ``ValueError`` for a model that cannot be found or read.
+        ``file`` chooses one of a repository's models, ``download`` agrees to fetch more than a
+        gigabyte. Raises ``ValueError`` for a model that cannot be found, fetched or read.
         """
+        source = zoo.Source(file, revision, cache_dir, download)
+        if source != zoo.USUAL:
+            name = zoo.find(name, source=source)
         family = family_of(name)
         pipeline = getattr(import_module(family.module), family.pipeline)
         return pipeline.from_pretrained(name, **options)
 
 
 def family_of(name: str | Path) -> ImageFamily:
-    """The family of a model; raises ``ValueError`` for one not found or of an unknown family."""
+    """The family of a model; raises ``ValueError`` for one not found or of an unknown family.
+
+    Nothing is fetched for a model of several published files.
+    """
+    entry = None if Path(name).exists() else zoo.entry_of(str(name))
+    if entry is not None and entry.parts:
+        return FAMILIES[entry.family]
     if picture_type(zoo.pocket_models().get(str(name), Path(name))) is not None:
         return TRANSFORMERS_FAMILY
     folder = zoo.find(name)

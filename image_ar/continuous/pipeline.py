@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -273,16 +274,14 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
             raise ValueError("text_encoder must be left out: this model draws classes")
         resolved = methods.resolve_continuous(method)
         folder = zoo.find(name)
-        transformer = load_mar(folder / "transformer")
+        chosen = torch_dtype or partial(choose_dtype, long=True, device=device)
+        large = load_mar(folder / "transformer", dtype=chosen).to(device)
         vae = load_kl(folder / "vae")
-        size = sum(p.numel() for p in transformer.parameters())
-        dtype = torch_dtype or choose_dtype(size, long=True, device=device)
         if small is None:
-            second = load_small_mar(folder, vae)
+            second = load_small_mar(folder, vae, dtype=large.dtype)
         else:
-            second = load_small_mar(zoo.find(small), vae, whole=True)
-        large = transformer.to(device, dtype)
-        second = None if second is None else second.to(device, dtype)
+            second = load_small_mar(zoo.find(small), vae, whole=True, dtype=large.dtype)
+        second = None if second is None else second.to(device)
         settings = read_settings(MARSettings, folder)
         return cls(large, vae.to(device), second, settings, resolved, str(name))
 

@@ -138,14 +138,14 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
             raise ValueError("text_encoder must be left out: this model draws classes")
         resolved = methods.resolve_scales(method)
         folder = zoo.find(name)
-        transformer = load_var(folder / "transformer")
-        vae = load_vqvae(folder / "vae")
         dtype = torch_dtype or choose_dtype(LARGE_MODEL, long=True, device=device)
         # a GPU counts wherever there is one: the pipeline may be moved to it later
         check_dtype(dtype, torch.device("cuda" if torch.cuda.is_available() else device))
-        second = load_small_var(small, vae) if small is not None else None
+        transformer = load_var(folder / "transformer", dtype=dtype)
+        vae = load_vqvae(folder / "vae")
+        second = load_small_var(small, vae, dtype) if small is not None else None
         if second is None and (folder / "small").is_dir():
-            second = load_var(folder / "small")
+            second = load_var(folder / "small", dtype=dtype)
         large = prepack(transformer.to(device, dtype), long=True)
         second = None if second is None else prepack(second.to(device, dtype), long=True)
         settings = read_settings(VARSettings, folder)

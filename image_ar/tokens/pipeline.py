@@ -156,9 +156,8 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         method, drafter = with_own(methods.IMAGE_TOKENS, method, drafter)
         resolved = methods.resolve(method)
         folder = zoo.find(name)
-        transformer = load_gpt(folder / "transformer")
-        size = sum(p.numel() for p in transformer.parameters())
-        transformer = transformer.to(torch_dtype or choose_dtype(size, device=device))
+        dtype = torch_dtype or partial(choose_dtype, device=device)
+        transformer = load_gpt(folder / "transformer", dtype=dtype)
         # before the weights move: the fingerprint that drafters are checked by is read on the CPU
         drafters = load_drafters(folder / "drafters", transformer)
         if drafter is not None:
