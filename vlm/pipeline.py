@@ -165,6 +165,13 @@ class VQAPipeline(Pipeline):
         rounds = self._rounds(images, questions, Options.of(options), True, videos)
         yield from turns_of(self.model).each(rounds)
 
+    @in_its_turn(lambda pipe: pipe.model)
+    def begin(
+        self, images: Images, questions: Texts, videos: Videos = None, **options: Any
+    ) -> Run:
+        """A run that has decoded nothing yet, for those who want its steps one by one."""
+        return self._start(images, questions, Options.of(options), videos)
+
     def _rounds(
         self, images: Images, questions: Texts, options: Options, apart: bool, videos: Videos
     ) -> Iterator[list[RoundText]]:
